@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+# Warnings, sanitizers, coverage; and the instruction sets of the blocked backend's kernels.
+
+function(kda_compile_options target)
+  target_compile_features(${target} PUBLIC cxx_std_20)
+  set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden
+                                             VISIBILITY_INLINES_HIDDEN ON)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wconversion)
+  if(KDA_WERROR)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(KDA_SANITIZE)
+    target_compile_options(${target} PUBLIC -fsanitize=${KDA_SANITIZE} -fno-omit-frame-pointer
+                                            -fno-sanitize-recover=all)
+    target_link_options(${target} PUBLIC -fsanitize=${KDA_SANITIZE})
+  endif()
+  if(KDA_COVERAGE)
+    target_compile_options(${target} PUBLIC --coverage -fprofile-update=atomic)
+    target_link_options(${target} PUBLIC --coverage)
+  endif()
+endfunction()
+
+function(kda_kernel_options)
+  # Where fp32 is fused is written in the source, not left to the compiler. -O3 in every build:
+  # unoptimised kernels would make the tests crawl.
+  set(common -O3)
+  set(x86 ${common} -ffp-contract=off)
+  set(avx2 "")
+  set(avx512 "")
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64|amd64")
+    set(avx2 ${x86} -mavx2 -mfma -mf16c)
+    # GCC 12's own AVX-512 header warns about its undefined-value idiom (GCC bug 105593).
+    set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl
+               -Wno-uninitialized $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>)
+  endif()
+  foreach(isa portable avx2 avx512)
+    set(flags ${common} -Wno-conversion)
+    if(DEFINED ${isa} AND NOT "${${isa}}" STREQUAL "")
+      set(flags ${${isa}} -Wno-conversion)
+    endif()
+    set_source_files_properties(src/cpu/blocked/kernels_${isa}.cpp PROPERTIES
+                                COMPILE_OPTIONS "${flags}")
+  endforeach()
+  # The oracle is plain loops that vectorise: worth -O3 too.
+  set_source_files_properties(src/cpu/oracle/oracle.cpp PROPERTIES COMPILE_OPTIONS "-O3")
+endfunction()

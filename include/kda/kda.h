@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * C ABI of libkda: Kimi Delta Attention forward and decode. Per sequence and value head, S [K, V]:
+ *   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T
+ *   o_t = scale * S_t^T q_t
+ * Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are the same.
+ *
+ * Rules
+ * - Structs begin with struct_size: set it to sizeof(the struct), or call the *_init function.
+ *   Later versions only append fields; a zero field means its default. Enumerations only grow.
+ * - No function prints, exits, throws, or keeps a pointer after it returns (but a plan is a copy).
+ * - Every call is thread safe; a plan may be used by many threads at once with own workspaces.
+ * - On failure nothing has been written to the caller's tensors, and kda_last_error() of the same
+ *   thread names the argument, what was given and what is accepted.
+ */
+#ifndef KDA_KDA_H_
+#define KDA_KDA_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kda/version.h"
+
+#if defined(__GNUC__)
+#define KDA_API __attribute__((visibility("default")))
+#else
+#define KDA_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum kda_status {
+  KDA_OK = 0,
+  KDA_INVALID_ARGUMENT = 1,
+  KDA_UNSUPPORTED = 2,
+  KDA_UNAVAILABLE = 3,
+  KDA_OUT_OF_MEMORY = 4,
+  KDA_OUT_OF_RESOURCES = 5,
+  KDA_INTERNAL = 6
+} kda_status;
+
+typedef enum kda_dtype {
+  KDA_FP32 = 0,
+  KDA_BF16 = 1,
+  KDA_FP16 = 2,
+  KDA_INT32 = 3,
+  KDA_INT64 = 4
+} kda_dtype;
+
+typedef enum kda_gate_mode { KDA_GATE_LOG = 0, KDA_GATE_SOFTPLUS = 1, KDA_GATE_BOUNDED = 2 } kda_gate_mode;
+typedef enum kda_beta_mode { KDA_BETA_PLAIN = 0, KDA_BETA_SIGMOID = 1, KDA_BETA_SIGMOID2 = 2 } kda_beta_mode;
+typedef enum kda_state_layout { KDA_STATE_KV = 0, KDA_STATE_VK = 1 } kda_state_layout;
+typedef enum kda_operation { KDA_FORWARD = 0, KDA_DECODE = 1 } kda_operation;
+typedef enum kda_device_kind { KDA_CPU = 0, KDA_CUDA = 1 } kda_device_kind;
+typedef enum kda_context_parallel {
+  KDA_CP_AUTO = 0,
+  KDA_CP_OFF = 1,
+  KDA_CP_FIXED = 2,
+  KDA_CP_FLASHKDA = 3,
+  KDA_CP_CULA = 4
+} kda_context_parallel;
+
+/* A tensor. `data` may be null while planning. DLPack's strides are the same (elements); a null
+ * DLTensor.strides means row-major. */
+typedef struct kda_tensor {
+  void* data;
+  int32_t dtype;      /* kda_dtype */
+  int32_t reserved;   /* 0 */
+  int64_t strides[4]; /* elements, outermost first; the innermost of the tensor's rank is 1 */
+  int64_t alignment;  /* bytes, power of two; 0: the largest up to 16 that the strides keep */
+} kda_tensor;
+
+/* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]; num_slots 0 and data null:
+ * none, unless `present` is set. */
+typedef struct kda_state {
+  kda_tensor tensor;
+  int64_t num_slots;
+  const int32_t* indices; /* with `indexed`: slot of each sequence, -1 none */
+  int32_t present;        /* 0: the problem has no such buffer */
+  int32_t indexed;        /* 1: `indices` picks the slots */
+} kda_state;
+
+typedef struct kda_problem {
+  size_t struct_size;
+  int32_t operation; /* kda_operation */
+  int32_t gate_mode; /* kda_gate_mode */
+  int32_t beta_mode; /* kda_beta_mode */
+  int32_t state_layout;
+  int64_t batch;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t num_value_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t num_sequences;
+  kda_tensor q, k, v, g, beta, o;
+  kda_tensor A_log;   /* fp32 [HV]; strides[0] = 0: none */
+  kda_tensor dt_bias; /* fp32 [HV, K]; strides[0] = 0: none */
+  double lower_bound; /* of KDA_GATE_BOUNDED */
+  double scale;       /* used if has_scale, else K^-1/2 */
+  int32_t has_scale;
+  int32_t qk_l2norm;
+  int32_t has_cu_seqlens;
+  int32_t cu_seqlens_dtype; /* KDA_INT32 or KDA_INT64 */
+  const void* cu_seqlens;   /* run: read only by plans made from bounds */
+  kda_state initial_state;  /* decode: the pool */
+  kda_state final_state;
+  kda_state checkpoints;
+  const uint8_t* initial_state_mask; /* [num_sequences], with has_initial_state_mask */
+  const int32_t* num_accepted_tokens;
+  int32_t has_initial_state_mask;
+  int32_t has_num_accepted_tokens;
+  int64_t checkpoint_every;
+  int64_t state_index_columns; /* 0 counts as 1 */
+  int32_t batch_invariant;
+  int32_t reserved;
+} kda_problem;
+
+typedef struct kda_plan_options {
+  size_t struct_size;
+  int32_t device_kind;      /* kda_device_kind */
+  int32_t num_sms;          /* CUDA only; 0: 132 */
+  int32_t context_parallel; /* kda_context_parallel */
+  int32_t one_pass;         /* join segments by correction instead of a second run */
+  int64_t num_segments;     /* of KDA_CP_FIXED */
+  int32_t num_threads;      /* 0: OMP_NUM_THREADS, else all cores */
+  int32_t reserved;
+  const char* backend; /* null or "": the best available */
+} kda_plan_options;
+
+typedef struct kda_plan kda_plan; /* opaque */
+
+/* fp32 buffers in the kv layout, one entry a segment of the plan. */
+typedef struct kda_segments {
+  size_t struct_size;
+  float* M;         /* [NSEG, HV, K, K] */
+  float* B;         /* [NSEG, HV, K, V] */
+  float* states_in; /* [NSEG, HV, K, V] */
+} kda_segments;
+
+/* "0.1.0" */
+KDA_API const char* kda_version(void);
+KDA_API const char* kda_status_name(kda_status status);
+/* Message of the last failed call of this thread; "" if there was none. */
+KDA_API const char* kda_last_error(void);
+
+/* Zeroes the struct and sets struct_size and the defaults (one head of K = V = 128, bf16). */
+KDA_API void kda_problem_init(kda_problem* problem);
+KDA_API void kda_plan_options_init(kda_plan_options* options);
+/* Fills strides (row-major), dtype and alignment of a tensor of up to 4 dimensions. */
+KDA_API kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype,
+                                         int32_t rank, const int64_t* shape);
+
+KDA_API kda_status kda_validate(const kda_problem* problem);
+
+/* `cu_seqlens`: host, [num_sequences + 1]; null plans from bounds if the problem has cu_seqlens.
+ * `options` may be null. The plan copies what it needs; free it with kda_plan_destroy. */
+KDA_API kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
+                                   const kda_plan_options* options, kda_plan** plan);
+KDA_API void kda_plan_destroy(kda_plan* plan);
+KDA_API size_t kda_plan_workspace_bytes(const kda_plan* plan); /* align the workspace to 64 */
+KDA_API int64_t kda_plan_num_segments(const kda_plan* plan);   /* 0: not segmented */
+/* The plan as JSON; valid as long as the plan. */
+KDA_API const char* kda_plan_json(const kda_plan* plan);
+KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none can run it */
+
+/* `problem` gives the pointers; its shapes, types and options must be those of the plan. */
+KDA_API kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
+                           size_t workspace_bytes);
+
+KDA_API kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,
+                                    const kda_segments* segments, void* workspace,
+                                    size_t workspace_bytes);
+KDA_API kda_status kda_segment_merge(const kda_plan* plan, const kda_problem* problem,
+                                     const kda_segments* segments, void* workspace,
+                                     size_t workspace_bytes);
+KDA_API kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
+                                       const kda_segments* segments, void* workspace,
+                                       size_t workspace_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KDA_KDA_H_ */

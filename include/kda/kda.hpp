@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole C++ API: validate -> plan -> run.
+#pragma once
+
+#include "kda/plan.hpp"
+#include "kda/problem.hpp"
+#include "kda/run.hpp"
+#include "kda/status.hpp"
+#include "kda/tensor.hpp"
+#include "kda/types.hpp"
+#include "kda/version.h"

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plan: how a Problem will be computed on a device, as a printable value. Made on the host from
+// plain data: no device call, no allocation outside the returned value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kda/problem.hpp"
+#include "kda/status.hpp"
+
+namespace kda {
+
+/// What the planner may know of a device. Plain data, so that a plan for any device can be made
+/// on any machine.
+struct DeviceFacts {
+  DeviceKind kind = DeviceKind::kCpu;
+  std::string name = "cpu";
+  int32_t compute_capability = 0;  ///< CUDA: 10 * major + minor
+  int32_t num_sms = 132;           ///< unit count that the segment rules divide by; see cpu_facts()
+  double memory_bytes_per_second = 0;
+};
+
+/// Facts of this machine's CPU. num_sms is 132 on every CPU: it only feeds the named segment
+/// policies, whose partition must not depend on the machine.
+DeviceFacts cpu_facts();
+/// Facts of a Hopper-class GPU with `num_sms` multiprocessors (memory scaled from an H200).
+DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability = 90);
+
+/// Rules that cut long sequences into segments. They fix the partition only: execution always
+/// merges the exact transition M of every segment.
+enum class ContextParallel : int32_t {
+  kAuto = 0,      ///< by the cost model of src/plan/cost_model.hpp; never on the CPU
+  kOff = 1,
+  kFixed = 2,     ///< PlanOptions::num_segments for every sequence that has enough chunks
+  kFlashKda = 3,  ///< FlashKDA's published rule
+  kCula = 4,      ///< cuLA's published guards
+};
+
+/// How the segments are joined (docs/planning.md); both are exact.
+enum class SegmentMethod : int32_t {
+  kScanMergeForward = 0,  ///< scan M and B, merge start states, run every segment from its own
+  kOnePass = 1,           ///< run once from zero with K extra columns, then o += Qt S_in
+};
+
+struct PlanOptions {
+  ContextParallel context_parallel = ContextParallel::kAuto;
+  int64_t num_segments = 0;  ///< for kFixed
+  SegmentMethod segment_method = SegmentMethod::kScanMergeForward;
+  std::string backend;       ///< empty: best available; else a name or part of it ("blocked.avx2")
+  int32_t num_threads = 0;   ///< CPU; 0: OMP_NUM_THREADS or the number of cores
+};
+
+/// Tokens [begin, end) of a sequence, counted from the start of the flattened [B * T] tokens.
+struct Segment {
+  int64_t sequence = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+  bool operator==(const Segment&) const = default;
+};
+
+/// An implementation that was considered: chosen, or declined with a reason.
+struct Candidate {
+  std::string name;
+  bool chosen = false;
+  std::string reason;
+};
+
+/// One step of the execution and how it is spread over the device.
+struct StagePlan {
+  std::string name;
+  int64_t num_tasks = 0;
+  std::string what;
+};
+
+/// A named piece of the caller's workspace.
+struct WorkspaceBlock {
+  std::string name;
+  std::size_t offset = 0;
+  std::size_t bytes = 0;
+};
+
+/// Predicted times in microseconds, for CUDA devices (constants: src/plan/cost_model.hpp).
+struct CostEstimate {
+  double roofline_us = 0;
+  double serial_us = 0;
+  double segmented_us = 0;  ///< of the chosen partition; 0 when there is none
+};
+
+struct Plan {
+  Problem problem;
+  PlanOptions options;
+  DeviceFacts device;
+
+  std::string implementation;  ///< empty: nothing in this build can run the plan
+  std::vector<Candidate> candidates;
+
+  bool lengths_known = false;
+  std::vector<int64_t> cu_seqlens;  ///< [N + 1] when lengths_known, over the flattened tokens
+
+  int64_t chunk_size = 0;
+  int64_t num_v_splits = 1;
+  int32_t num_threads = 1;
+
+  bool segmented = false;
+  int64_t segment_chunks = 0;        ///< longest segment, in chunks of the policy
+  std::vector<Segment> segments;     ///< all of them when segmented, in order
+  std::vector<std::string> reasons;  ///< why the schedule is what it is, one sentence each
+
+  CostEstimate cost;
+  std::vector<StagePlan> stages;
+  std::vector<WorkspaceBlock> workspace;
+  std::size_t workspace_bytes = 0;
+
+  std::string to_text(bool explain = false) const;
+  std::string to_json() const;
+};
+
+inline constexpr std::size_t kWorkspaceAlignment = 64;
+
+/// Plans with host lengths: `cu_seqlens` has N + 1 entries, or is empty when the problem has none
+/// (every sequence then has T tokens). Fails on anything validate() refuses and on bad lengths.
+Status make_plan(const Problem& problem, std::span<const int64_t> cu_seqlens,
+                 const DeviceFacts& device, const PlanOptions& options, Plan* plan) noexcept;
+
+/// Plans from the bounds (T, N) alone; run() then reads Tensors::cu_seqlens. Never segmented.
+Status make_plan_from_bounds(const Problem& problem, const DeviceFacts& device,
+                             const PlanOptions& options, Plan* plan) noexcept;
+
+/// Ok if some implementation of this build serves `problem` on `device`; otherwise why not.
+Status supported(const Problem& problem, const DeviceFacts& device) noexcept;
+
+/// Every implementation known to this build, best first, with why it is unavailable here, if so.
+std::vector<Candidate> implementations();
+
+}  // namespace kda

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// Problem: everything that a plan must know about one operation, apart from the lengths of the
+// sequences and the pointers. A plain value; validate() says whether it is legal.
+//
+// Per sequence and value head, with S [K, V] and t = 1..T (docs/operation.md):
+//   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T
+//   o_t = scale * S_t^T q_t
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "kda/status.hpp"
+#include "kda/tensor.hpp"
+#include "kda/types.hpp"
+
+namespace kda {
+
+inline constexpr int64_t kMaxHeadDim = 256;      ///< largest K and V
+inline constexpr int64_t kMaxDecodeTokens = 8;   ///< most tokens a sequence in one decode call
+inline constexpr int64_t kCheckpointMultiple = 16;
+
+enum class Operation : int32_t {
+  kForward = 0,  ///< any number of tokens; chunked
+  kDecode = 1,   ///< 1..8 tokens a sequence, state pool updated in place
+};
+
+/// A buffer of states, [num_slots, HV, K, V] (kv) or [num_slots, HV, V, K] (vk), fp32 or bf16.
+struct StateDesc {
+  TensorDesc tensor;
+  int64_t num_slots = 0;
+  /// false: sequence n (or checkpoint c) uses slot n (c), and num_slots must be that count.
+  /// true: an int32 index array picks the slot; -1 means none.
+  bool indexed = false;
+};
+
+struct Problem {
+  Operation operation = Operation::kForward;
+
+  int64_t batch = 1;            ///< B; must be 1 with cu_seqlens
+  int64_t num_tokens = 0;       ///< T, a row of the batch (all sequences together with cu_seqlens)
+  int64_t num_heads = 1;        ///< H, heads of q and k
+  int64_t num_value_heads = 1;  ///< HV, a multiple of H; value head j reads q/k head j / (HV / H)
+  int64_t key_dim = 128;        ///< K, 1..256
+  int64_t value_dim = 128;      ///< V, 1..256
+  int64_t num_sequences = 1;    ///< N; equals B without cu_seqlens
+
+  TensorDesc q;     ///< [B, T, H, K]   bf16, fp16 or fp32
+  TensorDesc k;     ///< [B, T, H, K]
+  TensorDesc v;     ///< [B, T, HV, V]
+  TensorDesc g;     ///< [B, T, HV, K]  raw gate or log decay, see gate_mode
+  TensorDesc beta;  ///< [B, T, HV]
+  TensorDesc o;     ///< [B, T, HV, V]  output
+
+  GateMode gate_mode = GateMode::kLog;
+  double lower_bound = -5.0;           ///< of GateMode::kBounded; any finite value < 0
+  std::optional<TensorDesc> A_log;     ///< [HV] fp32
+  std::optional<TensorDesc> dt_bias;   ///< [HV, K] fp32
+  BetaMode beta_mode = BetaMode::kPlain;
+  bool qk_l2norm = false;              ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
+  std::optional<double> scale;         ///< of the outputs; default K^-1/2
+
+  /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start.
+  std::optional<DType> cu_seqlens;
+
+  StateLayout state_layout = StateLayout::kKV;  ///< of every state of this problem
+  std::optional<StateDesc> initial_state;       ///< forward; in decode the pool, required
+  bool initial_state_mask = false;              ///< uint8 [N]: 0 starts the sequence from zero
+  std::optional<StateDesc> final_state;         ///< forward only; may be the pool of initial_state
+  std::optional<StateDesc> checkpoints;         ///< forward only; see checkpoint_every
+  /// Multiple of 16: the state after every so many tokens of a sequence; sequence n has
+  /// floor(length / checkpoint_every) of them, sequences in order.
+  int64_t checkpoint_every = 0;
+
+  /// Decode: columns of the index array [N, S]. 1: the state after the last token is stored in its
+  /// slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and the state is
+  /// read from slot [n, num_accepted_tokens[n] - 1].
+  int64_t state_index_columns = 1;
+  bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1
+
+  /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).
+  bool batch_invariant = false;
+};
+
+/// Checks all that can be known without pointers and lengths: sizes, overflow, strides, types,
+/// combinations. The message names the first offending field.
+Status validate(const Problem& problem) noexcept;
+
+/// The scale in effect: problem.scale or K^-1/2.
+double effective_scale(const Problem& problem) noexcept;
+
+}  // namespace kda

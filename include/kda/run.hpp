@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// run(): executes a Plan on the caller's memory. No allocation, re-entrant from many threads;
+// every pointer, length and index that can be checked is checked before anything is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kda/plan.hpp"
+#include "kda/status.hpp"
+
+namespace kda {
+
+/// Base pointers of the tensors that the Problem describes; null where it has none.
+struct Tensors {
+  const void* q = nullptr;
+  const void* k = nullptr;
+  const void* v = nullptr;
+  const void* g = nullptr;
+  const void* beta = nullptr;
+  const float* A_log = nullptr;
+  const float* dt_bias = nullptr;
+  const void* cu_seqlens = nullptr;  ///< read only when the plan was made from bounds
+
+  /// Read-only in forward; in decode this is the pool, and it is written.
+  void* initial_state = nullptr;
+  const int32_t* initial_state_indices = nullptr;  ///< forward [N]; decode [N, S], row-major
+  const uint8_t* initial_state_mask = nullptr;     ///< [N]
+  const int32_t* num_accepted_tokens = nullptr;    ///< [N]
+
+  void* o = nullptr;
+  void* final_state = nullptr;
+  const int32_t* final_state_indices = nullptr;  ///< [N]
+  void* checkpoints = nullptr;
+  const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
+};
+
+/// Computes what `plan.problem` describes: forward or decode.
+/// `workspace`: at least plan.workspace_bytes, aligned to kWorkspaceAlignment; may be null if 0.
+Status run(const Plan& plan, const Tensors& tensors, void* workspace,
+           std::size_t workspace_bytes) noexcept;
+
+/// The stages of context parallelism as calls of their own, on dense fp32 buffers in the kv
+/// layout, one entry a segment of `plan` (which must be segmented):
+///   segment_scan:    S_out = M S_in + B for every segment (docs/planning.md)
+///   segment_merge:   states_in[first] = initial state, states_in[n + 1] = M_n states_in[n] + B_n
+///   segment_forward: outputs, checkpoints and final states, every segment from its states_in
+/// Calling them in this order is what run() does with SegmentMethod::kScanMergeForward.
+struct SegmentTensors {
+  float* M = nullptr;          ///< [NSEG, HV, K, K]
+  float* B = nullptr;          ///< [NSEG, HV, K, V]
+  float* states_in = nullptr;  ///< [NSEG, HV, K, V]
+};
+Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
+                    void* workspace, std::size_t workspace_bytes) noexcept;
+Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
+                     void* workspace, std::size_t workspace_bytes) noexcept;
+Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
+                       void* workspace, std::size_t workspace_bytes) noexcept;
+
+}  // namespace kda

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// TensorDesc: type, strides and alignment of a tensor whose shape the Problem implies.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <initializer_list>
+
+#include "kda/types.hpp"
+
+namespace kda {
+
+inline constexpr int64_t kDefaultAlignment = 16;
+
+struct TensorDesc {
+  DType dtype = DType::kBFloat16;
+  /// Elements between neighbours along each dimension, outermost first; dimensions past the
+  /// tensor's rank are ignored. The innermost stride must be 1. Strides of dimensions of size 1
+  /// are never used.
+  std::array<int64_t, 4> strides{};
+  /// Bytes, a power of two. The pointer given to run() and every stride but the innermost are
+  /// multiples of it; implementations that need more decline at plan time.
+  int64_t alignment = kDefaultAlignment;
+};
+
+/// Row-major descriptor of `shape` (at most 4 dimensions, outermost first), with the largest
+/// alignment up to kDefaultAlignment that its own strides keep.
+TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcept;
+
+}  // namespace kda

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Enumerations of the operation. Values are part of the C ABI: lists only grow.
+#pragma once
+
+#include <cstdint>
+
+namespace kda {
+
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kBFloat16 = 1,
+  kFloat16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+};
+
+/// How `g` becomes the log decay, all in fp32, x = g + dt_bias, a = exp(A_log).
+enum class GateMode : int32_t {
+  kLog = 0,       ///< g is the natural-log decay itself; positive values are computed, not refused
+  kSoftplus = 1,  ///< -a softplus(x); A_log required, dt_bias optional
+  kBounded = 2,   ///< lower_bound sigmoid(a x); A_log optional (a = 1), dt_bias optional
+};
+
+/// How `beta` becomes the step size of the delta rule.
+enum class BetaMode : int32_t {
+  kPlain = 0,     ///< as given
+  kSigmoid = 1,   ///< sigmoid(beta)
+  kSigmoid2 = 2,  ///< 2 sigmoid(beta): negative eigenvalues allowed
+};
+
+/// Memory order of a state: [.., K, V] or [.., V, K].
+enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
+
+enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
+
+/// Bytes of one element.
+int64_t dtype_size(DType dtype) noexcept;
+const char* dtype_name(DType dtype) noexcept;             ///< "fp32", "bf16", "fp16", "int32", "int64"
+const char* gate_mode_name(GateMode mode) noexcept;       ///< "log", "softplus", "bounded"
+const char* beta_mode_name(BetaMode mode) noexcept;       ///< "plain", "sigmoid", "sigmoid2"
+const char* state_layout_name(StateLayout layout) noexcept;  ///< "kv", "vk"
+const char* device_kind_name(DeviceKind kind) noexcept;   ///< "cpu", "cuda"
+
+}  // namespace kda

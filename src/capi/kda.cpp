@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI over the C++ API: conversion of structs, nothing else. Catches everything.
+#include "kda/kda.h"
+
+#include <cstring>
+#include <memory>
+#include <new>
+#include <span>
+#include <string>
+
+#include "core/guard.hpp"
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "kda/kda.hpp"
+
+struct kda_plan {
+  kda::Plan plan;
+  std::string json;
+};
+
+namespace kda::capi {
+namespace {
+
+thread_local Status last_error;
+
+kda_status report(Status status) noexcept {
+  const auto code = static_cast<kda_status>(status.code());
+  if (!status.ok()) last_error = std::move(status);
+  return code;
+}
+
+template <class Body>
+kda_status guarded_call(Body&& body) noexcept {
+  return report(guarded(std::forward<Body>(body)));
+}
+
+/// Copies a caller's struct of an older (smaller) or equal version over a current default.
+template <class Struct>
+Status read_struct(const Struct* given, const char* name, Struct* current) {
+  if (!given) return invalid(name, ": is null");
+  const std::size_t size = given->struct_size;
+  if (size < sizeof(std::size_t) || size > sizeof(Struct))
+    return invalid(name, ": struct_size = ", size, " is not known to this version (at most ",
+                   sizeof(Struct), "); call its _init function");
+  std::memcpy(static_cast<void*>(current), given, size);
+  return {};
+}
+
+int64_t natural_alignment(const TensorDesc& desc, const Shape& shape, int rank) {
+  int64_t alignment = kDefaultAlignment;
+  for (int dim = 0; dim + 1 < rank; ++dim) {
+    const auto d = static_cast<std::size_t>(dim);
+    if (shape[d] <= 1) continue;
+    // Reduced first: the strides have not been checked for overflow yet.
+    while (alignment > 1 && desc.strides[d] % alignment * dtype_size(desc.dtype) % alignment != 0)
+      alignment /= 2;
+  }
+  return alignment;
+}
+
+TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {
+  TensorDesc desc;
+  desc.dtype = static_cast<DType>(given.dtype);
+  for (std::size_t i = 0; i < 4; ++i) desc.strides[i] = given.strides[i];
+  desc.alignment = given.alignment;
+  if (desc.alignment != 0) return desc;
+  desc.alignment = natural_alignment(desc, shape, rank);
+  // A planned pointer may be less aligned than its strides.
+  while (desc.alignment > dtype_size(desc.dtype) &&
+         reinterpret_cast<std::uintptr_t>(given.data) %
+                 static_cast<std::uintptr_t>(desc.alignment) != 0)
+    desc.alignment /= 2;
+  return desc;
+}
+
+std::optional<StateDesc> state_of(const Problem& p, const kda_state& given) {
+  if (!given.present) return std::nullopt;
+  StateDesc desc;
+  desc.num_slots = given.num_slots;
+  desc.indexed = given.indexed != 0;
+  desc.tensor = tensor_of(given.tensor, state_shape(p, desc), 4);
+  return desc;
+}
+
+Problem problem_of(const kda_problem& c) {
+  Problem p;
+  p.operation = static_cast<Operation>(c.operation);
+  p.batch = c.batch;
+  p.num_tokens = c.num_tokens;
+  p.num_heads = c.num_heads;
+  p.num_value_heads = c.num_value_heads;
+  p.key_dim = c.key_dim;
+  p.value_dim = c.value_dim;
+  p.num_sequences = c.num_sequences;
+  p.q = tensor_of(c.q, qk_shape(p), 4);
+  p.k = tensor_of(c.k, qk_shape(p), 4);
+  p.v = tensor_of(c.v, v_shape(p), 4);
+  p.g = tensor_of(c.g, g_shape(p), 4);
+  p.beta = tensor_of(c.beta, beta_shape(p), 3);
+  p.o = tensor_of(c.o, v_shape(p), 4);
+  p.gate_mode = static_cast<GateMode>(c.gate_mode);
+  p.lower_bound = c.lower_bound;
+  if (c.A_log.strides[0] != 0) p.A_log = tensor_of(c.A_log, {p.num_value_heads, 1, 1, 1}, 1);
+  if (c.dt_bias.strides[0] != 0)
+    p.dt_bias = tensor_of(c.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}, 2);
+  p.beta_mode = static_cast<BetaMode>(c.beta_mode);
+  p.qk_l2norm = c.qk_l2norm != 0;
+  if (c.has_scale) p.scale = c.scale;
+  if (c.has_cu_seqlens) p.cu_seqlens = static_cast<DType>(c.cu_seqlens_dtype);
+  p.state_layout = static_cast<StateLayout>(c.state_layout);
+  p.initial_state = state_of(p, c.initial_state);
+  p.initial_state_mask = c.has_initial_state_mask != 0;
+  p.final_state = state_of(p, c.final_state);
+  p.checkpoints = state_of(p, c.checkpoints);
+  p.checkpoint_every = c.checkpoint_every;
+  p.state_index_columns = c.state_index_columns == 0 ? 1 : c.state_index_columns;
+  p.num_accepted_tokens = c.has_num_accepted_tokens != 0;
+  p.batch_invariant = c.batch_invariant != 0;
+  return p;
+}
+
+Tensors tensors_of(const kda_problem& c) {
+  Tensors t;
+  t.q = c.q.data;
+  t.k = c.k.data;
+  t.v = c.v.data;
+  t.g = c.g.data;
+  t.beta = c.beta.data;
+  t.o = c.o.data;
+  t.A_log = static_cast<const float*>(c.A_log.data);
+  t.dt_bias = static_cast<const float*>(c.dt_bias.data);
+  t.cu_seqlens = c.cu_seqlens;
+  t.initial_state = c.initial_state.tensor.data;
+  t.initial_state_indices = c.initial_state.indices;
+  t.initial_state_mask = c.initial_state_mask;
+  t.num_accepted_tokens = c.num_accepted_tokens;
+  t.final_state = c.final_state.tensor.data;
+  t.final_state_indices = c.final_state.indices;
+  t.checkpoints = c.checkpoints.tensor.data;
+  t.checkpoint_indices = c.checkpoints.indices;
+  return t;
+}
+
+Status read_problem(const kda_problem* given, kda_problem* current) {
+  kda_problem_init(current);
+  return read_struct(given, "problem", current);
+}
+
+Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOptions* options) {
+  kda_plan_options c;
+  kda_plan_options_init(&c);
+  if (given) KDA_RETURN_IF_ERROR(read_struct(given, "options", &c));
+  if (c.device_kind != KDA_CPU && c.device_kind != KDA_CUDA)
+    return invalid("device_kind: value ", c.device_kind, " is unknown");
+  *device = c.device_kind == KDA_CUDA ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms) : cpu_facts();
+  options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
+  options->segment_method =
+      c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
+  options->num_segments = c.num_segments;
+  options->num_threads = c.num_threads;
+  if (c.backend) options->backend = c.backend;
+  return {};
+}
+
+Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
+                   const kda_plan_options* options, kda_plan** plan) {
+  if (!plan) return invalid("plan: is null");
+  *plan = nullptr;
+  kda_problem c;
+  KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+  DeviceFacts device;
+  PlanOptions plan_options;
+  KDA_RETURN_IF_ERROR(read_options(options, &device, &plan_options));
+  const Problem p = problem_of(c);
+  KDA_RETURN_IF_ERROR(validate(p));
+  auto made = std::make_unique<kda_plan>();
+  if (p.cu_seqlens && !cu_seqlens) {
+    KDA_RETURN_IF_ERROR(make_plan_from_bounds(p, device, plan_options, &made->plan));
+  } else {
+    std::span<const int64_t> lengths;
+    if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
+    KDA_RETURN_IF_ERROR(make_plan(p, lengths, device, plan_options, &made->plan));
+  }
+  made->json = made->plan.to_json();
+  *plan = made.release();
+  return {};
+}
+
+using StageFn = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*,
+                           std::size_t) noexcept;
+
+kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* problem,
+                     const kda_segments* segments, void* workspace,
+                     std::size_t workspace_bytes) noexcept {
+  return guarded_call([&] {
+    if (!plan) return invalid("plan: is null");
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    kda_segments s{};
+    KDA_RETURN_IF_ERROR(read_struct(segments, "segments", &s));
+    return stage(plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes);
+  });
+}
+
+}  // namespace
+}  // namespace kda::capi
+
+using namespace kda::capi;
+
+extern "C" {
+
+const char* kda_version(void) { return KDA_VERSION_STRING; }
+
+const char* kda_status_name(kda_status status) {
+  return kda::status_code_name(static_cast<kda::StatusCode>(status));
+}
+
+const char* kda_last_error(void) { return last_error.message().c_str(); }
+
+void kda_problem_init(kda_problem* problem) {
+  if (!problem) return;
+  std::memset(static_cast<void*>(problem), 0, sizeof(*problem));
+  problem->struct_size = sizeof(*problem);
+  problem->batch = 1;
+  problem->num_heads = 1;
+  problem->num_value_heads = 1;
+  problem->num_sequences = 1;
+  problem->key_dim = 128;
+  problem->value_dim = 128;
+  problem->lower_bound = -5;
+  problem->state_index_columns = 1;
+  problem->cu_seqlens_dtype = KDA_INT32;
+}
+
+void kda_plan_options_init(kda_plan_options* options) {
+  if (!options) return;
+  std::memset(static_cast<void*>(options), 0, sizeof(*options));
+  options->struct_size = sizeof(*options);
+}
+
+kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype, int32_t rank,
+                                 const int64_t* shape) {
+  return guarded_call([&] {
+    if (!tensor) return kda::invalid("tensor: is null");
+    if (!shape) return kda::invalid("shape: is null");
+    if (rank < 1 || rank > 4) return kda::invalid("rank: ", rank, " is outside 1..4");
+    std::memset(tensor, 0, sizeof(*tensor));
+    tensor->data = data;
+    tensor->dtype = dtype;
+    int64_t stride = 1;
+    for (int32_t dim = rank - 1; dim >= 0; --dim) {
+      tensor->strides[dim] = stride;
+      if (shape[dim] < 0) return kda::invalid("shape: dimension ", dim, " is negative");
+      if (__builtin_mul_overflow(stride, shape[dim], &stride))
+        return kda::invalid("shape: its size overflows");
+      if (stride == 0) stride = 1;
+    }
+    return kda::Status{};
+  });
+}
+
+kda_status kda_validate(const kda_problem* problem) {
+  return guarded_call([&] {
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    return kda::validate(problem_of(c));
+  });
+}
+
+kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
+                           const kda_plan_options* options, kda_plan** plan) {
+  return guarded_call([&] { return create_plan(problem, cu_seqlens, options, plan); });
+}
+
+void kda_plan_destroy(kda_plan* plan) { delete plan; }
+
+size_t kda_plan_workspace_bytes(const kda_plan* plan) {
+  return plan ? plan->plan.workspace_bytes : 0;
+}
+
+int64_t kda_plan_num_segments(const kda_plan* plan) {
+  return plan ? static_cast<int64_t>(plan->plan.segments.size()) : 0;
+}
+
+const char* kda_plan_json(const kda_plan* plan) { return plan ? plan->json.c_str() : ""; }
+
+const char* kda_plan_implementation(const kda_plan* plan) {
+  return plan ? plan->plan.implementation.c_str() : "";
+}
+
+kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
+                   size_t workspace_bytes) {
+  return guarded_call([&] {
+    if (!plan) return kda::invalid("plan: is null");
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    return kda::run(plan->plan, tensors_of(c), workspace, workspace_bytes);
+  });
+}
+
+kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,
+                            const kda_segments* segments, void* workspace,
+                            size_t workspace_bytes) {
+  return run_stage(kda::segment_scan, plan, problem, segments, workspace, workspace_bytes);
+}
+
+kda_status kda_segment_merge(const kda_plan* plan, const kda_problem* problem,
+                             const kda_segments* segments, void* workspace,
+                             size_t workspace_bytes) {
+  return run_stage(kda::segment_merge, plan, problem, segments, workspace, workspace_bytes);
+}
+
+kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
+                               const kda_segments* segments, void* workspace,
+                               size_t workspace_bytes) {
+  return run_stage(kda::segment_forward, plan, problem, segments, workspace, workspace_bytes);
+}
+
+}  // extern "C"

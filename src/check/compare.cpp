@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check/compare.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "check/tolerances.hpp"
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "core/thread_pool.hpp"
+#include "cpu/oracle/oracle.hpp"
+
+namespace kda::check {
+namespace {
+
+namespace oracle = cpu::oracle;
+
+/// Below this a norm is fp32's underflow, not a result.
+constexpr double kUnderflow = 1e-30;
+constexpr double kCancellation = 1e-3;
+
+double norm(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double value : x) sum += value * value;
+  return std::sqrt(sum);
+}
+
+std::vector<double> load_outputs(const Problem& p, const Outputs& outputs, oracle::Span span,
+                                 int64_t head) {
+  std::vector<double> values;
+  values.reserve(static_cast<std::size_t>((span.end - span.begin) * p.value_dim));
+  for (int64_t token = span.begin; token < span.end; ++token)
+    for (int64_t c = 0; c < p.value_dim; ++c)
+      values.push_back(
+          load_element(outputs.o.data(), p.o.dtype, row_offset(p, p.o, token, head) + c));
+  return values;
+}
+
+const HeadError* worst(const std::vector<HeadError>& errors) {
+  const auto found = std::max_element(
+      errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
+        return a.error / a.tolerance < b.error / b.tolerance;
+      });
+  return found == errors.end() ? nullptr : &*found;
+}
+
+}  // namespace
+
+double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
+                      const std::vector<double>& magnitude) {
+  double sum = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    if (!std::isfinite(x[i])) return std::numeric_limits<double>::infinity();
+    sum += (x[i] - ref[i]) * (x[i] - ref[i]);
+  }
+  const double floor = kUnderflow * std::sqrt(static_cast<double>(x.size() + 1));
+  return std::sqrt(sum) / std::max({norm(ref), kCancellation * norm(magnitude), floor});
+}
+
+double median_error(const std::vector<HeadError>& errors) {
+  if (errors.empty()) return 0;
+  std::vector<double> values;
+  for (const HeadError& entry : errors) values.push_back(entry.error);
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+bool Comparison::within() const {
+  const auto good = [](const HeadError& entry) { return entry.error <= entry.tolerance; };
+  return std::all_of(o.begin(), o.end(), good) &&
+         std::all_of(final_state.begin(), final_state.end(), good);
+}
+const HeadError* Comparison::worst_o() const { return worst(o); }
+const HeadError* Comparison::worst_final_state() const { return worst(final_state); }
+
+Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& outputs,
+                   const CompareOptions& options) {
+  const std::vector<int64_t> offsets = inputs.offsets();
+  const int64_t total = p.num_sequences * p.num_value_heads;
+  Comparison result;
+  result.o.resize(static_cast<std::size_t>(total));
+  if (p.final_state) result.final_state.resize(static_cast<std::size_t>(total));
+  const Tensors tensors = inputs.tensors();
+  std::atomic<int64_t> done{0};
+
+  auto compare_head = [&](int64_t idx, int32_t) {
+    const int64_t n = idx / p.num_value_heads;
+    const int64_t head = idx % p.num_value_heads;
+    const auto at = static_cast<std::size_t>(n);
+    const oracle::Span span{offsets[at], offsets[at + 1]};
+    std::vector<double> initial;
+    if (p.initial_state)
+      initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
+    const oracle::HeadResult truth = oracle::run_head(p, tensors, span, head, initial);
+    const int64_t tokens = span.end - span.begin;
+    result.o[static_cast<std::size_t>(idx)] = {
+        n, head, relative_error(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude),
+        forward_tolerance(p.o.dtype, tokens * p.value_dim, tokens, options.marginal)};
+    if (p.final_state) {
+      const std::vector<double> state =
+          oracle::load_state(p, *p.final_state, outputs.final_state.data(), n, head);
+      result.final_state[static_cast<std::size_t>(idx)] = {
+          n, head, relative_error(state, truth.state, truth.state_magnitude),
+          forward_tolerance(p.final_state->tensor.dtype, p.key_dim * p.value_dim, tokens,
+                            options.marginal)};
+    }
+    if (options.progress) options.progress(++done, total);
+  };
+  throw_if_error(parallel_tasks(total, options.num_threads, compare_head));
+  return result;
+}
+
+bool is_marginal(const Inputs& inputs) {
+  const Problem& p = inputs.problem;
+  const Tensors tensors = inputs.tensors();
+  const int64_t tokens = p.batch * p.num_tokens;
+  for (int64_t head = 0; head < p.num_value_heads; ++head) {
+    int64_t near_two = 0;
+    for (int64_t token = 0; token < tokens; ++token)
+      near_two += oracle::step_size(p, tensors, token, head) > 1.9;
+    if (near_two * 2 > tokens) return true;
+  }
+  return false;
+}
+
+}  // namespace kda::check

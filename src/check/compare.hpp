@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// compare(): outputs against the float64 oracle, head by head (metric: docs/accuracy.md).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "check/inputs.hpp"
+
+namespace kda::check {
+
+/// Errors of one tensor of one head.
+struct HeadError {
+  int64_t sequence = 0;
+  int64_t head = 0;
+  double error = 0;      ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
+  double tolerance = 0;
+};
+
+struct Comparison {
+  std::vector<HeadError> o;
+  std::vector<HeadError> final_state;
+
+  bool within() const;
+  const HeadError* worst_o() const;            ///< nearest to or farthest past its tolerance
+  const HeadError* worst_final_state() const;
+};
+
+double median_error(const std::vector<HeadError>& errors);
+
+struct CompareOptions {
+  bool marginal = false;  ///< inputs that amplify errors; see tolerances.hpp
+  int32_t num_threads = 1;
+  std::function<void(int64_t done, int64_t total)> progress;  ///< from any thread
+};
+
+/// Runs the oracle on `inputs` and compares what `outputs` holds.
+Comparison compare(const Inputs& inputs, const Problem& run_problem, const Outputs& outputs,
+                   const CompareOptions& options = {});
+
+/// |x - ref| / max(|ref|, 1e-3 |magnitude|) over one head.
+double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
+                      const std::vector<double>& magnitude);
+
+/// Near-reflecting steps with next to no decay between equal keys (tolerances.hpp).
+bool is_marginal(const Inputs& inputs);
+
+}  // namespace kda::check

@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check/inputs.hpp"
+
+#include <charconv>
+#include <cstring>
+
+#include "core/layout.hpp"
+#include "core/text.hpp"
+
+namespace kda::check {
+namespace {
+
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  throw Error(invalid(parts...));
+}
+
+template <class Enum>
+struct Named {
+  const char* name;
+  Enum value;
+};
+
+template <class Enum, std::size_t kCount>
+Enum parse_name(const char* what, const std::string& text, const Named<Enum> (&names)[kCount]) {
+  std::string accepted;
+  for (const auto& row : names) {
+    if (text == row.name) return row.value;
+    accepted += cat(accepted.empty() ? "" : ", ", row.name);
+  }
+  fail(what, ": '", text, "' is not one of ", accepted);
+}
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) text += cat(i ? ", " : "", shape[i]);
+  return text + "]";
+}
+
+const io::FileTensor& required(const io::SafetensorsFile& file, const char* name,
+                               std::size_t rank) {
+  const auto found = file.tensors.find(name);
+  if (found == file.tensors.end()) fail(name, ": the file has no such tensor, it is required");
+  if (found->second.shape.size() != rank)
+    fail(name, ": shape ", shape_text(found->second.shape), " does not have ", rank,
+         " dimensions");
+  return found->second;
+}
+
+const io::FileTensor* optional_tensor(const io::SafetensorsFile& file, const char* name) {
+  const auto found = file.tensors.find(name);
+  return found == file.tensors.end() ? nullptr : &found->second;
+}
+
+void expect_shape(const char* name, const io::FileTensor& tensor,
+                  const std::vector<int64_t>& expected) {
+  if (tensor.shape != expected)
+    fail(name, ": shape ", shape_text(tensor.shape), ", expected ", shape_text(expected));
+}
+
+TensorDesc dense(const io::FileTensor& tensor, std::initializer_list<int64_t> shape) {
+  return contiguous(tensor.dtype, shape);
+}
+
+double parse_number(const char* name, const std::string& text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size())
+    fail("__metadata__: ", name, " '", text, "' is not a number");
+  return value;
+}
+
+bool parse_bool(const char* name, const std::string& text) {
+  if (text == "0" || text == "1") return text == "1";
+  fail("__metadata__: ", name, " '", text, "' is not 0 or 1");
+}
+
+/// The flag if given, else the metadata, else nothing.
+std::optional<std::string> setting(const io::SafetensorsFile& file, const char* name,
+                                   const std::optional<std::string>& flag) {
+  const auto found = file.metadata.find(name);
+  if (flag) return flag;
+  if (found != file.metadata.end()) return found->second;
+  return std::nullopt;
+}
+
+void read_options(const io::SafetensorsFile& file, const Overrides& flags, Problem* p) {
+  if (const auto gate = setting(file, "gate", flags.gate)) p->gate_mode = parse_gate(*gate);
+  if (const auto beta = setting(file, "beta", flags.beta)) p->beta_mode = parse_beta(*beta);
+  if (const auto layout = setting(file, "state_layout", flags.state_layout))
+    p->state_layout = parse_state_layout(*layout);
+  if (const auto text = setting(file, "lower_bound", {})) p->lower_bound = parse_number("lower_bound", *text);
+  if (const auto text = setting(file, "scale", {})) p->scale = parse_number("scale", *text);
+  if (const auto text = setting(file, "qk_l2norm", {})) p->qk_l2norm = parse_bool("qk_l2norm", *text);
+  if (flags.lower_bound) p->lower_bound = *flags.lower_bound;
+  if (flags.scale) p->scale = *flags.scale;
+  if (flags.qk_l2norm) p->qk_l2norm = *flags.qk_l2norm;
+}
+
+void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
+  Problem& p = inputs->problem;
+  p.num_sequences = p.batch;
+  const io::FileTensor* cu = optional_tensor(file, "cu_seqlens");
+  if (!cu) return;
+  if (cu->dtype != DType::kInt32 && cu->dtype != DType::kInt64)
+    fail("cu_seqlens: dtype ", dtype_name(cu->dtype), " is not int32 or int64");
+  if (cu->shape.size() != 1 || cu->shape[0] < 1)
+    fail("cu_seqlens: shape ", shape_text(cu->shape), " is not [N + 1]");
+  p.cu_seqlens = cu->dtype;
+  p.num_sequences = cu->shape[0] - 1;
+  for (int64_t i = 0; i < cu->shape[0]; ++i)
+    inputs->cu_seqlens.push_back(cu->dtype == DType::kInt64 ? cu->data.as<int64_t>()[i]
+                                                            : cu->data.as<int32_t>()[i]);
+}
+
+void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
+  Problem& p = inputs->problem;
+  if (p.gate_mode == GateMode::kLog) return;  // a file may carry them for another --gate
+  if (const io::FileTensor* A_log = optional_tensor(file, "A_log")) {
+    expect_shape("A_log", *A_log, {p.num_value_heads});
+    p.A_log = dense(*A_log, {p.num_value_heads});
+    inputs->A_log = A_log->data;
+  }
+  if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
+    if (bias->shape.size() == 1)
+      expect_shape("dt_bias", *bias, {p.num_value_heads * p.key_dim});
+    else
+      expect_shape("dt_bias", *bias, {p.num_value_heads, p.key_dim});
+    p.dt_bias = dense(*bias, {p.num_value_heads, p.key_dim});
+    inputs->dt_bias = bias->data;
+  }
+}
+
+void read_initial_state(const io::SafetensorsFile& file, Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const io::FileTensor* state = optional_tensor(file, "initial_state");
+  if (!state) return;
+  StateDesc desc;
+  desc.num_slots = p.num_sequences;
+  const Shape shape = state_shape(p, desc);
+  expect_shape("initial_state", *state, {shape.begin(), shape.end()});
+  desc.tensor = dense(*state, {shape[0], shape[1], shape[2], shape[3]});
+  p.initial_state = desc;
+  inputs->initial_state = state->data;
+}
+
+}  // namespace
+
+DType parse_dtype(const std::string& text) {
+  return parse_name<DType>("dtype", text,
+                           {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16},
+                            {"fp16", DType::kFloat16}});
+}
+GateMode parse_gate(const std::string& text) {
+  return parse_name<GateMode>("gate", text,
+                              {{"log", GateMode::kLog}, {"softplus", GateMode::kSoftplus},
+                               {"bounded", GateMode::kBounded}});
+}
+BetaMode parse_beta(const std::string& text) {
+  return parse_name<BetaMode>("beta", text,
+                              {{"plain", BetaMode::kPlain}, {"sigmoid", BetaMode::kSigmoid},
+                               {"sigmoid2", BetaMode::kSigmoid2}});
+}
+StateLayout parse_state_layout(const std::string& text) {
+  return parse_name<StateLayout>("state_layout", text,
+                                 {{"kv", StateLayout::kKV}, {"vk", StateLayout::kVK}});
+}
+
+std::vector<int64_t> Inputs::offsets() const {
+  if (!cu_seqlens.empty()) return cu_seqlens;
+  std::vector<int64_t> offsets;
+  for (int64_t n = 0; n <= problem.num_sequences; ++n) offsets.push_back(n * problem.num_tokens);
+  return offsets;
+}
+
+Tensors Inputs::tensors() const {
+  Tensors t;
+  t.q = q.data();
+  t.k = k.data();
+  t.v = v.data();
+  t.g = g.data();
+  t.beta = beta.data();
+  t.A_log = A_log.as<float>();
+  t.dt_bias = dt_bias.as<float>();
+  t.initial_state = const_cast<std::byte*>(initial_state.data());
+  return t;
+}
+
+void Outputs::attach(Tensors* tensors) {
+  tensors->o = o.data();
+  tensors->final_state = final_state.data();
+  tensors->checkpoints = checkpoints.data();
+}
+
+void want_final_state(Problem* p) {
+  StateDesc desc;
+  desc.num_slots = p->num_sequences;
+  const Shape shape = state_shape(*p, desc);
+  desc.tensor = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
+  p->final_state = desc;
+}
+
+Outputs make_outputs(Problem* p, DType out_dtype) {
+  p->o = contiguous(out_dtype, {p->batch, p->num_tokens, p->num_value_heads, p->value_dim});
+  Outputs outputs;
+  const auto poisoned = [](int64_t elements, DType dtype) {
+    io::Buffer buffer(static_cast<std::size_t>(elements * dtype_size(dtype)));
+    buffer.fill(0xff);
+    return buffer;
+  };
+  outputs.o = poisoned(p->batch * p->num_tokens * p->num_value_heads * p->value_dim, out_dtype);
+  const int64_t state = p->num_value_heads * p->key_dim * p->value_dim;
+  if (p->final_state)
+    outputs.final_state =
+        poisoned(p->final_state->num_slots * state, p->final_state->tensor.dtype);
+  if (p->checkpoints)
+    outputs.checkpoints =
+        poisoned(p->checkpoints->num_slots * state, p->checkpoints->tensor.dtype);
+  return outputs;
+}
+
+Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides) {
+  Inputs inputs;
+  Problem& p = inputs.problem;
+  const io::FileTensor& q = required(file, "q", 4);
+  const io::FileTensor& k = required(file, "k", 4);
+  const io::FileTensor& v = required(file, "v", 4);
+  const io::FileTensor& g = required(file, "g", 4);
+  const io::FileTensor& beta = required(file, "beta", 3);
+  p.batch = q.shape[0];
+  p.num_tokens = q.shape[1];
+  p.num_heads = q.shape[2];
+  p.key_dim = q.shape[3];
+  p.num_value_heads = v.shape[2];
+  p.value_dim = v.shape[3];
+  expect_shape("k", k, q.shape);
+  expect_shape("v", v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  expect_shape("g", g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+  expect_shape("beta", beta, {p.batch, p.num_tokens, p.num_value_heads});
+  p.q = dense(q, {p.batch, p.num_tokens, p.num_heads, p.key_dim});
+  p.k = dense(k, {p.batch, p.num_tokens, p.num_heads, p.key_dim});
+  p.v = dense(v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  p.g = dense(g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+  p.beta = dense(beta, {p.batch, p.num_tokens, p.num_value_heads});
+  p.o = contiguous(v.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  read_options(file, overrides, &p);
+  read_lengths(file, &inputs);
+  read_gate_parameters(file, &inputs);
+  read_initial_state(file, &inputs);
+  inputs.q = q.data;
+  inputs.k = k.data;
+  inputs.v = v.data;
+  inputs.g = g.data;
+  inputs.beta = beta.data;
+  throw_if_error(validate(p));
+  return inputs;
+}
+
+io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
+  const Problem& p = inputs.problem;
+  io::SafetensorsFile file;
+  const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+  file.tensors["q"] = {p.q.dtype, {B, T, H, p.key_dim}, inputs.q};
+  file.tensors["k"] = {p.k.dtype, {B, T, H, p.key_dim}, inputs.k};
+  file.tensors["v"] = {p.v.dtype, {B, T, HV, p.value_dim}, inputs.v};
+  file.tensors["g"] = {p.g.dtype, {B, T, HV, p.key_dim}, inputs.g};
+  file.tensors["beta"] = {p.beta.dtype, {B, T, HV}, inputs.beta};
+  if (p.A_log) file.tensors["A_log"] = {DType::kFloat32, {HV}, inputs.A_log};
+  if (p.dt_bias) file.tensors["dt_bias"] = {DType::kFloat32, {HV, p.key_dim}, inputs.dt_bias};
+  if (p.initial_state) {
+    const Shape shape = state_shape(p, *p.initial_state);
+    file.tensors["initial_state"] = {p.initial_state->tensor.dtype,
+                                     {shape.begin(), shape.end()}, inputs.initial_state};
+  }
+  if (p.cu_seqlens) {
+    io::Buffer offsets(inputs.cu_seqlens.size() * sizeof(int64_t));
+    std::memcpy(offsets.data(), inputs.cu_seqlens.data(), offsets.size());
+    file.tensors["cu_seqlens"] = {
+        DType::kInt64, {static_cast<int64_t>(inputs.cu_seqlens.size())}, offsets};
+  }
+  file.metadata = {{"gate", gate_mode_name(p.gate_mode)},
+                   {"beta", beta_mode_name(p.beta_mode)},
+                   {"qk_l2norm", p.qk_l2norm ? "1" : "0"},
+                   {"state_layout", state_layout_name(p.state_layout)}};
+  if (p.gate_mode == GateMode::kBounded) file.metadata["lower_bound"] = cat(p.lower_bound);
+  if (p.scale) file.metadata["scale"] = cat(*p.scale);
+  return file;
+}
+
+io::SafetensorsFile file_from_outputs(const Problem& p, const Outputs& outputs) {
+  io::SafetensorsFile file;
+  file.tensors["o"] = {
+      p.o.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim}, outputs.o};
+  if (p.final_state) {
+    const Shape shape = state_shape(p, *p.final_state);
+    file.tensors["final_state"] = {p.final_state->tensor.dtype,
+                                   {shape.begin(), shape.end()}, outputs.final_state};
+  }
+  file.metadata["state_layout"] = state_layout_name(p.state_layout);
+  return file;
+}
+
+}  // namespace kda::check

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where elements live: the shapes that a Problem implies for each of its tensors, and addresses.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "kda/problem.hpp"
+
+namespace kda {
+
+using Shape = std::array<int64_t, 4>;  // unused trailing dimensions are 1
+
+inline Shape qk_shape(const Problem& p) { return {p.batch, p.num_tokens, p.num_heads, p.key_dim}; }
+inline Shape v_shape(const Problem& p) {
+  return {p.batch, p.num_tokens, p.num_value_heads, p.value_dim};
+}
+inline Shape g_shape(const Problem& p) {
+  return {p.batch, p.num_tokens, p.num_value_heads, p.key_dim};
+}
+inline Shape beta_shape(const Problem& p) {
+  return {p.batch, p.num_tokens, p.num_value_heads, 1};
+}
+inline Shape state_shape(const Problem& p, const StateDesc& state) {
+  const bool kv = p.state_layout == StateLayout::kKV;
+  return {state.num_slots, p.num_value_heads, kv ? p.key_dim : p.value_dim,
+          kv ? p.value_dim : p.key_dim};
+}
+
+/// First element of row (flattened token, head) of a [B, T, heads, ..] tensor.
+inline int64_t row_offset(const Problem& p, const TensorDesc& desc, int64_t flat_token,
+                          int64_t head) {
+  const int64_t b = flat_token / p.num_tokens;
+  const int64_t t = flat_token % p.num_tokens;
+  return b * desc.strides[0] + t * desc.strides[1] + head * desc.strides[2];
+}
+
+inline int64_t state_offset(const StateDesc& state, int64_t slot, int64_t head) {
+  return slot * state.tensor.strides[0] + head * state.tensor.strides[1];
+}
+
+inline int64_t q_head_of(const Problem& p, int64_t value_head) {
+  return value_head / (p.num_value_heads / p.num_heads);
+}
+
+inline const char* at_bytes(const void* base, const TensorDesc& desc, int64_t element) {
+  return static_cast<const char*>(base) + element * dtype_size(desc.dtype);
+}
+inline char* at_bytes(void* base, const TensorDesc& desc, int64_t element) {
+  return static_cast<char*>(base) + element * dtype_size(desc.dtype);
+}
+
+/// Number of checkpoints of one sequence.
+inline int64_t num_checkpoints(const Problem& p, int64_t length) {
+  return p.checkpoints ? length / p.checkpoint_every : 0;
+}
+
+}  // namespace kda

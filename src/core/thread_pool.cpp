@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/thread_pool.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "core/guard.hpp"
+
+namespace kda {
+namespace {
+
+constexpr int32_t kMaxThreads = 1024;
+
+/// A call in progress; lives on the caller's stack, linked into the pool while it has room.
+struct Job {
+  TaskFn fn;
+  void* context;
+  int64_t num_tasks;
+  int32_t max_threads;
+  std::atomic<int64_t> next_task{0};
+  int32_t num_joined = 1;   // slots handed out; the caller has slot 0      (pool mutex)
+  int32_t num_working = 0;  // workers that have not yet left               (pool mutex)
+  std::condition_variable left{};
+  Job* next = nullptr;  //                                                  (pool mutex)
+
+  void work(int32_t slot) {
+    for (int64_t task; (task = next_task.fetch_add(1, std::memory_order_relaxed)) < num_tasks;)
+      fn(context, task, slot);
+  }
+};
+
+class ThreadPool {
+ public:
+  static ThreadPool& instance() {
+    static const bool registered = (pthread_atfork(&before_fork, &in_parent, &in_child), true);
+    static_cast<void>(registered);
+    return *current();
+  }
+
+  void run(Job& job) {
+    {
+      std::lock_guard lock(mutex_);
+      start_workers(std::min<int64_t>(job.max_threads, job.num_tasks) - 1);
+      job.next = jobs_;
+      jobs_ = &job;
+    }
+    wake_.notify_all();
+    job.work(0);
+    std::unique_lock lock(mutex_);
+    unlink(job);
+    job.left.wait(lock, [&] { return job.num_working == 0; });
+  }
+
+ private:
+  // Never destroyed: workers may outlive main().
+  static ThreadPool*& current() {
+    static ThreadPool* pool = new ThreadPool();
+    return pool;
+  }
+
+  // The child has none of the workers, and a condition variable with waiters that no longer exist
+  // can block for ever: it gets a pool of its own.
+  static void before_fork() { current()->mutex_.lock(); }
+  static void in_parent() { current()->mutex_.unlock(); }
+  static void in_child() { current() = new ThreadPool(); }
+
+  void start_workers(int64_t wanted) {
+    while (num_workers_ < wanted) {
+      std::thread([this] { serve(); }).detach();  // throws std::system_error
+      ++num_workers_;
+    }
+  }
+
+  Job* find_open_job() const {
+    Job* job = jobs_;
+    while (job && (job->num_joined >= job->max_threads ||
+                   job->next_task.load(std::memory_order_relaxed) >= job->num_tasks))
+      job = job->next;
+    return job;
+  }
+
+  void unlink(Job& job) {
+    Job** link = &jobs_;
+    while (*link && *link != &job) link = &(*link)->next;
+    if (*link) *link = job.next;
+  }
+
+  void serve() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      Job* job = find_open_job();
+      if (!job) {
+        wake_.wait(lock);
+        continue;
+      }
+      const int32_t slot = job->num_joined++;
+      ++job->num_working;
+      lock.unlock();
+      job->work(slot);
+      lock.lock();
+      if (--job->num_working == 0) job->left.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  Job* jobs_ = nullptr;
+  int64_t num_workers_ = 0;
+};
+
+}  // namespace
+
+int32_t default_num_threads() noexcept {
+  if (const char* text = std::getenv("OMP_NUM_THREADS")) {
+    const long value = std::strtol(text, nullptr, 10);
+    if (value >= 1) return static_cast<int32_t>(std::min<long>(value, kMaxThreads));
+  }
+  return static_cast<int32_t>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, 256));
+}
+
+Status parallel_for(int64_t num_tasks, int32_t max_threads, TaskFn fn, void* context) noexcept {
+  if (num_tasks <= 1 || max_threads <= 1) {
+    for (int64_t task = 0; task < num_tasks; ++task) fn(context, task, 0);
+    return {};
+  }
+  return guarded([&] {
+    Job job{fn, context, num_tasks, std::min(max_threads, kMaxThreads)};
+    ThreadPool::instance().run(job);
+    return Status{};
+  });
+}
+
+}  // namespace kda

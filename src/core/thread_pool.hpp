@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pool of worker threads for the process: started when first needed, kept asleep between
+// calls, safe to use from many threads at once and after fork().
+#pragma once
+
+#include <cstdint>
+
+#include "kda/status.hpp"
+
+namespace kda {
+
+/// Runs on one of the participating threads; `slot` < max_threads is unique among them.
+using TaskFn = void (*)(void* context, int64_t task, int32_t slot) noexcept;
+
+/// Threads to use when the caller does not say: OMP_NUM_THREADS, else the cores of this machine.
+int32_t default_num_threads() noexcept;
+
+/// Calls fn for tasks 0..num_tasks-1 on up to `max_threads` threads, the caller's among them, and
+/// returns when all are done. Fails before any task runs if a worker cannot be started.
+Status parallel_for(int64_t num_tasks, int32_t max_threads, TaskFn fn, void* context) noexcept;
+
+/// parallel_for over a callable `body(task, slot)`.
+template <class Body>
+Status parallel_tasks(int64_t num_tasks, int32_t max_threads, Body& body) noexcept {
+  const TaskFn call = [](void* context, int64_t task, int32_t slot) noexcept {
+    (*static_cast<Body*>(context))(task, slot);
+  };
+  return parallel_for(num_tasks, max_threads, call, &body);
+}
+
+}  // namespace kda

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names and sizes of the enumerations, and the row-major descriptor.
+#include "kda/types.hpp"
+
+#include <cstddef>
+
+#include "kda/status.hpp"
+#include "kda/tensor.hpp"
+
+namespace kda {
+namespace {
+
+template <class Enum, std::size_t kCount>
+const char* name_of(Enum value, const char* const (&names)[kCount]) noexcept {
+  const auto idx = static_cast<int64_t>(value);
+  return idx >= 0 && idx < static_cast<int64_t>(kCount) ? names[idx] : "invalid";
+}
+
+}  // namespace
+
+const char* status_code_name(StatusCode code) noexcept {
+  return name_of(code, {"ok", "invalid argument", "unsupported", "unavailable", "out of memory",
+                        "out of resources", "internal error"});
+}
+
+int64_t dtype_size(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+    case DType::kBFloat16:
+    case DType::kFloat16: return 2;
+    case DType::kInt64: return 8;
+  }
+  return 0;
+}
+
+const char* dtype_name(DType dtype) noexcept {
+  return name_of(dtype, {"fp32", "bf16", "fp16", "int32", "int64"});
+}
+const char* gate_mode_name(GateMode mode) noexcept {
+  return name_of(mode, {"log", "softplus", "bounded"});
+}
+const char* beta_mode_name(BetaMode mode) noexcept {
+  return name_of(mode, {"plain", "sigmoid", "sigmoid2"});
+}
+const char* state_layout_name(StateLayout layout) noexcept { return name_of(layout, {"kv", "vk"}); }
+const char* device_kind_name(DeviceKind kind) noexcept { return name_of(kind, {"cpu", "cuda"}); }
+
+TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcept {
+  TensorDesc desc;
+  desc.dtype = dtype;
+  int64_t stride = 1;
+  int64_t dim = static_cast<int64_t>(shape.size());
+  for (const int64_t* extent = shape.end(); extent != shape.begin();) {
+    --extent;
+    --dim;
+    if (dim < 4) desc.strides[static_cast<std::size_t>(dim)] = stride;
+    const bool innermost = extent + 1 == shape.end();
+    while (!innermost && (stride * dtype_size(dtype)) % desc.alignment != 0) desc.alignment /= 2;
+    if (__builtin_mul_overflow(stride, *extent, &stride)) stride = INT64_MAX;
+  }
+  return desc;
+}
+
+}  // namespace kda

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// validate(): every check of a Problem that needs neither pointers nor lengths.
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "core/guard.hpp"
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "kda/problem.hpp"
+
+namespace kda {
+namespace {
+
+constexpr int64_t kMaxBytes = int64_t{1} << 62;
+constexpr int64_t kMaxTotalTokens = (int64_t{1} << 31) - 1;
+constexpr int64_t kMaxSequences = int64_t{1} << 24;
+
+struct TensorRules {
+  const char* name;
+  Shape shape;
+  int rank;
+  bool output;
+  bool innermost_free = false;  // beta: a column of a fused projection
+};
+
+bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+}
+
+Status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return {};
+  return invalid(name, " = ", value, " is outside ", low, "..", high);
+}
+
+Status check_strides(const TensorRules& rules, const TensorDesc& desc) {
+  const int64_t size = dtype_size(desc.dtype);
+  int64_t extent = 1;  // elements from the first to one past the last
+  for (int dim = 0; dim < rules.rank; ++dim) {
+    const auto d = static_cast<std::size_t>(dim);
+    const int64_t count = rules.shape[d];
+    const int64_t stride = desc.strides[d];
+    if (count <= 1) continue;
+    if (dim == rules.rank - 1 && stride != 1 && !rules.innermost_free)
+      return invalid(rules.name, ": innermost stride is ", stride, ", must be 1");
+    if (stride < 0)
+      return invalid(rules.name, ": stride ", stride, " of dimension ", dim, " is negative");
+    int64_t reach = 0;
+    if (__builtin_mul_overflow(stride, count - 1, &reach) ||
+        __builtin_add_overflow(extent, reach, &extent) || extent > kMaxBytes / size)
+      return invalid(rules.name, ": stride ", stride, " times ", count, " of dimension ", dim,
+                     " overflows");
+    if (dim != rules.rank - 1 && (stride * size) % desc.alignment != 0)
+      return invalid(rules.name, ": stride ", stride, " of dimension ", dim, " is ", stride * size,
+                     " bytes, not a multiple of the stated alignment ", desc.alignment);
+  }
+  return {};
+}
+
+// Outputs must not write one element twice: sorted by stride, each dimension must step over all
+// that the smaller ones reach.
+Status check_injective(const TensorRules& rules, const TensorDesc& desc) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, count
+  for (int dim = 0; dim < rules.rank; ++dim) {
+    const auto d = static_cast<std::size_t>(dim);
+    if (rules.shape[d] > 1) dims.emplace_back(desc.strides[d], rules.shape[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [stride, count] : dims) {
+    if (stride <= reach)
+      return invalid(rules.name, ": stride ", stride, " makes elements of this output ",
+                     "overlap, needs at least ", reach + 1);
+    reach += stride * (count - 1);
+  }
+  return {};
+}
+
+Status check_tensor(const TensorRules& rules, const TensorDesc& desc) {
+  if (dtype_size(desc.dtype) == 0)
+    return invalid(rules.name, ": dtype value ", static_cast<int32_t>(desc.dtype), " is unknown");
+  const int64_t alignment = desc.alignment;
+  if (alignment < 1 || alignment > 4096 || (alignment & (alignment - 1)) != 0)
+    return invalid(rules.name, ": alignment ", alignment, " is not a power of two up to 4096");
+  if (alignment < dtype_size(desc.dtype))
+    return invalid(rules.name, ": alignment ", alignment, " is below the ",
+                   dtype_size(desc.dtype), " bytes of ", dtype_name(desc.dtype));
+  const bool empty = std::any_of(rules.shape.begin(), rules.shape.begin() + rules.rank,
+                                 [](int64_t count) { return count == 0; });
+  if (empty) return {};
+  KDA_RETURN_IF_ERROR(check_strides(rules, desc));
+  return rules.output ? check_injective(rules, desc) : Status{};
+}
+
+Status check_io(const TensorRules& rules, const TensorDesc& desc) {
+  if (!is_float(desc.dtype))
+    return invalid(rules.name, ": dtype ", dtype_name(desc.dtype), " is not fp32, bf16 or fp16");
+  return check_tensor(rules, desc);
+}
+
+Status check_parameter(const TensorRules& rules, const std::optional<TensorDesc>& desc) {
+  if (!desc) return {};
+  if (desc->dtype != DType::kFloat32)
+    return invalid(rules.name, ": dtype ", dtype_name(desc->dtype), " is not fp32");
+  return check_tensor(rules, *desc);
+}
+
+Status check_state(const char* name, const Problem& p, const std::optional<StateDesc>& state,
+                   bool output) {
+  if (!state) return {};
+  const DType dtype = state->tensor.dtype;
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16)
+    return invalid(name, ": dtype ", dtype_name(dtype), " is not fp32 or bf16");
+  if (state->num_slots < 0) return invalid(name, ": num_slots = ", state->num_slots, " is negative");
+  const bool per_sequence = std::string_view(name) != "checkpoints";
+  if (per_sequence && !state->indexed && state->num_slots != p.num_sequences)
+    return invalid(name, ": num_slots = ", state->num_slots, " is not the number of sequences N = ",
+                   p.num_sequences, " (a pool needs indexed = true)");
+  return check_tensor({name, state_shape(p, *state), 4, output}, state->tensor);
+}
+
+Status check_sizes(const Problem& p) {
+  if (p.operation != Operation::kForward && p.operation != Operation::kDecode)
+    return invalid("operation: value ", static_cast<int32_t>(p.operation), " is unknown");
+  KDA_RETURN_IF_ERROR(check_range("batch: B", p.batch, 0, kMaxSequences));
+  KDA_RETURN_IF_ERROR(check_range("num_tokens: T", p.num_tokens, 0, kMaxTotalTokens));
+  if (p.batch * p.num_tokens > kMaxTotalTokens)
+    return invalid("num_tokens: B * T = ", p.batch * p.num_tokens, " is above ", kMaxTotalTokens);
+  KDA_RETURN_IF_ERROR(check_range("num_heads: H", p.num_heads, 1, 65535));
+  KDA_RETURN_IF_ERROR(check_range("num_value_heads: HV", p.num_value_heads, 1, 65535));
+  if (p.num_value_heads % p.num_heads != 0)
+    return invalid("v: HV = ", p.num_value_heads, " is not a multiple of H = ", p.num_heads);
+  KDA_RETURN_IF_ERROR(check_range("key_dim: K", p.key_dim, 1, kMaxHeadDim));
+  KDA_RETURN_IF_ERROR(check_range("value_dim: V", p.value_dim, 1, kMaxHeadDim));
+  KDA_RETURN_IF_ERROR(check_range("num_sequences: N", p.num_sequences, 0, kMaxSequences));
+  if (!p.cu_seqlens && p.num_sequences != p.batch)
+    return invalid("num_sequences: N = ", p.num_sequences, " is not B = ", p.batch,
+                   " (several sequences a row need cu_seqlens)");
+  if (p.cu_seqlens && p.batch != 1)
+    return invalid("cu_seqlens: needs batch = 1, got ", p.batch);
+  if (p.cu_seqlens && *p.cu_seqlens != DType::kInt32 && *p.cu_seqlens != DType::kInt64)
+    return invalid("cu_seqlens: dtype ", dtype_name(*p.cu_seqlens), " is not int32 or int64");
+  return {};
+}
+
+Status check_modes(const Problem& p) {
+  if (p.gate_mode < GateMode::kLog || p.gate_mode > GateMode::kBounded)
+    return invalid("gate_mode: value ", static_cast<int32_t>(p.gate_mode), " is unknown");
+  if (p.beta_mode < BetaMode::kPlain || p.beta_mode > BetaMode::kSigmoid2)
+    return invalid("beta_mode: value ", static_cast<int32_t>(p.beta_mode), " is unknown");
+  if (p.state_layout != StateLayout::kKV && p.state_layout != StateLayout::kVK)
+    return invalid("state_layout: value ", static_cast<int32_t>(p.state_layout), " is unknown");
+  if (p.gate_mode == GateMode::kSoftplus && !p.A_log)
+    return invalid("A_log: required by gate softplus");
+  if (p.gate_mode == GateMode::kLog && (p.A_log || p.dt_bias))
+    return invalid(p.A_log ? "A_log" : "dt_bias", ": given, but gate log takes none");
+  if (p.gate_mode == GateMode::kBounded && !(std::isfinite(p.lower_bound) && p.lower_bound < 0))
+    return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
+  if (p.scale && !std::isfinite(*p.scale)) return invalid("scale: ", *p.scale, " is not finite");
+  return {};
+}
+
+Status check_forward_states(const Problem& p) {
+  KDA_RETURN_IF_ERROR(check_state("final_state", p, p.final_state, true));
+  KDA_RETURN_IF_ERROR(check_state("checkpoints", p, p.checkpoints, true));
+  if (p.checkpoints &&
+      (p.checkpoint_every < kCheckpointMultiple || p.checkpoint_every % kCheckpointMultiple != 0))
+    return invalid("checkpoint_every: ", p.checkpoint_every, " is not a positive multiple of ",
+                   kCheckpointMultiple);
+  if (p.initial_state_mask && !p.initial_state)
+    return invalid("initial_state_mask: given without initial_state");
+  if (p.state_index_columns != 1 || p.num_accepted_tokens)
+    return invalid("state_index_columns, num_accepted_tokens: belong to decode");
+  return {};
+}
+
+Status check_decode_states(const Problem& p) {
+  if (!p.initial_state) return invalid("initial_state: decode needs the state pool");
+  if (p.final_state) return invalid("final_state: decode writes into the pool of initial_state");
+  if (p.checkpoints) return invalid("checkpoints: belong to forward");
+  KDA_RETURN_IF_ERROR(check_range("state_index_columns: S", p.state_index_columns, 1, 65535));
+  if (!p.initial_state->indexed && p.state_index_columns != 1)
+    return invalid("state_index_columns: S = ", p.state_index_columns, " needs indexed states");
+  if (!p.cu_seqlens && p.num_tokens > kMaxDecodeTokens)
+    return invalid("num_tokens: decode takes 1..", kMaxDecodeTokens, " tokens a sequence, got ",
+                   p.num_tokens);
+  return {};
+}
+
+Status validate_or_throw(const Problem& p) {
+  KDA_RETURN_IF_ERROR(check_sizes(p));
+  KDA_RETURN_IF_ERROR(check_modes(p));
+  KDA_RETURN_IF_ERROR(check_io({"q", qk_shape(p), 4, false}, p.q));
+  KDA_RETURN_IF_ERROR(check_io({"k", qk_shape(p), 4, false}, p.k));
+  KDA_RETURN_IF_ERROR(check_io({"v", v_shape(p), 4, false}, p.v));
+  KDA_RETURN_IF_ERROR(check_io({"g", g_shape(p), 4, false}, p.g));
+  KDA_RETURN_IF_ERROR(check_io({"beta", beta_shape(p), 3, false, true}, p.beta));
+  KDA_RETURN_IF_ERROR(check_io({"o", v_shape(p), 4, true}, p.o));
+  KDA_RETURN_IF_ERROR(check_parameter({"A_log", {p.num_value_heads, 1, 1, 1}, 1, false}, p.A_log));
+  KDA_RETURN_IF_ERROR(
+      check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
+  const bool decode = p.operation == Operation::kDecode;
+  KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode));
+  return decode ? check_decode_states(p) : check_forward_states(p);
+}
+
+}  // namespace
+
+Status validate(const Problem& problem) noexcept {
+  return guarded([&] { return validate_or_throw(problem); });
+}
+
+double effective_scale(const Problem& problem) noexcept {
+  return problem.scale ? *problem.scale : 1.0 / std::sqrt(static_cast<double>(problem.key_dim));
+}
+
+}  // namespace kda

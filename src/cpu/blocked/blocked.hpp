@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The blocked CPU backend: chunks of 8 tokens, state blocks in the L1 cache, one registry row per
+// instruction set. Results do not depend on the number of threads.
+#pragma once
+
+#include "cpu/blocked/kernels.hpp"
+#include "stage/implementation.hpp"
+
+namespace kda::cpu::blocked {
+
+std::size_t scratch_bytes(const Problem& problem, int32_t num_threads);
+
+Status forward(const Kernels& kernels, const stage::Forward& args);
+Status decode(const Kernels& kernels, const stage::Decode& args);
+Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
+Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
+Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
+
+extern const stage::Implementation kAvx512;
+extern const stage::Implementation kAvx2;
+extern const stage::Implementation kPortable;
+
+/// The fastest table that this CPU can run.
+const Kernels& best_kernels() noexcept;
+
+}  // namespace kda::cpu::blocked

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode: one chunk of 1..8 tokens against a state in the caller's memory, read once from it and
+// written once (equations: kernels.hpp). The second look at a tile comes from the cache.
+#pragma once
+
+namespace kda::cpu::blocked::KDA_ISA {
+
+constexpr int kDecodeVecs = kWidth == 16 ? 8 : 4;  // column vectors (kv) of one token together
+constexpr int kPrefetchRows = 12;                  // state rows asked for ahead
+
+/// Asks for a row that the first column group will not read all of by itself.
+static inline void prefetch_row(const char* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 1, 2);
+}
+
+static inline F load_vector_part(const char* src, DType dtype, int count) {
+  if (count >= kWidth) return load_vector(src, dtype);
+  alignas(64) float lane[kWidth];
+  load_row(src, dtype, count, kWidth, lane);
+  return load(lane);
+}
+static inline void store_vector_part(char* dst, DType dtype, int count, F x) {
+  if (count >= kWidth) return store_vector(dst, dtype, x);
+  alignas(64) float lane[kWidth];
+  store(lane, x);
+  store_row(lane, dtype, count, dst);
+}
+
+/// v_new and o of one lane group from the state reads x = kgam S0, y = qgam S0.
+template <int kRows>
+static inline void decode_substitute(const Group& group, const F (&v)[kRows], const F (&x)[kRows],
+                                     F (&y)[kRows], F (&v_new)[kRows]) {
+  for (int i = 0; i < kRows; ++i) {
+    F e = v[i] - x[i];
+    for (int j = 0; j < i; ++j) e = fnma(set1(group.N[0][i][j]), v_new[j], e);
+    v_new[i] = e * set1(group.beta[i]);
+    for (int j = 0; j <= i; ++j) y[i] = fma(set1(group.A[0][i][j]), v_new[j], y[i]);
+  }
+}
+
+/// State [K, V]: columns first..first + kVecs kWidth, `valid` of them real.
+template <int kRows, int kVecs>
+static inline void decode_columns(const DecodeArgs& args, int first, int valid) {
+  const Group& group = *args.group;
+  const int stride_v = round_up(args.value_dim, kBlockV);
+  const int64_t at = static_cast<int64_t>(first) * element_bytes(args.state_dtype);
+  const int step = kWidth * element_bytes(args.state_dtype);
+  F x[kVecs][kRows];
+  F y[kVecs][kRows];
+  for (int n = 0; n < kVecs; ++n)
+    for (int i = 0; i < kRows; ++i) x[n][i] = y[n][i] = set1(0);
+  for (int d = 0; d < group.key_dim; ++d) {
+    const char* row = args.state_in + d * args.row_stride_bytes_in + at;
+    if (first == 0 && d + kPrefetchRows < group.key_dim)
+      prefetch_row(row + kPrefetchRows * args.row_stride_bytes_in,
+                   args.value_dim * element_bytes(args.state_dtype));
+    for (int n = 0; n < kVecs; ++n) {
+      const F s = load_vector_part(row + n * step, args.state_dtype, valid - n * kWidth);
+      for (int i = 0; i < kRows; ++i) {
+        x[n][i] = fma(set1(group.kgam[i][d]), s, x[n][i]);
+        y[n][i] = fma(set1(group.qgam[i][d]), s, y[n][i]);
+      }
+    }
+  }
+  F v_new[kVecs][kRows];
+  for (int n = 0; n < kVecs; ++n) {
+    F v[kRows];
+    for (int i = 0; i < kRows; ++i) v[i] = load(args.v + i * stride_v + first + n * kWidth);
+    decode_substitute<kRows>(group, v, x[n], y[n], v_new[n]);
+    for (int i = 0; i < kRows; ++i) store(args.o + i * stride_v + first + n * kWidth, y[n][i]);
+  }
+  if (!args.state_out) return;
+  for (int d = 0; d < group.key_dim; ++d) {
+    const char* row = args.state_in + d * args.row_stride_bytes_in + at;
+    char* out = args.state_out + d * args.row_stride_bytes_out + at;
+    for (int n = 0; n < kVecs; ++n) {
+      const int count = valid - n * kWidth;
+      F s = load_vector_part(row + n * step, args.state_dtype, count);
+      s = fma(s, set1(group.decay[0][d]), bit_and(s, set1(group.keep[0][d])));
+      for (int i = 0; i < kRows; ++i) s = fma(set1(group.kend[i][d]), v_new[n][i], s);
+      store_vector_part(out + n * step, args.state_dtype, count, s);
+    }
+  }
+}
+
+template <int kRows>
+static inline void decode_kv_rows(const DecodeArgs& args) {
+  constexpr int kVecs = kRows == 1 ? kDecodeVecs : 1;
+  int first = 0;
+  for (; first + kVecs * kWidth <= args.value_dim; first += kVecs * kWidth)
+    decode_columns<kRows, kVecs>(args, first, kVecs * kWidth);
+  for (; first < args.value_dim; first += kWidth)
+    decode_columns<kRows, 1>(args, first, args.value_dim - first);
+}
+
+/// State [V, K]: one row is one value column.
+template <int kRows>
+static inline void decode_vk_rows(const DecodeArgs& args) {
+  const Group& group = *args.group;
+  const int stride_v = round_up(args.value_dim, kBlockV);
+  const int step = element_bytes(args.state_dtype);
+  alignas(64) float s[kRowStride];
+  for (int c = 0; c < args.value_dim; ++c) {
+    const char* row = args.state_in + c * args.row_stride_bytes_in;
+    F x[kRows];
+    F y[kRows];
+    for (int i = 0; i < kRows; ++i) x[i] = y[i] = set1(0);
+    for (int d = 0; d < group.key_dim; d += kWidth) {
+      const F state = load_vector_part(row + d * step, args.state_dtype, group.key_dim - d);
+      store(s + d, state);
+      for (int i = 0; i < kRows; ++i) {
+        x[i] = fma(load(group.kgam[i] + d), state, x[i]);
+        y[i] = fma(load(group.qgam[i] + d), state, y[i]);
+      }
+    }
+    F v[kRows];
+    F v_new[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      v[i] = set1(args.v[i * stride_v + c]);
+      x[i] = set1(reduce_add(x[i]));
+      y[i] = set1(reduce_add(y[i]));
+    }
+    decode_substitute<kRows>(group, v, x, y, v_new);
+    for (int i = 0; i < kRows; ++i) {
+      alignas(64) float lane[kWidth];
+      store(lane, y[i]);
+      args.o[i * stride_v + c] = lane[0];
+    }
+    if (!args.state_out) continue;
+    char* out = args.state_out + c * args.row_stride_bytes_out;
+    for (int d = 0; d < group.key_dim; d += kWidth) {
+      F state = load(s + d);
+      state = fma(state, load(group.decay[0] + d), bit_and(state, load(group.keep[0] + d)));
+      for (int i = 0; i < kRows; ++i) state = fma(load(group.kend[i] + d), v_new[i], state);
+      store_vector_part(out + d * step, args.state_dtype, group.key_dim - d, state);
+    }
+  }
+}
+
+// A count between two instances runs as the next larger one: the extra rows of the chunk are zero.
+static void decode_kv(const DecodeArgs& args) {
+  const int count = args.group->num_tokens;
+  if (count == 1) return decode_kv_rows<1>(args);
+  if (count == 2) return decode_kv_rows<2>(args);
+  return count <= 4 ? decode_kv_rows<4>(args) : decode_kv_rows<8>(args);
+}
+
+static void decode_vk(const DecodeArgs& args) {
+  const int count = args.group->num_tokens;
+  if (count == 1) return decode_vk_rows<1>(args);
+  if (count == 2) return decode_vk_rows<2>(args);
+  return count <= 4 ? decode_vk_rows<4>(args) : decode_vk_rows<8>(args);
+}
+
+}  // namespace kda::cpu::blocked::KDA_ISA

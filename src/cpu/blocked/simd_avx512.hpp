@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// 16 floats in an AVX-512 register (F, BW, DQ, VL). Names as in simd_portable.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include "core/convert.hpp"
+
+namespace kda::cpu::blocked::KDA_ISA {
+
+using F = __m512;
+constexpr int kWidth = 16;
+constexpr int kTileRows = 8;  // register tile of the products: 8 x 2 of 32 registers
+constexpr int kTileVecs = 2;
+
+static inline F load(const float* p) { return _mm512_loadu_ps(p); }
+static inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+static inline F set1(float x) { return _mm512_set1_ps(x); }
+static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+static inline F min(F a, F b) { return _mm512_min_ps(a, b); }
+static inline F round(F x) {
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline F bit_and(F a, F b) { return _mm512_and_ps(a, b); }
+static inline F abs(F x) { return _mm512_abs_ps(x); }
+static inline F select_greater(F a, F b, F yes, F no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), no, yes);
+}
+/// x 2^n for integral n.
+static inline F scale_pow2(F x, F n) { return _mm512_scalef_ps(x, n); }
+static inline float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
+
+static inline double dot_f64(const float* a, const float* b, int count) {
+  __m512d sum0 = _mm512_setzero_pd();
+  __m512d sum1 = _mm512_setzero_pd();
+  for (int i = 0; i < count; i += kWidth) {
+    sum0 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i)),
+                           _mm512_cvtps_pd(_mm256_loadu_ps(b + i)), sum0);
+    sum1 = _mm512_fmadd_pd(_mm512_cvtps_pd(_mm256_loadu_ps(a + i + 8)),
+                           _mm512_cvtps_pd(_mm256_loadu_ps(b + i + 8)), sum1);
+  }
+  return _mm512_reduce_add_pd(_mm512_add_pd(sum0, sum1));
+}
+
+static inline F load_bf16(const uint16_t* p) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+static inline F load_fp16(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline void store_bf16(uint16_t* p, F x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded =
+      _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  const __m512i kept = _mm512_mask_blend_epi32(nan, rounded, quiet);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtepi32_epi16(_mm512_srli_epi32(kept, 16)));
+}
+static inline void store_fp16(uint16_t* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+}  // namespace kda::cpu::blocked::KDA_ISA

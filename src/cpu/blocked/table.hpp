@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel table of one instruction set. Included last by kernels_<isa>.cpp, after its simd_*.hpp.
+#pragma once
+
+#include "cpu/blocked/kernels.hpp"
+// In the order of use.
+#include "cpu/blocked/math.hpp"
+#include "cpu/blocked/rows.hpp"
+#include "cpu/blocked/prepare.hpp"
+#include "cpu/blocked/sweep.hpp"
+#include "cpu/blocked/decode.hpp"
+
+namespace kda::cpu::blocked::KDA_ISA {
+
+// Rounding makes every step of a chain necessary: the compiler cannot fold the loop.
+static int64_t peak_fma(int64_t iterations) {
+  constexpr int kChains = 12;  // > 2 pipes x 4 cycles of latency, and fits 16 registers
+  volatile float start = 0.5f;
+  const F factor = set1(start);
+  const F addend = set1(start);
+  F sum[kChains];
+  for (int i = 0; i < kChains; ++i) sum[i] = set1(static_cast<float>(i));
+  for (int64_t n = 0; n < iterations; ++n) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kChains; ++i) sum[i] = fma(sum[i], factor, addend);
+  }
+  F total = sum[0];
+  for (int i = 1; i < kChains; ++i) total = total + sum[i];
+  volatile float sink = reduce_add(total);
+  static_cast<void>(sink);
+  return iterations * kChains * kWidth;
+}
+
+static constexpr Kernels make_kernels(const char* name) {
+  return {name,      prepare,  sweep,     matmul_block, decode_kv,
+          decode_vk, load_row, store_row, peak_fma};
+}
+
+}  // namespace kda::cpu::blocked::KDA_ISA

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+// The oracle as a registry row: "--backend oracle". Slow, allocates, rounds once at the end.
+#include "cpu/oracle/implementation.hpp"
+
+
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "cpu/oracle/oracle.hpp"
+
+namespace kda::cpu::oracle {
+namespace {
+
+const char* available() noexcept { return nullptr; }
+std::string decline_nothing(const Problem&) { return {}; }
+std::size_t no_scratch(const Problem&, int32_t) { return 0; }
+
+void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t slot, int64_t head,
+                 const double* state) {
+  if (slot < 0) return;
+  const bool kv = p.state_layout == StateLayout::kKV;
+  for (int64_t d = 0; d < p.key_dim; ++d)
+    for (int64_t c = 0; c < p.value_dim; ++c) {
+      const int64_t at = state_offset(desc, slot, head) +
+                         (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
+      store_element(base, desc.tensor.dtype, at, static_cast<float>(state[d * p.value_dim + c]));
+    }
+}
+
+void store_outputs(const stage::Call& call, Span span, int64_t head, const std::vector<double>& o) {
+  const Problem& p = call.problem;
+  const double* value = o.data();
+  for (int64_t token = span.begin; token < span.end; ++token) {
+    const int64_t at = row_offset(p, p.o, token, head);
+    for (int64_t c = 0; c < p.value_dim; ++c)
+      store_element(call.tensors.o, p.o.dtype, at + c, static_cast<float>(*value++));
+  }
+}
+
+std::vector<double> initial_state(const stage::Call& call, int64_t n, int64_t head) {
+  const Problem& p = call.problem;
+  if (!p.initial_state) return {};
+  if (p.initial_state_mask && call.tensors.initial_state_mask[n] == 0) return {};
+  const int64_t slot = p.initial_state->indexed ? call.tensors.initial_state_indices[n] : n;
+  if (slot < 0) return {};
+  return load_state(p, *p.initial_state, call.tensors.initial_state, slot, head);
+}
+
+void store_checkpoints(const stage::Call& call, int64_t n, int64_t head,
+                       const HeadResult& result) {
+  const Problem& p = call.problem;
+  int64_t index = 0;
+  for (int64_t i = 0; i < n; ++i) index += num_checkpoints(p, call.sequences.length(i));
+  const int64_t count = num_checkpoints(p, call.sequences.length(n));
+  for (int64_t c = 0; c < count; ++c, ++index) {
+    const int64_t token = (c + 1) * p.checkpoint_every - 1;
+    const int64_t slot = p.checkpoints->indexed ? call.tensors.checkpoint_indices[index] : index;
+    store_state(p, *p.checkpoints, call.tensors.checkpoints, slot, head,
+                result.token_states.data() + token * p.key_dim * p.value_dim);
+  }
+}
+
+void forward_head(const stage::Call& call, int64_t n, int64_t head) {
+  const Problem& p = call.problem;
+  const Span span{call.sequences.begin(n), call.sequences.end(n)};
+  const HeadResult result = run_head(p, call.tensors, span, head, initial_state(call, n, head),
+                                     p.checkpoints.has_value());
+  store_outputs(call, span, head, result.o);
+  if (p.checkpoints) store_checkpoints(call, n, head, result);
+  if (p.final_state)
+    store_state(p, *p.final_state, call.tensors.final_state,
+                p.final_state->indexed ? call.tensors.final_state_indices[n] : n, head,
+                result.state.data());
+}
+
+void decode_head(const stage::Call& call, int64_t n, int64_t head) {
+  const Problem& p = call.problem;
+  const int64_t columns = p.state_index_columns;
+  const auto slot = [&](int64_t column) -> int64_t {
+    return p.initial_state->indexed ? call.tensors.initial_state_indices[n * columns + column] : n;
+  };
+  const int64_t source =
+      slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
+  const Span span{call.sequences.begin(n), call.sequences.end(n)};
+  if (source < 0 || span.begin == span.end) return;
+  const HeadResult result =
+      run_head(p, call.tensors, span, head,
+               load_state(p, *p.initial_state, call.tensors.initial_state, source, head), true);
+  store_outputs(call, span, head, result.o);
+  const int64_t last = span.end - span.begin - 1;
+  for (int64_t t = columns == 1 ? last : 0; t <= last; ++t)
+    store_state(p, *p.initial_state, call.tensors.initial_state, columns == 1 ? source : slot(t),
+                head, result.token_states.data() + t * p.key_dim * p.value_dim);
+}
+
+Status forward(const stage::Forward& args) {
+  for (int64_t n = 0; n < args.call.sequences.count(); ++n)
+    for (int64_t head = 0; head < args.call.problem.num_value_heads; ++head)
+      forward_head(args.call, n, head);
+  return {};
+}
+
+Status decode(const stage::Decode& args) {
+  for (int64_t n = 0; n < args.call.sequences.count(); ++n)
+    for (int64_t head = 0; head < args.call.problem.num_value_heads; ++head)
+      decode_head(args.call, n, head);
+  return {};
+}
+
+}  // namespace
+
+const stage::Implementation kOracle = {"cpu.oracle",    DeviceKind::kCpu, 1,      available,
+                                       decline_nothing, no_scratch,       forward, decode,
+                                       nullptr,         nullptr,          nullptr};
+
+}  // namespace kda::cpu::oracle

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cpu/oracle/oracle.hpp"
+
+#include <cmath>
+
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+
+namespace kda::cpu::oracle {
+namespace {
+
+using Vector = std::vector<double>;
+
+Vector load_row(const Problem& p, const TensorDesc& desc, const void* base, int64_t flat_token,
+                int64_t head, int64_t size) {
+  const int64_t first = row_offset(p, desc, flat_token, head);
+  Vector row(static_cast<std::size_t>(size));
+  for (int64_t i = 0; i < size; ++i)
+    row[static_cast<std::size_t>(i)] = load_element(base, desc.dtype, first + i);
+  return row;
+}
+
+void l2_normalize(Vector& x) {
+  double sum = 0;
+  for (double element : x) sum += element * element;
+  const double factor = 1 / std::sqrt(sum + 1e-6);
+  for (double& element : x) element *= factor;
+}
+
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
+double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
+
+double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
+  if (p.gate_mode == GateMode::kLog) return raw;
+  const double a =
+      p.A_log ? std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])) : 1;
+  const double bias = p.dt_bias ? t.dt_bias[head * p.dt_bias->strides[0] + channel] : 0;
+  const double x = raw + bias;
+  return p.gate_mode == GateMode::kSoftplus ? -a * softplus(x) : p.lower_bound * sigmoid(a * x);
+}
+
+}  // namespace
+
+std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_token,
+                              int64_t value_head) {
+  Vector g = load_row(p, p.g, t.g, flat_token, value_head, p.key_dim);
+  for (int64_t d = 0; d < p.key_dim; ++d)
+    g[static_cast<std::size_t>(d)] = gate(p, t, g[static_cast<std::size_t>(d)], value_head, d);
+  return g;
+}
+
+double step_size(const Problem& p, const Tensors& t, int64_t flat_token, int64_t head) {
+  const double raw = load_element(t.beta, p.beta.dtype, row_offset(p, p.beta, flat_token, head));
+  if (p.beta_mode == BetaMode::kPlain) return raw;
+  return (p.beta_mode == BetaMode::kSigmoid2 ? 2 : 1) * sigmoid(raw);
+}
+
+std::vector<double> load_state(const Problem& p, const StateDesc& desc, const void* base,
+                               int64_t slot, int64_t value_head) {
+  const bool kv = p.state_layout == StateLayout::kKV;
+  Vector state(static_cast<std::size_t>(p.key_dim * p.value_dim));
+  for (int64_t d = 0; d < p.key_dim; ++d)
+    for (int64_t c = 0; c < p.value_dim; ++c) {
+      const int64_t row = kv ? d : c;
+      const int64_t column = kv ? c : d;
+      const int64_t at = state_offset(desc, slot, value_head) + row * desc.tensor.strides[2];
+      state[static_cast<std::size_t>(d * p.value_dim + c)] =
+          load_element(base, desc.tensor.dtype, at + column);
+    }
+  return state;
+}
+
+HeadResult run_head(const Problem& p, const Tensors& t, Span span, int64_t value_head,
+                    const std::vector<double>& initial_state, bool keep_states) {
+  const auto K = static_cast<std::size_t>(p.key_dim);
+  const auto V = static_cast<std::size_t>(p.value_dim);
+  const auto L = static_cast<std::size_t>(span.end - span.begin);
+  const double scale = effective_scale(p);
+
+  HeadResult result;
+  result.o.assign(L * V, 0);
+  result.o_magnitude.assign(L * V, 0);
+  if (keep_states) result.token_states.reserve(L * K * V);
+  Vector S = initial_state.empty() ? Vector(K * V, 0) : initial_state;
+  Vector S_magnitude(K * V);
+  for (std::size_t i = 0; i < K * V; ++i) S_magnitude[i] = std::fabs(S[i]);
+
+  for (std::size_t i = 0; i < L; ++i) {
+    const int64_t token = span.begin + static_cast<int64_t>(i);
+    const int64_t q_head = q_head_of(p, value_head);
+    Vector q = load_row(p, p.q, t.q, token, q_head, p.key_dim);
+    Vector k = load_row(p, p.k, t.k, token, q_head, p.key_dim);
+    const Vector v = load_row(p, p.v, t.v, token, value_head, p.value_dim);
+    const Vector g = log_decay(p, t, token, value_head);
+    const double beta = step_size(p, t, token, value_head);
+    if (p.qk_l2norm) {
+      l2_normalize(q);
+      l2_normalize(k);
+    }
+
+    // S' = Diag(exp g) S;  prediction = S'^T k
+    Vector prediction(V, 0);
+    for (std::size_t d = 0; d < K; ++d) {
+      const double decay = std::exp(g[d]);
+      for (std::size_t c = 0; c < V; ++c) {
+        S[d * V + c] *= decay;
+        S_magnitude[d * V + c] *= decay;
+        prediction[c] += S[d * V + c] * k[d];
+      }
+    }
+    // v_new = beta (v - prediction)
+    Vector v_new(V);
+    for (std::size_t c = 0; c < V; ++c) v_new[c] = beta * (v[c] - prediction[c]);
+    // S = S' + k v_new^T;  o = scale S^T q
+    double* o = &result.o[i * V];
+    double* o_magnitude = &result.o_magnitude[i * V];
+    for (std::size_t d = 0; d < K; ++d) {
+      const double abs_k = std::fabs(k[d]);
+      const double abs_q = std::fabs(q[d]);
+      for (std::size_t c = 0; c < V; ++c) {
+        S[d * V + c] += k[d] * v_new[c];
+        S_magnitude[d * V + c] += abs_k * std::fabs(v_new[c]);
+        o[c] += S[d * V + c] * q[d];
+        o_magnitude[c] += S_magnitude[d * V + c] * abs_q;
+      }
+    }
+    for (std::size_t c = 0; c < V; ++c) {
+      o[c] *= scale;
+      o_magnitude[c] *= std::fabs(scale);
+    }
+    if (keep_states) result.token_states.insert(result.token_states.end(), S.begin(), S.end());
+  }
+  result.state = std::move(S);
+  result.state_magnitude = std::move(S_magnitude);
+  return result;
+}
+
+}  // namespace kda::cpu::oracle

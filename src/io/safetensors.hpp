@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// safetensors files: 8 bytes of header length (little endian), a JSON header, then the tensors.
+// Reading checks everything that the header claims against the file; errors are kda::Error.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "io/buffer.hpp"
+#include "kda/types.hpp"
+
+namespace kda::io {
+
+struct FileTensor {
+  DType dtype = DType::kFloat32;
+  std::vector<int64_t> shape;
+  Buffer data;
+
+  int64_t num_elements() const;
+};
+
+struct SafetensorsFile {
+  std::map<std::string, FileTensor> tensors;
+  std::map<std::string, std::string> metadata;  ///< __metadata__
+};
+
+/// Only tensors named in `wanted` are loaded (all if empty); the whole header is checked.
+SafetensorsFile read_safetensors(const std::string& path,
+                                 const std::vector<std::string>& wanted = {});
+/// The same for a file in memory (fuzzing).
+SafetensorsFile parse_safetensors(const char* bytes, std::size_t size,
+                                  const std::vector<std::string>& wanted = {});
+
+/// Writes to a temporary file beside `path`, then renames it: readers never see half a file, and
+/// a failure leaves none.
+void write_safetensors(const std::string& path, const SafetensorsFile& file);
+
+/// Writes `bytes` in the same way.
+void write_file_atomically(const std::string& path, const std::string& bytes);
+
+}  // namespace kda::io

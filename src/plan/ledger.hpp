@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ledger: the one place that sizes the workspace and hands out its blocks, by name.
+#pragma once
+
+#include <cstddef>
+#include <string_view>
+
+#include "kda/plan.hpp"
+
+namespace kda::plan {
+
+namespace block {
+inline constexpr const char* kThreadScratch = "thread_scratch";
+inline constexpr const char* kFinalSlotMarks = "final_slot_marks";
+inline constexpr const char* kCheckpointSlotMarks = "checkpoint_slot_marks";
+inline constexpr const char* kSegmentM = "segment_M";
+inline constexpr const char* kSegmentB = "segment_B";
+inline constexpr const char* kSegmentStates = "segment_states";
+inline constexpr const char* kOutputFromZero = "output_from_zero";
+inline constexpr const char* kTransitionOutput = "transition_output";
+inline constexpr const char* kAliveTokens = "alive_tokens";
+}  // namespace block
+
+/// Appends a block (nothing for 0 bytes); false if the total would overflow.
+inline bool add_block(Plan& plan, const char* name, std::size_t count, std::size_t size) {
+  std::size_t bytes = 0;
+  std::size_t rounded = 0;
+  if (__builtin_mul_overflow(count, size, &bytes) ||
+      __builtin_add_overflow(bytes, kWorkspaceAlignment - 1, &rounded))
+    return false;
+  rounded -= rounded % kWorkspaceAlignment;
+  if (rounded == 0) return true;
+  const std::size_t offset = plan.workspace_bytes;
+  if (__builtin_add_overflow(offset, rounded, &plan.workspace_bytes) ||
+      plan.workspace_bytes > (std::size_t{1} << 62))
+    return false;
+  plan.workspace.push_back({name, offset, rounded});
+  return true;
+}
+
+/// Address of a block; null if the plan has none of that name.
+inline void* find_block(const Plan& plan, void* workspace, std::string_view name) {
+  for (const WorkspaceBlock& entry : plan.workspace)
+    if (entry.name == name) return static_cast<char*>(workspace) + entry.offset;
+  return nullptr;
+}
+
+}  // namespace kda::plan

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "plan/partition.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "core/text.hpp"
+#include "plan/cost_model.hpp"
+
+namespace kda::plan {
+namespace {
+
+constexpr int64_t kAutoChunk = 64;
+constexpr int64_t kAutoMaxSegments = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct ChunkCounts {
+  int64_t total = 0;
+  int64_t longest = 0;
+};
+
+ChunkCounts count_chunks(const Workload& work, int64_t chunk) {
+  ChunkCounts counts;
+  for (const int64_t tokens : work.lengths) {
+    const int64_t chunks = ceil_div(tokens, chunk);
+    counts.total += chunks;
+    counts.longest = std::max(counts.longest, chunks);
+  }
+  return counts;
+}
+
+Partition declined(Partition partition, std::string reason) {
+  partition.on = false;
+  partition.segment_chunks = 0;
+  partition.reasons.push_back(std::move(reason));
+  return partition;
+}
+
+}  // namespace
+
+Partition flashkda_partition(const Workload& work) {
+  Partition partition;
+  partition.chunk_tokens = 16;
+  const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
+  if (chunks.longest == 0) return declined(partition, "flashkda: no tokens");
+  const int64_t limit = work.num_sms / 4;
+  const int64_t heads = work.num_value_heads;
+  // Be H <= limit without a division.
+  if (chunks.total * heads > limit * chunks.longest)
+    return declined(partition, cat("flashkda: Be * H = ", chunks.total, " / ", chunks.longest,
+                                   " * ", heads, " > floor(SMs / 4) = ", limit,
+                                   ": the card is full enough"));
+  const double local = std::log2(3 * std::sqrt(static_cast<double>(heads * chunks.total) /
+                                               static_cast<double>(work.num_sms)));
+  // nearbyint: ties to even, as Python's round().
+  const double exponent = std::max(0.0, std::nearbyint(local));
+  partition.segment_chunks = int64_t{1} << static_cast<int64_t>(exponent);
+  if (partition.segment_chunks >= chunks.longest)
+    return declined(partition, cat("flashkda: max_local_chunks = 2^", exponent,
+                                   " covers the longest sequence of ", chunks.longest, " chunks"));
+  partition.on = true;
+  partition.reasons.push_back(cat("flashkda: max_local_chunks = 2^round(log2(3 sqrt(", heads,
+                                  " * ", chunks.total, " / ", work.num_sms,
+                                  "))) = ", partition.segment_chunks, " chunks of 16 tokens"));
+  return partition;
+}
+
+Partition cula_partition(const Workload& work) {
+  constexpr int64_t kVBlocks = 2;
+  constexpr int64_t kMinSubseqChunks = 16;
+  constexpr int64_t kMinLongestChunks = 256;
+  constexpr int64_t kMaxEffectiveHeads = 10;
+  constexpr int64_t kChunksPerHead = 12;
+
+  Partition partition;
+  partition.chunk_tokens = 64;
+  const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
+  const int64_t heads = work.num_value_heads;
+  const auto num_sequences = static_cast<int64_t>(work.lengths.size());
+  if (kVBlocks * heads * num_sequences >= work.num_sms)
+    return declined(partition, cat("cula guard 0: 2 * H * N = ", kVBlocks * heads * num_sequences,
+                                   " >= SMs = ", work.num_sms));
+  if (chunks.longest < kMinLongestChunks)
+    return declined(partition, cat("cula guard 1: longest sequence has ", chunks.longest,
+                                   " chunks < ", kMinLongestChunks));
+  if (chunks.total * heads > kMaxEffectiveHeads * chunks.longest)
+    return declined(partition, cat("cula guard 2: Be * H = ", chunks.total, " / ", chunks.longest,
+                                   " * ", heads, " > ", kMaxEffectiveHeads));
+  const int64_t max_segments = work.num_sms / (kVBlocks * heads);
+  if (chunks.longest < kChunksPerHead * heads * max_segments)
+    return declined(partition, cat("cula guard 3: expected segment ", chunks.longest, " / ",
+                                   max_segments, " < 12 * H = ", kChunksPerHead * heads,
+                                   " chunks"));
+  partition.segment_chunks = std::max(kMinSubseqChunks, ceil_div(chunks.longest, max_segments));
+  int64_t split = 0;
+  for (const int64_t tokens : work.lengths) {
+    const int64_t segments =
+        ceil_div(ceil_div(tokens, partition.chunk_tokens), partition.segment_chunks);
+    if (segments > 1) split += segments;
+  }
+  if (split * kVBlocks * heads > work.num_sms)
+    return declined(partition, cat("cula guard 4: ", split, " segments * 2 * H > SMs = ",
+                                   work.num_sms));
+  partition.on = split > 1;
+  partition.reasons.push_back(cat("cula: floor(SMs / (2 H)) = ", max_segments,
+                                  " segments of at most ", partition.segment_chunks,
+                                  " chunks of 64 tokens"));
+  return partition;
+}
+
+Partition fixed_partition(const Workload& work, int64_t num_segments) {
+  Partition partition;
+  partition.chunk_tokens = kAutoChunk;
+  const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
+  if (num_segments <= 1) return declined(partition, "one segment asked for");
+  if (chunks.longest <= 1)
+    return declined(partition, "no sequence is longer than one chunk of 64 tokens");
+  partition.on = true;
+  partition.segment_chunks = ceil_div(chunks.longest, num_segments);
+  partition.reasons.push_back(
+      cat(num_segments, " segments a sequence asked for (fewer where it has fewer chunks)"));
+  return partition;
+}
+
+Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEstimate* cost) {
+  Partition partition;
+  partition.chunk_tokens = kAutoChunk;
+  const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
+  if (chunks.longest == 0) return declined(partition, "auto: no tokens");
+
+  const CostConstants constants;
+  CostInput in{work.lengths,
+               work.num_value_heads,
+               static_cast<double>(work.key_dim * work.value_dim) / (128.0 * 128.0),
+               static_cast<double>(work.key_dim + work.value_dim) / 256.0,
+               work.num_sms,
+               device.memory_bytes_per_second};
+  cost->roofline_us = roofline_us(in, constants);
+  cost->serial_us = serial_us(in, constants);
+  double best = cost->serial_us;
+  for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
+    const int64_t length = ceil_div(chunks.longest, segments);
+    const double time = segmented_us(in, constants, length * kAutoChunk);
+    if (time < best) {
+      best = time;
+      partition.segment_chunks = length;
+    }
+  }
+  if (partition.segment_chunks == 0 || cost->serial_us < constants.minimum_gain * best)
+    return declined(partition, cat("auto: serial ", std::llround(cost->serial_us),
+                                   " us predicted, segments would take ", std::llround(best),
+                                   " us"));
+  partition.on = true;
+  cost->segmented_us = best;
+  partition.reasons.push_back(cat("auto: segments of ", partition.segment_chunks,
+                                  " chunks of 64 tokens, ", std::llround(best),
+                                  " us predicted against ", std::llround(cost->serial_us),
+                                  " us serial"));
+  return partition;
+}
+
+int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments) {
+  const int64_t chunks = ceil_div(tokens, partition.chunk_tokens);
+  if (chunks <= 1) return 1;
+  if (fixed_segments > 0) return std::min(fixed_segments, chunks);
+  return ceil_div(chunks, partition.segment_chunks);
+}
+
+}  // namespace kda::plan

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: Apache-2.0
+// make_plan(): choose an implementation, cut long sequences, size the workspace. Host only.
+#include <algorithm>
+#include <cctype>
+#include <numeric>
+#include <string_view>
+
+#include "core/guard.hpp"
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "core/thread_pool.hpp"
+#include "kda/plan.hpp"
+#include "plan/ledger.hpp"
+#include "plan/partition.hpp"
+#include "stage/implementation.hpp"
+
+namespace kda {
+namespace {
+
+using stage::Implementation;
+
+constexpr double kH200BytesPerSecond = 4.24e12;  // measured copy rate
+constexpr int32_t kH200Sms = 132;
+constexpr int64_t kMaxSegments = 1 << 20;
+
+bool name_matches(std::string_view name, std::string_view wanted) {
+  if (wanted.empty()) return true;
+  const std::size_t at = name.find(wanted);
+  if (at == std::string_view::npos) return false;
+  const bool starts = at == 0 || name[at - 1] == '.';
+  const std::size_t end = at + wanted.size();
+  return starts && (end == name.size() || name[end] == '.');
+}
+
+/// Why a row cannot serve; empty if it can.
+std::string decline_reason(const Implementation& row, const Problem& problem,
+                           const DeviceFacts& device, const PlanOptions& options) {
+  if (row.device != device.kind) return cat("runs on ", device_kind_name(row.device));
+  if (!name_matches(row.name, options.backend)) return cat("backend ", options.backend, " asked for");
+  if (const char* reason = row.unavailable()) return reason;
+  return row.decline(problem);
+}
+
+Status choose_implementation(const PlanOptions& options, Plan* plan, const Implementation** chosen) {
+  *chosen = nullptr;
+  bool known = false;
+  for (const Implementation* row : stage::registry()) {
+    known |= row->device == plan->device.kind && name_matches(row->name, options.backend);
+    std::string reason = decline_reason(*row, plan->problem, plan->device, options);
+    const bool serves = reason.empty();
+    plan->candidates.push_back({row->name, serves && !*chosen, std::move(reason)});
+    if (serves && !*chosen) *chosen = row;
+    else if (serves) plan->candidates.back().reason = "a better one serves";
+  }
+  if (*chosen) {
+    plan->implementation = (*chosen)->name;
+    return {};
+  }
+  if (!options.backend.empty()) {
+    for (const Candidate& row : plan->candidates)
+      if (known && name_matches(row.name, options.backend))
+        return Status(StatusCode::kUnavailable,
+                      cat("backend: ", row.name, " cannot serve: ", row.reason));
+    return Status(StatusCode::kUnavailable,
+                  cat("backend: '", options.backend, "' names no implementation for ",
+                      device_kind_name(plan->device.kind), " (see kda info)"));
+  }
+  return {};  // a plan without an implementation: it can be read, not run
+}
+
+Status set_lengths(std::span<const int64_t> cu_seqlens, Plan* plan) {
+  const Problem& p = plan->problem;
+  const auto N = static_cast<std::size_t>(p.num_sequences);
+  plan->lengths_known = true;
+  if (!p.cu_seqlens) {
+    if (!cu_seqlens.empty())
+      return invalid("cu_seqlens: ", cu_seqlens.size(), " lengths given, but the problem has none");
+    plan->cu_seqlens.resize(N + 1);
+    for (std::size_t n = 0; n <= N; ++n)
+      plan->cu_seqlens[n] = static_cast<int64_t>(n) * p.num_tokens;
+    return {};
+  }
+  if (cu_seqlens.size() != N + 1)
+    return invalid("cu_seqlens: has ", cu_seqlens.size(), " entries, needs N + 1 = ", N + 1);
+  if (cu_seqlens.front() != 0)
+    return invalid("cu_seqlens: starts with ", cu_seqlens.front(), ", must start with 0");
+  for (std::size_t n = 0; n < N; ++n)
+    if (cu_seqlens[n + 1] < cu_seqlens[n])
+      return invalid("cu_seqlens: entry ", n + 1, " = ", cu_seqlens[n + 1], " is below entry ", n,
+                     " = ", cu_seqlens[n]);
+  if (cu_seqlens.back() != p.num_tokens)
+    return invalid("cu_seqlens: ends with ", cu_seqlens.back(), ", must end with T = ",
+                   p.num_tokens);
+  plan->cu_seqlens.assign(cu_seqlens.begin(), cu_seqlens.end());
+  return {};
+}
+
+Status check_plan_lengths(const Plan& plan) {
+  const Problem& p = plan.problem;
+  int64_t checkpoints = 0;
+  for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n) {
+    const int64_t length = plan.cu_seqlens[n + 1] - plan.cu_seqlens[n];
+    if (p.operation == Operation::kDecode && length > kMaxDecodeTokens)
+      return invalid("cu_seqlens: decode takes at most ", kMaxDecodeTokens,
+                     " tokens a sequence, sequence ", n, " has ", length);
+    if (p.operation == Operation::kDecode && p.state_index_columns > 1 &&
+        length > p.state_index_columns)
+      return invalid("state_index_columns: S = ", p.state_index_columns, " is below the ", length,
+                     " tokens of sequence ", n);
+    checkpoints += num_checkpoints(p, length);
+  }
+  if (p.checkpoints && !p.checkpoints->indexed && p.checkpoints->num_slots != checkpoints)
+    return invalid("checkpoints: num_slots = ", p.checkpoints->num_slots,
+                   " is not the number of checkpoints ", checkpoints);
+  return {};
+}
+
+plan::Workload workload_of(const Plan& plan, std::size_t first, std::size_t last) {
+  plan::Workload work;
+  for (std::size_t n = first; n < last; ++n)
+    work.lengths.push_back(plan.cu_seqlens[n + 1] - plan.cu_seqlens[n]);
+  work.num_value_heads = plan.problem.num_value_heads;
+  work.key_dim = plan.problem.key_dim;
+  work.value_dim = plan.problem.value_dim;
+  work.num_sms = plan.device.num_sms;
+  return work;
+}
+
+plan::Partition apply_policy(const Plan& plan, const plan::Workload& work, CostEstimate* cost) {
+  switch (plan.options.context_parallel) {
+    case ContextParallel::kOff: break;
+    case ContextParallel::kFixed: return plan::fixed_partition(work, plan.options.num_segments);
+    case ContextParallel::kFlashKda: return plan::flashkda_partition(work);
+    case ContextParallel::kCula: return plan::cula_partition(work);
+    case ContextParallel::kAuto:
+      if (plan.device.kind == DeviceKind::kCuda)
+        return plan::auto_partition(work, plan.device, cost);
+      return {false, 64, 0, {"auto: the CPU never changes its algorithm by length or threads"}};
+  }
+  return {false, 64, 0, {"off: asked for"}};
+}
+
+/// Cuts sequence n into `count` segments of whole chunks, as even as they go.
+void cut_sequence(Plan* plan, std::size_t n, const plan::Partition& partition, int64_t count) {
+  const int64_t begin = plan->cu_seqlens[n];
+  const int64_t end = plan->cu_seqlens[n + 1];
+  const int64_t chunks = (end - begin + partition.chunk_tokens - 1) / partition.chunk_tokens;
+  for (int64_t s = 0; s < count; ++s) {
+    const int64_t first = begin + chunks * s / count * partition.chunk_tokens;
+    const int64_t last = begin + chunks * (s + 1) / count * partition.chunk_tokens;
+    plan->segments.push_back(
+        {static_cast<int64_t>(n), first, s + 1 == count ? end : std::min(last, end)});
+  }
+}
+
+/// Without batch_invariant one decision for the batch; with it one for each sequence alone.
+Status make_segments(Plan* plan) {
+  const std::size_t N = plan->cu_seqlens.size() - 1;
+  const bool alone = plan->problem.batch_invariant;
+  const int64_t fixed = plan->options.context_parallel == ContextParallel::kFixed
+                            ? plan->options.num_segments
+                            : 0;
+  plan::Partition partition;
+  if (!alone || N == 0) {
+    partition = N == 0 ? plan::Partition{false, 64, 0, {"no sequences"}}
+                       : apply_policy(*plan, workload_of(*plan, 0, N), &plan->cost);
+    plan->reasons = partition.reasons;
+  } else {
+    plan->reasons.push_back("batch_invariant: each sequence is planned as if it were alone");
+  }
+  for (std::size_t n = 0; n < N; ++n) {
+    if (alone) {
+      CostEstimate cost;
+      partition = apply_policy(*plan, workload_of(*plan, n, n + 1), &cost);
+      if (plan->reasons.size() < 9)
+        for (const std::string& reason : partition.reasons)
+          plan->reasons.push_back(cat("sequence ", n, ": ", reason));
+    }
+    const int64_t tokens = plan->cu_seqlens[n + 1] - plan->cu_seqlens[n];
+    const int64_t count =
+        partition.on ? plan::num_segments_of(partition, tokens, fixed) : 1;
+    plan->segmented |= count > 1;
+    plan->segment_chunks = std::max(plan->segment_chunks, partition.segment_chunks);
+    cut_sequence(plan, n, partition, count);
+    if (static_cast<int64_t>(plan->segments.size()) > kMaxSegments && plan->segmented)
+      return invalid("context_parallel: more than ", kMaxSegments, " segments");
+  }
+  if (plan->segmented) return {};
+  plan->segments.clear();
+  plan->segment_chunks = 0;
+  return {};
+}
+
+void check_segment_method(Plan* plan, const Implementation* chosen) {
+  if (!plan->segmented) return;
+  if (chosen && !chosen->segment_scan) {
+    plan->reasons.push_back(cat(chosen->name, " has no segments: runs serially"));
+    plan->segmented = false;
+    plan->segments.clear();
+    plan->segment_chunks = 0;
+    return;
+  }
+  if (plan->options.segment_method == SegmentMethod::kOnePass && plan->problem.checkpoints) {
+    plan->reasons.push_back("one pass declined: checkpoints need the true start state");
+    plan->options.segment_method = SegmentMethod::kScanMergeForward;
+  }
+}
+
+void list_stages(Plan* plan) {
+  const Problem& p = plan->problem;
+  const int64_t heads = p.num_value_heads;
+  if (p.operation == Operation::kDecode) {
+    plan->stages.push_back({"decode", p.num_sequences * heads, "one (sequence, value head) a task"});
+    return;
+  }
+  if (!plan->segmented) {
+    plan->stages.push_back({"forward", p.num_sequences * heads * plan->num_v_splits,
+                            "one (sequence, value head, V part) a task"});
+    return;
+  }
+  const auto segments = static_cast<int64_t>(plan->segments.size());
+  const bool one_pass = plan->options.segment_method == SegmentMethod::kOnePass;
+  plan->stages.push_back({"segment_scan", 2 * segments * heads,
+                          one_pass ? "B with outputs from zero, and M with its outputs"
+                                   : "B and M of every segment but the last of its sequence"});
+  plan->stages.push_back({"segment_merge", p.num_sequences * heads, "start states, in order"});
+  plan->stages.push_back({one_pass ? "segment_correct" : "forward",
+                          segments * heads * plan->num_v_splits,
+                          one_pass ? "o += Qt S_in" : "every segment from its start state"});
+}
+
+Status size_workspace(const Implementation* chosen, Plan* plan) {
+  const Problem& p = plan->problem;
+  const auto heads = static_cast<std::size_t>(p.num_value_heads);
+  const auto K = static_cast<std::size_t>(p.key_dim);
+  const auto V = static_cast<std::size_t>(p.value_dim);
+  const auto tokens = static_cast<std::size_t>(p.batch * p.num_tokens);
+  const std::size_t segments = plan->segments.size();
+  bool fits = true;
+  const auto add = [&](const char* name, std::size_t count, std::size_t size) {
+    fits = fits && plan::add_block(*plan, name, count, size);
+  };
+  namespace block = plan::block;
+  if (chosen) add(block::kThreadScratch, 1, chosen->scratch_bytes(p, plan->num_threads));
+  const bool decode = p.operation == Operation::kDecode;
+  const auto& written = decode ? p.initial_state : p.final_state;
+  const bool indexed = (p.initial_state && p.initial_state->indexed) ||
+                       (p.final_state && p.final_state->indexed) ||
+                       (p.checkpoints && p.checkpoints->indexed);
+  if (written && indexed)
+    add(block::kFinalSlotMarks, static_cast<std::size_t>(written->num_slots), sizeof(int32_t));
+  if (p.checkpoints && indexed)
+    add(block::kCheckpointSlotMarks, static_cast<std::size_t>(p.checkpoints->num_slots),
+        sizeof(int32_t));
+  if (plan->segmented) {
+    add(block::kSegmentM, segments * heads, K * K * sizeof(float));
+    add(block::kSegmentB, segments * heads, K * V * sizeof(float));
+    add(block::kSegmentStates, segments * heads, K * V * sizeof(float));
+    if (plan->options.segment_method == SegmentMethod::kOnePass) {
+      add(block::kOutputFromZero, tokens * heads, V * sizeof(float));
+      add(block::kTransitionOutput, tokens * heads, K * sizeof(float));
+      add(block::kAliveTokens, segments * heads, sizeof(int64_t));
+    }
+  }
+  return fits ? Status{} : invalid("workspace: more than 2^62 bytes");
+}
+
+/// GPUs: halves of V go to two SMs while that fills idle ones. (CPU: split at run time.)
+int64_t gpu_v_splits(const Plan& plan) {
+  const auto units = static_cast<int64_t>(plan.segmented ? plan.segments.size()
+                                                         : plan.cu_seqlens.size() - 1) *
+                     plan.problem.num_value_heads;
+  return plan.problem.value_dim >= 128 && 2 * units <= plan.device.num_sms ? 2 : 1;
+}
+
+Status check_options(const DeviceFacts& device, const PlanOptions& options) {
+  if (device.num_sms < 1 || device.num_sms > 65535)
+    return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
+  if (options.num_threads < 0 || options.num_threads > 1024)
+    return invalid("num_threads: ", options.num_threads, " is outside 0..1024");
+  const auto policy = static_cast<int32_t>(options.context_parallel);
+  if (policy < 0 || policy > static_cast<int32_t>(ContextParallel::kCula))
+    return invalid("context_parallel: value ", policy, " is unknown");
+  if (options.context_parallel == ContextParallel::kFixed &&
+      (options.num_segments < 1 || options.num_segments > kMaxSegments))
+    return invalid("num_segments: ", options.num_segments, " is outside 1..", kMaxSegments);
+  return {};
+}
+
+Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seqlens,
+                  const DeviceFacts& device, const PlanOptions& options, Plan* plan) {
+  KDA_RETURN_IF_ERROR(validate(problem));
+  KDA_RETURN_IF_ERROR(check_options(device, options));
+  plan->problem = problem;
+  plan->options = options;
+  plan->device = device;
+  plan->num_threads = options.num_threads > 0 ? options.num_threads : default_num_threads();
+  const Implementation* chosen = nullptr;
+  KDA_RETURN_IF_ERROR(choose_implementation(options, plan, &chosen));
+  plan->chunk_size = chosen ? chosen->chunk_size : 64;
+  if (cu_seqlens) {
+    KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
+    KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
+    if (problem.operation == Operation::kForward) {
+      KDA_RETURN_IF_ERROR(make_segments(plan));
+      check_segment_method(plan, chosen);
+      if (device.kind == DeviceKind::kCuda) plan->num_v_splits = gpu_v_splits(*plan);
+    }
+  } else {
+    plan->reasons.push_back("planned from bounds: lengths unknown, so nothing is cut");
+  }
+  list_stages(plan);
+  return size_workspace(chosen, plan);
+}
+
+Status plan_into(const Problem& problem, const std::span<const int64_t>* cu_seqlens,
+                 const DeviceFacts& device, const PlanOptions& options, Plan* plan) noexcept {
+  return guarded([&] {
+    if (!plan) return invalid("plan: is null");
+    Plan made;
+    KDA_RETURN_IF_ERROR(build_plan(problem, cu_seqlens, device, options, &made));
+    *plan = std::move(made);
+    return Status{};
+  });
+}
+
+}  // namespace
+
+DeviceFacts cpu_facts() { return {}; }
+
+DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability) {
+  DeviceFacts facts;
+  facts.kind = DeviceKind::kCuda;
+  facts.name = cat("sm_", compute_capability, ", ", num_sms, " SMs");
+  facts.compute_capability = compute_capability;
+  facts.num_sms = num_sms;
+  facts.memory_bytes_per_second = kH200BytesPerSecond * num_sms / kH200Sms;
+  return facts;
+}
+
+Status make_plan(const Problem& problem, std::span<const int64_t> cu_seqlens,
+                 const DeviceFacts& device, const PlanOptions& options, Plan* plan) noexcept {
+  return plan_into(problem, &cu_seqlens, device, options, plan);
+}
+
+Status make_plan_from_bounds(const Problem& problem, const DeviceFacts& device,
+                             const PlanOptions& options, Plan* plan) noexcept {
+  const std::span<const int64_t> none;
+  return plan_into(problem, problem.cu_seqlens ? nullptr : &none, device, options, plan);
+}
+
+Status supported(const Problem& problem, const DeviceFacts& device) noexcept {
+  return guarded([&] {
+    Plan plan;
+    plan.problem = problem;
+    plan.device = device;
+    KDA_RETURN_IF_ERROR(validate(problem));
+    const Implementation* chosen = nullptr;
+    KDA_RETURN_IF_ERROR(choose_implementation({}, &plan, &chosen));
+    if (chosen) return Status{};
+    std::string reasons;
+    for (const Candidate& row : plan.candidates) reasons += cat("; ", row.name, " ", row.reason);
+    return Status(StatusCode::kUnsupported,
+                  cat("no implementation for ", device_kind_name(device.kind), reasons));
+  });
+}
+
+std::vector<Candidate> implementations() {
+  std::vector<Candidate> rows;
+  for (const Implementation* row : stage::registry()) {
+    const char* reason = row->unavailable();
+    rows.push_back({row->name, reason == nullptr, reason ? reason : ""});
+  }
+  return rows;
+}
+
+}  // namespace kda

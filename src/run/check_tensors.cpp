@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "run/check_tensors.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string_view>
+
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda {
+namespace {
+
+/// The bytes that a tensor covers: [begin, end), and its largest stride, for interleaved views.
+struct Footprint {
+  const char* name = "";
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+  int64_t period = 0;        ///< bytes; 0: one dense piece
+  int64_t period_bytes = 0;  ///< covered within one period
+  bool output = false;
+};
+
+struct Entry {
+  const char* name;
+  const TensorDesc* desc;
+  Shape shape;
+  const void* pointer;
+  bool output;
+};
+
+Footprint footprint(const Entry& entry) {
+  const int64_t size = dtype_size(entry.desc->dtype);
+  Footprint print{entry.name, reinterpret_cast<std::uintptr_t>(entry.pointer), 0, 0, 0,
+                  entry.output};
+  int64_t reach = 0;
+  std::size_t outermost = 4;
+  for (std::size_t dim = 0; dim < 4; ++dim) {
+    if (entry.shape[dim] <= 1) continue;
+    reach += entry.desc->strides[dim] * (entry.shape[dim] - 1);
+    if (outermost == 4 || entry.desc->strides[dim] > entry.desc->strides[outermost])
+      outermost = dim;
+  }
+  print.end = print.begin + static_cast<std::uintptr_t>((reach + 1) * size);
+  if (outermost < 4) {
+    print.period = entry.desc->strides[outermost] * size;
+    print.period_bytes = (reach + 1) * size - print.period * (entry.shape[outermost] - 1);
+  }
+  return print;
+}
+
+/// Ranges may cross and still not touch: two column groups of one row-strided buffer.
+bool overlap(const Footprint& a, const Footprint& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  if (a.period == 0 || a.period != b.period) return true;
+  const auto distance = static_cast<int64_t>(b.begin - a.begin) % a.period;
+  const int64_t shift = distance < 0 ? distance + a.period : distance;
+  return shift < a.period_bytes || shift + b.period_bytes > a.period;
+}
+
+Status check_pointer(const Entry& entry) {
+  const bool empty = std::any_of(entry.shape.begin(), entry.shape.end(),
+                                 [](int64_t count) { return count == 0; });
+  if (empty) return {};
+  if (!entry.pointer) return invalid(entry.name, ": pointer is null");
+  const auto address = reinterpret_cast<std::uintptr_t>(entry.pointer);
+  if (address % static_cast<std::uintptr_t>(entry.desc->alignment) != 0)
+    return invalid(entry.name, ": pointer is not aligned to the stated ", entry.desc->alignment,
+                   " bytes");
+  return {};
+}
+
+/// Two state buffers that are one pool: the same memory, looked at the same way.
+bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base) {
+  return a_base == b_base && a.tensor.dtype == b.tensor.dtype &&
+         a.tensor.strides == b.tensor.strides;
+}
+
+Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
+  if (count > 0 && !indices) return invalid(name, ": pointer is null");
+  for (int64_t i = 0; i < count; ++i)
+    if (indices[i] < -1 || indices[i] >= num_slots)
+      return invalid(name, ": entry ", i, " = ", indices[i], " is outside -1..", num_slots - 1);
+  return {};
+}
+
+/// Who writes each slot of a pool: 0 nobody, n + 1 sequence n, -1 a checkpoint.
+class SlotMarks {
+ public:
+  explicit SlotMarks(void* block, int64_t num_slots) : marks_(static_cast<int32_t*>(block)) {
+    if (marks_) std::memset(marks_, 0, static_cast<std::size_t>(num_slots) * sizeof(int32_t));
+  }
+  Status write(const char* name, int64_t slot, int32_t writer) {
+    if (!marks_ || slot < 0) return {};
+    if (marks_[slot] != 0) return invalid(name, ": slot ", slot, " would be written twice");
+    marks_[slot] = writer;
+    return {};
+  }
+  Status read(const char* name, int64_t slot, int32_t reader) const {
+    if (!marks_ || slot < 0 || marks_[slot] == 0 || marks_[slot] == reader) return {};
+    return invalid(name, ": slot ", slot, " of sequence ", reader - 1,
+                   " would be written by another while it is read");
+  }
+
+ private:
+  int32_t* marks_;
+};
+
+class Checker {
+ public:
+  Checker(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
+          void* workspace)
+      : plan_(plan), p_(plan.problem), t_(tensors), sequences_(sequences), workspace_(workspace) {}
+
+  Status run() {
+    KDA_RETURN_IF_ERROR(check_lengths());
+    collect();
+    for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
+    KDA_RETURN_IF_ERROR(check_indices());
+    KDA_RETURN_IF_ERROR(check_aliasing());
+    return p_.operation == Operation::kDecode ? check_decode_slots() : check_forward_slots();
+  }
+
+ private:
+  /// Only for plans from bounds: host lengths were checked by make_plan().
+  Status check_lengths() {
+    if (plan_.lengths_known || !p_.cu_seqlens) return {};
+    if (!t_.cu_seqlens) return invalid("cu_seqlens: pointer is null");
+    const int64_t N = p_.num_sequences;
+    if (sequences_.begin(0) != 0)
+      return invalid("cu_seqlens: starts with ", sequences_.begin(0), ", must start with 0");
+    for (int64_t n = 0; n < N; ++n) {
+      if (sequences_.length(n) < 0)
+        return invalid("cu_seqlens: entry ", n + 1, " = ", sequences_.end(n), " is below entry ",
+                       n, " = ", sequences_.begin(n));
+      if (p_.operation == Operation::kDecode && sequences_.length(n) > decode_limit())
+        return invalid("cu_seqlens: decode takes at most ", decode_limit(),
+                       " tokens a sequence, sequence ", n, " has ", sequences_.length(n));
+    }
+    if (sequences_.begin(N) != p_.num_tokens)
+      return invalid("cu_seqlens: ends with ", sequences_.begin(N), ", must end with T = ",
+                     p_.num_tokens);
+    const int64_t expected = total_checkpoints();
+    if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
+      return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
+                     " is not the number of checkpoints ", expected);
+    return {};
+  }
+
+  int64_t decode_limit() const {
+    return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, kMaxDecodeTokens)
+                                      : kMaxDecodeTokens;
+  }
+
+  int64_t total_checkpoints() const {
+    int64_t total = 0;
+    for (int64_t n = 0; p_.checkpoints && n < p_.num_sequences; ++n)
+      total += num_checkpoints(p_, sequences_.length(n));
+    return total;
+  }
+
+  void collect() {
+    const bool decode = p_.operation == Operation::kDecode;
+    add("q", p_.q, qk_shape(p_), t_.q, false);
+    add("k", p_.k, qk_shape(p_), t_.k, false);
+    add("v", p_.v, v_shape(p_), t_.v, false);
+    add("g", p_.g, g_shape(p_), t_.g, false);
+    add("beta", p_.beta, beta_shape(p_), t_.beta, false);
+    add("o", p_.o, v_shape(p_), t_.o, true);
+    if (p_.A_log) add("A_log", *p_.A_log, {p_.num_value_heads, 1, 1, 1}, t_.A_log, false);
+    if (p_.dt_bias)
+      add("dt_bias", *p_.dt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t_.dt_bias, false);
+    if (p_.initial_state)
+      add("initial_state", p_.initial_state->tensor, state_shape(p_, *p_.initial_state),
+          t_.initial_state, decode);
+    if (p_.final_state)
+      add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
+          true);
+    if (p_.checkpoints)
+      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints),
+          t_.checkpoints, true);
+  }
+
+  void add(const char* name, const TensorDesc& desc, const Shape& shape, const void* pointer,
+           bool output) {
+    entries_[count_++] = {name, &desc, shape, pointer, output};
+  }
+
+  Status check_indices() {
+    const int64_t N = p_.num_sequences;
+    const int64_t S = p_.state_index_columns;
+    if (p_.initial_state_mask && N > 0 && !t_.initial_state_mask)
+      return invalid("initial_state_mask: pointer is null");
+    if (p_.initial_state && p_.initial_state->indexed)
+      KDA_RETURN_IF_ERROR(check_index("initial_state_indices", t_.initial_state_indices, N * S,
+                                      p_.initial_state->num_slots));
+    if (p_.final_state && p_.final_state->indexed)
+      KDA_RETURN_IF_ERROR(check_index("final_state_indices", t_.final_state_indices, N,
+                                      p_.final_state->num_slots));
+    if (p_.checkpoints && p_.checkpoints->indexed)
+      KDA_RETURN_IF_ERROR(check_index("checkpoint_indices", t_.checkpoint_indices,
+                                      total_checkpoints(), p_.checkpoints->num_slots));
+    if (!p_.num_accepted_tokens) return {};
+    if (N > 0 && !t_.num_accepted_tokens) return invalid("num_accepted_tokens: pointer is null");
+    for (int64_t n = 0; n < N; ++n)
+      if (t_.num_accepted_tokens[n] < 1 || t_.num_accepted_tokens[n] > S)
+        return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
+                       " is outside 1..", S);
+    return {};
+  }
+
+  Status check_aliasing() {
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (!entries_[i].output || !entries_[i].pointer) continue;
+      const Footprint out = footprint(entries_[i]);
+      for (std::size_t j = 0; j < count_; ++j) {
+        const bool seen = entries_[j].output && j <= i;
+        if (seen || !entries_[j].pointer || pooled(entries_[i], entries_[j])) continue;
+        if (overlap(out, footprint(entries_[j])))
+          return invalid(entries_[i].name, ": overlaps ", entries_[j].name, " in memory");
+      }
+    }
+    return {};
+  }
+
+  /// State buffers may be one pool; then slots are checked instead of ranges.
+  bool pooled(const Entry& a, const Entry& b) const {
+    const StateDesc* first = state_of(a.name);
+    const StateDesc* second = state_of(b.name);
+    return first && second && same_pool(*first, a.pointer, *second, b.pointer);
+  }
+  const StateDesc* state_of(std::string_view name) const {
+    if (name == "initial_state") return &*p_.initial_state;
+    if (name == "final_state") return &*p_.final_state;
+    return name == "checkpoints" ? &*p_.checkpoints : nullptr;
+  }
+
+  Status check_decode_slots() {
+    const int64_t S = p_.state_index_columns;
+    SlotMarks marks(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
+                    p_.initial_state->num_slots);
+    if (!p_.initial_state->indexed) return {};
+    const int32_t* idx = t_.initial_state_indices;
+    for (int64_t n = 0; n < p_.num_sequences; ++n) {
+      const int64_t source = idx[n * S + accepted(n) - 1];
+      const int64_t written = S == 1 ? 1 : sequences_.length(n);
+      if (source < 0 || sequences_.length(n) == 0) continue;
+      for (int64_t t = 0; t < written; ++t)
+        KDA_RETURN_IF_ERROR(
+            marks.write("initial_state_indices", idx[n * S + t], static_cast<int32_t>(n + 1)));
+    }
+    for (int64_t n = 0; n < p_.num_sequences; ++n)
+      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", idx[n * S + accepted(n) - 1],
+                                     static_cast<int32_t>(n + 1)));
+    return {};
+  }
+  int64_t accepted(int64_t n) const {
+    return p_.num_accepted_tokens ? t_.num_accepted_tokens[n] : 1;
+  }
+
+  Status check_forward_slots() {
+    SlotMarks finals(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
+                     p_.final_state ? p_.final_state->num_slots : 0);
+    SlotMarks others(plan::find_block(plan_, workspace_, plan::block::kCheckpointSlotMarks),
+                     p_.checkpoints ? p_.checkpoints->num_slots : 0);
+    const bool shared = p_.final_state && p_.checkpoints &&
+                        same_pool(*p_.final_state, t_.final_state, *p_.checkpoints, t_.checkpoints);
+    SlotMarks& checkpoints = shared ? finals : others;
+    if (p_.final_state)
+      for (int64_t n = 0; n < p_.num_sequences; ++n)
+        KDA_RETURN_IF_ERROR(finals.write("final_state_indices",
+                                         p_.final_state->indexed ? t_.final_state_indices[n] : n,
+                                         static_cast<int32_t>(n + 1)));
+    const int64_t count = total_checkpoints();
+    for (int64_t c = 0; c < count; ++c)
+      KDA_RETURN_IF_ERROR(checkpoints.write(
+          "checkpoint_indices", p_.checkpoints->indexed ? t_.checkpoint_indices[c] : c, -1));
+    if (!p_.initial_state) return {};
+    if (p_.final_state &&
+        same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
+      KDA_RETURN_IF_ERROR(check_reads(finals));
+    if (p_.checkpoints &&
+        same_pool(*p_.initial_state, t_.initial_state, *p_.checkpoints, t_.checkpoints))
+      KDA_RETURN_IF_ERROR(check_reads(checkpoints));
+    return {};
+  }
+
+  Status check_reads(const SlotMarks& marks) {
+    for (int64_t n = 0; n < p_.num_sequences; ++n) {
+      if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
+      KDA_RETURN_IF_ERROR(
+          marks.read("initial_state_indices",
+                     p_.initial_state->indexed ? t_.initial_state_indices[n] : n,
+                     static_cast<int32_t>(n + 1)));
+    }
+    return {};
+  }
+
+  const Plan& plan_;
+  const Problem& p_;
+  const Tensors& t_;
+  const stage::Sequences& sequences_;
+  void* workspace_;
+  Entry entries_[12] = {};
+  std::size_t count_ = 0;
+};
+
+}  // namespace
+
+Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
+  if (plan.workspace_bytes == 0) return {};
+  if (!workspace) return invalid("workspace: is null, needs ", plan.workspace_bytes, " bytes");
+  if (workspace_bytes < plan.workspace_bytes)
+    return invalid("workspace: has ", workspace_bytes, " bytes, needs ", plan.workspace_bytes);
+  if (reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment != 0)
+    return invalid("workspace: is not aligned to ", kWorkspaceAlignment, " bytes");
+  return {};
+}
+
+Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
+                     void* workspace) {
+  return Checker(plan, tensors, sequences, workspace).run();
+}
+
+}  // namespace kda

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stage "decode": 1..8 tokens a sequence against a state pool, one read and one write of a state
+// (one write a token with state_index_columns > 1).
+//   sequence n reads slot idx[n, num_accepted[n] - 1]; a negative slot skips the sequence
+//   S = 1: writes the state after the last token to the slot that was read
+//   S > 1: writes the state after token t to slot idx[n, t]; a negative slot skips that write
+#pragma once
+
+#include "stage/forward.hpp"
+
+namespace kda::stage {
+
+struct Decode {
+  Call call;
+};
+
+}  // namespace kda::stage

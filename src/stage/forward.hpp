@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stage "forward": outputs, checkpoints and final states of every sequence or segment.
+//   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T,  o_t = scale S_t^T q_t
+#pragma once
+
+#include <span>
+
+#include "kda/plan.hpp"
+#include "kda/run.hpp"
+#include "stage/sequences.hpp"
+
+namespace kda::stage {
+
+/// What every stage is given. Arguments have been checked before a stage is called.
+struct Call {
+  const Problem& problem;
+  const Tensors& tensors;
+  Sequences sequences;
+  int32_t num_threads;
+  void* scratch;  ///< Implementation::scratch_bytes, aligned to kWorkspaceAlignment
+};
+
+struct Forward {
+  Call call;
+  std::span<const Segment> segments;  ///< empty: one span a sequence
+  const float* states_in = nullptr;   ///< [NSEG, HV, K, V] fp32; null: the problem's initial state
+};
+
+}  // namespace kda::stage

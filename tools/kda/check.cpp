@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// kda check: run, then compare with the float64 oracle.
+#include <fmt/core.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "check/compare.hpp"
+#include "kda/commands.hpp"
+#include "kda/execute.hpp"
+#include "kda/flags.hpp"
+#include "kda/print.hpp"
+
+namespace kda::tools {
+namespace {
+
+struct CheckCommand {
+  RunFlags flags;
+  bool json = false;
+
+  int operator()() {
+    check::Inputs inputs = flags.load();
+    const Execution execution =
+        execute(&inputs, flags.output_dtype(inputs.problem), flags.schedule.device_facts(),
+                flags.schedule.plan_options());
+    check::CompareOptions options;
+    options.marginal = check::is_marginal(inputs);
+    options.num_threads = execution.plan.num_threads;
+    Progress progress("oracle");
+    options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
+    const check::Comparison result =
+        check::compare(inputs, inputs.problem, execution.outputs, options);
+    const bool good = result.within();
+    json ? print_json(inputs, execution, result) : print_table(inputs, execution, result);
+    return good ? kExitGood : kExitOutsideTolerance;
+  }
+
+  static void print_table(const check::Inputs& inputs, const Execution& execution,
+                          const check::Comparison& result) {
+    const Problem& p = inputs.problem;
+    std::vector<std::vector<std::string>> rows = {
+        {"output", "dtype", "median error", "worst error", "tolerance", "worst at", "verdict"}};
+    const auto add = [&](const char* name, DType dtype,
+                         const std::vector<check::HeadError>& errors,
+                         const check::HeadError* worst) {
+      if (!worst) return;
+      rows.push_back({name, dtype_name(dtype), format_error(check::median_error(errors)),
+                      format_error(worst->error), format_error(worst->tolerance),
+                      fmt::format("sequence {}, head {}", worst->sequence, worst->head),
+                      worst->error <= worst->tolerance ? "within" : "OUTSIDE"});
+    };
+    add("o", p.o.dtype, result.o, result.worst_o());
+    if (p.final_state)
+      add("final_state", p.final_state->tensor.dtype, result.final_state,
+          result.worst_final_state());
+    fmt::print("{} in {}, against the float64 recurrence\n{}", execution.plan.implementation,
+               format_seconds(execution.seconds), format_table(rows));
+  }
+
+  static nlohmann::ordered_json summary(const std::vector<check::HeadError>& errors,
+                                        const check::HeadError* worst) {
+    if (!worst) return nullptr;
+    nlohmann::ordered_json heads = nlohmann::ordered_json::array();
+    for (const check::HeadError& entry : errors)
+      heads.push_back({{"sequence", entry.sequence},
+                       {"head", entry.head},
+                       {"error", entry.error},
+                       {"tolerance", entry.tolerance}});
+    return {{"median", check::median_error(errors)},
+            {"worst", worst->error},
+            {"tolerance", worst->tolerance},
+            {"heads", heads}};
+  }
+
+  static void print_json(const check::Inputs&, const Execution& execution,
+                         const check::Comparison& result) {
+    const nlohmann::ordered_json report = {
+        {"implementation", execution.plan.implementation},
+        {"seconds", execution.seconds},
+        {"within", result.within()},
+        {"o", summary(result.o, result.worst_o())},
+        {"final_state", summary(result.final_state, result.worst_final_state())}};
+    fmt::print("{}\n", report.dump(2));
+  }
+};
+
+}  // namespace
+
+void add_check(CLI::App& app, ExitSlot& exit_code) {
+  auto* sub = app.add_subcommand("check", "Run a file and compare with the float64 oracle");
+  auto command = std::make_shared<CheckCommand>();
+  command->flags.add_to(*sub);
+  sub->add_flag("--json", command->json, "Report as JSON");
+  sub->footer(R"(Errors are |x - ref| / max(|ref|, 1e-3 magnitude) per sequence and head
+(docs/accuracy.md). Exit code 1 if one is outside its tolerance.
+Examples:
+  kda check data/kda_layer.safetensors
+  kda check x.safetensors --out-dtype fp32 --backend avx2)");
+  sub->callback([command, &exit_code] { exit_code = (*command)(); });
+}
+
+}  // namespace kda::tools

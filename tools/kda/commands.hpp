@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// The subcommands of `kda`. Each adds itself to the application; what it throws (kda::Error)
+// becomes a message on stderr and an exit code in main().
+#pragma once
+
+#include <CLI/CLI.hpp>
+
+namespace kda::tools {
+
+enum ExitCode : int {
+  kExitGood = 0,
+  kExitOutsideTolerance = 1,
+  kExitBadInput = 2,
+  kExitNoDevice = 3,
+};
+
+/// Set by a command whose result is not kExitGood although nothing failed.
+using ExitSlot = int;
+
+void add_run(CLI::App& app);
+void add_check(CLI::App& app, ExitSlot& exit_code);
+void add_gen(CLI::App& app);
+void add_inspect(CLI::App& app);
+void add_plan(CLI::App& app);
+void add_bench(CLI::App& app);
+void add_info(CLI::App& app);
+
+}  // namespace kda::tools

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kda/execute.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+namespace kda::tools {
+
+double seconds_since_start() {
+  using Clock = std::chrono::steady_clock;
+  static const Clock::time_point start = Clock::now();
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& device,
+                  const PlanOptions& options) {
+  Execution execution;
+  execution.outputs = check::make_outputs(&inputs->problem, out_dtype);
+  throw_if_error(
+      make_plan(inputs->problem, inputs->cu_seqlens, device, options, &execution.plan));
+  io::Buffer workspace(execution.plan.workspace_bytes);
+  Tensors tensors = inputs->tensors();
+  execution.outputs.attach(&tensors);
+  const double start = seconds_since_start();
+  throw_if_error(run(execution.plan, tensors, workspace.data(), workspace.size()));
+  execution.seconds = seconds_since_start() - start;
+  return execution;
+}
+
+Timing time_calls(const std::function<void()>& call, double min_seconds, int min_repeats) {
+  call();
+  std::vector<double> samples;
+  double total = 0;
+  while (static_cast<int>(samples.size()) < min_repeats || total < min_seconds) {
+    const double start = seconds_since_start();
+    call();
+    samples.push_back(seconds_since_start() - start);
+    total += samples.back();
+  }
+  std::sort(samples.begin(), samples.end());
+  return {samples[samples.size() / 2], samples.front(), samples.back(),
+          static_cast<int>(samples.size())};
+}
+
+double multiply_adds(const Problem& p) {
+  constexpr double C = 16;
+  const auto K = static_cast<double>(p.key_dim);
+  const auto V = static_cast<double>(p.value_dim);
+  return 3 * C * K + 2 * C * V + 3 * K * V + C * C / 3;
+}
+
+}  // namespace kda::tools

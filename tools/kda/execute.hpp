@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plan, allocate, run: what `kda run`, `check` and `bench` do with inputs.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "check/inputs.hpp"
+#include "kda/kda.hpp"
+
+namespace kda::tools {
+
+struct Execution {
+  Plan plan;
+  check::Outputs outputs;
+  double seconds = 0;  ///< of one run
+};
+
+/// Plans and runs `inputs` once. Throws kda::Error.
+Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& device,
+                  const PlanOptions& options);
+
+/// Seconds of repeated calls: one warm-up, then at least `min_repeats` and `min_seconds`.
+struct Timing {
+  double median = 0, fastest = 0, slowest = 0;
+  int repeats = 0;
+};
+Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5,
+                  int min_repeats = 7);
+
+double seconds_since_start();
+
+/// Multiply-adds of one token and value head: docs/performance.md, "What is counted".
+double multiply_adds(const Problem& problem);
+
+}  // namespace kda::tools

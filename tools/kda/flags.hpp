@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flags that several subcommands share, and their meaning.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "check/generate.hpp"
+#include "check/inputs.hpp"
+#include "kda/kda.hpp"
+
+namespace kda::tools {
+
+/// "off", "auto", "flashkda", "cula" or a number of segments.
+void parse_context_parallel(const std::string& text, PlanOptions* options);
+
+/// "4096,64K,10x1K" -> 4096, 65536, 1024 ten times.
+std::vector<int64_t> parse_lengths(const std::string& text);
+
+/// Flags of how to run: device, backend, schedule.
+struct ScheduleFlags {
+  std::string device = "auto";
+  std::string backend;
+  std::string context_parallel = "auto";
+  std::string segment_method = "scan-merge-forward";
+  bool batch_invariant = false;
+  int32_t num_threads = 0;
+
+  void add_to(CLI::App& command);
+  DeviceFacts device_facts() const;  ///< throws kda::Error (kUnavailable) for a missing device
+  PlanOptions plan_options() const;
+};
+
+/// Flags of `kda run` and `kda check`: input file, overrides of its metadata, schedule.
+struct RunFlags {
+  std::string input;
+  std::string gate, beta, state_layout, out_dtype;
+  double lower_bound = 0, scale = 0;
+  bool qk_l2norm = false, no_qk_l2norm = false;
+  ScheduleFlags schedule;
+
+  void add_to(CLI::App& command);
+  /// The file as a problem with outputs asked for.
+  check::Inputs load() const;
+  DType output_dtype(const Problem& problem) const;
+
+ private:
+  CLI::App* command_ = nullptr;
+};
+
+/// Flags of `kda gen`, also the format of bench/cases/*.txt.
+struct GenerateFlags {
+  std::string seq_lens, dtype = "bf16", regime = "trained";
+  check::GenerateOptions options;
+
+  void add_to(CLI::App& command);
+  check::GenerateOptions resolve() const;
+};
+
+}  // namespace kda::tools

@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+// kda inspect: how long each head remembers, and what the planner makes of it.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cpu/oracle/oracle.hpp"
+#include "kda/commands.hpp"
+#include "kda/flags.hpp"
+#include "kda/print.hpp"
+#include "kda/svg.hpp"
+#include "stage/segment.hpp"
+
+namespace kda::tools {
+namespace {
+
+constexpr double kForgotten = 24 * 0.6931471805599453;  // 2^-24: nothing left in fp32
+constexpr double kHalf = 0.6931471805599453;
+constexpr double kForever = 1e9;  // tokens; longer memories are shown as this
+constexpr std::size_t kMaxLines = 16;
+
+/// Decay of one value head over the tokens of the file.
+struct HeadMemory {
+  std::vector<double> rate;    ///< [K] mean -log decay a token, ascending: slowest channel first
+  double fastest_token = 0;    ///< most negative log decay of any token and channel
+};
+
+HeadMemory measure_head(const Problem& p, const Tensors& tensors, int64_t head) {
+  HeadMemory memory;
+  memory.rate.assign(static_cast<std::size_t>(p.key_dim), 0);
+  const int64_t tokens = p.batch * p.num_tokens;
+  for (int64_t token = 0; token < tokens; ++token) {
+    const std::vector<double> g = cpu::oracle::log_decay(p, tensors, token, head);
+    for (std::size_t d = 0; d < g.size(); ++d) {
+      memory.rate[d] -= g[d] / static_cast<double>(tokens);
+      memory.fastest_token = std::min(memory.fastest_token, g[d]);
+    }
+  }
+  std::sort(memory.rate.begin(), memory.rate.end());
+  return memory;
+}
+
+double quantile(const std::vector<double>& sorted, double share) {
+  if (sorted.empty()) return 0;
+  return sorted[static_cast<std::size_t>(share * static_cast<double>(sorted.size() - 1) + 0.5)];
+}
+
+double tokens_until(double log_decay, double rate) {
+  return rate > 0 ? std::clamp(log_decay / rate, 1.0, kForever) : kForever;
+}
+
+std::string show_tokens(double tokens) {
+  if (tokens >= kForever) return "never";
+  return fmt::format("{:.0f}", tokens);
+}
+
+Chart memory_chart(const std::vector<HeadMemory>& heads) {
+  Chart chart;
+  chart.title = "How long each head remembers";
+  chart.x_label = "channels, fastest first";
+  chart.y_label = "tokens until half is forgotten";
+  chart.x_first = "fastest";
+  chart.x_last = "slowest";
+  for (std::size_t h = 0; h < std::min(heads.size(), kMaxLines); ++h) {
+    Series line{fmt::format("head {}", h), {}};
+    for (auto rate = heads[h].rate.rbegin(); rate != heads[h].rate.rend(); ++rate)
+      line.y.push_back(*rate > 0 ? std::clamp(kHalf / *rate, 0.01, kForever) : kForever);
+    chart.series.push_back(std::move(line));
+  }
+  return chart;
+}
+
+struct InspectCommand {
+  RunFlags flags;
+  std::string plot;
+  bool json = false;
+
+  void operator()() const {
+    const check::Inputs inputs = flags.load();
+    const Problem& p = inputs.problem;
+    const Tensors tensors = inputs.tensors();
+    std::vector<HeadMemory> heads;
+    Progress progress("heads");
+    for (int64_t head = 0; head < p.num_value_heads; ++head) {
+      heads.push_back(measure_head(p, tensors, head));
+      progress.update(head + 1, p.num_value_heads);
+    }
+    json ? print_json(inputs, heads) : print_text(inputs, heads);
+    if (plot.empty()) return;
+    io::write_file_atomically(plot, render_svg(memory_chart(heads)));
+    if (!json) fmt::print("\nfigure: {}\n", plot);
+  }
+
+  Plan plan_for(const check::Inputs& inputs, const DeviceFacts& device) const {
+    Plan plan;
+    throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, device,
+                             flags.schedule.plan_options(), &plan));
+    return plan;
+  }
+
+  void print_text(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
+    const Problem& p = inputs.problem;
+    fmt::print("{}: T={} N={} H={} HV={} K={} V={}, gate {}, beta {}{}\n\n", flags.input,
+               p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads, p.key_dim,
+               p.value_dim, gate_mode_name(p.gate_mode), beta_mode_name(p.beta_mode),
+               p.qk_l2norm ? ", q/k L2 norm" : "");
+    std::vector<std::vector<std::string>> rows = {
+        {"head", "log decay a token: p10", "median", "p90", "fastest token", "half-life: median",
+         "slowest", "forgotten (2^-24): median", "slowest"}};
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const std::vector<double>& rate = heads[h].rate;
+      const double median = quantile(rate, 0.5), slowest = quantile(rate, 0);
+      rows.push_back({fmt::format("{}", h), fmt::format("{:.4f}", -quantile(rate, 0.1)),
+                      fmt::format("{:.4f}", -median), fmt::format("{:.4f}", -quantile(rate, 0.9)),
+                      fmt::format("{:.1f}", heads[h].fastest_token),
+                      show_tokens(tokens_until(kHalf, median)),
+                      show_tokens(tokens_until(kHalf, slowest)),
+                      show_tokens(tokens_until(kForgotten, median)),
+                      show_tokens(tokens_until(kForgotten, slowest))});
+    }
+    fmt::print("{}\nhalf-life, forgotten: tokens until 1/2, 2^-24 of a channel is left\n",
+               format_table(rows));
+    fmt::print("\nplanner\n");
+    for (const DeviceFacts& device : {cpu_facts(), gpu_facts(132)}) {
+      const Plan plan = plan_for(inputs, device);
+      fmt::print("  {:<18} context parallel {}{}\n", device.name, plan.segmented ? "on" : "off",
+                 plan.reasons.empty() ? "" : ": " + plan.reasons.front());
+    }
+    fmt::print("  {:<18} {}\n", "transition M",
+               stage::transition_norm_never_grows(p)
+                   ? "may be dropped once its measured norm is below 2^-20"
+                   : "is kept to the end: its norm is not proved to shrink with these options");
+  }
+
+  void print_json(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
+    const Problem& p = inputs.problem;
+    nlohmann::ordered_json report = {{"input", flags.input},
+                                     {"num_tokens", p.num_tokens},
+                                     {"num_value_heads", p.num_value_heads},
+                                     {"gate", gate_mode_name(p.gate_mode)},
+                                     {"heads", nlohmann::ordered_json::array()}};
+    for (const HeadMemory& head : heads)
+      report["heads"].push_back(
+          {{"log_decay_p10", -quantile(head.rate, 0.1)},
+           {"log_decay_median", -quantile(head.rate, 0.5)},
+           {"log_decay_p90", -quantile(head.rate, 0.9)},
+           {"log_decay_slowest", -quantile(head.rate, 0)},
+           {"fastest_token",
+            std::isfinite(head.fastest_token) ? nlohmann::ordered_json(head.fastest_token)
+                                              : nlohmann::ordered_json("-inf")},
+           {"half_life_median", tokens_until(kHalf, quantile(head.rate, 0.5))},
+           {"half_life_slowest", tokens_until(kHalf, quantile(head.rate, 0))},
+           {"forgotten_median", tokens_until(kForgotten, quantile(head.rate, 0.5))},
+           {"forgotten_slowest", tokens_until(kForgotten, quantile(head.rate, 0))}});
+    report["transition_may_be_dropped"] = stage::transition_norm_never_grows(p);
+    report["plan"] = nlohmann::ordered_json::parse(plan_for(inputs, gpu_facts(132)).to_json());
+    fmt::print("{}\n", report.dump(2));
+  }
+};
+
+}  // namespace
+
+void add_inspect(CLI::App& app) {
+  auto* sub = app.add_subcommand("inspect", "How long each head remembers");
+  auto command = std::make_shared<InspectCommand>();
+  command->flags.add_to(*sub);
+  sub->add_option("--plot", command->plot, "Write a figure (SVG)");
+  sub->add_flag("--json", command->json, "Report as JSON");
+  sub->footer("Examples:\n  kda inspect data/kda_layer.safetensors --plot memory.svg");
+  sub->callback([command] { (*command)(); });
+}
+
+}  // namespace kda::tools
