@@ -23,7 +23,7 @@
 namespace kda::cpu::blocked {
 
 inline constexpr int kChunk = 8;
-inline constexpr int kGroupTokens = 32;  ///< tokens prepared at a time
+inline constexpr int kGroupTokens = 16;  ///< tokens prepared at a time
 inline constexpr int kGroupChunks = kGroupTokens / kChunk;
 inline constexpr int kBlockV = 32;       ///< value columns of one state block
 inline constexpr int kRowTile = 8;       ///< state blocks have a multiple of so many rows

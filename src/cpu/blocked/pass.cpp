@@ -90,23 +90,32 @@ void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
 }
 
 /// Rows of one head lie far apart in memory, which the processor's own prefetcher does not follow.
-void prefetch_rows(const RowSource& rows, int64_t first, int64_t count, int64_t elems) {
+template <int kForWriting>
+void prefetch_rows(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
   constexpr int64_t kLine = 64;
-  const int64_t bytes = elems * dtype_size(rows.dtype);
-  for (int64_t i = first; i < first + count; ++i)
+  constexpr int kIntoL2 = 2;
+  for (int64_t i = 0; i < count; ++i)
     for (int64_t at = 0; at < bytes; at += kLine)
-      __builtin_prefetch(rows.data + i * rows.token_stride_bytes + at, 0, 2);
+      __builtin_prefetch(rows + i * stride_bytes + at, kForWriting, kIntoL2);
 }
 
-/// The inputs of the next group, while this one is swept.
-void prefetch_next(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token) {
+/// Asks for the inputs of the next group and the outputs of this one, while this one is swept.
+void prefetch_around(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token) {
   const int64_t done = args.num_tokens;
   const int64_t count = std::min<int64_t>(kGroupTokens, pass.end - token - done);
-  prefetch_rows(args.q, done, count, p.key_dim);
-  prefetch_rows(args.k, done, count, p.key_dim);
-  prefetch_rows(args.g, done, count, p.key_dim);
-  if (pass.v.data)
-    prefetch_rows(pass.v, token - pass.begin + done, count, pass.num_columns);
+  const auto ask = [&](const RowSource& rows, int64_t first, int64_t elems) {
+    prefetch_rows<0>(rows.data + first * rows.token_stride_bytes, rows.token_stride_bytes, count,
+                     elems * dtype_size(rows.dtype));
+  };
+  ask(args.q, done, p.key_dim);
+  ask(args.k, done, p.key_dim);
+  ask(args.g, done, p.key_dim);
+  const int64_t since = token - pass.begin;
+  if (pass.v.data) ask(pass.v, since + done, pass.num_columns);
+  if (pass.out.data)
+    prefetch_rows<1>(pass.out.data + since * pass.out.token_stride_bytes,
+                     pass.out.token_stride_bytes, done,
+                     pass.num_columns * dtype_size(pass.out.dtype));
 }
 
 /// The checkpoint after `token` tokens, if there is one there.
@@ -271,7 +280,7 @@ int64_t run_pass(const Kernels& kernels, const stage::Call& call, const Pass& pa
     PrepareArgs args = prepare_args(call, token, pass.head);
     args.num_tokens = count;
     kernels.prepare(args, *scratch.group);
-    prefetch_next(p, pass, args, token);
+    prefetch_around(p, pass, args, token);
     sweep_group(kernels, p, pass, scratch, token, count);
     token += count;
     write_checkpoint(kernels, call, pass, scratch, token);

@@ -123,21 +123,24 @@ static inline void clear_missing(int chunk, int count, int padded, Group& group)
 template <int J>
 static inline void score_column(const Group& group, int padded, float (&N)[kChunk][kChunk],
                                 float (&A)[kChunk][kChunk]) {
-  F n[kChunk];
-  F a[kChunk];
-  for (int i = J + 1; i < kChunk; ++i) n[i] = a[i] = set1(0);
+  F sum[2 * kChunk];  // N of row i at i, A at kChunk + i
+  for (F& x : sum) x = set1(0);
   for (int d = 0; d < padded; d += kWidth) {
     F key = load(group.k_row[J] + d);
 #pragma GCC unroll 8
     for (int i = J + 1; i < kChunk; ++i) {
       key = key * load(group.a_row[i] + d);
-      n[i] = fma(key, load(group.k_row[i] + d), n[i]);
-      a[i] = fma(key, load(group.q_row[i] + d), a[i]);
+      sum[i] = fma(key, load(group.k_row[i] + d), sum[i]);
+      sum[kChunk + i] = fma(key, load(group.q_row[i] + d), sum[kChunk + i]);
     }
   }
+  float score[2 * kChunk];
+#pragma GCC unroll 4
+  for (int i = 0; i < 2 * kChunk; i += 4)
+    reduce_add4({sum[i], sum[i + 1], sum[i + 2], sum[i + 3]}, score + i);
   for (int i = J + 1; i < kChunk; ++i) {
-    N[i][J] = reduce_add(n[i]);
-    A[i][J] = reduce_add(a[i]);
+    N[i][J] = score[i];
+    A[i][J] = score[kChunk + i];
   }
 }
 

@@ -44,6 +44,12 @@ static inline float reduce_add(F x) {
   return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
 }
 
+/// Sums of 4 vectors at once: half the shuffles of 4 reduce_add().
+static inline void reduce_add4(const F (&x)[4], float* out) {
+  const F sum = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   __m256d sum0 = _mm256_setzero_pd();
   __m256d sum1 = _mm256_setzero_pd();

@@ -32,6 +32,15 @@ static inline F select_greater(F a, F b, F yes, F no) {
 static inline F scale_pow2(F x, F n) { return _mm512_scalef_ps(x, n); }
 static inline float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
 
+/// Sums of 4 vectors at once: half the shuffles of 4 reduce_add().
+static inline void reduce_add4(const F (&x)[4], float* out) {
+  const F ab = _mm512_add_ps(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+  const F cd = _mm512_add_ps(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+  const F all = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   __m512d sum0 = _mm512_setzero_pd();
   __m512d sum1 = _mm512_setzero_pd();

@@ -51,6 +51,11 @@ static inline F scale_pow2(F x, F n) {
 }
 static inline float reduce_add(F x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 
+/// Sums of 4 vectors at once.
+static inline void reduce_add4(const F (&x)[4], float* out) {
+  for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   double sum0 = 0;
   double sum1 = 0;
