@@ -5,7 +5,9 @@ function(kda_compile_options target)
   target_compile_features(${target} PUBLIC cxx_std_20)
   set_target_properties(${target} PROPERTIES CXX_EXTENSIONS OFF CXX_VISIBILITY_PRESET hidden
                                              VISIBILITY_INLINES_HIDDEN ON)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wconversion)
+  # Designated initialisers leave the other members at their defaults on purpose.
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wconversion
+                                           $<$<COMPILE_LANGUAGE:CXX>:-Wno-missing-field-initializers>)
   if(KDA_WERROR)
     target_compile_options(${target} PRIVATE -Werror)
   endif()

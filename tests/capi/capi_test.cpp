@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI gives the bits of the C++ API, and refuses what it must. (C itself: c_test.c.)
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+
+#include "kda/kda.h"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+struct CCall {
+  check::Inputs inputs;
+  kda_problem problem;
+  std::vector<float> o, final_state;
+
+  CCall() {
+    check::GenerateOptions options = test::shape(0, 2, 16, 24);
+    options.seq_lens = {100, 33};
+    options.num_value_heads = 4;
+    inputs = check::generate(options);
+    o.resize(133 * 4 * 24);
+    final_state.resize(2 * 4 * 16 * 24);
+    kda_problem_init(&problem);
+    problem.num_tokens = 133;
+    problem.num_heads = 2;
+    problem.num_value_heads = 4;
+    problem.key_dim = 16;
+    problem.value_dim = 24;
+    problem.num_sequences = 2;
+    problem.has_cu_seqlens = 1;
+    problem.cu_seqlens_dtype = KDA_INT64;
+    problem.gate_mode = KDA_GATE_BOUNDED;
+    problem.beta_mode = KDA_BETA_SIGMOID;
+    problem.qk_l2norm = 1;
+    set(problem.q, inputs.q, {1, 133, 2, 16});
+    set(problem.k, inputs.k, {1, 133, 2, 16});
+    set(problem.v, inputs.v, {1, 133, 4, 24});
+    set(problem.g, inputs.g, {1, 133, 4, 16});
+    set(problem.beta, inputs.beta, {1, 133, 4});
+    set(problem.A_log, inputs.A_log, {4});
+    set(problem.dt_bias, inputs.dt_bias, {4, 16});
+    const int64_t rows[] = {1, 133, 4, 24}, states[] = {2, 4, 16, 24};
+    kda_tensor_contiguous(&problem.o, o.data(), KDA_FP32, 4, rows);
+    kda_tensor_contiguous(&problem.final_state.tensor, final_state.data(), KDA_FP32, 4, states);
+    problem.final_state.present = 1;
+    problem.final_state.num_slots = 2;
+  }
+
+  static void set(kda_tensor& tensor, const io::Buffer& buffer, std::vector<int64_t> shape) {
+    ASSERT_EQ(kda_tensor_contiguous(&tensor, const_cast<std::byte*>(buffer.data()), KDA_FP32,
+                                    static_cast<int32_t>(shape.size()), shape.data()),
+              KDA_OK);
+  }
+};
+
+TEST(CApi, SameBitsAsCpp) {
+  CCall call;
+  kda_plan* plan = nullptr;
+  ASSERT_EQ(kda_validate(&call.problem), KDA_OK);
+  ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), nullptr, &plan), KDA_OK)
+      << kda_last_error();
+  io::Buffer workspace(kda_plan_workspace_bytes(plan));
+  ASSERT_EQ(kda_run(plan, &call.problem, workspace.data(), workspace.size()), KDA_OK)
+      << kda_last_error();
+  const test::Result expected = test::run_inputs(call.inputs);
+  EXPECT_EQ(std::memcmp(call.o.data(), expected.outputs.o.data(), expected.outputs.o.size()), 0);
+  EXPECT_EQ(std::memcmp(call.final_state.data(), expected.outputs.final_state.data(),
+                        expected.outputs.final_state.size()),
+            0);
+  EXPECT_EQ(std::string(kda_plan_implementation(plan)), expected.plan.implementation);
+  EXPECT_EQ(kda_plan_num_segments(plan), 0);
+  EXPECT_EQ(std::string(kda_plan_json(plan)).front(), '{');
+  kda_plan_destroy(plan);
+}
+
+TEST(CApi, SegmentsAndStages) {
+  CCall call;
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  options.context_parallel = KDA_CP_FIXED;
+  options.num_segments = 2;
+  options.num_threads = 1;
+  options.backend = "blocked";
+  const test::Result expected =
+      test::run_inputs(call.inputs, {.plan = test::fixed_segments(2)});
+  for (const int32_t one_pass : {0, 1}) {
+    options.one_pass = one_pass;
+    kda_plan* plan = nullptr;
+    ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan),
+              KDA_OK);
+    const auto segments = static_cast<std::size_t>(kda_plan_num_segments(plan));
+    ASSERT_EQ(segments, 3u);
+    io::Buffer workspace(kda_plan_workspace_bytes(plan));
+    std::vector<float> M(segments * 4 * 16 * 16), B(segments * 4 * 16 * 24), states(B.size());
+    kda_segments stage{sizeof(kda_segments), M.data(), B.data(), states.data()};
+    for (const auto call_stage : {kda_segment_scan, kda_segment_merge, kda_segment_forward})
+      ASSERT_EQ(call_stage(plan, &call.problem, &stage, workspace.data(), workspace.size()),
+                KDA_OK)
+          << kda_last_error();
+    EXPECT_EQ(std::memcmp(call.o.data(), expected.outputs.o.data(), expected.outputs.o.size()), 0);
+    kda_plan_destroy(plan);
+  }
+}
+
+TEST(CApi, PlansForGpusAndFromBounds) {
+  CCall call;
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  options.device_kind = KDA_CUDA;
+  kda_plan* plan = nullptr;
+  ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan), KDA_OK);
+  EXPECT_STREQ(kda_plan_implementation(plan), "");
+  EXPECT_EQ(kda_run(plan, &call.problem, nullptr, 0), KDA_UNSUPPORTED);
+  kda_plan_destroy(plan);
+
+  ASSERT_EQ(kda_plan_create(&call.problem, nullptr, nullptr, &plan), KDA_OK);
+  io::Buffer workspace(kda_plan_workspace_bytes(plan));
+  call.problem.cu_seqlens = call.inputs.cu_seqlens.data();
+  EXPECT_EQ(kda_run(plan, &call.problem, workspace.data(), workspace.size()), KDA_OK);
+  kda_plan_destroy(plan);
+}
+
+TEST(CApi, OlderCallersStructsAreSmaller) {
+  CCall call;
+  // A caller that knew fewer fields: the tail keeps its defaults.
+  call.problem.struct_size = offsetof(kda_problem, state_index_columns);
+  call.problem.state_index_columns = -77;  // beyond what that caller declared
+  EXPECT_EQ(kda_validate(&call.problem), KDA_OK) << kda_last_error();
+}
+
+TEST(CApi, RefusesWithAMessage) {
+  CCall call;
+  kda_plan* plan = nullptr;
+  const auto create = [&](const kda_plan_options* options = nullptr) {
+    return kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), options, &plan);
+  };
+  const auto expect = [](kda_status status, const char* message) {
+    EXPECT_EQ(status, KDA_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(kda_last_error()).find(message), std::string::npos) << kda_last_error();
+  };
+  expect(kda_validate(nullptr), "problem: is null");
+  expect(kda_plan_create(nullptr, nullptr, nullptr, &plan), "problem: is null");
+  expect(kda_plan_create(&call.problem, nullptr, nullptr, nullptr), "plan: is null");
+  expect(kda_run(nullptr, &call.problem, nullptr, 0), "plan: is null");
+  for (const std::size_t size : {std::size_t{0}, std::size_t{3}, sizeof(kda_problem) + 1}) {
+    call.problem.struct_size = size;
+    expect(kda_validate(&call.problem), "struct_size");
+  }
+  call.problem.struct_size = sizeof(kda_problem);
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  options.struct_size = 1;
+  expect(create(&options), "struct_size");
+  kda_plan_options_init(&options);
+  options.device_kind = 5;
+  expect(create(&options), "device_kind");
+  kda_plan_options_init(&options);
+  options.num_threads = -1;
+  expect(create(&options), "num_threads");
+  kda_plan_options_init(&options);
+  options.backend = "no-such";
+  EXPECT_EQ(create(&options), KDA_UNAVAILABLE);
+  call.problem.q.strides[1] = INT64_MAX;
+  expect(create(), "q: stride");
+  EXPECT_EQ(plan, nullptr);
+  call = CCall();
+  call.problem.q.dtype = 99;
+  expect(create(), "q: dtype");
+  call = CCall();
+  call.problem.key_dim = 0;
+  expect(create(), "key_dim");
+  kda_tensor tensor;
+  const int64_t shape[] = {2, 3};
+  const int64_t bad_shape[] = {2, -3};
+  const int64_t huge_shape[] = {INT64_MAX, 3};
+  expect(kda_tensor_contiguous(nullptr, nullptr, KDA_FP32, 2, shape), "tensor: is null");
+  expect(kda_tensor_contiguous(&tensor, nullptr, KDA_FP32, 2, nullptr), "shape: is null");
+  expect(kda_tensor_contiguous(&tensor, nullptr, KDA_FP32, 5, shape), "rank: 5");
+  expect(kda_tensor_contiguous(&tensor, nullptr, KDA_FP32, 0, shape), "rank: 0");
+  expect(kda_tensor_contiguous(&tensor, nullptr, KDA_FP32, 2, bad_shape), "negative");
+  expect(kda_tensor_contiguous(&tensor, nullptr, KDA_FP32, 2, huge_shape), "overflows");
+  call = CCall();
+  ASSERT_EQ(create(), KDA_OK);
+  kda_segments segments{0, nullptr, nullptr, nullptr};
+  expect(kda_segment_scan(nullptr, &call.problem, &segments, nullptr, 0), "plan: is null");
+  expect(kda_segment_merge(plan, &call.problem, &segments, nullptr, 0), "struct_size");
+  expect(kda_segment_forward(plan, &call.problem, nullptr, nullptr, 0), "segments: is null");
+  expect(kda_run(plan, nullptr, nullptr, 0), "problem: is null");
+  expect(kda_run(plan, &call.problem, nullptr, 0), "workspace: is null");
+  kda_plan_destroy(plan);
+}
+
+TEST(CApi, NullsThatAreHarmless) {
+  kda_problem_init(nullptr);
+  kda_plan_options_init(nullptr);
+  kda_plan_destroy(nullptr);
+  EXPECT_EQ(kda_plan_workspace_bytes(nullptr), 0u);
+  EXPECT_EQ(kda_plan_num_segments(nullptr), 0);
+  EXPECT_STREQ(kda_plan_json(nullptr), "");
+  EXPECT_STREQ(kda_plan_implementation(nullptr), "");
+  EXPECT_STREQ(kda_version(), KDA_VERSION_STRING);
+  EXPECT_STREQ(kda_status_name(KDA_UNAVAILABLE), "unavailable");
+}
+
+TEST(CApi, ErrorsBelongToTheirThread) {
+  ASSERT_EQ(kda_validate(nullptr), KDA_INVALID_ARGUMENT);
+  std::string seen = "unset";
+  std::thread([&] { seen = kda_last_error(); }).join();
+  EXPECT_EQ(seen, "");
+}
+
+TEST(CApi, MisalignedPointersLowerTheirOwnAlignment) {
+  CCall call;
+  std::vector<float> shifted(133 * 2 * 16 + 1);
+  std::memcpy(shifted.data() + 1, call.inputs.q.data(), call.inputs.q.size());
+  call.problem.q.data = shifted.data() + 1;
+  kda_plan* plan = nullptr;
+  ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), nullptr, &plan), KDA_OK);
+  io::Buffer workspace(kda_plan_workspace_bytes(plan));
+  EXPECT_EQ(kda_run(plan, &call.problem, workspace.data(), workspace.size()), KDA_OK)
+      << kda_last_error();
+  kda_plan_destroy(plan);
+}
+
+}  // namespace
+}  // namespace kda

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// The comparison itself: it must see what is wrong, where, and nothing else.
+#include "check/compare.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "check/tolerances.hpp"
+#include "support/harness.hpp"
+
+namespace kda::check {
+namespace {
+
+TEST(Compare, RelativeError) {
+  EXPECT_NEAR(relative_error({3, 4.1}, {3, 4}, {3, 4}), 0.1 / 5, 1e-12);
+  // Cancellation: judged against the magnitude of what was summed.
+  EXPECT_NEAR(relative_error({1e-6}, {0}, {1}), 1e-3, 1e-9);
+  EXPECT_EQ(relative_error({0}, {0}, {0}), 0);
+  EXPECT_LT(relative_error({0}, {1e-42}, {1e-42}), 1e-9);  // underflow to nothing
+  EXPECT_TRUE(std::isinf(relative_error({NAN}, {0}, {1})));
+  EXPECT_TRUE(std::isinf(relative_error({1, INFINITY}, {1, 2}, {1, 2})));
+}
+
+TEST(Compare, SeesOneWrongElement) {
+  const Inputs inputs = generate(test::shape(50, 3, 16, 16));
+  test::Result result = test::run_inputs(inputs);
+  EXPECT_TRUE(compare(inputs, result.problem, result.outputs).within());
+  result.outputs.o.as<float>()[(20 * 3 + 1) * 16 + 4] *= 1.01f;
+  const Comparison broken = compare(inputs, result.problem, result.outputs);
+  EXPECT_FALSE(broken.within());
+  EXPECT_EQ(broken.worst_o()->head, 1);
+  EXPECT_GT(broken.worst_o()->error, 1e-5);
+  EXPECT_LE(broken.worst_final_state()->error, kFp32Worst);
+}
+
+TEST(Compare, SeesAWrongStateAndANaN) {
+  const Inputs inputs = generate(test::shape(30, 1, 8, 8));
+  test::Result result = test::run_inputs(inputs);
+  result.outputs.final_state.as<float>()[3] = NAN;
+  EXPECT_FALSE(compare(inputs, result.problem, result.outputs).within());
+}
+
+TEST(Compare, MedianAndEmptyProblems) {
+  EXPECT_EQ(median_error({}), 0);
+  EXPECT_EQ(median_error({{0, 0, 3, 1}, {0, 0, 1, 1}, {0, 0, 2, 1}}), 2);
+  const Comparison nothing;
+  EXPECT_TRUE(nothing.within());
+  EXPECT_EQ(nothing.worst_o(), nullptr);
+}
+
+TEST(Compare, ReportsProgress) {
+  const Inputs inputs = generate(test::shape(5, 3, 8, 8));
+  const test::Result result = test::run_inputs(inputs);
+  CompareOptions options;
+  int64_t last = 0;
+  options.progress = [&](int64_t done, int64_t total) {
+    last = done;
+    EXPECT_EQ(total, 3);
+  };
+  compare(inputs, result.problem, result.outputs, options);
+  EXPECT_EQ(last, 3);
+}
+
+TEST(Tolerances, FollowTheTypes) {
+  EXPECT_EQ(forward_tolerance(DType::kFloat32, 1000, 100, false), kFp32Worst);
+  EXPECT_EQ(forward_tolerance(DType::kBFloat16, 1000, 100, false), 1.8e-3);
+  EXPECT_LT(forward_tolerance(DType::kBFloat16, 1, 1, false), 1.97e-3);
+  EXPECT_NEAR(forward_tolerance(DType::kFloat32, 1000, 4096, true), 4.096e-4, 1e-9);
+  EXPECT_LT(forward_tolerance(DType::kFloat16, 1000, 100, false), 2.3e-4);
+}
+
+}  // namespace
+}  // namespace kda::check

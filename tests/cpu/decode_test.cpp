@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode against the oracle: token counts, layouts, state types, slots, vLLM's state a token.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "cpu/oracle/oracle.hpp"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+namespace oracle = cpu::oracle;
+
+struct Decode {
+  Inputs inputs;
+  io::Buffer pool;
+  std::vector<int32_t> indices, accepted;
+  check::Outputs outputs;
+
+  Problem& problem() { return inputs.problem; }
+};
+
+struct DecodeShape {
+  int64_t sequences = 3, tokens = 1, heads = 2, K = 32, V = 48, slots = 5;
+  int64_t columns = 1;
+  StateLayout layout = StateLayout::kKV;
+  DType state_dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;
+};
+
+Decode make_decode(const DecodeShape& s) {
+  Decode d;
+  check::GenerateOptions options = test::shape(s.tokens, s.heads, s.K, s.V);
+  options.batch = s.sequences;
+  options.dtype = s.dtype;
+  options.seed = static_cast<uint64_t>(s.tokens * 100 + s.K);
+  d.inputs = check::generate(options);
+  Problem& p = d.problem();
+  p.operation = Operation::kDecode;
+  p.state_layout = s.layout;
+  p.state_index_columns = s.columns;
+  StateDesc pool;
+  pool.num_slots = s.slots;
+  pool.indexed = true;
+  p.initial_state = pool;
+  const Shape shape = state_shape(p, pool);
+  p.initial_state->tensor = contiguous(s.state_dtype, {shape[0], shape[1], shape[2], shape[3]});
+  const int64_t elems = s.slots * s.heads * s.K * s.V;
+  d.pool = io::Buffer(static_cast<std::size_t>(elems * dtype_size(s.state_dtype)));
+  check::Random random(5);
+  for (int64_t i = 0; i < elems; ++i)
+    store_element(d.pool.data(), s.state_dtype, i, static_cast<float>(random.normal()));
+  d.outputs = check::make_outputs(&p, s.dtype);
+  return d;
+}
+
+Status run_decode(Decode* d, const std::string& backend = "") {
+  Plan plan;
+  if (Status status = make_plan(d->problem(), d->inputs.cu_seqlens, cpu_facts(),
+                                test::with_backend(backend), &plan);
+      !status.ok())
+    return status;
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  Tensors tensors = d->inputs.tensors();
+  d->outputs.attach(&tensors);
+  tensors.initial_state = d->pool.data();
+  tensors.initial_state_indices = d->indices.data();
+  tensors.num_accepted_tokens = d->accepted.data();
+  return run(plan, tensors, workspace.data(), workspace.size());
+}
+
+/// Error of one value relative to the norm of the oracle's.
+double distance(const std::vector<double>& x, const std::vector<double>& ref) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    error += (x[i] - ref[i]) * (x[i] - ref[i]);
+    norm += ref[i] * ref[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+std::vector<double> output_rows(Decode& d, int64_t n, int64_t head) {
+  const Problem& p = d.problem();
+  std::vector<double> rows;
+  for (int64_t t = 0; t < p.num_tokens; ++t)
+    for (int64_t c = 0; c < p.value_dim; ++c)
+      rows.push_back(load_element(d.outputs.o.data(), p.o.dtype,
+                                  row_offset(p, p.o, n * p.num_tokens + t, head) + c));
+  return rows;
+}
+
+TEST(Decode, EveryTokenCountLayoutAndType) {
+  for (const std::string& backend : test::blocked_backends())
+    for (int64_t tokens = 1; tokens <= 8; ++tokens)
+      for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+        for (const DType state_dtype : {DType::kFloat32, DType::kBFloat16})
+          for (const int64_t V : {1, 48, 131}) {
+            DecodeShape s;
+            s.tokens = tokens;
+            s.layout = layout;
+            s.state_dtype = state_dtype;
+            s.V = V;
+            s.K = V == 131 ? 77 : 32;
+            Decode d = make_decode(s);
+            d.indices = {4, 0, 2};
+            const io::Buffer before = d.pool;
+            ASSERT_TRUE(run_decode(&d, backend).ok());
+            const Problem& p = d.problem();
+            const double state_limit = state_dtype == DType::kBFloat16 ? 2.2e-3 : 2e-6;
+            for (int64_t n = 0; n < 3; ++n)
+              for (int64_t head = 0; head < s.heads; ++head) {
+                const int64_t at = d.indices[static_cast<std::size_t>(n)];
+                const oracle::HeadResult truth = oracle::run_head(
+                    p, d.inputs.tensors(), {n * tokens, (n + 1) * tokens}, head,
+                    oracle::load_state(p, *p.initial_state, before.data(), at, head));
+                ASSERT_LT(distance(output_rows(d, n, head), truth.o), 3e-5)
+                    << backend << " tokens " << tokens << " V " << V;
+                ASSERT_LT(distance(oracle::load_state(p, *p.initial_state, d.pool.data(), at, head),
+                                   truth.state),
+                          state_limit);
+              }
+            for (const int64_t unused : {1, 3}) {
+              const std::size_t bytes = before.size() / 5;
+              ASSERT_EQ(std::memcmp(before.data() + static_cast<std::size_t>(unused) * bytes,
+                                    d.pool.data() + static_cast<std::size_t>(unused) * bytes,
+                                    bytes),
+                        0);
+            }
+          }
+}
+
+TEST(Decode, NegativeSlotTouchesNothing) {
+  Decode d = make_decode({});
+  d.indices = {1, -1, 3};
+  const io::Buffer before = d.pool;
+  ASSERT_TRUE(run_decode(&d).ok());
+  const Problem& p = d.problem();
+  const std::size_t row = test::row_bytes(p.o, p.num_value_heads, p.value_dim);
+  for (std::size_t i = 0; i < row; ++i)
+    ASSERT_EQ(d.outputs.o.as<unsigned char>()[row + i], 0xff) << "outputs of a skipped sequence";
+  const std::size_t state = before.size() / 5;
+  for (const std::size_t unused : {0, 2, 4})
+    EXPECT_EQ(std::memcmp(before.data() + unused * state, d.pool.data() + unused * state, state),
+              0);
+}
+
+TEST(Decode, WithoutIndicesEachSequenceHasItsSlot) {
+  DecodeShape s;
+  s.slots = 3;
+  Decode indexed = make_decode(s);
+  indexed.indices = {0, 1, 2};
+  Decode plain = make_decode(s);
+  plain.problem().initial_state->indexed = false;
+  ASSERT_TRUE(run_decode(&indexed).ok());
+  ASSERT_TRUE(run_decode(&plain).ok());
+  EXPECT_TRUE(test::same_bits(indexed.pool, plain.pool));
+  EXPECT_TRUE(test::same_bits(indexed.outputs.o, plain.outputs.o));
+}
+
+TEST(Decode, PackedSequencesOfDifferentLengths) {
+  check::GenerateOptions options = test::shape(0, 1, 16, 16);
+  options.seq_lens = {3, 0, 8, 1};
+  Decode d;
+  d.inputs = check::generate(options);
+  Problem& p = d.problem();
+  p.operation = Operation::kDecode;
+  StateDesc pool;
+  pool.num_slots = 4;
+  pool.tensor = contiguous(DType::kFloat32, {4, 1, 16, 16});
+  p.initial_state = pool;
+  d.pool = io::Buffer(4 * 16 * 16 * 4);
+  d.pool.fill(0);
+  d.outputs = check::make_outputs(&p, DType::kFloat32);
+  ASSERT_TRUE(run_decode(&d).ok());
+  for (std::size_t n = 0; n < 4; ++n) {
+    const oracle::HeadResult truth = oracle::run_head(
+        p, d.inputs.tensors(), {d.inputs.cu_seqlens[n], d.inputs.cu_seqlens[n + 1]}, 0, {});
+    for (std::size_t i = 0; i < 256; ++i)
+      ASSERT_NEAR(d.pool.as<float>()[n * 256 + i], truth.state[i], 1e-5);
+  }
+}
+
+/// vLLM's speculative form: read the state of the last accepted token, store one a token.
+TEST(Decode, StoresAStateAToken) {
+  for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+    DecodeShape s;
+    s.sequences = 2;
+    s.tokens = 3;
+    s.columns = 4;
+    s.slots = 9;
+    s.layout = layout;
+    Decode d = make_decode(s);
+    d.problem().num_accepted_tokens = true;
+    d.indices = {0, 1, 2, 3, 4, 5, -1, 8};
+    d.accepted = {2, 1};
+    const io::Buffer before = d.pool;
+    Decode truth = make_decode(s);
+    truth.problem().num_accepted_tokens = true;
+    truth.indices = d.indices;
+    truth.accepted = d.accepted;
+    ASSERT_TRUE(run_decode(&d).ok());
+    ASSERT_TRUE(run_decode(&truth, "oracle").ok());
+    for (std::size_t i = 0; i < d.pool.size() / 4; ++i)
+      ASSERT_NEAR(d.pool.as<float>()[i], truth.pool.as<float>()[i], 2e-5) << i;
+    for (std::size_t i = 0; i < d.outputs.o.size() / 4; ++i)
+      ASSERT_NEAR(d.outputs.o.as<float>()[i], truth.outputs.o.as<float>()[i], 2e-5) << i;
+    const Problem& p = d.problem();
+    // Sequence 0 started from slot 1 (2 accepted) and stored its first token in slot 0.
+    const oracle::HeadResult first = oracle::run_head(
+        p, d.inputs.tensors(), {0, 1}, 0,
+        oracle::load_state(p, *p.initial_state, before.data(), 1, 0));
+    const std::vector<double> stored =
+        oracle::load_state(p, *p.initial_state, d.pool.data(), 0, 0);
+    EXPECT_LT(distance(stored, first.state), 1e-6);
+    // Slots 3, 6, 7 and 8 were nobody's.
+    const std::size_t state = before.size() / 9;
+    for (const std::size_t unused : {3, 6, 7, 8})
+      EXPECT_EQ(std::memcmp(before.data() + unused * state, d.pool.data() + unused * state, state),
+                0);
+  }
+}
+
+TEST(Decode, FollowsForward) {
+  // Prefill 40 tokens, decode 5 singly: as if 45 had been prefilled.
+  const Inputs whole = check::generate(test::shape(45, 1, 32, 32));
+  const test::Result expected = test::run_inputs(whole);
+  Inputs prefix = whole;
+  prefix.problem.num_tokens = 40;
+  const test::Result start = test::run_inputs(prefix);
+  io::Buffer state = start.outputs.final_state;
+  for (int64_t token = 40; token < 45; ++token) {
+    Decode d;
+    d.inputs = whole;
+    Problem& p = d.problem();
+    p.operation = Operation::kDecode;
+    p.num_tokens = 1;
+    StateDesc pool;
+    pool.num_slots = 1;
+    pool.tensor = contiguous(DType::kFloat32, {1, 1, 32, 32});
+    p.initial_state = pool;
+    d.outputs = check::make_outputs(&p, DType::kFloat32);
+    p.beta.alignment = 4;  // its pointer moves by one element a token
+    Plan plan;
+    ASSERT_TRUE(make_plan(p, {}, cpu_facts(), {}, &plan).ok());
+    io::Buffer workspace(plan.workspace_bytes);
+    Tensors t = whole.tensors();
+    t.q = whole.q.as<float>() + token * 32;
+    t.k = whole.k.as<float>() + token * 32;
+    t.v = whole.v.as<float>() + token * 32;
+    t.g = whole.g.as<float>() + token * 32;
+    t.beta = whole.beta.as<float>() + token;
+    d.outputs.attach(&t);
+    t.initial_state = state.data();
+    ASSERT_TRUE(run(plan, t, workspace.data(), workspace.size()).ok());
+    for (int64_t c = 0; c < 32; ++c)
+      ASSERT_NEAR(d.outputs.o.as<float>()[c], expected.outputs.o.as<float>()[token * 32 + c], 1e-6);
+  }
+  for (int i = 0; i < 32 * 32; ++i)
+    ASSERT_NEAR(state.as<float>()[i], expected.outputs.final_state.as<float>()[i], 1e-6);
+}
+
+TEST(Decode, ThreadCountsGiveEqualBits) {
+  Decode one = make_decode({.sequences = 5, .tokens = 2, .slots = 5});
+  one.indices = {0, 1, 2, 3, 4};
+  Decode many = one;
+  setenv("OMP_NUM_THREADS", "1", 1);
+  ASSERT_TRUE(run_decode(&one).ok());
+  setenv("OMP_NUM_THREADS", "4", 1);
+  ASSERT_TRUE(run_decode(&many).ok());
+  unsetenv("OMP_NUM_THREADS");
+  EXPECT_TRUE(test::same_bits(one.pool, many.pool));
+  EXPECT_TRUE(test::same_bits(one.outputs.o, many.outputs.o));
+}
+
+}  // namespace
+}  // namespace kda

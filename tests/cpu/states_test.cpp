@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// State pools, masks, in-place states and checkpoints of forward.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "core/convert.hpp"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+
+constexpr int64_t kK = 16, kV = 24, kHeads = 2;
+constexpr int64_t kStateElems = kHeads * kK * kV;
+
+/// Three sequences with initial states 0, 1, 2 of `inputs.initial_state`.
+Inputs three_sequences() {
+  check::GenerateOptions options = test::shape(0, kHeads, kK, kV);
+  options.seq_lens = {20, 33, 5};
+  options.initial_state = true;
+  return check::generate(options);
+}
+
+StateDesc pool_of(int64_t slots) {
+  StateDesc desc;
+  desc.num_slots = slots;
+  desc.indexed = true;
+  desc.tensor = contiguous(DType::kFloat32, {slots, kHeads, kK, kV});
+  return desc;
+}
+
+struct PoolRun {
+  io::Buffer pool;
+  check::Outputs outputs;
+};
+
+PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
+                    const std::vector<int32_t>& write) {
+  constexpr int64_t kSlots = 7;
+  PoolRun result;
+  result.pool = io::Buffer(kSlots * kStateElems * 4);
+  result.pool.fill(0xcd);
+  for (std::size_t n = 0; n < read.size(); ++n)
+    if (read[n] >= 0)
+      std::memcpy(result.pool.as<float>() + read[n] * kStateElems,
+                  inputs.initial_state.as<float>() + n * kStateElems, kStateElems * 4);
+  Problem p = inputs.problem;
+  p.initial_state = pool_of(kSlots);
+  p.final_state = pool_of(kSlots);
+  result.outputs.o = io::Buffer(58 * kHeads * kV * 4);
+  p.o = contiguous(DType::kFloat32, {1, 58, kHeads, kV});
+  Plan plan;
+  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan));
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  Tensors tensors = inputs.tensors();
+  tensors.o = result.outputs.o.data();
+  tensors.initial_state = tensors.final_state = result.pool.data();
+  tensors.initial_state_indices = read.data();
+  tensors.final_state_indices = write.data();
+  throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+  return result;
+}
+
+const float* slot(const io::Buffer& pool, int64_t index) {
+  return pool.as<float>() + index * kStateElems;
+}
+
+TEST(States, InPlaceInAPool) {
+  const Inputs inputs = three_sequences();
+  const test::Result dense = test::run_inputs(inputs);
+  const PoolRun pooled = run_in_pool(inputs, {4, 0, 6}, {4, 0, 6});
+  EXPECT_TRUE(test::same_bits(dense.outputs.o, pooled.outputs.o));
+  const int64_t slots[] = {4, 0, 6};
+  for (int64_t n = 0; n < 3; ++n)
+    EXPECT_EQ(std::memcmp(slot(pooled.pool, slots[n]), slot(dense.outputs.final_state, n),
+                          kStateElems * 4),
+              0);
+  for (const int64_t unused : {1, 2, 3, 5})
+    for (int64_t i = 0; i < kStateElems * 4; ++i)
+      ASSERT_EQ(pooled.pool.as<unsigned char>()[unused * kStateElems * 4 + i], 0xcd);
+}
+
+TEST(States, CopyOnWriteAndSkippedSlots) {
+  const Inputs inputs = three_sequences();
+  const test::Result dense = test::run_inputs(inputs);
+  const PoolRun pooled = run_in_pool(inputs, {1, 2, 3}, {5, -1, 3});
+  EXPECT_TRUE(test::same_bits(dense.outputs.o, pooled.outputs.o));
+  EXPECT_EQ(std::memcmp(slot(pooled.pool, 5), slot(dense.outputs.final_state, 0), kStateElems * 4),
+            0);
+  EXPECT_EQ(std::memcmp(slot(pooled.pool, 1), slot(inputs.initial_state, 0), kStateElems * 4), 0);
+  EXPECT_EQ(std::memcmp(slot(pooled.pool, 2), slot(inputs.initial_state, 1), kStateElems * 4), 0);
+}
+
+TEST(States, NoSlotMeansZero) {
+  Inputs inputs = three_sequences();
+  const PoolRun pooled = run_in_pool(inputs, {-1, -1, -1}, {0, 1, 2});
+  inputs.problem.initial_state.reset();
+  const test::Result zero = test::run_inputs(inputs);
+  EXPECT_TRUE(test::same_bits(zero.outputs.o, pooled.outputs.o));
+}
+
+TEST(States, MaskStartsFromZero) {
+  Inputs inputs = three_sequences();
+  Problem& p = inputs.problem;
+  p.initial_state_mask = true;
+  check::want_final_state(&p);
+  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan).ok());
+  io::Buffer workspace(plan.workspace_bytes);
+  const uint8_t mask[] = {1, 0, 255};
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  tensors.initial_state_mask = mask;
+  ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+
+  std::memset(inputs.initial_state.as<float>() + kStateElems, 0, kStateElems * 4);
+  p.initial_state_mask = false;
+  EXPECT_TRUE(test::same_bits(test::run_inputs(inputs).outputs.o, outputs.o));
+}
+
+TEST(States, Bf16StatesRoundOnce) {
+  Inputs inputs = check::generate(test::shape(40, kHeads, kK, kV));
+  const test::Result exact = test::run_inputs(inputs);
+  for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+    Problem& p = inputs.problem;
+    p.state_layout = layout;
+    check::want_final_state(&p);
+    p.final_state->tensor = layout == StateLayout::kKV
+                                ? contiguous(DType::kBFloat16, {1, kHeads, kK, kV})
+                                : contiguous(DType::kBFloat16, {1, kHeads, kV, kK});
+    const test::Result rounded = test::run_inputs(inputs);
+    for (int64_t h = 0; h < kHeads; ++h)
+      for (int64_t d = 0; d < kK; ++d)
+        for (int64_t c = 0; c < kV; ++c) {
+          const int64_t at = layout == StateLayout::kKV ? (h * kK + d) * kV + c
+                                                        : (h * kV + c) * kK + d;
+          ASSERT_EQ(rounded.outputs.final_state.as<uint16_t>()[at],
+                    float_to_bf16(exact.outputs.final_state.as<float>()[(h * kK + d) * kV + c]));
+        }
+  }
+}
+
+/// Checkpoints of `inputs` every 16 tokens against runs that end there.
+TEST(States, CheckpointsAreTheStatesThere) {
+  const Inputs inputs = check::generate(test::shape(70, kHeads, kK, kV));
+  for (const int64_t every : {16, 32, 48}) {
+    Inputs with = inputs;
+    const int64_t count = 70 / every;
+    StateDesc desc;
+    desc.num_slots = count;
+    desc.tensor = contiguous(DType::kFloat32, {count, kHeads, kK, kV});
+    with.problem.checkpoints = desc;
+    with.problem.checkpoint_every = every;
+    const test::Result result = test::run_inputs(with);
+    const test::Result plain = test::run_inputs(inputs);
+    EXPECT_TRUE(test::same_bits(plain.outputs.o, result.outputs.o));
+    for (int64_t c = 0; c < count; ++c) {
+      Inputs prefix = inputs;
+      prefix.problem.num_tokens = (c + 1) * every;
+      const test::Result there = test::run_inputs(prefix);
+      EXPECT_EQ(std::memcmp(slot(result.outputs.checkpoints, c),
+                            there.outputs.final_state.data(), kStateElems * 4),
+                0)
+          << every << " " << c;
+    }
+  }
+}
+
+TEST(States, CheckpointsIntoSlots) {
+  check::GenerateOptions options = test::shape(0, kHeads, kK, kV);
+  options.seq_lens = {40, 0, 16};
+  Inputs inputs = check::generate(options);
+  Problem& p = inputs.problem;
+  p.checkpoint_every = 16;
+  StateDesc desc;
+  desc.num_slots = 3;
+  desc.tensor = contiguous(DType::kFloat32, {3, kHeads, kK, kV});
+  p.checkpoints = desc;
+  const test::Result dense = test::run_inputs(inputs);
+
+  p.checkpoints = pool_of(5);
+  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  outputs.checkpoints.fill(0xcd);
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan).ok());
+  io::Buffer workspace(plan.workspace_bytes);
+  const int32_t slots[] = {3, -1, 0};
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  tensors.checkpoint_indices = slots;
+  ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+  EXPECT_EQ(std::memcmp(slot(outputs.checkpoints, 3), slot(dense.outputs.checkpoints, 0),
+                        kStateElems * 4),
+            0);
+  EXPECT_EQ(std::memcmp(slot(outputs.checkpoints, 0), slot(dense.outputs.checkpoints, 2),
+                        kStateElems * 4),
+            0);
+  for (const int64_t unused : {1, 2, 4})
+    EXPECT_EQ(outputs.checkpoints.as<unsigned char>()[unused * kStateElems * 4], 0xcd);
+}
+
+TEST(States, OracleBackendServesTheSameOptions) {
+  Inputs inputs = three_sequences();
+  Problem& p = inputs.problem;
+  p.checkpoint_every = 16;
+  StateDesc desc;
+  desc.num_slots = 3;
+  desc.tensor = contiguous(DType::kFloat32, {3, kHeads, kK, kV});
+  p.checkpoints = desc;
+  for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+    p.state_layout = layout;
+    const auto shape = [&](int64_t n) {
+      return layout == StateLayout::kKV ? contiguous(DType::kFloat32, {n, kHeads, kK, kV})
+                                        : contiguous(DType::kFloat32, {n, kHeads, kV, kK});
+    };
+    p.initial_state->tensor = shape(3);
+    p.checkpoints->tensor = shape(3);
+    p.final_state.reset();
+    const test::Result truth = test::run_inputs(inputs, {.plan = test::with_backend("oracle")});
+    const test::Result fast = test::run_inputs(inputs);
+    for (int64_t i = 0; i < 3 * kStateElems; ++i) {
+      ASSERT_NEAR(truth.outputs.checkpoints.as<float>()[i],
+                  fast.outputs.checkpoints.as<float>()[i], 1e-5);
+      ASSERT_NEAR(truth.outputs.final_state.as<float>()[i],
+                  fast.outputs.final_state.as<float>()[i], 1e-5);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kda

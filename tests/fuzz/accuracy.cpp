@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random problems against the oracle: sizes, types, gates, strides, segments.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <mutex>
+
+#include "check/tolerances.hpp"
+#include "core/convert.hpp"
+#include "core/text.hpp"
+#include "fuzz/fuzz.hpp"
+
+namespace kda::fuzz {
+namespace {
+
+using check::Inputs;
+using check::Random;
+using check::Regime;
+
+/// Oracle work of a run: the sum of T HV K V stays below this for 2,000 cases.
+constexpr double kWorkOfACase = 4e10 / 2000;
+constexpr double kWorkOfALargeCase = 4e8;  // one in 50
+
+template <std::size_t kCount>
+int64_t pick(Random& random, const std::array<int64_t, kCount>& values) {
+  return values[static_cast<std::size_t>(random.below(kCount))];
+}
+
+int64_t random_length(Random& random) {
+  static constexpr std::array<int64_t, 24> kLengths = {0,  1,  2,  7,   8,   9,   15,  16,
+                                                       17, 31, 32, 33,  63,  64,  65,  127,
+                                                       97, 211, 257, 509, 1021, 2039, 4093, 4096};
+  return random.chance(0.7) ? pick(random, kLengths) : random.below(600);
+}
+
+int64_t random_dim(Random& random) {
+  static constexpr std::array<int64_t, 12> kDims = {1, 2, 3, 16, 32, 60, 64, 100, 127, 128, 200, 256};
+  return random.chance(0.7) ? pick(random, kDims) : 1 + random.below(256);
+}
+
+check::GenerateOptions random_shape(Random& random) {
+  check::GenerateOptions options;
+  options.num_heads = 1 + random.below(3);
+  options.num_value_heads = options.num_heads * (1 + random.below(3));
+  options.key_dim = random_dim(random);
+  options.value_dim = random_dim(random);
+  options.regime = static_cast<Regime>(random.below(check::kNumRegimes));
+  options.seed = random.next();
+  options.initial_state = random.chance(0.5);
+  if (random.chance(0.4)) {
+    const int64_t count = 1 + random.below(5);
+    for (int64_t n = 0; n < count; ++n) options.seq_lens.push_back(random_length(random));
+  } else {
+    options.batch = 1 + random.below(2);
+    options.num_tokens = random_length(random);
+  }
+  static constexpr std::array<DType, 3> kTypes = {DType::kFloat32, DType::kBFloat16,
+                                                  DType::kFloat16};
+  options.dtype = kTypes[static_cast<std::size_t>(random.below(3))];
+  return options;
+}
+
+double work_of(const check::GenerateOptions& o) {
+  double tokens = static_cast<double>(o.batch * o.num_tokens);
+  for (const int64_t length : o.seq_lens) tokens += static_cast<double>(length);
+  return tokens * static_cast<double>(o.num_value_heads * o.key_dim * o.value_dim);
+}
+
+/// Shrinks lengths until the case fits its share of the oracle's time.
+void limit_work(check::GenerateOptions* o, double limit) {
+  while (work_of(*o) > limit) {
+    if (o->num_value_heads > o->num_heads) {
+      o->num_value_heads = o->num_heads;
+    } else if (o->num_heads > 1) {
+      o->num_heads = o->num_value_heads = 1;
+    } else {
+      o->num_tokens = o->num_tokens * 2 / 3;
+      for (int64_t& length : o->seq_lens) length = length * 2 / 3;
+    }
+  }
+}
+
+void fill(io::Buffer& buffer, DType dtype, Random& random, const std::function<double()>& value) {
+  static_cast<void>(random);
+  const int64_t count = static_cast<int64_t>(buffer.size()) / dtype_size(dtype);
+  for (int64_t i = 0; i < count; ++i)
+    store_element(buffer.data(), dtype, i, static_cast<float>(value()));
+}
+
+/// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1.
+void vary_options(Inputs* inputs, Random& random) {
+  Problem& p = inputs->problem;
+  if (random.chance(0.2)) p.state_layout = StateLayout::kVK;
+  if (p.initial_state && p.state_layout == StateLayout::kVK)
+    p.initial_state->tensor = contiguous(
+        DType::kFloat32, {p.num_sequences, p.num_value_heads, p.value_dim, p.key_dim});
+  if (random.chance(0.2)) p.scale = random.uniform(-1, 1);
+  if (random.chance(0.15)) {  // plain steps of exactly 0, 1 and 2
+    p.beta_mode = BetaMode::kPlain;
+    fill(inputs->beta, p.beta.dtype, random,
+         [&] { return random.chance(0.5) ? random.uniform() : static_cast<double>(random.below(3)); });
+  }
+  if (random.chance(0.15)) {
+    p.qk_l2norm = false;
+    const double size = 1 / std::sqrt(static_cast<double>(p.key_dim));
+    fill(inputs->k, p.k.dtype, random, [&] { return random.uniform(-size, size); });
+  }
+  if (random.chance(0.15)) {  // zero keys and queries here and there
+    const int64_t rows = p.batch * p.num_tokens * p.num_heads;
+    for (int64_t row = 0; row < rows; ++row)
+      if (random.chance(0.2))
+        for (int64_t d = 0; d < p.key_dim; ++d) {
+          store_element(inputs->k.data(), p.k.dtype, row * p.key_dim + d, 0);
+          if (row % 2) store_element(inputs->q.data(), p.q.dtype, row * p.key_dim + d, 0);
+        }
+  }
+  if (p.gate_mode == GateMode::kBounded && random.chance(0.3)) {
+    if (random.chance(0.5)) p.A_log.reset();
+    if (random.chance(0.5)) p.dt_bias.reset();
+    p.lower_bound = -random.log_uniform(1e-3, 50);
+  }
+  if (random.chance(0.25)) test::restride(inputs);
+}
+
+/// Errors of the fp32 cases, for the medians of the report.
+struct Totals {
+  std::mutex mutex;
+  std::vector<double> fp32_o, fp32_state, bf16_o;
+  double work = 0;
+
+  void add(const check::Comparison& comparison, const Inputs& inputs, DType out) {
+    const std::lock_guard lock(mutex);
+    const bool fp32 = inputs.problem.v.dtype == DType::kFloat32 && out == DType::kFloat32;
+    for (const check::HeadError& entry : comparison.o) {
+      if (fp32) fp32_o.push_back(entry.error);
+      if (out == DType::kBFloat16) bf16_o.push_back(entry.error);
+    }
+    for (const check::HeadError& entry : comparison.final_state)
+      if (fp32) fp32_state.push_back(entry.error);
+  }
+};
+
+double quantile(std::vector<double>& values, double share) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
+}
+
+PlanOptions random_plan(Random& random) {
+  PlanOptions options;
+  if (random.chance(0.3)) {
+    options = test::fixed_segments(2 + random.below(31), random.chance(0.5)
+                                                             ? SegmentMethod::kOnePass
+                                                             : SegmentMethod::kScanMergeForward);
+  }
+  const std::vector<std::string> backends = test::blocked_backends();
+  if (random.chance(0.4))
+    options.backend = backends[static_cast<std::size_t>(
+        random.below(static_cast<int64_t>(backends.size())))];
+  options.num_threads = 1;
+  return options;
+}
+
+std::string run_case(const Options& options, int64_t index, Totals* totals) {
+  Random random = random_of(options, index);
+  check::GenerateOptions shape = random_shape(random);
+  limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
+  Inputs inputs = check::generate(shape);
+  vary_options(&inputs, random);
+  test::RunOptions run;
+  run.plan = random_plan(random);
+  run.out_dtype = random.chance(0.7) ? shape.dtype : DType::kFloat32;
+  const bool marginal = check::is_marginal(inputs);
+  const test::Result result = test::run_inputs(inputs, run);
+  const check::Comparison comparison =
+      check::compare(inputs, result.problem, result.outputs, {.marginal = marginal});
+  if (!marginal) totals->add(comparison, inputs, run.out_dtype);
+  if (comparison.within()) return "";
+  const check::HeadError* o = comparison.worst_o();
+  const check::HeadError* state = comparison.worst_final_state();
+  return fmt::format("{} T={} N={} K={} V={} {} {} segments={}: o {:.2e} of {:.2e}, final_state "
+                     "{:.2e} of {:.2e}",
+                     check::regime_name(shape.regime), inputs.problem.num_tokens,
+                     inputs.problem.num_sequences, shape.key_dim, shape.value_dim,
+                     dtype_name(shape.dtype), result.plan.implementation,
+                     result.plan.segments.size(), o->error, o->tolerance, state->error,
+                     state->tolerance);
+}
+
+}  // namespace
+
+Report fuzz_accuracy(const Options& options) {
+  Totals totals;
+  Report report =
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
+  const double median_o = quantile(totals.fp32_o, 0.5), worst_o = quantile(totals.fp32_o, 1);
+  const double median_s = quantile(totals.fp32_state, 0.5), worst_s = quantile(totals.fp32_state, 1);
+  report.summary = fmt::format(
+      "fp32 o: median {:.2e}, worst {:.2e}; fp32 final state: median {:.2e}, worst {:.2e}; "
+      "bf16 o: median {:.2e}, worst {:.2e}",
+      median_o, worst_o, median_s, worst_s, quantile(totals.bf16_o, 0.5),
+      quantile(totals.bf16_o, 1));
+  if (std::max(median_o, median_s) > check::kFp32Median)
+    report.failures.push_back(fmt::format("the median error is above {:.0e}", check::kFp32Median));
+  return report;
+}
+
+}  // namespace kda::fuzz

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the fuzzers share. A case is a function of (seed, index) alone.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "check/generate.hpp"
+#include "support/harness.hpp"
+
+namespace kda::fuzz {
+
+struct Options {
+  uint64_t seed = 0;
+  int64_t first = 0;
+  int64_t count = 100;
+  int32_t num_threads = 2;
+};
+
+/// What a fuzzer found: failures (empty: good) and a summary line.
+struct Report {
+  std::vector<std::string> failures;
+  std::string summary;
+};
+
+/// Random numbers of one case.
+inline check::Random random_of(const Options& options, int64_t index) {
+  check::Random mixer(options.seed * 0x2545f4914f6cdd1du + static_cast<uint64_t>(index));
+  return check::Random(mixer.next());
+}
+
+Report fuzz_accuracy(const Options& options);
+Report fuzz_causality(const Options& options);
+Report fuzz_files(const Options& options);
+Report fuzz_problems(const Options& options);
+
+/// Calls body(index) for every case on the options' threads; collects thrown and returned
+/// failures with their index.
+Report run_cases(const Options& options, const std::function<std::string(int64_t)>& body);
+
+}  // namespace kda::fuzz

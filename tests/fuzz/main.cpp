@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// kda_fuzz accuracy|causality|files|problems --seed S --first I --count N
+#include <fmt/core.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <map>
+#include <mutex>
+
+#include "core/thread_pool.hpp"
+#include "fuzz/fuzz.hpp"
+
+namespace kda::fuzz {
+
+Report run_cases(const Options& options, const std::function<std::string(int64_t)>& body) {
+  Report report;
+  std::mutex mutex;
+  auto task = [&](int64_t idx, int32_t) {
+    std::string failure;
+    try {
+      failure = body(options.first + idx);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    if (failure.empty()) return;
+    const std::lock_guard lock(mutex);
+    report.failures.push_back(fmt::format("--first {} --count 1: {}", options.first + idx, failure));
+  };
+  throw_if_error(parallel_tasks(options.count, options.num_threads, task));
+  return report;
+}
+
+}  // namespace kda::fuzz
+
+int main(int argc, char** argv) {
+  using kda::fuzz::Options;
+  using kda::fuzz::Report;
+  const std::map<std::string, Report (*)(const Options&)> fuzzers = {
+      {"accuracy", kda::fuzz::fuzz_accuracy},
+      {"causality", kda::fuzz::fuzz_causality},
+      {"files", kda::fuzz::fuzz_files},
+      {"problems", kda::fuzz::fuzz_problems}};
+  CLI::App app{"Random cases against the oracle and the contract"};
+  std::string what;
+  Options options;
+  // A new seed every day, the same for a whole day's runs: printed below.
+  options.seed = static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::hours>(
+          std::chrono::system_clock::now().time_since_epoch())
+          .count() / 24);
+  app.add_option("what", what)->required()->check(
+      CLI::IsMember({"accuracy", "causality", "files", "problems"}));
+  app.add_option("--seed", options.seed, "default: the day");
+  app.add_option("--first", options.first);
+  app.add_option("--count", options.count);
+  app.add_option("--threads", options.num_threads);
+  CLI11_PARSE(app, argc, argv);
+
+  fmt::print("kda_fuzz {} --seed {} --first {} --count {}\n", what, options.seed, options.first,
+             options.count);
+  const Report report = fuzzers.at(what)(options);
+  for (std::size_t i = 0; i < std::min<std::size_t>(report.failures.size(), 20); ++i)
+    fmt::print("FAILED  kda_fuzz {} --seed {} {}\n", what, options.seed, report.failures[i]);
+  fmt::print("{}{}{} cases, {} failed\n", report.summary, report.summary.empty() ? "" : "\n",
+             options.count, report.failures.size());
+  return report.failures.empty() ? 0 : 1;
+}

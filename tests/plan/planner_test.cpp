@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans as values: segments cover the tokens, reasons are given, golden texts stay as they are.
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "kda/flags.hpp"
+#include "plan/ledger.hpp"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+Problem packed(const std::vector<int64_t>& lengths, int64_t heads,
+               std::vector<int64_t>* cu_seqlens) {
+  *cu_seqlens = {0};
+  for (const int64_t length : lengths) cu_seqlens->push_back(cu_seqlens->back() + length);
+  Problem p;
+  p.num_tokens = cu_seqlens->back();
+  p.num_sequences = static_cast<int64_t>(lengths.size());
+  p.cu_seqlens = DType::kInt64;
+  p.num_heads = p.num_value_heads = heads;
+  const int64_t T = p.num_tokens;
+  p.q = p.k = p.g = p.v = p.o = contiguous(DType::kBFloat16, {1, T, heads, 128});
+  p.beta = contiguous(DType::kBFloat16, {1, T, heads});
+  return p;
+}
+
+Plan plan_for(const std::string& lengths, int64_t heads, const DeviceFacts& device,
+              const PlanOptions& options = {}, bool invariant = false) {
+  std::vector<int64_t> cu_seqlens;
+  Problem p = packed(tools::parse_lengths(lengths), heads, &cu_seqlens);
+  p.batch_invariant = invariant;
+  Plan plan;
+  throw_if_error(make_plan(p, cu_seqlens, device, options, &plan));
+  return plan;
+}
+
+PlanOptions policy(ContextParallel rule) {
+  PlanOptions options;
+  options.context_parallel = rule;
+  options.num_threads = 2;
+  return options;
+}
+
+TEST(Planner, SegmentsCoverEverySequenceInOrder) {
+  for (const ContextParallel rule :
+       {ContextParallel::kAuto, ContextParallel::kFlashKda, ContextParallel::kCula}) {
+    const Plan plan = plan_for("128K,1000,0,77", 4, gpu_facts(152), policy(rule));
+    ASSERT_TRUE(plan.segmented);
+    int64_t at = 0, sequence = 0;
+    for (const Segment& segment : plan.segments) {
+      EXPECT_EQ(segment.begin, at);
+      EXPECT_GE(segment.end, segment.begin);
+      EXPECT_GE(segment.sequence, sequence);
+      const auto n = static_cast<std::size_t>(segment.sequence);
+      EXPECT_GE(segment.begin, plan.cu_seqlens[n]);
+      EXPECT_LE(segment.end, plan.cu_seqlens[n + 1]);
+      EXPECT_EQ((segment.begin - plan.cu_seqlens[n]) % 16, 0);
+      at = segment.end;
+      sequence = segment.sequence;
+    }
+    EXPECT_EQ(at, plan.cu_seqlens.back());
+  }
+}
+
+TEST(Planner, CpuIsSerialUnlessAsked) {
+  EXPECT_FALSE(plan_for("128K", 4, cpu_facts()).segmented);
+  EXPECT_TRUE(plan_for("128K", 4, cpu_facts(), test::fixed_segments(4)).segmented);
+}
+
+TEST(Planner, BatchInvariantLooksAtEachSequenceAlone) {
+  const Plan alone = plan_for("128K", 4, gpu_facts(132), policy(ContextParallel::kAuto), true);
+  const Plan batch =
+      plan_for("128K,8x64K", 4, gpu_facts(132), policy(ContextParallel::kAuto), true);
+  const auto first = [](const Plan& plan) {
+    std::vector<Segment> found;
+    for (const Segment& segment : plan.segments)
+      if (segment.sequence == 0) found.push_back(segment);
+    return found;
+  };
+  ASSERT_TRUE(alone.segmented);
+  EXPECT_EQ(first(alone), first(batch));
+}
+
+TEST(Planner, GpuPlansCanBeReadButNotRun) {
+  const Plan plan = plan_for("64K", 8, gpu_facts(132));
+  EXPECT_TRUE(plan.implementation.empty());
+  const Status status = run(plan, {}, nullptr, 0);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  for (const Candidate& row : plan.candidates) EXPECT_EQ(row.reason, "runs on cpu");
+}
+
+TEST(Planner, BackendsByNameOrPart) {
+  std::vector<int64_t> cu;
+  const Problem p = packed({64}, 1, &cu);
+  const auto choose = [&](const std::string& name, Plan* plan) {
+    return make_plan(p, cu, cpu_facts(), test::with_backend(name), plan);
+  };
+  Plan plan;
+  ASSERT_TRUE(choose("oracle", &plan).ok());
+  EXPECT_EQ(plan.implementation, "cpu.oracle");
+  ASSERT_TRUE(choose("blocked.portable", &plan).ok());
+  EXPECT_EQ(plan.implementation, "cpu.blocked.portable");
+  ASSERT_TRUE(choose("cpu.blocked", &plan).ok());
+  EXPECT_EQ(plan.implementation, test::blocked_backends().front());
+  for (const char* unknown : {"block", "avx", "gpu", "portable.", "cpu.blocked.avx1024"}) {
+    const Status status = choose(unknown, &plan);
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << unknown;
+    EXPECT_NE(status.message().find("backend"), std::string::npos);
+  }
+}
+
+TEST(Planner, ForcedBackendsRun) {
+  const check::Inputs inputs = check::generate(test::shape(20, 1, 16, 16));
+  for (const std::string& name : test::blocked_backends())
+    EXPECT_EQ(test::run_inputs(inputs, {.plan = test::with_backend(name)}).plan.implementation,
+              name);
+}
+
+TEST(Planner, OracleHasNoSegments) {
+  PlanOptions options = test::fixed_segments(4);
+  options.backend = "oracle";
+  const Plan plan = plan_for("1000", 1, cpu_facts(), options);
+  EXPECT_FALSE(plan.segmented);
+  EXPECT_NE(plan.reasons.back().find("no segments"), std::string::npos);
+}
+
+TEST(Planner, WorkspaceBlocksAreDisjointAndAligned) {
+  const Plan plan = plan_for("1000", 2, cpu_facts(),
+                             test::fixed_segments(3, SegmentMethod::kOnePass));
+  std::size_t at = 0;
+  for (const WorkspaceBlock& block : plan.workspace) {
+    EXPECT_EQ(block.offset, at);
+    EXPECT_EQ(block.offset % kWorkspaceAlignment, 0u);
+    EXPECT_GT(block.bytes, 0u);
+    at += block.bytes;
+  }
+  EXPECT_EQ(at, plan.workspace_bytes);
+}
+
+TEST(Planner, MemoryBeyondInputsAndOutputsIsSmall) {
+  const Plan plan = plan_for("4096", 4, cpu_facts(), policy(ContextParallel::kAuto));
+  EXPECT_LE(plan.workspace_bytes, std::size_t{64} << 20);
+}
+
+TEST(Planner, LedgerRefusesOverflow) {
+  Plan plan;
+  EXPECT_TRUE(plan::add_block(plan, "a", 10, 10));
+  EXPECT_FALSE(plan::add_block(plan, "b", SIZE_MAX / 2, 4));
+  EXPECT_FALSE(plan::add_block(plan, "c", std::size_t{1} << 62, 1));
+  EXPECT_TRUE(plan::add_block(plan, "empty", 0, 8));
+  EXPECT_EQ(plan.workspace.size(), 1u);
+  EXPECT_EQ(plan::find_block(plan, nullptr, "nothing"), nullptr);
+}
+
+TEST(Planner, AMillionSequences) {
+  const Plan plan = plan_for("1000000x3", 1, cpu_facts());
+  EXPECT_EQ(plan.cu_seqlens.size(), 1000001u);
+  EXPECT_FALSE(plan.segmented);
+}
+
+TEST(Planner, SupportedSaysWhyNot) {
+  std::vector<int64_t> cu;
+  const Problem p = packed({64}, 1, &cu);
+  EXPECT_TRUE(supported(p, cpu_facts()).ok());
+  const Status status = supported(p, gpu_facts(132));
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("cpu.oracle runs on cpu"), std::string::npos);
+  Problem bad = p;
+  bad.key_dim = 0;
+  EXPECT_EQ(supported(bad, cpu_facts()).code(), StatusCode::kInvalidArgument);
+}
+
+TEST(Planner, JsonHoldsWhatTheTextSays) {
+  const Plan plan = plan_for("128K,10x1K", 4, gpu_facts(152), policy(ContextParallel::kCula));
+  const nlohmann::json json = nlohmann::json::parse(plan.to_json());
+  EXPECT_EQ(json["context_parallel"]["policy"], "cula");
+  EXPECT_EQ(json["segments_per_sequence"][0], 19);
+  EXPECT_EQ(json["segments_per_sequence"].size(), 11u);
+  EXPECT_TRUE(json["implementation"].is_null());
+  const std::string text = plan.to_text(true);
+  EXPECT_NE(text.find("29 segments, 19 in the longest"), std::string::npos);
+  EXPECT_NE(text.find("none in this build"), std::string::npos);
+}
+
+/// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.
+TEST(Planner, GoldenPlans) {
+  const struct {
+    const char* name;
+    const char* lengths;
+    int64_t heads;
+    int32_t sms;
+    ContextParallel rule;
+  } rows[] = {{"h200_64k_auto", "64K", 8, 132, ContextParallel::kAuto},
+              {"h200_full_auto", "8192", 64, 132, ContextParallel::kAuto},
+              {"cula_152_skewed", "128K,10x1K", 4, 152, ContextParallel::kCula},
+              {"flashkda_78", "8192", 16, 78, ContextParallel::kFlashKda},
+              {"off", "64K", 8, 132, ContextParallel::kOff}};
+  for (const auto& row : rows) {
+    const std::string text =
+        plan_for(row.lengths, row.heads, gpu_facts(row.sms), policy(row.rule)).to_text(true);
+    const std::string path =
+        std::string(KDA_SOURCE_DIR) + "/tests/plan/golden/" + row.name + ".txt";
+    if (std::getenv("KDA_UPDATE_GOLDEN")) std::ofstream(path) << text;
+    std::stringstream golden;
+    golden << std::ifstream(path).rdbuf();
+    EXPECT_EQ(text, golden.str()) << path;
+  }
+}
+
+}  // namespace
+}  // namespace kda

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/harness.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/layout.hpp"
+
+namespace kda::test {
+namespace {
+
+/// Copies a [d0, d1, d2, d3] row-major tensor into one with the given strides.
+io::Buffer spread(const io::Buffer& source, TensorDesc* desc, const Shape& shape,
+                  const std::array<int64_t, 4>& strides) {
+  const int64_t size = dtype_size(desc->dtype);
+  int64_t extent = 1;
+  for (std::size_t d = 0; d < 4; ++d) extent += strides[d] * std::max<int64_t>(shape[d] - 1, 0);
+  io::Buffer target(static_cast<std::size_t>(extent * size));
+  target.fill(0xff);
+  const std::byte* from = source.data();
+  for (int64_t a = 0; a < shape[0]; ++a)
+    for (int64_t b = 0; b < shape[1]; ++b)
+      for (int64_t c = 0; c < shape[2]; ++c)
+        for (int64_t d = 0; d < shape[3]; ++d) {
+          const int64_t at = a * strides[0] + b * strides[1] + c * strides[2] + d * strides[3];
+          std::memcpy(target.data() + at * size, from, static_cast<std::size_t>(size));
+          from += size;
+        }
+  desc->strides = strides;
+  desc->alignment = size;
+  return target;
+}
+
+void pad(io::Buffer* buffer, TensorDesc* desc, const Shape& shape) {
+  const int64_t head = shape[3] + 3;
+  const int64_t token = shape[2] * head + 5;
+  *buffer = spread(*buffer, desc, shape, {shape[1] * token + 7, token, head, 1});
+}
+
+}  // namespace
+
+Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
+  Result result;
+  result.problem = inputs.problem;
+  if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
+  if (!options.final_state) result.problem.final_state.reset();
+  result.outputs = check::make_outputs(&result.problem, options.out_dtype);
+  throw_if_error(make_plan(result.problem, inputs.cu_seqlens, cpu_facts(), options.plan,
+                           &result.plan));
+  io::Buffer workspace(result.plan.workspace_bytes);
+  workspace.fill(0xff);
+  Tensors tensors = inputs.tensors();
+  result.outputs.attach(&tensors);
+  throw_if_error(run(result.plan, tensors, workspace.data(), workspace.size()));
+  return result;
+}
+
+PlanOptions fixed_segments(int64_t count, SegmentMethod method) {
+  PlanOptions options;
+  options.context_parallel = ContextParallel::kFixed;
+  options.num_segments = count;
+  options.segment_method = method;
+  return options;
+}
+
+PlanOptions with_backend(const std::string& name) {
+  PlanOptions options;
+  options.backend = name;
+  return options;
+}
+
+PlanOptions with_threads(int32_t threads) {
+  PlanOptions options;
+  options.num_threads = threads;
+  return options;
+}
+
+std::vector<std::string> blocked_backends() {
+  std::vector<std::string> names;
+  for (const Candidate& row : implementations())
+    if (row.chosen && row.name.find("blocked") != std::string::npos) names.push_back(row.name);
+  return names;
+}
+
+bool same_bits(const io::Buffer& a, const io::Buffer& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
+}
+
+void restride(check::Inputs* inputs) {
+  Problem& p = inputs->problem;
+  pad(&inputs->q, &p.q, qk_shape(p));
+  pad(&inputs->k, &p.k, qk_shape(p));
+  pad(&inputs->v, &p.v, v_shape(p));
+  pad(&inputs->g, &p.g, g_shape(p));
+  const Shape beta = beta_shape(p);
+  inputs->beta = spread(inputs->beta, &p.beta, beta,
+                        {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
+  if (p.dt_bias)
+    inputs->dt_bias = spread(inputs->dt_bias, &*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1},
+                             {p.key_dim + 9, 1, 0, 0});
+  if (p.initial_state) {
+    const Shape shape = state_shape(p, *p.initial_state);
+    const int64_t row = shape[3] + 2, head = shape[2] * row + 6;
+    inputs->initial_state = spread(inputs->initial_state, &p.initial_state->tensor, shape,
+                                   {shape[1] * head + 10, head, row, 1});
+  }
+}
+
+std::size_t row_bytes(const TensorDesc& desc, int64_t heads, int64_t size) {
+  return static_cast<std::size_t>(heads * size * dtype_size(desc.dtype));
+}
+
+check::GenerateOptions shape(int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim) {
+  check::GenerateOptions options;
+  options.num_tokens = tokens;
+  options.num_heads = options.num_value_heads = heads;
+  options.key_dim = key_dim;
+  options.value_dim = value_dim;
+  options.dtype = DType::kFloat32;
+  return options;
+}
+
+WorstErrors worst_errors(const check::Inputs& inputs, const Result& result) {
+  const check::Comparison comparison =
+      check::compare(inputs, result.problem, result.outputs, {.num_threads = 2});
+  WorstErrors worst;
+  for (const check::HeadError& entry : comparison.o) worst.o = std::max(worst.o, entry.error);
+  for (const check::HeadError& entry : comparison.final_state)
+    worst.final_state = std::max(worst.final_state, entry.error);
+  return worst;
+}
+
+}  // namespace kda::test

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+// The command as a person uses it: outputs, exit codes, files left behind.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "check/inputs.hpp"
+#include "io/safetensors.hpp"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Ran {
+  int exit_code = -1;
+  std::string out;
+  std::string err;
+};
+
+class Cli : public testing::Test {
+ protected:
+  void SetUp() override {
+    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
+    folder_ = fs::temp_directory_path() /
+              (std::string("kda_cli_") + info->name() + "_" + std::to_string(::getpid()));
+    fs::create_directories(folder_);
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string path(const std::string& name) const { return (folder_ / name).string(); }
+
+  std::string read(const std::string& name) const {
+    std::stringstream text;
+    text << std::ifstream(path(name)).rdbuf();
+    return text.str();
+  }
+
+  /// Runs `kda <arguments>` in the folder.
+  Ran kda(const std::string& arguments) const {
+    const std::string command = "cd '" + folder_.string() + "' && '" KDA_COMMAND "' " + arguments +
+                                " 2>'" + path(".stderr") + "'";
+    Ran ran;
+    FILE* pipe = ::popen(command.c_str(), "r");
+    std::array<char, 4096> chunk;
+    for (std::size_t got; (got = std::fread(chunk.data(), 1, chunk.size(), pipe)) > 0;)
+      ran.out.append(chunk.data(), got);
+    const int status = ::pclose(pipe);
+    ran.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    ran.err = read(".stderr");
+    fs::remove(path(".stderr"));
+    return ran;
+  }
+
+  void gen(const std::string& flags, const std::string& file = "x.safetensors") const {
+    const Ran ran = kda("gen -o " + file + " " + flags);
+    ASSERT_EQ(ran.exit_code, 0) << ran.err;
+  }
+
+  std::size_t count_files() const {
+    return static_cast<std::size_t>(
+        std::distance(fs::directory_iterator(folder_), fs::directory_iterator{}));
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(Cli, GenRunCheckInspect) {
+  gen("--tokens 200 --heads 2 --value-heads 4 --key-dim 32 --value-dim 16 --regime softplus");
+  const Ran run = kda("run x.safetensors -o y.safetensors");
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_EQ(run.err, "");
+  const io::SafetensorsFile out = io::read_safetensors(path("y.safetensors"));
+  EXPECT_EQ(out.tensors.at("o").dtype, DType::kBFloat16);
+  EXPECT_EQ(out.tensors.at("o").shape, (std::vector<int64_t>{1, 200, 4, 16}));
+  EXPECT_EQ(out.tensors.at("final_state").dtype, DType::kFloat32);
+  EXPECT_EQ(out.tensors.at("final_state").shape, (std::vector<int64_t>{1, 4, 32, 16}));
+  const Ran check = kda("check x.safetensors");
+  EXPECT_EQ(check.exit_code, 0);
+  EXPECT_NE(check.out.find("within"), std::string::npos);
+  const Ran inspect = kda("inspect x.safetensors --plot m.svg");
+  EXPECT_EQ(inspect.exit_code, 0);
+  EXPECT_NE(inspect.out.find("half-life"), std::string::npos);
+  EXPECT_NE(read("m.svg").find("</svg>"), std::string::npos);
+}
+
+TEST_F(Cli, RunMatchesTheLibrary) {
+  gen("--seq-lens 40,0,23 --heads 2 --key-dim 16 --value-dim 16 --dtype fp32 --initial-state");
+  ASSERT_EQ(kda("run x.safetensors -o y.safetensors --state-layout kv").exit_code, 0);
+  const check::Inputs inputs =
+      check::inputs_from_file(io::read_safetensors(path("x.safetensors")));
+  const test::Result expected = test::run_inputs(inputs);
+  const io::SafetensorsFile out = io::read_safetensors(path("y.safetensors"));
+  EXPECT_TRUE(test::same_bits(out.tensors.at("o").data, expected.outputs.o));
+  EXPECT_TRUE(test::same_bits(out.tensors.at("final_state").data, expected.outputs.final_state));
+}
+
+TEST_F(Cli, FlagsChangeTheResult) {
+  gen("--tokens 100 --heads 1 --key-dim 16 --value-dim 16 --dtype fp32 --regime strong");
+  const auto output = [&](const std::string& flags) {
+    const Ran ran = kda("run x.safetensors -o y.safetensors " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << flags << ran.err;
+    return io::read_safetensors(path("y.safetensors")).tensors.at("o").data;
+  };
+  const io::Buffer plain = output("");
+  for (const char* flags : {"--gate softplus", "--gate log", "--lower-bound -1", "--beta plain",
+                            "--beta sigmoid2", "--no-qk-l2norm", "--scale 2", "--out-dtype fp16"})
+    EXPECT_FALSE(test::same_bits(plain, output(flags))) << flags;
+  for (const char* flags : {"--qk-l2norm", "--beta sigmoid", "--gate bounded", "--threads 3",
+                            "--batch-invariant", "--state-layout vk", "--device cpu",
+                            "--context-parallel off", "--device auto"})
+    EXPECT_TRUE(test::same_bits(plain, output(flags))) << flags;
+}
+
+TEST_F(Cli, EveryFlagOfRunIsAcceptedByCheck) {
+  gen("--tokens 300 --heads 2 --key-dim 32 --value-dim 32 --dtype fp32");
+  for (const char* flags :
+       {"--context-parallel 3", "--context-parallel 4 --segment-method one-pass",
+        "--context-parallel flashkda", "--context-parallel cula", "--backend portable",
+        "--backend oracle", "--out-dtype bf16", "--out-dtype fp16", "--scale 0.3",
+        "--state-layout vk", "--batch-invariant", "--threads 2", "--beta sigmoid2",
+        "--gate softplus"})
+    EXPECT_EQ(kda(std::string("check x.safetensors ") + flags).exit_code, 0) << flags;
+}
+
+TEST_F(Cli, JsonIsJson) {
+  gen("--tokens 64 --heads 2 --key-dim 16 --value-dim 16");
+  const auto run = nlohmann::json::parse(kda("run x.safetensors -o y.safetensors --json").out);
+  EXPECT_EQ(run["num_tokens"], 64);
+  EXPECT_GT(run["tokens_per_second"], 0);
+  const auto check = nlohmann::json::parse(kda("check x.safetensors --json").out);
+  EXPECT_EQ(check["within"], true);
+  EXPECT_EQ(check["o"]["heads"].size(), 2u);
+  const auto inspect = nlohmann::json::parse(kda("inspect x.safetensors --json").out);
+  EXPECT_EQ(inspect["heads"].size(), 2u);
+  EXPECT_EQ(inspect["transition_may_be_dropped"], true);
+  const auto info = nlohmann::json::parse(kda("info --json").out);
+  EXPECT_EQ(info["version"], KDA_VERSION_STRING);
+  const auto plan = nlohmann::json::parse(kda("plan --heads 8 --seq-lens 64K --json").out);
+  EXPECT_EQ(plan["context_parallel"]["on"], true);
+}
+
+TEST_F(Cli, CheckExitsWithOneOutsideTolerance) {
+  // Positive gates that grow without bound overflow fp32 long before float64.
+  check::GenerateOptions options = test::shape(400, 1, 8, 8);
+  options.regime = check::Regime::kLog;
+  check::Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 400 * 8; ++i) inputs.g.as<float>()[i] = 0.5f;
+  for (int64_t i = 0; i < 400; ++i) inputs.beta.as<float>()[i] = -20;
+  io::write_safetensors(path("x.safetensors"), check::file_from_inputs(inputs));
+  EXPECT_EQ(kda("check x.safetensors").exit_code, 1);
+}
+
+TEST_F(Cli, PlanTextAndReasons) {
+  const Ran plan = kda("plan --heads 8 --seq-lens 65536 --sms 132 --explain");
+  EXPECT_EQ(plan.exit_code, 0);
+  for (const char* text : {"context parallel on", "why", "predicted", "segments"})
+    EXPECT_NE(plan.out.find(text), std::string::npos) << text;
+  EXPECT_NE(kda("plan --heads 8 --seq-lens 65536 --device cpu").out.find("cpu.blocked"),
+            std::string::npos);
+}
+
+TEST_F(Cli, BenchPrintsRates) {
+  const std::string tiny = " --case '--tokens 64 --heads 1 --key-dim 16 --value-dim 16'";
+  for (const char* what : {"forward", "intra", "delta-h"}) {
+    const Ran ran = kda(std::string("bench ") + what + tiny + " --json b.json --csv b.csv");
+    EXPECT_EQ(ran.exit_code, 0) << ran.err;
+    EXPECT_NE(ran.out.find("tokens/s"), std::string::npos);
+    const auto json = nlohmann::json::parse(read("b.json"));
+    EXPECT_EQ(json["what"], what);
+    EXPECT_GT(json["cases"][0]["median_s"], 0);
+    EXPECT_NE(read("b.csv").find("median"), std::string::npos);
+  }
+  const Ran decode = kda("bench decode --case '--batch 2 --tokens 1 --heads 1'");
+  EXPECT_NE(decode.out.find("% of memory"), std::string::npos);
+  const Ran cp = kda("bench context-parallel --context-parallel 2 --case "
+                     "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
+  EXPECT_NE(cp.out.find("on / off"), std::string::npos) << cp.err;
+}
+
+TEST_F(Cli, HelpTeaches) {
+  for (const char* sub : {"", "run", "check", "gen", "inspect", "plan", "bench", "info"}) {
+    const Ran help = kda(std::string(sub) + " --help");
+    EXPECT_EQ(help.exit_code, 0);
+    EXPECT_NE(help.out.find("Example"), std::string::npos) << sub;
+  }
+  EXPECT_EQ(kda("--version").out, "kda " KDA_VERSION_STRING "\n");
+}
+
+TEST_F(Cli, MissingDevicesAndBackendsExitWithThree) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  for (const char* command :
+       {"run x.safetensors -o y.safetensors --device cuda", "check x.safetensors --device cuda",
+        "run x.safetensors -o y.safetensors --backend nothing",
+        "check x.safetensors --backend sm90", "bench forward --device cuda",
+        "bench recompute-wu"}) {
+    const Ran ran = kda(command);
+    EXPECT_EQ(ran.exit_code, 3) << command;
+    EXPECT_NE(ran.err, "");
+  }
+  EXPECT_FALSE(fs::exists(path("y.safetensors")));
+}
+
+/// Bad command lines: exit 2, a message on stderr, nothing on stdout, no file left behind.
+TEST_F(Cli, BadCommandLines) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8 --regime log", "log.safetensors");
+  std::ofstream(path("junk")) << "not a safetensors file at all, but long enough";
+  std::ofstream(path("empty")) << "";
+  const std::size_t files = count_files();
+  const char* commands[] = {
+      "",
+      "unknown",
+      "run",
+      "run x.safetensors",
+      "run -o y",
+      "run nothing.safetensors -o y",
+      "run junk -o y",
+      "run empty -o y",
+      "run . -o y",
+      "run x.safetensors -o no/such/folder/y",
+      "run x.safetensors -o y --gate tanh",
+      "run x.safetensors -o y --beta softmax",
+      "run x.safetensors -o y --lower-bound 0",
+      "run x.safetensors -o y --lower-bound abc",
+      "run x.safetensors -o y --lower-bound nan",
+      "run x.safetensors -o y --scale nan",
+      "run x.safetensors -o y --scale inf",
+      "run x.safetensors -o y --state-layout kk",
+      "run x.safetensors -o y --out-dtype fp64",
+      "run x.safetensors -o y --device tpu",
+      "run x.safetensors -o y --context-parallel maybe",
+      "run x.safetensors -o y --context-parallel 0",
+      "run x.safetensors -o y --context-parallel -2",
+      "run x.safetensors -o y --segment-method three-pass",
+      "run x.safetensors -o y --threads -1",
+      "run x.safetensors -o y --threads 99999",
+      "run x.safetensors -o y --qk-l2norm --no-qk-l2norm",
+      "run x.safetensors -o y --unknown",
+      "run x.safetensors extra -o y",
+      "run log.safetensors -o y --gate softplus",
+      "check",
+      "check nothing",
+      "check junk",
+      "check x.safetensors --tolerance 1",
+      "gen --tokens 8",
+      "gen -o z",
+      "gen -o z --tokens -1",
+      "gen -o z --tokens abc",
+      "gen -o z --tokens 8 --seq-lens 8",
+      "gen -o z --seq-lens 8,x",
+      "gen -o z --seq-lens ,",
+      "gen -o z --seq-lens -8",
+      "gen -o z --tokens 8 --heads 0",
+      "gen -o z --tokens 8 --heads 2 --value-heads 3",
+      "gen -o z --tokens 8 --key-dim 300",
+      "gen -o z --tokens 8 --value-dim 0",
+      "gen -o z --tokens 8 --dtype int8",
+      "gen -o z --tokens 8 --regime weak",
+      "gen -o z --tokens 8 --seed abc",
+      "inspect",
+      "inspect junk",
+      "inspect x.safetensors --plot no/such/folder/f.svg",
+      "plan",
+      "plan --heads 8",
+      "plan --seq-lens 8",
+      "plan --heads 0 --seq-lens 8",
+      "plan --heads 8 --value-heads 3 --seq-lens 8",
+      "plan --heads 8 --seq-lens 8 --sms 0",
+      "plan --heads 8 --seq-lens 8 --key-dim 512",
+      "plan --heads 8 --seq-lens 99999999999",
+      "plan --heads 8 --seq-lens 8 --context-parallel x",
+      "bench",
+      "bench backward",
+      "bench forward --set nothing",
+      "bench forward --case '--tokens x'",
+      "bench forward --case '--regime weak --tokens 8'",
+      "bench forward --set cpu --case '--tokens 8'",
+      "bench forward --group-size 0",
+      "info extra",
+  };
+  static_assert(std::size(commands) >= 45);
+  for (const char* command : commands) {
+    const Ran ran = kda(command);
+    EXPECT_EQ(ran.exit_code, 2) << "kda " << command;
+    EXPECT_NE(ran.err, "") << "kda " << command;
+    EXPECT_EQ(count_files(), files) << "kda " << command;
+  }
+}
+
+}  // namespace
+}  // namespace kda
