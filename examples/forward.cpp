@@ -21,7 +21,8 @@ int main() {
   kda::Plan plan;
   kda::throw_if_error(kda::make_plan(problem, {}, kda::cpu_facts(), {}, &plan));
 
-  std::vector<float> qk(T * H * K, 0.1f), v(T * H * V, 1.0f), g(T * H * K, -0.01f), beta(T * H, 0.0f);
+  std::vector<float> qk(T * H * K, 0.1f), v(T * H * V, 1.0f), g(T * H * K, -0.01f),
+      beta(T * H, 0.0f);
   std::vector<float> o(T * H * V);
   kda::Tensors tensors;
   tensors.q = tensors.k = qk.data();

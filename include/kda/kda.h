@@ -49,8 +49,16 @@ typedef enum kda_dtype {
   KDA_INT64 = 4
 } kda_dtype;
 
-typedef enum kda_gate_mode { KDA_GATE_LOG = 0, KDA_GATE_SOFTPLUS = 1, KDA_GATE_BOUNDED = 2 } kda_gate_mode;
-typedef enum kda_beta_mode { KDA_BETA_PLAIN = 0, KDA_BETA_SIGMOID = 1, KDA_BETA_SIGMOID2 = 2 } kda_beta_mode;
+typedef enum kda_gate_mode {
+  KDA_GATE_LOG = 0,
+  KDA_GATE_SOFTPLUS = 1,
+  KDA_GATE_BOUNDED = 2
+} kda_gate_mode;
+typedef enum kda_beta_mode {
+  KDA_BETA_PLAIN = 0,
+  KDA_BETA_SIGMOID = 1,
+  KDA_BETA_SIGMOID2 = 2
+} kda_beta_mode;
 typedef enum kda_state_layout { KDA_STATE_KV = 0, KDA_STATE_VK = 1 } kda_state_layout;
 typedef enum kda_operation { KDA_FORWARD = 0, KDA_DECODE = 1 } kda_operation;
 typedef enum kda_device_kind { KDA_CPU = 0, KDA_CUDA = 1 } kda_device_kind;

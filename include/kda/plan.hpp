@@ -33,7 +33,7 @@ DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability = 90);
 /// Rules that cut long sequences into segments. They fix the partition only: execution always
 /// merges the exact transition M of every segment.
 enum class ContextParallel : int32_t {
-  kAuto = 0,      ///< by the cost model of src/plan/cost_model.hpp; never on the CPU
+  kAuto = 0,  ///< by the cost model of src/plan/cost_model.hpp; never on the CPU
   kOff = 1,
   kFixed = 2,     ///< PlanOptions::num_segments for every sequence that has enough chunks
   kFlashKda = 3,  ///< FlashKDA's published rule
@@ -50,8 +50,8 @@ struct PlanOptions {
   ContextParallel context_parallel = ContextParallel::kAuto;
   int64_t num_segments = 0;  ///< for kFixed
   SegmentMethod segment_method = SegmentMethod::kScanMergeForward;
-  std::string backend;       ///< empty: best available; else a name or part of it ("blocked.avx2")
-  int32_t num_threads = 0;   ///< CPU; 0: OMP_NUM_THREADS or the number of cores
+  std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
+  int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
 };
 
 /// Tokens [begin, end) of a sequence, counted from the start of the flattened [B * T] tokens.

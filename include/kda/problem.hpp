@@ -16,8 +16,8 @@
 
 namespace kda {
 
-inline constexpr int64_t kMaxHeadDim = 256;      ///< largest K and V
-inline constexpr int64_t kMaxDecodeTokens = 8;   ///< most tokens a sequence in one decode call
+inline constexpr int64_t kMaxHeadDim = 256;     ///< largest K and V
+inline constexpr int64_t kMaxDecodeTokens = 8;  ///< most tokens a sequence in one decode call
 inline constexpr int64_t kCheckpointMultiple = 16;
 
 enum class Operation : int32_t {
@@ -53,12 +53,12 @@ struct Problem {
   TensorDesc o;     ///< [B, T, HV, V]  output
 
   GateMode gate_mode = GateMode::kLog;
-  double lower_bound = -5.0;           ///< of GateMode::kBounded; any finite value < 0
-  std::optional<TensorDesc> A_log;     ///< [HV] fp32
-  std::optional<TensorDesc> dt_bias;   ///< [HV, K] fp32
+  double lower_bound = -5.0;          ///< of GateMode::kBounded; any finite value < 0
+  std::optional<TensorDesc> A_log;    ///< [HV] fp32
+  std::optional<TensorDesc> dt_bias;  ///< [HV, K] fp32
   BetaMode beta_mode = BetaMode::kPlain;
-  bool qk_l2norm = false;              ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
-  std::optional<double> scale;         ///< of the outputs; default K^-1/2
+  bool qk_l2norm = false;       ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
+  std::optional<double> scale;  ///< of the outputs; default K^-1/2
 
   /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start.
   std::optional<DType> cu_seqlens;

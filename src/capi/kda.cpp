@@ -68,7 +68,8 @@ TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {
   // A planned pointer may be less aligned than its strides.
   while (desc.alignment > dtype_size(desc.dtype) &&
          reinterpret_cast<std::uintptr_t>(given.data) %
-                 static_cast<std::uintptr_t>(desc.alignment) != 0)
+                 static_cast<std::uintptr_t>(desc.alignment) !=
+             0)
     desc.alignment /= 2;
   return desc;
 }
@@ -154,8 +155,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
     return invalid("device_kind: value ", c.device_kind, " is unknown");
   *device = c.device_kind == KDA_CUDA ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms) : cpu_facts();
   options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
-  options->segment_method =
-      c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
+  options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->num_segments = c.num_segments;
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
@@ -299,8 +299,7 @@ kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* works
 }
 
 kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,
-                            const kda_segments* segments, void* workspace,
-                            size_t workspace_bytes) {
+                            const kda_segments* segments, void* workspace, size_t workspace_bytes) {
   return run_stage(kda::segment_scan, plan, problem, segments, workspace, workspace_bytes);
 }
 

@@ -38,9 +38,22 @@ std::vector<double> load_outputs(const Problem& p, const Outputs& outputs, oracl
   return values;
 }
 
+/// Error that storing the exact result costs.
+double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
+                      DType stored) {
+  if (stored == DType::kFloat32) return 0;
+  std::vector<double> rounded;
+  for (const double value : ref) {
+    uint32_t bits = 0;
+    store_element(&bits, stored, 0, static_cast<float>(value));
+    rounded.push_back(load_element(&bits, stored, 0));
+  }
+  return relative_error(rounded, ref, magnitude);
+}
+
 const HeadError* worst(const std::vector<HeadError>& errors) {
-  const auto found = std::max_element(
-      errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
+  const auto found =
+      std::max_element(errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
         return a.error / a.tolerance < b.error / b.tolerance;
       });
   return found == errors.end() ? nullptr : &*found;
@@ -98,14 +111,16 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
     const int64_t tokens = span.end - span.begin;
     result.o[static_cast<std::size_t>(idx)] = {
         n, head, relative_error(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude),
-        forward_tolerance(p.o.dtype, tokens * p.value_dim, tokens, options.marginal)};
+        forward_tolerance(rounding_error(truth.o, truth.o_magnitude, p.o.dtype),
+                          tokens * p.value_dim, tokens, options.marginal)};
     if (p.final_state) {
       const std::vector<double> state =
           oracle::load_state(p, *p.final_state, outputs.final_state.data(), n, head);
       result.final_state[static_cast<std::size_t>(idx)] = {
           n, head, relative_error(state, truth.state, truth.state_magnitude),
-          forward_tolerance(p.final_state->tensor.dtype, p.key_dim * p.value_dim, tokens,
-                            options.marginal)};
+          forward_tolerance(
+              rounding_error(truth.state, truth.state_magnitude, p.final_state->tensor.dtype),
+              p.key_dim * p.value_dim, tokens, options.marginal)};
     }
     if (options.progress) options.progress(++done, total);
   };

@@ -14,7 +14,7 @@ namespace kda::check {
 struct HeadError {
   int64_t sequence = 0;
   int64_t head = 0;
-  double error = 0;      ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
+  double error = 0;  ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
   double tolerance = 0;
 };
 
@@ -23,7 +23,7 @@ struct Comparison {
   std::vector<HeadError> final_state;
 
   bool within() const;
-  const HeadError* worst_o() const;            ///< nearest to or farthest past its tolerance
+  const HeadError* worst_o() const;  ///< nearest to or farthest past its tolerance
   const HeadError* worst_final_state() const;
 };
 

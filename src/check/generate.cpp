@@ -11,9 +11,8 @@
 namespace kda::check {
 namespace {
 
-constexpr const char* kRegimeNames[kNumRegimes] = {"strong", "slow",   "trained",    "mixed",
-                                                   "softplus", "log", "needle", "structured",
-                                                   "equal-keys"};
+constexpr const char* kRegimeNames[kNumRegimes] = {
+    "strong", "slow", "trained", "mixed", "softplus", "log", "needle", "structured", "equal-keys"};
 constexpr int64_t kAlternation = 8;  // tokens between switches of the structured regime
 
 double logit(double p) { return std::log(p / (1 - p)); }
@@ -140,8 +139,7 @@ class Generator {
       if (o_.regime == Regime::kSoftplus) A_log = std::log(random_.uniform(1, 16));
       inputs_.A_log.as<float>()[head] = static_cast<float>(A_log);
       for (int64_t d = 0; d < p_.key_dim; ++d)
-        inputs_.dt_bias.as<float>()[head * p_.key_dim + d] =
-            static_cast<float>(channel_bias(head));
+        inputs_.dt_bias.as<float>()[head * p_.key_dim + d] = static_cast<float>(channel_bias(head));
     }
   }
 

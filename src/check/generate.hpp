@@ -29,8 +29,8 @@ Regime parse_regime(const std::string& text);  ///< throws kda::Error
 
 struct GenerateOptions {
   int64_t batch = 1;
-  int64_t num_tokens = 0;            ///< of each row; ignored with seq_lens
-  std::vector<int64_t> seq_lens;     ///< not empty: one row with cu_seqlens
+  int64_t num_tokens = 0;         ///< of each row; ignored with seq_lens
+  std::vector<int64_t> seq_lens;  ///< not empty: one row with cu_seqlens
   int64_t num_heads = 1;
   int64_t num_value_heads = 1;
   int64_t key_dim = 128;
@@ -49,11 +49,11 @@ class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
   uint64_t next();
-  double uniform();                        ///< [0, 1)
+  double uniform();  ///< [0, 1)
   double uniform(double low, double high);
   double log_uniform(double low, double high);
   double normal();
-  int64_t below(int64_t count);            ///< 0..count-1
+  int64_t below(int64_t count);  ///< 0..count-1
   bool chance(double probability) { return uniform() < probability; }
 
  private:

@@ -42,8 +42,7 @@ const io::FileTensor& required(const io::SafetensorsFile& file, const char* name
   const auto found = file.tensors.find(name);
   if (found == file.tensors.end()) fail(name, ": the file has no such tensor, it is required");
   if (found->second.shape.size() != rank)
-    fail(name, ": shape ", shape_text(found->second.shape), " does not have ", rank,
-         " dimensions");
+    fail(name, ": shape ", shape_text(found->second.shape), " does not have ", rank, " dimensions");
   return found->second;
 }
 
@@ -89,9 +88,11 @@ void read_options(const io::SafetensorsFile& file, const Overrides& flags, Probl
   if (const auto beta = setting(file, "beta", flags.beta)) p->beta_mode = parse_beta(*beta);
   if (const auto layout = setting(file, "state_layout", flags.state_layout))
     p->state_layout = parse_state_layout(*layout);
-  if (const auto text = setting(file, "lower_bound", {})) p->lower_bound = parse_number("lower_bound", *text);
+  if (const auto text = setting(file, "lower_bound", {}))
+    p->lower_bound = parse_number("lower_bound", *text);
   if (const auto text = setting(file, "scale", {})) p->scale = parse_number("scale", *text);
-  if (const auto text = setting(file, "qk_l2norm", {})) p->qk_l2norm = parse_bool("qk_l2norm", *text);
+  if (const auto text = setting(file, "qk_l2norm", {}))
+    p->qk_l2norm = parse_bool("qk_l2norm", *text);
   if (flags.lower_bound) p->lower_bound = *flags.lower_bound;
   if (flags.scale) p->scale = *flags.scale;
   if (flags.qk_l2norm) p->qk_l2norm = *flags.qk_l2norm;
@@ -147,18 +148,20 @@ void read_initial_state(const io::SafetensorsFile& file, Inputs* inputs) {
 }  // namespace
 
 DType parse_dtype(const std::string& text) {
-  return parse_name<DType>("dtype", text,
-                           {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16},
-                            {"fp16", DType::kFloat16}});
+  return parse_name<DType>(
+      "dtype", text,
+      {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16}, {"fp16", DType::kFloat16}});
 }
 GateMode parse_gate(const std::string& text) {
   return parse_name<GateMode>("gate", text,
-                              {{"log", GateMode::kLog}, {"softplus", GateMode::kSoftplus},
+                              {{"log", GateMode::kLog},
+                               {"softplus", GateMode::kSoftplus},
                                {"bounded", GateMode::kBounded}});
 }
 BetaMode parse_beta(const std::string& text) {
   return parse_name<BetaMode>("beta", text,
-                              {{"plain", BetaMode::kPlain}, {"sigmoid", BetaMode::kSigmoid},
+                              {{"plain", BetaMode::kPlain},
+                               {"sigmoid", BetaMode::kSigmoid},
                                {"sigmoid2", BetaMode::kSigmoid2}});
 }
 StateLayout parse_state_layout(const std::string& text) {
@@ -211,11 +214,9 @@ Outputs make_outputs(Problem* p, DType out_dtype) {
   outputs.o = poisoned(p->batch * p->num_tokens * p->num_value_heads * p->value_dim, out_dtype);
   const int64_t state = p->num_value_heads * p->key_dim * p->value_dim;
   if (p->final_state)
-    outputs.final_state =
-        poisoned(p->final_state->num_slots * state, p->final_state->tensor.dtype);
+    outputs.final_state = poisoned(p->final_state->num_slots * state, p->final_state->tensor.dtype);
   if (p->checkpoints)
-    outputs.checkpoints =
-        poisoned(p->checkpoints->num_slots * state, p->checkpoints->tensor.dtype);
+    outputs.checkpoints = poisoned(p->checkpoints->num_slots * state, p->checkpoints->tensor.dtype);
   return outputs;
 }
 
@@ -269,8 +270,8 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
   if (p.dt_bias) file.tensors["dt_bias"] = {DType::kFloat32, {HV, p.key_dim}, inputs.dt_bias};
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
-    file.tensors["initial_state"] = {p.initial_state->tensor.dtype,
-                                     {shape.begin(), shape.end()}, inputs.initial_state};
+    file.tensors["initial_state"] = {
+        p.initial_state->tensor.dtype, {shape.begin(), shape.end()}, inputs.initial_state};
   }
   if (p.cu_seqlens) {
     io::Buffer offsets(inputs.cu_seqlens.size() * sizeof(int64_t));
@@ -293,8 +294,8 @@ io::SafetensorsFile file_from_outputs(const Problem& p, const Outputs& outputs) 
       p.o.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim}, outputs.o};
   if (p.final_state) {
     const Shape shape = state_shape(p, *p.final_state);
-    file.tensors["final_state"] = {p.final_state->tensor.dtype,
-                                   {shape.begin(), shape.end()}, outputs.final_state};
+    file.tensors["final_state"] = {
+        p.final_state->tensor.dtype, {shape.begin(), shape.end()}, outputs.final_state};
   }
   file.metadata["state_layout"] = state_layout_name(p.state_layout);
   return file;

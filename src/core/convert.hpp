@@ -17,7 +17,8 @@ static inline float bf16_to_float(uint16_t bits) {
 
 static inline uint16_t float_to_bf16(float value) {
   const auto bits = __builtin_bit_cast(uint32_t, value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN
+  if ((bits & 0x7fffffffu) > 0x7f800000u)
+    return static_cast<uint16_t>((bits >> 16) | 0x40u);  // NaN
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
@@ -27,7 +28,8 @@ static inline float fp16_to_float(uint16_t bits) {
   const uint32_t exponent = (bits >> 10) & 0x1fu;
   uint32_t mantissa = bits & 0x3ffu;
   if (exponent == 0x1f) return __builtin_bit_cast(float, sign | 0x7f800000u | (mantissa << 13));
-  if (exponent != 0) return __builtin_bit_cast(float, sign | ((exponent + 112) << 23) | (mantissa << 13));
+  if (exponent != 0)
+    return __builtin_bit_cast(float, sign | ((exponent + 112) << 23) | (mantissa << 13));
   if (mantissa == 0) return __builtin_bit_cast(float, sign);
   uint32_t shift = 0;
   while (!(mantissa & 0x400u)) {

@@ -18,9 +18,7 @@ inline Shape v_shape(const Problem& p) {
 inline Shape g_shape(const Problem& p) {
   return {p.batch, p.num_tokens, p.num_value_heads, p.key_dim};
 }
-inline Shape beta_shape(const Problem& p) {
-  return {p.batch, p.num_tokens, p.num_value_heads, 1};
-}
+inline Shape beta_shape(const Problem& p) { return {p.batch, p.num_tokens, p.num_value_heads, 1}; }
 inline Shape state_shape(const Problem& p, const StateDesc& state) {
   const bool kv = p.state_layout == StateLayout::kKV;
   return {state.num_slots, p.num_value_heads, kv ? p.key_dim : p.value_dim,

@@ -12,6 +12,7 @@ namespace kda {
 template <class... Parts>
 std::string cat(const Parts&... parts) {
   std::ostringstream out;
+  out.exceptions(std::ios::badbit);  // a stream would swallow bad_alloc and lose the text
   (out << ... << parts);
   return out.str();
 }
@@ -24,7 +25,7 @@ Status invalid(const Parts&... parts) {
 }  // namespace kda
 
 /// Returns from the enclosing function unless the status is ok.
-#define KDA_RETURN_IF_ERROR(expression)                         \
-  do {                                                          \
+#define KDA_RETURN_IF_ERROR(expression)                                                  \
+  do {                                                                                   \
     if (::kda::Status kda_status_ = (expression); !kda_status_.ok()) return kda_status_; \
   } while (false)

@@ -84,8 +84,8 @@ Status check_tensor(const TensorRules& rules, const TensorDesc& desc) {
   if (alignment < 1 || alignment > 4096 || (alignment & (alignment - 1)) != 0)
     return invalid(rules.name, ": alignment ", alignment, " is not a power of two up to 4096");
   if (alignment < dtype_size(desc.dtype))
-    return invalid(rules.name, ": alignment ", alignment, " is below the ",
-                   dtype_size(desc.dtype), " bytes of ", dtype_name(desc.dtype));
+    return invalid(rules.name, ": alignment ", alignment, " is below the ", dtype_size(desc.dtype),
+                   " bytes of ", dtype_name(desc.dtype));
   const bool empty = std::any_of(rules.shape.begin(), rules.shape.begin() + rules.rank,
                                  [](int64_t count) { return count == 0; });
   if (empty) return {};
@@ -112,11 +112,13 @@ Status check_state(const char* name, const Problem& p, const std::optional<State
   const DType dtype = state->tensor.dtype;
   if (dtype != DType::kFloat32 && dtype != DType::kBFloat16)
     return invalid(name, ": dtype ", dtype_name(dtype), " is not fp32 or bf16");
-  if (state->num_slots < 0) return invalid(name, ": num_slots = ", state->num_slots, " is negative");
+  if (state->num_slots < 0)
+    return invalid(name, ": num_slots = ", state->num_slots, " is negative");
   const bool per_sequence = std::string_view(name) != "checkpoints";
   if (per_sequence && !state->indexed && state->num_slots != p.num_sequences)
-    return invalid(name, ": num_slots = ", state->num_slots, " is not the number of sequences N = ",
-                   p.num_sequences, " (a pool needs indexed = true)");
+    return invalid(name, ": num_slots = ", state->num_slots,
+                   " is not the number of sequences N = ", p.num_sequences,
+                   " (a pool needs indexed = true)");
   return check_tensor({name, state_shape(p, *state), 4, output}, state->tensor);
 }
 
@@ -137,8 +139,7 @@ Status check_sizes(const Problem& p) {
   if (!p.cu_seqlens && p.num_sequences != p.batch)
     return invalid("num_sequences: N = ", p.num_sequences, " is not B = ", p.batch,
                    " (several sequences a row need cu_seqlens)");
-  if (p.cu_seqlens && p.batch != 1)
-    return invalid("cu_seqlens: needs batch = 1, got ", p.batch);
+  if (p.cu_seqlens && p.batch != 1) return invalid("cu_seqlens: needs batch = 1, got ", p.batch);
   if (p.cu_seqlens && *p.cu_seqlens != DType::kInt32 && *p.cu_seqlens != DType::kInt64)
     return invalid("cu_seqlens: dtype ", dtype_name(*p.cu_seqlens), " is not int32 or int64");
   return {};

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -229,15 +230,14 @@ SafetensorsFile parse_safetensors(const char* bytes, std::size_t size,
 }
 
 SafetensorsFile read_safetensors(const std::string& path, const std::vector<std::string>& wanted) {
+  std::error_code error_code;
+  const std::uintmax_t size = std::filesystem::file_size(path, error_code);
+  if (error_code) fail(path, ": cannot be read (", error_code.message(), ")");
   std::ifstream stream(path, std::ios::binary);
   if (!stream) fail(path, ": cannot be read (", std::strerror(errno), ")");
-  stream.seekg(0, std::ios::end);
-  const auto size = static_cast<std::streamoff>(stream.tellg());
-  if (size < 0) fail(path, ": is not a regular file");
-  Buffer bytes(static_cast<std::size_t>(size));
-  stream.seekg(0);
-  stream.read(bytes.as<char>(), size);
-  if (stream.gcount() != size) fail(path, ": is not a readable file");
+  Buffer bytes(size);
+  stream.read(bytes.as<char>(), static_cast<std::streamsize>(size));
+  if (static_cast<std::uintmax_t>(stream.gcount()) != size) fail(path, ": ends early");
   try {
     return parse_safetensors(bytes.as<char>(), bytes.size(), wanted);
   } catch (const Error& error) {

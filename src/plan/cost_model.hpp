@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted times of the fused and staged GPU schedules, from named constants. Everything is in
-// nanoseconds a token and value head on one SM, for K = V = 128, measured on an H200 (docs/planning.md).
+// nanoseconds a token and value head on one SM, for K = V = 128, measured on an H200
+// (docs/planning.md).
 #pragma once
 
 #include <algorithm>
@@ -11,20 +12,20 @@
 namespace kda::plan {
 
 struct CostConstants {
-  double bytes_per_token = 1282;       ///< q, k, v, o, g in bf16 and beta
-  double scan_bytes_per_token = 770;   ///< q is not read, o not written
-  double chain_ns = 26.6;              ///< serial chain with outputs, C = 32, one CTA an SM
-  double scan_ns = 36.6;               ///< B and M, C = 64: two 128-column halves of 18.3
-  double merge_us_per_segment = 1.0;   ///< M S + B, one step of the serial prefix
-  double launch_us = 5.0;              ///< each further kernel
-  double minimum_gain = 1.1;           ///< segments must win by this factor
+  double bytes_per_token = 1282;      ///< q, k, v, o, g in bf16 and beta
+  double scan_bytes_per_token = 770;  ///< q is not read, o not written
+  double chain_ns = 26.6;             ///< serial chain with outputs, C = 32, one CTA an SM
+  double scan_ns = 36.6;              ///< B and M, C = 64: two 128-column halves of 18.3
+  double merge_us_per_segment = 1.0;  ///< M S + B, one step of the serial prefix
+  double launch_us = 5.0;             ///< each further kernel
+  double minimum_gain = 1.1;          ///< segments must win by this factor
 };
 
 struct CostInput {
-  std::vector<int64_t> lengths;      ///< tokens of each sequence
+  std::vector<int64_t> lengths;  ///< tokens of each sequence
   int64_t num_value_heads;
-  double size_ratio;                 ///< K V / 128^2: work of a token relative to the constants
-  double row_ratio;                  ///< (K + V) / 256: bytes likewise
+  double size_ratio;  ///< K V / 128^2: work of a token relative to the constants
+  double row_ratio;   ///< (K + V) / 256: bytes likewise
   int64_t num_sms;
   double bytes_per_second;
 };
@@ -32,8 +33,8 @@ struct CostInput {
 /// Time of `streams` independent chains of given lengths on num_sms SMs: the longest one, or the
 /// work spread evenly, whichever is more (a list schedule, longest first, comes close).
 inline double makespan_us(const CostInput& in, int64_t longest, double total, double ns) {
-  const double even = total * static_cast<double>(in.num_value_heads) /
-                      static_cast<double>(in.num_sms);
+  const double even =
+      total * static_cast<double>(in.num_value_heads) / static_cast<double>(in.num_sms);
   return std::max(static_cast<double>(longest), even) * ns * in.size_ratio * 1e-3;
 }
 
@@ -54,8 +55,7 @@ inline double roofline_us(const CostInput& in, const CostConstants& c) {
 
 inline double serial_us(const CostInput& in, const CostConstants& c) {
   const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
-  return std::max(roofline_us(in, c),
-                  makespan_us(in, longest, total_tokens(in), c.chain_ns));
+  return std::max(roofline_us(in, c), makespan_us(in, longest, total_tokens(in), c.chain_ns));
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.
@@ -69,8 +69,8 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
   }
   const double scan = std::max(memory_us(in, scanned, c.scan_bytes_per_token),
                                makespan_us(in, segment_tokens, scanned, c.scan_ns));
-  const double forward = std::max(roofline_us(in, c),
-                                  makespan_us(in, segment_tokens, total_tokens(in), c.chain_ns));
+  const double forward =
+      std::max(roofline_us(in, c), makespan_us(in, segment_tokens, total_tokens(in), c.chain_ns));
   const double merge = c.merge_us_per_segment * static_cast<double>(most_segments - 1);
   return scan + merge + forward + 2 * c.launch_us;
 }

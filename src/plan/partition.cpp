@@ -49,11 +49,11 @@ Partition flashkda_partition(const Workload& work) {
   const int64_t heads = work.num_value_heads;
   // Be H <= limit without a division.
   if (chunks.total * heads > limit * chunks.longest)
-    return declined(partition, cat("flashkda: Be * H = ", chunks.total, " / ", chunks.longest,
-                                   " * ", heads, " > floor(SMs / 4) = ", limit,
-                                   ": the card is full enough"));
-  const double local = std::log2(3 * std::sqrt(static_cast<double>(heads * chunks.total) /
-                                               static_cast<double>(work.num_sms)));
+    return declined(partition,
+                    cat("flashkda: Be * H = ", chunks.total, " / ", chunks.longest, " * ", heads,
+                        " > floor(SMs / 4) = ", limit, ": the card is full enough"));
+  const double local = std::log2(
+      3 * std::sqrt(static_cast<double>(heads * chunks.total) / static_cast<double>(work.num_sms)));
   // nearbyint: ties to even, as Python's round().
   const double exponent = std::max(0.0, std::nearbyint(local));
   partition.segment_chunks = int64_t{1} << static_cast<int64_t>(exponent);
@@ -61,8 +61,8 @@ Partition flashkda_partition(const Workload& work) {
     return declined(partition, cat("flashkda: max_local_chunks = 2^", exponent,
                                    " covers the longest sequence of ", chunks.longest, " chunks"));
   partition.on = true;
-  partition.reasons.push_back(cat("flashkda: max_local_chunks = 2^round(log2(3 sqrt(", heads,
-                                  " * ", chunks.total, " / ", work.num_sms,
+  partition.reasons.push_back(cat("flashkda: max_local_chunks = 2^round(log2(3 sqrt(", heads, " * ",
+                                  chunks.total, " / ", work.num_sms,
                                   "))) = ", partition.segment_chunks, " chunks of 16 tokens"));
   return partition;
 }
@@ -90,9 +90,9 @@ Partition cula_partition(const Workload& work) {
                                    " * ", heads, " > ", kMaxEffectiveHeads));
   const int64_t max_segments = work.num_sms / (kVBlocks * heads);
   if (chunks.longest < kChunksPerHead * heads * max_segments)
-    return declined(partition, cat("cula guard 3: expected segment ", chunks.longest, " / ",
-                                   max_segments, " < 12 * H = ", kChunksPerHead * heads,
-                                   " chunks"));
+    return declined(partition,
+                    cat("cula guard 3: expected segment ", chunks.longest, " / ", max_segments,
+                        " < 12 * H = ", kChunksPerHead * heads, " chunks"));
   partition.segment_chunks = std::max(kMinSubseqChunks, ceil_div(chunks.longest, max_segments));
   int64_t split = 0;
   for (const int64_t tokens : work.lengths) {
@@ -101,8 +101,8 @@ Partition cula_partition(const Workload& work) {
     if (segments > 1) split += segments;
   }
   if (split * kVBlocks * heads > work.num_sms)
-    return declined(partition, cat("cula guard 4: ", split, " segments * 2 * H > SMs = ",
-                                   work.num_sms));
+    return declined(partition,
+                    cat("cula guard 4: ", split, " segments * 2 * H > SMs = ", work.num_sms));
   partition.on = split > 1;
   partition.reasons.push_back(cat("cula: floor(SMs / (2 H)) = ", max_segments,
                                   " segments of at most ", partition.segment_chunks,
@@ -149,15 +149,14 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEs
     }
   }
   if (partition.segment_chunks == 0 || cost->serial_us < constants.minimum_gain * best)
-    return declined(partition, cat("auto: serial ", std::llround(cost->serial_us),
-                                   " us predicted, segments would take ", std::llround(best),
-                                   " us"));
+    return declined(partition,
+                    cat("auto: serial ", std::llround(cost->serial_us),
+                        " us predicted, segments would take ", std::llround(best), " us"));
   partition.on = true;
   cost->segmented_us = best;
-  partition.reasons.push_back(cat("auto: segments of ", partition.segment_chunks,
-                                  " chunks of 64 tokens, ", std::llround(best),
-                                  " us predicted against ", std::llround(cost->serial_us),
-                                  " us serial"));
+  partition.reasons.push_back(cat(
+      "auto: segments of ", partition.segment_chunks, " chunks of 64 tokens, ", std::llround(best),
+      " us predicted against ", std::llround(cost->serial_us), " us serial"));
   return partition;
 }
 

@@ -23,8 +23,8 @@ struct Workload {
 
 struct Partition {
   bool on = false;
-  int64_t chunk_tokens = 64;    ///< the rule's unit: segments start at multiples of it
-  int64_t segment_chunks = 0;   ///< longest segment, in chunks
+  int64_t chunk_tokens = 64;   ///< the rule's unit: segments start at multiples of it
+  int64_t segment_chunks = 0;  ///< longest segment, in chunks
   std::vector<std::string> reasons;
 };
 

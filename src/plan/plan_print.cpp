@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <iomanip>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "core/json_writer.hpp"
 #include "kda/plan.hpp"
 
 namespace kda {
@@ -39,6 +39,7 @@ std::string human_bytes(std::size_t bytes) {
     ++unit;
   }
   std::ostringstream out;
+  out.exceptions(std::ios::badbit);
   out << std::fixed << std::setprecision(unit == 0 ? 0 : 1) << value << ' ' << kUnits[unit];
   return out.str();
 }
@@ -77,11 +78,10 @@ void print_explanation(const Plan& plan, std::ostream& out) {
   for (const Candidate& row : plan.candidates)
     out << "  - " << row.name << ": " << (row.chosen ? "chosen" : row.reason) << "\n";
   if (plan.cost.serial_us > 0) {
-    out << "\npredicted (K = V = 128 constants of an H200)\n" << std::fixed << std::setprecision(1)
-        << "  roofline   " << plan.cost.roofline_us << " us\n"
+    out << "\npredicted (K = V = 128 constants of an H200)\n"
+        << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
         << "  serial     " << plan.cost.serial_us << " us\n";
-    if (plan.cost.segmented_us > 0)
-      out << "  segmented  " << plan.cost.segmented_us << " us\n";
+    if (plan.cost.segmented_us > 0) out << "  segmented  " << plan.cost.segmented_us << " us\n";
   }
   if (plan.segmented) {
     out << "\nsegments (sequence: tokens)\n";
@@ -97,6 +97,7 @@ void print_explanation(const Plan& plan, std::ostream& out) {
 
 std::string Plan::to_text(bool explain) const {
   std::ostringstream out;
+  out.exceptions(std::ios::badbit);
   print_problem(*this, out);
   print_segments(*this, out);
   out << "stages\n";
@@ -111,63 +112,102 @@ std::string Plan::to_text(bool explain) const {
   return out.str();
 }
 
-std::string Plan::to_json() const {
-  using nlohmann::ordered_json;
-  const Problem& p = problem;
-  ordered_json json;
-  json["problem"] = {{"operation", p.operation == Operation::kDecode ? "decode" : "forward"},
-                     {"batch", p.batch},
-                     {"num_tokens", p.num_tokens},
-                     {"num_sequences", p.num_sequences},
-                     {"num_heads", p.num_heads},
-                     {"num_value_heads", p.num_value_heads},
-                     {"key_dim", p.key_dim},
-                     {"value_dim", p.value_dim},
-                     {"gate", gate_mode_name(p.gate_mode)},
-                     {"beta", beta_mode_name(p.beta_mode)},
-                     {"qk_l2norm", p.qk_l2norm},
-                     {"batch_invariant", p.batch_invariant}};
-  json["device"] = {{"kind", device_kind_name(device.kind)},
-                    {"name", device.name},
-                    {"num_sms", device.num_sms}};
-  json["implementation"] =
-      implementation.empty() ? ordered_json(nullptr) : ordered_json(implementation);
-  json["candidates"] = ordered_json::array();
-  for (const Candidate& row : candidates)
-    json["candidates"].push_back(
-        {{"name", row.name}, {"chosen", row.chosen}, {"reason", row.reason}});
-  json["chunk_size"] = chunk_size;
-  json["num_v_splits"] = num_v_splits;
-  json["num_threads"] = num_threads;
-  json["context_parallel"] = {{"policy", policy_name(options.context_parallel)},
-                              {"on", segmented},
-                              {"method", method_name(options.segment_method)},
-                              {"segment_chunks", segment_chunks},
-                              {"num_segments", segments.size()},
-                              {"reasons", reasons}};
-  json["segments"] = ordered_json::array();
-  for (const Segment& segment : segments)
-    json["segments"].push_back(
-        {{"sequence", segment.sequence}, {"begin", segment.begin}, {"end", segment.end}});
-  json["segments_per_sequence"] = ordered_json::array();
-  if (lengths_known) {
-    std::vector<int64_t> counts(cu_seqlens.size() - 1, 1);
-    for (const auto& [sequence, count] : split_sequences(*this))
-      counts[static_cast<std::size_t>(sequence)] = count;
-    json["segments_per_sequence"] = counts;
+namespace {
+
+void write_problem(const Problem& p, JsonWriter& json) {
+  json.key("problem").begin_object();
+  json.member("operation", p.operation == Operation::kDecode ? "decode" : "forward");
+  json.member("batch", p.batch).member("num_tokens", p.num_tokens);
+  json.member("num_sequences", p.num_sequences).member("num_heads", p.num_heads);
+  json.member("num_value_heads", p.num_value_heads);
+  json.member("key_dim", p.key_dim).member("value_dim", p.value_dim);
+  json.member("gate", gate_mode_name(p.gate_mode)).member("beta", beta_mode_name(p.beta_mode));
+  json.member("qk_l2norm", p.qk_l2norm).member("batch_invariant", p.batch_invariant);
+  json.end_object();
+}
+
+void write_device(const DeviceFacts& device, JsonWriter& json) {
+  json.key("device").begin_object();
+  json.member("kind", device_kind_name(device.kind)).member("name", device.name);
+  json.member("num_sms", device.num_sms).end_object();
+}
+
+void write_implementation(const Plan& plan, JsonWriter& json) {
+  json.key("implementation");
+  plan.implementation.empty() ? json.null() : json.value(plan.implementation);
+  json.key("candidates").begin_array();
+  for (const Candidate& row : plan.candidates)
+    json.begin_object()
+        .member("name", row.name)
+        .member("chosen", row.chosen)
+        .member("reason", row.reason)
+        .end_object();
+  json.end_array();
+}
+
+void write_segments(const Plan& plan, JsonWriter& json) {
+  json.key("context_parallel").begin_object();
+  json.member("policy", policy_name(plan.options.context_parallel));
+  json.member("on", plan.segmented);
+  json.member("method", method_name(plan.options.segment_method));
+  json.member("segment_chunks", plan.segment_chunks);
+  json.member("num_segments", plan.segments.size());
+  json.key("reasons").begin_array();
+  for (const std::string& reason : plan.reasons) json.value(reason);
+  json.end_array().end_object();
+  json.key("segments").begin_array();
+  for (const Segment& segment : plan.segments)
+    json.begin_object()
+        .member("sequence", segment.sequence)
+        .member("begin", segment.begin)
+        .member("end", segment.end)
+        .end_object();
+  json.end_array();
+  json.key("segments_per_sequence").begin_array();
+  const auto split = split_sequences(plan);
+  for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n) {
+    const auto found = split.find(static_cast<int64_t>(n));
+    json.value(found == split.end() ? int64_t{1} : found->second);
   }
-  json["cost_us"] = {{"roofline", cost.roofline_us},
-                     {"serial", cost.serial_us},
-                     {"segmented", cost.segmented_us}};
-  json["stages"] = ordered_json::array();
-  for (const StagePlan& stage : stages)
-    json["stages"].push_back({{"name", stage.name}, {"tasks", stage.num_tasks}, {"what", stage.what}});
-  json["workspace_bytes"] = workspace_bytes;
-  json["workspace"] = ordered_json::array();
-  for (const WorkspaceBlock& entry : workspace)
-    json["workspace"].push_back(
-        {{"name", entry.name}, {"offset", entry.offset}, {"bytes", entry.bytes}});
-  return json.dump(2);
+  json.end_array();
+}
+
+void write_execution(const Plan& plan, JsonWriter& json) {
+  json.key("cost_us").begin_object();
+  json.member("roofline", plan.cost.roofline_us).member("serial", plan.cost.serial_us);
+  json.member("segmented", plan.cost.segmented_us).end_object();
+  json.key("stages").begin_array();
+  for (const StagePlan& stage : plan.stages)
+    json.begin_object()
+        .member("name", stage.name)
+        .member("tasks", stage.num_tasks)
+        .member("what", stage.what)
+        .end_object();
+  json.end_array();
+  json.member("workspace_bytes", plan.workspace_bytes);
+  json.key("workspace").begin_array();
+  for (const WorkspaceBlock& entry : plan.workspace)
+    json.begin_object()
+        .member("name", entry.name)
+        .member("offset", entry.offset)
+        .member("bytes", entry.bytes)
+        .end_object();
+  json.end_array();
+}
+
+}  // namespace
+
+std::string Plan::to_json() const {
+  JsonWriter json;
+  json.begin_object();
+  write_problem(problem, json);
+  write_device(device, json);
+  write_implementation(*this, json);
+  json.member("chunk_size", chunk_size).member("num_v_splits", num_v_splits);
+  json.member("num_threads", num_threads);
+  write_segments(*this, json);
+  write_execution(*this, json);
+  return json.end_object().take();
 }
 
 }  // namespace kda

@@ -36,12 +36,14 @@ bool name_matches(std::string_view name, std::string_view wanted) {
 std::string decline_reason(const Implementation& row, const Problem& problem,
                            const DeviceFacts& device, const PlanOptions& options) {
   if (row.device != device.kind) return cat("runs on ", device_kind_name(row.device));
-  if (!name_matches(row.name, options.backend)) return cat("backend ", options.backend, " asked for");
+  if (!name_matches(row.name, options.backend))
+    return cat("backend ", options.backend, " asked for");
   if (const char* reason = row.unavailable()) return reason;
   return row.decline(problem);
 }
 
-Status choose_implementation(const PlanOptions& options, Plan* plan, const Implementation** chosen) {
+Status choose_implementation(const PlanOptions& options, Plan* plan,
+                             const Implementation** chosen) {
   *chosen = nullptr;
   bool known = false;
   for (const Implementation* row : stage::registry()) {
@@ -49,8 +51,10 @@ Status choose_implementation(const PlanOptions& options, Plan* plan, const Imple
     std::string reason = decline_reason(*row, plan->problem, plan->device, options);
     const bool serves = reason.empty();
     plan->candidates.push_back({row->name, serves && !*chosen, std::move(reason)});
-    if (serves && !*chosen) *chosen = row;
-    else if (serves) plan->candidates.back().reason = "a better one serves";
+    if (serves && !*chosen)
+      *chosen = row;
+    else if (serves)
+      plan->candidates.back().reason = "a better one serves";
   }
   if (*chosen) {
     plan->implementation = (*chosen)->name;
@@ -89,8 +93,8 @@ Status set_lengths(std::span<const int64_t> cu_seqlens, Plan* plan) {
       return invalid("cu_seqlens: entry ", n + 1, " = ", cu_seqlens[n + 1], " is below entry ", n,
                      " = ", cu_seqlens[n]);
   if (cu_seqlens.back() != p.num_tokens)
-    return invalid("cu_seqlens: ends with ", cu_seqlens.back(), ", must end with T = ",
-                   p.num_tokens);
+    return invalid("cu_seqlens: ends with ", cu_seqlens.back(),
+                   ", must end with T = ", p.num_tokens);
   plan->cu_seqlens.assign(cu_seqlens.begin(), cu_seqlens.end());
   return {};
 }
@@ -157,9 +161,8 @@ void cut_sequence(Plan* plan, std::size_t n, const plan::Partition& partition, i
 Status make_segments(Plan* plan) {
   const std::size_t N = plan->cu_seqlens.size() - 1;
   const bool alone = plan->problem.batch_invariant;
-  const int64_t fixed = plan->options.context_parallel == ContextParallel::kFixed
-                            ? plan->options.num_segments
-                            : 0;
+  const int64_t fixed =
+      plan->options.context_parallel == ContextParallel::kFixed ? plan->options.num_segments : 0;
   plan::Partition partition;
   if (!alone || N == 0) {
     partition = N == 0 ? plan::Partition{false, 64, 0, {"no sequences"}}
@@ -177,8 +180,7 @@ Status make_segments(Plan* plan) {
           plan->reasons.push_back(cat("sequence ", n, ": ", reason));
     }
     const int64_t tokens = plan->cu_seqlens[n + 1] - plan->cu_seqlens[n];
-    const int64_t count =
-        partition.on ? plan::num_segments_of(partition, tokens, fixed) : 1;
+    const int64_t count = partition.on ? plan::num_segments_of(partition, tokens, fixed) : 1;
     plan->segmented |= count > 1;
     plan->segment_chunks = std::max(plan->segment_chunks, partition.segment_chunks);
     cut_sequence(plan, n, partition, count);
@@ -210,7 +212,8 @@ void list_stages(Plan* plan) {
   const Problem& p = plan->problem;
   const int64_t heads = p.num_value_heads;
   if (p.operation == Operation::kDecode) {
-    plan->stages.push_back({"decode", p.num_sequences * heads, "one (sequence, value head) a task"});
+    plan->stages.push_back(
+        {"decode", p.num_sequences * heads, "one (sequence, value head) a task"});
     return;
   }
   if (!plan->segmented) {
@@ -267,9 +270,9 @@ Status size_workspace(const Implementation* chosen, Plan* plan) {
 
 /// GPUs: halves of V go to two SMs while that fills idle ones. (CPU: split at run time.)
 int64_t gpu_v_splits(const Plan& plan) {
-  const auto units = static_cast<int64_t>(plan.segmented ? plan.segments.size()
-                                                         : plan.cu_seqlens.size() - 1) *
-                     plan.problem.num_value_heads;
+  const auto units =
+      static_cast<int64_t>(plan.segmented ? plan.segments.size() : plan.cu_seqlens.size() - 1) *
+      plan.problem.num_value_heads;
   return plan.problem.value_dim >= 128 && 2 * units <= plan.device.num_sms ? 2 : 1;
 }
 

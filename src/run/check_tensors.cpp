@@ -32,12 +32,13 @@ struct Entry {
 
 Footprint footprint(const Entry& entry) {
   const int64_t size = dtype_size(entry.desc->dtype);
-  Footprint print{entry.name, reinterpret_cast<std::uintptr_t>(entry.pointer), 0, 0, 0,
+  Footprint print{entry.name,  reinterpret_cast<std::uintptr_t>(entry.pointer), 0, 0, 0,
                   entry.output};
   int64_t reach = 0;
   std::size_t outermost = 4;
   for (std::size_t dim = 0; dim < 4; ++dim) {
-    if (entry.shape[dim] <= 1) continue;
+    if (entry.shape[dim] == 0) return {entry.name, print.begin, print.begin, 0, 0, entry.output};
+    if (entry.shape[dim] == 1) continue;
     reach += entry.desc->strides[dim] * (entry.shape[dim] - 1);
     if (outermost == 4 || entry.desc->strides[dim] > entry.desc->strides[outermost])
       outermost = dim;
@@ -60,8 +61,8 @@ bool overlap(const Footprint& a, const Footprint& b) {
 }
 
 Status check_pointer(const Entry& entry) {
-  const bool empty = std::any_of(entry.shape.begin(), entry.shape.end(),
-                                 [](int64_t count) { return count == 0; });
+  const bool empty =
+      std::any_of(entry.shape.begin(), entry.shape.end(), [](int64_t count) { return count == 0; });
   if (empty) return {};
   if (!entry.pointer) return invalid(entry.name, ": pointer is null");
   const auto address = reinterpret_cast<std::uintptr_t>(entry.pointer);
@@ -132,15 +133,15 @@ class Checker {
       return invalid("cu_seqlens: starts with ", sequences_.begin(0), ", must start with 0");
     for (int64_t n = 0; n < N; ++n) {
       if (sequences_.length(n) < 0)
-        return invalid("cu_seqlens: entry ", n + 1, " = ", sequences_.end(n), " is below entry ",
-                       n, " = ", sequences_.begin(n));
+        return invalid("cu_seqlens: entry ", n + 1, " = ", sequences_.end(n), " is below entry ", n,
+                       " = ", sequences_.begin(n));
       if (p_.operation == Operation::kDecode && sequences_.length(n) > decode_limit())
         return invalid("cu_seqlens: decode takes at most ", decode_limit(),
                        " tokens a sequence, sequence ", n, " has ", sequences_.length(n));
     }
     if (sequences_.begin(N) != p_.num_tokens)
-      return invalid("cu_seqlens: ends with ", sequences_.begin(N), ", must end with T = ",
-                     p_.num_tokens);
+      return invalid("cu_seqlens: ends with ", sequences_.begin(N),
+                     ", must end with T = ", p_.num_tokens);
     const int64_t expected = total_checkpoints();
     if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
       return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
@@ -178,8 +179,8 @@ class Checker {
       add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
           true);
     if (p_.checkpoints)
-      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints),
-          t_.checkpoints, true);
+      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints), t_.checkpoints,
+          true);
   }
 
   void add(const char* name, const TensorDesc& desc, const Shape& shape, const void* pointer,
@@ -196,8 +197,8 @@ class Checker {
       KDA_RETURN_IF_ERROR(check_index("initial_state_indices", t_.initial_state_indices, N * S,
                                       p_.initial_state->num_slots));
     if (p_.final_state && p_.final_state->indexed)
-      KDA_RETURN_IF_ERROR(check_index("final_state_indices", t_.final_state_indices, N,
-                                      p_.final_state->num_slots));
+      KDA_RETURN_IF_ERROR(
+          check_index("final_state_indices", t_.final_state_indices, N, p_.final_state->num_slots));
     if (p_.checkpoints && p_.checkpoints->indexed)
       KDA_RETURN_IF_ERROR(check_index("checkpoint_indices", t_.checkpoint_indices,
                                       total_checkpoints(), p_.checkpoints->num_slots));
@@ -289,10 +290,9 @@ class Checker {
   Status check_reads(const SlotMarks& marks) {
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
       if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
-      KDA_RETURN_IF_ERROR(
-          marks.read("initial_state_indices",
-                     p_.initial_state->indexed ? t_.initial_state_indices[n] : n,
-                     static_cast<int32_t>(n + 1)));
+      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices",
+                                     p_.initial_state->indexed ? t_.initial_state_indices[n] : n,
+                                     static_cast<int32_t>(n + 1)));
     }
     return {};
   }

@@ -9,7 +9,7 @@
 namespace kda {
 
 Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes);
-Status check_tensors(const Plan& plan, const Tensors& tensors,
-                     const stage::Sequences& sequences, void* workspace);
+Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
+                     void* workspace);
 
 }  // namespace kda

@@ -82,27 +82,25 @@ Status check_segments(const Plan& plan, const SegmentTensors& segments, bool nee
 
 Status run(const Plan& plan, const Tensors& tensors, void* workspace,
            std::size_t workspace_bytes) noexcept {
-  return checked_call(plan, tensors, workspace, workspace_bytes,
-                      [&](const stage::Implementation& implementation, const stage::Call& call) {
-                        if (plan.problem.operation == Operation::kDecode)
-                          return implementation.decode({call});
-                        if (!plan.segmented) return implementation.forward({call, {}, nullptr});
-                        const bool one_pass =
-                            plan.options.segment_method == SegmentMethod::kOnePass;
-                        return one_pass ? run_one_pass(plan, implementation, call, workspace)
-                                        : run_scan_merge_forward(plan, implementation, call,
-                                                                 workspace);
-                      });
+  return checked_call(
+      plan, tensors, workspace, workspace_bytes,
+      [&](const stage::Implementation& implementation, const stage::Call& call) {
+        if (plan.problem.operation == Operation::kDecode) return implementation.decode({call});
+        if (!plan.segmented) return implementation.forward({call, {}, nullptr});
+        const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
+        return one_pass ? run_one_pass(plan, implementation, call, workspace)
+                        : run_scan_merge_forward(plan, implementation, call, workspace);
+      });
 }
 
 Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
                     void* workspace, std::size_t workspace_bytes) noexcept {
-  return checked_call(plan, tensors, workspace, workspace_bytes,
-                      [&](const stage::Implementation& implementation, const stage::Call& call) {
-                        KDA_RETURN_IF_ERROR(check_segments(plan, segments, true, false));
-                        return implementation.segment_scan(
-                            {call, plan.segments, segments.M, segments.B});
-                      });
+  return checked_call(
+      plan, tensors, workspace, workspace_bytes,
+      [&](const stage::Implementation& implementation, const stage::Call& call) {
+        KDA_RETURN_IF_ERROR(check_segments(plan, segments, true, false));
+        return implementation.segment_scan({call, plan.segments, segments.M, segments.B});
+      });
 }
 
 Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
@@ -110,8 +108,8 @@ Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTens
   return checked_call(plan, tensors, workspace, workspace_bytes,
                       [&](const stage::Implementation& implementation, const stage::Call& call) {
                         KDA_RETURN_IF_ERROR(check_segments(plan, segments, true, true));
-                        return implementation.segment_merge({call, plan.segments, segments.M,
-                                                             segments.B, segments.states_in});
+                        return implementation.segment_merge(
+                            {call, plan.segments, segments.M, segments.B, segments.states_in});
                       });
 }
 
@@ -120,8 +118,7 @@ Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTe
   return checked_call(plan, tensors, workspace, workspace_bytes,
                       [&](const stage::Implementation& implementation, const stage::Call& call) {
                         KDA_RETURN_IF_ERROR(check_segments(plan, segments, false, true));
-                        return implementation.forward(
-                            {call, plan.segments, segments.states_in});
+                        return implementation.forward({call, plan.segments, segments.states_in});
                       });
 }
 

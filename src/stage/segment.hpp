@@ -15,13 +15,13 @@ namespace kda::stage {
 struct SegmentScan {
   Call call;
   std::span<const Segment> segments;
-  float* M = nullptr;  ///< [NSEG, HV, K, K]
-  float* B = nullptr;  ///< [NSEG, HV, K, V]
+  float* M = nullptr;       ///< [NSEG, HV, K, K]
+  float* B = nullptr;       ///< [NSEG, HV, K, V]
   bool skip_last = false;   ///< leave out the last segment of each sequence: nothing follows it
   float* o_zero = nullptr;  ///< [B T, HV, V] outputs from S_in = 0
   float* Qt = nullptr;      ///< [B T, HV, K]
-  /// [NSEG, HV] tokens for which Qt is set; past them |M|_F <= 2^-20 and M was dropped, which
-  /// is only done where the norm provably never grows (design of the gate: docs/planning.md).
+  /// [NSEG, HV] tokens for which Qt is set; past them |M|_F was small enough to drop M (2^-20 at
+  /// most), which is only done where the norm provably never grows (docs/planning.md).
   int64_t* alive_tokens = nullptr;
 };
 

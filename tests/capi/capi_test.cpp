@@ -84,8 +84,7 @@ TEST(CApi, SegmentsAndStages) {
   options.num_segments = 2;
   options.num_threads = 1;
   options.backend = "blocked";
-  const test::Result expected =
-      test::run_inputs(call.inputs, {.plan = test::fixed_segments(2)});
+  const test::Result expected = test::run_inputs(call.inputs, {.plan = test::fixed_segments(2)});
   for (const int32_t one_pass : {0, 1}) {
     options.one_pass = one_pass;
     kda_plan* plan = nullptr;
@@ -97,8 +96,7 @@ TEST(CApi, SegmentsAndStages) {
     std::vector<float> M(segments * 4 * 16 * 16), B(segments * 4 * 16 * 24), states(B.size());
     kda_segments stage{sizeof(kda_segments), M.data(), B.data(), states.data()};
     for (const auto call_stage : {kda_segment_scan, kda_segment_merge, kda_segment_forward})
-      ASSERT_EQ(call_stage(plan, &call.problem, &stage, workspace.data(), workspace.size()),
-                KDA_OK)
+      ASSERT_EQ(call_stage(plan, &call.problem, &stage, workspace.data(), workspace.size()), KDA_OK)
           << kda_last_error();
     EXPECT_EQ(std::memcmp(call.o.data(), expected.outputs.o.data(), expected.outputs.o.size()), 0);
     kda_plan_destroy(plan);

@@ -62,12 +62,11 @@ TEST(Compare, ReportsProgress) {
   EXPECT_EQ(last, 3);
 }
 
-TEST(Tolerances, FollowTheTypes) {
-  EXPECT_EQ(forward_tolerance(DType::kFloat32, 1000, 100, false), kFp32Worst);
-  EXPECT_EQ(forward_tolerance(DType::kBFloat16, 1000, 100, false), 1.8e-3);
-  EXPECT_LT(forward_tolerance(DType::kBFloat16, 1, 1, false), 1.97e-3);
-  EXPECT_NEAR(forward_tolerance(DType::kFloat32, 1000, 4096, true), 4.096e-4, 1e-9);
-  EXPECT_LT(forward_tolerance(DType::kFloat16, 1000, 100, false), 2.3e-4);
+TEST(Tolerances, FollowRoundingAndLength) {
+  EXPECT_EQ(forward_tolerance(0, 16, 100, false), kFp32Worst);
+  EXPECT_NEAR(forward_tolerance(1.66e-3, 1000, 100, false), 1.68e-3, 1e-9);
+  EXPECT_NEAR(forward_tolerance(0, 1000, 4096, true), 4.096e-4, 1e-9);
+  EXPECT_EQ(forward_tolerance(0, 15, 1, false), kFp32FewValues);
 }
 
 }  // namespace

@@ -99,22 +99,46 @@ TEST(InputsFromFile, RefusesWithTheReason) {
       {"v: the file has no such tensor", [](auto& f) { f.tensors.erase("v"); }},
       {"g: the file has no such tensor", [](auto& f) { f.tensors.erase("g"); }},
       {"beta: the file has no such tensor", [](auto& f) { f.tensors.erase("beta"); }},
-      {"q: shape [7, 16] does not have 4", [](auto& f) { f.tensors["q"].shape = {7, 16}; }},
+      {"q: shape [7, 16] does not have 4",
+       [](auto& f) {
+         f.tensors["q"].shape = {7, 16};
+       }},
       {"beta: shape [28] does not have 3", [](auto& f) { f.tensors["beta"].shape = {28}; }},
-      {"k: shape", [](auto& f) { f.tensors["k"].shape = {1, 7, 1, 16}; }},
-      {"v: shape", [](auto& f) { f.tensors["v"].shape = {7, 1, 4, 4}; }},
-      {"g: shape", [](auto& f) { f.tensors["g"].shape = {1, 7, 8, 4}; }},
-      {"beta: shape", [](auto& f) { f.tensors["beta"].shape = {1, 4, 7}; }},
-      {"A_log: shape", [](auto& f) { f.tensors["A_log"].shape = {2, 2}; }},
+      {"k: shape",
+       [](auto& f) {
+         f.tensors["k"].shape = {1, 7, 1, 16};
+       }},
+      {"v: shape",
+       [](auto& f) {
+         f.tensors["v"].shape = {7, 1, 4, 4};
+       }},
+      {"g: shape",
+       [](auto& f) {
+         f.tensors["g"].shape = {1, 7, 8, 4};
+       }},
+      {"beta: shape",
+       [](auto& f) {
+         f.tensors["beta"].shape = {1, 4, 7};
+       }},
+      {"A_log: shape",
+       [](auto& f) {
+         f.tensors["A_log"].shape = {2, 2};
+       }},
       {"A_log: required", [](auto& f) { f.tensors.erase("A_log"); }},
       {"A_log: dtype", [](auto& f) { f.tensors["A_log"].dtype = DType::kInt32; }},
-      {"dt_bias: shape", [](auto& f) { f.tensors["dt_bias"].shape = {8, 4}; }},
+      {"dt_bias: shape",
+       [](auto& f) {
+         f.tensors["dt_bias"].shape = {8, 4};
+       }},
       {"dt_bias: shape [31]", [](auto& f) { f.tensors["dt_bias"].shape = {31}; }},
       {"initial_state: shape", [](auto& f) { f.tensors["initial_state"].shape[0] = 1; }},
       {"initial_state: dtype", [](auto& f) { f.tensors["initial_state"].dtype = DType::kInt32; }},
       {"q: dtype int32", [](auto& f) { f.tensors["q"].dtype = DType::kInt32; }},
       {"cu_seqlens: dtype", [](auto& f) { f.tensors["cu_seqlens"].dtype = DType::kFloat32; }},
-      {"cu_seqlens: shape", [](auto& f) { f.tensors["cu_seqlens"].shape = {1, 3}; }},
+      {"cu_seqlens: shape",
+       [](auto& f) {
+         f.tensors["cu_seqlens"].shape = {1, 3};
+       }},
       {"cu_seqlens: shape", [](auto& f) { f.tensors["cu_seqlens"].shape = {0}; }},
       {"gate: 'tanh'", [](auto& f) { f.metadata["gate"] = "tanh"; }},
       {"beta: ''", [](auto& f) { f.metadata["beta"] = ""; }},

@@ -46,7 +46,8 @@ TEST(Convert, Bf16RoundsToNearestEven) {
     ASSERT_EQ(float_to_bf16(below), low);
     ASSERT_EQ(float_to_bf16(middle), low % 2 == 0 ? low : low + 1);
     ASSERT_EQ(float_to_bf16(std::nextafter(middle, 0.0f)), low);
-    ASSERT_EQ(float_to_bf16(std::nextafter(middle, 1e38f)), low + 1);
+    ASSERT_EQ(float_to_bf16(std::nextafter(middle, std::numeric_limits<float>::infinity())),
+              low + 1);
   }
 }
 
@@ -54,7 +55,7 @@ TEST(Convert, SpecialValues) {
   const float infinity = std::numeric_limits<float>::infinity();
   EXPECT_EQ(float_to_fp16(infinity), 0x7c00);
   EXPECT_EQ(float_to_fp16(-infinity), 0xfc00);
-  EXPECT_EQ(float_to_fp16(65520.0f), 0x7c00);   // rounds past the largest
+  EXPECT_EQ(float_to_fp16(65520.0f), 0x7c00);  // rounds past the largest
   EXPECT_EQ(float_to_fp16(65519.0f), 0x7bff);
   EXPECT_EQ(float_to_fp16(1e-10f), 0);
   EXPECT_EQ(float_to_fp16(-1e-10f), 0x8000);

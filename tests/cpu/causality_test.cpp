@@ -58,9 +58,9 @@ TEST(Causality, CheckpointsToo) {
   scramble_from(&changed, 33, 1);
   const test::Result after = test::run_inputs(changed);
   const std::size_t two_states = 2 * 2 * 16 * 16 * 4;
-  EXPECT_EQ(std::memcmp(before.outputs.checkpoints.data(), after.outputs.checkpoints.data(),
-                        two_states),
-            0);
+  EXPECT_EQ(
+      std::memcmp(before.outputs.checkpoints.data(), after.outputs.checkpoints.data(), two_states),
+      0);
   EXPECT_FALSE(test::same_bits(before.outputs.checkpoints, after.outputs.checkpoints));
 }
 

@@ -2,8 +2,8 @@
 // The same bits for every thread count, batch, order, and cut at a chunk boundary.
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <atomic>
+#include <cstring>
 #include <thread>
 
 #include "cpu/blocked/kernels.hpp"
@@ -110,10 +110,10 @@ TEST(Determinism, AloneEqualsInABatch) {
   for (std::size_t n = 0; n < 3; ++n) {
     const test::Result alone =
         test::run_inputs(slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]));
-    EXPECT_EQ(std::memcmp(batch.outputs.o.data() +
-                              static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
-                          alone.outputs.o.data(), alone.outputs.o.size()),
-              0);
+    EXPECT_EQ(
+        std::memcmp(batch.outputs.o.data() + static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
+                    alone.outputs.o.data(), alone.outputs.o.size()),
+        0);
     EXPECT_EQ(std::memcmp(batch.outputs.final_state.data() + n * state,
                           alone.outputs.final_state.data(), state),
               0);
@@ -146,8 +146,8 @@ TEST(Determinism, PlansFromBoundsGiveTheSameBits) {
     check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
     const std::vector<int32_t> narrow(inputs.cu_seqlens.begin(), inputs.cu_seqlens.end());
     Tensors tensors = inputs.tensors();
-    tensors.cu_seqlens = dtype == DType::kInt64 ? static_cast<const void*>(inputs.cu_seqlens.data())
-                                                : narrow.data();
+    tensors.cu_seqlens =
+        dtype == DType::kInt64 ? static_cast<const void*>(inputs.cu_seqlens.data()) : narrow.data();
     outputs.attach(&tensors);
     io::Buffer workspace(plan.workspace_bytes);
     ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());

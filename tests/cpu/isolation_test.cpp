@@ -145,7 +145,8 @@ TEST(Isolation, LastByteOfEveryTensor) {
       };
       copies.reserve(16);
       Problem p = inputs.problem;
-      for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta, &p.o}) desc->alignment = dtype_size(dtype);
+      for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta, &p.o})
+        desc->alignment = dtype_size(dtype);
       p.o = contiguous(dtype, {1, 9, 1, 11});
       p.o.alignment = dtype_size(dtype);
       Tensors t;

@@ -91,8 +91,7 @@ std::vector<double> decays(const Kernels& kernels, const std::vector<float>& raw
     PrepareArgs args;
     args.key_dim = static_cast<int>(std::min<std::size_t>(256, raw.size() - at));
     args.num_tokens = 1;
-    args.q = args.k = args.beta = {reinterpret_cast<const char*>(ones.data()), 0,
-                                   DType::kFloat32};
+    args.q = args.k = args.beta = {reinterpret_cast<const char*>(ones.data()), 0, DType::kFloat32};
     args.g = {reinterpret_cast<const char*>(raw.data() + at), 0, DType::kFloat32};
     args.gate_mode = mode;
     args.gate_factor = factor;
@@ -132,12 +131,12 @@ TEST_P(KernelsTest, SlowDecaysKeepTheirDigits) {
 }
 
 TEST_P(KernelsTest, ExtremeGates) {
-  const std::vector<float> raw = {-88,    -103, -104,  -1000, -INFINITY, -3e38f,
-                                  -1e-45f, 0,    -0.0f, 89};
+  const std::vector<float> raw = {-88,    -103,    -104, -1000, -INFINITY,
+                                  -3e38f, -1e-45f, 0,    -0.0f, 88.5f};
   const std::vector<double> got = decays(kernels(), raw, GateMode::kLog, 1, -5);
   for (std::size_t i = 0; i < 6; ++i) EXPECT_NEAR(got[i], 0, 1e-37) << raw[i];
   for (std::size_t i = 6; i < 9; ++i) EXPECT_EQ(got[i], 1) << raw[i];
-  EXPECT_TRUE(std::isinf(got[9]) || got[9] > 3e38);
+  EXPECT_NEAR(got[9] / std::exp(88.5), 1, 1e-6);
 }
 
 TEST_P(KernelsTest, GatesFollowTheirFormulas) {
@@ -151,11 +150,12 @@ TEST_P(KernelsTest, GatesFollowTheirFormulas) {
       const double x = raw[i];
       const double g = -5 / (1 + std::exp(-factor * x));
       ASSERT_NEAR(bounded[i] / std::exp(g), 1, 1e-6) << x;
-      if (g > -0.1) {
-        ASSERT_NEAR((bounded[i] - 1) / std::expm1(g), g < -1e-30 ? 1 : 0, 2e-6) << x;
+      if (g > -0.1 && g < -1e-9) {
+        // A double holds 1 - decay to 1e-16 only.
+        ASSERT_NEAR((bounded[i] - 1) / std::expm1(g), 1, 2e-6 + 3e-16 / std::fabs(g)) << x;
       }
-      const double s = -static_cast<double>(factor) *
-                       (std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))));
+      const double s =
+          -static_cast<double>(factor) * (std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))));
       if (s > -80) {
         ASSERT_NEAR(softplus[i] / std::exp(s), 1, 1e-5) << x;
       }

@@ -136,8 +136,8 @@ TEST(States, Bf16StatesRoundOnce) {
     for (int64_t h = 0; h < kHeads; ++h)
       for (int64_t d = 0; d < kK; ++d)
         for (int64_t c = 0; c < kV; ++c) {
-          const int64_t at = layout == StateLayout::kKV ? (h * kK + d) * kV + c
-                                                        : (h * kV + c) * kK + d;
+          const int64_t at =
+              layout == StateLayout::kKV ? (h * kK + d) * kV + c : (h * kV + c) * kK + d;
           ASSERT_EQ(rounded.outputs.final_state.as<uint16_t>()[at],
                     float_to_bf16(exact.outputs.final_state.as<float>()[(h * kK + d) * kV + c]));
         }
@@ -162,8 +162,8 @@ TEST(States, CheckpointsAreTheStatesThere) {
       Inputs prefix = inputs;
       prefix.problem.num_tokens = (c + 1) * every;
       const test::Result there = test::run_inputs(prefix);
-      EXPECT_EQ(std::memcmp(slot(result.outputs.checkpoints, c),
-                            there.outputs.final_state.data(), kStateElems * 4),
+      EXPECT_EQ(std::memcmp(slot(result.outputs.checkpoints, c), there.outputs.final_state.data(),
+                            kStateElems * 4),
                 0)
           << every << " " << c;
     }
@@ -223,10 +223,10 @@ TEST(States, OracleBackendServesTheSameOptions) {
     const test::Result truth = test::run_inputs(inputs, {.plan = test::with_backend("oracle")});
     const test::Result fast = test::run_inputs(inputs);
     for (int64_t i = 0; i < 3 * kStateElems; ++i) {
-      ASSERT_NEAR(truth.outputs.checkpoints.as<float>()[i],
-                  fast.outputs.checkpoints.as<float>()[i], 1e-5);
-      ASSERT_NEAR(truth.outputs.final_state.as<float>()[i],
-                  fast.outputs.final_state.as<float>()[i], 1e-5);
+      ASSERT_NEAR(truth.outputs.checkpoints.as<float>()[i], fast.outputs.checkpoints.as<float>()[i],
+                  1e-5);
+      ASSERT_NEAR(truth.outputs.final_state.as<float>()[i], fast.outputs.final_state.as<float>()[i],
+                  1e-5);
     }
   }
 }

@@ -57,8 +57,8 @@ std::string run_case(const Options& options, int64_t index) {
   const Problem& p = inputs.problem;
   const std::vector<std::string> backends = test::blocked_backends();
   test::RunOptions run;
-  run.plan.backend = backends[static_cast<std::size_t>(
-      random.below(static_cast<int64_t>(backends.size())))];
+  run.plan.backend =
+      backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   run.plan.num_threads = 1;
   const test::Result before = test::run_inputs(inputs, run);
   const std::size_t row = static_cast<std::size_t>(p.num_value_heads * p.value_dim * 4);

@@ -18,8 +18,8 @@ std::string build(const std::string& header, std::size_t payload) {
 /// A header in the right grammar with values that may be anything.
 std::string random_header(Random& random) {
   static const char* kTypes[] = {"F32", "BF16", "F16", "I32", "I64", "U8", "f32", ""};
-  static const char* kNames[] = {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens",
-                                 "initial_state", "x"};
+  static const char* kNames[] = {
+      "q", "k", "v", "g", "beta", "A_log", "dt_bias", "cu_seqlens", "initial_state", "x"};
   const auto number = [&]() -> std::string {
     switch (random.below(6)) {
       case 0: return "-1";
@@ -63,9 +63,10 @@ std::string good_file(Random& random) {
   std::string header = "{", payload;
   for (const auto& [name, tensor] : file.tensors) {
     header += cat(header.size() > 1 ? "," : "", "\"", name, "\":{\"dtype\":\"F32\",\"shape\":[");
-    for (std::size_t d = 0; d < tensor.shape.size(); ++d) header += cat(d ? "," : "", tensor.shape[d]);
-    header += cat("],\"data_offsets\":[", payload.size(), ",", payload.size() + tensor.data.size(),
-                  "]}");
+    for (std::size_t d = 0; d < tensor.shape.size(); ++d)
+      header += cat(d ? "," : "", tensor.shape[d]);
+    header +=
+        cat("],\"data_offsets\":[", payload.size(), ",", payload.size() + tensor.data.size(), "]}");
     payload.append(tensor.data.as<char>(), tensor.data.size());
   }
   std::string bytes = build(header + "}", 0);
@@ -74,9 +75,9 @@ std::string good_file(Random& random) {
 
 std::string run_case(const Options& options, int64_t index) {
   Random random = random_of(options, index);
-  std::string bytes = index % 2 ? good_file(random)
-                                : build(random_header(random),
-                                        static_cast<std::size_t>(random.below(256)));
+  std::string bytes =
+      index % 2 ? good_file(random)
+                : build(random_header(random), static_cast<std::size_t>(random.below(256)));
   if (random.chance(0.8)) bytes = damage(std::move(bytes), random);
   try {
     const io::SafetensorsFile file = io::parse_safetensors(bytes.data(), bytes.size());

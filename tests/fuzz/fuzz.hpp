@@ -13,10 +13,11 @@
 namespace kda::fuzz {
 
 struct Options {
-  uint64_t seed = 0;
+  uint64_t seed = 1;
   int64_t first = 0;
   int64_t count = 100;
   int32_t num_threads = 2;
+  std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
 };
 
 /// What a fuzzer found: failures (empty: good) and a summary line.

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <map>
 #include <mutex>
 
@@ -24,7 +23,8 @@ Report run_cases(const Options& options, const std::function<std::string(int64_t
     }
     if (failure.empty()) return;
     const std::lock_guard lock(mutex);
-    report.failures.push_back(fmt::format("--first {} --count 1: {}", options.first + idx, failure));
+    report.failures.push_back(
+        fmt::format("--first {} --count 1: {}", options.first + idx, failure));
   };
   throw_if_error(parallel_tasks(options.count, options.num_threads, task));
   return report;
@@ -43,17 +43,14 @@ int main(int argc, char** argv) {
   CLI::App app{"Random cases against the oracle and the contract"};
   std::string what;
   Options options;
-  // A new seed every day, the same for a whole day's runs: printed below.
-  options.seed = static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::hours>(
-          std::chrono::system_clock::now().time_since_epoch())
-          .count() / 24);
-  app.add_option("what", what)->required()->check(
-      CLI::IsMember({"accuracy", "causality", "files", "problems"}));
-  app.add_option("--seed", options.seed, "default: the day");
+  app.add_option("what", what)
+      ->required()
+      ->check(CLI::IsMember({"accuracy", "causality", "files", "problems"}));
+  app.add_option("--seed", options.seed, "other seeds, other cases");
   app.add_option("--first", options.first);
   app.add_option("--count", options.count);
   app.add_option("--threads", options.num_threads);
+  app.add_option("--dump", options.dump, "accuracy, --count 1: also write the inputs to a file");
   CLI11_PARSE(app, argc, argv);
 
   fmt::print("kda_fuzz {} --seed {} --first {} --count {}\n", what, options.seed, options.first,

@@ -143,7 +143,8 @@ std::string run_case(const Options& options, int64_t index) {
   PlanOptions plan_options;
   plan_options.num_threads = 1;
   if (random.chance(0.3)) {
-    plan_options = test::fixed_segments(1 + random.below(4), static_cast<SegmentMethod>(random.below(2)));
+    plan_options =
+        test::fixed_segments(1 + random.below(4), static_cast<SegmentMethod>(random.below(2)));
     plan_options.num_threads = 1;
   }
   Memory memory;
@@ -168,7 +169,8 @@ std::string run_case(const Options& options, int64_t index) {
   if (memory.too_large) return "";
   std::vector<int32_t> slots(4096), accepted(64);
   for (int32_t& slot : slots) slot = static_cast<int32_t>(random.below(9) - 1);
-  for (std::size_t i = 0; i < accepted.size(); ++i) accepted[i] = static_cast<int32_t>(random.below(3));
+  for (std::size_t i = 0; i < accepted.size(); ++i)
+    accepted[i] = static_cast<int32_t>(random.below(3));
   for (std::size_t i = 0; i < slots.size() && random.chance(0.9); ++i)
     slots[i] = static_cast<int32_t>(i % 8);
   const std::vector<uint8_t> mask(64, 1);

@@ -105,8 +105,8 @@ TEST(Safetensors, BadFilesAreRefusedWithTheReason) {
 SafetensorsFile sample() {
   SafetensorsFile file;
   file.metadata = {{"gate", "log"}, {"note", "anything \"quoted\""}};
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt32,
-                            DType::kInt64}) {
+  for (const DType dtype :
+       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kInt32, DType::kInt64}) {
     FileTensor tensor{dtype, {2, 3}, Buffer(static_cast<std::size_t>(6 * dtype_size(dtype)))};
     for (std::size_t i = 0; i < tensor.data.size(); ++i)
       tensor.data.data()[i] = static_cast<std::byte>(i * 7);

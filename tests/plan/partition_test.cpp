@@ -35,11 +35,11 @@ int64_t cula(const std::string& lengths, int64_t heads, int64_t sms = 152) {
 }
 
 TEST(CulaPolicy, PublishedTableFor152Sms) {
-  for (const char* lengths : {"64K", "128K", "64K,512,256,128", "128K,1K", "128K,2x1K",
-                              "128K,5x1K", "128K,10x1K"})
+  for (const char* lengths :
+       {"64K", "128K", "64K,512,256,128", "128K,1K", "128K,2x1K", "128K,5x1K", "128K,10x1K"})
     EXPECT_EQ(cula(lengths, 4), 19) << lengths;
-  for (const char* lengths : {"64K", "128K", "64K,512,256,128", "128K,1K", "128K,2x1K",
-                              "128K,5x1K"})
+  for (const char* lengths :
+       {"64K", "128K", "64K,512,256,128", "128K,1K", "128K,2x1K", "128K,5x1K"})
     EXPECT_EQ(cula(lengths, 8), 9) << lengths;
   EXPECT_EQ(cula("128K,10x1K", 8), 1);
   for (const int64_t heads : {4, 8})

@@ -129,8 +129,8 @@ TEST(Planner, OracleHasNoSegments) {
 }
 
 TEST(Planner, WorkspaceBlocksAreDisjointAndAligned) {
-  const Plan plan = plan_for("1000", 2, cpu_facts(),
-                             test::fixed_segments(3, SegmentMethod::kOnePass));
+  const Plan plan =
+      plan_for("1000", 2, cpu_facts(), test::fixed_segments(3, SegmentMethod::kOnePass));
   std::size_t at = 0;
   for (const WorkspaceBlock& block : plan.workspace) {
     EXPECT_EQ(block.offset, at);

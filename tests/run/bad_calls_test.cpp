@@ -104,8 +104,7 @@ struct Call {
     io::Buffer workspace(plan.workspace_bytes + 8);
     workspace.fill(0xff);
     char* at = workspace.as<char>() + (shift_workspace ? 8 : 0);
-    return run(plan, tensors, null_workspace ? nullptr : at,
-               plan.workspace_bytes - workspace_cut);
+    return run(plan, tensors, null_workspace ? nullptr : at, plan.workspace_bytes - workspace_cut);
   }
 };
 
@@ -118,38 +117,58 @@ struct BadCall {
 using C = Call;
 
 const BadCall kBadProblems[] = {
-    {"operation", [](C& c) { c.problem.operation = static_cast<Operation>(7); }, "operation: value 7"},
+    {"operation", [](C& c) { c.problem.operation = static_cast<Operation>(7); },
+     "operation: value 7"},
     {"batch_negative", [](C& c) { c.problem.batch = -1; }, "batch: B = -1"},
     {"batch_huge", [](C& c) { c.problem.batch = kHuge; }, "batch: B"},
     {"tokens_negative", [](C& c) { c.problem.num_tokens = -1; }, "num_tokens: T = -1"},
     {"tokens_huge", [](C& c) { c.problem.num_tokens = kHuge; }, "num_tokens: T"},
     {"tokens_product",
-     [](C& c) { c.problem.batch = 1 << 20; c.problem.num_tokens = 1 << 20; }, "B * T"},
+     [](C& c) {
+       c.problem.batch = 1 << 20;
+       c.problem.num_tokens = 1 << 20;
+     },
+     "B * T"},
     {"heads_zero", [](C& c) { c.problem.num_heads = 0; }, "num_heads: H = 0"},
     {"heads_negative", [](C& c) { c.problem.num_heads = -2; }, "num_heads: H = -2"},
     {"heads_huge", [](C& c) { c.problem.num_heads = 70000; }, "num_heads: H"},
     {"value_heads_zero", [](C& c) { c.problem.num_value_heads = 0; }, "num_value_heads"},
-    {"value_heads_ratio", [](C& c) { c.problem.num_value_heads = 3; }, "v: HV = 3 is not a multiple of H = 2"},
-    {"value_heads_fewer", [](C& c) { c.problem.num_value_heads = 1; }, "v: HV = 1 is not a multiple"},
+    {"value_heads_ratio", [](C& c) { c.problem.num_value_heads = 3; },
+     "v: HV = 3 is not a multiple of H = 2"},
+    {"value_heads_fewer", [](C& c) { c.problem.num_value_heads = 1; },
+     "v: HV = 1 is not a multiple"},
     {"key_dim_zero", [](C& c) { c.problem.key_dim = 0; }, "key_dim: K = 0"},
     {"key_dim_large", [](C& c) { c.problem.key_dim = 257; }, "key_dim: K = 257"},
     {"value_dim_zero", [](C& c) { c.problem.value_dim = 0; }, "value_dim: V = 0"},
     {"value_dim_large", [](C& c) { c.problem.value_dim = 1000; }, "value_dim: V = 1000"},
     {"sequences_negative", [](C& c) { c.problem.num_sequences = -1; }, "num_sequences: N = -1"},
     {"sequences_huge", [](C& c) { c.problem.num_sequences = kHuge; }, "num_sequences: N"},
-    {"sequences_without_lengths", [](C& c) { c.problem.cu_seqlens.reset(); }, "num_sequences: N = 3 is not B = 1"},
-    {"lengths_with_batch",
-     [](C& c) { c.problem.batch = 3; }, "cu_seqlens: needs batch = 1"},
-    {"lengths_dtype", [](C& c) { c.problem.cu_seqlens = DType::kFloat32; }, "cu_seqlens: dtype fp32"},
-    {"gate_unknown", [](C& c) { c.problem.gate_mode = static_cast<GateMode>(9); }, "gate_mode: value 9"},
-    {"gate_negative", [](C& c) { c.problem.gate_mode = static_cast<GateMode>(-1); }, "gate_mode: value -1"},
-    {"beta_mode_unknown", [](C& c) { c.problem.beta_mode = static_cast<BetaMode>(3); }, "beta_mode: value 3"},
-    {"layout_unknown", [](C& c) { c.problem.state_layout = static_cast<StateLayout>(2); }, "state_layout: value 2"},
+    {"sequences_without_lengths", [](C& c) { c.problem.cu_seqlens.reset(); },
+     "num_sequences: N = 3 is not B = 1"},
+    {"lengths_with_batch", [](C& c) { c.problem.batch = 3; }, "cu_seqlens: needs batch = 1"},
+    {"lengths_dtype", [](C& c) { c.problem.cu_seqlens = DType::kFloat32; },
+     "cu_seqlens: dtype fp32"},
+    {"gate_unknown", [](C& c) { c.problem.gate_mode = static_cast<GateMode>(9); },
+     "gate_mode: value 9"},
+    {"gate_negative", [](C& c) { c.problem.gate_mode = static_cast<GateMode>(-1); },
+     "gate_mode: value -1"},
+    {"beta_mode_unknown", [](C& c) { c.problem.beta_mode = static_cast<BetaMode>(3); },
+     "beta_mode: value 3"},
+    {"layout_unknown", [](C& c) { c.problem.state_layout = static_cast<StateLayout>(2); },
+     "state_layout: value 2"},
     {"softplus_needs_A_log",
-     [](C& c) { c.problem.gate_mode = GateMode::kSoftplus; c.problem.A_log.reset(); }, "A_log: required"},
+     [](C& c) {
+       c.problem.gate_mode = GateMode::kSoftplus;
+       c.problem.A_log.reset();
+     },
+     "A_log: required"},
     {"log_takes_no_A_log", [](C& c) { c.problem.gate_mode = GateMode::kLog; }, "A_log: given"},
     {"log_takes_no_dt_bias",
-     [](C& c) { c.problem.gate_mode = GateMode::kLog; c.problem.A_log.reset(); }, "dt_bias: given"},
+     [](C& c) {
+       c.problem.gate_mode = GateMode::kLog;
+       c.problem.A_log.reset();
+     },
+     "dt_bias: given"},
     {"lower_bound_zero", [](C& c) { c.problem.lower_bound = 0; }, "lower_bound: 0"},
     {"lower_bound_positive", [](C& c) { c.problem.lower_bound = 5; }, "lower_bound: 5"},
     {"lower_bound_nan", [](C& c) { c.problem.lower_bound = NAN; }, "lower_bound"},
@@ -163,7 +182,8 @@ const BadCall kBadProblems[] = {
     {"beta_dtype", [](C& c) { c.problem.beta.dtype = DType::kInt32; }, "beta: dtype"},
     {"o_dtype", [](C& c) { c.problem.o.dtype = DType::kInt32; }, "o: dtype"},
     {"A_log_dtype", [](C& c) { c.problem.A_log->dtype = DType::kBFloat16; }, "A_log: dtype bf16"},
-    {"dt_bias_dtype", [](C& c) { c.problem.dt_bias->dtype = DType::kFloat16; }, "dt_bias: dtype fp16"},
+    {"dt_bias_dtype", [](C& c) { c.problem.dt_bias->dtype = DType::kFloat16; },
+     "dt_bias: dtype fp16"},
     {"q_innermost", [](C& c) { c.problem.q.strides[3] = 2; }, "q: innermost stride is 2"},
     {"k_innermost", [](C& c) { c.problem.k.strides[3] = 0; }, "k: innermost stride is 0"},
     {"v_innermost", [](C& c) { c.problem.v.strides[3] = -1; }, "v: innermost stride is -1"},
@@ -180,34 +200,73 @@ const BadCall kBadProblems[] = {
     {"q_alignment_odd", [](C& c) { c.problem.q.alignment = 24; }, "q: alignment 24"},
     {"q_alignment_huge", [](C& c) { c.problem.q.alignment = 8192; }, "q: alignment 8192"},
     {"q_alignment_below_type", [](C& c) { c.problem.q.alignment = 2; }, "q: alignment 2 is below"},
-    {"k_stride_misaligned", [](C& c) { c.problem.k.strides[1] = 33; }, "k: stride 33 of dimension 1 is 132 bytes"},
-    {"o_overlapping_tokens", [](C& c) { c.problem.o.strides[1] = 0; }, "o: stride 0 makes elements of this output overlap"},
+    {"k_stride_misaligned", [](C& c) { c.problem.k.strides[1] = 33; },
+     "k: stride 33 of dimension 1 is 132 bytes"},
+    {"o_overlapping_tokens", [](C& c) { c.problem.o.strides[1] = 0; },
+     "o: stride 0 makes elements of this output overlap"},
     {"o_overlapping_heads", [](C& c) { c.problem.o.strides[2] = 4; }, "o: stride 4"},
-    {"final_overlapping_slots", [](C& c) { c.problem.final_state->tensor.strides[0] = 8; }, "final_state: stride"},
-    {"initial_dtype", [](C& c) { c.problem.initial_state->tensor.dtype = DType::kFloat16; }, "initial_state: dtype fp16"},
-    {"final_dtype", [](C& c) { c.problem.final_state->tensor.dtype = DType::kInt32; }, "final_state: dtype"},
-    {"checkpoint_dtype", [](C& c) { c.problem.checkpoints->tensor.dtype = DType::kFloat16; }, "checkpoints: dtype"},
-    {"initial_slots_negative", [](C& c) { c.problem.initial_state->num_slots = -1; }, "initial_state: num_slots = -1"},
-    {"initial_slots_mismatch", [](C& c) { c.problem.initial_state->indexed = false; }, "initial_state: num_slots = 8 is not the number of sequences"},
-    {"final_slots_mismatch", [](C& c) { c.problem.final_state->indexed = false; }, "final_state: num_slots = 8"},
-    {"initial_innermost", [](C& c) { c.problem.initial_state->tensor.strides[3] = 2; }, "initial_state: innermost"},
-    {"initial_slot_stride_overflow", [](C& c) { c.problem.initial_state->tensor.strides[0] = kHuge / 4; }, "initial_state: stride"},
+    {"final_overlapping_slots", [](C& c) { c.problem.final_state->tensor.strides[0] = 8; },
+     "final_state: stride"},
+    {"initial_dtype", [](C& c) { c.problem.initial_state->tensor.dtype = DType::kFloat16; },
+     "initial_state: dtype fp16"},
+    {"final_dtype", [](C& c) { c.problem.final_state->tensor.dtype = DType::kInt32; },
+     "final_state: dtype"},
+    {"checkpoint_dtype", [](C& c) { c.problem.checkpoints->tensor.dtype = DType::kFloat16; },
+     "checkpoints: dtype"},
+    {"initial_slots_negative", [](C& c) { c.problem.initial_state->num_slots = -1; },
+     "initial_state: num_slots = -1"},
+    {"initial_slots_mismatch", [](C& c) { c.problem.initial_state->indexed = false; },
+     "initial_state: num_slots = 8 is not the number of sequences"},
+    {"final_slots_mismatch", [](C& c) { c.problem.final_state->indexed = false; },
+     "final_state: num_slots = 8"},
+    {"initial_innermost", [](C& c) { c.problem.initial_state->tensor.strides[3] = 2; },
+     "initial_state: innermost"},
+    {"initial_slot_stride_overflow",
+     [](C& c) { c.problem.initial_state->tensor.strides[0] = kHuge / 4; }, "initial_state: stride"},
     {"checkpoint_every_zero", [](C& c) { c.problem.checkpoint_every = 0; }, "checkpoint_every: 0"},
     {"checkpoint_every_odd", [](C& c) { c.problem.checkpoint_every = 24; }, "checkpoint_every: 24"},
-    {"checkpoint_every_negative", [](C& c) { c.problem.checkpoint_every = -16; }, "checkpoint_every: -16"},
-    {"checkpoint_count",
-     [](C& c) { c.problem.checkpoints->indexed = false; }, "checkpoints: num_slots = 8 is not the number of checkpoints 2"},
-    {"mask_without_state", [](C& c) { c.problem.initial_state.reset(); }, "initial_state_mask: given without"},
+    {"checkpoint_every_negative", [](C& c) { c.problem.checkpoint_every = -16; },
+     "checkpoint_every: -16"},
+    {"checkpoint_count", [](C& c) { c.problem.checkpoints->indexed = false; },
+     "checkpoints: num_slots = 8 is not the number of checkpoints 2"},
+    {"mask_without_state", [](C& c) { c.problem.initial_state.reset(); },
+     "initial_state_mask: given without"},
     {"columns_in_forward", [](C& c) { c.problem.state_index_columns = 2; }, "state_index_columns"},
-    {"accepted_in_forward", [](C& c) { c.problem.num_accepted_tokens = true; }, "num_accepted_tokens"},
-    {"decode_without_pool", [](C& c) { c.make_decode(); c.problem.initial_state.reset(); }, "initial_state: decode needs"},
+    {"accepted_in_forward", [](C& c) { c.problem.num_accepted_tokens = true; },
+     "num_accepted_tokens"},
+    {"decode_without_pool",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state.reset();
+     },
+     "initial_state: decode needs"},
     {"decode_final_state",
-     [](C& c) { const auto s = c.problem.final_state; c.make_decode(); c.problem.final_state = s; }, "final_state: decode writes"},
+     [](C& c) {
+       const auto s = c.problem.final_state;
+       c.make_decode();
+       c.problem.final_state = s;
+     },
+     "final_state: decode writes"},
     {"decode_checkpoints",
-     [](C& c) { const auto s = c.problem.checkpoints; c.make_decode(); c.problem.checkpoints = s; }, "checkpoints: belong to forward"},
+     [](C& c) {
+       const auto s = c.problem.checkpoints;
+       c.make_decode();
+       c.problem.checkpoints = s;
+     },
+     "checkpoints: belong to forward"},
     {"decode_too_many_tokens",
-     [](C& c) { c.make_decode(); c.problem.num_tokens = 9; c.problem.batch = c.problem.num_sequences = 1; }, "num_tokens: decode takes 1..8"},
-    {"decode_columns_zero", [](C& c) { c.make_decode(); c.problem.state_index_columns = 0; }, "state_index_columns: S = 0"},
+     [](C& c) {
+       c.make_decode();
+       c.problem.num_tokens = 9;
+       c.problem.batch = c.problem.num_sequences = 1;
+     },
+     "num_tokens: decode takes 1..8"},
+    {"decode_columns_zero",
+     [](C& c) {
+       c.make_decode();
+       c.problem.state_index_columns = 0;
+     },
+     "state_index_columns: S = 0"},
     {"decode_columns_unindexed",
      [](C& c) {
        c.make_decode();
@@ -217,20 +276,37 @@ const BadCall kBadProblems[] = {
      },
      "needs indexed states"},
     {"decode_columns_too_few",
-     [](C& c) { c.make_decode(); c.problem.state_index_columns = 2; c.problem.num_tokens = 3; c.problem.batch = c.problem.num_sequences = 1; },
+     [](C& c) {
+       c.make_decode();
+       c.problem.state_index_columns = 2;
+       c.problem.num_tokens = 3;
+       c.problem.batch = c.problem.num_sequences = 1;
+     },
      "state_index_columns: S = 2 is below the 3 tokens"},
-    {"decode_overlapping_pool", [](C& c) { c.make_decode(); c.problem.initial_state->tensor.strides[0] = 0; }, "initial_state: stride 0"},
-    {"lengths_missing", [](C& c) { c.cu_seqlens.clear(); }, "cu_seqlens: has 0 entries, needs N + 1 = 4"},
+    {"decode_overlapping_pool",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state->tensor.strides[0] = 0;
+     },
+     "initial_state: stride 0"},
+    {"lengths_missing", [](C& c) { c.cu_seqlens.clear(); },
+     "cu_seqlens: has 0 entries, needs N + 1 = 4"},
     {"lengths_short", [](C& c) { c.cu_seqlens.pop_back(); }, "cu_seqlens: has 3 entries"},
     {"lengths_first", [](C& c) { c.cu_seqlens[0] = 1; }, "cu_seqlens: starts with 1"},
     {"lengths_last", [](C& c) { c.cu_seqlens[3] = 41; }, "cu_seqlens: ends with 41"},
-    {"lengths_decreasing", [](C& c) { c.cu_seqlens[1] = 30; }, "cu_seqlens: entry 2 = 23 is below entry 1 = 30"},
+    {"lengths_decreasing", [](C& c) { c.cu_seqlens[1] = 30; },
+     "cu_seqlens: entry 2 = 23 is below entry 1 = 30"},
     {"lengths_negative", [](C& c) { c.cu_seqlens[1] = -5; }, "cu_seqlens: entry 1 = -5"},
     {"lengths_unasked",
-     [](C& c) { c.make_decode(); c.cu_seqlens = {0, 2, 4, 6}; }, "cu_seqlens: 4 lengths given"},
+     [](C& c) {
+       c.make_decode();
+       c.cu_seqlens = {0, 2, 4, 6};
+     },
+     "cu_seqlens: 4 lengths given"},
     {"threads_negative", [](C& c) { c.options.num_threads = -1; }, "num_threads: -1"},
     {"threads_huge", [](C& c) { c.options.num_threads = 5000; }, "num_threads: 5000"},
-    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<ContextParallel>(8); }, "context_parallel: value 8"},
+    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<ContextParallel>(8); },
+     "context_parallel: value 8"},
     {"segments_zero", [](C& c) { c.options = test::fixed_segments(0); }, "num_segments: 0"},
     {"segments_negative", [](C& c) { c.options = test::fixed_segments(-3); }, "num_segments: -3"},
     {"segments_huge", [](C& c) { c.options = test::fixed_segments(kHuge); }, "num_segments"},
@@ -247,61 +323,160 @@ const BadCall kBadRuns[] = {
     {"A_log_null", [](C& c) { c.tensors.A_log = nullptr; }, "A_log: pointer is null"},
     {"dt_bias_null", [](C& c) { c.tensors.dt_bias = nullptr; }, "dt_bias: pointer is null"},
     {"o_null", [](C& c) { c.tensors.o = nullptr; }, "o: pointer is null"},
-    {"initial_null", [](C& c) { c.tensors.initial_state = nullptr; }, "initial_state: pointer is null"},
+    {"initial_null", [](C& c) { c.tensors.initial_state = nullptr; },
+     "initial_state: pointer is null"},
     {"final_null", [](C& c) { c.tensors.final_state = nullptr; }, "final_state: pointer is null"},
-    {"checkpoints_null", [](C& c) { c.tensors.checkpoints = nullptr; }, "checkpoints: pointer is null"},
-    {"initial_indices_null", [](C& c) { c.initial_idx.clear(); }, "initial_state_indices: pointer is null"},
-    {"final_indices_null", [](C& c) { c.final_idx.clear(); }, "final_state_indices: pointer is null"},
-    {"checkpoint_indices_null", [](C& c) { c.checkpoint_idx.clear(); }, "checkpoint_indices: pointer is null"},
+    {"checkpoints_null", [](C& c) { c.tensors.checkpoints = nullptr; },
+     "checkpoints: pointer is null"},
+    {"initial_indices_null", [](C& c) { c.initial_idx.clear(); },
+     "initial_state_indices: pointer is null"},
+    {"final_indices_null", [](C& c) { c.final_idx.clear(); },
+     "final_state_indices: pointer is null"},
+    {"checkpoint_indices_null", [](C& c) { c.checkpoint_idx.clear(); },
+     "checkpoint_indices: pointer is null"},
     {"mask_null", [](C& c) { c.mask.clear(); }, "initial_state_mask: pointer is null"},
-    {"q_misaligned", [](C& c) { c.tensors.q = c.inputs.q.data() + 4; }, "q: pointer is not aligned to the stated 16"},
-    {"v_misaligned", [](C& c) { c.tensors.v = c.inputs.v.data() + 8; }, "v: pointer is not aligned"},
+    {"q_misaligned", [](C& c) { c.tensors.q = c.inputs.q.data() + 4; },
+     "q: pointer is not aligned to the stated 16"},
+    {"v_misaligned", [](C& c) { c.tensors.v = c.inputs.v.data() + 8; },
+     "v: pointer is not aligned"},
     {"o_misaligned", [](C& c) { c.tensors.o = c.o.data() + 2; }, "o: pointer is not aligned"},
-    {"pool_misaligned", [](C& c) { c.tensors.initial_state = c.pool.data() + 4; }, "initial_state: pointer is not aligned"},
-    {"initial_slot_below", [](C& c) { c.initial_idx[0] = -2; }, "initial_state_indices: entry 0 = -2 is outside -1..7"},
-    {"initial_slot_above", [](C& c) { c.initial_idx[2] = 8; }, "initial_state_indices: entry 2 = 8"},
-    {"initial_slot_max", [](C& c) { c.initial_idx[1] = INT_MAX; }, "initial_state_indices: entry 1"},
+    {"pool_misaligned", [](C& c) { c.tensors.initial_state = c.pool.data() + 4; },
+     "initial_state: pointer is not aligned"},
+    {"initial_slot_below", [](C& c) { c.initial_idx[0] = -2; },
+     "initial_state_indices: entry 0 = -2 is outside -1..7"},
+    {"initial_slot_above", [](C& c) { c.initial_idx[2] = 8; },
+     "initial_state_indices: entry 2 = 8"},
+    {"initial_slot_max", [](C& c) { c.initial_idx[1] = INT_MAX; },
+     "initial_state_indices: entry 1"},
     {"final_slot_below", [](C& c) { c.final_idx[1] = INT_MIN; }, "final_state_indices: entry 1"},
     {"final_slot_above", [](C& c) { c.final_idx[1] = 8; }, "final_state_indices: entry 1 = 8"},
-    {"checkpoint_slot_above", [](C& c) { c.checkpoint_idx[1] = 9; }, "checkpoint_indices: entry 1 = 9"},
-    {"final_slot_twice", [](C& c) { c.final_idx = {3, 3, 5}; }, "final_state_indices: slot 3 would be written twice"},
-    {"checkpoint_slot_twice", [](C& c) { c.checkpoint_idx = {6, 6}; }, "checkpoint_indices: slot 6 would be written twice"},
-    {"slot_read_and_written", [](C& c) { c.final_idx = {1, 4, 5}; }, "initial_state_indices: slot 1 of sequence 1 would be written by another"},
-    {"checkpoint_into_final_slot", [](C& c) { c.tensors.checkpoints = c.pool.data(); c.checkpoint_idx = {3, 7}; }, "checkpoint_indices: slot 3 would be written twice"},
-    {"checkpoint_into_read_slot", [](C& c) { c.tensors.checkpoints = c.pool.data(); c.checkpoint_idx = {0, 7}; }, "initial_state_indices: slot 0"},
+    {"checkpoint_slot_above", [](C& c) { c.checkpoint_idx[1] = 9; },
+     "checkpoint_indices: entry 1 = 9"},
+    {"final_slot_twice",
+     [](C& c) {
+       c.final_idx = {3, 3, 5};
+     },
+     "final_state_indices: slot 3 would be written twice"},
+    {"checkpoint_slot_twice",
+     [](C& c) {
+       c.checkpoint_idx = {6, 6};
+     },
+     "checkpoint_indices: slot 6 would be written twice"},
+    {"slot_read_and_written",
+     [](C& c) {
+       c.final_idx = {1, 4, 5};
+     },
+     "initial_state_indices: slot 1 of sequence 1 would be written by another"},
+    {"checkpoint_into_final_slot",
+     [](C& c) {
+       c.tensors.checkpoints = c.pool.data();
+       c.checkpoint_idx = {3, 7};
+     },
+     "checkpoint_indices: slot 3 would be written twice"},
+    {"checkpoint_into_read_slot",
+     [](C& c) {
+       c.tensors.checkpoints = c.pool.data();
+       c.checkpoint_idx = {0, 7};
+     },
+     "initial_state_indices: slot 0"},
     {"checkpoint_pool_read",
-     [](C& c) { c.problem.final_state.reset(); c.tensors.checkpoints = c.pool.data(); c.checkpoint_idx = {2, 7}; },
+     [](C& c) {
+       c.problem.final_state.reset();
+       c.tensors.checkpoints = c.pool.data();
+       c.checkpoint_idx = {2, 7};
+     },
      "initial_state_indices: slot 2"},
     {"o_over_q", [](C& c) { c.tensors.o = c.inputs.q.data(); }, "o: overlaps q"},
-    {"o_over_end_of_v", [](C& c) { c.tensors.o = c.inputs.v.data() + c.inputs.v.size() - 16; }, "o: overlaps v"},
-    {"o_over_beta", [](C& c) { c.tensors.o = c.inputs.beta.data(); }, "o: overlaps beta"},
+    {"o_over_end_of_v", [](C& c) { c.tensors.o = c.inputs.v.data() + c.inputs.v.size() - 16; },
+     "o: overlaps v"},
+    {"o_over_beta", [](C& c) { c.tensors.o = c.inputs.beta.data(); }, "o: overlaps"},
     {"o_over_g", [](C& c) { c.tensors.o = c.inputs.g.data() + 64; }, "o: overlaps g"},
     {"o_over_pool", [](C& c) { c.tensors.o = c.pool.data() + 256; }, "o: overlaps initial_state"},
     {"final_over_k", [](C& c) { c.tensors.final_state = c.inputs.k.data(); }, "final_state"},
-    {"final_over_shifted_pool", [](C& c) { c.tensors.final_state = c.pool.data() + 16; }, "final_state: overlaps"},
-    {"checkpoints_over_o", [](C& c) { c.tensors.checkpoints = c.o.data(); }, "o: overlaps checkpoints"},
+    {"final_over_shifted_pool", [](C& c) { c.tensors.final_state = c.pool.data() + 16; },
+     "final_state: overlaps"},
+    {"checkpoints_over_o", [](C& c) { c.tensors.checkpoints = c.o.data(); },
+     "o: overlaps checkpoints"},
     {"workspace_null", [](C& c) { c.null_workspace = true; }, "workspace: is null"},
     {"workspace_small", [](C& c) { c.workspace_cut = 1; }, "workspace: has"},
-    {"workspace_misaligned", [](C& c) { c.shift_workspace = true; }, "workspace: is not aligned to 64"},
+    {"workspace_misaligned", [](C& c) { c.shift_workspace = true; },
+     "workspace: is not aligned to 64"},
     {"bounds_lengths_null", [](C& c) { c.from_bounds = true; }, "cu_seqlens: pointer is null"},
     {"bounds_lengths_decreasing",
-     [](C& c) { c.from_bounds = true; c.cu_seqlens[1] = 35; c.tensors.cu_seqlens = c.cu_seqlens.data(); }, "cu_seqlens: entry 2 = 23"},
+     [](C& c) {
+       c.from_bounds = true;
+       c.cu_seqlens[1] = 35;
+       c.tensors.cu_seqlens = c.cu_seqlens.data();
+     },
+     "cu_seqlens: entry 2 = 23"},
     {"bounds_lengths_first",
-     [](C& c) { c.from_bounds = true; c.cu_seqlens[0] = -1; c.tensors.cu_seqlens = c.cu_seqlens.data(); }, "cu_seqlens: starts with -1"},
+     [](C& c) {
+       c.from_bounds = true;
+       c.cu_seqlens[0] = -1;
+       c.tensors.cu_seqlens = c.cu_seqlens.data();
+     },
+     "cu_seqlens: starts with -1"},
     {"bounds_lengths_last",
-     [](C& c) { c.from_bounds = true; c.cu_seqlens[3] = 1000; c.tensors.cu_seqlens = c.cu_seqlens.data(); }, "cu_seqlens: ends with 1000"},
+     [](C& c) {
+       c.from_bounds = true;
+       c.cu_seqlens[3] = 1000;
+       c.tensors.cu_seqlens = c.cu_seqlens.data();
+     },
+     "cu_seqlens: ends with 1000"},
     {"bounds_narrow_lengths",
-     [](C& c) { c.from_bounds = true; c.problem.cu_seqlens = DType::kInt32; c.cu_narrow[2] = INT_MAX; c.tensors.cu_seqlens = c.cu_narrow.data(); },
+     [](C& c) {
+       c.from_bounds = true;
+       c.problem.cu_seqlens = DType::kInt32;
+       c.cu_narrow[2] = INT_MAX;
+       c.tensors.cu_seqlens = c.cu_narrow.data();
+     },
      "cu_seqlens"},
     {"bounds_checkpoint_count",
-     [](C& c) { c.from_bounds = true; c.problem.checkpoints->indexed = false; c.tensors.cu_seqlens = c.cu_seqlens.data(); },
+     [](C& c) {
+       c.from_bounds = true;
+       c.problem.checkpoints->indexed = false;
+       c.tensors.cu_seqlens = c.cu_seqlens.data();
+     },
      "checkpoints: num_slots = 8"},
-    {"decode_slot_above", [](C& c) { c.make_decode(); c.initial_idx = {0, 8, 1}; }, "initial_state_indices: entry 1 = 8"},
-    {"decode_slot_below", [](C& c) { c.make_decode(); c.initial_idx = {0, -2, 1}; }, "initial_state_indices: entry 1 = -2"},
-    {"decode_slot_twice", [](C& c) { c.make_decode(); c.initial_idx = {4, 2, 4}; }, "initial_state_indices: slot 4 would be written twice"},
-    {"decode_accepted_null", [](C& c) { c.make_decode(); c.problem.num_accepted_tokens = true; c.accepted.clear(); }, "num_accepted_tokens: pointer is null"},
-    {"decode_accepted_zero", [](C& c) { c.make_decode(); c.problem.num_accepted_tokens = true; c.accepted = {1, 0, 1}; }, "num_accepted_tokens: entry 1 = 0"},
-    {"decode_accepted_above", [](C& c) { c.make_decode(); c.problem.num_accepted_tokens = true; c.accepted = {1, 2, 1}; }, "num_accepted_tokens: entry 1 = 2 is outside 1..1"},
+    {"decode_slot_above",
+     [](C& c) {
+       c.make_decode();
+       c.initial_idx = {0, 8, 1};
+     },
+     "initial_state_indices: entry 1 = 8"},
+    {"decode_slot_below",
+     [](C& c) {
+       c.make_decode();
+       c.initial_idx = {0, -2, 1};
+     },
+     "initial_state_indices: entry 1 = -2"},
+    {"decode_slot_twice",
+     [](C& c) {
+       c.make_decode();
+       c.initial_idx = {4, 2, 4};
+     },
+     "initial_state_indices: slot 4 would be written twice"},
+    {"decode_accepted_null",
+     [](C& c) {
+       c.make_decode();
+       c.problem.num_accepted_tokens = true;
+       c.accepted.clear();
+     },
+     "num_accepted_tokens: pointer is null"},
+    {"decode_accepted_zero",
+     [](C& c) {
+       c.make_decode();
+       c.problem.num_accepted_tokens = true;
+       c.accepted = {1, 0, 1};
+     },
+     "num_accepted_tokens: entry 1 = 0"},
+    {"decode_accepted_above",
+     [](C& c) {
+       c.make_decode();
+       c.problem.num_accepted_tokens = true;
+       c.accepted = {1, 2, 1};
+     },
+     "num_accepted_tokens: entry 1 = 2 is outside 1..1"},
     {"decode_written_while_read",
      [](C& c) {
        c.make_decode();
@@ -322,8 +497,18 @@ const BadCall kBadRuns[] = {
        c.tensors.cu_seqlens = c.cu_seqlens.data();
      },
      "cu_seqlens: decode takes at most 8"},
-    {"decode_pool_over_o", [](C& c) { c.make_decode(); c.tensors.initial_state = c.o.data(); }, "overlaps"},
-    {"decode_pool_null", [](C& c) { c.make_decode(); c.tensors.initial_state = nullptr; }, "initial_state: pointer is null"},
+    {"decode_pool_over_o",
+     [](C& c) {
+       c.make_decode();
+       c.tensors.initial_state = c.o.data();
+     },
+     "overlaps"},
+    {"decode_pool_null",
+     [](C& c) {
+       c.make_decode();
+       c.tensors.initial_state = nullptr;
+     },
+     "initial_state: pointer is null"},
 };
 
 class BadCalls : public testing::TestWithParam<BadCall> {};

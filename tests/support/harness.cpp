@@ -45,8 +45,8 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
-  throw_if_error(make_plan(result.problem, inputs.cu_seqlens, cpu_facts(), options.plan,
-                           &result.plan));
+  throw_if_error(
+      make_plan(result.problem, inputs.cu_seqlens, cpu_facts(), options.plan, &result.plan));
   io::Buffer workspace(result.plan.workspace_bytes);
   workspace.fill(0xff);
   Tensors tensors = inputs.tensors();
@@ -93,8 +93,8 @@ void restride(check::Inputs* inputs) {
   pad(&inputs->v, &p.v, v_shape(p));
   pad(&inputs->g, &p.g, g_shape(p));
   const Shape beta = beta_shape(p);
-  inputs->beta = spread(inputs->beta, &p.beta, beta,
-                        {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
+  inputs->beta =
+      spread(inputs->beta, &p.beta, beta, {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
   if (p.dt_bias)
     inputs->dt_bias = spread(inputs->dt_bias, &*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1},
                              {p.key_dim + 9, 1, 0, 0});

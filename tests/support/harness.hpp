@@ -30,8 +30,7 @@ struct RunOptions {
 Result run_inputs(const check::Inputs& inputs, const RunOptions& options = {});
 
 /// A plan with a fixed number of segments.
-PlanOptions fixed_segments(int64_t count,
-                           SegmentMethod method = SegmentMethod::kScanMergeForward);
+PlanOptions fixed_segments(int64_t count, SegmentMethod method = SegmentMethod::kScanMergeForward);
 PlanOptions with_backend(const std::string& name);
 PlanOptions with_threads(int32_t threads);
 

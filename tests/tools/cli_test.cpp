@@ -94,8 +94,7 @@ TEST_F(Cli, GenRunCheckInspect) {
 TEST_F(Cli, RunMatchesTheLibrary) {
   gen("--seq-lens 40,0,23 --heads 2 --key-dim 16 --value-dim 16 --dtype fp32 --initial-state");
   ASSERT_EQ(kda("run x.safetensors -o y.safetensors --state-layout kv").exit_code, 0);
-  const check::Inputs inputs =
-      check::inputs_from_file(io::read_safetensors(path("x.safetensors")));
+  const check::Inputs inputs = check::inputs_from_file(io::read_safetensors(path("x.safetensors")));
   const test::Result expected = test::run_inputs(inputs);
   const io::SafetensorsFile out = io::read_safetensors(path("y.safetensors"));
   EXPECT_TRUE(test::same_bits(out.tensors.at("o").data, expected.outputs.o));
@@ -113,9 +112,9 @@ TEST_F(Cli, FlagsChangeTheResult) {
   for (const char* flags : {"--gate softplus", "--gate log", "--lower-bound -1", "--beta plain",
                             "--beta sigmoid2", "--no-qk-l2norm", "--scale 2", "--out-dtype fp16"})
     EXPECT_FALSE(test::same_bits(plain, output(flags))) << flags;
-  for (const char* flags : {"--qk-l2norm", "--beta sigmoid", "--gate bounded", "--threads 3",
-                            "--batch-invariant", "--state-layout vk", "--device cpu",
-                            "--context-parallel off", "--device auto"})
+  for (const char* flags :
+       {"--qk-l2norm", "--beta sigmoid", "--gate bounded", "--threads 3", "--batch-invariant",
+        "--state-layout vk", "--device cpu", "--context-parallel off", "--device auto"})
     EXPECT_TRUE(test::same_bits(plain, output(flags))) << flags;
 }
 
@@ -180,8 +179,9 @@ TEST_F(Cli, BenchPrintsRates) {
   }
   const Ran decode = kda("bench decode --case '--batch 2 --tokens 1 --heads 1'");
   EXPECT_NE(decode.out.find("% of memory"), std::string::npos);
-  const Ran cp = kda("bench context-parallel --context-parallel 2 --case "
-                     "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
+  const Ran cp =
+      kda("bench context-parallel --context-parallel 2 --case "
+          "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
   EXPECT_NE(cp.out.find("on / off"), std::string::npos) << cp.err;
 }
 

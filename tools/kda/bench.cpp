@@ -8,12 +8,12 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "bench_cases.hpp"
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/blocked/pass.hpp"
 #include "cpu/float_mode.hpp"
-#include "bench_cases.hpp"
 #include "kda/commands.hpp"
 #include "kda/execute.hpp"
 #include "kda/flags.hpp"
@@ -31,9 +31,9 @@ constexpr double kMinSeconds = 0.5;
 struct Row {
   std::string name;
   Timing timing;
-  double tokens = 0;          ///< per call
-  double multiply_adds = 0;   ///< per call; 0: not compute bound
-  double bytes = 0;           ///< per call; 0: not memory bound
+  double tokens = 0;         ///< per call
+  double multiply_adds = 0;  ///< per call; 0: not compute bound
+  double bytes = 0;          ///< per call; 0: not memory bound
   std::vector<std::pair<std::string, std::string>> extra;
 };
 
@@ -102,10 +102,10 @@ struct BenchCommand {
 
   std::vector<std::string> cases() const {
     if (!case_texts.empty()) return case_texts;
-    const std::string name = !set.empty()                ? set
-                             : what == "decode"          ? "decode"
+    const std::string name = !set.empty()                 ? set
+                             : what == "decode"           ? "decode"
                              : what == "context-parallel" ? "cula"
-                                                         : "cpu";
+                                                          : "cpu";
     std::string known;
     for (const CaseFile& file : kCaseFiles) {
       if (name == file.name) return lines(file.text);
@@ -159,9 +159,7 @@ struct BenchCommand {
         kMinSeconds);
   }
 
-  static double tokens_of(const Problem& p) {
-    return static_cast<double>(p.batch * p.num_tokens);
-  }
+  static double tokens_of(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }
 
   Row measure_forward(const std::string& text, check::Inputs& inputs, const DeviceFacts& device,
                       bool outputs) {
@@ -176,8 +174,7 @@ struct BenchCommand {
       row.multiply_adds = row.tokens * heads * multiply_adds(p);
     } else {  // delta-h: states of one segment a sequence, without outputs
       row.timing = time_states(inputs, device, &plan);
-      row.multiply_adds = row.tokens * heads * 2 *
-                          static_cast<double>(p.key_dim * p.value_dim);
+      row.multiply_adds = row.tokens * heads * 2 * static_cast<double>(p.key_dim * p.value_dim);
     }
     implementation_ = plan.implementation;
     threads_ = plan.num_threads;
@@ -234,8 +231,8 @@ struct BenchCommand {
       for (int64_t t = call.sequences.begin(n); t < call.sequences.end(n);
            t += blocked::kGroupTokens) {
         blocked::PrepareArgs args = blocked::prepare_args(call, t, idx % p.num_value_heads);
-        args.num_tokens = static_cast<int>(
-            std::min<int64_t>(blocked::kGroupTokens, call.sequences.end(n) - t));
+        args.num_tokens =
+            static_cast<int>(std::min<int64_t>(blocked::kGroupTokens, call.sequences.end(n) - t));
         kernels.prepare(args, *blocked::thread_scratch(call, slot).group);
       }
     };
@@ -256,16 +253,15 @@ struct BenchCommand {
     p.operation = Operation::kDecode;
     StateDesc pool;
     pool.num_slots = p.num_sequences;
-    pool.tensor = contiguous(DType::kFloat32,
-                             {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
+    pool.tensor =
+        contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
     p.initial_state = pool;
-    const auto states = static_cast<std::size_t>(p.num_sequences * p.num_value_heads *
-                                                 p.key_dim * p.value_dim);
+    const auto states =
+        static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim * p.value_dim);
     inputs.initial_state = io::Buffer(states * sizeof(float));
     inputs.initial_state.fill(0);
     Plan plan;
-    throw_if_error(
-        make_plan(p, inputs.cu_seqlens, device, schedule.plan_options(), &plan));
+    throw_if_error(make_plan(p, inputs.cu_seqlens, device, schedule.plan_options(), &plan));
     io::Buffer workspace(plan.workspace_bytes);
     Tensors tensors = inputs.tensors();
     outputs.attach(&tensors);
@@ -273,9 +269,9 @@ struct BenchCommand {
     row.name = text;
     row.tokens = tokens_of(p);
     row.bytes = 2.0 * static_cast<double>(inputs.initial_state.size());
-    row.timing = time_calls(
-        [&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); },
-        kMinSeconds);
+    row.timing =
+        time_calls([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); },
+                   kMinSeconds);
     implementation_ = plan.implementation;
     threads_ = plan.num_threads;
     return row;
@@ -342,8 +338,7 @@ struct BenchCommand {
       }
       if (memory) {
         cells.push_back(fmt::format("{:.1f}", 1e-9 * row.bytes / t.median));
-        cells.push_back(
-            fmt::format("{:.1f}", 100 * row.bytes / t.median / rates.bytes_per_second));
+        cells.push_back(fmt::format("{:.1f}", 100 * row.bytes / t.median / rates.bytes_per_second));
       }
       for (const auto& [name, value] : row.extra) cells.push_back(value);
       table.push_back(cells);
@@ -399,7 +394,8 @@ void add_bench(CLI::App& app) {
   c->schedule.add_to(*sub);
   sub->add_option("--json", c->json_path, "Also write the rows to this file");
   sub->add_option("--csv", c->csv_path, "Also write the table to this file");
-  sub->footer(R"(forward: the whole operation; intra: gates, norms, in-chunk scores; delta-h: the state
+  sub->footer(
+      R"(forward: the whole operation; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 Examples:

@@ -40,8 +40,7 @@ struct CheckCommand {
     const Problem& p = inputs.problem;
     std::vector<std::vector<std::string>> rows = {
         {"output", "dtype", "median error", "worst error", "tolerance", "worst at", "verdict"}};
-    const auto add = [&](const char* name, DType dtype,
-                         const std::vector<check::HeadError>& errors,
+    const auto add = [&](const char* name, DType dtype, const std::vector<check::HeadError>& errors,
                          const check::HeadError* worst) {
       if (!worst) return;
       rows.push_back({name, dtype_name(dtype), format_error(check::median_error(errors)),

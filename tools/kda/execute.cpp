@@ -16,8 +16,7 @@ Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& dev
                   const PlanOptions& options) {
   Execution execution;
   execution.outputs = check::make_outputs(&inputs->problem, out_dtype);
-  throw_if_error(
-      make_plan(inputs->problem, inputs->cu_seqlens, device, options, &execution.plan));
+  throw_if_error(make_plan(inputs->problem, inputs->cu_seqlens, device, options, &execution.plan));
   io::Buffer workspace(execution.plan.workspace_bytes);
   Tensors tensors = inputs->tensors();
   execution.outputs.attach(&tensors);

@@ -25,8 +25,7 @@ struct Timing {
   double median = 0, fastest = 0, slowest = 0;
   int repeats = 0;
 };
-Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5,
-                  int min_repeats = 7);
+Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5, int min_repeats = 7);
 
 double seconds_since_start();
 

@@ -63,8 +63,7 @@ std::vector<int64_t> parse_lengths(const std::string& text) {
     int64_t count = 1;
     if (times != std::string::npos) count = parse_integer("seq-lens", item.substr(0, times));
     if (count < 0 || count > kMaxRepeat) fail("seq-lens: ", count, " repeats are too many");
-    const int64_t length =
-        parse_length(times == std::string::npos ? item : item.substr(times + 1));
+    const int64_t length = parse_length(times == std::string::npos ? item : item.substr(times + 1));
     lengths.insert(lengths.end(), static_cast<std::size_t>(count), length);
     at = comma + 1;
   }
@@ -77,11 +76,11 @@ void ScheduleFlags::add_to(CLI::App& command) {
       ->capture_default_str();
   command.add_option("--backend", backend,
                      "Implementation by name or part of it (see kda info), e.g. oracle, avx2");
-  command.add_option("--context-parallel", context_parallel,
-                     "Cut long sequences: auto, off, flashkda, cula, or segments a sequence")
+  command
+      .add_option("--context-parallel", context_parallel,
+                  "Cut long sequences: auto, off, flashkda, cula, or segments a sequence")
       ->capture_default_str();
-  command.add_option("--segment-method", segment_method,
-                     "How segments are joined; both are exact")
+  command.add_option("--segment-method", segment_method, "How segments are joined; both are exact")
       ->check(CLI::IsMember({"scan-merge-forward", "one-pass"}))
       ->capture_default_str();
   command.add_flag("--batch-invariant", batch_invariant,
@@ -102,8 +101,8 @@ DeviceFacts ScheduleFlags::device_facts() const {
 PlanOptions ScheduleFlags::plan_options() const {
   PlanOptions options;
   parse_context_parallel(context_parallel, &options);
-  options.segment_method = segment_method == "one-pass" ? SegmentMethod::kOnePass
-                                                        : SegmentMethod::kScanMergeForward;
+  options.segment_method =
+      segment_method == "one-pass" ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options.backend = backend;
   options.num_threads = num_threads;
   return options;
@@ -139,8 +138,7 @@ check::Inputs RunFlags::load() const {
   if (qk_l2norm || no_qk_l2norm) overrides.qk_l2norm = qk_l2norm;
   static const std::vector<std::string> kNames = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
-  check::Inputs inputs =
-      check::inputs_from_file(io::read_safetensors(input, kNames), overrides);
+  check::Inputs inputs = check::inputs_from_file(io::read_safetensors(input, kNames), overrides);
   inputs.problem.batch_invariant = schedule.batch_invariant;
   check::want_final_state(&inputs.problem);
   return inputs;
@@ -152,8 +150,8 @@ DType RunFlags::output_dtype(const Problem& problem) const {
 
 void GenerateFlags::add_to(CLI::App& command) {
   auto* tokens = command.add_option("--tokens", options.num_tokens, "Tokens of each batch row");
-  auto* lens = command.add_option("--seq-lens", seq_lens,
-                                  "Lengths of packed sequences: 1000,64K,10x1K");
+  auto* lens =
+      command.add_option("--seq-lens", seq_lens, "Lengths of packed sequences: 1000,64K,10x1K");
   tokens->excludes(lens);
   command.add_option("--batch", options.batch, "Batch rows")->excludes(lens)->capture_default_str();
   command.add_option("--heads", options.num_heads, "q/k heads H")->capture_default_str();

@@ -18,7 +18,8 @@ void add_gen(CLI::App& app) {
   auto state = std::make_shared<State>();
   state->flags.add_to(*sub);
   sub->add_option("-o,--output", state->output, "Output file (safetensors)")->required();
-  sub->footer(R"(Regimes: strong, slow, trained, mixed, softplus, log, needle, structured, equal-keys;
+  sub->footer(
+      R"(Regimes: strong, slow, trained, mixed, softplus, log, needle, structured, equal-keys;
 docs/files.md says what each is built to provoke. The same seed gives the same file everywhere.
 Examples:
   kda gen -o x.safetensors --tokens 4096 --heads 4 --regime trained --seed 1

@@ -80,7 +80,9 @@ std::string format_bytes(double bytes) { return format_count(bytes) + "B"; }
 std::string format_error(double error) { return fmt::format("{:.2e}", error); }
 
 Progress::Progress(std::string what)
-    : what_(std::move(what)), terminal_(::isatty(STDERR_FILENO) != 0), start_(Clock::now()),
+    : what_(std::move(what)),
+      terminal_(::isatty(STDERR_FILENO) != 0),
+      start_(Clock::now()),
       last_(start_) {}
 
 Progress::~Progress() {

@@ -27,22 +27,21 @@ struct RunCommand {
     const Problem& p = inputs.problem;
     const auto tokens = static_cast<double>(p.batch * p.num_tokens);
     if (json) {
-      const nlohmann::ordered_json report = {
-          {"input", flags.input},
-          {"output", output},
-          {"implementation", execution.plan.implementation},
-          {"batch", p.batch},
-          {"num_tokens", p.num_tokens},
-          {"num_sequences", p.num_sequences},
-          {"num_heads", p.num_heads},
-          {"num_value_heads", p.num_value_heads},
-          {"key_dim", p.key_dim},
-          {"value_dim", p.value_dim},
-          {"out_dtype", dtype_name(p.o.dtype)},
-          {"num_segments", execution.plan.segments.size()},
-          {"num_threads", execution.plan.num_threads},
-          {"seconds", execution.seconds},
-          {"tokens_per_second", tokens / execution.seconds}};
+      const nlohmann::ordered_json report = {{"input", flags.input},
+                                             {"output", output},
+                                             {"implementation", execution.plan.implementation},
+                                             {"batch", p.batch},
+                                             {"num_tokens", p.num_tokens},
+                                             {"num_sequences", p.num_sequences},
+                                             {"num_heads", p.num_heads},
+                                             {"num_value_heads", p.num_value_heads},
+                                             {"key_dim", p.key_dim},
+                                             {"value_dim", p.value_dim},
+                                             {"out_dtype", dtype_name(p.o.dtype)},
+                                             {"num_segments", execution.plan.segments.size()},
+                                             {"num_threads", execution.plan.num_threads},
+                                             {"seconds", execution.seconds},
+                                             {"tokens_per_second", tokens / execution.seconds}};
       fmt::print("{}\n", report.dump(2));
       return;
     }

@@ -87,9 +87,10 @@ std::string render_svg(const Chart& chart) {
   svg += text_at(kLeft, base + 18, "start", chart.x_first);
   svg += text_at(kWidth - kRight, base + 18, "end", chart.x_last);
   svg += text_at(kLeft + plot_width / 2, base + 38, "middle", chart.x_label);
-  svg += fmt::format("<text transform=\"translate(18 {:.1f}) rotate(-90)\" "
-                     "text-anchor=\"middle\">{}</text>\n</svg>\n",
-                     kTop + (base - kTop) / 2, chart.y_label);
+  svg += fmt::format(
+      "<text transform=\"translate(18 {:.1f}) rotate(-90)\" "
+      "text-anchor=\"middle\">{}</text>\n</svg>\n",
+      kTop + (base - kTop) / 2, chart.y_label);
   return svg;
 }
 

@@ -3,6 +3,10 @@
 // written once (equations: kernels.hpp). The second look at a tile comes from the cache.
 #pragma once
 
+#include "cpu/blocked/kernels.hpp"
+#include "cpu/blocked/prepare.hpp"
+#include "cpu/blocked/rows.hpp"
+
 namespace kda::cpu::blocked::KDA_ISA {
 
 constexpr int kDecodeVecs = kWidth == 16 ? 8 : 4;  // column vectors (kv) of one token together

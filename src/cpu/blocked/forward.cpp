@@ -20,8 +20,8 @@ int64_t choose_v_parts(int64_t tasks, int64_t blocks, int32_t threads) {
   double best_time = 0;
   for (int64_t parts = 1; parts <= blocks; ++parts) {
     const int64_t rounds = (tasks * parts + threads - 1) / threads;
-    const double share = static_cast<double>((blocks + parts - 1) / parts) /
-                         static_cast<double>(blocks);
+    const double share =
+        static_cast<double>((blocks + parts - 1) / parts) / static_cast<double>(blocks);
     const double time = static_cast<double>(rounds) * (kSharedWork + (1 - kSharedWork) * share);
     if (parts == 1 || time < 0.95 * best_time) {
       best = parts;
@@ -62,9 +62,8 @@ Pass make_pass(const stage::Forward& args, int64_t span_idx, int64_t head) {
   pass.end = span.end;
   pass.head = head;
   pass.num_columns = p.value_dim;
-  pass.state_in = args.states_in
-                      ? dense_ref(p, args.states_in, span_idx, head, p.value_dim)
-                      : initial_ref(call, span.sequence, head);
+  pass.state_in = args.states_in ? dense_ref(p, args.states_in, span_idx, head, p.value_dim)
+                                 : initial_ref(call, span.sequence, head);
   if (span.last) pass.state_out = final_ref(call, span.sequence, head);
   if (span.begin < span.end) {
     pass.v = row_source(p, p.v, call.tensors.v, span.begin, head);
@@ -87,8 +86,8 @@ std::size_t scratch_bytes(const Problem& problem, int32_t num_threads) {
 Status forward(const Kernels& kernels, const stage::Forward& args) {
   const stage::Call& call = args.call;
   const Problem& p = call.problem;
-  const int64_t spans = args.segments.empty() ? call.sequences.count()
-                                              : static_cast<int64_t>(args.segments.size());
+  const int64_t spans =
+      args.segments.empty() ? call.sequences.count() : static_cast<int64_t>(args.segments.size());
   const int64_t heads = p.num_value_heads;
   const int64_t blocks = num_blocks(p.value_dim);
   const int64_t parts = choose_v_parts(spans * heads, blocks, call.num_threads);

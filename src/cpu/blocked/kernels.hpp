@@ -25,8 +25,8 @@ namespace kda::cpu::blocked {
 inline constexpr int kChunk = 8;
 inline constexpr int kGroupTokens = 16;  ///< tokens prepared at a time
 inline constexpr int kGroupChunks = kGroupTokens / kChunk;
-inline constexpr int kBlockV = 32;       ///< value columns of one state block
-inline constexpr int kRowTile = 8;       ///< state blocks have a multiple of so many rows
+inline constexpr int kBlockV = 32;  ///< value columns of one state block
+inline constexpr int kRowTile = 8;  ///< state blocks have a multiple of so many rows
 /// Floats between rows: K <= 256 plus a cache line, so that equal columns of 8 rows do not fall
 /// into the same sets of the L1 cache.
 inline constexpr int kRowStride = 272;
@@ -41,9 +41,9 @@ struct RowSource {
 struct PrepareArgs {
   RowSource q, k, g, beta;
   int key_dim = 0;
-  int num_tokens = 0;      ///< 1..kGroupTokens
+  int num_tokens = 0;  ///< 1..kGroupTokens
   GateMode gate_mode = GateMode::kLog;
-  float gate_factor = 1;   ///< a = exp(A_log)
+  float gate_factor = 1;  ///< a = exp(A_log)
   float lower_bound = -5;
   const float* dt_bias = nullptr;  ///< [K] or null
   BetaMode beta_mode = BetaMode::kPlain;
@@ -71,11 +71,18 @@ struct alignas(64) Group {
   int num_tokens;
 };
 
+/// Cache lines to ask for during a sweep, one between a few multiply-adds. Asked for in a burst,
+/// they would wait for the processor's miss buffers: 10% of the time (docs/performance.md).
+struct LineQueue {
+  const char* const* next = nullptr;
+  const char* const* end = nullptr;
+};
+
 /// Decode of one value head, m <= 8 tokens prepared as one chunk.
 struct DecodeArgs {
   const Group* group = nullptr;
-  const char* state_in = nullptr;   ///< [K, V] or [V, K]
-  char* state_out = nullptr;        ///< may be state_in
+  const char* state_in = nullptr;  ///< [K, V] or [V, K]
+  char* state_out = nullptr;       ///< may be state_in
   int64_t row_stride_bytes_in = 0;
   int64_t row_stride_bytes_out = 0;
   DType state_dtype = DType::kFloat32;
@@ -91,7 +98,7 @@ struct Kernels {
 
   /// `state`: [K rounded up to kRowTile, kBlockV]. `v`, `o`: [num_tokens, kBlockV]; v == null
   /// means 0, o == null means that no output is wanted.
-  void (*sweep)(const Group& group, float* state, const float* v, float* o);
+  void (*sweep)(const Group& group, float* state, const float* v, float* o, LineQueue& lines);
 
   /// out[r, :] += sum_p a[r * a_stride + p] * block[p, :], out and block with kBlockV columns.
   void (*matmul_block)(const float* a, int64_t a_stride, int rows, int depth, const float* block,

@@ -5,6 +5,7 @@
 #if defined(__x86_64__)
 #define KDA_ISA avx2
 #include "cpu/blocked/simd_avx2.hpp"
+
 // After the vocabulary it is written in.
 #include "cpu/blocked/table.hpp"
 

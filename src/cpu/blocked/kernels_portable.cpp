@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The blocked backend's kernels for portable; compiled with that instruction set (see CMakeLists.txt).
+// The blocked backend's kernels for portable; compiled with that instruction set (see
+// CMakeLists.txt).
 #define KDA_ISA portable
 #include "cpu/blocked/simd_portable.hpp"
+
 // After the vocabulary it is written in.
 #include "cpu/blocked/table.hpp"
 

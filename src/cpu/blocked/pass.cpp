@@ -13,6 +13,9 @@ constexpr std::size_t align_up(std::size_t bytes) { return (bytes + kAlign - 1) 
 
 constexpr std::size_t kTileBytes = sizeof(float) * kGroupTokens * kBlockV;
 constexpr std::size_t kRowBytes = sizeof(float) * kRowStride;
+/// Lines of q, k, g, v and o: rows of up to 256 floats.
+constexpr std::size_t kLinesBytes =
+    sizeof(const char*) * 5 * kGroupTokens * (kMaxHeadDim * sizeof(float) / 64);
 constexpr std::size_t kDecodeBytes = sizeof(float) * 2 * kChunk * kMaxHeadDim;
 
 std::size_t block_bytes(const Problem& p) {
@@ -60,14 +63,14 @@ bool below_norm(const Problem& p, const Pass& pass, const ThreadScratch& scratch
 
 /// Sweeps the prepared tokens [token, token + count) over every block of the pass.
 void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
-                 const ThreadScratch& scratch, int64_t token, int count) {
+                 const ThreadScratch& scratch, int64_t token, int count, LineQueue& lines) {
   const int64_t since = token - pass.begin;
   float* block = scratch.states;
   for (int64_t column = pass.first_column; column < pass.last_column; column += kBlockV) {
     const int width = static_cast<int>(std::min<int64_t>(kBlockV, pass.num_columns - column));
     if (pass.v.data) {
-      const char* v = pass.v.data + since * pass.v.token_stride_bytes +
-                      column * dtype_size(pass.v.dtype);
+      const char* v =
+          pass.v.data + since * pass.v.token_stride_bytes + column * dtype_size(pass.v.dtype);
       for (int i = 0; i < count; ++i)
         kernels.load_row(v + i * pass.v.token_stride_bytes, pass.v.dtype, width, kBlockV,
                          scratch.v + i * kBlockV);
@@ -77,10 +80,10 @@ void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
                   sizeof(float) * static_cast<std::size_t>((padded - count) * kBlockV));
     }
     kernels.sweep(*scratch.group, block, pass.v.data ? scratch.v : nullptr,
-                  pass.out.data ? scratch.o : nullptr);
+                  pass.out.data ? scratch.o : nullptr, lines);
     if (pass.out.data) {
-      char* out = pass.out.data + since * pass.out.token_stride_bytes +
-                  column * dtype_size(pass.out.dtype);
+      char* out =
+          pass.out.data + since * pass.out.token_stride_bytes + column * dtype_size(pass.out.dtype);
       for (int i = 0; i < count; ++i)
         kernels.store_row(scratch.o + i * kBlockV, pass.out.dtype, width,
                           out + i * pass.out.token_stride_bytes);
@@ -89,33 +92,43 @@ void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
   }
 }
 
-/// Rows of one head lie far apart in memory, which the processor's own prefetcher does not follow.
-template <int kForWriting>
-void prefetch_rows(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
-  constexpr int64_t kLine = 64;
-  constexpr int kIntoL2 = 2;
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t at = 0; at < bytes; at += kLine)
-      __builtin_prefetch(rows + i * stride_bytes + at, kForWriting, kIntoL2);
-}
+/// Collects the cache lines of rows. Rows of one head lie far apart in memory, which the
+/// processor's own prefetcher does not follow.
+class LineList {
+ public:
+  explicit LineList(const char** lines) : first_(lines), end_(lines) {}
 
-/// Asks for the inputs of the next group and the outputs of this one, while this one is swept.
-void prefetch_around(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token) {
+  void add(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t at = 0; at < bytes; at += kLine) *end_++ = rows + i * stride_bytes + at;
+  }
+  LineQueue queue() const { return {first_, end_}; }
+
+ private:
+  const char** first_;
+  const char** end_;
+};
+
+/// The inputs of the next group and the outputs of this one.
+LineQueue lines_around(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token,
+                       const ThreadScratch& scratch) {
   const int64_t done = args.num_tokens;
   const int64_t count = std::min<int64_t>(kGroupTokens, pass.end - token - done);
-  const auto ask = [&](const RowSource& rows, int64_t first, int64_t elems) {
-    prefetch_rows<0>(rows.data + first * rows.token_stride_bytes, rows.token_stride_bytes, count,
-                     elems * dtype_size(rows.dtype));
-  };
-  ask(args.q, done, p.key_dim);
-  ask(args.k, done, p.key_dim);
-  ask(args.g, done, p.key_dim);
   const int64_t since = token - pass.begin;
-  if (pass.v.data) ask(pass.v, since + done, pass.num_columns);
+  LineList lines(scratch.lines);
+  const auto add_inputs = [&](const RowSource& rows, int64_t first, int64_t elems) {
+    lines.add(rows.data + first * rows.token_stride_bytes, rows.token_stride_bytes, count,
+              elems * dtype_size(rows.dtype));
+  };
   if (pass.out.data)
-    prefetch_rows<1>(pass.out.data + since * pass.out.token_stride_bytes,
-                     pass.out.token_stride_bytes, done,
-                     pass.num_columns * dtype_size(pass.out.dtype));
+    lines.add(pass.out.data + since * pass.out.token_stride_bytes, pass.out.token_stride_bytes,
+              done, pass.num_columns * dtype_size(pass.out.dtype));
+  add_inputs(args.q, done, p.key_dim);
+  add_inputs(args.k, done, p.key_dim);
+  add_inputs(args.g, done, p.key_dim);
+  if (pass.v.data) add_inputs(pass.v, since + done, pass.num_columns);
+  return lines.queue();
 }
 
 /// The checkpoint after `token` tokens, if there is one there.
@@ -182,13 +195,13 @@ StateRef final_ref(const stage::Call& call, int64_t n, int64_t head) {
 std::size_t thread_scratch_bytes(const Problem& p) {
   const auto blocks = static_cast<std::size_t>(num_blocks(std::max(p.key_dim, p.value_dim)));
   return align_up(sizeof(Group)) + 2 * align_up(kTileBytes) + align_up(kRowBytes) +
-         align_up(kDecodeBytes) + (blocks + 1) * align_up(block_bytes(p));
+         align_up(kDecodeBytes) + align_up(kLinesBytes) + (blocks + 1) * align_up(block_bytes(p));
 }
 
 ThreadScratch thread_scratch(const stage::Call& call, int32_t slot) {
   const Problem& p = call.problem;
-  char* at = static_cast<char*>(call.scratch) +
-             static_cast<std::size_t>(slot) * thread_scratch_bytes(p);
+  char* at =
+      static_cast<char*>(call.scratch) + static_cast<std::size_t>(slot) * thread_scratch_bytes(p);
   const auto take = [&at](std::size_t bytes) {
     char* taken = at;
     at += align_up(bytes);
@@ -200,6 +213,7 @@ ThreadScratch thread_scratch(const stage::Call& call, int32_t slot) {
   scratch.o = reinterpret_cast<float*>(take(kTileBytes));
   scratch.row = reinterpret_cast<float*>(take(kRowBytes));
   scratch.decode = reinterpret_cast<float*>(take(kDecodeBytes));
+  scratch.lines = reinterpret_cast<const char**>(take(kLinesBytes));
   scratch.next = reinterpret_cast<float*>(take(block_bytes(p)));
   scratch.states = reinterpret_cast<float*>(at);
   return scratch;
@@ -280,8 +294,8 @@ int64_t run_pass(const Kernels& kernels, const stage::Call& call, const Pass& pa
     PrepareArgs args = prepare_args(call, token, pass.head);
     args.num_tokens = count;
     kernels.prepare(args, *scratch.group);
-    prefetch_around(p, pass, args, token);
-    sweep_group(kernels, p, pass, scratch, token, count);
+    LineQueue lines = lines_around(p, pass, args, token, scratch);
+    sweep_group(kernels, p, pass, scratch, token, count, lines);
     token += count;
     write_checkpoint(kernels, call, pass, scratch, token);
     if (below_norm(p, pass, scratch)) {

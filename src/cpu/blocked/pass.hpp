@@ -49,7 +49,7 @@ struct Pass {
   int64_t begin = 0;  ///< flattened tokens
   int64_t end = 0;
   int64_t head = 0;
-  int64_t num_columns = 0;  ///< of the state: V, or K for the transition M
+  int64_t num_columns = 0;   ///< of the state: V, or K for the transition M
   int64_t first_column = 0;  ///< this pass: [first_column, last_column), multiples of kBlockV
   int64_t last_column = 0;
   bool identity_start = false;  ///< start from I instead of `state_in`
@@ -65,12 +65,13 @@ struct Pass {
 /// Memory of one thread, carved from the call's scratch.
 struct ThreadScratch {
   Group* group;
-  float* v;       ///< [kGroupTokens, kBlockV]
-  float* o;       ///< [kGroupTokens, kBlockV]
-  float* row;     ///< [kRowStride]
-  float* decode;  ///< [2, kChunk, kMaxHeadDim] v and o of a decode chunk
-  float* states;  ///< blocks of [K rounded up, kBlockV], as many as the wider of V and K needs
-  float* next;    ///< one block
+  float* v;            ///< [kGroupTokens, kBlockV]
+  float* o;            ///< [kGroupTokens, kBlockV]
+  float* row;          ///< [kRowStride]
+  const char** lines;  ///< what prefetches ask for
+  float* decode;       ///< [2, kChunk, kMaxHeadDim] v and o of a decode chunk
+  float* states;       ///< blocks of [K rounded up, kBlockV], as many as the wider of V and K needs
+  float* next;         ///< one block
 };
 
 std::size_t thread_scratch_bytes(const Problem& problem);

@@ -2,6 +2,10 @@
 // prepare(): gates, norms, decayed rows and in-chunk scores of a group (equations: kernels.hpp).
 #pragma once
 
+#include "cpu/blocked/kernels.hpp"
+#include "cpu/blocked/math.hpp"
+#include "cpu/blocked/rows.hpp"
+
 namespace kda::cpu::blocked::KDA_ISA {
 
 static inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -2,6 +2,8 @@
 // Rows of fp32, bf16 or fp16 in memory to and from fp32.
 #pragma once
 
+#include "cpu/blocked/kernels.hpp"
+
 namespace kda::cpu::blocked::KDA_ISA {
 
 static inline F load_vector(const char* src, DType dtype) {

@@ -11,7 +11,9 @@
 namespace kda::cpu::blocked {
 namespace {
 
-constexpr float kDropNorm = 0x1p-20f;
+/// 2^-20 would be invisible in 16-bit outputs; fp32 results and decayed states deserve more, and
+/// strong gates pass this bound too within some 30 tokens.
+constexpr float kDropNorm = 0x1p-100f;
 
 bool is_first(std::span<const Segment> segments, int64_t s) {
   const auto i = static_cast<std::size_t>(s);
@@ -42,8 +44,8 @@ void scan_segment(const Kernels& kernels, const stage::SegmentScan& args, int64_
   pass.last_column = pass.num_columns;
   pass.identity_start = transition;
   pass.state_out = dense_ref(p, transition ? args.M : args.B, s, head, pass.num_columns);
-  pass.out = dense_rows(p, transition ? args.Qt : args.o_zero, segment.begin, head,
-                        pass.num_columns);
+  pass.out =
+      dense_rows(p, transition ? args.Qt : args.o_zero, segment.begin, head, pass.num_columns);
   if (!transition && segment.begin < segment.end)
     pass.v = row_source(p, p.v, args.call.tensors.v, segment.begin, head);
   if (transition && args.alive_tokens && stage::transition_norm_never_grows(p))
@@ -91,8 +93,7 @@ void correct_block(const Kernels& kernels, const stage::SegmentCorrect& args, in
   const int width = static_cast<int>(std::min<int64_t>(kBlockV, p.value_dim - column));
   const int64_t o_stride = p.num_value_heads * p.value_dim;
   const int64_t qt_stride = p.num_value_heads * p.key_dim;
-  const int64_t alive_end =
-      segment.begin + args.alive_tokens[s * p.num_value_heads + head];
+  const int64_t alive_end = segment.begin + args.alive_tokens[s * p.num_value_heads + head];
   float* state = scratch.states;
   load_block(kernels, p, dense_ref(p, args.states_in, s, head, p.value_dim), column, p.value_dim,
              scratch.row, state);
@@ -106,9 +107,9 @@ void correct_block(const Kernels& kernels, const stage::SegmentCorrect& args, in
     kernels.matmul_block(args.Qt + token * qt_stride + head * p.key_dim, qt_stride, alive,
                          static_cast<int>(p.key_dim), state, scratch.o);
     for (int64_t i = 0; i < count; ++i)
-      kernels.store_row(scratch.o + i * kBlockV, p.o.dtype, width,
-                        at_bytes(args.call.tensors.o, p.o,
-                                 row_offset(p, p.o, token + i, head) + column));
+      kernels.store_row(
+          scratch.o + i * kBlockV, p.o.dtype, width,
+          at_bytes(args.call.tensors.o, p.o, row_offset(p, p.o, token + i, head) + column));
   }
   const StateRef final_state = final_ref(args.call, segment.sequence, head);
   if (!is_last(args.segments, s) || !final_state.data) return;
@@ -149,9 +150,8 @@ Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args
   const int64_t blocks = num_blocks(p.value_dim);
   auto task = [&](int64_t idx, int32_t slot) {
     const FloatMode mode;
-    correct_block(kernels, args, idx / blocks / p.num_value_heads,
-                  idx / blocks % p.num_value_heads, idx % blocks * kBlockV,
-                  thread_scratch(args.call, slot));
+    correct_block(kernels, args, idx / blocks / p.num_value_heads, idx / blocks % p.num_value_heads,
+                  idx % blocks * kBlockV, thread_scratch(args.call, slot));
   };
   const auto count = static_cast<int64_t>(args.segments.size());
   return parallel_tasks(count * p.num_value_heads * blocks, args.call.num_threads, task);

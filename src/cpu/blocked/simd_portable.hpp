@@ -26,8 +26,7 @@ static inline F set1(float x) { return F{x, x, x, x}; }
 static inline F fma(F a, F b, F c) { return a * b + c; }
 static inline F fnma(F a, F b, F c) { return c - a * b; }
 static inline F select(I mask, F yes, F no) {
-  return reinterpret_cast<F>((reinterpret_cast<I>(yes) & mask) |
-                             (reinterpret_cast<I>(no) & ~mask));
+  return reinterpret_cast<F>((reinterpret_cast<I>(yes) & mask) | (reinterpret_cast<I>(no) & ~mask));
 }
 static inline F max(F a, F b) { return select(a > b, a, b); }
 static inline F min(F a, F b) { return select(a < b, a, b); }
@@ -37,8 +36,8 @@ static inline F bit_and(F a, F b) {
   return reinterpret_cast<F>(reinterpret_cast<I>(a) & reinterpret_cast<I>(b));
 }
 static inline F abs(F x) {
-  return reinterpret_cast<F>(reinterpret_cast<I>(x) & I{0x7fffffff, 0x7fffffff, 0x7fffffff,
-                                                        0x7fffffff});
+  return reinterpret_cast<F>(reinterpret_cast<I>(x) &
+                             I{0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff});
 }
 static inline F select_greater(F a, F b, F yes, F no) { return select(a > b, yes, no); }
 /// x 2^n for integral n, in two steps so that neither factor leaves the exponent range.

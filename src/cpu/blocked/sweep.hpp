@@ -2,13 +2,16 @@
 // sweep(): the chunks of a group over one block of value columns (equations: kernels.hpp).
 #pragma once
 
+#include "cpu/blocked/kernels.hpp"
+
 namespace kda::cpu::blocked::KDA_ISA {
 
 /// acc[r][n] += sum_p a[r * a_row + p * a_depth] * b[p * kBlockV + n * kWidth ..]
 template <int kRows, int kVecs>
 static inline void multiply_tile(const float* a, int64_t a_row, int64_t a_depth, const float* b,
-                                 int depth, F (&acc)[kRows][kVecs]) {
+                                 int depth, F (&acc)[kRows][kVecs], LineQueue* lines = nullptr) {
   for (int p = 0; p < depth; ++p) {
+    if (lines && lines->next != lines->end) __builtin_prefetch(*lines->next++, 0, 2);
     F column[kVecs];
     for (int n = 0; n < kVecs; ++n) column[n] = load(b + p * kBlockV + n * kWidth);
 #pragma GCC unroll 8
@@ -20,13 +23,14 @@ static inline void multiply_tile(const float* a, int64_t a_row, int64_t a_depth,
 }
 
 /// out[8, kBlockV] = rows[8, K] * state
-static inline void read_state(const float* rows, const float* state, int key_dim, float* out) {
+static inline void read_state(const float* rows, const float* state, int key_dim, float* out,
+                              LineQueue& lines) {
   for (int r = 0; r < kChunk; r += kTileRows)
     for (int c = 0; c < kBlockV; c += kTileVecs * kWidth) {
       F acc[kTileRows][kTileVecs];
       for (auto& row : acc)
         for (F& x : row) x = set1(0);
-      multiply_tile(rows + r * kRowStride, kRowStride, 1, state + c, key_dim, acc);
+      multiply_tile(rows + r * kRowStride, kRowStride, 1, state + c, key_dim, acc, &lines);
       for (int i = 0; i < kTileRows; ++i)
         for (int n = 0; n < kTileVecs; ++n)
           store(out + (r + i) * kBlockV + c + n * kWidth, acc[i][n]);
@@ -87,27 +91,27 @@ static inline void substitute(const Group& group, int chunk, const float* v, con
 
 template <bool kOutput>
 static inline void sweep_chunk(const Group& group, int chunk, float* state, const float* v,
-                               float* o) {
+                               float* o, LineQueue& lines) {
   alignas(64) float x[kChunk * kBlockV];
   alignas(64) float v_new[kChunk * kBlockV];
   const int first = chunk * kChunk;
   const int rest = group.num_tokens - first;
-  read_state(group.kgam[first], state, group.key_dim, x);
-  if (kOutput) read_state(group.qgam[first], state, group.key_dim, o);
+  read_state(group.kgam[first], state, group.key_dim, x, lines);
+  if (kOutput) read_state(group.qgam[first], state, group.key_dim, o, lines);
   for (int c = 0; c < kBlockV; c += kWidth)
     substitute<kOutput>(group, chunk, v ? v + c : nullptr, x + c, v_new + c,
                         kOutput ? o + c : nullptr);
   write_state(group, chunk, rest < kChunk ? rest : kChunk, v_new, state);
 }
 
-static void sweep(const Group& group, float* state, const float* v, float* o) {
+static void sweep(const Group& group, float* state, const float* v, float* o, LineQueue& lines) {
   for (int chunk = 0; chunk * kChunk < group.num_tokens; ++chunk) {
     const int64_t at = static_cast<int64_t>(chunk) * kChunk * kBlockV;
     const float* v_chunk = v ? v + at : nullptr;
     if (o)
-      sweep_chunk<true>(group, chunk, state, v_chunk, o + at);
+      sweep_chunk<true>(group, chunk, state, v_chunk, o + at, lines);
     else
-      sweep_chunk<false>(group, chunk, state, v_chunk, nullptr);
+      sweep_chunk<false>(group, chunk, state, v_chunk, nullptr, lines);
   }
 }
 

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel table of one instruction set. Included last by kernels_<isa>.cpp, after its simd_*.hpp.
+// The kernel table of one instruction set. Included last by kernels_<isa>.cpp, after its
+// simd_*.hpp.
 #pragma once
 
-#include "cpu/blocked/kernels.hpp"
-// In the order of use.
-#include "cpu/blocked/math.hpp"
-#include "cpu/blocked/rows.hpp"
-#include "cpu/blocked/prepare.hpp"
-#include "cpu/blocked/sweep.hpp"
 #include "cpu/blocked/decode.hpp"
+#include "cpu/blocked/kernels.hpp"
+#include "cpu/blocked/prepare.hpp"
+#include "cpu/blocked/rows.hpp"
+#include "cpu/blocked/sweep.hpp"
 
 namespace kda::cpu::blocked::KDA_ISA {
 
@@ -32,8 +31,7 @@ static int64_t peak_fma(int64_t iterations) {
 }
 
 static constexpr Kernels make_kernels(const char* name) {
-  return {name,      prepare,  sweep,     matmul_block, decode_kv,
-          decode_vk, load_row, store_row, peak_fma};
+  return {name, prepare, sweep, matmul_block, decode_kv, decode_vk, load_row, store_row, peak_fma};
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

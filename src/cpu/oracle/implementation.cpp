@@ -2,7 +2,6 @@
 // The oracle as a registry row: "--backend oracle". Slow, allocates, rounds once at the end.
 #include "cpu/oracle/implementation.hpp"
 
-
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "cpu/oracle/oracle.hpp"
@@ -20,8 +19,8 @@ void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t sl
   const bool kv = p.state_layout == StateLayout::kKV;
   for (int64_t d = 0; d < p.key_dim; ++d)
     for (int64_t c = 0; c < p.value_dim; ++c) {
-      const int64_t at = state_offset(desc, slot, head) +
-                         (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
+      const int64_t at =
+          state_offset(desc, slot, head) + (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
       store_element(base, desc.tensor.dtype, at, static_cast<float>(state[d * p.value_dim + c]));
     }
 }
@@ -45,8 +44,7 @@ std::vector<double> initial_state(const stage::Call& call, int64_t n, int64_t he
   return load_state(p, *p.initial_state, call.tensors.initial_state, slot, head);
 }
 
-void store_checkpoints(const stage::Call& call, int64_t n, int64_t head,
-                       const HeadResult& result) {
+void store_checkpoints(const stage::Call& call, int64_t n, int64_t head, const HeadResult& result) {
   const Problem& p = call.problem;
   int64_t index = 0;
   for (int64_t i = 0; i < n; ++i) index += num_checkpoints(p, call.sequences.length(i));
@@ -78,8 +76,7 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const auto slot = [&](int64_t column) -> int64_t {
     return p.initial_state->indexed ? call.tensors.initial_state_indices[n * columns + column] : n;
   };
-  const int64_t source =
-      slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
+  const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0 || span.begin == span.end) return;
   const HeadResult result =
@@ -108,7 +105,7 @@ Status decode(const stage::Decode& args) {
 
 }  // namespace
 
-const stage::Implementation kOracle = {"cpu.oracle",    DeviceKind::kCpu, 1,      available,
+const stage::Implementation kOracle = {"cpu.oracle",    DeviceKind::kCpu, 1,       available,
                                        decline_nothing, no_scratch,       forward, decode,
                                        nullptr,         nullptr,          nullptr};
 

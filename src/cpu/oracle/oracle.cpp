@@ -32,8 +32,7 @@ double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std:
 
 double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
   if (p.gate_mode == GateMode::kLog) return raw;
-  const double a =
-      p.A_log ? std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])) : 1;
+  const double a = p.A_log ? std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])) : 1;
   const double bias = p.dt_bias ? t.dt_bias[head * p.dt_bias->strides[0] + channel] : 0;
   const double x = raw + bias;
   return p.gate_mode == GateMode::kSoftplus ? -a * softplus(x) : p.lower_bound * sigmoid(a * x);
