@@ -18,6 +18,8 @@ write_basic_package_version_file(${PROJECT_BINARY_DIR}/kda-config-version.cmake
 install(FILES ${PROJECT_BINARY_DIR}/kda-config.cmake ${PROJECT_BINARY_DIR}/kda-config-version.cmake
         DESTINATION ${config_dir})
 
+# Relative to the .pc file, so that an installed tree can move.
+file(RELATIVE_PATH KDA_PC_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
 configure_file(cmake/kda.pc.in ${PROJECT_BINARY_DIR}/kda.pc @ONLY)
 configure_file(cmake/kda_c.pc.in ${PROJECT_BINARY_DIR}/kda_c.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/kda.pc ${PROJECT_BINARY_DIR}/kda_c.pc

@@ -1,2 +1,51 @@
 #!/usr/bin/env bash
-exit 0
+# SPDX-License-Identifier: Apache-2.0
+# docs_test.sh KDA: every path that the documents name exists, every kda command in them runs, the
+# code in README.md is the code of examples/, and every script option exists.
+set -uo pipefail
+kda=$1
+cd "$(dirname "$(readlink -f "$0")")/../.."
+failed=0
+complain() { echo "docs_test: $*"; failed=1; }
+
+documents=$(git ls-files '*.md' 2>/dev/null || find . -name '*.md' -not -path './build*')
+
+# Paths: words with a slash that begin with a folder of this repository, and links.
+for document in $documents; do
+  folder=$(dirname "$document")
+  for path in $(grep -oE '\]\([A-Za-z0-9_./-]+\)' "$document" | tr -d '()' | sed 's/^\]//'); do
+    [ -e "$folder/$path" ] || complain "$document links to $path, which does not exist"
+  done
+  for path in $(grep -oP '(?<![\w/])(src|include|tests|tools|bench|docs|examples|data|cmake|\.ci)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' "$document" | sort -u); do
+    case $path in bench/results*) continue ;; esac
+    [ -e "$path" ] || complain "$document names $path, which does not exist"
+  done
+done
+
+# Commands: indented lines that begin with kda or build/bin/kda, run in a folder of their own.
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+ln -s "$PWD/data" "$work/data"
+grep -hE '^    (build/bin/)?kda (gen|run|check|inspect|plan|info)' $documents | sed 's/^ *//' |
+  while read -r line; do
+    command=${line#build/bin/}
+    (cd "$work" && eval "'$kda' ${command#kda }" >/dev/null 2>"$work/.err") ||
+      { echo "docs_test: '$line' fails: $(cat "$work/.err")"; touch "$work/.failed"; }
+  done
+[ -e "$work/.failed" ] && failed=1
+
+# Code cut from examples.
+for example in examples/forward.cpp examples/forward.c; do
+  inside=$(awk '/\[readme\]/{n++; next} n==1' "$example" | sed 's/^  //')
+  shown=$(awk -v name="<!-- code: $example -->" '$0==name{on=1; next} /<!-- end -->/{on=0} on' README.md |
+    grep -v '^```')
+  [ "$inside" = "$shown" ] || complain "README.md: the code of $example is not that of the file (bench/tables.py)"
+done
+
+# The subcommands of ./dev that documents name.
+for command in $(grep -ohE '\./dev [a-z-]+' $documents | awk '{print $2}' | sort -u); do
+  ./dev --help | grep -qE "^  $command " || complain "./dev has no command $command"
+done
+
+[ $failed = 0 ] && echo "docs_test: good"
+exit $failed

@@ -1,2 +1,37 @@
 #!/usr/bin/env bash
-exit 0
+# SPDX-License-Identifier: Apache-2.0
+# package_test.sh BUILD: installs into a temporary prefix and builds the consumer three ways:
+# find_package, add_subdirectory, pkg-config (C++ static and C shared).
+set -euo pipefail
+build=$(readlink -f "$1")
+here=$(dirname "$(readlink -f "$0")")
+root=$(readlink -f "$here/../..")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+cmake --install "$build" --prefix "$work/prefix" >/dev/null
+"$work/prefix/bin/kda" --version
+
+echo "find_package"
+cmake -S "$here/consumer" -B "$work/found" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
+cmake --build "$work/found" >/dev/null
+"$work/found/consumer"
+"$work/found/consumer_c"
+
+echo "add_subdirectory"
+cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DCMAKE_BUILD_TYPE=Release >/dev/null
+cmake --build "$work/sub" -j2 >/dev/null
+"$work/sub/consumer"
+"$work/sub/consumer_c"
+[ ! -e "$work/sub/libkda/bin/kda" ] || { echo "a subproject must not build the tools"; exit 1; }
+
+echo "pkg-config"
+PKG_CONFIG_PATH=$(dirname "$(find "$work/prefix" -name kda.pc)")
+export PKG_CONFIG_PATH
+# shellcheck disable=SC2046
+g++ -std=c++20 "$here/consumer/consumer.cpp" $(pkg-config --cflags --libs kda) -o "$work/static"
+"$work/static"
+# shellcheck disable=SC2046
+gcc "$here/consumer/consumer.c" $(pkg-config --cflags --libs kda_c) -o "$work/shared"
+LD_LIBRARY_PATH=$(pkg-config --variable=libdir kda_c) "$work/shared"
+echo "package_test: good"

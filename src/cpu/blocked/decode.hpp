@@ -89,7 +89,7 @@ static inline void decode_columns(const DecodeArgs& args, int first, int valid) 
 
 template <int kRows>
 static inline void decode_kv_rows(const DecodeArgs& args) {
-  constexpr int kVecs = kRows == 1 ? kDecodeVecs : 1;
+  constexpr int kVecs = kDecodeVecs > kRows ? kDecodeVecs / kRows : 1;
   int first = 0;
   for (; first + kVecs * kWidth <= args.value_dim; first += kVecs * kWidth)
     decode_columns<kRows, kVecs>(args, first, kVecs * kWidth);
