@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and code between the markers of README.md and docs/performance.md.
+"""Writes the tables and code between the markers of README.md, docs/performance.md
+and docs/accuracy.md.
 
     bench/tables.py           rewrite them from bench/results/*.json and examples/
     bench/tables.py --check   exit 1 if a file would change
@@ -76,7 +77,8 @@ def table_peers():
 
 
 def table_summary():
-    forward, decode, rivals, peers = (load(f"cpu_{n}") for n in ("forward", "decode", "rivals", "peers"))
+    forward, decode, rivals, peers, accuracy = (
+        load(f"cpu_{n}") for n in ("forward", "decode", "rivals", "peers", "accuracy"))
     case = forward["cases"][0]
     best = {r["method"]: r for r in rivals["rows"] if r["isa"] == rivals["rows"][0]["isa"]}
     ggml = best["ggml: separate sweeps"]
@@ -87,7 +89,8 @@ def table_summary():
          f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x ggml\'s method, {naive["speedup"]:.0f}x FLA\'s naive_chunk_kda on torch'],
         [f'decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
          f'{100 * d["bytes"] / d["median_s"] / decode["memory_bytes_per_second"]:.0f}% of the memory rate'],
-        ["error against float64, any gate", "1.5e-7", "median over 2,000 random problems, fp32; worst 1e-5"],
+        ["error against float64, any gate, fp32", f'{accuracy["fp32_o_median"]:.1e}',
+         f'median over {accuracy["count"]} random problems; worst {accuracy["fp32_o_worst"]:.0e}'],
     ]
     return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", ""], rows)
 
@@ -100,8 +103,20 @@ def code(path):
     return f"```{language}\n" + "\n".join(lines) + "\n```"
 
 
+def table_accuracy():
+    report = load("cpu_accuracy")
+    figure = lambda name: f"{report[name]:.1e}"
+    rows = [["fp32 in and out, median over heads", "1e-6", f'{figure("fp32_o_median")} (o), {figure("fp32_final_state_median")} (final state)'],
+            ["fp32 in and out, worst head", "1e-5", f'{figure("fp32_o_worst")} (o), {figure("fp32_final_state_worst")} (final state)'],
+            ["bf16 or fp16 stored", "rounding the exact result once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
+            ["marginally stable (beta > 1.9 on most tokens)", "max(1e-4, 1e-7 T)", ""],
+            ["fewer than 16 values", "1e-4", ""]]
+    return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows)
+
+
 TABLES = {"forward": table_forward, "decode": table_decode, "rivals": table_rivals,
-          "peers": table_peers, "summary": table_summary}
+          "peers": table_peers, "summary": table_summary,
+          "accuracy": table_accuracy}
 
 
 def fill(text):
@@ -115,7 +130,8 @@ def fill(text):
 
 def main():
     stale = False
-    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md",
+                 ROOT / "docs" / "accuracy.md"):
         old = path.read_text()
         new = fill(old)
         if new != old and "--check" in sys.argv:

@@ -162,6 +162,9 @@ KDA_API kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dty
                                          int32_t rank, const int64_t* shape);
 
 KDA_API kda_status kda_validate(const kda_problem* problem);
+/* KDA_OK if an implementation of this build serves the problem; else kda_last_error() says why
+ * each declines. `options` may be null; only its device is read. */
+KDA_API kda_status kda_supported(const kda_problem* problem, const kda_plan_options* options);
 
 /* `cu_seqlens`: host, [num_sequences + 1]; null plans from bounds if the problem has cu_seqlens.
  * `options` may be null. The plan copies what it needs; free it with kda_plan_destroy. */

@@ -102,6 +102,9 @@ struct Plan {
   std::vector<int64_t> cu_seqlens;  ///< [N + 1] when lengths_known, over the flattened tokens
 
   int64_t chunk_size = 0;
+  /// [N + 1] when lengths_known: the chunks of sequence n are [chunk_offsets[n],
+  /// chunk_offsets[n+1]) of the batch; every sequence is chunked from its own start.
+  std::vector<int64_t> chunk_offsets;
   int64_t num_v_splits = 1;
   int32_t num_threads = 1;
 

@@ -267,6 +267,17 @@ kda_status kda_validate(const kda_problem* problem) {
   });
 }
 
+kda_status kda_supported(const kda_problem* problem, const kda_plan_options* options) {
+  return guarded_call([&] {
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    kda::DeviceFacts device;
+    kda::PlanOptions unused;
+    KDA_RETURN_IF_ERROR(read_options(options, &device, &unused));
+    return kda::supported(problem_of(c), device);
+  });
+}
+
 kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
                            const kda_plan_options* options, kda_plan** plan) {
   return guarded_call([&] { return create_plan(problem, cu_seqlens, options, plan); });

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -44,13 +46,13 @@ class Buffer {
 
  private:
   struct Release {
-    void operator()(std::byte* data) const {
-      ::operator delete[](data, std::align_val_t{kAlignment});
-    }
+    void operator()(std::byte* data) const { std::free(data); }
   };
   static std::unique_ptr<std::byte[], Release> allocate(std::size_t bytes) {
-    // At least one byte, so that empty tensors have an address too.
-    void* memory = ::operator new[](bytes + 1, std::align_val_t{kAlignment});
+    if (bytes > SIZE_MAX - kAlignment) throw std::bad_alloc();
+    // At least one line, so that empty tensors have an address too.
+    void* memory = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+    if (!memory) throw std::bad_alloc();
     return std::unique_ptr<std::byte[], Release>(static_cast<std::byte*>(memory));
   }
 

@@ -55,7 +55,9 @@ void print_problem(const Plan& plan, std::ostream& out) {
       << "device          " << plan.device.name << "\n"
       << "implementation  "
       << (plan.implementation.empty() ? "none in this build" : plan.implementation) << "\n"
-      << "chunk           " << plan.chunk_size << " tokens\n";
+      << "chunk           " << plan.chunk_size << " tokens";
+  if (plan.lengths_known) out << ", " << plan.chunk_offsets.back() << " chunks";
+  out << "\n";
 }
 
 void print_segments(const Plan& plan, std::ostream& out) {
@@ -205,6 +207,9 @@ std::string Plan::to_json() const {
   write_implementation(*this, json);
   json.member("chunk_size", chunk_size).member("num_v_splits", num_v_splits);
   json.member("num_threads", num_threads);
+  json.key("chunk_offsets").begin_array();
+  for (const int64_t offset : chunk_offsets) json.value(offset);
+  json.end_array();
   write_segments(*this, json);
   write_execution(*this, json);
   return json.end_object().take();

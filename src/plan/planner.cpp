@@ -119,6 +119,15 @@ Status check_plan_lengths(const Plan& plan) {
   return {};
 }
 
+void count_chunks(Plan* plan) {
+  plan->chunk_offsets.assign(plan->cu_seqlens.size(), 0);
+  for (std::size_t n = 0; n + 1 < plan->cu_seqlens.size(); ++n) {
+    const int64_t length = plan->cu_seqlens[n + 1] - plan->cu_seqlens[n];
+    plan->chunk_offsets[n + 1] =
+        plan->chunk_offsets[n] + (length + plan->chunk_size - 1) / plan->chunk_size;
+  }
+}
+
 plan::Workload workload_of(const Plan& plan, std::size_t first, std::size_t last) {
   plan::Workload work;
   for (std::size_t n = first; n < last; ++n)
@@ -304,6 +313,7 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
   if (cu_seqlens) {
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
+    count_chunks(plan);
     if (problem.operation == Operation::kForward) {
       KDA_RETURN_IF_ERROR(make_segments(plan));
       check_segment_method(plan, chosen);

@@ -108,6 +108,9 @@ TEST(CApi, PlansForGpusAndFromBounds) {
   kda_plan_options options;
   kda_plan_options_init(&options);
   options.device_kind = KDA_CUDA;
+  EXPECT_EQ(kda_supported(&call.problem, nullptr), KDA_OK);
+  EXPECT_EQ(kda_supported(&call.problem, &options), KDA_UNSUPPORTED);
+  EXPECT_NE(std::string(kda_last_error()).find("runs on cpu"), std::string::npos);
   kda_plan* plan = nullptr;
   ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan), KDA_OK);
   EXPECT_STREQ(kda_plan_implementation(plan), "");

@@ -4,7 +4,7 @@
 # code in README.md is the code of examples/, and every script option exists.
 set -uo pipefail
 kda=$1
-cd "$(dirname "$(readlink -f "$0")")/../.."
+cd "$(dirname "$(readlink -f "$0")")/../.." || exit 1
 failed=0
 complain() { echo "docs_test: $*"; failed=1; }
 
@@ -16,6 +16,7 @@ for document in $documents; do
   for path in $(grep -oE '\]\([A-Za-z0-9_./-]+\)' "$document" | tr -d '()' | sed 's/^\]//'); do
     [ -e "$folder/$path" ] || complain "$document links to $path, which does not exist"
   done
+  # shellcheck disable=SC2013
   for path in $(grep -oP '(?<![\w/])(src|include|tests|tools|bench|docs|examples|data|cmake|\.ci)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' "$document" | sort -u); do
     case $path in bench/results*) continue ;; esac
     [ -e "$path" ] || complain "$document names $path, which does not exist"
@@ -26,6 +27,7 @@ done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 ln -s "$PWD/data" "$work/data"
+# shellcheck disable=SC2086,SC2013
 grep -hE '^    (build/bin/)?kda (gen|run|check|inspect|plan|info)' $documents | sed 's/^ *//' |
   while read -r line; do
     command=${line#build/bin/}
@@ -43,6 +45,7 @@ for example in examples/forward.cpp examples/forward.c; do
 done
 
 # The subcommands of ./dev that documents name.
+# shellcheck disable=SC2086,SC2013
 for command in $(grep -ohE '\./dev [a-z-]+' $documents | awk '{print $2}' | sort -u); do
   ./dev --help | grep -qE "^  $command " || complain "./dev has no command $command"
 done

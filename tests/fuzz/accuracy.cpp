@@ -201,15 +201,16 @@ Report fuzz_accuracy(const Options& options) {
   Totals totals;
   Report report =
       run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
-  const double median_o = quantile(totals.fp32_o, 0.5), worst_o = quantile(totals.fp32_o, 1);
-  const double median_s = quantile(totals.fp32_state, 0.5),
-               worst_s = quantile(totals.fp32_state, 1);
-  report.summary = fmt::format(
-      "fp32 o: median {:.2e}, worst {:.2e}; fp32 final state: median {:.2e}, worst {:.2e}; "
-      "bf16 o of at least {} values: median {:.2e}, worst {:.2e}",
-      median_o, worst_o, median_s, worst_s, check::kManyValues, quantile(totals.bf16_o, 0.5),
-      quantile(totals.bf16_o, 1));
-  if (std::max(median_o, median_s) > check::kFp32Median)
+  report.figures = {{"fp32_o_median", quantile(totals.fp32_o, 0.5)},
+                    {"fp32_o_worst", quantile(totals.fp32_o, 1)},
+                    {"fp32_final_state_median", quantile(totals.fp32_state, 0.5)},
+                    {"fp32_final_state_worst", quantile(totals.fp32_state, 1)},
+                    {"bf16_o_median", quantile(totals.bf16_o, 0.5)},
+                    {"bf16_o_worst", quantile(totals.bf16_o, 1)}};
+  for (const auto& [name, value] : report.figures)
+    report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
+  if (std::max(report.figures["fp32_o_median"], report.figures["fp32_final_state_median"]) >
+      check::kFp32Median)
     report.failures.push_back(fmt::format("the median error is above {:.0e}", check::kFp32Median));
   return report;
 }

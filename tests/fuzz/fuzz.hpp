@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -24,6 +25,7 @@ struct Options {
 struct Report {
   std::vector<std::string> failures;
   std::string summary;
+  std::map<std::string, double> figures;  ///< what --json writes
 };
 
 /// Random numbers of one case.

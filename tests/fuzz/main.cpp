@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <map>
 #include <mutex>
+#include <nlohmann/json.hpp>
 
 #include "core/thread_pool.hpp"
 #include "fuzz/fuzz.hpp"
@@ -50,6 +51,8 @@ int main(int argc, char** argv) {
   app.add_option("--first", options.first);
   app.add_option("--count", options.count);
   app.add_option("--threads", options.num_threads);
+  std::string json;
+  app.add_option("--json", json, "Write the figures of the summary to this file");
   app.add_option("--dump", options.dump, "accuracy, --count 1: also write the inputs to a file");
   CLI11_PARSE(app, argc, argv);
 
@@ -58,6 +61,12 @@ int main(int argc, char** argv) {
   const Report report = fuzzers.at(what)(options);
   for (std::size_t i = 0; i < std::min<std::size_t>(report.failures.size(), 20); ++i)
     fmt::print("FAILED  kda_fuzz {} --seed {} {}\n", what, options.seed, report.failures[i]);
+  if (!json.empty()) {
+    nlohmann::ordered_json figures = {
+        {"what", what}, {"seed", options.seed}, {"first", options.first}, {"count", options.count}};
+    for (const auto& [name, value] : report.figures) figures[name] = value;
+    kda::io::write_file_atomically(json, figures.dump(2) + "\n");
+  }
   fmt::print("{}{}{} cases, {} failed\n", report.summary, report.summary.empty() ? "" : "\n",
              options.count, report.failures.size());
   return report.failures.empty() ? 0 : 1;

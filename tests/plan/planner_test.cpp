@@ -66,6 +66,12 @@ TEST(Planner, SegmentsCoverEverySequenceInOrder) {
   }
 }
 
+TEST(Planner, ChunksStartWithTheirSequence) {
+  EXPECT_EQ(plan_for("17,0,8,1", 1, cpu_facts()).chunk_offsets,
+            (std::vector<int64_t>{0, 3, 3, 4, 5}));
+  EXPECT_EQ(plan_for("65,64", 1, gpu_facts(132)).chunk_offsets, (std::vector<int64_t>{0, 2, 3}));
+}
+
 TEST(Planner, CpuIsSerialUnlessAsked) {
   EXPECT_FALSE(plan_for("128K", 4, cpu_facts()).segmented);
   EXPECT_TRUE(plan_for("128K", 4, cpu_facts(), test::fixed_segments(4)).segmented);

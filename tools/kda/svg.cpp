@@ -24,8 +24,8 @@ std::string text_at(double x, double y, const char* anchor, const std::string& t
 }
 
 std::string power_of_ten(int exponent) {
-  return exponent >= 0 && exponent <= 5 ? fmt::format("{:.0f}", std::pow(10, exponent))
-                                        : fmt::format("1e{}", exponent);
+  return exponent >= -3 && exponent <= 5 ? fmt::format("{:g}", std::pow(10, exponent))
+                                         : fmt::format("1e{}", exponent);
 }
 
 struct Axis {
