@@ -75,6 +75,7 @@ double relative_error(const std::vector<double>& x, const std::vector<double>& r
 double median_error(const std::vector<HeadError>& errors) {
   if (errors.empty()) return 0;
   std::vector<double> values;
+  values.reserve(errors.size());
   for (const HeadError& entry : errors) values.push_back(entry.error);
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());

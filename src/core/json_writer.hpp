@@ -86,7 +86,7 @@ class JsonWriter {
 
   void new_line() {
     text_ += '\n';
-    text_.append(static_cast<std::size_t>(2 * depth_), ' ');
+    text_.append(2 * depth_, ' ');
   }
 
   void quote(std::string_view text) {
@@ -105,7 +105,7 @@ class JsonWriter {
   }
 
   std::string text_;
-  int depth_ = 0;
+  std::size_t depth_ = 0;
   bool first_ = true;
   bool after_key_ = false;
 };

@@ -87,8 +87,8 @@ Extent read_extent(const std::string& name, const json& entry, uint64_t payload)
   const json& offsets = member(entry, name, "data_offsets");
   if (!offsets.is_array() || offsets.size() != 2)
     fail(name, ": data_offsets is not a pair of numbers");
-  const Extent extent{name, read_unsigned(offsets[0], name, "data_offsets"),
-                      read_unsigned(offsets[1], name, "data_offsets")};
+  Extent extent{name, read_unsigned(offsets[0], name, "data_offsets"),
+                read_unsigned(offsets[1], name, "data_offsets")};
   if (extent.begin > extent.end || extent.end > payload)
     fail(name, ": data_offsets [", extent.begin, ", ", extent.end, "] leave the ", payload,
          " bytes of data");

@@ -150,6 +150,22 @@ TEST(Decode, NegativeSlotTouchesNothing) {
               0);
 }
 
+TEST(Decode, OracleBackendAgreesOnSkipsAndPlainSlots) {
+  DecodeShape s;
+  s.slots = 3;
+  for (const bool indexed : {true, false}) {
+    Decode fast = make_decode(s), truth = make_decode(s);
+    for (Decode* d : {&fast, &truth}) {
+      d->problem().initial_state->indexed = indexed;
+      d->indices = {2, -1, 0};
+    }
+    ASSERT_TRUE(run_decode(&fast).ok());
+    ASSERT_TRUE(run_decode(&truth, "oracle").ok());
+    for (std::size_t i = 0; i < fast.pool.size() / 4; ++i)
+      ASSERT_NEAR(fast.pool.as<float>()[i], truth.pool.as<float>()[i], 1e-5);
+  }
+}
+
 TEST(Decode, WithoutIndicesEachSequenceHasItsSlot) {
   DecodeShape s;
   s.slots = 3;

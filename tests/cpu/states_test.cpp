@@ -37,7 +37,8 @@ struct PoolRun {
 };
 
 PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
-                    const std::vector<int32_t>& write) {
+                    const std::vector<int32_t>& write, const std::string& backend = "",
+                    bool masked = false) {
   constexpr int64_t kSlots = 7;
   PoolRun result;
   result.pool = io::Buffer(kSlots * kStateElems * 4);
@@ -48,16 +49,19 @@ PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
                   inputs.initial_state.as<float>() + n * kStateElems, kStateElems * 4);
   Problem p = inputs.problem;
   p.initial_state = pool_of(kSlots);
+  p.initial_state_mask = masked;
   p.final_state = pool_of(kSlots);
   result.outputs.o = io::Buffer(58 * kHeads * kV * 4);
   p.o = contiguous(DType::kFloat32, {1, 58, kHeads, kV});
   Plan plan;
-  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan));
+  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), test::with_backend(backend), &plan));
   io::Buffer workspace(plan.workspace_bytes);
   workspace.fill(0xff);
+  const uint8_t mask[] = {0, 1, 1};
   Tensors tensors = inputs.tensors();
   tensors.o = result.outputs.o.data();
   tensors.initial_state = tensors.final_state = result.pool.data();
+  tensors.initial_state_mask = mask;
   tensors.initial_state_indices = read.data();
   tensors.final_state_indices = write.data();
   throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
@@ -201,6 +205,20 @@ TEST(States, CheckpointsIntoSlots) {
             0);
   for (const int64_t unused : {1, 2, 4})
     EXPECT_EQ(outputs.checkpoints.as<unsigned char>()[unused * kStateElems * 4], 0xcd);
+}
+
+TEST(States, OracleBackendAgreesOnPoolsMasksAndSkips) {
+  // The same calls as above, by both implementations, must leave the same pools.
+  const Inputs inputs = three_sequences();
+  const std::vector<int32_t> read = {1, -1, 3}, write = {5, -1, 3};
+  for (const bool masked : {false, true}) {
+    const PoolRun fast = run_in_pool(inputs, read, write, "", masked);
+    const PoolRun truth = run_in_pool(inputs, read, write, "oracle", masked);
+    for (const int64_t written : {3, 5})
+      for (int64_t i = 0; i < kStateElems; ++i)
+        ASSERT_NEAR(slot(fast.pool, written)[i], slot(truth.pool, written)[i], 1e-5);
+    EXPECT_EQ(std::memcmp(slot(fast.pool, 1), slot(truth.pool, 1), kStateElems * 4), 0);
+  }
 }
 
 TEST(States, OracleBackendServesTheSameOptions) {

@@ -3,7 +3,7 @@
 # docs_test.sh KDA: every path that the documents name exists, every kda command in them runs, the
 # code in README.md is the code of examples/, and every script option exists.
 set -uo pipefail
-kda=$1
+kda=$(readlink -f "$1")
 cd "$(dirname "$(readlink -f "$0")")/../.." || exit 1
 failed=0
 complain() { echo "docs_test: $*"; failed=1; }

@@ -79,11 +79,10 @@ std::string format_bytes(double bytes) { return format_count(bytes) + "B"; }
 
 std::string format_error(double error) { return fmt::format("{:.2e}", error); }
 
-Progress::Progress(std::string what)
-    : what_(std::move(what)),
-      terminal_(::isatty(STDERR_FILENO) != 0),
-      start_(Clock::now()),
-      last_(start_) {}
+Progress::Progress(std::string what) : Progress(std::move(what), ::isatty(STDERR_FILENO) != 0) {}
+
+Progress::Progress(std::string what, bool terminal)
+    : what_(std::move(what)), terminal_(terminal), start_(Clock::now()), last_(start_) {}
 
 Progress::~Progress() {
   if (drawn_) fmt::print(stderr, "\r\033[K");

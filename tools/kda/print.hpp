@@ -24,6 +24,7 @@ std::string format_error(double error);      ///< "1.23e-07"
 class Progress {
  public:
   explicit Progress(std::string what);
+  Progress(std::string what, bool terminal);  ///< instead of asking whether stderr is one
   ~Progress();
   void update(int64_t done, int64_t total);
 
