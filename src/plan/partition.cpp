@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "core/text.hpp"
 #include "plan/cost_model.hpp"

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // make_plan(): choose an implementation, cut long sequences, size the workspace. Host only.
 #include <algorithm>
-#include <cctype>
-#include <numeric>
 #include <string_view>
 
 #include "core/guard.hpp"

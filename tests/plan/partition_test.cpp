@@ -4,8 +4,6 @@
 
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "kda/flags.hpp"
 #include "support/harness.hpp"
 

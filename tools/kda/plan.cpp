@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <memory>
-#include <numeric>
 
 #include "kda/commands.hpp"
 #include "kda/flags.hpp"
