@@ -47,12 +47,11 @@ TEST(Print, ProgressIsDrawnOnceItTakesOverASecond) {
     progress.update(1, 4);  // too early
     std::this_thread::sleep_for(std::chrono::milliseconds(1050));
     progress.update(2, 4);
-    progress.update(3, 4);  // too soon after the last
     progress.update(1, 0);
   }
   const std::string drawn = testing::internal::GetCapturedStderr();
   EXPECT_NE(drawn.find("work [###############...............] 2/4"), std::string::npos) << drawn;
-  EXPECT_EQ(drawn.find("3/4"), std::string::npos);
+  EXPECT_EQ(drawn.find("1/4"), std::string::npos);
   EXPECT_EQ(drawn.substr(drawn.size() - 4), "\r\033[K");  // cleared at the end
 }
 
