@@ -97,15 +97,7 @@ class Comparison {
   }
 
   void measure_peak(const cpu::blocked::Kernels& kernels) {
-    constexpr int64_t kIterations = 3'000'000;
-    int64_t done = 0;
-    auto task = [&](int64_t idx, int32_t) {
-      const int64_t mine = kernels.peak_fma(kIterations);
-      if (idx == 0) done = mine;
-    };
-    const tools::Timing timing = tools::time_calls(
-        [&] { throw_if_error(parallel_tasks(threads_, threads_, task)); }, 0.3, 5);
-    peaks_.emplace_back(kernels.name, static_cast<double>(done) * threads_ / timing.fastest);
+    peaks_.emplace_back(kernels.name, tools::measure_fma_rate(kernels, threads_));
   }
 
  private:

@@ -83,8 +83,7 @@ void limit_work(check::GenerateOptions* o, double limit) {
   }
 }
 
-void fill(io::Buffer& buffer, DType dtype, Random& random, const std::function<double()>& value) {
-  static_cast<void>(random);
+void fill(io::Buffer& buffer, DType dtype, const std::function<double()>& value) {
   const int64_t count = static_cast<int64_t>(buffer.size()) / dtype_size(dtype);
   for (int64_t i = 0; i < count; ++i)
     store_element(buffer.data(), dtype, i, static_cast<float>(value()));
@@ -100,14 +99,14 @@ void vary_options(Inputs* inputs, Random& random) {
   if (random.chance(0.2)) p.scale = random.uniform(-1, 1);
   if (random.chance(0.15)) {  // plain steps of exactly 0, 1 and 2
     p.beta_mode = BetaMode::kPlain;
-    fill(inputs->beta, p.beta.dtype, random, [&] {
+    fill(inputs->beta, p.beta.dtype, [&] {
       return random.chance(0.5) ? random.uniform() : static_cast<double>(random.below(3));
     });
   }
   if (random.chance(0.15)) {
     p.qk_l2norm = false;
     const double size = 1 / std::sqrt(static_cast<double>(p.key_dim));
-    fill(inputs->k, p.k.dtype, random, [&] { return random.uniform(-size, size); });
+    fill(inputs->k, p.k.dtype, [&] { return random.uniform(-size, size); });
   }
   if (random.chance(0.15)) {  // zero keys and queries here and there
     const int64_t rows = p.batch * p.num_tokens * p.num_heads;

@@ -43,17 +43,6 @@ struct MachineRates {
   double bytes_per_second = 0;
 };
 
-double measure_fma_rate(const blocked::Kernels& kernels, int32_t threads) {
-  constexpr int64_t kIterations = 4'000'000;
-  std::vector<int64_t> done(static_cast<std::size_t>(threads));
-  auto task = [&](int64_t idx, int32_t) {
-    done[static_cast<std::size_t>(idx)] = kernels.peak_fma(kIterations);
-  };
-  const Timing timing =
-      time_calls([&] { throw_if_error(parallel_tasks(threads, threads, task)); }, 0.3, 5);
-  return static_cast<double>(done[0]) * threads / timing.fastest;
-}
-
 /// Reads and writes every byte of a buffer beyond the caches, in place as decode does.
 double measure_memory_rate(int32_t threads) {
   constexpr std::size_t kFloats = std::size_t{64} << 20;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "core/thread_pool.hpp"
+
 namespace kda::tools {
 
 double seconds_since_start() {
@@ -39,6 +41,17 @@ Timing time_calls(const std::function<void()>& call, double min_seconds, int min
   std::sort(samples.begin(), samples.end());
   return {samples[samples.size() / 2], samples.front(), samples.back(),
           static_cast<int>(samples.size())};
+}
+
+double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads) {
+  constexpr int64_t kIterations = 4'000'000;
+  std::vector<int64_t> done(static_cast<std::size_t>(threads));
+  auto task = [&](int64_t idx, int32_t) {
+    done[static_cast<std::size_t>(idx)] = kernels.peak_fma(kIterations);
+  };
+  const Timing timing =
+      time_calls([&] { throw_if_error(parallel_tasks(threads, threads, task)); }, 0.3, 5);
+  return static_cast<double>(done[0]) * threads / timing.fastest;
 }
 
 double multiply_adds(const Problem& p) {

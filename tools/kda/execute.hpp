@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check/inputs.hpp"
+#include "cpu/blocked/kernels.hpp"
 #include "kda/kda.hpp"
 
 namespace kda::tools {
@@ -26,6 +27,9 @@ struct Timing {
   int repeats = 0;
 };
 Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5, int min_repeats = 7);
+
+/// Peak rate of `threads` threads: fp32 multiply-adds a second, from chains in registers.
+double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads);
 
 double seconds_since_start();
 
