@@ -58,7 +58,7 @@ int main() {
   const kda::SegmentTensors segments{M.data(), B.data(), states.data()};
   tensors.o = o.data();
   for (const auto stage : {kda::segment_scan, kda::segment_merge, kda::segment_forward})
-    kda::throw_if_error(stage(plan, tensors, segments, workspace, plan.workspace_bytes));
+    kda::throw_if_error(stage(plan, tensors, segments, workspace, plan.workspace_bytes, nullptr));
 
   tensors.o = serial.data();
   kda::throw_if_error(kda::run(serial_plan, tensors, workspace, plan.workspace_bytes));

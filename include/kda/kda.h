@@ -5,6 +5,9 @@
  *   o_t = scale * S_t^T q_t
  * Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are the same.
  *
+ * CUDA plans take device pointers everywhere (also A_log, dt_bias, indices and cu_seqlens), launch
+ * on the problem's stream and neither allocate nor synchronise.
+ *
  * Rules
  * - Structs begin with struct_size: set it to sizeof(the struct), or call the *_init function.
  *   Later versions only append fields; a zero field means its default. Enumerations only grow.
@@ -38,7 +41,8 @@ typedef enum kda_status {
   KDA_UNAVAILABLE = 3,
   KDA_OUT_OF_MEMORY = 4,
   KDA_OUT_OF_RESOURCES = 5,
-  KDA_INTERNAL = 6
+  KDA_INTERNAL = 6,
+  KDA_DEVICE_ERROR = 7
 } kda_status;
 
 typedef enum kda_dtype {
@@ -124,6 +128,7 @@ typedef struct kda_problem {
   int64_t state_index_columns; /* 0 counts as 1 */
   int32_t batch_invariant;
   int32_t reserved;
+  void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -134,7 +139,7 @@ typedef struct kda_plan_options {
   int32_t one_pass;         /* join segments by correction instead of a second run */
   int64_t num_segments;     /* of KDA_CP_FIXED */
   int32_t num_threads;      /* 0: OMP_NUM_THREADS, else all cores */
-  int32_t reserved;
+  int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */
   const char* backend; /* null or "": the best available */
 } kda_plan_options;
 
@@ -157,6 +162,9 @@ KDA_API const char* kda_last_error(void);
 /* Zeroes the struct and sets struct_size and the defaults (one head of K = V = 128, bf16). */
 KDA_API void kda_problem_init(kda_problem* problem);
 KDA_API void kda_plan_options_init(kda_plan_options* options);
+/* Sets device_kind, num_sms and compute_capability to those of a CUDA device of this machine.
+ * KDA_UNAVAILABLE, with the reason, if there is none. */
+KDA_API kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal);
 /* Fills strides (row-major), dtype and alignment of a tensor of up to 4 dimensions. */
 KDA_API kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype,
                                          int32_t rank, const int64_t* shape);
@@ -190,6 +198,31 @@ KDA_API kda_status kda_segment_merge(const kda_plan* plan, const kda_problem* pr
 KDA_API kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
                                        const kda_segments* segments, void* workspace,
                                        size_t workspace_bytes);
+
+/* Stages of the chunked forward on device buffers of the caller (include/kda/stages.hpp has their
+ * layouts). kda_stage_sizes sets each pointer's size in bytes in the struct of the same names. */
+typedef struct kda_stages {
+  size_t struct_size;
+  void *w, *u, *kg, *qg, *Aqk, *T;
+  float *gamma, *beta, *diag;
+  void *h, *vn;
+} kda_stages;
+typedef struct kda_stage_bytes {
+  size_t struct_size;
+  size_t w, u, kg, qg, Aqk, T, gamma, beta, diag, h, vn;
+} kda_stage_bytes;
+KDA_API kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes);
+KDA_API kda_status kda_chunk_intra(const kda_plan* plan, const kda_problem* problem,
+                                   const kda_stages* stages, void* workspace,
+                                   size_t workspace_bytes);
+KDA_API kda_status kda_recompute_w_u(const kda_plan* plan, const kda_problem* problem,
+                                     const kda_stages* stages, void* workspace,
+                                     size_t workspace_bytes);
+KDA_API kda_status kda_chunk_delta_h(const kda_plan* plan, const kda_problem* problem,
+                                     const kda_stages* stages, void* workspace,
+                                     size_t workspace_bytes);
+KDA_API kda_status kda_chunk_o(const kda_plan* plan, const kda_problem* problem,
+                               const kda_stages* stages, void* workspace, size_t workspace_bytes);
 
 #ifdef __cplusplus
 }

@@ -5,6 +5,7 @@
 #include "kda/plan.hpp"
 #include "kda/problem.hpp"
 #include "kda/run.hpp"
+#include "kda/stages.hpp"
 #include "kda/status.hpp"
 #include "kda/tensor.hpp"
 #include "kda/types.hpp"

@@ -29,6 +29,11 @@ struct DeviceFacts {
 DeviceFacts cpu_facts();
 /// Facts of a Hopper-class GPU with `num_sms` multiprocessors (memory scaled from an H200).
 DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability = 90);
+/// Facts of CUDA device `ordinal` of this machine; asks the driver once a device and remembers.
+/// kUnavailable, with the reason, where there is no such device, no driver, or no CUDA in this build.
+Status cuda_device_facts(int32_t ordinal, DeviceFacts* facts) noexcept;
+/// Number of CUDA devices that cuda_device_facts() knows; 0 where there are none.
+int32_t cuda_device_count() noexcept;
 
 /// Rules that cut long sequences into segments. They fix the partition only: execution always
 /// merges the exact transition M of every segment.
@@ -111,6 +116,8 @@ struct Plan {
   bool segmented = false;
   int64_t segment_chunks = 0;        ///< longest segment, in chunks of the policy
   std::vector<Segment> segments;     ///< all of them when segmented, in order
+  /// [N + 1] when segmented: segments before each sequence.
+  std::vector<int64_t> segment_offsets;
   std::vector<std::string> reasons;  ///< why the schedule is what it is, one sentence each
 
   CostEstimate cost;

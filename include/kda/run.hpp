@@ -37,8 +37,14 @@ struct Tensors {
 
 /// Computes what `plan.problem` describes: forward or decode.
 /// `workspace`: at least plan.workspace_bytes, aligned to kWorkspaceAlignment; may be null if 0.
-Status run(const Plan& plan, const Tensors& tensors, void* workspace,
-           std::size_t workspace_bytes) noexcept;
+///
+/// CUDA plans: every pointer is device memory of the current device, `stream` a cudaStream_t of it
+/// (null: the default stream). Kernels are launched and the call returns: no synchronisation, no
+/// copy from the device, capturable in a CUDA graph. Indices and cu_seqlens cannot be looked at from
+/// the host: bad entries are skipped or clamped and set MetadataFlag bits in the workspace block
+/// "device_flags" (int32). On the CPU `stream` is unused.
+Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
+           void* stream = nullptr) noexcept;
 
 /// The stages of context parallelism as calls of their own, on dense fp32 buffers in the kv
 /// layout, one entry a segment of `plan` (which must be segmented):
@@ -52,10 +58,10 @@ struct SegmentTensors {
   float* states_in = nullptr;  ///< [NSEG, HV, K, V]
 };
 Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
-                    void* workspace, std::size_t workspace_bytes) noexcept;
+                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
-                     void* workspace, std::size_t workspace_bytes) noexcept;
+                     void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
-                       void* workspace, std::size_t workspace_bytes) noexcept;
+                       void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
 }  // namespace kda

@@ -19,6 +19,7 @@ enum class StatusCode : int32_t {
   kOutOfMemory = 4,      ///< a host allocation failed; nothing was written
   kOutOfResources = 5,   ///< a thread could not be started; nothing was written
   kInternal = 6,         ///< a bug in libkda
+  kDeviceError = 7,      ///< a CUDA call failed; the message has the call and the launch shape
 };
 
 /// Short lower-case name of a code, e.g. "invalid argument".

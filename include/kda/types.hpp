@@ -33,6 +33,16 @@ enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
 
 enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 
+/// Bits of the workspace block "device_flags" after a CUDA call (see run()).
+enum MetadataFlag : int32_t {
+  kBadSequences = 1,          ///< cu_seqlens decreases or leaves 0..T: clamped
+  kBadInitialIndex = 2,       ///< initial_state_indices out of range: starts from zero, or skipped
+  kBadFinalIndex = 4,         ///< final_state_indices out of range: state not stored
+  kBadCheckpointIndex = 8,    ///< checkpoint_indices out of range: checkpoint not stored
+  kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
+  kTooManyDecodeTokens = 32,  ///< more tokens than decode takes: the rest is left out
+};
+
 /// Bytes of one element.
 int64_t dtype_size(DType dtype) noexcept;
 const char* dtype_name(DType dtype) noexcept;        ///< "fp32", "bf16", "fp16", "int32", "int64"

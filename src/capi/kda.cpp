@@ -153,7 +153,10 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   if (given) KDA_RETURN_IF_ERROR(read_struct(given, "options", &c));
   if (c.device_kind != KDA_CPU && c.device_kind != KDA_CUDA)
     return invalid("device_kind: value ", c.device_kind, " is unknown");
-  *device = c.device_kind == KDA_CUDA ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms) : cpu_facts();
+  *device = c.device_kind == KDA_CUDA
+                ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
+                            c.compute_capability == 0 ? 90 : c.compute_capability)
+                : cpu_facts();
   options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->num_segments = c.num_segments;
@@ -186,8 +189,8 @@ Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
   return {};
 }
 
-using StageFn = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*,
-                           std::size_t) noexcept;
+using StageFn = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*, std::size_t,
+                           void*) noexcept;
 
 kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* problem,
                      const kda_segments* segments, void* workspace,
@@ -198,7 +201,26 @@ kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* pro
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
     kda_segments s{};
     KDA_RETURN_IF_ERROR(read_struct(segments, "segments", &s));
-    return stage(plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes);
+    return stage(plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes,
+                 c.stream);
+  });
+}
+
+using ChunkStageFn = Status (*)(const Plan&, const Tensors&, const StageTensors&, void*,
+                                std::size_t, void*) noexcept;
+
+kda_status run_chunk_stage(ChunkStageFn stage, const kda_plan* plan, const kda_problem* problem,
+                           const kda_stages* stages, void* workspace,
+                           std::size_t workspace_bytes) noexcept {
+  return guarded_call([&] {
+    if (!plan) return invalid("plan: is null");
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    kda_stages s{};
+    KDA_RETURN_IF_ERROR(read_struct(stages, "stages", &s));
+    return stage(plan->plan, tensors_of(c),
+                 {s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag, s.h, s.vn}, workspace,
+                 workspace_bytes, c.stream);
   });
 }
 
@@ -236,6 +258,18 @@ void kda_plan_options_init(kda_plan_options* options) {
   if (!options) return;
   std::memset(static_cast<void*>(options), 0, sizeof(*options));
   options->struct_size = sizeof(*options);
+}
+
+kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal) {
+  return guarded_call([&] {
+    if (!options) return kda::invalid("options: is null");
+    kda::DeviceFacts facts;
+    KDA_RETURN_IF_ERROR(kda::cuda_device_facts(ordinal, &facts));
+    options->device_kind = KDA_CUDA;
+    options->num_sms = facts.num_sms;
+    options->compute_capability = facts.compute_capability;
+    return kda::Status{};
+  });
 }
 
 kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype, int32_t rank,
@@ -305,7 +339,7 @@ kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* works
     if (!plan) return kda::invalid("plan: is null");
     kda_problem c;
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
-    return kda::run(plan->plan, tensors_of(c), workspace, workspace_bytes);
+    return kda::run(plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
   });
 }
 
@@ -324,6 +358,41 @@ kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
                                const kda_segments* segments, void* workspace,
                                size_t workspace_bytes) {
   return run_stage(kda::segment_forward, plan, problem, segments, workspace, workspace_bytes);
+}
+
+kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
+  return guarded_call([&] {
+    if (!plan) return kda::invalid("plan: is null");
+    if (!bytes) return kda::invalid("bytes: is null");
+    if (bytes->struct_size != sizeof(kda_stage_bytes))
+      return kda::invalid("bytes: struct_size = ", bytes->struct_size, ", must be ",
+                          sizeof(kda_stage_bytes));
+    kda::StageSizes s;
+    KDA_RETURN_IF_ERROR(kda::stage_sizes(plan->plan, &s));
+    *bytes = {sizeof(kda_stage_bytes), s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag,
+              s.h, s.vn};
+    return kda::Status{};
+  });
+}
+
+kda_status kda_chunk_intra(const kda_plan* plan, const kda_problem* problem,
+                           const kda_stages* stages, void* workspace, size_t workspace_bytes) {
+  return run_chunk_stage(kda::chunk_intra, plan, problem, stages, workspace, workspace_bytes);
+}
+
+kda_status kda_recompute_w_u(const kda_plan* plan, const kda_problem* problem,
+                             const kda_stages* stages, void* workspace, size_t workspace_bytes) {
+  return run_chunk_stage(kda::recompute_w_u, plan, problem, stages, workspace, workspace_bytes);
+}
+
+kda_status kda_chunk_delta_h(const kda_plan* plan, const kda_problem* problem,
+                             const kda_stages* stages, void* workspace, size_t workspace_bytes) {
+  return run_chunk_stage(kda::chunk_delta_h, plan, problem, stages, workspace, workspace_bytes);
+}
+
+kda_status kda_chunk_o(const kda_plan* plan, const kda_problem* problem, const kda_stages* stages,
+                       void* workspace, size_t workspace_bytes) {
+  return run_chunk_stage(kda::chunk_o, plan, problem, stages, workspace, workspace_bytes);
 }
 
 }  // extern "C"

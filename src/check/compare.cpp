@@ -100,6 +100,11 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
   const Tensors tensors = inputs.tensors();
   std::atomic<int64_t> done{0};
 
+  const auto operands = [&](int64_t values) {
+    return options.operands ? operand_tolerance(*options.operands == DType::kFloat16, values,
+                                                options.marginal)
+                            : 0.0;
+  };
   auto compare_head = [&](int64_t idx, int32_t) {
     const int64_t n = idx / p.num_value_heads;
     const int64_t head = idx % p.num_value_heads;
@@ -113,7 +118,8 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
     result.o[static_cast<std::size_t>(idx)] = {
         n, head, relative_error(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude),
         forward_tolerance(rounding_error(truth.o, truth.o_magnitude, p.o.dtype),
-                          tokens * p.value_dim, tokens, options.marginal)};
+                          tokens * p.value_dim, tokens, options.marginal) +
+            operands(tokens * p.value_dim)};
     if (p.final_state) {
       const std::vector<double> state =
           oracle::load_state(p, *p.final_state, outputs.final_state.data(), n, head);
@@ -121,12 +127,18 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
           n, head, relative_error(state, truth.state, truth.state_magnitude),
           forward_tolerance(
               rounding_error(truth.state, truth.state_magnitude, p.final_state->tensor.dtype),
-              p.key_dim * p.value_dim, tokens, options.marginal)};
+              p.key_dim * p.value_dim, tokens, options.marginal) +
+              operands(p.key_dim * p.value_dim)};
     }
     if (options.progress) options.progress(++done, total);
   };
   throw_if_error(parallel_tasks(total, options.num_threads, compare_head));
   return result;
+}
+
+std::optional<DType> operands_of(const Plan& plan) {
+  if (plan.implementation.find("staged") == std::string::npos) return std::nullopt;
+  return plan.problem.q.dtype;
 }
 
 bool is_marginal(const Inputs& inputs) {

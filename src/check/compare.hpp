@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "check/inputs.hpp"
@@ -31,9 +32,14 @@ double median_error(const std::vector<HeadError>& errors);
 
 struct CompareOptions {
   bool marginal = false;  ///< inputs that amplify errors; see tolerances.hpp
+  /// Type of the operands of matrix products, if they are rounded: operands_of().
+  std::optional<DType> operands;
   int32_t num_threads = 1;
   std::function<void(int64_t done, int64_t total)> progress;  ///< from any thread
 };
+
+/// bf16 or fp16 for plans whose matrix products round their operands, else nothing.
+std::optional<DType> operands_of(const Plan& plan);
 
 /// Runs the oracle on `inputs` and compares what `outputs` holds.
 Comparison compare(const Inputs& inputs, const Problem& run_problem, const Outputs& outputs,

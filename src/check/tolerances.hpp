@@ -35,6 +35,21 @@ inline double forward_tolerance(double rounding, int64_t values, int64_t tokens,
   return rounding > 0 ? rounding + 2 * arithmetic : arithmetic;
 }
 
+/// Pipelines whose matrix products take 16-bit operands (cuda.sm80.staged): the rounding of every
+/// factor and of the state as an operand comes on top of the output's (docs/accuracy.md).
+inline constexpr double kBf16Operands = 8e-3;
+inline constexpr double kFp16Operands = 1e-3;
+/// beta near 2 on equal keys: each step nearly reflects the rounding errors of those before it.
+inline constexpr double kMarginalOperands = 16;
+/// A head of few values is judged by fewer roundings, which average less.
+inline constexpr double kFewOperands = 2;
+
+/// Error that 16-bit operands may add; `half`: fp16.
+inline double operand_tolerance(bool half, int64_t values, bool marginal) {
+  const double one = half ? kFp16Operands : kBf16Operands;
+  return one * (marginal ? kMarginalOperands : 1) * (values < 256 ? kFewOperands : 1);
+}
+
 /// The published figure for bf16 outputs of at least so many values a head.
 inline constexpr double kBf16Output = 1.8e-3;
 inline constexpr int64_t kManyValues = 16384;

@@ -20,7 +20,7 @@ const char* name_of(Enum value, const char* const (&names)[kCount]) noexcept {
 
 const char* status_code_name(StatusCode code) noexcept {
   return name_of(code, {"ok", "invalid argument", "unsupported", "unavailable", "out of memory",
-                        "out of resources", "internal error"});
+                        "out of resources", "internal error", "device error"});
 }
 
 int64_t dtype_size(DType dtype) noexcept {

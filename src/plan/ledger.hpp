@@ -19,6 +19,14 @@ inline constexpr const char* kSegmentStates = "segment_states";
 inline constexpr const char* kOutputFromZero = "output_from_zero";
 inline constexpr const char* kTransitionOutput = "transition_output";
 inline constexpr const char* kAliveTokens = "alive_tokens";
+inline constexpr const char* kSequenceMap = "sequence_map";
+inline constexpr const char* kDeviceFlags = "device_flags";
+inline constexpr const char* kFactorW = "factor_w";
+inline constexpr const char* kFactorU = "factor_u";
+inline constexpr const char* kFactorKg = "factor_kg";
+inline constexpr const char* kFactorQg = "factor_qg";
+inline constexpr const char* kFactorAqk = "factor_Aqk";
+inline constexpr const char* kFactorScalars = "factor_scalars";
 }  // namespace block
 
 /// Appends a block (nothing for 0 bytes); false if the total would overflow.

@@ -34,9 +34,15 @@ bool name_matches(std::string_view name, std::string_view wanted) {
 std::string decline_reason(const Implementation& row, const Problem& problem,
                            const DeviceFacts& device, const PlanOptions& options) {
   if (row.device != device.kind) return cat("runs on ", device_kind_name(row.device));
+  const bool cuda = device.kind == DeviceKind::kCuda;
+  if (cuda && device.compute_capability < row.min_compute_capability)
+    return cat("needs compute capability ", row.min_compute_capability, ", ", device.name, " has ",
+               device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
-  if (const char* reason = row.unavailable()) return reason;
+  // A plan for a GPU can be made on any machine; run() needs the device.
+  if (!cuda)
+    if (const char* reason = row.unavailable()) return reason;
   return row.decline(problem);
 }
 
@@ -152,9 +158,14 @@ plan::Partition apply_policy(const Plan& plan, const plan::Workload& work, CostE
 }
 
 /// Cuts sequence n into `count` segments of whole chunks, as even as they go.
-void cut_sequence(Plan* plan, std::size_t n, const plan::Partition& partition, int64_t count) {
+void cut_sequence(Plan* plan, std::size_t n, plan::Partition partition, int64_t count) {
   const int64_t begin = plan->cu_seqlens[n];
   const int64_t end = plan->cu_seqlens[n + 1];
+  // Policies count in chunks of their own; an implementation on a GPU cuts at its chunks only.
+  if (plan->device.kind == DeviceKind::kCuda && count > 1) {
+    partition.chunk_tokens = std::max(partition.chunk_tokens, plan->chunk_size);
+    count = std::min(count, (end - begin + partition.chunk_tokens - 1) / partition.chunk_tokens);
+  }
   const int64_t chunks = (end - begin + partition.chunk_tokens - 1) / partition.chunk_tokens;
   for (int64_t s = 0; s < count; ++s) {
     const int64_t first = begin + chunks * s / count * partition.chunk_tokens;
@@ -162,6 +173,13 @@ void cut_sequence(Plan* plan, std::size_t n, const plan::Partition& partition, i
     plan->segments.push_back(
         {static_cast<int64_t>(n), first, s + 1 == count ? end : std::min(last, end)});
   }
+}
+
+void drop_segments(Plan* plan) {
+  plan->segmented = false;
+  plan->segments.clear();
+  plan->segment_offsets.clear();
+  plan->segment_chunks = 0;
 }
 
 /// Without batch_invariant one decision for the batch; with it one for each sequence alone.
@@ -188,15 +206,15 @@ Status make_segments(Plan* plan) {
     }
     const int64_t tokens = plan->cu_seqlens[n + 1] - plan->cu_seqlens[n];
     const int64_t count = partition.on ? plan::num_segments_of(partition, tokens, fixed) : 1;
-    plan->segmented |= count > 1;
     plan->segment_chunks = std::max(plan->segment_chunks, partition.segment_chunks);
+    plan->segment_offsets.push_back(static_cast<int64_t>(plan->segments.size()));
     cut_sequence(plan, n, partition, count);
+    plan->segmented |= static_cast<int64_t>(plan->segments.size()) > plan->segment_offsets.back() + 1;
     if (static_cast<int64_t>(plan->segments.size()) > kMaxSegments && plan->segmented)
       return invalid("context_parallel: more than ", kMaxSegments, " segments");
   }
-  if (plan->segmented) return {};
-  plan->segments.clear();
-  plan->segment_chunks = 0;
+  plan->segment_offsets.push_back(static_cast<int64_t>(plan->segments.size()));
+  if (!plan->segmented) drop_segments(plan);
   return {};
 }
 
@@ -204,10 +222,13 @@ void check_segment_method(Plan* plan, const Implementation* chosen) {
   if (!plan->segmented) return;
   if (chosen && !chosen->segment_scan) {
     plan->reasons.push_back(cat(chosen->name, " has no segments: runs serially"));
-    plan->segmented = false;
-    plan->segments.clear();
-    plan->segment_chunks = 0;
+    drop_segments(plan);
     return;
+  }
+  if (plan->options.segment_method == SegmentMethod::kOnePass && chosen &&
+      !chosen->segment_correct) {
+    plan->reasons.push_back(cat("one pass declined: ", chosen->name, " has no correction stage"));
+    plan->options.segment_method = SegmentMethod::kScanMergeForward;
   }
   if (plan->options.segment_method == SegmentMethod::kOnePass && plan->problem.checkpoints) {
     plan->reasons.push_back("one pass declined: checkpoints need the true start state");
@@ -215,7 +236,7 @@ void check_segment_method(Plan* plan, const Implementation* chosen) {
   }
 }
 
-void list_stages(Plan* plan) {
+void list_stages(const Implementation* chosen, Plan* plan) {
   const Problem& p = plan->problem;
   const int64_t heads = p.num_value_heads;
   if (p.operation == Operation::kDecode) {
@@ -223,6 +244,9 @@ void list_stages(Plan* plan) {
         {"decode", p.num_sequences * heads, "one (sequence, value head) a task"});
     return;
   }
+  if (chosen && chosen->stage_sizes)
+    plan->stages.push_back({"chunk_intra", static_cast<int64_t>(chosen->stage_sizes(*plan).tiles),
+                            "factors of one (chunk, value head) a task"});
   if (!plan->segmented) {
     plan->stages.push_back({"forward", p.num_sequences * heads * plan->num_v_splits,
                             "one (sequence, value head, V part) a task"});
@@ -252,11 +276,14 @@ Status size_workspace(const Implementation* chosen, Plan* plan) {
   };
   namespace block = plan::block;
   if (chosen) add(block::kThreadScratch, 1, chosen->scratch_bytes(p, plan->num_threads));
+  if (chosen && chosen->add_blocks) fits = fits && chosen->add_blocks(*plan);
   const bool decode = p.operation == Operation::kDecode;
   const auto& written = decode ? p.initial_state : p.final_state;
-  const bool indexed = (p.initial_state && p.initial_state->indexed) ||
-                       (p.final_state && p.final_state->indexed) ||
-                       (p.checkpoints && p.checkpoints->indexed);
+  // Slots written twice are looked for on the host only.
+  const bool cpu = plan->device.kind == DeviceKind::kCpu;
+  const bool indexed = cpu && ((p.initial_state && p.initial_state->indexed) ||
+                               (p.final_state && p.final_state->indexed) ||
+                               (p.checkpoints && p.checkpoints->indexed));
   if (written && indexed)
     add(block::kFinalSlotMarks, static_cast<std::size_t>(written->num_slots), sizeof(int32_t));
   if (p.checkpoints && indexed)
@@ -320,7 +347,7 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
   } else {
     plan->reasons.push_back("planned from bounds: lengths unknown, so nothing is cut");
   }
-  list_stages(plan);
+  list_stages(chosen, plan);
   return size_workspace(chosen, plan);
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "cuda/host/device.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda {
@@ -115,6 +116,7 @@ class Checker {
       : plan_(plan), p_(plan.problem), t_(tensors), sequences_(sequences), workspace_(workspace) {}
 
   Status run() {
+    if (plan_.device.kind == DeviceKind::kCuda) return run_device();
     KDA_RETURN_IF_ERROR(check_lengths());
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
@@ -124,6 +126,38 @@ class Checker {
   }
 
  private:
+  /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
+  Status run_device() {
+    collect();
+    for (std::size_t i = 0; i < count_; ++i) {
+      KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
+      KDA_RETURN_IF_ERROR(cuda::check_pointer(entries_[i].name, entries_[i].pointer));
+    }
+    const int64_t N = p_.num_sequences;
+    const auto check_array = [&](const char* name, bool needed, const void* pointer) -> Status {
+      if (!needed) return {};
+      if (!pointer) return invalid(name, ": pointer is null");
+      return cuda::check_pointer(name, pointer);
+    };
+    KDA_RETURN_IF_ERROR(
+        check_array("cu_seqlens", p_.cu_seqlens && !plan_.lengths_known, t_.cu_seqlens));
+    const auto indexed = [&](const std::optional<StateDesc>& state) {
+      return N > 0 && state && state->indexed;
+    };
+    KDA_RETURN_IF_ERROR(check_array("initial_state_indices", indexed(p_.initial_state),
+                                    t_.initial_state_indices));
+    KDA_RETURN_IF_ERROR(
+        check_array("final_state_indices", indexed(p_.final_state), t_.final_state_indices));
+    KDA_RETURN_IF_ERROR(check_array("checkpoint_indices",
+                                    indexed(p_.checkpoints) && p_.checkpoints->num_slots > 0,
+                                    t_.checkpoint_indices));
+    KDA_RETURN_IF_ERROR(
+        check_array("initial_state_mask", N > 0 && p_.initial_state_mask, t_.initial_state_mask));
+    KDA_RETURN_IF_ERROR(check_array("num_accepted_tokens", N > 0 && p_.num_accepted_tokens,
+                                    t_.num_accepted_tokens));
+    return check_aliasing();
+  }
+
   /// Only for plans from bounds: host lengths were checked by make_plan().
   Status check_lengths() {
     if (plan_.lengths_known || !p_.cu_seqlens) return {};

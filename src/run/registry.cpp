@@ -2,6 +2,7 @@
 // The implementations of this build, best first, the reference last.
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/oracle/implementation.hpp"
+#include "cuda/host/rows.hpp"
 #include "stage/implementation.hpp"
 
 namespace kda::stage {
@@ -12,6 +13,8 @@ std::span<const Implementation* const> registry() noexcept {
       &cpu::blocked::kAvx2,
       &cpu::blocked::kPortable,
       &cpu::oracle::kOracle,
+      &cuda::kStaged,
+      &cuda::kRecurrent,
   };
   return kRows;
 }

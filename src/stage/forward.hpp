@@ -18,12 +18,17 @@ struct Call {
   Sequences sequences;
   int32_t num_threads;
   void* scratch;  ///< Implementation::scratch_bytes, aligned to kWorkspaceAlignment
+  const Plan* plan = nullptr;
+  void* workspace = nullptr;
+  void* stream = nullptr;  ///< CUDA
 };
 
 struct Forward {
   Call call;
   std::span<const Segment> segments;  ///< empty: one span a sequence
   const float* states_in = nullptr;   ///< [NSEG, HV, K, V] fp32; null: the problem's initial state
+  /// The scan of the same run() has left what this stage needs in the workspace.
+  bool prepared = false;
 };
 
 }  // namespace kda::stage

@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 
+#include "stage/chunk.hpp"
 #include "stage/decode.hpp"
 #include "stage/forward.hpp"
 #include "stage/segment.hpp"
@@ -28,6 +29,12 @@ struct Implementation {
   Status (*segment_scan)(const SegmentScan& args);
   Status (*segment_merge)(const SegmentMerge& args);
   Status (*segment_correct)(const SegmentCorrect& args);
+  /// Blocks of its own in the workspace; null: scratch_bytes alone. False if sizes overflow.
+  bool (*add_blocks)(Plan& plan) = nullptr;
+  int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor
+  /// Null where the implementation keeps no factors of chunks.
+  Status (*chunk)(const Chunk& args) = nullptr;
+  StageSizes (*stage_sizes)(const Plan& plan) = nullptr;
 };
 
 /// Every implementation of this build, best first.

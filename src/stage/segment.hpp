@@ -32,6 +32,7 @@ struct SegmentMerge {
   const float* M = nullptr;
   const float* B = nullptr;
   float* states_in = nullptr;  ///< [NSEG, HV, K, V]
+  bool prepared = false;       ///< as in Forward
 };
 
 /// o = o_zero + Qt states_in, and final state = M states_in + B of each last segment.

@@ -160,7 +160,7 @@ PlanOptions random_plan(Random& random) {
                                                              ? SegmentMethod::kOnePass
                                                              : SegmentMethod::kScanMergeForward);
   }
-  const std::vector<std::string> backends = test::blocked_backends();
+  const std::vector<std::string> backends = test::backends();
   if (random.chance(0.4))
     options.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
@@ -181,7 +181,8 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   const bool marginal = check::is_marginal(inputs);
   const test::Result result = test::run_inputs(inputs, run);
   const check::Comparison comparison =
-      check::compare(inputs, result.problem, result.outputs, {.marginal = marginal});
+      check::compare(inputs, result.problem, result.outputs,
+                     {.marginal = marginal, .operands = check::operands_of(result.plan)});
   if (!marginal) totals->add(comparison, inputs, run.out_dtype);
   if (comparison.within()) return "";
   const check::HeadError* o = comparison.worst_o();

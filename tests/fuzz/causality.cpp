@@ -55,7 +55,7 @@ std::string run_case(const Options& options, int64_t index) {
   Random random = random_of(options, index);
   const Inputs inputs = check::generate(small_shape(random));
   const Problem& p = inputs.problem;
-  const std::vector<std::string> backends = test::blocked_backends();
+  const std::vector<std::string> backends = test::backends();
   test::RunOptions run;
   run.plan.backend =
       backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];

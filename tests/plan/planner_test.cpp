@@ -111,7 +111,7 @@ TEST(Planner, BackendsByNameOrPart) {
   ASSERT_TRUE(choose("blocked.portable", &plan).ok());
   EXPECT_EQ(plan.implementation, "cpu.blocked.portable");
   ASSERT_TRUE(choose("cpu.blocked", &plan).ok());
-  EXPECT_EQ(plan.implementation, test::blocked_backends().front());
+  EXPECT_EQ(plan.implementation, test::backends().front());
   for (const char* unknown : {"block", "avx", "gpu", "portable.", "cpu.blocked.avx1024"}) {
     const Status status = choose(unknown, &plan);
     EXPECT_EQ(status.code(), StatusCode::kUnavailable) << unknown;
@@ -121,7 +121,7 @@ TEST(Planner, BackendsByNameOrPart) {
 
 TEST(Planner, ForcedBackendsRun) {
   const check::Inputs inputs = check::generate(test::shape(20, 1, 16, 16));
-  for (const std::string& name : test::blocked_backends())
+  for (const std::string& name : test::backends())
     EXPECT_EQ(test::run_inputs(inputs, {.plan = test::with_backend(name)}).plan.implementation,
               name);
 }

@@ -2,8 +2,11 @@
 #include "support/harness.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 
+#include "core/convert.hpp"
 #include "core/layout.hpp"
 
 namespace kda::test {
@@ -31,10 +34,11 @@ io::Buffer spread(const io::Buffer& source, TensorDesc* desc, const Shape& shape
   return target;
 }
 
-void pad(io::Buffer* buffer, TensorDesc* desc, const Shape& shape) {
-  const int64_t head = shape[3] + 3;
-  const int64_t token = shape[2] * head + 5;
-  *buffer = spread(*buffer, desc, shape, {shape[1] * token + 7, token, head, 1});
+void pad(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_t unit) {
+  const int64_t head = shape[3] + 3 * unit;
+  const int64_t token = shape[2] * head + 5 * unit;
+  *buffer = spread(*buffer, desc, shape, {shape[1] * token + 7 * unit, token, head, 1});
+  desc->alignment = unit * dtype_size(desc->dtype);
 }
 
 }  // namespace
@@ -46,12 +50,13 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
   throw_if_error(
-      make_plan(result.problem, inputs.cu_seqlens, cpu_facts(), options.plan, &result.plan));
+      make_plan(result.problem, inputs.cu_seqlens, device_of(options.plan.backend),
+                           options.plan, &result.plan));
   io::Buffer workspace(result.plan.workspace_bytes);
   workspace.fill(0xff);
   Tensors tensors = inputs.tensors();
   result.outputs.attach(&tensors);
-  throw_if_error(run(result.plan, tensors, workspace.data(), workspace.size()));
+  throw_if_error(check::run_and_wait(result.plan, tensors, workspace.data(), workspace.size()));
   return result;
 }
 
@@ -75,7 +80,23 @@ PlanOptions with_threads(int32_t threads) {
   return options;
 }
 
-std::vector<std::string> blocked_backends() {
+bool on_cuda() {
+  const char* name = std::getenv("KDA_TEST_DEVICE");
+  return name && std::string(name) == "cuda";
+}
+
+DeviceFacts device() {
+  DeviceFacts facts = cpu_facts();
+  if (on_cuda()) throw_if_error(cuda_device_facts(0, &facts));
+  return facts;
+}
+
+DeviceFacts device_of(const std::string& backend) {
+  return backend == "oracle" ? cpu_facts() : device();
+}
+
+std::vector<std::string> backends() {
+  if (on_cuda()) return {"", "recurrent"};
   std::vector<std::string> names;
   for (const Candidate& row : implementations())
     if (row.chosen && row.name.find("blocked") != std::string::npos) names.push_back(row.name);
@@ -86,12 +107,12 @@ bool same_bits(const io::Buffer& a, const io::Buffer& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
-void restride(check::Inputs* inputs) {
+void restride(check::Inputs* inputs, int64_t unit) {
   Problem& p = inputs->problem;
-  pad(&inputs->q, &p.q, qk_shape(p));
-  pad(&inputs->k, &p.k, qk_shape(p));
-  pad(&inputs->v, &p.v, v_shape(p));
-  pad(&inputs->g, &p.g, g_shape(p));
+  pad(&inputs->q, &p.q, qk_shape(p), unit);
+  pad(&inputs->k, &p.k, qk_shape(p), unit);
+  pad(&inputs->v, &p.v, v_shape(p), unit);
+  pad(&inputs->g, &p.g, g_shape(p), unit);
   const Shape beta = beta_shape(p);
   inputs->beta =
       spread(inputs->beta, &p.beta, beta, {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
@@ -108,6 +129,57 @@ void restride(check::Inputs* inputs) {
 
 std::size_t row_bytes(const TensorDesc& desc, int64_t heads, int64_t size) {
   return static_cast<std::size_t>(heads * size * dtype_size(desc.dtype));
+}
+
+check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end) {
+  check::Inputs part = inputs;
+  Problem& p = part.problem;
+  const auto cut = [&](io::Buffer& buffer, const TensorDesc& desc, int64_t heads, int64_t size) {
+    const std::size_t row = row_bytes(desc, heads, size);
+    io::Buffer copy(static_cast<std::size_t>(end - begin) * row);
+    std::memcpy(copy.data(), buffer.data() + static_cast<std::size_t>(begin) * row, copy.size());
+    buffer = copy;
+  };
+  cut(part.q, p.q, p.num_heads, p.key_dim);
+  cut(part.k, p.k, p.num_heads, p.key_dim);
+  cut(part.v, p.v, p.num_value_heads, p.value_dim);
+  cut(part.g, p.g, p.num_value_heads, p.key_dim);
+  cut(part.beta, p.beta, p.num_value_heads, 1);
+  part.cu_seqlens.clear();
+  p.cu_seqlens.reset();
+  p.num_sequences = 1;
+  p.num_tokens = end - begin;
+  if (p.initial_state && !p.initial_state->indexed) p.initial_state->num_slots = 1;
+  return part;
+}
+
+void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed) {
+  check::Random random(seed);
+  const Problem& p = inputs->problem;
+  const auto change = [&](io::Buffer& buffer, DType dtype, int64_t row) {
+    const int64_t count = static_cast<int64_t>(buffer.size()) / dtype_size(dtype);
+    for (int64_t i = token * row; i < count; ++i)
+      store_element(buffer.data(), dtype, i, static_cast<float>(3 * random.normal()));
+  };
+  change(inputs->q, p.q.dtype, p.num_heads * p.key_dim);
+  change(inputs->k, p.k.dtype, p.num_heads * p.key_dim);
+  change(inputs->v, p.v.dtype, p.num_value_heads * p.value_dim);
+  change(inputs->g, p.g.dtype, p.num_value_heads * p.key_dim);
+  change(inputs->beta, p.beta.dtype, p.num_value_heads);
+}
+
+void poison_rows(check::Inputs* inputs, int64_t begin, int64_t end) {
+  const Problem& p = inputs->problem;
+  const float values[] = {NAN, INFINITY, -1e38f};
+  const auto poison = [&](io::Buffer& buffer, DType dtype, int64_t row) {
+    for (int64_t i = begin * row; i < end * row; ++i)
+      store_element(buffer.data(), dtype, i, values[i % 3]);
+  };
+  poison(inputs->q, p.q.dtype, p.num_heads * p.key_dim);
+  poison(inputs->k, p.k.dtype, p.num_heads * p.key_dim);
+  poison(inputs->v, p.v.dtype, p.num_value_heads * p.value_dim);
+  poison(inputs->g, p.g.dtype, p.num_value_heads * p.key_dim);
+  poison(inputs->beta, p.beta.dtype, p.num_value_heads);
 }
 
 check::GenerateOptions shape(int64_t tokens, int64_t heads, int64_t key_dim, int64_t value_dim) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check/compare.hpp"
+#include "check/device.hpp"
 #include "check/generate.hpp"
 #include "check/inputs.hpp"
 #include "kda/kda.hpp"
@@ -34,14 +35,30 @@ PlanOptions fixed_segments(int64_t count, SegmentMethod method = SegmentMethod::
 PlanOptions with_backend(const std::string& name);
 PlanOptions with_threads(int32_t threads);
 
-/// Names of the blocked implementations that this machine can run.
-std::vector<std::string> blocked_backends();
+/// Where tests run: the CPU, or with KDA_TEST_DEVICE=cuda the first GPU.
+DeviceFacts device();
+bool on_cuda();
+/// Device on which `backend` runs: the oracle is always a CPU backend.
+DeviceFacts device_of(const std::string& backend);
+
+/// What to ask for as a backend so that every implementation of device() has its turn: on the CPU
+/// the instruction sets of this machine; on CUDA the planner's choice, and token by token.
+std::vector<std::string> backends();
 
 bool same_bits(const io::Buffer& a, const io::Buffer& b);
 
 /// Replaces every input by a copy with padded strides; the gaps hold NaN. Token and head strides
-/// grow by different amounts; `beta` gets a strided innermost dimension.
-void restride(check::Inputs* inputs);
+/// grow by different multiples of `unit` elements; `beta` gets a strided innermost dimension.
+void restride(check::Inputs* inputs, int64_t unit = 1);
+
+/// Tokens [begin, end) of a one-row problem.
+check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end);
+
+/// Other finite values in every tensor from `token` on (one row, dense).
+void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed);
+
+/// NaN, Inf and huge values in tokens [begin, end) of every tensor (one row, dense).
+void poison_rows(check::Inputs* inputs, int64_t begin, int64_t end);
 
 /// Row-major elements of one token of a [B, T, heads, size] tensor as bytes.
 std::size_t row_bytes(const TensorDesc& desc, int64_t heads, int64_t size);

@@ -17,6 +17,7 @@
 #include "kda/commands.hpp"
 #include "kda/execute.hpp"
 #include "kda/flags.hpp"
+#include "kda/gpu_bench.hpp"
 #include "kda/print.hpp"
 #include "kda/version.h"
 
@@ -80,20 +81,22 @@ struct BenchCommand {
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
+    if (device.kind == DeviceKind::kCuda) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,
-                         "recompute-wu: a stage of the CUDA pipeline, and this build has no CUDA "
-                         "implementation; the CPU backend never forms w and u"));
+                         "recompute-wu: a stage of the CUDA pipeline (--device cuda); the CPU "
+                         "backend never forms w and u"));
     std::vector<Row> rows;
     for (const std::string& text : cases()) rows.push_back(measure(text, device));
     report(rows);
   }
 
-  std::vector<std::string> cases() const {
+  std::vector<std::string> cases(bool gpu = false) const {
     if (!case_texts.empty()) return case_texts;
     const std::string name = !set.empty()                 ? set
                              : what == "decode"           ? "decode"
                              : what == "context-parallel" ? "cula"
+                             : gpu                        ? "cudnn10"
                                                           : "cpu";
     std::string known;
     for (const CaseFile& file : kCaseFiles) {
@@ -111,7 +114,7 @@ struct BenchCommand {
     return found;
   }
 
-  check::Inputs make_inputs(const std::string& text) const {
+  check::GenerateOptions case_options(const std::string& text) const {
     CLI::App parser;
     GenerateFlags flags;
     flags.add_to(parser);
@@ -122,7 +125,11 @@ struct BenchCommand {
     }
     check::GenerateOptions options = flags.resolve();
     if (group_size > 0) options.num_value_heads = options.num_heads * group_size;
-    check::Inputs inputs = check::generate(options);
+    return options;
+  }
+
+  check::Inputs make_inputs(const std::string& text) const {
+    check::Inputs inputs = check::generate(case_options(text));
     inputs.problem.batch_invariant = schedule.batch_invariant;
     return inputs;
   }
@@ -146,6 +153,57 @@ struct BenchCommand {
     return time_calls(
         [&] { throw_if_error(run(*plan, tensors, workspace.data(), workspace.size())); },
         kMinSeconds);
+  }
+
+  void run_gpu(const DeviceFacts& device) {
+    GpuBench bench(device);
+    std::vector<GpuRow> rows;
+    Progress progress("bench");
+    const std::vector<std::string> texts = cases(/*gpu=*/true);
+    for (const std::string& text : texts) {
+      for (GpuRow& row : bench.measure(what, text, case_options(text), schedule.plan_options(),
+                                       schedule.batch_invariant))
+        rows.push_back(std::move(row));
+      progress.update(static_cast<int64_t>(&text - texts.data()) + 1,
+                      static_cast<int64_t>(texts.size()));
+    }
+    std::vector<std::vector<std::string>> table = {
+        {"case", "what", "median", "spread", "GB/s", "% of copy", "segments"}};
+    for (const GpuRow& row : rows) {
+      const Timing& t = row.timing;
+      const double rate = row.bytes / t.median;
+      table.push_back({row.name, row.what, format_seconds(t.median),
+                       fmt::format("-{:.0f}% +{:.0f}%", 100 * (1 - t.fastest / t.median),
+                                   100 * (t.slowest / t.median - 1)),
+                       fmt::format("{:.0f}", 1e-9 * rate),
+                       fmt::format("{:.0f}", 100 * rate / bench.copy_rate()),
+                       row.segments ? cat(row.segments) : ""});
+    }
+    fmt::print("{}\ncopy: {:.0f} GB/s read and written\n\n{}", device.name,
+               1e-9 * bench.copy_rate(), format_table(table));
+    if (!csv_path.empty()) io::write_file_atomically(csv_path, format_csv(table));
+    if (!json_path.empty())
+      io::write_file_atomically(json_path, gpu_json(rows, device, bench.copy_rate()));
+  }
+
+  std::string gpu_json(const std::vector<GpuRow>& rows, const DeviceFacts& device,
+                       double copy_rate) const {
+    nlohmann::ordered_json report = {{"what", what},
+                                     {"device", device.name},
+                                     {"version", KDA_VERSION_STRING},
+                                     {"copy_bytes_per_second", copy_rate},
+                                     {"cases", nlohmann::ordered_json::array()}};
+    for (const GpuRow& row : rows)
+      report["cases"].push_back({{"case", row.name},
+                                 {"what", row.what},
+                                 {"implementation", row.implementation},
+                                 {"median_s", row.timing.median},
+                                 {"fastest_s", row.timing.fastest},
+                                 {"slowest_s", row.timing.slowest},
+                                 {"repeats", row.timing.repeats},
+                                 {"bytes", row.bytes},
+                                 {"segments", row.segments}});
+    return report.dump(2) + "\n";
   }
 
   static double tokens_of(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }

@@ -25,6 +25,7 @@ struct CheckCommand {
                 flags.schedule.plan_options());
     check::CompareOptions options;
     options.marginal = check::is_marginal(inputs);
+    options.operands = check::operands_of(execution.plan);
     options.num_threads = execution.plan.num_threads;
     Progress progress("oracle");
     options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };

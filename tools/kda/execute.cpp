@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "check/device.hpp"
 #include "core/thread_pool.hpp"
 
 namespace kda::tools {
@@ -19,9 +20,18 @@ Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& dev
   Execution execution;
   execution.outputs = check::make_outputs(&inputs->problem, out_dtype);
   throw_if_error(make_plan(inputs->problem, inputs->cu_seqlens, device, options, &execution.plan));
-  io::Buffer workspace(execution.plan.workspace_bytes);
   Tensors tensors = inputs->tensors();
   execution.outputs.attach(&tensors);
+  if (device.kind == DeviceKind::kCuda) {
+    check::DeviceTensors copies(execution.plan, tensors);
+    check::DeviceBuffer workspace(execution.plan.workspace_bytes);
+    execution.seconds = 1e-6 * check::time_on_device([&] {
+      throw_if_error(run(execution.plan, copies.tensors(), workspace.data(), workspace.size()));
+    });
+    copies.download();
+    return execution;
+  }
+  io::Buffer workspace(execution.plan.workspace_bytes);
   const double start = seconds_since_start();
   throw_if_error(run(execution.plan, tensors, workspace.data(), workspace.size()));
   execution.seconds = seconds_since_start() - start;

@@ -91,11 +91,25 @@ void ScheduleFlags::add_to(CLI::App& command) {
 }
 
 DeviceFacts ScheduleFlags::device_facts() const {
-  if (device == "cuda")
-    throw Error(Status(StatusCode::kUnavailable,
-                       "device: cuda asked for, but this build has no CUDA implementation "
-                       "(see kda info)"));
-  return cpu_facts();
+  DeviceFacts facts = cpu_facts();
+  if (device == "cuda") {
+    const Status status = cuda_device_facts(0, &facts);
+    if (!status.ok()) throw Error(Status(status.code(), cat("device: ", status.message())));
+  } else if (device == "auto" && cuda_device_count() > 0) {
+    // A backend asked for by name says where.
+    DeviceFacts cuda;
+    throw_if_error(cuda_device_facts(0, &cuda));
+    if (backend.empty() || has_backend(DeviceKind::kCuda)) facts = cuda;
+  }
+  return facts;
+}
+
+bool ScheduleFlags::has_backend(DeviceKind kind) const {
+  for (const Candidate& row : implementations())
+    if (row.name.rfind(device_kind_name(kind), 0) == 0 &&
+        row.name.find(backend) != std::string::npos)
+      return true;
+  return false;
 }
 
 PlanOptions ScheduleFlags::plan_options() const {

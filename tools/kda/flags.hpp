@@ -31,6 +31,9 @@ struct ScheduleFlags {
   void add_to(CLI::App& command);
   DeviceFacts device_facts() const;  ///< throws kda::Error (kUnavailable) for a missing device
   PlanOptions plan_options() const;
+
+ private:
+  bool has_backend(DeviceKind kind) const;
 };
 
 /// Flags of `kda run` and `kda check`: input file, overrides of its metadata, schedule.

@@ -15,24 +15,46 @@
 namespace kda::tools {
 namespace {
 
-constexpr const char* kNoCuda = "this build has no CUDA implementation";
+/// The GPUs, or why there are none.
+struct Gpus {
+  std::vector<DeviceFacts> facts;
+  std::string problem;
+};
+
+Gpus find_gpus() {
+  Gpus gpus;
+  const int32_t count = cuda_device_count();
+  DeviceFacts facts;
+  if (const Status status = cuda_device_facts(0, &facts); !status.ok())
+    gpus.problem = status.message();
+  for (int32_t i = 0; i < count; ++i)
+    if (cuda_device_facts(i, &facts).ok()) gpus.facts.push_back(facts);
+  return gpus;
+}
 
 void print_info(bool json) {
   const std::vector<Candidate> rows = implementations();
+  const Gpus gpus = find_gpus();
   if (json) {
     nlohmann::ordered_json report = {
         {"version", KDA_VERSION_STRING},           {"threads", default_num_threads()},
         {"avx2", cpu::blocked::cpu_has_avx2()},    {"avx512", cpu::blocked::cpu_has_avx512()},
-        {"gpus", nlohmann::ordered_json::array()}, {"cuda_unavailable", kNoCuda}};
+        {"gpus", nlohmann::ordered_json::array()}, {"cuda_unavailable", gpus.problem}};
+    for (const DeviceFacts& gpu : gpus.facts)
+      report["gpus"].push_back({{"name", gpu.name},
+                                {"compute_capability", gpu.compute_capability},
+                                {"num_sms", gpu.num_sms}});
     for (const Candidate& row : rows)
       report["implementations"].push_back(
           {{"name", row.name}, {"available", row.chosen}, {"reason", row.reason}});
     fmt::print("{}\n", report.dump(2));
     return;
   }
+  std::string cuda = gpus.problem;
+  for (const DeviceFacts& gpu : gpus.facts) cuda += (cuda.empty() ? "" : "; ") + gpu.name;
   fmt::print("kda {}\n\ncpu   {} threads, AVX2+FMA {}, AVX-512 {}\ncuda  {}\n\n",
              KDA_VERSION_STRING, default_num_threads(), cpu::blocked::cpu_has_avx2() ? "yes" : "no",
-             cpu::blocked::cpu_has_avx512() ? "yes" : "no", kNoCuda);
+             cpu::blocked::cpu_has_avx512() ? "yes" : "no", cuda);
   std::vector<std::vector<std::string>> table = {{"implementation", "available", "why not"}};
   for (const Candidate& row : rows)
     table.push_back({row.name, row.chosen ? "yes" : "no", row.reason});

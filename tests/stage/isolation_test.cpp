@@ -54,7 +54,7 @@ TEST(Isolation, AcrossSequencesAndHeads) {
 
 TEST(Isolation, PaddingIsNeverRead) {
   // restride() fills the gaps between rows with NaN; odd sizes leave partial vectors everywhere.
-  for (const std::string& backend : test::blocked_backends())
+  for (const std::string& backend : test::backends())
     for (const int64_t size : {1, 5, 19, 33}) {
       Inputs inputs = check::generate(test::shape(21, 2, size, size));
       const test::RunOptions run{.plan = test::with_backend(backend)};
@@ -79,12 +79,12 @@ TEST(Isolation, StridedOutputsKeepTheirGaps) {
   o.fill(0xab);
   state.fill(0xab);
   Plan plan;
-  ASSERT_TRUE(make_plan(p, {}, cpu_facts(), {}, &plan).ok());
+  ASSERT_TRUE(make_plan(p, {}, test::device(), {}, &plan).ok());
   io::Buffer workspace(plan.workspace_bytes);
   Tensors tensors = inputs.tensors();
   tensors.o = o.data();
   tensors.final_state = state.data();
-  ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+  ASSERT_TRUE(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()).ok());
   std::vector<bool> written(o.size() / 4);
   for (int64_t t = 0; t < 19; ++t)
     for (int64_t h = 0; h < 3; ++h)
@@ -131,7 +131,7 @@ TEST(Isolation, NaNInOneColumnStaysInIt) {
 
 TEST(Isolation, LastByteOfEveryTensor) {
   // Exactly sized heap buffers: the address sanitizer sees any read or write past them.
-  for (const std::string& backend : test::blocked_backends())
+  for (const std::string& backend : test::backends())
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       check::GenerateOptions options = test::shape(9, 1, 13, 11);
       options.dtype = dtype;
@@ -159,9 +159,9 @@ TEST(Isolation, LastByteOfEveryTensor) {
       t.dt_bias = reinterpret_cast<const float*>(exact(inputs.dt_bias));
       t.o = exact(io::Buffer(static_cast<std::size_t>(9 * 11 * dtype_size(dtype))));
       Plan plan;
-      ASSERT_TRUE(make_plan(p, {}, cpu_facts(), test::with_backend(backend), &plan).ok());
+      ASSERT_TRUE(make_plan(p, {}, test::device(), test::with_backend(backend), &plan).ok());
       io::Buffer workspace(plan.workspace_bytes);
-      ASSERT_TRUE(run(plan, t, workspace.data(), workspace.size()).ok());
+      ASSERT_TRUE(check::run_and_wait(plan, t, workspace.data(), workspace.size()).ok());
     }
 }
 

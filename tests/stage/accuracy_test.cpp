@@ -19,7 +19,9 @@ void expect_within(const Inputs& inputs, const test::RunOptions& options, const 
   const test::Result result = test::run_inputs(inputs, options);
   const check::Comparison comparison =
       check::compare(inputs, result.problem, result.outputs,
-                     {.marginal = check::is_marginal(inputs), .num_threads = 2});
+                     {.marginal = check::is_marginal(inputs),
+                      .operands = check::operands_of(result.plan),
+                      .num_threads = 4});
   ASSERT_NE(comparison.worst_o(), nullptr);
   EXPECT_TRUE(comparison.within())
       << what << ": o " << comparison.worst_o()->error << " of " << comparison.worst_o()->tolerance
@@ -27,7 +29,7 @@ void expect_within(const Inputs& inputs, const test::RunOptions& options, const 
 }
 
 TEST(Accuracy, EveryRegimeOnEveryInstructionSet) {
-  for (const std::string& backend : test::blocked_backends())
+  for (const std::string& backend : test::backends())
     for (int regime = 0; regime < check::kNumRegimes; ++regime)
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
         check::GenerateOptions options = test::shape(333, 2, 64, 48);
@@ -50,7 +52,7 @@ TEST(Accuracy, LengthsAroundChunksAndGroups) {
 }
 
 TEST(Accuracy, HeadDimensions) {
-  for (const std::string& backend : test::blocked_backends())
+  for (const std::string& backend : test::backends())
     for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 200, 256})
       for (const int64_t V : {1, 5, 32, 33, 100, 256}) {
         check::GenerateOptions options = test::shape(37, 1, K, V);
@@ -101,9 +103,11 @@ TEST(Accuracy, StridedInputs) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     options.dtype = dtype;
     Inputs inputs = check::generate(options);
-    const test::Result dense = test::run_inputs(inputs);
+    // Unaligned rows leave one implementation on CUDA (staged_test.cpp has aligned strides).
+    const test::RunOptions run{.plan = test::with_backend(test::backends().back())};
+    const test::Result dense = test::run_inputs(inputs, run);
     test::restride(&inputs);
-    const test::Result strided = test::run_inputs(inputs);
+    const test::Result strided = test::run_inputs(inputs, run);
     EXPECT_TRUE(test::same_bits(dense.outputs.o, strided.outputs.o));
     EXPECT_TRUE(test::same_bits(dense.outputs.final_state, strided.outputs.final_state));
   }
@@ -161,6 +165,7 @@ TEST(Accuracy, BoundedGateWithoutParameters) {
 }
 
 TEST(Accuracy, NoMoreThanRoundingInBf16) {
+  if (test::on_cuda()) GTEST_SKIP() << "16-bit operands: tests/cuda/staged_test.cpp";
   // Storing o in bf16 alone costs 1.66e-3.
   check::GenerateOptions options = test::shape(1024, 2, 128, 128);
   options.dtype = DType::kBFloat16;

@@ -11,30 +11,15 @@
 namespace kda {
 namespace {
 
-void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed) {
-  check::Random random(seed);
-  const Problem& p = inputs->problem;
-  const auto change = [&](io::Buffer& buffer, DType dtype, int64_t row) {
-    const int64_t count = static_cast<int64_t>(buffer.size()) / dtype_size(dtype);
-    for (int64_t i = token * row; i < count; ++i)
-      store_element(buffer.data(), dtype, i, static_cast<float>(3 * random.normal()));
-  };
-  change(inputs->q, p.q.dtype, p.num_heads * p.key_dim);
-  change(inputs->k, p.k.dtype, p.num_heads * p.key_dim);
-  change(inputs->v, p.v.dtype, p.num_value_heads * p.value_dim);
-  change(inputs->g, p.g.dtype, p.num_value_heads * p.key_dim);
-  change(inputs->beta, p.beta.dtype, p.num_value_heads);
-}
-
 TEST(Causality, EveryCutOfASequence) {
-  for (const std::string& backend : test::blocked_backends()) {
+  for (const std::string& backend : test::backends()) {
     check::GenerateOptions options = test::shape(70, 1, 24, 40);
     options.regime = check::Regime::kTrained;
     const check::Inputs inputs = check::generate(options);
     const test::Result before = test::run_inputs(inputs, {.plan = test::with_backend(backend)});
     for (int64_t cut = 0; cut <= 70; ++cut) {
       check::Inputs changed = inputs;
-      scramble_from(&changed, cut, static_cast<uint64_t>(cut));
+      test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
       const test::Result after = test::run_inputs(changed, {.plan = test::with_backend(backend)});
       ASSERT_EQ(std::memcmp(before.outputs.o.data(), after.outputs.o.data(),
                             static_cast<std::size_t>(cut) * 40 * 4),
@@ -55,7 +40,7 @@ TEST(Causality, CheckpointsToo) {
   p.checkpoint_every = 16;
   const test::Result before = test::run_inputs(inputs);
   check::Inputs changed = inputs;
-  scramble_from(&changed, 33, 1);
+  test::scramble_from(&changed, 33, 1);
   const test::Result after = test::run_inputs(changed);
   const std::size_t two_states = 2 * 2 * 16 * 16 * 4;
   EXPECT_EQ(

@@ -54,7 +54,7 @@ PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
   result.outputs.o = io::Buffer(58 * kHeads * kV * 4);
   p.o = contiguous(DType::kFloat32, {1, 58, kHeads, kV});
   Plan plan;
-  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), test::with_backend(backend), &plan));
+  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device_of(backend), test::with_backend(backend), &plan));
   io::Buffer workspace(plan.workspace_bytes);
   workspace.fill(0xff);
   const uint8_t mask[] = {0, 1, 1};
@@ -64,7 +64,7 @@ PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
   tensors.initial_state_mask = mask;
   tensors.initial_state_indices = read.data();
   tensors.final_state_indices = write.data();
-  throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+  throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
   return result;
 }
 
@@ -113,13 +113,13 @@ TEST(States, MaskStartsFromZero) {
   check::want_final_state(&p);
   check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
   Plan plan;
-  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan).ok());
+  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, test::device(), {}, &plan).ok());
   io::Buffer workspace(plan.workspace_bytes);
   const uint8_t mask[] = {1, 0, 255};
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
   tensors.initial_state_mask = mask;
-  ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+  ASSERT_TRUE(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()).ok());
 
   std::memset(inputs.initial_state.as<float>() + kStateElems, 0, kStateElems * 4);
   p.initial_state_mask = false;
@@ -190,13 +190,13 @@ TEST(States, CheckpointsIntoSlots) {
   check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
   outputs.checkpoints.fill(0xcd);
   Plan plan;
-  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, cpu_facts(), {}, &plan).ok());
+  ASSERT_TRUE(make_plan(p, inputs.cu_seqlens, test::device(), {}, &plan).ok());
   io::Buffer workspace(plan.workspace_bytes);
   const int32_t slots[] = {3, -1, 0};
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
   tensors.checkpoint_indices = slots;
-  ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+  ASSERT_TRUE(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()).ok());
   EXPECT_EQ(std::memcmp(slot(outputs.checkpoints, 3), slot(dense.outputs.checkpoints, 0),
                         kStateElems * 4),
             0);

@@ -19,28 +19,6 @@ void expect_same(const test::Result& a, const test::Result& b) {
   EXPECT_TRUE(test::same_bits(a.outputs.final_state, b.outputs.final_state));
 }
 
-/// Tokens [begin, end) of a one-row problem.
-Inputs slice(const Inputs& inputs, int64_t begin, int64_t end) {
-  Inputs part = inputs;
-  Problem& p = part.problem;
-  const auto cut = [&](io::Buffer& buffer, const TensorDesc& desc, int64_t heads, int64_t size) {
-    const std::size_t row = test::row_bytes(desc, heads, size);
-    io::Buffer copy(static_cast<std::size_t>(end - begin) * row);
-    std::memcpy(copy.data(), buffer.data() + static_cast<std::size_t>(begin) * row, copy.size());
-    buffer = copy;
-  };
-  cut(part.q, p.q, p.num_heads, p.key_dim);
-  cut(part.k, p.k, p.num_heads, p.key_dim);
-  cut(part.v, p.v, p.num_value_heads, p.value_dim);
-  cut(part.g, p.g, p.num_value_heads, p.key_dim);
-  cut(part.beta, p.beta, p.num_value_heads, 1);
-  part.cu_seqlens.clear();
-  p.cu_seqlens.reset();
-  p.num_sequences = 1;
-  p.num_tokens = end - begin;
-  return part;
-}
-
 void set_initial_state(Inputs* inputs, const io::Buffer& state) {
   Problem& p = inputs->problem;
   StateDesc desc;
@@ -81,14 +59,14 @@ TEST(Determinism, ManyHostThreads) {
 }
 
 TEST(Determinism, ResumingAtAnyChunkBoundary) {
-  for (const std::string& backend : test::blocked_backends()) {
+  for (const std::string& backend : test::backends()) {
     const Inputs inputs = check::generate(test::shape(100, 2, 32, 48));
     const test::RunOptions run{.plan = test::with_backend(backend)};
     const test::Result whole = test::run_inputs(inputs, run);
     const std::size_t row = test::row_bytes(whole.problem.o, 2, 48);
     for (int64_t cut = 0; cut <= 100; cut += cpu::blocked::kChunk) {
-      const test::Result head = test::run_inputs(slice(inputs, 0, cut), run);
-      Inputs rest = slice(inputs, cut, 100);
+      const test::Result head = test::run_inputs(test::slice(inputs, 0, cut), run);
+      Inputs rest = test::slice(inputs, cut, 100);
       set_initial_state(&rest, head.outputs.final_state);
       const test::Result tail = test::run_inputs(rest, run);
       EXPECT_TRUE(test::same_bits(whole.outputs.final_state, tail.outputs.final_state)) << cut;
@@ -109,7 +87,7 @@ TEST(Determinism, AloneEqualsInABatch) {
   const std::size_t state = 2 * 32 * 32 * 4;
   for (std::size_t n = 0; n < 3; ++n) {
     const test::Result alone =
-        test::run_inputs(slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]));
+        test::run_inputs(test::slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]));
     EXPECT_EQ(
         std::memcmp(batch.outputs.o.data() + static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
                     alone.outputs.o.data(), alone.outputs.o.size()),
@@ -141,7 +119,7 @@ TEST(Determinism, PlansFromBoundsGiveTheSameBits) {
     Problem p = known.problem;
     p.cu_seqlens = dtype;
     Plan plan;
-    ASSERT_TRUE(make_plan_from_bounds(p, cpu_facts(), {}, &plan).ok());
+    ASSERT_TRUE(make_plan_from_bounds(p, test::device(), {}, &plan).ok());
     EXPECT_FALSE(plan.lengths_known);
     check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
     const std::vector<int32_t> narrow(inputs.cu_seqlens.begin(), inputs.cu_seqlens.end());
@@ -150,7 +128,7 @@ TEST(Determinism, PlansFromBoundsGiveTheSameBits) {
         dtype == DType::kInt64 ? static_cast<const void*>(inputs.cu_seqlens.data()) : narrow.data();
     outputs.attach(&tensors);
     io::Buffer workspace(plan.workspace_bytes);
-    ASSERT_TRUE(run(plan, tensors, workspace.data(), workspace.size()).ok());
+    ASSERT_TRUE(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()).ok());
     EXPECT_TRUE(test::same_bits(known.outputs.o, outputs.o));
     EXPECT_TRUE(test::same_bits(known.outputs.final_state, outputs.final_state));
   }

@@ -61,7 +61,7 @@ Decode make_decode(const DecodeShape& s) {
 
 Status run_decode(Decode* d, const std::string& backend = "") {
   Plan plan;
-  if (Status status = make_plan(d->problem(), d->inputs.cu_seqlens, cpu_facts(),
+  if (Status status = make_plan(d->problem(), d->inputs.cu_seqlens, test::device_of(backend),
                                 test::with_backend(backend), &plan);
       !status.ok())
     return status;
@@ -72,7 +72,7 @@ Status run_decode(Decode* d, const std::string& backend = "") {
   tensors.initial_state = d->pool.data();
   tensors.initial_state_indices = d->indices.data();
   tensors.num_accepted_tokens = d->accepted.data();
-  return run(plan, tensors, workspace.data(), workspace.size());
+  return check::run_and_wait(plan, tensors, workspace.data(), workspace.size());
 }
 
 /// Error of one value relative to the norm of the oracle's.
@@ -96,7 +96,7 @@ std::vector<double> output_rows(Decode& d, int64_t n, int64_t head) {
 }
 
 TEST(Decode, EveryTokenCountLayoutAndType) {
-  for (const std::string& backend : test::blocked_backends())
+  for (const std::string& backend : test::backends())
     for (int64_t tokens = 1; tokens <= 8; ++tokens)
       for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
         for (const DType state_dtype : {DType::kFloat32, DType::kBFloat16})
@@ -262,7 +262,7 @@ TEST(Decode, FollowsForward) {
     d.outputs = check::make_outputs(&p, DType::kFloat32);
     p.beta.alignment = 4;  // its pointer moves by one element a token
     Plan plan;
-    ASSERT_TRUE(make_plan(p, {}, cpu_facts(), {}, &plan).ok());
+    ASSERT_TRUE(make_plan(p, {}, test::device(), {}, &plan).ok());
     io::Buffer workspace(plan.workspace_bytes);
     Tensors t = whole.tensors();
     t.q = whole.q.as<float>() + token * 32;
@@ -272,7 +272,7 @@ TEST(Decode, FollowsForward) {
     t.beta = whole.beta.as<float>() + token;
     d.outputs.attach(&t);
     t.initial_state = state.data();
-    ASSERT_TRUE(run(plan, t, workspace.data(), workspace.size()).ok());
+    ASSERT_TRUE(check::run_and_wait(plan, t, workspace.data(), workspace.size()).ok());
     for (int64_t c = 0; c < 32; ++c)
       ASSERT_NEAR(d.outputs.o.as<float>()[c], expected.outputs.o.as<float>()[token * 32 + c], 1e-6);
   }

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libkda through its C ABI with ctypes and torch tensors: what the benchmark scripts share.
+
+    lib = Library("build/libkda_c.so")
+    call = lib.forward(q, k, v, g, beta, o, final_state=s, gate="bounded", A_log=a, ...)
+    call()                      # runs on torch's current stream; plan and workspace are made once
+"""
+import ctypes
+import json
+
+import torch
+
+I32, I64, PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", PTR), ("dtype", I32), ("reserved", I32), ("strides", I64 * 4),
+                ("alignment", I64)]
+
+
+class State(ctypes.Structure):
+    _fields_ = [("tensor", Tensor), ("num_slots", I64), ("indices", PTR), ("present", I32),
+                ("indexed", I32)]
+
+
+class Problem(ctypes.Structure):
+    _fields_ = ([("struct_size", ctypes.c_size_t)] +
+                [(n, I32) for n in ("operation", "gate_mode", "beta_mode", "state_layout")] +
+                [(n, I64) for n in ("batch", "num_tokens", "num_heads", "num_value_heads",
+                                    "key_dim", "value_dim", "num_sequences")] +
+                [(n, Tensor) for n in ("q", "k", "v", "g", "beta", "o", "A_log", "dt_bias")] +
+                [("lower_bound", ctypes.c_double), ("scale", ctypes.c_double)] +
+                [(n, I32) for n in ("has_scale", "qk_l2norm", "has_cu_seqlens",
+                                    "cu_seqlens_dtype")] +
+                [("cu_seqlens", PTR)] +
+                [(n, State) for n in ("initial_state", "final_state", "checkpoints")] +
+                [("initial_state_mask", PTR), ("num_accepted_tokens", PTR)] +
+                [(n, I32) for n in ("has_initial_state_mask", "has_num_accepted_tokens")] +
+                [(n, I64) for n in ("checkpoint_every", "state_index_columns")] +
+                [(n, I32) for n in ("batch_invariant", "reserved")] + [("stream", PTR)])
+
+
+class PlanOptions(ctypes.Structure):
+    _fields_ = ([("struct_size", ctypes.c_size_t)] +
+                [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")] +
+                [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32),
+                 ("backend", ctypes.c_char_p)])
+
+
+STAGES = ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag", "h", "vn")
+
+
+class Stages(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t)] + [(n, PTR) for n in STAGES]
+
+
+class StageBytes(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t)] + [(n, ctypes.c_size_t) for n in STAGES]
+
+
+GATES = {"log": 0, "softplus": 1, "bounded": 2}
+BETAS = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
+POLICIES = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}
+
+
+class Library:
+    def __init__(self, path):
+        self.lib = ctypes.CDLL(str(path))
+        self.lib.kda_last_error.restype = ctypes.c_char_p
+        self.lib.kda_plan_json.restype = ctypes.c_char_p
+        self.lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
+
+    def check(self, status):
+        if status != 0:
+            raise RuntimeError(self.lib.kda_last_error().decode())
+
+    def tensor(self, target, x):
+        target.data, target.dtype, target.alignment = x.data_ptr(), DTYPES[x.dtype], 0
+        for i in range(x.dim()):
+            target.strides[i] = x.stride(i)
+
+    def state(self, target, x):
+        self.tensor(target.tensor, x)
+        target.num_slots, target.present = x.shape[0], 1
+
+    def options(self, x, policy="auto", threads=0, backend=None):
+        options = PlanOptions()
+        self.lib.kda_plan_options_init(ctypes.byref(options))
+        if x.is_cuda:
+            self.check(self.lib.kda_plan_options_cuda(ctypes.byref(options), x.device.index or 0))
+        options.num_threads = threads
+        if backend:
+            options.backend = backend.encode()
+        if isinstance(policy, int):
+            options.context_parallel, options.num_segments = 2, policy
+        else:
+            options.context_parallel = POLICIES[policy]
+        return options
+
+    def problem(self, q, k, v, g, beta, o, gate="log", beta_mode="plain", l2norm=False, A_log=None,
+                dt_bias=None, lower_bound=-5.0, seq_lens=None, initial_state=None,
+                final_state=None, decode=False):
+        p = Problem()
+        self.lib.kda_problem_init(ctypes.byref(p))
+        if p.struct_size != ctypes.sizeof(Problem):
+            raise RuntimeError("kda_problem has changed: bring bench/libkda_ctypes.py up to date")
+        p.operation = int(decode)
+        p.batch, p.num_tokens, p.num_heads, p.key_dim = q.shape
+        p.num_value_heads, p.value_dim = v.shape[2], v.shape[3]
+        p.num_sequences = len(seq_lens) if seq_lens else p.batch
+        p.has_cu_seqlens = int(bool(seq_lens))
+        p.cu_seqlens_dtype = 4
+        p.gate_mode, p.beta_mode, p.qk_l2norm = GATES[gate], BETAS[beta_mode], int(l2norm)
+        p.lower_bound = lower_bound
+        for name, x in dict(q=q, k=k, v=v, g=g, beta=beta, o=o, A_log=A_log,
+                            dt_bias=dt_bias).items():
+            if x is not None:
+                self.tensor(getattr(p, name), x)
+        if initial_state is not None:
+            self.state(p.initial_state, initial_state)
+        if final_state is not None:
+            self.state(p.final_state, final_state)
+        return p
+
+    def prepare(self, problem, options, seq_lens=None, keep=()):
+        """A callable that runs the problem; its plan and workspace are made once."""
+        cu = None
+        if seq_lens:
+            ends = [0]
+            for length in seq_lens:
+                ends.append(ends[-1] + length)
+            cu = (I64 * len(ends))(*ends)
+        plan = PTR()
+        self.check(self.lib.kda_plan_create(ctypes.byref(problem), cu, ctypes.byref(options),
+                                            ctypes.byref(plan)))
+        size = self.lib.kda_plan_workspace_bytes(plan)
+        cuda = options.device_kind == 1
+        memory = torch.empty(size + 64, dtype=torch.uint8, device="cuda" if cuda else "cpu")
+        start = PTR((memory.data_ptr() + 63) // 64 * 64)
+        run, arguments = self.lib.kda_run, (plan, ctypes.byref(problem), start, ctypes.c_size_t(size))
+
+        def call(kept_alive=(memory, keep)):
+            if cuda:
+                problem.stream = torch.cuda.current_stream().cuda_stream
+            self.check(run(*arguments))
+
+        call.plan = json.loads(self.lib.kda_plan_json(plan).decode())
+        call.handle, call.problem, call.memory = plan, problem, arguments[2:]
+        call.destroy = lambda: self.lib.kda_plan_destroy(plan)
+        return call
+
+    def forward(self, q, k, v, g, beta, o, policy="auto", threads=0, backend=None, **rest):
+        problem = self.problem(q, k, v, g, beta, o, **rest)
+        return self.prepare(problem, self.options(q, policy, threads, backend),
+                            rest.get("seq_lens"), (q, k, v, g, beta, o, rest))
+
+    def stages(self, call, without=()):
+        """Callables of the chunk stages of a forward plan, on buffers of their own."""
+        sizes = StageBytes(ctypes.sizeof(StageBytes))
+        self.check(self.lib.kda_stage_sizes(call.handle, ctypes.byref(sizes)))
+        buffers = {n: torch.empty(max(getattr(sizes, n), 16), dtype=torch.uint8, device="cuda")
+                   for n in STAGES}
+        found = {}
+        for name in ("chunk_intra", "recompute_w_u", "chunk_delta_h", "chunk_o"):
+            for bare in (False, True):
+                stages = Stages(ctypes.sizeof(Stages), *(
+                    None if bare and n in ("kg", "qg") else buffers[n].data_ptr() for n in STAGES))
+                function = getattr(self.lib, "kda_" + name)
+
+                def run(function=function, stages=stages, kept_alive=(buffers, call)):
+                    call.problem.stream = torch.cuda.current_stream().cuda_stream
+                    self.check(function(call.handle, ctypes.byref(call.problem),
+                                        ctypes.byref(stages), *call.memory))
+
+                found[name + ("_bare" if bare else "")] = run
+        found["sizes"] = {n: getattr(sizes, n) for n in STAGES}
+        return found

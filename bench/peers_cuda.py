@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libkda beside FLA on a GPU (bench/peers.py --device cuda): same inputs, one process, medians with a
+cold L2 (triton.testing.do_bench). Cases are those of bench/cases. Needs torch, triton and fla-core."""
+import argparse
+import gc
+import json
+import math
+import os
+import pathlib
+
+os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
+
+import torch
+import triton
+
+from libkda_ctypes import Library
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva")
+
+
+def parse_lengths(text):
+    lengths = []
+    for item in text.split(","):
+        times, _, length = item.rpartition("x")
+        size = int(length[:-1]) * 1024 if length.endswith("K") else int(length)
+        lengths += [size] * (int(times) if times else 1)
+    return lengths
+
+
+def parse_case(line):
+    words = line.split()
+    flags = dict(zip(words[::2], words[1::2]))
+    heads = int(flags["--heads"])
+    batch = int(flags.get("--batch", 1))
+    lengths = parse_lengths(flags["--seq-lens"]) if "--seq-lens" in flags else None
+    return dict(name=line, H=heads, HV=int(flags.get("--value-heads", heads)), B=batch,
+                T=sum(lengths) if lengths else int(flags["--tokens"]), lengths=lengths,
+                K=int(flags.get("--key-dim", 128)), V=int(flags.get("--value-dim", 128)),
+                dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[flags.get("--dtype", "bf16")])
+
+
+def cases(name):
+    text = (ROOT / "bench" / "cases" / f"{name}.txt").read_text()
+    return [parse_case(line) for line in text.splitlines() if line and line[0] != "#"]
+
+
+def make_inputs(c, gates="trained", seed=0):
+    """Raw bounded gates (lower bound -5), beta raw, q/k to be normalised; FLA's own shapes."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
+    uniform = lambda *shape: torch.rand(*shape, device="cuda", generator=generator)
+    B, T, H, HV, K, V = (c[n] for n in ("B", "T", "H", "HV", "K", "V"))
+    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
+    beta = normal(B, T, HV)
+    if gates == "strong":
+        g, A_log, dt_bias = normal(B, T, HV, K), uniform(HV), uniform(HV, K)
+    else:
+        low, high = (1e-4, 0.5) if gates == "slow" else (1e-3, 4.95)
+        mean = torch.exp(uniform(HV, K) * math.log(high / low) + math.log(low))
+        g, A_log, dt_bias = 0.5 * normal(B, T, HV, K), torch.zeros(HV, device="cuda"), torch.log(mean / (5 - mean))
+    N = len(c["lengths"]) if c["lengths"] else B
+    x = {n: t.to(c["dtype"]) for n, t in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
+    x.update(A_log=A_log, dt_bias=dt_bias, h0=0.1 * normal(N, HV, K, V))
+    return x
+
+
+def cu_seqlens(c):
+    if not c["lengths"]:
+        return None
+    return torch.tensor([0] + c["lengths"], device="cuda").cumsum(0)
+
+
+def fla_call(c, x, intracard=False):
+    from fla.ops.kda import chunk_kda
+    cu = cu_seqlens(c)
+    cpu = cu.cpu() if cu is not None else None
+    if intracard and cu is None:  # FLA's intra-card form takes packed sequences only
+        if c["B"] != 1:
+            return None
+        cu = torch.tensor([0, c["T"]], device="cuda")
+        cpu = cu.cpu()
+
+    def call():
+        os.environ["FLA_INTRACARD_CP"] = "1" if intracard else "0"
+        with torch.no_grad():
+            return chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=x["h0"],
+                             output_final_state=True, use_qk_l2norm_in_kernel=True,
+                             use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                             safe_gate=True, lower_bound=-5.0, A_log=x["A_log"],
+                             dt_bias=x["dt_bias"].reshape(-1), cu_seqlens=cu, cu_seqlens_cpu=cpu)
+    return call
+
+
+def libkda_call(library, c, x, policy):
+    o, state = torch.full_like(x["v"], math.nan), torch.full_like(x["h0"], math.nan)
+    call = library.forward(x["q"], x["k"], x["v"], x["g"], x["beta"], o, policy=policy,
+                           gate="bounded", beta_mode="sigmoid", l2norm=True, A_log=x["A_log"],
+                           dt_bias=x["dt_bias"], initial_state=x["h0"], final_state=state,
+                           seq_lens=c["lengths"])
+
+    def run():
+        call()
+        return o, state
+    run.plan = call.plan
+    run.destroy = call.destroy
+    return run
+
+
+def microseconds(call, rep=60):
+    return triton.testing.do_bench(call, warmup=25, rep=rep, return_mode="median") * 1e3
+
+
+def recurrence(c, x):
+    """The definition in float64: o [T, HV, V] and the final states [N, HV, K, V]."""
+    G = c["HV"] // c["H"]
+    rows = {n: x[n].reshape(-1, *x[n].shape[2:]).double() for n in ("q", "k", "v", "g", "beta")}
+    unit = lambda t: t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)
+    q, k = (unit(rows[n]).repeat_interleave(G, 1) for n in ("q", "k"))
+    decay = torch.exp(-5 * torch.sigmoid(torch.exp(x["A_log"].double())[:, None] *
+                                         (rows["g"] + x["dt_bias"].double())))
+    beta = torch.sigmoid(rows["beta"])
+    o, states, t = torch.empty_like(rows["v"]), [], 0
+    for n, length in enumerate(c["lengths"] or [c["T"]] * c["B"]):
+        S = x["h0"][n].double()
+        for _ in range(length):
+            S = S * decay[t][..., None]
+            error = rows["v"][t] - torch.einsum("hk,hkv->hv", k[t], S)
+            S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
+            o[t] = torch.einsum("hk,hkv->hv", q[t], S) * c["K"] ** -0.5
+            t += 1
+        states.append(S)
+    return o, torch.stack(states)
+
+
+def relative(x, reference):
+    return ((x.double().reshape(reference.shape) - reference).norm() / reference.norm()).item()
+
+
+def measure_errors(library):
+    rows = []
+    shapes = [dict(name="T 2048, H 4", B=1, T=2048, H=4, HV=4, lengths=None),
+              dict(name="37+1+300+64+615, H 4, HV 8", B=1, T=1017, H=4, HV=8,
+                   lengths=[37, 1, 300, 64, 615])]
+    for gates in ("strong", "slow", "trained"):
+        for shape in shapes:
+            for dtype in (torch.bfloat16, torch.float16):
+                c = dict(shape, K=128, V=128, dtype=dtype)
+                x = make_inputs(c, gates)
+                o, state = recurrence(c, x)
+                row = dict(case=shape["name"], gates=gates, dtype=str(dtype).split(".")[1])
+                for name, call in (("fla", fla_call(c, x)), ("libkda", libkda_call(library, c, x, "off")),
+                                   ("libkda_cp", libkda_call(library, c, x, 4))):
+                    theirs = call()
+                    row[name] = [relative(theirs[0], o), relative(theirs[1], state)]
+                rows.append(row)
+                print(row, flush=True)
+    return rows
+
+
+def measure_forward(library, sets, gates):
+    rows = []
+    for name in sets:
+        for c in cases(name):
+            x = make_inputs(c, gates)
+            row = dict(set=name, case=c["name"], gates=gates)
+            off = libkda_call(library, c, x, "off")
+            auto = libkda_call(library, c, x, "auto")
+            row["segments"] = len(auto.plan.get("segments", []))
+            row["libkda_off"] = microseconds(off)
+            row["libkda"] = microseconds(auto)
+            fla = fla_call(c, x)
+            row["fla"] = microseconds(fla)
+            difference = relative(auto()[0], fla()[0].double())
+            row["difference_from_fla"] = difference
+            if name in ("cp", "context_parallel"):
+                intracard = fla_call(c, x, intracard=True)
+                row["fla_intracard"] = microseconds(intracard) if intracard else None
+            row["speedup"] = row["fla"] / row["libkda"]
+            rows.append(row)
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            off.destroy(), auto.destroy()
+            del x, off, auto, fla
+            gc.collect()
+            torch.cuda.empty_cache()
+    return rows
+
+
+def measure_intra(library, sets):
+    """chunk_intra and recompute_w_u beside FLA's functions of the same outputs. FLA is given
+    normalised q and k, the cumulated gates in fp32 and beta after its sigmoid; libkda normalised q
+    and k, log gates a token in the type of q, and beta, and cumulates itself."""
+    from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
+    from fla.ops.kda.chunk_intra_token_parallel import chunk_kda_fwd_intra_token_parallel
+    from fla.ops.kda.wy_fast import recompute_w_u_fwd
+    from fla.ops.utils import chunk_local_cumsum
+    rows = []
+    for name in sets:
+        for c in cases(name):
+            x = make_inputs(c)
+            scale = c["K"] ** -0.5
+            unit = lambda t: torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype)
+            q, k, v = unit(x["q"]), unit(x["k"]), x["v"]
+            g = (-5 * torch.sigmoid(x["g"].float() + x["dt_bias"])).to(c["dtype"])
+            beta = torch.sigmoid(x["beta"].float()).to(c["dtype"])
+            cu = cu_seqlens(c)
+            G = chunk_local_cumsum(g.float(), scale=1.4426950408889634, chunk_size=64, cu_seqlens=cu)
+            o = torch.empty_like(v)
+            call = library.forward(q, k, v, g, beta, o, policy="off", seq_lens=c["lengths"])
+            ours = library.stages(call)
+            row = dict(set=name, case=c["name"])
+            for suffix, recompute in (("_bare", False), ("", True)):
+                fla = lambda: chunk_kda_fwd_intra(q, k, v, G, beta, scale, cu_seqlens=cu,
+                                                  safe_gate=True, disable_recompute=recompute)
+                row["libkda_intra" + suffix] = microseconds(ours["chunk_intra" + suffix])
+                row["fla_intra" + suffix] = microseconds(fla)
+            w, u, qg, kg, Aqk, Akk = fla()
+            row["libkda_wu"] = microseconds(ours["recompute_w_u"])
+            row["fla_wu"] = microseconds(
+                lambda: recompute_w_u_fwd(k=k, v=v, beta=beta, A=Akk, q=q, gk=G, cu_seqlens=cu))
+            if name == "intra_fp16":
+                Akkd = torch.empty(c["B"], c["T"], c["HV"], 16, device="cuda")
+                row["fla_token_parallel"] = microseconds(
+                    lambda: chunk_kda_fwd_intra_token_parallel(q, k, G, beta, Aqk, Akkd, scale,
+                                                               cu_seqlens=cu))
+                row["fla_intra_token_parallel"] = microseconds(
+                    lambda: chunk_kda_fwd_intra(q, k, v, G, beta, scale, cu_seqlens=cu,
+                                                safe_gate=False, disable_recompute=True))
+            moved = sum(t.numel() * t.element_size() for t in (q, k, v, g, beta))
+            sizes = ours["sizes"]
+            row["intra_bytes"] = moved + sum(sizes[n] for n in ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag"))
+            row["wu_bytes"] = moved + sum(sizes[n] for n in ("T", "w", "u", "kg", "qg"))
+            rows.append(row)
+            print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            call.destroy()
+            del x, q, k, v, g, G, w, u, qg, kg, Aqk, Akk, ours, call, fla
+            gc.collect()
+            torch.cuda.empty_cache()
+    return rows
+
+
+def measure_decode(library):
+    from fla.ops.kda import fused_recurrent_kda
+    rows = []
+    for c in cases("decode_gpu"):
+        B, T, H, K = c["B"], c["T"], c["H"], c["K"]
+        normal = lambda *shape: torch.randn(*shape, device="cuda")
+        q, k, v, g = (normal(B, T, H, K).to(c["dtype"]) for _ in range(4))
+        g = -g.abs()
+        beta, pool, o = normal(B, T, H).to(c["dtype"]), normal(B, H, K, K), torch.empty_like(v)
+        call = library.forward(q, k, v, g, beta, o, initial_state=pool, decode=True,
+                               beta_mode="sigmoid", l2norm=True)
+        row = dict(case=c["name"], libkda=microseconds(call), bytes=2 * pool.numel() * 4)
+        row["fla"] = microseconds(lambda: fused_recurrent_kda(
+            q, k, v, g, beta.sigmoid(), initial_state=pool, output_final_state=True,
+            use_qk_l2norm_in_kernel=True))
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def copy_rate():
+    a = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / (microseconds(lambda: b.copy_(a)) * 1e-6)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device")
+    parser.add_argument("--what", default="errors,forward,intra,decode")
+    parser.add_argument("--sets", default=",".join(FORWARD_SETS))
+    parser.add_argument("--gates", default="trained", choices=["strong", "slow", "trained"])
+    parser.add_argument("--library", default=str(ROOT / "build" / "libkda_c.so"))
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    library = Library(args.library)
+    import fla
+    report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
+                  triton=triton.__version__, fla=fla.__version__, gates=args.gates,
+                  copy_bytes_per_second=copy_rate())
+    what = args.what.split(",")
+    if "errors" in what:
+        report["errors"] = measure_errors(library)
+    if "forward" in what:
+        report["forward"] = measure_forward(library, args.sets.split(","), args.gates)
+    if "intra" in what:
+        report["intra"] = measure_intra(library, ("intra", "intra_fp16"))
+    if "decode" in what:
+        report["decode"] = measure_decode(library)
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")

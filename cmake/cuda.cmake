@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# The CUDA backends: a fat binary of every architecture, the static runtime. Without a compiler (or
+# with KDA_CUDA=OFF) the same library is built with functions that say so.
+include(CheckLanguage)
+
+set(KDA_WITH_CUDA OFF)
+if(NOT KDA_CUDA STREQUAL "OFF")
+  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS /usr/local/cuda/bin/nvcc)
+    set(CMAKE_CUDA_COMPILER /usr/local/cuda/bin/nvcc)
+  endif()
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # set target by target
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER AND NOT CMAKE_CROSSCOMPILING)
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(KDA_WITH_CUDA ON)
+  elseif(KDA_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "KDA_CUDA=ON, but no CUDA compiler was found (set CMAKE_CUDA_COMPILER)")
+  endif()
+endif()
+message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
+
+set(KDA_CUDA_KERNELS
+  src/cuda/sm80/chunk_delta_h.cu
+  src/cuda/sm80/chunk_intra.cu
+  src/cuda/smxx/recurrent.cu
+  src/cuda/smxx/segment_merge.cu
+  src/cuda/smxx/sequence_map.cu)
+
+function(kda_add_cuda target)
+  if(NOT KDA_WITH_CUDA)
+    target_sources(${target} PRIVATE src/cuda/host/no_cuda.cpp)
+    return()
+  endif()
+  target_sources(${target} PRIVATE
+    src/cuda/host/device.cpp
+    src/cuda/host/recurrent.cpp
+    src/cuda/host/staged.cpp
+    src/cuda/host/views.cpp)
+  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  add_library(kda_cuda_objects OBJECT ${KDA_CUDA_KERNELS})
+  set_target_properties(kda_cuda_objects PROPERTIES
+    CUDA_ARCHITECTURES "${KDA_CUDA_ARCHITECTURES}" CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+  # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
+  # -Xfatbin: machine code of six architectures compresses to a third.
+  target_compile_options(kda_cuda_objects PRIVATE
+    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all)
+  target_include_directories(kda_cuda_objects PRIVATE include src)
+endfunction()
+
+function(kda_link_cuda library)
+  if(NOT KDA_WITH_CUDA)
+    return()
+  endif()
+  target_sources(${library} PRIVATE $<TARGET_OBJECTS:kda_cuda_objects>)
+  target_link_libraries(${library} PRIVATE CUDA::cudart_static)
+endfunction()
+
+# For targets that call the CUDA runtime themselves; KDA_WITH_CUDA tells them whether there is one.
+function(kda_use_cuda target)
+  if(KDA_WITH_CUDA)
+    target_compile_definitions(${target} PUBLIC KDA_WITH_CUDA)
+    target_include_directories(${target} SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(${target} PUBLIC CUDA::cudart_static)
+  endif()
+endfunction()

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA devices of this machine, and the checks that come before a first launch. Builds without
+// CUDA have the same functions; they say so.
+#pragma once
+
+#include "kda/plan.hpp"
+#include "kda/status.hpp"
+
+namespace kda::cuda {
+
+/// Null if a CUDA device can be used here, else why not. Asks the driver once.
+const char* unavailable() noexcept;
+
+/// The current device is one that `plan` was made for, `stream` and `workspace` belong to it.
+Status check_device(const Plan& plan, const void* workspace, void* stream);
+
+/// `pointer` (may be null) is memory of the current device; `name` is for the message.
+Status check_pointer(const char* name, const void* pointer);
+
+}  // namespace kda::cuda

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.smxx.recurrent, and the merge of segments that both backends share.
+#include "core/text.hpp"
+#include "cuda/host/rows.hpp"
+#include "cuda/host/views.hpp"
+#include "cuda/smxx/recurrent.hpp"
+#include "cuda/smxx/segment_merge.hpp"
+
+namespace kda::cuda {
+namespace {
+
+RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  RecurrentArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.q = row_view(p.q, t.q);
+  args.k = row_view(p.k, t.k);
+  args.v = row_view(p.v, t.v);
+  args.g = row_view(p.g, t.g);
+  args.beta = row_view(p.beta, t.beta);
+  args.o = row_view(p.o, t.o);
+  args.gate = gate_view(p, t);
+  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
+                            p.initial_state_mask ? t.initial_state_mask : nullptr);
+  args.final_state =
+      state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
+  args.checkpoint_every = p.checkpoint_every;
+  args.index_columns = p.state_index_columns;
+  args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
+  args.flags = maps.flags;
+  args.accumulate_flags = maps.accumulate_flags;
+  return args;
+}
+
+}  // namespace
+
+namespace recurrent {
+
+Status forward(const stage::Forward& f) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
+  RecurrentArgs args = recurrent_args(f.call, maps);
+  args.states_in = f.states_in;
+  return launch_recurrent(args, {f.call.stream});
+}
+
+Status decode(const stage::Decode& d) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(d.call, {}, false, &maps));
+  RecurrentArgs args = recurrent_args(d.call, maps);
+  args.decode = true;
+  return launch_recurrent(args, {d.call.stream});
+}
+
+Status segment_scan(const stage::SegmentScan& scan) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(scan.call, scan.segments, false, &maps));
+  RecurrentArgs args = recurrent_args(scan.call, maps);
+  args.M = scan.M;
+  args.B = scan.B;
+  args.skip_last = scan.skip_last;
+  args.initial = args.final_state = args.checkpoints = {};
+  args.flags = nullptr;
+  return launch_recurrent(args, {scan.call.stream});
+}
+
+}  // namespace recurrent
+
+Status segment_merge(const stage::SegmentMerge& merge) {
+  const stage::Call& call = merge.call;
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, merge.segments, merge.prepared, &maps));
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  SegmentMergeArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.segment_offsets = maps.segment_offsets;
+  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
+                            p.initial_state_mask ? t.initial_state_mask : nullptr);
+  args.M = merge.M;
+  args.B = merge.B;
+  args.states_in = merge.states_in;
+  return launch_segment_merge(args, {call.stream});
+}
+
+}  // namespace kda::cuda

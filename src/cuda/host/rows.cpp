@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/host/rows.hpp"
+
+#include <tuple>
+
+#include "core/text.hpp"
+#include "cuda/host/device.hpp"
+#include "cuda/tile/chunk.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cuda {
+namespace {
+
+namespace block = plan::block;
+
+std::size_t no_scratch(const Problem&, int32_t) { return 0; }
+std::string decline_nothing(const Problem&) { return {}; }
+
+std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed) {
+  if (desc.alignment >= needed) return {};
+  return cat(name, " is aligned to ", desc.alignment, " bytes, needs ", needed);
+}
+
+std::string decline_staged(const Problem& p) {
+  if (p.operation != Operation::kForward) return "decode is its own kernel";
+  if (p.q.dtype == DType::kFloat32 || p.q.dtype != p.k.dtype || p.q.dtype != p.v.dtype)
+    return cat("q, k, v are ", dtype_name(p.q.dtype), ", ", dtype_name(p.k.dtype), ", ",
+               dtype_name(p.v.dtype), "; needs bf16 or fp16 for all three");
+  if (p.key_dim > kMaxStagedK) return cat("K = ", p.key_dim, " is above ", kMaxStagedK);
+  if (p.key_dim % 8 != 0) return cat("K = ", p.key_dim, " is not a multiple of 8");
+  if (p.value_dim % 8 != 0) return cat("V = ", p.value_dim, " is not a multiple of 8");
+  if (p.checkpoints && p.checkpoint_every % kChunk != 0)
+    return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of the chunk ",
+               kChunk);
+  for (const auto& [name, desc, needed] :
+       {std::tuple{"q", &p.q, int64_t{16}}, std::tuple{"k", &p.k, int64_t{16}},
+        std::tuple{"v", &p.v, int64_t{16}}, std::tuple{"g", &p.g, 2 * dtype_size(p.g.dtype)},
+        std::tuple{"o", &p.o, int64_t{4}}})
+    if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
+  return {};
+}
+
+bool add_map(Plan& plan) {
+  const Problem& p = plan.problem;
+  const auto N = static_cast<std::size_t>(p.num_sequences);
+  std::size_t words = p.cu_seqlens ? 2 * (N + 1) : 0;
+  if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
+  const bool indices = (p.initial_state && p.initial_state->indexed) ||
+                       (p.final_state && p.final_state->indexed) ||
+                       (p.checkpoints && p.checkpoints->indexed) || p.num_accepted_tokens;
+  const bool flags = indices || (p.cu_seqlens && !plan.lengths_known);
+  return plan::add_block(plan, block::kSequenceMap, words, sizeof(int64_t)) &&
+         plan::add_block(plan, block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));
+}
+
+StageSizes sizes_of(const Plan& plan) {
+  const Problem& p = plan.problem;
+  constexpr std::size_t kSize = 2;  // bf16, fp16
+  const std::size_t Kp = p.key_dim <= 64 ? 64 : 128;
+  const auto v_tiles = static_cast<std::size_t>((p.value_dim + kVTile - 1) / kVTile);
+  StageSizes sizes;
+  sizes.tiles = static_cast<std::size_t>(most_chunks(plan) * p.num_value_heads);
+  sizes.w = sizes.kg = sizes.qg = sizes.tiles * kChunk * Kp * kSize;
+  sizes.u = sizes.vn = sizes.tiles * v_tiles * kChunk * kVTile * kSize;
+  sizes.Aqk = sizes.T = sizes.tiles * kChunk * kChunk * kSize;
+  sizes.gamma = sizes.tiles * Kp * sizeof(float);
+  sizes.beta = sizes.diag = sizes.tiles * kChunk * sizeof(float);
+  sizes.h = sizes.tiles * v_tiles * kVTile * Kp * kSize;
+  return sizes;
+}
+
+bool add_staged(Plan& plan) {
+  const StageSizes sizes = sizes_of(plan);
+  return add_map(plan) && plan::add_block(plan, block::kFactorW, 1, sizes.w) &&
+         plan::add_block(plan, block::kFactorU, 1, sizes.u) &&
+         plan::add_block(plan, block::kFactorKg, 1, sizes.kg) &&
+         plan::add_block(plan, block::kFactorQg, 1, sizes.qg) &&
+         plan::add_block(plan, block::kFactorAqk, 1, sizes.Aqk) &&
+         plan::add_block(plan, block::kFactorScalars, 1, sizes.gamma + sizes.beta + sizes.diag);
+}
+
+}  // namespace
+
+int64_t most_chunks(const Plan& plan) {
+  const Problem& p = plan.problem;
+  if (!p.cu_seqlens) return p.num_sequences * ((p.num_tokens + kChunk - 1) / kChunk);
+  if (!plan.lengths_known) return p.num_tokens / kChunk + p.num_sequences;
+  int64_t chunks = 0;
+  for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
+    chunks += (plan.cu_seqlens[n + 1] - plan.cu_seqlens[n] + kChunk - 1) / kChunk;
+  return chunks;
+}
+
+const stage::Implementation kStaged = {.name = "cuda.sm80.staged",
+                                       .device = DeviceKind::kCuda,
+                                       .chunk_size = kChunk,
+                                       .unavailable = unavailable,
+                                       .decline = decline_staged,
+                                       .scratch_bytes = no_scratch,
+                                       .forward = staged::forward,
+                                       .decode = recurrent::decode,
+                                       .segment_scan = staged::segment_scan,
+                                       .segment_merge = segment_merge,
+                                       .segment_correct = nullptr,
+                                       .add_blocks = add_staged,
+                                       .min_compute_capability = 80,
+                                       .chunk = staged::chunk,
+                                       .stage_sizes = sizes_of};
+
+const stage::Implementation kRecurrent = {.name = "cuda.smxx.recurrent",
+                                          .device = DeviceKind::kCuda,
+                                          .chunk_size = kChunk,
+                                          .unavailable = unavailable,
+                                          .decline = decline_nothing,
+                                          .scratch_bytes = no_scratch,
+                                          .forward = recurrent::forward,
+                                          .decode = recurrent::decode,
+                                          .segment_scan = recurrent::segment_scan,
+                                          .segment_merge = segment_merge,
+                                          .segment_correct = nullptr,
+                                          .add_blocks = add_map,
+                                          .min_compute_capability = 80};
+
+}  // namespace kda::cuda

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.sm80.staged: chunk_intra for all chunks at once, then chunk_delta_h.
+#include "core/text.hpp"
+#include "cuda/host/rows.hpp"
+#include "cuda/host/views.hpp"
+#include "cuda/sm80/chunk_delta_h.hpp"
+#include "cuda/sm80/chunk_intra.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cuda::staged {
+namespace {
+
+namespace block = plan::block;
+
+Factors factors_of(const stage::Call& call) {
+  const auto find = [&](const char* name) {
+    return plan::find_block(*call.plan, call.workspace, name);
+  };
+  const int64_t tiles = most_chunks(*call.plan) * call.problem.num_value_heads;
+  const int64_t Kp = call.problem.key_dim <= 64 ? 64 : 128;
+  Factors factors;
+  factors.w = find(block::kFactorW);
+  factors.u = find(block::kFactorU);
+  factors.kg = find(block::kFactorKg);
+  factors.qg = find(block::kFactorQg);
+  factors.Aqk = find(block::kFactorAqk);
+  factors.gamma = static_cast<float*>(find(block::kFactorScalars));
+  factors.beta = factors.gamma + tiles * Kp;
+  factors.diag = factors.beta + tiles * 64;
+  return factors;
+}
+
+bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
+
+ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Factors& factors) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  ChunkIntraArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.num_chunks = most_chunks(*call.plan);
+  args.q = row_view(p.q, t.q);
+  args.k = row_view(p.k, t.k);
+  args.v = row_view(p.v, t.v);
+  args.g = row_view(p.g, t.g);
+  args.beta = row_view(p.beta, t.beta);
+  args.gate = gate_view(p, t);
+  args.factors = factors;
+  return args;
+}
+
+Status chunk_intra(const stage::Call& call, const Maps& maps) {
+  return launch_chunk_intra(intra_args(call, maps, factors_of(call)), is_half(call.problem),
+                            {call.stream});
+}
+
+/// Narrow tiles of V while that gives idle SMs work. The values do not depend on it.
+bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
+  const int64_t blocks = spans * call.problem.num_value_heads * ((columns + 63) / 64);
+  return 2 * blocks <= call.plan->device.num_sms;
+}
+
+ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  ChunkDeltaHArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.factors = factors_of(call);
+  args.o = row_view(p.o, t.o);
+  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
+                            p.initial_state_mask ? t.initial_state_mask : nullptr);
+  args.final_state =
+      state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
+  args.checkpoint_every = p.checkpoint_every;
+  args.flags = maps.flags;
+  args.accumulate_flags = maps.accumulate_flags;
+  return args;
+}
+
+}  // namespace
+
+Status forward(const stage::Forward& f) {
+  const stage::Call& call = f.call;
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
+  if (!f.prepared) KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
+  ChunkDeltaHArgs args = delta_args(call, maps);
+  args.states_in = f.states_in;
+  const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
+  return launch_chunk_delta_h(args, DeltaUse::kForward, is_half(call.problem),
+                              narrow(call, spans, call.problem.value_dim), {call.stream});
+}
+
+Status segment_scan(const stage::SegmentScan& scan) {
+  const stage::Call& call = scan.call;
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
+  KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
+  ChunkDeltaHArgs args = delta_args(call, maps);
+  args.M = scan.M;
+  args.B = scan.B;
+  args.skip_last = scan.skip_last;
+  const Problem& p = call.problem;
+  return launch_chunk_delta_h(args, DeltaUse::kScan, is_half(p),
+                              narrow(call, maps.map.num_spans, p.value_dim + p.key_dim),
+                              {call.stream});
+}
+
+/// One stage on the caller's buffers. Segments of the plan are of no concern here.
+Status chunk(const stage::Chunk& c) {
+  const stage::Call& call = c.call;
+  const StageTensors& s = c.stages;
+  const Factors factors{s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag};
+  const bool half = is_half(call.problem);
+  const Launch launch{call.stream};
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  if (c.which == stage::ChunkStage::kIntra)
+    return launch_chunk_intra(intra_args(call, maps, factors), half, launch);
+  if (c.which == stage::ChunkStage::kRecomputeWU)
+    return launch_recompute_w_u(intra_args(call, maps, factors), half, launch);
+  ChunkDeltaHArgs args = delta_args(call, maps);
+  args.factors = factors;
+  args.h = s.h;
+  args.vn = s.vn;
+  args.num_chunks = most_chunks(*call.plan);
+  const bool outputs = c.which == stage::ChunkStage::kO;
+  return launch_chunk_delta_h(args, outputs ? DeltaUse::kOutputs : DeltaUse::kStates, half,
+                              narrow(call, call.problem.num_sequences, call.problem.value_dim),
+                              launch);
+}
+
+}  // namespace kda::cuda::staged

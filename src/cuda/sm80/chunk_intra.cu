@@ -1,0 +1,698 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/sm80/chunk_intra.hpp"
+
+#include "cuda/ptx/ptx.cuh"
+#include "cuda/tile/chunk_map.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kBlock = 16;               // tokens of a thread; diagonal block of the inverse
+constexpr int kBlocks = kChunk / kBlock;
+constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
+constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
+
+/// Operands of one dyadic level: decayed q and k rows, and the k columns that they meet.
+template <class T, int kStride>
+struct Level {
+  T rows[64][kStride];
+  T columns[32][kStride];
+};
+
+/// Shared memory of one chunk and head. Rows are padded by 16 bytes against bank conflicts.
+template <class T, int kK>
+struct Shared {
+  static constexpr int kStride = kK + 8;
+  T q[kChunk][kStride];  // raw
+  T k[kChunk][kStride];  // raw; later Kgam
+  union {
+    Level<T, kStride> levels[2];
+    struct {
+      float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
+      T A[kChunk][kSquareStride];     // Aqk, then T' in 16 bits
+      T v[kChunk][kStride];           // a tile of v
+    } after;
+  };
+  float totals[kBlocks][kK];  // decay over each block
+  float q_norm[kChunk], k_norm[kChunk], beta[kChunk], diag[kChunk];
+};
+
+/// Elementwise work is a thread's own: one channel pair of one block of 16 tokens, whose decays it
+/// keeps. All factors are running products of decays: no difference of sums, one exponential a
+/// token and channel.
+template <class T, int kK>
+struct Kernel {
+  using S = Shared<T, kK>;
+  static constexpr int kStride = S::kStride;
+  static constexpr int kPairs = kK / 2;
+  static constexpr int kThreads = kPairs * kBlocks;
+  static constexpr int kWarps = kThreads / 32;
+  static constexpr int kVectors = kK / 8;  // 16-byte pieces of a row
+  static constexpr int kSteps = kK / 16;   // k16 steps of an mma
+
+  const ChunkIntraArgs& a;
+  S& s;
+  const ChunkTokens& chunk;
+  const int64_t head;
+  const int64_t tile;
+  const int tid, warp, lane;
+  const int block;    // of this thread's tokens
+  const int channel;  // first of its pair
+
+  float2 decay[kBlock];  // of each token; 1 past the sequence
+
+  __device__ T* tile_of(void* base, int64_t elements) const {
+    return static_cast<T*>(base) + tile * elements;
+  }
+
+  // ---- inputs ----------------------------------------------------------------------------------
+
+  /// Rows of a [.., size] tensor to shared memory, zeros past the sequence and past `size`.
+  __device__ void load_rows(T (*target)[kStride], const RowView& view, int64_t view_head,
+                            int column0, int size) const {
+    constexpr int kRowStep = kThreads / kVectors;
+    const int row0 = tid / kVectors, c = tid % kVectors * 8;
+    const int64_t at = row_offset(view, a.map, chunk.sequence, chunk.begin, view_head);
+    const T* base = static_cast<const T*>(view.base) + at + column0;
+    const bool inside = column0 + c < size;
+    const T* source = base + row0 * view.stride_t + c;
+    uint32_t address = ptx::shared_address(&target[row0][c]);
+#pragma unroll
+    for (int row = row0, i = 0; i < kChunk / kRowStep; ++i, row += kRowStep) {
+      const bool valid = inside && row < chunk.count;
+      ptx::cp_async_16(address, valid ? source : base, valid);
+      source += kRowStep * view.stride_t;
+      address += kRowStep * kStride * sizeof(T);
+    }
+    ptx::cp_async_commit();
+  }
+
+  /// Raw gates of this thread's tokens and channels; 0 past the sequence.
+  template <class E>
+  __device__ void load_gates(float2 (&raw)[kBlock]) const {
+    const int row0 = block * kBlock;
+    const int64_t at =
+        row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
+    const E* source = static_cast<const E*>(a.g.base) + at;
+    const int count = channel < a.shape.K ? chunk.count - row0 : 0;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i, source += a.g.stride_t) {
+      if (i >= count) {
+        raw[i] = {0, 0};
+      } else if constexpr (sizeof(E) == 4) {
+        raw[i] = *reinterpret_cast<const float2*>(source);
+      } else {
+        raw[i] = ptx::unpack<E>(*reinterpret_cast<const uint32_t*>(source));
+      }
+    }
+  }
+
+  template <int kGateMode>
+  __device__ void transform_gates(const float2 (&raw)[kBlock], float2 bias, float rate) {
+    const int count = channel < a.shape.K ? chunk.count - block * kBlock : 0;
+    float2 product{1, 1};
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const float2 g = {log2_decay_fast<kGateMode>(raw[i].x, bias.x, rate, a.gate.lower_bound),
+                        log2_decay_fast<kGateMode>(raw[i].y, bias.y, rate, a.gate.lower_bound)};
+      // Masked after the transform: gate(0) is not 0.
+      decay[i] = i < count ? float2{exp2_fast(g.x), exp2_fast(g.y)} : float2{1, 1};
+      multiply(product, decay[i]);
+    }
+    *reinterpret_cast<float2*>(&s.totals[block][channel]) = product;
+  }
+
+  /// Everything that the chunk needs from device memory but v: all of it on its way before any of
+  /// it is waited for.
+  __device__ void load_inputs() {
+    float2 raw[kBlock], bias{0, 0};
+    if (a.g.type == Element::kFloat32) load_gates<float>(raw);
+    if (a.g.type == Element::kBFloat16) load_gates<__nv_bfloat16>(raw);
+    if (a.g.type == Element::kFloat16) load_gates<__half>(raw);
+    if (channel < a.shape.K && a.gate.dt_bias) {
+      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel;
+      bias = {row[0], row[1]};
+    }
+    const unsigned group = static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H);
+    const int64_t q_head = static_cast<unsigned>(head) / group;
+    load_rows(s.q, a.q, q_head, 0, a.shape.K);
+    load_rows(s.k, a.k, q_head, 0, a.shape.K);
+    float beta = 0;
+    if (tid < chunk.count)
+      beta = load_element(a.beta.base, a.beta.type,
+                          row_offset(a.beta, a.map, chunk.sequence, chunk.begin + tid, head));
+    const float rate = gate_rate(a.gate, head);
+    if (a.gate.gate_mode == 0) transform_gates<0>(raw, bias, rate);
+    if (a.gate.gate_mode == 1) transform_gates<1>(raw, bias, rate);
+    if (a.gate.gate_mode == 2) transform_gates<2>(raw, bias, rate);
+    if (tid < kChunk) s.beta[tid] = tid < chunk.count ? beta_value(a.gate, beta) : 0.0f;
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+
+  /// Row norms and the diagonal of Aqk; 4 lanes a row.
+  __device__ void norms() const {
+#pragma unroll
+    for (int row = warp * 8 + lane / 4; row < kChunk; row += kWarps * 8) {
+      float qq = 0, kk = 0, qk = 0;
+#pragma unroll
+      for (int i = 0; i < kK / 32; ++i) {
+        const int c = (lane % 4 + 4 * i) * 8;
+        const uint4 q = *reinterpret_cast<const uint4*>(&s.q[row][c]);
+        const uint4 k = *reinterpret_cast<const uint4*>(&s.k[row][c]);
+        const uint32_t qs[4] = {q.x, q.y, q.z, q.w}, ks[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 x = ptx::unpack<T>(qs[j]), y = ptx::unpack<T>(ks[j]);
+          qq += x.x * x.x + x.y * x.y;
+          kk += y.x * y.x + y.y * y.y;
+          qk += x.x * y.x + x.y * y.y;
+        }
+      }
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        qq += __shfl_xor_sync(~0u, qq, offset);
+        kk += __shfl_xor_sync(~0u, kk, offset);
+        qk += __shfl_xor_sync(~0u, qk, offset);
+      }
+      if (lane % 4 != 0) continue;
+      const float q_norm = a.gate.scale * (a.gate.l2norm ? rsqrtf(qq + 1e-6f) : 1.0f);
+      const float k_norm = a.gate.l2norm ? rsqrtf(kk + 1e-6f) : 1.0f;
+      s.q_norm[row] = q_norm;  // with the scale of the outputs
+      s.k_norm[row] = k_norm;
+      s.diag[row] = qk * q_norm * k_norm;
+    }
+  }
+
+  // ---- operands of the dyadic levels -----------------------------------------------------------
+
+  __device__ float2 pair_of(const T (*source)[kStride], int token) const {
+    return ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(&source[token][channel]));
+  }
+  __device__ void put(T (*target)[kStride], int row, float2 x, float2 factor) const {
+    *reinterpret_cast<uint32_t*>(&target[row][channel]) =
+        ptx::pack<T>(x.x * factor.x, x.y * factor.y);
+  }
+  __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
+  __device__ float2 total(int of_block) const {
+    return *reinterpret_cast<const float2*>(&s.totals[of_block][channel]);
+  }
+
+  /// Rows of a coarse level: all 16 tokens, decayed since `factor` before the block.
+  __device__ void coarse_rows(Level<T, kStride>& level, int row0, float2 factor) const {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      multiply(factor, decay[i]);
+      put(level.rows, row0 + i, pair_of(s.q, block * kBlock + i), factor);
+      put(level.rows, 32 + row0 + i, pair_of(s.k, block * kBlock + i), factor);
+    }
+  }
+  /// Columns: decayed until the end of the block, and by `factor` after it.
+  __device__ void coarse_columns(Level<T, kStride>& level, int row0, float2 factor) const {
+#pragma unroll
+    for (int i = kBlock - 1; i >= 0; --i) {
+      put(level.columns, row0 + i, pair_of(s.k, block * kBlock + i), factor);
+      multiply(factor, decay[i]);
+    }
+  }
+  /// Levels 32 (rows: blocks 2, 3) and 16 (rows: blocks 1, 3).
+  __device__ void coarse_operands() const {
+    const float2 one{1, 1};
+    if (block >= 2)
+      coarse_rows(s.levels[0], (block - 2) * kBlock, block == 3 ? total(2) : one);
+    else
+      coarse_columns(s.levels[0], block * kBlock, block == 0 ? total(1) : one);
+    if (block % 2 == 1)
+      coarse_rows(s.levels[1], block / 2 * kBlock, one);
+    else
+      coarse_columns(s.levels[1], block / 2 * kBlock, one);
+  }
+
+  /// Level h inside the block: pairs of runs of h tokens, rows from the second run, columns from the
+  /// first, decayed from and to the midpoint between them. For h = 1 the columns are k itself.
+  template <int h>
+  __device__ void fine_operands(Level<T, kStride>& level) const {
+#pragma unroll
+    for (int run = 0; run < kBlock; run += 2 * h) {
+      float2 factor{1, 1};
+#pragma unroll
+      for (int i = 0; i < h; ++i) {
+        const int token = run + h + i, row = run / 2 + i;
+        multiply(factor, decay[token]);
+        put(level.rows, block * 16 + row, pair_of(s.q, block * kBlock + token), factor);
+        put(level.rows, block * 16 + 8 + row, pair_of(s.k, block * kBlock + token), factor);
+      }
+      if (h == 1) continue;
+      factor = {1, 1};
+#pragma unroll
+      for (int i = h - 1; i >= 0; --i) {
+        put(level.columns, block * 8 + run / 2 + i, pair_of(s.k, block * kBlock + run + i), factor);
+        multiply(factor, decay[run + i]);
+      }
+    }
+  }
+
+  // ---- scores ----------------------------------------------------------------------------------
+
+  /// Accumulators of this warp's share of the levels.
+  static constexpr int kSplit = kWarps / 4;  // warps that share an m16 tile
+  struct Scores {
+    float level32[4 / kSplit][4] = {};
+    float level16[2 / kSplit][4] = {};
+    float fine[4 / kSplit][4] = {};
+  };
+
+  /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
+  template <int kTiles>
+  __device__ void multiply_rows(const T (*rows)[kStride], const T (*columns)[kStride],
+                                float (&acc)[kTiles][4]) const {
+    const uint32_t left = ptx::shared_address(&rows[lane % 16][lane / 16 * 8]);
+    const uint32_t right = ptx::shared_address(&columns[lane % 8][lane / 8 * 8]);
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+      uint32_t x[4], y[4];
+      ptx::ldmatrix_x4(x, left + step * 32);
+      ptx::ldmatrix_x4(y, left + step * 32 + 32);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        uint32_t b[4];  // 8 columns x 32 channels
+        ptx::ldmatrix_x4(b, right + (n * 8 * kStride + step * 16) * sizeof(T));
+        ptx::mma_16816<T>(acc[n], x, b[0], b[1]);
+        ptx::mma_16816<T>(acc[n], y, b[2], b[3]);
+      }
+    }
+  }
+
+  __device__ void coarse_products(Scores& scores) const {
+    const int m = warp / kSplit * 16;  // rows: q of 32 tokens, then k
+    multiply_rows(s.levels[0].rows + m, s.levels[0].columns + warp % kSplit * 16, scores.level32);
+    const int half = m / 16 % 2 * 16;  // level 16 meets the columns of its own half
+    multiply_rows(s.levels[1].rows + m, s.levels[1].columns + half + warp % kSplit * 8,
+                  scores.level16);
+  }
+
+  /// Levels `first` and `first + 1` of the four fine ones; a warp takes one or both of a block.
+  template <int kFirst>
+  __device__ void fine_products(Scores& scores) const {
+#pragma unroll
+    for (int i = 0; i < 2 / kSplit; ++i) {
+      const int l = kSplit == 2 ? warp % 2 : i;
+      const int at = warp / kSplit;
+      float(&acc)[1][4] =
+          *reinterpret_cast<float(*)[1][4]>(&scores.fine[kFirst / kSplit + i]);
+      if (kFirst == 2 && l == 1) {  // h = 1: every second row of k
+        multiply_alternate(s.levels[1].rows + at * 16, s.k + at * kBlock, acc);
+      } else {
+        multiply_rows(s.levels[l].rows + at * 16, s.levels[l].columns + at * 8, acc);
+      }
+    }
+  }
+  __device__ void multiply_alternate(const T (*rows)[kStride], const T (*k)[kStride],
+                                     float (&acc)[1][4]) const {
+    const uint32_t left = ptx::shared_address(&rows[lane % 16][lane / 16 * 8]);
+    const uint32_t right = ptx::shared_address(&k[lane % 8 * 2][lane / 8 * 8]);
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 2) {
+      uint32_t x[4], y[4], b[4];
+      ptx::ldmatrix_x4(x, left + step * 32);
+      ptx::ldmatrix_x4(y, left + step * 32 + 32);
+      ptx::ldmatrix_x4(b, right + step * 32);
+      ptx::mma_16816<T>(acc[0], x, b[0], b[1]);
+      ptx::mma_16816<T>(acc[0], y, b[2], b[3]);
+    }
+  }
+
+  __device__ void put_A(int i, int j, float x) const {
+    s.after.A[i][j] = static_cast<T>(x * s.q_norm[i] * s.k_norm[j]);
+  }
+  __device__ void put_L(int i, int j, float x) const {
+    s.after.N[i][j] = x * s.k_norm[i] * s.k_norm[j] * s.beta[j];
+  }
+
+  /// Tile of a coarse level: rows of q (first 32) or of k.
+  __device__ void store_coarse(const float (&acc)[4], bool q, int i, int j) const {
+#pragma unroll
+    for (int x = 0; x < 4; ++x)
+      q ? put_A(i + x / 2 * 8, j + x % 2, acc[x]) : put_L(i + x / 2 * 8, j + x % 2, acc[x]);
+  }
+  /// Tile of level h: q and k rows of the same tokens; columns of other runs are dropped.
+  template <int h>
+  __device__ void store_fine(const float (&acc)[4], int at) const {
+    const int r = lane / 4, n = lane % 4 * 2;
+    const int i = at + r / h * 2 * h + h + r % h;
+#pragma unroll
+    for (int x = 0; x < 2; ++x) {
+      const int column = n + x;
+      if (column / h != r / h) continue;
+      const int j = at + column / h * 2 * h + column % h;
+      put_A(i, j, acc[x]);
+      put_L(i, j, acc[2 + x]);
+    }
+  }
+
+  __device__ void store_scores(const Scores& scores) const {
+    const int m = warp / kSplit;
+    const bool q = m < 2;
+    const int i32 = 32 + m % 2 * 16 + lane / 4;
+    const int i16 = m % 2 * 32 + 16 + lane / 4;
+#pragma unroll
+    for (int n = 0; n < 4 / kSplit; ++n)
+      store_coarse(scores.level32[n], q, i32, warp % kSplit * 16 + n * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int n = 0; n < 2 / kSplit; ++n)
+      store_coarse(scores.level16[n], q, i16,
+                   m % 2 * 32 + warp % kSplit * 8 + n * 8 + lane % 4 * 2);
+    const int at = warp / kSplit * kBlock;
+    if (kSplit == 1) {
+      store_fine<8>(scores.fine[0], at);
+      store_fine<4>(scores.fine[1 % (4 / kSplit)], at);
+      store_fine<2>(scores.fine[2 % (4 / kSplit)], at);
+      store_fine<1>(scores.fine[3 % (4 / kSplit)], at);
+    } else if (warp % 2 == 0) {
+      store_fine<8>(scores.fine[0], at);
+      store_fine<2>(scores.fine[1], at);
+    } else {
+      store_fine<4>(scores.fine[0], at);
+      store_fine<1>(scores.fine[1], at);
+    }
+  }
+
+  /// qg, kg to device memory; Kgam in place of k; gamma.
+  __device__ void decayed_rows() const {
+    const int piece = channel / 8, within = channel % 8;
+    T* qg = tile_of(a.factors.qg, kChunk * kK) + block * kBlock * kK + within;
+    T* kg = tile_of(a.factors.kg, kChunk * kK) + block * kBlock * kK + within;
+    float2 before{1, 1}, after{1, 1};
+    for (int b = 0; b < block; ++b) multiply(before, total(b));
+    for (int b = block + 1; b < kBlocks; ++b) multiply(after, total(b));
+    const auto scaled = [](float2 x, float2 factor, float norm) {
+      return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
+    };
+#pragma unroll
+    for (int i = kBlock - 1; i >= 0; --i) {
+      const int token = block * kBlock + i;
+      if (a.factors.kg)
+        *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i, piece)) =
+            scaled(pair_of(s.k, token), after, s.k_norm[token]);
+      multiply(after, decay[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const int token = block * kBlock + i;
+      multiply(before, decay[i]);
+      if (a.factors.qg)
+        *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i, piece)) =
+            scaled(pair_of(s.q, token), before, s.q_norm[token]);
+      *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
+          scaled(pair_of(s.k, token), before, s.k_norm[token]);
+    }
+    if (block == kBlocks - 1 && a.factors.gamma)
+      *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = before;
+  }
+
+  __device__ void store_scalars() const {
+    if (tid >= kChunk) return;
+    a.factors.beta[tile * kChunk + tid] = s.beta[tid];
+    a.factors.diag[tile * kChunk + tid] = s.diag[tid];
+  }
+
+  __device__ void clear_squares() const {
+    for (int i = tid; i < kChunk * kSquareStride / 2; i += kThreads)
+      reinterpret_cast<uint32_t*>(&s.after.A[0][0])[i] = 0;
+  }
+
+  // ---- inverse ---------------------------------------------------------------------------------
+
+  /// Diagonal 16x16 block of T' = (I + L)^-1 by substitution in fp32, in place; a lane owns a column.
+  __device__ void invert_diagonal(int at) const {
+    const int j = lane % kBlock;
+    float column[kBlock];
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      float sum = i == j ? 1.0f : 0.0f;
+#pragma unroll
+      for (int m = 0; m < i; ++m) sum -= s.after.N[at + i][at + m] * column[m];
+      column[i] = i < j ? 0.0f : sum;
+    }
+    __syncwarp();
+    if (lane < kBlock)
+#pragma unroll
+      for (int i = 0; i < kBlock; ++i) s.after.N[at + i][at + j] = column[i];
+    __syncwarp();
+  }
+
+  /// T21 = -T22 L21 T11 for blocks of kSize at row0 = column0 + kSize, in place: rows of one m16
+  /// tile, kTiles n8 tiles from `n0`. Products in tf32: every factor is bounded by 2. The k order of
+  /// the second product is permuted so that the first one's accumulators are its A operand.
+  template <int kSize, int kTiles>
+  __device__ void merge_rows(int row0, int column0, int m, int n0, float (&out)[kTiles][4]) const {
+    float y[kSize / 8][4] = {};  // rows m..m+15 of T22 L21
+#pragma unroll
+    for (int k = 0; k < kSize; k += 8) {
+      if (k >= m + kBlock) continue;  // above the diagonal blocks nothing was written
+      const int r = row0 + m + lane / 4, c = row0 + k + lane % 4;
+      const uint32_t left[4] = {ptx::to_tf32(s.after.N[r][c]), ptx::to_tf32(s.after.N[r + 8][c]),
+                                ptx::to_tf32(s.after.N[r][c + 4]), ptx::to_tf32(s.after.N[r + 8][c + 4])};
+#pragma unroll
+      for (int n = 0; n < kSize / 8; ++n) {
+        const int j = column0 + n * 8 + lane / 4;
+        ptx::mma_1688_tf32(y[n], left, ptx::to_tf32(s.after.N[row0 + k + lane % 4][j]),
+                           ptx::to_tf32(s.after.N[row0 + k + lane % 4 + 4][j]));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kSize / 8; ++k) {
+      if (k * 8 < n0 / kBlock * kBlock) continue;
+      const uint32_t left[4] = {ptx::to_tf32(-y[k][0]), ptx::to_tf32(-y[k][2]),
+                                ptx::to_tf32(-y[k][1]), ptx::to_tf32(-y[k][3])};
+      const int r = column0 + k * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const int j = column0 + n0 + n * 8 + lane / 4;
+        ptx::mma_1688_tf32(out[n], left, ptx::to_tf32(s.after.N[r][j]), ptx::to_tf32(s.after.N[r + 1][j]));
+      }
+    }
+  }
+
+  template <int kTiles>
+  __device__ void store_block(int row, int column, const float (&out)[kTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int j = column + n * 8 + lane % 4 * 2;
+      s.after.N[row + lane / 4][j] = out[n][0];
+      s.after.N[row + lane / 4][j + 1] = out[n][1];
+      s.after.N[row + lane / 4 + 8][j] = out[n][2];
+      s.after.N[row + lane / 4 + 8][j + 1] = out[n][3];
+    }
+  }
+
+  /// 16x16 blocks by substitution, then pairs of them; warps 0..3.
+  __device__ void invert_pairs() const {
+    invert_diagonal(warp * kBlock);
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+    if (warp < 2) {
+      float out[2][4] = {};
+      merge_rows<16, 2>(warp * 32 + 16, warp * 32, 0, 0, out);
+      __syncwarp();
+      store_block(warp * 32 + 16, warp * 32, out);
+    }
+  }
+
+  __device__ void invert_halves() const {  // all warps: 16x8 tiles
+    float out[2 / kSplit][1][4] = {};
+#pragma unroll
+    for (int i = 0; i < 2 / kSplit; ++i) {
+      const int at = warp + i * kWarps;
+      merge_rows<32, 1>(32, 0, at / 4 * 16, at % 4 * 8, out[i]);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2 / kSplit; ++i) {
+      const int at = warp + i * kWarps;
+      store_block(32 + at / 4 * 16, at % 4 * 8, out[i]);
+    }
+  }
+
+  /// 64 x 64 tile in shared memory to device memory.
+  __device__ void copy_square(void* target, int thread, int threads) const {
+    T* base = tile_of(target, kChunk * kChunk);
+    for (int i = thread; i < kChunk * 8; i += threads)
+      *reinterpret_cast<uint4*>(base + swizzled<kChunk>(i / 8, i % 8)) =
+          *reinterpret_cast<const uint4*>(&s.after.A[i / 8][i % 8 * 8]);
+  }
+
+  __device__ void round_inverse() const {
+    for (int i = tid; i < kChunk * kChunk / 2; i += kThreads) {
+      const int row = i / 32, c = i % 32 * 2;
+      // Blocks above the diagonal were never written.
+      const bool above = c / kBlock > row / kBlock;
+      const float2 x = above ? float2{0, 0}
+                             : *reinterpret_cast<const float2*>(&s.after.N[row][c]);
+      *reinterpret_cast<uint32_t*>(&s.after.A[row][c]) = ptx::pack<T>(x.x, x.y);
+    }
+  }
+
+  // ---- w and u ---------------------------------------------------------------------------------
+
+  /// 16 columns of T' x source to a tile of kColumns columns. T' is lower triangular.
+  template <int kColumns>
+  __device__ void solve_columns(const T (*source)[kStride], int column, T* target,
+                                int target_column) const {
+    float acc[4][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t b[4];  // 16 tokens x 16 columns
+      ptx::ldmatrix_x4_trans(
+          b, ptx::shared_address(&source[step * 16 + lane % 16][column + lane / 16 * 8]));
+#pragma unroll
+      for (int m = step; m < 4; ++m) {
+        uint32_t left[4];
+        ptx::ldmatrix_x4(left, ptx::shared_address(
+                                   &s.after.A[m * 16 + lane % 16][step * 16 + lane / 16 * 8]));
+        ptx::mma_16816<T>(acc[m][0], left, b[0], b[1]);
+        ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      T* at = target + swizzled<kColumns>(lane / 4, target_column / 8 + n) + lane % 4 * 2;
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        *reinterpret_cast<uint32_t*>(at + m * 16 * kColumns) =
+            ptx::pack<T>(acc[m][n][0], acc[m][n][1]);
+        *reinterpret_cast<uint32_t*>(at + (m * 16 + 8) * kColumns) =
+            ptx::pack<T>(acc[m][n][2], acc[m][n][3]);
+      }
+    }
+  }
+
+  /// w from Kgam and u from tiles of v, kK columns at a time; the first tile is on its way.
+  __device__ void solve() const {
+    const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
+    T* w = tile_of(a.factors.w, kChunk * kK);
+    T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+#pragma unroll
+    for (int c = warp * 16; c < kK; c += kWarps * 16) solve_columns<kK>(s.k, c, w, c);
+    for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
+      if (column0 > 0) {
+        __syncthreads();
+        load_rows(s.after.v, a.v, head, column0, a.shape.V);
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+#pragma unroll
+      for (int c = warp * 16; c < kK; c += kWarps * 16) {
+        const int at = column0 + c;
+        if (at / kVTile < u_tiles)
+          solve_columns<kVTile>(s.after.v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
+      }
+    }
+  }
+
+  __device__ void run() {
+    load_inputs();
+    norms();
+    Scores scores;
+    coarse_operands();
+    __syncthreads();
+    coarse_products(scores);
+    __syncthreads();
+    fine_operands<8>(s.levels[0]);
+    fine_operands<4>(s.levels[1]);
+    __syncthreads();
+    fine_products<0>(scores);
+    __syncthreads();
+    fine_operands<2>(s.levels[0]);
+    fine_operands<1>(s.levels[1]);
+    __syncthreads();
+    fine_products<2>(scores);
+    __syncthreads();  // the levels give way to squares and v
+    load_rows(s.after.v, a.v, head, 0, a.shape.V);
+    clear_squares();
+    decayed_rows();
+    store_scalars();
+    __syncthreads();
+    store_scores(scores);
+    __syncthreads();
+    if (warp < 4) invert_pairs();
+    if (kWarps == 4 || warp >= 4)
+      copy_square(a.factors.Aqk, kWarps == 4 ? tid : tid - 128, 128);
+    __syncthreads();
+    invert_halves();
+    __syncthreads();
+    round_inverse();
+    __syncthreads();
+    if (a.factors.T) copy_square(a.factors.T, tid, kThreads);
+    solve();
+  }
+
+  __device__ void run_recompute() {
+    load_rows(s.after.v, a.v, head, 0, a.shape.V);
+    const T* stored = tile_of(a.factors.T, kChunk * kChunk);
+    for (int i = tid; i < kChunk * 8; i += kThreads)
+      *reinterpret_cast<uint4*>(&s.after.A[i / 8][i % 8 * 8]) =
+          *reinterpret_cast<const uint4*>(stored + swizzled<kChunk>(i / 8, i % 8));
+    load_inputs();
+    norms();
+    __syncthreads();
+    decayed_rows();
+    solve();
+  }
+};
+
+template <class T, int kK, bool kRecompute>
+__global__ void __launch_bounds__(2 * kK, kK == 64 ? 4 : 2)
+    chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  const auto HV = static_cast<unsigned>(a.shape.HV);
+  const int64_t c = blockIdx.x / HV;
+  const ChunkTokens chunk = chunk_tokens(a.map, c);
+  if (chunk.count == 0) return;
+  const int tid = threadIdx.x;
+  Kernel<T, kK> kernel{a,
+                       *reinterpret_cast<Shared<T, kK>*>(memory),
+                       chunk,
+                       static_cast<int64_t>(blockIdx.x % HV),
+                       static_cast<int64_t>(blockIdx.x),
+                       tid,
+                       tid / 32,
+                       tid % 32,
+                       tid / (kK / 2),
+                       tid % (kK / 2) * 2,
+                       {}};
+  if constexpr (kRecompute)
+    kernel.run_recompute();
+  else
+    kernel.run();
+}
+
+template <bool kRecompute, class T, int kK>
+Status launch(const ChunkIntraArgs& args, const Launch& where) {
+  return launch_kernel(kRecompute ? "recompute_w_u" : "chunk_intra",
+                       chunk_intra_kernel<T, kK, kRecompute>, args.num_chunks * args.shape.HV,
+                       2 * kK, sizeof(Shared<T, kK>), where, args);
+}
+
+template <bool kRecompute>
+Status launch_any(const ChunkIntraArgs& args, bool half, const Launch& where) {
+  if (args.shape.K <= 64)
+    return half ? launch<kRecompute, __half, 64>(args, where)
+                : launch<kRecompute, __nv_bfloat16, 64>(args, where);
+  return half ? launch<kRecompute, __half, 128>(args, where)
+              : launch<kRecompute, __nv_bfloat16, 128>(args, where);
+}
+
+}  // namespace
+
+Status launch_chunk_intra(const ChunkIntraArgs& args, bool half, const Launch& where) {
+  return launch_any<false>(args, half, where);
+}
+
+Status launch_recompute_w_u(const ChunkIntraArgs& args, bool half, const Launch& where) {
+  return launch_any<true>(args, half, where);
+}
+
+}  // namespace kda::cuda

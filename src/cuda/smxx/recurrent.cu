@@ -1,0 +1,409 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/smxx/recurrent.hpp"
+
+#include "cuda/tile/elements.cuh"
+#include "cuda/tile/metadata.cuh"
+
+namespace kda::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBatch = kWarps;  // tokens prepared at once, one a warp
+constexpr int64_t kMaxDecodeTokens = 8;
+
+/// Tile of kK x kBV state elements: 4 neighbouring columns and kRows rows a thread.
+template <int kK, int kBV>
+struct Layout {
+  static constexpr int kColumnThreads = kBV / 4;
+  static constexpr int kRowThreads = kThreads / kColumnThreads;
+  static constexpr int kRows = kK / kRowThreads;
+};
+
+template <int kK, int kBV>
+struct alignas(16) Shared {
+  float q[kBatch][kK], k[kBatch][kK], decay[kBatch][kK];
+  float beta[kBatch], qk[kBatch];
+  float read[2][Layout<kK, kBV>::kRowThreads][kBV];     // partial S^T k, by parity of the token
+  float output[2][Layout<kK, kBV>::kRowThreads][kBV];  // partial S^T q
+};
+
+struct Unit {
+  Span span;
+  int64_t index = 0, head = 0, q_head = 0;
+  int column = 0;      // first column of the tile
+  int columns = 0;     // V, or K for the columns of M
+  bool transition = false;
+};
+
+template <int kBV>
+__device__ Unit unit_of(const RecurrentArgs& a) {
+  // 32-bit divisions: 64-bit ones take longer than a token.
+  const unsigned v_tiles = (a.shape.V + kBV - 1) / kBV;
+  const unsigned tiles = v_tiles + (a.M ? (a.shape.K + kBV - 1) / kBV : 0);
+  const auto HV = static_cast<unsigned>(a.shape.HV);
+  Unit unit;
+  unsigned tile = blockIdx.x % tiles;
+  unit.head = blockIdx.x / tiles % HV;
+  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
+  unit.index = blockIdx.x / tiles / HV;
+  unit.span = span_of(a.map, unit.index);
+  unit.transition = tile >= v_tiles;
+  if (unit.transition) tile -= v_tiles;
+  unit.column = static_cast<int>(tile) * kBV;
+  unit.columns = unit.transition ? a.shape.K : a.shape.V;
+  return unit;
+}
+
+/// How states are read and written: 4 elements at a time along rows of a kv buffer, along rows of a
+/// vk buffer, or one by one.
+enum class Access { kVectorsKV, kVectorsVK, kScalar };
+
+/// Visits the vectors (or elements) of this thread's part of the tile: visit(r, c, offset).
+template <Access kAccess, int kRows, class Visit>
+__device__ __forceinline__ void for_each_piece(const StateView& view, int64_t slot, int64_t head,
+                                               int row0, int column0, int K, int columns,
+                                               Visit&& visit) {
+  constexpr int kRowStep = kAccess == Access::kVectorsVK ? 4 : 1;
+  constexpr int kColumnStep = kAccess == Access::kVectorsKV ? 4 : 1;
+  int64_t at = state_offset(view, slot, head, row0, column0);
+  const int64_t row_step = view.vk ? 1 : view.stride_row;
+  const int64_t column_step = view.vk ? view.stride_row : 1;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kRowStep)
+#pragma unroll
+    for (int c = 0; c < 4; c += kColumnStep)
+      if (row0 + r < K && column0 + c < columns) visit(r, c, at + r * row_step + c * column_step);
+}
+
+__device__ __forceinline__ float4 load4(const StateView& view, int64_t at) {
+  if (!view.bf16) return *reinterpret_cast<const float4*>(static_cast<const float*>(view.base) + at);
+  const uint2 raw =
+      *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(view.base) + at);
+  return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
+                     __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
+}
+
+__device__ __forceinline__ void store4(const StateView& view, int64_t at, float4 x) {
+  if (!view.bf16) {
+    *reinterpret_cast<float4*>(static_cast<float*>(view.base) + at) = x;
+    return;
+  }
+  __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(x.x, x.y), __floats2bfloat162_rn(x.z, x.w)};
+  *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(view.base) + at) =
+      *reinterpret_cast<uint2*>(pair);
+}
+
+template <Access kAccess, int kRows>
+__device__ __forceinline__ void load_tile(const StateView& view, int64_t slot, int64_t head,
+                                          int row0, int column0, int K, int columns,
+                                          float (&S)[kRows][4]) {
+  for_each_piece<kAccess, kRows>(
+      view, slot, head, row0, column0, K, columns, [&](int r, int c, int64_t at) {
+        if constexpr (kAccess == Access::kScalar) {
+          S[r][c] = load_state(view, at);
+        } else {
+          const float4 x = load4(view, at);
+          if constexpr (kAccess == Access::kVectorsKV)
+            S[r][0] = x.x, S[r][1] = x.y, S[r][2] = x.z, S[r][3] = x.w;
+          else
+            S[r][c] = x.x, S[r + 1][c] = x.y, S[r + 2][c] = x.z, S[r + 3][c] = x.w;
+        }
+      });
+}
+
+template <Access kAccess, int kRows>
+__device__ __forceinline__ void store_tile(const StateView& view, int64_t slot, int64_t head,
+                                           int row0, int column0, int K, int columns,
+                                           const float (&S)[kRows][4]) {
+  for_each_piece<kAccess, kRows>(
+      view, slot, head, row0, column0, K, columns, [&](int r, int c, int64_t at) {
+        if constexpr (kAccess == Access::kScalar)
+          store_state(view, at, S[r][c]);
+        else if constexpr (kAccess == Access::kVectorsKV)
+          store4(view, at, make_float4(S[r][0], S[r][1], S[r][2], S[r][3]));
+        else
+          store4(view, at, make_float4(S[r][c], S[r + 1][c], S[r + 2][c], S[r + 3][c]));
+      });
+}
+
+/// Dense fp32 [spans, HV, K, columns]: the buffers of segments.
+__device__ __forceinline__ StateView dense_view(const RecurrentArgs& a, float* base, int columns) {
+  StateView view;
+  view.base = base;
+  view.stride_row = columns;
+  view.stride_head = static_cast<int64_t>(a.shape.K) * columns;
+  view.stride_slot = a.shape.HV * view.stride_head;
+  view.num_slots = INT64_MAX;
+  return view;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+/// This lane's channels of a row, 0 past K. The type is looked at once: a branch an element would
+/// wait for each load in turn.
+template <int kCount>
+__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int K, int lane,
+                                          float (&x)[kCount]) {
+  const auto load = [&](const auto* base) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = lane + 32 * i;
+      x[i] = c < K ? static_cast<float>(base[at + c]) : 0.0f;
+    }
+  };
+  if (view.type == Element::kFloat32)
+    load(static_cast<const float*>(view.base));
+  else if (view.type == Element::kBFloat16)
+    load(static_cast<const __nv_bfloat16*>(view.base));
+  else
+    load(static_cast<const __half*>(view.base));
+}
+
+/// Norms, decays, beta and q.k of up to kBatch tokens, one a warp.
+template <int kK, int kBV>
+__device__ void prepare_tokens(const RecurrentArgs& a, const Unit& unit, int64_t first, int count,
+                               Shared<kK, kBV>& shared) {
+  constexpr int kCount = kK / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= count) return;
+  const int64_t token = first + warp;
+  const int64_t n = unit.span.sequence, head = unit.head;
+  float q[kCount], k[kCount], g[kCount], bias[kCount];
+  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, q);
+  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, k);
+  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, g);
+  const float raw_beta = load_element(a.beta.base, a.beta.type,
+                                      row_offset(a.beta, a.map, n, token, head));
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int c = lane + 32 * i;
+    bias[i] = a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
+  }
+  const float rate = gate_rate(a.gate, head);
+  float qq = 0, kk = 0, qk = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    qq += q[i] * q[i];
+    kk += k[i] * k[i];
+    qk += q[i] * k[i];
+  }
+  qk = warp_sum(qk);
+  float q_scale = 1, k_scale = 1;
+  if (a.gate.l2norm) {
+    q_scale = 1.0f / sqrtf(warp_sum(qq) + 1e-6f);
+    k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int c = lane + 32 * i;
+    shared.q[warp][c] = q[i] * q_scale;
+    shared.k[warp][c] = k[i] * k_scale;
+    shared.decay[warp][c] =
+        c < a.shape.K ? exp2f(log2_decay_exact(a.gate, g[i], bias[i], rate)) : 0.0f;
+  }
+  if (lane == 0) {
+    shared.qk[warp] = qk * q_scale * k_scale;
+    shared.beta[warp] = beta_value(a.gate, raw_beta);
+  }
+}
+
+/// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k vn^T
+template <int kK, int kBV>
+__device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, int64_t token,
+                                     int slot, int parity, Shared<kK, kBV>& shared,
+                                     float (&S)[Layout<kK, kBV>::kRows][4]) {
+  using L = Layout<kK, kBV>;
+  const int tx = threadIdx.x % L::kColumnThreads, ty = threadIdx.x / L::kColumnThreads;
+  const int row0 = ty * L::kRows;
+  const int column = unit.column + tx * 4;
+  const bool outputs = !a.M;
+  float v[4] = {};
+  if (!unit.transition) {
+    const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head) + column;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (column + c < unit.columns) v[c] = load_element(a.v.base, a.v.type, at + c);
+  }
+  float read[4] = {}, out[4] = {};
+#pragma unroll
+  for (int r = 0; r < L::kRows; ++r) {
+    const float decay = shared.decay[slot][row0 + r];
+    const float k = shared.k[slot][row0 + r], q = shared.q[slot][row0 + r];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      S[r][c] *= decay;
+      read[c] = fmaf(S[r][c], k, read[c]);
+      out[c] = fmaf(S[r][c], q, out[c]);
+    }
+  }
+  *reinterpret_cast<float4*>(&shared.read[parity][ty][tx * 4]) =
+      make_float4(read[0], read[1], read[2], read[3]);
+  if (outputs)
+    *reinterpret_cast<float4*>(&shared.output[parity][ty][tx * 4]) =
+        make_float4(out[0], out[1], out[2], out[3]);
+  __syncthreads();
+  float sum[4] = {}, o[4] = {};
+#pragma unroll
+  for (int y = 0; y < L::kRowThreads; ++y) {
+    const float4 x = *reinterpret_cast<const float4*>(&shared.read[parity][y][tx * 4]);
+    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+  }
+  const float beta = shared.beta[slot];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sum[c] = beta * (v[c] - sum[c]);  // v_new
+  if (outputs && ty == 0) {
+#pragma unroll
+    for (int y = 0; y < L::kRowThreads; ++y) {
+      const float4 x = *reinterpret_cast<const float4*>(&shared.output[parity][y][tx * 4]);
+      o[0] += x.x, o[1] += x.y, o[2] += x.z, o[3] += x.w;
+    }
+    const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head) + column;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      if (column + c < unit.columns)
+        store_element(a.o.base, a.o.type, at + c,
+                      a.gate.scale * fmaf(shared.qk[slot], sum[c], o[c]));
+  }
+#pragma unroll
+  for (int r = 0; r < L::kRows; ++r) {
+    const float k = shared.k[slot][row0 + r];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) S[r][c] = fmaf(k, sum[c], S[r][c]);
+  }
+}
+
+__device__ __forceinline__ int64_t decode_limit(const RecurrentArgs& a) {
+  return a.index_columns > 1 ? min(a.index_columns, kMaxDecodeTokens) : kMaxDecodeTokens;
+}
+
+/// Column of the index array from which decode reads; -1: the sequence is skipped.
+__device__ __forceinline__ int64_t decode_source(const RecurrentArgs& a, int64_t n) {
+  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
+  if (accepted < 1 || accepted > a.index_columns) return -1;
+  const int64_t slot =
+      a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
+  return slot >= 0 && slot < a.initial.num_slots ? slot : -1;
+}
+
+template <int kK, int kBV, Access kAccess>
+__global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
+    const __grid_constant__ RecurrentArgs a) {
+  using L = Layout<kK, kBV>;
+  __shared__ Shared<kK, kBV> shared;
+  if (blockIdx.x == 0 && a.flags) {
+    const int64_t checkpoints =
+        a.checkpoints.base ? checkpoints_before(a.map, a.checkpoint_every, a.map.num_sequences) : 0;
+    write_metadata_flags({a.flags, a.accumulate_flags, a.map, a.index_columns, checkpoints,
+                          a.num_accepted, a.decode ? decode_limit(a) : INT64_MAX},
+                         a.initial, a.final_state, a.checkpoints);
+    __syncthreads();
+  }
+  Unit unit = unit_of<kBV>(a);
+  const int64_t n = unit.span.sequence;
+  const int row0 = static_cast<int>(threadIdx.x) / L::kColumnThreads * L::kRows;
+  const int column0 = unit.column + static_cast<int>(threadIdx.x) % L::kColumnThreads * 4;
+  const int K = a.shape.K;
+  const bool last = unit.span.end == sequence_span(a.map, n).end;
+  if (a.M && a.skip_last && last) return;
+
+  if (a.decode) unit.span.end = min(unit.span.end, unit.span.begin + decode_limit(a));
+  const int64_t source = a.decode ? decode_source(a, n) : state_slot(a.initial, n);
+  if (a.decode && (source < 0 || unit.span.begin == unit.span.end)) return;
+
+  float S[L::kRows][4] = {};
+  const StateView dense = dense_view(a, const_cast<float*>(a.states_in), a.shape.V);
+  const int64_t start = a.states_in ? unit.index : a.M ? -1 : source;
+  if (start >= 0)
+    load_tile<kAccess, L::kRows>(a.states_in ? dense : a.initial, start, unit.head, row0, column0,
+                                 K, unit.columns, S);
+  if (unit.transition)
+#pragma unroll
+    for (int r = 0; r < L::kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) S[r][c] = row0 + r == column0 + c ? 1.0f : 0.0f;
+
+  int64_t checkpoint = 0, sequence_begin = 0;
+  if (a.checkpoints.base) {
+    sequence_begin = sequence_span(a.map, n).begin;
+    checkpoint = checkpoints_before(a.map, a.checkpoint_every, n) +
+                 (unit.span.begin - sequence_begin) / a.checkpoint_every;
+  }
+  int parity = 0;
+  for (int64_t first = unit.span.begin; first < unit.span.end; first += kBatch) {
+    const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), unit.span.end - first));
+    __syncthreads();  // the tokens before are done with
+    prepare_tokens<kK, kBV>(a, unit, first, count, shared);
+    __syncthreads();
+    for (int i = 0; i < count; ++i, parity ^= 1) {
+      step<kK, kBV>(a, unit, first + i, i, parity, shared, S);
+      const int64_t done = first + i + 1;
+      int64_t slot = -1;
+      if (a.decode && a.index_columns > 1) {
+        slot = a.initial.indices[n * a.index_columns + done - 1 - unit.span.begin];
+        if (slot >= a.initial.num_slots) slot = -1;
+      }
+      if (a.checkpoints.base && (done - sequence_begin) % a.checkpoint_every == 0)
+        slot = state_slot(a.checkpoints, checkpoint++);
+      if (slot >= 0)
+        store_tile<kAccess, L::kRows>(a.decode ? a.initial : a.checkpoints, slot, unit.head, row0,
+                                      column0, K, unit.columns, S);
+    }
+  }
+
+  StateView target = a.final_state;
+  int64_t slot = -1;
+  if (a.M) {
+    target = dense_view(a, unit.transition ? a.M : a.B, unit.columns);
+    slot = unit.index;
+  } else if (a.decode) {
+    target = a.initial;
+    slot = a.index_columns == 1 ? source : -1;
+  } else if (last) {
+    slot = state_slot(a.final_state, n);
+  }
+  if (slot >= 0)
+    store_tile<kAccess, L::kRows>(target, slot, unit.head, row0, column0, K, unit.columns, S);
+}
+
+Access access_of(const RecurrentArgs& a) {
+  bool kv = a.shape.K % 4 == 0 && a.shape.V % 4 == 0;
+  bool vk = kv && !a.states_in && !a.M;
+  for (const StateView* view : {&a.initial, &a.final_state, &a.checkpoints}) {
+    if (!view->base) continue;
+    kv = kv && view->vectors && !view->vk;
+    vk = vk && view->vectors && view->vk;
+  }
+  return kv ? Access::kVectorsKV : vk ? Access::kVectorsVK : Access::kScalar;
+}
+
+template <int kK, int kBV>
+Status launch(const RecurrentArgs& args, const Launch& where) {
+  const auto tiles = [](int64_t columns) { return (columns + kBV - 1) / kBV; };
+  const int64_t spans = args.map.segments ? args.map.num_spans : args.map.num_sequences;
+  const int64_t blocks =
+      spans * args.shape.HV * (tiles(args.shape.V) + (args.M ? tiles(args.shape.K) : 0));
+  const auto run = [&](auto kernel) {
+    return launch_kernel("recurrent", kernel, blocks, kThreads, 0, where, args);
+  };
+  switch (access_of(args)) {
+    case Access::kVectorsKV: return run(recurrent_kernel<kK, kBV, Access::kVectorsKV>);
+    case Access::kVectorsVK: return run(recurrent_kernel<kK, kBV, Access::kVectorsVK>);
+    case Access::kScalar: break;
+  }
+  return run(recurrent_kernel<kK, kBV, Access::kScalar>);
+}
+
+}  // namespace
+
+Status launch_recurrent(const RecurrentArgs& args, const Launch& where) {
+  if (args.shape.K <= 64) return launch<64, 128>(args, where);
+  if (args.shape.K <= 128) return launch<128, 128>(args, where);
+  return launch<256, 64>(args, where);
+}
+
+}  // namespace kda::cuda

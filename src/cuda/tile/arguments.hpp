@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// What kernels are given: plain structs, filled by src/cuda/host and passed by value.
+#pragma once
+
+#include <cstdint>
+
+#include "kda/types.hpp"
+
+namespace kda::cuda {
+
+enum class Element : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+/// A [B, T, heads, size] tensor; size has stride 1 (or `stride_c` for beta's heads).
+struct RowView {
+  void* base = nullptr;
+  int64_t stride_b = 0, stride_t = 0, stride_h = 0;  // elements
+  Element type = Element::kBFloat16;
+};
+
+/// A buffer of states [slots, HV, rows, columns]; rows are K (kv) or V (vk).
+struct StateView {
+  void* base = nullptr;  ///< null: no such buffer
+  int64_t stride_slot = 0, stride_head = 0, stride_row = 0;
+  int64_t num_slots = 0;
+  const int32_t* indices = nullptr;  ///< null: sequence n uses slot n
+  const uint8_t* mask = nullptr;     ///< null: every sequence has its state
+  int32_t bf16 = 0;
+  int32_t vk = 0;
+  int32_t vectors = 0;  ///< rows may be read 16 bytes at a time
+};
+
+/// Transforms of g and beta (docs/operation.md).
+struct GateView {
+  int32_t gate_mode = 0;  // GateMode
+  int32_t beta_mode = 0;  // BetaMode
+  int32_t l2norm = 0;
+  float lower_bound = -5;
+  float scale = 1;
+  const float* A_log = nullptr;    ///< [HV]
+  const float* dt_bias = nullptr;  ///< [HV, K]
+  int64_t stride_A = 0, stride_dt = 0;
+};
+
+/// Tokens of a sequence or of a part of it.
+struct Span {
+  int64_t sequence = 0;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+/// Where sequences and segments lie. Without `cu_seqlens` every sequence has `num_tokens` tokens.
+/// `cu_seqlens` and `chunk_offsets` are checked copies in the workspace: non-decreasing, in range.
+struct SequenceMap {
+  int64_t num_sequences = 0;
+  int64_t num_tokens = 0;                  ///< T
+  const int64_t* cu_seqlens = nullptr;     ///< [N + 1]
+  const int64_t* chunk_offsets = nullptr;  ///< [N + 1] chunks of 64 tokens before each sequence
+  const Span* segments = nullptr;          ///< [num_spans]; null: one span a sequence
+  int64_t num_spans = 0;
+};
+
+struct Shape {
+  int64_t H = 1, HV = 1;
+  int32_t K = 128, V = 128;
+};
+
+}  // namespace kda::cuda

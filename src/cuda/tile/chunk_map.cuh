@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which tokens a chunk of the batch holds.
+#pragma once
+
+#include "cuda/tile/chunk.hpp"
+#include "cuda/tile/elements.cuh"
+
+namespace kda::cuda {
+
+struct ChunkTokens {
+  int64_t sequence = 0;
+  int64_t begin = 0;  ///< first token, flattened
+  int count = 0;      ///< 1..64; 0: no such chunk
+};
+
+__device__ __forceinline__ int64_t chunks_of(int64_t tokens) {
+  return (tokens + kChunk - 1) / kChunk;
+}
+
+/// Chunk `c` of the batch: arithmetic without cu_seqlens, else a binary search in chunk_offsets.
+__device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, int64_t c) {
+  ChunkTokens chunk;
+  int64_t first = 0;
+  if (!map.cu_seqlens) {
+    const int64_t each = chunks_of(map.num_tokens);
+    chunk.sequence = c / each;
+    first = chunk.sequence * each;
+  } else {
+    if (c >= map.chunk_offsets[map.num_sequences]) return chunk;
+    int64_t low = 0, high = map.num_sequences;  // offsets[low] <= c < offsets[high]
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (map.chunk_offsets[middle] <= c ? low : high) = middle;
+    }
+    chunk.sequence = low;
+    first = map.chunk_offsets[low];
+  }
+  const Span span = sequence_span(map, chunk.sequence);
+  chunk.begin = span.begin + (c - first) * kChunk;
+  chunk.count = static_cast<int>(min(static_cast<int64_t>(kChunk), span.end - chunk.begin));
+  return chunk;
+}
+
+/// First chunk of a span that begins at a chunk boundary of its sequence.
+__device__ __forceinline__ int64_t first_chunk(const SequenceMap& map, const Span& span) {
+  const Span whole = sequence_span(map, span.sequence);
+  const int64_t before = map.cu_seqlens ? map.chunk_offsets[span.sequence]
+                                        : span.sequence * chunks_of(map.num_tokens);
+  return before + (span.begin - whole.begin) / kChunk;
+}
+
+}  // namespace kda::cuda

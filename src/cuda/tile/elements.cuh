@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+// Elements of any stored type as fp32, addresses of rows and states, gate transforms.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/tile/arguments.hpp"
+
+namespace kda::cuda {
+
+inline constexpr float kLog2e = 1.4426950408889634f;
+/// exp2 of this is 0 in fp32, so that a decay of -inf never makes inf - inf (docs/accuracy.md).
+inline constexpr float kLowestLog2Decay = -150.0f;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float load_element(const void* base, Element type, int64_t at) {
+  if (type == Element::kFloat32) return static_cast<const float*>(base)[at];
+  if (type == Element::kBFloat16)
+    return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[at]);
+  return __half2float(static_cast<const __half*>(base)[at]);
+}
+
+__device__ __forceinline__ void store_element(void* base, Element type, int64_t at, float x) {
+  if (type == Element::kFloat32)
+    static_cast<float*>(base)[at] = x;
+  else if (type == Element::kBFloat16)
+    static_cast<__nv_bfloat16*>(base)[at] = __float2bfloat16_rn(x);
+  else
+    static_cast<__half*>(base)[at] = __float2half_rn(x);
+}
+
+/// Offset of a row: token `t` of its sequence, which begins at flattened token `begin`.
+__device__ __forceinline__ int64_t row_offset(const RowView& view, const SequenceMap& map,
+                                              int64_t sequence, int64_t token, int64_t head) {
+  // Without cu_seqlens sequence n is batch row n; with it the batch has one row.
+  if (!map.cu_seqlens)
+    return sequence * view.stride_b + (token - sequence * map.num_tokens) * view.stride_t +
+           head * view.stride_h;
+  return token * view.stride_t + head * view.stride_h;
+}
+
+__device__ __forceinline__ Span sequence_span(const SequenceMap& map, int64_t n) {
+  if (!map.cu_seqlens) return {n, n * map.num_tokens, (n + 1) * map.num_tokens};
+  return {n, map.cu_seqlens[n], map.cu_seqlens[n + 1]};
+}
+
+__device__ __forceinline__ Span span_of(const SequenceMap& map, int64_t unit) {
+  return map.segments ? map.segments[unit] : sequence_span(map, unit);
+}
+
+/// Slot that sequence n uses, or -1.
+__device__ __forceinline__ int64_t state_slot(const StateView& view, int64_t n) {
+  if (!view.base || (view.mask && view.mask[n] == 0)) return -1;
+  const int64_t slot = view.indices ? view.indices[n] : n;
+  return slot < 0 || slot >= view.num_slots ? -1 : slot;
+}
+
+__device__ __forceinline__ int64_t state_offset(const StateView& view, int64_t slot, int64_t head,
+                                                int k, int v) {
+  const int row = view.vk ? v : k;
+  const int column = view.vk ? k : v;
+  return slot * view.stride_slot + head * view.stride_head + row * view.stride_row + column;
+}
+
+__device__ __forceinline__ float load_state(const StateView& view, int64_t at) {
+  return view.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(view.base)[at])
+                   : static_cast<const float*>(view.base)[at];
+}
+
+__device__ __forceinline__ void store_state(const StateView& view, int64_t at, float x) {
+  if (view.bf16)
+    static_cast<__nv_bfloat16*>(view.base)[at] = __float2bfloat16_rn(x);
+  else
+    static_cast<float*>(view.base)[at] = x;
+}
+
+/// Constants of one head's gate: a = exp(A_log).
+__device__ __forceinline__ float gate_rate(const GateView& gate, int64_t head) {
+  return gate.A_log ? expf(gate.A_log[head * gate.stride_A]) : 1.0f;
+}
+
+/// Log2 decay from the raw gate, with fp32's accuracy (docs/operation.md; gate modes 0 log,
+/// 1 softplus, 2 bounded).
+__device__ __forceinline__ float log2_decay_exact(const GateView& gate, float raw, float bias,
+                                                  float rate) {
+  const float x = raw + bias;
+  float g = raw;
+  if (gate.gate_mode == 1) g = -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+  if (gate.gate_mode == 2) g = gate.lower_bound / (1.0f + expf(-rate * x));
+  g *= kLog2e;
+  return g < kLowestLog2Decay ? kLowestLog2Decay : g;
+}
+
+/// The same with the fast units: relative error below 2^-18, also for the slowest channels (no
+/// tanh, no log of a number near 1).
+template <int kGateMode>
+__device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate,
+                                                 float lower_bound) {
+  float g = raw * kLog2e;
+  const float x = raw + bias;
+  if constexpr (kGateMode == 1) {
+    const float e = exp2_fast(-fabsf(x) * kLog2e);
+    float log2_1pe;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2_1pe) : "f"(1.0f + e));
+    const float series = e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2e;
+    g = -rate * (fmaxf(x, 0.0f) * kLog2e + (e < 0.015625f ? series : log2_1pe));
+  }
+  if constexpr (kGateMode == 2)
+    g = lower_bound * kLog2e * __fdividef(1.0f, 1.0f + exp2_fast(-rate * x * kLog2e));
+  return g < kLowestLog2Decay ? kLowestLog2Decay : g;
+}
+
+__device__ __forceinline__ float beta_value(const GateView& gate, float raw) {
+  if (gate.beta_mode == 0) return raw;
+  return (gate.beta_mode == 2 ? 2.0f : 1.0f) / (1.0f + expf(-raw));
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kda/gpu_bench.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "check/device.hpp"
+#include "core/layout.hpp"
+#include "core/text.hpp"
+
+namespace kda::tools {
+namespace {
+
+constexpr std::size_t kFlushBytes = std::size_t{256} << 20;  // several times any L2
+constexpr int64_t kGeneratedTokens = 256;
+constexpr int kRepeats = 15;
+
+/// Inputs of any length from a few hundred random tokens, repeated: values do not change times.
+check::Inputs long_inputs(check::GenerateOptions options) {
+  const check::GenerateOptions whole = options;
+  int64_t total = options.num_tokens * options.batch;
+  if (!options.seq_lens.empty()) {
+    total = 0;
+    for (const int64_t length : options.seq_lens) total += length;
+  }
+  options.seq_lens.clear();
+  options.batch = 1;
+  options.num_tokens = std::min(total, kGeneratedTokens);
+  check::Inputs inputs = check::generate(options);
+  Problem& p = inputs.problem;
+  const int64_t have = p.num_tokens;
+  const auto repeat = [&](io::Buffer& buffer) {
+    const std::size_t row = buffer.size() / static_cast<std::size_t>(std::max<int64_t>(have, 1));
+    io::Buffer longer(row * static_cast<std::size_t>(total));
+    for (std::size_t done = 0; done < longer.size(); done += buffer.size())
+      std::memcpy(longer.data() + done, buffer.data(),
+                  std::min(buffer.size(), longer.size() - done));
+    buffer = longer;
+  };
+  for (io::Buffer* buffer : {&inputs.q, &inputs.k, &inputs.v, &inputs.g, &inputs.beta})
+    repeat(*buffer);
+  p.batch = whole.seq_lens.empty() ? whole.batch : 1;
+  p.num_tokens = total / p.batch;
+  p.num_sequences = p.batch;
+  const int64_t T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+  const auto shape = [&](TensorDesc& desc, int64_t heads, int64_t size) {
+    desc = contiguous(desc.dtype, {p.batch, T, heads, size});
+  };
+  shape(p.q, H, p.key_dim);
+  shape(p.k, H, p.key_dim);
+  shape(p.v, HV, p.value_dim);
+  shape(p.g, HV, p.key_dim);
+  p.beta = contiguous(p.beta.dtype, {p.batch, T, HV});
+  if (!whole.seq_lens.empty()) {
+    p.cu_seqlens = DType::kInt64;
+    p.num_sequences = static_cast<int64_t>(whole.seq_lens.size());
+    inputs.cu_seqlens = {0};
+    for (const int64_t length : whole.seq_lens)
+      inputs.cu_seqlens.push_back(inputs.cu_seqlens.back() + length);
+  }
+  return inputs;
+}
+
+double total_bytes(const check::Inputs& inputs, const check::Outputs& outputs) {
+  double bytes = 0;
+  for (const io::Buffer* buffer : {&inputs.q, &inputs.k, &inputs.v, &inputs.g, &inputs.beta})
+    bytes += static_cast<double>(buffer->size());
+  return bytes + static_cast<double>(outputs.o.size() + outputs.final_state.size());
+}
+
+}  // namespace
+
+struct GpuBench::Flush {
+  check::DeviceBuffer from{kFlushBytes}, to{kFlushBytes};
+};
+
+struct GpuBench::Case {
+  std::string name;
+  check::Inputs inputs;
+  check::Outputs outputs;
+  Tensors tensors() const {
+    Tensors t = inputs.tensors();
+    const_cast<check::Outputs&>(outputs).attach(&t);
+    return t;
+  }
+};
+
+GpuBench::GpuBench(const DeviceFacts& device) : device_(device), flush_(new Flush) {
+  flush_->from.fill(1);
+  const auto copy = [&] { check::copy_on_device(flush_->from, &flush_->to, kFlushBytes); };
+  copy();
+  double best = 1e30;
+  for (int i = 0; i < kRepeats; ++i) best = std::min(best, check::time_on_device(copy, 4));
+  copy_rate_ = 2.0 * static_cast<double>(kFlushBytes) / (best * 1e-6);
+}
+GpuBench::~GpuBench() { delete flush_; }
+
+Timing GpuBench::time(const std::function<void()>& call) {
+  call();
+  std::vector<double> samples;
+  for (int i = 0; i < kRepeats; ++i) {
+    check::copy_on_device(flush_->from, &flush_->to, kFlushBytes);
+    samples.push_back(1e-6 * check::time_on_device(call));
+  }
+  std::sort(samples.begin(), samples.end());
+  return {samples[samples.size() / 2], samples.front(), samples.back(), kRepeats};
+}
+
+GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOptions& options) {
+  Plan plan;
+  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, options, &plan));
+  check::DeviceTensors copies(plan, c.tensors());
+  check::DeviceBuffer workspace(plan.workspace_bytes);
+  GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0};
+  row.segments = static_cast<int64_t>(plan.segments.size());
+  row.timing = time([&] {
+    throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size()));
+  });
+  return row;
+}
+
+std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string& name,
+                                      const check::GenerateOptions& options,
+                                      const PlanOptions& plan_options, bool batch_invariant) {
+  Case c{name, long_inputs(options), {}};
+  Problem& p = c.inputs.problem;
+  p.batch_invariant = batch_invariant;
+  if (what == "decode") {
+    p.operation = Operation::kDecode;
+    StateDesc pool;
+    pool.num_slots = p.num_sequences;
+    pool.tensor =
+        contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
+    p.initial_state = pool;
+    c.inputs.initial_state = io::Buffer(static_cast<std::size_t>(
+        p.num_sequences * p.num_value_heads * p.key_dim * p.value_dim * 4));
+    c.inputs.initial_state.fill(0);
+    c.outputs = check::make_outputs(&p, p.v.dtype);
+    GpuRow row = time_run(c, what, plan_options);
+    row.bytes += 2.0 * static_cast<double>(c.inputs.initial_state.size());
+    return {row};
+  }
+  check::want_final_state(&p);
+  c.outputs = check::make_outputs(&p, p.v.dtype);
+  if (what == "forward") return {time_run(c, what, plan_options)};
+  PlanOptions off = plan_options;
+  off.context_parallel = ContextParallel::kOff;
+  if (what == "context-parallel")
+    return {time_run(c, "off", off), time_run(c, "on", plan_options)};
+
+  Plan plan;
+  throw_if_error(make_plan(p, c.inputs.cu_seqlens, device_, off, &plan));
+  StageSizes sizes;
+  throw_if_error(stage_sizes(plan, &sizes));
+  check::DeviceTensors copies(plan, c.tensors());
+  check::DeviceBuffer workspace(plan.workspace_bytes), w(sizes.w), u(sizes.u), kg(sizes.kg),
+      qg(sizes.qg), Aqk(sizes.Aqk), T(sizes.T), gamma(sizes.gamma), beta(sizes.beta),
+      diag(sizes.diag), h(sizes.h), vn(sizes.vn);
+  const auto floats = [](const check::DeviceBuffer& buffer) {
+    return static_cast<float*>(buffer.data());
+  };
+  StageTensors s{w.data(),      u.data(),      kg.data(),    qg.data(), Aqk.data(), T.data(),
+                 floats(gamma), floats(beta), floats(diag), h.data(),  vn.data()};
+  const auto call = [&](auto stage, const StageTensors& buffers) {
+    return [&, stage, buffers] {
+      throw_if_error(
+          stage(plan, copies.tensors(), buffers, workspace.data(), workspace.size(), nullptr));
+    };
+  };
+  const auto bytes = [](std::initializer_list<std::size_t> parts) {
+    double sum = 0;
+    for (const std::size_t part : parts) sum += static_cast<double>(part);
+    return sum;
+  };
+  const auto& in = c.inputs;
+  const double raw = bytes({in.q.size(), in.k.size(), in.v.size(), in.g.size(), in.beta.size()});
+  std::vector<GpuRow> rows;
+  const auto add = [&](const char* label, auto stage, const StageTensors& buffers, double moved) {
+    GpuRow row{name, label, plan.implementation, {}, moved, 0};
+    row.timing = time(call(stage, buffers));
+    rows.push_back(row);
+  };
+  call(chunk_intra, s)();
+  StageTensors bare = s;
+  bare.kg = bare.qg = nullptr;
+  const double factors = bytes({sizes.w, sizes.u, sizes.Aqk, sizes.T, sizes.gamma, sizes.beta,
+                                sizes.diag});
+  if (what == "intra") {
+    add("chunk_intra: w u Aqk T", chunk_intra, bare, raw + factors);
+    add("chunk_intra: w u kg qg Aqk T", chunk_intra, s,
+        raw + factors + bytes({sizes.kg, sizes.qg}));
+  } else if (what == "recompute-wu") {
+    add("recompute_w_u: w u", recompute_w_u, bare, raw + bytes({sizes.T, sizes.w, sizes.u}));
+    add("recompute_w_u: w u kg qg", recompute_w_u, s,
+        raw + bytes({sizes.T, sizes.w, sizes.u, sizes.kg, sizes.qg}));
+  } else {  // delta-h
+    add("chunk_delta_h: h vn", chunk_delta_h, s,
+        bytes({sizes.w, sizes.u, sizes.kg, sizes.gamma, sizes.beta, sizes.h, sizes.vn}));
+    add("chunk_o: o", chunk_o, s,
+        bytes({sizes.qg, sizes.Aqk, sizes.diag, sizes.h, sizes.vn, c.outputs.o.size()}));
+  }
+  return rows;
+}
+
+}  // namespace kda::tools

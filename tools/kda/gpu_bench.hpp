@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// `kda bench` on a CUDA device: device times of the operation and of its stages, L2 cold.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "check/generate.hpp"
+#include "kda/execute.hpp"
+
+namespace kda::tools {
+
+/// One measured quantity of one case.
+struct GpuRow {
+  std::string name;  ///< the case
+  std::string what;  ///< the stage or variant
+  std::string implementation;
+  Timing timing;      ///< seconds
+  double bytes = 0;   ///< least that it must move
+  int64_t segments = 0;
+};
+
+/// What `kda bench WHAT` measures, for one case.
+class GpuBench {
+ public:
+  explicit GpuBench(const DeviceFacts& device);
+  ~GpuBench();
+  GpuBench(const GpuBench&) = delete;
+  GpuBench& operator=(const GpuBench&) = delete;
+
+  /// Bytes a second of a large copy, read and written.
+  double copy_rate() const { return copy_rate_; }
+
+  std::vector<GpuRow> measure(const std::string& what, const std::string& name,
+                              const check::GenerateOptions& options, const PlanOptions& plan,
+                              bool batch_invariant);
+
+ private:
+  struct Case;
+  Timing time(const std::function<void()>& call);
+  GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options);
+
+  DeviceFacts device_;
+  struct Flush;
+  Flush* flush_;
+  double copy_rate_ = 0;
+};
+
+}  // namespace kda::tools
