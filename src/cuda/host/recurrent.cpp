@@ -43,7 +43,7 @@ Status forward(const stage::Forward& f) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
   RecurrentArgs args = recurrent_args(f.call, maps);
-  args.states_in = f.states_in;
+  args.states_in = span_states(f.call.problem, f.states_in, f.call.problem.value_dim);
   return launch_recurrent(args, {f.call.stream});
 }
 
@@ -59,8 +59,9 @@ Status segment_scan(const stage::SegmentScan& scan) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(scan.call, scan.segments, false, &maps));
   RecurrentArgs args = recurrent_args(scan.call, maps);
-  args.M = scan.M;
-  args.B = scan.B;
+  const Problem& p = scan.call.problem;
+  args.M = span_states(p, scan.M, p.key_dim);
+  args.B = span_states(p, scan.B, p.value_dim);
   args.skip_last = scan.skip_last;
   args.initial = args.final_state = args.checkpoints = {};
   args.flags = nullptr;

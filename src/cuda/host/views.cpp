@@ -42,6 +42,17 @@ StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, voi
   return view;
 }
 
+StateView span_states(const Problem& p, const float* base, int64_t columns) {
+  StateView view;
+  view.base = const_cast<float*>(base);
+  view.stride_row = columns;
+  view.stride_head = p.key_dim * columns;
+  view.stride_slot = p.num_value_heads * view.stride_head;
+  view.num_slots = INT64_MAX;
+  view.vectors = columns % 4 == 0;
+  return view;
+}
+
 GateView gate_view(const Problem& p, const Tensors& t) {
   GateView gate;
   gate.gate_mode = static_cast<int32_t>(p.gate_mode);

@@ -13,6 +13,8 @@ namespace kda::cuda {
 RowView row_view(const TensorDesc& desc, const void* base);
 StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, void* base,
                      const int32_t* indices, const uint8_t* mask);
+/// Dense fp32 states [spans, HV, K, columns] of segments.
+StateView span_states(const Problem& p, const float* base, int64_t columns);
 GateView gate_view(const Problem& p, const Tensors& t);
 Shape shape_of(const Problem& p);
 

@@ -108,16 +108,32 @@ struct Kernel {
     }
   }
 
+  /// Decay of a token: exp of the gate, with constants folded (docs/operation.md, gate modes 0 log,
+  /// 1 softplus, 2 bounded). Nothing is clamped: a decay of 0 is a decay of 0.
+  template <int kGateMode>
+  __device__ static float decay_of(float raw, float bias, float rate, float lower_bound) {
+    if constexpr (kGateMode == 2) {  // exp2(lb' / (1 + exp2(-rate' (raw + bias))))
+      const float e = exp2_fast(-rate * (raw + bias));
+      float reciprocal;
+      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + e));
+      return exp2_fast(lower_bound * reciprocal);
+    } else {
+      return exp2_fast(log2_decay_fast<kGateMode>(raw, bias, rate));
+    }
+  }
+
   template <int kGateMode>
   __device__ void transform_gates(const float2 (&raw)[kBlock], float2 bias, float rate) {
     const int count = channel < a.shape.K ? chunk.count - block * kBlock : 0;
+    const float bound = kGateMode == 2 ? a.gate.lower_bound * kLog2e : a.gate.lower_bound;
+    const float slope = kGateMode == 2 ? rate * kLog2e : rate;
     float2 product{1, 1};
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const float2 g = {log2_decay_fast<kGateMode>(raw[i].x, bias.x, rate, a.gate.lower_bound),
-                        log2_decay_fast<kGateMode>(raw[i].y, bias.y, rate, a.gate.lower_bound)};
+      const float2 d = {decay_of<kGateMode>(raw[i].x, bias.x, slope, bound),
+                        decay_of<kGateMode>(raw[i].y, bias.y, slope, bound)};
       // Masked after the transform: gate(0) is not 0.
-      decay[i] = i < count ? float2{exp2_fast(g.x), exp2_fast(g.y)} : float2{1, 1};
+      decay[i] = i < count ? d : float2{1, 1};
       multiply(product, decay[i]);
     }
     *reinterpret_cast<float2*>(&s.totals[block][channel]) = product;

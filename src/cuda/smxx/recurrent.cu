@@ -40,7 +40,7 @@ template <int kBV>
 __device__ Unit unit_of(const RecurrentArgs& a) {
   // 32-bit divisions: 64-bit ones take longer than a token.
   const unsigned v_tiles = (a.shape.V + kBV - 1) / kBV;
-  const unsigned tiles = v_tiles + (a.M ? (a.shape.K + kBV - 1) / kBV : 0);
+  const unsigned tiles = v_tiles + (a.M.base ? (a.shape.K + kBV - 1) / kBV : 0);
   const auto HV = static_cast<unsigned>(a.shape.HV);
   Unit unit;
   unsigned tile = blockIdx.x % tiles;
@@ -127,17 +127,6 @@ __device__ __forceinline__ void store_tile(const StateView& view, int64_t slot, 
       });
 }
 
-/// Dense fp32 [spans, HV, K, columns]: the buffers of segments.
-__device__ __forceinline__ StateView dense_view(const RecurrentArgs& a, float* base, int columns) {
-  StateView view;
-  view.base = base;
-  view.stride_row = columns;
-  view.stride_head = static_cast<int64_t>(a.shape.K) * columns;
-  view.stride_slot = a.shape.HV * view.stride_head;
-  view.num_slots = INT64_MAX;
-  return view;
-}
-
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
@@ -164,33 +153,45 @@ __device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int K
     load(static_cast<const __half*>(view.base));
 }
 
-/// Norms, decays, beta and q.k of up to kBatch tokens, one a warp.
-template <int kK, int kBV>
-__device__ void prepare_tokens(const RecurrentArgs& a, const Unit& unit, int64_t first, int count,
-                               Shared<kK, kBV>& shared) {
-  constexpr int kCount = kK / 32;
+/// A token's inputs as a warp holds them, on their way from device memory.
+template <int kCount>
+struct TokenInputs {
+  float q[kCount], k[kCount], g[kCount], bias[kCount], beta;
+};
+
+/// Warp w loads token w of a batch of `count`.
+template <int kCount>
+__device__ __forceinline__ void load_token(const RecurrentArgs& a, const Unit& unit, int64_t first,
+                                           int64_t count, TokenInputs<kCount>& x) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= count) return;
   const int64_t token = first + warp;
   const int64_t n = unit.span.sequence, head = unit.head;
-  float q[kCount], k[kCount], g[kCount], bias[kCount];
-  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, q);
-  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, k);
-  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, g);
-  const float raw_beta = load_element(a.beta.base, a.beta.type,
-                                      row_offset(a.beta, a.map, n, token, head));
+  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, x.q);
+  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, x.k);
+  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
+  x.beta =
+      load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int c = lane + 32 * i;
-    bias[i] = a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
+    x.bias[i] = a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
   }
-  const float rate = gate_rate(a.gate, head);
+}
+
+/// Norms, decays, beta and q.k of the tokens that load_token() brought.
+template <int kK, int kBV>
+__device__ __forceinline__ void prepare_token(const RecurrentArgs& a, float rate, int64_t count,
+                                              const TokenInputs<kK / 32>& x,
+                                              Shared<kK, kBV>& shared) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= count) return;
   float qq = 0, kk = 0, qk = 0;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    qq += q[i] * q[i];
-    kk += k[i] * k[i];
-    qk += q[i] * k[i];
+  for (int i = 0; i < kK / 32; ++i) {
+    qq += x.q[i] * x.q[i];
+    kk += x.k[i] * x.k[i];
+    qk += x.q[i] * x.k[i];
   }
   qk = warp_sum(qk);
   float q_scale = 1, k_scale = 1;
@@ -199,16 +200,16 @@ __device__ void prepare_tokens(const RecurrentArgs& a, const Unit& unit, int64_t
     k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
   }
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
+  for (int i = 0; i < kK / 32; ++i) {
     const int c = lane + 32 * i;
-    shared.q[warp][c] = q[i] * q_scale;
-    shared.k[warp][c] = k[i] * k_scale;
+    shared.q[warp][c] = x.q[i] * q_scale;
+    shared.k[warp][c] = x.k[i] * k_scale;
     shared.decay[warp][c] =
-        c < a.shape.K ? exp2f(log2_decay_exact(a.gate, g[i], bias[i], rate)) : 0.0f;
+        c < a.shape.K ? exp2f(log2_decay_exact(a.gate, x.g[i], x.bias[i], rate)) : 0.0f;
   }
   if (lane == 0) {
     shared.qk[warp] = qk * q_scale * k_scale;
-    shared.beta[warp] = beta_value(a.gate, raw_beta);
+    shared.beta[warp] = beta_value(a.gate, x.beta);
   }
 }
 
@@ -221,7 +222,7 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
   const int tx = threadIdx.x % L::kColumnThreads, ty = threadIdx.x / L::kColumnThreads;
   const int row0 = ty * L::kRows;
   const int column = unit.column + tx * 4;
-  const bool outputs = !a.M;
+  const bool outputs = !a.M.base;
   float v[4] = {};
   if (!unit.transition) {
     const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head) + column;
@@ -309,18 +310,22 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
   const int column0 = unit.column + static_cast<int>(threadIdx.x) % L::kColumnThreads * 4;
   const int K = a.shape.K;
   const bool last = unit.span.end == sequence_span(a.map, n).end;
-  if (a.M && a.skip_last && last) return;
+  if (a.M.base && a.skip_last && last) return;
 
   if (a.decode) unit.span.end = min(unit.span.end, unit.span.begin + decode_limit(a));
   const int64_t source = a.decode ? decode_source(a, n) : state_slot(a.initial, n);
   if (a.decode && (source < 0 || unit.span.begin == unit.span.end)) return;
 
+  // The first tokens before the state: what they take part in waits for both.
+  TokenInputs<kK / 32> inputs;
+  load_token(a, unit, unit.span.begin, min(int64_t{kBatch}, unit.span.end - unit.span.begin),
+             inputs);
+  const float rate = gate_rate(a.gate, unit.head);
   float S[L::kRows][4] = {};
-  const StateView dense = dense_view(a, const_cast<float*>(a.states_in), a.shape.V);
-  const int64_t start = a.states_in ? unit.index : a.M ? -1 : source;
+  const StateView& start_view = a.states_in.base ? a.states_in : a.initial;
+  const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : source;
   if (start >= 0)
-    load_tile<kAccess, L::kRows>(a.states_in ? dense : a.initial, start, unit.head, row0, column0,
-                                 K, unit.columns, S);
+    load_tile<kAccess, L::kRows>(start_view, start, unit.head, row0, column0, K, unit.columns, S);
   if (unit.transition)
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r)
@@ -337,8 +342,9 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
   for (int64_t first = unit.span.begin; first < unit.span.end; first += kBatch) {
     const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), unit.span.end - first));
     __syncthreads();  // the tokens before are done with
-    prepare_tokens<kK, kBV>(a, unit, first, count, shared);
+    prepare_token<kK, kBV>(a, rate, count, inputs, shared);
     __syncthreads();
+    load_token(a, unit, first + count, min(int64_t{kBatch}, unit.span.end - first - count), inputs);
     for (int i = 0; i < count; ++i, parity ^= 1) {
       step<kK, kBV>(a, unit, first + i, i, parity, shared, S);
       const int64_t done = first + i + 1;
@@ -355,25 +361,25 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
     }
   }
 
-  StateView target = a.final_state;
+  const StateView& target = a.M.base  ? (unit.transition ? a.M : a.B)
+                            : a.decode ? a.initial
+                                       : a.final_state;
   int64_t slot = -1;
-  if (a.M) {
-    target = dense_view(a, unit.transition ? a.M : a.B, unit.columns);
+  if (a.M.base)
     slot = unit.index;
-  } else if (a.decode) {
-    target = a.initial;
+  else if (a.decode)
     slot = a.index_columns == 1 ? source : -1;
-  } else if (last) {
+  else if (last)
     slot = state_slot(a.final_state, n);
-  }
   if (slot >= 0)
     store_tile<kAccess, L::kRows>(target, slot, unit.head, row0, column0, K, unit.columns, S);
 }
 
 Access access_of(const RecurrentArgs& a) {
   bool kv = a.shape.K % 4 == 0 && a.shape.V % 4 == 0;
-  bool vk = kv && !a.states_in && !a.M;
-  for (const StateView* view : {&a.initial, &a.final_state, &a.checkpoints}) {
+  bool vk = kv;
+  for (const StateView* view :
+       {&a.initial, &a.final_state, &a.checkpoints, &a.states_in, &a.M, &a.B}) {
     if (!view->base) continue;
     kv = kv && view->vectors && !view->vk;
     vk = vk && view->vectors && view->vk;
@@ -386,7 +392,7 @@ Status launch(const RecurrentArgs& args, const Launch& where) {
   const auto tiles = [](int64_t columns) { return (columns + kBV - 1) / kBV; };
   const int64_t spans = args.map.segments ? args.map.num_spans : args.map.num_sequences;
   const int64_t blocks =
-      spans * args.shape.HV * (tiles(args.shape.V) + (args.M ? tiles(args.shape.K) : 0));
+      spans * args.shape.HV * (tiles(args.shape.V) + (args.M.base ? tiles(args.shape.K) : 0));
   const auto run = [&](auto kernel) {
     return launch_kernel("recurrent", kernel, blocks, kThreads, 0, where, args);
   };

@@ -15,14 +15,14 @@ struct RecurrentArgs {
   GateView gate;
   StateView initial, final_state, checkpoints;
   int64_t checkpoint_every = 0;
-  const float* states_in = nullptr;  ///< [spans, HV, K, V] instead of `initial`
+  StateView states_in;  ///< slot: span; instead of `initial`
 
   bool decode = false;  ///< `initial` is the pool, written in place
   int64_t index_columns = 1;
   const int32_t* num_accepted = nullptr;
 
-  float* M = nullptr;  ///< scan: end states from v = 0, S = I; no outputs
-  float* B = nullptr;  ///< scan: end states from S = 0
+  StateView M;  ///< scan, slot: span; end states from v = 0, S = I; no outputs
+  StateView B;  ///< scan: end states from S = 0
   bool skip_last = false;
 
   int32_t* flags = nullptr;     ///< MetadataFlag bits, or null

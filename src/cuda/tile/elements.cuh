@@ -10,8 +10,6 @@
 namespace kda::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-/// exp2 of this is 0 in fp32, so that a decay of -inf never makes inf - inf (docs/accuracy.md).
-inline constexpr float kLowestLog2Decay = -150.0f;
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -93,27 +91,21 @@ __device__ __forceinline__ float log2_decay_exact(const GateView& gate, float ra
   float g = raw;
   if (gate.gate_mode == 1) g = -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
   if (gate.gate_mode == 2) g = gate.lower_bound / (1.0f + expf(-rate * x));
-  g *= kLog2e;
-  return g < kLowestLog2Decay ? kLowestLog2Decay : g;
+  return g * kLog2e;
 }
 
 /// The same with the fast units: relative error below 2^-18, also for the slowest channels (no
 /// tanh, no log of a number near 1).
 template <int kGateMode>
-__device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate,
-                                                 float lower_bound) {
-  float g = raw * kLog2e;
+__device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate) {
+  static_assert(kGateMode == 0 || kGateMode == 1);
+  if constexpr (kGateMode == 0) return raw * kLog2e;
   const float x = raw + bias;
-  if constexpr (kGateMode == 1) {
-    const float e = exp2_fast(-fabsf(x) * kLog2e);
-    float log2_1pe;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2_1pe) : "f"(1.0f + e));
-    const float series = e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2e;
-    g = -rate * (fmaxf(x, 0.0f) * kLog2e + (e < 0.015625f ? series : log2_1pe));
-  }
-  if constexpr (kGateMode == 2)
-    g = lower_bound * kLog2e * __fdividef(1.0f, 1.0f + exp2_fast(-rate * x * kLog2e));
-  return g < kLowestLog2Decay ? kLowestLog2Decay : g;
+  const float e = exp2_fast(-fabsf(x) * kLog2e);
+  float log2_1pe;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2_1pe) : "f"(1.0f + e));
+  const float series = e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2e;
+  return -rate * (fmaxf(x, 0.0f) * kLog2e + (e < 0.015625f ? series : log2_1pe));
 }
 
 __device__ __forceinline__ float beta_value(const GateView& gate, float raw) {
