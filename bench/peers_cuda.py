@@ -10,6 +10,7 @@ import pathlib
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
+import fla_configs  # before fla: it sets FLA's cache mode
 import torch
 import triton
 
@@ -63,6 +64,23 @@ def make_inputs(c, gates="trained", seed=0):
     x = {n: t.to(c["dtype"]) for n, t in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
     x.update(A_log=A_log, dt_bias=dt_bias, h0=0.1 * normal(N, HV, K, V))
     return x
+
+
+def tune_fla():
+    """Tunes what has no config yet (fla_configs.py)."""
+    for heads in (64, 16):
+        if list(fla_configs.directory(heads).glob("*.json")):
+            continue
+        fla_configs.use(heads)
+        for dtype in (torch.bfloat16, torch.float16):
+            c = dict(B=1, T=8192, H=heads, HV=heads, K=128, V=128, lengths=None, dtype=dtype)
+            x = make_inputs(c)
+            if dtype == torch.bfloat16:
+                fla_call(c, x)()
+                fla_call(c, x, intracard=True)()
+            else:  # the kernels that only unbounded gates use
+                fla_stages(c, x)["intra_token_parallel"]()
+        fla_configs.save(heads)
 
 
 def cu_seqlens(c):
@@ -147,6 +165,7 @@ def measure_errors(library):
             for dtype in (torch.bfloat16, torch.float16):
                 c = dict(shape, K=128, V=128, dtype=dtype)
                 x = make_inputs(c, gates)
+                fla_configs.use(c["HV"])
                 o, state = recurrence(c, x)
                 row = dict(case=shape["name"], gates=gates, dtype=str(dtype).split(".")[1])
                 for name, call in (("fla", fla_call(c, x)), ("libkda", libkda_call(library, c, x, "off")),
@@ -169,6 +188,7 @@ def measure_forward(library, sets, gates):
             row["segments"] = len(auto.plan.get("segments", []))
             row["libkda_off"] = microseconds(off)
             row["libkda"] = microseconds(auto)
+            fla_configs.use(c["HV"])
             fla = fla_call(c, x)
             row["fla"] = microseconds(fla)
             difference = relative(auto()[0], fla()[0].double())
@@ -186,46 +206,62 @@ def measure_forward(library, sets, gates):
     return rows
 
 
-def measure_intra(library, sets):
-    """chunk_intra and recompute_w_u beside FLA's functions of the same outputs. FLA is given
-    normalised q and k, the cumulated gates in fp32 and beta after its sigmoid; libkda normalised q
-    and k, log gates a token in the type of q, and beta, and cumulates itself."""
+def stage_inputs(c, x):
+    """Normalised q and k, log gates and beta after their transforms."""
+    unit = lambda t: torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype)
+    g = (-5 * torch.sigmoid(x["g"].float() + x["dt_bias"])).to(c["dtype"])
+    return unit(x["q"]), unit(x["k"]), x["v"], g, torch.sigmoid(x["beta"].float()).to(c["dtype"])
+
+
+def fla_stages(c, x):
+    """FLA's stage functions on the cumulated gates in fp32 (its cumsum is not part of them)."""
     from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
     from fla.ops.kda.chunk_intra_token_parallel import chunk_kda_fwd_intra_token_parallel
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
     from fla.ops.utils import chunk_local_cumsum
+    q, k, v, g, beta = stage_inputs(c, x)
+    scale, cu = c["K"] ** -0.5, cu_seqlens(c)
+    G = chunk_local_cumsum(g.float(), scale=1.4426950408889634, chunk_size=64, cu_seqlens=cu)
+    B, T, HV = c["B"], c["T"], c["HV"]
+    Aqk = torch.empty(B, T, HV, 64, device="cuda", dtype=c["dtype"])
+    Akk = torch.zeros_like(Aqk)
+    Akkd = torch.empty(B, T, HV, 16, device="cuda")
+    intra = lambda safe, bare: lambda: chunk_kda_fwd_intra(
+        q, k, v, G, beta, scale, cu_seqlens=cu, safe_gate=safe, disable_recompute=not bare)
+    wu = lambda q, k: recompute_w_u_fwd(k=k, v=v, beta=beta, A=Akk, q=q, gk=G, cu_seqlens=cu)
+    expand = lambda t: t.repeat_interleave(HV // c["H"], 2)
+    return dict(intra=intra(True, False), intra_bare=intra(True, True),
+                intra_token_parallel=intra(False, True), wu=lambda: wu(q, k),
+                wu_expanded=lambda: wu(expand(q), expand(k)),
+                cumsum=lambda: chunk_local_cumsum(g.float(), scale=1.4426950408889634,
+                                                  chunk_size=64, cu_seqlens=cu),
+                token_parallel=lambda: chunk_kda_fwd_intra_token_parallel(
+                    q, k, G, beta, Aqk, Akkd, scale, cu_seqlens=cu))
+
+
+def measure_intra(library, sets):
+    """chunk_intra and recompute_w_u beside FLA's functions of the same outputs. libkda is given
+    normalised q and k, log gates a token in the type of q, and beta; it cumulates by itself."""
     rows = []
     for name in sets:
         for c in cases(name):
             x = make_inputs(c)
-            scale = c["K"] ** -0.5
-            unit = lambda t: torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype)
-            q, k, v = unit(x["q"]), unit(x["k"]), x["v"]
-            g = (-5 * torch.sigmoid(x["g"].float() + x["dt_bias"])).to(c["dtype"])
-            beta = torch.sigmoid(x["beta"].float()).to(c["dtype"])
-            cu = cu_seqlens(c)
-            G = chunk_local_cumsum(g.float(), scale=1.4426950408889634, chunk_size=64, cu_seqlens=cu)
+            fla_configs.use(c["HV"])
+            fla = fla_stages(c, x)
+            q, k, v, g, beta = stage_inputs(c, x)
             o = torch.empty_like(v)
             call = library.forward(q, k, v, g, beta, o, policy="off", seq_lens=c["lengths"])
             ours = library.stages(call)
             row = dict(set=name, case=c["name"])
-            for suffix, recompute in (("_bare", False), ("", True)):
-                fla = lambda: chunk_kda_fwd_intra(q, k, v, G, beta, scale, cu_seqlens=cu,
-                                                  safe_gate=True, disable_recompute=recompute)
-                row["libkda_intra" + suffix] = microseconds(ours["chunk_intra" + suffix])
-                row["fla_intra" + suffix] = microseconds(fla)
-            w, u, qg, kg, Aqk, Akk = fla()
-            row["libkda_wu"] = microseconds(ours["recompute_w_u"])
-            row["fla_wu"] = microseconds(
-                lambda: recompute_w_u_fwd(k=k, v=v, beta=beta, A=Akk, q=q, gk=G, cu_seqlens=cu))
-            if name == "intra_fp16":
-                Akkd = torch.empty(c["B"], c["T"], c["HV"], 16, device="cuda")
-                row["fla_token_parallel"] = microseconds(
-                    lambda: chunk_kda_fwd_intra_token_parallel(q, k, G, beta, Aqk, Akkd, scale,
-                                                               cu_seqlens=cu))
-                row["fla_intra_token_parallel"] = microseconds(
-                    lambda: chunk_kda_fwd_intra(q, k, v, G, beta, scale, cu_seqlens=cu,
-                                                safe_gate=False, disable_recompute=True))
+            for ours_name, fla_names in (("chunk_intra", ["intra"]), ("chunk_intra_bare", ["intra_bare"]),
+                                         ("recompute_w_u", ["wu"])):
+                row["libkda_" + ours_name] = microseconds(ours[ours_name], rep=30)
+                for fla_name in fla_names:
+                    row["fla_" + fla_name] = microseconds(fla[fla_name], rep=30)
+            extra = ["token_parallel", "intra_token_parallel"] if name == "intra_fp16" else []
+            extra += ["wu_expanded"] if c["HV"] > c["H"] else []
+            for fla_name in extra:
+                row["fla_" + fla_name] = microseconds(fla[fla_name], rep=30)
             moved = sum(t.numel() * t.element_size() for t in (q, k, v, g, beta))
             sizes = ours["sizes"]
             row["intra_bytes"] = moved + sum(sizes[n] for n in ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag"))
@@ -233,7 +269,7 @@ def measure_intra(library, sets):
             rows.append(row)
             print({k: round(v, 1) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
             call.destroy()
-            del x, q, k, v, g, G, w, u, qg, kg, Aqk, Akk, ours, call, fla
+            del x, q, k, v, g, ours, call, fla
             gc.collect()
             torch.cuda.empty_cache()
     return rows
@@ -280,6 +316,7 @@ def main():
                   triton=triton.__version__, fla=fla.__version__, gates=args.gates,
                   copy_bytes_per_second=copy_rate())
     what = args.what.split(",")
+    tune_fla()
     if "errors" in what:
         report["errors"] = measure_errors(library)
     if "forward" in what:

@@ -20,6 +20,10 @@ install(FILES ${PROJECT_BINARY_DIR}/kda-config.cmake ${PROJECT_BINARY_DIR}/kda-c
 
 # Relative to the .pc file, so that an installed tree can move.
 file(RELATIVE_PATH KDA_PC_PREFIX /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
+set(KDA_PC_CUDA "")
+if(KDA_WITH_CUDA)
+  set(KDA_PC_CUDA "-L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -lrt -ldl ")
+endif()
 configure_file(cmake/kda.pc.in ${PROJECT_BINARY_DIR}/kda.pc @ONLY)
 configure_file(cmake/kda_c.pc.in ${PROJECT_BINARY_DIR}/kda_c.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/kda.pc ${PROJECT_BINARY_DIR}/kda_c.pc

@@ -109,12 +109,16 @@ TEST(CApi, PlansForGpusAndFromBounds) {
   kda_plan_options_init(&options);
   options.device_kind = KDA_CUDA;
   EXPECT_EQ(kda_supported(&call.problem, nullptr), KDA_OK);
+  options.compute_capability = 75;
   EXPECT_EQ(kda_supported(&call.problem, &options), KDA_UNSUPPORTED);
   EXPECT_NE(std::string(kda_last_error()).find("runs on cpu"), std::string::npos);
+  options.compute_capability = 90;
+  EXPECT_EQ(kda_supported(&call.problem, &options), KDA_OK);
   kda_plan* plan = nullptr;
   ASSERT_EQ(kda_plan_create(&call.problem, call.inputs.cu_seqlens.data(), &options, &plan), KDA_OK);
-  EXPECT_STREQ(kda_plan_implementation(plan), "");
-  EXPECT_EQ(kda_run(plan, &call.problem, nullptr, 0), KDA_UNSUPPORTED);
+  EXPECT_STREQ(kda_plan_implementation(plan), "cuda.smxx.recurrent");
+  // No GPU: unavailable. A GPU: host pointers or a short workspace are refused.
+  EXPECT_NE(kda_run(plan, &call.problem, nullptr, 0), KDA_OK);
   kda_plan_destroy(plan);
 
   ASSERT_EQ(kda_plan_create(&call.problem, nullptr, nullptr, &plan), KDA_OK);

@@ -19,7 +19,8 @@ cmake --build "$work/found" >/dev/null
 "$work/found/consumer_c"
 
 echo "add_subdirectory"
-cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DCMAKE_BUILD_TYPE=Release >/dev/null
+cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DCMAKE_BUILD_TYPE=Release \
+  -DKDA_CUDA=OFF >/dev/null
 cmake --build "$work/sub" -j2 >/dev/null
 "$work/sub/consumer"
 "$work/sub/consumer_c"

@@ -91,12 +91,23 @@ TEST(Planner, BatchInvariantLooksAtEachSequenceAlone) {
   EXPECT_EQ(first(alone), first(batch));
 }
 
-TEST(Planner, GpuPlansCanBeReadButNotRun) {
+TEST(Planner, GpuPlansAreMadeWithoutAGpu) {
   const Plan plan = plan_for("64K", 8, gpu_facts(132));
+  EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+  for (const Candidate& row : plan.candidates)
+    EXPECT_EQ(row.reason == "runs on cpu", row.name.starts_with("cpu.")) << row.name;
+}
+
+TEST(Planner, GpusBeforeSm80HaveNone) {
+  DeviceFacts facts = gpu_facts(80);
+  facts.compute_capability = 75;
+  const Plan plan = plan_for("64K", 8, facts);
   EXPECT_TRUE(plan.implementation.empty());
   const Status status = run(plan, {}, nullptr, 0);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-  for (const Candidate& row : plan.candidates) EXPECT_EQ(row.reason, "runs on cpu");
+  EXPECT_NE(plan.to_text(true).find("none in this build"), std::string::npos);
+  const Status why = supported(plan.problem, facts);
+  EXPECT_NE(why.message().find("cuda.smxx.recurrent"), std::string::npos) << why.message();
 }
 
 TEST(Planner, BackendsByNameOrPart) {
@@ -172,7 +183,10 @@ TEST(Planner, SupportedSaysWhyNot) {
   std::vector<int64_t> cu;
   const Problem p = packed({64}, 1, &cu);
   EXPECT_TRUE(supported(p, cpu_facts()).ok());
-  const Status status = supported(p, gpu_facts(132));
+  EXPECT_TRUE(supported(p, gpu_facts(132)).ok());
+  DeviceFacts facts = gpu_facts(132);
+  facts.compute_capability = 75;
+  const Status status = supported(p, facts);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
   EXPECT_NE(status.message().find("cpu.oracle runs on cpu"), std::string::npos);
   Problem bad = p;
@@ -186,10 +200,9 @@ TEST(Planner, JsonHoldsWhatTheTextSays) {
   EXPECT_EQ(json["context_parallel"]["policy"], "cula");
   EXPECT_EQ(json["segments_per_sequence"][0], 19);
   EXPECT_EQ(json["segments_per_sequence"].size(), 11u);
-  EXPECT_TRUE(json["implementation"].is_null());
+  EXPECT_EQ(json["implementation"], "cuda.sm80.staged");
   const std::string text = plan.to_text(true);
   EXPECT_NE(text.find("29 segments, 19 in the longest"), std::string::npos);
-  EXPECT_NE(text.find("none in this build"), std::string::npos);
 }
 
 /// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.

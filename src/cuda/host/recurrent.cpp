@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.smxx.recurrent, and the merge of segments that both backends share.
+// Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
 #include "core/text.hpp"
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
+#include "cuda/smxx/decode.hpp"
 #include "cuda/smxx/recurrent.hpp"
 #include "cuda/smxx/segment_merge.hpp"
 
@@ -28,8 +29,6 @@ RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
       state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
   args.checkpoint_every = p.checkpoint_every;
-  args.index_columns = p.state_index_columns;
-  args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.accumulate_flags = maps.accumulate_flags;
   return args;
@@ -50,9 +49,24 @@ Status forward(const stage::Forward& f) {
 Status decode(const stage::Decode& d) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(d.call, {}, false, &maps));
-  RecurrentArgs args = recurrent_args(d.call, maps);
-  args.decode = true;
-  return launch_recurrent(args, {d.call.stream});
+  const Problem& p = d.call.problem;
+  const Tensors& t = d.call.tensors;
+  DecodeArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.q = row_view(p.q, t.q);
+  args.k = row_view(p.k, t.k);
+  args.v = row_view(p.v, t.v);
+  args.g = row_view(p.g, t.g);
+  args.beta = row_view(p.beta, t.beta);
+  args.o = row_view(p.o, t.o);
+  args.gate = gate_view(p, t);
+  args.pool = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices, nullptr);
+  args.index_columns = p.state_index_columns;
+  args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
+  args.flags = maps.flags;
+  args.accumulate_flags = maps.accumulate_flags;
+  return launch_decode(args, {d.call.stream});
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {

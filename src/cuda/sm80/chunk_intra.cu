@@ -8,8 +8,9 @@
 namespace kda::cuda {
 namespace {
 
-constexpr int kBlock = 16;               // tokens of a thread; diagonal block of the inverse
-constexpr int kBlocks = kChunk / kBlock;
+constexpr int kRun = 8;  // tokens of a thread
+constexpr int kRuns = kChunk / kRun;
+constexpr int kBlock = 16;  // diagonal block of the inverse
 constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
 constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
 
@@ -34,19 +35,19 @@ struct Shared {
       T v[kChunk][kStride];           // a tile of v
     } after;
   };
-  float totals[kBlocks][kK];  // decay over each block
+  float totals[kRuns][kK];  // decay over each run
   float q_norm[kChunk], k_norm[kChunk], beta[kChunk], diag[kChunk];
 };
 
-/// Elementwise work is a thread's own: one channel pair of one block of 16 tokens, whose decays it
-/// keeps. All factors are running products of decays: no difference of sums, one exponential a
+/// Elementwise work is a thread's own: one channel pair of one run of 8 tokens, whose decays it
+/// keeps (few registers: 32 warps an SM hide each other's waits). All factors are running products of decays: no difference of sums, one exponential a
 /// token and channel.
 template <class T, int kK>
 struct Kernel {
   using S = Shared<T, kK>;
   static constexpr int kStride = S::kStride;
   static constexpr int kPairs = kK / 2;
-  static constexpr int kThreads = kPairs * kBlocks;
+  static constexpr int kThreads = kPairs * kRuns;
   static constexpr int kWarps = kThreads / 32;
   static constexpr int kVectors = kK / 8;  // 16-byte pieces of a row
   static constexpr int kSteps = kK / 16;   // k16 steps of an mma
@@ -57,10 +58,10 @@ struct Kernel {
   const int64_t head;
   const int64_t tile;
   const int tid, warp, lane;
-  const int block;    // of this thread's tokens
+  const int run;      // of this thread's tokens
   const int channel;  // first of its pair
 
-  float2 decay[kBlock];  // of each token; 1 past the sequence
+  float2 decay[kRun];  // of each token; 1 past the sequence
 
   __device__ T* tile_of(void* base, int64_t elements) const {
     return static_cast<T*>(base) + tile * elements;
@@ -90,14 +91,14 @@ struct Kernel {
 
   /// Raw gates of this thread's tokens and channels; 0 past the sequence.
   template <class E>
-  __device__ void load_gates(float2 (&raw)[kBlock]) const {
-    const int row0 = block * kBlock;
+  __device__ void load_gates(float2 (&raw)[kRun]) const {
+    const int row0 = run * kRun;
     const int64_t at =
         row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
     const E* source = static_cast<const E*>(a.g.base) + at;
     const int count = channel < a.shape.K ? chunk.count - row0 : 0;
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i, source += a.g.stride_t) {
+    for (int i = 0; i < kRun; ++i, source += a.g.stride_t) {
       if (i >= count) {
         raw[i] = {0, 0};
       } else if constexpr (sizeof(E) == 4) {
@@ -123,26 +124,26 @@ struct Kernel {
   }
 
   template <int kGateMode>
-  __device__ void transform_gates(const float2 (&raw)[kBlock], float2 bias, float rate) {
-    const int count = channel < a.shape.K ? chunk.count - block * kBlock : 0;
+  __device__ void transform_gates(const float2 (&raw)[kRun], float2 bias, float rate) {
+    const int count = channel < a.shape.K ? chunk.count - run * kRun : 0;
     const float bound = kGateMode == 2 ? a.gate.lower_bound * kLog2e : a.gate.lower_bound;
     const float slope = kGateMode == 2 ? rate * kLog2e : rate;
     float2 product{1, 1};
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
+    for (int i = 0; i < kRun; ++i) {
       const float2 d = {decay_of<kGateMode>(raw[i].x, bias.x, slope, bound),
                         decay_of<kGateMode>(raw[i].y, bias.y, slope, bound)};
       // Masked after the transform: gate(0) is not 0.
       decay[i] = i < count ? d : float2{1, 1};
       multiply(product, decay[i]);
     }
-    *reinterpret_cast<float2*>(&s.totals[block][channel]) = product;
+    *reinterpret_cast<float2*>(&s.totals[run][channel]) = product;
   }
 
   /// Everything that the chunk needs from device memory but v: all of it on its way before any of
   /// it is waited for.
   __device__ void load_inputs() {
-    float2 raw[kBlock], bias{0, 0};
+    float2 raw[kRun], bias{0, 0};
     if (a.g.type == Element::kFloat32) load_gates<float>(raw);
     if (a.g.type == Element::kBFloat16) load_gates<__nv_bfloat16>(raw);
     if (a.g.type == Element::kFloat16) load_gates<__half>(raw);
@@ -211,73 +212,93 @@ struct Kernel {
         ptx::pack<T>(x.x * factor.x, x.y * factor.y);
   }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
-  __device__ float2 total(int of_block) const {
-    return *reinterpret_cast<const float2*>(&s.totals[of_block][channel]);
+  /// Decay over runs first .. end - 1.
+  __device__ float2 total(int first, int end) const {
+    float2 product{1, 1};
+    for (int r = first; r < end; ++r)
+      multiply(product, *reinterpret_cast<const float2*>(&s.totals[r][channel]));
+    return product;
   }
 
-  /// Rows of a coarse level: all 16 tokens, decayed since `factor` before the block.
-  __device__ void coarse_rows(Level<T, kStride>& level, int row0, float2 factor) const {
+  /// All 8 tokens as rows of a level (q at `row0`, k `k_rows` below), decayed since `factor` before
+  /// the run.
+  __device__ void put_rows(Level<T, kStride>& level, int row0, int k_rows, float2 factor) const {
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
+    for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      put(level.rows, row0 + i, pair_of(s.q, block * kBlock + i), factor);
-      put(level.rows, 32 + row0 + i, pair_of(s.k, block * kBlock + i), factor);
+      put(level.rows, row0 + i, pair_of(s.q, run * kRun + i), factor);
+      put(level.rows, k_rows + row0 + i, pair_of(s.k, run * kRun + i), factor);
     }
   }
-  /// Columns: decayed until the end of the block, and by `factor` after it.
-  __device__ void coarse_columns(Level<T, kStride>& level, int row0, float2 factor) const {
+  /// All 8 tokens as columns, decayed until the end of the run, and by `factor` after it.
+  __device__ void put_columns(Level<T, kStride>& level, int row0, float2 factor) const {
 #pragma unroll
-    for (int i = kBlock - 1; i >= 0; --i) {
-      put(level.columns, row0 + i, pair_of(s.k, block * kBlock + i), factor);
+    for (int i = kRun - 1; i >= 0; --i) {
+      put(level.columns, row0 + i, pair_of(s.k, run * kRun + i), factor);
       multiply(factor, decay[i]);
     }
   }
-  /// Levels 32 (rows: blocks 2, 3) and 16 (rows: blocks 1, 3).
-  __device__ void coarse_operands() const {
-    const float2 one{1, 1};
-    if (block >= 2)
-      coarse_rows(s.levels[0], (block - 2) * kBlock, block == 3 ? total(2) : one);
+  /// Level of h >= 16: pairs of runs of h tokens, rows from the second, columns from the first,
+  /// decayed from and to the midpoint between them.
+  template <int h>
+  __device__ void coarse_operands(Level<T, kStride>& level) const {
+    constexpr int kHalf = h / kRun;  // runs of 8
+    const int pair = run / (2 * kHalf), within = run % (2 * kHalf);
+    const int middle = run - within + kHalf;
+    const int row0 = pair * h + within % kHalf * kRun;
+    if (within >= kHalf)
+      put_rows(level, row0, 32, total(middle, run));
     else
-      coarse_columns(s.levels[0], block * kBlock, block == 0 ? total(1) : one);
-    if (block % 2 == 1)
-      coarse_rows(s.levels[1], block / 2 * kBlock, one);
-    else
-      coarse_columns(s.levels[1], block / 2 * kBlock, one);
+      put_columns(level, row0, total(run + 1, middle));
   }
 
-  /// Level h inside the block: pairs of runs of h tokens, rows from the second run, columns from the
-  /// first, decayed from and to the midpoint between them. For h = 1 the columns are k itself.
+  /// Level 8: its two runs are those of two threads.
+  __device__ void middle_operands(Level<T, kStride>& level) const {
+    if (run % 2 == 1)
+      put_rows(level, run / 2 * 16, 8, {1, 1});
+    else
+      put_columns(level, run / 2 * 8, {1, 1});
+  }
+
+  /// Levels of h < 8, inside the run. For h = 1 the columns are k itself.
   template <int h>
   __device__ void fine_operands(Level<T, kStride>& level) const {
+    const int row0 = run / 2 * 16 + run % 2 * 4, column0 = run * 4;
 #pragma unroll
-    for (int run = 0; run < kBlock; run += 2 * h) {
+    for (int begin = 0; begin < kRun; begin += 2 * h) {
       float2 factor{1, 1};
 #pragma unroll
       for (int i = 0; i < h; ++i) {
-        const int token = run + h + i, row = run / 2 + i;
+        const int token = begin + h + i, row = row0 + begin / 2 + i;
         multiply(factor, decay[token]);
-        put(level.rows, block * 16 + row, pair_of(s.q, block * kBlock + token), factor);
-        put(level.rows, block * 16 + 8 + row, pair_of(s.k, block * kBlock + token), factor);
+        put(level.rows, row, pair_of(s.q, run * kRun + token), factor);
+        put(level.rows, 8 + row, pair_of(s.k, run * kRun + token), factor);
       }
       if (h == 1) continue;
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        put(level.columns, block * 8 + run / 2 + i, pair_of(s.k, block * kBlock + run + i), factor);
-        multiply(factor, decay[run + i]);
+        put(level.columns, column0 + begin / 2 + i, pair_of(s.k, run * kRun + begin + i), factor);
+        multiply(factor, decay[begin + i]);
       }
     }
   }
 
   // ---- scores ----------------------------------------------------------------------------------
 
-  /// Accumulators of this warp's share of the levels.
-  static constexpr int kSplit = kWarps / 4;  // warps that share an m16 tile
+  /// Accumulators of this warp's tiles of the levels: one or two of the 16 of level 32; one of the 8
+  /// of level 16, of levels 8 and 4, and of levels 2 and 1.
+  static constexpr int kTiles32 = 16 / kWarps;
   struct Scores {
-    float level32[4 / kSplit][4] = {};
-    float level16[2 / kSplit][4] = {};
-    float fine[4 / kSplit][4] = {};
+    float level32[kTiles32][4] = {};
+    float level16[1][4] = {};
+    float fine[2][1][4] = {};
   };
+  /// Tile of 8, or -1: with 16 warps, 8 of them take levels 8 and 4, the others the rest.
+  __device__ int tile_of_8(bool middle) const {
+    if (kWarps == 8) return warp;
+    return middle ? warp - 8 : warp < 8 ? warp : -1;
+  }
 
   /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
   template <int kTiles>
@@ -300,29 +321,28 @@ struct Kernel {
     }
   }
 
+  /// Rows: q of 32 tokens, then k.
   __device__ void coarse_products(Scores& scores) const {
-    const int m = warp / kSplit * 16;  // rows: q of 32 tokens, then k
-    multiply_rows(s.levels[0].rows + m, s.levels[0].columns + warp % kSplit * 16, scores.level32);
-    const int half = m / 16 % 2 * 16;  // level 16 meets the columns of its own half
-    multiply_rows(s.levels[1].rows + m, s.levels[1].columns + half + warp % kSplit * 8,
-                  scores.level16);
+    constexpr int kSplit = kWarps / 4;  // warps that share 16 rows
+    multiply_rows(s.levels[0].rows + warp / kSplit * 16,
+                  s.levels[0].columns + warp % kSplit * (32 / kSplit), scores.level32);
+    const int at = tile_of_8(false);
+    if (at < 0) return;
+    // Level 16 meets the columns of its own half.
+    multiply_rows(s.levels[1].rows + at / 2 * 16,
+                  s.levels[1].columns + at / 2 % 2 * 16 + at % 2 * 8, scores.level16);
   }
 
-  /// Levels `first` and `first + 1` of the four fine ones; a warp takes one or both of a block.
-  template <int kFirst>
+  /// Levels 8 and 4 (kSecond = 0), 2 and 1 (1): 16 rows of a block, q and k, and its 8 columns.
+  template <int kSecond>
   __device__ void fine_products(Scores& scores) const {
-#pragma unroll
-    for (int i = 0; i < 2 / kSplit; ++i) {
-      const int l = kSplit == 2 ? warp % 2 : i;
-      const int at = warp / kSplit;
-      float(&acc)[1][4] =
-          *reinterpret_cast<float(*)[1][4]>(&scores.fine[kFirst / kSplit + i]);
-      if (kFirst == 2 && l == 1) {  // h = 1: every second row of k
-        multiply_alternate(s.levels[1].rows + at * 16, s.k + at * kBlock, acc);
-      } else {
-        multiply_rows(s.levels[l].rows + at * 16, s.levels[l].columns + at * 8, acc);
-      }
-    }
+    const int at = tile_of_8(kSecond == 0);
+    if (at < 0) return;
+    const Level<T, kStride>& level = s.levels[at % 2];
+    if (kSecond == 1 && at % 2 == 1)  // h = 1: every second row of k
+      multiply_alternate(level.rows + at / 2 * 16, s.k + at / 2 * kBlock, scores.fine[1]);
+    else
+      multiply_rows(level.rows + at / 2 * 16, level.columns + at / 2 * 8, scores.fine[kSecond]);
   }
   __device__ void multiply_alternate(const T (*rows)[kStride], const T (*k)[kStride],
                                      float (&acc)[1][4]) const {
@@ -368,54 +388,47 @@ struct Kernel {
   }
 
   __device__ void store_scores(const Scores& scores) const {
+    constexpr int kSplit = kWarps / 4;
     const int m = warp / kSplit;
-    const bool q = m < 2;
-    const int i32 = 32 + m % 2 * 16 + lane / 4;
-    const int i16 = m % 2 * 32 + 16 + lane / 4;
 #pragma unroll
-    for (int n = 0; n < 4 / kSplit; ++n)
-      store_coarse(scores.level32[n], q, i32, warp % kSplit * 16 + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int n = 0; n < 2 / kSplit; ++n)
-      store_coarse(scores.level16[n], q, i16,
-                   m % 2 * 32 + warp % kSplit * 8 + n * 8 + lane % 4 * 2);
-    const int at = warp / kSplit * kBlock;
-    if (kSplit == 1) {
-      store_fine<8>(scores.fine[0], at);
-      store_fine<4>(scores.fine[1 % (4 / kSplit)], at);
-      store_fine<2>(scores.fine[2 % (4 / kSplit)], at);
-      store_fine<1>(scores.fine[3 % (4 / kSplit)], at);
-    } else if (warp % 2 == 0) {
-      store_fine<8>(scores.fine[0], at);
-      store_fine<2>(scores.fine[1], at);
-    } else {
-      store_fine<4>(scores.fine[0], at);
-      store_fine<1>(scores.fine[1], at);
+    for (int n = 0; n < kTiles32; ++n)
+      store_coarse(scores.level32[n], m < 2, 32 + m % 2 * 16 + lane / 4,
+                   warp % kSplit * (32 / kSplit) + n * 8 + lane % 4 * 2);
+    if (const int at = tile_of_8(false); at >= 0) {
+      const int half = at / 2 % 2 * 32;
+      store_coarse(scores.level16[0], at < 4, half + 16 + lane / 4,
+                   half + at % 2 * 8 + lane % 4 * 2);
+      const int token = at / 2 * kBlock;
+      at % 2 == 0 ? store_fine<2>(scores.fine[1][0], token)
+                  : store_fine<1>(scores.fine[1][0], token);
+    }
+    if (const int at = tile_of_8(true); at >= 0) {
+      const int token = at / 2 * kBlock;
+      at % 2 == 0 ? store_fine<8>(scores.fine[0][0], token)
+                  : store_fine<4>(scores.fine[0][0], token);
     }
   }
 
   /// qg, kg to device memory; Kgam in place of k; gamma.
   __device__ void decayed_rows() const {
     const int piece = channel / 8, within = channel % 8;
-    T* qg = tile_of(a.factors.qg, kChunk * kK) + block * kBlock * kK + within;
-    T* kg = tile_of(a.factors.kg, kChunk * kK) + block * kBlock * kK + within;
-    float2 before{1, 1}, after{1, 1};
-    for (int b = 0; b < block; ++b) multiply(before, total(b));
-    for (int b = block + 1; b < kBlocks; ++b) multiply(after, total(b));
+    T* qg = tile_of(a.factors.qg, kChunk * kK) + run * kRun * kK + within;
+    T* kg = tile_of(a.factors.kg, kChunk * kK) + run * kRun * kK + within;
+    float2 before = total(0, run), after = total(run + 1, kRuns);
     const auto scaled = [](float2 x, float2 factor, float norm) {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
 #pragma unroll
-    for (int i = kBlock - 1; i >= 0; --i) {
-      const int token = block * kBlock + i;
+    for (int i = kRun - 1; i >= 0; --i) {
+      const int token = run * kRun + i;
       if (a.factors.kg)
         *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i, piece)) =
             scaled(pair_of(s.k, token), after, s.k_norm[token]);
       multiply(after, decay[i]);
     }
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const int token = block * kBlock + i;
+    for (int i = 0; i < kRun; ++i) {
+      const int token = run * kRun + i;
       multiply(before, decay[i]);
       if (a.factors.qg)
         *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i, piece)) =
@@ -423,7 +436,7 @@ struct Kernel {
       *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
           scaled(pair_of(s.k, token), before, s.k_norm[token]);
     }
-    if (block == kBlocks - 1 && a.factors.gamma)
+    if (run == kRuns - 1 && a.factors.gamma)
       *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = before;
   }
 
@@ -515,19 +528,11 @@ struct Kernel {
     }
   }
 
-  __device__ void invert_halves() const {  // all warps: 16x8 tiles
-    float out[2 / kSplit][1][4] = {};
-#pragma unroll
-    for (int i = 0; i < 2 / kSplit; ++i) {
-      const int at = warp + i * kWarps;
-      merge_rows<32, 1>(32, 0, at / 4 * 16, at % 4 * 8, out[i]);
-    }
+  __device__ void invert_halves() const {  // 8 warps: 16x8 tiles
+    float out[1][4] = {};
+    if (warp < 8) merge_rows<32, 1>(32, 0, warp / 4 * 16, warp % 4 * 8, out);
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2 / kSplit; ++i) {
-      const int at = warp + i * kWarps;
-      store_block(32 + at / 4 * 16, at % 4 * 8, out[i]);
-    }
+    if (warp < 8) store_block(32 + warp / 4 * 16, warp % 4 * 8, out);
   }
 
   /// 64 x 64 tile in shared memory to device memory.
@@ -583,15 +588,17 @@ struct Kernel {
     }
   }
 
-  /// w from Kgam and u from tiles of v, kK columns at a time; the first tile is on its way.
+  /// w from Kgam by half of the warps, u from tiles of v by the others, kK columns at a time; the
+  /// first tile is on its way.
   __device__ void solve() const {
     const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
     T* w = tile_of(a.factors.w, kChunk * kK);
     T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
+    const int c = warp % (kWarps / 2) * 16;
+    const bool for_u = warp >= kWarps / 2;
     ptx::cp_async_wait<0>();
     __syncthreads();
-#pragma unroll
-    for (int c = warp * 16; c < kK; c += kWarps * 16) solve_columns<kK>(s.k, c, w, c);
+    if (!for_u) solve_columns<kK>(s.k, c, w, c);
     for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
       if (column0 > 0) {
         __syncthreads();
@@ -599,24 +606,22 @@ struct Kernel {
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
-#pragma unroll
-      for (int c = warp * 16; c < kK; c += kWarps * 16) {
-        const int at = column0 + c;
-        if (at / kVTile < u_tiles)
-          solve_columns<kVTile>(s.after.v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
-      }
+      const int at = column0 + c;
+      if (for_u && at / kVTile < u_tiles)
+        solve_columns<kVTile>(s.after.v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
     }
   }
 
-  __device__ void run() {
+  __device__ void intra() {
     load_inputs();
     norms();
     Scores scores;
-    coarse_operands();
+    coarse_operands<32>(s.levels[0]);
+    coarse_operands<16>(s.levels[1]);
     __syncthreads();
     coarse_products(scores);
     __syncthreads();
-    fine_operands<8>(s.levels[0]);
+    middle_operands(s.levels[0]);
     fine_operands<4>(s.levels[1]);
     __syncthreads();
     fine_products<0>(scores);
@@ -624,7 +629,7 @@ struct Kernel {
     fine_operands<2>(s.levels[0]);
     fine_operands<1>(s.levels[1]);
     __syncthreads();
-    fine_products<2>(scores);
+    fine_products<1>(scores);
     __syncthreads();  // the levels give way to squares and v
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     clear_squares();
@@ -634,8 +639,7 @@ struct Kernel {
     store_scores(scores);
     __syncthreads();
     if (warp < 4) invert_pairs();
-    if (kWarps == 4 || warp >= 4)
-      copy_square(a.factors.Aqk, kWarps == 4 ? tid : tid - 128, 128);
+    if (warp >= 4) copy_square(a.factors.Aqk, tid - 128, kThreads - 128);
     __syncthreads();
     invert_halves();
     __syncthreads();
@@ -645,7 +649,7 @@ struct Kernel {
     solve();
   }
 
-  __device__ void run_recompute() {
+  __device__ void recompute() {
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     const T* stored = tile_of(a.factors.T, kChunk * kChunk);
     for (int i = tid; i < kChunk * 8; i += kThreads)
@@ -660,7 +664,7 @@ struct Kernel {
 };
 
 template <class T, int kK, bool kRecompute>
-__global__ void __launch_bounds__(2 * kK, kK == 64 ? 4 : 2)
+__global__ void __launch_bounds__(4 * kK, kK == 64 ? 4 : 2)
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
   extern __shared__ __align__(16) unsigned char memory[];
   const auto HV = static_cast<unsigned>(a.shape.HV);
@@ -680,16 +684,16 @@ __global__ void __launch_bounds__(2 * kK, kK == 64 ? 4 : 2)
                        tid % (kK / 2) * 2,
                        {}};
   if constexpr (kRecompute)
-    kernel.run_recompute();
+    kernel.recompute();
   else
-    kernel.run();
+    kernel.intra();
 }
 
 template <bool kRecompute, class T, int kK>
 Status launch(const ChunkIntraArgs& args, const Launch& where) {
   return launch_kernel(kRecompute ? "recompute_w_u" : "chunk_intra",
                        chunk_intra_kernel<T, kK, kRecompute>, args.num_chunks * args.shape.HV,
-                       2 * kK, sizeof(Shared<T, kK>), where, args);
+                       Kernel<T, kK>::kThreads, sizeof(Shared<T, kK>), where, args);
 }
 
 template <bool kRecompute>

@@ -3,6 +3,7 @@
 
 #include "cuda/tile/elements.cuh"
 #include "cuda/tile/metadata.cuh"
+#include "cuda/tile/state_io.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -10,7 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBatch = kWarps;  // tokens prepared at once, one a warp
-constexpr int64_t kMaxDecodeTokens = 8;
 
 /// Tile of kK x kBV state elements: 4 neighbouring columns and kRows rows a thread.
 template <int kK, int kBV>
@@ -55,10 +55,6 @@ __device__ Unit unit_of(const RecurrentArgs& a) {
   return unit;
 }
 
-/// How states are read and written: 4 elements at a time along rows of a kv buffer, along rows of a
-/// vk buffer, or one by one.
-enum class Access { kVectorsKV, kVectorsVK, kScalar };
-
 /// Visits the vectors (or elements) of this thread's part of the tile: visit(r, c, offset).
 template <Access kAccess, int kRows, class Visit>
 __device__ __forceinline__ void for_each_piece(const StateView& view, int64_t slot, int64_t head,
@@ -74,24 +70,6 @@ __device__ __forceinline__ void for_each_piece(const StateView& view, int64_t sl
 #pragma unroll
     for (int c = 0; c < 4; c += kColumnStep)
       if (row0 + r < K && column0 + c < columns) visit(r, c, at + r * row_step + c * column_step);
-}
-
-__device__ __forceinline__ float4 load4(const StateView& view, int64_t at) {
-  if (!view.bf16) return *reinterpret_cast<const float4*>(static_cast<const float*>(view.base) + at);
-  const uint2 raw =
-      *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(view.base) + at);
-  return make_float4(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u),
-                     __uint_as_float(raw.y << 16), __uint_as_float(raw.y & 0xffff0000u));
-}
-
-__device__ __forceinline__ void store4(const StateView& view, int64_t at, float4 x) {
-  if (!view.bf16) {
-    *reinterpret_cast<float4*>(static_cast<float*>(view.base) + at) = x;
-    return;
-  }
-  __nv_bfloat162 pair[2] = {__floats2bfloat162_rn(x.x, x.y), __floats2bfloat162_rn(x.z, x.w)};
-  *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(view.base) + at) =
-      *reinterpret_cast<uint2*>(pair);
 }
 
 template <Access kAccess, int kRows>
@@ -278,19 +256,6 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
   }
 }
 
-__device__ __forceinline__ int64_t decode_limit(const RecurrentArgs& a) {
-  return a.index_columns > 1 ? min(a.index_columns, kMaxDecodeTokens) : kMaxDecodeTokens;
-}
-
-/// Column of the index array from which decode reads; -1: the sequence is skipped.
-__device__ __forceinline__ int64_t decode_source(const RecurrentArgs& a, int64_t n) {
-  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
-  if (accepted < 1 || accepted > a.index_columns) return -1;
-  const int64_t slot =
-      a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
-  return slot >= 0 && slot < a.initial.num_slots ? slot : -1;
-}
-
 template <int kK, int kBV, Access kAccess>
 __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
     const __grid_constant__ RecurrentArgs a) {
@@ -299,22 +264,17 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
   if (blockIdx.x == 0 && a.flags) {
     const int64_t checkpoints =
         a.checkpoints.base ? checkpoints_before(a.map, a.checkpoint_every, a.map.num_sequences) : 0;
-    write_metadata_flags({a.flags, a.accumulate_flags, a.map, a.index_columns, checkpoints,
-                          a.num_accepted, a.decode ? decode_limit(a) : INT64_MAX},
-                         a.initial, a.final_state, a.checkpoints);
+    write_metadata_flags({a.flags, a.accumulate_flags, a.map, 1, checkpoints}, a.initial,
+                         a.final_state, a.checkpoints);
     __syncthreads();
   }
-  Unit unit = unit_of<kBV>(a);
+  const Unit unit = unit_of<kBV>(a);
   const int64_t n = unit.span.sequence;
   const int row0 = static_cast<int>(threadIdx.x) / L::kColumnThreads * L::kRows;
   const int column0 = unit.column + static_cast<int>(threadIdx.x) % L::kColumnThreads * 4;
   const int K = a.shape.K;
   const bool last = unit.span.end == sequence_span(a.map, n).end;
   if (a.M.base && a.skip_last && last) return;
-
-  if (a.decode) unit.span.end = min(unit.span.end, unit.span.begin + decode_limit(a));
-  const int64_t source = a.decode ? decode_source(a, n) : state_slot(a.initial, n);
-  if (a.decode && (source < 0 || unit.span.begin == unit.span.end)) return;
 
   // The first tokens before the state: what they take part in waits for both.
   TokenInputs<kK / 32> inputs;
@@ -323,7 +283,7 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
   const float rate = gate_rate(a.gate, unit.head);
   float S[L::kRows][4] = {};
   const StateView& start_view = a.states_in.base ? a.states_in : a.initial;
-  const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : source;
+  const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : state_slot(a.initial, n);
   if (start >= 0)
     load_tile<kAccess, L::kRows>(start_view, start, unit.head, row0, column0, K, unit.columns, S);
   if (unit.transition)
@@ -348,29 +308,16 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
     for (int i = 0; i < count; ++i, parity ^= 1) {
       step<kK, kBV>(a, unit, first + i, i, parity, shared, S);
       const int64_t done = first + i + 1;
-      int64_t slot = -1;
-      if (a.decode && a.index_columns > 1) {
-        slot = a.initial.indices[n * a.index_columns + done - 1 - unit.span.begin];
-        if (slot >= a.initial.num_slots) slot = -1;
-      }
-      if (a.checkpoints.base && (done - sequence_begin) % a.checkpoint_every == 0)
-        slot = state_slot(a.checkpoints, checkpoint++);
+      if (!a.checkpoints.base || (done - sequence_begin) % a.checkpoint_every != 0) continue;
+      const int64_t slot = state_slot(a.checkpoints, checkpoint++);
       if (slot >= 0)
-        store_tile<kAccess, L::kRows>(a.decode ? a.initial : a.checkpoints, slot, unit.head, row0,
-                                      column0, K, unit.columns, S);
+        store_tile<kAccess, L::kRows>(a.checkpoints, slot, unit.head, row0, column0, K,
+                                      unit.columns, S);
     }
   }
 
-  const StateView& target = a.M.base  ? (unit.transition ? a.M : a.B)
-                            : a.decode ? a.initial
-                                       : a.final_state;
-  int64_t slot = -1;
-  if (a.M.base)
-    slot = unit.index;
-  else if (a.decode)
-    slot = a.index_columns == 1 ? source : -1;
-  else if (last)
-    slot = state_slot(a.final_state, n);
+  const StateView& target = !a.M.base ? a.final_state : unit.transition ? a.M : a.B;
+  const int64_t slot = a.M.base ? unit.index : last ? state_slot(a.final_state, n) : -1;
   if (slot >= 0)
     store_tile<kAccess, L::kRows>(target, slot, unit.head, row0, column0, K, unit.columns, S);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The recurrence token by token in fp32 (math: docs/operation.md), for every problem: decode, all
-// types, K and V up to 256, segments. One state tile a block, in registers from first to last token.
+// The recurrence token by token in fp32 (math: docs/operation.md), for every problem: all types, K
+// and V up to 256, segments. One state tile a block, in registers from first to last token.
 #pragma once
 
 #include "cuda/host/launch.hpp"
@@ -16,10 +16,6 @@ struct RecurrentArgs {
   StateView initial, final_state, checkpoints;
   int64_t checkpoint_every = 0;
   StateView states_in;  ///< slot: span; instead of `initial`
-
-  bool decode = false;  ///< `initial` is the pool, written in place
-  int64_t index_columns = 1;
-  const int32_t* num_accepted = nullptr;
 
   StateView M;  ///< scan, slot: span; end states from v = 0, S = I; no outputs
   StateView B;  ///< scan: end states from S = 0

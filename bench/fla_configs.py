@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton configs for FLA's kernels, tuned once and kept under bench/fla_configs/<GPU>/<heads>/.
+
+FLA tunes every kernel anew for each head count, type and layout, minutes each. Here they are tuned at
+T = 8192 with 64 and with 16 heads (FLA's own search, every config), saved in the format of FLA's own
+config cache (FLA_CONFIG_DIR), and taken from there for every other shape: the nearer head count.
+"""
+import gc
+import json
+import os
+import pathlib
+import re
+
+os.environ["FLA_CACHE_MODE"] = "fuzzy"
+
+import torch
+import triton
+
+ROOT = pathlib.Path(__file__).resolve().parent / "fla_configs"
+
+
+def directory(heads):
+    gpu = re.sub(r"[^0-9A-Za-z]+", "_", torch.cuda.get_device_name()).strip("_")
+    return ROOT / gpu / ("h64" if heads >= 32 else "h16")
+
+
+def use(heads):
+    """FLA's calls from now on take the configs for this many heads; a kernel without one is tuned."""
+    from fla.ops.utils import cache
+    os.environ["FLA_CONFIG_DIR"] = str(directory(heads))
+    # Any entry of a kernel matches: one config a kernel and head count.
+    cache.AutotuneKey.fuzzy_matches = lambda self, entry: True
+    for tuner in _tuners():
+        tuner.cache.clear()
+
+
+def save(heads):
+    """Adds what was tuned since use() to the configs for this many heads."""
+    from fla.ops.utils import cache
+    target = directory(heads)
+    target.mkdir(parents=True, exist_ok=True)
+    for tuner in _tuners():
+        path = target / f"{tuner.kernel_name}.json"
+        if path.exists() or not tuner.cache:
+            continue
+        key, config = next(iter(tuner.cache.items()))
+        entry = {"autotune_key": list(key),
+                 "config": {"kwargs": config.kwargs, "num_warps": config.num_warps,
+                            "num_stages": config.num_stages, "num_ctas": config.num_ctas}}
+        path.write_text(json.dumps(
+            {"kernel_name": tuner.kernel_name, "triton_version": triton.__version__,
+             "autotune_entries": {cache.AutotuneKey.key_hash(key): entry}}, indent=1) + "\n")
+    cache.load_config_file.cache_clear()
+
+
+def _tuners():
+    from fla.ops.utils.cache import CachedAutotuner
+    return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner)]

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode: 1..8 tokens a sequence against a state pool, in place. The state is read once and written
+// once (once a token with an index column a token), and nothing else is of size: the time is that of
+// a copy of the states. Hence warps that share nothing: each has 16 KB of state in its registers
+// from load to store, and no warp waits for another.
+#pragma once
+
+#include "cuda/host/launch.hpp"
+#include "cuda/tile/arguments.hpp"
+
+namespace kda::cuda {
+
+struct DecodeArgs {
+  Shape shape;
+  SequenceMap map;
+  RowView q, k, v, g, beta, o;
+  GateView gate;
+  StateView pool;  ///< indices [N, index_columns]
+  int64_t index_columns = 1;
+  const int32_t* num_accepted = nullptr;  ///< [N]; sequence n starts from column num_accepted[n] - 1
+  int32_t* flags = nullptr;               ///< MetadataFlag bits, or null
+  bool accumulate_flags = false;          ///< an earlier kernel of this call has set the word
+};
+
+Status launch_decode(const DecodeArgs& args, const Launch& launch);
+
+}  // namespace kda::cuda
