@@ -7,6 +7,8 @@ import json
 import math
 import os
 import pathlib
+import subprocess
+import sys
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
@@ -66,21 +68,65 @@ def make_inputs(c, gates="trained", seed=0):
     return x
 
 
-def tune_fla():
-    """Tunes what has no config yet (fla_configs.py)."""
-    for heads in (64, 16):
-        if list(fla_configs.directory(heads).glob("*.json")):
-            continue
-        fla_configs.use(heads)
-        for dtype in (torch.bfloat16, torch.float16):
-            c = dict(B=1, T=8192, H=heads, HV=heads, K=128, V=128, lengths=None, dtype=dtype)
-            x = make_inputs(c)
-            if dtype == torch.bfloat16:
-                fla_call(c, x)()
-                fla_call(c, x, intracard=True)()
-            else:  # the kernels that only unbounded gates use
-                fla_stages(c, x)["intra_token_parallel"]()
+def tune_fla(heads, part=None):
+    """Tunes every FLA kernel for this many heads (fla_configs.py); a worker compiles its share."""
+    fla_configs.use(heads)
+    if part:
+        import fla.ops.common.intracard_cp  # noqa: F401  else imported later, with all its configs
+        import fla.ops.kda  # noqa: F401
+        fla_configs.take_part(*part)
+    for dtype in (torch.bfloat16, torch.float16):
+        c = dict(B=1, T=8192, H=heads, HV=heads, K=128, V=128, lengths=None, dtype=dtype)
+        x = make_inputs(c)
+        if dtype == torch.bfloat16:
+            fla_call(c, x)()
+            fla_call(c, x, intracard=True)()
+        else:
+            stages = fla_stages(c, x)
+            for name in ("intra", "wu", "intra_token_parallel"):
+                stages[name]()
+        torch.cuda.synchronize()
+    if not part:
         fla_configs.save(heads)
+
+
+def warm_fla(args, part, parts):
+    """A worker's share of all FLA calls of this run, once each: Triton's disk cache then has them."""
+    calls = []
+    if "forward" in args.what:
+        for name in args.sets.split(","):
+            calls += [(c, fla_call) for c in cases(name)]
+            if name in ("cp", "context_parallel"):
+                calls += [(c, lambda c, x: fla_call(c, x, intracard=True)) for c in cases(name)]
+    seen = set()
+    for c, make in calls:  # a kernel is compiled a head count, layout and type, not a length
+        key = (c["H"], c["HV"], c["K"], bool(c["lengths"]), c["dtype"], make is fla_call)
+        if key in seen:
+            continue
+        seen.add(key)
+        if len(seen) % parts != part:
+            continue
+        fla_configs.use(c["HV"])
+        lengths = [2048, 1024] if c["lengths"] else None
+        small = dict(c, B=1, T=3072 if lengths else 1024, lengths=lengths)
+        call = make(small, make_inputs(small, args.gates))
+        call and call()
+    if "intra" in args.what:
+        for i, c in enumerate(cases("intra") + cases("intra_fp16")):
+            if i % parts == part:
+                fla_configs.use(c["HV"])
+                small = dict(c, B=1, T=1024, lengths=[1024] if c["lengths"] else None)
+                for call in fla_stages(small, make_inputs(small)).values():
+                    call()
+
+
+def run_workers(extra, count=8):
+    """This script, `count` times side by side, with a share of the work each."""
+    command = [sys.executable, str(ROOT / "bench" / "peers.py"), *sys.argv[1:]]
+    workers = [subprocess.Popen(command + extra + ["--part", f"{i}/{count}"]) for i in range(count)]
+    for worker in workers:
+        if worker.wait() != 0:
+            raise RuntimeError("a worker failed")
 
 
 def cu_seqlens(c):
@@ -309,14 +355,23 @@ def main():
     parser.add_argument("--gates", default="trained", choices=["strong", "slow", "trained"])
     parser.add_argument("--library", default=str(ROOT / "build" / "libkda_c.so"))
     parser.add_argument("--json")
+    parser.add_argument("--tune", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.part:
+        part, parts = map(int, args.part.split("/"))
+        return tune_fla(args.tune, (part, parts)) if args.tune else warm_fla(args, part, parts)
+    for heads in (64, 16):
+        if not list(fla_configs.directory(heads).glob("*.json")):
+            run_workers(["--tune", str(heads)])
+            tune_fla(heads)
+    run_workers([])
     library = Library(args.library)
     import fla
     report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
                   triton=triton.__version__, fla=fla.__version__, gates=args.gates,
                   copy_bytes_per_second=copy_rate())
     what = args.what.split(",")
-    tune_fla()
     if "errors" in what:
         report["errors"] = measure_errors(library)
     if "forward" in what:

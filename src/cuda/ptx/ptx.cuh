@@ -13,11 +13,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// 16 bytes from global to shared memory; zeros where `valid` is false (the source is not read).
-__device__ __forceinline__ void cp_async_16(uint32_t target, const void* source, bool valid = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
-               "r"(valid ? 16 : 0)
-               : "memory");
+/// 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not read).
+template <int kBytes>
+__device__ __forceinline__ void cp_async(uint32_t target, const void* source, bool valid = true) {
+  const int bytes = valid ? kBytes : 0;
+  if constexpr (kBytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source),
+                 "r"(bytes)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source),
+                 "r"(bytes)
+                 : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -56,10 +56,10 @@ struct Kernel {
     const uint32_t to = ptx::shared_address(target) + tid * 16;
     constexpr int kRound = kThreads * 16;
 #pragma unroll
-    for (int at = 0; at + kRound <= kBytes; at += kRound) ptx::cp_async_16(to + at, from + at);
+    for (int at = 0; at + kRound <= kBytes; at += kRound) ptx::cp_async<16>(to + at, from + at);
     constexpr int kDone = kBytes / kRound * kRound;
     if (kDone < kBytes && tid * 16 < kBytes - kDone)
-      ptx::cp_async_16(to + kDone, from + kDone);
+      ptx::cp_async<16>(to + kDone, from + kDone);
   }
   __device__ int64_t v_tiles() const { return (a.shape.V + kVTile - 1) / kVTile; }
 

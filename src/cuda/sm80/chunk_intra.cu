@@ -82,7 +82,7 @@ struct Kernel {
 #pragma unroll
     for (int row = row0, i = 0; i < kChunk / kRowStep; ++i, row += kRowStep) {
       const bool valid = inside && row < chunk.count;
-      ptx::cp_async_16(address, valid ? source : base, valid);
+      ptx::cp_async<16>(address, valid ? source : base, valid);
       source += kRowStep * view.stride_t;
       address += kRowStep * kStride * sizeof(T);
     }

@@ -1,41 +1,60 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/smxx/decode.hpp"
 
+#include <algorithm>
+
+#include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kElements = 128;  // of a state, a lane: 16 KB a warp
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kColumns = 32;        // values of a tile
+
+/// Tiles of state in shared memory, one in use and the others on their way; within 99 KB.
+template <int kK>
+constexpr int kStages = kK <= 128 ? 5 : 2;
+template <int kK>
+constexpr int kBlocksPerSm = kK <= 128 ? 2 : 1;
 constexpr int64_t kMaxTokens = 8;
 
-/// A warp's tile: all K rows of kColumns columns.
-template <int kK>
-constexpr int kColumns = 32 * kElements / kK;
+/// A tile of one sequence and head.
+struct Work {
+  int32_t sequence, head;
+  int32_t column;  // first value
+  int32_t tokens;
+  int64_t begin;
+  int64_t source;  // slot; -1: nothing to do
+};
 
-/// How a row of K channels lies in a warp: quads of channels, kQuads a lane; for K = 64 both halves
-/// of the warp hold the row.
+/// A token of a tile, ready for the recurrence: normalised q and k, decays, values.
 template <int kK>
-struct Row {
-  static constexpr int kLanes = kK / 4 < 32 ? kK / 4 : 32;
+struct alignas(16) Token {
+  float decay[kK], k[kK], q[kK], v[kColumns];
+  float beta, qk;
+};
+
+template <int kK>
+struct alignas(16) Shared {
+  float tiles[kStages<kK>][kK * kColumns];  // as the pool has them: fp32 or bf16, rows of K or of V
+  Token<kK> tokens[3];                  // by parity of the work; the last: tokens after the first
+  float read[kWarps][kColumns];         // partial S^T k
+  float out[kWarps][kColumns];          // partial S^T q
+  Work works[kStages<kK> + 1];
+};
+
+/// What a warp holds of a token on its way: quads of channels, and one value a lane.
+template <int kK>
+struct RawToken {
+  static constexpr int kLanes = kK / 4 < 32 ? kK / 4 : 32;  // K = 64: both half warps alike
   static constexpr int kQuads = kK / 4 / kLanes;
   static constexpr int kCount = 4 * kQuads;
-  static __device__ int channel(int lane, int quad) { return (lane % kLanes + quad * kLanes) * 4; }
-};
-
-struct Unit {
-  Span span;
-  int64_t head = 0, q_head = 0;
-  int column = 0;  // first column of the tile
-};
-
-/// A token as it is loaded; then (prepare) normalised, with decays for gates.
-template <int kCount>
-struct Token {
   float q[kCount], k[kCount], g[kCount];
-  float beta, qk;
+  float v, beta;
+  static __device__ int channel(int lane, int quad) { return (lane % kLanes + quad * kLanes) * 4; }
 };
 
 __device__ __forceinline__ float sum_over(float x, int first_offset, int end_offset) {
@@ -45,7 +64,7 @@ __device__ __forceinline__ float sum_over(float x, int first_offset, int end_off
   return x;
 }
 
-/// Four channels from `at`; 0 past K.
+/// Four channels from `at`; 0 past `count`.
 template <class E>
 __device__ __forceinline__ void load_quad(const void* base, int64_t at, int count, float* x) {
   const E* source = static_cast<const E*>(base) + at;
@@ -65,211 +84,285 @@ __device__ __forceinline__ void load_quad(const void* base, int64_t at, int coun
 
 template <int kK>
 __device__ __forceinline__ void load_row(const RowView& view, int64_t at, int K, int lane,
-                                         float (&x)[Row<kK>::kCount]) {
+                                         float (&x)[RawToken<kK>::kCount]) {
+  const auto load = [&]<class E>(E) {
 #pragma unroll
-  for (int i = 0; i < Row<kK>::kQuads; ++i) {
-    const int c = Row<kK>::channel(lane, i);
-    if (view.type == Element::kFloat32) load_quad<float>(view.base, at + c, K - c, x + 4 * i);
-    if (view.type == Element::kBFloat16)
-      load_quad<__nv_bfloat16>(view.base, at + c, K - c, x + 4 * i);
-    if (view.type == Element::kFloat16) load_quad<__half>(view.base, at + c, K - c, x + 4 * i);
-  }
+    for (int i = 0; i < RawToken<kK>::kQuads; ++i) {
+      const int c = RawToken<kK>::channel(lane, i);
+      load_quad<E>(view.base, at + c, K - c, x + 4 * i);
+    }
+  };
+  if (view.type == Element::kFloat32) load(float{});
+  if (view.type == Element::kBFloat16) load(__nv_bfloat16{});
+  if (view.type == Element::kFloat16) load(__half{});
 }
 
-template <int kK>
-__device__ __forceinline__ void load_token(const DecodeArgs& a, const Unit& unit, int64_t token,
-                                           int lane, Token<Row<kK>::kCount>& x) {
-  const int64_t n = unit.span.sequence;
-  load_row<kK>(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, x.q);
-  load_row<kK>(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, x.k);
-  load_row<kK>(a.g, row_offset(a.g, a.map, n, token, unit.head), a.shape.K, lane, x.g);
-  x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, unit.head));
+__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
+  return a.index_columns > 1 ? min(a.index_columns, kMaxTokens) : kMaxTokens;
 }
 
-/// Norms, decays, beta and q.k (docs/operation.md).
-template <int kK>
-__device__ __forceinline__ void prepare(const DecodeArgs& a, int64_t head, float rate, int lane,
-                                        Token<Row<kK>::kCount>& x) {
-  float qq = 0, kk = 0, qk = 0;
-#pragma unroll
-  for (int i = 0; i < Row<kK>::kCount; ++i)
-    qq += x.q[i] * x.q[i], kk += x.k[i] * x.k[i], qk += x.q[i] * x.k[i];
-  constexpr int kLanes = Row<kK>::kLanes;
-  x.qk = sum_over(qk, 1, kLanes);
-  if (a.gate.l2norm) {
-    const float q_scale = 1.0f / sqrtf(sum_over(qq, 1, kLanes) + 1e-6f);
-    const float k_scale = 1.0f / sqrtf(sum_over(kk, 1, kLanes) + 1e-6f);
-#pragma unroll
-    for (int i = 0; i < Row<kK>::kCount; ++i) x.q[i] *= q_scale, x.k[i] *= k_scale;
-    x.qk *= q_scale * k_scale;
-  }
-#pragma unroll
-  for (int i = 0; i < Row<kK>::kCount; ++i) {
-    const int c = Row<kK>::channel(lane, i / 4) + i % 4;
-    const bool inside = c < a.shape.K;
-    const float bias =
-        a.gate.dt_bias && inside ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
-    x.g[i] = inside ? exp2f(log2_decay_exact(a.gate, x.g[i], bias, rate)) : 0.0f;
-  }
-  x.beta = beta_value(a.gate, x.beta);
+/// Slot that the sequence starts from; -1: it is skipped.
+__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
+  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
+  if (accepted < 1 || accepted > a.index_columns) return -1;
+  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
+  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
 }
 
-/// Tile of a buffer whose rows are columns of values: a lane has 4 columns of 32 rows. Rows of a
-/// token go through shared memory, since a lane's channels are not those it loaded.
-template <int kK, bool kVectors>
-struct TileKV {
-  static constexpr int kOwned = 4;  // values of v and o a lane
-  static constexpr int kColumnLanes = kColumns<kK> / 4;
-  static constexpr int kGroups = 32 / kColumnLanes;
-  static constexpr int kQuads = kK / 4 / kGroups;  // of rows, a lane
-  static constexpr int kSharedFloats = 3 * kK;
-  float S[kQuads][4][4];
-  const int lane;
-  float* rows;  // [3][kK]: decay, k, q of a token
+/// Slot that the state after token `i` of the sequence goes to; -1: none.
+__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, const Work& work, int64_t i) {
+  if (a.index_columns == 1) return i + 1 == work.tokens ? work.source : -1;
+  const int64_t slot = a.pool.indices[work.sequence * a.index_columns + i];
+  return slot < a.pool.num_slots ? slot : -1;
+}
 
-  __device__ int quad(int j) const { return j * kGroups + lane / kColumnLanes; }
-  __device__ int column(int i) const { return lane % kColumnLanes * 4 + i; }
-  __device__ bool writes_output() const { return lane < kColumnLanes; }
+template <int kK, Access kAccess>
+struct Kernel {
+  using Raw = RawToken<kK>;
+  // A lane's part of a tile. Rows of K: 4 values of kRows channels. Rows of V: its channels (as
+  // Raw has them) of kRows values.
+  static constexpr bool kVK = kAccess == Access::kVectorsVK;
+  static constexpr int kRowLanes = kVK ? Raw::kLanes : kColumns / 4;
+  static constexpr int kRowStep = kThreads / kRowLanes;
+  static constexpr int kRows = kVK ? kColumns / kRowStep : kK / kRowStep;
+  static constexpr int kWidth = kVK ? Raw::kCount : 4;
+  static constexpr int kPieces = kK * kColumns / 4;  // 4 elements each
+  static constexpr int kPiecesOfRow = (kVK ? kK : kColumns) / 4;
 
-  template <class Visit>
-  __device__ void for_each(const Shape& shape, int column0, Visit&& visit) {
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j)
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; c += kVectors ? 4 : 1)
-          if (quad(j) * 4 + r < shape.K && column0 + column(c) < shape.V)
-            visit(S[j][r], c, quad(j) * 4 + r, column0 + column(c));
+  static constexpr int kTiles = kStages<kK>;
+  static constexpr int kAhead = kTiles - 1;
+
+  const DecodeArgs& a;
+  Shared<kK>& s;
+  const int tid, warp, lane;
+  const unsigned v_tiles, num_works;
+
+  float S[kRows][kWidth];
+
+  // ---- what there is to do ---------------------------------------------------------------------
+
+  __device__ unsigned index_of(int i) const {
+    return blockIdx.x + static_cast<unsigned>(i) * gridDim.x;
   }
+
+  __device__ Work work_of(int i) const {
+    const unsigned index = index_of(i);
+    if (index >= num_works) return {0, 0, 0, 0, 0, -1};
+    const auto HV = static_cast<unsigned>(a.shape.HV);
+    Work work;
+    work.sequence = static_cast<int32_t>(index / v_tiles / HV);
+    work.head = static_cast<int32_t>(index / v_tiles % HV);
+    work.column = static_cast<int>(index % v_tiles) * kColumns;
+    const Span span = sequence_span(a.map, work.sequence);
+    work.begin = span.begin;
+    work.tokens = static_cast<int32_t>(min(span.end - span.begin, most_tokens(a)));
+    work.source = work.tokens > 0 ? source_slot(a, work.sequence) : -1;
+    return work;
+  }
+
+  // ---- tokens ----------------------------------------------------------------------------------
+
+  __device__ void load_token(const Work& work, int64_t token, Raw& x) const {
+    if (work.source < 0) return;
+    const int64_t n = work.sequence, head = work.head;
+    const int64_t q_head =
+        static_cast<unsigned>(head) /
+        (static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H));
+    load_row<kK>(a.q, row_offset(a.q, a.map, n, token, q_head), a.shape.K, lane, x.q);
+    load_row<kK>(a.k, row_offset(a.k, a.map, n, token, q_head), a.shape.K, lane, x.k);
+    load_row<kK>(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
+    x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
+    x.v = 0;
+    if (work.column + lane < a.shape.V)
+      x.v = load_element(a.v.base, a.v.type,
+                         row_offset(a.v, a.map, n, token, head) + work.column + lane);
+  }
+
+  /// Norms, decays, beta and q.k (docs/operation.md) of a token that load_token() brought.
+  __device__ void prepare_token(const Work& work, Raw& x, Token<kK>& token) const {
+    if (work.source < 0) return;
+    float qq = 0, kk = 0, qk = 0;
+#pragma unroll
+    for (int i = 0; i < Raw::kCount; ++i)
+      qq += x.q[i] * x.q[i], kk += x.k[i] * x.k[i], qk += x.q[i] * x.k[i];
+    qk = sum_over(qk, 1, Raw::kLanes);
+    float q_scale = 1, k_scale = 1;
+    if (a.gate.l2norm) {
+      q_scale = 1.0f / sqrtf(sum_over(qq, 1, Raw::kLanes) + 1e-6f);
+      k_scale = 1.0f / sqrtf(sum_over(kk, 1, Raw::kLanes) + 1e-6f);
+    }
+    const float rate = gate_rate(a.gate, work.head);
+#pragma unroll
+    for (int i = 0; i < Raw::kCount; ++i) {
+      const int c = Raw::channel(lane, i / 4) + i % 4;
+      const bool inside = c < a.shape.K;
+      const float bias =
+          a.gate.dt_bias && inside ? a.gate.dt_bias[work.head * a.gate.stride_dt + c] : 0.0f;
+      token.decay[c] = inside ? exp2f(log2_decay_exact(a.gate, x.g[i], bias, rate)) : 0.0f;
+      token.k[c] = x.k[i] * k_scale;
+      token.q[c] = x.q[i] * q_scale;
+    }
+    token.v[lane] = x.v;
+    if (lane == 0) {
+      token.beta = beta_value(a.gate, x.beta);
+      token.qk = qk * q_scale * k_scale;
+    }
+  }
+
+  // ---- tiles of state --------------------------------------------------------------------------
+
+  __device__ int row_of(int r) const { return kVK ? r * kRowStep + tid / kRowLanes
+                                                  : tid / kRowLanes * kRows + r; }
+  __device__ int first_of(int quad) const {
+    return kVK ? Raw::channel(lane, quad) : tid % kRowLanes * 4;
+  }
+
+  /// Pool to shared memory: in the background, except for strides that no vector fits.
   template <bool kBf16>
-  __device__ void load(const StateView& view, const Shape& shape, int64_t slot, int64_t head,
-                       int column0) {
-    const int64_t at = slot * view.stride_slot + head * view.stride_head;
-    for_each(shape, column0, [&](float (&s)[4], int c, int row, int col) {
-      if constexpr (kVectors) {
-        const float4 x = load4<kBf16>(view.base, at + row * view.stride_row + col);
-        s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
-      } else {
-        s[c] = load_state(view, state_offset(view, slot, head, row, col));
-      }
-    });
+  __device__ void fetch(const Work& work, float* tile) const {
+    constexpr int kBytes = kBf16 ? 8 : 16;
+    const uint32_t target = ptx::shared_address(tile);
+#pragma unroll
+    for (int i = 0; i < kPieces / kThreads; ++i) {
+      const int piece = tid + i * kThreads;
+      const int row = piece / kPiecesOfRow, c = piece % kPiecesOfRow * 4;
+      const int k = kVK ? c : row, v = work.column + (kVK ? row : c);
+      const bool inside = k < a.shape.K && v < a.shape.V;
+      const int64_t at = state_offset(a.pool, work.source, work.head, k, v);
+      const char* source = static_cast<const char*>(a.pool.base) + at * (kBytes / 4);
+      ptx::cp_async<kBytes>(target + piece * kBytes, inside ? source : a.pool.base, inside);
+    }
   }
-  template <bool kBf16>
-  __device__ void store(const StateView& view, const Shape& shape, int64_t slot, int64_t head,
-                        int column0) {
-    const int64_t at = slot * view.stride_slot + head * view.stride_head;
-    for_each(shape, column0, [&](float (&s)[4], int c, int row, int col) {
-      if constexpr (kVectors)
-        store4<kBf16>(view.base, at + row * view.stride_row + col,
-                      make_float4(s[0], s[1], s[2], s[3]));
+  __device__ void fetch_scalar(const Work& work, float* tile) const {
+    for (int i = tid; i < kK * kColumns; i += kThreads) {
+      const int k = i / kColumns, v = work.column + i % kColumns;
+      const bool inside = k < a.shape.K && v < a.shape.V;
+      tile[i] =
+          inside ? load_state(a.pool, state_offset(a.pool, work.source, work.head, k, v)) : 0.0f;
+    }
+  }
+  __device__ void start_fetch(int i) const {
+    const Work& work = s.works[i % (kTiles + 1)];
+    float* tile = s.tiles[i % kTiles];
+    if (work.source >= 0) {
+      if constexpr (kAccess == Access::kScalar)
+        fetch_scalar(work, tile);
       else
-        store_state(view, state_offset(view, slot, head, row, col), s[c]);
-    });
-  }
-
-  __device__ float4 row(int which, int j) const {
-    return reinterpret_cast<const float4*>(rows + which * kK)[quad(j)];
-  }
-  __device__ void share(const Token<Row<kK>::kCount>& x) const {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < Row<kK>::kQuads; ++i) {
-      const int c = Row<kK>::channel(lane, i);
-      const auto put = [&](int which, const float* y) {
-        *reinterpret_cast<float4*>(rows + which * kK + c) =
-            make_float4(y[4 * i], y[4 * i + 1], y[4 * i + 2], y[4 * i + 3]);
-      };
-      put(0, x.g), put(1, x.k), put(2, x.q);
+        a.pool.bf16 ? fetch<true>(work, tile) : fetch<false>(work, tile);
     }
-    __syncwarp();
+    ptx::cp_async_commit();  // empty or not: waits count groups
   }
 
-  /// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k vn^T
-  __device__ void step(const Token<Row<kK>::kCount>& x, const float (&v)[kOwned], float scale,
-                       float (&o)[kOwned]) {
-    share(x);
-    float read[4] = {}, out[4] = {};
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      const float4 d4 = row(0, j), k4 = row(1, j), q4 = row(2, j);
-      const float d[4] = {d4.x, d4.y, d4.z, d4.w}, k[4] = {k4.x, k4.y, k4.z, k4.w};
-      const float q[4] = {q4.x, q4.y, q4.z, q4.w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          S[j][r][c] *= d[r];
-          read[c] = fmaf(S[j][r][c], k[r], read[c]);
-          out[c] = fmaf(S[j][r][c], q[r], out[c]);
-        }
-    }
-    float v_new[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      v_new[c] = x.beta * (v[c] - sum_over(read[c], kColumnLanes, 32));
-      o[c] = scale * fmaf(x.qk, v_new[c], sum_over(out[c], kColumnLanes, 32));
-    }
-#pragma unroll
-    for (int j = 0; j < kQuads; ++j) {
-      const float4 k4 = row(1, j);
-      const float k[4] = {k4.x, k4.y, k4.z, k4.w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) S[j][r][c] = fmaf(k[r], v_new[c], S[j][r][c]);
-    }
-  }
-};
-
-/// Tile of a buffer whose rows are columns of keys: a lane has its own channels of kRows values.
-template <int kK>
-struct TileVK {
-  using R = Row<kK>;
-  static constexpr int kRows = kElements / R::kCount;
-  static constexpr int kOwned = kRows > R::kLanes ? kRows / R::kLanes : 1;
-  static constexpr int kShare = R::kLanes > kRows ? R::kLanes / kRows : 1;  // lanes that own a row
-  static constexpr int kStep = 32 / R::kLanes;
-  static constexpr int kSharedFloats = 0;
-  float S[kRows][R::kCount];
-  const int lane;
-  float* rows;  // unused
-
-  __device__ int value(int r) const { return r * kStep + lane / R::kLanes; }
-  __device__ int column(int i) const {
-    return value(lane % R::kLanes / kShare * kOwned + i);
-  }
-  __device__ bool writes_output() const { return lane % kShare == 0; }
-
-  template <class Visit>
-  __device__ void for_each(const StateView& view, const Shape& shape, int64_t slot, int64_t head,
-                           int column0, Visit&& visit) {
-    const int64_t at = slot * view.stride_slot + head * view.stride_head;
+  template <bool kBf16>
+  __device__ void read_tile(const float* tile) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int i = 0; i < R::kQuads; ++i)
-        if (column0 + value(r) < shape.V && R::channel(lane, i) < shape.K)
-          visit(S[r] + 4 * i, at + (column0 + value(r)) * view.stride_row + R::channel(lane, i));
+      for (int c = 0; c < kWidth; c += 4) {
+        const float4 x = load4<kBf16>(tile, row_of(r) * (kPiecesOfRow * 4) + first_of(c / 4));
+        S[r][c] = x.x, S[r][c + 1] = x.y, S[r][c + 2] = x.z, S[r][c + 3] = x.w;
+      }
   }
+
   template <bool kBf16>
-  __device__ void load(const StateView& view, const Shape& shape, int64_t slot, int64_t head,
-                       int column0) {
-    for_each(view, shape, slot, head, column0, [&](float* s, int64_t at) {
-      const float4 x = load4<kBf16>(view.base, at);
-      s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
-    });
+  __device__ void write_tile(const Work& work, int64_t slot) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kWidth; c += 4) {
+        const int k = kVK ? first_of(c / 4) : row_of(r);
+        const int v = work.column + (kVK ? row_of(r) : first_of(0));
+        if (k >= a.shape.K || v >= a.shape.V) continue;
+        store4<kBf16>(a.pool.base, state_offset(a.pool, slot, work.head, k, v),
+                      make_float4(S[r][c], S[r][c + 1], S[r][c + 2], S[r][c + 3]));
+      }
   }
-  template <bool kBf16>
-  __device__ void store(const StateView& view, const Shape& shape, int64_t slot, int64_t head,
-                        int column0) {
-    for_each(view, shape, slot, head, column0, [&](float* s, int64_t at) {
-      store4<kBf16>(view.base, at, make_float4(s[0], s[1], s[2], s[3]));
-    });
+  __device__ void write_scalar(const Work& work, int64_t slot) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) {
+        const int k = row_of(r), v = work.column + first_of(0) + c;
+        if (k < a.shape.K && v < a.shape.V)
+          store_state(a.pool, state_offset(a.pool, slot, work.head, k, v), S[r][c]);
+      }
+  }
+  __device__ void write_state(const Work& work, int64_t slot) const {
+    if constexpr (kAccess == Access::kScalar)
+      write_scalar(work, slot);
+    else
+      a.pool.bf16 ? write_tile<true>(work, slot) : write_tile<false>(work, slot);
+  }
+
+  // ---- the recurrence --------------------------------------------------------------------------
+  // S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k vn^T
+
+  __device__ void store_output(const Work& work, int64_t token, int column, float o) const {
+    if (work.column + column < a.shape.V)
+      store_element(a.o.base, a.o.type,
+                    row_offset(a.o, a.map, work.sequence, token, work.head) + work.column + column,
+                    a.gate.scale * o);
+  }
+
+  __device__ static float4 quad(const float* x, int first) {
+    return *reinterpret_cast<const float4*>(x + first);
+  }
+
+  /// Rows of K: sums over the rows of a warp, then over warps.
+  __device__ void step_kv(const Work& work, int64_t token_index, const Token<kK>& x) {
+    const int row0 = row_of(0), column = first_of(0);
+    float read[4] = {}, out[4] = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float decay = x.decay[row0 + r], k = x.k[row0 + r], q = x.q[row0 + r];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        S[r][c] *= decay;
+        read[c] = fmaf(S[r][c], k, read[c]);
+        out[c] = fmaf(S[r][c], q, out[c]);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      read[c] = sum_over(read[c], kRowLanes, 32);
+      out[c] = sum_over(out[c], kRowLanes, 32);
+    }
+    if (lane < kRowLanes) {
+      *reinterpret_cast<float4*>(&s.read[warp][column]) =
+          make_float4(read[0], read[1], read[2], read[3]);
+      *reinterpret_cast<float4*>(&s.out[warp][column]) =
+          make_float4(out[0], out[1], out[2], out[3]);
+    }
+    __syncthreads();
+    float sum[4] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 y = quad(s.read[w], column);
+      sum[0] += y.x, sum[1] += y.y, sum[2] += y.z, sum[3] += y.w;
+    }
+    const float4 v = quad(x.v, column);
+    const float v_new[4] = {x.beta * (v.x - sum[0]), x.beta * (v.y - sum[1]),
+                            x.beta * (v.z - sum[2]), x.beta * (v.w - sum[3])};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float k = x.k[row0 + r];
+#pragma unroll
+      for (int c = 0; c < 4; ++c) S[r][c] = fmaf(k, v_new[c], S[r][c]);
+    }
+    if (tid >= kRowLanes) return;
+    float o[4] = {};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 y = quad(s.out[w], column);
+      o[0] += y.x, o[1] += y.y, o[2] += y.z, o[3] += y.w;
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+      store_output(work, token_index, column + c, fmaf(x.qk, v_new[c], o[c]));
   }
 
   /// Sums of kCount values over the lanes of a row; a lane ends with those of its own rows.
-  template <int kCount = kRows, int kOffset = R::kLanes / 2>
+  template <int kCount, int kOffset>
   __device__ void reduce_scatter(float* x) const {
     if constexpr (kOffset > 0 && kCount > 1) {
       const bool upper = lane & kOffset;
@@ -285,158 +378,130 @@ struct TileVK {
     }
   }
 
-  __device__ void step(const Token<R::kCount>& x, const float (&v)[kOwned], float scale,
-                       float (&o)[kOwned]) {
-    float sums[kRows], v_new[kOwned];
+  /// Rows of V: sums within a warp; kShare lanes end with the same row.
+  __device__ void step_vk(const Work& work, int64_t token_index, const Token<kK>& x) {
+    constexpr int kShare = kRowLanes / kRows;
+    static_assert(kRows <= kRowLanes);
+    float decay[kWidth], k[kWidth], q[kWidth];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
+    for (int c = 0; c < kWidth; c += 4) {
+      const auto put = [&](float* y, float4 from) {
+        y[c] = from.x, y[c + 1] = from.y, y[c + 2] = from.z, y[c + 3] = from.w;
+      };
+      put(decay, quad(x.decay, first_of(c / 4)));
+      put(k, quad(x.k, first_of(c / 4)));
+      put(q, quad(x.q, first_of(c / 4)));
+    }
+    float read[kRows] = {}, out[kRows] = {};
 #pragma unroll
-      for (int c = 0; c < R::kCount; ++c) {
-        S[r][c] *= x.g[c];
-        sums[r] = fmaf(S[r][c], x.k[c], sums[r]);
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) {
+        S[r][c] *= decay[c];
+        read[r] = fmaf(S[r][c], k[c], read[r]);
+        out[r] = fmaf(S[r][c], q[c], out[r]);
       }
-    }
-    reduce_scatter(sums);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) v_new[i] = x.beta * (v[i] - sums[i]);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      sums[r] = 0;
-#pragma unroll
-      for (int c = 0; c < R::kCount; ++c) sums[r] = fmaf(S[r][c], x.q[c], sums[r]);
-    }
-    reduce_scatter(sums);
-#pragma unroll
-    for (int i = 0; i < kOwned; ++i) o[i] = scale * fmaf(x.qk, v_new[i], sums[i]);
+    reduce_scatter<kRows, kRowLanes / 2>(read);
+    reduce_scatter<kRows, kRowLanes / 2>(out);
+    const int mine = row_of(lane % kRowLanes / kShare);
+    const float v_new = x.beta * (x.v[mine] - read[0]);
+    if (lane % kShare == 0) store_output(work, token_index, mine, fmaf(x.qk, v_new, out[0]));
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const int owner = lane / R::kLanes * R::kLanes + r / kOwned * kShare;
-      const float new_value = __shfl_sync(~0u, v_new[r % kOwned], owner);
+      const float v = __shfl_sync(~0u, v_new, lane / kRowLanes * kRowLanes + r * kShare);
 #pragma unroll
-      for (int c = 0; c < R::kCount; ++c) S[r][c] = fmaf(x.k[c], new_value, S[r][c]);
+      for (int c = 0; c < kWidth; ++c) S[r][c] = fmaf(k[c], v, S[r][c]);
+    }
+  }
+
+  __device__ void step(const Work& work, int64_t token, const Token<kK>& x) {
+    if constexpr (kVK)
+      step_vk(work, token, x);
+    else
+      step_kv(work, token, x);
+    const int64_t slot = target_slot(a, work, token - work.begin);
+    if (slot >= 0) write_state(work, slot);
+  }
+
+  /// All tokens of a tile whose state and first token are in shared memory.
+  __device__ void update(int i) {
+    const Work work = s.works[i % (kTiles + 1)];
+    if (work.source < 0) return;
+    const float* tile = s.tiles[i % kTiles];
+    if (kAccess != Access::kScalar && a.pool.bf16)
+      read_tile<true>(tile);
+    else
+      read_tile<false>(tile);
+    step(work, work.begin, s.tokens[i % 2]);
+    for (int64_t t = work.begin + 1; t < work.begin + work.tokens; ++t) {
+      __syncthreads();  // the token before is done with
+      if (warp == 0) {
+        Raw raw;
+        load_token(work, t, raw);
+        prepare_token(work, raw, s.tokens[2]);
+      }
+      __syncthreads();
+      step(work, t, s.tokens[2]);
+    }
+  }
+
+  /// Tile i is fetched kAhead rounds before its turn; its work is looked up two rounds before that,
+  /// its token loaded one round before and prepared in the last, all by warp i % kWarps.
+  __device__ void run() {
+    Work next{};
+    Raw raw;
+    if (warp <= kAhead) {
+      next = work_of(warp);
+      s.works[warp] = next;
+    }
+    __syncthreads();
+    if (warp < kAhead) load_token(next, next.begin, raw);
+    for (int i = 0; i < kAhead; ++i) start_fetch(i);
+    if (warp == 0) prepare_token(next, raw, s.tokens[0]);
+    for (int i = 0; index_of(i) < num_works; ++i) {
+      ptx::cp_async_wait<kAhead - 1>();
+      __syncthreads();  // tile i and its token are here; tile i - 1 is done with
+      start_fetch(i + kAhead);
+      if (warp == (i + kAhead + 1) % kWarps) next = work_of(i + kAhead + 1);
+      if (warp == (i + kAhead) % kWarps) load_token(next, next.begin, raw);
+      if (warp == (i + 1) % kWarps) prepare_token(next, raw, s.tokens[(i + 1) % 2]);
+      update(i);
+      if (warp == (i + kAhead + 1) % kWarps) s.works[(i + kAhead + 1) % (kTiles + 1)] = next;
     }
   }
 };
 
 template <int kK, Access kAccess>
-struct TileOf {
-  using Type = TileKV<kK, kAccess == Access::kVectorsKV>;
-};
-template <int kK>
-struct TileOf<kK, Access::kVectorsVK> {
-  using Type = TileVK<kK>;
-};
-
-__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
-  return a.index_columns > 1 ? min(a.index_columns, kMaxTokens) : kMaxTokens;
-}
-
-/// Slot that the sequence starts from; -1: it is skipped.
-__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
-  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
-  if (accepted < 1 || accepted > a.index_columns) return -1;
-  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
-  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
-}
-
-/// Slot that the state after token `i` of the sequence goes to; -1: none.
-__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, int64_t i, bool last,
-                                               int64_t source) {
-  if (a.index_columns == 1) return last ? source : -1;
-  const int64_t slot = a.pool.indices[n * a.index_columns + i];
-  return slot < a.pool.num_slots ? slot : -1;
-}
-
-template <int kCount>
-__device__ __forceinline__ void load_values(const DecodeArgs& a, const Unit& unit, int64_t token,
-                                            const auto& tile, float (&v)[kCount]) {
-  const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head) + unit.column;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    v[i] = unit.column + tile.column(i) < a.shape.V
-               ? load_element(a.v.base, a.v.type, at + tile.column(i))
-               : 0.0f;
-}
-
-template <int kCount>
-__device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& unit, int64_t token,
-                                             const auto& tile, const float (&o)[kCount]) {
-  const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head) + unit.column;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (tile.writes_output() && unit.column + tile.column(i) < a.shape.V)
-      store_element(a.o.base, a.o.type, at + tile.column(i), o[i]);
-}
-
-template <int kK, Access kAccess>
-__global__ void __launch_bounds__(32 * kWarps, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kK>)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
-  using Tile = typename TileOf<kK, kAccess>::Type;
-  __shared__ __align__(16) float shared[kWarps][Tile::kSharedFloats + 4];
-  if (blockIdx.x == 0 && a.flags)
+  extern __shared__ __align__(16) unsigned char memory[];
+  if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
         a.pool, {}, {});
-
-  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned tiles = (a.shape.V + kColumns<kK> - 1) / kColumns<kK>;
-  const auto HV = static_cast<unsigned>(a.shape.HV);
-  const unsigned index = blockIdx.x * kWarps + warp;
-  const int64_t n = index / tiles / HV;
-  if (n >= a.map.num_sequences) return;
-  Unit unit;
-  unit.span = sequence_span(a.map, n);
-  unit.head = index / tiles % HV;
-  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
-  unit.column = static_cast<int>(index % tiles) * kColumns<kK>;
-
-  const int64_t begin = unit.span.begin;
-  const int64_t end = min(unit.span.end, begin + most_tokens(a));
-  const int64_t source = source_slot(a, n);
-  if (source < 0 || begin == end) return;
-
-  // The token before the state: its norms and decays are ready when the state arrives.
-  Tile tile{{}, static_cast<int>(lane), shared[warp]};
-  Token<Row<kK>::kCount> token, next;
-  float v[Tile::kOwned], next_v[Tile::kOwned];
-  load_token<kK>(a, unit, begin, lane, token);
-  load_values(a, unit, begin, tile, v);
-  const float rate = gate_rate(a.gate, unit.head);
-  if (a.pool.bf16)
-    tile.template load<true>(a.pool, a.shape, source, unit.head, unit.column);
-  else
-    tile.template load<false>(a.pool, a.shape, source, unit.head, unit.column);
-
-  for (int64_t t = begin; t < end; ++t) {
-    if (t + 1 < end) {
-      load_token<kK>(a, unit, t + 1, lane, next);
-      load_values(a, unit, t + 1, tile, next_v);
-    }
-    prepare<kK>(a, unit.head, rate, lane, token);
-    float o[Tile::kOwned];
-    tile.step(token, v, a.gate.scale, o);
-    store_values(a, unit, t, tile, o);
-    const int64_t slot = target_slot(a, n, t - begin, t + 1 == end, source);
-    if (slot >= 0) {
-      if (a.pool.bf16)
-        tile.template store<true>(a.pool, a.shape, slot, unit.head, unit.column);
-      else
-        tile.template store<false>(a.pool, a.shape, slot, unit.head, unit.column);
-    }
-    token = next;
-#pragma unroll
-    for (int i = 0; i < Tile::kOwned; ++i) v[i] = next_v[i];
+    __syncthreads();
   }
+  const unsigned v_tiles = (a.shape.V + kColumns - 1) / kColumns;
+  Kernel<kK, kAccess> kernel{a,
+                             *reinterpret_cast<Shared<kK>*>(memory),
+                             static_cast<int>(threadIdx.x),
+                             static_cast<int>(threadIdx.x) / 32,
+                             static_cast<int>(threadIdx.x) % 32,
+                             v_tiles,
+                             static_cast<unsigned>(a.map.num_sequences * a.shape.HV) * v_tiles,
+                             {}};
+  kernel.run();
 }
 
 template <int kK>
 Status launch(const DecodeArgs& args, const Launch& where) {
-  const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
-  const int64_t warps = args.map.num_sequences * args.shape.HV * tiles;
+  const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
+  const int64_t works = args.map.num_sequences * args.shape.HV * tiles;
+  // Tiles are counted in 32 bits: past them, launch_kernel() refuses as for any other grid.
+  const int64_t blocks =
+      works > INT32_MAX ? works : std::min(works, int64_t{kBlocksPerSm<kK>} * args.num_sms);
   const auto run = [&](auto kernel) {
-    return launch_kernel("decode", kernel, (warps + kWarps - 1) / kWarps, 32 * kWarps, 0, where,
-                         args);
+    return launch_kernel("decode", kernel, blocks, kThreads, sizeof(Shared<kK>), where, args);
   };
   if (!args.pool.vectors) return run(decode_kernel<kK, Access::kScalar>);
   return args.pool.vk ? run(decode_kernel<kK, Access::kVectorsVK>)

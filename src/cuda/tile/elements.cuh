@@ -66,16 +66,24 @@ __device__ __forceinline__ int64_t state_offset(const StateView& view, int64_t s
   return slot * view.stride_slot + head * view.stride_head + row * view.stride_row + column;
 }
 
+template <bool kBf16>
+__device__ __forceinline__ float load_state(const void* base, int64_t at) {
+  return kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(base)[at])
+               : static_cast<const float*>(base)[at];
+}
 __device__ __forceinline__ float load_state(const StateView& view, int64_t at) {
-  return view.bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(view.base)[at])
-                   : static_cast<const float*>(view.base)[at];
+  return view.bf16 ? load_state<true>(view.base, at) : load_state<false>(view.base, at);
 }
 
-__device__ __forceinline__ void store_state(const StateView& view, int64_t at, float x) {
-  if (view.bf16)
-    static_cast<__nv_bfloat16*>(view.base)[at] = __float2bfloat16_rn(x);
+template <bool kBf16>
+__device__ __forceinline__ void store_state(void* base, int64_t at, float x) {
+  if constexpr (kBf16)
+    static_cast<__nv_bfloat16*>(base)[at] = __float2bfloat16_rn(x);
   else
-    static_cast<float*>(view.base)[at] = x;
+    static_cast<float*>(base)[at] = x;
+}
+__device__ __forceinline__ void store_state(const StateView& view, int64_t at, float x) {
+  view.bf16 ? store_state<true>(view.base, at, x) : store_state<false>(view.base, at, x);
 }
 
 /// Constants of one head's gate: a = exp(A_log).
