@@ -1,47 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted times of the fused and staged GPU schedules, from named constants. Everything is in
-// nanoseconds a token and value head on one SM, for K = V = 128, measured on an H200
-// (docs/planning.md).
+// Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile), from
+// named constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
 namespace kda::plan {
 
+/// Times of a token are those of one block, which has 64 columns of a state. `_latency`: a block with
+/// an SM for itself; `_work`: SM time, with as many blocks as fit.
 struct CostConstants {
-  double bytes_per_token = 1282;      ///< q, k, v, o, g in bf16 and beta
-  double scan_bytes_per_token = 770;  ///< q is not read, o not written
-  double chain_ns = 26.6;             ///< serial chain with outputs, C = 32, one CTA an SM
-  double scan_ns = 36.6;              ///< B and M, C = 64: two 128-column halves of 18.3
-  double merge_us_per_segment = 1.0;  ///< M S + B, one step of the serial prefix
-  double launch_us = 5.0;             ///< each further kernel
-  double minimum_gain = 1.1;          ///< segments must win by this factor
+  double bytes_per_token = 1282;    ///< q, k, v, o, g in bf16 and beta, a value head
+  double intra_work_ns = 140;       ///< chunk_intra: SM time of a token and value head
+  double forward_latency_ns = 38;
+  double forward_work_ns = 40;
+  double scan_latency_ns = 30;
+  double scan_work_ns = 18.5;
+  double merge_step_us = 1.6;       ///< S' = M S + B, one step of the serial prefix
+  double merge_step_head_us = 0.2;  ///< of each value head: every block of 8 columns reads all of M
+  double kernel_us = 8;             ///< ramp of a kernel: launch, first loads, last stores
+  double minimum_gain = 1.1;        ///< segments must win by this factor
 };
 
 struct CostInput {
   std::vector<int64_t> lengths;  ///< tokens of each sequence
   int64_t num_value_heads;
-  double size_ratio;  ///< K V / 128^2: work of a token relative to the constants
-  double row_ratio;   ///< (K + V) / 256: bytes likewise
+  int64_t key_dim, value_dim;
   int64_t num_sms;
   double bytes_per_second;
 };
 
-/// Time of `streams` independent chains of given lengths on num_sms SMs: the longest one, or the
-/// work spread evenly, whichever is more (a list schedule, longest first, comes close).
-inline double makespan_us(const CostInput& in, int64_t longest, double total, double ns) {
-  const double even =
-      total * static_cast<double>(in.num_value_heads) / static_cast<double>(in.num_sms);
-  return std::max(static_cast<double>(longest), even) * ns * in.size_ratio * 1e-3;
-}
-
-inline double memory_us(const CostInput& in, double tokens, double bytes) {
-  return tokens * static_cast<double>(in.num_value_heads) * bytes * in.row_ratio /
-         in.bytes_per_second * 1e6;
-}
+inline double tiles_of(int64_t columns) { return static_cast<double>((columns + 63) / 64); }
 
 inline double total_tokens(const CostInput& in) {
   double total = 0;
@@ -50,12 +41,35 @@ inline double total_tokens(const CostInput& in) {
 }
 
 inline double roofline_us(const CostInput& in, const CostConstants& c) {
-  return memory_us(in, total_tokens(in), c.bytes_per_token);
+  const double rows = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  return total_tokens(in) * static_cast<double>(in.num_value_heads) * c.bytes_per_token * rows /
+         in.bytes_per_second * 1e6;
+}
+
+inline double intra_us(const CostInput& in, const CostConstants& c) {
+  const double size = static_cast<double>(in.key_dim * (in.key_dim + in.value_dim)) / (128.0 * 256);
+  return total_tokens(in) * static_cast<double>(in.num_value_heads) /
+             static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 + c.kernel_us;
+}
+
+/// Chains of `longest` tokens and `total` tokens a value head in all, `tiles` blocks a head: the
+/// longest one, or the work spread evenly, whichever is more.
+inline double chains_us(const CostInput& in, const CostConstants& c, double longest, double total,
+                        double tiles, double latency_ns, double work_ns) {
+  const double size = static_cast<double>(in.key_dim) / 128;
+  const double even = total * static_cast<double>(in.num_value_heads) * tiles /
+                      static_cast<double>(in.num_sms);
+  return std::max(longest * latency_ns, even * work_ns) * size * 1e-3 + c.kernel_us;
+}
+
+inline double forward_us(const CostInput& in, const CostConstants& c, int64_t longest) {
+  return chains_us(in, c, static_cast<double>(longest), total_tokens(in), tiles_of(in.value_dim),
+                   c.forward_latency_ns, c.forward_work_ns);
 }
 
 inline double serial_us(const CostInput& in, const CostConstants& c) {
   const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
-  return std::max(roofline_us(in, c), makespan_us(in, longest, total_tokens(in), c.chain_ns));
+  return std::max(roofline_us(in, c), intra_us(in, c) + forward_us(in, c, longest));
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.
@@ -67,12 +81,15 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
     most_segments = std::max(most_segments, segments);
     if (segments > 1) scanned += static_cast<double>(length - segment_tokens);
   }
-  const double scan = std::max(memory_us(in, scanned, c.scan_bytes_per_token),
-                               makespan_us(in, segment_tokens, scanned, c.scan_ns));
-  const double forward =
-      std::max(roofline_us(in, c), makespan_us(in, segment_tokens, total_tokens(in), c.chain_ns));
-  const double merge = c.merge_us_per_segment * static_cast<double>(most_segments - 1);
-  return scan + merge + forward + 2 * c.launch_us;
+  const double scan = chains_us(in, c, static_cast<double>(segment_tokens), scanned,
+                                tiles_of(in.value_dim) + tiles_of(in.key_dim), c.scan_latency_ns,
+                                c.scan_work_ns);
+  const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
+  const double step = std::max(c.merge_step_us, c.merge_step_head_us * size *
+                                                    static_cast<double>(in.num_value_heads));
+  const double merge = step * static_cast<double>(most_segments - 1) + c.kernel_us;
+  return std::max(roofline_us(in, c),
+                  intra_us(in, c) + scan + merge + forward_us(in, c, segment_tokens));
 }
 
 }  // namespace kda::plan

@@ -132,8 +132,8 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEs
   const CostConstants constants;
   CostInput in{work.lengths,
                work.num_value_heads,
-               static_cast<double>(work.key_dim * work.value_dim) / (128.0 * 128.0),
-               static_cast<double>(work.key_dim + work.value_dim) / 256.0,
+               work.key_dim,
+               work.value_dim,
                work.num_sms,
                device.memory_bytes_per_second};
   cost->roofline_us = roofline_us(in, constants);

@@ -36,7 +36,9 @@ struct Shared {
     } after;
   };
   float totals[kRuns][kK];  // decay over each run
-  float q_norm[kChunk], k_norm[kChunk], beta[kChunk], diag[kChunk];
+  float decay_before[kRuns][kK];  // over all runs before it
+  float decay_after[kRuns][kK];  // over all runs after it
+  float q_norm[kChunk], k_norm[kChunk], k_beta[kChunk], beta[kChunk], diag[kChunk];
 };
 
 /// Elementwise work is a thread's own: one channel pair of one run of 8 tokens, whose decays it
@@ -198,7 +200,23 @@ struct Kernel {
       const float k_norm = a.gate.l2norm ? rsqrtf(kk + 1e-6f) : 1.0f;
       s.q_norm[row] = q_norm;  // with the scale of the outputs
       s.k_norm[row] = k_norm;
+      s.k_beta[row] = k_norm * s.beta[row];
       s.diag[row] = qk * q_norm * k_norm;
+    }
+  }
+
+  /// Decays over the runs before and after each, for decayed_rows(); beside norms().
+  __device__ void scan_totals() const {
+    if (tid >= kK) return;
+    const bool forward = tid < kK / 2;
+    const int c = tid % (kK / 2) * 2;
+    float2 product{1, 1};
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const int r = forward ? i : kRuns - 1 - i;
+      float* target = forward ? &s.decay_before[r][c] : &s.decay_after[r][c];
+      *reinterpret_cast<float2*>(target) = product;
+      multiply(product, *reinterpret_cast<const float2*>(&s.totals[r][c]));
     }
   }
 
@@ -212,11 +230,14 @@ struct Kernel {
         ptx::pack<T>(x.x * factor.x, x.y * factor.y);
   }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
-  /// Decay over runs first .. end - 1.
+  /// Decay over runs first .. end - 1, at most kMost.
+  template <int kMost>
   __device__ float2 total(int first, int end) const {
     float2 product{1, 1};
-    for (int r = first; r < end; ++r)
-      multiply(product, *reinterpret_cast<const float2*>(&s.totals[r][channel]));
+#pragma unroll
+    for (int i = 0; i < kMost; ++i)
+      if (first + i < end)
+        multiply(product, *reinterpret_cast<const float2*>(&s.totals[first + i][channel]));
     return product;
   }
 
@@ -247,9 +268,9 @@ struct Kernel {
     const int middle = run - within + kHalf;
     const int row0 = pair * h + within % kHalf * kRun;
     if (within >= kHalf)
-      put_rows(level, row0, 32, total(middle, run));
+      put_rows(level, row0, 32, total<kHalf - 1>(middle, run));
     else
-      put_columns(level, row0, total(run + 1, middle));
+      put_columns(level, row0, total<kHalf - 1>(run + 1, middle));
   }
 
   /// Level 8: its two runs are those of two threads.
@@ -359,31 +380,41 @@ struct Kernel {
     }
   }
 
-  __device__ void put_A(int i, int j, float x) const {
-    s.after.A[i][j] = static_cast<T>(x * s.q_norm[i] * s.k_norm[j]);
+  /// Neighbours j, j + 1 of row i: of Aqk, and of L.
+  __device__ void put_A(int i, int j, float x, float y) const {
+    const float2 k = *reinterpret_cast<const float2*>(&s.k_norm[j]);
+    const float q = s.q_norm[i];
+    *reinterpret_cast<uint32_t*>(&s.after.A[i][j]) = ptx::pack<T>(x * (q * k.x), y * (q * k.y));
   }
-  __device__ void put_L(int i, int j, float x) const {
-    s.after.N[i][j] = x * s.k_norm[i] * s.k_norm[j] * s.beta[j];
+  __device__ void put_L(int i, int j, float x, float y) const {
+    const float2 k = *reinterpret_cast<const float2*>(&s.k_beta[j]);
+    const float k_i = s.k_norm[i];
+    *reinterpret_cast<float2*>(&s.after.N[i][j]) = {x * (k_i * k.x), y * (k_i * k.y)};
   }
 
   /// Tile of a coarse level: rows of q (first 32) or of k.
   __device__ void store_coarse(const float (&acc)[4], bool q, int i, int j) const {
-#pragma unroll
-    for (int x = 0; x < 4; ++x)
-      q ? put_A(i + x / 2 * 8, j + x % 2, acc[x]) : put_L(i + x / 2 * 8, j + x % 2, acc[x]);
+    if (q) {
+      put_A(i, j, acc[0], acc[1]), put_A(i + 8, j, acc[2], acc[3]);
+    } else {
+      put_L(i, j, acc[0], acc[1]), put_L(i + 8, j, acc[2], acc[3]);
+    }
   }
   /// Tile of level h: q and k rows of the same tokens; columns of other runs are dropped.
   template <int h>
   __device__ void store_fine(const float (&acc)[4], int at) const {
     const int r = lane / 4, n = lane % 4 * 2;
     const int i = at + r / h * 2 * h + h + r % h;
-#pragma unroll
-    for (int x = 0; x < 2; ++x) {
-      const int column = n + x;
-      if (column / h != r / h) continue;
-      const int j = at + column / h * 2 * h + column % h;
-      put_A(i, j, acc[x]);
-      put_L(i, j, acc[2 + x]);
+    if constexpr (h > 1) {
+      if (n / h != r / h) return;
+      const int j = at + n / h * 2 * h + n % h;
+      put_A(i, j, acc[0], acc[1]);
+      put_L(i, j, acc[2], acc[3]);
+    } else {  // the column before the diagonal
+      if (n != r && n + 1 != r) return;
+      const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
+      s.after.A[i][i - 1] = static_cast<T>(q * (s.q_norm[i] * s.k_norm[i - 1]));
+      s.after.N[i][i - 1] = k * (s.k_norm[i] * s.k_beta[i - 1]);
     }
   }
 
@@ -411,33 +442,44 @@ struct Kernel {
 
   /// qg, kg to device memory; Kgam in place of k; gamma.
   __device__ void decayed_rows() const {
-    const int piece = channel / 8, within = channel % 8;
-    T* qg = tile_of(a.factors.qg, kChunk * kK) + run * kRun * kK + within;
-    T* kg = tile_of(a.factors.kg, kChunk * kK) + run * kRun * kK + within;
-    float2 before = total(0, run), after = total(run + 1, kRuns);
+    const int piece = channel / 8;
+    const int64_t row0 = run * kRun * kK + channel % 8;
+    T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
+    T* kg = a.factors.kg ? tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
     const auto scaled = [](float2 x, float2 factor, float norm) {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
+    if (kg) {
+      float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run][channel]);
 #pragma unroll
-    for (int i = kRun - 1; i >= 0; --i) {
-      const int token = run * kRun + i;
-      if (a.factors.kg)
+      for (int i = kRun - 1; i >= 0; --i) {
+        const int token = run * kRun + i;
         *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i, piece)) =
-            scaled(pair_of(s.k, token), after, s.k_norm[token]);
-      multiply(after, decay[i]);
+            scaled(pair_of(s.k, token), factor, s.k_norm[token]);
+        multiply(factor, decay[i]);
+      }
     }
+    const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run][channel]);
+    if (qg) {
+      float2 factor = before;
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        const int token = run * kRun + i;
+        multiply(factor, decay[i]);
+        *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i, piece)) =
+            scaled(pair_of(s.q, token), factor, s.q_norm[token]);
+      }
+    }
+    float2 factor = before;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       const int token = run * kRun + i;
-      multiply(before, decay[i]);
-      if (a.factors.qg)
-        *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i, piece)) =
-            scaled(pair_of(s.q, token), before, s.q_norm[token]);
+      multiply(factor, decay[i]);
       *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
-          scaled(pair_of(s.k, token), before, s.k_norm[token]);
+          scaled(pair_of(s.k, token), factor, s.k_norm[token]);
     }
     if (run == kRuns - 1 && a.factors.gamma)
-      *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = before;
+      *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = factor;
   }
 
   __device__ void store_scalars() const {
@@ -447,8 +489,8 @@ struct Kernel {
   }
 
   __device__ void clear_squares() const {
-    for (int i = tid; i < kChunk * kSquareStride / 2; i += kThreads)
-      reinterpret_cast<uint32_t*>(&s.after.A[0][0])[i] = 0;
+    for (int i = tid; i < kChunk * kSquareStride / 8; i += kThreads)
+      reinterpret_cast<uint4*>(&s.after.A[0][0])[i] = {0, 0, 0, 0};
   }
 
   // ---- inverse ---------------------------------------------------------------------------------
@@ -544,13 +586,15 @@ struct Kernel {
   }
 
   __device__ void round_inverse() const {
-    for (int i = tid; i < kChunk * kChunk / 2; i += kThreads) {
-      const int row = i / 32, c = i % 32 * 2;
+#pragma unroll
+    for (int i = tid; i < kChunk * kChunk / 4; i += kThreads) {
+      const int row = i / 16, c = i % 16 * 4;
       // Blocks above the diagonal were never written.
       const bool above = c / kBlock > row / kBlock;
-      const float2 x = above ? float2{0, 0}
-                             : *reinterpret_cast<const float2*>(&s.after.N[row][c]);
-      *reinterpret_cast<uint32_t*>(&s.after.A[row][c]) = ptx::pack<T>(x.x, x.y);
+      const float4 x = above ? float4{0, 0, 0, 0}
+                             : *reinterpret_cast<const float4*>(&s.after.N[row][c]);
+      *reinterpret_cast<uint2*>(&s.after.A[row][c]) = {ptx::pack<T>(x.x, x.y),
+                                                       ptx::pack<T>(x.z, x.w)};
     }
   }
 
@@ -615,6 +659,7 @@ struct Kernel {
   __device__ void intra() {
     load_inputs();
     norms();
+    scan_totals();
     Scores scores;
     coarse_operands<32>(s.levels[0]);
     coarse_operands<16>(s.levels[1]);
@@ -657,6 +702,7 @@ struct Kernel {
           *reinterpret_cast<const uint4*>(stored + swizzled<kChunk>(i / 8, i % 8));
     load_inputs();
     norms();
+    scan_totals();
     __syncthreads();
     decayed_rows();
     solve();

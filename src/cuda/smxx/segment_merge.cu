@@ -8,13 +8,15 @@ namespace {
 
 constexpr int kColumns = 8;  // of the state, a block; every block of a head reads all of M
 
-/// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 16 rows of M, a
-/// lane 2 of them and every fourth quad of channels, loaded one step ahead: 8 rows x 64 bytes a load.
+/// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 32 rows of M, a
+/// lane 4 of them and every fourth quad of channels, loaded 4 pieces ahead: 8 rows x 64 bytes a load.
+/// Shared memory is what bounds a step: a quad of S is read once for 4 rows.
 template <int kK>
 struct Merge {
-  static constexpr int kThreads = 2 * kK;
+  static constexpr int kThreads = kK;
+  static constexpr int kLaneRows = 4;     // 8 apart
   static constexpr int kPieces = kK / 16;  // 16 channels each, 4 a lane
-  static constexpr int kRing = kK <= 128 ? kPieces : 4;  // of them on their way: a step if they fit
+  static constexpr int kRing = 4;          // of them on their way
   /// S of one step; the quads of a piece lie so that the 4 lanes of a row meet no bank conflict.
   struct State {
     float x[kPieces][4][4][kColumns];  // [piece][channel of the quad][quad][column]
@@ -25,18 +27,17 @@ struct Merge {
   const int64_t head;
   const int column0;  // of the tile
   const int lane_row, quad;
-  const int row, column;  // of the 4 outputs that this lane ends with
-  float4 ring[2][kRing];
+  const int row;  // of the outputs that this lane ends with
+  float4 ring[kLaneRows][kRing];
 
   __device__ Merge(const SegmentMergeArgs& args, State* shared, int64_t of_head, int first_column)
       : a(args),
         states(shared),
         head(of_head),
         column0(first_column),
-        lane_row(static_cast<int>(threadIdx.x) / 32 * 16 + static_cast<int>(threadIdx.x) % 32 / 4),
+        lane_row(static_cast<int>(threadIdx.x) / 32 * 32 + static_cast<int>(threadIdx.x) % 32 / 4),
         quad(static_cast<int>(threadIdx.x) % 4),
-        row(lane_row + quad / 2 * 8),
-        column(quad % 2 * 4) {}
+        row(lane_row + quad * 8) {}
 
   __device__ int64_t base(int64_t segment) const { return segment * a.shape.HV + head; }
 
@@ -56,58 +57,78 @@ struct Merge {
     if (count > 3) target[3] = x.w;
   }
 
-  __device__ float4 load_M(int64_t segment, int half, int piece) const {
-    const int K = a.shape.K, r = lane_row + half * 8, c = piece * 16 + quad * 4;
+  __device__ float4 load_M(int64_t segment, int which, int piece) const {
+    const int K = a.shape.K, r = lane_row + which * 8, c = piece * 16 + quad * 4;
     const float* source = a.M + (base(segment) * K + r) * K + c;
     return load4(source, r < K ? K - c : 0, K % 4 == 0);
   }
-  /// This lane's 4 elements of B or of a start state.
-  __device__ int64_t own_offset(int64_t segment) const {
-    return (base(segment) * a.shape.K + row) * a.shape.V + column0 + column;
+  /// Columns `half` * 4 .. of this lane's row of B or of a start state.
+  __device__ int64_t own_offset(int64_t segment, int half) const {
+    return (base(segment) * a.shape.K + row) * a.shape.V + column0 + half * 4;
   }
-  __device__ int own_count() const { return row < a.shape.K ? a.shape.V - column0 - column : 0; }
+  __device__ int own_count(int half) const {
+    return row < a.shape.K ? a.shape.V - column0 - half * 4 : 0;
+  }
   __device__ bool vectors() const { return a.shape.V % 4 == 0; }
 
-  __device__ float4 initial(int64_t n) const {
+  __device__ void load_initial(int64_t n, float4 (&x)[2]) const {
     const int64_t slot = state_slot(a.initial, n);
-    float x[4] = {};
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (slot >= 0 && i < own_count())
-        x[i] = load_state(a.initial,
-                          state_offset(a.initial, slot, head, row, column0 + column + i));
-    return {x[0], x[1], x[2], x[3]};
+    for (int half = 0; half < 2; ++half) {
+      float y[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (slot >= 0 && i < own_count(half))
+          y[i] = load_state(a.initial,
+                            state_offset(a.initial, slot, head, row, column0 + half * 4 + i));
+      x[half] = {y[0], y[1], y[2], y[3]};
+    }
+  }
+  __device__ void load_B(int64_t segment, float4 (&x)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      x[half] = load4(a.B + own_offset(segment, half), own_count(half), vectors());
   }
 
   /// The start state of a segment: to device memory and to the next step.
-  __device__ void put(int64_t segment, int parity, float4 x) const {
-    store4(a.states_in + own_offset(segment), own_count(), vectors(), x);
-    *reinterpret_cast<float4*>(&states[parity].x[row / 16][row % 4][row % 16 / 4][column]) = x;
+  __device__ void put(int64_t segment, int parity, const float4 (&x)[2]) const {
+    float* target = states[parity].x[row / 16][row % 4][row % 16 / 4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store4(a.states_in + own_offset(segment, half), own_count(half), vectors(), x[half]);
+      *reinterpret_cast<float4*>(target + half * 4) = x[half];
+    }
   }
 
-  __device__ static void add(float (&sum)[kColumns], float m, const float* s) {
-    const float4 low = *reinterpret_cast<const float4*>(s);
-    const float4 high = *reinterpret_cast<const float4*>(s + 4);
-    sum[0] = fmaf(m, low.x, sum[0]), sum[1] = fmaf(m, low.y, sum[1]);
-    sum[2] = fmaf(m, low.z, sum[2]), sum[3] = fmaf(m, low.w, sum[3]);
-    sum[4] = fmaf(m, high.x, sum[4]), sum[5] = fmaf(m, high.y, sum[5]);
-    sum[6] = fmaf(m, high.z, sum[6]), sum[7] = fmaf(m, high.w, sum[7]);
+  __device__ static void add(float (&sum)[kColumns], float m, const float4 (&s)[2]) {
+    sum[0] = fmaf(m, s[0].x, sum[0]), sum[1] = fmaf(m, s[0].y, sum[1]);
+    sum[2] = fmaf(m, s[0].z, sum[2]), sum[3] = fmaf(m, s[0].w, sum[3]);
+    sum[4] = fmaf(m, s[1].x, sum[4]), sum[5] = fmaf(m, s[1].y, sum[5]);
+    sum[6] = fmaf(m, s[1].z, sum[6]), sum[7] = fmaf(m, s[1].w, sum[7]);
+  }
+  __device__ void add_channel(float (&sum)[kLaneRows][kColumns], const float (&m)[kLaneRows],
+                              const float* state) const {
+    const float4 s[2] = {*reinterpret_cast<const float4*>(state),
+                         *reinterpret_cast<const float4*>(state + 4)};
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) add(sum[r], m[r], s);
   }
 
-  /// Partial sums of 2 rows x 8 columns over the 4 lanes of a row: each ends with its own 4.
-  __device__ float4 reduce(const float (&low)[kColumns], const float (&high)[kColumns]) const {
-    float mine[kColumns], out[4];
+  /// Partial sums of 4 rows over the 4 lanes that share them, plus B: each lane ends with its own row.
+  __device__ void reduce(const float (&sum)[kLaneRows][kColumns], float4 (&x)[2]) const {
+    float pair[2][kColumns], own[kColumns];
+    const bool high = quad / 2, odd = quad % 2;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const float given = quad / 2 ? low[c] : high[c], kept = quad / 2 ? high[c] : low[c];
-      mine[c] = kept + __shfl_xor_sync(~0u, given, 2);
-    }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float given = quad % 2 ? mine[c] : mine[c + 4], kept = quad % 2 ? mine[c + 4] : mine[c];
-      out[c] = kept + __shfl_xor_sync(~0u, given, 1);
+      for (int r = 0; r < 2; ++r)
+        pair[r][c] = (high ? sum[r + 2][c] : sum[r][c]) +
+                     __shfl_xor_sync(~0u, high ? sum[r][c] : sum[r + 2][c], 2);
+      own[c] = (odd ? pair[1][c] : pair[0][c]) +
+               __shfl_xor_sync(~0u, odd ? pair[0][c] : pair[1][c], 1);
     }
-    return {out[0], out[1], out[2], out[3]};
+    x[0].x += own[0], x[0].y += own[1], x[0].z += own[2], x[0].w += own[3];
+    x[1].x += own[4], x[1].y += own[5], x[1].z += own[6], x[1].w += own[7];
   }
 
   __device__ void run(int64_t n) {
@@ -117,31 +138,34 @@ struct Merge {
     const auto fetch = [&](int64_t at, int slot) {
       if (at < pieces)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          ring[half][slot] = load_M(first + at / kPieces, half, static_cast<int>(at % kPieces));
+        for (int r = 0; r < kLaneRows; ++r)
+          ring[r][slot] = load_M(first + at / kPieces, r, static_cast<int>(at % kPieces));
     };
 #pragma unroll
     for (int i = 0; i < kRing; ++i) fetch(i, i);
-    put(first, 0, initial(n));
+    float4 x[2];
+    load_initial(n, x);
+    put(first, 0, x);
     int parity = 0;
     for (int64_t segment = first; segment < last; ++segment, parity ^= 1) {
-      const float4 B = load4(a.B + own_offset(segment), own_count(), vectors());
+      load_B(segment, x);
       __syncthreads();  // S of this step is complete
-      float low[kColumns] = {}, high[kColumns] = {};
+      float sum[kLaneRows][kColumns] = {};
       for (int begin = 0; begin < kPieces; begin += kRing) {
 #pragma unroll
         for (int i = 0; i < kRing; ++i) {
-          const float4 x = ring[0][i], y = ring[1][i];
+          float4 m[kLaneRows];
+#pragma unroll
+          for (int r = 0; r < kLaneRows; ++r) m[r] = ring[r][i];
           fetch((segment - first) * kPieces + begin + i + kRing, i);
           const float(*s)[4][kColumns] = states[parity].x[begin + i];
-          add(low, x.x, s[0][quad]), add(high, y.x, s[0][quad]);
-          add(low, x.y, s[1][quad]), add(high, y.y, s[1][quad]);
-          add(low, x.z, s[2][quad]), add(high, y.z, s[2][quad]);
-          add(low, x.w, s[3][quad]), add(high, y.w, s[3][quad]);
+          add_channel(sum, {m[0].x, m[1].x, m[2].x, m[3].x}, s[0][quad]);
+          add_channel(sum, {m[0].y, m[1].y, m[2].y, m[3].y}, s[1][quad]);
+          add_channel(sum, {m[0].z, m[1].z, m[2].z, m[3].z}, s[2][quad]);
+          add_channel(sum, {m[0].w, m[1].w, m[2].w, m[3].w}, s[3][quad]);
         }
       }
-      float4 x = reduce(low, high);
-      x.x += B.x, x.y += B.y, x.z += B.z, x.w += B.w;
+      reduce(sum, x);
       put(segment + 1, parity ^ 1, x);
     }
   }

@@ -18,13 +18,13 @@ __device__ __forceinline__ int64_t chunks_of(int64_t tokens) {
 }
 
 /// Chunk `c` of the batch: arithmetic without cu_seqlens, else a binary search in chunk_offsets.
-__device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, int64_t c) {
+__device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
   ChunkTokens chunk;
   int64_t first = 0;
   if (!map.cu_seqlens) {
-    const int64_t each = chunks_of(map.num_tokens);
+    const auto each = static_cast<unsigned>(chunks_of(map.num_tokens));  // 64-bit division is slow
     chunk.sequence = c / each;
-    first = chunk.sequence * each;
+    first = c - c % each;
   } else {
     if (c >= map.chunk_offsets[map.num_sequences]) return chunk;
     int64_t low = 0, high = map.num_sequences;  // offsets[low] <= c < offsets[high]
