@@ -45,7 +45,7 @@ class PlanOptions(ctypes.Structure):
     _fields_ = ([("struct_size", ctypes.c_size_t)] +
                 [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")] +
                 [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32),
-                 ("backend", ctypes.c_char_p)])
+                 ("backend", ctypes.c_char_p), ("intra_form", I32), ("reserved", I32)])
 
 
 STAGES = ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag", "h", "vn")
@@ -61,6 +61,7 @@ class StageBytes(ctypes.Structure):
 
 GATES = {"log": 0, "softplus": 1, "bounded": 2}
 BETAS = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
+INTRA_FORMS = {"auto": 0, "tensor": 1, "token": 2}
 POLICIES = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}
 
 
@@ -84,12 +85,13 @@ class Library:
         self.tensor(target.tensor, x)
         target.num_slots, target.present = x.shape[0], 1
 
-    def options(self, x, policy="auto", threads=0, backend=None):
+    def options(self, x, policy="auto", threads=0, backend=None, intra_form="auto"):
         options = PlanOptions()
         self.lib.kda_plan_options_init(ctypes.byref(options))
         if x.is_cuda:
             self.check(self.lib.kda_plan_options_cuda(ctypes.byref(options), x.device.index or 0))
         options.num_threads = threads
+        options.intra_form = INTRA_FORMS[intra_form]
         if backend:
             options.backend = backend.encode()
         if isinstance(policy, int):
@@ -150,9 +152,10 @@ class Library:
         call.destroy = lambda: self.lib.kda_plan_destroy(plan)
         return call
 
-    def forward(self, q, k, v, g, beta, o, policy="auto", threads=0, backend=None, **rest):
+    def forward(self, q, k, v, g, beta, o, policy="auto", threads=0, backend=None,
+                intra_form="auto", **rest):
         problem = self.problem(q, k, v, g, beta, o, **rest)
-        return self.prepare(problem, self.options(q, policy, threads, backend),
+        return self.prepare(problem, self.options(q, policy, threads, backend, intra_form),
                             rest.get("seq_lens"), (q, k, v, g, beta, o, rest))
 
     def stages(self, call, without=()):

@@ -45,7 +45,14 @@ function(kda_add_cuda target)
   # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
   # -Xfatbin: machine code of six architectures compresses to a third.
   target_compile_options(kda_cuda_objects PRIVATE
-    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all)
+    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
+  set_target_properties(kda_cuda_objects PROPERTIES
+    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
+  # Beside the binaries: which kernels they hold (bench/evidence.py).
+  add_custom_target(kda_kernel_hashes ALL
+    COMMAND ${CMAKE_COMMAND} -DOUT=${PROJECT_BINARY_DIR}/kernel_hashes.json
+            -DTOOLKIT=${CMAKE_CUDA_COMPILER_VERSION} -P ${PROJECT_SOURCE_DIR}/cmake/kernel_hashes.cmake
+    COMMENT "")
   target_include_directories(kda_cuda_objects PRIVATE include src)
 endfunction()
 

@@ -73,6 +73,11 @@ typedef enum kda_context_parallel {
   KDA_CP_FLASHKDA = 3,
   KDA_CP_CULA = 4
 } kda_context_parallel;
+typedef enum kda_intra_form {
+  KDA_INTRA_AUTO = 0,
+  KDA_INTRA_TENSOR = 1,
+  KDA_INTRA_TOKEN = 2
+} kda_intra_form;
 
 /* A tensor. `data` may be null while planning. DLPack's strides are the same (elements); a null
  * DLTensor.strides means row-major. */
@@ -133,14 +138,16 @@ typedef struct kda_problem {
 
 typedef struct kda_plan_options {
   size_t struct_size;
-  int32_t device_kind;      /* kda_device_kind */
-  int32_t num_sms;          /* CUDA only; 0: 132 */
-  int32_t context_parallel; /* kda_context_parallel */
-  int32_t one_pass;         /* join segments by correction instead of a second run */
-  int64_t num_segments;     /* of KDA_CP_FIXED */
-  int32_t num_threads;      /* 0: OMP_NUM_THREADS, else all cores */
+  int32_t device_kind;        /* kda_device_kind */
+  int32_t num_sms;            /* CUDA only; 0: 132 */
+  int32_t context_parallel;   /* kda_context_parallel */
+  int32_t one_pass;           /* join segments by correction instead of a second run */
+  int64_t num_segments;       /* of KDA_CP_FIXED */
+  int32_t num_threads;        /* 0: OMP_NUM_THREADS, else all cores */
   int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */
-  const char* backend; /* null or "": the best available */
+  const char* backend;        /* null or "": the best available */
+  int32_t intra_form;         /* kda_intra_form */
+  int32_t reserved;
 } kda_plan_options;
 
 typedef struct kda_plan kda_plan; /* opaque */

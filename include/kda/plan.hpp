@@ -30,7 +30,8 @@ DeviceFacts cpu_facts();
 /// Facts of a Hopper-class GPU with `num_sms` multiprocessors (memory scaled from an H200).
 DeviceFacts gpu_facts(int32_t num_sms, int32_t compute_capability = 90);
 /// Facts of CUDA device `ordinal` of this machine; asks the driver once a device and remembers.
-/// kUnavailable, with the reason, where there is no such device, no driver, or no CUDA in this build.
+/// kUnavailable, with the reason, where there is no such device, no driver, or no CUDA in this
+/// build.
 Status cuda_device_facts(int32_t ordinal, DeviceFacts* facts) noexcept;
 /// Number of CUDA devices that cuda_device_facts() knows; 0 where there are none.
 int32_t cuda_device_count() noexcept;
@@ -51,10 +52,19 @@ enum class SegmentMethod : int32_t {
   kOnePass = 1,           ///< run once from zero with K extra columns, then o += Qt S_in
 };
 
+/// How chunk_intra of cuda.sm80.staged computes the 16 x 16 blocks on the diagonal; both are exact
+/// for every gate and causal to the bit. Other backends have one form.
+enum class IntraForm : int32_t {
+  kAuto = 0,    ///< the faster one by measurement: kTensor
+  kTensor = 1,  ///< tensor cores, factors anchored at dyadic midpoints
+  kToken = 2,   ///< token by token, exponents of pairs, in fp32
+};
+
 struct PlanOptions {
   ContextParallel context_parallel = ContextParallel::kAuto;
   int64_t num_segments = 0;  ///< for kFixed
   SegmentMethod segment_method = SegmentMethod::kScanMergeForward;
+  IntraForm intra_form = IntraForm::kAuto;
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
   int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
 };
@@ -114,8 +124,8 @@ struct Plan {
   int32_t num_threads = 1;
 
   bool segmented = false;
-  int64_t segment_chunks = 0;        ///< longest segment, in chunks of the policy
-  std::vector<Segment> segments;     ///< all of them when segmented, in order
+  int64_t segment_chunks = 0;     ///< longest segment, in chunks of the policy
+  std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.
   std::vector<int64_t> segment_offsets;
   std::vector<std::string> reasons;  ///< why the schedule is what it is, one sentence each

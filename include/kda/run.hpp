@@ -40,9 +40,9 @@ struct Tensors {
 ///
 /// CUDA plans: every pointer is device memory of the current device, `stream` a cudaStream_t of it
 /// (null: the default stream). Kernels are launched and the call returns: no synchronisation, no
-/// copy from the device, capturable in a CUDA graph. Indices and cu_seqlens cannot be looked at from
-/// the host: bad entries are skipped or clamped and set MetadataFlag bits in the workspace block
-/// "device_flags" (int32). On the CPU `stream` is unused.
+/// copy from the device, capturable in a CUDA graph. Indices and cu_seqlens cannot be looked at
+/// from the host: bad entries are skipped or clamped and set MetadataFlag bits in the workspace
+/// block "device_flags" (int32). On the CPU `stream` is unused.
 Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
            void* stream = nullptr) noexcept;
 
@@ -62,6 +62,7 @@ Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTenso
 Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
                      void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
-                       void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
+                       void* workspace, std::size_t workspace_bytes,
+                       void* stream = nullptr) noexcept;
 
 }  // namespace kda

@@ -20,12 +20,12 @@ namespace kda {
 /// of row r at position p ^ (r % 8) of its group of 8. Kp: K rounded up to 64 or 128; Vt: number of
 /// 64-column tiles of V.
 struct StageTensors {
-  void* w = nullptr;       ///< [tiles, 64, Kp]      T' Kgam
-  void* u = nullptr;       ///< [tiles, Vt, 64, 64]  T' v
-  void* kg = nullptr;      ///< [tiles, 64, Kp]      k exp(G_end - G); may be null in chunk_intra
-  void* qg = nullptr;      ///< [tiles, 64, Kp]      scale q exp(G); may be null in chunk_intra
-  void* Aqk = nullptr;     ///< [tiles, 64, 64]      below the diagonal
-  void* T = nullptr;       ///< [tiles, 64, 64]      (I + N diag(beta))^-1; may be null in chunk_intra
+  void* w = nullptr;    ///< [tiles, 64, Kp]      T' Kgam
+  void* u = nullptr;    ///< [tiles, Vt, 64, 64]  T' v
+  void* kg = nullptr;   ///< [tiles, 64, Kp]      k exp(G_end - G); may be null in chunk_intra
+  void* qg = nullptr;   ///< [tiles, 64, Kp]      scale q exp(G); may be null in chunk_intra
+  void* Aqk = nullptr;  ///< [tiles, 64, 64]      below the diagonal
+  void* T = nullptr;    ///< [tiles, 64, 64]      (I + N diag(beta))^-1; may be null in chunk_intra
   float* gamma = nullptr;  ///< [tiles, Kp]          exp(G_end)
   float* beta = nullptr;   ///< [tiles, 64]          after its transform
   float* diag = nullptr;   ///< [tiles, 64]          diagonal of Aqk

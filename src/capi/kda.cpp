@@ -159,6 +159,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
                 : cpu_facts();
   options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
+  options->intra_form = static_cast<IntraForm>(c.intra_form);
   options->num_segments = c.num_segments;
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
@@ -369,8 +370,18 @@ kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
                           sizeof(kda_stage_bytes));
     kda::StageSizes s;
     KDA_RETURN_IF_ERROR(kda::stage_sizes(plan->plan, &s));
-    *bytes = {sizeof(kda_stage_bytes), s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag,
-              s.h, s.vn};
+    *bytes = {sizeof(kda_stage_bytes),
+              s.w,
+              s.u,
+              s.kg,
+              s.qg,
+              s.Aqk,
+              s.T,
+              s.gamma,
+              s.beta,
+              s.diag,
+              s.h,
+              s.vn};
     return kda::Status{};
   });
 }

@@ -101,9 +101,9 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
   std::atomic<int64_t> done{0};
 
   const auto operands = [&](int64_t values) {
-    return options.operands ? operand_tolerance(*options.operands == DType::kFloat16, values,
-                                                options.marginal)
-                            : 0.0;
+    return options.operands
+               ? operand_tolerance(*options.operands == DType::kFloat16, values, options.marginal)
+               : 0.0;
   };
   auto compare_head = [&](int64_t idx, int32_t) {
     const int64_t n = idx / p.num_value_heads;

@@ -21,9 +21,9 @@ namespace {
 void expect(cudaError_t error, const char* call) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
-  throw Error(Status(error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory
-                                                        : StatusCode::kDeviceError,
-                     cat(call, ": ", cudaGetErrorString(error))));
+  throw Error(Status(
+      error == cudaErrorMemoryAllocation ? StatusCode::kOutOfMemory : StatusCode::kDeviceError,
+      cat(call, ": ", cudaGetErrorString(error))));
 }
 #else
 [[noreturn]] void no_cuda() {
@@ -121,8 +121,8 @@ struct DeviceTensors::Memory {
   Tensors tensors;
   std::map<const void*, Piece> pieces;
 
-  /// Registers host memory; a pointer given twice keeps the larger size. What is not registered, the
-  /// problem does not have.
+  /// Registers host memory; a pointer given twice keeps the larger size. What is not registered,
+  /// the problem does not have.
   void add(const void* host, std::size_t bytes, bool output = false) {
     if (!host) return;
     Piece& piece = pieces[host];
@@ -160,8 +160,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     if (p.dt_bias) m.add(host.dt_bias, extent(*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}));
     if (p.cu_seqlens)
       m.add(host.cu_seqlens, (N + 1) * static_cast<std::size_t>(dtype_size(*p.cu_seqlens)));
-    m.add(host.initial_state, state_extent(p, p.initial_state),
-          p.operation == Operation::kDecode);
+    m.add(host.initial_state, state_extent(p, p.initial_state), p.operation == Operation::kDecode);
     m.add(host.final_state, state_extent(p, p.final_state), true);
     m.add(host.checkpoints, state_extent(p, p.checkpoints), true);
     const auto columns = static_cast<std::size_t>(p.state_index_columns);
@@ -260,8 +259,8 @@ Status run_stage_and_wait(StageCall stage, const Plan& plan, const Tensors& host
   move_in(segments.M, M, square, on_device.M);
   move_in(segments.B, B, state, on_device.B);
   move_in(segments.states_in, states, state, on_device.states_in);
-  if (Status status = stage(plan, device.tensors(), on_device, memory.data(), workspace_bytes,
-                            nullptr);
+  if (Status status =
+          stage(plan, device.tensors(), on_device, memory.data(), workspace_bytes, nullptr);
       !status.ok())
     return status;
   synchronize_device();

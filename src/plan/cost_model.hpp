@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile), from
-// named constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
+// Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile),
+// from named constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace kda::plan {
 
-/// Times of a token are those of one block, which has 64 columns of a state. `_latency`: a block with
-/// an SM for itself; `_work`: SM time, with as many blocks as fit.
+/// Times of a token are those of one block, which has 64 columns of a state. `_latency`: a block
+/// with an SM for itself; `_work`: SM time, with as many blocks as fit.
 struct CostConstants {
-  double bytes_per_token = 1282;    ///< q, k, v, o, g in bf16 and beta, a value head
-  double intra_work_ns = 140;       ///< chunk_intra: SM time of a token and value head
+  double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
+  double intra_work_ns = 140;     ///< chunk_intra: SM time of a token and value head
   double forward_latency_ns = 38;
   double forward_work_ns = 40;
   double scan_latency_ns = 30;
@@ -49,7 +49,8 @@ inline double roofline_us(const CostInput& in, const CostConstants& c) {
 inline double intra_us(const CostInput& in, const CostConstants& c) {
   const double size = static_cast<double>(in.key_dim * (in.key_dim + in.value_dim)) / (128.0 * 256);
   return total_tokens(in) * static_cast<double>(in.num_value_heads) /
-             static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 + c.kernel_us;
+             static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 +
+         c.kernel_us;
 }
 
 /// Chains of `longest` tokens and `total` tokens a value head in all, `tiles` blocks a head: the
@@ -57,8 +58,8 @@ inline double intra_us(const CostInput& in, const CostConstants& c) {
 inline double chains_us(const CostInput& in, const CostConstants& c, double longest, double total,
                         double tiles, double latency_ns, double work_ns) {
   const double size = static_cast<double>(in.key_dim) / 128;
-  const double even = total * static_cast<double>(in.num_value_heads) * tiles /
-                      static_cast<double>(in.num_sms);
+  const double even =
+      total * static_cast<double>(in.num_value_heads) * tiles / static_cast<double>(in.num_sms);
   return std::max(longest * latency_ns, even * work_ns) * size * 1e-3 + c.kernel_us;
 }
 
@@ -81,12 +82,12 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
     most_segments = std::max(most_segments, segments);
     if (segments > 1) scanned += static_cast<double>(length - segment_tokens);
   }
-  const double scan = chains_us(in, c, static_cast<double>(segment_tokens), scanned,
-                                tiles_of(in.value_dim) + tiles_of(in.key_dim), c.scan_latency_ns,
-                                c.scan_work_ns);
+  const double scan =
+      chains_us(in, c, static_cast<double>(segment_tokens), scanned,
+                tiles_of(in.value_dim) + tiles_of(in.key_dim), c.scan_latency_ns, c.scan_work_ns);
   const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
-  const double step = std::max(c.merge_step_us, c.merge_step_head_us * size *
-                                                    static_cast<double>(in.num_value_heads));
+  const double step = std::max(
+      c.merge_step_us, c.merge_step_head_us * size * static_cast<double>(in.num_value_heads));
   const double merge = step * static_cast<double>(most_segments - 1) + c.kernel_us;
   return std::max(roofline_us(in, c),
                   intra_us(in, c) + scan + merge + forward_us(in, c, segment_tokens));

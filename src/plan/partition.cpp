@@ -130,12 +130,8 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEs
   if (chunks.longest == 0) return declined(partition, "auto: no tokens");
 
   const CostConstants constants;
-  CostInput in{work.lengths,
-               work.num_value_heads,
-               work.key_dim,
-               work.value_dim,
-               work.num_sms,
-               device.memory_bytes_per_second};
+  CostInput in{work.lengths,   work.num_value_heads, work.key_dim,
+               work.value_dim, work.num_sms,         device.memory_bytes_per_second};
   cost->roofline_us = roofline_us(in, constants);
   cost->serial_us = serial_us(in, constants);
   double best = cost->serial_us;

@@ -209,13 +209,19 @@ Status make_segments(Plan* plan) {
     plan->segment_chunks = std::max(plan->segment_chunks, partition.segment_chunks);
     plan->segment_offsets.push_back(static_cast<int64_t>(plan->segments.size()));
     cut_sequence(plan, n, partition, count);
-    plan->segmented |= static_cast<int64_t>(plan->segments.size()) > plan->segment_offsets.back() + 1;
+    plan->segmented |=
+        static_cast<int64_t>(plan->segments.size()) > plan->segment_offsets.back() + 1;
     if (static_cast<int64_t>(plan->segments.size()) > kMaxSegments && plan->segmented)
       return invalid("context_parallel: more than ", kMaxSegments, " segments");
   }
   plan->segment_offsets.push_back(static_cast<int64_t>(plan->segments.size()));
   if (!plan->segmented) drop_segments(plan);
   return {};
+}
+
+void check_intra_form(const Implementation* chosen, Plan* plan) {
+  if (plan->options.intra_form != IntraForm::kAuto && chosen && !chosen->stage_sizes)
+    plan->reasons.push_back(cat("intra_form: ", chosen->name, " has one form"));
 }
 
 void check_segment_method(Plan* plan, const Implementation* chosen) {
@@ -246,7 +252,9 @@ void list_stages(const Implementation* chosen, Plan* plan) {
   }
   if (chosen && chosen->stage_sizes)
     plan->stages.push_back({"chunk_intra", static_cast<int64_t>(chosen->stage_sizes(*plan).tiles),
-                            "factors of one (chunk, value head) a task"});
+                            plan->options.intra_form == IntraForm::kToken
+                                ? "factors of one (chunk, value head) a task, by tokens"
+                                : "factors of one (chunk, value head) a task"});
   if (!plan->segmented) {
     plan->stages.push_back({"forward", p.num_sequences * heads * plan->num_v_splits,
                             "one (sequence, value head, V part) a task"});
@@ -318,6 +326,9 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   const auto policy = static_cast<int32_t>(options.context_parallel);
   if (policy < 0 || policy > static_cast<int32_t>(ContextParallel::kCula))
     return invalid("context_parallel: value ", policy, " is unknown");
+  const auto form = static_cast<int32_t>(options.intra_form);
+  if (form < 0 || form > static_cast<int32_t>(IntraForm::kToken))
+    return invalid("intra_form: value ", form, " is unknown");
   if (options.context_parallel == ContextParallel::kFixed &&
       (options.num_segments < 1 || options.num_segments > kMaxSegments))
     return invalid("num_segments: ", options.num_segments, " is outside 1..", kMaxSegments);
@@ -342,6 +353,7 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     if (problem.operation == Operation::kForward) {
       KDA_RETURN_IF_ERROR(make_segments(plan));
       check_segment_method(plan, chosen);
+      check_intra_form(chosen, plan);
       if (device.kind == DeviceKind::kCuda) plan->num_v_splits = gpu_v_splits(*plan);
     }
   } else {

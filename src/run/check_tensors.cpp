@@ -144,8 +144,8 @@ class Checker {
     const auto indexed = [&](const std::optional<StateDesc>& state) {
       return N > 0 && state && state->indexed;
     };
-    KDA_RETURN_IF_ERROR(check_array("initial_state_indices", indexed(p_.initial_state),
-                                    t_.initial_state_indices));
+    KDA_RETURN_IF_ERROR(
+        check_array("initial_state_indices", indexed(p_.initial_state), t_.initial_state_indices));
     KDA_RETURN_IF_ERROR(
         check_array("final_state_indices", indexed(p_.final_state), t_.final_state_indices));
     KDA_RETURN_IF_ERROR(check_array("checkpoint_indices",

@@ -9,12 +9,8 @@ namespace kda::stage {
 
 std::span<const Implementation* const> registry() noexcept {
   static constexpr const Implementation* kRows[] = {
-      &cpu::blocked::kAvx512,
-      &cpu::blocked::kAvx2,
-      &cpu::blocked::kPortable,
-      &cpu::oracle::kOracle,
-      &cuda::kStaged,
-      &cuda::kRecurrent,
+      &cpu::blocked::kAvx512, &cpu::blocked::kAvx2, &cpu::blocked::kPortable,
+      &cpu::oracle::kOracle,  &cuda::kStaged,       &cuda::kRecurrent,
   };
   return kRows;
 }

@@ -18,7 +18,8 @@ Status find_implementation(const Plan& plan, const stage::Implementation** found
   for (const stage::Implementation* row : stage::registry()) {
     if (plan.implementation != row->name) continue;
     if (const char* reason = row->unavailable())
-      return Status(StatusCode::kUnavailable, cat("plan: ", row->name, " cannot run here: ", reason));
+      return Status(StatusCode::kUnavailable,
+                    cat("plan: ", row->name, " cannot run here: ", reason));
     *found = row;
     return {};
   }
@@ -89,8 +90,8 @@ Status check_segments(const Plan& plan, const SegmentTensors& segments, bool nee
 
 }  // namespace
 
-Status run(const Plan& plan, const Tensors& tensors, void* workspace,
-           std::size_t workspace_bytes, void* stream) noexcept {
+Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
+           void* stream) noexcept {
   return checked_call(
       plan, tensors, workspace, workspace_bytes, stream,
       [&](const stage::Implementation& implementation, const stage::Call& call) {
@@ -142,11 +143,16 @@ Status check_stage(const Plan& plan, stage::ChunkStage which, const StageTensors
     const char* name;
     const void* pointer;
     bool needed;
-  } rows[] = {{"w", s.w, !o},         {"u", s.u, !o},
-              {"kg", s.kg, delta},    {"qg", s.qg, o},
-              {"Aqk", s.Aqk, intra || o}, {"T", s.T, wu},
-              {"gamma", s.gamma, intra || delta}, {"beta", s.beta, intra || delta},
-              {"diag", s.diag, intra || o}, {"h", s.h, delta || o},
+  } rows[] = {{"w", s.w, !o},
+              {"u", s.u, !o},
+              {"kg", s.kg, delta},
+              {"qg", s.qg, o},
+              {"Aqk", s.Aqk, intra || o},
+              {"T", s.T, wu},
+              {"gamma", s.gamma, intra || delta},
+              {"beta", s.beta, intra || delta},
+              {"diag", s.diag, intra || o},
+              {"h", s.h, delta || o},
               {"vn", s.vn, delta || o}};
   for (const auto& row : rows) {
     if (row.needed && !row.pointer) return invalid(row.name, ": pointer is null");

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -24,6 +25,34 @@ class GpuTest : public testing::Test {
 inline int32_t oracle_threads() {
   return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
 }
+
+/// A planned problem with all of its memory on the current device: what a caller of run() holds.
+struct OnDevice {
+  Problem problem;
+  Plan plan;
+  check::Outputs outputs;  ///< on the host; read() fills them
+  std::unique_ptr<check::DeviceTensors> memory;
+  check::DeviceBuffer workspace;
+
+  OnDevice(const check::Inputs& inputs, const RunOptions& options = {}) : problem(inputs.problem) {
+    if (problem.operation == Operation::kForward && !problem.final_state)
+      check::want_final_state(&problem);
+    outputs = check::make_outputs(&problem, options.out_dtype);
+    throw_if_error(make_plan(problem, inputs.cu_seqlens, device(), options.plan, &plan));
+    Tensors host = inputs.tensors();
+    outputs.attach(&host);
+    memory = std::make_unique<check::DeviceTensors>(plan, host);
+    workspace = check::DeviceBuffer(plan.workspace_bytes);
+    workspace.fill(0xff);
+  }
+  Status run(void* stream = nullptr) const {
+    return kda::run(plan, memory->tensors(), workspace.data(), workspace.size(), stream);
+  }
+  void read() {
+    check::synchronize_device();
+    memory->download();
+  }
+};
 
 /// With KDA_TEST_VERBOSE=1 prints the errors of a case.
 inline void note(const std::string& what, double o, double state) {

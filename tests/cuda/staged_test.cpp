@@ -27,11 +27,10 @@ check::GenerateOptions shape16(int64_t tokens, int64_t heads, int64_t K, int64_t
 void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what) {
   const test::Result result = test::run_inputs(inputs, options);
   ASSERT_EQ(result.plan.implementation, "cuda.sm80.staged") << what;
-  const check::Comparison comparison =
-      check::compare(inputs, result.problem, result.outputs,
-                     {.marginal = check::is_marginal(inputs),
-                      .operands = check::operands_of(result.plan),
-                      .num_threads = test::oracle_threads()});
+  const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
+                                                      {.marginal = check::is_marginal(inputs),
+                                                       .operands = check::operands_of(result.plan),
+                                                       .num_threads = test::oracle_threads()});
   const auto* o = comparison.worst_o();
   const auto* state = comparison.worst_final_state();
   test::note(what, o ? o->error : 0, state ? state->error : 0);
@@ -50,6 +49,19 @@ TEST_F(Staged, EveryRegimeTypeAndHeadSize) {
         expect_within(check::generate(options), {.out_dtype = dtype},
                       std::string(check::regime_name(options.regime)) + " " + dtype_name(dtype) +
                           " K " + std::to_string(K));
+      }
+}
+
+TEST_F(Staged, TokenFormInEveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
+      for (const int64_t K : {128, 64, 40}) {
+        check::GenerateOptions options = shape16(333, 2, K, 64, dtype);
+        options.regime = static_cast<Regime>(regime);
+        test::RunOptions run{.out_dtype = dtype};
+        run.plan.intra_form = IntraForm::kToken;
+        expect_within(check::generate(options), run,
+                      std::string("token form, ") + check::regime_name(options.regime));
       }
 }
 
@@ -161,11 +173,15 @@ TEST_F(Staged, ResumesAtEveryChunkBoundaryWithTheSameBits) {
 }
 
 TEST_F(Staged, CausalToTheBitAtEveryToken) {
-  for (const auto& [K, dtype] : {std::pair{128, DType::kBFloat16}, std::pair{64, DType::kFloat16}}) {
+  for (const auto& [K, dtype, form] : {std::tuple{128, DType::kBFloat16, IntraForm::kTensor},
+                                       std::tuple{64, DType::kFloat16, IntraForm::kTensor},
+                                       std::tuple{128, DType::kBFloat16, IntraForm::kToken},
+                                       std::tuple{64, DType::kFloat16, IntraForm::kToken}}) {
     check::GenerateOptions options = shape16(140, 1, K, 64, dtype);
     options.regime = Regime::kTrained;
     const Inputs inputs = check::generate(options);
-    const test::RunOptions run{.out_dtype = dtype};
+    test::RunOptions run{.out_dtype = dtype};
+    run.plan.intra_form = form;
     const test::Result before = test::run_inputs(inputs, run);
     for (int64_t cut = 0; cut <= 140; ++cut) {
       Inputs changed = inputs;

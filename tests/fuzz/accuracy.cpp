@@ -164,6 +164,7 @@ PlanOptions random_plan(Random& random) {
   if (random.chance(0.4))
     options.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
+  if (test::on_cuda() && random.chance(0.4)) options.intra_form = IntraForm::kToken;
   options.num_threads = 1;
   return options;
 }

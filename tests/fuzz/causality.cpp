@@ -59,6 +59,7 @@ std::string run_case(const Options& options, int64_t index) {
   test::RunOptions run;
   run.plan.backend =
       backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
+  if (test::on_cuda() && random.chance(0.4)) run.plan.intra_form = IntraForm::kToken;
   run.plan.num_threads = 1;
   const test::Result before = test::run_inputs(inputs, run);
   const std::size_t row = static_cast<std::size_t>(p.num_value_heads * p.value_dim * 4);

@@ -17,11 +17,10 @@ using check::Regime;
 
 void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what) {
   const test::Result result = test::run_inputs(inputs, options);
-  const check::Comparison comparison =
-      check::compare(inputs, result.problem, result.outputs,
-                     {.marginal = check::is_marginal(inputs),
-                      .operands = check::operands_of(result.plan),
-                      .num_threads = 4});
+  const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
+                                                      {.marginal = check::is_marginal(inputs),
+                                                       .operands = check::operands_of(result.plan),
+                                                       .num_threads = 4});
   ASSERT_NE(comparison.worst_o(), nullptr);
   EXPECT_TRUE(comparison.within())
       << what << ": o " << comparison.worst_o()->error << " of " << comparison.worst_o()->tolerance

@@ -139,9 +139,15 @@ TEST(SegmentStages, CallsMatchRun) {
   ASSERT_EQ(segments, 4u);
   std::vector<float> M(segments * 2 * 32 * 32), B(segments * 2 * 32 * 48), states(B.size());
   const SegmentTensors stage{M.data(), B.data(), states.data()};
-  ASSERT_TRUE(check::run_stage_and_wait(segment_scan, plan, tensors, stage, workspace.data(), workspace.size()).ok());
-  ASSERT_TRUE(check::run_stage_and_wait(segment_merge, plan, tensors, stage, workspace.data(), workspace.size()).ok());
-  ASSERT_TRUE(check::run_stage_and_wait(segment_forward, plan, tensors, stage, workspace.data(), workspace.size()).ok());
+  ASSERT_TRUE(check::run_stage_and_wait(segment_scan, plan, tensors, stage, workspace.data(),
+                                        workspace.size())
+                  .ok());
+  ASSERT_TRUE(check::run_stage_and_wait(segment_merge, plan, tensors, stage, workspace.data(),
+                                        workspace.size())
+                  .ok());
+  ASSERT_TRUE(check::run_stage_and_wait(segment_forward, plan, tensors, stage, workspace.data(),
+                                        workspace.size())
+                  .ok());
   EXPECT_TRUE(test::same_bits(whole.outputs.o, outputs.o));
   EXPECT_TRUE(test::same_bits(whole.outputs.final_state, outputs.final_state));
   // M S_in + B of the last segment is the final state.
@@ -159,7 +165,7 @@ TEST(SegmentStages, CallsMatchRun) {
 }
 
 TEST(SegmentStages, NeedASegmentedPlanAndPointers) {
-  if (test::on_cuda()) GTEST_SKIP() << "host pointers; tests/cuda/calls_test.cpp has it";
+  if (test::on_cuda()) GTEST_SKIP() << "host pointers; on a GPU: tests/cuda/calls_test.cpp";
   const Inputs inputs = check::generate(test::shape(200, 1, 16, 16));
   const test::Result serial = test::run_inputs(inputs);
   const test::Result cut = test::run_inputs(inputs, {.plan = test::fixed_segments(2)});
@@ -174,7 +180,7 @@ TEST(SegmentStages, NeedASegmentedPlanAndPointers) {
     const Status not_segmented =
         stage(serial.plan, tensors, all, workspace.data(), workspace.size(), nullptr);
     EXPECT_EQ(not_segmented.message(), "plan: is not segmented");
-    const Status no_pointers = 
+    const Status no_pointers =
         stage(cut.plan, tensors, {}, workspace.data(), workspace.size(), nullptr);
     EXPECT_EQ(no_pointers.code(), StatusCode::kInvalidArgument);
   }

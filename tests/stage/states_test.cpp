@@ -54,7 +54,8 @@ PoolRun run_in_pool(const Inputs& inputs, const std::vector<int32_t>& read,
   result.outputs.o = io::Buffer(58 * kHeads * kV * 4);
   p.o = contiguous(DType::kFloat32, {1, 58, kHeads, kV});
   Plan plan;
-  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device_of(backend), test::with_backend(backend), &plan));
+  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device_of(backend),
+                           test::with_backend(backend), &plan));
   io::Buffer workspace(plan.workspace_bytes);
   workspace.fill(0xff);
   const uint8_t mask[] = {0, 1, 1};

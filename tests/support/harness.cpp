@@ -49,8 +49,7 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
-  throw_if_error(
-      make_plan(result.problem, inputs.cu_seqlens, device_of(options.plan.backend),
+  throw_if_error(make_plan(result.problem, inputs.cu_seqlens, device_of(options.plan.backend),
                            options.plan, &result.plan));
   io::Buffer workspace(result.plan.workspace_bytes);
   workspace.fill(0xff);

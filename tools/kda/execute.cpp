@@ -25,9 +25,10 @@ Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& dev
   if (device.kind == DeviceKind::kCuda) {
     check::DeviceTensors copies(execution.plan, tensors);
     check::DeviceBuffer workspace(execution.plan.workspace_bytes);
-    execution.seconds = 1e-6 * check::time_on_device([&] {
-      throw_if_error(run(execution.plan, copies.tensors(), workspace.data(), workspace.size()));
-    });
+    execution.seconds =
+        1e-6 * check::time_on_device([&] {
+          throw_if_error(run(execution.plan, copies.tensors(), workspace.data(), workspace.size()));
+        });
     copies.download();
     return execution;
   }

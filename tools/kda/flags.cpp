@@ -83,6 +83,11 @@ void ScheduleFlags::add_to(CLI::App& command) {
   command.add_option("--segment-method", segment_method, "How segments are joined; both are exact")
       ->check(CLI::IsMember({"scan-merge-forward", "one-pass"}))
       ->capture_default_str();
+  command
+      .add_option("--intra-form", intra_form,
+                  "Diagonal blocks of a chunk on CUDA: tensor cores or token by token; both exact")
+      ->check(CLI::IsMember({"auto", "tensor", "token"}))
+      ->capture_default_str();
   command.add_flag("--batch-invariant", batch_invariant,
                    "A sequence's bits do not depend on the batch it is in");
   command.add_option("--threads", num_threads, "CPU threads (0: OMP_NUM_THREADS or all cores)")
@@ -117,6 +122,9 @@ PlanOptions ScheduleFlags::plan_options() const {
   parse_context_parallel(context_parallel, &options);
   options.segment_method =
       segment_method == "one-pass" ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
+  options.intra_form = intra_form == "token"    ? IntraForm::kToken
+                       : intra_form == "tensor" ? IntraForm::kTensor
+                                                : IntraForm::kAuto;
   options.backend = backend;
   options.num_threads = num_threads;
   return options;

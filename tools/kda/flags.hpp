@@ -25,6 +25,7 @@ struct ScheduleFlags {
   std::string backend;
   std::string context_parallel = "auto";
   std::string segment_method = "scan-merge-forward";
+  std::string intra_form = "auto";
   bool batch_invariant = false;
   int32_t num_threads = 0;
 

@@ -113,9 +113,8 @@ GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOpti
   check::DeviceBuffer workspace(plan.workspace_bytes);
   GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0};
   row.segments = static_cast<int64_t>(plan.segments.size());
-  row.timing = time([&] {
-    throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size()));
-  });
+  row.timing = time(
+      [&] { throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size())); });
   return row;
 }
 
@@ -145,8 +144,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   if (what == "forward") return {time_run(c, what, plan_options)};
   PlanOptions off = plan_options;
   off.context_parallel = ContextParallel::kOff;
-  if (what == "context-parallel")
-    return {time_run(c, "off", off), time_run(c, "on", plan_options)};
+  if (what == "context-parallel") return {time_run(c, "off", off), time_run(c, "on", plan_options)};
 
   Plan plan;
   throw_if_error(make_plan(p, c.inputs.cu_seqlens, device_, off, &plan));
@@ -159,7 +157,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   const auto floats = [](const check::DeviceBuffer& buffer) {
     return static_cast<float*>(buffer.data());
   };
-  StageTensors s{w.data(),      u.data(),      kg.data(),    qg.data(), Aqk.data(), T.data(),
+  StageTensors s{w.data(),      u.data(),     kg.data(),    qg.data(), Aqk.data(), T.data(),
                  floats(gamma), floats(beta), floats(diag), h.data(),  vn.data()};
   const auto call = [&](auto stage, const StageTensors& buffers) {
     return [&, stage, buffers] {
@@ -183,8 +181,8 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   call(chunk_intra, s)();
   StageTensors bare = s;
   bare.kg = bare.qg = nullptr;
-  const double factors = bytes({sizes.w, sizes.u, sizes.Aqk, sizes.T, sizes.gamma, sizes.beta,
-                                sizes.diag});
+  const double factors =
+      bytes({sizes.w, sizes.u, sizes.Aqk, sizes.T, sizes.gamma, sizes.beta, sizes.diag});
   if (what == "intra") {
     add("chunk_intra: w u Aqk T", chunk_intra, bare, raw + factors);
     add("chunk_intra: w u kg qg Aqk T", chunk_intra, s,

@@ -15,8 +15,8 @@ struct GpuRow {
   std::string name;  ///< the case
   std::string what;  ///< the stage or variant
   std::string implementation;
-  Timing timing;      ///< seconds
-  double bytes = 0;   ///< least that it must move
+  Timing timing;     ///< seconds
+  double bytes = 0;  ///< least that it must move
   int64_t segments = 0;
 };
 

@@ -44,8 +44,8 @@ Devices ask_driver() {
     }
     DeviceFacts facts =
         gpu_facts(properties.multiProcessorCount, 10 * properties.major + properties.minor);
-    facts.name = cat(properties.name, " (sm_", facts.compute_capability, ", ", facts.num_sms,
-                     " SMs)");
+    facts.name =
+        cat(properties.name, " (sm_", facts.compute_capability, ", ", facts.num_sms, " SMs)");
     devices.facts.push_back(std::move(facts));
   }
   if (devices.facts.empty()) devices.problem = "no CUDA device answers";
@@ -59,14 +59,13 @@ const Devices& devices() {
 
 }  // namespace
 
-Status launch_status(int error, const char* kernel, int64_t blocks, int threads,
-                     int shared_bytes) {
+Status launch_status(int error, const char* kernel, int64_t blocks, int threads, int shared_bytes) {
   if (error == cudaSuccess) return {};
   const auto code = static_cast<cudaError_t>(error);
-  return Status(StatusCode::kDeviceError,
-                cat("cudaLaunchKernelEx(", kernel, ") with ", blocks, " blocks of ", threads,
-                    " threads and ", shared_bytes, " bytes of shared memory: ",
-                    cudaGetErrorName(code), ", ", cudaGetErrorString(code)));
+  return Status(StatusCode::kDeviceError, cat("cudaLaunchKernelEx(", kernel, ") with ", blocks,
+                                              " blocks of ", threads, " threads and ", shared_bytes,
+                                              " bytes of shared memory: ", cudaGetErrorName(code),
+                                              ", ", cudaGetErrorString(code)));
 }
 
 Status call_status(int error, const char* call) {

@@ -24,6 +24,9 @@ Status call_status(int error, const char* call);
 
 namespace kda::cuda {
 
+/// What every GPU from sm_80 on gives a block: 99 KB (sm_86, sm_89, sm_120).
+inline constexpr int kMostShared = 99 * 1024;
+
 /// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. Shared memory above 48 KB is asked
 /// for on every launch: the attribute belongs to the current device, and setting it is cheap.
 template <class Args>

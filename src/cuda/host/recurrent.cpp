@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
+#include "cuda/smxx/recurrent.hpp"
 #include "core/text.hpp"
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/smxx/decode.hpp"
-#include "cuda/smxx/recurrent.hpp"
 #include "cuda/smxx/segment_merge.hpp"
 
 namespace kda::cuda {
@@ -25,8 +25,7 @@ RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
   args.gate = gate_view(p, t);
   args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
                             p.initial_state_mask ? t.initial_state_mask : nullptr);
-  args.final_state =
-      state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args.final_state = state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
   args.checkpoint_every = p.checkpoint_every;
   args.flags = maps.flags;

@@ -30,6 +30,11 @@ Factors factors_of(const stage::Call& call) {
   return factors;
 }
 
+/// `auto` is the tensor form: faster at every shape that was measured (docs/performance.md).
+bool by_tokens(const stage::Call& call) {
+  return call.plan->options.intra_form == IntraForm::kToken;
+}
+
 bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
 
 ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Factors& factors) {
@@ -51,7 +56,7 @@ ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Facto
 
 Status chunk_intra(const stage::Call& call, const Maps& maps) {
   return launch_chunk_intra(intra_args(call, maps, factors_of(call)), is_half(call.problem),
-                            {call.stream});
+                            by_tokens(call), {call.stream});
 }
 
 /// Narrow tiles of V while that gives idle SMs work. The values do not depend on it.
@@ -70,8 +75,7 @@ ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
   args.o = row_view(p.o, t.o);
   args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
                             p.initial_state_mask ? t.initial_state_mask : nullptr);
-  args.final_state =
-      state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args.final_state = state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
   args.checkpoint_every = p.checkpoint_every;
   args.flags = maps.flags;
@@ -118,7 +122,7 @@ Status chunk(const stage::Chunk& c) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
   if (c.which == stage::ChunkStage::kIntra)
-    return launch_chunk_intra(intra_args(call, maps, factors), half, launch);
+    return launch_chunk_intra(intra_args(call, maps, factors), half, by_tokens(call), launch);
   if (c.which == stage::ChunkStage::kRecomputeWU)
     return launch_recompute_w_u(intra_args(call, maps, factors), half, launch);
   ChunkDeltaHArgs args = delta_args(call, maps);

@@ -78,10 +78,8 @@ Status make_maps(const stage::Call& call, std::span<const Segment> segments, boo
   const int64_t N = p.num_sequences;
   maps->map.num_sequences = N;
   maps->map.num_tokens = p.num_tokens;
-  maps->flags =
-      static_cast<int32_t*>(plan::find_block(plan, call.workspace, block::kDeviceFlags));
-  auto* words =
-      static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kSequenceMap));
+  maps->flags = static_cast<int32_t*>(plan::find_block(plan, call.workspace, block::kDeviceFlags));
+  auto* words = static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kSequenceMap));
   if (p.cu_seqlens && !plan.lengths_known) {
     maps->map.cu_seqlens = words;
     maps->map.chunk_offsets = words + N + 1;

@@ -13,7 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-/// 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not read).
+/// 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not
+/// read).
 template <int kBytes>
 __device__ __forceinline__ void cp_async(uint32_t target, const void* source, bool valid = true) {
   const int bytes = valid ? kBytes : 0;
@@ -82,7 +83,8 @@ __device__ __forceinline__ void mma_1688_tf32(float (&d)[4], const uint32_t (&a)
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-/// Round to nearest, half away: an mma drops the low 13 bits. (cvt.rna also looks for NaN: 4 steps.)
+/// Round to nearest, half away: an mma drops the low 13 bits. (cvt.rna also looks for NaN: 4
+/// steps.)
 __device__ __forceinline__ uint32_t to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
 
 /// Two fp32 as a pair of 16-bit elements, the first in the low half.

@@ -26,8 +26,8 @@ struct Kernel {
   static constexpr bool kForward = kUse == DeltaUse::kForward;
   static constexpr bool kHasOutputs = kForward || kUse == DeltaUse::kOutputs;
   static constexpr int kThreads = kWarps * 32;
-  static constexpr int kTiles = kK / 8;     // n8 tiles of S^T
-  static constexpr int kSteps = kK / 16;    // k16 steps over channels
+  static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
+  static constexpr int kSteps = kK / 16;  // k16 steps over channels
   static constexpr int kTokenTiles = kChunk / 8;
 
   const ChunkDeltaHArgs& a;
@@ -58,8 +58,7 @@ struct Kernel {
 #pragma unroll
     for (int at = 0; at + kRound <= kBytes; at += kRound) ptx::cp_async<16>(to + at, from + at);
     constexpr int kDone = kBytes / kRound * kRound;
-    if (kDone < kBytes && tid * 16 < kBytes - kDone)
-      ptx::cp_async<16>(to + kDone, from + kDone);
+    if (kDone < kBytes && tid * 16 < kBytes - kDone) ptx::cp_async<16>(to + kDone, from + kDone);
   }
   __device__ int64_t v_tiles() const { return (a.shape.V + kVTile - 1) / kVTile; }
 
@@ -159,8 +158,7 @@ struct Kernel {
       for (int n = 0; n < kTokenTiles; n += 2) {
         uint32_t b[4];  // 16 tokens x 16 channels
         const int row = n * 8 + lane % 8 + lane / 16 * 8;
-        ptx::ldmatrix_x4(
-            b, ptx::shared_address(x + swizzled<kK>(row, step * 2 + lane / 8 % 2)));
+        ptx::ldmatrix_x4(b, ptx::shared_address(x + swizzled<kK>(row, step * 2 + lane / 8 % 2)));
         ptx::mma_16816<T>(acc[n], rounded[step], b[0], b[1]);
         ptx::mma_16816<T>(acc[n + 1], rounded[step], b[2], b[3]);
       }
@@ -212,8 +210,7 @@ struct Kernel {
       for (int n = 0; n < kTiles; n += 2) {
         uint32_t b[4];  // 16 tokens x 16 channels, transposed
         const int row = step * 16 + lane % 16;
-        ptx::ldmatrix_x4_trans(b,
-                               ptx::shared_address(s.kg + swizzled<kK>(row, n + lane / 16)));
+        ptx::ldmatrix_x4_trans(b, ptx::shared_address(s.kg + swizzled<kK>(row, n + lane / 16)));
         ptx::mma_16816<T>(state[n], vn[step], b[0], b[1]);
         ptx::mma_16816<T>(state[n + 1], vn[step], b[2], b[3]);
       }
@@ -274,7 +271,8 @@ struct Kernel {
     }
   }
 
-  // ---- S^T at the start of each chunk and vn, between chunk_delta_h and chunk_o ---------------------
+  // ---- S^T at the start of each chunk and vn, between chunk_delta_h and chunk_o
+  // ---------------------
 
   /// visit(pair of elements in a register, where it is stored) for the A operands of S^T.
   template <class Visit>
@@ -286,8 +284,8 @@ struct Kernel {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = u_column + warp * 16 + lane / 4 + i % 2 * 8;
-        visit(rounded[step][i], reinterpret_cast<uint32_t*>(
-                                    h + swizzled<kK>(v, step * 2 + i / 2) + lane % 4 * 2));
+        visit(rounded[step][i],
+              reinterpret_cast<uint32_t*>(h + swizzled<kK>(v, step * 2 + i / 2) + lane % 4 * 2));
       }
   }
   /// The same for vn^T; in memory vn has tokens as rows.
@@ -300,8 +298,8 @@ struct Kernel {
       for (int i = 0; i < 4; ++i) {
         const int token = step * 16 + i / 2 * 8 + lane / 4;
         const int piece = (u_column + warp * 16) / 8 + i % 2;
-        visit(vn[step][i], reinterpret_cast<uint32_t*>(to + swizzled<kVTile>(token, piece) +
-                                                       lane % 4 * 2));
+        visit(vn[step][i],
+              reinterpret_cast<uint32_t*>(to + swizzled<kVTile>(token, piece) + lane % 4 * 2));
       }
   }
 
@@ -311,9 +309,8 @@ struct Kernel {
     copy_k(0);
     uint32_t rounded[kSteps][4], vn[4][4];
     for_each_stored_state(0, rounded, [](uint32_t& pair, const uint32_t* at) { pair = *at; });
-    for_each_stored_error(0, vn, [](uint32_t& pair, const uint32_t* at) {
-      pair = ptx::transpose_8x8(*at);
-    });
+    for_each_stored_error(
+        0, vn, [](uint32_t& pair, const uint32_t* at) { pair = ptx::transpose_8x8(*at); });
     float error[kTokenTiles][4];
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n)
@@ -354,7 +351,7 @@ struct Kernel {
         ptx::cp_async_wait<kLater>();
       else
         ptx::cp_async_wait<kLater - 1>();
-      __syncthreads();               // w, u of this chunk are here; kg, Aqk of the last are free
+      __syncthreads();  // w, u of this chunk are here; kg, Aqk of the last are free
       if (chunk > 0) copy_k(chunk);
       read_state(rounded, s.w, error);
       prediction_error(error);
@@ -363,9 +360,8 @@ struct Kernel {
       for (int step = 0; step < 4; ++step)
         round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
       if constexpr (kUse == DeltaUse::kStates)
-        for_each_stored_error(chunk, vn, [](uint32_t& pair, uint32_t* at) {
-          *at = ptx::transpose_8x8(pair);
-        });
+        for_each_stored_error(chunk, vn,
+                              [](uint32_t& pair, uint32_t* at) { *at = ptx::transpose_8x8(pair); });
 
       if constexpr (kForward) {
         float o[kTokenTiles][4] = {};
@@ -451,6 +447,7 @@ Status launch(const ChunkDeltaHArgs& args, const Launch& where) {
   const int64_t blocks =
       spans * args.shape.HV *
       (blocks_of(args.shape.V) + (kUse == DeltaUse::kScan ? blocks_of(args.shape.K) : 0));
+  static_assert(sizeof(Shared<T, kK>) <= kMostShared);
   return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kWarps, kUse>, blocks,
                        kWarps * 32, sizeof(Shared<T, kK>), where, args);
 }

@@ -29,8 +29,8 @@ struct ChunkDeltaHArgs {
   bool skip_last = false;  ///< scan: nothing follows the last segment of a sequence
 
   // Of states (written) and outputs (read), swizzled like the factors.
-  void* h = nullptr;   ///< S^T at the start of each chunk, [tiles of factors, V tiles, 64, Kp]
-  void* vn = nullptr;  ///< [tiles of factors, V tiles, 64, 64]
+  void* h = nullptr;       ///< S^T at the start of each chunk, [tiles of factors, V tiles, 64, Kp]
+  void* vn = nullptr;      ///< [tiles of factors, V tiles, 64, 64]
   int64_t num_chunks = 0;  ///< outputs: of the batch, at most
 
   int32_t* flags = nullptr;

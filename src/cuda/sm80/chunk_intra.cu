@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kRun = 8;  // tokens of a thread
 constexpr int kRuns = kChunk / kRun;
-constexpr int kBlock = 16;  // diagonal block of the inverse
+constexpr int kBlock = 16;                 // diagonal block of the inverse
 constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
 constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
 
@@ -29,21 +29,22 @@ struct Shared {
   T k[kChunk][kStride];  // raw; later Kgam
   union {
     Level<T, kStride> levels[2];
+    float decay[kChunk][kK];  // token form: of each token
     struct {
       float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
       T A[kChunk][kSquareStride];     // Aqk, then T' in 16 bits
       T v[kChunk][kStride];           // a tile of v
     } after;
   };
-  float totals[kRuns][kK];  // decay over each run
+  float totals[kRuns][kK];        // decay over each run
   float decay_before[kRuns][kK];  // over all runs before it
-  float decay_after[kRuns][kK];  // over all runs after it
+  float decay_after[kRuns][kK];   // over all runs after it
   float q_norm[kChunk], k_norm[kChunk], k_beta[kChunk], beta[kChunk], diag[kChunk];
 };
 
 /// Elementwise work is a thread's own: one channel pair of one run of 8 tokens, whose decays it
-/// keeps (few registers: 32 warps an SM hide each other's waits). All factors are running products of decays: no difference of sums, one exponential a
-/// token and channel.
+/// keeps (few registers: 32 warps an SM hide each other's waits). All factors are running products
+/// of decays: no difference of sums, one exponential a token and channel.
 template <class T, int kK>
 struct Kernel {
   using S = Shared<T, kK>;
@@ -95,8 +96,7 @@ struct Kernel {
   template <class E>
   __device__ void load_gates(float2 (&raw)[kRun]) const {
     const int row0 = run * kRun;
-    const int64_t at =
-        row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
+    const int64_t at = row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
     const E* source = static_cast<const E*>(a.g.base) + at;
     const int count = channel < a.shape.K ? chunk.count - row0 : 0;
 #pragma unroll
@@ -307,13 +307,15 @@ struct Kernel {
 
   // ---- scores ----------------------------------------------------------------------------------
 
-  /// Accumulators of this warp's tiles of the levels: one or two of the 16 of level 32; one of the 8
-  /// of level 16, of levels 8 and 4, and of levels 2 and 1.
+  /// Accumulators of this warp's tiles of the levels: one or two of the 16 of level 32; one of the
+  /// 8 of level 16, of levels 8 and 4, and of levels 2 and 1.
   static constexpr int kTiles32 = 16 / kWarps;
+  static constexpr int kPasses = 32 / kWarps;  // token form: of two tokens a warp
   struct Scores {
     float level32[kTiles32][4] = {};
     float level16[1][4] = {};
     float fine[2][1][4] = {};
+    float token_q[kPasses] = {}, token_k[kPasses] = {};
   };
   /// Tile of 8, or -1: with 16 warps, 8 of them take levels 8 and 4, the others the rest.
   __device__ int tile_of_8(bool middle) const {
@@ -380,6 +382,78 @@ struct Kernel {
     }
   }
 
+  // ---- the token form of the diagonal blocks ---------------------------------------------------
+
+  __device__ void token_operands() const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      *reinterpret_cast<float2*>(&s.decay[run * kRun + i][channel]) = decay[i];
+  }
+
+  /// Token of half a warp in a pass: late and early rows of the blocks of 16 take turns, so that
+  /// every warp has as many pairs.
+  __device__ int token_of(int pass) const {
+    const int slot = pass * kWarps + warp;
+    const int row = slot / kBlock % 2 == 0 ? slot % kBlock : kBlock - 1 - slot % kBlock;
+    return (slot / kBlock * 2 + lane / 16) * kBlock + row;
+  }
+
+  /// This lane's channels of a row.
+  static constexpr int kLaneChannels = kK / 16;
+  __device__ void load_channels(const T* row, float (&x)[kLaneChannels]) const {
+#pragma unroll
+    for (int c = 0; c < kLaneChannels; c += 4) {
+      const uint2 raw = *reinterpret_cast<const uint2*>(row + lane % 16 * kLaneChannels + c);
+      const float2 low = ptx::unpack<T>(raw.x), high = ptx::unpack<T>(raw.y);
+      x[c] = low.x, x[c + 1] = low.y, x[c + 2] = high.x, x[c + 3] = high.y;
+    }
+  }
+
+  /// Pair by pair in fp32, from a token back to the start of its block; lane j of 16 keeps column
+  /// j.
+  __device__ void token_products(Scores& scores) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int i = token_of(pass);
+      float q[kLaneChannels], k[kLaneChannels], factor[kLaneChannels];
+      load_channels(s.q[i], q);
+      load_channels(s.k[i], k);
+#pragma unroll
+      for (int c = 0; c < kLaneChannels; ++c) factor[c] = 1;
+#pragma unroll 1
+      for (int j = i - 1; j >= i / kBlock * kBlock; --j) {
+        const float* after = &s.decay[j + 1][lane % 16 * kLaneChannels];
+        float other[kLaneChannels], qk = 0, kk = 0;
+        load_channels(s.k[j], other);
+#pragma unroll
+        for (int c = 0; c < kLaneChannels; ++c) {
+          factor[c] *= after[c];
+          const float decayed = factor[c] * other[c];
+          qk = fmaf(q[c], decayed, qk);
+          kk = fmaf(k[c], decayed, kk);
+        }
+#pragma unroll
+        for (int offset = 1; offset < 16; offset *= 2) {
+          qk += __shfl_xor_sync(~0u, qk, offset);
+          kk += __shfl_xor_sync(~0u, kk, offset);
+        }
+        if (lane % 16 == j % kBlock) scores.token_q[pass] = qk, scores.token_k[pass] = kk;
+      }
+    }
+  }
+
+  __device__ void store_tokens(const Scores& scores) const {
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int i = token_of(pass), j = i / kBlock * kBlock + lane % 16;
+      if (j >= i) continue;
+      s.after.A[i][j] = static_cast<T>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
+      s.after.N[i][j] = scores.token_k[pass] * (s.k_norm[i] * s.k_beta[j]);
+    }
+  }
+
+  // ---- scores in shared memory -----------------------------------------------------------------
+
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
   __device__ void put_A(int i, int j, float x, float y) const {
     const float2 k = *reinterpret_cast<const float2*>(&s.k_norm[j]);
@@ -418,6 +492,7 @@ struct Kernel {
     }
   }
 
+  template <bool kTokens>
   __device__ void store_scores(const Scores& scores) const {
     constexpr int kSplit = kWarps / 4;
     const int m = warp / kSplit;
@@ -430,10 +505,13 @@ struct Kernel {
       store_coarse(scores.level16[0], at < 4, half + 16 + lane / 4,
                    half + at % 2 * 8 + lane % 4 * 2);
       const int token = at / 2 * kBlock;
-      at % 2 == 0 ? store_fine<2>(scores.fine[1][0], token)
-                  : store_fine<1>(scores.fine[1][0], token);
+      if constexpr (!kTokens)
+        at % 2 == 0 ? store_fine<2>(scores.fine[1][0], token)
+                    : store_fine<1>(scores.fine[1][0], token);
     }
-    if (const int at = tile_of_8(true); at >= 0) {
+    if constexpr (kTokens) {
+      store_tokens(scores);
+    } else if (const int at = tile_of_8(true); at >= 0) {
       const int token = at / 2 * kBlock;
       at % 2 == 0 ? store_fine<8>(scores.fine[0][0], token)
                   : store_fine<4>(scores.fine[0][0], token);
@@ -495,7 +573,8 @@ struct Kernel {
 
   // ---- inverse ---------------------------------------------------------------------------------
 
-  /// Diagonal 16x16 block of T' = (I + L)^-1 by substitution in fp32, in place; a lane owns a column.
+  /// Diagonal 16x16 block of T' = (I + L)^-1 by substitution in fp32, in place; a lane owns a
+  /// column.
   __device__ void invert_diagonal(int at) const {
     const int j = lane % kBlock;
     float column[kBlock];
@@ -514,8 +593,8 @@ struct Kernel {
   }
 
   /// T21 = -T22 L21 T11 for blocks of kSize at row0 = column0 + kSize, in place: rows of one m16
-  /// tile, kTiles n8 tiles from `n0`. Products in tf32: every factor is bounded by 2. The k order of
-  /// the second product is permuted so that the first one's accumulators are its A operand.
+  /// tile, kTiles n8 tiles from `n0`. Products in tf32: every factor is bounded by 2. The k order
+  /// of the second product is permuted so that the first one's accumulators are its A operand.
   template <int kSize, int kTiles>
   __device__ void merge_rows(int row0, int column0, int m, int n0, float (&out)[kTiles][4]) const {
     float y[kSize / 8][4] = {};  // rows m..m+15 of T22 L21
@@ -524,7 +603,8 @@ struct Kernel {
       if (k >= m + kBlock) continue;  // above the diagonal blocks nothing was written
       const int r = row0 + m + lane / 4, c = row0 + k + lane % 4;
       const uint32_t left[4] = {ptx::to_tf32(s.after.N[r][c]), ptx::to_tf32(s.after.N[r + 8][c]),
-                                ptx::to_tf32(s.after.N[r][c + 4]), ptx::to_tf32(s.after.N[r + 8][c + 4])};
+                                ptx::to_tf32(s.after.N[r][c + 4]),
+                                ptx::to_tf32(s.after.N[r + 8][c + 4])};
 #pragma unroll
       for (int n = 0; n < kSize / 8; ++n) {
         const int j = column0 + n * 8 + lane / 4;
@@ -541,7 +621,8 @@ struct Kernel {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const int j = column0 + n0 + n * 8 + lane / 4;
-        ptx::mma_1688_tf32(out[n], left, ptx::to_tf32(s.after.N[r][j]), ptx::to_tf32(s.after.N[r + 1][j]));
+        ptx::mma_1688_tf32(out[n], left, ptx::to_tf32(s.after.N[r][j]),
+                           ptx::to_tf32(s.after.N[r + 1][j]));
       }
     }
   }
@@ -591,8 +672,8 @@ struct Kernel {
       const int row = i / 16, c = i % 16 * 4;
       // Blocks above the diagonal were never written.
       const bool above = c / kBlock > row / kBlock;
-      const float4 x = above ? float4{0, 0, 0, 0}
-                             : *reinterpret_cast<const float4*>(&s.after.N[row][c]);
+      const float4 x =
+          above ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(&s.after.N[row][c]);
       *reinterpret_cast<uint2*>(&s.after.A[row][c]) = {ptx::pack<T>(x.x, x.y),
                                                        ptx::pack<T>(x.z, x.w)};
     }
@@ -613,8 +694,8 @@ struct Kernel {
 #pragma unroll
       for (int m = step; m < 4; ++m) {
         uint32_t left[4];
-        ptx::ldmatrix_x4(left, ptx::shared_address(
-                                   &s.after.A[m * 16 + lane % 16][step * 16 + lane / 16 * 8]));
+        ptx::ldmatrix_x4(
+            left, ptx::shared_address(&s.after.A[m * 16 + lane % 16][step * 16 + lane / 16 * 8]));
         ptx::mma_16816<T>(acc[m][0], left, b[0], b[1]);
         ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
       }
@@ -656,6 +737,7 @@ struct Kernel {
     }
   }
 
+  template <bool kTokens>
   __device__ void intra() {
     load_inputs();
     norms();
@@ -666,22 +748,28 @@ struct Kernel {
     __syncthreads();
     coarse_products(scores);
     __syncthreads();
-    middle_operands(s.levels[0]);
-    fine_operands<4>(s.levels[1]);
-    __syncthreads();
-    fine_products<0>(scores);
-    __syncthreads();
-    fine_operands<2>(s.levels[0]);
-    fine_operands<1>(s.levels[1]);
-    __syncthreads();
-    fine_products<1>(scores);
+    if constexpr (kTokens) {
+      token_operands();
+      __syncthreads();
+      token_products(scores);
+    } else {
+      middle_operands(s.levels[0]);
+      fine_operands<4>(s.levels[1]);
+      __syncthreads();
+      fine_products<0>(scores);
+      __syncthreads();
+      fine_operands<2>(s.levels[0]);
+      fine_operands<1>(s.levels[1]);
+      __syncthreads();
+      fine_products<1>(scores);
+    }
     __syncthreads();  // the levels give way to squares and v
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     clear_squares();
     decayed_rows();
     store_scalars();
     __syncthreads();
-    store_scores(scores);
+    store_scores<kTokens>(scores);
     __syncthreads();
     if (warp < 4) invert_pairs();
     if (warp >= 4) copy_square(a.factors.Aqk, tid - 128, kThreads - 128);
@@ -709,13 +797,14 @@ struct Kernel {
   }
 };
 
-template <class T, int kK, bool kRecompute>
+enum class Form { kTensor, kToken, kRecompute };
+
+template <class T, int kK, Form kForm>
 __global__ void __launch_bounds__(4 * kK, kK == 64 ? 4 : 2)
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
   extern __shared__ __align__(16) unsigned char memory[];
   const auto HV = static_cast<unsigned>(a.shape.HV);
-  const int64_t c = blockIdx.x / HV;
-  const ChunkTokens chunk = chunk_tokens(a.map, c);
+  const ChunkTokens chunk = chunk_tokens(a.map, blockIdx.x / HV);
   if (chunk.count == 0) return;
   const int tid = threadIdx.x;
   Kernel<T, kK> kernel{a,
@@ -729,36 +818,38 @@ __global__ void __launch_bounds__(4 * kK, kK == 64 ? 4 : 2)
                        tid / (kK / 2),
                        tid % (kK / 2) * 2,
                        {}};
-  if constexpr (kRecompute)
+  if constexpr (kForm == Form::kRecompute)
     kernel.recompute();
   else
-    kernel.intra();
+    kernel.template intra<kForm == Form::kToken>();
 }
 
-template <bool kRecompute, class T, int kK>
+template <Form kForm, class T, int kK>
 Status launch(const ChunkIntraArgs& args, const Launch& where) {
-  return launch_kernel(kRecompute ? "recompute_w_u" : "chunk_intra",
-                       chunk_intra_kernel<T, kK, kRecompute>, args.num_chunks * args.shape.HV,
+  static_assert(sizeof(Shared<T, kK>) <= kMostShared);
+  return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u" : "chunk_intra",
+                       chunk_intra_kernel<T, kK, kForm>, args.num_chunks * args.shape.HV,
                        Kernel<T, kK>::kThreads, sizeof(Shared<T, kK>), where, args);
 }
 
-template <bool kRecompute>
+template <Form kForm>
 Status launch_any(const ChunkIntraArgs& args, bool half, const Launch& where) {
   if (args.shape.K <= 64)
-    return half ? launch<kRecompute, __half, 64>(args, where)
-                : launch<kRecompute, __nv_bfloat16, 64>(args, where);
-  return half ? launch<kRecompute, __half, 128>(args, where)
-              : launch<kRecompute, __nv_bfloat16, 128>(args, where);
+    return half ? launch<kForm, __half, 64>(args, where)
+                : launch<kForm, __nv_bfloat16, 64>(args, where);
+  return half ? launch<kForm, __half, 128>(args, where)
+              : launch<kForm, __nv_bfloat16, 128>(args, where);
 }
 
 }  // namespace
 
-Status launch_chunk_intra(const ChunkIntraArgs& args, bool half, const Launch& where) {
-  return launch_any<false>(args, half, where);
+Status launch_chunk_intra(const ChunkIntraArgs& args, bool half, bool tokens, const Launch& where) {
+  return tokens ? launch_any<Form::kToken>(args, half, where)
+                : launch_any<Form::kTensor>(args, half, where);
 }
 
 Status launch_recompute_w_u(const ChunkIntraArgs& args, bool half, const Launch& where) {
-  return launch_any<true>(args, half, where);
+  return launch_any<Form::kRecompute>(args, half, where);
 }
 
 }  // namespace kda::cuda

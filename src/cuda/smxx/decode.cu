@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kColumns = 32;        // values of a tile
+constexpr int kColumns = 32;  // values of a tile
 
 /// Tiles of state in shared memory, one in use and the others on their way; within 99 KB.
 template <int kK>
@@ -40,9 +40,9 @@ struct alignas(16) Token {
 template <int kK>
 struct alignas(16) Shared {
   float tiles[kStages<kK>][kK * kColumns];  // as the pool has them: fp32 or bf16, rows of K or of V
-  Token<kK> tokens[3];                  // by parity of the work; the last: tokens after the first
-  float read[kWarps][kColumns];         // partial S^T k
-  float out[kWarps][kColumns];          // partial S^T q
+  Token<kK> tokens[3];           // by parity of the work; the last: tokens after the first
+  float read[kWarps][kColumns];  // partial S^T k
+  float out[kWarps][kColumns];   // partial S^T q
   Work works[kStages<kK> + 1];
 };
 
@@ -165,9 +165,8 @@ struct Kernel {
   __device__ void load_token(const Work& work, int64_t token, Raw& x) const {
     if (work.source < 0) return;
     const int64_t n = work.sequence, head = work.head;
-    const int64_t q_head =
-        static_cast<unsigned>(head) /
-        (static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H));
+    const int64_t q_head = static_cast<unsigned>(head) /
+                           (static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H));
     load_row<kK>(a.q, row_offset(a.q, a.map, n, token, q_head), a.shape.K, lane, x.q);
     load_row<kK>(a.k, row_offset(a.k, a.map, n, token, q_head), a.shape.K, lane, x.k);
     load_row<kK>(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
@@ -211,8 +210,9 @@ struct Kernel {
 
   // ---- tiles of state --------------------------------------------------------------------------
 
-  __device__ int row_of(int r) const { return kVK ? r * kRowStep + tid / kRowLanes
-                                                  : tid / kRowLanes * kRows + r; }
+  __device__ int row_of(int r) const {
+    return kVK ? r * kRowStep + tid / kRowLanes : tid / kRowLanes * kRows + r;
+  }
   __device__ int first_of(int quad) const {
     return kVK ? Raw::channel(lane, quad) : tid % kRowLanes * 4;
   }
@@ -497,6 +497,7 @@ template <int kK>
 Status launch(const DecodeArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
   const int64_t works = args.map.num_sequences * args.shape.HV * tiles;
+  static_assert(sizeof(Shared<kK>) <= kMostShared);
   // Tiles are counted in 32 bits: past them, launch_kernel() refuses as for any other grid.
   const int64_t blocks =
       works > INT32_MAX ? works : std::min(works, int64_t{kBlocksPerSm<kK>} * args.num_sms);

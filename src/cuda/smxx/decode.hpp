@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode: 1..8 tokens a sequence against a state pool, in place. The state is read once and written
-// once (once a token with an index column a token), and nothing else is of size: the time is that of
-// a copy of the states. Hence persistent blocks that keep device memory busy: while one tile of state
-// is updated, the next ones are on their way to shared memory, and so are their tokens.
+// once (once a token with an index column a token), and nothing else is of size: the time is that
+// of a copy of the states. Hence persistent blocks that keep device memory busy: while one tile of
+// state is updated, the next ones are on their way to shared memory, and so are their tokens.
 #pragma once
 
 #include "cuda/host/launch.hpp"
@@ -17,9 +17,10 @@ struct DecodeArgs {
   GateView gate;
   StateView pool;  ///< indices [N, index_columns]
   int64_t index_columns = 1;
-  const int32_t* num_accepted = nullptr;  ///< [N]; sequence n starts from column num_accepted[n] - 1
-  int32_t* flags = nullptr;               ///< MetadataFlag bits, or null
-  bool accumulate_flags = false;          ///< an earlier kernel of this call has set the word
+  const int32_t* num_accepted =
+      nullptr;                    ///< [N]; sequence n starts from column num_accepted[n] - 1
+  int32_t* flags = nullptr;       ///< MetadataFlag bits, or null
+  bool accumulate_flags = false;  ///< an earlier kernel of this call has set the word
   int32_t num_sms = 1;
 };
 

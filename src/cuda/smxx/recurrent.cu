@@ -24,15 +24,15 @@ template <int kK, int kBV>
 struct alignas(16) Shared {
   float q[kBatch][kK], k[kBatch][kK], decay[kBatch][kK];
   float beta[kBatch], qk[kBatch];
-  float read[2][Layout<kK, kBV>::kRowThreads][kBV];     // partial S^T k, by parity of the token
+  float read[2][Layout<kK, kBV>::kRowThreads][kBV];    // partial S^T k, by parity of the token
   float output[2][Layout<kK, kBV>::kRowThreads][kBV];  // partial S^T q
 };
 
 struct Unit {
   Span span;
   int64_t index = 0, head = 0, q_head = 0;
-  int column = 0;      // first column of the tile
-  int columns = 0;     // V, or K for the columns of M
+  int column = 0;   // first column of the tile
+  int columns = 0;  // V, or K for the columns of M
   bool transition = false;
 };
 
@@ -148,12 +148,12 @@ __device__ __forceinline__ void load_token(const RecurrentArgs& a, const Unit& u
   load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, x.q);
   load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, x.k);
   load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
-  x.beta =
-      load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
+  x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int c = lane + 32 * i;
-    x.bias[i] = a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
+    x.bias[i] =
+        a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
   }
 }
 
@@ -257,8 +257,8 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
 }
 
 template <int kK, int kBV, Access kAccess>
-__global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(
-    const __grid_constant__ RecurrentArgs a) {
+__global__ void __launch_bounds__(kThreads, 2)
+    recurrent_kernel(const __grid_constant__ RecurrentArgs a) {
   using L = Layout<kK, kBV>;
   __shared__ Shared<kK, kBV> shared;
   if (blockIdx.x == 0 && a.flags) {

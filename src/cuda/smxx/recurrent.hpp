@@ -21,7 +21,7 @@ struct RecurrentArgs {
   StateView B;  ///< scan: end states from S = 0
   bool skip_last = false;
 
-  int32_t* flags = nullptr;     ///< MetadataFlag bits, or null
+  int32_t* flags = nullptr;       ///< MetadataFlag bits, or null
   bool accumulate_flags = false;  ///< an earlier kernel of this call has set the word
 };
 

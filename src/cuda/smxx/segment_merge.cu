@@ -8,13 +8,13 @@ namespace {
 
 constexpr int kColumns = 8;  // of the state, a block; every block of a head reads all of M
 
-/// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 32 rows of M, a
-/// lane 4 of them and every fourth quad of channels, loaded 4 pieces ahead: 8 rows x 64 bytes a load.
-/// Shared memory is what bounds a step: a quad of S is read once for 4 rows.
+/// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 32 rows of M,
+/// a lane 4 of them and every fourth quad of channels, loaded 4 pieces ahead: 8 rows x 64 bytes a
+/// load. Shared memory is what bounds a step: a quad of S is read once for 4 rows.
 template <int kK>
 struct Merge {
   static constexpr int kThreads = kK;
-  static constexpr int kLaneRows = 4;     // 8 apart
+  static constexpr int kLaneRows = 4;      // 8 apart
   static constexpr int kPieces = kK / 16;  // 16 channels each, 4 a lane
   static constexpr int kRing = 4;          // of them on their way
   /// S of one step; the quads of a piece lie so that the 4 lanes of a row meet no bank conflict.
@@ -114,7 +114,8 @@ struct Merge {
     for (int r = 0; r < kLaneRows; ++r) add(sum[r], m[r], s);
   }
 
-  /// Partial sums of 4 rows over the 4 lanes that share them, plus B: each lane ends with its own row.
+  /// Partial sums of 4 rows over the 4 lanes that share them, plus B: each lane ends with its own
+  /// row.
   __device__ void reduce(const float (&sum)[kLaneRows][kColumns], float4 (&x)[2]) const {
     float pair[2][kColumns], own[kColumns];
     const bool high = quad / 2, odd = quad % 2;
@@ -124,8 +125,8 @@ struct Merge {
       for (int r = 0; r < 2; ++r)
         pair[r][c] = (high ? sum[r + 2][c] : sum[r][c]) +
                      __shfl_xor_sync(~0u, high ? sum[r][c] : sum[r + 2][c], 2);
-      own[c] = (odd ? pair[1][c] : pair[0][c]) +
-               __shfl_xor_sync(~0u, odd ? pair[0][c] : pair[1][c], 1);
+      own[c] =
+          (odd ? pair[1][c] : pair[0][c]) + __shfl_xor_sync(~0u, odd ? pair[0][c] : pair[1][c], 1);
     }
     x[0].x += own[0], x[0].y += own[1], x[0].z += own[2], x[0].w += own[3];
     x[1].x += own[4], x[1].y += own[5], x[1].z += own[6], x[1].w += own[7];

@@ -14,8 +14,8 @@ struct SegmentMergeArgs {
   /// [N + 1] segments before each sequence.
   const int64_t* segment_offsets = nullptr;
   StateView initial;
-  const float* M = nullptr;   ///< [spans, HV, K, K]
-  const float* B = nullptr;   ///< [spans, HV, K, V]
+  const float* M = nullptr;    ///< [spans, HV, K, K]
+  const float* B = nullptr;    ///< [spans, HV, K, V]
   float* states_in = nullptr;  ///< [spans, HV, K, V]
 };
 

@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(kThreads) sequence_map_kernel(const SequenceMa
 Status launch_upload(int64_t* target, const WordPieces& words, const Launch& launch) {
   UploadArgs args{target, 0, {}};
   const auto send = [&] {
-    Status status = launch_kernel("upload", upload_kernel, args.count > 0, kThreads, 0, launch, args);
+    Status status =
+        launch_kernel("upload", upload_kernel, args.count > 0, kThreads, 0, launch, args);
     args.target += args.count;
     args.count = 0;
     return status;

@@ -6,8 +6,8 @@
 
 namespace kda::cuda {
 
-inline constexpr int kChunk = 64;     ///< tokens
-inline constexpr int kVTile = 64;     ///< columns of V in a tile of u
+inline constexpr int kChunk = 64;  ///< tokens
+inline constexpr int kVTile = 64;  ///< columns of V in a tile of u
 inline constexpr int kMaxStagedK = 128;
 
 }  // namespace kda::cuda

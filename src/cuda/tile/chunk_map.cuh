@@ -44,8 +44,8 @@ __device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
 /// First chunk of a span that begins at a chunk boundary of its sequence.
 __device__ __forceinline__ int64_t first_chunk(const SequenceMap& map, const Span& span) {
   const Span whole = sequence_span(map, span.sequence);
-  const int64_t before = map.cu_seqlens ? map.chunk_offsets[span.sequence]
-                                        : span.sequence * chunks_of(map.num_tokens);
+  const int64_t before =
+      map.cu_seqlens ? map.chunk_offsets[span.sequence] : span.sequence * chunks_of(map.num_tokens);
   return before + (span.begin - whole.begin) / kChunk;
 }
 

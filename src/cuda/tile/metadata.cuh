@@ -32,8 +32,7 @@ __device__ inline void write_metadata_flags(const MetadataArgs& m, const StateVi
   const int64_t N = m.map.num_sequences;
   if (any_index_outside(initial.indices, N * m.index_columns, initial.num_slots))
     mine |= kBadInitialIndex;
-  if (any_index_outside(final_state.indices, N, final_state.num_slots))
-    mine |= kBadFinalIndex;
+  if (any_index_outside(final_state.indices, N, final_state.num_slots)) mine |= kBadFinalIndex;
   if (any_index_outside(checkpoints.indices, m.num_checkpoints, checkpoints.num_slots))
     mine |= kBadCheckpointIndex;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the CUDA benchmarks of `kda bench` on this machine's GPU and writes one result file a
+benchmark under bench/results/ (./dev gpu-bench). Peers: bench/peers.py --device cuda."""
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import evidence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Benchmark -> its case sets, the kernel families that it times.
+BENCHMARKS = {
+    "forward": (["flagship", "gva", "cudnn10"], ["staged"]),
+    "intra": (["intra"], ["staged"]),
+    "recompute-wu": (["intra"], ["staged"]),
+    "delta-h": (["intra"], ["staged"]),
+    "context-parallel": (["context_parallel"], ["staged"]),
+    "decode": (["decode_gpu"], ["decode"]),
+}
+
+
+def run_bench(kda, what, sets):
+    merged = None
+    for name in sets:
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [kda, "bench", what, "--set", name, "--device", "cuda", "--json", file.name]
+            subprocess.run(command, check=True)
+            report = json.loads(pathlib.Path(file.name).read_text())
+        for case in report["cases"]:
+            case["set"] = name
+        if merged:
+            merged["cases"] += report["cases"]
+        else:
+            merged = report
+    return {k: merged[k] for k in ("copy_bytes_per_second", "cases")}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split(" (")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[[], *BENCHMARKS], default=[], metavar="WHAT",
+                        help=f"{', '.join(BENCHMARKS)}; all of them if none is named")
+    parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
+                        help="a build folder, or a copy of its bin/ and kernel_hashes.json")
+    parser.add_argument("--results", type=pathlib.Path, default=evidence.RESULTS)
+    args = parser.parse_args()
+    kda = args.binaries.resolve() / "bin" / "kda"
+    for what in args.what or BENCHMARKS:
+        sets, families = BENCHMARKS[what]
+        name = f"gpu_{what.replace('-', '_')}"
+        report = evidence.header(args.binaries, families, name) | run_bench(kda, what, sets)
+        evidence.write(args.results / f"{name}.json", report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

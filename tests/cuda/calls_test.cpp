@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls on a GPU that must be refused before anything is launched, and device metadata that the
+// host cannot see: flagged, never followed out of bounds. (Bad calls of any device: tests/run.)
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+
+#include "cuda/gpu.hpp"
+
+namespace kda {
+namespace {
+
+using check::DeviceBuffer;
+using check::Inputs;
+using test::OnDevice;
+
+class Calls : public test::GpuTest {};
+
+Inputs packed_inputs() {
+  check::GenerateOptions options = test::shape(0, 2, 64, 64);
+  options.dtype = DType::kBFloat16;
+  options.initial_state = true;
+  options.seq_lens = {130, 64, 7};
+  return check::generate(options);
+}
+
+TEST_F(Calls, HostMemoryIsRefusedByName) {
+  const Inputs inputs = packed_inputs();
+  OnDevice call(inputs);
+  const std::pair<const char*, std::function<void(Tensors*)>> rows[] = {
+      {"q", [&](Tensors* t) { t->q = inputs.q.data(); }},
+      {"k", [&](Tensors* t) { t->k = inputs.k.data(); }},
+      {"v", [&](Tensors* t) { t->v = inputs.v.data(); }},
+      {"g", [&](Tensors* t) { t->g = inputs.g.data(); }},
+      {"beta", [&](Tensors* t) { t->beta = inputs.beta.data(); }},
+      {"o", [&](Tensors* t) { t->o = call.outputs.o.data(); }},
+      {"initial_state",
+       [&](Tensors* t) { t->initial_state = const_cast<std::byte*>(inputs.initial_state.data()); }},
+      {"final_state", [&](Tensors* t) { t->final_state = call.outputs.final_state.data(); }}};
+  for (const auto& [name, change] : rows) {
+    Tensors tensors = call.memory->tensors();
+    change(&tensors);
+    const Status status = run(call.plan, tensors, call.workspace.data(), call.workspace.size());
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << name;
+    EXPECT_EQ(status.message().rfind(std::string(name) + ": is host memory", 0), 0u)
+        << status.message();
+  }
+  io::Buffer host(call.plan.workspace_bytes);
+  const Status status = run(call.plan, call.memory->tensors(), host.data(), host.size());
+  EXPECT_EQ(status.message().rfind("workspace: is host memory", 0), 0u) << status.message();
+  call.read();
+  for (std::size_t i = 0; i < call.outputs.o.size(); ++i)
+    ASSERT_EQ(static_cast<unsigned char>(call.outputs.o.data()[i]), 0xff) << "written at " << i;
+}
+
+TEST_F(Calls, APlanForAnotherGpuIsRefused) {
+  const Inputs inputs = packed_inputs();
+  OnDevice call(inputs);
+  Plan plan;
+  throw_if_error(make_plan(call.problem, inputs.cu_seqlens, gpu_facts(108, 80), {}, &plan));
+  DeviceBuffer workspace(plan.workspace_bytes);
+  if (test::device().compute_capability == 80) GTEST_SKIP() << "this is that GPU";
+  const Status status = run(plan, call.memory->tensors(), workspace.data(), workspace.size());
+  EXPECT_EQ(status.message().rfind("plan: made for compute capability 80", 0), 0u)
+      << status.message();
+}
+
+TEST_F(Calls, StageCallsNeedTheirPlanAndPointers) {
+  check::GenerateOptions options = test::shape(300, 1, 64, 64);
+  options.dtype = DType::kBFloat16;
+  const Inputs inputs = check::generate(options);
+  OnDevice serial(inputs), cut(inputs, {.plan = test::fixed_segments(3)});
+  DeviceBuffer memory(1 << 20);
+  auto* pointer = static_cast<float*>(memory.data());
+  const SegmentTensors all{pointer, pointer, pointer};
+  float host = 0;
+  for (const auto stage : {segment_scan, segment_merge, segment_forward}) {
+    EXPECT_EQ(stage(serial.plan, serial.memory->tensors(), all, serial.workspace.data(),
+                    serial.workspace.size(), nullptr)
+                  .message(),
+              "plan: is not segmented");
+    for (const SegmentTensors& missing : {SegmentTensors{}, SegmentTensors{&host, &host, &host}})
+      EXPECT_EQ(stage(cut.plan, cut.memory->tensors(), missing, cut.workspace.data(),
+                      cut.workspace.size(), nullptr)
+                    .code(),
+                StatusCode::kInvalidArgument);
+  }
+  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
+    EXPECT_EQ(stage(serial.plan, serial.memory->tensors(), {}, serial.workspace.data(),
+                    serial.workspace.size(), nullptr)
+                  .code(),
+              StatusCode::kInvalidArgument);
+}
+
+/// The word that a call of `plan` leaves in its workspace.
+int32_t flags_of(const Plan& plan, const DeviceBuffer& workspace) {
+  check::synchronize_device();
+  std::vector<unsigned char> bytes(workspace.size());
+  workspace.download(bytes.data(), bytes.size());
+  for (const WorkspaceBlock& block : plan.workspace)
+    if (block.name == "device_flags") {
+      int32_t flags = 0;
+      std::memcpy(&flags, bytes.data() + block.offset, sizeof flags);
+      return flags;
+    }
+  ADD_FAILURE() << "the plan has no flags";
+  return -1;
+}
+
+TEST_F(Calls, WrongDeviceCuSeqlensAreClampedAndFlagged) {
+  Inputs inputs = packed_inputs();
+  Problem p = inputs.problem;
+  check::want_final_state(&p);
+  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
+  for (const std::string& backend : test::backends()) {
+    Plan plan;
+    throw_if_error(make_plan_from_bounds(p, test::device(), test::with_backend(backend), &plan));
+    const int64_t good[] = {0, 130, 194, 201};
+    const int64_t bad[][4] = {{0, 130, 100, 201},
+                              {0, 130, 194, 5000},
+                              {-64, 130, 194, 201},
+                              {0, 1LL << 40, 194, 201},
+                              {5, 4, 3, 2}};
+    Tensors host = inputs.tensors();
+    outputs.attach(&host);
+    host.cu_seqlens = good;
+    check::DeviceTensors memory(plan, host);
+    DeviceBuffer workspace(plan.workspace_bytes);
+    throw_if_error(run(plan, memory.tensors(), workspace.data(), workspace.size()));
+    EXPECT_EQ(flags_of(plan, workspace), 0) << backend;
+    for (const auto& row : bad) {
+      DeviceBuffer cu(sizeof row);
+      cu.upload(row, sizeof row);
+      Tensors tensors = memory.tensors();
+      tensors.cu_seqlens = cu.data();
+      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+      EXPECT_NE(flags_of(plan, workspace) & kBadSequences, 0) << backend << " " << row[1];
+    }
+  }
+}
+
+TEST_F(Calls, WrongDeviceIndicesAreSkippedAndFlagged) {
+  Inputs inputs = packed_inputs();
+  Problem& p = inputs.problem;
+  StateDesc states;
+  states.num_slots = 3;
+  states.indexed = true;
+  states.tensor = contiguous(DType::kFloat32, {3, 2, 64, 64});
+  p.initial_state = p.final_state = states;
+  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
+  const int32_t good[] = {2, 0, 1};
+  for (const std::string& backend : test::backends()) {
+    Plan plan;
+    throw_if_error(
+        make_plan(p, inputs.cu_seqlens, test::device(), test::with_backend(backend), &plan));
+    Tensors host = inputs.tensors();
+    outputs.attach(&host);
+    host.initial_state_indices = good;
+    host.final_state_indices = good;
+    check::DeviceTensors memory(plan, host);
+    DeviceBuffer workspace(plan.workspace_bytes), wrong(sizeof good);
+    throw_if_error(run(plan, memory.tensors(), workspace.data(), workspace.size()));
+    EXPECT_EQ(flags_of(plan, workspace), 0);
+    for (const int32_t value : {3, -2, INT32_MAX, INT32_MIN}) {
+      const int32_t bad[] = {2, value, 1};
+      wrong.upload(bad, sizeof bad);
+      Tensors tensors = memory.tensors();
+      tensors.initial_state_indices = static_cast<const int32_t*>(wrong.data());
+      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+      EXPECT_EQ(flags_of(plan, workspace), kBadInitialIndex) << backend << " " << value;
+      tensors = memory.tensors();
+      tensors.final_state_indices = static_cast<const int32_t*>(wrong.data());
+      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+      EXPECT_EQ(flags_of(plan, workspace), kBadFinalIndex) << backend << " " << value;
+    }
+  }
+}
+
+/// Stage by stage on the caller's buffers: what run() computes, and recompute_w_u gives
+/// chunk_intra's bits again.
+TEST_F(Calls, ChunkStagesMatchRun) {
+  for (const auto& [K, dtype] :
+       {std::pair{128, DType::kBFloat16}, std::pair{64, DType::kFloat16}}) {
+    check::GenerateOptions options = test::shape(0, 2, K, 128);
+    options.num_value_heads = 4;
+    options.dtype = dtype;
+    options.initial_state = true;
+    options.seq_lens = {200, 64, 0, 129};
+    const Inputs inputs = check::generate(options);
+    OnDevice whole(inputs, {.out_dtype = dtype}), staged(inputs, {.out_dtype = dtype});
+    throw_if_error(whole.run());
+    whole.read();
+    StageSizes sizes;
+    throw_if_error(stage_sizes(staged.plan, &sizes));
+    DeviceBuffer w(sizes.w), u(sizes.u), kg(sizes.kg), qg(sizes.qg), Aqk(sizes.Aqk), T(sizes.T),
+        gamma(sizes.gamma), beta(sizes.beta), diag(sizes.diag), h(sizes.h), vn(sizes.vn);
+    for (DeviceBuffer* buffer : {&w, &u, &kg, &qg, &Aqk, &T, &gamma, &beta, &diag, &h, &vn})
+      buffer->fill(0xff);
+    const auto fp32 = [](DeviceBuffer& buffer) { return static_cast<float*>(buffer.data()); };
+    const StageTensors stages{w.data(),    u.data(),   kg.data(),  qg.data(), Aqk.data(), T.data(),
+                              fp32(gamma), fp32(beta), fp32(diag), h.data(),  vn.data()};
+    const auto call = [&](auto stage) {
+      throw_if_error(stage(staged.plan, staged.memory->tensors(), stages, staged.workspace.data(),
+                           staged.workspace.size(), nullptr));
+      check::synchronize_device();
+    };
+    const auto contents = [](const DeviceBuffer& buffer) {
+      std::vector<unsigned char> bytes(buffer.size());
+      buffer.download(bytes.data(), bytes.size());
+      return bytes;
+    };
+    call(chunk_intra);
+    std::vector<std::vector<unsigned char>> first;
+    for (DeviceBuffer* buffer : {&w, &u, &kg, &qg}) {
+      first.push_back(contents(*buffer));
+      buffer->fill(0xff);
+    }
+    call(recompute_w_u);
+    std::size_t i = 0;
+    for (DeviceBuffer* buffer : {&w, &u, &kg, &qg})
+      EXPECT_EQ(contents(*buffer), first[i++]) << "recomputed tensor " << i;
+    call(chunk_delta_h);
+    call(chunk_o);
+    staged.read();
+    EXPECT_TRUE(test::same_bits(whole.outputs.final_state, staged.outputs.final_state));
+    const check::Comparison comparison = check::compare(
+        inputs, staged.problem, staged.outputs,
+        {.operands = check::operands_of(staged.plan), .num_threads = test::oracle_threads()});
+    EXPECT_TRUE(comparison.within()) << comparison.worst_o()->error;
+  }
+}
+
+}  // namespace
+}  // namespace kda

@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the CUDA tests on this machine's GPU and writes what they showed (./dev gpu-test).
+
+Needs built binaries (./dev test builds them; --binaries) and Python's standard library.
+"""
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import evidence
+
+# Test program -> the kernel families that it runs.
+TESTS = {
+    "accuracy_test": ["staged", "recurrent"],
+    "calls_test": ["staged", "recurrent"],
+    "causality_test": ["staged", "recurrent"],
+    "decode_test": ["decode"],
+    "determinism_test": ["staged", "recurrent"],
+    "isolation_test": ["staged", "recurrent"],
+    "segment_test": ["staged", "recurrent"],
+    "staged_test": ["staged"],
+    "states_test": ["staged", "recurrent"],
+    "streams_test": ["staged", "recurrent", "decode"],
+}
+FUZZ = {"accuracy": 300, "causality": 300}
+FAMILIES = ("staged", "recurrent", "decode")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SANITIZED_SHAPES = 60  # random problems, a tool
+
+
+def run_gtest(program, environment, prefix=()):
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        started = time.time()
+        done = subprocess.run([*prefix, program, f"--gtest_output=json:{report.name}"], env=environment,
+                              capture_output=True, text=True)
+        seconds = time.time() - started
+        text = pathlib.Path(report.name).read_text()
+    row = {"name": program.name, "seconds": round(seconds, 1), "ok": done.returncode == 0}
+    if not text:  # it died before it could say
+        print(done.stdout[-4000:], done.stderr[-4000:])
+        return row | {"passed": 0, "failed": 1, "skipped": 0}
+    cases = [c for suite in json.loads(text)["testsuites"] for c in suite["testsuite"]]
+    failed = [c for c in cases if "failures" in c]
+    skipped = [c for c in cases if c.get("result") == "SKIPPED"]
+    for case in failed:
+        print(f'{program.name}: {case["classname"]}.{case["name"]}: {case["failures"][0]["failure"]}')
+    return row | {"passed": len(cases) - len(failed) - len(skipped), "failed": len(failed),
+                  "skipped": len(skipped),
+                  "skipped_names": [f'{c["classname"]}.{c["name"]}' for c in skipped]}
+
+
+def run_fuzz(program, what, count, environment, prefix=()):
+    started = time.time()
+    done = subprocess.run([*prefix, program, what, "--count", str(count)], env=environment,
+                          capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout[-4000:], done.stderr[-2000:])
+    return {"name": f"kda_fuzz {what}", "cases": count, "ok": done.returncode == 0,
+            "seconds": round(time.time() - started, 1)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--family", choices=FAMILIES, help="tests of one kernel family only")
+    parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
+                        help="a build folder, or a copy of its tests/, bin/, kernel_hashes.json")
+    parser.add_argument("--sanitize", nargs="?", const=",".join(SANITIZERS), metavar="TOOLS",
+                        help="compute-sanitizer over random shapes instead of the tests")
+    parser.add_argument("--json", type=pathlib.Path, help="evidence file; under bench/results/")
+    args = parser.parse_args()
+    families = [args.family] if args.family else list(FAMILIES)
+    environment = dict(os.environ, KDA_TEST_DEVICE="cuda")
+    tests = args.binaries.resolve() / "tests"
+    fuzz = tests / "kda_fuzz"
+    rows = []
+
+    def add(row):
+        rows.append(row)
+        print({k: v for k, v in row.items() if k != "skipped_names"}, flush=True)
+
+    started = time.time()
+    if args.sanitize:
+        what = "gpu_sanitizer"
+        for tool in args.sanitize.split(","):
+            prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+            add({"tool": tool} | run_fuzz(fuzz, "accuracy", SANITIZED_SHAPES, environment, prefix))
+            add({"tool": tool} | run_gtest(tests / "decode_test", environment, prefix))
+    else:
+        what = "gpu_test" + (f"_{args.family}" if args.family else "")
+        for name, speaks_for in TESTS.items():
+            if set(speaks_for) & set(families):
+                add(run_gtest(tests / name, environment))
+        for name, count in FUZZ.items():
+            if families != ["decode"] or name == "accuracy":
+                add(run_fuzz(fuzz, name, count, environment))
+    report = evidence.header(args.binaries, families, what)
+    report |= {"ok": all(row["ok"] for row in rows), "seconds": round(time.time() - started, 1),
+               "rows": rows}
+    evidence.write(args.json or evidence.RESULTS / f"{what}.json", report)
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

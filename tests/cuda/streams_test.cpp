@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// How servers use a GPU: graphs that are replayed with new data, many host threads with a stream
+// each, several GPUs in a process, and the same bits every time.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cuda/gpu.hpp"
+
+#ifdef KDA_WITH_CUDA
+#include <cuda_runtime.h>
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+using test::OnDevice;
+
+void expect_cuda(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+
+struct Stream {
+  cudaStream_t stream{};
+  Stream() { cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); }
+  ~Stream() { cudaStreamDestroy(stream); }
+};
+
+class Streams : public test::GpuTest {};
+
+/// Forwards with and without segments, token by token, and decode.
+struct Case {
+  const char* name;
+  Inputs inputs;
+  test::RunOptions options;
+};
+
+Inputs decode_inputs(uint64_t seed) {
+  check::GenerateOptions options = test::shape(3, 4, 128, 128);
+  options.batch = 6;
+  options.dtype = DType::kBFloat16;
+  options.initial_state = true;
+  options.seed = seed;
+  Inputs inputs = check::generate(options);
+  inputs.problem.operation = Operation::kDecode;
+  return inputs;
+}
+
+std::vector<Case> cases(uint64_t seed) {
+  check::GenerateOptions options = test::shape(0, 2, 128, 128);
+  options.dtype = DType::kBFloat16;
+  options.initial_state = true;
+  options.seq_lens = {700, 65, 0, 300};
+  options.seed = seed;
+  const Inputs inputs = check::generate(options);
+  test::RunOptions plain{.out_dtype = DType::kBFloat16}, cut = plain, recurrent = plain;
+  cut.plan = test::fixed_segments(3);
+  recurrent.plan = test::with_backend("recurrent");
+  return {{"staged", inputs, plain},
+          {"segments", inputs, cut},
+          {"recurrent", inputs, recurrent},
+          {"decode", decode_inputs(seed), plain}};
+}
+
+/// Everything a call writes, as it lies on the host after read(); decode writes the pool.
+std::vector<std::byte> written(const OnDevice& call, const Inputs& inputs) {
+  std::vector<std::byte> bytes;
+  const auto add = [&](const io::Buffer& buffer) {
+    bytes.insert(bytes.end(), buffer.data(), buffer.data() + buffer.size());
+  };
+  add(call.outputs.o);
+  if (call.problem.operation == Operation::kDecode)
+    add(inputs.initial_state);
+  else
+    add(call.outputs.final_state);
+  return bytes;
+}
+
+std::vector<std::byte> run_once(Inputs inputs, const test::RunOptions& options,
+                                void* stream = nullptr) {
+  OnDevice call(inputs, options);
+  throw_if_error(call.run(stream));
+  call.read();
+  return written(call, inputs);
+}
+
+TEST_F(Streams, AHundredRepeatsGiveTheSameBits) {
+  for (const Case& c : cases(1)) {
+    const auto first = run_once(c.inputs, c.options);
+    for (int i = 0; i < 100; ++i) ASSERT_EQ(run_once(c.inputs, c.options), first) << c.name << i;
+  }
+}
+
+TEST_F(Streams, GraphsReplayWithNewData) {
+  const std::vector<Case> old_cases = cases(1), new_cases = cases(2);
+  for (std::size_t i = 0; i < old_cases.size(); ++i) {
+    const Case& c = old_cases[i];
+    Inputs inputs = c.inputs;
+    OnDevice call(inputs, c.options);
+    const Stream stream;
+    cudaGraph_t graph{};
+    cudaGraphExec_t executable{};
+    expect_cuda(cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal));
+    ASSERT_TRUE(call.run(stream.stream).ok()) << c.name;
+    expect_cuda(cudaStreamEndCapture(stream.stream, &graph));
+    expect_cuda(cudaGraphInstantiate(&executable, graph, 0));
+    for (const Case* data : {&old_cases[i], &new_cases[i]}) {
+      const Tensors& t = call.memory->tensors();
+      const auto refill = [](const void* to, const io::Buffer& from) {
+        expect_cuda(
+            cudaMemcpy(const_cast<void*>(to), from.data(), from.size(), cudaMemcpyHostToDevice));
+      };
+      refill(t.q, data->inputs.q), refill(t.k, data->inputs.k), refill(t.v, data->inputs.v);
+      refill(t.g, data->inputs.g), refill(t.beta, data->inputs.beta);
+      refill(t.initial_state, data->inputs.initial_state);
+      expect_cuda(cudaGraphLaunch(executable, stream.stream));
+      call.read();
+      EXPECT_EQ(written(call, inputs), run_once(data->inputs, data->options)) << c.name;
+    }
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+  }
+}
+
+TEST_F(Streams, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
+  constexpr int kThreads = 16;
+  for (std::size_t i = 0; i < cases(0).size(); ++i) {
+    std::vector<Case> mine;
+    std::vector<std::vector<std::byte>> serial, parallel(kThreads);
+    for (int t = 0; t < kThreads; ++t) {
+      mine.push_back(cases(static_cast<uint64_t>(t))[i]);
+      serial.push_back(run_once(mine.back().inputs, mine.back().options));
+    }
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t)
+      threads.emplace_back([&, t] {
+        const Stream stream;
+        for (int repeat = 0; repeat < 5; ++repeat) {
+          Inputs inputs = mine[static_cast<std::size_t>(t)].inputs;
+          OnDevice call(inputs, mine[static_cast<std::size_t>(t)].options);
+          check::synchronize_device();  // the copies above are on the default stream
+          throw_if_error(call.run(stream.stream));
+          cudaStreamSynchronize(stream.stream);
+          call.read();
+          parallel[static_cast<std::size_t>(t)] = written(call, inputs);
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    for (int t = 0; t < kThreads; ++t)
+      EXPECT_EQ(parallel[static_cast<std::size_t>(t)], serial[static_cast<std::size_t>(t)])
+          << mine[0].name << " thread " << t;
+  }
+}
+
+TEST_F(Streams, TwoGpusInOneProcess) {
+  if (cuda_device_count() < 2) GTEST_SKIP() << "needs two GPUs";
+  for (const Case& c : cases(3)) {
+    expect_cuda(cudaSetDevice(0));
+    const auto expected = run_once(c.inputs, c.options);
+    Inputs first_inputs = c.inputs, second_inputs = c.inputs;
+    OnDevice first(first_inputs, c.options);
+    expect_cuda(cudaSetDevice(1));
+    OnDevice second(second_inputs, c.options);
+    throw_if_error(second.run());
+    // Memory of the other device is refused by name.
+    const Status status =
+        run(second.plan, first.memory->tensors(), second.workspace.data(), second.workspace.size());
+    EXPECT_NE(status.message().find("is memory of device 0, the current device is 1"),
+              std::string::npos)
+        << status.message();
+    second.read();
+    EXPECT_EQ(written(second, second_inputs), expected) << c.name;
+    expect_cuda(cudaSetDevice(0));
+    throw_if_error(first.run());
+    first.read();
+    EXPECT_EQ(written(first, first_inputs), expected) << c.name;
+  }
+}
+
+}  // namespace
+}  // namespace kda
+#endif
