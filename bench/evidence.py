@@ -4,24 +4,21 @@ written with the binaries), the device, its driver, the toolkit, the date, and t
 import datetime
 import json
 import pathlib
-import shlex
 import subprocess
-import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
-def header(binaries, families, what):
+def header(binaries, families, what, command):
+    """`command`: as anyone would run it, without the paths of this machine."""
     built = json.loads((pathlib.Path(binaries) / "kernel_hashes.json").read_text())
     device, driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
         capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
-    script = pathlib.Path(sys.argv[0]).resolve().relative_to(ROOT)
     return {"what": what, "families": {f: built["families"][f] for f in families},
             "device": device, "driver": driver, "toolkit": built["toolkit"],
-            "date": datetime.date.today().isoformat(),
-            "command": shlex.join(["python3", str(script), *sys.argv[1:]])}
+            "date": datetime.date.today().isoformat(), "command": command}
 
 
 def write(path, report):

@@ -52,7 +52,8 @@ def main():
     for what in args.what or BENCHMARKS:
         sets, families = BENCHMARKS[what]
         name = f"gpu_{what.replace('-', '_')}"
-        report = evidence.header(args.binaries, families, name) | run_bench(kda, what, sets)
+        report = evidence.header(
+            args.binaries, families, name, f"./dev gpu-bench {what}") | run_bench(kda, what, sets)
         evidence.write(args.results / f"{name}.json", report)
     return 0
 

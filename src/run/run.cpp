@@ -2,6 +2,8 @@
 // run() and the stage calls: checks, then the chosen implementation's stages.
 #include "kda/run.hpp"
 
+#include <tuple>
+
 #include "core/guard.hpp"
 #include "core/text.hpp"
 #include "cuda/host/device.hpp"
@@ -85,6 +87,11 @@ Status check_segments(const Plan& plan, const SegmentTensors& segments, bool nee
   if (needs_scan && !segments.M) return invalid("M: pointer is null");
   if (needs_scan && !segments.B) return invalid("B: pointer is null");
   if (needs_states && !segments.states_in) return invalid("states_in: pointer is null");
+  if (plan.device.kind == DeviceKind::kCpu) return {};
+  for (const auto& [name, pointer, needed] :
+       {std::tuple{"M", segments.M, needs_scan}, std::tuple{"B", segments.B, needs_scan},
+        std::tuple{"states_in", segments.states_in, needs_states}})
+    if (needed) KDA_RETURN_IF_ERROR(cuda::check_pointer(name, pointer));
   return {};
 }
 

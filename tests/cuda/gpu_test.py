@@ -102,7 +102,9 @@ def main():
         for name, count in FUZZ.items():
             if families != ["decode"] or name == "accuracy":
                 add(run_fuzz(fuzz, name, count, environment))
-    report = evidence.header(args.binaries, families, what)
+    command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
+               *(["--sanitize", args.sanitize] if args.sanitize else [])]
+    report = evidence.header(args.binaries, families, what, " ".join(command))
     report |= {"ok": all(row["ok"] for row in rows), "seconds": round(time.time() - started, 1),
                "rows": rows}
     evidence.write(args.json or evidence.RESULTS / f"{what}.json", report)

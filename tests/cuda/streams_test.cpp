@@ -105,11 +105,13 @@ TEST_F(Streams, GraphsReplayWithNewData) {
     for (const Case* data : {&old_cases[i], &new_cases[i]}) {
       const Tensors& t = call.memory->tensors();
       const auto refill = [](const void* to, const io::Buffer& from) {
-        expect_cuda(
-            cudaMemcpy(const_cast<void*>(to), from.data(), from.size(), cudaMemcpyHostToDevice));
+        if (to)
+          expect_cuda(
+              cudaMemcpy(const_cast<void*>(to), from.data(), from.size(), cudaMemcpyHostToDevice));
       };
       refill(t.q, data->inputs.q), refill(t.k, data->inputs.k), refill(t.v, data->inputs.v);
       refill(t.g, data->inputs.g), refill(t.beta, data->inputs.beta);
+      refill(t.A_log, data->inputs.A_log), refill(t.dt_bias, data->inputs.dt_bias);
       refill(t.initial_state, data->inputs.initial_state);
       expect_cuda(cudaGraphLaunch(executable, stream.stream));
       call.read();

@@ -75,6 +75,25 @@ Status call_status(int error, const char* call) {
                 cat(call, ": ", cudaGetErrorName(code), ", ", cudaGetErrorString(code)));
 }
 
+namespace {
+
+/// A stream of another device is refused; one that is being captured into a graph must not be asked
+/// (the capture would fail).
+Status check_stream(cudaStream_t stream, int current) {
+  if (!stream) return {};
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  KDA_RETURN_IF_ERROR(
+      call_status(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing"));
+  if (capture != cudaStreamCaptureStatusNone) return {};
+  int owner = current;
+  KDA_RETURN_IF_ERROR(call_status(cudaStreamGetDevice(stream, &owner), "cudaStreamGetDevice"));
+  if (owner != current)
+    return invalid("stream: belongs to device ", owner, ", the current device is ", current);
+  return {};
+}
+
+}  // namespace
+
 const char* unavailable() noexcept {
   try {
     return devices().problem.empty() ? nullptr : devices().problem.c_str();
@@ -93,13 +112,7 @@ Status check_device(const Plan& plan, const void* workspace, void* stream) {
   if (facts.compute_capability != plan.device.compute_capability)
     return invalid("plan: made for compute capability ", plan.device.compute_capability,
                    ", the current device ", current, " is ", facts.name);
-  if (stream) {
-    int owner = current;
-    const cudaError_t error = cudaStreamGetDevice(static_cast<cudaStream_t>(stream), &owner);
-    if (error == cudaSuccess && owner != current)
-      return invalid("stream: belongs to device ", owner, ", the current device is ", current);
-    if (error != cudaSuccess) cudaGetLastError();  // a capturing stream may not answer
-  }
+  KDA_RETURN_IF_ERROR(check_stream(static_cast<cudaStream_t>(stream), current));
   return check_pointer("workspace", workspace);
 }
 

@@ -3,58 +3,31 @@
 
 #include <algorithm>
 
-#include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kColumns = 32;  // values of a tile
-
-/// Tiles of state in shared memory, one in use and the others on their way; within 99 KB.
-template <int kK>
-constexpr int kStages = kK <= 128 ? 5 : 2;
-template <int kK>
-constexpr int kBlocksPerSm = kK <= 128 ? 2 : 1;
+constexpr int kMostWarps = 4;  // of a block: one head of one sequence, a tile of values each
 constexpr int64_t kMaxTokens = 8;
 
-/// A tile of one sequence and head.
-struct Work {
-  int32_t sequence, head;
-  int32_t column;  // first value
-  int32_t tokens;
-  int64_t begin;
-  int64_t source;  // slot; -1: nothing to do
-};
+/// State elements of a lane, and the values of a warp's tile that they make.
+template <int kK>
+constexpr int kElements = kK == 64 ? 64 : 128;
+template <int kK>
+constexpr int kColumns = 32 * kElements<kK> / kK;
 
-/// A token of a tile, ready for the recurrence: normalised q and k, decays, values.
+/// A token, ready for the recurrence: normalised q and k, decays.
 template <int kK>
 struct alignas(16) Token {
-  float decay[kK], k[kK], q[kK], v[kColumns];
-  float beta, qk;
+  float decay[kK], k[kK], q[kK];
+  float qk;  // q . k
 };
 
-template <int kK>
-struct alignas(16) Shared {
-  float tiles[kStages<kK>][kK * kColumns];  // as the pool has them: fp32 or bf16, rows of K or of V
-  Token<kK> tokens[3];           // by parity of the work; the last: tokens after the first
-  float read[kWarps][kColumns];  // partial S^T k
-  float out[kWarps][kColumns];   // partial S^T q
-  Work works[kStages<kK> + 1];
-};
-
-/// What a warp holds of a token on its way: quads of channels, and one value a lane.
-template <int kK>
-struct RawToken {
-  static constexpr int kLanes = kK / 4 < 32 ? kK / 4 : 32;  // K = 64: both half warps alike
-  static constexpr int kQuads = kK / 4 / kLanes;
-  static constexpr int kCount = 4 * kQuads;
-  float q[kCount], k[kCount], g[kCount];
-  float v, beta;
-  static __device__ int channel(int lane, int quad) { return (lane % kLanes + quad * kLanes) * 4; }
+struct Unit {
+  Span span;
+  int64_t head = 0, q_head = 0;
 };
 
 __device__ __forceinline__ float sum_over(float x, int first_offset, int end_offset) {
@@ -64,305 +37,216 @@ __device__ __forceinline__ float sum_over(float x, int first_offset, int end_off
   return x;
 }
 
-/// Four channels from `at`; 0 past `count`.
-template <class E>
-__device__ __forceinline__ void load_quad(const void* base, int64_t at, int count, float* x) {
-  const E* source = static_cast<const E*>(base) + at;
-  if (count >= 4 && reinterpret_cast<uintptr_t>(source) % (4 * sizeof(E)) == 0) {
-    alignas(16) E raw[4];
-    if constexpr (sizeof(E) == 4)
-      *reinterpret_cast<float4*>(raw) = *reinterpret_cast<const float4*>(source);
-    else
-      *reinterpret_cast<uint2*>(raw) = *reinterpret_cast<const uint2*>(source);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = static_cast<float>(raw[i]);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = i < count ? static_cast<float>(source[i]) : 0.0f;
-}
+// ---- tokens ------------------------------------------------------------------------------------
 
-template <int kK>
-__device__ __forceinline__ void load_row(const RowView& view, int64_t at, int K, int lane,
-                                         float (&x)[RawToken<kK>::kCount]) {
-  const auto load = [&]<class E>(E) {
+/// This lane's channels of a row, lane + 32 i; 0 past K.
+template <int kCount>
+__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int K, int lane,
+                                          float (&x)[kCount]) {
+  const auto load = [&](const auto* base) {
 #pragma unroll
-    for (int i = 0; i < RawToken<kK>::kQuads; ++i) {
-      const int c = RawToken<kK>::channel(lane, i);
-      load_quad<E>(view.base, at + c, K - c, x + 4 * i);
+    for (int i = 0; i < kCount; ++i) {
+      const int c = lane + 32 * i;
+      x[i] = c < K ? static_cast<float>(base[at + c]) : 0.0f;
     }
   };
-  if (view.type == Element::kFloat32) load(float{});
-  if (view.type == Element::kBFloat16) load(__nv_bfloat16{});
-  if (view.type == Element::kFloat16) load(__half{});
+  if (view.type == Element::kFloat32)
+    load(static_cast<const float*>(view.base));
+  else if (view.type == Element::kBFloat16)
+    load(static_cast<const __nv_bfloat16*>(view.base));
+  else
+    load(static_cast<const __half*>(view.base));
 }
 
-__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
-  return a.index_columns > 1 ? min(a.index_columns, kMaxTokens) : kMaxTokens;
-}
-
-/// Slot that the sequence starts from; -1: it is skipped.
-__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
-  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
-  if (accepted < 1 || accepted > a.index_columns) return -1;
-  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
-  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
-}
-
-/// Slot that the state after token `i` of the sequence goes to; -1: none.
-__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, const Work& work, int64_t i) {
-  if (a.index_columns == 1) return i + 1 == work.tokens ? work.source : -1;
-  const int64_t slot = a.pool.indices[work.sequence * a.index_columns + i];
-  return slot < a.pool.num_slots ? slot : -1;
-}
-
-template <int kK, Access kAccess>
-struct Kernel {
-  using Raw = RawToken<kK>;
-  // A lane's part of a tile. Rows of K: 4 values of kRows channels. Rows of V: its channels (as
-  // Raw has them) of kRows values.
-  static constexpr bool kVK = kAccess == Access::kVectorsVK;
-  static constexpr int kRowLanes = kVK ? Raw::kLanes : kColumns / 4;
-  static constexpr int kRowStep = kThreads / kRowLanes;
-  static constexpr int kRows = kVK ? kColumns / kRowStep : kK / kRowStep;
-  static constexpr int kWidth = kVK ? Raw::kCount : 4;
-  static constexpr int kPieces = kK * kColumns / 4;  // 4 elements each
-  static constexpr int kPiecesOfRow = (kVK ? kK : kColumns) / 4;
-
-  static constexpr int kTiles = kStages<kK>;
-  static constexpr int kAhead = kTiles - 1;
-
-  const DecodeArgs& a;
-  Shared<kK>& s;
-  const int tid, warp, lane;
-  const unsigned v_tiles, num_works;
-
-  float S[kRows][kWidth];
-
-  // ---- what there is to do ---------------------------------------------------------------------
-
-  __device__ unsigned index_of(int i) const {
-    return blockIdx.x + static_cast<unsigned>(i) * gridDim.x;
-  }
-
-  __device__ Work work_of(int i) const {
-    const unsigned index = index_of(i);
-    if (index >= num_works) return {0, 0, 0, 0, 0, -1};
-    const auto HV = static_cast<unsigned>(a.shape.HV);
-    Work work;
-    work.sequence = static_cast<int32_t>(index / v_tiles / HV);
-    work.head = static_cast<int32_t>(index / v_tiles % HV);
-    work.column = static_cast<int>(index % v_tiles) * kColumns;
-    const Span span = sequence_span(a.map, work.sequence);
-    work.begin = span.begin;
-    work.tokens = static_cast<int32_t>(min(span.end - span.begin, most_tokens(a)));
-    work.source = work.tokens > 0 ? source_slot(a, work.sequence) : -1;
-    return work;
-  }
-
-  // ---- tokens ----------------------------------------------------------------------------------
-
-  __device__ void load_token(const Work& work, int64_t token, Raw& x) const {
-    if (work.source < 0) return;
-    const int64_t n = work.sequence, head = work.head;
-    const int64_t q_head = static_cast<unsigned>(head) /
-                           (static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H));
-    load_row<kK>(a.q, row_offset(a.q, a.map, n, token, q_head), a.shape.K, lane, x.q);
-    load_row<kK>(a.k, row_offset(a.k, a.map, n, token, q_head), a.shape.K, lane, x.k);
-    load_row<kK>(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
-    x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
-    x.v = 0;
-    if (work.column + lane < a.shape.V)
-      x.v = load_element(a.v.base, a.v.type,
-                         row_offset(a.v, a.map, n, token, head) + work.column + lane);
-  }
-
-  /// Norms, decays, beta and q.k (docs/operation.md) of a token that load_token() brought.
-  __device__ void prepare_token(const Work& work, Raw& x, Token<kK>& token) const {
-    if (work.source < 0) return;
-    float qq = 0, kk = 0, qk = 0;
+/// q, k and q . k by one warp, decays by another (docs/operation.md); every warp calls it.
+template <int kK>
+__device__ __forceinline__ void prepare_token(const DecodeArgs& a, const Unit& unit, int64_t token,
+                                              Token<kK>& out) {
+  constexpr int kCount = kK / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t n = unit.span.sequence;
+  if (warp == 0) {
+    float q[kCount], k[kCount], qq = 0, kk = 0, qk = 0;
+    load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, q);
+    load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, k);
 #pragma unroll
-    for (int i = 0; i < Raw::kCount; ++i)
-      qq += x.q[i] * x.q[i], kk += x.k[i] * x.k[i], qk += x.q[i] * x.k[i];
-    qk = sum_over(qk, 1, Raw::kLanes);
+    for (int i = 0; i < kCount; ++i) qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
+    qk = sum_over(qk, 1, 32);
     float q_scale = 1, k_scale = 1;
     if (a.gate.l2norm) {
-      q_scale = 1.0f / sqrtf(sum_over(qq, 1, Raw::kLanes) + 1e-6f);
-      k_scale = 1.0f / sqrtf(sum_over(kk, 1, Raw::kLanes) + 1e-6f);
+      q_scale = 1.0f / sqrtf(sum_over(qq, 1, 32) + 1e-6f);
+      k_scale = 1.0f / sqrtf(sum_over(kk, 1, 32) + 1e-6f);
     }
-    const float rate = gate_rate(a.gate, work.head);
 #pragma unroll
-    for (int i = 0; i < Raw::kCount; ++i) {
-      const int c = Raw::channel(lane, i / 4) + i % 4;
+    for (int i = 0; i < kCount; ++i) {
+      out.q[lane + 32 * i] = q[i] * q_scale;
+      out.k[lane + 32 * i] = k[i] * k_scale;
+    }
+    if (lane == 0) out.qk = qk * q_scale * k_scale;
+  }
+  if (warp + 1 == static_cast<int>(blockDim.x) / 32) {
+    float g[kCount];
+    load_lane(a.g, row_offset(a.g, a.map, n, token, unit.head), a.shape.K, lane, g);
+    const float rate = gate_rate(a.gate, unit.head);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = lane + 32 * i;
       const bool inside = c < a.shape.K;
       const float bias =
-          a.gate.dt_bias && inside ? a.gate.dt_bias[work.head * a.gate.stride_dt + c] : 0.0f;
-      token.decay[c] = inside ? exp2f(log2_decay_exact(a.gate, x.g[i], bias, rate)) : 0.0f;
-      token.k[c] = x.k[i] * k_scale;
-      token.q[c] = x.q[i] * q_scale;
-    }
-    token.v[lane] = x.v;
-    if (lane == 0) {
-      token.beta = beta_value(a.gate, x.beta);
-      token.qk = qk * q_scale * k_scale;
+          a.gate.dt_bias && inside ? a.gate.dt_bias[unit.head * a.gate.stride_dt + c] : 0.0f;
+      out.decay[c] = inside ? exp2f(log2_decay_exact(a.gate, g[i], bias, rate)) : 0.0f;
     }
   }
+}
 
-  // ---- tiles of state --------------------------------------------------------------------------
+// ---- tiles of state ----------------------------------------------------------------------------
 
-  __device__ int row_of(int r) const {
-    return kVK ? r * kRowStep + tid / kRowLanes : tid / kRowLanes * kRows + r;
-  }
-  __device__ int first_of(int quad) const {
-    return kVK ? Raw::channel(lane, quad) : tid % kRowLanes * 4;
-  }
+/// kDense: the pool has rows of exactly kK elements and K = V = kK, so that there are neither
+/// bounds to look at nor addresses to compute: both cost more instructions than the recurrence.
 
-  /// Pool to shared memory: in the background, except for strides that no vector fits.
+/// Tile of a buffer whose rows are columns of values: a lane has 4 neighbouring values of kQuads
+/// quads of channels.
+template <int kK, bool kDense, bool kVectors>
+struct TileKV {
+  static constexpr int kOwned = 4;  // values of v and o, a lane
+  static constexpr int kColumnLanes = kColumns<kK> / 4;
+  static constexpr int kGroups = 32 / kColumnLanes;
+  static constexpr int kQuads = kElements<kK> / 16;
+  float S[kQuads][4][4];
+  const int lane;
+  const int column0;
+
+  __device__ int channel(int j) const { return (j * kGroups + lane / kColumnLanes) * 4; }
+  __device__ int value(int i) const { return column0 + lane % kColumnLanes * 4 + i; }
+  __device__ bool writes_output() const { return lane < kColumnLanes; }
+
   template <bool kBf16>
-  __device__ void fetch(const Work& work, float* tile) const {
-    constexpr int kBytes = kBf16 ? 8 : 16;
-    const uint32_t target = ptx::shared_address(tile);
-#pragma unroll
-    for (int i = 0; i < kPieces / kThreads; ++i) {
-      const int piece = tid + i * kThreads;
-      const int row = piece / kPiecesOfRow, c = piece % kPiecesOfRow * 4;
-      const int k = kVK ? c : row, v = work.column + (kVK ? row : c);
-      const bool inside = k < a.shape.K && v < a.shape.V;
-      const int64_t at = state_offset(a.pool, work.source, work.head, k, v);
-      const char* source = static_cast<const char*>(a.pool.base) + at * (kBytes / 4);
-      ptx::cp_async<kBytes>(target + piece * kBytes, inside ? source : a.pool.base, inside);
-    }
+  __device__ void load(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
+    visit(pool, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
+      if constexpr (kVectors) {
+        const float4 x = load4<kBf16>(pool.base, at);
+        s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
+      } else {
+        s[c] = load_state<kBf16>(pool.base, at);
+      }
+    });
   }
-  __device__ void fetch_scalar(const Work& work, float* tile) const {
-    for (int i = tid; i < kK * kColumns; i += kThreads) {
-      const int k = i / kColumns, v = work.column + i % kColumns;
-      const bool inside = k < a.shape.K && v < a.shape.V;
-      tile[i] =
-          inside ? load_state(a.pool, state_offset(a.pool, work.source, work.head, k, v)) : 0.0f;
-    }
-  }
-  __device__ void start_fetch(int i) const {
-    const Work& work = s.works[i % (kTiles + 1)];
-    float* tile = s.tiles[i % kTiles];
-    if (work.source >= 0) {
-      if constexpr (kAccess == Access::kScalar)
-        fetch_scalar(work, tile);
+  template <bool kBf16>
+  __device__ void store(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
+    visit(pool, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
+      if constexpr (kVectors)
+        store4<kBf16>(pool.base, at, make_float4(s[0], s[1], s[2], s[3]));
       else
-        a.pool.bf16 ? fetch<true>(work, tile) : fetch<false>(work, tile);
-    }
-    ptx::cp_async_commit();  // empty or not: waits count groups
+        store_state<kBf16>(pool.base, at, s[c]);
+    });
   }
 
-  template <bool kBf16>
-  __device__ void read_tile(const float* tile) {
+  /// Every vector (or element) inside the state, with its offset in the pool.
+  template <class Visit>
+  __device__ void visit(const StateView& pool, const Shape& shape, int64_t slot, int64_t head,
+                        Visit&& with) {
+    const int64_t row_step = kDense ? kK : pool.vk ? 1 : pool.stride_row;
+    const int64_t column_step = kVectors || !pool.vk ? 1 : pool.stride_row;
+    const int64_t first = state_offset(pool, slot, head, channel(0), value(0));
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kQuads; ++j)
 #pragma unroll
-      for (int c = 0; c < kWidth; c += 4) {
-        const float4 x = load4<kBf16>(tile, row_of(r) * (kPiecesOfRow * 4) + first_of(c / 4));
-        S[r][c] = x.x, S[r][c + 1] = x.y, S[r][c + 2] = x.z, S[r][c + 3] = x.w;
-      }
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; c += kVectors ? 4 : 1)
+          if (kDense || (channel(j) + r < shape.K && value(c) < shape.V))
+            with(S[j][r], first + (j * kGroups * 4 + r) * row_step + c * column_step, c);
   }
 
-  template <bool kBf16>
-  __device__ void write_tile(const Work& work, int64_t slot) const {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kWidth; c += 4) {
-        const int k = kVK ? first_of(c / 4) : row_of(r);
-        const int v = work.column + (kVK ? row_of(r) : first_of(0));
-        if (k >= a.shape.K || v >= a.shape.V) continue;
-        store4<kBf16>(a.pool.base, state_offset(a.pool, slot, work.head, k, v),
-                      make_float4(S[r][c], S[r][c + 1], S[r][c + 2], S[r][c + 3]));
-      }
-  }
-  __device__ void write_scalar(const Work& work, int64_t slot) const {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r)
-#pragma unroll
-      for (int c = 0; c < kWidth; ++c) {
-        const int k = row_of(r), v = work.column + first_of(0) + c;
-        if (k < a.shape.K && v < a.shape.V)
-          store_state(a.pool, state_offset(a.pool, slot, work.head, k, v), S[r][c]);
-      }
-  }
-  __device__ void write_state(const Work& work, int64_t slot) const {
-    if constexpr (kAccess == Access::kScalar)
-      write_scalar(work, slot);
-    else
-      a.pool.bf16 ? write_tile<true>(work, slot) : write_tile<false>(work, slot);
+  __device__ static void spread(const float* from, float (&x)[4]) {
+    const float4 y = *reinterpret_cast<const float4*>(from);
+    x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
   }
 
-  // ---- the recurrence --------------------------------------------------------------------------
-  // S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k vn^T
-
-  __device__ void store_output(const Work& work, int64_t token, int column, float o) const {
-    if (work.column + column < a.shape.V)
-      store_element(a.o.base, a.o.type,
-                    row_offset(a.o, a.map, work.sequence, token, work.head) + work.column + column,
-                    a.gate.scale * o);
-  }
-
-  __device__ static float4 quad(const float* x, int first) {
-    return *reinterpret_cast<const float4*>(x + first);
-  }
-
-  /// Rows of K: sums over the rows of a warp, then over warps.
-  __device__ void step_kv(const Work& work, int64_t token_index, const Token<kK>& x) {
-    const int row0 = row_of(0), column = first_of(0);
-    float read[4] = {}, out[4] = {};
+  /// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k
+  /// vn^T
+  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
+                       float (&o)[kOwned]) {
+    float read[4] = {}, out[4] = {}, v_new[4];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float decay = x.decay[row0 + r], k = x.k[row0 + r], q = x.q[row0 + r];
+    for (int j = 0; j < kQuads; ++j) {
+      float decay[4], k[4], q[4];
+      spread(token.decay + channel(j), decay);
+      spread(token.k + channel(j), k);
+      spread(token.q + channel(j), q);
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        S[r][c] *= decay;
-        read[c] = fmaf(S[r][c], k, read[c]);
-        out[c] = fmaf(S[r][c], q, out[c]);
-      }
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          S[j][r][c] *= decay[r];
+          read[c] = fmaf(S[j][r][c], k[r], read[c]);
+          out[c] = fmaf(S[j][r][c], q[r], out[c]);
+        }
     }
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      read[c] = sum_over(read[c], kRowLanes, 32);
-      out[c] = sum_over(out[c], kRowLanes, 32);
-    }
-    if (lane < kRowLanes) {
-      *reinterpret_cast<float4*>(&s.read[warp][column]) =
-          make_float4(read[0], read[1], read[2], read[3]);
-      *reinterpret_cast<float4*>(&s.out[warp][column]) =
-          make_float4(out[0], out[1], out[2], out[3]);
-    }
-    __syncthreads();
-    float sum[4] = {};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float4 y = quad(s.read[w], column);
-      sum[0] += y.x, sum[1] += y.y, sum[2] += y.z, sum[3] += y.w;
-    }
-    const float4 v = quad(x.v, column);
-    const float v_new[4] = {x.beta * (v.x - sum[0]), x.beta * (v.y - sum[1]),
-                            x.beta * (v.z - sum[2]), x.beta * (v.w - sum[3])};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float k = x.k[row0 + r];
-#pragma unroll
-      for (int c = 0; c < 4; ++c) S[r][c] = fmaf(k, v_new[c], S[r][c]);
-    }
-    if (tid >= kRowLanes) return;
-    float o[4] = {};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float4 y = quad(s.out[w], column);
-      o[0] += y.x, o[1] += y.y, o[2] += y.z, o[3] += y.w;
+      v_new[c] = beta * (v[c] - sum_over(read[c], kColumnLanes, 32));
+      o[c] = scale * fmaf(token.qk, v_new[c], sum_over(out[c], kColumnLanes, 32));
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-      store_output(work, token_index, column + c, fmaf(x.qk, v_new[c], o[c]));
+    for (int j = 0; j < kQuads; ++j) {
+      float k[4];
+      spread(token.k + channel(j), k);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) S[j][r][c] = fmaf(k[r], v_new[c], S[j][r][c]);
+    }
+  }
+};
+
+/// Tile of a buffer whose rows are columns of keys: a lane has its own channels of kRows values.
+template <int kK, bool kDense>
+struct TileVK {
+  static constexpr int kLanes = kK / 4 < 32 ? kK / 4 : 32;  // of a row
+  static constexpr int kQuads = kK / 4 / kLanes;
+  static constexpr int kWidth = 4 * kQuads;  // channels of a lane
+  static constexpr int kRows = kElements<kK> / kWidth;
+  static constexpr int kOwned = kRows > kLanes ? kRows / kLanes : 1;
+  static constexpr int kShare = kLanes > kRows ? kLanes / kRows : 1;  // lanes that own a row
+  static constexpr int kStep = 32 / kLanes;
+  float S[kRows][kWidth];
+  const int lane;
+  const int column0;
+
+  __device__ int channel(int quad) const { return (lane % kLanes + quad * kLanes) * 4; }
+  __device__ int row_value(int r) const { return column0 + r * kStep + lane / kLanes; }
+  __device__ int value(int i) const { return row_value(lane % kLanes / kShare * kOwned + i); }
+  __device__ bool writes_output() const { return lane % kShare == 0; }
+
+  template <class Visit>
+  __device__ void visit(const StateView& pool, const Shape& shape, int64_t slot, int64_t head,
+                        Visit&& with) {
+    const int64_t row_step = kDense ? kK : pool.stride_row;
+    const int64_t first = state_offset(pool, slot, head, channel(0), row_value(0));
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+#pragma unroll
+      for (int i = 0; i < kQuads; ++i)
+        if (kDense || (row_value(r) < shape.V && channel(i) < shape.K))
+          with(S[r] + 4 * i, first + r * kStep * row_step + i * kLanes * 4);
+  }
+  template <bool kBf16>
+  __device__ void load(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
+    visit(pool, shape, slot, head, [&](float* s, int64_t at) {
+      const float4 x = load4<kBf16>(pool.base, at);
+      s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
+    });
+  }
+  template <bool kBf16>
+  __device__ void store(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
+    visit(pool, shape, slot, head, [&](float* s, int64_t at) {
+      store4<kBf16>(pool.base, at, make_float4(s[0], s[1], s[2], s[3]));
+    });
   }
 
   /// Sums of kCount values over the lanes of a row; a lane ends with those of its own rows.
-  template <int kCount, int kOffset>
+  template <int kCount = kRows, int kOffset = kLanes / 2>
   __device__ void reduce_scatter(float* x) const {
     if constexpr (kOffset > 0 && kCount > 1) {
       const bool upper = lane & kOffset;
@@ -378,135 +262,169 @@ struct Kernel {
     }
   }
 
-  /// Rows of V: sums within a warp; kShare lanes end with the same row.
-  __device__ void step_vk(const Work& work, int64_t token_index, const Token<kK>& x) {
-    constexpr int kShare = kRowLanes / kRows;
-    static_assert(kRows <= kRowLanes);
-    float decay[kWidth], k[kWidth], q[kWidth];
+  __device__ void spread(const float* row, float (&x)[kWidth]) const {
 #pragma unroll
-    for (int c = 0; c < kWidth; c += 4) {
-      const auto put = [&](float* y, float4 from) {
-        y[c] = from.x, y[c + 1] = from.y, y[c + 2] = from.z, y[c + 3] = from.w;
-      };
-      put(decay, quad(x.decay, first_of(c / 4)));
-      put(k, quad(x.k, first_of(c / 4)));
-      put(q, quad(x.q, first_of(c / 4)));
+    for (int i = 0; i < kQuads; ++i) {
+      const float4 y = *reinterpret_cast<const float4*>(row + channel(i));
+      x[4 * i] = y.x, x[4 * i + 1] = y.y, x[4 * i + 2] = y.z, x[4 * i + 3] = y.w;
     }
-    float read[kRows] = {}, out[kRows] = {};
+  }
+
+  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
+                       float (&o)[kOwned]) {
+    float decay[kWidth], k[kWidth], q[kWidth], sums[kRows], v_new[kOwned];
+    spread(token.decay, decay), spread(token.k, k), spread(token.q, q);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r) {
+      sums[r] = 0;
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) {
         S[r][c] *= decay[c];
-        read[r] = fmaf(S[r][c], k[c], read[r]);
-        out[r] = fmaf(S[r][c], q[c], out[r]);
+        sums[r] = fmaf(S[r][c], k[c], sums[r]);
       }
-    reduce_scatter<kRows, kRowLanes / 2>(read);
-    reduce_scatter<kRows, kRowLanes / 2>(out);
-    const int mine = row_of(lane % kRowLanes / kShare);
-    const float v_new = x.beta * (x.v[mine] - read[0]);
-    if (lane % kShare == 0) store_output(work, token_index, mine, fmaf(x.qk, v_new, out[0]));
+    }
+    reduce_scatter(sums);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) v_new[i] = beta * (v[i] - sums[i]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float v = __shfl_sync(~0u, v_new, lane / kRowLanes * kRowLanes + r * kShare);
+      sums[r] = 0;
 #pragma unroll
-      for (int c = 0; c < kWidth; ++c) S[r][c] = fmaf(k[c], v, S[r][c]);
+      for (int c = 0; c < kWidth; ++c) sums[r] = fmaf(S[r][c], q[c], sums[r]);
     }
-  }
-
-  __device__ void step(const Work& work, int64_t token, const Token<kK>& x) {
-    if constexpr (kVK)
-      step_vk(work, token, x);
-    else
-      step_kv(work, token, x);
-    const int64_t slot = target_slot(a, work, token - work.begin);
-    if (slot >= 0) write_state(work, slot);
-  }
-
-  /// All tokens of a tile whose state and first token are in shared memory.
-  __device__ void update(int i) {
-    const Work work = s.works[i % (kTiles + 1)];
-    if (work.source < 0) return;
-    const float* tile = s.tiles[i % kTiles];
-    if (kAccess != Access::kScalar && a.pool.bf16)
-      read_tile<true>(tile);
-    else
-      read_tile<false>(tile);
-    step(work, work.begin, s.tokens[i % 2]);
-    for (int64_t t = work.begin + 1; t < work.begin + work.tokens; ++t) {
-      __syncthreads();  // the token before is done with
-      if (warp == 0) {
-        Raw raw;
-        load_token(work, t, raw);
-        prepare_token(work, raw, s.tokens[2]);
-      }
-      __syncthreads();
-      step(work, t, s.tokens[2]);
-    }
-  }
-
-  /// Tile i is fetched kAhead rounds before its turn; its work is looked up two rounds before that,
-  /// its token loaded one round before and prepared in the last, all by warp i % kWarps.
-  __device__ void run() {
-    Work next{};
-    Raw raw;
-    if (warp <= kAhead) {
-      next = work_of(warp);
-      s.works[warp] = next;
-    }
-    __syncthreads();
-    if (warp < kAhead) load_token(next, next.begin, raw);
-    for (int i = 0; i < kAhead; ++i) start_fetch(i);
-    if (warp == 0) prepare_token(next, raw, s.tokens[0]);
-    for (int i = 0; index_of(i) < num_works; ++i) {
-      ptx::cp_async_wait<kAhead - 1>();
-      __syncthreads();  // tile i and its token are here; tile i - 1 is done with
-      start_fetch(i + kAhead);
-      if (warp == (i + kAhead + 1) % kWarps) next = work_of(i + kAhead + 1);
-      if (warp == (i + kAhead) % kWarps) load_token(next, next.begin, raw);
-      if (warp == (i + 1) % kWarps) prepare_token(next, raw, s.tokens[(i + 1) % 2]);
-      update(i);
-      if (warp == (i + kAhead + 1) % kWarps) s.works[(i + kAhead + 1) % (kTiles + 1)] = next;
+    reduce_scatter(sums);
+#pragma unroll
+    for (int i = 0; i < kOwned; ++i) o[i] = scale * fmaf(token.qk, v_new[i], sums[i]);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int owner = lane / kLanes * kLanes + r / kOwned * kShare;
+      const float new_value = __shfl_sync(~0u, v_new[r % kOwned], owner);
+#pragma unroll
+      for (int c = 0; c < kWidth; ++c) S[r][c] = fmaf(k[c], new_value, S[r][c]);
     }
   }
 };
 
-template <int kK, Access kAccess>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<kK>)
+template <int kK, Access kAccess, bool kDense>
+struct TileOf {
+  using Type = TileKV<kK, kDense, kAccess == Access::kVectorsKV>;
+};
+template <int kK, bool kDense>
+struct TileOf<kK, Access::kVectorsVK, kDense> {
+  using Type = TileVK<kK, kDense>;
+};
+
+// ---- the kernel --------------------------------------------------------------------------------
+
+__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
+  return a.index_columns > 1 ? min(a.index_columns, kMaxTokens) : kMaxTokens;
+}
+
+/// Slot that the sequence starts from; -1: it is skipped.
+__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
+  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
+  if (accepted < 1 || accepted > a.index_columns) return -1;
+  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
+  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
+}
+
+/// Slot that the state after token `i` of the sequence goes to; -1: none.
+__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, int64_t i, bool last,
+                                               int64_t source) {
+  if (a.index_columns == 1) return last ? source : -1;
+  const int64_t slot = a.pool.indices[n * a.index_columns + i];
+  return slot < a.pool.num_slots ? slot : -1;
+}
+
+template <class Tile>
+__device__ __forceinline__ void load_values(const DecodeArgs& a, const Unit& unit, int64_t token,
+                                            const Tile& tile, float (&v)[Tile::kOwned]) {
+  const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head);
+#pragma unroll
+  for (int i = 0; i < Tile::kOwned; ++i)
+    v[i] = tile.value(i) < a.shape.V ? load_element(a.v.base, a.v.type, at + tile.value(i)) : 0.0f;
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& unit, int64_t token,
+                                             const Tile& tile, const float (&o)[Tile::kOwned]) {
+  const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head);
+#pragma unroll
+  for (int i = 0; i < Tile::kOwned; ++i)
+    if (tile.writes_output() && tile.value(i) < a.shape.V)
+      store_element(a.o.base, a.o.type, at + tile.value(i), o[i]);
+}
+
+template <int kK, Access kAccess, bool kDense>
+__global__ void __launch_bounds__(32 * kMostWarps, 2)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
-  extern __shared__ __align__(16) unsigned char memory[];
+  using Tile = typename TileOf<kK, kAccess, kDense>::Type;
+  __shared__ Token<kK> prepared;
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
         a.pool, {}, {});
     __syncthreads();
   }
-  const unsigned v_tiles = (a.shape.V + kColumns - 1) / kColumns;
-  Kernel<kK, kAccess> kernel{a,
-                             *reinterpret_cast<Shared<kK>*>(memory),
-                             static_cast<int>(threadIdx.x),
-                             static_cast<int>(threadIdx.x) / 32,
-                             static_cast<int>(threadIdx.x) % 32,
-                             v_tiles,
-                             static_cast<unsigned>(a.map.num_sequences * a.shape.HV) * v_tiles,
-                             {}};
-  kernel.run();
+  const unsigned warps = blockDim.x / 32, warp = threadIdx.x / 32;
+  const unsigned tiles = (a.shape.V + kColumns<kK> - 1) / kColumns<kK>;
+  const unsigned groups = (tiles + warps - 1) / warps;  // blocks of a head
+  const auto HV = static_cast<unsigned>(a.shape.HV);
+  Unit unit;
+  const int64_t n = blockIdx.x / groups / HV;
+  unit.span = sequence_span(a.map, n);
+  unit.head = blockIdx.x / groups % HV;
+  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
+  const int64_t begin = unit.span.begin;
+  const int64_t end = min(unit.span.end, begin + most_tokens(a));
+  const int64_t source = source_slot(a, n);
+  if (source < 0 || begin >= end) return;
+
+  const unsigned tile_index = blockIdx.x % groups * warps + warp;
+  const bool mine = tile_index < tiles;  // else the warp only helps with the tokens
+  Tile tile{{}, static_cast<int>(threadIdx.x % 32), static_cast<int>(tile_index) * kColumns<kK>};
+  if (mine) {
+    if (a.pool.bf16)
+      tile.template load<true>(a.pool, a.shape, source, unit.head);
+    else
+      tile.template load<false>(a.pool, a.shape, source, unit.head);
+  }
+  for (int64_t t = begin; t < end; ++t) {
+    if (t > begin) __syncthreads();  // the token before is done with
+    float v[Tile::kOwned], o[Tile::kOwned];
+    load_values(a, unit, t, tile, v);
+    const float raw_beta =
+        load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, t, unit.head));
+    prepare_token(a, unit, t, prepared);
+    __syncthreads();
+    if (!mine) continue;
+    tile.step(prepared, beta_value(a.gate, raw_beta), a.gate.scale, v, o);
+    store_values(a, unit, t, tile, o);
+    const int64_t slot = target_slot(a, n, t - begin, t + 1 == end, source);
+    if (slot < 0) continue;
+    if (a.pool.bf16)
+      tile.template store<true>(a.pool, a.shape, slot, unit.head);
+    else
+      tile.template store<false>(a.pool, a.shape, slot, unit.head);
+  }
 }
 
 template <int kK>
 Status launch(const DecodeArgs& args, const Launch& where) {
-  const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
-  const int64_t works = args.map.num_sequences * args.shape.HV * tiles;
-  static_assert(sizeof(Shared<kK>) <= kMostShared);
-  // Tiles are counted in 32 bits: past them, launch_kernel() refuses as for any other grid.
-  const int64_t blocks =
-      works > INT32_MAX ? works : std::min(works, int64_t{kBlocksPerSm<kK>} * args.num_sms);
+  const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
+  const int64_t warps = std::min<int64_t>(tiles, kMostWarps);
+  const int64_t blocks = args.map.num_sequences * args.shape.HV * ((tiles + warps - 1) / warps);
   const auto run = [&](auto kernel) {
-    return launch_kernel("decode", kernel, blocks, kThreads, sizeof(Shared<kK>), where, args);
+    return launch_kernel("decode", kernel, blocks, static_cast<int>(32 * warps), 0, where, args);
   };
-  if (!args.pool.vectors) return run(decode_kernel<kK, Access::kScalar>);
-  return args.pool.vk ? run(decode_kernel<kK, Access::kVectorsVK>)
-                      : run(decode_kernel<kK, Access::kVectorsKV>);
+  const StateView& pool = args.pool;
+  if (!pool.vectors) return run(decode_kernel<kK, Access::kScalar, false>);
+  const bool dense = args.shape.K == kK && args.shape.V == kK && pool.stride_row == kK;
+  if (pool.vk)
+    return dense ? run(decode_kernel<kK, Access::kVectorsVK, true>)
+                 : run(decode_kernel<kK, Access::kVectorsVK, false>);
+  return dense ? run(decode_kernel<kK, Access::kVectorsKV, true>)
+               : run(decode_kernel<kK, Access::kVectorsKV, false>);
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode: 1..8 tokens a sequence against a state pool, in place. The state is read once and written
 // once (once a token with an index column a token), and nothing else is of size: the time is that
-// of a copy of the states. Hence persistent blocks that keep device memory busy: while one tile of
-// state is updated, the next ones are on their way to shared memory, and so are their tokens.
+// of a copy of the states. A block has one head of one sequence; its warps hold the state in
+// registers, loaded before anything else is looked at, and meet once a token, when its q, k and
+// decays are ready.
 #pragma once
 
 #include "cuda/host/launch.hpp"
@@ -21,7 +22,6 @@ struct DecodeArgs {
       nullptr;                    ///< [N]; sequence n starts from column num_accepted[n] - 1
   int32_t* flags = nullptr;       ///< MetadataFlag bits, or null
   bool accumulate_flags = false;  ///< an earlier kernel of this call has set the word
-  int32_t num_sms = 1;
 };
 
 Status launch_decode(const DecodeArgs& args, const Launch& launch);

@@ -9,14 +9,14 @@ namespace {
 constexpr int kColumns = 8;  // of the state, a block; every block of a head reads all of M
 
 /// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 32 rows of M,
-/// a lane 4 of them and every fourth quad of channels, loaded 4 pieces ahead: 8 rows x 64 bytes a
+/// a lane 4 of them and every fourth quad of channels, loaded ahead: 8 rows x 64 bytes a
 /// load. Shared memory is what bounds a step: a quad of S is read once for 4 rows.
 template <int kK>
 struct Merge {
   static constexpr int kThreads = kK;
-  static constexpr int kLaneRows = 4;      // 8 apart
-  static constexpr int kPieces = kK / 16;  // 16 channels each, 4 a lane
-  static constexpr int kRing = 4;          // of them on their way
+  static constexpr int kLaneRows = 4;                    // 8 apart
+  static constexpr int kPieces = kK / 16;                // 16 channels each, 4 a lane
+  static constexpr int kRing = kK <= 128 ? kPieces : 4;  // of them on their way
   /// S of one step; the quads of a piece lie so that the 4 lanes of a row meet no bank conflict.
   struct State {
     float x[kPieces][4][4][kColumns];  // [piece][channel of the quad][quad][column]
@@ -155,15 +155,13 @@ struct Merge {
       for (int begin = 0; begin < kPieces; begin += kRing) {
 #pragma unroll
         for (int i = 0; i < kRing; ++i) {
-          float4 m[kLaneRows];
-#pragma unroll
-          for (int r = 0; r < kLaneRows; ++r) m[r] = ring[r][i];
-          fetch((segment - first) * kPieces + begin + i + kRing, i);
           const float(*s)[4][kColumns] = states[parity].x[begin + i];
-          add_channel(sum, {m[0].x, m[1].x, m[2].x, m[3].x}, s[0][quad]);
-          add_channel(sum, {m[0].y, m[1].y, m[2].y, m[3].y}, s[1][quad]);
-          add_channel(sum, {m[0].z, m[1].z, m[2].z, m[3].z}, s[2][quad]);
-          add_channel(sum, {m[0].w, m[1].w, m[2].w, m[3].w}, s[3][quad]);
+          const auto m = [&](int r) -> const float4& { return ring[r][i]; };
+          add_channel(sum, {m(0).x, m(1).x, m(2).x, m(3).x}, s[0][quad]);
+          add_channel(sum, {m(0).y, m(1).y, m(2).y, m(3).y}, s[1][quad]);
+          add_channel(sum, {m(0).z, m(1).z, m(2).z, m(3).z}, s[2][quad]);
+          add_channel(sum, {m(0).w, m(1).w, m(2).w, m(3).w}, s[3][quad]);
+          fetch((segment - first) * kPieces + begin + i + kRing, i);
         }
       }
       reduce(sum, x);
