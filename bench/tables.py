@@ -59,6 +59,15 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows)
 
 
+def table_gpu_decode():
+    report = load("gpu_decode")
+    rate = report["copy_bytes_per_second"]
+    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}',
+             f'{100 * c["bytes"] / c["median_s"] / rate:.0f}%'] for c in report["cases"]]
+    head = f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}; a copy reads and writes {rate * 1e-12:.2f} TB/s\n\n'
+    return head + markdown(["case", "median", "GB/s", "of copy"], rows) + f'\n\nCommand: `{report["command"]}`.'
+
+
 def table_rivals():
     report = load("cpu_rivals")
     rows = [[r["method"], r["isa"], milliseconds(r["median_s"]), f'{r["peak_percent"]:.0f}%',
@@ -114,7 +123,7 @@ def table_accuracy():
     return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows)
 
 
-TABLES = {"forward": table_forward, "decode": table_decode, "rivals": table_rivals,
+TABLES = {"forward": table_forward, "gpu_decode": table_gpu_decode, "decode": table_decode, "rivals": table_rivals,
           "peers": table_peers, "summary": table_summary,
           "accuracy": table_accuracy}
 
