@@ -4,7 +4,11 @@
 include(CheckLanguage)
 
 set(KDA_WITH_CUDA OFF)
-if(NOT KDA_CUDA STREQUAL "OFF")
+if(KDA_CUDA STREQUAL "EMULATED")
+  # Kernels as C++ on the CPU, for tests (tests/emulator): CUDA's headers and nothing else of it.
+  find_package(CUDAToolkit REQUIRED)
+  find_package(Boost REQUIRED COMPONENTS context)
+elseif(NOT KDA_CUDA STREQUAL "OFF")
   if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX} AND EXISTS /usr/local/cuda/bin/nvcc)
     set(CMAKE_CUDA_COMPILER /usr/local/cuda/bin/nvcc)
   endif()
@@ -23,21 +27,36 @@ message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 set(KDA_CUDA_KERNELS
   src/cuda/sm80/chunk_delta_h.cu
   src/cuda/sm80/chunk_intra.cu
+  src/cuda/sm90/decode.cu
   src/cuda/smxx/decode.cu
   src/cuda/smxx/recurrent.cu
   src/cuda/smxx/segment_merge.cu
   src/cuda/smxx/sequence_map.cu)
 
+set(KDA_CUDA_HOST src/cuda/host/device.cpp src/cuda/host/recurrent.cpp src/cuda/host/staged.cpp
+                  src/cuda/host/views.cpp)
+
+function(kda_add_emulated_cuda target)
+  set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
+  set_source_files_properties(${KDA_CUDA_KERNELS} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
+    "-x;c++;-w;-O2;-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
+  set_source_files_properties(tests/emulator/emulator.cpp PROPERTIES COMPILE_OPTIONS
+    "-O2;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
+  target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${KDA_CUDA_KERNELS}
+                 tests/emulator/emulator.cpp tests/emulator/runtime.cpp)
+  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+endfunction()
+
 function(kda_add_cuda target)
+  if(KDA_CUDA STREQUAL "EMULATED")
+    kda_add_emulated_cuda(${target})
+    return()
+  endif()
   if(NOT KDA_WITH_CUDA)
     target_sources(${target} PRIVATE src/cuda/host/no_cuda.cpp)
     return()
   endif()
-  target_sources(${target} PRIVATE
-    src/cuda/host/device.cpp
-    src/cuda/host/recurrent.cpp
-    src/cuda/host/staged.cpp
-    src/cuda/host/views.cpp)
+  target_sources(${target} PRIVATE ${KDA_CUDA_HOST})
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
   add_library(kda_cuda_objects OBJECT ${KDA_CUDA_KERNELS})
   set_target_properties(kda_cuda_objects PROPERTIES
@@ -57,6 +76,9 @@ function(kda_add_cuda target)
 endfunction()
 
 function(kda_link_cuda library)
+  if(KDA_CUDA STREQUAL "EMULATED")
+    target_link_libraries(${library} PRIVATE Boost::context)
+  endif()
   if(NOT KDA_WITH_CUDA)
     return()
   endif()
@@ -66,6 +88,11 @@ endfunction()
 
 # For targets that call the CUDA runtime themselves; KDA_WITH_CUDA tells them whether there is one.
 function(kda_use_cuda target)
+  if(KDA_CUDA STREQUAL "EMULATED")
+    target_compile_definitions(${target} PUBLIC KDA_WITH_CUDA)
+    target_include_directories(${target} SYSTEM PUBLIC ${PROJECT_SOURCE_DIR}/tests/emulator/include
+                               ${CUDAToolkit_INCLUDE_DIRS})
+  endif()
   if(KDA_WITH_CUDA)
     target_compile_definitions(${target} PUBLIC KDA_WITH_CUDA)
     target_include_directories(${target} SYSTEM PUBLIC ${CUDAToolkit_INCLUDE_DIRS})

@@ -7,6 +7,7 @@
 #include <functional>
 
 #include "cuda/gpu.hpp"
+#include "kda/kda.h"
 
 namespace kda {
 namespace {
@@ -229,6 +230,69 @@ TEST_F(Calls, ChunkStagesMatchRun) {
         {.operands = check::operands_of(staged.plan), .num_threads = test::oracle_threads()});
     EXPECT_TRUE(comparison.within()) << comparison.worst_o()->error;
   }
+}
+
+/// The same stages through the C ABI, in the order of run().
+TEST_F(Calls, ChunkStagesThroughTheCAbi) {
+  constexpr int64_t T = 100, H = 2, K = 64, V = 64;
+  check::GenerateOptions options = test::shape(T, H, K, V);
+  options.dtype = DType::kBFloat16;
+  options.regime = check::Regime::kLog;
+  const Inputs inputs = check::generate(options);
+  OnDevice whole(inputs, {.out_dtype = DType::kBFloat16});
+  throw_if_error(whole.run());
+  whole.read();
+
+  kda_problem p;
+  kda_problem_init(&p);
+  p.num_tokens = T;
+  p.num_heads = p.num_value_heads = H;
+  p.key_dim = K, p.value_dim = V;
+  p.beta_mode = static_cast<kda_beta_mode>(whole.problem.beta_mode);
+  p.qk_l2norm = whole.problem.qk_l2norm;
+  const Tensors& t = whole.memory->tensors();
+  const auto set = [](kda_tensor* tensor, const void* data, const TensorDesc& desc) {
+    tensor->data = const_cast<void*>(data);
+    tensor->dtype = static_cast<kda_dtype>(desc.dtype);
+    std::copy(desc.strides.begin(), desc.strides.end(), tensor->strides);
+  };
+  DeviceBuffer o(T * H * V * 2);
+  o.fill(0xff);
+  set(&p.q, t.q, whole.problem.q), set(&p.k, t.k, whole.problem.k);
+  set(&p.v, t.v, whole.problem.v), set(&p.g, t.g, whole.problem.g);
+  set(&p.beta, t.beta, whole.problem.beta), set(&p.o, o.data(), whole.problem.o);
+  kda_plan_options plan_options;
+  kda_plan_options_init(&plan_options);
+  ASSERT_EQ(kda_plan_options_cuda(&plan_options, 0), KDA_OK) << kda_last_error();
+  EXPECT_EQ(kda_plan_options_cuda(&plan_options, 99), KDA_UNAVAILABLE);
+  kda_plan* plan = nullptr;
+  ASSERT_EQ(kda_plan_create(&p, nullptr, &plan_options, &plan), KDA_OK) << kda_last_error();
+  DeviceBuffer workspace(kda_plan_workspace_bytes(plan));
+  kda_stage_bytes bytes{};
+  bytes.struct_size = sizeof bytes;
+  ASSERT_EQ(kda_stage_sizes(plan, &bytes), KDA_OK) << kda_last_error();
+  DeviceBuffer w(bytes.w), u(bytes.u), kg(bytes.kg), qg(bytes.qg), Aqk(bytes.Aqk), T_(bytes.T),
+      gamma(bytes.gamma), beta(bytes.beta), diag(bytes.diag), h(bytes.h), vn(bytes.vn);
+  kda_stages stages{};
+  stages.struct_size = sizeof stages;
+  stages.w = w.data(), stages.u = u.data(), stages.kg = kg.data(), stages.qg = qg.data();
+  stages.Aqk = Aqk.data(), stages.T = T_.data(), stages.h = h.data(), stages.vn = vn.data();
+  stages.gamma = static_cast<float*>(gamma.data());
+  stages.beta = static_cast<float*>(beta.data());
+  stages.diag = static_cast<float*>(diag.data());
+  for (const auto call : {kda_chunk_intra, kda_recompute_w_u, kda_chunk_delta_h, kda_chunk_o})
+    ASSERT_EQ(call(plan, &p, &stages, workspace.data(), workspace.size()), KDA_OK)
+        << kda_last_error();
+  check::synchronize_device();
+  io::Buffer result(o.size());
+  o.download(result.data(), result.size());
+  check::Outputs outputs = whole.outputs;
+  outputs.o = result;
+  const check::Comparison comparison = check::compare(
+      inputs, whole.problem, outputs,
+      {.operands = check::operands_of(whole.plan), .num_threads = test::oracle_threads()});
+  EXPECT_TRUE(comparison.within()) << comparison.worst_o()->error;
+  kda_plan_destroy(plan);
 }
 
 }  // namespace

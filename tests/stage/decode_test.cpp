@@ -100,13 +100,15 @@ TEST(Decode, EveryTokenCountLayoutAndType) {
     for (int64_t tokens = 1; tokens <= 8; ++tokens)
       for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
         for (const DType state_dtype : {DType::kFloat32, DType::kBFloat16})
-          for (const int64_t V : {1, 48, 131}) {
+          // Odd sizes, then those of the dense kernels.
+          for (const auto& [K, V] : {std::pair{32, 1}, std::pair{32, 48}, std::pair{77, 131},
+                                     std::pair{64, 64}, std::pair{128, 128}}) {
             DecodeShape s;
             s.tokens = tokens;
             s.layout = layout;
             s.state_dtype = state_dtype;
+            s.K = K;
             s.V = V;
-            s.K = V == 131 ? 77 : 32;
             Decode d = make_decode(s);
             d.indices = {4, 0, 2};
             const io::Buffer before = d.pool;

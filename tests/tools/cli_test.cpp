@@ -194,6 +194,56 @@ TEST_F(Cli, HelpTeaches) {
   EXPECT_EQ(kda("--version").out, "kda " KDA_VERSION_STRING "\n");
 }
 
+/// The commands on a GPU: only with KDA_TEST_DEVICE=cuda.
+class CliOnGpu : public Cli {
+ protected:
+  void SetUp() override {
+    Cli::SetUp();
+    if (!test::on_cuda()) GTEST_SKIP() << "needs KDA_TEST_DEVICE=cuda and a GPU";
+  }
+};
+
+TEST_F(CliOnGpu, RunsAndChecksFiles) {
+  gen("--tokens 100 --heads 2 --key-dim 64 --value-dim 64 --dtype bf16 --initial-state");
+  const Ran ran = kda("run x.safetensors -o y.safetensors --device cuda");
+  EXPECT_EQ(ran.exit_code, 0) << ran.err;
+  EXPECT_TRUE(fs::exists(path("y.safetensors")));
+  for (const char* more : {"", " --intra-form token", " --intra-form tensor --json",
+                           " --context-parallel 2", " --backend recurrent"}) {
+    const Ran check = kda(std::string("check x.safetensors --device cuda") + more);
+    EXPECT_EQ(check.exit_code, 0) << more << check.err;
+  }
+  EXPECT_EQ(kda("run x.safetensors -o z.safetensors --device cpu").exit_code, 0);
+}
+
+TEST_F(CliOnGpu, InfoNamesIt) {
+  EXPECT_NE(kda("info").out.find("sm_"), std::string::npos);
+  const nlohmann::json info = nlohmann::json::parse(kda("info --json").out);
+  EXPECT_GE(info["gpus"].size(), 1u);
+  EXPECT_GT(info["gpus"][0]["num_sms"], 0);
+}
+
+TEST_F(CliOnGpu, TimesEveryStage) {
+  const std::string forward =
+      " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64 --dtype bf16'";
+  for (const std::string what :
+       {"forward", "intra", "recompute-wu", "delta-h", "context-parallel"}) {
+    const Ran ran = kda("bench " + what + forward + " --device cuda --json r.json --csv r.csv");
+    ASSERT_EQ(ran.exit_code, 0) << what << ran.err;
+    const nlohmann::json report = nlohmann::json::parse(read("r.json"));
+    EXPECT_GT(report["copy_bytes_per_second"], 0.0);
+    EXPECT_GT(report["cases"][0]["median_s"], 0.0) << what;
+    EXPECT_NE(read("r.csv").find("% of copy"), std::string::npos);
+  }
+  const Ran decode =
+      kda("bench decode --case '--batch 2 --tokens 1 --heads 1 --key-dim 64 --value-dim 64' "
+          "--device cuda");
+  EXPECT_EQ(decode.exit_code, 0) << decode.err;
+  // fp32 has no chunk stages.
+  EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,
+            2);
+}
+
 TEST_F(Cli, MissingDevicesAndBackendsExitWithThree) {
   gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
   for (const char* command :

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sm80/chunk_delta_h.hpp"
 
+#include <type_traits>
+
+#include "cuda/host/launch.cuh"
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/metadata.cuh"
@@ -18,16 +21,26 @@ struct Shared {
   float gamma[kK], beta[kChunk], diag[kChunk];
 };
 
+/// Forward: what the warps of the chain hand to those of the outputs, registers as they stand.
+template <class T, int kK, int kWarps>
+struct ForwardShared : Shared<T, kK> {
+  uint4 states[kWarps][kK / 16][32];      // S^T before the chunk, rounded
+  float4 errors[kWarps][kChunk / 8][32];  // vn^T
+};
+
+enum Barrier : int { kBlockBarrier, kChainGroup, kOutputGroup, kGiven, kTaken };
+
 /// A warp holds S^T of 16 columns of V: rows v of the accumulators, all of K in their columns. An
 /// accumulator pair of columns, rounded, is an A operand as it stands: nothing is exchanged.
 template <class T, int kK, int kWarps, DeltaUse kUse>
 struct Kernel {
-  using S = Shared<T, kK>;
+  using S =
+      std::conditional_t<kUse == DeltaUse::kForward, ForwardShared<T, kK, kWarps>, Shared<T, kK>>;
   static constexpr bool kForward = kUse == DeltaUse::kForward;
   static constexpr bool kHasOutputs = kForward || kUse == DeltaUse::kOutputs;
-  static constexpr int kThreads = kWarps * 32;
-  static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
-  static constexpr int kSteps = kK / 16;  // k16 steps over channels
+  static constexpr int kThreads = kWarps * 32;  // of a group: forward has two
+  static constexpr int kTiles = kK / 8;         // n8 tiles of S^T
+  static constexpr int kSteps = kK / 16;        // k16 steps over channels
   static constexpr int kTokenTiles = kChunk / 8;
 
   const ChunkDeltaHArgs& a;
@@ -42,6 +55,7 @@ struct Kernel {
   int u_column;
   int64_t chunk0;
   int num_chunks;
+  int64_t checkpoint;  // next one
 
   float state[kTiles][4];
 
@@ -71,22 +85,36 @@ struct Kernel {
     ptx::cp_async_commit();
   }
   __device__ void copy_q(int chunk) const {
-    if constexpr (!kHasOutputs) return;
     if (chunk < num_chunks) copy<sizeof(s.qg)>(s.qg, a.factors.qg, tile(chunk));
     ptx::cp_async_commit();
   }
   __device__ void copy_k(int chunk) const {
     if (chunk < num_chunks) {
-      if constexpr (kUse != DeltaUse::kOutputs) {
-        copy<sizeof(s.kg)>(s.kg, a.factors.kg, tile(chunk));
-        copy<sizeof(s.gamma)>(s.gamma, a.factors.gamma, tile(chunk));
-      }
-      if constexpr (kHasOutputs) {
-        copy<sizeof(s.Aqk)>(s.Aqk, a.factors.Aqk, tile(chunk));
-        copy<sizeof(s.diag)>(s.diag, a.factors.diag, tile(chunk));
-      }
+      copy<sizeof(s.kg)>(s.kg, a.factors.kg, tile(chunk));
+      copy<sizeof(s.gamma)>(s.gamma, a.factors.gamma, tile(chunk));
     }
     ptx::cp_async_commit();
+  }
+  __device__ void copy_A(int chunk) const {
+    if (chunk < num_chunks) {
+      copy<sizeof(s.Aqk)>(s.Aqk, a.factors.Aqk, tile(chunk));
+      copy<sizeof(s.diag)>(s.diag, a.factors.diag, tile(chunk));
+    }
+    ptx::cp_async_commit();
+  }
+
+  /// The large tiles of a chunk to L2: what is copied next then comes from there.
+  __device__ void prefetch(int chunk) const {
+    if (chunk >= num_chunks) return;
+    const auto lines = [&](const void* base, int64_t bytes, int64_t index) {
+      const char* from = static_cast<const char*>(base) + index * bytes;
+      for (int64_t at = tid * 128; at < bytes; at += kThreads * 128) ptx::prefetch_l2(from + at);
+    };
+    lines(a.factors.w, sizeof(s.w), tile(chunk));
+    lines(a.factors.kg, sizeof(s.kg), tile(chunk));
+    lines(a.factors.qg, sizeof(s.qg), tile(chunk));
+    lines(a.factors.u, sizeof(s.u), tile(chunk) * v_tiles() + u_tile);
+    lines(a.factors.Aqk, sizeof(s.Aqk), tile(chunk));
   }
 
   // ---- states ----------------------------------------------------------------------------------
@@ -128,9 +156,9 @@ struct Kernel {
 
   __device__ void store_to(const StateView& view, int64_t slot) {
     if (slot < 0) return;
-    int64_t base = state_offset(view, slot, head, lane % 4 * 2, column + lane / 4);
     // Opaque, so that no addresses of this rare path are kept in registers over the loop.
-    asm volatile("" : "+l"(base));
+    const int64_t base =
+        ptx::opaque(state_offset(view, slot, head, lane % 4 * 2, column + lane / 4));
     const int64_t k_step = view.vk ? 1 : view.stride_row, v_step = view.vk ? view.stride_row : 1;
     for_each_state([&](float& x, int k, int v) {
       store_state(view, base + (k - lane % 4 * 2) * k_step + (v - column - lane / 4) * v_step, x);
@@ -306,7 +334,7 @@ struct Kernel {
   /// chunk_o: the outputs of one chunk from its stored state and errors.
   __device__ void run_outputs() {
     copy_q(0);
-    copy_k(0);
+    copy_A(0);
     uint32_t rounded[kSteps][4], vn[4][4];
     for_each_stored_state(0, rounded, [](uint32_t& pair, const uint32_t* at) { pair = *at; });
     for_each_stored_error(
@@ -328,16 +356,11 @@ struct Kernel {
     store_outputs(0, o);
   }
 
-  __device__ void run() {
+  /// The chain of chunks: state to state, and what the outputs need of each.
+  __device__ void run_chain() {
     copy_w(0);
-    copy_q(0);
     copy_k(0);
     load_start();
-    int64_t checkpoint = 0;
-    if (!(kUse == DeltaUse::kScan) && a.checkpoints.base)
-      checkpoint = checkpoints_before(a.map, a.checkpoint_every, span.sequence) +
-                   (span.begin - sequence_span(a.map, span.sequence).begin) / a.checkpoint_every;
-    constexpr int kLater = kForward ? 2 : 1;  // groups committed after the one that is waited for
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       uint32_t rounded[kSteps][4];
 #pragma unroll
@@ -345,16 +368,29 @@ struct Kernel {
         round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
       if constexpr (kUse == DeltaUse::kStates)
         for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
-
+      if constexpr (kForward) {
+        if (chunk > 0) ptx::named_sync<2 * kThreads>(kTaken);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          s.states[warp][step][lane] = {rounded[step][0], rounded[step][1], rounded[step][2],
+                                        rounded[step][3]};
+      }
       float error[kTokenTiles][4] = {};
       if (chunk == 0)
-        ptx::cp_async_wait<kLater>();
+        ptx::cp_async_wait<1>();
       else
-        ptx::cp_async_wait<kLater - 1>();
-      __syncthreads();  // w, u of this chunk are here; kg, Aqk of the last are free
+        ptx::cp_async_wait<0>();
+      ptx::named_sync<kThreads>(kChainGroup);  // w, u are here; kg of the last chunk is free
       if (chunk > 0) copy_k(chunk);
       read_state(rounded, s.w, error);
       prediction_error(error);
+      if constexpr (kForward) {
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n)
+          s.errors[warp][n][lane] = {error[n][0], error[n][1], error[n][2], error[n][3]};
+        __threadfence_block();
+        ptx::named_arrive<2 * kThreads>(kGiven);
+      }
       uint32_t vn[4][4];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
@@ -362,42 +398,71 @@ struct Kernel {
       if constexpr (kUse == DeltaUse::kStates)
         for_each_stored_error(chunk, vn,
                               [](uint32_t& pair, uint32_t* at) { *at = ptx::transpose_8x8(pair); });
-
-      if constexpr (kForward) {
-        float o[kTokenTiles][4] = {};
-        ptx::cp_async_wait<1>();
-        __syncthreads();  // qg is here; w, u, beta are free
-        copy_w(chunk + 1);
-        read_state(rounded, s.qg, o);
-        ptx::cp_async_wait<1>();
-        __syncthreads();  // kg, Aqk are here; qg is free
-        copy_q(chunk + 1);
-        inner_outputs(error, vn, o);
-        store_outputs(chunk, o);
-      } else {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        copy_w(chunk + 1);
-      }
+      ptx::cp_async_wait<0>();
+      ptx::named_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
+      copy_w(chunk + 1);
       update_state(vn);
-      if (!(kUse == DeltaUse::kScan) && a.checkpoints.base) {
+      if (kUse != DeltaUse::kScan && a.checkpoints.base) {
         const int64_t done = min(span.end, span.begin + (chunk + 1) * kChunk) -
                              sequence_span(a.map, span.sequence).begin;
         if (done % a.checkpoint_every == 0)
           store_to(a.checkpoints, state_slot(a.checkpoints, checkpoint++));
       }
     }
+    if (kForward && num_chunks > 0) ptx::named_sync<2 * kThreads>(kTaken);
     ptx::cp_async_wait<0>();
     store_end();
   }
+
+  /// Forward, beside the chain: the outputs of each chunk.
+  __device__ void run_chain_outputs() {
+    copy_q(0);
+    copy_A(0);
+    prefetch(1);
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      prefetch(chunk + 2);
+      ptx::named_sync<2 * kThreads>(kGiven);
+      uint32_t rounded[kSteps][4], vn[4][4];
+      float error[kTokenTiles][4], o[kTokenTiles][4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const uint4 x = s.states[warp][step][lane];
+        rounded[step][0] = x.x, rounded[step][1] = x.y, rounded[step][2] = x.z,
+        rounded[step][3] = x.w;
+      }
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        const float4 x = s.errors[warp][n][lane];
+        error[n][0] = x.x, error[n][1] = x.y, error[n][2] = x.z, error[n][3] = x.w;
+      }
+      ptx::named_arrive<2 * kThreads>(kTaken);
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
+      ptx::cp_async_wait<1>();
+      ptx::named_sync<kThreads>(kOutputGroup);  // qg is here
+      read_state(rounded, s.qg, o);
+      ptx::cp_async_wait<0>();
+      ptx::named_sync<kThreads>(kOutputGroup);  // Aqk is here; qg is free
+      copy_q(chunk + 1);
+      inner_outputs(error, vn, o);
+      ptx::named_sync<kThreads>(kOutputGroup);  // Aqk is free
+      copy_A(chunk + 1);
+      store_outputs(chunk, o);
+    }
+    ptx::cp_async_wait<0>();
+  }
 };
 
+/// Threads of a block: forward has a second group of warps, for the outputs.
+template <int kWarps, DeltaUse kUse>
+constexpr int kBlockThreads = kWarps * 32 * (kUse == DeltaUse::kForward ? 2 : 1);
+
 template <class T, int kK, int kWarps, DeltaUse kUse>
-__global__ void __launch_bounds__(kWarps * 32)
+__global__ void __launch_bounds__(kBlockThreads<kWarps, kUse>)
     chunk_delta_h_kernel(const __grid_constant__ ChunkDeltaHArgs a) {
-  extern __shared__ __align__(128) unsigned char memory[];
   constexpr int kColumns = kWarps * 16;
-  const int tid = threadIdx.x;
+  const int tid = threadIdx.x % (kWarps * 32);
   if (kUse != DeltaUse::kScan && kUse != DeltaUse::kOutputs && blockIdx.x == 0 && a.flags) {
     const int64_t checkpoints =
         a.checkpoints.base ? checkpoints_before(a.map, a.checkpoint_every, a.map.num_sequences) : 0;
@@ -409,8 +474,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int k_blocks = kUse == DeltaUse::kScan ? (a.shape.K + kColumns - 1) / kColumns : 0;
   const int blocks = v_blocks + k_blocks;
   int block = static_cast<int>(blockIdx.x % static_cast<unsigned>(blocks));
-  Kernel<T, kK, kWarps, kUse> kernel{a, *reinterpret_cast<Shared<T, kK>*>(memory), tid, tid / 32,
-                                     tid % 32};
+  using K = Kernel<T, kK, kWarps, kUse>;
+  K kernel{a, *reinterpret_cast<typename K::S*>(ptx::dynamic_shared()), tid, tid / 32, tid % 32};
   const auto HV = static_cast<unsigned>(a.shape.HV);
   kernel.head = blockIdx.x / static_cast<unsigned>(blocks) % HV;
   kernel.unit = blockIdx.x / static_cast<unsigned>(blocks) / HV;
@@ -431,10 +496,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   kernel.column = block * kColumns + kernel.warp * 16;
   kernel.chunk0 = kUse == DeltaUse::kOutputs ? kernel.unit : first_chunk(a.map, kernel.span);
   kernel.num_chunks = static_cast<int>(chunks_of(kernel.span.end - kernel.span.begin));
-  if constexpr (kUse == DeltaUse::kOutputs)
+  if constexpr (kUse == DeltaUse::kOutputs) {
     kernel.run_outputs();
-  else
-    kernel.run();
+    return;
+  }
+  if (kUse != DeltaUse::kScan && a.checkpoints.base)
+    kernel.checkpoint =
+        checkpoints_before(a.map, a.checkpoint_every, kernel.span.sequence) +
+        (kernel.span.begin - sequence_span(a.map, kernel.span.sequence).begin) / a.checkpoint_every;
+  if (threadIdx.x < kWarps * 32)
+    kernel.run_chain();
+  else if constexpr (kUse == DeltaUse::kForward)
+    kernel.run_chain_outputs();
 }
 
 template <class T, int kK, int kWarps, DeltaUse kUse>
@@ -447,9 +520,10 @@ Status launch(const ChunkDeltaHArgs& args, const Launch& where) {
   const int64_t blocks =
       spans * args.shape.HV *
       (blocks_of(args.shape.V) + (kUse == DeltaUse::kScan ? blocks_of(args.shape.K) : 0));
-  static_assert(sizeof(Shared<T, kK>) <= kMostShared);
+  constexpr int kShared = sizeof(typename Kernel<T, kK, kWarps, kUse>::S);
+  static_assert(kShared <= kMostShared);
   return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kWarps, kUse>, blocks,
-                       kWarps * 32, sizeof(Shared<T, kK>), where, args);
+                       kBlockThreads<kWarps, kUse>, kShared, where, args);
 }
 
 template <class T, int kK, int kWarps>

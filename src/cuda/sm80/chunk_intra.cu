@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/sm80/chunk_intra.hpp"
 
+#include "cuda/host/launch.cuh"
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/swizzle.cuh"
@@ -8,7 +9,7 @@
 namespace kda::cuda {
 namespace {
 
-constexpr int kRun = 8;  // tokens of a thread
+constexpr int kRun = 16;  // tokens of a thread
 constexpr int kRuns = kChunk / kRun;
 constexpr int kBlock = 16;                 // diagonal block of the inverse
 constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
@@ -21,19 +22,22 @@ struct Level {
   T columns[32][kStride];
 };
 
-/// Shared memory of one chunk and head. Rows are padded by 16 bytes against bank conflicts.
+/// Shared memory of one chunk and head: three of them on an SM hide each other's barriers. Rows are
+/// padded by 16 bytes against bank conflicts.
 template <class T, int kK>
 struct Shared {
   static constexpr int kStride = kK + 8;
-  T q[kChunk][kStride];  // raw
+  T q[kChunk][kStride];  // raw; later a tile of v
   T k[kChunk][kStride];  // raw; later Kgam
   union {
-    Level<T, kStride> levels[2];
+    Level<T, kStride> level;
     float decay[kChunk][kK];  // token form: of each token
     struct {
-      float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
-      T A[kChunk][kSquareStride];     // Aqk, then T' in 16 bits
-      T v[kChunk][kStride];           // a tile of v
+      union {
+        float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
+        T v[kChunk][kStride];           // recompute: a tile of v
+      };
+      T A[kChunk][kSquareStride];  // Aqk, then T' in 16 bits
     } after;
   };
   float totals[kRuns][kK];        // decay over each run
@@ -42,8 +46,8 @@ struct Shared {
   float q_norm[kChunk], k_norm[kChunk], k_beta[kChunk], beta[kChunk], diag[kChunk];
 };
 
-/// Elementwise work is a thread's own: one channel pair of one run of 8 tokens, whose decays it
-/// keeps (few registers: 32 warps an SM hide each other's waits). All factors are running products
+/// Elementwise work is a thread's own: one channel pair of one run of 16 tokens, whose decays it
+/// keeps. All factors are running products
 /// of decays: no difference of sums, one exponential a token and channel.
 template <class T, int kK>
 struct Kernel {
@@ -116,12 +120,10 @@ struct Kernel {
   template <int kGateMode>
   __device__ static float decay_of(float raw, float bias, float rate, float lower_bound) {
     if constexpr (kGateMode == 2) {  // exp2(lb' / (1 + exp2(-rate' (raw + bias))))
-      const float e = exp2_fast(-rate * (raw + bias));
-      float reciprocal;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.0f + e));
-      return exp2_fast(lower_bound * reciprocal);
+      const float e = ptx::ex2(-rate * (raw + bias));
+      return ptx::ex2(lower_bound * ptx::reciprocal(1.0f + e));
     } else {
-      return exp2_fast(log2_decay_fast<kGateMode>(raw, bias, rate));
+      return ptx::ex2(log2_decay_fast<kGateMode>(raw, bias, rate));
     }
   }
 
@@ -241,8 +243,8 @@ struct Kernel {
     return product;
   }
 
-  /// All 8 tokens as rows of a level (q at `row0`, k `k_rows` below), decayed since `factor` before
-  /// the run.
+  /// All 16 tokens as rows of a level (q at `row0`, k `k_rows` below), decayed since `factor`
+  /// before the run.
   __device__ void put_rows(Level<T, kStride>& level, int row0, int k_rows, float2 factor) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
@@ -251,7 +253,7 @@ struct Kernel {
       put(level.rows, k_rows + row0 + i, pair_of(s.k, run * kRun + i), factor);
     }
   }
-  /// All 8 tokens as columns, decayed until the end of the run, and by `factor` after it.
+  /// All 16 tokens as columns, decayed until the end of the run, and by `factor` after it.
   __device__ void put_columns(Level<T, kStride>& level, int row0, float2 factor) const {
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
@@ -263,7 +265,7 @@ struct Kernel {
   /// decayed from and to the midpoint between them.
   template <int h>
   __device__ void coarse_operands(Level<T, kStride>& level) const {
-    constexpr int kHalf = h / kRun;  // runs of 8
+    constexpr int kHalf = h / kRun;  // runs
     const int pair = run / (2 * kHalf), within = run % (2 * kHalf);
     const int middle = run - within + kHalf;
     const int row0 = pair * h + within % kHalf * kRun;
@@ -273,18 +275,10 @@ struct Kernel {
       put_columns(level, row0, total<kHalf - 1>(run + 1, middle));
   }
 
-  /// Level 8: its two runs are those of two threads.
-  __device__ void middle_operands(Level<T, kStride>& level) const {
-    if (run % 2 == 1)
-      put_rows(level, run / 2 * 16, 8, {1, 1});
-    else
-      put_columns(level, run / 2 * 8, {1, 1});
-  }
-
-  /// Levels of h < 8, inside the run. For h = 1 the columns are k itself.
+  /// Levels of h <= 8, inside the run. For h = 1 the columns are k itself.
   template <int h>
   __device__ void fine_operands(Level<T, kStride>& level) const {
-    const int row0 = run / 2 * 16 + run % 2 * 4, column0 = run * 4;
+    const int row0 = run * 16, column0 = run * 8;
 #pragma unroll
     for (int begin = 0; begin < kRun; begin += 2 * h) {
       float2 factor{1, 1};
@@ -307,21 +301,18 @@ struct Kernel {
 
   // ---- scores ----------------------------------------------------------------------------------
 
-  /// Accumulators of this warp's tiles of the levels: one or two of the 16 of level 32; one of the
-  /// 8 of level 16, of levels 8 and 4, and of levels 2 and 1.
-  static constexpr int kTiles32 = 16 / kWarps;
+  /// Accumulators of this warp's tiles of the levels: of the 16 of level 32, the 8 of level 16, and
+  /// the 4 of each fine level (8 warps: four of them take levels 8 and 2, the others 4 and 1).
+  static constexpr int kTiles32 = 16 / kWarps, kTiles16 = 8 / kWarps, kFine = 16 / kWarps;
   static constexpr int kPasses = 32 / kWarps;  // token form: of two tokens a warp
   struct Scores {
     float level32[kTiles32][4] = {};
-    float level16[1][4] = {};
-    float fine[2][1][4] = {};
+    float level16[kTiles16][4] = {};
+    float fine[kFine][1][4] = {};
     float token_q[kPasses] = {}, token_k[kPasses] = {};
   };
-  /// Tile of 8, or -1: with 16 warps, 8 of them take levels 8 and 4, the others the rest.
-  __device__ int tile_of_8(bool middle) const {
-    if (kWarps == 8) return warp;
-    return middle ? warp - 8 : warp < 8 ? warp : -1;
-  }
+  __device__ bool takes_level(int which) const { return kWarps == 4 || warp / 4 == which % 2; }
+  __device__ static constexpr int slot_of(int which) { return kWarps == 4 ? which : which / 2; }
 
   /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
   template <int kTiles>
@@ -344,28 +335,29 @@ struct Kernel {
     }
   }
 
-  /// Rows: q of 32 tokens, then k.
-  __device__ void coarse_products(Scores& scores) const {
+  /// Rows: q of 32 tokens, then k. Level 16 meets the columns of its own half.
+  __device__ void products32(Scores& scores) const {
     constexpr int kSplit = kWarps / 4;  // warps that share 16 rows
-    multiply_rows(s.levels[0].rows + warp / kSplit * 16,
-                  s.levels[0].columns + warp % kSplit * (32 / kSplit), scores.level32);
-    const int at = tile_of_8(false);
-    if (at < 0) return;
-    // Level 16 meets the columns of its own half.
-    multiply_rows(s.levels[1].rows + at / 2 * 16,
-                  s.levels[1].columns + at / 2 % 2 * 16 + at % 2 * 8, scores.level16);
+    multiply_rows(s.level.rows + warp / kSplit * 16,
+                  s.level.columns + warp % kSplit * (32 / kSplit), scores.level32);
+  }
+  __device__ void products16(Scores& scores) const {
+    constexpr int kSplit = kWarps / 4;
+    const int m = warp / kSplit;
+    multiply_rows(s.level.rows + m * 16,
+                  s.level.columns + m % 2 * 16 + warp % kSplit * (16 / kSplit), scores.level16);
   }
 
-  /// Levels 8 and 4 (kSecond = 0), 2 and 1 (1): 16 rows of a block, q and k, and its 8 columns.
-  template <int kSecond>
+  /// Level `which` of the fine ones (8, 4, 2, 1): 16 rows of a block, q and k, and its 8 columns.
+  template <int which>
   __device__ void fine_products(Scores& scores) const {
-    const int at = tile_of_8(kSecond == 0);
-    if (at < 0) return;
-    const Level<T, kStride>& level = s.levels[at % 2];
-    if (kSecond == 1 && at % 2 == 1)  // h = 1: every second row of k
-      multiply_alternate(level.rows + at / 2 * 16, s.k + at / 2 * kBlock, scores.fine[1]);
+    if (!takes_level(which)) return;
+    const int at = warp % 4;
+    float(&acc)[1][4] = scores.fine[slot_of(which)];
+    if (which == 3)  // h = 1: every second row of k
+      multiply_alternate(s.level.rows + at * 16, s.k + at * kBlock, acc);
     else
-      multiply_rows(level.rows + at / 2 * 16, level.columns + at / 2 * 8, scores.fine[kSecond]);
+      multiply_rows(s.level.rows + at * 16, s.level.columns + at * 8, acc);
   }
   __device__ void multiply_alternate(const T (*rows)[kStride], const T (*k)[kStride],
                                      float (&acc)[1][4]) const {
@@ -500,22 +492,19 @@ struct Kernel {
     for (int n = 0; n < kTiles32; ++n)
       store_coarse(scores.level32[n], m < 2, 32 + m % 2 * 16 + lane / 4,
                    warp % kSplit * (32 / kSplit) + n * 8 + lane % 4 * 2);
-    if (const int at = tile_of_8(false); at >= 0) {
-      const int half = at / 2 % 2 * 32;
-      store_coarse(scores.level16[0], at < 4, half + 16 + lane / 4,
-                   half + at % 2 * 8 + lane % 4 * 2);
-      const int token = at / 2 * kBlock;
-      if constexpr (!kTokens)
-        at % 2 == 0 ? store_fine<2>(scores.fine[1][0], token)
-                    : store_fine<1>(scores.fine[1][0], token);
-    }
+#pragma unroll
+    for (int n = 0; n < kTiles16; ++n)
+      store_coarse(scores.level16[n], m < 2, m % 2 * 32 + 16 + lane / 4,
+                   m % 2 * 32 + warp % kSplit * (16 / kSplit) + n * 8 + lane % 4 * 2);
     if constexpr (kTokens) {
       store_tokens(scores);
-    } else if (const int at = tile_of_8(true); at >= 0) {
-      const int token = at / 2 * kBlock;
-      at % 2 == 0 ? store_fine<8>(scores.fine[0][0], token)
-                  : store_fine<4>(scores.fine[0][0], token);
+      return;
     }
+    const int token = warp % 4 * kBlock;
+    if (takes_level(0)) store_fine<8>(scores.fine[slot_of(0)][0], token);
+    if (takes_level(1)) store_fine<4>(scores.fine[slot_of(1)][0], token);
+    if (takes_level(2)) store_fine<2>(scores.fine[slot_of(2)][0], token);
+    if (takes_level(3)) store_fine<1>(scores.fine[slot_of(3)][0], token);
   }
 
   /// qg, kg to device memory; Kgam in place of k; gamma.
@@ -642,7 +631,7 @@ struct Kernel {
   /// 16x16 blocks by substitution, then pairs of them; warps 0..3.
   __device__ void invert_pairs() const {
     invert_diagonal(warp * kBlock);
-    asm volatile("bar.sync 1, 128;" ::: "memory");
+    ptx::named_sync<128>(1);
     if (warp < 2) {
       float out[2][4] = {};
       merge_rows<16, 2>(warp * 32 + 16, warp * 32, 0, 0, out);
@@ -652,10 +641,18 @@ struct Kernel {
   }
 
   __device__ void invert_halves() const {  // 8 warps: 16x8 tiles
-    float out[1][4] = {};
-    if (warp < 8) merge_rows<32, 1>(32, 0, warp / 4 * 16, warp % 4 * 8, out);
+    float out[8 / kWarps][1][4] = {};
+#pragma unroll
+    for (int i = 0; i < 8 / kWarps; ++i) {
+      const int at = warp + i * kWarps;
+      merge_rows<32, 1>(32, 0, at / 4 * 16, at % 4 * 8, out[i]);
+    }
     __syncthreads();
-    if (warp < 8) store_block(32 + warp / 4 * 16, warp % 4 * 8, out);
+#pragma unroll
+    for (int i = 0; i < 8 / kWarps; ++i) {
+      const int at = warp + i * kWarps;
+      store_block(32 + at / 4 * 16, at % 4 * 8, out[i]);
+    }
   }
 
   /// 64 x 64 tile in shared memory to device memory.
@@ -713,27 +710,27 @@ struct Kernel {
     }
   }
 
-  /// w from Kgam by half of the warps, u from tiles of v by the others, kK columns at a time; the
-  /// first tile is on its way.
-  __device__ void solve() const {
+  /// w from Kgam, then u from tiles of v, kK columns at a time; the first tile is on its way.
+  __device__ void solve(T (*v)[kStride]) const {
     const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
     T* w = tile_of(a.factors.w, kChunk * kK);
     T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
-    const int c = warp % (kWarps / 2) * 16;
-    const bool for_u = warp >= kWarps / 2;
+    const int c = warp * 16;
+    static_assert(kWarps * 16 == kK);
+    __syncthreads();
+    solve_columns<kK>(s.k, c, w, c);
     ptx::cp_async_wait<0>();
     __syncthreads();
-    if (!for_u) solve_columns<kK>(s.k, c, w, c);
     for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
       if (column0 > 0) {
         __syncthreads();
-        load_rows(s.after.v, a.v, head, column0, a.shape.V);
+        load_rows(v, a.v, head, column0, a.shape.V);
         ptx::cp_async_wait<0>();
         __syncthreads();
       }
       const int at = column0 + c;
-      if (for_u && at / kVTile < u_tiles)
-        solve_columns<kVTile>(s.after.v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
+      if (at / kVTile < u_tiles)
+        solve_columns<kVTile>(v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
     }
   }
 
@@ -743,43 +740,53 @@ struct Kernel {
     norms();
     scan_totals();
     Scores scores;
-    coarse_operands<32>(s.levels[0]);
-    coarse_operands<16>(s.levels[1]);
+    coarse_operands<32>(s.level);
     __syncthreads();
-    coarse_products(scores);
+    products32(scores);
+    __syncthreads();
+    coarse_operands<16>(s.level);
+    __syncthreads();
+    products16(scores);
     __syncthreads();
     if constexpr (kTokens) {
       token_operands();
       __syncthreads();
       token_products(scores);
     } else {
-      middle_operands(s.levels[0]);
-      fine_operands<4>(s.levels[1]);
+      fine_operands<8>(s.level);
       __syncthreads();
       fine_products<0>(scores);
       __syncthreads();
-      fine_operands<2>(s.levels[0]);
-      fine_operands<1>(s.levels[1]);
+      fine_operands<4>(s.level);
       __syncthreads();
       fine_products<1>(scores);
+      __syncthreads();
+      fine_operands<2>(s.level);
+      __syncthreads();
+      fine_products<2>(scores);
+      __syncthreads();
+      fine_operands<1>(s.level);
+      __syncthreads();
+      fine_products<3>(scores);
     }
-    __syncthreads();  // the levels give way to squares and v
-    load_rows(s.after.v, a.v, head, 0, a.shape.V);
+    __syncthreads();  // the level gives way to squares
     clear_squares();
     decayed_rows();
     store_scalars();
     __syncthreads();
+    load_rows(s.q, a.v, head, 0, a.shape.V);
     store_scores<kTokens>(scores);
     __syncthreads();
     if (warp < 4) invert_pairs();
-    if (warp >= 4) copy_square(a.factors.Aqk, tid - 128, kThreads - 128);
+    if (kWarps == 4 || warp >= 4)
+      copy_square(a.factors.Aqk, kWarps == 4 ? tid : tid - 128, kWarps == 4 ? 128 : kThreads - 128);
     __syncthreads();
     invert_halves();
     __syncthreads();
     round_inverse();
     __syncthreads();
     if (a.factors.T) copy_square(a.factors.T, tid, kThreads);
-    solve();
+    solve(s.q);
   }
 
   __device__ void recompute() {
@@ -793,22 +800,21 @@ struct Kernel {
     scan_totals();
     __syncthreads();
     decayed_rows();
-    solve();
+    solve(s.after.v);
   }
 };
 
 enum class Form { kTensor, kToken, kRecompute };
 
 template <class T, int kK, Form kForm>
-__global__ void __launch_bounds__(4 * kK, kK == 64 ? 4 : 2)
+__global__ void __launch_bounds__(2 * kK, kK == 64 ? 5 : 3)
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
-  extern __shared__ __align__(16) unsigned char memory[];
   const auto HV = static_cast<unsigned>(a.shape.HV);
   const ChunkTokens chunk = chunk_tokens(a.map, blockIdx.x / HV);
   if (chunk.count == 0) return;
   const int tid = threadIdx.x;
   Kernel<T, kK> kernel{a,
-                       *reinterpret_cast<Shared<T, kK>*>(memory),
+                       *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()),
                        chunk,
                        static_cast<int64_t>(blockIdx.x % HV),
                        static_cast<int64_t>(blockIdx.x),

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "cuda/host/launch.cuh"
+#include "cuda/tile/decode_token.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
 
@@ -10,7 +12,6 @@ namespace kda::cuda {
 namespace {
 
 constexpr int kMostWarps = 4;  // of a block: one head of one sequence, a tile of values each
-constexpr int64_t kMaxTokens = 8;
 
 /// State elements of a lane, and the values of a warp's tile that they make.
 template <int kK>
@@ -18,86 +19,10 @@ constexpr int kElements = kK == 64 ? 64 : 128;
 template <int kK>
 constexpr int kColumns = 32 * kElements<kK> / kK;
 
-/// A token, ready for the recurrence: normalised q and k, decays.
-template <int kK>
-struct alignas(16) Token {
-  float decay[kK], k[kK], q[kK];
-  float qk;  // q . k
-};
-
 struct Unit {
   Span span;
   int64_t head = 0, q_head = 0;
 };
-
-__device__ __forceinline__ float sum_over(float x, int first_offset, int end_offset) {
-#pragma unroll
-  for (int offset = first_offset; offset < end_offset; offset *= 2)
-    x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
-
-// ---- tokens ------------------------------------------------------------------------------------
-
-/// This lane's channels of a row, lane + 32 i; 0 past K.
-template <int kCount>
-__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int K, int lane,
-                                          float (&x)[kCount]) {
-  const auto load = [&](const auto* base) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = lane + 32 * i;
-      x[i] = c < K ? static_cast<float>(base[at + c]) : 0.0f;
-    }
-  };
-  if (view.type == Element::kFloat32)
-    load(static_cast<const float*>(view.base));
-  else if (view.type == Element::kBFloat16)
-    load(static_cast<const __nv_bfloat16*>(view.base));
-  else
-    load(static_cast<const __half*>(view.base));
-}
-
-/// q, k and q . k by one warp, decays by another (docs/operation.md); every warp calls it.
-template <int kK>
-__device__ __forceinline__ void prepare_token(const DecodeArgs& a, const Unit& unit, int64_t token,
-                                              Token<kK>& out) {
-  constexpr int kCount = kK / 32;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t n = unit.span.sequence;
-  if (warp == 0) {
-    float q[kCount], k[kCount], qq = 0, kk = 0, qk = 0;
-    load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, q);
-    load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, k);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
-    qk = sum_over(qk, 1, 32);
-    float q_scale = 1, k_scale = 1;
-    if (a.gate.l2norm) {
-      q_scale = 1.0f / sqrtf(sum_over(qq, 1, 32) + 1e-6f);
-      k_scale = 1.0f / sqrtf(sum_over(kk, 1, 32) + 1e-6f);
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      out.q[lane + 32 * i] = q[i] * q_scale;
-      out.k[lane + 32 * i] = k[i] * k_scale;
-    }
-    if (lane == 0) out.qk = qk * q_scale * k_scale;
-  }
-  if (warp + 1 == static_cast<int>(blockDim.x) / 32) {
-    float g[kCount];
-    load_lane(a.g, row_offset(a.g, a.map, n, token, unit.head), a.shape.K, lane, g);
-    const float rate = gate_rate(a.gate, unit.head);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = lane + 32 * i;
-      const bool inside = c < a.shape.K;
-      const float bias =
-          a.gate.dt_bias && inside ? a.gate.dt_bias[unit.head * a.gate.stride_dt + c] : 0.0f;
-      out.decay[c] = inside ? exp2f(log2_decay_exact(a.gate, g[i], bias, rate)) : 0.0f;
-    }
-  }
-}
 
 // ---- tiles of state ----------------------------------------------------------------------------
 
@@ -165,8 +90,8 @@ struct TileKV {
 
   /// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k
   /// vn^T
-  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
-                       float (&o)[kOwned]) {
+  __device__ void step(const DecodeToken<kK>& token, float beta, float scale,
+                       const float (&v)[kOwned], float (&o)[kOwned]) {
     float read[4] = {}, out[4] = {}, v_new[4];
 #pragma unroll
     for (int j = 0; j < kQuads; ++j) {
@@ -270,8 +195,8 @@ struct TileVK {
     }
   }
 
-  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
-                       float (&o)[kOwned]) {
+  __device__ void step(const DecodeToken<kK>& token, float beta, float scale,
+                       const float (&v)[kOwned], float (&o)[kOwned]) {
     float decay[kWidth], k[kWidth], q[kWidth], sums[kRows], v_new[kOwned];
     spread(token.decay, decay), spread(token.k, k), spread(token.q, q);
 #pragma unroll
@@ -316,26 +241,6 @@ struct TileOf<kK, Access::kVectorsVK, kDense> {
 
 // ---- the kernel --------------------------------------------------------------------------------
 
-__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
-  return a.index_columns > 1 ? min(a.index_columns, kMaxTokens) : kMaxTokens;
-}
-
-/// Slot that the sequence starts from; -1: it is skipped.
-__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
-  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
-  if (accepted < 1 || accepted > a.index_columns) return -1;
-  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
-  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
-}
-
-/// Slot that the state after token `i` of the sequence goes to; -1: none.
-__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, int64_t i, bool last,
-                                               int64_t source) {
-  if (a.index_columns == 1) return last ? source : -1;
-  const int64_t slot = a.pool.indices[n * a.index_columns + i];
-  return slot < a.pool.num_slots ? slot : -1;
-}
-
 template <class Tile>
 __device__ __forceinline__ void load_values(const DecodeArgs& a, const Unit& unit, int64_t token,
                                             const Tile& tile, float (&v)[Tile::kOwned]) {
@@ -359,7 +264,7 @@ template <int kK, Access kAccess, bool kDense>
 __global__ void __launch_bounds__(32 * kMostWarps, 2)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Tile = typename TileOf<kK, kAccess, kDense>::Type;
-  __shared__ Token<kK> prepared;
+  __shared__ DecodeToken<kK> prepared[2];  // by parity of the token
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
@@ -383,6 +288,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   const unsigned tile_index = blockIdx.x % groups * warps + warp;
   const bool mine = tile_index < tiles;  // else the warp only helps with the tokens
   Tile tile{{}, static_cast<int>(threadIdx.x % 32), static_cast<int>(tile_index) * kColumns<kK>};
+  // The token before the state: it is ready when the state arrives.
+  RawQK<kK> qk;
+  RawGates<kK> gates;
+  const bool has_qk = warp == 0, has_gates = warp + 1 == warps;
+  const auto load_token = [&](int64_t token) {
+    if (has_qk) qk.load(a, n, token, unit.q_head);
+    if (has_gates) gates.load(a, n, token, unit.head);
+  };
+  load_token(begin);
   if (mine) {
     if (a.pool.bf16)
       tile.template load<true>(a.pool, a.shape, source, unit.head);
@@ -390,15 +304,17 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       tile.template load<false>(a.pool, a.shape, source, unit.head);
   }
   for (int64_t t = begin; t < end; ++t) {
-    if (t > begin) __syncthreads();  // the token before is done with
     float v[Tile::kOwned], o[Tile::kOwned];
     load_values(a, unit, t, tile, v);
     const float raw_beta =
         load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, t, unit.head));
-    prepare_token(a, unit, t, prepared);
+    DecodeToken<kK>& token = prepared[(t - begin) % 2];
+    if (has_qk) qk.prepare(a, token);
+    if (has_gates) gates.prepare(a, unit.head, token);
+    if (t + 1 < end) load_token(t + 1);
     __syncthreads();
     if (!mine) continue;
-    tile.step(prepared, beta_value(a.gate, raw_beta), a.gate.scale, v, o);
+    tile.step(token, beta_value(a.gate, raw_beta), a.gate.scale, v, o);
     store_values(a, unit, t, tile, o);
     const int64_t slot = target_slot(a, n, t - begin, t + 1 == end, source);
     if (slot < 0) continue;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/smxx/recurrent.hpp"
 
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/elements.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"

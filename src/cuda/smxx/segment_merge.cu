@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/smxx/segment_merge.hpp"
 
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/elements.cuh"
 
 namespace kda::cuda {

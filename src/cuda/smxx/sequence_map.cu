@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/smxx/sequence_map.hpp"
 
+#include "cuda/host/launch.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda {

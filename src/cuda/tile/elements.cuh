@@ -5,17 +5,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/arguments.hpp"
 
 namespace kda::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ float load_element(const void* base, Element type, int64_t at) {
   if (type == Element::kFloat32) return static_cast<const float*>(base)[at];
@@ -109,9 +104,8 @@ __device__ __forceinline__ float log2_decay_fast(float raw, float bias, float ra
   static_assert(kGateMode == 0 || kGateMode == 1);
   if constexpr (kGateMode == 0) return raw * kLog2e;
   const float x = raw + bias;
-  const float e = exp2_fast(-fabsf(x) * kLog2e);
-  float log2_1pe;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(log2_1pe) : "f"(1.0f + e));
+  const float e = ptx::ex2(-fabsf(x) * kLog2e);
+  const float log2_1pe = ptx::lg2(1.0f + e);
   const float series = e * (1.0f - e * (0.5f - e * 0.33333333f)) * kLog2e;
   return -rate * (fmaxf(x, 0.0f) * kLog2e + (e < 0.015625f ? series : log2_1pe));
 }

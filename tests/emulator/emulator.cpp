@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "emulator.hpp"
+
+#include <boost/context/fiber.hpp>
+#include <boost/context/pooled_fixedsize_stack.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <random>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+namespace context = boost::context;
+
+struct Copy {
+  void* target;
+  const void* source;
+  int bytes;  // of a 16-byte (or 8-byte) piece; the rest is zeros
+};
+
+struct Thread {
+  uint3 index{};
+  context::fiber fiber;    // suspended
+  context::fiber* caller;  // while it runs
+  bool done = false;
+  const char* waits_for = "";
+  std::vector<Copy> open;
+  std::deque<std::vector<Copy>> groups;
+};
+
+struct Warp {
+  int arrived = 0;
+  uint64_t generation = 0;
+  const char* kind = nullptr;
+  void* in[32];
+  void* out[32];
+};
+
+struct Barrier {
+  int arrived = 0;
+  int expected = 0;
+  uint64_t generation = 0;
+};
+
+struct Block {
+  uint3 index{};
+  dim3 size, grid;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  Barrier barriers[16];
+  bool any = false, any_result = false;
+  std::vector<unsigned char> shared;
+  uint64_t progress = 0;
+};
+
+thread_local Block* block = nullptr;
+thread_local Thread* self = nullptr;
+
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "emulator: block %u thread %u: %s\n", block->index.x,
+               self ? self->index.x : 0, what);
+  std::abort();
+}
+
+void run_block(const std::function<void()>& body, std::mt19937& random) {
+  context::pooled_fixedsize_stack stacks(256 * 1024);
+  for (unsigned i = 0; i < block->size.x; ++i) {
+    Thread& thread = block->threads[i];
+    thread.index = {i, 0, 0};
+    thread.fiber = context::fiber(std::allocator_arg, stacks, [&](context::fiber&& caller) {
+      thread.caller = &caller;
+      body();
+      thread.done = true;
+      ++block->progress;
+      return std::move(*thread.caller);
+    });
+  }
+  // Warps in random order, a new one every round: orders that happen to work are not enough.
+  std::vector<unsigned> order(block->warps.size());
+  for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
+  unsigned left = block->size.x;
+  for (int idle = 0; left > 0;) {
+    const uint64_t before = block->progress;
+    std::shuffle(order.begin(), order.end(), random);
+    for (const unsigned warp : order)
+      for (unsigned i = warp * 32; i < std::min(warp * 32 + 32, block->size.x); ++i) {
+        Thread& thread = block->threads[i];
+        if (thread.done) continue;
+        self = &thread;
+        threadIdx = thread.index;
+        thread.fiber = std::move(thread.fiber).resume();
+        if (thread.done) --left;
+      }
+    idle = block->progress == before ? idle + 1 : 0;
+    if (idle < 4) continue;
+    for (const Thread& thread : block->threads)
+      if (!thread.done)
+        std::fprintf(stderr, "emulator: thread %u waits for %s\n", thread.index.x,
+                     thread.waits_for);
+    fail("deadlock");
+  }
+  self = nullptr;
+}
+
+}  // namespace
+
+void note_progress() { ++block->progress; }
+
+void wait_for(const char* what) {
+  Thread* me = self;
+  me->waits_for = what;
+  *me->caller = std::move(*me->caller).resume();
+}
+
+void launch(dim3 grid, dim3 size, std::size_t shared_bytes, const std::function<void()>& body) {
+  std::mt19937 random(grid.x * 31 + size.x);
+  for (unsigned b = 0; b < grid.x; ++b) {
+    Block current;
+    current.index = {b, 0, 0};
+    current.size = size;
+    current.grid = grid;
+    current.threads.resize(size.x);
+    current.warps.resize((size.x + 31) / 32);
+    current.shared.assign(shared_bytes + 128, 0xff);
+    block = &current;
+    blockIdx = current.index;
+    blockDim = size;
+    gridDim = grid;
+    run_block(body, random);
+    block = nullptr;
+  }
+}
+
+void warp_collective(const char* kind, void* in, void* out, Compute compute) {
+  Warp& warp = block->warps[self->index.x / 32];
+  const unsigned lane = self->index.x % 32;
+  if (warp.arrived > 0 && std::strcmp(warp.kind, kind) != 0)
+    fail("lanes of a warp do different things");
+  warp.kind = kind;
+  warp.in[lane] = in;
+  warp.out[lane] = out;
+  if (++warp.arrived == 32) {
+    compute(warp.in, warp.out);
+    warp.arrived = 0;
+    ++warp.generation;
+    ++block->progress;
+    return;
+  }
+  const uint64_t generation = warp.generation;
+  while (warp.generation == generation) wait_for(kind);
+}
+
+void barrier(int id, int threads, bool waits) {
+  Barrier& b = block->barriers[id];
+  if (b.arrived > 0 && b.expected != threads) fail("a barrier with different numbers of threads");
+  b.expected = threads;
+  const uint64_t generation = b.generation;
+  ++block->progress;
+  if (++b.arrived == threads) {
+    b.arrived = 0;
+    ++b.generation;
+    return;
+  }
+  while (waits && b.generation == generation) wait_for("a barrier");
+}
+
+bool block_or(bool value) {
+  block->any |= value;
+  barrier(0, static_cast<int>(block->size.x), true);
+  const bool result = block->any;
+  barrier(0, static_cast<int>(block->size.x), true);
+  block->any = false;
+  barrier(0, static_cast<int>(block->size.x), true);
+  return result;
+}
+
+unsigned char* dynamic_shared() {
+  auto address = reinterpret_cast<uintptr_t>(block->shared.data());
+  return reinterpret_cast<unsigned char*>((address + 127) / 128 * 128);
+}
+uint32_t shared_offset(const void* pointer) {
+  const auto offset = static_cast<const unsigned char*>(pointer) - dynamic_shared();
+  if (offset < 0 || offset >= static_cast<std::ptrdiff_t>(block->shared.size()))
+    fail("an address outside dynamic shared memory");
+  return static_cast<uint32_t>(offset);
+}
+void* shared_pointer(uint32_t offset) {
+  if (offset + 128 > block->shared.size()) fail("an offset outside dynamic shared memory");
+  return dynamic_shared() + offset;
+}
+
+void copy_async(void* target, const void* source, int bytes) {
+  self->open.push_back({target, source, bytes});
+}
+void commit_copies() {
+  self->groups.push_back(std::move(self->open));
+  self->open.clear();
+}
+void wait_copies(int pending) {
+  while (static_cast<int>(self->groups.size()) > pending) {
+    for (const Copy& copy : self->groups.front()) {
+      const int size = copy.bytes < 0 ? -copy.bytes : copy.bytes;
+      if (copy.bytes < 0)
+        std::memset(copy.target, 0, static_cast<std::size_t>(size));
+      else
+        std::memcpy(copy.target, copy.source, static_cast<std::size_t>(size));
+    }
+    self->groups.pop_front();
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// CUDA kernels on the CPU, for machines without a GPU: the .cu files are compiled as C++, every
+// thread of a block is a fiber, and whatever threads do together (shuffles, mma, barriers, copies)
+// is done by the last of them to arrive. Blocks run one after the other. What it finds: wrong
+// results, wrong indices, reads before a copy was waited for, barriers that do not match (a
+// deadlock is reported). What it does not: races that need another order of instructions, and time.
+//
+// Included first in every kernel (-include). include/cuda/ptx/ replaces src/cuda/ptx/.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#undef __global__
+#undef __device__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#undef __align__
+#define __global__
+#define __device__
+#define __shared__ static thread_local
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) __attribute__((aligned(n)))
+
+namespace emulator {
+
+/// Runs body() once a thread of every block.
+void launch(dim3 grid, dim3 block, std::size_t shared_bytes, const std::function<void()>& body);
+
+/// All 32 lanes of a warp call it with the same `kind`; the last to come runs compute(in, out) on
+/// the arrays of all lanes' pointers.
+using Compute = void (*)(void* const* in, void* const* out);
+void warp_collective(const char* kind, void* in, void* out, Compute compute);
+
+/// `id` 0..15 for `threads` threads; those that only arrive do not wait.
+void barrier(int id, int threads, bool wait);
+bool block_or(bool value);
+
+unsigned char* dynamic_shared();
+uint32_t shared_offset(const void* pointer);
+void* shared_pointer(uint32_t offset);
+
+void copy_async(void* target, const void* source, int bytes);
+void commit_copies();
+void wait_copies(int pending);
+
+/// Lets other threads run; `what` this one waits for, should there be a deadlock.
+void wait_for(const char* what);
+/// Something happened that another thread may wait for.
+void note_progress();
+
+}  // namespace emulator
+
+// Of the thread that runs; set at every switch.
+inline thread_local uint3 threadIdx, blockIdx;
+inline thread_local dim3 blockDim, gridDim;
+
+inline void __syncthreads() { emulator::barrier(0, static_cast<int>(blockDim.x), true); }
+inline bool __syncthreads_or(int x) { return emulator::block_or(x != 0); }
+inline void __syncwarp() {
+  emulator::warp_collective("syncwarp", nullptr, nullptr, [](void* const*, void* const*) {});
+}
+inline void __threadfence_block() {}
+
+struct Shuffle {
+  float value;
+  int from;
+};
+inline float shuffle(float value, int from) {
+  Shuffle in{value, from};
+  float result;
+  emulator::warp_collective("shuffle", &in, &result, [](void* const* all, void* const* out) {
+    for (int lane = 0; lane < 32; ++lane)
+      *static_cast<float*>(out[lane]) =
+          static_cast<Shuffle*>(all[static_cast<Shuffle*>(all[lane])->from % 32])->value;
+  });
+  return result;
+}
+inline float __shfl_sync(unsigned, float value, int from) { return shuffle(value, from); }
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  return shuffle(value, (static_cast<int>(threadIdx.x) % 32) ^ mask);
+}
+
+inline float __uint_as_float(uint32_t x) {
+  float y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline uint32_t __float_as_uint(float x) {
+  uint32_t y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
+template <class T>
+T atomicAdd(T* target, T value) {
+  const T old = *target;
+  *target += value;
+  return old;
+}
+
+template <class Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
+                               const Args& args) {
+  emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes,
+                   [&] { kernel(args); });
+  return cudaSuccess;
+}
+template <class Args>
+cudaError_t cudaFuncSetAttribute(void (*)(Args), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}

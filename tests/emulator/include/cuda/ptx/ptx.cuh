@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// src/cuda/ptx/ptx.cuh on the emulator: the same functions, by what the PTX manual says of them.
+#pragma once
+
+#include "emulator.hpp"
+
+namespace kda::cuda::ptx {
+
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_offset(pointer); }
+inline unsigned char* dynamic_shared() { return emulator::dynamic_shared(); }
+
+inline float ex2(float x) { return std::exp2(x); }
+inline float lg2(float x) { return std::log2(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
+
+template <int kThreads>
+void named_sync(int id) {
+  emulator::barrier(id, kThreads, true);
+}
+template <int kThreads>
+void named_arrive(int id) {
+  emulator::barrier(id, kThreads, false);
+}
+inline void prefetch_l2(const void*) {}
+inline int64_t opaque(int64_t x) { return x; }
+
+/// A copy of zeros is one of minus its size.
+template <int kBytes>
+void cp_async(uint32_t target, const void* source, bool valid = true) {
+  emulator::copy_async(emulator::shared_pointer(target), source, valid ? kBytes : -kBytes);
+}
+inline void cp_async_commit() { emulator::commit_copies(); }
+template <int kPending>
+void cp_async_wait() {
+  emulator::wait_copies(kPending);
+}
+
+struct LdmatrixIn {
+  uint32_t address;
+};
+template <bool kTranspose>
+void ldmatrix(void* const* in, void* const* out) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    uint16_t x[8][8];
+    for (int row = 0; row < 8; ++row)
+      std::memcpy(x[row],
+                  emulator::shared_pointer(static_cast<LdmatrixIn*>(in[matrix * 8 + row])->address),
+                  16);
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4 * 2;
+      const uint32_t low = kTranspose ? x[t][g] : x[g][t];
+      const uint32_t high = kTranspose ? x[t + 1][g] : x[g][t + 1];
+      static_cast<uint32_t*>(out[lane])[matrix] = low | high << 16;
+    }
+  }
+}
+inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+  LdmatrixIn in{address};
+  emulator::warp_collective("ldmatrix", &in, r, ldmatrix<false>);
+}
+inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
+  LdmatrixIn in{address};
+  emulator::warp_collective("ldmatrix.trans", &in, r, ldmatrix<true>);
+}
+inline uint32_t transpose_8x8(uint32_t x) {
+  uint32_t result;
+  emulator::warp_collective("movmatrix", &x, &result, [](void* const* in, void* const* out) {
+    uint16_t m[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t pair = *static_cast<uint32_t*>(in[lane]);
+      m[lane / 4][lane % 4 * 2] = static_cast<uint16_t>(pair);
+      m[lane / 4][lane % 4 * 2 + 1] = static_cast<uint16_t>(pair >> 16);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      *static_cast<uint32_t*>(out[lane]) =
+          m[lane % 4 * 2][lane / 4] | static_cast<uint32_t>(m[lane % 4 * 2 + 1][lane / 4]) << 16;
+  });
+  return result;
+}
+
+template <class T>
+float to_float(uint16_t bits) {
+  T x;
+  std::memcpy(&x, &bits, 2);
+  return static_cast<float>(x);
+}
+
+struct MmaIn {
+  const uint32_t* a;
+  uint32_t b[2];
+};
+
+/// d += a b from matrices that the fragments of all lanes fill; kK columns of a.
+template <int kK, class Fill>
+void multiply(void* const* in, void* const* out, Fill fill) {
+  float a[16][kK], b[kK][8];
+  for (int lane = 0; lane < 32; ++lane) fill(*static_cast<MmaIn*>(in[lane]), lane, a, b);
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      float& d = static_cast<float*>(out[lane])[i];
+      for (int k = 0; k < kK; ++k) d += a[row][k] * b[k][column];
+    }
+}
+
+template <class T>
+void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  MmaIn mine{a, {b0, b1}};
+  emulator::warp_collective("mma", &mine, d, [](void* const* in, void* const* out) {
+    multiply<16>(in, out, [](const MmaIn& x, int lane, float(&a16)[16][16], float(&b16)[16][8]) {
+      const int g = lane / 4, t = lane % 4 * 2;
+      for (int i = 0; i < 4; ++i)
+        for (int half = 0; half < 2; ++half)
+          a16[g + i % 2 * 8][t + i / 2 * 8 + half] =
+              to_float<T>(static_cast<uint16_t>(x.a[i] >> 16 * half));
+      for (int i = 0; i < 2; ++i)
+        for (int half = 0; half < 2; ++half)
+          b16[t + i * 8 + half][g] = to_float<T>(static_cast<uint16_t>(x.b[i] >> 16 * half));
+    });
+  });
+}
+
+inline void mma_1688_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  MmaIn mine{a, {b0, b1}};
+  emulator::warp_collective("mma.tf32", &mine, d, [](void* const* in, void* const* out) {
+    multiply<8>(in, out, [](const MmaIn& x, int lane, float(&a8)[16][8], float(&b8)[8][8]) {
+      const int g = lane / 4, t = lane % 4;
+      const auto tf32 = [](uint32_t bits) { return __uint_as_float(bits & ~0x1fffu); };
+      for (int i = 0; i < 4; ++i) a8[g + i % 2 * 8][t + i / 2 * 4] = tf32(x.a[i]);
+      for (int i = 0; i < 2; ++i) b8[t + i * 4][g] = tf32(x.b[i]);
+    });
+  });
+}
+inline uint32_t to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+
+template <class T>
+uint32_t pack(float low, float high) {
+  const T x[2] = {static_cast<T>(low), static_cast<T>(high)};
+  uint32_t pair;
+  std::memcpy(&pair, x, 4);
+  return pair;
+}
+template <class T>
+float2 unpack(uint32_t pair) {
+  return {to_float<T>(static_cast<uint16_t>(pair)), to_float<T>(static_cast<uint16_t>(pair >> 16))};
+}
+
+}  // namespace kda::cuda::ptx

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA runtime functions that libkda and its tests call, for one emulated GPU in host memory.
+#include <cuda_runtime_api.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+namespace {
+
+std::mutex mutex;
+std::map<const char*, std::size_t> allocations;
+
+bool is_device_memory(const void* pointer) {
+  const std::lock_guard lock(mutex);
+  const auto* p = static_cast<const char*>(pointer);
+  auto next = allocations.upper_bound(p);
+  if (next == allocations.begin()) return false;
+  --next;
+  return p < next->first + next->second;
+}
+
+}  // namespace
+
+extern "C" {
+
+/// The GPU is there for who asks for it: the other tests of this build run as on any machine.
+cudaError_t cudaGetDeviceCount(int* count) {
+  const char* device = std::getenv("KDA_TEST_DEVICE");
+  *count = device && std::strcmp(device, "cuda") == 0;
+  return *count ? cudaSuccess : cudaErrorNoDevice;
+}
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaDriverGetVersion(int* version) {
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  return *version = 13000 * count, cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorName(cudaError_t) { return "cudaErrorEmulated"; }
+const char* cudaGetErrorString(cudaError_t) { return "the emulator refused"; }
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  *properties = {};
+  std::strcpy(properties->name, "emulated GPU");
+  properties->major = 9;
+  properties->multiProcessorCount = 8;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  allocations[static_cast<char*>(*pointer)] = bytes;
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* pointer) {
+  const std::lock_guard lock(mutex);
+  allocations.erase(static_cast<char*>(pointer));
+  std::free(pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* target, int value, size_t bytes) {
+  return std::memset(target, value, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
+  return std::memcpy(target, source, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t) {
+  return cudaMemcpy(target, source, bytes, kind);
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
+  *attributes = {};
+  attributes->type = is_device_memory(pointer) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return *stream = nullptr, cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamGetDevice(cudaStream_t, int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return *event = nullptr, cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
+  return *ms = 1, cudaSuccess;
+}
+
+// No graphs here: tests that capture are skipped.
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, unsigned long long) {
+  return cudaErrorNotSupported;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+
+}  // extern "C"
