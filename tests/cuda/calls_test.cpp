@@ -94,6 +94,96 @@ TEST_F(Calls, StageCallsNeedTheirPlanAndPointers) {
               StatusCode::kInvalidArgument);
 }
 
+TEST_F(Calls, StageBuffersAreCheckedOneByOne) {
+  check::GenerateOptions options = test::shape(70, 1, 64, 64);
+  options.dtype = DType::kBFloat16;
+  const Inputs inputs = check::generate(options);
+  OnDevice call(inputs, {.out_dtype = DType::kBFloat16});
+  DeviceBuffer memory(1 << 20);
+  char host[64];
+  using Member = void* StageTensors::*;
+  const std::pair<const char*, Member> members[] = {
+      {"w", &StageTensors::w},   {"u", &StageTensors::u},     {"kg", &StageTensors::kg},
+      {"qg", &StageTensors::qg}, {"Aqk", &StageTensors::Aqk}, {"T", &StageTensors::T},
+      {"h", &StageTensors::h},   {"vn", &StageTensors::vn}};
+  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
+    for (const auto& [name, member] : members) {
+      StageTensors stages;
+      for (const auto& row : members) stages.*row.second = memory.data();
+      stages.gamma = stages.beta = stages.diag = static_cast<float*>(memory.data());
+      const auto run_it = [&] {
+        return stage(call.plan, call.memory->tensors(), stages, call.workspace.data(),
+                     call.workspace.size(), nullptr);
+      };
+      stages.*member = host;
+      EXPECT_EQ(run_it().message().rfind(std::string(name) + ": is host memory", 0), 0u) << name;
+      stages.*member = static_cast<char*>(memory.data()) + 8;
+      EXPECT_EQ(run_it().message(), std::string(name) + ": pointer is not aligned to 16 bytes");
+      stages.*member = nullptr;
+      const Status missing = run_it();
+      if (!missing.ok()) EXPECT_EQ(missing.message(), std::string(name) + ": pointer is null");
+    }
+  EXPECT_EQ(stage_sizes(call.plan, nullptr).message(), "sizes: is null");
+}
+
+TEST_F(Calls, OtherBackendsHaveNoChunkStages) {
+  const Inputs inputs = check::generate(test::shape(20, 1, 16, 16));
+  OnDevice call(inputs, {.plan = test::with_backend("recurrent")});
+  StageSizes sizes;
+  EXPECT_EQ(stage_sizes(call.plan, &sizes).code(), StatusCode::kUnsupported);
+  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
+    EXPECT_EQ(stage(call.plan, call.memory->tensors(), {}, call.workspace.data(),
+                    call.workspace.size(), nullptr)
+                  .code(),
+              StatusCode::kUnsupported);
+}
+
+TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
+  Inputs inputs = packed_inputs();
+  Problem& p = inputs.problem;
+  StateDesc states;
+  states.num_slots = 3;
+  states.indexed = true;
+  states.tensor = contiguous(DType::kFloat32, {3, 2, 64, 64});
+  p.initial_state = p.final_state = p.checkpoints = states;
+  p.checkpoint_every = 64;
+  p.initial_state_mask = true;
+  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
+  Plan plan;
+  throw_if_error(make_plan_from_bounds(p, test::device(), {}, &plan));
+  const int64_t cu[] = {0, 130, 194, 201};
+  const int32_t slots[] = {0, 1, 2};
+  const uint8_t mask[] = {1, 1, 1};
+  Tensors host = inputs.tensors();
+  outputs.attach(&host);
+  host.cu_seqlens = cu;
+  host.initial_state_indices = host.final_state_indices = host.checkpoint_indices = slots;
+  host.initial_state_mask = mask;
+  check::DeviceTensors memory(plan, host);
+  DeviceBuffer workspace(plan.workspace_bytes);
+  ASSERT_TRUE(run(plan, memory.tensors(), workspace.data(), workspace.size()).ok());
+  const std::pair<const char*, std::function<void(Tensors*, bool)>> rows[] = {
+      {"cu_seqlens", [&](Tensors* t, bool null) { t->cu_seqlens = null ? nullptr : cu; }},
+      {"initial_state_indices",
+       [&](Tensors* t, bool null) { t->initial_state_indices = null ? nullptr : slots; }},
+      {"final_state_indices",
+       [&](Tensors* t, bool null) { t->final_state_indices = null ? nullptr : slots; }},
+      {"checkpoint_indices",
+       [&](Tensors* t, bool null) { t->checkpoint_indices = null ? nullptr : slots; }},
+      {"initial_state_mask",
+       [&](Tensors* t, bool null) { t->initial_state_mask = null ? nullptr : mask; }}};
+  for (const auto& [name, change] : rows)
+    for (const bool null : {true, false}) {
+      Tensors tensors = memory.tensors();
+      change(&tensors, null);
+      const Status status = run(plan, tensors, workspace.data(), workspace.size());
+      EXPECT_EQ(status.message().rfind(
+                    std::string(name) + (null ? ": pointer is null" : ": is host memory"), 0),
+                0u)
+          << status.message();
+    }
+}
+
 /// The word that a call of `plan` leaves in its workspace.
 int32_t flags_of(const Plan& plan, const DeviceBuffer& workspace) {
   check::synchronize_device();
@@ -280,6 +370,15 @@ TEST_F(Calls, ChunkStagesThroughTheCAbi) {
   stages.gamma = static_cast<float*>(gamma.data());
   stages.beta = static_cast<float*>(beta.data());
   stages.diag = static_cast<float*>(diag.data());
+  EXPECT_EQ(kda_stage_sizes(nullptr, &bytes), KDA_INVALID_ARGUMENT);
+  EXPECT_EQ(kda_stage_sizes(plan, nullptr), KDA_INVALID_ARGUMENT);
+  kda_stage_bytes short_bytes{};
+  EXPECT_EQ(kda_stage_sizes(plan, &short_bytes), KDA_INVALID_ARGUMENT);
+  for (const auto call : {kda_chunk_intra, kda_recompute_w_u, kda_chunk_delta_h, kda_chunk_o}) {
+    EXPECT_EQ(call(nullptr, &p, &stages, nullptr, 0), KDA_INVALID_ARGUMENT);
+    EXPECT_EQ(call(plan, nullptr, &stages, nullptr, 0), KDA_INVALID_ARGUMENT);
+    EXPECT_EQ(call(plan, &p, nullptr, nullptr, 0), KDA_INVALID_ARGUMENT);
+  }
   for (const auto call : {kda_chunk_intra, kda_recompute_w_u, kda_chunk_delta_h, kda_chunk_o})
     ASSERT_EQ(call(plan, &p, &stages, workspace.data(), workspace.size()), KDA_OK)
         << kda_last_error();

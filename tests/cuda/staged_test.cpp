@@ -43,7 +43,7 @@ TEST_F(Staged, EveryRegimeTypeAndHeadSize) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
       for (const auto& [K, V] : {std::pair{128, 128}, std::pair{64, 64}}) {
-        check::GenerateOptions options = shape16(1000, 2, K, V, dtype);
+        check::GenerateOptions options = shape16(test::long_case(1000), 2, K, V, dtype);
         options.regime = static_cast<Regime>(regime);
         options.seed = static_cast<uint64_t>(regime);
         expect_within(check::generate(options), {.out_dtype = dtype},
@@ -56,7 +56,7 @@ TEST_F(Staged, TokenFormInEveryRegime) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
       for (const int64_t K : {128, 64, 40}) {
-        check::GenerateOptions options = shape16(333, 2, K, 64, dtype);
+        check::GenerateOptions options = shape16(test::long_case(333), 2, K, 64, dtype);
         options.regime = static_cast<Regime>(regime);
         test::RunOptions run{.out_dtype = dtype};
         run.plan.intra_form = IntraForm::kToken;
@@ -133,7 +133,7 @@ TEST_F(Staged, SegmentsInEveryRegime) {
     for (const int64_t K : {64, 128}) {
       check::GenerateOptions options = shape16(0, 1, K, 128);
       options.num_value_heads = 2;
-      options.seq_lens = {1500, 40, 0, 700};
+      options.seq_lens = {test::long_case(1500), 40, 0, test::long_case(700)};
       options.regime = static_cast<Regime>(regime);
       for (const int64_t count : {2, 5, 16})
         expect_within(check::generate(options),
@@ -143,7 +143,7 @@ TEST_F(Staged, SegmentsInEveryRegime) {
 }
 
 TEST_F(Staged, SegmentsAreBitEqualOnceTheStateIsForgotten) {
-  check::GenerateOptions options = shape16(2048, 2, 128, 128);
+  check::GenerateOptions options = shape16(test::long_case(2048), 2, 128, 128);
   options.regime = Regime::kStrong;
   const Inputs inputs = check::generate(options);
   const test::Result serial = test::run_inputs(inputs, {.out_dtype = DType::kBFloat16});
@@ -183,7 +183,7 @@ TEST_F(Staged, CausalToTheBitAtEveryToken) {
     test::RunOptions run{.out_dtype = dtype};
     run.plan.intra_form = form;
     const test::Result before = test::run_inputs(inputs, run);
-    for (int64_t cut = 0; cut <= 140; ++cut) {
+    for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 7 : 1) {
       Inputs changed = inputs;
       test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
       const test::Result after = test::run_inputs(changed, run);

@@ -110,6 +110,21 @@ TEST(Planner, GpusBeforeSm80HaveNone) {
   EXPECT_NE(why.message().find("cuda.smxx.recurrent"), std::string::npos) << why.message();
 }
 
+TEST(Planner, IntraFormsAreNamedAndChecked) {
+  std::vector<int64_t> cu;
+  const Problem p = packed({64}, 1, &cu);
+  PlanOptions options;
+  Plan plan;
+  options.intra_form = static_cast<IntraForm>(3);
+  EXPECT_EQ(make_plan(p, cu, gpu_facts(132), options, &plan).message(),
+            "intra_form: value 3 is unknown");
+  options.intra_form = static_cast<IntraForm>(-1);
+  EXPECT_EQ(make_plan(p, cu, gpu_facts(132), options, &plan).code(), StatusCode::kInvalidArgument);
+  options.intra_form = IntraForm::kToken;
+  ASSERT_TRUE(make_plan(p, cu, cpu_facts(), options, &plan).ok());
+  EXPECT_NE(plan.reasons.back().find("has one form"), std::string::npos);
+}
+
 TEST(Planner, BackendsByNameOrPart) {
   std::vector<int64_t> cu;
   const Problem p = packed({64}, 1, &cu);

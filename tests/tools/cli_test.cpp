@@ -214,6 +214,11 @@ TEST_F(CliOnGpu, RunsAndChecksFiles) {
     EXPECT_EQ(check.exit_code, 0) << more << check.err;
   }
   EXPECT_EQ(kda("run x.safetensors -o z.safetensors --device cpu").exit_code, 0);
+  // auto: the GPU, unless a backend asked for by name is one of the CPU.
+  EXPECT_EQ(kda("check x.safetensors").exit_code, 0);
+  EXPECT_EQ(kda("check x.safetensors --backend blocked").exit_code, 0);
+  EXPECT_EQ(kda("check x.safetensors --backend staged").exit_code, 0);
+  EXPECT_EQ(kda("check x.safetensors --backend nothing").exit_code, 3);
 }
 
 TEST_F(CliOnGpu, InfoNamesIt) {
