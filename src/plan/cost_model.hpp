@@ -32,7 +32,10 @@ struct CostInput {
   double bytes_per_second;
 };
 
-inline double tiles_of(int64_t columns) { return static_cast<double>((columns + 63) / 64); }
+inline double tiles_of(int64_t columns) {
+  const int64_t tiles = (columns + 63) / 64;
+  return static_cast<double>(tiles);
+}
 
 inline double total_tokens(const CostInput& in) {
   double total = 0;
