@@ -12,6 +12,7 @@ import sys
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
+import evidence
 import fla_configs  # before fla: it sets FLA's cache mode
 import torch
 import triton
@@ -353,7 +354,8 @@ def main():
     parser.add_argument("--what", default="errors,forward,intra,decode")
     parser.add_argument("--sets", default=",".join(FORWARD_SETS))
     parser.add_argument("--gates", default="trained", choices=["strong", "slow", "trained"])
-    parser.add_argument("--library", default=str(ROOT / "build" / "libkda_c.so"))
+    parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
+                        help="a folder with libkda_c.so and kernel_hashes.json")
     parser.add_argument("--json")
     parser.add_argument("--tune", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -366,12 +368,14 @@ def main():
             run_workers(["--tune", str(heads)])
             tune_fla(heads)
     run_workers([])
-    library = Library(args.library)
+    library = Library(str(args.binaries / "libkda_c.so"))
     import fla
-    report = dict(device=torch.cuda.get_device_name(), torch=torch.__version__,
-                  triton=triton.__version__, fla=fla.__version__, gates=args.gates,
-                  copy_bytes_per_second=copy_rate())
     what = args.what.split(",")
+    families = ["staged", "recurrent"] + (["decode"] if "decode" in what else [])
+    report = evidence.header(args.binaries, families, "peers",
+                             f"python3 bench/peers.py --device cuda --what {args.what}")
+    report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
+                  gates=args.gates, copy_bytes_per_second=copy_rate())
     if "errors" in what:
         report["errors"] = measure_errors(library)
     if "forward" in what:
@@ -381,4 +385,4 @@ def main():
     if "decode" in what:
         report["decode"] = measure_decode(library)
     if args.json:
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        evidence.write(args.json, report)

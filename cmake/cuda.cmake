@@ -40,7 +40,7 @@ function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
   set_source_files_properties(${KDA_CUDA_KERNELS} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
     "-x;c++;-w;-O2;-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
-  set_source_files_properties(tests/emulator/emulator.cpp PROPERTIES COMPILE_OPTIONS
+  set_source_files_properties(tests/emulator/emulator.cpp tests/emulator/runtime.cpp PROPERTIES COMPILE_OPTIONS
     "-O2;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
   target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${KDA_CUDA_KERNELS}
                  tests/emulator/emulator.cpp tests/emulator/runtime.cpp)

@@ -13,15 +13,16 @@ namespace kda::plan {
 /// with an SM for itself; `_work`: SM time, with as many blocks as fit.
 struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
-  double intra_work_ns = 140;     ///< chunk_intra: SM time of a token and value head
+  double intra_work_ns = 160;     ///< chunk_intra: SM time of a token and value head
   double forward_latency_ns = 38;
   double forward_work_ns = 40;
   double scan_latency_ns = 30;
   double scan_work_ns = 18.5;
-  double merge_step_us = 1.6;       ///< S' = M S + B, one step of the serial prefix
-  double merge_step_head_us = 0.2;  ///< of each value head: every block of 8 columns reads all of M
-  double kernel_us = 8;             ///< ramp of a kernel: launch, first loads, last stores
-  double minimum_gain = 1.1;        ///< segments must win by this factor
+  double merge_step_us = 3.4;  ///< S' = M S + B, one step of the serial prefix
+  double merge_step_head_us =
+      0.28;                   ///< of each value head: every block of 8 columns reads all of M
+  double kernel_us = 8;       ///< ramp of a kernel: launch, first loads, last stores
+  double minimum_gain = 1.1;  ///< segments must win by this factor
 };
 
 struct CostInput {

@@ -113,6 +113,7 @@ TEST_F(Streams, GraphsReplayWithNewData) {
       refill(t.g, data->inputs.g), refill(t.beta, data->inputs.beta);
       refill(t.A_log, data->inputs.A_log), refill(t.dt_bias, data->inputs.dt_bias);
       refill(t.initial_state, data->inputs.initial_state);
+      check::synchronize_device();  // copies from pageable memory may end after the call
       expect_cuda(cudaGraphLaunch(executable, stream.stream));
       call.read();
       EXPECT_EQ(written(call, inputs), run_once(data->inputs, data->options)) << c.name;

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <deque>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace emulator {
@@ -57,6 +58,7 @@ struct Block {
 
 thread_local Block* block = nullptr;
 thread_local Thread* self = nullptr;
+thread_local Graph* capture = nullptr;
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "emulator: block %u thread %u: %s\n", block->index.x,
@@ -114,7 +116,18 @@ void wait_for(const char* what) {
   *me->caller = std::move(*me->caller).resume();
 }
 
-void launch(dim3 grid, dim3 size, std::size_t shared_bytes, const std::function<void()>& body) {
+void begin_capture() { capture = new Graph; }
+Graph end_capture() {
+  Graph graph = std::move(*capture);
+  delete std::exchange(capture, nullptr);
+  return graph;
+}
+
+void launch(dim3 grid, dim3 size, std::size_t shared_bytes, std::function<void()> body) {
+  if (capture) {
+    capture->push_back([=] { launch(grid, size, shared_bytes, body); });
+    return;
+  }
   std::mt19937 random(grid.x * 31 + size.x);
   for (unsigned b = 0; b < grid.x; ++b) {
     Block current;

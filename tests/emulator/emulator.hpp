@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 #undef __global__
 #undef __device__
@@ -35,8 +36,14 @@
 
 namespace emulator {
 
-/// Runs body() once a thread of every block.
-void launch(dim3 grid, dim3 block, std::size_t shared_bytes, const std::function<void()>& body);
+/// Runs body() once a thread of every block; while this host thread captures a graph, keeps it
+/// instead.
+void launch(dim3 grid, dim3 block, std::size_t shared_bytes, std::function<void()> body);
+
+/// Launches kept between the two calls, to run again in order.
+using Graph = std::vector<std::function<void()>>;
+void begin_capture();
+Graph end_capture();
 
 /// All 32 lanes of a warp call it with the same `kind`; the last to come runs compute(in, out) on
 /// the arrays of all lanes' pointers.
@@ -122,7 +129,7 @@ template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
                                const Args& args) {
   emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes,
-                   [&] { kernel(args); });
+                   [kernel, args] { kernel(args); });
   return cudaSuccess;
 }
 template <class Args>

@@ -2,6 +2,8 @@
 // The CUDA runtime functions that libkda and its tests call, for one emulated GPU in host memory.
 #include <cuda_runtime_api.h>
 
+#include "emulator.hpp"
+
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -96,16 +98,26 @@ cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t, cudaEvent_t) {
   return *ms = 1, cudaSuccess;
 }
 
-// No graphs here: tests that capture are skipped.
 cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
-  return cudaErrorNotSupported;
+  return emulator::begin_capture(), cudaSuccess;
 }
-cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t*) { return cudaErrorNotSupported; }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t*, cudaGraph_t, unsigned long long) {
-  return cudaErrorNotSupported;
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  *graph = reinterpret_cast<cudaGraph_t>(new emulator::Graph(emulator::end_capture()));
+  return cudaSuccess;
 }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaErrorNotSupported; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
+                                 unsigned long long) {
+  *executable = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+  for (const auto& kernel : *reinterpret_cast<emulator::Graph*>(executable)) kernel();
+  return cudaSuccess;
+}
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
-cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete reinterpret_cast<emulator::Graph*>(graph);
+  return cudaSuccess;
+}
 
 }  // extern "C"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
 #include "cuda/smxx/recurrent.hpp"
+
 #include "core/text.hpp"
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
@@ -12,25 +13,9 @@ namespace kda::cuda {
 namespace {
 
 RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
-  const Problem& p = call.problem;
-  const Tensors& t = call.tensors;
   RecurrentArgs args;
-  args.shape = shape_of(p);
-  args.map = maps.map;
-  args.q = row_view(p.q, t.q);
-  args.k = row_view(p.k, t.k);
-  args.v = row_view(p.v, t.v);
-  args.g = row_view(p.g, t.g);
-  args.beta = row_view(p.beta, t.beta);
-  args.o = row_view(p.o, t.o);
-  args.gate = gate_view(p, t);
-  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
-                            p.initial_state_mask ? t.initial_state_mask : nullptr);
-  args.final_state = state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
-  args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
-  args.checkpoint_every = p.checkpoint_every;
-  args.flags = maps.flags;
-  args.accumulate_flags = maps.accumulate_flags;
+  set_inputs(call, maps, &args);
+  set_outputs(call, maps, &args);
   return args;
 }
 
@@ -52,15 +37,8 @@ Status decode(const stage::Decode& d) {
   const Problem& p = d.call.problem;
   const Tensors& t = d.call.tensors;
   DecodeArgs args;
-  args.shape = shape_of(p);
-  args.map = maps.map;
-  args.q = row_view(p.q, t.q);
-  args.k = row_view(p.k, t.k);
-  args.v = row_view(p.v, t.v);
-  args.g = row_view(p.g, t.g);
-  args.beta = row_view(p.beta, t.beta);
+  set_inputs(d.call, maps, &args);
   args.o = row_view(p.o, t.o);
-  args.gate = gate_view(p, t);
   args.pool = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices, nullptr);
   args.index_columns = p.state_index_columns;
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
@@ -91,14 +69,11 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   const stage::Call& call = merge.call;
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, merge.segments, merge.prepared, &maps));
-  const Problem& p = call.problem;
-  const Tensors& t = call.tensors;
   SegmentMergeArgs args;
-  args.shape = shape_of(p);
+  args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.segment_offsets = maps.segment_offsets;
-  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
-                            p.initial_state_mask ? t.initial_state_mask : nullptr);
+  args.initial = initial_view(call.problem, call.tensors);
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;

@@ -30,7 +30,7 @@ Factors factors_of(const stage::Call& call) {
   return factors;
 }
 
-/// `auto` is the tensor form: faster at every shape that was measured (docs/performance.md).
+/// `auto` is the tensor form: faster at the one shape measured so far (docs/performance.md).
 bool by_tokens(const stage::Call& call) {
   return call.plan->options.intra_form == IntraForm::kToken;
 }
@@ -38,18 +38,9 @@ bool by_tokens(const stage::Call& call) {
 bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
 
 ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Factors& factors) {
-  const Problem& p = call.problem;
-  const Tensors& t = call.tensors;
   ChunkIntraArgs args;
-  args.shape = shape_of(p);
-  args.map = maps.map;
+  set_inputs(call, maps, &args);
   args.num_chunks = most_chunks(*call.plan);
-  args.q = row_view(p.q, t.q);
-  args.k = row_view(p.k, t.k);
-  args.v = row_view(p.v, t.v);
-  args.g = row_view(p.g, t.g);
-  args.beta = row_view(p.beta, t.beta);
-  args.gate = gate_view(p, t);
   args.factors = factors;
   return args;
 }
@@ -66,20 +57,11 @@ bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
 }
 
 ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
-  const Problem& p = call.problem;
-  const Tensors& t = call.tensors;
   ChunkDeltaHArgs args;
-  args.shape = shape_of(p);
+  args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.factors = factors_of(call);
-  args.o = row_view(p.o, t.o);
-  args.initial = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
-                            p.initial_state_mask ? t.initial_state_mask : nullptr);
-  args.final_state = state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
-  args.checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
-  args.checkpoint_every = p.checkpoint_every;
-  args.flags = maps.flags;
-  args.accumulate_flags = maps.accumulate_flags;
+  set_outputs(call, maps, &args);
   return args;
 }
 

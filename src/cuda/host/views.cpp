@@ -70,6 +70,11 @@ Shape shape_of(const Problem& p) {
           static_cast<int32_t>(p.value_dim)};
 }
 
+StateView initial_view(const Problem& p, const Tensors& t) {
+  return state_view(p, p.initial_state, t.initial_state, t.initial_state_indices,
+                    p.initial_state_mask ? t.initial_state_mask : nullptr);
+}
+
 Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                  Maps* maps) {
   const Plan& plan = *call.plan;

@@ -17,6 +17,7 @@ StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, voi
 StateView span_states(const Problem& p, const float* base, int64_t columns);
 GateView gate_view(const Problem& p, const Tensors& t);
 Shape shape_of(const Problem& p);
+StateView initial_view(const Problem& p, const Tensors& t);
 
 /// The maps of a call, uploaded or made on the device in the workspace.
 struct Maps {
@@ -30,5 +31,34 @@ struct Maps {
 /// (a few for thousands of sequences). `prepared`: an earlier stage of this run() has made them.
 Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                  Maps* maps);
+
+/// The members that kernels of tokens share: shape, map, q, k, v, g, beta, gate.
+template <class Args>
+void set_inputs(const stage::Call& call, const Maps& maps, Args* args) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  args->shape = shape_of(p);
+  args->map = maps.map;
+  args->q = row_view(p.q, t.q);
+  args->k = row_view(p.k, t.k);
+  args->v = row_view(p.v, t.v);
+  args->g = row_view(p.g, t.g);
+  args->beta = row_view(p.beta, t.beta);
+  args->gate = gate_view(p, t);
+}
+
+/// Those of a forward: o, initial and final states, checkpoints, flags.
+template <class Args>
+void set_outputs(const stage::Call& call, const Maps& maps, Args* args) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  args->o = row_view(p.o, t.o);
+  args->initial = initial_view(p, t);
+  args->final_state = state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
+  args->checkpoints = state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
+  args->checkpoint_every = p.checkpoint_every;
+  args->flags = maps.flags;
+  args->accumulate_flags = maps.accumulate_flags;
+}
 
 }  // namespace kda::cuda

@@ -253,23 +253,6 @@ struct Consumer {
     for (int c = 0; c < 4; ++c) store_output(e, first() + c, fmaf(e.token.qk, v_new[c], o[c]));
   }
 
-  /// Sums of kCount values over the lanes of a row; a lane ends with that of its own row.
-  template <int kCount, int kOffset>
-  __device__ void reduce_scatter(float* x) const {
-    if constexpr (kOffset > 0 && kCount > 1) {
-      const bool upper = lane & kOffset;
-#pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) {
-        const float low = x[i], high = x[i + kCount / 2];
-        x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kOffset);
-      }
-      reduce_scatter<kCount / 2, kOffset / 2>(x);
-    } else if constexpr (kOffset > 0) {
-      x[0] += __shfl_xor_sync(~0u, x[0], kOffset);
-      reduce_scatter<1, kOffset / 2>(x);
-    }
-  }
-
   /// Rows are values: sums within a warp.
   __device__ void step_vk(const Entry<kK>& e) {
     float decay[4], k[4], q[4], read[kRows] = {}, out[kRows] = {};

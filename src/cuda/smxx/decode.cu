@@ -170,23 +170,6 @@ struct TileVK {
     });
   }
 
-  /// Sums of kCount values over the lanes of a row; a lane ends with those of its own rows.
-  template <int kCount = kRows, int kOffset = kLanes / 2>
-  __device__ void reduce_scatter(float* x) const {
-    if constexpr (kOffset > 0 && kCount > 1) {
-      const bool upper = lane & kOffset;
-#pragma unroll
-      for (int i = 0; i < kCount / 2; ++i) {
-        const float low = x[i], high = x[i + kCount / 2];
-        x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kOffset);
-      }
-      reduce_scatter<kCount / 2, kOffset / 2>(x);
-    } else if constexpr (kOffset > 0) {
-      x[0] += __shfl_xor_sync(~0u, x[0], kOffset);
-      reduce_scatter<1, kOffset / 2>(x);
-    }
-  }
-
   __device__ void spread(const float* row, float (&x)[kWidth]) const {
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
@@ -208,7 +191,7 @@ struct TileVK {
         sums[r] = fmaf(S[r][c], k[c], sums[r]);
       }
     }
-    reduce_scatter(sums);
+    reduce_scatter<kRows, kLanes / 2>(sums);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) v_new[i] = beta * (v[i] - sums[i]);
 #pragma unroll
@@ -217,7 +200,7 @@ struct TileVK {
 #pragma unroll
       for (int c = 0; c < kWidth; ++c) sums[r] = fmaf(S[r][c], q[c], sums[r]);
     }
-    reduce_scatter(sums);
+    reduce_scatter<kRows, kLanes / 2>(sums);
 #pragma unroll
     for (int i = 0; i < kOwned; ++i) o[i] = scale * fmaf(token.qk, v_new[i], sums[i]);
 #pragma unroll

@@ -5,6 +5,7 @@
 #include "cuda/tile/elements.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -106,32 +107,6 @@ __device__ __forceinline__ void store_tile(const StateView& view, int64_t slot, 
       });
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
-
-/// This lane's channels of a row, 0 past K. The type is looked at once: a branch an element would
-/// wait for each load in turn.
-template <int kCount>
-__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int K, int lane,
-                                          float (&x)[kCount]) {
-  const auto load = [&](const auto* base) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = lane + 32 * i;
-      x[i] = c < K ? static_cast<float>(base[at + c]) : 0.0f;
-    }
-  };
-  if (view.type == Element::kFloat32)
-    load(static_cast<const float*>(view.base));
-  else if (view.type == Element::kBFloat16)
-    load(static_cast<const __nv_bfloat16*>(view.base));
-  else
-    load(static_cast<const __half*>(view.base));
-}
-
 /// A token's inputs as a warp holds them, on their way from device memory.
 template <int kCount>
 struct TokenInputs {
@@ -146,9 +121,9 @@ __device__ __forceinline__ void load_token(const RecurrentArgs& a, const Unit& u
   if (warp >= count) return;
   const int64_t token = first + warp;
   const int64_t n = unit.span.sequence, head = unit.head;
-  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, lane, x.q);
-  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, lane, x.k);
-  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, lane, x.g);
+  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, x.q);
+  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, x.k);
+  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, x.g);
   x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -172,11 +147,11 @@ __device__ __forceinline__ void prepare_token(const RecurrentArgs& a, float rate
     kk += x.k[i] * x.k[i];
     qk += x.q[i] * x.k[i];
   }
-  qk = warp_sum(qk);
+  qk = sum_over(qk, 1, 32);
   float q_scale = 1, k_scale = 1;
   if (a.gate.l2norm) {
-    q_scale = 1.0f / sqrtf(warp_sum(qq) + 1e-6f);
-    k_scale = 1.0f / sqrtf(warp_sum(kk) + 1e-6f);
+    q_scale = 1.0f / sqrtf(sum_over(qq, 1, 32) + 1e-6f);
+    k_scale = 1.0f / sqrtf(sum_over(kk, 1, 32) + 1e-6f);
   }
 #pragma unroll
   for (int i = 0; i < kK / 32; ++i) {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cuda/smxx/decode.hpp"
-#include "cuda/tile/elements.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda {
 
@@ -35,34 +35,6 @@ __device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, i
   if (a.index_columns == 1) return last ? source : -1;
   const int64_t slot = a.pool.indices[n * a.index_columns + i];
   return slot < a.pool.num_slots ? slot : -1;
-}
-
-__device__ __forceinline__ float sum_over(float x, int first_offset, int end_offset) {
-#pragma unroll
-  for (int offset = first_offset; offset < end_offset; offset *= 2)
-    x += __shfl_xor_sync(~0u, x, offset);
-  return x;
-}
-
-/// This lane's channels of a row, lane + 32 i; 0 past `size`. The type is looked at once: a branch
-/// an element would wait for each load in turn.
-template <int kCount>
-__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int size,
-                                          float (&x)[kCount]) {
-  const int lane = threadIdx.x % 32;
-  const auto load = [&](const auto* base) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = lane + 32 * i;
-      x[i] = c < size ? static_cast<float>(base[at + c]) : 0.0f;
-    }
-  };
-  if (view.type == Element::kFloat32)
-    load(static_cast<const float*>(view.base));
-  else if (view.type == Element::kBFloat16)
-    load(static_cast<const __nv_bfloat16*>(view.base));
-  else
-    load(static_cast<const __half*>(view.base));
 }
 
 /// q and k of a token on their way.

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the lanes of a warp do together: rows and sums.
+#pragma once
+
+#include "cuda/tile/elements.cuh"
+
+namespace kda::cuda {
+
+__device__ __forceinline__ float sum_over(float x, int first_offset, int end_offset) {
+#pragma unroll
+  for (int offset = first_offset; offset < end_offset; offset *= 2)
+    x += __shfl_xor_sync(~0u, x, offset);
+  return x;
+}
+
+/// This lane's channels of a row, lane + 32 i; 0 past `size`. The type is looked at once: a branch
+/// an element would wait for each load in turn.
+template <int kCount>
+__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int size,
+                                          float (&x)[kCount]) {
+  const int lane = threadIdx.x % 32;
+  const auto load = [&](const auto* base) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = lane + 32 * i;
+      x[i] = c < size ? static_cast<float>(base[at + c]) : 0.0f;
+    }
+  };
+  if (view.type == Element::kFloat32)
+    load(static_cast<const float*>(view.base));
+  else if (view.type == Element::kBFloat16)
+    load(static_cast<const __nv_bfloat16*>(view.base));
+  else
+    load(static_cast<const __half*>(view.base));
+}
+
+/// Sums of kCount values over 2 kOffset neighbouring lanes: each lane ends with its share of the
+/// sums in x[0..], or several with the same one where there are more lanes than values.
+template <int kCount, int kOffset>
+__device__ __forceinline__ void reduce_scatter(float* x) {
+  if constexpr (kOffset > 0 && kCount > 1) {
+    const bool upper = threadIdx.x & kOffset;
+#pragma unroll
+    for (int i = 0; i < kCount / 2; ++i) {
+      const float low = x[i], high = x[i + kCount / 2];
+      x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, kOffset);
+    }
+    reduce_scatter<kCount / 2, kOffset / 2>(x);
+  } else if constexpr (kOffset > 0) {
+    x[0] += __shfl_xor_sync(~0u, x[0], kOffset);
+    reduce_scatter<1, kOffset / 2>(x);
+  }
+}
+
+}  // namespace kda::cuda
