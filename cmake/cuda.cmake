@@ -27,7 +27,6 @@ message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 set(KDA_CUDA_KERNELS
   src/cuda/sm80/chunk_delta_h.cu
   src/cuda/sm80/chunk_intra.cu
-  src/cuda/sm90/decode.cu
   src/cuda/smxx/decode.cu
   src/cuda/smxx/recurrent.cu
   src/cuda/smxx/segment_merge.cu

@@ -12,7 +12,7 @@ set(staged sm80/chunk_intra.cu sm80/chunk_delta_h.cu smxx/segment_merge.cu smxx/
            host/staged.cpp host/views.cpp)
 set(recurrent smxx/recurrent.cu smxx/segment_merge.cu smxx/sequence_map.cu host/recurrent.cpp
               host/views.cpp)
-set(decode sm90/decode.cu smxx/decode.cu smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)
+set(decode smxx/decode.cu smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)
 
 # Appends to `found` the file and everything of src/cuda that it includes.
 function(collect file found)

@@ -80,23 +80,25 @@ inline void __syncwarp() {
 }
 inline void __threadfence_block() {}
 
+template <class T>
 struct Shuffle {
-  float value;
+  T value;
   int from;
 };
-inline float shuffle(float value, int from) {
-  Shuffle in{value, from};
-  float result;
+template <class T>
+T __shfl_sync(unsigned, T value, int from) {
+  Shuffle<T> in{value, from};
+  T result;
   emulator::warp_collective("shuffle", &in, &result, [](void* const* all, void* const* out) {
     for (int lane = 0; lane < 32; ++lane)
-      *static_cast<float*>(out[lane]) =
-          static_cast<Shuffle*>(all[static_cast<Shuffle*>(all[lane])->from % 32])->value;
+      *static_cast<T*>(out[lane]) =
+          static_cast<Shuffle<T>*>(all[static_cast<Shuffle<T>*>(all[lane])->from % 32])->value;
   });
   return result;
 }
-inline float __shfl_sync(unsigned, float value, int from) { return shuffle(value, from); }
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
-  return shuffle(value, (static_cast<int>(threadIdx.x) % 32) ^ mask);
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return __shfl_sync(mask, value, (static_cast<int>(threadIdx.x) % 32) ^ lane_mask);
 }
 
 inline float __uint_as_float(uint32_t x) {

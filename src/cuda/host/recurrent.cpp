@@ -5,7 +5,6 @@
 #include "core/text.hpp"
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm90/decode.hpp"
 #include "cuda/smxx/decode.hpp"
 #include "cuda/smxx/segment_merge.hpp"
 
@@ -44,9 +43,6 @@ Status decode(const stage::Decode& d) {
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.accumulate_flags = maps.accumulate_flags;
-  const DeviceFacts& device = d.call.plan->device;
-  if (decode_sm90_serves(args, device.compute_capability))
-    return launch_decode_sm90(args, device.num_sms, {d.call.stream});
   return launch_decode(args, {d.call.stream});
 }
 

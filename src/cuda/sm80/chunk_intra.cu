@@ -5,6 +5,7 @@
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -43,7 +44,8 @@ struct Shared {
   float totals[kRuns][kK];        // decay over each run
   float decay_before[kRuns][kK];  // over all runs before it
   float decay_after[kRuns][kK];   // over all runs after it
-  float q_norm[kChunk], k_norm[kChunk], k_beta[kChunk], beta[kChunk], diag[kChunk];
+  alignas(16) float q_norm[kChunk], k_norm[kChunk];
+  float k_beta[kChunk], beta[kChunk], diag[kChunk];
 };
 
 /// Elementwise work is a thread's own: one channel pair of one run of 16 tokens, whose decays it
@@ -96,23 +98,31 @@ struct Kernel {
     ptx::cp_async_commit();
   }
 
-  /// Raw gates of this thread's tokens and channels; 0 past the sequence.
-  template <class E>
-  __device__ void load_gates(float2 (&raw)[kRun]) const {
+  /// Gates of this thread's tokens and channels as they lie in memory; 0 past the sequence.
+  template <class Pair>
+  __device__ void load_gates(Pair (&raw)[kRun]) const {
     const int row0 = run * kRun;
     const int64_t at = row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
-    const E* source = static_cast<const E*>(a.g.base) + at;
+    const char* source = static_cast<const char*>(a.g.base) + at * (sizeof(Pair) / 2);
     const int count = channel < a.shape.K ? chunk.count - row0 : 0;
 #pragma unroll
-    for (int i = 0; i < kRun; ++i, source += a.g.stride_t) {
-      if (i >= count) {
-        raw[i] = {0, 0};
-      } else if constexpr (sizeof(E) == 4) {
-        raw[i] = *reinterpret_cast<const float2*>(source);
-      } else {
-        raw[i] = ptx::unpack<E>(*reinterpret_cast<const uint32_t*>(source));
-      }
+    for (int i = 0; i < kRun; ++i) {
+      raw[i] = i < count ? *reinterpret_cast<const Pair*>(source) : Pair{};
+      source += a.g.stride_t * static_cast<int64_t>(sizeof(Pair) / 2);
     }
+  }
+  /// All of them are asked for before the first is converted, which waits for it.
+  __device__ void load_gates(float2 (&gates)[kRun]) const {
+    if (a.g.type == Element::kFloat32) return load_gates<float2>(gates);
+    uint32_t raw[kRun];
+    load_gates<uint32_t>(raw);
+    a.g.type == Element::kFloat16 ? unpack_all<__half>(raw, gates)
+                                  : unpack_all<__nv_bfloat16>(raw, gates);
+  }
+  template <class E>
+  __device__ static void unpack_all(const uint32_t (&raw)[kRun], float2 (&gates)[kRun]) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) gates[i] = ptx::unpack<E>(raw[i]);
   }
 
   /// Decay of a token: exp of the gate, with constants folded (docs/operation.md, gate modes 0 log,
@@ -132,72 +142,68 @@ struct Kernel {
     const int count = channel < a.shape.K ? chunk.count - run * kRun : 0;
     const float bound = kGateMode == 2 ? a.gate.lower_bound * kLog2e : a.gate.lower_bound;
     const float slope = kGateMode == 2 ? rate * kLog2e : rate;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      decay[i] = {decay_of<kGateMode>(raw[i].x, bias.x, slope, bound),
+                  decay_of<kGateMode>(raw[i].y, bias.y, slope, bound)};
+    if (count < kRun)  // masked after the transform: gate(0) is not 0
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        if (i >= count) decay[i] = {1, 1};
     float2 product{1, 1};
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const float2 d = {decay_of<kGateMode>(raw[i].x, bias.x, slope, bound),
-                        decay_of<kGateMode>(raw[i].y, bias.y, slope, bound)};
-      // Masked after the transform: gate(0) is not 0.
-      decay[i] = i < count ? d : float2{1, 1};
-      multiply(product, decay[i]);
-    }
+    for (int i = 0; i < kRun; ++i) multiply(product, decay[i]);
     *reinterpret_cast<float2*>(&s.totals[run][channel]) = product;
   }
 
-  /// Everything that the chunk needs from device memory but v: all of it on its way before any of
-  /// it is waited for.
+  /// Everything that the chunk needs from device memory but v, all on its way before any of it is
+  /// waited for: converting a value waits for it.
   __device__ void load_inputs() {
-    float2 raw[kRun], bias{0, 0};
-    if (a.g.type == Element::kFloat32) load_gates<float>(raw);
-    if (a.g.type == Element::kBFloat16) load_gates<__nv_bfloat16>(raw);
-    if (a.g.type == Element::kFloat16) load_gates<__half>(raw);
-    if (channel < a.shape.K && a.gate.dt_bias) {
-      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel;
-      bias = {row[0], row[1]};
-    }
     const unsigned group = static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H);
     const int64_t q_head = static_cast<unsigned>(head) / group;
     load_rows(s.q, a.q, q_head, 0, a.shape.K);
     load_rows(s.k, a.k, q_head, 0, a.shape.K);
-    float beta = 0;
+    uint32_t raw_beta = 0;
     if (tid < chunk.count)
-      beta = load_element(a.beta.base, a.beta.type,
-                          row_offset(a.beta, a.map, chunk.sequence, chunk.begin + tid, head));
-    const float rate = gate_rate(a.gate, head);
+      raw_beta = load_bits(a.beta.base, a.beta.type,
+                           row_offset(a.beta, a.map, chunk.sequence, chunk.begin + tid, head));
+    const float A_log = a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f;
+    float2 raw[kRun], bias{0, 0};
+    if (channel < a.shape.K && a.gate.dt_bias) {
+      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel;
+      bias = {row[0], row[1]};
+    }
+    load_gates(raw);
+    const float rate = expf(A_log);
     if (a.gate.gate_mode == 0) transform_gates<0>(raw, bias, rate);
     if (a.gate.gate_mode == 1) transform_gates<1>(raw, bias, rate);
     if (a.gate.gate_mode == 2) transform_gates<2>(raw, bias, rate);
-    if (tid < kChunk) s.beta[tid] = tid < chunk.count ? beta_value(a.gate, beta) : 0.0f;
+    if (tid < kChunk)
+      s.beta[tid] = tid < chunk.count ? beta_value(a.gate, float_of(raw_beta, a.beta.type)) : 0.0f;
     ptx::cp_async_wait<0>();
     __syncthreads();
   }
 
-  /// Row norms and the diagonal of Aqk; 4 lanes a row.
+  /// Row norms and the diagonal of Aqk, 8 rows at a time: diagonals of [q; k] k^T and of q q^T.
   __device__ void norms() const {
 #pragma unroll
-    for (int row = warp * 8 + lane / 4; row < kChunk; row += kWarps * 8) {
-      float qq = 0, kk = 0, qk = 0;
+    for (int row0 = warp * 8; row0 < kChunk; row0 += kWarps * 8) {
+      const T(*half)[kStride] = lane % 16 < 8 ? s.q : s.k;
+      const uint32_t rows = ptx::shared_address(&half[row0 + lane % 8][lane / 16 * 8]);
+      float with_k[4] = {}, with_q[4] = {};
 #pragma unroll
-      for (int i = 0; i < kK / 32; ++i) {
-        const int c = (lane % 4 + 4 * i) * 8;
-        const uint4 q = *reinterpret_cast<const uint4*>(&s.q[row][c]);
-        const uint4 k = *reinterpret_cast<const uint4*>(&s.k[row][c]);
-        const uint32_t qs[4] = {q.x, q.y, q.z, q.w}, ks[4] = {k.x, k.y, k.z, k.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 x = ptx::unpack<T>(qs[j]), y = ptx::unpack<T>(ks[j]);
-          qq += x.x * x.x + x.y * x.y;
-          kk += y.x * y.x + y.y * y.y;
-          qk += x.x * y.x + x.y * y.y;
-        }
+      for (int step = 0; step < kSteps; ++step) {
+        uint32_t x[4];  // q and k of 8 channels, then of the next 8
+        ptx::ldmatrix_x4(x, rows + step * 32);
+        ptx::mma_16816<T>(with_k, x, x[1], x[3]);
+        ptx::mma_16816<T>(with_q, x, x[0], x[2]);
       }
-#pragma unroll
-      for (int offset = 1; offset < 4; offset *= 2) {
-        qq += __shfl_xor_sync(~0u, qq, offset);
-        kk += __shfl_xor_sync(~0u, kk, offset);
-        qk += __shfl_xor_sync(~0u, qk, offset);
-      }
-      if (lane % 4 != 0) continue;
+      const int r = lane / 4;
+      if (lane % 4 != r / 2) continue;  // another lane has the diagonal
+      const bool odd = r % 2;
+      const float qq = odd ? with_q[1] : with_q[0], kk = odd ? with_k[3] : with_k[2];
+      const float qk = odd ? with_k[1] : with_k[0];
+      const int row = row0 + r;
       const float q_norm = a.gate.scale * (a.gate.l2norm ? rsqrtf(qq + 1e-6f) : 1.0f);
       const float k_norm = a.gate.l2norm ? rsqrtf(kk + 1e-6f) : 1.0f;
       s.q_norm[row] = q_norm;  // with the scale of the outputs
@@ -232,6 +238,14 @@ struct Kernel {
         ptx::pack<T>(x.x * factor.x, x.y * factor.y);
   }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
+  /// Four neighbours in shared memory, in one load.
+  struct Four {
+    float x[4];
+    __device__ explicit Four(const float* from) {
+      const float4 y = *reinterpret_cast<const float4*>(from);
+      x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+    }
+  };
   /// Decay over runs first .. end - 1, at most kMost.
   template <int kMost>
   __device__ float2 total(int first, int end) const {
@@ -519,31 +533,41 @@ struct Kernel {
     if (kg) {
       float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run][channel]);
 #pragma unroll
-      for (int i = kRun - 1; i >= 0; --i) {
-        const int token = run * kRun + i;
-        *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i, piece)) =
-            scaled(pair_of(s.k, token), factor, s.k_norm[token]);
-        multiply(factor, decay[i]);
+      for (int i0 = kRun - 4; i0 >= 0; i0 -= 4) {
+        const Four norms(&s.k_norm[run * kRun + i0]);
+#pragma unroll
+        for (int i = 3; i >= 0; --i) {
+          *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i0 + i, piece)) =
+              scaled(pair_of(s.k, run * kRun + i0 + i), factor, norms.x[i]);
+          multiply(factor, decay[i0 + i]);
+        }
       }
     }
     const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run][channel]);
     if (qg) {
       float2 factor = before;
 #pragma unroll
-      for (int i = 0; i < kRun; ++i) {
-        const int token = run * kRun + i;
-        multiply(factor, decay[i]);
-        *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i, piece)) =
-            scaled(pair_of(s.q, token), factor, s.q_norm[token]);
+      for (int i0 = 0; i0 < kRun; i0 += 4) {
+        const Four norms(&s.q_norm[run * kRun + i0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          multiply(factor, decay[i0 + i]);
+          *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i0 + i, piece)) =
+              scaled(pair_of(s.q, run * kRun + i0 + i), factor, norms.x[i]);
+        }
       }
     }
     float2 factor = before;
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const int token = run * kRun + i;
-      multiply(factor, decay[i]);
-      *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
-          scaled(pair_of(s.k, token), factor, s.k_norm[token]);
+    for (int i0 = 0; i0 < kRun; i0 += 4) {
+      const Four norms(&s.k_norm[run * kRun + i0]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = run * kRun + i0 + i;
+        multiply(factor, decay[i0 + i]);
+        *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
+            scaled(pair_of(s.k, token), factor, norms.x[i]);
+      }
     }
     if (run == kRuns - 1 && a.factors.gamma)
       *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = factor;
@@ -678,9 +702,10 @@ struct Kernel {
 
   // ---- w and u ---------------------------------------------------------------------------------
 
-  /// 16 columns of T' x source to a tile of kColumns columns. T' is lower triangular.
+  /// 16 columns of T' x source to a tile of kColumns columns; the source is overwritten. T' is
+  /// lower triangular.
   template <int kColumns>
-  __device__ void solve_columns(const T (*source)[kStride], int column, T* target,
+  __device__ void solve_columns(T (*source)[kStride], int column, T* target,
                                 int target_column) const {
     float acc[4][2][4] = {};
 #pragma unroll
@@ -697,17 +722,22 @@ struct Kernel {
         ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
       }
     }
+    // Through the columns of the source, which only this warp reads: pieces of 16 bytes.
+    __syncwarp();
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      T* at = target + swizzled<kColumns>(lane / 4, target_column / 8 + n) + lane % 4 * 2;
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-      for (int m = 0; m < 4; ++m) {
-        *reinterpret_cast<uint32_t*>(at + m * 16 * kColumns) =
-            ptx::pack<T>(acc[m][n][0], acc[m][n][1]);
-        *reinterpret_cast<uint32_t*>(at + (m * 16 + 8) * kColumns) =
-            ptx::pack<T>(acc[m][n][2], acc[m][n][3]);
-      }
-    }
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<uint32_t*>(
+              &source[m * 16 + half * 8 + lane / 4][column + n * 8 + lane % 4 * 2]) =
+              ptx::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+    __syncwarp();
+#pragma unroll
+    for (int row = lane / 2; row < kChunk; row += 16)
+      *reinterpret_cast<uint4*>(target + swizzled<kColumns>(row, target_column / 8 + lane % 2)) =
+          *reinterpret_cast<const uint4*>(&source[row][column + lane % 2 * 8]);
   }
 
   /// w from Kgam, then u from tiles of v, kK columns at a time; the first tile is on its way.
@@ -771,12 +801,12 @@ struct Kernel {
     }
     __syncthreads();  // the level gives way to squares
     clear_squares();
-    decayed_rows();
     store_scalars();
     __syncthreads();
-    load_rows(s.q, a.v, head, 0, a.shape.V);
     store_scores<kTokens>(scores);
+    decayed_rows();
     __syncthreads();
+    load_rows(s.q, a.v, head, 0, a.shape.V);
     if (warp < 4) invert_pairs();
     if (kWarps == 4 || warp >= 4)
       copy_square(a.factors.Aqk, kWarps == 4 ? tid : tid - 128, kWarps == 4 ? 128 : kThreads - 128);
@@ -793,8 +823,9 @@ struct Kernel {
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     const T* stored = tile_of(a.factors.T, kChunk * kChunk);
     for (int i = tid; i < kChunk * 8; i += kThreads)
-      *reinterpret_cast<uint4*>(&s.after.A[i / 8][i % 8 * 8]) =
-          *reinterpret_cast<const uint4*>(stored + swizzled<kChunk>(i / 8, i % 8));
+      ptx::cp_async<16>(ptx::shared_address(&s.after.A[i / 8][i % 8 * 8]),
+                        stored + swizzled<kChunk>(i / 8, i % 8));
+    ptx::cp_async_commit();
     load_inputs();
     norms();
     scan_totals();

@@ -4,20 +4,42 @@
 #include <algorithm>
 
 #include "cuda/host/launch.cuh"
-#include "cuda/tile/decode_token.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
+#include "cuda/tile/token.cuh"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kMostWarps = 4;  // of a block: one head of one sequence, a tile of values each
+constexpr int kMostWarps = 2;  // of a block: one head of one sequence, a tile of values each
 
 /// State elements of a lane, and the values of a warp's tile that they make.
 template <int kK>
 constexpr int kElements = kK == 64 ? 64 : 128;
 template <int kK>
 constexpr int kColumns = 32 * kElements<kK> / kK;
+
+constexpr int64_t kMostTokens = 8;
+
+__device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
+  return a.index_columns > 1 ? min(a.index_columns, kMostTokens) : kMostTokens;
+}
+
+/// Slot that the sequence starts from; -1: it is skipped.
+__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
+  const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
+  if (accepted < 1 || accepted > a.index_columns) return -1;
+  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
+  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
+}
+
+/// Slot that the state after token `i` of the sequence goes to; -1: none.
+__device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, int64_t i, bool last,
+                                               int64_t source) {
+  if (a.index_columns == 1) return last ? source : -1;
+  const int64_t slot = a.pool.indices[n * a.index_columns + i];
+  return slot < a.pool.num_slots ? slot : -1;
+}
 
 struct Unit {
   Span span;
@@ -90,8 +112,8 @@ struct TileKV {
 
   /// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k
   /// vn^T
-  __device__ void step(const DecodeToken<kK>& token, float beta, float scale,
-                       const float (&v)[kOwned], float (&o)[kOwned]) {
+  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
+                       float (&o)[kOwned]) {
     float read[4] = {}, out[4] = {}, v_new[4];
 #pragma unroll
     for (int j = 0; j < kQuads; ++j) {
@@ -178,8 +200,8 @@ struct TileVK {
     }
   }
 
-  __device__ void step(const DecodeToken<kK>& token, float beta, float scale,
-                       const float (&v)[kOwned], float (&o)[kOwned]) {
+  __device__ void step(const Token<kK>& token, float beta, float scale, const float (&v)[kOwned],
+                       float (&o)[kOwned]) {
     float decay[kWidth], k[kWidth], q[kWidth], sums[kRows], v_new[kOwned];
     spread(token.decay, decay), spread(token.k, k), spread(token.q, q);
 #pragma unroll
@@ -225,15 +247,6 @@ struct TileOf<kK, Access::kVectorsVK, kDense> {
 // ---- the kernel --------------------------------------------------------------------------------
 
 template <class Tile>
-__device__ __forceinline__ void load_values(const DecodeArgs& a, const Unit& unit, int64_t token,
-                                            const Tile& tile, float (&v)[Tile::kOwned]) {
-  const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head);
-#pragma unroll
-  for (int i = 0; i < Tile::kOwned; ++i)
-    v[i] = tile.value(i) < a.shape.V ? load_element(a.v.base, a.v.type, at + tile.value(i)) : 0.0f;
-}
-
-template <class Tile>
 __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& unit, int64_t token,
                                              const Tile& tile, const float (&o)[Tile::kOwned]) {
   const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head);
@@ -244,10 +257,10 @@ __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& un
 }
 
 template <int kK, Access kAccess, bool kDense>
-__global__ void __launch_bounds__(32 * kMostWarps, 2)
+__global__ void __launch_bounds__(32 * kMostWarps, 4)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Tile = typename TileOf<kK, kAccess, kDense>::Type;
-  __shared__ DecodeToken<kK> prepared[2];  // by parity of the token
+  __shared__ Token<kK> prepared[2];  // by parity of the token
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
@@ -274,10 +287,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
   // The token before the state: it is ready when the state arrives.
   RawQK<kK> qk;
   RawGates<kK> gates;
+  RawValues<1> values;
   const bool has_qk = warp == 0, has_gates = warp + 1 == warps;
   const auto load_token = [&](int64_t token) {
     if (has_qk) qk.load(a, n, token, unit.q_head);
     if (has_gates) gates.load(a, n, token, unit.head);
+    values.load(a, n, token, unit.head, tile.column0,
+                min(kColumns<kK>, static_cast<int>(a.shape.V) - tile.column0));
   };
   load_token(begin);
   if (mine) {
@@ -287,17 +303,19 @@ __global__ void __launch_bounds__(32 * kMostWarps, 2)
       tile.template load<false>(a.pool, a.shape, source, unit.head);
   }
   for (int64_t t = begin; t < end; ++t) {
-    float v[Tile::kOwned], o[Tile::kOwned];
-    load_values(a, unit, t, tile, v);
-    const float raw_beta =
-        load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, t, unit.head));
-    DecodeToken<kK>& token = prepared[(t - begin) % 2];
+    float row[1], v[Tile::kOwned], o[Tile::kOwned];
+    values.v.convert(a.v.type, row);
+#pragma unroll
+    for (int i = 0; i < Tile::kOwned; ++i)
+      v[i] = __shfl_sync(~0u, row[0], tile.value(i) - tile.column0);
+    const float beta = __shfl_sync(~0u, values.beta_of(a), 0);
+    Token<kK>& token = prepared[(t - begin) % 2];
     if (has_qk) qk.prepare(a, token);
-    if (has_gates) gates.prepare(a, unit.head, token);
+    if (has_gates) gates.prepare(a, token);
     if (t + 1 < end) load_token(t + 1);
     __syncthreads();
     if (!mine) continue;
-    tile.step(token, beta_value(a.gate, raw_beta), a.gate.scale, v, o);
+    tile.step(token, beta, a.gate.scale, v, o);
     store_values(a, unit, t, tile, o);
     const int64_t slot = target_slot(a, n, t - begin, t + 1 == end, source);
     if (slot < 0) continue;

@@ -2,10 +2,9 @@
 #include "cuda/smxx/recurrent.hpp"
 
 #include "cuda/host/launch.cuh"
-#include "cuda/tile/elements.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
-#include "cuda/tile/warp.cuh"
+#include "cuda/tile/token.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -24,8 +23,8 @@ struct Layout {
 
 template <int kK, int kBV>
 struct alignas(16) Shared {
-  float q[kBatch][kK], k[kBatch][kK], decay[kBatch][kK];
-  float beta[kBatch], qk[kBatch];
+  Token<kK> tokens[kBatch];
+  float v[kBatch][kBV], beta[kBatch];
   float read[2][Layout<kK, kBV>::kRowThreads][kBV];    // partial S^T k, by parity of the token
   float output[2][Layout<kK, kBV>::kRowThreads][kBV];  // partial S^T q
 };
@@ -107,64 +106,42 @@ __device__ __forceinline__ void store_tile(const StateView& view, int64_t slot, 
       });
 }
 
-/// A token's inputs as a warp holds them, on their way from device memory.
-template <int kCount>
-struct TokenInputs {
-  float q[kCount], k[kCount], g[kCount], bias[kCount], beta;
+/// A token's inputs as a warp holds them.
+template <int kK, int kBV>
+struct RawToken {
+  RawQK<kK> qk;
+  RawGates<kK> gates;
+  RawValues<kBV / 32> values;
 };
 
-/// Warp w loads token w of a batch of `count`.
-template <int kCount>
+/// Warp w asks for token w of a batch of `count`.
+template <int kK, int kBV>
 __device__ __forceinline__ void load_token(const RecurrentArgs& a, const Unit& unit, int64_t first,
-                                           int64_t count, TokenInputs<kCount>& x) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+                                           int64_t count, RawToken<kK, kBV>& raw) {
+  const int warp = threadIdx.x / 32;
   if (warp >= count) return;
-  const int64_t token = first + warp;
-  const int64_t n = unit.span.sequence, head = unit.head;
-  load_lane(a.q, row_offset(a.q, a.map, n, token, unit.q_head), a.shape.K, x.q);
-  load_lane(a.k, row_offset(a.k, a.map, n, token, unit.q_head), a.shape.K, x.k);
-  load_lane(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, x.g);
-  x.beta = load_element(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head));
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int c = lane + 32 * i;
-    x.bias[i] =
-        a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
-  }
+  const int64_t n = unit.span.sequence, token = first + warp;
+  raw.qk.load(a, n, token, unit.q_head);
+  raw.gates.load(a, n, token, unit.head);
+  // The columns of M have values 0.
+  raw.values.load(a, n, token, unit.head, unit.column,
+                  unit.transition ? 0 : unit.columns - unit.column);
 }
 
-/// Norms, decays, beta and q.k of the tokens that load_token() brought.
+/// What load_token() has asked for, to shared memory.
 template <int kK, int kBV>
-__device__ __forceinline__ void prepare_token(const RecurrentArgs& a, float rate, int64_t count,
-                                              const TokenInputs<kK / 32>& x,
+__device__ __forceinline__ void prepare_token(const RecurrentArgs& a, int64_t count,
+                                              const RawToken<kK, kBV>& raw,
                                               Shared<kK, kBV>& shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp >= count) return;
-  float qq = 0, kk = 0, qk = 0;
+  raw.qk.prepare(a, shared.tokens[warp]);
+  raw.gates.prepare(a, shared.tokens[warp]);
+  float v[kBV / 32];
+  raw.values.v.convert(a.v.type, v);
 #pragma unroll
-  for (int i = 0; i < kK / 32; ++i) {
-    qq += x.q[i] * x.q[i];
-    kk += x.k[i] * x.k[i];
-    qk += x.q[i] * x.k[i];
-  }
-  qk = sum_over(qk, 1, 32);
-  float q_scale = 1, k_scale = 1;
-  if (a.gate.l2norm) {
-    q_scale = 1.0f / sqrtf(sum_over(qq, 1, 32) + 1e-6f);
-    k_scale = 1.0f / sqrtf(sum_over(kk, 1, 32) + 1e-6f);
-  }
-#pragma unroll
-  for (int i = 0; i < kK / 32; ++i) {
-    const int c = lane + 32 * i;
-    shared.q[warp][c] = x.q[i] * q_scale;
-    shared.k[warp][c] = x.k[i] * k_scale;
-    shared.decay[warp][c] =
-        c < a.shape.K ? exp2f(log2_decay_exact(a.gate, x.g[i], x.bias[i], rate)) : 0.0f;
-  }
-  if (lane == 0) {
-    shared.qk[warp] = qk * q_scale * k_scale;
-    shared.beta[warp] = beta_value(a.gate, x.beta);
-  }
+  for (int i = 0; i < kBV / 32; ++i) shared.v[warp][lane + 32 * i] = v[i];
+  if (lane == 0) shared.beta[warp] = raw.values.beta_of(a);
 }
 
 /// S' = decay S;  r = S'^T k;  vn = beta (v - r);  o = scale (S'^T q + (q.k) vn);  S = S' + k vn^T
@@ -177,18 +154,11 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
   const int row0 = ty * L::kRows;
   const int column = unit.column + tx * 4;
   const bool outputs = !a.M.base;
-  float v[4] = {};
-  if (!unit.transition) {
-    const int64_t at = row_offset(a.v, a.map, unit.span.sequence, token, unit.head) + column;
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      if (column + c < unit.columns) v[c] = load_element(a.v.base, a.v.type, at + c);
-  }
+  const Token<kK>& x = shared.tokens[slot];
   float read[4] = {}, out[4] = {};
 #pragma unroll
   for (int r = 0; r < L::kRows; ++r) {
-    const float decay = shared.decay[slot][row0 + r];
-    const float k = shared.k[slot][row0 + r], q = shared.q[slot][row0 + r];
+    const float decay = x.decay[row0 + r], k = x.k[row0 + r], q = x.q[row0 + r];
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       S[r][c] *= decay;
@@ -205,28 +175,27 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
   float sum[4] = {}, o[4] = {};
 #pragma unroll
   for (int y = 0; y < L::kRowThreads; ++y) {
-    const float4 x = *reinterpret_cast<const float4*>(&shared.read[parity][y][tx * 4]);
-    sum[0] += x.x, sum[1] += x.y, sum[2] += x.z, sum[3] += x.w;
+    const float4 part = *reinterpret_cast<const float4*>(&shared.read[parity][y][tx * 4]);
+    sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
   }
   const float beta = shared.beta[slot];
 #pragma unroll
-  for (int c = 0; c < 4; ++c) sum[c] = beta * (v[c] - sum[c]);  // v_new
+  for (int c = 0; c < 4; ++c) sum[c] = beta * (shared.v[slot][tx * 4 + c] - sum[c]);  // v_new
   if (outputs && ty == 0) {
 #pragma unroll
     for (int y = 0; y < L::kRowThreads; ++y) {
-      const float4 x = *reinterpret_cast<const float4*>(&shared.output[parity][y][tx * 4]);
-      o[0] += x.x, o[1] += x.y, o[2] += x.z, o[3] += x.w;
+      const float4 part = *reinterpret_cast<const float4*>(&shared.output[parity][y][tx * 4]);
+      o[0] += part.x, o[1] += part.y, o[2] += part.z, o[3] += part.w;
     }
     const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head) + column;
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (column + c < unit.columns)
-        store_element(a.o.base, a.o.type, at + c,
-                      a.gate.scale * fmaf(shared.qk[slot], sum[c], o[c]));
+        store_element(a.o.base, a.o.type, at + c, a.gate.scale * fmaf(x.qk, sum[c], o[c]));
   }
 #pragma unroll
   for (int r = 0; r < L::kRows; ++r) {
-    const float k = shared.k[slot][row0 + r];
+    const float k = x.k[row0 + r];
 #pragma unroll
     for (int c = 0; c < 4; ++c) S[r][c] = fmaf(k, sum[c], S[r][c]);
   }
@@ -253,10 +222,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (a.M.base && a.skip_last && last) return;
 
   // The first tokens before the state: what they take part in waits for both.
-  TokenInputs<kK / 32> inputs;
-  load_token(a, unit, unit.span.begin, min(int64_t{kBatch}, unit.span.end - unit.span.begin),
-             inputs);
-  const float rate = gate_rate(a.gate, unit.head);
+  RawToken<kK, kBV> raw;
+  load_token(a, unit, unit.span.begin, min(int64_t{kBatch}, unit.span.end - unit.span.begin), raw);
   float S[L::kRows][4] = {};
   const StateView& start_view = a.states_in.base ? a.states_in : a.initial;
   const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : state_slot(a.initial, n);
@@ -278,9 +245,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int64_t first = unit.span.begin; first < unit.span.end; first += kBatch) {
     const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), unit.span.end - first));
     __syncthreads();  // the tokens before are done with
-    prepare_token<kK, kBV>(a, rate, count, inputs, shared);
+    prepare_token(a, count, raw, shared);
     __syncthreads();
-    load_token(a, unit, first + count, min(int64_t{kBatch}, unit.span.end - first - count), inputs);
+    load_token(a, unit, first + count, min(int64_t{kBatch}, unit.span.end - first - count), raw);
     for (int i = 0; i < count; ++i, parity ^= 1) {
       step<kK, kBV>(a, unit, first + i, i, parity, shared, S);
       const int64_t done = first + i + 1;

@@ -19,6 +19,18 @@ __device__ __forceinline__ float load_element(const void* base, Element type, in
   return __half2float(static_cast<const __half*>(base)[at]);
 }
 
+/// An element as it lies in memory, and its value. Converting waits for the load, so it is a step
+/// of its own: whatever is loaded in between is on its way by then.
+__device__ __forceinline__ uint32_t load_bits(const void* base, Element type, int64_t at) {
+  return type == Element::kFloat32 ? static_cast<const uint32_t*>(base)[at]
+                                   : static_cast<const uint16_t*>(base)[at];
+}
+__device__ __forceinline__ float float_of(uint32_t bits, Element type) {
+  if (type == Element::kFloat32) return __uint_as_float(bits);
+  if (type == Element::kBFloat16) return __uint_as_float(bits << 16);
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+}
+
 __device__ __forceinline__ void store_element(void* base, Element type, int64_t at, float x) {
   if (type == Element::kFloat32)
     static_cast<float*>(base)[at] = x;

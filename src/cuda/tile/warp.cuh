@@ -13,26 +13,31 @@ __device__ __forceinline__ float sum_over(float x, int first_offset, int end_off
   return x;
 }
 
-/// This lane's channels of a row, lane + 32 i; 0 past `size`. The type is looked at once: a branch
-/// an element would wait for each load in turn.
+/// This lane's elements of a row, lane + 32 i, as they lie in memory; 0 past `size`.
 template <int kCount>
-__device__ __forceinline__ void load_lane(const RowView& view, int64_t at, int size,
-                                          float (&x)[kCount]) {
-  const int lane = threadIdx.x % 32;
-  const auto load = [&](const auto* base) {
+struct LaneRow {
+  uint32_t bits[kCount];
+
+  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size) {
+    const auto load = [&](const auto* base) {
+      const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = lane + 32 * i;
-      x[i] = c < size ? static_cast<float>(base[at + c]) : 0.0f;
-    }
-  };
-  if (view.type == Element::kFloat32)
-    load(static_cast<const float*>(view.base));
-  else if (view.type == Element::kBFloat16)
-    load(static_cast<const __nv_bfloat16*>(view.base));
-  else
-    load(static_cast<const __half*>(view.base));
-}
+      for (int i = 0; i < kCount; ++i) {
+        const int c = lane + 32 * i;
+        bits[i] = c < size ? base[at + c] : 0;
+      }
+    };
+    if (view.type == Element::kFloat32)
+      load(static_cast<const uint32_t*>(view.base));
+    else
+      load(static_cast<const uint16_t*>(view.base));
+  }
+
+  __device__ __forceinline__ void convert(Element type, float (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = float_of(bits[i], type);
+  }
+};
 
 /// Sums of kCount values over 2 kOffset neighbouring lanes: each lane ends with its share of the
 /// sums in x[0..], or several with the same one where there are more lanes than values.

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// A token, a warp at a time: from its rows to what the recurrence takes (docs/operation.md).
+// load() only asks for the rows, so that other loads can follow; prepare() waits for them.
+#pragma once
+
+#include "cuda/tile/warp.cuh"
+
+namespace kda::cuda {
+
+/// Normalised q and k, decays; channels past K are 0.
+template <int kK>
+struct alignas(16) Token {
+  float decay[kK], k[kK], q[kK];
+  float qk;  // q . k
+};
+
+template <int kK>
+struct RawQK {
+  static constexpr int kCount = kK / 32;
+  LaneRow<kCount> raw_q, raw_k;
+
+  template <class Args>
+  __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t q_head) {
+    raw_q.load(a.q, row_offset(a.q, a.map, n, token, q_head), a.shape.K);
+    raw_k.load(a.k, row_offset(a.k, a.map, n, token, q_head), a.shape.K);
+  }
+  template <class Args>
+  __device__ __forceinline__ void prepare(const Args& a, Token<kK>& out) const {
+    const int lane = threadIdx.x % 32;
+    float q[kCount], k[kCount], qq = 0, kk = 0, qk = 0;
+    raw_q.convert(a.q.type, q), raw_k.convert(a.k.type, k);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
+    qk = sum_over(qk, 1, 32);
+    float q_scale = 1, k_scale = 1;
+    if (a.gate.l2norm) {
+      q_scale = 1.0f / sqrtf(sum_over(qq, 1, 32) + 1e-6f);
+      k_scale = 1.0f / sqrtf(sum_over(kk, 1, 32) + 1e-6f);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      out.q[lane + 32 * i] = q[i] * q_scale;
+      out.k[lane + 32 * i] = k[i] * k_scale;
+    }
+    if (lane == 0) out.qk = qk * q_scale * k_scale;
+  }
+};
+
+template <int kK>
+struct RawGates {
+  static constexpr int kCount = kK / 32;
+  LaneRow<kCount> raw_g;
+  float bias[kCount], A_log;
+
+  template <class Args>
+  __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
+    raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K);
+    A_log = a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+      bias[i] =
+          a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
+    }
+  }
+  template <class Args>
+  __device__ __forceinline__ void prepare(const Args& a, Token<kK>& out) const {
+    float g[kCount];
+    raw_g.convert(a.g.type, g);
+    const float rate = expf(A_log);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int c = static_cast<int>(threadIdx.x) % 32 + 32 * i;
+      out.decay[c] = c < a.shape.K ? exp2f(log2_decay_exact(a.gate, g[i], bias[i], rate)) : 0.0f;
+    }
+  }
+};
+
+/// kCount x 32 values of a token from `column0` on, and beta (of lane 0).
+template <int kCount>
+struct RawValues {
+  LaneRow<kCount> v;
+  LaneRow<1> beta;
+
+  /// `columns`: how many of the values there are.
+  template <class Args>
+  __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head,
+                                       int column0, int columns) {
+    v.load(a.v, row_offset(a.v, a.map, n, token, head) + column0, columns);
+    beta.load(a.beta, row_offset(a.beta, a.map, n, token, head), 1);
+  }
+  /// In lane 0.
+  template <class Args>
+  __device__ __forceinline__ float beta_of(const Args& a) const {
+    float raw[1];
+    beta.convert(a.beta.type, raw);
+    return beta_value(a.gate, raw[0]);
+  }
+};
+
+}  // namespace kda::cuda
