@@ -64,34 +64,35 @@ struct Kernel {
   const ChunkIntraArgs& a;
   S& s;
   const ChunkTokens& chunk;
-  const int64_t head;
-  const int64_t tile;
-  const int tid, warp, lane;
-  const int run;      // of this thread's tokens
-  const int channel;  // first of its pair
+  const int head;
+  const int tid;
+
+  __device__ int warp() const { return tid / 32; }
+  __device__ int lane() const { return tid % 32; }
+  __device__ int run() const { return tid / kPairs; }          // of this thread's tokens
+  __device__ int channel() const { return tid % kPairs * 2; }  // first of its pair
 
   float2 decay[kRun];  // of each token; 1 past the sequence
 
+  __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
   __device__ T* tile_of(void* base, int64_t elements) const {
-    return static_cast<T*>(base) + tile * elements;
+    return static_cast<T*>(base) + tile() * elements;
   }
 
   // ---- inputs ----------------------------------------------------------------------------------
 
   /// Rows of a [.., size] tensor to shared memory, zeros past the sequence and past `size`.
-  __device__ void load_rows(T (*target)[kStride], const RowView& view, int64_t view_head,
-                            int column0, int size) const {
+  __device__ void load_rows(T (*target)[kStride], const RowView& view, int view_head, int column0,
+                            int size) const {
     constexpr int kRowStep = kThreads / kVectors;
     const int row0 = tid / kVectors, c = tid % kVectors * 8;
-    const int64_t at = row_offset(view, a.map, chunk.sequence, chunk.begin, view_head);
-    const T* base = static_cast<const T*>(view.base) + at + column0;
     const bool inside = column0 + c < size;
-    const T* source = base + row0 * view.stride_t + c;
+    const T* source = static_cast<const T*>(view.base) + chunk_offset(view, chunk, view_head) +
+                      row0 * view.stride_t + column0 + c;
     uint32_t address = ptx::shared_address(&target[row0][c]);
 #pragma unroll
     for (int row = row0, i = 0; i < kChunk / kRowStep; ++i, row += kRowStep) {
-      const bool valid = inside && row < chunk.count;
-      ptx::cp_async<16>(address, valid ? source : base, valid);
+      ptx::cp_async<16>(address, source, inside && row < chunk.count);
       source += kRowStep * view.stride_t;
       address += kRowStep * kStride * sizeof(T);
     }
@@ -101,10 +102,10 @@ struct Kernel {
   /// Gates of this thread's tokens and channels as they lie in memory; 0 past the sequence.
   template <class Pair>
   __device__ void load_gates(Pair (&raw)[kRun]) const {
-    const int row0 = run * kRun;
-    const int64_t at = row_offset(a.g, a.map, chunk.sequence, chunk.begin + row0, head) + channel;
+    const int row0 = run() * kRun;
+    const int64_t at = chunk_offset(a.g, chunk, head) + row0 * a.g.stride_t + channel();
     const char* source = static_cast<const char*>(a.g.base) + at * (sizeof(Pair) / 2);
-    const int count = channel < a.shape.K ? chunk.count - row0 : 0;
+    const int count = channel() < a.shape.K ? chunk.count - row0 : 0;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       raw[i] = i < count ? *reinterpret_cast<const Pair*>(source) : Pair{};
@@ -139,7 +140,7 @@ struct Kernel {
 
   template <int kGateMode>
   __device__ void transform_gates(const float2 (&raw)[kRun], float2 bias, float rate) {
-    const int count = channel < a.shape.K ? chunk.count - run * kRun : 0;
+    const int count = channel() < a.shape.K ? chunk.count - run() * kRun : 0;
     const float bound = kGateMode == 2 ? a.gate.lower_bound * kLog2e : a.gate.lower_bound;
     const float slope = kGateMode == 2 ? rate * kLog2e : rate;
 #pragma unroll
@@ -153,24 +154,24 @@ struct Kernel {
     float2 product{1, 1};
 #pragma unroll
     for (int i = 0; i < kRun; ++i) multiply(product, decay[i]);
-    *reinterpret_cast<float2*>(&s.totals[run][channel]) = product;
+    *reinterpret_cast<float2*>(&s.totals[run()][channel()]) = product;
   }
 
   /// Everything that the chunk needs from device memory but v, all on its way before any of it is
   /// waited for: converting a value waits for it.
   __device__ void load_inputs() {
     const unsigned group = static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H);
-    const int64_t q_head = static_cast<unsigned>(head) / group;
+    const int q_head = static_cast<int>(static_cast<unsigned>(head) / group);
     load_rows(s.q, a.q, q_head, 0, a.shape.K);
     load_rows(s.k, a.k, q_head, 0, a.shape.K);
     uint32_t raw_beta = 0;
     if (tid < chunk.count)
       raw_beta = load_bits(a.beta.base, a.beta.type,
-                           row_offset(a.beta, a.map, chunk.sequence, chunk.begin + tid, head));
+                           chunk_offset(a.beta, chunk, head) + tid * a.beta.stride_t);
     const float A_log = a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f;
     float2 raw[kRun], bias{0, 0};
-    if (channel < a.shape.K && a.gate.dt_bias) {
-      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel;
+    if (channel() < a.shape.K && a.gate.dt_bias) {
+      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel();
       bias = {row[0], row[1]};
     }
     load_gates(raw);
@@ -187,9 +188,9 @@ struct Kernel {
   /// Row norms and the diagonal of Aqk, 8 rows at a time: diagonals of [q; k] k^T and of q q^T.
   __device__ void norms() const {
 #pragma unroll
-    for (int row0 = warp * 8; row0 < kChunk; row0 += kWarps * 8) {
-      const T(*half)[kStride] = lane % 16 < 8 ? s.q : s.k;
-      const uint32_t rows = ptx::shared_address(&half[row0 + lane % 8][lane / 16 * 8]);
+    for (int row0 = warp() * 8; row0 < kChunk; row0 += kWarps * 8) {
+      const T(*half)[kStride] = lane() % 16 < 8 ? s.q : s.k;
+      const uint32_t rows = ptx::shared_address(&half[row0 + lane() % 8][lane() / 16 * 8]);
       float with_k[4] = {}, with_q[4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -198,8 +199,8 @@ struct Kernel {
         ptx::mma_16816<T>(with_k, x, x[1], x[3]);
         ptx::mma_16816<T>(with_q, x, x[0], x[2]);
       }
-      const int r = lane / 4;
-      if (lane % 4 != r / 2) continue;  // another lane has the diagonal
+      const int r = lane() / 4;
+      if (lane() % 4 != r / 2) continue;  // another lane has the diagonal
       const bool odd = r % 2;
       const float qq = odd ? with_q[1] : with_q[0], kk = odd ? with_k[3] : with_k[2];
       const float qk = odd ? with_k[1] : with_k[0];
@@ -231,10 +232,10 @@ struct Kernel {
   // ---- operands of the dyadic levels -----------------------------------------------------------
 
   __device__ float2 pair_of(const T (*source)[kStride], int token) const {
-    return ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(&source[token][channel]));
+    return ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(&source[token][channel()]));
   }
   __device__ void put(T (*target)[kStride], int row, float2 x, float2 factor) const {
-    *reinterpret_cast<uint32_t*>(&target[row][channel]) =
+    *reinterpret_cast<uint32_t*>(&target[row][channel()]) =
         ptx::pack<T>(x.x * factor.x, x.y * factor.y);
   }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
@@ -253,7 +254,7 @@ struct Kernel {
 #pragma unroll
     for (int i = 0; i < kMost; ++i)
       if (first + i < end)
-        multiply(product, *reinterpret_cast<const float2*>(&s.totals[first + i][channel]));
+        multiply(product, *reinterpret_cast<const float2*>(&s.totals[first + i][channel()]));
     return product;
   }
 
@@ -263,15 +264,15 @@ struct Kernel {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      put(level.rows, row0 + i, pair_of(s.q, run * kRun + i), factor);
-      put(level.rows, k_rows + row0 + i, pair_of(s.k, run * kRun + i), factor);
+      put(level.rows, row0 + i, pair_of(s.q, run() * kRun + i), factor);
+      put(level.rows, k_rows + row0 + i, pair_of(s.k, run() * kRun + i), factor);
     }
   }
   /// All 16 tokens as columns, decayed until the end of the run, and by `factor` after it.
   __device__ void put_columns(Level<T, kStride>& level, int row0, float2 factor) const {
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(level.columns, row0 + i, pair_of(s.k, run * kRun + i), factor);
+      put(level.columns, row0 + i, pair_of(s.k, run() * kRun + i), factor);
       multiply(factor, decay[i]);
     }
   }
@@ -280,19 +281,19 @@ struct Kernel {
   template <int h>
   __device__ void coarse_operands(Level<T, kStride>& level) const {
     constexpr int kHalf = h / kRun;  // runs
-    const int pair = run / (2 * kHalf), within = run % (2 * kHalf);
-    const int middle = run - within + kHalf;
+    const int pair = run() / (2 * kHalf), within = run() % (2 * kHalf);
+    const int middle = run() - within + kHalf;
     const int row0 = pair * h + within % kHalf * kRun;
     if (within >= kHalf)
-      put_rows(level, row0, 32, total<kHalf - 1>(middle, run));
+      put_rows(level, row0, 32, total<kHalf - 1>(middle, run()));
     else
-      put_columns(level, row0, total<kHalf - 1>(run + 1, middle));
+      put_columns(level, row0, total<kHalf - 1>(run() + 1, middle));
   }
 
   /// Levels of h <= 8, inside the run. For h = 1 the columns are k itself.
   template <int h>
   __device__ void fine_operands(Level<T, kStride>& level) const {
-    const int row0 = run * 16, column0 = run * 8;
+    const int row0 = run() * 16, column0 = run() * 8;
 #pragma unroll
     for (int begin = 0; begin < kRun; begin += 2 * h) {
       float2 factor{1, 1};
@@ -300,14 +301,14 @@ struct Kernel {
       for (int i = 0; i < h; ++i) {
         const int token = begin + h + i, row = row0 + begin / 2 + i;
         multiply(factor, decay[token]);
-        put(level.rows, row, pair_of(s.q, run * kRun + token), factor);
-        put(level.rows, 8 + row, pair_of(s.k, run * kRun + token), factor);
+        put(level.rows, row, pair_of(s.q, run() * kRun + token), factor);
+        put(level.rows, 8 + row, pair_of(s.k, run() * kRun + token), factor);
       }
       if (h == 1) continue;
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        put(level.columns, column0 + begin / 2 + i, pair_of(s.k, run * kRun + begin + i), factor);
+        put(level.columns, column0 + begin / 2 + i, pair_of(s.k, run() * kRun + begin + i), factor);
         multiply(factor, decay[begin + i]);
       }
     }
@@ -325,15 +326,15 @@ struct Kernel {
     float fine[kFine][1][4] = {};
     float token_q[kPasses] = {}, token_k[kPasses] = {};
   };
-  __device__ bool takes_level(int which) const { return kWarps == 4 || warp / 4 == which % 2; }
+  __device__ bool takes_level(int which) const { return kWarps == 4 || warp() / 4 == which % 2; }
   __device__ static constexpr int slot_of(int which) { return kWarps == 4 ? which : which / 2; }
 
   /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
   template <int kTiles>
   __device__ void multiply_rows(const T (*rows)[kStride], const T (*columns)[kStride],
                                 float (&acc)[kTiles][4]) const {
-    const uint32_t left = ptx::shared_address(&rows[lane % 16][lane / 16 * 8]);
-    const uint32_t right = ptx::shared_address(&columns[lane % 8][lane / 8 * 8]);
+    const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
+    const uint32_t right = ptx::shared_address(&columns[lane() % 8][lane() / 8 * 8]);
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
       uint32_t x[4], y[4];
@@ -352,21 +353,21 @@ struct Kernel {
   /// Rows: q of 32 tokens, then k. Level 16 meets the columns of its own half.
   __device__ void products32(Scores& scores) const {
     constexpr int kSplit = kWarps / 4;  // warps that share 16 rows
-    multiply_rows(s.level.rows + warp / kSplit * 16,
-                  s.level.columns + warp % kSplit * (32 / kSplit), scores.level32);
+    multiply_rows(s.level.rows + warp() / kSplit * 16,
+                  s.level.columns + warp() % kSplit * (32 / kSplit), scores.level32);
   }
   __device__ void products16(Scores& scores) const {
     constexpr int kSplit = kWarps / 4;
-    const int m = warp / kSplit;
+    const int m = warp() / kSplit;
     multiply_rows(s.level.rows + m * 16,
-                  s.level.columns + m % 2 * 16 + warp % kSplit * (16 / kSplit), scores.level16);
+                  s.level.columns + m % 2 * 16 + warp() % kSplit * (16 / kSplit), scores.level16);
   }
 
   /// Level `which` of the fine ones (8, 4, 2, 1): 16 rows of a block, q and k, and its 8 columns.
   template <int which>
   __device__ void fine_products(Scores& scores) const {
     if (!takes_level(which)) return;
-    const int at = warp % 4;
+    const int at = warp() % 4;
     float(&acc)[1][4] = scores.fine[slot_of(which)];
     if (which == 3)  // h = 1: every second row of k
       multiply_alternate(s.level.rows + at * 16, s.k + at * kBlock, acc);
@@ -375,8 +376,8 @@ struct Kernel {
   }
   __device__ void multiply_alternate(const T (*rows)[kStride], const T (*k)[kStride],
                                      float (&acc)[1][4]) const {
-    const uint32_t left = ptx::shared_address(&rows[lane % 16][lane / 16 * 8]);
-    const uint32_t right = ptx::shared_address(&k[lane % 8 * 2][lane / 8 * 8]);
+    const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
+    const uint32_t right = ptx::shared_address(&k[lane() % 8 * 2][lane() / 8 * 8]);
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
       uint32_t x[4], y[4], b[4];
@@ -393,15 +394,15 @@ struct Kernel {
   __device__ void token_operands() const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
-      *reinterpret_cast<float2*>(&s.decay[run * kRun + i][channel]) = decay[i];
+      *reinterpret_cast<float2*>(&s.decay[run() * kRun + i][channel()]) = decay[i];
   }
 
   /// Token of half a warp in a pass: late and early rows of the blocks of 16 take turns, so that
   /// every warp has as many pairs.
   __device__ int token_of(int pass) const {
-    const int slot = pass * kWarps + warp;
+    const int slot = pass * kWarps + warp();
     const int row = slot / kBlock % 2 == 0 ? slot % kBlock : kBlock - 1 - slot % kBlock;
-    return (slot / kBlock * 2 + lane / 16) * kBlock + row;
+    return (slot / kBlock * 2 + lane() / 16) * kBlock + row;
   }
 
   /// This lane's channels of a row.
@@ -409,7 +410,7 @@ struct Kernel {
   __device__ void load_channels(const T* row, float (&x)[kLaneChannels]) const {
 #pragma unroll
     for (int c = 0; c < kLaneChannels; c += 4) {
-      const uint2 raw = *reinterpret_cast<const uint2*>(row + lane % 16 * kLaneChannels + c);
+      const uint2 raw = *reinterpret_cast<const uint2*>(row + lane() % 16 * kLaneChannels + c);
       const float2 low = ptx::unpack<T>(raw.x), high = ptx::unpack<T>(raw.y);
       x[c] = low.x, x[c + 1] = low.y, x[c + 2] = high.x, x[c + 3] = high.y;
     }
@@ -428,7 +429,7 @@ struct Kernel {
       for (int c = 0; c < kLaneChannels; ++c) factor[c] = 1;
 #pragma unroll 1
       for (int j = i - 1; j >= i / kBlock * kBlock; --j) {
-        const float* after = &s.decay[j + 1][lane % 16 * kLaneChannels];
+        const float* after = &s.decay[j + 1][lane() % 16 * kLaneChannels];
         float other[kLaneChannels], qk = 0, kk = 0;
         load_channels(s.k[j], other);
 #pragma unroll
@@ -443,7 +444,7 @@ struct Kernel {
           qk += __shfl_xor_sync(~0u, qk, offset);
           kk += __shfl_xor_sync(~0u, kk, offset);
         }
-        if (lane % 16 == j % kBlock) scores.token_q[pass] = qk, scores.token_k[pass] = kk;
+        if (lane() % 16 == j % kBlock) scores.token_q[pass] = qk, scores.token_k[pass] = kk;
       }
     }
   }
@@ -451,7 +452,7 @@ struct Kernel {
   __device__ void store_tokens(const Scores& scores) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int i = token_of(pass), j = i / kBlock * kBlock + lane % 16;
+      const int i = token_of(pass), j = i / kBlock * kBlock + lane() % 16;
       if (j >= i) continue;
       s.after.A[i][j] = static_cast<T>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
       s.after.N[i][j] = scores.token_k[pass] * (s.k_norm[i] * s.k_beta[j]);
@@ -483,7 +484,7 @@ struct Kernel {
   /// Tile of level h: q and k rows of the same tokens; columns of other runs are dropped.
   template <int h>
   __device__ void store_fine(const float (&acc)[4], int at) const {
-    const int r = lane / 4, n = lane % 4 * 2;
+    const int r = lane() / 4, n = lane() % 4 * 2;
     const int i = at + r / h * 2 * h + h + r % h;
     if constexpr (h > 1) {
       if (n / h != r / h) return;
@@ -501,20 +502,20 @@ struct Kernel {
   template <bool kTokens>
   __device__ void store_scores(const Scores& scores) const {
     constexpr int kSplit = kWarps / 4;
-    const int m = warp / kSplit;
+    const int m = warp() / kSplit;
 #pragma unroll
     for (int n = 0; n < kTiles32; ++n)
-      store_coarse(scores.level32[n], m < 2, 32 + m % 2 * 16 + lane / 4,
-                   warp % kSplit * (32 / kSplit) + n * 8 + lane % 4 * 2);
+      store_coarse(scores.level32[n], m < 2, 32 + m % 2 * 16 + lane() / 4,
+                   warp() % kSplit * (32 / kSplit) + n * 8 + lane() % 4 * 2);
 #pragma unroll
     for (int n = 0; n < kTiles16; ++n)
-      store_coarse(scores.level16[n], m < 2, m % 2 * 32 + 16 + lane / 4,
-                   m % 2 * 32 + warp % kSplit * (16 / kSplit) + n * 8 + lane % 4 * 2);
+      store_coarse(scores.level16[n], m < 2, m % 2 * 32 + 16 + lane() / 4,
+                   m % 2 * 32 + warp() % kSplit * (16 / kSplit) + n * 8 + lane() % 4 * 2);
     if constexpr (kTokens) {
       store_tokens(scores);
       return;
     }
-    const int token = warp % 4 * kBlock;
+    const int token = warp() % 4 * kBlock;
     if (takes_level(0)) store_fine<8>(scores.fine[slot_of(0)][0], token);
     if (takes_level(1)) store_fine<4>(scores.fine[slot_of(1)][0], token);
     if (takes_level(2)) store_fine<2>(scores.fine[slot_of(2)][0], token);
@@ -523,60 +524,60 @@ struct Kernel {
 
   /// qg, kg to device memory; Kgam in place of k; gamma.
   __device__ void decayed_rows() const {
-    const int piece = channel / 8;
-    const int64_t row0 = run * kRun * kK + channel % 8;
+    const int piece = channel() / 8;
+    const int64_t row0 = run() * kRun * kK + channel() % 8;
     T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
     T* kg = a.factors.kg ? tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
     const auto scaled = [](float2 x, float2 factor, float norm) {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
     if (kg) {
-      float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run][channel]);
+      float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run()][channel()]);
 #pragma unroll
       for (int i0 = kRun - 4; i0 >= 0; i0 -= 4) {
-        const Four norms(&s.k_norm[run * kRun + i0]);
+        const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
           *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i0 + i, piece)) =
-              scaled(pair_of(s.k, run * kRun + i0 + i), factor, norms.x[i]);
+              scaled(pair_of(s.k, run() * kRun + i0 + i), factor, norms.x[i]);
           multiply(factor, decay[i0 + i]);
         }
       }
     }
-    const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run][channel]);
+    const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run()][channel()]);
     if (qg) {
       float2 factor = before;
 #pragma unroll
       for (int i0 = 0; i0 < kRun; i0 += 4) {
-        const Four norms(&s.q_norm[run * kRun + i0]);
+        const Four norms(&s.q_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
           *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i0 + i, piece)) =
-              scaled(pair_of(s.q, run * kRun + i0 + i), factor, norms.x[i]);
+              scaled(pair_of(s.q, run() * kRun + i0 + i), factor, norms.x[i]);
         }
       }
     }
     float2 factor = before;
 #pragma unroll
     for (int i0 = 0; i0 < kRun; i0 += 4) {
-      const Four norms(&s.k_norm[run * kRun + i0]);
+      const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = run * kRun + i0 + i;
+        const int token = run() * kRun + i0 + i;
         multiply(factor, decay[i0 + i]);
-        *reinterpret_cast<uint32_t*>(&s.k[token][channel]) =
+        *reinterpret_cast<uint32_t*>(&s.k[token][channel()]) =
             scaled(pair_of(s.k, token), factor, norms.x[i]);
       }
     }
-    if (run == kRuns - 1 && a.factors.gamma)
-      *reinterpret_cast<float2*>(a.factors.gamma + tile * kK + channel) = factor;
+    if (run() == kRuns - 1 && a.factors.gamma)
+      *reinterpret_cast<float2*>(a.factors.gamma + tile() * kK + channel()) = factor;
   }
 
   __device__ void store_scalars() const {
     if (tid >= kChunk) return;
-    a.factors.beta[tile * kChunk + tid] = s.beta[tid];
-    a.factors.diag[tile * kChunk + tid] = s.diag[tid];
+    a.factors.beta[tile() * kChunk + tid] = s.beta[tid];
+    a.factors.diag[tile() * kChunk + tid] = s.diag[tid];
   }
 
   __device__ void clear_squares() const {
@@ -589,7 +590,7 @@ struct Kernel {
   /// Diagonal 16x16 block of T' = (I + L)^-1 by substitution in fp32, in place; a lane owns a
   /// column.
   __device__ void invert_diagonal(int at) const {
-    const int j = lane % kBlock;
+    const int j = lane() % kBlock;
     float column[kBlock];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
@@ -599,7 +600,7 @@ struct Kernel {
       column[i] = i < j ? 0.0f : sum;
     }
     __syncwarp();
-    if (lane < kBlock)
+    if (lane() < kBlock)
 #pragma unroll
       for (int i = 0; i < kBlock; ++i) s.after.N[at + i][at + j] = column[i];
     __syncwarp();
@@ -614,15 +615,15 @@ struct Kernel {
 #pragma unroll
     for (int k = 0; k < kSize; k += 8) {
       if (k >= m + kBlock) continue;  // above the diagonal blocks nothing was written
-      const int r = row0 + m + lane / 4, c = row0 + k + lane % 4;
+      const int r = row0 + m + lane() / 4, c = row0 + k + lane() % 4;
       const uint32_t left[4] = {ptx::to_tf32(s.after.N[r][c]), ptx::to_tf32(s.after.N[r + 8][c]),
                                 ptx::to_tf32(s.after.N[r][c + 4]),
                                 ptx::to_tf32(s.after.N[r + 8][c + 4])};
 #pragma unroll
       for (int n = 0; n < kSize / 8; ++n) {
-        const int j = column0 + n * 8 + lane / 4;
-        ptx::mma_1688_tf32(y[n], left, ptx::to_tf32(s.after.N[row0 + k + lane % 4][j]),
-                           ptx::to_tf32(s.after.N[row0 + k + lane % 4 + 4][j]));
+        const int j = column0 + n * 8 + lane() / 4;
+        ptx::mma_1688_tf32(y[n], left, ptx::to_tf32(s.after.N[row0 + k + lane() % 4][j]),
+                           ptx::to_tf32(s.after.N[row0 + k + lane() % 4 + 4][j]));
       }
     }
 #pragma unroll
@@ -630,10 +631,10 @@ struct Kernel {
       if (k * 8 < n0 / kBlock * kBlock) continue;
       const uint32_t left[4] = {ptx::to_tf32(-y[k][0]), ptx::to_tf32(-y[k][2]),
                                 ptx::to_tf32(-y[k][1]), ptx::to_tf32(-y[k][3])};
-      const int r = column0 + k * 8 + lane % 4 * 2;
+      const int r = column0 + k * 8 + lane() % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        const int j = column0 + n0 + n * 8 + lane / 4;
+        const int j = column0 + n0 + n * 8 + lane() / 4;
         ptx::mma_1688_tf32(out[n], left, ptx::to_tf32(s.after.N[r][j]),
                            ptx::to_tf32(s.after.N[r + 1][j]));
       }
@@ -644,23 +645,23 @@ struct Kernel {
   __device__ void store_block(int row, int column, const float (&out)[kTiles][4]) const {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const int j = column + n * 8 + lane % 4 * 2;
-      s.after.N[row + lane / 4][j] = out[n][0];
-      s.after.N[row + lane / 4][j + 1] = out[n][1];
-      s.after.N[row + lane / 4 + 8][j] = out[n][2];
-      s.after.N[row + lane / 4 + 8][j + 1] = out[n][3];
+      const int j = column + n * 8 + lane() % 4 * 2;
+      s.after.N[row + lane() / 4][j] = out[n][0];
+      s.after.N[row + lane() / 4][j + 1] = out[n][1];
+      s.after.N[row + lane() / 4 + 8][j] = out[n][2];
+      s.after.N[row + lane() / 4 + 8][j + 1] = out[n][3];
     }
   }
 
   /// 16x16 blocks by substitution, then pairs of them; warps 0..3.
   __device__ void invert_pairs() const {
-    invert_diagonal(warp * kBlock);
+    invert_diagonal(warp() * kBlock);
     ptx::named_sync<128>(1);
-    if (warp < 2) {
+    if (warp() < 2) {
       float out[2][4] = {};
-      merge_rows<16, 2>(warp * 32 + 16, warp * 32, 0, 0, out);
+      merge_rows<16, 2>(warp() * 32 + 16, warp() * 32, 0, 0, out);
       __syncwarp();
-      store_block(warp * 32 + 16, warp * 32, out);
+      store_block(warp() * 32 + 16, warp() * 32, out);
     }
   }
 
@@ -668,23 +669,27 @@ struct Kernel {
     float out[8 / kWarps][1][4] = {};
 #pragma unroll
     for (int i = 0; i < 8 / kWarps; ++i) {
-      const int at = warp + i * kWarps;
+      const int at = warp() + i * kWarps;
       merge_rows<32, 1>(32, 0, at / 4 * 16, at % 4 * 8, out[i]);
     }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 8 / kWarps; ++i) {
-      const int at = warp + i * kWarps;
+      const int at = warp() + i * kWarps;
       store_block(32 + at / 4 * 16, at % 4 * 8, out[i]);
     }
   }
 
   /// 64 x 64 tile in shared memory to device memory.
-  __device__ void copy_square(void* target, int thread, int threads) const {
+  template <int kCopiers>
+  __device__ void copy_square(void* target, int thread) const {
     T* base = tile_of(target, kChunk * kChunk);
-    for (int i = thread; i < kChunk * 8; i += threads)
-      *reinterpret_cast<uint4*>(base + swizzled<kChunk>(i / 8, i % 8)) =
-          *reinterpret_cast<const uint4*>(&s.after.A[i / 8][i % 8 * 8]);
+#pragma unroll
+    for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
+      const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
+      *reinterpret_cast<uint4*>(base + swizzled<kChunk>(row, piece)) =
+          *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
+    }
   }
 
   __device__ void round_inverse() const {
@@ -712,12 +717,12 @@ struct Kernel {
     for (int step = 0; step < 4; ++step) {
       uint32_t b[4];  // 16 tokens x 16 columns
       ptx::ldmatrix_x4_trans(
-          b, ptx::shared_address(&source[step * 16 + lane % 16][column + lane / 16 * 8]));
+          b, ptx::shared_address(&source[step * 16 + lane() % 16][column + lane() / 16 * 8]));
 #pragma unroll
       for (int m = step; m < 4; ++m) {
         uint32_t left[4];
-        ptx::ldmatrix_x4(
-            left, ptx::shared_address(&s.after.A[m * 16 + lane % 16][step * 16 + lane / 16 * 8]));
+        ptx::ldmatrix_x4(left, ptx::shared_address(
+                                   &s.after.A[m * 16 + lane() % 16][step * 16 + lane() / 16 * 8]));
         ptx::mma_16816<T>(acc[m][0], left, b[0], b[1]);
         ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
       }
@@ -731,13 +736,15 @@ struct Kernel {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
           *reinterpret_cast<uint32_t*>(
-              &source[m * 16 + half * 8 + lane / 4][column + n * 8 + lane % 4 * 2]) =
+              &source[m * 16 + half * 8 + lane() / 4][column + n * 8 + lane() % 4 * 2]) =
               ptx::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
     __syncwarp();
 #pragma unroll
-    for (int row = lane / 2; row < kChunk; row += 16)
-      *reinterpret_cast<uint4*>(target + swizzled<kColumns>(row, target_column / 8 + lane % 2)) =
-          *reinterpret_cast<const uint4*>(&source[row][column + lane % 2 * 8]);
+    for (int i = 0; i < kChunk / 16; ++i) {
+      const int row = lane() / 2 + i * 16;
+      *reinterpret_cast<uint4*>(target + swizzled<kColumns>(row, target_column / 8 + lane() % 2)) =
+          *reinterpret_cast<const uint4*>(&source[row][column + lane() % 2 * 8]);
+    }
   }
 
   /// w from Kgam, then u from tiles of v, kK columns at a time; the first tile is on its way.
@@ -745,7 +752,7 @@ struct Kernel {
     const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
     T* w = tile_of(a.factors.w, kChunk * kK);
     T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
-    const int c = warp * 16;
+    const int c = warp() * 16;
     static_assert(kWarps * 16 == kK);
     __syncthreads();
     solve_columns<kK>(s.k, c, w, c);
@@ -807,24 +814,26 @@ struct Kernel {
     decayed_rows();
     __syncthreads();
     load_rows(s.q, a.v, head, 0, a.shape.V);
-    if (warp < 4) invert_pairs();
-    if (kWarps == 4 || warp >= 4)
-      copy_square(a.factors.Aqk, kWarps == 4 ? tid : tid - 128, kWarps == 4 ? 128 : kThreads - 128);
+    if (warp() < 4) invert_pairs();
+    if (kWarps == 4 || warp() >= 4) copy_square<128>(a.factors.Aqk, tid % 128);
     __syncthreads();
     invert_halves();
     __syncthreads();
     round_inverse();
     __syncthreads();
-    if (a.factors.T) copy_square(a.factors.T, tid, kThreads);
+    if (a.factors.T) copy_square<kThreads>(a.factors.T, tid);
     solve(s.q);
   }
 
   __device__ void recompute() {
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     const T* stored = tile_of(a.factors.T, kChunk * kChunk);
-    for (int i = tid; i < kChunk * 8; i += kThreads)
-      ptx::cp_async<16>(ptx::shared_address(&s.after.A[i / 8][i % 8 * 8]),
-                        stored + swizzled<kChunk>(i / 8, i % 8));
+#pragma unroll
+    for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
+      const int row = tid / 8 + i * (kThreads / 8), piece = tid % 8;
+      ptx::cp_async<16>(ptx::shared_address(&s.after.A[row][piece * 8]),
+                        stored + swizzled<kChunk>(row, piece));
+    }
     ptx::cp_async_commit();
     load_inputs();
     norms();
@@ -844,17 +853,9 @@ __global__ void __launch_bounds__(2 * kK, kK == 64 ? 5 : 3)
   const ChunkTokens chunk = chunk_tokens(a.map, blockIdx.x / HV);
   if (chunk.count == 0) return;
   const int tid = threadIdx.x;
-  Kernel<T, kK> kernel{a,
-                       *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()),
-                       chunk,
-                       static_cast<int64_t>(blockIdx.x % HV),
-                       static_cast<int64_t>(blockIdx.x),
-                       tid,
-                       tid / 32,
-                       tid % 32,
-                       tid / (kK / 2),
-                       tid % (kK / 2) * 2,
-                       {}};
+  Kernel<T, kK> kernel{a,     *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()),
+                       chunk, static_cast<int>(blockIdx.x % HV),
+                       tid,   {}};
   if constexpr (kForm == Form::kRecompute)
     kernel.recompute();
   else

@@ -10,6 +10,8 @@ namespace kda::cuda {
 struct ChunkTokens {
   int64_t sequence = 0;
   int64_t begin = 0;  ///< first token, flattened
+  int64_t row = 0;    ///< the same, of its batch row
+  int batch = 0;      ///< that row: the sequence, or 0 with cu_seqlens
   int count = 0;      ///< 1..64; 0: no such chunk
 };
 
@@ -20,11 +22,13 @@ __device__ __forceinline__ int64_t chunks_of(int64_t tokens) {
 /// Chunk `c` of the batch: arithmetic without cu_seqlens, else a binary search in chunk_offsets.
 __device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
   ChunkTokens chunk;
-  int64_t first = 0;
+  int64_t end = map.num_tokens;
   if (!map.cu_seqlens) {
     const auto each = static_cast<unsigned>(chunks_of(map.num_tokens));  // 64-bit division is slow
-    chunk.sequence = c / each;
-    first = c - c % each;
+    chunk.batch = static_cast<int>(c / each);
+    chunk.row = static_cast<int64_t>(c % each) * kChunk;
+    chunk.sequence = chunk.batch;
+    chunk.begin = chunk.sequence * map.num_tokens + chunk.row;
   } else {
     if (c >= map.chunk_offsets[map.num_sequences]) return chunk;
     int64_t low = 0, high = map.num_sequences;  // offsets[low] <= c < offsets[high]
@@ -32,13 +36,19 @@ __device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
       const int64_t middle = (low + high) / 2;
       (map.chunk_offsets[middle] <= c ? low : high) = middle;
     }
+    const Span span = sequence_span(map, low);
     chunk.sequence = low;
-    first = map.chunk_offsets[low];
+    chunk.begin = chunk.row = span.begin + (c - map.chunk_offsets[low]) * kChunk;
+    end = span.end;
   }
-  const Span span = sequence_span(map, chunk.sequence);
-  chunk.begin = span.begin + (c - first) * kChunk;
-  chunk.count = static_cast<int>(min(static_cast<int64_t>(kChunk), span.end - chunk.begin));
+  chunk.count = static_cast<int>(min(static_cast<int64_t>(kChunk), end - chunk.row));
   return chunk;
+}
+
+/// Offset of the first row of a chunk.
+__device__ __forceinline__ int64_t chunk_offset(const RowView& view, const ChunkTokens& chunk,
+                                                int64_t head) {
+  return chunk.batch * view.stride_b + chunk.row * view.stride_t + head * view.stride_h;
 }
 
 /// First chunk of a span that begins at a chunk boundary of its sequence.
