@@ -150,8 +150,9 @@ struct Kernel {
     const int64_t slot = state_slot(a.initial, span.sequence);
     if (slot < 0) return;
     for_each_state([&](float& x, int k, int v) {
-      x = load_state(a.initial, state_offset(a.initial, slot, head, k, v));
+      x = load_state_bits(a.initial, state_offset(a.initial, slot, head, k, v));
     });
+    if (a.initial.bf16) for_each_state([](float& x, int, int) { x = widen_state(x); });
   }
 
   __device__ void store_to(const StateView& view, int64_t slot) {

@@ -73,16 +73,16 @@ __device__ __forceinline__ void for_each_piece(const StateView& view, int64_t sl
       if (row0 + r < K && column0 + c < columns) visit(r, c, at + r * row_step + c * column_step);
 }
 
-template <Access kAccess, int kRows>
+template <Access kAccess, bool kBf16, int kRows>
 __device__ __forceinline__ void load_tile(const StateView& view, int64_t slot, int64_t head,
                                           int row0, int column0, int K, int columns,
                                           float (&S)[kRows][4]) {
   for_each_piece<kAccess, kRows>(
       view, slot, head, row0, column0, K, columns, [&](int r, int c, int64_t at) {
         if constexpr (kAccess == Access::kScalar) {
-          S[r][c] = load_state(view, at);
+          S[r][c] = load_state<kBf16>(view.base, at);
         } else {
-          const float4 x = load4(view, at);
+          const float4 x = load4<kBf16>(view.base, at);
           if constexpr (kAccess == Access::kVectorsKV)
             S[r][0] = x.x, S[r][1] = x.y, S[r][2] = x.z, S[r][3] = x.w;
           else
@@ -227,8 +227,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   float S[L::kRows][4] = {};
   const StateView& start_view = a.states_in.base ? a.states_in : a.initial;
   const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : state_slot(a.initial, n);
-  if (start >= 0)
-    load_tile<kAccess, L::kRows>(start_view, start, unit.head, row0, column0, K, unit.columns, S);
+  if (start >= 0) {
+    if (start_view.bf16)
+      load_tile<kAccess, true>(start_view, start, unit.head, row0, column0, K, unit.columns, S);
+    else
+      load_tile<kAccess, false>(start_view, start, unit.head, row0, column0, K, unit.columns, S);
+  }
   if (unit.transition)
 #pragma unroll
     for (int r = 0; r < L::kRows; ++r)

@@ -80,10 +80,14 @@ struct Merge {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         if (slot >= 0 && i < own_count(half))
-          y[i] = load_state(a.initial,
-                            state_offset(a.initial, slot, head, row, column0 + half * 4 + i));
+          y[i] = load_state_bits(a.initial,
+                                 state_offset(a.initial, slot, head, row, column0 + half * 4 + i));
       x[half] = {y[0], y[1], y[2], y[3]};
     }
+    if (a.initial.bf16)
+#pragma unroll
+      for (float4& y : x)
+        y = {widen_state(y.x), widen_state(y.y), widen_state(y.z), widen_state(y.w)};
   }
   __device__ void load_B(int64_t segment, float4 (&x)[2]) const {
 #pragma unroll

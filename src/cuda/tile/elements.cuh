@@ -78,8 +78,13 @@ __device__ __forceinline__ float load_state(const void* base, int64_t at) {
   return kBf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(base)[at])
                : static_cast<const float*>(base)[at];
 }
-__device__ __forceinline__ float load_state(const StateView& view, int64_t at) {
-  return view.bf16 ? load_state<true>(view.base, at) : load_state<false>(view.base, at);
+/// A state element as it lies in memory, in a float; widen_state() makes it the value.
+__device__ __forceinline__ float load_state_bits(const StateView& view, int64_t at) {
+  return __uint_as_float(view.bf16 ? static_cast<const uint16_t*>(view.base)[at]
+                                   : static_cast<const uint32_t*>(view.base)[at]);
+}
+__device__ __forceinline__ float widen_state(float bits) {
+  return __uint_as_float(__float_as_uint(bits) << 16);
 }
 
 template <bool kBf16>

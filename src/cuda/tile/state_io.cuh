@@ -32,9 +32,6 @@ __device__ __forceinline__ void store4(void* base, int64_t at, float4 x) {
   }
 }
 
-__device__ __forceinline__ float4 load4(const StateView& view, int64_t at) {
-  return view.bf16 ? load4<true>(view.base, at) : load4<false>(view.base, at);
-}
 __device__ __forceinline__ void store4(const StateView& view, int64_t at, float4 x) {
   view.bf16 ? store4<true>(view.base, at, x) : store4<false>(view.base, at, x);
 }
