@@ -4,24 +4,31 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
 namespace kda::plan {
 
-/// Times of a token are those of one block, which has 64 columns of a state. `_latency`: a block
-/// with an SM for itself; `_work`: SM time, with as many blocks as fit.
+/// A chain kernel: a block walks the chunks of one sequence or segment for 64 columns of a state,
+/// or for 32 where that gives idle SMs work (src/cuda/host/staged.cpp).
+struct ChainCosts {
+  double narrow_ns;       ///< a token, in a block of 32 columns
+  double wide_ns;         ///< a token, in a block of 64 columns with an SM for itself
+  int64_t blocks_per_sm;  ///< at once; each is slower by their number
+  double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
+};
+
 struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
-  double intra_work_ns = 160;     ///< chunk_intra: SM time of a token and value head
-  double forward_latency_ns = 38;
-  double forward_work_ns = 40;
-  double scan_latency_ns = 30;
-  double scan_work_ns = 18.5;
-  double merge_step_us = 3.4;  ///< S' = M S + B, one step of the serial prefix
-  double merge_step_head_us =
-      0.28;                   ///< of each value head: every block of 8 columns reads all of M
-  double kernel_us = 8;       ///< ramp of a kernel: launch, first loads, last stores
+  double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
+  double intra_fixed_us = 8;
+  ChainCosts forward{24.5, 36.5, 2, 20};
+  ChainCosts scan{16.5, 16.5, 4, 6};
+  double merge_step_us = 3.8;  ///< S' = M S + B, of each round of blocks
+  int64_t merge_columns = 8;   ///< of a block
+  int64_t merge_blocks_per_sm = 2;
+  double merge_fixed_us = 7;  ///< with the launches that segments add
   double minimum_gain = 1.1;  ///< segments must win by this factor
 };
 
@@ -33,10 +40,8 @@ struct CostInput {
   double bytes_per_second;
 };
 
-inline double tiles_of(int64_t columns) {
-  const int64_t tiles = (columns + 63) / 64;
-  return static_cast<double>(tiles);
-}
+inline int64_t tiles_of(int64_t columns) { return (columns + 63) / 64; }
+inline double rounds_of(double blocks, double at_once) { return std::ceil(blocks / at_once); }
 
 inline double total_tokens(const CostInput& in) {
   double total = 0;
@@ -54,47 +59,61 @@ inline double intra_us(const CostInput& in, const CostConstants& c) {
   const double size = static_cast<double>(in.key_dim * (in.key_dim + in.value_dim)) / (128.0 * 256);
   return total_tokens(in) * static_cast<double>(in.num_value_heads) /
              static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 +
-         c.kernel_us;
+         c.intra_fixed_us;
 }
 
-/// Chains of `longest` tokens and `total` tokens a value head in all, `tiles` blocks a head: the
-/// longest one, or the work spread evenly, whichever is more.
-inline double chains_us(const CostInput& in, const CostConstants& c, double longest, double total,
-                        double tiles, double latency_ns, double work_ns) {
+/// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or the
+/// work spread over the SMs, whichever is more.
+inline double chains_us(const CostInput& in, const ChainCosts& c, double chains, double longest,
+                        double total, int64_t tiles) {
+  const auto sms = static_cast<double>(in.num_sms);
+  const double per_chain = static_cast<double>(in.num_value_heads * tiles);
+  const double blocks = chains * per_chain, at_once = sms * static_cast<double>(c.blocks_per_sm);
+  const double neighbours = rounds_of(std::min(blocks, at_once), sms);
+  // Blocks beside the longest one slow it down while they last.
+  const double share = chains > 0 ? std::min(1.0, total / chains / longest) : 0;
+  const double token_ns =
+      2 * blocks <= sms ? c.narrow_ns : c.wide_ns * (1 + (neighbours - 1) * share);
   const double size = static_cast<double>(in.key_dim) / 128;
-  const double even =
-      total * static_cast<double>(in.num_value_heads) * tiles / static_cast<double>(in.num_sms);
-  return std::max(longest * latency_ns, even * work_ns) * size * 1e-3 + c.kernel_us;
-}
-
-inline double forward_us(const CostInput& in, const CostConstants& c, int64_t longest) {
-  return chains_us(in, c, static_cast<double>(longest), total_tokens(in), tiles_of(in.value_dim),
-                   c.forward_latency_ns, c.forward_work_ns);
+  const double rounds = rounds_of(blocks, at_once);
+  return std::max(longest * token_ns * size * 1e-3 + c.fixed_us,
+                  total * per_chain / sms * c.wide_ns * size * 1e-3 + rounds * c.fixed_us);
 }
 
 inline double serial_us(const CostInput& in, const CostConstants& c) {
   const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
-  return std::max(roofline_us(in, c), intra_us(in, c) + forward_us(in, c, longest));
+  const double forward =
+      chains_us(in, c.forward, static_cast<double>(in.lengths.size()), static_cast<double>(longest),
+                total_tokens(in), tiles_of(in.value_dim));
+  return std::max(roofline_us(in, c), intra_us(in, c) + forward);
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.
 inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t segment_tokens) {
-  double scanned = 0;
+  double scanned_tokens = 0, scanned = 0, chains = 0;
   int64_t most_segments = 1;
   for (const int64_t length : in.lengths) {
     const int64_t segments = (length + segment_tokens - 1) / segment_tokens;
     most_segments = std::max(most_segments, segments);
-    if (segments > 1) scanned += static_cast<double>(length - segment_tokens);
+    chains += static_cast<double>(segments);
+    if (segments <= 1) continue;
+    scanned += static_cast<double>(segments - 1);
+    scanned_tokens += static_cast<double>(length - segment_tokens);
   }
-  const double scan =
-      chains_us(in, c, static_cast<double>(segment_tokens), scanned,
-                tiles_of(in.value_dim) + tiles_of(in.key_dim), c.scan_latency_ns, c.scan_work_ns);
+  const auto longest = static_cast<double>(segment_tokens);
+  const double scan = chains_us(in, c.scan, scanned, longest, scanned_tokens,
+                                tiles_of(in.value_dim) + tiles_of(in.key_dim));
+  const double merge_blocks =
+      static_cast<double>(in.num_value_heads) *
+      std::ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.merge_columns));
   const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
-  const double step = std::max(
-      c.merge_step_us, c.merge_step_head_us * size * static_cast<double>(in.num_value_heads));
-  const double merge = step * static_cast<double>(most_segments - 1) + c.kernel_us;
-  return std::max(roofline_us(in, c),
-                  intra_us(in, c) + scan + merge + forward_us(in, c, segment_tokens));
+  const double merge =
+      static_cast<double>(most_segments - 1) * c.merge_step_us * size *
+          rounds_of(merge_blocks, static_cast<double>(in.num_sms * c.merge_blocks_per_sm)) +
+      c.merge_fixed_us;
+  const double forward =
+      chains_us(in, c.forward, chains, longest, total_tokens(in), tiles_of(in.value_dim));
+  return std::max(roofline_us(in, c), intra_us(in, c) + scan + merge + forward);
 }
 
 }  // namespace kda::plan
