@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import warnings
 
 os.environ["FLA_CACHE_MODE"] = "fuzzy"
 
@@ -61,4 +62,6 @@ def take_part(part, parts):
 
 def _tuners():
     from fla.ops.utils.cache import CachedAutotuner
-    return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner)]
+    with warnings.catch_warnings():  # looking at every object wakes deprecated ones of torch
+        warnings.simplefilter("ignore")
+        return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner)]

@@ -21,6 +21,7 @@ from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva")
+INTRACARD_SETS = ("cp", "context_parallel")
 
 
 def parse_lengths(text):
@@ -91,37 +92,39 @@ def tune_fla(heads, part=None):
         fla_configs.save(heads)
 
 
-def warm_fla(args, part, parts):
-    """A worker's share of all FLA calls of this run, once each: Triton's disk cache then has them."""
-    calls = []
+def fla_work(args):
+    """One (case, function that makes calls) for every set of FLA kernels that this run needs: they are
+    compiled a head count, layout and type, not a length."""
+    wanted = []
+    if "errors" in args.what:
+        wanted += [(c, fla_call) for c in error_cases()]
     if "forward" in args.what:
         for name in args.sets.split(","):
-            calls += [(c, fla_call) for c in cases(name)]
-            if name in ("cp", "context_parallel"):
-                calls += [(c, lambda c, x: fla_call(c, x, intracard=True)) for c in cases(name)]
-    seen = set()
-    for c, make in calls:  # a kernel is compiled a head count, layout and type, not a length
-        key = (c["H"], c["HV"], c["K"], bool(c["lengths"]), c["dtype"], make is fla_call)
-        if key in seen:
-            continue
-        seen.add(key)
-        if len(seen) % parts != part:
-            continue
-        fla_configs.use(c["HV"])
-        lengths = [2048, 1024] if c["lengths"] else None
-        small = dict(c, B=1, T=3072 if lengths else 1024, lengths=lengths)
-        call = make(small, make_inputs(small, args.gates))
-        call and call()
+            wanted += [(c, fla_call) for c in cases(name)]
+            if name in INTRACARD_SETS:
+                wanted += [(c, intracard_call) for c in cases(name)]
     if "intra" in args.what:
-        for i, c in enumerate(cases("intra") + cases("intra_fp16")):
-            if i % parts == part:
-                fla_configs.use(c["HV"])
-                small = dict(c, B=1, T=1024, lengths=[1024] if c["lengths"] else None)
-                for call in fla_stages(small, make_inputs(small)).values():
-                    call()
+        wanted += [(c, fla_stages) for c in cases("intra") + cases("intra_fp16")]
+    seen = {}
+    for c, make in wanted:
+        lengths = [2048, 1024] if c["lengths"] else None
+        small = c if c["B"] * c["T"] <= 2048 else dict(c, B=min(c["B"], 2), T=3072 if lengths else 1024,
+                                                       lengths=lengths)
+        key = tuple(str(small[n]) for n in ("H", "HV", "B", "K", "lengths", "dtype"))
+        seen.setdefault((key, make), (small, make))
+    return list(seen.values())
 
 
-def run_workers(extra, count=8):
+def warm_fla(args, part, parts):
+    """A worker's share of that, once each: Triton's disk cache then has the kernels."""
+    for c, make in fla_work(args)[part::parts]:
+        fla_configs.use(c["HV"])
+        calls = make(c, make_inputs(c))
+        for call in calls.values() if isinstance(calls, dict) else [calls]:
+            call and call()
+
+
+def run_workers(extra, count=max(1, min(15, os.cpu_count() - 1))):
     """This script, `count` times side by side, with a share of the work each."""
     command = [sys.executable, str(ROOT / "bench" / "peers.py"), *sys.argv[1:]]
     workers = [subprocess.Popen(command + extra + ["--part", f"{i}/{count}"]) for i in range(count)]
@@ -155,6 +158,10 @@ def fla_call(c, x, intracard=False):
                              safe_gate=True, lower_bound=-5.0, A_log=x["A_log"],
                              dt_bias=x["dt_bias"].reshape(-1), cu_seqlens=cu, cu_seqlens_cpu=cpu)
     return call
+
+
+def intracard_call(c, x):
+    return fla_call(c, x, intracard=True)
 
 
 def libkda_call(library, c, x, policy):
@@ -202,25 +209,28 @@ def relative(x, reference):
     return ((x.double().reshape(reference.shape) - reference).norm() / reference.norm()).item()
 
 
-def measure_errors(library):
-    rows = []
+def error_cases():
     shapes = [dict(name="T 2048, H 4", B=1, T=2048, H=4, HV=4, lengths=None),
               dict(name="37+1+300+64+615, H 4, HV 8", B=1, T=1017, H=4, HV=8,
                    lengths=[37, 1, 300, 64, 615])]
+    return [dict(shape, K=128, V=128, dtype=dtype)
+            for shape in shapes for dtype in (torch.bfloat16, torch.float16)]
+
+
+def measure_errors(library):
+    rows = []
     for gates in ("strong", "slow", "trained"):
-        for shape in shapes:
-            for dtype in (torch.bfloat16, torch.float16):
-                c = dict(shape, K=128, V=128, dtype=dtype)
-                x = make_inputs(c, gates)
-                fla_configs.use(c["HV"])
-                o, state = recurrence(c, x)
-                row = dict(case=shape["name"], gates=gates, dtype=str(dtype).split(".")[1])
-                for name, call in (("fla", fla_call(c, x)), ("libkda", libkda_call(library, c, x, "off")),
-                                   ("libkda_cp", libkda_call(library, c, x, 4))):
-                    theirs = call()
-                    row[name] = [relative(theirs[0], o), relative(theirs[1], state)]
-                rows.append(row)
-                print(row, flush=True)
+        for c in error_cases():
+            x = make_inputs(c, gates)
+            fla_configs.use(c["HV"])
+            o, state = recurrence(c, x)
+            row = dict(case=c["name"], gates=gates, dtype=str(c["dtype"]).split(".")[1])
+            for name, call in (("fla", fla_call(c, x)), ("libkda", libkda_call(library, c, x, "off")),
+                               ("libkda_cp", libkda_call(library, c, x, 4))):
+                theirs = call()
+                row[name] = [relative(theirs[0], o), relative(theirs[1], state)]
+            rows.append(row)
+            print(row, flush=True)
     return rows
 
 
@@ -240,8 +250,8 @@ def measure_forward(library, sets, gates):
             row["fla"] = microseconds(fla)
             difference = relative(auto()[0], fla()[0].double())
             row["difference_from_fla"] = difference
-            if name in ("cp", "context_parallel"):
-                intracard = fla_call(c, x, intracard=True)
+            if name in INTRACARD_SETS:
+                intracard = intracard_call(c, x)
                 row["fla_intracard"] = microseconds(intracard) if intracard else None
             row["speedup"] = row["fla"] / row["libkda"]
             rows.append(row)
@@ -376,13 +386,13 @@ def main():
                              f"python3 bench/peers.py --device cuda --what {args.what}")
     report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
                   gates=args.gates, copy_bytes_per_second=copy_rate())
-    if "errors" in what:
-        report["errors"] = measure_errors(library)
-    if "forward" in what:
-        report["forward"] = measure_forward(library, args.sets.split(","), args.gates)
-    if "intra" in what:
-        report["intra"] = measure_intra(library, ("intra", "intra_fp16"))
-    if "decode" in what:
-        report["decode"] = measure_decode(library)
-    if args.json:
-        evidence.write(args.json, report)
+    parts = {"errors": lambda: measure_errors(library),
+             "forward": lambda: measure_forward(library, args.sets.split(","), args.gates),
+             "intra": lambda: measure_intra(library, ("intra", "intra_fp16")),
+             "decode": lambda: measure_decode(library)}
+    for name in parts:
+        if name not in what:
+            continue
+        report[name] = parts[name]()
+        if args.json:  # what is done so far
+            evidence.write(args.json, report)

@@ -25,7 +25,7 @@ class GpuTest : public testing::Test {
 /// On the emulator (tests/emulator) everything takes a thousand times as long.
 inline bool emulated() { return device().name.starts_with("emulated"); }
 /// Tokens of a long case.
-inline int64_t long_case(int64_t tokens) { return emulated() ? tokens / 3 : tokens; }
+inline int64_t long_case(int64_t tokens) { return emulated() ? tokens / 4 : tokens; }
 
 inline int32_t oracle_threads() {
   return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));

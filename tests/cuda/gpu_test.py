@@ -5,6 +5,7 @@
 Needs built binaries (./dev test builds them; --binaries) and Python's standard library.
 """
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -90,10 +91,13 @@ def main():
     started = time.time()
     if args.sanitize:
         what = "gpu_sanitizer"
-        for tool in args.sanitize.split(","):
-            prefix = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-            add({"tool": tool} | run_fuzz(fuzz, "accuracy", SANITIZED_SHAPES, environment, prefix))
-            add({"tool": tool} | run_gtest(tests / "decode_test", environment, prefix))
+        prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
+        jobs = [(tool, run) for tool in args.sanitize.split(",") for run in (
+            lambda tool: run_fuzz(fuzz, "accuracy", SANITIZED_SHAPES, environment, prefix(tool)),
+            lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))]
+        with concurrent.futures.ThreadPoolExecutor() as side_by_side:
+            for row in side_by_side.map(lambda job: {"tool": job[0]} | job[1](job[0]), jobs):
+                add(row)
     else:
         what = "gpu_test" + (f"_{args.family}" if args.family else "")
         for name, speaks_for in TESTS.items():

@@ -37,7 +37,6 @@ struct Kernel {
   using S =
       std::conditional_t<kUse == DeltaUse::kForward, ForwardShared<T, kK, kWarps>, Shared<T, kK>>;
   static constexpr bool kForward = kUse == DeltaUse::kForward;
-  static constexpr bool kHasOutputs = kForward || kUse == DeltaUse::kOutputs;
   static constexpr int kThreads = kWarps * 32;  // of a group: forward has two
   static constexpr int kTiles = kK / 8;         // n8 tiles of S^T
   static constexpr int kSteps = kK / 16;        // k16 steps over channels
