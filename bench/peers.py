@@ -15,9 +15,7 @@ import pathlib
 import sys
 import time
 
-import fla
 import torch
-from fla.ops.kda import naive
 
 from libkda_ctypes import Library
 
@@ -39,6 +37,8 @@ def main():
     if "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cuda":
         import peers_cuda
         return peers_cuda.main()
+    import fla  # not before peers_cuda: FLA reads its cache mode when it is imported
+    from fla.ops.kda import naive
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"],
                         help="cuda: other options, see --device cuda --help")

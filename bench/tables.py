@@ -60,93 +60,54 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows)
 
 
-def table_gpu_decode():
-    report = load("gpu_decode")
-    rate = report["copy_bytes_per_second"]
-    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}',
-             f'{100 * c["bytes"] / c["median_s"] / rate:.0f}%'] for c in report["cases"]]
-    head = f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}; a copy reads and writes {rate * 1e-12:.2f} TB/s\n\n'
-    return head + markdown(["case", "median", "GB/s", "of copy"], rows) + f'\n\nCommand: `{report["command"]}`.'
-
-
-def microseconds(us):
-    return f"{us:.0f} us" if us < 9999.5 else f"{us * 1e-3:.1f} ms"
-
-
 def gpu_head(report):
-    return (f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}; '
-            f'torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}; a copy reads and '
-            f'writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
-
-
-def geometric_mean(values):
-    return math.exp(sum(map(math.log, values)) / len(values))
+    peer = f'; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}' if "fla" in report else ""
+    return (f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{peer}; '
+            f'a copy reads and writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
 
 
 def gpu_tail(report):
     return f'\n\nCommand: `{report["command"]}`.'
 
 
+def of_copy(report, case):
+    return f'{100 * case["bytes"] / case["median_s"] / report["copy_bytes_per_second"]:.0f}%'
+
+
+def pairs(report):
+    """Two rows a case: {case: (first, second)}."""
+    cases = report["cases"]
+    return {c["case"]: (c, d) for c, d in zip(cases[::2], cases[1::2])}
+
+
 def table_gpu_forward():
-    report = load("gpu_peers")
-    rows = [[f'`{r["case"]}`', microseconds(r["libkda_off"]), microseconds(r["libkda"]),
-             str(r["segments"] or ""), microseconds(r["fla"]), f'{r["speedup"]:.2f}x']
-            for r in report["forward"] if r["set"] != "cp"]
-    least = min((r for r in report["forward"]), key=lambda r: r["speedup"])
-    tail = f'\n\nLeast gain of these and of the set `cp` below: {least["speedup"]:.2f}x at `{least["case"]}`.'
-    return gpu_head(report) + markdown(["case", "serial", "auto", "segments", "FLA chunk_kda", "faster by"],
-                                       rows) + tail + gpu_tail(report)
+    report = load("gpu_forward")
+    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), str(c["segments"] or "")] for c in report["cases"]]
+    return gpu_head(report) + markdown(["case", "median", "segments (auto)"], rows) + gpu_tail(report)
 
 
 def table_gpu_segments():
-    report = load("gpu_peers_cp")
-    rows, gains = [], []
-    for r in report["forward"]:
-        gain = r["libkda_off"] / r["libkda"]
-        gains += [gain] if r["segments"] else []
-        rows.append([f'`{r["case"]}`', microseconds(r["libkda_off"]), microseconds(r["libkda"]),
-                     str(r["segments"] or "declined"), f"{gain:.2f}x", microseconds(r["fla"]),
-                     microseconds(r["fla_intracard"]) if r["fla_intracard"] else ""])
-    means = {h: geometric_mean([r["libkda_off"] / r["libkda"] for r in report["forward"]
-                                if r["segments"] and r["case"].endswith(f"--heads {h}")])
-             for h in (4, 8, 16)}
-    tail = (f"\n\nGeometric mean where it triggers: {geometric_mean(gains):.2f}x ("
-            + ", ".join(f"H {h}: {m:.2f}x" for h, m in means.items()) + ").")
-    return gpu_head(report) + markdown(["case", "off", "auto", "segments", "gain", "FLA",
-                                        "FLA, FLA_INTRACARD_CP=1"], rows) + tail + gpu_tail(report)
+    report, rows, gains = load("gpu_context_parallel"), [], []
+    for case, (off, on) in pairs(report).items():
+        gain = off["median_s"] / on["median_s"]
+        gains += [gain] if on["segments"] else []
+        rows.append([f"`{case}`", milliseconds(off["median_s"]), milliseconds(on["median_s"]),
+                     str(on["segments"] or "declined"), f"{gain:.2f}x"])
+    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    return (gpu_head(report) + markdown(["case", "off", "auto", "segments", "gain"], rows)
+            + f"\n\nGeometric mean of the {len(gains)} cases where it triggers: {mean:.2f}x." + gpu_tail(report))
 
 
-def of_copy(report, r, bytes_name, time_name):
-    return f'{100 * r[bytes_name] / (r[time_name] * 1e-6) / report["copy_bytes_per_second"]:.0f}%'
-
-
-def table_gpu_intra():
-    report = load("gpu_peers")
+def table_gpu_stages():
+    intra, wu = load("gpu_intra"), load("gpu_recompute_wu")
     rows = []
-    for r in report["intra"]:
-        ratio = lambda ours, theirs: f"{r[theirs] / r[ours]:.2f}x" if theirs in r else ""
-        rows.append([f'`{r["case"]}`', microseconds(r["libkda_chunk_intra"]), microseconds(r["fla_intra"]),
-                     ratio("libkda_chunk_intra", "fla_intra"),
-                     of_copy(report, r, "intra_bytes", "libkda_chunk_intra"),
-                     microseconds(r["libkda_chunk_intra_bare"]), microseconds(r["fla_intra_bare"]),
-                     ratio("libkda_chunk_intra_bare", "fla_intra_bare"),
-                     ratio("libkda_chunk_intra", "fla_intra_token_parallel")])
-    return gpu_head(report) + markdown(
-        ["case", "chunk_intra", "FLA", "faster by", "of copy", "without kg, qg", "FLA", "faster by",
-         "than FLA, token parallel, by"], rows) + gpu_tail(report)
-
-
-def table_gpu_recompute():
-    report = load("gpu_peers")
-    rows = []
-    for r in report["intra"]:
-        expanded = r.get("fla_wu_expanded")
-        rows.append([f'`{r["case"]}`', microseconds(r["libkda_recompute_w_u"]), microseconds(r["fla_wu"]),
-                     f'{r["fla_wu"] / r["libkda_recompute_w_u"]:.2f}x',
-                     of_copy(report, r, "wu_bytes", "libkda_recompute_w_u"),
-                     f'{expanded / r["libkda_recompute_w_u"]:.2f}x' if expanded else ""])
-    return markdown(["case", "recompute_w_u", "FLA recompute_w_u_fwd", "faster by", "of copy",
-                     "than FLA with q, k expanded, by"], rows)
+    for case, (bare, full) in pairs(intra).items():
+        bare_wu, full_wu = pairs(wu)[case]
+        rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu))
+                                     for cell in (milliseconds(c["median_s"]), of_copy(report, c))])
+    head = ["case", "chunk_intra", "of copy", "without kg, qg", "of copy", "recompute_w_u", "of copy",
+            "without kg, qg", "of copy"]
+    return gpu_head(intra) + markdown(head, rows) + gpu_tail(intra)[:-1] + f', `{wu["command"]}`.'
 
 
 def table_gpu_errors():
@@ -159,20 +120,27 @@ def table_gpu_errors():
 
 
 def table_gpu_summary():
-    peers, decode = load("gpu_peers"), load("gpu_decode")
-    flagship = next(r for r in peers["forward"] if r["case"] == "--tokens 8192 --heads 64")
-    long = next(r for r in peers["forward"] if r["case"] == "--seq-lens 64K --heads 4")
-    worst = max(r["libkda"][0] for r in peers["errors"] if r["dtype"] == "bfloat16")
-    fla = max(r["fla"][0] for r in peers["errors"] if r["dtype"] == "bfloat16")
+    forward, segments, peers, decode = (load(f"gpu_{n}") for n in ("forward", "context_parallel", "peers", "decode"))
+    flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
+    off, on = pairs(segments)["--seq-lens 64K --heads 4"]
+    worst = {who: max(r[who][0] for r in peers["errors"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
-    vs = lambda r: f'FLA {peers["fla"]}: {microseconds(r["fla"])}, {r["speedup"]:.1f}x'
-    rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", microseconds(flagship["libkda"]), vs(flagship)],
-            ["forward, 65,536 tokens, 4 heads", microseconds(long["libkda"]),
-             vs(long) + f'; {long["segments"]} segments, {long["libkda_off"] / long["libkda"]:.1f}x over one'],
+    rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
+             f'{8192 / flagship["median_s"] * 1e-6:.1f} million tokens/s'],
+            ["forward, 65,536 tokens, 4 heads", milliseconds(on["median_s"]),
+             f'{on["segments"]} segments, {off["median_s"] / on["median_s"]:.1f}x over one'],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
-             f'{100 * d["bytes"] / d["median_s"] / decode["copy_bytes_per_second"]:.0f}% of the rate of a copy'],
-            ["error of bf16 o against float64, worst of strong, slow, trained", f"{worst:.1e}", f"FLA: {fla:.1e}"]]
-    return markdown([peers["device"], "measured", ""], rows)
+             f"{of_copy(decode, d)} of the rate of a copy"],
+            ["error of bf16 o against float64, worst of strong, slow, trained", f'{worst["libkda"]:.1e}',
+             f'FLA {peers["fla"]}: {worst["fla"]:.1e}']]
+    return markdown([forward["device"], "measured", ""], rows)
+
+
+def table_gpu_decode():
+    report = load("gpu_decode")
+    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}',
+             of_copy(report, c)] for c in report["cases"]]
+    return gpu_head(report) + markdown(["case", "median", "GB/s", "of copy"], rows) + gpu_tail(report)
 
 
 def table_rivals():
@@ -230,12 +198,8 @@ def table_accuracy():
     return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows)
 
 
-TABLES = {"forward": table_forward, "gpu_decode": table_gpu_decode, "gpu_forward": table_gpu_forward,
-          "gpu_segments": table_gpu_segments, "gpu_intra": table_gpu_intra,
-          "gpu_recompute": table_gpu_recompute, "gpu_errors": table_gpu_errors,
-          "gpu_summary": table_gpu_summary, "decode": table_decode, "rivals": table_rivals,
-          "peers": table_peers, "summary": table_summary,
-          "accuracy": table_accuracy}
+TABLES = {name[len("table_"):]: function for name, function in list(globals().items())
+          if name.startswith("table_")}
 
 
 def fill(text):

@@ -55,7 +55,7 @@ enum class SegmentMethod : int32_t {
 /// How chunk_intra of cuda.sm80.staged computes the 16 x 16 blocks on the diagonal; both are exact
 /// for every gate and causal to the bit. Other backends have one form.
 enum class IntraForm : int32_t {
-  kAuto = 0,    ///< kTensor: faster at the one shape measured so far
+  kAuto = 0,    ///< kTensor: faster at every shape measured (docs/performance.md)
   kTensor = 1,  ///< tensor cores, factors anchored at dyadic midpoints
   kToken = 2,   ///< token by token, exponents of pairs, in fp32
 };

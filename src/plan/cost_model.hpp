@@ -14,8 +14,9 @@ namespace kda::plan {
 /// or for 32 where that gives idle SMs work (src/cuda/host/staged.cpp).
 struct ChainCosts {
   double narrow_ns;       ///< a token, in a block of 32 columns
-  double wide_ns;         ///< a token, in a block of 64 columns with an SM for itself
-  int64_t blocks_per_sm;  ///< at once; each is slower by their number
+  double alone_ns;        ///< a token, in a block of 64 columns with an SM for itself
+  double shared_ns;       ///< of SM time; blocks beside each other take turns
+  int64_t blocks_per_sm;  ///< at once
   double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
 };
 
@@ -23,8 +24,8 @@ struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
-  ChainCosts forward{24.5, 36.5, 2, 20};
-  ChainCosts scan{16.5, 16.5, 4, 6};
+  ChainCosts forward{24.5, 36.5, 36.5, 2, 20};
+  ChainCosts scan{22.5, 22.5, 16.5, 4, 6};
   double merge_step_us = 3.8;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 2;
@@ -62,22 +63,31 @@ inline double intra_us(const CostInput& in, const CostConstants& c) {
          c.intra_fixed_us;
 }
 
-/// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or the
-/// work spread over the SMs, whichever is more.
+/// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or all
+/// of them in rounds of as many as fit, whichever is more.
 inline double chains_us(const CostInput& in, const ChainCosts& c, double chains, double longest,
                         double total, int64_t tiles) {
+  if (chains == 0) return 0;
   const auto sms = static_cast<double>(in.num_sms);
-  const double per_chain = static_cast<double>(in.num_value_heads * tiles);
-  const double blocks = chains * per_chain, at_once = sms * static_cast<double>(c.blocks_per_sm);
-  const double neighbours = rounds_of(std::min(blocks, at_once), sms);
+  const double blocks = chains * static_cast<double>(in.num_value_heads * tiles);
+  const double at_once = sms * static_cast<double>(c.blocks_per_sm);
+  const auto token_ns = [&](double of_blocks) {
+    return 2 * blocks <= sms ? c.narrow_ns
+                             : std::max(c.alone_ns, c.shared_ns * rounds_of(of_blocks, sms));
+  };
+  const double us_per_ns = static_cast<double>(in.key_dim) / 128 * 1e-3, mean = total / chains;
+  const auto round_us = [&](double of_blocks) {
+    return of_blocks > 0 ? mean * token_ns(of_blocks) * us_per_ns + c.fixed_us : 0;
+  };
+  const double full = std::floor(blocks / at_once);
+  const double all = full * round_us(at_once) + round_us(blocks - full * at_once);
   // Blocks beside the longest one slow it down while they last.
-  const double share = chains > 0 ? std::min(1.0, total / chains / longest) : 0;
-  const double token_ns =
-      2 * blocks <= sms ? c.narrow_ns : c.wide_ns * (1 + (neighbours - 1) * share);
-  const double size = static_cast<double>(in.key_dim) / 128;
-  const double rounds = rounds_of(blocks, at_once);
-  return std::max(longest * token_ns * size * 1e-3 + c.fixed_us,
-                  total * per_chain / sms * c.wide_ns * size * 1e-3 + rounds * c.fixed_us);
+  const double beside = std::min(mean, longest);
+  const double one =
+      (beside * token_ns(std::min(blocks, at_once)) + (longest - beside) * token_ns(1)) *
+          us_per_ns +
+      c.fixed_us;
+  return std::max(one, all);
 }
 
 inline double serial_us(const CostInput& in, const CostConstants& c) {
