@@ -30,7 +30,7 @@ Factors factors_of(const stage::Call& call) {
   return factors;
 }
 
-/// `auto` is the tensor form: faster at the one shape measured so far (docs/performance.md).
+/// `auto` is the tensor form: faster at every shape measured (docs/performance.md).
 bool by_tokens(const stage::Call& call) {
   return call.plan->options.intra_form == IntraForm::kToken;
 }
