@@ -110,6 +110,33 @@ def table_gpu_stages():
     return gpu_head(intra) + markdown(head, rows) + gpu_tail(intra)[:-1] + f', `{wu["command"]}`.'
 
 
+def peers_table(part, header, row):
+    """A part of bench/peers.py's results: it may be older than the rest, or not there."""
+    report = load("gpu_peers")
+    if part not in report:
+        return f"Not measured with the kernels of this tree yet: `python3 bench/peers.py --device cuda --what {part}`."
+    return gpu_head(report) + markdown(header, [row(report, r) for r in report[part]]) + gpu_tail(report)
+
+
+def table_gpu_peers_forward():
+    us = lambda x: milliseconds(x * 1e-6) if x else ""
+    return peers_table("forward", ["case", "off", "auto", "segments", "FLA chunk_kda", "FLA_INTRACARD_CP=1", "faster by"],
+                       lambda report, r: [f'`{r["case"]}`', us(r["libkda_off"]), us(r["libkda"]),
+                                          str(r["segments"] or ""), us(r["fla"]), us(r.get("fla_intracard")),
+                                          f'{r["speedup"]:.2f}x'])
+
+
+def table_gpu_peers_stages():
+    def row(report, r):
+        by = lambda ours, theirs: f'{r["fla_" + theirs] / r["libkda_" + ours]:.2f}x' if "fla_" + theirs in r else ""
+        us = lambda name: milliseconds(r[name] * 1e-6)
+        return [f'`{r["case"]}`', us("libkda_chunk_intra"), us("fla_intra"), by("chunk_intra", "intra"),
+                by("chunk_intra_bare", "intra_bare"), by("chunk_intra", "intra_token_parallel"),
+                us("libkda_recompute_w_u"), us("fla_wu"), by("recompute_w_u", "wu"), by("recompute_w_u", "wu_expanded")]
+    return peers_table("intra", ["case", "chunk_intra", "FLA", "faster by", "without kg, qg", "than token parallel",
+                                 "recompute_w_u", "FLA", "faster by", "than with q, k expanded"], row)
+
+
 def table_gpu_errors():
     report = load("gpu_peers")
     cell = lambda pair: f"{pair[0]:.2e}, {pair[1]:.2e}"
