@@ -49,8 +49,8 @@ struct Shared {
 };
 
 /// Elementwise work is a thread's own: one channel pair of one run of 16 tokens, whose decays it
-/// keeps. All factors are running products
-/// of decays: no difference of sums, one exponential a token and channel.
+/// keeps. All factors are running products of decays: no difference of sums, one exponential a
+/// token and channel. Indices are functions of the thread: in registers they made others spill.
 template <class T, int kK>
 struct Kernel {
   using S = Shared<T, kK>;

@@ -11,7 +11,7 @@
 namespace kda::cuda {
 namespace {
 
-constexpr int kMostWarps = 2;  // of a block: one head of one sequence, a tile of values each
+constexpr int kMostWarps = 2;  // of a block: neighbouring tiles of one head of one sequence
 
 /// State elements of a lane, and the values of a warp's tile that they make.
 template <int kK>

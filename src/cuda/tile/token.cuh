@@ -14,6 +14,7 @@ struct alignas(16) Token {
   float qk;  // q . k
 };
 
+/// q and k of a token on their way.
 template <int kK>
 struct RawQK {
   static constexpr int kCount = kK / 32;
@@ -46,6 +47,7 @@ struct RawQK {
   }
 };
 
+/// Gates of a token on their way.
 template <int kK>
 struct RawGates {
   static constexpr int kCount = kK / 32;
