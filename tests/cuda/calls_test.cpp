@@ -70,6 +70,15 @@ TEST_F(Calls, APlanForAnotherGpuIsRefused) {
       << status.message();
 }
 
+/// Every chunk stage, without buffers.
+void expect_from_chunk_stages(const OnDevice& call, StatusCode code) {
+  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
+    EXPECT_EQ(stage(call.plan, call.memory->tensors(), {}, call.workspace.data(),
+                    call.workspace.size(), nullptr)
+                  .code(),
+              code);
+}
+
 TEST_F(Calls, StageCallsNeedTheirPlanAndPointers) {
   check::GenerateOptions options = test::shape(300, 1, 64, 64);
   options.dtype = DType::kBFloat16;
@@ -90,11 +99,7 @@ TEST_F(Calls, StageCallsNeedTheirPlanAndPointers) {
                     .code(),
                 StatusCode::kInvalidArgument);
   }
-  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
-    EXPECT_EQ(stage(serial.plan, serial.memory->tensors(), {}, serial.workspace.data(),
-                    serial.workspace.size(), nullptr)
-                  .code(),
-              StatusCode::kInvalidArgument);
+  expect_from_chunk_stages(serial, StatusCode::kInvalidArgument);
 }
 
 TEST_F(Calls, StageBuffersAreCheckedOneByOne) {
@@ -141,11 +146,7 @@ TEST_F(Calls, OtherBackendsHaveNoChunkStages) {
   OnDevice call(inputs, {.plan = test::with_backend("recurrent")});
   StageSizes sizes;
   EXPECT_EQ(stage_sizes(call.plan, &sizes).code(), StatusCode::kUnsupported);
-  for (const auto stage : {chunk_intra, recompute_w_u, chunk_delta_h, chunk_o})
-    EXPECT_EQ(stage(call.plan, call.memory->tensors(), {}, call.workspace.data(),
-                    call.workspace.size(), nullptr)
-                  .code(),
-              StatusCode::kUnsupported);
+  expect_from_chunk_stages(call, StatusCode::kUnsupported);
 }
 
 TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
