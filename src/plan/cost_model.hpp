@@ -24,9 +24,9 @@ struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
-  ChainCosts forward{24.5, 36.5, 36.5, 2, 20};
-  ChainCosts scan{22.5, 22.5, 16.5, 4, 6};  // its narrow form: as if wide, not measured
-  double merge_step_us = 3.8;               ///< S' = M S + B, of each round of blocks
+  ChainCosts forward{30.6, 38, 38.7, 2, 24};
+  ChainCosts scan{25.5, 25.5, 18.5, 4, 6};  // its narrow form: as if wide, not measured
+  double merge_step_us = 3.4;               ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;                ///< of a block
   int64_t merge_blocks_per_sm = 2;
   double merge_fixed_us = 7;  ///< with the launches that segments add

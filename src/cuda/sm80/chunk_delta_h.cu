@@ -224,8 +224,26 @@ struct Kernel {
     out[3] = ptx::pack<T>(y[2], y[3]);
   }
 
-  /// S^T = S^T gamma + vn^T kg.
-  __device__ __forceinline__ void update_state(const uint32_t (&vn)[4][4]) {
+  /// What round_pairs() left of a pair.
+  __device__ __forceinline__ static uint32_t rest(float x, float y, uint32_t rounded) {
+    const float2 kept = ptx::unpack<T>(rounded);
+    return ptx::pack<T>(x - kept.x, y - kept.y);
+  }
+
+  /// acc += x y for 8 tiles, whose products do not wait for each other.
+  __device__ __forceinline__ static void multiply_pairs(float (*acc)[4], const uint32_t (&x)[4],
+                                                        const uint32_t (&y)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::mma_16816<T>(acc[2 * i], x, y[i][0], y[i][1]);
+      ptx::mma_16816<T>(acc[2 * i + 1], x, y[i][2], y[i][3]);
+    }
+  }
+
+  /// S^T = S^T gamma + vn^T kg. With bf16 vn comes in two parts: errors of the state stay in it.
+  __device__ __forceinline__ void update_state(const float (&error)[kTokenTiles][4],
+                                               const uint32_t (&vn)[4][4]) {
+    constexpr bool kTwoParts = std::is_same_v<T, __nv_bfloat16>;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 gamma = *reinterpret_cast<const float2*>(&s.gamma[n * 8 + lane % 4 * 2]);
@@ -233,15 +251,26 @@ struct Kernel {
       state[n][2] *= gamma.x, state[n][3] *= gamma.y;
     }
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
+    for (int step = 0; step < 4; ++step) {
+      uint32_t low[4];
 #pragma unroll
-      for (int n = 0; n < kTiles; n += 2) {
-        uint32_t b[4];  // 16 tokens x 16 channels, transposed
-        const int row = step * 16 + lane % 16;
-        ptx::ldmatrix_x4_trans(b, ptx::shared_address(s.kg + swizzled<kK>(row, n + lane / 16)));
-        ptx::mma_16816<T>(state[n], vn[step], b[0], b[1]);
-        ptx::mma_16816<T>(state[n + 1], vn[step], b[2], b[3]);
+      for (int i = 0; i < 4; ++i) {
+        const float* x = error[2 * step + i / 2] + i % 2 * 2;
+        low[i] = rest(x[0], x[1], vn[step][i]);
       }
+#pragma unroll
+      for (int n0 = 0; n0 < kTiles; n0 += 8) {
+        uint32_t b[4][4];  // 16 tokens x 16 channels each, transposed
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int piece = n0 + 2 * i + lane / 16;
+          ptx::ldmatrix_x4_trans(
+              b[i], ptx::shared_address(s.kg + swizzled<kK>(step * 16 + lane % 16, piece)));
+        }
+        multiply_pairs(state + n0, vn[step], b);
+        if constexpr (kTwoParts) multiply_pairs(state + n0, low, b);
+      }
+    }
   }
 
   /// o^T += vn^T Aqk^T; the diagonal of Aqk in fp32 on the accumulators.
@@ -401,7 +430,7 @@ struct Kernel {
       ptx::cp_async_wait<0>();
       ptx::named_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
       copy_w(chunk + 1);
-      update_state(vn);
+      update_state(error, vn);
       if (kUse != DeltaUse::kScan && a.checkpoints.base) {
         const int64_t done = min(span.end, span.begin + (chunk + 1) * kChunk) -
                              sequence_span(a.map, span.sequence).begin;

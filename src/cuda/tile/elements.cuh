@@ -12,13 +12,6 @@ namespace kda::cuda {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ float load_element(const void* base, Element type, int64_t at) {
-  if (type == Element::kFloat32) return static_cast<const float*>(base)[at];
-  if (type == Element::kBFloat16)
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[at]);
-  return __half2float(static_cast<const __half*>(base)[at]);
-}
-
 /// An element as it lies in memory, and its value. Converting waits for the load, so it is a step
 /// of its own: whatever is loaded in between is on its way by then.
 __device__ __forceinline__ uint32_t load_bits(const void* base, Element type, int64_t at) {
@@ -96,11 +89,6 @@ __device__ __forceinline__ void store_state(void* base, int64_t at, float x) {
 }
 __device__ __forceinline__ void store_state(const StateView& view, int64_t at, float x) {
   view.bf16 ? store_state<true>(view.base, at, x) : store_state<false>(view.base, at, x);
-}
-
-/// Constants of one head's gate: a = exp(A_log).
-__device__ __forceinline__ float gate_rate(const GateView& gate, int64_t head) {
-  return gate.A_log ? expf(gate.A_log[head * gate.stride_A]) : 1.0f;
 }
 
 /// Log2 decay from the raw gate, with fp32's accuracy (docs/operation.md; gate modes 0 log,

@@ -1,0 +1,184 @@
+// SPDX-License-Identifier: Apache-2.0
+// The factors that leave the chunk: decayed rows, squares, w and u.
+#pragma once
+
+#include "cuda/sm80/intra/inverse.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace kda::cuda::intra {
+
+template <class T, int kK>
+struct Solve : Inverse<T, kK> {
+  using Base = Inverse<T, kK>;
+  using Base::a;
+  using Base::Base;
+  using Base::channel;
+  using Base::decay;
+  using Base::head;
+  using Base::kStride;
+  using Base::kThreads;
+  using Base::kWarps;
+  using Base::lane;
+  using Base::load_rows;
+  using Base::multiply;
+  using Base::norms;
+  using Base::pair_of;
+  using Base::run;
+  using Base::s;
+  using Base::tid;
+  using Base::tile;
+  using Base::tile_of;
+  using Base::warp;
+
+  /// Four neighbours in shared memory, in one load.
+  struct Four {
+    float x[4];
+    __device__ explicit Four(const float* from) {
+      const float4 y = *reinterpret_cast<const float4*>(from);
+      x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+    }
+  };
+
+  /// qg, kg to device memory; Kgam in place of k; gamma.
+  __device__ void decayed_rows() const {
+    const int piece = channel() / 8;
+    const int64_t row0 = run() * kRun * kK + channel() % 8;
+    T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
+    T* kg = a.factors.kg ? tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
+    const auto scaled = [](float2 x, float2 factor, float norm) {
+      return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
+    };
+    if (kg) {
+      float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run()][channel()]);
+#pragma unroll
+      for (int i0 = kRun - 4; i0 >= 0; i0 -= 4) {
+        const Four norms(&s.k_norm[run() * kRun + i0]);
+#pragma unroll
+        for (int i = 3; i >= 0; --i) {
+          *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i0 + i, piece)) =
+              scaled(pair_of(s.k, run() * kRun + i0 + i), factor, norms.x[i]);
+          multiply(factor, decay[i0 + i]);
+        }
+      }
+    }
+    const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run()][channel()]);
+    if (qg) {
+      float2 factor = before;
+#pragma unroll
+      for (int i0 = 0; i0 < kRun; i0 += 4) {
+        const Four norms(&s.q_norm[run() * kRun + i0]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          multiply(factor, decay[i0 + i]);
+          *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i0 + i, piece)) =
+              scaled(pair_of(s.q, run() * kRun + i0 + i), factor, norms.x[i]);
+        }
+      }
+    }
+    float2 factor = before;
+#pragma unroll
+    for (int i0 = 0; i0 < kRun; i0 += 4) {
+      const Four norms(&s.k_norm[run() * kRun + i0]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = run() * kRun + i0 + i;
+        multiply(factor, decay[i0 + i]);
+        *reinterpret_cast<uint32_t*>(&s.k[token][channel()]) =
+            scaled(pair_of(s.k, token), factor, norms.x[i]);
+      }
+    }
+    if (run() == kRuns - 1 && a.factors.gamma)
+      *reinterpret_cast<float2*>(a.factors.gamma + tile() * kK + channel()) = factor;
+  }
+
+  /// 64 x 64 tile in shared memory to device memory.
+  template <int kCopiers>
+  __device__ void copy_square(void* target, int thread) const {
+    T* base = tile_of(target, kChunk * kChunk);
+#pragma unroll
+    for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
+      const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
+      *reinterpret_cast<uint4*>(base + swizzled<kChunk>(row, piece)) =
+          *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
+    }
+  }
+
+  __device__ void round_inverse() const {
+#pragma unroll
+    for (int i = tid; i < kChunk * kChunk / 4; i += kThreads) {
+      const int row = i / 16, c = i % 16 * 4;
+      // Blocks above the diagonal were never written.
+      const bool above = c / kBlock > row / kBlock;
+      const float4 x =
+          above ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(&s.after.N[row][c]);
+      *reinterpret_cast<uint2*>(&s.after.A[row][c]) = {ptx::pack<T>(x.x, x.y),
+                                                       ptx::pack<T>(x.z, x.w)};
+    }
+  }
+
+  /// 16 columns of T' x source to a tile of kColumns columns; the source is overwritten. T' is
+  /// lower triangular.
+  template <int kColumns>
+  __device__ void solve_columns(T (*source)[kStride], int column, T* target,
+                                int target_column) const {
+    float acc[4][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t b[4];  // 16 tokens x 16 columns
+      ptx::ldmatrix_x4_trans(
+          b, ptx::shared_address(&source[step * 16 + lane() % 16][column + lane() / 16 * 8]));
+#pragma unroll
+      for (int m = step; m < 4; ++m) {
+        uint32_t left[4];
+        ptx::ldmatrix_x4(left, ptx::shared_address(
+                                   &s.after.A[m * 16 + lane() % 16][step * 16 + lane() / 16 * 8]));
+        ptx::mma_16816<T>(acc[m][0], left, b[0], b[1]);
+        ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
+      }
+    }
+    // Through the columns of the source, which only this warp reads: pieces of 16 bytes.
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          *reinterpret_cast<uint32_t*>(
+              &source[m * 16 + half * 8 + lane() / 4][column + n * 8 + lane() % 4 * 2]) =
+              ptx::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      const int row = lane() / 2 + i * 16;
+      *reinterpret_cast<uint4*>(target + swizzled<kColumns>(row, target_column / 8 + lane() % 2)) =
+          *reinterpret_cast<const uint4*>(&source[row][column + lane() % 2 * 8]);
+    }
+  }
+
+  /// w from Kgam, then u from tiles of v, kK columns at a time; the first tile is on its way.
+  __device__ void solve(T (*v)[kStride]) const {
+    const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
+    T* w = tile_of(a.factors.w, kChunk * kK);
+    T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
+    const int c = warp() * 16;
+    static_assert(kWarps * 16 == kK);
+    __syncthreads();
+    solve_columns<kK>(s.k, c, w, c);
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
+      if (column0 > 0) {
+        __syncthreads();
+        load_rows(v, a.v, head, column0, a.shape.V);
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+      }
+      const int at = column0 + c;
+      if (at / kVTile < u_tiles)
+        solve_columns<kVTile>(v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
+    }
+  }
+};
+
+}  // namespace kda::cuda::intra
