@@ -20,8 +20,9 @@ import triton
 from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva")
+FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva", "context_parallel")
 INTRACARD_SETS = ("cp", "context_parallel")
+INTRACARD_TOKENS = 32768  # FLA cuts no sequence below 16,384
 
 
 def parse_lengths(text):
@@ -74,7 +75,6 @@ def tune_fla(heads, part=None):
     """Tunes every FLA kernel for this many heads (fla_configs.py); a worker compiles its share."""
     fla_configs.use(heads)
     if part:
-        import fla.ops.common.intracard_cp  # noqa: F401  else imported later, with all its configs
         import fla.ops.kda  # noqa: F401
         fla_configs.take_part(*part)
     for dtype in (torch.bfloat16, torch.float16):
@@ -82,7 +82,6 @@ def tune_fla(heads, part=None):
         x = make_inputs(c)
         if dtype == torch.bfloat16:
             fla_call(c, x)()
-            fla_call(c, x, intracard=True)()
         else:
             stages = fla_stages(c, x)
             for name in ("intra", "wu", "intra_token_parallel"):
@@ -108,8 +107,12 @@ def fla_work(args):
     seen = {}
     for c, make in wanted:
         lengths = [2048, 1024] if c["lengths"] else None
-        small = c if c["B"] * c["T"] <= 2048 else dict(c, B=min(c["B"], 2), T=3072 if lengths else 1024,
-                                                       lengths=lengths)
+        if make == intracard_call:
+            rest = 1024 if len(c["lengths"]) > 1 else 0
+            small = dict(c, T=INTRACARD_TOKENS, lengths=[INTRACARD_TOKENS - rest] + [rest] * (rest > 0))
+        else:
+            small = c if c["B"] * c["T"] <= 2048 else dict(c, B=min(c["B"], 2), T=3072 if lengths else 1024,
+                                                           lengths=lengths)
         key = tuple(str(small[n]) for n in ("H", "HV", "B", "K", "lengths", "dtype"))
         seen.setdefault((key, make), (small, make))
     return list(seen.values())
@@ -149,9 +152,11 @@ def fla_call(c, x, intracard=False):
         cu = torch.tensor([0, c["T"]], device="cuda")
         cpu = cu.cpu()
 
+    mode = torch.inference_mode if intracard else torch.no_grad  # the intra-card form asks for it
+
     def call():
         os.environ["FLA_INTRACARD_CP"] = "1" if intracard else "0"
-        with torch.no_grad():
+        with mode():
             return chunk_kda(x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=x["h0"],
                              output_final_state=True, use_qk_l2norm_in_kernel=True,
                              use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
