@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and code between the markers of README.md, docs/performance.md
-and docs/accuracy.md.
+"""Writes the tables and code between the markers of README.md, docs/performance.md,
+docs/accuracy.md and docs/python.md.
 
     bench/tables.py           rewrite them from bench/results/*.json and examples/
     bench/tables.py --check   exit 1 if a file would change
@@ -211,7 +211,7 @@ def table_summary():
 def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)
-    language = "cpp" if path.endswith("cpp") else "c"
+    language = {"cpp": "cpp", "c": "c", "py": "python"}[path.rpartition(".")[2]]
     lines = [line[2:] if line.startswith("  ") else line for line in body.split("\n")]
     return f"```{language}\n" + "\n".join(lines) + "\n```"
 
@@ -243,7 +243,7 @@ def fill(text):
 def main():
     stale = False
     for path in (ROOT / "README.md", ROOT / "docs" / "performance.md",
-                 ROOT / "docs" / "accuracy.md"):
+                 ROOT / "docs" / "accuracy.md", ROOT / "docs" / "python.md"):
         old = path.read_text()
         new = fill(old)
         if new != old and "--check" in sys.argv:

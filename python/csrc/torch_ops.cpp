@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators libkda::forward and libkda::update on PyTorch's stable ABI (2.10 and later): one
+// library for every Python and every torch. Meaning of the arguments: include/kda/problem.hpp;
+// what users call: python/libkda/kda.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "describe.hpp"
+#include "device.hpp"
+#include "plan_cache.hpp"
+
+namespace kda_torch {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+/// Options that both operators share, as kda.h numbers them.
+struct Modes {
+  int64_t gate_mode, beta_mode;
+  double lower_bound, scale;
+  bool l2norm, state_v_first;
+};
+
+Tensor new_tensor(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, {shape.data(), shape.size()}, dtype);
+}
+
+void expect_beside(const Tensor& x, const Tensor& q, const char* name) {
+  STD_TORCH_CHECK(x.is_cuda() == q.is_cuda() && x.get_device_index() == q.get_device_index(),
+                  "libkda: ", name, " must be on the device of q");
+}
+
+/// Everything but states and lengths.
+kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
+                       const Tensor& beta, const Tensor& o, const MaybeTensor& A_log,
+                       const MaybeTensor& dt_bias, const Modes& modes) {
+  STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4, "libkda: q and v must have four dimensions");
+  kda_problem p;
+  kda_problem_init(&p);
+  const int64_t B = q.size(0), T = q.size(1), H = q.size(2), K = q.size(3);
+  const int64_t HV = v.size(2), V = v.size(3);
+  p.batch = p.num_sequences = B;
+  p.num_tokens = T;
+  p.num_heads = H;
+  p.num_value_heads = HV;
+  p.key_dim = K;
+  p.value_dim = V;
+  describe(&p.q, q, "q", {B, T, H, K});
+  describe(&p.k, k, "k", {B, T, H, K});
+  describe(&p.v, v, "v", {B, T, HV, V});
+  describe(&p.g, g, "g", {B, T, HV, K});
+  describe(&p.beta, beta, "beta", {B, T, HV});
+  describe(&p.o, o, "o", {B, T, HV, V});
+  expect_beside(k, q, "k"), expect_beside(v, q, "v"), expect_beside(g, q, "g");
+  expect_beside(beta, q, "beta"), expect_beside(o, q, "o");
+  if (A_log) {
+    describe(&p.A_log, *A_log, "A_log", {HV});
+    expect_beside(*A_log, q, "A_log");
+  }
+  if (dt_bias) {
+    describe(&p.dt_bias, *dt_bias, "dt_bias", {HV, K});
+    expect_beside(*dt_bias, q, "dt_bias");
+  }
+  p.gate_mode = static_cast<int32_t>(modes.gate_mode);
+  p.beta_mode = static_cast<int32_t>(modes.beta_mode);
+  p.state_layout = modes.state_v_first ? KDA_STATE_VK : KDA_STATE_KV;
+  p.lower_bound = modes.lower_bound;
+  p.scale = modes.scale;
+  p.has_scale = 1;
+  p.qk_l2norm = modes.l2norm;
+  return p;
+}
+
+/// cu_seqlens as kernels read it, and its copy on the host if there is one.
+std::vector<int64_t> set_lengths(kda_problem* p, const Tensor& q, const MaybeTensor& cu_seqlens,
+                                 const MaybeTensor& cu_seqlens_cpu) {
+  if (!cu_seqlens) return {};
+  const Tensor& cu = *cu_seqlens;
+  STD_TORCH_CHECK(cu.dim() == 1 && cu.size(0) > 0 && cu.is_contiguous(),
+                  "libkda: cu_seqlens must be contiguous, of shape [N + 1]");
+  expect_beside(cu, q, "cu_seqlens");
+  p->num_sequences = cu.size(0) - 1;
+  p->has_cu_seqlens = 1;
+  p->cu_seqlens_dtype = dtype_of(cu, "cu_seqlens");
+  p->cu_seqlens = cu.const_data_ptr();
+  const Tensor* host = cu_seqlens_cpu ? &*cu_seqlens_cpu : q.is_cpu() ? &cu : nullptr;
+  if (!host) return {};
+  STD_TORCH_CHECK(host->is_cpu() && host->is_contiguous(),
+                  "libkda: cu_seqlens_cpu must be a contiguous CPU tensor");
+  expect_shape(*host, "cu_seqlens_cpu", {cu.size(0)});
+  const int64_t count = host->size(0);
+  if (dtype_of(*host, "cu_seqlens_cpu") == KDA_INT64) {
+    const auto* data = static_cast<const int64_t*>(host->const_data_ptr());
+    return {data, data + count};
+  }
+  STD_TORCH_CHECK(host->scalar_type() == ScalarType::Int,
+                  "libkda: cu_seqlens_cpu must be int32 or int64");
+  const auto* data = static_cast<const int32_t*>(host->const_data_ptr());
+  return {data, data + count};
+}
+
+void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_seqlens) {
+  static PlanCache cache;
+  const OnDevice on_device(q);
+  problem->stream = current_stream(q);
+  const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens);
+  const size_t bytes = kda_plan_workspace_bytes(plan.get());
+  const Tensor memory = new_tensor(q, {static_cast<int64_t>(bytes) + 64}, ScalarType::Byte);
+  const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+  check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
+}
+
+int64_t count_checkpoints(const kda_problem& p, const std::vector<int64_t>& cu_seqlens,
+                          int64_t every) {
+  if (!p.has_cu_seqlens) return p.batch * (p.num_tokens / every);
+  STD_TORCH_CHECK(!cu_seqlens.empty(),
+                  "libkda: checkpoint_every with cu_seqlens needs cu_seqlens_cpu");
+  int64_t count = 0;
+  for (size_t n = 0; n + 1 < cu_seqlens.size(); ++n)
+    count += (cu_seqlens[n + 1] - cu_seqlens[n]) / every;
+  return count;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+                                           MaybeTensor A_log, MaybeTensor dt_bias,
+                                           MaybeTensor initial_state, MaybeTensor cu_seqlens,
+                                           MaybeTensor cu_seqlens_cpu, int64_t gate_mode,
+                                           int64_t beta_mode, double lower_bound, double scale,
+                                           bool l2norm, bool state_v_first, bool output_final_state,
+                                           int64_t checkpoint_every) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  const Tensor o = new_tensor(v, {v.sizes().begin(), v.sizes().end()}, v.scalar_type());
+  kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+  const auto states = [&](int64_t slots) {
+    return new_tensor(q, {slots, HV, state_v_first ? V : K, state_v_first ? K : V},
+                      ScalarType::Float);
+  };
+  if (initial_state) {
+    describe_state(&p.initial_state, *initial_state, "initial_state", state_v_first, HV, K, V);
+    expect_beside(*initial_state, q, "initial_state");
+  }
+  const Tensor final_state = states(output_final_state ? p.num_sequences : 0);
+  if (output_final_state)
+    describe_state(&p.final_state, final_state, "final_state", state_v_first, HV, K, V);
+  const bool keep = checkpoint_every > 0;
+  const Tensor checkpoints = states(keep ? count_checkpoints(p, lengths, checkpoint_every) : 0);
+  if (keep) {
+    describe_state(&p.checkpoints, checkpoints, "checkpoints", state_v_first, HV, K, V);
+    p.checkpoint_every = checkpoint_every;
+  }
+  run(&p, q, lengths);
+  return {o, final_state, checkpoints};
+}
+
+/// One index a sequence, or [N, S] with one a token.
+void set_indices(kda_state* state, kda_problem* p, const Tensor& indices, const Tensor& q) {
+  STD_TORCH_CHECK(indices.scalar_type() == ScalarType::Int && indices.is_contiguous(),
+                  "libkda: indices must be a contiguous int32 tensor");
+  expect_beside(indices, q, "indices");
+  const bool many = indices.dim() == 2;
+  if (many)
+    expect_shape(indices, "indices", {p->num_sequences, indices.size(1)});
+  else
+    expect_shape(indices, "indices", {p->num_sequences});
+  p->state_index_columns = many ? indices.size(1) : 1;
+  state->indices = static_cast<const int32_t*>(indices.const_data_ptr());
+  state->indexed = 1;
+}
+
+void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor states,
+            MaybeTensor indices, MaybeTensor num_accepted_tokens, MaybeTensor A_log,
+            MaybeTensor dt_bias, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
+            int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
+            bool state_v_first) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  p.operation = decode ? KDA_DECODE : KDA_FORWARD;
+  describe_state(&p.initial_state, states, "states", state_v_first, p.num_value_heads, p.key_dim,
+                 p.value_dim);
+  expect_beside(states, q, "states");
+  if (indices) set_indices(&p.initial_state, &p, *indices, q);
+  if (!decode) p.final_state = p.initial_state;
+  if (num_accepted_tokens) {
+    expect_shape(*num_accepted_tokens, "num_accepted_tokens", {p.num_sequences});
+    expect_beside(*num_accepted_tokens, q, "num_accepted_tokens");
+    STD_TORCH_CHECK(num_accepted_tokens->scalar_type() == ScalarType::Int,
+                    "libkda: num_accepted_tokens must be int32");
+    p.num_accepted_tokens = static_cast<const int32_t*>(num_accepted_tokens->const_data_ptr());
+    p.has_num_accepted_tokens = 1;
+  }
+  run(&p, q, lengths);
+}
+
+}  // namespace
+}  // namespace kda_torch
+
+STABLE_TORCH_LIBRARY(libkda, m) {
+  m.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
+      "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
+      "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
+      "output_final_state, int checkpoint_every) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
+      "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "
+      "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
+      "float lower_bound, float scale, bool l2norm, bool state_v_first) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
+  m.impl("forward", TORCH_BOX(&kda_torch::forward));
+  m.impl("update", TORCH_BOX(&kda_torch::update));
+}

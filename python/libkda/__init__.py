@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi Delta Attention: fast on CPUs and NVIDIA GPUs, exact on every gate.
+
+    from libkda import chunk_kda, fused_recurrent_kda, fused_kda_gate   # FLA 0.6's signatures
+    import libkda.fla                       # FLA's own functions and layers run libkda's kernels
+    from libkda import arrays               # NumPy and DLPack, without torch
+
+Importing the package loads neither torch nor a GPU driver; the first use of a name does.
+"""
+import importlib
+
+from libkda._library import version as _version
+
+__version__ = _version()
+
+_NAMES = {
+    "chunk_kda": "kda",
+    "fused_recurrent_kda": "kda",
+    "fused_recurrent_kda_fwd": "kda",
+    "fused_kda_gate": "gate",
+    "naive_recurrent_kda": "naive",
+    "naive_chunk_kda": "naive",
+    "naive_kda_gate": "naive",
+    "naive_kda_lowerbound_gate": "naive",
+}
+_MODULES = ("arrays", "compat", "fla", "gate", "kda", "naive", "ops")
+__all__ = ["__version__", *_NAMES]
+
+
+def __getattr__(name):
+    if name in _NAMES:
+        value = getattr(importlib.import_module(f"libkda.{_NAMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"libkda.{name}")
+    raise AttributeError(f"module 'libkda' has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*globals(), *_NAMES, *_MODULES])

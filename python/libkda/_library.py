@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shared libraries of the package and the C ABI (include/kda/kda.h) through ctypes."""
+import ctypes
+import functools
+import pathlib
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "lib"
+
+I32, I64, PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", PTR), ("dtype", I32), ("reserved", I32), ("strides", I64 * 4), ("alignment", I64)]
+
+
+class State(ctypes.Structure):
+    _fields_ = [("tensor", Tensor), ("num_slots", I64), ("indices", PTR), ("present", I32), ("indexed", I32)]
+
+
+class Problem(ctypes.Structure):
+    _fields_ = (
+        [("struct_size", ctypes.c_size_t)]
+        + [(n, I32) for n in ("operation", "gate_mode", "beta_mode", "state_layout")]
+        + [(n, I64) for n in ("batch", "num_tokens", "num_heads", "num_value_heads", "key_dim", "value_dim",
+                              "num_sequences")]
+        + [(n, Tensor) for n in ("q", "k", "v", "g", "beta", "o", "A_log", "dt_bias")]
+        + [("lower_bound", ctypes.c_double), ("scale", ctypes.c_double)]
+        + [(n, I32) for n in ("has_scale", "qk_l2norm", "has_cu_seqlens", "cu_seqlens_dtype")]
+        + [("cu_seqlens", PTR)]
+        + [(n, State) for n in ("initial_state", "final_state", "checkpoints")]
+        + [("initial_state_mask", PTR), ("num_accepted_tokens", PTR)]
+        + [(n, I32) for n in ("has_initial_state_mask", "has_num_accepted_tokens")]
+        + [(n, I64) for n in ("checkpoint_every", "state_index_columns")]
+        + [(n, I32) for n in ("batch_invariant", "reserved")]
+        + [("stream", PTR)]
+    )
+
+
+class PlanOptions(ctypes.Structure):
+    _fields_ = (
+        [("struct_size", ctypes.c_size_t)]
+        + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
+        + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
+           ("intra_form", I32), ("reserved", I32)]
+    )
+
+
+@functools.cache
+def library():
+    """libkda_c.so of this package."""
+    path = FOLDER / "libkda_c.so"
+    if not path.exists():
+        raise ImportError(f"libkda: {path} is missing; install the package with pip install .")
+    lib = ctypes.CDLL(str(path))
+    lib.kda_version.restype = lib.kda_last_error.restype = ctypes.c_char_p
+    lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
+    lib.kda_plan_workspace_bytes.argtypes = [PTR]
+    lib.kda_plan_destroy.argtypes = [PTR]
+    problem = Problem()
+    lib.kda_problem_init(ctypes.byref(problem))
+    if problem.struct_size != ctypes.sizeof(Problem):
+        raise ImportError("libkda: the Python files and libkda_c.so are of different versions; reinstall the package")
+    return lib
+
+
+def version():
+    return library().kda_version().decode()
+
+
+def check(status):
+    """Raises the last error of this thread: ValueError for arguments, RuntimeError for the rest."""
+    if status == 0:
+        return
+    message = library().kda_last_error().decode()
+    raise (ValueError if status in (1, 2) else MemoryError if status == 4 else RuntimeError)(message)

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
+
+Registers with FLA 0.6's own backend registry (fla.backends), in front of its other backends. Calls that libkda does
+not serve (gradients, cp_context) go on to FLA; last_path() says who served the last one and why. FLA_LIBKDA=0 or
+disable() switch it off.
+"""
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from libkda import gate, kda
+
+try:
+    from fla.backends import BaseBackend, register
+    from fla.ops.kda import chunk_kda as _fla_chunk_kda
+except ImportError as error:
+    raise ImportError("libkda.fla needs fla-core 0.6 or later, whose registry is fla.backends") from error
+
+_state = {"enabled": True, "path": None}
+
+
+def enable() -> None:
+    """Serve FLA's calls (the state after import)."""
+    _state["enabled"] = True
+
+
+def disable() -> None:
+    """Leave all calls to FLA until enable()."""
+    _state["enabled"] = False
+
+
+def last_path() -> str | None:
+    """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first."""
+    return _state["path"]
+
+
+def _reason(kwargs, tensors):
+    if not _state["enabled"]:
+        return "libkda.fla.disable() was called"
+    if kwargs.get("cp_context") is not None:
+        return "cp_context is not supported yet"
+    if kwargs.get("ssm_state_indices") is not None and not kwargs.get("inplace_final_state", True):
+        return "ssm_state_indices without inplace_final_state"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return "a gradient is asked for, and libkda has no backward pass yet"
+    devices = {x.device.type for x in tensors if x.dim() > 1}
+    if not devices <= {"cpu"} and not devices <= {"cuda"}:
+        return f"tensors on {', '.join(sorted(devices))}"
+    return None
+
+
+def _serve(name, function):
+    """A backend's method and its verifier for one of FLA's functions."""
+
+    @functools.wraps(function)
+    def call(self, *args, **kwargs):
+        _state["path"] = f"libkda: {name}"
+        return function(*args, **kwargs)
+
+    def verifier(self, *args, **kwargs):
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        reason = _reason(kwargs, tensors)
+        if reason is not None:
+            _state["path"] = f"fla: {name}: {reason}"
+        return reason is None, reason
+
+    return {name: call, f"{name}_verifier": verifier}
+
+
+def _backend(*functions):
+    members = {"backend_type": "libkda", "env_var": "FLA_LIBKDA", "priority": 1}
+    for function in functions:
+        members.update(_serve(function.__name__, function))
+    return type("LibkdaBackend", (BaseBackend,), members)
+
+
+register(_fla_chunk_kda)(_backend(kda.chunk_kda))
+register("kda")(_backend(kda.fused_recurrent_kda_fwd, gate.fused_kda_gate))

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""chunk_kda and fused_recurrent_kda with the signatures, defaults and errors of FLA 0.6, on CPU and CUDA tensors."""
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from libkda import ops
+
+_MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+def _rename_layout(state_v_first, kwargs):
+    if "transpose_state_layout" not in kwargs:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
+    warnings.warn("`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning,
+                  stacklevel=3)
+    return kwargs.pop("transpose_state_layout")
+
+
+def _check_sequences(q, initial_state, cu_seqlens):
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1:
+        raise ValueError(f"The batch size is expected to be 1 rather than {q.shape[0]} when using `cu_seqlens`."
+                         f"Please flatten variable-length inputs before processing.")
+    N = cu_seqlens.shape[0] - 1
+    if initial_state is not None and initial_state.shape[0] != N:
+        raise ValueError(f"The number of initial states is expected to be equal to the number of input sequences, "
+                         f"i.e., {N} rather than {initial_state.shape[0]}.")
+
+
+def _check_shapes(q, k, v, g, beta):
+    B, T, H, K = q.shape
+    HV = v.shape[2]
+    assert q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}"
+    assert K <= 256, f"Currently we only support key headdim <=256 for KDA, got {K}."
+    assert v.shape[-1] <= 256, f"libkda supports value head dimensions up to 256, got {v.shape[-1]}."
+    assert HV % H == 0, (f"For GVA, num_v_heads (HV={HV}) must be evenly divisible by num_qk_heads (H={H}), "
+                         f"but got HV % H = {HV % H}")
+    assert g.shape == (B, T, HV, K), f"g must have shape [B, T, HV, K]={[B, T, HV, K]}, got {list(g.shape)}"
+    assert beta.shape == (B, T, HV), f"beta must have shape [B, T, HV]={[B, T, HV]}, got {list(beta.shape)}"
+
+
+def _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval):
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
+
+
+def _check_no_gradient(*tensors):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise NotImplementedError(ops.NO_BACKWARD)
+
+
+# ---- what the operators take -----------------------------------------------------------------------------------------
+
+def _rows(x):
+    """A tensor of a type that the kernels read, its last dimension contiguous; any other strides."""
+    if x.dtype not in _FLOATS:
+        x = x.float()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
+
+
+def _parameters(A_log, dt_bias, v, K):
+    HV = v.shape[2]
+    if A_log is not None:
+        A_log = A_log.detach().reshape(HV).float().contiguous()
+    if dt_bias is not None:
+        dt_bias = dt_bias.detach().reshape(HV, K).float().contiguous()
+    return A_log, dt_bias
+
+
+def _lengths(cu_seqlens, cu_seqlens_cpu, q):
+    """cu_seqlens where q is, and on the host if that costs no wait."""
+    if cu_seqlens is None:
+        return None, None
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"`cu_seqlens` must be int32 or int64, got {cu_seqlens.dtype}.")
+    if cu_seqlens.device.type == "cpu" and q.device.type != "cpu":
+        cu_seqlens_cpu = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        cu_seqlens = cu_seqlens.to(q.device)
+    return cu_seqlens.contiguous(), None if cu_seqlens_cpu is None else cu_seqlens_cpu.contiguous()
+
+
+def _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+           use_qk_l2norm_in_kernel, state_v_first):
+    gate = ops.GATE_LOG
+    if use_gate_in_kernel:
+        gate = ops.GATE_SOFTPLUS if lower_bound is None else ops.GATE_BOUNDED
+    beta = ops.BETA_PLAIN
+    if use_beta_sigmoid_in_kernel:
+        beta = ops.BETA_SIGMOID2 if allow_neg_eigval else ops.BETA_SIGMOID
+    bound = float(lower_bound) if gate == ops.GATE_BOUNDED else -5.0
+    return (gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel,
+            bool(state_v_first))
+
+
+# ---- chunk_kda -------------------------------------------------------------------------------------------------------
+
+def _chunk_states(checkpoints, initial_state, B, T, lengths, chunk_size, dtype):
+    """States at the start of every chunk [B, NT, ...] from those after every full chunk but a last partial one."""
+    lengths = [T] * B if lengths is None else lengths
+    pieces, used = [], 0
+    for n, length in enumerate(lengths):
+        full, count = length // chunk_size, (length + chunk_size - 1) // chunk_size
+        if count:
+            first = torch.zeros_like(checkpoints[:1]) if checkpoints.shape[0] else checkpoints.new_zeros(
+                (1, *checkpoints.shape[1:]))
+            pieces.append(first if initial_state is None else initial_state[n:n + 1])
+            pieces.append(checkpoints[used:used + count - 1])
+        used += full
+    states = torch.cat(pieces) if pieces else checkpoints[:0]
+    return states.to(dtype).unflatten(0, (B, -1))
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context=None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs,
+):
+    """Kimi Delta Attention over whole sequences (FLA 0.6's chunk_kda; docs/python.md maps every argument).
+
+    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]: fp32, bf16 or fp16, each its own, any
+    strides with a contiguous last dimension, K and V up to 256, HV a multiple of H. g is the log decay a token in
+    nats, or with use_gate_in_kernel the raw gate of softplus (A_log [HV] required) or of a lower_bound; dt_bias
+    [HV * K]. beta is plain or, with use_beta_sigmoid_in_kernel, a logit (allow_neg_eigval: doubled).
+    cu_seqlens [N + 1], int32 or int64, packs N sequences into B = 1; cu_seqlens_cpu, the same on the host, lets long
+    sequences be cut over the card and is only a hint. initial_state [N, HV, K, V] fp32 ([N, HV, V, K] with
+    state_v_first).
+
+    Returns (o [B, T, HV, V] of q's type, final state fp32 or None), with return_intermediate_states also
+    h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens.
+
+    safe_gate, disable_recompute, use_graph and max_num_seqs change nothing: every gate is exact, and a call never
+    waits for the device. Raises ValueError and AssertionError as FLA does, NotImplementedError where a gradient or
+    cp_context is asked for.
+    """
+    state_v_first = _rename_layout(state_v_first, kwargs)
+    if cp_context is not None:
+        raise NotImplementedError("libkda does not take `cp_context` yet; one GPU is used as a whole without it.")
+    _check_sequences(q, initial_state, cu_seqlens)
+    if initial_state is not None:
+        assert initial_state.dtype == torch.float32, "initial_state must be in float32."
+    A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate_in_kernel else (None, None)
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+    chunk_size = kwargs.pop("chunk_size", 64)
+    if chunk_size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
+    if safe_gate and use_gate_in_kernel:
+        if lower_bound is None:
+            raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
+        if not (-5 <= lower_bound < 0):
+            raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
+    _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    _check_shapes(q, k, v, g, beta)
+    if return_intermediate_states:
+        assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
+    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+
+    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, cu_seqlens_cpu, q)
+    every, lengths = 0, None
+    if return_intermediate_states:
+        every = chunk_size
+        if cu_seqlens is not None:  # the number of chunks is needed on the host, as in FLA
+            cu_seqlens_cpu = cu_seqlens.cpu() if cu_seqlens_cpu is None else cu_seqlens_cpu
+            lengths = cu_seqlens_cpu.diff().tolist()
+    A, bias = _parameters(A_log, dt_bias, v, q.shape[-1])
+    state = None if initial_state is None else initial_state.contiguous()
+    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                   use_qk_l2norm_in_kernel, state_v_first)
+    o, final_state, checkpoints = ops.forward(
+        _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), A, bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
+        output_final_state, every)
+    result = o.to(q.dtype), final_state if output_final_state else None
+    if not return_intermediate_states:
+        return result
+    return *result, _chunk_states(checkpoints, state, q.shape[0], q.shape[1], lengths, chunk_size, k.dtype)
+
+
+# ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
+
+def fused_recurrent_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same operation for a few tokens (FLA 0.6's fused_recurrent_kda); arguments as of chunk_kda, initial_state of
+    any float type. Returns (o of v's type, final state fp32 or None). Up to 8 tokens a sequence take the decode
+    kernel: fp32 arithmetic, one read and one write of the state; more take chunk_kda's kernels."""
+    state_v_first = _rename_layout(state_v_first, kwargs)
+    _check_sequences(q, initial_state, cu_seqlens)
+    _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    return fused_recurrent_kda_fwd(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, scale=scale,
+        output_final_state=output_final_state, inplace_final_state=False, state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound)
+
+
+def fused_recurrent_kda_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    scale: float | None = None,
+    output_final_state: bool = False,
+    inplace_final_state: bool = True,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    out: torch.Tensor | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Decode on a pool of states, as vLLM calls it (fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd).
+
+    With inplace_final_state, initial_state [slots, HV, K, V] ([slots, HV, V, K] with state_v_first; fp32 or bf16, any
+    slot stride) is read and written: sequence n at slot ssm_state_indices[n] (-1: none). ssm_state_indices [N, S]
+    with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
+    Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
+    """
+    _check_shapes(q, k, v, g, beta)
+    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if use_gate_in_kernel and A_log is None and lower_bound is None:
+        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+    if not use_gate_in_kernel:
+        A_log = dt_bias = None
+    A, bias = _parameters(A_log, dt_bias, v, q.shape[-1])
+    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                   use_qk_l2norm_in_kernel, state_v_first)
+    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
+    rows = [_rows(x) for x in (q, k, v, g, beta)]
+    if out is not None:
+        assert out.shape == v.shape
+    if inplace_final_state:
+        assert initial_state is not None
+        o = torch.zeros_like(rows[2]) if out is None else out
+        _update(rows, o, initial_state, ssm_state_indices, num_accepted_tokens, A, bias, cu_seqlens, cu_seqlens_cpu,
+                modes)
+        return o.to(v.dtype), initial_state
+    if ssm_state_indices is not None:
+        raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
+    return _functional(rows, out, initial_state, output_final_state, A, bias, cu_seqlens, cu_seqlens_cpu, modes,
+                       v.dtype)
+
+
+def _update(rows, o, pool, indices, accepted, A, bias, cu_seqlens, cu_seqlens_cpu, modes):
+    """States of a pool in place: decode where a sequence cannot have more tokens than that kernel takes."""
+    B, T = rows[0].shape[:2]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+    decode = many or (T == N if cu_seqlens is not None else T <= _MOST_DECODE_TOKENS)
+    if indices is not None:
+        indices = indices.to(torch.int32).contiguous()
+        indices = indices if many else indices.reshape(N)
+    if accepted is not None:
+        accepted = accepted.to(torch.int32).contiguous()
+    ops.update(*rows, o, pool, indices, accepted, A, bias, cu_seqlens, cu_seqlens_cpu, decode, *modes)
+
+
+def _functional(rows, out, initial_state, output_final_state, A, bias, cu_seqlens, cu_seqlens_cpu, modes, dtype):
+    q, _, v = rows[:3]
+    v_first = modes[-1]
+    state = None if initial_state is None else initial_state.float().contiguous()
+    if cu_seqlens is None and q.shape[1] <= _MOST_DECODE_TOKENS:
+        o = torch.empty_like(v, memory_format=torch.contiguous_format)
+        matrix = (v.shape[-1], q.shape[-1]) if v_first else (q.shape[-1], v.shape[-1])
+        final = q.new_zeros((q.shape[0], v.shape[2], *matrix), dtype=torch.float32) if state is None else state.clone()
+        ops.update(*rows, o, final, None, None, A, bias, None, None, True, *modes)
+    else:
+        o, final, _ = ops.forward(*rows, A, bias, state, cu_seqlens, cu_seqlens_cpu, *modes, output_final_state, 0)
+    o = o.to(dtype)
+    return o if out is None else out.copy_(o), final if output_final_state else None

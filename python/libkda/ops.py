@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.libkda.forward and .update: loading, fake kernels, and what autograd answers.
+
+Both are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state, checkpoints), the
+last two empty unless asked for; `update` writes o and the pool of states in place.
+"""
+import torch
+
+from libkda._library import FOLDER
+
+_PATH = FOLDER / "libkda_torch.so"
+if not _PATH.exists():
+    raise ImportError("libkda: this build has no torch operators (it was built without torch); "
+                      "build it with torch 2.10 or later installed, or use libkda.arrays")
+if tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) < (2, 10):
+    raise ImportError(f"libkda needs torch 2.10 or later, found {torch.__version__}; libkda.arrays works without torch")
+torch.ops.load_library(str(_PATH))
+
+GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
+BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2 = 0, 1, 2
+
+NO_BACKWARD = ("libkda has no backward pass yet: call it under torch.no_grad() or torch.inference_mode(), "
+               "or train with fla.ops.kda")
+
+
+@torch.library.register_fake("libkda::forward")
+def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, gate_mode, beta_mode, lower_bound,
+      scale, l2norm, state_v_first, output_final_state, checkpoint_every):
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    matrix = (V, K) if state_v_first else (K, V)
+    count = 0
+    if checkpoint_every:
+        count = B * (T // checkpoint_every) if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
+    state = q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=torch.float32)
+    checkpoints = q.new_empty((count, HV, *matrix), dtype=torch.float32)
+    return v.new_empty(v.shape), state, checkpoints
+
+
+@torch.library.register_fake("libkda::update")
+def _(q, k, v, g, beta, o, states, *rest):
+    return None
+
+
+def _backward(ctx, *grads):
+    raise NotImplementedError(NO_BACKWARD)
+
+
+torch.library.register_autograd("libkda::forward", _backward)
+
+forward = torch.ops.libkda.forward.default
+update = torch.ops.libkda.update.default

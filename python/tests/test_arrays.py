@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from common import distance, make, reference
+
+from libkda import arrays
+
+np = pytest.importorskip("numpy")
+
+
+def numpy_inputs(**shape):
+    x, parameters, state = make(**shape)
+    raw = dict(qk_l2norm=True, beta_mode="sigmoid", output_final_state=True)
+    return x, parameters, state, {n: t.numpy() for n, t in x.items()}, raw
+
+
+@pytest.mark.parametrize("gates, bound", [("log", None), ("softplus", None), ("bounded", -5.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_numpy(gates, bound, dtype):
+    x, parameters, state, arguments, raw = numpy_inputs(dtype=dtype, gates=gates)
+    if gates != "log":
+        raw.update(gate_mode=gates, A_log=parameters["A_log"].numpy(),
+                   dt_bias=parameters["dt_bias"].view(4, 64).numpy())
+    o, final = arrays.forward(**arguments, initial_state=state.numpy(), **raw)
+    expected = reference(x, parameters, state, gates, bound)
+    assert o.dtype == arguments["v"].dtype
+    limit = 2e-6 if dtype == torch.float32 else 4e-4
+    assert distance(torch.from_numpy(o), expected[0]) < limit and distance(torch.from_numpy(final), expected[1]) < limit
+
+
+def test_packed_and_v_first():
+    x, parameters, state, arguments, raw = numpy_inputs(B=1, N=2)
+    o, final = arrays.forward(**arguments, initial_state=state.mT.contiguous().numpy(),
+                              cu_seqlens=np.array([0, 40, 131]), state_layout="vk", scale=0.2, **raw)
+    for n, (begin, end) in enumerate([(0, 40), (40, 131)]):
+        expected = reference({k: t[:, begin:end] for k, t in x.items()}, parameters, state[n:n + 1], scale=0.2)
+        assert distance(torch.from_numpy(o[:, begin:end]), expected[0]) < 2e-6
+        assert distance(torch.from_numpy(final[n:n + 1]).mT, expected[1]) < 2e-6
+
+
+def test_outputs_of_the_caller_and_strides():
+    _, _, _, arguments, raw = numpy_inputs(H=4)
+    expected, _ = arrays.forward(**arguments, **raw)
+    fused = np.concatenate([arguments["q"], arguments["k"]], axis=-1)
+    o = np.full_like(arguments["v"], np.nan)
+    found, _ = arrays.forward(**dict(arguments, q=fused[..., :64], k=fused[..., 64:]), o=o, **raw)
+    assert found is o and np.array_equal(o, expected)
+
+
+def test_dlpack_of_other_libraries():
+    """torch stands for any library with __dlpack__; bfloat16 needs the caller's output."""
+    x, parameters, state = make(dtype=torch.bfloat16)
+    raw = dict(qk_l2norm=True, beta_mode="sigmoid", output_final_state=True)
+    with pytest.raises(ValueError, match="bfloat16"):
+        arrays.forward(**x, **raw)
+    o = torch.full_like(x["v"], float("nan"))
+    arrays.forward(**x, o=o, initial_state=state, **raw)
+    assert distance(o, reference(x, parameters, state)[0]) < 2.5e-3
+
+
+def test_read_only_inputs_are_fine_read_only_outputs_are_not():
+    _, _, _, arguments, raw = numpy_inputs()
+    expected, _ = arrays.forward(**arguments, **raw)
+    for array in arguments.values():
+        array.flags.writeable = False
+    assert np.array_equal(arrays.forward(**arguments, **raw)[0], expected)
+    o = np.zeros_like(expected)
+    o.flags.writeable = False
+    with pytest.raises(ValueError, match="o is read-only"):
+        arrays.forward(**arguments, o=o, **raw)
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(gate_mode="fast"), ValueError, "gate_mode must be one of log, softplus, bounded, got 'fast'"),
+    (dict(k=np.zeros((2, 131, 2, 63), np.float32)), ValueError, r"k must have shape \[2, 131, 2, 64\]"),
+    (dict(v=[1, 2]), TypeError, "v must be an array with __dlpack__"),
+    (dict(g=np.zeros((2, 131, 4, 64))), TypeError, "g must be float32"),
+    (dict(gate_mode="softplus"), ValueError, "A_log"),
+    (dict(cu_seqlens=[0, 131]), ValueError, "batch"),
+])
+def test_errors(change, error, text):
+    _, _, _, arguments, raw = numpy_inputs()
+    with pytest.raises(error, match=text):
+        arrays.forward(**dict(arguments, **raw, **change))
+
+
+def test_workspace_bytes():
+    _, _, state, arguments, raw = numpy_inputs()
+    assert arrays.workspace_bytes(**arguments, initial_state=state.numpy(), **raw) > 0

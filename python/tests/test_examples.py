@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README.md and docs/python.md show, run as files."""
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = sorted((pathlib.Path(__file__).resolve().parents[2] / "examples" / "python").glob("*.py"))
+assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_runs(path):
+    if path.stem == "fla_plugin":
+        pytest.importorskip("fla.backends")
+    run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout

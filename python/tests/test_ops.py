@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators under torch's own checks, torch.compile, threads and repetition."""
+import threading
+
+import pytest
+import torch
+from common import FLAGS, make
+
+from libkda import chunk_kda, fused_recurrent_kda, ops
+
+TAIL = (ops.GATE_LOG, ops.BETA_SIGMOID, -5.0, 0.125, True, False)
+
+
+def test_opcheck_forward(device):
+    x, _, state = make(T=70, device=device)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    for initial, final, every in ((None, False, 0), (state, True, 32)):
+        torch.library.opcheck(ops.forward, (*rows, None, None, initial, None, None, *TAIL, final, every))
+    cu = torch.tensor([0, 30, 70])
+    packed = [t[:1] for t in rows]
+    torch.library.opcheck(ops.forward, (*packed, None, None, None, cu.to(device), cu, *TAIL, True, 0))
+
+
+def test_opcheck_update(device):
+    x, _, state = make(T=2, device=device)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    torch.library.opcheck(ops.update, (*rows, torch.empty_like(x["v"]), state, None, None, None, None, None, None, True,
+                                       *TAIL))
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("T", [3, 70])
+def test_compile_as_one_graph(device, function, T):
+    x, _, state = make(T=T, device=device)
+    call = lambda q, k, v, g, beta, state: function(q, k, v, g, beta, initial_state=state, **FLAGS)
+    arguments = [x[n] for n in ("q", "k", "v", "g", "beta")] + [state]
+    with torch.no_grad():
+        expected = call(*arguments)
+        found = torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_an_operator_says_what_does_not_fit():
+    x, _, _ = make()
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    rows[4] = rows[4][:, :5]
+    with pytest.raises(RuntimeError, match=r"beta must have shape \[2, 131, 4\], got \[2, 5, 4\]"):
+        ops.forward(*rows, None, None, None, None, None, *TAIL, False, 0)
+
+
+def test_threads_get_serial_bits(device):
+    x, _, state = make(T=200, device=device)
+    expected = chunk_kda(**x, initial_state=state, **FLAGS)
+    results = [None] * 8
+
+    def work(i):
+        with torch.no_grad():
+            results[i] = [chunk_kda(**x, initial_state=state, **FLAGS) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        for o, final in result:
+            assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+
+def test_no_memory_is_kept(device):
+    """Plans are cached up to a bound; nothing else may stay. Measured over many different shapes."""
+    resource = pytest.importorskip("resource")
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    def calls(count):
+        for i in range(count):
+            x, _, state = make(1, 1 + i % 300, 1, 1, 32, 32, device=device)
+            fused_recurrent_kda(**x, initial_state=state, **FLAGS)
+
+    calls(600)
+    before = peak()
+    calls(3000)
+    assert peak() - before < 4096  # KiB
+
+
+def test_gradient_through_the_operator_is_refused():
+    x, _, _ = make(T=5)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    rows[2].requires_grad_()
+    o = ops.forward(*rows, None, None, None, None, None, *TAIL, False, 0)[0]
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        o.sum().backward()

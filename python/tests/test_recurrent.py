@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from common import FLAGS, TOLERANCE, distance, gate_flags, make, reference
+
+from libkda import fused_recurrent_kda, fused_recurrent_kda_fwd
+
+
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 70])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_few_and_many_tokens(device, T, dtype, v_first):
+    x, parameters, state = make(T=T, dtype=dtype, device=device, gates="bounded")
+    flags = dict(FLAGS, state_v_first=v_first, **gate_flags("bounded", parameters, -5.0))
+    o, final = fused_recurrent_kda(**x, initial_state=state.mT.contiguous() if v_first else state, **flags)
+    expected = reference(x, parameters, state, "bounded", -5.0)
+    assert o.dtype == dtype
+    assert distance(o, expected[0]) < TOLERANCE[device, dtype]
+    assert distance(final.mT if v_first else final, expected[1]) < TOLERANCE[device, dtype]
+
+
+def test_initial_state_is_left_alone(device):
+    x, _, state = make(T=1, device=device)
+    before = state.clone()
+    _, final = fused_recurrent_kda(**x, initial_state=state, **FLAGS)
+    assert torch.equal(state, before) and not torch.equal(final, before)
+
+
+def test_double_tensors_compute_in_fp32(device):
+    x, parameters, state = make(T=5, device=device)
+    o, _ = fused_recurrent_kda(**{n: t.double() for n, t in x.items()}, initial_state=state, **FLAGS)
+    assert o.dtype == torch.float64
+    assert distance(o, reference(x, parameters, state)[0]) < 2e-6
+
+
+def pool_of(state, slots, slot_of, padding=24):
+    """Slots with a gap behind each, as caches that share a page with another state have them; the rest is poison."""
+    HV, K, V = state.shape[1:]
+    memory = torch.full((slots, HV * K * V + padding), 1e30, device=state.device)
+    pool = memory[:, :HV * K * V].unflatten(1, (HV, K, V))
+    pool[slot_of] = state
+    return memory, pool
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_pool_in_place(device, v_first):
+    x, parameters, state = make(B=1, T=5, N=5, device=device)
+    slots = torch.tensor([7, 2, 9, 0, 4], device=device)
+    stored = state.mT.contiguous() if v_first else state
+    memory, pool = pool_of(stored, 11, slots)
+    before = memory.clone()
+    o, final = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots,
+                                       cu_seqlens=torch.arange(6, device=device), use_qk_l2norm_in_kernel=True,
+                                       use_beta_sigmoid_in_kernel=True, state_v_first=v_first)
+    assert final is pool
+    for n, slot in enumerate(slots.tolist()):
+        expected = reference({name: t[:, n:n + 1] for name, t in x.items()}, parameters, state[n:n + 1])
+        assert distance(o[:, n:n + 1], expected[0]) < 2e-6
+        assert distance(pool[slot].mT if v_first else pool[slot], expected[1][0]) < 2e-6
+    untouched = [s for s in range(11) if s not in slots.tolist()]
+    assert torch.equal(memory[untouched], before[untouched])
+    assert torch.equal(memory[:, -24:], before[:, -24:])
+
+
+def test_speculative_decode(device):
+    """S tokens a sequence, a state a token; the next call starts from the accepted one."""
+    N, S = 3, 4
+    x, parameters, state = make(B=1, T=N * S, N=N, device=device)
+    indices = torch.arange(N * S, device=device, dtype=torch.int32).reshape(N, S)
+    accepted = torch.tensor([1, 3, 2], device=device, dtype=torch.int32)
+    start = indices[torch.arange(N), (accepted - 1).long()].long()
+    memory, pool = pool_of(state, N * S + 1, start)
+    o, _ = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=indices, num_accepted_tokens=accepted,
+                                   cu_seqlens=torch.arange(N + 1, device=device) * S, use_qk_l2norm_in_kernel=True,
+                                   use_beta_sigmoid_in_kernel=True)
+    for n in range(N):
+        for t in range(S):
+            part = {name: rows[:, n * S:n * S + t + 1] for name, rows in x.items()}
+            expected = reference(part, parameters, state[n:n + 1])
+            assert distance(pool[n * S + t], expected[1][0]) < 2e-6
+        assert distance(o[:, n * S:(n + 1) * S], expected[0]) < 2e-6
+
+
+def test_prefill_into_a_pool(device):
+    x, parameters, state = make(B=1, T=90, N=2, device=device)
+    slots = torch.tensor([3, 1], device=device, dtype=torch.int32)
+    _, pool = pool_of(state, 4, slots.long())
+    o, _ = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots,
+                                   cu_seqlens=torch.tensor([0, 20, 90], device=device), use_qk_l2norm_in_kernel=True,
+                                   use_beta_sigmoid_in_kernel=True)
+    for n, (begin, end) in enumerate([(0, 20), (20, 90)]):
+        expected = reference({name: t[:, begin:end] for name, t in x.items()}, parameters, state[n:n + 1])
+        assert distance(o[:, begin:end], expected[0]) < 2e-6
+        assert distance(pool[slots[n].long()], expected[1][0]) < 2e-6
+
+
+def test_out(device):
+    x, _, state = make(B=3, T=1, device=device)
+    out = torch.full_like(x["v"], float("nan"))
+    o, _ = fused_recurrent_kda_fwd(**x, initial_state=state.clone(), out=out)
+    assert o is out and not out.isnan().any()
