@@ -7,47 +7,15 @@
 """
 import ctypes
 import json
+import pathlib
+import sys
 
 import torch
 
-I32, I64, PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "python"))
+from libkda._library import I64, PTR, PlanOptions, Problem  # noqa: E402
+
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", PTR), ("dtype", I32), ("reserved", I32), ("strides", I64 * 4),
-                ("alignment", I64)]
-
-
-class State(ctypes.Structure):
-    _fields_ = [("tensor", Tensor), ("num_slots", I64), ("indices", PTR), ("present", I32),
-                ("indexed", I32)]
-
-
-class Problem(ctypes.Structure):
-    _fields_ = ([("struct_size", ctypes.c_size_t)] +
-                [(n, I32) for n in ("operation", "gate_mode", "beta_mode", "state_layout")] +
-                [(n, I64) for n in ("batch", "num_tokens", "num_heads", "num_value_heads",
-                                    "key_dim", "value_dim", "num_sequences")] +
-                [(n, Tensor) for n in ("q", "k", "v", "g", "beta", "o", "A_log", "dt_bias")] +
-                [("lower_bound", ctypes.c_double), ("scale", ctypes.c_double)] +
-                [(n, I32) for n in ("has_scale", "qk_l2norm", "has_cu_seqlens",
-                                    "cu_seqlens_dtype")] +
-                [("cu_seqlens", PTR)] +
-                [(n, State) for n in ("initial_state", "final_state", "checkpoints")] +
-                [("initial_state_mask", PTR), ("num_accepted_tokens", PTR)] +
-                [(n, I32) for n in ("has_initial_state_mask", "has_num_accepted_tokens")] +
-                [(n, I64) for n in ("checkpoint_every", "state_index_columns")] +
-                [(n, I32) for n in ("batch_invariant", "reserved")] + [("stream", PTR)])
-
-
-class PlanOptions(ctypes.Structure):
-    _fields_ = ([("struct_size", ctypes.c_size_t)] +
-                [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")] +
-                [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32),
-                 ("backend", ctypes.c_char_p), ("intra_form", I32), ("reserved", I32)])
-
-
 STAGES = ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag", "h", "vn")
 
 
@@ -106,7 +74,7 @@ class Library:
         p = Problem()
         self.lib.kda_problem_init(ctypes.byref(p))
         if p.struct_size != ctypes.sizeof(Problem):
-            raise RuntimeError("kda_problem has changed: bring bench/libkda_ctypes.py up to date")
+            raise RuntimeError("kda_problem has changed: bring python/libkda/_library.py up to date")
         p.operation = int(decode)
         p.batch, p.num_tokens, p.num_heads, p.key_dim = q.shape
         p.num_value_heads, p.value_dim = v.shape[2], v.shape[3]

@@ -172,6 +172,19 @@ def table_gpu_decode():
     return gpu_head(report) + markdown(["case", "median", "GB/s", "of copy"], rows) + gpu_tail(report)
 
 
+def table_gpu_python():
+    report = load("gpu_python")
+    us = lambda x: f"{x:.0f} us"
+    host = [[f'{r["function"]}, T {r["tokens"]}, H {r["heads"]}', us(r["libkda"]), us(r["fla"]),
+             f'{r["fla"] / r["libkda"]:.1f}x'] for r in report["host"]]
+    decode = [[f'B {r["batch"]}, H {r["heads"]}', us(r["libkda_in_place"]), us(r["libkda"]), us(r["fla"]),
+               f'{r["fla"] / r["libkda_in_place"]:.2f}x'] for r in report["decode"]]
+    return (f'{report["device"]}, {report["date"]}; torch {report["torch"]}, fla-core {report["fla"]}\n\n'
+            + markdown(["host time of a call", "libkda", "FLA", ""], host) + "\n\n"
+            + markdown(["decode step", "in place in a pool", "fused_recurrent_kda", "FLA", "in place"], decode)
+            + gpu_tail(report))
+
+
 def table_rivals():
     report = load("cpu_rivals")
     rows = [[r["method"], r["isa"], milliseconds(r["median_s"]), f'{r["peak_percent"]:.0f}%',

@@ -9,10 +9,6 @@ Importing the package loads neither torch nor a GPU driver; the first use of a n
 """
 import importlib
 
-from libkda._library import version as _version
-
-__version__ = _version()
-
 _NAMES = {
     "chunk_kda": "kda",
     "fused_recurrent_kda": "kda",
@@ -28,6 +24,9 @@ __all__ = ["__version__", *_NAMES]
 
 
 def __getattr__(name):
+    if name == "__version__":
+        from libkda._library import version
+        return version()
     if name in _NAMES:
         value = getattr(importlib.import_module(f"libkda.{_NAMES[name]}"), name)
         globals()[name] = value

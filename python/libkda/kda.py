@@ -67,13 +67,18 @@ def _rows(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
 
 
+def _parameter(x, shape):
+    """A parameter of the gate as the kernels read it; as a rule it is so already, and a call must be quick."""
+    if x is None:
+        return None
+    if x.dtype == torch.float32 and not x.requires_grad and x.is_contiguous():
+        return x if x.shape == shape else x.view(shape)
+    return x.detach().reshape(shape).float().contiguous()
+
+
 def _parameters(A_log, dt_bias, v, K):
     HV = v.shape[2]
-    if A_log is not None:
-        A_log = A_log.detach().reshape(HV).float().contiguous()
-    if dt_bias is not None:
-        dt_bias = dt_bias.detach().reshape(HV, K).float().contiguous()
-    return A_log, dt_bias
+    return _parameter(A_log, (HV,)), _parameter(dt_bias, (HV, K))
 
 
 def _lengths(cu_seqlens, cu_seqlens_cpu, q):

@@ -90,3 +90,55 @@ def test_gradient_through_the_operator_is_refused():
     o = ops.forward(*rows, None, None, None, None, None, *TAIL, False, 0)[0]
     with pytest.raises(NotImplementedError, match="no backward pass"):
         o.sum().backward()
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is what this is about")
+
+
+@needs_cuda
+@pytest.mark.parametrize("T", [1, 200])
+def test_cuda_graph_with_new_data(T):
+    x, _, state = make(T=T, device="cuda", dtype=torch.bfloat16)
+    function = fused_recurrent_kda if T == 1 else chunk_kda
+    call = lambda: function(**x, initial_state=state, **FLAGS)
+    with torch.inference_mode():
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, final = call()
+        for t in (*x.values(), state):
+            t.copy_(t.flip(1))
+        graph.replay()
+        expected = call()
+    assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+
+@needs_cuda
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_call_never_waits_for_the_device(on_host):
+    x, _, state = make(1, 200, device="cuda", N=2)
+    cu = torch.tensor([0, 70, 200])
+    arguments = dict(cu_seqlens=cu.cuda(), cu_seqlens_cpu=cu if on_host else None)
+    chunk_kda(**x, initial_state=state, **arguments, **FLAGS)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        chunk_kda(**x, initial_state=state, **arguments, **FLAGS)
+        fused_recurrent_kda(**{n: t[:, :2] for n, t in x.items()}, initial_state=state[:1], **FLAGS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+def test_runs_on_the_current_stream():
+    x, _, state = make(T=500, device="cuda")
+    expected = chunk_kda(**x, initial_state=state, **FLAGS)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = {n: torch.zeros_like(t) for n, t in x.items()}
+        torch.cuda._sleep(20_000_000)
+        for n, t in x.items():
+            late[n].copy_(t)
+        found = chunk_kda(**late, initial_state=state, **FLAGS)[0]
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(found, expected)
