@@ -274,6 +274,7 @@ def fused_recurrent_kda_fwd(
     With inplace_final_state, initial_state [slots, HV, K, V] ([slots, HV, V, K] with state_v_first; fp32 or bf16, any
     slot stride) is read and written: sequence n at slot ssm_state_indices[n] (-1: none). ssm_state_indices [N, S]
     with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
+    Packed calls with as many tokens as sequences count as decode steps: at most 8 tokens a sequence then.
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
     _check_shapes(q, k, v, g, beta)
