@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
-Registers with FLA 0.6's own backend registry (fla.backends), in front of its other backends. Calls that libkda does
-not serve (gradients, cp_context) go on to FLA; last_path() says who served the last one and why. FLA_LIBKDA=0 or
-disable() switch it off.
+Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
+others. Calls that libkda does not serve (gradients, cp_context) go on to FLA; last_path() says who served the last
+one and why. FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from libkda import gate, kda
 
 try:
     from fla.backends import BaseBackend, register
-    from fla.ops.kda import chunk_kda as _fla_chunk_kda
-except ImportError as error:
-    raise ImportError("libkda.fla needs fla-core 0.6 or later, whose registry is fla.backends") from error
+except ImportError:
+    register = None
+    try:
+        from fla.ops.backends import BaseBackend
+        from fla.ops.kda.backends import kda_registry
+    except ImportError as error:
+        raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
 _state = {"enabled": True, "path": None}
 
@@ -77,5 +81,10 @@ def _backend(*functions):
     return type("LibkdaBackend", (BaseBackend,), members)
 
 
-register(_fla_chunk_kda)(_backend(kda.chunk_kda))
-register("kda")(_backend(kda.fused_recurrent_kda_fwd, gate.fused_kda_gate))
+_OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
+if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
+    kda_registry.register(_backend(kda.chunk_kda, *_OPERATIONS)())
+else:
+    from fla.ops.kda import chunk_kda as _fla_chunk_kda
+    register(_fla_chunk_kda)(_backend(kda.chunk_kda))
+    register("kda")(_backend(*_OPERATIONS))
