@@ -8,6 +8,7 @@ one and why. FLA_LIBKDA=0 or disable() switch it off.
 from __future__ import annotations
 
 import functools
+import inspect
 
 import torch
 
@@ -41,13 +42,15 @@ def last_path() -> str | None:
     return _state["path"]
 
 
-def _reason(kwargs, tensors):
+def _reason(arguments):
+    """Why libkda does not serve a call with these arguments; None if it does."""
     if not _state["enabled"]:
         return "libkda.fla.disable() was called"
-    if kwargs.get("cp_context") is not None:
+    if arguments.get("cp_context") is not None:
         return "cp_context is not supported yet"
-    if kwargs.get("ssm_state_indices") is not None and not kwargs.get("inplace_final_state", True):
+    if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
         return "ssm_state_indices without inplace_final_state"
+    tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return "a gradient is asked for, and libkda has no backward pass yet"
     devices = {x.device.type for x in tensors if x.dim() > 1}
@@ -58,6 +61,7 @@ def _reason(kwargs, tensors):
 
 def _serve(name, function):
     """A backend's method and its verifier for one of FLA's functions."""
+    names = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def call(self, *args, **kwargs):
@@ -65,8 +69,7 @@ def _serve(name, function):
         return function(*args, **kwargs)
 
     def verifier(self, *args, **kwargs):
-        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-        reason = _reason(kwargs, tensors)
+        reason = _reason(dict(zip(names, args), **kwargs))
         if reason is not None:
             _state["path"] = f"fla: {name}: {reason}"
         return reason is None, reason

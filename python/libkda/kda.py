@@ -115,9 +115,8 @@ def _chunk_states(checkpoints, initial_state, B, T, lengths, chunk_size, dtype):
     for n, length in enumerate(lengths):
         full, count = length // chunk_size, (length + chunk_size - 1) // chunk_size
         if count:
-            first = torch.zeros_like(checkpoints[:1]) if checkpoints.shape[0] else checkpoints.new_zeros(
-                (1, *checkpoints.shape[1:]))
-            pieces.append(first if initial_state is None else initial_state[n:n + 1])
+            zero = checkpoints.new_zeros((1, *checkpoints.shape[1:]))
+            pieces.append(zero if initial_state is None else initial_state[n:n + 1])
             pieces.append(checkpoints[used:used + count - 1])
         used += full
     states = torch.cat(pieces) if pieces else checkpoints[:0]

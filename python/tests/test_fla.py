@@ -61,6 +61,11 @@ def test_declines_say_why():
     accepted, reason = decline(dict(cp_context=object()))
     assert not accepted and "cp_context" in reason
     assert libkda.fla.last_path() == f"fla: chunk_kda: {reason}"
+    x, _, _ = make()
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    flags = [None, None, *[False] * 6, None, False, False, False, None, None]  # scale .. cu_seqlens_cpu
+    by_position = libkda.fla._backend(libkda.chunk_kda)().verify("chunk_kda", *rows, *flags, object())
+    assert not by_position[0] and "cp_context" in by_position[1]
     accepted, reason = decline(dict(v=torch.zeros(2, 131, 4, 32, requires_grad=True)))
     assert not accepted and "gradient" in reason
     libkda.fla.disable()
