@@ -74,9 +74,11 @@ def measure_decode(libkda, fla):
     for B, H in ((1, 4), (1, 32), (4, 32), (16, 32), (64, 32), (128, 32), (256, 32)):
         x = inputs(B, 1, H)
         states = x["initial_state"]
+        copy = torch.empty_like(states)
         pool = dict(x, inplace_final_state=True)
         pool.pop("output_final_state")
         row = dict(batch=B, heads=H, bytes=2 * states.numel() * 4,
+                   copy=step_us(lambda: copy.copy_(states)),
                    libkda=step_us(lambda: libkda.fused_recurrent_kda(**x)),
                    libkda_in_place=step_us(lambda: libkda.fused_recurrent_kda_fwd(**pool)),
                    fla=step_us(lambda: fla.fused_recurrent_kda(**x)))

@@ -122,7 +122,7 @@ typedef struct kda_problem {
   int32_t has_cu_seqlens;
   int32_t cu_seqlens_dtype; /* KDA_INT32 or KDA_INT64 */
   const void* cu_seqlens;   /* run: read only by plans made from bounds */
-  kda_state initial_state;  /* decode: the pool */
+  kda_state initial_state;  /* decode without final_state: the pool, updated in place */
   kda_state final_state;
   kda_state checkpoints;
   const uint8_t* initial_state_mask; /* [num_sequences], with has_initial_state_mask */
@@ -132,7 +132,7 @@ typedef struct kda_problem {
   int64_t checkpoint_every;
   int64_t state_index_columns; /* 0 counts as 1 */
   int32_t batch_invariant;
-  int32_t reserved;
+  int32_t trusted; /* run, CUDA: 1 vouches that pointers and stream belong to the current device */
   void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
 } kda_problem;
 

@@ -17,12 +17,14 @@
 namespace kda {
 
 inline constexpr int64_t kMaxHeadDim = 256;     ///< largest K and V
-inline constexpr int64_t kMaxDecodeTokens = 8;  ///< most tokens a sequence in one decode call
+/// Most tokens a sequence in one decode call, where the host knows the lengths: forward is faster
+/// for more. Lengths that only a device knows are not looked at; all tokens are computed.
+inline constexpr int64_t kMaxDecodeTokens = 8;
 inline constexpr int64_t kCheckpointMultiple = 16;
 
 enum class Operation : int32_t {
   kForward = 0,  ///< any number of tokens; chunked
-  kDecode = 1,   ///< 1..8 tokens a sequence, state pool updated in place
+  kDecode = 1,   ///< 1..8 tokens a sequence, one read and one write of the state
 };
 
 /// A buffer of states, [num_slots, HV, K, V] (kv) or [num_slots, HV, V, K] (vk), fp32 or bf16.
@@ -64,16 +66,17 @@ struct Problem {
   std::optional<DType> cu_seqlens;
 
   StateLayout state_layout = StateLayout::kKV;  ///< of every state of this problem
-  std::optional<StateDesc> initial_state;       ///< forward; in decode the pool, required
+  std::optional<StateDesc> initial_state;       ///< absent: zeros
   bool initial_state_mask = false;              ///< uint8 [N]: 0 starts the sequence from zero
-  std::optional<StateDesc> final_state;         ///< forward only; may be the pool of initial_state
+  std::optional<StateDesc> final_state;         ///< may be the pool of initial_state
   std::optional<StateDesc> checkpoints;         ///< forward only; see checkpoint_every
   /// Multiple of 16: the state after every so many tokens of a sequence; sequence n has
   /// floor(length / checkpoint_every) of them, sequences in order.
   int64_t checkpoint_every = 0;
 
-  /// Decode: columns of the index array [N, S]. 1: the state after the last token is stored in its
-  /// slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and the state is
+  /// Decode without final_state works in place, in the pool initial_state, and skips a sequence
+  /// whose slot is -1. Columns of its index array [N, S]: 1: the state after the last token is
+  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and the state is
   /// read from slot [n, num_accepted_tokens[n] - 1].
   int64_t state_index_columns = 1;
   bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1

@@ -22,7 +22,7 @@ struct Tensors {
   const float* dt_bias = nullptr;
   const void* cu_seqlens = nullptr;  ///< read only when the plan was made from bounds
 
-  /// Read-only in forward; in decode this is the pool, and it is written.
+  /// Read-only; but decode without a final_state writes into this pool.
   void* initial_state = nullptr;
   const int32_t* initial_state_indices = nullptr;  ///< forward [N]; decode [N, S], row-major
   const uint8_t* initial_state_mask = nullptr;     ///< [N]
@@ -33,6 +33,11 @@ struct Tensors {
   const int32_t* final_state_indices = nullptr;  ///< [N]
   void* checkpoints = nullptr;
   const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
+
+  /// CUDA: the caller vouches that every pointer and the stream belong to the current device, the
+  /// plan's; run() then does not ask the driver about each of them. Null pointers, alignment and
+  /// overlaps are looked at all the same.
+  bool trusted = false;
 };
 
 /// Computes what `plan.problem` describes: forward or decode.

@@ -40,7 +40,7 @@ enum MetadataFlag : int32_t {
   kBadFinalIndex = 4,         ///< final_state_indices out of range: state not stored
   kBadCheckpointIndex = 8,    ///< checkpoint_indices out of range: checkpoint not stored
   kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
-  kTooManyDecodeTokens = 32,  ///< more tokens than decode takes: the rest is left out
+  kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
 };
 
 /// Bytes of one element.

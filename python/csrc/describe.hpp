@@ -68,6 +68,19 @@ inline void describe(kda_tensor* target, const Tensor& x, const char* name,
   target->alignment = std::max(alignment, size);
 }
 
+/// A parameter of the gate: contiguous, with as many elements as `shape`, in whatever shape it has.
+inline void describe_parameter(kda_tensor* target, const Tensor& x, const char* name,
+                               std::initializer_list<int64_t> shape) {
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count, "libkda: ", name,
+                  " must be contiguous, with ", count, " elements, got ", x.numel());
+  check(kda_tensor_contiguous(target, const_cast<void*>(x.const_data_ptr()),
+                              static_cast<kda_dtype>(dtype_of(x, name)),
+                              static_cast<int32_t>(shape.size()), shape.begin()));
+  target->alignment = static_cast<int64_t>(x.element_size());
+}
+
 inline void describe_state(kda_state* target, const Tensor& x, const char* name, bool vk,
                            int64_t heads, int64_t key_dim, int64_t value_dim) {
   const int64_t slots = x.dim() > 0 ? x.size(0) : 0;

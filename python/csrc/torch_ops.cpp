@@ -3,8 +3,8 @@
 // library for every Python and every torch. Meaning of the arguments: include/kda/problem.hpp;
 // what users call: python/libkda/kda.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -25,8 +25,21 @@ struct Modes {
   bool l2norm, state_v_first;
 };
 
-Tensor new_tensor(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, {shape.data(), shape.size()}, dtype);
+/// An uninitialised contiguous tensor where `like` is, without a way through the dispatcher.
+Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& shape, int32_t dtype) {
+  std::vector<int64_t> strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(shape[d], 1);
+  }
+  int32_t device_type = 0;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), dtype, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 void expect_beside(const Tensor& x, const Tensor& q, const char* name) {
@@ -58,11 +71,11 @@ kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   expect_beside(k, q, "k"), expect_beside(v, q, "v"), expect_beside(g, q, "g");
   expect_beside(beta, q, "beta"), expect_beside(o, q, "o");
   if (A_log) {
-    describe(&p.A_log, *A_log, "A_log", {HV});
+    describe_parameter(&p.A_log, *A_log, "A_log", {HV});
     expect_beside(*A_log, q, "A_log");
   }
   if (dt_bias) {
-    describe(&p.dt_bias, *dt_bias, "dt_bias", {HV, K});
+    describe_parameter(&p.dt_bias, *dt_bias, "dt_bias", {HV, K});
     expect_beside(*dt_bias, q, "dt_bias");
   }
   p.gate_mode = static_cast<int32_t>(modes.gate_mode);
@@ -72,6 +85,7 @@ kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.scale = modes.scale;
   p.has_scale = 1;
   p.qk_l2norm = modes.l2norm;
+  p.trusted = 1;  // expect_beside() has looked
   return p;
 }
 
@@ -109,7 +123,9 @@ void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_s
   problem->stream = current_stream(q);
   const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens);
   const size_t bytes = kda_plan_workspace_bytes(plan.get());
-  const Tensor memory = new_tensor(q, {static_cast<int64_t>(bytes) + 64}, ScalarType::Byte);
+  if (bytes == 0) return check(kda_run(plan.get(), problem, nullptr, 0));
+  const Tensor memory =
+      new_tensor(q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
   const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
   check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
 }
@@ -131,15 +147,17 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
                                            MaybeTensor cu_seqlens_cpu, int64_t gate_mode,
                                            int64_t beta_mode, double lower_bound, double scale,
                                            bool l2norm, bool state_v_first, bool output_final_state,
-                                           int64_t checkpoint_every) {
+                                           int64_t checkpoint_every, bool decode) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
-  const Tensor o = new_tensor(v, {v.sizes().begin(), v.sizes().end()}, v.scalar_type());
+  int32_t v_dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.get(), &v_dtype));
+  const Tensor o = new_tensor(v, {v.sizes().begin(), v.sizes().end()}, v_dtype);
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
   const auto states = [&](int64_t slots) {
     return new_tensor(q, {slots, HV, state_v_first ? V : K, state_v_first ? K : V},
-                      ScalarType::Float);
+                      aoti_torch_dtype_float32());
   };
   if (initial_state) {
     describe_state(&p.initial_state, *initial_state, "initial_state", state_v_first, HV, K, V);
@@ -148,6 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
   const Tensor final_state = states(output_final_state ? p.num_sequences : 0);
   if (output_final_state)
     describe_state(&p.final_state, final_state, "final_state", state_v_first, HV, K, V);
+  if (decode) p.operation = KDA_DECODE;
   const bool keep = checkpoint_every > 0;
   const Tensor checkpoints = states(keep ? count_checkpoints(p, lengths, checkpoint_every) : 0);
   if (keep) {
@@ -206,7 +225,7 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, int checkpoint_every) -> (Tensor, Tensor, Tensor)");
+      "output_final_state, int checkpoint_every, bool decode=False) -> (Tensor, Tensor, Tensor)");
   m.def(
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "

@@ -31,7 +31,7 @@ class Problem(ctypes.Structure):
         + [("initial_state_mask", PTR), ("num_accepted_tokens", PTR)]
         + [(n, I32) for n in ("has_initial_state_mask", "has_num_accepted_tokens")]
         + [(n, I64) for n in ("checkpoint_every", "state_index_columns")]
-        + [(n, I32) for n in ("batch_invariant", "reserved")]
+        + [(n, I32) for n in ("batch_invariant", "trusted")]
         + [("stream", PTR)]
     )
 

@@ -11,6 +11,7 @@ On a GPU (CuPy, JAX) the caller gives o, final_state and a workspace, and the ca
 from __future__ import annotations
 
 import ctypes
+import math
 
 from libkda._library import I64, PTR, PlanOptions, Problem, check, library
 
@@ -37,7 +38,7 @@ _pointer_of.restype, _pointer_of.argtypes = PTR, [ctypes.py_object, ctypes.c_cha
 class _View:
     """An array's memory, as kda_tensor describes it; holds the array while it lives."""
 
-    def __init__(self, array, name):
+    def __init__(self, array, name, raw=False):
         self.name = name
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name} must be an array with __dlpack__ (NumPy, JAX, CuPy), got {type(array).__name__}")
@@ -50,7 +51,8 @@ class _View:
         self.shape = tuple(x.shape[i] for i in range(x.ndim))
         self.device = x.device_type, x.device_id
         self.dtype = _DTYPES.get((x.code, x.bits)) if x.lanes == 1 else None
-        if self.dtype is None:
+        self.bytes = math.prod(self.shape) * x.bits * x.lanes // 8
+        if self.dtype is None and not raw:
             raise TypeError(f"{name} must be float32, bfloat16, float16, int32 or int64")
         self.data = (x.data or 0) + x.byte_offset
         self.strides = tuple(x.strides[i] for i in range(x.ndim)) if x.strides else self._row_major()
@@ -106,7 +108,8 @@ def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, c
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; float32, float16 or bfloat16, each its own.
     A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
     cu_seqlens [N + 1], int32 or int64, on the host: packs N sequences into B = 1. num_threads 0: all cores.
-    On a GPU: o, final_state (if asked for), workspace (bytes from workspace_bytes()) and stream (an integer handle).
+    On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
+    aligned to 64) and stream (an integer handle).
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError names an argument that does not fit.
     """
     lib, views = library(), {n: _View(x, n) for n, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
@@ -125,16 +128,20 @@ def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, c
     plan = _plan(problem, cu, _options(views["q"], num_threads))
     try:
         size = lib.kda_plan_workspace_bytes(plan)
-        memory = _View(workspace, "workspace") if on_gpu else ctypes.create_string_buffer(size + 64)
-        start = memory.data if on_gpu else (ctypes.addressof(memory) + 63) // 64 * 64
-        check(lib.kda_run(plan, ctypes.byref(problem), PTR(start), ctypes.c_size_t(size)))
+        if on_gpu:
+            memory = _View(workspace, "workspace", raw=True)
+            start, given = memory.data, memory.bytes
+        else:
+            memory = ctypes.create_string_buffer(size + 64)
+            start, given = (ctypes.addressof(memory) + 63) // 64 * 64, size
+        check(lib.kda_run(plan, ctypes.byref(problem), PTR(start), ctypes.c_size_t(given)))
     finally:
         lib.kda_plan_destroy(plan)
     return o, final_state
 
 
 def workspace_bytes(q, k, v, g, beta, *, cu_seqlens=None, **options) -> int:
-    """Bytes of workspace that forward() of the same arguments takes on a GPU; align it to 64."""
+    """Bytes of workspace that forward() of the same arguments takes on a GPU."""
     views = {n: _View(x, n) for n, x in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
     names = ("A_log", "dt_bias", "initial_state")
     problem, cu, output = _problem(views, *(options.get(n) for n in names), cu_seqlens, options.get("scale"),

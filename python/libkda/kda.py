@@ -15,7 +15,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 def _rename_layout(state_v_first, kwargs):
-    if "transpose_state_layout" not in kwargs:
+    if not kwargs or "transpose_state_layout" not in kwargs:
         return state_v_first
     if state_v_first:
         raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
@@ -67,18 +67,15 @@ def _rows(x):
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
 
 
-def _parameter(x, shape):
-    """A parameter of the gate as the kernels read it; as a rule it is so already, and a call must be quick."""
-    if x is None:
-        return None
-    if x.dtype == torch.float32 and not x.requires_grad and x.is_contiguous():
-        return x if x.shape == shape else x.view(shape)
-    return x.detach().reshape(shape).float().contiguous()
+def _parameter(x):
+    """A parameter of the gate as the kernels read it, in any shape."""
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.float().contiguous()
 
 
-def _parameters(A_log, dt_bias, v, K):
-    HV = v.shape[2]
-    return _parameter(A_log, (HV,)), _parameter(dt_bias, (HV, K))
+def _as(x, dtype):
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _lengths(cu_seqlens, cu_seqlens_cpu, q):
@@ -195,14 +192,13 @@ def chunk_kda(
         if cu_seqlens is not None:  # the number of chunks is needed on the host, as in FLA
             cu_seqlens_cpu = cu_seqlens.cpu() if cu_seqlens_cpu is None else cu_seqlens_cpu
             lengths = cu_seqlens_cpu.diff().tolist()
-    A, bias = _parameters(A_log, dt_bias, v, q.shape[-1])
     state = None if initial_state is None else initial_state.contiguous()
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
     o, final_state, checkpoints = ops.forward(
-        _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), A, bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-        output_final_state, every)
-    result = o.to(q.dtype), final_state if output_final_state else None
+        _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), _parameter(A_log), _parameter(dt_bias), state, cu_seqlens,
+        cu_seqlens_cpu, *modes, output_final_state, every)
+    result = _as(o, q.dtype), final_state if output_final_state else None
     if not return_intermediate_states:
         return result
     return *result, _chunk_states(checkpoints, state, q.shape[0], q.shape[1], lengths, chunk_size, k.dtype)
@@ -273,7 +269,6 @@ def fused_recurrent_kda_fwd(
     With inplace_final_state, initial_state [slots, HV, K, V] ([slots, HV, V, K] with state_v_first; fp32 or bf16, any
     slot stride) is read and written: sequence n at slot ssm_state_indices[n] (-1: none). ssm_state_indices [N, S]
     with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
-    Packed calls with as many tokens as sequences count as decode steps: at most 8 tokens a sequence then.
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
     _check_shapes(q, k, v, g, beta)
@@ -282,49 +277,46 @@ def fused_recurrent_kda_fwd(
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
     if not use_gate_in_kernel:
         A_log = dt_bias = None
-    A, bias = _parameters(A_log, dt_bias, v, q.shape[-1])
+    parameters = _parameter(A_log), _parameter(dt_bias)
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
-    rows = [_rows(x) for x in (q, k, v, g, beta)]
+    rows = _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta)
     if out is not None:
         assert out.shape == v.shape
     if inplace_final_state:
         assert initial_state is not None
         o = torch.zeros_like(rows[2]) if out is None else out
-        _update(rows, o, initial_state, ssm_state_indices, num_accepted_tokens, A, bias, cu_seqlens, cu_seqlens_cpu,
+        _update(rows, o, initial_state, ssm_state_indices, num_accepted_tokens, parameters, cu_seqlens, cu_seqlens_cpu,
                 modes)
-        return o.to(v.dtype), initial_state
+        return _as(o, v.dtype), initial_state
     if ssm_state_indices is not None:
         raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
-    return _functional(rows, out, initial_state, output_final_state, A, bias, cu_seqlens, cu_seqlens_cpu, modes,
-                       v.dtype)
-
-
-def _update(rows, o, pool, indices, accepted, A, bias, cu_seqlens, cu_seqlens_cpu, modes):
-    """States of a pool in place: decode where a sequence cannot have more tokens than that kernel takes."""
-    B, T = rows[0].shape[:2]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    decode = many or (T == N if cu_seqlens is not None else T <= _MOST_DECODE_TOKENS)
-    if indices is not None:
-        indices = indices.to(torch.int32).contiguous()
-        indices = indices if many else indices.reshape(N)
-    if accepted is not None:
-        accepted = accepted.to(torch.int32).contiguous()
-    ops.update(*rows, o, pool, indices, accepted, A, bias, cu_seqlens, cu_seqlens_cpu, decode, *modes)
-
-
-def _functional(rows, out, initial_state, output_final_state, A, bias, cu_seqlens, cu_seqlens_cpu, modes, dtype):
-    q, _, v = rows[:3]
-    v_first = modes[-1]
-    state = None if initial_state is None else initial_state.float().contiguous()
-    if cu_seqlens is None and q.shape[1] <= _MOST_DECODE_TOKENS:
-        o = torch.empty_like(v, memory_format=torch.contiguous_format)
-        matrix = (v.shape[-1], q.shape[-1]) if v_first else (q.shape[-1], v.shape[-1])
-        final = q.new_zeros((q.shape[0], v.shape[2], *matrix), dtype=torch.float32) if state is None else state.clone()
-        ops.update(*rows, o, final, None, None, A, bias, None, None, True, *modes)
-    else:
-        o, final, _ = ops.forward(*rows, A, bias, state, cu_seqlens, cu_seqlens_cpu, *modes, output_final_state, 0)
-    o = o.to(dtype)
+    state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
+    decode = _decodes(q, cu_seqlens)
+    o, final, _ = ops.forward(*rows, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes, output_final_state or decode,
+                              0, decode)
+    o = _as(o, v.dtype)
     return o if out is None else out.copy_(o), final if output_final_state else None
+
+
+def _decodes(q, cu_seqlens):
+    """Whether the decode kernel is the one for a call: up to 8 tokens a sequence. Lengths on a GPU are not read back;
+    as many tokens as sequences are taken for a step of one token each (and are computed right if they are not)."""
+    if cu_seqlens is None:
+        return q.shape[1] <= _MOST_DECODE_TOKENS
+    if cu_seqlens.device.type == "cpu":
+        return cu_seqlens.shape[0] < 2 or int(cu_seqlens.diff().max()) <= _MOST_DECODE_TOKENS
+    return q.shape[1] == cu_seqlens.shape[0] - 1
+
+
+def _update(rows, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqlens_cpu, modes):
+    """States of a pool in place."""
+    many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
+    if indices is not None:
+        indices = _as(indices, torch.int32).contiguous()
+        indices = indices.flatten() if indices.dim() == 2 and not many else indices
+    if accepted is not None:
+        accepted = _as(accepted, torch.int32).contiguous()
+    ops.update(*rows, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
+               many or _decodes(rows[0], cu_seqlens), *modes)

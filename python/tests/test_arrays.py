@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
+
 import pytest
 import torch
 from common import distance, make, reference
@@ -87,3 +89,27 @@ def test_errors(change, error, text):
 def test_workspace_bytes():
     _, _, state, arguments, raw = numpy_inputs()
     assert arrays.workspace_bytes(**arguments, initial_state=state.numpy(), **raw) > 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="arrays on a GPU")
+@pytest.mark.parametrize("source", ["cupy", "jax"])
+def test_arrays_on_a_gpu(source):
+    """Inputs of CuPy or JAX; outputs and workspace of CuPy, on a stream of its own."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the memory
+    cupy = pytest.importorskip("cupy")
+    convert = cupy.asarray if source == "cupy" else pytest.importorskip("jax").numpy.asarray
+    x, parameters, state, arguments, raw = numpy_inputs()
+    inputs = {name: convert(array) for name, array in dict(arguments, initial_state=state.numpy()).items()}
+    o = cupy.full(arguments["v"].shape, np.nan, np.float32)
+    final = cupy.full(tuple(state.shape), np.nan, np.float32)
+    workspace = cupy.zeros(arrays.workspace_bytes(**inputs, **raw), np.uint8)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    found, found_final = arrays.forward(**inputs, o=o, final_state=final, workspace=workspace, stream=stream.ptr, **raw)
+    with pytest.raises(ValueError, match="workspace"):
+        arrays.forward(**inputs, o=o, final_state=final, workspace=workspace[64:], stream=stream.ptr, **raw)
+    stream.synchronize()
+    assert found is o and found_final is final
+    expected = reference(x, parameters, state)
+    assert distance(torch.from_numpy(o.get()), expected[0]) < 2e-6
+    assert distance(torch.from_numpy(final.get()), expected[1]) < 2e-6

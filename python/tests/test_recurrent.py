@@ -26,6 +26,39 @@ def test_initial_state_is_left_alone(device):
     assert torch.equal(state, before) and not torch.equal(final, before)
 
 
+@pytest.mark.parametrize("T", [1, 8])
+def test_without_initial_state(device, T):
+    x, parameters, state = make(T=T, device=device)
+    o, final = fused_recurrent_kda(**x, **FLAGS)
+    expected = reference(x, parameters, torch.zeros_like(state))
+    assert distance(o, expected[0]) < 2e-6 and distance(final, expected[1]) < 2e-6
+    assert fused_recurrent_kda(**x, **dict(FLAGS, output_final_state=False))[1] is None
+
+
+@pytest.mark.parametrize("lengths", [[1] * 12, [0] * 11 + [12], [3, 0, 9], [5, 2]])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_packed(device, lengths, in_place):
+    """As many tokens as sequences look like a decode step; one sequence may have them all."""
+    N = len(lengths)
+    x, parameters, state = make(B=1, T=sum(lengths), N=N, device=device)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+    before = state.clone()
+    flags = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, cu_seqlens=cu)
+    if in_place:
+        o, final = fused_recurrent_kda_fwd(**x, initial_state=state, **flags)
+        assert final is state
+    else:
+        o, final = fused_recurrent_kda(**x, initial_state=state, output_final_state=True, **flags)
+        assert torch.equal(state, before)
+    for n, (begin, end) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
+        if begin == end:
+            assert torch.equal(final[n], before[n])
+            continue
+        expected = reference({name: t[:, begin:end] for name, t in x.items()}, parameters, before[n:n + 1])
+        assert distance(o[:, begin:end], expected[0]) < 2e-6
+        assert distance(final[n], expected[1][0]) < 2e-6
+
+
 def test_double_tensors_compute_in_fp32(device):
     x, parameters, state = make(T=5, device=device)
     o, _ = fused_recurrent_kda(**{n: t.double() for n, t in x.items()}, initial_state=state, **FLAGS)

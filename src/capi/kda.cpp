@@ -139,6 +139,7 @@ Tensors tensors_of(const kda_problem& c) {
   t.final_state_indices = c.final_state.indices;
   t.checkpoints = c.checkpoints.tensor.data;
   t.checkpoint_indices = c.checkpoints.indices;
+  t.trusted = c.trusted != 0;
   return t;
 }
 

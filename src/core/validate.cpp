@@ -177,11 +177,17 @@ Status check_forward_states(const Problem& p) {
 }
 
 Status check_decode_states(const Problem& p) {
-  if (!p.initial_state) return invalid("initial_state: decode needs the state pool");
-  if (p.final_state) return invalid("final_state: decode writes into the pool of initial_state");
+  if (!p.initial_state && !p.final_state)
+    return invalid("initial_state: decode needs the state pool, or final_state to write to");
+  KDA_RETURN_IF_ERROR(check_state("final_state", p, p.final_state, true));
+  if (p.final_state && (p.state_index_columns != 1 || p.num_accepted_tokens))
+    return invalid("final_state: with state_index_columns or num_accepted_tokens decode writes ",
+                   "into the pool of initial_state");
+  if (p.initial_state_mask && !p.initial_state)
+    return invalid("initial_state_mask: given without initial_state");
   if (p.checkpoints) return invalid("checkpoints: belong to forward");
   KDA_RETURN_IF_ERROR(check_range("state_index_columns: S", p.state_index_columns, 1, 65535));
-  if (!p.initial_state->indexed && p.state_index_columns != 1)
+  if (p.state_index_columns != 1 && !p.initial_state->indexed)
     return invalid("state_index_columns: S = ", p.state_index_columns, " needs indexed states");
   if (!p.cu_seqlens && p.num_tokens > kMaxDecodeTokens)
     return invalid("num_tokens: decode takes 1..", kMaxDecodeTokens, " tokens a sequence, got ",
@@ -202,7 +208,7 @@ Status validate_or_throw(const Problem& p) {
   KDA_RETURN_IF_ERROR(
       check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
   const bool decode = p.operation == Operation::kDecode;
-  KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode));
+  KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode && !p.final_state));
   return decode ? check_decode_states(p) : check_forward_states(p);
 }
 

@@ -286,7 +286,7 @@ Status size_workspace(const Implementation* chosen, Plan* plan) {
   if (chosen) add(block::kThreadScratch, 1, chosen->scratch_bytes(p, plan->num_threads));
   if (chosen && chosen->add_blocks) fits = fits && chosen->add_blocks(*plan);
   const bool decode = p.operation == Operation::kDecode;
-  const auto& written = decode ? p.initial_state : p.final_state;
+  const auto& written = decode && !p.final_state ? p.initial_state : p.final_state;
   // Slots written twice are looked for on the host only.
   const bool cpu = plan->device.kind == DeviceKind::kCpu;
   const bool indexed = cpu && ((p.initial_state && p.initial_state->indexed) ||

@@ -122,22 +122,26 @@ class Checker {
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    return p_.operation == Operation::kDecode ? check_decode_slots() : check_forward_slots();
+    return decodes_in_place() ? check_decode_slots() : check_forward_slots();
   }
 
  private:
+  bool decodes_in_place() const {
+    return p_.operation == Operation::kDecode && !p_.final_state;
+  }
+
   /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
   Status run_device() {
     collect();
     for (std::size_t i = 0; i < count_; ++i) {
       KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
-      KDA_RETURN_IF_ERROR(cuda::check_pointer(entries_[i].name, entries_[i].pointer));
+      KDA_RETURN_IF_ERROR(check_memory(entries_[i].name, entries_[i].pointer));
     }
     const int64_t N = p_.num_sequences;
     const auto check_array = [&](const char* name, bool needed, const void* pointer) -> Status {
       if (!needed) return {};
       if (!pointer) return invalid(name, ": pointer is null");
-      return cuda::check_pointer(name, pointer);
+      return check_memory(name, pointer);
     };
     KDA_RETURN_IF_ERROR(
         check_array("cu_seqlens", p_.cu_seqlens && !plan_.lengths_known, t_.cu_seqlens));
@@ -156,6 +160,10 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_array("num_accepted_tokens", N > 0 && p_.num_accepted_tokens,
                                     t_.num_accepted_tokens));
     return check_aliasing();
+  }
+
+  Status check_memory(const char* name, const void* pointer) const {
+    return t_.trusted ? Status{} : cuda::check_pointer(name, pointer);
   }
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
@@ -196,7 +204,6 @@ class Checker {
   }
 
   void collect() {
-    const bool decode = p_.operation == Operation::kDecode;
     add("q", p_.q, qk_shape(p_), t_.q, false);
     add("k", p_.k, qk_shape(p_), t_.k, false);
     add("v", p_.v, v_shape(p_), t_.v, false);
@@ -208,7 +215,7 @@ class Checker {
       add("dt_bias", *p_.dt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t_.dt_bias, false);
     if (p_.initial_state)
       add("initial_state", p_.initial_state->tensor, state_shape(p_, *p_.initial_state),
-          t_.initial_state, decode);
+          t_.initial_state, decodes_in_place());
     if (p_.final_state)
       add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
           true);

@@ -45,7 +45,7 @@ Status checked_call(const Plan& plan, const Tensors& tensors, void* workspace,
     const bool host = plan.device.kind == DeviceKind::kCpu;
     const stage::Sequences sequences(plan.problem, plan.cu_seqlens,
                                      host ? tensors.cu_seqlens : nullptr);
-    if (!host) KDA_RETURN_IF_ERROR(cuda::check_device(plan, workspace, stream));
+    if (!host) KDA_RETURN_IF_ERROR(cuda::check_device(plan, tensors.trusted, workspace, stream));
     KDA_RETURN_IF_ERROR(check_tensors(plan, tensors, sequences, workspace));
     return body(*implementation,
                 stage::Call{plan.problem, tensors, sequences, plan.num_threads,

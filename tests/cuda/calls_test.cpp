@@ -195,6 +195,34 @@ TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
     }
 }
 
+/// A trusted caller's pointers are not asked about; what needs no driver is looked at all the same.
+TEST_F(Calls, TrustedPointersGiveTheSame) {
+  Inputs inputs = packed_inputs();
+  Problem& p = inputs.problem;
+  check::want_final_state(&p);
+  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
+  Plan plan;
+  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device(), {}, &plan));
+  std::vector<io::Buffer> results;
+  for (const bool trusted : {false, true}) {
+    Tensors host = inputs.tensors();
+    outputs.o.fill(0xff);
+    outputs.attach(&host);
+    check::DeviceTensors memory(plan, host);
+    DeviceBuffer workspace(plan.workspace_bytes);
+    Tensors tensors = memory.tensors();
+    tensors.trusted = trusted;
+    const Status status = run(plan, tensors, workspace.data(), workspace.size());
+    ASSERT_TRUE(status.ok()) << status.message();
+    memory.download();
+    results.push_back(outputs.o);
+    tensors.q = nullptr;
+    EXPECT_EQ(run(plan, tensors, workspace.data(), workspace.size()).message(),
+              "q: pointer is null");
+  }
+  EXPECT_TRUE(test::same_bits(results[0], results[1]));
+}
+
 /// The word that a call of `plan` leaves in its workspace.
 int32_t flags_of(const Plan& plan, const DeviceBuffer& workspace) {
   check::synchronize_device();

@@ -88,11 +88,11 @@ Problem random_problem(Random& random) {
     if (random.chance(0.6)) p.dt_bias = parameter({p.num_value_heads, p.key_dim, 1, 1}, 2);
   }
   const bool decode = p.operation == Operation::kDecode;
-  p.initial_state = random_state(random, p, decode ? 0.95 : 0.5);
-  p.final_state = random_state(random, p, decode ? 0.03 : 0.6);
+  p.final_state = random_state(random, p, decode ? 0.3 : 0.6);
+  p.initial_state = random_state(random, p, decode && !p.final_state ? 0.95 : 0.5);
   p.checkpoints = random_state(random, p, decode ? 0.03 : 0.2);
   p.checkpoint_every = p.checkpoints || random.chance(0.02) ? 16 * random.below(3) : 0;
-  p.initial_state_mask = random.chance(decode ? 0.02 : 0.2);
+  p.initial_state_mask = random.chance(0.2);
   if (decode && random.chance(0.2)) p.state_index_columns = edge(random, 8);
   p.num_accepted_tokens = random.chance(decode ? 0.2 : 0.01);
   p.batch_invariant = random.chance(0.2);

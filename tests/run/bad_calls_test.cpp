@@ -245,8 +245,9 @@ const BadCall kBadProblems[] = {
        const auto s = c.problem.final_state;
        c.make_decode();
        c.problem.final_state = s;
+       c.problem.num_accepted_tokens = true;
      },
-     "final_state: decode writes"},
+     "final_state: with state_index_columns or num_accepted_tokens"},
     {"decode_checkpoints",
      [](C& c) {
        const auto s = c.problem.checkpoints;

@@ -20,6 +20,7 @@ struct Decode {
   Inputs inputs;
   io::Buffer pool;
   std::vector<int32_t> indices, accepted;
+  const uint8_t* mask = nullptr;
   check::Outputs outputs;
 
   Problem& problem() { return inputs.problem; }
@@ -72,6 +73,7 @@ Status run_decode(Decode* d, const std::string& backend = "") {
   tensors.initial_state = d->pool.data();
   tensors.initial_state_indices = d->indices.data();
   tensors.num_accepted_tokens = d->accepted.data();
+  tensors.initial_state_mask = d->mask;
   return check::run_and_wait(plan, tensors, workspace.data(), workspace.size());
 }
 
@@ -241,6 +243,131 @@ TEST(Decode, StoresAStateAToken) {
       EXPECT_EQ(std::memcmp(before.data() + unused * state, d.pool.data() + unused * state, state),
                 0);
   }
+}
+
+struct Across {
+  StateLayout layout;
+  DType in, out;
+  int64_t tokens, K, V;
+};
+
+/// Runs a decode from a pool to a final_state and compares it with the oracle: sequence 0 starts
+/// from slot 4, 1 from none, 2 from slot 0, 3 is masked; final states go to slots 2, 0, none, 1.
+void expect_across(const std::string& backend, const Across& a, bool initial) {
+  DecodeShape s{.sequences = 4, .tokens = a.tokens, .K = a.K, .V = a.V};
+  s.layout = a.layout;
+  s.state_dtype = a.in;
+  Decode d = make_decode(s);
+  Problem& p = d.problem();
+  const int32_t final_slots[] = {2, 0, -1, 1};
+  const uint8_t mask[] = {1, 1, 1, 0};
+  d.indices = {4, -1, 0, 3};
+  StateDesc target;
+  target.num_slots = 3;
+  target.indexed = true;
+  const Shape shape = state_shape(p, target);
+  target.tensor = contiguous(a.out, {shape[0], shape[1], shape[2], shape[3]});
+  p.final_state = target;
+  p.initial_state_mask = initial;
+  if (!initial) p.initial_state.reset();
+  io::Buffer final_state(static_cast<std::size_t>(3 * s.heads * a.K * a.V * dtype_size(a.out)));
+  final_state.fill(0xff);
+  const io::Buffer before = d.pool;
+  Tensors t = d.inputs.tensors();
+  d.outputs.attach(&t);
+  t.initial_state = initial ? d.pool.data() : nullptr;
+  t.initial_state_indices = d.indices.data();
+  t.initial_state_mask = initial ? mask : nullptr;
+  t.final_state = final_state.data();
+  t.final_state_indices = final_slots;
+  Plan plan;
+  ASSERT_TRUE(
+      make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan).ok());
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  const Status status = check::run_and_wait(plan, t, workspace.data(), workspace.size());
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_TRUE(test::same_bits(before, d.pool)) << "the initial states are read only";
+  for (int64_t n = 0; n < 4; ++n)
+    for (int64_t head = 0; head < s.heads; ++head) {
+      const auto at = static_cast<std::size_t>(n);
+      const bool zero = !initial || d.indices[at] < 0 || mask[at] == 0;
+      const oracle::HeadResult truth = oracle::run_head(
+          p, t, {n * a.tokens, (n + 1) * a.tokens}, head,
+          zero ? std::vector<double>{}
+               : oracle::load_state(p, *p.initial_state, before.data(), d.indices[at], head));
+      ASSERT_LT(distance(output_rows(d, n, head), truth.o), 3e-5) << backend << " sequence " << n;
+      if (final_slots[at] < 0) continue;
+      ASSERT_LT(
+          distance(oracle::load_state(p, target, final_state.data(), final_slots[at], head),
+                   truth.state),
+          a.out == DType::kBFloat16 ? 0x1p-8 : 2e-6)
+          << backend << " sequence " << n;
+    }
+}
+
+TEST(Decode, FromOneBufferToAnother) {
+  constexpr DType kFp32 = DType::kFloat32, kBf16 = DType::kBFloat16;
+  for (const std::string& backend : test::backends())
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const auto& [in, out] :
+           {std::pair{kFp32, kFp32}, std::pair{kBf16, kFp32}, std::pair{kFp32, kBf16}})
+        for (const auto& [tokens, K, V] :
+             {std::tuple{1, 77, 131}, std::tuple{1, 128, 128}, std::tuple{3, 64, 64}})
+          for (const bool initial : {true, false})
+            expect_across(backend, {layout, in, out, tokens, K, V}, initial);
+}
+
+TEST(Decode, AcrossBuffersEmptySequencesKeepTheirState) {
+  for (const std::string& backend : test::backends())
+    for (const bool initial : {true, false}) {
+      check::GenerateOptions options = test::shape(0, 1, 16, 16);
+      options.seq_lens = {3, 0, 1};
+      options.initial_state = initial;
+      Inputs inputs = check::generate(options);
+      inputs.problem.operation = Operation::kDecode;
+      const test::Result got = test::run_inputs(inputs, {.plan = test::with_backend(backend)});
+      for (int i = 256; i < 512; ++i)
+        ASSERT_EQ(got.outputs.final_state.as<float>()[i],
+                  initial ? inputs.initial_state.as<float>()[i] : 0.0f)
+            << backend;
+    }
+}
+
+TEST(Decode, InPlaceAMaskedSequenceStartsFromZero) {
+  for (const std::string& backend : test::backends()) {
+    DecodeShape s;
+    s.slots = 3;
+    Decode d = make_decode(s);
+    d.indices = {2, 0, 1};
+    d.problem().initial_state_mask = true;
+    const uint8_t mask[] = {1, 0, 1};
+    d.mask = mask;
+    Decode zeroed = make_decode(s);
+    zeroed.indices = d.indices;
+    std::memset(zeroed.pool.as<char>(), 0, zeroed.pool.size() / 3);  // slot 0, of sequence 1
+    ASSERT_TRUE(run_decode(&d, backend).ok());
+    ASSERT_TRUE(run_decode(&zeroed, backend).ok());
+    EXPECT_TRUE(test::same_bits(d.pool, zeroed.pool)) << backend;
+    EXPECT_TRUE(test::same_bits(d.outputs.o, zeroed.outputs.o)) << backend;
+  }
+}
+
+/// Lengths that only the device knows may be longer: all of their tokens are computed.
+TEST(Decode, DeviceLengthsAreNotCut) {
+  if (test::device().kind != DeviceKind::kCuda) GTEST_SKIP() << "the CPU knows all lengths";
+  check::GenerateOptions options = test::shape(0, 2, 32, 32);
+  options.seq_lens = {13, 0, 1, 9};
+  options.initial_state = true;
+  Inputs inputs = check::generate(options);
+  const test::Result expected = test::run_inputs(inputs);
+  inputs.problem.operation = Operation::kDecode;
+  const test::Result got = test::run_inputs(inputs, {.from_bounds = true});
+  for (std::size_t i = 0; i < got.outputs.o.size() / 4; ++i)
+    ASSERT_NEAR(got.outputs.o.as<float>()[i], expected.outputs.o.as<float>()[i], 1e-5);
+  for (std::size_t i = 0; i < got.outputs.final_state.size() / 4; ++i)
+    ASSERT_NEAR(got.outputs.final_state.as<float>()[i],
+                expected.outputs.final_state.as<float>()[i], 1e-5);
 }
 
 TEST(Decode, FollowsForward) {

@@ -49,11 +49,15 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
-  throw_if_error(make_plan(result.problem, inputs.cu_seqlens, device_of(options.plan.backend),
-                           options.plan, &result.plan));
+  const DeviceFacts facts = device_of(options.plan.backend);
+  throw_if_error(
+      options.from_bounds
+          ? make_plan_from_bounds(result.problem, facts, options.plan, &result.plan)
+          : make_plan(result.problem, inputs.cu_seqlens, facts, options.plan, &result.plan));
   io::Buffer workspace(result.plan.workspace_bytes);
   workspace.fill(0xff);
   Tensors tensors = inputs.tensors();
+  if (options.from_bounds) tensors.cu_seqlens = inputs.cu_seqlens.data();
   result.outputs.attach(&tensors);
   throw_if_error(check::run_and_wait(result.plan, tensors, workspace.data(), workspace.size()));
   return result;

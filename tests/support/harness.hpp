@@ -25,6 +25,7 @@ struct RunOptions {
   PlanOptions plan;
   DType out_dtype = DType::kFloat32;
   bool final_state = true;
+  bool from_bounds = false;  ///< the plan does not know cu_seqlens
 };
 
 /// Plans and runs with NaN-filled outputs and workspace; throws kda::Error.

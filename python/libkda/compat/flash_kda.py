@@ -11,7 +11,7 @@ import sys
 import torch
 
 from libkda import ops
-from libkda.kda import _lengths, _parameters, _rows
+from libkda.kda import _lengths, _parameter, _rows
 
 
 def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None,
@@ -25,12 +25,11 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     if out.shape != v.shape:
         raise ValueError(f"out must have the shape of v, {tuple(v.shape)}, got {tuple(out.shape)}")
     with torch.no_grad():
-        A, bias = _parameters(A_log, dt_bias, v, q.shape[-1])
         cu, cpu = _lengths(cu_seqlens, None, q)
         state = None if initial_state is None else initial_state.contiguous()
-        o, final, _ = ops.forward(*(_rows(x) for x in (q, k, v, g, beta)), A, bias, state, cu, cpu, ops.GATE_BOUNDED,
-                                  ops.BETA_SIGMOID, float(lower_bound), float(scale), True, True,
-                                  final_state is not None, 0)
+        o, final, _ = ops.forward(*(_rows(x) for x in (q, k, v, g, beta)), _parameter(A_log), _parameter(dt_bias), state,
+                                  cu, cpu, ops.GATE_BOUNDED, ops.BETA_SIGMOID, float(lower_bound), float(scale), True,
+                                  True, final_state is not None, 0)
         out.copy_(o)
         if final_state is not None:
             final_state.copy_(final)

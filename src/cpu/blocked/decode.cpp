@@ -17,6 +17,13 @@ int64_t pool_slot(const stage::Call& call, int64_t n, int64_t column) {
   return call.tensors.initial_state_indices[n * p.state_index_columns + column];
 }
 
+/// A state of zeros to start from: one row for all.
+StateRef zero_ref(const Problem& p, const ThreadScratch& scratch) {
+  std::fill(scratch.row, scratch.row + std::max(p.key_dim, p.value_dim), 0.0f);
+  return {reinterpret_cast<char*>(scratch.row), DType::kFloat32, 0,
+          p.state_layout == StateLayout::kVK};
+}
+
 void move_rows(const Kernels& kernels, const stage::Call& call, int64_t token, int64_t count,
                int64_t head, bool load, float* rows) {
   const Problem& p = call.problem;
@@ -54,7 +61,8 @@ void decode_chunk(const Kernels& kernels, const stage::Call& call, int64_t token
   args.state_out = out.data;
   args.row_stride_bytes_in = in.row_stride_bytes;
   args.row_stride_bytes_out = out.row_stride_bytes;
-  args.state_dtype = in.dtype;
+  args.dtype_in = in.dtype;
+  args.dtype_out = out.dtype;
   args.value_dim = static_cast<int>(p.value_dim);
   args.v = v;
   args.o = o;
@@ -62,7 +70,32 @@ void decode_chunk(const Kernels& kernels, const stage::Call& call, int64_t token
   move_rows(kernels, call, token, count, head, false, o);
 }
 
-void decode_sequence(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
+void copy_state(const Kernels& kernels, const Problem& p, const StateRef& in, const StateRef& out,
+                const ThreadScratch& scratch) {
+  for (int64_t column = 0; column < p.value_dim; column += kBlockV) {
+    if (in.data)
+      load_block(kernels, p, in, column, p.value_dim, scratch.row, scratch.next);
+    else
+      std::fill_n(scratch.next, state_rows(p) * kBlockV, 0.0f);
+    store_block(kernels, p, scratch.next, column, p.value_dim, scratch.row, out);
+  }
+}
+
+/// From a state of the caller's to a final_state of its own.
+void decode_across(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
+                   const ThreadScratch& scratch) {
+  StateRef in = initial_ref(call, n, head);
+  const StateRef out = final_ref(call, n, head);
+  const int64_t count = call.sequences.length(n);
+  if (count == 0) {
+    if (out.data) copy_state(kernels, call.problem, in, out, scratch);
+    return;
+  }
+  if (!in.data) in = zero_ref(call.problem, scratch);
+  decode_chunk(kernels, call, call.sequences.begin(n), count, head, in, out, scratch);
+}
+
+void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
                      const ThreadScratch& scratch) {
   const Problem& p = call.problem;
   const auto slot_ref = [&](int64_t column) {
@@ -70,17 +103,19 @@ void decode_sequence(const Kernels& kernels, const stage::Call& call, int64_t n,
                      head);
   };
   const int64_t accepted = p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] : 1;
-  StateRef state = slot_ref(accepted - 1);
+  const StateRef source = slot_ref(accepted - 1);
   const int64_t begin = call.sequences.begin(n);
   const int64_t count = call.sequences.length(n);
-  if (!state.data || count == 0) return;
+  if (!source.data || count == 0) return;
+  const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
+  StateRef state = masked ? zero_ref(p, scratch) : source;
   if (p.state_index_columns == 1)
-    return decode_chunk(kernels, call, begin, count, head, state, state, scratch);
+    return decode_chunk(kernels, call, begin, count, head, state, source, scratch);
 
   // A state a token. A token whose state is not stored leaves it in scratch for the next one.
-  StateRef kept = state;
+  StateRef kept = source;
   kept.data = reinterpret_cast<char*>(scratch.states);
-  kept.row_stride_bytes = (state.transposed ? p.key_dim : p.value_dim) * dtype_size(state.dtype);
+  kept.row_stride_bytes = (kept.transposed ? p.key_dim : p.value_dim) * dtype_size(kept.dtype);
   for (int64_t t = 0; t < count; ++t) {
     StateRef out = slot_ref(t);
     if (!out.data) out = kept;
@@ -96,7 +131,8 @@ Status decode(const Kernels& kernels, const stage::Decode& args) {
   const int64_t heads = call.problem.num_value_heads;
   auto task = [&](int64_t idx, int32_t slot) {
     const FloatMode mode;
-    decode_sequence(kernels, call, idx / heads, idx % heads, thread_scratch(call, slot));
+    (call.problem.final_state ? decode_across : decode_in_place)(
+        kernels, call, idx / heads, idx % heads, thread_scratch(call, slot));
   };
   return parallel_tasks(call.sequences.count() * heads, call.num_threads, task);
 }

@@ -47,8 +47,8 @@ template <int kRows, int kVecs>
 static inline void decode_columns(const DecodeArgs& args, int first, int valid) {
   const Group& group = *args.group;
   const int stride_v = round_up(args.value_dim, kBlockV);
-  const int64_t at = static_cast<int64_t>(first) * element_bytes(args.state_dtype);
-  const int step = kWidth * element_bytes(args.state_dtype);
+  const int64_t at = static_cast<int64_t>(first) * element_bytes(args.dtype_in);
+  const int step = kWidth * element_bytes(args.dtype_in);
   F x[kVecs][kRows];
   F y[kVecs][kRows];
   for (int n = 0; n < kVecs; ++n)
@@ -57,9 +57,9 @@ static inline void decode_columns(const DecodeArgs& args, int first, int valid) 
     const char* row = args.state_in + d * args.row_stride_bytes_in + at;
     if (first == 0 && d + kPrefetchRows < group.key_dim)
       prefetch_row(row + kPrefetchRows * args.row_stride_bytes_in,
-                   args.value_dim * element_bytes(args.state_dtype));
+                   args.value_dim * element_bytes(args.dtype_in));
     for (int n = 0; n < kVecs; ++n) {
-      const F s = load_vector_part(row + n * step, args.state_dtype, valid - n * kWidth);
+      const F s = load_vector_part(row + n * step, args.dtype_in, valid - n * kWidth);
       for (int i = 0; i < kRows; ++i) {
         x[n][i] = fma(set1(group.kgam[i][d]), s, x[n][i]);
         y[n][i] = fma(set1(group.qgam[i][d]), s, y[n][i]);
@@ -74,15 +74,17 @@ static inline void decode_columns(const DecodeArgs& args, int first, int valid) 
     for (int i = 0; i < kRows; ++i) store(args.o + i * stride_v + first + n * kWidth, y[n][i]);
   }
   if (!args.state_out) return;
+  const int64_t out_at = static_cast<int64_t>(first) * element_bytes(args.dtype_out);
+  const int out_step = kWidth * element_bytes(args.dtype_out);
   for (int d = 0; d < group.key_dim; ++d) {
     const char* row = args.state_in + d * args.row_stride_bytes_in + at;
-    char* out = args.state_out + d * args.row_stride_bytes_out + at;
+    char* out = args.state_out + d * args.row_stride_bytes_out + out_at;
     for (int n = 0; n < kVecs; ++n) {
       const int count = valid - n * kWidth;
-      F s = load_vector_part(row + n * step, args.state_dtype, count);
+      F s = load_vector_part(row + n * step, args.dtype_in, count);
       s = fma(s, set1(group.decay[0][d]), bit_and(s, set1(group.keep[0][d])));
       for (int i = 0; i < kRows; ++i) s = fma(set1(group.kend[i][d]), v_new[n][i], s);
-      store_vector_part(out + n * step, args.state_dtype, count, s);
+      store_vector_part(out + n * out_step, args.dtype_out, count, s);
     }
   }
 }
@@ -102,7 +104,8 @@ template <int kRows>
 static inline void decode_vk_rows(const DecodeArgs& args) {
   const Group& group = *args.group;
   const int stride_v = round_up(args.value_dim, kBlockV);
-  const int step = element_bytes(args.state_dtype);
+  const int step = element_bytes(args.dtype_in);
+  const int out_step = element_bytes(args.dtype_out);
   alignas(64) float s[kRowStride];
   for (int c = 0; c < args.value_dim; ++c) {
     const char* row = args.state_in + c * args.row_stride_bytes_in;
@@ -110,7 +113,7 @@ static inline void decode_vk_rows(const DecodeArgs& args) {
     F y[kRows];
     for (int i = 0; i < kRows; ++i) x[i] = y[i] = set1(0);
     for (int d = 0; d < group.key_dim; d += kWidth) {
-      const F state = load_vector_part(row + d * step, args.state_dtype, group.key_dim - d);
+      const F state = load_vector_part(row + d * step, args.dtype_in, group.key_dim - d);
       store(s + d, state);
       for (int i = 0; i < kRows; ++i) {
         x[i] = fma(load(group.kgam[i] + d), state, x[i]);
@@ -136,7 +139,7 @@ static inline void decode_vk_rows(const DecodeArgs& args) {
       F state = load(s + d);
       state = fma(state, load(group.decay[0] + d), bit_and(state, load(group.keep[0] + d)));
       for (int i = 0; i < kRows; ++i) state = fma(load(group.kend[i] + d), v_new[i], state);
-      store_vector_part(out + d * step, args.state_dtype, group.key_dim - d, state);
+      store_vector_part(out + d * out_step, args.dtype_out, group.key_dim - d, state);
     }
   }
 }

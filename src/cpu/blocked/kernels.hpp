@@ -85,7 +85,8 @@ struct DecodeArgs {
   char* state_out = nullptr;       ///< may be state_in
   int64_t row_stride_bytes_in = 0;
   int64_t row_stride_bytes_out = 0;
-  DType state_dtype = DType::kFloat32;
+  DType dtype_in = DType::kFloat32;
+  DType dtype_out = DType::kFloat32;
   int value_dim = 0;
   const float* v = nullptr;  ///< [m, value_dim rounded up to kBlockV], zero padded
   float* o = nullptr;        ///< same shape

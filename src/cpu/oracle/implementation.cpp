@@ -70,8 +70,10 @@ void forward_head(const stage::Call& call, int64_t n, int64_t head) {
                 result.state.data());
 }
 
+/// In place. With a final_state of its own, decode is forward.
 void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const Problem& p = call.problem;
+  if (p.final_state) return forward_head(call, n, head);
   const int64_t columns = p.state_index_columns;
   const auto slot = [&](int64_t column) -> int64_t {
     return p.initial_state->indexed ? call.tensors.initial_state_indices[n * columns + column] : n;
@@ -79,9 +81,12 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0 || span.begin == span.end) return;
-  const HeadResult result =
-      run_head(p, call.tensors, span, head,
-               load_state(p, *p.initial_state, call.tensors.initial_state, source, head), true);
+  const bool zero = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
+  const HeadResult result = run_head(
+      p, call.tensors, span, head,
+      zero ? std::vector<double>{}
+           : load_state(p, *p.initial_state, call.tensors.initial_state, source, head),
+      true);
   store_outputs(call, span, head, result.o);
   const int64_t last = span.end - span.begin - 1;
   for (int64_t t = columns == 1 ? last : 0; t <= last; ++t)

@@ -38,7 +38,11 @@ Status decode(const stage::Decode& d) {
   DecodeArgs args;
   set_inputs(d.call, maps, &args);
   args.o = row_view(p.o, t.o);
-  args.pool = state_view(p, p.initial_state, t.initial_state, t.initial_state_indices, nullptr);
+  args.initial = initial_view(p, t);
+  args.in_place = !p.final_state;
+  args.target = args.in_place ? args.initial
+                              : state_view(p, p.final_state, t.final_state, t.final_state_indices,
+                                           nullptr);
   args.index_columns = p.state_index_columns;
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;

@@ -19,26 +19,33 @@ constexpr int kElements = kK == 64 ? 64 : 128;
 template <int kK>
 constexpr int kColumns = 32 * kElements<kK> / kK;
 
-constexpr int64_t kMostTokens = 8;
-
+/// Tokens of a sequence that are computed: all, but each needs its slot where each is stored.
 __device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
-  return a.index_columns > 1 ? min(a.index_columns, kMostTokens) : kMostTokens;
+  return a.index_columns > 1 ? a.index_columns : INT64_MAX;
 }
 
-/// Slot that the sequence starts from; -1: it is skipped.
-__device__ __forceinline__ int64_t source_slot(const DecodeArgs& a, int64_t n) {
+/// Where a sequence's state comes from and goes to.
+struct Slots {
+  int64_t source = -1;  ///< -1: it starts from zero
+  int64_t target = -1;  ///< of the state after the last token; -1: none
+  bool skip = false;    ///< the sequence has no slot in the pool
+};
+
+__device__ __forceinline__ Slots slots_of(const DecodeArgs& a, int64_t n) {
+  if (!a.in_place) return {state_slot(a.initial, n), state_slot(a.target, n), false};
   const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
-  if (accepted < 1 || accepted > a.index_columns) return -1;
-  const int64_t slot = a.pool.indices ? a.pool.indices[n * a.index_columns + accepted - 1] : n;
-  return slot >= 0 && slot < a.pool.num_slots ? slot : -1;
+  if (accepted < 1 || accepted > a.index_columns) return {-1, -1, true};
+  const int64_t slot = a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
+  if (slot < 0 || slot >= a.initial.num_slots) return {-1, -1, true};
+  return {a.initial.mask && a.initial.mask[n] == 0 ? -1 : slot, slot, false};
 }
 
 /// Slot that the state after token `i` of the sequence goes to; -1: none.
 __device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, int64_t i, bool last,
-                                               int64_t source) {
-  if (a.index_columns == 1) return last ? source : -1;
-  const int64_t slot = a.pool.indices[n * a.index_columns + i];
-  return slot < a.pool.num_slots ? slot : -1;
+                                               const Slots& slots) {
+  if (a.index_columns == 1) return last ? slots.target : -1;
+  const int64_t slot = a.target.indices[n * a.index_columns + i];
+  return slot < a.target.num_slots ? slot : -1;
 }
 
 struct Unit {
@@ -48,7 +55,7 @@ struct Unit {
 
 // ---- tiles of state ----------------------------------------------------------------------------
 
-/// kDense: the pool has rows of exactly kK elements and K = V = kK, so that there are neither
+/// kDense: both buffers have rows of exactly kK elements and K = V = kK, so that there are neither
 /// bounds to look at nor addresses to compute: both cost more instructions than the recurrence.
 
 /// Tile of a buffer whose rows are columns of values: a lane has 4 neighbouring values of kQuads
@@ -68,33 +75,33 @@ struct TileKV {
   __device__ bool writes_output() const { return lane < kColumnLanes; }
 
   template <bool kBf16>
-  __device__ void load(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
-    visit(pool, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
+  __device__ void load(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
+    visit(states, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
       if constexpr (kVectors) {
-        const float4 x = load4<kBf16>(pool.base, at);
+        const float4 x = load4<kBf16>(states.base, at);
         s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
       } else {
-        s[c] = load_state<kBf16>(pool.base, at);
+        s[c] = load_state<kBf16>(states.base, at);
       }
     });
   }
   template <bool kBf16>
-  __device__ void store(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
-    visit(pool, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
+  __device__ void store(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
+    visit(states, shape, slot, head, [&](float(&s)[4], int64_t at, int c) {
       if constexpr (kVectors)
-        store4<kBf16>(pool.base, at, make_float4(s[0], s[1], s[2], s[3]));
+        store4<kBf16>(states.base, at, make_float4(s[0], s[1], s[2], s[3]));
       else
-        store_state<kBf16>(pool.base, at, s[c]);
+        store_state<kBf16>(states.base, at, s[c]);
     });
   }
 
-  /// Every vector (or element) inside the state, with its offset in the pool.
+  /// Every vector (or element) inside the state, with its offset in the buffer.
   template <class Visit>
-  __device__ void visit(const StateView& pool, const Shape& shape, int64_t slot, int64_t head,
+  __device__ void visit(const StateView& states, const Shape& shape, int64_t slot, int64_t head,
                         Visit&& with) {
-    const int64_t row_step = kDense ? kK : pool.vk ? 1 : pool.stride_row;
-    const int64_t column_step = kVectors || !pool.vk ? 1 : pool.stride_row;
-    const int64_t first = state_offset(pool, slot, head, channel(0), value(0));
+    const int64_t row_step = kDense ? kK : states.vk ? 1 : states.stride_row;
+    const int64_t column_step = kVectors || !states.vk ? 1 : states.stride_row;
+    const int64_t first = state_offset(states, slot, head, channel(0), value(0));
 #pragma unroll
     for (int j = 0; j < kQuads; ++j)
 #pragma unroll
@@ -167,10 +174,10 @@ struct TileVK {
   __device__ bool writes_output() const { return lane % kShare == 0; }
 
   template <class Visit>
-  __device__ void visit(const StateView& pool, const Shape& shape, int64_t slot, int64_t head,
+  __device__ void visit(const StateView& states, const Shape& shape, int64_t slot, int64_t head,
                         Visit&& with) {
-    const int64_t row_step = kDense ? kK : pool.stride_row;
-    const int64_t first = state_offset(pool, slot, head, channel(0), row_value(0));
+    const int64_t row_step = kDense ? kK : states.stride_row;
+    const int64_t first = state_offset(states, slot, head, channel(0), row_value(0));
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
@@ -179,16 +186,16 @@ struct TileVK {
           with(S[r] + 4 * i, first + r * kStep * row_step + i * kLanes * 4);
   }
   template <bool kBf16>
-  __device__ void load(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
-    visit(pool, shape, slot, head, [&](float* s, int64_t at) {
-      const float4 x = load4<kBf16>(pool.base, at);
+  __device__ void load(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
+    visit(states, shape, slot, head, [&](float* s, int64_t at) {
+      const float4 x = load4<kBf16>(states.base, at);
       s[0] = x.x, s[1] = x.y, s[2] = x.z, s[3] = x.w;
     });
   }
   template <bool kBf16>
-  __device__ void store(const StateView& pool, const Shape& shape, int64_t slot, int64_t head) {
-    visit(pool, shape, slot, head, [&](float* s, int64_t at) {
-      store4<kBf16>(pool.base, at, make_float4(s[0], s[1], s[2], s[3]));
+  __device__ void store(const StateView& states, const Shape& shape, int64_t slot, int64_t head) {
+    visit(states, shape, slot, head, [&](float* s, int64_t at) {
+      store4<kBf16>(states.base, at, make_float4(s[0], s[1], s[2], s[3]));
     });
   }
 
@@ -264,7 +271,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
-        a.pool, {}, {});
+        a.initial, a.in_place ? StateView{} : a.target, {});
     __syncthreads();
   }
   const unsigned warps = blockDim.x / 32, warp = threadIdx.x / 32;
@@ -277,9 +284,9 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   unit.head = blockIdx.x / groups % HV;
   unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
   const int64_t begin = unit.span.begin;
-  const int64_t end = min(unit.span.end, begin + most_tokens(a));
-  const int64_t source = source_slot(a, n);
-  if (source < 0 || begin >= end) return;
+  const int64_t end = begin + min(unit.span.end - begin, most_tokens(a));
+  const Slots slots = slots_of(a, n);
+  if (slots.skip || (a.in_place && begin >= end)) return;
 
   const unsigned tile_index = blockIdx.x % groups * warps + warp;
   const bool mine = tile_index < tiles;  // else the warp only helps with the tokens
@@ -295,13 +302,21 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     values.load(a, n, token, unit.head, tile.column0,
                 min(kColumns<kK>, static_cast<int>(a.shape.V) - tile.column0));
   };
-  load_token(begin);
-  if (mine) {
-    if (a.pool.bf16)
-      tile.template load<true>(a.pool, a.shape, source, unit.head);
+  if (begin < end) load_token(begin);
+  if (mine && slots.source >= 0) {
+    if (a.initial.bf16)
+      tile.template load<true>(a.initial, a.shape, slots.source, unit.head);
     else
-      tile.template load<false>(a.pool, a.shape, source, unit.head);
+      tile.template load<false>(a.initial, a.shape, slots.source, unit.head);
   }
+  const auto store = [&](int64_t slot) {
+    if (slot < 0) return;
+    if (a.target.bf16)
+      tile.template store<true>(a.target, a.shape, slot, unit.head);
+    else
+      tile.template store<false>(a.target, a.shape, slot, unit.head);
+  };
+  if (begin >= end && mine) store(slots.target);  // an empty sequence keeps its state
   for (int64_t t = begin; t < end; ++t) {
     float row[1], v[Tile::kOwned], o[Tile::kOwned];
     values.v.convert(a.v.type, row);
@@ -317,12 +332,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     if (!mine) continue;
     tile.step(token, beta, a.gate.scale, v, o);
     store_values(a, unit, t, tile, o);
-    const int64_t slot = target_slot(a, n, t - begin, t + 1 == end, source);
-    if (slot < 0) continue;
-    if (a.pool.bf16)
-      tile.template store<true>(a.pool, a.shape, slot, unit.head);
-    else
-      tile.template store<false>(a.pool, a.shape, slot, unit.head);
+    store(target_slot(a, n, t - begin, t + 1 == end, slots));
   }
 }
 
@@ -334,10 +344,12 @@ Status launch(const DecodeArgs& args, const Launch& where) {
   const auto run = [&](auto kernel) {
     return launch_kernel("decode", kernel, blocks, static_cast<int>(32 * warps), 0, where, args);
   };
-  const StateView& pool = args.pool;
-  if (!pool.vectors) return run(decode_kernel<kK, Access::kScalar, false>);
-  const bool dense = args.shape.K == kK && args.shape.V == kK && pool.stride_row == kK;
-  if (pool.vk)
+  const StateView& from = args.initial.base ? args.initial : args.target;
+  const StateView& to = args.target;
+  if (!from.vectors || !to.vectors) return run(decode_kernel<kK, Access::kScalar, false>);
+  const bool dense = args.shape.K == kK && args.shape.V == kK && from.stride_row == kK &&
+                     to.stride_row == kK;
+  if (to.vk)
     return dense ? run(decode_kernel<kK, Access::kVectorsVK, true>)
                  : run(decode_kernel<kK, Access::kVectorsVK, false>);
   return dense ? run(decode_kernel<kK, Access::kVectorsKV, true>)

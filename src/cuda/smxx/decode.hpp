@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decode: 1..8 tokens a sequence against a state pool, in place. The state is read once and written
-// once (once a token with an index column a token), and nothing else is of size: the time is that
-// of a copy of the states. A block has half a head of one sequence; its warps hold the state in
+// Decode: a few tokens a sequence against a state pool in place, or from one buffer of states to
+// another. The state is read once and written once (once a token with an index column a token), and
+// nothing else is of size: the time is that of a copy of the states. A block has half a head of one sequence; its warps hold the state in
 // registers. The token's rows are asked for, then the state, and only then is anything waited for;
 // the warps meet once a token, when its q, k and decays are ready.
 #pragma once
@@ -16,7 +16,9 @@ struct DecodeArgs {
   SequenceMap map;
   RowView q, k, v, g, beta, o;
   GateView gate;
-  StateView pool;  ///< indices [N, index_columns]
+  StateView initial;      ///< base null: zeros; in place, indices [N, index_columns]
+  StateView target;       ///< where states go: the same buffer in place
+  bool in_place = false;  ///< a sequence without a slot is skipped
   int64_t index_columns = 1;
   const int32_t* num_accepted =
       nullptr;                    ///< [N]; sequence n starts from column num_accepted[n] - 1

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLA's layer and model on libkda: the same tokens, from prefill and from decode."""
+import pytest
+import torch
+
+pytest.importorskip("fla")
+pytest.importorskip("transformers")
+models = pytest.importorskip("fla.models", reason="flash-linear-attention has them, fla-core has not")
+if not torch.cuda.is_available():
+    pytest.skip("FLA's convolutions and norms need a GPU", allow_module_level=True)
+
+import libkda.fla  # noqa: E402
+
+NEW_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def switched_back():
+    yield
+    libkda.fla.enable()
+
+
+def tokens_of(model, prompt, on_libkda):
+    """Greedy tokens, one forward of the whole prompt and then one a token, and the paths that served them."""
+    (libkda.fla.enable if on_libkda else libkda.fla.disable)()
+    paths, tokens, cache = set(), [], None
+    new = prompt
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            result = model(new, past_key_values=cache, use_cache=True)
+            paths.add(libkda.fla.last_path().split(":")[0])
+            cache, new = result.past_key_values, result.logits[:, -1:].argmax(-1)
+            tokens.append(new)
+    return torch.cat(tokens, 1), paths
+
+
+# Up to 64 tokens FLA's layer takes fused_recurrent_kda, then chunk_kda.
+@pytest.mark.parametrize("length, settings", [(20, {}), (200, {}), (200, dict(num_v_heads=8)),
+                                              (200, dict(safe_gate=True, lower_bound=-5.0))], ids=str)
+def test_model_generates_the_same_tokens(length, settings):
+    torch.manual_seed(length)
+    config = models.KDAConfig(hidden_size=256, num_hidden_layers=4, num_heads=4, head_dim=64, vocab_size=512,
+                              **settings)
+    model = models.KDAForCausalLM(config).cuda().eval()
+    prompt = torch.randint(512, (3, length), device="cuda")
+    expected, by_fla = tokens_of(model, prompt, on_libkda=False)
+    found, by_libkda = tokens_of(model, prompt, on_libkda=True)
+    assert by_fla == {"fla"} and by_libkda == {"libkda"}
+    assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} tokens differ"
+
+
+@pytest.mark.parametrize("dtype, length", [(torch.float32, 200), (torch.bfloat16, 200), (torch.bfloat16, 1)])
+def test_layer(dtype, length):
+    from fla.layers import KimiDeltaAttention
+    torch.manual_seed(length)
+    layer = KimiDeltaAttention(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0).cuda().to(dtype).eval()
+    x = torch.randn(2, length, 256, device="cuda", dtype=dtype)
+    results = []
+    for switch in (libkda.fla.disable, libkda.fla.enable):
+        switch()
+        with torch.inference_mode():
+            results.append(layer(x)[0].float())
+    assert libkda.fla.last_path().startswith("libkda")
+    error = (results[1] - results[0]).norm() / results[0].norm()
+    assert error < (2e-2 if dtype == torch.bfloat16 else 2e-3)
