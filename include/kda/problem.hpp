@@ -16,7 +16,7 @@
 
 namespace kda {
 
-inline constexpr int64_t kMaxHeadDim = 256;     ///< largest K and V
+inline constexpr int64_t kMaxHeadDim = 256;  ///< largest K and V
 /// Most tokens a sequence in one decode call, where the host knows the lengths: forward is faster
 /// for more. Lengths that only a device knows are not looked at; all tokens are computed.
 inline constexpr int64_t kMaxDecodeTokens = 8;
@@ -76,8 +76,8 @@ struct Problem {
 
   /// Decode without final_state works in place, in the pool initial_state, and skips a sequence
   /// whose slot is -1. Columns of its index array [N, S]: 1: the state after the last token is
-  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and the state is
-  /// read from slot [n, num_accepted_tokens[n] - 1].
+  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and
+  /// the state is read from slot [n, num_accepted_tokens[n] - 1].
   int64_t state_index_columns = 1;
   bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1
 

@@ -124,8 +124,7 @@ void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_s
   const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens);
   const size_t bytes = kda_plan_workspace_bytes(plan.get());
   if (bytes == 0) return check(kda_run(plan.get(), problem, nullptr, 0));
-  const Tensor memory =
-      new_tensor(q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
+  const Tensor memory = new_tensor(q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
   const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
   check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
 }

@@ -294,8 +294,8 @@ def fused_recurrent_kda_fwd(
         raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
     state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
-    o, final, _ = ops.forward(*rows, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes, output_final_state or decode,
-                              0, decode)
+    o, final, _ = ops.forward(*rows, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes,
+                              output_final_state or decode, 0, decode)
     o = _as(o, v.dtype)
     return o if out is None else out.copy_(o), final if output_final_state else None
 

@@ -54,7 +54,7 @@ update = torch.ops.libkda.update.default
 
 
 def forward(*args):
-    """torch.ops.libkda.forward, without autograd's part where no gradient is asked for: 15 us of a call."""
+    """torch.ops.libkda.forward, without autograd's part where no gradient is asked for: it is slow."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():

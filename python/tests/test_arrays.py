@@ -98,9 +98,9 @@ def test_arrays_on_a_gpu(source):
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # JAX would take most of the memory
     cupy = pytest.importorskip("cupy")
     convert = cupy.asarray if source == "cupy" else pytest.importorskip("jax").numpy.asarray
-    x, parameters, state, arguments, raw = numpy_inputs()
+    x, parameters, state, arguments, raw = numpy_inputs(dtype=torch.float16)
     inputs = {name: convert(array) for name, array in dict(arguments, initial_state=state.numpy()).items()}
-    o = cupy.full(arguments["v"].shape, np.nan, np.float32)
+    o = cupy.full(arguments["v"].shape, np.nan, np.float16)
     final = cupy.full(tuple(state.shape), np.nan, np.float32)
     workspace = cupy.zeros(arrays.workspace_bytes(**inputs, **raw), np.uint8)
     cupy.cuda.Device().synchronize()
@@ -111,5 +111,5 @@ def test_arrays_on_a_gpu(source):
     stream.synchronize()
     assert found is o and found_final is final
     expected = reference(x, parameters, state)
-    assert distance(torch.from_numpy(o.get()), expected[0]) < 2e-6
-    assert distance(torch.from_numpy(final.get()), expected[1]) < 2e-6
+    assert distance(torch.from_numpy(o.get()), expected[0]) < 1e-3
+    assert distance(torch.from_numpy(final.get()), expected[1]) < 1e-3

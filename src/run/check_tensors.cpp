@@ -126,9 +126,7 @@ class Checker {
   }
 
  private:
-  bool decodes_in_place() const {
-    return p_.operation == Operation::kDecode && !p_.final_state;
-  }
+  bool decodes_in_place() const { return p_.operation == Operation::kDecode && !p_.final_state; }
 
   /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
   Status run_device() {

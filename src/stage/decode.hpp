@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stage "decode": a few tokens a sequence, one read and one write of a state (one write a token with
-// state_index_columns > 1). With a final_state of its own the states are those of forward:
+// Stage "decode": a few tokens a sequence, one read and one write of a state (one write a token
+// with state_index_columns > 1). With a final_state of its own the states are those of forward:
 //   sequence n reads initial_state (absent, masked or slot -1: zeros), writes final_state
 // In place:
 //   sequence n reads slot idx[n, num_accepted[n] - 1]; a negative slot skips the sequence

@@ -281,8 +281,7 @@ void expect_across(const std::string& backend, const Across& a, bool initial) {
   t.final_state = final_state.data();
   t.final_state_indices = final_slots;
   Plan plan;
-  ASSERT_TRUE(
-      make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan).ok());
+  ASSERT_TRUE(make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan).ok());
   io::Buffer workspace(plan.workspace_bytes);
   workspace.fill(0xff);
   const Status status = check::run_and_wait(plan, t, workspace.data(), workspace.size());
@@ -298,10 +297,9 @@ void expect_across(const std::string& backend, const Across& a, bool initial) {
                : oracle::load_state(p, *p.initial_state, before.data(), d.indices[at], head));
       ASSERT_LT(distance(output_rows(d, n, head), truth.o), 3e-5) << backend << " sequence " << n;
       if (final_slots[at] < 0) continue;
-      ASSERT_LT(
-          distance(oracle::load_state(p, target, final_state.data(), final_slots[at], head),
-                   truth.state),
-          a.out == DType::kBFloat16 ? 0x1p-8 : 2e-6)
+      ASSERT_LT(distance(oracle::load_state(p, target, final_state.data(), final_slots[at], head),
+                         truth.state),
+                a.out == DType::kBFloat16 ? 0x1p-8 : 2e-6)
           << backend << " sequence " << n;
     }
 }
@@ -366,8 +364,8 @@ TEST(Decode, DeviceLengthsAreNotCut) {
   for (std::size_t i = 0; i < got.outputs.o.size() / 4; ++i)
     ASSERT_NEAR(got.outputs.o.as<float>()[i], expected.outputs.o.as<float>()[i], 1e-5);
   for (std::size_t i = 0; i < got.outputs.final_state.size() / 4; ++i)
-    ASSERT_NEAR(got.outputs.final_state.as<float>()[i],
-                expected.outputs.final_state.as<float>()[i], 1e-5);
+    ASSERT_NEAR(got.outputs.final_state.as<float>()[i], expected.outputs.final_state.as<float>()[i],
+                1e-5);
 }
 
 TEST(Decode, FollowsForward) {

@@ -27,9 +27,9 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     with torch.no_grad():
         cu, cpu = _lengths(cu_seqlens, None, q)
         state = None if initial_state is None else initial_state.contiguous()
-        o, final, _ = ops.forward(*(_rows(x) for x in (q, k, v, g, beta)), _parameter(A_log), _parameter(dt_bias), state,
-                                  cu, cpu, ops.GATE_BOUNDED, ops.BETA_SIGMOID, float(lower_bound), float(scale), True,
-                                  True, final_state is not None, 0)
+        o, final, _ = ops.forward(*(_rows(x) for x in (q, k, v, g, beta)), _parameter(A_log), _parameter(dt_bias),
+                                  state, cu, cpu, ops.GATE_BOUNDED, ops.BETA_SIGMOID, float(lower_bound), float(scale),
+                                  True, True, final_state is not None, 0)
         out.copy_(o)
         if final_state is not None:
             final_state.copy_(final)

@@ -82,11 +82,11 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0 || span.begin == span.end) return;
   const bool zero = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
-  const HeadResult result = run_head(
-      p, call.tensors, span, head,
-      zero ? std::vector<double>{}
-           : load_state(p, *p.initial_state, call.tensors.initial_state, source, head),
-      true);
+  const HeadResult result =
+      run_head(p, call.tensors, span, head,
+               zero ? std::vector<double>{}
+                    : load_state(p, *p.initial_state, call.tensors.initial_state, source, head),
+               true);
   store_outputs(call, span, head, result.o);
   const int64_t last = span.end - span.begin - 1;
   for (int64_t t = columns == 1 ? last : 0; t <= last; ++t)

@@ -40,9 +40,9 @@ Status decode(const stage::Decode& d) {
   args.o = row_view(p.o, t.o);
   args.initial = initial_view(p, t);
   args.in_place = !p.final_state;
-  args.target = args.in_place ? args.initial
-                              : state_view(p, p.final_state, t.final_state, t.final_state_indices,
-                                           nullptr);
+  args.target = args.in_place
+                    ? args.initial
+                    : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.index_columns = p.state_index_columns;
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;

@@ -35,7 +35,8 @@ __device__ __forceinline__ Slots slots_of(const DecodeArgs& a, int64_t n) {
   if (!a.in_place) return {state_slot(a.initial, n), state_slot(a.target, n), false};
   const int64_t accepted = a.num_accepted ? a.num_accepted[n] : 1;
   if (accepted < 1 || accepted > a.index_columns) return {-1, -1, true};
-  const int64_t slot = a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
+  const int64_t slot =
+      a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
   if (slot < 0 || slot >= a.initial.num_slots) return {-1, -1, true};
   return {a.initial.mask && a.initial.mask[n] == 0 ? -1 : slot, slot, false};
 }
@@ -347,8 +348,8 @@ Status launch(const DecodeArgs& args, const Launch& where) {
   const StateView& from = args.initial.base ? args.initial : args.target;
   const StateView& to = args.target;
   if (!from.vectors || !to.vectors) return run(decode_kernel<kK, Access::kScalar, false>);
-  const bool dense = args.shape.K == kK && args.shape.V == kK && from.stride_row == kK &&
-                     to.stride_row == kK;
+  const bool dense =
+      args.shape.K == kK && args.shape.V == kK && from.stride_row == kK && to.stride_row == kK;
   if (to.vk)
     return dense ? run(decode_kernel<kK, Access::kVectorsVK, true>)
                  : run(decode_kernel<kK, Access::kVectorsVK, false>);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode: a few tokens a sequence against a state pool in place, or from one buffer of states to
 // another. The state is read once and written once (once a token with an index column a token), and
-// nothing else is of size: the time is that of a copy of the states. A block has half a head of one sequence; its warps hold the state in
-// registers. The token's rows are asked for, then the state, and only then is anything waited for;
-// the warps meet once a token, when its q, k and decays are ready.
+// nothing else is of size: the time is that of a copy of the states. A block has half a head of one
+// sequence; its warps hold the state in registers. The token's rows are asked for, then the state,
+// and only then is anything waited for; the warps meet once a token, when its q, k and decays are
+// ready.
 #pragma once
 
 #include "cuda/host/launch.hpp"
