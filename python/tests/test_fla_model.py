@@ -35,10 +35,12 @@ def tokens_of(model, prompt, on_libkda):
 
 
 # Up to 64 tokens FLA's layer takes fused_recurrent_kda, then chunk_kda.
-@pytest.mark.parametrize("length", [20, 200])
-def test_model_generates_the_same_tokens(length):
+@pytest.mark.parametrize("length, settings", [(20, {}), (200, {}), (200, dict(num_v_heads=8)),
+                                              (200, dict(safe_gate=True, lower_bound=-5.0))], ids=str)
+def test_model_generates_the_same_tokens(length, settings):
     torch.manual_seed(length)
-    config = models.KDAConfig(hidden_size=256, num_hidden_layers=4, num_heads=4, head_dim=64, vocab_size=512)
+    config = models.KDAConfig(hidden_size=256, num_hidden_layers=4, num_heads=4, head_dim=64, vocab_size=512,
+                              **settings)
     model = models.KDAForCausalLM(config).cuda().eval()
     prompt = torch.randint(512, (3, length), device="cuda")
     expected, by_fla = tokens_of(model, prompt, on_libkda=False)
@@ -47,8 +49,8 @@ def test_model_generates_the_same_tokens(length):
     assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} tokens differ"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer(dtype, length=200):
+@pytest.mark.parametrize("dtype, length", [(torch.float32, 200), (torch.bfloat16, 200), (torch.bfloat16, 1)])
+def test_layer(dtype, length):
     from fla.layers import KimiDeltaAttention
     torch.manual_seed(length)
     layer = KimiDeltaAttention(hidden_size=256, num_heads=4, head_dim=64, layer_idx=0).cuda().to(dtype).eval()
