@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's layer and model on libkda: the same tokens, from prefill and from decode."""
+import json
+import pathlib
+import subprocess
+import sys
+
+import numpy
 import pytest
 import torch
 
 pytest.importorskip("fla")
 pytest.importorskip("transformers")
 models = pytest.importorskip("fla.models", reason="flash-linear-attention has them, fla-core has not")
-if not torch.cuda.is_available():
-    pytest.skip("FLA's convolutions and norms need a GPU", allow_module_level=True)
 
 import libkda.fla  # noqa: E402
+
+NUMPY = tuple(int(x) for x in numpy.__version__.split(".")[:2])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="FLA's kernels, compiled, need a GPU")
 
 NEW_TOKENS = 64
 
@@ -34,7 +41,21 @@ def tokens_of(model, prompt, on_libkda):
     return torch.cat(tokens, 1), paths
 
 
+@pytest.mark.skipif(NUMPY > (2, 0), reason="Triton's interpreter takes NumPy up to 2.0")
+@pytest.mark.parametrize("settings", [{}, dict(num_v_heads=4), dict(safe_gate=True, lower_bound=-5.0)], ids=str)
+def test_model_on_the_cpu(settings):
+    """FLA's own kernels in Triton's interpreter: exact products, so that near-ties do not flip."""
+    script = pathlib.Path(__file__).with_name("fla_on_cpu.py")
+    run = subprocess.run([sys.executable, script, json.dumps(settings)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert all(path.startswith("fla: fused_recurrent_kda_fwd") for path in result["by_fla"])
+    assert result["by_libkda"] == ["libkda: chunk_kda"] + 3 * ["libkda: fused_recurrent_kda_fwd"]
+    assert result["same"] and result["distance"] < 5e-6
+
+
 # Up to 64 tokens FLA's layer takes fused_recurrent_kda, then chunk_kda.
+@needs_cuda
 @pytest.mark.parametrize("length, settings", [(20, {}), (200, {}), (200, dict(num_v_heads=8)),
                                               (200, dict(safe_gate=True, lower_bound=-5.0))], ids=str)
 def test_model_generates_the_same_tokens(length, settings):
@@ -49,6 +70,7 @@ def test_model_generates_the_same_tokens(length, settings):
     assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} tokens differ"
 
 
+@needs_cuda
 @pytest.mark.parametrize("dtype, length", [(torch.float32, 200), (torch.bfloat16, 200), (torch.bfloat16, 1)])
 def test_layer(dtype, length):
     from fla.layers import KimiDeltaAttention
