@@ -129,6 +129,15 @@ void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_s
   check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
 }
 
+/// Whether the decode kernel takes every sequence. Lengths that the host does not know may be any:
+/// then it computes all tokens.
+bool few_tokens(const std::vector<int64_t>& cu_seqlens) {
+  constexpr int64_t kMost = 8;
+  for (size_t n = 0; n + 1 < cu_seqlens.size(); ++n)
+    if (cu_seqlens[n + 1] - cu_seqlens[n] > kMost) return false;
+  return true;
+}
+
 int64_t count_checkpoints(const kda_problem& p, const std::vector<int64_t>& cu_seqlens,
                           int64_t every) {
   if (!p.has_cu_seqlens) return p.batch * (p.num_tokens / every);
@@ -165,7 +174,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
   const Tensor final_state = states(output_final_state ? p.num_sequences : 0);
   if (output_final_state)
     describe_state(&p.final_state, final_state, "final_state", state_v_first, HV, K, V);
-  if (decode) p.operation = KDA_DECODE;
+  if (decode && few_tokens(lengths)) p.operation = KDA_DECODE;
   const bool keep = checkpoint_every > 0;
   const Tensor checkpoints = states(keep ? count_checkpoints(p, lengths, checkpoint_every) : 0);
   if (keep) {
@@ -199,6 +208,8 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  const bool state_a_token = indices && indices->dim() == 2 && indices->size(1) > 1;
+  decode = decode && (state_a_token || few_tokens(lengths));
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
   describe_state(&p.initial_state, states, "states", state_v_first, p.num_value_heads, p.key_dim,
                  p.value_dim);

@@ -301,12 +301,10 @@ def fused_recurrent_kda_fwd(
 
 
 def _decodes(q, cu_seqlens):
-    """Whether the decode kernel is the one for a call: up to 8 tokens a sequence. Lengths on a GPU are not read back;
-    as many tokens as sequences are taken for a step of one token each (and are computed right if they are not)."""
+    """Whether a call looks like decode steps. As many tokens as sequences are taken for one token each; the operators
+    look at lengths that are on the host, and lengths on a GPU are computed right whatever they are."""
     if cu_seqlens is None:
         return q.shape[1] <= _MOST_DECODE_TOKENS
-    if cu_seqlens.device.type == "cpu":
-        return cu_seqlens.shape[0] < 2 or int(cu_seqlens.diff().max()) <= _MOST_DECODE_TOKENS
     return q.shape[1] == cu_seqlens.shape[0] - 1
 
 

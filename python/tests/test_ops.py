@@ -41,6 +41,17 @@ def test_compile_as_one_graph(device, function, T):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
+def test_packed_steps_compile_as_one_graph(device):
+    x, _, state = make(B=1, T=12, N=12, device=device)
+    call = lambda q, k, v, g, beta, state, cu: fused_recurrent_kda(q, k, v, g, beta, initial_state=state, cu_seqlens=cu,
+                                                                   **FLAGS)
+    arguments = [x[n] for n in ("q", "k", "v", "g", "beta")] + [state, torch.tensor([0] * 12 + [12], device=device)]
+    with torch.no_grad():
+        expected = call(*arguments)
+        found = torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 def test_an_operator_says_what_does_not_fit():
     x, _, _ = make()
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
