@@ -32,18 +32,35 @@ set(KDA_CUDA_KERNELS
   src/cuda/smxx/segment_merge.cu
   src/cuda/smxx/sequence_map.cu)
 
+# Hopper's own instructions: machine code for sm_90a and nothing else.
+set(KDA_CUDA_KERNELS_SM90A src/cuda/sm90/chunk_delta_h.cu)
+
 set(KDA_CUDA_HOST src/cuda/host/device.cpp src/cuda/host/recurrent.cpp src/cuda/host/staged.cpp
                   src/cuda/host/views.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
-  set_source_files_properties(${KDA_CUDA_KERNELS} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
+  set_source_files_properties(${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_SM90A} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
     "-x;c++;-w;-O2;-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
   set_source_files_properties(tests/emulator/emulator.cpp tests/emulator/runtime.cpp PROPERTIES COMPILE_OPTIONS
     "-O2;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
-  target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${KDA_CUDA_KERNELS}
+  target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
+  target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_SM90A}
                  tests/emulator/emulator.cpp tests/emulator/runtime.cpp)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+endfunction()
+
+function(kda_add_kernels objects architectures)
+  add_library(${objects} OBJECT ${ARGN})
+  set_target_properties(${objects} PROPERTIES
+    CUDA_ARCHITECTURES "${architectures}" CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+  # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
+  # -Xfatbin: machine code of six architectures compresses to a third.
+  target_compile_options(${objects} PRIVATE
+    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
+  set_target_properties(${objects} PROPERTIES
+    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
+  target_include_directories(${objects} PRIVATE include src)
 endfunction()
 
 function(kda_add_cuda target)
@@ -57,21 +74,16 @@ function(kda_add_cuda target)
   endif()
   target_sources(${target} PRIVATE ${KDA_CUDA_HOST})
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  add_library(kda_cuda_objects OBJECT ${KDA_CUDA_KERNELS})
-  set_target_properties(kda_cuda_objects PROPERTIES
-    CUDA_ARCHITECTURES "${KDA_CUDA_ARCHITECTURES}" CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
-  # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
-  # -Xfatbin: machine code of six architectures compresses to a third.
-  target_compile_options(kda_cuda_objects PRIVATE
-    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
-  set_target_properties(kda_cuda_objects PROPERTIES
-    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
+  kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
+  if(KDA_CUDA_ARCHITECTURES MATCHES "90")
+    kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
+    target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
+  endif()
   # Beside the binaries: which kernels they hold (bench/evidence.py).
   add_custom_target(kda_kernel_hashes ALL
     COMMAND ${CMAKE_COMMAND} -DOUT=${PROJECT_BINARY_DIR}/kernel_hashes.json
             -DTOOLKIT=${CMAKE_CUDA_COMPILER_VERSION} -P ${PROJECT_SOURCE_DIR}/cmake/kernel_hashes.cmake
     COMMENT "")
-  target_include_directories(kda_cuda_objects PRIVATE include src)
 endfunction()
 
 function(kda_link_cuda library)
@@ -82,6 +94,9 @@ function(kda_link_cuda library)
     return()
   endif()
   target_sources(${library} PRIVATE $<TARGET_OBJECTS:kda_cuda_objects>)
+  if(TARGET kda_cuda_objects_sm90a)
+    target_sources(${library} PRIVATE $<TARGET_OBJECTS:kda_cuda_objects_sm90a>)
+  endif()
   target_link_libraries(${library} PRIVATE CUDA::cudart_static)
 endfunction()
 

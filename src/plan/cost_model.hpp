@@ -10,11 +10,10 @@
 
 namespace kda::plan {
 
-/// A chain kernel: a block walks the chunks of one sequence or segment for 64 columns of a state,
-/// or for 32 where that gives idle SMs work (src/cuda/host/staged.cpp).
+/// A chain kernel: a block walks the chunks of one sequence or segment for 64 columns of a state.
 struct ChainCosts {
-  double narrow_ns;       ///< a token, in a block of 32 columns
-  double alone_ns;        ///< a token, in a block of 64 columns with an SM for itself
+  double few_ns;          ///< a token, while half of the SMs are idle
+  double alone_ns;        ///< a token, in a block with an SM for itself
   double shared_ns;       ///< of SM time; blocks beside each other take turns
   int64_t blocks_per_sm;  ///< at once
   double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
@@ -24,14 +23,25 @@ struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
-  ChainCosts forward{30.6, 38, 38.7, 2, 24};
-  ChainCosts scan{25.5, 25.5, 18.5, 4, 6};  // its narrow form: as if wide, not measured
-  double merge_step_us = 3.4;               ///< S' = M S + B, of each round of blocks
-  int64_t merge_columns = 8;                ///< of a block
+  ChainCosts forward{19.5, 22, 19.5, 2, 15};
+  ChainCosts scan{14.6, 18, 10.5, 2, 3};
+  double merge_step_us = 3.4;  ///< S' = M S + B, of each round of blocks
+  int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 2;
   double merge_fixed_us = 7;  ///< with the launches that segments add
   double minimum_gain = 1.1;  ///< segments must win by this factor
 };
+
+/// The defaults are those of Hopper's own chain. Others are measured on an H200 too: the few_ns of
+/// their scan as if its blocks were wide.
+inline CostConstants costs_of(int32_t compute_capability) {
+  CostConstants costs;
+  if (compute_capability != 90) {
+    costs.forward = {30.6, 38, 38.7, 2, 24};
+    costs.scan = {25.5, 25.5, 18.5, 4, 6};
+  }
+  return costs;
+}
 
 struct CostInput {
   std::vector<int64_t> lengths;  ///< tokens of each sequence
@@ -72,7 +82,7 @@ inline double chains_us(const CostInput& in, const ChainCosts& c, double chains,
   const double blocks = chains * static_cast<double>(in.num_value_heads * tiles);
   const double at_once = sms * static_cast<double>(c.blocks_per_sm);
   const auto token_ns = [&](double of_blocks) {
-    return 2 * blocks <= sms ? c.narrow_ns
+    return 2 * blocks <= sms ? c.few_ns
                              : std::max(c.alone_ns, c.shared_ns * rounds_of(of_blocks, sms));
   };
   const double us_per_ns = static_cast<double>(in.key_dim) / 128 * 1e-3, mean = total / chains;

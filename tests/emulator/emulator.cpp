@@ -15,6 +15,8 @@ namespace {
 
 namespace context = boost::context;
 
+constexpr std::size_t kSharedAlignment = 1024;
+
 struct Copy {
   void* target;
   const void* source;
@@ -45,12 +47,20 @@ struct Barrier {
   uint64_t generation = 0;
 };
 
+struct Mbarrier {
+  int arrivals = 0, arrived = 0;
+  int64_t missing_bytes = 0;  // expected and not copied
+  std::vector<Copy> copies;   // not done yet
+  uint64_t phase = 0;
+};
+
 struct Block {
   uint3 index{};
   dim3 size, grid;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[16];
+  std::vector<Mbarrier> mbarriers;
   bool any = false, any_result = false;
   std::vector<unsigned char> shared;
   uint64_t progress = 0;
@@ -136,7 +146,7 @@ void launch(dim3 grid, dim3 size, std::size_t shared_bytes, std::function<void()
     current.grid = grid;
     current.threads.resize(size.x);
     current.warps.resize((size.x + 31) / 32);
-    current.shared.assign(shared_bytes + 128, 0xff);
+    current.shared.assign(shared_bytes + kSharedAlignment, 0xff);
     block = &current;
     blockIdx = current.index;
     blockDim = size;
@@ -179,6 +189,51 @@ void barrier(int id, int threads, bool waits) {
   while (waits && b.generation == generation) wait_for("a barrier");
 }
 
+Mbarrier& mbarrier(uint64_t index) {
+  if (index >= block->mbarriers.size()) fail("an mbarrier that is not initialised");
+  return block->mbarriers[index];
+}
+
+uint64_t mbarrier_init(int arrivals) {
+  block->mbarriers.emplace_back().arrivals = arrivals;
+  return block->mbarriers.size() - 1;
+}
+
+void end_phase(Mbarrier& b) {
+  if (b.arrived < b.arrivals || b.missing_bytes != 0) return;
+  b.arrived = 0;
+  ++b.phase;
+  ++block->progress;
+}
+
+void mbarrier_arrive(uint64_t index, int expected_bytes) {
+  Mbarrier& b = mbarrier(index);
+  if (++b.arrived > b.arrivals) fail("more arrivals at an mbarrier than it has");
+  b.missing_bytes += expected_bytes;
+  ++block->progress;
+  end_phase(b);
+}
+
+void bulk_copy(void* target, const void* source, int bytes, uint64_t index) {
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  if (bytes % 16 != 0 || !aligned(target) || !aligned(source))
+    fail("a bulk copy not aligned to 16");
+  mbarrier(index).copies.push_back({target, source, bytes});
+}
+
+void mbarrier_wait(uint64_t index, int parity) {
+  const auto over = [&] { return static_cast<int>(mbarrier(index).phase % 2) != parity; };
+  while (!over()) {
+    Mbarrier& b = mbarrier(index);
+    for (const Copy& copy : std::exchange(b.copies, {})) {
+      std::memcpy(copy.target, copy.source, static_cast<std::size_t>(copy.bytes));
+      b.missing_bytes -= copy.bytes;
+    }
+    end_phase(b);
+    if (!over()) wait_for("an mbarrier");
+  }
+}
+
 bool block_or(bool value) {
   block->any |= value;
   barrier(0, static_cast<int>(block->size.x), true);
@@ -191,7 +246,8 @@ bool block_or(bool value) {
 
 unsigned char* dynamic_shared() {
   auto address = reinterpret_cast<uintptr_t>(block->shared.data());
-  return reinterpret_cast<unsigned char*>((address + 127) / 128 * 128);
+  return reinterpret_cast<unsigned char*>((address + kSharedAlignment - 1) / kSharedAlignment *
+                                          kSharedAlignment);
 }
 uint32_t shared_offset(const void* pointer) {
   const auto offset = static_cast<const unsigned char*>(pointer) - dynamic_shared();
@@ -200,7 +256,8 @@ uint32_t shared_offset(const void* pointer) {
   return static_cast<uint32_t>(offset);
 }
 void* shared_pointer(uint32_t offset) {
-  if (offset + 128 > block->shared.size()) fail("an offset outside dynamic shared memory");
+  if (offset + kSharedAlignment > block->shared.size())
+    fail("an offset outside dynamic shared memory");
   return dynamic_shared() + offset;
 }
 

@@ -47,7 +47,8 @@ const char* cudaGetErrorString(cudaError_t) { return "the emulator refused"; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "emulated GPU");
-  properties->major = 9;
+  const char* capability = std::getenv("KDA_EMULATED_CAPABILITY");
+  properties->major = capability ? std::atoi(capability) / 10 : 9;
   properties->multiProcessorCount = 8;
   return cudaSuccess;
 }

@@ -5,6 +5,7 @@
 #include "cuda/host/views.hpp"
 #include "cuda/sm80/chunk_delta_h.hpp"
 #include "cuda/sm80/chunk_intra.hpp"
+#include "cuda/sm90/chunk_delta_h.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::staged {
@@ -65,6 +66,15 @@ ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
   return args;
 }
 
+/// The serial uses of chunk_delta_h, on `columns` columns of state of each span.
+Status launch_chain(const stage::Call& call, const ChunkDeltaHArgs& args, DeltaUse use,
+                    int64_t spans, int64_t columns) {
+  const bool half = is_half(call.problem);
+  if (sm90::kBuilt && call.plan->device.compute_capability == 90)
+    return sm90::launch_chunk_delta_h(args, use, half, call.plan->device.num_sms, {call.stream});
+  return launch_chunk_delta_h(args, use, half, narrow(call, spans, columns), {call.stream});
+}
+
 }  // namespace
 
 Status forward(const stage::Forward& f) {
@@ -75,8 +85,7 @@ Status forward(const stage::Forward& f) {
   ChunkDeltaHArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
   const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chunk_delta_h(args, DeltaUse::kForward, is_half(call.problem),
-                              narrow(call, spans, call.problem.value_dim), {call.stream});
+  return launch_chain(call, args, DeltaUse::kForward, spans, call.problem.value_dim);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -89,9 +98,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.B = scan.B;
   args.skip_last = scan.skip_last;
   const Problem& p = call.problem;
-  return launch_chunk_delta_h(args, DeltaUse::kScan, is_half(p),
-                              narrow(call, maps.map.num_spans, p.value_dim + p.key_dim),
-                              {call.stream});
+  return launch_chain(call, args, DeltaUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
 }
 
 /// One stage on the caller's buffers. Segments of the plan are of no concern here.

@@ -98,7 +98,7 @@ struct Kernel : intra::Solve<T, kK> {
     for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
       const int row = tid / 8 + i * (kThreads / 8), piece = tid % 8;
       ptx::cp_async<16>(ptx::shared_address(&s.after.A[row][piece * 8]),
-                        stored + swizzled<kChunk>(row, piece));
+                        stored + swizzled(row, piece));
     }
     ptx::cp_async_commit();
     load_inputs();

@@ -42,7 +42,7 @@ struct Solve : Inverse<T, kK> {
   /// qg, kg to device memory; Kgam in place of k; gamma.
   __device__ void decayed_rows() const {
     const int piece = channel() / 8;
-    const int64_t row0 = run() * kRun * kK + channel() % 8;
+    const int64_t row0 = swizzled(run() * kRun, 0) + channel() % 8;
     T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
     T* kg = a.factors.kg ? tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
     const auto scaled = [](float2 x, float2 factor, float norm) {
@@ -55,7 +55,7 @@ struct Solve : Inverse<T, kK> {
         const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-          *reinterpret_cast<uint32_t*>(kg + swizzled<kK>(i0 + i, piece)) =
+          *reinterpret_cast<uint32_t*>(kg + swizzled(i0 + i, piece)) =
               scaled(pair_of(s.k, run() * kRun + i0 + i), factor, norms.x[i]);
           multiply(factor, decay[i0 + i]);
         }
@@ -70,7 +70,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
-          *reinterpret_cast<uint32_t*>(qg + swizzled<kK>(i0 + i, piece)) =
+          *reinterpret_cast<uint32_t*>(qg + swizzled(i0 + i, piece)) =
               scaled(pair_of(s.q, run() * kRun + i0 + i), factor, norms.x[i]);
         }
       }
@@ -98,7 +98,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
     for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
       const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
-      *reinterpret_cast<uint4*>(base + swizzled<kChunk>(row, piece)) =
+      *reinterpret_cast<uint4*>(base + swizzled(row, piece)) =
           *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
     }
   }
@@ -116,9 +116,8 @@ struct Solve : Inverse<T, kK> {
     }
   }
 
-  /// 16 columns of T' x source to a tile of kColumns columns; the source is overwritten. T' is
+  /// 16 columns of T' x source to a tile; the source is overwritten. T' is
   /// lower triangular.
-  template <int kColumns>
   __device__ void solve_columns(T (*source)[kStride], int column, T* target,
                                 int target_column) const {
     float acc[4][2][4] = {};
@@ -151,7 +150,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
       const int row = lane() / 2 + i * 16;
-      *reinterpret_cast<uint4*>(target + swizzled<kColumns>(row, target_column / 8 + lane() % 2)) =
+      *reinterpret_cast<uint4*>(target + swizzled(row, target_column / 8 + lane() % 2)) =
           *reinterpret_cast<const uint4*>(&source[row][column + lane() % 2 * 8]);
     }
   }
@@ -164,7 +163,7 @@ struct Solve : Inverse<T, kK> {
     const int c = warp() * 16;
     static_assert(kWarps * 16 == kK);
     __syncthreads();
-    solve_columns<kK>(s.k, c, w, c);
+    solve_columns(s.k, c, w, c);
     ptx::cp_async_wait<0>();
     __syncthreads();
     for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
@@ -176,7 +175,7 @@ struct Solve : Inverse<T, kK> {
       }
       const int at = column0 + c;
       if (at / kVTile < u_tiles)
-        solve_columns<kVTile>(v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
+        solve_columns(v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
     }
   }
 };

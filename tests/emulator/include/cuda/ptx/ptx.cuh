@@ -62,6 +62,24 @@ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t address) {
   LdmatrixIn in{address};
   emulator::warp_collective("ldmatrix.trans", &in, r, ldmatrix<true>);
 }
+struct StmatrixIn {
+  uint32_t address;
+  const uint32_t* pairs;
+};
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
+  StmatrixIn mine{address, r};
+  emulator::warp_collective("stmatrix.trans", &mine, nullptr, [](void* const* in, void* const*) {
+    for (int row = 0; row < 32; ++row) {
+      auto* to = static_cast<uint16_t*>(
+          emulator::shared_pointer(static_cast<StmatrixIn*>(in[row])->address));
+      for (int i = 0; i < 8; ++i) {
+        const int lane = i * 4 + row % 8 / 2;
+        to[i] = static_cast<uint16_t>(static_cast<StmatrixIn*>(in[lane])->pairs[row / 8] >>
+                                      16 * (row % 2));
+      }
+    }
+  });
+}
 inline uint32_t transpose_8x8(uint32_t x) {
   uint32_t result;
   emulator::warp_collective("movmatrix", &x, &result, [](void* const* in, void* const* out) {
