@@ -28,17 +28,26 @@ def switched_back():
 
 
 def tokens_of(model, prompt, on_libkda):
-    """Greedy tokens, one forward of the whole prompt and then one a token, and the paths that served them."""
+    """Greedy tokens, their logits and the paths that served them: the whole prompt, then a token a forward."""
     (libkda.fla.enable if on_libkda else libkda.fla.disable)()
-    paths, tokens, cache = set(), [], None
+    paths, logits, cache = set(), [], None
     new = prompt
     with torch.inference_mode():
         for _ in range(NEW_TOKENS):
             result = model(new, past_key_values=cache, use_cache=True)
             paths.add(libkda.fla.last_path().split(":")[0])
             cache, new = result.past_key_values, result.logits[:, -1:].argmax(-1)
-            tokens.append(new)
-    return torch.cat(tokens, 1), paths
+            logits.append(result.logits[:, -1])
+    logits = torch.stack(logits, 1)
+    return logits.argmax(-1), logits, paths
+
+
+def first_difference(expected, found):
+    """Where two runs part: up to there they have read the same tokens, so that their logits can be compared."""
+    b, t = (expected.argmax(-1) != found.argmax(-1)).nonzero()[0].tolist()
+    best, second = expected[b, t].topk(2).values.tolist()
+    distance = (found[b, t] - expected[b, t]).abs().max().item()
+    return f"sequence {b}, token {t}: the best two logits are {best - second:.2e} apart, the runs {distance:.2e}"
 
 
 @pytest.mark.skipif(NUMPY > (2, 0), reason="Triton's interpreter takes NumPy up to 2.0")
@@ -64,10 +73,10 @@ def test_model_generates_the_same_tokens(length, settings):
                               **settings)
     model = models.KDAForCausalLM(config).cuda().eval()
     prompt = torch.randint(512, (3, length), device="cuda")
-    expected, by_fla = tokens_of(model, prompt, on_libkda=False)
-    found, by_libkda = tokens_of(model, prompt, on_libkda=True)
+    expected, logits, by_fla = tokens_of(model, prompt, on_libkda=False)
+    found, found_logits, by_libkda = tokens_of(model, prompt, on_libkda=True)
     assert by_fla == {"fla"} and by_libkda == {"libkda"}
-    assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} tokens differ"
+    assert torch.equal(found, expected), first_difference(logits, found_logits)
 
 
 @needs_cuda
