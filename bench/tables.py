@@ -91,10 +91,10 @@ def table_gpu_segments():
     for case, (off, on) in pairs(report).items():
         gain = off["median_s"] / on["median_s"]
         gains += [gain] if on["segments"] else []
-        rows.append([f"`{case}`", milliseconds(off["median_s"]), milliseconds(on["median_s"]),
-                     str(on["segments"] or "declined"), f"{gain:.2f}x"])
+        rows.append([f"`{case}`", str(on["segments"] or "declined"), milliseconds(off["median_s"]),
+                     milliseconds(on["median_s"]), f"{gain:.2f}x", of_copy(report, on)])
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
-    return (gpu_head(report) + markdown(["case", "off", "auto", "segments", "gain"], rows)
+    return (gpu_head(report) + markdown(["case", "segments", "off", "auto", "gain", "of copy"], rows)
             + f"\n\nGeometric mean of the {len(gains)} cases where it triggers: {mean:.2f}x." + gpu_tail(report))
 
 

@@ -167,6 +167,17 @@ struct BenchCommand {
       progress.update(static_cast<int64_t>(&text - texts.data()) + 1,
                       static_cast<int64_t>(texts.size()));
     }
+    const auto table = what == "context-parallel" ? segments_table(rows, bench.copy_rate())
+                                                  : gpu_table(rows, bench.copy_rate());
+    fmt::print("{}\ncopy: {:.0f} GB/s read and written\n\n{}", device.name,
+               1e-9 * bench.copy_rate(), format_table(table));
+    if (!csv_path.empty()) io::write_file_atomically(csv_path, format_csv(table));
+    if (!json_path.empty())
+      io::write_file_atomically(json_path, gpu_json(rows, device, bench.copy_rate()));
+  }
+
+  static std::vector<std::vector<std::string>> gpu_table(const std::vector<GpuRow>& rows,
+                                                         double copy_rate) {
     std::vector<std::vector<std::string>> table = {
         {"case", "what", "median", "spread", "GB/s", "% of copy", "segments"}};
     for (const GpuRow& row : rows) {
@@ -176,14 +187,26 @@ struct BenchCommand {
                        fmt::format("-{:.0f}% +{:.0f}%", 100 * (1 - t.fastest / t.median),
                                    100 * (t.slowest / t.median - 1)),
                        fmt::format("{:.0f}", 1e-9 * rate),
-                       fmt::format("{:.0f}", 100 * rate / bench.copy_rate()),
+                       fmt::format("{:.0f}", 100 * rate / copy_rate),
                        row.segments ? cat(row.segments) : ""});
     }
-    fmt::print("{}\ncopy: {:.0f} GB/s read and written\n\n{}", device.name,
-               1e-9 * bench.copy_rate(), format_table(table));
-    if (!csv_path.empty()) io::write_file_atomically(csv_path, format_csv(table));
-    if (!json_path.empty())
-      io::write_file_atomically(json_path, gpu_json(rows, device, bench.copy_rate()));
+    return table;
+  }
+
+  /// One row a case from its two, without segments and with them. The roofline is what a copy of
+  /// the same bytes would take.
+  static std::vector<std::vector<std::string>> segments_table(const std::vector<GpuRow>& rows,
+                                                              double copy_rate) {
+    std::vector<std::vector<std::string>> table = {
+        {"case", "segments", "off", "on", "speedup", "% of roofline"}};
+    for (std::size_t i = 0; i + 1 < rows.size(); i += 2) {
+      const GpuRow &off = rows[i], &on = rows[i + 1];
+      table.push_back({on.name, on.segments ? cat(on.segments) : "declined",
+                       format_seconds(off.timing.median), format_seconds(on.timing.median),
+                       fmt::format("{:.2f}x", off.timing.median / on.timing.median),
+                       fmt::format("{:.0f}", 100 * on.bytes / on.timing.median / copy_rate)});
+    }
+    return table;
   }
 
   std::string gpu_json(const std::vector<GpuRow>& rows, const DeviceFacts& device,
