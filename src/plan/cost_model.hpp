@@ -24,7 +24,7 @@ struct CostConstants {
   double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
   ChainCosts forward{19.5, 22, 19.5, 2, 15};
-  ChainCosts scan{14.6, 18, 10.5, 2, 3};
+  ChainCosts scan{13.5, 18, 10.2, 2, 3};
   double merge_step_us = 3.4;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 2;

@@ -58,5 +58,4 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, int 
       "l"(source), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
 }
-
 }  // namespace kda::cuda::ptx

@@ -197,12 +197,16 @@ struct Chain {
     }
   }
 
-  __device__ __forceinline__ void decay_state(const float* gammas) {
+  __device__ __forceinline__ void load_gammas(const float* from, float2 (&gammas)[kTiles]) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      gammas[n] = *reinterpret_cast<const float2*>(&from[n * 8 + lane % 4 * 2]);
+  }
+  __device__ __forceinline__ void decay_state(const float2 (&gammas)[kTiles]) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const float2 gamma = *reinterpret_cast<const float2*>(&gammas[n * 8 + lane % 4 * 2]);
-      state[n][0] *= gamma.x, state[n][1] *= gamma.y;
-      state[n][2] *= gamma.x, state[n][3] *= gamma.y;
+      state[n][0] *= gammas[n].x, state[n][1] *= gammas[n].y;
+      state[n][2] *= gammas[n].x, state[n][3] *= gammas[n].y;
     }
   }
 

@@ -37,6 +37,7 @@ struct Kernel : Chain<T, kK, kUse> {
   using Base::kTiles;
   using Base::kTokenTiles;
   using Base::lane;
+  using Base::load_gammas;
   using Base::load_start;
   using Base::num_chunks;
   using Base::prediction_error;
@@ -282,7 +283,9 @@ struct Kernel : Chain<T, kK, kUse> {
       ptx::cp_async_wait<0>();
       ptx::named_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
       copy_w(chunk + 1);
-      decay_state(s.gamma);
+      float2 gammas[kTiles];
+      load_gammas(s.gamma, gammas);
+      decay_state(gammas);
       add_errors(error, vn);
       store_checkpoint(chunk);
     }

@@ -74,29 +74,26 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     ptx::mbarrier_init_fence();
   }
 
-  __device__ void copy_chunk(int chunk, S& s, ptx::Mbarrier& full) const {
-    const auto fetch = [&](auto& target, const void* source) {
-      ptx::bulk_copy(&target, static_cast<const char*>(source) + tile(chunk) * sizeof(target),
-                     sizeof(target), full);
+  /// visit(where it goes, where it lies, bytes) for each factor of a chunk that this block needs.
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
+    const auto whole = [&](auto& target, const void* source) {
+      visit(&target, static_cast<const char*>(source) + tile(chunk) * sizeof(target),
+            static_cast<int>(sizeof(target)));
     };
-    constexpr int kAlways = sizeof(s.w) + sizeof(s.kg) + sizeof(s.gamma) + sizeof(s.beta);
-    int bytes = kAlways + (transition ? 0 : static_cast<int>(sizeof(s.u)));
-    if constexpr (kForward)
-      bytes += static_cast<int>(sizeof(s.qg) + sizeof(s.Aqk) + sizeof(s.diag));
-    ptx::mbarrier_arrive_expect(full, bytes);
-    fetch(s.w, a.factors.w);
-    if (!transition) {
-      const T* u = static_cast<const T*>(a.factors.u) +
-                   (tile(chunk) * this->v_tiles() + this->u_tile) * kChunk * kVTile;
-      ptx::bulk_copy(s.u, u, sizeof(s.u), full);
-    }
-    fetch(s.beta, a.factors.beta);
-    if constexpr (kForward) fetch(s.qg, a.factors.qg);
-    fetch(s.gamma, a.factors.gamma);
-    fetch(s.kg, a.factors.kg);
+    whole(s.w, a.factors.w);
+    if constexpr (kForward) whole(s.qg, a.factors.qg);
+    if (!transition)
+      visit(&s.u,
+            static_cast<const T*>(a.factors.u) +
+                (tile(chunk) * this->v_tiles() + this->u_tile) * kChunk * kVTile,
+            static_cast<int>(sizeof(s.u)));
+    whole(s.beta, a.factors.beta);
+    whole(s.gamma, a.factors.gamma);
+    whole(s.kg, a.factors.kg);
     if constexpr (kForward) {
-      fetch(s.Aqk, a.factors.Aqk);
-      fetch(s.diag, a.factors.diag);
+      whole(s.Aqk, a.factors.Aqk);
+      whole(s.diag, a.factors.diag);
     }
   }
 
@@ -104,7 +101,13 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
       if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
-      copy_chunk(chunk, ring.stages[i], ring.full[i]);
+      S& s = ring.stages[i];
+      int bytes = 0;
+      for_each_factor(chunk, s, [&](void*, const void*, int size) { bytes += size; });
+      ptx::mbarrier_arrive_expect(ring.full[i], bytes);
+      for_each_factor(chunk, s, [&](void* to, const void* from, int size) {
+        ptx::bulk_copy(to, from, size, ring.full[i]);
+      });
     }
   }
 
@@ -142,13 +145,22 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     uint16_t* base = static_cast<uint16_t*>(a.o.base) +
                      row_offset(a.o, a.map, this->span.sequence, token0, this->head);
     const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), this->span.end - token0));
-    for (int i = thread; i < kGroups * kChunk * 8; i += kStorers * 32) {
-      const int token = i / 8 % kChunk, piece = i % 8, group = i / (8 * kChunk);
-      const int v = (this->u_tile + group) * kVTile + piece * 8;
-      if (token < count)
-        store_piece(base + token * a.o.stride_t + v,
-                    *reinterpret_cast<const uint4*>(s.u[group] + swizzled(token, piece)),
-                    a.shape.V - v);
+    constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
+    for (int first = thread; first < kPieces; first += kAtOnce * kStorers * 32) {
+      uint4 pieces[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = min(first + n * kStorers * 32, kPieces - 1);
+        pieces[n] = *reinterpret_cast<const uint4*>(s.u[i / (8 * kChunk)] +
+                                                    swizzled(i / 8 % kChunk, i % 8));
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kStorers * 32, token = i / 8 % kChunk;
+        const int v = (this->u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
+        if (i < kPieces && token < count)
+          store_piece(base + token * a.o.stride_t + v, pieces[n], a.shape.V - v);
+      }
     }
   }
 
@@ -192,46 +204,54 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
   }
 
   /// S^T += vn^T kg.
-  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4],
-                                             const uint32_t (&low)[4][4], const T* kg) {
+  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4], const T* kg) {
     const uint64_t tile = descriptor(kg);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < 4; ++step)
       ptx::wgmma_columns<T>(state, vn[step], ptx::next_rows(tile, step * 16));
-      if constexpr (Base::kTwoParts)
-        ptx::wgmma_columns<T>(state, low[step], ptx::next_rows(tile, step * 16));
-    }
     ptx::wgmma_commit();
   }
 
   // ---- one chunk -------------------------------------------------------------------------------
 
+  __device__ void wait_for_factors(int chunk) const {
+    if (chunk < num_chunks)
+      ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
+  }
+
+  /// Every product but the first is under way while the warps do something else.
   __device__ __forceinline__ void run_chunk(int chunk, S& s) {
+    constexpr int kLater = Base::kTwoParts ? 2 : 1;  // groups of products after that of o
     uint32_t rounded[kSteps][4], vn[4][4], low[4][4];
     float error[kTokenTiles][4], o[kTokenTiles][4];
+    float2 gammas[Base::kTiles];
+    this->load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       Base::round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
-    ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
     ptx::wgmma_fence();
     multiply_rows(rounded, s.w, error);
     if constexpr (kForward) multiply_rows(rounded, s.qg, o);
-    this->decay_state(s.gamma);
+    this->decay_state(gammas);
     ptx::wgmma_wait<kForward ? 1 : 0>();
     ptx::hold(error);
     this->prediction_error(s.u[warp / 4], s.beta, error);
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
+    for (int step = 0; step < 4; ++step)
       Base::round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
-      Base::rests(error, step, vn[step], low[step]);
-    }
     ptx::hold(state);
     ptx::wgmma_fence();
     if constexpr (kForward) multiply_scores(vn, s.Aqk, o);
-    add_errors(vn, low, s.kg);
+    add_errors(vn, s.kg);
+    if constexpr (Base::kTwoParts) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) Base::rests(error, step, vn[step], low[step]);
+      ptx::wgmma_fence();
+      add_errors(low, s.kg);
+    }
     if constexpr (kForward) {
-      ptx::wgmma_wait<1>();
+      ptx::wgmma_wait<kLater>();
       ptx::hold(o);
       this->add_diagonal(error, s.diag, o);
       if (a.o.type == Element::kFloat32)
@@ -241,12 +261,14 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
     }
+    wait_for_factors(chunk + 1);
     ptx::wgmma_wait<0>();
     ptx::hold(state);
   }
 
   __device__ void run_chain() {
     this->load_start();
+    wait_for_factors(0);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       run_chunk(chunk, ring.stages[chunk % R::kStages]);
       if (lane == 0) ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
@@ -266,11 +288,11 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads, 1)
   if (threadIdx.x == 0) kernel.init_barriers();
   __syncthreads();
   if (kernel.warp < K::kWarps) {
-    if constexpr (kGroups > 1) ptx::take_registers<224>();
+    if constexpr (kGroups > 1) ptx::take_registers<216>();
     kernel.run_chain();
     return;
   }
-  if constexpr (kGroups > 1) ptx::give_registers<56>();
+  if constexpr (kGroups > 1) ptx::give_registers<72>();
   if (kernel.warp > K::kWarps) {
     if constexpr (K::kForward)
       kernel.run_stores(static_cast<int>(threadIdx.x) - K::kWarps * 32 - 32);
