@@ -27,27 +27,20 @@ def switched_back():
     libkda.fla.enable()
 
 
-def tokens_of(model, prompt, on_libkda):
-    """Greedy tokens, their logits and the paths that served them: the whole prompt, then a token a forward."""
+def logits_of(model, prompt, on_libkda, follow=None):
+    """Logits of NEW_TOKENS steps and the paths that served them: the whole prompt, then a token a forward, the
+    likeliest one or that of `follow`."""
     (libkda.fla.enable if on_libkda else libkda.fla.disable)()
     paths, logits, cache = set(), [], None
     new = prompt
     with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
+        for t in range(NEW_TOKENS):
             result = model(new, past_key_values=cache, use_cache=True)
             paths.add(libkda.fla.last_path().split(":")[0])
-            cache, new = result.past_key_values, result.logits[:, -1:].argmax(-1)
+            cache = result.past_key_values
             logits.append(result.logits[:, -1])
-    logits = torch.stack(logits, 1)
-    return logits.argmax(-1), logits, paths
-
-
-def first_difference(expected, found):
-    """Where two runs part: up to there they have read the same tokens, so that their logits can be compared."""
-    b, t = (expected.argmax(-1) != found.argmax(-1)).nonzero()[0].tolist()
-    best, second = expected[b, t].topk(2).values.tolist()
-    distance = (found[b, t] - expected[b, t]).abs().max().item()
-    return f"sequence {b}, token {t}: the best two logits are {best - second:.2e} apart, the runs {distance:.2e}"
+            new = logits[-1].argmax(-1, keepdim=True) if follow is None else follow[:, t:t + 1]
+    return torch.stack(logits, 1), paths
 
 
 @pytest.mark.skipif(NUMPY > (2, 0), reason="Triton's interpreter takes NumPy up to 2.0")
@@ -73,10 +66,18 @@ def test_model_generates_the_same_tokens(length, settings):
                               **settings)
     model = models.KDAForCausalLM(config).cuda().eval()
     prompt = torch.randint(512, (3, length), device="cuda")
-    expected, logits, by_fla = tokens_of(model, prompt, on_libkda=False)
-    found, found_logits, by_libkda = tokens_of(model, prompt, on_libkda=True)
+    expected, by_fla = logits_of(model, prompt, on_libkda=False)
+    found, by_libkda = logits_of(model, prompt, on_libkda=True, follow=expected.argmax(-1))
     assert by_fla == {"fla"} and by_libkda == {"libkda"}
-    assert torch.equal(found, expected), first_difference(logits, found_logits)
+    # FLA multiplies fp32 in tf32: a token may differ where its two best are as near as the two runs.
+    distance = (found - expected).abs().amax(-1)
+    best = expected.topk(2).values
+    differ = expected.argmax(-1) != found.argmax(-1)
+    tie = best[..., 0] - best[..., 1] <= 2 * distance
+    error = ((found - expected).norm() / expected.norm()).item()
+    print(f"{int(differ.sum())} of {differ.numel()} tokens differ; logits {error:.1e} apart")
+    assert error < 5e-3
+    assert not (differ & ~tie).any() and differ.sum() <= 2
 
 
 @needs_cuda

@@ -41,11 +41,13 @@ def test_compile_as_one_graph(device, function, T):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_packed_steps_compile_as_one_graph(device):
+@pytest.mark.parametrize("lengths_on_host", [False, True])
+def test_packed_steps_compile_as_one_graph(device, lengths_on_host):
     x, _, state = make(B=1, T=12, N=12, device=device)
     call = lambda q, k, v, g, beta, state, cu: fused_recurrent_kda(q, k, v, g, beta, initial_state=state, cu_seqlens=cu,
                                                                    **FLAGS)
-    arguments = [x[n] for n in ("q", "k", "v", "g", "beta")] + [state, torch.tensor([0] * 12 + [12], device=device)]
+    arguments = [x[n] for n in ("q", "k", "v", "g", "beta")] + [
+        state, torch.tensor([0] * 12 + [12], device="cpu" if lengths_on_host else device)]
     with torch.no_grad():
         expected = call(*arguments)
         found = torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments)

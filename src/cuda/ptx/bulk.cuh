@@ -48,6 +48,7 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
 /// `bytes`, a multiple of 16, from global memory to shared memory, both aligned to 16; expected of
 /// `barrier`.
 __device__ __forceinline__ void bulk_copy(void* target, const void* source, int bytes,
@@ -58,4 +59,5 @@ __device__ __forceinline__ void bulk_copy(void* target, const void* source, int 
       "l"(source), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
 }
+
 }  // namespace kda::cuda::ptx

@@ -27,4 +27,5 @@ inline void bulk_copy(void* target, const void* source, int bytes, Mbarrier& bar
   emulator::bulk_copy(emulator::shared_pointer(shared_address(target)), source, bytes,
                       barrier.state);
 }
+
 }  // namespace kda::cuda::ptx
