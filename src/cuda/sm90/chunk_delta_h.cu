@@ -116,6 +116,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
   /// o of this warp's columns in 16 bits, in place of the u that it has read.
   __device__ __forceinline__ void put_outputs(const float (&o)[kTokenTiles][4], T* tile) const {
     const bool bf16 = a.o.type == Element::kBFloat16;
+    __syncwarp();
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
       uint32_t pairs[4];
@@ -203,12 +204,16 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     ptx::wgmma_commit();
   }
 
-  /// S^T += vn^T kg.
-  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4], const T* kg) {
+  /// S^T += vn^T kg, in the order of sums of the mma.sync kernel.
+  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4],
+                                             const uint32_t (&low)[4][4], const T* kg) {
     const uint64_t tile = descriptor(kg);
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
+    for (int step = 0; step < 4; ++step) {
       ptx::wgmma_columns<T>(state, vn[step], ptx::next_rows(tile, step * 16));
+      if constexpr (Base::kTwoParts)
+        ptx::wgmma_columns<T>(state, low[step], ptx::next_rows(tile, step * 16));
+    }
     ptx::wgmma_commit();
   }
 
@@ -221,7 +226,6 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
 
   /// Every product but the first is under way while the warps do something else.
   __device__ __forceinline__ void run_chunk(int chunk, S& s) {
-    constexpr int kLater = Base::kTwoParts ? 2 : 1;  // groups of products after that of o
     uint32_t rounded[kSteps][4], vn[4][4], low[4][4];
     float error[kTokenTiles][4], o[kTokenTiles][4];
     float2 gammas[Base::kTiles];
@@ -238,20 +242,16 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     ptx::hold(error);
     this->prediction_error(s.u[warp / 4], s.beta, error);
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
+    for (int step = 0; step < 4; ++step) {
       Base::round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
+      if constexpr (Base::kTwoParts) Base::rests(error, step, vn[step], low[step]);
+    }
     ptx::hold(state);
     ptx::wgmma_fence();
     if constexpr (kForward) multiply_scores(vn, s.Aqk, o);
-    add_errors(vn, s.kg);
-    if constexpr (Base::kTwoParts) {
-#pragma unroll
-      for (int step = 0; step < 4; ++step) Base::rests(error, step, vn[step], low[step]);
-      ptx::wgmma_fence();
-      add_errors(low, s.kg);
-    }
+    add_errors(vn, low, s.kg);
     if constexpr (kForward) {
-      ptx::wgmma_wait<kLater>();
+      ptx::wgmma_wait<1>();
       ptx::hold(o);
       this->add_diagonal(error, s.diag, o);
       if (a.o.type == Element::kFloat32)
@@ -271,6 +271,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     wait_for_factors(0);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       run_chunk(chunk, ring.stages[chunk % R::kStages]);
+      __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
       this->store_checkpoint(chunk);
     }
