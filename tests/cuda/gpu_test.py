@@ -37,6 +37,12 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SANITIZED_SHAPES = 60  # random problems, a tool
 
 
+def what_it_reports(done):
+    """Lines of a sanitizer that found something, for the evidence file."""
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("=========")]
+    return {"report": lines[:100]} if done.returncode != 0 and lines else {}
+
+
 def run_gtest(program, environment, prefix=()):
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         started = time.time()
@@ -45,6 +51,7 @@ def run_gtest(program, environment, prefix=()):
         seconds = time.time() - started
         text = pathlib.Path(report.name).read_text()
     row = {"name": program.name, "seconds": round(seconds, 1), "ok": done.returncode == 0}
+    row |= what_it_reports(done)
     if not text:  # it died before it could say
         print(done.stdout[-4000:], done.stderr[-4000:])
         return row | {"passed": 0, "failed": 1, "skipped": 0}
@@ -65,7 +72,7 @@ def run_fuzz(program, what, count, environment, prefix=()):
     if done.returncode != 0:
         print(done.stdout[-4000:], done.stderr[-2000:])
     return {"name": f"kda_fuzz {what}", "cases": count, "ok": done.returncode == 0,
-            "seconds": round(time.time() - started, 1)}
+            "seconds": round(time.time() - started, 1)} | what_it_reports(done)
 
 
 def main():
@@ -86,7 +93,7 @@ def main():
 
     def add(row):
         rows.append(row)
-        print({k: v for k, v in row.items() if k != "skipped_names"}, flush=True)
+        print({k: v for k, v in row.items() if k not in ("skipped_names", "report")}, flush=True)
 
     started = time.time()
     if args.sanitize:
