@@ -8,7 +8,7 @@
 namespace kda::cuda::ptx {
 
 struct Mbarrier {
-  uint64_t state;  // index of the emulator's own; where a wrong one would be seen
+  uint64_t state;  // index of the emulator's own; shared memory that was not initialised has none
 };
 
 inline void mbarrier_init(Mbarrier& barrier, int arrivals) {
