@@ -58,9 +58,9 @@ def test_model_on_the_cpu(settings):
 
 # Up to 64 tokens FLA's layer takes fused_recurrent_kda, then chunk_kda.
 @needs_cuda
-@pytest.mark.parametrize("length, settings", [(20, {}), (200, {}), (200, dict(num_v_heads=8)),
-                                              (200, dict(safe_gate=True, lower_bound=-5.0))], ids=str)
-def test_model_generates_the_same_tokens(length, settings):
+@pytest.mark.parametrize("length, settings, ties", [(20, {}, 0), (200, {}, 0), (200, dict(num_v_heads=8), 2),
+                                                    (200, dict(safe_gate=True, lower_bound=-5.0), 2)], ids=str)
+def test_model_generates_the_same_tokens(length, settings, ties):
     torch.manual_seed(length)
     config = models.KDAConfig(hidden_size=256, num_hidden_layers=4, num_heads=4, head_dim=64, vocab_size=512,
                               **settings)
@@ -69,7 +69,7 @@ def test_model_generates_the_same_tokens(length, settings):
     expected, by_fla = logits_of(model, prompt, on_libkda=False)
     found, by_libkda = logits_of(model, prompt, on_libkda=True, follow=expected.argmax(-1))
     assert by_fla == {"fla"} and by_libkda == {"libkda"}
-    # FLA multiplies fp32 in tf32: a token may differ where its two best are as near as the two runs.
+    # FLA multiplies fp32 in tf32: where its two best tokens are as near as the runs, one may win or the other.
     distance = (found - expected).abs().amax(-1)
     best = expected.topk(2).values
     differ = expected.argmax(-1) != found.argmax(-1)
@@ -77,7 +77,7 @@ def test_model_generates_the_same_tokens(length, settings):
     error = ((found - expected).norm() / expected.norm()).item()
     print(f"{int(differ.sum())} of {differ.numel()} tokens differ; logits {error:.1e} apart")
     assert error < 5e-3
-    assert not (differ & ~tie).any() and differ.sum() <= 2
+    assert not (differ & ~tie).any() and differ.sum() <= ties
 
 
 @needs_cuda
