@@ -151,6 +151,21 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+/// Products of two pairs, rounded.
+template <class T>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y);
+template <>
+__device__ __forceinline__ uint32_t multiply_pairs<__nv_bfloat16>(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+  return z;
+}
+template <>
+__device__ __forceinline__ uint32_t multiply_pairs<__half>(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
 template <class T>
 __device__ __forceinline__ float2 unpack(uint32_t pair);
 template <>

@@ -192,8 +192,11 @@ struct Inputs {
     }
   }
 
+  __device__ uint32_t raw_pair(const T (*source)[kStride], int token) const {
+    return *reinterpret_cast<const uint32_t*>(&source[token][channel()]);
+  }
   __device__ float2 pair_of(const T (*source)[kStride], int token) const {
-    return ptx::unpack<T>(*reinterpret_cast<const uint32_t*>(&source[token][channel()]));
+    return ptx::unpack<T>(raw_pair(source, token));
   }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
 };

@@ -19,16 +19,17 @@ struct Levels : Inputs<T, kK> {
   using Base::kWarps;
   using Base::lane;
   using Base::multiply;
-  using Base::pair_of;
+  using Base::raw_pair;
   using Base::run;
   using Base::s;
   using Base::warp;
 
   // ---- operands ---------------------------------------------------------------------------------
 
-  __device__ void put(T (*target)[kStride], int row, float2 x, float2 factor) const {
+  /// The factor is rounded before the product is: one more rounding, of scores only.
+  __device__ void put(T (*target)[kStride], int row, uint32_t pair, float2 factor) const {
     *reinterpret_cast<uint32_t*>(&target[row][channel()]) =
-        ptx::pack<T>(x.x * factor.x, x.y * factor.y);
+        ptx::multiply_pairs<T>(pair, ptx::pack<T>(factor.x, factor.y));
   }
 
   /// Decay over runs first .. end - 1, at most kMost.
@@ -48,15 +49,15 @@ struct Levels : Inputs<T, kK> {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      put(level.rows, row0 + i, pair_of(s.q, run() * kRun + i), factor);
-      put(level.rows, k_rows + row0 + i, pair_of(s.k, run() * kRun + i), factor);
+      put(level.rows, row0 + i, raw_pair(s.q, run() * kRun + i), factor);
+      put(level.rows, k_rows + row0 + i, raw_pair(s.k, run() * kRun + i), factor);
     }
   }
   /// All 16 tokens as columns, decayed until the end of the run, and by `factor` after it.
   __device__ void put_columns(Level<T, kStride>& level, int row0, float2 factor) const {
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(level.columns, row0 + i, pair_of(s.k, run() * kRun + i), factor);
+      put(level.columns, row0 + i, raw_pair(s.k, run() * kRun + i), factor);
       multiply(factor, decay[i]);
     }
   }
@@ -85,14 +86,15 @@ struct Levels : Inputs<T, kK> {
       for (int i = 0; i < h; ++i) {
         const int token = begin + h + i, row = row0 + begin / 2 + i;
         multiply(factor, decay[token]);
-        put(level.rows, row, pair_of(s.q, run() * kRun + token), factor);
-        put(level.rows, 8 + row, pair_of(s.k, run() * kRun + token), factor);
+        put(level.rows, row, raw_pair(s.q, run() * kRun + token), factor);
+        put(level.rows, 8 + row, raw_pair(s.k, run() * kRun + token), factor);
       }
       if (h == 1) continue;
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        put(level.columns, column0 + begin / 2 + i, pair_of(s.k, run() * kRun + begin + i), factor);
+        put(level.columns, column0 + begin / 2 + i, raw_pair(s.k, run() * kRun + begin + i),
+            factor);
         multiply(factor, decay[begin + i]);
       }
     }
