@@ -65,11 +65,12 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
 
   // ---- copies ----------------------------------------------------------------------------------
 
+  /// Every thread arrives for itself: racecheck does not follow __syncwarp() to one that arrives.
   __device__ void init_barriers() const {
     for (int i = 0; i < R::kStages; ++i) {
       ptx::mbarrier_init(ring.full[i], 1);
-      ptx::mbarrier_init(ring.outputs[i], kWarps);
-      ptx::mbarrier_init(ring.empty[i], kWarps + kStorers);
+      ptx::mbarrier_init(ring.outputs[i], kWarps * 32);
+      ptx::mbarrier_init(ring.empty[i], (kWarps + kStorers) * 32);
     }
     ptx::mbarrier_init_fence();
   }
@@ -171,8 +172,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
       ptx::mbarrier_wait(ring.outputs[i], chunk / R::kStages % 2);
       if (a.o.type != Element::kFloat32) store_tiles(chunk, ring.stages[i], thread);
       ptx::fence_async_proxy();  // what was put in place of u goes before the next u
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.empty[i]);
+      ptx::mbarrier_arrive(ring.empty[i]);
     }
   }
 
@@ -258,8 +258,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
         this->store_outputs(chunk, o);
       else
         put_outputs(o, s.u[warp / 4]);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
+      ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
     }
     wait_for_factors(chunk + 1);
     ptx::wgmma_wait<0>();
@@ -271,8 +270,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
     wait_for_factors(0);
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
       run_chunk(chunk, ring.stages[chunk % R::kStages]);
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
+      ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
       this->store_checkpoint(chunk);
     }
     this->store_end();
