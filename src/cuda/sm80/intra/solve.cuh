@@ -105,8 +105,8 @@ struct Solve : Inverse<T, kK> {
 
   __device__ void round_inverse() const {
 #pragma unroll
-    for (int i = tid; i < kChunk * kChunk / 4; i += kThreads) {
-      const int row = i / 16, c = i % 16 * 4;
+    for (int i = 0; i < kChunk * 16 / kThreads; ++i) {
+      const int row = tid / 16 + i * (kThreads / 16), c = tid % 16 * 4;
       // Blocks above the diagonal were never written.
       const bool above = c / kBlock > row / kBlock;
       const float4 x =
