@@ -13,7 +13,6 @@ struct Kernel : intra::Solve<T, kK> {
   using Base = intra::Solve<T, kK>;
   using Base::a;
   using Base::Base;
-  using Base::clear_squares;
   using Base::decayed_rows;
   using Base::head;
   using Base::invert_halves;
@@ -30,6 +29,7 @@ struct Kernel : intra::Solve<T, kK> {
   using Base::scan_totals;
   using Base::solve;
   using Base::store_scalars;
+  using Base::sync_run;
   using Base::tid;
   using Base::tile_of;
   using Base::token_operands;
@@ -57,37 +57,35 @@ struct Kernel : intra::Solve<T, kK> {
       token_products(scores);
     } else {
       this->template fine_operands<8>(s.level);
-      __syncthreads();
+      sync_run();
       this->template fine_products<0>(scores);
-      __syncthreads();
+      sync_run();
       this->template fine_operands<4>(s.level);
-      __syncthreads();
+      sync_run();
       this->template fine_products<1>(scores);
-      __syncthreads();
+      sync_run();
       this->template fine_operands<2>(s.level);
-      __syncthreads();
+      sync_run();
       this->template fine_products<2>(scores);
-      __syncthreads();
+      sync_run();
       this->template fine_operands<1>(s.level);
-      __syncthreads();
+      sync_run();
       this->template fine_products<3>(scores);
     }
     __syncthreads();  // the level gives way to squares
-    clear_squares();
     store_scalars();
-    __syncthreads();
     this->template store_scores<kTokens>(scores);
     decayed_rows();
     __syncthreads();
     load_rows(s.q, a.v, head, 0, a.shape.V);
     if (warp() < 4) invert_pairs();
-    if (kWarps == 4 || warp() >= 4) this->template copy_square<128>(a.factors.Aqk, tid % 128);
+    if (kWarps == 4 || warp() >= 4) this->template copy_square<128, true>(a.factors.Aqk, tid % 128);
     __syncthreads();
     invert_halves();
     __syncthreads();
     round_inverse();
     __syncthreads();
-    if (a.factors.T) this->template copy_square<kThreads>(a.factors.T, tid);
+    if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
     solve(s.q);
   }
 

@@ -103,7 +103,8 @@ struct Levels : Inputs<T, kK> {
   // ---- products ---------------------------------------------------------------------------------
 
   /// Accumulators of this warp's tiles of the levels: of the 16 of level 32, the 8 of level 16, and
-  /// the 4 of each fine level (8 warps: four of them take levels 8 and 2, the others 4 and 1).
+  /// the 4 of each fine level. Those of a run are made and met by the same warps: of two, one takes
+  /// levels 8 and 2, the other 4 and 1.
   static constexpr int kTiles32 = 16 / kWarps, kTiles16 = 8 / kWarps, kFine = 16 / kWarps;
   static constexpr int kPasses = 32 / kWarps;  // token form: of two tokens a warp
   struct Accumulators {
@@ -112,7 +113,14 @@ struct Levels : Inputs<T, kK> {
     float fine[kFine][1][4] = {};
     float token_q[kPasses] = {}, token_k[kPasses] = {};
   };
-  __device__ bool takes_level(int which) const { return kWarps == 4 || warp() / 4 == which % 2; }
+  static constexpr int kRunWarps = kWarps / kRuns;
+  __device__ bool takes_level(int which) const { return warp() % kRunWarps == which % kRunWarps; }
+  __device__ void sync_run() const {
+    if constexpr (kRunWarps == 1)
+      __syncwarp();
+    else
+      ptx::named_sync<kRunWarps * 32>(2 + run());
+  }
   __device__ static constexpr int slot_of(int which) { return kWarps == 4 ? which : which / 2; }
 
   /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
@@ -153,7 +161,7 @@ struct Levels : Inputs<T, kK> {
   template <int which>
   __device__ void fine_products(Accumulators& scores) const {
     if (!takes_level(which)) return;
-    const int at = warp() % 4;
+    const int at = run();
     float(&acc)[1][4] = scores.fine[slot_of(which)];
     if (which == 3)  // h = 1: every second row of k
       multiply_alternate(s.level.rows + at * 16, s.k + at * kBlock, acc);

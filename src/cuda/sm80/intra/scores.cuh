@@ -16,6 +16,7 @@ struct Scores : Tokens<T, kK> {
   using Base::kTiles32;
   using Base::kWarps;
   using Base::lane;
+  using Base::run;
   using Base::s;
   using Base::slot_of;
   using Base::store_tokens;
@@ -79,7 +80,7 @@ struct Scores : Tokens<T, kK> {
       store_tokens(scores);
       return;
     }
-    const int token = warp() % 4 * kBlock;
+    const int token = run() * kBlock;
     if (takes_level(0)) store_fine<8>(scores.fine[slot_of(0)][0], token);
     if (takes_level(1)) store_fine<4>(scores.fine[slot_of(1)][0], token);
     if (takes_level(2)) store_fine<2>(scores.fine[slot_of(2)][0], token);
@@ -90,11 +91,6 @@ struct Scores : Tokens<T, kK> {
     if (tid >= kChunk) return;
     a.factors.beta[tile() * kChunk + tid] = s.beta[tid];
     a.factors.diag[tile() * kChunk + tid] = s.diag[tid];
-  }
-
-  __device__ void clear_squares() const {
-    for (int i = tid; i < kChunk * kSquareStride / 8; i += kThreads)
-      reinterpret_cast<uint4*>(&s.after.A[0][0])[i] = {0, 0, 0, 0};
   }
 };
 

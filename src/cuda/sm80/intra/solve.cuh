@@ -41,10 +41,13 @@ struct Solve : Inverse<T, kK> {
 
   /// qg, kg to device memory; Kgam in place of k; gamma.
   __device__ void decayed_rows() const {
-    const int piece = channel() / 8;
-    const int64_t row0 = swizzled(run() * kRun, 0) + channel() % 8;
+    const unsigned column = channel() % 64;
+    const int64_t row0 = swizzled(run() * kRun, channel() / 64 * 8);
     T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
     T* kg = a.factors.kg ? tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
+    const auto pair_at = [&](T* rows, unsigned i) {  // as swizzled() has it
+      return reinterpret_cast<uint32_t*>(rows + (column ^ i % 8 * 8) + i * 64);
+    };
     const auto scaled = [](float2 x, float2 factor, float norm) {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
@@ -55,7 +58,7 @@ struct Solve : Inverse<T, kK> {
         const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-          *reinterpret_cast<uint32_t*>(kg + swizzled(i0 + i, piece)) =
+          *pair_at(kg, i0 + i) =
               scaled(pair_of(s.k, run() * kRun + i0 + i), factor, norms.x[i]);
           multiply(factor, decay[i0 + i]);
         }
@@ -70,7 +73,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
-          *reinterpret_cast<uint32_t*>(qg + swizzled(i0 + i, piece)) =
+          *pair_at(qg, i0 + i) =
               scaled(pair_of(s.q, run() * kRun + i0 + i), factor, norms.x[i]);
         }
       }
@@ -91,16 +94,24 @@ struct Solve : Inverse<T, kK> {
       *reinterpret_cast<float2*>(a.factors.gamma + tile() * kK + channel()) = factor;
   }
 
-  /// 64 x 64 tile in shared memory to device memory.
-  template <int kCopiers>
+  /// 64 x 64 tile in shared memory to device memory; kScores: 0 on and above the diagonal, where
+  /// nothing was written.
+  template <int kCopiers, bool kScores>
   __device__ void copy_square(void* target, int thread) const {
     T* base = tile_of(target, kChunk * kChunk);
 #pragma unroll
     for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
       const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
-      *reinterpret_cast<uint4*>(base + swizzled(row, piece)) =
-          *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
+      uint4 x = *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
+      if constexpr (kScores) {
+        const int count = row - piece * 8;  // elements before the diagonal
+        x = {kept(x.x, count), kept(x.y, count - 2), kept(x.z, count - 4), kept(x.w, count - 6)};
+      }
+      *reinterpret_cast<uint4*>(base + swizzled(row, piece)) = x;
     }
+  }
+  __device__ static uint32_t kept(uint32_t pair, int count) {
+    return count >= 2 ? pair : count == 1 ? pair & 0xffff : 0;
   }
 
   __device__ void round_inverse() const {
