@@ -13,10 +13,10 @@ struct Kernel : intra::Solve<T, kK> {
   using Base = intra::Solve<T, kK>;
   using Base::a;
   using Base::Base;
-  using Base::decayed_rows;
   using Base::head;
   using Base::invert_halves;
   using Base::invert_pairs;
+  using Base::keep_pairs;
   using Base::kThreads;
   using Base::kWarps;
   using Base::load_inputs;
@@ -27,7 +27,6 @@ struct Kernel : intra::Solve<T, kK> {
   using Base::round_inverse;
   using Base::s;
   using Base::scan_totals;
-  using Base::solve;
   using Base::store_scalars;
   using Base::sync_run;
   using Base::tid;
@@ -40,14 +39,15 @@ struct Kernel : intra::Solve<T, kK> {
   template <bool kTokens>
   __device__ void intra() {
     load_inputs();
+    keep_pairs();
     norms();
     scan_totals();
     Accumulators scores;
-    this->template coarse_operands<32>(s.level);
+    this->template coarse_operands<32>();
     __syncthreads();
     products32(scores);
     __syncthreads();
-    this->template coarse_operands<16>(s.level);
+    this->template coarse_operands<16>();
     __syncthreads();
     products16(scores);
     __syncthreads();
@@ -56,26 +56,26 @@ struct Kernel : intra::Solve<T, kK> {
       __syncthreads();
       token_products(scores);
     } else {
-      this->template fine_operands<8>(s.level);
+      this->template fine_operands<8>();
       sync_run();
       this->template fine_products<0>(scores);
       sync_run();
-      this->template fine_operands<4>(s.level);
+      this->template fine_operands<4>();
       sync_run();
       this->template fine_products<1>(scores);
       sync_run();
-      this->template fine_operands<2>(s.level);
+      this->template fine_operands<2>();
       sync_run();
       this->template fine_products<2>(scores);
       sync_run();
-      this->template fine_operands<1>(s.level);
+      this->template fine_operands<1>();
       sync_run();
       this->template fine_products<3>(scores);
     }
     __syncthreads();  // the level gives way to squares
     store_scalars();
     this->template store_scores<kTokens>(scores);
-    decayed_rows();
+    this->template decayed_rows<true>();
     __syncthreads();
     load_rows(s.q, a.v, head, 0, a.shape.V);
     if (warp() < 4) invert_pairs();
@@ -86,7 +86,7 @@ struct Kernel : intra::Solve<T, kK> {
     round_inverse();
     __syncthreads();
     if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
-    solve(s.q);
+    this->template solve<2>(s.q);
   }
 
   __device__ void recompute() {
@@ -103,15 +103,22 @@ struct Kernel : intra::Solve<T, kK> {
     norms();
     scan_totals();
     __syncthreads();
-    decayed_rows();
-    solve(s.after.v);
+    this->template decayed_rows<false>();
+    this->template solve<1>(s.after.v);
   }
 };
 
 enum class Form { kTensor, kToken, kRecompute };
 
+/// Blocks that an SM should hold: two whose threads keep raw inputs in registers do better than
+/// three that read them again from shared memory, which is what chunk_intra has least of.
+constexpr int blocks_of(Form form, int K) {
+  if (form == Form::kRecompute) return K == 64 ? 5 : 3;
+  return K == 64 ? 4 : 2;
+}
+
 template <class T, int kK, Form kForm>
-__global__ void __launch_bounds__(2 * kK, kK == 64 ? 5 : 3)
+__global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
   const auto HV = static_cast<unsigned>(a.shape.HV);
   const ChunkTokens chunk = chunk_tokens(a.map, blockIdx.x / HV);

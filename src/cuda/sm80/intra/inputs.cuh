@@ -37,7 +37,8 @@ struct Inputs {
   __device__ int run() const { return tid / kPairs; }          // of this thread's tokens
   __device__ int channel() const { return tid % kPairs * 2; }  // first of its pair
 
-  float2 decay[kRun];  // of each token; 1 past the sequence
+  float2 decay[kRun];         // of each token; 1 past the sequence
+  uint32_t q[kRun], k[kRun];  // of each token, as they came; after keep_pairs()
 
   __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
   __device__ T* tile_of(void* base, int64_t elements) const {
@@ -148,6 +149,14 @@ struct Inputs {
     __syncthreads();
   }
 
+  __device__ uint32_t raw_pair(const T (*rows)[kStride], int i) const {
+    return *reinterpret_cast<const uint32_t*>(&rows[run() * kRun + i][channel()]);
+  }
+  __device__ void keep_pairs() {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) q[i] = raw_pair(s.q, i), k[i] = raw_pair(s.k, i);
+  }
+
   /// Row norms and the diagonal of Aqk, 8 rows at a time: diagonals of [q; k] k^T and of q q^T.
   __device__ void norms() const {
 #pragma unroll
@@ -192,12 +201,6 @@ struct Inputs {
     }
   }
 
-  __device__ uint32_t raw_pair(const T (*source)[kStride], int token) const {
-    return *reinterpret_cast<const uint32_t*>(&source[token][channel()]);
-  }
-  __device__ float2 pair_of(const T (*source)[kStride], int token) const {
-    return ptx::unpack<T>(raw_pair(source, token));
-  }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
 };
 

@@ -14,12 +14,13 @@ struct Levels : Inputs<T, kK> {
   using Base::Base;
   using Base::channel;
   using Base::decay;
+  using Base::k;
   using Base::kSteps;
   using Base::kStride;
   using Base::kWarps;
   using Base::lane;
   using Base::multiply;
-  using Base::raw_pair;
+  using Base::q;
   using Base::run;
   using Base::s;
   using Base::warp;
@@ -43,41 +44,40 @@ struct Levels : Inputs<T, kK> {
     return product;
   }
 
-  /// All 16 tokens as rows of a level (q at `row0`, k `k_rows` below), decayed since `factor`
-  /// before the run.
-  __device__ void put_rows(Level<T, kStride>& level, int row0, int k_rows, float2 factor) const {
+  /// All 16 tokens as rows (q, and k 32 below), decayed since `factor` before the run.
+  __device__ void put_rows(T (*rows)[kStride], float2 factor) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      put(level.rows, row0 + i, raw_pair(s.q, run() * kRun + i), factor);
-      put(level.rows, k_rows + row0 + i, raw_pair(s.k, run() * kRun + i), factor);
+      put(rows, i, q[i], factor);
+      put(rows, 32 + i, k[i], factor);
     }
   }
   /// All 16 tokens as columns, decayed until the end of the run, and by `factor` after it.
-  __device__ void put_columns(Level<T, kStride>& level, int row0, float2 factor) const {
+  __device__ void put_columns(T (*columns)[kStride], float2 factor) const {
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(level.columns, row0 + i, raw_pair(s.k, run() * kRun + i), factor);
+      put(columns, i, k[i], factor);
       multiply(factor, decay[i]);
     }
   }
   /// Level of h >= 16: pairs of runs of h tokens, rows from the second, columns from the first,
   /// decayed from and to the midpoint between them.
   template <int h>
-  __device__ void coarse_operands(Level<T, kStride>& level) const {
+  __device__ void coarse_operands() const {
     constexpr int kHalf = h / kRun;  // runs
     const int pair = run() / (2 * kHalf), within = run() % (2 * kHalf);
     const int middle = run() - within + kHalf;
     const int row0 = pair * h + within % kHalf * kRun;
     if (within >= kHalf)
-      put_rows(level, row0, 32, total<kHalf - 1>(middle, run()));
+      put_rows(s.level.rows + row0, total<kHalf - 1>(middle, run()));
     else
-      put_columns(level, row0, total<kHalf - 1>(run() + 1, middle));
+      put_columns(s.level.columns + row0, total<kHalf - 1>(run() + 1, middle));
   }
 
   /// Levels of h <= 8, inside the run. For h = 1 the columns are k itself.
   template <int h>
-  __device__ void fine_operands(Level<T, kStride>& level) const {
+  __device__ void fine_operands() const {
     const int row0 = run() * 16, column0 = run() * 8;
 #pragma unroll
     for (int begin = 0; begin < kRun; begin += 2 * h) {
@@ -86,15 +86,14 @@ struct Levels : Inputs<T, kK> {
       for (int i = 0; i < h; ++i) {
         const int token = begin + h + i, row = row0 + begin / 2 + i;
         multiply(factor, decay[token]);
-        put(level.rows, row, raw_pair(s.q, run() * kRun + token), factor);
-        put(level.rows, 8 + row, raw_pair(s.k, run() * kRun + token), factor);
+        put(s.level.rows, row, q[token], factor);
+        put(s.level.rows, 8 + row, k[token], factor);
       }
       if (h == 1) continue;
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        put(level.columns, column0 + begin / 2 + i, raw_pair(s.k, run() * kRun + begin + i),
-            factor);
+        put(s.level.columns, column0 + begin / 2 + i, k[begin + i], factor);
         multiply(factor, decay[begin + i]);
       }
     }

@@ -20,8 +20,8 @@ struct Level {
   T columns[32][kStride];
 };
 
-/// Shared memory of one chunk and head: three of them on an SM hide each other's barriers. Rows are
-/// padded by 16 bytes against bank conflicts.
+/// Shared memory of one chunk and head: two of them on an SM (three of recompute_w_u) hide each
+/// other's barriers. Rows are padded by 16 bytes against bank conflicts.
 template <class T, int kK>
 struct Shared {
   static constexpr int kStride = kK + 8;

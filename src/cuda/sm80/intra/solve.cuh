@@ -15,6 +15,7 @@ struct Solve : Inverse<T, kK> {
   using Base::channel;
   using Base::decay;
   using Base::head;
+  using Base::k;
   using Base::kStride;
   using Base::kThreads;
   using Base::kWarps;
@@ -22,7 +23,8 @@ struct Solve : Inverse<T, kK> {
   using Base::load_rows;
   using Base::multiply;
   using Base::norms;
-  using Base::pair_of;
+  using Base::q;
+  using Base::raw_pair;
   using Base::run;
   using Base::s;
   using Base::tid;
@@ -39,8 +41,11 @@ struct Solve : Inverse<T, kK> {
     }
   };
 
-  /// qg, kg to device memory; Kgam in place of k; gamma.
+  /// qg, kg to device memory; Kgam in place of k; gamma. kKept: q and k are in registers.
+  template <bool kKept>
   __device__ void decayed_rows() const {
+    const auto q_pair = [&](int i) { return ptx::unpack<T>(kKept ? q[i] : raw_pair(s.q, i)); };
+    const auto k_pair = [&](int i) { return ptx::unpack<T>(kKept ? k[i] : raw_pair(s.k, i)); };
     const unsigned column = channel() % 64;
     const int64_t row0 = swizzled(run() * kRun, channel() / 64 * 8);
     T* qg = a.factors.qg ? tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
@@ -59,7 +64,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
           *pair_at(kg, i0 + i) =
-              scaled(pair_of(s.k, run() * kRun + i0 + i), factor, norms.x[i]);
+              scaled(k_pair(i0 + i), factor, norms.x[i]);
           multiply(factor, decay[i0 + i]);
         }
       }
@@ -74,7 +79,7 @@ struct Solve : Inverse<T, kK> {
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
           *pair_at(qg, i0 + i) =
-              scaled(pair_of(s.q, run() * kRun + i0 + i), factor, norms.x[i]);
+              scaled(q_pair(i0 + i), factor, norms.x[i]);
         }
       }
     }
@@ -87,7 +92,7 @@ struct Solve : Inverse<T, kK> {
         const int token = run() * kRun + i0 + i;
         multiply(factor, decay[i0 + i]);
         *reinterpret_cast<uint32_t*>(&s.k[token][channel()]) =
-            scaled(pair_of(s.k, token), factor, norms.x[i]);
+            scaled(k_pair(i0 + i), factor, norms.x[i]);
       }
     }
     if (run() == kRuns - 1 && a.factors.gamma)
@@ -127,66 +132,96 @@ struct Solve : Inverse<T, kK> {
     }
   }
 
-  /// 16 columns of T' x source to a tile; the source is overwritten. T' is
-  /// lower triangular.
-  __device__ void solve_columns(T (*source)[kStride], int column, T* target,
-                                int target_column) const {
-    float acc[4][2][4] = {};
+  /// 16 columns of a tile of right sides in shared memory, and where the solution goes.
+  struct Columns {
+    T (*rows)[kStride];
+    int column;
+    T* target;
+    int target_column;
+  };
+
+  /// T' times the columns; they are overwritten. T' is lower triangular, and read once for all.
+  template <int kCount>
+  __device__ void solve_columns(const Columns (&columns)[kCount]) const {
+    uint32_t right[kCount][4][4];  // 16 tokens x 16 columns
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t b[4];  // 16 tokens x 16 columns
-      ptx::ldmatrix_x4_trans(
-          b, ptx::shared_address(&source[step * 16 + lane() % 16][column + lane() / 16 * 8]));
+    for (int n = 0; n < kCount; ++n)
 #pragma unroll
-      for (int m = step; m < 4; ++m) {
+      for (int step = 0; step < 4; ++step)
+        ptx::ldmatrix_x4_trans(
+            right[n][step],
+            ptx::shared_address(&columns[n].rows[step * 16 + lane() % 16]
+                                                [columns[n].column + lane() / 16 * 8]));
+    __syncwarp();  // only this warp reads these columns
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {
+      float acc[kCount][2][4] = {};
+#pragma unroll
+      for (int step = 0; step <= m; ++step) {
         uint32_t left[4];
         ptx::ldmatrix_x4(left, ptx::shared_address(
                                    &s.after.A[m * 16 + lane() % 16][step * 16 + lane() / 16 * 8]));
-        ptx::mma_16816<T>(acc[m][0], left, b[0], b[1]);
-        ptx::mma_16816<T>(acc[m][1], left, b[2], b[3]);
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+          ptx::mma_16816<T>(acc[n][0], left, right[n][step][0], right[n][step][1]);
+          ptx::mma_16816<T>(acc[n][1], left, right[n][step][2], right[n][step][3]);
+        }
       }
-    }
-    // Through the columns of the source, which only this warp reads: pieces of 16 bytes.
-    __syncwarp();
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
+      for (int n = 0; n < kCount; ++n)
 #pragma unroll
-      for (int m = 0; m < 4; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 4; ++i)
           *reinterpret_cast<uint32_t*>(
-              &source[m * 16 + half * 8 + lane() / 4][column + n * 8 + lane() % 4 * 2]) =
-              ptx::pack<T>(acc[m][n][2 * half], acc[m][n][2 * half + 1]);
+              &columns[n].rows[m * 16 + i % 2 * 8 + lane() / 4]
+                              [columns[n].column + i / 2 * 8 + lane() % 4 * 2]) =
+              ptx::pack<T>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1]);
+    }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      const int row = lane() / 2 + i * 16;
-      *reinterpret_cast<uint4*>(target + swizzled(row, target_column / 8 + lane() % 2)) =
-          *reinterpret_cast<const uint4*>(&source[row][column + lane() % 2 * 8]);
-    }
+    for (int n = 0; n < kCount; ++n)
+#pragma unroll
+      for (int i = 0; i < kChunk / 16; ++i) {  // in pieces of 16 bytes
+        const int row = lane() / 2 + i * 16;
+        *reinterpret_cast<uint4*>(columns[n].target +
+                                  swizzled(row, columns[n].target_column / 8 + lane() % 2)) =
+            *reinterpret_cast<const uint4*>(
+                &columns[n].rows[row][columns[n].column + lane() % 2 * 8]);
+      }
   }
 
-  /// w from Kgam, then u from tiles of v, kK columns at a time; the first tile is on its way.
+  /// w from Kgam and u from tiles of v, kK columns at a time; the first tile is on its way. kAtOnce
+  /// 2: w and the first of u together, where registers allow it.
+  template <int kAtOnce>
   __device__ void solve(T (*v)[kStride]) const {
     const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
-    T* w = tile_of(a.factors.w, kChunk * kK);
     T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
     const int c = warp() * 16;
     static_assert(kWarps * 16 == kK);
-    __syncthreads();
-    solve_columns(s.k, c, w, c);
+    const Columns of_w{s.k, c, tile_of(a.factors.w, kChunk * kK), c};
+    const auto of_u = [&](int at) {
+      return Columns{v, c, u + at / kVTile * kChunk * kVTile, at % kVTile};
+    };
+    if constexpr (kAtOnce == 1) {
+      __syncthreads();
+      solve_columns<1>({of_w});
+    }
     ptx::cp_async_wait<0>();
     __syncthreads();
-    for (int column0 = 0; column0 < a.shape.V; column0 += kK) {
-      if (column0 > 0) {
-        __syncthreads();
-        load_rows(v, a.v, head, column0, a.shape.V);
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-      }
-      const int at = column0 + c;
-      if (at / kVTile < u_tiles)
-        solve_columns(v, c, u + at / kVTile * kChunk * kVTile, at % kVTile);
+    const bool has_u = c / kVTile < u_tiles;
+    if constexpr (kAtOnce == 2) {
+      if (has_u)
+        solve_columns<2>({of_w, of_u(c)});
+      else
+        solve_columns<1>({of_w});
+    } else if (has_u) {
+      solve_columns<1>({of_u(c)});
+    }
+    for (int column0 = kK; column0 < a.shape.V; column0 += kK) {
+      __syncthreads();
+      load_rows(v, a.v, head, column0, a.shape.V);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if ((column0 + c) / kVTile < u_tiles) solve_columns<1>({of_u(column0 + c)});
     }
   }
 };
