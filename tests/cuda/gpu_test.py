@@ -31,10 +31,11 @@ TESTS = {
     "states_test": ["staged", "recurrent"],
     "streams_test": ["staged", "recurrent", "decode"],
 }
-FUZZ = {"accuracy": 300, "causality": 300}
+FUZZ = (("accuracy", []), ("accuracy", ["--tensor-cores"]), ("causality", []))
+FUZZED = 300  # random problems, each
 FAMILIES = ("staged", "recurrent", "decode")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZED_SHAPES = 60  # random problems, a tool
+SANITIZED = (([], 20), (["--tensor-cores"], 72))  # flags and random problems, for each tool
 
 
 def what_it_reports(done):
@@ -65,14 +66,19 @@ def run_gtest(program, environment, prefix=()):
                   "skipped_names": [f'{c["classname"]}.{c["name"]}' for c in skipped]}
 
 
-def run_fuzz(program, what, count, environment, prefix=()):
+def run_fuzz(program, what, count, environment, prefix=(), flags=()):
     started = time.time()
-    done = subprocess.run([*prefix, program, what, "--count", str(count)], env=environment,
-                          capture_output=True, text=True)
+    with tempfile.NamedTemporaryFile(suffix=".json") as figures:
+        done = subprocess.run([*prefix, program, what, *flags, "--count", str(count), "--json",
+                               figures.name], env=environment, capture_output=True, text=True)
+        found = pathlib.Path(figures.name).read_text()
     if done.returncode != 0:
         print(done.stdout[-4000:], done.stderr[-2000:])
-    return {"name": f"kda_fuzz {what}", "cases": count, "ok": done.returncode == 0,
-            "seconds": round(time.time() - started, 1)} | what_it_reports(done)
+    row = {"name": " ".join(["kda_fuzz", what, *flags]), "cases": count, "ok": done.returncode == 0,
+           "seconds": round(time.time() - started, 1)}
+    if found and "staged" in json.loads(found):
+        row["staged"] = int(json.loads(found)["staged"])  # of the cases
+    return row | what_it_reports(done)
 
 
 def main():
@@ -99,9 +105,11 @@ def main():
     if args.sanitize:
         what = "gpu_sanitizer"
         prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        jobs = [(tool, run) for tool in args.sanitize.split(",") for run in (
-            lambda tool: run_fuzz(fuzz, "accuracy", SANITIZED_SHAPES, environment, prefix(tool)),
-            lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))]
+        jobs = [(tool, lambda tool, f=flags, n=count:
+                 run_fuzz(fuzz, "accuracy", n, environment, prefix(tool), f))
+                for tool in args.sanitize.split(",") for flags, count in SANITIZED]
+        jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))
+                 for tool in args.sanitize.split(",")]
         with concurrent.futures.ThreadPoolExecutor() as side_by_side:
             for row in side_by_side.map(lambda job: {"tool": job[0]} | job[1](job[0]), jobs):
                 add(row)
@@ -110,9 +118,9 @@ def main():
         for name, speaks_for in TESTS.items():
             if set(speaks_for) & set(families):
                 add(run_gtest(tests / name, environment))
-        for name, count in FUZZ.items():
+        for name, flags in FUZZ:
             if families != ["decode"] or name == "accuracy":
-                add(run_fuzz(fuzz, name, count, environment))
+                add(run_fuzz(fuzz, name, FUZZED, environment, flags=flags))
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
                *(["--sanitize", args.sanitize] if args.sanitize else [])]
     report = evidence.header(args.binaries, families, what, " ".join(command))

@@ -63,6 +63,15 @@ check::GenerateOptions random_shape(Random& random) {
   return options;
 }
 
+/// The nearest shape that the staged kernels take (docs/planning.md). Not fewer than 32 channels,
+/// and no equal keys: there 16-bit operands lose more than the tolerance (docs/accuracy.md).
+void fit_tensor_cores(check::GenerateOptions* o) {
+  if (o->regime == Regime::kEqualKeys) o->regime = Regime::kStrong;
+  o->key_dim = (std::clamp<int64_t>(o->key_dim, 32, 128) + 7) / 8 * 8;
+  o->value_dim = (o->value_dim + 7) / 8 * 8;
+  if (o->dtype == DType::kFloat32) o->dtype = o->seed % 2 ? DType::kBFloat16 : DType::kFloat16;
+}
+
 double work_of(const check::GenerateOptions& o) {
   double tokens = static_cast<double>(o.batch * o.num_tokens);
   for (const int64_t length : o.seq_lens) tokens += static_cast<double>(length);
@@ -130,7 +139,12 @@ struct Totals {
   std::mutex mutex;
   std::vector<double> fp32_o, fp32_state, bf16_o;
   double work = 0;
+  int64_t staged = 0;
 
+  void count(const Plan& plan) {
+    const std::lock_guard lock(mutex);
+    staged += plan.implementation.find("staged") != std::string::npos;
+  }
   void add(const check::Comparison& comparison, const Inputs& inputs, DType out) {
     const std::lock_guard lock(mutex);
     const bool fp32 = inputs.problem.v.dtype == DType::kFloat32 && out == DType::kFloat32;
@@ -153,7 +167,7 @@ double quantile(std::vector<double>& values, double share) {
   return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
 }
 
-PlanOptions random_plan(Random& random) {
+PlanOptions random_plan(Random& random, bool any_backend) {
   PlanOptions options;
   if (random.chance(0.3)) {
     options = test::fixed_segments(2 + random.below(31), random.chance(0.5)
@@ -161,7 +175,7 @@ PlanOptions random_plan(Random& random) {
                                                              : SegmentMethod::kScanMergeForward);
   }
   const std::vector<std::string> backends = test::backends();
-  if (random.chance(0.4))
+  if (random.chance(0.4) && any_backend)
     options.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (test::on_cuda() && random.chance(0.4)) options.intra_form = IntraForm::kToken;
@@ -172,15 +186,17 @@ PlanOptions random_plan(Random& random) {
 std::string run_case(const Options& options, int64_t index, Totals* totals) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
+  if (options.tensor_cores) fit_tensor_cores(&shape);
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
   Inputs inputs = check::generate(shape);
   vary_options(&inputs, random);
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
   test::RunOptions run;
-  run.plan = random_plan(random);
+  run.plan = random_plan(random, !options.tensor_cores);
   run.out_dtype = random.chance(0.7) ? shape.dtype : DType::kFloat32;
   const bool marginal = check::is_marginal(inputs);
   const test::Result result = test::run_inputs(inputs, run);
+  totals->count(result.plan);
   const check::Comparison comparison =
       check::compare(inputs, result.problem, result.outputs,
                      {.marginal = marginal, .operands = check::operands_of(result.plan)});
@@ -210,6 +226,7 @@ Report fuzz_accuracy(const Options& options) {
                     {"bf16_o_worst", quantile(totals.bf16_o, 1)}};
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
+  report.figures["staged"] = static_cast<double>(totals.staged);
   if (std::max(report.figures["fp32_o_median"], report.figures["fp32_final_state_median"]) >
       check::kFp32Median)
     report.failures.push_back(fmt::format("the median error is above {:.0e}", check::kFp32Median));

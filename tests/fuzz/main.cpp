@@ -53,14 +53,18 @@ int main(int argc, char** argv) {
   app.add_option("--threads", options.num_threads);
   std::string json;
   app.add_option("--json", json, "Write the figures of the summary to this file");
+  app.add_flag("--tensor-cores", options.tensor_cores,
+               "accuracy: 16-bit problems, K = 32..128, K and V multiples of 8, no equal keys");
   app.add_option("--dump", options.dump, "accuracy, --count 1: also write the inputs to a file");
   CLI11_PARSE(app, argc, argv);
 
-  fmt::print("kda_fuzz {} --seed {} --first {} --count {}\n", what, options.seed, options.first,
-             options.count);
+  const std::string flags = options.tensor_cores ? " --tensor-cores" : "";
+  fmt::print("kda_fuzz {}{} --seed {} --first {} --count {}\n", what, flags, options.seed,
+             options.first, options.count);
   const Report report = fuzzers.at(what)(options);
   for (std::size_t i = 0; i < std::min<std::size_t>(report.failures.size(), 20); ++i)
-    fmt::print("FAILED  kda_fuzz {} --seed {} {}\n", what, options.seed, report.failures[i]);
+    fmt::print("FAILED  kda_fuzz {}{} --seed {} {}\n", what, flags, options.seed,
+               report.failures[i]);
   if (!json.empty()) {
     nlohmann::ordered_json figures = {
         {"what", what}, {"seed", options.seed}, {"first", options.first}, {"count", options.count}};

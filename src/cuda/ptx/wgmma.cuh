@@ -55,6 +55,7 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
   for (int n = 0; n < kTiles; ++n)
     asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
+
 // Operands of the instructions below: accumulators, then the fragment of a, the tile of b, whether
 // to add to the accumulators, whether the tile has b's columns as rows or as columns.
 #define KDA_TILE(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])

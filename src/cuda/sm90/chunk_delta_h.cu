@@ -224,7 +224,7 @@ struct Kernel : delta_h::Chain<T, kK, kUse> {
       ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
   }
 
-  /// Every product but the first is under way while the warps do something else.
+  /// Products run while the warps do something else; only the first is waited for at once.
   __device__ __forceinline__ void run_chunk(int chunk, S& s) {
     uint32_t rounded[kSteps][4], vn[4][4], low[4][4];
     float error[kTokenTiles][4], o[kTokenTiles][4];

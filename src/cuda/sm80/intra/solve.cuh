@@ -63,8 +63,7 @@ struct Solve : Inverse<T, kK> {
         const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-          *pair_at(kg, i0 + i) =
-              scaled(k_pair(i0 + i), factor, norms.x[i]);
+          *pair_at(kg, i0 + i) = scaled(k_pair(i0 + i), factor, norms.x[i]);
           multiply(factor, decay[i0 + i]);
         }
       }
@@ -78,8 +77,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
-          *pair_at(qg, i0 + i) =
-              scaled(q_pair(i0 + i), factor, norms.x[i]);
+          *pair_at(qg, i0 + i) = scaled(q_pair(i0 + i), factor, norms.x[i]);
         }
       }
     }
@@ -150,8 +148,8 @@ struct Solve : Inverse<T, kK> {
       for (int step = 0; step < 4; ++step)
         ptx::ldmatrix_x4_trans(
             right[n][step],
-            ptx::shared_address(&columns[n].rows[step * 16 + lane() % 16]
-                                                [columns[n].column + lane() / 16 * 8]));
+            ptx::shared_address(
+                &columns[n].rows[step * 16 + lane() % 16][columns[n].column + lane() / 16 * 8]));
     __syncwarp();  // only this warp reads these columns
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
