@@ -3,6 +3,7 @@
 
 #include "core/text.hpp"
 #include "cuda/smxx/sequence_map.hpp"
+#include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {
@@ -66,8 +67,12 @@ GateView gate_view(const Problem& p, const Tensors& t) {
 }
 
 Shape shape_of(const Problem& p) {
-  return {p.num_heads, p.num_value_heads, static_cast<int32_t>(p.key_dim),
-          static_cast<int32_t>(p.value_dim)};
+  return {p.num_heads,
+          p.num_value_heads,
+          static_cast<int32_t>(p.key_dim),
+          static_cast<int32_t>(p.value_dim),
+          Divisor(p.num_value_heads),
+          Divisor(p.num_value_heads / p.num_heads)};
 }
 
 StateView initial_view(const Problem& p, const Tensors& t) {
@@ -83,6 +88,7 @@ Status make_maps(const stage::Call& call, std::span<const Segment> segments, boo
   const int64_t N = p.num_sequences;
   maps->map.num_sequences = N;
   maps->map.num_tokens = p.num_tokens;
+  maps->map.chunks = Divisor((p.num_tokens + kChunk - 1) / kChunk);
   maps->flags = static_cast<int32_t*>(plan::find_block(plan, call.workspace, block::kDeviceFlags));
   auto* words = static_cast<int64_t*>(plan::find_block(plan, call.workspace, block::kSequenceMap));
   if (p.cu_seqlens && !plan.lengths_known) {

@@ -49,10 +49,10 @@ struct Chain {
     const int v_blocks = (a.shape.V + kColumns - 1) / kColumns;
     const int k_blocks = kUse == DeltaUse::kScan ? (a.shape.K + kColumns - 1) / kColumns : 0;
     const auto blocks = static_cast<unsigned>(v_blocks + k_blocks);
-    const auto HV = static_cast<unsigned>(a.shape.HV);
+    const unsigned place = blockIdx.x / blocks;
     int block = static_cast<int>(blockIdx.x % blocks);
-    head = blockIdx.x / blocks % HV;
-    unit = blockIdx.x / blocks / HV;
+    head = a.shape.heads.remainder(place);
+    unit = a.shape.heads.quotient(place);
     if constexpr (kUse == DeltaUse::kOutputs) {
       const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit));
       if (chunk.count == 0) return false;

@@ -120,11 +120,10 @@ constexpr int blocks_of(Form form, int K) {
 template <class T, int kK, Form kForm>
 __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
-  const auto HV = static_cast<unsigned>(a.shape.HV);
-  const ChunkTokens chunk = chunk_tokens(a.map, blockIdx.x / HV);
+  const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
   Kernel<T, kK> kernel(a, *reinterpret_cast<intra::Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
-                       static_cast<int>(blockIdx.x % HV), threadIdx.x);
+                       static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   if constexpr (kForm == Form::kRecompute)
     kernel.recompute();
   else

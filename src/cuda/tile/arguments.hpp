@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/tile/divisor.hpp"
 #include "kda/types.hpp"
 
 namespace kda::cuda {
@@ -57,11 +58,14 @@ struct SequenceMap {
   const int64_t* chunk_offsets = nullptr;  ///< [N + 1] chunks of 64 tokens before each sequence
   const Span* segments = nullptr;          ///< [num_spans]; null: one span a sequence
   int64_t num_spans = 0;
+  Divisor chunks;  ///< without cu_seqlens: of each sequence
 };
 
 struct Shape {
   int64_t H = 1, HV = 1;
   int32_t K = 128, V = 128;
+  Divisor heads;  ///< HV
+  Divisor group;  ///< HV / H: value head -> q/k head
 };
 
 }  // namespace kda::cuda

@@ -24,9 +24,8 @@ __device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
   ChunkTokens chunk;
   int64_t end = map.num_tokens;
   if (!map.cu_seqlens) {
-    const auto each = static_cast<unsigned>(chunks_of(map.num_tokens));  // 64-bit division is slow
-    chunk.batch = static_cast<int>(c / each);
-    chunk.row = static_cast<int64_t>(c % each) * kChunk;
+    chunk.batch = static_cast<int>(map.chunks.quotient(c));
+    chunk.row = static_cast<int64_t>(map.chunks.remainder(c)) * kChunk;
     chunk.sequence = chunk.batch;
     chunk.begin = chunk.sequence * map.num_tokens + chunk.row;
   } else {

@@ -124,8 +124,7 @@ struct Inputs {
   /// Everything that the chunk needs from device memory but v, all on its way before any of it is
   /// waited for: converting a value waits for it.
   __device__ void load_inputs() {
-    const unsigned group = static_cast<unsigned>(a.shape.HV) / static_cast<unsigned>(a.shape.H);
-    const int q_head = static_cast<int>(static_cast<unsigned>(head) / group);
+    const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     load_rows(s.q, a.q, q_head, 0, a.shape.K);
     load_rows(s.k, a.k, q_head, 0, a.shape.K);
     uint32_t raw_beta = 0;

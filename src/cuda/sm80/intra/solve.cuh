@@ -179,11 +179,10 @@ struct Solve : Inverse<T, kK> {
     for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int i = 0; i < kChunk / 16; ++i) {  // in pieces of 16 bytes
-        const int row = lane() / 2 + i * 16;
+        const int row = lane() % 16 + i * 16, piece = lane() / 16;
         *reinterpret_cast<uint4*>(columns[n].target +
-                                  swizzled(row, columns[n].target_column / 8 + lane() % 2)) =
-            *reinterpret_cast<const uint4*>(
-                &columns[n].rows[row][columns[n].column + lane() % 2 * 8]);
+                                  swizzled(row, columns[n].target_column / 8 + piece)) =
+            *reinterpret_cast<const uint4*>(&columns[n].rows[row][columns[n].column + piece * 8]);
       }
   }
 
