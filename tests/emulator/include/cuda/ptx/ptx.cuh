@@ -159,15 +159,13 @@ uint32_t pack(float low, float high) {
   return pair;
 }
 template <class T>
-float2 unpack(uint32_t pair);
+float2 unpack(uint32_t pair) {
+  return {to_float<T>(static_cast<uint16_t>(pair)), to_float<T>(static_cast<uint16_t>(pair >> 16))};
+}
 template <class T>
 uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   const float2 a = unpack<T>(x), b = unpack<T>(y);
   return pack<T>(a.x * b.x, a.y * b.y);
-}
-template <class T>
-float2 unpack(uint32_t pair) {
-  return {to_float<T>(static_cast<uint16_t>(pair)), to_float<T>(static_cast<uint16_t>(pair >> 16))};
 }
 
 }  // namespace kda::cuda::ptx
