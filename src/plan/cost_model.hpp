@@ -21,24 +21,28 @@ struct ChainCosts {
 
 struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
-  double intra_work_ns = 131;     ///< chunk_intra: SM time of a token and value head
+  double intra_work_ns = 100;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
   ChainCosts forward{19.5, 22, 19.5, 2, 15};
   ChainCosts scan{13.5, 18, 10.2, 2, 3};
-  double merge_step_us = 3.4;  ///< S' = M S + B, of each round of blocks
+  double merge_step_us = 1.9;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
-  int64_t merge_blocks_per_sm = 2;
-  double merge_fixed_us = 7;  ///< with the launches that segments add
-  double minimum_gain = 1.1;  ///< segments must win by this factor
+  int64_t merge_blocks_per_sm = 1;
+  double merge_fixed_us = 6;             ///< with the launches that segments add
+  double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
+  double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
+  double minimum_gain = 1.12;            ///< segments must win by this factor
+  double minimum_step = 0.98;            ///< of the time with fewer segments, for more of them
 };
 
-/// The defaults are those of Hopper's own chain. Others are measured on an H200 too: the few_ns of
-/// their scan as if its blocks were wide.
+/// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
+/// of their scan as if its blocks were wide.
 inline CostConstants costs_of(int32_t compute_capability) {
   CostConstants costs;
   if (compute_capability != 90) {
     costs.forward = {30.6, 38, 38.7, 2, 24};
     costs.scan = {25.5, 25.5, 18.5, 4, 6};
+    costs.merge_step_us = 3.4, costs.merge_blocks_per_sm = 2, costs.merge_fixed_us = 7;
   }
   return costs;
 }
@@ -100,11 +104,21 @@ inline double chains_us(const CostInput& in, const ChainCosts& c, double chains,
   return std::max(one, all);
 }
 
+/// The chains of the forward, or what memory needs for their factors and outputs.
+inline double forward_us(const CostInput& in, const CostConstants& c, double chains,
+                         double longest) {
+  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  const double memory = total_tokens(in) * static_cast<double>(in.num_value_heads) *
+                        c.factor_bytes_per_token * size /
+                        (c.factor_bandwidth * in.bytes_per_second) * 1e6;
+  return std::max(
+      memory, chains_us(in, c.forward, chains, longest, total_tokens(in), tiles_of(in.value_dim)));
+}
+
 inline double serial_us(const CostInput& in, const CostConstants& c) {
   const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
   const double forward =
-      chains_us(in, c.forward, static_cast<double>(in.lengths.size()), static_cast<double>(longest),
-                total_tokens(in), tiles_of(in.value_dim));
+      forward_us(in, c, static_cast<double>(in.lengths.size()), static_cast<double>(longest));
   return std::max(roofline_us(in, c), intra_us(in, c) + forward);
 }
 
@@ -131,8 +145,7 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
       static_cast<double>(most_segments - 1) * c.merge_step_us * size *
           rounds_of(merge_blocks, static_cast<double>(in.num_sms * c.merge_blocks_per_sm)) +
       c.merge_fixed_us;
-  const double forward =
-      chains_us(in, c.forward, chains, longest, total_tokens(in), tiles_of(in.value_dim));
+  const double forward = forward_us(in, c, chains, longest);
   return std::max(roofline_us(in, c), intra_us(in, c) + scan + merge + forward);
 }
 

@@ -138,7 +138,9 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEs
   for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
     const int64_t length = ceil_div(chunks.longest, segments);
     const double time = segmented_us(in, constants, length * kAutoChunk);
-    if (time < best) {
+    // More segments take more memory: they must be predicted to gain more than nothing.
+    const double factor = partition.segment_chunks > 0 ? constants.minimum_step : 1;
+    if (time < factor * best) {
       best = time;
       partition.segment_chunks = length;
     }

@@ -172,6 +172,46 @@ TEST_F(Staged, ResumesAtEveryChunkBoundaryWithTheSameBits) {
   }
 }
 
+/// Channels that decay at paces of their own, the fastest by exp(-12) a token: in bf16 rows of
+/// every run of 16 tokens lie on both sides of what the anchored form can hold.
+Inputs paced(int64_t K, DType dtype) {
+  check::GenerateOptions options = shape16(140, 1, K, 64, dtype);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 140 * K; ++i) {
+    const auto pace = static_cast<float>(i % K % 23) / 22, wave = static_cast<float>(i % 7 - 3);
+    store_element(inputs.g.data(), dtype, i, -12 * pace * (1 + 0.3f * wave));
+  }
+  return inputs;
+}
+
+TEST_F(Staged, RowsOnBothSidesOfTheAnchorsRange) {
+  for (const int64_t K : {128, 64})
+    for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
+      expect_within(paced(K, dtype), {.out_dtype = dtype}, "K " + std::to_string(K));
+}
+
+/// What follows a token may put its run out of the anchored form's range, or not.
+TEST_F(Staged, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
+  for (const int64_t K : {128, 64}) {
+    const Inputs inputs = paced(K, DType::kBFloat16);
+    const test::RunOptions run{.out_dtype = DType::kBFloat16};
+    const test::Result before = test::run_inputs(inputs, run);
+    for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 5 : 1) {
+      for (const float gate : {-0.01f, -30.0f}) {
+        Inputs changed = inputs;
+        for (int64_t i = cut * K; i < 140 * K; ++i)
+          store_element(changed.g.data(), DType::kBFloat16, i, gate);
+        const test::Result after = test::run_inputs(changed, run);
+        ASSERT_EQ(std::memcmp(before.outputs.o.data(), after.outputs.o.data(),
+                              static_cast<std::size_t>(cut) * 64 * 2),
+                  0)
+            << "K " << K << " cut " << cut << " gate " << gate;
+      }
+    }
+  }
+}
+
 TEST_F(Staged, CausalToTheBitAtEveryToken) {
   for (const auto& [K, dtype, form] : {std::tuple{128, DType::kBFloat16, IntraForm::kTensor},
                                        std::tuple{64, DType::kFloat16, IntraForm::kTensor},

@@ -132,6 +132,12 @@ T atomicAdd(T* target, T value) {
   *target += value;
   return old;
 }
+template <class T>
+T atomicMin(T* target, T value) {
+  const T old = *target;
+  *target = min(old, value);
+  return old;
+}
 
 template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),

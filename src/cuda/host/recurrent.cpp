@@ -6,7 +6,6 @@
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/smxx/decode.hpp"
-#include "cuda/smxx/segment_merge.hpp"
 
 namespace kda::cuda {
 namespace {
@@ -64,20 +63,5 @@ Status segment_scan(const stage::SegmentScan& scan) {
 }
 
 }  // namespace recurrent
-
-Status segment_merge(const stage::SegmentMerge& merge) {
-  const stage::Call& call = merge.call;
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, merge.segments, merge.prepared, &maps));
-  SegmentMergeArgs args;
-  args.shape = shape_of(call.problem);
-  args.map = maps.map;
-  args.segment_offsets = maps.segment_offsets;
-  args.initial = initial_view(call.problem, call.tensors);
-  args.M = merge.M;
-  args.B = merge.B;
-  args.states_in = merge.states_in;
-  return launch_segment_merge(args, {call.stream});
-}
 
 }  // namespace kda::cuda

@@ -5,6 +5,7 @@
 #include "cuda/host/views.hpp"
 #include "cuda/sm80/chunk_delta_h.hpp"
 #include "cuda/sm80/chunk_intra.hpp"
+#include "cuda/sm90/built.hpp"
 #include "cuda/sm90/chunk_delta_h.hpp"
 #include "plan/ledger.hpp"
 

@@ -13,22 +13,23 @@ struct Kernel : intra::Solve<T, kK> {
   using Base = intra::Solve<T, kK>;
   using Base::a;
   using Base::Base;
+  using Base::fine_levels;
+  using Base::forget_indices;
   using Base::head;
   using Base::invert_halves;
   using Base::invert_pairs;
+  using Base::kAnchored;
   using Base::keep_pairs;
   using Base::kThreads;
   using Base::kWarps;
   using Base::load_inputs;
   using Base::load_rows;
   using Base::norms;
-  using Base::products16;
-  using Base::products32;
   using Base::round_inverse;
   using Base::s;
   using Base::scan_totals;
   using Base::store_scalars;
-  using Base::sync_run;
+  using Base::store_tokens;
   using Base::tid;
   using Base::tile_of;
   using Base::token_operands;
@@ -38,47 +39,33 @@ struct Kernel : intra::Solve<T, kK> {
 
   template <bool kTokens>
   __device__ void intra() {
+    constexpr bool kDiagonal = kAnchored && !kTokens;
     load_inputs();
     keep_pairs();
     norms();
     scan_totals();
+    __syncthreads();  // decayed rows take the place of raw ones
+    this->template block_operands<kDiagonal>();
+    __syncthreads();
+    forget_indices();
     Accumulators scores;
-    this->template coarse_operands<32>();
-    __syncthreads();
-    products32(scores);
-    __syncthreads();
-    this->template coarse_operands<16>();
-    __syncthreads();
-    products16(scores);
-    __syncthreads();
+    this->template block_products<kDiagonal>(scores);
+    __syncthreads();  // operands give way to decays or squares
     if constexpr (kTokens) {
       token_operands();
       __syncthreads();
       token_products(scores);
-    } else {
-      this->template fine_operands<8>();
-      sync_run();
-      this->template fine_products<0>(scores);
-      sync_run();
-      this->template fine_operands<4>();
-      sync_run();
-      this->template fine_products<1>(scores);
-      sync_run();
-      this->template fine_operands<2>();
-      sync_run();
-      this->template fine_products<2>(scores);
-      sync_run();
-      this->template fine_operands<1>();
-      sync_run();
-      this->template fine_products<3>(scores);
+      __syncthreads();
+      store_tokens(scores);
     }
-    __syncthreads();  // the level gives way to squares
     store_scalars();
-    this->template store_scores<kTokens>(scores);
+    this->template store_blocks<kDiagonal>(scores);
+    if constexpr (!kTokens) fine_levels();
+    forget_indices();
     this->template decayed_rows<true>();
     __syncthreads();
     load_rows(s.q, a.v, head, 0, a.shape.V);
-    if (warp() < 4) invert_pairs();
+    invert_pairs();
     if (kWarps == 4 || warp() >= 4) this->template copy_square<128, true>(a.factors.Aqk, tid % 128);
     __syncthreads();
     invert_halves();
@@ -132,10 +119,11 @@ __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
 
 template <Form kForm, class T, int kK>
 Status launch(const ChunkIntraArgs& args, const Launch& where) {
-  static_assert(sizeof(intra::Shared<T, kK>) <= kMostShared);
+  constexpr auto kBytes = static_cast<int>(intra::Shared<T, kK>::bytes(kForm != Form::kRecompute));
+  static_assert(kBytes <= kMostShared);
   return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u" : "chunk_intra",
                        chunk_intra_kernel<T, kK, kForm>, args.num_chunks * args.shape.HV,
-                       Kernel<T, kK>::kThreads, sizeof(intra::Shared<T, kK>), where, args);
+                       Kernel<T, kK>::kThreads, kBytes, where, args);
 }
 
 template <Form kForm>

@@ -8,11 +8,10 @@
 #include "cuda/ptx/bulk.cuh"
 #include "cuda/ptx/wgmma.cuh"
 #include "cuda/sm80/chain.cuh"
+#include "cuda/sm90/built.hpp"
 
 namespace kda::cuda::sm90 {
 namespace {
-
-constexpr int kSharedMemory = 227 * 1024;  // of a block
 
 template <class T, int kK, bool kForward>
 struct OutputOperands {

@@ -7,13 +7,6 @@
 
 namespace kda::cuda::sm90 {
 
-/// Whether this build has kernels of sm_90a, which run on devices of compute capability 9.0 only.
-#ifdef KDA_WITH_SM90A
-inline constexpr bool kBuilt = true;
-#else
-inline constexpr bool kBuilt = false;
-#endif
-
 /// Tiles of 64 columns of V, or of 128 where 64 would give more blocks than `num_sms`: the values
 /// do not depend on it.
 Status launch_chunk_delta_h(const ChunkDeltaHArgs& args, DeltaUse use, bool half, int64_t num_sms,

@@ -2,12 +2,12 @@
 #include "cuda/smxx/segment_merge.hpp"
 
 #include "cuda/host/launch.cuh"
-#include "cuda/tile/elements.cuh"
+#include "cuda/smxx/merge.cuh"
 
 namespace kda::cuda {
 namespace {
 
-constexpr int kColumns = 8;  // of the state, a block; every block of a head reads all of M
+using merge::kColumns;
 
 /// Blocks walk the segments of a sequence in order; per step S' = M S + B. A warp has 32 rows of M,
 /// a lane 4 of them and every fourth quad of channels, loaded ahead: 8 rows x 64 bytes a
@@ -25,74 +25,27 @@ struct Merge {
 
   const SegmentMergeArgs& a;
   State* states;  // [2], by parity of the segment
-  const int64_t head;
-  const int column0;  // of the tile
+  const merge::Place place;
   const int lane_row, quad;
   const int row;  // of the outputs that this lane ends with
   float4 ring[kLaneRows][kRing];
 
-  __device__ Merge(const SegmentMergeArgs& args, State* shared, int64_t of_head, int first_column)
+  __device__ Merge(const SegmentMergeArgs& args, State* shared)
       : a(args),
         states(shared),
-        head(of_head),
-        column0(first_column),
+        place(merge::place_of(args)),
         lane_row(static_cast<int>(threadIdx.x) / 32 * 32 + static_cast<int>(threadIdx.x) % 32 / 4),
         quad(static_cast<int>(threadIdx.x) % 4),
         row(lane_row + quad * 8) {}
 
-  __device__ int64_t base(int64_t segment) const { return segment * a.shape.HV + head; }
-
-  __device__ static float4 load4(const float* source, int count, bool vector) {
-    if (count >= 4 && vector) return *reinterpret_cast<const float4*>(source);
-    return {count > 0 ? source[0] : 0.0f, count > 1 ? source[1] : 0.0f,
-            count > 2 ? source[2] : 0.0f, count > 3 ? source[3] : 0.0f};
-  }
-  __device__ static void store4(float* target, int count, bool vector, float4 x) {
-    if (count >= 4 && vector) {
-      *reinterpret_cast<float4*>(target) = x;
-      return;
-    }
-    if (count > 0) target[0] = x.x;
-    if (count > 1) target[1] = x.y;
-    if (count > 2) target[2] = x.z;
-    if (count > 3) target[3] = x.w;
-  }
-
   __device__ float4 load_M(int64_t segment, int which, int piece) const {
     const int K = a.shape.K, r = lane_row + which * 8, c = piece * 16 + quad * 4;
-    const float* source = a.M + (base(segment) * K + r) * K + c;
-    return load4(source, r < K ? K - c : 0, K % 4 == 0);
+    const float* source = a.M + ((segment * a.shape.HV + place.head) * K + r) * K + c;
+    return merge::load4(source, r < K ? K - c : 0, K % 4 == 0);
   }
-  /// Columns `half` * 4 .. of this lane's row of B or of a start state.
-  __device__ int64_t own_offset(int64_t segment, int half) const {
-    return (base(segment) * a.shape.K + row) * a.shape.V + column0 + half * 4;
-  }
-  __device__ int own_count(int half) const {
-    return row < a.shape.K ? a.shape.V - column0 - half * 4 : 0;
-  }
-  __device__ bool vectors() const { return a.shape.V % 4 == 0; }
-
-  __device__ void load_initial(int64_t n, float4 (&x)[2]) const {
-    const int64_t slot = state_slot(a.initial, n);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float y[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (slot >= 0 && i < own_count(half))
-          y[i] = load_state_bits(a.initial,
-                                 state_offset(a.initial, slot, head, row, column0 + half * 4 + i));
-      x[half] = {y[0], y[1], y[2], y[3]};
-    }
-    if (a.initial.bf16)
-#pragma unroll
-      for (float4& y : x)
-        y = {widen_state(y.x), widen_state(y.y), widen_state(y.z), widen_state(y.w)};
-  }
-  __device__ void load_B(int64_t segment, float4 (&x)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      x[half] = load4(a.B + own_offset(segment, half), own_count(half), vectors());
+  /// Columns `half` * 4 .. of this lane's row.
+  __device__ merge::Row own(int half) const {
+    return {a, place.head, row, place.column0 + half * 4};
   }
 
   /// The start state of a segment: to device memory and to the next step.
@@ -100,7 +53,7 @@ struct Merge {
     float* target = states[parity].x[row / 16][row % 4][row % 16 / 4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      store4(a.states_in + own_offset(segment, half), own_count(half), vectors(), x[half]);
+      own(half).store(segment, x[half]);
       *reinterpret_cast<float4*>(target + half * 4) = x[half];
     }
   }
@@ -137,8 +90,9 @@ struct Merge {
     x[1].x += own[4], x[1].y += own[5], x[1].z += own[6], x[1].w += own[7];
   }
 
-  __device__ void run(int64_t n) {
-    const int64_t first = a.segment_offsets[n], last = a.segment_offsets[n + 1] - 1;
+  __device__ void run() {
+    const int64_t* offsets = a.segment_offsets + place.sequence;
+    const int64_t first = offsets[0], last = offsets[1] - 1;
     if (last < first) return;
     const int64_t pieces = (last - first) * kPieces;  // of all steps, one after the other
     const auto fetch = [&](int64_t at, int slot) {
@@ -149,12 +103,11 @@ struct Merge {
     };
 #pragma unroll
     for (int i = 0; i < kRing; ++i) fetch(i, i);
-    float4 x[2];
-    load_initial(n, x);
+    float4 x[2] = {own(0).initial(place.sequence), own(1).initial(place.sequence)};
     put(first, 0, x);
     int parity = 0;
     for (int64_t segment = first; segment < last; ++segment, parity ^= 1) {
-      load_B(segment, x);
+      x[0] = own(0).B(segment), x[1] = own(1).B(segment);
       __syncthreads();  // S of this step is complete
       float sum[kLaneRows][kColumns] = {};
       for (int begin = 0; begin < kPieces; begin += kRing) {
@@ -179,20 +132,14 @@ template <int kK>
 __global__ void __launch_bounds__(Merge<kK>::kThreads)
     segment_merge_kernel(const __grid_constant__ SegmentMergeArgs a) {
   __shared__ __align__(16) typename Merge<kK>::State states[2];
-  const unsigned tiles = (a.shape.V + kColumns - 1) / kColumns;
-  const auto HV = static_cast<unsigned>(a.shape.HV);
-  Merge<kK> merge(a, states, blockIdx.x / tiles % HV,
-                  static_cast<int>(blockIdx.x % tiles) * kColumns);
-  merge.run(blockIdx.x / tiles / HV);
+  Merge<kK>(a, states).run();
 }
 
 }  // namespace
 
 Status launch_segment_merge(const SegmentMergeArgs& args, const Launch& launch) {
-  const int64_t tiles = (args.shape.V + kColumns - 1) / kColumns;
-  const int64_t blocks = args.map.num_sequences * args.shape.HV * tiles;
   const auto run = [&](auto kernel, int threads) {
-    return launch_kernel("segment_merge", kernel, blocks, threads, 0, launch, args);
+    return launch_kernel("segment_merge", kernel, merge::blocks_of(args), threads, 0, launch, args);
   };
   if (args.shape.K <= 64) return run(segment_merge_kernel<64>, Merge<64>::kThreads);
   if (args.shape.K <= 128) return run(segment_merge_kernel<128>, Merge<128>::kThreads);

@@ -2,6 +2,8 @@
 // Inputs of a chunk: rows, decays, norms.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/sm80/intra/shared.cuh"
 #include "cuda/tile/chunk_map.cuh"
@@ -22,15 +24,23 @@ struct Inputs {
   static constexpr int kVectors = kK / 8;  // 16-byte pieces of a row
   static constexpr int kSteps = kK / 16;   // k16 steps of an mma
 
+  /// Pairs inside a run are anchored at its start where 16 bits have fp32's range: rows start at
+  /// kAnchor, and may decay to kLeast.
+  static constexpr bool kAnchored = std::is_same_v<T, __nv_bfloat16>;
+  static constexpr float kAnchor = kAnchored ? 0x1p48f : 1.0f, kLeast = 0x1p-96f;
+
   const ChunkIntraArgs& a;
   S& s;
   const ChunkTokens& chunk;
   const int head;
-  const int tid;
+  int tid;
 
   __device__ Inputs(const ChunkIntraArgs& args, S& shared, const ChunkTokens& tokens,
                     int value_head, int thread)
       : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
+
+  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  __device__ void forget_indices() { asm volatile("" : "+r"(tid)); }
 
   __device__ int warp() const { return tid / 32; }
   __device__ int lane() const { return tid % 32; }
@@ -152,6 +162,7 @@ struct Inputs {
     return *reinterpret_cast<const uint32_t*>(&rows[run() * kRun + i][channel()]);
   }
   __device__ void keep_pairs() {
+    if (tid < kRuns) s.anchored[tid] = kAnchored ? kRun : 0;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) q[i] = raw_pair(s.q, i), k[i] = raw_pair(s.k, i);
   }

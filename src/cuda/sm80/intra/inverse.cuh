@@ -2,13 +2,13 @@
 // T' = (I + L)^-1: 16x16 blocks by substitution, merged in pairs.
 #pragma once
 
-#include "cuda/sm80/intra/scores.cuh"
+#include "cuda/sm80/intra/fine.cuh"
 
 namespace kda::cuda::intra {
 
 template <class T, int kK>
-struct Inverse : Scores<T, kK> {
-  using Base = Scores<T, kK>;
+struct Inverse : Fine<T, kK> {
+  using Base = Fine<T, kK>;
   using Base::Base;
   using Base::kWarps;
   using Base::lane;
@@ -81,10 +81,10 @@ struct Inverse : Scores<T, kK> {
     }
   }
 
-  /// 16x16 blocks by substitution, then pairs of them; warps 0..3.
+  /// 16x16 blocks by substitution, then pairs of them.
   __device__ void invert_pairs() const {
-    invert_diagonal(warp() * kBlock);
-    ptx::named_sync<128>(1);
+    if (warp() < 4) invert_diagonal(warp() * kBlock);
+    __syncthreads();
     if (warp() < 2) {
       float out[2][4] = {};
       merge_rows<16, 2>(warp() * 32 + 16, warp() * 32, 0, 0, out);

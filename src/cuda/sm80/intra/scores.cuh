@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of all levels, normalised, to squares in shared memory: Aqk and L = N diag(beta).
+// Scores, normalised, to squares in shared memory: Aqk and L = N diag(beta).
 #pragma once
 
 #include "cuda/sm80/intra/tokens.cuh"
@@ -11,19 +11,19 @@ struct Scores : Tokens<T, kK> {
   using Base = Tokens<T, kK>;
   using Base::a;
   using Base::Base;
-  using Base::kThreads;
+  using Base::coarse_part;
+  using Base::coarse_rows;
+  using Base::diagonal_q;
+  using Base::diagonal_run;
+  using Base::kAnchor;
+  using Base::kRowBlocks;
+  using Base::kSplit;
   using Base::kTiles16;
   using Base::kTiles32;
-  using Base::kWarps;
   using Base::lane;
-  using Base::run;
   using Base::s;
-  using Base::slot_of;
-  using Base::store_tokens;
-  using Base::takes_level;
   using Base::tid;
   using Base::tile;
-  using Base::warp;
   using typename Base::Accumulators;
 
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
@@ -38,53 +38,37 @@ struct Scores : Tokens<T, kK> {
     *reinterpret_cast<float2*>(&s.after.N[i][j]) = {x * (k_i * k.x), y * (k_i * k.y)};
   }
 
-  /// Tile of a coarse level: rows of q (first 32) or of k.
-  __device__ void store_coarse(const float (&acc)[4], bool q, int i, int j) const {
+  /// Tile of 16 rows of q or of k, at token i, and 8 columns, at token j.
+  __device__ void store_tile(const float (&acc)[4], bool q, int i, int j, float scale) const {
+    i += lane() / 4, j += lane() % 4 * 2;
     if (q) {
-      put_A(i, j, acc[0], acc[1]), put_A(i + 8, j, acc[2], acc[3]);
+      put_A(i, j, acc[0] * scale, acc[1] * scale), put_A(i + 8, j, acc[2] * scale, acc[3] * scale);
     } else {
-      put_L(i, j, acc[0], acc[1]), put_L(i + 8, j, acc[2], acc[3]);
-    }
-  }
-  /// Tile of level h: q and k rows of the same tokens; columns of other runs are dropped.
-  template <int h>
-  __device__ void store_fine(const float (&acc)[4], int at) const {
-    const int r = lane() / 4, n = lane() % 4 * 2;
-    const int i = at + r / h * 2 * h + h + r % h;
-    if constexpr (h > 1) {
-      if (n / h != r / h) return;
-      const int j = at + n / h * 2 * h + n % h;
-      put_A(i, j, acc[0], acc[1]);
-      put_L(i, j, acc[2], acc[3]);
-    } else {  // the column before the diagonal
-      if (n != r && n + 1 != r) return;
-      const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-      s.after.A[i][i - 1] = static_cast<T>(q * (s.q_norm[i] * s.k_norm[i - 1]));
-      s.after.N[i][i - 1] = k * (s.k_norm[i] * s.k_beta[i - 1]);
+      put_L(i, j, acc[0] * scale, acc[1] * scale), put_L(i + 8, j, acc[2] * scale, acc[3] * scale);
     }
   }
 
-  template <bool kTokens>
-  __device__ void store_scores(const Accumulators& scores) const {
-    constexpr int kSplit = kWarps / 4;
-    const int m = warp() / kSplit;
+  /// What lies on and above the diagonal is not zero; nothing reads it.
+  template <bool kDiagonal>
+  __device__ void store_blocks(const Accumulators& scores) const {
+    constexpr float kScale = 1 / kAnchor;
+    const int m = coarse_rows();
 #pragma unroll
     for (int n = 0; n < kTiles32; ++n)
-      store_coarse(scores.level32[n], m < 2, 32 + m % 2 * 16 + lane() / 4,
-                   warp() % kSplit * (32 / kSplit) + n * 8 + lane() % 4 * 2);
+      store_tile(scores.level32[n], m < 2, 32 + m % 2 * 16, coarse_part() * (32 / kSplit) + n * 8,
+                 kScale);
 #pragma unroll
     for (int n = 0; n < kTiles16; ++n)
-      store_coarse(scores.level16[n], m < 2, m % 2 * 32 + 16 + lane() / 4,
-                   m % 2 * 32 + warp() % kSplit * (16 / kSplit) + n * 8 + lane() % 4 * 2);
-    if constexpr (kTokens) {
-      store_tokens(scores);
-      return;
+      store_tile(scores.level16[n], m < 2, m % 2 * 32 + 16,
+                 m % 2 * 32 + coarse_part() * (16 / kSplit) + n * 8, kScale);
+    if constexpr (kDiagonal) {
+      const int token = diagonal_run() * kRun;
+#pragma unroll
+      for (int i = 0; i < kRowBlocks; ++i)
+#pragma unroll
+        for (int n = 0; n < 2; ++n)
+          store_tile(scores.diagonal[i][n], diagonal_q(i), token, token + n * 8, 1);
     }
-    const int token = run() * kBlock;
-    if (takes_level(0)) store_fine<8>(scores.fine[slot_of(0)][0], token);
-    if (takes_level(1)) store_fine<4>(scores.fine[slot_of(1)][0], token);
-    if (takes_level(2)) store_fine<2>(scores.fine[slot_of(2)][0], token);
-    if (takes_level(3)) store_fine<1>(scores.fine[slot_of(3)][0], token);
   }
 
   __device__ void store_scalars() const {

@@ -2,6 +2,8 @@
 // Shared memory of chunk_intra and recompute_w_u.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/sm80/chunk_intra.hpp"
 #include "cuda/tile/chunk.hpp"
 
@@ -13,11 +15,23 @@ constexpr int kBlock = 16;                 // diagonal block of the inverse
 constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
 constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
 
-/// Operands of one dyadic level: decayed q and k rows, and the k columns that they meet.
+/// Operands of blocks of scores that do not lie in place of q and k.
 template <class T, int kStride>
-struct Level {
-  T rows[64][kStride];
-  T columns[32][kStride];
+struct BlockOperands {
+  T diagonal[kChunk][kStride];                   // columns of each run for its own rows
+  T level16[2 * kRun][kStride];                  // columns of the first and the third run
+  T level32[2 * kRun][kStride];                  // columns of the first two runs
+  T far_q[kRun][kStride], far_k[kRun][kStride];  // rows of the fourth run, decayed over the third
+};
+
+/// Scores and what becomes of them.
+template <class T, int kStride>
+struct Squares {
+  union {
+    float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
+    T v[kChunk][kStride];           // recompute: a tile of v
+  };
+  T A[kChunk][kSquareStride];  // Aqk, then T' in 16 bits
 };
 
 /// Shared memory of one chunk and head: two of them on an SM (three of recompute_w_u) hide each
@@ -25,24 +39,24 @@ struct Level {
 template <class T, int kK>
 struct Shared {
   static constexpr int kStride = kK + 8;
-  T q[kChunk][kStride];  // raw; later a tile of v
-  T k[kChunk][kStride];  // raw; later Kgam
-  union {
-    Level<T, kStride> level;
-    float decay[kChunk][kK];  // token form: of each token
-    struct {
-      union {
-        float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
-        T v[kChunk][kStride];           // recompute: a tile of v
-      };
-      T A[kChunk][kSquareStride];  // Aqk, then T' in 16 bits
-    } after;
-  };
+  T q[kChunk][kStride];           // raw; then decayed rows; later a tile of v
+  T k[kChunk][kStride];           // raw; then decayed rows; later Kgam
   float totals[kRuns][kK];        // decay over each run
   float decay_before[kRuns][kK];  // over all runs before it
   float decay_after[kRuns][kK];   // over all runs after it
   alignas(16) float q_norm[kChunk], k_norm[kChunk];
   float k_beta[kChunk], beta[kChunk], diag[kChunk];
+  alignas(
+      16) int anchored[kRuns];  // rows of each run that the anchored form has right, where not all
+  union {
+    BlockOperands<T, kStride> blocks;
+    float decay[kChunk][kK];  // token form: of each token
+    Squares<T, kStride> after;
+  };
+
+  static constexpr std::size_t bytes(bool scores) {
+    return scores ? sizeof(Shared) : offsetof(Shared, after) + sizeof(Squares<T, kStride>);
+  }
 };
 
 }  // namespace kda::cuda::intra

@@ -2,28 +2,35 @@
 // The token form: diagonal blocks of 16 tokens pair by pair in fp32.
 #pragma once
 
-#include "cuda/sm80/intra/levels.cuh"
+#include "cuda/sm80/intra/blocks.cuh"
 
 namespace kda::cuda::intra {
 
 template <class T, int kK>
-struct Tokens : Levels<T, kK> {
-  using Base = Levels<T, kK>;
+struct Tokens : Blocks<T, kK> {
+  using Base = Blocks<T, kK>;
   using Base::Base;
   using Base::channel;
   using Base::decay;
+  using Base::k;
   using Base::kPasses;
   using Base::kWarps;
   using Base::lane;
+  using Base::put;
+  using Base::q;
   using Base::run;
   using Base::s;
   using Base::warp;
   using typename Base::Accumulators;
 
+  /// Decays, and the raw rows back in their place.
   __device__ void token_operands() const {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
+    for (int i = 0; i < kRun; ++i) {
       *reinterpret_cast<float2*>(&s.decay[run() * kRun + i][channel()]) = decay[i];
+      put(s.q + run() * kRun, i, q[i]);
+      put(s.k + run() * kRun, i, k[i]);
+    }
   }
 
   /// Token of half a warp in a pass: late and early rows of the blocks of 16 take turns, so that
@@ -51,9 +58,9 @@ struct Tokens : Levels<T, kK> {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int i = token_of(pass);
-      float q[kLaneChannels], k[kLaneChannels], factor[kLaneChannels];
-      load_channels(s.q[i], q);
-      load_channels(s.k[i], k);
+      float of_q[kLaneChannels], of_k[kLaneChannels], factor[kLaneChannels];
+      load_channels(s.q[i], of_q);
+      load_channels(s.k[i], of_k);
 #pragma unroll
       for (int c = 0; c < kLaneChannels; ++c) factor[c] = 1;
 #pragma unroll 1
@@ -65,8 +72,8 @@ struct Tokens : Levels<T, kK> {
         for (int c = 0; c < kLaneChannels; ++c) {
           factor[c] *= after[c];
           const float decayed = factor[c] * other[c];
-          qk = fmaf(q[c], decayed, qk);
-          kk = fmaf(k[c], decayed, kk);
+          qk = fmaf(of_q[c], decayed, qk);
+          kk = fmaf(of_k[c], decayed, kk);
         }
 #pragma unroll
         for (int offset = 1; offset < 16; offset *= 2) {
