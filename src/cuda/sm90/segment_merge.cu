@@ -106,33 +106,8 @@ struct Merge {
     return x;
   }
 
-  __device__ void run_copies() const {
-    for (int i = 0; i < kStages - 1; ++i) fetch(first + i);
-    for (int64_t segment = first; segment < last; ++segment) {
-      __syncthreads();  // the stage of the segment before is free
-      fetch(segment + kStages - 1);
-      __syncthreads();
-    }
-  }
-
-  __device__ void run_products() const {
-    const int row = thread / 2, column = thread % 2 * 4;
-    const merge::Row own{a, place.head, row, place.column0 + column};
-    float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
-    state = own.initial(place.sequence);
-    own.store(first, state);
-    for (int64_t segment = first; segment < last; ++segment) {
-      const float4 B = own.B(segment);
-      __syncthreads();  // S is complete
-      ptx::mbarrier_wait(s.full[stage_of(segment)],
-                         static_cast<int>((segment - first) / kStages % 2));
-      multiply(segment);
-      __syncthreads();
-      state = sum_of_parts(row, column, B);
-      own.store(segment + 1, state);
-    }
-  }
-
+  /// Both kinds of threads meet at the same barriers: two loops, one for each, would do, but not
+  /// for compute-sanitizer's synccheck.
   __device__ void run() const {
     if (last < first) return;
     if (thread == 0) {
@@ -140,7 +115,32 @@ struct Merge {
       ptx::mbarrier_init_fence();
     }
     __syncthreads();
-    thread < kMultipliers ? run_products() : run_copies();
+    const bool copies = thread >= kMultipliers;
+    const int row = thread / 2 % kK, column = thread % 2 * 4;
+    const merge::Row own{a, place.head, row, place.column0 + column};
+    float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
+    if (copies) {
+      for (int i = 0; i < kStages - 1; ++i) fetch(first + i);
+    } else {
+      state = own.initial(place.sequence);
+      own.store(first, state);
+    }
+    for (int64_t segment = first; segment < last; ++segment) {
+      float4 x{};
+      if (!copies) x = own.B(segment);
+      __syncthreads();  // S is complete, and the stage of the segment before free
+      if (copies) {
+        fetch(segment + kStages - 1);
+      } else {
+        ptx::mbarrier_wait(s.full[stage_of(segment)],
+                           static_cast<int>((segment - first) / kStages % 2));
+        multiply(segment);
+      }
+      __syncthreads();
+      if (copies) continue;
+      state = sum_of_parts(row, column, x);
+      own.store(segment + 1, state);
+    }
   }
 };
 
