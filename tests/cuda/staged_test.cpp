@@ -191,6 +191,22 @@ TEST_F(Staged, RowsOnBothSidesOfTheAnchorsRange) {
       expect_within(paced(K, dtype), {.out_dtype = dtype}, "K " + std::to_string(K));
 }
 
+/// Positive gates: a run decays below the range, and its last rows are in it again.
+TEST_F(Staged, RunsThatLeaveTheAnchorsRangeAndComeBack) {
+  for (const float down : {-52.0f, -62.0f, -66.0f}) {
+    check::GenerateOptions options = shape16(70, 1, 128, 64);
+    options.regime = Regime::kLog;
+    options.initial_state = false;
+    Inputs inputs = check::generate(options);
+    for (int64_t i = 0; i < 70 * 128; ++i) {
+      const int64_t token = i / 128;
+      const bool falls = token == 4 || token == 5, grows = token == 8 || token == 9;
+      store_element(inputs.g.data(), DType::kBFloat16, i, falls ? down : grows ? 20.0f : -0.01f);
+    }
+    expect_within(inputs, {.out_dtype = DType::kBFloat16}, "down " + std::to_string(down));
+  }
+}
+
 /// What follows a token may put its run out of the anchored form's range, or not.
 TEST_F(Staged, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
   for (const int64_t K : {128, 64}) {

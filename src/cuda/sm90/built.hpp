@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+// Whether the kernels of this folder are there, and what they may take.
 #pragma once
 
 namespace kda::cuda::sm90 {

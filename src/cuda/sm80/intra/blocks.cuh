@@ -40,15 +40,23 @@ struct Blocks : Inputs<T, kK> {
     *reinterpret_cast<uint32_t*>(&target[row][channel()]) = pair;
   }
 
-  /// All 16 tokens as rows of q and k, decayed since the start of the run and by `factor`.
-  __device__ float2 put_rows(T (*q_rows)[kStride], T (*k_rows)[kStride], float2 factor) const {
+  /// Also false where it is NaN.
+  __device__ static bool in_range(float2 factor) {
+    return factor.x >= kLeast && factor.y >= kLeast;
+  }
+
+  /// All 16 tokens as rows of q and k, decayed since the start of the run and by `factor`. Whether
+  /// all are in range: where gates are positive, the last may be when others are not.
+  __device__ bool put_rows(T (*q_rows)[kStride], T (*k_rows)[kStride], float2 factor) const {
+    bool all = true;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
+      all = all && in_range(factor);
       put(q_rows, i, q[i], factor);
       put(k_rows, i, k[i], factor);
     }
-    return factor;
+    return all;
   }
   /// As columns, decayed until the end of the run and by `factor`.
   __device__ void put_columns(T (*columns)[kStride], float2 factor) const {
@@ -68,10 +76,6 @@ struct Blocks : Inputs<T, kK> {
     }
   }
 
-  /// Also false where it is NaN.
-  __device__ static bool in_range(float2 factor) {
-    return factor.x >= kLeast && factor.y >= kLeast;
-  }
   /// Rows of this run before the first that some channel has out of range.
   __device__ void count_anchored() const {
     float2 factor{kAnchor, kAnchor};
@@ -93,15 +97,14 @@ struct Blocks : Inputs<T, kK> {
     const auto total = [&](int of) {
       return *reinterpret_cast<const float2*>(&s.totals[of][channel()]);
     };
-    const float2 last = put_rows(s.q + token, s.k + token, {kAnchor, kAnchor});
+    const bool in_range = put_rows(s.q + token, s.k + token, {kAnchor, kAnchor});
     if constexpr (kDiagonal) {
-      if (!in_range(last)) count_anchored();
+      if (!in_range) count_anchored();
       put_inverse_columns(s.blocks.diagonal + token);
     }
     if (run() < 3) {
-      T(*columns)
-      [kStride] = run() == 1 ? s.blocks.level32 + kRun : s.blocks.level16 + run() / 2 * kRun;
-      put_columns(columns, {1, 1});
+      put_columns(run() == 1 ? s.blocks.level32 + kRun : s.blocks.level16 + run() / 2 * kRun,
+                  {1, 1});
     }
     if (run() == 0) put_columns(s.blocks.level32, total(1));
     if (run() == 3) {

@@ -46,8 +46,8 @@ struct Shared {
   float decay_after[kRuns][kK];   // over all runs after it
   alignas(16) float q_norm[kChunk], k_norm[kChunk];
   float k_beta[kChunk], beta[kChunk], diag[kChunk];
-  alignas(
-      16) int anchored[kRuns];  // rows of each run that the anchored form has right, where not all
+  /// Rows of each run that the anchored form has right, where not all.
+  alignas(16) int anchored[kRuns];
   union {
     BlockOperands<T, kStride> blocks;
     float decay[kChunk][kK];  // token form: of each token
