@@ -103,6 +103,18 @@ def _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel
             bool(state_v_first))
 
 
+def _call(operator, q, k, v, g, beta, *rest):
+    """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
+    what it refuses is looked at here, for FLA's errors or to be given again as it takes it."""
+    if type(q) is torch.Tensor and not torch.compiler.is_compiling():  # a fake kernel refuses nothing
+        try:
+            return operator(q, k, v, g, beta, *rest)
+        except RuntimeError:
+            pass  # said again below, unless a better answer is found
+    _check_shapes(q, k, v, g, beta)
+    return operator(_rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), *rest)
+
+
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
 def _chunk_states(checkpoints, initial_state, B, T, lengths, chunk_size, dtype):
@@ -180,7 +192,6 @@ def chunk_kda(
         if not (-5 <= lower_bound < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
     _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    _check_shapes(q, k, v, g, beta)
     if return_intermediate_states:
         assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
     _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
@@ -195,9 +206,9 @@ def chunk_kda(
     state = None if initial_state is None else initial_state.contiguous()
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
-    o, final_state, checkpoints = ops.forward(
-        _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), _parameter(A_log), _parameter(dt_bias), state, cu_seqlens,
-        cu_seqlens_cpu, *modes, output_final_state, every)
+    o, final_state, checkpoints = _call(
+        ops.forward, q, k, v, g, beta, _parameter(A_log), _parameter(dt_bias), state, cu_seqlens, cu_seqlens_cpu,
+        *modes, output_final_state, every)
     result = _as(o, q.dtype), final_state if output_final_state else None
     if not return_intermediate_states:
         return result
@@ -271,7 +282,6 @@ def fused_recurrent_kda_fwd(
     with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
-    _check_shapes(q, k, v, g, beta)
     _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if use_gate_in_kernel and A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
@@ -281,21 +291,20 @@ def fused_recurrent_kda_fwd(
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
-    rows = _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta)
     if out is not None:
         assert out.shape == v.shape
     if inplace_final_state:
         assert initial_state is not None
-        o = torch.zeros_like(rows[2]) if out is None else out
-        _update(rows, o, initial_state, ssm_state_indices, num_accepted_tokens, parameters, cu_seqlens, cu_seqlens_cpu,
-                modes)
+        o = torch.zeros_like(_rows(v)) if out is None else out
+        _update((q, k, v, g, beta), o, initial_state, ssm_state_indices, num_accepted_tokens, parameters, cu_seqlens,
+                cu_seqlens_cpu, modes)
         return _as(o, v.dtype), initial_state
     if ssm_state_indices is not None:
         raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
     state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
-    o, final, _ = ops.forward(*rows, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                              output_final_state or decode, 0, decode)
+    o, final, _ = _call(ops.forward, q, k, v, g, beta, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes,
+                        output_final_state or decode, 0, decode)
     o = _as(o, v.dtype)
     return o if out is None else out.copy_(o), final if output_final_state else None
 
@@ -308,7 +317,7 @@ def _decodes(q, cu_seqlens):
     return q.shape[1] == cu_seqlens.shape[0] - 1
 
 
-def _update(rows, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqlens_cpu, modes):
+def _update(inputs, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqlens_cpu, modes):
     """States of a pool in place."""
     many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
     if indices is not None:
@@ -316,5 +325,5 @@ def _update(rows, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqlens
         indices = indices.flatten() if indices.dim() == 2 and not many else indices
     if accepted is not None:
         accepted = _as(accepted, torch.int32).contiguous()
-    ops.update(*rows, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
-               many or _decodes(rows[0], cu_seqlens), *modes)
+    _call(ops.update, *inputs, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
+          many or _decodes(inputs[0], cu_seqlens), *modes)

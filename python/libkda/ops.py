@@ -55,7 +55,7 @@ update = torch.ops.libkda.update.default
 
 def forward(*args):
     """torch.ops.libkda.forward, without autograd's part where no gradient is asked for: it is slow."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(*args)

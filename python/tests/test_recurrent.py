@@ -66,6 +66,20 @@ def test_double_tensors_compute_in_fp32(device):
     assert distance(o, reference(x, parameters, state)[0]) < 2e-6
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_what_the_kernels_do_not_take_is_converted(device, name):
+    """A type, or a last dimension, that the operator refuses; nothing of a pool is written before it does."""
+    x, _, state = make(T=5, device=device)
+    pool = state.clone()
+    expected, _ = fused_recurrent_kda_fwd(**x, initial_state=pool, use_qk_l2norm_in_kernel=True)
+    spaced = x[name][..., None].repeat_interleave(2, dim=-1)[..., 0]
+    assert spaced.stride(-1) == 2
+    for other in (x[name].double(), spaced, spaced.double()):
+        again = state.clone()
+        o, _ = fused_recurrent_kda_fwd(**dict(x, **{name: other}), initial_state=again, use_qk_l2norm_in_kernel=True)
+        assert torch.equal(o.float(), expected) and torch.equal(again, pool)
+
+
 def pool_of(state, slots, slot_of, padding=24):
     """Slots with a gap behind each, as caches that share a page with another state have them; the rest is poison."""
     HV, K, V = state.shape[1:]

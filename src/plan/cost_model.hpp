@@ -23,7 +23,7 @@ struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 100;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
-  ChainCosts forward{19.5, 22, 19.5, 2, 15};
+  ChainCosts forward{19.5, 22, 19.5, 2, 5};
   ChainCosts scan{13.5, 18, 10.2, 2, 3};
   double merge_step_us = 1.9;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
@@ -40,7 +40,7 @@ struct CostConstants {
 inline CostConstants costs_of(int32_t compute_capability) {
   CostConstants costs;
   if (compute_capability != 90) {
-    costs.forward = {30.6, 38, 38.7, 2, 24};
+    costs.forward = {30.6, 38, 38.7, 2, 14};
     costs.scan = {25.5, 25.5, 18.5, 4, 6};
     costs.merge_step_us = 3.4, costs.merge_blocks_per_sm = 2, costs.merge_fixed_us = 7;
   }

@@ -255,13 +255,16 @@ uint32_t shared_offset(const void* pointer) {
     fail("an address outside dynamic shared memory");
   return static_cast<uint32_t>(offset);
 }
-void* shared_pointer(uint32_t offset) {
+void* shared_pointer(uint32_t offset, int alignment) {
+  if (offset % static_cast<uint32_t>(alignment) != 0) fail("a misaligned address in shared memory");
   if (offset + kSharedAlignment > block->shared.size())
     fail("an offset outside dynamic shared memory");
   return dynamic_shared() + offset;
 }
 
 void copy_async(void* target, const void* source, int bytes) {
+  if (bytes > 0 && reinterpret_cast<uintptr_t>(source) % static_cast<uintptr_t>(bytes) != 0)
+    fail("a copy from a misaligned address");
   self->open.push_back({target, source, bytes});
 }
 void commit_copies() {

@@ -56,7 +56,7 @@ bool block_or(bool value);
 
 unsigned char* dynamic_shared();
 uint32_t shared_offset(const void* pointer);
-void* shared_pointer(uint32_t offset);
+void* shared_pointer(uint32_t offset, int alignment = 16);
 
 void copy_async(void* target, const void* source, int bytes);
 void commit_copies();

@@ -25,7 +25,6 @@ struct Kernel : intra::Solve<T, kK> {
   using Base::load_inputs;
   using Base::load_rows;
   using Base::norms;
-  using Base::round_inverse;
   using Base::s;
   using Base::scan_totals;
   using Base::store_scalars;
@@ -64,16 +63,14 @@ struct Kernel : intra::Solve<T, kK> {
     forget_indices();
     this->template decayed_rows<true>();
     __syncthreads();
+    forget_indices();
     load_rows(s.q, a.v, head, 0, a.shape.V);
     invert_pairs();
     if (kWarps == 4 || warp() >= 4) this->template copy_square<128, true>(a.factors.Aqk, tid % 128);
     __syncthreads();
     invert_halves();
-    __syncthreads();
-    round_inverse();
-    __syncthreads();
-    if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
     this->template solve<2>(s.q);
+    if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
   }
 
   __device__ void recompute() {
@@ -82,7 +79,7 @@ struct Kernel : intra::Solve<T, kK> {
 #pragma unroll
     for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
       const int row = tid / 8 + i * (kThreads / 8), piece = tid % 8;
-      ptx::cp_async<16>(ptx::shared_address(&s.after.A[row][piece * 8]),
+      ptx::cp_async<16>(ptx::shared_address(&s.after.inverse[row][piece * 8]),
                         stored + swizzled(row, piece));
     }
     ptx::cp_async_commit();

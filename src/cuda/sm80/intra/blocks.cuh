@@ -45,18 +45,14 @@ struct Blocks : Inputs<T, kK> {
     return factor.x >= kLeast && factor.y >= kLeast;
   }
 
-  /// All 16 tokens as rows of q and k, decayed since the start of the run and by `factor`. Whether
-  /// all are in range: where gates are positive, the last may be when others are not.
-  __device__ bool put_rows(T (*q_rows)[kStride], T (*k_rows)[kStride], float2 factor) const {
-    bool all = true;
+  /// All 16 tokens as rows of q and k, decayed since the start of the run and by `factor`.
+  __device__ void put_rows(T (*q_rows)[kStride], T (*k_rows)[kStride], float2 factor) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      all = all && in_range(factor);
       put(q_rows, i, q[i], factor);
       put(k_rows, i, k[i], factor);
     }
-    return all;
   }
   /// As columns, decayed until the end of the run and by `factor`.
   __device__ void put_columns(T (*columns)[kStride], float2 factor) const {
@@ -66,14 +62,22 @@ struct Blocks : Inputs<T, kK> {
       multiply(factor, decay[i]);
     }
   }
-  /// As columns of the run's own rows.
-  __device__ void put_inverse_columns(T (*columns)[kStride]) const {
+  /// As rows in place of the raw ones, and as columns of the run's own rows. Every row's range
+  /// counts: where gates are positive, the last may be in range when others are not.
+  __device__ void put_anchored() const {
+    const int token = run() * kRun;
     float2 factor{kAnchor, kAnchor};
+    bool all = true;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor, decay[i]);
-      put(columns, i, k[i], float2{ptx::reciprocal(factor.x), ptx::reciprocal(factor.y)});
+      all = all && in_range(factor);
+      put(s.q + token, i, q[i], factor);
+      put(s.k + token, i, k[i], factor);
+      put(s.blocks.diagonal + token, i, k[i],
+          float2{ptx::reciprocal(factor.x), ptx::reciprocal(factor.y)});
     }
+    if (!all) count_anchored();
   }
 
   /// Rows of this run before the first that some channel has out of range.
@@ -97,11 +101,10 @@ struct Blocks : Inputs<T, kK> {
     const auto total = [&](int of) {
       return *reinterpret_cast<const float2*>(&s.totals[of][channel()]);
     };
-    const bool in_range = put_rows(s.q + token, s.k + token, {kAnchor, kAnchor});
-    if constexpr (kDiagonal) {
-      if (!in_range) count_anchored();
-      put_inverse_columns(s.blocks.diagonal + token);
-    }
+    if constexpr (kDiagonal)
+      put_anchored();
+    else
+      put_rows(s.q + token, s.k + token, {kAnchor, kAnchor});
     if (run() < 3) {
       put_columns(run() == 1 ? s.blocks.level32 + kRun : s.blocks.level16 + run() / 2 * kRun,
                   {1, 1});
@@ -115,62 +118,79 @@ struct Blocks : Inputs<T, kK> {
 
   // ---- products ---------------------------------------------------------------------------------
 
-  /// Accumulators of this warp's tiles: of the 16 of level 32, the 8 of level 16, and the 16 of the
-  /// diagonal blocks, of which a warp has the rows of q or of k of one run.
-  static constexpr int kTiles32 = 16 / kWarps, kTiles16 = 8 / kWarps, kRowBlocks = 8 / kWarps;
+  /// A task is 16 rows of q and the same rows of k, which meet columns that are read once for both:
+  /// two at level 32, cut into parts of the columns so that every warp has one; two at level 16 in
+  /// two parts each, and the four diagonal blocks: of eight warps four have these, four those.
+  static constexpr int kParts32 = kWarps / 2, kTiles32 = 4 / kParts32;
+  static constexpr bool kApart = kWarps == 8;
+  static_assert(kApart || kWarps == 4);
+  __device__ int rows32() const { return warp() / kParts32; }
+  __device__ int part32() const { return warp() % kParts32; }
+  __device__ bool has_level16() const { return !kApart || warp() < 4; }
+  __device__ bool has_diagonal() const { return !kApart || warp() >= 4; }
+  __device__ int rows16() const { return warp() % 4 / 2; }
+  __device__ int part16() const { return warp() % 2; }
+  __device__ int own_block() const { return warp() % 4; }
+
+  /// Tiles of 16 rows and 8 columns: the rows of q, then those of k; level 32 has the first.
+  static constexpr int kOf16 = 2 * kTiles32, kOfDiagonal = kApart ? kOf16 : kOf16 + 2;
   static constexpr int kPasses = 32 / kWarps;  // token form: of two tokens a warp
   struct Accumulators {
-    float level32[kTiles32][4] = {};
-    float level16[kTiles16][4] = {};
-    float diagonal[kRowBlocks][2][4] = {};
+    float tiles[kOfDiagonal + 4][4] = {};
     float token_q[kPasses] = {}, token_k[kPasses] = {};
   };
 
-  /// acc += rows x columns^T: 16 rows, kTiles n8 tiles of columns.
-  template <int kTiles>
-  __device__ void multiply_rows(const T (*rows)[kStride], const T (*columns)[kStride],
-                                float (&acc)[kTiles][4]) const {
-    const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
+  /// acc += rows x columns^T: kRowTiles times 16 rows, kTiles n8 tiles of columns.
+  template <int kRowTiles, int kTiles>
+  __device__ void multiply_rows(const T (*const (&rows)[kRowTiles])[kStride],
+                                const T (*columns)[kStride], float (*acc)[4]) const {
+    uint32_t left[kRowTiles];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m)
+      left[m] = ptx::shared_address(&rows[m][lane() % 16][lane() / 16 * 8]);
     const uint32_t right = ptx::shared_address(&columns[lane() % 8][lane() / 8 * 8]);
 #pragma unroll
     for (int step = 0; step < kSteps; step += 2) {
-      uint32_t x[4], y[4];
-      ptx::ldmatrix_x4(x, left + step * 32);
-      ptx::ldmatrix_x4(y, left + step * 32 + 32);
+      uint32_t b[kTiles][4];  // 8 columns x 32 channels
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        uint32_t b[4];  // 8 columns x 32 channels
-        ptx::ldmatrix_x4(b, right + (n * 8 * kStride + step * 16) * sizeof(T));
-        ptx::mma_16816<T>(acc[n], x, b[0], b[1]);
-        ptx::mma_16816<T>(acc[n], y, b[2], b[3]);
+      for (int n = 0; n < kTiles; ++n)
+        ptx::ldmatrix_x4(b[n], right + (n * 8 * kStride + step * 16) * sizeof(T));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        uint32_t x[4], y[4];
+        ptx::ldmatrix_x4(x, left[m] + step * 32);
+        ptx::ldmatrix_x4(y, left[m] + step * 32 + 32);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          ptx::mma_16816<T>(acc[m * kTiles + n], x, b[n][0], b[n][1]);
+          ptx::mma_16816<T>(acc[m * kTiles + n], y, b[n][2], b[n][3]);
+        }
       }
     }
   }
 
-  /// Of the coarse levels a warp has 16 rows, 0 and 1 of q, 2 and 3 of k, and a part of the
-  /// columns.
-  static constexpr int kSplit = kWarps / 4;
-  __device__ int coarse_rows() const { return warp() / kSplit; }
-  __device__ int coarse_part() const { return warp() % kSplit; }
-  /// Of the diagonal, rows number i of this warp: which run, and whether q.
-  __device__ int diagonal_run() const { return warp() * kRowBlocks / 2; }
-  __device__ bool diagonal_q(int i) const { return (warp() * kRowBlocks + i) % 2 == 0; }
+  template <int kTiles>
+  __device__ void multiply_both(const T (*of_q)[kStride], const T (*of_k)[kStride],
+                                const T (*columns)[kStride], float (*acc)[4]) const {
+    const T(*const rows[2])[kStride] = {of_q, of_k};
+    multiply_rows<2, kTiles>(rows, columns, acc);
+  }
 
   template <bool kDiagonal>
   __device__ void block_products(Accumulators& scores) const {
-    const int m = coarse_rows();
-    const T(*rows)[kStride] = m < 2 ? s.q : s.k;
-    const T(*far)[kStride] = m < 2 ? s.blocks.far_q : s.blocks.far_k;
-    multiply_rows(m % 2 == 0 ? rows + 2 * kRun : far,
-                  s.blocks.level32 + coarse_part() * (32 / kSplit), scores.level32);
-    multiply_rows(rows + (m % 2 * 2 + 1) * kRun,
-                  s.blocks.level16 + m % 2 * 16 + coarse_part() * (16 / kSplit), scores.level16);
-    if constexpr (kDiagonal) {
-      const int token = diagonal_run() * kRun;
-#pragma unroll
-      for (int i = 0; i < kRowBlocks; ++i)
-        multiply_rows((diagonal_q(i) ? s.q : s.k) + token, s.blocks.diagonal + token,
-                      scores.diagonal[i]);
+    const bool far = rows32() != 0;
+    multiply_both<kTiles32>(far ? s.blocks.far_q : s.q + 2 * kRun,
+                            far ? s.blocks.far_k : s.k + 2 * kRun,
+                            s.blocks.level32 + part32() * kTiles32 * 8, scores.tiles);
+    if (has_level16()) {
+      const int token = (rows16() * 2 + 1) * kRun;
+      multiply_both<1>(s.q + token, s.k + token, s.blocks.level16 + rows16() * 16 + part16() * 8,
+                       scores.tiles + kOf16);
+    }
+    if (kDiagonal && has_diagonal()) {
+      const int token = own_block() * kRun;
+      multiply_both<2>(s.q + token, s.k + token, s.blocks.diagonal + token,
+                       scores.tiles + kOfDiagonal);
     }
   }
 };

@@ -19,7 +19,6 @@ struct Fine : Scores<T, kK> {
   using Base::kWarps;
   using Base::lane;
   using Base::multiply;
-  using Base::multiply_rows;
   using Base::put;
   using Base::put_A;
   using Base::put_L;
@@ -64,12 +63,14 @@ struct Fine : Scores<T, kK> {
     const int i = run() * kRun + row, j = run() * kRun + n / h * 2 * h + n % h;
     if constexpr (h > 1) {
       if (n / h != r / h) return;
-      put_A(i, j, acc[0], acc[1]);
-      put_L(i, j, acc[2], acc[3]);
+      const auto of_row = this->row_norms(i);
+      const auto of_pair = this->pair_norms(j);
+      put_A(i, j, acc[0], acc[1], of_row, of_pair);
+      put_L(i, j, acc[2], acc[3], of_row, of_pair);
     } else {  // the column before the diagonal
       if (n != r && n + 1 != r) return;
       const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-      s.after.A[i][i - 1] = static_cast<T>(q * (s.q_norm[i] * s.k_norm[i - 1]));
+      s.after.Aqk[i][i - 1] = static_cast<T>(q * (s.q_norm[i] * s.k_norm[i - 1]));
       s.after.N[i][i - 1] = k * (s.k_norm[i] * s.k_beta[i - 1]);
     }
   }
@@ -83,7 +84,8 @@ struct Fine : Scores<T, kK> {
     constexpr int kWhich = h == 8 || h == 2 ? 0 : 1;  // of two warps, each takes every second level
     if (warp() % kRunWarps == kWhich % kRunWarps) {
       float acc[1][4] = {};
-      multiply_rows(rows, columns, acc);
+      const T(*const of_both[1])[kStride] = {rows};
+      this->template multiply_rows<1, 1>(of_both, columns, acc);
       store_level<h>(acc[0]);
     }
     __syncthreads();

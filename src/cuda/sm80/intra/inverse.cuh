@@ -30,7 +30,10 @@ struct Inverse : Fine<T, kK> {
     __syncwarp();
     if (lane() < kBlock)
 #pragma unroll
-      for (int i = 0; i < kBlock; ++i) s.after.N[at + i][at + j] = column[i];
+      for (int i = 0; i < kBlock; ++i) {
+        s.after.N[at + i][at + j] = column[i];
+        s.after.inverse[at + i][at + j] = static_cast<T>(column[i]);
+      }
     __syncwarp();
   }
 
@@ -69,16 +72,18 @@ struct Inverse : Fine<T, kK> {
     }
   }
 
-  template <int kTiles>
+  /// kExact: in fp32 too, for merges to come.
+  template <bool kExact, int kTiles>
   __device__ void store_block(int row, int column, const float (&out)[kTiles][4]) const {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int j = column + n * 8 + lane() % 4 * 2;
-      s.after.N[row + lane() / 4][j] = out[n][0];
-      s.after.N[row + lane() / 4][j + 1] = out[n][1];
-      s.after.N[row + lane() / 4 + 8][j] = out[n][2];
-      s.after.N[row + lane() / 4 + 8][j + 1] = out[n][3];
-    }
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = row + half * 8 + lane() / 4, j = column + n * 8 + lane() % 4 * 2;
+        const float2 pair{out[n][2 * half], out[n][2 * half + 1]};
+        if constexpr (kExact) *reinterpret_cast<float2*>(&s.after.N[i][j]) = pair;
+        *reinterpret_cast<uint32_t*>(&s.after.inverse[i][j]) = ptx::pack<T>(pair.x, pair.y);
+      }
   }
 
   /// 16x16 blocks by substitution, then pairs of them.
@@ -89,22 +94,17 @@ struct Inverse : Fine<T, kK> {
       float out[2][4] = {};
       merge_rows<16, 2>(warp() * 32 + 16, warp() * 32, 0, 0, out);
       __syncwarp();
-      store_block(warp() * 32 + 16, warp() * 32, out);
+      store_block<true>(warp() * 32 + 16, warp() * 32, out);
     }
   }
 
   __device__ void invert_halves() const {  // 8 warps: 16x8 tiles
-    float out[8 / kWarps][1][4] = {};
 #pragma unroll
     for (int i = 0; i < 8 / kWarps; ++i) {
-      const int at = warp() + i * kWarps;
-      merge_rows<32, 1>(32, 0, at / 4 * 16, at % 4 * 8, out[i]);
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8 / kWarps; ++i) {
-      const int at = warp() + i * kWarps;
-      store_block(32 + at / 4 * 16, at % 4 * 8, out[i]);
+      const int at = warp() + i * kWarps, row = at / 4 * 16, column = at % 4 * 8;
+      float out[1][4] = {};
+      merge_rows<32, 1>(32, 0, row, column, out);
+      store_block<false>(32 + row, column, out);
     }
   }
 };

@@ -28,10 +28,11 @@ struct BlockOperands {
 template <class T, int kStride>
 struct Squares {
   union {
-    float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place
+    float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place, but for its last quarter
     T v[kChunk][kStride];           // recompute: a tile of v
   };
-  T A[kChunk][kSquareStride];  // Aqk, then T' in 16 bits
+  T inverse[kChunk][kSquareStride];  // T' in 16 bits
+  T Aqk[kChunk][kSquareStride];      // not of recompute
 };
 
 /// Shared memory of one chunk and head: two of them on an SM (three of recompute_w_u) hide each
@@ -55,7 +56,8 @@ struct Shared {
   };
 
   static constexpr std::size_t bytes(bool scores) {
-    return scores ? sizeof(Shared) : offsetof(Shared, after) + sizeof(Squares<T, kStride>);
+    using S = Squares<T, kStride>;
+    return scores ? sizeof(Shared) : offsetof(Shared, after) + offsetof(S, Aqk);
   }
 };
 

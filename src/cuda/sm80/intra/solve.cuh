@@ -97,37 +97,23 @@ struct Solve : Inverse<T, kK> {
       *reinterpret_cast<float2*>(a.factors.gamma + tile() * kK + channel()) = factor;
   }
 
-  /// 64 x 64 tile in shared memory to device memory; kScores: 0 on and above the diagonal, where
-  /// nothing was written.
+  /// Aqk (kScores) or T' to device memory, and 0 where nothing was written: on and above the
+  /// diagonal, or in the blocks above it.
   template <int kCopiers, bool kScores>
   __device__ void copy_square(void* target, int thread) const {
     T* base = tile_of(target, kChunk * kChunk);
 #pragma unroll
     for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
       const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
-      uint4 x = *reinterpret_cast<const uint4*>(&s.after.A[row][piece * 8]);
-      if constexpr (kScores) {
-        const int count = row - piece * 8;  // elements before the diagonal
-        x = {kept(x.x, count), kept(x.y, count - 2), kept(x.z, count - 4), kept(x.w, count - 6)};
-      }
+      const auto& square = kScores ? s.after.Aqk : s.after.inverse;
+      const int count = (kScores ? row : row / kBlock * kBlock + kBlock) - piece * 8;  // kept
+      uint4 x = *reinterpret_cast<const uint4*>(&square[row][piece * 8]);
+      x = {kept(x.x, count), kept(x.y, count - 2), kept(x.z, count - 4), kept(x.w, count - 6)};
       *reinterpret_cast<uint4*>(base + swizzled(row, piece)) = x;
     }
   }
   __device__ static uint32_t kept(uint32_t pair, int count) {
     return count >= 2 ? pair : count == 1 ? pair & 0xffff : 0;
-  }
-
-  __device__ void round_inverse() const {
-#pragma unroll
-    for (int i = 0; i < kChunk * 16 / kThreads; ++i) {
-      const int row = tid / 16 + i * (kThreads / 16), c = tid % 16 * 4;
-      // Blocks above the diagonal were never written.
-      const bool above = c / kBlock > row / kBlock;
-      const float4 x =
-          above ? float4{0, 0, 0, 0} : *reinterpret_cast<const float4*>(&s.after.N[row][c]);
-      *reinterpret_cast<uint2*>(&s.after.A[row][c]) = {ptx::pack<T>(x.x, x.y),
-                                                       ptx::pack<T>(x.z, x.w)};
-    }
   }
 
   /// 16 columns of a tile of right sides in shared memory, and where the solution goes.
@@ -157,8 +143,9 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
       for (int step = 0; step <= m; ++step) {
         uint32_t left[4];
-        ptx::ldmatrix_x4(left, ptx::shared_address(
-                                   &s.after.A[m * 16 + lane() % 16][step * 16 + lane() / 16 * 8]));
+        ptx::ldmatrix_x4(left,
+                         ptx::shared_address(
+                             &s.after.inverse[m * 16 + lane() % 16][step * 16 + lane() / 16 * 8]));
 #pragma unroll
         for (int n = 0; n < kCount; ++n) {
           ptx::mma_16816<T>(acc[n][0], left, right[n][step][0], right[n][step][1]);

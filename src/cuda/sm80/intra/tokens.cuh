@@ -90,7 +90,7 @@ struct Tokens : Blocks<T, kK> {
     for (int pass = 0; pass < kPasses; ++pass) {
       const int i = token_of(pass), j = i / kBlock * kBlock + lane() % 16;
       if (j >= i) continue;
-      s.after.A[i][j] = static_cast<T>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
+      s.after.Aqk[i][j] = static_cast<T>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
       s.after.N[i][j] = scores.token_k[pass] * (s.k_norm[i] * s.k_beta[j]);
     }
   }

@@ -27,7 +27,7 @@ inline int64_t opaque(int64_t x) { return x; }
 /// A copy of zeros is one of minus its size.
 template <int kBytes>
 void cp_async(uint32_t target, const void* source, bool valid = true) {
-  emulator::copy_async(emulator::shared_pointer(target), source, valid ? kBytes : -kBytes);
+  emulator::copy_async(emulator::shared_pointer(target, kBytes), source, valid ? kBytes : -kBytes);
 }
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending>

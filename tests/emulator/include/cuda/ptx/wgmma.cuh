@@ -29,8 +29,9 @@ void hold(float (&)[kTiles][4]) {}
 template <class T>
 float tile_element(uint64_t address) {
   uint16_t bits;
-  std::memcpy(
-      &bits, emulator::shared_pointer(static_cast<uint32_t>(address ^ (address >> 7 & 7) << 4)), 2);
+  std::memcpy(&bits,
+              emulator::shared_pointer(static_cast<uint32_t>(address ^ (address >> 7 & 7) << 4), 2),
+              2);
   return to_float<T>(bits);
 }
 
