@@ -106,13 +106,17 @@ def _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel
 def _call(operator, q, k, v, g, beta, *rest):
     """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
     what it refuses is looked at here, for FLA's errors or to be given again as it takes it."""
+    error = None
     if type(q) is torch.Tensor and not torch.compiler.is_compiling():  # a fake kernel refuses nothing
         try:
             return operator(q, k, v, g, beta, *rest)
-        except RuntimeError:
-            pass  # said again below, unless a better answer is found
+        except RuntimeError as refusal:
+            error = refusal
     _check_shapes(q, k, v, g, beta)
-    return operator(_rows(q), _rows(k), _rows(v), _rows(g), _rows(beta), *rest)
+    rows = _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta)
+    if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
+        raise error  # not for what these tensors are: nothing is tried twice
+    return operator(*rows, *rest)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------

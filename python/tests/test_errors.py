@@ -44,6 +44,19 @@ def test_chunk(change, error, text):
     assert text in str(raised.value)
 
 
+def test_a_call_that_fails_for_another_reason_is_made_once(monkeypatch):
+    calls = []
+
+    def out_of_memory(*args):
+        calls.append(args)
+        raise RuntimeError("out of memory")
+    monkeypatch.setattr("libkda.ops.forward", out_of_memory)
+    x, _, _ = make()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        chunk_kda(**x)
+    assert len(calls) == 1
+
+
 def test_number_of_states():
     x, _, state = make(B=1, N=3)
     with pytest.raises(ValueError, match="i.e., 2 rather than 3"):
