@@ -20,23 +20,34 @@ BENCHMARKS = {
     "delta-h": (["intra"], ["staged"]),
     "context-parallel": (["context_parallel"], ["staged"]),
     "decode": (["decode_gpu"], ["decode"]),
+    "fused": (["flagship", "gva", "cudnn10", "gates"], ["fused", "staged"]),
 }
+# Benchmarks of `kda bench forward` on these backends, one after the other at every case.
+BACKENDS = {"fused": ["fused", "staged"]}
+
+
+def run_set(kda, what, name, flags=()):
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        subprocess.run([kda, "bench", what, "--set", name, "--device", "cuda", "--json", file.name, *flags], check=True)
+        report = json.loads(pathlib.Path(file.name).read_text())
+    for case in report["cases"]:
+        case["set"] = name
+    return report
+
+
+def run_backends(kda, what, name):
+    """The reports of several backends as one, their rows beside each other."""
+    reports = [run_set(kda, "forward", name, ["--backend", b, "--context-parallel", "off"]) for b in BACKENDS[what]]
+    for backend, report in zip(BACKENDS[what], reports):
+        for case in report["cases"]:
+            case["backend"] = backend
+    return reports[0] | {"cases": [case for row in zip(*(r["cases"] for r in reports)) for case in row]}
 
 
 def run_bench(kda, what, sets):
-    merged = None
-    for name in sets:
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            command = [kda, "bench", what, "--set", name, "--device", "cuda", "--json", file.name]
-            subprocess.run(command, check=True)
-            report = json.loads(pathlib.Path(file.name).read_text())
-        for case in report["cases"]:
-            case["set"] = name
-        if merged:
-            merged["cases"] += report["cases"]
-        else:
-            merged = report
-    return {k: merged[k] for k in ("copy_bytes_per_second", "cases")}
+    reports = [run_backends(kda, what, name) if what in BACKENDS else run_set(kda, what, name) for name in sets]
+    return {"copy_bytes_per_second": reports[0]["copy_bytes_per_second"],
+            "cases": [case for report in reports for case in report["cases"]]}
 
 
 def main():

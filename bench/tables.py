@@ -98,6 +98,14 @@ def table_gpu_segments():
             + f"\n\nGeometric mean of the {len(gains)} cases where it triggers: {mean:.2f}x." + gpu_tail(report))
 
 
+def table_gpu_fused():
+    report, rows = load("gpu_fused"), []
+    for case, (fused, staged) in pairs(report).items():
+        rows.append([f"`{case}`", milliseconds(fused["median_s"]), of_copy(report, fused), milliseconds(staged["median_s"]),
+                     f'{staged["median_s"] / fused["median_s"]:.2f}x'])
+    return gpu_head(report) + markdown(["case", "fused", "of copy", "staged", "faster by"], rows) + gpu_tail(report)
+
+
 def table_gpu_stages():
     intra, wu = load("gpu_intra"), load("gpu_recompute_wu")
     rows = []

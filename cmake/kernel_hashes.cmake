@@ -7,10 +7,11 @@
 cmake_minimum_required(VERSION 3.24)
 get_filename_component(root ${CMAKE_CURRENT_LIST_DIR}/.. ABSOLUTE)
 
-set(families staged recurrent decode)
+set(families fused staged recurrent decode)
 set(merge smxx/segment_merge.cu sm90/segment_merge.cu host/segment_merge.cpp)
 set(staged sm80/chunk_intra.cu sm80/chunk_delta_h.cu sm90/chunk_delta_h.cu ${merge}
            smxx/sequence_map.cu host/staged.cpp host/views.cpp)
+set(fused sm90/fused_prefill.cu smxx/sequence_map.cu host/fused.cpp host/views.cpp)
 set(recurrent smxx/recurrent.cu ${merge} smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)
 set(decode smxx/decode.cu smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)
 

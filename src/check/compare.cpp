@@ -137,8 +137,9 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
 }
 
 std::optional<DType> operands_of(const Plan& plan) {
-  if (plan.implementation.find("staged") == std::string::npos) return std::nullopt;
-  return plan.problem.q.dtype;
+  for (const char* name : {"staged", "fused"})
+    if (plan.implementation.find(name) != std::string::npos) return plan.problem.q.dtype;
+  return std::nullopt;
 }
 
 bool is_marginal(const Inputs& inputs) {

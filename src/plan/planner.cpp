@@ -38,8 +38,12 @@ std::string decline_reason(const Implementation& row, const Problem& problem,
   if (cuda && device.compute_capability < row.min_compute_capability)
     return cat("needs compute capability ", row.min_compute_capability, ", ", device.name, " has ",
                device.compute_capability);
+  if (cuda && device.compute_capability > row.max_compute_capability)
+    return cat("is for compute capability ", row.max_compute_capability, ", ", device.name, " has ",
+               device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
+  if (row.by_name && options.backend.empty()) return "runs where it is asked for by name";
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string>
 
@@ -32,9 +33,11 @@ struct Implementation {
   /// Blocks of its own in the workspace; null: scratch_bytes alone. False if sizes overflow.
   bool (*add_blocks)(Plan& plan) = nullptr;
   int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor
+  int32_t max_compute_capability = INT32_MAX;
   /// Null where the implementation keeps no factors of chunks.
   Status (*chunk)(const Chunk& args) = nullptr;
   StageSizes (*stage_sizes)(const Plan& plan) = nullptr;
+  bool by_name = false;  ///< only where PlanOptions::backend asks for it
 };
 
 /// Every implementation of this build, best first.

@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "core/convert.hpp"
 #include "support/harness.hpp"
 
 namespace kda::test {
@@ -59,10 +60,63 @@ struct OnDevice {
   }
 };
 
+inline check::GenerateOptions shape16(int64_t tokens, int64_t heads, int64_t K, int64_t V,
+                                      DType dtype = DType::kBFloat16) {
+  check::GenerateOptions options = shape(tokens, heads, K, V);
+  options.dtype = dtype;
+  options.initial_state = true;
+  return options;
+}
+
 /// With KDA_TEST_VERBOSE=1 prints the errors of a case.
 inline void note(const std::string& what, double o, double state) {
   if (std::getenv("KDA_TEST_VERBOSE"))
     std::printf("  %-28s o %.2e  final state %.2e\n", what.c_str(), o, state);
+}
+
+/// Runs on `implementation`, within what its operands allow.
+inline void expect_within(const check::Inputs& inputs, const RunOptions& options,
+                          const std::string& implementation, const std::string& what) {
+  const Result result = run_inputs(inputs, options);
+  ASSERT_EQ(result.plan.implementation, implementation) << what;
+  const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
+                                                      {.marginal = check::is_marginal(inputs),
+                                                       .operands = check::operands_of(result.plan),
+                                                       .num_threads = oracle_threads()});
+  const auto* o = comparison.worst_o();
+  const auto* state = comparison.worst_final_state();
+  note(what, o ? o->error : 0, state ? state->error : 0);
+  EXPECT_TRUE(comparison.within())
+      << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
+      << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
+}
+
+/// Channels that decay at paces of their own, the fastest by exp(-12) a token: in bf16 rows of
+/// every run of 16 tokens lie on both sides of what the anchored form can hold.
+inline check::Inputs paced(int64_t K, int64_t V, DType dtype) {
+  check::GenerateOptions options = shape16(140, 1, K, V, dtype);
+  options.regime = check::Regime::kLog;
+  check::Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 140 * K; ++i) {
+    const auto pace = static_cast<float>(i % K % 23) / 22, wave = static_cast<float>(i % 7 - 3);
+    store_element(inputs.g.data(), dtype, i, -12 * pace * (1 + 0.3f * wave));
+  }
+  return inputs;
+}
+
+/// Positive gates: a run decays below the anchored form's range by exp(2 `down`), and its last rows
+/// are in it again.
+inline check::Inputs falls_and_grows(int64_t V, float down) {
+  check::GenerateOptions options = shape16(70, 1, 128, V);
+  options.regime = check::Regime::kLog;
+  options.initial_state = false;
+  check::Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 70 * 128; ++i) {
+    const int64_t token = i / 128;
+    const bool falls = token == 4 || token == 5, grows = token == 8 || token == 9;
+    store_element(inputs.g.data(), DType::kBFloat16, i, falls ? down : grows ? 20.0f : -0.01f);
+  }
+  return inputs;
 }
 
 }  // namespace kda::test

@@ -25,17 +25,22 @@ TESTS = {
     "causality_test": ["staged", "recurrent"],
     "decode_test": ["decode"],
     "determinism_test": ["staged", "recurrent"],
+    "fused_test": ["fused"],
     "isolation_test": ["staged", "recurrent"],
     "segment_test": ["staged", "recurrent"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
     "streams_test": ["staged", "recurrent", "decode"],
 }
-FUZZ = (("accuracy", []), ("accuracy", ["--tensor-cores"]), ("causality", []))
+CHUNKED = ("staged", "recurrent")
+# What is fuzzed with which flags, and the kernel families that it runs.
+FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"], CHUNKED),
+        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED))
 FUZZED = 300  # random problems, each
-FAMILIES = ("staged", "recurrent", "decode")
+FAMILIES = ("fused", "staged", "recurrent", "decode")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZED = (([], 20), (["--tensor-cores"], 72))  # flags and random problems, for each tool
+# Flags, random problems for each tool, and families.
+SANITIZED = (([], 20, CHUNKED), (["--tensor-cores"], 72, CHUNKED), (["--fused"], 30, ("fused",)))
 
 
 def what_it_reports(done):
@@ -95,6 +100,7 @@ def main():
     environment = dict(os.environ, KDA_TEST_DEVICE="cuda")
     tests = args.binaries.resolve() / "tests"
     fuzz = tests / "kda_fuzz"
+    suffix = f"_{args.family}" if args.family else ""
     rows = []
 
     def add(row):
@@ -103,23 +109,25 @@ def main():
 
     started = time.time()
     if args.sanitize:
-        what = "gpu_sanitizer"
+        what = "gpu_sanitizer" + suffix
         prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
         jobs = [(tool, lambda tool, f=flags, n=count:
                  run_fuzz(fuzz, "accuracy", n, environment, prefix(tool), f))
-                for tool in args.sanitize.split(",") for flags, count in SANITIZED]
-        jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))
-                 for tool in args.sanitize.split(",")]
+                for tool in args.sanitize.split(",") for flags, count, speaks_for in SANITIZED
+                if set(speaks_for) & set(families)]
+        if "decode" in families:
+            jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))
+                     for tool in args.sanitize.split(",")]
         with concurrent.futures.ThreadPoolExecutor() as side_by_side:
             for row in side_by_side.map(lambda job: {"tool": job[0]} | job[1](job[0]), jobs):
                 add(row)
     else:
-        what = "gpu_test" + (f"_{args.family}" if args.family else "")
+        what = "gpu_test" + suffix
         for name, speaks_for in TESTS.items():
             if set(speaks_for) & set(families):
                 add(run_gtest(tests / name, environment))
-        for name, flags in FUZZ:
-            if families != ["decode"] or name == "accuracy":
+        for name, flags, speaks_for in FUZZ:
+            if set(speaks_for) & set(families):
                 add(run_fuzz(fuzz, name, FUZZED, environment, flags=flags))
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
                *(["--sanitize", args.sanitize] if args.sanitize else [])]

@@ -16,27 +16,10 @@ using check::Regime;
 
 class Staged : public test::GpuTest {};
 
-check::GenerateOptions shape16(int64_t tokens, int64_t heads, int64_t K, int64_t V,
-                               DType dtype = DType::kBFloat16) {
-  check::GenerateOptions options = test::shape(tokens, heads, K, V);
-  options.dtype = dtype;
-  options.initial_state = true;
-  return options;
-}
+using test::shape16;
 
 void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what) {
-  const test::Result result = test::run_inputs(inputs, options);
-  ASSERT_EQ(result.plan.implementation, "cuda.sm80.staged") << what;
-  const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
-                                                      {.marginal = check::is_marginal(inputs),
-                                                       .operands = check::operands_of(result.plan),
-                                                       .num_threads = test::oracle_threads()});
-  const auto* o = comparison.worst_o();
-  const auto* state = comparison.worst_final_state();
-  test::note(what, o ? o->error : 0, state ? state->error : 0);
-  EXPECT_TRUE(comparison.within())
-      << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
-      << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
+  test::expect_within(inputs, options, "cuda.sm80.staged", what);
 }
 
 TEST_F(Staged, EveryRegimeTypeAndHeadSize) {
@@ -172,45 +155,22 @@ TEST_F(Staged, ResumesAtEveryChunkBoundaryWithTheSameBits) {
   }
 }
 
-/// Channels that decay at paces of their own, the fastest by exp(-12) a token: in bf16 rows of
-/// every run of 16 tokens lie on both sides of what the anchored form can hold.
-Inputs paced(int64_t K, DType dtype) {
-  check::GenerateOptions options = shape16(140, 1, K, 64, dtype);
-  options.regime = Regime::kLog;
-  Inputs inputs = check::generate(options);
-  for (int64_t i = 0; i < 140 * K; ++i) {
-    const auto pace = static_cast<float>(i % K % 23) / 22, wave = static_cast<float>(i % 7 - 3);
-    store_element(inputs.g.data(), dtype, i, -12 * pace * (1 + 0.3f * wave));
-  }
-  return inputs;
-}
-
 TEST_F(Staged, RowsOnBothSidesOfTheAnchorsRange) {
   for (const int64_t K : {128, 64})
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
-      expect_within(paced(K, dtype), {.out_dtype = dtype}, "K " + std::to_string(K));
+      expect_within(test::paced(K, 64, dtype), {.out_dtype = dtype}, "K " + std::to_string(K));
 }
 
-/// Positive gates: a run decays below the range, and its last rows are in it again.
 TEST_F(Staged, RunsThatLeaveTheAnchorsRangeAndComeBack) {
-  for (const float down : {-52.0f, -62.0f, -66.0f}) {
-    check::GenerateOptions options = shape16(70, 1, 128, 64);
-    options.regime = Regime::kLog;
-    options.initial_state = false;
-    Inputs inputs = check::generate(options);
-    for (int64_t i = 0; i < 70 * 128; ++i) {
-      const int64_t token = i / 128;
-      const bool falls = token == 4 || token == 5, grows = token == 8 || token == 9;
-      store_element(inputs.g.data(), DType::kBFloat16, i, falls ? down : grows ? 20.0f : -0.01f);
-    }
-    expect_within(inputs, {.out_dtype = DType::kBFloat16}, "down " + std::to_string(down));
-  }
+  for (const float down : {-52.0f, -62.0f, -66.0f})
+    expect_within(test::falls_and_grows(64, down), {.out_dtype = DType::kBFloat16},
+                  "down " + std::to_string(down));
 }
 
 /// What follows a token may put its run out of the anchored form's range, or not.
 TEST_F(Staged, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
   for (const int64_t K : {128, 64}) {
-    const Inputs inputs = paced(K, DType::kBFloat16);
+    const Inputs inputs = test::paced(K, 64, DType::kBFloat16);
     const test::RunOptions run{.out_dtype = DType::kBFloat16};
     const test::Result before = test::run_inputs(inputs, run);
     for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 5 : 1) {

@@ -60,12 +60,19 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   Barrier barriers[16];
-  std::vector<Mbarrier> mbarriers;
   bool any = false, any_result = false;
   std::vector<unsigned char> shared;
+};
+
+/// Blocks that run together; one where a kernel has no clusters.
+struct Cluster {
+  std::vector<Block> blocks;
+  std::vector<Mbarrier> mbarriers;
+  Barrier barrier;
   uint64_t progress = 0;
 };
 
+thread_local Cluster* cluster = nullptr;
 thread_local Block* block = nullptr;
 thread_local Thread* self = nullptr;
 thread_local Graph* capture = nullptr;
@@ -76,41 +83,64 @@ thread_local Graph* capture = nullptr;
   std::abort();
 }
 
-void run_block(const std::function<void()>& body, std::mt19937& random) {
+void resume(Thread& thread, Block& of) {
+  block = &of;
+  self = &thread;
+  blockIdx = of.index;
+  threadIdx = thread.index;
+  thread.fiber = std::move(thread.fiber).resume();
+}
+
+/// One step of every thread of a block, by warps in random order, a new one every round: orders
+/// that happen to work are not enough. How many threads are done with it.
+unsigned run_round(Block& of, std::vector<unsigned>& order, std::mt19937& random) {
+  unsigned done = 0;
+  std::shuffle(order.begin(), order.end(), random);
+  for (const unsigned warp : order)
+    for (unsigned i = warp * 32; i < std::min(warp * 32 + 32, of.size.x); ++i) {
+      Thread& thread = of.threads[i];
+      if (thread.done) continue;
+      resume(thread, of);
+      done += thread.done;
+    }
+  return done;
+}
+
+/// A block runs until it waits for another one: its static shared memory is that of the whole
+/// cluster here.
+void run_cluster(const std::function<void()>& body, std::mt19937& random) {
   context::pooled_fixedsize_stack stacks(256 * 1024);
-  for (unsigned i = 0; i < block->size.x; ++i) {
-    Thread& thread = block->threads[i];
-    thread.index = {i, 0, 0};
-    thread.fiber = context::fiber(std::allocator_arg, stacks, [&](context::fiber&& caller) {
-      thread.caller = &caller;
-      body();
-      thread.done = true;
-      ++block->progress;
-      return std::move(*thread.caller);
-    });
+  unsigned left = 0;
+  for (Block& each : cluster->blocks) {
+    left += each.size.x;
+    for (unsigned i = 0; i < each.size.x; ++i) {
+      Thread& thread = each.threads[i];
+      thread.index = {i, 0, 0};
+      thread.fiber = context::fiber(std::allocator_arg, stacks, [&](context::fiber&& caller) {
+        thread.caller = &caller;
+        body();
+        thread.done = true;
+        ++cluster->progress;
+        return std::move(*thread.caller);
+      });
+    }
   }
-  // Warps in random order, a new one every round: orders that happen to work are not enough.
-  std::vector<unsigned> order(block->warps.size());
+  std::vector<unsigned> order(cluster->blocks[0].warps.size());
   for (unsigned i = 0; i < order.size(); ++i) order[i] = i;
-  unsigned left = block->size.x;
   for (int idle = 0; left > 0;) {
-    const uint64_t before = block->progress;
-    std::shuffle(order.begin(), order.end(), random);
-    for (const unsigned warp : order)
-      for (unsigned i = warp * 32; i < std::min(warp * 32 + 32, block->size.x); ++i) {
-        Thread& thread = block->threads[i];
-        if (thread.done) continue;
-        self = &thread;
-        threadIdx = thread.index;
-        thread.fiber = std::move(thread.fiber).resume();
-        if (thread.done) --left;
+    const uint64_t before = cluster->progress;
+    for (Block& each : cluster->blocks)
+      for (uint64_t last = ~uint64_t{0}; cluster->progress != last;) {
+        last = cluster->progress;
+        left -= run_round(each, order, random);
       }
-    idle = block->progress == before ? idle + 1 : 0;
+    idle = cluster->progress == before ? idle + 1 : 0;
     if (idle < 4) continue;
-    for (const Thread& thread : block->threads)
-      if (!thread.done)
-        std::fprintf(stderr, "emulator: thread %u waits for %s\n", thread.index.x,
-                     thread.waits_for);
+    for (const Block& each : cluster->blocks)
+      for (const Thread& thread : each.threads)
+        if (!thread.done)
+          std::fprintf(stderr, "emulator: block %u thread %u waits for %s\n", each.index.x,
+                       thread.index.x, thread.waits_for);
     fail("deadlock");
   }
   self = nullptr;
@@ -118,7 +148,7 @@ void run_block(const std::function<void()>& body, std::mt19937& random) {
 
 }  // namespace
 
-void note_progress() { ++block->progress; }
+void note_progress() { ++cluster->progress; }
 
 void wait_for(const char* what) {
   Thread* me = self;
@@ -133,27 +163,45 @@ Graph end_capture() {
   return graph;
 }
 
-void launch(dim3 grid, dim3 size, std::size_t shared_bytes, std::function<void()> body) {
+void launch(dim3 grid, dim3 size, unsigned of_cluster, std::size_t shared_bytes,
+            std::function<void()> body) {
   if (capture) {
-    capture->push_back([=] { launch(grid, size, shared_bytes, body); });
+    capture->push_back([=] { launch(grid, size, of_cluster, shared_bytes, body); });
     return;
   }
   std::mt19937 random(grid.x * 31 + size.x);
-  for (unsigned b = 0; b < grid.x; ++b) {
-    Block current;
-    current.index = {b, 0, 0};
-    current.size = size;
-    current.grid = grid;
-    current.threads.resize(size.x);
-    current.warps.resize((size.x + 31) / 32);
-    current.shared.assign(shared_bytes + kSharedAlignment, 0xff);
-    block = &current;
-    blockIdx = current.index;
-    blockDim = size;
-    gridDim = grid;
-    run_block(body, random);
+  blockDim = size;
+  gridDim = grid;
+  for (unsigned b = 0; b < grid.x; b += of_cluster) {
+    Cluster current;
+    current.blocks.resize(of_cluster);
+    for (unsigned i = 0; i < of_cluster; ++i) {
+      Block& each = current.blocks[i];
+      each.index = {b + i, 0, 0};
+      each.size = size;
+      each.grid = grid;
+      each.threads.resize(size.x);
+      each.warps.resize((size.x + 31) / 32);
+      each.shared.assign(shared_bytes + kSharedAlignment, 0xff);
+    }
+    cluster = &current;
+    run_cluster(body, random);
+    cluster = nullptr;
     block = nullptr;
   }
+}
+
+int cluster_rank() { return static_cast<int>(block - cluster->blocks.data()); }
+void cluster_barrier() {
+  Barrier& b = cluster->barrier;
+  const uint64_t generation = b.generation;
+  ++cluster->progress;
+  if (++b.arrived == static_cast<int>(cluster->blocks.size() * block->size.x)) {
+    b.arrived = 0;
+    ++b.generation;
+    return;
+  }
+  while (b.generation == generation) wait_for("a barrier of the cluster");
 }
 
 void warp_collective(const char* kind, void* in, void* out, Compute compute) {
@@ -168,7 +216,7 @@ void warp_collective(const char* kind, void* in, void* out, Compute compute) {
     compute(warp.in, warp.out);
     warp.arrived = 0;
     ++warp.generation;
-    ++block->progress;
+    ++cluster->progress;
     return;
   }
   const uint64_t generation = warp.generation;
@@ -180,7 +228,7 @@ void barrier(int id, int threads, bool waits) {
   if (b.arrived > 0 && b.expected != threads) fail("a barrier with different numbers of threads");
   b.expected = threads;
   const uint64_t generation = b.generation;
-  ++block->progress;
+  ++cluster->progress;
   if (++b.arrived == threads) {
     b.arrived = 0;
     ++b.generation;
@@ -190,27 +238,27 @@ void barrier(int id, int threads, bool waits) {
 }
 
 Mbarrier& mbarrier(uint64_t index) {
-  if (index >= block->mbarriers.size()) fail("an mbarrier that is not initialised");
-  return block->mbarriers[index];
+  if (index >= cluster->mbarriers.size()) fail("an mbarrier that is not initialised");
+  return cluster->mbarriers[index];
 }
 
 uint64_t mbarrier_init(int arrivals) {
-  block->mbarriers.emplace_back().arrivals = arrivals;
-  return block->mbarriers.size() - 1;
+  cluster->mbarriers.emplace_back().arrivals = arrivals;
+  return cluster->mbarriers.size() - 1;
 }
 
 void end_phase(Mbarrier& b) {
   if (b.arrived < b.arrivals || b.missing_bytes != 0) return;
   b.arrived = 0;
   ++b.phase;
-  ++block->progress;
+  ++cluster->progress;
 }
 
 void mbarrier_arrive(uint64_t index, int expected_bytes) {
   Mbarrier& b = mbarrier(index);
   if (++b.arrived > b.arrivals) fail("more arrivals at an mbarrier than it has");
   b.missing_bytes += expected_bytes;
-  ++block->progress;
+  ++cluster->progress;
   end_phase(b);
 }
 
@@ -244,10 +292,16 @@ bool block_or(bool value) {
   return result;
 }
 
-unsigned char* dynamic_shared() {
-  auto address = reinterpret_cast<uintptr_t>(block->shared.data());
+unsigned char* shared_of(Block& of) {
+  auto address = reinterpret_cast<uintptr_t>(of.shared.data());
   return reinterpret_cast<unsigned char*>((address + kSharedAlignment - 1) / kSharedAlignment *
                                           kSharedAlignment);
+}
+unsigned char* dynamic_shared() { return shared_of(*block); }
+void* shared_pointer_in(uint32_t offset, int rank) {
+  if (rank < 0 || rank >= static_cast<int>(cluster->blocks.size()))
+    fail("a block that the cluster does not have");
+  return shared_of(cluster->blocks[static_cast<std::size_t>(rank)]) + offset;
 }
 uint32_t shared_offset(const void* pointer) {
   const auto offset = static_cast<const unsigned char*>(pointer) - dynamic_shared();

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // CUDA kernels on the CPU, for machines without a GPU: the .cu files are compiled as C++, every
 // thread of a block is a fiber, and whatever threads do together (shuffles, mma, barriers, copies)
-// is done by the last of them to arrive. Blocks run one after the other. What it finds: wrong
-// results, wrong indices, reads before a copy was waited for, barriers that do not match (a
-// deadlock is reported). What it does not: races that need another order of instructions, and time.
+// is done by the last of them to arrive. Blocks, or clusters of them, run one after the other. What
+// it finds: wrong results, wrong indices, reads before a copy was waited for, barriers that do not
+// match (a deadlock is reported). What it does not: races that need another order of instructions,
+// and time.
 //
 // Included first in every kernel (-include). include/cuda/ptx/ replaces src/cuda/ptx/.
 #pragma once
@@ -25,6 +26,7 @@
 #undef __forceinline__
 #undef __launch_bounds__
 #undef __grid_constant__
+#undef __cluster_dims__
 #undef __align__
 #define __global__
 #define __device__
@@ -32,13 +34,15 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
 namespace emulator {
 
 /// Runs body() once a thread of every block; while this host thread captures a graph, keeps it
 /// instead.
-void launch(dim3 grid, dim3 block, std::size_t shared_bytes, std::function<void()> body);
+void launch(dim3 grid, dim3 block, unsigned of_cluster, std::size_t shared_bytes,
+            std::function<void()> body);
 
 /// Launches kept between the two calls, to run again in order.
 using Graph = std::vector<std::function<void()>>;
@@ -54,7 +58,12 @@ void warp_collective(const char* kind, void* in, void* out, Compute compute);
 void barrier(int id, int threads, bool wait);
 bool block_or(bool value);
 
+int cluster_rank();
+void cluster_barrier();
+
 unsigned char* dynamic_shared();
+/// What has this offset in block `rank` of the cluster.
+void* shared_pointer_in(uint32_t offset, int rank);
 uint32_t shared_offset(const void* pointer);
 void* shared_pointer(uint32_t offset, int alignment = 16);
 
@@ -142,7 +151,9 @@ T atomicMin(T* target, T value) {
 template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
                                const Args& args) {
-  emulator::launch(config->gridDim, config->blockDim, config->dynamicSmemBytes,
+  unsigned of_cluster = 1;
+  if constexpr (requires { Args::kCluster; }) of_cluster = Args::kCluster;
+  emulator::launch(config->gridDim, config->blockDim, of_cluster, config->dynamicSmemBytes,
                    [kernel, args] { kernel(args); });
   return cudaSuccess;
 }

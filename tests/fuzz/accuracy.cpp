@@ -73,6 +73,13 @@ void fit_tensor_cores(check::GenerateOptions* o, bool hard) {
   if (o->dtype == DType::kFloat32) o->dtype = o->seed % 2 ? DType::kBFloat16 : DType::kFloat16;
 }
 
+/// The nearest that the fused kernel takes.
+void fit_fused(check::GenerateOptions* o) {
+  if (o->regime == Regime::kEqualKeys) o->regime = Regime::kStrong;
+  o->key_dim = o->value_dim = 128;
+  o->dtype = DType::kBFloat16;
+}
+
 double work_of(const check::GenerateOptions& o) {
   double tokens = static_cast<double>(o.batch * o.num_tokens);
   for (const int64_t length : o.seq_lens) tokens += static_cast<double>(length);
@@ -99,8 +106,9 @@ void fill(io::Buffer& buffer, DType dtype, const std::function<double()>& value)
     store_element(buffer.data(), dtype, i, static_cast<float>(value()));
 }
 
-/// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1.
-void vary_options(Inputs* inputs, Random& random) {
+/// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides
+/// are multiples of it.
+void vary_options(Inputs* inputs, Random& random, int64_t unit) {
   Problem& p = inputs->problem;
   if (random.chance(0.2)) p.state_layout = StateLayout::kVK;
   if (p.initial_state && p.state_layout == StateLayout::kVK)
@@ -132,18 +140,19 @@ void vary_options(Inputs* inputs, Random& random) {
     if (random.chance(0.5)) p.dt_bias.reset();
     p.lower_bound = -random.log_uniform(1e-3, 50);
   }
-  if (random.chance(0.25)) test::restride(inputs);
+  if (random.chance(0.25)) test::restride(inputs, unit);
 }
 
 /// Errors of the fp32 cases, for the medians of the report.
 struct Totals {
   std::mutex mutex;
   std::vector<double> fp32_o, fp32_state, bf16_o;
-  int64_t staged = 0;
+  int64_t staged = 0, fused = 0;
 
   void count(const Plan& plan) {
     const std::lock_guard lock(mutex);
     staged += plan.implementation.find("staged") != std::string::npos;
+    fused += plan.implementation.find("fused") != std::string::npos;
   }
   void add(const check::Comparison& comparison, const Inputs& inputs, DType out) {
     const std::lock_guard lock(mutex);
@@ -187,13 +196,15 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
   if (options.tensor_cores) fit_tensor_cores(&shape, options.hard);
+  if (options.fused) fit_fused(&shape);
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
   Inputs inputs = check::generate(shape);
-  vary_options(&inputs, random);
+  vary_options(&inputs, random, options.fused ? 8 : 1);
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
   test::RunOptions run;
   run.plan = random_plan(random, !options.tensor_cores);
-  run.out_dtype = random.chance(0.7) ? shape.dtype : DType::kFloat32;
+  if (options.fused) run.plan.backend = "fused";
+  run.out_dtype = options.fused || random.chance(0.7) ? shape.dtype : DType::kFloat32;
   const bool marginal = check::is_marginal(inputs);
   const test::Result result = test::run_inputs(inputs, run);
   totals->count(result.plan);
@@ -227,6 +238,7 @@ Report fuzz_accuracy(const Options& options) {
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
   report.figures["staged"] = static_cast<double>(totals.staged);
+  report.figures["fused"] = static_cast<double>(totals.fused);
   if (options.tensor_cores && options.count >= 10 && test::on_cuda() &&
       2 * totals.staged < options.count)
     report.failures.push_back(fmt::format("only {} problems were staged", totals.staged));

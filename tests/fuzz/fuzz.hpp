@@ -19,6 +19,7 @@ struct Options {
   int64_t count = 100;
   int32_t num_threads = 2;
   bool tensor_cores = false;  ///< accuracy: only sizes and types that the staged kernels take
+  bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
   bool hard = false;          ///< and those of them that may exceed the tolerance
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
 };

@@ -55,14 +55,15 @@ int main(int argc, char** argv) {
   app.add_option("--json", json, "Write the figures of the summary to this file");
   app.add_flag("--tensor-cores", options.tensor_cores,
                "accuracy: 16-bit problems, K = 32..128, K and V multiples of 8, no equal keys");
+  app.add_flag("--fused", options.fused, "accuracy: bf16, K = V = 128, on cuda.sm90.fused");
   app.add_flag("--hard", options.hard,
                "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
                "(docs/accuracy.md)");
   app.add_option("--dump", options.dump, "accuracy, --count 1: also write the inputs to a file");
   CLI11_PARSE(app, argc, argv);
 
-  const std::string flags =
-      std::string(options.tensor_cores ? " --tensor-cores" : "") + (options.hard ? " --hard" : "");
+  const std::string flags = std::string(options.tensor_cores ? " --tensor-cores" : "") +
+                            (options.fused ? " --fused" : "") + (options.hard ? " --hard" : "");
   fmt::print("kda_fuzz {}{} --seed {} --first {} --count {}\n", what, flags, options.seed,
              options.first, options.count);
   const Report report = fuzzers.at(what)(options);

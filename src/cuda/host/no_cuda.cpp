@@ -2,6 +2,7 @@
 // A build without CUDA: plans for GPUs can be made, nothing runs on one.
 #include "core/text.hpp"
 #include "cuda/host/device.hpp"
+#include "cuda/host/fused.hpp"
 #include "cuda/host/rows.hpp"
 
 namespace kda::cuda {
@@ -16,6 +17,9 @@ const char* unavailable() noexcept { return kReason; }
 Status check_device(const Plan&, bool, const void*, void*) { return unavailable_status(); }
 Status check_pointer(const char*, const void*) { return unavailable_status(); }
 
+namespace fused {
+Status forward(const stage::Forward&) { return unavailable_status(); }
+}  // namespace fused
 namespace staged {
 Status forward(const stage::Forward&) { return unavailable_status(); }
 Status segment_scan(const stage::SegmentScan&) { return unavailable_status(); }

@@ -5,6 +5,9 @@
 
 #include "core/text.hpp"
 #include "cuda/host/device.hpp"
+#include "cuda/host/fused.hpp"
+#include "cuda/sm90/built.hpp"
+#include "cuda/sm90/fused_prefill.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
@@ -19,6 +22,29 @@ std::string decline_nothing(const Problem&) { return {}; }
 std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed) {
   if (desc.alignment >= needed) return {};
   return cat(name, " is aligned to ", desc.alignment, " bytes, needs ", needed);
+}
+
+const char* fused_unavailable() noexcept {
+  if (const char* reason = unavailable()) return reason;
+  return sm90::kBuilt ? nullptr : "this build has no kernels of sm_90a";
+}
+
+std::string decline_fused(const Problem& p) {
+  if (p.operation != Operation::kForward) return "decode is its own kernel";
+  for (const auto& [name, desc] :
+       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}})
+    if (desc->dtype != DType::kBFloat16)
+      return cat(name, " is ", dtype_name(desc->dtype), "; needs bf16");
+  if (p.g.dtype == DType::kFloat16) return "g is fp16; needs bf16 or fp32";
+  if (p.key_dim != 128 || p.value_dim != 128)
+    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 128 for both");
+  if (p.checkpoints && p.checkpoint_every % sm90::kFusedRun != 0)
+    return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
+               sm90::kFusedRun);
+  for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v},
+                                   std::pair{"g", &p.g}, std::pair{"o", &p.o}})
+    if (std::string reason = decline_alignment(name, *desc, 16); !reason.empty()) return reason;
+  return {};
 }
 
 std::string decline_staged(const Problem& p) {
@@ -90,6 +116,22 @@ int64_t most_chunks(const Plan& plan) {
     chunks += (plan.cu_seqlens[n + 1] - plan.cu_seqlens[n] + kChunk - 1) / kChunk;
   return chunks;
 }
+
+const stage::Implementation kFused = {.name = "cuda.sm90.fused",
+                                      .device = DeviceKind::kCuda,
+                                      .chunk_size = kChunk,
+                                      .unavailable = fused_unavailable,
+                                      .decline = decline_fused,
+                                      .scratch_bytes = no_scratch,
+                                      .forward = fused::forward,
+                                      .decode = recurrent::decode,
+                                      .segment_scan = nullptr,
+                                      .segment_merge = nullptr,
+                                      .segment_correct = nullptr,
+                                      .add_blocks = add_map,
+                                      .min_compute_capability = 90,
+                                      .max_compute_capability = 90,
+                                      .by_name = true};
 
 const stage::Implementation kStaged = {.name = "cuda.sm80.staged",
                                        .device = DeviceKind::kCuda,

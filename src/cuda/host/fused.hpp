@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// Registry row of the fused kernel (rows.cpp), and what it calls.
+#pragma once
+
+#include "stage/implementation.hpp"
+
+namespace kda::cuda {
+
+/// One kernel for Hopper (sm_90a), bf16, K = V = 128.
+extern const stage::Implementation kFused;
+
+namespace fused {
+Status forward(const stage::Forward& args);
+}  // namespace fused
+
+}  // namespace kda::cuda

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Blocks of a cluster (sm_90), which reach each other's shared memory. What lies in another block
+// is named by what lies there in this one.
+#pragma once
+
+#include "cuda/ptx/bulk.cuh"
+
+namespace kda::cuda::ptx {
+
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+__device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(address)
+      : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+/// Of reads before it: what this thread wrote need not be seen there.
+__device__ __forceinline__ void mbarrier_arrive_in(Mbarrier& barrier, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(&barrier, rank))
+               : "memory");
+}
+/// `bytes`, a multiple of 16, of this block to where `target` lies in block `rank`; expected of the
+/// barrier there.
+__device__ __forceinline__ void bulk_copy_to(void* target, const void* source, int bytes,
+                                             Mbarrier& barrier, int rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(address_in(target, rank)),
+      "r"(shared_address(source)), "r"(bytes), "r"(address_in(&barrier, rank))
+      : "memory");
+}
+
+}  // namespace kda::cuda::ptx

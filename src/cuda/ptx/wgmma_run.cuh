@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// Warpgroup products with tiles of fewer than 64 rows (wgmma.cuh), bf16.
+#pragma once
+
+#include "cuda/ptx/wgmma.cuh"
+
+namespace kda::cuda::ptx {
+
+/// tile_descriptor() and next_columns() of a tile of kRows rows: its next 64 columns follow them.
+template <int kRows>
+__device__ __forceinline__ uint64_t tile_descriptor_of(uint32_t shared_address) {
+  constexpr uint64_t kNextColumns = kRows * 128 >> 4, kNextRows = 1024 >> 4, kSwizzle128 = 1;
+  return (shared_address & 0x3ffff) >> 4 | kNextColumns << 16 | kNextRows << 32 | kSwizzle128 << 62;
+}
+template <int kRows>
+__device__ __forceinline__ uint64_t next_columns_of(uint64_t tile, int columns) {
+  return tile + static_cast<uint64_t>((columns / 64 * kRows * 128 + columns % 64 * 2) >> 4);
+}
+
+/// d [64, 32] += a [64, 16] b, where b^T is 32 rows and 16 columns of a tile; without kAccumulate
+/// d = a b.
+template <bool kAccumulate>
+__device__ __forceinline__ void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4],
+                                              uint64_t b) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, "
+      "p, 1, 1, 0;}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate));
+}
+
+/// d [64, 128] += a [64, 16] b, where b is the 16 rows and all columns of a tile of 16 rows.
+__device__ __forceinline__ void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4],
+                                                 uint64_t b) {
+  wgmma_columns<__nv_bfloat16>(d, a, b);  // how far the next columns are is in the descriptor
+}
+
+}  // namespace kda::cuda::ptx

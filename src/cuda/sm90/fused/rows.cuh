@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decays, decayed rows and norms of a run. A thread has two channels and all tokens.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/ptx/shared.cuh"
+#include "cuda/sm90/fused/moves.cuh"
+
+namespace kda::cuda::sm90::fused {
+
+template <class E, int kGateMode>
+struct Rows : Moves<E> {
+  using Base = Moves<E>;
+  using Base::a;
+  using Base::half;
+  using Base::head;
+  using Base::lane;
+  using Base::norm_row;
+  using Base::own;
+  using Base::thread;
+
+  float2 bias{0, 0};
+  float rate, bound;  // of gate mode 2, with its constants: bound / (1 + exp2(rate raw + bias))
+
+  template <class... Args>
+  __device__ explicit Rows(Args&&... args) : Base(args...) {
+    rate = expf(a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f);
+    if (a.gate.dt_bias) {
+      const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel();
+      bias = {row[0], row[1]};
+    }
+    bound = a.gate.lower_bound * kLog2e;
+    if (kGateMode == 2) {
+      rate *= -kLog2e;
+      bias.x *= rate, bias.y *= rate;
+    }
+  }
+
+  __device__ int channel() const { return thread * 2; }
+  __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
+  __device__ static bool in_range(float2 x) { return x.x >= kLeast && x.y >= kLeast; }
+  __device__ static uint32_t scaled(uint32_t pair, float2 factor) {
+    const float2 x = ptx::unpack<T>(pair);
+    return ptx::pack<T>(x.x * factor.x, x.y * factor.y);
+  }
+  __device__ uint32_t raw(const T (*rows)[kStride], int i) const {
+    return *reinterpret_cast<const uint32_t*>(&rows[i][channel()]);
+  }
+
+  // ---- decays ----------------------------------------------------------------------------------
+
+  __device__ float decay_of(float raw, float of_channel) const {
+    if constexpr (kGateMode == 2)
+      return ptx::ex2(bound * ptx::reciprocal(1 + ptx::ex2(fmaf(raw, rate, of_channel))));
+    else
+      return ptx::ex2(log2_decay_fast<kGateMode>(raw, of_channel, rate));
+  }
+  __device__ void make_decays(float2 (&decay)[kRun], int rows) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      if constexpr (std::is_same_v<E, float>)
+        decay[i] = reinterpret_cast<const float2*>(own.g)[i * (kK / 2) + thread];
+      else
+        decay[i] = ptx::unpack<E>(reinterpret_cast<const uint32_t*>(own.g)[i * (kK / 2) + thread]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      decay[i] = {decay_of(decay[i].x, bias.x), decay_of(decay[i].y, bias.y)};
+    if (rows < kRun)  // masked after the transform: gate(0) is not 0
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        if (i >= rows) decay[i] = {1, 1};
+  }
+  /// Decays since the start of the run, times kAnchor. Every row's range counts: where gates are
+  /// positive, the last may be in range when others are not.
+  __device__ void scan_decays(float2 (&factor)[kRun], int rows) const {
+    make_decays(factor, rows);
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      multiply(factor[i], i > 0 ? factor[i - 1] : float2{kAnchor, kAnchor});
+      all = all && in_range(factor[i]);
+    }
+    if (all) return;
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      if (count == i && in_range(factor[i])) count = i + 1;
+    atomicMin(&own.anchored, count);
+  }
+
+  // ---- decayed rows ----------------------------------------------------------------------------
+
+  /// Where this thread's channels lie in row 0 of a swizzled tile of kRows rows, and a pair of row
+  /// i.
+  template <int kRows>
+  __device__ uint32_t place(const T* tile) const {
+    return ptx::shared_address(tile + channel() / 64 * kRows * 64 + channel() % 64);
+  }
+  __device__ static void put(uint32_t place, int i, uint32_t pair) {
+    ptx::store_shared((place ^ i % 8 * 16) + i * 128, pair);
+  }
+  __device__ void put_gamma(Stage& s, float2 gamma) const {
+    *reinterpret_cast<float2*>(&s.gamma[gamma_place(channel())]) = gamma;
+  }
+
+  /// All is read before anything is stored: the compiler keeps their order.
+  __device__ void put_rows(Stage& s, const float2 (&factor)[kRun], const uint32_t (&q)[kRun],
+                           const uint32_t (&k_pairs)[kRun]) const {
+    const float2 total = factor[kRun - 1];
+    const uint32_t of_rows = place<2 * kRun>(s.rows), of_kg = place<kRun>(s.kg),
+                   of_columns = ptx::shared_address(&own.columns[0][channel()]);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 k = ptx::unpack<T>(k_pairs[i]);
+      put(of_rows, i, ptx::pack<T>(k.x * factor[i].x, k.y * factor[i].y));
+      put(of_rows, kRun + i, scaled(q[i], factor[i]));
+      const float2 column{k.x * ptx::reciprocal(factor[i].x), k.y * ptx::reciprocal(factor[i].y)};
+      ptx::store_shared(of_columns + i * kStride * 2, ptx::pack<T>(column.x, column.y));
+      put(of_kg, i, ptx::pack<T>(column.x * total.x, column.y * total.y));
+    }
+    put_gamma(s, {total.x * (1 / kAnchor), total.y * (1 / kAnchor)});
+  }
+  /// kg and gamma where rows are out of range.
+  __device__ void put_kg(Stage& s, const float2 (&decay)[kRun]) const {
+    const uint32_t of_kg = place<kRun>(s.kg);
+    float2 factor{1, 1};
+#pragma unroll
+    for (int i = kRun - 1; i >= 0; --i) {
+      put(of_kg, i, scaled(raw(own.k, i), factor));
+      multiply(factor, decay[i]);
+    }
+    put_gamma(s, factor);
+  }
+
+  // ---- norms -----------------------------------------------------------------------------------
+
+  /// Of one lane of four: factors of its token.
+  struct Norms {
+    float q, k, k_beta, diag;
+  };
+  /// 8 tokens a warp, by diagonals of [q; k] k^T and q q^T.
+  __device__ Norms norms(int rows, uint32_t raw_beta) const {
+    const T(*of)[kStride] = lane() % 16 < 8 ? own.q : own.k;
+    const uint32_t from = ptx::shared_address(&of[half() * 8 + lane() % 8][lane() / 16 * 8]);
+    float with_k[2][4] = {}, with_q[2][4] = {};  // two sums each: shorter chains
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+      uint32_t x[4];
+      ptx::ldmatrix_x4(x, from + step * 32);
+      ptx::mma_16816<T>(with_k[step % 2], x, x[1], x[3]);
+      ptx::mma_16816<T>(with_q[step % 2], x, x[0], x[2]);
+    }
+    const bool odd = lane() / 4 % 2;
+    const auto sum = [&](const float(&x)[2][4], int i) {
+      return odd ? x[0][i + 1] + x[1][i + 1] : x[0][i] + x[1][i];
+    };
+    const float beta =
+        norm_row() < rows ? beta_value(a.gate, float_of(raw_beta, a.beta.type)) : 0.0f;
+    const float q_norm = a.gate.l2norm ? rsqrtf(sum(with_q, 0) + 1e-6f) : 1.0f;
+    const float k_norm = a.gate.l2norm ? rsqrtf(sum(with_k, 2) + 1e-6f) : 1.0f;
+    return {a.gate.scale * q_norm, k_norm, k_norm * beta, sum(with_k, 0)};
+  }
+  __device__ void put_norms(Stage& s, const Norms& n) const {
+    if (lane() % 4 != lane() / 8) return;  // another lane has the diagonal
+    const int row = norm_row();
+    s.q_norm[row] = n.q;
+    s.k_norm[row] = n.k * (1 / kAnchor);
+    s.k_beta[row] = n.k_beta;
+    s.diag[row] = n.diag;
+  }
+};
+
+}  // namespace kda::cuda::sm90::fused

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+// Scores of a run and the inverse T'. Row i depends on nothing after token i.
+#pragma once
+
+#include "cuda/sm90/fused/rows.cuh"
+
+namespace kda::cuda::sm90::fused {
+
+template <class E, int kGateMode>
+struct Scores : Rows<E, kGateMode> {
+  using Base = Rows<E, kGateMode>;
+  using Base::Base;
+  using Base::channel;
+  using Base::half;
+  using Base::lane;
+  using Base::make_decays;
+  using Base::multiply;
+  using Base::own;
+  using Base::put;
+  using Base::put_kg;
+  using Base::raw;
+  using Base::scaled;
+
+  /// Neighbours j, j + 1 of row i: of Aqk, and of L.
+  __device__ static void put_A(Stage& s, int i, int j, float x, float y) {
+    *reinterpret_cast<uint32_t*>(&s.Aqk[i][j]) =
+        ptx::pack<T>(j < i ? x : 0.0f, j + 1 < i ? y : 0.0f);
+  }
+  __device__ void put_L(const Stage& s, int i, int j, float x, float y) const {
+    const float2 of_columns = *reinterpret_cast<const float2*>(&s.k_beta[j]);
+    const float of_row = s.k_norm[i] * kAnchor;
+    *reinterpret_cast<float2*>(&own.L[i][j]) = {x * (of_row * of_columns.x),
+                                                y * (of_row * of_columns.y)};
+  }
+
+  /// The first warp: rows of q; the second: rows of k.
+  __device__ void anchored_scores(Stage& s) const {
+    float acc[2][4] = {};
+    const int row = lane() % 16 + (half() == 0 ? kRun : 0);
+    const uint32_t left = ptx::shared_address(s.rows + row * 64);
+    const uint32_t right =
+        ptx::shared_address(&own.columns[lane() % 8 + lane() / 16 * 8][lane() / 8 % 2 * 8]);
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+      uint32_t x[4], y[4];
+      const int piece = step % 4 * 2 + lane() / 16;
+      ptx::ldmatrix_x4(x, left + step / 4 * 2 * kRun * 128 + (piece ^ row & 7) * 16);
+      ptx::ldmatrix_x4(y, right + step * 32);
+      ptx::mma_16816<T>(acc[0], x, y[0], y[1]);
+      ptx::mma_16816<T>(acc[1], x, y[2], y[3]);
+    }
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        const int i = lane() / 4 + lower * 8, j = n * 8 + lane() % 4 * 2;
+        const float x = acc[n][2 * lower], y = acc[n][2 * lower + 1];
+        if (half() == 0)
+          put_A(s, i, j, x, y);
+        else
+          put_L(s, i, j, x, y);
+      }
+  }
+
+  // ---- rows out of range -----------------------------------------------------------------------
+
+  /// Dyadic level h (docs/operation.md): 8 rows of q, then of k, in the tile of kg; 8 columns.
+  template <int h>
+  __device__ void level(Stage& s, const float2 (&decay)[kRun], int first) const {
+    const uint32_t of_rows = this->template place<kRun>(s.kg);
+    const uint32_t of_columns = ptx::shared_address(&own.columns[0][channel()]);
+#pragma unroll
+    for (int begin = 0; begin < kRun; begin += 2 * h) {
+      float2 factor{1, 1};
+#pragma unroll
+      for (int i = 0; i < h; ++i) {
+        const int token = begin + h + i, row = begin / 2 + i;
+        multiply(factor, decay[token]);
+        put(of_rows, row, scaled(raw(own.q, token), factor));
+        put(of_rows, 8 + row, scaled(raw(own.k, token), factor));
+      }
+      factor = {1, 1};
+#pragma unroll
+      for (int i = h - 1; i >= 0; --i) {
+        ptx::store_shared(of_columns + (begin / 2 + i) * kStride * 2,
+                          scaled(raw(own.k, begin + i), factor));
+        multiply(factor, decay[begin + i]);
+      }
+    }
+    this->template sync<1>();
+    if (half() == (h == 8 || h == 2 ? 0 : 1)) {  // each warp has every second level
+      float acc[4] = {};
+#pragma unroll
+      for (int step = 0; step < kK / 16; step += 2) {
+        uint32_t y[4];  // 8 columns x 32 channels
+        ptx::ldmatrix_x4(y,
+                         ptx::shared_address(&own.columns[lane() % 8][lane() / 8 * 8 + step * 16]));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          uint32_t x[4];
+          ptx::ldmatrix_x4(
+              x, ptx::shared_address(s.kg +
+                                     swizzled_in<kRun>(lane() % 16, (step + i) * 2 + lane() / 16)));
+          ptx::mma_16816<T>(acc, x, y[2 * i], y[2 * i + 1]);
+        }
+      }
+      store_level<h>(s, acc, first);
+    }
+    this->template sync<0>();
+  }
+  template <int h>
+  __device__ void store_level(Stage& s, const float (&acc)[4], int first) const {
+    const int r = lane() / 4, n = lane() % 4 * 2;
+    const int i = r / h * 2 * h + h + r % h, j = n / h * 2 * h + n % h;
+    if (i < first) return;
+    if constexpr (h > 1) {
+      if (n / h != r / h) return;  // columns of other pairs of the level
+      put_A(s, i, j, acc[0], acc[1]);
+      put_L(s, i, j, acc[2], acc[3]);
+    } else {  // the column before the diagonal
+      if (n != r && n + 1 != r) return;
+      const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
+      s.Aqk[i][i - 1] = static_cast<T>(q);
+      own.L[i][i - 1] = k * (s.k_norm[i] * kAnchor * s.k_beta[i - 1]);
+    }
+  }
+  /// In place of what the anchored form has for rows from `first` on.
+  __device__ void fine_levels(Stage& s, int rows, int first) const {
+    float2 decay[kRun];
+    make_decays(decay, rows);
+    this->template sync<0>();
+    level<8>(s, decay, first);
+    level<4>(s, decay, first);
+    level<2>(s, decay, first);
+    level<1>(s, decay, first);
+    put_kg(s, decay);
+    this->template sync<1>();
+  }
+
+  // ---- T' = (I + L)^-1 -------------------------------------------------------------------------
+
+  /// Diagonal blocks of 8 by substitution in fp32, in place; a lane owns a column.
+  __device__ void invert_blocks() const {
+    const int at = lane() / 8 % 2 * 8, j = lane() % 8;
+    float column[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float sum = i == j ? 1.0f : 0.0f;
+#pragma unroll
+      for (int m = 0; m < i; m += 4) {
+        const float4 l = *reinterpret_cast<const float4*>(&own.L[at + i][at + m]);
+        sum -= l.x * column[m];
+        if (m + 1 < i) sum -= l.y * column[m + 1];
+        if (m + 2 < i) sum -= l.z * column[m + 2];
+        if (m + 3 < i) sum -= l.w * column[m + 3];
+      }
+      column[i] = i < j ? 0.0f : sum;
+    }
+    __syncwarp();
+    if (lane() < 16)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) own.L[at + i][at + j] = column[i];
+    __syncwarp();
+  }
+  /// T21 = -T22 L21 T11 in tf32: every factor is bounded by 2. The k order of the second product is
+  /// permuted so that the first one's accumulators are its A operand.
+  __device__ void merge_blocks(float (&out)[4]) const {
+    const int r = lane() / 4, c = lane() % 4;
+    const auto tf32 = [&](int i, int j) { return ptx::to_tf32(own.L[i][j]); };
+    float y[4] = {};
+    const uint32_t left[4] = {tf32(8 + r, 8 + c), 0, tf32(8 + r, 12 + c), 0};
+    ptx::mma_1688_tf32(y, left, tf32(8 + c, r), tf32(12 + c, r));
+    const uint32_t next[4] = {ptx::to_tf32(-y[0]), 0, ptx::to_tf32(-y[1]), 0};
+    ptx::mma_1688_tf32(out, next, tf32(2 * c, r), tf32(2 * c + 1, r));
+  }
+  __device__ void invert(Stage& s) const {
+    invert_blocks();
+    float lower[4] = {};
+    merge_blocks(lower);
+    const int r = lane() / 4, c = lane() % 4 * 2;
+    const auto put_pair = [&](int i, int j, float x, float y) {
+      *reinterpret_cast<uint32_t*>(&s.inverse[i][j]) = ptx::pack<T>(x, y);
+    };
+#pragma unroll
+    for (int at = 0; at < kRun; at += 8) {
+      const float2 x = *reinterpret_cast<const float2*>(&own.L[at + r][at + c]);
+      put_pair(at + r, at + c, c < r ? x.x : 0.0f, c + 1 < r ? x.y : 0.0f);
+    }
+    put_pair(r, 8 + c, 0, 0);
+    put_pair(8 + r, c, lower[0], lower[1]);
+  }
+};
+
+}  // namespace kda::cuda::sm90::fused

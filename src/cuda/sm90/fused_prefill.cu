@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warpgroup goes through the runs of a sequence with 64 columns of V of a state; two others
+// make the factors. The blocks of a cluster have the halves of V and make every second run's
+// factors for both.
+#include "cuda/sm90/fused_prefill.hpp"
+
+#include "cuda/host/launch.cuh"
+#include "cuda/sm90/fused/consumer.cuh"
+#include "cuda/sm90/fused/producer.cuh"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using namespace fused;
+
+constexpr int kThreads = 128 + kPairs * 64;
+/// Together no more than the launch gives: 65,536 / kThreads, a multiple of 8, each.
+constexpr int kConsumerRegisters = 200, kProducerRegisters = 152;
+static_assert(128 * kConsumerRegisters + (kThreads - 128) * kProducerRegisters <=
+              65536 / kThreads / 8 * 8 * kThreads);
+
+__device__ void init_barriers(Ring& ring) {
+  for (int i = 0; i < kStages; ++i) {
+    ptx::mbarrier_init(ring.full[i], 64);
+    ptx::mbarrier_init(ring.done[i], 128);
+    ptx::mbarrier_init(ring.peer_done[i], 4);
+  }
+  for (Workshop& each : ring.workshops) {
+    ptx::mbarrier_init(each.meet, 64);
+    ptx::mbarrier_init(each.half, 32);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+template <class E, int kGateMode>
+__global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(kThreads, 1)
+    fused_prefill_kernel(const __grid_constant__ FusedPrefillArgs a) {
+  delta_h::write_flags<DeltaUse::kForward>(a);
+  Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  Consumer consumer(a);
+  if (!consumer.template find_place<64>(warp)) return;
+  if (threadIdx.x == 0) init_barriers(ring);
+  ptx::cluster_sync();
+  if (warp < 4) {
+    ptx::take_registers<kConsumerRegisters>();
+    consumer.run_all(ring);
+  } else {
+    ptx::give_registers<kProducerRegisters>();
+    const int index = static_cast<int>(threadIdx.x) - 128;
+    Producer<E, kGateMode> producer(a, ring, consumer.span, static_cast<int>(consumer.head),
+                                    ptx::cluster_rank(), (warp - 4) / 2, index % 64);
+    producer.run_all();
+  }
+  ptx::cluster_sync();  // the other block may still write here
+}
+
+template <class E, int kGateMode>
+Status launch(const FusedPrefillArgs& args, const Launch& where) {
+  return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode>,
+                       delta_h::blocks_of<DeltaUse::kForward, 64>(args), kThreads, sizeof(Ring),
+                       where, args);
+}
+
+template <class E>
+Status launch_mode(const FusedPrefillArgs& args, const Launch& where) {
+  if (args.gate.gate_mode == 0) return launch<E, 0>(args, where);
+  if (args.gate.gate_mode == 1) return launch<E, 1>(args, where);
+  return launch<E, 2>(args, where);
+}
+
+}  // namespace
+
+Status launch_fused_prefill(const FusedPrefillArgs& args, const Launch& where) {
+  return args.g.type == Element::kFloat32 ? launch_mode<float>(args, where)
+                                          : launch_mode<__nv_bfloat16>(args, where);
+}
+
+}  // namespace kda::cuda::sm90

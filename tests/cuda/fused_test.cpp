@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused kernel of Hopper: every regime, type of gate, length, state option and layout in which
+// it serves, against the oracle; what it declines.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cuda/gpu.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+using check::Regime;
+
+class Fused : public test::GpuTest {
+ protected:
+  void SetUp() override {
+    test::GpuTest::SetUp();
+    if (!IsSkipped() && test::device().compute_capability != 90)
+      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  }
+};
+
+constexpr int64_t kSize = 128;  // K and V
+constexpr std::size_t kStateBytes = kSize * kSize * 4;
+
+check::GenerateOptions shape_of(int64_t tokens, int64_t heads) {
+  return test::shape16(tokens, heads, kSize, kSize);
+}
+test::RunOptions on_fused() {
+  return {.plan = test::with_backend("fused"), .out_dtype = DType::kBFloat16};
+}
+void expect_within(const Inputs& inputs, const std::string& what) {
+  test::expect_within(inputs, on_fused(), "cuda.sm90.fused", what);
+}
+bool same_tokens(const test::Result& a, const test::Result& b, int64_t from, int64_t to,
+                 std::size_t row) {
+  const std::size_t at = static_cast<std::size_t>(from) * row;
+  return std::memcmp(a.outputs.o.data() + at, b.outputs.o.data() + at,
+                     static_cast<std::size_t>(to - from) * row) == 0;
+}
+
+/// Gates in fp32.
+void widen_gates(Inputs* inputs) {
+  const int64_t count = static_cast<int64_t>(inputs->g.size()) / 2;
+  io::Buffer wide(inputs->g.size() * 2);
+  for (int64_t i = 0; i < count; ++i)
+    store_element(wide.data(), DType::kFloat32, i,
+                  load_element(inputs->g.data(), DType::kBFloat16, i));
+  inputs->g = wide;
+  inputs->problem.g.dtype = DType::kFloat32;
+}
+
+TEST_F(Fused, EveryRegimeAndTypeOfGate) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const bool wide : {false, true}) {
+      check::GenerateOptions options = shape_of(test::long_case(1000), 2);
+      options.regime = static_cast<Regime>(regime);
+      options.seed = static_cast<uint64_t>(regime);
+      Inputs inputs = check::generate(options);
+      if (wide) widen_gates(&inputs);
+      expect_within(inputs, std::string(check::regime_name(options.regime)) +
+                                (wide ? ", gates in fp32" : ", gates in bf16"));
+    }
+}
+
+TEST_F(Fused, LengthsAroundRunsAndTheRing) {
+  for (const int64_t T :
+       {1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 65, 112, 113, 127, 128, 129, 144, 145, 255, 257, 271})
+    expect_within(check::generate(shape_of(T, 2)), "T " + std::to_string(T));
+}
+
+TEST_F(Fused, GroupedPackedStrided) {
+  check::GenerateOptions options = shape_of(0, 2);
+  options.num_value_heads = 6;
+  options.seq_lens = {0, 70, 1, 0, 64, 200, 0};
+  expect_within(check::generate(options), "packed, grouped");
+  options = shape_of(100, 2);
+  options.batch = 3;
+  Inputs inputs = check::generate(options);
+  const test::Result dense = test::run_inputs(inputs, on_fused());
+  test::restride(&inputs, 8);
+  const test::Result strided = test::run_inputs(inputs, on_fused());
+  EXPECT_TRUE(test::same_bits(dense.outputs.o, strided.outputs.o));
+  EXPECT_TRUE(test::same_bits(dense.outputs.final_state, strided.outputs.final_state));
+}
+
+TEST_F(Fused, LengthsOnTheDeviceAlone) {
+  check::GenerateOptions options = shape_of(0, 2);
+  options.seq_lens = {70, 1, 0, 200};
+  const Inputs inputs = check::generate(options);
+  test::RunOptions run = on_fused();
+  const test::Result known = test::run_inputs(inputs, run);
+  run.from_bounds = true;
+  const test::Result unknown = test::run_inputs(inputs, run);
+  EXPECT_TRUE(test::same_bits(known.outputs.o, unknown.outputs.o));
+  EXPECT_TRUE(test::same_bits(known.outputs.final_state, unknown.outputs.final_state));
+}
+
+TEST_F(Fused, StateLayoutsTypesAndCheckpoints) {
+  for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
+      for (const int64_t every : {16, 48}) {
+        Inputs inputs = check::generate(shape_of(150, 2));
+        Problem& p = inputs.problem;
+        const auto states = [&](int64_t n) { return contiguous(dtype, {n, 2, kSize, kSize}); };
+        p.state_layout = layout;
+        p.initial_state->tensor = states(1);
+        const int64_t count = 2 * kSize * kSize;
+        io::Buffer start(static_cast<std::size_t>(count * dtype_size(dtype)));
+        for (int64_t i = 0; i < count; ++i)
+          store_element(start.data(), dtype, i, 0.1f * inputs.initial_state.as<float>()[i]);
+        inputs.initial_state = start;
+        p.checkpoints = StateDesc{.tensor = states(150 / every), .num_slots = 150 / every};
+        p.checkpoint_every = every;
+        check::want_final_state(&p);
+        p.final_state->tensor = states(1);
+        expect_within(inputs, "layout and type");
+        const test::Result whole = test::run_inputs(inputs, on_fused());
+        Inputs prefix = inputs;
+        prefix.problem.checkpoints.reset();
+        prefix.problem.checkpoint_every = 0;
+        prefix.problem.num_tokens = 2 * every;
+        const test::Result there = test::run_inputs(prefix, on_fused());
+        EXPECT_EQ(std::memcmp(whole.outputs.checkpoints.data() + start.size(),
+                              there.outputs.final_state.data(), start.size()),
+                  0)
+            << every;
+      }
+}
+
+TEST_F(Fused, CheckpointsOfPackedSequences) {
+  check::GenerateOptions options = shape_of(0, 1);
+  options.seq_lens = {70, 20, 0, 50};  // 4, 1, 0 and 3 checkpoints
+  Inputs inputs = check::generate(options);
+  inputs.problem.checkpoints =
+      StateDesc{.tensor = contiguous(DType::kFloat32, {8, 1, kSize, kSize}), .num_slots = 8};
+  inputs.problem.checkpoint_every = 16;
+  const test::Result batch = test::run_inputs(inputs, on_fused());
+  std::size_t done = 0;
+  for (std::size_t n = 0; n < 4; ++n) {
+    const int64_t count = (inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n]) / 16;
+    if (count == 0) continue;
+    Inputs alone = test::slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]);
+    alone.initial_state = io::Buffer(kStateBytes);
+    std::memcpy(alone.initial_state.data(), inputs.initial_state.data() + n * kStateBytes,
+                kStateBytes);
+    alone.problem.checkpoints->tensor = contiguous(DType::kFloat32, {count, 1, kSize, kSize});
+    alone.problem.checkpoints->num_slots = count;
+    const test::Result single = test::run_inputs(alone, on_fused());
+    EXPECT_EQ(std::memcmp(batch.outputs.checkpoints.data() + done * kStateBytes,
+                          single.outputs.checkpoints.data(),
+                          static_cast<std::size_t>(count) * kStateBytes),
+              0)
+        << n;
+    done += static_cast<std::size_t>(count);
+  }
+  EXPECT_EQ(done, 8u);
+}
+
+TEST_F(Fused, ResumesAtEveryRunWithTheSameBits) {
+  const Inputs inputs = check::generate(shape_of(160, 2));
+  const test::Result whole = test::run_inputs(inputs, on_fused());
+  const std::size_t row = 2 * kSize * 2;
+  for (int64_t cut = 16; cut < 160; cut += test::emulated() ? 48 : 16) {
+    Inputs head = inputs;
+    head.problem.num_tokens = cut;
+    const test::Result first = test::run_inputs(head, on_fused());
+    Inputs tail = test::slice(inputs, cut, 160);
+    tail.initial_state = first.outputs.final_state;
+    const test::Result second = test::run_inputs(tail, on_fused());
+    EXPECT_TRUE(test::same_bits(whole.outputs.final_state, second.outputs.final_state)) << cut;
+    EXPECT_EQ(std::memcmp(whole.outputs.o.data() + static_cast<std::size_t>(cut) * row,
+                          second.outputs.o.data(), second.outputs.o.size()),
+              0)
+        << cut;
+  }
+}
+
+TEST_F(Fused, EqualBitsInEveryRun) {
+  check::GenerateOptions options = shape_of(test::long_case(2000), 4);
+  options.regime = Regime::kSoftplus;
+  const Inputs inputs = check::generate(options);
+  const test::Result first = test::run_inputs(inputs, on_fused());
+  for (int i = 0; i < (test::emulated() ? 1 : 50); ++i) {
+    const test::Result again = test::run_inputs(inputs, on_fused());
+    ASSERT_TRUE(test::same_bits(first.outputs.o, again.outputs.o)) << i;
+    ASSERT_TRUE(test::same_bits(first.outputs.final_state, again.outputs.final_state)) << i;
+  }
+}
+
+TEST_F(Fused, RowsOnBothSidesOfTheAnchorsRange) {
+  expect_within(test::paced(kSize, kSize, DType::kBFloat16), "paced");
+}
+
+TEST_F(Fused, RunsThatLeaveTheAnchorsRangeAndComeBack) {
+  for (const float down : {-52.0f, -62.0f, -66.0f})
+    expect_within(test::falls_and_grows(kSize, down), "down " + std::to_string(down));
+}
+
+/// What follows a token may put its run out of the anchored form's range, or not.
+TEST_F(Fused, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
+  const Inputs inputs = test::paced(kSize, kSize, DType::kBFloat16);
+  const test::Result before = test::run_inputs(inputs, on_fused());
+  for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 9 : 1)
+    for (const float gate : {-0.01f, -30.0f}) {
+      Inputs changed = inputs;
+      for (int64_t i = cut * kSize; i < 140 * kSize; ++i)
+        store_element(changed.g.data(), DType::kBFloat16, i, gate);
+      const test::Result after = test::run_inputs(changed, on_fused());
+      ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut << " gate " << gate;
+    }
+}
+
+TEST_F(Fused, CausalToTheBitAtEveryToken) {
+  check::GenerateOptions options = shape_of(140, 1);
+  options.regime = Regime::kTrained;
+  const Inputs inputs = check::generate(options);
+  const test::Result before = test::run_inputs(inputs, on_fused());
+  for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 9 : 1) {
+    Inputs changed = inputs;
+    test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
+    const test::Result after = test::run_inputs(changed, on_fused());
+    ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut;
+  }
+}
+
+TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
+  check::GenerateOptions options = shape_of(0, 2);
+  options.num_value_heads = 4;
+  options.seq_lens = {70, 90, 50};
+  const Inputs inputs = check::generate(options);
+  const test::Result clean = test::run_inputs(inputs, on_fused());
+  Inputs poisoned = inputs;
+  test::poison_rows(&poisoned, 70, 160);
+  const test::Result after = test::run_inputs(poisoned, on_fused());
+  const std::size_t row = 4 * kSize * 2, state = 4 * kStateBytes;
+  EXPECT_TRUE(same_tokens(clean, after, 0, 70, row));
+  EXPECT_TRUE(same_tokens(clean, after, 160, 210, row));
+  for (const std::size_t n : {std::size_t{0}, std::size_t{2}})
+    EXPECT_EQ(std::memcmp(clean.outputs.final_state.data() + n * state,
+                          after.outputs.final_state.data() + n * state, state),
+              0);
+}
+
+TEST_F(Fused, AloneEqualsInABatch) {
+  check::GenerateOptions options = shape_of(0, 2);
+  options.seq_lens = {test::long_case(1300), 65, test::long_case(700)};
+  const Inputs inputs = check::generate(options);
+  const test::Result batch = test::run_inputs(inputs, on_fused());
+  const std::size_t row = 2 * kSize * 2, state = 2 * kStateBytes;
+  for (std::size_t n = 0; n < 3; ++n) {
+    Inputs alone = test::slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]);
+    alone.initial_state = io::Buffer(state);
+    std::memcpy(alone.initial_state.data(), inputs.initial_state.data() + n * state, state);
+    const test::Result single = test::run_inputs(alone, on_fused());
+    EXPECT_EQ(
+        std::memcmp(batch.outputs.o.data() + static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
+                    single.outputs.o.data(), single.outputs.o.size()),
+        0);
+    EXPECT_EQ(std::memcmp(batch.outputs.final_state.data() + n * state,
+                          single.outputs.final_state.data(), state),
+              0);
+  }
+}
+
+TEST(FusedPlan, SaysWhyItDeclines) {
+  const DeviceFacts h200 = gpu_facts(132, 90);
+  const auto reason = [&](const check::GenerateOptions& options, const DeviceFacts& device) {
+    const Inputs inputs = check::generate(options);
+    Plan plan;
+    return make_plan(inputs.problem, inputs.cu_seqlens, device, test::with_backend("fused"), &plan)
+        .message();
+  };
+  EXPECT_EQ(reason(shape_of(70, 1), h200), "");
+  EXPECT_NE(reason(test::shape16(70, 1, 64, kSize), h200).find("K = 64, V = 128; needs 128"),
+            std::string::npos);
+  EXPECT_NE(reason(test::shape16(70, 1, kSize, kSize, DType::kFloat16), h200)
+                .find("q is fp16; needs bf16"),
+            std::string::npos);
+  EXPECT_NE(reason(shape_of(70, 1), gpu_facts(148, 100)).find("is for compute capability 90"),
+            std::string::npos);
+  EXPECT_NE(reason(shape_of(70, 1), gpu_facts(108, 80)).find("needs compute capability 90"),
+            std::string::npos);
+}
+
+TEST(FusedPlan, RunsWhereItIsAskedFor) {
+  const Inputs inputs = check::generate(shape_of(70, 1));
+  Plan plan;
+  ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90), {}, &plan).ok());
+  EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+  ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
+                        test::with_backend("fused"), &plan)
+                  .ok());
+  EXPECT_EQ(plan.implementation, "cuda.sm90.fused");
+  EXPECT_EQ(plan.workspace_bytes, 0u);  // no factors in device memory
+}
+
+}  // namespace
+}  // namespace kda

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// src/cuda/ptx/cluster.cuh on the emulator: the blocks of a cluster run together.
+#pragma once
+
+#include "cuda/ptx/bulk.cuh"
+
+namespace kda::cuda::ptx {
+
+inline int cluster_rank() { return emulator::cluster_rank(); }
+inline void cluster_sync() { emulator::cluster_barrier(); }
+
+template <class Object>
+Object* in_block(Object& object, int rank) {
+  return static_cast<Object*>(emulator::shared_pointer_in(shared_address(&object), rank));
+}
+inline void mbarrier_arrive_in(Mbarrier& barrier, int rank) {
+  emulator::mbarrier_arrive(in_block(barrier, rank)->state, 0);
+}
+inline void bulk_copy_to(void* target, const void* source, int bytes, Mbarrier& barrier, int rank) {
+  emulator::bulk_copy(emulator::shared_pointer_in(shared_address(target), rank), source, bytes,
+                      in_block(barrier, rank)->state);
+}
+
+}  // namespace kda::cuda::ptx

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// src/cuda/ptx/wgmma_run.cuh on the emulator.
+#pragma once
+
+#include "cuda/ptx/wgmma.cuh"
+
+namespace kda::cuda::ptx {
+
+template <int kRows>
+uint64_t tile_descriptor_of(uint32_t shared_address) {
+  return shared_address;
+}
+template <int kRows>
+uint64_t next_columns_of(uint64_t tile, int columns) {
+  return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
+}
+
+template <bool kAccumulate>
+void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+  WgmmaIn mine{a, b};
+  if (!kAccumulate) std::memset(d, 0, sizeof(d));
+  emulator::warp_collective("wgmma.32", &mine, d, [](void* const* in, void* const* out) {
+    warp_product<__nv_bfloat16, 32>(in, out, [](uint64_t tile, int k, int n) {
+      return tile + static_cast<uint64_t>(n * 128 + k * 2);
+    });
+  });
+}
+
+inline void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  WgmmaIn mine{a, b};
+  emulator::warp_collective("wgmma.16", &mine, d, [](void* const* in, void* const* out) {
+    warp_product<__nv_bfloat16, 128>(in, out, [](uint64_t tile, int k, int n) {
+      return tile + static_cast<uint64_t>(n / 64 * 2048 + k * 128 + n % 64 * 2);
+    });
+  });
+}
+
+}  // namespace kda::cuda::ptx
