@@ -142,10 +142,7 @@ TEST_F(Fused, CheckpointsOfPackedSequences) {
   for (std::size_t n = 0; n < 4; ++n) {
     const int64_t count = (inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n]) / 16;
     if (count == 0) continue;
-    Inputs alone = test::slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]);
-    alone.initial_state = io::Buffer(kStateBytes);
-    std::memcpy(alone.initial_state.data(), inputs.initial_state.data() + n * kStateBytes,
-                kStateBytes);
+    Inputs alone = test::only_sequence(inputs, n);
     alone.problem.checkpoints->tensor = contiguous(DType::kFloat32, {count, 1, kSize, kSize});
     alone.problem.checkpoints->num_slots = count;
     const test::Result single = test::run_inputs(alone, on_fused());
@@ -247,22 +244,7 @@ TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
 TEST_F(Fused, AloneEqualsInABatch) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {test::long_case(1300), 65, test::long_case(700)};
-  const Inputs inputs = check::generate(options);
-  const test::Result batch = test::run_inputs(inputs, on_fused());
-  const std::size_t row = 2 * kSize * 2, state = 2 * kStateBytes;
-  for (std::size_t n = 0; n < 3; ++n) {
-    Inputs alone = test::slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]);
-    alone.initial_state = io::Buffer(state);
-    std::memcpy(alone.initial_state.data(), inputs.initial_state.data() + n * state, state);
-    const test::Result single = test::run_inputs(alone, on_fused());
-    EXPECT_EQ(
-        std::memcmp(batch.outputs.o.data() + static_cast<std::size_t>(inputs.cu_seqlens[n]) * row,
-                    single.outputs.o.data(), single.outputs.o.size()),
-        0);
-    EXPECT_EQ(std::memcmp(batch.outputs.final_state.data() + n * state,
-                          single.outputs.final_state.data(), state),
-              0);
-  }
+  EXPECT_TRUE(test::same_bits_alone(check::generate(options), on_fused()));
 }
 
 TEST(FusedPlan, SaysWhyItDeclines) {

@@ -81,7 +81,7 @@ def run_fuzz(program, what, count, environment, prefix=(), flags=()):
         print(done.stdout[-4000:], done.stderr[-2000:])
     row = {"name": " ".join(["kda_fuzz", what, *flags]), "cases": count, "ok": done.returncode == 0,
            "seconds": round(time.time() - started, 1)}
-    if found and "staged" in json.loads(found):
+    if found and json.loads(found).get("staged"):
         row["staged"] = int(json.loads(found)["staged"])  # of the cases
     return row | what_it_reports(done)
 

@@ -147,12 +147,11 @@ void vary_options(Inputs* inputs, Random& random, int64_t unit) {
 struct Totals {
   std::mutex mutex;
   std::vector<double> fp32_o, fp32_state, bf16_o;
-  int64_t staged = 0, fused = 0;
+  int64_t staged = 0;
 
   void count(const Plan& plan) {
     const std::lock_guard lock(mutex);
     staged += plan.implementation.find("staged") != std::string::npos;
-    fused += plan.implementation.find("fused") != std::string::npos;
   }
   void add(const check::Comparison& comparison, const Inputs& inputs, DType out) {
     const std::lock_guard lock(mutex);
@@ -238,7 +237,6 @@ Report fuzz_accuracy(const Options& options) {
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
   report.figures["staged"] = static_cast<double>(totals.staged);
-  report.figures["fused"] = static_cast<double>(totals.fused);
   if (options.tensor_cores && options.count >= 10 && test::on_cuda() &&
       2 * totals.staged < options.count)
     report.failures.push_back(fmt::format("only {} problems were staged", totals.staged));

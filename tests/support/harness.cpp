@@ -156,6 +156,34 @@ check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end) {
   return part;
 }
 
+check::Inputs only_sequence(const check::Inputs& inputs, std::size_t n) {
+  check::Inputs alone = slice(inputs, inputs.cu_seqlens[n], inputs.cu_seqlens[n + 1]);
+  if (!inputs.problem.initial_state) return alone;
+  const std::size_t bytes =
+      inputs.initial_state.size() / static_cast<std::size_t>(inputs.problem.num_sequences);
+  alone.initial_state = io::Buffer(bytes);
+  std::memcpy(alone.initial_state.data(), inputs.initial_state.data() + n * bytes, bytes);
+  return alone;
+}
+
+bool same_bits_alone(const check::Inputs& inputs, const RunOptions& options) {
+  const Result batch = run_inputs(inputs, options);
+  const auto N = static_cast<std::size_t>(inputs.problem.num_sequences);
+  const std::size_t row =
+      batch.outputs.o.size() / static_cast<std::size_t>(inputs.problem.num_tokens);
+  const std::size_t state = batch.outputs.final_state.size() / N;
+  for (std::size_t n = 0; n < N; ++n) {
+    const check::Outputs alone = run_inputs(only_sequence(inputs, n), options).outputs;
+    const std::size_t first = static_cast<std::size_t>(inputs.cu_seqlens[n]);
+    if (std::memcmp(batch.outputs.o.data() + first * row, alone.o.data(), alone.o.size()) != 0 ||
+        alone.final_state.size() != state ||
+        std::memcmp(batch.outputs.final_state.data() + n * state, alone.final_state.data(),
+                    state) != 0)
+      return false;
+  }
+  return true;
+}
+
 void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed) {
   check::Random random(seed);
   const Problem& p = inputs->problem;

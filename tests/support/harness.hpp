@@ -55,6 +55,12 @@ void restride(check::Inputs* inputs, int64_t unit = 1);
 /// Tokens [begin, end) of a one-row problem.
 check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end);
 
+/// Sequence n of a packed problem, with its initial state.
+check::Inputs only_sequence(const check::Inputs& inputs, std::size_t n);
+
+/// Whether every sequence of a packed problem, run alone, has the bits that it has in the batch.
+bool same_bits_alone(const check::Inputs& inputs, const RunOptions& options = {});
+
 /// Other finite values in every tensor from `token` on (one row, dense).
 void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed);
 
