@@ -14,7 +14,7 @@ import evidence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Benchmark -> its case sets, the kernel families that it times.
 BENCHMARKS = {
-    "forward": (["flagship", "gva", "cudnn10"], ["staged"]),
+    "forward": (["flagship", "gva", "cudnn10"], ["fused", "staged"]),
     "intra": (["intra"], ["staged"]),
     "recompute-wu": (["intra"], ["staged"]),
     "delta-h": (["intra"], ["staged"]),

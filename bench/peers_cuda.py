@@ -312,7 +312,7 @@ def measure_intra(library, sets):
             fla = fla_stages(c, x)
             q, k, v, g, beta = stage_inputs(c, x)
             o = torch.empty_like(v)
-            call = library.forward(q, k, v, g, beta, o, policy="off", seq_lens=c["lengths"])
+            call = library.forward(q, k, v, g, beta, o, policy="off", backend="staged", seq_lens=c["lengths"])
             ours = library.stages(call)
             row = dict(set=name, case=c["name"])
             for ours_name, fla_names in (("chunk_intra", ["intra"]), ("chunk_intra_bare", ["intra_bare"]),
@@ -386,7 +386,7 @@ def main():
     library = Library(str(args.binaries / "libkda_c.so"))
     import fla
     what = args.what.split(",")
-    families = ["staged", "recurrent"] + (["decode"] if "decode" in what else [])
+    families = ["fused", "staged", "recurrent"] + (["decode"] if "decode" in what else [])
     report = evidence.header(args.binaries, families, "peers",
                              f"python3 bench/peers.py --device cuda --what {args.what}")
     report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,

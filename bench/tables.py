@@ -82,8 +82,9 @@ def pairs(report):
 
 def table_gpu_forward():
     report = load("gpu_forward")
-    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), str(c["segments"] or "")] for c in report["cases"]]
-    return gpu_head(report) + markdown(["case", "median", "segments (auto)"], rows) + gpu_tail(report)
+    rows = [[f'`{c["case"]}`', c["implementation"].split(".")[-1], milliseconds(c["median_s"]),
+             str(c["segments"] or "")] for c in report["cases"]]
+    return gpu_head(report) + markdown(["case", "backend", "median", "segments (auto)"], rows) + gpu_tail(report)
 
 
 def table_gpu_segments():

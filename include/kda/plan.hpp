@@ -102,7 +102,8 @@ struct WorkspaceBlock {
 struct CostEstimate {
   double roofline_us = 0;
   double serial_us = 0;
-  double segmented_us = 0;  ///< of the chosen partition; 0 when there is none
+  double segmented_us = 0;   ///< of the chosen partition; 0 when there is none
+  double one_kernel_us = 0;  ///< of cuda.sm90.fused, where the plan is its own
 };
 
 struct Plan {

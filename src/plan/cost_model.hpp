@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile),
-// from named constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
+// Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile)
+// and of the forward in one kernel, from named constants measured on an H200 at K = V = 128, bf16
+// (docs/planning.md).
 #pragma once
 
 #include <algorithm>
@@ -31,8 +32,11 @@ struct CostConstants {
   double merge_fixed_us = 6;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  double minimum_gain = 1.12;            ///< segments must win by this factor
-  double minimum_step = 0.98;            ///< of the time with fewer segments, for more of them
+  /// A cluster of two SMs goes through the tokens of one sequence and value head.
+  ChainCosts one_kernel{39.3, 40.5, 40.5, 1, 8};
+  double one_kernel_fixed_us = 3;
+  double minimum_gain = 1.12;  ///< segments must win by this factor
+  double minimum_step = 0.98;  ///< of the time with fewer segments, for more of them
 };
 
 /// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
@@ -120,6 +124,16 @@ inline double serial_us(const CostInput& in, const CostConstants& c) {
   const double forward =
       forward_us(in, c, static_cast<double>(in.lengths.size()), static_cast<double>(longest));
   return std::max(roofline_us(in, c), intra_us(in, c) + forward);
+}
+
+/// cuda.sm90.fused.
+inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
+  const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
+  return std::max(
+      roofline_us(in, c),
+      chains_us(in, c.one_kernel, static_cast<double>(in.lengths.size()),
+                static_cast<double>(longest), total_tokens(in), tiles_of(in.value_dim)) +
+          c.one_kernel_fixed_us);
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.

@@ -84,6 +84,7 @@ void print_explanation(const Plan& plan, std::ostream& out) {
         << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
         << "  serial     " << plan.cost.serial_us << " us\n";
     if (plan.cost.segmented_us > 0) out << "  segmented  " << plan.cost.segmented_us << " us\n";
+    if (plan.cost.one_kernel_us > 0) out << "  one kernel " << plan.cost.one_kernel_us << " us\n";
   }
   if (plan.segmented) {
     out << "\nsegments (sequence: tokens)\n";
@@ -177,7 +178,8 @@ void write_segments(const Plan& plan, JsonWriter& json) {
 void write_execution(const Plan& plan, JsonWriter& json) {
   json.key("cost_us").begin_object();
   json.member("roofline", plan.cost.roofline_us).member("serial", plan.cost.serial_us);
-  json.member("segmented", plan.cost.segmented_us).end_object();
+  json.member("segmented", plan.cost.segmented_us);
+  json.member("one_kernel", plan.cost.one_kernel_us).end_object();
   json.key("stages").begin_array();
   for (const StagePlan& stage : plan.stages)
     json.begin_object()

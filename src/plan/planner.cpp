@@ -8,7 +8,9 @@
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
 #include "kda/plan.hpp"
+#include "plan/cost_model.hpp"
 #include "plan/ledger.hpp"
+#include "plan/one_kernel.hpp"
 #include "plan/partition.hpp"
 #include "stage/implementation.hpp"
 
@@ -30,9 +32,10 @@ bool name_matches(std::string_view name, std::string_view wanted) {
   return starts && (end == name.size() || name[end] == '.');
 }
 
-/// Why a row cannot serve; empty if it can.
-std::string decline_reason(const Implementation& row, const Problem& problem,
-                           const DeviceFacts& device, const PlanOptions& options) {
+/// Why a row does not serve; empty if it does.
+std::string decline_reason(const Implementation& row, const Plan& plan,
+                           const PlanOptions& options) {
+  const DeviceFacts& device = plan.device;
   if (row.device != device.kind) return cat("runs on ", device_kind_name(row.device));
   const bool cuda = device.kind == DeviceKind::kCuda;
   if (cuda && device.compute_capability < row.min_compute_capability)
@@ -43,11 +46,12 @@ std::string decline_reason(const Implementation& row, const Problem& problem,
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
-  if (row.by_name && options.backend.empty()) return "runs where it is asked for by name";
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
-  return row.decline(problem);
+  std::string reason = row.decline(plan.problem);
+  if (reason.empty() && row.yield && options.backend.empty()) reason = row.yield(plan);
+  return reason;
 }
 
 Status choose_implementation(const PlanOptions& options, Plan* plan,
@@ -56,7 +60,7 @@ Status choose_implementation(const PlanOptions& options, Plan* plan,
   bool known = false;
   for (const Implementation* row : stage::registry()) {
     known |= row->device == plan->device.kind && name_matches(row->name, options.backend);
-    std::string reason = decline_reason(*row, plan->problem, plan->device, options);
+    std::string reason = decline_reason(*row, *plan, options);
     const bool serves = reason.empty();
     plan->candidates.push_back({row->name, serves && !*chosen, std::move(reason)});
     if (serves && !*chosen)
@@ -322,6 +326,11 @@ int64_t gpu_v_splits(const Plan& plan) {
   return plan.problem.value_dim >= 128 && 2 * units <= plan.device.num_sms ? 2 : 1;
 }
 
+bool asks_for_segments(const PlanOptions& options) {
+  return options.context_parallel != ContextParallel::kAuto &&
+         options.context_parallel != ContextParallel::kOff;
+}
+
 Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   if (device.num_sms < 1 || device.num_sms > 65535)
     return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
@@ -354,7 +363,11 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
     count_chunks(plan);
-    if (problem.operation == Operation::kForward) {
+    if (chosen && chosen->yield && !asks_for_segments(options)) {
+      plan->cost = plan::predict_one_kernel(*plan);
+      plan->reasons.push_back("one kernel for all of the forward: nothing is cut");
+      plan->num_v_splits = plan::tiles_of(problem.value_dim);
+    } else if (problem.operation == Operation::kForward) {
       KDA_RETURN_IF_ERROR(make_segments(plan));
       check_segment_method(plan, chosen);
       check_intra_form(chosen, plan);

@@ -178,7 +178,8 @@ Status run_chunk_stage(stage::ChunkStage which, const Plan& plan, const Tensors&
                       [&](const stage::Implementation& implementation, const stage::Call& call) {
                         if (!implementation.chunk)
                           return Status(StatusCode::kUnsupported,
-                                        cat("plan: ", implementation.name, " has no chunk stages"));
+                                        cat("plan: ", implementation.name,
+                                            " has no chunk stages (backend staged has)"));
                         KDA_RETURN_IF_ERROR(check_stage(plan, which, stages));
                         return implementation.chunk({call, which, stages});
                       });
@@ -195,7 +196,7 @@ Status stage_sizes(const Plan& plan, StageSizes* sizes) noexcept {
         return Status{};
       }
     return Status(StatusCode::kUnsupported, cat("plan: '", plan.implementation,
-                                                "' has no chunk stages (cuda.sm80.staged has)"));
+                                                "' has no chunk stages (backend staged has)"));
   });
 }
 

@@ -37,7 +37,9 @@ struct Implementation {
   /// Null where the implementation keeps no factors of chunks.
   Status (*chunk)(const Chunk& args) = nullptr;
   StageSizes (*stage_sizes)(const Plan& plan) = nullptr;
-  bool by_name = false;  ///< only where PlanOptions::backend asks for it
+  /// Why the next one should serve what this one can, where no backend is asked for; empty if it
+  /// should not. Null: it never should.
+  std::string (*yield)(const Plan& plan) = nullptr;
 };
 
 /// Every implementation of this build, best first.

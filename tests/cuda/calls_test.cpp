@@ -318,7 +318,8 @@ TEST_F(Calls, ChunkStagesMatchRun) {
     options.initial_state = true;
     options.seq_lens = {200, 64, 0, 129};
     const Inputs inputs = check::generate(options);
-    OnDevice whole(inputs, {.out_dtype = dtype}), staged(inputs, {.out_dtype = dtype});
+    const test::RunOptions in_stages{.plan = test::with_backend("staged"), .out_dtype = dtype};
+    OnDevice whole(inputs, in_stages), staged(inputs, in_stages);
     throw_if_error(whole.run());
     whole.read();
     StageSizes sizes;

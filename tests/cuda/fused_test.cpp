@@ -269,9 +269,17 @@ TEST(FusedPlan, SaysWhyItDeclines) {
 
 TEST(FusedPlan, RunsWhereItIsAskedFor) {
   const Inputs inputs = check::generate(shape_of(70, 1));
+  PlanOptions segments = test::fixed_segments(2);
   Plan plan;
-  ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90), {}, &plan).ok());
+  ASSERT_TRUE(
+      make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90), segments, &plan).ok());
   EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+  segments.backend = "fused";
+  ASSERT_TRUE(
+      make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90), segments, &plan).ok());
+  EXPECT_EQ(plan.implementation, "cuda.sm90.fused");
+  EXPECT_FALSE(plan.segmented);
+  EXPECT_EQ(plan.reasons.back(), "cuda.sm90.fused has no segments: runs serially");
   ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
                         test::with_backend("fused"), &plan)
                   .ok());

@@ -30,7 +30,7 @@ TESTS = {
     "segment_test": ["staged", "recurrent"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
-    "streams_test": ["staged", "recurrent", "decode"],
+    "streams_test": ["fused", "staged", "recurrent", "decode"],
 }
 CHUNKED = ("staged", "recurrent")
 # What is fuzzed with which flags, and the kernel families that it runs.

@@ -18,6 +18,9 @@ class Staged : public test::GpuTest {};
 
 using test::shape16;
 
+test::RunOptions on_staged(DType out_dtype) {
+  return {.plan = test::with_backend("staged"), .out_dtype = out_dtype};
+}
 void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what) {
   test::expect_within(inputs, options, "cuda.sm80.staged", what);
 }
@@ -29,7 +32,7 @@ TEST_F(Staged, EveryRegimeTypeAndHeadSize) {
         check::GenerateOptions options = shape16(test::long_case(1000), 2, K, V, dtype);
         options.regime = static_cast<Regime>(regime);
         options.seed = static_cast<uint64_t>(regime);
-        expect_within(check::generate(options), {.out_dtype = dtype},
+        expect_within(check::generate(options), on_staged(dtype),
                       std::string(check::regime_name(options.regime)) + " " + dtype_name(dtype) +
                           " K " + std::to_string(K));
       }
@@ -41,7 +44,7 @@ TEST_F(Staged, TokenFormInEveryRegime) {
       for (const int64_t K : {128, 64, 40}) {
         check::GenerateOptions options = shape16(test::long_case(333), 2, K, 64, dtype);
         options.regime = static_cast<Regime>(regime);
-        test::RunOptions run{.out_dtype = dtype};
+        test::RunOptions run = on_staged(dtype);
         run.plan.intra_form = IntraForm::kToken;
         expect_within(check::generate(options), run,
                       std::string("token form, ") + check::regime_name(options.regime));
@@ -50,14 +53,14 @@ TEST_F(Staged, TokenFormInEveryRegime) {
 
 TEST_F(Staged, LengthsAroundChunks) {
   for (const int64_t T : {1, 2, 15, 16, 17, 31, 33, 47, 49, 63, 64, 65, 127, 128, 129, 191, 257})
-    expect_within(check::generate(shape16(T, 2, 128, 128)), {.out_dtype = DType::kBFloat16},
+    expect_within(check::generate(shape16(T, 2, 128, 128)), on_staged(DType::kBFloat16),
                   "T " + std::to_string(T));
 }
 
 TEST_F(Staged, OtherHeadSizes) {
   for (const int64_t K : {8, 16, 56, 72, 104, 120})
     for (const int64_t V : {8, 40, 72, 136, 200, 256})
-      expect_within(check::generate(shape16(150, 1, K, V)), {.out_dtype = DType::kFloat32},
+      expect_within(check::generate(shape16(150, 1, K, V)), on_staged(DType::kFloat32),
                     "K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
@@ -65,17 +68,17 @@ TEST_F(Staged, GroupedPackedStridedMixed) {
   check::GenerateOptions options = shape16(0, 2, 128, 64);
   options.num_value_heads = 6;
   options.seq_lens = {0, 70, 1, 0, 64, 200, 0};
-  expect_within(check::generate(options), {.out_dtype = DType::kBFloat16}, "packed, grouped");
+  expect_within(check::generate(options), on_staged(DType::kBFloat16), "packed, grouped");
   options = shape16(100, 2, 64, 128);
   options.batch = 3;
   Inputs inputs = check::generate(options);
-  const test::Result dense = test::run_inputs(inputs, {.out_dtype = DType::kBFloat16});
+  const test::Result dense = test::run_inputs(inputs, on_staged(DType::kBFloat16));
   test::restride(&inputs, 8);
-  const test::Result strided = test::run_inputs(inputs, {.out_dtype = DType::kBFloat16});
+  const test::Result strided = test::run_inputs(inputs, on_staged(DType::kBFloat16));
   ASSERT_EQ(strided.plan.implementation, "cuda.sm80.staged");
   EXPECT_TRUE(test::same_bits(dense.outputs.o, strided.outputs.o));
   EXPECT_TRUE(test::same_bits(dense.outputs.final_state, strided.outputs.final_state));
-  expect_within(inputs, {.out_dtype = DType::kFloat16}, "strided, batch of 3");
+  expect_within(inputs, on_staged(DType::kFloat16), "strided, batch of 3");
 }
 
 TEST_F(Staged, StateLayoutsTypesAndCheckpoints) {
@@ -97,13 +100,13 @@ TEST_F(Staged, StateLayoutsTypesAndCheckpoints) {
       p.checkpoint_every = 64;
       check::want_final_state(&p);
       p.final_state->tensor = states(1);
-      expect_within(inputs, {.out_dtype = DType::kBFloat16}, "layout and type");
-      const test::Result whole = test::run_inputs(inputs, {.out_dtype = DType::kBFloat16});
+      expect_within(inputs, on_staged(DType::kBFloat16), "layout and type");
+      const test::Result whole = test::run_inputs(inputs, on_staged(DType::kBFloat16));
       Inputs prefix = inputs;
       prefix.problem.checkpoints.reset();
       prefix.problem.checkpoint_every = 0;
       prefix.problem.num_tokens = 192;
-      const test::Result there = test::run_inputs(prefix, {.out_dtype = DType::kBFloat16});
+      const test::Result there = test::run_inputs(prefix, on_staged(DType::kBFloat16));
       const std::size_t bytes = start.size();
       EXPECT_EQ(std::memcmp(whole.outputs.checkpoints.data() + 2 * bytes,
                             there.outputs.final_state.data(), bytes),
@@ -129,7 +132,7 @@ TEST_F(Staged, SegmentsAreBitEqualOnceTheStateIsForgotten) {
   check::GenerateOptions options = shape16(test::long_case(2048), 2, 128, 128);
   options.regime = Regime::kStrong;
   const Inputs inputs = check::generate(options);
-  const test::Result serial = test::run_inputs(inputs, {.out_dtype = DType::kBFloat16});
+  const test::Result serial = test::run_inputs(inputs, on_staged(DType::kBFloat16));
   const test::Result cut =
       test::run_inputs(inputs, {.plan = test::fixed_segments(4), .out_dtype = DType::kBFloat16});
   EXPECT_TRUE(test::same_bits(serial.outputs.o, cut.outputs.o));
@@ -138,7 +141,7 @@ TEST_F(Staged, SegmentsAreBitEqualOnceTheStateIsForgotten) {
 
 TEST_F(Staged, ResumesAtEveryChunkBoundaryWithTheSameBits) {
   Inputs inputs = check::generate(shape16(256, 2, 128, 128));
-  const test::RunOptions run{.out_dtype = DType::kBFloat16};
+  const test::RunOptions run = on_staged(DType::kBFloat16);
   const test::Result whole = test::run_inputs(inputs, run);
   const std::size_t row = 2 * 128 * 2;
   for (const int64_t cut : {64, 128, 192}) {
@@ -158,12 +161,12 @@ TEST_F(Staged, ResumesAtEveryChunkBoundaryWithTheSameBits) {
 TEST_F(Staged, RowsOnBothSidesOfTheAnchorsRange) {
   for (const int64_t K : {128, 64})
     for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
-      expect_within(test::paced(K, 64, dtype), {.out_dtype = dtype}, "K " + std::to_string(K));
+      expect_within(test::paced(K, 64, dtype), on_staged(dtype), "K " + std::to_string(K));
 }
 
 TEST_F(Staged, RunsThatLeaveTheAnchorsRangeAndComeBack) {
   for (const float down : {-52.0f, -62.0f, -66.0f})
-    expect_within(test::falls_and_grows(64, down), {.out_dtype = DType::kBFloat16},
+    expect_within(test::falls_and_grows(64, down), on_staged(DType::kBFloat16),
                   "down " + std::to_string(down));
 }
 
@@ -171,7 +174,7 @@ TEST_F(Staged, RunsThatLeaveTheAnchorsRangeAndComeBack) {
 TEST_F(Staged, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
   for (const int64_t K : {128, 64}) {
     const Inputs inputs = test::paced(K, 64, DType::kBFloat16);
-    const test::RunOptions run{.out_dtype = DType::kBFloat16};
+    const test::RunOptions run = on_staged(DType::kBFloat16);
     const test::Result before = test::run_inputs(inputs, run);
     for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 5 : 1) {
       for (const float gate : {-0.01f, -30.0f}) {
@@ -196,7 +199,7 @@ TEST_F(Staged, CausalToTheBitAtEveryToken) {
     check::GenerateOptions options = shape16(140, 1, K, 64, dtype);
     options.regime = Regime::kTrained;
     const Inputs inputs = check::generate(options);
-    test::RunOptions run{.out_dtype = dtype};
+    test::RunOptions run = on_staged(dtype);
     run.plan.intra_form = form;
     const test::Result before = test::run_inputs(inputs, run);
     for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 7 : 1) {
@@ -217,7 +220,7 @@ TEST_F(Staged, PoisonInOneSequenceReachesNoOther) {
   options.seq_lens = {70, 90, 50};
   const Inputs inputs = check::generate(options);
   for (const int64_t segments : {1, 2}) {
-    test::RunOptions run{.out_dtype = DType::kBFloat16};
+    test::RunOptions run = on_staged(DType::kBFloat16);
     if (segments > 1) run.plan = test::fixed_segments(segments);
     const test::Result clean = test::run_inputs(inputs, run);
     Inputs poisoned = inputs;

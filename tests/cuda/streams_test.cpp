@@ -26,7 +26,7 @@ struct Stream {
 
 class Streams : public test::GpuTest {};
 
-/// Forwards with and without segments, token by token, and decode.
+/// Forwards in stages, with and without segments, in one kernel, token by token, and decode.
 struct Case {
   const char* name;
   Inputs inputs;
@@ -51,13 +51,16 @@ std::vector<Case> cases(uint64_t seed) {
   options.seq_lens = {700, 65, 0, 300};
   options.seed = seed;
   const Inputs inputs = check::generate(options);
-  test::RunOptions plain{.out_dtype = DType::kBFloat16}, cut = plain, recurrent = plain;
-  cut.plan = test::fixed_segments(3);
-  recurrent.plan = test::with_backend("recurrent");
-  return {{"staged", inputs, plain},
-          {"segments", inputs, cut},
-          {"recurrent", inputs, recurrent},
-          {"decode", decode_inputs(seed), plain}};
+  const auto with = [](const PlanOptions& plan) {
+    return test::RunOptions{.plan = plan, .out_dtype = DType::kBFloat16};
+  };
+  std::vector<Case> all = {{"staged", inputs, with(test::with_backend("staged"))},
+                           {"segments", inputs, with(test::fixed_segments(3))},
+                           {"recurrent", inputs, with(test::with_backend("recurrent"))},
+                           {"decode", decode_inputs(seed), with({})}};
+  if (test::device().compute_capability == 90)
+    all.push_back({"fused", inputs, with(test::with_backend("fused"))});
+  return all;
 }
 
 /// Everything a call writes, as it lies on the host after read(); decode writes the pool.

@@ -209,6 +209,65 @@ TEST(Planner, SupportedSaysWhyNot) {
   EXPECT_EQ(supported(bad, cpu_facts()).code(), StatusCode::kInvalidArgument);
 }
 
+// Times of both forms on an H200: `./dev gpu-bench fused`.
+TEST(Planner, TakesOneKernelWhereHeadsFillTheCard) {
+  const auto chosen = [](const char* lengths, int64_t heads, const PlanOptions& options = {}) {
+    return plan_for(lengths, heads, gpu_facts(132), options).implementation;
+  };
+  const std::string fused = "cuda.sm90.fused", staged = "cuda.sm80.staged";
+  for (const int64_t heads : {32, 40, 64, 66, 67, 80, 96, 128, 132, 200})
+    EXPECT_EQ(chosen("8192", heads), fused) << heads;
+  for (const int64_t heads : {1, 4, 8, 12, 16, 24})
+    EXPECT_EQ(chosen("8192", heads), staged) << heads;
+  EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kOff)), fused);
+  EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kCula)), staged);
+}
+
+TEST(Planner, LengthsAndBatchesDoNotChangeTheKernel) {
+  for (const int64_t heads : {8, 25, 26, 64})
+    for (const bool invariant : {false, true}) {
+      const auto chosen = [&](const char* lengths) {
+        return plan_for(lengths, heads, gpu_facts(132), {}, invariant).implementation;
+      };
+      const std::string one = chosen("1");
+      for (const char* lengths : {"64", "512", "8192", "128K", "64x128", "8x4096", "16K,16x1K"})
+        EXPECT_EQ(chosen(lengths), one) << lengths << ", " << heads << " heads";
+      std::vector<int64_t> cu;
+      Plan bounds;
+      Problem p = packed({70, 300}, heads, &cu);
+      p.batch_invariant = invariant;
+      throw_if_error(make_plan_from_bounds(p, gpu_facts(132), {}, &bounds));
+      EXPECT_EQ(bounds.implementation, one);
+    }
+}
+
+TEST(Planner, OneKernelSaysWhyItDoesNotServe) {
+  const auto reason = [](const Plan& plan) {
+    EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+    for (const Candidate& row : plan.candidates)
+      if (row.name == "cuda.sm90.fused") return row.reason;
+    return std::string("not asked");
+  };
+  PlanOptions token;
+  token.intra_form = IntraForm::kToken;
+  EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), policy(ContextParallel::kFlashKda))),
+            "context_parallel asks for segments");
+  EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), token)),
+            "intra_form asks for a form of stages");
+  EXPECT_NE(reason(plan_for("64", 16, gpu_facts(132)))
+                .find("a sequence of 8192 tokens and 16 value heads is predicted to take "),
+            std::string::npos);
+}
+
+TEST(Planner, OneKernelHoldsItsTimesAndNoSegments) {
+  const Plan plan = plan_for("8192", 64, gpu_facts(132));
+  EXPECT_FALSE(plan.segmented);
+  EXPECT_EQ(plan.num_v_splits, 2);
+  EXPECT_LT(plan.cost.one_kernel_us, plan.cost.serial_us);
+  EXPECT_GE(plan.cost.one_kernel_us, plan.cost.roofline_us);
+  EXPECT_EQ(plan_for("0,0", 4, gpu_facts(132)).cost.one_kernel_us, 0);
+}
+
 TEST(Planner, JsonHoldsWhatTheTextSays) {
   const Plan plan = plan_for("128K,10x1K", 4, gpu_facts(152), policy(ContextParallel::kCula));
   const nlohmann::json json = nlohmann::json::parse(plan.to_json());

@@ -10,6 +10,7 @@
 #include "cuda/sm90/fused_prefill.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
+#include "plan/one_kernel.hpp"
 
 namespace kda::cuda {
 namespace {
@@ -24,13 +25,17 @@ std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t 
   return cat(name, " is aligned to ", desc.alignment, " bytes, needs ", needed);
 }
 
+constexpr const char* kNoSm90a = "this build has no kernels of sm_90a";
+
 const char* fused_unavailable() noexcept {
   if (const char* reason = unavailable()) return reason;
-  return sm90::kBuilt ? nullptr : "this build has no kernels of sm_90a";
+  return sm90::kBuilt ? nullptr : kNoSm90a;
 }
 
 std::string decline_fused(const Problem& p) {
   if (p.operation != Operation::kForward) return "decode is its own kernel";
+  // Where plans can run, not where they are only read.
+  if (!unavailable() && !sm90::kBuilt) return kNoSm90a;
   for (const auto& [name, desc] :
        {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}})
     if (desc->dtype != DType::kBFloat16)
@@ -131,7 +136,7 @@ const stage::Implementation kFused = {.name = "cuda.sm90.fused",
                                       .add_blocks = add_map,
                                       .min_compute_capability = 90,
                                       .max_compute_capability = 90,
-                                      .by_name = true};
+                                      .yield = plan::stages_preferred};
 
 const stage::Implementation kStaged = {.name = "cuda.sm80.staged",
                                        .device = DeviceKind::kCuda,

@@ -56,7 +56,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   /// `at`: a stage; `values`: v, then o in its place.
   ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
   ///   S = Diag(gamma) S + kg^T vn
-  __device__ __forceinline__ void run_one(uint32_t at, uint32_t values) {
+  __device__ __forceinline__ void run_one(ptx::Mbarrier& full, int parity, uint32_t at,
+                                          uint32_t values) {
     float4 gamma[kTiles / 2];
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i)
@@ -72,6 +73,9 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
 
     float pq[4][4], error[2][4], o[2][4] = {};
     multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Stage, rows)), pq);
+    // Passed at once. ptxas would put what follows between the products, and each waits for it;
+    // it moves nothing over a branch.
+    ptx::mbarrier_wait(full, parity);
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
       const float4 x = gamma[n / 2];
@@ -143,8 +147,9 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     const uint32_t stages = ptx::shared_address(ring.stages), values = ptx::shared_address(ring.v);
     for (int run = 0; run < num_runs; ++run) {
       const int i = run % kStages;
-      ptx::mbarrier_wait(ring.full[i], run / kStages % 2);
-      run_one(stages + i * static_cast<uint32_t>(sizeof(Stage)),
+      const int parity = run / kStages % 2;
+      ptx::mbarrier_wait(ring.full[i], parity);
+      run_one(ring.full[i], parity, stages + i * static_cast<uint32_t>(sizeof(Stage)),
               values + i * static_cast<uint32_t>(sizeof(ring.v[0])));
       ptx::mbarrier_arrive(ring.done[i]);
       if (i % kHalves != rank && lane == 0) ptx::mbarrier_arrive_in(ring.peer_done[i], 1 - rank);

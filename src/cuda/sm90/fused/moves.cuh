@@ -12,11 +12,13 @@ namespace kda::cuda::sm90::fused {
 /// blocks of the cluster (the other block makes those of the other one), and moves v and o of both.
 template <class E>
 struct Moves {
-  /// Where this thread's piece of the next run lies: row thread / 8, 16 bytes. Pointers walk from
-  /// run to run: offsets from indices cost more than the copies.
+  /// Rows that a pair of warps copies at once, 16 bytes a lane; that one warp copies.
+  static constexpr int kPairRows = 8, kWarpRows = 4;
+  /// Where this lane's piece of the next run lies. Pointers walk from run to run: offsets from
+  /// indices cost more than the copies.
   struct Walk {
     char* at;
-    int64_t step;  // 8 rows, bytes
+    int64_t step;  // bytes of kPairRows or kWarpRows rows
   };
 
   const FusedPrefillArgs& a;
@@ -42,18 +44,24 @@ struct Moves {
         thread(index) {
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
-    q = walk(a.q, q_head, mine(), thread / 8, thread % 8 * 16, sizeof(T));
-    k = walk(a.k, q_head, mine(), thread / 8, thread % 8 * 16, sizeof(T));
-    g = walk(a.g, head, mine(), thread / 8, thread % 8 * 16, sizeof(E));
-    v = walk(a.v, head, first(), thread / 8, rank * 128 + thread % 8 * 16, sizeof(T));
-    o = walk(a.o, head, first(), thread / 8, rank * 128 + thread % 8 * 16, sizeof(T));
-    beta = walk(a.beta, head, mine(), norm_row(), 0, beta_size);
+    const int pair_row = thread / 8, warp_row = lane() / 8, piece = thread % 8 * 16;
+    q = walk<kPairRows>(a.q, q_head, mine(), pair_row, piece, sizeof(T));
+    k = walk<kPairRows>(a.k, q_head, mine(), pair_row, piece, sizeof(T));
+    g = walk<kPairRows>(a.g, head, mine(), pair_row, piece, sizeof(E));
+    v = walk<kWarpRows>(a.v, head, first(), warp_row, rank * 128 + piece, sizeof(T));
+    o = walk<kWarpRows>(a.o, head, first(), warp_row, rank * 128 + piece, sizeof(T));
+    beta = walk<kPairRows>(a.beta, head, mine(), norm_row(), 0, beta_size);
   }
+  template <int kRows>
   __device__ Walk walk(const RowView& view, int view_head, int run, int row, int bytes,
                        int size) const {
     const int64_t element =
         row_offset(view, a.map, span.sequence, span.begin + run * kRun + row, view_head);
-    return {static_cast<char*>(view.base) + element * size + bytes, view.stride_t * size * 8};
+    return {static_cast<char*>(view.base) + element * size + bytes, view.stride_t * size * kRows};
+  }
+  template <int kRows>
+  __device__ static void to_next_run(Walk& walk) {
+    walk.at += walk.step * (kMakers * kRun / kRows);
   }
 
   __device__ int first() const { return pair * kHalves; }
@@ -80,12 +88,12 @@ struct Moves {
   __device__ void copy_rows(void* target, Walk& from, int rows) const {
     const uint32_t address = ptx::shared_address(target) + thread / 8 * kPitch + thread % 8 * 16;
 #pragma unroll
-    for (int row = 0; row < kRun; row += 8)
+    for (int row = 0; row < kRun; row += kPairRows)
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
         ptx::cp_async<16>(address + row * kPitch + byte, from.at + (row ? from.step : 0) + byte,
                           row + thread / 8 < rows);
-    from.at += from.step * (kMakers * kRun / 8);
+    to_next_run<kPairRows>(from);
   }
   __device__ void load_raw(int run) {
     const int rows = count(run);
@@ -98,22 +106,26 @@ struct Moves {
   }
   __device__ uint32_t load_beta(int rows) {
     const char* at = beta.at;
-    beta.at += beta.step * (kMakers * kRun / 8);
+    to_next_run<kPairRows>(beta);
     if (norm_row() >= rows) return 0;
     return a.beta.type == Element::kFloat32 ? *reinterpret_cast<const uint32_t*>(at)
                                             : *reinterpret_cast<const uint16_t*>(at);
   }
 
-  /// This thread's pieces of v or o of two runs: visit(in shared memory, in device memory).
+  // ---- by the first warp -----------------------------------------------------------------------
+
+  /// This lane's pieces of v or o of two runs: visit(in shared memory, in device memory, whether
+  /// the token exists).
   template <class Visit>
   __device__ void for_each_piece(int run, Walk& walk, Visit&& visit) const {
-    T* tiles = ring.v[run % kStages] + swizzled_in<kRun>(thread / 8, thread % 8);
+    T* tiles = ring.v[run % kStages];
     char* at = walk.at;
 #pragma unroll
-    for (int i = 0; i < 2 * kHalves; ++i, at += walk.step)
-      visit(tiles + i / 2 * kRun * kVTile + i % 2 * 8 * 64, at,
-            i % 2 * 8 + thread / 8 < count(run + i / 2));
-    walk.at += walk.step * (kMakers * kRun / 8);
+    for (int row = 0; row < kHalves * kRun; row += kWarpRows, at += walk.step)
+      visit(tiles + row / kRun * kRun * kVTile +
+                swizzled_in<kRun>(row % kRun + lane() / 8, lane() % 8),
+            at, row % kRun + lane() / 8 < count(run + row / kRun));
+    to_next_run<kWarpRows>(walk);
   }
   __device__ void load_v(int run) {
     for_each_piece(run, v, [](T* tile, const char* at, bool valid) {

@@ -30,19 +30,22 @@ struct Producer : Scores<E, kGateMode> {
     for (int i = 0; i < kHalves; ++i)
       if (run + i < num_runs) ptx::mbarrier_wait(ring.done[(run + i) % kStages], run / kStages % 2);
   }
-  /// Outputs of the runs before leave the stages of these two, their v comes in.
-  __device__ void move_tiles(int run) {
-    if (run >= kStages) {
-      wait_for_outputs(run - kStages);
-      store_outputs(run - kStages);
-      if (run + rank < num_runs)
-        ptx::mbarrier_wait(ring.peer_done[(run + rank) % kStages], (run / kStages - 1) % 2);
-    }
+  /// Until both blocks are done with what the stages of two runs held before.
+  __device__ void wait_for_stages(int run) const {
+    if (run < kStages) return;
+    wait_for_outputs(run - kStages);
+    if (run + rank < num_runs)
+      ptx::mbarrier_wait(ring.peer_done[(run + rank) % kStages], (run / kStages - 1) % 2);
+  }
+  /// By the first warp: outputs of the runs before leave the stages of these two, their v comes in.
+  __device__ void move(int run) {
+    if (run >= kStages) store_outputs(run - kStages);
     load_v(run);
   }
 
-  /// What needs no stage comes first: it goes on while the stage is in use.
-  __device__ void produce(int run, Stage& s) {
+  /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
+  /// tiles where the second has the inverse to make.
+  __device__ void make(int run, Stage& s) {
     const int rows = count(run);
     const uint32_t raw_beta = this->load_beta(rows);
     if (thread == 32) own.anchored = kRun;
@@ -55,12 +58,12 @@ struct Producer : Scores<E, kGateMode> {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) q[i] = this->raw(own.q, i), k[i] = this->raw(own.k, i);
     forget_index();
-    move_tiles(run - rank);
-    forget_index();
+    wait_for_stages(run - rank);
     this->put_norms(s, norms);
     this->put_rows(s, factor, q, k);
     this->template sync<1>();
     const int anchored = own.anchored;
+    if (half() == 0) move(run - rank);
     if (anchored == kRun) load_raw(run + kMakers);
     forget_index();
     this->anchored_scores(s);
@@ -75,9 +78,8 @@ struct Producer : Scores<E, kGateMode> {
     ptx::fence_async_proxy();
   }
 
-  /// The factors to the other block, by the warp that is done last; the first does not wait for it.
+  /// The factors to the other block, by the warp that is done last.
   __device__ void send(int run) const {
-    if (half() == 0) return ptx::mbarrier_arrive(own.half);
     ptx::mbarrier_wait(own.half, run / kMakers % 2);
     Stage& s = ring.stages[run % kStages];
     if (thread == 32) ptx::bulk_copy_to(&s, &s, kStageBytes, ring.full[run % kStages], 1 - rank);
@@ -89,12 +91,14 @@ struct Producer : Scores<E, kGateMode> {
     for (; run < num_runs; run += kMakers) {
       const int made = run + rank, other = run + 1 - rank;
       if (made < num_runs) {
-        produce(made, ring.stages[made % kStages]);
+        make(made, ring.stages[made % kStages]);
+        if (half() == 0) ptx::mbarrier_arrive(own.half);
       } else {
-        move_tiles(run);
+        wait_for_stages(run);
+        if (half() == 0) move(run);
         ptx::cp_async_commit();
       }
-      ptx::cp_async_wait<1>();  // v
+      if (half() == 0) ptx::cp_async_wait<1>();  // v
       if (made < num_runs) ptx::mbarrier_arrive(ring.full[made % kStages]);
       if (other < num_runs) {
         if (thread == 32)
@@ -102,10 +106,10 @@ struct Producer : Scores<E, kGateMode> {
         else
           ptx::mbarrier_arrive(ring.full[other % kStages]);
       }
-      if (made < num_runs) send(made);
+      if (half() == 1 && made < num_runs) send(made);
     }
-    for (run -= kStages; run < num_runs; run += kMakers) {
-      if (run < 0) continue;
+    run -= kStages;
+    if (half() == 0 && run >= 0) {
       wait_for_outputs(run);
       store_outputs(run);
     }

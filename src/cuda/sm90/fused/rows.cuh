@@ -72,15 +72,15 @@ struct Rows : Moves<E> {
       for (int i = 0; i < kRun; ++i)
         if (i >= rows) decay[i] = {1, 1};
   }
-  /// Decays since the start of the run, times kAnchor. Every row's range counts: where gates are
-  /// positive, the last may be in range when others are not.
+  /// Decays since the start of the run, times kAnchor. Gates that come as logarithms may be
+  /// positive: the last row may be in range when others are not.
   __device__ void scan_decays(float2 (&factor)[kRun], int rows) const {
     make_decays(factor, rows);
     bool all = true;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       multiply(factor[i], i > 0 ? factor[i - 1] : float2{kAnchor, kAnchor});
-      all = all && in_range(factor[i]);
+      if (kGateMode == 0 || i == kRun - 1) all = all && in_range(factor[i]);
     }
     if (all) return;
     int count = 0;

@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// When a forward that one kernel could do (cuda.sm90.fused) goes to it. By heads and device alone:
+// lengths and batches never change bits.
+#pragma once
+
+#include <string>
+
+#include "kda/plan.hpp"
+
+namespace kda::plan {
+
+/// Why stages should serve where no backend is asked for; empty if one kernel should.
+std::string stages_preferred(const Plan& plan);
+
+/// Predicted times of the forward of `plan`, whose lengths are known: in one kernel, and in stages.
+CostEstimate predict_one_kernel(const Plan& plan);
+
+}  // namespace kda::plan
