@@ -207,7 +207,8 @@ KDA_API kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* 
                                        size_t workspace_bytes);
 
 /* Stages of the chunked forward on device buffers of the caller (include/kda/stages.hpp has their
- * layouts), for plans with the option backend = "staged". kda_stage_sizes sets each pointer's size in bytes in the struct of the same names. */
+ * layouts), for plans with the option backend = "staged". kda_stage_sizes sets each pointer's size
+ * in bytes in the struct of the same names. */
 typedef struct kda_stages {
   size_t struct_size;
   void *w, *u, *kg, *qg, *Aqk, *T;

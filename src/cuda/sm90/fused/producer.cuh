@@ -52,11 +52,10 @@ struct Producer : Scores<E, kGateMode> {
     ptx::cp_async_wait<0>();
     this->template sync<0>();
     float2 factor[kRun];
-    uint32_t q[kRun], k[kRun];
+    typename Base::Pairs q, k;
     this->scan_decays(factor, rows);
     const auto norms = this->norms(rows, raw_beta);
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) q[i] = this->raw(own.q, i), k[i] = this->raw(own.k, i);
+    this->load_pairs(q, k);
     forget_index();
     wait_for_stages(run - rank);
     this->put_norms(s, norms);
@@ -67,9 +66,9 @@ struct Producer : Scores<E, kGateMode> {
     if (anchored == kRun) load_raw(run + kMakers);
     forget_index();
     this->anchored_scores(s);
-    if (anchored < kRun) {
+    if (anchored < kRun) [[unlikely]] {
       forget_index();
-      this->fine_levels(s, rows, anchored);
+      this->fine_levels(s, q, k, rows, anchored);
       load_raw(run + kMakers);
     }
     __syncwarp();

@@ -44,8 +44,13 @@ struct Rows : Moves<E> {
     const float2 x = ptx::unpack<T>(pair);
     return ptx::pack<T>(x.x * factor.x, x.y * factor.y);
   }
-  __device__ uint32_t raw(const T (*rows)[kStride], int i) const {
-    return *reinterpret_cast<const uint32_t*>(&rows[i][channel()]);
+  using Pairs = uint32_t[kRun];  // of this thread's channels
+  __device__ void load_pairs(Pairs& q, Pairs& k) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      q[i] = *reinterpret_cast<const uint32_t*>(&own.q[i][channel()]);
+      k[i] = *reinterpret_cast<const uint32_t*>(&own.k[i][channel()]);
+    }
   }
 
   // ---- decays ----------------------------------------------------------------------------------
@@ -106,8 +111,8 @@ struct Rows : Moves<E> {
   }
 
   /// All is read before anything is stored: the compiler keeps their order.
-  __device__ void put_rows(Stage& s, const float2 (&factor)[kRun], const uint32_t (&q)[kRun],
-                           const uint32_t (&k_pairs)[kRun]) const {
+  __device__ void put_rows(Stage& s, const float2 (&factor)[kRun], const Pairs& q,
+                           const Pairs& k_pairs) const {
     const float2 total = factor[kRun - 1];
     const uint32_t of_rows = place<2 * kRun>(s.rows), of_kg = place<kRun>(s.kg),
                    of_columns = ptx::shared_address(&own.columns[0][channel()]);
@@ -123,12 +128,12 @@ struct Rows : Moves<E> {
     put_gamma(s, {total.x * (1 / kAnchor), total.y * (1 / kAnchor)});
   }
   /// kg and gamma where rows are out of range.
-  __device__ void put_kg(Stage& s, const float2 (&decay)[kRun]) const {
+  __device__ void put_kg(Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {
     const uint32_t of_kg = place<kRun>(s.kg);
     float2 factor{1, 1};
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(of_kg, i, scaled(raw(own.k, i), factor));
+      put(of_kg, i, scaled(k[i], factor));
       multiply(factor, decay[i]);
     }
     put_gamma(s, factor);

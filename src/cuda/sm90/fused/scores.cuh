@@ -16,9 +16,7 @@ struct Scores : Rows<E, kGateMode> {
   using Base::make_decays;
   using Base::multiply;
   using Base::own;
-  using Base::put;
   using Base::put_kg;
-  using Base::raw;
   using Base::scaled;
 
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
@@ -64,11 +62,15 @@ struct Scores : Rows<E, kGateMode> {
 
   // ---- rows out of range -----------------------------------------------------------------------
 
-  /// Dyadic level h (docs/operation.md): 8 rows of q, then of k, in the tile of kg; 8 columns.
+  using typename Base::Pairs;
+  using Tile = T[kRun][kStride];
+
+  /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns.
   template <int h>
-  __device__ void level(Stage& s, const float2 (&decay)[kRun], int first) const {
-    const uint32_t of_rows = this->template place<kRun>(s.kg);
-    const uint32_t of_columns = ptx::shared_address(&own.columns[0][channel()]);
+  __device__ void put_level(const float2 (&decay)[kRun], const Pairs& q, const Pairs& k, Tile& rows,
+                            T* columns) const {
+    const uint32_t of_rows = ptx::shared_address(&rows[0][channel()]);
+    const uint32_t of_columns = ptx::shared_address(columns + channel());
 #pragma unroll
     for (int begin = 0; begin < kRun; begin += 2 * h) {
       float2 factor{1, 1};
@@ -76,37 +78,35 @@ struct Scores : Rows<E, kGateMode> {
       for (int i = 0; i < h; ++i) {
         const int token = begin + h + i, row = begin / 2 + i;
         multiply(factor, decay[token]);
-        put(of_rows, row, scaled(raw(own.q, token), factor));
-        put(of_rows, 8 + row, scaled(raw(own.k, token), factor));
+        ptx::store_shared(of_rows + row * kStride * 2, scaled(q[token], factor));
+        ptx::store_shared(of_rows + (8 + row) * kStride * 2, scaled(k[token], factor));
       }
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        ptx::store_shared(of_columns + (begin / 2 + i) * kStride * 2,
-                          scaled(raw(own.k, begin + i), factor));
+        ptx::store_shared(of_columns + (begin / 2 + i) * kStride * 2, scaled(k[begin + i], factor));
         multiply(factor, decay[begin + i]);
       }
     }
-    this->template sync<1>();
-    if (half() == (h == 8 || h == 2 ? 0 : 1)) {  // each warp has every second level
-      float acc[4] = {};
+  }
+  template <int h>
+  __device__ void multiply_level(Stage& s, const Tile& rows, const T* columns, int first) const {
+    const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
+    const uint32_t right =
+        ptx::shared_address(columns + lane() % 8 * kStride + lane() / 8 * 8);  // 32 channels
+    float acc[4] = {};
 #pragma unroll
-      for (int step = 0; step < kK / 16; step += 2) {
-        uint32_t y[4];  // 8 columns x 32 channels
-        ptx::ldmatrix_x4(y,
-                         ptx::shared_address(&own.columns[lane() % 8][lane() / 8 * 8 + step * 16]));
+    for (int step = 0; step < kK / 16; step += 2) {
+      uint32_t y[4];
+      ptx::ldmatrix_x4(y, right + step * 32);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t x[4];
-          ptx::ldmatrix_x4(
-              x, ptx::shared_address(s.kg +
-                                     swizzled_in<kRun>(lane() % 16, (step + i) * 2 + lane() / 16)));
-          ptx::mma_16816<T>(acc, x, y[2 * i], y[2 * i + 1]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        uint32_t x[4];
+        ptx::ldmatrix_x4(x, left + (step + i) * 32);
+        ptx::mma_16816<T>(acc, x, y[2 * i], y[2 * i + 1]);
       }
-      store_level<h>(s, acc, first);
     }
-    this->template sync<0>();
+    store_level<h>(s, acc, first);
   }
   template <int h>
   __device__ void store_level(Stage& s, const float (&acc)[4], int first) const {
@@ -124,16 +124,29 @@ struct Scores : Rows<E, kGateMode> {
       own.L[i][i - 1] = k * (s.k_norm[i] * kAnchor * s.k_beta[i - 1]);
     }
   }
+  /// Two levels, one a warp. Raw q and k of a thread's channels are in its registers: their places
+  /// are free.
+  template <int h>
+  __device__ void two_levels(Stage& s, const float2 (&decay)[kRun], const Pairs& q, const Pairs& k,
+                             int first) const {
+    T *columns = own.columns[0], *more_columns = own.columns[8];
+    put_level<h>(decay, q, k, own.q, columns);
+    put_level<h / 2>(decay, q, k, own.k, more_columns);
+    this->template sync<1>();
+    if (half() == 0)
+      multiply_level<h>(s, own.q, columns, first);
+    else
+      multiply_level<h / 2>(s, own.k, more_columns, first);
+    this->template sync<0>();
+  }
   /// In place of what the anchored form has for rows from `first` on.
-  __device__ void fine_levels(Stage& s, int rows, int first) const {
+  __device__ void fine_levels(Stage& s, const Pairs& q, const Pairs& k, int rows, int first) const {
     float2 decay[kRun];
     make_decays(decay, rows);
-    this->template sync<0>();
-    level<8>(s, decay, first);
-    level<4>(s, decay, first);
-    level<2>(s, decay, first);
-    level<1>(s, decay, first);
-    put_kg(s, decay);
+    this->template sync<0>();  // columns are in use no more
+    two_levels<8>(s, decay, q, k, first);
+    two_levels<2>(s, decay, q, k, first);
+    put_kg(s, decay, k);
     this->template sync<1>();
   }
 
