@@ -25,10 +25,13 @@ CostEstimate predict(const Plan& plan, std::vector<int64_t> lengths) {
 
 }  // namespace
 
+bool asks_for_segments(const PlanOptions& options) {
+  return options.context_parallel != ContextParallel::kAuto &&
+         options.context_parallel != ContextParallel::kOff;
+}
+
 std::string stages_preferred(const Plan& plan) {
-  const ContextParallel policy = plan.options.context_parallel;
-  if (policy != ContextParallel::kAuto && policy != ContextParallel::kOff)
-    return "context_parallel asks for segments";
+  if (asks_for_segments(plan.options)) return "context_parallel asks for segments";
   if (plan.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const CostEstimate one = predict(plan, {kTypicalTokens});
   if (one.one_kernel_us <= one.serial_us) return {};

@@ -9,6 +9,9 @@
 
 namespace kda::plan {
 
+/// A policy of context parallelism that does not leave it to the planner.
+bool asks_for_segments(const PlanOptions& options);
+
 /// Why stages should serve where no backend is asked for; empty if one kernel should.
 std::string stages_preferred(const Plan& plan);
 

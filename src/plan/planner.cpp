@@ -326,11 +326,6 @@ int64_t gpu_v_splits(const Plan& plan) {
   return plan.problem.value_dim >= 128 && 2 * units <= plan.device.num_sms ? 2 : 1;
 }
 
-bool asks_for_segments(const PlanOptions& options) {
-  return options.context_parallel != ContextParallel::kAuto &&
-         options.context_parallel != ContextParallel::kOff;
-}
-
 Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   if (device.num_sms < 1 || device.num_sms > 65535)
     return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
@@ -363,7 +358,7 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
     count_chunks(plan);
-    if (chosen && chosen->yield && !asks_for_segments(options)) {
+    if (chosen && chosen->yield && !plan::asks_for_segments(options)) {
       plan->cost = plan::predict_one_kernel(*plan);
       plan->reasons.push_back("one kernel for all of the forward: nothing is cut");
       plan->num_v_splits = plan::tiles_of(problem.value_dim);
