@@ -60,9 +60,13 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows)
 
 
+def gpu_of(report):
+    return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}'
+
+
 def gpu_head(report):
     peer = f'; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}' if "fla" in report else ""
-    return (f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{peer}; '
+    return (f'{gpu_of(report)}{peer}; '
             f'a copy reads and writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
 
 
@@ -97,6 +101,18 @@ def table_gpu_segments():
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     return (gpu_head(report) + markdown(["case", "segments", "off", "auto", "gain", "of copy"], rows)
             + f"\n\nGeometric mean of the {len(gains)} cases where it triggers: {mean:.2f}x." + gpu_tail(report))
+
+
+def table_gpu_profile():
+    report, rows = load("gpu_profile"), []
+    for case in report["cases"]:
+        stalls = sorted(case["stalls"].items(), key=lambda item: -item[1])[:5]
+        rows.append([f'`{case["case"]}`', *(f"{case[unit + '_percent']:.0f}%" for unit in ("dram", "tensor", "shared", "issue")),
+                     f'{case["cycles_an_instruction"]:.1f}',
+                     ", ".join(f'{name.replace("_", " ")} {cycles:.2f}' for name, cycles in stalls)])
+    return gpu_of(report) + "\n\n" + markdown(
+        ["case", "DRAM", "tensor cores", "shared memory", "issue slots", "cycles an instruction of a warp",
+         "of these, most on"], rows) + gpu_tail(report)
 
 
 def table_gpu_fused():

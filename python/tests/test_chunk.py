@@ -28,6 +28,23 @@ def test_shapes(device, T, H, HV, K, V):
     assert distance(o, expected[0]) < 2e-6 and distance(final, expected[1]) < 2e-6
 
 
+@pytest.mark.parametrize("lengths", [None, [37, 1, 0, 64]])
+@pytest.mark.parametrize("gates, bound", [("log", None), ("softplus", None), ("bounded", -5.0)])
+def test_heads_that_fill_a_card(device, gates, bound, lengths):  # on Hopper all of it is one kernel
+    T, N = (131, 1) if lengths is None else (sum(lengths), len(lengths))
+    x, parameters, state = make(1, T, 16, 32, 128, 128, dtype=torch.bfloat16, device=device, gates=gates, N=N)
+    bounds = torch.tensor([0, *(lengths or [T])]).cumsum(0)
+    cu = None if lengths is None else bounds.to(device)
+    o, final = chunk_kda(**x, initial_state=state, cu_seqlens=cu, **FLAGS, **gate_flags(gates, parameters, bound))
+    for n, (begin, end) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
+        if begin == end:
+            assert torch.equal(final[n], state[n])
+            continue
+        expected = reference({name: t[:, begin:end] for name, t in x.items()}, parameters, state[n:n + 1], gates, bound)
+        assert distance(o[:, begin:end], expected[0]) < TOLERANCE[device, torch.bfloat16]
+        assert distance(final[n:n + 1], expected[1]) < TOLERANCE[device, torch.bfloat16]
+
+
 def test_negative_eigenvalues(device):
     x, parameters, state = make(device=device)
     o, _ = chunk_kda(**x, initial_state=state, allow_neg_eigval=True, **FLAGS)

@@ -110,9 +110,9 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA de
 
 
 @needs_cuda
-@pytest.mark.parametrize("T", [1, 200])
-def test_cuda_graph_with_new_data(T):
-    x, _, state = make(T=T, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("T, shape", [(1, {}), (200, {}), (200, dict(HV=32, K=128, V=128))])
+def test_cuda_graph_with_new_data(T, shape):
+    x, _, state = make(T=T, device="cuda", dtype=torch.bfloat16, **shape)
     function = fused_recurrent_kda if T == 1 else chunk_kda
     call = lambda: function(**x, initial_state=state, **FLAGS)
     with torch.inference_mode():
