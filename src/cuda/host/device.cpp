@@ -94,6 +94,8 @@ Status check_stream(cudaStream_t stream, int current) {
 
 }  // namespace
 
+bool built() noexcept { return true; }
+
 const char* unavailable() noexcept {
   try {
     return devices().problem.empty() ? nullptr : devices().problem.c_str();

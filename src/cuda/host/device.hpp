@@ -11,6 +11,9 @@ namespace kda::cuda {
 /// Null if a CUDA device can be used here, else why not. Asks the driver once.
 const char* unavailable() noexcept;
 
+/// Whether this build has CUDA kernels; looks at no device.
+bool built() noexcept;
+
 /// The current device is one that `plan` was made for; `stream` and `workspace` belong to it, which
 /// a trusted caller vouches for.
 Status check_device(const Plan& plan, bool trusted, const void* workspace, void* stream);

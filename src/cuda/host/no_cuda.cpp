@@ -14,6 +14,7 @@ Status unavailable_status() { return Status(StatusCode::kUnavailable, cat("cuda:
 }  // namespace
 
 const char* unavailable() noexcept { return kReason; }
+bool built() noexcept { return false; }
 Status check_device(const Plan&, bool, const void*, void*) { return unavailable_status(); }
 Status check_pointer(const char*, const void*) { return unavailable_status(); }
 

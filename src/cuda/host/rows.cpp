@@ -34,8 +34,7 @@ const char* fused_unavailable() noexcept {
 
 std::string decline_fused(const Problem& p) {
   if (p.operation != Operation::kForward) return "decode is its own kernel";
-  // Where plans can run, not where they are only read.
-  if (!unavailable() && !sm90::kBuilt) return kNoSm90a;
+  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
   for (const auto& [name, desc] :
        {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}})
     if (desc->dtype != DType::kBFloat16)
