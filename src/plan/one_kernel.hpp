@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // When a forward that one kernel could do (cuda.sm90.fused) goes to it. By heads and device alone:
-// lengths and batches never change bits.
+// lengths and batches never change the kernel.
 #pragma once
 
 #include <string>
 
-#include "kda/plan.hpp"
+#include "plan/partition.hpp"
 
 namespace kda::plan {
 
@@ -15,7 +15,7 @@ bool asks_for_segments(const PlanOptions& options);
 /// Why stages should serve where no backend is asked for; empty if one kernel should.
 std::string stages_preferred(const Plan& plan);
 
-/// Predicted times of the forward of `plan`, whose lengths are known: in one kernel, and in stages.
-CostEstimate predict_one_kernel(const Plan& plan);
+/// Predicted times of a forward in one kernel, and in stages.
+CostEstimate predict_one_kernel(const Workload& work, const DeviceFacts& device);
 
 }  // namespace kda::plan

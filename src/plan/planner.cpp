@@ -359,7 +359,8 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
     count_chunks(plan);
     if (chosen && chosen->yield && !plan::asks_for_segments(options)) {
-      plan->cost = plan::predict_one_kernel(*plan);
+      const std::size_t N = plan->cu_seqlens.size() - 1;
+      plan->cost = plan::predict_one_kernel(workload_of(*plan, 0, N), device);
       plan->reasons.push_back("one kernel for all of the forward: nothing is cut");
       plan->num_v_splits = plan::tiles_of(problem.value_dim);
     } else if (problem.operation == Operation::kForward) {
