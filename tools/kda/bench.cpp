@@ -164,6 +164,8 @@ struct BenchCommand {
       for (GpuRow& row : bench.measure(what, text, case_options(text), schedule.plan_options(),
                                        schedule.batch_invariant))
         rows.push_back(std::move(row));
+      for (GpuRow& row : rows)
+        if (row.copy == 0) row.copy = bench.copy_seconds(row.bytes);
       progress.update(static_cast<int64_t>(&text - texts.data()) + 1,
                       static_cast<int64_t>(texts.size()));
     }
@@ -179,7 +181,7 @@ struct BenchCommand {
   static std::vector<std::vector<std::string>> gpu_table(const std::vector<GpuRow>& rows,
                                                          double copy_rate) {
     std::vector<std::vector<std::string>> table = {
-        {"case", "what", "median", "spread", "GB/s", "% of copy", "segments"}};
+        {"case", "what", "median", "spread", "GB/s", "% of copy", "as many copied", "segments"}};
     for (const GpuRow& row : rows) {
       const Timing& t = row.timing;
       const double rate = row.bytes / t.median;
@@ -187,7 +189,7 @@ struct BenchCommand {
                        fmt::format("-{:.0f}% +{:.0f}%", 100 * (1 - t.fastest / t.median),
                                    100 * (t.slowest / t.median - 1)),
                        fmt::format("{:.0f}", 1e-9 * rate),
-                       fmt::format("{:.0f}", 100 * rate / copy_rate),
+                       fmt::format("{:.0f}", 100 * rate / copy_rate), format_seconds(row.copy),
                        row.segments ? cat(row.segments) : ""});
     }
     return table;
@@ -225,6 +227,7 @@ struct BenchCommand {
                                  {"slowest_s", row.timing.slowest},
                                  {"repeats", row.timing.repeats},
                                  {"bytes", row.bytes},
+                                 {"copy_s", row.copy},
                                  {"segments", row.segments}});
     return report.dump(2) + "\n";
   }
@@ -468,6 +471,8 @@ void add_bench(CLI::App& app) {
       R"(forward: the whole operation; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
+On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many
+bytes takes, timed the same way.
 Examples:
   kda bench forward
   kda bench forward --case "--tokens 4096 --heads 4 --dtype fp32 --regime log" --threads 2

@@ -106,12 +106,18 @@ Timing GpuBench::time(const std::function<void()>& call) {
   return {samples[samples.size() / 2], samples.front(), samples.back(), kRepeats};
 }
 
+double GpuBench::copy_seconds(double bytes) {
+  if (bytes >= 2.0 * static_cast<double>(kFlushBytes)) return bytes / copy_rate_;
+  const auto half = static_cast<std::size_t>(bytes / 2);
+  return time([&] { check::copy_on_device(flush_->from, &flush_->to, half); }).median;
+}
+
 GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOptions& options) {
   Plan plan;
   throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, options, &plan));
   check::DeviceTensors copies(plan, c.tensors());
   check::DeviceBuffer workspace(plan.workspace_bytes);
-  GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0};
+  GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0, 0};
   row.segments = static_cast<int64_t>(plan.segments.size());
   row.timing = time(
       [&] { throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size())); });
@@ -178,7 +184,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   const double raw = bytes({in.q.size(), in.k.size(), in.v.size(), in.g.size(), in.beta.size()});
   std::vector<GpuRow> rows;
   const auto add = [&](const char* label, auto stage, const StageTensors& buffers, double moved) {
-    GpuRow row{name, label, plan.implementation, {}, moved, 0};
+    GpuRow row{name, label, plan.implementation, {}, moved, 0, 0};
     row.timing = time(call(stage, buffers));
     rows.push_back(row);
   };
@@ -192,9 +198,12 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
     add("chunk_intra: w u kg qg Aqk T", chunk_intra, s,
         raw + factors + bytes({sizes.kg, sizes.qg}));
   } else if (what == "recompute-wu") {
-    add("recompute_w_u: w u", recompute_w_u, bare, raw + bytes({sizes.T, sizes.w, sizes.u}));
+    // Of T' the blocks on and below the diagonal; q only for qg.
+    const double both =
+        bytes({in.k.size(), in.v.size(), in.g.size(), sizes.T / 8 * 5, sizes.w, sizes.u});
+    add("recompute_w_u: w u", recompute_w_u, bare, both);
     add("recompute_w_u: w u kg qg", recompute_w_u, s,
-        raw + bytes({sizes.T, sizes.w, sizes.u, sizes.kg, sizes.qg}));
+        both + bytes({in.q.size(), sizes.kg, sizes.qg}));
   } else {  // delta-h
     add("chunk_delta_h: h vn", chunk_delta_h, s,
         bytes({sizes.w, sizes.u, sizes.kg, sizes.gamma, sizes.beta, sizes.h, sizes.vn}));

@@ -17,6 +17,7 @@ struct GpuRow {
   std::string implementation;
   Timing timing;     ///< seconds
   double bytes = 0;  ///< least that it must move
+  double copy = 0;   ///< seconds that copying as many takes, timed the same way
   int64_t segments = 0;
 };
 
@@ -30,6 +31,9 @@ class GpuBench {
 
   /// Bytes a second of a large copy, read and written.
   double copy_rate() const { return copy_rate_; }
+  /// Seconds of a copy that reads and writes so many bytes in all, L2 cold: a small one does not
+  /// reach copy_rate().
+  double copy_seconds(double bytes);
 
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
                               const check::GenerateOptions& options, const PlanOptions& plan,

@@ -2,10 +2,13 @@
 #include "cuda/sm80/chunk_intra.hpp"
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/pace.cuh"
 #include "cuda/sm80/intra/solve.cuh"
 
 namespace kda::cuda {
 namespace {
+
+using intra::kBlock;
 
 /// The two stages as sequences of steps; each file of intra/ adds the steps of its name.
 template <class T, int kK>
@@ -22,11 +25,10 @@ struct Kernel : intra::Solve<T, kK> {
   using Base::keep_pairs;
   using Base::kThreads;
   using Base::kWarps;
-  using Base::load_inputs;
   using Base::load_rows;
-  using Base::norms;
   using Base::s;
   using Base::scan_totals;
+  using Base::solve;
   using Base::store_scalars;
   using Base::store_tokens;
   using Base::tid;
@@ -39,9 +41,9 @@ struct Kernel : intra::Solve<T, kK> {
   template <bool kTokens>
   __device__ void intra() {
     constexpr bool kDiagonal = kAnchored && !kTokens;
-    load_inputs();
+    this->template load_inputs<true>();
     keep_pairs();
-    norms();
+    this->template norms<true>();
     scan_totals();
     __syncthreads();  // decayed rows take the place of raw ones
     this->template block_operands<kDiagonal>();
@@ -69,26 +71,34 @@ struct Kernel : intra::Solve<T, kK> {
     if (kWarps == 4 || warp() >= 4) this->template copy_square<128, true>(a.factors.Aqk, tid % 128);
     __syncthreads();
     invert_halves();
-    this->template solve<2>(s.q);
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    solve(s.q);
     if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
   }
 
-  __device__ void recompute() {
-    load_rows(s.after.v, a.v, head, 0, a.shape.V);
+  /// Blocks of T' on and below the diagonal: all that anything reads.
+  __device__ void load_inverse() const {
     const T* stored = tile_of(a.factors.T, kChunk * kChunk);
 #pragma unroll
     for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
       const int row = tid / 8 + i * (kThreads / 8), piece = tid % 8;
       ptx::cp_async<16>(ptx::shared_address(&s.after.inverse[row][piece * 8]),
-                        stored + swizzled(row, piece));
+                        stored + swizzled(row, piece), piece * 8 < row / kBlock * kBlock + kBlock);
     }
     ptx::cp_async_commit();
-    load_inputs();
-    norms();
+  }
+
+  __device__ void recompute() {
+    load_rows(s.after.v, a.v, head, 0, a.shape.V);
+    load_inverse();
+    this->template load_inputs<false>();
+    this->template norms<false>();
     scan_totals();
     __syncthreads();
     this->template decayed_rows<false>();
-    this->template solve<1>(s.after.v);
+    __syncthreads();
+    solve(s.after.v);
   }
 };
 
@@ -96,14 +106,25 @@ enum class Form { kTensor, kToken, kRecompute };
 
 /// Blocks that an SM should hold: two whose threads keep raw inputs in registers do better than
 /// three that read them again from shared memory, which is what chunk_intra has least of.
-constexpr int blocks_of(Form form, int K) {
+__host__ __device__ constexpr int blocks_of(Form form, int K) {
   if (form == Form::kRecompute) return K == 64 ? 5 : 3;
   return K == 64 ? 4 : 2;
+}
+
+/// The first blocks of an SM begin one after the other, so that one computes while the next one
+/// loads; later ones are apart by then. Without it all wait for memory together, then compute.
+template <unsigned kBlocks>
+__device__ void begin_apart() {
+  constexpr unsigned kCycles = 15000;  // about what a block takes
+  const unsigned first = ptx::num_sms() * kBlocks;
+  if (blockIdx.x < first && first < gridDim.x)
+    ptx::wait_cycles(blockIdx.x / ptx::num_sms() * (kCycles / kBlocks));
 }
 
 template <class T, int kK, Form kForm>
 __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
     chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
+  if constexpr (kForm == Form::kRecompute) begin_apart<blocks_of(kForm, kK)>();
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
   Kernel<T, kK> kernel(a, *reinterpret_cast<intra::Shared<T, kK>*>(ptx::dynamic_shared()), chunk,

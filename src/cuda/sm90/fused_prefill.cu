@@ -47,9 +47,8 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
     consumer.run_all(ring);
   } else {
     ptx::give_registers<kProducerRegisters>();
-    const int index = static_cast<int>(threadIdx.x) - 128;
     Producer<E, kGateMode> producer(a, ring, consumer.span, static_cast<int>(consumer.head),
-                                    ptx::cluster_rank(), (warp - 4) / 2, index % 64);
+                                    ptx::cluster_rank(), (warp - 4) / 2, threadIdx.x % 64);
     producer.run_all();
   }
   ptx::cluster_sync();  // the other block may still write here

@@ -132,13 +132,15 @@ struct Inputs {
   }
 
   /// Everything that the chunk needs from device memory but v, all on its way before any of it is
-  /// waited for: converting a value waits for it.
+  /// waited for: converting a value waits for it. Without scores nothing needs beta, and only qg
+  /// needs q.
+  template <bool kScores>
   __device__ void load_inputs() {
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
-    load_rows(s.q, a.q, q_head, 0, a.shape.K);
+    if (kScores || a.factors.qg) load_rows(s.q, a.q, q_head, 0, a.shape.K);
     load_rows(s.k, a.k, q_head, 0, a.shape.K);
     uint32_t raw_beta = 0;
-    if (tid < chunk.count)
+    if (kScores && tid < chunk.count)
       raw_beta = load_bits(a.beta.base, a.beta.type,
                            chunk_offset(a.beta, chunk, head) + tid * a.beta.stride_t);
     const float A_log = a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f;
@@ -152,7 +154,7 @@ struct Inputs {
     if (a.gate.gate_mode == 0) transform_gates<0>(raw, bias, rate);
     if (a.gate.gate_mode == 1) transform_gates<1>(raw, bias, rate);
     if (a.gate.gate_mode == 2) transform_gates<2>(raw, bias, rate);
-    if (tid < kChunk)
+    if (kScores && tid < kChunk)
       s.beta[tid] = tid < chunk.count ? beta_value(a.gate, float_of(raw_beta, a.beta.type)) : 0.0f;
     ptx::cp_async_wait<0>();
     __syncthreads();
@@ -168,6 +170,7 @@ struct Inputs {
   }
 
   /// Row norms and the diagonal of Aqk, 8 rows at a time: diagonals of [q; k] k^T and of q q^T.
+  template <bool kScores>
   __device__ void norms() const {
 #pragma unroll
     for (int row0 = warp() * 8; row0 < kChunk; row0 += kWarps * 8) {
@@ -191,8 +194,10 @@ struct Inputs {
       const float k_norm = a.gate.l2norm ? rsqrtf(kk + 1e-6f) : 1.0f;
       s.q_norm[row] = q_norm;  // with the scale of the outputs
       s.k_norm[row] = k_norm;
-      s.k_beta[row] = k_norm * s.beta[row];
-      s.diag[row] = qk * q_norm * k_norm;
+      if constexpr (kScores) {
+        s.k_beta[row] = k_norm * s.beta[row];
+        s.diag[row] = qk * q_norm * k_norm;
+      }
     }
   }
 

@@ -173,9 +173,8 @@ struct Solve : Inverse<T, kK> {
       }
   }
 
-  /// w from Kgam and u from tiles of v, kK columns at a time; the first tile is on its way. kAtOnce
-  /// 2: w and the first of u together, where registers allow it.
-  template <int kAtOnce>
+  /// w from Kgam and u from tiles of v, kK columns at a time, w and the first of u together. The
+  /// first tile is there.
   __device__ void solve(T (*v)[kStride]) const {
     const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
     T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
@@ -185,21 +184,10 @@ struct Solve : Inverse<T, kK> {
     const auto of_u = [&](int at) {
       return Columns{v, c, u + at / kVTile * kChunk * kVTile, at % kVTile};
     };
-    if constexpr (kAtOnce == 1) {
-      __syncthreads();
+    if (c / kVTile < u_tiles)
+      solve_columns<2>({of_w, of_u(c)});
+    else
       solve_columns<1>({of_w});
-    }
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    const bool has_u = c / kVTile < u_tiles;
-    if constexpr (kAtOnce == 2) {
-      if (has_u)
-        solve_columns<2>({of_w, of_u(c)});
-      else
-        solve_columns<1>({of_w});
-    } else if (has_u) {
-      solve_columns<1>({of_u(c)});
-    }
     for (int column0 = kK; column0 < a.shape.V; column0 += kK) {
       __syncthreads();
       load_rows(v, a.v, head, column0, a.shape.V);

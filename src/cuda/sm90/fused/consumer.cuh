@@ -58,11 +58,6 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   ///   S = Diag(gamma) S + kg^T vn
   __device__ __forceinline__ void run_one(ptx::Mbarrier& full, int parity, uint32_t at,
                                           uint32_t values) {
-    float4 gamma[kTiles / 2];
-#pragma unroll
-    for (int i = 0; i < kTiles / 2; ++i)
-      gamma[i] =
-          ptx::load_shared_four(at + offsetof(Stage, gamma) + lane % 4 * kGammaStride * 4 + i * 16);
     const uint32_t piece =
         values + static_cast<uint32_t>(sizeof(T)) *
                      swizzled_in<kRun>(lane % 8 + lane / 16 * 8, tile_column / 8 + lane / 8 % 2);
@@ -76,6 +71,11 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     // Passed at once. ptxas would put what follows between the products, and each waits for it;
     // it moves nothing over a branch.
     ptx::mbarrier_wait(full, parity);
+    float4 gamma[kTiles / 2];
+#pragma unroll
+    for (int i = 0; i < kTiles / 2; ++i)
+      gamma[i] =
+          ptx::load_shared_four(at + offsetof(Stage, gamma) + lane % 4 * kGammaStride * 4 + i * 16);
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
       const float4 x = gamma[n / 2];
@@ -146,8 +146,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     const int rank = ptx::cluster_rank();
     const uint32_t stages = ptx::shared_address(ring.stages), values = ptx::shared_address(ring.v);
     for (int run = 0; run < num_runs; ++run) {
-      const int i = run % kStages;
-      const int parity = run / kStages % 2;
+      const int i = static_cast<int>(static_cast<unsigned>(run) % kStages);
+      const int parity = static_cast<int>(static_cast<unsigned>(run) / kStages % 2);
       ptx::mbarrier_wait(ring.full[i], parity);
       run_one(ring.full[i], parity, stages + i * static_cast<uint32_t>(sizeof(Stage)),
               values + i * static_cast<uint32_t>(sizeof(ring.v[0])));

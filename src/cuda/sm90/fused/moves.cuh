@@ -3,6 +3,7 @@
 // columns.
 #pragma once
 
+#include "cuda/ptx/shared.cuh"
 #include "cuda/sm90/fused/shared.cuh"
 #include "cuda/tile/elements.cuh"
 
@@ -26,12 +27,12 @@ struct Moves {
   Workshop& own;
   const Span span;
   const int head, rank, pair;  // rank of the block in the cluster
-  const int num_runs, last;    // tokens of the last run
-  int thread;                  // of 64
+  const int num_tokens, num_runs;
+  unsigned thread;  // of 64; unsigned, so that divisions of it are shifts
   Walk q, k, g, v, o, beta;
 
   __device__ Moves(const FusedPrefillArgs& args, Ring& shared, Span tokens, int value_head,
-                   int block, int which, int index)
+                   int block, int which, unsigned index)
       : a(args),
         ring(shared),
         own(shared.workshops[which]),
@@ -39,12 +40,12 @@ struct Moves {
         head(value_head),
         rank(block),
         pair(which),
-        num_runs(static_cast<int>((tokens.end - tokens.begin + kRun - 1) / kRun)),
-        last(static_cast<int>(tokens.end - tokens.begin - int64_t{num_runs - 1} * kRun)),
+        num_tokens(static_cast<int>(tokens.end - tokens.begin)),
+        num_runs((num_tokens + kRun - 1) / kRun),
         thread(index) {
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
-    const int pair_row = thread / 8, warp_row = lane() / 8, piece = thread % 8 * 16;
+    const int pair_row = half() * 4 + lane() / 8, warp_row = lane() / 8, piece = column() * 16;
     q = walk<kPairRows>(a.q, q_head, mine(), pair_row, piece, sizeof(T));
     k = walk<kPairRows>(a.k, q_head, mine(), pair_row, piece, sizeof(T));
     g = walk<kPairRows>(a.g, head, mine(), pair_row, piece, sizeof(E));
@@ -66,13 +67,14 @@ struct Moves {
 
   __device__ int first() const { return pair * kHalves; }
   __device__ int mine() const { return first() + rank; }
-  __device__ int lane() const { return thread % 32; }
-  __device__ int half() const { return thread / 32; }
+  __device__ int lane() const { return static_cast<int>(thread % 32); }
+  __device__ int half() const { return static_cast<int>(thread / 32); }
+  /// Of the 8 pieces of 16 bytes in 128 bytes of a row.
+  __device__ int column() const { return static_cast<int>(thread % 8); }
   /// Of the token whose norms this lane computes, if it does.
   __device__ int norm_row() const { return half() * 8 + lane() / 4; }
-  __device__ int count(int run) const {
-    return run + 1 < num_runs ? kRun : run + 1 == num_runs ? last : 0;
-  }
+  /// From this run on; 0 or less where it is past the sequence.
+  __device__ int tokens_from(int run) const { return num_tokens - run * kRun; }
   /// Barrier of both warps: an even number a run, of parity 0, 1, 0, ... (Racecheck follows
   /// mbarriers; of named ones of 64 threads it reported accesses on both sides as races.)
   template <int kParity>
@@ -86,17 +88,18 @@ struct Moves {
   /// Rows of kBytes bytes to rows kPitch bytes apart, zeros past the sequence.
   template <int kBytes, int kPitch>
   __device__ void copy_rows(void* target, Walk& from, int rows) const {
-    const uint32_t address = ptx::shared_address(target) + thread / 8 * kPitch + thread % 8 * 16;
+    const int first_row = static_cast<int>(thread / 8);
+    const uint32_t address = ptx::shared_address(target) + first_row * kPitch + column() * 16;
 #pragma unroll
     for (int row = 0; row < kRun; row += kPairRows)
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
         ptx::cp_async<16>(address + row * kPitch + byte, from.at + (row ? from.step : 0) + byte,
-                          row + thread / 8 < rows);
+                          row < rows - first_row);
     to_next_run<kPairRows>(from);
   }
   __device__ void load_raw(int run) {
-    const int rows = count(run);
+    const int rows = tokens_from(run);
     if (rows > 0) {
       copy_rows<kK * sizeof(T), kStride * sizeof(T)>(own.q, q, rows);
       copy_rows<kK * sizeof(T), kStride * sizeof(T)>(own.k, k, rows);
@@ -114,28 +117,27 @@ struct Moves {
 
   // ---- by the first warp -----------------------------------------------------------------------
 
-  /// This lane's pieces of v or o of two runs: visit(in shared memory, in device memory, whether
-  /// the token exists).
+  /// This lane's pieces of v or o of two runs, whose tiles follow each other: visit(address in
+  /// shared memory, in device memory, whether the token exists).
   template <class Visit>
   __device__ void for_each_piece(int run, Walk& walk, Visit&& visit) const {
-    T* tiles = ring.v[run % kStages];
+    const int first_row = lane() / 8, rows = tokens_from(run) - first_row;
+    const uint32_t place = ptx::shared_address(ring.v[first()]) + first_row * 128;
     char* at = walk.at;
 #pragma unroll
     for (int row = 0; row < kHalves * kRun; row += kWarpRows, at += walk.step)
-      visit(tiles + row / kRun * kRun * kVTile +
-                swizzled_in<kRun>(row % kRun + lane() / 8, lane() % 8),
-            at, row % kRun + lane() / 8 < count(run + row / kRun));
+      visit(place + row * 128 + (column() ^ first_row ^ row % 8) * 16, at, row < rows);
     to_next_run<kWarpRows>(walk);
   }
   __device__ void load_v(int run) {
-    for_each_piece(run, v, [](T* tile, const char* at, bool valid) {
-      ptx::cp_async<16>(ptx::shared_address(tile), at, valid);
+    for_each_piece(run, v, [](uint32_t place, const char* at, bool valid) {
+      ptx::cp_async<16>(place, at, valid);
     });
     ptx::cp_async_commit();
   }
   __device__ void store_outputs(int run) {
-    for_each_piece(run, o, [](const T* tile, char* at, bool valid) {
-      if (valid) *reinterpret_cast<uint4*>(at) = *reinterpret_cast<const uint4*>(tile);
+    for_each_piece(run, o, [](uint32_t place, char* at, bool valid) {
+      if (valid) *reinterpret_cast<float4*>(at) = ptx::load_shared_four(place);
     });
   }
 };

@@ -10,7 +10,6 @@ template <class E, int kGateMode>
 struct Producer : Scores<E, kGateMode> {
   using Base = Scores<E, kGateMode>;
   using Base::Base;
-  using Base::count;
   using Base::first;
   using Base::forget_index;
   using Base::half;
@@ -23,19 +22,19 @@ struct Producer : Scores<E, kGateMode> {
   using Base::ring;
   using Base::store_outputs;
   using Base::thread;
+  using Base::tokens_from;
 
-  /// Until this block is done with the stages of two runs: their outputs are there.
+  /// The phases of this pair's barriers go round with its runs.
+  __device__ static int parity(int run) {
+    return static_cast<int>(static_cast<unsigned>(run) / kStages % 2);
+  }
+
+  /// Until this block is done with what the stages of these two runs held before: its outputs are
+  /// there.
   __device__ void wait_for_outputs(int run) const {
 #pragma unroll
     for (int i = 0; i < kHalves; ++i)
-      if (run + i < num_runs) ptx::mbarrier_wait(ring.done[(run + i) % kStages], run / kStages % 2);
-  }
-  /// Until both blocks are done with what the stages of two runs held before.
-  __device__ void wait_for_stages(int run) const {
-    if (run < kStages) return;
-    wait_for_outputs(run - kStages);
-    if (run + rank < num_runs)
-      ptx::mbarrier_wait(ring.peer_done[(run + rank) % kStages], (run / kStages - 1) % 2);
+      ptx::mbarrier_wait(ring.done[first() + i], parity(run - kStages));
   }
   /// By the first warp: outputs of the runs before leave the stages of these two, their v comes in.
   __device__ void move(int run) {
@@ -46,7 +45,7 @@ struct Producer : Scores<E, kGateMode> {
   /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
   /// tiles where the second has the inverse to make.
   __device__ void make(int run, Stage& s) {
-    const int rows = count(run);
+    const int rows = tokens_from(run);
     const uint32_t raw_beta = this->load_beta(rows);
     if (thread == 32) own.anchored = kRun;
     ptx::cp_async_wait<0>();
@@ -57,7 +56,10 @@ struct Producer : Scores<E, kGateMode> {
     const auto norms = this->norms(rows, raw_beta);
     this->load_pairs(q, k);
     forget_index();
-    wait_for_stages(run - rank);
+    if (run >= kStages) {
+      wait_for_outputs(run);
+      ptx::mbarrier_wait(ring.peer_done[mine()], parity(run - kStages));
+    }
     this->put_norms(s, norms);
     this->put_rows(s, factor, q, k);
     this->template sync<1>();
@@ -79,37 +81,39 @@ struct Producer : Scores<E, kGateMode> {
 
   /// The factors to the other block, by the warp that is done last.
   __device__ void send(int run) const {
-    ptx::mbarrier_wait(own.half, run / kMakers % 2);
-    Stage& s = ring.stages[run % kStages];
-    if (thread == 32) ptx::bulk_copy_to(&s, &s, kStageBytes, ring.full[run % kStages], 1 - rank);
+    ptx::mbarrier_wait(own.half, parity(run));
+    Stage& s = ring.stages[mine()];
+    if (thread == 32) ptx::bulk_copy_to(&s, &s, kStageBytes, ring.full[mine()], 1 - rank);
   }
 
   __device__ void run_all() {
     load_raw(mine());
+    ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
     int run = first();
-    for (; run < num_runs; run += kMakers) {
-      const int made = run + rank, other = run + 1 - rank;
-      if (made < num_runs) {
-        make(made, ring.stages[made % kStages]);
+    for (; run < num_runs; run += kStages) {
+      const bool has_mine = run + rank < num_runs, has_other = run + 1 - rank < num_runs;
+      if (has_mine) {
+        make(run + rank, ring.stages[mine()]);
         if (half() == 0) ptx::mbarrier_arrive(own.half);
       } else {
-        wait_for_stages(run);
+        if (run >= kStages) wait_for_outputs(run);
         if (half() == 0) move(run);
         ptx::cp_async_commit();
       }
       if (half() == 0) ptx::cp_async_wait<1>();  // v
-      if (made < num_runs) ptx::mbarrier_arrive(ring.full[made % kStages]);
-      if (other < num_runs) {
+      if (has_mine) ptx::mbarrier_arrive(full);
+      if (has_other) {
         if (thread == 32)
-          ptx::mbarrier_arrive_expect(ring.full[other % kStages], kStageBytes);
+          ptx::mbarrier_arrive_expect(other_full, kStageBytes);
         else
-          ptx::mbarrier_arrive(ring.full[other % kStages]);
+          ptx::mbarrier_arrive(other_full);
       }
-      if (half() == 1 && made < num_runs) send(made);
+      if (half() == 1 && has_mine) send(run + rank);
     }
-    run -= kStages;
-    if (half() == 0 && run >= 0) {
-      wait_for_outputs(run);
+    if (half() == 0 && run >= kStages) {
+      run -= kStages;
+      for (int i = 0; i < kHalves && run + i < num_runs; ++i)
+        ptx::mbarrier_wait(ring.done[first() + i], parity(run));
       store_outputs(run);
     }
   }

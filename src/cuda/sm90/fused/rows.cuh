@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "cuda/ptx/narrow.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/sm90/fused/moves.cuh"
 
@@ -21,7 +22,8 @@ struct Rows : Moves<E> {
   using Base::thread;
 
   float2 bias{0, 0};
-  float rate, bound;  // of gate mode 2, with its constants: bound / (1 + exp2(rate raw + bias))
+  /// Of gate mode 2, with its constants: a decay is exp2(1 / (bound - exp2(rate raw + bias))).
+  float rate, bound;
 
   template <class... Args>
   __device__ explicit Rows(Args&&... args) : Base(args...) {
@@ -30,14 +32,16 @@ struct Rows : Moves<E> {
       const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel();
       bias = {row[0], row[1]};
     }
-    bound = a.gate.lower_bound * kLog2e;
+    bound = 0;
     if (kGateMode == 2) {
       rate *= -kLog2e;
-      bias.x *= rate, bias.y *= rate;
+      bound = 1 / (a.gate.lower_bound * kLog2e);
+      const float scale = log2f(-bound);
+      bias = {fmaf(bias.x, rate, scale), fmaf(bias.y, rate, scale)};
     }
   }
 
-  __device__ int channel() const { return thread * 2; }
+  __device__ int channel() const { return static_cast<int>(thread * 2); }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
   __device__ static bool in_range(float2 x) { return x.x >= kLeast && x.y >= kLeast; }
   __device__ static uint32_t scaled(uint32_t pair, float2 factor) {
@@ -57,7 +61,7 @@ struct Rows : Moves<E> {
 
   __device__ float decay_of(float raw, float of_channel) const {
     if constexpr (kGateMode == 2)
-      return ptx::ex2(bound * ptx::reciprocal(1 + ptx::ex2(fmaf(raw, rate, of_channel))));
+      return ptx::ex2(ptx::reciprocal(bound - ptx::ex2(fmaf(raw, rate, of_channel))));
     else
       return ptx::ex2(log2_decay_fast<kGateMode>(raw, of_channel, rate));
   }
@@ -141,6 +145,12 @@ struct Rows : Moves<E> {
 
   // ---- norms -----------------------------------------------------------------------------------
 
+  /// beta_value() with the fast units.
+  __device__ float beta_of(float raw) const {
+    if (a.gate.beta_mode == 0) return raw;
+    const float x = ptx::reciprocal(1 + ptx::ex2(-kLog2e * raw));
+    return a.gate.beta_mode == 2 ? 2 * x : x;
+  }
   /// Of one lane of four: factors of its token.
   struct Norms {
     float q, k, k_beta, diag;
@@ -149,22 +159,24 @@ struct Rows : Moves<E> {
   __device__ Norms norms(int rows, uint32_t raw_beta) const {
     const T(*of)[kStride] = lane() % 16 < 8 ? own.q : own.k;
     const uint32_t from = ptx::shared_address(&of[half() * 8 + lane() % 8][lane() / 16 * 8]);
-    float with_k[2][4] = {}, with_q[2][4] = {};  // two sums each: shorter chains
+    float with_k[2][4] = {}, with_q[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
-      uint32_t x[4];
+      uint32_t x[4];  // q and k of 8 channels, then of the next 8
       ptx::ldmatrix_x4(x, from + step * 32);
-      ptx::mma_16816<T>(with_k[step % 2], x, x[1], x[3]);
-      ptx::mma_16816<T>(with_q[step % 2], x, x[0], x[2]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // two sums each: shorter chains
+        ptx::mma_1688(with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);
+        ptx::mma_1688(with_q[i], x[2 * i], x[2 * i + 1], x[2 * i]);
+      }
     }
     const bool odd = lane() / 4 % 2;
     const auto sum = [&](const float(&x)[2][4], int i) {
       return odd ? x[0][i + 1] + x[1][i + 1] : x[0][i] + x[1][i];
     };
-    const float beta =
-        norm_row() < rows ? beta_value(a.gate, float_of(raw_beta, a.beta.type)) : 0.0f;
-    const float q_norm = a.gate.l2norm ? rsqrtf(sum(with_q, 0) + 1e-6f) : 1.0f;
-    const float k_norm = a.gate.l2norm ? rsqrtf(sum(with_k, 2) + 1e-6f) : 1.0f;
+    const float beta = norm_row() < rows ? beta_of(float_of(raw_beta, a.beta.type)) : 0.0f;
+    const float q_norm = a.gate.l2norm ? ptx::inverse_root(sum(with_q, 0) + 1e-6f) : 1.0f;
+    const float k_norm = a.gate.l2norm ? ptx::inverse_root(sum(with_k, 2) + 1e-6f) : 1.0f;
     return {a.gate.scale * q_norm, k_norm, k_norm * beta, sum(with_k, 0)};
   }
   __device__ void put_norms(Stage& s, const Norms& n) const {

@@ -25,10 +25,27 @@ struct Scores : Rows<E, kGateMode> {
         ptx::pack<T>(j < i ? x : 0.0f, j + 1 < i ? y : 0.0f);
   }
   __device__ void put_L(const Stage& s, int i, int j, float x, float y) const {
-    const float2 of_columns = *reinterpret_cast<const float2*>(&s.k_beta[j]);
-    const float of_row = s.k_norm[i] * kAnchor;
-    *reinterpret_cast<float2*>(&own.L[i][j]) = {x * (of_row * of_columns.x),
-                                                y * (of_row * of_columns.y)};
+    put_L(i, j, x, y, s.k_norm[i], *reinterpret_cast<const float2*>(&s.k_beta[j]));
+  }
+  __device__ void put_L(int i, int j, float x, float y, float k_norm, float2 k_beta) const {
+    const float of_row = k_norm * kAnchor;
+    *reinterpret_cast<float2*>(&own.L[i][j]) = {x * (of_row * k_beta.x), y * (of_row * k_beta.y)};
+  }
+  /// What anchored_scores() has of Aqk: tiles of 8 columns, of rows r and r + 8.
+  __device__ static void put_scores(Stage& s, int r, int c, const float (&acc)[2][4]) {
+    put_A(s, r, c, acc[0][0], acc[0][1]);
+    *reinterpret_cast<uint32_t*>(&s.Aqk[r][c + 8]) = 0;
+    *reinterpret_cast<uint32_t*>(&s.Aqk[r + 8][c]) = ptx::pack<T>(acc[0][2], acc[0][3]);
+    put_A(s, r + 8, c + 8, acc[1][2], acc[1][3]);
+  }
+  /// Of L, but for the tile above the diagonal.
+  __device__ void put_products(const Stage& s, int r, int c, const float (&acc)[2][4]) const {
+    const float upper = s.k_norm[r], lower = s.k_norm[r + 8];
+    const float2 left = *reinterpret_cast<const float2*>(&s.k_beta[c]),
+                 right = *reinterpret_cast<const float2*>(&s.k_beta[c + 8]);
+    put_L(r, c, acc[0][0], acc[0][1], upper, left);
+    put_L(r + 8, c, acc[0][2], acc[0][3], lower, left);
+    put_L(r + 8, c + 8, acc[1][2], acc[1][3], lower, right);
   }
 
   /// The first warp: rows of q; the second: rows of k.
@@ -47,17 +64,10 @@ struct Scores : Rows<E, kGateMode> {
       ptx::mma_16816<T>(acc[0], x, y[0], y[1]);
       ptx::mma_16816<T>(acc[1], x, y[2], y[3]);
     }
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {
-        const int i = lane() / 4 + lower * 8, j = n * 8 + lane() % 4 * 2;
-        const float x = acc[n][2 * lower], y = acc[n][2 * lower + 1];
-        if (half() == 0)
-          put_A(s, i, j, x, y);
-        else
-          put_L(s, i, j, x, y);
-      }
+    if (half() == 0)
+      put_scores(s, lane() / 4, lane() % 4 * 2, acc);
+    else
+      put_products(s, lane() / 4, lane() % 4 * 2, acc);
   }
 
   // ---- rows out of range -----------------------------------------------------------------------

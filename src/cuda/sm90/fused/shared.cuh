@@ -21,8 +21,7 @@ constexpr int kSquare = kRun + 8;
 constexpr int kHalves = FusedPrefillArgs::kCluster;  // blocks of a cluster: 64 columns of V each
 constexpr int kPairs = 4;                            // of producer warps in a block
 constexpr int kMakers = kHalves * kPairs;
-constexpr int kStages = 8;
-static_assert(kStages % kMakers == 0);  // who fills a stage has filled it before
+constexpr int kStages = kMakers;  // a maker fills one stage, and always the same
 
 /// Scores inside a run are anchored at its start: rows are decayed since then, columns divided by
 /// it. Rows reach from kAnchor to kLeast.
