@@ -238,6 +238,7 @@ TEST_F(CliOnGpu, TimesEveryStage) {
     const nlohmann::json report = nlohmann::json::parse(read("r.json"));
     EXPECT_GT(report["copy_bytes_per_second"], 0.0);
     EXPECT_GT(report["cases"][0]["median_s"], 0.0) << what;
+    EXPECT_GT(report["cases"][0]["copy_s"], 0.0) << what;
     const std::string share = what == "context-parallel" ? "% of roofline" : "% of copy";
     EXPECT_NE(read("r.csv").find(share), std::string::npos) << what;
   }

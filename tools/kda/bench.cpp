@@ -162,10 +162,10 @@ struct BenchCommand {
     const std::vector<std::string> texts = cases(/*gpu=*/true);
     for (const std::string& text : texts) {
       for (GpuRow& row : bench.measure(what, text, case_options(text), schedule.plan_options(),
-                                       schedule.batch_invariant))
+                                       schedule.batch_invariant)) {
+        row.copy = bench.copy_seconds(row.bytes);
         rows.push_back(std::move(row));
-      for (GpuRow& row : rows)
-        if (row.copy == 0) row.copy = bench.copy_seconds(row.bytes);
+      }
       progress.update(static_cast<int64_t>(&text - texts.data()) + 1,
                       static_cast<int64_t>(texts.size()));
     }
