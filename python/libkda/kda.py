@@ -69,13 +69,11 @@ def _rows(x):
 
 def _parameter(x):
     """A parameter of the gate as the kernels read it, in any shape."""
-    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
-        return x
-    return x.float().contiguous()
+    return x if x is None or x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
 
 
 def _as(x, dtype):
-    return x if x.dtype == dtype else x.to(dtype)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _lengths(cu_seqlens, cu_seqlens_cpu, q):
@@ -247,12 +245,9 @@ def fused_recurrent_kda(
     state_v_first = _rename_layout(state_v_first, kwargs)
     _check_sequences(q, initial_state, cu_seqlens)
     _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return fused_recurrent_kda_fwd(
-        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=initial_state, scale=scale,
-        output_final_state=output_final_state, inplace_final_state=False, state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        lower_bound=lower_bound)
+    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
+                      cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                      allow_neg_eigval, lower_bound)
 
 
 def fused_recurrent_kda_fwd(
@@ -286,31 +281,49 @@ def fused_recurrent_kda_fwd(
     with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
-    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
-    if use_gate_in_kernel and A_log is None and lower_bound is None:
-        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
-    if not use_gate_in_kernel:
-        A_log = dt_bias = None
-    parameters = _parameter(A_log), _parameter(dt_bias)
+    if out is not None:
+        assert out.shape == v.shape
+    if not inplace_final_state:
+        if ssm_state_indices is not None:
+            raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
+        o, final = _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
+                              cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                              allow_neg_eigval, lower_bound)
+        return o if out is None else out.copy_(o), final
+    assert initial_state is not None
+    A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
-    if out is not None:
-        assert out.shape == v.shape
-    if inplace_final_state:
-        assert initial_state is not None
-        o = torch.zeros_like(_rows(v)) if out is None else out
-        _update((q, k, v, g, beta), o, initial_state, ssm_state_indices, num_accepted_tokens, parameters, cu_seqlens,
-                cu_seqlens_cpu, modes)
-        return _as(o, v.dtype), initial_state
-    if ssm_state_indices is not None:
-        raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
+    o = out
+    if o is None:  # zeros where no token is, or no slot
+        o = (torch.empty_like if cu_seqlens is None and ssm_state_indices is None else torch.zeros_like)(_rows(v))
+    _update((q, k, v, g, beta), o, initial_state, ssm_state_indices, num_accepted_tokens, (A_log, dt_bias), cu_seqlens,
+            cu_seqlens_cpu, modes)
+    return _as(o, v.dtype), initial_state
+
+
+def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound):
+    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if not use_gate_in_kernel:
+        return None, None
+    if A_log is None and lower_bound is None:
+        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+    return _parameter(A_log), _parameter(dt_bias)
+
+
+def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
+               use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound):
+    """fused_recurrent_kda; its arguments by place, since names cost a call of few tokens time."""
+    A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
+    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                   use_qk_l2norm_in_kernel, state_v_first)
+    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
     state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
-    o, final, _ = _call(ops.forward, q, k, v, g, beta, *parameters, state, cu_seqlens, cu_seqlens_cpu, *modes,
+    o, final, _ = _call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
                         output_final_state or decode, 0, decode)
-    o = _as(o, v.dtype)
-    return o if out is None else out.copy_(o), final if output_final_state else None
+    return _as(o, v.dtype), final if output_final_state else None
 
 
 def _decodes(q, cu_seqlens):

@@ -5,6 +5,8 @@ Both are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_stat
 last two empty unless asked for; `update` writes o and the pool of states in place.
 """
 import torch
+from torch import is_grad_enabled, is_inference_mode_enabled
+from torch.compiler import is_compiling
 
 from libkda._library import FOLDER
 
@@ -55,7 +57,7 @@ update = torch.ops.libkda.update.default
 
 def forward(*args):
     """torch.ops.libkda.forward, without autograd's part where no gradient is asked for: it is slow."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+    if is_compiling() or is_inference_mode_enabled() or is_grad_enabled():
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(*args)

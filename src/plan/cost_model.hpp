@@ -33,7 +33,7 @@ struct CostConstants {
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
   /// A cluster of two SMs goes through the tokens of one sequence and value head.
-  ChainCosts one_kernel{39.3, 40.5, 40.5, 1, 8};
+  ChainCosts one_kernel{37.2, 38.3, 38.3, 1, 9};
   double one_kernel_fixed_us = 3;
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< of the time with fewer segments, for more of them

@@ -28,13 +28,13 @@ struct Kernel : intra::Solve<T, kK> {
   using Base::load_rows;
   using Base::s;
   using Base::scan_totals;
-  using Base::solve;
   using Base::store_scalars;
   using Base::store_tokens;
   using Base::tid;
   using Base::tile_of;
   using Base::token_operands;
   using Base::token_products;
+  using Base::unit_norms;
   using Base::warp;
   using typename Base::Accumulators;
 
@@ -73,7 +73,7 @@ struct Kernel : intra::Solve<T, kK> {
     invert_halves();
     ptx::cp_async_wait<0>();
     __syncthreads();
-    solve(s.q);
+    this->template solve<false>(s.q);
     if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
   }
 
@@ -92,13 +92,16 @@ struct Kernel : intra::Solve<T, kK> {
   __device__ void recompute() {
     load_rows(s.after.v, a.v, head, 0, a.shape.V);
     load_inverse();
+    if (!a.gate.l2norm) unit_norms();
     this->template load_inputs<false>();
-    this->template norms<false>();
-    scan_totals();
-    __syncthreads();
+    forget_indices();
+    if (a.gate.l2norm) {
+      this->template norms<false>();
+      __syncthreads();  // Kgam takes the place of k
+    }
     this->template decayed_rows<false>();
     __syncthreads();
-    solve(s.after.v);
+    this->template solve<true>(s.after.v);
   }
 };
 

@@ -169,6 +169,11 @@ struct Inputs {
     for (int i = 0; i < kRun; ++i) q[i] = raw_pair(s.q, i), k[i] = raw_pair(s.k, i);
   }
 
+  /// Norms of rows that come normalised; norms() otherwise.
+  __device__ void unit_norms() const {
+    if (tid < kChunk) s.q_norm[tid] = a.gate.scale, s.k_norm[tid] = 1;
+  }
+
   /// Row norms and the diagonal of Aqk, 8 rows at a time: diagonals of [q; k] k^T and of q q^T.
   template <bool kScores>
   __device__ void norms() const {

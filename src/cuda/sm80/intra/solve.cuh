@@ -18,6 +18,7 @@ struct Solve : Inverse<T, kK> {
   using Base::k;
   using Base::kStride;
   using Base::kThreads;
+  using Base::kVectors;
   using Base::kWarps;
   using Base::lane;
   using Base::load_rows;
@@ -41,7 +42,22 @@ struct Solve : Inverse<T, kK> {
     }
   };
 
-  /// qg, kg to device memory; Kgam in place of k; gamma. kKept: q and k are in registers.
+  /// Decay over the runs before this thread's, or after it.
+  template <bool kScanned>
+  __device__ float2 decay_over(bool before) const {
+    if constexpr (kScanned)
+      return *reinterpret_cast<const float2*>(
+          before ? &s.decay_before[run()][channel()] : &s.decay_after[run()][channel()]);
+    float2 product{1, 1};
+#pragma unroll
+    for (int r = 0; r < kRuns; ++r)
+      if (before ? r < run() : r > run())
+        multiply(product, *reinterpret_cast<const float2*>(&s.totals[r][channel()]));
+    return product;
+  }
+
+  /// qg, kg to device memory; Kgam in place of k; gamma. kKept: q and k are in registers, and
+  /// totals are scanned.
   template <bool kKept>
   __device__ void decayed_rows() const {
     const auto q_pair = [&](int i) { return ptx::unpack<T>(kKept ? q[i] : raw_pair(s.q, i)); };
@@ -57,7 +73,7 @@ struct Solve : Inverse<T, kK> {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
     if (kg) {
-      float2 factor = *reinterpret_cast<const float2*>(&s.decay_after[run()][channel()]);
+      float2 factor = decay_over<kKept>(false);
 #pragma unroll
       for (int i0 = kRun - 4; i0 >= 0; i0 -= 4) {
         const Four norms(&s.k_norm[run() * kRun + i0]);
@@ -68,7 +84,7 @@ struct Solve : Inverse<T, kK> {
         }
       }
     }
-    const float2 before = *reinterpret_cast<const float2*>(&s.decay_before[run()][channel()]);
+    const float2 before = decay_over<kKept>(true);
     if (qg) {
       float2 factor = before;
 #pragma unroll
@@ -116,26 +132,20 @@ struct Solve : Inverse<T, kK> {
     return count >= 2 ? pair : count == 1 ? pair & 0xffff : 0;
   }
 
-  /// 16 columns of a tile of right sides in shared memory, and where the solution goes.
-  struct Columns {
-    T (*rows)[kStride];
-    int column;
-    T* target;
-    int target_column;
-  };
-
-  /// T' times the columns; they are overwritten. T' is lower triangular, and read once for all.
+  /// T' times the 16 columns of this warp in each of the tiles, in place. T' is lower triangular,
+  /// and read once for all.
   template <int kCount>
-  __device__ void solve_columns(const Columns (&columns)[kCount]) const {
+  __device__ void solve_columns(T (*const (&tiles)[kCount])[kStride]) const {
+    static_assert(kWarps * 16 == kK);
+    const int column = warp() * 16;
     uint32_t right[kCount][4][4];  // 16 tokens x 16 columns
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         ptx::ldmatrix_x4_trans(
-            right[n][step],
-            ptx::shared_address(
-                &columns[n].rows[step * 16 + lane() % 16][columns[n].column + lane() / 16 * 8]));
+            right[n][step], ptx::shared_address(
+                                &tiles[n][step * 16 + lane() % 16][column + lane() / 16 * 8]));
     __syncwarp();  // only this warp reads these columns
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -156,44 +166,54 @@ struct Solve : Inverse<T, kK> {
       for (int n = 0; n < kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          *reinterpret_cast<uint32_t*>(
-              &columns[n].rows[m * 16 + i % 2 * 8 + lane() / 4]
-                              [columns[n].column + i / 2 * 8 + lane() % 4 * 2]) =
+          *reinterpret_cast<uint32_t*>(&tiles[n][m * 16 + i % 2 * 8 + lane() / 4]
+                                            [column + i / 2 * 8 + lane() % 4 * 2]) =
               ptx::pack<T>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1]);
     }
-    __syncwarp();
+  }
+
+  /// The first columns of a solved tile to device memory. kLines: in lines of 128 bytes by all
+  /// threads, which wait for each other; else a warp's own 16. Lines that come in parts cost memory
+  /// more, and recompute_w_u waits for memory; chunk_intra does not, and would wait for the barrier.
+  template <bool kLines>
+  __device__ void store_tile(T* target, const T (*rows)[kStride], int columns) const {
+    static_assert(kThreads * 4 == kChunk * kVectors);
 #pragma unroll
-    for (int n = 0; n < kCount; ++n)
-#pragma unroll
-      for (int i = 0; i < kChunk / 16; ++i) {  // in pieces of 16 bytes
-        const int row = lane() % 16 + i * 16, piece = lane() / 16;
-        *reinterpret_cast<uint4*>(columns[n].target +
-                                  swizzled(row, columns[n].target_column / 8 + piece)) =
-            *reinterpret_cast<const uint4*>(&columns[n].rows[row][columns[n].column + piece * 8]);
-      }
+    for (int i = 0; i < 4; ++i) {
+      const int line = tid / 8 + i * (kThreads / 8);
+      const int row = kLines ? line % kChunk : lane() % 16 + i * 16;
+      const int piece = kLines ? line / kChunk * 8 + tid % 8 : warp() * 2 + lane() / 16;
+      if (piece * 8 < columns)
+        *reinterpret_cast<uint4*>(target + swizzled(row, piece)) =
+            *reinterpret_cast<const uint4*>(&rows[row][piece * 8]);
+    }
+  }
+  template <bool kLines>
+  __device__ static void wait_for_tile() {
+    if constexpr (kLines)
+      __syncthreads();
+    else
+      __syncwarp();
   }
 
   /// w from Kgam and u from tiles of v, kK columns at a time, w and the first of u together. The
   /// first tile is there.
+  template <bool kLines>
   __device__ void solve(T (*v)[kStride]) const {
-    const int64_t u_tiles = (a.shape.V + kVTile - 1) / kVTile;
-    T* u = tile_of(a.factors.u, u_tiles * kChunk * kVTile);
-    const int c = warp() * 16;
-    static_assert(kWarps * 16 == kK);
-    const Columns of_w{s.k, c, tile_of(a.factors.w, kChunk * kK), c};
-    const auto of_u = [&](int at) {
-      return Columns{v, c, u + at / kVTile * kChunk * kVTile, at % kVTile};
-    };
-    if (c / kVTile < u_tiles)
-      solve_columns<2>({of_w, of_u(c)});
-    else
-      solve_columns<1>({of_w});
+    const int padded = (a.shape.V + kVTile - 1) / kVTile * kVTile;
+    T* u = tile_of(a.factors.u, static_cast<int64_t>(padded) * kChunk);
+    solve_columns<2>({s.k, v});
+    wait_for_tile<kLines>();
+    store_tile<kLines>(tile_of(a.factors.w, kChunk * kK), s.k, kK);
+    store_tile<kLines>(u, v, padded);
     for (int column0 = kK; column0 < a.shape.V; column0 += kK) {
       __syncthreads();
       load_rows(v, a.v, head, column0, a.shape.V);
       ptx::cp_async_wait<0>();
       __syncthreads();
-      if ((column0 + c) / kVTile < u_tiles) solve_columns<1>({of_u(column0 + c)});
+      solve_columns<1>({v});
+      wait_for_tile<kLines>();
+      store_tile<kLines>(u + column0 * kChunk, v, padded - column0);
     }
   }
 };
