@@ -42,7 +42,7 @@ struct Solve : Inverse<T, kK> {
     }
   };
 
-  /// Decay over the runs before this thread's, or after it.
+  /// Decay over the runs before this thread's, or after it, to the same bits in both forms.
   template <bool kScanned>
   __device__ float2 decay_over(bool before) const {
     if constexpr (kScanned)
@@ -50,9 +50,11 @@ struct Solve : Inverse<T, kK> {
           before ? &s.decay_before[run()][channel()] : &s.decay_after[run()][channel()]);
     float2 product{1, 1};
 #pragma unroll
-    for (int r = 0; r < kRuns; ++r)
+    for (int i = 0; i < kRuns; ++i) {  // in the order of scan_totals()
+      const int r = before ? i : kRuns - 1 - i;
       if (before ? r < run() : r > run())
         multiply(product, *reinterpret_cast<const float2*>(&s.totals[r][channel()]));
+    }
     return product;
   }
 

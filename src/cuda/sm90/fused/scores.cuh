@@ -17,7 +17,6 @@ struct Scores : Rows<E, kGateMode> {
   using Base::multiply;
   using Base::own;
   using Base::put_kg;
-  using Base::scaled;
 
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
   __device__ static void put_A(Stage& s, int i, int j, float x, float y) {
@@ -75,6 +74,11 @@ struct Scores : Rows<E, kGateMode> {
   using typename Base::Pairs;
   using Tile = T[kRun][kStride];
 
+  /// A product of 16-bit pairs: one more rounding, of scores only.
+  __device__ static void put_decayed(uint32_t place, uint32_t pair, float2 factor) {
+    ptx::store_shared(place, ptx::multiply_pairs<T>(pair, ptx::pack<T>(factor.x, factor.y)));
+  }
+
   /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns.
   template <int h>
   __device__ void put_level(const float2 (&decay)[kRun], const Pairs& q, const Pairs& k, Tile& rows,
@@ -88,13 +92,13 @@ struct Scores : Rows<E, kGateMode> {
       for (int i = 0; i < h; ++i) {
         const int token = begin + h + i, row = begin / 2 + i;
         multiply(factor, decay[token]);
-        ptx::store_shared(of_rows + row * kStride * 2, scaled(q[token], factor));
-        ptx::store_shared(of_rows + (8 + row) * kStride * 2, scaled(k[token], factor));
+        put_decayed(of_rows + row * kStride * 2, q[token], factor);
+        put_decayed(of_rows + (8 + row) * kStride * 2, k[token], factor);
       }
       factor = {1, 1};
 #pragma unroll
       for (int i = h - 1; i >= 0; --i) {
-        ptx::store_shared(of_columns + (begin / 2 + i) * kStride * 2, scaled(k[begin + i], factor));
+        put_decayed(of_columns + (begin / 2 + i) * kStride * 2, k[begin + i], factor);
         multiply(factor, decay[begin + i]);
       }
     }
