@@ -327,10 +327,9 @@ TEST_F(Calls, ChunkStagesMatchRun) {
     DType dtype;
     bool l2norm;
   };
-  for (const auto& [K, V, dtype, l2norm] : {Case{128, 128, DType::kBFloat16, true},
-                                            Case{128, 200, DType::kBFloat16, false},
-                                            Case{64, 128, DType::kFloat16, true},
-                                            Case{64, 72, DType::kFloat16, false}}) {
+  for (const auto& [K, V, dtype, l2norm] :
+       {Case{128, 128, DType::kBFloat16, true}, Case{128, 200, DType::kBFloat16, false},
+        Case{64, 128, DType::kFloat16, true}, Case{64, 72, DType::kFloat16, false}}) {
     check::GenerateOptions options = test::shape(0, 2, K, V);
     options.num_value_heads = 4;
     options.dtype = dtype;

@@ -2,6 +2,7 @@
 // The factors that leave the chunk: decayed rows, squares, w and u.
 #pragma once
 
+#include "cuda/ptx/cache.cuh"
 #include "cuda/sm80/intra/inverse.cuh"
 #include "cuda/tile/swizzle.cuh"
 
@@ -46,8 +47,8 @@ struct Solve : Inverse<T, kK> {
   template <bool kScanned>
   __device__ float2 decay_over(bool before) const {
     if constexpr (kScanned)
-      return *reinterpret_cast<const float2*>(
-          before ? &s.decay_before[run()][channel()] : &s.decay_after[run()][channel()]);
+      return *reinterpret_cast<const float2*>(before ? &s.decay_before[run()][channel()]
+                                                     : &s.decay_after[run()][channel()]);
     float2 product{1, 1};
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {  // in the order of scan_totals()
@@ -71,6 +72,16 @@ struct Solve : Inverse<T, kK> {
     const auto pair_at = [&](T* rows, unsigned i) {  // as swizzled() has it
       return reinterpret_cast<uint32_t*>(rows + (column ^ i % 8 * 8) + i * 64);
     };
+    // The L2 gives up large qg and kg last: recompute_w_u takes up to 1.5% less on an H200. Small
+    // ones would cost it 1 to 2% (docs/performance.md).
+    constexpr unsigned kLarge = (128 << 20) / (kChunk * kK * 2 * sizeof(T));
+    const uint64_t policy = ptx::policy_to_keep(gridDim.x > kLarge);
+    const auto store = [&](uint32_t* to, uint32_t pair) {
+      if constexpr (kKept)
+        *to = pair;
+      else
+        ptx::store_by(policy, to, pair);
+    };
     const auto scaled = [](float2 x, float2 factor, float norm) {
       return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
     };
@@ -81,7 +92,7 @@ struct Solve : Inverse<T, kK> {
         const Four norms(&s.k_norm[run() * kRun + i0]);
 #pragma unroll
         for (int i = 3; i >= 0; --i) {
-          *pair_at(kg, i0 + i) = scaled(k_pair(i0 + i), factor, norms.x[i]);
+          store(pair_at(kg, i0 + i), scaled(k_pair(i0 + i), factor, norms.x[i]));
           multiply(factor, decay[i0 + i]);
         }
       }
@@ -95,7 +106,7 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           multiply(factor, decay[i0 + i]);
-          *pair_at(qg, i0 + i) = scaled(q_pair(i0 + i), factor, norms.x[i]);
+          store(pair_at(qg, i0 + i), scaled(q_pair(i0 + i), factor, norms.x[i]));
         }
       }
     }
@@ -146,8 +157,8 @@ struct Solve : Inverse<T, kK> {
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         ptx::ldmatrix_x4_trans(
-            right[n][step], ptx::shared_address(
-                                &tiles[n][step * 16 + lane() % 16][column + lane() / 16 * 8]));
+            right[n][step],
+            ptx::shared_address(&tiles[n][step * 16 + lane() % 16][column + lane() / 16 * 8]));
     __syncwarp();  // only this warp reads these columns
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -168,15 +179,16 @@ struct Solve : Inverse<T, kK> {
       for (int n = 0; n < kCount; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          *reinterpret_cast<uint32_t*>(&tiles[n][m * 16 + i % 2 * 8 + lane() / 4]
-                                            [column + i / 2 * 8 + lane() % 4 * 2]) =
+          *reinterpret_cast<uint32_t*>(
+              &tiles[n][m * 16 + i % 2 * 8 + lane() / 4][column + i / 2 * 8 + lane() % 4 * 2]) =
               ptx::pack<T>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1]);
     }
   }
 
   /// The first columns of a solved tile to device memory. kLines: in lines of 128 bytes by all
   /// threads, which wait for each other; else a warp's own 16. Lines that come in parts cost memory
-  /// more, and recompute_w_u waits for memory; chunk_intra does not, and would wait for the barrier.
+  /// more, and recompute_w_u waits for memory; chunk_intra does not, and would wait for the
+  /// barrier.
   template <bool kLines>
   __device__ void store_tile(T* target, const T (*rows)[kStride], int columns) const {
     static_assert(kThreads * 4 == kChunk * kVectors);

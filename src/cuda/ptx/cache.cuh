@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the L2 keeps. Results never depend on it.
+#pragma once
+
+#include <cstdint>
+
+namespace kda::cuda::ptx {
+
+/// A policy of store_by(): lines that the L2 gives up last, or as it likes.
+__device__ __forceinline__ uint64_t policy_to_keep(bool keep) {
+  uint64_t policy;
+  if (keep)
+    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  else
+    asm("createpolicy.fractional.L2::evict_unchanged.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void store_by(uint64_t policy, uint32_t* to, uint32_t x) {
+  asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(x), "l"(policy)
+               : "memory");
+}
+
+}  // namespace kda::cuda::ptx

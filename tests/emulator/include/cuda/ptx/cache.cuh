@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// src/cuda/ptx/cache.cuh on a CPU: there is no L2 to ask.
+#pragma once
+
+#include <cstdint>
+
+namespace kda::cuda::ptx {
+
+inline uint64_t policy_to_keep(bool) { return 0; }
+inline void store_by(uint64_t, uint32_t* to, uint32_t x) { *to = x; }
+
+}  // namespace kda::cuda::ptx
