@@ -20,7 +20,7 @@ BENCHMARKS = {
     "delta-h": (["intra"], ["staged"]),
     "context-parallel": (["context_parallel"], ["staged"]),
     "decode": (["decode_gpu"], ["decode"]),
-    "fused": (["flagship", "gva", "cudnn10", "gates"], ["fused", "staged"]),
+    "fused": (["flagship", "gva", "cudnn10", "streams", "gates"], ["fused", "staged"]),
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}

@@ -20,6 +20,15 @@ struct ChainCosts {
   double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
 };
 
+/// One kernel: a cluster of two SMs goes through the tokens of its share of sequences and value
+/// heads (src/cuda/sm90/fused/line.cuh).
+struct OneKernelCosts {
+  double few_ns;     ///< a token, while half of the SMs are idle
+  double full_ns;    ///< a token
+  double stream_us;  ///< a sequence and value head besides
+  double fixed_us;   ///< launch, first loads, last stores
+};
+
 struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 100;     ///< chunk_intra: SM time of a token and value head
@@ -32,9 +41,7 @@ struct CostConstants {
   double merge_fixed_us = 6;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  /// A cluster of two SMs goes through the tokens of one sequence and value head.
-  ChainCosts one_kernel{37.2, 38.3, 38.3, 1, 9};
-  double one_kernel_fixed_us = 3;
+  OneKernelCosts one_kernel{35.8, 37.5, 2.6, 8.5};
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< of the time with fewer segments, for more of them
 };
@@ -126,14 +133,21 @@ inline double serial_us(const CostInput& in, const CostConstants& c) {
   return std::max(roofline_us(in, c), intra_us(in, c) + forward);
 }
 
-/// cuda.sm90.fused.
+/// cuda.sm90.fused: every cluster has its share of all tokens and streams, none less than the
+/// longest stream.
 inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
-  const int64_t longest = *std::max_element(in.lengths.begin(), in.lengths.end());
-  return std::max(
-      roofline_us(in, c),
-      chains_us(in, c.one_kernel, static_cast<double>(in.lengths.size()),
-                static_cast<double>(longest), total_tokens(in), tiles_of(in.value_dim)) +
-          c.one_kernel_fixed_us);
+  const OneKernelCosts& one = c.one_kernel;
+  const auto heads = static_cast<double>(in.num_value_heads);
+  const double streams = static_cast<double>(in.lengths.size()) * heads;
+  const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
+  const double token_us = (2 * streams <= clusters ? one.few_ns : one.full_ns) * 1e-3;
+  const auto longest = static_cast<double>(*std::max_element(in.lengths.begin(), in.lengths.end()));
+  const double shared =
+      streams > clusters
+          ? (total_tokens(in) * heads * token_us + streams * one.stream_us) / clusters
+          : 0;
+  return std::max(roofline_us(in, c),
+                  std::max(longest * token_us + one.stream_us, shared) + one.fixed_us);
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.

@@ -27,6 +27,8 @@ inline constexpr const char* kFactorKg = "factor_kg";
 inline constexpr const char* kFactorQg = "factor_qg";
 inline constexpr const char* kFactorAqk = "factor_Aqk";
 inline constexpr const char* kFactorScalars = "factor_scalars";
+inline constexpr const char* kHandedStates = "handed_states";
+inline constexpr const char* kHandedFlags = "handed_flags";
 }  // namespace block
 
 /// Appends a block (nothing for 0 bytes); false if the total would overflow.

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <vector>
 
 #include "cuda/gpu.hpp"
 
@@ -245,6 +246,58 @@ TEST_F(Fused, AloneEqualsInABatch) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {test::long_case(1300), 65, test::long_case(700)};
   EXPECT_TRUE(test::same_bits_alone(check::generate(options), on_fused()));
+}
+
+/// Fewer clusters than streams: a cluster goes through some of them, and streams are cut.
+TEST_F(Fused, EqualBitsOnAnyNumberOfSms) {
+  check::GenerateOptions packed = shape_of(0, 1);
+  packed.num_value_heads = 3;
+  packed.seq_lens = {70, 200, 1, 0, 64, test::long_case(2000), 0, 33};
+  check::GenerateOptions dense = shape_of(200, 3);
+  dense.batch = 5;
+  for (const bool checkpoints : {false, true})
+    for (const check::GenerateOptions& options : {packed, dense}) {
+      Inputs inputs = check::generate(options);
+      if (checkpoints) {
+        int64_t count = 0;
+        for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
+          count +=
+              (inputs.cu_seqlens.empty() ? 200
+                                         : inputs.cu_seqlens[static_cast<std::size_t>(n) + 1] -
+                                               inputs.cu_seqlens[static_cast<std::size_t>(n)]) /
+              48;
+        inputs.problem.checkpoints = StateDesc{
+            .tensor = contiguous(DType::kFloat32, {count, 3, kSize, kSize}), .num_slots = count};
+        inputs.problem.checkpoint_every = 48;
+      }
+      test::RunOptions run = on_fused();
+      run.num_sms = 1000;  // a cluster each
+      const test::Result each = test::run_inputs(inputs, run);
+      const std::vector<int32_t> cards =
+          test::emulated() ? std::vector{4, 14} : std::vector{2, 4, 6, 10, 14, 22, 40};
+      for (const int32_t sms : cards) {
+        run.num_sms = sms;
+        const test::Result shared = test::run_inputs(inputs, run);
+        EXPECT_TRUE(test::same_bits(each.outputs.o, shared.outputs.o)) << sms;
+        EXPECT_TRUE(test::same_bits(each.outputs.final_state, shared.outputs.final_state)) << sms;
+        EXPECT_TRUE(test::same_bits(each.outputs.checkpoints, shared.outputs.checkpoints)) << sms;
+      }
+    }
+}
+
+TEST(FusedPlan, KeepsStatesBetweenShares) {
+  check::GenerateOptions options = shape_of(70, 3);
+  options.batch = 5;
+  const Inputs inputs = check::generate(options);
+  const auto workspace = [&](int32_t num_sms) {
+    Plan plan;
+    EXPECT_TRUE(
+        make_plan(inputs.problem, {}, gpu_facts(num_sms, 90), test::with_backend("fused"), &plan)
+            .ok());
+    return plan.workspace_bytes;
+  };
+  EXPECT_EQ(workspace(30), 0u);                       // 15 clusters, 15 streams
+  EXPECT_EQ(workspace(28), 14 * (kStateBytes + 32));  // 14: states, and words that they are there
 }
 
 TEST(FusedPlan, SaysWhyItDeclines) {

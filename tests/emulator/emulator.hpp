@@ -89,6 +89,15 @@ inline thread_local uint3 threadIdx, blockIdx;
 inline thread_local dim3 blockDim, gridDim;
 
 inline void __syncthreads() { emulator::barrier(0, static_cast<int>(blockDim.x), true); }
+inline bool __any_sync(unsigned, int x) {
+  int result = 0;
+  emulator::warp_collective("vote", &x, &result, [](void* const* all, void* const* out) {
+    int any = 0;
+    for (int lane = 0; lane < 32; ++lane) any |= *static_cast<int*>(all[lane]) != 0;
+    for (int lane = 0; lane < 32; ++lane) *static_cast<int*>(out[lane]) = any;
+  });
+  return result != 0;
+}
 inline bool __syncthreads_or(int x) { return emulator::block_or(x != 0); }
 inline void __syncwarp() {
   emulator::warp_collective("syncwarp", nullptr, nullptr, [](void* const*, void* const*) {});
@@ -145,6 +154,12 @@ template <class T>
 T atomicMin(T* target, T value) {
   const T old = *target;
   *target = min(old, value);
+  return old;
+}
+template <class T>
+T atomicMax(T* target, T value) {
+  const T old = *target;
+  *target = max(old, value);
   return old;
 }
 

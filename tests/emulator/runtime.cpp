@@ -68,6 +68,10 @@ cudaError_t cudaFree(void* pointer) {
 cudaError_t cudaMemset(void* target, int value, size_t bytes) {
   return std::memset(target, value, bytes), cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
+  emulator::launch({1}, {1}, 1, 0, [=] { std::memset(target, value, bytes); });
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
   return std::memcpy(target, source, bytes), cudaSuccess;
 }

@@ -202,7 +202,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
   test::RunOptions run;
   run.plan = random_plan(random, !options.tensor_cores);
-  if (options.fused) run.plan.backend = "fused";
+  if (options.fused) {
+    run.plan.backend = "fused";
+    run.num_sms = static_cast<int32_t>(2 + random.below(20));  // streams are cut between clusters
+  }
   run.out_dtype = options.fused || random.chance(0.7) ? shape.dtype : DType::kFloat32;
   const bool marginal = check::is_marginal(inputs);
   const test::Result result = test::run_inputs(inputs, run);

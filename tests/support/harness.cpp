@@ -49,7 +49,8 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
-  const DeviceFacts facts = device_of(options.plan.backend);
+  DeviceFacts facts = device_of(options.plan.backend);
+  if (options.num_sms > 0) facts.num_sms = options.num_sms;
   throw_if_error(
       options.from_bounds
           ? make_plan_from_bounds(result.problem, facts, options.plan, &result.plan)

@@ -26,6 +26,7 @@ struct RunOptions {
   DType out_dtype = DType::kFloat32;
   bool final_state = true;
   bool from_bounds = false;  ///< the plan does not know cu_seqlens
+  int32_t num_sms = 0;       ///< that the plan counts on; 0: those of the device
 };
 
 /// Plans and runs with NaN-filled outputs and workspace; throws kda::Error.

@@ -83,6 +83,17 @@ bool add_map(Plan& plan) {
          plan::add_block(plan, block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));
 }
 
+/// States between the shares of clusters, where there are more streams than clusters.
+bool add_fused(Plan& plan) {
+  const Problem& p = plan.problem;
+  const int64_t streams = p.num_sequences * p.num_value_heads;
+  const int64_t shares = sm90::fused_shares(streams, plan.device.num_sms);
+  const auto handed = static_cast<std::size_t>(shares < streams ? shares : 0);
+  return add_map(plan) &&
+         plan::add_block(plan, block::kHandedStates, handed, sm90::kHandedStateBytes) &&
+         plan::add_block(plan, block::kHandedFlags, handed, sm90::kHandedFlagBytes);
+}
+
 StageSizes sizes_of(const Plan& plan) {
   const Problem& p = plan.problem;
   constexpr std::size_t kSize = 2;  // bf16, fp16
@@ -132,7 +143,7 @@ const stage::Implementation kFused = {.name = "cuda.sm90.fused",
                                       .segment_scan = nullptr,
                                       .segment_merge = nullptr,
                                       .segment_correct = nullptr,
-                                      .add_blocks = add_map,
+                                      .add_blocks = add_fused,
                                       .min_compute_capability = 90,
                                       .max_compute_capability = 90,
                                       .yield = plan::stages_preferred};

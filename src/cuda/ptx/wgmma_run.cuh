@@ -17,6 +17,16 @@ __device__ __forceinline__ uint64_t next_columns_of(uint64_t tile, int columns) 
   return tile + static_cast<uint64_t>((columns / 64 * kRows * 128 + columns % 64 * 2) >> 4);
 }
 
+/// Accumulators as something new to the compiler, at the start of a loop: else it keeps what comes
+/// into it and what it makes in different registers, and moves all from run to run. `zero`: a 0
+/// that the compiler does not know.
+template <int kTiles>
+__device__ __forceinline__ void renew(float (&d)[kTiles][4], unsigned zero) {
+#pragma unroll
+  for (int i = 0; i < kTiles * 4; ++i)
+    asm volatile("xor.b32 %0, %0, %1;" : "+f"(d[i / 4][i % 4]) : "r"(zero));
+}
+
 /// d [64, 32] += a [64, 16] b, where b^T is 32 rows and 16 columns of a tile; without kAccumulate
 /// d = a b.
 template <bool kAccumulate>

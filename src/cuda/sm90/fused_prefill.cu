@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warpgroup goes through the runs of a sequence with 64 columns of V of a state; two others
-// make the factors. The blocks of a cluster have the halves of V and make every second run's
-// factors for both.
+// One warpgroup goes through the runs of a stream with 64 columns of V of a state; two others make
+// the factors. The blocks of a cluster have the halves of V and make every second run's factors for
+// both. There are as many clusters as fit on the card, or as there are streams: each goes through
+// its share of all.
 #include "cuda/sm90/fused_prefill.hpp"
 
+#include "core/text.hpp"
 #include "cuda/host/launch.cuh"
 #include "cuda/sm90/fused/consumer.cuh"
 #include "cuda/sm90/fused/producer.cuh"
@@ -38,27 +40,33 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
   delta_h::write_flags<DeltaUse::kForward>(a);
   Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-  Consumer consumer(a);
-  if (!consumer.template find_place<64>(warp)) return;
   if (threadIdx.x == 0) init_barriers(ring);
+  find_share(a, ring.share, ring.longest);
   ptx::cluster_sync();
+  Course& course = ring.courses[warp];
+  if (threadIdx.x % 32 == 0) course.share = ring.share;
+  __syncwarp();
   if (warp < 4) {
     ptx::take_registers<kConsumerRegisters>();
-    consumer.run_all(ring);
+    Consumer(a).run_all(ring, course, warp);
   } else {
     ptx::give_registers<kProducerRegisters>();
-    Producer<E, kGateMode> producer(a, ring, consumer.span, static_cast<int>(consumer.head),
-                                    ptx::cluster_rank(), (warp - 4) / 2, threadIdx.x % 64);
-    producer.run_all();
+    Producer<E, kGateMode>(a, ring, ptx::cluster_rank(), (warp - 4) / 2, threadIdx.x % 64)
+        .run_all(course);
   }
   ptx::cluster_sync();  // the other block may still write here
 }
 
 template <class E, int kGateMode>
 Status launch(const FusedPrefillArgs& args, const Launch& where) {
+  if (args.handed_flags)
+    KDA_RETURN_IF_ERROR(
+        call_status(cudaMemsetAsync(args.handed_flags, 0, args.shares * kHandedFlagBytes,
+                                    static_cast<cudaStream_t>(where.stream)),
+                    "cudaMemsetAsync(handed_flags)"));
   return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode>,
-                       delta_h::blocks_of<DeltaUse::kForward, 64>(args), kThreads, sizeof(Ring),
-                       where, args);
+                       args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring), where,
+                       args);
 }
 
 template <class E>

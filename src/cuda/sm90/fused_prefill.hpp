@@ -4,6 +4,8 @@
 // memory.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/sm80/chunk_delta_h.hpp"
 
 namespace kda::cuda::sm90 {
@@ -14,10 +16,24 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   static constexpr unsigned kCluster = 2;    ///< blocks: the halves of V share factors
   RowView q, k, v, g, beta;
   GateView gate;
-};
 
-/// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 128; checkpoints at multiples
-/// of kFusedRun tokens.
+  int64_t shares = 0;  ///< clusters: at most one a stream
+  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2], in
+  /// the order of the threads that hold them; and words that say which are there: [shares, 2, 4].
+  float* handed = nullptr;
+  uint32_t* handed_flags = nullptr;
+};
+inline constexpr std::size_t kHandedStateBytes = 128 * 128 * sizeof(float);  ///< of a share
+inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint32_t);
+
+/// Of a problem with so many streams (value heads of sequences), on a card of `num_sms`.
+constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
+  const int64_t most = num_sms < 2 ? 1 : num_sms / FusedPrefillArgs::kCluster;
+  return streams < most ? streams : most;
+}
+
+/// The kernel, after the flags are cleared if there are any. q, k, v, o bf16, g bf16 or fp32, rows
+/// aligned to 16 bytes; K = V = 128; checkpoints at multiples of kFusedRun tokens.
 Status launch_fused_prefill(const FusedPrefillArgs& args, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

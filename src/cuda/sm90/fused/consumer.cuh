@@ -3,16 +3,23 @@
 // it waits for, everything waits for.
 #pragma once
 
+#include "cuda/ptx/flag.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma_run.cuh"
 #include "cuda/sm80/chain.cuh"
+#include "cuda/sm90/fused/line.cuh"
 #include "cuda/sm90/fused/shared.cuh"
 
 namespace kda::cuda::sm90::fused {
 
 struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   using Base = delta_h::Chain<T, kK, DeltaUse::kForward>;
-  using Base::Base;
+
+  const FusedPrefillArgs& fused;
+  const int lane;  // out of a shuffle: else the thread's index is asked for in every run
+
+  __device__ explicit Consumer(const FusedPrefillArgs& args)
+      : Base(args), fused(args), lane(__shfl_sync(0xffffffff, Base::lane, Base::lane)) {}
 
   /// Factors of this lane's tokens: 2j, 2j + 1 of each 8.
   struct Pairs {
@@ -53,6 +60,12 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     ptx::mma_16816<T>(d[1], x, square[2], square[3]);
   }
 
+  /// A branch that is never taken. The compiler moves nothing over it: it would put what follows
+  /// between products, and each waits for it, or loads of gammas behind multiplications.
+  __device__ __forceinline__ void keep_order(ptx::Mbarrier& full, int parity) const {
+    if (fused.shares == 0) ptx::mbarrier_wait(full, parity);
+  }
+
   /// `at`: a stage; `values`: v, then o in its place.
   ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
   ///   S = Diag(gamma) S + kg^T vn
@@ -68,14 +81,13 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
 
     float pq[4][4], error[2][4], o[2][4] = {};
     multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Stage, rows)), pq);
-    // Passed at once. ptxas would put what follows between the products, and each waits for it;
-    // it moves nothing over a branch.
-    ptx::mbarrier_wait(full, parity);
+    keep_order(full, parity);
     float4 gamma[kTiles / 2];
 #pragma unroll
     for (int i = 0; i < kTiles / 2; ++i)
       gamma[i] =
           ptx::load_shared_four(at + offsetof(Stage, gamma) + lane % 4 * kGammaStride * 4 + i * 16);
+    keep_order(full, parity);
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
       const float4 x = gamma[n / 2];
@@ -134,38 +146,126 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     ptx::hold(state);
   }
 
-  __device__ void store_checkpoint_after(int run) {
-    const int64_t done =
-        min(span.end, span.begin + (run + 1) * kRun) - sequence_span(a.map, span.sequence).begin;
-    if (done % a.checkpoint_every == 0)
-      store_to(a.checkpoints, state_slot(a.checkpoints, checkpoint++));
+  // ---- parts -----------------------------------------------------------------------------------
+
+  __device__ void take(const Part& part) {
+    head = part.head;
+    unit = part.span.sequence;
+    span = part.span;
+  }
+  __device__ void begin(const Part& part, Stops& stops) {
+    take(part);
+    stops.in_part = true;
+    stops.num_runs = stops.left = runs_of(part);
+    if (a.checkpoints.base) find_checkpoint(stops);
+    if (part.taken_over)
+      take_over();
+    else
+      this->load_start();
+  }
+  __device__ void end(const Part& part) {
+    if (part.handed_on)
+      hand_on();
+    else
+      this->store_end();
+  }
+  __device__ static int to_runs(int64_t tokens) {
+    return static_cast<int>(min(tokens / kRun, int64_t{1} << 30));
+  }
+  /// The sequences of a share never go back.
+  __device__ void find_checkpoint(Stops& stops) const {
+    const int64_t every = a.checkpoint_every;
+    if (!a.map.cu_seqlens) {
+      stops.before = span.sequence * (a.map.num_tokens / every);
+    } else {
+      int64_t more = 0;
+      for (int64_t n = stops.counted + lane; n < span.sequence; n += 32)
+        more += (a.map.cu_seqlens[n + 1] - a.map.cu_seqlens[n]) / every;
+      for (int step = 16; step > 0; step /= 2) more += __shfl_xor_sync(0xffffffff, more, step);
+      stops.before += more;
+      stops.counted = span.sequence;
+    }
+    const int64_t done = span.begin - sequence_span(a.map, span.sequence).begin;
+    stops.checkpoint = stops.before + done / every;
+    stops.to_checkpoint = to_runs(every - done % every);
+  }
+  /// Not where the last run lacks tokens.
+  __device__ void store_checkpoint(Stops& stops) {
+    const int64_t done = span.begin + static_cast<int64_t>(stops.num_runs - stops.left) * kRun;
+    if (done <= span.end) store_to(a.checkpoints, state_slot(a.checkpoints, stops.checkpoint++));
+    stops.to_checkpoint = to_runs(a.checkpoint_every);
+  }
+  /// Before the first part, after the last run of one, or after a run that a checkpoint is due
+  /// after. Runs until the next stop; 0: all is done.
+  __device__ int stop(Course& course, Stops& shared) {
+    Stops stops = shared;
+    if (stops.in_part) {
+      take(course.part);
+      stops.left -= stops.until;
+      if (a.checkpoints.base && (stops.to_checkpoint -= stops.until) == 0) store_checkpoint(stops);
+    }
+    while (stops.left == 0) {  // an empty sequence has no runs
+      if (stops.in_part) end(course.part);
+      if (!next_part(fused, course)) return 0;
+      begin(course.part, stops);
+    }
+    stops.until = a.checkpoints.base ? min(stops.left, stops.to_checkpoint) : stops.left;
+    __syncwarp();
+    if (lane == 0) shared = stops;
+    __syncwarp();
+    return stops.until;
   }
 
-  template <bool kCheckpoints>
-  __device__ __forceinline__ void run_chain(Ring& ring, int num_runs) {
+  /// The state between two shares, a lane its own: [shares, halves of V, accumulators, threads].
+  __device__ float* handed(int64_t share) const {
+    return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kTiles * 4 * 128) +
+           threadIdx.x;
+  }
+  /// Raised when a warp's state is there.
+  __device__ uint32_t* flag(int64_t share) const {
+    return fused.handed_flags + (share * kHalves + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
+  }
+  __device__ void hand_on() const {
+    const int64_t to = share_number() - 1;
+    float* at = handed(to);
+#pragma unroll
+    for (int i = 0; i < kTiles * 4; ++i) at[i * 128] = state[i / 4][i % 4];
+    __syncwarp();
+    if (lane == 0) ptx::raise_flag(flag(to));
+  }
+  __device__ void take_over() {
+    const int64_t from = share_number();
+    ptx::wait_for_flag(flag(from));
+    const float* at = handed(from);
+#pragma unroll
+    for (int i = 0; i < kTiles * 4; ++i) state[i / 4][i % 4] = at[i * 128];
+  }
+
+  /// Stages in turn, part after part. Votes and the barrier show the compiler that a warp stays
+  /// together: descriptors are in uniform registers.
+  __device__ void run_all(Ring& ring, Course& course, int warp) {
     const int rank = ptx::cluster_rank();
     const uint32_t stages = ptx::shared_address(ring.stages), values = ptx::shared_address(ring.v);
-    for (int run = 0; run < num_runs; ++run) {
-      const int i = static_cast<int>(static_cast<unsigned>(run) % kStages);
-      const int parity = static_cast<int>(static_cast<unsigned>(run) / kStages % 2);
-      ptx::mbarrier_wait(ring.full[i], parity);
-      run_one(ring.full[i], parity, stages + i * static_cast<uint32_t>(sizeof(Stage)),
-              values + i * static_cast<uint32_t>(sizeof(ring.v[0])));
-      ptx::mbarrier_arrive(ring.done[i]);
-      if (i % kHalves != rank && lane == 0) ptx::mbarrier_arrive_in(ring.peer_done[i], 1 - rank);
-      if constexpr (kCheckpoints) store_checkpoint_after(run);
+    transition = false;
+    tile_column = warp * 16;
+    column = rank * kVTile + tile_column;
+    if (lane == 0) ring.stops[warp] = {};
+    __syncwarp();
+    for (unsigned run = 0;;) {
+      int until = stop(course, ring.stops[warp]);
+      ptx::named_sync<128>(1);
+      if (until == 0) return;
+      ptx::renew(state, gridDim.z - 1);
+      for (; __any_sync(0xffffffff, until > 0); ++run, --until) {
+        const auto i = static_cast<int>(run % kStages);
+        const auto parity = static_cast<int>(run / kStages % 2);
+        ptx::mbarrier_wait(ring.full[i], parity);
+        run_one(ring.full[i], parity, stages + i * static_cast<uint32_t>(sizeof(Stage)),
+                values + i * static_cast<uint32_t>(sizeof(ring.v[0])));
+        ptx::mbarrier_arrive(ring.done[i]);
+        if (i % kHalves != rank && lane == 0) ptx::mbarrier_arrive_in(ring.peer_done[i], 1 - rank);
+      }
     }
-  }
-
-  /// Two loops: instructions of the one without checkpoints lie together.
-  __device__ void run_all(Ring& ring) {
-    const int num_runs = static_cast<int>((span.end - span.begin + kRun - 1) / kRun);
-    load_start();
-    if (a.checkpoints.base)
-      run_chain<true>(ring, num_runs);
-    else
-      run_chain<false>(ring, num_runs);
-    store_end();
   }
 };
 

@@ -4,67 +4,65 @@
 #pragma once
 
 #include "cuda/ptx/shared.cuh"
+#include "cuda/sm90/fused/line.cuh"
 #include "cuda/sm90/fused/shared.cuh"
 #include "cuda/tile/elements.cuh"
 
 namespace kda::cuda::sm90::fused {
 
-/// E: elements of g. A pair has two runs of every kMakers: it makes the factors of one for both
-/// blocks of the cluster (the other block makes those of the other one), and moves v and o of both.
+/// E: elements of g. A pair of warps has two runs of every kMakers: it makes the factors of one for
+/// both blocks of the cluster (the other block makes those of the other one), and moves v and o of
+/// both. Runs of a part come in twos: the last one may be empty.
 template <class E>
 struct Moves {
   /// Rows that a pair of warps copies at once, 16 bytes a lane; that one warp copies.
   static constexpr int kPairRows = 8, kWarpRows = 4;
-  /// Where this lane's piece of the next run lies. Pointers walk from run to run: offsets from
-  /// indices cost more than the copies.
-  struct Walk {
-    char* at;
-    int64_t step;  // bytes of kPairRows or kWarpRows rows
-  };
-
   const FusedPrefillArgs& a;
   Ring& ring;
   Workshop& own;
-  const Span span;
-  const int head, rank, pair;  // rank of the block in the cluster
-  const int num_tokens, num_runs;
+  const int rank, pair;  // rank of the block in the cluster
+  int num_tokens;        // of the part
+  /// From the first of the two runs on whose outputs are still in their stages; 0: none are.
+  int pending = 0;
   unsigned thread;  // of 64; unsigned, so that divisions of it are shifts
-  Walk q, k, g, v, o, beta;
+  /// Where this lane's pieces of the next run lie. Pointers walk from run to run: offsets from
+  /// indices cost more than the copies.
+  char *q, *k, *g, *v, *o, *beta;
+  char* next_o;  // where the outputs of the part begin: those of the part before leave first
 
-  __device__ Moves(const FusedPrefillArgs& args, Ring& shared, Span tokens, int value_head,
-                   int block, int which, unsigned index)
+  __device__ Moves(const FusedPrefillArgs& args, Ring& shared, int block, int which, unsigned index)
       : a(args),
         ring(shared),
         own(shared.workshops[which]),
-        span(tokens),
-        head(value_head),
         rank(block),
         pair(which),
-        num_tokens(static_cast<int>(tokens.end - tokens.begin)),
-        num_runs((num_tokens + kRun - 1) / kRun),
-        thread(index) {
+        thread(index) {}
+  /// `run`: the first one of this pair.
+  __device__ void begin(const Part& part, int run) {
+    num_tokens = static_cast<int>(part.span.end - part.span.begin);
+    const auto head = static_cast<int>(part.head);
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
     const int pair_row = half() * 4 + lane() / 8, warp_row = lane() / 8, piece = column() * 16;
-    q = walk<kPairRows>(a.q, q_head, mine(), pair_row, piece, sizeof(T));
-    k = walk<kPairRows>(a.k, q_head, mine(), pair_row, piece, sizeof(T));
-    g = walk<kPairRows>(a.g, head, mine(), pair_row, piece, sizeof(E));
-    v = walk<kWarpRows>(a.v, head, first(), warp_row, rank * 128 + piece, sizeof(T));
-    o = walk<kWarpRows>(a.o, head, first(), warp_row, rank * 128 + piece, sizeof(T));
-    beta = walk<kPairRows>(a.beta, head, mine(), norm_row(), 0, beta_size);
+    q = place_of(part, a.q, q_head, run + rank, pair_row, piece, sizeof(T));
+    k = place_of(part, a.k, q_head, run + rank, pair_row, piece, sizeof(T));
+    g = place_of(part, a.g, head, run + rank, pair_row, piece, sizeof(E));
+    v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(T));
+    next_o = place_of(part, a.o, head, run, warp_row, rank * 128 + piece, sizeof(T));
+    beta = place_of(part, a.beta, head, run + rank, norm_row(), 0, beta_size);
   }
-  template <int kRows>
-  __device__ Walk walk(const RowView& view, int view_head, int run, int row, int bytes,
-                       int size) const {
+  __device__ char* place_of(const Part& part, const RowView& view, int view_head, int run, int row,
+                            int bytes, int size) const {
     const int64_t element =
-        row_offset(view, a.map, span.sequence, span.begin + run * kRun + row, view_head);
-    return {static_cast<char*>(view.base) + element * size + bytes, view.stride_t * size * kRows};
+        row_offset(view, a.map, part.span.sequence, part.span.begin + run * kRun + row, view_head);
+    return static_cast<char*>(view.base) + element * size + bytes;
   }
-  template <int kRows>
-  __device__ static void to_next_run(Walk& walk) {
-    walk.at += walk.step * (kMakers * kRun / kRows);
+  /// Bytes of `rows` rows.
+  __device__ static int64_t step(const RowView& view, int size, int rows) {
+    return view.stride_t * (size * rows);
   }
 
+  /// Of the two stages of this pair.
   __device__ int first() const { return pair * kHalves; }
   __device__ int mine() const { return first() + rank; }
   __device__ int lane() const { return static_cast<int>(thread % 32); }
@@ -73,7 +71,7 @@ struct Moves {
   __device__ int column() const { return static_cast<int>(thread % 8); }
   /// Of the token whose norms this lane computes, if it does.
   __device__ int norm_row() const { return half() * 8 + lane() / 4; }
-  /// From this run on; 0 or less where it is past the sequence.
+  /// From this run on; 0 or less where it is past the part.
   __device__ int tokens_from(int run) const { return num_tokens - run * kRun; }
   /// Barrier of both warps: an even number a run, of parity 0, 1, 0, ... (Racecheck follows
   /// mbarriers; of named ones of 64 threads it reported accesses on both sides as races.)
@@ -85,34 +83,36 @@ struct Moves {
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
   __device__ void forget_index() { asm volatile("" : "+r"(thread)); }
 
-  /// Rows of kBytes bytes to rows kPitch bytes apart, zeros past the sequence.
-  template <int kBytes, int kPitch>
-  __device__ void copy_rows(void* target, Walk& from, int rows) const {
+  /// Rows of kBytes bytes to rows kPitch bytes apart, zeros past the part.
+  template <class Element, int kPitch>
+  __device__ void copy_rows(void* target, const RowView& view, char*& from, int rows) const {
+    constexpr int kBytes = kK * sizeof(Element);
     const int first_row = static_cast<int>(thread / 8);
     const uint32_t address = ptx::shared_address(target) + first_row * kPitch + column() * 16;
 #pragma unroll
     for (int row = 0; row < kRun; row += kPairRows)
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
-        ptx::cp_async<16>(address + row * kPitch + byte, from.at + (row ? from.step : 0) + byte,
-                          row < rows - first_row);
-    to_next_run<kPairRows>(from);
+        ptx::cp_async<16>(address + row * kPitch + byte,
+                          from + step(view, sizeof(Element), row) + byte, row < rows - first_row);
+    from += step(view, sizeof(Element), kMakers * kRun);
   }
+  /// Of this block's run of the two from `run` on.
   __device__ void load_raw(int run) {
-    const int rows = tokens_from(run);
-    if (rows > 0) {
-      copy_rows<kK * sizeof(T), kStride * sizeof(T)>(own.q, q, rows);
-      copy_rows<kK * sizeof(T), kStride * sizeof(T)>(own.k, k, rows);
-      copy_rows<kK * sizeof(E), kK * sizeof(E)>(own.g, g, rows);
+    const int rows = tokens_from(run + rank);
+    if (tokens_from(run) > 0) {
+      copy_rows<T, kStride * sizeof(T)>(own.q, a.q, q, rows);
+      copy_rows<T, kStride * sizeof(T)>(own.k, a.k, k, rows);
+      copy_rows<E, kK * sizeof(E)>(own.g, a.g, g, rows);
     }
     ptx::cp_async_commit();
   }
   __device__ uint32_t load_beta(int rows) {
-    const char* at = beta.at;
-    to_next_run<kPairRows>(beta);
+    const bool wide = a.beta.type == Element::kFloat32;
+    const char* at = beta;
+    beta += step(a.beta, wide ? 4 : 2, kMakers * kRun);
     if (norm_row() >= rows) return 0;
-    return a.beta.type == Element::kFloat32 ? *reinterpret_cast<const uint32_t*>(at)
-                                            : *reinterpret_cast<const uint16_t*>(at);
+    return wide ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
   }
 
   // ---- by the first warp -----------------------------------------------------------------------
@@ -120,23 +120,25 @@ struct Moves {
   /// This lane's pieces of v or o of two runs, whose tiles follow each other: visit(address in
   /// shared memory, in device memory, whether the token exists).
   template <class Visit>
-  __device__ void for_each_piece(int run, Walk& walk, Visit&& visit) const {
-    const int first_row = lane() / 8, rows = tokens_from(run) - first_row;
+  __device__ void for_each_piece(int tokens, const RowView& view, char*& walk,
+                                 Visit&& visit) const {
+    const int first_row = lane() / 8, rows = tokens - first_row;
     const uint32_t place = ptx::shared_address(ring.v[first()]) + first_row * 128;
-    char* at = walk.at;
+    char* at = walk;
 #pragma unroll
-    for (int row = 0; row < kHalves * kRun; row += kWarpRows, at += walk.step)
+    for (int row = 0; row < kHalves * kRun;
+         row += kWarpRows, at += step(view, sizeof(T), kWarpRows))
       visit(place + row * 128 + (column() ^ first_row ^ row % 8) * 16, at, row < rows);
-    to_next_run<kWarpRows>(walk);
+    walk += step(view, sizeof(T), kMakers * kRun);
   }
-  __device__ void load_v(int run) {
-    for_each_piece(run, v, [](uint32_t place, const char* at, bool valid) {
+  __device__ void load_v(int tokens) {
+    for_each_piece(tokens, a.v, v, [](uint32_t place, const char* at, bool valid) {
       ptx::cp_async<16>(place, at, valid);
     });
     ptx::cp_async_commit();
   }
-  __device__ void store_outputs(int run) {
-    for_each_piece(run, o, [](uint32_t place, char* at, bool valid) {
+  __device__ void store_outputs() {
+    for_each_piece(pending, a.o, o, [](uint32_t place, char* at, bool valid) {
       if (valid) *reinterpret_cast<float4*>(at) = ptx::load_shared_four(place);
     });
   }

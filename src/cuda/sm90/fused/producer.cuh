@@ -9,6 +9,7 @@ namespace kda::cuda::sm90::fused {
 template <class E, int kGateMode>
 struct Producer : Scores<E, kGateMode> {
   using Base = Scores<E, kGateMode>;
+  using Base::a;
   using Base::Base;
   using Base::first;
   using Base::forget_index;
@@ -16,36 +17,38 @@ struct Producer : Scores<E, kGateMode> {
   using Base::load_raw;
   using Base::load_v;
   using Base::mine;
-  using Base::num_runs;
+  using Base::next_o;
+  using Base::o;
   using Base::own;
+  using Base::pair;
+  using Base::pending;
   using Base::rank;
   using Base::ring;
   using Base::store_outputs;
   using Base::thread;
   using Base::tokens_from;
 
-  /// The phases of this pair's barriers go round with its runs.
-  __device__ static int parity(int run) {
-    return static_cast<int>(static_cast<unsigned>(run) / kStages % 2);
-  }
+  /// Of the phase of this pair's barriers that is next: its stages are used in turn.
+  int parity = 0;
 
-  /// Until this block is done with what the stages of these two runs held before: its outputs are
-  /// there.
-  __device__ void wait_for_outputs(int run) const {
+  /// Until this block is done with what the stages of this pair held before: its outputs are there.
+  /// (Barriers that were not used yet let this pass.)
+  __device__ void wait_for_outputs() const {
 #pragma unroll
-    for (int i = 0; i < kHalves; ++i)
-      ptx::mbarrier_wait(ring.done[first() + i], parity(run - kStages));
+    for (int i = 0; i < kHalves; ++i) ptx::mbarrier_wait(ring.done[first() + i], 1 - parity);
   }
   /// By the first warp: outputs of the runs before leave the stages of these two, their v comes in.
   __device__ void move(int run) {
-    if (run >= kStages) store_outputs(run - kStages);
-    load_v(run);
+    if (pending > 0) store_outputs();
+    if (run < kStages) o = next_o;
+    pending = tokens_from(run);
+    load_v(pending);
   }
 
   /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
   /// tiles where the second has the inverse to make.
   __device__ void make(int run, Stage& s) {
-    const int rows = tokens_from(run);
+    const int rows = tokens_from(run + rank);
     const uint32_t raw_beta = this->load_beta(rows);
     if (thread == 32) own.anchored = kRun;
     ptx::cp_async_wait<0>();
@@ -56,15 +59,13 @@ struct Producer : Scores<E, kGateMode> {
     const auto norms = this->norms(rows, raw_beta);
     this->load_pairs(q, k);
     forget_index();
-    if (run >= kStages) {
-      wait_for_outputs(run);
-      ptx::mbarrier_wait(ring.peer_done[mine()], parity(run - kStages));
-    }
+    wait_for_outputs();
+    ptx::mbarrier_wait(ring.peer_done[mine()], 1 - parity);
     this->put_norms(s, norms);
     this->put_rows(s, factor, q, k);
     this->template sync<1>();
     const int anchored = own.anchored;
-    if (half() == 0) move(run - rank);
+    if (half() == 0) move(run);
     if (anchored == kRun) load_raw(run + kMakers);
     forget_index();
     this->anchored_scores(s);
@@ -80,41 +81,44 @@ struct Producer : Scores<E, kGateMode> {
   }
 
   /// The factors to the other block, by the warp that is done last.
-  __device__ void send(int run) const {
-    ptx::mbarrier_wait(own.half, parity(run));
+  __device__ void send() const {
+    ptx::mbarrier_wait(own.half, parity);
     Stage& s = ring.stages[mine()];
     if (thread == 32) ptx::bulk_copy_to(&s, &s, kStageBytes, ring.full[mine()], 1 - rank);
   }
 
-  __device__ void run_all() {
-    load_raw(mine());
+  /// Every kStages-th run from this one on, and the one after it.
+  __device__ void run_part(int first_run) {
+    load_raw(first_run);
     ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
-    int run = first();
-    for (; run < num_runs; run += kStages) {
-      const bool has_mine = run + rank < num_runs, has_other = run + 1 - rank < num_runs;
-      if (has_mine) {
-        make(run + rank, ring.stages[mine()]);
-        if (half() == 0) ptx::mbarrier_arrive(own.half);
-      } else {
-        if (run >= kStages) wait_for_outputs(run);
-        if (half() == 0) move(run);
-        ptx::cp_async_commit();
+    for (int run = first_run; tokens_from(run) > 0; run += kStages) {
+      make(run, ring.stages[mine()]);
+      if (half() == 0) {
+        ptx::mbarrier_arrive(own.half);
+        ptx::cp_async_wait<1>();  // v
       }
-      if (half() == 0) ptx::cp_async_wait<1>();  // v
-      if (has_mine) ptx::mbarrier_arrive(full);
-      if (has_other) {
-        if (thread == 32)
-          ptx::mbarrier_arrive_expect(other_full, kStageBytes);
-        else
-          ptx::mbarrier_arrive(other_full);
-      }
-      if (half() == 1 && has_mine) send(run + rank);
+      ptx::mbarrier_arrive(full);
+      if (thread == 32)
+        ptx::mbarrier_arrive_expect(other_full, kStageBytes);
+      else
+        ptx::mbarrier_arrive(other_full);
+      if (half() == 1) send();
+      parity = 1 - parity;
     }
-    if (half() == 0 && run >= kStages) {
-      run -= kStages;
-      for (int i = 0; i < kHalves && run + i < num_runs; ++i)
-        ptx::mbarrier_wait(ring.done[first() + i], parity(run));
-      store_outputs(run);
+  }
+
+  __device__ void run_all(Course& course) {
+    int turn = 0;  // pair of warps that has the first runs of the part
+    while (next_part(a, course)) {
+      const Part& part = course.part;
+      const int run = (pair + kPairs - turn) % kPairs * kHalves;
+      this->begin(part, run);
+      run_part(run);
+      turn = (turn + runs_of(part) / kHalves) % kPairs;
+    }
+    if (half() == 0 && pending > 0) {
+      wait_for_outputs();
+      store_outputs();
     }
   }
 };

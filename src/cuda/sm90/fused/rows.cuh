@@ -14,20 +14,22 @@ template <class E, int kGateMode>
 struct Rows : Moves<E> {
   using Base = Moves<E>;
   using Base::a;
+  using Base::Base;
   using Base::half;
-  using Base::head;
   using Base::lane;
   using Base::norm_row;
   using Base::own;
   using Base::thread;
 
-  float2 bias{0, 0};
+  float2 bias;
   /// Of gate mode 2, with its constants: a decay is exp2(1 / (bound - exp2(rate raw + bias))).
   float rate, bound;
 
-  template <class... Args>
-  __device__ explicit Rows(Args&&... args) : Base(args...) {
+  __device__ void begin(const Part& part, int run) {
+    Base::begin(part, run);
+    const int64_t head = part.head;
     rate = expf(a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f);
+    bias = {0, 0};
     if (a.gate.dt_bias) {
       const float* row = a.gate.dt_bias + head * a.gate.stride_dt + channel();
       bias = {row[0], row[1]};

@@ -7,7 +7,7 @@
 
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/sm90/built.hpp"
-#include "cuda/sm90/fused_prefill.hpp"
+#include "cuda/sm90/fused/line.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::sm90::fused {
@@ -60,12 +60,25 @@ struct Workshop {
   ptx::Mbarrier half;                   // the first warp has done its part of a run
 };
 
+/// Of a warp of the consumer, from one stop to the next: in shared memory, as its course.
+struct Stops {
+  bool in_part;
+  int num_runs, left;        // runs of the part
+  int to_checkpoint, until;  // runs: to a checkpoint, to that or the end of the part
+  int64_t checkpoint;        // the next one
+  int64_t counted, before;   // sequences, and the checkpoints that they have
+};
+
 struct Ring {
   Stage stages[kStages];
   T v[kStages][kRun * kVTile];  // of this block; then o
   Workshop workshops[kPairs];
   /// Factors and v are there; this block, the other one is done with them.
   ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];
+  Share share;
+  int longest;  // stream, while the share is looked for
+  Course courses[4 + 2 * kPairs];
+  Stops stops[4];
 };
 static_assert(sizeof(Ring) <= kSharedMemory);
 

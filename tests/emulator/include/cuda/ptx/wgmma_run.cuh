@@ -15,6 +15,9 @@ uint64_t next_columns_of(uint64_t tile, int columns) {
   return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
 }
 
+template <int kTiles>
+void renew(float (&)[kTiles][4], unsigned) {}
+
 template <bool kAccumulate>
 void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which streams (a value head of a sequence) a cluster goes through.
+//
+// All streams stand in a line, heads of a sequence after each other, each as long as its chunks and
+// what it costs besides. Clusters get equal shares of it, none shorter than the longest stream: the
+// wrap-around rule of McNaughton (1959). Where a share ends inside a stream, the next share begins
+// with the first tokens of that stream, and this one ends with its last ones: what takes a state
+// over comes to it after the other cluster has handed it on. Shares go to clusters in reverse, so
+// that a cluster waits only for one launched before it. Results do not depend on shares: a state is
+// handed on in fp32, between runs.
+#pragma once
+
+#include "cuda/sm90/fused_prefill.hpp"
+#include "cuda/tile/chunk_map.cuh"
+
+namespace kda::cuda::sm90::fused {
+
+/// What a stream costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.4).
+constexpr int64_t kStreamCost = 1;
+
+/// What a cluster does of a stream.
+struct Part {
+  Span span;
+  int64_t head;
+  bool taken_over, handed_on;  // the state comes from another cluster, goes to one
+};
+
+/// Of a cluster: where it begins, and how much of the line is left of it.
+struct Share {
+  int64_t sequence, head;
+  int64_t before;  // what lies of that stream in the share before
+  int64_t left;
+};
+
+/// Chunks and costs of the sequences before `n`, one head.
+__device__ inline int64_t line_before(const SequenceMap& map, int64_t n) {
+  return (map.cu_seqlens ? map.chunk_offsets[n] : n * chunks_of(map.num_tokens)) + n * kStreamCost;
+}
+__device__ inline int64_t stream_length(const SequenceMap& map, int64_t n) {
+  return line_before(map, n + 1) - line_before(map, n);
+}
+/// Number of this cluster's share.
+__device__ inline int64_t share_number() {
+  return (gridDim.x - 1 - blockIdx.x) / FusedPrefillArgs::kCluster;
+}
+
+/// By all threads of a block; `share` is in shared memory.
+__device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
+  const int64_t N = a.map.num_sequences, HV = a.shape.HV, number = share_number(),
+                shares = gridDim.x / FusedPrefillArgs::kCluster;
+  if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
+  __syncthreads();
+  if (N * HV <= shares) {  // a stream each
+    if (threadIdx.x == 0) share = {number / HV, number % HV, 0, stream_length(a.map, number / HV)};
+    __syncthreads();
+    return;
+  }
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
+    atomicMax(&longest, static_cast<int>(stream_length(a.map, n)));
+  __syncthreads();
+  const int64_t line = line_before(a.map, N) * HV;
+  const int64_t size = max((line + shares - 1) / shares, static_cast<int64_t>(longest));
+  const int64_t begin = number * size;
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
+    const int64_t in = begin - line_before(a.map, n) * HV, length = stream_length(a.map, n);
+    if (in >= 0 && in < length * HV) share = {n, in / length, in % length, size};
+  }
+  __syncthreads();
+}
+
+/// Runs of a part, in twos.
+__device__ __forceinline__ int runs_of(const Part& part) {
+  constexpr int kTwo = 2 * kFusedRun;
+  return static_cast<int>((part.span.end - part.span.begin + kTwo - 1) / kTwo * 2);
+}
+
+/// Where a warp is in its share. In shared memory: while it works on a part, none of this is in
+/// registers.
+struct Course {
+  Share share;
+  Part part;
+};
+
+/// By all lanes of a warp: the next part of the share. False: there is none.
+__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course) {
+  Share share = course.share;
+  __syncwarp();
+  while (share.left > 0 && share.sequence < a.map.num_sequences) {
+    const int64_t length = stream_length(a.map, share.sequence), chunks = length - kStreamCost;
+    const int64_t rest = length - share.before;
+    const bool cut = rest > share.left;
+    const int64_t first =
+        cut ? chunks - max(share.before + share.left - kStreamCost, int64_t{0}) : 0;
+    const int64_t last = chunks - max(share.before - kStreamCost, int64_t{0});
+    const Span whole = sequence_span(a.map, share.sequence);
+    const Part part = {
+        {share.sequence, whole.begin + first * kChunk, min(whole.end, whole.begin + last * kChunk)},
+        share.head,
+        first > 0,
+        last < chunks};
+    share.left -= rest;
+    share.before = 0;
+    if (++share.head == a.shape.HV) share.head = 0, ++share.sequence;
+    if (cut && first == last) continue;
+    if (threadIdx.x % 32 == 0) course = {share, part};
+    __syncwarp();
+    return true;
+  }
+  return false;
+}
+
+}  // namespace kda::cuda::sm90::fused
