@@ -13,6 +13,7 @@ import math
 import pathlib
 import re
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -255,8 +256,7 @@ def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)
     language = {"cpp": "cpp", "c": "c", "py": "python"}[path.rpartition(".")[2]]
-    lines = [line[2:] if line.startswith("  ") else line for line in body.split("\n")]
-    return f"```{language}\n" + "\n".join(lines) + "\n```"
+    return f"```{language}\n{textwrap.dedent(body)}\n```"
 
 
 def table_accuracy():

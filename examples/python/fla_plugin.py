@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """FLA's own function, served by libkda: one import more."""
-import torch
-
 # [readme]
+import torch
 import libkda.fla  # registers with FLA's backend registry; disable() and enable() switch it
 from fla.ops.kda import chunk_kda
 
