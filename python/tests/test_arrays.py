@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import sys
 
 import pytest
 import torch
@@ -49,15 +50,80 @@ def test_outputs_of_the_caller_and_strides():
     assert found is o and np.array_equal(o, expected)
 
 
-def test_dlpack_of_other_libraries():
-    """torch stands for any library with __dlpack__; bfloat16 needs the caller's output."""
+def test_dlpack_of_other_libraries(monkeypatch):
+    """torch stands for any library with __dlpack__; without ml_dtypes bfloat16 needs the caller's output."""
     x, parameters, state = make(dtype=torch.bfloat16)
     raw = dict(qk_l2norm=True, beta_mode="sigmoid", output_final_state=True)
-    with pytest.raises(ValueError, match="bfloat16"):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    with pytest.raises(ValueError, match="o: NumPy has no bfloat16"):
         arrays.forward(**x, **raw)
     o = torch.full_like(x["v"], float("nan"))
     arrays.forward(**x, o=o, initial_state=state, **raw)
     assert distance(o, reference(x, parameters, state)[0]) < 2.5e-3
+
+
+def test_bfloat16_of_ml_dtypes():
+    """NumPy arrays as JAX hands them to callbacks."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x, parameters, state = make(dtype=torch.bfloat16)
+    arguments = {name: t.view(torch.uint16).numpy().view(bfloat16) for name, t in x.items()}
+    o, final = arrays.forward(**arguments, initial_state=state.numpy(), qk_l2norm=True, beta_mode="sigmoid",
+                              output_final_state=True)
+    expected = reference(x, parameters, state)
+    assert o.dtype == bfloat16 and distance(torch.from_numpy(o.astype(np.float32)), expected[0]) < 2.5e-3
+    assert distance(torch.from_numpy(final), expected[1]) < 2e-6
+
+
+def test_decode_goes_on_where_forward_ends():
+    x, parameters, state, arguments, raw = numpy_inputs(T=21)
+    expected, expected_final = reference(x, parameters, state)
+    some = lambda begin, end: {name: t[:, begin:end] for name, t in arguments.items()}
+    _, pool = arrays.forward(**some(0, 12), initial_state=state.numpy(), **raw)
+    del raw["output_final_state"]
+    for begin, end in [(12, 13), (13, 21)]:  # one token, then as many as a step takes
+        o = arrays.decode(**some(begin, end), state=pool, **raw)
+        assert distance(torch.from_numpy(o), expected[:, begin:end]) < 2e-6
+    assert distance(torch.from_numpy(pool), expected_final) < 2e-6
+
+
+def test_decode_in_a_pool():
+    x, parameters, state, arguments, raw = numpy_inputs(B=3, T=1)
+    del raw["output_final_state"]
+    pool = np.full((6, *state.shape[1:]), np.nan, np.float32)
+    pool[4], pool[1] = state[0].numpy(), state[2].numpy()
+    o = arrays.decode(**arguments, state=pool, indices=np.array([4, -1, 1], np.int32), **raw)
+    expected, expected_final = reference(x, parameters, state)
+    assert not o[1].any()
+    for n, slot in [(0, 4), (2, 1)]:
+        assert distance(torch.from_numpy(o[n]), expected[n]) < 2e-6
+        assert distance(torch.from_numpy(pool[slot]), expected_final[n]) < 2e-6
+    assert np.isnan(pool[[0, 2, 3, 5]]).all()
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(state=np.zeros((2, 4, 64, 33), np.float32)), ValueError, r"state must have shape \[2, 4, 64, 32\]"),
+    (dict(state=np.zeros((2, 4, 64, 32))), TypeError, "state must be float32, bfloat16 or float16, got float64"),
+    (dict(state=np.zeros((2, 4, 64, 32), np.float16)), TypeError, "state must be float32 or bfloat16, got float16"),
+    (dict(indices=np.array([0, 1])), TypeError, "indices must be a dense array of int32, got int64"),
+    (dict(indices=np.array([0, 0, 1, 1], np.int32)[::2]), TypeError, "indices must be a dense array of int32"),
+    (dict(indices=np.array([0], np.int32)), ValueError, r"indices must have shape \[2\], got \[1\]"),
+])
+def test_errors_of_decode(change, error, text):
+    _, _, state, arguments, raw = numpy_inputs(T=1)
+    del raw["output_final_state"]
+    o = np.full_like(arguments["v"], np.nan)
+    call = dict(state=state.numpy().copy())
+    call.update(change)
+    before = call["state"].copy()
+    with pytest.raises(error, match=text):
+        arrays.decode(**arguments, **call, o=o, **raw)
+    assert np.isnan(o).all() and np.array_equal(call["state"], before)
+
+
+def test_decode_takes_few_tokens():
+    _, _, state, arguments, raw = numpy_inputs(T=9)
+    with pytest.raises(ValueError, match="8"):
+        arrays.decode(**arguments, state=state.numpy(), qk_l2norm=True)
 
 
 def test_read_only_inputs_are_fine_read_only_outputs_are_not():
@@ -76,7 +142,12 @@ def test_read_only_inputs_are_fine_read_only_outputs_are_not():
     (dict(gate_mode="fast"), ValueError, "gate_mode must be one of log, softplus, bounded, got 'fast'"),
     (dict(k=np.zeros((2, 131, 2, 63), np.float32)), ValueError, r"k must have shape \[2, 131, 2, 64\]"),
     (dict(v=[1, 2]), TypeError, "v must be an array with __dlpack__"),
-    (dict(g=np.zeros((2, 131, 4, 64))), TypeError, "g must be float32"),
+    (dict(g=np.zeros((2, 131, 4, 64))), TypeError, "g must be float32, bfloat16 or float16, got float64"),
+    (dict(g=np.zeros((2, 131, 4, 64), ">f4")), TypeError, "g: DLPack"),
+    (dict(lower_bound=None), TypeError, "lower_bound must be a number, got None"),
+    (dict(scale="x"), TypeError, "scale must be a number, got .x."),
+    (dict(cu_seqlens=[]), ValueError, "cu_seqlens must have"),
+    (dict(cu_seqlens=[0.0, 131.0]), TypeError, "cu_seqlens must be a sequence of integers"),
     (dict(gate_mode="softplus"), ValueError, "A_log"),
     (dict(cu_seqlens=[0, 131]), ValueError, "batch"),
 ])
@@ -89,6 +160,10 @@ def test_errors(change, error, text):
 def test_workspace_bytes():
     _, _, state, arguments, raw = numpy_inputs()
     assert arrays.workspace_bytes(**arguments, initial_state=state.numpy(), **raw) > 0
+    token = {name: t[:, :1] for name, t in arguments.items()}
+    assert arrays.workspace_bytes(**token, state=state.numpy(), qk_l2norm=True) > 0
+    with pytest.raises(ValueError, match="8"):  # the plan is that of decode
+        arrays.workspace_bytes(**arguments, state=state.numpy())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="arrays on a GPU")
@@ -113,3 +188,14 @@ def test_arrays_on_a_gpu(source):
     expected = reference(x, parameters, state)
     assert distance(torch.from_numpy(o.get()), expected[0]) < 1e-3
     assert distance(torch.from_numpy(final.get()), expected[1]) < 1e-3
+
+    token = {name: array[:, :1] for name, array in inputs.items() if name != "initial_state"}
+    states = cupy.asarray(state.numpy())
+    next_o, memory = o[:, :1].copy(), cupy.zeros(arrays.workspace_bytes(**token, state=states) + 1, np.uint8)
+    cupy.cuda.Device().synchronize()
+    assert arrays.decode(**token, state=states, o=next_o, workspace=memory, stream=stream.ptr, qk_l2norm=True,
+                         beta_mode="sigmoid") is next_o
+    stream.synchronize()
+    expected = reference({name: t[:, :1] for name, t in x.items()}, parameters, state)
+    assert distance(torch.from_numpy(next_o.get()), expected[0]) < 1e-3
+    assert distance(torch.from_numpy(states.get()), expected[1]) < 2e-6

@@ -12,8 +12,9 @@ assert EXAMPLES
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_runs(path):
-    if path.stem == "fla_plugin":
-        pytest.importorskip("fla")
+    needs = {"fla_plugin": "fla", "jax_forward": "jax"}
+    if path.stem in needs:
+        pytest.importorskip(needs[path.stem])
     run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of arrays that speak DLPack, as the C ABI's kda_tensor describes it."""
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+
+from libkda._library import I64, PTR
+
+CPU, CUDA = 1, 2  # of DLPack
+FP32, BF16, FP16, INT32, INT64 = range(5)  # of kda.h
+_DTYPES = {(2, 32): FP32, (4, 16): BF16, (2, 16): FP16, (0, 32): INT32, (0, 64): INT64}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [("data", PTR), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+                ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(I64)), ("strides", ctypes.POINTER(I64)),
+                ("byte_offset", ctypes.c_uint64)]
+
+
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = PTR, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _is_numpy_bfloat16(array):
+    """ml_dtypes' bfloat16 in a NumPy array, as JAX hands it to callbacks: DLPack of NumPy does not take it."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(array, numpy.ndarray) and array.dtype.name == "bfloat16"
+
+
+class View:
+    """An array's memory; holds the array while it lives. `raw`: of any type."""
+
+    def __init__(self, array, name, raw=False):
+        self.name = name
+        if not hasattr(array, "__dlpack__"):
+            raise TypeError(f"{name} must be an array with __dlpack__ (NumPy, JAX, CuPy), got {type(array).__name__}")
+        bfloat16 = _is_numpy_bfloat16(array)
+        if bfloat16:
+            array = array.view("uint16")
+        flags = getattr(array, "flags", None)
+        self.writable = getattr(flags, "writeable", True)
+        if not self.writable:  # DLPack has no word for read-only: NumPy refuses
+            array = array.copy()
+        try:
+            self.owner = array, array.__dlpack__()
+        except BufferError as refusal:
+            raise TypeError(f"{name}: {refusal}") from None
+        x = _DLTensor.from_address(_pointer_of(self.owner[1], b"dltensor"))
+        self.shape = tuple(x.shape[i] for i in range(x.ndim))
+        self.device = x.device_type, x.device_id
+        self.dtype = BF16 if bfloat16 else _DTYPES.get((x.code, x.bits)) if x.lanes == 1 else None
+        self.type_name = "bfloat16" if bfloat16 else str(getattr(array, "dtype", "another type"))
+        self.bytes = math.prod(self.shape) * x.bits * x.lanes // 8
+        if self.dtype is None and not raw:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {self.type_name}")
+        self.data = (x.data or 0) + x.byte_offset
+        self.strides = tuple(x.strides[i] for i in range(x.ndim)) if x.strides else self._row_major()
+
+    def _row_major(self):
+        strides, step = [], 1
+        for size in reversed(self.shape):
+            strides.append(step)
+            step *= size
+        return tuple(reversed(strides))
+
+    def expect_shape(self, shape):
+        if self.shape != tuple(shape):
+            raise ValueError(f"{self.name} must have shape {list(shape)}, got {list(self.shape)}")
+
+    def describe(self, target, shape):
+        self.expect_shape(shape)
+        target.data, target.dtype = self.data, self.dtype
+        for i, stride in enumerate(self.strides):
+            target.strides[i] = stride
+        size = 4 if self.dtype == FP32 else 2
+        steps = [self.data, *(s * size for s in self.strides[:-1])]
+        target.alignment = max(size, min(16, *(step & -step or 16 for step in steps)))
+
+    def is_dense(self):
+        return all(size == 1 or stride == dense
+                   for size, stride, dense in zip(self.shape, self.strides, self._row_major()))
+
+
+def new_numpy(shape, dtype, name):
+    """An uninitialised NumPy array; bfloat16 is ml_dtypes' if that is installed, as it is with JAX."""
+    import numpy
+    if dtype != BF16:
+        return numpy.empty(shape, numpy.float32 if dtype == FP32 else numpy.float16)
+    try:
+        from ml_dtypes import bfloat16
+    except ImportError:
+        raise ValueError(f"{name}: NumPy has no bfloat16 without the package ml_dtypes: install it, or give {name} "
+                         f"(any writable array of any float type)") from None
+    return numpy.empty(shape, bfloat16)
