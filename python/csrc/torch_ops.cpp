@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators libkda::forward and libkda::update on PyTorch's stable ABI (2.10 and later): one
-// library for every Python and every torch. Meaning of the arguments: include/kda/problem.hpp;
+// The operators libkda::forward, forward_into and update on PyTorch's stable ABI (2.10 and later):
+// one library for every Python and every torch. Meaning of the arguments: include/kda/problem.hpp;
 // what users call: python/libkda/kda.py.
 #include <torch/csrc/stable/library.h>
 
@@ -149,6 +149,18 @@ int64_t count_checkpoints(const kda_problem& p, const std::vector<int64_t>& cu_s
   return count;
 }
 
+/// `p` with its outputs described: initial states and whether decode serves it are all that lacks.
+void run_forward(kda_problem* p, const Tensor& q, const std::vector<int64_t>& lengths,
+                 const MaybeTensor& initial_state, bool state_v_first, bool decode) {
+  if (initial_state) {
+    describe_state(&p->initial_state, *initial_state, "initial_state", state_v_first,
+                   p->num_value_heads, p->key_dim, p->value_dim);
+    expect_beside(*initial_state, q, "initial_state");
+  }
+  if (decode && few_tokens(lengths)) p->operation = KDA_DECODE;
+  run(p, q, lengths);
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
                                            MaybeTensor A_log, MaybeTensor dt_bias,
                                            MaybeTensor initial_state, MaybeTensor cu_seqlens,
@@ -167,22 +179,34 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor 
     return new_tensor(q, {slots, HV, state_v_first ? V : K, state_v_first ? K : V},
                       aoti_torch_dtype_float32());
   };
-  if (initial_state) {
-    describe_state(&p.initial_state, *initial_state, "initial_state", state_v_first, HV, K, V);
-    expect_beside(*initial_state, q, "initial_state");
-  }
   const Tensor final_state = states(output_final_state ? p.num_sequences : 0);
   if (output_final_state)
     describe_state(&p.final_state, final_state, "final_state", state_v_first, HV, K, V);
-  if (decode && few_tokens(lengths)) p.operation = KDA_DECODE;
   const bool keep = checkpoint_every > 0;
   const Tensor checkpoints = states(keep ? count_checkpoints(p, lengths, checkpoint_every) : 0);
   if (keep) {
     describe_state(&p.checkpoints, checkpoints, "checkpoints", state_v_first, HV, K, V);
     p.checkpoint_every = checkpoint_every;
   }
-  run(&p, q, lengths);
+  run_forward(&p, q, lengths, initial_state, state_v_first, decode);
   return {o, final_state, checkpoints};
+}
+
+/// forward() into tensors of the caller, of any strides that kernels write.
+void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
+                  MaybeTensor final_state, MaybeTensor A_log, MaybeTensor dt_bias,
+                  MaybeTensor initial_state, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu,
+                  int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
+                  bool l2norm, bool state_v_first, bool decode) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  if (final_state) {
+    describe_state(&p.final_state, *final_state, "final_state", state_v_first, p.num_value_heads,
+                   p.key_dim, p.value_dim);
+    expect_beside(*final_state, q, "final_state");
+  }
+  run_forward(&p, q, lengths, initial_state, state_v_first, decode && final_state);
 }
 
 /// One index a sequence, or [N, S] with one a token.
@@ -237,6 +261,11 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
       "output_final_state, int checkpoint_every, bool decode=False) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!)? "
+      "final_state, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, "
+      "Tensor? cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool "
+      "l2norm, bool state_v_first, bool decode=False) -> ()");
+  m.def(
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
@@ -245,5 +274,6 @@ STABLE_TORCH_LIBRARY(libkda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("forward", TORCH_BOX(&kda_torch::forward));
+  m.impl("forward_into", TORCH_BOX(&kda_torch::forward_into));
   m.impl("update", TORCH_BOX(&kda_torch::update));
 }

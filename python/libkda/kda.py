@@ -286,10 +286,9 @@ def fused_recurrent_kda_fwd(
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
-        o, final = _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
-                              cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                              allow_neg_eigval, lower_bound)
-        return o if out is None else out.copy_(o), final
+        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
+                          cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                          allow_neg_eigval, lower_bound, out)
     assert initial_state is not None
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -313,17 +312,29 @@ def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_i
 
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
-               use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound):
-    """fused_recurrent_kda; its arguments by place, since names cost a call of few tokens time."""
+               use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
+               out=None):
+    """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
+    time."""
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
     modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                    use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
     state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
+    if out is not None:
+        o, final = _rows(out), _new_states(q, v, state_v_first, cu_seqlens) if output_final_state or decode else None
+        _call(ops.forward_into, q, k, v, g, beta, o, final, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
+              decode)
+        return out if o is out else out.copy_(o), final if output_final_state else None
     o, final, _ = _call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
                         output_final_state or decode, 0, decode)
     return _as(o, v.dtype), final if output_final_state else None
+
+
+def _new_states(q, v, state_v_first, cu_seqlens):
+    N, K, (HV, V) = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q.shape[-1], v.shape[2:]
+    return q.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype=torch.float32)
 
 
 def _decodes(q, cu_seqlens):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.libkda.forward and .update: loading, fake kernels, and what autograd answers.
+"""torch.ops.libkda.forward, .forward_into and .update: loading, fake kernels, and what autograd answers.
 
-Both are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state, checkpoints), the
-last two empty unless asked for; `update` writes o and the pool of states in place.
+They are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state, checkpoints), the last two empty
+unless asked for; `forward_into` writes o and final_state (or None) of the caller, any strides with a contiguous last
+dimension; `update` writes o and the pool of states in place.
 """
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
@@ -40,8 +41,9 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cp
     return v.new_empty(v.shape), state, checkpoints
 
 
+@torch.library.register_fake("libkda::forward_into")
 @torch.library.register_fake("libkda::update")
-def _(q, k, v, g, beta, o, states, *rest):
+def _(*arguments):
     return None
 
 
@@ -52,6 +54,7 @@ def _backward(ctx, *grads):
 torch.library.register_autograd("libkda::forward", _backward)
 
 _forward = torch.ops.libkda.forward.default
+forward_into = torch.ops.libkda.forward_into.default
 update = torch.ops.libkda.update.default
 
 

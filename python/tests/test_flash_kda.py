@@ -25,6 +25,34 @@ def test_fwd(device, packed):
     assert flash_kda.get_workspace_size(131, 2) == 0
 
 
+def test_outputs_of_any_form(device):
+    """Written where they lie if kernels can; else through a copy. The final state may be the initial one."""
+    x, parameters, state = make(dtype=torch.bfloat16, device=device, gates="bounded")
+    call = lambda out, initial, final: flash_kda.fwd(**x, scale=0.1, out=out, **parameters, lower_bound=-5.0,
+                                                     initial_state=initial, final_state=final)
+    v, start = x["v"], state.mT.contiguous()
+    expected, expected_final = torch.empty_like(v), torch.empty_like(start)
+    call(expected, start, expected_final)
+    pool = torch.full((4, *start.shape[1:]), float("nan"), device=device)
+    pool[1:3] = start
+    wide = torch.full((*v.shape[:-1], 40), float("nan"), device=device, dtype=v.dtype)
+    call(wide[..., :32], pool[1:3], pool[1:3])
+    assert torch.equal(wide[..., :32], expected) and wide[..., 32:].isnan().all()
+    assert torch.equal(pool[1:3], expected_final) and pool[[0, 3]].isnan().all()
+    turned, final = torch.empty_like(v.mT).mT, torch.empty_like(start.mT).mT.double()
+    call(turned, start, final)
+    assert torch.equal(turned, expected) and torch.equal(final, expected_final.double())
+    final = torch.empty_like(start, dtype=torch.bfloat16)
+    call(expected, start, final)
+    assert torch.equal(final, expected_final.bfloat16())
+
+
+def test_out_of_another_shape():
+    x, parameters, state = make(gates="bounded")
+    with pytest.raises(ValueError, match="out must have the shape of v"):
+        flash_kda.fwd(**x, scale=0.1, out=x["v"][:, 1:], **parameters, lower_bound=-5.0)
+
+
 def test_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "flash_kda", raising=False)
     flash_kda.install()

@@ -22,6 +22,29 @@ def test_opcheck_forward(device):
     torch.library.opcheck(FORWARD, (*packed, None, None, None, cu.to(device), cu, *TAIL, True, 0))
 
 
+def test_opcheck_forward_into(device):
+    x, _, state = make(T=70, device=device)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    for initial, final in ((None, None), (state, torch.empty_like(state))):
+        torch.library.opcheck(ops.forward_into, (*rows, torch.empty_like(x["v"]), final, None, None, initial, None,
+                                                 None, *TAIL))
+
+
+@pytest.mark.parametrize("T", [2, 70])
+def test_forward_into_writes_what_forward_returns(device, T):
+    """Into rows of wider tensors, whose rest stays as it is."""
+    x, _, state = make(T=T, device=device, dtype=torch.bfloat16)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    o, final, _ = FORWARD(*rows, None, None, state, None, None, *TAIL, True, 0)
+    wide_o = torch.full((2, T, 4, 48), float("nan"), device=device, dtype=torch.bfloat16)
+    wide_final = torch.full((2, 6, *state.shape[2:]), float("nan"), device=device)
+    ops.forward_into(*rows, wide_o[..., :32], wide_final[:, 1:5], None, None, state, None, None, *TAIL)
+    assert torch.equal(wide_o[..., :32], o) and torch.equal(wide_final[:, 1:5], final)
+    assert wide_o[..., 32:].isnan().all() and wide_final[:, [0, 5]].isnan().all()
+    ops.forward_into(*rows, wide_o[..., 16:], None, None, None, state, None, None, *TAIL, True)  # no states kept
+    assert torch.equal(wide_o[..., 16:], o)
+
+
 def test_opcheck_update(device):
     x, _, state = make(T=2, device=device)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]

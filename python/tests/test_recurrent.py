@@ -146,3 +146,21 @@ def test_out(device):
     out = torch.full_like(x["v"], float("nan"))
     o, _ = fused_recurrent_kda_fwd(**x, initial_state=state.clone(), out=out)
     assert o is out and not out.isnan().any()
+
+
+@pytest.mark.parametrize("T", [1, 12])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_out_with_states_of_its_own(device, T, v_first):
+    """Any strides; what `out` does not cover, and the old states, stay."""
+    x, _, state = make(B=3, T=T, device=device)
+    start = state.mT.contiguous() if v_first else state
+    flags = dict(initial_state=start, inplace_final_state=False, use_qk_l2norm_in_kernel=True, state_v_first=v_first,
+                 use_beta_sigmoid_in_kernel=True)
+    before, expected = start.clone(), fused_recurrent_kda_fwd(**x, **flags, output_final_state=True)
+    for wide in (torch.empty(*x["v"].shape[:3], 48, device=device), torch.empty(*x["v"].shape[:3], 64, device=device)):
+        out = wide.fill_(float("nan"))[..., ::wide.shape[-1] // 32]  # the second one's elements are apart
+        out = out[..., :32]
+        o, final = fused_recurrent_kda_fwd(**x, **flags, out=out, output_final_state=True)
+        assert o is out and torch.equal(out, expected[0]) and torch.equal(final, expected[1])
+        assert wide.isnan().sum() == wide.numel() - out.numel() and torch.equal(start, before)
+        assert fused_recurrent_kda_fwd(**x, **flags, out=out)[1] is None
