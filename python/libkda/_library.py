@@ -38,7 +38,7 @@ class Problem(ctypes.Structure):
 
 class PlanOptions(ctypes.Structure):
     _fields_ = (
-        [("struct_size", ctypes.c_size_t)]
+        [("struct_size", ctypes.c_size_t)]  # type: ignore[assignment]
         + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
         + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
            ("intra_form", I32), ("reserved", I32)]

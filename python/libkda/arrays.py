@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import operator
+from collections.abc import Iterable
+from typing import Any, Literal, Protocol, SupportsIndex
 
 from libkda._dlpack import BF16, CPU, CUDA, FP32, INT32, View, new_numpy
 from libkda._library import I64, PTR, PlanOptions, Problem, check, library
@@ -22,10 +24,24 @@ BETA_MODES = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
 STATE_LAYOUTS = {"kv": 0, "vk": 1}
 _DECODE, _INT64 = 1, 4  # of kda.h
 
+GateMode = Literal["log", "softplus", "bounded"]
+BetaMode = Literal["plain", "sigmoid", "sigmoid2"]
+StateLayout = Literal["kv", "vk"]
 
-def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, scale=None,
-            gate_mode="log", beta_mode="plain", lower_bound=-5.0, qk_l2norm=False, state_layout="kv",
-            output_final_state=False, o=None, final_state=None, workspace=None, stream=0, num_threads=0):
+
+class Array(Protocol):
+    """Whatever speaks DLPack."""
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+            dt_bias: Array | None = None, initial_state: Array | None = None,
+            cu_seqlens: Iterable[SupportsIndex] | None = None, scale: float | None = None, gate_mode: GateMode = "log",
+            beta_mode: BetaMode = "plain", lower_bound: float = -5.0, qk_l2norm: bool = False,
+            state_layout: StateLayout = "kv", output_final_state: bool = False, o: Array | None = None,
+            final_state: Array | None = None, workspace: Array | None = None, stream: int = 0,
+            num_threads: int = 0) -> tuple[Any, Any]:
     """The forward pass; formulas and modes as in docs/operation.md.
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; float32, float16 or bfloat16, each its own.
@@ -51,9 +67,11 @@ def forward(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, c
     return o, final_state
 
 
-def decode(q, k, v, g, beta, state, *, indices=None, A_log=None, dt_bias=None, cu_seqlens=None, scale=None,
-           gate_mode="log", beta_mode="plain", lower_bound=-5.0, qk_l2norm=False, state_layout="kv", o=None,
-           workspace=None, stream=0, num_threads=0):
+def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, indices: Array | None = None,
+           A_log: Array | None = None, dt_bias: Array | None = None, cu_seqlens: Iterable[SupportsIndex] | None = None,
+           scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
+           lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
+           o: Array | None = None, workspace: Array | None = None, stream: int = 0, num_threads: int = 0) -> Any:
     """The next 1 to 8 tokens of every sequence; the states are read and written in place.
 
     Arguments as of forward(), T counting the new tokens. state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or
@@ -67,17 +85,19 @@ def decode(q, k, v, g, beta, state, *, indices=None, A_log=None, dt_bias=None, c
     if call.on_gpu and (o is None or workspace is None):
         raise ValueError("on a GPU o and workspace must be given")
     call.set_pool(_writable(state, "state"), indices)
-    made = o is None
-    o = call.set_output(o)
-    if made and indices is not None:
-        o[...] = 0
+    out = call.set_output(o)
+    if o is None and indices is not None:
+        out[...] = 0
     call.run(workspace, stream, num_threads)
-    return o
+    return out
 
 
-def workspace_bytes(q, k, v, g, beta, *, A_log=None, dt_bias=None, initial_state=None, cu_seqlens=None, scale=None,
-                    gate_mode="log", beta_mode="plain", lower_bound=-5.0, qk_l2norm=False, state_layout="kv",
-                    output_final_state=False, state=None, indices=None) -> int:
+def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
+                    dt_bias: Array | None = None, initial_state: Array | None = None,
+                    cu_seqlens: Iterable[SupportsIndex] | None = None, scale: float | None = None,
+                    gate_mode: GateMode = "log", beta_mode: BetaMode = "plain", lower_bound: float = -5.0,
+                    qk_l2norm: bool = False, state_layout: StateLayout = "kv", output_final_state: bool = False,
+                    state: Array | None = None, indices: Array | None = None) -> int:
     """Bytes of workspace that forward() of the same arguments takes on a GPU, or decode() if `state` is given."""
     call = _Call(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound, qk_l2norm,
                  state_layout)
@@ -167,7 +187,7 @@ class _Call:
             raise TypeError(f"indices must be a dense array of int32, got {index.type_name} of strides {index.strides}")
         self.problem.initial_state.indices, self.problem.initial_state.indexed = index.data, 1
 
-    def set_output(self, o):
+    def set_output(self, o) -> Any:
         o = new_numpy(self.output, self.views["v"].dtype, "o") if o is None else o
         self._here(_writable(o, "o")).describe(self.problem.o, self.output)
         return o

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ except ImportError:
     except ImportError as error:
         raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
-_state = {"enabled": True, "path": None}
+_state: dict[str, Any] = {"enabled": True, "path": None}
 
 
 def enable() -> None:

@@ -7,9 +7,9 @@ import warnings
 import torch
 
 from libkda import ops
+from libkda._operands import as_type, call, lengths_of, modes_of, new_states, parameter_of, rows_of
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -36,18 +36,6 @@ def _check_sequences(q, initial_state, cu_seqlens):
                          f"i.e., {N} rather than {initial_state.shape[0]}.")
 
 
-def _check_shapes(q, k, v, g, beta):
-    B, T, H, K = q.shape
-    HV = v.shape[2]
-    assert q.shape == k.shape, f"q and k must have the same shape, got q={q.shape} vs k={k.shape}"
-    assert K <= 256, f"Currently we only support key headdim <=256 for KDA, got {K}."
-    assert v.shape[-1] <= 256, f"libkda supports value head dimensions up to 256, got {v.shape[-1]}."
-    assert HV % H == 0, (f"For GVA, num_v_heads (HV={HV}) must be evenly divisible by num_qk_heads (H={H}), "
-                         f"but got HV % H = {HV % H}")
-    assert g.shape == (B, T, HV, K), f"g must have shape [B, T, HV, K]={[B, T, HV, K]}, got {list(g.shape)}"
-    assert beta.shape == (B, T, HV), f"beta must have shape [B, T, HV]={[B, T, HV]}, got {list(beta.shape)}"
-
-
 def _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval):
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
@@ -56,65 +44,6 @@ def _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval):
 def _check_no_gradient(*tensors):
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise NotImplementedError(ops.NO_BACKWARD)
-
-
-# ---- what the operators take -----------------------------------------------------------------------------------------
-
-def _rows(x):
-    """A tensor of a type that the kernels read, its last dimension contiguous; any other strides."""
-    if x.dtype not in _FLOATS:
-        x = x.float()
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
-
-
-def _parameter(x):
-    """A parameter of the gate as the kernels read it, in any shape."""
-    return x if x is None or x.dtype is torch.float32 and x.is_contiguous() else x.float().contiguous()
-
-
-def _as(x, dtype):
-    return x if x.dtype is dtype else x.to(dtype)
-
-
-def _lengths(cu_seqlens, cu_seqlens_cpu, q):
-    """cu_seqlens where q is, and on the host if that costs no wait."""
-    if cu_seqlens is None:
-        return None, None
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"`cu_seqlens` must be int32 or int64, got {cu_seqlens.dtype}.")
-    if cu_seqlens.device.type == "cpu" and q.device.type != "cpu":
-        cu_seqlens_cpu = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        cu_seqlens = cu_seqlens.to(q.device)
-    return cu_seqlens.contiguous(), None if cu_seqlens_cpu is None else cu_seqlens_cpu.contiguous()
-
-
-def _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-           use_qk_l2norm_in_kernel, state_v_first):
-    gate = ops.GATE_LOG
-    if use_gate_in_kernel:
-        gate = ops.GATE_SOFTPLUS if lower_bound is None else ops.GATE_BOUNDED
-    beta = ops.BETA_PLAIN
-    if use_beta_sigmoid_in_kernel:
-        beta = ops.BETA_SIGMOID2 if allow_neg_eigval else ops.BETA_SIGMOID
-    bound = float(lower_bound) if gate == ops.GATE_BOUNDED else -5.0
-    return (gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel,
-            bool(state_v_first))
-
-
-def _call(operator, q, k, v, g, beta, *rest):
-    """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
-    what it refuses is looked at here, for FLA's errors or to be given again as it takes it."""
-    error = None
-    if type(q) is torch.Tensor and not torch.compiler.is_compiling():  # a fake kernel refuses nothing
-        try:
-            return operator(q, k, v, g, beta, *rest)
-        except RuntimeError as refusal:
-            error = refusal
-    _check_shapes(q, k, v, g, beta)
-    rows = _rows(q), _rows(k), _rows(v), _rows(g), _rows(beta)
-    if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
-        raise error  # not for what these tensors are: nothing is tried twice
-    return operator(*rows, *rest)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
@@ -198,7 +127,7 @@ def chunk_kda(
         assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
     _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
-    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, cu_seqlens_cpu, q)
+    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     every, lengths = 0, None
     if return_intermediate_states:
         every = chunk_size
@@ -206,12 +135,12 @@ def chunk_kda(
             cu_seqlens_cpu = cu_seqlens.cpu() if cu_seqlens_cpu is None else cu_seqlens_cpu
             lengths = cu_seqlens_cpu.diff().tolist()
     state = None if initial_state is None else initial_state.contiguous()
-    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                   use_qk_l2norm_in_kernel, state_v_first)
-    o, final_state, checkpoints = _call(
-        ops.forward, q, k, v, g, beta, _parameter(A_log), _parameter(dt_bias), state, cu_seqlens, cu_seqlens_cpu,
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    o, final_state, checkpoints = call(
+        ops.forward, q, k, v, g, beta, parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu,
         *modes, output_final_state, every)
-    result = _as(o, q.dtype), final_state if output_final_state else None
+    result = as_type(o, q.dtype), final_state if output_final_state else None
     if not return_intermediate_states:
         return result
     return *result, _chunk_states(checkpoints, state, q.shape[0], q.shape[1], lengths, chunk_size, k.dtype)
@@ -291,15 +220,15 @@ def fused_recurrent_kda_fwd(
                           allow_neg_eigval, lower_bound, out)
     assert initial_state is not None
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
-    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                   use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, None, q)
     o = out
     if o is None:  # zeros where no token is, or no slot
-        o = (torch.empty_like if cu_seqlens is None and ssm_state_indices is None else torch.zeros_like)(_rows(v))
+        o = (torch.empty_like if cu_seqlens is None and ssm_state_indices is None else torch.zeros_like)(rows_of(v))
     _update((q, k, v, g, beta), o, initial_state, ssm_state_indices, num_accepted_tokens, (A_log, dt_bias), cu_seqlens,
             cu_seqlens_cpu, modes)
-    return _as(o, v.dtype), initial_state
+    return as_type(o, v.dtype), initial_state
 
 
 def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound):
@@ -308,7 +237,7 @@ def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_i
         return None, None
     if A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
-    return _parameter(A_log), _parameter(dt_bias)
+    return parameter_of(A_log), parameter_of(dt_bias)
 
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
@@ -317,24 +246,19 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
-    modes = _modes(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                   use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = _lengths(cu_seqlens, None, q)
-    state = None if initial_state is None else _as(initial_state, torch.float32).contiguous()
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, None, q)
+    state = None if initial_state is None else as_type(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
     if out is not None:
-        o, final = _rows(out), _new_states(q, v, state_v_first, cu_seqlens) if output_final_state or decode else None
-        _call(ops.forward_into, q, k, v, g, beta, o, final, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
+        o, final = rows_of(out), new_states(q, v, state_v_first, cu_seqlens) if output_final_state or decode else None
+        call(ops.forward_into, q, k, v, g, beta, o, final, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
               decode)
         return out if o is out else out.copy_(o), final if output_final_state else None
-    o, final, _ = _call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
+    o, final, _ = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
                         output_final_state or decode, 0, decode)
-    return _as(o, v.dtype), final if output_final_state else None
-
-
-def _new_states(q, v, state_v_first, cu_seqlens):
-    N, K, (HV, V) = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q.shape[-1], v.shape[2:]
-    return q.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype=torch.float32)
+    return as_type(o, v.dtype), final if output_final_state else None
 
 
 def _decodes(q, cu_seqlens):
@@ -349,9 +273,9 @@ def _update(inputs, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqle
     """States of a pool in place."""
     many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
     if indices is not None:
-        indices = _as(indices, torch.int32).contiguous()
+        indices = as_type(indices, torch.int32).contiguous()
         indices = indices.flatten() if indices.dim() == 2 and not many else indices
     if accepted is not None:
-        accepted = _as(accepted, torch.int32).contiguous()
-    _call(ops.update, *inputs, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
+        accepted = as_type(accepted, torch.int32).contiguous()
+    call(ops.update, *inputs, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
           many or _decodes(inputs[0], cu_seqlens), *modes)

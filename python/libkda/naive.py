@@ -32,7 +32,7 @@ def naive_recurrent_kda(
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
-):
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The recurrence. q, k [B, T, H, K], v [B, T, HV, V], g [B, T, HV, K] log decays, beta [B, T, HV],
     initial_state [B, HV, K, V]. Computes in fp32 (fp64 inputs: fp64); returns (o as v's type, state or None)."""
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -58,7 +58,7 @@ def naive_chunk_kda(
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     chunk_size: int = 64,
-):
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same by chunks (docs/operation.md, "Chunked form"); any T. Every exponent is a sum of log
     decays between two tokens of a chunk, so nothing overflows where the decays do not."""
     dtype = torch.promote_types(v.dtype, torch.float32)

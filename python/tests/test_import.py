@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package in interpreters of its own."""
+import ast
+import pathlib
 import subprocess
 import sys
+
+import libkda
 
 
 def python(code):
@@ -50,3 +54,12 @@ except AttributeError as error:
 else:
     raise SystemExit("no error")
 """)
+
+
+def test_stub_has_the_names_that_load_late():
+    stub = ast.parse((pathlib.Path(libkda.__file__).parent / "__init__.pyi").read_text())
+    imported = {name.name for node in stub.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert imported == {*libkda._NAMES, *libkda._MODULES}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom) and node.module != "libkda":
+            assert {libkda._NAMES[name.name] for name in node.names} == {node.module.removeprefix("libkda.")}

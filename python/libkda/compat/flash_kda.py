@@ -11,11 +11,13 @@ import sys
 import torch
 
 from libkda import ops
-from libkda.kda import _as, _lengths, _parameter, _rows
+from libkda._operands import as_type, lengths_of, parameter_of, rows_of
 
 
-def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None,
-        cu_seqlens=None):
+def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
+        out: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, lower_bound: float,
+        initial_state: torch.Tensor | None = None, final_state: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None) -> None:
     """Writes out [B, T, HV, V] and final_state [N, HV, V, K] (may be None, or initial_state itself).
 
     q, k [B, T, H, K] are normalised in the kernel; g [B, T, HV, K] is the raw gate: lower_bound sigmoid(exp(A_log)
@@ -26,23 +28,27 @@ def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state
     if out.shape != v.shape:
         raise ValueError(f"out must have the shape of v, {tuple(v.shape)}, got {tuple(out.shape)}")
     with torch.no_grad():
-        cu, cpu = _lengths(cu_seqlens, None, q)
-        inputs = (_rows(x) for x in (q, k, v, g, beta))
-        o, final = _rows(out), None if final_state is None else _state(final_state)
-        ops.forward_into(*inputs, o, final, _parameter(A_log), _parameter(dt_bias),
+        cu, cpu = lengths_of(cu_seqlens, None, q)
+        inputs = (rows_of(x) for x in (q, k, v, g, beta))
+        o, final = rows_of(out), None if final_state is None else _state(final_state)
+        ops.forward_into(*inputs, o, final, parameter_of(A_log), parameter_of(dt_bias),
                          None if initial_state is None else _state(initial_state), cu, cpu, ops.GATE_BOUNDED,
                          ops.BETA_SIGMOID, float(lower_bound), float(scale), True, True)
-        for given, written in ((out, o), (final_state, final)):
-            if written is not given:
-                given.copy_(written)
+        _copy_back(out, o)
+        _copy_back(final_state, final)
+
+
+def _copy_back(given, written):
+    if written is not given:
+        given.copy_(written)
 
 
 def _state(x):
     """States of a type that the kernels take, in rows that they take: `x` itself but for a copy of other ones."""
-    return _rows(x if x.dtype is torch.bfloat16 else _as(x, torch.float32))
+    return rows_of(x if x.dtype is torch.bfloat16 else as_type(x, torch.float32))
 
 
-def get_workspace_size(*args, **kwargs) -> int:
+def get_workspace_size(*args: object, **kwargs: object) -> int:
     """0: fwd() takes its workspace from torch's allocator."""
     return 0
 

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+from libkda import arrays as arrays
+from libkda import compat as compat
+from libkda import fla as fla
+from libkda import gate as gate
+from libkda import kda as kda
+from libkda import naive as naive
+from libkda import ops as ops
+from libkda.gate import fused_kda_gate as fused_kda_gate
+from libkda.kda import chunk_kda as chunk_kda
+from libkda.kda import fused_recurrent_kda as fused_recurrent_kda
+from libkda.kda import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd
+from libkda.naive import naive_chunk_kda as naive_chunk_kda
+from libkda.naive import naive_kda_gate as naive_kda_gate
+from libkda.naive import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate
+from libkda.naive import naive_recurrent_kda as naive_recurrent_kda
+
+__version__: str

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What type checkers know of the package; read by mypy alone (.ci/python)."""
+from typing import Any
+
+import torch
+from typing_extensions import assert_type
+
+import libkda.fla
+from libkda import arrays, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_recurrent_kda
+from libkda.compat import flash_kda
+
+x = torch.zeros(1, 1, 1, 16)
+beta = x[..., 0]
+State = torch.Tensor | None
+
+assert_type(chunk_kda(x, x, x, x, beta, A_log=beta), tuple[torch.Tensor, State])
+assert_type(chunk_kda(x, x, x, x, beta, return_intermediate_states=True), tuple[torch.Tensor, State, torch.Tensor])
+assert_type(fused_recurrent_kda(x, x, x, x, beta), tuple[torch.Tensor, State])
+assert_type(fused_recurrent_kda_fwd(x, x, x, x, beta, initial_state=x), tuple[torch.Tensor, State])
+assert_type(naive_recurrent_kda(x, x, x, x, beta), tuple[torch.Tensor, State])
+assert_type(fused_kda_gate(x, lower_bound=-5.0), torch.Tensor)
+assert_type(libkda.fla.last_path(), str | None)
+assert_type(libkda.__version__, str)
+assert_type(flash_kda.fwd(x, x, x, x, beta, 1.0, x, beta, beta, -5.0), None)
+assert_type(arrays.forward(x, x, x, x, beta, gate_mode="bounded"), tuple[Any, Any])
+assert_type(arrays.workspace_bytes(x, x, x, x, beta), int)
+arrays.forward(x, x, x, x, beta, gate_mode="fast")  # type: ignore[arg-type]
+chunk_kda(x, x, x, x, beta, scale="1")  # type: ignore[call-overload]
+arrays.decode(x, x, x, x, 3, x)  # type: ignore[arg-type]
