@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
@@ -17,6 +18,7 @@ import fla_configs  # before fla: it sets FLA's cache mode
 import torch
 import triton
 
+from clock import Clock
 from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -240,6 +242,17 @@ def measure_errors(library):
 
 
 def measure_forward(library, sets, gates):
+    with Clock() as clock:
+        return forward_rows(library, sets, gates, clock)
+
+
+def forward_rows(library, sets, gates, clock):
+    """Microseconds a call, and the SM clock meanwhile (NAME_mhz)."""
+    def timed(row, name, call):
+        begin = time.monotonic()
+        row[name] = microseconds(call)
+        row[name + "_mhz"] = clock.since(begin)
+
     rows = []
     for name in sets:
         for c in cases(name):
@@ -248,11 +261,11 @@ def measure_forward(library, sets, gates):
             off = libkda_call(library, c, x, "off")
             auto = libkda_call(library, c, x, "auto")
             row["segments"] = len(auto.plan.get("segments", []))
-            row["libkda_off"] = microseconds(off)
-            row["libkda"] = microseconds(auto)
+            timed(row, "libkda_off", off)
+            timed(row, "libkda", auto)
             fla_configs.use(c["HV"])
             fla = fla_call(c, x)
-            row["fla"] = microseconds(fla)
+            timed(row, "fla", fla)
             difference = relative(auto()[0], fla()[0].double())
             row["difference_from_fla"] = difference
             if name in INTRACARD_SETS:

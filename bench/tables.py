@@ -65,10 +65,10 @@ def gpu_of(report):
     return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}'
 
 
-def gpu_head(report):
+def gpu_head(report, clocks=""):
     peer = f'; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}' if "fla" in report else ""
     return (f'{gpu_of(report)}{peer}; '
-            f'a copy reads and writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
+            f'a copy reads and writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s{clocks}\n\n')
 
 
 def gpu_tail(report):
@@ -147,7 +147,9 @@ def peers_table(part, header, row):
     if part not in report:
         return f"Not measured with the kernels of this tree yet: `python3 bench/peers.py --device cuda --what {part}`."
     rows = {r["case"]: row(report, r) for r in reversed(report[part])}  # sets overlap: the first of a case
-    return gpu_head(report) + markdown(header, list(rows.values())[::-1]) + gpu_tail(report)
+    mhz = [r["libkda_mhz"] for r in report[part] if r.get("libkda_mhz")]
+    clocks = f"; SMs at {min(mhz):.0f} to {max(mhz):.0f} MHz in libkda's calls" if mhz else ""
+    return gpu_head(report, clocks) + markdown(header, list(rows.values())[::-1]) + gpu_tail(report)
 
 
 def table_gpu_peers_forward():
