@@ -160,6 +160,23 @@ def table_gpu_peers_forward():
                                           f'{r["speedup"]:.2f}x'])
 
 
+def table_gpu_cudnn():
+    """Of every case libkda, cuDNN and their ratio with each kind of gates."""
+    if not (RESULTS / "gpu_cudnn.json").exists():
+        return "Not measured yet: `python3 bench/peers_cudnn.py`."
+    report = load("gpu_cudnn")
+    kinds = list(dict.fromkeys(r["gates"] for r in report["forward"]))
+    found = {(r["case"], r["gates"]): r for r in report["forward"]}
+    cells = lambda r: [milliseconds(r["libkda"] * 1e-6), milliseconds(r["cudnn"] * 1e-6), f'{r["speedup"]:.2f}x']
+    rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in kinds), [])]
+            for case in dict.fromkeys(r["case"] for r in report["forward"])]
+    ratios = {kind: [r["speedup"] for r in report["forward"] if r["gates"] == kind and r["set"] == "cudnn10"] for kind in kinds}
+    means = ", ".join(f"{kind} {math.exp(sum(map(math.log, ratios[kind])) / len(ratios[kind])):.2f}x" for kind in kinds)
+    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", ""] for kind in kinds), [])]
+    return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
+            f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{gpu_tail(report)}')
+
+
 def table_gpu_peers_stages():
     def row(report, r):
         by = lambda ours, theirs: f'{r["fla_" + theirs] / r["libkda_" + ours]:.2f}x' if "fla_" + theirs in r else ""
@@ -246,7 +263,7 @@ def table_summary():
     rows = [
         [f'forward, {case["tokens"]:.0f} tokens, 4 heads of 128, fp32', milliseconds(case["median_s"]),
          f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x ggml\'s method, {naive["speedup"]:.0f}x FLA\'s naive_chunk_kda on torch'],
-        [f'decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
+        ['decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
          f'{100 * d["bytes"] / d["median_s"] / decode["memory_bytes_per_second"]:.0f}% of the memory rate'],
         ["error against float64, any gate, fp32", f'{accuracy["fp32_o_median"]:.1e}',
          f'median over {accuracy["count"]} random problems; worst {accuracy["fp32_o_worst"]:.0e}'],

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU comparisons with other libraries share: cases of bench/cases, inputs, the float64 recurrence, times."""
+import math
+import pathlib
+
+import torch
+import triton
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def parse_lengths(text):
+    lengths = []
+    for item in text.split(","):
+        times, _, length = item.rpartition("x")
+        size = int(length[:-1]) * 1024 if length.endswith("K") else int(length)
+        lengths += [size] * (int(times) if times else 1)
+    return lengths
+
+
+def parse_case(line):
+    words = line.split()
+    flags = dict(zip(words[::2], words[1::2]))
+    heads = int(flags["--heads"])
+    batch = int(flags.get("--batch", 1))
+    lengths = parse_lengths(flags["--seq-lens"]) if "--seq-lens" in flags else None
+    return dict(name=line, H=heads, HV=int(flags.get("--value-heads", heads)), B=batch,
+                T=sum(lengths) if lengths else int(flags["--tokens"]), lengths=lengths,
+                K=int(flags.get("--key-dim", 128)), V=int(flags.get("--value-dim", 128)),
+                dtype={"bf16": torch.bfloat16, "fp16": torch.float16}[flags.get("--dtype", "bf16")])
+
+
+def cases(name):
+    text = (ROOT / "bench" / "cases" / f"{name}.txt").read_text()
+    return [parse_case(line) for line in text.splitlines() if line and line[0] != "#"]
+
+
+def make_inputs(c, gates="trained", seed=0):
+    """Raw bounded gates (lower bound -5), beta raw, q/k to be normalised; FLA's own shapes."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, device="cuda", generator=generator)
+    uniform = lambda *shape: torch.rand(*shape, device="cuda", generator=generator)
+    B, T, H, HV, K, V = (c[n] for n in ("B", "T", "H", "HV", "K", "V"))
+    q, k, v = normal(B, T, H, K), normal(B, T, H, K), normal(B, T, HV, V)
+    beta = normal(B, T, HV)
+    if gates == "strong":
+        g, A_log, dt_bias = normal(B, T, HV, K), uniform(HV), uniform(HV, K)
+    else:
+        low, high = (1e-4, 0.5) if gates == "slow" else (1e-3, 4.95)
+        mean = torch.exp(uniform(HV, K) * math.log(high / low) + math.log(low))
+        g, A_log, dt_bias = 0.5 * normal(B, T, HV, K), torch.zeros(HV, device="cuda"), torch.log(mean / (5 - mean))
+    N = len(c["lengths"]) if c["lengths"] else B
+    x = {n: t.to(c["dtype"]) for n, t in dict(q=q, k=k, v=v, g=g, beta=beta).items()}
+    x.update(A_log=A_log, dt_bias=dt_bias, h0=0.1 * normal(N, HV, K, V))
+    return x
+
+
+def cu_seqlens(c):
+    if not c["lengths"]:
+        return None
+    return torch.tensor([0] + c["lengths"], device="cuda").cumsum(0)
+
+
+def libkda_call(library, c, x, policy):
+    o, state = torch.full_like(x["v"], math.nan), torch.full_like(x["h0"], math.nan)
+    call = library.forward(x["q"], x["k"], x["v"], x["g"], x["beta"], o, policy=policy,
+                           gate="bounded", beta_mode="sigmoid", l2norm=True, A_log=x["A_log"],
+                           dt_bias=x["dt_bias"], initial_state=x["h0"], final_state=state,
+                           seq_lens=c["lengths"])
+
+    def run():
+        call()
+        return o, state
+    run.plan = call.plan
+    run.destroy = call.destroy
+    return run
+
+
+def microseconds(call, rep=60):
+    return triton.testing.do_bench(call, warmup=25, rep=rep, return_mode="median") * 1e3
+
+
+def recurrence(c, x):
+    """The definition in float64: o [T, HV, V] and the final states [N, HV, K, V]."""
+    G = c["HV"] // c["H"]
+    rows = {n: x[n].reshape(-1, *x[n].shape[2:]).double() for n in ("q", "k", "v", "g", "beta")}
+    unit = lambda t: t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)
+    q, k = (unit(rows[n]).repeat_interleave(G, 1) for n in ("q", "k"))
+    decay = torch.exp(-5 * torch.sigmoid(torch.exp(x["A_log"].double())[:, None] *
+                                         (rows["g"] + x["dt_bias"].double())))
+    beta = torch.sigmoid(rows["beta"])
+    o, states, t = torch.empty_like(rows["v"]), [], 0
+    for n, length in enumerate(c["lengths"] or [c["T"]] * c["B"]):
+        S = x["h0"][n].double()
+        for _ in range(length):
+            S = S * decay[t][..., None]
+            error = rows["v"][t] - torch.einsum("hk,hkv->hv", k[t], S)
+            S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
+            o[t] = torch.einsum("hk,hkv->hv", q[t], S) * c["K"] ** -0.5
+            t += 1
+        states.append(S)
+    return o, torch.stack(states)
+
+
+def relative(x, reference):
+    return ((x.double().reshape(reference.shape) - reference).norm() / reference.norm()).item()
+
+
+def error_cases():
+    shapes = [dict(name="T 2048, H 4", B=1, T=2048, H=4, HV=4, lengths=None),
+              dict(name="37+1+300+64+615, H 4, HV 8", B=1, T=1017, H=4, HV=8,
+                   lengths=[37, 1, 300, 64, 615])]
+    return [dict(shape, K=128, V=128, dtype=dtype)
+            for shape in shapes for dtype in (torch.bfloat16, torch.float16)]
