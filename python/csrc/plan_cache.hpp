@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -21,7 +22,52 @@ class PlanCache {
   /// `lengths`: cu_seqlens on the host, empty to plan from bounds.
   Plan find(const kda_problem& problem, const kda_plan_options& options,
             const std::vector<int64_t>& cu_seqlens) {
-    std::string key = key_of(problem, options, cu_seqlens);
+    const Shape shape = shape_of(problem, options);
+    thread_local Last last;  // the layers of a model ask for the same again
+    if (last.plan && last.cu_seqlens == cu_seqlens &&
+        std::memcmp(&last.shape, &shape, sizeof(shape)) == 0)
+      return last.plan;
+    last = {shape, cu_seqlens, find_or_make(shape, problem, cu_seqlens)};
+    return last.plan;
+  }
+
+ private:
+  static constexpr std::size_t kMost = 256;
+  using Entry = std::pair<Plan, std::list<std::string>::iterator>;
+
+  /// What a plan depends on but lengths; no padding that is not zero (kda_problem_init).
+  struct Shape {
+    kda_problem problem;
+    kda_plan_options options;
+  };
+  struct Last {
+    Shape shape;
+    std::vector<int64_t> cu_seqlens;
+    Plan plan;
+  };
+
+  static Shape shape_of(const kda_problem& given, const kda_plan_options& options) {
+    Shape shape;
+    std::memcpy(&shape.problem, &given, sizeof(given));
+    std::memcpy(&shape.options, &options, sizeof(options));
+    kda_problem& problem = shape.problem;
+    for (kda_tensor* t : {&problem.q, &problem.k, &problem.v, &problem.g, &problem.beta, &problem.o,
+                          &problem.A_log, &problem.dt_bias, &problem.initial_state.tensor,
+                          &problem.final_state.tensor, &problem.checkpoints.tensor})
+      t->data = nullptr;
+    for (kda_state* s : {&problem.initial_state, &problem.final_state, &problem.checkpoints})
+      s->indices = nullptr;
+    problem.cu_seqlens = problem.stream = nullptr;
+    problem.initial_state_mask = nullptr;
+    problem.num_accepted_tokens = nullptr;
+    return shape;
+  }
+
+  Plan find_or_make(const Shape& shape, const kda_problem& problem,
+                    const std::vector<int64_t>& cu_seqlens) {
+    std::string key(reinterpret_cast<const char*>(&shape), sizeof(shape));
+    key.append(reinterpret_cast<const char*>(cu_seqlens.data()),
+               cu_seqlens.size() * sizeof(int64_t));
     {
       const std::lock_guard lock(mutex_);
       const auto found = plans_.find(key);
@@ -31,8 +77,8 @@ class PlanCache {
       }
     }
     kda_plan* raw = nullptr;
-    check(kda_plan_create(&problem, cu_seqlens.empty() ? nullptr : cu_seqlens.data(), &options,
-                          &raw));
+    check(kda_plan_create(&problem, cu_seqlens.empty() ? nullptr : cu_seqlens.data(),
+                          &shape.options, &raw));
     Plan plan(raw, kda_plan_destroy);
     const std::lock_guard lock(mutex_);
     if (plans_.count(key) == 0) {
@@ -44,28 +90,6 @@ class PlanCache {
       }
     }
     return plan;
-  }
-
- private:
-  static constexpr std::size_t kMost = 256;
-  using Entry = std::pair<Plan, std::list<std::string>::iterator>;
-
-  static std::string key_of(kda_problem problem, const kda_plan_options& options,
-                            const std::vector<int64_t>& cu_seqlens) {
-    for (kda_tensor* t : {&problem.q, &problem.k, &problem.v, &problem.g, &problem.beta, &problem.o,
-                          &problem.A_log, &problem.dt_bias, &problem.initial_state.tensor,
-                          &problem.final_state.tensor, &problem.checkpoints.tensor})
-      t->data = nullptr;
-    for (kda_state* s : {&problem.initial_state, &problem.final_state, &problem.checkpoints})
-      s->indices = nullptr;
-    problem.cu_seqlens = problem.stream = nullptr;
-    problem.initial_state_mask = nullptr;
-    problem.num_accepted_tokens = nullptr;
-    std::string key(reinterpret_cast<const char*>(&problem), sizeof(problem));
-    key.append(reinterpret_cast<const char*>(&options), sizeof(options));
-    key.append(reinterpret_cast<const char*>(cu_seqlens.data()),
-               cu_seqlens.size() * sizeof(int64_t));
-    return key;
   }
 
   std::mutex mutex_;

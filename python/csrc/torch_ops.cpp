@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -26,19 +27,19 @@ struct Modes {
 };
 
 /// An uninitialised contiguous tensor where `like` is, without a way through the dispatcher.
-Tensor new_tensor(const Tensor& like, const std::vector<int64_t>& shape, int32_t dtype) {
-  std::vector<int64_t> strides(shape.size());
+template <size_t kRank>
+Tensor new_tensor(const Tensor& like, const std::array<int64_t, kRank>& shape, int32_t dtype) {
+  std::array<int64_t, kRank> strides;
   int64_t stride = 1;
-  for (size_t d = shape.size(); d-- > 0;) {
+  for (size_t d = kRank; d-- > 0;) {
     strides[d] = stride;
     stride *= std::max<int64_t>(shape[d], 1);
   }
   int32_t device_type = 0;
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                  strides.data(), dtype, device_type,
-                                                  like.get_device_index(), &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kRank, shape.data(), strides.data(), dtype,
+                                                  device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -124,7 +125,8 @@ void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_s
   const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens);
   const size_t bytes = kda_plan_workspace_bytes(plan.get());
   if (bytes == 0) return check(kda_run(plan.get(), problem, nullptr, 0));
-  const Tensor memory = new_tensor(q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
+  const Tensor memory =
+      new_tensor<1>(q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
   const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
   check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
 }
@@ -136,17 +138,6 @@ bool few_tokens(const std::vector<int64_t>& cu_seqlens) {
   for (size_t n = 0; n + 1 < cu_seqlens.size(); ++n)
     if (cu_seqlens[n + 1] - cu_seqlens[n] > kMost) return false;
   return true;
-}
-
-int64_t count_checkpoints(const kda_problem& p, const std::vector<int64_t>& cu_seqlens,
-                          int64_t every) {
-  if (!p.has_cu_seqlens) return p.batch * (p.num_tokens / every);
-  STD_TORCH_CHECK(!cu_seqlens.empty(),
-                  "libkda: checkpoint_every with cu_seqlens needs cu_seqlens_cpu");
-  int64_t count = 0;
-  for (size_t n = 0; n + 1 < cu_seqlens.size(); ++n)
-    count += (cu_seqlens[n + 1] - cu_seqlens[n]) / every;
-  return count;
 }
 
 /// `p` with its outputs described: initial states and whether decode serves it are all that lacks.
@@ -161,52 +152,49 @@ void run_forward(kda_problem* p, const Tensor& q, const std::vector<int64_t>& le
   run(p, q, lengths);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
-                                           MaybeTensor A_log, MaybeTensor dt_bias,
-                                           MaybeTensor initial_state, MaybeTensor cu_seqlens,
-                                           MaybeTensor cu_seqlens_cpu, int64_t gate_mode,
-                                           int64_t beta_mode, double lower_bound, double scale,
-                                           bool l2norm, bool state_v_first, bool output_final_state,
-                                           int64_t checkpoint_every, bool decode) {
+std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+                                   MaybeTensor A_log, MaybeTensor dt_bias,
+                                   MaybeTensor initial_state, MaybeTensor cu_seqlens,
+                                   MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
+                                   double lower_bound, double scale, bool l2norm,
+                                   bool state_v_first, bool output_final_state, bool decode) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   int32_t v_dtype = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.get(), &v_dtype));
-  const Tensor o = new_tensor(v, {v.sizes().begin(), v.sizes().end()}, v_dtype);
+  STD_TORCH_CHECK(v.dim() == 4, "libkda: q and v must have four dimensions");
+  const Tensor o = new_tensor<4>(v, {v.size(0), v.size(1), v.size(2), v.size(3)}, v_dtype);
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
-  const auto states = [&](int64_t slots) {
-    return new_tensor(q, {slots, HV, state_v_first ? V : K, state_v_first ? K : V},
-                      aoti_torch_dtype_float32());
-  };
-  const Tensor final_state = states(output_final_state ? p.num_sequences : 0);
+  const int64_t slots = output_final_state ? p.num_sequences : 0;
+  const Tensor final_state = new_tensor<4>(
+      q, {slots, HV, state_v_first ? V : K, state_v_first ? K : V}, aoti_torch_dtype_float32());
   if (output_final_state)
     describe_state(&p.final_state, final_state, "final_state", state_v_first, HV, K, V);
-  const bool keep = checkpoint_every > 0;
-  const Tensor checkpoints = states(keep ? count_checkpoints(p, lengths, checkpoint_every) : 0);
-  if (keep) {
-    describe_state(&p.checkpoints, checkpoints, "checkpoints", state_v_first, HV, K, V);
-    p.checkpoint_every = checkpoint_every;
-  }
   run_forward(&p, q, lengths, initial_state, state_v_first, decode);
-  return {o, final_state, checkpoints};
+  return {o, final_state};
 }
 
-/// forward() into tensors of the caller, of any strides that kernels write.
+/// forward() into tensors of the caller, of any strides that kernels write; `checkpoints` has the
+/// state after every `checkpoint_every` tokens of each sequence.
 void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
-                  MaybeTensor final_state, MaybeTensor A_log, MaybeTensor dt_bias,
-                  MaybeTensor initial_state, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu,
-                  int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
-                  bool l2norm, bool state_v_first, bool decode) {
+                  MaybeTensor final_state, MaybeTensor checkpoints, MaybeTensor A_log,
+                  MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
+                  MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
+                  double lower_bound, double scale, bool l2norm, bool state_v_first,
+                  int64_t checkpoint_every, bool decode) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
-  if (final_state) {
-    describe_state(&p.final_state, *final_state, "final_state", state_v_first, p.num_value_heads,
-                   p.key_dim, p.value_dim);
-    expect_beside(*final_state, q, "final_state");
-  }
-  run_forward(&p, q, lengths, initial_state, state_v_first, decode && final_state);
+  const auto describe_output = [&](kda_state* target, const MaybeTensor& x, const char* name) {
+    if (!x) return;
+    describe_state(target, *x, name, state_v_first, p.num_value_heads, p.key_dim, p.value_dim);
+    expect_beside(*x, q, name);
+  };
+  describe_output(&p.final_state, final_state, "final_state");
+  describe_output(&p.checkpoints, checkpoints, "checkpoints");
+  p.checkpoint_every = checkpoint_every;
+  run_forward(&p, q, lengths, initial_state, state_v_first, decode && final_state && !checkpoints);
 }
 
 /// One index a sequence, or [N, S] with one a token.
@@ -259,12 +247,13 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, int checkpoint_every, bool decode=False) -> (Tensor, Tensor, Tensor)");
+      "output_final_state, bool decode=False) -> (Tensor, Tensor)");
   m.def(
       "forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!)? "
-      "final_state, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, "
-      "Tensor? cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool "
-      "l2norm, bool state_v_first, bool decode=False) -> ()");
+      "final_state, Tensor(c!)? checkpoints, Tensor? A_log, Tensor? dt_bias, Tensor? "
+      "initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, int beta_mode, "
+      "float lower_bound, float scale, bool l2norm, bool state_v_first, int checkpoint_every=0, "
+      "bool decode=False) -> ()");
   m.def(
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
-from libkda import ops
+from libkda.ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,8 +28,6 @@ def as_type(x, dtype):
 
 def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
     """cu_seqlens where q is, and on the host if that costs no wait."""
-    if cu_seqlens is None:
-        return None, None
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"`cu_seqlens` must be int32 or int64, got {cu_seqlens.dtype}.")
     if cu_seqlens.device.type == "cpu" and q.device.type != "cpu":
@@ -39,13 +38,14 @@ def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
 
 def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
              use_qk_l2norm_in_kernel, state_v_first):
-    gate = ops.GATE_LOG
+    gate, beta, bound = GATE_LOG, BETA_PLAIN, -5.0
     if use_gate_in_kernel:
-        gate = ops.GATE_SOFTPLUS if lower_bound is None else ops.GATE_BOUNDED
-    beta = ops.BETA_PLAIN
+        if lower_bound is None:
+            gate = GATE_SOFTPLUS
+        else:
+            gate, bound = GATE_BOUNDED, float(lower_bound)
     if use_beta_sigmoid_in_kernel:
-        beta = ops.BETA_SIGMOID2 if allow_neg_eigval else ops.BETA_SIGMOID
-    bound = float(lower_bound) if gate == ops.GATE_BOUNDED else -5.0
+        beta = BETA_SIGMOID2 if allow_neg_eigval else BETA_SIGMOID
     return (gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel,
             bool(state_v_first))
 
@@ -66,7 +66,7 @@ def call(operator, q, k, v, g, beta, *rest):
     """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
     what it refuses is looked at here, for FLA's errors or to be given again as it takes it."""
     error = None
-    if type(q) is torch.Tensor and not torch.compiler.is_compiling():  # a fake kernel refuses nothing
+    if type(q) is torch.Tensor and not is_compiling():  # a fake kernel refuses nothing
         try:
             return operator(q, k, v, g, beta, *rest)
         except RuntimeError as refusal:
@@ -78,6 +78,6 @@ def call(operator, q, k, v, g, beta, *rest):
     return operator(*rows, *rest)
 
 
-def new_states(q, v, state_v_first, cu_seqlens):
-    N, K, (HV, V) = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q.shape[-1], v.shape[2:]
-    return q.new_empty((N, HV, V, K) if state_v_first else (N, HV, K, V), dtype=torch.float32)
+def new_states(q, v, state_v_first, slots):
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    return q.new_empty((slots, HV, V, K) if state_v_first else (slots, HV, K, V), dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import is_grad_enabled
 
 from libkda import ops
 from libkda._operands import as_type, call, lengths_of, modes_of, new_states, parameter_of, rows_of
@@ -14,8 +15,10 @@ _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
+# Where most calls have nothing to check, the condition is at the call: a step of a few tokens is host time.
+
 def _rename_layout(state_v_first, kwargs):
-    if not kwargs or "transpose_state_layout" not in kwargs:
+    if "transpose_state_layout" not in kwargs:
         return state_v_first
     if state_v_first:
         raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
@@ -25,8 +28,6 @@ def _rename_layout(state_v_first, kwargs):
 
 
 def _check_sequences(q, initial_state, cu_seqlens):
-    if cu_seqlens is None:
-        return
     if q.shape[0] != 1:
         raise ValueError(f"The batch size is expected to be 1 rather than {q.shape[0]} when using `cu_seqlens`."
                          f"Please flatten variable-length inputs before processing.")
@@ -36,21 +37,20 @@ def _check_sequences(q, initial_state, cu_seqlens):
                          f"i.e., {N} rather than {initial_state.shape[0]}.")
 
 
-def _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval):
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+def _check_beta(use_beta_sigmoid_in_kernel):
+    if not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
 
 def _check_no_gradient(*tensors):
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+    if any(x is not None and x.requires_grad for x in tensors):
         raise NotImplementedError(ops.NO_BACKWARD)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
-def _chunk_states(checkpoints, initial_state, B, T, lengths, chunk_size, dtype):
-    """States at the start of every chunk [B, NT, ...] from those after every full chunk but a last partial one."""
-    lengths = [T] * B if lengths is None else lengths
+def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
+    """States at the start of every chunk, of sequences after each other, from those after every full chunk."""
     pieces, used = [], 0
     for n, length in enumerate(lengths):
         full, count = length // chunk_size, (length + chunk_size - 1) // chunk_size
@@ -59,8 +59,7 @@ def _chunk_states(checkpoints, initial_state, B, T, lengths, chunk_size, dtype):
             pieces.append(zero if initial_state is None else initial_state[n:n + 1])
             pieces.append(checkpoints[used:used + count - 1])
         used += full
-    states = torch.cat(pieces) if pieces else checkpoints[:0]
-    return states.to(dtype).unflatten(0, (B, -1))
+    return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
 def chunk_kda(
@@ -105,10 +104,12 @@ def chunk_kda(
     waits for the device. Raises ValueError and AssertionError as FLA does, NotImplementedError where a gradient or
     cp_context is asked for.
     """
-    state_v_first = _rename_layout(state_v_first, kwargs)
+    if kwargs:
+        state_v_first = _rename_layout(state_v_first, kwargs)
     if cp_context is not None:
         raise NotImplementedError("libkda does not take `cp_context` yet; one GPU is used as a whole without it.")
-    _check_sequences(q, initial_state, cu_seqlens)
+    if cu_seqlens is not None:
+        _check_sequences(q, initial_state, cu_seqlens)
     if initial_state is not None:
         assert initial_state.dtype == torch.float32, "initial_state must be in float32."
     A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate_in_kernel else (None, None)
@@ -122,28 +123,33 @@ def chunk_kda(
             raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
         if not (-5 <= lower_bound < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
-    _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if allow_neg_eigval:
+        _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states:
         assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
-    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if is_grad_enabled():
+        _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
 
-    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
-    every, lengths = 0, None
-    if return_intermediate_states:
-        every = chunk_size
-        if cu_seqlens is not None:  # the number of chunks is needed on the host, as in FLA
-            cu_seqlens_cpu = cu_seqlens.cpu() if cu_seqlens_cpu is None else cu_seqlens_cpu
-            lengths = cu_seqlens_cpu.diff().tolist()
+    if cu_seqlens is None:
+        cu_seqlens_cpu = None
+    else:
+        cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
+    if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
+        cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
     state = None if initial_state is None else initial_state.contiguous()
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    o, final_state, checkpoints = call(
-        ops.forward, q, k, v, g, beta, parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu,
-        *modes, output_final_state, every)
-    result = as_type(o, q.dtype), final_state if output_final_state else None
+    rest = parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu, *modes
     if not return_intermediate_states:
-        return result
-    return *result, _chunk_states(checkpoints, state, q.shape[0], q.shape[1], lengths, chunk_size, k.dtype)
+        o, final_state = call(ops.forward, q, k, v, g, beta, *rest, output_final_state)
+        return as_type(o, q.dtype), final_state if output_final_state else None
+    lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
+    o = torch.empty(v.shape, dtype=rows_of(v).dtype, device=v.device)
+    final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
+    checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
+    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size)
+    h = _chunk_states(checkpoints, state, lengths, chunk_size)
+    return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], -1))
 
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
@@ -171,9 +177,12 @@ def fused_recurrent_kda(
     """The same operation for a few tokens (FLA 0.6's fused_recurrent_kda); arguments as of chunk_kda, initial_state of
     any float type. Returns (o of v's type, final state fp32 or None). Up to 8 tokens a sequence take the decode
     kernel: fp32 arithmetic, one read and one write of the state; more take chunk_kda's kernels."""
-    state_v_first = _rename_layout(state_v_first, kwargs)
-    _check_sequences(q, initial_state, cu_seqlens)
-    _check_beta(use_beta_sigmoid_in_kernel, allow_neg_eigval)
+    if kwargs:
+        state_v_first = _rename_layout(state_v_first, kwargs)
+    if cu_seqlens is not None:
+        _check_sequences(q, initial_state, cu_seqlens)
+    if allow_neg_eigval:
+        _check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                       allow_neg_eigval, lower_bound)
@@ -222,7 +231,7 @@ def fused_recurrent_kda_fwd(
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, None, q)
+    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     o = out
     if o is None:  # zeros where no token is, or no slot
         o = (torch.empty_like if cu_seqlens is None and ssm_state_indices is None else torch.zeros_like)(rows_of(v))
@@ -232,7 +241,8 @@ def fused_recurrent_kda_fwd(
 
 
 def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound):
-    _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    if is_grad_enabled():
+        _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if not use_gate_in_kernel:
         return None, None
     if A_log is None and lower_bound is None:
@@ -248,16 +258,17 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, None, q)
+    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     state = None if initial_state is None else as_type(initial_state, torch.float32).contiguous()
     decode = _decodes(q, cu_seqlens)
     if out is not None:
-        o, final = rows_of(out), new_states(q, v, state_v_first, cu_seqlens) if output_final_state or decode else None
-        call(ops.forward_into, q, k, v, g, beta, o, final, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-              decode)
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        o, final = rows_of(out), new_states(q, v, state_v_first, N) if output_final_state or decode else None
+        call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
+             *modes, 0, decode)
         return out if o is out else out.copy_(o), final if output_final_state else None
-    o, final, _ = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                        output_final_state or decode, 0, decode)
+    o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
+                    output_final_state or decode, decode)
     return as_type(o, v.dtype), final if output_final_state else None
 
 

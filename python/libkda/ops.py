@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch.ops.libkda.forward, .forward_into and .update: loading, fake kernels, and what autograd answers.
 
-They are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state, checkpoints), the last two empty
-unless asked for; `forward_into` writes o and final_state (or None) of the caller, any strides with a contiguous last
-dimension; `update` writes o and the pool of states in place.
+They are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state), the latter without slots unless it
+is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any strides with a
+contiguous last dimension; `update` writes o and the pool of states in place.
 """
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
@@ -28,17 +28,11 @@ NO_BACKWARD = ("libkda has no backward pass yet: call it under torch.no_grad() o
 
 @torch.library.register_fake("libkda::forward")
 def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, gate_mode, beta_mode, lower_bound,
-      scale, l2norm, state_v_first, output_final_state, checkpoint_every, decode=False):
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+      scale, l2norm, state_v_first, output_final_state, decode=False):
+    K, (HV, V) = q.shape[-1], v.shape[2:]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     matrix = (V, K) if state_v_first else (K, V)
-    count = 0
-    if checkpoint_every:
-        count = B * (T // checkpoint_every) if cu_seqlens is None else torch.library.get_ctx().new_dynamic_size()
-    state = q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=torch.float32)
-    checkpoints = q.new_empty((count, HV, *matrix), dtype=torch.float32)
-    return v.new_empty(v.shape), state, checkpoints
+    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=torch.float32)
 
 
 @torch.library.register_fake("libkda::forward_into")
@@ -60,7 +54,7 @@ update = torch.ops.libkda.update.default
 
 def forward(*args):
     """torch.ops.libkda.forward, without autograd's part where no gradient is asked for: it is slow."""
-    if is_compiling() or is_inference_mode_enabled() or is_grad_enabled():
+    if is_compiling() or is_inference_mode_enabled() or is_grad_enabled():  # dynamo traces the first only
         return _forward(*args)
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(*args)

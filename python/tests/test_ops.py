@@ -15,19 +15,29 @@ TAIL = (ops.GATE_LOG, ops.BETA_SIGMOID, -5.0, 0.125, True, False)
 def test_opcheck_forward(device):
     x, _, state = make(T=70, device=device)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    for initial, final, every in ((None, False, 0), (state, True, 32)):
-        torch.library.opcheck(FORWARD, (*rows, None, None, initial, None, None, *TAIL, final, every))
+    for initial, final in ((None, False), (state, True)):
+        torch.library.opcheck(FORWARD, (*rows, None, None, initial, None, None, *TAIL, final))
     cu = torch.tensor([0, 30, 70])
     packed = [t[:1] for t in rows]
-    torch.library.opcheck(FORWARD, (*packed, None, None, None, cu.to(device), cu, *TAIL, True, 0))
+    torch.library.opcheck(FORWARD, (*packed, None, None, None, cu.to(device), cu, *TAIL, True))
 
 
 def test_opcheck_forward_into(device):
     x, _, state = make(T=70, device=device)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    for initial, final in ((None, None), (state, torch.empty_like(state))):
-        torch.library.opcheck(ops.forward_into, (*rows, torch.empty_like(x["v"]), final, None, None, initial, None,
-                                                 None, *TAIL))
+    checkpoints = state.new_empty(4, *state.shape[1:])
+    for initial, final, states, every in ((None, None, None, 0), (state, torch.empty_like(state), checkpoints, 32)):
+        torch.library.opcheck(ops.forward_into, (*rows, torch.empty_like(x["v"]), final, states, None, None, initial,
+                                                 None, None, *TAIL, every))
+
+
+def test_checkpoints_must_have_room():
+    x, _, state = make(T=70)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    o = torch.full_like(x["v"], float("nan"))
+    with pytest.raises(RuntimeError, match="checkpoints"):
+        ops.forward_into(*rows, o, None, state[:1].clone(), None, None, None, None, None, *TAIL, 32)
+    assert o.isnan().all()
 
 
 @pytest.mark.parametrize("T", [2, 70])
@@ -35,13 +45,13 @@ def test_forward_into_writes_what_forward_returns(device, T):
     """Into rows of wider tensors, whose rest stays as it is."""
     x, _, state = make(T=T, device=device, dtype=torch.bfloat16)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    o, final, _ = FORWARD(*rows, None, None, state, None, None, *TAIL, True, 0)
+    o, final = FORWARD(*rows, None, None, state, None, None, *TAIL, True)
     wide_o = torch.full((2, T, 4, 48), float("nan"), device=device, dtype=torch.bfloat16)
     wide_final = torch.full((2, 6, *state.shape[2:]), float("nan"), device=device)
-    ops.forward_into(*rows, wide_o[..., :32], wide_final[:, 1:5], None, None, state, None, None, *TAIL)
+    ops.forward_into(*rows, wide_o[..., :32], wide_final[:, 1:5], None, None, None, state, None, None, *TAIL)
     assert torch.equal(wide_o[..., :32], o) and torch.equal(wide_final[:, 1:5], final)
     assert wide_o[..., 32:].isnan().all() and wide_final[:, [0, 5]].isnan().all()
-    ops.forward_into(*rows, wide_o[..., 16:], None, None, None, state, None, None, *TAIL, True)  # no states kept
+    ops.forward_into(*rows, wide_o[..., 16:], None, None, None, None, state, None, None, *TAIL, 0, True)  # none kept
     assert torch.equal(wide_o[..., 16:], o)
 
 
@@ -82,7 +92,7 @@ def test_an_operator_says_what_does_not_fit():
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     rows[4] = rows[4][:, :5]
     with pytest.raises(RuntimeError, match=r"beta must have shape \[2, 131, 4\], got \[2, 5, 4\]"):
-        ops.forward(*rows, None, None, None, None, None, *TAIL, False, 0)
+        ops.forward(*rows, None, None, None, None, None, *TAIL, False)
 
 
 def test_threads_get_serial_bits(device):
@@ -124,7 +134,7 @@ def test_gradient_through_the_operator_is_refused():
     x, _, _ = make(T=5)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     rows[2].requires_grad_()
-    o = ops.forward(*rows, None, None, None, None, None, *TAIL, False, 0)[0]
+    o = ops.forward(*rows, None, None, None, None, None, *TAIL, False)[0]
     with pytest.raises(NotImplementedError, match="no backward pass"):
         o.sum().backward()
 

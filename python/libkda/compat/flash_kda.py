@@ -28,10 +28,10 @@ def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta
     if out.shape != v.shape:
         raise ValueError(f"out must have the shape of v, {tuple(v.shape)}, got {tuple(out.shape)}")
     with torch.no_grad():
-        cu, cpu = lengths_of(cu_seqlens, None, q)
+        cu, cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
         inputs = (rows_of(x) for x in (q, k, v, g, beta))
         o, final = rows_of(out), None if final_state is None else _state(final_state)
-        ops.forward_into(*inputs, o, final, parameter_of(A_log), parameter_of(dt_bias),
+        ops.forward_into(*inputs, o, final, None, parameter_of(A_log), parameter_of(dt_bias),
                          None if initial_state is None else _state(initial_state), cu, cpu, ops.GATE_BOUNDED,
                          ops.BETA_SIGMOID, float(lower_bound), float(scale), True, True)
         _copy_back(out, o)
