@@ -2,6 +2,7 @@
 """What the GPU comparisons with other libraries share: cases of bench/cases, inputs, the float64 recurrence, times."""
 import math
 import pathlib
+import time
 
 import torch
 import triton
@@ -78,6 +79,13 @@ def libkda_call(library, c, x, policy):
 
 def microseconds(call, rep=60):
     return triton.testing.do_bench(call, warmup=25, rep=rep, return_mode="median") * 1e3
+
+
+def timed(row, name, call, clock):
+    """Microseconds of a call to row[NAME], the SM clock meanwhile (clock.Clock) to row[NAME_mhz]."""
+    begin = time.monotonic()
+    row[name] = microseconds(call)
+    row[name + "_mhz"] = clock.since(begin)
 
 
 def recurrence(c, x):

@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
@@ -17,7 +16,8 @@ import torch
 import triton
 
 from clock import Clock
-from gpu_cases import cases, cu_seqlens, error_cases, libkda_call, make_inputs, microseconds, recurrence, relative
+from gpu_cases import (cases, cu_seqlens, error_cases, libkda_call, make_inputs, microseconds, recurrence, relative,
+                       timed)
 from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -141,12 +141,6 @@ def measure_forward(library, sets, gates):
 
 
 def forward_rows(library, sets, gates, clock):
-    """Microseconds a call, and the SM clock meanwhile (NAME_mhz)."""
-    def timed(row, name, call):
-        begin = time.monotonic()
-        row[name] = microseconds(call)
-        row[name + "_mhz"] = clock.since(begin)
-
     rows = []
     for name in sets:
         for c in cases(name):
@@ -155,11 +149,11 @@ def forward_rows(library, sets, gates, clock):
             off = libkda_call(library, c, x, "off")
             auto = libkda_call(library, c, x, "auto")
             row["segments"] = len(auto.plan.get("segments", []))
-            timed(row, "libkda_off", off)
-            timed(row, "libkda", auto)
+            timed(row, "libkda_off", off, clock)
+            timed(row, "libkda", auto, clock)
             fla_configs.use(c["HV"])
             fla = fla_call(c, x)
-            timed(row, "fla", fla)
+            timed(row, "fla", fla, clock)
             difference = relative(auto()[0], fla()[0].double())
             row["difference_from_fla"] = difference
             if name in INTRACARD_SETS:

@@ -9,7 +9,6 @@ Needs torch, triton, nvidia-cudnn-frontend, cuda-bindings and the headers of a C
 import argparse
 import gc
 import pathlib
-import time
 from importlib.metadata import version
 
 import evidence
@@ -17,7 +16,7 @@ import torch
 import triton
 
 from clock import Clock
-from gpu_cases import cases, cu_seqlens, error_cases, libkda_call, make_inputs, microseconds, recurrence, relative
+from gpu_cases import cases, cu_seqlens, error_cases, libkda_call, make_inputs, recurrence, relative, timed
 from libkda_ctypes import Library
 
 GATES = ("strong", "slow", "trained")
@@ -67,16 +66,14 @@ def measure_forward(library, sets, clock):
                 x = make_inputs(c, gates)
                 ours, theirs = libkda_call(library, c, x, "auto"), cudnn_call(c, x)
                 row = dict(set=name, case=c["name"], gates=gates, implementation=ours.plan["implementation"])
-                for who, call in (("libkda", ours), ("cudnn", theirs)):
-                    begin = time.monotonic()
-                    row[who] = microseconds(call)
-                    row[who + "_mhz"] = clock.since(begin)
+                timed(row, "libkda", ours, clock)
+                timed(row, "cudnn", theirs, clock)
                 row["difference"] = relative(ours()[0], theirs()[0].double())
                 row["speedup"] = row["cudnn"] / row["libkda"]
                 rows.append(row)
                 print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
                 ours.destroy()
-                del x, ours, theirs, call
+                del x, ours, theirs
                 gc.collect()
     return rows
 
