@@ -26,11 +26,25 @@ __device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
   return address;
 }
 
-/// Of reads before it: what this thread wrote need not be seen there.
-__device__ __forceinline__ void mbarrier_arrive_in(Mbarrier& barrier, int rank) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(&barrier, rank))
-               : "memory");
-}
+/// Barriers of block `rank`; where they are is computed once.
+class RemoteBarriers {
+ public:
+  __device__ __forceinline__ RemoteBarriers(Mbarrier* first, int rank)
+      : first_(opaque(address_in(first, rank))) {}
+  /// Of reads before it: what this thread wrote need not be seen there.
+  __device__ __forceinline__ void arrive(int i) const {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                     first_ + i * static_cast<uint32_t>(sizeof(Mbarrier)))
+                 : "memory");
+  }
+
+ private:
+  uint32_t first_;
+  __device__ __forceinline__ static uint32_t opaque(uint32_t x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
+};
 /// `bytes`, a multiple of 16, of this block to where `target` lies in block `rank`; expected of the
 /// barrier there.
 __device__ __forceinline__ void bulk_copy_to(void* target, const void* source, int bytes,

@@ -8,7 +8,6 @@ namespace kda::cuda::ptx {
 
 /// What this thread wrote before, or what it knows to be written, comes before the word's 1.
 __device__ __forceinline__ void raise_flag(uint32_t* flag) {
-  __threadfence();
   asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
 }
 __device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {

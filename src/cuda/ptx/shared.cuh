@@ -10,11 +10,6 @@ namespace kda::cuda::ptx {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x));
 }
-__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address));
-  return x;
-}
 __device__ __forceinline__ float4 load_shared_four(uint32_t address) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -17,6 +17,12 @@ __device__ __forceinline__ uint64_t next_columns_of(uint64_t tile, int columns) 
   return tile + static_cast<uint64_t>((columns / 64 * kRows * 128 + columns % 64 * 2) >> 4);
 }
 
+/// The compiler moves nothing back over this: it would put what follows between products, and each
+/// waits for it, or loads where many are on their way. `never`: false, which it must not know.
+__device__ __forceinline__ void keep_order(bool never) {
+  if (never) asm volatile("trap;" ::: "memory");
+}
+
 /// Accumulators as something new to the compiler, at the start of a loop: else it keeps what comes
 /// into it and what it makes in different registers, and moves all from run to run. `zero`: a 0
 /// that the compiler does not know.

@@ -22,13 +22,14 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
       : Base(args), fused(args), lane(__shfl_sync(0xffffffff, Base::lane, Base::lane)) {}
 
   /// Factors of this lane's tokens: 2j, 2j + 1 of each 8.
-  struct Pairs {
+  struct Factors {
     float2 x[2];
-    __device__ __forceinline__ Pairs(uint32_t at, int lane)
-        : x{ptx::load_shared_pair(at + lane % 4 * 8),
-            ptx::load_shared_pair(at + 32 + lane % 4 * 8)} {}
+    __device__ __forceinline__ Factors(uint32_t at, int lane) {
+      const float4 four = ptx::load_shared_four(at + lane % 4 * 16);
+      x[0] = {four.x, four.y}, x[1] = {four.z, four.w};
+    }
   };
-  __device__ __forceinline__ static void multiply(float (&x)[2][4], const Pairs& factor) {
+  __device__ __forceinline__ static void multiply(float (*x)[4], const Factors& factor) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       x[n][0] *= factor.x[n].x, x[n][1] *= factor.x[n].y;
@@ -54,40 +55,32 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   __device__ __forceinline__ void load_square(uint32_t at, uint32_t (&x)[4]) const {
     ptx::ldmatrix_x4(x, at + (lane % 8 + lane / 16 * 8) * kSquare * 2 + lane / 8 % 2 * 16);
   }
-  __device__ __forceinline__ static void add_product(float (&d)[2][4], const uint32_t (&x)[4],
+  __device__ __forceinline__ static void add_product(float (*d)[4], const uint32_t (&x)[4],
                                                      const uint32_t (&square)[4]) {
     ptx::mma_16816<T>(d[0], x, square[0], square[1]);
     ptx::mma_16816<T>(d[1], x, square[2], square[3]);
   }
 
-  /// A branch that is never taken. The compiler moves nothing over it: it would put what follows
-  /// between products, and each waits for it, or loads of gammas behind multiplications.
-  __device__ __forceinline__ void keep_order(ptx::Mbarrier& full, int parity) const {
-    if (fused.shares == 0) ptx::mbarrier_wait(full, parity);
-  }
+  /// Conditions of keep_order(): never true, each one different, else the compiler drops all fences
+  /// but the first. Votes: where lanes could differ, descriptors would leave uniform registers.
+  struct Never {
+    bool after_products, after_wait, after_errors;
+    __device__ __forceinline__ explicit Never(int runs)
+        : after_products(__any_sync(0xffffffff, runs == -1)),
+          after_wait(__any_sync(0xffffffff, runs == -2)),
+          after_errors(__any_sync(0xffffffff, runs == -3)) {}
+  };
 
-  /// `at`: a stage; `values`: v, then o in its place.
-  ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
-  ///   S = Diag(gamma) S + kg^T vn
-  __device__ __forceinline__ void run_one(ptx::Mbarrier& full, int parity, uint32_t at,
-                                          uint32_t values) {
-    const uint32_t piece =
-        values + static_cast<uint32_t>(sizeof(T)) *
-                     swizzled_in<kRun>(lane % 8 + lane / 16 * 8, tile_column / 8 + lane / 8 % 2);
-    uint32_t v[4], inverse[4], Aqk[4];
-    ptx::ldmatrix_x4_trans(v, piece);
-    load_square(at + offsetof(Stage, inverse), inverse);
-    const Pairs k_norm(at + offsetof(Stage, k_norm), lane);
-
-    float pq[4][4], error[2][4], o[2][4] = {};
-    multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Stage, rows)), pq);
-    keep_order(full, parity);
-    float4 gamma[kTiles / 2];
+  /// A half of this lane's.
+  template <int kHalf>
+  __device__ __forceinline__ void load_gammas(uint32_t at, float4 (&gamma)[kTiles / 2]) const {
+    constexpr int kCount = kTiles / 4;
 #pragma unroll
-    for (int i = 0; i < kTiles / 2; ++i)
+    for (int i = kHalf * kCount; i < (kHalf + 1) * kCount; ++i)
       gamma[i] =
           ptx::load_shared_four(at + offsetof(Stage, gamma) + lane % 4 * kGammaStride * 4 + i * 16);
-    keep_order(full, parity);
+  }
+  __device__ __forceinline__ void decay(const float4 (&gamma)[kTiles / 2]) {
 #pragma unroll
     for (int n = 0; n < kTiles; n += 2) {
       const float4 x = gamma[n / 2];
@@ -95,13 +88,36 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
       state[n + 1][0] *= x.z, state[n + 1][1] *= x.w;
       state[n + 1][2] *= x.z, state[n + 1][3] *= x.w;
     }
+  }
 
+  /// `at`: a stage; `values`: v, then o in its place. P and Q times kAnchor are rows' products.
+  ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
+  ///   S = Diag(gamma) S + kg^T vn
+  /// Four warps load at the same time: what loads while the rows are multiplied is no more than the
+  /// products take, the rest comes where warps wait for something else.
+  __device__ __forceinline__ void run_one(const Never& never, uint32_t at, uint32_t values) {
+    const uint32_t piece =
+        values + static_cast<uint32_t>(sizeof(T)) *
+                     swizzled_in<kRun>(lane % 8 + lane / 16 * 8, tile_column / 8 + lane / 8 % 2);
+    uint32_t v[4], inverse[4], Aqk[4];
+    ptx::ldmatrix_x4_trans(v, piece);
+    load_square(at + offsetof(Stage, inverse), inverse);
+    const Factors k_norm(at + offsetof(Stage, k_norm), lane);
+
+    float pq[4][4], error[2][4];
+    multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Stage, rows)), pq);
+    ptx::keep_order(never.after_products);
+    float4 gamma[kTiles / 2];
+    load_gammas<0>(at, gamma);
     load_square(at + offsetof(Stage, Aqk), Aqk);
-    const Pairs k_beta(at + offsetof(Stage, k_beta), lane),
-        q_norm(at + offsetof(Stage, q_norm), lane), diag(at + offsetof(Stage, diag), lane);
+    const Factors k_beta(at + offsetof(Stage, k_beta), lane);
 
     ptx::wgmma_wait<0>();
     ptx::hold(pq);
+    ptx::keep_order(never.after_wait);
+    load_gammas<1>(at, gamma);
+    const Factors q_norm(at + offsetof(Stage, q_norm), lane),
+        diag(at + offsetof(Stage, diag), lane);
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 upper = ptx::unpack<T>(v[2 * n]), lower = ptx::unpack<T>(v[2 * n + 1]);
@@ -114,8 +130,11 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     uint32_t z[4], vn[4], low[4];
     round_pairs(error[0], error[1], z);
     add_product(error, z, inverse);
+    ptx::keep_order(never.after_errors);
+    decay(gamma);
     multiply(error, k_beta);
     round_pairs(error[0], error[1], vn);
+    float(*o)[4] = &pq[2];
     add_product(o, vn, Aqk);  // before products that keep the tensor cores busy
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -132,11 +151,10 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
 
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      constexpr float kScale = 1 / kAnchor;
-      o[n][0] += pq[2 + n][0] * kScale + diag.x[n].x * error[n][0];
-      o[n][1] += pq[2 + n][1] * kScale + diag.x[n].y * error[n][1];
-      o[n][2] += pq[2 + n][2] * kScale + diag.x[n].x * error[n][2];
-      o[n][3] += pq[2 + n][3] * kScale + diag.x[n].y * error[n][3];
+      o[n][0] += diag.x[n].x * error[n][0];
+      o[n][1] += diag.x[n].y * error[n][1];
+      o[n][2] += diag.x[n].x * error[n][2];
+      o[n][3] += diag.x[n].y * error[n][3];
     }
     multiply(o, q_norm);
     uint32_t pairs[4];
@@ -251,19 +269,22 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     column = rank * kVTile + tile_column;
     if (lane == 0) ring.stops[warp] = {};
     __syncwarp();
+    const ptx::RemoteBarriers peer_done(ring.peer_done, 1 - rank);
+    const int theirs = lane == 0 ? 1 - rank : kHalves;  // stages: one lane tells their maker
     for (unsigned run = 0;;) {
       int until = stop(course, ring.stops[warp]);
       ptx::named_sync<128>(1);
       if (until == 0) return;
       ptx::renew(state, gridDim.z - 1);
+      const Never never(until);
       for (; __any_sync(0xffffffff, until > 0); ++run, --until) {
         const auto i = static_cast<int>(run % kStages);
         const auto parity = static_cast<int>(run / kStages % 2);
         ptx::mbarrier_wait(ring.full[i], parity);
-        run_one(ring.full[i], parity, stages + i * static_cast<uint32_t>(sizeof(Stage)),
+        run_one(never, stages + i * static_cast<uint32_t>(sizeof(Stage)),
                 values + i * static_cast<uint32_t>(sizeof(ring.v[0])));
         ptx::mbarrier_arrive(ring.done[i]);
-        if (i % kHalves != rank && lane == 0) ptx::mbarrier_arrive_in(ring.peer_done[i], 1 - rank);
+        if (i % kHalves == theirs) peer_done.arrive(i);
       }
     }
   }

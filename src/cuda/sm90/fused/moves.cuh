@@ -84,9 +84,9 @@ struct Moves {
   __device__ void forget_index() { asm volatile("" : "+r"(thread)); }
 
   /// Rows of kBytes bytes to rows kPitch bytes apart, zeros past the part.
-  template <class Element, int kPitch>
+  template <class Item, int kPitch>
   __device__ void copy_rows(void* target, const RowView& view, char*& from, int rows) const {
-    constexpr int kBytes = kK * sizeof(Element);
+    constexpr int kBytes = kK * sizeof(Item);
     const int first_row = static_cast<int>(thread / 8);
     const uint32_t address = ptx::shared_address(target) + first_row * kPitch + column() * 16;
 #pragma unroll
@@ -94,8 +94,8 @@ struct Moves {
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
         ptx::cp_async<16>(address + row * kPitch + byte,
-                          from + step(view, sizeof(Element), row) + byte, row < rows - first_row);
-    from += step(view, sizeof(Element), kMakers * kRun);
+                          from + step(view, sizeof(Item), row) + byte, row < rows - first_row);
+    from += step(view, sizeof(Item), kMakers * kRun);
   }
   /// Of this block's run of the two from `run` on.
   __device__ void load_raw(int run) {

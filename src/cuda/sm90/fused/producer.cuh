@@ -55,8 +55,11 @@ struct Producer : Scores<E, kGateMode> {
     this->template sync<0>();
     float2 factor[kRun];
     typename Base::Pairs q, k;
+    typename Base::Squares squares;
+    this->load_gates(factor);
+    this->add_squares(squares);  // its waits and those of decays for their units hide each other
     this->scan_decays(factor, rows);
-    const auto norms = this->norms(rows, raw_beta);
+    const auto norms = this->norms(squares, rows, raw_beta);
     this->load_pairs(q, k);
     forget_index();
     wait_for_outputs();

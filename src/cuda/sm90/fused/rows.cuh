@@ -67,14 +67,17 @@ struct Rows : Moves<E> {
     else
       return ptx::ex2(log2_decay_fast<kGateMode>(raw, of_channel, rate));
   }
-  __device__ void make_decays(float2 (&decay)[kRun], int rows) const {
+  __device__ void load_gates(float2 (&gate)[kRun]) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       if constexpr (std::is_same_v<E, float>)
-        decay[i] = reinterpret_cast<const float2*>(own.g)[i * (kK / 2) + thread];
+        gate[i] = reinterpret_cast<const float2*>(own.g)[i * (kK / 2) + thread];
       else
-        decay[i] = ptx::unpack<E>(reinterpret_cast<const uint32_t*>(own.g)[i * (kK / 2) + thread]);
+        gate[i] = ptx::unpack<E>(reinterpret_cast<const uint32_t*>(own.g)[i * (kK / 2) + thread]);
     }
+  }
+  /// In place of raw gates.
+  __device__ void make_decays(float2 (&decay)[kRun], int rows) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
       decay[i] = {decay_of(decay[i].x, bias.x), decay_of(decay[i].y, bias.y)};
@@ -83,8 +86,8 @@ struct Rows : Moves<E> {
       for (int i = 0; i < kRun; ++i)
         if (i >= rows) decay[i] = {1, 1};
   }
-  /// Decays since the start of the run, times kAnchor. Gates that come as logarithms may be
-  /// positive: the last row may be in range when others are not.
+  /// In place of raw gates: decays since the start of the run, times kAnchor. Gates that come as
+  /// logarithms may be positive: the last row may be in range when others are not.
   __device__ void scan_decays(float2 (&factor)[kRun], int rows) const {
     make_decays(factor, rows);
     bool all = true;
@@ -153,41 +156,45 @@ struct Rows : Moves<E> {
     const float x = ptx::reciprocal(1 + ptx::ex2(-kLog2e * raw));
     return a.gate.beta_mode == 2 ? 2 * x : x;
   }
-  /// Of one lane of four: factors of its token.
-  struct Norms {
-    float q, k, k_beta, diag;
+  /// Diagonals of [q; k] k^T and q q^T for 8 tokens a warp, in two sums each: shorter chains.
+  struct Squares {
+    float with_k[2][4] = {}, with_q[2][4] = {};
   };
-  /// 8 tokens a warp, by diagonals of [q; k] k^T and q q^T.
-  __device__ Norms norms(int rows, uint32_t raw_beta) const {
+  __device__ void add_squares(Squares& sum) const {
     const T(*of)[kStride] = lane() % 16 < 8 ? own.q : own.k;
     const uint32_t from = ptx::shared_address(&of[half() * 8 + lane() % 8][lane() / 16 * 8]);
-    float with_k[2][4] = {}, with_q[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
       uint32_t x[4];  // q and k of 8 channels, then of the next 8
       ptx::ldmatrix_x4(x, from + step * 32);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {  // two sums each: shorter chains
-        ptx::mma_1688(with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);
-        ptx::mma_1688(with_q[i], x[2 * i], x[2 * i + 1], x[2 * i]);
+      for (int i = 0; i < 2; ++i) {
+        ptx::mma_1688(sum.with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);
+        ptx::mma_1688(sum.with_q[i], x[2 * i], x[2 * i + 1], x[2 * i]);
       }
     }
+  }
+  /// Of one lane of four: factors of its token.
+  struct Norms {
+    float q, k, k_beta, diag;
+  };
+  __device__ Norms norms(const Squares& squares, int rows, uint32_t raw_beta) const {
     const bool odd = lane() / 4 % 2;
     const auto sum = [&](const float(&x)[2][4], int i) {
       return odd ? x[0][i + 1] + x[1][i + 1] : x[0][i] + x[1][i];
     };
     const float beta = norm_row() < rows ? beta_of(float_of(raw_beta, a.beta.type)) : 0.0f;
-    const float q_norm = a.gate.l2norm ? ptx::inverse_root(sum(with_q, 0) + 1e-6f) : 1.0f;
-    const float k_norm = a.gate.l2norm ? ptx::inverse_root(sum(with_k, 2) + 1e-6f) : 1.0f;
-    return {a.gate.scale * q_norm, k_norm, k_norm * beta, sum(with_k, 0)};
+    const float q_norm = a.gate.l2norm ? ptx::inverse_root(sum(squares.with_q, 0) + 1e-6f) : 1.0f;
+    const float k_norm = a.gate.l2norm ? ptx::inverse_root(sum(squares.with_k, 2) + 1e-6f) : 1.0f;
+    return {a.gate.scale * q_norm, k_norm, k_norm * beta, sum(squares.with_k, 0)};
   }
   __device__ void put_norms(Stage& s, const Norms& n) const {
     if (lane() % 4 != lane() / 8) return;  // another lane has the diagonal
-    const int row = norm_row();
-    s.q_norm[row] = n.q;
+    const int row = token_place(norm_row());
+    s.q_norm[row] = n.q * (1 / kAnchor);
     s.k_norm[row] = n.k * (1 / kAnchor);
     s.k_beta[row] = n.k_beta;
-    s.diag[row] = n.diag;
+    s.diag[row] = n.diag * kAnchor;
   }
 };
 

@@ -21,10 +21,11 @@ struct Scores : Rows<E, kGateMode> {
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
   __device__ static void put_A(Stage& s, int i, int j, float x, float y) {
     *reinterpret_cast<uint32_t*>(&s.Aqk[i][j]) =
-        ptx::pack<T>(j < i ? x : 0.0f, j + 1 < i ? y : 0.0f);
+        ptx::pack<T>(j < i ? x * kAnchor : 0.0f, j + 1 < i ? y * kAnchor : 0.0f);
   }
   __device__ void put_L(const Stage& s, int i, int j, float x, float y) const {
-    put_L(i, j, x, y, s.k_norm[i], *reinterpret_cast<const float2*>(&s.k_beta[j]));
+    put_L(i, j, x, y, s.k_norm[token_place(i)],
+          *reinterpret_cast<const float2*>(&s.k_beta[token_place(j)]));
   }
   __device__ void put_L(int i, int j, float x, float y, float k_norm, float2 k_beta) const {
     const float of_row = k_norm * kAnchor;
@@ -34,17 +35,17 @@ struct Scores : Rows<E, kGateMode> {
   __device__ static void put_scores(Stage& s, int r, int c, const float (&acc)[2][4]) {
     put_A(s, r, c, acc[0][0], acc[0][1]);
     *reinterpret_cast<uint32_t*>(&s.Aqk[r][c + 8]) = 0;
-    *reinterpret_cast<uint32_t*>(&s.Aqk[r + 8][c]) = ptx::pack<T>(acc[0][2], acc[0][3]);
+    *reinterpret_cast<uint32_t*>(&s.Aqk[r + 8][c]) =
+        ptx::pack<T>(acc[0][2] * kAnchor, acc[0][3] * kAnchor);
     put_A(s, r + 8, c + 8, acc[1][2], acc[1][3]);
   }
   /// Of L, but for the tile above the diagonal.
   __device__ void put_products(const Stage& s, int r, int c, const float (&acc)[2][4]) const {
-    const float upper = s.k_norm[r], lower = s.k_norm[r + 8];
-    const float2 left = *reinterpret_cast<const float2*>(&s.k_beta[c]),
-                 right = *reinterpret_cast<const float2*>(&s.k_beta[c + 8]);
-    put_L(r, c, acc[0][0], acc[0][1], upper, left);
-    put_L(r + 8, c, acc[0][2], acc[0][3], lower, left);
-    put_L(r + 8, c + 8, acc[1][2], acc[1][3], lower, right);
+    const float upper = s.k_norm[token_place(r)], lower = s.k_norm[token_place(r + 8)];
+    const float4 k_beta = *reinterpret_cast<const float4*>(&s.k_beta[token_place(c)]);
+    put_L(r, c, acc[0][0], acc[0][1], upper, {k_beta.x, k_beta.y});
+    put_L(r + 8, c, acc[0][2], acc[0][3], lower, {k_beta.x, k_beta.y});
+    put_L(r + 8, c + 8, acc[1][2], acc[1][3], lower, {k_beta.z, k_beta.w});
   }
 
   /// The first warp: rows of q; the second: rows of k.
@@ -134,8 +135,8 @@ struct Scores : Rows<E, kGateMode> {
     } else {  // the column before the diagonal
       if (n != r && n + 1 != r) return;
       const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-      s.Aqk[i][i - 1] = static_cast<T>(q);
-      own.L[i][i - 1] = k * (s.k_norm[i] * kAnchor * s.k_beta[i - 1]);
+      s.Aqk[i][i - 1] = static_cast<T>(q * kAnchor);
+      own.L[i][i - 1] = k * (s.k_norm[token_place(i)] * kAnchor * s.k_beta[token_place(i - 1)]);
     }
   }
   /// Two levels, one a warp. Raw q and k of a thread's channels are in its registers: their places
@@ -156,6 +157,7 @@ struct Scores : Rows<E, kGateMode> {
   /// In place of what the anchored form has for rows from `first` on.
   __device__ void fine_levels(Stage& s, const Pairs& q, const Pairs& k, int rows, int first) const {
     float2 decay[kRun];
+    this->load_gates(decay);
     make_decays(decay, rows);
     this->template sync<0>();  // columns are in use no more
     two_levels<8>(s, decay, q, k, first);

@@ -34,18 +34,24 @@ __device__ __forceinline__ constexpr int gamma_place(int channel) {
   return channel % 8 / 2 * kGammaStride + channel / 8 * 2 + channel % 2;
 }
 
+/// A lane of the consumer has tokens 2j and 2j + 1 of both 8: their factors lie together too.
+__device__ __forceinline__ constexpr int token_place(int token) {
+  return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
+}
+
 /// Factors of a run, the same for both blocks. Norms are factors of tokens here, not of elements:
 /// rows and columns are those of q and k as they came, decayed. wgmma wants tiles aligned to 1024
 /// bytes.
 struct alignas(1024) Stage {
-  T rows[2 * kRun * kK];             // k, then q, times kAnchor exp(G); [32, 64] twice
-  T kg[kRun * kK];                   // k exp(G_end - G); [16, 64] twice
-  T inverse[kRun][kSquare];          // strictly lower part of T' = (I + N diag(beta))^-1
-  T Aqk[kRun][kSquare];              // strictly lower part, without norms
-  float gamma[4 * kGammaStride];     // exp(G_end), at gamma_place()
-  float k_norm[kRun], q_norm[kRun];  // with 1 / kAnchor; with the scale of outputs
+  T rows[2 * kRun * kK];          // k, then q, times kAnchor exp(G); [32, 64] twice
+  T kg[kRun * kK];                // k exp(G_end - G); [16, 64] twice
+  T inverse[kRun][kSquare];       // strictly lower part of T' = (I + N diag(beta))^-1
+  T Aqk[kRun][kSquare];           // strictly lower part, without norms, times kAnchor
+  float gamma[4 * kGammaStride];  // exp(G_end), at gamma_place()
+  // Of tokens, at token_place():
+  float k_norm[kRun], q_norm[kRun];  // with 1 / kAnchor; q_norm with the scale of outputs too
   float k_beta[kRun];                // norm of k and beta
-  float diag[kRun];                  // q . k
+  float diag[kRun];                  // q . k, times kAnchor
 };
 constexpr int kStageBytes = offsetof(Stage, diag) + kRun * 4;
 static_assert(kStageBytes % 16 == 0);

@@ -13,9 +13,14 @@ template <class Object>
 Object* in_block(Object& object, int rank) {
   return static_cast<Object*>(emulator::shared_pointer_in(shared_address(&object), rank));
 }
-inline void mbarrier_arrive_in(Mbarrier& barrier, int rank) {
-  emulator::mbarrier_arrive(in_block(barrier, rank)->state, 0);
-}
+class RemoteBarriers {
+ public:
+  RemoteBarriers(Mbarrier* first, int rank) : first_(in_block(*first, rank)) {}
+  void arrive(int i) const { emulator::mbarrier_arrive(first_[i].state, 0); }
+
+ private:
+  Mbarrier* first_;
+};
 inline void bulk_copy_to(void* target, const void* source, int bytes, Mbarrier& barrier, int rank) {
   emulator::bulk_copy(emulator::shared_pointer_in(shared_address(target), rank), source, bytes,
                       in_block(barrier, rank)->state);

@@ -9,9 +9,6 @@ namespace kda::cuda::ptx {
 inline void store_shared(uint32_t address, uint32_t x) {
   std::memcpy(emulator::shared_pointer(address, 4), &x, 4);
 }
-inline float2 load_shared_pair(uint32_t address) {
-  return *static_cast<const float2*>(emulator::shared_pointer(address, 8));
-}
 inline float4 load_shared_four(uint32_t address) {
   return *static_cast<const float4*>(emulator::shared_pointer(address, 16));
 }

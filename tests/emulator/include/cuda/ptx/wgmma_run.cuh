@@ -15,6 +15,8 @@ uint64_t next_columns_of(uint64_t tile, int columns) {
   return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
 }
 
+inline void keep_order(bool) {}
+
 template <int kTiles>
 void renew(float (&)[kTiles][4], unsigned) {}
 
