@@ -83,17 +83,18 @@ struct Moves {
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
   __device__ void forget_index() { asm volatile("" : "+r"(thread)); }
 
-  /// Rows of kBytes bytes to rows kPitch bytes apart, zeros past the part.
-  template <class Item, int kPitch>
+  /// Rows of kBytes bytes, zeros past the part.
+  template <class Item, bool kSwizzled>
   __device__ void copy_rows(void* target, const RowView& view, char*& from, int rows) const {
     constexpr int kBytes = kK * sizeof(Item);
     const int first_row = static_cast<int>(thread / 8);
-    const uint32_t address = ptx::shared_address(target) + first_row * kPitch + column() * 16;
+    const int piece = kSwizzled ? column() ^ first_row : column();
+    const uint32_t address = ptx::shared_address(target) + first_row * kBytes + piece * 16;
 #pragma unroll
     for (int row = 0; row < kRun; row += kPairRows)
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
-        ptx::cp_async<16>(address + row * kPitch + byte,
+        ptx::cp_async<16>(address + row * kBytes + byte,
                           from + step(view, sizeof(Item), row) + byte, row < rows - first_row);
     from += step(view, sizeof(Item), kMakers * kRun);
   }
@@ -101,9 +102,9 @@ struct Moves {
   __device__ void load_raw(int run) {
     const int rows = tokens_from(run + rank);
     if (tokens_from(run) > 0) {
-      copy_rows<T, kStride * sizeof(T)>(own.q, a.q, q, rows);
-      copy_rows<T, kStride * sizeof(T)>(own.k, a.k, k, rows);
-      copy_rows<E, kK * sizeof(E)>(own.g, a.g, g, rows);
+      copy_rows<T, true>(own.raw.q, a.q, q, rows);
+      copy_rows<T, true>(own.raw.k, a.k, k, rows);
+      copy_rows<E, false>(own.raw.g, a.g, g, rows);
     }
     ptx::cp_async_commit();
   }

@@ -54,8 +54,8 @@ struct Rows : Moves<E> {
   __device__ void load_pairs(Pairs& q, Pairs& k) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      q[i] = *reinterpret_cast<const uint32_t*>(&own.q[i][channel()]);
-      k[i] = *reinterpret_cast<const uint32_t*>(&own.k[i][channel()]);
+      q[i] = *reinterpret_cast<const uint32_t*>(&own.raw.q[i][channel() ^ i % 8 * 8]);
+      k[i] = *reinterpret_cast<const uint32_t*>(&own.raw.k[i][channel() ^ i % 8 * 8]);
     }
   }
 
@@ -71,9 +71,10 @@ struct Rows : Moves<E> {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       if constexpr (std::is_same_v<E, float>)
-        gate[i] = reinterpret_cast<const float2*>(own.g)[i * (kK / 2) + thread];
+        gate[i] = reinterpret_cast<const float2*>(own.raw.g)[i * (kK / 2) + thread];
       else
-        gate[i] = ptx::unpack<E>(reinterpret_cast<const uint32_t*>(own.g)[i * (kK / 2) + thread]);
+        gate[i] =
+            ptx::unpack<E>(reinterpret_cast<const uint32_t*>(own.raw.g)[i * (kK / 2) + thread]);
     }
   }
   /// In place of raw gates.
@@ -161,12 +162,13 @@ struct Rows : Moves<E> {
     float with_k[2][4] = {}, with_q[2][4] = {};
   };
   __device__ void add_squares(Squares& sum) const {
-    const T(*of)[kStride] = lane() % 16 < 8 ? own.q : own.k;
-    const uint32_t from = ptx::shared_address(&of[half() * 8 + lane() % 8][lane() / 16 * 8]);
+    const T(*of)[kK] = lane() % 16 < 8 ? own.raw.q : own.raw.k;
+    const uint32_t from =
+        ptx::shared_address(&of[half() * 8 + lane() % 8][(lane() / 16 ^ lane() % 8) * 8]);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
       uint32_t x[4];  // q and k of 8 channels, then of the next 8
-      ptx::ldmatrix_x4(x, from + step * 32);
+      ptx::ldmatrix_x4(x, (from ^ step % 4 * 32) + step / 4 * 128);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         ptx::mma_1688(sum.with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);

@@ -73,7 +73,6 @@ struct Scores : Rows<E, kGateMode> {
   // ---- rows out of range -----------------------------------------------------------------------
 
   using typename Base::Pairs;
-  using Tile = T[kRun][kStride];
 
   /// A product of 16-bit pairs: one more rounding, of scores only.
   __device__ static void put_decayed(uint32_t place, uint32_t pair, float2 factor) {
@@ -145,13 +144,13 @@ struct Scores : Rows<E, kGateMode> {
   __device__ void two_levels(Stage& s, const float2 (&decay)[kRun], const Pairs& q, const Pairs& k,
                              int first) const {
     T *columns = own.columns[0], *more_columns = own.columns[8];
-    put_level<h>(decay, q, k, own.q, columns);
-    put_level<h / 2>(decay, q, k, own.k, more_columns);
+    put_level<h>(decay, q, k, own.levels[0], columns);
+    put_level<h / 2>(decay, q, k, own.levels[1], more_columns);
     this->template sync<1>();
     if (half() == 0)
-      multiply_level<h>(s, own.q, columns, first);
+      multiply_level<h>(s, own.levels[0], columns, first);
     else
-      multiply_level<h / 2>(s, own.k, more_columns, first);
+      multiply_level<h / 2>(s, own.levels[1], more_columns, first);
     this->template sync<0>();
   }
   /// In place of what the anchored form has for rows from `first` on.

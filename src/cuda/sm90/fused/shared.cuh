@@ -56,10 +56,19 @@ struct alignas(1024) Stage {
 constexpr int kStageBytes = offsetof(Stage, diag) + kRun * 4;
 static_assert(kStageBytes % 16 == 0);
 
+using Tile = T[kRun][kStride];
+/// Rows as they came. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows kStride apart
+/// their copies take 2.6 times as many wavefronts.
+struct RawRows {
+  T q[kRun][kK], k[kRun][kK];
+  unsigned char g[kRun * kK * 4];
+};
 struct Workshop {
-  T q[kRun][kStride], k[kRun][kStride];  // raw
-  alignas(16) unsigned char g[kRun * kK * 4];
-  T columns[kRun][kStride];             // k / (kAnchor exp(G))
+  union {
+    alignas(128) RawRows raw;
+    Tile levels[2];  // rows of dyadic levels, where raw ones are in registers
+  };
+  Tile columns;                         // k / (kAnchor exp(G))
   alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
   int anchored;                         // rows that the anchored form has right
   ptx::Mbarrier meet;                   // of both warps
