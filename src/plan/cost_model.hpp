@@ -41,7 +41,7 @@ struct CostConstants {
   double merge_fixed_us = 6;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  OneKernelCosts one_kernel{35.8, 37.5, 2.6, 8.5};
+  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7};
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< of the time with fewer segments, for more of them
 };

@@ -15,7 +15,7 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// What a stream costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.4).
+/// What a stream costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.3).
 constexpr int64_t kStreamCost = 1;
 
 /// What a cluster does of a stream.
