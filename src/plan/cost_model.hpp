@@ -42,8 +42,11 @@ struct CostConstants {
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
   OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7};
-  double minimum_gain = 1.12;  ///< segments must win by this factor
-  double minimum_step = 0.98;  ///< of the time with fewer segments, for more of them
+  double correct_bytes_per_token = 768;  ///< one pass: Qt read, o read and written, a value head
+  double correct_bandwidth = 0.65;       ///< of the card's, that it reaches
+  double correct_fixed_us = 6;           ///< with the launches that segments add
+  double minimum_gain = 1.12;            ///< segments must win by this factor
+  double minimum_step = 0.98;            ///< of the time with fewer segments, for more of them
 };
 
 /// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
@@ -135,46 +138,76 @@ inline double serial_us(const CostInput& in, const CostConstants& c) {
 
 /// cuda.sm90.fused: every cluster has its share of all tokens and streams, none less than the
 /// longest stream.
-inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
-  const OneKernelCosts& one = c.one_kernel;
+inline double one_kernel_us(const CostInput& in, const OneKernelCosts& one, double units,
+                            double tokens, double longest) {
   const auto heads = static_cast<double>(in.num_value_heads);
-  const double streams = static_cast<double>(in.lengths.size()) * heads;
+  const double streams = units * heads;
   const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
   const double token_us = (2 * streams <= clusters ? one.few_ns : one.full_ns) * 1e-3;
-  const auto longest = static_cast<double>(*std::max_element(in.lengths.begin(), in.lengths.end()));
   const double shared =
-      streams > clusters
-          ? (total_tokens(in) * heads * token_us + streams * one.stream_us) / clusters
-          : 0;
+      streams > clusters ? (tokens * heads * token_us + streams * one.stream_us) / clusters : 0;
+  return std::max(longest * token_us + one.stream_us, shared) + one.fixed_us;
+}
+inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
+  const auto longest = static_cast<double>(*std::max_element(in.lengths.begin(), in.lengths.end()));
   return std::max(roofline_us(in, c),
-                  std::max(longest * token_us + one.stream_us, shared) + one.fixed_us);
+                  one_kernel_us(in, c.one_kernel, static_cast<double>(in.lengths.size()),
+                                total_tokens(in), longest));
+}
+
+/// What segments of at most `segment_tokens` behind first ones of `first_tokens` give.
+struct Cut {
+  double segments = 0, behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence
+  int64_t most = 1;                                    ///< of a sequence
+};
+inline Cut cut_of(const CostInput& in, int64_t first_tokens, int64_t segment_tokens) {
+  Cut cut;
+  for (const int64_t length : in.lengths) {
+    const int64_t tokens_behind = std::max<int64_t>(0, length - first_tokens);
+    const int64_t behind = (tokens_behind + segment_tokens - 1) / segment_tokens;
+    cut.most = std::max(cut.most, behind + 1);
+    cut.segments += static_cast<double>(behind + (length > 0));
+    cut.behind += static_cast<double>(behind);
+    cut.tokens_behind += static_cast<double>(tokens_behind);
+  }
+  return cut;
+}
+
+inline double merge_us(const CostInput& in, const CostConstants& c, int64_t steps) {
+  const double blocks =
+      static_cast<double>(in.num_value_heads) *
+      std::ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.merge_columns));
+  const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
+  return static_cast<double>(steps) * c.merge_step_us * size *
+             rounds_of(blocks, static_cast<double>(in.num_sms * c.merge_blocks_per_sm)) +
+         c.merge_fixed_us;
 }
 
 /// Scan, merge, forward with segments of at most `segment_tokens`.
 inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t segment_tokens) {
-  double scanned_tokens = 0, scanned = 0, chains = 0;
-  int64_t most_segments = 1;
-  for (const int64_t length : in.lengths) {
-    const int64_t segments = (length + segment_tokens - 1) / segment_tokens;
-    most_segments = std::max(most_segments, segments);
-    chains += static_cast<double>(segments);
-    if (segments <= 1) continue;
-    scanned += static_cast<double>(segments - 1);
-    scanned_tokens += static_cast<double>(length - segment_tokens);
-  }
+  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto longest = static_cast<double>(segment_tokens);
-  const double scan = chains_us(in, c.scan, scanned, longest, scanned_tokens,
+  const double scan = chains_us(in, c.scan, cut.behind, longest, cut.tokens_behind,
                                 tiles_of(in.value_dim) + tiles_of(in.key_dim));
-  const double merge_blocks =
-      static_cast<double>(in.num_value_heads) *
-      std::ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.merge_columns));
-  const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
-  const double merge =
-      static_cast<double>(most_segments - 1) * c.merge_step_us * size *
-          rounds_of(merge_blocks, static_cast<double>(in.num_sms * c.merge_blocks_per_sm)) +
-      c.merge_fixed_us;
-  const double forward = forward_us(in, c, chains, longest);
-  return std::max(roofline_us(in, c), intra_us(in, c) + scan + merge + forward);
+  const double forward = forward_us(in, c, cut.segments, longest);
+  return std::max(roofline_us(in, c),
+                  intra_us(in, c) + scan + merge_us(in, c, cut.most - 1) + forward);
+}
+
+/// One kernel, in one pass: transitions are streams of their own; merge, where a sequence has a
+/// third segment; correction.
+inline double one_pass_us(const CostInput& in, const CostConstants& c, int64_t first_tokens,
+                          int64_t segment_tokens) {
+  const Cut cut = cut_of(in, first_tokens, segment_tokens);
+  const double streams = one_kernel_us(in, c.one_kernel, cut.segments + cut.behind,
+                                       total_tokens(in) + cut.tokens_behind,
+                                       static_cast<double>(std::max(first_tokens, segment_tokens)));
+  const double correct = cut.tokens_behind * static_cast<double>(in.num_value_heads) *
+                             c.correct_bytes_per_token /
+                             (c.correct_bandwidth * in.bytes_per_second) * 1e6 +
+                         c.correct_fixed_us;
+  const double merge = cut.most > 2 ? merge_us(in, c, cut.most - 2) : 0;
+  return std::max(roofline_us(in, c), streams + merge + correct);
 }
 
 }  // namespace kda::plan

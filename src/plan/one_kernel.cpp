@@ -11,6 +11,14 @@ namespace {
 
 constexpr int64_t kTypicalTokens = 8192;
 
+/// Cut where that gains.
+double best_us(const Workload& work, const DeviceFacts& device, bool one_kernel) {
+  CostEstimate cost;
+  auto_partition(work, device, one_kernel, &cost);
+  if (cost.segmented_us > 0) return cost.segmented_us;
+  return one_kernel ? cost.one_kernel_us : cost.serial_us;
+}
+
 }  // namespace
 
 bool asks_for_segments(const PlanOptions& options) {
@@ -18,7 +26,7 @@ bool asks_for_segments(const PlanOptions& options) {
          options.context_parallel != ContextParallel::kOff;
 }
 
-std::string stages_preferred(const Plan& plan) {
+std::string stages_preferred(const Plan& plan, bool may_cut) {
   if (asks_for_segments(plan.options)) return "context_parallel asks for segments";
   if (plan.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const Problem& p = plan.problem;
@@ -27,11 +35,16 @@ std::string stages_preferred(const Plan& plan) {
                          .key_dim = p.key_dim,
                          .value_dim = p.value_dim,
                          .num_sms = plan.device.num_sms};
-  const CostEstimate cost = predict_one_kernel(typical, plan.device);
-  if (cost.one_kernel_us <= cost.serial_us) return {};
+  const CostEstimate whole = predict_one_kernel(typical, plan.device);
+  double one_kernel = whole.one_kernel_us, stages = whole.serial_us;
+  if (may_cut) {
+    one_kernel = best_us(typical, plan.device, true);
+    stages = best_us(typical, plan.device, false);
+  }
+  if (one_kernel <= stages) return {};
   return cat("a sequence of ", kTypicalTokens, " tokens and ", p.num_value_heads,
-             " value heads is predicted to take ", std::llround(cost.one_kernel_us),
-             " us in one kernel, ", std::llround(cost.serial_us), " us in stages");
+             " value heads is predicted to take ", std::llround(one_kernel), " us in one kernel, ",
+             std::llround(stages), " us in stages");
 }
 
 CostEstimate predict_one_kernel(const Workload& work, const DeviceFacts& device) {

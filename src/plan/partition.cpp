@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <initializer_list>
 
 #include "core/text.hpp"
 #include "plan/cost_model.hpp"
@@ -12,6 +13,11 @@ namespace {
 
 constexpr int64_t kAutoChunk = 64;
 constexpr int64_t kAutoMaxSegments = 64;
+constexpr int64_t kAutoPatience = 8;  // more segments without a gain: still more have none either
+
+/// Of the others, a first segment: in one pass it has no transition, so it may be longer.
+constexpr std::initializer_list<double> kEvenSegments = {1};
+constexpr std::initializer_list<double> kFirstSegments = {1, 1.15, 1.3, 1.5, 1.75, 2};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -32,7 +38,7 @@ ChunkCounts count_chunks(const Workload& work, int64_t chunk) {
 
 Partition declined(Partition partition, std::string reason) {
   partition.on = false;
-  partition.segment_chunks = 0;
+  partition.segment_chunks = partition.first_chunks = 0;
   partition.reasons.push_back(std::move(reason));
   return partition;
 }
@@ -123,7 +129,8 @@ Partition fixed_partition(const Workload& work, int64_t num_segments) {
   return partition;
 }
 
-Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEstimate* cost) {
+Partition auto_partition(const Workload& work, const DeviceFacts& device, bool one_kernel,
+                         CostEstimate* cost) {
   Partition partition;
   partition.chunk_tokens = kAutoChunk;
   const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
@@ -134,26 +141,38 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEs
                work.value_dim, work.num_sms,         device.memory_bytes_per_second};
   cost->roofline_us = roofline_us(in, constants);
   cost->serial_us = serial_us(in, constants);
-  double best = cost->serial_us;
+  if (one_kernel) cost->one_kernel_us = one_kernel_us(in, constants);
+  const double whole = one_kernel ? cost->one_kernel_us : cost->serial_us;
+  double best = whole;
+  int64_t best_segments = 0;
   for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
-    const int64_t length = ceil_div(chunks.longest, segments);
-    const double time = segmented_us(in, constants, length * kAutoChunk);
-    // More segments take more memory: they must be predicted to gain more than nothing.
-    const double factor = partition.segment_chunks > 0 ? constants.minimum_step : 1;
-    if (time < factor * best) {
+    if (one_kernel && segments > std::max<int64_t>(best_segments, 1) + kAutoPatience) break;
+    for (const double first : one_kernel ? kFirstSegments : kEvenSegments) {
+      const auto length = static_cast<int64_t>(std::ceil(
+          static_cast<double>(chunks.longest) / (static_cast<double>(segments - 1) + first)));
+      const int64_t rest = std::max(length, chunks.longest - (segments - 1) * length);
+      const double time = one_kernel
+                              ? one_pass_us(in, constants, rest * kAutoChunk, length * kAutoChunk)
+                              : segmented_us(in, constants, length * kAutoChunk);
+      // More segments take more memory: they must be predicted to gain more than nothing.
+      const bool more = best_segments > 0 && segments > best_segments;
+      if (time >= (more ? constants.minimum_step : 1) * best) continue;
       best = time;
+      best_segments = segments;
       partition.segment_chunks = length;
+      if (one_kernel) partition.first_chunks = rest;
     }
   }
-  if (partition.segment_chunks == 0 || cost->serial_us < constants.minimum_gain * best)
+  if (best_segments == 0 || whole < constants.minimum_gain * best)
     return declined(partition,
-                    cat("auto: serial ", std::llround(cost->serial_us),
-                        " us predicted, segments would take ", std::llround(best), " us"));
+                    cat("auto: serial ", std::llround(whole), " us predicted, segments would take ",
+                        std::llround(best), " us"));
   partition.on = true;
   cost->segmented_us = best;
-  partition.reasons.push_back(cat(
-      "auto: segments of ", partition.segment_chunks, " chunks of 64 tokens, ", std::llround(best),
-      " us predicted against ", std::llround(cost->serial_us), " us serial"));
+  partition.reasons.push_back(
+      cat("auto: segments of ", partition.segment_chunks, " chunks of 64 tokens",
+          one_kernel ? cat(", first ones of ", partition.first_chunks) : "", ", ",
+          std::llround(best), " us predicted against ", std::llround(whole), " us serial"));
   return partition;
 }
 
@@ -161,6 +180,9 @@ int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixe
   const int64_t chunks = ceil_div(tokens, partition.chunk_tokens);
   if (chunks <= 1) return 1;
   if (fixed_segments > 0) return std::min(fixed_segments, chunks);
+  if (partition.first_chunks > 0)
+    return 1 + ceil_div(std::max<int64_t>(0, chunks - partition.first_chunks),
+                        partition.segment_chunks);
   return ceil_div(chunks, partition.segment_chunks);
 }
 

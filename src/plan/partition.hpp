@@ -26,6 +26,7 @@ struct Partition {
   int64_t chunk_tokens = 64;   ///< the rule's unit: segments start at multiples of it
   int64_t segment_chunks = 0;  ///< longest segment, in chunks
   std::vector<std::string> reasons;
+  int64_t first_chunks = 0;  ///< of a sequence that is cut, its first segment; 0: as the others
 };
 
 /// FlashKDA: chunk 16, max_local_chunks = 2^round(log2(3 sqrt(H total_chunks / SMs))), ties to
@@ -38,8 +39,10 @@ Partition cula_partition(const Workload& work);
 /// The same number of segments for every sequence, chunk `chunk_tokens`, at least one chunk each.
 Partition fixed_partition(const Workload& work, int64_t num_segments);
 
-/// libkda's: the segment length with the least predicted time (cost_model.hpp), if it gains.
-Partition auto_partition(const Workload& work, const DeviceFacts& device, CostEstimate* cost);
+/// libkda's: the segment length with the least predicted time (cost_model.hpp), if it gains. In
+/// stages, or in one pass of one kernel.
+Partition auto_partition(const Workload& work, const DeviceFacts& device, bool one_kernel,
+                         CostEstimate* cost);
 
 /// Segments that one sequence of `chunks` chunks is cut into under `partition`.
 int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments);

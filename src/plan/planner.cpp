@@ -151,7 +151,8 @@ plan::Workload workload_of(const Plan& plan, std::size_t first, std::size_t last
   return work;
 }
 
-plan::Partition apply_policy(const Plan& plan, const plan::Workload& work, CostEstimate* cost) {
+plan::Partition apply_policy(const Plan& plan, const plan::Workload& work, bool one_kernel,
+                             CostEstimate* cost) {
   switch (plan.options.context_parallel) {
     case ContextParallel::kOff: break;
     case ContextParallel::kFixed: return plan::fixed_partition(work, plan.options.num_segments);
@@ -159,13 +160,13 @@ plan::Partition apply_policy(const Plan& plan, const plan::Workload& work, CostE
     case ContextParallel::kCula: return plan::cula_partition(work);
     case ContextParallel::kAuto:
       if (plan.device.kind == DeviceKind::kCuda)
-        return plan::auto_partition(work, plan.device, cost);
+        return plan::auto_partition(work, plan.device, one_kernel, cost);
       return {false, 64, 0, {"auto: the CPU never changes its algorithm by length or threads"}};
   }
   return {false, 64, 0, {"off: asked for"}};
 }
 
-/// Cuts sequence n into `count` segments of whole chunks, as even as they go.
+/// Cuts sequence n into `count` segments of whole chunks.
 void cut_sequence(Plan* plan, std::size_t n, plan::Partition partition, int64_t count) {
   const int64_t begin = plan->cu_seqlens[n];
   const int64_t end = plan->cu_seqlens[n + 1];
@@ -175,12 +176,17 @@ void cut_sequence(Plan* plan, std::size_t n, plan::Partition partition, int64_t 
     count = std::min(count, (end - begin + partition.chunk_tokens - 1) / partition.chunk_tokens);
   }
   const int64_t chunks = (end - begin + partition.chunk_tokens - 1) / partition.chunk_tokens;
-  for (int64_t s = 0; s < count; ++s) {
-    const int64_t first = begin + chunks * s / count * partition.chunk_tokens;
-    const int64_t last = begin + chunks * (s + 1) / count * partition.chunk_tokens;
-    plan->segments.push_back(
-        {static_cast<int64_t>(n), first, s + 1 == count ? end : std::min(last, end)});
-  }
+  // The first one as it is asked for, the others as even as they go.
+  const int64_t first = count > 1 ? partition.first_chunks : 0, even = count - (first > 0);
+  const auto boundary = [&](int64_t s) {
+    if (s == count) return end;
+    const int64_t before = first == 0 ? chunks * s / even
+                           : s == 0   ? 0
+                                      : first + (chunks - first) * (s - 1) / even;
+    return begin + before * partition.chunk_tokens;
+  };
+  for (int64_t s = 0; s < count; ++s)
+    plan->segments.push_back({static_cast<int64_t>(n), boundary(s), boundary(s + 1)});
 }
 
 void drop_segments(Plan* plan) {
@@ -191,7 +197,7 @@ void drop_segments(Plan* plan) {
 }
 
 /// Without batch_invariant one decision for the batch; with it one for each sequence alone.
-Status make_segments(Plan* plan) {
+Status make_segments(bool one_kernel, Plan* plan) {
   const std::size_t N = plan->cu_seqlens.size() - 1;
   const bool alone = plan->problem.batch_invariant;
   const int64_t fixed =
@@ -199,7 +205,7 @@ Status make_segments(Plan* plan) {
   plan::Partition partition;
   if (!alone || N == 0) {
     partition = N == 0 ? plan::Partition{false, 64, 0, {"no sequences"}}
-                       : apply_policy(*plan, workload_of(*plan, 0, N), &plan->cost);
+                       : apply_policy(*plan, workload_of(*plan, 0, N), one_kernel, &plan->cost);
     plan->reasons = partition.reasons;
   } else {
     plan->reasons.push_back("batch_invariant: each sequence is planned as if it were alone");
@@ -207,7 +213,7 @@ Status make_segments(Plan* plan) {
   for (std::size_t n = 0; n < N; ++n) {
     if (alone) {
       CostEstimate cost;
-      partition = apply_policy(*plan, workload_of(*plan, n, n + 1), &cost);
+      partition = apply_policy(*plan, workload_of(*plan, n, n + 1), one_kernel, &cost);
       if (plan->reasons.size() < 9)
         for (const std::string& reason : partition.reasons)
           plan->reasons.push_back(cat("sequence ", n, ": ", reason));
@@ -232,6 +238,13 @@ void check_intra_form(const Implementation* chosen, Plan* plan) {
     plan->reasons.push_back(cat("intra_form: ", chosen->name, " has one form"));
 }
 
+/// Why segments are not joined in one pass; empty if they are.
+std::string one_pass_declined(const Implementation& row, const Problem& problem) {
+  if (!row.segment_correct) return cat(row.name, " has no correction stage");
+  if (problem.checkpoints) return "checkpoints need the true start state";
+  return row.decline_one_pass ? row.decline_one_pass(problem) : std::string();
+}
+
 void check_segment_method(Plan* plan, const Implementation* chosen) {
   if (!plan->segmented) return;
   if (chosen && !chosen->segment_scan) {
@@ -239,15 +252,27 @@ void check_segment_method(Plan* plan, const Implementation* chosen) {
     drop_segments(plan);
     return;
   }
-  if (plan->options.segment_method == SegmentMethod::kOnePass && chosen &&
-      !chosen->segment_correct) {
-    plan->reasons.push_back(cat("one pass declined: ", chosen->name, " has no correction stage"));
-    plan->options.segment_method = SegmentMethod::kScanMergeForward;
+  if (plan->options.segment_method != SegmentMethod::kOnePass || !chosen) return;
+  const std::string reason = one_pass_declined(*chosen, plan->problem);
+  if (reason.empty()) return;
+  plan->reasons.push_back(cat("one pass declined: ", reason));
+  plan->options.segment_method = SegmentMethod::kScanMergeForward;
+}
+
+/// The forward in one kernel, cut where that is left to the planner and gains.
+Status plan_one_kernel(const Implementation& chosen, Plan* plan) {
+  const std::size_t N = plan->cu_seqlens.size() - 1;
+  const std::string reason = one_pass_declined(chosen, plan->problem);
+  if (plan->options.context_parallel == ContextParallel::kAuto && reason.empty()) {
+    KDA_RETURN_IF_ERROR(make_segments(true, plan));
+    if (plan->segmented) plan->options.segment_method = SegmentMethod::kOnePass;
+  } else {
+    plan->cost = plan::predict_one_kernel(workload_of(*plan, 0, N), plan->device);
+    plan->reasons.push_back(reason.empty() ? "off: asked for"
+                                           : cat("one pass declined: ", reason, "; not cut"));
   }
-  if (plan->options.segment_method == SegmentMethod::kOnePass && plan->problem.checkpoints) {
-    plan->reasons.push_back("one pass declined: checkpoints need the true start state");
-    plan->options.segment_method = SegmentMethod::kScanMergeForward;
-  }
+  plan->num_v_splits = plan::tiles_of(plan->problem.value_dim);
+  return {};
 }
 
 void list_stages(const Implementation* chosen, Plan* plan) {
@@ -270,6 +295,15 @@ void list_stages(const Implementation* chosen, Plan* plan) {
   }
   const auto segments = static_cast<int64_t>(plan->segments.size());
   const bool one_pass = plan->options.segment_method == SegmentMethod::kOnePass;
+  if (one_pass && plan->device.kind == DeviceKind::kCuda) {
+    const int64_t behind = segments - p.num_sequences;
+    plan->stages.push_back({"segment_scan", (segments + behind) * heads * plan->num_v_splits,
+                            "outputs from zero, and M with its outputs behind first segments"});
+    plan->stages.push_back(
+        {"segment_merge", p.num_sequences * heads, "start states of third segments on, in order"});
+    plan->stages.push_back({"segment_correct", behind * heads, "o += Qt S_in; final states"});
+    return;
+  }
   plan->stages.push_back({"segment_scan", 2 * segments * heads,
                           one_pass ? "B with outputs from zero, and M with its outputs"
                                    : "B and M of every segment but the last of its sequence"});
@@ -306,10 +340,14 @@ Status size_workspace(const Implementation* chosen, Plan* plan) {
     add(block::kCheckpointSlotMarks, static_cast<std::size_t>(p.checkpoints->num_slots),
         sizeof(int32_t));
   if (plan->segmented) {
-    add(block::kSegmentM, segments * heads, K * K * sizeof(float));
-    add(block::kSegmentB, segments * heads, K * V * sizeof(float));
-    add(block::kSegmentStates, segments * heads, K * V * sizeof(float));
-    if (plan->options.segment_method == SegmentMethod::kOnePass) {
+    const bool one_pass = plan->options.segment_method == SegmentMethod::kOnePass;
+    // GPUs: of the segments behind the first ones of their sequences.
+    const std::size_t joined =
+        one_pass && !cpu ? segments - static_cast<std::size_t>(p.num_sequences) : segments;
+    add(block::kSegmentM, joined * heads, K * K * sizeof(float));
+    add(block::kSegmentB, joined * heads, K * V * sizeof(float));
+    add(block::kSegmentStates, joined * heads, K * V * sizeof(float));
+    if (one_pass && cpu) {
       add(block::kOutputFromZero, tokens * heads, V * sizeof(float));
       add(block::kTransitionOutput, tokens * heads, K * sizeof(float));
       add(block::kAliveTokens, segments * heads, sizeof(int64_t));
@@ -359,12 +397,9 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
     count_chunks(plan);
     if (chosen && chosen->yield && !plan::asks_for_segments(options)) {
-      const std::size_t N = plan->cu_seqlens.size() - 1;
-      plan->cost = plan::predict_one_kernel(workload_of(*plan, 0, N), device);
-      plan->reasons.push_back("one kernel for all of the forward: nothing is cut");
-      plan->num_v_splits = plan::tiles_of(problem.value_dim);
+      KDA_RETURN_IF_ERROR(plan_one_kernel(*chosen, plan));
     } else if (problem.operation == Operation::kForward) {
-      KDA_RETURN_IF_ERROR(make_segments(plan));
+      KDA_RETURN_IF_ERROR(make_segments(false, plan));
       check_segment_method(plan, chosen);
       check_intra_form(chosen, plan);
       if (device.kind == DeviceKind::kCuda) plan->num_v_splits = gpu_v_splits(*plan);

@@ -73,11 +73,12 @@ Status run_one_pass(const Plan& plan, const stage::Implementation& implementatio
   auto* B = block_of<float>(plan, workspace, block::kSegmentB);
   auto* states = block_of<float>(plan, workspace, block::kSegmentStates);
   auto* o_zero = block_of<float>(plan, workspace, block::kOutputFromZero);
-  auto* Qt = block_of<float>(plan, workspace, block::kTransitionOutput);
+  auto* Qt = block_of<void>(plan, workspace, block::kTransitionOutput);
   auto* alive = block_of<int64_t>(plan, workspace, block::kAliveTokens);
   KDA_RETURN_IF_ERROR(implementation.segment_scan(
       {call, plan.segments, M, B, /*skip_last=*/false, o_zero, Qt, alive}));
-  KDA_RETURN_IF_ERROR(implementation.segment_merge({call, plan.segments, M, B, states}));
+  KDA_RETURN_IF_ERROR(implementation.segment_merge(
+      {call, plan.segments, M, B, states, /*prepared=*/false, /*behind_first=*/true}));
   return implementation.segment_correct({call, plan.segments, M, B, states, o_zero, Qt, alive});
 }
 

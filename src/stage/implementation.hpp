@@ -30,6 +30,8 @@ struct Implementation {
   Status (*segment_scan)(const SegmentScan& args);
   Status (*segment_merge)(const SegmentMerge& args);
   Status (*segment_correct)(const SegmentCorrect& args);
+  /// Why segments of a problem are not joined in one pass; empty if they are. Null: nothing.
+  std::string (*decline_one_pass)(const Problem& problem) = nullptr;
   /// Blocks of its own in the workspace; null: scratch_bytes alone. False if sizes overflow.
   bool (*add_blocks)(Plan& plan) = nullptr;
   int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor

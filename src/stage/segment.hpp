@@ -10,8 +10,12 @@
 
 namespace kda::stage {
 
-/// M and B of every segment. With `o_zero`, also the outputs of the one-pass form:
+/// M and B of every segment. With `Qt`, also the outputs of the one-pass form:
 ///   o_t = o_zero_t + S_in^T qt_t,  qt_t = scale (M of the tokens up to t)^T q_t
+/// On the CPU o_zero and Qt are fp32 buffers. On a GPU there is no o_zero: outputs from zero go to
+/// o, and Qt has the type and strides of o. The first segment of a sequence runs from its initial
+/// state there; M, B and states_in are those of the segments behind first ones, [NSEG - N, HV, K,
+/// V].
 struct SegmentScan {
   Call call;
   std::span<const Segment> segments;
@@ -19,7 +23,7 @@ struct SegmentScan {
   float* B = nullptr;       ///< [NSEG, HV, K, V]
   bool skip_last = false;   ///< leave out the last segment of each sequence: nothing follows it
   float* o_zero = nullptr;  ///< [B T, HV, V] outputs from S_in = 0
-  float* Qt = nullptr;      ///< [B T, HV, K]
+  void* Qt = nullptr;       ///< [B T, HV, K]
   /// [NSEG, HV] tokens for which Qt is set; past them |M|_F was small enough to drop M (2^-20 at
   /// most), which is only done where the norm provably never grows (docs/planning.md).
   int64_t* alive_tokens = nullptr;
@@ -33,6 +37,7 @@ struct SegmentMerge {
   const float* B = nullptr;
   float* states_in = nullptr;  ///< [NSEG, HV, K, V]
   bool prepared = false;       ///< as in Forward
+  bool behind_first = false;   ///< GPU, after a scan with outputs
 };
 
 /// o = o_zero + Qt states_in, and final state = M states_in + B of each last segment.
@@ -43,7 +48,7 @@ struct SegmentCorrect {
   const float* B = nullptr;
   const float* states_in = nullptr;
   const float* o_zero = nullptr;
-  const float* Qt = nullptr;
+  const void* Qt = nullptr;
   const int64_t* alive_tokens = nullptr;
 };
 

@@ -29,8 +29,11 @@ constexpr std::size_t kStateBytes = kSize * kSize * 4;
 check::GenerateOptions shape_of(int64_t tokens, int64_t heads) {
   return test::shape16(tokens, heads, kSize, kSize);
 }
+/// Nothing cut: where the planner cuts depends on the number of SMs and on the batch.
 test::RunOptions on_fused() {
-  return {.plan = test::with_backend("fused"), .out_dtype = DType::kBFloat16};
+  test::RunOptions run{.plan = test::with_backend("fused"), .out_dtype = DType::kBFloat16};
+  run.plan.context_parallel = ContextParallel::kOff;
+  return run;
 }
 void expect_within(const Inputs& inputs, const std::string& what) {
   test::expect_within(inputs, on_fused(), "cuda.sm90.fused", what);
@@ -300,6 +303,79 @@ TEST(FusedPlan, KeepsStatesBetweenShares) {
   EXPECT_EQ(workspace(28), 14 * (kStateBytes + 32));  // 14: states, and words that they are there
 }
 
+constexpr SegmentMethod kMethods[] = {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass};
+
+test::RunOptions in_segments(int64_t count, SegmentMethod method) {
+  test::RunOptions run = on_fused();
+  run.plan.context_parallel = ContextParallel::kFixed;
+  run.plan.num_segments = count;
+  run.plan.segment_method = method;
+  return run;
+}
+
+TEST_F(Fused, SegmentsInEveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime) {
+    check::GenerateOptions options = shape_of(0, 1);
+    options.num_value_heads = 2;
+    options.seq_lens = {test::long_case(1500), 40, 0, test::long_case(700)};
+    options.regime = static_cast<Regime>(regime);
+    options.initial_state = true;
+    const Inputs inputs = check::generate(options);
+    for (const SegmentMethod method : kMethods)
+      for (const int64_t count : {2, 3, 16})
+        test::expect_within(inputs, in_segments(count, method), "cuda.sm90.fused",
+                            std::string(check::regime_name(options.regime)) + " in " +
+                                std::to_string(count) + " segments");
+  }
+}
+
+TEST_F(Fused, SegmentsWhereThePlannerWantsThem) {
+  check::GenerateOptions options = shape_of(2048, 1);
+  options.initial_state = true;
+  test::RunOptions run = on_fused();
+  run.plan.context_parallel = ContextParallel::kAuto;
+  for (const Regime regime : {Regime::kTrained, Regime::kStructured}) {
+    options.regime = regime;
+    const Inputs inputs = check::generate(options);
+    const Plan plan = test::run_inputs(inputs, run).plan;
+    EXPECT_TRUE(plan.segmented);
+    EXPECT_EQ(plan.options.segment_method, SegmentMethod::kOnePass);
+    test::expect_within(inputs, run, "cuda.sm90.fused", "segments of the planner");
+  }
+}
+
+TEST_F(Fused, SegmentsOfBatchesWithoutStates) {
+  check::GenerateOptions options = shape_of(test::long_case(400), 2);
+  options.batch = 3;
+  for (const SegmentMethod method : kMethods)
+    test::expect_within(check::generate(options), in_segments(3, method), "cuda.sm90.fused",
+                        "batch in segments");
+}
+
+TEST_F(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
+  for (const auto layout : {StateLayout::kKV, StateLayout::kVK})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Inputs inputs = check::generate(shape_of(300, 2));
+      Problem& p = inputs.problem;
+      p.state_layout = layout;
+      check::want_final_state(&p);
+      p.final_state->tensor = contiguous(dtype, {1, 2, kSize, kSize});
+      test::expect_within(inputs, in_segments(3, SegmentMethod::kOnePass), "cuda.sm90.fused",
+                          "final states of segments");
+    }
+}
+
+TEST_F(Fused, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
+  check::GenerateOptions options = shape_of(test::long_case(2048), 2);
+  options.regime = Regime::kStrong;
+  const Inputs inputs = check::generate(options);
+  const test::Result serial = test::run_inputs(inputs, on_fused());
+  const test::Result cut =
+      test::run_inputs(inputs, in_segments(4, SegmentMethod::kScanMergeForward));
+  EXPECT_TRUE(test::same_bits(serial.outputs.o, cut.outputs.o));
+  EXPECT_TRUE(test::same_bits(serial.outputs.final_state, cut.outputs.final_state));
+}
+
 TEST(FusedPlan, SaysWhyItDeclines) {
   const DeviceFacts h200 = gpu_facts(132, 90);
   const auto reason = [&](const check::GenerateOptions& options, const DeviceFacts& device) {
@@ -331,8 +407,7 @@ TEST(FusedPlan, RunsWhereItIsAskedFor) {
   ASSERT_TRUE(
       make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90), segments, &plan).ok());
   EXPECT_EQ(plan.implementation, "cuda.sm90.fused");
-  EXPECT_FALSE(plan.segmented);
-  EXPECT_EQ(plan.reasons.back(), "cuda.sm90.fused has no segments: runs serially");
+  EXPECT_TRUE(plan.segmented);
   ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
                         test::with_backend("fused"), &plan)
                   .ok());

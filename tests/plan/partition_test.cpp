@@ -100,7 +100,7 @@ TEST(AutoPolicy, FillsAnIdleCardAndLeavesAFullOneAlone) {
   const auto decide = [](const char* lengths, int64_t heads) {
     CostEstimate cost;
     const Workload work = work_of(lengths, heads, 132);
-    return auto_partition(work, gpu_facts(132), &cost);
+    return auto_partition(work, gpu_facts(132), false, &cost);
   };
   EXPECT_TRUE(decide("128K", 4).on);
   EXPECT_TRUE(decide("64K", 8).on);
@@ -114,7 +114,7 @@ TEST(AutoPolicy, FillsAnIdleCardAndLeavesAFullOneAlone) {
 TEST(AutoPolicy, PredictionsAreOrdered) {
   CostEstimate cost;
   const Workload work = work_of("128K", 4, 132);
-  ASSERT_TRUE(auto_partition(work, gpu_facts(132), &cost).on);
+  ASSERT_TRUE(auto_partition(work, gpu_facts(132), false, &cost).on);
   EXPECT_GE(cost.serial_us, cost.roofline_us);
   EXPECT_LT(cost.segmented_us, cost.serial_us / 2);
   EXPECT_GE(cost.segmented_us, cost.roofline_us);

@@ -93,7 +93,7 @@ TEST(Planner, BatchInvariantLooksAtEachSequenceAlone) {
 
 TEST(Planner, GpuPlansAreMadeWithoutAGpu) {
   const Plan plan = plan_for("64K", 8, gpu_facts(132));
-  EXPECT_EQ(plan.implementation, "cuda.sm80.staged");
+  EXPECT_EQ(plan.implementation, "cuda.sm90.fused");
   for (const Candidate& row : plan.candidates)
     EXPECT_EQ(row.reason == "runs on cpu", row.name.starts_with("cpu.")) << row.name;
 }
@@ -210,17 +210,44 @@ TEST(Planner, SupportedSaysWhyNot) {
 }
 
 // Times of both forms on an H200: `./dev gpu-bench fused`.
-TEST(Planner, TakesOneKernelWhereHeadsFillTheCard) {
+TEST(Planner, TakesOneKernelWhereSegmentsCanBeJoinedOrHeadsFillTheCard) {
   const auto chosen = [](const char* lengths, int64_t heads, const PlanOptions& options = {}) {
     return plan_for(lengths, heads, gpu_facts(132), options).implementation;
   };
   const std::string fused = "cuda.sm90.fused", staged = "cuda.sm80.staged";
-  for (const int64_t heads : {19, 20, 22, 24, 32, 40, 64, 66, 67, 80, 96, 128, 132, 200})
+  for (const int64_t heads : {1, 2, 4, 8, 12, 16, 18, 19, 24, 32, 64, 66, 67, 96, 132, 200})
     EXPECT_EQ(chosen("8192", heads), fused) << heads;
-  for (const int64_t heads : {1, 4, 8, 12, 16, 17, 18})
-    EXPECT_EQ(chosen("8192", heads), staged) << heads;
   EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kOff)), fused);
   EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kCula)), staged);
+  // Outputs that are not dense have no one pass: few heads would leave the card idle.
+  for (const int64_t heads : {4, 18, 19, 64}) {
+    std::vector<int64_t> cu;
+    Problem p = packed({8192}, heads, &cu);
+    p.o.strides[1] += 128;
+    Plan plan;
+    throw_if_error(make_plan(p, cu, gpu_facts(132), {}, &plan));
+    EXPECT_EQ(plan.implementation, heads < 19 ? staged : fused) << heads;
+    EXPECT_FALSE(heads >= 19 && plan.segmented);
+  }
+}
+
+TEST(Planner, OnePassTakesALongerFirstSegment) {
+  const Plan plan = plan_for("8192,100", 32, gpu_facts(132));
+  ASSERT_TRUE(plan.segmented);
+  EXPECT_EQ(plan.options.segment_method, SegmentMethod::kOnePass);
+  ASSERT_EQ(plan.segments.size(), 3u);  // two of the long one
+  const auto length = [&](std::size_t n) { return plan.segments[n].end - plan.segments[n].begin; };
+  EXPECT_GT(length(0), length(1) + 1024);
+  EXPECT_EQ(length(0) + length(1), 8192);
+  EXPECT_EQ(length(0) % 64, 0);
+  EXPECT_EQ(length(2), 100);
+  EXPECT_LT(plan.cost.segmented_us, plan.cost.one_kernel_us);
+  // One decision for bits that must not depend on neighbours: the same as alone.
+  const Plan alone = plan_for("8192", 32, gpu_facts(132), {}, true);
+  const Plan beside = plan_for("8192,100", 32, gpu_facts(132), {}, true);
+  ASSERT_EQ(alone.segments.size(), 2u);
+  EXPECT_EQ(beside.segments[0], alone.segments[0]);
+  EXPECT_EQ(beside.segments[1], alone.segments[1]);
 }
 
 TEST(Planner, LengthsAndBatchesDoNotChangeTheKernel) {
@@ -254,8 +281,12 @@ TEST(Planner, OneKernelSaysWhyItDoesNotServe) {
             "context_parallel asks for segments");
   EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), token)),
             "intra_form asks for a form of stages");
-  EXPECT_NE(reason(plan_for("64", 16, gpu_facts(132)))
-                .find("a sequence of 8192 tokens and 16 value heads is predicted to take "),
+  std::vector<int64_t> cu;
+  Problem p = packed({64}, 16, &cu);
+  p.o.strides[1] += 128;
+  Plan plan;
+  throw_if_error(make_plan(p, cu, gpu_facts(132), {}, &plan));
+  EXPECT_NE(reason(plan).find("a sequence of 8192 tokens and 16 value heads is predicted to take "),
             std::string::npos);
 }
 

@@ -44,8 +44,8 @@ void scan_segment(const Kernels& kernels, const stage::SegmentScan& args, int64_
   pass.last_column = pass.num_columns;
   pass.identity_start = transition;
   pass.state_out = dense_ref(p, transition ? args.M : args.B, s, head, pass.num_columns);
-  pass.out =
-      dense_rows(p, transition ? args.Qt : args.o_zero, segment.begin, head, pass.num_columns);
+  pass.out = dense_rows(p, transition ? static_cast<float*>(args.Qt) : args.o_zero, segment.begin,
+                        head, pass.num_columns);
   if (!transition && segment.begin < segment.end)
     pass.v = row_source(p, p.v, args.call.tensors.v, segment.begin, head);
   if (transition && args.alive_tokens && stage::transition_norm_never_grows(p))
@@ -104,8 +104,8 @@ void correct_block(const Kernels& kernels, const stage::SegmentCorrect& args, in
       kernels.load_row(o_zero + i * o_stride, DType::kFloat32, width, kBlockV,
                        scratch.o + i * kBlockV);
     const auto alive = static_cast<int>(std::clamp<int64_t>(alive_end - token, 0, count));
-    kernels.matmul_block(args.Qt + token * qt_stride + head * p.key_dim, qt_stride, alive,
-                         static_cast<int>(p.key_dim), state, scratch.o);
+    kernels.matmul_block(static_cast<const float*>(args.Qt) + token * qt_stride + head * p.key_dim,
+                         qt_stride, alive, static_cast<int>(p.key_dim), state, scratch.o);
     for (int64_t i = 0; i < count; ++i)
       kernels.store_row(
           scratch.o + i * kBlockV, p.o.dtype, width,

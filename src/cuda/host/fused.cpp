@@ -1,30 +1,207 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.sm90.fused: everything in one kernel.
+// Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
+// their transitions as streams of their own (stage/segment.hpp).
 #include "cuda/host/fused.hpp"
 
+#include <algorithm>
+#include <vector>
+
 #include "core/text.hpp"
+#include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/sm90/built.hpp"
 #include "cuda/sm90/fused_prefill.hpp"
+#include "cuda/sm90/segment_correct.hpp"
+#include "cuda/sm90/segment_merge.hpp"
+#include "cuda/smxx/sequence_map.hpp"
+#include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::fused {
+namespace {
+
+namespace block = plan::block;
+using sm90::FusedPrefillArgs;
+using sm90::FusedState;
+using sm90::FusedUnit;
+
+/// Units in line, with their places.
+class Line {
+ public:
+  void add(const Segment& segment, int64_t number, FusedState state) {
+    units_.push_back({{segment.sequence, segment.begin, segment.end}, number, state, before_});
+    before_ += (segment.end - segment.begin + kChunk - 1) / kChunk + sm90::kFusedUnitCost;
+  }
+  int64_t size() const { return static_cast<int64_t>(units_.size()); }
+  /// Adds one more, which only says where the line ends.
+  const std::vector<FusedUnit>& close() {
+    units_.push_back({{}, 0, FusedState::kGiven, before_});
+    return units_;
+  }
+
+ private:
+  std::vector<FusedUnit> units_;
+  int64_t before_ = 0;
+};
+
+bool begins_sequence(std::span<const Segment> segments, std::size_t n) {
+  return n == 0 || segments[n].sequence != segments[n - 1].sequence;
+}
+bool ends_sequence(std::span<const Segment> segments, std::size_t n) {
+  return n + 1 == segments.size() || begins_sequence(segments, n + 1);
+}
+
+/// From zero, then the transitions. With outputs first segments run from their initial state and
+/// have no transition; the others are counted without them.
+Line scan_line(const stage::SegmentScan& scan) {
+  const auto& segments = scan.segments;
+  const bool outputs = scan.Qt != nullptr;
+  const auto runs = [&](std::size_t n) { return !scan.skip_last || !ends_sequence(segments, n); };
+  const auto number = [&](std::size_t n) {
+    return static_cast<int64_t>(n) - (outputs ? segments[n].sequence + 1 : 0);
+  };
+  Line line;
+  for (std::size_t n = 0; n < segments.size(); ++n)
+    if (runs(n))
+      line.add(segments[n], number(n),
+               outputs && begins_sequence(segments, n) ? FusedState::kFirst : FusedState::kZero);
+  for (std::size_t n = 0; n < segments.size(); ++n)
+    if (runs(n) && !(outputs && begins_sequence(segments, n)))
+      line.add(segments[n], number(n), FusedState::kTransition);
+  return line;
+}
+
+template <class T>
+T* find(const stage::Call& call, const char* name) {
+  return static_cast<T*>(plan::find_block(*call.plan, call.workspace, name));
+}
+
+/// Of a call with segments, in the workspace: those before each sequence without the first ones of
+/// sequences, [N + 1]; then the units.
+int64_t* offsets_behind_first(const stage::Call& call) {
+  return find<int64_t>(call, block::kSegmentUnits);
+}
+FusedUnit* units_of(const stage::Call& call) {
+  return reinterpret_cast<FusedUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
+}
+
+Status upload(const stage::Call& call, Line line, FusedPrefillArgs* args) {
+  args->num_units = line.size();
+  args->units = units_of(call);
+  const std::vector<FusedUnit>& units = line.close();
+  std::vector<int64_t> offsets = call.plan->segment_offsets;
+  for (std::size_t n = 0; n < offsets.size(); ++n) offsets[n] -= static_cast<int64_t>(n);
+  WordPieces pieces;
+  pieces.add(offsets.data(), static_cast<int64_t>(offsets.size()));
+  pieces.add(reinterpret_cast<const int64_t*>(units.data()),
+             static_cast<int64_t>(units.size()) * sm90::kFusedUnitWords);
+  return launch_upload(offsets_behind_first(call), pieces, {call.stream});
+}
+
+/// Of the segments of a sequence behind its first one.
+int64_t most_behind_first(const Plan& plan) {
+  int64_t most = 0;
+  for (std::size_t n = 0; n + 1 < plan.segment_offsets.size(); ++n)
+    most = std::max(most, plan.segment_offsets[n + 1] - plan.segment_offsets[n] - 1);
+  return most;
+}
+
+Status launch(const stage::Call& call, FusedPrefillArgs* args) {
+  const Problem& p = call.problem;
+  const int64_t units = args->units ? args->num_units : p.num_sequences;
+  args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
+  args->handed = find<float>(call, block::kHandedStates);
+  args->handed_flags = find<uint32_t>(call, block::kHandedFlags);
+  if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, {call.stream});
+  return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
+}
+
+}  // namespace
 
 Status forward(const stage::Forward& f) {
-  const stage::Call& call = f.call;
   Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, f.prepared, &maps));
-  sm90::FusedPrefillArgs args;
+  KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
+  FusedPrefillArgs args;
+  set_inputs(f.call, maps, &args);
+  set_outputs(f.call, maps, &args);
+  if (!f.segments.empty()) {
+    Line line;
+    for (std::size_t n = 0; n < f.segments.size(); ++n)
+      line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
+    KDA_RETURN_IF_ERROR(upload(f.call, std::move(line), &args));
+    args.states_in = f.states_in;
+  }
+  return launch(f.call, &args);
+}
+
+Status segment_scan(const stage::SegmentScan& scan) {
+  const stage::Call& call = scan.call;
+  Maps maps;
+  // No kernel after a scan with outputs reads the map of segments.
+  const std::span<const Segment> mapped = scan.Qt ? std::span<const Segment>() : scan.segments;
+  KDA_RETURN_IF_ERROR(make_maps(call, mapped, false, &maps));
+  FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
+  args.final_state = args.checkpoints = {};
+  if (!scan.Qt) args.o.base = nullptr;
+  args.Qt = scan.Qt;
+  args.M = scan.M;
+  args.B = scan.B;
+  args.firsts = find<float>(call, block::kSegmentFirsts);
+  KDA_RETURN_IF_ERROR(upload(call, scan_line(scan), &args));
+  return launch(call, &args);
+}
+
+/// After a scan with outputs: from the states after first segments on. Those are the start states
+/// of second segments, and read as such where they lie: nothing to do where no sequence has a
+/// third.
+Status merge_behind_first(const stage::SegmentMerge& merge) {
+  const stage::Call& call = merge.call;
+  if (most_behind_first(*call.plan) < 2) return {};
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, {}, true, &maps));
+  SegmentMergeArgs args;
+  args.shape = shape_of(call.problem);
+  args.map = maps.map;
+  args.segment_offsets = offsets_behind_first(call);
+  args.initial =
+      span_states(call.problem, find<float>(call, block::kSegmentFirsts), call.problem.value_dim);
+  args.M = merge.M;
+  args.B = merge.B;
+  args.states_in = merge.states_in;
+  if constexpr (sm90::kBuilt) return sm90::launch_segment_merge(args, {call.stream});
+  return {};
+}
+
+Status segment_merge(const stage::SegmentMerge& merge) {
+  return merge.behind_first ? merge_behind_first(merge) : cuda::segment_merge(merge);
+}
+
+Status segment_correct(const stage::SegmentCorrect& correct) {
+  const stage::Call& call = correct.call;
   const Problem& p = call.problem;
-  args.shares = sm90::fused_shares(p.num_sequences * p.num_value_heads, call.plan->device.num_sms);
-  args.handed =
-      static_cast<float*>(plan::find_block(*call.plan, call.workspace, plan::block::kHandedStates));
-  args.handed_flags = static_cast<uint32_t*>(
-      plan::find_block(*call.plan, call.workspace, plan::block::kHandedFlags));
-  if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(args, {call.stream});
-  return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, {}, true, &maps));
+  sm90::SegmentCorrectArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.o = row_view(p.o, call.tensors.o);
+  args.Qt = correct.Qt;
+  args.M = correct.M;
+  args.B = correct.B;
+  args.states_in = correct.states_in;
+  args.firsts = find<float>(call, block::kSegmentFirsts);
+  args.offsets = offsets_behind_first(call);
+  args.final_state =
+      state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
+  const auto segments = static_cast<int64_t>(correct.segments.size());
+  args.units = units_of(call) + segments;  // those of transitions
+  args.num_units = segments - p.num_sequences;
+  for (const Segment& segment : correct.segments)
+    args.longest = std::max(args.longest, segment.end - segment.begin);
+  if constexpr (sm90::kBuilt) return sm90::launch_segment_correct(args, {call.stream});
+  return {};
 }
 
 }  // namespace kda::cuda::fused

@@ -11,6 +11,9 @@ extern const stage::Implementation kFused;
 
 namespace fused {
 Status forward(const stage::Forward& args);
+Status segment_scan(const stage::SegmentScan& args);
+Status segment_merge(const stage::SegmentMerge& args);
+Status segment_correct(const stage::SegmentCorrect& args);
 }  // namespace fused
 
 }  // namespace kda::cuda

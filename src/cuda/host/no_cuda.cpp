@@ -20,6 +20,9 @@ Status check_pointer(const char*, const void*) { return unavailable_status(); }
 
 namespace fused {
 Status forward(const stage::Forward&) { return unavailable_status(); }
+Status segment_scan(const stage::SegmentScan&) { return unavailable_status(); }
+Status segment_merge(const stage::SegmentMerge&) { return unavailable_status(); }
+Status segment_correct(const stage::SegmentCorrect&) { return unavailable_status(); }
 }  // namespace fused
 namespace staged {
 Status forward(const stage::Forward&) { return unavailable_status(); }

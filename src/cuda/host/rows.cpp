@@ -51,6 +51,19 @@ std::string decline_fused(const Problem& p) {
   return {};
 }
 
+std::string decline_one_pass(const Problem& p) {
+  const auto& strides = p.o.strides;
+  const int64_t row = p.num_value_heads * p.value_dim;
+  const bool dense = strides[2] == p.value_dim && strides[1] == row &&
+                     (p.batch == 1 || strides[0] == p.num_tokens * row);
+  return dense ? "" : "o is not dense";
+}
+
+std::string yield_fused(const Plan& plan) {
+  return plan::stages_preferred(
+      plan, !plan.problem.checkpoints && decline_one_pass(plan.problem).empty());
+}
+
 std::string decline_staged(const Problem& p) {
   if (p.operation != Operation::kForward) return "decode is its own kernel";
   if (p.q.dtype == DType::kFloat32 || p.q.dtype != p.k.dtype || p.q.dtype != p.v.dtype)
@@ -83,14 +96,31 @@ bool add_map(Plan& plan) {
          plan::add_block(plan, block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));
 }
 
+/// What segments need: their units and, in one pass, transitions and states after first segments.
+bool add_fused_segments(Plan& plan) {
+  if (!plan.segmented) return true;
+  const Problem& p = plan.problem;
+  const auto N = static_cast<std::size_t>(p.num_sequences);
+  const auto heads = static_cast<std::size_t>(p.num_value_heads);
+  const auto rows = static_cast<std::size_t>(p.batch * p.num_tokens) * heads;
+  const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords;
+  const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
+  return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
+         plan::add_block(plan, block::kSegmentFirsts, one_pass ? N * heads : 0,
+                         sm90::kFusedStateBytes) &&
+         plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, 128 * 2);
+}
+
 /// States between the shares of clusters, where there are more streams than clusters.
 bool add_fused(Plan& plan) {
   const Problem& p = plan.problem;
-  const int64_t streams = p.num_sequences * p.num_value_heads;
+  const auto units =
+      plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
+  const int64_t streams = units * p.num_value_heads;
   const int64_t shares = sm90::fused_shares(streams, plan.device.num_sms);
   const auto handed = static_cast<std::size_t>(shares < streams ? shares : 0);
-  return add_map(plan) &&
-         plan::add_block(plan, block::kHandedStates, handed, sm90::kHandedStateBytes) &&
+  return add_map(plan) && add_fused_segments(plan) &&
+         plan::add_block(plan, block::kHandedStates, handed, sm90::kFusedStateBytes) &&
          plan::add_block(plan, block::kHandedFlags, handed, sm90::kHandedFlagBytes);
 }
 
@@ -140,13 +170,14 @@ const stage::Implementation kFused = {.name = "cuda.sm90.fused",
                                       .scratch_bytes = no_scratch,
                                       .forward = fused::forward,
                                       .decode = recurrent::decode,
-                                      .segment_scan = nullptr,
-                                      .segment_merge = nullptr,
-                                      .segment_correct = nullptr,
+                                      .segment_scan = fused::segment_scan,
+                                      .segment_merge = fused::segment_merge,
+                                      .segment_correct = fused::segment_correct,
+                                      .decline_one_pass = decline_one_pass,
                                       .add_blocks = add_fused,
                                       .min_compute_capability = 90,
                                       .max_compute_capability = 90,
-                                      .yield = plan::stages_preferred};
+                                      .yield = yield_fused};
 
 const stage::Implementation kStaged = {.name = "cuda.sm80.staged",
                                        .device = DeviceKind::kCuda,

@@ -12,10 +12,36 @@ namespace kda::cuda::sm90 {
 
 inline constexpr int kFusedRun = 16;  ///< tokens of a run
 
+/// Where the state of a span begins and ends.
+enum class FusedState : int64_t {
+  kGiven,       ///< initial state or states_in; final state
+  kFirst,       ///< initial state; firsts
+  kZero,        ///< zero; B
+  kTransition,  ///< the identity, with v = 0: outputs to Qt; M
+};
+
+/// What a cluster does one head at a time: a sequence, or a segment of one.
+struct FusedUnit {
+  Span span;
+  int64_t segment;  ///< of states_in, M and B
+  FusedState state;
+  int64_t before;  ///< place in the line of all units (fused/line.cuh)
+};
+/// Words of a unit on its way to the device.
+inline constexpr int64_t kFusedUnitWords = sizeof(FusedUnit) / sizeof(int64_t);
+
+/// What a unit costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.3).
+inline constexpr int64_t kFusedUnitCost = 1;
+
 struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   static constexpr unsigned kCluster = 2;    ///< blocks: the halves of V share factors
   RowView q, k, v, g, beta;
   GateView gate;
+
+  const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
+  int64_t num_units = 0;
+  float* firsts = nullptr;  ///< [N, HV, K, V] states after the first segments
+  void* Qt = nullptr;       ///< outputs of kTransition, like o, whose strides it has
 
   int64_t shares = 0;  ///< clusters: at most one a stream
   /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2], in
@@ -23,10 +49,10 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   float* handed = nullptr;
   uint32_t* handed_flags = nullptr;
 };
-inline constexpr std::size_t kHandedStateBytes = 128 * 128 * sizeof(float);  ///< of a share
+inline constexpr std::size_t kFusedStateBytes = 128 * 128 * sizeof(float);
 inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint32_t);
 
-/// Of a problem with so many streams (value heads of sequences), on a card of `num_sms`.
+/// Of a problem with so many streams (value heads of units), on a card of `num_sms`.
 constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
   const int64_t most = num_sms < 2 ? 1 : num_sms / FusedPrefillArgs::kCluster;
   return streams < most ? streams : most;

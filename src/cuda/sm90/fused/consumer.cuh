@@ -168,7 +168,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
 
   __device__ void take(const Part& part) {
     head = part.head;
-    unit = part.span.sequence;
+    unit = part.segment;
     span = part.span;
   }
   __device__ void begin(const Part& part, Stops& stops) {
@@ -178,19 +178,34 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     if (a.checkpoints.base) find_checkpoint(stops);
     if (part.taken_over)
       take_over();
+    else if (part.state == FusedState::kZero || part.state == FusedState::kTransition)
+      begin_segment(part.state == FusedState::kTransition);
     else
       this->load_start();
   }
+  /// With zeros, or the identity.
+  __device__ void begin_segment(bool identity) {
+    const int difference = column + lane / 4 - lane % 4 * 2;  // of column and channel
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        state[n][i] = identity && difference == n * 8 + i % 2 - i / 2 * 8 ? 1.0f : 0.0f;
+  }
   __device__ void end(const Part& part) {
-    if (part.handed_on)
-      hand_on();
-    else
-      this->store_end();
+    if (part.handed_on) return hand_on();
+    if (part.state == FusedState::kGiven) return this->store_end();
+    float* base = part.state == FusedState::kZero         ? a.B
+                  : part.state == FusedState::kTransition ? a.M
+                                                          : fused.firsts;
+    const int64_t n = part.state == FusedState::kFirst ? span.sequence : part.segment;
+    const int64_t matrix = ptx::opaque((n * a.shape.HV + head) * (kK * kK));
+    this->for_each_state(base + matrix, kK, 1, [](float x, float& to) { to = x; });
   }
   __device__ static int to_runs(int64_t tokens) {
     return static_cast<int>(min(tokens / kRun, int64_t{1} << 30));
   }
-  /// The sequences of a share never go back.
+  /// The sequences of a share never go back where there are checkpoints.
   __device__ void find_checkpoint(Stops& stops) const {
     const int64_t every = a.checkpoint_every;
     if (!a.map.cu_seqlens) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which streams (a value head of a sequence) a cluster goes through.
+// Which streams (a value head of a unit: a sequence, or a segment of one) a cluster goes through.
 //
-// All streams stand in a line, heads of a sequence after each other, each as long as its chunks and
+// All streams stand in a line, heads of a unit after each other, each as long as its chunks and
 // what it costs besides. Clusters get equal shares of it, none shorter than the longest stream: the
 // wrap-around rule of McNaughton (1959). Where a share ends inside a stream, the next share begins
 // with the first tokens of that stream, and this one ends with its last ones: what takes a state
@@ -15,29 +15,39 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// What a stream costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.3).
-constexpr int64_t kStreamCost = 1;
-
 /// What a cluster does of a stream.
 struct Part {
   Span span;
-  int64_t head;
+  int64_t segment, head;
+  FusedState state;
   bool taken_over, handed_on;  // the state comes from another cluster, goes to one
 };
 
 /// Of a cluster: where it begins, and how much of the line is left of it.
 struct Share {
-  int64_t sequence, head;
+  int64_t unit, head;
   int64_t before;  // what lies of that stream in the share before
   int64_t left;
 };
 
-/// Chunks and costs of the sequences before `n`, one head.
-__device__ inline int64_t line_before(const SequenceMap& map, int64_t n) {
-  return (map.cu_seqlens ? map.chunk_offsets[n] : n * chunks_of(map.num_tokens)) + n * kStreamCost;
+__device__ inline int64_t units_of(const FusedPrefillArgs& a) {
+  return a.units ? a.num_units : a.map.num_sequences;
 }
-__device__ inline int64_t stream_length(const SequenceMap& map, int64_t n) {
-  return line_before(map, n + 1) - line_before(map, n);
+/// Chunks and costs of the units before `n`, one head.
+__device__ inline int64_t line_before(const FusedPrefillArgs& a, int64_t n) {
+  if (a.units) return a.units[n].before;
+  const int64_t chunks =
+      a.map.cu_seqlens ? a.map.chunk_offsets[n] : n * chunks_of(a.map.num_tokens);
+  return chunks + n * kFusedUnitCost;
+}
+__device__ inline int64_t stream_length(const FusedPrefillArgs& a, int64_t n) {
+  return line_before(a, n + 1) - line_before(a, n);
+}
+/// All of a unit, one head.
+__device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t head) {
+  if (!a.units) return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false};
+  const FusedUnit& unit = a.units[n];
+  return {unit.span, unit.segment, head, unit.state, false, false};
 }
 /// Number of this cluster's share.
 __device__ inline int64_t share_number() {
@@ -46,23 +56,23 @@ __device__ inline int64_t share_number() {
 
 /// By all threads of a block; `share` is in shared memory.
 __device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
-  const int64_t N = a.map.num_sequences, HV = a.shape.HV, number = share_number(),
+  const int64_t N = units_of(a), HV = a.shape.HV, number = share_number(),
                 shares = gridDim.x / FusedPrefillArgs::kCluster;
   if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
   if (N * HV <= shares) {  // a stream each
-    if (threadIdx.x == 0) share = {number / HV, number % HV, 0, stream_length(a.map, number / HV)};
+    if (threadIdx.x == 0) share = {number / HV, number % HV, 0, stream_length(a, number / HV)};
     __syncthreads();
     return;
   }
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-    atomicMax(&longest, static_cast<int>(stream_length(a.map, n)));
+    atomicMax(&longest, static_cast<int>(stream_length(a, n)));
   __syncthreads();
-  const int64_t line = line_before(a.map, N) * HV;
+  const int64_t line = line_before(a, N) * HV;
   const int64_t size = max((line + shares - 1) / shares, static_cast<int64_t>(longest));
   const int64_t begin = number * size;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    const int64_t in = begin - line_before(a.map, n) * HV, length = stream_length(a.map, n);
+    const int64_t in = begin - line_before(a, n) * HV, length = stream_length(a, n);
     if (in >= 0 && in < length * HV) share = {n, in / length, in % length, size};
   }
   __syncthreads();
@@ -85,22 +95,21 @@ struct Course {
 __device__ inline bool next_part(const FusedPrefillArgs& a, Course& course) {
   Share share = course.share;
   __syncwarp();
-  while (share.left > 0 && share.sequence < a.map.num_sequences) {
-    const int64_t length = stream_length(a.map, share.sequence), chunks = length - kStreamCost;
+  while (share.left > 0 && share.unit < units_of(a)) {
+    const int64_t length = stream_length(a, share.unit), chunks = length - kFusedUnitCost;
     const int64_t rest = length - share.before;
     const bool cut = rest > share.left;
     const int64_t first =
-        cut ? chunks - max(share.before + share.left - kStreamCost, int64_t{0}) : 0;
-    const int64_t last = chunks - max(share.before - kStreamCost, int64_t{0});
-    const Span whole = sequence_span(a.map, share.sequence);
-    const Part part = {
-        {share.sequence, whole.begin + first * kChunk, min(whole.end, whole.begin + last * kChunk)},
-        share.head,
-        first > 0,
-        last < chunks};
+        cut ? chunks - max(share.before + share.left - kFusedUnitCost, int64_t{0}) : 0;
+    const int64_t last = chunks - max(share.before - kFusedUnitCost, int64_t{0});
+    Part part = whole_of(a, share.unit, share.head);
+    part.taken_over = first > 0;
+    part.handed_on = last < chunks;
+    part.span.end = min(part.span.end, part.span.begin + last * kChunk);
+    part.span.begin += first * kChunk;
     share.left -= rest;
     share.before = 0;
-    if (++share.head == a.shape.HV) share.head = 0, ++share.sequence;
+    if (++share.head == a.shape.HV) share.head = 0, ++share.unit;
     if (cut && first == last) continue;
     if (threadIdx.x % 32 == 0) course = {share, part};
     __syncwarp();

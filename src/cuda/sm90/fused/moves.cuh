@@ -48,7 +48,9 @@ struct Moves {
     k = place_of(part, a.k, q_head, run + rank, pair_row, piece, sizeof(T));
     g = place_of(part, a.g, head, run + rank, pair_row, piece, sizeof(E));
     v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(T));
-    next_o = place_of(part, a.o, head, run, warp_row, rank * 128 + piece, sizeof(T));
+    RowView outputs = a.o;
+    if (part.state == FusedState::kTransition) outputs.base = a.Qt;
+    next_o = place_of(part, outputs, head, run, warp_row, rank * 128 + piece, sizeof(T));
     beta = place_of(part, a.beta, head, run + rank, norm_row(), 0, beta_size);
   }
   __device__ char* place_of(const Part& part, const RowView& view, int view_head, int run, int row,
@@ -132,13 +134,16 @@ struct Moves {
       visit(place + row * 128 + (column() ^ first_row ^ row % 8) * 16, at, row < rows);
     walk += step(view, sizeof(T), kMakers * kRun);
   }
+  /// Zeros for transitions.
   __device__ void load_v(int tokens) {
+    if (ring.courses[4 + 2 * pair].part.state == FusedState::kTransition) tokens = 0;
     for_each_piece(tokens, a.v, v, [](uint32_t place, const char* at, bool valid) {
       ptx::cp_async<16>(place, at, valid);
     });
     ptx::cp_async_commit();
   }
   __device__ void store_outputs() {
+    if (!a.o.base) return;
     for_each_piece(pending, a.o, o, [](uint32_t place, char* at, bool valid) {
       if (valid) *reinterpret_cast<float4*>(at) = ptx::load_shared_four(place);
     });

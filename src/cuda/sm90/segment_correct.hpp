@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stage segment_correct: what the start state of a segment adds to outputs that were made from
+// zero, and the final states.
+//   o_t += S_in^T qt_t,  qt_t = scale (M of the tokens up to t)^T q_t;  S_final = M S_in + B
+#pragma once
+
+#include "cuda/sm90/fused_prefill.hpp"
+
+namespace kda::cuda::sm90 {
+
+struct SegmentCorrectArgs {
+  Shape shape;
+  SequenceMap map;
+  RowView o;                         ///< bf16, rows aligned to 16 bytes
+  const void* Qt = nullptr;          ///< bf16, with the strides of o
+  const FusedUnit* units = nullptr;  ///< the segments to correct, by their transitions
+  int64_t num_units = 0;
+  int64_t longest = 0;  ///< tokens of a unit, at most
+  // Of the segments behind the first ones of their sequences:
+  const float* M = nullptr;          ///< [segments, HV, K, K]
+  const float* B = nullptr;          ///< [segments, HV, K, V]
+  const float* states_in = nullptr;  ///< the same; not read for second segments of sequences
+  const int64_t* offsets = nullptr;  ///< [N + 1] such segments before each sequence
+  const float* firsts = nullptr;     ///< [N, HV, K, V] states after first segments
+  StateView final_state;
+};
+
+/// K = V = 128.
+Status launch_segment_correct(const SegmentCorrectArgs& args, const Launch& launch);
+
+}  // namespace kda::cuda::sm90
