@@ -18,7 +18,7 @@ BENCHMARKS = {
     "intra": (["intra"], ["staged"]),
     "recompute-wu": (["intra"], ["staged"]),
     "delta-h": (["intra"], ["staged"]),
-    "context-parallel": (["context_parallel"], ["staged"]),
+    "context-parallel": (["context_parallel"], ["fused", "staged"]),
     "decode": (["decode_gpu"], ["decode"]),
     "fused": (["flagship", "gva", "cudnn10", "streams", "gates"], ["fused", "staged"]),
 }

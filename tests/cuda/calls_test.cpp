@@ -271,40 +271,54 @@ TEST_F(Calls, WrongDeviceCuSeqlensAreClampedAndFlagged) {
   }
 }
 
-TEST_F(Calls, WrongDeviceIndicesAreSkippedAndFlagged) {
-  Inputs inputs = packed_inputs();
+/// Three sequences with states in a pool, whose indices on the device are right and wrong.
+void expect_flags(Inputs inputs, const PlanOptions& options) {
   Problem& p = inputs.problem;
   StateDesc states;
   states.num_slots = 3;
   states.indexed = true;
-  states.tensor = contiguous(DType::kFloat32, {3, 2, 64, 64});
+  states.tensor = contiguous(DType::kFloat32, {3, p.num_value_heads, p.key_dim, p.value_dim});
   p.initial_state = p.final_state = states;
   check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
   const int32_t good[] = {2, 0, 1};
-  for (const std::string& backend : test::backends()) {
-    Plan plan;
-    throw_if_error(
-        make_plan(p, inputs.cu_seqlens, test::device(), test::with_backend(backend), &plan));
-    Tensors host = inputs.tensors();
-    outputs.attach(&host);
-    host.initial_state_indices = good;
-    host.final_state_indices = good;
-    check::DeviceTensors memory(plan, host);
-    DeviceBuffer workspace(plan.workspace_bytes), wrong(sizeof good);
-    throw_if_error(run(plan, memory.tensors(), workspace.data(), workspace.size()));
-    EXPECT_EQ(flags_of(plan, workspace), 0);
-    for (const int32_t value : {3, -2, INT32_MAX, INT32_MIN}) {
-      const int32_t bad[] = {2, value, 1};
-      wrong.upload(bad, sizeof bad);
-      Tensors tensors = memory.tensors();
-      tensors.initial_state_indices = static_cast<const int32_t*>(wrong.data());
-      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
-      EXPECT_EQ(flags_of(plan, workspace), kBadInitialIndex) << backend << " " << value;
-      tensors = memory.tensors();
-      tensors.final_state_indices = static_cast<const int32_t*>(wrong.data());
-      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
-      EXPECT_EQ(flags_of(plan, workspace), kBadFinalIndex) << backend << " " << value;
-    }
+  Plan plan;
+  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device(), options, &plan));
+  SCOPED_TRACE(plan.implementation + (plan.segmented ? " in segments" : ""));
+  Tensors host = inputs.tensors();
+  outputs.attach(&host);
+  host.initial_state_indices = good;
+  host.final_state_indices = good;
+  check::DeviceTensors memory(plan, host);
+  DeviceBuffer workspace(plan.workspace_bytes), wrong(sizeof good);
+  throw_if_error(run(plan, memory.tensors(), workspace.data(), workspace.size()));
+  EXPECT_EQ(flags_of(plan, workspace), 0);
+  for (const int32_t value : {3, -2, INT32_MAX, INT32_MIN}) {
+    const int32_t bad[] = {2, value, 1};
+    wrong.upload(bad, sizeof bad);
+    Tensors tensors = memory.tensors();
+    tensors.initial_state_indices = static_cast<const int32_t*>(wrong.data());
+    throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+    EXPECT_EQ(flags_of(plan, workspace), kBadInitialIndex) << value;
+    tensors = memory.tensors();
+    tensors.final_state_indices = static_cast<const int32_t*>(wrong.data());
+    throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+    EXPECT_EQ(flags_of(plan, workspace), kBadFinalIndex) << value;
+  }
+}
+
+TEST_F(Calls, WrongDeviceIndicesAreSkippedAndFlagged) {
+  for (const std::string& backend : test::backends())
+    expect_flags(packed_inputs(), test::with_backend(backend));
+}
+
+TEST_F(Calls, WrongDeviceIndicesOfSegmentsAreSkippedAndFlagged) {
+  if (test::device().compute_capability != 90) GTEST_SKIP() << "needs compute capability 9.0";
+  check::GenerateOptions options = test::shape16(0, 2, 128, 128);
+  options.seq_lens = {130, 64, 7};
+  for (const SegmentMethod method : {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass}) {
+    PlanOptions plan = test::fixed_segments(2, method);
+    plan.backend = "fused";
+    expect_flags(check::generate(options), plan);
   }
 }
 

@@ -25,6 +25,10 @@ using sm90::FusedPrefillArgs;
 using sm90::FusedState;
 using sm90::FusedUnit;
 
+Status not_built() {
+  return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
+}
+
 /// Units in line, with their places.
 class Line {
  public:
@@ -113,7 +117,7 @@ Status launch(const stage::Call& call, FusedPrefillArgs* args) {
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint32_t>(call, block::kHandedFlags);
   if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, {call.stream});
-  return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
+  return not_built();
 }
 
 }  // namespace
@@ -143,7 +147,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
-  args.final_state = args.checkpoints = {};
+  args.checkpoints = {};  // those of a forward from start states
   if (!scan.Qt) args.o.base = nullptr;
   args.Qt = scan.Qt;
   args.M = scan.M;
@@ -171,7 +175,7 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
   args.B = merge.B;
   args.states_in = merge.states_in;
   if constexpr (sm90::kBuilt) return sm90::launch_segment_merge(args, {call.stream});
-  return {};
+  return not_built();
 }
 
 Status segment_merge(const stage::SegmentMerge& merge) {
@@ -198,10 +202,11 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   const auto segments = static_cast<int64_t>(correct.segments.size());
   args.units = units_of(call) + segments;  // those of transitions
   args.num_units = segments - p.num_sequences;
-  for (const Segment& segment : correct.segments)
-    args.longest = std::max(args.longest, segment.end - segment.begin);
+  for (std::size_t n = 0; n < correct.segments.size(); ++n)
+    if (!begins_sequence(correct.segments, n))
+      args.longest = std::max(args.longest, correct.segments[n].end - correct.segments[n].begin);
   if constexpr (sm90::kBuilt) return sm90::launch_segment_correct(args, {call.stream});
-  return {};
+  return not_built();
 }
 
 }  // namespace kda::cuda::fused
