@@ -35,6 +35,20 @@ test::RunOptions on_fused() {
   run.plan.context_parallel = ContextParallel::kOff;
   return run;
 }
+constexpr SegmentMethod kMethods[] = {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass};
+
+test::RunOptions in_segments(int64_t count, SegmentMethod method) {
+  test::RunOptions run = on_fused();
+  run.plan.context_parallel = ContextParallel::kFixed;
+  run.plan.num_segments = count;
+  run.plan.segment_method = method;
+  return run;
+}
+
+std::vector<test::RunOptions> whole_and_in_segments() {
+  return {on_fused(), in_segments(2, SegmentMethod::kScanMergeForward),
+          in_segments(3, SegmentMethod::kOnePass)};
+}
 void expect_within(const Inputs& inputs, const std::string& what) {
   test::expect_within(inputs, on_fused(), "cuda.sm90.fused", what);
 }
@@ -183,11 +197,13 @@ TEST_F(Fused, EqualBitsInEveryRun) {
   check::GenerateOptions options = shape_of(test::long_case(2000), 4);
   options.regime = Regime::kSoftplus;
   const Inputs inputs = check::generate(options);
-  const test::Result first = test::run_inputs(inputs, on_fused());
-  for (int i = 0; i < (test::emulated() ? 1 : 50); ++i) {
-    const test::Result again = test::run_inputs(inputs, on_fused());
-    ASSERT_TRUE(test::same_bits(first.outputs.o, again.outputs.o)) << i;
-    ASSERT_TRUE(test::same_bits(first.outputs.final_state, again.outputs.final_state)) << i;
+  for (const test::RunOptions& run : whole_and_in_segments()) {
+    const test::Result first = test::run_inputs(inputs, run);
+    for (int i = 0; i < (test::emulated() ? 1 : 50); ++i) {
+      const test::Result again = test::run_inputs(inputs, run);
+      ASSERT_TRUE(test::same_bits(first.outputs.o, again.outputs.o)) << i;
+      ASSERT_TRUE(test::same_bits(first.outputs.final_state, again.outputs.final_state)) << i;
+    }
   }
 }
 
@@ -218,31 +234,35 @@ TEST_F(Fused, CausalToTheBitAtEveryToken) {
   check::GenerateOptions options = shape_of(140, 1);
   options.regime = Regime::kTrained;
   const Inputs inputs = check::generate(options);
-  const test::Result before = test::run_inputs(inputs, on_fused());
-  for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 9 : 1) {
-    Inputs changed = inputs;
-    test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
-    const test::Result after = test::run_inputs(changed, on_fused());
-    ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut;
+  for (const test::RunOptions& run : whole_and_in_segments()) {
+    const test::Result before = test::run_inputs(inputs, run);
+    for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 9 : 1) {
+      Inputs changed = inputs;
+      test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
+      const test::Result after = test::run_inputs(changed, run);
+      ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut;
+    }
   }
 }
 
 TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
   check::GenerateOptions options = shape_of(0, 2);
   options.num_value_heads = 4;
-  options.seq_lens = {70, 90, 50};
+  options.seq_lens = {70, 90, 150};
   const Inputs inputs = check::generate(options);
-  const test::Result clean = test::run_inputs(inputs, on_fused());
   Inputs poisoned = inputs;
   test::poison_rows(&poisoned, 70, 160);
-  const test::Result after = test::run_inputs(poisoned, on_fused());
-  const std::size_t row = 4 * kSize * 2, state = 4 * kStateBytes;
-  EXPECT_TRUE(same_tokens(clean, after, 0, 70, row));
-  EXPECT_TRUE(same_tokens(clean, after, 160, 210, row));
-  for (const std::size_t n : {std::size_t{0}, std::size_t{2}})
-    EXPECT_EQ(std::memcmp(clean.outputs.final_state.data() + n * state,
-                          after.outputs.final_state.data() + n * state, state),
-              0);
+  for (const test::RunOptions& run : whole_and_in_segments()) {
+    const test::Result clean = test::run_inputs(inputs, run);
+    const test::Result after = test::run_inputs(poisoned, run);
+    const std::size_t row = 4 * kSize * 2, state = 4 * kStateBytes;
+    EXPECT_TRUE(same_tokens(clean, after, 0, 70, row));
+    EXPECT_TRUE(same_tokens(clean, after, 160, 310, row));
+    for (const std::size_t n : {std::size_t{0}, std::size_t{2}})
+      EXPECT_EQ(std::memcmp(clean.outputs.final_state.data() + n * state,
+                            after.outputs.final_state.data() + n * state, state),
+                0);
+  }
 }
 
 TEST_F(Fused, AloneEqualsInABatch) {
@@ -301,16 +321,6 @@ TEST(FusedPlan, KeepsStatesBetweenShares) {
   };
   EXPECT_EQ(workspace(30), 0u);                       // 15 clusters, 15 streams
   EXPECT_EQ(workspace(28), 14 * (kStateBytes + 32));  // 14: states, and words that they are there
-}
-
-constexpr SegmentMethod kMethods[] = {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass};
-
-test::RunOptions in_segments(int64_t count, SegmentMethod method) {
-  test::RunOptions run = on_fused();
-  run.plan.context_parallel = ContextParallel::kFixed;
-  run.plan.num_segments = count;
-  run.plan.segment_method = method;
-  return run;
 }
 
 TEST_F(Fused, SegmentsInEveryRegime) {

@@ -21,7 +21,7 @@ import evidence
 # Test program -> the kernel families that it runs.
 TESTS = {
     "accuracy_test": ["staged", "recurrent"],
-    "calls_test": ["staged", "recurrent"],
+    "calls_test": ["fused", "staged", "recurrent"],
     "causality_test": ["staged", "recurrent"],
     "decode_test": ["decode"],
     "determinism_test": ["staged", "recurrent"],
