@@ -7,6 +7,7 @@
 Needs a GPU, the installed libkda package and fla-core. FLA runs its own kernels (libkda.fla is not imported).
 """
 import argparse
+import itertools
 import pathlib
 import time
 
@@ -16,6 +17,7 @@ import torch
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 D = 128
+LAYERS_BYTES = 256 << 20  # of states, together
 
 
 def inputs(B, T, H):
@@ -69,19 +71,32 @@ def measure_host(libkda, fla):
     return rows
 
 
+def layers_of(state_bytes):
+    """As many layers as a model has, or as it takes to leave the L2 cache several times over."""
+    return min(32, -(-LAYERS_BYTES // state_bytes))
+
+
+def in_turn(call, layers):
+    """A step goes from layer to layer: call(layer) for one after the other, again and again."""
+    turn = itertools.cycle(layers)
+    return lambda: call(next(turn))
+
+
 def measure_decode(libkda, fla):
     rows = []
     for B, H in ((1, 4), (1, 32), (4, 32), (16, 32), (64, 32), (128, 32), (256, 32)):
         x = inputs(B, 1, H)
         states = x["initial_state"]
+        layers = [dict(x, initial_state=torch.randn_like(states)) for _ in range(layers_of(states.numel() * 4))]
         copy = torch.empty_like(states)
-        pool = dict(x, inplace_final_state=True)
-        pool.pop("output_final_state")
-        row = dict(batch=B, heads=H, bytes=2 * states.numel() * 4,
-                   copy=step_us(lambda: copy.copy_(states)),
-                   libkda=step_us(lambda: libkda.fused_recurrent_kda(**x)),
-                   libkda_in_place=step_us(lambda: libkda.fused_recurrent_kda_fwd(**pool)),
-                   fla=step_us(lambda: fla.fused_recurrent_kda(**x)))
+        pools = [dict(layer, inplace_final_state=True) for layer in layers]
+        for pool in pools:
+            pool.pop("output_final_state")
+        row = dict(batch=B, heads=H, layers=len(layers), bytes=2 * states.numel() * 4,
+                   copy=step_us(in_turn(lambda layer: copy.copy_(layer["initial_state"]), layers)),
+                   libkda=step_us(in_turn(lambda layer: libkda.fused_recurrent_kda(**layer), layers)),
+                   libkda_in_place=step_us(in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), pools)),
+                   fla=step_us(in_turn(lambda layer: fla.fused_recurrent_kda(**layer), layers)))
         rows.append(row)
         print(row, flush=True)
     return rows
