@@ -141,7 +141,7 @@ typedef struct kda_plan_options {
   int32_t device_kind;        /* kda_device_kind */
   int32_t num_sms;            /* CUDA only; 0: 132 */
   int32_t context_parallel;   /* kda_context_parallel */
-  int32_t one_pass;           /* join segments by correction instead of a second run */
+  int32_t one_pass;           /* join segments by correction; KDA_CP_AUTO decides itself */
   int64_t num_segments;       /* of KDA_CP_FIXED */
   int32_t num_threads;        /* 0: OMP_NUM_THREADS, else all cores */
   int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */

@@ -46,7 +46,8 @@ enum class ContextParallel : int32_t {
   kCula = 4,      ///< cuLA's published guards
 };
 
-/// How the segments are joined (docs/planning.md); both are exact.
+/// How the segments are joined (docs/planning.md); both are exact. Segments of kAuto in
+/// cuda.sm90.fused are joined in one pass.
 enum class SegmentMethod : int32_t {
   kScanMergeForward = 0,  ///< scan M and B, merge start states, run every segment from its own
   kOnePass = 1,           ///< run once from zero with K extra columns, then o += Qt S_in

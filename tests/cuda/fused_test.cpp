@@ -375,6 +375,28 @@ TEST_F(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
     }
 }
 
+/// The stage calls know all segments, those of a one-pass plan too.
+TEST_F(Fused, StageCallsAreTheTwoPassForm) {
+  check::GenerateOptions options = shape_of(0, 2);
+  options.seq_lens = {300, 70, 64};
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  const test::Result whole =
+      test::run_inputs(inputs, in_segments(3, SegmentMethod::kScanMergeForward));
+  test::OnDevice call(inputs, in_segments(3, SegmentMethod::kOnePass));
+  ASSERT_EQ(call.plan.options.segment_method, SegmentMethod::kOnePass);
+  const std::size_t bytes = call.plan.segments.size() * 2 * kStateBytes;
+  check::DeviceBuffer M(bytes), B(bytes), states(bytes);
+  const SegmentTensors all{static_cast<float*>(M.data()), static_cast<float*>(B.data()),
+                           static_cast<float*>(states.data())};
+  for (const auto stage : {segment_scan, segment_merge, segment_forward})
+    throw_if_error(stage(call.plan, call.memory->tensors(), all, call.workspace.data(),
+                         call.workspace.size(), nullptr));
+  call.read();
+  EXPECT_TRUE(test::same_bits(whole.outputs.o, call.outputs.o));
+  EXPECT_TRUE(test::same_bits(whole.outputs.final_state, call.outputs.final_state));
+}
+
 TEST_F(Fused, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
   check::GenerateOptions options = shape_of(test::long_case(2048), 2);
   options.regime = Regime::kStrong;

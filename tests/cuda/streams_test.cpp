@@ -58,8 +58,14 @@ std::vector<Case> cases(uint64_t seed) {
                            {"segments", inputs, with(test::fixed_segments(3))},
                            {"recurrent", inputs, with(test::with_backend("recurrent"))},
                            {"decode", decode_inputs(seed), with({})}};
-  if (test::device().compute_capability == 90)
-    all.push_back({"fused", inputs, with(test::with_backend("fused"))});
+  if (test::device().compute_capability == 90) {
+    PlanOptions whole = test::with_backend("fused"),
+                cut = test::fixed_segments(3, SegmentMethod::kOnePass);
+    whole.context_parallel = ContextParallel::kOff;
+    cut.backend = "fused";
+    all.push_back({"fused", inputs, with(whole)});
+    all.push_back({"fused segments", inputs, with(cut)});
+  }
   return all;
 }
 

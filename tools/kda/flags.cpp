@@ -80,7 +80,9 @@ void ScheduleFlags::add_to(CLI::App& command) {
       .add_option("--context-parallel", context_parallel,
                   "Cut long sequences: auto, off, flashkda, cula, or segments a sequence")
       ->capture_default_str();
-  command.add_option("--segment-method", segment_method, "How segments are joined; both are exact")
+  command
+      .add_option("--segment-method", segment_method,
+                  "How segments are joined; both are exact (auto: one pass in cuda.sm90.fused)")
       ->check(CLI::IsMember({"scan-merge-forward", "one-pass"}))
       ->capture_default_str();
   command
