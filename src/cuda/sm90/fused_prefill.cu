@@ -34,24 +34,25 @@ __device__ void init_barriers(Ring& ring) {
   ptx::mbarrier_init_fence();
 }
 
-template <class E, int kGateMode>
+template <class E, int kGateMode, bool kSegments>
 __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(kThreads, 1)
     fused_prefill_kernel(const __grid_constant__ FusedPrefillArgs a) {
   delta_h::write_flags<DeltaUse::kForward>(a);
   Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(ring);
-  find_share(a, ring.share, ring.longest);
+  find_share<kSegments>(a, ring.share, ring.longest);
   ptx::cluster_sync();
   Course& course = ring.courses[warp];
   if (threadIdx.x % 32 == 0) course.share = ring.share;
   __syncwarp();
   if (warp < 4) {
     ptx::take_registers<kConsumerRegisters>();
-    Consumer(a).run_all(ring, course, warp);
+    Consumer<kSegments>(a).run_all(ring, course, warp);
   } else {
     ptx::give_registers<kProducerRegisters>();
-    Producer<E, kGateMode>(a, ring, ptx::cluster_rank(), (warp - 4) / 2, threadIdx.x % 64)
+    Producer<E, kGateMode, kSegments>(a, ring, ptx::cluster_rank(), (warp - 4) / 2,
+                                      threadIdx.x % 64)
         .run_all(course);
   }
   ptx::cluster_sync();  // the other block may still write here
@@ -64,9 +65,10 @@ Status launch(const FusedPrefillArgs& args, const Launch& where) {
         call_status(cudaMemsetAsync(args.handed_flags, 0, args.shares * kHandedFlagBytes,
                                     static_cast<cudaStream_t>(where.stream)),
                     "cudaMemsetAsync(handed_flags)"));
-  return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode>,
-                       args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring), where,
-                       args);
+  const auto kernel = args.units ? fused_prefill_kernel<E, kGateMode, true>
+                                 : fused_prefill_kernel<E, kGateMode, false>;
+  return launch_kernel("fused_prefill", kernel, args.shares * FusedPrefillArgs::kCluster, kThreads,
+                       sizeof(Ring), where, args);
 }
 
 template <class E>

@@ -12,6 +12,7 @@
 
 namespace kda::cuda::sm90::fused {
 
+template <bool kSegments>
 struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   using Base = delta_h::Chain<T, kK, DeltaUse::kForward>;
 
@@ -178,7 +179,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     if (a.checkpoints.base) find_checkpoint(stops);
     if (part.taken_over)
       take_over();
-    else if (part.state == FusedState::kZero || part.state == FusedState::kTransition)
+    else if (kSegments &&
+             (part.state == FusedState::kZero || part.state == FusedState::kTransition))
       begin_segment(part.state == FusedState::kTransition);
     else
       this->load_start();
@@ -194,7 +196,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   }
   __device__ void end(const Part& part) {
     if (part.handed_on) return hand_on();
-    if (part.state == FusedState::kGiven) return this->store_end();
+    if (!kSegments || part.state == FusedState::kGiven) return this->store_end();
     float* base = part.state == FusedState::kZero         ? a.B
                   : part.state == FusedState::kTransition ? a.M
                                                           : fused.firsts;
@@ -239,7 +241,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     }
     while (stops.left == 0) {  // an empty sequence has no runs
       if (stops.in_part) end(course.part);
-      if (!next_part(fused, course)) return 0;
+      if (!next_part<kSegments>(fused, course)) return 0;
       begin(course.part, stops);
     }
     stops.until = a.checkpoints.base ? min(stops.left, stops.to_checkpoint) : stops.left;

@@ -30,22 +30,28 @@ struct Share {
   int64_t left;
 };
 
+/// kSegments: whether there are units of the caller; else one a sequence.
+template <bool kSegments>
 __device__ inline int64_t units_of(const FusedPrefillArgs& a) {
-  return a.units ? a.num_units : a.map.num_sequences;
+  return kSegments ? a.num_units : a.map.num_sequences;
 }
 /// Chunks and costs of the units before `n`, one head.
+template <bool kSegments>
 __device__ inline int64_t line_before(const FusedPrefillArgs& a, int64_t n) {
-  if (a.units) return a.units[n].before;
+  if constexpr (kSegments) return a.units[n].before;
   const int64_t chunks =
       a.map.cu_seqlens ? a.map.chunk_offsets[n] : n * chunks_of(a.map.num_tokens);
   return chunks + n * kFusedUnitCost;
 }
+template <bool kSegments>
 __device__ inline int64_t stream_length(const FusedPrefillArgs& a, int64_t n) {
-  return line_before(a, n + 1) - line_before(a, n);
+  return line_before<kSegments>(a, n + 1) - line_before<kSegments>(a, n);
 }
 /// All of a unit, one head.
+template <bool kSegments>
 __device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t head) {
-  if (!a.units) return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false};
+  if constexpr (!kSegments)
+    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false};
   const FusedUnit& unit = a.units[n];
   return {unit.span, unit.segment, head, unit.state, false, false};
 }
@@ -55,24 +61,27 @@ __device__ inline int64_t share_number() {
 }
 
 /// By all threads of a block; `share` is in shared memory.
+template <bool kSegments>
 __device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
-  const int64_t N = units_of(a), HV = a.shape.HV, number = share_number(),
+  const int64_t N = units_of<kSegments>(a), HV = a.shape.HV, number = share_number(),
                 shares = gridDim.x / FusedPrefillArgs::kCluster;
   if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
   if (N * HV <= shares) {  // a stream each
-    if (threadIdx.x == 0) share = {number / HV, number % HV, 0, stream_length(a, number / HV)};
+    if (threadIdx.x == 0)
+      share = {number / HV, number % HV, 0, stream_length<kSegments>(a, number / HV)};
     __syncthreads();
     return;
   }
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-    atomicMax(&longest, static_cast<int>(stream_length(a, n)));
+    atomicMax(&longest, static_cast<int>(stream_length<kSegments>(a, n)));
   __syncthreads();
-  const int64_t line = line_before(a, N) * HV;
+  const int64_t line = line_before<kSegments>(a, N) * HV;
   const int64_t size = max((line + shares - 1) / shares, static_cast<int64_t>(longest));
   const int64_t begin = number * size;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    const int64_t in = begin - line_before(a, n) * HV, length = stream_length(a, n);
+    const int64_t in = begin - line_before<kSegments>(a, n) * HV,
+                  length = stream_length<kSegments>(a, n);
     if (in >= 0 && in < length * HV) share = {n, in / length, in % length, size};
   }
   __syncthreads();
@@ -92,17 +101,19 @@ struct Course {
 };
 
 /// By all lanes of a warp: the next part of the share. False: there is none.
+template <bool kSegments>
 __device__ inline bool next_part(const FusedPrefillArgs& a, Course& course) {
   Share share = course.share;
   __syncwarp();
-  while (share.left > 0 && share.unit < units_of(a)) {
-    const int64_t length = stream_length(a, share.unit), chunks = length - kFusedUnitCost;
+  while (share.left > 0 && share.unit < units_of<kSegments>(a)) {
+    const int64_t length = stream_length<kSegments>(a, share.unit),
+                  chunks = length - kFusedUnitCost;
     const int64_t rest = length - share.before;
     const bool cut = rest > share.left;
     const int64_t first =
         cut ? chunks - max(share.before + share.left - kFusedUnitCost, int64_t{0}) : 0;
     const int64_t last = chunks - max(share.before - kFusedUnitCost, int64_t{0});
-    Part part = whole_of(a, share.unit, share.head);
+    Part part = whole_of<kSegments>(a, share.unit, share.head);
     part.taken_over = first > 0;
     part.handed_on = last < chunks;
     part.span.end = min(part.span.end, part.span.begin + last * kChunk);

@@ -13,7 +13,7 @@ namespace kda::cuda::sm90::fused {
 /// E: elements of g. A pair of warps has two runs of every kMakers: it makes the factors of one for
 /// both blocks of the cluster (the other block makes those of the other one), and moves v and o of
 /// both. Runs of a part come in twos: the last one may be empty.
-template <class E>
+template <class E, bool kSegments>
 struct Moves {
   /// Rows that a pair of warps copies at once, 16 bytes a lane; that one warp copies.
   static constexpr int kPairRows = 8, kWarpRows = 4;
@@ -49,7 +49,7 @@ struct Moves {
     g = place_of(part, a.g, head, run + rank, pair_row, piece, sizeof(E));
     v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(T));
     RowView outputs = a.o;
-    if (part.state == FusedState::kTransition) outputs.base = a.Qt;
+    if (kSegments && part.state == FusedState::kTransition) outputs.base = a.Qt;
     next_o = place_of(part, outputs, head, run, warp_row, rank * 128 + piece, sizeof(T));
     beta = place_of(part, a.beta, head, run + rank, norm_row(), 0, beta_size);
   }
@@ -136,14 +136,14 @@ struct Moves {
   }
   /// Zeros for transitions.
   __device__ void load_v(int tokens) {
-    if (ring.courses[4 + 2 * pair].part.state == FusedState::kTransition) tokens = 0;
+    if (kSegments && ring.courses[4 + 2 * pair].part.state == FusedState::kTransition) tokens = 0;
     for_each_piece(tokens, a.v, v, [](uint32_t place, const char* at, bool valid) {
       ptx::cp_async<16>(place, at, valid);
     });
     ptx::cp_async_commit();
   }
   __device__ void store_outputs() {
-    if (!a.o.base) return;
+    if (kSegments && !a.o.base) return;
     for_each_piece(pending, a.o, o, [](uint32_t place, char* at, bool valid) {
       if (valid) *reinterpret_cast<float4*>(at) = ptx::load_shared_four(place);
     });

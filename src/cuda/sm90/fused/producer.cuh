@@ -6,9 +6,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode>
-struct Producer : Scores<E, kGateMode> {
-  using Base = Scores<E, kGateMode>;
+template <class E, int kGateMode, bool kSegments>
+struct Producer : Scores<E, kGateMode, kSegments> {
+  using Base = Scores<E, kGateMode, kSegments>;
   using Base::a;
   using Base::Base;
   using Base::first;
@@ -112,7 +112,7 @@ struct Producer : Scores<E, kGateMode> {
 
   __device__ void run_all(Course& course) {
     int turn = 0;  // pair of warps that has the first runs of the part
-    while (next_part(a, course)) {
+    while (next_part<kSegments>(a, course)) {
       const Part& part = course.part;
       const int run = (pair + kPairs - turn) % kPairs * kHalves;
       this->begin(part, run);

@@ -10,9 +10,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode>
-struct Rows : Moves<E> {
-  using Base = Moves<E>;
+template <class E, int kGateMode, bool kSegments>
+struct Rows : Moves<E, kSegments> {
+  using Base = Moves<E, kSegments>;
   using Base::a;
   using Base::Base;
   using Base::half;

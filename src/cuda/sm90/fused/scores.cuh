@@ -6,9 +6,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode>
-struct Scores : Rows<E, kGateMode> {
-  using Base = Rows<E, kGateMode>;
+template <class E, int kGateMode, bool kSegments>
+struct Scores : Rows<E, kGateMode, kSegments> {
+  using Base = Rows<E, kGateMode, kSegments>;
   using Base::Base;
   using Base::channel;
   using Base::half;
