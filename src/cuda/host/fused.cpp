@@ -56,7 +56,8 @@ bool ends_sequence(std::span<const Segment> segments, std::size_t n) {
 }
 
 /// From zero, then the transitions. With outputs first segments run from their initial state and
-/// have no transition; the others are counted without them.
+/// have no transition; the others are counted without them. A sequence in one segment runs as it
+/// would in a forward.
 Line scan_line(const stage::SegmentScan& scan) {
   const auto& segments = scan.segments;
   const bool outputs = scan.Qt != nullptr;
@@ -64,11 +65,13 @@ Line scan_line(const stage::SegmentScan& scan) {
   const auto number = [&](std::size_t n) {
     return static_cast<int64_t>(n) - (outputs ? segments[n].sequence + 1 : 0);
   };
+  const auto state = [&](std::size_t n) {
+    if (!outputs || !begins_sequence(segments, n)) return FusedState::kZero;
+    return ends_sequence(segments, n) ? FusedState::kGiven : FusedState::kFirst;
+  };
   Line line;
   for (std::size_t n = 0; n < segments.size(); ++n)
-    if (runs(n))
-      line.add(segments[n], number(n),
-               outputs && begins_sequence(segments, n) ? FusedState::kFirst : FusedState::kZero);
+    if (runs(n)) line.add(segments[n], number(n), state(n));
   for (std::size_t n = 0; n < segments.size(); ++n)
     if (runs(n) && !(outputs && begins_sequence(segments, n)))
       line.add(segments[n], number(n), FusedState::kTransition);

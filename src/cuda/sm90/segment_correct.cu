@@ -171,26 +171,23 @@ struct Correct {
     }
   }
 
-  /// 64 rows and 32 columns of the final state of a sequence: M S_in + B of its last segment, or
-  /// the state after its first one if that is the last.
+  /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
+  /// segment.
   __device__ void make_final(int64_t place) const {
     const int64_t matrix_place = place / kFinalParts, head = matrix_place % a.shape.HV,
                   sequence = matrix_place / a.shape.HV;
-    const int64_t slot = state_slot(a.final_state, sequence);
-    if (slot < 0) return;
+    const int64_t slot = state_slot(a.final_state, sequence), last = a.offsets[sequence + 1] - 1;
+    if (slot < 0 || last < a.offsets[sequence]) return;
     const int part = static_cast<int>(place % kFinalParts), columns = part % kGroups * kGroup;
     const int row = (part / kGroups * kWarps + warp) * kWarpTokens + lane / 4,
               column = columns + lane % 4 * 8;
-    const int64_t last = a.offsets[sequence + 1] - 1, matrix = matrix_of(last, head);
-    const bool alone = last < a.offsets[sequence];
-    const float* added = alone ? a.firsts + matrix_of(sequence, head) : a.B + matrix;
+    const int64_t matrix = matrix_of(last, head);
     Eight start[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) start[i].load(added + (row + i * 8) * kV + column);
+    for (int i = 0; i < 2; ++i) start[i].load(a.B + matrix + (row + i * 8) * kV + column);
     float sum[kGroup / 8][4] = {};
-    if (!alone)
-      add_product(a.M + matrix + row * kK + lane % 4 * 8, start_of(sequence, last, head) + columns,
-                  sum);
+    add_product(a.M + matrix + row * kK + lane % 4 * 8, start_of(sequence, last, head) + columns,
+                sum);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       store_state(a.final_state,
