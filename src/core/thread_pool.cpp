@@ -121,7 +121,8 @@ int32_t default_num_threads() noexcept {
     const long value = std::strtol(text, nullptr, 10);
     if (value >= 1) return static_cast<int32_t>(std::min<long>(value, kMaxThreads));
   }
-  return static_cast<int32_t>(std::clamp<unsigned>(std::thread::hardware_concurrency(), 1, 256));
+  static const unsigned cpus = std::thread::hardware_concurrency();  // reads a file: once
+  return static_cast<int32_t>(std::clamp<unsigned>(cpus, 1, 256));
 }
 
 Status parallel_for(int64_t num_tasks, int32_t max_threads, TaskFn fn, void* context) noexcept {

@@ -155,6 +155,17 @@ inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
                                 total_tokens(in), longest));
 }
 
+/// However it is cut: all tokens and streams, as if no cluster were ever idle.
+inline double least_one_kernel_us(const CostInput& in, const CostConstants& c) {
+  const OneKernelCosts& one = c.one_kernel;
+  const auto sequences = std::count_if(in.lengths.begin(), in.lengths.end(),
+                                       [](int64_t length) { return length > 0; });
+  const double of_head =
+      total_tokens(in) * one.few_ns * 1e-3 + static_cast<double>(sequences) * one.stream_us;
+  const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
+  return of_head * static_cast<double>(in.num_value_heads) / clusters + one.fixed_us;
+}
+
 /// What segments of at most `segment_tokens` behind first ones of `first_tokens` give.
 struct Cut {
   double segments = 0, behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence

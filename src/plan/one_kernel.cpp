@@ -11,10 +11,13 @@ namespace {
 
 constexpr int64_t kTypicalTokens = 8192;
 
-/// Cut where that gains.
-double best_us(const Workload& work, const DeviceFacts& device, bool one_kernel) {
+double predicted_us(const Workload& work, const DeviceFacts& device, bool one_kernel,
+                    bool may_cut) {
   CostEstimate cost;
-  auto_partition(work, device, one_kernel, &cost);
+  if (may_cut)
+    auto_partition(work, device, one_kernel, &cost);
+  else
+    cost = predict_one_kernel(work, device);
   if (cost.segmented_us > 0) return cost.segmented_us;
   return one_kernel ? cost.one_kernel_us : cost.serial_us;
 }
@@ -35,12 +38,8 @@ std::string stages_preferred(const Plan& plan, bool may_cut) {
                          .key_dim = p.key_dim,
                          .value_dim = p.value_dim,
                          .num_sms = plan.device.num_sms};
-  const CostEstimate whole = predict_one_kernel(typical, plan.device);
-  double one_kernel = whole.one_kernel_us, stages = whole.serial_us;
-  if (may_cut) {
-    one_kernel = best_us(typical, plan.device, true);
-    stages = best_us(typical, plan.device, false);
-  }
+  const double one_kernel = predicted_us(typical, plan.device, true, may_cut),
+               stages = predicted_us(typical, plan.device, false, may_cut);
   if (one_kernel <= stages) return {};
   return cat("a sequence of ", kTypicalTokens, " tokens and ", p.num_value_heads,
              " value heads is predicted to take ", std::llround(one_kernel), " us in one kernel, ",

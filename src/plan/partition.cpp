@@ -143,6 +143,11 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, bool o
   cost->serial_us = serial_us(in, constants);
   if (one_kernel) cost->one_kernel_us = one_kernel_us(in, constants);
   const double whole = one_kernel ? cost->one_kernel_us : cost->serial_us;
+  const double least = one_kernel ? least_one_kernel_us(in, constants) : 0;
+  if (whole < constants.minimum_gain * least)
+    return declined(partition,
+                    cat("auto: serial ", std::llround(whole),
+                        " us predicted, no segments take less than ", std::llround(least), " us"));
   double best = whole;
   int64_t best_segments = 0;
   for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
