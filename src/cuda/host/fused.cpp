@@ -13,7 +13,6 @@
 #include "cuda/sm90/fused_prefill.hpp"
 #include "cuda/sm90/segment_correct.hpp"
 #include "cuda/sm90/segment_merge.hpp"
-#include "cuda/smxx/sequence_map.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
@@ -67,7 +66,7 @@ Line scan_line(const stage::SegmentScan& scan) {
   };
   const auto state = [&](std::size_t n) {
     if (!outputs || !begins_sequence(segments, n)) return FusedState::kZero;
-    return ends_sequence(segments, n) ? FusedState::kGiven : FusedState::kFirst;
+    return ends_sequence(segments, n) ? FusedState::kWhole : FusedState::kFirst;
   };
   Line line;
   for (std::size_t n = 0; n < segments.size(); ++n)
@@ -92,19 +91,6 @@ FusedUnit* units_of(const stage::Call& call) {
   return reinterpret_cast<FusedUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
 }
 
-Status upload(const stage::Call& call, Line line, FusedPrefillArgs* args) {
-  args->num_units = line.size();
-  args->units = units_of(call);
-  const std::vector<FusedUnit>& units = line.close();
-  std::vector<int64_t> offsets = call.plan->segment_offsets;
-  for (std::size_t n = 0; n < offsets.size(); ++n) offsets[n] -= static_cast<int64_t>(n);
-  WordPieces pieces;
-  pieces.add(offsets.data(), static_cast<int64_t>(offsets.size()));
-  pieces.add(reinterpret_cast<const int64_t*>(units.data()),
-             static_cast<int64_t>(units.size()) * sm90::kFusedUnitWords);
-  return launch_upload(offsets_behind_first(call), pieces, {call.stream});
-}
-
 /// Of the segments of a sequence behind its first one.
 int64_t most_behind_first(const Plan& plan) {
   int64_t most = 0;
@@ -113,13 +99,28 @@ int64_t most_behind_first(const Plan& plan) {
   return most;
 }
 
-Status launch(const stage::Call& call, FusedPrefillArgs* args) {
+/// Those offsets and the units.
+std::vector<int64_t> words_of(const stage::Call& call, const std::vector<FusedUnit>& units) {
+  std::vector<int64_t> words = call.plan->segment_offsets;
+  for (std::size_t n = 0; n < words.size(); ++n) words[n] -= static_cast<int64_t>(n);
+  const auto* first = reinterpret_cast<const int64_t*>(units.data());
+  words.insert(words.end(), first, first + units.size() * sm90::kFusedUnitWords);
+  return words;
+}
+
+/// Without a line: each sequence as it is.
+Status launch(const stage::Call& call, Line line, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
+  std::vector<int64_t> words;
+  if ((args->num_units = line.size()) > 0) {
+    args->units = units_of(call);
+    words = words_of(call, line.close());
+  }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint32_t>(call, block::kHandedFlags);
-  if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, {call.stream});
+  if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, words, {call.stream});
   return not_built();
 }
 
@@ -131,22 +132,20 @@ Status forward(const stage::Forward& f) {
   FusedPrefillArgs args;
   set_inputs(f.call, maps, &args);
   set_outputs(f.call, maps, &args);
-  if (!f.segments.empty()) {
-    Line line;
-    for (std::size_t n = 0; n < f.segments.size(); ++n)
-      line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
-    KDA_RETURN_IF_ERROR(upload(f.call, std::move(line), &args));
-    args.states_in = f.states_in;
-  }
-  return launch(f.call, &args);
+  Line line;
+  for (std::size_t n = 0; n < f.segments.size(); ++n)
+    line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
+  args.states_in = f.states_in;
+  return launch(f.call, std::move(line), &args);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
   Maps maps;
-  // No kernel after a scan with outputs reads the map of segments.
+  // Neither a scan with outputs nor a kernel after it reads maps, but for what it flags.
   const std::span<const Segment> mapped = scan.Qt ? std::span<const Segment>() : scan.segments;
-  KDA_RETURN_IF_ERROR(make_maps(call, mapped, false, &maps));
+  const bool unread = scan.Qt && !find<int32_t>(call, block::kDeviceFlags);
+  KDA_RETURN_IF_ERROR(make_maps(call, mapped, unread, &maps));
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -156,8 +155,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.M = scan.M;
   args.B = scan.B;
   args.firsts = find<float>(call, block::kSegmentFirsts);
-  KDA_RETURN_IF_ERROR(upload(call, scan_line(scan), &args));
-  return launch(call, &args);
+  return launch(call, scan_line(scan), &args);
 }
 
 /// After a scan with outputs: from the states after first segments on. Those are the start states

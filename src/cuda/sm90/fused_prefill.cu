@@ -5,10 +5,13 @@
 // its share of all.
 #include "cuda/sm90/fused_prefill.hpp"
 
+#include <algorithm>
+
 #include "core/text.hpp"
 #include "cuda/host/launch.cuh"
 #include "cuda/sm90/fused/consumer.cuh"
 #include "cuda/sm90/fused/producer.cuh"
+#include "cuda/smxx/sequence_map.hpp"
 
 namespace kda::cuda::sm90 {
 namespace {
@@ -36,8 +39,9 @@ __device__ void init_barriers(Ring& ring) {
 
 template <class E, int kGateMode, bool kSegments>
 __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(kThreads, 1)
-    fused_prefill_kernel(const __grid_constant__ FusedPrefillArgs a) {
+    fused_prefill_kernel(const __grid_constant__ ArgsOf<kSegments> a) {
   delta_h::write_flags<DeltaUse::kForward>(a);
+  if constexpr (kSegments) a.write_words();
   Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(ring);
@@ -58,31 +62,45 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
   ptx::cluster_sync();  // the other block may still write here
 }
 
-template <class E, int kGateMode>
-Status launch(const FusedPrefillArgs& args, const Launch& where) {
+template <class E, int kGateMode, bool kSegments>
+Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
   if (args.handed_flags)
     KDA_RETURN_IF_ERROR(
         call_status(cudaMemsetAsync(args.handed_flags, 0, args.shares * kHandedFlagBytes,
                                     static_cast<cudaStream_t>(where.stream)),
                     "cudaMemsetAsync(handed_flags)"));
-  const auto kernel = args.units ? fused_prefill_kernel<E, kGateMode, true>
-                                 : fused_prefill_kernel<E, kGateMode, false>;
-  return launch_kernel("fused_prefill", kernel, args.shares * FusedPrefillArgs::kCluster, kThreads,
-                       sizeof(Ring), where, args);
+  return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode, kSegments>,
+                       args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring), where,
+                       args);
 }
 
-template <class E>
-Status launch_mode(const FusedPrefillArgs& args, const Launch& where) {
-  if (args.gate.gate_mode == 0) return launch<E, 0>(args, where);
-  if (args.gate.gate_mode == 1) return launch<E, 1>(args, where);
-  return launch<E, 2>(args, where);
+template <class E, bool kSegments>
+Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
+  if (args.gate.gate_mode == 0) return launch<E, 0, kSegments>(args, where);
+  if (args.gate.gate_mode == 1) return launch<E, 1, kSegments>(args, where);
+  return launch<E, 2, kSegments>(args, where);
+}
+
+template <bool kSegments>
+Status launch_type(const ArgsOf<kSegments>& args, const Launch& where) {
+  return args.g.type == Element::kFloat32 ? launch_mode<float, kSegments>(args, where)
+                                          : launch_mode<__nv_bfloat16, kSegments>(args, where);
 }
 
 }  // namespace
 
-Status launch_fused_prefill(const FusedPrefillArgs& args, const Launch& where) {
-  return args.g.type == Element::kFloat32 ? launch_mode<float>(args, where)
-                                          : launch_mode<__nv_bfloat16>(args, where);
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const Launch& where) {
+  if (!args.units) return launch_type<false>(args, where);
+  UnitArgs with_units{args, static_cast<int64_t>(words.size()), {}};
+  if (with_units.num_words <= UnitArgs::kMostWords) {
+    std::copy(words.begin(), words.end(), with_units.words);
+  } else {
+    WordPieces pieces;
+    pieces.add(words.data(), with_units.num_words);
+    KDA_RETURN_IF_ERROR(launch_upload(with_units.target(), pieces, where));
+    with_units.num_words = 0;
+  }
+  return launch_type<true>(with_units, where);
 }
 
 }  // namespace kda::cuda::sm90

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 
 #include "cuda/sm80/chunk_delta_h.hpp"
 
@@ -14,7 +15,8 @@ inline constexpr int kFusedRun = 16;  ///< tokens of a run
 
 /// Where the state of a span begins and ends.
 enum class FusedState : int64_t {
-  kGiven,       ///< initial state or states_in; final state
+  kGiven,       ///< initial state or states_in; final state, if it is the last of its sequence
+  kWhole,       ///< initial state; final state
   kFirst,       ///< initial state; firsts
   kZero,        ///< zero; B
   kTransition,  ///< the identity, with v = 0: outputs to Qt; M
@@ -58,8 +60,12 @@ constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
   return streams < most ? streams : most;
 }
 
+/// Words that end with the units, as they will lie in device memory up to the end of `units`.
+using FusedWords = std::span<const int64_t>;
+
 /// The kernel, after the flags are cleared if there are any. q, k, v, o bf16, g bf16 or fp32, rows
-/// aligned to 16 bytes; K = V = 128; checkpoints at multiples of kFusedRun tokens.
-Status launch_fused_prefill(const FusedPrefillArgs& args, const Launch& launch);
+/// aligned to 16 bytes; K = V = 128; checkpoints at multiples of kFusedRun tokens. Few words come
+/// with its parameters and it writes them, for kernels after it; more are uploaded before it.
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

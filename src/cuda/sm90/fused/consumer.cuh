@@ -197,6 +197,10 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   __device__ void end(const Part& part) {
     if (part.handed_on) return hand_on();
     if (!kSegments || part.state == FusedState::kGiven) return this->store_end();
+    if (part.state == FusedState::kWhole) {
+      if (a.final_state.base) store_to(a.final_state, state_slot(a.final_state, span.sequence));
+      return;
+    }
     float* base = part.state == FusedState::kZero         ? a.B
                   : part.state == FusedState::kTransition ? a.M
                                                           : fused.firsts;

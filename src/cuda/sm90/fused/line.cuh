@@ -10,6 +10,8 @@
 // handed on in fp32, between runs.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/sm90/fused_prefill.hpp"
 #include "cuda/tile/chunk_map.cuh"
 
@@ -30,6 +32,32 @@ struct Share {
   int64_t left;
 };
 
+/// Of a kernel with units: where they are few, they come with it.
+struct UnitArgs : FusedPrefillArgs {
+  static constexpr int64_t kMostWords = 256;  // 41 units of one sequence; parameters end at 4 KB
+  int64_t num_words = 0;                      // 0: units are in device memory
+  int64_t words[kMostWords];
+
+  /// Where the words will lie.
+  __host__ __device__ int64_t* target() const {
+    return reinterpret_cast<int64_t*>(const_cast<FusedUnit*>(units + num_units + 1)) - num_words;
+  }
+  __device__ const FusedUnit& unit(int64_t n) const {
+    const auto* carried = reinterpret_cast<const FusedUnit*>(words + num_words);
+    return num_words > 0 ? carried[n - num_units - 1] : units[n];
+  }
+  /// By the first block, for kernels after this one.
+  __device__ void write_words() const {
+    if (blockIdx.x == 0)
+      for (int64_t i = threadIdx.x; i < num_words; i += blockDim.x) target()[i] = words[i];
+  }
+};
+template <bool kSegments>
+using ArgsOf = std::conditional_t<kSegments, UnitArgs, FusedPrefillArgs>;
+__device__ inline const FusedUnit& unit_of(const FusedPrefillArgs& a, int64_t n) {
+  return static_cast<const UnitArgs&>(a).unit(n);
+}
+
 /// kSegments: whether there are units of the caller; else one a sequence.
 template <bool kSegments>
 __device__ inline int64_t units_of(const FusedPrefillArgs& a) {
@@ -38,7 +66,7 @@ __device__ inline int64_t units_of(const FusedPrefillArgs& a) {
 /// Chunks and costs of the units before `n`, one head.
 template <bool kSegments>
 __device__ inline int64_t line_before(const FusedPrefillArgs& a, int64_t n) {
-  if constexpr (kSegments) return a.units[n].before;
+  if constexpr (kSegments) return unit_of(a, n).before;
   const int64_t chunks =
       a.map.cu_seqlens ? a.map.chunk_offsets[n] : n * chunks_of(a.map.num_tokens);
   return chunks + n * kFusedUnitCost;
@@ -52,7 +80,7 @@ template <bool kSegments>
 __device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t head) {
   if constexpr (!kSegments)
     return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false};
-  const FusedUnit& unit = a.units[n];
+  const FusedUnit& unit = unit_of(a, n);
   return {unit.span, unit.segment, head, unit.state, false, false};
 }
 /// Number of this cluster's share.
