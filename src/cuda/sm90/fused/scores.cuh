@@ -82,11 +82,12 @@ struct Scores : Rows<E, kGateMode, kSegments> {
   /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns.
   template <int h>
   __device__ void put_level(const float2 (&decay)[kRun], const Pairs& q, const Pairs& k, Tile& rows,
-                            T* columns) const {
+                            T* columns, int from) const {
     const uint32_t of_rows = ptx::shared_address(&rows[0][channel()]);
     const uint32_t of_columns = ptx::shared_address(columns + channel());
 #pragma unroll
     for (int begin = 0; begin < kRun; begin += 2 * h) {
+      if (begin + 2 * h <= from) continue;
       float2 factor{1, 1};
 #pragma unroll
       for (int i = 0; i < h; ++i) {
@@ -144,8 +145,8 @@ struct Scores : Rows<E, kGateMode, kSegments> {
   __device__ void two_levels(Stage& s, const float2 (&decay)[kRun], const Pairs& q, const Pairs& k,
                              int first) const {
     T *columns = own.columns[0], *more_columns = own.columns[8];
-    put_level<h>(decay, q, k, own.levels[0], columns);
-    put_level<h / 2>(decay, q, k, own.levels[1], more_columns);
+    put_level<h>(decay, q, k, own.levels[0], columns, first);
+    put_level<h / 2>(decay, q, k, own.levels[1], more_columns, first);
     this->template sync<1>();
     if (half() == 0)
       multiply_level<h>(s, own.levels[0], columns, first);
