@@ -27,6 +27,7 @@ struct OneKernelCosts {
   double full_ns;    ///< a token
   double stream_us;  ///< a sequence and value head besides
   double fixed_us;   ///< launch, first loads, last stores
+  double handed_us;  ///< where clusters hand states on: flags cleared, parts of streams, waits
 };
 
 struct CostConstants {
@@ -41,7 +42,7 @@ struct CostConstants {
   double merge_fixed_us = 6;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7};
+  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 7};
   double correct_bytes_per_token = 768;  ///< one pass: Qt read, o read and written, a value head
   double correct_bandwidth = 0.65;       ///< of the card's, that it reaches
   double correct_fixed_us = 6;           ///< with the launches that segments add
@@ -144,9 +145,11 @@ inline double one_kernel_us(const CostInput& in, const OneKernelCosts& one, doub
   const double streams = units * heads;
   const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
   const double token_us = (2 * streams <= clusters ? one.few_ns : one.full_ns) * 1e-3;
+  const double alone = longest * token_us + one.stream_us + one.fixed_us;
+  if (streams <= clusters) return alone;
   const double shared =
-      streams > clusters ? (tokens * heads * token_us + streams * one.stream_us) / clusters : 0;
-  return std::max(longest * token_us + one.stream_us, shared) + one.fixed_us;
+      (tokens * heads * token_us + streams * one.stream_us) / clusters + one.fixed_us;
+  return std::max(alone, shared) + one.handed_us;
 }
 inline double one_kernel_us(const CostInput& in, const CostConstants& c) {
   const auto longest = static_cast<double>(*std::max_element(in.lengths.begin(), in.lengths.end()));
