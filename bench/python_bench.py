@@ -88,12 +88,12 @@ def measure_decode(libkda, fla):
         x = inputs(B, 1, H)
         states = x["initial_state"]
         layers = [dict(x, initial_state=torch.randn_like(states)) for _ in range(layers_of(states.numel() * 4))]
-        copy = torch.empty_like(states)
+        copies = [torch.empty_like(states) for _ in layers]
         pools = [dict(layer, inplace_final_state=True) for layer in layers]
         for pool in pools:
             pool.pop("output_final_state")
         row = dict(batch=B, heads=H, layers=len(layers), bytes=2 * states.numel() * 4,
-                   copy=step_us(in_turn(lambda layer: copy.copy_(layer["initial_state"]), layers)),
+                   copy=step_us(in_turn(lambda of: of[0].copy_(of[1]["initial_state"]), list(zip(copies, layers)))),
                    libkda=step_us(in_turn(lambda layer: libkda.fused_recurrent_kda(**layer), layers)),
                    libkda_in_place=step_us(in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), pools)),
                    fla=step_us(in_turn(lambda layer: fla.fused_recurrent_kda(**layer), layers)))

@@ -108,7 +108,7 @@ bool add_fused_segments(Plan& plan) {
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
          plan::add_block(plan, block::kSegmentFirsts, one_pass ? N * heads : 0,
                          sm90::kFusedStateBytes) &&
-         plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, 128 * 2);
+         plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, sm90::kFusedRowBytes);
 }
 
 /// States between the shares of clusters, where there are more streams than clusters.

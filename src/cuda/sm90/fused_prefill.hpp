@@ -52,6 +52,7 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   uint32_t* handed_flags = nullptr;
 };
 inline constexpr std::size_t kFusedStateBytes = 128 * 128 * sizeof(float);
+inline constexpr std::size_t kFusedRowBytes = 128 * 2;  ///< of o and Qt, a head
 inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint32_t);
 
 /// Of a problem with so many streams (value heads of units), on a card of `num_sms`.

@@ -34,7 +34,7 @@ struct Share {
 
 /// Of a kernel with units: where they are few, they come with it.
 struct UnitArgs : FusedPrefillArgs {
-  static constexpr int64_t kMostWords = 256;  // 41 units of one sequence; parameters end at 4 KB
+  static constexpr int64_t kMostWords = 256;  // 41 units of one sequence
   int64_t num_words = 0;                      // 0: units are in device memory
   int64_t words[kMostWords];
 
@@ -52,6 +52,7 @@ struct UnitArgs : FusedPrefillArgs {
       for (int64_t i = threadIdx.x; i < num_words; i += blockDim.x) target()[i] = words[i];
   }
 };
+static_assert(sizeof(UnitArgs) <= 4096);
 template <bool kSegments>
 using ArgsOf = std::conditional_t<kSegments, UnitArgs, FusedPrefillArgs>;
 __device__ inline const FusedUnit& unit_of(const FusedPrefillArgs& a, int64_t n) {
