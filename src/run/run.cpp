@@ -16,17 +16,11 @@ namespace {
 
 namespace block = plan::block;
 
-Status find_implementation(const Plan& plan, const stage::Implementation** found) {
-  for (const stage::Implementation* row : stage::registry()) {
-    if (plan.implementation != row->name) continue;
-    if (const char* reason = row->unavailable())
-      return Status(StatusCode::kUnavailable,
-                    cat("plan: ", row->name, " cannot run here: ", reason));
-    *found = row;
-    return {};
-  }
-  return Status(StatusCode::kUnsupported,
-                cat("plan: no implementation of this build runs on ", plan.device.name));
+/// Null: there is none of this name.
+const stage::Implementation* find_implementation(const Plan& plan) {
+  for (const stage::Implementation* row : stage::registry())
+    if (plan.implementation == row->name) return row;
+  return nullptr;
 }
 
 template <class T>
@@ -38,8 +32,13 @@ template <class Body>
 Status checked_call(const Plan& plan, const Tensors& tensors, void* workspace,
                     std::size_t workspace_bytes, void* stream, Body&& body) noexcept {
   return guarded([&] {
-    const stage::Implementation* implementation = nullptr;
-    KDA_RETURN_IF_ERROR(find_implementation(plan, &implementation));
+    const stage::Implementation* implementation = find_implementation(plan);
+    if (!implementation)
+      return Status(StatusCode::kUnsupported,
+                    cat("plan: no implementation of this build runs on ", plan.device.name));
+    if (const char* reason = implementation->unavailable())
+      return Status(StatusCode::kUnavailable,
+                    cat("plan: ", implementation->name, " cannot run here: ", reason));
     KDA_RETURN_IF_ERROR(check_workspace(plan, workspace, workspace_bytes));
     // Device memory is not looked at from here.
     const bool host = plan.device.kind == DeviceKind::kCpu;
