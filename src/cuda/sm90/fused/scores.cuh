@@ -79,7 +79,8 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     ptx::store_shared(place, ptx::multiply_pairs<T>(pair, ptx::pack<T>(factor.x, factor.y)));
   }
 
-  /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns.
+  /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns. Not of
+  /// blocks that end before row `from`: nothing of their products is stored.
   template <int h>
   __device__ void put_level(const float2 (&decay)[kRun], const Pairs& q, const Pairs& k, Tile& rows,
                             T* columns, int from) const {
