@@ -13,8 +13,8 @@ namespace kda {
 
 inline void append(std::string& out, std::string_view part) { out += part; }
 inline void append(std::string& out, char part) { out += part; }
-/// Numbers as a stream has them: six digits of those that are not whole. (Plans have several texts;
-/// a stream each took longer than the rest of the plan.)
+/// Numbers as a stream has them: six digits of those that are not whole. (Without a stream: a plan
+/// has several texts, and making streams was a good part of its time.)
 template <class Number>
 requires std::integral<Number> || std::floating_point<Number>
 void append(std::string& out, Number part) {

@@ -362,6 +362,16 @@ TEST_F(Fused, SegmentsOfBatchesWithoutStates) {
                         "batch in segments");
 }
 
+/// 16 sequences of three segments are 80 units, of which 41 at most come in kernel parameters.
+TEST_F(Fused, MoreSegmentsThanComeWithTheKernel) {
+  check::GenerateOptions options = shape_of(0, 1);
+  options.seq_lens.assign(16, 130);
+  options.initial_state = true;
+  for (const SegmentMethod method : kMethods)
+    test::expect_within(check::generate(options), in_segments(3, method), "cuda.sm90.fused",
+                        "many segments");
+}
+
 TEST_F(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
   for (const auto layout : {StateLayout::kKV, StateLayout::kVK})
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
