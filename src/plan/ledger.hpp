@@ -19,7 +19,6 @@ inline constexpr const char* kSegmentStates = "segment_states";
 inline constexpr const char* kOutputFromZero = "output_from_zero";
 inline constexpr const char* kTransitionOutput = "transition_output";
 inline constexpr const char* kAliveTokens = "alive_tokens";
-inline constexpr const char* kSegmentFirsts = "segment_firsts";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";

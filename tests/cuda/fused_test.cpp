@@ -320,7 +320,31 @@ TEST(FusedPlan, KeepsStatesBetweenShares) {
     return plan.workspace_bytes;
   };
   EXPECT_EQ(workspace(30), 0u);                       // 15 clusters, 15 streams
-  EXPECT_EQ(workspace(28), 14 * (kStateBytes + 32));  // 14: states, and words that they are there
+  EXPECT_EQ(workspace(28), 14 * (kStateBytes + 64));  // 14: states, and words that they are there
+}
+
+/// So that none has the key of a graph's launch when that runs again.
+TEST_F(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
+  test::RunOptions run = on_fused();
+  run.num_sms = 6;  // 3 clusters for 4 heads
+  test::OnDevice call(check::generate(shape_of(600, 4)), run);
+  for (int i = 0; i < 2; ++i) {
+    ASSERT_TRUE(call.run().ok());
+    check::synchronize_device();
+    std::vector<unsigned char> workspace(call.workspace.size());
+    call.workspace.download(workspace.data(), workspace.size());
+    int cleared = 0;
+    for (const WorkspaceBlock& block : call.plan.workspace)
+      if (block.name == "handed_flags")
+        for (std::size_t at = 0; at < block.bytes; at += sizeof(uint64_t)) {
+          uint64_t word = 0;
+          std::memcpy(&word, workspace.data() + block.offset + at, sizeof(word));
+          ASSERT_TRUE(word == 0 || word == ~uint64_t{0}) << "a key is left, or half of one";
+          cleared += word == 0;
+        }
+    // 2 halves of V and 4 warps of each state that is handed on.
+    EXPECT_EQ(cleared, 2 * 8);
+  }
 }
 
 TEST_F(Fused, SegmentsInEveryRegime) {

@@ -44,7 +44,7 @@ struct OnDevice {
     if (problem.operation == Operation::kForward && !problem.final_state)
       check::want_final_state(&problem);
     outputs = check::make_outputs(&problem, options.out_dtype);
-    throw_if_error(make_plan(problem, inputs.cu_seqlens, device(), options.plan, &plan));
+    throw_if_error(make_plan(problem, inputs.cu_seqlens, device_for(options), options.plan, &plan));
     Tensors host = inputs.tensors();
     outputs.attach(&host);
     memory = std::make_unique<check::DeviceTensors>(plan, host);

@@ -68,10 +68,6 @@ cudaError_t cudaFree(void* pointer) {
 cudaError_t cudaMemset(void* target, int value, size_t bytes) {
   return std::memset(target, value, bytes), cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t) {
-  emulator::launch({1}, {1}, 1, 0, [=] { std::memset(target, value, bytes); });
-  return cudaSuccess;
-}
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
   return std::memcpy(target, source, bytes), cudaSuccess;
 }
@@ -109,6 +105,9 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
 cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
   *graph = reinterpret_cast<cudaGraph_t>(new emulator::Graph(emulator::end_capture()));
   return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
+  return *count = reinterpret_cast<emulator::Graph*>(graph)->size(), cudaSuccess;
 }
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
                                  unsigned long long) {

@@ -139,6 +139,48 @@ TEST(Decode, EveryTokenCountLayoutAndType) {
           }
 }
 
+/// Rows of 128 elements of 16 bits, `pad` more apart: from whole words or not.
+io::Buffer spread_rows(const io::Buffer& rows, int64_t pad, TensorDesc* desc) {
+  constexpr std::size_t kRow = 128 * 2;
+  const std::size_t step = kRow + static_cast<std::size_t>(pad) * 2, count = rows.size() / kRow;
+  io::Buffer spread(count * step);
+  spread.fill(0xff);
+  for (std::size_t i = 0; i < count; ++i)
+    std::memcpy(spread.data() + i * step, rows.data() + i * kRow, kRow);
+  for (int dim = 0; dim < 3; ++dim)
+    desc->strides[static_cast<std::size_t>(dim)] +=
+        desc->strides[static_cast<std::size_t>(dim)] / 128 * pad;
+  desc->alignment = pad % 2 == 0 ? 4 : 2;
+  return spread;
+}
+
+TEST(Decode, RowsOfSixteenBitsAtAnyStride) {
+  for (const std::string& backend : test::backends())
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+        DecodeShape s{.tokens = 3, .K = 128, .V = 128, .layout = layout, .dtype = dtype};
+        Decode dense = make_decode(s);
+        dense.indices = {4, 0, 2};
+        for (const int64_t pad : {1, 2}) {
+          Decode d = make_decode(s);
+          d.indices = dense.indices;
+          Problem& p = d.problem();
+          d.inputs.q = spread_rows(d.inputs.q, pad, &p.q);
+          d.inputs.k = spread_rows(d.inputs.k, pad, &p.k);
+          d.inputs.v = spread_rows(d.inputs.v, pad, &p.v);
+          if (pad == 1) ASSERT_TRUE(run_decode(&dense, backend).ok());
+          ASSERT_TRUE(run_decode(&d, backend).ok());
+          for (int64_t n = 0; n < s.sequences; ++n)
+            for (int64_t head = 0; head < s.heads; ++head)
+              ASSERT_LT(distance(output_rows(d, n, head), output_rows(dense, n, head)), 1e-4)
+                  << backend << " pad " << pad;
+          for (std::size_t i = 0; i < d.pool.size() / 4; ++i)
+            ASSERT_NEAR(d.pool.as<float>()[i], dense.pool.as<float>()[i], 1e-5)
+                << backend << " pad " << pad;
+        }
+      }
+}
+
 TEST(Decode, NegativeSlotTouchesNothing) {
   Decode d = make_decode({});
   d.indices = {1, -1, 3};

@@ -43,14 +43,19 @@ void pad(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_t unit)
 
 }  // namespace
 
+DeviceFacts device_for(const RunOptions& options) {
+  DeviceFacts facts = device_of(options.plan.backend);
+  if (options.num_sms > 0) facts.num_sms = options.num_sms;
+  return facts;
+}
+
 Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
   Result result;
   result.problem = inputs.problem;
   if (options.final_state && !result.problem.final_state) check::want_final_state(&result.problem);
   if (!options.final_state) result.problem.final_state.reset();
   result.outputs = check::make_outputs(&result.problem, options.out_dtype);
-  DeviceFacts facts = device_of(options.plan.backend);
-  if (options.num_sms > 0) facts.num_sms = options.num_sms;
+  const DeviceFacts facts = device_for(options);
   throw_if_error(
       options.from_bounds
           ? make_plan_from_bounds(result.problem, facts, options.plan, &result.plan)

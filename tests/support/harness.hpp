@@ -43,6 +43,9 @@ bool on_cuda();
 /// Device on which `backend` runs: the oracle is always a CPU backend.
 DeviceFacts device_of(const std::string& backend);
 
+/// The same as `options` wants them.
+DeviceFacts device_for(const RunOptions& options);
+
 /// What to ask for as a backend so that every implementation of device() has its turn: on the CPU
 /// the instruction sets of this machine; on CUDA the planner's choice, and token by token.
 std::vector<std::string> backends();

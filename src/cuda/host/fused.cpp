@@ -4,6 +4,8 @@
 #include "cuda/host/fused.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <random>
 #include <vector>
 
 #include "core/text.hpp"
@@ -108,6 +110,19 @@ std::vector<int64_t> words_of(const stage::Call& call, const std::vector<FusedUn
   return words;
 }
 
+/// What a workspace does not hold by chance, and no launch of this process had before: the steps of
+/// a counter from anywhere, mixed one to one (Steele, Lea and Flood, 2014).
+uint64_t new_key() {
+  static std::atomic<uint64_t> counter = [] {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+  }();
+  uint64_t x = counter.fetch_add(0x9e3779b97f4a7c15, std::memory_order_relaxed);
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
+  x = (x ^ x >> 27) * 0x94d049bb133111eb;
+  return x ^ x >> 31;
+}
+
 /// Without a line: each sequence as it is.
 Status launch(const stage::Call& call, Line line, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
@@ -119,7 +134,8 @@ Status launch(const stage::Call& call, Line line, FusedPrefillArgs* args) {
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
   args->handed = find<float>(call, block::kHandedStates);
-  args->handed_flags = find<uint32_t>(call, block::kHandedFlags);
+  args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
+  args->key = new_key();
   if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, words, {call.stream});
   return not_built();
 }
@@ -154,28 +170,27 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;
-  args.firsts = find<float>(call, block::kSegmentFirsts);
+  args.starts = find<float>(call, block::kSegmentStates);
   return launch(call, scan_line(scan), &args);
 }
 
-/// After a scan with outputs: from the states after first segments on. Those are the start states
-/// of second segments, and read as such where they lie: nothing to do where no sequence has a
-/// third.
+/// After a scan with outputs, which has written the start states of second segments: nothing to do
+/// where no sequence has a third.
 Status merge_behind_first(const stage::SegmentMerge& merge) {
   const stage::Call& call = merge.call;
-  if (most_behind_first(*call.plan) < 2) return {};
+  sm90::BegunMergeArgs args;
+  args.begun = true;
+  args.most_segments = most_behind_first(*call.plan);
+  if (args.most_segments < 2) return {};
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, {}, true, &maps));
-  SegmentMergeArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.segment_offsets = offsets_behind_first(call);
-  args.initial =
-      span_states(call.problem, find<float>(call, block::kSegmentFirsts), call.problem.value_dim);
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  if constexpr (sm90::kBuilt) return sm90::launch_segment_merge(args, {call.stream});
+  if constexpr (sm90::kBuilt) return sm90::launch_segment_merge(args, {call.stream, true});
   return not_built();
 }
 
@@ -196,7 +211,6 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.M = correct.M;
   args.B = correct.B;
   args.states_in = correct.states_in;
-  args.firsts = find<float>(call, block::kSegmentFirsts);
   args.offsets = offsets_behind_first(call);
   args.final_state =
       state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
@@ -206,7 +220,7 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   for (std::size_t n = 0; n < correct.segments.size(); ++n)
     if (!begins_sequence(correct.segments, n))
       args.longest = std::max(args.longest, correct.segments[n].end - correct.segments[n].begin);
-  if constexpr (sm90::kBuilt) return sm90::launch_segment_correct(args, {call.stream});
+  if constexpr (sm90::kBuilt) return sm90::launch_segment_correct(args, {call.stream, true});
   return not_built();
 }
 

@@ -28,6 +28,10 @@ Status launch_kernel(const char* name, void (*kernel)(Args), int64_t blocks, int
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = static_cast<cudaStream_t>(launch.stream);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    if (launch.early) config.attrs = &early, config.numAttrs = 1;
     error = cudaLaunchKernelEx(&config, kernel, args);
   }
   if (error != cudaSuccess) cudaGetLastError();  // not ours to leave behind

@@ -11,6 +11,8 @@ namespace kda::cuda {
 
 struct Launch {
   void* stream = nullptr;  ///< cudaStream_t
+  /// Begins before the kernel before it ends, and waits for it itself (sm_90, ptx/order.cuh).
+  bool early = false;
 };
 
 /// Ok, or the CUDA error of `call` as a message with the launch shape.

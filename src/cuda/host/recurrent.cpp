@@ -46,6 +46,7 @@ Status decode(const stage::Decode& d) {
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.accumulate_flags = maps.accumulate_flags;
+  args.ahead = static_cast<uint32_t>(d.call.plan->device.num_sms);
   return launch_decode(args, {d.call.stream});
 }
 

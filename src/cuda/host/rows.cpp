@@ -96,7 +96,7 @@ bool add_map(Plan& plan) {
          plan::add_block(plan, block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));
 }
 
-/// What segments need: their units and, in one pass, transitions and states after first segments.
+/// What segments need: their units and, in one pass, outputs of transitions.
 bool add_fused_segments(Plan& plan) {
   if (!plan.segmented) return true;
   const Problem& p = plan.problem;
@@ -106,8 +106,6 @@ bool add_fused_segments(Plan& plan) {
   const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords;
   const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
-         plan::add_block(plan, block::kSegmentFirsts, one_pass ? N * heads : 0,
-                         sm90::kFusedStateBytes) &&
          plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, sm90::kFusedRowBytes);
 }
 

@@ -22,7 +22,7 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   args.states_in = merge.states_in;
   const int64_t K = args.shape.K;
   if (sm90::kBuilt && call.plan->device.compute_capability == 90 && (K == 64 || K == 128))
-    return sm90::launch_segment_merge(args, {call.stream});
+    return sm90::launch_segment_merge({args}, {call.stream});
   return launch_segment_merge(args, {call.stream});
 }
 

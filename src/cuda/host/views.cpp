@@ -19,8 +19,8 @@ static_assert(sizeof(Span) == sizeof(Segment) && sizeof(Span) == 3 * sizeof(int6
 }  // namespace
 
 RowView row_view(const TensorDesc& desc, const void* base) {
-  return {const_cast<void*>(base), desc.strides[0], desc.strides[1], desc.strides[2],
-          element_of(desc.dtype)};
+  return {const_cast<void*>(base), desc.strides[0],        desc.strides[1],
+          desc.strides[2],         element_of(desc.dtype), desc.alignment >= 4};
 }
 
 StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, void* base,

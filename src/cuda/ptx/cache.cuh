@@ -6,6 +6,15 @@
 
 namespace kda::cuda::ptx {
 
+/// Asks for `bytes`, a multiple of 16, from an address down to the next such (sm_90; before it,
+/// nothing).
+__device__ __forceinline__ void prefetch(uintptr_t from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from & ~uintptr_t{15}), "r"(bytes)
+               : "memory");
+#endif
+}
+
 /// A policy of store_by(): lines that the L2 gives up last, or as it likes.
 __device__ __forceinline__ uint64_t policy_to_keep(bool keep) {
   uint64_t policy;

@@ -6,14 +6,14 @@
 
 namespace kda::cuda::ptx {
 
-/// What this thread wrote before, or what it knows to be written, comes before the word's 1.
-__device__ __forceinline__ void raise_flag(uint32_t* flag) {
-  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(flag) : "memory");
+/// What this thread wrote before, or what it knows to be written, comes before the word's key.
+__device__ __forceinline__ void raise_flag(uint64_t* flag, uint64_t key) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(key) : "memory");
 }
-__device__ __forceinline__ void wait_for_flag(const uint32_t* flag) {
-  uint32_t raised = 0;
-  while (!raised)
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(raised) : "l"(flag) : "memory");
+__device__ __forceinline__ void wait_for_flag(const uint64_t* flag, uint64_t key) {
+  uint64_t raised = ~key;
+  while (raised != key)
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(raised) : "l"(flag) : "memory");
 }
 
 }  // namespace kda::cuda::ptx

@@ -56,7 +56,7 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
   return x;
 }
 
-/// 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not
+/// 4, 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not
 /// read).
 template <int kBytes>
 __device__ __forceinline__ void cp_async(uint32_t target, const void* source, bool valid = true) {
@@ -66,8 +66,8 @@ __device__ __forceinline__ void cp_async(uint32_t target, const void* source, bo
                  "r"(bytes)
                  : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source),
-                 "r"(bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source),
+                 "n"(kBytes), "r"(bytes)
                  : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() {

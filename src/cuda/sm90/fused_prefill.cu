@@ -64,11 +64,6 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
 
 template <class E, int kGateMode, bool kSegments>
 Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
-  if (args.handed_flags)
-    KDA_RETURN_IF_ERROR(
-        call_status(cudaMemsetAsync(args.handed_flags, 0, args.shares * kHandedFlagBytes,
-                                    static_cast<cudaStream_t>(where.stream)),
-                    "cudaMemsetAsync(handed_flags)"));
   return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode, kSegments>,
                        args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring), where,
                        args);

@@ -17,7 +17,7 @@ inline constexpr int kFusedRun = 16;  ///< tokens of a run
 enum class FusedState : int64_t {
   kGiven,       ///< initial state or states_in; final state, if it is the last of its sequence
   kWhole,       ///< initial state; final state
-  kFirst,       ///< initial state; firsts
+  kFirst,       ///< initial state; the start of the segment behind it
   kZero,        ///< zero; B
   kTransition,  ///< the identity, with v = 0: outputs to Qt; M
 };
@@ -42,18 +42,20 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
 
   const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
   int64_t num_units = 0;
-  float* firsts = nullptr;  ///< [N, HV, K, V] states after the first segments
+  float* starts = nullptr;  ///< like B: states after first segments, where second ones read them
   void* Qt = nullptr;       ///< outputs of kTransition, like o, whose strides it has
 
   int64_t shares = 0;  ///< clusters: at most one a stream
   /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2], in
   /// the order of the threads that hold them; and words that say which are there: [shares, 2, 4].
+  /// A word has the key where its state is there; who takes the state over clears it.
   float* handed = nullptr;
-  uint32_t* handed_flags = nullptr;
+  uint64_t* handed_flags = nullptr;
+  uint64_t key = 0;  ///< of this launch: what no word has before
 };
 inline constexpr std::size_t kFusedStateBytes = 128 * 128 * sizeof(float);
 inline constexpr std::size_t kFusedRowBytes = 128 * 2;  ///< of o and Qt, a head
-inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint32_t);
+inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint64_t);
 
 /// Of a problem with so many streams (value heads of units), on a card of `num_sms`.
 constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
@@ -64,9 +66,9 @@ constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
 /// Words that end with the units, as they will lie in device memory up to the end of `units`.
 using FusedWords = std::span<const int64_t>;
 
-/// The kernel, after the flags are cleared if there are any. q, k, v, o bf16, g bf16 or fp32, rows
-/// aligned to 16 bytes; K = V = 128; checkpoints at multiples of kFusedRun tokens. Few words come
-/// with its parameters and it writes them, for kernels after it; more are uploaded before it.
+/// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 128; checkpoints at multiples
+/// of kFusedRun tokens. Few words come with the kernel's parameters and it writes them, for kernels
+/// after it; more are uploaded before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

@@ -9,6 +9,7 @@
 #include "cuda/sm90/segment_correct.hpp"
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/order.cuh"
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/elements.cuh"
 
@@ -48,13 +49,8 @@ struct Correct {
     }
   };
 
-  /// The state that a segment begins with.
-  __device__ const float* start_of(int64_t sequence, int64_t segment, int64_t head) const {
-    const bool second = segment == a.offsets[sequence];
-    return second ? a.firsts + matrix_of(sequence, head) : a.states_in + matrix_of(segment, head);
-  }
-  __device__ int64_t matrix_of(int64_t unit, int64_t head) const {
-    return (unit * a.shape.HV + head) * (kK * kV);
+  __device__ int64_t matrix_of(int64_t segment, int64_t head) const {
+    return (segment * a.shape.HV + head) * (kK * kV);
   }
 
   /// Eight rows that are read at once differ in their last bit and in bits 3 and 4.
@@ -152,7 +148,7 @@ struct Correct {
     uint4 q[kGroups][2], o[kGroups][2];
     Rows rows(*this, span, head, first);
     rows.load(a.Qt, q);
-    load_state(start_of(span.sequence, unit.segment, head));
+    load_state(a.states_in + matrix_of(unit.segment, head));
     __syncthreads();
     for (int pass = 0;;) {
       rows.load(a.o.base, o);
@@ -186,8 +182,7 @@ struct Correct {
 #pragma unroll
     for (int i = 0; i < 2; ++i) start[i].load(a.B + matrix + (row + i * 8) * kV + column);
     float sum[kGroup / 8][4] = {};
-    add_product(a.M + matrix + row * kK + lane % 4 * 8, start_of(sequence, last, head) + columns,
-                sum);
+    add_product(a.M + matrix + row * kK + lane % 4 * 8, a.states_in + matrix + columns, sum);
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       store_state(a.final_state,
@@ -233,6 +228,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
   const Correct correct{a, reinterpret_cast<T*>(ptx::dynamic_shared())};
   const int64_t place = blockIdx.x, states = state_blocks(a);
+  ptx::wait_for_launches_before();
   if (place < states)
     correct.make_final(place);
   else

@@ -19,9 +19,8 @@ struct SegmentCorrectArgs {
   // Of the segments behind the first ones of their sequences:
   const float* M = nullptr;          ///< [segments, HV, K, K]
   const float* B = nullptr;          ///< [segments, HV, K, V]
-  const float* states_in = nullptr;  ///< the same; not read for second segments of sequences
+  const float* states_in = nullptr;  ///< the same
   const int64_t* offsets = nullptr;  ///< [N + 1] such segments before each sequence
-  const float* firsts = nullptr;     ///< [N, HV, K, V] states after first segments
   StateView final_state;
 };
 

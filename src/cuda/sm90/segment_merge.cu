@@ -2,10 +2,12 @@
 // Blocks walk the segments of a sequence in order: per step S' = M S + B for 8 columns. Four warps
 // copy M two segments ahead into a ring in shared memory. Shared memory bounds a step: of the other
 // warps a lane has rows of its own, so that S is read once for a warp and nothing is shuffled.
+// Where no sequence has more than one step a ring of one stage does, and more blocks fit.
 #include "cuda/sm90/segment_merge.hpp"
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/order.cuh"
 #include "cuda/sm90/built.hpp"
 #include "cuda/smxx/merge.cuh"
 
@@ -14,9 +16,10 @@ namespace {
 
 using merge::kColumns;
 
-template <int kK>
+template <int kK, int kStages>
 struct Merge {
-  static constexpr int kStages = 3;
+  static constexpr int kAhead =
+      kStages > 1 ? kStages - 1 : 1;                 // segments that are fetched at first
   static constexpr int kParts = 4;                   // of the channels, summed at the end of a step
   static constexpr int kChannels = kK / kParts;      // of a part
   static constexpr int kWarps = kK / 16;             // that multiply
@@ -32,13 +35,13 @@ struct Merge {
     ptx::Mbarrier full[kStages];
   };
 
-  const SegmentMergeArgs& a;
+  const BegunMergeArgs& a;
   Shared& s;
   const merge::Place place;
   const int thread;
   int64_t first, last;
 
-  __device__ Merge(const SegmentMergeArgs& args, Shared& shared)
+  __device__ Merge(const BegunMergeArgs& args, Shared& shared)
       : a(args), s(shared), place(merge::place_of(args)), thread(static_cast<int>(threadIdx.x)) {
     const int64_t* offsets = a.segment_offsets + place.sequence;
     first = offsets[0], last = offsets[1] - 1;
@@ -120,7 +123,9 @@ struct Merge {
     const merge::Row own{a, place.head, row, place.column0 + column};
     float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
     if (copies) {
-      for (int i = 0; i < kStages - 1; ++i) fetch(first + i);
+      for (int i = 0; i < kAhead; ++i) fetch(first + i);
+    } else if (a.begun) {
+      state = own.start(first);
     } else {
       state = own.initial(place.sequence);
       own.store(first, state);
@@ -130,7 +135,7 @@ struct Merge {
       if (!copies) x = own.B(segment);
       __syncthreads();  // S is complete, and the stage of the segment before free
       if (copies) {
-        fetch(segment + kStages - 1);
+        if (kStages > 1) fetch(segment + kAhead);
       } else {
         ptx::mbarrier_wait(s.full[stage_of(segment)],
                            static_cast<int>((segment - first) / kStages % 2));
@@ -144,24 +149,32 @@ struct Merge {
   }
 };
 
-template <int kK>
-__global__ void __launch_bounds__(Merge<kK>::kMultipliers + Merge<kK>::kCopiers)
-    segment_merge_kernel(const __grid_constant__ SegmentMergeArgs a) {
-  Merge<kK>(a, *reinterpret_cast<typename Merge<kK>::Shared*>(ptx::dynamic_shared())).run();
+template <int kK, int kStages>
+__global__ void __launch_bounds__(Merge<kK, kStages>::kMultipliers + Merge<kK, kStages>::kCopiers)
+    segment_merge_kernel(const __grid_constant__ BegunMergeArgs a) {
+  using M = Merge<kK, kStages>;
+  ptx::wait_for_launches_before();
+  ptx::let_launches_after_begin();
+  M(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared())).run();
+}
+
+template <int kK, int kStages>
+Status launch(const BegunMergeArgs& args, const Launch& where) {
+  using M = Merge<kK, kStages>;
+  static_assert(sizeof(typename M::Shared) <= kSharedMemory);
+  return launch_kernel("segment_merge", segment_merge_kernel<kK, kStages>, merge::blocks_of(args),
+                       M::kMultipliers + M::kCopiers, sizeof(typename M::Shared), where, args);
 }
 
 template <int kK>
-Status launch(const SegmentMergeArgs& args, const Launch& where) {
-  using M = Merge<kK>;
-  static_assert(sizeof(typename M::Shared) <= kSharedMemory);
-  return launch_kernel("segment_merge", segment_merge_kernel<kK>, merge::blocks_of(args),
-                       M::kMultipliers + M::kCopiers, sizeof(typename M::Shared), where, args);
+Status launch_ring(const BegunMergeArgs& args, const Launch& where) {
+  return args.most_segments == 2 ? launch<kK, 1>(args, where) : launch<kK, 3>(args, where);
 }
 
 }  // namespace
 
-Status launch_segment_merge(const SegmentMergeArgs& args, const Launch& where) {
-  return args.shape.K == 64 ? launch<64>(args, where) : launch<128>(args, where);
+Status launch_segment_merge(const BegunMergeArgs& args, const Launch& where) {
+  return args.shape.K == 64 ? launch_ring<64>(args, where) : launch_ring<128>(args, where);
 }
 
 }  // namespace kda::cuda::sm90

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/cache.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
 #include "cuda/tile/token.cuh"
@@ -49,15 +50,33 @@ __device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, i
   return slot < a.target.num_slots ? slot : -1;
 }
 
+/// Blocks of a head.
+template <int kK, bool kDense>
+__device__ __forceinline__ unsigned groups_of(const DecodeArgs& a) {
+  constexpr unsigned kTiles = kK / kColumns<kK>, kWarps = kTiles < kMostWarps ? kTiles : kMostWarps;
+  if constexpr (kDense) return kTiles / kWarps;
+  const unsigned tiles = (a.shape.V + kColumns<kK> - 1) / kColumns<kK>, warps = blockDim.x / 32;
+  return (tiles + warps - 1) / warps;
+}
+
+/// What a block computes.
 struct Unit {
-  Span span;
-  int64_t head = 0, q_head = 0;
+  int64_t n;  // sequence
+  int64_t head, q_head;
+  unsigned group;  // of the head's
 };
+template <int kK, bool kDense>
+__device__ __forceinline__ Unit unit_of(const DecodeArgs& a, unsigned block) {
+  const unsigned groups = groups_of<kK, kDense>(a), of_all = block / groups;
+  const unsigned head = a.shape.heads.remainder(of_all);
+  return {a.shape.heads.quotient(of_all), head, a.shape.group.quotient(head), block % groups};
+}
 
 // ---- tiles of state ----------------------------------------------------------------------------
 
 /// kDense: both buffers have rows of exactly kK elements and K = V = kK, so that there are neither
 /// bounds to look at nor addresses to compute: both cost more instructions than the recurrence.
+/// Rows of tokens are of whole words.
 
 /// Tile of a buffer whose rows are columns of values: a lane has 4 neighbouring values of kQuads
 /// quads of channels.
@@ -70,6 +89,12 @@ struct TileKV {
   float S[kQuads][4][4];
   const int lane;
   const int column0;
+
+  __device__ explicit TileKV(int first)
+      : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
+  __device__ void clear() {
+    for (float& x : reinterpret_cast<float(&)[kElements<kK>]>(S)) x = 0;
+  }
 
   __device__ int channel(int j) const { return (j * kGroups + lane / kColumnLanes) * 4; }
   __device__ int value(int i) const { return column0 + lane % kColumnLanes * 4 + i; }
@@ -169,6 +194,12 @@ struct TileVK {
   const int lane;
   const int column0;
 
+  __device__ explicit TileVK(int first)
+      : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
+  __device__ void clear() {
+    for (float& x : reinterpret_cast<float(&)[kElements<kK>]>(S)) x = 0;
+  }
+
   __device__ int channel(int quad) const { return (lane % kLanes + quad * kLanes) * 4; }
   __device__ int row_value(int r) const { return column0 + r * kStep + lane / kLanes; }
   __device__ int value(int i) const { return row_value(lane % kLanes / kShare * kOwned + i); }
@@ -257,59 +288,107 @@ struct TileOf<kK, Access::kVectorsVK, kDense> {
 template <class Tile>
 __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& unit, int64_t token,
                                              const Tile& tile, const float (&o)[Tile::kOwned]) {
-  const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head);
+  const int64_t at = row_offset(a.o, a.map, unit.n, token, unit.head);
 #pragma unroll
   for (int i = 0; i < Tile::kOwned; ++i)
     if (tile.writes_output() && tile.value(i) < a.shape.V)
       store_element(a.o.base, a.o.type, at + tile.value(i), o[i]);
 }
 
+/// A share of the state that a later block will load, for the L2: a block that begins finds the
+/// memory busy with stores of others, and has nothing to do until its state is there.
+template <int kK, bool kDense>
+struct Ahead {
+  uintptr_t from = 0;  // 0: nothing
+  uint32_t bytes = 0;
+
+  __device__ __forceinline__ explicit Ahead(const DecodeArgs& a) {
+    const unsigned block = blockIdx.x + a.ahead;
+    if (!kDense || a.ahead == 0 || block >= gridDim.x) return;
+    const Unit unit = unit_of<kK, kDense>(a, block);
+    const int64_t slot = slots_of(a, unit.n).source;
+    if (slot < 0) return;
+    const int size = a.initial.bf16 ? 2 : 4;
+    bytes = kK * kK * size / groups_of<kK, kDense>(a);
+    from = reinterpret_cast<uintptr_t>(a.initial.base) + unit.group * bytes +
+           static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size);
+  }
+  __device__ __forceinline__ void prefetch() const {
+    if (from && threadIdx.x == 0) ptx::prefetch(from, bytes);
+  }
+};
+
+/// Rows of a token on their way.
+template <int kK, template <int> class Row>
+struct RawToken {
+  RawQK<kK, Row> qk;
+  RawGates<kK, Row> gates;
+};
+
+template <int kK, bool kDense>
+struct Shared {
+  using Raw = RawToken<kK, SharedRow>;
+  Token<kK> tokens[2];  // by parity
+  std::conditional_t<kDense, Raw, int> raw;
+};
+
+/// Where rows are on their way to.
+template <int kK, bool kDense>
+__device__ auto& rows_of(Shared<kK, kDense>& shared, RawToken<kK, LaneRow>& in_registers) {
+  if constexpr (kDense)
+    return shared.raw;
+  else
+    return in_registers;
+}
+
 template <int kK, Access kAccess, bool kDense>
 __global__ void __launch_bounds__(32 * kMostWarps, 4)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Tile = typename TileOf<kK, kAccess, kDense>::Type;
-  __shared__ Token<kK> prepared[2];  // by parity of the token
+  auto& shared = *reinterpret_cast<Shared<kK, kDense>*>(ptx::dynamic_shared());
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
         a.initial, a.in_place ? StateView{} : a.target, {});
     __syncthreads();
   }
-  const unsigned warps = blockDim.x / 32, warp = threadIdx.x / 32;
-  const unsigned tiles = (a.shape.V + kColumns<kK> - 1) / kColumns<kK>;
-  const unsigned groups = (tiles + warps - 1) / warps;  // blocks of a head
-  const auto HV = static_cast<unsigned>(a.shape.HV);
-  Unit unit;
-  const int64_t n = blockIdx.x / groups / HV;
-  unit.span = sequence_span(a.map, n);
-  unit.head = blockIdx.x / groups % HV;
-  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
-  const int64_t begin = unit.span.begin;
-  const int64_t end = begin + min(unit.span.end - begin, most_tokens(a));
-  const Slots slots = slots_of(a, n);
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const Unit unit = unit_of<kK, kDense>(a, blockIdx.x);
+  const Span span = sequence_span(a.map, unit.n);
+  const int64_t begin = span.begin, end = begin + min(span.end - begin, most_tokens(a));
+  const Slots slots = slots_of(a, unit.n);
   if (slots.skip || (a.in_place && begin >= end)) return;
 
-  const unsigned tile_index = blockIdx.x % groups * warps + warp;
-  const bool mine = tile_index < tiles;  // else the warp only helps with the tokens
-  Tile tile{{}, static_cast<int>(threadIdx.x % 32), static_cast<int>(tile_index) * kColumns<kK>};
+  const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
+  const bool mine = kDense || column0 < a.shape.V;  // else the warp only helps with the tokens
   // The token before the state: it is ready when the state arrives.
-  RawQK<kK> qk;
-  RawGates<kK> gates;
+  RawToken<kK, LaneRow> in_registers;
+  auto& raw = rows_of(shared, in_registers);
   RawValues<1> values;
   const bool has_qk = warp == 0, has_gates = warp + 1 == warps;
   const auto load_token = [&](int64_t token) {
-    if (has_qk) qk.load(a, n, token, unit.q_head);
-    if (has_gates) gates.load(a, n, token, unit.head);
-    values.load(a, n, token, unit.head, tile.column0,
-                min(kColumns<kK>, static_cast<int>(a.shape.V) - tile.column0));
+    if (has_qk) raw.qk.load(a, unit.n, token, unit.q_head);
+    if (has_gates) raw.gates.load(a, unit.n, token, unit.head);
+    if constexpr (kDense) ptx::cp_async_commit();
+    values.load(a, unit.n, token, unit.head, column0,
+                kDense ? kColumns<kK> : min(kColumns<kK>, a.shape.V - column0));
+  };
+  const auto prepare = [&](Token<kK>& token) {
+    if constexpr (kDense) ptx::cp_async_wait<0>(), __syncwarp();
+    if (has_qk) raw.qk.prepare(a, token);
+    if (has_gates) raw.gates.prepare(a, token);
   };
   if (begin < end) load_token(begin);
+  const Ahead<kK, kDense> ahead(a);
+  Tile tile(column0);
+  if (!kDense || slots.source < 0) tile.clear();
   if (mine && slots.source >= 0) {
     if (a.initial.bf16)
       tile.template load<true>(a.initial, a.shape, slots.source, unit.head);
     else
       tile.template load<false>(a.initial, a.shape, slots.source, unit.head);
   }
+  ahead.prefetch();
   const auto store = [&](int64_t slot) {
     if (slot < 0) return;
     if (a.target.bf16)
@@ -319,21 +398,21 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   };
   if (begin >= end && mine) store(slots.target);  // an empty sequence keeps its state
   for (int64_t t = begin; t < end; ++t) {
+    Token<kK>& token = shared.tokens[(t - begin) % 2];
+    prepare(token);
+    __syncthreads();
+    // Not before: these wait for the state too.
     float row[1], v[Tile::kOwned], o[Tile::kOwned];
     values.v.convert(a.v.type, row);
 #pragma unroll
     for (int i = 0; i < Tile::kOwned; ++i)
       v[i] = __shfl_sync(~0u, row[0], tile.value(i) - tile.column0);
     const float beta = __shfl_sync(~0u, values.beta_of(a), 0);
-    Token<kK>& token = prepared[(t - begin) % 2];
-    if (has_qk) qk.prepare(a, token);
-    if (has_gates) gates.prepare(a, token);
     if (t + 1 < end) load_token(t + 1);
-    __syncthreads();
     if (!mine) continue;
     tile.step(token, beta, a.gate.scale, v, o);
     store_values(a, unit, t, tile, o);
-    store(target_slot(a, n, t - begin, t + 1 == end, slots));
+    store(target_slot(a, unit.n, t - begin, t + 1 == end, slots));
   }
 }
 
@@ -342,19 +421,22 @@ Status launch(const DecodeArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
   const int64_t warps = std::min<int64_t>(tiles, kMostWarps);
   const int64_t blocks = args.map.num_sequences * args.shape.HV * ((tiles + warps - 1) / warps);
-  const auto run = [&](auto kernel) {
-    return launch_kernel("decode", kernel, blocks, static_cast<int>(32 * warps), 0, where, args);
+  const auto run = [&](auto kernel, std::size_t shared_bytes) {
+    return launch_kernel("decode", kernel, blocks, static_cast<int>(32 * warps),
+                         static_cast<int>(shared_bytes), where, args);
   };
   const StateView& from = args.initial.base ? args.initial : args.target;
   const StateView& to = args.target;
-  if (!from.vectors || !to.vectors) return run(decode_kernel<kK, Access::kScalar, false>);
-  const bool dense =
-      args.shape.K == kK && args.shape.V == kK && from.stride_row == kK && to.stride_row == kK;
+  constexpr std::size_t kBytes = sizeof(Shared<kK, false>), kDenseBytes = sizeof(Shared<kK, true>);
+  if (!from.vectors || !to.vectors) return run(decode_kernel<kK, Access::kScalar, false>, kBytes);
+  const bool dense = args.shape.K == kK && args.shape.V == kK && from.stride_row == kK &&
+                     to.stride_row == kK && args.q.whole_words && args.k.whole_words &&
+                     args.g.whole_words;
   if (to.vk)
-    return dense ? run(decode_kernel<kK, Access::kVectorsVK, true>)
-                 : run(decode_kernel<kK, Access::kVectorsVK, false>);
-  return dense ? run(decode_kernel<kK, Access::kVectorsKV, true>)
-               : run(decode_kernel<kK, Access::kVectorsKV, false>);
+    return dense ? run(decode_kernel<kK, Access::kVectorsVK, true>, kDenseBytes)
+                 : run(decode_kernel<kK, Access::kVectorsVK, false>, kBytes);
+  return dense ? run(decode_kernel<kK, Access::kVectorsKV, true>, kDenseBytes)
+               : run(decode_kernel<kK, Access::kVectorsKV, false>, kBytes);
 }
 
 }  // namespace

@@ -64,6 +64,9 @@ struct Row {
       for (float& x : y) x = widen_state(x);
     return {y[0], y[1], y[2], y[3]};
   }
+  __device__ float4 start(int64_t segment) const {
+    return load4(a.states_in + offset(segment), count(), vectors());
+  }
   __device__ float4 B(int64_t segment) const {
     return load4(a.B + offset(segment), count(), vectors());
   }

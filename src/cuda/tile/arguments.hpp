@@ -16,6 +16,7 @@ struct RowView {
   void* base = nullptr;
   int64_t stride_b = 0, stride_t = 0, stride_h = 0;  // elements
   Element type = Element::kBFloat16;
+  bool whole_words = false;  ///< rows begin at multiples of 4 bytes
 };
 
 /// A buffer of states [slots, HV, rows, columns]; rows are K (kv) or V (vk).

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A token, a warp at a time: from its rows to what the recurrence takes (docs/operation.md).
-// load() only asks for the rows, so that other loads can follow; prepare() waits for them.
+// load() only asks for the rows, so that other loads can follow; prepare() waits for them. Row is
+// where they go: LaneRow, or SharedRow (for which the caller waits).
 #pragma once
 
 #include "cuda/tile/warp.cuh"
@@ -15,10 +16,10 @@ struct alignas(16) Token {
 };
 
 /// q and k of a token on their way.
-template <int kK>
+template <int kK, template <int> class Row = LaneRow>
 struct RawQK {
   static constexpr int kCount = kK / 32;
-  LaneRow<kCount> raw_q, raw_k;
+  Row<kCount> raw_q, raw_k;
 
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t q_head) {
@@ -48,28 +49,31 @@ struct RawQK {
 };
 
 /// Gates of a token on their way.
-template <int kK>
+template <int kK, template <int> class Row = LaneRow>
 struct RawGates {
   static constexpr int kCount = kK / 32;
-  LaneRow<kCount> raw_g;
-  float bias[kCount], A_log;
+  Row<kCount> raw_g, raw_bias;
+  Row<1> raw_A_log;
 
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
     raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K);
-    A_log = a.gate.A_log ? a.gate.A_log[head * a.gate.stride_A] : 0.0f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int c = static_cast<int>(threadIdx.x) % 32 + 32 * i;
-      bias[i] =
-          a.gate.dt_bias && c < a.shape.K ? a.gate.dt_bias[head * a.gate.stride_dt + c] : 0.0f;
-    }
+    if (a.gate.gate_mode == 0) return;
+    raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
+    raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0);
+  }
+  __device__ static RowView floats(const float* base) {
+    return {const_cast<float*>(base), 0, 0, 0, Element::kFloat32, true};
   }
   template <class Args>
   __device__ __forceinline__ void prepare(const Args& a, Token<kK>& out) const {
-    float g[kCount];
+    float g[kCount], bias[kCount] = {}, A_log[1] = {};
     raw_g.convert(a.g.type, g);
-    const float rate = expf(A_log);
+    if (a.gate.gate_mode != 0) {
+      raw_bias.convert(Element::kFloat32, bias);
+      raw_A_log.convert(Element::kFloat32, A_log);
+    }
+    const float rate = expf(__shfl_sync(~0u, A_log[0], 0));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int c = static_cast<int>(threadIdx.x) % 32 + 32 * i;

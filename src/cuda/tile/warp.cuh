@@ -2,6 +2,7 @@
 // What the lanes of a warp do together: rows and sums.
 #pragma once
 
+#include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/elements.cuh"
 
 namespace kda::cuda {
@@ -36,6 +37,31 @@ struct LaneRow {
   __device__ __forceinline__ void convert(Element type, float (&x)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = float_of(bits[i], type);
+  }
+};
+
+/// The same in shared memory, of rows of whole words. A warp that waits for one of its loads to
+/// registers may wait for all of them; this row is waited for alone.
+template <int kCount>
+struct SharedRow {
+  uint32_t words[32 * kCount];
+
+  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size) {
+    const int lane = threadIdx.x % 32, halves = view.type != Element::kFloat32;
+    const auto* row = static_cast<const uint32_t*>(view.base) + (at >> halves);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int word = lane + 32 * i;
+      if (word < 32 * kCount >> halves)
+        ptx::cp_async<4>(ptx::shared_address(words + word), row + word, word << halves < size);
+    }
+  }
+
+  /// After ptx::cp_async_wait() and a barrier of the warp.
+  __device__ __forceinline__ void convert(Element type, float (&x)[kCount]) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = float_of(load_bits(words, type, lane + 32 * i), type);
   }
 };
 

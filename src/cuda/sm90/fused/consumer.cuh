@@ -203,8 +203,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     }
     float* base = part.state == FusedState::kZero         ? a.B
                   : part.state == FusedState::kTransition ? a.M
-                                                          : fused.firsts;
-    const int64_t n = part.state == FusedState::kFirst ? span.sequence : part.segment;
+                                                          : fused.starts;
+    const int64_t n = part.segment + (part.state == FusedState::kFirst ? 1 : 0);
     const int64_t matrix = ptx::opaque((n * a.shape.HV + head) * (kK * kK));
     this->for_each_state(base + matrix, kK, 1, [](float x, float& to) { to = x; });
   }
@@ -260,8 +260,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kTiles * 4 * 128) +
            threadIdx.x;
   }
-  /// Raised when a warp's state is there.
-  __device__ uint32_t* flag(int64_t share) const {
+  /// Of a warp's state.
+  __device__ uint64_t* flag(int64_t share) const {
     return fused.handed_flags + (share * kHalves + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
   }
   __device__ void hand_on() const {
@@ -270,11 +270,13 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) at[i * 128] = state[i / 4][i % 4];
     __syncwarp();
-    if (lane == 0) ptx::raise_flag(flag(to));
+    if (lane == 0) ptx::raise_flag(flag(to), fused.key);
   }
   __device__ void take_over() {
     const int64_t from = share_number();
-    ptx::wait_for_flag(flag(from));
+    ptx::wait_for_flag(flag(from), fused.key);
+    __syncwarp();
+    if (lane == 0) *flag(from) = 0;
     const float* at = handed(from);
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) state[i / 4][i % 4] = at[i * 128];

@@ -6,6 +6,7 @@
 
 namespace kda::cuda::ptx {
 
+inline void prefetch(uintptr_t, uint32_t) {}
 inline uint64_t policy_to_keep(bool) { return 0; }
 inline void store_by(uint64_t, uint32_t* to, uint32_t x) { *to = x; }
 

@@ -7,12 +7,12 @@
 
 namespace kda::cuda::ptx {
 
-inline void raise_flag(uint32_t* flag) {
-  *flag = 1;
+inline void raise_flag(uint64_t* flag, uint64_t key) {
+  *flag = key;
   emulator::note_progress();
 }
-inline void wait_for_flag(const uint32_t* flag) {
-  while (!*flag) emulator::wait_for("a flag of another block");
+inline void wait_for_flag(const uint64_t* flag, uint64_t key) {
+  while (*flag != key) emulator::wait_for("a flag of another block");
 }
 
 }  // namespace kda::cuda::ptx
