@@ -27,7 +27,7 @@ struct OneKernelCosts {
   double full_ns;    ///< a token
   double stream_us;  ///< a sequence and value head besides
   double fixed_us;   ///< launch, first loads, last stores
-  double handed_us;  ///< where clusters hand states on: flags cleared, parts of streams, waits
+  double handed_us;  ///< where clusters hand states on: parts of streams, waits
 };
 
 struct CostConstants {
@@ -39,13 +39,13 @@ struct CostConstants {
   double merge_step_us = 1.9;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 1;
-  double merge_fixed_us = 6;             ///< with the launches that segments add
+  double merge_fixed_us = 4;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 7};
+  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
   double correct_bytes_per_token = 768;  ///< one pass: Qt read, o read and written, a value head
-  double correct_bandwidth = 0.65;       ///< of the card's, that it reaches
-  double correct_fixed_us = 6;           ///< with the launches that segments add
+  double correct_bandwidth = 0.82;       ///< of the card's, that it reaches
+  double correct_fixed_us = 8;           ///< with the launches that segments add
   double minimum_gain = 1.12;            ///< segments must win by this factor
   double minimum_step = 0.98;            ///< of the time with fewer segments, for more of them
 };

@@ -308,6 +308,19 @@ TEST_F(Fused, EqualBitsOnAnyNumberOfSms) {
     }
 }
 
+TEST_F(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
+  const Inputs inputs = check::generate(shape_of(1500, 2));
+  test::RunOptions run = in_segments(3, SegmentMethod::kOnePass);
+  run.num_sms = 1000;
+  const test::Result each = test::run_inputs(inputs, run);
+  for (const int32_t sms : {4, 14}) {  // with 4, clusters hand on and a block corrects 192 tokens
+    run.num_sms = sms;
+    const test::Result shared = test::run_inputs(inputs, run);
+    EXPECT_TRUE(test::same_bits(each.outputs.o, shared.outputs.o)) << sms;
+    EXPECT_TRUE(test::same_bits(each.outputs.final_state, shared.outputs.final_state)) << sms;
+  }
+}
+
 TEST(FusedPlan, KeepsStatesBetweenShares) {
   check::GenerateOptions options = shape_of(70, 3);
   options.batch = 5;

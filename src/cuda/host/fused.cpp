@@ -220,7 +220,8 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   for (std::size_t n = 0; n < correct.segments.size(); ++n)
     if (!begins_sequence(correct.segments, n))
       args.longest = std::max(args.longest, correct.segments[n].end - correct.segments[n].begin);
-  if constexpr (sm90::kBuilt) return sm90::launch_segment_correct(args, {call.stream, true});
+  if constexpr (sm90::kBuilt)
+    return sm90::launch_segment_correct(args, call.plan->device.num_sms, {call.stream, true});
   return not_built();
 }
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block corrects the outputs of some tokens of a segment, one head: [tokens, K] x [K, V] with
-// S_in, rounded, in shared memory. The first blocks make final states, from two bf16 parts of M and
+// S_in, rounded, in shared memory. The last blocks make final states, from two bf16 parts of M and
 // of S_in.
 //
 // Lanes load and store 16 bytes of a row: channels of Qt and columns of o are permuted inside of
 // 32, so that what a lane has of a row is what mma wants of it. Which channel stands where does not
 // matter as long as rows of S_in go the same way; its columns are stored permuted.
 #include "cuda/sm90/segment_correct.hpp"
+
+#include <algorithm>
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/order.cuh"
@@ -19,9 +21,9 @@ namespace {
 using T = __nv_bfloat16;
 constexpr int kK = 128, kV = 128, kWarps = 4, kThreads = kWarps * 32;
 constexpr int kGroup = 32, kGroups = kK / kGroup;  // channels or columns that are permuted
-constexpr int kWarpTokens = 16, kPasses = 2;
-constexpr int kTokens = kPasses * kWarps * kWarpTokens;
-constexpr int kFinalParts = kK / (kWarps * kWarpTokens) * kGroups;  // blocks of a final state
+constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
+constexpr int kFinalParts = kK / kTokens * kGroups;  // blocks of a final state
+constexpr int kBlocksPerSm = 3;
 
 struct Correct {
   const SegmentCorrectArgs& a;
@@ -143,14 +145,15 @@ struct Correct {
     const int64_t HV = a.shape.HV, head = place % HV;
     const FusedUnit unit = a.units[place / HV % a.num_units];
     const Span span = unit.span;
-    const int64_t first = span.begin + place / HV / a.num_units * kTokens;
-    if (first >= span.end) return;
+    int64_t first = span.begin + place / HV / a.num_units * a.block_tokens;
+    const int64_t end = min(first + a.block_tokens, span.end);
+    if (first >= end) return;
     uint4 q[kGroups][2], o[kGroups][2];
     Rows rows(*this, span, head, first);
     rows.load(a.Qt, q);
     load_state(a.states_in + matrix_of(unit.segment, head));
     __syncthreads();
-    for (int pass = 0;;) {
+    while (true) {
       rows.load(a.o.base, o);
       float missing[kV / 8][4] = {};
       multiply(q, 0, missing);
@@ -161,8 +164,8 @@ struct Correct {
           if (rows.valid[i])
             *reinterpret_cast<uint4*>(static_cast<T*>(a.o.base) + rows.at[i] + group * kGroup) =
                 sum_of(o[group][i], missing + group * 4, i);
-      if (++pass == kPasses) return;
-      rows = Rows(*this, span, head, first + pass * kWarps * kWarpTokens);
+      if ((first += kTokens) >= end) return;
+      rows = Rows(*this, span, head, first);
       rows.load(a.Qt, q);
     }
   }
@@ -224,23 +227,28 @@ __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
   return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts : 0;
 }
 
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
   const Correct correct{a, reinterpret_cast<T*>(ptx::dynamic_shared())};
-  const int64_t place = blockIdx.x, states = state_blocks(a);
+  const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks(a));
   ptx::wait_for_launches_before();
-  if (place < states)
-    correct.make_final(place);
+  if (state_place >= 0)
+    correct.make_final(state_place);
   else
-    correct.run(place - states);
+    correct.run(place);
 }
 
 }  // namespace
 
-Status launch_segment_correct(const SegmentCorrectArgs& args, const Launch& where) {
-  const int64_t parts = (args.longest + kTokens - 1) / kTokens;
+Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& where) {
+  // S_in of a block is as much as 85 tokens: as many of them as leave one round of blocks.
+  const int64_t streams = args.num_units * args.shape.HV;
+  const int64_t tiles = (args.longest + kTokens - 1) / kTokens;
+  const int64_t blocks = num_sms * kBlocksPerSm;
+  args.block_tokens = std::max<int64_t>(2, (tiles * streams + blocks - 1) / blocks) * kTokens;
+  const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
   return launch_kernel("segment_correct", segment_correct_kernel,
-                       state_blocks(args) + args.num_units * args.shape.HV * parts, kThreads,
+                       state_blocks(args) + streams * parts, kThreads,
                        kK * kV * static_cast<int>(sizeof(T)), where, args);
 }
 

@@ -22,9 +22,11 @@ struct SegmentCorrectArgs {
   const float* states_in = nullptr;  ///< the same
   const int64_t* offsets = nullptr;  ///< [N + 1] such segments before each sequence
   StateView final_state;
+
+  int64_t block_tokens = 0;  ///< of a segment, a block: set by the launch
 };
 
 /// K = V = 128.
-Status launch_segment_correct(const SegmentCorrectArgs& args, const Launch& launch);
+Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

@@ -154,7 +154,6 @@ __global__ void __launch_bounds__(Merge<kK, kStages>::kMultipliers + Merge<kK, k
     segment_merge_kernel(const __grid_constant__ BegunMergeArgs a) {
   using M = Merge<kK, kStages>;
   ptx::wait_for_launches_before();
-  ptx::let_launches_after_begin();
   M(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared())).run();
 }
 

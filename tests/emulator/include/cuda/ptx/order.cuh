@@ -5,6 +5,5 @@
 namespace kda::cuda::ptx {
 
 inline void wait_for_launches_before() {}
-inline void let_launches_after_begin() {}
 
 }  // namespace kda::cuda::ptx
