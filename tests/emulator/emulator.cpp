@@ -20,7 +20,7 @@ constexpr std::size_t kSharedAlignment = 1024;
 struct Copy {
   void* target;
   const void* source;
-  int bytes;  // of a 16-byte (or 8-byte) piece; the rest is zeros
+  int bytes;  // of a piece of 4, 8 or 16; the rest is zeros
 };
 
 struct Thread {
