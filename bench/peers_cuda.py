@@ -21,6 +21,7 @@ from gpu_cases import (cases, cu_seqlens, error_cases, libkda_call, make_inputs,
 from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+WHAT = ("errors", "intra", "decode", "forward")  # the longest last: each has a result of its own
 FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva", "context_parallel")
 INTRACARD_SETS = ("cp", "context_parallel")
 INTRACARD_TOKENS = 32768  # FLA cuts no sequence below 16,384
@@ -267,15 +268,18 @@ def copy_rate():
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device")
-    parser.add_argument("--what", default="errors,forward,intra,decode")
+    parser.add_argument("--what", default=",".join(WHAT), help="in this order")
     parser.add_argument("--sets", default=",".join(FORWARD_SETS))
     parser.add_argument("--gates", default="trained", choices=["strong", "slow", "trained"])
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
                         help="a folder with libkda_c.so and kernel_hashes.json")
-    parser.add_argument("--json")
+    parser.add_argument("--results", type=pathlib.Path,
+                        help="a folder: one file each, gpu_peers_WHAT.json, when it is done")
     parser.add_argument("--tune", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.what.split(",")) - set(WHAT):
+        parser.error(f"--what: {', '.join(sorted(unknown))} is none of {', '.join(WHAT)}")
     if args.part:
         part, parts = map(int, args.part.split("/"))
         return tune_fla(args.tune, (part, parts)) if args.tune else warm_fla(args, part, parts)
@@ -286,19 +290,18 @@ def main():
     run_workers([])
     library = Library(str(args.binaries / "libkda_c.so"))
     import fla
-    what = args.what.split(",")
-    families = ["fused", "staged", "recurrent"] + (["decode"] if "decode" in what else [])
-    report = evidence.header(args.binaries, families, "peers",
-                             f"python3 bench/peers.py --device cuda --what {args.what}")
-    report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
-                  gates=args.gates, copy_bytes_per_second=copy_rate())
-    parts = {"errors": lambda: measure_errors(library),
-             "forward": lambda: measure_forward(library, args.sets.split(","), args.gates),
-             "intra": lambda: measure_intra(library, ("intra", "intra_fp16")),
-             "decode": lambda: measure_decode(library)}
-    for name in parts:
-        if name not in what:
-            continue
-        report[name] = parts[name]()
-        if args.json:  # what is done so far
-            evidence.write(args.json, report)
+    chunked = ["fused", "staged"]
+    # What -> the kernel families that it times, and how.
+    parts = {"errors": (chunked, lambda: measure_errors(library)),
+             "intra": (["staged"], lambda: measure_intra(library, ("intra", "intra_fp16"))),
+             "decode": (["decode"], lambda: measure_decode(library)),
+             "forward": (chunked, lambda: measure_forward(library, args.sets.split(","), args.gates))}
+    copied = copy_rate()
+    for name in args.what.split(","):
+        families, measure = parts[name]
+        report = evidence.header(args.binaries, families, f"peers_{name}",
+                                 f"python3 bench/peers.py --device cuda --what {name}")
+        report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
+                      gates=args.gates, copy_bytes_per_second=copied, cases=measure())
+        if args.results:
+            evidence.write(args.results / f"gpu_peers_{name}.json", report)

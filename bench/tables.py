@@ -142,12 +142,9 @@ def table_gpu_stages():
 
 
 def peers_table(part, header, row):
-    """A part of bench/peers.py's results: it may be older than the rest, or not there."""
-    report = load("gpu_peers")
-    if part not in report:
-        return f"Not measured with the kernels of this tree yet: `python3 bench/peers.py --device cuda --what {part}`."
-    rows = {r["case"]: row(report, r) for r in reversed(report[part])}  # sets overlap: the first of a case
-    mhz = [r["libkda_mhz"] for r in report[part] if r.get("libkda_mhz")]
+    report = load(f"gpu_peers_{part}")
+    rows = {r["case"]: row(report, r) for r in reversed(report["cases"])}  # sets overlap: the first of a case
+    mhz = [r["libkda_mhz"] for r in report["cases"] if r.get("libkda_mhz")]
     clocks = f"; SMs at {min(mhz):.0f} to {max(mhz):.0f} MHz in libkda's calls" if mhz else ""
     return gpu_head(report, clocks) + markdown(header, list(rows.values())[::-1]) + gpu_tail(report)
 
@@ -189,21 +186,22 @@ def table_gpu_peers_stages():
 
 
 def table_gpu_errors():
-    report = load("gpu_peers")
+    report = load("gpu_peers_errors")
     cell = lambda pair: f"{pair[0]:.2e}, {pair[1]:.2e}"
     rows = [[r["gates"], {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]], r["case"], cell(r["libkda"]),
-             cell(r["libkda_cp"]), cell(r["fla"])] for r in report["errors"]]
+             cell(r["libkda_cp"]), cell(r["fla"])] for r in report["cases"]]
     return gpu_head(report) + markdown(["gates", "type", "case", "libkda: o, final state", "4 segments",
                                         "FLA"], rows) + gpu_tail(report)
 
 
 def table_gpu_summary():
-    forward, peers, decode = (load(f"gpu_{n}") for n in ("forward", "peers", "decode"))
+    forward, peers, errors, decode = (
+        load(f"gpu_{n}") for n in ("forward", "peers_forward", "peers_errors", "decode"))
     flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
-    few = next(r for r in peers["forward"] if r["case"] == "--seq-lens 64K --heads 4")
-    worst = {who: max(r[who][0] for r in peers["errors"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
+    few = next(r for r in peers["cases"] if r["case"] == "--seq-lens 64K --heads 4")
+    worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
-    fla = {r["case"]: f'{r["speedup"]:.1f}x FLA\'s chunk_kda in the same run' for r in peers["forward"]}
+    fla = {r["case"]: f'{r["speedup"]:.1f}x FLA\'s chunk_kda in the same run' for r in peers["cases"]}
     rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
              fla[flagship["case"]]],
             ["forward, 65,536 tokens, 4 heads", milliseconds(1e-6 * few["libkda"]),
@@ -211,7 +209,7 @@ def table_gpu_summary():
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
              f"{of_copy(decode, d)} of the rate of a copy"],
             ["error of bf16 o against float64, worst of strong, slow, trained", f'{worst["libkda"]:.1e}',
-             f'FLA {peers["fla"]}: {worst["fla"]:.1e}']]
+             f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
     return markdown([forward["device"], "measured", ""], rows)
 
 
