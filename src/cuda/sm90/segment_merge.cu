@@ -18,8 +18,8 @@ using merge::kColumns;
 
 template <int kK, int kStages>
 struct Merge {
-  static constexpr int kAhead =
-      kStages > 1 ? kStages - 1 : 1;                 // segments that are fetched at first
+  /// Segments that are fetched at first.
+  static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;
   static constexpr int kParts = 4;                   // of the channels, summed at the end of a step
   static constexpr int kChannels = kK / kParts;      // of a part
   static constexpr int kWarps = kK / 16;             // that multiply

@@ -25,7 +25,7 @@ struct DecodeArgs {
       nullptr;                    ///< [N]; sequence n starts from column num_accepted[n] - 1
   int32_t* flags = nullptr;       ///< MetadataFlag bits, or null
   bool accumulate_flags = false;  ///< an earlier kernel of this call has set the word
-  uint32_t ahead = 0;  ///< blocks further on, of the one whose state to prefetch; 0: none
+  uint32_t ahead = 0;  ///< how many blocks on is the one whose state a block prefetches; 0: none
 };
 
 Status launch_decode(const DecodeArgs& args, const Launch& launch);
