@@ -250,6 +250,21 @@ TEST(Planner, OnePassTakesALongerFirstSegment) {
   EXPECT_EQ(beside.segments[1], alone.segments[1]);
 }
 
+/// What a cut sequence takes does not grow with short ones beside it: those have no states.
+TEST(Planner, UncutSequencesTakeNoStates) {
+  const auto bytes_of = [](const std::string& lengths) {
+    PlanOptions options = test::fixed_segments(3, SegmentMethod::kOnePass);
+    options.backend = "fused";
+    const Plan plan = plan_for(lengths, 32, gpu_facts(132), options);
+    EXPECT_TRUE(plan.segmented) << lengths;
+    std::size_t bytes = 0;
+    for (const WorkspaceBlock& block : plan.workspace)
+      if (block.name != "transition_output") bytes += block.bytes;  // that is one of tokens
+    return bytes;
+  };
+  EXPECT_LT(bytes_of("64K,1000x16"), bytes_of("64K") + 1000 * 256);
+}
+
 TEST(Planner, LengthsAndBatchesDoNotChangeTheKernel) {
   for (const int64_t heads : {8, 18, 19, 64})
     for (const bool invariant : {false, true}) {
