@@ -7,8 +7,11 @@
 Needs a GPU, the installed libkda package and fla-core. FLA runs its own kernels (libkda.fla is not imported).
 """
 import argparse
+import collections
+import functools
 import itertools
 import pathlib
+import statistics
 import time
 
 import evidence
@@ -18,6 +21,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 D = 128
 LAYERS_BYTES = 256 << 20  # of states, together
+PASSES, ROUNDS = 5, 3  # through all rows; of a row's calls in each
 
 
 def inputs(B, T, H):
@@ -30,45 +34,41 @@ def inputs(B, T, H):
     return x
 
 
-def median_us(call, count, wait, rounds=7):
-    """Median time of a call until it returns, or with `wait` until the device is done; never a full queue."""
+def microseconds(call, count, wait):
+    """Of a call until it returns, or with `wait` until the device is done; never a full queue."""
     for _ in range(3):
         call()
-    samples = []
-    for _ in range(rounds):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    if wait:
         torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        if wait:
-            torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / count * 1e6)
-    return sorted(samples)[rounds // 2]
+    return (time.perf_counter() - start) / count * 1e6
 
 
 def host_us(call):
-    return median_us(call, 40, wait=False)
+    return microseconds(call, 40, wait=False)
 
 
 def step_us(call):
-    return median_us(call, 100, wait=True)
+    return microseconds(call, 100, wait=True)
 
 
-def measure_host(libkda, fla):
-    rows = []
+def host_cases(libkda, fla):
+    """Rows of the table, and what makes the calls of each."""
     for T in (1, 64, 256, 1024):
         for H in (4, 12, 16):
-            x = inputs(1, T, H)
-            fla_configs.use(H)
             name = "fused_recurrent_kda" if T == 1 else "chunk_kda"
-            if T > 1:
-                x["safe_gate"] = True  # FLA's faster kernels
-            row = dict(function=name, tokens=T, heads=H,
-                       **{who: host_us(lambda f=getattr(module, name): f(**x))
-                          for who, module in (("libkda", libkda), ("fla", fla))})
-            rows.append(row)
-            print(row, flush=True)
-    return rows
+            yield dict(function=name, tokens=T, heads=H), functools.partial(host_calls, libkda, fla, T, H, name)
+
+
+def host_calls(libkda, fla, T, H, name):
+    x = inputs(1, T, H)
+    fla_configs.use(H)
+    if T > 1:
+        x["safe_gate"] = True  # FLA's faster kernels
+    return dict(libkda=functools.partial(getattr(libkda, name), **x), fla=functools.partial(getattr(fla, name), **x))
 
 
 def layers_of(state_bytes):
@@ -82,22 +82,38 @@ def in_turn(call, layers):
     return lambda: call(next(turn))
 
 
-def measure_decode(libkda, fla):
-    rows = []
+def decode_cases(libkda, fla):
     for B, H in ((1, 4), (1, 32), (4, 32), (16, 32), (64, 32), (128, 32), (256, 32)):
-        x = inputs(B, 1, H)
-        states = x["initial_state"]
-        layers = [dict(x, initial_state=torch.randn_like(states)) for _ in range(layers_of(states.numel() * 4))]
-        copies = [torch.empty_like(states) for _ in layers]
-        pools = [dict(layer, inplace_final_state=True) for layer in layers]
-        for pool in pools:
-            pool.pop("output_final_state")
-        row = dict(batch=B, heads=H, layers=len(layers), bytes=2 * states.numel() * 4,
-                   copy=step_us(in_turn(lambda of: of[0].copy_(of[1]["initial_state"]), list(zip(copies, layers)))),
-                   libkda=step_us(in_turn(lambda layer: libkda.fused_recurrent_kda(**layer), layers)),
-                   libkda_in_place=step_us(in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), pools)),
-                   fla=step_us(in_turn(lambda layer: fla.fused_recurrent_kda(**layer), layers)))
-        rows.append(row)
+        state_bytes = B * H * D * D * 4
+        yield (dict(batch=B, heads=H, layers=layers_of(state_bytes), bytes=2 * state_bytes),
+               functools.partial(decode_calls, libkda, fla, B, H))
+
+
+def decode_calls(libkda, fla, B, H):
+    x = inputs(B, 1, H)
+    states = x["initial_state"]
+    layers = [dict(x, initial_state=torch.randn_like(states)) for _ in range(layers_of(states.numel() * 4))]
+    copies = [torch.empty_like(states) for _ in layers]
+    pools = [dict(layer, inplace_final_state=True) for layer in layers]
+    for pool in pools:
+        pool.pop("output_final_state")
+    return dict(copy=in_turn(lambda of: of[0].copy_(of[1]["initial_state"]), list(zip(copies, layers))),
+                libkda=in_turn(lambda layer: libkda.fused_recurrent_kda(**layer), layers),
+                libkda_in_place=in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), pools),
+                fla=in_turn(lambda layer: fla.fused_recurrent_kda(**layer), layers))
+
+
+def measure(cases, time_of):
+    """Medians of times that are PASSES apart: a host has slow seconds, which no row then has alone."""
+    rows, samples = [row for row, _ in cases], [collections.defaultdict(list) for _ in cases]
+    for _ in range(PASSES):
+        for (_, make_calls), of in zip(cases, samples):
+            calls = make_calls()
+            for _ in range(ROUNDS):
+                for who, call in calls.items():
+                    of[who].append(time_of(call))
+    for row, of in zip(rows, samples):
+        row.update({who: statistics.median(times) for who, times in of.items()})
         print(row, flush=True)
     return rows
 
@@ -115,8 +131,8 @@ def main():
                              "python3 bench/python_bench.py")
     report.update(torch=torch.__version__, fla=fla.__version__, libkda=libkda.__version__)
     with torch.inference_mode():
-        report["host"] = measure_host(libkda, fla_kda)
-        report["decode"] = measure_decode(libkda, fla_kda)
+        report["host"] = measure(list(host_cases(libkda, fla_kda)), host_us)
+        report["decode"] = measure(list(decode_cases(libkda, fla_kda)), step_us)
     if args.json:
         evidence.write(args.json, report)
 
