@@ -36,7 +36,7 @@ struct CostConstants {
   double intra_fixed_us = 8;
   ChainCosts forward{19.5, 22, 19.5, 2, 5};
   ChainCosts scan{13.5, 18, 10.2, 2, 3};
-  double merge_step_us = 1.9;  ///< S' = M S + B, of each round of blocks
+  double merge_step_us = 1.6;  ///< S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 1;
   double merge_fixed_us = 4;             ///< with the launches that segments add
@@ -45,9 +45,9 @@ struct CostConstants {
   OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
   double correct_bytes_per_token = 768;  ///< one pass: Qt read, o read and written, a value head
   double correct_bandwidth = 0.82;       ///< of the card's, that it reaches
-  double correct_fixed_us = 8;           ///< with the launches that segments add
+  double correct_fixed_us = 6.5;         ///< with the launches that segments add
   double minimum_gain = 1.12;            ///< segments must win by this factor
-  double minimum_step = 0.98;            ///< of the time with fewer segments, for more of them
+  double minimum_step = 0.985;           ///< of the time with fewer segments, for more of them
 };
 
 /// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
