@@ -30,24 +30,31 @@ struct OneKernelCosts {
   double handed_us;  ///< where clusters hand states on: parts of streams, waits
 };
 
+/// Segments of the one kernel: their merge and correction, which are launched early.
+struct OnePassCosts {
+  double merge_step_us;            ///< S' = M S + B, of each round of blocks
+  double correct_bytes_per_token;  ///< Qt read, o read and written, a value head
+  double correct_bandwidth;        ///< of the card's, that the correction reaches
+  double correct_fixed_us;         ///< with the launches that segments add
+  double minimum_step;             ///< of the time with fewer segments, for more of them
+};
+
 struct CostConstants {
   double bytes_per_token = 1282;  ///< q, k, v, o, g in bf16 and beta, a value head
   double intra_work_ns = 100;     ///< chunk_intra: SM time of a token and value head
   double intra_fixed_us = 8;
   ChainCosts forward{19.5, 22, 19.5, 2, 5};
   ChainCosts scan{13.5, 18, 10.2, 2, 3};
-  double merge_step_us = 1.6;  ///< S' = M S + B, of each round of blocks
+  double merge_step_us = 1.9;  ///< in stages: S' = M S + B, of each round of blocks
   int64_t merge_columns = 8;   ///< of a block
   int64_t merge_blocks_per_sm = 1;
   double merge_fixed_us = 4;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
   OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
-  double correct_bytes_per_token = 768;  ///< one pass: Qt read, o read and written, a value head
-  double correct_bandwidth = 0.82;       ///< of the card's, that it reaches
-  double correct_fixed_us = 6.5;         ///< with the launches that segments add
-  double minimum_gain = 1.12;            ///< segments must win by this factor
-  double minimum_step = 0.985;           ///< of the time with fewer segments, for more of them
+  OnePassCosts one_pass{1.6, 768, 0.82, 6.5, 0.985};
+  double minimum_gain = 1.12;  ///< segments must win by this factor
+  double minimum_step = 0.98;  ///< in stages: of the time with fewer segments, for more of them
 };
 
 /// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
@@ -187,12 +194,12 @@ inline Cut cut_of(const CostInput& in, int64_t first_tokens, int64_t segment_tok
   return cut;
 }
 
-inline double merge_us(const CostInput& in, const CostConstants& c, int64_t steps) {
+inline double merge_us(const CostInput& in, const CostConstants& c, int64_t steps, double step_us) {
   const double blocks =
       static_cast<double>(in.num_value_heads) *
       std::ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.merge_columns));
   const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
-  return static_cast<double>(steps) * c.merge_step_us * size *
+  return static_cast<double>(steps) * step_us * size *
              rounds_of(blocks, static_cast<double>(in.num_sms * c.merge_blocks_per_sm)) +
          c.merge_fixed_us;
 }
@@ -204,8 +211,8 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
   const double scan = chains_us(in, c.scan, cut.behind, longest, cut.tokens_behind,
                                 tiles_of(in.value_dim) + tiles_of(in.key_dim));
   const double forward = forward_us(in, c, cut.segments, longest);
-  return std::max(roofline_us(in, c),
-                  intra_us(in, c) + scan + merge_us(in, c, cut.most - 1) + forward);
+  return std::max(roofline_us(in, c), intra_us(in, c) + scan +
+                                          merge_us(in, c, cut.most - 1, c.merge_step_us) + forward);
 }
 
 /// One kernel, in one pass: transitions are streams of their own; merge, where a sequence has a
@@ -217,10 +224,10 @@ inline double one_pass_us(const CostInput& in, const CostConstants& c, int64_t f
                                        total_tokens(in) + cut.tokens_behind,
                                        static_cast<double>(std::max(first_tokens, segment_tokens)));
   const double correct = cut.tokens_behind * static_cast<double>(in.num_value_heads) *
-                             c.correct_bytes_per_token /
-                             (c.correct_bandwidth * in.bytes_per_second) * 1e6 +
-                         c.correct_fixed_us;
-  const double merge = cut.most > 2 ? merge_us(in, c, cut.most - 2) : 0;
+                             c.one_pass.correct_bytes_per_token /
+                             (c.one_pass.correct_bandwidth * in.bytes_per_second) * 1e6 +
+                         c.one_pass.correct_fixed_us;
+  const double merge = cut.most > 2 ? merge_us(in, c, cut.most - 2, c.one_pass.merge_step_us) : 0;
   return std::max(roofline_us(in, c), streams + merge + correct);
 }
 

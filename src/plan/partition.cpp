@@ -148,6 +148,7 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, bool o
     return declined(partition,
                     cat("auto: serial ", std::llround(whole),
                         " us predicted, no segments take less than ", std::llround(least), " us"));
+  const double minimum_step = one_kernel ? constants.one_pass.minimum_step : constants.minimum_step;
   double best = whole;
   int64_t best_segments = 0;
   for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
@@ -161,7 +162,7 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, bool o
                               : segmented_us(in, constants, length * kAutoChunk);
       // More segments take more memory: they must be predicted to gain more than nothing.
       const bool more = best_segments > 0 && segments > best_segments;
-      if (time >= (more ? constants.minimum_step : 1) * best) continue;
+      if (time >= (more ? minimum_step : 1) * best) continue;
       best = time;
       best_segments = segments;
       partition.segment_chunks = length;
