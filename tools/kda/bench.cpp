@@ -2,6 +2,7 @@
 // kda bench: median, spread, rates, and the share of what the machine can do.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <fstream>
 #include <memory>

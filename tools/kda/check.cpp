@@ -2,6 +2,7 @@
 // kda check: run, then compare with the float64 oracle.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The subcommands of `kda`. Each adds itself to the application; what it throws (kda::Error)
-// becomes a message on stderr and an exit code in main().
+// becomes a message on stderr and an exit code in run_command().
 #pragma once
 
-#include <CLI/CLI.hpp>
+namespace CLI {
+class App;
+}
 
 namespace kda::tools {
 
@@ -24,5 +26,8 @@ void add_inspect(CLI::App& app);
 void add_plan(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_info(CLI::App& app);
+
+/// main() of `kda`: what it returns is the exit code.
+int run_command(int argc, char** argv);
 
 }  // namespace kda::tools

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kda/flags.hpp"
 
+#include <CLI/CLI.hpp>
 #include <charconv>
 
 #include "core/text.hpp"

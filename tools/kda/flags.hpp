@@ -2,7 +2,6 @@
 // Flags that several subcommands share, and their meaning.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,6 +9,10 @@
 #include "check/generate.hpp"
 #include "check/inputs.hpp"
 #include "kda/kda.hpp"
+
+namespace CLI {
+class App;
+}
 
 namespace kda::tools {
 

@@ -2,6 +2,7 @@
 // kda gen: random inputs of a gate regime.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "kda/commands.hpp"

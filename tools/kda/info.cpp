@@ -2,6 +2,7 @@
 // kda info: version, processor, implementations.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 

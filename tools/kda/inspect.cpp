@@ -2,6 +2,7 @@
 // kda inspect: how long each head remembers, and what the planner makes of it.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -2,6 +2,7 @@
 // kda plan: what the planner would do on any device, without one.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <memory>
 
 #include "kda/commands.hpp"

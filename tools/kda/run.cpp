@@ -2,6 +2,7 @@
 // kda run: inputs in, outputs out.
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <memory>
 #include <nlohmann/json.hpp>
 
