@@ -3,9 +3,12 @@
 // it serves, against the oracle; what it declines.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
+#include "core/convert.hpp"
 #include "cuda/gpu.hpp"
 
 namespace kda {
@@ -262,6 +265,23 @@ TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
       EXPECT_EQ(std::memcmp(clean.outputs.final_state.data() + n * state,
                             after.outputs.final_state.data() + n * state, state),
                 0);
+  }
+}
+
+/// Strong gates forget all but that: also where what they would correct is multiplied by zeros.
+TEST_F(Fused, SegmentsKeepWhatIsNotANumber) {
+  check::GenerateOptions options = shape_of(700, 1);
+  options.regime = Regime::kStrong;
+  options.initial_state = true;
+  Inputs inputs = check::generate(options);
+  const float infinity = std::numeric_limits<float>::infinity();
+  std::memcpy(inputs.initial_state.data() + 5 * sizeof(float), &infinity, sizeof(float));
+  for (const test::RunOptions& run : whole_and_in_segments()) {
+    const test::Result result = test::run_inputs(inputs, run);
+    for (int64_t i = 0; i < 700 * kSize; ++i)
+      ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16, i)),
+                i % kSize == 5)
+          << i / kSize;
   }
 }
 

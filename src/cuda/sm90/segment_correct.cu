@@ -45,6 +45,11 @@ struct Correct {
       return {rest_of(low.x, low.y, kept.x), rest_of(low.z, low.w, kept.y),
               rest_of(high.x, high.y, kept.z), rest_of(high.z, high.w, kept.w)};
     }
+    /// Adds 0 times all of them to two sums: not 0 where one is not finite.
+    __device__ void add_zeros(float2& sum) const {
+      sum.x = fmaf(0.0f, low.x, fmaf(0.0f, low.y, fmaf(0.0f, low.z, fmaf(0.0f, low.w, sum.x))));
+      sum.y = fmaf(0.0f, high.x, fmaf(0.0f, high.y, fmaf(0.0f, high.z, fmaf(0.0f, high.w, sum.y))));
+    }
     __device__ static uint32_t rest_of(float x, float y, uint32_t rounded_pair) {
       const float2 kept = ptx::unpack<T>(rounded_pair);
       return ptx::pack<T>(x - kept.x, y - kept.y);
@@ -68,9 +73,11 @@ struct Correct {
     for (int m = 0; m < 4; ++m)
       *reinterpret_cast<uint32_t*>(state + place(row, group * 4 + m) + j * 2) = pairs[m];
   }
-  /// Loads come in batches: waits for them are most of what a block does.
-  __device__ void load_state(const float* from) const {
+  /// By all threads of a block: is all of the state finite? Loads come in batches: waits for them
+  /// are most of what a block does.
+  __device__ bool load_state(const float* from) const {
     constexpr int kRowPieces = kV / 8, kPieces = kK * kRowPieces / kThreads, kBatch = 4;
+    float2 zero{};
     for (int first = 0; first < kPieces; first += kBatch) {
       Eight x[kBatch];
 #pragma unroll
@@ -79,8 +86,10 @@ struct Correct {
       for (int i = 0; i < kBatch; ++i) {
         const int piece = (first + i) * kThreads + thread;
         put(piece / kRowPieces, piece % kRowPieces, x[i].rounded());
+        x[i].add_zeros(zero);
       }
     }
+    return !__syncthreads_or(zero.x + zero.y != 0);
   }
 
   /// sum += rows times columns of tiles from `tile0` on.
@@ -139,6 +148,22 @@ struct Correct {
                                                                    at[i] + group * kGroup)
                                  : uint4{};
     }
+    /// Rows of zeros add nothing to a finite state. Row by row: what others are must not change the
+    /// bits of one.
+    __device__ void keep_those_that_add(const uint4 (&q)[kGroups][2], bool finite) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+          bits |= q[group][i].x | q[group][i].y | q[group][i].z | q[group][i].w;
+        bits &= 0x7fff7fff;                            // -0 is 0 too
+        bits |= __shfl_xor_sync(0xffffffff, bits, 1);  // a row is in four lanes
+        bits |= __shfl_xor_sync(0xffffffff, bits, 2);
+        valid[i] = valid[i] && (bits != 0 || !finite);
+      }
+    }
+    __device__ bool any() const { return __any_sync(0xffffffff, valid[0] || valid[1]); }
   };
 
   __device__ void run(int64_t place) const {
@@ -151,23 +176,27 @@ struct Correct {
     uint4 q[kGroups][2], o[kGroups][2];
     Rows rows(*this, span, head, first);
     rows.load(a.Qt, q);
-    load_state(a.states_in + matrix_of(unit.segment, head));
-    __syncthreads();
+    const bool finite = load_state(a.states_in + matrix_of(unit.segment, head));
     while (true) {
+      rows.keep_those_that_add(q, finite);
       rows.load(a.o.base, o);
-      float missing[kV / 8][4] = {};
-      multiply(q, 0, missing);
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (rows.valid[i])
-            *reinterpret_cast<uint4*>(static_cast<T*>(a.o.base) + rows.at[i] + group * kGroup) =
-                sum_of(o[group][i], missing + group * 4, i);
+      if (rows.any()) add_missing(rows, q, o);
       if ((first += kTokens) >= end) return;
       rows = Rows(*this, span, head, first);
       rows.load(a.Qt, q);
     }
+  }
+  __device__ void add_missing(const Rows& rows, const uint4 (&q)[kGroups][2],
+                              const uint4 (&o)[kGroups][2]) const {
+    float missing[kV / 8][4] = {};
+    multiply(q, 0, missing);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (rows.valid[i])
+          *reinterpret_cast<uint4*>(static_cast<T*>(a.o.base) + rows.at[i] + group * kGroup) =
+              sum_of(o[group][i], missing + group * 4, i);
   }
 
   /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
