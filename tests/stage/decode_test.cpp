@@ -168,7 +168,9 @@ TEST(Decode, RowsOfSixteenBitsAtAnyStride) {
           d.inputs.q = spread_rows(d.inputs.q, pad, &p.q);
           d.inputs.k = spread_rows(d.inputs.k, pad, &p.k);
           d.inputs.v = spread_rows(d.inputs.v, pad, &p.v);
-          if (pad == 1) ASSERT_TRUE(run_decode(&dense, backend).ok());
+          if (pad == 1) {
+            ASSERT_TRUE(run_decode(&dense, backend).ok());
+          }
           ASSERT_TRUE(run_decode(&d, backend).ok());
           for (int64_t n = 0; n < s.sequences; ++n)
             for (int64_t head = 0; head < s.heads; ++head)
