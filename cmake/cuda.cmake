@@ -57,10 +57,9 @@ function(kda_add_kernels objects architectures)
   set_target_properties(${objects} PROPERTIES
     CUDA_ARCHITECTURES "${architectures}" CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
   # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
-  # -Xfatbin: machine code of six architectures compresses to a third. 177: a constant of a template
-  # that not every instance reads.
+  # -Xfatbin: machine code of six architectures compresses to a third.
   target_compile_options(${objects} PRIVATE
-    -std=c++20 -O3 --diag-suppress=177 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
+    -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
   set_target_properties(${objects} PROPERTIES
     CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
   target_include_directories(${objects} PRIVATE include src)
