@@ -103,50 +103,65 @@ float to_float(uint16_t bits) {
   return static_cast<float>(x);
 }
 
+/// d += a b, 16 rows, element by element in the order of k. d is spread over the lanes: of every
+/// 8 columns a lane has two neighbours of rows r and r + 8.
+template <int kK, int kColumns>
+void add_product(const float (&a)[16][kK], const float (&b)[kK][kColumns], void* const* d) {
+  for (int row = 0; row < 16; ++row) {
+    float sum[kColumns];
+    const auto pair = [&](int n) {
+      return static_cast<float*>(d[row % 8 * 4 + n % 8 / 2]) + n / 8 * 4 + row / 8 * 2;
+    };
+    for (int n = 0; n < kColumns; n += 2) std::memcpy(sum + n, pair(n), 8);
+    for (int k = 0; k < kK; ++k)
+      for (int n = 0; n < kColumns; ++n) sum[n] += a[row][k] * b[k][n];
+    for (int n = 0; n < kColumns; n += 2) std::memcpy(pair(n), sum + n, 8);
+  }
+}
+
+/// A lane's part of a, 16 x 16, whose registers have pairs of 16 bits.
+template <class T>
+void fill_a(float (&a)[16][16], const uint32_t* pairs, int lane) {
+  for (int i = 0; i < 4; ++i)
+    for (int half = 0; half < 2; ++half)
+      a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] =
+          to_float<T>(static_cast<uint16_t>(pairs[i] >> 16 * half));
+}
+
 struct MmaIn {
   const uint32_t* a;
   uint32_t b[2];
 };
 
-/// d += a b from matrices that the fragments of all lanes fill; kK columns of a.
-template <int kK, class Fill>
-void multiply(void* const* in, void* const* out, Fill fill) {
-  float a[16][kK], b[kK][8];
-  for (int lane = 0; lane < 32; ++lane) fill(*static_cast<MmaIn*>(in[lane]), lane, a, b);
-  for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      float& d = static_cast<float*>(out[lane])[i];
-      for (int k = 0; k < kK; ++k) d += a[row][k] * b[k][column];
-    }
-}
-
 template <class T>
 void mma_16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   MmaIn mine{a, {b0, b1}};
   emulator::warp_collective("mma", &mine, d, [](void* const* in, void* const* out) {
-    multiply<16>(in, out, [](const MmaIn& x, int lane, float(&a16)[16][16], float(&b16)[16][8]) {
-      const int g = lane / 4, t = lane % 4 * 2;
-      for (int i = 0; i < 4; ++i)
-        for (int half = 0; half < 2; ++half)
-          a16[g + i % 2 * 8][t + i / 2 * 8 + half] =
-              to_float<T>(static_cast<uint16_t>(x.a[i] >> 16 * half));
+    float a16[16][16], b16[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const MmaIn& x = *static_cast<MmaIn*>(in[lane]);
+      fill_a<T>(a16, x.a, lane);
       for (int i = 0; i < 2; ++i)
         for (int half = 0; half < 2; ++half)
-          b16[t + i * 8 + half][g] = to_float<T>(static_cast<uint16_t>(x.b[i] >> 16 * half));
-    });
+          b16[lane % 4 * 2 + i * 8 + half][lane / 4] =
+              to_float<T>(static_cast<uint16_t>(x.b[i] >> 16 * half));
+    }
+    add_product(a16, b16, out);
   });
 }
 
 inline void mma_1688_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   MmaIn mine{a, {b0, b1}};
   emulator::warp_collective("mma.tf32", &mine, d, [](void* const* in, void* const* out) {
-    multiply<8>(in, out, [](const MmaIn& x, int lane, float(&a8)[16][8], float(&b8)[8][8]) {
+    float a8[16][8], b8[8][8];
+    const auto tf32 = [](uint32_t bits) { return __uint_as_float(bits & ~0x1fffu); };
+    for (int lane = 0; lane < 32; ++lane) {
+      const MmaIn& x = *static_cast<MmaIn*>(in[lane]);
       const int g = lane / 4, t = lane % 4;
-      const auto tf32 = [](uint32_t bits) { return __uint_as_float(bits & ~0x1fffu); };
       for (int i = 0; i < 4; ++i) a8[g + i % 2 * 8][t + i / 2 * 4] = tf32(x.a[i]);
       for (int i = 0; i < 2; ++i) b8[t + i * 4][g] = tf32(x.b[i]);
-    });
+    }
+    add_product(a8, b8, out);
   });
 }
 inline uint32_t to_tf32(float x) { return __float_as_uint(x) + 0x1000u; }

@@ -25,14 +25,33 @@ void wgmma_wait() {}
 template <int kTiles>
 void hold(float (&)[kTiles][4]) {}
 
-/// An element of a tile whose 16-byte pieces are swizzled over 1024 bytes, by its plain address.
+/// Eight neighbours of a tile whose 16-byte pieces are swizzled over 1024 bytes, by their plain
+/// address.
 template <class T>
-float tile_element(uint64_t address) {
-  uint16_t bits;
-  std::memcpy(&bits,
-              emulator::shared_pointer(static_cast<uint32_t>(address ^ (address >> 7 & 7) << 4), 2),
-              2);
-  return to_float<T>(bits);
+void load_piece(uint64_t address, float (&x)[8]) {
+  uint16_t bits[8];
+  std::memcpy(bits,
+              emulator::shared_pointer(static_cast<uint32_t>(address ^ (address >> 7 & 7) << 4)),
+              16);
+  for (int i = 0; i < 8; ++i) x[i] = to_float<T>(bits[i]);
+}
+/// b [16, kColumns], of which a tile has rows of columns: 128 bytes are 64 of k.
+template <class T, int kColumns>
+void load_rows(uint64_t tile, float (&b)[16][kColumns]) {
+  for (int n = 0; n < kColumns; ++n)
+    for (int k = 0; k < 16; k += 8) {
+      float x[8];
+      load_piece<T>(tile + static_cast<uint64_t>(n * 128 + k * 2), x);
+      for (int i = 0; i < 8; ++i) b[k + i][n] = x[i];
+    }
+}
+/// The same where 128 bytes are 64 columns, and the next 64 lie kBytes on.
+template <class T, int kColumns, int kBytes>
+void load_columns(uint64_t tile, float (&b)[16][kColumns]) {
+  for (int k = 0; k < 16; ++k)
+    for (int n = 0; n < kColumns; n += 8)
+      load_piece<T>(tile + static_cast<uint64_t>(n / 64 * kBytes + k * 128 + n % 64 * 2),
+                    reinterpret_cast<float(&)[8]>(b[k][n]));
 }
 
 struct WgmmaIn {
@@ -40,24 +59,13 @@ struct WgmmaIn {
   uint64_t b;
 };
 
-/// d += a b for the 16 rows of a warp; address(b, k, n) of an element of b.
-template <class T, int kColumns, class Address>
-void warp_product(void* const* in, void* const* out, Address address) {
-  float a[16][16];
-  for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i)
-      for (int half = 0; half < 2; ++half)
-        a[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + half] =
-            to_float<T>(static_cast<uint16_t>(static_cast<WgmmaIn*>(in[lane])->a[i] >> 16 * half));
-  const uint64_t b = static_cast<WgmmaIn*>(in[0])->b;
-  for (int n = 0; n < kColumns; ++n)
-    for (int k = 0; k < 16; ++k) {
-      const float x = tile_element<T>(address(b, k, n));
-      for (int row = 0; row < 16; ++row) {
-        const int lane = row % 8 * 4 + n % 8 / 2;
-        static_cast<float*>(out[lane])[n / 8 * 4 + row / 8 * 2 + n % 2] += a[row][k] * x;
-      }
-    }
+/// d += a b for the 16 rows of a warp; load(tile, b).
+template <class T, int kColumns, class Load>
+void warp_product(void* const* in, void* const* out, Load load) {
+  float a[16][16], b[16][kColumns];
+  for (int lane = 0; lane < 32; ++lane) fill_a<T>(a, static_cast<WgmmaIn*>(in[lane])->a, lane);
+  load(static_cast<WgmmaIn*>(in[0])->b, b);
+  add_product(a, b, out);
 }
 
 template <class T, bool kAccumulate>
@@ -65,9 +73,7 @@ void wgmma_64_rows(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   if (!kAccumulate) std::memset(d, 0, sizeof(d));
   emulator::warp_collective("wgmma", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<T, 64>(in, out, [](uint64_t tile, int k, int n) {
-      return tile + static_cast<uint64_t>(n * 128 + k * 2);
-    });
+    warp_product<T, 64>(in, out, load_rows<T, 64>);
   });
 }
 
@@ -75,9 +81,7 @@ template <class T, int kTiles>
 void wgmma_columns(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   emulator::warp_collective("wgmma.trans", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<T, kTiles * 8>(in, out, [](uint64_t tile, int k, int n) {
-      return tile + static_cast<uint64_t>(n / 64 * 8192 + k * 128 + n % 64 * 2);
-    });
+    warp_product<T, kTiles * 8>(in, out, load_columns<T, kTiles * 8, 8192>);
   });
 }
 

@@ -25,18 +25,14 @@ void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   if (!kAccumulate) std::memset(d, 0, sizeof(d));
   emulator::warp_collective("wgmma.32", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<__nv_bfloat16, 32>(in, out, [](uint64_t tile, int k, int n) {
-      return tile + static_cast<uint64_t>(n * 128 + k * 2);
-    });
+    warp_product<__nv_bfloat16, 32>(in, out, load_rows<__nv_bfloat16, 32>);
   });
 }
 
 inline void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   emulator::warp_collective("wgmma.16", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<__nv_bfloat16, 128>(in, out, [](uint64_t tile, int k, int n) {
-      return tile + static_cast<uint64_t>(n / 64 * 2048 + k * 128 + n % 64 * 2);
-    });
+    warp_product<__nv_bfloat16, 128>(in, out, load_columns<__nv_bfloat16, 128, 2048>);
   });
 }
 
