@@ -17,7 +17,7 @@ function(kda_compile_options target)
     target_link_options(${target} PUBLIC -fsanitize=${KDA_SANITIZE})
   endif()
   if(KDA_COVERAGE)
-    # Not --coverage: the -fno-profile-arcs of kernels on the emulator must come after what it means.
+    # Not --coverage: no later -fno-profile-arcs (cmake/cuda.cmake) would undo it.
     target_compile_options(${target} PUBLIC -fprofile-arcs -ftest-coverage -fprofile-update=atomic)
     target_link_options(${target} PUBLIC --coverage)
   endif()
