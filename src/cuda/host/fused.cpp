@@ -124,7 +124,7 @@ uint64_t new_key() {
 }
 
 /// Without a line: each sequence as it is.
-Status launch(const stage::Call& call, Line line, FusedPrefillArgs* args) {
+Status launch(const stage::Call& call, const Maps& maps, Line line, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
   std::vector<int64_t> words;
   if ((args->num_units = line.size()) > 0) {
@@ -136,7 +136,8 @@ Status launch(const stage::Call& call, Line line, FusedPrefillArgs* args) {
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
   args->key = new_key();
-  if constexpr (sm90::kBuilt) return sm90::launch_fused_prefill(*args, words, {call.stream});
+  if constexpr (sm90::kBuilt)
+    return sm90::launch_fused_prefill(*args, words, launch_after(call, maps));
   return not_built();
 }
 
@@ -152,7 +153,7 @@ Status forward(const stage::Forward& f) {
   for (std::size_t n = 0; n < f.segments.size(); ++n)
     line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
   args.states_in = f.states_in;
-  return launch(f.call, std::move(line), &args);
+  return launch(f.call, maps, std::move(line), &args);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -171,7 +172,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.M = scan.M;
   args.B = scan.B;
   args.starts = find<float>(call, block::kSegmentStates);
-  return launch(call, scan_line(scan), &args);
+  return launch(call, maps, scan_line(scan), &args);
 }
 
 /// After a scan with outputs, which has written the start states of second segments: nothing to do

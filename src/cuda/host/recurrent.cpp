@@ -47,7 +47,7 @@ Status decode(const stage::Decode& d) {
   args.flags = maps.flags;
   args.accumulate_flags = maps.accumulate_flags;
   args.ahead = static_cast<uint32_t>(d.call.plan->device.num_sms);
-  return launch_decode(args, {d.call.stream});
+  return launch_decode(args, launch_after(d.call, maps));
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {

@@ -96,6 +96,7 @@ Status make_maps(const stage::Call& call, std::span<const Segment> segments, boo
     maps->map.chunk_offsets = words + N + 1;
     maps->accumulate_flags = true;
     if (prepared) return {};
+    maps->launched = true;
     return launch_sequence_map({call.tensors.cu_seqlens, p.cu_seqlens == DType::kInt64, N,
                                 p.num_tokens, words, words + N + 1, maps->flags},
                                launch);
@@ -118,7 +119,12 @@ Status make_maps(const stage::Call& call, std::span<const Segment> segments, boo
     maps->map.segments =
         reinterpret_cast<const Span*>(piece(segments.data(), 3 * maps->map.num_spans));
   }
+  maps->launched = !prepared && pieces.pieces > 0;
   return prepared ? Status{} : launch_upload(words, pieces, launch);
+}
+
+Launch launch_after(const stage::Call& call, const Maps& maps) {
+  return {call.stream, maps.launched && call.plan->device.compute_capability >= 90};
 }
 
 }  // namespace kda::cuda

@@ -25,12 +25,16 @@ struct Maps {
   const int64_t* segment_offsets = nullptr;
   int32_t* flags = nullptr;       ///< null: no device metadata to flag
   bool accumulate_flags = false;  ///< the map kernel has set the word
+  bool launched = false;          ///< a kernel that writes them is under way
 };
 
 /// Launches what makes the maps: nothing for a plain batch; one kernel for cu_seqlens or segments
 /// (a few for thousands of sequences). `prepared`: an earlier stage of this run() has made them.
 Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                  Maps* maps);
+
+/// Of a kernel that itself waits for those before it (ptx/order.cuh): early behind one of `maps`.
+Launch launch_after(const stage::Call& call, const Maps& maps);
 
 /// The members that kernels of tokens share: shape, map, q, k, v, g, beta, gate.
 template <class Args>

@@ -55,7 +55,6 @@ struct Kernel : Chain<T, kK, kUse> {
 
   using S =
       std::conditional_t<kUse == DeltaUse::kForward, ForwardShared<T, kK, kWarps>, Shared<T, kK>>;
-  static constexpr bool kForward = kUse == DeltaUse::kForward;
   static constexpr int kThreads = kWarps * 32;  // of a group: forward has two
 
   S& s;
@@ -250,7 +249,7 @@ struct Kernel : Chain<T, kK, kUse> {
         round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
       if constexpr (kUse == DeltaUse::kStates)
         for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
-      if constexpr (kForward) {
+      if constexpr (kUse == DeltaUse::kForward) {
         if (chunk > 0) ptx::named_sync<2 * kThreads>(kTaken);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
@@ -266,7 +265,7 @@ struct Kernel : Chain<T, kK, kUse> {
       if (chunk > 0) copy_k(chunk);
       multiply_rows(rounded, s.w, error);
       prediction_error(s.u, s.beta, error);
-      if constexpr (kForward) {
+      if constexpr (kUse == DeltaUse::kForward) {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
           s.errors[warp][n][lane] = {error[n][0], error[n][1], error[n][2], error[n][3]};
@@ -289,7 +288,7 @@ struct Kernel : Chain<T, kK, kUse> {
       add_errors(error, vn);
       store_checkpoint(chunk);
     }
-    if (kForward && num_chunks > 0) ptx::named_sync<2 * kThreads>(kTaken);
+    if (kUse == DeltaUse::kForward && num_chunks > 0) ptx::named_sync<2 * kThreads>(kTaken);
     ptx::cp_async_wait<0>();
     store_end();
   }

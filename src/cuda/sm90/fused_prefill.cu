@@ -9,6 +9,7 @@
 
 #include "core/text.hpp"
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/order.cuh"
 #include "cuda/sm90/fused/consumer.cuh"
 #include "cuda/sm90/fused/producer.cuh"
 #include "cuda/smxx/sequence_map.hpp"
@@ -40,11 +41,12 @@ __device__ void init_barriers(Ring& ring) {
 template <class E, int kGateMode, bool kSegments>
 __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(kThreads, 1)
     fused_prefill_kernel(const __grid_constant__ ArgsOf<kSegments> a) {
-  delta_h::write_flags<DeltaUse::kForward>(a);
-  if constexpr (kSegments) a.write_words();
   Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(ring);
+  ptx::wait_for_launches_before();
+  delta_h::write_flags<DeltaUse::kForward>(a);
+  if constexpr (kSegments) a.write_words();
   find_share<kSegments>(a, ring.share, ring.longest);
   ptx::cluster_sync();
   Course& course = ring.courses[warp];
@@ -84,7 +86,7 @@ Status launch_type(const ArgsOf<kSegments>& args, const Launch& where) {
 
 }  // namespace
 
-Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const Launch& where) {
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch where) {
   if (!args.units) return launch_type<false>(args, where);
   UnitArgs with_units{args, static_cast<int64_t>(words.size()), {}};
   if (with_units.num_words <= UnitArgs::kMostWords) {
@@ -92,7 +94,8 @@ Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, cons
   } else {
     WordPieces pieces;
     pieces.add(words.data(), with_units.num_words);
-    KDA_RETURN_IF_ERROR(launch_upload(with_units.target(), pieces, where));
+    KDA_RETURN_IF_ERROR(launch_upload(with_units.target(), pieces, {where.stream}));
+    where.early = true;
     with_units.num_words = 0;
   }
   return launch_type<true>(with_units, where);

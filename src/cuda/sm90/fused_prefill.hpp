@@ -69,6 +69,6 @@ using FusedWords = std::span<const int64_t>;
 /// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 128; checkpoints at multiples
 /// of kFusedRun tokens. Few words come with the kernel's parameters and it writes them, for kernels
 /// after it; more are uploaded before it.
-Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const Launch& launch);
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
 
 }  // namespace kda::cuda::sm90

@@ -5,6 +5,7 @@
 
 #include "cuda/host/launch.cuh"
 #include "cuda/ptx/cache.cuh"
+#include "cuda/ptx/order.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/state_io.cuh"
 #include "cuda/tile/token.cuh"
@@ -346,6 +347,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Tile = typename TileOf<kK, kAccess, kDense>::Type;
   auto& shared = *reinterpret_cast<Shared<kK, kDense>*>(ptx::dynamic_shared());
+  ptx::wait_for_launches_before();
   if (blockIdx.x == 0 && a.flags) {
     write_metadata_flags(
         {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},

@@ -2,6 +2,7 @@
 #include "cuda/smxx/sequence_map.hpp"
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/order.cuh"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda {
@@ -17,10 +18,12 @@ struct UploadArgs {
 };
 
 __global__ void upload_kernel(const __grid_constant__ UploadArgs a) {
+  ptx::let_next_begin();
   for (int64_t i = threadIdx.x; i < a.count; i += blockDim.x) a.target[i] = a.words[i];
 }
 
 __global__ void __launch_bounds__(kThreads) sequence_map_kernel(const SequenceMapArgs a) {
+  ptx::let_next_begin();
   __shared__ int64_t largest[kThreads], chunks[kThreads];
   const int t = threadIdx.x;
   const int64_t N = a.num_sequences;

@@ -5,5 +5,6 @@
 namespace kda::cuda::ptx {
 
 inline void wait_for_launches_before() {}
+inline void let_next_begin() {}
 
 }  // namespace kda::cuda::ptx
