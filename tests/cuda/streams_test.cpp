@@ -33,9 +33,13 @@ struct Case {
   test::RunOptions options;
 };
 
-Inputs decode_inputs(uint64_t seed) {
+/// Packed: with a map of sequences, which the decode kernel is launched behind.
+Inputs decode_inputs(uint64_t seed, bool packed) {
   check::GenerateOptions options = test::shape(3, 4, 128, 128);
-  options.batch = 6;
+  if (packed)
+    options.seq_lens = {1, 3, 0, 2, 1};
+  else
+    options.batch = 6;
   options.dtype = DType::kBFloat16;
   options.initial_state = true;
   options.seed = seed;
@@ -57,7 +61,8 @@ std::vector<Case> cases(uint64_t seed) {
   std::vector<Case> all = {{"staged", inputs, with(test::with_backend("staged"))},
                            {"segments", inputs, with(test::fixed_segments(3))},
                            {"recurrent", inputs, with(test::with_backend("recurrent"))},
-                           {"decode", decode_inputs(seed), with({})}};
+                           {"decode", decode_inputs(seed, false), with({})},
+                           {"packed decode", decode_inputs(seed, true), with({})}};
   if (test::device().compute_capability == 90) {
     PlanOptions whole = test::with_backend("fused"),
                 cut = test::fixed_segments(3, SegmentMethod::kOnePass);
