@@ -11,7 +11,7 @@ namespace kda::cuda {
 
 struct Launch {
   void* stream = nullptr;  ///< cudaStream_t
-  /// Begins before the kernel before it ends, and waits for it itself (sm_90, ptx/order.cuh).
+  /// Begins before the kernel before it ends, and waits for it itself (from sm_90, ptx/order.cuh).
   bool early = false;
 };
 
