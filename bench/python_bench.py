@@ -89,6 +89,13 @@ def decode_cases(libkda, fla):
                functools.partial(decode_calls, libkda, fla, B, H))
 
 
+def as_packed(pool, B):
+    """As a server calls it: one row of packed sequences, slots by index, lengths on the device."""
+    steps = torch.arange(B + 1, device="cuda", dtype=torch.int32)
+    rows = {n: pool[n].flatten(0, 1)[None] for n in ("q", "k", "v", "g", "beta")}
+    return dict(pool, **rows, cu_seqlens=steps, ssm_state_indices=steps[:-1])
+
+
 def decode_calls(libkda, fla, B, H):
     x = inputs(B, 1, H)
     states = x["initial_state"]
@@ -97,9 +104,11 @@ def decode_calls(libkda, fla, B, H):
     pools = [dict(layer, inplace_final_state=True) for layer in layers]
     for pool in pools:
         pool.pop("output_final_state")
+    packed = [as_packed(pool, B) for pool in pools]
     return dict(copy=in_turn(lambda of: of[0].copy_(of[1]["initial_state"]), list(zip(copies, layers))),
                 libkda=in_turn(lambda layer: libkda.fused_recurrent_kda(**layer), layers),
                 libkda_in_place=in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), pools),
+                libkda_packed=in_turn(lambda pool: libkda.fused_recurrent_kda_fwd(**pool), packed),
                 fla=in_turn(lambda layer: fla.fused_recurrent_kda(**layer), layers))
 
 

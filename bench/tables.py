@@ -227,11 +227,12 @@ def table_gpu_python():
     us = lambda x: f"{x:.0f} us"
     host = [[f'{r["function"]}, T {r["tokens"]}, H {r["heads"]}', us(r["libkda"]), us(r["fla"]),
              f'{r["fla"] / r["libkda"]:.1f}x'] for r in report["host"]]
-    decode = [[f'B {r["batch"]}, H {r["heads"]}', us(r["libkda"]), us(r["libkda_in_place"]), us(r["fla"]),
+    decode = [[f'B {r["batch"]}, H {r["heads"]}', us(r["libkda"]), us(r["libkda_in_place"]),
+               us(r["libkda_packed"]), us(r["fla"]),
                f'{r["fla"] / r["libkda"]:.2f}x', us(r["copy"])] for r in report["decode"]]
     return (f'{report["device"]}, {report["date"]}; torch {report["torch"]}, fla-core {report["fla"]}\n\n'
             + markdown(["host time of a call", "libkda", "FLA", ""], host) + "\n\n"
-            + markdown(["decode step", "fused_recurrent_kda", "in place in a pool", "FLA", "", "copy_ of the states"], decode)
+            + markdown(["decode step", "fused_recurrent_kda", "in place in a pool", "packed, by index", "FLA", "", "copy_ of the states"], decode)
             + gpu_tail(report))
 
 

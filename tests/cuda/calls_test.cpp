@@ -239,35 +239,56 @@ int32_t flags_of(const Plan& plan, const DeviceBuffer& workspace) {
   return -1;
 }
 
+/// cu_seqlens of three sequences and 201 tokens, right ones first, as elements of `type`.
+void expect_lengths_flagged(const Inputs& inputs, Problem p, DType type,
+                            const std::string& backend) {
+  SCOPED_TRACE(backend + (p.operation == Operation::kDecode ? " decode " : " ") + dtype_name(type));
+  p.cu_seqlens = type;
+  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
+  Plan plan;
+  throw_if_error(make_plan_from_bounds(p, test::device(), test::with_backend(backend), &plan));
+  const int64_t rows[][4] = {
+      {0, 130, 194, 201},   {0, 130, 100, 201},       {0, 130, 194, 5000},
+      {-64, 130, 194, 201}, {0, 1LL << 30, 194, 201}, {0, -(1LL << 30), 0, 201},
+      {5, 4, 3, 2},         {0, 130, 194, 200}};
+  const auto bytes = [&](const int64_t(&row)[4]) {
+    io::Buffer cu(4 * static_cast<std::size_t>(dtype_size(type)));
+    for (int i = 0; i < 4; ++i) {
+      if (type == DType::kInt64)
+        cu.as<int64_t>()[i] = row[i];
+      else
+        cu.as<int32_t>()[i] = static_cast<int32_t>(row[i]);
+    }
+    return cu;
+  };
+  const io::Buffer good = bytes(rows[0]);
+  Tensors host = inputs.tensors();
+  outputs.attach(&host);
+  host.cu_seqlens = good.data();
+  check::DeviceTensors memory(plan, host);
+  DeviceBuffer workspace(plan.workspace_bytes);
+  for (const auto& row : rows) {
+    const io::Buffer from = bytes(row);
+    DeviceBuffer cu(from.size());
+    cu.upload(from.data(), from.size());
+    Tensors tensors = memory.tensors();
+    tensors.cu_seqlens = cu.data();
+    throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+    EXPECT_EQ(flags_of(plan, workspace), &row == rows ? 0 : kBadSequences)
+        << row[1] << " " << row[3];
+  }
+}
+
 TEST_F(Calls, WrongDeviceCuSeqlensAreClampedAndFlagged) {
-  Inputs inputs = packed_inputs();
+  const Inputs inputs = packed_inputs();
   Problem p = inputs.problem;
   check::want_final_state(&p);
-  check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
-  for (const std::string& backend : test::backends()) {
-    Plan plan;
-    throw_if_error(make_plan_from_bounds(p, test::device(), test::with_backend(backend), &plan));
-    const int64_t good[] = {0, 130, 194, 201};
-    const int64_t bad[][4] = {{0, 130, 100, 201},
-                              {0, 130, 194, 5000},
-                              {-64, 130, 194, 201},
-                              {0, 1LL << 40, 194, 201},
-                              {5, 4, 3, 2}};
-    Tensors host = inputs.tensors();
-    outputs.attach(&host);
-    host.cu_seqlens = good;
-    check::DeviceTensors memory(plan, host);
-    DeviceBuffer workspace(plan.workspace_bytes);
-    throw_if_error(run(plan, memory.tensors(), workspace.data(), workspace.size()));
-    EXPECT_EQ(flags_of(plan, workspace), 0) << backend;
-    for (const auto& row : bad) {
-      DeviceBuffer cu(sizeof row);
-      cu.upload(row, sizeof row);
-      Tensors tensors = memory.tensors();
-      tensors.cu_seqlens = cu.data();
-      throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
-      EXPECT_NE(flags_of(plan, workspace) & kBadSequences, 0) << backend << " " << row[1];
-    }
+  for (const DType type : {DType::kInt64, DType::kInt32}) {
+    for (const std::string& backend : test::backends())
+      expect_lengths_flagged(inputs, p, type, backend);
+    Problem decode = p;
+    decode.operation = Operation::kDecode;
+    expect_lengths_flagged(inputs, decode, type, "");
   }
 }
 

@@ -33,9 +33,10 @@ struct Case {
   test::RunOptions options;
 };
 
-/// Packed: with a map of sequences, which the decode kernel is launched behind.
-Inputs decode_inputs(uint64_t seed, bool packed) {
-  check::GenerateOptions options = test::shape(3, 4, 128, 128);
+/// Packed: with a map of sequences, which the decode kernel is launched behind, or lengths that it
+/// reads itself.
+Inputs decode_inputs(uint64_t seed, bool packed, int64_t heads = 4) {
+  check::GenerateOptions options = test::shape(3, heads, 128, 128);
   if (packed)
     options.seq_lens = {1, 3, 0, 2, 1};
   else
@@ -58,11 +59,14 @@ std::vector<Case> cases(uint64_t seed) {
   const auto with = [](const PlanOptions& plan) {
     return test::RunOptions{.plan = plan, .out_dtype = DType::kBFloat16};
   };
+  test::RunOptions from_bounds = with({});
+  from_bounds.from_bounds = true;
   std::vector<Case> all = {{"staged", inputs, with(test::with_backend("staged"))},
                            {"segments", inputs, with(test::fixed_segments(3))},
                            {"recurrent", inputs, with(test::with_backend("recurrent"))},
                            {"decode", decode_inputs(seed, false), with({})},
-                           {"packed decode", decode_inputs(seed, true), with({})}};
+                           {"packed decode", decode_inputs(seed, true), with({})},
+                           {"decode of device lengths", decode_inputs(seed, true), from_bounds}};
   if (test::device().compute_capability == 90) {
     PlanOptions whole = test::with_backend("fused"),
                 cut = test::fixed_segments(3, SegmentMethod::kOnePass);
@@ -146,6 +150,49 @@ TEST_F(Streams, GraphsReplayWithNewData) {
     }
     cudaGraphExecDestroy(executable);
     cudaGraphDestroy(graph);
+  }
+}
+
+/// `steps` of decode on one pool, with `wait` one at a time, else all before anything is waited
+/// for.
+std::vector<std::byte> run_steps(Inputs inputs, const test::RunOptions& options, int steps,
+                                 bool wait) {
+  OnDevice call(inputs, options);
+  for (int i = 0; i < steps; ++i) {
+    throw_if_error(call.run());
+    if (wait) check::synchronize_device();
+  }
+  call.read();
+  return written(call, inputs);
+}
+
+std::vector<std::byte> run_steps_as_graph(Inputs inputs, const test::RunOptions& options,
+                                          int steps) {
+  OnDevice call(inputs, options);
+  check::synchronize_device();
+  const Stream stream;
+  cudaGraph_t graph{};
+  cudaGraphExec_t executable{};
+  cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal);
+  for (int i = 0; i < steps; ++i) throw_if_error(call.run(stream.stream));
+  cudaStreamEndCapture(stream.stream, &graph);
+  EXPECT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
+  EXPECT_EQ(cudaGraphLaunch(executable, stream.stream), cudaSuccess);
+  call.read();
+  cudaGraphExecDestroy(executable);
+  cudaGraphDestroy(graph);
+  return written(call, inputs);
+}
+
+/// Steps begin before those before them end: each one reads the states that the last one wrote.
+TEST_F(Streams, StepsFollowEachOther) {
+  for (const bool packed : {false, true}) {
+    const Inputs inputs = decode_inputs(4, packed, 64);
+    test::RunOptions options{.out_dtype = DType::kBFloat16};
+    options.from_bounds = packed;
+    const auto expected = run_steps(inputs, options, 20, true);
+    EXPECT_EQ(run_steps(inputs, options, 20, false), expected) << packed;
+    EXPECT_EQ(run_steps_as_graph(inputs, options, 20), expected) << packed;
   }
 }
 

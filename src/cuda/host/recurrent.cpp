@@ -6,6 +6,7 @@
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/smxx/decode.hpp"
+#include "plan/ledger.hpp"
 
 namespace kda::cuda {
 namespace {
@@ -15,6 +16,16 @@ RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
   return args;
+}
+
+/// Of packed sequences whose lengths the kernel reads itself.
+Maps one_row(const stage::Call& call) {
+  Maps maps;
+  maps.map.num_sequences = call.problem.num_sequences;
+  maps.map.num_tokens = call.problem.num_tokens;
+  maps.flags = static_cast<int32_t*>(
+      plan::find_block(*call.plan, call.workspace, plan::block::kDeviceFlags));
+  return maps;
 }
 
 }  // namespace
@@ -30,11 +41,18 @@ Status forward(const stage::Forward& f) {
 }
 
 Status decode(const stage::Decode& d) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(d.call, {}, false, &maps));
+  const Plan& plan = *d.call.plan;
   const Problem& p = d.call.problem;
   const Tensors& t = d.call.tensors;
   DecodeArgs args;
+  Maps maps;
+  if (p.cu_seqlens && !plan.lengths_known) {
+    args.lengths = t.cu_seqlens;
+    args.wide_lengths = p.cu_seqlens == DType::kInt64;
+    maps = one_row(d.call);
+  } else {
+    KDA_RETURN_IF_ERROR(make_maps(d.call, {}, false, &maps));
+  }
   set_inputs(d.call, maps, &args);
   args.o = row_view(p.o, t.o);
   args.initial = initial_view(p, t);
@@ -46,8 +64,8 @@ Status decode(const stage::Decode& d) {
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.accumulate_flags = maps.accumulate_flags;
-  args.ahead = static_cast<uint32_t>(d.call.plan->device.num_sms);
-  return launch_decode(args, launch_after(d.call, maps));
+  args.ahead = static_cast<uint32_t>(plan.device.num_sms);
+  return launch_decode(args, {d.call.stream, plan.device.compute_capability >= 90});
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {

@@ -86,7 +86,8 @@ std::string decline_staged(const Problem& p) {
 bool add_map(Plan& plan) {
   const Problem& p = plan.problem;
   const auto N = static_cast<std::size_t>(p.num_sequences);
-  std::size_t words = p.cu_seqlens ? 2 * (N + 1) : 0;
+  const bool reads_lengths = p.operation == Operation::kDecode && !plan.lengths_known;
+  std::size_t words = p.cu_seqlens && !reads_lengths ? 2 * (N + 1) : 0;
   if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
   const bool indices = (p.initial_state && p.initial_state->indexed) ||
                        (p.final_state && p.final_state->indexed) ||

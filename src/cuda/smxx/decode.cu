@@ -26,6 +26,39 @@ __device__ __forceinline__ int64_t most_tokens(const DecodeArgs& a) {
   return a.index_columns > 1 ? a.index_columns : INT64_MAX;
 }
 
+__device__ __forceinline__ int64_t raw_length(const DecodeArgs& a, int64_t i) {
+  return a.wide_lengths ? static_cast<const int64_t*>(a.lengths)[i]
+                        : static_cast<const int32_t*>(a.lengths)[i];
+}
+__device__ __forceinline__ Span tokens_of(const DecodeArgs& a, int64_t n) {
+  if (!a.lengths) return sequence_span(a.map, n);
+  const auto clamped = [&](int64_t i) {
+    return max(int64_t{0}, min(raw_length(a, i), a.map.num_tokens));
+  };
+  const int64_t begin = clamped(n);
+  return {n, begin, max(begin, clamped(n + 1))};
+}
+
+/// Flags of device metadata, by a block that has nothing else to do.
+__device__ void write_flags(const DecodeArgs& a) {
+  const int64_t most = a.lengths ? INT64_MAX : most_tokens(a);
+  write_metadata_flags(
+      {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most}, a.initial,
+      a.in_place ? StateView{} : a.target, {});
+  if (!a.lengths) return;
+  const int64_t N = a.map.num_sequences, T = a.map.num_tokens;
+  bool bad = raw_length(a, 0) != 0 || raw_length(a, N) != T, many = false;
+  for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
+    const int64_t begin = raw_length(a, n), end = raw_length(a, n + 1);
+    bad |= begin < 0 || end < begin || end > T;
+    const Span span = tokens_of(a, n);
+    many |= span.end - span.begin > most_tokens(a);
+  }
+  const int any_bad = __syncthreads_or(bad), any_many = __syncthreads_or(many);
+  if (threadIdx.x == 0)
+    *a.flags |= (any_bad ? kBadSequences : 0) | (any_many ? kTooManyDecodeTokens : 0);
+}
+
 /// Where a sequence's state comes from and goes to.
 struct Slots {
   int64_t source = -1;  ///< -1: it starts from zero
@@ -62,7 +95,8 @@ __device__ __forceinline__ unsigned groups_of(const DecodeArgs& a) {
 
 /// What a block computes.
 struct Unit {
-  int64_t n;  // sequence
+  int64_t n;    // sequence
+  int64_t row;  // of the batch: packed sequences have one
   int64_t head, q_head;
   unsigned group;  // of the head's
 };
@@ -70,7 +104,8 @@ template <int kK, bool kDense>
 __device__ __forceinline__ Unit unit_of(const DecodeArgs& a, unsigned block) {
   const unsigned groups = groups_of<kK, kDense>(a), of_all = block / groups;
   const unsigned head = a.shape.heads.remainder(of_all);
-  return {a.shape.heads.quotient(of_all), head, a.shape.group.quotient(head), block % groups};
+  const int64_t n = a.shape.heads.quotient(of_all);
+  return {n, a.lengths ? 0 : n, head, a.shape.group.quotient(head), block % groups};
 }
 
 // ---- tiles of state ----------------------------------------------------------------------------
@@ -289,7 +324,7 @@ struct TileOf<kK, Access::kVectorsVK, kDense> {
 template <class Tile>
 __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& unit, int64_t token,
                                              const Tile& tile, const float (&o)[Tile::kOwned]) {
-  const int64_t at = row_offset(a.o, a.map, unit.n, token, unit.head);
+  const int64_t at = row_offset(a.o, a.map, unit.row, token, unit.head);
 #pragma unroll
   for (int i = 0; i < Tile::kOwned; ++i)
     if (tile.writes_output() && tile.value(i) < a.shape.V)
@@ -303,9 +338,9 @@ struct Ahead {
   uintptr_t from = 0;  // 0: nothing
   uint32_t bytes = 0;
 
-  __device__ __forceinline__ explicit Ahead(const DecodeArgs& a) {
+  __device__ __forceinline__ Ahead(const DecodeArgs& a, unsigned blocks) {
     const unsigned block = blockIdx.x + a.ahead;
-    if (!kDense || a.ahead == 0 || block >= gridDim.x) return;
+    if (!kDense || a.ahead == 0 || block >= blocks) return;
     const Unit unit = unit_of<kK, kDense>(a, block);
     const int64_t slot = slots_of(a, unit.n).source;
     if (slot < 0) return;
@@ -348,15 +383,12 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   using Tile = typename TileOf<kK, kAccess, kDense>::Type;
   auto& shared = *reinterpret_cast<Shared<kK, kDense>*>(ptx::dynamic_shared());
   ptx::wait_for_launches_before();
-  if (blockIdx.x == 0 && a.flags) {
-    write_metadata_flags(
-        {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most_tokens(a)},
-        a.initial, a.in_place ? StateView{} : a.target, {});
-    __syncthreads();
-  }
+  ptx::let_next_begin();
+  const unsigned blocks = gridDim.x - (a.flags ? 1 : 0);
+  if (blockIdx.x == blocks) return write_flags(a);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Unit unit = unit_of<kK, kDense>(a, blockIdx.x);
-  const Span span = sequence_span(a.map, unit.n);
+  const Span span = tokens_of(a, unit.n);
   const int64_t begin = span.begin, end = begin + min(span.end - begin, most_tokens(a));
   const Slots slots = slots_of(a, unit.n);
   if (slots.skip || (a.in_place && begin >= end)) return;
@@ -369,10 +401,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   RawValues<1> values;
   const bool has_qk = warp == 0, has_gates = warp + 1 == warps;
   const auto load_token = [&](int64_t token) {
-    if (has_qk) raw.qk.load(a, unit.n, token, unit.q_head);
-    if (has_gates) raw.gates.load(a, unit.n, token, unit.head);
+    if (has_qk) raw.qk.load(a, unit.row, token, unit.q_head);
+    if (has_gates) raw.gates.load(a, unit.row, token, unit.head);
     if constexpr (kDense) ptx::cp_async_commit();
-    values.load(a, unit.n, token, unit.head, column0,
+    values.load(a, unit.row, token, unit.head, column0,
                 kDense ? kColumns<kK> : min(kColumns<kK>, a.shape.V - column0));
   };
   const auto prepare = [&](Token<kK>& token) {
@@ -381,7 +413,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     if (has_gates) raw.gates.prepare(a, token);
   };
   if (begin < end) load_token(begin);
-  const Ahead<kK, kDense> ahead(a);
+  const Ahead<kK, kDense> ahead(a, blocks);
   Tile tile(column0);
   if (!kDense || slots.source < 0) tile.clear();
   if (mine && slots.source >= 0) {
@@ -423,8 +455,9 @@ Status launch(const DecodeArgs& args, const Launch& where) {
   const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
   const int64_t warps = std::min<int64_t>(tiles, kMostWarps);
   const int64_t blocks = args.map.num_sequences * args.shape.HV * ((tiles + warps - 1) / warps);
+  const int64_t of_flags = args.flags ? 1 : 0;
   const auto run = [&](auto kernel, std::size_t shared_bytes) {
-    return launch_kernel("decode", kernel, blocks, static_cast<int>(32 * warps),
+    return launch_kernel("decode", kernel, blocks + of_flags, static_cast<int>(32 * warps),
                          static_cast<int>(shared_bytes), where, args);
   };
   const StateView& from = args.initial.base ? args.initial : args.target;

@@ -15,6 +15,11 @@ namespace kda::cuda {
 struct DecodeArgs {
   Shape shape;
   SequenceMap map;
+  /// The caller's cu_seqlens [N + 1] where only the device knows them (the map has none then): a
+  /// block reads its two, so that no kernel has to check them first. Clamped to 0..T; where they
+  /// decrease, a sequence is empty or shares tokens with another.
+  const void* lengths = nullptr;
+  bool wide_lengths = false;  ///< int64
   RowView q, k, v, g, beta, o;
   GateView gate;
   StateView initial;      ///< base null: zeros; in place, indices [N, index_columns]
