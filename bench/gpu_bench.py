@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Runs the CUDA benchmarks of `kda bench` on this machine's GPU and writes one result file a
-benchmark under bench/results/ (./dev gpu-bench). Peers: bench/peers.py --device cuda."""
+benchmark under bench/results/ (./dev gpu-bench): gpu_forward.json, of cards other than an H200 with
+the card's name, gpu_forward_h100.json. Peers: bench/peers.py --device cuda."""
 import argparse
 import json
 import pathlib
@@ -24,6 +25,12 @@ BENCHMARKS = {
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
+
+
+def file_name(report):
+    """By what was timed, and where: "NVIDIA H100 80GB HBM3" is an h100."""
+    card = report["device"].split()[1].lower()
+    return report["what"] + ("" if card == "h200" else f"_{card}") + ".json"
 
 
 def run_set(kda, what, name, flags=()):
@@ -65,7 +72,7 @@ def main():
         name = f"gpu_{what.replace('-', '_')}"
         report = evidence.header(
             args.binaries, families, name, f"./dev gpu-bench {what}") | run_bench(kda, what, sets)
-        evidence.write(args.results / f"{name}.json", report)
+        evidence.write(args.results / file_name(report), report)
     return 0
 
 

@@ -35,7 +35,7 @@ enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 
 /// Bits of the workspace block "device_flags" after a CUDA call (see run()).
 enum MetadataFlag : int32_t {
-  kBadSequences = 1,          ///< cu_seqlens decreases or leaves 0..T: clamped
+  kBadSequences = 1,          ///< cu_seqlens decreases or leaves 0..T: clamped (docs/operation.md)
   kBadInitialIndex = 2,       ///< initial_state_indices out of range: starts from zero, or skipped
   kBadFinalIndex = 4,         ///< final_state_indices out of range: state not stored
   kBadCheckpointIndex = 8,    ///< checkpoint_indices out of range: checkpoint not stored
