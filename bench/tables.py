@@ -224,14 +224,13 @@ def table_gpu_decode():
 
 def table_gpu_h100():
     """Forward and decode, beside the H200 of the other tables."""
-    rows, heads = [], []
+    rows = []
     for what in ("forward", "decode"):
         report, reference = load(f"gpu_{what}_h100"), load(f"gpu_{what}")
-        heads.append(report)
         for case, h200 in zip(report["cases"], reference["cases"], strict=True):
             rows.append([what, f'`{case["case"]}`', milliseconds(case["median_s"]), of_copies(report, case),
                          milliseconds(h200["median_s"])])
-    return (gpu_head(heads[0]) + markdown(["", "case", "H100", "of copy", "H200"], rows)
+    return (gpu_head(report) + markdown(["", "case", "H100", "of copy", "H200"], rows)
             + "\n\nCommand: `./dev gpu-bench forward decode`.")
 
 

@@ -247,10 +247,10 @@ void expect_lengths_flagged(const Inputs& inputs, Problem p, DType type,
   check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
   Plan plan;
   throw_if_error(make_plan_from_bounds(p, test::device(), test::with_backend(backend), &plan));
-  const int64_t rows[][4] = {
-      {0, 130, 194, 201},   {0, 130, 100, 201},       {0, 130, 194, 5000},
-      {-64, 130, 194, 201}, {0, 1LL << 30, 194, 201}, {0, -(1LL << 30), 0, 201},
-      {5, 4, 3, 2},         {0, 130, 194, 200}};
+  const int64_t far = type == DType::kInt64 ? 1LL << 40 : 1 << 30;
+  const int64_t rows[][4] = {{0, 130, 194, 201},   {0, 130, 100, 201}, {0, 130, 194, 5000},
+                             {-64, 130, 194, 201}, {0, far, 194, 201}, {0, -far, 0, 201},
+                             {5, 4, 3, 2},         {0, 130, 194, 200}};
   const auto bytes = [&](const int64_t(&row)[4]) {
     io::Buffer cu(4 * static_cast<std::size_t>(dtype_size(type)));
     for (int i = 0; i < 4; ++i) {
