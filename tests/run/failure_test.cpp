@@ -27,13 +27,14 @@ std::atomic<int> thread_starts_left{-1};
 
 }  // namespace
 
-void* operator new(std::size_t size) {
+// Not inlined: the compiler would take free() and malloc() for mismatched.
+[[gnu::noinline]] void* operator new(std::size_t size) {
   void* memory = should_fail() ? nullptr : std::malloc(size ? size : 1);
   if (!memory) throw std::bad_alloc();
   return memory;
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define KDA_TEST_THREAD_FAILURE 1
