@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the CUDA benchmarks of `kda bench` on this machine's GPU and writes one result file a
 benchmark under bench/results/ (./dev gpu-bench): gpu_forward.json, of cards other than an H200 with
-the card's name, gpu_forward_h100.json. Peers: bench/peers.py --device cuda."""
+the card's name, gpu_forward_h100_80gb_hbm3.json. Peers: bench/peers.py --device cuda."""
 import argparse
 import json
 import pathlib
@@ -28,8 +28,8 @@ BACKENDS = {"fused": ["fused", "staged"]}
 
 
 def file_name(report):
-    """By what was timed, and where: "NVIDIA H100 80GB HBM3" is an h100."""
-    card = report["device"].split()[1].lower()
+    """By what was timed, and on which card."""
+    card = report["device"].removeprefix("NVIDIA ").lower().replace(" ", "_")
     return report["what"] + ("" if card == "h200" else f"_{card}") + ".json"
 
 

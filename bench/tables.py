@@ -226,7 +226,7 @@ def table_gpu_h100():
     """Forward and decode, beside the H200 of the other tables."""
     rows = []
     for what in ("forward", "decode"):
-        report, reference = load(f"gpu_{what}_h100"), load(f"gpu_{what}")
+        report, reference = load(f"gpu_{what}_h100_80gb_hbm3"), load(f"gpu_{what}")
         for case, h200 in zip(report["cases"], reference["cases"], strict=True):
             rows.append([what, f'`{case["case"]}`', milliseconds(case["median_s"]), of_copies(report, case),
                          milliseconds(h200["median_s"])])

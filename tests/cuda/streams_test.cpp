@@ -114,6 +114,26 @@ TEST_F(Streams, AHundredRepeatsGiveTheSameBits) {
   }
 }
 
+/// What `run` puts on `stream`, to be launched again and again.
+struct Graph {
+  cudaGraph_t graph{};
+  cudaGraphExec_t executable{};
+
+  template <class Run>
+  Graph(const Stream& stream, Run&& run) {
+    expect_cuda(cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal));
+    run();
+    expect_cuda(cudaStreamEndCapture(stream.stream, &graph));
+    expect_cuda(cudaGraphInstantiate(&executable, graph, 0));
+  }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+  ~Graph() {
+    cudaGraphExecDestroy(executable);
+    cudaGraphDestroy(graph);
+  }
+};
+
 TEST_F(Streams, GraphsReplayWithNewData) {
   const std::vector<Case> old_cases = cases(1), new_cases = cases(2);
   for (std::size_t i = 0; i < old_cases.size(); ++i) {
@@ -121,17 +141,12 @@ TEST_F(Streams, GraphsReplayWithNewData) {
     Inputs inputs = c.inputs;
     OnDevice call(inputs, c.options);
     const Stream stream;
-    cudaGraph_t graph{};
-    cudaGraphExec_t executable{};
-    expect_cuda(cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal));
-    ASSERT_TRUE(call.run(stream.stream).ok()) << c.name;
-    expect_cuda(cudaStreamEndCapture(stream.stream, &graph));
+    const Graph graph(stream, [&] { EXPECT_TRUE(call.run(stream.stream).ok()) << c.name; });
     std::size_t nodes = 0;
-    expect_cuda(cudaGraphGetNodes(graph, nullptr, &nodes));
+    expect_cuda(cudaGraphGetNodes(graph.graph, nullptr, &nodes));
     if (std::strstr(c.name, "fused")) {
       EXPECT_LE(nodes, 3u) << c.name;
     }
-    expect_cuda(cudaGraphInstantiate(&executable, graph, 0));
     for (const Case* data : {&old_cases[i], &new_cases[i]}) {
       const Tensors& t = call.memory->tensors();
       const auto refill = [](const void* to, const io::Buffer& from) {
@@ -144,12 +159,10 @@ TEST_F(Streams, GraphsReplayWithNewData) {
       refill(t.A_log, data->inputs.A_log), refill(t.dt_bias, data->inputs.dt_bias);
       refill(t.initial_state, data->inputs.initial_state);
       check::synchronize_device();  // copies from pageable memory may end after the call
-      expect_cuda(cudaGraphLaunch(executable, stream.stream));
+      expect_cuda(cudaGraphLaunch(graph.executable, stream.stream));
       call.read();
       EXPECT_EQ(written(call, inputs), run_once(data->inputs, data->options)) << c.name;
     }
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
   }
 }
 
@@ -171,16 +184,11 @@ std::vector<std::byte> run_steps_as_graph(Inputs inputs, const test::RunOptions&
   OnDevice call(inputs, options);
   check::synchronize_device();
   const Stream stream;
-  cudaGraph_t graph{};
-  cudaGraphExec_t executable{};
-  cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal);
-  for (int i = 0; i < steps; ++i) throw_if_error(call.run(stream.stream));
-  cudaStreamEndCapture(stream.stream, &graph);
-  EXPECT_EQ(cudaGraphInstantiate(&executable, graph, 0), cudaSuccess);
-  EXPECT_EQ(cudaGraphLaunch(executable, stream.stream), cudaSuccess);
+  const Graph graph(stream, [&] {
+    for (int i = 0; i < steps; ++i) throw_if_error(call.run(stream.stream));
+  });
+  expect_cuda(cudaGraphLaunch(graph.executable, stream.stream));
   call.read();
-  cudaGraphExecDestroy(executable);
-  cudaGraphDestroy(graph);
   return written(call, inputs);
 }
 

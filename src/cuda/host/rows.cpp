@@ -86,6 +86,7 @@ std::string decline_staged(const Problem& p) {
 bool add_map(Plan& plan) {
   const Problem& p = plan.problem;
   const auto N = static_cast<std::size_t>(p.num_sequences);
+  // Decode reads lengths that only the device knows without a map.
   const bool reads_lengths = p.operation == Operation::kDecode && !plan.lengths_known;
   std::size_t words = p.cu_seqlens && !reads_lengths ? 2 * (N + 1) : 0;
   if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
