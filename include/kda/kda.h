@@ -134,6 +134,8 @@ typedef struct kda_problem {
   int32_t batch_invariant;
   int32_t trusted; /* run, CUDA: 1 vouches that pointers and stream belong to the current device */
   void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
+  int32_t zero_skipped; /* decode in place, 1: o is 0 where no token is computed; 0: left alone */
+  int32_t reserved;     /* 0 */
 } kda_problem;
 
 typedef struct kda_plan_options {

@@ -80,6 +80,9 @@ struct Problem {
   /// the state is read from slot [n, num_accepted_tokens[n] - 1].
   int64_t state_index_columns = 1;
   bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1
+  /// Decode in place: o is 0 where no token is computed, of a skipped sequence, or behind the
+  /// sequences that a device's cu_seqlens tell. Else such rows of o are left alone.
+  bool zero_skipped = false;
 
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).
   bool batch_invariant = false;

@@ -216,13 +216,14 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             MaybeTensor indices, MaybeTensor num_accepted_tokens, MaybeTensor A_log,
             MaybeTensor dt_bias, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
             int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
-            bool state_v_first) {
+            bool state_v_first, bool zero_skipped) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const bool state_a_token = indices && indices->dim() == 2 && indices->size(1) > 1;
   decode = decode && (state_a_token || few_tokens(lengths));
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
+  p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
   describe_state(&p.initial_state, states, "states", state_v_first, p.num_value_heads, p.key_dim,
                  p.value_dim);
   expect_beside(states, q, "states");
@@ -258,7 +259,9 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
-      "float lower_bound, float scale, bool l2norm, bool state_v_first) -> ()");
+      "float lower_bound, float scale, bool l2norm, bool state_v_first, bool zero_skipped=False) "
+      "-> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

@@ -33,6 +33,7 @@ class Problem(ctypes.Structure):
         + [(n, I64) for n in ("checkpoint_every", "state_index_columns")]
         + [(n, I32) for n in ("batch_invariant", "trusted")]
         + [("stream", PTR)]
+        + [(n, I32) for n in ("zero_skipped", "reserved")]
     )
 
 

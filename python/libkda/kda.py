@@ -232,11 +232,16 @@ def fused_recurrent_kda_fwd(
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    o = out
-    if o is None:  # zeros where no token is, or no slot
-        o = (torch.empty_like if cu_seqlens is None and ssm_state_indices is None else torch.zeros_like)(rows_of(v))
-    _update((q, k, v, g, beta), o, initial_state, ssm_state_indices, num_accepted_tokens, (A_log, dt_bias), cu_seqlens,
-            cu_seqlens_cpu, modes)
+    slots, state_a_token = _slots_of(ssm_state_indices)
+    accepted = num_accepted_tokens
+    if accepted is not None:
+        accepted = as_type(accepted, torch.int32).contiguous()
+    decode = state_a_token or _decodes(q, cu_seqlens)
+    skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
+    zero_skipped = out is None and skips and decode
+    o = out if out is not None else (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
+    call(ops.update, q, k, v, g, beta, o, initial_state, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+         decode, *modes, zero_skipped)
     return as_type(o, v.dtype), initial_state
 
 
@@ -280,13 +285,10 @@ def _decodes(q, cu_seqlens):
     return q.shape[1] == cu_seqlens.shape[0] - 1
 
 
-def _update(inputs, o, pool, indices, accepted, parameters, cu_seqlens, cu_seqlens_cpu, modes):
-    """States of a pool in place."""
-    many = indices is not None and indices.dim() == 2 and indices.shape[1] > 1
-    if indices is not None:
-        indices = as_type(indices, torch.int32).contiguous()
-        indices = indices.flatten() if indices.dim() == 2 and not many else indices
-    if accepted is not None:
-        accepted = as_type(accepted, torch.int32).contiguous()
-    call(ops.update, *inputs, o, pool, indices, accepted, *parameters, cu_seqlens, cu_seqlens_cpu,
-          many or _decodes(inputs[0], cu_seqlens), *modes)
+def _slots_of(indices):
+    """ssm_state_indices as the operators take them, and whether there is one a token."""
+    if indices is None:
+        return None, False
+    many = indices.dim() == 2 and indices.shape[1] > 1
+    indices = as_type(indices, torch.int32).contiguous()
+    return indices.flatten() if indices.dim() == 2 and not many else indices, many

@@ -58,8 +58,9 @@ def test_forward_into_writes_what_forward_returns(device, T):
 def test_opcheck_update(device):
     x, _, state = make(T=2, device=device)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    torch.library.opcheck(ops.update, (*rows, torch.empty_like(x["v"]), state, None, None, None, None, None, None, True,
-                                       *TAIL))
+    for slots in (None, torch.tensor([0] + [-1] * (len(state) - 1), dtype=torch.int32, device=device)):
+        torch.library.opcheck(ops.update, (*rows, torch.empty_like(x["v"]), state, slots, None, None, None, None, None,
+                                           True, *TAIL, slots is not None))
 
 
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])

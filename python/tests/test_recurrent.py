@@ -109,6 +109,26 @@ def test_pool_in_place(device, v_first):
     assert torch.equal(memory[:, -24:], before[:, -24:])
 
 
+def test_zeros_where_no_token_is_computed(device):
+    """Of a sequence without a slot and, where lengths are on a GPU, of tokens that no sequence has. Lengths that the
+    host can see cover all tokens."""
+    x, parameters, state = make(B=1, T=5, N=5, device=device)
+    slots = torch.tensor([7, -1, 9, 0, -1], device=device)
+    covered = 5 if device == "cpu" else 3
+    cu_seqlens = torch.arange(6, device=device).clamp(max=covered)
+    _, pool = pool_of(state[slots >= 0], 11, slots[slots >= 0])
+    memory = torch.full_like(x["v"], float("nan"))
+    del memory  # what is allocated next is not zero
+    o, _ = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots, cu_seqlens=cu_seqlens,
+                                   use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0 or n >= covered:
+            assert (o[:, n] == 0).all()
+        else:
+            expected = reference({name: t[:, n:n + 1] for name, t in x.items()}, parameters, state[n:n + 1])
+            assert distance(o[:, n:n + 1], expected[0]) < 2e-6
+
+
 def test_speculative_decode(device):
     """S tokens a sequence, a state a token; the next call starts from the accepted one."""
     N, S = 3, 4

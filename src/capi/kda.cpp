@@ -116,6 +116,7 @@ Problem problem_of(const kda_problem& c) {
   p.checkpoint_every = c.checkpoint_every;
   p.state_index_columns = c.state_index_columns == 0 ? 1 : c.state_index_columns;
   p.num_accepted_tokens = c.has_num_accepted_tokens != 0;
+  p.zero_skipped = c.zero_skipped != 0;
   p.batch_invariant = c.batch_invariant != 0;
   return p;
 }

@@ -173,6 +173,7 @@ Status check_forward_states(const Problem& p) {
     return invalid("initial_state_mask: given without initial_state");
   if (p.state_index_columns != 1 || p.num_accepted_tokens)
     return invalid("state_index_columns, num_accepted_tokens: belong to decode");
+  if (p.zero_skipped) return invalid("zero_skipped: belongs to decode, forward skips no token");
   return {};
 }
 
@@ -183,6 +184,9 @@ Status check_decode_states(const Problem& p) {
   if (p.final_state && (p.state_index_columns != 1 || p.num_accepted_tokens))
     return invalid("final_state: with state_index_columns or num_accepted_tokens decode writes ",
                    "into the pool of initial_state");
+  if (p.final_state && p.zero_skipped)
+    return invalid(
+        "zero_skipped: belongs to decode in place, with final_state no token is skipped");
   if (p.initial_state_mask && !p.initial_state)
     return invalid("initial_state_mask: given without initial_state");
   if (p.checkpoints) return invalid("checkpoints: belong to forward");

@@ -292,6 +292,48 @@ TEST_F(Calls, WrongDeviceCuSeqlensAreClampedAndFlagged) {
   }
 }
 
+/// A batch that is padded, as a captured graph has it: lengths on the device cover fewer tokens
+/// than there are, and some sequences have none. With zero_skipped the other rows of o are 0.
+TEST_F(Calls, DecodeZeroesRowsOfNoSequence) {
+  const std::vector<int64_t> covers[] = {
+      {0, 1, 2, 4, 4, 4}, {3, 4, 5, 6, 7, 7}, {0, 0, 0, 0, 0, 0}};
+  for (const int64_t dim : {64, 128})
+    for (const std::vector<int64_t>& cover : covers) {
+      check::GenerateOptions options = test::shape(0, 3, dim, dim);
+      options.dtype = DType::kBFloat16;
+      options.initial_state = true;
+      options.seq_lens = {1, 1, 2, 7, 0};
+      const Inputs inputs = check::generate(options);
+      Problem p = inputs.problem;
+      p.operation = Operation::kDecode;
+      p.cu_seqlens = DType::kInt64;
+      check::Outputs left = check::make_outputs(&p, DType::kBFloat16);
+      check::Outputs zeroed = check::make_outputs(&p, DType::kBFloat16);
+      io::Buffer states[2] = {inputs.initial_state, inputs.initial_state};
+      for (check::Outputs* outputs : {&left, &zeroed}) {
+        p.zero_skipped = outputs == &zeroed;
+        Plan plan;
+        throw_if_error(make_plan_from_bounds(p, test::device(), {}, &plan));
+        Tensors host = inputs.tensors();
+        outputs->attach(&host);
+        host.initial_state = states[p.zero_skipped ? 1 : 0].data();
+        host.cu_seqlens = cover.data();
+        io::Buffer workspace(plan.workspace_bytes);
+        throw_if_error(check::run_and_wait(plan, host, workspace.data(), workspace.size()));
+      }
+      const std::size_t row = test::row_bytes(p.o, p.num_value_heads, p.value_dim);
+      for (int64_t t = 0; t < p.num_tokens; ++t) {
+        if (t >= cover.front() && t < cover.back()) continue;
+        std::byte* of_token = left.o.data() + static_cast<std::size_t>(t) * row;
+        for (std::size_t i = 0; i < row; ++i)
+          ASSERT_EQ(static_cast<unsigned char>(of_token[i]), 0xff) << "token " << t;
+        std::memset(of_token, 0, row);
+      }
+      EXPECT_TRUE(test::same_bits(left.o, zeroed.o)) << "K " << dim << " from " << cover[0];
+      EXPECT_TRUE(test::same_bits(states[0], states[1])) << "K " << dim << " from " << cover[0];
+    }
+}
+
 /// Three sequences with states in a pool, whose indices on the device are right and wrong.
 void expect_flags(Inputs inputs, const PlanOptions& options) {
   Problem& p = inputs.problem;

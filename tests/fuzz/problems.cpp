@@ -95,6 +95,7 @@ Problem random_problem(Random& random) {
   p.initial_state_mask = random.chance(0.2);
   if (decode && random.chance(0.2)) p.state_index_columns = edge(random, 8);
   p.num_accepted_tokens = random.chance(decode ? 0.2 : 0.01);
+  p.zero_skipped = random.chance(decode ? 0.3 : 0.01);
   p.batch_invariant = random.chance(0.2);
   return p;
 }

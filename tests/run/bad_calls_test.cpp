@@ -234,6 +234,16 @@ const BadCall kBadProblems[] = {
     {"columns_in_forward", [](C& c) { c.problem.state_index_columns = 2; }, "state_index_columns"},
     {"accepted_in_forward", [](C& c) { c.problem.num_accepted_tokens = true; },
      "num_accepted_tokens"},
+    {"zeroes_in_forward", [](C& c) { c.problem.zero_skipped = true; },
+     "zero_skipped: belongs to decode"},
+    {"zeroes_with_final_state",
+     [](C& c) {
+       const auto s = c.problem.final_state;
+       c.make_decode();
+       c.problem.final_state = s;
+       c.problem.zero_skipped = true;
+     },
+     "zero_skipped: belongs to decode in place"},
     {"decode_without_pool",
      [](C& c) {
        c.make_decode();

@@ -198,6 +198,36 @@ TEST(Decode, NegativeSlotTouchesNothing) {
               0);
 }
 
+/// With zero_skipped: outputs of a sequence without a slot are 0 and nothing else changes, in rows
+/// that lie apart neither.
+TEST(Decode, ZeroesOutputsOfSkippedSequences) {
+  std::vector<std::string> backends = test::backends();
+  backends.emplace_back("oracle");
+  for (const std::string& backend : backends)
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const auto& [K, V] : {std::pair{32, 48}, std::pair{77, 131}, std::pair{128, 128}}) {
+        DecodeShape s{.tokens = 3, .K = K, .V = V, .layout = layout, .dtype = DType::kBFloat16};
+        Decode left = make_decode(s), zeroed = make_decode(s);
+        for (Decode* d : {&left, &zeroed}) {
+          d->indices = {1, -1, 3};
+          Problem& p = d->problem();
+          for (std::size_t dim = 0; dim < 3; ++dim) p.o.strides[dim] += p.o.strides[dim] / V * 8;
+          d->outputs.o = io::Buffer(static_cast<std::size_t>(p.o.strides[0] * s.sequences * 2));
+          d->outputs.o.fill(0xff);
+        }
+        zeroed.problem().zero_skipped = true;
+        ASSERT_TRUE(run_decode(&left, backend).ok());
+        ASSERT_TRUE(run_decode(&zeroed, backend).ok());
+        const Problem& p = left.problem();
+        for (int64_t t = s.tokens; t < 2 * s.tokens; ++t)
+          for (int64_t head = 0; head < s.heads; ++head)
+            std::memset(left.outputs.o.data() + row_offset(p, p.o, t, head) * 2, 0,
+                        static_cast<std::size_t>(V) * 2);
+        EXPECT_TRUE(test::same_bits(left.outputs.o, zeroed.outputs.o)) << backend << " V " << V;
+        EXPECT_TRUE(test::same_bits(left.pool, zeroed.pool)) << backend << " V " << V;
+      }
+}
+
 TEST(Decode, OracleBackendAgreesOnSkipsAndPlainSlots) {
   DecodeShape s;
   s.slots = 3;

@@ -95,6 +95,13 @@ void decode_across(const Kernels& kernels, const stage::Call& call, int64_t n, i
   decode_chunk(kernels, call, call.sequences.begin(n), count, head, in, out, scratch);
 }
 
+void zero_outputs(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
+                  const ThreadScratch& scratch) {
+  std::fill_n(scratch.decode, num_blocks(call.problem.value_dim) * kBlockV, 0.0f);
+  for (int64_t i = 0; i < call.sequences.length(n); ++i)
+    move_rows(kernels, call, call.sequences.begin(n) + i, 1, head, false, scratch.decode);
+}
+
 void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
                      const ThreadScratch& scratch) {
   const Problem& p = call.problem;
@@ -106,6 +113,7 @@ void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n,
   const StateRef source = slot_ref(accepted - 1);
   const int64_t begin = call.sequences.begin(n);
   const int64_t count = call.sequences.length(n);
+  if (!source.data && p.zero_skipped) zero_outputs(kernels, call, n, head, scratch);
   if (!source.data || count == 0) return;
   const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
   StateRef state = masked ? zero_ref(p, scratch) : source;

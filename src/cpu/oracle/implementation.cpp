@@ -80,7 +80,12 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   };
   const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
-  if (source < 0 || span.begin == span.end) return;
+  if (source < 0) {
+    const auto count = static_cast<std::size_t>((span.end - span.begin) * p.value_dim);
+    if (p.zero_skipped) store_outputs(call, span, head, std::vector<double>(count));
+    return;
+  }
+  if (span.begin == span.end) return;
   const bool zero = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
   const HeadResult result =
       run_head(p, call.tensors, span, head,

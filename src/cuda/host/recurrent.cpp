@@ -61,9 +61,9 @@ Status decode(const stage::Decode& d) {
                     ? args.initial
                     : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.index_columns = p.state_index_columns;
+  args.zero_skipped = p.zero_skipped;
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
-  args.accumulate_flags = maps.accumulate_flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
   return launch_decode(args, {d.call.stream, plan.device.compute_capability >= 90});
 }

@@ -30,21 +30,20 @@ __device__ __forceinline__ int64_t raw_length(const DecodeArgs& a, int64_t i) {
   return a.wide_lengths ? static_cast<const int64_t*>(a.lengths)[i]
                         : static_cast<const int32_t*>(a.lengths)[i];
 }
+__device__ __forceinline__ int64_t length_of(const DecodeArgs& a, int64_t i) {
+  return max(int64_t{0}, min(raw_length(a, i), a.map.num_tokens));
+}
 __device__ __forceinline__ Span tokens_of(const DecodeArgs& a, int64_t n) {
   if (!a.lengths) return sequence_span(a.map, n);
-  const auto clamped = [&](int64_t i) {
-    return max(int64_t{0}, min(raw_length(a, i), a.map.num_tokens));
-  };
-  const int64_t begin = clamped(n);
-  return {n, begin, max(begin, clamped(n + 1))};
+  const int64_t begin = length_of(a, n);
+  return {n, begin, max(begin, length_of(a, n + 1))};
 }
 
 /// Flags of device metadata, by a block that has nothing else to do.
 __device__ void write_flags(const DecodeArgs& a) {
   const int64_t most = a.lengths ? INT64_MAX : most_tokens(a);
-  write_metadata_flags(
-      {a.flags, a.accumulate_flags, a.map, a.index_columns, 0, a.num_accepted, most}, a.initial,
-      a.in_place ? StateView{} : a.target, {});
+  write_metadata_flags({a.flags, false, a.map, a.index_columns, 0, a.num_accepted, most}, a.initial,
+                       a.in_place ? StateView{} : a.target, {});
   if (!a.lengths) return;
   const int64_t N = a.map.num_sequences, T = a.map.num_tokens;
   bool bad = raw_length(a, 0) != 0 || raw_length(a, N) != T, many = false;
@@ -331,6 +330,26 @@ __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& un
       store_element(a.o.base, a.o.type, at + tile.value(i), o[i]);
 }
 
+/// Rows of o that no token is computed for: of this sequence, [end, span.end); of none, every N-th
+/// of those before the first sequence and behind the last one.
+template <int kK>
+__device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const Span& span, int64_t end,
+                          int column0) {
+  const auto zero = [&](int64_t first, int64_t last, int64_t step) {
+    for (int64_t t = first; t < last; t += step) {
+      const int64_t at = row_offset(a.o, a.map, unit.row, t, unit.head);
+      for (int c = column0 + static_cast<int>(threadIdx.x) % 32;
+           c < min(column0 + kColumns<kK>, a.shape.V); c += 32)
+        store_element(a.o.base, a.o.type, at + c, 0.0f);
+    }
+  };
+  zero(end, span.end, 1);
+  if (!a.lengths) return;
+  const int64_t N = a.map.num_sequences;
+  zero(unit.n, length_of(a, 0), N);
+  zero(length_of(a, N) + unit.n, a.map.num_tokens, N);
+}
+
 /// A share of the state that a later block will load, for the L2: a block that begins finds the
 /// memory busy with stores of others, and has nothing to do until its state is there.
 template <int kK, bool kDense>
@@ -391,9 +410,11 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   const Span span = tokens_of(a, unit.n);
   const int64_t begin = span.begin, end = begin + min(span.end - begin, most_tokens(a));
   const Slots slots = slots_of(a, unit.n);
-  if (slots.skip || (a.in_place && begin >= end)) return;
-
   const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
+  if (slots.skip || (a.in_place && begin >= end)) {
+    if (a.zero_skipped) zero_rows<kK>(a, unit, span, begin, column0);
+    return;
+  }
   const bool mine = kDense || column0 < a.shape.V;  // else the warp only helps with the tokens
   // The token before the state: it is ready when the state arrives.
   RawToken<kK, LaneRow> in_registers;
@@ -448,6 +469,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     store_values(a, unit, t, tile, o);
     store(target_slot(a, unit.n, t - begin, t + 1 == end, slots));
   }
+  if (a.zero_skipped) zero_rows<kK>(a, unit, span, end, column0);
 }
 
 template <int kK>

@@ -27,9 +27,9 @@ struct DecodeArgs {
   bool in_place = false;  ///< a sequence without a slot is skipped
   int64_t index_columns = 1;
   const int32_t* num_accepted =
-      nullptr;                    ///< [N]; sequence n starts from column num_accepted[n] - 1
-  int32_t* flags = nullptr;       ///< MetadataFlag bits, or null
-  bool accumulate_flags = false;  ///< an earlier kernel of this call has set the word
+      nullptr;                ///< [N]; sequence n starts from column num_accepted[n] - 1
+  bool zero_skipped = false;  ///< o is 0 where no token is computed
+  int32_t* flags = nullptr;   ///< MetadataFlag bits, or null
   uint32_t ahead = 0;  ///< how many blocks on is the one whose state a block prefetches; 0: none
 };
 
