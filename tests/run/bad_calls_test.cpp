@@ -57,6 +57,11 @@ struct Call {
     cu_narrow.assign(cu_seqlens.begin(), cu_seqlens.end());
   }
 
+  void make_decode_with_final_state() {
+    const auto final_state = problem.final_state;
+    make_decode();
+    problem.final_state = final_state;
+  }
   void make_decode() {
     problem.operation = Operation::kDecode;
     problem.final_state.reset();
@@ -238,9 +243,7 @@ const BadCall kBadProblems[] = {
      "zero_skipped: belongs to decode"},
     {"zeroes_with_final_state",
      [](C& c) {
-       const auto s = c.problem.final_state;
-       c.make_decode();
-       c.problem.final_state = s;
+       c.make_decode_with_final_state();
        c.problem.zero_skipped = true;
      },
      "zero_skipped: belongs to decode in place"},
@@ -252,9 +255,7 @@ const BadCall kBadProblems[] = {
      "initial_state: decode needs"},
     {"decode_final_state",
      [](C& c) {
-       const auto s = c.problem.final_state;
-       c.make_decode();
-       c.problem.final_state = s;
+       c.make_decode_with_final_state();
        c.problem.num_accepted_tokens = true;
      },
      "final_state: with state_index_columns or num_accepted_tokens"},
