@@ -198,16 +198,18 @@ def table_gpu_summary():
     forward, peers, errors, decode = (
         load(f"gpu_{n}") for n in ("forward", "peers_forward", "peers_errors", "decode"))
     flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
-    few = next(r for r in peers["cases"] if r["case"] == "--seq-lens 64K --heads 4")
+    few, long = (next(r for r in peers["cases"] if r["case"] == name)
+                 for name in ("--seq-lens 64K --heads 4", "--seq-lens 256K --heads 8"))
     worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     speedup = lambda *names: min(r["speedup"] for r in peers["cases"] if r["case"] in names)
     fla = lambda *names: f"{speedup(*names):.1f}x FLA's chunk_kda in the same run"
+    cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
     rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
              fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
-            ["forward, 65,536 tokens, 4 heads", milliseconds(1e-6 * few["libkda"]),
-             f'{few["segments"]} segments; {fla(few["case"])}'],
+            ["forward, 65,536 tokens, 4 heads", *cut(few)],
+            ["forward, 262,144 tokens, 8 heads", *cut(long)],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
              f"{of_copy(decode, d)} of the rate of a copy"],
             ["error of bf16 o against float64, worst of strong, slow, trained", f'{worst["libkda"]:.1e}',

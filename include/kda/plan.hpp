@@ -126,7 +126,10 @@ struct Plan {
   int32_t num_threads = 1;
 
   bool segmented = false;
-  int64_t segment_chunks = 0;     ///< longest segment, in chunks of the policy
+  int64_t segment_chunks = 0;  ///< longest segment, in chunks of the policy
+  /// One pass on a GPU: transitions come after all else and stop where |M|_F <= 2^-20, as they may
+  /// where that norm never grows (docs/planning.md).
+  bool transitions_stop = false;
   std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.
   std::vector<int64_t> segment_offsets;

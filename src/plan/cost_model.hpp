@@ -37,6 +37,8 @@ struct OnePassCosts {
   double correct_bandwidth;        ///< of the card's, that the correction reaches
   double correct_fixed_us;         ///< with the launches that segments add
   double minimum_step;             ///< of the time with fewer segments, for more of them
+  int64_t memory_tokens;           ///< after which transitions that may stop do, as a rule
+  double most_loss;                ///< of the time without, where none does
 };
 
 struct CostConstants {
@@ -52,7 +54,7 @@ struct CostConstants {
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
   OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
-  OnePassCosts one_pass{1.6, 768, 0.82, 6.5, 0.985};
+  OnePassCosts one_pass{1.6, 768, 0.82, 6.5, 0.985, 8192, 1.2};
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< in stages: of the time with fewer segments, for more of them
 };
@@ -215,20 +217,40 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
                                           merge_us(in, c, cut.most - 1, c.merge_step_us) + forward);
 }
 
-/// One kernel, in one pass: transitions are streams of their own; merge, where a sequence has a
-/// third segment; correction.
+/// Merge, where a sequence has a third segment, and correction of so many tokens a value head.
+inline double join_us(const CostInput& in, const CostConstants& c, const Cut& cut, double tokens) {
+  const double correct = tokens * static_cast<double>(in.num_value_heads) *
+                             c.one_pass.correct_bytes_per_token /
+                             (c.one_pass.correct_bandwidth * in.bytes_per_second) * 1e6 +
+                         c.one_pass.correct_fixed_us;
+  return correct + (cut.most > 2 ? merge_us(in, c, cut.most - 2, c.one_pass.merge_step_us) : 0);
+}
+
+/// One kernel, in one pass: transitions are streams of their own.
 inline double one_pass_us(const CostInput& in, const CostConstants& c, int64_t first_tokens,
                           int64_t segment_tokens) {
   const Cut cut = cut_of(in, first_tokens, segment_tokens);
   const double streams = one_kernel_us(in, c.one_kernel, cut.segments + cut.behind,
                                        total_tokens(in) + cut.tokens_behind,
                                        static_cast<double>(std::max(first_tokens, segment_tokens)));
-  const double correct = cut.tokens_behind * static_cast<double>(in.num_value_heads) *
-                             c.one_pass.correct_bytes_per_token /
-                             (c.one_pass.correct_bandwidth * in.bytes_per_second) * 1e6 +
-                         c.one_pass.correct_fixed_us;
-  const double merge = cut.most > 2 ? merge_us(in, c, cut.most - 2, c.one_pass.merge_step_us) : 0;
-  return std::max(roofline_us(in, c), streams + merge + correct);
+  return std::max(roofline_us(in, c), streams + join_us(in, c, cut, cut.tokens_behind));
+}
+
+/// The same with transitions after all else, a cluster each, that stop after `memory_tokens`.
+/// Infinite where there are more of them than clusters.
+inline double stopped_pass_us(const CostInput& in, const CostConstants& c, int64_t segment_tokens,
+                              int64_t memory_tokens, int64_t look_tokens) {
+  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
+  if (2 * cut.behind * static_cast<double>(in.num_value_heads) > static_cast<double>(in.num_sms))
+    return HUGE_VAL;
+  const OneKernelCosts& one = c.one_kernel;
+  const auto run = static_cast<double>(std::min(segment_tokens, memory_tokens));
+  const double streams =
+      one_kernel_us(in, one, cut.segments, total_tokens(in), static_cast<double>(segment_tokens));
+  const double transitions =
+      run * one.full_ns * 1e-3 + std::ceil(run / static_cast<double>(look_tokens)) * one.stream_us;
+  const double tokens = std::min(cut.tokens_behind, cut.behind * run);
+  return std::max(roofline_us(in, c), streams + transitions + join_us(in, c, cut, tokens));
 }
 
 }  // namespace kda::plan

@@ -19,6 +19,7 @@ struct Workload {
   int64_t key_dim = 128;
   int64_t value_dim = 128;
   int64_t num_sms = 132;
+  int64_t look_tokens = 0;  ///< stage::Implementation's, where transitions may stop; else 0
 };
 
 struct Partition {
@@ -27,6 +28,7 @@ struct Partition {
   int64_t segment_chunks = 0;  ///< longest segment, in chunks
   std::vector<std::string> reasons;
   int64_t first_chunks = 0;  ///< of a sequence that is cut, its first segment; 0: as the others
+  bool transitions_stop = false;
 };
 
 /// FlashKDA: chunk 16, max_local_chunks = 2^round(log2(3 sqrt(H total_chunks / SMs))), ties to

@@ -68,7 +68,8 @@ void print_segments(const Plan& plan, std::ostream& out) {
     int64_t most = 0;
     for (const auto& [sequence, count] : split) most = std::max(most, count);
     out << ", " << plan.segments.size() << " segments, " << most << " in the longest, "
-        << method_name(plan.options.segment_method);
+        << method_name(plan.options.segment_method)
+        << (plan.transitions_stop ? ", transitions stop" : "");
   }
   out << "\n";
   if (plan.num_v_splits > 1) out << "V split         " << plan.num_v_splits << "\n";
@@ -153,6 +154,7 @@ void write_segments(const Plan& plan, JsonWriter& json) {
   json.member("policy", policy_name(plan.options.context_parallel));
   json.member("on", plan.segmented);
   json.member("method", method_name(plan.options.segment_method));
+  json.member("transitions_stop", plan.transitions_stop);
   json.member("segment_chunks", plan.segment_chunks);
   json.member("num_segments", plan.segments.size());
   json.key("reasons").begin_array();

@@ -190,23 +190,40 @@ void cut_sequence(Plan* plan, std::size_t n, plan::Partition partition, int64_t 
 }
 
 void drop_segments(Plan* plan) {
-  plan->segmented = false;
+  plan->segmented = plan->transitions_stop = false;
   plan->segments.clear();
   plan->segment_offsets.clear();
   plan->segment_chunks = 0;
 }
 
+/// Tokens between looks at transitions, joined in one pass; 0 where they must not stop, or where
+/// whether they do would depend on what else is in the batch.
+int64_t look_tokens_of(const Implementation& row, const Plan& plan) {
+  const Problem& p = plan.problem;
+  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? row.look_tokens : 0;
+}
+
+/// One stream of those that stop is all that a cluster takes.
+bool transitions_fit(const Plan& plan) {
+  const auto behind = static_cast<int64_t>(plan.segments.size()) - plan.problem.num_sequences;
+  return 2 * behind * plan.problem.num_value_heads <= plan.device.num_sms;
+}
+
 /// Without batch_invariant one decision for the batch; with it one for each sequence alone.
-Status make_segments(bool one_kernel, Plan* plan) {
+/// `look_tokens`: of the one kernel.
+Status make_segments(bool one_kernel, int64_t look_tokens, Plan* plan) {
   const std::size_t N = plan->cu_seqlens.size() - 1;
   const bool alone = plan->problem.batch_invariant;
   const int64_t fixed =
       plan->options.context_parallel == ContextParallel::kFixed ? plan->options.num_segments : 0;
   plan::Partition partition;
   if (!alone || N == 0) {
+    plan::Workload work = workload_of(*plan, 0, N);
+    work.look_tokens = look_tokens;
     partition = N == 0 ? plan::Partition{false, 64, 0, {"no sequences"}}
-                       : apply_policy(*plan, workload_of(*plan, 0, N), one_kernel, &plan->cost);
+                       : apply_policy(*plan, work, one_kernel, &plan->cost);
     plan->reasons = partition.reasons;
+    plan->transitions_stop = partition.transitions_stop;
   } else {
     plan->reasons.push_back("batch_invariant: each sequence is planned as if it were alone");
   }
@@ -229,6 +246,7 @@ Status make_segments(bool one_kernel, Plan* plan) {
       return invalid("context_parallel: more than ", kMaxSegments, " segments");
   }
   plan->segment_offsets.push_back(static_cast<int64_t>(plan->segments.size()));
+  plan->transitions_stop = plan->transitions_stop && transitions_fit(*plan);
   if (!plan->segmented) drop_segments(plan);
   return {};
 }
@@ -245,6 +263,16 @@ std::string one_pass_declined(const Implementation& row, const Problem& problem)
   return row.decline_one_pass ? row.decline_one_pass(problem) : std::string();
 }
 
+/// Of segments that were asked for: wherever a transition could stop before its segment ends.
+bool transitions_can_stop(const Implementation& row, const Plan& plan) {
+  const int64_t look_tokens = look_tokens_of(row, plan);
+  if (look_tokens == 0 || !transitions_fit(plan)) return false;
+  return std::any_of(plan.segments.begin(), plan.segments.end(), [&](const Segment& segment) {
+    return segment.begin > plan.cu_seqlens[static_cast<std::size_t>(segment.sequence)] &&
+           segment.end - segment.begin > 2 * look_tokens;
+  });
+}
+
 void check_segment_method(Plan* plan, const Implementation* chosen) {
   if (!plan->segmented) return;
   if (chosen && !chosen->segment_scan) {
@@ -254,7 +282,10 @@ void check_segment_method(Plan* plan, const Implementation* chosen) {
   }
   if (plan->options.segment_method != SegmentMethod::kOnePass || !chosen) return;
   const std::string reason = one_pass_declined(*chosen, plan->problem);
-  if (reason.empty()) return;
+  if (reason.empty()) {
+    plan->transitions_stop = transitions_can_stop(*chosen, *plan);
+    return;
+  }
   plan->reasons.push_back(cat("one pass declined: ", reason));
   plan->options.segment_method = SegmentMethod::kScanMergeForward;
 }
@@ -264,7 +295,7 @@ Status plan_one_kernel(const Implementation& chosen, Plan* plan) {
   const std::size_t N = plan->cu_seqlens.size() - 1;
   const std::string reason = one_pass_declined(chosen, plan->problem);
   if (plan->options.context_parallel == ContextParallel::kAuto && reason.empty()) {
-    KDA_RETURN_IF_ERROR(make_segments(true, plan));
+    KDA_RETURN_IF_ERROR(make_segments(true, look_tokens_of(chosen, *plan), plan));
     if (plan->segmented) plan->options.segment_method = SegmentMethod::kOnePass;
   } else {
     plan->cost = plan::predict_one_kernel(workload_of(*plan, 0, N), plan->device);
@@ -298,7 +329,8 @@ void list_stages(const Implementation* chosen, Plan* plan) {
   if (one_pass && plan->device.kind == DeviceKind::kCuda) {
     const int64_t behind = segments - p.num_sequences;
     plan->stages.push_back({"segment_scan", (segments + behind) * heads * plan->num_v_splits,
-                            "outputs from zero, and M with its outputs behind first segments"});
+                            cat("outputs from zero, and M with its outputs behind first segments",
+                                plan->transitions_stop ? ", until M is small" : "")});
     plan->stages.push_back(
         {"segment_merge", p.num_sequences * heads, "start states of third segments on, in order"});
     plan->stages.push_back({"segment_correct", behind * heads, "o += Qt S_in; final states"});
@@ -399,7 +431,7 @@ Status build_plan(const Problem& problem, const std::span<const int64_t>* cu_seq
     if (chosen && chosen->yield && !plan::asks_for_segments(options)) {
       KDA_RETURN_IF_ERROR(plan_one_kernel(*chosen, plan));
     } else if (problem.operation == Operation::kForward) {
-      KDA_RETURN_IF_ERROR(make_segments(false, plan));
+      KDA_RETURN_IF_ERROR(make_segments(false, 0, plan));
       check_segment_method(plan, chosen);
       check_intra_form(chosen, plan);
       if (device.kind == DeviceKind::kCuda) plan->num_v_splits = gpu_v_splits(*plan);

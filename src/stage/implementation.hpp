@@ -32,6 +32,9 @@ struct Implementation {
   Status (*segment_correct)(const SegmentCorrect& args);
   /// Why segments of a problem are not joined in one pass; empty if they are. Null: nothing.
   std::string (*decline_one_pass)(const Problem& problem) = nullptr;
+  /// One pass on a GPU: transitions can come after all else and stop where M is small, which is
+  /// looked at after every so many tokens. 0: they cannot.
+  int64_t look_tokens = 0;
   /// Blocks of its own in the workspace; null: scratch_bytes alone. False if sizes overflow.
   bool (*add_blocks)(Plan& plan) = nullptr;
   int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor

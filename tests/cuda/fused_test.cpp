@@ -396,6 +396,67 @@ TEST_F(Fused, SegmentsInEveryRegime) {
   }
 }
 
+/// Tokens at which the transitions of the segments behind first ones stopped, [segments, HV].
+std::vector<int64_t> stops_of(test::OnDevice& call) {
+  std::vector<unsigned char> workspace(call.workspace.size());
+  call.workspace.download(workspace.data(), workspace.size());
+  std::vector<int64_t> tokens;
+  for (const WorkspaceBlock& block : call.plan.workspace)
+    if (block.name == "alive_tokens") {
+      const auto behind =
+          call.plan.segments.size() - static_cast<std::size_t>(call.plan.problem.num_sequences);
+      tokens.resize(behind * static_cast<std::size_t>(call.plan.problem.num_value_heads));
+      std::memcpy(tokens.data(), workspace.data() + block.offset, tokens.size() * sizeof(int64_t));
+    }
+  return tokens;
+}
+
+/// Of two heads the first one's gates are strong: seen after the first 1,024 tokens, before the
+/// third. The other one's let it run on.
+TEST_F(Fused, TransitionsStopWhereTheyAreSmall) {
+  check::GenerateOptions options = shape_of(0, 1);
+  options.num_value_heads = 2;
+  options.seq_lens = {40, 6200};
+  if (!test::emulated()) options.seq_lens = {40, 10300, 0, 4200};
+  options.initial_state = true;
+  options.regime = Regime::kMixed;
+  const Inputs inputs = check::generate(options);
+  const test::RunOptions run = in_segments(2, SegmentMethod::kOnePass);
+  test::expect_within(inputs, run, "cuda.sm90.fused", "transitions that stop");
+  test::OnDevice call(inputs, run);
+  ASSERT_TRUE(call.plan.transitions_stop);
+  ASSERT_TRUE(call.run().ok());
+  check::synchronize_device();
+  const std::vector<int64_t> stops = stops_of(call);
+  std::size_t n = 0;
+  for (const Segment& segment : call.plan.segments) {
+    if (segment.begin == call.plan.cu_seqlens[static_cast<std::size_t>(segment.sequence)]) continue;
+    ASSERT_LT(n + 1, stops.size());
+    EXPECT_EQ(stops[n++], segment.begin + 2048);
+    EXPECT_GE(stops[n++], std::min(segment.end, segment.begin + 4096));
+  }
+  EXPECT_EQ(n, stops.size());
+}
+
+/// A state that is not finite reaches all outputs behind it, also where its transition is small.
+TEST_F(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
+  constexpr int64_t kTokens = 5000;
+  check::GenerateOptions options = shape_of(kTokens, 1);
+  options.regime = Regime::kStrong;
+  Inputs inputs = check::generate(options);
+  constexpr int64_t kToken = 100, kColumn = 5;
+  store_element(inputs.v.data(), DType::kBFloat16, kToken * kSize + kColumn,
+                std::numeric_limits<float>::infinity());
+  const test::Result result = test::run_inputs(inputs, in_segments(2, SegmentMethod::kOnePass));
+  ASSERT_TRUE(result.plan.transitions_stop);
+  for (int64_t token = kToken + 1; token < kTokens; ++token)
+    for (const int64_t column : {kColumn, kColumn + 1})
+      ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16,
+                                        token * kSize + column)),
+                column == kColumn)
+          << "token " << token << ", column " << column;
+}
+
 TEST_F(Fused, SegmentsWhereThePlannerWantsThem) {
   check::GenerateOptions options = shape_of(2048, 1);
   options.initial_state = true;

@@ -2,6 +2,7 @@
 // Plans as values: segments cover the tokens, reasons are given, golden texts stay as they are.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -248,6 +249,32 @@ TEST(Planner, OnePassTakesALongerFirstSegment) {
   ASSERT_EQ(alone.segments.size(), 2u);
   EXPECT_EQ(beside.segments[0], alone.segments[0]);
   EXPECT_EQ(beside.segments[1], alone.segments[1]);
+}
+
+TEST(Planner, TransitionsStopWhereSegmentsAreLongAndTheirNormNeverGrows) {
+  const auto stop = [](int64_t tokens, int64_t heads, const auto& change) {
+    std::vector<int64_t> cu;
+    Problem p = packed({tokens}, heads, &cu);
+    p.gate_mode = GateMode::kBounded;
+    p.beta_mode = BetaMode::kSigmoid;
+    p.qk_l2norm = true;
+    change(&p);
+    Plan plan;
+    throw_if_error(make_plan(p, cu, gpu_facts(132), {}, &plan));
+    const bool kept = std::any_of(plan.workspace.begin(), plan.workspace.end(),
+                                  [](const auto& block) { return block.name == "alive_tokens"; });
+    EXPECT_EQ(kept, plan.transitions_stop);
+    return plan.transitions_stop;
+  };
+  const auto nothing = [](Problem*) {};
+  EXPECT_TRUE(stop(262144, 16, nothing));
+  EXPECT_TRUE(stop(262144, 4, nothing));
+  EXPECT_FALSE(stop(8192, 16, nothing));
+  EXPECT_FALSE(stop(262144, 64, nothing));  // nothing is cut
+  EXPECT_FALSE(stop(262144, 16, [](Problem* p) { p->qk_l2norm = false; }));
+  EXPECT_FALSE(stop(262144, 16, [](Problem* p) { p->gate_mode = GateMode::kLog; }));
+  EXPECT_FALSE(stop(262144, 16, [](Problem* p) { p->beta_mode = BetaMode::kPlain; }));
+  EXPECT_FALSE(stop(262144, 16, [](Problem* p) { p->batch_invariant = true; }));
 }
 
 /// What a cut sequence takes does not grow with short ones beside it: those have no states.

@@ -164,6 +164,10 @@ TEST_F(Cli, PlanTextAndReasons) {
     EXPECT_NE(plan.out.find(text), std::string::npos) << text;
   EXPECT_NE(kda("plan --heads 8 --seq-lens 65536 --device cpu").out.find("cpu.blocked"),
             std::string::npos);
+  // Gates as logarithms may be positive: then a transition must not stop.
+  const std::string stop = "transitions stop", longer = "plan --heads 16 --seq-lens 256K --gate ";
+  EXPECT_NE(kda(longer + "softplus").out.find(stop), std::string::npos);
+  EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
 }
 
 TEST_F(Cli, BenchPrintsRates) {
@@ -331,6 +335,7 @@ TEST_F(Cli, BadCommandLines) {
       "plan --heads 0 --seq-lens 8",
       "plan --heads 8 --value-heads 3 --seq-lens 8",
       "plan --heads 8 --seq-lens 8 --sms 0",
+      "plan --heads 8 --seq-lens 8 --gate none",
       "plan --heads 8 --seq-lens 8 --key-dim 512",
       "plan --heads 8 --seq-lens 99999999999",
       "plan --heads 8 --seq-lens 8 --context-parallel x",

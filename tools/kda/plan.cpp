@@ -12,7 +12,7 @@ namespace kda::tools {
 namespace {
 
 struct PlanCommand {
-  std::string seq_lens, context_parallel = "auto", device = "cuda";
+  std::string seq_lens, context_parallel = "auto", device = "cuda", gate = "bounded";
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128;
   int32_t num_sms = 132, num_threads = 0;
   bool batch_invariant = false, explain = false, json = false;
@@ -30,6 +30,10 @@ struct PlanCommand {
     p.key_dim = key_dim;
     p.value_dim = value_dim;
     p.qk_l2norm = true;
+    if (gate != "log") p.beta_mode = BetaMode::kSigmoid;
+    if (gate == "bounded") p.gate_mode = GateMode::kBounded;
+    if (gate == "softplus") p.gate_mode = GateMode::kSoftplus;
+    if (gate != "log") p.A_log = contiguous(DType::kFloat32, {p.num_value_heads});
     p.batch_invariant = batch_invariant;
     const int64_t T = p.num_tokens, HV = p.num_value_heads;
     p.q = p.k = contiguous(DType::kBFloat16, {1, T, num_heads, key_dim});
@@ -59,6 +63,10 @@ void add_plan(CLI::App& app) {
   sub->add_option("--sms", c->num_sms, "Multiprocessors of the GPU")->capture_default_str();
   sub->add_option("--device", c->device, "Plan for a GPU or for this CPU")
       ->check(CLI::IsMember({"cuda", "cpu"}))
+      ->capture_default_str();
+  sub->add_option("--gate", c->gate,
+                  "How gates and beta come: bounded or softplus logits, or log (beta as it is)")
+      ->check(CLI::IsMember({"bounded", "softplus", "log"}))
       ->capture_default_str();
   sub->add_option("--threads", c->num_threads, "CPU threads (sizes the workspace)");
   sub->add_option("--context-parallel", c->context_parallel,

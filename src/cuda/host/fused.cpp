@@ -93,6 +93,11 @@ FusedUnit* units_of(const stage::Call& call) {
   return reinterpret_cast<FusedUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
 }
 
+/// Of transitions that may stop early; else null.
+int64_t* alive_of(const stage::Call& call) {
+  return call.plan->transitions_stop ? find<int64_t>(call, block::kAliveTokens) : nullptr;
+}
+
 /// Of the segments of a sequence behind its first one.
 int64_t most_behind_first(const Plan& plan) {
   int64_t most = 0;
@@ -123,12 +128,14 @@ uint64_t new_key() {
   return x ^ x >> 31;
 }
 
-/// Without a line: each sequence as it is.
-Status launch(const stage::Call& call, const Maps& maps, Line line, FusedPrefillArgs* args) {
+/// Without a line: each sequence as it is. `apart`: transitions at its end that are not in line.
+Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apart,
+              FusedPrefillArgs* args) {
   const Problem& p = call.problem;
   std::vector<int64_t> words;
   if ((args->num_units = line.size()) > 0) {
     args->units = units_of(call);
+    args->num_in_line = args->num_units - apart;
     words = words_of(call, line.close());
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
@@ -153,7 +160,7 @@ Status forward(const stage::Forward& f) {
   for (std::size_t n = 0; n < f.segments.size(); ++n)
     line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
   args.states_in = f.states_in;
-  return launch(f.call, maps, std::move(line), &args);
+  return launch(f.call, maps, std::move(line), 0, &args);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -172,7 +179,9 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.M = scan.M;
   args.B = scan.B;
   args.starts = find<float>(call, block::kSegmentStates);
-  return launch(call, maps, scan_line(scan), &args);
+  args.alive = alive_of(call);
+  const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
+  return launch(call, maps, scan_line(scan), scan.Qt && args.alive ? behind : 0, &args);
 }
 
 /// After a scan with outputs, which has written the start states of second segments: nothing to do
@@ -213,6 +222,7 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.B = correct.B;
   args.states_in = correct.states_in;
   args.offsets = offsets_behind_first(call);
+  args.alive = alive_of(call);
   args.final_state =
       state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
   const auto segments = static_cast<int64_t>(correct.segments.size());

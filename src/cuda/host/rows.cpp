@@ -107,7 +107,9 @@ bool add_fused_segments(Plan& plan) {
   const auto rows = static_cast<std::size_t>(p.batch * p.num_tokens) * heads;
   const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords;
   const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
+  const std::size_t stop = plan.transitions_stop ? (plan.segments.size() - N) * heads : 0;
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
+         plan::add_block(plan, block::kAliveTokens, stop, sizeof(int64_t)) &&
          plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, sm90::kFusedRowBytes);
 }
 
@@ -174,6 +176,7 @@ const stage::Implementation kFused = {.name = "cuda.sm90.fused",
                                       .segment_merge = fused::segment_merge,
                                       .segment_correct = fused::segment_correct,
                                       .decline_one_pass = decline_one_pass,
+                                      .look_tokens = sm90::kLookTokens,
                                       .add_blocks = add_fused,
                                       .min_compute_capability = 90,
                                       .max_compute_capability = 90,

@@ -26,6 +26,28 @@ __device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
   return address;
 }
 
+/// To where `target` lies in block `rank`.
+__device__ __forceinline__ void store_in(const float* target, float x, int rank) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(target, rank)), "f"(x)
+               : "memory");
+}
+/// At the barrier of block `rank`: what this thread wrote before is seen after wait_for_cluster().
+__device__ __forceinline__ void arrive_in(Mbarrier& barrier, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   address_in(&barrier, rank))
+               : "memory");
+}
+__device__ __forceinline__ void wait_for_cluster(Mbarrier& barrier, int parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
+        "selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+}
+
 /// Barriers of block `rank`; where they are is computed once.
 class RemoteBarriers {
  public:

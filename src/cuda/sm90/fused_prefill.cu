@@ -31,6 +31,7 @@ __device__ void init_barriers(Ring& ring) {
     ptx::mbarrier_init(ring.done[i], 128);
     ptx::mbarrier_init(ring.peer_done[i], 4);
   }
+  for (ptx::Mbarrier& there : ring.looks.there) ptx::mbarrier_init(there, Looks::kWarps);
   for (Workshop& each : ring.workshops) {
     ptx::mbarrier_init(each.meet, 64);
     ptx::mbarrier_init(each.half, 32);
@@ -50,7 +51,7 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
   find_share<kSegments>(a, ring.share, ring.longest);
   ptx::cluster_sync();
   Course& course = ring.courses[warp];
-  if (threadIdx.x % 32 == 0) course.share = ring.share;
+  if (threadIdx.x % 32 == 0) course.share = ring.share, course.part.piece = Part::kNoPiece;
   __syncwarp();
   if (warp < 4) {
     ptx::take_registers<kConsumerRegisters>();

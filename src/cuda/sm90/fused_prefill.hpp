@@ -22,6 +22,10 @@ enum class FusedState : int64_t {
   kTransition,  ///< the identity, with v = 0: outputs to Qt; M
 };
 
+/// After every so many tokens a transition that may stop early is looked at.
+inline constexpr int64_t kLookTokens = 1024;
+static_assert(kLookTokens % (2 * kFusedRun) == 0);
+
 /// What a cluster does one head at a time: a sequence, or a segment of one.
 struct FusedUnit {
   Span span;
@@ -42,8 +46,12 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
 
   const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
   int64_t num_units = 0;
-  float* starts = nullptr;  ///< like B: states after first segments, where second ones read them
-  void* Qt = nullptr;       ///< outputs of kTransition, like o, whose strides it has
+  /// The units behind these are transitions that stop where M is small, at most one stream of them
+  /// a cluster, which runs it after its share of the line.
+  int64_t num_in_line = 0;
+  float* starts = nullptr;   ///< like B: states after first segments, where second ones read them
+  void* Qt = nullptr;        ///< outputs of kTransition, like o, whose strides it has
+  int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
   int64_t shares = 0;  ///< clusters: at most one a stream
   /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2], in

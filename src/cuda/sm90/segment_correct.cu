@@ -24,6 +24,8 @@ constexpr int kGroup = 32, kGroups = kK / kGroup;  // channels or columns that a
 constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
 constexpr int kFinalParts = kK / kTokens * kGroups;  // blocks of a final state
 constexpr int kBlocksPerSm = 3;
+constexpr int64_t kTypicallyAlive = 8192;   // tokens, of transitions that may stop early
+static_assert(kLookTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
 struct Correct {
   const SegmentCorrectArgs& a;
@@ -139,14 +141,15 @@ struct Correct {
       at[1] = at[0] + 8 * c.a.o.stride_t;
       valid[0] = token < span.end, valid[1] = token + 8 < span.end;
     }
-    __device__ void load(const void* base, uint4 (&x)[kGroups][2]) const {
+    __device__ void load(const void* base, uint4 (&x)[kGroups][2], bool there = true) const {
 #pragma unroll
       for (int group = 0; group < kGroups; ++group)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          x[group][i] = valid[i] ? *reinterpret_cast<const uint4*>(static_cast<const T*>(base) +
-                                                                   at[i] + group * kGroup)
-                                 : uint4{};
+          x[group][i] = valid[i] && there
+                            ? *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at[i] +
+                                                              group * kGroup)
+                            : uint4{};
     }
     /// Rows of zeros add nothing to a finite state. Row by row: what others are must not change the
     /// bits of one.
@@ -173,17 +176,18 @@ struct Correct {
     int64_t first = span.begin + place / HV / a.num_units * a.block_tokens;
     const int64_t end = min(first + a.block_tokens, span.end);
     if (first >= end) return;
+    const int64_t alive = a.alive ? a.alive[unit.segment * HV + head] : end;
     uint4 q[kGroups][2], o[kGroups][2];
     Rows rows(*this, span, head, first);
-    rows.load(a.Qt, q);
+    rows.load(a.Qt, q, first < alive);
     const bool finite = load_state(a.states_in + matrix_of(unit.segment, head));
-    while (true) {
+    while (first < alive || !finite) {
       rows.keep_those_that_add(q, finite);
       rows.load(a.o.base, o);
       if (rows.any()) add_missing(rows, q, o);
       if ((first += kTokens) >= end) return;
       rows = Rows(*this, span, head, first);
-      rows.load(a.Qt, q);
+      rows.load(a.Qt, q, first < alive);
     }
   }
   __device__ void add_missing(const Rows& rows, const uint4 (&q)[kGroups][2],
@@ -272,7 +276,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& where) {
   // S_in of a block is as much as 85 tokens: as many of them as leave one round of blocks.
   const int64_t streams = args.num_units * args.shape.HV;
-  const int64_t tiles = (args.longest + kTokens - 1) / kTokens;
+  const int64_t longest = args.alive ? std::min(args.longest, kTypicallyAlive) : args.longest;
+  const int64_t tiles = (longest + kTokens - 1) / kTokens;
   const int64_t blocks = num_sms * kBlocksPerSm;
   args.block_tokens = std::max<int64_t>(2, (tiles * streams + blocks - 1) / blocks) * kTokens;
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;

@@ -21,6 +21,8 @@ struct SegmentCorrectArgs {
   const float* B = nullptr;          ///< [segments, HV, K, V]
   const float* states_in = nullptr;  ///< the same
   const int64_t* offsets = nullptr;  ///< [N + 1] such segments before each sequence
+  /// [segments, HV] tokens before which Qt is there: behind them it is as zeros. Null: all.
+  const int64_t* alive = nullptr;
   StateView final_state;
 
   int64_t block_tokens = 0;  ///< of a segment, a block: set by the launch

@@ -177,6 +177,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     stops.in_part = true;
     stops.num_runs = stops.left = runs_of(part);
     if (a.checkpoints.base) find_checkpoint(stops);
+    if (kSegments && part.piece > 0) return;  // the state goes on
     if (part.taken_over)
       take_over();
     else if (kSegments &&
@@ -208,6 +209,19 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     const int64_t matrix = ptx::opaque((n * a.shape.HV + head) * (kK * kK));
     this->for_each_state(base + matrix, kK, 1, [](float x, float& to) { to = x; });
   }
+  /// After a piece of a transition that may stop early.
+  __device__ void look(const Part& part, Looks& looks) {
+    if (unit_of(fused, fused.num_in_line + share_number() / a.shape.HV).span.end > part.span.end) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kTiles * 4; ++i)
+        sum = fmaf(state[i / 4][i % 4], state[i / 4][i % 4], sum);
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
+      looks.put(part.piece, column / 16, sum);
+    }
+    if (column == 0 && lane == 0) fused.alive[part.segment * a.shape.HV + head] = part.span.end;
+  }
   __device__ static int to_runs(int64_t tokens) {
     return static_cast<int>(min(tokens / kRun, int64_t{1} << 30));
   }
@@ -236,7 +250,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   }
   /// Before the first part, after the last run of one, or after a run that a checkpoint is due
   /// after. Runs until the next stop; 0: all is done.
-  __device__ int stop(Course& course, Stops& shared) {
+  __device__ int stop(Course& course, Stops& shared, Looks& looks) {
     Stops stops = shared;
     if (stops.in_part) {
       take(course.part);
@@ -244,8 +258,15 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
       if (a.checkpoints.base && (stops.to_checkpoint -= stops.until) == 0) store_checkpoint(stops);
     }
     while (stops.left == 0) {  // an empty sequence has no runs
-      if (stops.in_part) end(course.part);
-      if (!next_part<kSegments>(fused, course)) return 0;
+      const bool piece = kSegments && stops.in_part && course.part.piece != Part::kNoPiece;
+      if (piece)
+        look(course.part, looks);
+      else if (stops.in_part)
+        end(course.part);
+      if (!next_part<kSegments>(fused, course, looks)) {
+        if (piece) end(course.part);
+        return 0;
+      }
       begin(course.part, stops);
     }
     stops.until = a.checkpoints.base ? min(stops.left, stops.to_checkpoint) : stops.left;
@@ -295,7 +316,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     const ptx::RemoteBarriers peer_done(ring.peer_done, 1 - rank);
     const int theirs = lane == 0 ? 1 - rank : kHalves;  // stages: one lane tells their maker
     for (unsigned run = 0;;) {
-      int until = stop(course, ring.stops[warp]);
+      int until = stop(course, ring.stops[warp], ring.looks);
       ptx::named_sync<128>(1);
       if (until == 0) return;
       ptx::renew(state, gridDim.z - 1);

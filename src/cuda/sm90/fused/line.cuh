@@ -8,10 +8,16 @@
 // over comes to it after the other cluster has handed it on. Shares go to clusters in reverse, so
 // that a cluster waits only for one launched before it. Results do not depend on shares: a state is
 // handed on in fp32, between runs.
+//
+// Transitions that may stop early are not in that line: nobody knows how long they are. A cluster
+// runs one of them after its share, in pieces. After each piece the consumers of both blocks say
+// how large M is. Where it was small there is no piece after the next one: that one is on its way,
+// and so no warp waits.
 #pragma once
 
 #include <type_traits>
 
+#include "cuda/ptx/cluster.cuh"
 #include "cuda/sm90/fused_prefill.hpp"
 #include "cuda/tile/chunk_map.cuh"
 
@@ -23,6 +29,31 @@ struct Part {
   int64_t segment, head;
   FusedState state;
   bool taken_over, handed_on;  // the state comes from another cluster, goes to one
+  int piece;                   // number, of a transition that may stop early; else kNoPiece
+  static constexpr int kNoPiece = -1;
+};
+
+/// How large M is after pieces: of each warp of both consumers, the sum of its squares.
+struct Looks {
+  static constexpr int kWarps = 4 * FusedPrefillArgs::kCluster;
+  float squares[2][kWarps];  // of every second piece
+  ptx::Mbarrier there[2];    // all are
+
+  /// By a whole warp of a consumer, `warp` of both blocks' ones.
+  __device__ void put(int piece, int warp, float sum) {
+    const int slot = piece % 2, rank = static_cast<int>(threadIdx.x % 32);
+    if (rank >= static_cast<int>(FusedPrefillArgs::kCluster)) return;
+    ptx::store_in(&squares[slot][warp], sum, rank);
+    ptx::arrive_in(there[slot], rank);
+  }
+  /// |M|_F <= 2^-20 (stage/segment.hpp says where that is enough).
+  __device__ bool small_after(int piece) {
+    const int slot = piece % 2;
+    ptx::wait_for_cluster(there[slot], piece / 2 % 2);
+    float sum = 0;
+    for (const float x : squares[slot]) sum += x;
+    return sum <= 0x1p-40f;
+  }
 };
 
 /// Of a cluster: where it begins, and how much of the line is left of it.
@@ -59,10 +90,10 @@ __device__ inline const FusedUnit& unit_of(const FusedPrefillArgs& a, int64_t n)
   return static_cast<const UnitArgs&>(a).unit(n);
 }
 
-/// kSegments: whether there are units of the caller; else one a sequence.
+/// Units in the line. kSegments: whether they are of the caller; else one a sequence.
 template <bool kSegments>
-__device__ inline int64_t units_of(const FusedPrefillArgs& a) {
-  return kSegments ? a.num_units : a.map.num_sequences;
+__device__ inline int64_t units_in_line(const FusedPrefillArgs& a) {
+  return kSegments ? a.num_in_line : a.map.num_sequences;
 }
 /// Chunks and costs of the units before `n`, one head.
 template <bool kSegments>
@@ -80,9 +111,9 @@ __device__ inline int64_t stream_length(const FusedPrefillArgs& a, int64_t n) {
 template <bool kSegments>
 __device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t head) {
   if constexpr (!kSegments)
-    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false};
+    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false, Part::kNoPiece};
   const FusedUnit& unit = unit_of(a, n);
-  return {unit.span, unit.segment, head, unit.state, false, false};
+  return {unit.span, unit.segment, head, unit.state, false, false, Part::kNoPiece};
 }
 /// Number of this cluster's share.
 __device__ inline int64_t share_number() {
@@ -92,7 +123,7 @@ __device__ inline int64_t share_number() {
 /// By all threads of a block; `share` is in shared memory.
 template <bool kSegments>
 __device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
-  const int64_t N = units_of<kSegments>(a), HV = a.shape.HV, number = share_number(),
+  const int64_t N = units_in_line<kSegments>(a), HV = a.shape.HV, number = share_number(),
                 shares = gridDim.x / FusedPrefillArgs::kCluster;
   if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
@@ -129,12 +160,35 @@ struct Course {
   Part part;
 };
 
-/// By all lanes of a warp: the next part of the share. False: there is none.
+/// By all lanes of a warp: the first piece of a transition that may stop early, or the next one.
+/// False: there is none, and the course stays as it is.
+__device__ inline bool next_piece(const FusedPrefillArgs& a, Course& course, Looks& looks) {
+  Part part = course.part;
+  const int64_t unit = a.num_in_line + share_number() / a.shape.HV;
+  __syncwarp();
+  if (unit >= a.num_units) return false;
+  const int64_t end = unit_of(a, unit).span.end;
+  if (part.piece == Part::kNoPiece) {
+    part = whole_of<true>(a, unit, share_number() % a.shape.HV);
+    part.piece = 0;
+  } else {
+    if (part.span.end == end || (part.piece > 0 && looks.small_after(part.piece - 1))) return false;
+    part.span.begin = part.span.end;
+    ++part.piece;
+  }
+  part.span.end = min(end, part.span.begin + kLookTokens);
+  if (threadIdx.x % 32 == 0) course.part = part;
+  __syncwarp();
+  return true;
+}
+
+/// By all lanes of a warp: the next part of the share, or what comes after it. False: there is
+/// none.
 template <bool kSegments>
-__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course) {
+__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course, Looks& looks) {
   Share share = course.share;
   __syncwarp();
-  while (share.left > 0 && share.unit < units_of<kSegments>(a)) {
+  while (share.left > 0 && share.unit < units_in_line<kSegments>(a)) {
     const int64_t length = stream_length<kSegments>(a, share.unit),
                   chunks = length - kFusedUnitCost;
     const int64_t rest = length - share.before;
@@ -155,6 +209,8 @@ __device__ inline bool next_part(const FusedPrefillArgs& a, Course& course) {
     __syncwarp();
     return true;
   }
+  if constexpr (kSegments)
+    if (a.num_in_line < a.num_units) return next_piece(a, course, looks);
   return false;
 }
 

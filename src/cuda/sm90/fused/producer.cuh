@@ -112,7 +112,7 @@ struct Producer : Scores<E, kGateMode, kSegments> {
 
   __device__ void run_all(Course& course) {
     int turn = 0;  // pair of warps that has the first runs of the part
-    while (next_part<kSegments>(a, course)) {
+    while (next_part<kSegments>(a, course, this->ring.looks)) {
       const Part& part = course.part;
       const int run = (pair + kPairs - turn) % kPairs * kHalves;
       this->begin(part, run);

@@ -92,6 +92,7 @@ struct Ring {
   ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];
   Share share;
   int longest;  // stream, while the share is looked for
+  Looks looks;
   Course courses[4 + 2 * kPairs];
   Stops stops[4];
 };

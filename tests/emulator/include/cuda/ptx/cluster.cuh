@@ -13,6 +13,13 @@ template <class Object>
 Object* in_block(Object& object, int rank) {
   return static_cast<Object*>(emulator::shared_pointer_in(shared_address(&object), rank));
 }
+inline void store_in(const float* target, float x, int rank) {
+  *static_cast<float*>(emulator::shared_pointer_in(shared_address(target), rank)) = x;
+}
+inline void arrive_in(Mbarrier& barrier, int rank) {
+  emulator::mbarrier_arrive(in_block(barrier, rank)->state, 0);
+}
+inline void wait_for_cluster(Mbarrier& barrier, int parity) { mbarrier_wait(barrier, parity); }
 class RemoteBarriers {
  public:
   RemoteBarriers(Mbarrier* first, int rank) : first_(in_block(*first, rank)) {}
