@@ -25,7 +25,8 @@ struct SegmentScan {
   float* o_zero = nullptr;  ///< [B T, HV, V] outputs from S_in = 0
   void* Qt = nullptr;       ///< [B T, HV, K]
   /// [NSEG, HV] tokens for which Qt is set; past them |M|_F was small enough to drop M (2^-20 at
-  /// most), which is only done where the norm provably never grows (docs/planning.md).
+  /// most), which is only done where the norm provably never grows (docs/planning.md). Of the CPU:
+  /// a GPU keeps its own where Plan::transitions_stop says so.
   int64_t* alive_tokens = nullptr;
 };
 
