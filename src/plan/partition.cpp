@@ -21,29 +21,6 @@ constexpr std::initializer_list<double> kFirstSegments = {1, 1.15, 1.3, 1.5, 1.7
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/// Even segments whose transitions stop, in place of those of `partition`: predicted to gain where
-/// they stop as they do as a rule, and not to lose much where they never do. The predicted time.
-double let_transitions_stop(const Workload& work, const CostInput& in, const CostConstants& costs,
-                            double best, Partition* partition) {
-  const OnePassCosts& one = costs.one_pass;
-  const int64_t chunks =
-      ceil_div(*std::max_element(work.lengths.begin(), work.lengths.end()), kAutoChunk);
-  const double most = one.most_loss * best;
-  for (int64_t segments = 2; segments <= kAutoMaxSegments; ++segments) {
-    const int64_t length = ceil_div(chunks, segments), tokens = length * kAutoChunk;
-    if (tokens <= one.memory_tokens) break;
-    const double time = stopped_pass_us(in, costs, tokens, one.memory_tokens, work.look_tokens);
-    if (time >= one.minimum_step * best ||
-        stopped_pass_us(in, costs, tokens, tokens, work.look_tokens) > most)
-      continue;
-    best = time;
-    partition->segment_chunks = length;
-    partition->first_chunks = 0;
-    partition->transitions_stop = true;
-  }
-  return best;
-}
-
 struct ChunkCounts {
   int64_t total = 0;
   int64_t longest = 0;
@@ -64,6 +41,28 @@ Partition declined(Partition partition, std::string reason) {
   partition.segment_chunks = partition.first_chunks = 0;
   partition.reasons.push_back(std::move(reason));
   return partition;
+}
+
+/// Even segments whose transitions stop, in place of those of `partition`: predicted to gain where
+/// they stop as they do as a rule, and not to lose much where they never do. The predicted time.
+double let_transitions_stop(const Workload& work, const CostInput& in, const CostConstants& costs,
+                            double best, Partition* partition) {
+  const OnePassCosts& one = costs.one_pass;
+  const int64_t chunks = count_chunks(work, kAutoChunk).longest;
+  const double most = one.most_loss * best;
+  for (int64_t segments = 2; segments <= kAutoMaxSegments; ++segments) {
+    const int64_t length = ceil_div(chunks, segments), tokens = length * kAutoChunk;
+    if (tokens <= one.memory_tokens) break;
+    const double time = stopped_pass_us(in, costs, tokens, one.memory_tokens, work.look_tokens);
+    if (time >= one.minimum_step * best ||
+        stopped_pass_us(in, costs, tokens, tokens, work.look_tokens) > most)
+      continue;
+    best = time;
+    partition->segment_chunks = length;
+    partition->first_chunks = 0;
+    partition->transitions_stop = true;
+  }
+  return best;
 }
 
 }  // namespace

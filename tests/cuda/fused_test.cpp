@@ -10,6 +10,7 @@
 
 #include "core/convert.hpp"
 #include "cuda/gpu.hpp"
+#include "plan/ledger.hpp"
 
 namespace kda {
 namespace {
@@ -400,15 +401,10 @@ TEST_F(Fused, SegmentsInEveryRegime) {
 std::vector<int64_t> stops_of(test::OnDevice& call) {
   std::vector<unsigned char> workspace(call.workspace.size());
   call.workspace.download(workspace.data(), workspace.size());
-  std::vector<int64_t> tokens;
-  for (const WorkspaceBlock& block : call.plan.workspace)
-    if (block.name == "alive_tokens") {
-      const auto behind =
-          call.plan.segments.size() - static_cast<std::size_t>(call.plan.problem.num_sequences);
-      tokens.resize(behind * static_cast<std::size_t>(call.plan.problem.num_value_heads));
-      std::memcpy(tokens.data(), workspace.data() + block.offset, tokens.size() * sizeof(int64_t));
-    }
-  return tokens;
+  const auto* tokens = static_cast<const int64_t*>(
+      plan::find_block(call.plan, workspace.data(), plan::block::kAliveTokens));
+  const auto behind = static_cast<int64_t>(call.plan.segments.size()) - call.problem.num_sequences;
+  return {tokens, tokens + behind * call.problem.num_value_heads};
 }
 
 /// Of two heads the first one's gates are strong: seen after the first 1,024 tokens, before the
