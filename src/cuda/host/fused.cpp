@@ -140,6 +140,7 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
+  args->bounded = stage::transition_norm_never_grows(p);
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
   args->key = new_key();

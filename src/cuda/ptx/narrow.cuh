@@ -21,4 +21,24 @@ __device__ __forceinline__ float inverse_root(float x) {
   return y;
 }
 
+/// The largest absolute values of bf16 pairs, of the low and of the high halves; NaN where one is.
+__device__ __forceinline__ uint32_t max_of_pairs(const uint32_t (&x)[4]) {
+  uint32_t y;
+  asm("{.reg .b32 a, b, c, d; abs.bf16x2 a, %1; abs.bf16x2 b, %2; abs.bf16x2 c, %3;"
+      "abs.bf16x2 d, %4; max.NaN.bf16x2 a, a, b; max.NaN.bf16x2 c, c, d; max.NaN.bf16x2 %0, a, c;}"
+      : "=r"(y)
+      : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]));
+  return y;
+}
+/// A pair of fp16, the largest finite numbers in place of larger ones.
+__device__ __forceinline__ uint32_t pack_finite(float low, float high) {
+  uint32_t y;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+/// The largest of a warp's, for all of its lanes.
+__device__ __forceinline__ uint32_t max_of_warp(uint32_t x) {
+  return __reduce_max_sync(0xffffffff, x);
+}
+
 }  // namespace kda::cuda::ptx

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Warpgroup products with tiles of fewer than 64 rows (wgmma.cuh), bf16.
+// Warpgroup products with tiles of fewer than 64 rows (wgmma.cuh).
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -35,24 +35,32 @@ __device__ __forceinline__ void renew(float (&d)[kTiles][4], unsigned zero) {
 
 /// d [64, 32] += a [64, 16] b, where b^T is 32 rows and 16 columns of a tile; without kAccumulate
 /// d = a b.
-template <bool kAccumulate>
+template <class T, bool kAccumulate>
 __device__ __forceinline__ void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4],
                                               uint64_t b) {
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %21, 0; "
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, "
-      "p, 1, 1, 0;}"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate));
+#define KDA_WGMMA_32(type)                                                                        \
+  asm volatile(                                                                                   \
+      "{.reg .pred p; setp.ne.b32 p, %21, 0; "                                                    \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                                 \
+      " "                                                                                         \
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, "         \
+      "p, 1, 1, 0;}"                                                                              \
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), \
+        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), \
+        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAccumulate))
+  if constexpr (std::is_same_v<T, __half>)
+    KDA_WGMMA_32("f16");
+  else
+    KDA_WGMMA_32("bf16");
+#undef KDA_WGMMA_32
 }
 
 /// d [64, 128] += a [64, 16] b, where b is the 16 rows and all columns of a tile of 16 rows.
+template <class T>
 __device__ __forceinline__ void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4],
                                                  uint64_t b) {
-  wgmma_columns<__nv_bfloat16>(d, a, b);  // how far the next columns are is in the descriptor
+  wgmma_columns<T>(d, a, b);  // how far the next columns are is in the descriptor
 }
 
 }  // namespace kda::cuda::ptx

@@ -25,6 +25,7 @@ constexpr int kConsumerRegisters = 200, kProducerRegisters = 152;
 static_assert(128 * kConsumerRegisters + (kThreads - 128) * kProducerRegisters <=
               65536 / kThreads / 8 * 8 * kThreads);
 
+template <class Ring>
 __device__ void init_barriers(Ring& ring) {
   for (int i = 0; i < kStages; ++i) {
     ptx::mbarrier_init(ring.full[i], 64);
@@ -32,17 +33,17 @@ __device__ void init_barriers(Ring& ring) {
     ptx::mbarrier_init(ring.peer_done[i], 4);
   }
   for (ptx::Mbarrier& there : ring.looks.there) ptx::mbarrier_init(there, Looks::kWarps);
-  for (Workshop& each : ring.workshops) {
+  for (auto& each : ring.workshops) {
     ptx::mbarrier_init(each.meet, 64);
     ptx::mbarrier_init(each.half, 32);
   }
   ptx::mbarrier_init_fence();
 }
 
-template <class E, int kGateMode, bool kSegments>
+template <class Operand, class E, int kGateMode, bool kSegments>
 __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(kThreads, 1)
     fused_prefill_kernel(const __grid_constant__ ArgsOf<kSegments> a) {
-  Ring& ring = *reinterpret_cast<Ring*>(ptx::dynamic_shared());
+  auto& ring = *reinterpret_cast<Ring<Operand, E>*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers(ring);
   ptx::wait_for_launches_before();
@@ -55,28 +56,37 @@ __global__ void __cluster_dims__(FusedPrefillArgs::kCluster) __launch_bounds__(k
   __syncwarp();
   if (warp < 4) {
     ptx::take_registers<kConsumerRegisters>();
-    Consumer<kSegments>(a).run_all(ring, course, warp);
+    Consumer<Operand, kSegments>(a).run_all(ring, course, warp);
   } else {
     ptx::give_registers<kProducerRegisters>();
-    Producer<E, kGateMode, kSegments>(a, ring, ptx::cluster_rank(), (warp - 4) / 2,
-                                      threadIdx.x % 64)
+    Producer<Operand, E, kGateMode, kSegments>(a, ring, ptx::cluster_rank(), (warp - 4) / 2,
+                                               threadIdx.x % 64)
         .run_all(course);
   }
   ptx::cluster_sync();  // the other block may still write here
 }
 
-template <class E, int kGateMode, bool kSegments>
+template <class Operand, class E, int kGateMode, bool kSegments>
 Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
-  return launch_kernel("fused_prefill", fused_prefill_kernel<E, kGateMode, kSegments>,
-                       args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring), where,
-                       args);
+  return launch_kernel("fused_prefill", fused_prefill_kernel<Operand, E, kGateMode, kSegments>,
+                       args.shares * FusedPrefillArgs::kCluster, kThreads, sizeof(Ring<Operand, E>),
+                       where, args);
+}
+
+/// Operands are fp16 where factors are bounded: not those of gates that come as logarithms. With
+/// gates in fp32 there is no room for another set of rows.
+template <class E, int kGateMode, bool kSegments>
+Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
+  if constexpr (kGateMode != 0 && std::is_same_v<E, __nv_bfloat16>)
+    if (args.bounded) return launch<__half, E, kGateMode, kSegments>(args, where);
+  return launch<__nv_bfloat16, E, kGateMode, kSegments>(args, where);
 }
 
 template <class E, bool kSegments>
 Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
-  if (args.gate.gate_mode == 0) return launch<E, 0, kSegments>(args, where);
-  if (args.gate.gate_mode == 1) return launch<E, 1, kSegments>(args, where);
-  return launch<E, 2, kSegments>(args, where);
+  if (args.gate.gate_mode == 0) return launch_operand<E, 0, kSegments>(args, where);
+  if (args.gate.gate_mode == 1) return launch_operand<E, 1, kSegments>(args, where);
+  return launch_operand<E, 2, kSegments>(args, where);
 }
 
 template <bool kSegments>

@@ -43,6 +43,7 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   static constexpr unsigned kCluster = 2;    ///< blocks: the halves of V share factors
   RowView q, k, v, g, beta;
   GateView gate;
+  bool bounded = false;  ///< no factor and no decay is above 1: operands may be fp16
 
   const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
   int64_t num_units = 0;
@@ -54,14 +55,15 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
   int64_t shares = 0;  ///< clusters: at most one a stream
-  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2], in
-  /// the order of the threads that hold them; and words that say which are there: [shares, 2, 4].
-  /// A word has the key where its state is there; who takes the state over clears it.
+  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2 + 2 *
+  /// 128], in the order of the threads that hold them, and what scales them; and words that say
+  /// which are there: [shares, 2, 4]. A word has the key where its state is there; who takes the
+  /// state over clears it.
   float* handed = nullptr;
   uint64_t* handed_flags = nullptr;
   uint64_t key = 0;  ///< of this launch: what no word has before
 };
-inline constexpr std::size_t kFusedStateBytes = 128 * 128 * sizeof(float);
+inline constexpr std::size_t kFusedStateBytes = (128 * 128 + 2 * 2 * 128) * sizeof(float);
 inline constexpr std::size_t kFusedRowBytes = 128 * 2;  ///< of o and Qt, a head
 inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint64_t);
 

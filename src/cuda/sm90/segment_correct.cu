@@ -27,6 +27,8 @@ constexpr int kBlocksPerSm = 3;
 constexpr int64_t kTypicallyAlive = 8192;   // tokens, of transitions that may stop early
 static_assert(kLookTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
+/// kStop: transitions may have stopped before their segments end.
+template <bool kStop>
 struct Correct {
   const SegmentCorrectArgs& a;
   T* state;  // [K, V], pieces of 8 columns swizzled
@@ -176,18 +178,18 @@ struct Correct {
     int64_t first = span.begin + place / HV / a.num_units * a.block_tokens;
     const int64_t end = min(first + a.block_tokens, span.end);
     if (first >= end) return;
-    const int64_t alive = a.alive ? a.alive[unit.segment * HV + head] : end;
+    const int64_t alive = kStop ? a.alive[unit.segment * HV + head] : end;
     uint4 q[kGroups][2], o[kGroups][2];
     Rows rows(*this, span, head, first);
-    rows.load(a.Qt, q, first < alive);
+    rows.load(a.Qt, q, !kStop || first < alive);
     const bool finite = load_state(a.states_in + matrix_of(unit.segment, head));
-    while (first < alive || !finite) {
+    while (!kStop || first < alive || !finite) {
       rows.keep_those_that_add(q, finite);
       rows.load(a.o.base, o);
       if (rows.any()) add_missing(rows, q, o);
       if ((first += kTokens) >= end) return;
       rows = Rows(*this, span, head, first);
-      rows.load(a.Qt, q, first < alive);
+      rows.load(a.Qt, q, !kStop || first < alive);
     }
   }
   __device__ void add_missing(const Rows& rows, const uint4 (&q)[kGroups][2],
@@ -260,9 +262,10 @@ __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
   return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts : 0;
 }
 
+template <bool kStop>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
-  const Correct correct{a, reinterpret_cast<T*>(ptx::dynamic_shared())};
+  const Correct<kStop> correct{a, reinterpret_cast<T*>(ptx::dynamic_shared())};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks(a));
   ptx::wait_for_launches_before();
   if (state_place >= 0)
@@ -281,7 +284,8 @@ Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const La
   const int64_t blocks = num_sms * kBlocksPerSm;
   args.block_tokens = std::max<int64_t>(2, (tiles * streams + blocks - 1) / blocks) * kTokens;
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
-  return launch_kernel("segment_correct", segment_correct_kernel,
+  return launch_kernel("segment_correct",
+                       args.alive ? segment_correct_kernel<true> : segment_correct_kernel<false>,
                        state_blocks(args) + streams * parts, kThreads,
                        kK * kV * static_cast<int>(sizeof(T)), where, args);
 }

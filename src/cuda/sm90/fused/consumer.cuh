@@ -4,33 +4,53 @@
 #pragma once
 
 #include "cuda/ptx/flag.cuh"
+#include "cuda/ptx/narrow.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma_run.cuh"
-#include "cuda/sm80/chain.cuh"
 #include "cuda/sm90/fused/line.cuh"
+#include "cuda/sm90/fused/scale.cuh"
 #include "cuda/sm90/fused/shared.cuh"
 
 namespace kda::cuda::sm90::fused {
 
-template <bool kSegments>
-struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
-  using Base = delta_h::Chain<T, kK, DeltaUse::kForward>;
+template <class Operand, bool kSegments>
+struct Consumer : ScaledState<Operand> {
+  using Base = ScaledState<Operand>;
+  using Base::a;
+  using Base::column;
+  using Base::fused;
+  using Base::has_room;
+  using Base::head;
+  using Base::kLarge;
+  using Base::kSteps;
+  using Base::kTiles;
+  using Base::lane;
+  using Base::look_at_scale;
+  using Base::most_of;
+  using Base::piece_of;
+  using Base::rescale;
+  using Base::round_pairs;
+  using Base::scale;
+  using Base::scale_back;
+  using Base::span;
+  using Base::state;
+  using Base::store_to;
+  using Base::take_room;
+  using Base::tile_column;
+  using Base::transition;
+  using Base::unit;
 
-  const FusedPrefillArgs& fused;
-  const int lane;  // out of a shuffle: else the thread's index is asked for in every run
+  __device__ explicit Consumer(const FusedPrefillArgs& args) : Base(args) {}
 
-  __device__ explicit Consumer(const FusedPrefillArgs& args)
-      : Base(args), fused(args), lane(__shfl_sync(0xffffffff, Base::lane, Base::lane)) {}
-
-  /// Factors of this lane's tokens: 2j, 2j + 1 of each 8.
-  struct Factors {
+  /// TokenFactors of this lane's tokens: 2j, 2j + 1 of each 8.
+  struct TokenFactors {
     float2 x[2];
-    __device__ __forceinline__ Factors(uint32_t at, int lane) {
+    __device__ __forceinline__ TokenFactors(uint32_t at, int lane) {
       const float4 four = ptx::load_shared_four(at + lane % 4 * 16);
       x[0] = {four.x, four.y}, x[1] = {four.z, four.w};
     }
   };
-  __device__ __forceinline__ static void multiply(float (*x)[4], const Factors& factor) {
+  __device__ __forceinline__ static void multiply(float (*x)[4], const TokenFactors& factor) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       x[n][0] *= factor.x[n].x, x[n][1] *= factor.x[n].y;
@@ -45,31 +65,34 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     for (int i = 0; i < kSteps; ++i) round_pairs(state[2 * i], state[2 * i + 1], rounded[i]);
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
     ptx::wgmma_fence();
-    ptx::wgmma_32_rows<false>(pq, rounded[0], rows);
+    ptx::wgmma_32_rows<Operand, false>(pq, rounded[0], rows);
 #pragma unroll
     for (int i = 1; i < kSteps; ++i)
-      ptx::wgmma_32_rows<true>(pq, rounded[i], ptx::next_columns_of<2 * kRun>(rows, i * 16));
+      ptx::wgmma_32_rows<Operand, true>(pq, rounded[i],
+                                        ptx::next_columns_of<2 * kRun>(rows, i * 16));
     ptx::wgmma_commit();
   }
 
   /// A square of a stage as B operand of 16 tokens.
   __device__ __forceinline__ void load_square(uint32_t at, uint32_t (&x)[4]) const {
-    ptx::ldmatrix_x4(x, at + (lane % 8 + lane / 16 * 8) * kSquare * 2 + lane / 8 % 2 * 16);
+    ptx::ldmatrix_x4(x, at + square_place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8) * 2);
   }
+  template <class Item = Operand>
   __device__ __forceinline__ static void add_product(float (*d)[4], const uint32_t (&x)[4],
                                                      const uint32_t (&square)[4]) {
-    ptx::mma_16816<T>(d[0], x, square[0], square[1]);
-    ptx::mma_16816<T>(d[1], x, square[2], square[3]);
+    ptx::mma_16816<Item>(d[0], x, square[0], square[1]);
+    ptx::mma_16816<Item>(d[1], x, square[2], square[3]);
   }
 
   /// Conditions of keep_order(): never true, each one different, else the compiler drops all fences
   /// but the first. Votes: where lanes could differ, descriptors would leave uniform registers.
   struct Never {
-    bool after_products, after_wait, after_errors;
+    bool after_products, after_wait, after_errors, after_outputs;
     __device__ __forceinline__ explicit Never(int runs)
         : after_products(__any_sync(0xffffffff, runs == -1)),
           after_wait(__any_sync(0xffffffff, runs == -2)),
-          after_errors(__any_sync(0xffffffff, runs == -3)) {}
+          after_errors(__any_sync(0xffffffff, runs == -3)),
+          after_outputs(__any_sync(0xffffffff, runs == -5)) {}
   };
 
   /// A half of this lane's.
@@ -78,8 +101,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     constexpr int kCount = kTiles / 4;
 #pragma unroll
     for (int i = kHalf * kCount; i < (kHalf + 1) * kCount; ++i)
-      gamma[i] =
-          ptx::load_shared_four(at + offsetof(Stage, gamma) + lane % 4 * kGammaStride * 4 + i * 16);
+      gamma[i] = ptx::load_shared_four(at + offsetof(Factors, gamma) + lane % 4 * kGammaStride * 4 +
+                                       i * 16);
   }
   __device__ __forceinline__ void decay(const float4 (&gamma)[kTiles / 2]) {
 #pragma unroll
@@ -91,78 +114,180 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     }
   }
 
-  /// `at`: a stage; `values`: v, then o in its place. P and Q times kAnchor are rows' products.
-  ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
-  ///   S = Diag(gamma) S + kg^T vn
-  /// Four warps load at the same time: what loads while the rows are multiplied is no more than the
-  /// products take, the rest comes where warps wait for something else.
-  __device__ __forceinline__ void run_one(const Never& never, uint32_t at, uint32_t values) {
-    const uint32_t piece =
-        values + static_cast<uint32_t>(sizeof(T)) *
-                     swizzled_in<kRun>(lane % 8 + lane / 16 * 8, tile_column / 8 + lane / 8 % 2);
-    uint32_t v[4], inverse[4], Aqk[4];
-    ptx::ldmatrix_x4_trans(v, piece);
-    load_square(at + offsetof(Stage, inverse), inverse);
-    const Factors k_norm(at + offsetof(Stage, k_norm), lane);
+  // ---- a run -----------------------------------------------------------------------------------
 
-    float pq[4][4], error[2][4];
-    multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Stage, rows)), pq);
-    ptx::keep_order(never.after_products);
-    float4 gamma[kTiles / 2];
-    load_gammas<0>(at, gamma);
-    load_square(at + offsetof(Stage, Aqk), Aqk);
-    const Factors k_beta(at + offsetof(Stage, k_beta), lane);
-
-    ptx::wgmma_wait<0>();
-    ptx::hold(pq);
-    ptx::keep_order(never.after_wait);
-    load_gammas<1>(at, gamma);
-    const Factors q_norm(at + offsetof(Stage, q_norm), lane),
-        diag(at + offsetof(Stage, diag), lane);
+  /// v - k_norm P.
+  __device__ __forceinline__ static void subtract(const uint32_t (&v)[4], const float (*P)[4],
+                                                  const TokenFactors& k_norm,
+                                                  float (&error)[2][4]) {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const float2 upper = ptx::unpack<T>(v[2 * n]), lower = ptx::unpack<T>(v[2 * n + 1]);
       const float2 norm = k_norm.x[n];
-      error[n][0] = upper.x - norm.x * pq[n][0];
-      error[n][1] = upper.y - norm.y * pq[n][1];
-      error[n][2] = lower.x - norm.x * pq[n][2];
-      error[n][3] = lower.y - norm.y * pq[n][3];
+      error[n][0] = upper.x - norm.x * P[n][0];
+      error[n][1] = upper.y - norm.y * P[n][1];
+      error[n][2] = lower.x - norm.x * P[n][2];
+      error[n][3] = lower.y - norm.y * P[n][3];
     }
-    uint32_t z[4], vn[4], low[4];
-    round_pairs(error[0], error[1], z);
+  }
+  /// q_norm (sum + diag error).
+  __device__ __forceinline__ void put_outputs(const float (*sum)[4], const float (&error)[2][4],
+                                              TokenFactors q_norm, const TokenFactors& diag,
+                                              uint32_t piece) const {
+    if constexpr (kHalf<Operand>)
+#pragma unroll
+      for (float2& x : q_norm.x) x.x *= scale_back(), x.y *= scale_back();
+    float o[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      o[n][0] = sum[n][0] + diag.x[n].x * error[n][0];
+      o[n][1] = sum[n][1] + diag.x[n].y * error[n][1];
+      o[n][2] = sum[n][2] + diag.x[n].x * error[n][2];
+      o[n][3] = sum[n][3] + diag.x[n].y * error[n][3];
+    }
+    multiply(o, q_norm);
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      pairs[i] = ptx::pack<T>(o[i / 2][i % 2 * 2], o[i / 2][i % 2 * 2 + 1]);
+    ptx::stmatrix_x4_trans(piece, pairs);
+  }
+
+  /// `at`: tiles of a stage; `factors`: its others; `values`: v, then o in its place. P and Q times
+  /// kAnchor are rows' products, pq.
+  ///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
+  ///   S = Diag(gamma) S + kg^T vn
+  /// Four warps load at the same time: what loads while the rows are multiplied is no more than the
+  /// products take, the rest comes where warps wait for something else. False, in fp16: there is no
+  /// room for another run, or v is large.
+  __device__ __forceinline__ bool run_one(const Never& never, uint32_t at, uint32_t factors,
+                                          uint32_t values, uint32_t (&v)[4], float (&pq)[4][4]) {
+    const uint32_t piece = piece_of(values);
+    uint32_t inverse[4], Aqk[4];
+    ptx::ldmatrix_x4_trans(v, piece);
+    load_square(factors + offsetof(Factors, inverse), inverse);
+    const TokenFactors k_norm(factors + offsetof(Factors, k_norm), lane);
+
+    if constexpr (kHalf<Operand>) {
+#pragma unroll
+      for (uint32_t& pair : v)
+        pair = ptx::multiply_pairs<T>(pair, static_cast<uint32_t>(127 + scale.exponent) * 0x800080);
+    }
+    float error[2][4];
+    multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Tiles, rows)), pq);
+    ptx::keep_order(never.after_products);
+    float4 gamma[kTiles / 2];
+    load_gammas<0>(factors, gamma);
+    load_square(factors + offsetof(Factors, Aqk), Aqk);
+    const TokenFactors k_beta(factors + offsetof(Factors, k_beta), lane);
+
+    ptx::wgmma_wait<0>();
+    ptx::hold(pq);
+    ptx::keep_order(never.after_wait);
+    load_gammas<1>(factors, gamma);
+    const TokenFactors q_norm(factors + offsetof(Factors, q_norm), lane),
+        diag(factors + offsetof(Factors, diag), lane);
+    subtract(v, pq, k_norm, error);
+    uint32_t z[4], vn[4];
+    [[maybe_unused]] uint32_t low[4];
+    round_errors(error, z);
     add_product(error, z, inverse);
     ptx::keep_order(never.after_errors);
     decay(gamma);
     multiply(error, k_beta);
-    round_pairs(error[0], error[1], vn);
-    float(*o)[4] = &pq[2];
-    add_product(o, vn, Aqk);  // before products that keep the tensor cores busy
+    round_errors(error, vn);
+    add_product(&pq[2], vn, Aqk);  // before products that keep the tensor cores busy
+    ptx::keep_order(never.after_outputs);
+    if constexpr (!kHalf<Operand>)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* exact = error[i / 2] + i % 2 * 2;
-      const float2 kept = ptx::unpack<T>(vn[i]);
-      low[i] = ptx::pack<T>(exact[0] - kept.x, exact[1] - kept.y);
-    }
+      for (int i = 0; i < 4; ++i) {
+        const float* exact = error[i / 2] + i % 2 * 2;
+        const float2 kept = ptx::unpack<T>(vn[i]);
+        low[i] = ptx::pack<T>(exact[0] - kept.x, exact[1] - kept.y);
+      }
     ptx::hold(state);
     ptx::wgmma_fence();
-    const uint64_t kg = ptx::tile_descriptor_of<kRun>(at + offsetof(Stage, kg));
-    ptx::wgmma_16_columns(state, vn, kg);
-    ptx::wgmma_16_columns(state, low, kg);
+    const uint64_t kg = ptx::tile_descriptor_of<kRun>(at + offsetof(Tiles, kg));
+    ptx::wgmma_16_columns<Operand>(state, vn, kg);
+    if constexpr (!kHalf<Operand>) ptx::wgmma_16_columns<Operand>(state, low, kg);
     ptx::wgmma_commit();
 
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      o[n][0] += diag.x[n].x * error[n][0];
-      o[n][1] += diag.x[n].y * error[n][1];
-      o[n][2] += diag.x[n].x * error[n][2];
-      o[n][3] += diag.x[n].y * error[n][3];
-    }
-    multiply(o, q_norm);
-    uint32_t pairs[4];
-    round_pairs(o[0], o[1], pairs);
-    ptx::stmatrix_x4_trans(piece, pairs);
+    put_outputs(&pq[2], error, q_norm, diag, piece);
+    const bool more = !kHalf<Operand> || take_room(most_of(v));
     ptx::wgmma_wait<0>();
     ptx::hold(state);
+    return more;
+  }
+
+  // ---- runs with large v, in fp16 --------------------------------------------------------------
+
+  __device__ static bool fits(float x) { return fabsf(x) <= 65504; }
+  __device__ __forceinline__ static void round_errors(const float (&error)[2][4],
+                                                      uint32_t (&x)[4]) {
+    if constexpr (kHalf<Operand>)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        x[i] = ptx::pack_finite(error[i / 2][i % 2 * 2], error[i / 2][i % 2 * 2 + 1]);
+    else
+      round_pairs(error[0], error[1], x);
+  }
+  /// What `rounded`, errors as run_one() multiplied them, lacks of `exact`: nothing where they fit.
+  __device__ static void find_rest(const float (&exact)[2][4], const float (&error)[2][4],
+                                   const uint32_t (&rounded)[4], uint32_t (&rest)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 kept = ptx::unpack<Operand>(rounded[i]);
+      const auto lacks = [&](int j, float x) {
+        return exact[i / 2][j] == error[i / 2][j] && fits(error[i / 2][j]) ? 0.0f
+                                                                           : exact[i / 2][j] - x;
+      };
+      rest[i] = ptx::pack<T>(lacks(i % 2 * 2, kept.x), lacks(i % 2 * 2 + 1, kept.y));
+    }
+  }
+  /// d += rest square, in bf16.
+  __device__ static void add_rest(float (*d)[4], const uint32_t (&rest)[4],
+                                  const uint32_t (&square)[4]) {
+    uint32_t rounded[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = ptx::unpack<Operand>(square[i]);
+      rounded[i] = ptx::pack<T>(x.x, x.y);
+    }
+    add_product<T>(d, rest, rounded);
+  }
+  /// After run_one(), which took the largest finite numbers for larger errors. Tokens before those
+  /// keep their bits. `pq`: as run_one() left it.
+  __device__ void mend_large(uint32_t at, uint32_t factors, uint32_t values, const uint32_t (&v)[4],
+                             float (&pq)[4][4]) {
+    float error[2][4], exact[2][4];
+    uint32_t square[4], rounded[4], rest[4];
+    subtract(v, pq, TokenFactors(factors + offsetof(Factors, k_norm), lane), error);
+    round_errors(error, rounded);
+    find_rest(error, error, rounded, rest);
+    load_square(factors + offsetof(Factors, inverse), square);
+    add_product(error, rounded, square);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) exact[i / 4][i % 4] = error[i / 4][i % 4];
+    add_rest(exact, rest, square);
+
+    const TokenFactors k_beta(factors + offsetof(Factors, k_beta), lane);
+    multiply(error, k_beta);
+    multiply(exact, k_beta);
+    round_errors(error, rounded);
+    find_rest(exact, error, rounded, rest);
+    load_square(factors + offsetof(Factors, Aqk), square);
+    add_rest(&pq[2], rest, square);
+    put_outputs(&pq[2], exact, TokenFactors(factors + offsetof(Factors, q_norm), lane),
+                TokenFactors(factors + offsetof(Factors, diag), lane), piece_of(values));
+    const int token = lane % 16;
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      const int piece = n + lane / 16;
+      ptx::ldmatrix_x4_trans(square, at + offsetof(Tiles, kg) + piece / 8 * kRun * 128 +
+                                         token * 128 + ((piece ^ token) & 7) * 16);
+      add_rest(&state[n], rest, square);
+    }
+    scale.room = 0;
   }
 
   // ---- parts -----------------------------------------------------------------------------------
@@ -178,6 +303,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     stops.num_runs = stops.left = runs_of(part);
     if (a.checkpoints.base) find_checkpoint(stops);
     if (kSegments && part.piece > 0) return;  // the state goes on
+    scale = {};
     if (part.taken_over)
       take_over();
     else if (kSegments &&
@@ -197,6 +323,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   }
   __device__ void end(const Part& part) {
     if (part.handed_on) return hand_on();
+    rescale(0);
     if (!kSegments || part.state == FusedState::kGiven) return this->store_end();
     if (part.state == FusedState::kWhole) {
       if (a.final_state.base) store_to(a.final_state, state_slot(a.final_state, span.sequence));
@@ -218,7 +345,7 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
         sum = fmaf(state[i / 4][i % 4], state[i / 4][i % 4], sum);
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-      looks.put(part.piece, column / 16, sum);
+      looks.put(part.piece, column / 16, sum * scale_back() * scale_back());
     }
     if (column == 0 && lane == 0) fused.alive[part.segment * a.shape.HV + head] = part.span.end;
   }
@@ -245,7 +372,10 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
   /// Not where the last run lacks tokens.
   __device__ void store_checkpoint(Stops& stops) {
     const int64_t done = span.begin + static_cast<int64_t>(stops.num_runs - stops.left) * kRun;
+    const int exponent = scale.exponent;
+    rescale(0);
     if (done <= span.end) store_to(a.checkpoints, state_slot(a.checkpoints, stops.checkpoint++));
+    rescale(exponent);
     stops.to_checkpoint = to_runs(a.checkpoint_every);
   }
   /// Before the first part, after the last run of one, or after a run that a checkpoint is due
@@ -258,15 +388,12 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
       if (a.checkpoints.base && (stops.to_checkpoint -= stops.until) == 0) store_checkpoint(stops);
     }
     while (stops.left == 0) {  // an empty sequence has no runs
-      const bool piece = kSegments && stops.in_part && course.part.piece != Part::kNoPiece;
-      if (piece)
-        look(course.part, looks);
-      else if (stops.in_part)
-        end(course.part);
-      if (!next_part<kSegments>(fused, course, looks)) {
-        if (piece) end(course.part);
-        return 0;
-      }
+      const Part part = course.part;
+      const bool piece = kSegments && part.piece != Part::kNoPiece;
+      if (stops.in_part && piece) look(part, looks);
+      const bool more = next_part<kSegments>(fused, course, looks);
+      if (stops.in_part && !(piece && more)) end(part);
+      if (!more) return 0;
       begin(course.part, stops);
     }
     stops.until = a.checkpoints.base ? min(stops.left, stops.to_checkpoint) : stops.left;
@@ -276,9 +403,11 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     return stops.until;
   }
 
-  /// The state between two shares, a lane its own: [shares, halves of V, accumulators, threads].
+  /// The state between two shares, a lane its own: [shares, halves of V, accumulators and what
+  /// scales them, threads].
+  static constexpr int kHandedRows = kTiles * 4 + 2;
   __device__ float* handed(int64_t share) const {
-    return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kTiles * 4 * 128) +
+    return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kHandedRows * 128) +
            threadIdx.x;
   }
   /// Of a warp's state.
@@ -290,6 +419,8 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     float* at = handed(to);
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) at[i * 128] = state[i / 4][i % 4];
+    at[kTiles * 4 * 128] = static_cast<float>(scale.exponent);
+    at[(kTiles * 4 + 1) * 128] = scale.room;
     __syncwarp();
     if (lane == 0) ptx::raise_flag(flag(to), fused.key);
   }
@@ -301,13 +432,17 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     const float* at = handed(from);
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) state[i / 4][i % 4] = at[i * 128];
+    scale = {static_cast<int>(at[kTiles * 4 * 128]), at[(kTiles * 4 + 1) * 128]};
   }
 
   /// Stages in turn, part after part. Votes and the barrier show the compiler that a warp stays
-  /// together: descriptors are in uniform registers.
+  /// together: descriptors are in uniform registers. So a loop is left at its condition alone.
+  template <class Ring>
   __device__ void run_all(Ring& ring, Course& course, int warp) {
     const int rank = ptx::cluster_rank();
-    const uint32_t stages = ptx::shared_address(ring.stages), values = ptx::shared_address(ring.v);
+    const uint32_t tiles = ptx::shared_address(ring.tiles),
+                   factors = ptx::shared_address(ring.factors),
+                   values = ptx::shared_address(ring.v);
     transition = false;
     tile_column = warp * 16;
     column = rank * kVTile + tile_column;
@@ -315,21 +450,43 @@ struct Consumer : delta_h::Chain<T, kK, DeltaUse::kForward> {
     __syncwarp();
     const ptx::RemoteBarriers peer_done(ring.peer_done, 1 - rank);
     const int theirs = lane == 0 ? 1 - rank : kHalves;  // stages: one lane tells their maker
+    const auto tiles_of = [&](int i) { return tiles + i * static_cast<uint32_t>(sizeof(Tiles)); };
+    const auto factors_of = [&](int i) {
+      return factors + i * static_cast<uint32_t>(sizeof(Factors));
+    };
+    const auto values_of = [&](int i) {
+      return values + i * static_cast<uint32_t>(sizeof(ring.v[0]));
+    };
+    const auto wait = [&](unsigned run) {
+      ptx::mbarrier_wait(ring.full[run % kStages], static_cast<int>(run / kStages % 2));
+    };
+    const auto release = [&](int i) {
+      ptx::mbarrier_arrive(ring.done[i]);
+      if (i % kHalves == theirs) peer_done.arrive(i);
+    };
     for (unsigned run = 0;;) {
       int until = stop(course, ring.stops[warp], ring.looks);
       ptx::named_sync<128>(1);
       if (until == 0) return;
-      ptx::renew(state, gridDim.z - 1);
-      const Never never(until);
-      for (; __any_sync(0xffffffff, until > 0); ++run, --until) {
-        const auto i = static_cast<int>(run % kStages);
-        const auto parity = static_cast<int>(run / kStages % 2);
-        ptx::mbarrier_wait(ring.full[i], parity);
-        run_one(never, stages + i * static_cast<uint32_t>(sizeof(Stage)),
-                values + i * static_cast<uint32_t>(sizeof(ring.v[0])));
-        ptx::mbarrier_arrive(ring.done[i]);
-        if (i % kHalves == theirs) peer_done.arrive(i);
-      }
+      do {
+        if (!has_room())
+          look_at_scale(piece_of(values_of(static_cast<int>(run % kStages))), [&] { wait(run); });
+        ptx::renew(state, gridDim.z - 1);
+        const Never never(until);
+        uint32_t v[4];
+        float pq[4][4];
+        for (bool more = true; more; ++run, --until) {
+          const auto i = static_cast<int>(run % kStages);
+          wait(run);
+          more = run_one(never, tiles_of(i), factors_of(i), values_of(i), v, pq);
+          more = !__any_sync(0xffffffff, !more || until <= 1);
+          if (more) release(i);
+        }
+        const auto i = static_cast<int>((run - 1) % kStages);
+        if (kHalf<Operand> && __any_sync(0xffffffff, !(most_of(v) < kLarge)))
+          mend_large(tiles_of(i), factors_of(i), values_of(i), v, pq);
+        release(i);
+      } while (kHalf<Operand> && __any_sync(0xffffffff, until > 0));
     }
   }
 };

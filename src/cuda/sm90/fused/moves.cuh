@@ -13,13 +13,13 @@ namespace kda::cuda::sm90::fused {
 /// E: elements of g. A pair of warps has two runs of every kMakers: it makes the factors of one for
 /// both blocks of the cluster (the other block makes those of the other one), and moves v and o of
 /// both. Runs of a part come in twos: the last one may be empty.
-template <class E, bool kSegments>
+template <class Operand, class E, bool kSegments>
 struct Moves {
   /// Rows that a pair of warps copies at once, 16 bytes a lane; that one warp copies.
   static constexpr int kPairRows = 8, kWarpRows = 4;
   const FusedPrefillArgs& a;
-  Ring& ring;
-  Workshop& own;
+  Ring<Operand, E>& ring;
+  Workshop<Operand, E>& own;
   const int rank, pair;  // rank of the block in the cluster
   int num_tokens;        // of the part
   /// From the first of the two runs on whose outputs are still in their stages; 0: none are.
@@ -30,7 +30,8 @@ struct Moves {
   char *q, *k, *g, *v, *o, *beta;
   char* next_o;  // where the outputs of the part begin: those of the part before leave first
 
-  __device__ Moves(const FusedPrefillArgs& args, Ring& shared, int block, int which, unsigned index)
+  __device__ Moves(const FusedPrefillArgs& args, Ring<Operand, E>& shared, int block, int which,
+                   unsigned index)
       : a(args),
         ring(shared),
         own(shared.workshops[which]),

@@ -6,9 +6,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode, bool kSegments>
-struct Producer : Scores<E, kGateMode, kSegments> {
-  using Base = Scores<E, kGateMode, kSegments>;
+template <class Operand, class E, int kGateMode, bool kSegments>
+struct Producer : Scores<Operand, E, kGateMode, kSegments> {
+  using Base = Scores<Operand, E, kGateMode, kSegments>;
   using Base::a;
   using Base::Base;
   using Base::first;
@@ -45,12 +45,26 @@ struct Producer : Scores<E, kGateMode, kSegments> {
     load_v(pending);
   }
 
+  /// Rows with q and k times powers of two.
+  __device__ void put_again(const Stage& s, typename Base::Norms& norms, typename Base::Pairs& q,
+                            typename Base::Pairs& k, int rows) {
+    this->split_powers(norms);
+    this->template sync<0>();
+    this->multiply_by(own.power.q, q);
+    this->multiply_by(own.power.k, k);
+    float2 factor[kRun];
+    this->load_gates(factor);
+    this->scan_decays(factor, rows);
+    this->put_norms(s, norms);
+    this->put_rows(s, factor, q, k);
+    this->template sync<1>();
+  }
   /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
   /// tiles where the second has the inverse to make.
-  __device__ void make(int run, Stage& s) {
+  __device__ void make(int run, const Stage& s) {
     const int rows = tokens_from(run + rank);
     const uint32_t raw_beta = this->load_beta(rows);
-    if (thread == 32) own.anchored = kRun;
+    if (thread == 32) own.anchored = kRun, own.unusual = 0;
     ptx::cp_async_wait<0>();
     this->template sync<0>();
     float2 factor[kRun];
@@ -59,14 +73,16 @@ struct Producer : Scores<E, kGateMode, kSegments> {
     this->load_gates(factor);
     this->add_squares(squares);  // its waits and those of decays for their units hide each other
     this->scan_decays(factor, rows);
-    const auto norms = this->norms(squares, rows, raw_beta);
+    auto norms = this->norms(squares, rows, raw_beta);
     this->load_pairs(q, k);
-    forget_index();
     wait_for_outputs();
     ptx::mbarrier_wait(ring.peer_done[mine()], 1 - parity);
     this->put_norms(s, norms);
     this->put_rows(s, factor, q, k);
     this->template sync<1>();
+    if constexpr (kHalf<Operand>)
+      if (own.unusual) [[unlikely]]
+        put_again(s, norms, q, k, rows);
     const int anchored = own.anchored;
     if (half() == 0) move(run);
     if (anchored == kRun) load_raw(run + kMakers);
@@ -86,8 +102,11 @@ struct Producer : Scores<E, kGateMode, kSegments> {
   /// The factors to the other block, by the warp that is done last.
   __device__ void send() const {
     ptx::mbarrier_wait(own.half, parity);
-    Stage& s = ring.stages[mine()];
-    if (thread == 32) ptx::bulk_copy_to(&s, &s, kStageBytes, ring.full[mine()], 1 - rank);
+    if (thread != 32) return;
+    ptx::Mbarrier& full = ring.full[mine()];
+    ptx::bulk_copy_to(&ring.tiles[mine()], &ring.tiles[mine()], sizeof(Tiles), full, 1 - rank);
+    ptx::bulk_copy_to(&ring.factors[mine()], &ring.factors[mine()], sizeof(Factors), full,
+                      1 - rank);
   }
 
   /// Every kStages-th run from this one on, and the one after it.
@@ -95,14 +114,14 @@ struct Producer : Scores<E, kGateMode, kSegments> {
     load_raw(first_run);
     ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
     for (int run = first_run; tokens_from(run) > 0; run += kStages) {
-      make(run, ring.stages[mine()]);
+      make(run, ring.stage(mine()));
       if (half() == 0) {
         ptx::mbarrier_arrive(own.half);
         ptx::cp_async_wait<1>();  // v
       }
       ptx::mbarrier_arrive(full);
       if (thread == 32)
-        ptx::mbarrier_arrive_expect(other_full, kStageBytes);
+        ptx::mbarrier_arrive_expect(other_full, sizeof(Tiles) + sizeof(Factors));
       else
         ptx::mbarrier_arrive(other_full);
       if (half() == 1) send();

@@ -10,9 +10,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode, bool kSegments>
-struct Rows : Moves<E, kSegments> {
-  using Base = Moves<E, kSegments>;
+template <class Operand, class E, int kGateMode, bool kSegments>
+struct Rows : Moves<Operand, E, kSegments> {
+  using Base = Moves<Operand, E, kSegments>;
   using Base::a;
   using Base::Base;
   using Base::half;
@@ -43,13 +43,12 @@ struct Rows : Moves<E, kSegments> {
     }
   }
 
-  __device__ int channel() const { return static_cast<int>(thread * 2); }
+  __device__ unsigned channel() const { return thread * 2; }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
+  static constexpr float kAnchor = fused::kAnchor<Operand>, kLeast = fused::kLeast<Operand>;
   __device__ static bool in_range(float2 x) { return x.x >= kLeast && x.y >= kLeast; }
-  __device__ static uint32_t scaled(uint32_t pair, float2 factor) {
-    const float2 x = ptx::unpack<T>(pair);
-    return ptx::pack<T>(x.x * factor.x, x.y * factor.y);
-  }
+  __device__ static float2 product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
+  __device__ static uint32_t operand(float2 x) { return ptx::pack<Operand>(x.x, x.y); }
   using Pairs = uint32_t[kRun];  // of this thread's channels
   __device__ void load_pairs(Pairs& q, Pairs& k) const {
 #pragma unroll
@@ -94,7 +93,8 @@ struct Rows : Moves<E, kSegments> {
     bool all = true;
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      multiply(factor[i], i > 0 ? factor[i - 1] : float2{kAnchor, kAnchor});
+      if (i > 0 || kAnchor != 1)
+        multiply(factor[i], i > 0 ? factor[i - 1] : float2{kAnchor, kAnchor});
       if (kGateMode == 0 || i == kRun - 1) all = all && in_range(factor[i]);
     }
     if (all) return;
@@ -109,41 +109,50 @@ struct Rows : Moves<E, kSegments> {
 
   /// Where this thread's channels lie in row 0 of a swizzled tile of kRows rows, and a pair of row
   /// i.
-  template <int kRows>
-  __device__ uint32_t place(const T* tile) const {
+  template <int kRows, class Item>
+  __device__ uint32_t place(const Item* tile) const {
     return ptx::shared_address(tile + channel() / 64 * kRows * 64 + channel() % 64);
   }
   __device__ static void put(uint32_t place, int i, uint32_t pair) {
     ptx::store_shared((place ^ i % 8 * 16) + i * 128, pair);
   }
-  __device__ void put_gamma(Stage& s, float2 gamma) const {
-    *reinterpret_cast<float2*>(&s.gamma[gamma_place(channel())]) = gamma;
+  __device__ void put_gamma(const Stage& s, float2 gamma) const {
+    *reinterpret_cast<float2*>(&s.factors.gamma[gamma_place(channel())]) = gamma;
   }
 
   /// All is read before anything is stored: the compiler keeps their order.
-  __device__ void put_rows(Stage& s, const float2 (&factor)[kRun], const Pairs& q,
+  __device__ void put_rows(const Stage& s, const float2 (&factor)[kRun], const Pairs& q_pairs,
                            const Pairs& k_pairs) const {
     const float2 total = factor[kRun - 1];
-    const uint32_t of_rows = place<2 * kRun>(s.rows), of_kg = place<kRun>(s.kg),
+    const uint32_t of_rows = place<2 * kRun>(s.tiles.rows), of_kg = place<kRun>(s.tiles.kg),
                    of_columns = ptx::shared_address(&own.columns[0][channel()]);
+    uint32_t of_q = 0, of_k = 0;
+    if constexpr (kHalf<Operand>)
+      of_q = place<kRun>(own.scratch.q), of_k = place<kRun>(own.scratch.k);
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
       const float2 k = ptx::unpack<T>(k_pairs[i]);
-      put(of_rows, i, ptx::pack<T>(k.x * factor[i].x, k.y * factor[i].y));
-      put(of_rows, kRun + i, scaled(q[i], factor[i]));
+      const float2 k_row = product(k, factor[i]),
+                   q_row = product(ptx::unpack<T>(q_pairs[i]), factor[i]);
+      put(of_rows, i, operand(k_row));
+      put(of_rows, kRun + i, operand(q_row));
+      if constexpr (kHalf<Operand>) {
+        put(of_k, i, ptx::pack<T>(k_row.x, k_row.y));
+        put(of_q, i, ptx::pack<T>(q_row.x, q_row.y));
+      }
       const float2 column{k.x * ptx::reciprocal(factor[i].x), k.y * ptx::reciprocal(factor[i].y)};
       ptx::store_shared(of_columns + i * kStride * 2, ptx::pack<T>(column.x, column.y));
-      put(of_kg, i, ptx::pack<T>(column.x * total.x, column.y * total.y));
+      put(of_kg, i, operand(product(column, total)));
     }
     put_gamma(s, {total.x * (1 / kAnchor), total.y * (1 / kAnchor)});
   }
   /// kg and gamma where rows are out of range.
-  __device__ void put_kg(Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {
-    const uint32_t of_kg = place<kRun>(s.kg);
+  __device__ void put_kg(const Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {
+    const uint32_t of_kg = place<kRun>(s.tiles.kg);
     float2 factor{1, 1};
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(of_kg, i, scaled(k[i], factor));
+      put(of_kg, i, operand(product(ptx::unpack<T>(k[i]), factor)));
       multiply(factor, decay[i]);
     }
     put_gamma(s, factor);
@@ -178,7 +187,7 @@ struct Rows : Moves<E, kSegments> {
   }
   /// Of one lane of four: factors of its token.
   struct Norms {
-    float q, k, k_beta, diag;
+    float q, k, beta, diag;
   };
   __device__ Norms norms(const Squares& squares, int rows, uint32_t raw_beta) const {
     const bool odd = lane() / 4 % 2;
@@ -186,17 +195,53 @@ struct Rows : Moves<E, kSegments> {
       return odd ? x[0][i + 1] + x[1][i + 1] : x[0][i] + x[1][i];
     };
     const float beta = norm_row() < rows ? beta_of(float_of(raw_beta, a.beta.type)) : 0.0f;
-    const float q_norm = a.gate.l2norm ? ptx::inverse_root(sum(squares.with_q, 0) + 1e-6f) : 1.0f;
-    const float k_norm = a.gate.l2norm ? ptx::inverse_root(sum(squares.with_k, 2) + 1e-6f) : 1.0f;
-    return {a.gate.scale * q_norm, k_norm, k_norm * beta, sum(squares.with_k, 0)};
+    const float q_sum = sum(squares.with_q, 0), k_sum = sum(squares.with_k, 2);
+    const float q_norm = a.gate.l2norm ? ptx::inverse_root(q_sum + 1e-6f) : 1.0f;
+    float k_norm = a.gate.l2norm ? ptx::inverse_root(k_sum + 1e-6f) : 1.0f;
+    if constexpr (kHalf<Operand>) {
+      if (k_sum == 0) k_norm = 0;  // nothing times what may leave fp16
+      const bool fit =
+          (q_sum == 0 || fits(q_norm, 0x1p-7f, 0x1p6f)) && (k_sum == 0 || fits(k_norm, 0x1p-8f, 2));
+      if (has_norms() && !fit) own.unusual = 1;
+    }
+    return {q_norm, k_norm, beta, sum(squares.with_k, 0)};
   }
-  __device__ void put_norms(Stage& s, const Norms& n) const {
-    if (lane() % 4 != lane() / 8) return;  // another lane has the diagonal
-    const int row = token_place(norm_row());
-    s.q_norm[row] = n.q * (1 / kAnchor);
-    s.k_norm[row] = n.k * (1 / kAnchor);
-    s.k_beta[row] = n.k_beta;
-    s.diag[row] = n.diag * kAnchor;
+  /// Not another lane: the diagonal is here.
+  __device__ bool has_norms() const { return lane() % 4 == lane() / 8; }
+  __device__ void put_norms(const Stage& s, const Norms& n) const {
+    if (!has_norms()) return;
+    Factors& f = s.factors;
+    const unsigned row = token_place(norm_row());
+    f.q_norm[row] = n.q * (a.gate.scale / kAnchor);
+    f.k_norm[row] = n.k * (1 / kAnchor);
+    f.k_beta[row] = n.k * n.beta;
+    f.diag[row] = n.diag * kAnchor;
+  }
+
+  // ---- operands in fp16 ------------------------------------------------------------------------
+  //
+  // Rows of q and k are operands as they came if norms of k are 1/2 to 2^8 and those of q 2^-6 to
+  // 2^7. So are those of layers, and of vectors that are normalised already. A run with others is
+  // made again, with q and k times a power of two a token.
+
+  __device__ static bool fits(float x, float least, float most) { return x >= least && x <= most; }
+  __device__ static uint32_t power_of(float norm) { return __float_as_uint(norm) & 0x7f800000; }
+  __device__ static float rest_of(float norm) {
+    return __uint_as_float(__float_as_uint(norm) & 0x7fffff | 0x3f800000);
+  }
+  /// Of this lane's token: moves powers out of norms.
+  __device__ void split_powers(Norms& n) const {
+    const uint32_t q = power_of(n.q), k = power_of(n.k);
+    n.q = rest_of(n.q);
+    n.k = k == 0 ? 0 : rest_of(n.k);
+    n.diag *= __uint_as_float(q) * __uint_as_float(k);
+    if (!has_norms()) return;
+    own.power.q[norm_row()] = q | q >> 16;
+    own.power.k[norm_row()] = k | k >> 16;
+  }
+  __device__ static void multiply_by(const uint32_t (&power)[kRun], Pairs& x) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) x[i] = ptx::multiply_pairs<T>(x[i], power[i]);
   }
 };
 

@@ -6,12 +6,13 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class E, int kGateMode, bool kSegments>
-struct Scores : Rows<E, kGateMode, kSegments> {
-  using Base = Rows<E, kGateMode, kSegments>;
+template <class Operand, class E, int kGateMode, bool kSegments>
+struct Scores : Rows<Operand, E, kGateMode, kSegments> {
+  using Base = Rows<Operand, E, kGateMode, kSegments>;
   using Base::Base;
   using Base::channel;
   using Base::half;
+  using Base::kAnchor;
   using Base::lane;
   using Base::make_decays;
   using Base::multiply;
@@ -19,51 +20,61 @@ struct Scores : Rows<E, kGateMode, kSegments> {
   using Base::put_kg;
 
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
-  __device__ static void put_A(Stage& s, int i, int j, float x, float y) {
-    *reinterpret_cast<uint32_t*>(&s.Aqk[i][j]) =
-        ptx::pack<T>(j < i ? x * kAnchor : 0.0f, j + 1 < i ? y * kAnchor : 0.0f);
+  __device__ static void put_A(const Stage& s, int i, int j, float x, float y) {
+    *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(i, j)]) =
+        ptx::pack<Operand>(j < i ? x * kAnchor : 0.0f, j + 1 < i ? y * kAnchor : 0.0f);
   }
   __device__ void put_L(const Stage& s, int i, int j, float x, float y) const {
-    put_L(i, j, x, y, s.k_norm[token_place(i)],
-          *reinterpret_cast<const float2*>(&s.k_beta[token_place(j)]));
+    put_L(i, j, x, y, s.factors.k_norm[token_place(i)],
+          *reinterpret_cast<const float2*>(&s.factors.k_beta[token_place(j)]));
   }
   __device__ void put_L(int i, int j, float x, float y, float k_norm, float2 k_beta) const {
     const float of_row = k_norm * kAnchor;
-    *reinterpret_cast<float2*>(&own.L[i][j]) = {x * (of_row * k_beta.x), y * (of_row * k_beta.y)};
+    *reinterpret_cast<float2*>(&own.scratch.L[i][j]) = {x * (of_row * k_beta.x),
+                                                        y * (of_row * k_beta.y)};
   }
   /// What anchored_scores() has of Aqk: tiles of 8 columns, of rows r and r + 8.
-  __device__ static void put_scores(Stage& s, int r, int c, const float (&acc)[2][4]) {
+  __device__ static void put_scores(const Stage& s, int r, int c, const float (&acc)[2][4]) {
     put_A(s, r, c, acc[0][0], acc[0][1]);
-    *reinterpret_cast<uint32_t*>(&s.Aqk[r][c + 8]) = 0;
-    *reinterpret_cast<uint32_t*>(&s.Aqk[r + 8][c]) =
-        ptx::pack<T>(acc[0][2] * kAnchor, acc[0][3] * kAnchor);
+    *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(r, c + 8)]) = 0;
+    *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(r + 8, c)]) =
+        ptx::pack<Operand>(acc[0][2] * kAnchor, acc[0][3] * kAnchor);
     put_A(s, r + 8, c + 8, acc[1][2], acc[1][3]);
   }
   /// Of L, but for the tile above the diagonal.
   __device__ void put_products(const Stage& s, int r, int c, const float (&acc)[2][4]) const {
-    const float upper = s.k_norm[token_place(r)], lower = s.k_norm[token_place(r + 8)];
-    const float4 k_beta = *reinterpret_cast<const float4*>(&s.k_beta[token_place(c)]);
+    const float upper = s.factors.k_norm[token_place(r)],
+                lower = s.factors.k_norm[token_place(r + 8)];
+    const float4 k_beta = *reinterpret_cast<const float4*>(&s.factors.k_beta[token_place(c)]);
     put_L(r, c, acc[0][0], acc[0][1], upper, {k_beta.x, k_beta.y});
     put_L(r + 8, c, acc[0][2], acc[0][3], lower, {k_beta.x, k_beta.y});
     put_L(r + 8, c + 8, acc[1][2], acc[1][3], lower, {k_beta.z, k_beta.w});
   }
 
+  __device__ uint32_t rows_of_scores(const Stage& s) const {
+    if constexpr (kHalf<Operand>)
+      return ptx::shared_address(half() == 0 ? own.scratch.q : own.scratch.k);
+    else
+      return ptx::shared_address(s.tiles.rows + (half() == 0 ? kRun * 64 : 0));
+  }
   /// The first warp: rows of q; the second: rows of k.
-  __device__ void anchored_scores(Stage& s) const {
+  __device__ void anchored_scores(const Stage& s) const {
     float acc[2][4] = {};
-    const int row = lane() % 16 + (half() == 0 ? kRun : 0);
-    const uint32_t left = ptx::shared_address(s.rows + row * 64);
+    const int row = lane() % 16;
+    const uint32_t left = rows_of_scores(s) + row * 128;
+    constexpr int kNextColumns = (kHalf<Operand> ? 1 : 2) * kRun * 128;
     const uint32_t right =
         ptx::shared_address(&own.columns[lane() % 8 + lane() / 16 * 8][lane() / 8 % 2 * 8]);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
       uint32_t x[4], y[4];
       const int piece = step % 4 * 2 + lane() / 16;
-      ptx::ldmatrix_x4(x, left + step / 4 * 2 * kRun * 128 + (piece ^ row & 7) * 16);
+      ptx::ldmatrix_x4(x, left + step / 4 * kNextColumns + (piece ^ row & 7) * 16);
       ptx::ldmatrix_x4(y, right + step * 32);
       ptx::mma_16816<T>(acc[0], x, y[0], y[1]);
       ptx::mma_16816<T>(acc[1], x, y[2], y[3]);
     }
+    if (kHalf<Operand>) __syncwarp();  // L comes where rows are
     if (half() == 0)
       put_scores(s, lane() / 4, lane() % 4 * 2, acc);
     else
@@ -106,7 +117,8 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     }
   }
   template <int h>
-  __device__ void multiply_level(Stage& s, const Tile& rows, const T* columns, int first) const {
+  __device__ void multiply_level(const Stage& s, const Tile& rows, const T* columns,
+                                 int first) const {
     const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
     const uint32_t right =
         ptx::shared_address(columns + lane() % 8 * kStride + lane() / 8 * 8);  // 32 channels
@@ -125,7 +137,7 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     store_level<h>(s, acc, first);
   }
   template <int h>
-  __device__ void store_level(Stage& s, const float (&acc)[4], int first) const {
+  __device__ void store_level(const Stage& s, const float (&acc)[4], int first) const {
     const int r = lane() / 4, n = lane() % 4 * 2;
     const int i = r / h * 2 * h + h + r % h, j = n / h * 2 * h + n % h;
     if (i < first) return;
@@ -136,15 +148,17 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     } else {  // the column before the diagonal
       if (n != r && n + 1 != r) return;
       const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-      s.Aqk[i][i - 1] = static_cast<T>(q * kAnchor);
-      own.L[i][i - 1] = k * (s.k_norm[token_place(i)] * kAnchor * s.k_beta[token_place(i - 1)]);
+      s.factors.Aqk[square_place(i, i - 1)] =
+          static_cast<uint16_t>(ptx::pack<Operand>(q * kAnchor, 0));
+      own.scratch.L[i][i - 1] =
+          k * (s.factors.k_norm[token_place(i)] * kAnchor * s.factors.k_beta[token_place(i - 1)]);
     }
   }
   /// Two levels, one a warp. Raw q and k of a thread's channels are in its registers: their places
   /// are free.
   template <int h>
-  __device__ void two_levels(Stage& s, const float2 (&decay)[kRun], const Pairs& q, const Pairs& k,
-                             int first) const {
+  __device__ void two_levels(const Stage& s, const float2 (&decay)[kRun], const Pairs& q,
+                             const Pairs& k, int first) const {
     T *columns = own.columns[0], *more_columns = own.columns[8];
     put_level<h>(decay, q, k, own.levels[0], columns, first);
     put_level<h / 2>(decay, q, k, own.levels[1], more_columns, first);
@@ -156,7 +170,8 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     this->template sync<0>();
   }
   /// In place of what the anchored form has for rows from `first` on.
-  __device__ void fine_levels(Stage& s, const Pairs& q, const Pairs& k, int rows, int first) const {
+  __device__ void fine_levels(const Stage& s, const Pairs& q, const Pairs& k, int rows,
+                              int first) const {
     float2 decay[kRun];
     this->load_gates(decay);
     make_decays(decay, rows);
@@ -178,7 +193,7 @@ struct Scores : Rows<E, kGateMode, kSegments> {
       float sum = i == j ? 1.0f : 0.0f;
 #pragma unroll
       for (int m = 0; m < i; m += 4) {
-        const float4 l = *reinterpret_cast<const float4*>(&own.L[at + i][at + m]);
+        const float4 l = *reinterpret_cast<const float4*>(&own.scratch.L[at + i][at + m]);
         sum -= l.x * column[m];
         if (m + 1 < i) sum -= l.y * column[m + 1];
         if (m + 2 < i) sum -= l.z * column[m + 2];
@@ -189,31 +204,32 @@ struct Scores : Rows<E, kGateMode, kSegments> {
     __syncwarp();
     if (lane() < 16)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) own.L[at + i][at + j] = column[i];
+      for (int i = 0; i < 8; ++i) own.scratch.L[at + i][at + j] = column[i];
     __syncwarp();
   }
   /// T21 = -T22 L21 T11 in tf32: every factor is bounded by 2. The k order of the second product is
   /// permuted so that the first one's accumulators are its A operand.
   __device__ void merge_blocks(float (&out)[4]) const {
     const int r = lane() / 4, c = lane() % 4;
-    const auto tf32 = [&](int i, int j) { return ptx::to_tf32(own.L[i][j]); };
+    const auto tf32 = [&](int i, int j) { return ptx::to_tf32(own.scratch.L[i][j]); };
     float y[4] = {};
     const uint32_t left[4] = {tf32(8 + r, 8 + c), 0, tf32(8 + r, 12 + c), 0};
     ptx::mma_1688_tf32(y, left, tf32(8 + c, r), tf32(12 + c, r));
     const uint32_t next[4] = {ptx::to_tf32(-y[0]), 0, ptx::to_tf32(-y[1]), 0};
     ptx::mma_1688_tf32(out, next, tf32(2 * c, r), tf32(2 * c + 1, r));
   }
-  __device__ void invert(Stage& s) const {
+  __device__ void invert(const Stage& s) const {
     invert_blocks();
     float lower[4] = {};
     merge_blocks(lower);
     const int r = lane() / 4, c = lane() % 4 * 2;
     const auto put_pair = [&](int i, int j, float x, float y) {
-      *reinterpret_cast<uint32_t*>(&s.inverse[i][j]) = ptx::pack<T>(x, y);
+      *reinterpret_cast<uint32_t*>(&s.factors.inverse[square_place(i, j)]) =
+          ptx::pack<Operand>(x, y);
     };
 #pragma unroll
     for (int at = 0; at < kRun; at += 8) {
-      const float2 x = *reinterpret_cast<const float2*>(&own.L[at + r][at + c]);
+      const float2 x = *reinterpret_cast<const float2*>(&own.scratch.L[at + r][at + c]);
       put_pair(at + r, at + c, c < r ? x.x : 0.0f, c + 1 < r ? x.y : 0.0f);
     }
     put_pair(r, 8 + c, 0, 0);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstddef>
+#include <type_traits>
 
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/sm90/built.hpp"
@@ -12,67 +13,105 @@
 
 namespace kda::cuda::sm90::fused {
 
-using T = __nv_bfloat16;
+using T = __nv_bfloat16;  // of q, k, v, o, and of rows and columns that make scores
 constexpr int kK = 128;
 constexpr int kRun = kFusedRun;  // tokens of a stage
 constexpr int kStride = kK + 8;  // of rows that only ldmatrix reads
-constexpr int kSquare = kRun + 8;
 
 constexpr int kHalves = FusedPrefillArgs::kCluster;  // blocks of a cluster: 64 columns of V each
 constexpr int kPairs = 4;                            // of producer warps in a block
 constexpr int kMakers = kHalves * kPairs;
 constexpr int kStages = kMakers;  // a maker fills one stage, and always the same
 
+/// What the consumer multiplies with, and the state and errors where it does. fp16 has three bits
+/// more than bf16 but spans 40 powers of two (consumer.cuh says how they suffice).
+template <class Operand>
+constexpr bool kHalf = std::is_same_v<Operand, __half>;
+
 /// Scores inside a run are anchored at its start: rows are decayed since then, columns divided by
-/// it. Rows reach from kAnchor to kLeast.
-constexpr float kAnchor = 0x1p48f, kLeast = 0x1p-96f;
+/// it. Rows reach from the anchor to the least; as operands in bf16 they are shared, and keep clear
+/// of denormals.
+template <class Operand>
+constexpr float kAnchor = kHalf<Operand> ? 1.0f : 0x1p48f;
+template <class Operand>
+constexpr float kLeast = kHalf<Operand> ? 0x1p-116f : 0x1p-96f;
 
 /// A lane of the consumer has channels 2j and 2j + 1 of every 8: its 32 lie together, those of
 /// other lanes in other banks.
 constexpr int kGammaStride = kK / 4 + 4;
-__device__ __forceinline__ constexpr int gamma_place(int channel) {
+__device__ __forceinline__ constexpr unsigned gamma_place(unsigned channel) {
   return channel % 8 / 2 * kGammaStride + channel / 8 * 2 + channel % 2;
 }
 
 /// A lane of the consumer has tokens 2j and 2j + 1 of both 8: their factors lie together too.
-__device__ __forceinline__ constexpr int token_place(int token) {
+__device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
   return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
 }
 
-/// Factors of a run, the same for both blocks. Norms are factors of tokens here, not of elements:
-/// rows and columns are those of q and k as they came, decayed. wgmma wants tiles aligned to 1024
-/// bytes.
-struct alignas(1024) Stage {
-  T rows[2 * kRun * kK];          // k, then q, times kAnchor exp(G); [32, 64] twice
-  T kg[kRun * kK];                // k exp(G_end - G); [16, 64] twice
-  T inverse[kRun][kSquare];       // strictly lower part of T' = (I + N diag(beta))^-1
-  T Aqk[kRun][kSquare];           // strictly lower part, without norms, times kAnchor
+/// Factors of a run, the same for both blocks, of operands. Norms are factors of tokens here, not
+/// of elements: rows and columns are those of q and k as they came, decayed. wgmma wants tiles
+/// aligned to 1024 bytes.
+struct alignas(1024) Tiles {
+  uint16_t rows[2 * kRun * kK];  // k, then q, times kAnchor exp(G); [32, 64] twice
+  uint16_t kg[kRun * kK];        // k exp(G_end - G); [16, 64] twice
+};
+/// Squares are strictly lower triangular, at square_place().
+struct alignas(16) Factors {
+  uint16_t inverse[kRun * kRun];  // of T' = (I + N diag(beta))^-1
+  uint16_t Aqk[kRun * kRun];      // without norms, times kAnchor
   float gamma[4 * kGammaStride];  // exp(G_end), at gamma_place()
   // Of tokens, at token_place():
   float k_norm[kRun], q_norm[kRun];  // with 1 / kAnchor; q_norm with the scale of outputs too
   float k_beta[kRun];                // norm of k and beta
   float diag[kRun];                  // q . k, times kAnchor
 };
-constexpr int kStageBytes = offsetof(Stage, diag) + kRun * 4;
-static_assert(kStageBytes % 16 == 0);
+/// Halves of rows that ldmatrix reads at once lie in all banks.
+__device__ __forceinline__ constexpr int square_place(int i, int j) {
+  return i * kRun + (j ^ (i / 4 & 1) * 8);
+}
+struct Stage {
+  Tiles& tiles;
+  Factors& factors;
+};
 
 using Tile = T[kRun][kStride];
-/// Rows as they came. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows kStride apart
-/// their copies take 2.6 times as many wavefronts.
+/// Rows as they came, kGateBytes of g. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows
+/// kStride apart their copies take 2.6 times as many wavefronts.
+template <int kGateBytes>
 struct RawRows {
   T q[kRun][kK], k[kRun][kK];
-  unsigned char g[kRun * kK * 4];
+  unsigned char g[kRun * kK * kGateBytes];
 };
+/// A pair of warps' own. Operands in bf16: the rows of a stage make scores too.
+template <class Operand>
+struct Scratch {
+  alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
+};
+/// In fp16: rows that make scores, [16, 64] twice, swizzled. L comes where rows of k were.
+template <>
+struct Scratch<__half> {
+  alignas(128) T q[kRun * kK];
+  union {
+    T k[kRun * kK];
+    float L[kRun][kRun + 4];
+  };
+};
+template <class Operand, class E>
 struct Workshop {
   union {
-    alignas(128) RawRows raw;
-    Tile levels[2];  // rows of dyadic levels, where raw ones are in registers
+    alignas(128) RawRows<sizeof(E)> raw;
+    // Where raw rows are in registers:
+    Tile levels[2];  // rows of dyadic levels
+    struct {
+      uint32_t q[kRun], k[kRun];
+    } power;  // of tokens, pairs of bf16
   };
-  Tile columns;                         // k / (kAnchor exp(G))
-  alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
-  int anchored;                         // rows that the anchored form has right
-  ptx::Mbarrier meet;                   // of both warps
-  ptx::Mbarrier half;                   // the first warp has done its part of a run
+  Scratch<Operand> scratch;
+  Tile columns;        // k / (kAnchor exp(G))
+  int anchored;        // rows that the anchored form has right
+  int unusual;         // a norm that operands in fp16 cannot take as it is
+  ptx::Mbarrier meet;  // of both warps
+  ptx::Mbarrier half;  // the first warp has done its part of a run
 };
 
 /// Of a warp of the consumer, from one stop to the next: in shared memory, as its course.
@@ -84,10 +123,12 @@ struct Stops {
   int64_t counted, before;   // sequences, and the checkpoints that they have
 };
 
+template <class Operand, class E>
 struct Ring {
-  Stage stages[kStages];
+  Tiles tiles[kStages];
+  Factors factors[kStages];
   T v[kStages][kRun * kVTile];  // of this block; then o
-  Workshop workshops[kPairs];
+  Workshop<Operand, E> workshops[kPairs];
   /// Factors and v are there; this block, the other one is done with them.
   ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];
   Share share;
@@ -95,8 +136,12 @@ struct Ring {
   Looks looks;
   Course courses[4 + 2 * kPairs];
   Stops stops[4];
+
+  __device__ Stage stage(int i) { return {tiles[i], factors[i]}; }
 };
-static_assert(sizeof(Ring) <= kSharedMemory);
+constexpr int kOfClusters = 1024;  // what a kernel of clusters has besides
+static_assert(sizeof(Ring<__nv_bfloat16, float>) <= kSharedMemory - kOfClusters);
+static_assert(sizeof(Ring<__half, __nv_bfloat16>) <= kSharedMemory - kOfClusters);
 
 /// swizzled() for a tile of kRows rows.
 template <int kRows>

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "cuda/ptx/ptx.cuh"
 
 namespace kda::cuda::ptx {
@@ -12,5 +15,25 @@ inline void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 }
 
 inline float inverse_root(float x) { return 1 / std::sqrt(x); }
+
+/// In these bits NaN is more than any number, too.
+inline uint32_t max_of_pairs(const uint32_t (&x)[4]) {
+  uint32_t low = 0, high = 0;
+  for (const uint32_t pair : x) {
+    low = std::max(low, pair & 0x7fff);
+    high = std::max(high, pair >> 16 & 0x7fff);
+  }
+  return low | high << 16;
+}
+inline uint32_t pack_finite(float low, float high) {
+  const auto finite = [](float x) {
+    return std::isnan(x) ? x : std::clamp(x, -65504.0f, 65504.0f);
+  };
+  return pack<__half>(finite(low), finite(high));
+}
+inline uint32_t max_of_warp(uint32_t x) {
+  for (int step = 16; step > 0; step /= 2) x = std::max(x, __shfl_xor_sync(0xffffffff, x, step));
+  return x;
+}
 
 }  // namespace kda::cuda::ptx

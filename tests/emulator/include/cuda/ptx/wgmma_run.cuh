@@ -20,19 +20,20 @@ inline void keep_order(bool) {}
 template <int kTiles>
 void renew(float (&)[kTiles][4], unsigned) {}
 
-template <bool kAccumulate>
+template <class T, bool kAccumulate>
 void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   if (!kAccumulate) std::memset(d, 0, sizeof(d));
   emulator::warp_collective("wgmma.32", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<__nv_bfloat16, 32>(in, out, load_rows<__nv_bfloat16, 32>);
+    warp_product<T, 32>(in, out, load_rows<T, 32>);
   });
 }
 
-inline void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+template <class T>
+void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   emulator::warp_collective("wgmma.16", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<__nv_bfloat16, 128>(in, out, load_columns<__nv_bfloat16, 128, 2048>);
+    warp_product<T, 128>(in, out, load_columns<T, 128, 2048>);
   });
 }
 
