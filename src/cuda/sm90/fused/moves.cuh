@@ -21,14 +21,14 @@ struct Moves {
   Ring<Operand, E>& ring;
   Workshop<Operand, E>& own;
   const int rank, pair;  // rank of the block in the cluster
-  int num_tokens;        // of the part
+  int left;              // tokens of the part from the next two runs of this pair on
   /// From the first of the two runs on whose outputs are still in their stages; 0: none are.
   int pending = 0;
   unsigned thread;  // of 64; unsigned, so that divisions of it are shifts
   /// Where this lane's pieces of the next run lie. Pointers walk from run to run: offsets from
   /// indices cost more than the copies.
   char *q, *k, *g, *v, *o, *beta;
-  char* next_o;  // where the outputs of the part begin: those of the part before leave first
+  char* next_o;  // where the outputs of the part begin, until those of the part before have left
 
   __device__ Moves(const FusedPrefillArgs& args, Ring<Operand, E>& shared, int block, int which,
                    unsigned index)
@@ -40,7 +40,7 @@ struct Moves {
         thread(index) {}
   /// `run`: the first one of this pair.
   __device__ void begin(const Part& part, int run) {
-    num_tokens = static_cast<int>(part.span.end - part.span.begin);
+    left = static_cast<int>(part.span.end - part.span.begin) - run * kRun;
     const auto head = static_cast<int>(part.head);
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
@@ -74,8 +74,6 @@ struct Moves {
   __device__ int column() const { return static_cast<int>(thread % 8); }
   /// Of the token whose norms this lane computes, if it does.
   __device__ int norm_row() const { return half() * 8 + lane() / 4; }
-  /// From this run on; 0 or less where it is past the part.
-  __device__ int tokens_from(int run) const { return num_tokens - run * kRun; }
   /// Barrier of both warps: an even number a run, of parity 0, 1, 0, ... (Racecheck follows
   /// mbarriers; of named ones of 64 threads it reported accesses on both sides as races.)
   template <int kParity>
@@ -101,10 +99,10 @@ struct Moves {
                           from + step(view, sizeof(Item), row) + byte, row < rows - first_row);
     from += step(view, sizeof(Item), kMakers * kRun);
   }
-  /// Of this block's run of the two from `run` on.
-  __device__ void load_raw(int run) {
-    const int rows = tokens_from(run + rank);
-    if (tokens_from(run) > 0) {
+  /// Of this block's run of two, which have so many tokens; none if they are past the part.
+  __device__ void load_raw(int tokens) {
+    const int rows = tokens - rank * kRun;
+    if (tokens > 0) {
       copy_rows<T, true>(own.raw.q, a.q, q, rows);
       copy_rows<T, true>(own.raw.k, a.k, k, rows);
       copy_rows<E, false>(own.raw.g, a.g, g, rows);

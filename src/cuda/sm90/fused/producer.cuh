@@ -14,6 +14,7 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
   using Base::first;
   using Base::forget_index;
   using Base::half;
+  using Base::left;
   using Base::load_raw;
   using Base::load_v;
   using Base::mine;
@@ -26,7 +27,6 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
   using Base::ring;
   using Base::store_outputs;
   using Base::thread;
-  using Base::tokens_from;
 
   /// Of the phase of this pair's barriers that is next: its stages are used in turn.
   int parity = 0;
@@ -38,10 +38,11 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     for (int i = 0; i < kHalves; ++i) ptx::mbarrier_wait(ring.done[first() + i], 1 - parity);
   }
   /// By the first warp: outputs of the runs before leave the stages of these two, their v comes in.
-  __device__ void move(int run) {
+  __device__ void move() {
     if (pending > 0) store_outputs();
-    if (run < kStages) o = next_o;
-    pending = tokens_from(run);
+    if (next_o) o = next_o;
+    next_o = nullptr;
+    pending = left;
     load_v(pending);
   }
 
@@ -61,8 +62,8 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
   }
   /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
   /// tiles where the second has the inverse to make.
-  __device__ void make(int run, const Stage& s) {
-    const int rows = tokens_from(run + rank);
+  __device__ void make(const Stage& s) {
+    const int rows = left - rank * kRun;
     const uint32_t raw_beta = this->load_beta(rows);
     if (thread == 32) own.anchored = kRun, own.unusual = 0;
     ptx::cp_async_wait<0>();
@@ -73,6 +74,7 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     this->load_gates(factor);
     this->add_squares(squares);  // its waits and those of decays for their units hide each other
     this->scan_decays(factor, rows);
+    forget_index();
     auto norms = this->norms(squares, rows, raw_beta);
     this->load_pairs(q, k);
     wait_for_outputs();
@@ -84,14 +86,14 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
       if (own.unusual) [[unlikely]]
         put_again(s, norms, q, k, rows);
     const int anchored = own.anchored;
-    if (half() == 0) move(run);
-    if (anchored == kRun) load_raw(run + kMakers);
+    if (half() == 0) move();
+    if (anchored == kRun) load_raw(left - kMakers * kRun);
     forget_index();
     this->anchored_scores(s);
     if (anchored < kRun) [[unlikely]] {
       forget_index();
       this->fine_levels(s, q, k, rows, anchored);
-      load_raw(run + kMakers);
+      load_raw(left - kMakers * kRun);
     }
     __syncwarp();
     forget_index();
@@ -109,12 +111,12 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
                       1 - rank);
   }
 
-  /// Every kStages-th run from this one on, and the one after it.
-  __device__ void run_part(int first_run) {
-    load_raw(first_run);
+  /// Two runs of every kStages.
+  __device__ void run_part() {
+    load_raw(left);
     ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
-    for (int run = first_run; tokens_from(run) > 0; run += kStages) {
-      make(run, ring.stage(mine()));
+    for (; left > 0; left -= kStages * kRun) {
+      make(ring.stage(mine()));
       if (half() == 0) {
         ptx::mbarrier_arrive(own.half);
         ptx::cp_async_wait<1>();  // v
@@ -135,7 +137,7 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
       const Part& part = course.part;
       const int run = (pair + kPairs - turn) % kPairs * kHalves;
       this->begin(part, run);
-      run_part(run);
+      run_part();
       turn = (turn + runs_of(part) / kHalves) % kPairs;
     }
     if (half() == 0 && pending > 0) {

@@ -47,6 +47,11 @@ struct Rows : Moves<Operand, E, kSegments> {
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
   static constexpr float kAnchor = fused::kAnchor<Operand>, kLeast = fused::kLeast<Operand>;
   __device__ static bool in_range(float2 x) { return x.x >= kLeast && x.y >= kLeast; }
+  /// The same; else comparisons are kept for it, and there are seven predicates.
+  __device__ static bool in_range_bits(float2 x) {
+    return __float_as_uint(x.x) >= __float_as_uint(kLeast) &&
+           __float_as_uint(x.y) >= __float_as_uint(kLeast);
+  }
   __device__ static float2 product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
   __device__ static uint32_t operand(float2 x) { return ptx::pack<Operand>(x.x, x.y); }
   using Pairs = uint32_t[kRun];  // of this thread's channels
@@ -101,7 +106,7 @@ struct Rows : Moves<Operand, E, kSegments> {
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
-      if (count == i && in_range(factor[i])) count = i + 1;
+      if (count == i && in_range_bits(factor[i])) count = i + 1;
     atomicMin(&own.anchored, count);
   }
 
@@ -146,13 +151,13 @@ struct Rows : Moves<Operand, E, kSegments> {
     }
     put_gamma(s, {total.x * (1 / kAnchor), total.y * (1 / kAnchor)});
   }
-  /// kg and gamma where rows are out of range.
+  /// kg and gamma where rows are out of range; k as operands.
   __device__ void put_kg(const Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {
     const uint32_t of_kg = place<kRun>(s.tiles.kg);
     float2 factor{1, 1};
 #pragma unroll
     for (int i = kRun - 1; i >= 0; --i) {
-      put(of_kg, i, operand(product(ptx::unpack<T>(k[i]), factor)));
+      put(of_kg, i, operand(product(ptx::unpack<Operand>(k[i]), factor)));
       multiply(factor, decay[i]);
     }
     put_gamma(s, factor);

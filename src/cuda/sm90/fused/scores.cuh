@@ -16,6 +16,7 @@ struct Scores : Rows<Operand, E, kGateMode, kSegments> {
   using Base::lane;
   using Base::make_decays;
   using Base::multiply;
+  using Base::operand;
   using Base::own;
   using Base::put_kg;
 
@@ -87,7 +88,7 @@ struct Scores : Rows<Operand, E, kGateMode, kSegments> {
 
   /// A product of 16-bit pairs: one more rounding, of scores only.
   __device__ static void put_decayed(uint32_t place, uint32_t pair, float2 factor) {
-    ptx::store_shared(place, ptx::multiply_pairs<T>(pair, ptx::pack<T>(factor.x, factor.y)));
+    ptx::store_shared(place, ptx::multiply_pairs<Operand>(pair, operand(factor)));
   }
 
   /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns. Not of
@@ -131,7 +132,7 @@ struct Scores : Rows<Operand, E, kGateMode, kSegments> {
       for (int i = 0; i < 2; ++i) {
         uint32_t x[4];
         ptx::ldmatrix_x4(x, left + (step + i) * 32);
-        ptx::mma_16816<T>(acc, x, y[2 * i], y[2 * i + 1]);
+        ptx::mma_16816<Operand>(acc, x, y[2 * i], y[2 * i + 1]);
       }
     }
     store_level<h>(s, acc, first);
@@ -169,9 +170,14 @@ struct Scores : Rows<Operand, E, kGateMode, kSegments> {
       multiply_level<h / 2>(s, own.levels[1], more_columns, first);
     this->template sync<0>();
   }
+  /// All factors of levels are at most 1: in fp16 rows and columns of them are, too.
+  __device__ static void to_operands(Pairs& x) {
+#pragma unroll
+    for (uint32_t& pair : x) pair = operand(ptx::unpack<T>(pair));
+  }
   /// In place of what the anchored form has for rows from `first` on.
-  __device__ void fine_levels(const Stage& s, const Pairs& q, const Pairs& k, int rows,
-                              int first) const {
+  __device__ void fine_levels(const Stage& s, Pairs& q, Pairs& k, int rows, int first) const {
+    if constexpr (kHalf<Operand>) to_operands(q), to_operands(k);
     float2 decay[kRun];
     this->load_gates(decay);
     make_decays(decay, rows);
