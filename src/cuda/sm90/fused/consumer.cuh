@@ -3,21 +3,21 @@
 // it waits for, everything waits for.
 #pragma once
 
-#include "cuda/ptx/flag.cuh"
 #include "cuda/ptx/narrow.cuh"
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma_run.cuh"
 #include "cuda/sm90/fused/line.cuh"
-#include "cuda/sm90/fused/scale.cuh"
 #include "cuda/sm90/fused/shared.cuh"
+#include "cuda/sm90/fused/states.cuh"
 
 namespace kda::cuda::sm90::fused {
 
 template <class Operand, bool kSegments>
-struct Consumer : ScaledState<Operand> {
-  using Base = ScaledState<Operand>;
+struct Consumer : States<Operand, kSegments> {
+  using Base = States<Operand, kSegments>;
   using Base::a;
   using Base::column;
+  using Base::end;
   using Base::fused;
   using Base::has_room;
   using Base::head;
@@ -25,20 +25,23 @@ struct Consumer : ScaledState<Operand> {
   using Base::kSteps;
   using Base::kTiles;
   using Base::lane;
+  using Base::load_start;
   using Base::look_at_scale;
   using Base::most_of;
   using Base::piece_of;
-  using Base::rescale;
+  using Base::place_in;
   using Base::round_pairs;
   using Base::scale;
   using Base::scale_back;
   using Base::span;
   using Base::state;
-  using Base::store_to;
+  using Base::store;
+  using Base::take_over;
   using Base::take_room;
   using Base::tile_column;
   using Base::transition;
   using Base::unit;
+  using typename Base::Place;
 
   __device__ explicit Consumer(const FusedPrefillArgs& args) : Base(args) {}
 
@@ -306,35 +309,8 @@ struct Consumer : ScaledState<Operand> {
     scale = {};
     if (part.taken_over)
       take_over();
-    else if (kSegments &&
-             (part.state == FusedState::kZero || part.state == FusedState::kTransition))
-      begin_segment(part.state == FusedState::kTransition);
     else
-      this->load_start();
-  }
-  /// With zeros, or the identity.
-  __device__ void begin_segment(bool identity) {
-    const int difference = column + lane / 4 - lane % 4 * 2;  // of column and channel
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        state[n][i] = identity && difference == n * 8 + i % 2 - i / 2 * 8 ? 1.0f : 0.0f;
-  }
-  __device__ void end(const Part& part) {
-    if (part.handed_on) return hand_on();
-    rescale(0);
-    if (!kSegments || part.state == FusedState::kGiven) return this->store_end();
-    if (part.state == FusedState::kWhole) {
-      if (a.final_state.base) store_to(a.final_state, state_slot(a.final_state, span.sequence));
-      return;
-    }
-    float* base = part.state == FusedState::kZero         ? a.B
-                  : part.state == FusedState::kTransition ? a.M
-                                                          : fused.starts;
-    const int64_t n = part.segment + (part.state == FusedState::kFirst ? 1 : 0);
-    const int64_t matrix = ptx::opaque((n * a.shape.HV + head) * (kK * kK));
-    this->for_each_state(base + matrix, kK, 1, [](float x, float& to) { to = x; });
+      load_start(part);
   }
   /// After a piece of a transition that may stop early.
   __device__ void look(const Part& part, Looks& looks) {
@@ -369,70 +345,44 @@ struct Consumer : ScaledState<Operand> {
     stops.checkpoint = stops.before + done / every;
     stops.to_checkpoint = to_runs(every - done % every);
   }
-  /// Not where the last run lacks tokens.
-  __device__ void store_checkpoint(Stops& stops) {
+  /// The next checkpoint's place; none where the last run lacks tokens.
+  __device__ Place next_checkpoint(Stops& stops) const {
     const int64_t done = span.begin + static_cast<int64_t>(stops.num_runs - stops.left) * kRun;
-    const int exponent = scale.exponent;
-    rescale(0);
-    if (done <= span.end) store_to(a.checkpoints, state_slot(a.checkpoints, stops.checkpoint++));
-    rescale(exponent);
     stops.to_checkpoint = to_runs(a.checkpoint_every);
+    return done <= span.end ? place_in(a.checkpoints, stops.checkpoint++) : Place{};
   }
   /// Before the first part, after the last run of one, or after a run that a checkpoint is due
   /// after. Runs until the next stop; 0: all is done.
   __device__ int stop(Course& course, Stops& shared, Looks& looks) {
     Stops stops = shared;
+    bool checkpoint = false;
     if (stops.in_part) {
       take(course.part);
       stops.left -= stops.until;
-      if (a.checkpoints.base && (stops.to_checkpoint -= stops.until) == 0) store_checkpoint(stops);
+      checkpoint = a.checkpoints.base && (stops.to_checkpoint -= stops.until) == 0;
     }
-    while (stops.left == 0) {  // an empty sequence has no runs
-      const Part part = course.part;
-      const bool piece = kSegments && part.piece != Part::kNoPiece;
-      if (stops.in_part && piece) look(part, looks);
-      const bool more = next_part<kSegments>(fused, course, looks);
-      if (stops.in_part && !(piece && more)) end(part);
+    while (checkpoint || stops.left == 0) {  // an empty sequence has no runs
+      Place place;
+      bool more = true;
+      if (checkpoint) {
+        place = next_checkpoint(stops);
+      } else {
+        const Part part = course.part;
+        const bool piece = kSegments && part.piece != Part::kNoPiece;
+        if (stops.in_part && piece) look(part, looks);
+        more = next_part<kSegments>(fused, course, looks);
+        if (stops.in_part && !(piece && more)) place = end(part);
+      }
+      store(place);  // here alone: its code is long
       if (!more) return 0;
-      begin(course.part, stops);
+      if (!checkpoint) begin(course.part, stops);
+      checkpoint = false;
     }
     stops.until = a.checkpoints.base ? min(stops.left, stops.to_checkpoint) : stops.left;
     __syncwarp();
     if (lane == 0) shared = stops;
     __syncwarp();
     return stops.until;
-  }
-
-  /// The state between two shares, a lane its own: [shares, halves of V, accumulators and what
-  /// scales them, threads].
-  static constexpr int kHandedRows = kTiles * 4 + 2;
-  __device__ float* handed(int64_t share) const {
-    return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kHandedRows * 128) +
-           threadIdx.x;
-  }
-  /// Of a warp's state.
-  __device__ uint64_t* flag(int64_t share) const {
-    return fused.handed_flags + (share * kHalves + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
-  }
-  __device__ void hand_on() const {
-    const int64_t to = share_number() - 1;
-    float* at = handed(to);
-#pragma unroll
-    for (int i = 0; i < kTiles * 4; ++i) at[i * 128] = state[i / 4][i % 4];
-    at[kTiles * 4 * 128] = static_cast<float>(scale.exponent);
-    at[(kTiles * 4 + 1) * 128] = scale.room;
-    __syncwarp();
-    if (lane == 0) ptx::raise_flag(flag(to), fused.key);
-  }
-  __device__ void take_over() {
-    const int64_t from = share_number();
-    ptx::wait_for_flag(flag(from), fused.key);
-    __syncwarp();
-    if (lane == 0) *flag(from) = 0;
-    const float* at = handed(from);
-#pragma unroll
-    for (int i = 0; i < kTiles * 4; ++i) state[i / 4][i % 4] = at[i * 128];
-    scale = {static_cast<int>(at[kTiles * 4 * 128]), at[(kTiles * 4 + 1) * 128]};
   }
 
   /// Stages in turn, part after part. Votes and the barrier show the compiler that a warp stays
