@@ -61,8 +61,14 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows)
 
 
+def of_earlier_kernels(report):
+    tested = load("gpu_test")["families"]
+    return any(tested.get(family, hash) != hash for family, hash in report["families"].items())
+
+
 def gpu_of(report):
-    return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}'
+    earlier = "; kernels before those that the tests ran" if of_earlier_kernels(report) else ""
+    return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{earlier}'
 
 
 def gpu_head(report, clocks=""):
@@ -204,7 +210,8 @@ def table_gpu_summary():
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     speedup = lambda *names: min(r["speedup"] for r in peers["cases"] if r["case"] in names)
-    fla = lambda *names: f"{speedup(*names):.1f}x FLA's chunk_kda in the same run"
+    run = "a run of kernels before these" if of_earlier_kernels(peers) else "the same run"
+    fla = lambda *names: f"{speedup(*names):.1f}x FLA's chunk_kda in {run}"
     cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
     rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
              fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
