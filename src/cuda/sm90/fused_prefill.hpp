@@ -55,10 +55,10 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
   int64_t shares = 0;  ///< clusters: at most one a stream
-  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2 + 2 *
-  /// 128], in the order of the threads that hold them, and what scales them; and words that say
-  /// which are there: [shares, 2, 4]. A word has the key where its state is there; who takes the
-  /// state over clears it.
+  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2 + 256],
+  /// in the order of the threads that hold them, and what scales them; and words that say which are
+  /// there: [shares, 2, 4]. A word has the key where its state is there; who takes the state over
+  /// clears it.
   float* handed = nullptr;
   uint64_t* handed_flags = nullptr;
   uint64_t key = 0;  ///< of this launch: what no word has before

@@ -101,7 +101,7 @@ struct Workshop {
   union {
     alignas(128) RawRows<sizeof(E)> raw;
     // Where raw rows are in registers:
-    Tile levels[2];  // rows of dyadic levels
+    Tile levels[2];  // rows of dyadic levels, as operands
     struct {
       uint32_t q[kRun], k[kRun];
     } power;  // of tokens, pairs of bf16
