@@ -12,7 +12,8 @@ namespace kda::check {
 namespace {
 
 constexpr const char* kRegimeNames[kNumRegimes] = {
-    "strong", "slow", "trained", "mixed", "softplus", "log", "needle", "structured", "equal-keys"};
+    "strong", "slow",   "trained",    "mixed",      "softplus",
+    "log",    "needle", "structured", "equal-keys", "trained-softplus"};
 constexpr int64_t kAlternation = 8;  // tokens between switches of the structured regime
 
 double logit(double p) { return std::log(p / (1 - p)); }
@@ -60,9 +61,7 @@ class Generator {
     p_.qk_l2norm = true;
     p_.beta_mode = o_.regime == Regime::kEqualKeys ? BetaMode::kSigmoid2 : BetaMode::kSigmoid;
     const bool log = o_.regime == Regime::kLog || o_.regime == Regime::kNeedle;
-    p_.gate_mode = log                              ? GateMode::kLog
-                   : o_.regime == Regime::kSoftplus ? GateMode::kSoftplus
-                                                    : GateMode::kBounded;
+    p_.gate_mode = log ? GateMode::kLog : softplus() ? GateMode::kSoftplus : GateMode::kBounded;
     const int64_t B = p_.batch, T = p_.num_tokens, H = p_.num_heads, HV = p_.num_value_heads;
     p_.q = p_.k = contiguous(o_.dtype, {B, T, H, p_.key_dim});
     p_.v = p_.o = contiguous(o_.dtype, {B, T, HV, p_.value_dim});
@@ -115,11 +114,16 @@ class Generator {
     return o_.regime == Regime::kStrong || (o_.regime == Regime::kMixed && head % 2 == 0);
   }
 
-  double channel_bias(int64_t head) {
+  bool softplus() const {
+    return o_.regime == Regime::kSoftplus || o_.regime == Regime::kTrainedSoftplus;
+  }
+
+  double channel_bias(int64_t head, double A) {
     if (strong_head(head)) return random_.uniform();
     const double bound = -p_.lower_bound;
     switch (o_.regime) {
       case Regime::kSoftplus: return inverse_softplus(random_.log_uniform(1e-4, 1));
+      case Regime::kTrainedSoftplus: return inverse_softplus(random_.log_uniform(4e-4, 2) / A);
       case Regime::kTrained: return logit(random_.log_uniform(1e-3, 4.95) / bound);
       case Regime::kStructured: return 0;
       default: return logit(random_.log_uniform(1e-4, 0.5) / bound);  // slow, mixed, equal keys
@@ -136,10 +140,11 @@ class Generator {
     for (int64_t head = 0; head < HV; ++head) {
       double A_log = 0;
       if (strong_head(head)) A_log = random_.uniform();
-      if (o_.regime == Regime::kSoftplus) A_log = std::log(random_.uniform(1, 16));
+      if (softplus()) A_log = std::log(random_.uniform(1, o_.regime == Regime::kSoftplus ? 16 : 6));
       inputs_.A_log.as<float>()[head] = static_cast<float>(A_log);
       for (int64_t d = 0; d < p_.key_dim; ++d)
-        inputs_.dt_bias.as<float>()[head * p_.key_dim + d] = static_cast<float>(channel_bias(head));
+        inputs_.dt_bias.as<float>()[head * p_.key_dim + d] =
+            static_cast<float>(channel_bias(head, std::exp(A_log)));
     }
   }
 
@@ -150,6 +155,7 @@ class Generator {
       case Regime::kStrong: return random_.normal();
       case Regime::kMixed: return random_.normal() * (strong_head(head) ? 1 : 0.5);
       case Regime::kSoftplus: return 2 * random_.normal();
+      case Regime::kTrainedSoftplus: return 1.8 * random_.normal();
       case Regime::kStructured: {
         const bool forgets = (token / kAlternation + channel) % 2 == 0;
         return forgets ? 20 : -20;

@@ -21,8 +21,9 @@ enum class Regime : int32_t {
   kNeedle,
   kStructured,
   kEqualKeys,
+  kTrainedSoftplus,
 };
-inline constexpr int kNumRegimes = 9;
+inline constexpr int kNumRegimes = 10;
 
 const char* regime_name(Regime regime);
 Regime parse_regime(const std::string& text);  ///< throws kda::Error

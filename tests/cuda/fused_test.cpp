@@ -74,6 +74,10 @@ void widen_gates(Inputs* inputs) {
   inputs->problem.g.dtype = DType::kFloat32;
 }
 
+void fill(io::Buffer* tensor, float value) {
+  for (std::size_t i = 0; i < tensor->size() / sizeof(float); ++i) tensor->as<float>()[i] = value;
+}
+
 TEST_F(Fused, EveryRegimeAndTypeOfGate) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const bool wide : {false, true}) {
@@ -220,6 +224,65 @@ TEST_F(Fused, RunsThatLeaveTheAnchorsRangeAndComeBack) {
     expect_within(test::falls_and_grows(kSize, down), "down " + std::to_string(down));
 }
 
+/// Scores of softplus gates have 216 powers of two in fp16, 144 in bf16: totals of a run on both
+/// sides of each, all in one channel or spread over all.
+TEST_F(Fused, SoftplusGatesOnBothSidesOfTheAnchorsRange) {
+  check::GenerateOptions options = shape_of(96, 2);
+  options.regime = Regime::kTrainedSoftplus;
+  Inputs inputs = check::generate(options);
+  fill(&inputs.A_log, 0);
+  fill(&inputs.dt_bias, 0);
+  for (const float total : {60.0f, 79.0f, 98.0f, 102.0f, 148.0f, 151.0f, 400.0f})
+    for (const int64_t step : {int64_t{1}, kSize}) {
+      Inputs changed = inputs;
+      for (int64_t i = 0; i < 96 * 2 * kSize; i += step)
+        store_element(changed.g.data(), DType::kBFloat16, i, total / 16);
+      const std::string what = std::to_string(total) + " every " + std::to_string(step);
+      expect_within(changed, what);
+      widen_gates(&changed);
+      expect_within(changed, what + ", in fp32");
+    }
+}
+
+/// exp(A_log) from 0 to infinity, raw gates beyond what exp() holds.
+TEST_F(Fused, SoftplusGatesOfAnySize) {
+  check::GenerateOptions options = shape_of(80, 2);
+  options.regime = Regime::kTrainedSoftplus;
+  const Inputs inputs = check::generate(options);
+  for (const float A_log : {-200.0f, -30.0f, -8.0f, 0.0f, 5.0f, 80.0f})
+    for (const float raw : {-500.0f, -60.0f, 60.0f, 100.0f, 3e4f}) {
+      Inputs changed = inputs;
+      changed.A_log.as<float>()[1] = A_log;
+      for (int64_t i = 0; i < 80 * 2 * kSize; i += 37)
+        store_element(changed.g.data(), DType::kBFloat16, i, raw);
+      expect_within(changed, "A_log " + std::to_string(A_log) + ", g " + std::to_string(raw));
+    }
+}
+
+/// Decays so slow that an error of a token's would add up over all of them.
+TEST_F(Fused, SlowSoftplusGatesAddUp) {
+  const int64_t tokens = test::long_case(12000);
+  check::GenerateOptions options = shape_of(tokens, 1);
+  options.regime = Regime::kTrainedSoftplus;
+  options.initial_state = true;
+  Inputs inputs = check::generate(options);
+  fill(&inputs.A_log, 2);  // exp(2) log(1 + exp(x)) = 1 / tokens
+  fill(&inputs.dt_bias, static_cast<float>(-2 - std::log(static_cast<double>(tokens))));
+  for (int64_t i = 0; i < tokens * kSize; ++i) {
+    store_element(inputs.g.data(), DType::kBFloat16, i, 0);
+    store_element(inputs.v.data(), DType::kBFloat16, i, 0);
+  }
+  for (int64_t i = 0; i < tokens; ++i) store_element(inputs.beta.data(), DType::kBFloat16, i, -40);
+  const test::Result result = test::run_inputs(inputs, on_fused());
+  double off = 0;
+  for (int64_t i = 0; i < kSize * kSize; ++i) {
+    const double start = inputs.initial_state.as<float>()[i];
+    off = std::max(off, std::abs(result.outputs.final_state.as<float>()[i] / start - std::exp(-1)));
+  }
+  test::note("slow softplus gates", off, 0);
+  EXPECT_LE(off, 5e-5);
+}
+
 /// What follows a token may put its run out of the anchored form's range, or not.
 TEST_F(Fused, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
   const Inputs inputs = test::paced(kSize, kSize, DType::kBFloat16);
@@ -336,8 +399,8 @@ TEST_F(Fused, ErrorsOfOperandsInFp16) {
     EXPECT_LE(of_o, o) << what;
     EXPECT_LE(of_state, state) << what;
   };
-  for (const Regime regime :
-       {Regime::kStrong, Regime::kSlow, Regime::kTrained, Regime::kSoftplus}) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSlow, Regime::kTrained, Regime::kSoftplus,
+                              Regime::kTrainedSoftplus}) {
     check::GenerateOptions options = shape_of(tokens, 2);
     options.regime = regime;
     Inputs inputs = check::generate(options);
@@ -532,6 +595,24 @@ TEST_F(Fused, TransitionsStopWhereTheyAreSmall) {
     EXPECT_GE(stops[n++], std::min(segment.end, segment.begin + 4096));
   }
   EXPECT_EQ(n, stops.size());
+}
+
+/// Rounded to multiples of fp16's least number, a transition that is not looked at would run on.
+TEST_F(Fused, TransitionsStopAsSoonInFp16) {
+  check::GenerateOptions options = shape_of(0, 1);
+  options.num_value_heads = 2;
+  options.seq_lens = {test::emulated() ? 12900 : 17000};
+  Inputs inputs = check::generate(options);
+  const auto stops = [&] {
+    test::OnDevice call(inputs, in_segments(2, SegmentMethod::kOnePass));
+    EXPECT_TRUE(call.plan.transitions_stop);
+    EXPECT_TRUE(call.run().ok());
+    check::synchronize_device();
+    return stops_of(call);
+  };
+  const std::vector<int64_t> in_fp16 = stops();
+  widen_gates(&inputs);
+  EXPECT_EQ(in_fp16, stops());
 }
 
 /// A state that is not finite reaches all outputs behind it, also where its transition is small.

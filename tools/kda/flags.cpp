@@ -34,6 +34,13 @@ int64_t parse_length(std::string text) {
   return value * unit;
 }
 
+std::vector<std::string> regime_names() {
+  std::vector<std::string> names;
+  for (int i = 0; i < check::kNumRegimes; ++i)
+    names.emplace_back(check::regime_name(static_cast<check::Regime>(i)));
+  return names;
+}
+
 }  // namespace
 
 void parse_context_parallel(const std::string& text, PlanOptions* options) {
@@ -188,8 +195,7 @@ void GenerateFlags::add_to(CLI::App& command) {
       ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
       ->capture_default_str();
   command.add_option("--regime", regime, "What the gates are like")
-      ->check(CLI::IsMember({"strong", "slow", "trained", "mixed", "softplus", "log", "needle",
-                             "structured", "equal-keys"}))
+      ->check(CLI::IsMember(regime_names()))
       ->capture_default_str();
   command.add_option("--seed", options.seed, "Of the random numbers")->capture_default_str();
   command.add_flag("--initial-state", options.initial_state, "Add a random initial state");

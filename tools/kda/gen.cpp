@@ -20,8 +20,8 @@ void add_gen(CLI::App& app) {
   state->flags.add_to(*sub);
   sub->add_option("-o,--output", state->output, "Output file (safetensors)")->required();
   sub->footer(
-      R"(Regimes: strong, slow, trained, mixed, softplus, log, needle, structured, equal-keys;
-docs/files.md says what each is built to provoke. The same seed gives the same file everywhere.
+      R"(docs/files.md says what each regime is built to provoke. The same seed gives the same file
+everywhere.
 Examples:
   kda gen -o x.safetensors --tokens 4096 --heads 4 --regime trained --seed 1
   kda gen -o x.safetensors --seq-lens 1300,547,10x1K --heads 8 --value-heads 16 --dtype fp32)");

@@ -99,11 +99,11 @@ struct Consumer : States<Operand, kSegments> {
   };
 
   /// A half of this lane's.
-  template <int kHalf>
+  template <int kWhich>
   __device__ __forceinline__ void load_gammas(uint32_t at, float4 (&gamma)[kTiles / 2]) const {
     constexpr int kCount = kTiles / 4;
 #pragma unroll
-    for (int i = kHalf * kCount; i < (kHalf + 1) * kCount; ++i)
+    for (int i = kWhich * kCount; i < (kWhich + 1) * kCount; ++i)
       gamma[i] = ptx::load_shared_four(at + offsetof(Factors, gamma) + lane % 4 * kGammaStride * 4 +
                                        i * 16);
   }
@@ -322,6 +322,8 @@ struct Consumer : States<Operand, kSegments> {
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
       looks.put(part.piece, column / 16, sum * scale_back() * scale_back());
+      // No v takes room here: without a look of its own it would end in fp16's least numbers.
+      if (kHalf<Operand> && sum < 0x1p-10f) scale.room = 0;
     }
     if (column == 0 && lane == 0) fused.alive[part.segment * a.shape.HV + head] = part.span.end;
   }

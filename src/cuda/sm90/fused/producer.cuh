@@ -46,18 +46,19 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     load_v(pending);
   }
 
-  /// Rows with q and k times powers of two.
+  /// Rows with q and k times powers of two, gates of any size.
   __device__ void put_again(const Stage& s, typename Base::Norms& norms, typename Base::Pairs& q,
                             typename Base::Pairs& k, int rows) {
     this->split_powers(norms);
+    if (thread == 32) own.anchored = kRun;
     this->template sync<0>();
     this->multiply_by(own.power.q, q);
     this->multiply_by(own.power.k, k);
     float2 factor[kRun];
     this->load_gates(factor);
-    this->scan_decays(factor, rows);
+    const float2 gamma = this->template scan_decays<true>(factor, rows);
     this->put_norms(s, norms);
-    this->put_rows(s, factor, q, k);
+    this->put_rows(s, factor, gamma, q, k);
     this->template sync<1>();
   }
   /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
@@ -73,14 +74,14 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     typename Base::Squares squares;
     this->load_gates(factor);
     this->add_squares(squares);  // its waits and those of decays for their units hide each other
-    this->scan_decays(factor, rows);
+    const float2 gamma = this->template scan_decays<false>(factor, rows);
     forget_index();
     auto norms = this->norms(squares, rows, raw_beta);
     this->load_pairs(q, k);
     wait_for_outputs();
     ptx::mbarrier_wait(ring.peer_done[mine()], 1 - parity);
     this->put_norms(s, norms);
-    this->put_rows(s, factor, q, k);
+    this->put_rows(s, factor, gamma, q, k);
     this->template sync<1>();
     if constexpr (kHalf<Operand>)
       if (own.unusual) [[unlikely]]

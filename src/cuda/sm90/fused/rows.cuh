@@ -21,8 +21,9 @@ struct Rows : Moves<Operand, E, kSegments> {
   using Base::own;
   using Base::thread;
 
+  /// With the constants of their formulas. Gate mode 2: a decay is
+  /// exp2(1 / (bound - exp2(rate raw + bias))); gate mode 1: (1 + exp2(log2(e) raw + bias))^rate.
   float2 bias;
-  /// Of gate mode 2, with its constants: a decay is exp2(1 / (bound - exp2(rate raw + bias))).
   float rate, bound;
 
   __device__ void begin(const Part& part, int run) {
@@ -35,6 +36,10 @@ struct Rows : Moves<Operand, E, kSegments> {
       bias = {row[0], row[1]};
     }
     bound = 0;
+    if (kGateMode == 1) {
+      rate = -rate;
+      multiply(bias, {kLog2e, kLog2e});
+    }
     if (kGateMode == 2) {
       rate *= -kLog2e;
       bound = 1 / (a.gate.lower_bound * kLog2e);
@@ -45,7 +50,9 @@ struct Rows : Moves<Operand, E, kSegments> {
 
   __device__ unsigned channel() const { return thread * 2; }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
-  static constexpr float kAnchor = fused::kAnchor<Operand>, kLeast = fused::kLeast<Operand>;
+  static constexpr float kAnchor = fused::kAnchor<Operand>, kLeast = fused::kLeast<Operand>,
+                         kScoreAnchor = fused::kScoreAnchor<Operand, kGateMode>,
+                         kLogAnchor = fused::kLogScoreAnchor<Operand, kGateMode>;
   __device__ static bool in_range(float2 x) { return x.x >= kLeast && x.y >= kLeast; }
   /// The same; else comparisons are kept for it, and there are seven predicates.
   __device__ static bool in_range_bits(float2 x) {
@@ -54,6 +61,11 @@ struct Rows : Moves<Operand, E, kSegments> {
   }
   __device__ static float2 product(float2 x, float2 y) { return {x.x * y.x, x.y * y.y}; }
   __device__ static uint32_t operand(float2 x) { return ptx::pack<Operand>(x.x, x.y); }
+  /// Of a row that makes scores.
+  __device__ static uint32_t row_operand(float2 x) {
+    constexpr float kBack = kAnchor / kScoreAnchor;
+    return kBack == 1 ? operand(x) : operand({x.x * kBack, x.y * kBack});
+  }
   using Pairs = uint32_t[kRun];  // of this thread's channels
   __device__ void load_pairs(Pairs& q, Pairs& k) const {
 #pragma unroll
@@ -66,10 +78,21 @@ struct Rows : Moves<Operand, E, kSegments> {
   // ---- decays ----------------------------------------------------------------------------------
 
   __device__ float decay_of(float raw, float of_channel) const {
-    if constexpr (kGateMode == 2)
-      return ptx::ex2(ptx::reciprocal(bound - ptx::ex2(fmaf(raw, rate, of_channel))));
-    else
-      return ptx::ex2(log2_decay_fast<kGateMode>(raw, of_channel, rate));
+    if constexpr (kGateMode == 0) return ptx::ex2(log2_decay_fast<kGateMode>(raw, 0, rate));
+    if constexpr (kGateMode == 1) return ptx::ex2(rate * softplus(fmaf(raw, kLog2e, of_channel)));
+    return ptx::ex2(ptx::reciprocal(bound - ptx::ex2(fmaf(raw, rate, of_channel))));
+  }
+  /// log2(1 + x). The unit's error is 2^-22 near 1: of what is small, a part that would add up.
+  __device__ static float log2_1p(float x) {
+    const float series = x * fmaf(x, -kLog2e / 2, kLog2e);
+    return x < 0x1p-8f ? series : ptx::lg2(1 + x);
+  }
+  /// log2(1 + exp2(x)).
+  __device__ static float softplus(float x) { return fmaxf(x, 0) + log2_1p(ptx::ex2(-fabsf(x))); }
+  /// The same; where runs can be made again infinite from 2^7 on.
+  __device__ static float softplus_fast(float x) {
+    const float sum = log2_1p(ptx::ex2(x));
+    return kHalf<Operand> ? sum : fminf(sum, fmaxf(x, 128));
   }
   __device__ void load_gates(float2 (&gate)[kRun]) const {
 #pragma unroll
@@ -91,23 +114,56 @@ struct Rows : Moves<Operand, E, kSegments> {
       for (int i = 0; i < kRun; ++i)
         if (i >= rows) decay[i] = {1, 1};
   }
-  /// In place of raw gates: decays since the start of the run, times kAnchor. Gates that come as
-  /// logarithms may be positive: the last row may be in range when others are not.
-  __device__ void scan_decays(float2 (&factor)[kRun], int rows) const {
-    make_decays(factor, rows);
+  /// In place of raw gates: decays since the start of the run, times kScoreAnchor. Returns that of
+  /// the run, without. kAny: gates may be of any size.
+  template <bool kAny>
+  __device__ float2 scan_decays(float2 (&factor)[kRun], int rows) const {
+    const float2 gamma =
+        kGateMode == 1 ? add_logs<kAny>(factor, rows) : multiply_decays(factor, rows);
+    // Gates that come as logarithms may be positive: the last row may be in range when others are
+    // not.
     bool all = true;
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      if (i > 0 || kAnchor != 1)
-        multiply(factor[i], i > 0 ? factor[i - 1] : float2{kAnchor, kAnchor});
-      if (kGateMode == 0 || i == kRun - 1) all = all && in_range(factor[i]);
-    }
-    if (all) return;
+    for (int i = kGateMode == 0 ? 0 : kRun - 1; i < kRun; ++i) all = all && in_range(factor[i]);
+    if (all) return gamma;
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kRun; ++i)
       if (count == i && in_range_bits(factor[i])) count = i + 1;
     atomicMin(&own.anchored, count);
+    return gamma;
+  }
+  __device__ float2 multiply_decays(float2 (&factor)[kRun], int rows) const {
+    make_decays(factor, rows);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      if (i > 0 || kScoreAnchor != 1)
+        multiply(factor[i], i > 0 ? factor[i - 1] : float2{kScoreAnchor, kScoreAnchor});
+    const float2 total = factor[kRun - 1];
+    return {total.x * (1 / kScoreAnchor), total.y * (1 / kScoreAnchor)};
+  }
+  /// Next to the anchor's logarithm those of slow channels would lose what adds up over runs.
+  template <bool kAny>
+  __device__ float2 add_logs(float2 (&factor)[kRun], int rows) const {
+    const auto log = [](float raw, float of_channel) {
+      const float x = fmaf(raw, kLog2e, of_channel);
+      return kAny ? softplus(x) : softplus_fast(x);
+    };
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) factor[i] = {log(factor[i].x, bias.x), log(factor[i].y, bias.y)};
+    if (rows < kRun)
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        if (i >= rows) factor[i] = {0, 0};
+    float2 sum{0, 0};
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      sum.x += factor[i].x, sum.y += factor[i].y;
+      factor[i] = {ptx::ex2(fmaf(sum.x, rate, kLogAnchor)),
+                   ptx::ex2(fmaf(sum.y, rate, kLogAnchor))};
+    }
+    if (kHalf<Operand> && !kAny && !(sum.x + sum.y < INFINITY)) own.unusual = 1;
+    return {ptx::ex2(sum.x * rate), ptx::ex2(sum.y * rate)};
   }
 
   // ---- decayed rows ----------------------------------------------------------------------------
@@ -126,8 +182,8 @@ struct Rows : Moves<Operand, E, kSegments> {
   }
 
   /// All is read before anything is stored: the compiler keeps their order.
-  __device__ void put_rows(const Stage& s, const float2 (&factor)[kRun], const Pairs& q_pairs,
-                           const Pairs& k_pairs) const {
+  __device__ void put_rows(const Stage& s, const float2 (&factor)[kRun], float2 gamma,
+                           const Pairs& q_pairs, const Pairs& k_pairs) const {
     const float2 total = factor[kRun - 1];
     const uint32_t of_rows = place<2 * kRun>(s.tiles.rows), of_kg = place<kRun>(s.tiles.kg),
                    of_columns = ptx::shared_address(&own.columns[0][channel()]);
@@ -139,8 +195,8 @@ struct Rows : Moves<Operand, E, kSegments> {
       const float2 k = ptx::unpack<T>(k_pairs[i]);
       const float2 k_row = product(k, factor[i]),
                    q_row = product(ptx::unpack<T>(q_pairs[i]), factor[i]);
-      put(of_rows, i, operand(k_row));
-      put(of_rows, kRun + i, operand(q_row));
+      put(of_rows, i, row_operand(k_row));
+      put(of_rows, kRun + i, row_operand(q_row));
       if constexpr (kHalf<Operand>) {
         put(of_k, i, ptx::pack<T>(k_row.x, k_row.y));
         put(of_q, i, ptx::pack<T>(q_row.x, q_row.y));
@@ -149,7 +205,7 @@ struct Rows : Moves<Operand, E, kSegments> {
       ptx::store_shared(of_columns + i * kStride * 2, ptx::pack<T>(column.x, column.y));
       put(of_kg, i, operand(product(column, total)));
     }
-    put_gamma(s, {total.x * (1 / kAnchor), total.y * (1 / kAnchor)});
+    put_gamma(s, gamma);
   }
   /// kg and gamma where rows are out of range; k as operands.
   __device__ void put_kg(const Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {

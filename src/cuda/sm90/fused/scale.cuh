@@ -42,8 +42,9 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   Scale scale;
 
   static constexpr float kRoom = 0x7000 / 16, kRoomOfTwo = 0x3000 / 32;  // beta up to 1, up to 2
-  static constexpr float kLeastTaken = 1;         // by a run: looks come in any case
-  static constexpr float kTakenSoon = kRoom / 4;  // where v has become small: the state will
+  static constexpr float kOfZeros = -0x1.555556p100f;  // room of a state of zeros; no run leaves it
+  static constexpr float kLeastTaken = 1;              // by a run: looks come in any case
+  static constexpr float kTakenSoon = kRoom / 4;       // where v has become small: the state will
   static constexpr float kLarge = 0x1p7f;
   static constexpr int kLeast = -6, kMost = 4;  // exponents of what is not scaled
   static constexpr int kStep = 8;               // powers of two between scales
@@ -102,7 +103,7 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   /// Before a run whose v is at `piece` after wait().
   template <class Wait>
   __device__ void look_at_scale(uint32_t piece, Wait&& wait) {
-    const int of_state = top_exponent();
+    const int of_state = scale.room == kOfZeros ? kNone : top_exponent();
     wait();
     const int of_v = first_exponent(piece, of_state == kNone) + scale.exponent;
     const int top = max(of_state, of_v + 1);

@@ -29,10 +29,15 @@ template <class Operand>
 constexpr bool kHalf = std::is_same_v<Operand, __half>;
 
 /// Scores inside a run are anchored at its start: rows are decayed since then, columns divided by
-/// it. Rows reach from the anchor to the least; as operands in bf16 they are shared, and keep clear
-/// of denormals.
+/// it. Rows reach from the anchor to the least. Operands in bf16 are these rows, and keep clear of
+/// denormals. Operands in fp16 are rows without the anchor, and scores have rows of their own: with
+/// softplus gates, which have no bound, these span 216 powers of two.
 template <class Operand>
-constexpr float kAnchor = kHalf<Operand> ? 1.0f : 0x1p48f;
+constexpr float kAnchor = kHalf<Operand> ? 1.0f : 0x1p48f;  // of operands
+template <class Operand, int kGateMode>
+constexpr int kLogScoreAnchor = kHalf<Operand> ? kGateMode == 1 ? 100 : 0 : 48;
+template <class Operand, int kGateMode>
+constexpr float kScoreAnchor = kHalf<Operand>&& kGateMode == 1 ? 0x1p100f : kAnchor<Operand>;
 template <class Operand>
 constexpr float kLeast = kHalf<Operand> ? 0x1p-116f : 0x1p-96f;
 
@@ -107,9 +112,9 @@ struct Workshop {
     } power;  // of tokens, pairs of bf16
   };
   Scratch<Operand> scratch;
-  Tile columns;        // k / (kAnchor exp(G))
+  Tile columns;        // k / (kScoreAnchor exp(G))
   int anchored;        // rows that the anchored form has right
-  int unusual;         // a norm that operands in fp16 cannot take as it is
+  int unusual;         // operands in fp16 cannot take a norm as it is, or raw gates are above 88
   ptx::Mbarrier meet;  // of both warps
   ptx::Mbarrier half;  // the first warp has done its part of a run
 };

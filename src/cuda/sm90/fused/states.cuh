@@ -88,6 +88,7 @@ struct States : ScaledState<Operand> {
                         : a.states_in    ? place_in(a.states_in, unit)
                                          : place_in(a.initial, span.sequence);
     if (place.at) return load(place);
+    if (!identity) scale.room = ScaledState<Operand>::kOfZeros;
     const int difference = column + lane / 4 - lane % 4 * 2;  // of column and channel
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
