@@ -352,6 +352,41 @@ TEST_F(Fused, CausalToTheBitWhereValuesJump) {
     }
 }
 
+/// Norms that operands in fp16 cannot take as they are have runs made again.
+TEST_F(Fused, CausalToTheBitWhereNormsJump) {
+  const Inputs inputs = check::generate(shape_of(70, 1));
+  const test::Result before = test::run_inputs(inputs, on_fused());
+  for (const float by : {1e-6f, 0.02f, 1e4f})
+    for (const bool q : {false, true})
+      for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
+        Inputs changed = inputs;
+        multiply(q ? &changed.q : &changed.k, DType::kBFloat16, cut * kSize, 70 * kSize, by);
+        const test::Result after = test::run_inputs(changed, on_fused());
+        ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
+            << cut << (q ? " q by " : " k by ") << by;
+      }
+}
+
+/// So have softplus gates whose exponentials, or products of them, leave fp32.
+TEST_F(Fused, CausalToTheBitWhereSoftplusGatesJump) {
+  check::GenerateOptions options = shape_of(70, 1);
+  options.regime = Regime::kTrainedSoftplus;
+  for (const float A_log : {-5.0f, 0.0f, 6.0f}) {
+    Inputs inputs = check::generate(options);
+    fill(&inputs.A_log, A_log);
+    const test::Result before = test::run_inputs(inputs, on_fused());
+    for (const float gate : {15.0f, 40.0f, 200.0f})
+      for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
+        Inputs changed = inputs;
+        for (int64_t i = cut * kSize; i < 70 * kSize; i += 3)
+          store_element(changed.g.data(), DType::kBFloat16, i, gate);
+        const test::Result after = test::run_inputs(changed, on_fused());
+        ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
+            << cut << " A_log " << A_log << " gate " << gate;
+      }
+  }
+}
+
 /// Of elements [begin, end) of x, those of `exact` being fp32.
 double relative_error(const io::Buffer& x, DType dtype, const io::Buffer& exact, int64_t begin,
                       int64_t end) {

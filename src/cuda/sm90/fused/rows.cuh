@@ -89,11 +89,6 @@ struct Rows : Moves<Operand, E, kSegments> {
   }
   /// log2(1 + exp2(x)).
   __device__ static float softplus(float x) { return fmaxf(x, 0) + log2_1p(ptx::ex2(-fabsf(x))); }
-  /// The same; where runs can be made again infinite from 2^7 on.
-  __device__ static float softplus_fast(float x) {
-    const float sum = log2_1p(ptx::ex2(x));
-    return kHalf<Operand> ? sum : fminf(sum, fmaxf(x, 128));
-  }
   __device__ void load_gates(float2 (&gate)[kRun]) const {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
@@ -118,8 +113,13 @@ struct Rows : Moves<Operand, E, kSegments> {
   /// the run, without. kAny: gates may be of any size.
   template <bool kAny>
   __device__ float2 scan_decays(float2 (&factor)[kRun], int rows) const {
-    const float2 gamma =
-        kGateMode == 1 ? add_logs<kAny>(factor, rows) : multiply_decays(factor, rows);
+    float2 gamma;
+    if constexpr (kGateMode != 1)
+      gamma = multiply_decays(factor, rows);
+    else if constexpr (kAny || !kHalf<Operand>)
+      gamma = add_logs(factor, rows);
+    else
+      gamma = multiply_powers(factor, rows);
     // Gates that come as logarithms may be positive: the last row may be in range when others are
     // not.
     bool all = true;
@@ -142,28 +142,68 @@ struct Rows : Moves<Operand, E, kSegments> {
     const float2 total = factor[kRun - 1];
     return {total.x * (1 / kScoreAnchor), total.y * (1 / kScoreAnchor)};
   }
-  /// Next to the anchor's logarithm those of slow channels would lose what adds up over runs.
-  template <bool kAny>
+  /// Of softplus gates: log2(e) times what softplus() is taken of, as it comes.
+  __device__ float2 exponents_of(float2 raw) const {
+    return {fmaf(raw.x, kLog2e, bias.x), fmaf(raw.y, kLog2e, bias.y)};
+  }
+  /// By 1 + x.
+  __device__ static void multiply_more(float2& product, float2 x) {
+    product.x = fmaf(product.x, x.x, product.x), product.y = fmaf(product.y, x.y, product.y);
+  }
+  /// Anchored, from the logarithm of its base.
+  __device__ float2 decay_of_logs(float2 x) const {
+    return {ptx::ex2(fmaf(x.x, rate, kLogAnchor)), ptx::ex2(fmaf(x.y, rate, kLogAnchor))};
+  }
+  /// Of gates of any size. Rows up to where products leave fp32 are those of multiply_powers(): no
+  /// later token changes their bits. Next to the anchor's logarithm the sums of slow channels would
+  /// lose what adds up over runs.
   __device__ float2 add_logs(float2 (&factor)[kRun], int rows) const {
-    const auto log = [](float raw, float of_channel) {
-      const float x = fmaf(raw, kLog2e, of_channel);
-      return kAny ? softplus(x) : softplus_fast(x);
-    };
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) factor[i] = {log(factor[i].x, bias.x), log(factor[i].y, bias.y)};
+    for (int i = 0; i < kRun; ++i) factor[i] = exponents_of(factor[i]);
+    if (rows < kRun)
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        if (i >= rows) factor[i] = {-INFINITY, -INFINITY};
+    float2 sum{0, 0}, product{1, 1};
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 x = factor[i];
+      sum.x += softplus(x.x), sum.y += softplus(x.y);
+      float2 log = sum;
+      if constexpr (kHalf<Operand>) {
+        multiply_more(product, {ptx::ex2(x.x), ptx::ex2(x.y)});
+        if (product.x < INFINITY && rate >= -kMostRate) log.x = ptx::lg2(product.x);
+        if (product.y < INFINITY && rate >= -kMostRate) log.y = ptx::lg2(product.y);
+      }
+      factor[i] = decay_of_logs(log);
+    }
+    return {ptx::ex2(sum.x * rate), ptx::ex2(sum.y * rate)};
+  }
+  /// Logarithms of products, off by 2^-22 where they are small. Products may leave fp32, and rates
+  /// make that error large: the run is made again then.
+  static constexpr float kMostRate = 256;
+  __device__ float2 multiply_powers(float2 (&factor)[kRun], int rows) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 x = exponents_of(factor[i]);
+      factor[i] = {ptx::ex2(x.x), ptx::ex2(x.y)};
+    }
     if (rows < kRun)
 #pragma unroll
       for (int i = 0; i < kRun; ++i)
         if (i >= rows) factor[i] = {0, 0};
-    float2 sum{0, 0};
+    // Of what a run decays by, slow channels need every bit: what the product is above 1.
+    float2 product{1, 1}, above{0, 0};
 #pragma unroll
     for (int i = 0; i < kRun; ++i) {
-      sum.x += factor[i].x, sum.y += factor[i].y;
-      factor[i] = {ptx::ex2(fmaf(sum.x, rate, kLogAnchor)),
-                   ptx::ex2(fmaf(sum.y, rate, kLogAnchor))};
+      const float2 x = factor[i];
+      above.x += fmaf(above.x, x.x, x.x), above.y += fmaf(above.y, x.y, x.y);
+      multiply_more(product, x);
+      factor[i] = decay_of_logs({ptx::lg2(product.x), ptx::lg2(product.y)});
     }
-    if (kHalf<Operand> && !kAny && !(sum.x + sum.y < INFINITY)) own.unusual = 1;
-    return {ptx::ex2(sum.x * rate), ptx::ex2(sum.y * rate)};
+    const bool finite = product.x + product.y + above.x + above.y < INFINITY;
+    if (!finite || rate < -kMostRate) own.unusual = 1;
+    return {ptx::ex2(log2_1p(above.x) * rate), ptx::ex2(log2_1p(above.y) * rate)};
   }
 
   // ---- decayed rows ----------------------------------------------------------------------------
@@ -261,8 +301,7 @@ struct Rows : Moves<Operand, E, kSegments> {
     float k_norm = a.gate.l2norm ? ptx::inverse_root(k_sum + 1e-6f) : 1.0f;
     if constexpr (kHalf<Operand>) {
       if (k_sum == 0) k_norm = 0;  // nothing times what may leave fp16
-      const bool fit =
-          (q_sum == 0 || fits(q_norm, 0x1p-7f, 0x1p6f)) && (k_sum == 0 || fits(k_norm, 0x1p-8f, 2));
+      const bool fit = (q_sum == 0 || q_fits(q_norm)) && (k_sum == 0 || k_fits(k_norm));
       if (has_norms() && !fit) own.unusual = 1;
     }
     return {q_norm, k_norm, beta, sum(squares.with_k, 0)};
@@ -283,18 +322,21 @@ struct Rows : Moves<Operand, E, kSegments> {
   //
   // Rows of q and k are operands as they came if norms of k are 1/2 to 2^8 and those of q 2^-6 to
   // 2^7. So are those of layers, and of vectors that are normalised already. A run with others is
-  // made again, with q and k times a power of two a token.
+  // made again, with q and k of those tokens times a power of two: other tokens keep their bits.
 
   __device__ static bool fits(float x, float least, float most) { return x >= least && x <= most; }
-  __device__ static uint32_t power_of(float norm) { return __float_as_uint(norm) & 0x7f800000; }
-  __device__ static float rest_of(float norm) {
-    return __uint_as_float(__float_as_uint(norm) & 0x7fffff | 0x3f800000);
+  __device__ static bool q_fits(float norm) { return fits(norm, 0x1p-7f, 0x1p6f); }
+  __device__ static bool k_fits(float norm) { return fits(norm, 0x1p-8f, 2); }
+  /// Moves a power of two out of a norm that does not fit; else 1.
+  __device__ static uint32_t split_power(float& norm, bool fit) {
+    const uint32_t bits = __float_as_uint(norm), kOne = 0x3f800000;
+    if (fit || norm == 0) return kOne;
+    norm = __uint_as_float(bits & 0x7fffff | kOne);
+    return bits & 0x7f800000;
   }
-  /// Of this lane's token: moves powers out of norms.
+  /// Of this lane's token.
   __device__ void split_powers(Norms& n) const {
-    const uint32_t q = power_of(n.q), k = power_of(n.k);
-    n.q = rest_of(n.q);
-    n.k = k == 0 ? 0 : rest_of(n.k);
+    const uint32_t q = split_power(n.q, q_fits(n.q)), k = split_power(n.k, k_fits(n.k));
     n.diag *= __uint_as_float(q) * __uint_as_float(k);
     if (!has_norms()) return;
     own.power.q[norm_row()] = q | q >> 16;

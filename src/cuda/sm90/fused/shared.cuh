@@ -114,7 +114,7 @@ struct Workshop {
   Scratch<Operand> scratch;
   Tile columns;        // k / (kScoreAnchor exp(G))
   int anchored;        // rows that the anchored form has right
-  int unusual;         // operands in fp16 cannot take a norm as it is, or raw gates are above 88
+  int unusual;         // fp16 cannot take a norm as it is, or softplus gates are large
   ptx::Mbarrier meet;  // of both warps
   ptx::Mbarrier half;  // the first warp has done its part of a run
 };
