@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Runs the CUDA benchmarks of `kda bench` on this machine's GPU and writes one result file a
-benchmark under bench/results/ (./dev gpu-bench): gpu_forward.json, of cards other than an H200 with
-the card's name, gpu_forward_h100_80gb_hbm3.json. Peers: bench/peers.py --device cuda."""
+benchmark under bench/results/ (./dev gpu-bench): gpu_forward.json; --beside: with the card's name,
+gpu_decode_h100_80gb_hbm3.json. Peers: bench/peers.py --device cuda."""
 import argparse
 import json
 import pathlib
@@ -27,10 +27,10 @@ BENCHMARKS = {
 BACKENDS = {"fused": ["fused", "staged"]}
 
 
-def file_name(report):
-    """By what was timed, and on which card."""
+def file_name(report, beside):
+    """By what was timed; beside the result of another card, also by the card."""
     card = report["device"].removeprefix("NVIDIA ").lower().replace(" ", "_")
-    return report["what"] + ("" if card == "h200" else f"_{card}") + ".json"
+    return report["what"] + (f"_{card}" if beside else "") + ".json"
 
 
 def run_set(kda, what, name, flags=()):
@@ -65,6 +65,8 @@ def main():
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
                         help="a build folder, or a copy of its bin/ and kernel_hashes.json")
     parser.add_argument("--results", type=pathlib.Path, default=evidence.RESULTS)
+    parser.add_argument("--beside", action="store_true",
+                        help="put the card's name into that of the file: another card's result stays")
     args = parser.parse_args()
     kda = args.binaries.resolve() / "bin" / "kda"
     for what in args.what or BENCHMARKS:
@@ -72,7 +74,7 @@ def main():
         name = f"gpu_{what.replace('-', '_')}"
         report = evidence.header(
             args.binaries, families, name, f"./dev gpu-bench {what}") | run_bench(kda, what, sets)
-        evidence.write(args.results / file_name(report), report)
+        evidence.write(args.results / file_name(report, args.beside), report)
     return 0
 
 

@@ -202,9 +202,10 @@ def table_gpu_errors():
 
 
 def table_gpu_summary():
-    forward, peers, errors, decode = (
-        load(f"gpu_{n}") for n in ("forward", "peers_forward", "peers_errors", "decode"))
+    forward, fused, peers, errors, decode = (
+        load(f"gpu_{n}") for n in ("forward", "fused", "peers_forward", "peers_errors", "decode"))
     flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
+    softplus = next(c for c in fused["cases"] if c["case"].endswith("--regime trained-softplus"))
     few, long = (next(r for r in peers["cases"] if r["case"] == name)
                  for name in ("--seq-lens 64K --heads 4", "--seq-lens 256K --heads 8"))
     worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
@@ -216,10 +217,13 @@ def table_gpu_summary():
     cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
     rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
              fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
+            ["the same with softplus gates as trained", milliseconds(softplus["median_s"]),
+             f'{softplus["median_s"] / flagship["median_s"]:.2f} times as long'],
             ["forward, 65,536 tokens, 4 heads", *cut(few)],
             ["forward, 262,144 tokens, 8 heads", *cut(long)],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
-             f"{of_copy(decode, d)} of the rate of a copy"],
+             f"{of_copy(decode, d)} of the rate of a copy"
+             + (f', {decode["device"]}' if decode["device"] != forward["device"] else "")],
             ["error of bf16 o against float64, worst of strong, slow, trained", f'{worst["libkda"]:.1e}',
              f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
     return markdown([forward["device"], "measured", ""], rows)
@@ -232,16 +236,13 @@ def table_gpu_decode():
     return gpu_head(report) + markdown(["case", "median", "GB/s", "of copy"], rows) + gpu_tail(report)
 
 
-def table_gpu_h100():
-    """Forward and decode, beside the H200 of the other tables."""
-    rows = []
-    for what in ("forward", "decode"):
-        report, reference = load(f"gpu_{what}_h100_80gb_hbm3"), load(f"gpu_{what}")
-        for case, h200 in zip(report["cases"], reference["cases"], strict=True):
-            rows.append([what, f'`{case["case"]}`', milliseconds(case["median_s"]), of_copies(report, case),
-                         milliseconds(h200["median_s"])])
-    return (gpu_head(report) + markdown(["", "case", "H100", "of copy", "H200"], rows)
-            + "\n\nCommand: `./dev gpu-bench forward decode`.")
+def table_gpu_decode_h100():
+    """Beside the H200 of the other table."""
+    report, reference = load("gpu_decode_h100_80gb_hbm3"), load("gpu_decode")
+    rows = [[f'`{case["case"]}`', milliseconds(case["median_s"]), of_copies(report, case), milliseconds(h200["median_s"])]
+            for case, h200 in zip(report["cases"], reference["cases"], strict=True)]
+    return (gpu_head(report) + markdown(["case", "H100", "of copy", "H200"], rows)
+            + "\n\nCommand: `./dev gpu-bench decode --beside`.")
 
 
 def table_gpu_python():

@@ -280,7 +280,7 @@ TEST_F(Fused, SlowSoftplusGatesAddUp) {
     off = std::max(off, std::abs(result.outputs.final_state.as<float>()[i] / start - std::exp(-1)));
   }
   test::note("slow softplus gates", off, 0);
-  EXPECT_LE(off, 5e-5);
+  EXPECT_LE(off, 1e-4);  // 2^-22 a run
 }
 
 /// What follows a token may put its run out of the anchored form's range, or not.
