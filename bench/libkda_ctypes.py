@@ -64,7 +64,6 @@ class Library:
             options.backend = backend.encode()
         if isinstance(policy, int):
             options.context_parallel, options.num_segments = 2, policy
-            options.one_pass = int(x.is_cuda)  # as auto joins them where one kernel does all
         else:
             options.context_parallel = POLICIES[policy]
         return options

@@ -197,7 +197,7 @@ def table_gpu_errors():
     cell = lambda pair: f"{pair[0]:.2e}, {pair[1]:.2e}"
     rows = [[r["gates"], {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]], r["case"], cell(r["libkda"]),
              cell(r["libkda_cp"]), cell(r["fla"])] for r in report["cases"]]
-    return gpu_head(report) + markdown(["gates", "type", "case", "libkda: o, final state", "4 segments",
+    return gpu_head(report) + markdown(["gates", "type", "case", "libkda: o, final state", "4 segments, in stages",
                                         "FLA"], rows) + gpu_tail(report)
 
 
