@@ -215,6 +215,17 @@ TEST_F(Fused, EqualBitsInEveryRun) {
   }
 }
 
+/// Softplus gates; of heads that forget fast or of others, which go through a run in another way.
+Inputs softplus_gates(check::GenerateOptions options, bool fast) {
+  options.regime = Regime::kTrainedSoftplus;
+  Inputs inputs = check::generate(options);
+  if (!fast) return inputs;
+  fill(&inputs.A_log, 2.5f);  // exp(2.5) log(1 + exp(0)): 12 powers of two a token
+  for (std::size_t i = 0; i < inputs.dt_bias.size() / sizeof(float); i += 5)
+    inputs.dt_bias.as<float>()[i] = 0;
+  return inputs;
+}
+
 TEST_F(Fused, RowsOnBothSidesOfTheAnchorsRange) {
   expect_within(test::paced(kSize, kSize, DType::kBFloat16), "paced");
 }
@@ -262,20 +273,23 @@ TEST_F(Fused, SoftplusGatesOfAnySize) {
 /// Decays so slow that an error of a token's would add up over all of them.
 TEST_F(Fused, SlowSoftplusGatesAddUp) {
   const int64_t tokens = test::long_case(12000);
-  check::GenerateOptions options = shape_of(tokens, 1);
+  check::GenerateOptions options = shape_of(tokens, 2);
   options.regime = Regime::kTrainedSoftplus;
   options.initial_state = true;
   Inputs inputs = check::generate(options);
   fill(&inputs.A_log, 2);  // exp(2) log(1 + exp(x)) = 1 / tokens
   fill(&inputs.dt_bias, static_cast<float>(-2 - std::log(static_cast<double>(tokens))));
-  for (int64_t i = 0; i < tokens * kSize; ++i) {
+  inputs.dt_bias.as<float>()[kSize] = 3;  // so the second head forgets fast
+  for (int64_t i = 0; i < tokens * 2 * kSize; ++i) {
     store_element(inputs.g.data(), DType::kBFloat16, i, 0);
     store_element(inputs.v.data(), DType::kBFloat16, i, 0);
   }
-  for (int64_t i = 0; i < tokens; ++i) store_element(inputs.beta.data(), DType::kBFloat16, i, -40);
+  for (int64_t i = 0; i < tokens * 2; ++i)
+    store_element(inputs.beta.data(), DType::kBFloat16, i, -40);
   const test::Result result = test::run_inputs(inputs, on_fused());
   double off = 0;
-  for (int64_t i = 0; i < kSize * kSize; ++i) {
+  for (int64_t i = 0; i < 2 * kSize * kSize; ++i) {
+    if (i / kSize == kSize) continue;  // that channel
     const double start = inputs.initial_state.as<float>()[i];
     off = std::max(off, std::abs(result.outputs.final_state.as<float>()[i] / start - std::exp(-1)));
   }
@@ -330,13 +344,14 @@ TEST_F(Fused, ValuesAndStatesOfAnySize) {
 }
 
 TEST_F(Fused, NormsOfAnySize) {
-  const Inputs inputs = check::generate(shape_of(100, 2));
-  for (const float by : {0.0f, 1e-12f, 1e-3f, 0.03f, 1e3f, 1e15f})
-    for (const bool q : {false, true}) {
-      Inputs changed = inputs;
-      multiply(q ? &changed.q : &changed.k, DType::kBFloat16, 37 * 2 * kSize, 51 * 2 * kSize, by);
-      expect_within(changed, std::string(q ? "q by " : "k by ") + std::to_string(by));
-    }
+  const check::GenerateOptions options = shape_of(100, 2);
+  for (const Inputs& inputs : {check::generate(options), softplus_gates(options, true)})
+    for (const float by : {0.0f, 1e-12f, 1e-3f, 0.03f, 1e3f, 1e15f})
+      for (const bool q : {false, true}) {
+        Inputs changed = inputs;
+        multiply(q ? &changed.q : &changed.k, DType::kBFloat16, 37 * 2 * kSize, 51 * 2 * kSize, by);
+        expect_within(changed, std::string(q ? "q by " : "k by ") + std::to_string(by));
+      }
 }
 
 TEST_F(Fused, CausalToTheBitWhereValuesJump) {
@@ -354,25 +369,25 @@ TEST_F(Fused, CausalToTheBitWhereValuesJump) {
 
 /// Norms that operands in fp16 cannot take as they are have runs made again.
 TEST_F(Fused, CausalToTheBitWhereNormsJump) {
-  const Inputs inputs = check::generate(shape_of(70, 1));
-  const test::Result before = test::run_inputs(inputs, on_fused());
-  for (const float by : {1e-6f, 0.02f, 1e4f})
-    for (const bool q : {false, true})
-      for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
-        Inputs changed = inputs;
-        multiply(q ? &changed.q : &changed.k, DType::kBFloat16, cut * kSize, 70 * kSize, by);
-        const test::Result after = test::run_inputs(changed, on_fused());
-        ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
-            << cut << (q ? " q by " : " k by ") << by;
-      }
+  const check::GenerateOptions options = shape_of(70, 1);
+  for (const Inputs& inputs : {check::generate(options), softplus_gates(options, true)}) {
+    const test::Result before = test::run_inputs(inputs, on_fused());
+    for (const float by : {1e-6f, 0.02f, 1e4f})
+      for (const bool q : {false, true})
+        for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
+          Inputs changed = inputs;
+          multiply(q ? &changed.q : &changed.k, DType::kBFloat16, cut * kSize, 70 * kSize, by);
+          const test::Result after = test::run_inputs(changed, on_fused());
+          ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
+              << cut << (q ? " q by " : " k by ") << by;
+        }
+  }
 }
 
 /// So have softplus gates whose exponentials, or products of them, leave fp32.
 TEST_F(Fused, CausalToTheBitWhereSoftplusGatesJump) {
-  check::GenerateOptions options = shape_of(70, 1);
-  options.regime = Regime::kTrainedSoftplus;
-  for (const float A_log : {-5.0f, 0.0f, 6.0f}) {
-    Inputs inputs = check::generate(options);
+  for (const float A_log : {-5.0f, 0.0f, 2.5f, 6.0f}) {
+    Inputs inputs = softplus_gates(shape_of(70, 1), A_log == 2.5f);
     fill(&inputs.A_log, A_log);
     const test::Result before = test::run_inputs(inputs, on_fused());
     for (const float gate : {15.0f, 40.0f, 200.0f})

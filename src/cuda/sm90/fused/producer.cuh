@@ -46,14 +46,19 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     load_v(pending);
   }
 
-  /// Rows with q and k times powers of two, gates of any size.
-  __device__ void put_again(const Stage& s, typename Base::Norms& norms, typename Base::Pairs& q,
-                            typename Base::Pairs& k, int rows) {
+  /// Powers of two out of norms, to q and k.
+  __device__ void take_powers(typename Base::Norms& norms, typename Base::Pairs& q,
+                              typename Base::Pairs& k) const {
     this->split_powers(norms);
-    if (thread == 32) own.anchored = kRun;
     this->template sync<0>();
     this->multiply_by(own.power.q, q);
     this->multiply_by(own.power.k, k);
+  }
+  /// Rows with q and k times powers of two, gates of any size.
+  __device__ void put_again(const Stage& s, typename Base::Norms& norms, typename Base::Pairs& q,
+                            typename Base::Pairs& k, int rows) {
+    if (thread == 32) own.anchored = kRun;
+    take_powers(norms, q, k);
     float2 factor[kRun];
     this->load_gates(factor);
     const float2 gamma = this->template scan_decays<true>(factor, rows);
@@ -69,6 +74,11 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     if (thread == 32) own.anchored = kRun, own.unusual = 0;
     ptx::cp_async_wait<0>();
     this->template sync<0>();
+    if constexpr (Base::kDeepHeads)
+      if (own.deep[0] | own.deep[1]) {
+        make_deep(s, rows, raw_beta);
+        return finish(s);
+      }
     float2 factor[kRun];
     typename Base::Pairs q, k;
     typename Base::Squares squares;
@@ -96,10 +106,39 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
       this->fine_levels(s, q, k, rows, anchored);
       load_raw(left - kMakers * kRun);
     }
+    finish(s);
+  }
+  __device__ void finish(const Stage& s) {
     __syncwarp();
     forget_index();
     if (half() == 1) this->invert(s);
     ptx::fence_async_proxy();
+  }
+  /// Of a head that forgets fast. Raw rows are read, and norms known, before their places are used.
+  __device__ void make_deep(const Stage& s, int rows, uint32_t raw_beta) {
+    float2 decay[kRun];
+    typename Base::Pairs q, k;
+    typename Base::Squares squares;
+    this->load_gates(decay);
+    this->add_squares(squares);
+    const float2 gamma = this->decays_of_deep(decay, rows);
+    forget_index();
+    auto norms = this->norms(squares, rows, raw_beta);
+    this->load_pairs(q, k);
+    ptx::mbarrier_arrive(own.meet);
+    wait_for_outputs();
+    ptx::mbarrier_wait(ring.peer_done[mine()], 1 - parity);
+    ptx::mbarrier_wait(own.meet, 1);
+    if (own.unusual) [[unlikely]] {
+      take_powers(norms, q, k);
+      this->template sync<1>();
+    }
+    this->put_norms(s, norms);
+    this->put_operands(s, decay, q, k);
+    this->put_gamma(s, gamma);
+    if (half() == 0) move();
+    load_raw(left - kMakers * kRun);
+    this->all_levels(s, decay, q, k);
   }
 
   /// The factors to the other block, by the warp that is done last.
@@ -132,7 +171,14 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     }
   }
 
+  /// Levels write what is below the diagonal alone.
+  __device__ void clear_scores() const {
+    auto& Aqk = *reinterpret_cast<uint4(*)[kRun * kRun / 8]>(ring.factors[mine()].Aqk);
+    if (thread < kRun * kRun / 8) Aqk[thread] = {};
+  }
+
   __device__ void run_all(Course& course) {
+    if constexpr (Base::kDeepHeads) clear_scores();
     int turn = 0;  // pair of warps that has the first runs of the part
     while (next_part<kSegments>(a, course, this->ring.looks)) {
       const Part& part = course.part;

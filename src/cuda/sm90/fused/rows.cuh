@@ -39,6 +39,11 @@ struct Rows : Moves<Operand, E, kSegments> {
     if (kGateMode == 1) {
       rate = -rate;
       multiply(bias, {kLog2e, kLog2e});
+      if constexpr (kDeepHeads) {
+        const float deepest = fmaxf(softplus(bias.x), softplus(bias.y)) * -rate;
+        const bool deep = deepest > kDeep && rate <= -1 && rate >= -kMostRate;
+        own.deep[half()] = __any_sync(0xffffffff, deep);
+      }
     }
     if (kGateMode == 2) {
       rate *= -kLog2e;
@@ -47,6 +52,11 @@ struct Rows : Moves<Operand, E, kSegments> {
       bias = {fmaf(bias.x, rate, scale), fmaf(bias.y, rate, scale)};
     }
   }
+
+  /// Of heads whose gates take some channel half through the range in a run, at raw gates of 0:
+  /// most of their runs would leave it. Powers of two a token.
+  static constexpr bool kDeepHeads = kHalf<Operand> && kGateMode == 1;
+  static constexpr float kDeep = 108.0f / kRun;
 
   __device__ unsigned channel() const { return thread * 2; }
   __device__ static void multiply(float2& x, float2 y) { x.x *= y.x, x.y *= y.y; }
@@ -146,6 +156,18 @@ struct Rows : Moves<Operand, E, kSegments> {
   __device__ float2 exponents_of(float2 raw) const {
     return {fmaf(raw.x, kLog2e, bias.x), fmaf(raw.y, kLog2e, bias.y)};
   }
+  /// In place of raw gates: exp(raw + bias).
+  __device__ void powers_of(float2 (&x)[kRun], int rows) const {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 exponent = exponents_of(x[i]);
+      x[i] = {ptx::ex2(exponent.x), ptx::ex2(exponent.y)};
+    }
+    if (rows < kRun)
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        if (i >= rows) x[i] = {0, 0};
+  }
   /// By 1 + x.
   __device__ static void multiply_more(float2& product, float2 x) {
     product.x = fmaf(product.x, x.x, product.x), product.y = fmaf(product.y, x.y, product.y);
@@ -183,15 +205,7 @@ struct Rows : Moves<Operand, E, kSegments> {
   /// make that error large: the run is made again then.
   static constexpr float kMostRate = 256;
   __device__ float2 multiply_powers(float2 (&factor)[kRun], int rows) const {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      const float2 x = exponents_of(factor[i]);
-      factor[i] = {ptx::ex2(x.x), ptx::ex2(x.y)};
-    }
-    if (rows < kRun)
-#pragma unroll
-      for (int i = 0; i < kRun; ++i)
-        if (i >= rows) factor[i] = {0, 0};
+    powers_of(factor, rows);
     // Of what a run decays by, slow channels need every bit: what the product is above 1.
     float2 product{1, 1}, above{0, 0};
 #pragma unroll
@@ -201,9 +215,29 @@ struct Rows : Moves<Operand, E, kSegments> {
       multiply_more(product, x);
       factor[i] = decay_of_logs({ptx::lg2(product.x), ptx::lg2(product.y)});
     }
-    const bool finite = product.x + product.y + above.x + above.y < INFINITY;
-    if (!finite || rate < -kMostRate) own.unusual = 1;
+    // An infinite product takes its row out of range: asked for only there.
+    if (!(above.x + above.y < INFINITY) || rate < -kMostRate)
+      own.unusual = 1;
+    else if (!in_range(factor[kRun - 1]) && !(product.x + product.y < INFINITY))
+      own.unusual = 1;
     return {ptx::ex2(log2_1p(above.x) * rate), ptx::ex2(log2_1p(above.y) * rate)};
+  }
+
+  /// In place of raw gates of a head that forgets fast, whose rate is 1 to kMostRate: decays of
+  /// tokens. Returns that of the run.
+  __device__ float2 decays_of_deep(float2 (&decay)[kRun], int rows) const {
+    powers_of(decay, rows);
+    float2 above{0, 0};
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 x = decay[i];
+      above.x += fmaf(above.x, x.x, x.x), above.y += fmaf(above.y, x.y, x.y);
+      decay[i] = {ptx::ex2(ptx::lg2(1 + x.x) * rate), ptx::ex2(ptx::lg2(1 + x.y) * rate)};
+    }
+    const auto of_run = [&](float x) {  // infinite, or infinity times 0: below fp32's least
+      return x < INFINITY ? ptx::ex2(log2_1p(x) * rate) : 0.0f;
+    };
+    return {of_run(above.x), of_run(above.y)};
   }
 
   // ---- decayed rows ----------------------------------------------------------------------------
@@ -247,7 +281,8 @@ struct Rows : Moves<Operand, E, kSegments> {
     }
     put_gamma(s, gamma);
   }
-  /// kg and gamma where rows are out of range; k as operands.
+  /// kg where rows are out of range; k as operands. And gamma, but of softplus gates, whose
+  /// logarithms have made it.
   __device__ void put_kg(const Stage& s, const float2 (&decay)[kRun], const Pairs& k) const {
     const uint32_t of_kg = place<kRun>(s.tiles.kg);
     float2 factor{1, 1};
@@ -256,7 +291,7 @@ struct Rows : Moves<Operand, E, kSegments> {
       put(of_kg, i, operand(product(ptx::unpack<Operand>(k[i]), factor)));
       multiply(factor, decay[i]);
     }
-    put_gamma(s, factor);
+    if constexpr (kGateMode != 1) put_gamma(s, factor);
   }
 
   // ---- norms -----------------------------------------------------------------------------------

@@ -1,39 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of a run and the inverse T'. Row i depends on nothing after token i.
+// Scores of a run in the anchored form, and the inverse T'. Row i depends on nothing after token i.
 #pragma once
 
-#include "cuda/sm90/fused/rows.cuh"
+#include "cuda/sm90/fused/levels.cuh"
 
 namespace kda::cuda::sm90::fused {
 
 template <class Operand, class E, int kGateMode, bool kSegments>
-struct Scores : Rows<Operand, E, kGateMode, kSegments> {
-  using Base = Rows<Operand, E, kGateMode, kSegments>;
+struct Scores : Levels<Operand, E, kGateMode, kSegments> {
+  using Base = Levels<Operand, E, kGateMode, kSegments>;
   using Base::Base;
-  using Base::channel;
   using Base::half;
   using Base::kAnchor;
   using Base::lane;
-  using Base::make_decays;
-  using Base::multiply;
-  using Base::operand;
   using Base::own;
-  using Base::put_kg;
+  using Base::put_A;
+  using Base::put_L;
 
-  /// Neighbours j, j + 1 of row i: of Aqk, and of L.
-  __device__ static void put_A(const Stage& s, int i, int j, float x, float y) {
-    *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(i, j)]) =
-        ptx::pack<Operand>(j < i ? x * kAnchor : 0.0f, j + 1 < i ? y * kAnchor : 0.0f);
-  }
-  __device__ void put_L(const Stage& s, int i, int j, float x, float y) const {
-    put_L(i, j, x, y, s.factors.k_norm[token_place(i)],
-          *reinterpret_cast<const float2*>(&s.factors.k_beta[token_place(j)]));
-  }
-  __device__ void put_L(int i, int j, float x, float y, float k_norm, float2 k_beta) const {
-    const float of_row = k_norm * kAnchor;
-    *reinterpret_cast<float2*>(&own.scratch.L[i][j]) = {x * (of_row * k_beta.x),
-                                                        y * (of_row * k_beta.y)};
-  }
   /// What anchored_scores() has of Aqk: tiles of 8 columns, of rows r and r + 8.
   __device__ static void put_scores(const Stage& s, int r, int c, const float (&acc)[2][4]) {
     put_A(s, r, c, acc[0][0], acc[0][1]);
@@ -80,112 +63,6 @@ struct Scores : Rows<Operand, E, kGateMode, kSegments> {
       put_scores(s, lane() / 4, lane() % 4 * 2, acc);
     else
       put_products(s, lane() / 4, lane() % 4 * 2, acc);
-  }
-
-  // ---- rows out of range -----------------------------------------------------------------------
-
-  using typename Base::Pairs;
-
-  /// A product of 16-bit pairs: one more rounding, of scores only.
-  __device__ static void put_decayed(uint32_t place, uint32_t pair, float2 factor) {
-    ptx::store_shared(place, ptx::multiply_pairs<Operand>(pair, operand(factor)));
-  }
-
-  /// Operands of dyadic level h (docs/operation.md): 8 rows of q, then of k; 8 columns. Not of
-  /// blocks that end before row `from`: nothing of their products is stored.
-  template <int h>
-  __device__ void put_level(const float2 (&decay)[kRun], const Pairs& q, const Pairs& k, Tile& rows,
-                            T* columns, int from) const {
-    const uint32_t of_rows = ptx::shared_address(&rows[0][channel()]);
-    const uint32_t of_columns = ptx::shared_address(columns + channel());
-#pragma unroll
-    for (int begin = 0; begin < kRun; begin += 2 * h) {
-      if (begin + 2 * h <= from) continue;
-      float2 factor{1, 1};
-#pragma unroll
-      for (int i = 0; i < h; ++i) {
-        const int token = begin + h + i, row = begin / 2 + i;
-        multiply(factor, decay[token]);
-        put_decayed(of_rows + row * kStride * 2, q[token], factor);
-        put_decayed(of_rows + (8 + row) * kStride * 2, k[token], factor);
-      }
-      factor = {1, 1};
-#pragma unroll
-      for (int i = h - 1; i >= 0; --i) {
-        put_decayed(of_columns + (begin / 2 + i) * kStride * 2, k[begin + i], factor);
-        multiply(factor, decay[begin + i]);
-      }
-    }
-  }
-  template <int h>
-  __device__ void multiply_level(const Stage& s, const Tile& rows, const T* columns,
-                                 int first) const {
-    const uint32_t left = ptx::shared_address(&rows[lane() % 16][lane() / 16 * 8]);
-    const uint32_t right =
-        ptx::shared_address(columns + lane() % 8 * kStride + lane() / 8 * 8);  // 32 channels
-    float acc[4] = {};
-#pragma unroll
-    for (int step = 0; step < kK / 16; step += 2) {
-      uint32_t y[4];
-      ptx::ldmatrix_x4(y, right + step * 32);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        uint32_t x[4];
-        ptx::ldmatrix_x4(x, left + (step + i) * 32);
-        ptx::mma_16816<Operand>(acc, x, y[2 * i], y[2 * i + 1]);
-      }
-    }
-    store_level<h>(s, acc, first);
-  }
-  template <int h>
-  __device__ void store_level(const Stage& s, const float (&acc)[4], int first) const {
-    const int r = lane() / 4, n = lane() % 4 * 2;
-    const int i = r / h * 2 * h + h + r % h, j = n / h * 2 * h + n % h;
-    if (i < first) return;
-    if constexpr (h > 1) {
-      if (n / h != r / h) return;  // columns of other pairs of the level
-      put_A(s, i, j, acc[0], acc[1]);
-      put_L(s, i, j, acc[2], acc[3]);
-    } else {  // the column before the diagonal
-      if (n != r && n + 1 != r) return;
-      const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-      s.factors.Aqk[square_place(i, i - 1)] =
-          static_cast<uint16_t>(ptx::pack<Operand>(q * kAnchor, 0));
-      own.scratch.L[i][i - 1] =
-          k * (s.factors.k_norm[token_place(i)] * kAnchor * s.factors.k_beta[token_place(i - 1)]);
-    }
-  }
-  /// Two levels, one a warp. Raw q and k of a thread's channels are in its registers: their places
-  /// are free.
-  template <int h>
-  __device__ void two_levels(const Stage& s, const float2 (&decay)[kRun], const Pairs& q,
-                             const Pairs& k, int first) const {
-    T *columns = own.columns[0], *more_columns = own.columns[8];
-    put_level<h>(decay, q, k, own.levels[0], columns, first);
-    put_level<h / 2>(decay, q, k, own.levels[1], more_columns, first);
-    this->template sync<1>();
-    if (half() == 0)
-      multiply_level<h>(s, own.levels[0], columns, first);
-    else
-      multiply_level<h / 2>(s, own.levels[1], more_columns, first);
-    this->template sync<0>();
-  }
-  /// All factors of levels are at most 1: in fp16 rows and columns of them are, too.
-  __device__ static void to_operands(Pairs& x) {
-#pragma unroll
-    for (uint32_t& pair : x) pair = operand(ptx::unpack<T>(pair));
-  }
-  /// In place of what the anchored form has for rows from `first` on.
-  __device__ void fine_levels(const Stage& s, Pairs& q, Pairs& k, int rows, int first) const {
-    if constexpr (kHalf<Operand>) to_operands(q), to_operands(k);
-    float2 decay[kRun];
-    this->load_gates(decay);
-    make_decays(decay, rows);
-    this->template sync<0>();  // columns are in use no more
-    two_levels<8>(s, decay, q, k, first);
-    two_levels<2>(s, decay, q, k, first);
-    put_kg(s, decay, k);
-    this->template sync<1>();
   }
 
   // ---- T' = (I + L)^-1 -------------------------------------------------------------------------

@@ -80,6 +80,7 @@ struct Stage {
 };
 
 using Tile = T[kRun][kStride];
+using SwizzledTile = T[kRun * kK];  // [16, 64] twice
 /// Rows as they came, kGateBytes of g. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows
 /// kStride apart their copies take 2.6 times as many wavefronts.
 template <int kGateBytes>
@@ -92,12 +93,12 @@ template <class Operand>
 struct Scratch {
   alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
 };
-/// In fp16: rows that make scores, [16, 64] twice, swizzled. L comes where rows of k were.
+/// In fp16: rows that make scores, or those of two dyadic levels. L comes where rows of k were.
 template <>
 struct Scratch<__half> {
-  alignas(128) T q[kRun * kK];
+  alignas(128) SwizzledTile q;
   union {
-    T k[kRun * kK];
+    SwizzledTile k;
     float L[kRun][kRun + 4];
   };
 };
@@ -115,6 +116,7 @@ struct Workshop {
   Tile columns;        // k / (kScoreAnchor exp(G))
   int anchored;        // rows that the anchored form has right
   int unusual;         // fp16 cannot take a norm as it is, or softplus gates are large
+  int deep[2];         // the head forgets fast: by channels of each warp
   ptx::Mbarrier meet;  // of both warps
   ptx::Mbarrier half;  // the first warp has done its part of a run
 };
