@@ -10,7 +10,9 @@ namespace kda::cuda::sm90::fused {
 /// Rows of a level, 8 of q and 8 of k: padded, where raw rows were.
 struct PaddedRows {
   Tile& tile;
-  __device__ uint32_t place(unsigned channel) const { return ptx::shared_address(&tile[0][channel]); }
+  __device__ uint32_t place(unsigned channel) const {
+    return ptx::shared_address(&tile[0][channel]);
+  }
   __device__ static void put(uint32_t place, int row, uint32_t pair) {
     ptx::store_shared(place + row * kStride * 2, pair);
   }
@@ -47,7 +49,6 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
   using Base::multiply;
   using Base::operand;
   using Base::own;
-  using Base::place;
   using Base::put_kg;
   using typename Base::Pairs;
 
@@ -66,33 +67,24 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
                                                         y * (of_row * k_beta.y)};
   }
 
+  // Factors are products of up to 8 decays: in fp32, or of pairs of operands, for fewer
+  // instructions.
+
+  __device__ static float2 product_of(float2 x, float2 y) { return Base::product(x, y); }
+  __device__ static uint32_t product_of(uint32_t x, uint32_t y) {
+    return ptx::multiply_pairs<Operand>(x, y);
+  }
   /// A product of 16-bit pairs: one more rounding.
-  __device__ static uint32_t decayed(uint32_t pair, float2 factor) {
-    return ptx::multiply_pairs<Operand>(pair, operand(factor));
-  }
   __device__ static uint32_t decayed(uint32_t pair, uint32_t factor) {
-    return ptx::multiply_pairs<Operand>(pair, factor);
+    return product_of(pair, factor);
   }
-  /// Decays that make factors of levels: in fp16 as operands, up to 8 of which are multiplied.
-  using Factor = std::conditional_t<kHalf<Operand>, uint32_t, float2>;
-  __device__ static void round_decays(const float2 (&decay)[kRun], Factor (&rounded)[kRun]) {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      if constexpr (kHalf<Operand>)
-        rounded[i] = operand(decay[i]);
-      else
-        rounded[i] = decay[i];
-  }
-  __device__ static Factor product_of(Factor x, Factor y) {
-    if constexpr (kHalf<Operand>)
-      return ptx::multiply_pairs<Operand>(x, y);
-    else
-      return Base::product(x, y);
+  __device__ static uint32_t decayed(uint32_t pair, float2 factor) {
+    return product_of(pair, operand(factor));
   }
 
   /// Operands of dyadic level h: rows, 8 columns. Not of blocks that end before row `from`: nothing
   /// of their products is stored.
-  template <int h, class LevelRows>
+  template <int h, class Factor, class LevelRows>
   __device__ void put_level(const Factor (&decay)[kRun], const Pairs& q, const Pairs& k,
                             LevelRows rows, T* columns, int from) const {
     const uint32_t of_rows = rows.place(channel());
@@ -153,7 +145,7 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
     }
   }
   /// Two levels, one a warp: acc is that of level h or of h / 2.
-  template <int h, int kParity, class LevelRows>
+  template <int h, int kParity, class Factor, class LevelRows>
   __device__ void multiply_levels(const Factor (&decay)[kRun], const Pairs& q, const Pairs& k,
                                   LevelRows rows, LevelRows more_rows, int first,
                                   float (&acc)[4]) const {
@@ -185,17 +177,17 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
     float2 decay[kRun];
     this->load_gates(decay);
     make_decays(decay, rows);
-    put_kg(s, decay, k);
-    Factor rounded[kRun];
-    round_decays(decay, rounded);
     this->template sync<0>();  // columns are in use no more
     float acc[4] = {}, more[4] = {};
-    multiply_levels<8, 1>(rounded, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first, acc);
+    multiply_levels<8, 1>(decay, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first,
+                          acc);
     this->template sync<0>();
     store_levels<8>(s, acc, first);
-    multiply_levels<2, 1>(rounded, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first, more);
+    multiply_levels<2, 1>(decay, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first,
+                          more);
     this->template sync<0>();
     store_levels<2>(s, more, first);
+    put_kg(s, decay, k);
     this->template sync<1>();
   }
 
@@ -226,8 +218,9 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
   }
   __device__ void all_levels(const Stage& s, const float2 (&decay)[kRun], const Pairs& q,
                              const Pairs& k) {
-    Factor rounded[kRun];
-    round_decays(decay, rounded);
+    uint32_t rounded[kRun];
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) rounded[i] = operand(decay[i]);
     float acc[4] = {}, more[4] = {};
     multiply_levels<8, 0>(rounded, q, k, SwizzledRows{own.scratch.q}, SwizzledRows{own.scratch.k},
                           0, acc);
