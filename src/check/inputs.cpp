@@ -257,21 +257,50 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   return inputs;
 }
 
+namespace {
+
+/// In row-major order, whatever its strides are.
+io::FileTensor packed(const TensorDesc& desc, const std::vector<int64_t>& shape,
+                      const io::Buffer& from) {
+  const int64_t size = dtype_size(desc.dtype);
+  io::FileTensor tensor{desc.dtype, shape, {}};
+  const int64_t count = tensor.num_elements();
+  bool row_major = true;
+  int64_t stride = 1;
+  for (std::size_t d = shape.size(); d-- > 0; stride *= shape[d])
+    row_major = row_major && desc.strides[d] == stride;
+  if (row_major) {
+    tensor.data = from;
+    return tensor;
+  }
+  tensor.data = io::Buffer(static_cast<std::size_t>(count * size));
+  for (int64_t n = 0; n < count; ++n) {
+    int64_t rest = n, at = 0;
+    for (std::size_t d = shape.size(); d-- > 0; rest /= shape[d])
+      at += rest % shape[d] * desc.strides[d];
+    std::memcpy(tensor.data.data() + n * size, from.data() + at * size,
+                static_cast<std::size_t>(size));
+  }
+  return tensor;
+}
+
+}  // namespace
+
 io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
   const Problem& p = inputs.problem;
   io::SafetensorsFile file;
   const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
-  file.tensors["q"] = {p.q.dtype, {B, T, H, p.key_dim}, inputs.q};
-  file.tensors["k"] = {p.k.dtype, {B, T, H, p.key_dim}, inputs.k};
-  file.tensors["v"] = {p.v.dtype, {B, T, HV, p.value_dim}, inputs.v};
-  file.tensors["g"] = {p.g.dtype, {B, T, HV, p.key_dim}, inputs.g};
-  file.tensors["beta"] = {p.beta.dtype, {B, T, HV}, inputs.beta};
-  if (p.A_log) file.tensors["A_log"] = {DType::kFloat32, {HV}, inputs.A_log};
-  if (p.dt_bias) file.tensors["dt_bias"] = {DType::kFloat32, {HV, p.key_dim}, inputs.dt_bias};
+  file.tensors["q"] = packed(p.q, {B, T, H, p.key_dim}, inputs.q);
+  file.tensors["k"] = packed(p.k, {B, T, H, p.key_dim}, inputs.k);
+  file.tensors["v"] = packed(p.v, {B, T, HV, p.value_dim}, inputs.v);
+  file.tensors["g"] = packed(p.g, {B, T, HV, p.key_dim}, inputs.g);
+  file.tensors["beta"] = packed(p.beta, {B, T, HV}, inputs.beta);
+  if (p.A_log) file.tensors["A_log"] = packed(*p.A_log, {HV}, inputs.A_log);
+  if (p.dt_bias) file.tensors["dt_bias"] = packed(*p.dt_bias, {HV, p.key_dim}, inputs.dt_bias);
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
-    file.tensors["initial_state"] = {
-        p.initial_state->tensor.dtype, {shape.begin(), shape.end()}, inputs.initial_state};
+    file.tensors["initial_state"] =
+        packed(p.initial_state->tensor, {shape.begin(), shape.end()}, inputs.initial_state);
   }
   if (p.cu_seqlens) {
     io::Buffer offsets(inputs.cu_seqlens.size() * sizeof(int64_t));

@@ -49,7 +49,7 @@ struct Overrides {
 /// The tensors and metadata of a safetensors file as a Problem (docs/files.md). Throws kda::Error.
 Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides = {});
 
-/// The inverse: tensors and metadata that inputs_from_file() reads back.
+/// The inverse: tensors, row-major, and metadata that inputs_from_file() reads back.
 io::SafetensorsFile file_from_inputs(const Inputs& inputs);
 
 /// Output file: `o` and, if the problem has one, `final_state`.

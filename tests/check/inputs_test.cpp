@@ -41,6 +41,15 @@ TEST(InputsFromFile, RoundTrip) {
   }
 }
 
+TEST(InputsFromFile, FilesOfStridedTensorsAreRowMajor) {
+  const io::SafetensorsFile file = sample();
+  Inputs inputs = inputs_from_file(file);
+  test::restride(&inputs, 2);
+  const io::SafetensorsFile again = file_from_inputs(inputs);
+  for (const auto& [name, tensor] : file.tensors)
+    EXPECT_TRUE(test::same_bits(tensor.data, again.tensors.at(name).data)) << name;
+}
+
 TEST(InputsFromFile, DefaultsWithoutMetadata) {
   io::SafetensorsFile file = sample(Regime::kLog);
   file.metadata.clear();
