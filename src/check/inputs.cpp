@@ -260,24 +260,16 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
 namespace {
 
 /// In row-major order, whatever its strides are.
-io::FileTensor packed(const TensorDesc& desc, const std::vector<int64_t>& shape,
+io::FileTensor packed(const TensorDesc& desc, std::initializer_list<int64_t> shape,
                       const io::Buffer& from) {
-  const int64_t size = dtype_size(desc.dtype);
+  if (desc.strides == contiguous(desc.dtype, shape).strides) return {desc.dtype, shape, from};
   io::FileTensor tensor{desc.dtype, shape, {}};
-  const int64_t count = tensor.num_elements();
-  bool row_major = true;
-  int64_t stride = 1;
-  for (std::size_t d = shape.size(); d-- > 0; stride *= shape[d])
-    row_major = row_major && desc.strides[d] == stride;
-  if (row_major) {
-    tensor.data = from;
-    return tensor;
-  }
+  const int64_t count = tensor.num_elements(), size = dtype_size(desc.dtype);
   tensor.data = io::Buffer(static_cast<std::size_t>(count * size));
   for (int64_t n = 0; n < count; ++n) {
     int64_t rest = n, at = 0;
-    for (std::size_t d = shape.size(); d-- > 0; rest /= shape[d])
-      at += rest % shape[d] * desc.strides[d];
+    for (std::size_t d = shape.size(); d-- > 0; rest /= tensor.shape[d])
+      at += rest % tensor.shape[d] * desc.strides[d];
     std::memcpy(tensor.data.data() + n * size, from.data() + at * size,
                 static_cast<std::size_t>(size));
   }
@@ -299,8 +291,8 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
   if (p.dt_bias) file.tensors["dt_bias"] = packed(*p.dt_bias, {HV, p.key_dim}, inputs.dt_bias);
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
-    file.tensors["initial_state"] =
-        packed(p.initial_state->tensor, {shape.begin(), shape.end()}, inputs.initial_state);
+    file.tensors["initial_state"] = packed(
+        p.initial_state->tensor, {shape[0], shape[1], shape[2], shape[3]}, inputs.initial_state);
   }
   if (p.cu_seqlens) {
     io::Buffer offsets(inputs.cu_seqlens.size() * sizeof(int64_t));
