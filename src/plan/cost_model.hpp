@@ -33,7 +33,7 @@ struct OneKernelCosts {
 /// Segments of the one kernel: their merge and correction, which are launched early.
 struct OnePassCosts {
   double merge_step_us;            ///< S' = M S + B, of each round of blocks
-  double correct_bytes_per_token;  ///< Qt read, o read and written, a value head
+  double correct_bytes_per_token;  ///< Qt and rests read, o read and written, a value head
   double correct_bandwidth;        ///< of the card's, that the correction reaches
   double correct_fixed_us;         ///< with the launches that segments add
   double minimum_step;             ///< of the time with fewer segments, for more of them
@@ -54,7 +54,7 @@ struct CostConstants {
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
   OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
-  OnePassCosts one_pass{1.6, 768, 0.82, 6.5, 0.985, 8192, 1.2};
+  OnePassCosts one_pass{1.6, 832, 0.82, 6.5, 0.985, 8192, 1.2};
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< in stages: of the time with fewer segments, for more of them
 };

@@ -18,6 +18,7 @@ inline constexpr const char* kSegmentB = "segment_B";
 inline constexpr const char* kSegmentStates = "segment_states";
 inline constexpr const char* kOutputFromZero = "output_from_zero";
 inline constexpr const char* kTransitionOutput = "transition_output";
+inline constexpr const char* kOutputRest = "output_rest";
 inline constexpr const char* kAliveTokens = "alive_tokens";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kSequenceMap = "sequence_map";

@@ -13,7 +13,7 @@ namespace kda::stage {
 /// M and B of every segment. With `Qt`, also the outputs of the one-pass form:
 ///   o_t = o_zero_t + S_in^T qt_t,  qt_t = scale (M of the tokens up to t)^T q_t
 /// On the CPU o_zero and Qt are fp32 buffers. On a GPU there is no o_zero: outputs from zero go to
-/// o, and Qt has the type and strides of o. The first segment of a sequence runs from its initial
+/// o, and Qt is 16-bit with the strides of o. The first segment of a sequence runs from its initial
 /// state there; M, B and states_in are those of the segments behind first ones, [NSEG - N, HV, K,
 /// V].
 struct SegmentScan {

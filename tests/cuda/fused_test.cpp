@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "check/tolerances.hpp"
 #include "core/convert.hpp"
 #include "cuda/gpu.hpp"
 #include "plan/ledger.hpp"
@@ -620,6 +621,53 @@ TEST_F(Fused, SegmentsInEveryRegime) {
   }
 }
 
+void expect_as_exact_in_segments(const Inputs& inputs, const std::string& what) {
+  const double whole = test::worst_errors(inputs, test::run_inputs(inputs, on_fused())).o;
+  for (const int64_t count : {2, 5}) {
+    const test::Result result =
+        test::run_inputs(inputs, in_segments(count, SegmentMethod::kOnePass));
+    ASSERT_EQ(result.plan.options.segment_method, SegmentMethod::kOnePass);
+    EXPECT_LE(test::worst_errors(inputs, result).o, check::kSegmented16BitRatio * whole)
+        << what << ", " << count << " segments";
+  }
+}
+
+/// Outputs of segments are rounded once, when they are corrected, whatever the size of v, of states
+/// and of the scale; sequences begin at any token.
+TEST_F(Fused, SegmentsAreAsExactAsOneRun) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSlow, Regime::kTrainedSoftplus})
+    for (const auto& [by, scale] :
+         {std::pair{1.0f, 0.0}, std::pair{0x1p20f, 0x1p-12}, std::pair{0x1p-30f, 0x1p10}}) {
+      check::GenerateOptions options = shape_of(0, 1);
+      options.num_value_heads = 2;
+      options.seq_lens = {23, test::long_case(900), 340};
+      options.regime = regime;
+      options.initial_state = true;
+      Inputs inputs = check::generate(options);
+      multiply(&inputs.v, DType::kBFloat16, 0, static_cast<int64_t>(inputs.v.size()) / 2, by);
+      multiply(&inputs.initial_state, DType::kFloat32, 0,
+               static_cast<int64_t>(inputs.initial_state.size()) / 4, by);
+      if (scale > 0) inputs.problem.scale = scale;
+      expect_as_exact_in_segments(
+          inputs, std::string(check::regime_name(regime)) + ", v by " + std::to_string(by));
+    }
+}
+
+TEST_F(Fused, SegmentsOfBatchesAreAsExactAsOneRun) {
+  check::GenerateOptions options = shape_of(test::long_case(406), 1);
+  options.batch = 5;
+  options.regime = Regime::kSlow;
+  expect_as_exact_in_segments(check::generate(options), "a batch");
+}
+
+TEST_F(Fused, SegmentsBehindStatesOfZeros) {
+  Inputs inputs = check::generate(shape_of(300, 1));
+  multiply(&inputs.v, DType::kBFloat16, 0, 192 * kSize, 0);
+  for (const int64_t count : {2, 5})
+    test::expect_within(inputs, in_segments(count, SegmentMethod::kOnePass), "cuda.sm90.fused",
+                        "a state of zeros");
+}
+
 /// Tokens at which the transitions of the segments behind first ones stopped, [segments, HV].
 std::vector<int64_t> stops_of(test::OnDevice& call) {
   std::vector<unsigned char> workspace(call.workspace.size());
@@ -791,6 +839,19 @@ TEST(FusedPlan, SaysWhyItDeclines) {
             std::string::npos);
   EXPECT_NE(reason(shape_of(70, 1), gpu_facts(108, 80)).find("needs compute capability 90"),
             std::string::npos);
+}
+
+TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
+  for (const double scale : {0.0, 0x1p-25, -0x1p-25, 0x1p25, 0x1p-24, -0x1p24}) {
+    Inputs inputs = check::generate(shape_of(4096, 1));
+    inputs.problem.scale = scale;
+    Plan plan;
+    ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
+                          in_segments(4, SegmentMethod::kOnePass).plan, &plan)
+                    .ok());
+    const bool fits = std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24;
+    EXPECT_EQ(plan.options.segment_method == SegmentMethod::kOnePass, fits) << scale;
+  }
 }
 
 TEST(FusedPlan, RunsWhereItIsAskedFor) {

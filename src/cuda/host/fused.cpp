@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <random>
 #include <vector>
 
@@ -128,6 +129,9 @@ uint64_t new_key() {
   return x ^ x >> 31;
 }
 
+/// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
+int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
+
 /// Without a line: each sequence as it is. `apart`: transitions at its end that are not in line.
 Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apart,
               FusedPrefillArgs* args) {
@@ -140,7 +144,7 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
-  args->bounded = stage::transition_norm_never_grows(p);
+  args->half = fused_in_half(p);
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
   args->key = new_key();
@@ -179,6 +183,9 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;
+  args.rest = find<uint32_t>(call, block::kOutputRest);
+  args.rest_step = static_cast<uint64_t>(call.problem.num_value_heads) * sm90::kFusedRestBytes;
+  args.one_of_Qt = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
   args.starts = find<float>(call, block::kSegmentStates);
   args.alive = alive_of(call);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
@@ -218,7 +225,10 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.shape = shape_of(p);
   args.map = maps.map;
   args.o = row_view(p.o, call.tensors.o);
+  args.half = fused_in_half(p);
   args.Qt = correct.Qt;
+  args.qt_exponent = qt_exponent(p);
+  args.rest = find<uint32_t>(call, block::kOutputRest);
   args.M = correct.M;
   args.B = correct.B;
   args.states_in = correct.states_in;

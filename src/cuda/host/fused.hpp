@@ -9,6 +9,9 @@ namespace kda::cuda {
 /// One kernel for Hopper (sm_90a), bf16, K = V = 128.
 extern const stage::Implementation kFused;
 
+/// Are operands fp16? No factor and no decay is above 1 then.
+bool fused_in_half(const Problem& problem);
+
 namespace fused {
 Status forward(const stage::Forward& args);
 Status segment_scan(const stage::SegmentScan& args);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/host/rows.hpp"
 
+#include <cmath>
 #include <tuple>
 
 #include "core/text.hpp"
@@ -11,6 +12,7 @@
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 #include "plan/one_kernel.hpp"
+#include "stage/segment.hpp"
 
 namespace kda::cuda {
 namespace {
@@ -52,6 +54,8 @@ std::string decline_fused(const Problem& p) {
 }
 
 std::string decline_one_pass(const Problem& p) {
+  if (const double scale = std::abs(effective_scale(p)); !(scale >= 0x1p-24 && scale <= 0x1p24))
+    return cat("scale = ", effective_scale(p), " is not 2^-24 to 2^24 in size");
   const auto& strides = p.o.strides;
   const int64_t row = p.num_value_heads * p.value_dim;
   const bool dense = strides[2] == p.value_dim && strides[1] == row &&
@@ -108,9 +112,14 @@ bool add_fused_segments(Plan& plan) {
   const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords;
   const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
   const std::size_t stop = plan.transitions_stop ? (plan.segments.size() - N) * heads : 0;
+  const std::size_t runs = static_cast<std::size_t>(p.batch * p.num_tokens) / sm90::kFusedRun +
+                           2 * (plan.segments.size() - N + 1);  // fused/rest.cuh
+  const std::size_t rests = one_pass && fused_in_half(p) ? runs * heads : 0;
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
          plan::add_block(plan, block::kAliveTokens, stop, sizeof(int64_t)) &&
-         plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0, sm90::kFusedRowBytes);
+         plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0,
+                         sm90::kFusedRowBytes) &&
+         plan::add_block(plan, block::kOutputRest, rests, sm90::kFusedRestBytes);
 }
 
 /// States between the shares of clusters, where there are more streams than clusters.
@@ -153,6 +162,10 @@ bool add_staged(Plan& plan) {
 }
 
 }  // namespace
+
+bool fused_in_half(const Problem& p) {
+  return stage::transition_norm_never_grows(p) && p.g.dtype == DType::kBFloat16;
+}
 
 int64_t most_chunks(const Plan& plan) {
   const Problem& p = plan.problem;

@@ -36,6 +36,12 @@ __device__ __forceinline__ uint32_t pack_finite(float low, float high) {
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
+/// The larger one of unsigned integers of 16 bits, in both halves (sm_90).
+__device__ __forceinline__ uint32_t max_of_halves(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
 /// The largest of a warp's, for all of its lanes.
 __device__ __forceinline__ uint32_t max_of_warp(uint32_t x) {
   return __reduce_max_sync(0xffffffff, x);

@@ -78,7 +78,7 @@ Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
 template <class E, int kGateMode, bool kSegments>
 Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
   if constexpr (kGateMode != 0 && std::is_same_v<E, __nv_bfloat16>)
-    if (args.bounded) return launch<__half, E, kGateMode, kSegments>(args, where);
+    if (args.half) return launch<__half, E, kGateMode, kSegments>(args, where);
   return launch<__nv_bfloat16, E, kGateMode, kSegments>(args, where);
 }
 

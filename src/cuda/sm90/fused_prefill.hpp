@@ -43,7 +43,8 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   static constexpr unsigned kCluster = 2;    ///< blocks: the halves of V share factors
   RowView q, k, v, g, beta;
   GateView gate;
-  bool bounded = false;  ///< no factor and no decay is above 1: operands may be fp16
+  /// Operands are fp16: no factor and no decay is above 1, and g is bf16.
+  bool half = false;
 
   const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
   int64_t num_units = 0;
@@ -51,7 +52,10 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   /// a cluster, which runs it after its share of the line.
   int64_t num_in_line = 0;
   float* starts = nullptr;   ///< like B: states after first segments, where second ones read them
-  void* Qt = nullptr;        ///< outputs of kTransition, like o, whose strides it has
+  void* Qt = nullptr;        ///< outputs of kTransition, with the strides of o; of `half`, in fp16
+  uint32_t one_of_Qt = 0;    ///< of `half`: bits of the power of two that they are times
+  uint32_t* rest = nullptr;  ///< of `half`: what outputs of kZero lack (fused/rest.cuh)
+  uint64_t rest_step = 0;    ///< bytes of a run
   int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
   int64_t shares = 0;  ///< clusters: at most one a stream
@@ -64,7 +68,8 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   uint64_t key = 0;  ///< of this launch: what no word has before
 };
 inline constexpr std::size_t kFusedStateBytes = (128 * 128 + 2 * 2 * 128) * sizeof(float);
-inline constexpr std::size_t kFusedRowBytes = 128 * 2;  ///< of o and Qt, a head
+inline constexpr std::size_t kFusedRowBytes = 128 * 2;               ///< of o and Qt, a head
+inline constexpr std::size_t kFusedRestBytes = kFusedRun * 128 / 2;  ///< of a run and head
 inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint64_t);
 
 /// Of a problem with so many streams (value heads of units), on a card of `num_sms`.

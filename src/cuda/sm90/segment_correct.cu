@@ -6,13 +6,18 @@
 // Lanes load and store 16 bytes of a row: channels of Qt and columns of o are permuted inside of
 // 32, so that what a lane has of a row is what mma wants of it. Which channel stands where does not
 // matter as long as rows of S_in go the same way; its columns are stored permuted.
+//
+// With operands in fp16 Qt is fp16 and times a power of two, and so is S_in here: times one that
+// follows from its largest number where that is far from 1.
 #include "cuda/sm90/segment_correct.hpp"
 
 #include <algorithm>
 
 #include "cuda/host/launch.cuh"
+#include "cuda/ptx/narrow.cuh"
 #include "cuda/ptx/order.cuh"
-#include "cuda/ptx/ptx.cuh"
+#include "cuda/ptx/shared.cuh"
+#include "cuda/sm90/fused/rest.cuh"
 #include "cuda/tile/elements.cuh"
 
 namespace kda::cuda::sm90 {
@@ -27,11 +32,17 @@ constexpr int kBlocksPerSm = 3;
 constexpr int64_t kTypicallyAlive = 8192;   // tokens, of transitions that may stop early
 static_assert(kLookTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
-/// kStop: transitions may have stopped before their segments end.
-template <bool kStop>
+struct alignas(kV * 2) SharedState {
+  uint16_t rows[kK * kV];  // [K, V], pieces of 8 columns swizzled
+  uint32_t tops[kWarps];
+};
+
+/// kStop: transitions may have stopped before their segments end. Operand: of Qt and S_in.
+template <class Operand, bool kStop>
 struct Correct {
+  static constexpr bool kHalf = std::is_same_v<Operand, __half>;
   const SegmentCorrectArgs& a;
-  T* state;  // [K, V], pieces of 8 columns swizzled
+  SharedState& shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
   /// Neighbours in a row, as they come and as two parts of 16 bits.
@@ -40,19 +51,23 @@ struct Correct {
     __device__ void load(const float* at) {
       low = reinterpret_cast<const float4*>(at)[0], high = reinterpret_cast<const float4*>(at)[1];
     }
-    __device__ uint4 rounded() const {
-      return {ptx::pack<T>(low.x, low.y), ptx::pack<T>(low.z, low.w), ptx::pack<T>(high.x, high.y),
-              ptx::pack<T>(high.z, high.w)};
+    template <class Item = T>
+    __device__ uint4 rounded(float by = 1) const {
+      return {ptx::pack<Item>(low.x * by, low.y * by), ptx::pack<Item>(low.z * by, low.w * by),
+              ptx::pack<Item>(high.x * by, high.y * by), ptx::pack<Item>(high.z * by, high.w * by)};
     }
     __device__ uint4 rest() const {
       const uint4 kept = rounded();
       return {rest_of(low.x, low.y, kept.x), rest_of(low.z, low.w, kept.y),
               rest_of(high.x, high.y, kept.z), rest_of(high.z, high.w, kept.w)};
     }
-    /// Adds 0 times all of them to two sums: not 0 where one is not finite.
-    __device__ void add_zeros(float2& sum) const {
-      sum.x = fmaf(0.0f, low.x, fmaf(0.0f, low.y, fmaf(0.0f, low.z, fmaf(0.0f, low.w, sum.x))));
-      sum.y = fmaf(0.0f, high.x, fmaf(0.0f, high.y, fmaf(0.0f, high.z, fmaf(0.0f, high.w, sum.y))));
+    /// Bits of the largest of them and of `most`, without signs; of those below `limit`.
+    __device__ uint32_t top(uint32_t most, uint32_t limit) const {
+      for (const float x : {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}) {
+        const uint32_t bits = __float_as_uint(x) & 0x7fffffff;
+        most = max(most, bits < limit ? bits : 0);
+      }
+      return most;
     }
     __device__ static uint32_t rest_of(float x, float y, uint32_t rounded_pair) {
       const float2 kept = ptx::unpack<T>(rounded_pair);
@@ -64,44 +79,101 @@ struct Correct {
     return (segment * a.shape.HV + head) * (kK * kV);
   }
 
-  /// Eight rows that are read at once differ in their last bit and in bits 3 and 4.
+  /// Of eight columns of a row, in bytes. Eight rows that are read at once differ in their last bit
+  /// and in bits 3 and 4.
   __device__ static int place(int row, int piece) {
-    return row * kV + (piece ^ (row % 2 + row / 8 % 4 * 2)) * 8;
+    return row * kV * 2 + (piece ^ (row % 2 + row / 8 % 4 * 2)) * 16;
   }
 
-  /// Column 8 j + 2 m + e of a group stands at column 2 j + e of its tile m of 8.
-  __device__ void put(int row, int eight, uint4 columns) const {
-    const int group = eight / 4, j = eight % 4;
+  /// Column 8 j + 2 m + e of a group stands at column 2 j + e of its tile m of 8. `at`: of tile 0
+  /// of the group, in its row. Offsets of rows are those of `place`.
+  __device__ static void put(uint32_t at, int tile, int offset, uint4 columns) {
     const uint32_t* pairs = &columns.x;
 #pragma unroll
-    for (int m = 0; m < 4; ++m)
-      *reinterpret_cast<uint32_t*>(state + place(row, group * 4 + m) + j * 2) = pairs[m];
+    for (int m = 0; m < 4; ++m) ptx::store_shared((at ^ (tile ^ m) * 16) + offset, pairs[m]);
   }
-  /// By all threads of a block: is all of the state finite? Loads come in batches: waits for them
-  /// are most of what a block does.
-  __device__ bool load_state(const float* from) const {
-    constexpr int kRowPieces = kV / 8, kPieces = kK * kRowPieces / kThreads, kBatch = 4;
-    float2 zero{};
+  __device__ uint32_t place_of_eight(int row, int eight) const {
+    return ptx::shared_address(shared.rows) + place(row, eight / 4 * 4) + eight % 4 * 4;
+  }
+  /// visit(n, i, eight columns) for those of this thread: of row 8 (n + i) + thread / 16. Loads
+  /// come in batches: waits for them are most of what a block does.
+  template <class Visit>
+  __device__ void for_each_eight(const float* from, Visit&& visit) const {
+    constexpr int kPieces = kK * kV / 8 / kThreads, kBatch = 4;
+#pragma unroll 1
     for (int first = 0; first < kPieces; first += kBatch) {
       Eight x[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) x[i].load(from + ((first + i) * kThreads + thread) * 8);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int piece = (first + i) * kThreads + thread;
-        put(piece / kRowPieces, piece % kRowPieces, x[i].rounded());
-        x[i].add_zeros(zero);
-      }
+      for (int i = 0; i < kBatch; ++i) visit(first, i, x[i]);
     }
-    return !__syncthreads_or(zero.x + zero.y != 0);
+  }
+  /// `at`: of this thread's columns in the first rows.
+  __device__ static uint4 put_state(uint32_t at, int n, int i, const Eight& x, float by) {
+    const uint4 pairs = x.template rounded<Operand>(by);
+    put(at, i * 2, (n + i) * 8 * kV * 2, pairs);
+    return pairs;
+  }
+  /// Of a block, which waits for all of its stores.
+  __device__ uint32_t top_of_block(uint32_t top) const {
+    top = ptx::max_of_warp(top);
+    if (lane == 0) shared.tops[warp] = top;
+    __syncthreads();
+    top = shared.tops[0];
+    for (int i = 1; i < kWarps; ++i) top = max(top, shared.tops[i]);
+    __syncthreads();
+    return top;
+  }
+  __device__ static float exp2_of(int exponent) {
+    return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 127)) << 23);
+  }
+
+  struct Start {
+    bool finite;
+    int exponent;  // of what S_in is times
+  };
+  /// S_in by all threads of a block.
+  __device__ Start load_state(const float* from) const {
+    const uint32_t at = place_of_eight(thread / 16, thread % 16);
+    uint32_t tops = 0;  // of rounded numbers without signs, in both halves
+    for_each_eight(from, [&](int n, int i, const Eight& x) {
+      const uint4 pairs = put_state(at, n, i, x, 1);
+      for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
+        tops = ptx::max_of_halves(tops, pair & 0x7fff7fff);
+    });
+    const uint32_t top = top_of_block(max(tops & 0xffff, tops >> 16));
+    if (!kHalf) return {top < 0x7f80, 0};
+    constexpr uint32_t kUsual[] = {0x1c00, 0x7800};  // 2^-8, 2^15
+    return top >= kUsual[0] && top < kUsual[1] ? Start{true, 0} : scale_state(from);
+  }
+  /// Times what takes its largest finite number to 1 to 2.
+  __device__ Start scale_state(const float* from) const {
+    constexpr uint32_t kInfinity = 0x7f800000;
+    uint32_t top = 0, finite_top = 0;
+    for_each_eight(from, [&](int, int, const Eight& x) {
+      top = x.top(top, ~0u);
+      finite_top = x.top(finite_top, kInfinity);
+    });
+    const bool finite = top_of_block(top) < kInfinity;
+    // The product with Qt's power of two has to be a float; the state may be zeros.
+    const int exponent = max(-114, min(96, 127 - static_cast<int>(top_of_block(finite_top) >> 23)));
+    const float by = exp2_of(exponent);
+    for_each_eight(from, [&](int n, int i, const Eight& x) {
+      put_state(place_of_eight(thread / 16, thread % 16), n, i, x, by);
+    });
+    __syncthreads();
+    return {finite, exponent};
   }
 
   /// sum += rows times columns of tiles from `tile0` on.
-  template <int kTiles>
+  template <class Item, int kTiles>
   __device__ void multiply(const uint4 (&rows)[kGroups][2], int tile0,
                            float (&sum)[kTiles][4]) const {
-    const auto row =
-        static_cast<int>(ptx::opaque(lane % 8));  // else 64 addresses stay in registers
+    // Channels 2 j + e of a step are 8 j + 4 step + e, those 8 further two more.
+    const int row = lane % 8;
+    const uint32_t right_at = ptx::shared_address(shared.rows) +
+                              place(row / 2 * 8 + row % 2 + lane / 8 % 2 * 2, tile0 + lane / 16);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group)
 #pragma unroll
@@ -109,38 +181,44 @@ struct Correct {
         const uint4 x = rows[group][0], y = rows[group][1];
         const uint32_t left[4] = {step ? x.z : x.x, step ? y.z : y.x, step ? x.w : x.y,
                                   step ? y.w : y.y};
-        // Channels 2 j + e of the step are 8 j + 4 step + e, those 8 further two more.
-        const int channel = group * kGroup + row / 2 * 8 + step * 4 + row % 2 + lane / 8 % 2 * 2;
 #pragma unroll
         for (int tile = 0; tile < kTiles; tile += 2) {
           uint32_t right[4];
-          ptx::ldmatrix_x4_trans(
-              right, ptx::shared_address(state + place(channel, tile0 + tile + lane / 16)));
-          ptx::mma_16816<T>(sum[tile], left, right[0], right[1]);
-          ptx::mma_16816<T>(sum[tile + 1], left, right[2], right[3]);
+          ptx::ldmatrix_x4_trans(right,
+                                 (right_at ^ tile * 16) + (group * kGroup + step * 4) * (kV * 2));
+          ptx::mma_16816<Item>(sum[tile], left, right[0], right[1]);
+          ptx::mma_16816<Item>(sum[tile + 1], left, right[2], right[3]);
         }
       }
   }
 
-  /// A row of 32 columns plus what is missing.
-  __device__ static uint4 sum_of(uint4 x, const float (*missing)[4], int half) {
+  /// Eight columns of a row, and what they lack in bf16, plus what is missing.
+  template <int kUpper>
+  __device__ static uint4 sum_of(uint4 x, uint4 rest, const float (*missing)[4], float by) {
     uint32_t* pairs = &x.x;
+    const uint32_t* words = &rest.x;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float2 y = ptx::unpack<T>(pairs[m]);
-      pairs[m] = ptx::pack<T>(y.x + missing[m][half * 2], y.y + missing[m][half * 2 + 1]);
+      const float2 y =
+          kHalf ? fused::with_rest<kUpper>(pairs[m], words[m]) : ptx::unpack<T>(pairs[m]);
+      pairs[m] = ptx::pack<T>(fmaf(missing[m][kUpper * 2], by, y.x),
+                              fmaf(missing[m][kUpper * 2 + 1], by, y.y));
     }
     return x;
   }
 
   /// This lane's pieces of two rows of 16 tokens.
   struct Rows {
-    int64_t at[2];
+    int64_t at[2], rest_at;
     bool valid[2];
-    __device__ Rows(const Correct& c, const Span& span, int64_t head, int64_t first) {
-      const int64_t token = first + c.warp * kWarpTokens + c.lane / 4;
+    __device__ Rows(const Correct& c, const FusedUnit& unit, int64_t head, int64_t first) {
+      const Span span = unit.span;
+      const int64_t run = first + c.warp * kWarpTokens, token = run + c.lane / 4;
       at[0] = row_offset(c.a.o, c.a.map, span.sequence, token, head) + c.lane % 4 * 8;
       at[1] = at[0] + 8 * c.a.o.stride_t;
+      rest_at = kHalf ? fused::rest_place(c.a.shape, unit.segment, run, head) +
+                            c.lane % 4 / 2 * fused::kRestLanes + c.lane / 4 * 4
+                      : 0;
       valid[0] = token < span.end, valid[1] = token + 8 < span.end;
     }
     __device__ void load(const void* base, uint4 (&x)[kGroups][2], bool there = true) const {
@@ -152,6 +230,19 @@ struct Correct {
                             ? *reinterpret_cast<const uint4*>(static_cast<const T*>(base) + at[i] +
                                                               group * kGroup)
                             : uint4{};
+    }
+    /// Of both rows; those of columns from 8 on where this lane's are.
+    __device__ void load_rest(const Correct& c, uint4 (&x)[kGroups]) const {
+      if (!kHalf) return;
+      const int right = c.lane % 2 * 8;
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        if (valid[0] || valid[1])
+          x[group] =
+              *reinterpret_cast<const uint4*>(c.a.rest + rest_at + group * 2 * fused::kRestLanes);
+        x[group] = {x[group].x >> right, x[group].y >> right, x[group].z >> right,
+                    x[group].w >> right};
+      }
     }
     /// Rows of zeros add nothing to a finite state. Row by row: what others are must not change the
     /// bits of one.
@@ -179,30 +270,37 @@ struct Correct {
     const int64_t end = min(first + a.block_tokens, span.end);
     if (first >= end) return;
     const int64_t alive = kStop ? a.alive[unit.segment * HV + head] : end;
-    uint4 q[kGroups][2], o[kGroups][2];
-    Rows rows(*this, span, head, first);
+    uint4 q[kGroups][2], o[kGroups][2], rest[kGroups]{};
+    Rows rows(*this, unit, head, first);
     rows.load(a.Qt, q, !kStop || first < alive);
-    const bool finite = load_state(a.states_in + matrix_of(unit.segment, head));
-    while (!kStop || first < alive || !finite) {
-      rows.keep_those_that_add(q, finite);
+    const Start start = load_state(a.states_in + matrix_of(unit.segment, head));
+    const float back = exp2_of(kHalf ? -start.exponent - a.qt_exponent : 0);
+    while (!kStop || first < alive || !start.finite) {
+      rows.keep_those_that_add(q, start.finite);
       rows.load(a.o.base, o);
-      if (rows.any()) add_missing(rows, q, o);
+      rows.load_rest(*this, rest);
+      if (rows.any()) add_missing(rows, q, o, rest, back);
       if ((first += kTokens) >= end) return;
-      rows = Rows(*this, span, head, first);
+      rows = Rows(*this, unit, head, first);
       rows.load(a.Qt, q, !kStop || first < alive);
     }
   }
   __device__ void add_missing(const Rows& rows, const uint4 (&q)[kGroups][2],
-                              const uint4 (&o)[kGroups][2]) const {
+                              const uint4 (&o)[kGroups][2], const uint4 (&rest)[kGroups],
+                              float back) const {
     float missing[kV / 8][4] = {};
-    multiply(q, 0, missing);
+    multiply<Operand>(q, 0, missing);
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (rows.valid[i])
-          *reinterpret_cast<uint4*>(static_cast<T*>(a.o.base) + rows.at[i] + group * kGroup) =
-              sum_of(o[group][i], missing + group * 4, i);
+    for (int group = 0; group < kGroups; ++group) {
+      auto* at = static_cast<T*>(a.o.base) + group * kGroup;
+      const float(*of_group)[4] = missing + group * 4;
+      if (rows.valid[0])
+        *reinterpret_cast<uint4*>(at + rows.at[0]) =
+            sum_of<0>(o[group][0], rest[group], of_group, back);
+      if (rows.valid[1])
+        *reinterpret_cast<uint4*>(at + rows.at[1]) =
+            sum_of<1>(o[group][1], rest[group], of_group, back);
+    }
   }
 
   /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
@@ -243,8 +341,8 @@ struct Correct {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int piece = i * kThreads + thread;
-      put(piece / 4, piece % 4, x[i].rounded());
-      put(piece / 4, 4 + piece % 4, x[i].rest());
+      put(place_of_eight(piece / 4, piece % 4), 0, 0, x[i].rounded());
+      put(place_of_eight(piece / 4, 4 + piece % 4), 0, 0, x[i].rest());
     }
     uint4 rounded[kGroups][2], rest[kGroups][2];
 #pragma unroll
@@ -252,9 +350,9 @@ struct Correct {
       rounded[i / 2][i % 2] = m[i / 2][i % 2].rounded(),
                          rest[i / 2][i % 2] = m[i / 2][i % 2].rest();
     __syncthreads();
-    multiply(rest, 0, sum);
-    multiply(rounded, kGroup / 8, sum);
-    multiply(rounded, 0, sum);
+    multiply<T>(rest, 0, sum);
+    multiply<T>(rounded, kGroup / 8, sum);
+    multiply<T>(rounded, 0, sum);
   }
 };
 
@@ -262,16 +360,24 @@ __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
   return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts : 0;
 }
 
-template <bool kStop>
+template <class Operand, bool kStop>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
-  const Correct<kStop> correct{a, reinterpret_cast<T*>(ptx::dynamic_shared())};
+  const Correct<Operand, kStop> correct{a, *reinterpret_cast<SharedState*>(ptx::dynamic_shared())};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks(a));
   ptx::wait_for_launches_before();
   if (state_place >= 0)
     correct.make_final(state_place);
   else
     correct.run(place);
+}
+
+template <class Operand>
+Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
+  return launch_kernel(
+      "segment_correct",
+      args.alive ? segment_correct_kernel<Operand, true> : segment_correct_kernel<Operand, false>,
+      blocks, kThreads, sizeof(SharedState), where, args);
 }
 
 }  // namespace
@@ -281,13 +387,11 @@ Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const La
   const int64_t streams = args.num_units * args.shape.HV;
   const int64_t longest = args.alive ? std::min(args.longest, kTypicallyAlive) : args.longest;
   const int64_t tiles = (longest + kTokens - 1) / kTokens;
-  const int64_t blocks = num_sms * kBlocksPerSm;
-  args.block_tokens = std::max<int64_t>(2, (tiles * streams + blocks - 1) / blocks) * kTokens;
+  const int64_t at_once = num_sms * kBlocksPerSm;
+  args.block_tokens = std::max<int64_t>(2, (tiles * streams + at_once - 1) / at_once) * kTokens;
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
-  return launch_kernel("segment_correct",
-                       args.alive ? segment_correct_kernel<true> : segment_correct_kernel<false>,
-                       state_blocks(args) + streams * parts, kThreads,
-                       kK * kV * static_cast<int>(sizeof(T)), where, args);
+  const int64_t blocks = state_blocks(args) + streams * parts;
+  return args.half ? launch<__half>(args, blocks, where) : launch<T>(args, blocks, where);
 }
 
 }  // namespace kda::cuda::sm90

@@ -12,7 +12,10 @@ struct SegmentCorrectArgs {
   Shape shape;
   SequenceMap map;
   RowView o;                         ///< bf16, rows aligned to 16 bytes
-  const void* Qt = nullptr;          ///< bf16, with the strides of o
+  bool half = false;                 ///< Qt is fp16 and outputs have a rest; else Qt is bf16
+  const void* Qt = nullptr;          ///< with the strides of o
+  int qt_exponent = 0;               ///< of `half`: it is times 2 to this
+  const uint32_t* rest = nullptr;    ///< of `half`, the same
   const FusedUnit* units = nullptr;  ///< the segments to correct, by their transitions
   int64_t num_units = 0;
   int64_t longest = 0;  ///< tokens of a unit, at most

@@ -7,6 +7,7 @@
 #include "cuda/ptx/shared.cuh"
 #include "cuda/ptx/wgmma_run.cuh"
 #include "cuda/sm90/fused/line.cuh"
+#include "cuda/sm90/fused/rest.cuh"
 #include "cuda/sm90/fused/shared.cuh"
 #include "cuda/sm90/fused/states.cuh"
 
@@ -22,6 +23,7 @@ struct Consumer : States<Operand, kSegments> {
   using Base::has_room;
   using Base::head;
   using Base::kLarge;
+  using Base::kOne;
   using Base::kSteps;
   using Base::kTiles;
   using Base::lane;
@@ -44,6 +46,24 @@ struct Consumer : States<Operand, kSegments> {
   using typename Base::Place;
 
   __device__ explicit Consumer(const FusedPrefillArgs& args) : Base(args) {}
+
+  // ---- outputs of segments, with operands in fp16 ----------------------------------------------
+
+  static constexpr bool kFine = kSegments && kHalf<Operand>;
+  /// In bf16; those that will be corrected leave at `rest_at` what that lacks; Qt is fp16, times a
+  /// power of two. Each has a loop of its own: as a question in one loop they cost 3 to 7%.
+  enum class Outputs { kRounded, kWithRest, kQt };
+  char* rest_at = nullptr;
+
+  __device__ Outputs outputs_of(const Part& part) const {
+    if (part.state == FusedState::kTransition) return Outputs::kQt;
+    return part.state == FusedState::kZero && fused.rest ? Outputs::kWithRest : Outputs::kRounded;
+  }
+  __device__ void find_rest(const Part& part) {
+    if (outputs_of(part) != Outputs::kWithRest) return;
+    rest_at = reinterpret_cast<char*>(fused.rest + column / 16 * kRestLanes + lane +
+                                      rest_place(a.shape, part.segment, span.begin, head));
+  }
 
   /// TokenFactors of this lane's tokens: 2j, 2j + 1 of each 8.
   struct TokenFactors {
@@ -90,12 +110,13 @@ struct Consumer : States<Operand, kSegments> {
   /// Conditions of keep_order(): never true, each one different, else the compiler drops all fences
   /// but the first. Votes: where lanes could differ, descriptors would leave uniform registers.
   struct Never {
-    bool after_products, after_wait, after_errors, after_outputs;
+    bool after_products, after_wait, after_errors, after_outputs, after_update;
     __device__ __forceinline__ explicit Never(int runs)
         : after_products(__any_sync(0xffffffff, runs == -1)),
           after_wait(__any_sync(0xffffffff, runs == -2)),
           after_errors(__any_sync(0xffffffff, runs == -3)),
-          after_outputs(__any_sync(0xffffffff, runs == -5)) {}
+          after_outputs(__any_sync(0xffffffff, runs == -5)),
+          after_update(__any_sync(0xffffffff, runs == -6)) {}
   };
 
   /// A half of this lane's.
@@ -134,12 +155,15 @@ struct Consumer : States<Operand, kSegments> {
     }
   }
   /// q_norm (sum + diag error).
-  __device__ __forceinline__ void put_outputs(const float (*sum)[4], const float (&error)[2][4],
-                                              TokenFactors q_norm, const TokenFactors& diag,
-                                              uint32_t piece) const {
+  __device__ __forceinline__ void put_outputs(Outputs outputs, const float (*sum)[4],
+                                              const float (&error)[2][4], TokenFactors q_norm,
+                                              const TokenFactors& diag, uint32_t piece) {
     if constexpr (kHalf<Operand>)
 #pragma unroll
-      for (float2& x : q_norm.x) x.x *= scale_back(), x.y *= scale_back();
+      for (float2& x : q_norm.x) {
+        const float factor = scale_back(kFine && outputs == Outputs::kQt ? fused.one_of_Qt : kOne);
+        x.x *= factor, x.y *= factor;
+      }
     float o[2][4];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -151,9 +175,15 @@ struct Consumer : States<Operand, kSegments> {
     multiply(o, q_norm);
     uint32_t pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      pairs[i] = ptx::pack<T>(o[i / 2][i % 2 * 2], o[i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < 4; ++i) {
+      const float x = o[i / 2][i % 2 * 2], y = o[i / 2][i % 2 * 2 + 1];
+      pairs[i] = kFine && outputs == Outputs::kQt ? ptx::pack<Operand>(x, y) : ptx::pack<T>(x, y);
+    }
     ptx::stmatrix_x4_trans(piece, pairs);
+    if (kFine && outputs == Outputs::kWithRest) {
+      *reinterpret_cast<uint32_t*>(rest_at) = rest_of(o);
+      rest_at += fused.rest_step;
+    }
   }
 
   /// `at`: tiles of a stage; `factors`: its others; `values`: v, then o in its place. P and Q times
@@ -163,8 +193,9 @@ struct Consumer : States<Operand, kSegments> {
   /// Four warps load at the same time: what loads while the rows are multiplied is no more than the
   /// products take, the rest comes where warps wait for something else. False, in fp16: there is no
   /// room for another run, or v is large.
-  __device__ __forceinline__ bool run_one(const Never& never, uint32_t at, uint32_t factors,
-                                          uint32_t values, uint32_t (&v)[4], float (&pq)[4][4]) {
+  __device__ __forceinline__ bool run_one(Outputs outputs, const Never& never, uint32_t at,
+                                          uint32_t factors, uint32_t values, uint32_t (&v)[4],
+                                          float (&pq)[4][4]) {
     const uint32_t piece = piece_of(values);
     uint32_t inverse[4], Aqk[4];
     ptx::ldmatrix_x4_trans(v, piece);
@@ -214,8 +245,9 @@ struct Consumer : States<Operand, kSegments> {
     ptx::wgmma_16_columns<Operand>(state, vn, kg);
     if constexpr (!kHalf<Operand>) ptx::wgmma_16_columns<Operand>(state, low, kg);
     ptx::wgmma_commit();
+    if (kFine && outputs == Outputs::kWithRest) ptx::keep_order(never.after_update);
 
-    put_outputs(&pq[2], error, q_norm, diag, piece);
+    put_outputs(outputs, &pq[2], error, q_norm, diag, piece);
     const bool more = !kHalf<Operand> || take_room(most_of(v));
     ptx::wgmma_wait<0>();
     ptx::hold(state);
@@ -260,8 +292,8 @@ struct Consumer : States<Operand, kSegments> {
   }
   /// After run_one(), which took the largest finite numbers for larger errors. Tokens before those
   /// keep their bits. `pq`: as run_one() left it.
-  __device__ void mend_large(uint32_t at, uint32_t factors, uint32_t values, const uint32_t (&v)[4],
-                             float (&pq)[4][4]) {
+  __device__ void mend_large(Outputs outputs, uint32_t at, uint32_t factors, uint32_t values,
+                             const uint32_t (&v)[4], float (&pq)[4][4]) {
     float error[2][4], exact[2][4];
     uint32_t square[4], rounded[4], rest[4];
     subtract(v, pq, TokenFactors(factors + offsetof(Factors, k_norm), lane), error);
@@ -280,7 +312,8 @@ struct Consumer : States<Operand, kSegments> {
     find_rest(exact, error, rounded, rest);
     load_square(factors + offsetof(Factors, Aqk), square);
     add_rest(&pq[2], rest, square);
-    put_outputs(&pq[2], exact, TokenFactors(factors + offsetof(Factors, q_norm), lane),
+    if (kFine && outputs == Outputs::kWithRest) rest_at -= fused.rest_step;
+    put_outputs(outputs, &pq[2], exact, TokenFactors(factors + offsetof(Factors, q_norm), lane),
                 TokenFactors(factors + offsetof(Factors, diag), lane), piece_of(values));
     const int token = lane % 16;
 #pragma unroll
@@ -306,6 +339,7 @@ struct Consumer : States<Operand, kSegments> {
     stops.num_runs = stops.left = runs_of(part);
     if (a.checkpoints.base) find_checkpoint(stops);
     if (kSegments && part.piece > 0) return;  // the state goes on
+    if constexpr (kFine) find_rest(part);
     scale = {};
     if (part.taken_over)
       take_over();
@@ -420,23 +454,32 @@ struct Consumer : States<Operand, kSegments> {
       int until = stop(course, ring.stops[warp], ring.looks);
       ptx::named_sync<128>(1);
       if (until == 0) return;
+      const Outputs outputs = outputs_of(course.part);
       do {
         if (!has_room())
           look_at_scale(piece_of(values_of(static_cast<int>(run % kStages))), [&] { wait(run); });
         ptx::renew(state, gridDim.z - 1);
-        const Never never(until);
         uint32_t v[4];
         float pq[4][4];
-        for (bool more = true; more; ++run, --until) {
-          const auto i = static_cast<int>(run % kStages);
-          wait(run);
-          more = run_one(never, tiles_of(i), factors_of(i), values_of(i), v, pq);
-          more = !__any_sync(0xffffffff, !more || until <= 1);
-          if (more) release(i);
-        }
+        const auto go_on = [&](Outputs constant) {
+          const Never never(until);
+          for (bool more = true; more; ++run, --until) {
+            const auto i = static_cast<int>(run % kStages);
+            wait(run);
+            more = run_one(constant, never, tiles_of(i), factors_of(i), values_of(i), v, pq);
+            more = !__any_sync(0xffffffff, !more || until <= 1);
+            if (more) release(i);
+          }
+        };
+        if (!kFine || outputs == Outputs::kRounded)
+          go_on(Outputs::kRounded);
+        else if (outputs == Outputs::kWithRest)
+          go_on(Outputs::kWithRest);
+        else
+          go_on(Outputs::kQt);
         const auto i = static_cast<int>((run - 1) % kStages);
         if (kHalf<Operand> && __any_sync(0xffffffff, !(most_of(v) < kLarge)))
-          mend_large(tiles_of(i), factors_of(i), values_of(i), v, pq);
+          mend_large(outputs, tiles_of(i), factors_of(i), values_of(i), v, pq);
         release(i);
       } while (kHalf<Operand> && __any_sync(0xffffffff, until > 0));
     }

@@ -66,64 +66,71 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     this->put_rows(s, factor, gamma, q, k);
     this->template sync<1>();
   }
-  /// What needs no stage comes first: it goes on while the stage is in use. The first warp moves
-  /// tiles where the second has the inverse to make.
-  __device__ void make(const Stage& s) {
-    const int rows = left - rank * kRun;
-    const uint32_t raw_beta = this->load_beta(rows);
+  /// A run that is being made.
+  struct Run {
+    int rows;
+    uint32_t raw_beta;
+    typename Base::Pairs q, k;
+    typename Base::Norms norms;
+  };
+  __device__ __forceinline__ void begin_run(Run& run) {
+    run.rows = left - rank * kRun;
+    run.raw_beta = this->load_beta(run.rows);
     if (thread == 32) own.anchored = kRun, own.unusual = 0;
     ptx::cp_async_wait<0>();
     this->template sync<0>();
-    if constexpr (Base::kDeepHeads)
-      if (own.deep[0] | own.deep[1]) {
-        make_deep(s, rows, raw_beta);
-        return finish(s);
-      }
+  }
+  /// What needs no stage comes first: it goes on while the stage is in use.
+  __device__ __forceinline__ void put_rows_of(const Stage& s, Run& run) {
     float2 factor[kRun];
-    typename Base::Pairs q, k;
     typename Base::Squares squares;
     this->load_gates(factor);
     this->add_squares(squares);  // its waits and those of decays for their units hide each other
-    const float2 gamma = this->template scan_decays<false>(factor, rows);
+    const float2 gamma = this->template scan_decays<false>(factor, run.rows);
     forget_index();
-    auto norms = this->norms(squares, rows, raw_beta);
-    this->load_pairs(q, k);
+    run.norms = this->norms(squares, run.rows, run.raw_beta);
+    this->load_pairs(run.q, run.k);
     wait_for_outputs();
     ptx::mbarrier_wait(ring.peer_done[mine()], 1 - parity);
-    this->put_norms(s, norms);
-    this->put_rows(s, factor, gamma, q, k);
+    this->put_norms(s, run.norms);
+    this->put_rows(s, factor, gamma, run.q, run.k);
     this->template sync<1>();
+  }
+  /// The first warp moves tiles where the second has the inverse to make. kUsual: there is nothing
+  /// to make again, and all rows are in range.
+  template <bool kUsual>
+  __device__ __forceinline__ void put_scores_of(const Stage& s, Run& run) {
     if constexpr (kHalf<Operand>)
-      if (own.unusual) [[unlikely]]
-        put_again(s, norms, q, k, rows);
-    const int anchored = own.anchored;
+      if (!kUsual && own.unusual) [[unlikely]]
+        put_again(s, run.norms, run.q, run.k, run.rows);
+    const int anchored = kUsual ? kRun : own.anchored;
     if (half() == 0) move();
     if (anchored == kRun) load_raw(left - kMakers * kRun);
     forget_index();
     this->anchored_scores(s);
     if (anchored < kRun) [[unlikely]] {
       forget_index();
-      this->fine_levels(s, q, k, rows, anchored);
+      this->fine_levels(s, run.q, run.k, run.rows, anchored);
       load_raw(left - kMakers * kRun);
     }
     finish(s);
   }
-  __device__ void finish(const Stage& s) {
+  __device__ __forceinline__ void finish(const Stage& s) {
     __syncwarp();
     forget_index();
     if (half() == 1) this->invert(s);
     ptx::fence_async_proxy();
   }
   /// Of a head that forgets fast. Raw rows are read, and norms known, before their places are used.
-  __device__ void make_deep(const Stage& s, int rows, uint32_t raw_beta) {
+  __device__ void make_deep(const Stage& s, Run& run) {
     float2 decay[kRun];
-    typename Base::Pairs q, k;
+    typename Base::Pairs &q = run.q, &k = run.k;
     typename Base::Squares squares;
     this->load_gates(decay);
     this->add_squares(squares);
-    const float2 gamma = this->decays_of_deep(decay, rows);
+    const float2 gamma = this->decays_of_deep(decay, run.rows);
     forget_index();
-    auto norms = this->norms(squares, rows, raw_beta);
+    auto norms = this->norms(squares, run.rows, run.raw_beta);
     this->load_pairs(q, k);
     ptx::mbarrier_arrive(own.meet);
     wait_for_outputs();
@@ -139,6 +146,7 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
     if (half() == 0) move();
     load_raw(left - kMakers * kRun);
     this->all_levels(s, decay, q, k);
+    finish(s);
   }
 
   /// The factors to the other block, by the warp that is done last.
@@ -151,23 +159,65 @@ struct Producer : Scores<Operand, E, kGateMode, kSegments> {
                       1 - rank);
   }
 
+  /// A run is made: to the consumers, and on to the next one of this pair.
+  __device__ __forceinline__ void deliver() {
+    ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
+    if (half() == 0) {
+      ptx::mbarrier_arrive(own.half);
+      ptx::cp_async_wait<1>();  // v
+    }
+    ptx::mbarrier_arrive(full);
+    if (thread == 32)
+      ptx::mbarrier_arrive_expect(other_full, sizeof(Tiles) + sizeof(Factors));
+    else
+      ptx::mbarrier_arrive(other_full);
+    if (half() == 1) send();
+    parity = 1 - parity;
+    left -= kStages * kRun;
+  }
+
+  __device__ bool forgets_fast() const { return (own.deep[0] | own.deep[1]) != 0; }
   /// Two runs of every kStages.
   __device__ void run_part() {
     load_raw(left);
-    ptx::Mbarrier &full = ring.full[mine()], &other_full = ring.full[first() + 1 - rank];
-    for (; left > 0; left -= kStages * kRun) {
-      make(ring.stage(mine()));
-      if (half() == 0) {
-        ptx::mbarrier_arrive(own.half);
-        ptx::cp_async_wait<1>();  // v
+    if constexpr (kApart)
+      run_apart();
+    else
+      for (; left > 0; deliver()) {
+        const Stage s = ring.stage(mine());
+        Run run;
+        begin_run(run);
+        if constexpr (Base::kDeepHeads)
+          if (forgets_fast()) {
+            make_deep(s, run);
+            continue;
+          }
+        put_rows_of(s, run);
+        put_scores_of<false>(s, run);
       }
-      ptx::mbarrier_arrive(full);
-      if (thread == 32)
-        ptx::mbarrier_arrive_expect(other_full, sizeof(Tiles) + sizeof(Factors));
+  }
+  /// With softplus gates the code of a run fills the cache of instructions: all that is rare, and
+  /// what comes after it, stands behind the loop (docs/performance.md, "Instructions").
+  static constexpr bool kApart = kSegments && Base::kDeepHeads;
+  __device__ void run_apart() {
+    while (left > 0) {
+      const Stage s = ring.stage(mine());
+      Run run;
+      bool deep = false;
+      for (; left > 0; deliver()) {
+        begin_run(run);
+        deep = forgets_fast();
+        if (deep) break;
+        put_rows_of(s, run);
+        if (own.anchored < kRun || own.unusual) break;
+        put_scores_of<true>(s, run);
+      }
+      if (left <= 0) return;
+      if (deep)
+        make_deep(s, run);
       else
-        ptx::mbarrier_arrive(other_full);
-      if (half() == 1) send();
-      parity = 1 - parity;
+        put_scores_of<false>(s, run);
+      deliver();
     }
   }
 

@@ -50,8 +50,10 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   static constexpr int kStep = 8;               // powers of two between scales
   static constexpr int kFarthest = 96;          // v up to 2^32 is finite when scaled
 
-  __device__ float scale_back() const {
-    return __uint_as_float(static_cast<uint32_t>(127 - scale.exponent) << 23);
+  static constexpr uint32_t kOne = 127u << 23;
+  /// Times a power of two, of which these are the bits.
+  __device__ float scale_back(uint32_t one = kOne) const {
+    return __uint_as_float(one - (static_cast<uint32_t>(scale.exponent) << 23));
   }
   /// In two steps: there may be no such float.
   __device__ void rescale(int exponent) {

@@ -31,6 +31,9 @@ inline uint32_t pack_finite(float low, float high) {
   };
   return pack<__half>(finite(low), finite(high));
 }
+inline uint32_t max_of_halves(uint32_t x, uint32_t y) {
+  return std::max(x & 0xffff, y & 0xffff) | std::max(x >> 16, y >> 16) << 16;
+}
 inline uint32_t max_of_warp(uint32_t x) {
   for (int step = 16; step > 0; step /= 2) x = std::max(x, __shfl_xor_sync(0xffffffff, x, step));
   return x;
