@@ -660,12 +660,18 @@ TEST_F(Fused, SegmentsOfBatchesAreAsExactAsOneRun) {
   expect_as_exact_in_segments(check::generate(options), "a batch");
 }
 
-TEST_F(Fused, SegmentsBehindStatesOfZeros) {
-  Inputs inputs = check::generate(shape_of(300, 1));
-  multiply(&inputs.v, DType::kBFloat16, 0, 192 * kSize, 0);
-  for (const int64_t count : {2, 5})
-    test::expect_within(inputs, in_segments(count, SegmentMethod::kOnePass), "cuda.sm90.fused",
-                        "a state of zeros");
+TEST_F(Fused, SegmentsBehindStatesOfZerosOrNext) {
+  for (const float by : {0.0f, 0x1p-125f}) {
+    check::GenerateOptions options = shape_of(300, 1);
+    options.regime = Regime::kSlow;
+    options.initial_state = true;
+    Inputs inputs = check::generate(options);
+    multiply(&inputs.v, DType::kBFloat16, 0, 192 * kSize, 0);
+    multiply(&inputs.initial_state, DType::kFloat32, 0, kSize * kSize, by);
+    for (const int64_t count : {2, 5})
+      test::expect_within(inputs, in_segments(count, SegmentMethod::kOnePass), "cuda.sm90.fused",
+                          "a state that is nothing");
+  }
 }
 
 /// Tokens at which the transitions of the segments behind first ones stopped, [segments, HV].
@@ -842,16 +848,19 @@ TEST(FusedPlan, SaysWhyItDeclines) {
 }
 
 TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
-  for (const double scale : {0.0, 0x1p-25, -0x1p-25, 0x1p25, 0x1p-24, -0x1p24}) {
-    Inputs inputs = check::generate(shape_of(4096, 1));
-    inputs.problem.scale = scale;
-    Plan plan;
-    ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
-                          in_segments(4, SegmentMethod::kOnePass).plan, &plan)
-                    .ok());
-    const bool fits = std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24;
-    EXPECT_EQ(plan.options.segment_method == SegmentMethod::kOnePass, fits) << scale;
-  }
+  for (const double scale : {0.0, 0x1p-25, -0x1p-25, 0x1p25, 0x1p-24, -0x1p24})
+    for (const bool half : {true, false}) {
+      Inputs inputs = check::generate(shape_of(4096, 1));
+      if (!half) widen_gates(&inputs);
+      inputs.problem.scale = scale;
+      Plan plan;
+      ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, 90),
+                            in_segments(4, SegmentMethod::kOnePass).plan, &plan)
+                      .ok());
+      const bool fits = std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24;
+      EXPECT_EQ(plan.options.segment_method == SegmentMethod::kOnePass, fits || !half)
+          << scale << (half ? ", fp16" : ", bf16");
+    }
 }
 
 TEST(FusedPlan, RunsWhereItIsAskedFor) {

@@ -54,8 +54,9 @@ std::string decline_fused(const Problem& p) {
 }
 
 std::string decline_one_pass(const Problem& p) {
-  if (const double scale = std::abs(effective_scale(p)); !(scale >= 0x1p-24 && scale <= 0x1p24))
-    return cat("scale = ", effective_scale(p), " is not 2^-24 to 2^24 in size");
+  const double scale = effective_scale(p);
+  if (fused_in_half(p) && !(std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24))
+    return cat("scale = ", scale, " is not 2^-24 to 2^24 in size, as outputs in fp16 need");
   const auto& strides = p.o.strides;
   const int64_t row = p.num_value_heads * p.value_dim;
   const bool dense = strides[2] == p.value_dim && strides[1] == row &&

@@ -51,7 +51,7 @@ struct Consumer : States<Operand, kSegments> {
 
   static constexpr bool kFine = kSegments && kHalf<Operand>;
   /// In bf16; those that will be corrected leave at `rest_at` what that lacks; Qt is fp16, times a
-  /// power of two. Each has a loop of its own: as a question in one loop they cost 3 to 7%.
+  /// power of two. Each has a loop of its own: as questions in one loop they cost 4 to 10%.
   enum class Outputs { kRounded, kWithRest, kQt };
   char* rest_at = nullptr;
 

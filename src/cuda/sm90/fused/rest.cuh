@@ -38,7 +38,8 @@ __device__ __forceinline__ uint32_t rest_of(const float (&o)[2][4]) {
   return ptx::transpose_8x8(words[0] | words[1]);
 }
 
-/// A pair of neighbours in a row as they were, up to those bits. kUpper: of tokens t + 8.
+/// A pair of neighbours in a row as they were, up to those bits (not half a bit more, which would
+/// make NaN of an infinity). kUpper: of tokens t + 8.
 /// `word`: shifted by 8 for columns from 8 on.
 template <int kUpper>
 __device__ __forceinline__ float2 with_rest(uint32_t pair, uint32_t word) {
