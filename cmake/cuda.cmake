@@ -34,7 +34,8 @@ set(KDA_CUDA_KERNELS
 
 # Hopper's own instructions: machine code for sm_90a and nothing else.
 set(KDA_CUDA_KERNELS_SM90A src/cuda/sm90/chunk_delta_h.cu src/cuda/sm90/fused_prefill.cu
-                           src/cuda/sm90/segment_correct.cu src/cuda/sm90/segment_merge.cu)
+                           src/cuda/sm90/fused_prefill_64.cu src/cuda/sm90/segment_correct.cu
+                           src/cuda/sm90/segment_merge.cu)
 
 set(KDA_CUDA_HOST src/cuda/host/device.cpp src/cuda/host/fused.cpp src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp

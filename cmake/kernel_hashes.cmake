@@ -11,7 +11,7 @@ set(families fused staged recurrent decode)
 set(merge smxx/segment_merge.cu sm90/segment_merge.cu host/segment_merge.cpp)
 set(staged sm80/chunk_intra.cu sm80/chunk_delta_h.cu sm90/chunk_delta_h.cu ${merge}
            smxx/sequence_map.cu host/staged.cpp host/views.cpp)
-set(fused sm90/fused_prefill.cu sm90/segment_correct.cu ${merge} smxx/sequence_map.cu host/fused.cpp
+set(fused sm90/fused_prefill.cu sm90/fused_prefill_64.cu sm90/segment_correct.cu ${merge} smxx/sequence_map.cu host/fused.cpp
           host/views.cpp)
 set(recurrent smxx/recurrent.cu ${merge} smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)
 set(decode smxx/decode.cu smxx/sequence_map.cu host/recurrent.cpp host/views.cpp)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile)
-// and of the forward in one kernel, from named constants measured on an H200 at K = V = 128, bf16
-// (docs/planning.md).
+// and of the forward in one kernel, from named constants measured on an H200, bf16, at K = V = 128
+// and, of the one kernel, 64 (docs/planning.md).
 #pragma once
 
 #include <algorithm>
@@ -20,14 +20,15 @@ struct ChainCosts {
   double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
 };
 
-/// One kernel: a cluster of two SMs goes through the tokens of its share of sequences and value
-/// heads (src/cuda/sm90/fused/line.cuh).
+/// One kernel: a cluster of SMs goes through the tokens of its share of sequences and value heads
+/// (src/cuda/sm90/fused/line.cuh).
 struct OneKernelCosts {
   double few_ns;     ///< a token, while half of the SMs are idle
   double full_ns;    ///< a token
   double stream_us;  ///< a sequence and value head besides
   double fixed_us;   ///< launch, first loads, last stores
   double handed_us;  ///< where clusters hand states on: parts of streams, waits
+  int64_t sms;       ///< of a cluster
 };
 
 /// Segments of the one kernel: their merge and correction, which are launched early.
@@ -53,7 +54,7 @@ struct CostConstants {
   double merge_fixed_us = 4;             ///< with the launches that segments add
   double factor_bytes_per_token = 1396;  ///< that the forward reads and writes, a value head
   double factor_bandwidth = 0.93;        ///< of the card's, that it reaches
-  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5};
+  OneKernelCosts one_kernel{33.9, 35.2, 2.6, 8.7, 5, 2};
   OnePassCosts one_pass{1.6, 832, 0.82, 6.5, 0.985, 8192, 1.2};
   double minimum_gain = 1.12;  ///< segments must win by this factor
   double minimum_step = 0.98;  ///< in stages: of the time with fewer segments, for more of them
@@ -61,8 +62,9 @@ struct CostConstants {
 
 /// The defaults are those of Hopper's own kernels. Others are measured on an H200 too: the few_ns
 /// of their scan as if its blocks were wide.
-inline CostConstants costs_of(int32_t compute_capability) {
+inline CostConstants costs_of(int32_t compute_capability, int64_t key_dim) {
   CostConstants costs;
+  if (key_dim <= 64) costs.one_kernel = {29.9, 33, 2.7, 8.7, 5, 1};
   if (compute_capability != 90) {
     costs.forward = {30.6, 38, 38.7, 2, 14};
     costs.scan = {25.5, 25.5, 18.5, 4, 6};
@@ -146,13 +148,17 @@ inline double serial_us(const CostInput& in, const CostConstants& c) {
   return std::max(roofline_us(in, c), intra_us(in, c) + forward);
 }
 
+inline double clusters_of(const CostInput& in, const OneKernelCosts& one) {
+  return std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(one.sms)));
+}
+
 /// cuda.sm90.fused: every cluster has its share of all tokens and streams, none less than the
 /// longest stream.
 inline double one_kernel_us(const CostInput& in, const OneKernelCosts& one, double units,
                             double tokens, double longest) {
   const auto heads = static_cast<double>(in.num_value_heads);
   const double streams = units * heads;
-  const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
+  const double clusters = clusters_of(in, one);
   const double token_us = (2 * streams <= clusters ? one.few_ns : one.full_ns) * 1e-3;
   const double alone = longest * token_us + one.stream_us + one.fixed_us;
   if (streams <= clusters) return alone;
@@ -174,7 +180,7 @@ inline double least_one_kernel_us(const CostInput& in, const CostConstants& c) {
                                        [](int64_t length) { return length > 0; });
   const double of_head =
       total_tokens(in) * one.few_ns * 1e-3 + static_cast<double>(sequences) * one.stream_us;
-  const double clusters = std::max(1.0, std::floor(static_cast<double>(in.num_sms) / 2));
+  const double clusters = clusters_of(in, one);
   return of_head * static_cast<double>(in.num_value_heads) / clusters + one.fixed_us;
 }
 
@@ -219,7 +225,8 @@ inline double segmented_us(const CostInput& in, const CostConstants& c, int64_t 
 
 /// Merge, where a sequence has a third segment, and correction of so many tokens a value head.
 inline double join_us(const CostInput& in, const CostConstants& c, const Cut& cut, double tokens) {
-  const double correct = tokens * static_cast<double>(in.num_value_heads) *
+  const double size = static_cast<double>(in.value_dim) / 128;
+  const double correct = tokens * static_cast<double>(in.num_value_heads) * size *
                              c.one_pass.correct_bytes_per_token /
                              (c.one_pass.correct_bandwidth * in.bytes_per_second) * 1e6 +
                          c.one_pass.correct_fixed_us;
@@ -241,9 +248,8 @@ inline double one_pass_us(const CostInput& in, const CostConstants& c, int64_t f
 inline double stopped_pass_us(const CostInput& in, const CostConstants& c, int64_t segment_tokens,
                               int64_t memory_tokens, int64_t look_tokens) {
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
-  if (2 * cut.behind * static_cast<double>(in.num_value_heads) > static_cast<double>(in.num_sms))
-    return HUGE_VAL;
   const OneKernelCosts& one = c.one_kernel;
+  if (cut.behind * static_cast<double>(in.num_value_heads) > clusters_of(in, one)) return HUGE_VAL;
   const auto run = static_cast<double>(std::min(segment_tokens, memory_tokens));
   const double streams =
       one_kernel_us(in, one, cut.segments, total_tokens(in), static_cast<double>(segment_tokens));

@@ -47,7 +47,7 @@ std::string stages_preferred(const Plan& plan, bool may_cut) {
 }
 
 CostEstimate predict_one_kernel(const Workload& work, const DeviceFacts& device) {
-  const CostConstants constants = costs_of(device.compute_capability);
+  const CostConstants constants = costs_of(device.compute_capability, work.key_dim);
   const CostInput in{work.lengths,   work.num_value_heads, work.key_dim,
                      work.value_dim, work.num_sms,         device.memory_bytes_per_second};
   if (total_tokens(in) == 0) return {};

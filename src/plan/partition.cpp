@@ -158,7 +158,7 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, bool o
   const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
   if (chunks.longest == 0) return declined(partition, "auto: no tokens");
 
-  const CostConstants constants = costs_of(device.compute_capability);
+  const CostConstants constants = costs_of(device.compute_capability, work.key_dim);
   CostInput in{work.lengths,   work.num_value_heads, work.key_dim,
                work.value_dim, work.num_sms,         device.memory_bytes_per_second};
   cost->roofline_us = roofline_us(in, constants);

@@ -19,20 +19,41 @@ namespace {
 using check::Inputs;
 using check::Regime;
 
-class Fused : public test::GpuTest {
+constexpr float kFastALog = 2.5f;  // exp(2.5) log(1 + exp(0)): 12 powers of two a token
+
+/// By K, which V equals.
+class Fused : public test::GpuTest, public ::testing::WithParamInterface<int64_t> {
  protected:
   void SetUp() override {
     test::GpuTest::SetUp();
     if (!IsSkipped() && test::device().compute_capability != 90)
       GTEST_SKIP() << "needs a GPU of compute capability 9.0";
   }
+  check::GenerateOptions shape_of(int64_t tokens, int64_t heads) const {
+    return test::shape16(tokens, heads, K, K);
+  }
+  /// Has a head forget fast: the kernel goes through its runs in another way.
+  void make_fast(Inputs* inputs, int64_t head) const {
+    inputs->A_log.as<float>()[head] = kFastALog;
+    for (int64_t i = 0; i < K; i += 5) inputs->dt_bias.as<float>()[head * K + i] = 0;
+  }
+  /// Softplus gates; of heads that forget fast, or of others.
+  Inputs softplus_gates(check::GenerateOptions options, bool fast) const {
+    options.regime = Regime::kTrainedSoftplus;
+    Inputs inputs = check::generate(options);
+    for (int64_t head = 0; fast && head < inputs.problem.num_value_heads; ++head)
+      make_fast(&inputs, head);
+    return inputs;
+  }
+
+  const int64_t K = GetParam();
+  const std::size_t state_bytes = static_cast<std::size_t>(K * K * 4);
 };
+INSTANTIATE_TEST_SUITE_P(K64, Fused, ::testing::Values(64));
+INSTANTIATE_TEST_SUITE_P(K128, Fused, ::testing::Values(128));
 
-constexpr int64_t kSize = 128;  // K and V
-constexpr std::size_t kStateBytes = kSize * kSize * 4;
-
-check::GenerateOptions shape_of(int64_t tokens, int64_t heads) {
-  return test::shape16(tokens, heads, kSize, kSize);
+check::GenerateOptions shape128(int64_t tokens, int64_t heads) {
+  return test::shape16(tokens, heads, 128, 128);
 }
 /// Nothing cut: where the planner cuts depends on the number of SMs and on the batch.
 test::RunOptions on_fused() {
@@ -79,7 +100,7 @@ void fill(io::Buffer* tensor, float value) {
   for (std::size_t i = 0; i < tensor->size() / sizeof(float); ++i) tensor->as<float>()[i] = value;
 }
 
-TEST_F(Fused, EveryRegimeAndTypeOfGate) {
+TEST_P(Fused, EveryRegimeAndTypeOfGate) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const bool wide : {false, true}) {
       check::GenerateOptions options = shape_of(test::long_case(1000), 2);
@@ -92,13 +113,13 @@ TEST_F(Fused, EveryRegimeAndTypeOfGate) {
     }
 }
 
-TEST_F(Fused, LengthsAroundRunsAndTheRing) {
+TEST_P(Fused, LengthsAroundRunsAndTheRing) {
   for (const int64_t T :
        {1, 2, 15, 16, 17, 31, 32, 33, 47, 63, 65, 112, 113, 127, 128, 129, 144, 145, 255, 257, 271})
     expect_within(check::generate(shape_of(T, 2)), "T " + std::to_string(T));
 }
 
-TEST_F(Fused, GroupedPackedStrided) {
+TEST_P(Fused, GroupedPackedStrided) {
   check::GenerateOptions options = shape_of(0, 2);
   options.num_value_heads = 6;
   options.seq_lens = {0, 70, 1, 0, 64, 200, 0};
@@ -113,7 +134,7 @@ TEST_F(Fused, GroupedPackedStrided) {
   EXPECT_TRUE(test::same_bits(dense.outputs.final_state, strided.outputs.final_state));
 }
 
-TEST_F(Fused, LengthsOnTheDeviceAlone) {
+TEST_P(Fused, LengthsOnTheDeviceAlone) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {70, 1, 0, 200};
   const Inputs inputs = check::generate(options);
@@ -125,16 +146,16 @@ TEST_F(Fused, LengthsOnTheDeviceAlone) {
   EXPECT_TRUE(test::same_bits(known.outputs.final_state, unknown.outputs.final_state));
 }
 
-TEST_F(Fused, StateLayoutsTypesAndCheckpoints) {
+TEST_P(Fused, StateLayoutsTypesAndCheckpoints) {
   for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16})
       for (const int64_t every : {16, 48}) {
         Inputs inputs = check::generate(shape_of(150, 2));
         Problem& p = inputs.problem;
-        const auto states = [&](int64_t n) { return contiguous(dtype, {n, 2, kSize, kSize}); };
+        const auto states = [&](int64_t n) { return contiguous(dtype, {n, 2, K, K}); };
         p.state_layout = layout;
         p.initial_state->tensor = states(1);
-        const int64_t count = 2 * kSize * kSize;
+        const int64_t count = 2 * K * K;
         io::Buffer start(static_cast<std::size_t>(count * dtype_size(dtype)));
         for (int64_t i = 0; i < count; ++i)
           store_element(start.data(), dtype, i, 0.1f * inputs.initial_state.as<float>()[i]);
@@ -157,12 +178,12 @@ TEST_F(Fused, StateLayoutsTypesAndCheckpoints) {
       }
 }
 
-TEST_F(Fused, CheckpointsOfPackedSequences) {
+TEST_P(Fused, CheckpointsOfPackedSequences) {
   check::GenerateOptions options = shape_of(0, 1);
   options.seq_lens = {70, 20, 0, 50};  // 4, 1, 0 and 3 checkpoints
   Inputs inputs = check::generate(options);
   inputs.problem.checkpoints =
-      StateDesc{.tensor = contiguous(DType::kFloat32, {8, 1, kSize, kSize}), .num_slots = 8};
+      StateDesc{.tensor = contiguous(DType::kFloat32, {8, 1, K, K}), .num_slots = 8};
   inputs.problem.checkpoint_every = 16;
   const test::Result batch = test::run_inputs(inputs, on_fused());
   std::size_t done = 0;
@@ -170,12 +191,12 @@ TEST_F(Fused, CheckpointsOfPackedSequences) {
     const int64_t count = (inputs.cu_seqlens[n + 1] - inputs.cu_seqlens[n]) / 16;
     if (count == 0) continue;
     Inputs alone = test::only_sequence(inputs, n);
-    alone.problem.checkpoints->tensor = contiguous(DType::kFloat32, {count, 1, kSize, kSize});
+    alone.problem.checkpoints->tensor = contiguous(DType::kFloat32, {count, 1, K, K});
     alone.problem.checkpoints->num_slots = count;
     const test::Result single = test::run_inputs(alone, on_fused());
-    EXPECT_EQ(std::memcmp(batch.outputs.checkpoints.data() + done * kStateBytes,
+    EXPECT_EQ(std::memcmp(batch.outputs.checkpoints.data() + done * state_bytes,
                           single.outputs.checkpoints.data(),
-                          static_cast<std::size_t>(count) * kStateBytes),
+                          static_cast<std::size_t>(count) * state_bytes),
               0)
         << n;
     done += static_cast<std::size_t>(count);
@@ -183,10 +204,10 @@ TEST_F(Fused, CheckpointsOfPackedSequences) {
   EXPECT_EQ(done, 8u);
 }
 
-TEST_F(Fused, ResumesAtEveryRunWithTheSameBits) {
+TEST_P(Fused, ResumesAtEveryRunWithTheSameBits) {
   const Inputs inputs = check::generate(shape_of(160, 2));
   const test::Result whole = test::run_inputs(inputs, on_fused());
-  const std::size_t row = 2 * kSize * 2;
+  const std::size_t row = 2 * K * 2;
   for (int64_t cut = 16; cut < 160; cut += test::emulated() ? 48 : 16) {
     Inputs head = inputs;
     head.problem.num_tokens = cut;
@@ -202,7 +223,7 @@ TEST_F(Fused, ResumesAtEveryRunWithTheSameBits) {
   }
 }
 
-TEST_F(Fused, EqualBitsInEveryRun) {
+TEST_P(Fused, EqualBitsInEveryRun) {
   check::GenerateOptions options = shape_of(test::long_case(2000), 4);
   options.regime = Regime::kSoftplus;
   const Inputs inputs = check::generate(options);
@@ -216,42 +237,27 @@ TEST_F(Fused, EqualBitsInEveryRun) {
   }
 }
 
-constexpr float kFastALog = 2.5f;  // exp(2.5) log(1 + exp(0)): 12 powers of two a token
-/// Has a head forget fast: the kernel goes through its runs in another way.
-void make_fast(Inputs* inputs, int64_t head) {
-  inputs->A_log.as<float>()[head] = kFastALog;
-  for (int64_t i = 0; i < kSize; i += 5) inputs->dt_bias.as<float>()[head * kSize + i] = 0;
-}
-/// Softplus gates; of heads that forget fast, or of others.
-Inputs softplus_gates(check::GenerateOptions options, bool fast) {
-  options.regime = Regime::kTrainedSoftplus;
-  Inputs inputs = check::generate(options);
-  for (int64_t head = 0; fast && head < inputs.problem.num_value_heads; ++head)
-    make_fast(&inputs, head);
-  return inputs;
+TEST_P(Fused, RowsOnBothSidesOfTheAnchorsRange) {
+  expect_within(test::paced(K, K, DType::kBFloat16), "paced");
 }
 
-TEST_F(Fused, RowsOnBothSidesOfTheAnchorsRange) {
-  expect_within(test::paced(kSize, kSize, DType::kBFloat16), "paced");
-}
-
-TEST_F(Fused, RunsThatLeaveTheAnchorsRangeAndComeBack) {
+TEST_P(Fused, RunsThatLeaveTheAnchorsRangeAndComeBack) {
   for (const float down : {-52.0f, -62.0f, -66.0f})
-    expect_within(test::falls_and_grows(kSize, down), "down " + std::to_string(down));
+    expect_within(test::falls_and_grows(K, K, down), "down " + std::to_string(down));
 }
 
 /// Scores of softplus gates have 216 powers of two in fp16, 144 in bf16: totals of a run on both
 /// sides of each, all in one channel or spread over all.
-TEST_F(Fused, SoftplusGatesOnBothSidesOfTheAnchorsRange) {
+TEST_P(Fused, SoftplusGatesOnBothSidesOfTheAnchorsRange) {
   check::GenerateOptions options = shape_of(96, 2);
   options.regime = Regime::kTrainedSoftplus;
   Inputs inputs = check::generate(options);
   fill(&inputs.A_log, 0);
   fill(&inputs.dt_bias, 0);
   for (const float total : {60.0f, 79.0f, 98.0f, 102.0f, 148.0f, 151.0f, 400.0f})
-    for (const int64_t step : {int64_t{1}, kSize}) {
+    for (const int64_t step : {int64_t{1}, K}) {
       Inputs changed = inputs;
-      for (int64_t i = 0; i < 96 * 2 * kSize; i += step)
+      for (int64_t i = 0; i < 96 * 2 * K; i += step)
         store_element(changed.g.data(), DType::kBFloat16, i, total / 16);
       const std::string what = std::to_string(total) + " every " + std::to_string(step);
       expect_within(changed, what);
@@ -261,7 +267,7 @@ TEST_F(Fused, SoftplusGatesOnBothSidesOfTheAnchorsRange) {
 }
 
 /// exp(A_log) from 0 to infinity, raw gates beyond what exp() holds.
-TEST_F(Fused, SoftplusGatesOfAnySize) {
+TEST_P(Fused, SoftplusGatesOfAnySize) {
   check::GenerateOptions options = shape_of(80, 2);
   options.regime = Regime::kTrainedSoftplus;
   const Inputs inputs = check::generate(options);
@@ -269,14 +275,14 @@ TEST_F(Fused, SoftplusGatesOfAnySize) {
     for (const float raw : {-500.0f, -60.0f, 60.0f, 100.0f, 3e4f}) {
       Inputs changed = inputs;
       changed.A_log.as<float>()[1] = A_log;
-      for (int64_t i = 0; i < 80 * 2 * kSize; i += 37)
+      for (int64_t i = 0; i < 80 * 2 * K; i += 37)
         store_element(changed.g.data(), DType::kBFloat16, i, raw);
       expect_within(changed, "A_log " + std::to_string(A_log) + ", g " + std::to_string(raw));
     }
 }
 
 /// Decays so slow that an error of a token's would add up over all of them.
-TEST_F(Fused, SlowSoftplusGatesAddUp) {
+TEST_P(Fused, SlowSoftplusGatesAddUp) {
   const int64_t tokens = test::long_case(12000);
   check::GenerateOptions options = shape_of(tokens, 2);
   options.regime = Regime::kTrainedSoftplus;
@@ -284,8 +290,8 @@ TEST_F(Fused, SlowSoftplusGatesAddUp) {
   Inputs inputs = check::generate(options);
   fill(&inputs.A_log, 2);  // exp(2) log(1 + exp(x)) = 1 / tokens
   fill(&inputs.dt_bias, static_cast<float>(-2 - std::log(static_cast<double>(tokens))));
-  inputs.dt_bias.as<float>()[kSize] = 3;  // so the second head forgets fast
-  for (int64_t i = 0; i < tokens * 2 * kSize; ++i) {
+  inputs.dt_bias.as<float>()[K] = 3;  // so the second head forgets fast
+  for (int64_t i = 0; i < tokens * 2 * K; ++i) {
     store_element(inputs.g.data(), DType::kBFloat16, i, 0);
     store_element(inputs.v.data(), DType::kBFloat16, i, 0);
   }
@@ -293,8 +299,8 @@ TEST_F(Fused, SlowSoftplusGatesAddUp) {
     store_element(inputs.beta.data(), DType::kBFloat16, i, -40);
   const test::Result result = test::run_inputs(inputs, on_fused());
   double off = 0;
-  for (int64_t i = 0; i < 2 * kSize * kSize; ++i) {
-    if (i / kSize == kSize) continue;  // that channel
+  for (int64_t i = 0; i < 2 * K * K; ++i) {
+    if (i / K == K) continue;  // that channel
     const double start = inputs.initial_state.as<float>()[i];
     off = std::max(off, std::abs(result.outputs.final_state.as<float>()[i] / start - std::exp(-1)));
   }
@@ -303,20 +309,20 @@ TEST_F(Fused, SlowSoftplusGatesAddUp) {
 }
 
 /// What follows a token may put its run out of the anchored form's range, or not.
-TEST_F(Fused, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
-  const Inputs inputs = test::paced(kSize, kSize, DType::kBFloat16);
+TEST_P(Fused, CausalToTheBitWhereRowsLeaveTheAnchorsRange) {
+  const Inputs inputs = test::paced(K, K, DType::kBFloat16);
   const test::Result before = test::run_inputs(inputs, on_fused());
   for (int64_t cut = 0; cut <= 140; cut += test::emulated() ? 9 : 1)
     for (const float gate : {-0.01f, -30.0f}) {
       Inputs changed = inputs;
-      for (int64_t i = cut * kSize; i < 140 * kSize; ++i)
+      for (int64_t i = cut * K; i < 140 * K; ++i)
         store_element(changed.g.data(), DType::kBFloat16, i, gate);
       const test::Result after = test::run_inputs(changed, on_fused());
-      ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut << " gate " << gate;
+      ASSERT_TRUE(same_tokens(before, after, 0, cut, K * 2)) << cut << " gate " << gate;
     }
 }
 
-TEST_F(Fused, CausalToTheBitAtEveryToken) {
+TEST_P(Fused, CausalToTheBitAtEveryToken) {
   check::GenerateOptions options = shape_of(140, 1);
   options.regime = Regime::kTrained;
   const Inputs inputs = check::generate(options);
@@ -326,7 +332,7 @@ TEST_F(Fused, CausalToTheBitAtEveryToken) {
       Inputs changed = inputs;
       test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
       const test::Result after = test::run_inputs(changed, run);
-      ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut;
+      ASSERT_TRUE(same_tokens(before, after, 0, cut, K * 2)) << cut;
     }
   }
 }
@@ -337,43 +343,43 @@ void multiply(io::Buffer* tensor, DType dtype, int64_t begin, int64_t end, float
 }
 
 /// Gates and sigmoids that bound all factors: operands are fp16, which does not hold any number.
-TEST_F(Fused, ValuesAndStatesOfAnySize) {
+TEST_P(Fused, ValuesAndStatesOfAnySize) {
   const Inputs inputs = check::generate(shape_of(140, 2));
   for (const float by : {1e-30f, 1e-9f, 1e-3f, 7.0f, 100.0f, 1e4f, 1e12f, 1e28f})
     for (const bool state : {false, true}) {
       Inputs changed = inputs;
-      multiply(&changed.v, DType::kBFloat16, 0, 140 * 2 * kSize, by);
-      if (state) multiply(&changed.initial_state, DType::kFloat32, 0, 2 * kSize * kSize, by);
+      multiply(&changed.v, DType::kBFloat16, 0, 140 * 2 * K, by);
+      if (state) multiply(&changed.initial_state, DType::kFloat32, 0, 2 * K * K, by);
       expect_within(changed, "v by " + std::to_string(by) + (state ? ", the state too" : ""));
     }
 }
 
-TEST_F(Fused, NormsOfAnySize) {
+TEST_P(Fused, NormsOfAnySize) {
   const check::GenerateOptions options = shape_of(100, 2);
   for (const Inputs& inputs : {check::generate(options), softplus_gates(options, true)})
     for (const float by : {0.0f, 1e-12f, 1e-3f, 0.03f, 1e3f, 1e15f})
       for (const bool q : {false, true}) {
         Inputs changed = inputs;
-        multiply(q ? &changed.q : &changed.k, DType::kBFloat16, 37 * 2 * kSize, 51 * 2 * kSize, by);
+        multiply(q ? &changed.q : &changed.k, DType::kBFloat16, 37 * 2 * K, 51 * 2 * K, by);
         expect_within(changed, std::string(q ? "q by " : "k by ") + std::to_string(by));
       }
 }
 
-TEST_F(Fused, CausalToTheBitWhereValuesJump) {
+TEST_P(Fused, CausalToTheBitWhereValuesJump) {
   const Inputs inputs = check::generate(shape_of(70, 1));
   const test::Result before = test::run_inputs(inputs, on_fused());
   for (const float by : {30.0f, 1e3f, 1e9f, 1e30f})
     for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
       Inputs changed = inputs;
-      multiply(&changed.v, DType::kBFloat16, cut * kSize, 70 * kSize, by);
+      multiply(&changed.v, DType::kBFloat16, cut * K, 70 * K, by);
       const test::Result after = test::run_inputs(changed, on_fused());
-      ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2)) << cut << " by " << by;
+      ASSERT_TRUE(same_tokens(before, after, 0, cut, K * 2)) << cut << " by " << by;
       if (cut % 27 == 0) expect_within(changed, "from " + std::to_string(cut));
     }
 }
 
 /// Norms that operands in fp16 cannot take as they are have runs made again.
-TEST_F(Fused, CausalToTheBitWhereNormsJump) {
+TEST_P(Fused, CausalToTheBitWhereNormsJump) {
   const check::GenerateOptions options = shape_of(70, 1);
   for (const Inputs& inputs : {check::generate(options), softplus_gates(options, true)}) {
     const test::Result before = test::run_inputs(inputs, on_fused());
@@ -381,16 +387,16 @@ TEST_F(Fused, CausalToTheBitWhereNormsJump) {
       for (const bool q : {false, true})
         for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
           Inputs changed = inputs;
-          multiply(q ? &changed.q : &changed.k, DType::kBFloat16, cut * kSize, 70 * kSize, by);
+          multiply(q ? &changed.q : &changed.k, DType::kBFloat16, cut * K, 70 * K, by);
           const test::Result after = test::run_inputs(changed, on_fused());
-          ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
+          ASSERT_TRUE(same_tokens(before, after, 0, cut, K * 2))
               << cut << (q ? " q by " : " k by ") << by;
         }
   }
 }
 
 /// So have softplus gates whose exponentials, or products of them, leave fp32.
-TEST_F(Fused, CausalToTheBitWhereSoftplusGatesJump) {
+TEST_P(Fused, CausalToTheBitWhereSoftplusGatesJump) {
   for (const float A_log : {-5.0f, 0.0f, kFastALog, 6.0f}) {
     Inputs inputs = softplus_gates(shape_of(70, 1), A_log == kFastALog);
     fill(&inputs.A_log, A_log);
@@ -398,10 +404,10 @@ TEST_F(Fused, CausalToTheBitWhereSoftplusGatesJump) {
     for (const float gate : {15.0f, 40.0f, 200.0f})
       for (int64_t cut = 0; cut <= 70; cut += test::emulated() ? 9 : 1) {
         Inputs changed = inputs;
-        for (int64_t i = cut * kSize; i < 70 * kSize; i += 3)
+        for (int64_t i = cut * K; i < 70 * K; i += 3)
           store_element(changed.g.data(), DType::kBFloat16, i, gate);
         const test::Result after = test::run_inputs(changed, on_fused());
-        ASSERT_TRUE(same_tokens(before, after, 0, cut, kSize * 2))
+        ASSERT_TRUE(same_tokens(before, after, 0, cut, K * 2))
             << cut << " A_log " << A_log << " gate " << gate;
       }
   }
@@ -424,32 +430,32 @@ test::Result run_oracle(const Inputs& inputs) {
 
 /// Each token's own error, once a chunk has gone by: outputs behind a jump down are small beside
 /// those before it.
-TEST_F(Fused, SmallValuesBehindLargeOnes) {
+TEST_P(Fused, SmallValuesBehindLargeOnes) {
   check::GenerateOptions options = shape_of(200, 1);
   options.regime = Regime::kStrong;
   Inputs inputs = check::generate(options);
   constexpr int64_t kCut = 90;
-  multiply(&inputs.v, DType::kBFloat16, 0, kCut * kSize, 1e6f);
-  multiply(&inputs.v, DType::kBFloat16, kCut * kSize, 200 * kSize, 1e-6f);
+  multiply(&inputs.v, DType::kBFloat16, 0, kCut * K, 1e6f);
+  multiply(&inputs.v, DType::kBFloat16, kCut * K, 200 * K, 1e-6f);
   const test::Result result = test::run_inputs(inputs, on_fused()), exact = run_oracle(inputs);
   for (int64_t token = kCut + 80; token < 200; ++token)
-    ASSERT_LE(relative_error(result.outputs.o, DType::kBFloat16, exact.outputs.o, token * kSize,
-                             (token + 1) * kSize),
+    ASSERT_LE(relative_error(result.outputs.o, DType::kBFloat16, exact.outputs.o, token * K,
+                             (token + 1) * K),
               2e-2)
         << token;
 }
 
 /// What operands in fp16 are for: with those in bf16 slow gates have 3.5e-3 and 2e-3. Gates in fp32
 /// leave no room for them.
-TEST_F(Fused, ErrorsOfOperandsInFp16) {
+TEST_P(Fused, ErrorsOfOperandsInFp16) {
   const int64_t tokens = test::long_case(1000);
   const auto expect_errors = [&](const Inputs& inputs, double o, double state,
                                  const std::string& what) {
     const test::Result result = test::run_inputs(inputs, on_fused()), exact = run_oracle(inputs);
     const double of_o =
-        relative_error(result.outputs.o, DType::kBFloat16, exact.outputs.o, 0, tokens * 2 * kSize);
+        relative_error(result.outputs.o, DType::kBFloat16, exact.outputs.o, 0, tokens * 2 * K);
     const double of_state = relative_error(result.outputs.final_state, DType::kFloat32,
-                                           exact.outputs.final_state, 0, 2 * kSize * kSize);
+                                           exact.outputs.final_state, 0, 2 * K * K);
     test::note(what, of_o, of_state);
     EXPECT_LE(of_o, o) << what;
     EXPECT_LE(of_state, state) << what;
@@ -466,7 +472,7 @@ TEST_F(Fused, ErrorsOfOperandsInFp16) {
   }
 }
 
-TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
+TEST_P(Fused, PoisonInOneSequenceReachesNoOther) {
   check::GenerateOptions options = shape_of(0, 2);
   options.num_value_heads = 4;
   options.seq_lens = {70, 90, 150};
@@ -476,7 +482,7 @@ TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
   for (const test::RunOptions& run : whole_and_in_segments()) {
     const test::Result clean = test::run_inputs(inputs, run);
     const test::Result after = test::run_inputs(poisoned, run);
-    const std::size_t row = 4 * kSize * 2, state = 4 * kStateBytes;
+    const std::size_t row = 4 * K * 2, state = 4 * state_bytes;
     EXPECT_TRUE(same_tokens(clean, after, 0, 70, row));
     EXPECT_TRUE(same_tokens(clean, after, 160, 310, row));
     for (const std::size_t n : {std::size_t{0}, std::size_t{2}})
@@ -487,7 +493,7 @@ TEST_F(Fused, PoisonInOneSequenceReachesNoOther) {
 }
 
 /// Strong gates forget all but that: also where what they would correct is multiplied by zeros.
-TEST_F(Fused, SegmentsKeepWhatIsNotANumber) {
+TEST_P(Fused, SegmentsKeepWhatIsNotANumber) {
   check::GenerateOptions options = shape_of(700, 1);
   options.regime = Regime::kStrong;
   options.initial_state = true;
@@ -496,14 +502,13 @@ TEST_F(Fused, SegmentsKeepWhatIsNotANumber) {
   std::memcpy(inputs.initial_state.data() + 5 * sizeof(float), &infinity, sizeof(float));
   for (const test::RunOptions& run : whole_and_in_segments()) {
     const test::Result result = test::run_inputs(inputs, run);
-    for (int64_t i = 0; i < 700 * kSize; ++i)
-      ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16, i)),
-                i % kSize == 5)
-          << i / kSize;
+    for (int64_t i = 0; i < 700 * K; ++i)
+      ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16, i)), i % K == 5)
+          << i / K;
   }
 }
 
-TEST_F(Fused, AloneEqualsInABatch) {
+TEST_P(Fused, AloneEqualsInABatch) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {test::long_case(1300), 65, test::long_case(700)};
   for (const Regime regime : {Regime::kTrained, Regime::kSoftplus}) {
@@ -514,7 +519,7 @@ TEST_F(Fused, AloneEqualsInABatch) {
 }
 
 /// Fewer clusters than streams: a cluster goes through some of them, and streams are cut.
-TEST_F(Fused, EqualBitsOnAnyNumberOfSms) {
+TEST_P(Fused, EqualBitsOnAnyNumberOfSms) {
   check::GenerateOptions packed = shape_of(0, 1);
   packed.num_value_heads = 3;
   packed.seq_lens = {70, 200, 1, 0, 64, test::long_case(2000), 0, 33};
@@ -533,8 +538,8 @@ TEST_F(Fused, EqualBitsOnAnyNumberOfSms) {
                                          : inputs.cu_seqlens[static_cast<std::size_t>(n) + 1] -
                                                inputs.cu_seqlens[static_cast<std::size_t>(n)]) /
               48;
-        inputs.problem.checkpoints = StateDesc{
-            .tensor = contiguous(DType::kFloat32, {count, 3, kSize, kSize}), .num_slots = count};
+        inputs.problem.checkpoints =
+            StateDesc{.tensor = contiguous(DType::kFloat32, {count, 3, K, K}), .num_slots = count};
         inputs.problem.checkpoint_every = 48;
       }
       test::RunOptions run = on_fused();
@@ -552,7 +557,7 @@ TEST_F(Fused, EqualBitsOnAnyNumberOfSms) {
     }
 }
 
-TEST_F(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
+TEST_P(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
   const Inputs inputs = check::generate(shape_of(1500, 2));
   test::RunOptions run = in_segments(3, SegmentMethod::kOnePass);
   run.num_sms = 1000;
@@ -566,25 +571,28 @@ TEST_F(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
 }
 
 TEST(FusedPlan, KeepsStatesBetweenShares) {
-  check::GenerateOptions options = shape_of(70, 3);
-  options.batch = 5;
-  const Inputs inputs = check::generate(options);
-  const auto workspace = [&](int32_t num_sms) {
+  const auto workspace = [](int64_t K, int32_t num_sms) {
+    check::GenerateOptions options = test::shape16(70, 3, K, K);
+    options.batch = 5;
+    const Inputs inputs = check::generate(options);
     Plan plan;
     EXPECT_TRUE(
         make_plan(inputs.problem, {}, gpu_facts(num_sms, 90), test::with_backend("fused"), &plan)
             .ok());
     return plan.workspace_bytes;
   };
-  EXPECT_EQ(workspace(30), 0u);  // 15 clusters, 15 streams
-  // 14: states, what scales them for each thread, and words that they are there.
-  EXPECT_EQ(workspace(28), 14 * (kStateBytes + 2 * 2 * 128 * 4 + 64));
+  // Clusters of two SMs, or of one, for 15 streams; with 14 of them: states, what scales them for
+  // each thread, and words that they are there.
+  EXPECT_EQ(workspace(128, 30), 0u);
+  EXPECT_EQ(workspace(128, 28), 14 * (128 * 128 * 4 + 2 * 2 * 128 * 4 + 64));
+  EXPECT_EQ(workspace(64, 15), 0u);
+  EXPECT_EQ(workspace(64, 14), 14 * (64 * 64 * 4 + 2 * 128 * 4 + 32));
 }
 
 /// So that none has the key of a graph's launch when that runs again.
-TEST_F(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
+TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
   test::RunOptions run = on_fused();
-  run.num_sms = 6;  // 3 clusters for 4 heads
+  run.num_sms = static_cast<int32_t>(K / 64 * 3);  // 3 clusters for 4 heads
   test::OnDevice call(check::generate(shape_of(600, 4)), run);
   for (int i = 0; i < 2; ++i) {
     ASSERT_TRUE(call.run().ok());
@@ -600,12 +608,12 @@ TEST_F(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
           ASSERT_TRUE(word == 0 || word == ~uint64_t{0}) << "a key is left, or half of one";
           cleared += word == 0;
         }
-    // 2 halves of V and 4 warps of each state that is handed on.
-    EXPECT_EQ(cleared, 2 * 8);
+    // 4 warps for each 64 columns of V of each state that is handed on.
+    EXPECT_EQ(cleared, 2 * K / 64 * 4);
   }
 }
 
-TEST_F(Fused, SegmentsInEveryRegime) {
+TEST_P(Fused, SegmentsInEveryRegime) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime) {
     check::GenerateOptions options = shape_of(0, 1);
     options.num_value_heads = 2;
@@ -634,7 +642,7 @@ void expect_as_exact_in_segments(const Inputs& inputs, const std::string& what) 
 
 /// Outputs of segments are rounded once, when they are corrected, whatever the size of v, of states
 /// and of the scale; sequences begin at any token.
-TEST_F(Fused, SegmentsAreAsExactAsOneRun) {
+TEST_P(Fused, SegmentsAreAsExactAsOneRun) {
   for (const Regime regime : {Regime::kStrong, Regime::kSlow, Regime::kTrainedSoftplus})
     for (const auto& [by, scale] :
          {std::pair{1.0f, 0.0}, std::pair{0x1p20f, 0x1p-12}, std::pair{0x1p-30f, 0x1p10}}) {
@@ -653,21 +661,21 @@ TEST_F(Fused, SegmentsAreAsExactAsOneRun) {
     }
 }
 
-TEST_F(Fused, SegmentsOfBatchesAreAsExactAsOneRun) {
+TEST_P(Fused, SegmentsOfBatchesAreAsExactAsOneRun) {
   check::GenerateOptions options = shape_of(test::long_case(406), 1);
   options.batch = 5;
   options.regime = Regime::kSlow;
   expect_as_exact_in_segments(check::generate(options), "a batch");
 }
 
-TEST_F(Fused, SegmentsBehindStatesOfZerosOrNext) {
+TEST_P(Fused, SegmentsBehindStatesOfZerosOrNext) {
   for (const float by : {0.0f, 0x1p-125f}) {
     check::GenerateOptions options = shape_of(300, 1);
     options.regime = Regime::kSlow;
     options.initial_state = true;
     Inputs inputs = check::generate(options);
-    multiply(&inputs.v, DType::kBFloat16, 0, 192 * kSize, 0);
-    multiply(&inputs.initial_state, DType::kFloat32, 0, kSize * kSize, by);
+    multiply(&inputs.v, DType::kBFloat16, 0, 192 * K, 0);
+    multiply(&inputs.initial_state, DType::kFloat32, 0, K * K, by);
     for (const int64_t count : {2, 5})
       test::expect_within(inputs, in_segments(count, SegmentMethod::kOnePass), "cuda.sm90.fused",
                           "a state that is nothing");
@@ -686,7 +694,7 @@ std::vector<int64_t> stops_of(test::OnDevice& call) {
 
 /// Of two heads the first one's gates are strong: seen after the first 1,024 tokens, before the
 /// third. The other one's let it run on.
-TEST_F(Fused, TransitionsStopWhereTheyAreSmall) {
+TEST_P(Fused, TransitionsStopWhereTheyAreSmall) {
   check::GenerateOptions options = shape_of(0, 1);
   options.num_value_heads = 2;
   options.seq_lens = {40, 6200};
@@ -712,7 +720,7 @@ TEST_F(Fused, TransitionsStopWhereTheyAreSmall) {
 }
 
 /// Rounded to multiples of fp16's least number, a transition that is not looked at would run on.
-TEST_F(Fused, TransitionsStopAsSoonInFp16) {
+TEST_P(Fused, TransitionsStopAsSoonInFp16) {
   check::GenerateOptions options = shape_of(0, 1);
   options.num_value_heads = 2;
   options.seq_lens = {test::emulated() ? 12900 : 17000};
@@ -730,25 +738,25 @@ TEST_F(Fused, TransitionsStopAsSoonInFp16) {
 }
 
 /// A state that is not finite reaches all outputs behind it, also where its transition is small.
-TEST_F(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
+TEST_P(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
   constexpr int64_t kTokens = 5000;
   check::GenerateOptions options = shape_of(kTokens, 1);
   options.regime = Regime::kStrong;
   Inputs inputs = check::generate(options);
   constexpr int64_t kToken = 100, kColumn = 5;
-  store_element(inputs.v.data(), DType::kBFloat16, kToken * kSize + kColumn,
+  store_element(inputs.v.data(), DType::kBFloat16, kToken * K + kColumn,
                 std::numeric_limits<float>::infinity());
   const test::Result result = test::run_inputs(inputs, in_segments(2, SegmentMethod::kOnePass));
   ASSERT_TRUE(result.plan.transitions_stop);
   for (int64_t token = kToken + 1; token < kTokens; ++token)
     for (const int64_t column : {kColumn, kColumn + 1})
-      ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16,
-                                        token * kSize + column)),
-                column == kColumn)
+      ASSERT_EQ(
+          std::isnan(load_element(result.outputs.o.data(), DType::kBFloat16, token * K + column)),
+          column == kColumn)
           << "token " << token << ", column " << column;
 }
 
-TEST_F(Fused, SegmentsWhereThePlannerWantsThem) {
+TEST_P(Fused, SegmentsWhereThePlannerWantsThem) {
   check::GenerateOptions options = shape_of(2048, 1);
   options.initial_state = true;
   test::RunOptions run = on_fused();
@@ -763,7 +771,7 @@ TEST_F(Fused, SegmentsWhereThePlannerWantsThem) {
   }
 }
 
-TEST_F(Fused, SegmentsOfBatchesWithoutStates) {
+TEST_P(Fused, SegmentsOfBatchesWithoutStates) {
   check::GenerateOptions options = shape_of(test::long_case(400), 2);
   options.batch = 3;
   for (const SegmentMethod method : kMethods)
@@ -772,7 +780,7 @@ TEST_F(Fused, SegmentsOfBatchesWithoutStates) {
 }
 
 /// 16 sequences of three segments are 80 units, of which 41 at most come in kernel parameters.
-TEST_F(Fused, MoreSegmentsThanComeWithTheKernel) {
+TEST_P(Fused, MoreSegmentsThanComeWithTheKernel) {
   check::GenerateOptions options = shape_of(0, 1);
   options.seq_lens.assign(16, 130);
   options.initial_state = true;
@@ -781,21 +789,21 @@ TEST_F(Fused, MoreSegmentsThanComeWithTheKernel) {
                         "many segments");
 }
 
-TEST_F(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
+TEST_P(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
   for (const auto layout : {StateLayout::kKV, StateLayout::kVK})
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       Inputs inputs = check::generate(shape_of(300, 2));
       Problem& p = inputs.problem;
       p.state_layout = layout;
       check::want_final_state(&p);
-      p.final_state->tensor = contiguous(dtype, {1, 2, kSize, kSize});
+      p.final_state->tensor = contiguous(dtype, {1, 2, K, K});
       test::expect_within(inputs, in_segments(3, SegmentMethod::kOnePass), "cuda.sm90.fused",
                           "final states of segments");
     }
 }
 
 /// The stage calls know all segments, those of a one-pass plan too.
-TEST_F(Fused, StageCallsAreTheTwoPassForm) {
+TEST_P(Fused, StageCallsAreTheTwoPassForm) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {300, 70, 64};
   options.initial_state = true;
@@ -804,7 +812,7 @@ TEST_F(Fused, StageCallsAreTheTwoPassForm) {
       test::run_inputs(inputs, in_segments(3, SegmentMethod::kScanMergeForward));
   test::OnDevice call(inputs, in_segments(3, SegmentMethod::kOnePass));
   ASSERT_EQ(call.plan.options.segment_method, SegmentMethod::kOnePass);
-  const std::size_t bytes = call.plan.segments.size() * 2 * kStateBytes;
+  const std::size_t bytes = call.plan.segments.size() * 2 * state_bytes;
   check::DeviceBuffer M(bytes), B(bytes), states(bytes);
   const SegmentTensors all{static_cast<float*>(M.data()), static_cast<float*>(B.data()),
                            static_cast<float*>(states.data())};
@@ -816,7 +824,7 @@ TEST_F(Fused, StageCallsAreTheTwoPassForm) {
   EXPECT_TRUE(test::same_bits(whole.outputs.final_state, call.outputs.final_state));
 }
 
-TEST_F(Fused, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
+TEST_P(Fused, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
   check::GenerateOptions options = shape_of(test::long_case(2048), 2);
   options.regime = Regime::kStrong;
   const Inputs inputs = check::generate(options);
@@ -835,22 +843,23 @@ TEST(FusedPlan, SaysWhyItDeclines) {
     return make_plan(inputs.problem, inputs.cu_seqlens, device, test::with_backend("fused"), &plan)
         .message();
   };
-  EXPECT_EQ(reason(shape_of(70, 1), h200), "");
-  EXPECT_NE(reason(test::shape16(70, 1, 64, kSize), h200).find("K = 64, V = 128; needs 128"),
+  EXPECT_EQ(reason(shape128(70, 1), h200), "");
+  EXPECT_NE(reason(test::shape16(70, 1, 64, 128), h200)
+                .find("K = 64, V = 128; needs 64 for both, or 128"),
             std::string::npos);
-  EXPECT_NE(reason(test::shape16(70, 1, kSize, kSize, DType::kFloat16), h200)
-                .find("q is fp16; needs bf16"),
+  EXPECT_NE(
+      reason(test::shape16(70, 1, 128, 128, DType::kFloat16), h200).find("q is fp16; needs bf16"),
+      std::string::npos);
+  EXPECT_NE(reason(shape128(70, 1), gpu_facts(148, 100)).find("is for compute capability 90"),
             std::string::npos);
-  EXPECT_NE(reason(shape_of(70, 1), gpu_facts(148, 100)).find("is for compute capability 90"),
-            std::string::npos);
-  EXPECT_NE(reason(shape_of(70, 1), gpu_facts(108, 80)).find("needs compute capability 90"),
+  EXPECT_NE(reason(shape128(70, 1), gpu_facts(108, 80)).find("needs compute capability 90"),
             std::string::npos);
 }
 
 TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
   for (const double scale : {0.0, 0x1p-25, -0x1p-25, 0x1p25, 0x1p-24, -0x1p24})
     for (const bool half : {true, false}) {
-      Inputs inputs = check::generate(shape_of(4096, 1));
+      Inputs inputs = check::generate(shape128(4096, 1));
       if (!half) widen_gates(&inputs);
       inputs.problem.scale = scale;
       Plan plan;
@@ -864,7 +873,7 @@ TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
 }
 
 TEST(FusedPlan, RunsWhereItIsAskedFor) {
-  const Inputs inputs = check::generate(shape_of(70, 1));
+  const Inputs inputs = check::generate(shape128(70, 1));
   PlanOptions segments = test::fixed_segments(2);
   Plan plan;
   ASSERT_TRUE(

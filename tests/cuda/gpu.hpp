@@ -106,13 +106,13 @@ inline check::Inputs paced(int64_t K, int64_t V, DType dtype) {
 
 /// Positive gates: a run decays below the anchored form's range by exp(2 `down`), and its last rows
 /// are in it again.
-inline check::Inputs falls_and_grows(int64_t V, float down) {
-  check::GenerateOptions options = shape16(70, 1, 128, V);
+inline check::Inputs falls_and_grows(int64_t K, int64_t V, float down) {
+  check::GenerateOptions options = shape16(70, 1, K, V);
   options.regime = check::Regime::kLog;
   options.initial_state = false;
   check::Inputs inputs = check::generate(options);
-  for (int64_t i = 0; i < 70 * 128; ++i) {
-    const int64_t token = i / 128;
+  for (int64_t i = 0; i < 70 * K; ++i) {
+    const int64_t token = i / K;
     const bool falls = token == 4 || token == 5, grows = token == 8 || token == 9;
     store_element(inputs.g.data(), DType::kBFloat16, i, falls ? down : grows ? 20.0f : -0.01f);
   }

@@ -166,7 +166,7 @@ TEST_F(Staged, RowsOnBothSidesOfTheAnchorsRange) {
 
 TEST_F(Staged, RunsThatLeaveTheAnchorsRangeAndComeBack) {
   for (const float down : {-52.0f, -62.0f, -66.0f})
-    expect_within(test::falls_and_grows(64, down), on_staged(DType::kBFloat16),
+    expect_within(test::falls_and_grows(128, 64, down), on_staged(DType::kBFloat16),
                   "down " + std::to_string(down));
 }
 

@@ -167,7 +167,7 @@ template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
                                const Args& args) {
   unsigned of_cluster = 1;
-  if constexpr (requires { Args::kCluster; }) of_cluster = Args::kCluster;
+  if constexpr (requires { args.cluster(); }) of_cluster = args.cluster();
   emulator::launch(config->gridDim, config->blockDim, of_cluster, config->dynamicSmemBytes,
                    [kernel, args] { kernel(args); });
   return cudaSuccess;

@@ -76,7 +76,7 @@ void fit_tensor_cores(check::GenerateOptions* o, bool hard) {
 /// The nearest that the fused kernel takes.
 void fit_fused(check::GenerateOptions* o) {
   if (o->regime == Regime::kEqualKeys) o->regime = Regime::kStrong;
-  o->key_dim = o->value_dim = 128;
+  o->key_dim = o->value_dim = o->key_dim <= 64 ? 64 : 128;
   o->dtype = DType::kBFloat16;
 }
 

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include "core/text.hpp"
 #include "kda/flags.hpp"
 #include "plan/cost_model.hpp"
 #include "support/harness.hpp"
@@ -114,19 +115,21 @@ TEST(AutoPolicy, FillsAnIdleCardAndLeavesAFullOneAlone) {
 
 /// What lets the planner leave out the search where it cannot gain.
 TEST(AutoPolicy, NoCutOfOneKernelTakesLessThanTheLeast) {
-  const CostConstants constants = costs_of(90);
   const double bytes_per_second = gpu_facts(132).memory_bytes_per_second;
-  for (const char* lengths : {"64", "1K", "8K", "128K", "8x4K", "64x128", "128K,10x1K", "0,4K,0"})
-    for (const int64_t heads : {1, 4, 16, 66, 96}) {
-      const Workload work = work_of(lengths, heads, 132);
-      const CostInput in{work.lengths, heads, 128, 128, 132, bytes_per_second};
-      const double least = least_one_kernel_us(in, constants);
-      EXPECT_GE(one_kernel_us(in, constants), least) << lengths << ", H " << heads;
-      for (const int64_t segment : {64, 512, 4096})
-        for (const int64_t first : {1, 2})
-          EXPECT_GE(one_pass_us(in, constants, first * segment, segment), least)
-              << lengths << ", H " << heads << ", segments of " << segment;
-    }
+  for (const int64_t K : {64, 128})
+    for (const char* lengths : {"64", "1K", "8K", "128K", "8x4K", "64x128", "128K,10x1K", "0,4K,0"})
+      for (const int64_t heads : {1, 4, 16, 66, 96}) {
+        const std::string what = cat(lengths, ", H ", heads, ", K ", K);
+        const CostConstants constants = costs_of(90, K);
+        const CostInput in{
+            work_of(lengths, heads, 132).lengths, heads, K, K, 132, bytes_per_second};
+        const double least = least_one_kernel_us(in, constants);
+        EXPECT_GE(one_kernel_us(in, constants), least) << what;
+        for (const int64_t segment : {64, 512, 4096})
+          for (const int64_t first : {1, 2})
+            EXPECT_GE(one_pass_us(in, constants, first * segment, segment), least)
+                << what << ", segments of " << segment;
+      }
 }
 
 TEST(AutoPolicy, PredictionsAreOrdered) {

@@ -143,7 +143,8 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
     words = words_of(call, line.close());
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
-  args->shares = sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms);
+  args->shares =
+      sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
   args->half = fused_in_half(p);
   args->handed = find<float>(call, block::kHandedStates);
   args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
@@ -184,7 +185,8 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.M = scan.M;
   args.B = scan.B;
   args.rest = find<uint32_t>(call, block::kOutputRest);
-  args.rest_step = static_cast<uint64_t>(call.problem.num_value_heads) * sm90::kFusedRestBytes;
+  args.rest_step = static_cast<uint64_t>(call.problem.num_value_heads) *
+                   sm90::fused_rest_bytes(call.problem.value_dim);
   args.one_of_Qt = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
   args.starts = find<float>(call, block::kSegmentStates);
   args.alive = alive_of(call);

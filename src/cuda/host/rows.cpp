@@ -42,8 +42,8 @@ std::string decline_fused(const Problem& p) {
     if (desc->dtype != DType::kBFloat16)
       return cat(name, " is ", dtype_name(desc->dtype), "; needs bf16");
   if (p.g.dtype == DType::kFloat16) return "g is fp16; needs bf16 or fp32";
-  if (p.key_dim != 128 || p.value_dim != 128)
-    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 128 for both");
+  if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
+    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
   if (p.checkpoints && p.checkpoint_every % sm90::kFusedRun != 0)
     return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
                sm90::kFusedRun);
@@ -119,8 +119,8 @@ bool add_fused_segments(Plan& plan) {
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
          plan::add_block(plan, block::kAliveTokens, stop, sizeof(int64_t)) &&
          plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0,
-                         sm90::kFusedRowBytes) &&
-         plan::add_block(plan, block::kOutputRest, rests, sm90::kFusedRestBytes);
+                         sm90::fused_row_bytes(p.value_dim)) &&
+         plan::add_block(plan, block::kOutputRest, rests, sm90::fused_rest_bytes(p.value_dim));
 }
 
 /// States between the shares of clusters, where there are more streams than clusters.
@@ -129,11 +129,11 @@ bool add_fused(Plan& plan) {
   const auto units =
       plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
   const int64_t streams = units * p.num_value_heads;
-  const int64_t shares = sm90::fused_shares(streams, plan.device.num_sms);
+  const int64_t shares = sm90::fused_shares(streams, plan.device.num_sms, p.key_dim);
   const auto handed = static_cast<std::size_t>(shares < streams ? shares : 0);
   return add_map(plan) && add_fused_segments(plan) &&
-         plan::add_block(plan, block::kHandedStates, handed, sm90::kFusedStateBytes) &&
-         plan::add_block(plan, block::kHandedFlags, handed, sm90::kHandedFlagBytes);
+         plan::add_block(plan, block::kHandedStates, handed, sm90::fused_state_bytes(p.key_dim)) &&
+         plan::add_block(plan, block::kHandedFlags, handed, sm90::handed_flag_bytes(p.key_dim));
 }
 
 StageSizes sizes_of(const Plan& plan) {

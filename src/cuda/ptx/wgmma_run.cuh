@@ -56,9 +56,9 @@ __device__ __forceinline__ void wgmma_32_rows(float (&d)[4][4], const uint32_t (
 #undef KDA_WGMMA_32
 }
 
-/// d [64, 128] += a [64, 16] b, where b is the 16 rows and all columns of a tile of 16 rows.
-template <class T>
-__device__ __forceinline__ void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4],
+/// d [64, 64 or 128] += a [64, 16] b, where b is the 16 rows and all columns of a tile of 16 rows.
+template <class T, int kTiles>
+__device__ __forceinline__ void wgmma_16_columns(float (&d)[kTiles][4], const uint32_t (&a)[4],
                                                  uint64_t b) {
   wgmma_columns<T>(d, a, b);  // how far the next columns are is in the descriptor
 }

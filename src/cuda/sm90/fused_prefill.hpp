@@ -26,6 +26,9 @@ enum class FusedState : int64_t {
 inline constexpr int64_t kLookTokens = 1024;
 static_assert(kLookTokens % (2 * kFusedRun) == 0);
 
+/// Blocks of a cluster, which share factors: 64 columns of V each. K = V = 64 or 128.
+constexpr int fused_blocks(int64_t K) { return static_cast<int>(K / 64); }
+
 /// What a cluster does one head at a time: a sequence, or a segment of one.
 struct FusedUnit {
   Span span;
@@ -36,11 +39,12 @@ struct FusedUnit {
 /// Words of a unit on its way to the device.
 inline constexpr int64_t kFusedUnitWords = sizeof(FusedUnit) / sizeof(int64_t);
 
-/// What a unit costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.3).
+/// What a unit costs besides its chunks of 64 tokens, in such chunks (2.6 us, one takes 2.3; K = V
+/// = 128).
 inline constexpr int64_t kFusedUnitCost = 1;
 
 struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
-  static constexpr unsigned kCluster = 2;    ///< blocks: the halves of V share factors
+  unsigned cluster() const { return static_cast<unsigned>(fused_blocks(shape.K)); }  ///< blocks
   RowView q, k, v, g, beta;
   GateView gate;
   /// Operands are fp16: no factor and no decay is above 1, and g is bf16.
@@ -59,31 +63,39 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
   int64_t shares = 0;  ///< clusters: at most one a stream
-  /// States between shares, where there are fewer of them than streams: [shares, 2, K V / 2 + 256],
-  /// in the order of the threads that hold them, and what scales them; and words that say which are
-  /// there: [shares, 2, 4]. A word has the key where its state is there; who takes the state over
-  /// clears it.
+  /// States between shares, where there are fewer of them than streams: [shares, blocks, 64 K +
+  /// 256], in the order of the threads that hold them, and what scales them; and words that say
+  /// which are there: [shares, blocks, 4]. A word has the key where its state is there; who takes
+  /// the state over clears it.
   float* handed = nullptr;
   uint64_t* handed_flags = nullptr;
   uint64_t key = 0;  ///< of this launch: what no word has before
 };
-inline constexpr std::size_t kFusedStateBytes = (128 * 128 + 2 * 2 * 128) * sizeof(float);
-inline constexpr std::size_t kFusedRowBytes = 128 * 2;               ///< of o and Qt, a head
-inline constexpr std::size_t kFusedRestBytes = kFusedRun * 128 / 2;  ///< of a run and head
-inline constexpr std::size_t kHandedFlagBytes = 2 * 4 * sizeof(uint64_t);
+/// Of K = V: a state handed on, and its words; a row of o and Qt of a head; rests of a run and
+/// head.
+constexpr std::size_t fused_state_bytes(int64_t K) {
+  return static_cast<std::size_t>(fused_blocks(K) * (64 * K + 2 * 128)) * sizeof(float);
+}
+constexpr std::size_t handed_flag_bytes(int64_t K) {
+  return static_cast<std::size_t>(fused_blocks(K)) * 4 * sizeof(uint64_t);
+}
+constexpr std::size_t fused_row_bytes(int64_t K) { return static_cast<std::size_t>(K) * 2; }
+constexpr std::size_t fused_rest_bytes(int64_t K) {
+  return static_cast<std::size_t>(kFusedRun * K / 2);
+}
 
 /// Of a problem with so many streams (value heads of units), on a card of `num_sms`.
-constexpr int64_t fused_shares(int64_t streams, int64_t num_sms) {
-  const int64_t most = num_sms < 2 ? 1 : num_sms / FusedPrefillArgs::kCluster;
+constexpr int64_t fused_shares(int64_t streams, int64_t num_sms, int64_t K) {
+  const int64_t blocks = fused_blocks(K), most = num_sms < blocks ? 1 : num_sms / blocks;
   return streams < most ? streams : most;
 }
 
 /// Words that end with the units, as they will lie in device memory up to the end of `units`.
 using FusedWords = std::span<const int64_t>;
 
-/// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 128; checkpoints at multiples
-/// of kFusedRun tokens. Few words come with the kernel's parameters and it writes them, for kernels
-/// after it; more are uploaded before it.
+/// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 64 or 128; checkpoints at
+/// multiples of kFusedRun tokens. Few words come with the kernel's parameters and it writes them,
+/// for kernels after it; more are uploaded before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
 
 }  // namespace kda::cuda::sm90

@@ -24,25 +24,29 @@ namespace kda::cuda::sm90 {
 namespace {
 
 using T = __nv_bfloat16;
-constexpr int kK = 128, kV = 128, kWarps = 4, kThreads = kWarps * 32;
-constexpr int kGroup = 32, kGroups = kK / kGroup;  // channels or columns that are permuted
+constexpr int kWarps = 4, kThreads = kWarps * 32;
+constexpr int kGroup = 32;  // channels or columns that are permuted
 constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
-constexpr int kFinalParts = kK / kTokens * kGroups;  // blocks of a final state
+template <int kK>
+constexpr int kFinalParts = kK / kTokens*(kK / kGroup);  // blocks of a final state
 constexpr int kBlocksPerSm = 3;
 constexpr int64_t kTypicallyAlive = 8192;   // tokens, of transitions that may stop early
 static_assert(kLookTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
-struct alignas(kV * 2) SharedState {
-  uint16_t rows[kK * kV];  // [K, V], pieces of 8 columns swizzled
+template <int kK>
+struct alignas(kK * 2) SharedState {
+  uint16_t rows[kK * kK];  // [K, V], pieces of 8 columns swizzled
   uint32_t tops[kWarps];
 };
 
 /// kStop: transitions may have stopped before their segments end. Operand: of Qt and S_in.
-template <class Operand, bool kStop>
+template <int kK, class Operand, bool kStop>
 struct Correct {
+  static constexpr int kV = kK, kGroups = kK / kGroup;
+  static constexpr int kEights = kV / 8, kRowsAtOnce = kThreads / kEights;  // of a state
   static constexpr bool kHalf = std::is_same_v<Operand, __half>;
   const SegmentCorrectArgs& a;
-  SharedState& shared;
+  SharedState<kK>& shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
   /// Neighbours in a row, as they come and as two parts of 16 bits.
@@ -95,8 +99,8 @@ struct Correct {
   __device__ uint32_t place_of_eight(int row, int eight) const {
     return ptx::shared_address(shared.rows) + place(row, eight / 4 * 4) + eight % 4 * 4;
   }
-  /// visit(n, i, eight columns) for those of this thread: of row 8 (n + i) + thread / 16. Loads
-  /// come in batches: waits for them are most of what a block does.
+  /// visit(n, i, eight columns) for those of this thread: of row kRowsAtOnce (n + i) +
+  /// thread / kEights. Loads come in batches: waits for them are most of what a block does.
   template <class Visit>
   __device__ void for_each_eight(const float* from, Visit&& visit) const {
     constexpr int kPieces = kK * kV / 8 / kThreads, kBatch = 4;
@@ -112,7 +116,7 @@ struct Correct {
   /// `at`: of this thread's columns in the first rows.
   __device__ static uint4 put_state(uint32_t at, int n, int i, const Eight& x, float by) {
     const uint4 pairs = x.template rounded<Operand>(by);
-    put(at, i * 2, (n + i) * 8 * kV * 2, pairs);
+    put(at, i * (kRowsAtOnce / 8) % 4 * 2, (n + i) * kRowsAtOnce * kV * 2, pairs);
     return pairs;
   }
   /// Of a block, which waits for all of its stores.
@@ -135,7 +139,7 @@ struct Correct {
   };
   /// S_in by all threads of a block.
   __device__ Start load_state(const float* from) const {
-    const uint32_t at = place_of_eight(thread / 16, thread % 16);
+    const uint32_t at = place_of_eight(thread / kEights, thread % kEights);
     uint32_t tops = 0;  // of rounded numbers without signs, in both halves
     for_each_eight(from, [&](int n, int i, const Eight& x) {
       const uint4 pairs = put_state(at, n, i, x, 1);
@@ -160,7 +164,7 @@ struct Correct {
     const int exponent = max(-114, min(96, 127 - static_cast<int>(top_of_block(finite_top) >> 23)));
     const float by = exp2_of(exponent);
     for_each_eight(from, [&](int n, int i, const Eight& x) {
-      put_state(place_of_eight(thread / 16, thread % 16), n, i, x, by);
+      put_state(place_of_eight(thread / kEights, thread % kEights), n, i, x, by);
     });
     __syncthreads();
     return {finite, exponent};
@@ -216,7 +220,7 @@ struct Correct {
       const int64_t run = first + c.warp * kWarpTokens, token = run + c.lane / 4;
       at[0] = row_offset(c.a.o, c.a.map, span.sequence, token, head) + c.lane % 4 * 8;
       at[1] = at[0] + 8 * c.a.o.stride_t;
-      rest_at = kHalf ? fused::rest_place(c.a.shape, unit.segment, run, head) +
+      rest_at = kHalf ? fused::rest_place<kV>(c.a.shape, unit.segment, run, head) +
                             c.lane % 4 / 2 * fused::kRestLanes + c.lane / 4 * 4
                       : 0;
       valid[0] = token < span.end, valid[1] = token + 8 < span.end;
@@ -306,11 +310,11 @@ struct Correct {
   /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
   /// segment.
   __device__ void make_final(int64_t place) const {
-    const int64_t matrix_place = place / kFinalParts, head = matrix_place % a.shape.HV,
+    const int64_t matrix_place = place / kFinalParts<kK>, head = matrix_place % a.shape.HV,
                   sequence = matrix_place / a.shape.HV;
     const int64_t slot = state_slot(a.final_state, sequence), last = a.offsets[sequence + 1] - 1;
     if (slot < 0 || last < a.offsets[sequence]) return;
-    const int part = static_cast<int>(place % kFinalParts), columns = part % kGroups * kGroup;
+    const int part = static_cast<int>(place % kFinalParts<kK>), columns = part % kGroups * kGroup;
     const int row = (part / kGroups * kWarps + warp) * kWarpTokens + lane / 4,
               column = columns + lane % 4 * 8;
     const int64_t matrix = matrix_of(last, head);
@@ -327,7 +331,7 @@ struct Correct {
   }
   /// sum += M S of 16 rows and 32 columns, both in two parts: those of S lie beside each other.
   __device__ void add_product(const float* M, const float* S, float (&sum)[kGroup / 8][4]) const {
-    constexpr int kPieces = kK * kGroups / kThreads;
+    constexpr int kPieces = kK * kGroup / 8 / kThreads;
     Eight x[kPieces], m[kGroups][2];
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -356,15 +360,17 @@ struct Correct {
   }
 };
 
+template <int kK>
 __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
-  return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts : 0;
+  return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts<kK> : 0;
 }
 
-template <class Operand, bool kStop>
+template <int kK, class Operand, bool kStop>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
-  const Correct<Operand, kStop> correct{a, *reinterpret_cast<SharedState*>(ptx::dynamic_shared())};
-  const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks(a));
+  const Correct<kK, Operand, kStop> correct{
+      a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared())};
+  const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
   ptx::wait_for_launches_before();
   if (state_place >= 0)
     correct.make_final(state_place);
@@ -372,12 +378,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     correct.run(place);
 }
 
-template <class Operand>
+/// `blocks`: of outputs.
+template <int kK, class Operand>
 Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
-  return launch_kernel(
-      "segment_correct",
-      args.alive ? segment_correct_kernel<Operand, true> : segment_correct_kernel<Operand, false>,
-      blocks, kThreads, sizeof(SharedState), where, args);
+  return launch_kernel("segment_correct",
+                       args.alive ? segment_correct_kernel<kK, Operand, true>
+                                  : segment_correct_kernel<kK, Operand, false>,
+                       state_blocks<kK>(args) + blocks, kThreads, sizeof(SharedState<kK>), where,
+                       args);
+}
+template <int kK>
+Status launch_size(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
+  return args.half ? launch<kK, __half>(args, blocks, where) : launch<kK, T>(args, blocks, where);
 }
 
 }  // namespace
@@ -390,8 +402,8 @@ Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const La
   const int64_t at_once = num_sms * kBlocksPerSm;
   args.block_tokens = std::max<int64_t>(2, (tiles * streams + at_once - 1) / at_once) * kTokens;
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
-  const int64_t blocks = state_blocks(args) + streams * parts;
-  return args.half ? launch<__half>(args, blocks, where) : launch<T>(args, blocks, where);
+  return args.shape.K == 64 ? launch_size<64>(args, streams * parts, where)
+                            : launch_size<128>(args, streams * parts, where);
 }
 
 }  // namespace kda::cuda::sm90

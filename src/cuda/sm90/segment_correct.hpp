@@ -31,7 +31,7 @@ struct SegmentCorrectArgs {
   int64_t block_tokens = 0;  ///< of a segment, a block: set by the launch
 };
 
-/// K = V = 128.
+/// K = V = 64 or 128.
 Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

@@ -13,9 +13,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class Operand, bool kSegments>
-struct Consumer : States<Operand, kSegments> {
-  using Base = States<Operand, kSegments>;
+template <int kK, class Operand, bool kSegments>
+struct Consumer : States<kK, Operand, kSegments> {
+  using Base = States<kK, Operand, kSegments>;
   using Base::a;
   using Base::column;
   using Base::end;
@@ -44,6 +44,10 @@ struct Consumer : States<Operand, kSegments> {
   using Base::transition;
   using Base::unit;
   using typename Base::Place;
+  using Tiles = fused::Tiles<kK>;
+  using Factors = fused::Factors<kK>;
+  static constexpr int kBlocks = fused::kBlocks<kK>;
+  using Looks = fused::Looks<kBlocks>;
 
   __device__ explicit Consumer(const FusedPrefillArgs& args) : Base(args) {}
 
@@ -62,7 +66,7 @@ struct Consumer : States<Operand, kSegments> {
   __device__ void find_rest(const Part& part) {
     if (outputs_of(part) != Outputs::kWithRest) return;
     rest_at = reinterpret_cast<char*>(fused.rest + column / 16 * kRestLanes + lane +
-                                      rest_place(a.shape, part.segment, span.begin, head));
+                                      rest_place<kK>(a.shape, part.segment, span.begin, head));
   }
 
   /// TokenFactors of this lane's tokens: 2j, 2j + 1 of each 8.
@@ -125,8 +129,8 @@ struct Consumer : States<Operand, kSegments> {
     constexpr int kCount = kTiles / 4;
 #pragma unroll
     for (int i = kWhich * kCount; i < (kWhich + 1) * kCount; ++i)
-      gamma[i] = ptx::load_shared_four(at + offsetof(Factors, gamma) + lane % 4 * kGammaStride * 4 +
-                                       i * 16);
+      gamma[i] = ptx::load_shared_four(at + offsetof(Factors, gamma) +
+                                       lane % 4 * kGammaStride<kK> * 4 + i * 16);
   }
   __device__ __forceinline__ void decay(const float4 (&gamma)[kTiles / 2]) {
 #pragma unroll
@@ -336,7 +340,7 @@ struct Consumer : States<Operand, kSegments> {
   __device__ void begin(const Part& part, Stops& stops) {
     take(part);
     stops.in_part = true;
-    stops.num_runs = stops.left = runs_of(part);
+    stops.num_runs = stops.left = runs_of<kBlocks>(part);
     if (a.checkpoints.base) find_checkpoint(stops);
     if (kSegments && part.piece > 0) return;  // the state goes on
     if constexpr (kFine) find_rest(part);
@@ -348,7 +352,8 @@ struct Consumer : States<Operand, kSegments> {
   }
   /// After a piece of a transition that may stop early.
   __device__ void look(const Part& part, Looks& looks) {
-    if (unit_of(fused, fused.num_in_line + share_number() / a.shape.HV).span.end > part.span.end) {
+    if (unit_of(fused, fused.num_in_line + share_number<kBlocks>() / a.shape.HV).span.end >
+        part.span.end) {
       float sum = 0;
 #pragma unroll
       for (int i = 0; i < kTiles * 4; ++i)
@@ -434,8 +439,8 @@ struct Consumer : States<Operand, kSegments> {
     column = rank * kVTile + tile_column;
     if (lane == 0) ring.stops[warp] = {};
     __syncwarp();
-    const ptx::RemoteBarriers peer_done(ring.peer_done, 1 - rank);
-    const int theirs = lane == 0 ? 1 - rank : kHalves;  // stages: one lane tells their maker
+    const ptx::RemoteBarriers peer_done(ring.peer_done, kBlocks - 1 - rank);
+    const int theirs = lane == 0 ? 1 - rank : kBlocks;  // stages: one lane tells their maker
     const auto tiles_of = [&](int i) { return tiles + i * static_cast<uint32_t>(sizeof(Tiles)); };
     const auto factors_of = [&](int i) {
       return factors + i * static_cast<uint32_t>(sizeof(Factors));
@@ -448,7 +453,7 @@ struct Consumer : States<Operand, kSegments> {
     };
     const auto release = [&](int i) {
       ptx::mbarrier_arrive(ring.done[i]);
-      if (i % kHalves == theirs) peer_done.arrive(i);
+      if (kBlocks > 1 && i % kBlocks == theirs) peer_done.arrive(i);
     };
     for (unsigned run = 0;;) {
       int until = stop(course, ring.stops[warp], ring.looks);

@@ -8,13 +8,14 @@
 namespace kda::cuda::sm90::fused {
 
 /// Rows of a level, 8 of q and 8 of k: padded, where raw rows were.
+template <int kK>
 struct PaddedRows {
-  Tile& tile;
+  Tile<kK>& tile;
   __device__ uint32_t place(unsigned channel) const {
     return ptx::shared_address(&tile[0][channel]);
   }
   __device__ static void put(uint32_t place, int row, uint32_t pair) {
-    ptx::store_shared(place + row * kStride * 2, pair);
+    ptx::store_shared(place + row * kStride<kK> * 2, pair);
   }
   /// Of 8 channels for ldmatrix, of which a step has two.
   __device__ uint32_t piece(int row, int step, int which) const {
@@ -22,8 +23,9 @@ struct PaddedRows {
   }
 };
 /// Swizzled, where rows of scores would be.
+template <int kK>
 struct SwizzledRows {
-  SwizzledTile& tile;
+  SwizzledTile<kK>& tile;
   __device__ uint32_t place(unsigned channel) const {
     return ptx::shared_address(tile + channel / 64 * kRun * 64 + channel % 64);
   }
@@ -36,14 +38,16 @@ struct SwizzledRows {
   }
 };
 
-template <class Operand, class E, int kGateMode, bool kSegments>
-struct Levels : Rows<Operand, E, kGateMode, kSegments> {
-  using Base = Rows<Operand, E, kGateMode, kSegments>;
+template <int kK, class Operand, class E, int kGateMode, bool kSegments>
+struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
+  using Base = Rows<kK, Operand, E, kGateMode, kSegments>;
   using Base::Base;
   using Base::channel;
   using Base::forget_index;
-  using Base::half;
+  using Base::is_first;
+  using Base::is_last;
   using Base::kAnchor;
+  using Base::kWarps;
   using Base::lane;
   using Base::make_decays;
   using Base::multiply;
@@ -51,6 +55,9 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
   using Base::own;
   using Base::put_kg;
   using typename Base::Pairs;
+  using typename Base::Stage;
+  using Padded = PaddedRows<kK>;
+  using Swizzled = SwizzledRows<kK>;
 
   /// Neighbours j, j + 1 of row i: of Aqk, and of L.
   __device__ static void put_A(const Stage& s, int i, int j, float x, float y) {
@@ -105,7 +112,7 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
         const uint32_t pair = k[begin + i];
         if (i < h - 1)
           factor = i == h - 2 ? decay[begin + i + 1] : product_of(factor, decay[begin + i + 1]);
-        ptx::store_shared(of_columns + (begin / 2 + i) * kStride * 2,
+        ptx::store_shared(of_columns + (begin / 2 + i) * kStride<kK> * 2,
                           i < h - 1 ? decayed(pair, factor) : pair);
       }
     }
@@ -113,7 +120,7 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
   template <class LevelRows>
   __device__ void multiply_level(LevelRows rows, const T* columns, float (&acc)[4]) const {
     const uint32_t right =
-        ptx::shared_address(columns + lane() % 8 * kStride + lane() / 8 * 8);  // 32 channels
+        ptx::shared_address(columns + lane() % 8 * kStride<kK> + lane() / 8 * 8);  // 32 channels
 #pragma unroll
     for (int step = 0; step < kK / 16; step += 2) {
       uint32_t y[4];
@@ -144,26 +151,23 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
           k * (s.factors.k_norm[token_place(i)] * kAnchor * s.factors.k_beta[token_place(i - 1)]);
     }
   }
-  /// Two levels, one a warp: acc is that of level h or of h / 2.
+  /// Products of two levels, h and h / 2: a warp has one of them, or both.
+  using Two = float[2 / kWarps][4];
+  static constexpr int kSecond = 2 / kWarps - 1;
   template <int h, int kParity, class Factor, class LevelRows>
   __device__ void multiply_levels(const Factor (&decay)[kRun], const Pairs& q, const Pairs& k,
-                                  LevelRows rows, LevelRows more_rows, int first,
-                                  float (&acc)[4]) const {
+                                  LevelRows rows, LevelRows more_rows, int first, Two& acc) const {
     T *columns = own.columns[0], *more_columns = own.columns[8];
     put_level<h>(decay, q, k, rows, columns, first);
     put_level<h / 2>(decay, q, k, more_rows, more_columns, first);
     this->template sync<kParity>();
-    if (half() == 0)
-      multiply_level(rows, columns, acc);
-    else
-      multiply_level(more_rows, more_columns, acc);
+    this->share([&] { multiply_level(rows, columns, acc[0]); },
+                [&] { multiply_level(more_rows, more_columns, acc[kSecond]); });
   }
   template <int h>
-  __device__ void store_levels(const Stage& s, const float (&acc)[4], int first) const {
-    if (half() == 0)
-      store_level<h>(s, acc, first);
-    else
-      store_level<h / 2>(s, acc, first);
+  __device__ void store_levels(const Stage& s, const Two& acc, int first) const {
+    this->share([&] { store_level<h>(s, acc[0], first); },
+                [&] { store_level<h / 2>(s, acc[kSecond], first); });
   }
   /// All factors of levels are at most 1: in fp16 rows and columns of them are, too.
   __device__ static void to_operands(Pairs& x) {
@@ -178,13 +182,11 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
     this->load_gates(decay);
     make_decays(decay, rows);
     this->template sync<0>();  // columns are in use no more
-    float acc[4] = {}, more[4] = {};
-    multiply_levels<8, 1>(decay, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first,
-                          acc);
+    Two acc = {}, more = {};
+    multiply_levels<8, 1>(decay, q, k, Padded{own.levels[0]}, Padded{own.levels[1]}, first, acc);
     this->template sync<0>();
     store_levels<8>(s, acc, first);
-    multiply_levels<2, 1>(decay, q, k, PaddedRows{own.levels[0]}, PaddedRows{own.levels[1]}, first,
-                          more);
+    multiply_levels<2, 1>(decay, q, k, Padded{own.levels[0]}, Padded{own.levels[1]}, first, more);
     this->template sync<0>();
     store_levels<2>(s, more, first);
     put_kg(s, decay, k);
@@ -221,21 +223,19 @@ struct Levels : Rows<Operand, E, kGateMode, kSegments> {
     uint32_t rounded[kRun];
 #pragma unroll
     for (int i = 0; i < kRun; ++i) rounded[i] = operand(decay[i]);
-    float acc[4] = {}, more[4] = {};
-    multiply_levels<8, 0>(rounded, q, k, SwizzledRows{own.scratch.q}, SwizzledRows{own.scratch.k},
-                          0, acc);
+    Two acc = {}, more = {};
+    multiply_levels<8, 0>(rounded, q, k, Swizzled{own.scratch.q}, Swizzled{own.scratch.k}, 0, acc);
     this->template sync<1>();
     forget_index();
-    multiply_levels<2, 0>(rounded, q, k, SwizzledRows{own.scratch.k}, SwizzledRows{own.scratch.q},
-                          0, more);
+    multiply_levels<2, 0>(rounded, q, k, Swizzled{own.scratch.k}, Swizzled{own.scratch.q}, 0, more);
     __syncwarp();
     // L comes where the first warp's rows were: it may store when it has multiplied, the second
     // warp, which inverts, when the first has stored.
-    if (half() == 0) store_both(s, acc, more);
+    if (is_first()) store_both(s, acc, more);
     this->template sync<1>();
-    if (half() == 1) store_both(s, acc, more);
+    if (kWarps > 1 && is_last()) store_both(s, acc, more);
   }
-  __device__ void store_both(const Stage& s, const float (&acc)[4], const float (&more)[4]) const {
+  __device__ void store_both(const Stage& s, const Two& acc, const Two& more) const {
     store_levels<8>(s, acc, 0);
     store_levels<2>(s, more, 0);
   }

@@ -33,16 +33,18 @@ struct Part {
   static constexpr int kNoPiece = -1;
 };
 
-/// How large M is after pieces: of each warp of both consumers, the sum of its squares.
+/// How large M is after pieces: of each warp of the consumers of a cluster of so many blocks, the
+/// sum of its squares.
+template <int kBlocks>
 struct Looks {
-  static constexpr int kWarps = 4 * FusedPrefillArgs::kCluster;
+  static constexpr int kWarps = 4 * kBlocks;
   float squares[2][kWarps];  // of every second piece
   ptx::Mbarrier there[2];    // all are
 
-  /// By a whole warp of a consumer, `warp` of both blocks' ones.
+  /// By a whole warp of a consumer, `warp` of all blocks' ones.
   __device__ void put(int piece, int warp, float sum) {
     const int slot = piece % 2, rank = static_cast<int>(threadIdx.x % 32);
-    if (rank >= static_cast<int>(FusedPrefillArgs::kCluster)) return;
+    if (rank >= kBlocks) return;
     ptx::store_in(&squares[slot][warp], sum, rank);
     ptx::arrive_in(there[slot], rank);
   }
@@ -116,15 +118,16 @@ __device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t he
   return {unit.span, unit.segment, head, unit.state, false, false, Part::kNoPiece};
 }
 /// Number of this cluster's share.
+template <int kBlocks>
 __device__ inline int64_t share_number() {
-  return (gridDim.x - 1 - blockIdx.x) / FusedPrefillArgs::kCluster;
+  return (gridDim.x - 1 - blockIdx.x) / static_cast<unsigned>(kBlocks);
 }
 
 /// By all threads of a block; `share` is in shared memory.
-template <bool kSegments>
+template <int kBlocks, bool kSegments>
 __device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
-  const int64_t N = units_in_line<kSegments>(a), HV = a.shape.HV, number = share_number(),
-                shares = gridDim.x / FusedPrefillArgs::kCluster;
+  const int64_t N = units_in_line<kSegments>(a), HV = a.shape.HV, number = share_number<kBlocks>(),
+                shares = gridDim.x / static_cast<unsigned>(kBlocks);
   if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
   if (N * HV <= shares) {  // a stream each
@@ -147,10 +150,11 @@ __device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& 
   __syncthreads();
 }
 
-/// Runs of a part, in twos.
+/// Runs of a part: as many for each block of the cluster.
+template <int kBlocks>
 __device__ __forceinline__ int runs_of(const Part& part) {
-  constexpr int kTwo = 2 * kFusedRun;
-  return static_cast<int>((part.span.end - part.span.begin + kTwo - 1) / kTwo * 2);
+  constexpr int kTokens = kBlocks * kFusedRun;
+  return static_cast<int>((part.span.end - part.span.begin + kTokens - 1) / kTokens * kBlocks);
 }
 
 /// Where a warp is in its share. In shared memory: while it works on a part, none of this is in
@@ -162,14 +166,16 @@ struct Course {
 
 /// By all lanes of a warp: the first piece of a transition that may stop early, or the next one.
 /// False: there is none, and the course stays as it is.
-__device__ inline bool next_piece(const FusedPrefillArgs& a, Course& course, Looks& looks) {
+template <int kBlocks>
+__device__ inline bool next_piece(const FusedPrefillArgs& a, Course& course,
+                                  Looks<kBlocks>& looks) {
   Part part = course.part;
-  const int64_t unit = a.num_in_line + share_number() / a.shape.HV;
+  const int64_t number = share_number<kBlocks>(), unit = a.num_in_line + number / a.shape.HV;
   __syncwarp();
   if (unit >= a.num_units) return false;
   const int64_t end = unit_of(a, unit).span.end;
   if (part.piece == Part::kNoPiece) {
-    part = whole_of<true>(a, unit, share_number() % a.shape.HV);
+    part = whole_of<true>(a, unit, number % a.shape.HV);
     part.piece = 0;
   } else {
     if (part.span.end == end || (part.piece > 0 && looks.small_after(part.piece - 1))) return false;
@@ -184,8 +190,8 @@ __device__ inline bool next_piece(const FusedPrefillArgs& a, Course& course, Loo
 
 /// By all lanes of a warp: the next part of the share, or what comes after it. False: there is
 /// none.
-template <bool kSegments>
-__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course, Looks& looks) {
+template <bool kSegments, int kBlocks>
+__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course, Looks<kBlocks>& looks) {
   Share share = course.share;
   __syncwarp();
   while (share.left > 0 && share.unit < units_in_line<kSegments>(a)) {

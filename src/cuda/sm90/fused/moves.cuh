@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pair of producer warps copies: raw rows of the runs that it makes, v and o of this block's
-// columns.
+// What a maker copies: raw rows of the runs that it makes, v and o of this block's columns.
 #pragma once
 
 #include "cuda/ptx/shared.cuh"
@@ -10,49 +9,54 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// E: elements of g. A pair of warps has two runs of every kMakers: it makes the factors of one for
-/// both blocks of the cluster (the other block makes those of the other one), and moves v and o of
-/// both. Runs of a part come in twos: the last one may be empty.
-template <class Operand, class E, bool kSegments>
+/// E: elements of g. A maker is a warp where K is 64, two where it is 128. It has as many runs of
+/// every kMakers as the cluster has blocks: it makes the factors of one for both blocks (the other
+/// block makes those of the other one), and moves v and o of both. Runs of a part come in as many:
+/// the last one may be empty.
+template <int kK, class Operand, class E, bool kSegments>
 struct Moves {
-  /// Rows that a pair of warps copies at once, 16 bytes a lane; that one warp copies.
-  static constexpr int kPairRows = 8, kWarpRows = 4;
+  static constexpr int kBlocks = fused::kBlocks<kK>, kWarps = kMakerWarps<kK>;
+  /// Rows that a maker copies at once, 16 bytes a lane; that one warp copies.
+  static constexpr int kWarpRows = 4, kMakerRows = kWarps * kWarpRows;
+  /// Sets of 8 tokens whose norms a warp computes.
+  static constexpr int kEights = kRun / 8 / kWarps;
+  using Stage = fused::Stage<kK>;
   const FusedPrefillArgs& a;
-  Ring<Operand, E>& ring;
-  Workshop<Operand, E>& own;
-  const int rank, pair;  // rank of the block in the cluster
-  int left;              // tokens of the part from the next two runs of this pair on
-  /// From the first of the two runs on whose outputs are still in their stages; 0: none are.
+  Ring<kK, Operand, E>& ring;
+  Workshop<kK, Operand, E>& own;
+  const int rank, maker;  // rank of the block in the cluster; number in the block
+  int left;               // tokens of the part from the next runs of this maker on
+  /// From the first of the runs on whose outputs are still in their stages; 0: none are.
   int pending = 0;
-  unsigned thread;  // of 64; unsigned, so that divisions of it are shifts
+  unsigned thread;  // of the maker; unsigned, so that divisions of it are shifts
   /// Where this lane's pieces of the next run lie. Pointers walk from run to run: offsets from
   /// indices cost more than the copies.
   char *q, *k, *g, *v, *o, *beta;
   char* next_o;  // where the outputs of the part begin, until those of the part before have left
 
-  __device__ Moves(const FusedPrefillArgs& args, Ring<Operand, E>& shared, int block, int which,
+  __device__ Moves(const FusedPrefillArgs& args, Ring<kK, Operand, E>& shared, int block, int which,
                    unsigned index)
       : a(args),
         ring(shared),
         own(shared.workshops[which]),
         rank(block),
-        pair(which),
+        maker(which),
         thread(index) {}
-  /// `run`: the first one of this pair.
+  /// `run`: the first one of this maker.
   __device__ void begin(const Part& part, int run) {
     left = static_cast<int>(part.span.end - part.span.begin) - run * kRun;
     const auto head = static_cast<int>(part.head);
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
-    const int pair_row = half() * 4 + lane() / 8, warp_row = lane() / 8, piece = column() * 16;
-    q = place_of(part, a.q, q_head, run + rank, pair_row, piece, sizeof(T));
-    k = place_of(part, a.k, q_head, run + rank, pair_row, piece, sizeof(T));
-    g = place_of(part, a.g, head, run + rank, pair_row, piece, sizeof(E));
+    const int row = warp() * kWarpRows + lane() / 8, warp_row = lane() / 8, piece = column() * 16;
+    q = place_of(part, a.q, q_head, run + rank, row, piece, sizeof(T));
+    k = place_of(part, a.k, q_head, run + rank, row, piece, sizeof(T));
+    g = place_of(part, a.g, head, run + rank, row, piece, sizeof(E));
     v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(T));
     RowView outputs = a.o;
     if (kSegments && part.state == FusedState::kTransition) outputs.base = a.Qt;
     next_o = place_of(part, outputs, head, run, warp_row, rank * 128 + piece, sizeof(T));
-    beta = place_of(part, a.beta, head, run + rank, norm_row(), 0, beta_size);
+    beta = place_of(part, a.beta, head, run + rank, norm_row(0), 0, beta_size);
   }
   __device__ char* place_of(const Part& part, const RowView& view, int view_head, int run, int row,
                             int bytes, int size) const {
@@ -65,21 +69,46 @@ struct Moves {
     return view.stride_t * (size * rows);
   }
 
-  /// Of the two stages of this pair.
-  __device__ int first() const { return pair * kHalves; }
+  /// Of the stages of this maker.
+  __device__ int first() const { return maker * kBlocks; }
   __device__ int mine() const { return first() + rank; }
   __device__ int lane() const { return static_cast<int>(thread % 32); }
-  __device__ int half() const { return static_cast<int>(thread / 32); }
+  /// Of the maker's.
+  __device__ int warp() const { return kWarps == 1 ? 0 : static_cast<int>(thread / 32); }
+  __device__ bool is_first() const { return kWarps == 1 || warp() == 0; }
+  __device__ bool is_last() const { return kWarps == 1 || warp() == 1; }
+  /// What the first and the last warp of a maker do at the same time; where it has one, that does
+  /// both.
+  template <class First, class Last>
+  __device__ __forceinline__ void share(First&& first_does, Last&& last_does) const {
+    if constexpr (kWarps == 1)
+      first_does(), last_does();
+    else if (warp() == 0)
+      first_does();
+    else
+      last_does();
+  }
+  static constexpr unsigned kLastWarp = (kWarps - 1) * 32;  // its first thread
   /// Of the 8 pieces of 16 bytes in 128 bytes of a row.
   __device__ int column() const { return static_cast<int>(thread % 8); }
   /// Of the token whose norms this lane computes, if it does.
-  __device__ int norm_row() const { return half() * 8 + lane() / 4; }
-  /// Barrier of both warps: an even number a run, of parity 0, 1, 0, ... (Racecheck follows
+  __device__ int norm_row(int eight) const { return (warp() + eight) * 8 + lane() / 4; }
+  /// Barrier of a maker's warps: an even number a run, of parity 0, 1, 0, ... (Racecheck follows
   /// mbarriers; of named ones of 64 threads it reported accesses on both sides as races.)
   template <int kParity>
   __device__ void sync() const {
-    ptx::mbarrier_arrive(own.meet);
-    ptx::mbarrier_wait(own.meet, kParity);
+    sync_begin();
+    sync_end<kParity>();
+  }
+  __device__ void sync_begin() const {
+    if constexpr (kWarps == 1)
+      __syncwarp();
+    else
+      ptx::mbarrier_arrive(own.meet);
+  }
+  template <int kParity>
+  __device__ void sync_end() const {
+    if constexpr (kWarps > 1) ptx::mbarrier_wait(own.meet, kParity);
   }
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
   __device__ void forget_index() { asm volatile("" : "+r"(thread)); }
@@ -92,14 +121,15 @@ struct Moves {
     const int piece = kSwizzled ? column() ^ first_row : column();
     const uint32_t address = ptx::shared_address(target) + first_row * kBytes + piece * 16;
 #pragma unroll
-    for (int row = 0; row < kRun; row += kPairRows)
+    for (int row = 0; row < kRun; row += kMakerRows)
 #pragma unroll
       for (int byte = 0; byte < kBytes; byte += 128)
-        ptx::cp_async<16>(address + row * kBytes + byte,
+        ptx::cp_async<16>((address ^ (kSwizzled ? row % 8 * 16 : 0)) + row * kBytes + byte,
                           from + step(view, sizeof(Item), row) + byte, row < rows - first_row);
     from += step(view, sizeof(Item), kMakers * kRun);
   }
-  /// Of this block's run of two, which have so many tokens; none if they are past the part.
+  /// Of this block's of the maker's runs, which have so many tokens; none if they are past the
+  /// part.
   __device__ void load_raw(int tokens) {
     const int rows = tokens - rank * kRun;
     if (tokens > 0) {
@@ -109,18 +139,24 @@ struct Moves {
     }
     ptx::cp_async_commit();
   }
-  __device__ uint32_t load_beta(int rows) {
+  using Betas = uint32_t[kEights];  // as they came
+  __device__ void load_beta(Betas& raw, int rows) {
     const bool wide = a.beta.type == Element::kFloat32;
-    const char* at = beta;
+    const char* from = beta;
     beta += step(a.beta, wide ? 4 : 2, kMakers * kRun);
-    if (norm_row() >= rows) return 0;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+      raw[i] = beta_at(from + step(a.beta, wide ? 4 : 2, i * 8), wide, norm_row(i) < rows);
+  }
+  __device__ __forceinline__ static uint32_t beta_at(const char* at, bool wide, bool there) {
+    if (!there) return 0;
     return wide ? *reinterpret_cast<const uint32_t*>(at) : *reinterpret_cast<const uint16_t*>(at);
   }
 
   // ---- by the first warp -----------------------------------------------------------------------
 
-  /// This lane's pieces of v or o of two runs, whose tiles follow each other: visit(address in
-  /// shared memory, in device memory, whether the token exists).
+  /// This lane's pieces of v or o of the maker's runs, whose tiles follow each other: visit(address
+  /// in shared memory, in device memory, whether the token exists).
   template <class Visit>
   __device__ void for_each_piece(int tokens, const RowView& view, char*& walk,
                                  Visit&& visit) const {
@@ -128,14 +164,15 @@ struct Moves {
     const uint32_t place = ptx::shared_address(ring.v[first()]) + first_row * 128;
     char* at = walk;
 #pragma unroll
-    for (int row = 0; row < kHalves * kRun;
+    for (int row = 0; row < kBlocks * kRun;
          row += kWarpRows, at += step(view, sizeof(T), kWarpRows))
       visit(place + row * 128 + (column() ^ first_row ^ row % 8) * 16, at, row < rows);
     walk += step(view, sizeof(T), kMakers * kRun);
   }
   /// Zeros for transitions.
   __device__ void load_v(int tokens) {
-    if (kSegments && ring.courses[4 + 2 * pair].part.state == FusedState::kTransition) tokens = 0;
+    if (kSegments && ring.courses[4 + kWarps * maker].part.state == FusedState::kTransition)
+      tokens = 0;
     for_each_piece(tokens, a.v, v, [](uint32_t place, const char* at, bool valid) {
       ptx::cp_async<16>(place, at, valid);
     });

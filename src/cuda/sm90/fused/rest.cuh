@@ -16,14 +16,17 @@
 namespace kda::cuda::sm90::fused {
 
 /// Words of a run and head: [16 columns, lanes].
-constexpr int kRestLanes = 32, kRestWords = 128 / 16 * kRestLanes;
-static_assert(kRestWords * sizeof(uint32_t) == kFusedRestBytes);
+constexpr int kRestLanes = 32;
+template <int kV>
+constexpr int kRestWords = kV / 16 * kRestLanes;
+static_assert(kRestWords<128> * sizeof(uint32_t) == fused_rest_bytes(128));
 
 /// Those of the run of a segment that begins at this token of the batch. Segments begin anywhere,
-/// and runs of one come in twos: each has two places more than whole runs of the batch.
+/// and runs of one may come in twos: each has two places more than whole runs of the batch.
+template <int kV>
 __device__ __forceinline__ int64_t rest_place(const Shape& shape, int64_t segment, int64_t token,
                                               int64_t head) {
-  return ((token / kFusedRun + 2 * segment) * shape.HV + head) * kRestWords;
+  return ((token / kFusedRun + 2 * segment) * shape.HV + head) * kRestWords<kV>;
 }
 
 /// Of the outputs of this lane: o[n][i] is of token 8 n + 2 j + i % 2, column r + i / 2 * 8.

@@ -10,16 +10,19 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class Operand, class E, int kGateMode, bool kSegments>
-struct Rows : Moves<Operand, E, kSegments> {
-  using Base = Moves<Operand, E, kSegments>;
+template <int kK, class Operand, class E, int kGateMode, bool kSegments>
+struct Rows : Moves<kK, Operand, E, kSegments> {
+  using Base = Moves<kK, Operand, E, kSegments>;
   using Base::a;
   using Base::Base;
-  using Base::half;
+  using Base::kEights;
   using Base::lane;
   using Base::norm_row;
   using Base::own;
   using Base::thread;
+  using Base::warp;
+  using typename Base::Betas;
+  using typename Base::Stage;
 
   /// With the constants of their formulas. Gate mode 2: a decay is
   /// exp2(1 / (bound - exp2(rate raw + bias))); gate mode 1: (1 + exp2(log2(e) raw + bias))^rate.
@@ -42,7 +45,7 @@ struct Rows : Moves<Operand, E, kSegments> {
       if constexpr (kDeepHeads) {
         const float deepest = fmaxf(softplus(bias.x), softplus(bias.y)) * -rate;
         const bool deep = deepest > kDeep && rate <= -1 && rate >= -kMostRate;
-        own.deep[half()] = __any_sync(0xffffffff, deep);
+        own.deep[warp()] = __any_sync(0xffffffff, deep);
       }
     }
     if (kGateMode == 2) {
@@ -252,7 +255,7 @@ struct Rows : Moves<Operand, E, kSegments> {
     ptx::store_shared((place ^ i % 8 * 16) + i * 128, pair);
   }
   __device__ void put_gamma(const Stage& s, float2 gamma) const {
-    *reinterpret_cast<float2*>(&s.factors.gamma[gamma_place(channel())]) = gamma;
+    *reinterpret_cast<float2*>(&s.factors.gamma[gamma_place<kK>(channel())]) = gamma;
   }
 
   /// All is read before anything is stored: the compiler keeps their order.
@@ -276,7 +279,7 @@ struct Rows : Moves<Operand, E, kSegments> {
         put(of_q, i, ptx::pack<T>(q_row.x, q_row.y));
       }
       const float2 column{k.x * ptx::reciprocal(factor[i].x), k.y * ptx::reciprocal(factor[i].y)};
-      ptx::store_shared(of_columns + i * kStride * 2, ptx::pack<T>(column.x, column.y));
+      ptx::store_shared(of_columns + i * kStride<kK> * 2, ptx::pack<T>(column.x, column.y));
       put(of_kg, i, operand(product(column, total)));
     }
     put_gamma(s, gamma);
@@ -302,14 +305,19 @@ struct Rows : Moves<Operand, E, kSegments> {
     const float x = ptx::reciprocal(1 + ptx::ex2(-kLog2e * raw));
     return a.gate.beta_mode == 2 ? 2 * x : x;
   }
-  /// Diagonals of [q; k] k^T and q q^T for 8 tokens a warp, in two sums each: shorter chains.
+  /// Diagonals of [q; k] k^T and q q^T for 8 tokens, in two sums each: shorter chains.
   struct Squares {
     float with_k[2][4] = {}, with_q[2][4] = {};
   };
-  __device__ void add_squares(Squares& sum) const {
+  using AllSquares = Squares[kEights];  // of a warp
+  __device__ void add_squares(AllSquares& sums) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) add_squares(sums[i], i);
+  }
+  __device__ void add_squares(Squares& sum, int eight) const {
     const T(*of)[kK] = lane() % 16 < 8 ? own.raw.q : own.raw.k;
     const uint32_t from =
-        ptx::shared_address(&of[half() * 8 + lane() % 8][(lane() / 16 ^ lane() % 8) * 8]);
+        ptx::shared_address(&of[(warp() + eight) * 8 + lane() % 8][(lane() / 16 ^ lane() % 8) * 8]);
 #pragma unroll
     for (int step = 0; step < kK / 16; ++step) {
       uint32_t x[4];  // q and k of 8 channels, then of the next 8
@@ -325,12 +333,18 @@ struct Rows : Moves<Operand, E, kSegments> {
   struct Norms {
     float q, k, beta, diag;
   };
-  __device__ Norms norms(const Squares& squares, int rows, uint32_t raw_beta) const {
+  using AllNorms = Norms[kEights];  // of a lane
+  __device__ void find_norms(AllNorms& norms, const AllSquares& squares, int rows,
+                             const Betas& raw_beta) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) norms[i] = norms_of(squares[i], i, rows, raw_beta[i]);
+  }
+  __device__ Norms norms_of(const Squares& squares, int eight, int rows, uint32_t raw_beta) const {
     const bool odd = lane() / 4 % 2;
     const auto sum = [&](const float(&x)[2][4], int i) {
       return odd ? x[0][i + 1] + x[1][i + 1] : x[0][i] + x[1][i];
     };
-    const float beta = norm_row() < rows ? beta_of(float_of(raw_beta, a.beta.type)) : 0.0f;
+    const float beta = norm_row(eight) < rows ? beta_of(float_of(raw_beta, a.beta.type)) : 0.0f;
     const float q_sum = sum(squares.with_q, 0), k_sum = sum(squares.with_k, 2);
     const float q_norm = a.gate.l2norm ? ptx::inverse_root(q_sum + 1e-6f) : 1.0f;
     float k_norm = a.gate.l2norm ? ptx::inverse_root(k_sum + 1e-6f) : 1.0f;
@@ -343,14 +357,18 @@ struct Rows : Moves<Operand, E, kSegments> {
   }
   /// Not another lane: the diagonal is here.
   __device__ bool has_norms() const { return lane() % 4 == lane() / 8; }
-  __device__ void put_norms(const Stage& s, const Norms& n) const {
+  __device__ void put_norms(const Stage& s, const AllNorms& norms) const {
     if (!has_norms()) return;
-    Factors& f = s.factors;
-    const unsigned row = token_place(norm_row());
-    f.q_norm[row] = n.q * (a.gate.scale / kAnchor);
-    f.k_norm[row] = n.k * (1 / kAnchor);
-    f.k_beta[row] = n.k * n.beta;
-    f.diag[row] = n.diag * kAnchor;
+    Factors<kK>& f = s.factors;
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      const Norms& n = norms[i];
+      const unsigned row = token_place(norm_row(i));
+      f.q_norm[row] = n.q * (a.gate.scale / kAnchor);
+      f.k_norm[row] = n.k * (1 / kAnchor);
+      f.k_beta[row] = n.k * n.beta;
+      f.diag[row] = n.diag * kAnchor;
+    }
   }
 
   // ---- operands in fp16 ------------------------------------------------------------------------
@@ -369,13 +387,17 @@ struct Rows : Moves<Operand, E, kSegments> {
     norm = __uint_as_float(bits & 0x7fffff | kOne);
     return bits & 0x7f800000;
   }
-  /// Of this lane's token.
-  __device__ void split_powers(Norms& n) const {
-    const uint32_t q = split_power(n.q, q_fits(n.q)), k = split_power(n.k, k_fits(n.k));
-    n.diag *= __uint_as_float(q) * __uint_as_float(k);
-    if (!has_norms()) return;
-    own.power.q[norm_row()] = q | q >> 16;
-    own.power.k[norm_row()] = k | k >> 16;
+  /// Of this lane's tokens.
+  __device__ void split_powers(AllNorms& norms) const {
+#pragma unroll
+    for (int i = 0; i < kEights; ++i) {
+      Norms& n = norms[i];
+      const uint32_t q = split_power(n.q, q_fits(n.q)), k = split_power(n.k, k_fits(n.k));
+      n.diag *= __uint_as_float(q) * __uint_as_float(k);
+      if (!has_norms()) continue;
+      own.power.q[norm_row(i)] = q | q >> 16;
+      own.power.k[norm_row(i)] = k | k >> 16;
+    }
   }
   __device__ static void multiply_by(const uint32_t (&power)[kRun], Pairs& x) {
 #pragma unroll

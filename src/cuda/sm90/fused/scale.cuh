@@ -22,7 +22,7 @@ namespace kda::cuda::sm90::fused {
 /// warps wait.
 ///
 /// With operands in bf16 the scale is 1.
-template <class Operand>
+template <int kK, class Operand>
 struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   using Base = delta_h::Chain<Operand, kK, DeltaUse::kForward>;
   using Base::kTiles;

@@ -6,16 +6,20 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class Operand, class E, int kGateMode, bool kSegments>
-struct Scores : Levels<Operand, E, kGateMode, kSegments> {
-  using Base = Levels<Operand, E, kGateMode, kSegments>;
+template <int kK, class Operand, class E, int kGateMode, bool kSegments>
+struct Scores : Levels<kK, Operand, E, kGateMode, kSegments> {
+  using Base = Levels<kK, Operand, E, kGateMode, kSegments>;
   using Base::Base;
-  using Base::half;
+  using Base::is_first;
+  using Base::is_last;
   using Base::kAnchor;
+  using Base::kWarps;
   using Base::lane;
   using Base::own;
   using Base::put_A;
   using Base::put_L;
+  using Base::warp;
+  using typename Base::Stage;
 
   /// What anchored_scores() has of Aqk: tiles of 8 columns, of rows r and r + 8.
   __device__ static void put_scores(const Stage& s, int r, int c, const float (&acc)[2][4]) {
@@ -35,17 +39,16 @@ struct Scores : Levels<Operand, E, kGateMode, kSegments> {
     put_L(r + 8, c + 8, acc[1][2], acc[1][3], lower, {k_beta.z, k_beta.w});
   }
 
-  __device__ uint32_t rows_of_scores(const Stage& s) const {
+  __device__ uint32_t rows_of_scores(const Stage& s, int which) const {
     if constexpr (kHalf<Operand>)
-      return ptx::shared_address(half() == 0 ? own.scratch.q : own.scratch.k);
+      return ptx::shared_address(which == 0 ? own.scratch.q : own.scratch.k);
     else
-      return ptx::shared_address(s.tiles.rows + (half() == 0 ? kRun * 64 : 0));
+      return ptx::shared_address(s.tiles.rows + (which == 0 ? kRun * 64 : 0));
   }
-  /// The first warp: rows of q; the second: rows of k.
-  __device__ void anchored_scores(const Stage& s) const {
-    float acc[2][4] = {};
+  /// Of q (0) or k (1).
+  __device__ void multiply_rows(const Stage& s, int which, float (&acc)[2][4]) const {
     const int row = lane() % 16;
-    const uint32_t left = rows_of_scores(s) + row * 128;
+    const uint32_t left = rows_of_scores(s, which) + row * 128;
     constexpr int kNextColumns = (kHalf<Operand> ? 1 : 2) * kRun * 128;
     const uint32_t right =
         ptx::shared_address(&own.columns[lane() % 8 + lane() / 16 * 8][lane() / 8 % 2 * 8]);
@@ -58,11 +61,15 @@ struct Scores : Levels<Operand, E, kGateMode, kSegments> {
       ptx::mma_16816<T>(acc[0], x, y[0], y[1]);
       ptx::mma_16816<T>(acc[1], x, y[2], y[3]);
     }
+  }
+  /// The first warp: rows of q; the last one: rows of k.
+  __device__ void anchored_scores(const Stage& s) const {
+    float acc[2][4] = {}, more[2][4] = {};
+    multiply_rows(s, warp(), acc);
+    if constexpr (kWarps == 1) multiply_rows(s, 1, more);
     if (kHalf<Operand>) __syncwarp();  // L comes where rows are
-    if (half() == 0)
-      put_scores(s, lane() / 4, lane() % 4 * 2, acc);
-    else
-      put_products(s, lane() / 4, lane() % 4 * 2, acc);
+    this->share([&] { put_scores(s, lane() / 4, lane() % 4 * 2, acc); },
+                [&] { put_products(s, lane() / 4, lane() % 4 * 2, kWarps == 1 ? more : acc); });
   }
 
   // ---- T' = (I + L)^-1 -------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Shared memory of fused_prefill: a ring of stages from producers to the consumer, and what each
-// pair of producer warps has for itself.
+// maker has for itself.
 #pragma once
 
 #include <cstddef>
@@ -13,15 +13,22 @@
 
 namespace kda::cuda::sm90::fused {
 
-using T = __nv_bfloat16;  // of q, k, v, o, and of rows and columns that make scores
-constexpr int kK = 128;
+using T = __nv_bfloat16;         // of q, k, v, o, and of rows and columns that make scores
 constexpr int kRun = kFusedRun;  // tokens of a stage
+template <int kK>
 constexpr int kStride = kK + 8;  // of rows that only ldmatrix reads
 
-constexpr int kHalves = FusedPrefillArgs::kCluster;  // blocks of a cluster: 64 columns of V each
-constexpr int kPairs = 4;                            // of producer warps in a block
-constexpr int kMakers = kHalves * kPairs;
+constexpr int kMakers = 8;        // of runs, in a cluster
 constexpr int kStages = kMakers;  // a maker fills one stage, and always the same
+template <int kK>
+constexpr int kBlocks = fused_blocks(kK);  // of a cluster: 64 columns of V each
+template <int kK>
+constexpr int kBlockMakers = kMakers / kBlocks<kK>;
+template <int kK>
+constexpr int kMakerWarps = kK / 64;  // a thread has two channels
+constexpr int kProducerWarps = 8;
+static_assert(kBlockMakers<64> * kMakerWarps<64> == kProducerWarps);
+static_assert(kBlockMakers<128> * kMakerWarps<128> == kProducerWarps);
 
 /// What the consumer multiplies with, and the state and errors where it does. fp16 has three bits
 /// more than bf16 but spans 40 powers of two (consumer.cuh says how they suffice).
@@ -43,9 +50,11 @@ constexpr float kLeast = kHalf<Operand> ? 0x1p-116f : 0x1p-96f;
 
 /// A lane of the consumer has channels 2j and 2j + 1 of every 8: its 32 lie together, those of
 /// other lanes in other banks.
+template <int kK>
 constexpr int kGammaStride = kK / 4 + 4;
+template <int kK>
 __device__ __forceinline__ constexpr unsigned gamma_place(unsigned channel) {
-  return channel % 8 / 2 * kGammaStride + channel / 8 * 2 + channel % 2;
+  return channel % 8 / 2 * kGammaStride<kK> + channel / 8 * 2 + channel % 2;
 }
 
 /// A lane of the consumer has tokens 2j and 2j + 1 of both 8: their factors lie together too.
@@ -56,15 +65,17 @@ __device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
 /// Factors of a run, the same for both blocks, of operands. Norms are factors of tokens here, not
 /// of elements: rows and columns are those of q and k as they came, decayed. wgmma wants tiles
 /// aligned to 1024 bytes.
+template <int kK>
 struct alignas(1024) Tiles {
-  uint16_t rows[2 * kRun * kK];  // k, then q, times kAnchor exp(G); [32, 64] twice
-  uint16_t kg[kRun * kK];        // k exp(G_end - G); [16, 64] twice
+  uint16_t rows[2 * kRun * kK];  // k, then q, times kAnchor exp(G); [32, 64] for each 64 channels
+  uint16_t kg[kRun * kK];        // k exp(G_end - G); [16, 64] for each 64 channels
 };
 /// Squares are strictly lower triangular, at square_place().
+template <int kK>
 struct alignas(16) Factors {
-  uint16_t inverse[kRun * kRun];  // of T' = (I + N diag(beta))^-1
-  uint16_t Aqk[kRun * kRun];      // without norms, times kAnchor
-  float gamma[4 * kGammaStride];  // exp(G_end), at gamma_place()
+  uint16_t inverse[kRun * kRun];      // of T' = (I + N diag(beta))^-1
+  uint16_t Aqk[kRun * kRun];          // without norms, times kAnchor
+  float gamma[4 * kGammaStride<kK>];  // exp(G_end), at gamma_place()
   // Of tokens, at token_place():
   float k_norm[kRun], q_norm[kRun];  // with 1 / kAnchor; q_norm with the scale of outputs too
   float k_beta[kRun];                // norm of k and beta
@@ -74,51 +85,55 @@ struct alignas(16) Factors {
 __device__ __forceinline__ constexpr int square_place(int i, int j) {
   return i * kRun + (j ^ (i / 4 & 1) * 8);
 }
+template <int kK>
 struct Stage {
-  Tiles& tiles;
-  Factors& factors;
+  Tiles<kK>& tiles;
+  Factors<kK>& factors;
 };
 
-using Tile = T[kRun][kStride];
-using SwizzledTile = T[kRun * kK];  // [16, 64] twice
+template <int kK>
+using Tile = T[kRun][kStride<kK>];
+template <int kK>
+using SwizzledTile = T[kRun * kK];  // [16, 64] for each 64 channels
 /// Rows as they came, kGateBytes of g. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows
 /// kStride apart their copies take 2.6 times as many wavefronts.
-template <int kGateBytes>
+template <int kK, int kGateBytes>
 struct RawRows {
   T q[kRun][kK], k[kRun][kK];
   unsigned char g[kRun * kK * kGateBytes];
 };
-/// A pair of warps' own. Operands in bf16: the rows of a stage make scores too.
-template <class Operand>
+/// A maker's own. Operands in bf16: the rows of a stage make scores too.
+template <int kK, class Operand>
 struct Scratch {
   alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
 };
 /// In fp16: rows that make scores, or those of two dyadic levels. L comes where rows of k were.
-template <>
-struct Scratch<__half> {
-  alignas(128) SwizzledTile q;
+template <int kK>
+struct Scratch<kK, __half> {
+  alignas(128) SwizzledTile<kK> q;
   union {
-    SwizzledTile k;
+    SwizzledTile<kK> k;
     float L[kRun][kRun + 4];
   };
 };
-template <class Operand, class E>
+template <int kK, class Operand, class E>
 struct Workshop {
   union {
-    alignas(128) RawRows<sizeof(E)> raw;
+    alignas(128) RawRows<kK, sizeof(E)> raw;
     // Where raw rows are in registers:
-    Tile levels[2];  // rows of dyadic levels, as operands
+    Tile<kK> levels[2];  // rows of dyadic levels, as operands
     struct {
       uint32_t q[kRun], k[kRun];
     } power;  // of tokens, pairs of bf16
   };
-  Scratch<Operand> scratch;
-  Tile columns;        // k / (kScoreAnchor exp(G))
-  int anchored;        // rows that the anchored form has right
-  int unusual;         // fp16 cannot take a norm as it is, or softplus gates are large
-  int deep[2];         // the head forgets fast: by channels of each warp
-  ptx::Mbarrier meet;  // of both warps
-  ptx::Mbarrier half;  // the first warp has done its part of a run
+  Scratch<kK, Operand> scratch;
+  Tile<kK> columns;           // k / (kScoreAnchor exp(G))
+  int anchored;               // rows that the anchored form has right
+  int unusual;                // fp16 cannot take a norm as it is, or softplus gates are large
+  int deep[kMakerWarps<kK>];  // the head forgets fast: by channels of each warp
+  // Where a maker has two warps:
+  ptx::Mbarrier meet;  // of both
+  ptx::Mbarrier half;  // the first one has done its part of a run
 };
 
 /// Of a warp of the consumer, from one stop to the next: in shared memory, as its course.
@@ -130,25 +145,25 @@ struct Stops {
   int64_t counted, before;   // sequences, and the checkpoints that they have
 };
 
-template <class Operand, class E>
+template <int kK, class Operand, class E>
 struct Ring {
-  Tiles tiles[kStages];
-  Factors factors[kStages];
+  Tiles<kK> tiles[kStages];
+  Factors<kK> factors[kStages];
   T v[kStages][kRun * kVTile];  // of this block; then o
-  Workshop<Operand, E> workshops[kPairs];
+  Workshop<kK, Operand, E> workshops[kBlockMakers<kK>];
   /// Factors and v are there; this block, the other one is done with them.
   ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];
   Share share;
   int longest;  // stream, while the share is looked for
-  Looks looks;
-  Course courses[4 + 2 * kPairs];
+  Looks<kBlocks<kK>> looks;
+  Course courses[4 + kProducerWarps];
   Stops stops[4];
 
-  __device__ Stage stage(int i) { return {tiles[i], factors[i]}; }
+  __device__ Stage<kK> stage(int i) { return {tiles[i], factors[i]}; }
 };
 constexpr int kOfClusters = 1024;  // what a kernel of clusters has besides
-static_assert(sizeof(Ring<__nv_bfloat16, float>) <= kSharedMemory - kOfClusters);
-static_assert(sizeof(Ring<__half, __nv_bfloat16>) <= kSharedMemory - kOfClusters);
+static_assert(sizeof(Ring<128, __nv_bfloat16, float>) <= kSharedMemory - kOfClusters);
+static_assert(sizeof(Ring<128, __half, __nv_bfloat16>) <= kSharedMemory - kOfClusters);
 
 /// swizzled() for a tile of kRows rows.
 template <int kRows>

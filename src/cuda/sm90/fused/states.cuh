@@ -7,9 +7,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <class Operand, bool kSegments>
-struct States : ScaledState<Operand> {
-  using Base = ScaledState<Operand>;
+template <int kK, class Operand, bool kSegments>
+struct States : ScaledState<kK, Operand> {
+  using Base = ScaledState<kK, Operand>;
   using Base::a;
   using Base::Base;
   using Base::column;
@@ -88,7 +88,7 @@ struct States : ScaledState<Operand> {
                         : a.states_in    ? place_in(a.states_in, unit)
                                          : place_in(a.initial, span.sequence);
     if (place.at) return load(place);
-    if (!identity) scale.room = ScaledState<Operand>::kOfZeros;
+    if (!identity) scale.room = Base::kOfZeros;
     const int difference = column + lane / 4 - lane % 4 * 2;  // of column and channel
 #pragma unroll
     for (int n = 0; n < kTiles; ++n)
@@ -111,19 +111,19 @@ struct States : ScaledState<Operand> {
     return last ? place_in(a.final_state, span.sequence) : Place{};
   }
 
-  /// The state between two shares, a lane its own: [shares, halves of V, accumulators and what
-  /// scales them, threads].
+  /// The state between two shares, a lane its own: [shares, blocks, accumulators and what scales
+  /// them, threads].
   static constexpr int kHandedRows = kTiles * 4 + 2;
   __device__ float* handed(int64_t share) const {
-    return fused.handed + (share * kHalves + ptx::cluster_rank()) * (kHandedRows * 128) +
+    return fused.handed + (share * kBlocks<kK> + ptx::cluster_rank()) * (kHandedRows * 128) +
            threadIdx.x;
   }
   /// Of a warp's state.
   __device__ uint64_t* flag(int64_t share) const {
-    return fused.handed_flags + (share * kHalves + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
+    return fused.handed_flags + (share * kBlocks<kK> + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
   }
   __device__ void hand_on() const {
-    const int64_t to = share_number() - 1;
+    const int64_t to = share_number<kBlocks<kK>>() - 1;
     float* at = handed(to);
 #pragma unroll
     for (int i = 0; i < kTiles * 4; ++i) at[i * 128] = state[i / 4][i % 4];
@@ -133,7 +133,7 @@ struct States : ScaledState<Operand> {
     if (lane == 0) ptx::raise_flag(flag(to), fused.key);
   }
   __device__ void take_over() {
-    const int64_t from = share_number();
+    const int64_t from = share_number<kBlocks<kK>>();
     ptx::wait_for_flag(flag(from), fused.key);
     __syncwarp();
     if (lane == 0) *flag(from) = 0;

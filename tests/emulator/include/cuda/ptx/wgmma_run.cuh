@@ -29,11 +29,11 @@ void wgmma_32_rows(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   });
 }
 
-template <class T>
-void wgmma_16_columns(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+template <class T, int kTiles>
+void wgmma_16_columns(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   emulator::warp_collective("wgmma.16", &mine, d, [](void* const* in, void* const* out) {
-    warp_product<T, 128>(in, out, load_columns<T, 128, 2048>);
+    warp_product<T, kTiles * 8>(in, out, load_columns<T, kTiles * 8, 2048>);
   });
 }
 
