@@ -15,13 +15,13 @@ import evidence
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Benchmark -> its case sets, the kernel families that it times.
 BENCHMARKS = {
-    "forward": (["flagship", "gva", "cudnn10"], ["fused", "staged"]),
+    "forward": (["flagship", "gva", "cudnn10", "sizes"], ["fused", "staged"]),
     "intra": (["intra"], ["staged"]),
     "recompute-wu": (["intra"], ["staged"]),
     "delta-h": (["intra"], ["staged"]),
     "context-parallel": (["context_parallel"], ["fused", "staged"]),
     "decode": (["decode_gpu"], ["decode"]),
-    "fused": (["flagship", "gva", "cudnn10", "streams", "gates"], ["fused", "staged"]),
+    "fused": (["flagship", "gva", "cudnn10", "streams", "gates", "sizes"], ["fused", "staged"]),
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}

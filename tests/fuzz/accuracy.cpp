@@ -77,7 +77,8 @@ void fit_tensor_cores(check::GenerateOptions* o, bool hard) {
 void fit_fused(check::GenerateOptions* o) {
   if (o->regime == Regime::kEqualKeys) o->regime = Regime::kStrong;
   o->key_dim = o->value_dim = o->key_dim <= 64 ? 64 : 128;
-  o->dtype = DType::kBFloat16;
+  const bool log = o->regime == Regime::kLog || o->regime == Regime::kNeedle;
+  if (log || o->dtype == DType::kFloat32) o->dtype = DType::kBFloat16;
 }
 
 double work_of(const check::GenerateOptions& o) {
@@ -107,21 +108,21 @@ void fill(io::Buffer& buffer, DType dtype, const std::function<double()>& value)
 }
 
 /// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides
-/// are multiples of it.
-void vary_options(Inputs* inputs, Random& random, int64_t unit) {
+/// are multiples of it. `plain`: steps and keys may come as they are used.
+void vary_options(Inputs* inputs, Random& random, int64_t unit, bool plain) {
   Problem& p = inputs->problem;
   if (random.chance(0.2)) p.state_layout = StateLayout::kVK;
   if (p.initial_state && p.state_layout == StateLayout::kVK)
     p.initial_state->tensor =
         contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.value_dim, p.key_dim});
   if (random.chance(0.2)) p.scale = random.uniform(-1, 1);
-  if (random.chance(0.15)) {  // plain steps of exactly 0, 1 and 2
+  if (random.chance(0.15) && plain) {  // steps of exactly 0, 1 and 2
     p.beta_mode = BetaMode::kPlain;
     fill(inputs->beta, p.beta.dtype, [&] {
       return random.chance(0.5) ? random.uniform() : static_cast<double>(random.below(3));
     });
   }
-  if (random.chance(0.15)) {
+  if (random.chance(0.15) && plain) {
     p.qk_l2norm = false;
     const double size = 1 / std::sqrt(static_cast<double>(p.key_dim));
     fill(inputs->k, p.k.dtype, [&] { return random.uniform(-size, size); });
@@ -198,7 +199,8 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   if (options.fused) fit_fused(&shape);
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
   Inputs inputs = check::generate(shape);
-  vary_options(&inputs, random, options.fused ? 8 : 1);
+  const bool fused_fp16 = options.fused && shape.dtype == DType::kFloat16;
+  vary_options(&inputs, random, options.fused ? 8 : 1, !fused_fp16);
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
   test::RunOptions run;
   run.plan = random_plan(random, !options.tensor_cores);

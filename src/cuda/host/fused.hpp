@@ -6,7 +6,7 @@
 
 namespace kda::cuda {
 
-/// One kernel for Hopper (sm_90a), bf16, K = V = 64 or 128.
+/// One kernel for Hopper (sm_90a), bf16 or fp16, K = V = 64 or 128.
 extern const stage::Implementation kFused;
 
 /// Are operands fp16? No factor and no decay is above 1 then.

@@ -34,14 +34,24 @@ const char* fused_unavailable() noexcept {
   return sm90::kBuilt ? nullptr : kNoSm90a;
 }
 
+std::string decline_fused_types(const Problem& p) {
+  const bool fp16 = p.q.dtype == DType::kFloat16;
+  if (!fp16 && p.q.dtype != DType::kBFloat16)
+    return cat("q is ", dtype_name(p.q.dtype), "; needs bf16 or fp16");
+  for (const auto& [name, desc] :
+       {std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}, std::pair{"g", &p.g}})
+    if (desc->dtype != p.q.dtype && (desc != &p.g || fp16 || desc->dtype != DType::kFloat32))
+      return cat(name, " is ", dtype_name(desc->dtype), ", q ", dtype_name(p.q.dtype),
+                 desc == &p.g && !fp16 ? "; needs the same, or fp32" : "; needs the same");
+  if (fp16 && !fused_in_half(p))
+    return "q is fp16, for which it needs gates and beta of the call and q, k normalised by it";
+  return {};
+}
+
 std::string decline_fused(const Problem& p) {
   if (p.operation != Operation::kForward) return "decode is its own kernel";
   if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
-  for (const auto& [name, desc] :
-       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}})
-    if (desc->dtype != DType::kBFloat16)
-      return cat(name, " is ", dtype_name(desc->dtype), "; needs bf16");
-  if (p.g.dtype == DType::kFloat16) return "g is fp16; needs bf16 or fp32";
+  if (std::string reason = decline_fused_types(p); !reason.empty()) return reason;
   if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
   if (p.checkpoints && p.checkpoint_every % sm90::kFusedRun != 0)
@@ -115,7 +125,8 @@ bool add_fused_segments(Plan& plan) {
   const std::size_t stop = plan.transitions_stop ? (plan.segments.size() - N) * heads : 0;
   const std::size_t runs = static_cast<std::size_t>(p.batch * p.num_tokens) / sm90::kFusedRun +
                            2 * (plan.segments.size() - N + 1);  // fused/rest.cuh
-  const std::size_t rests = one_pass && fused_in_half(p) ? runs * heads : 0;
+  const bool lack = fused_in_half(p) && p.o.dtype == DType::kBFloat16;
+  const std::size_t rests = one_pass && lack ? runs * heads : 0;
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
          plan::add_block(plan, block::kAliveTokens, stop, sizeof(int64_t)) &&
          plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0,
@@ -165,7 +176,7 @@ bool add_staged(Plan& plan) {
 }  // namespace
 
 bool fused_in_half(const Problem& p) {
-  return stage::transition_norm_never_grows(p) && p.g.dtype == DType::kBFloat16;
+  return stage::transition_norm_never_grows(p) && p.g.dtype == p.q.dtype;
 }
 
 int64_t most_chunks(const Plan& plan) {

@@ -47,7 +47,7 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   unsigned cluster() const { return static_cast<unsigned>(fused_blocks(shape.K)); }  ///< blocks
   RowView q, k, v, g, beta;
   GateView gate;
-  /// Operands are fp16: no factor and no decay is above 1, and g is bf16.
+  /// Operands are fp16: no factor and no decay is above 1, and g is as narrow as q.
   bool half = false;
 
   const FusedUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
@@ -58,7 +58,7 @@ struct FusedPrefillArgs : ChunkDeltaHArgs {  // without its factors
   float* starts = nullptr;   ///< like B: states after first segments, where second ones read them
   void* Qt = nullptr;        ///< outputs of kTransition, with the strides of o; of `half`, in fp16
   uint32_t one_of_Qt = 0;    ///< of `half`: bits of the power of two that they are times
-  uint32_t* rest = nullptr;  ///< of `half`: what outputs of kZero lack (fused/rest.cuh)
+  uint32_t* rest = nullptr;  ///< of `half`: what bf16 outputs of kZero lack (fused/rest.cuh)
   uint64_t rest_step = 0;    ///< bytes of a run
   int64_t* alive = nullptr;  ///< [segments of B, HV] tokens at which such transitions stopped
 
@@ -93,9 +93,10 @@ constexpr int64_t fused_shares(int64_t streams, int64_t num_sms, int64_t K) {
 /// Words that end with the units, as they will lie in device memory up to the end of `units`.
 using FusedWords = std::span<const int64_t>;
 
-/// q, k, v, o bf16, g bf16 or fp32, rows aligned to 16 bytes; K = V = 64 or 128; checkpoints at
-/// multiples of kFusedRun tokens. Few words come with the kernel's parameters and it writes them,
-/// for kernels after it; more are uploaded before it.
+/// q, k, v, o bf16, g bf16 or fp32; or all five fp16, `half` and no gates as logarithms; rows
+/// aligned to 16 bytes; K = V = 64 or 128; checkpoints at multiples of kFusedRun tokens. Few words
+/// come with the kernel's parameters and it writes them, for kernels after it; more are uploaded
+/// before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
 
 }  // namespace kda::cuda::sm90

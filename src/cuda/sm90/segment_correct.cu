@@ -23,7 +23,7 @@
 namespace kda::cuda::sm90 {
 namespace {
 
-using T = __nv_bfloat16;
+using Part = __nv_bfloat16;  // of two, of M and S_in
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kGroup = 32;  // channels or columns that are permuted
 constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
@@ -39,12 +39,13 @@ struct alignas(kK * 2) SharedState {
   uint32_t tops[kWarps];
 };
 
-/// kStop: transitions may have stopped before their segments end. Operand: of Qt and S_in.
-template <int kK, class Operand, bool kStop>
+/// kStop: transitions may have stopped before their segments end. T: of o; Operand: of Qt and S_in.
+template <int kK, class T, class Operand, bool kStop>
 struct Correct {
   static constexpr int kV = kK, kGroups = kK / kGroup;
   static constexpr int kEights = kV / 8, kRowsAtOnce = kThreads / kEights;  // of a state
   static constexpr bool kHalf = std::is_same_v<Operand, __half>;
+  static constexpr bool kRests = kHalf && std::is_same_v<T, __nv_bfloat16>;
   const SegmentCorrectArgs& a;
   SharedState<kK>& shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -55,7 +56,7 @@ struct Correct {
     __device__ void load(const float* at) {
       low = reinterpret_cast<const float4*>(at)[0], high = reinterpret_cast<const float4*>(at)[1];
     }
-    template <class Item = T>
+    template <class Item = Part>
     __device__ uint4 rounded(float by = 1) const {
       return {ptx::pack<Item>(low.x * by, low.y * by), ptx::pack<Item>(low.z * by, low.w * by),
               ptx::pack<Item>(high.x * by, high.y * by), ptx::pack<Item>(high.z * by, high.w * by)};
@@ -74,8 +75,8 @@ struct Correct {
       return most;
     }
     __device__ static uint32_t rest_of(float x, float y, uint32_t rounded_pair) {
-      const float2 kept = ptx::unpack<T>(rounded_pair);
-      return ptx::pack<T>(x - kept.x, y - kept.y);
+      const float2 kept = ptx::unpack<Part>(rounded_pair);
+      return ptx::pack<Part>(x - kept.x, y - kept.y);
     }
   };
 
@@ -204,7 +205,7 @@ struct Correct {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       const float2 y =
-          kHalf ? fused::with_rest<kUpper>(pairs[m], words[m]) : ptx::unpack<T>(pairs[m]);
+          kRests ? fused::with_rest<kUpper>(pairs[m], words[m]) : ptx::unpack<T>(pairs[m]);
       pairs[m] = ptx::pack<T>(fmaf(missing[m][kUpper * 2], by, y.x),
                               fmaf(missing[m][kUpper * 2 + 1], by, y.y));
     }
@@ -220,9 +221,9 @@ struct Correct {
       const int64_t run = first + c.warp * kWarpTokens, token = run + c.lane / 4;
       at[0] = row_offset(c.a.o, c.a.map, span.sequence, token, head) + c.lane % 4 * 8;
       at[1] = at[0] + 8 * c.a.o.stride_t;
-      rest_at = kHalf ? fused::rest_place<kV>(c.a.shape, unit.segment, run, head) +
-                            c.lane % 4 / 2 * fused::kRestLanes + c.lane / 4 * 4
-                      : 0;
+      rest_at = kRests ? fused::rest_place<kV>(c.a.shape, unit.segment, run, head) +
+                             c.lane % 4 / 2 * fused::kRestLanes + c.lane / 4 * 4
+                       : 0;
       valid[0] = token < span.end, valid[1] = token + 8 < span.end;
     }
     __device__ void load(const void* base, uint4 (&x)[kGroups][2], bool there = true) const {
@@ -237,7 +238,7 @@ struct Correct {
     }
     /// Of both rows; those of columns from 8 on where this lane's are.
     __device__ void load_rest(const Correct& c, uint4 (&x)[kGroups]) const {
-      if (!kHalf) return;
+      if (!kRests) return;
       const int right = c.lane % 2 * 8;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
@@ -354,9 +355,9 @@ struct Correct {
       rounded[i / 2][i % 2] = m[i / 2][i % 2].rounded(),
                          rest[i / 2][i % 2] = m[i / 2][i % 2].rest();
     __syncthreads();
-    multiply<T>(rest, 0, sum);
-    multiply<T>(rounded, kGroup / 8, sum);
-    multiply<T>(rounded, 0, sum);
+    multiply<Part>(rest, 0, sum);
+    multiply<Part>(rounded, kGroup / 8, sum);
+    multiply<Part>(rounded, 0, sum);
   }
 };
 
@@ -365,10 +366,10 @@ __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
   return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts<kK> : 0;
 }
 
-template <int kK, class Operand, bool kStop>
+template <int kK, class T, class Operand, bool kStop>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
-  const Correct<kK, Operand, kStop> correct{
+  const Correct<kK, T, Operand, kStop> correct{
       a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared())};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
   ptx::wait_for_launches_before();
@@ -379,17 +380,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 }
 
 /// `blocks`: of outputs.
-template <int kK, class Operand>
+template <int kK, class T, class Operand>
 Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
   return launch_kernel("segment_correct",
-                       args.alive ? segment_correct_kernel<kK, Operand, true>
-                                  : segment_correct_kernel<kK, Operand, false>,
+                       args.alive ? segment_correct_kernel<kK, T, Operand, true>
+                                  : segment_correct_kernel<kK, T, Operand, false>,
                        state_blocks<kK>(args) + blocks, kThreads, sizeof(SharedState<kK>), where,
                        args);
 }
 template <int kK>
 Status launch_size(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
-  return args.half ? launch<kK, __half>(args, blocks, where) : launch<kK, T>(args, blocks, where);
+  using Bf16 = __nv_bfloat16;
+  if (args.o.type == Element::kFloat16) return launch<kK, __half, __half>(args, blocks, where);
+  return args.half ? launch<kK, Bf16, __half>(args, blocks, where)
+                   : launch<kK, Bf16, Bf16>(args, blocks, where);
 }
 
 }  // namespace

@@ -11,8 +11,8 @@ namespace kda::cuda::sm90 {
 struct SegmentCorrectArgs {
   Shape shape;
   SequenceMap map;
-  RowView o;                         ///< bf16, rows aligned to 16 bytes
-  bool half = false;                 ///< Qt is fp16 and outputs have a rest; else Qt is bf16
+  RowView o;                         ///< bf16 or, of `half`, fp16; rows aligned to 16 bytes
+  bool half = false;                 ///< Qt is fp16 and bf16 outputs have a rest; else Qt is bf16
   const void* Qt = nullptr;          ///< with the strides of o
   int qt_exponent = 0;               ///< of `half`: it is times 2 to this
   const uint32_t* rest = nullptr;    ///< of `half`, the same

@@ -13,9 +13,10 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <int kK, class Operand, bool kSegments>
-struct Consumer : States<kK, Operand, kSegments> {
-  using Base = States<kK, Operand, kSegments>;
+/// T: of v and o.
+template <int kK, class T, class Operand, bool kSegments>
+struct Consumer : States<kK, T, Operand, kSegments> {
+  using Base = States<kK, T, Operand, kSegments>;
   using Base::a;
   using Base::column;
   using Base::end;
@@ -35,6 +36,7 @@ struct Consumer : States<kK, Operand, kSegments> {
   using Base::round_pairs;
   using Base::scale;
   using Base::scale_back;
+  using Base::scale_in_place;
   using Base::span;
   using Base::state;
   using Base::store;
@@ -43,6 +45,7 @@ struct Consumer : States<kK, Operand, kSegments> {
   using Base::tile_column;
   using Base::transition;
   using Base::unit;
+  using Base::value_of;
   using typename Base::Place;
   using Tiles = fused::Tiles<kK>;
   using Factors = fused::Factors<kK>;
@@ -54,14 +57,17 @@ struct Consumer : States<kK, Operand, kSegments> {
   // ---- outputs of segments, with operands in fp16 ----------------------------------------------
 
   static constexpr bool kFine = kSegments && kHalf<Operand>;
-  /// In bf16; those that will be corrected leave at `rest_at` what that lacks; Qt is fp16, times a
-  /// power of two. Each has a loop of its own: as questions in one loop they cost 4 to 10%.
+  static constexpr bool kRests = kFine && std::is_same_v<T, __nv_bfloat16>;
+  /// In bf16; those that will be corrected leave at `rest_at` what that lacks (fp16 has as many
+  /// digits as that); Qt is fp16, times a power of two. Each has a loop of its own: as questions in
+  /// one loop they cost 4 to 10%.
   enum class Outputs { kRounded, kWithRest, kQt };
   char* rest_at = nullptr;
 
   __device__ Outputs outputs_of(const Part& part) const {
     if (part.state == FusedState::kTransition) return Outputs::kQt;
-    return part.state == FusedState::kZero && fused.rest ? Outputs::kWithRest : Outputs::kRounded;
+    const bool with_rest = kRests && part.state == FusedState::kZero && fused.rest;
+    return with_rest ? Outputs::kWithRest : Outputs::kRounded;
   }
   __device__ void find_rest(const Part& part) {
     if (outputs_of(part) != Outputs::kWithRest) return;
@@ -145,12 +151,11 @@ struct Consumer : States<kK, Operand, kSegments> {
   // ---- a run -----------------------------------------------------------------------------------
 
   /// v - k_norm P.
-  __device__ __forceinline__ static void subtract(const uint32_t (&v)[4], const float (*P)[4],
-                                                  const TokenFactors& k_norm,
-                                                  float (&error)[2][4]) {
+  __device__ __forceinline__ void subtract(const uint32_t (&v)[4], const float (*P)[4],
+                                           const TokenFactors& k_norm, float (&error)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const float2 upper = ptx::unpack<T>(v[2 * n]), lower = ptx::unpack<T>(v[2 * n + 1]);
+      const float2 upper = value_of(v[2 * n]), lower = value_of(v[2 * n + 1]);
       const float2 norm = k_norm.x[n];
       error[n][0] = upper.x - norm.x * P[n][0];
       error[n][1] = upper.y - norm.y * P[n][1];
@@ -184,7 +189,7 @@ struct Consumer : States<kK, Operand, kSegments> {
       pairs[i] = kFine && outputs == Outputs::kQt ? ptx::pack<Operand>(x, y) : ptx::pack<T>(x, y);
     }
     ptx::stmatrix_x4_trans(piece, pairs);
-    if (kFine && outputs == Outputs::kWithRest) {
+    if (kRests && outputs == Outputs::kWithRest) {
       *reinterpret_cast<uint32_t*>(rest_at) = rest_of(o);
       rest_at += fused.rest_step;
     }
@@ -206,11 +211,7 @@ struct Consumer : States<kK, Operand, kSegments> {
     load_square(factors + offsetof(Factors, inverse), inverse);
     const TokenFactors k_norm(factors + offsetof(Factors, k_norm), lane);
 
-    if constexpr (kHalf<Operand>) {
-#pragma unroll
-      for (uint32_t& pair : v)
-        pair = ptx::multiply_pairs<T>(pair, static_cast<uint32_t>(127 + scale.exponent) * 0x800080);
-    }
+    if constexpr (kHalf<Operand>) scale_in_place(v);
     float error[2][4];
     multiply_rows(ptx::tile_descriptor_of<2 * kRun>(at + offsetof(Tiles, rows)), pq);
     ptx::keep_order(never.after_products);
@@ -240,8 +241,8 @@ struct Consumer : States<kK, Operand, kSegments> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* exact = error[i / 2] + i % 2 * 2;
-        const float2 kept = ptx::unpack<T>(vn[i]);
-        low[i] = ptx::pack<T>(exact[0] - kept.x, exact[1] - kept.y);
+        const float2 kept = ptx::unpack<Operand>(vn[i]);
+        low[i] = ptx::pack<Operand>(exact[0] - kept.x, exact[1] - kept.y);
       }
     ptx::hold(state);
     ptx::wgmma_fence();
@@ -249,7 +250,7 @@ struct Consumer : States<kK, Operand, kSegments> {
     ptx::wgmma_16_columns<Operand>(state, vn, kg);
     if constexpr (!kHalf<Operand>) ptx::wgmma_16_columns<Operand>(state, low, kg);
     ptx::wgmma_commit();
-    if (kFine && outputs == Outputs::kWithRest) ptx::keep_order(never.after_update);
+    if (kRests && outputs == Outputs::kWithRest) ptx::keep_order(never.after_update);
 
     put_outputs(outputs, &pq[2], error, q_norm, diag, piece);
     const bool more = !kHalf<Operand> || take_room(most_of(v));
@@ -260,6 +261,7 @@ struct Consumer : States<kK, Operand, kSegments> {
 
   // ---- runs with large v, in fp16 --------------------------------------------------------------
 
+  using Wide = __nv_bfloat16;  // of what fp16 does not hold
   __device__ static bool fits(float x) { return fabsf(x) <= 65504; }
   __device__ __forceinline__ static void round_errors(const float (&error)[2][4],
                                                       uint32_t (&x)[4]) {
@@ -280,7 +282,7 @@ struct Consumer : States<kK, Operand, kSegments> {
         return exact[i / 2][j] == error[i / 2][j] && fits(error[i / 2][j]) ? 0.0f
                                                                            : exact[i / 2][j] - x;
       };
-      rest[i] = ptx::pack<T>(lacks(i % 2 * 2, kept.x), lacks(i % 2 * 2 + 1, kept.y));
+      rest[i] = ptx::pack<Wide>(lacks(i % 2 * 2, kept.x), lacks(i % 2 * 2 + 1, kept.y));
     }
   }
   /// d += rest square, in bf16.
@@ -290,9 +292,9 @@ struct Consumer : States<kK, Operand, kSegments> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = ptx::unpack<Operand>(square[i]);
-      rounded[i] = ptx::pack<T>(x.x, x.y);
+      rounded[i] = ptx::pack<Wide>(x.x, x.y);
     }
-    add_product<T>(d, rest, rounded);
+    add_product<Wide>(d, rest, rounded);
   }
   /// After run_one(), which took the largest finite numbers for larger errors. Tokens before those
   /// keep their bits. `pq`: as run_one() left it.
@@ -316,7 +318,7 @@ struct Consumer : States<kK, Operand, kSegments> {
     find_rest(exact, error, rounded, rest);
     load_square(factors + offsetof(Factors, Aqk), square);
     add_rest(&pq[2], rest, square);
-    if (kFine && outputs == Outputs::kWithRest) rest_at -= fused.rest_step;
+    if (kRests && outputs == Outputs::kWithRest) rest_at -= fused.rest_step;
     put_outputs(outputs, &pq[2], exact, TokenFactors(factors + offsetof(Factors, q_norm), lane),
                 TokenFactors(factors + offsetof(Factors, diag), lane), piece_of(values));
     const int token = lane % 16;
@@ -343,7 +345,7 @@ struct Consumer : States<kK, Operand, kSegments> {
     stops.num_runs = stops.left = runs_of<kBlocks>(part);
     if (a.checkpoints.base) find_checkpoint(stops);
     if (kSegments && part.piece > 0) return;  // the state goes on
-    if constexpr (kFine) find_rest(part);
+    if constexpr (kRests) find_rest(part);
     scale = {};
     if (part.taken_over)
       take_over();
@@ -478,7 +480,7 @@ struct Consumer : States<kK, Operand, kSegments> {
         };
         if (!kFine || outputs == Outputs::kRounded)
           go_on(Outputs::kRounded);
-        else if (outputs == Outputs::kWithRest)
+        else if (kRests && outputs == Outputs::kWithRest)
           go_on(Outputs::kWithRest);
         else
           go_on(Outputs::kQt);

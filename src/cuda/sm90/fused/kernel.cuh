@@ -65,7 +65,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   __syncwarp();
   if (warp < 4) {
     set_registers<kConsumerRegisters<kK>>();
-    Consumer<kK, Operand, kSegments>(a).run_all(ring, course, warp);
+    Consumer<kK, InputOf<E>, Operand, kSegments>(a).run_all(ring, course, warp);
   } else {
     set_registers<kProducerRegisters<kK>>();
     constexpr int kWarps = kMakerWarps<kK>;
@@ -102,6 +102,9 @@ Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
 /// Of so many channels.
 template <int kK, bool kSegments>
 Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
+  if (args.q.type == Element::kFloat16)
+    return args.gate.gate_mode == 1 ? launch<kK, __half, __half, 1, kSegments>(args, where)
+                                    : launch<kK, __half, __half, 2, kSegments>(args, where);
   return args.g.type == Element::kFloat32 ? launch_mode<kK, float, kSegments>(args, where)
                                           : launch_mode<kK, __nv_bfloat16, kSegments>(args, where);
 }

@@ -56,6 +56,7 @@ struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
   using Base::put_kg;
   using typename Base::Pairs;
   using typename Base::Stage;
+  using typename Base::T;
   using Padded = PaddedRows<kK>;
   using Swizzled = SwizzledRows<kK>;
 
@@ -93,7 +94,7 @@ struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
   /// of their products is stored.
   template <int h, class Factor, class LevelRows>
   __device__ void put_level(const Factor (&decay)[kRun], const Pairs& q, const Pairs& k,
-                            LevelRows rows, T* columns, int from) const {
+                            LevelRows rows, Bits* columns, int from) const {
     const uint32_t of_rows = rows.place(channel());
     const uint32_t of_columns = ptx::shared_address(columns + channel());
 #pragma unroll
@@ -118,7 +119,7 @@ struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
     }
   }
   template <class LevelRows>
-  __device__ void multiply_level(LevelRows rows, const T* columns, float (&acc)[4]) const {
+  __device__ void multiply_level(LevelRows rows, const Bits* columns, float (&acc)[4]) const {
     const uint32_t right =
         ptx::shared_address(columns + lane() % 8 * kStride<kK> + lane() / 8 * 8);  // 32 channels
 #pragma unroll
@@ -157,7 +158,7 @@ struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
   template <int h, int kParity, class Factor, class LevelRows>
   __device__ void multiply_levels(const Factor (&decay)[kRun], const Pairs& q, const Pairs& k,
                                   LevelRows rows, LevelRows more_rows, int first, Two& acc) const {
-    T *columns = own.columns[0], *more_columns = own.columns[8];
+    Bits *columns = own.columns[0], *more_columns = own.columns[8];
     put_level<h>(decay, q, k, rows, columns, first);
     put_level<h / 2>(decay, q, k, more_rows, more_columns, first);
     this->template sync<kParity>();
@@ -171,8 +172,9 @@ struct Levels : Rows<kK, Operand, E, kGateMode, kSegments> {
   }
   /// All factors of levels are at most 1: in fp16 rows and columns of them are, too.
   __device__ static void to_operands(Pairs& x) {
+    if constexpr (!std::is_same_v<T, Operand>)
 #pragma unroll
-    for (uint32_t& pair : x) pair = operand(ptx::unpack<T>(pair));
+      for (uint32_t& pair : x) pair = operand(ptx::unpack<T>(pair));
   }
   /// In place of what the anchored form has for rows from `first` on. Raw q and k of a thread's
   /// channels are in its registers: their places are free.

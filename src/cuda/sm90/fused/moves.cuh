@@ -49,13 +49,13 @@ struct Moves {
     const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
     const int beta_size = a.beta.type == Element::kFloat32 ? 4 : 2;
     const int row = warp() * kWarpRows + lane() / 8, warp_row = lane() / 8, piece = column() * 16;
-    q = place_of(part, a.q, q_head, run + rank, row, piece, sizeof(T));
-    k = place_of(part, a.k, q_head, run + rank, row, piece, sizeof(T));
+    q = place_of(part, a.q, q_head, run + rank, row, piece, sizeof(Bits));
+    k = place_of(part, a.k, q_head, run + rank, row, piece, sizeof(Bits));
     g = place_of(part, a.g, head, run + rank, row, piece, sizeof(E));
-    v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(T));
+    v = place_of(part, a.v, head, run, warp_row, rank * 128 + piece, sizeof(Bits));
     RowView outputs = a.o;
     if (kSegments && part.state == FusedState::kTransition) outputs.base = a.Qt;
-    next_o = place_of(part, outputs, head, run, warp_row, rank * 128 + piece, sizeof(T));
+    next_o = place_of(part, outputs, head, run, warp_row, rank * 128 + piece, sizeof(Bits));
     beta = place_of(part, a.beta, head, run + rank, norm_row(0), 0, beta_size);
   }
   __device__ char* place_of(const Part& part, const RowView& view, int view_head, int run, int row,
@@ -133,8 +133,8 @@ struct Moves {
   __device__ void load_raw(int tokens) {
     const int rows = tokens - rank * kRun;
     if (tokens > 0) {
-      copy_rows<T, true>(own.raw.q, a.q, q, rows);
-      copy_rows<T, true>(own.raw.k, a.k, k, rows);
+      copy_rows<Bits, true>(own.raw.q, a.q, q, rows);
+      copy_rows<Bits, true>(own.raw.k, a.k, k, rows);
       copy_rows<E, false>(own.raw.g, a.g, g, rows);
     }
     ptx::cp_async_commit();
@@ -165,9 +165,9 @@ struct Moves {
     char* at = walk;
 #pragma unroll
     for (int row = 0; row < kBlocks * kRun;
-         row += kWarpRows, at += step(view, sizeof(T), kWarpRows))
+         row += kWarpRows, at += step(view, sizeof(Bits), kWarpRows))
       visit(place + row * 128 + (column() ^ first_row ^ row % 8) * 16, at, row < rows);
-    walk += step(view, sizeof(T), kMakers * kRun);
+    walk += step(view, sizeof(Bits), kMakers * kRun);
   }
   /// Zeros for transitions.
   __device__ void load_v(int tokens) {

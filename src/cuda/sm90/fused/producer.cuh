@@ -130,14 +130,15 @@ struct Producer : Scores<kK, Operand, E, kGateMode, kSegments> {
     if (is_last()) this->invert(s);
     ptx::fence_async_proxy();
   }
-  /// Of a head that forgets fast. Raw rows are read, and norms known, before their places are used.
+  /// By levels alone. Raw rows are read, and norms known, before their places are used.
   __device__ void make_deep(const Stage& s, Run& run) {
     float2 decay[kRun];
     typename Base::Pairs &q = run.q, &k = run.k;
     typename Base::AllSquares squares;
     this->load_gates(decay);
     this->add_squares(squares);
-    const float2 gamma = this->decays_of_deep(decay, run.rows);
+    const float2 gamma = Base::kLevelsAlone ? this->decays_of_levels(decay, run.rows)
+                                            : this->decays_of_deep(decay, run.rows);
     forget_index();
     typename Base::AllNorms norms;
     this->find_norms(norms, squares, run.rows, run.raw_beta);
@@ -195,7 +196,13 @@ struct Producer : Scores<kK, Operand, E, kGateMode, kSegments> {
   /// As many runs of every kStages as there are blocks.
   __device__ void run_part() {
     load_raw(left);
-    if constexpr (kApart)
+    if constexpr (Base::kLevelsAlone)
+      for (; left > 0; deliver()) {
+        Run run;
+        begin_run(run);
+        make_deep(ring.stage(mine()), run);
+      }
+    else if constexpr (kApart)
       run_apart();
     else
       for (; left > 0; deliver()) {
@@ -243,7 +250,7 @@ struct Producer : Scores<kK, Operand, E, kGateMode, kSegments> {
   }
 
   __device__ void run_all(Course& course) {
-    if constexpr (Base::kDeepHeads) clear_scores();
+    if constexpr (Base::kDeepHeads || Base::kLevelsAlone) clear_scores();
     constexpr int kMakersHere = kBlockMakers<kK>;
     int turn = 0;  // maker that has the first runs of the part
     while (next_part<kSegments>(a, course, this->ring.looks)) {

@@ -22,6 +22,7 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
   using Base::thread;
   using Base::warp;
   using typename Base::Betas;
+  using T = InputOf<E>;
   using typename Base::Stage;
 
   /// With the constants of their formulas. Gate mode 2: a decay is
@@ -56,9 +57,13 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
     }
   }
 
+  /// Rows of the anchored form span more powers of two than fp16: with inputs in bf16 they are
+  /// bf16.
+  static constexpr bool kLevelsAlone =
+      std::is_same_v<T, __half> || (kK == 64 && kHalf<Operand> && kGateMode == 1);
   /// Of heads whose gates take some channel half through the range in a run, at raw gates of 0:
   /// most of their runs would leave it. Powers of two a token.
-  static constexpr bool kDeepHeads = kHalf<Operand> && kGateMode == 1;
+  static constexpr bool kDeepHeads = kHalf<Operand> && kGateMode == 1 && !kLevelsAlone;
   static constexpr float kDeep = 108.0f / kRun;
 
   __device__ unsigned channel() const { return thread * 2; }
@@ -243,6 +248,29 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
     return {of_run(above.x), of_run(above.y)};
   }
 
+  /// In place of raw gates of a kernel that has levels alone: decays of tokens. Returns that of the
+  /// run: of softplus gates from the sum of logarithms, since slow channels need every bit of it.
+  __device__ float2 decays_of_levels(float2 (&decay)[kRun], int rows) const {
+    if constexpr (kGateMode == 1) return add_logs_of_levels(decay, rows);
+    make_decays(decay, rows);
+    float2 total = decay[0];
+#pragma unroll
+    for (int i = 1; i < kRun; ++i) multiply(total, decay[i]);
+    return total;
+  }
+  __device__ float2 add_logs_of_levels(float2 (&decay)[kRun], int rows) const {
+    float2 sum{0, 0};
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const float2 exponent = exponents_of(decay[i]);
+      float2 log{softplus(exponent.x), softplus(exponent.y)};
+      if (i >= rows) log = {0, 0};
+      sum.x += log.x, sum.y += log.y;
+      decay[i] = {ptx::ex2(log.x * rate), ptx::ex2(log.y * rate)};
+    }
+    return {ptx::ex2(sum.x * rate), ptx::ex2(sum.y * rate)};
+  }
+
   // ---- decayed rows ----------------------------------------------------------------------------
 
   /// Where this thread's channels lie in row 0 of a swizzled tile of kRows rows, and a pair of row
@@ -315,7 +343,7 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
     for (int i = 0; i < kEights; ++i) add_squares(sums[i], i);
   }
   __device__ void add_squares(Squares& sum, int eight) const {
-    const T(*of)[kK] = lane() % 16 < 8 ? own.raw.q : own.raw.k;
+    const Bits(*of)[kK] = lane() % 16 < 8 ? own.raw.q : own.raw.k;
     const uint32_t from =
         ptx::shared_address(&of[(warp() + eight) * 8 + lane() % 8][(lane() / 16 ^ lane() % 8) * 8]);
 #pragma unroll
@@ -324,8 +352,8 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
       ptx::ldmatrix_x4(x, (from ^ step % 4 * 32) + step / 4 * 128);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        ptx::mma_1688(sum.with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);
-        ptx::mma_1688(sum.with_q[i], x[2 * i], x[2 * i + 1], x[2 * i]);
+        ptx::mma_1688<T>(sum.with_k[i], x[2 * i], x[2 * i + 1], x[2 * i + 1]);
+        ptx::mma_1688<T>(sum.with_q[i], x[2 * i], x[2 * i + 1], x[2 * i]);
       }
     }
   }
@@ -401,7 +429,15 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
   }
   __device__ static void multiply_by(const uint32_t (&power)[kRun], Pairs& x) {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) x[i] = ptx::multiply_pairs<T>(x[i], power[i]);
+    for (int i = 0; i < kRun; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {  // a power may be none of fp16's
+        const float by = __uint_as_float(power[i] & 0xffff0000);
+        const float2 y = ptx::unpack<T>(x[i]);
+        x[i] = operand({y.x * by, y.y * by});
+      } else {
+        x[i] = ptx::multiply_pairs<T>(x[i], power[i]);
+      }
+    }
   }
 };
 

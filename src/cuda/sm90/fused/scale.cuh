@@ -22,7 +22,7 @@ namespace kda::cuda::sm90::fused {
 /// warps wait.
 ///
 /// With operands in bf16 the scale is 1.
-template <int kK, class Operand>
+template <int kK, class T, class Operand>
 struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   using Base = delta_h::Chain<Operand, kK, DeltaUse::kForward>;
   using Base::kTiles;
@@ -87,6 +87,12 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
   __device__ static float most_of(const float (&x)[4]) {
     return fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
   }
+  /// Of one of a pair, without its sign: bits of bf16, or the upper ones of a float.
+  __device__ static uint32_t size_of(uint32_t pair, int which) {
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) return pair >> which * 16 & 0x7fff;
+    const float2 x = ptx::unpack<T>(pair);
+    return __float_as_uint(which == 0 ? x.x : x.y) >> 16 & 0x7fff;
+  }
   /// Of the largest number in this warp's columns of v of the first token of a run; where all
   /// before it is zero, of the first token that has any.
   __device__ int first_exponent(uint32_t piece, bool any_token) const {
@@ -95,7 +101,7 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const auto token = static_cast<uint32_t>(i / 4 * 8 + lane % 4 * 2 + i % 2);
-      const uint32_t bits = v[i / 2] >> i % 2 * 16 & 0x7fff;
+      const uint32_t bits = size_of(v[i / 2], i % 2);
       if (bits != 0 && bits < 0x7f80 && (any_token || token == 0))
         key = max(key, (kRun - token) << 8 | bits >> 7);
     }
@@ -121,16 +127,35 @@ struct ScaledState : delta_h::Chain<Operand, kK, DeltaUse::kForward> {
 
   /// Of this warp's columns of v: what ldmatrix takes of this lane.
   __device__ __forceinline__ uint32_t piece_of(uint32_t values) const {
-    return values + static_cast<uint32_t>(sizeof(T)) *
+    return values + static_cast<uint32_t>(sizeof(Bits)) *
                         swizzled_in<kRun>(lane % 8 + lane / 16 * 8, tile_column / 8 + lane / 8 % 2);
   }
   __device__ __forceinline__ bool has_room() const {
     return !kHalf<Operand> || !__any_sync(0xffffffff, scale.room <= 0);
   }
-  /// The largest of this lane's v.
-  __device__ __forceinline__ static float most_of(const uint32_t (&v)[4]) {
-    const uint32_t top = ptx::max_of_pairs(v);
-    return __uint_as_float(max(top << 16, top & 0xffff0000));
+  /// v of a lane, pairs of T: in bf16 they are scaled in place, in fp16 where they are used, since
+  /// they might leave it.
+  static constexpr bool kScaledInPlace = std::is_same_v<T, __nv_bfloat16>;
+  __device__ __forceinline__ float scale_up() const {
+    return __uint_as_float(static_cast<uint32_t>(127 + scale.exponent) << 23);
+  }
+  __device__ __forceinline__ void scale_in_place(uint32_t (&v)[4]) const {
+    if constexpr (kScaledInPlace)
+#pragma unroll
+      for (uint32_t& pair : v)
+        pair = ptx::multiply_pairs<T>(pair, static_cast<uint32_t>(127 + scale.exponent) * 0x800080);
+  }
+  __device__ __forceinline__ float2 value_of(uint32_t pair) const {
+    const float2 x = ptx::unpack<T>(pair);
+    if constexpr (kScaledInPlace) return x;
+    return {x.x * scale_up(), x.y * scale_up()};
+  }
+  /// The largest of this lane's v, scaled.
+  __device__ __forceinline__ float most_of(const uint32_t (&v)[4]) const {
+    const uint32_t top = ptx::max_of_pairs<T>(v);
+    if constexpr (kScaledInPlace) return __uint_as_float(max(top << 16, top & 0xffff0000));
+    const float2 x = value_of(top);
+    return x.x > x.y || x.x != x.x ? x.x : x.y;  // NaN where one is
   }
   /// Takes what a run with v up to `most`, scaled, takes. Is there room for another one?
   __device__ __forceinline__ bool take_room(float most) {

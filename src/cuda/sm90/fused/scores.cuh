@@ -20,6 +20,7 @@ struct Scores : Levels<kK, Operand, E, kGateMode, kSegments> {
   using Base::put_L;
   using Base::warp;
   using typename Base::Stage;
+  using typename Base::T;
 
   /// What anchored_scores() has of Aqk: tiles of 8 columns, of rows r and r + 8.
   __device__ static void put_scores(const Stage& s, int r, int c, const float (&acc)[2][4]) {

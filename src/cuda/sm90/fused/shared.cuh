@@ -13,7 +13,7 @@
 
 namespace kda::cuda::sm90::fused {
 
-using T = __nv_bfloat16;         // of q, k, v, o, and of rows and columns that make scores
+using Bits = uint16_t;           // of bf16 or fp16
 constexpr int kRun = kFusedRun;  // tokens of a stage
 template <int kK>
 constexpr int kStride = kK + 8;  // of rows that only ldmatrix reads
@@ -29,6 +29,10 @@ constexpr int kMakerWarps = kK / 64;  // a thread has two channels
 constexpr int kProducerWarps = 8;
 static_assert(kBlockMakers<64> * kMakerWarps<64> == kProducerWarps);
 static_assert(kBlockMakers<128> * kMakerWarps<128> == kProducerWarps);
+
+/// Of q, k, v and o where gates are E.
+template <class E>
+using InputOf = std::conditional_t<std::is_same_v<E, __half>, __half, __nv_bfloat16>;
 
 /// What the consumer multiplies with, and the state and errors where it does. fp16 has three bits
 /// more than bf16 but spans 40 powers of two (consumer.cuh says how they suffice).
@@ -92,14 +96,14 @@ struct Stage {
 };
 
 template <int kK>
-using Tile = T[kRun][kStride<kK>];
+using Tile = Bits[kRun][kStride<kK>];
 template <int kK>
-using SwizzledTile = T[kRun * kK];  // [16, 64] for each 64 channels
+using SwizzledTile = Bits[kRun * kK];  // [16, 64] for each 64 channels
 /// Rows as they came, kGateBytes of g. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows
 /// kStride apart their copies take 2.6 times as many wavefronts.
 template <int kK, int kGateBytes>
 struct RawRows {
-  T q[kRun][kK], k[kRun][kK];
+  Bits q[kRun][kK], k[kRun][kK];
   unsigned char g[kRun * kK * kGateBytes];
 };
 /// A maker's own. Operands in bf16: the rows of a stage make scores too.
@@ -149,7 +153,7 @@ template <int kK, class Operand, class E>
 struct Ring {
   Tiles<kK> tiles[kStages];
   Factors<kK> factors[kStages];
-  T v[kStages][kRun * kVTile];  // of this block; then o
+  Bits v[kStages][kRun * kVTile];  // of this block; then o
   Workshop<kK, Operand, E> workshops[kBlockMakers<kK>];
   /// Factors and v are there; this block, the other one is done with them.
   ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];

@@ -7,9 +7,9 @@
 
 namespace kda::cuda::sm90::fused {
 
-template <int kK, class Operand, bool kSegments>
-struct States : ScaledState<kK, Operand> {
-  using Base = ScaledState<kK, Operand>;
+template <int kK, class T, class Operand, bool kSegments>
+struct States : ScaledState<kK, T, Operand> {
+  using Base = ScaledState<kK, T, Operand>;
   using Base::a;
   using Base::Base;
   using Base::column;

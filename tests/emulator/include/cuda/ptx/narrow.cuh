@@ -9,15 +9,17 @@
 namespace kda::cuda::ptx {
 
 /// As m16n8k16 whose second half is 0.
-inline void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+template <class T>
+void mma_1688(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   const uint32_t a[4] = {a0, a1, 0, 0};
-  mma_16816<__nv_bfloat16>(d, a, b, 0);
+  mma_16816<T>(d, a, b, 0);
 }
 
 inline float inverse_root(float x) { return 1 / std::sqrt(x); }
 
 /// In these bits NaN is more than any number, too.
-inline uint32_t max_of_pairs(const uint32_t (&x)[4]) {
+template <class T>
+uint32_t max_of_pairs(const uint32_t (&x)[4]) {
   uint32_t low = 0, high = 0;
   for (const uint32_t pair : x) {
     low = std::max(low, pair & 0x7fff);
