@@ -107,7 +107,7 @@ TEST_F(Calls, StageBuffersAreCheckedOneByOne) {
   check::GenerateOptions options = test::shape(70, 1, 64, 64);
   options.dtype = DType::kBFloat16;
   const Inputs inputs = check::generate(options);
-  OnDevice call(inputs, {.out_dtype = DType::kBFloat16});
+  OnDevice call(inputs, {.plan = test::with_backend("staged"), .out_dtype = DType::kBFloat16});
   DeviceBuffer memory(1 << 20);
   char host[64];
   using Member = void* StageTensors::*;
@@ -465,7 +465,7 @@ TEST_F(Calls, ChunkStagesThroughTheCAbi) {
   options.dtype = DType::kBFloat16;
   options.regime = check::Regime::kLog;
   const Inputs inputs = check::generate(options);
-  OnDevice whole(inputs, {.out_dtype = DType::kBFloat16});
+  OnDevice whole(inputs, {.plan = test::with_backend("staged"), .out_dtype = DType::kBFloat16});
   throw_if_error(whole.run());
   whole.read();
 
@@ -490,6 +490,7 @@ TEST_F(Calls, ChunkStagesThroughTheCAbi) {
   kda_plan_options plan_options;
   kda_plan_options_init(&plan_options);
   ASSERT_EQ(kda_plan_options_cuda(&plan_options, 0), KDA_OK) << kda_last_error();
+  plan_options.backend = "staged";
   EXPECT_EQ(kda_plan_options_cuda(&plan_options, 99), KDA_UNAVAILABLE);
   kda_plan* plan = nullptr;
   ASSERT_EQ(kda_plan_create(&p, nullptr, &plan_options, &plan), KDA_OK) << kda_last_error();

@@ -57,11 +57,14 @@ TEST_P(Segments, Bf16StaysWithinATenthMore) {
   options.regime = regime();
   options.dtype = DType::kBFloat16;
   const Inputs inputs = check::generate(options);
-  const test::RunOptions run{.out_dtype = DType::kBFloat16};
+  // On a GPU one backend for both; cuda.sm90.fused is in tests/cuda/fused_test.cpp.
+  const std::string backend = test::on_cuda() ? "staged" : "";
+  const test::RunOptions run{.plan = test::with_backend(backend), .out_dtype = DType::kBFloat16};
   const double serial = test::worst_errors(inputs, test::run_inputs(inputs, run)).o;
   for (const SegmentMethod method : kMethods) {
     test::RunOptions segmented = run;
     segmented.plan = test::fixed_segments(8, method);
+    segmented.plan.backend = backend;
     EXPECT_LE(test::worst_errors(inputs, test::run_inputs(inputs, segmented)).o,
               check::kSegmented16BitRatio * serial);
   }
