@@ -81,7 +81,7 @@ void print_explanation(const Plan& plan, std::ostream& out) {
   for (const Candidate& row : plan.candidates)
     out << "  - " << row.name << ": " << (row.chosen ? "chosen" : row.reason) << "\n";
   if (plan.cost.serial_us > 0) {
-    out << "\npredicted (K = V = 128 constants of an H200)\n"
+    out << "\npredicted (constants of an H200)\n"
         << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
         << "  serial     " << plan.cost.serial_us << " us\n";
     if (plan.cost.segmented_us > 0) out << "  segmented  " << plan.cost.segmented_us << " us\n";
