@@ -13,8 +13,8 @@
 namespace kda::cuda::sm90::fused {
 
 constexpr int kThreads = 128 + kProducerWarps * 32;
-/// Together no more than the launch gives. A state of 64 channels takes half of the registers of one
-/// of 128; a maker of one warp does the work of two.
+/// Together no more than the launch gives. A state of 64 channels takes half of the registers of
+/// one of 128; a maker of one warp does the work of two.
 template <int kK>
 constexpr int kConsumerRegisters = kK == 64 ? 152 : 200;
 template <int kK>

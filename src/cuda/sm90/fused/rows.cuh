@@ -57,8 +57,8 @@ struct Rows : Moves<kK, Operand, E, kSegments> {
     }
   }
 
-  /// Rows of the anchored form span more powers of two than fp16: with inputs in bf16 they are
-  /// bf16.
+  /// Rows of the anchored form span more powers of two than fp16 (with inputs in bf16 they are
+  /// bf16). And with softplus gates a maker of one warp would have both forms to make.
   static constexpr bool kLevelsAlone =
       std::is_same_v<T, __half> || (kK == 64 && kHalf<Operand> && kGateMode == 1);
   /// Of heads whose gates take some channel half through the range in a run, at raw gates of 0:
