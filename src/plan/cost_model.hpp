@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted times of the staged GPU schedule (chunk_intra, then one chain of chunks a state tile)
-// and of the forward in one kernel, from named constants measured on an H200, bf16, at K = V = 128
-// and, of the one kernel, 64 (docs/planning.md).
+// and of the forward in one kernel, from named constants measured on an H200 at K = V = 128, bf16;
+// those of K = V = 64 come from an H100 (docs/planning.md).
 #pragma once
 
 #include <algorithm>
