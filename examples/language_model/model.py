@@ -5,9 +5,10 @@ import pathlib
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
-WEIGHTS = pathlib.Path(__file__).resolve().parent / "weights.pt"
+WEIGHTS = pathlib.Path(__file__).resolve().parent / "weights.safetensors"
 LOWER_BOUND = -5.0  # of the log decay a token, in nats
 
 
@@ -73,7 +74,7 @@ class LanguageModel(nn.Module):
 
 def load(device="cpu", dtype=torch.float32):
     model = LanguageModel()
-    model.load_state_dict(torch.load(WEIGHTS, weights_only=True, map_location="cpu"))
+    model.load_state_dict(load_file(WEIGHTS))
     for name, parameter in model.named_parameters():
         keep = name.endswith(("A_log", "dt_bias"))  # the kernels read them in fp32
         parameter.data = parameter.data.to(device, torch.float32 if keep else dtype)

@@ -13,6 +13,7 @@ import time
 import torch
 import torch.nn.functional as F
 from model import LOWER_BOUND, WEIGHTS, LanguageModel
+from safetensors.torch import save_file
 
 from libkda import naive_chunk_kda, naive_kda_lowerbound_gate
 
@@ -57,7 +58,7 @@ def main():
         step += 1
         if step % 50 == 0:
             print(f"step {step}: {mean / 0.6931:.3f} bits a byte, {100 * done:.0f}%", flush=True)
-    torch.save({name: x.half() for name, x in model.state_dict().items()}, args.output)
+    save_file({name: x.half() for name, x in model.state_dict().items()}, args.output)
     print(f"written: {args.output}, {args.output.stat().st_size / 1e6:.1f} MB")
 
 
