@@ -62,7 +62,7 @@ function(kda_add_kernels objects architectures)
   target_compile_options(${objects} PRIVATE
     -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
   set_target_properties(${objects} PROPERTIES
-    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
+    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_output.sh)
   target_include_directories(${objects} PRIVATE include src)
 endfunction()
 
@@ -83,10 +83,17 @@ function(kda_add_cuda target)
     target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
   endif()
   # Beside the binaries: which kernels they hold (bench/evidence.py).
-  add_custom_target(kda_kernel_hashes ALL
-    COMMAND ${CMAKE_COMMAND} -DOUT=${PROJECT_BINARY_DIR}/kernel_hashes.json
-            -DTOOLKIT=${CMAKE_CUDA_COMPILER_VERSION} -P ${PROJECT_SOURCE_DIR}/cmake/kernel_hashes.cmake
-    COMMENT "")
+  find_package(Python3 COMPONENTS Interpreter QUIET)
+  if(TARGET kda_cuda_objects_sm90a AND Python3_FOUND)
+    set(hashes ${PROJECT_BINARY_DIR}/kernel_hashes.json)
+    add_custom_command(OUTPUT ${hashes}
+      COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py hash ${PROJECT_BINARY_DIR}
+              --toolkit ${CMAKE_CUDA_COMPILER_VERSION} --output ${hashes}
+      DEPENDS ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py $<TARGET_OBJECTS:kda_cuda_objects>
+              $<TARGET_OBJECTS:kda_cuda_objects_sm90a>
+      COMMENT "" VERBATIM)
+    add_custom_target(kda_kernel_hashes ALL DEPENDS ${hashes})
+  endif()
 endfunction()
 
 function(kda_link_cuda library)
