@@ -94,7 +94,7 @@ typedef struct kda_tensor {
 typedef struct kda_state {
   kda_tensor tensor;
   int64_t num_slots;
-  const int32_t* indices; /* with `indexed`: slot of each sequence, -1 none */
+  const int32_t* indices; /* with `indexed`: slot of each sequence; below first_slot: none */
   int32_t present;        /* 0: the problem has no such buffer */
   int32_t indexed;        /* 1: `indices` picks the slots */
 } kda_state;
@@ -136,6 +136,9 @@ typedef struct kda_problem {
   void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
   int32_t zero_skipped; /* decode in place, 1: o is 0 where no token is computed; 0: left alone */
   int32_t reserved;     /* 0 */
+  /* An index below it, and so any negative one, means none; 1 where slot 0 is a null block. Above 0
+   * it implies zero_skipped. */
+  int64_t first_slot;
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -168,8 +171,13 @@ KDA_API const char* kda_status_name(kda_status status);
 /* Message of the last failed call of this thread; "" if there was none. */
 KDA_API const char* kda_last_error(void);
 
-/* Zeroes the struct and sets struct_size and the defaults (one head of K = V = 128, bf16). */
+/* Zeroes the struct and sets struct_size and the defaults: one head of K = V = 128, gate log. No
+ * tensor is described yet. A program calls it through the macro, which passes the size of the
+ * struct that the program was compiled with: never more is written. The function of that name
+ * serves programs that were built before first_slot was there. */
 KDA_API void kda_problem_init(kda_problem* problem);
+KDA_API void kda_problem_init_size(kda_problem* problem, size_t struct_size);
+#define kda_problem_init(problem) kda_problem_init_size((problem), sizeof(kda_problem))
 KDA_API void kda_plan_options_init(kda_plan_options* options);
 /* Sets device_kind, num_sms and compute_capability to those of a CUDA device of this machine.
  * KDA_UNAVAILABLE, with the reason, if there is none. */

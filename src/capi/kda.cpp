@@ -2,6 +2,8 @@
 // The C ABI over the C++ API: conversion of structs, nothing else. Catches everything.
 #include "kda/kda.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -117,6 +119,7 @@ Problem problem_of(const kda_problem& c) {
   p.state_index_columns = c.state_index_columns == 0 ? 1 : c.state_index_columns;
   p.num_accepted_tokens = c.has_num_accepted_tokens != 0;
   p.zero_skipped = c.zero_skipped != 0;
+  p.first_slot = c.first_slot;
   p.batch_invariant = c.batch_invariant != 0;
   return p;
 }
@@ -242,19 +245,25 @@ const char* kda_status_name(kda_status status) {
 
 const char* kda_last_error(void) { return last_error.message().c_str(); }
 
-void kda_problem_init(kda_problem* problem) {
-  if (!problem) return;
-  std::memset(static_cast<void*>(problem), 0, sizeof(*problem));
-  problem->struct_size = sizeof(*problem);
-  problem->batch = 1;
-  problem->num_heads = 1;
-  problem->num_value_heads = 1;
-  problem->num_sequences = 1;
-  problem->key_dim = 128;
-  problem->value_dim = 128;
-  problem->lower_bound = -5;
-  problem->state_index_columns = 1;
-  problem->cu_seqlens_dtype = KDA_INT32;
+void(kda_problem_init)(kda_problem* problem) {
+  kda_problem_init_size(problem, offsetof(kda_problem, first_slot));
+}
+
+void kda_problem_init_size(kda_problem* problem, size_t struct_size) {
+  if (!problem || struct_size < sizeof(problem->struct_size)) return;
+  kda_problem defaults{};
+  defaults.struct_size = struct_size;
+  defaults.batch = 1;
+  defaults.num_heads = 1;
+  defaults.num_value_heads = 1;
+  defaults.num_sequences = 1;
+  defaults.key_dim = 128;
+  defaults.value_dim = 128;
+  defaults.lower_bound = -5;
+  defaults.state_index_columns = 1;
+  defaults.cu_seqlens_dtype = KDA_INT32;
+  std::memset(static_cast<void*>(problem), 0, struct_size);
+  std::memcpy(static_cast<void*>(problem), &defaults, std::min(struct_size, sizeof(defaults)));
 }
 
 void kda_plan_options_init(kda_plan_options* options) {

@@ -162,6 +162,22 @@ Status check_modes(const Problem& p) {
   return {};
 }
 
+Status check_first_slot(const Problem& p) {
+  KDA_RETURN_IF_ERROR(check_range("first_slot", p.first_slot, 0, INT32_MAX));
+  if (p.first_slot == 0) return {};
+  bool indexed = false;
+  for (const auto& [name, state] :
+       {std::pair{"initial_state", &p.initial_state}, std::pair{"final_state", &p.final_state},
+        std::pair{"checkpoints", &p.checkpoints}}) {
+    if (!*state || !(*state)->indexed) continue;
+    indexed = true;
+    if (p.first_slot > (*state)->num_slots)
+      return invalid("first_slot = ", p.first_slot, " is above num_slots = ", (*state)->num_slots,
+                     " of ", name);
+  }
+  return indexed ? Status{} : invalid("first_slot = ", p.first_slot, " needs indexed states");
+}
+
 Status check_forward_states(const Problem& p) {
   KDA_RETURN_IF_ERROR(check_state("final_state", p, p.final_state, true));
   KDA_RETURN_IF_ERROR(check_state("checkpoints", p, p.checkpoints, true));
@@ -213,7 +229,8 @@ Status validate_or_throw(const Problem& p) {
       check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
   const bool decode = p.operation == Operation::kDecode;
   KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode && !p.final_state));
-  return decode ? check_decode_states(p) : check_forward_states(p);
+  KDA_RETURN_IF_ERROR(decode ? check_decode_states(p) : check_forward_states(p));
+  return check_first_slot(p);
 }
 
 }  // namespace

@@ -301,6 +301,20 @@ const BadCall kBadProblems[] = {
        c.problem.initial_state->tensor.strides[0] = 0;
      },
      "initial_state: stride 0"},
+    {"first_slot_negative", [](C& c) { c.problem.first_slot = -1; },
+     "first_slot = -1 is outside 0.."},
+    {"first_slot_huge", [](C& c) { c.problem.first_slot = int64_t{1} << 32; },
+     "first_slot = 4294967296 is outside 0.."},
+    {"first_slot_above_pool", [](C& c) { c.problem.first_slot = 9; },
+     "first_slot = 9 is above num_slots = 8 of initial_state"},
+    {"first_slot_without_indices",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state->indexed = false;
+       c.problem.initial_state->num_slots = 3;
+       c.problem.first_slot = 1;
+     },
+     "first_slot = 1 needs indexed states"},
     {"lengths_missing", [](C& c) { c.cu_seqlens.clear(); },
      "cu_seqlens: has 0 entries, needs N + 1 = 4"},
     {"lengths_short", [](C& c) { c.cu_seqlens.pop_back(); }, "cu_seqlens: has 3 entries"},
@@ -354,13 +368,16 @@ const BadCall kBadRuns[] = {
     {"o_misaligned", [](C& c) { c.tensors.o = c.o.data() + 2; }, "o: pointer is not aligned"},
     {"pool_misaligned", [](C& c) { c.tensors.initial_state = c.pool.data() + 4; },
      "initial_state: pointer is not aligned"},
-    {"initial_slot_below", [](C& c) { c.initial_idx[0] = -2; },
-     "initial_state_indices: entry 0 = -2 is outside -1..7"},
     {"initial_slot_above", [](C& c) { c.initial_idx[2] = 8; },
-     "initial_state_indices: entry 2 = 8"},
+     "initial_state_indices: entry 2 = 8 is outside 0..7 (a negative one means none)"},
+    {"initial_num_slots_forgotten",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state->num_slots = 0;
+     },
+     "initial_state_indices: entry 0 = 0, but the buffer has num_slots = 0"},
     {"initial_slot_max", [](C& c) { c.initial_idx[1] = INT_MAX; },
      "initial_state_indices: entry 1"},
-    {"final_slot_below", [](C& c) { c.final_idx[1] = INT_MIN; }, "final_state_indices: entry 1"},
     {"final_slot_above", [](C& c) { c.final_idx[1] = 8; }, "final_state_indices: entry 1 = 8"},
     {"checkpoint_slot_above", [](C& c) { c.checkpoint_idx[1] = 9; },
      "checkpoint_indices: entry 1 = 9"},
@@ -461,12 +478,6 @@ const BadCall kBadRuns[] = {
        c.initial_idx = {0, 8, 1};
      },
      "initial_state_indices: entry 1 = 8"},
-    {"decode_slot_below",
-     [](C& c) {
-       c.make_decode();
-       c.initial_idx = {0, -2, 1};
-     },
-     "initial_state_indices: entry 1 = -2"},
     {"decode_slot_twice",
      [](C& c) {
        c.make_decode();
@@ -558,6 +569,22 @@ TEST(GoodCalls, TheUnspoiledCallsSucceed) {
   bounds.from_bounds = true;
   bounds.tensors.cu_seqlens = bounds.cu_seqlens.data();
   EXPECT_TRUE(bounds.execute().ok());
+}
+
+TEST(GoodCalls, AnyNumberOfSequencesMayHaveNoSlot) {
+  Call forward;
+  forward.problem.first_slot = 2;
+  forward.initial_idx = {INT_MIN, 1, 0};
+  forward.final_idx = {1, 1, -2};
+  forward.checkpoint_idx = {0, 0};
+  EXPECT_TRUE(forward.execute().ok()) << forward.execute().message();
+  Call decode;
+  decode.make_decode();
+  decode.problem.first_slot = 1;
+  decode.initial_idx = {0, -9, 0};
+  EXPECT_TRUE(decode.execute().ok()) << decode.execute().message();
+  decode.problem.first_slot = 0;
+  EXPECT_EQ(decode.execute().message(), "initial_state_indices: slot 0 would be written twice");
 }
 
 TEST(GoodCalls, InterleavedViewsDoNotOverlap) {
