@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Compiler launcher: keeps beside the object what ptxas makes of each kernel, and lets everything else
 # through: its report (registers, spills, shared memory; tests/cuda/resources_test.sh) and its machine
-# code (OBJECT.sm_80.cubin, ...; tools/dev/kernel_code.py).
+# code (OBJECT.0.cubin, ..., one an architecture; tools/dev/kernel_code.py).
 object=""
 previous=""
 for argument in "$@"; do
@@ -21,11 +21,11 @@ fi
 status=$?
 if [ -n "$object" ]; then
   grep -E '^ptxas info|bytes stack frame' "$log" >"$object.ptxas"
+  number=0
   for cubin in "$object.keep"/*.cubin; do
     [ -e "$cubin" ] || continue
-    architecture=${cubin%.cubin}  # NAME.compute_80, or NAME.compute_120.sm_120
-    architecture=${architecture##*.}
-    mv "$cubin" "$object.sm_${architecture#*_}.cubin"
+    mv "$cubin" "$object.$number.cubin"
+    number=$((number + 1))
   done
 fi
 grep -vE '^ptxas info|bytes stack frame' "$log" >&2

@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT / "tools" / "dev"))
 import evidence
 import kernel_code
 
-FILES = sorted({file for files in kernel_code.FAMILIES.values() for file in files})
+FOLDERS = sorted({folder for folders in kernel_code.FAMILIES.values() for folder in folders})
 
 
-def cubin(kernels):
-    """An ELF file with a section of code for each (name, code, registers, parameter bytes)."""
+def cubin(kernels, arch):
+    """An ELF file for sm_<arch> with a section of code for each (name, code, registers, parameter bytes)."""
     sections = [("", 0, b"", 0)]
     symbols = [("", 0)]
     info = b""
@@ -48,8 +48,8 @@ def cubin(kernels):
         rows += struct.pack("<IIQQQQIIQQ", at, kind, 0, 0, 64 + len(body), len(data), link, 0, 1, 0)
         body += data
         at += len(name) + 1
-    head = b"\x7fELF\x02\x01\x01".ljust(16, b"\0") + struct.pack(
-        "<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, 64 + len(body), 0, 64, 0, 0, 64, len(sections), len(sections) - 1)
+    head = b"\x7fELF\x02\x01\x01\x41\x08".ljust(16, b"\0") + struct.pack(
+        "<HHIQQQIHHHHHH", 2, 190, 1, 0, 0, 64 + len(body), 0x06000004 | arch << 8, 64, 0, 0, 64, len(sections), len(sections) - 1)
     return head + body + rows
 
 
@@ -60,15 +60,15 @@ class KernelCode(unittest.TestCase):
     def setUp(self):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def build(self, name, kernels, arch="sm_80"):
-        """A build folder whose files all hold the same kernels."""
-        for file in FILES:
-            path = self.folder / name / "CMakeFiles" / "src" / "cuda" / f"{file}.o.{arch}.cubin"
+    def build(self, name, kernels, arch=80):
+        """A build folder with an object a folder of sources, all with the same kernels."""
+        for source in FOLDERS:
+            path = self.folder / name / "CMakeFiles" / "src" / "cuda" / source / "a.cu.o.0.cubin"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(cubin(kernels))
+            path.write_bytes(cubin(kernels, arch))
         return self.folder / name
 
-    def hashes(self, *kernels, arch="sm_80"):
+    def hashes(self, *kernels, arch=80):
         return kernel_code.family_hashes(kernel_code.read_build(self.build("x", kernels, arch)))
 
     def test_names_and_order_do_not_count(self):
@@ -81,13 +81,14 @@ class KernelCode(unittest.TestCase):
         self.assertNotEqual(self.hashes(A, B), self.hashes(A))
         self.assertNotEqual(self.hashes(A), self.hashes(A, A))
 
-    def test_code_of_a_capability_alone_counts_with_it(self):
-        self.assertEqual(list(self.hashes(A, arch="sm_90a")["fused"]), ["sm_90"])
+    def test_architectures_are_apart(self):
+        self.assertEqual(list(self.hashes(A, arch=90)["fused"]), ["sm_90"])
+        self.assertNotEqual(self.hashes(A, arch=90)["fused"]["sm_90"], self.hashes(A)["fused"]["sm_80"])
 
     def test_a_missing_object_is_an_error(self):
         folder = self.build("x", [A])
-        next(folder.rglob("decode.cu.o.sm_80.cubin")).unlink()
-        with self.assertRaisesRegex(SystemExit, "family decode: no kernels of .*decode.cu"):
+        next(folder.rglob("decode/a.cu.o.0.cubin")).unlink()
+        with self.assertRaisesRegex(SystemExit, "family decode: no kernels of decode/"):
             kernel_code.family_hashes(kernel_code.read_build(folder))
         with self.assertRaisesRegex(SystemExit, "a build with CUDA leaves them"):
             kernel_code.read_build(self.folder / "nothing")
@@ -143,7 +144,7 @@ class CompiledCode(unittest.TestCase):
             source, target = pathlib.Path(folder, name + ".cu"), pathlib.Path(folder, name + ".cubin")
             source.write_text(text)
             subprocess.run([os.environ["NVCC"], "-cubin", "-arch=sm_80", source, "-o", target], check=True)
-            return sorted(k.digest for k in kernel_code.kernels_of(target.read_bytes(), name, "sm_80"))
+            return sorted(k.digest for k in kernel_code.kernels_of(target.read_bytes(), name))
 
     def test_a_rename_leaves_the_hash_and_a_constant_does_not(self):
         text = """struct Args { float* x; int n; };

@@ -24,16 +24,14 @@ import struct
 import subprocess
 import sys
 
-MERGE = ("smxx/segment_merge.cu", "sm90/segment_merge.cu")
-MAP = ("smxx/sequence_map.cu",)
-# Kernel family -> the files under src/cuda whose kernels it launches.
+# Kernel family -> the folders of src/cuda whose kernels it launches.
 FAMILIES = {
-    "fused": ("sm90/fused_prefill.cu", "sm90/fused_prefill_64.cu", "sm90/segment_correct.cu", *MERGE,
-              *MAP),
-    "staged": ("sm80/chunk_intra.cu", "sm80/chunk_delta_h.cu", "sm90/chunk_delta_h.cu", *MERGE, *MAP),
-    "recurrent": ("smxx/recurrent.cu", *MERGE, *MAP),
-    "decode": ("smxx/decode.cu", *MAP),
+    "fused": ("fused", "segments", "launch"),
+    "staged": ("staged", "segments", "launch"),
+    "recurrent": ("recurrent", "segments", "launch"),
+    "decode": ("decode", "launch"),
 }
+HOPPER = ("fused",)  # these have no kernels but those of sm_90a
 
 Kernel = collections.namedtuple("Kernel", "file arch name digest registers shared code")
 
@@ -47,6 +45,8 @@ class Cubin:
     def __init__(self, data):
         if data[:5] != b"\x7fELF\x02":
             raise ValueError("no ELF file of 64 bits")
+        flags, = struct.unpack_from("<I", data, 48)
+        self.arch = f"sm_{flags >> 8 & 0xff if data[8] >= 8 else flags & 0xff}"  # by version of the ABI
         offset, = struct.unpack_from("<Q", data, 40)
         size, count, names = struct.unpack_from("<HHH", data, 58)
         rows = [struct.unpack_from("<IIQQQQIIQQ", data, offset + i * size) for i in range(count)]
@@ -104,9 +104,10 @@ def attributes(section):
 EXTERNS, REGISTERS = 0x0f, 0x2f  # attributes: numbers of symbols; registers of a kernel
 
 
-def kernels_of(cubin, file, arch):
+def kernels_of(cubin, file):
     """A Kernel for each section of code."""
     elf = Cubin(cubin)
+    arch = elf.arch
     module = [elf.by_name[n].data for n in (".nv.constant3", ".nv.global.init") if n in elf.by_name]
     found = []
     for section in elf.sections:
@@ -149,25 +150,26 @@ def read_build(folder):
     """All kernels of a build: those of the cubins beside its objects."""
     folder = pathlib.Path(folder)
     kernels = []
-    for path in sorted(folder.rglob("*.cu.o.sm_*.cubin")):
-        file, arch = re.search(r"src/cuda/(.*\.cu)\.o\.(sm_\w+)\.cubin$", str(path)).groups()
-        kernels += kernels_of(path.read_bytes(), file, arch)
+    for path in sorted(folder.rglob("*.cu.o.*.cubin")):
+        file = re.search(r"src/cuda/(.*\.cu)\.o\.\w+\.cubin$", str(path)).group(1)
+        kernels += kernels_of(path.read_bytes(), file)
     if not kernels:
-        raise SystemExit(f"kernel_code: no *.cu.o.sm_*.cubin under {folder}: a build with CUDA leaves them")
+        raise SystemExit(f"kernel_code: no *.cu.o.*.cubin under {folder}: a build with CUDA leaves them")
     return kernels
 
 
 def family_hashes(kernels):
-    """{family: {"sm_80": hash}}: code for a capability's own features (sm_90a) counts with sm_90."""
+    """{family: {"sm_80": hash}}; sm_90 stands for code of sm_90a too."""
     hashes = {}
-    for family, files in FAMILIES.items():
-        missing = set(files) - {k.file for k in kernels} - {f for f in files if f.startswith("sm90/")}
+    there = {k.file.split("/")[0] for k in kernels}
+    for family, folders in FAMILIES.items():
+        missing = set(folders) - there - set(HOPPER)
         if missing:
-            raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(sorted(missing))}")
+            raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(sorted(missing))}/")
         digests = collections.defaultdict(list)
         for kernel in kernels:
-            if kernel.file in files:
-                digests[kernel.arch.rstrip("af")].append(kernel.digest)
+            if kernel.file.split("/")[0] in folders:
+                digests[kernel.arch].append(kernel.digest)
         hashes[family] = {arch: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]
                           for arch, each in sorted(digests.items())}
     return hashes
