@@ -21,7 +21,7 @@ struct ChainCosts {
 };
 
 /// One kernel: a cluster of SMs goes through the tokens of its share of sequences and value heads
-/// (src/cuda/sm90/fused/line.cuh).
+/// (src/cuda/fused/scheduler.cuh).
 struct OneKernelCosts {
   double few_ns;     ///< a token, while half of the SMs are idle
   double full_ns;    ///< a token
@@ -249,7 +249,7 @@ inline double one_pass_us(const CostInput& in, const CostConstants& c, int64_t f
 /// The same with transitions after all else, a cluster each, that stop after `memory_tokens`.
 /// Infinite where there are more of them than clusters.
 inline double stopped_pass_us(const CostInput& in, const CostConstants& c, int64_t segment_tokens,
-                              int64_t memory_tokens, int64_t look_tokens) {
+                              int64_t memory_tokens, int64_t norm_check_tokens) {
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const OneKernelCosts& one = c.one_kernel;
   if (cut.behind * static_cast<double>(in.num_value_heads) > clusters_of(in, one)) return HUGE_VAL;
@@ -257,7 +257,8 @@ inline double stopped_pass_us(const CostInput& in, const CostConstants& c, int64
   const double streams =
       one_kernel_us(in, one, cut.segments, total_tokens(in), static_cast<double>(segment_tokens));
   const double transitions =
-      run * one.full_ns * 1e-3 + std::ceil(run / static_cast<double>(look_tokens)) * one.stream_us;
+      run * one.full_ns * 1e-3 +
+      std::ceil(run / static_cast<double>(norm_check_tokens)) * one.stream_us;
   const double tokens = std::min(cut.tokens_behind, cut.behind * run);
   return std::max(roofline_us(in, c), streams + transitions + join_us(in, c, cut, tokens));
 }

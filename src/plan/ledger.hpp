@@ -18,8 +18,8 @@ inline constexpr const char* kSegmentB = "segment_B";
 inline constexpr const char* kSegmentStates = "segment_states";
 inline constexpr const char* kOutputFromZero = "output_from_zero";
 inline constexpr const char* kTransitionOutput = "transition_output";
-inline constexpr const char* kOutputRest = "output_rest";
-inline constexpr const char* kAliveTokens = "alive_tokens";
+inline constexpr const char* kOutputResidual = "output_residual";
+inline constexpr const char* kExitToken = "exit_token";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
@@ -29,8 +29,8 @@ inline constexpr const char* kFactorKg = "factor_kg";
 inline constexpr const char* kFactorQg = "factor_qg";
 inline constexpr const char* kFactorAqk = "factor_Aqk";
 inline constexpr const char* kFactorScalars = "factor_scalars";
-inline constexpr const char* kHandedStates = "handed_states";
-inline constexpr const char* kHandedFlags = "handed_flags";
+inline constexpr const char* kHandoffStates = "handoff_states";
+inline constexpr const char* kHandoffFlags = "handoff_flags";
 }  // namespace block
 
 /// Appends a block (nothing for 0 bytes); false if the total would overflow.

@@ -53,9 +53,10 @@ double let_transitions_stop(const Workload& work, const CostInput& in, const Cos
   for (int64_t segments = 2; segments <= kAutoMaxSegments; ++segments) {
     const int64_t length = ceil_div(chunks, segments), tokens = length * kAutoChunk;
     if (tokens <= one.memory_tokens) break;
-    const double time = stopped_pass_us(in, costs, tokens, one.memory_tokens, work.look_tokens);
+    const double time =
+        stopped_pass_us(in, costs, tokens, one.memory_tokens, work.norm_check_tokens);
     if (time >= one.minimum_step * best ||
-        stopped_pass_us(in, costs, tokens, tokens, work.look_tokens) > most)
+        stopped_pass_us(in, costs, tokens, tokens, work.norm_check_tokens) > most)
       continue;
     best = time;
     partition->segment_chunks = length;
@@ -191,7 +192,7 @@ Partition auto_partition(const Workload& work, const DeviceFacts& device, bool o
       if (one_kernel) partition.first_chunks = rest;
     }
   }
-  if (best_segments > 0 && work.look_tokens > 0)
+  if (best_segments > 0 && work.norm_check_tokens > 0)
     best = let_transitions_stop(work, in, constants, best, &partition);
   if (best_segments == 0 || whole < constants.minimum_gain * best)
     return declined(partition,

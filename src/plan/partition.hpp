@@ -19,7 +19,7 @@ struct Workload {
   int64_t key_dim = 128;
   int64_t value_dim = 128;
   int64_t num_sms = 132;
-  int64_t look_tokens = 0;  ///< stage::Implementation's, where transitions may stop; else 0
+  int64_t norm_check_tokens = 0;  ///< stage::Implementation's, where transitions may stop; else 0
 };
 
 struct Partition {

@@ -200,7 +200,7 @@ void drop_segments(Plan* plan) {
 /// whether they do would depend on what else is in the batch.
 int64_t look_tokens_of(const Implementation& row, const Plan& plan) {
   const Problem& p = plan.problem;
-  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? row.look_tokens : 0;
+  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? row.norm_check_tokens : 0;
 }
 
 /// One stream of those that stop is all that a cluster takes.
@@ -210,8 +210,8 @@ bool transitions_fit(const Plan& plan) {
 }
 
 /// Without batch_invariant one decision for the batch; with it one for each sequence alone.
-/// `look_tokens`: of the one kernel.
-Status make_segments(bool one_kernel, int64_t look_tokens, Plan* plan) {
+/// `norm_check_tokens`: of the one kernel.
+Status make_segments(bool one_kernel, int64_t norm_check_tokens, Plan* plan) {
   const std::size_t N = plan->cu_seqlens.size() - 1;
   const bool alone = plan->problem.batch_invariant;
   const int64_t fixed =
@@ -219,7 +219,7 @@ Status make_segments(bool one_kernel, int64_t look_tokens, Plan* plan) {
   plan::Partition partition;
   if (!alone || N == 0) {
     plan::Workload work = workload_of(*plan, 0, N);
-    work.look_tokens = look_tokens;
+    work.norm_check_tokens = norm_check_tokens;
     partition = N == 0 ? plan::Partition{false, 64, 0, {"no sequences"}}
                        : apply_policy(*plan, work, one_kernel, &plan->cost);
     plan->reasons = partition.reasons;
@@ -265,11 +265,11 @@ std::string one_pass_declined(const Implementation& row, const Problem& problem)
 
 /// Of segments that were asked for: wherever a transition could stop before its segment ends.
 bool transitions_can_stop(const Implementation& row, const Plan& plan) {
-  const int64_t look_tokens = look_tokens_of(row, plan);
-  if (look_tokens == 0 || !transitions_fit(plan)) return false;
+  const int64_t norm_check_tokens = look_tokens_of(row, plan);
+  if (norm_check_tokens == 0 || !transitions_fit(plan)) return false;
   return std::any_of(plan.segments.begin(), plan.segments.end(), [&](const Segment& segment) {
     return segment.begin > plan.cu_seqlens[static_cast<std::size_t>(segment.sequence)] &&
-           segment.end - segment.begin > 2 * look_tokens;
+           segment.end - segment.begin > 2 * norm_check_tokens;
   });
 }
 
@@ -382,7 +382,7 @@ Status size_workspace(const Implementation* chosen, Plan* plan) {
     if (one_pass && cpu) {
       add(block::kOutputFromZero, tokens * heads, V * sizeof(float));
       add(block::kTransitionOutput, tokens * heads, K * sizeof(float));
-      add(block::kAliveTokens, segments * heads, sizeof(int64_t));
+      add(block::kExitToken, segments * heads, sizeof(int64_t));
     }
   }
   return fits ? Status{} : invalid("workspace: more than 2^62 bytes");

@@ -73,7 +73,7 @@ Status run_one_pass(const Plan& plan, const stage::Implementation& implementatio
   auto* states = block_of<float>(plan, workspace, block::kSegmentStates);
   auto* o_zero = block_of<float>(plan, workspace, block::kOutputFromZero);
   auto* Qt = block_of<void>(plan, workspace, block::kTransitionOutput);
-  auto* alive = block_of<int64_t>(plan, workspace, block::kAliveTokens);
+  auto* alive = block_of<int64_t>(plan, workspace, block::kExitToken);
   KDA_RETURN_IF_ERROR(implementation.segment_scan(
       {call, plan.segments, M, B, /*skip_last=*/false, o_zero, Qt, alive}));
   KDA_RETURN_IF_ERROR(implementation.segment_merge(

@@ -34,7 +34,7 @@ struct Implementation {
   std::string (*decline_one_pass)(const Problem& problem) = nullptr;
   /// One pass on a GPU: transitions can come after all else and stop where M is small, which is
   /// looked at after every so many tokens. 0: they cannot.
-  int64_t look_tokens = 0;
+  int64_t norm_check_tokens = 0;
   /// Blocks of its own in the workspace; null: scratch_bytes alone. False if sizes overflow.
   bool (*add_blocks)(Plan& plan) = nullptr;
   int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor

@@ -27,7 +27,7 @@ struct SegmentScan {
   /// [NSEG, HV] tokens for which Qt is set; past them |M|_F was small enough to drop M (2^-20 at
   /// most), which is only done where the norm provably never grows (docs/planning.md). Of the CPU:
   /// a GPU keeps its own where Plan::transitions_stop says so.
-  int64_t* alive_tokens = nullptr;
+  int64_t* exit_token = nullptr;
 };
 
 /// states_in[first] = initial state of the sequence, states_in[n + 1] = M_n states_in[n] + B_n.
@@ -50,7 +50,7 @@ struct SegmentCorrect {
   const float* states_in = nullptr;
   const float* o_zero = nullptr;
   const void* Qt = nullptr;
-  const int64_t* alive_tokens = nullptr;
+  const int64_t* exit_token = nullptr;
 };
 
 /// May M be dropped once it is small? Only where its norm cannot grow again: |k| <= 1, decays in

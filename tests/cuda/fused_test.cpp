@@ -646,7 +646,7 @@ TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
     call.workspace.download(workspace.data(), workspace.size());
     int cleared = 0;
     for (const WorkspaceBlock& block : call.plan.workspace)
-      if (block.name == "handed_flags")
+      if (block.name == "handoff_flags")
         for (std::size_t at = 0; at < block.bytes; at += sizeof(uint64_t)) {
           uint64_t word = 0;
           std::memcpy(&word, workspace.data() + block.offset + at, sizeof(word));
@@ -721,7 +721,7 @@ std::vector<int64_t> stops_of(test::OnDevice& call) {
   std::vector<unsigned char> workspace(call.workspace.size());
   call.workspace.download(workspace.data(), workspace.size());
   const auto* tokens = static_cast<const int64_t*>(
-      plan::find_block(call.plan, workspace.data(), plan::block::kAliveTokens));
+      plan::find_block(call.plan, workspace.data(), plan::block::kExitToken));
   const auto behind = static_cast<int64_t>(call.plan.segments.size()) - call.problem.num_sequences;
   return {tokens, tokens + behind * call.problem.num_value_heads};
 }

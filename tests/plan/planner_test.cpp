@@ -262,7 +262,7 @@ TEST(Planner, TransitionsStopWhereSegmentsAreLongAndTheirNormNeverGrows) {
     Plan plan;
     throw_if_error(make_plan(p, cu, gpu_facts(132), {}, &plan));
     const bool kept = std::any_of(plan.workspace.begin(), plan.workspace.end(),
-                                  [](const auto& block) { return block.name == "alive_tokens"; });
+                                  [](const auto& block) { return block.name == "exit_token"; });
     EXPECT_EQ(kept, plan.transitions_stop);
     return plan.transitions_stop;
   };

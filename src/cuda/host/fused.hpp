@@ -10,7 +10,7 @@ namespace kda::cuda {
 extern const stage::Implementation kFused;
 
 /// Are operands fp16? No factor and no decay is above 1 then.
-bool fused_in_half(const Problem& problem);
+bool fp16_operands(const Problem& problem);
 
 namespace fused {
 Status forward(const stage::Forward& args);

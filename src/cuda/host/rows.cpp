@@ -5,10 +5,10 @@
 #include <tuple>
 
 #include "core/text.hpp"
+#include "cuda/fused/fused_prefill.hpp"
 #include "cuda/host/device.hpp"
 #include "cuda/host/fused.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/fused_prefill.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 #include "plan/one_kernel.hpp"
@@ -43,7 +43,7 @@ std::string decline_fused_types(const Problem& p) {
     if (desc->dtype != p.q.dtype && (desc != &p.g || fp16 || desc->dtype != DType::kFloat32))
       return cat(name, " is ", dtype_name(desc->dtype), ", q ", dtype_name(p.q.dtype),
                  desc == &p.g && !fp16 ? "; needs the same, or fp32" : "; needs the same");
-  if (fp16 && !fused_in_half(p))
+  if (fp16 && !fp16_operands(p))
     return "q is fp16, for which it needs gates and beta of the call and q, k normalised by it";
   return {};
 }
@@ -54,9 +54,9 @@ std::string decline_fused(const Problem& p) {
   if (std::string reason = decline_fused_types(p); !reason.empty()) return reason;
   if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
-  if (p.checkpoints && p.checkpoint_every % sm90::kFusedRun != 0)
+  if (p.checkpoints && p.checkpoint_every % sm90::kSubchunk != 0)
     return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
-               sm90::kFusedRun);
+               sm90::kSubchunk);
   for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v},
                                    std::pair{"g", &p.g}, std::pair{"o", &p.o}})
     if (std::string reason = decline_alignment(name, *desc, 16); !reason.empty()) return reason;
@@ -65,7 +65,7 @@ std::string decline_fused(const Problem& p) {
 
 std::string decline_one_pass(const Problem& p) {
   const double scale = effective_scale(p);
-  if (fused_in_half(p) && !(std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24))
+  if (fp16_operands(p) && !(std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24))
     return cat("scale = ", scale, " is not 2^-24 to 2^24 in size, as outputs in fp16 need");
   const auto& strides = p.o.strides;
   const int64_t row = p.num_value_heads * p.value_dim;
@@ -120,18 +120,18 @@ bool add_fused_segments(Plan& plan) {
   const auto N = static_cast<std::size_t>(p.num_sequences);
   const auto heads = static_cast<std::size_t>(p.num_value_heads);
   const auto rows = static_cast<std::size_t>(p.batch * p.num_tokens) * heads;
-  const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords;
+  const std::size_t words = N + 1 + (2 * plan.segments.size() + 1) * sm90::kWorkUnitWords;
   const bool one_pass = plan.options.segment_method == SegmentMethod::kOnePass;
   const std::size_t stop = plan.transitions_stop ? (plan.segments.size() - N) * heads : 0;
-  const std::size_t runs = static_cast<std::size_t>(p.batch * p.num_tokens) / sm90::kFusedRun +
-                           2 * (plan.segments.size() - N + 1);  // fused/rest.cuh
-  const bool lack = fused_in_half(p) && p.o.dtype == DType::kBFloat16;
+  const std::size_t runs = static_cast<std::size_t>(p.batch * p.num_tokens) / sm90::kSubchunk +
+                           2 * (plan.segments.size() - N + 1);  // fused/output_residual.cuh
+  const bool lack = fp16_operands(p) && p.o.dtype == DType::kBFloat16;
   const std::size_t rests = one_pass && lack ? runs * heads : 0;
   return plan::add_block(plan, block::kSegmentUnits, words, sizeof(int64_t)) &&
-         plan::add_block(plan, block::kAliveTokens, stop, sizeof(int64_t)) &&
+         plan::add_block(plan, block::kExitToken, stop, sizeof(int64_t)) &&
          plan::add_block(plan, block::kTransitionOutput, one_pass ? rows : 0,
                          sm90::fused_row_bytes(p.value_dim)) &&
-         plan::add_block(plan, block::kOutputRest, rests, sm90::fused_rest_bytes(p.value_dim));
+         plan::add_block(plan, block::kOutputResidual, rests, sm90::residual_bytes(p.value_dim));
 }
 
 /// States between the shares of clusters, where there are more streams than clusters.
@@ -140,11 +140,12 @@ bool add_fused(Plan& plan) {
   const auto units =
       plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
   const int64_t streams = units * p.num_value_heads;
-  const int64_t shares = sm90::fused_shares(streams, plan.device.num_sms, p.key_dim);
+  const int64_t shares = sm90::fused_clusters(streams, plan.device.num_sms, p.key_dim);
   const auto handed = static_cast<std::size_t>(shares < streams ? shares : 0);
   return add_map(plan) && add_fused_segments(plan) &&
-         plan::add_block(plan, block::kHandedStates, handed, sm90::fused_state_bytes(p.key_dim)) &&
-         plan::add_block(plan, block::kHandedFlags, handed, sm90::handed_flag_bytes(p.key_dim));
+         plan::add_block(plan, block::kHandoffStates, handed,
+                         sm90::handoff_state_bytes(p.key_dim)) &&
+         plan::add_block(plan, block::kHandoffFlags, handed, sm90::handoff_flag_bytes(p.key_dim));
 }
 
 StageSizes sizes_of(const Plan& plan) {
@@ -175,7 +176,7 @@ bool add_staged(Plan& plan) {
 
 }  // namespace
 
-bool fused_in_half(const Problem& p) {
+bool fp16_operands(const Problem& p) {
   return stage::transition_norm_never_grows(p) && p.g.dtype == p.q.dtype;
 }
 
@@ -201,7 +202,7 @@ const stage::Implementation kFused = {.name = "cuda.sm90.fused",
                                       .segment_merge = fused::segment_merge,
                                       .segment_correct = fused::segment_correct,
                                       .decline_one_pass = decline_one_pass,
-                                      .look_tokens = sm90::kLookTokens,
+                                      .norm_check_tokens = sm90::kNormCheckTokens,
                                       .add_blocks = add_fused,
                                       .min_compute_capability = 90,
                                       .max_compute_capability = 90,

@@ -3,10 +3,10 @@
 #include "core/text.hpp"
 #include "cuda/host/rows.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm80/chunk_delta_h.hpp"
-#include "cuda/sm80/chunk_intra.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/chunk_delta_h.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/chunk_delta_h.hpp"
+#include "cuda/staged/chunk_delta_h_sm90.hpp"
+#include "cuda/staged/chunk_intra.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::staged {
@@ -58,8 +58,8 @@ bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
   return 2 * blocks <= call.plan->device.num_sms;
 }
 
-ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
-  ChunkDeltaHArgs args;
+ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
+  ChainArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.factors = factors_of(call);
@@ -68,8 +68,8 @@ ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
 }
 
 /// The serial uses of chunk_delta_h, on `columns` columns of state of each span.
-Status launch_chain(const stage::Call& call, const ChunkDeltaHArgs& args, DeltaUse use,
-                    int64_t spans, int64_t columns) {
+Status launch_chain(const stage::Call& call, const ChainArgs& args, ChainUse use, int64_t spans,
+                    int64_t columns) {
   const bool half = is_half(call.problem);
   if (sm90::kBuilt && call.plan->device.compute_capability == 90)
     return sm90::launch_chunk_delta_h(args, use, half, call.plan->device.num_sms, {call.stream});
@@ -83,10 +83,10 @@ Status forward(const stage::Forward& f) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
   if (!f.prepared) KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
   const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chain(call, args, DeltaUse::kForward, spans, call.problem.value_dim);
+  return launch_chain(call, args, ChainUse::kForward, spans, call.problem.value_dim);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -94,12 +94,12 @@ Status segment_scan(const stage::SegmentScan& scan) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
   KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.M = scan.M;
   args.B = scan.B;
   args.skip_last = scan.skip_last;
   const Problem& p = call.problem;
-  return launch_chain(call, args, DeltaUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
+  return launch_chain(call, args, ChainUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
 }
 
 /// One stage on the caller's buffers. Segments of the plan are of no concern here.
@@ -115,13 +115,13 @@ Status chunk(const stage::Chunk& c) {
     return launch_chunk_intra(intra_args(call, maps, factors), half, by_tokens(call), launch);
   if (c.which == stage::ChunkStage::kRecomputeWU)
     return launch_recompute_w_u(intra_args(call, maps, factors), half, launch);
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.factors = factors;
   args.h = s.h;
   args.vn = s.vn;
   args.num_chunks = most_chunks(*call.plan);
   const bool outputs = c.which == stage::ChunkStage::kO;
-  return launch_chunk_delta_h(args, outputs ? DeltaUse::kOutputs : DeltaUse::kStates, half,
+  return launch_chunk_delta_h(args, outputs ? ChainUse::kOutputs : ChainUse::kStates, half,
                               narrow(call, call.problem.num_sequences, call.problem.value_dim),
                               launch);
 }

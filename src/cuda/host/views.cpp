@@ -2,7 +2,7 @@
 #include "cuda/host/views.hpp"
 
 #include "core/text.hpp"
-#include "cuda/smxx/sequence_map.hpp"
+#include "cuda/launch/sequence_map.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
