@@ -194,7 +194,7 @@ def table_gpu_stages():
 
 def peers_head(report):
     mhz = [r["libkda_mhz"] for r in report["cases"] if r.get("libkda_mhz")]
-    return gpu_head(report, f"; SMs at {min(mhz):.0f} to {max(mhz):.0f} MHz beside FLA" if mhz else "")
+    return gpu_head(report, f"; SMs at {min(mhz):.0f}-{max(mhz):.0f} MHz" if mhz else "")
 
 
 def table_gpu_peers_batches():
