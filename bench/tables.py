@@ -194,7 +194,7 @@ def table_gpu_stages():
 
 def peers_head(report):
     mhz = [r["libkda_mhz"] for r in report["cases"] if r.get("libkda_mhz")]
-    return gpu_head(report, f"; SMs at {min(mhz):.0f}-{max(mhz):.0f} MHz" if mhz else "")
+    return gpu_head(report, f"; {min(mhz):.0f}-{max(mhz):.0f} MHz" if mhz else "")
 
 
 def table_gpu_peers_batches():
@@ -336,17 +336,19 @@ def table_gpu_fuzz():
     report, tested = load("gpu_fuzz"), load("gpu_test")
     rows = []
     for r in report["rows"]:
-        kinds = [f'{e["count"]} {e["kind"]}' + (f' ({e["of"]} {e["worst"]:g}x' if e["worst"] else "")
-                 + (f', staged {e["staged"]:g}x' if e.get("staged") else "") + (")" if e["worst"] else "") for e in r["exceed"]]
+        kinds = []
+        for e in r["exceed"]:
+            worst = f'{e["of"]} {e["worst"]:g}x'.strip() if e["worst"] else ""
+            beside = f'staged {e["staged"]:g}x' if e.get("staged") else ""
+            sizes = ", ".join(filter(None, (worst, beside)))
+            kinds.append(f'{e["count"]}: {e["kind"]}' + (f" ({sizes})" if sizes else ""))
         rows.append([r["date"], r["card"].removeprefix("NVIDIA ").split(" 80GB")[0], f'{r["backend"]}: `{r["flags"]}`',
                      ", ".join(map(str, r["seeds"])), f'{r["count"]:,}', str(sum(e["count"] for e in r["exceed"])),
                      "; ".join(kinds), r["note"]])
-    for r in tested["rows"]:
-        if r["name"].startswith("kda_fuzz"):
-            what = r["name"].removeprefix("kda_fuzz ").split(" ", 1)
-            rows.append([tested["date"], tested["device"].removeprefix("NVIDIA ").split(" 80GB")[0],
-                         f"{what[0]}" + (f": `{what[1]}`" if len(what) > 1 else ""), "default", str(r["cases"]),
-                         "0" if r["ok"] else "some", "", f'`{tested["command"]}`'])
+    fuzzed = [r for r in tested["rows"] if r["name"].startswith("kda_fuzz")]
+    names = ", ".join(f'`{r["name"].removeprefix("kda_fuzz ")}`' for r in fuzzed)
+    rows.append([tested["date"], tested["device"].removeprefix("NVIDIA ").split(" 80GB")[0], f"all: {names}", "default",
+                 f'{sum(r["cases"] for r in fuzzed):,}', "0" if all(r["ok"] for r in fuzzed) else "some", "", f'`{tested["command"]}`'])
     return markdown(["date", "card", "kernels: flags", "seeds", "problems", "beyond", "which (times the bound)", "note"], rows)
 
 
