@@ -18,7 +18,7 @@ RESULTS = ROOT / "bench" / "results"
 FIGURES = ROOT / "docs" / "figures"
 
 # Colours that stand out on a white page as on a dark one.
-TEXT, FAINT, GRID = "#767d86", "#767d86", "#8b949e"
+TEXT, GRID = "#767d86", "#8b949e"
 OURS, LIGHT, PEER, OTHER, ROOF = "#2f81f7", "#79b0fb", "#d9822b", "#a371f7", "#8b949e"
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 
@@ -114,7 +114,7 @@ class Figure:
 def time_ticks(figure, axis, ticks, top, bottom, label):
     for tick in ticks:
         figure.line(axis(tick), top, axis(tick), bottom, opacity=0.35)
-        figure.text(axis(tick), bottom + 16, tick_name(tick), anchor="middle", size=11, color=FAINT)
+        figure.text(axis(tick), bottom + 16, tick_name(tick), anchor="middle", size=11)
     figure.text((axis.begin + axis.end) / 2, bottom + 34, label, anchor="middle")
 
 
@@ -146,11 +146,13 @@ def figure_forward():
     for source in ("gpu_fused", "gpu_context_parallel"):
         bytes_of |= {c["case"]: c["bytes"] for c in load(source)["cases"]}
     cases = ["--tokens 8192 --heads 64", "--seq-lens 8x1024 --heads 64", "--tokens 8192 --heads 96",
-             "--tokens 8192 --heads 16", "--seq-lens 64K --heads 4", "--seq-lens 64K --heads 8", "--seq-lens 64K --heads 16"]
+             "--tokens 8192 --heads 16", "--seq-lens 64K --heads 4", "--seq-lens 64K --heads 8",
+             "--seq-lens 64K --heads 16"]
     left, row, top = 190, 46, 78
     bottom = top + row * len(cases) - 8
     figure = Figure(860, bottom + 42, "Forward: one call, bf16, K = V = 128",
-                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} chunk_kda in the same run; gates as trained')
+                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} chunk_kda in the same run, '
+                    "calls without a pause; gates as trained")
     figure.key(left, 60, [("copy of the call's bytes", ROOF), ("libkda", OURS), ("FLA", PEER)])
     time = Axis(0, 5.5e-3, left, 770)
     time_ticks(figure, time, [i * 1e-3 for i in range(6)], top - 4, bottom, "time of a call")
@@ -199,16 +201,18 @@ def bars_against_copy(figure, report, groups, left, top, limit, ticks):
 def figure_shapes():
     forward = load("gpu_forward")
     by_case = {c["case"]: c for c in forward["cases"]}
-    sets = [("many heads or sequences", ["--tokens 8192 --heads 64", "--seq-lens 8x1024 --heads 64",
-                                        "--seq-lens 1300,547,2048,963,271,3063 --heads 64", "--tokens 8192 --heads 96",
-                                        "--tokens 8192 --heads 32 --value-heads 64", "--seq-lens 8x2048 --heads 16"]),
-            ("few heads: cut into segments", ["--tokens 8192 --heads 24", "--tokens 8192 --heads 16", "--tokens 4096 --heads 12",
-                                              "--tokens 4096 --heads 8", "--tokens 2048 --heads 12", "--tokens 1024 --heads 4"]),
+    sets = [("many heads or sequences",
+             ["--tokens 8192 --heads 64", "--seq-lens 8x1024 --heads 64",
+              "--seq-lens 1300,547,2048,963,271,3063 --heads 64", "--tokens 8192 --heads 96",
+              "--tokens 8192 --heads 32 --value-heads 64", "--seq-lens 8x2048 --heads 16"]),
+            ("few heads: cut into segments",
+             [f"--tokens {tokens} --heads {heads}" for tokens, heads in (
+                 (8192, 24), (8192, 16), (4096, 12), (4096, 8), (2048, 12), (1024, 4))]),
             ("K = V = 64", [f"--tokens 8192 --heads {h} --key-dim 64 --value-dim 64" for h in (128, 64, 16)]),
-            ("fp16", ["--tokens 8192 --heads 64 --dtype fp16", "--tokens 8192 --heads 16 --dtype fp16"])]
+            ("fp16", [f"--tokens 8192 --heads {h} --dtype fp16" for h in (64, 16)])]
     groups = [(name, [(words_of(c.replace(" --dtype fp16", "")), by_case[c]) for c in cases]) for name, cases in sets]
     figure = Figure(860, 533, "Forward against the roofline, by shape",
-                    f'{card_of(forward)}, {forward["date"]}; bf16 unless said, K = V = 128 unless said, gates as trained')
+                    f'{card_of(forward)}, {forward["date"]}; bf16, K = V = 128 and gates as trained unless said')
     copy_key(figure, forward)
     bars_against_copy(figure, forward, groups, 200, 72, 500e-6, [i * 1e-4 for i in range(6)])
     return figure
@@ -219,8 +223,8 @@ def figure_gates():
     by_case = {c["case"]: c for c in fused["cases"] if c["backend"] == "fused"}
     regimes = ["strong", "slow", "mixed", "trained", "trained-softplus", "softplus"]
     groups = []
-    for name, shape in (("8,192 tokens, 64 heads, K = V = 128", "--tokens 8192 --heads 64"),
-                        ("8,192 tokens, 128 heads, K = V = 64", "--tokens 8192 --heads 128 --key-dim 64 --value-dim 64")):
+    for heads, size, flags in ((64, 128, ""), (128, 64, " --key-dim 64 --value-dim 64")):
+        name, shape = f"8,192 tokens, {heads} heads, K = V = {size}", f"--tokens 8192 --heads {heads}{flags}"
         rows = [(r, by_case.get(f"{shape} --regime {r}", by_case[shape])) for r in regimes]
         groups.append((name, rows))
     figure = Figure(860, 385, "Forward by gate regime",
@@ -235,7 +239,7 @@ def panel(figure, x, y, width, height, xs, ys, x_range, y_range, name, x_name):
     across, up = Axis(*x_range, x, x + width, log=True), Axis(*y_range, y + height, y, log=True)
     for value, label in xs:
         figure.line(across(value), y, across(value), y + height, opacity=0.25)
-        figure.text(across(value), y + height + 15, label, anchor="middle", size=11, color=FAINT)
+        figure.text(across(value), y + height + 15, label, anchor="middle", size=11)
     for value in ys:
         figure.line(x, up(value), x + width, up(value), opacity=0.25)
     figure.text(x, y - 8, name, weight="bold")
@@ -256,11 +260,11 @@ def figure_segments():
     width, height, top = 235, 230, 100
     for i, heads in enumerate((4, 8, 16)):
         x = 58 + i * (width + 38)
-        across, up = panel(figure, x, top, width, height, [(n, f"{n}K") for n in lengths], ys, (3.6, 285), (5e-6, 1.2e-2),
-                           f"{heads} heads", "tokens")
+        across, up = panel(figure, x, top, width, height, [(n, f"{n}K") for n in lengths], ys, (3.6, 285),
+                           (5e-6, 1.2e-2), f"{heads} heads", "tokens")
         if i == 0:
             for value in ys:
-                figure.text(x - 8, up(value) + 4, tick_name(value), anchor="end", size=11, color=FAINT)
+                figure.text(x - 8, up(value) + 4, tick_name(value), anchor="end", size=11)
         rows = [found[f"--seq-lens {n}K --heads {heads}"] for n in lengths]
         copy = [on["bytes"] / report["copy_bytes_per_second"] for _, on in rows]
         places = [across(n) for n in lengths]
@@ -290,13 +294,14 @@ def figure_errors():
         figure.text(x, y - 8, name, weight="bold")
         for tick in ticks:
             figure.line(across(tick), y, across(tick), y + 72, opacity=0.3)
-            figure.text(across(tick), y + 88, f"{tick * 1e3:g}e-3" if tick else "0", anchor="middle", size=11, color=FAINT)
+            figure.text(across(tick), y + 88, f"{tick * 1e3:g}e-3" if tick else "0", anchor="middle", size=11)
         if dtype == "bfloat16" and which == 0:
             place = across(rounding["bf16_o_median"])
             figure.line(place, y - 4, place, y + 72, ROOF, 2.0, "4 3")
-            figure.text(place + 4, y - 8, "the exact result, rounded to bf16", size=11, color=FAINT)
+            figure.text(place + 4, y - 8, "the exact result, rounded to bf16", size=11)
         for j, gates in enumerate(("strong", "slow", "trained")):
-            r = next(c for c in report["cases"] if c["dtype"] == dtype and c["gates"] == gates and c["case"] == "T 2048, H 4")
+            r = next(c for c in report["cases"]
+                     if c["dtype"] == dtype and c["gates"] == gates and c["case"] == "T 2048, H 4")
             level = y + 14 + j * 24
             if i % 2 == 0:
                 figure.text(x - 10, level + 4, gates, anchor="end")
@@ -326,14 +331,14 @@ def figure_decode():
     for i, (rows, name) in enumerate(panels):
         x = 62 + i * 410
         batches = [1, 4, 16, 64, 256] + ([512] if i == 0 else [])
-        across, up = panel(figure, x, 100, 370, 230, [(b, str(b)) for b in batches], [1e1, 1e2, 1e3], (0.85, 620), (5, 1e3), name,
-                           "sequences")
+        across, up = panel(figure, x, 100, 370, 230, [(b, str(b)) for b in batches], [1e1, 1e2, 1e3], (0.85, 620),
+                           (5, 1e3), name, "sequences")
         for value in (10, 100, 1000) if i == 0 else ():
-            figure.text(x - 8, up(value) + 4, tick_name(value * 1e-6), anchor="end", size=11, color=FAINT)
+            figure.text(x - 8, up(value) + 4, tick_name(value * 1e-6), anchor="end", size=11)
         for column, color in ((3, ROOF), (2, PEER), (1, OURS)):
             figure.curve([(across(r[0]), up(r[column])) for r in rows], color, 2.2, "5 4" if column == 3 else "none")
         for r in (rows[0], rows[-1]):
-            figure.text(across(r[0]), up(r[2]) - 10, f"{r[2] / r[1]:.1f}x" if r[2] / r[1] < 10 else f"{r[2] / r[1]:.0f}x",
+            figure.text(across(r[0]), up(r[2]) - 10, f"{r[2] / r[1]:.1f}x",
                         anchor="start" if r is rows[0] else "middle", size=11, color=OURS, weight="bold")
     return figure
 
