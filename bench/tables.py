@@ -3,7 +3,7 @@
 """Writes the tables and code between the markers of README.md and of all documents under docs/.
 
     bench/tables.py           rewrite them from bench/results/*.json and examples/
-    bench/tables.py --check   exit 1 if a file would change
+    bench/tables.py --check   exit 1 if a file would change, or a result feeds no table
 
 Standard library only.
 """
@@ -18,7 +18,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
+loaded = set()
+EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused"}  # results that are no numbers
+
+
 def load(name):
+    loaded.add(name)
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -434,6 +439,10 @@ def main():
         elif new != old:
             path.write_text(new)
             print(f"{path.relative_to(ROOT)}: written")
+    for path in sorted(RESULTS.glob("*.json")):
+        if path.stem not in loaded | EVIDENCE:
+            print(f"{path.relative_to(ROOT)}: no document shows it")
+            stale = True
     return 1 if stale else 0
 
 
