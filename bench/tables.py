@@ -78,10 +78,23 @@ def gpu_of(report):
     return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{earlier}'
 
 
-def gpu_head(report, clocks=""):
+def gpu_head(report):
     peer = f'; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}' if "fla" in report else ""
     return (f'{gpu_of(report)}{peer}; '
-            f'a copy moves {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s{clocks}\n\n')
+            f'a copy moves {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
+
+
+def gpu_heads(*reports):
+    """Of a table from several results: one line where they are of one card and day."""
+    versions = next((f'; torch {r["torch"]}, triton {r["triton"]}, fla-core {r["fla"]}' for r in reports if "fla" in r), "")
+    copies = sorted(r["copy_bytes_per_second"] * 1e-12 for r in reports if "copy_bytes_per_second" in r)
+    rate = f"{copies[0]:.2f}" if f"{copies[0]:.2f}" == f"{copies[-1]:.2f}" else f"{copies[0]:.2f} to {copies[-1]:.2f}"
+    cards = ";\n".join(dict.fromkeys(map(gpu_of, reports)))
+    return f"{cards}{versions}; a copy moves {rate} TB/s\n\n"
+
+
+def commands(*reports):
+    return "\n\nCommands: " + ", ".join(f'`{r["command"]}`' for r in reports) + "."
 
 
 def gpu_tail(report):
@@ -125,8 +138,9 @@ def table_gpu_forward():
         rows.append([f"`{case}`", *cells])
     header = ["case", "auto", "segments", "of copy", "nothing cut", "of copy", "staged, nothing cut", "FLA chunk_kda",
               "times libkda in its run"]
-    commands = ", ".join(f'`{r["command"]}`' for r in (report, beside, peers))
-    return peers_head(peers) + markdown(header, rows) + f"\n\nCommands: {commands}."
+    mhz = [r["libkda_mhz"] for r in peers["cases"] if r.get("libkda_mhz")]
+    return (gpu_heads(report, beside, peers) + markdown(header, rows) + commands(report, beside, peers)
+            + f" Beside FLA SMs ran at {min(mhz):.0f} to {max(mhz):.0f} MHz.")
 
 
 def table_gpu_gates():
@@ -193,13 +207,7 @@ def table_gpu_stages():
                                      for cell in (milliseconds(c["median_s"]), of_copies(report, c))])
     head = ["case"] + [cell for name in ("chunk_intra", "without kg, qg", "recompute_w_u", "without kg, qg",
                                          "chunk_delta_h: h, v_new", "chunk_o") for cell in (name, "of copy")]
-    commands = ", ".join(f'`{report["command"]}`' for report in (intra, wu, delta))
-    return gpu_head(intra) + markdown(head, rows) + f"\n\nCommands: {commands}."
-
-
-def peers_head(report):
-    mhz = [r["libkda_mhz"] for r in report["cases"] if r.get("libkda_mhz")]
-    return gpu_head(report, f"; {min(mhz):.0f}-{max(mhz):.0f} MHz" if mhz else "")
+    return gpu_heads(intra, wu, delta) + markdown(head, rows) + commands(intra, wu, delta)
 
 
 def table_gpu_peers_batches():
@@ -264,8 +272,8 @@ def table_gpu_errors():
     rows = [[r["gates"], {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]], r["case"], cell(r["libkda"]),
              cell(r["libkda_cp"]), cell(r["fla"]),
              theirs.get((r["case"], r["gates"]), "") if r["dtype"] == "bfloat16" else ""] for r in report["cases"]]
-    return gpu_head(report) + markdown(["gates", "type", "case", "libkda: o, final state", "staged, 4 segments", "FLA",
-                                        "cuDNN"], rows) + gpu_tail(report)[:-1] + f', `{cudnn["command"]}`.'
+    return gpu_heads(report, cudnn) + markdown(["gates", "type", "case", "libkda: o, final state", "staged, 4 segments",
+                                                "FLA", "cuDNN"], rows) + commands(report, cudnn)
 
 
 def table_gpu_summary():
@@ -309,8 +317,8 @@ def table_gpu_decode():
                      milliseconds(other[c["case"]]["median_s"]), of_copies(beside, other[c["case"]])])
     header = ["case", f"{gpu_name(report)}: median", "GB/s", "of copy", f'FLA {peers["fla"]} (times libkda in its run)',
               f"{gpu_name(beside)}: median", "of copy"]
-    return (gpu_head(report) + markdown(header, rows)
-            + f'\n\nCommands: `{report["command"]}`, `{peers["command"]}`, `{beside["command"]} --beside`.')
+    return gpu_heads(report, peers, beside) + markdown(header, rows) + commands(
+        report, peers, beside | {"command": f'{beside["command"]} --beside'})
 
 
 def gpu_name(report):
