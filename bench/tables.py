@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables and code between the markers of README.md, docs/performance.md,
-docs/accuracy.md and docs/python.md.
+"""Writes the tables and code between the markers of README.md and of all documents under docs/.
 
     bench/tables.py           rewrite them from bench/results/*.json and examples/
-    bench/tables.py --check   exit 1 if a file would change
+    bench/tables.py --check   exit 1 if a file would change, or a result feeds no table
 
 Standard library only.
 """
@@ -19,7 +18,12 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
+loaded = set()
+EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused"}  # results that are no numbers
+
+
 def load(name):
+    loaded.add(name)
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -46,10 +50,12 @@ def forward_rows(report):
 
 
 def table_forward():
-    report = load("cpu_forward")
+    report, one = load("cpu_forward"), load("cpu_forward_1")
     head = f'{report["implementation"]}, {report["threads"]} threads, {report["cpu"]}, peak fp32 {2e-9 * report["peak_fma_per_second"]:.0f} GFLOP/s\n\n'
+    alone = one["cases"][0]
+    tail = f'\n\nOne thread, the first case: {milliseconds(alone["median_s"])}, {percent_of_peak(one, alone):.0f}% of its peak.'
     return head + markdown(["case", "median", "spread", "tokens/s", "GFLOP/s", "of peak"],
-                           forward_rows(report))
+                           forward_rows(report)) + tail
 
 
 def table_decode():
@@ -72,10 +78,23 @@ def gpu_of(report):
     return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{earlier}'
 
 
-def gpu_head(report, clocks=""):
+def gpu_head(report):
     peer = f'; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}' if "fla" in report else ""
     return (f'{gpu_of(report)}{peer}; '
-            f'a copy reads and writes {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s{clocks}\n\n')
+            f'a copy moves {report["copy_bytes_per_second"] * 1e-12:.2f} TB/s\n\n')
+
+
+def gpu_heads(*reports):
+    """Of a table from several results: one line where they are of one card and day."""
+    versions = next((f'; torch {r["torch"]}, triton {r["triton"]}, fla-core {r["fla"]}' for r in reports if "fla" in r), "")
+    copies = sorted(r["copy_bytes_per_second"] * 1e-12 for r in reports if "copy_bytes_per_second" in r)
+    rate = f"{copies[0]:.2f}" if f"{copies[0]:.2f}" == f"{copies[-1]:.2f}" else f"{copies[0]:.2f} to {copies[-1]:.2f}"
+    cards = ";\n".join(dict.fromkeys(map(gpu_of, reports)))
+    return f"{cards}{versions}; a copy moves {rate} TB/s\n\n"
+
+
+def commands(*reports):
+    return "\n\nCommands: " + ", ".join(f'`{r["command"]}`' for r in reports) + "."
 
 
 def gpu_tail(report):
@@ -97,23 +116,72 @@ def pairs(report):
     return {c["case"]: (c, d) for c, d in zip(cases[::2], cases[1::2])}
 
 
+def fused_and_staged():
+    """{case: (fused, staged)}, nothing cut."""
+    report = load("gpu_fused")
+    return report, pairs(report)
+
+
 def table_gpu_forward():
-    report = load("gpu_forward")
-    rows = [[f'`{c["case"]}`', c["implementation"].split(".")[-1], milliseconds(c["median_s"]),
-             str(c["segments"] or "")] for c in report["cases"]]
-    return gpu_head(report) + markdown(["case", "backend", "median", "segments (auto)"], rows) + gpu_tail(report)
+    """The planner's choice; both backends with nothing cut; FLA in another run. Cases of the gate table are not here."""
+    report, (beside, whole), peers = load("gpu_forward"), fused_and_staged(), load("gpu_peers_forward")
+    auto = {c["case"]: c for c in report["cases"]}
+    theirs = {r["case"]: r for r in reversed(peers["cases"])}
+    rows = []
+    for case in dict.fromkeys([*whole, *auto]):
+        if "--regime" in case and "fp16" not in case:
+            continue
+        on, (fused, staged), fla = auto.get(case), whole.get(case, (None, None)), theirs.get(case)
+        cells = [milliseconds(on["median_s"]), str(on["segments"] or ""), of_copy(report, on)] if on else ["", "", ""]
+        cells += [milliseconds(fused["median_s"]), of_copy(beside, fused), milliseconds(staged["median_s"])] if fused else [""] * 3
+        cells += [milliseconds(fla["fla"] * 1e-6), f'{fla["speedup"]:.2f}x'] if fla else ["", ""]
+        rows.append([f"`{case}`", *cells])
+    header = ["case", "auto", "segments", "of copy", "nothing cut", "of copy", "staged, nothing cut", "FLA chunk_kda",
+              "times libkda in its run"]
+    mhz = [r["libkda_mhz"] for r in peers["cases"] if r.get("libkda_mhz")]
+    return (gpu_heads(report, beside, peers) + markdown(header, rows) + commands(report, beside, peers)
+            + f" Beside FLA SMs ran at {min(mhz):.0f} to {max(mhz):.0f} MHz.")
+
+
+def table_gpu_gates():
+    report, whole = fused_and_staged()
+    shapes = ("--tokens 8192 --heads 64", "--tokens 8192 --heads 128 --key-dim 64 --value-dim 64")
+    rows = []
+    for regime in ("strong", "slow", "mixed", "trained", "trained-softplus", "softplus"):
+        cells = []
+        for shape in shapes:
+            fused, staged = whole.get(f"{shape} --regime {regime}", whole[shape])  # trained is what a case has of itself
+            cells += [milliseconds(fused["median_s"]), of_copy(report, fused), milliseconds(staged["median_s"])]
+        rows.append([regime, *cells])
+    header = ["gates", "64 heads, K = V = 128: fused", "of copy", "staged", "128 heads, K = V = 64: fused", "of copy", "staged"]
+    return gpu_head(report) + markdown(header, rows) + gpu_tail(report)
+
+
+def by_heads(cases, cells_of):
+    """Cases `--seq-lens L --heads H` as rows of L and columns of H: 4, 8, 16."""
+    found = {}
+    for case, value in cases:
+        lengths, heads = re.fullmatch(r"--seq-lens (\S+) --heads (4|8|16)", case).groups()
+        found.setdefault(lengths, {})[int(heads)] = cells_of(value)
+    empty = [""] * len(next(iter(next(iter(found.values())).values())))
+    return [[f"`--seq-lens {lengths}`", *sum((of.get(h, empty) for h in (4, 8, 16)), [])] for lengths, of in found.items()]
 
 
 def table_gpu_segments():
-    report, rows, gains = load("gpu_context_parallel"), [], []
-    for case, (off, on) in pairs(report).items():
+    report, gains = load("gpu_context_parallel"), []
+
+    def cells(pair):
+        off, on = pair
         gain = off["median_s"] / on["median_s"]
-        gains += [gain] if on["segments"] else []
-        rows.append([f"`{case}`", str(on["segments"] or "declined"), milliseconds(off["median_s"]),
-                     milliseconds(on["median_s"]), f"{gain:.2f}x", of_copy(report, on)])
+        gains.extend([gain] if on["segments"] else [])
+        auto = f'{milliseconds(on["median_s"])} ({on["segments"]})' if on["segments"] else "declined"
+        return [milliseconds(off["median_s"]), auto, f"{gain:.2f}x"]
+
+    rows = by_heads(pairs(report).items(), cells)
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
-    return (gpu_head(report) + markdown(["case", "segments", "off", "auto", "gain", "of copy"], rows)
-            + f"\n\nGeometric mean of the {len(gains)} cases where it triggers: {mean:.2f}x." + gpu_tail(report))
+    header = ["case", *sum(([f"{h} heads: off", "auto (segments)", "gain"] for h in (4, 8, 16)), [])]
+    return (gpu_head(report) + markdown(header, rows)
+            + f"\n\nGeometric mean of the {len(gains)} cases where it cuts: {mean:.2f}x." + gpu_tail(report))
 
 
 def table_gpu_profile():
@@ -128,46 +196,49 @@ def table_gpu_profile():
          "of these, most on"], rows) + gpu_tail(report)
 
 
-def table_gpu_fused():
-    report, rows = load("gpu_fused"), []
-    for case, (fused, staged) in pairs(report).items():
-        rows.append([f"`{case}`", milliseconds(fused["median_s"]), of_copy(report, fused), milliseconds(staged["median_s"]),
-                     f'{staged["median_s"] / fused["median_s"]:.2f}x'])
-    return gpu_head(report) + markdown(["case", "fused", "of copy", "staged", "faster by"], rows) + gpu_tail(report)
-
-
 def table_gpu_stages():
-    intra, wu = load("gpu_intra"), load("gpu_recompute_wu")
+    intra, wu, delta = load("gpu_intra"), load("gpu_recompute_wu"), load("gpu_delta_h")
     rows = []
     for case, (bare, full) in pairs(intra).items():
         bare_wu, full_wu = pairs(wu)[case]
-        rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu))
+        states, outputs = pairs(delta)[case]
+        rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu),
+                                                            (delta, states), (delta, outputs))
                                      for cell in (milliseconds(c["median_s"]), of_copies(report, c))])
-    head = ["case", "chunk_intra", "of copy", "without kg, qg", "of copy", "recompute_w_u", "of copy",
-            "without kg, qg", "of copy"]
-    return gpu_head(intra) + markdown(head, rows) + gpu_tail(intra)[:-1] + f', `{wu["command"]}`.'
+    head = ["case"] + [cell for name in ("chunk_intra", "without kg, qg", "recompute_w_u", "without kg, qg",
+                                         "chunk_delta_h: h, v_new", "chunk_o") for cell in (name, "of copy")]
+    return gpu_heads(intra, wu, delta) + markdown(head, rows) + commands(intra, wu, delta)
 
 
-def peers_table(part, header, row):
-    report = load(f"gpu_peers_{part}")
-    rows = {r["case"]: row(report, r) for r in reversed(report["cases"])}  # sets overlap: the first of a case
-    mhz = [r["libkda_mhz"] for r in report["cases"] if r.get("libkda_mhz")]
-    clocks = f"; SMs at {min(mhz):.0f} to {max(mhz):.0f} MHz in libkda's calls" if mhz else ""
-    return gpu_head(report, clocks) + markdown(header, list(rows.values())[::-1]) + gpu_tail(report)
+def table_gpu_peers_batches():
+    """The cases of cuLA's comparison."""
+    report, rows = load("gpu_peers_forward"), {}
+    for r in report["cases"]:
+        if r["set"] == "cula":
+            tokens = re.match(r"--tokens (\d+) ", r["case"]).group(1)
+            rows.setdefault(f"`--tokens {tokens} --heads 64`", []).extend(
+                [milliseconds(r["libkda"] * 1e-6), milliseconds(r["fla"] * 1e-6), f'{r["speedup"]:.2f}x'])
+    header = ["case", *sum(([f"batch {b}: libkda", "FLA", "faster by"] for b in (1, 2)), [])]
+    return gpu_head(report) + markdown(header, [[case, *cells] for case, cells in rows.items()])
 
 
-def table_gpu_peers_forward():
-    us = lambda x: milliseconds(x * 1e-6) if x else ""
-    return peers_table("forward", ["case", "off", "auto", "segments", "FLA chunk_kda", "FLA_INTRACARD_CP=1", "faster by"],
-                       lambda report, r: [f'`{r["case"]}`', us(r["libkda_off"]), us(r["libkda"]),
-                                          str(r["segments"] or ""), us(r["fla"]), us(r.get("fla_intracard")),
-                                          f'{r["speedup"]:.2f}x'])
+def table_gpu_peers_segments():
+    """Against the faster of FLA's two."""
+    us = lambda x: milliseconds(x * 1e-6)
+    report = load("gpu_peers_forward")
+    first = {r["case"]: r for r in reversed(report["cases"])}  # sets overlap
+    names = dict.fromkeys(r["case"] for name in ("context_parallel", "cp") for r in report["cases"] if r["set"] == name)
+
+    def cells(r):
+        theirs = min(filter(None, (r["fla"], r.get("fla_intracard"))))
+        return [us(r["libkda_off"]), us(r["libkda"]), us(theirs), f'{theirs / r["libkda"]:.2f}x']
+
+    header = ["case", *sum(([f"{h} heads: nothing cut", "auto", "FLA", "faster by"] for h in (4, 8, 16)), [])]
+    return gpu_head(report) + markdown(header, by_heads(((n, first[n]) for n in names), cells)) + gpu_tail(report)
 
 
 def table_gpu_cudnn():
-    """Of every case libkda, cuDNN and their ratio with each kind of gates."""
-    if not (RESULTS / "gpu_cudnn.json").exists():
-        return "Not measured yet: `python3 bench/peers_cudnn.py`."
+    """Each case: libkda, cuDNN and their ratio with each kind of gates."""
     report = load("gpu_cudnn")
     kinds = list(dict.fromkeys(r["gates"] for r in report["forward"]))
     found = {(r["case"], r["gates"]): r for r in report["forward"]}
@@ -188,17 +259,21 @@ def table_gpu_peers_stages():
         return [f'`{r["case"]}`', us("libkda_chunk_intra"), us("fla_intra"), by("chunk_intra", "intra"),
                 by("chunk_intra_bare", "intra_bare"), by("chunk_intra", "intra_token_parallel"),
                 us("libkda_recompute_w_u"), us("fla_wu"), by("recompute_w_u", "wu"), by("recompute_w_u", "wu_expanded")]
-    return peers_table("intra", ["case", "chunk_intra", "FLA", "faster by", "without kg, qg", "than token parallel",
-                                 "recompute_w_u", "FLA", "faster by", "than with q, k expanded"], row)
+    report = load("gpu_peers_intra")
+    return gpu_head(report) + markdown(["case", "chunk_intra", "FLA", "faster by", "without kg, qg", "than token parallel",
+                                 "recompute_w_u", "FLA", "faster by", "than with q, k expanded"],
+                                       [row(report, r) for r in report["cases"]]) + gpu_tail(report)
 
 
 def table_gpu_errors():
-    report = load("gpu_peers_errors")
+    report, cudnn = load("gpu_peers_errors"), load("gpu_cudnn")
     cell = lambda pair: f"{pair[0]:.2e}, {pair[1]:.2e}"
+    theirs = {(r["case"], r["gates"]): cell(r["cudnn"]) for r in cudnn["errors"]}
     rows = [[r["gates"], {"bfloat16": "bf16", "float16": "fp16"}[r["dtype"]], r["case"], cell(r["libkda"]),
-             cell(r["libkda_cp"]), cell(r["fla"])] for r in report["cases"]]
-    return gpu_head(report) + markdown(["gates", "type", "case", "libkda: o, final state", "4 segments, in stages",
-                                        "FLA"], rows) + gpu_tail(report)
+             cell(r["libkda_cp"]), cell(r["fla"]),
+             theirs.get((r["case"], r["gates"]), "") if r["dtype"] == "bfloat16" else ""] for r in report["cases"]]
+    return gpu_heads(report, cudnn) + markdown(["gates", "type", "case", "libkda: o, final state", "staged, 4 segments",
+                                                "FLA", "cuDNN"], rows) + commands(report, cudnn)
 
 
 def table_gpu_summary():
@@ -230,41 +305,76 @@ def table_gpu_summary():
 
 
 def table_gpu_decode():
-    report = load("gpu_decode")
-    rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}',
-             of_copies(report, c)] for c in report["cases"]]
-    return gpu_head(report) + markdown(["case", "median", "GB/s", "of copy"], rows) + gpu_tail(report)
+    """The H200 of the main result, FLA's kernel on one in another run, and the H100 beside it."""
+    report, beside, peers = load("gpu_decode"), load("gpu_decode_h100_80gb_hbm3"), load("gpu_peers_decode")
+    other = {c["case"]: c for c in beside["cases"]}
+    theirs = {c["case"]: c for c in peers["cases"]}
+    rows = []
+    for c in report["cases"]:
+        fla = theirs[c["case"]]
+        rows.append([f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}', of_copies(report, c),
+                     f'{milliseconds(fla["fla"] * 1e-6)} ({fla["fla"] / fla["libkda"]:.2f}x)',
+                     milliseconds(other[c["case"]]["median_s"]), of_copies(beside, other[c["case"]])])
+    header = ["case", f"{gpu_name(report)}: median", "GB/s", "of copy", f'FLA {peers["fla"]} (times libkda in its run)',
+              f"{gpu_name(beside)}: median", "of copy"]
+    return gpu_heads(report, peers, beside) + markdown(header, rows) + commands(
+        report, peers, beside | {"command": f'{beside["command"]} --beside'})
 
 
-def table_gpu_decode_h100():
-    """Beside the H200 of the other table."""
-    report, reference = load("gpu_decode_h100_80gb_hbm3"), load("gpu_decode")
-    rows = [[f'`{case["case"]}`', milliseconds(case["median_s"]), of_copies(report, case), milliseconds(h200["median_s"])]
-            for case, h200 in zip(report["cases"], reference["cases"], strict=True)]
-    return (gpu_head(report) + markdown(["case", "H100", "of copy", "H200"], rows)
-            + "\n\nCommand: `./dev gpu-bench decode --beside`.")
+def gpu_name(report):
+    return report["device"].removeprefix("NVIDIA ").split()[0]
 
 
 def table_gpu_python():
     report = load("gpu_python")
     us = lambda x: f"{x:.0f} us"
-    host = [[f'{r["function"]}, T {r["tokens"]}, H {r["heads"]}', us(r["libkda"]), us(r["fla"]),
-             f'{r["fla"] / r["libkda"]:.1f}x'] for r in report["host"]]
+    heads = list(dict.fromkeys(r["heads"] for r in report["host"]))
+    calls = {}
+    for r in report["host"]:
+        calls.setdefault(f'{r["function"]}, T {r["tokens"]}', []).extend(
+            [us(r["libkda"]), us(r["fla"]), f'{r["fla"] / r["libkda"]:.1f}x'])
+    host = [[name, *cells] for name, cells in calls.items()]
     decode = [[f'B {r["batch"]}, H {r["heads"]}', us(r["libkda"]), us(r["libkda_in_place"]),
                us(r["libkda_packed"]), us(r["fla"]),
                f'{r["fla"] / r["libkda"]:.2f}x', us(r["copy"])] for r in report["decode"]]
+    header = ["host time of a call", *sum(([f"H {h}: libkda", "FLA", ""] for h in heads), [])]
     return (f'{report["device"]}, {report["date"]}; torch {report["torch"]}, fla-core {report["fla"]}\n\n'
-            + markdown(["host time of a call", "libkda", "FLA", ""], host) + "\n\n"
+            + markdown(header, host) + "\n\n"
             + markdown(["decode step", "fused_recurrent_kda", "in place in a pool", "packed, by index", "FLA", "", "copy_ of the states"], decode)
             + gpu_tail(report))
 
 
+def table_gpu_fuzz():
+    """Random problems beyond the bound; the last rows are those of the GPU tests."""
+    report, tested = load("gpu_fuzz"), load("gpu_test")
+    rows = []
+    for r in report["rows"]:
+        kinds = []
+        for e in r["exceed"]:
+            worst = f'{e["of"]} {e["worst"]:g}x'.strip() if e["worst"] else ""
+            beside = f'staged {e["staged"]:g}x' if e.get("staged") else ""
+            sizes = ", ".join(filter(None, (worst, beside)))
+            kinds.append(f'{e["count"]}: {e["kind"]}' + (f" ({sizes})" if sizes else ""))
+        rows.append([r["date"], r["card"].removeprefix("NVIDIA ").split(" 80GB")[0], f'{r["backend"]}: `{r["flags"]}`',
+                     ", ".join(map(str, r["seeds"])), f'{r["count"]:,}', str(sum(e["count"] for e in r["exceed"])),
+                     "; ".join(kinds), r["note"]])
+    fuzzed = [r for r in tested["rows"] if r["name"].startswith("kda_fuzz")]
+    names = ", ".join(f'`{r["name"].removeprefix("kda_fuzz ")}`' for r in fuzzed)
+    rows.append([tested["date"], tested["device"].removeprefix("NVIDIA ").split(" 80GB")[0], f"all: {names}", "default",
+                 f'{sum(r["cases"] for r in fuzzed):,}', "0" if all(r["ok"] for r in fuzzed) else "some", "", f'`{tested["command"]}`'])
+    return markdown(["date", "card", "kernels: flags", "seeds", "problems", "beyond", "which (times the bound)", "note"], rows)
+
+
 def table_rivals():
     report = load("cpu_rivals")
-    rows = [[r["method"], r["isa"], milliseconds(r["median_s"]), f'{r["peak_percent"]:.0f}%',
-             f'{r["libkda_speedup"]:.2f}x', f'{r["error"]:.1e}'] for r in report["rows"]]
+    instructions = list(dict.fromkeys(r["isa"] for r in report["rows"]))
+    found = {(r["method"], r["isa"]): r for r in report["rows"]}
+    rows = [[method, *(cell for isa in instructions for cell in (
+                 milliseconds(found[method, isa]["median_s"]), f'{found[method, isa]["peak_percent"]:.0f}%',
+                 f'{found[method, isa]["libkda_speedup"]:.2f}x')), f'{found[method, instructions[0]]["error"]:.1e}']
+            for method in dict.fromkeys(r["method"] for r in report["rows"])]
     head = f'T = {report["tokens"]}, H = {report["heads"]}, K = V = 128, fp32, log gates, {report["threads"]} threads\n\n'
-    return head + markdown(["method", "instructions", "median", "of peak", "libkda is faster by",
+    return head + markdown(["method", *(cell for isa in instructions for cell in (isa, "of peak", "libkda is faster by")),
                             "error of o"], rows)
 
 
@@ -328,8 +438,7 @@ def fill(text):
 
 def main():
     stale = False
-    for path in (ROOT / "README.md", ROOT / "docs" / "performance.md",
-                 ROOT / "docs" / "accuracy.md", ROOT / "docs" / "python.md"):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         old = path.read_text()
         new = fill(old)
         if new != old and "--check" in sys.argv:
@@ -338,6 +447,10 @@ def main():
         elif new != old:
             path.write_text(new)
             print(f"{path.relative_to(ROOT)}: written")
+    for path in sorted(RESULTS.glob("*.json")):
+        if path.stem not in loaded | EVIDENCE:
+            print(f"{path.relative_to(ROOT)}: no document shows it")
+            stale = True
     return 1 if stale else 0
 
 

@@ -1,0 +1,371 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the figures of docs/figures from bench/results/*.json.
+
+    bench/plots.py           write the figures whose content changed
+    bench/plots.py --check   exit 1 if a figure would change
+
+Standard library only: the same results give the same bytes on every machine.
+"""
+import json
+import math
+import pathlib
+import sys
+import xml.sax.saxutils
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+FIGURES = ROOT / "docs" / "figures"
+
+# Colours that stand out on a white page as on a dark one.
+TEXT, GRID = "#767d86", "#8b949e"
+OURS, LIGHT, PEER, OTHER, ROOF = "#2f81f7", "#79b0fb", "#d9822b", "#a371f7", "#8b949e"
+FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
+
+
+def load(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def short(seconds):
+    """A time with its unit, three digits."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1e-2 else f"{seconds * 1e3:.1f} ms"
+
+
+def tick_name(seconds):
+    return "0" if seconds == 0 else f"{seconds * 1e6:g} us" if seconds < 1e-3 else f"{seconds * 1e3:g} ms"
+
+
+def card_of(report):
+    return report["device"].removeprefix("NVIDIA ")
+
+
+class Axis:
+    """Values to places, linear or logarithmic."""
+
+    def __init__(self, low, high, begin, end, log=False):
+        self.log, self.begin, self.end = log, begin, end
+        self.low, self.high = (math.log(low), math.log(high)) if log else (low, high)
+
+    def __call__(self, value):
+        x = math.log(value) if self.log else value
+        return self.begin + (self.end - self.begin) * (x - self.low) / (self.high - self.low)
+
+
+class Figure:
+    """An SVG of fixed size; shapes in the order in which they are drawn."""
+
+    def __init__(self, width, height, title, subtitle):
+        self.width, self.height, self.items = width, height, []
+        self.label = title
+        self.text(0, 18, title, size=16, weight="bold")
+        self.text(0, 37, subtitle, size=12)
+
+    @staticmethod
+    def attributes(values):
+        def show(value):
+            if isinstance(value, float):
+                return f"{value:.1f}"
+            return xml.sax.saxutils.escape(str(value), {'"': "&quot;"})
+        return "".join(f' {name.replace("_", "-")}="{show(value)}"' for name, value in values.items())
+
+    def shape(self, name, **values):
+        self.items.append(f"<{name}{self.attributes(values)}/>")
+
+    def text(self, x, y, content, size=12, anchor="start", color=TEXT, weight="normal", rotate=0):
+        turned = {"transform": f"rotate({rotate} {x:.1f} {y:.1f})"} if rotate else {}
+        values = self.attributes({"x": float(x), "y": float(y), "font_size": size, "text_anchor": anchor,
+                                  "fill": color, "font_weight": weight, **turned})
+        self.items.append(f"<text{values}>{xml.sax.saxutils.escape(content)}</text>")
+
+    def bar(self, x, y, width, height, color):
+        self.shape("rect", x=float(x), y=float(y), width=float(width), height=float(height), fill=color, rx=1.5)
+
+    def line(self, x1, y1, x2, y2, color=GRID, width=1.0, dash="none", opacity=1):
+        self.shape("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), stroke=color, stroke_width=width,
+                   stroke_dasharray=dash, stroke_opacity=opacity)
+
+    def curve(self, points, color, width=2.2, dash="none"):
+        self.shape("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points), fill="none", stroke=color,
+                   stroke_width=width, stroke_dasharray=dash, stroke_linejoin="round")
+        for x, y in points if dash == "none" else ():
+            self.dot(x, y, color, 3.0)
+
+    def dot(self, x, y, color, radius=4.5, hollow=False):
+        self.shape("circle", cx=float(x), cy=float(y), r=radius, fill="none" if hollow else color, stroke=color,
+                   stroke_width=2.0 if hollow else 0)
+
+    def key(self, x, y, entries, step=None):
+        """Names in their colours, beside each other."""
+        for name, color in entries:
+            self.bar(x, y - 9, 10, 10, color)
+            self.text(x + 15, y, name)
+            x += step or 30 + 6.3 * len(name)
+
+    def svg(self):
+        head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -6 {self.width + 24} {self.height + 12}" '
+                f'width="{self.width + 24}" height="{self.height + 12}" font-family="{FONT}" role="img" '
+                f'aria-label="{xml.sax.saxutils.escape(self.label)}">')
+        return "\n".join([head, *self.items, "</svg>"]) + "\n"
+
+
+def time_ticks(figure, axis, ticks, top, bottom, label):
+    for tick in ticks:
+        figure.line(axis(tick), top, axis(tick), bottom, opacity=0.35)
+        figure.text(axis(tick), bottom + 16, tick_name(tick), anchor="middle", size=11)
+    figure.text((axis.begin + axis.end) / 2, bottom + 34, label, anchor="middle")
+
+
+def first_of(report, case):
+    return next(c for c in report["cases"] if c["case"] == case)
+
+
+def words_of(case):
+    """A case of the command line in words."""
+    flags = dict(pair.split(" ", 1) for pair in case.removeprefix("--").split(" --"))
+    many = flags.get("seq-lens", "")
+    if many.count(",") >= 5:
+        tokens = f"{many.count(',') + 1} uneven sequences"
+    elif many:
+        parts = [part.split("x") for part in many.split(",")]
+        tokens = ", ".join(" x ".join(f"{int(n):,}" if n.isdigit() else n for n in part) for part in parts) + " tokens"
+    else:
+        batch = flags.get("batch", "1")
+        tokens = (f"{batch} x " if batch != "1" else "") + f'{int(flags["tokens"]):,} tokens'
+    heads = flags["heads"] + (f'/{flags["value-heads"]}' if "value-heads" in flags else "")
+    return f"{tokens}, {heads} heads" + (", K 64" if flags.get("key-dim") == "64" else "")
+
+
+# ---- figures -----------------------------------------------------------------------------------
+
+def figure_forward():
+    """Beside FLA in one run, and a copy of the call's bytes."""
+    report, bytes_of = load("gpu_peers_forward"), {}
+    for source in ("gpu_fused", "gpu_context_parallel"):
+        bytes_of |= {c["case"]: c["bytes"] for c in load(source)["cases"]}
+    cases = ["--tokens 8192 --heads 64", "--seq-lens 8x1024 --heads 64", "--tokens 8192 --heads 96",
+             "--tokens 8192 --heads 16", "--seq-lens 64K --heads 4", "--seq-lens 64K --heads 8",
+             "--seq-lens 64K --heads 16"]
+    left, row, top = 190, 46, 78
+    bottom = top + row * len(cases) - 8
+    figure = Figure(860, bottom + 42, "Forward: one call, bf16, K = V = 128",
+                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} chunk_kda in the same run, '
+                    "calls without a pause; gates as trained")
+    figure.key(left, 60, [("copy of the call's bytes", ROOF), ("libkda", OURS), ("FLA", PEER)])
+    time = Axis(0, 5.5e-3, left, 770)
+    time_ticks(figure, time, [i * 1e-3 for i in range(6)], top - 4, bottom, "time of a call")
+    for i, case in enumerate(cases):
+        r, y = first_of(report, case), top + i * row
+        ours, theirs = r["libkda"] * 1e-6, r["fla"] * 1e-6
+        figure.text(left - 10, y + 22, words_of(case), anchor="end")
+        for j, (seconds, color, label) in enumerate((
+                (bytes_of[case] / report["copy_bytes_per_second"], ROOF, ""),
+                (ours, OURS, f"{short(ours)}, {r['speedup']:.1f}x"),
+                (theirs, PEER, short(theirs)))):
+            figure.bar(left, y + j * 12, time(seconds) - left, 10, color)
+            if label:
+                figure.text(time(seconds) + 6, y + j * 12 + 9, label, size=11, color=color)
+    return figure
+
+
+def copy_key(figure, report):
+    figure.bar(200, 51, 10, 10, OURS)
+    figure.text(215, 60, "libkda")
+    figure.line(275, 48, 275, 64, ROOF, 3.0)
+    figure.text(282, 60, "a copy of the bytes that the call reads and writes, at "
+                f'{report["copy_bytes_per_second"] * 1e-12:.2f} TB/s; in percent of its rate')
+
+
+def bars_against_copy(figure, report, groups, left, top, limit, ticks):
+    """Bars of times; a mark where a copy of the call's bytes would be."""
+    time, y = Axis(0, limit, left, 760), top
+    rows = sum(len(rows) for _, rows in groups)
+    bottom = top + 19 * rows + 26 * len(groups) - 4
+    time_ticks(figure, time, ticks, top, bottom, "time of a call")
+    for name, rows in groups:
+        figure.text(left, y + 13, name, weight="bold")
+        y += 22
+        for label, c in rows:
+            seconds, copy = c["median_s"], c["bytes"] / report["copy_bytes_per_second"]
+            figure.text(left - 10, y + 11, label, anchor="end")
+            figure.bar(left, y + 1, time(seconds) - left, 12, OURS)
+            figure.line(time(copy), y + 1, time(copy), y + 13, "#ffffff", 6.0)
+            figure.line(time(copy), y - 2, time(copy), y + 16, ROOF, 3.0)
+            figure.text(time(seconds) + 8, y + 11, f"{short(seconds)}, {100 * copy / seconds:.0f}%", size=11)
+            y += 19
+        y += 4
+
+
+def figure_shapes():
+    forward = load("gpu_forward")
+    by_case = {c["case"]: c for c in forward["cases"]}
+    sets = [("many heads or sequences",
+             ["--tokens 8192 --heads 64", "--seq-lens 8x1024 --heads 64",
+              "--seq-lens 1300,547,2048,963,271,3063 --heads 64", "--tokens 8192 --heads 96",
+              "--tokens 8192 --heads 32 --value-heads 64", "--seq-lens 8x2048 --heads 16"]),
+            ("few heads: cut into segments",
+             [f"--tokens {tokens} --heads {heads}" for tokens, heads in (
+                 (8192, 24), (8192, 16), (4096, 12), (4096, 8), (2048, 12), (1024, 4))]),
+            ("K = V = 64", [f"--tokens 8192 --heads {h} --key-dim 64 --value-dim 64" for h in (128, 64, 16)]),
+            ("fp16", [f"--tokens 8192 --heads {h} --dtype fp16" for h in (64, 16)])]
+    groups = [(name, [(words_of(c.replace(" --dtype fp16", "")), by_case[c]) for c in cases]) for name, cases in sets]
+    figure = Figure(860, 533, "Forward against the roofline, by shape",
+                    f'{card_of(forward)}, {forward["date"]}; bf16, K = V = 128 and gates as trained unless said')
+    copy_key(figure, forward)
+    bars_against_copy(figure, forward, groups, 200, 72, 500e-6, [i * 1e-4 for i in range(6)])
+    return figure
+
+
+def figure_gates():
+    fused = load("gpu_fused")
+    by_case = {c["case"]: c for c in fused["cases"] if c["backend"] == "fused"}
+    regimes = ["strong", "slow", "mixed", "trained", "trained-softplus", "softplus"]
+    groups = []
+    for heads, size, flags in ((64, 128, ""), (128, 64, " --key-dim 64 --value-dim 64")):
+        name, shape = f"8,192 tokens, {heads} heads, K = V = {size}", f"--tokens 8192 --heads {heads}{flags}"
+        rows = [(r, by_case.get(f"{shape} --regime {r}", by_case[shape])) for r in regimes]
+        groups.append((name, rows))
+    figure = Figure(860, 385, "Forward by gate regime",
+                    f'{card_of(fused)}, {fused["date"]}; bf16, fused kernel, nothing cut')
+    copy_key(figure, fused)
+    bars_against_copy(figure, fused, groups, 200, 72, 400e-6, [i * 1e-4 for i in range(5)])
+    return figure
+
+
+def panel(figure, x, y, width, height, xs, ys, x_range, y_range, name, x_name):
+    """A log-log panel with its grid; returns both axes."""
+    across, up = Axis(*x_range, x, x + width, log=True), Axis(*y_range, y + height, y, log=True)
+    for value, label in xs:
+        figure.line(across(value), y, across(value), y + height, opacity=0.25)
+        figure.text(across(value), y + height + 15, label, anchor="middle", size=11)
+    for value in ys:
+        figure.line(x, up(value), x + width, up(value), opacity=0.25)
+    figure.text(x, y - 8, name, weight="bold")
+    figure.text(x + width / 2, y + height + 32, x_name, anchor="middle")
+    return across, up
+
+
+def figure_segments():
+    report = load("gpu_context_parallel")
+    lengths = [4, 8, 16, 32, 64, 128, 256]
+    found = {}
+    for off, on in zip(report["cases"][::2], report["cases"][1::2]):
+        found[off["case"]] = (off, on)
+    figure = Figure(860, 364, "One long sequence: segments off and on",
+                    f'{card_of(report)}, {report["date"]}; bf16, K = V = 128, gates as trained')
+    figure.key(58, 60, [("nothing cut", PEER), ("auto", OURS), ("copy of the call's bytes", ROOF)])
+    ys = [1e-5, 1e-4, 1e-3, 1e-2]
+    width, height, top = 235, 230, 100
+    for i, heads in enumerate((4, 8, 16)):
+        x = 58 + i * (width + 38)
+        across, up = panel(figure, x, top, width, height, [(n, f"{n}K") for n in lengths], ys, (3.6, 285),
+                           (5e-6, 1.2e-2), f"{heads} heads", "tokens")
+        if i == 0:
+            for value in ys:
+                figure.text(x - 8, up(value) + 4, tick_name(value), anchor="end", size=11)
+        rows = [found[f"--seq-lens {n}K --heads {heads}"] for n in lengths]
+        copy = [on["bytes"] / report["copy_bytes_per_second"] for _, on in rows]
+        places = [across(n) for n in lengths]
+        figure.curve([(a, up(s)) for a, s in zip(places, copy)], ROOF, 2.0, "5 4")
+        figure.curve([(a, up(off["median_s"])) for a, (off, _) in zip(places, rows)], PEER)
+        figure.curve([(a, up(on["median_s"])) for a, (_, on) in zip(places, rows)], OURS)
+        for n in (0, 3, 6):
+            off, on = rows[n]
+            figure.text(places[n], up(off["median_s"]) - 9, f'{off["median_s"] / on["median_s"]:.1f}x',
+                        anchor="middle" if n < 6 else "end", size=11, color=OURS, weight="bold")
+    return figure
+
+
+def figure_errors():
+    report, cudnn, rounding = load("gpu_peers_errors"), load("gpu_cudnn"), load("cpu_accuracy")
+    figure = Figure(860, 346, "Errors against float64, beside FLA and cuDNN",
+                    f'{card_of(report)}, {report["date"]}; 2,048 tokens, 4 heads, K = V = 128; all heads; '
+                    f'FLA {report["fla"]}')
+    figure.key(90, 62, [("libkda", OURS), ("libkda, staged, in 4 segments", LIGHT), ("FLA", PEER), ("cuDNN", OTHER)])
+    theirs = {c["gates"]: c["cudnn"] for c in cudnn["errors"] if c["case"] == "T 2048, H 4"}
+    panels = [("bfloat16", 0, "o, bf16"), ("bfloat16", 1, "final state, bf16"),
+              ("float16", 0, "o, fp16"), ("float16", 1, "final state, fp16")]
+    for i, (dtype, which, name) in enumerate(panels):
+        x, y, width = 90 + i % 2 * 400, 102 + i // 2 * 132, 350
+        high, ticks = (6e-3, [0, 2e-3, 4e-3, 6e-3]) if dtype == "bfloat16" else (1e-3, [0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
+        across = Axis(0, high, x, x + width)
+        figure.text(x, y - 8, name, weight="bold")
+        for tick in ticks:
+            figure.line(across(tick), y, across(tick), y + 72, opacity=0.3)
+            figure.text(across(tick), y + 88, f"{tick * 1e3:g}e-3" if tick else "0", anchor="middle", size=11)
+        if dtype == "bfloat16" and which == 0:
+            place = across(rounding["bf16_o_median"])
+            figure.line(place, y - 4, place, y + 72, ROOF, 2.0, "4 3")
+            figure.text(place + 4, y - 8, "the exact result, rounded to bf16", size=11)
+        for j, gates in enumerate(("strong", "slow", "trained")):
+            r = next(c for c in report["cases"]
+                     if c["dtype"] == dtype and c["gates"] == gates and c["case"] == "T 2048, H 4")
+            level = y + 14 + j * 24
+            if i % 2 == 0:
+                figure.text(x - 10, level + 4, gates, anchor="end")
+            figure.line(x, level, x + width, level, opacity=0.2)
+            if j == 2 and dtype == "float16":
+                figure.text(x + width / 2, y + 106, "|x - ref| / |ref|", anchor="middle")
+            if dtype == "bfloat16":
+                figure.dot(across(theirs[gates][which]), level, OTHER)
+            figure.dot(across(r["fla"][which]), level, PEER)
+            figure.dot(across(r["libkda_cp"][which]), level, LIGHT, hollow=True)
+            figure.dot(across(r["libkda"][which]), level, OURS)
+    return figure
+
+
+def figure_decode():
+    peers, python = load("gpu_peers_decode"), load("gpu_python")
+    plain = {c["case"]: c for c in load("gpu_decode")["cases"]}
+    figure = Figure(860, 364, "Decode: one token a sequence, 32 heads, fp32 states",
+                    f'K = V = 128, bf16; FLA {peers["fla"]} fused_recurrent_kda in the same run')
+    figure.key(62, 60, [("copy of the states", ROOF), ("libkda", OURS), ("FLA", PEER)])
+    one_token = [c for c in peers["cases"] if "--tokens 1 " in c["case"]]
+    batch_of = lambda c: int(c["case"].split()[1])
+    kernel = [(batch_of(c), c["libkda"], c["fla"], plain[c["case"]]["copy_s"] * 1e6) for c in one_token]
+    call = [(r["batch"], r["libkda_in_place"], r["fla"], r["copy"]) for r in python["decode"] if r["heads"] == 32]
+    panels = [(kernel, f'time on the device, {card_of(peers)}, {peers["date"]}'),
+              (call, f'step from Python, in place, {card_of(python)}, {python["date"]}')]
+    for i, (rows, name) in enumerate(panels):
+        x = 62 + i * 410
+        batches = [1, 4, 16, 64, 256] + ([512] if i == 0 else [])
+        across, up = panel(figure, x, 100, 370, 230, [(b, str(b)) for b in batches], [1e1, 1e2, 1e3], (0.85, 620),
+                           (5, 1e3), name, "sequences")
+        for value in (10, 100, 1000) if i == 0 else ():
+            figure.text(x - 8, up(value) + 4, tick_name(value * 1e-6), anchor="end", size=11)
+        for column, color in ((3, ROOF), (2, PEER), (1, OURS)):
+            figure.curve([(across(r[0]), up(r[column])) for r in rows], color, 2.2, "5 4" if column == 3 else "none")
+        for r in (rows[0], rows[-1]):
+            figure.text(across(r[0]), up(r[2]) - 10, f"{r[2] / r[1]:.1f}x",
+                        anchor="start" if r is rows[0] else "middle", size=11, color=OURS, weight="bold")
+    return figure
+
+
+FIGURE_FUNCTIONS = {name[len("figure_"):]: function for name, function in list(globals().items())
+                    if name.startswith("figure_")}
+
+
+def main():
+    stale = False
+    for name, draw in FIGURE_FUNCTIONS.items():
+        path, new = FIGURES / f"{name}.svg", draw().svg()
+        if path.exists() and path.read_text() == new:
+            continue
+        if "--check" in sys.argv:
+            print(f"{path.relative_to(ROOT)}: not what bench/results gives; run bench/plots.py")
+            stale = True
+        else:
+            FIGURES.mkdir(parents=True, exist_ok=True)
+            path.write_text(new)
+            print(f"{path.relative_to(ROOT)}: written")
+    for path in sorted(FIGURES.glob("*.svg")):
+        if path.stem not in FIGURE_FUNCTIONS:
+            print(f"{path.relative_to(ROOT)}: bench/plots.py does not draw it")
+            stale = True
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
