@@ -102,10 +102,10 @@ def test_decode_in_a_pool():
 
 @pytest.mark.parametrize("change, error, text", [
     (dict(state=np.zeros((2, 4, 64, 33), np.float32)), ValueError, r"state must have shape \[2, 4, 64, 32\]"),
-    (dict(state=np.zeros((2, 4, 64, 32))), TypeError, "state must be float32, bfloat16 or float16, got float64"),
+    (dict(state=np.zeros((2, 4, 64, 32))), TypeError, "state must be float32 or bfloat16, got float64"),
     (dict(state=np.zeros((2, 4, 64, 32), np.float16)), TypeError, "state must be float32 or bfloat16, got float16"),
-    (dict(indices=np.array([0, 1])), TypeError, "indices must be a dense array of int32, got int64"),
-    (dict(indices=np.array([0, 0, 1, 1], np.int32)[::2]), TypeError, "indices must be a dense array of int32"),
+    (dict(indices=np.array([0, 1])), TypeError, "indices must be int32, got int64"),
+    (dict(indices=np.array([0, 0, 1, 1], np.int32)[::2]), ValueError, "indices must be dense"),
     (dict(indices=np.array([0], np.int32)), ValueError, r"indices must have shape \[2\], got \[1\]"),
 ])
 def test_errors_of_decode(change, error, text):
@@ -143,7 +143,7 @@ def test_read_only_inputs_are_fine_read_only_outputs_are_not():
     (dict(k=np.zeros((2, 131, 2, 63), np.float32)), ValueError, r"k must have shape \[2, 131, 2, 64\]"),
     (dict(v=[1, 2]), TypeError, "v must be an array with __dlpack__"),
     (dict(g=np.zeros((2, 131, 4, 64))), TypeError, "g must be float32, bfloat16 or float16, got float64"),
-    (dict(g=np.zeros((2, 131, 4, 64), ">f4")), TypeError, "g: DLPack"),
+    (dict(g=np.zeros((2, 131, 4, 64), ">f4")), TypeError, "g cannot be exported by DLPack"),
     (dict(lower_bound=None), TypeError, "lower_bound must be a number, got None"),
     (dict(scale="x"), TypeError, "scale must be a number, got .x."),
     (dict(cu_seqlens=[]), ValueError, "cu_seqlens must have"),

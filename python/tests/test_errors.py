@@ -78,9 +78,9 @@ def test_key_dim():
 
 def test_lengths_that_do_not_fit_name_the_argument():
     x, _, _ = make(B=1)
-    with pytest.raises(RuntimeError, match="cu_seqlens"):
+    with pytest.raises(ValueError, match="cu_seqlens"):
         chunk_kda(**x, cu_seqlens=torch.tensor([0, 140, 131]))
-    with pytest.raises(ValueError, match="`cu_seqlens` must be int32 or int64"):
+    with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64, got torch.float32"):
         chunk_kda(**x, cu_seqlens=torch.tensor([0.0, 131.0]))
 
 

@@ -49,7 +49,7 @@ def test_outputs_of_any_form(device):
 
 def test_out_of_another_shape():
     x, parameters, state = make(gates="bounded")
-    with pytest.raises(ValueError, match="out must have the shape of v"):
+    with pytest.raises(ValueError, match=r"out must have shape \[B, T, HV, V\]=\[2, 131, 4, 32\]"):
         flash_kda.fwd(**x, scale=0.1, out=x["v"][:, 1:], **parameters, lower_bound=-5.0)
 
 
