@@ -28,10 +28,24 @@ template <typename... Parts>
   throw std::invalid_argument(text.str());
 }
 
-inline void check(kda_status status) {
+/// The C ABI's text, whose first word is an argument, in the words of the operators. `pool`: the
+/// initial states are the operator's `states`.
+inline std::string in_words_of_operators(std::string text, bool pool) {
+  const size_t end = text.find_first_of(": ");
+  const std::string name = text.substr(0, end);
+  const auto rename = [&](const char* word) { return word + text.substr(end); };
+  if (name == "initial_state_mask") return rename("has_state");
+  if (name == "initial_state_indices" || name == "final_state_indices") return rename("indices");
+  if (name == "num_accepted_tokens") return text + " (columns of indices)";
+  if (pool && (name == "initial_state" || name == "final_state")) return rename("states");
+  return text;
+}
+
+inline void check(kda_status status, bool pool = false) {
   if (status == KDA_OK) return;
-  if (status == KDA_INVALID_ARGUMENT || status == KDA_UNSUPPORTED) refuse(kda_last_error());
-  throw std::runtime_error(std::string("libkda: ") + kda_last_error());
+  const std::string text = in_words_of_operators(kda_last_error(), pool);
+  if (status == KDA_INVALID_ARGUMENT || status == KDA_UNSUPPORTED) refuse(text);
+  throw std::runtime_error("libkda: " + text);
 }
 
 // ---- what an argument may be --------------------------------------------------------------------
@@ -76,7 +90,13 @@ inline void expect_shape(const Tensor& x, const char* name, std::initializer_lis
       sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
   if (!same)
     refuse(name, " must have shape ", shape_text(shape.begin(), shape.end()), ", got ",
-           shape_text(sizes.begin(), sizes.end()));
+           shape_text(sizes.begin(), sizes.end()), " (sizes of q, v, cu_seqlens)");
+}
+
+inline int32_t dtype_number(const Tensor& x) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return dtype;
 }
 
 inline int32_t device_type_of(const Tensor& x) {
@@ -102,6 +122,7 @@ inline int64_t extent_of(const Tensor& x) {
 
 /// Memory where `device` is, of one of `types`: nothing else is known of what a caller hands over.
 inline void expect(const Tensor& x, const Tensor& device, const char* name, const Types& types) {
+  if (!x.defined()) refuse(name, " must be a tensor, got None");
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &layout));
   if (layout != aoti_torch_layout_strided())
@@ -109,8 +130,10 @@ inline void expect(const Tensor& x, const Tensor& device, const char* name, cons
   if (device_type_of(x) != device_type_of(device) ||
       x.get_device_index() != device.get_device_index())
     refuse(name, " must be on the device of q, ", device_text(device), ", got ", device_text(x));
-  if (std::find(types.list.begin(), types.list.end(), x.scalar_type()) == types.list.end())
-    refuse(name, " must be ", types.text, ", got ", x.scalar_type());
+  // Numbers, since torch's enumeration has types that its stable one has not.
+  const auto type = static_cast<ScalarType>(dtype_number(x));
+  if (std::find(types.list.begin(), types.list.end(), type) == types.list.end())
+    refuse(name, " must be ", types.text, ", got ", type);
   int64_t bytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
   const auto size = static_cast<int64_t>(x.element_size());

@@ -31,7 +31,9 @@ int32_t mode_of(const char* name, int64_t value, int64_t last) {
   return static_cast<int32_t>(value);
 }
 
-void expect_rank(const Tensor& x, const char* name) {
+/// Before anything is asked of its shape.
+void expect_rows(const Tensor& x, const Tensor& q, const char* name) {
+  expect(x, q, name, kRows);
   if (x.dim() != 4) refuse(name, " must have 4 dimensions, got ", x.dim());
 }
 
@@ -39,7 +41,7 @@ void expect_rank(const Tensor& x, const char* name) {
 kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g,
                        const Tensor& beta, const Tensor& o, const MaybeTensor& A_log,
                        const MaybeTensor& dt_bias, const Modes& modes) {
-  expect_rank(q, "q"), expect_rank(v, "v");
+  expect_rows(q, q, "q"), expect_rows(v, q, "v");
   kda_problem p;
   kda_problem_init(&p);
   const int64_t B = q.size(0), T = q.size(1), H = q.size(2), K = q.size(3);
@@ -106,17 +108,18 @@ std::vector<int64_t> set_lengths(kda_problem* p, const Tensor& q, const MaybeTen
   return hint;
 }
 
-void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_seqlens) {
+void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_seqlens,
+         bool pool = false) {
   static PlanCache cache;
   const OnDevice on_device(q);
   problem->stream = current_stream(q);
-  const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens);
+  const PlanCache::Plan plan = cache.find(*problem, options_for(q), cu_seqlens, pool);
   const size_t bytes = kda_plan_workspace_bytes(plan.get());
-  if (bytes == 0) return check(kda_run(plan.get(), problem, nullptr, 0));
+  if (bytes == 0) return check(kda_run(plan.get(), problem, nullptr, 0), pool);
   const Tensor memory =
       new_tensor<1>("workspace", q, {static_cast<int64_t>(bytes) + 64}, aoti_torch_dtype_uint8());
   const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
-  check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes));
+  check(kda_run(plan.get(), problem, reinterpret_cast<void*>((start + 63) / 64 * 64), bytes), pool);
 }
 
 /// Whether the decode kernel takes every sequence. Lengths that the host does not know may be any:
@@ -157,11 +160,9 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tenso
                                    bool state_v_first, bool output_final_state, bool decode,
                                    MaybeTensor has_state) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
-  int32_t v_dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(v.get(), &v_dtype));
-  expect_rank(v, "v");
-  expect(v, q, "v", kRows);
-  const Tensor o = new_tensor<4>("o", v, {v.size(0), v.size(1), v.size(2), v.size(3)}, v_dtype);
+  expect_rows(q, q, "q"), expect_rows(v, q, "v");
+  const Tensor o =
+      new_tensor<4>("o", v, {v.size(0), v.size(1), v.size(2), v.size(3)}, dtype_number(v));
   kda_problem p = problem_of(q, k, v, g, beta, o, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
@@ -221,6 +222,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
   if (indices) set_indices(&p.initial_state, &p, *indices, q);
+  if (states.size(0) == 0 && p.num_sequences > 0) refuse("states has no slots");
   p.first_slot = first_slot;
   if (!decode) p.final_state = p.initial_state;
   set_mask(&p, q, has_state);
@@ -229,7 +231,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
         dense_pointer(*num_accepted_tokens, q, "num_accepted_tokens", kIndices, {p.num_sequences}));
     p.has_num_accepted_tokens = 1;
   }
-  run(&p, q, lengths);
+  run(&p, q, lengths, true);
 }
 
 }  // namespace

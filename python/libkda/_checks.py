@@ -22,7 +22,7 @@ _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "ch
 def check(function, values, *, v_first=False, dense_rows=False):
     """Raises TypeError or ValueError for the first of `values`, arguments by name, that `function` does not take."""
     rules, sizes = RULES[function], Sizes()
-    device = None
+    first = None  # the tensor whose device is that of all
     for name, rule in rules.items():
         if name not in values:
             continue
@@ -30,16 +30,17 @@ def check(function, values, *, v_first=False, dense_rows=False):
         if x is None and not rule.required:
             continue
         _check_kind(name, rule, x)
-        if device is None:
-            device = x.device
-        _check_place(name, rule, x, device)
+        if first is None:
+            first = name, x.device
+        _check_place(name, rule, x, *first)
         if name in ("initial_state", "final_state", "states", "checkpoints"):
-            sizes.setdefault("N", sizes.get("B"))
+            sizes.default_n()
             if v_first:
                 rule = rule._replace(shape=rule.shape.replace("K V", "V K"))
         elif name not in ("cu_seqlens", "cu_seqlens_cpu") and "N" in rule.shape.split("|")[0].split():
-            sizes.setdefault("N", sizes.get("B"))
+            sizes.default_n()
         sizes.expect(name, rule, tuple(x.shape))
+        expect_memory(name, x)
         if dense_rows and name in _DENSE and x.stride(-1) != 1 and x.shape[-1] != 1:
             raise ValueError(f"{name}: innermost stride is {x.stride(-1)}, must be 1")
         if name == "v" and "V" in sizes:
@@ -61,14 +62,13 @@ def _check_kind(name, rule, x):
         raise ValueError(f"{name} is written, so it cannot be a negative view or a tensor without memory")
 
 
-def _check_place(name, rule, x, device):
+def _check_place(name, rule, x, first, device):
     on_host = rule.where != "q" and x.device.type == "cpu"
     if on_host or (rule.where != "host" and x.device == device):
         return
     if rule.where == "host":
         raise ValueError(f"{name} must be on the CPU, got {x.device}")
-    raise ValueError(f"{name} must be on the device of q, {device}, got {x.device}" if name != "q" else
-                     f"q must be on the CPU or on a CUDA device, got {x.device}")
+    raise ValueError(f"{name} must be on the device of {first}, {device}, got {x.device}")
 
 
 def checked(*keywords):
@@ -136,10 +136,18 @@ def _explained(error, name, values):
     return type(error)(text)
 
 
+def expect_memory(name, x):
+    """That a tensor's storage has not been freed, as sharded training does with parameters that are elsewhere."""
+    if not is_compiling() and x.numel() > 0 and not x.is_meta and type(x) is torch.Tensor:
+        if not x._is_zerotensor() and x.untyped_storage().nbytes() == 0:
+            raise ValueError(f"{name} has no memory: its storage has been freed")
+
+
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 def int32_of(name, x):
     """Slots or counts as the kernels read them; none changes its meaning."""
+    expect_memory(name, x)
     if x.dtype is torch.int32:
         return x.contiguous()
     if _DTYPES.get(x.dtype) not in INTEGERS:

@@ -62,6 +62,8 @@ class View:
         self.bytes = math.prod(self.shape) * x.bits * x.lanes // 8
         if types is not None and self.type_name not in types:
             raise refuse_type(name, types, self.type_name)
+        if not x.data and self.bytes > 0:
+            raise ValueError(f"{name} has no memory: its storage has been freed")
         self.data = (x.data or 0) + x.byte_offset
         self.strides = tuple(x.strides[i] for i in range(x.ndim)) if x.strides else self._row_major()
 
@@ -74,7 +76,8 @@ class View:
 
     def expect_shape(self, shape):
         if self.shape != tuple(shape):
-            raise ValueError(f"{self.name} must have shape {list(shape)}, got {list(self.shape)}")
+            raise ValueError(f"{self.name} must have shape {list(shape)}, got {list(self.shape)} "
+                             f"(sizes of q, v, cu_seqlens)")
 
     def describe(self, target, shape):
         self.expect_shape(shape)

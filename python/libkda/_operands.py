@@ -6,16 +6,26 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
+from libkda._checks import expect_memory
 from libkda._rules import FLOATS, LENGTHS, number, refuse_type
 from libkda.ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def dense(x):
+    """A contiguous tensor. torch copies from a storage that has been freed without looking."""
+    if x.is_contiguous():
+        return x
+    expect_memory("a tensor", x)
+    return x.contiguous()
+
+
 def as_type(x, dtype):
     """A float tensor as one of `dtype`."""
     if x.dtype is dtype:
         return x
+    expect_memory("a tensor", x)
     if x.dtype not in _FLOATS and x.dtype is not torch.float64:
         raise refuse_type("a tensor", FLOATS, x.dtype)
     return x.to(dtype)
@@ -25,7 +35,7 @@ def rows_of(x):
     """A tensor of a type that the kernels read, its last dimension contiguous; any other strides."""
     if x.dtype not in _FLOATS:
         x = as_type(x, torch.float32)
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else dense(x)
 
 
 def written_rows_of(name, x):
@@ -50,7 +60,7 @@ def parameter_of(x):
     """A parameter of the gate as the kernels read it, in any shape."""
     if x is None or x.dtype is torch.float32 and x.is_contiguous():
         return x
-    return as_type(x, torch.float32).contiguous()
+    return dense(as_type(x, torch.float32))
 
 
 def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
@@ -63,7 +73,7 @@ def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
         elif not is_compiling() and not torch.equal(cu_seqlens.long(), cu_seqlens_cpu.long()):
             raise ValueError("cu_seqlens_cpu is not cu_seqlens")
         cu_seqlens = cu_seqlens.to(q.device)
-    return cu_seqlens.contiguous(), None if cu_seqlens_cpu is None else cu_seqlens_cpu.contiguous()
+    return dense(cu_seqlens), None if cu_seqlens_cpu is None else dense(cu_seqlens_cpu)
 
 
 def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,

@@ -99,7 +99,8 @@ def in_words_of(function, text):
             head = words[first] + name[len(first):]
             break
     other = rest.partition(" ")[0]
-    return head + separator + words.get(other, other) + rest[len(other):]
+    text = head + separator + words.get(other, other) + rest[len(other):]
+    return text.replace("(columns of indices)", f"(columns of {words.get('indices', 'indices')})")
 
 
 def listed(names):
@@ -111,13 +112,23 @@ def refuse_type(name, types, found):
 
 
 class Sizes(dict):
-    """Sizes that the arguments seen so far agree on."""
+    """Sizes that the arguments seen so far agree on, and which argument was the first to have each."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self._name = {}, ""
+
+    def default_n(self):
+        """Without cu_seqlens every row of the batch is a sequence."""
+        if "N" not in self and "B" in self:
+            self["N"], self.sources["N"] = self["B"], self.sources["B"]
 
     def expect(self, name, rule, shape):
         if name == "k":
             expected = [self[size] for size in rule.shape.split()]
             if list(shape) != expected:
                 raise FlaError(f"q and k must have the same shape, got q={expected} vs k={list(shape)}")
+        self._name = name
         if rule.shape.startswith("*"):
             return self._expect_elements(name, rule.shape[1:].split(), shape)
         forms = [form.split() for form in rule.shape.split("|")]
@@ -129,9 +140,16 @@ class Sizes(dict):
         if name == "initial_state" and forms[0][0] == "N" and len(shape) == 4:
             if list(shape[1:]) == [self[size] for size in forms[0][1:]]:
                 raise FlaError(f"The number of initial states is expected to be equal to the number of input "
-                               f"sequences, i.e., {self['N']} rather than {shape[0]} (initial_state).")
+                               f"sequences, i.e., {self['N']} rather than {shape[0]} "
+                               f"(initial_state,{self._sources('N')}).")
         texts = [f"[{', '.join(form)}]{self._known(form)}" for form in forms]
-        raise FlaError(f"{name} must have shape {' or '.join(texts)}, got {list(shape)}")
+        raise FlaError(f"{name} must have shape {' or '.join(texts)}, got {list(shape)}"
+                       f" (sizes of{self._sources(*forms[0])})")
+
+    def _sources(self, *sizes):
+        """Where they come from."""
+        names = {self.sources.get(size.removesuffix("+1")): None for size in sizes}
+        return " " + ", ".join(name for name in names if name not in (None, self._name))
 
     def _meet(self, size, n):
         if size == "N+1":
@@ -139,7 +157,7 @@ class Sizes(dict):
             if n < 0:
                 return False
         if size not in self:
-            self[size] = n
+            self[size], self.sources[size] = n, self._name
         return self[size] == n
 
     def _known(self, form):
@@ -149,7 +167,7 @@ class Sizes(dict):
     def _expect_elements(self, name, form, shape):
         if math.prod(shape) != math.prod(self[size] for size in form):
             raise FlaError(f"{name} must have {' * '.join(form)} = {math.prod(self[size] for size in form)} elements, "
-                           f"got {list(shape)}")
+                           f"got {list(shape)} (sizes of{self._sources(*form)})")
 
 
 def check_heads(sizes):

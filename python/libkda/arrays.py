@@ -213,6 +213,8 @@ class _Call:
         self.problem.operation = _DECODE
         slots = self.sequences if indices is None or not view.shape else view.shape[0]
         self.set_state("initial_state", view, slots)
+        if slots == 0 and self.sequences > 0:
+            raise ValueError("state has no slots")
         self.problem.first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
         if indices is None:
             return

@@ -8,7 +8,8 @@ import torch
 
 from libkda import ops
 from libkda._checks import check_rates, checked, int32_of
-from libkda._operands import as_type, call, lengths_of, modes_of, new_states, parameter_of, rows_of, written_rows_of
+from libkda._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
+                              written_rows_of)
 from libkda._rules import FlaError, integer
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
@@ -127,13 +128,13 @@ def chunk_kda(
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
-    state = None if initial_state is None else initial_state.contiguous()
+    state = None if initial_state is None else dense(initial_state)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     rest = parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu, *modes
     has_state = kwargs.get("has_state")
     if has_state is not None:
-        has_state = has_state.contiguous()
+        has_state = dense(has_state)
     if not return_intermediate_states:
         o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
         return as_type(o, q.dtype), final_state if output_final_state else None
@@ -252,7 +253,7 @@ def fused_recurrent_kda_fwd(
     else:
         o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
     call(ops.update, q, k, v, g, beta, o, initial_state, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, zero_skipped, None if has_state is None else has_state.contiguous(), first_slot)
+         decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot)
     if slots is not None and not state_a_token and (not decode or cu_seqlens is not None and not cu_seqlens.is_cuda):
         _zero_without_slot(o, slots, first_slot, cu_seqlens)
     if out is None:
@@ -278,10 +279,10 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    state = None if initial_state is None else as_type(initial_state, torch.float32).contiguous()
+    state = None if initial_state is None else dense(as_type(initial_state, torch.float32))
     decode = _decodes(q, cu_seqlens)
     if has_state is not None:
-        has_state = has_state.contiguous()
+        has_state = dense(has_state)
     if out is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         o = written_rows_of("out", out)

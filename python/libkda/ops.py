@@ -117,6 +117,15 @@ def _materialized(operator, written):
     return call
 
 
+def _nested(operator):
+    def call(*args, **kwargs):
+        for argument, x in zip(operator._schema.arguments, args):
+            if isinstance(x, torch.Tensor) and x.is_nested:
+                raise TypeError(f"libkda: {argument.name} must be a dense tensor, got a nested one")
+        raise AssertionError("no nested tensor")
+    return call
+
+
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
 
 def _check(operator, args):
@@ -147,6 +156,8 @@ if _is_first:
         _library.impl(_name, _above_autograd(_operator, _WRITTEN[_name]), "ADInplaceOrView")
         for _key in ("Negative", "Conjugate", "ZeroTensor"):
             _library.impl(_name, _materialized(_operator, _WRITTEN[_name]), _key)
+        for _key in ("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"):
+            _library.impl(_name, _nested(_operator), _key)
     torch.library.register_fake("libkda::forward", _fake_forward)
     torch.library.register_fake("libkda::forward_into", lambda *args: _check(_forward_into, args))
     torch.library.register_fake("libkda::update", lambda *args: _check(_update, args))

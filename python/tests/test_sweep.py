@@ -302,7 +302,7 @@ def other_device(x):
 
 
 def differentiated(x):
-    return (x.clone().requires_grad_(), None) if x.is_floating_point() else NotImplemented
+    return (x.clone().requires_grad_(), x.clone()) if x.is_floating_point() else NotImplemented
 
 
 def large(x):
@@ -445,7 +445,7 @@ def bits(x):
             return str(x.layout)
         if x.numel() > 0 and x.untyped_storage().nbytes() == 0:
             return "no storage"
-        x = x.detach().resolve_conj().resolve_neg().cpu()
+        x = x.detach().clone().resolve_conj().resolve_neg().cpu()
         return str(x.dtype), tuple(x.shape), x.contiguous().view(torch.uint8 if x.dim() else x.dtype).numpy().tobytes()
     if isinstance(x, np.ndarray):
         return str(x.dtype), x.shape, x.tobytes() if x.dtype != object else str(x)
@@ -540,8 +540,8 @@ def summary(request):
     if not hasattr(request.config, "sweep"):
         device = device_of(request.config)
         name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "cpu"
-        request.config.sweep = dict(device=name, torch=torch.__version__, libkda=libkda.__version__, functions=len(TARGETS),
-                                    cases=0, passed=0, equal=0, raised=0)
+        request.config.sweep = dict(device=name, torch=torch.__version__, libkda=libkda.__version__,
+                                    functions=len(TARGETS), cases=0, passed=0, equal=0, raised=0)
 
 
 def test_size(request):
