@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch.compiler import is_compiling
 
-from libkda._rules import INTEGERS, LAST_SLOT, MOST_A_LOG, RULES, FlaError, Sizes, check_heads, in_words_of, refuse_type
+from ._rules import INTEGERS, LAST_SLOT, MOST_A_LOG, RULES, FlaError, Sizes, check_heads, in_words_of, refuse_type
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8,
@@ -138,9 +138,14 @@ def _explained(error, name, values):
 
 def expect_memory(name, x):
     """That a tensor's storage has not been freed, as sharded training does with parameters that are elsewhere."""
-    if not is_compiling() and x.numel() > 0 and not x.is_meta and type(x) is torch.Tensor:
-        if not x._is_zerotensor() and x.untyped_storage().nbytes() == 0:
-            raise ValueError(f"{name} has no memory: its storage has been freed")
+    if is_compiling() or type(x) is not torch.Tensor or x.is_meta or x._is_zerotensor() or x.numel() == 0:
+        return
+    try:
+        held = x.untyped_storage().nbytes()
+    except NotImplementedError:  # a wrapper of torch.func
+        return
+    if held == 0:
+        raise ValueError(f"{name} has no memory: its storage has been freed")
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

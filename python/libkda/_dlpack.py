@@ -6,8 +6,8 @@ import ctypes
 import math
 import sys
 
-from libkda._library import I64, PTR
-from libkda._rules import refuse_type
+from ._library import I64, PTR
+from ._rules import refuse_type
 
 CPU, CUDA = 1, 2  # of DLPack
 FP32, BF16, FP16, INT32, INT64 = range(5)  # of kda.h
@@ -82,8 +82,8 @@ class View:
     def describe(self, target, shape):
         self.expect_shape(shape)
         target.data, target.dtype = self.data, self.dtype
-        for i, stride in enumerate(self.strides):
-            target.strides[i] = stride
+        for i, (n, stride, step) in enumerate(zip(self.shape, self.strides, self._row_major())):
+            target.strides[i] = stride if n > 1 else max(step, 1)  # some libraries have 0 there
         size = 4 if self.dtype == FP32 else 2
         steps = [self.data, *(s * size for s in self.strides[:-1])]
         target.alignment = max(size, min(16, *(step & -step or 16 for step in steps)))

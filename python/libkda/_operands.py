@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from libkda._checks import expect_memory
-from libkda._rules import FLOATS, LENGTHS, number, refuse_type
-from libkda.ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
+from ._checks import expect_memory
+from ._rules import FLOATS, LENGTHS, number, refuse_type
+from .ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -57,8 +57,8 @@ RULES = {
         **_MASK),
     "fused_recurrent_kda_fwd, not in place": dict(
         _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), out=_output(FLOATS), **_MASK),
-    "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS), initial_state=Rule(FLOATS, "N HV V K"),
-                final_state=_output(FLOATS, "N HV V K")),
+    "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
+                initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K")),
     "fused_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), **_GATE),
     "naive_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), A_log=Rule(FLOATS, "*HV", required=True),
                            dt_bias=_GATE["dt_bias"]),

@@ -17,9 +17,9 @@ import operator
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, SupportsIndex
 
-from libkda._dlpack import CPU, CUDA, FP32, View, new_numpy
-from libkda._library import I64, PTR, PlanOptions, check, library, new_problem
-from libkda._rules import LAST_SLOT, MOST_A_LOG, RULES, in_words_of, integer, number
+from ._dlpack import CPU, CUDA, FP32, View, new_numpy
+from ._library import I64, PTR, PlanOptions, check, library, new_problem
+from ._rules import LAST_SLOT, MOST_A_LOG, RULES, in_words_of, integer, number
 
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
 BETA_MODES = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
@@ -147,6 +147,8 @@ class _Call:
         for name, array, shape in (("A_log", A_log, (HV,)), ("dt_bias", dt_bias, (HV, K))):
             if array is not None:
                 self.view(name, array).describe(getattr(p, name), shape)
+                if getattr(p, name).strides[0] == 0:  # for the C ABI there is none then
+                    raise ValueError(f"{name}: stride of dimension 0 is 0, must step over a head")
         if A_log is not None and self.device[0] == CPU:
             self._check_rates(self.views["A_log"])
         p.gate_mode = _choice("gate_mode", gate_mode, GATE_MODES)

@@ -6,11 +6,11 @@ import warnings
 
 import torch
 
-from libkda import ops
-from libkda._checks import check_rates, checked, int32_of
-from libkda._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
+from . import ops
+from ._checks import check_rates, checked, int32_of
+from ._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
                               written_rows_of)
-from libkda._rules import FlaError, integer
+from ._rules import FlaError, integer
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 

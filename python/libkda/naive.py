@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from libkda._checks import checked_first
-from libkda.gate import bounded_gate, softplus_gate
+from ._checks import checked_first
+from .gate import bounded_gate, softplus_gate
 
 
 def _prepare(q, k, v, g, beta, scale, initial_state, dtype):

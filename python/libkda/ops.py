@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from libkda._library import FOLDER, version
+from ._library import FOLDER, version
 
 _PATH = FOLDER / "libkda_torch.so"
 if not _PATH.exists():
@@ -62,6 +62,7 @@ def _load():
         torch.ops.load_library(str(_PATH))
         ctypes.CDLL(str(_PATH)).kda_torch_set_memory_probe(_memory_probe)
         torch.ops.libkda.loaded_by = version(), str(_PATH)
+        torch.ops.libkda.kept = [_memory_probe]  # as long as the operators, whatever becomes of this module
         return True
     if loaded[0] != version():
         raise ImportError(f"libkda {version()} ({_PATH}) cannot be loaded beside libkda {loaded[0]} ({loaded[1]}): "
@@ -77,6 +78,11 @@ _update = torch.ops.libkda.update.default
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
+def _has_tangent(x):
+    """Of a wrapper of torch.func.jvp that an operator sees nobody can ask."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
+
+
 def refuse_gradients(*arguments):
     """Raises NotImplementedError for a tensor of which a derivative is asked."""
     for x in arguments:
@@ -84,7 +90,7 @@ def refuse_gradients(*arguments):
             continue
         if is_grad_enabled() and x.requires_grad:
             raise NotImplementedError(NO_BACKWARD)
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        if forward_ad._current_level >= 0 and _has_tangent(x):
             raise NotImplementedError(NO_TANGENT)
 
 
@@ -130,7 +136,7 @@ def _nested(operator):
 
 def _check(operator, args):
     """What the kernels look at in real tensors."""
-    from libkda._checks import check
+    from ._checks import check
     names = [argument.name for argument in operator._schema.arguments]
     values = dict(zip(names, args))
     check(operator._schema.name.partition("::")[2], values, v_first=values["state_v_first"], dense_rows=True)
@@ -151,6 +157,7 @@ def _backward(ctx, *grads):
 
 if _is_first:
     _library = torch.library.Library("libkda", "IMPL")
+    torch.ops.libkda.kept.append(_library)
     for _operator in (_forward, _forward_into, _update):
         _name = _operator._schema.name.partition("::")[2]
         _library.impl(_name, _above_autograd(_operator, _WRITTEN[_name]), "ADInplaceOrView")

@@ -132,8 +132,9 @@ def forward(x):
 
 
 def forward_into(x):
-    checkpoints = nan_like(x["state"][:0])
-    return dict(rows(x), o=nan_like(x["v"]), final_state=nan_like(x["state"]), checkpoints=checkpoints, **gate(x),
+    checkpoints = nan_like(x["state"])  # one a sequence
+    long = {n: torch.cat([t] * 3, 1) for n, t in rows(x).items()}
+    return dict(long, o=nan_like(long["v"]), final_state=nan_like(x["state"]), checkpoints=checkpoints, **gate(x),
                 initial_state=x["state"], cu_seqlens=None, cu_seqlens_cpu=None, **MODES, checkpoint_every=16,
                 has_state=mask(x))
 

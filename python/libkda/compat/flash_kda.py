@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from libkda import ops
-from libkda._checks import check_rates, checked
-from libkda._operands import as_type, expect_distinct, lengths_of, parameter_of, rows_of, written_rows_of
-from libkda._rules import number
+from .. import ops
+from .._checks import check_rates, checked
+from .._operands import as_type, expect_distinct, lengths_of, parameter_of, rows_of, written_rows_of
+from .._rules import number
 
 
 @checked()
