@@ -3,11 +3,13 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
+#include <sstream>
+#include <stdexcept>
 #include <string>
 
 #include "kda/kda.h"
@@ -17,20 +19,62 @@ namespace kda_torch {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline void check(kda_status status) {
-  STD_TORCH_CHECK(status == KDA_OK, "libkda: ", kda_last_error());
+/// What a caller got wrong: ValueError in Python. The text alone: no file, no line.
+template <typename... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream text;
+  text << "libkda: ";
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
 }
 
-inline int32_t dtype_of(const Tensor& x, const char* name) {
+/// The C ABI's text, whose first word is an argument, in the words of the operators. `pool`: the
+/// initial states are the operator's `states`.
+inline std::string in_words_of_operators(std::string text, bool pool) {
+  const size_t end = text.find_first_of(": ");
+  const std::string name = text.substr(0, end);
+  const auto rename = [&](const char* word) { return word + text.substr(end); };
+  if (name == "initial_state_mask") return rename("has_state");
+  if (name == "initial_state_indices" || name == "final_state_indices") return rename("indices");
+  if (name == "num_accepted_tokens") return text + " (columns of indices)";
+  if (pool && (name == "initial_state" || name == "final_state")) return rename("states");
+  return text;
+}
+
+inline void check(kda_status status, bool pool = false) {
+  if (status == KDA_OK) return;
+  const std::string text = in_words_of_operators(kda_last_error(), pool);
+  if (status == KDA_INVALID_ARGUMENT || status == KDA_UNSUPPORTED) refuse(text);
+  throw std::runtime_error("libkda: " + text);
+}
+
+// ---- what an argument may be --------------------------------------------------------------------
+
+/// The types that an argument may have.
+struct Types {
+  const char* text;
+  std::array<ScalarType, 3> list;
+};
+inline constexpr Types kRows = {"float32, bfloat16 or float16",
+                                {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
+inline constexpr Types kStates = {"float32 or bfloat16",
+                                  {ScalarType::Float, ScalarType::BFloat16, ScalarType::Float}};
+inline constexpr Types kParameters = {"float32",
+                                      {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
+inline constexpr Types kLengths = {"int32 or int64",
+                                   {ScalarType::Int, ScalarType::Long, ScalarType::Int}};
+inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
+inline constexpr Types kMasks = {"bool or uint8",
+                                 {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};
+
+inline int32_t dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
-    case ScalarType::Float: return KDA_FP32;
     case ScalarType::BFloat16: return KDA_BF16;
     case ScalarType::Half: return KDA_FP16;
     case ScalarType::Int: return KDA_INT32;
     case ScalarType::Long: return KDA_INT64;
-    default: break;
+    default: return KDA_FP32;
   }
-  STD_TORCH_CHECK(false, "libkda: ", name, " must be fp32, bf16, fp16, int32 or int64");
 }
 
 inline std::string shape_text(const int64_t* begin, const int64_t* end) {
@@ -44,17 +88,68 @@ inline void expect_shape(const Tensor& x, const char* name, std::initializer_lis
   const auto sizes = x.sizes();
   const bool same =
       sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
-  STD_TORCH_CHECK(same, "libkda: ", name, " must have shape ",
-                  shape_text(shape.begin(), shape.end()), ", got ",
-                  shape_text(sizes.begin(), sizes.end()));
+  if (!same)
+    refuse(name, " must have shape ", shape_text(shape.begin(), shape.end()), ", got ",
+           shape_text(sizes.begin(), sizes.end()), " (sizes of q, v, cu_seqlens)");
 }
 
+inline int32_t dtype_number(const Tensor& x) {
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  return dtype;
+}
+
+inline int32_t device_type_of(const Tensor& x) {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x.get(), &type));
+  return type;
+}
+
+inline std::string device_text(const Tensor& x) {
+  const int32_t type = device_type_of(x);
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_meta()) return "meta";
+  const char* name = type == aoti_torch_device_type_cuda() ? "cuda:" : "another device:";
+  return name + std::to_string(x.get_device_index());
+}
+
+/// Elements from the first of a tensor to one behind its last.
+inline int64_t extent_of(const Tensor& x) {
+  int64_t extent = 1;
+  for (int64_t d = 0; d < x.dim(); ++d) extent += x.stride(d) * (x.size(d) - 1);
+  return x.numel() == 0 ? 0 : extent;
+}
+
+/// Memory where `device` is, of one of `types`: nothing else is known of what a caller hands over.
+inline void expect(const Tensor& x, const Tensor& device, const char* name, const Types& types) {
+  if (!x.defined()) refuse(name, " must be a tensor, got None");
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &layout));
+  if (layout != aoti_torch_layout_strided())
+    refuse(name, " must be a dense tensor, got another layout (sparse or mkldnn)");
+  if (device_type_of(x) != device_type_of(device) ||
+      x.get_device_index() != device.get_device_index())
+    refuse(name, " must be on the device of q, ", device_text(device), ", got ", device_text(x));
+  // Numbers, since torch's enumeration has types that its stable one has not.
+  const auto type = static_cast<ScalarType>(dtype_number(x));
+  if (std::find(types.list.begin(), types.list.end(), type) == types.list.end())
+    refuse(name, " must be ", types.text, ", got ", type);
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
+  const auto size = static_cast<int64_t>(x.element_size());
+  if (const int64_t extent = extent_of(x); extent > 0 && bytes / size - x.storage_offset() < extent)
+    refuse(name, " has a storage of ", bytes, " bytes, less than its shape and strides reach");
+}
+
+// ---- descriptions -------------------------------------------------------------------------------
+
 /// A tensor of the shape given, with its strides and the alignment that its rows really have.
-inline void describe(kda_tensor* target, const Tensor& x, const char* name,
-                     std::initializer_list<int64_t> shape) {
+inline void describe(kda_tensor* target, const Tensor& x, const Tensor& q, const char* name,
+                     const Types& types, std::initializer_list<int64_t> shape) {
+  expect(x, q, name, types);
   expect_shape(x, name, shape);
   target->data = const_cast<void*>(x.const_data_ptr());
-  target->dtype = dtype_of(x, name);
+  target->dtype = dtype_of(x);
   const auto size = static_cast<int64_t>(x.element_size());
   int64_t alignment = 16;
   const auto fit = [&](int64_t bytes) {
@@ -69,25 +164,35 @@ inline void describe(kda_tensor* target, const Tensor& x, const char* name,
 }
 
 /// A parameter of the gate: contiguous, with as many elements as `shape`, in whatever shape it has.
-inline void describe_parameter(kda_tensor* target, const Tensor& x, const char* name,
-                               std::initializer_list<int64_t> shape) {
+inline void describe_parameter(kda_tensor* target, const Tensor& x, const Tensor& q,
+                               const char* name, std::initializer_list<int64_t> shape) {
+  expect(x, q, name, kParameters);
   int64_t count = 1;
   for (const int64_t size : shape) count *= size;
-  STD_TORCH_CHECK(x.is_contiguous() && x.numel() == count, "libkda: ", name,
-                  " must be contiguous, with ", count, " elements, got ", x.numel());
-  check(kda_tensor_contiguous(target, const_cast<void*>(x.const_data_ptr()),
-                              static_cast<kda_dtype>(dtype_of(x, name)),
+  if (!x.is_contiguous() || x.numel() != count)
+    refuse(name, " must be contiguous, with ", count, " elements, got ", x.numel());
+  check(kda_tensor_contiguous(target, const_cast<void*>(x.const_data_ptr()), KDA_FP32,
                               static_cast<int32_t>(shape.size()), shape.begin()));
   target->alignment = static_cast<int64_t>(x.element_size());
 }
 
-inline void describe_state(kda_state* target, const Tensor& x, const char* name, bool vk,
-                           int64_t heads, int64_t key_dim, int64_t value_dim) {
+inline void describe_state(kda_state* target, const Tensor& x, const Tensor& q, const char* name,
+                           bool vk, const kda_problem& p) {
   const int64_t slots = x.dim() > 0 ? x.size(0) : 0;
-  describe(&target->tensor, x, name,
-           {slots, heads, vk ? value_dim : key_dim, vk ? key_dim : value_dim});
+  const int64_t K = p.key_dim, V = p.value_dim;
+  describe(&target->tensor, x, q, name, kStates,
+           {slots, p.num_value_heads, vk ? V : K, vk ? K : V});
   target->num_slots = slots;
   target->present = 1;
+}
+
+/// Integers or flags that kernels read one after the other.
+inline const void* dense_pointer(const Tensor& x, const Tensor& device, const char* name,
+                                 const Types& types, std::initializer_list<int64_t> shape) {
+  expect(x, device, name, types);
+  expect_shape(x, name, shape);
+  if (!x.is_contiguous()) refuse(name, " must be contiguous");
+  return x.const_data_ptr();
 }
 
 }  // namespace kda_torch

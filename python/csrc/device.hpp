@@ -28,7 +28,7 @@ inline kda_plan_options cuda_options(int32_t ordinal) {
 
 inline kda_plan_options options_for(const Tensor& x) {
   if (x.is_cuda()) return cuda_options(x.get_device_index());
-  STD_TORCH_CHECK(x.is_cpu(), "libkda: tensors must be on the CPU or on a CUDA device");
+  if (!x.is_cpu()) refuse("q must be on the CPU or on a CUDA device, got ", device_text(x));
   kda_plan_options options;
   kda_plan_options_init(&options);
   uint32_t threads = 0;
@@ -56,9 +56,11 @@ inline void* current_stream(const Tensor& x) {
     return reinterpret_cast<Function>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream")
                                               : nullptr);
   }();
-  STD_TORCH_CHECK(function, "libkda: this torch has no CUDA streams (libtorch_cuda.so)");
+  if (!function)
+    throw std::runtime_error("libkda: this torch has no CUDA streams (libtorch_cuda.so)");
   void* stream = nullptr;
-  STD_TORCH_CHECK(function(x.get_device_index(), &stream) == 0, "libkda: no current CUDA stream");
+  if (function(x.get_device_index(), &stream) != 0)
+    throw std::runtime_error("libkda: no current CUDA stream");
   return stream;
 }
 

@@ -21,13 +21,13 @@ class PlanCache {
 
   /// `lengths`: cu_seqlens on the host, empty to plan from bounds.
   Plan find(const kda_problem& problem, const kda_plan_options& options,
-            const std::vector<int64_t>& cu_seqlens) {
+            const std::vector<int64_t>& cu_seqlens, bool pool) {
     const Shape shape = shape_of(problem, options);
     thread_local Last last;  // the layers of a model ask for the same again
     if (last.plan && last.cu_seqlens == cu_seqlens &&
         std::memcmp(&last.shape, &shape, sizeof(shape)) == 0)
       return last.plan;
-    last = {shape, cu_seqlens, find_or_make(shape, problem, cu_seqlens)};
+    last = {shape, cu_seqlens, find_or_make(shape, problem, cu_seqlens, pool)};
     return last.plan;
   }
 
@@ -64,7 +64,7 @@ class PlanCache {
   }
 
   Plan find_or_make(const Shape& shape, const kda_problem& problem,
-                    const std::vector<int64_t>& cu_seqlens) {
+                    const std::vector<int64_t>& cu_seqlens, bool pool) {
     std::string key(reinterpret_cast<const char*>(&shape), sizeof(shape));
     key.append(reinterpret_cast<const char*>(cu_seqlens.data()),
                cu_seqlens.size() * sizeof(int64_t));
@@ -78,7 +78,8 @@ class PlanCache {
     }
     kda_plan* raw = nullptr;
     check(kda_plan_create(&problem, cu_seqlens.empty() ? nullptr : cu_seqlens.data(),
-                          &shape.options, &raw));
+                          &shape.options, &raw),
+          pool);
     Plan plan(raw, kda_plan_destroy);
     const std::lock_guard lock(mutex_);
     if (plans_.count(key) == 0) {

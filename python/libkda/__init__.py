@@ -25,14 +25,14 @@ __all__ = ["__version__", *_NAMES]
 
 def __getattr__(name):
     if name == "__version__":
-        from libkda._library import version
+        from ._library import version
         return version()
     if name in _NAMES:
-        value = getattr(importlib.import_module(f"libkda.{_NAMES[name]}"), name)
+        value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
         globals()[name] = value
         return value
     if name in _MODULES:
-        return importlib.import_module(f"libkda.{name}")
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module 'libkda' has no attribute {name!r}")
 
 

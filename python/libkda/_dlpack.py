@@ -6,11 +6,15 @@ import ctypes
 import math
 import sys
 
-from libkda._library import I64, PTR
+from ._library import I64, PTR
+from ._rules import refuse_type
 
 CPU, CUDA = 1, 2  # of DLPack
 FP32, BF16, FP16, INT32, INT64 = range(5)  # of kda.h
-_DTYPES = {(2, 32): FP32, (4, 16): BF16, (2, 16): FP16, (0, 32): INT32, (0, 64): INT64}
+BOOL, UINT8 = 5, 6  # of masks, which kda.h takes as bytes
+_DTYPES = {(2, 32): FP32, (4, 16): BF16, (2, 16): FP16, (0, 32): INT32, (0, 64): INT64, (6, 8): BOOL, (1, 8): UINT8}
+_NAMES = {FP32: "float32", BF16: "bfloat16", FP16: "float16", INT32: "int32", INT64: "int64", BOOL: "bool",
+          UINT8: "uint8"}
 
 
 class _DLTensor(ctypes.Structure):
@@ -31,31 +35,35 @@ def _is_numpy_bfloat16(array):
 
 
 class View:
-    """An array's memory; holds the array while it lives. `raw`: of any type."""
+    """An array's memory; holds the array while it lives. `types`: those that it may have, by name; None: any."""
 
-    def __init__(self, array, name, raw=False):
+    def __init__(self, array, name, types):
         self.name = name
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name} must be an array with __dlpack__ (NumPy, JAX, CuPy), got {type(array).__name__}")
         bfloat16 = _is_numpy_bfloat16(array)
         if bfloat16:
             array = array.view("uint16")
+        if getattr(array, "is_neg", bool)():  # torch exports the memory of such a view, whose values are others
+            raise TypeError(f"{name}: cannot export a negative view")
         flags = getattr(array, "flags", None)
         self.writable = getattr(flags, "writeable", True)
         if not self.writable:  # DLPack has no word for read-only: NumPy refuses
             array = array.copy()
         try:
             self.owner = array, array.__dlpack__()
-        except BufferError as refusal:
-            raise TypeError(f"{name}: {refusal}") from None
+        except Exception as refusal:  # each library has its own
+            raise TypeError(f"{name} cannot be exported by DLPack: {refusal}") from None
         x = _DLTensor.from_address(_pointer_of(self.owner[1], b"dltensor"))
         self.shape = tuple(x.shape[i] for i in range(x.ndim))
         self.device = x.device_type, x.device_id
         self.dtype = BF16 if bfloat16 else _DTYPES.get((x.code, x.bits)) if x.lanes == 1 else None
-        self.type_name = "bfloat16" if bfloat16 else str(getattr(array, "dtype", "another type"))
+        self.type_name = _NAMES.get(self.dtype) or str(getattr(array, "dtype", "another type"))
         self.bytes = math.prod(self.shape) * x.bits * x.lanes // 8
-        if self.dtype is None and not raw:
-            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {self.type_name}")
+        if types is not None and self.type_name not in types:
+            raise refuse_type(name, types, self.type_name)
+        if not x.data and self.bytes > 0:
+            raise ValueError(f"{name} has no memory: its storage has been freed")
         self.data = (x.data or 0) + x.byte_offset
         self.strides = tuple(x.strides[i] for i in range(x.ndim)) if x.strides else self._row_major()
 
@@ -68,13 +76,14 @@ class View:
 
     def expect_shape(self, shape):
         if self.shape != tuple(shape):
-            raise ValueError(f"{self.name} must have shape {list(shape)}, got {list(self.shape)}")
+            raise ValueError(f"{self.name} must have shape {list(shape)}, got {list(self.shape)} "
+                             f"(sizes of q, v, cu_seqlens)")
 
     def describe(self, target, shape):
         self.expect_shape(shape)
         target.data, target.dtype = self.data, self.dtype
-        for i, stride in enumerate(self.strides):
-            target.strides[i] = stride
+        for i, (n, stride, step) in enumerate(zip(self.shape, self.strides, self._row_major())):
+            target.strides[i] = stride if n > 1 else max(step, 1)  # some libraries have 0 there
         size = 4 if self.dtype == FP32 else 2
         steps = [self.data, *(s * size for s in self.strides[:-1])]
         target.alignment = max(size, min(16, *(step & -step or 16 for step in steps)))

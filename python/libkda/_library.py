@@ -34,6 +34,7 @@ class Problem(ctypes.Structure):
         + [(n, I32) for n in ("batch_invariant", "trusted")]
         + [("stream", PTR)]
         + [(n, I32) for n in ("zero_skipped", "reserved")]
+        + [("first_slot", I64)]
     )
 
 
@@ -57,20 +58,26 @@ def library():
     lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
     lib.kda_plan_workspace_bytes.argtypes = [PTR]
     lib.kda_plan_destroy.argtypes = [PTR]
-    problem = Problem()
-    lib.kda_problem_init(ctypes.byref(problem))
-    if problem.struct_size != ctypes.sizeof(Problem):
+    if not hasattr(lib, "kda_problem_init_size"):
         raise ImportError("libkda: the Python files and libkda_c.so are of different versions; reinstall the package")
     return lib
+
+
+def new_problem():
+    """A kda_problem with its defaults."""
+    problem = Problem()
+    library().kda_problem_init_size(ctypes.byref(problem), ctypes.c_size_t(ctypes.sizeof(Problem)))
+    return problem
 
 
 def version():
     return library().kda_version().decode()
 
 
-def check(status):
-    """Raises the last error of this thread: ValueError for arguments, RuntimeError for the rest."""
+def check(status, words=str):
+    """Raises the last error of this thread, in `words` of the caller: ValueError for arguments, RuntimeError for the
+    rest."""
     if status == 0:
         return
-    message = library().kda_last_error().decode()
+    message = words(library().kda_last_error().decode())
     raise (ValueError if status in (1, 2) else MemoryError if status == 4 else RuntimeError)(message)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from libkda import gate, kda
+from . import gate, kda
 
 try:
     from fla.backends import BaseBackend, register

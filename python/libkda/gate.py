@@ -6,6 +6,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ._checks import check_rates, checked_first
+from ._rules import number
+
 
 def _with_bias(g, dt_bias):
     g = g.float()
@@ -13,6 +16,7 @@ def _with_bias(g, dt_bias):
 
 
 def _rate(A_log, heads):
+    check_rates(A_log)
     return A_log.reshape(heads, 1).float().exp()
 
 
@@ -22,9 +26,11 @@ def softplus_gate(g, A_log, dt_bias):
 
 def bounded_gate(g, A_log, dt_bias, lower_bound):
     x = _with_bias(g, dt_bias)
+    lower_bound = number("lower_bound", lower_bound)
     return lower_bound * torch.sigmoid(x if A_log is None else _rate(A_log, g.shape[-2]) * x)
 
 
+@checked_first
 def fused_kda_gate(
     g: torch.Tensor,
     A_log: torch.Tensor | None = None,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 
 import torch
-from torch import is_grad_enabled
 
-from libkda import ops
-from libkda._operands import as_type, call, lengths_of, modes_of, new_states, parameter_of, rows_of
+from . import ops
+from ._checks import check_rates, checked, int32_of
+from ._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
+                              written_rows_of)
+from ._rules import FlaError, integer
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
@@ -23,28 +25,19 @@ def _rename_layout(state_v_first, kwargs):
     if state_v_first:
         raise ValueError("Cannot pass both `state_v_first` and the deprecated `transpose_state_layout`.")
     warnings.warn("`transpose_state_layout` is deprecated and renamed to `state_v_first`.", DeprecationWarning,
-                  stacklevel=3)
+                  stacklevel=4)
     return kwargs.pop("transpose_state_layout")
 
 
-def _check_sequences(q, initial_state, cu_seqlens):
+def _check_sequences(q):
     if q.shape[0] != 1:
         raise ValueError(f"The batch size is expected to be 1 rather than {q.shape[0]} when using `cu_seqlens`."
                          f"Please flatten variable-length inputs before processing.")
-    N = cu_seqlens.shape[0] - 1
-    if initial_state is not None and initial_state.shape[0] != N:
-        raise ValueError(f"The number of initial states is expected to be equal to the number of input sequences, "
-                         f"i.e., {N} rather than {initial_state.shape[0]}.")
 
 
 def _check_beta(use_beta_sigmoid_in_kernel):
     if not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
-
-
-def _check_no_gradient(*tensors):
-    if any(x is not None and x.requires_grad for x in tensors):
-        raise NotImplementedError(ops.NO_BACKWARD)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
@@ -62,6 +55,7 @@ def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
+@checked("A_log", "dt_bias", "chunk_size", "has_state", "transpose_state_layout")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -94,24 +88,25 @@ def chunk_kda(
     nats, or with use_gate_in_kernel the raw gate of softplus (A_log [HV] required) or of a lower_bound; dt_bias
     [HV * K]. beta is plain or, with use_beta_sigmoid_in_kernel, a logit (allow_neg_eigval: doubled).
     cu_seqlens [N + 1], int32 or int64, packs N sequences into B = 1; cu_seqlens_cpu, the same on the host, lets long
-    sequences be cut over the card and is only a hint. initial_state [N, HV, K, V] fp32 ([N, HV, V, K] with
-    state_v_first).
+    sequences be cut over the card; where both are on the host they must be equal. initial_state [N, HV, K, V] fp32
+    ([N, HV, V, K] with state_v_first); has_state [N], bool: where it is False a sequence starts from zero.
 
     Returns (o [B, T, HV, V] of q's type, final state fp32 or None), with return_intermediate_states also
     h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens.
 
     safe_gate, disable_recompute, use_graph and max_num_seqs change nothing: every gate is exact, and a call never
-    waits for the device. Raises ValueError and AssertionError as FLA does, NotImplementedError where a gradient or
-    cp_context is asked for.
+    waits for the device. Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the
+    argument, NotImplementedError where a derivative or cp_context is asked for; nothing is written then. A keyword
+    argument that nobody knows is ignored, with one warning.
     """
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     if cp_context is not None:
         raise NotImplementedError("libkda does not take `cp_context` yet; one GPU is used as a whole without it.")
     if cu_seqlens is not None:
-        _check_sequences(q, initial_state, cu_seqlens)
-    if initial_state is not None:
-        assert initial_state.dtype == torch.float32, "initial_state must be in float32."
+        _check_sequences(q)
+    if initial_state is not None and initial_state.dtype != torch.float32:
+        raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
     A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate_in_kernel else (None, None)
     if use_gate_in_kernel and A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
@@ -127,33 +122,36 @@ def chunk_kda(
         _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states:
         assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
-    if is_grad_enabled():
-        _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+    check_rates(A_log)
 
-    if cu_seqlens is None:
-        cu_seqlens_cpu = None
-    else:
+    if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
-    state = None if initial_state is None else initial_state.contiguous()
+    state = None if initial_state is None else dense(initial_state)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     rest = parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu, *modes
+    has_state = kwargs.get("has_state")
+    if has_state is not None:
+        has_state = dense(has_state)
     if not return_intermediate_states:
-        o, final_state = call(ops.forward, q, k, v, g, beta, *rest, output_final_state)
+        o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
         return as_type(o, q.dtype), final_state if output_final_state else None
     lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
     o = torch.empty(v.shape, dtype=rows_of(v).dtype, device=v.device)
     final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
     checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
-    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size)
+    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state)
+    if has_state is not None:
+        state = state * has_state.bool()[:, None, None, None]
     h = _chunk_states(checkpoints, state, lengths, chunk_size)
     return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], -1))
 
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
+@checked("has_state", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -180,14 +178,15 @@ def fused_recurrent_kda(
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     if cu_seqlens is not None:
-        _check_sequences(q, initial_state, cu_seqlens)
+        _check_sequences(q)
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval, lower_bound)
+                      allow_neg_eigval, lower_bound, kwargs.get("has_state"))
 
 
+@checked("has_state", "first_slot", "transpose_state_layout")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -215,41 +214,57 @@ def fused_recurrent_kda_fwd(
     """Decode on a pool of states, as vLLM calls it (fla.ops.kda.fused_recurrent.fused_recurrent_kda_fwd).
 
     With inplace_final_state, initial_state [slots, HV, K, V] ([slots, HV, V, K] with state_v_first; fp32 or bf16, any
-    slot stride) is read and written: sequence n at slot ssm_state_indices[n] (-1: none). ssm_state_indices [N, S]
-    with S > 1: the state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1].
+    slot stride) is read and written: sequence n at slot ssm_state_indices[n]. ssm_state_indices [N, S] with S > 1: the
+    state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1]. has_state [N], bool:
+    where it is False (a new request, whose slot may hold an old state) a sequence starts from zero. A negative index,
+    or one below first_slot (0; 1 where slot 0 is the null block of padded rows, as in vLLM), means no slot: nothing
+    is read or written of the pool, and o is 0 (an `out` that is given is left as it was by decode steps, unless
+    first_slot is above 0).
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
-    if out is not None:
-        assert out.shape == v.shape
+    if kwargs:
+        state_v_first = _rename_layout(state_v_first, kwargs)
+    has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
+    if allow_neg_eigval:
+        _check_beta(use_beta_sigmoid_in_kernel)
+    if out is not None and out.shape != v.shape:
+        raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
         return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                           cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                          allow_neg_eigval, lower_bound, out)
-    assert initial_state is not None
-    A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
+                          allow_neg_eigval, lower_bound, has_state, out)
+    if initial_state is None:
+        raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     slots, state_a_token = _slots_of(ssm_state_indices)
-    accepted = num_accepted_tokens
-    if accepted is not None:
-        accepted = as_type(accepted, torch.int32).contiguous()
+    accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
+    if first_slot:
+        first_slot = integer("first_slot", first_slot, 0, 2**31 - 1)
     decode = state_a_token or _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
     zero_skipped = out is None and skips and decode
-    o = out if out is not None else (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
+    if out is not None:
+        o = written_rows_of("out", out)
+    else:
+        o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
     call(ops.update, q, k, v, g, beta, o, initial_state, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, zero_skipped)
-    return as_type(o, v.dtype), initial_state
+         decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot)
+    if slots is not None and not state_a_token and (not decode or cu_seqlens is not None and not cu_seqlens.is_cuda):
+        _zero_without_slot(o, slots, first_slot, cu_seqlens)
+    if out is None:
+        return as_type(o, v.dtype), initial_state
+    return out if o is out else out.copy_(o), initial_state
 
 
-def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound):
-    if is_grad_enabled():
-        _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
+def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound):
     if not use_gate_in_kernel:
         return None, None
+    check_rates(A_log)
     if A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
     return parameter_of(A_log), parameter_of(dt_bias)
@@ -257,24 +272,38 @@ def _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_i
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-               out=None):
+               has_state=None, out=None):
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
-    A_log, dt_bias = _gate_parameters(q, k, v, g, beta, A_log, dt_bias, initial_state, use_gate_in_kernel, lower_bound)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    state = None if initial_state is None else as_type(initial_state, torch.float32).contiguous()
+    state = None if initial_state is None else dense(as_type(initial_state, torch.float32))
     decode = _decodes(q, cu_seqlens)
+    if has_state is not None:
+        has_state = dense(has_state)
     if out is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        o, final = rows_of(out), new_states(q, v, state_v_first, N) if output_final_state or decode else None
+        o = written_rows_of("out", out)
+        final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
         call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
-             *modes, 0, decode)
+             *modes, 0, decode, has_state)
         return out if o is out else out.copy_(o), final if output_final_state else None
     o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                    output_final_state or decode, decode)
+                    bool(output_final_state or decode), decode, has_state)
     return as_type(o, v.dtype), final if output_final_state else None
+
+
+def _zero_without_slot(o, slots, first_slot, cu_seqlens):
+    """The prefill kernels compute such sequences too, from zero."""
+    without = slots < first_slot if first_slot else slots < 0
+    if cu_seqlens is None:
+        o.masked_fill_(without[:, None, None, None], 0)
+    elif len(slots):
+        tokens = torch.arange(o.shape[1], device=o.device)
+        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(slots) - 1)
+        o.masked_fill_(without[sequences][None, :, None, None], 0)
 
 
 def _decodes(q, cu_seqlens):
@@ -290,5 +319,5 @@ def _slots_of(indices):
     if indices is None:
         return None, False
     many = indices.dim() == 2 and indices.shape[1] > 1
-    indices = as_type(indices, torch.int32).contiguous()
+    indices = int32_of("ssm_state_indices", indices)
     return indices.flatten() if indices.dim() == 2 and not many else indices, many

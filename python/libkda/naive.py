@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from libkda.gate import bounded_gate, softplus_gate
+from ._checks import checked_first
+from .gate import bounded_gate, softplus_gate
 
 
 def _prepare(q, k, v, g, beta, scale, initial_state, dtype):
@@ -23,6 +24,7 @@ def _prepare(q, k, v, g, beta, scale, initial_state, dtype):
     return q * (K**-0.5 if scale is None else scale), k, v, g, beta, state
 
 
+@checked_first
 def naive_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,6 +50,7 @@ def naive_recurrent_kda(
     return o.to(out_dtype), state if output_final_state else None
 
 
+@checked_first
 def naive_chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -85,6 +88,7 @@ def naive_chunk_kda(
     return o.transpose(1, 2).to(out_dtype), state if output_final_state else None
 
 
+@checked_first
 def naive_kda_gate(
     g: torch.Tensor,
     A_log: torch.Tensor,
@@ -95,6 +99,7 @@ def naive_kda_gate(
     return softplus_gate(g, A_log, dt_bias).to(output_dtype)
 
 
+@checked_first
 def naive_kda_lowerbound_gate(
     g: torch.Tensor,
     A_log: torch.Tensor | None = None,

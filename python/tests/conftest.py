@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+import os
+import pathlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
 torch.set_flush_denormal(True)  # else the references crawl where states decay
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default=os.environ.get("KDA_TEST_DEVICE", "cpu"), choices=["cpu", "cuda"],
+                     help="where test_sweep.py has its tensors (or KDA_TEST_DEVICE)")
+    parser.addoption("--sweep-json", default=os.environ.get("KDA_SWEEP_JSON"), metavar="FILE",
+                     help="where test_sweep.py writes a summary (or KDA_SWEEP_JSON)")
 
 
 @pytest.fixture(params=DEVICES)
@@ -15,3 +26,10 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(7)
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--sweep-json")
+    found = getattr(session.config, "sweep", None)
+    if path and found:
+        pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")

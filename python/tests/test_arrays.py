@@ -102,10 +102,10 @@ def test_decode_in_a_pool():
 
 @pytest.mark.parametrize("change, error, text", [
     (dict(state=np.zeros((2, 4, 64, 33), np.float32)), ValueError, r"state must have shape \[2, 4, 64, 32\]"),
-    (dict(state=np.zeros((2, 4, 64, 32))), TypeError, "state must be float32, bfloat16 or float16, got float64"),
+    (dict(state=np.zeros((2, 4, 64, 32))), TypeError, "state must be float32 or bfloat16, got float64"),
     (dict(state=np.zeros((2, 4, 64, 32), np.float16)), TypeError, "state must be float32 or bfloat16, got float16"),
-    (dict(indices=np.array([0, 1])), TypeError, "indices must be a dense array of int32, got int64"),
-    (dict(indices=np.array([0, 0, 1, 1], np.int32)[::2]), TypeError, "indices must be a dense array of int32"),
+    (dict(indices=np.array([0, 1])), TypeError, "indices must be int32, got int64"),
+    (dict(indices=np.array([0, 0, 1, 1], np.int32)[::2]), ValueError, "indices must be dense"),
     (dict(indices=np.array([0], np.int32)), ValueError, r"indices must have shape \[2\], got \[1\]"),
 ])
 def test_errors_of_decode(change, error, text):
@@ -118,6 +118,65 @@ def test_errors_of_decode(change, error, text):
     with pytest.raises(error, match=text):
         arrays.decode(**arguments, **call, o=o, **raw)
     assert np.isnan(o).all() and np.array_equal(call["state"], before)
+
+
+def test_new_requests_and_padded_rows():
+    """has_state and first_slot; any number of rows may have the null block."""
+    x, parameters, state, arguments, raw = numpy_inputs(B=4, T=2)
+    expected, expected_final = reference(x, parameters, state * torch.tensor([1, 0, 1, 1])[:, None, None, None])
+    mask = np.array([True, False, True, True])
+    o, final = arrays.forward(**arguments, initial_state=state.numpy(), has_state=mask, **raw)
+    assert distance(torch.from_numpy(o), expected) < 2e-6 and distance(torch.from_numpy(final), expected_final) < 2e-6
+    del raw["output_final_state"]
+    pool = np.full((4, *state.shape[1:]), np.nan, np.float32)
+    pool[2] = state[1].numpy()
+    given = np.full_like(arguments["v"], np.nan)
+    step = dict(arguments, state=pool, indices=np.array([0, 2, 0, -3], np.int32), has_state=mask.view(np.uint8), **raw)
+    o = arrays.decode(**step, o=given, first_slot=1)
+    assert not o[[0, 2, 3]].any() and distance(torch.from_numpy(o[1]), expected[1]) < 2e-6
+    assert distance(torch.from_numpy(pool[2]), expected_final[1]) < 2e-6 and np.isnan(pool[[0, 1, 3]]).all()
+    assert arrays.workspace_bytes(**step, first_slot=1) >= 0
+    with pytest.raises(ValueError, match="has_state is given without initial_state"):
+        arrays.forward(**arguments, has_state=mask, **raw)
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(indices=np.array([7, 1], np.int32)), ValueError, "^indices: entry 0 = 7"),
+    (dict(indices=np.array([1, 1], np.int32)), ValueError, "^indices: slot 1 would be written twice"),
+    (dict(state=np.zeros((2, 4, 64, 64), np.float32)[..., ::2]), ValueError, "^state: innermost stride is 2"),
+    (dict(num_threads=2**32 + 1), ValueError, "num_threads must be 0 to"),
+    (dict(num_threads=1.5), TypeError, "num_threads must be an integer"),
+    (dict(stream=-1), ValueError, "stream must be 0 to"),
+    (dict(first_slot=-1), ValueError, "first_slot must be 0 to"),
+    (dict(A_log=np.zeros(4), gate_mode="softplus"), TypeError, "^A_log must be float32, got float64$"),
+    (dict(A_log=np.full(4, 89, np.float32), gate_mode="softplus"), ValueError, "A_log must be at most 88.7"),
+    (dict(A_log=np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (4,), (0,)), gate_mode="bounded"),
+     ValueError, "A_log: stride of dimension 0 is 0"),
+    (dict(cu_seqlens=[0, 2**64 + 2]), ValueError, "cu_seqlens: entry 1 = 18446744073709551618"),
+    (dict(scale=1e39), ValueError, r"scale must be finite in fp32, got 1e\+39"),
+    (dict(lower_bound=-1e39, gate_mode="bounded"), ValueError, "lower_bound must be finite in fp32"),
+    (dict(gate_mode=["log"]), ValueError, "gate_mode must be one of"),
+    (dict(q=torch._neg_view(torch.zeros(2, 1, 2, 64))), TypeError, "q: cannot export a negative view"),
+    (dict(q=torch.zeros(2, 1, 2, 64, device="meta")), TypeError, "q cannot be exported"),
+])
+def test_what_is_not_meant_is_said(change, error, text):
+    _, _, state, arguments, raw = numpy_inputs(T=1)
+    del raw["output_final_state"]
+    call = dict(arguments, state=np.concatenate([state.numpy()] * 2)[:2].copy(), o=np.full_like(arguments["v"], np.nan))
+    call.update(raw)
+    call.update(change)
+    before = call["state"].copy()
+    with pytest.raises(error, match=text):
+        arrays.decode(**call)
+    assert np.isnan(call["o"]).all() and np.array_equal(call["state"], before)
+
+
+def test_no_memory():
+    _, _, _, arguments, _ = numpy_inputs(B=1, T=1, H=1, HV=1, K=16, V=16)
+    huge = {n: np.lib.stride_tricks.as_strided(x, (1 << 30, 1 << 20, *x.shape[2:]), (0, 0, *x.strides[2:]))
+            for n, x in arguments.items()}
+    with pytest.raises(MemoryError, match="64.0 PiB"):
+        arrays.forward(**huge)
 
 
 def test_decode_takes_few_tokens():
@@ -143,7 +202,7 @@ def test_read_only_inputs_are_fine_read_only_outputs_are_not():
     (dict(k=np.zeros((2, 131, 2, 63), np.float32)), ValueError, r"k must have shape \[2, 131, 2, 64\]"),
     (dict(v=[1, 2]), TypeError, "v must be an array with __dlpack__"),
     (dict(g=np.zeros((2, 131, 4, 64))), TypeError, "g must be float32, bfloat16 or float16, got float64"),
-    (dict(g=np.zeros((2, 131, 4, 64), ">f4")), TypeError, "g: DLPack"),
+    (dict(g=np.zeros((2, 131, 4, 64), ">f4")), TypeError, "g cannot be exported by DLPack"),
     (dict(lower_bound=None), TypeError, "lower_bound must be a number, got None"),
     (dict(scale="x"), TypeError, "scale must be a number, got .x."),
     (dict(cu_seqlens=[]), ValueError, "cu_seqlens must have"),

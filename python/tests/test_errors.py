@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types and texts of errors are FLA's: callers and its tests match them."""
+import warnings
+
 import pytest
 import torch
 from common import make
 
-from libkda import chunk_kda, fused_kda_gate, fused_recurrent_kda
+from libkda import chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_kda_gate
 
 CASES = [
     (dict(cu_seqlens=[0, 131]), ValueError, "The batch size is expected to be 1 rather than 2 when using `cu_seqlens`."
@@ -78,9 +80,9 @@ def test_key_dim():
 
 def test_lengths_that_do_not_fit_name_the_argument():
     x, _, _ = make(B=1)
-    with pytest.raises(RuntimeError, match="cu_seqlens"):
+    with pytest.raises(ValueError, match="cu_seqlens"):
         chunk_kda(**x, cu_seqlens=torch.tensor([0, 140, 131]))
-    with pytest.raises(ValueError, match="`cu_seqlens` must be int32 or int64"):
+    with pytest.raises(TypeError, match="cu_seqlens must be int32 or int64, got torch.float32"):
         chunk_kda(**x, cu_seqlens=torch.tensor([0.0, 131.0]))
 
 
@@ -105,3 +107,111 @@ def test_gradients_are_refused_not_dropped(function):
 def test_gate_without_parameters():
     with pytest.raises(ValueError, match="A_log"):
         fused_kda_gate(torch.zeros(2, 3, 4))
+
+
+# ---- what is not meant is said ---------------------------------------------------------------------------------------
+
+def test_not_tensors():
+    x, _, state = make(T=3)
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(TypeError, match="q must be a torch.Tensor, got ndarray; libkda.arrays takes arrays"):
+        chunk_kda(**dict(x, q=x["q"].numpy()))
+    with pytest.raises(TypeError, match="initial_state must be a torch.Tensor, got ndarray"):
+        fused_recurrent_kda(**x, initial_state=numpy.zeros(3))
+    with pytest.raises(TypeError, match="beta must be a torch.Tensor, got list"):
+        chunk_kda(**dict(x, beta=x["beta"].tolist()))
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+@pytest.mark.parametrize("sizes, text", [(dict(K=0), "q must have .* K = 0"), (dict(H=0, HV=0), "q must have .* H = 0"),
+                                         (dict(HV=0), "v must have .* HV = 0"), (dict(V=0), "v must have .* V = 0")])
+def test_no_heads_or_channels(function, sizes, text):
+    x, _, _ = make(**dict(dict(T=3), **sizes))
+    with pytest.raises(ValueError, match=text):
+        function(**x)
+
+
+def test_a_pool_must_be_given_and_an_output_must_fit():
+    x, _, state = make(T=1)
+    with pytest.raises(ValueError, match="initial_state must be given"):
+        fused_recurrent_kda_fwd(**x)
+    for in_place in (False, True):
+        with pytest.raises(ValueError, match=r"out must have shape .*=\[2, 1, 4, 32\], got \[2, 1, 4, 31\]"):
+            fused_recurrent_kda_fwd(**x, initial_state=state, inplace_final_state=in_place, out=x["v"][..., 1:])
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(ssm_state_indices=torch.tensor([2**32, 1])), ValueError, "ssm_state_indices must be at most 2147483647"),
+    (dict(ssm_state_indices=torch.tensor([0.9, 1.0])), TypeError, "ssm_state_indices must be int32, .* torch.float32"),
+    (dict(ssm_state_indices=torch.tensor([1, 1])), ValueError, "ssm_state_indices: slot 1 would be written twice"),
+    (dict(ssm_state_indices=torch.tensor([5, 1])), ValueError, "ssm_state_indices: entry 0 = 5"),
+    (dict(ssm_state_indices=torch.tensor([[0, 1], [2, 3]]), num_accepted_tokens=torch.tensor([2**32 + 1, 1])),
+     ValueError, "num_accepted_tokens must be at most"),
+    (dict(ssm_state_indices=torch.tensor([[0, 1], [2, 3]]), num_accepted_tokens=torch.tensor([1.0, 1.0])),
+     TypeError, "num_accepted_tokens must be int32"),
+    (dict(first_slot=0.5), TypeError, "first_slot must be an integer, got 0.5"),
+    (dict(first_slot=2**32), ValueError, "first_slot must be 0 to 2147483647"),
+    (dict(has_state=torch.tensor([1.0, 0.0])), TypeError, "has_state must be bool or uint8, got torch.float32"),
+])
+def test_slots(change, error, text):
+    """In the caller's words, and nothing is narrowed on the way."""
+    x, _, state = make(T=1)
+    pool = torch.cat([state, state, state[:1]])
+    before, out = pool.clone(), torch.full_like(x["v"], float("nan"))
+    with pytest.raises(error, match=text):
+        fused_recurrent_kda_fwd(**x, initial_state=pool, out=out, **change)
+    assert torch.equal(pool, before) and out.isnan().all()
+
+
+def test_lengths_on_the_host_that_differ():
+    x, _, _ = make(B=1, T=20)
+    cu = torch.tensor([0, 10, 20])
+    with pytest.raises(ValueError, match="cu_seqlens_cpu: entry 1 = 4 is 10 in cu_seqlens"):
+        chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=torch.tensor([0, 4, 20]))
+    chunk_kda(**x, cu_seqlens=cu, cu_seqlens_cpu=cu.int())
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(scale=1e39), ValueError, r"scale must be finite in fp32, got 1e\+39"),
+    (dict(scale="0.5"), TypeError, "scale must be a number, got '0.5'"),
+    (dict(scale=float("nan")), ValueError, "scale must be finite"),
+    (dict(lower_bound=-1e39, use_gate_in_kernel=True), ValueError, "lower_bound must be finite in fp32"),
+    (dict(lower_bound=1.0, use_gate_in_kernel=True), ValueError, "lower_bound"),
+    (dict(A_log=torch.full((4,), 89.0), use_gate_in_kernel=True), ValueError, "A_log must be at most 88.7"),
+    (dict(A_log=torch.zeros(4), dt_bias=torch.zeros(3), use_gate_in_kernel=True), ValueError,
+     r"dt_bias must have HV \* K = 256 elements"),
+])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_numbers_are_checked_as_fp32(function, change, error, text):
+    x, _, _ = make(T=3)
+    with pytest.raises(error, match=text):
+        function(**x, **change)
+
+
+def test_gates_of_large_rates():
+    g, A_log = torch.zeros(2, 3, 4, 8), torch.full((4,), 89.0)
+    for call in (lambda: fused_kda_gate(g, A_log), lambda: fused_kda_gate(g, A_log, lower_bound=-5.0),
+                 lambda: naive_kda_gate(g, A_log)):
+        with pytest.raises(ValueError, match="A_log must be at most"):
+            call()
+
+
+def test_errors_have_no_path_of_the_machine_that_built():
+    x, _, _ = make(T=3)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    rows[1] = rows[1].to(torch.int32)
+    with pytest.raises(ValueError) as raised:
+        torch.ops.libkda.forward(*rows, None, None, None, None, None, 0, 0, -5.0, 1.0, False, False, False)
+    assert str(raised.value) == "libkda: k must be float32, bfloat16 or float16, got Int"
+
+
+def test_unknown_keywords_are_ignored_with_one_warning():
+    x, _, _ = make(T=3)
+    expected = chunk_kda(**x)[0]
+    with pytest.warns(UserWarning, match="chunk_kda ignores the keyword argument 'inital_state'.*'initial_state'"):
+        assert torch.equal(chunk_kda(**x, inital_state=None)[0], expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chunk_kda(**x, inital_state=None)
+    with pytest.warns(UserWarning, match="fused_recurrent_kda ignores the keyword argument 'A_Log'.*'A_log'"):
+        fused_recurrent_kda(**x, A_Log=None)

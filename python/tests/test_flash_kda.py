@@ -49,7 +49,7 @@ def test_outputs_of_any_form(device):
 
 def test_out_of_another_shape():
     x, parameters, state = make(gates="bounded")
-    with pytest.raises(ValueError, match="out must have the shape of v"):
+    with pytest.raises(ValueError, match=r"out must have shape \[B, T, HV, V\]=\[2, 131, 4, 32\]"):
         flash_kda.fwd(**x, scale=0.1, out=x["v"][:, 1:], **parameters, lower_bound=-5.0)
 
 
@@ -59,3 +59,22 @@ def test_install(monkeypatch):
     import flash_kda as found
     assert found is flash_kda
     monkeypatch.delitem(sys.modules, "flash_kda")
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(A_log=torch.zeros(4, device="meta")), ValueError, "A_log must be on the device of q"),
+    (dict(scale=1e39), ValueError, "scale must be finite"), (dict(scale=None), TypeError, "scale must be a number"),
+    (dict(A_log=torch.full((4,), 89.0)), ValueError, "A_log must be at most"),
+    (dict(final_state=torch.zeros(2, 4, 32, 63)), ValueError, "final_state must have shape"),
+    (dict(final_state=torch.zeros(()).expand(2, 4, 32, 64)), ValueError, "final_state"),
+    (dict(final_state=torch.zeros((), dtype=torch.float64).expand(2, 4, 32, 64)), ValueError, "final_state"),
+    (dict(out=torch.zeros(2, 131, 4, 32, dtype=torch.int32)), TypeError, "out must be"),
+    (dict(q=torch.zeros(2, 131, 2, 64, requires_grad=True)), NotImplementedError, "no backward pass"),
+])
+def test_refusals(change, error, text):
+    x, parameters, state = make(gates="bounded")
+    out = torch.full_like(x["v"], float("nan"))
+    call = dict(x, scale=0.1, out=out, **parameters, lower_bound=-5.0) | change
+    with pytest.raises(error, match=text):
+        flash_kda.fwd(**call)
+    assert out.isnan().all()

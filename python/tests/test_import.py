@@ -2,6 +2,7 @@
 """The package in interpreters of its own."""
 import ast
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -63,3 +64,51 @@ def test_stub_has_the_names_that_load_late():
     for node in stub.body:
         if isinstance(node, ast.ImportFrom) and node.module != "libkda":
             assert {libkda._NAMES[name.name] for name in node.names} == {node.module.removeprefix("libkda.")}
+
+
+COPIES = """
+import importlib.util, sys
+def load(name, folder):
+    spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+import torch
+first, folder = load("first", {folder!r}), {folder!r}
+x = [torch.rand(1, 3, 1, 16) for _ in range(4)]
+call = lambda package: package.chunk_kda(*x[:3], -x[3], x[0][..., 0])[0]
+expected = call(first)
+"""
+
+
+def test_a_second_copy_uses_the_operators_of_the_first(tmp_path):
+    """As a package of a hub beside the wheel, under another name and in another folder."""
+    here = pathlib.Path(libkda.__file__).parent
+    shutil.copytree(here, tmp_path / "second")
+    python(COPIES.format(folder=str(here)) + f"""
+second = load("second", {str(tmp_path / "second")!r})
+assert torch.equal(call(second), expected)
+del sys.modules["first.ops"], first
+import gc; gc.collect()
+state = torch.zeros(1, 1, 16, 16)
+with torch.no_grad():
+    second.fused_recurrent_kda_fwd(*x[:3], -x[3], x[0][..., 0], initial_state=state)
+assert state._version == 1 and state.abs().sum() > 0
+""")
+
+
+def test_a_copy_of_another_version_is_refused(tmp_path):
+    here = pathlib.Path(libkda.__file__).parent
+    shutil.copytree(here, tmp_path / "second")
+    library = tmp_path / "second" / "_library.py"
+    library.write_text(library.read_text() + "\n\ndef version():\n    return '9.9.9'\n")
+    python(COPIES.format(folder=str(here)) + f"""
+second = load("second", {str(tmp_path / "second")!r})
+try:
+    call(second)
+except ImportError as error:
+    assert "libkda 9.9.9" in str(error) and "cannot be loaded beside libkda" in str(error), error
+else:
+    raise SystemExit("no error")
+assert torch.equal(call(first), expected)
+""")

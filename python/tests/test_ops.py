@@ -6,9 +6,10 @@ import pytest
 import torch
 from common import FLAGS, make
 
-from libkda import chunk_kda, fused_recurrent_kda, ops
+from libkda import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd, ops
 
-FORWARD = torch.ops.libkda.forward.default
+FORWARD, FORWARD_INTO, UPDATE = (getattr(torch.ops.libkda, name).default
+                                 for name in ("forward", "forward_into", "update"))
 TAIL = (ops.GATE_LOG, ops.BETA_SIGMOID, -5.0, 0.125, True, False)
 
 
@@ -27,7 +28,7 @@ def test_opcheck_forward_into(device):
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     checkpoints = state.new_empty(4, *state.shape[1:])
     for initial, final, states, every in ((None, None, None, 0), (state, torch.empty_like(state), checkpoints, 32)):
-        torch.library.opcheck(ops.forward_into, (*rows, torch.empty_like(x["v"]), final, states, None, None, initial,
+        torch.library.opcheck(FORWARD_INTO, (*rows, torch.empty_like(x["v"]), final, states, None, None, initial,
                                                  None, None, *TAIL, every))
 
 
@@ -35,7 +36,7 @@ def test_checkpoints_must_have_room():
     x, _, state = make(T=70)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     o = torch.full_like(x["v"], float("nan"))
-    with pytest.raises(RuntimeError, match="checkpoints"):
+    with pytest.raises(ValueError, match="checkpoints"):
         ops.forward_into(*rows, o, None, state[:1].clone(), None, None, None, None, None, *TAIL, 32)
     assert o.isnan().all()
 
@@ -59,7 +60,7 @@ def test_opcheck_update(device):
     x, _, state = make(T=2, device=device)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     for slots in (None, torch.tensor([0] + [-1] * (len(state) - 1), dtype=torch.int32, device=device)):
-        torch.library.opcheck(ops.update, (*rows, torch.empty_like(x["v"]), state, slots, None, None, None, None, None,
+        torch.library.opcheck(UPDATE, (*rows, torch.empty_like(x["v"]), state, slots, None, None, None, None, None,
                                            True, *TAIL, slots is not None))
 
 
@@ -92,7 +93,7 @@ def test_an_operator_says_what_does_not_fit():
     x, _, _ = make()
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     rows[4] = rows[4][:, :5]
-    with pytest.raises(RuntimeError, match=r"beta must have shape \[2, 131, 4\], got \[2, 5, 4\]"):
+    with pytest.raises(ValueError, match=r"beta must have shape \[2, 131, 4\], got \[2, 5, 4\]"):
         ops.forward(*rows, None, None, None, None, None, *TAIL, False)
 
 
@@ -135,9 +136,137 @@ def test_gradient_through_the_operator_is_refused():
     x, _, _ = make(T=5)
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     rows[2].requires_grad_()
-    o = ops.forward(*rows, None, None, None, None, None, *TAIL, False)[0]
+    arguments = (*rows, None, None, None, None, None, *TAIL, False)
+    with pytest.raises(NotImplementedError, match="no backward pass"):
+        ops.forward(*arguments)
+    o = FORWARD(*arguments)[0]
     with pytest.raises(NotImplementedError, match="no backward pass"):
         o.sum().backward()
+
+
+def test_no_derivative_is_dropped(device):
+    """Of outputs that the caller gives, of states in place, and in forward mode: an error, and nothing is written."""
+    x, _, state = make(T=3, device=device)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    rows[1] = rows[1].clone().requires_grad_()
+    o, pool = torch.full_like(x["v"], float("nan")), state.clone()
+    into = (*rows, o, None, None, None, None, None, None, None, *TAIL)
+    step = (*rows, o, pool, None, None, None, None, None, None, True, *TAIL)
+    for call, arguments in ((FORWARD_INTO, into), (ops.forward_into, into), (UPDATE, step), (ops.update, step)):
+        with pytest.raises(NotImplementedError, match="no backward pass"):
+            call(*arguments)
+    assert o.isnan().all() and torch.equal(pool, state)
+    with torch.no_grad():
+        UPDATE(*step)
+    assert not o.isnan().any() and not torch.equal(pool, state)
+
+
+@pytest.mark.parametrize("function", [
+    lambda q, x: chunk_kda(**dict(x, q=q))[0], lambda q, x: fused_recurrent_kda(**dict(x, q=q))[0],
+    lambda q, x: FORWARD(q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None, None, *TAIL, False)[0]])
+def test_forward_mode_is_refused(device, function):
+    x, _, _ = make(T=3, device=device)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(lambda q: function(q, x), (x["q"],), (torch.ones_like(x["q"]),))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_states_that_change_raise_their_version(device, direct):
+    """So autograd refuses a gradient through values that are gone."""
+    x, _, state = make(T=1, device=device)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    weight, o = torch.ones((), device=device, requires_grad=True), torch.empty_like(x["v"])
+    y = (weight * state).sum()
+    before = [t._version for t in rows]
+    with torch.no_grad():
+        if direct:
+            UPDATE(*rows, o, state, None, None, None, None, None, None, True, *TAIL)
+        else:
+            fused_recurrent_kda_fwd(**x, initial_state=state, out=o)
+    assert state._version == 1 and o._version == 1 and [t._version for t in rows] == before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        fused_recurrent_kda_fwd(**x, initial_state=state, out=o)
+        fresh = state.clone()
+    assert state._version == 2
+    with torch.no_grad():
+        fused_recurrent_kda_fwd(**x, initial_state=fresh)  # it has no version
+        FORWARD_INTO(*rows, o, state, None, None, None, None, None, None, *TAIL)
+    assert state._version == 3 and o._version == 3
+
+
+def test_meta_beside_real_tensors(device):
+    """A parameter that was offloaded: the fake kernel would run, and nothing would be written."""
+    x, parameters, state = make(T=1, device=device)
+    away = torch.zeros(4, device="meta")
+    pool = state.clone()
+    with pytest.raises(ValueError, match="A_log must be on the device of q, .*, got meta"):
+        fused_recurrent_kda_fwd(**x, initial_state=pool, A_log=away, use_gate_in_kernel=True)
+    assert torch.equal(pool, state)
+    real = chunk_kda(**x, initial_state=state, output_final_state=True)
+    shapes = chunk_kda(**{n: t.to("meta") for n, t in x.items()}, output_final_state=True)
+    assert [t.shape for t in shapes] == [t.shape for t in real] and shapes[0].is_meta
+
+
+@pytest.mark.parametrize("change, text", [
+    (dict(A_log=torch.zeros(4, device="meta")), "A_log must be on the device of q"),
+    (dict(g=torch.zeros(2, 3, 4, 64, dtype=torch.complex64)), "g must be"),
+    (dict(initial_state=torch.zeros(2, 4, 64, 31)), "initial_state must have shape"),
+    (dict(beta=torch.zeros(2, 3, 3)), "beta must have shape"),
+])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fake_kernels_refuse_too(change, text, compiled):
+    """Under FakeTensor, where no kernel looks, and while torch.compile traces."""
+    x, parameters, state = make(T=3)
+    arguments = dict(x, initial_state=state, A_log=parameters["A_log"], use_gate_in_kernel=True) | change
+    if compiled:
+        call = torch.compile(lambda arguments: chunk_kda(**arguments)[0], backend="eager")
+        with torch.no_grad(), pytest.raises(Exception, match=text):
+            call(arguments)
+        return
+    mode = torch._subclasses.FakeTensorMode()
+    with mode, torch.no_grad(), pytest.raises((TypeError, ValueError), match=text):
+        chunk_kda(**{n: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for n, t in arguments.items()})
+
+
+def test_refusals_cost_nothing_but_their_text(device):
+    """Hundreds of them, of views whose memory holds other values: torch's fallback for these would end the process."""
+    x, _, state = make(T=1, device=device)
+    view = torch._neg_view(state)
+    for _ in range(1000):
+        with pytest.raises(ValueError, match="initial_state is written, so it cannot be a negative view"):
+            fused_recurrent_kda_fwd(**x, initial_state=view)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    with pytest.raises(ValueError, match="libkda: states is written"):
+        UPDATE(*rows, torch.empty_like(x["v"]), view, None, None, None, None, None, None, True, *TAIL)
+    expected, found = state.clone(), state.clone()
+    fused_recurrent_kda_fwd(**x, initial_state=expected)
+    fused_recurrent_kda_fwd(**dict(x, q=torch._neg_view(-x["q"])), initial_state=found)
+    assert torch.equal(found, expected)
+
+
+def test_no_memory(device, capfd):
+    """The size, the allocator's words, and no stack frames; the next call works."""
+    x, _, _ = make(B=1, T=1, H=1, HV=1, K=16, V=16, device=device)
+    huge = {n: t.expand(1 << 30, 1 << 20, *t.shape[2:]) for n, t in x.items()}  # o of 64 PiB
+    capfd.readouterr()
+    error = torch.OutOfMemoryError if device == "cuda" else RuntimeError
+    with torch.no_grad(), pytest.raises(error, match=r"o: \d+ bytes cannot be allocated"):
+        chunk_kda(**huge)
+    assert capfd.readouterr().err == ""
+    assert chunk_kda(**x)[0].shape == x["v"].shape
+
+
+def test_operators_check_integers():
+    x, _, _ = make(T=3)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    for mode, text in (((2**32, 0), "gate_mode must be 0 to 2"), ((0, 2**32 + 1), "beta_mode must be 0 to 2")):
+        with pytest.raises(ValueError, match=text):
+            ops.forward(*rows, None, None, None, None, None, *mode, *TAIL[2:], False)
+    cu = torch.tensor([0, -2**63, 2**63 - 1])
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        ops.forward(*(t[:1] for t in rows), None, None, None, cu, cu, *TAIL, False, True)
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is what this is about")

@@ -3,7 +3,7 @@ import pytest
 import torch
 from common import FLAGS, TOLERANCE, distance, gate_flags, make, reference
 
-from libkda import fused_recurrent_kda, fused_recurrent_kda_fwd
+from libkda import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd
 
 
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 70])
@@ -184,3 +184,97 @@ def test_out_with_states_of_its_own(device, T, v_first):
         assert o is out and torch.equal(out, expected[0]) and torch.equal(final, expected[1])
         assert wide.isnan().sum() == wide.numel() - out.numel() and torch.equal(start, before)
         assert fused_recurrent_kda_fwd(**x, **flags, out=out)[1] is None
+
+
+# ---- new requests and padded rows ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("T", [2, 70])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_has_state(device, function, T):
+    """Where it is False a sequence starts from zero, whatever its state is."""
+    x, _, state = make(B=3, T=T, N=3, device=device)
+    has_state = torch.tensor([True, False, True], device=device)
+    cleared = state * has_state[:, None, None, None]
+    expected = function(**x, initial_state=cleared, **FLAGS)
+    state[1] = float("nan")
+    found = function(**x, initial_state=state, has_state=has_state, **FLAGS)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    with pytest.raises(ValueError, match="has_state is given without"):
+        function(**x, has_state=has_state, **FLAGS)
+
+
+def test_has_state_of_intermediate_states(device):
+    x, _, state = make(T=70, device=device)
+    has_state = torch.tensor([False, True], device=device)
+    with torch.inference_mode():
+        expected = chunk_kda(**x, initial_state=state * has_state[:, None, None, None],
+                             return_intermediate_states=True, **FLAGS)
+        found = chunk_kda(**x, initial_state=state, has_state=has_state, return_intermediate_states=True, **FLAGS)
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [40, 2, 33]])
+@pytest.mark.parametrize("type_of_mask", [torch.bool, torch.uint8])
+def test_new_requests_in_a_pool(device, lengths, type_of_mask):
+    """A slot holds the state of a request that is gone."""
+    x, _, state = make(B=1, T=sum(lengths), N=3, device=device)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0)
+    slots, old = torch.tensor([4, 0, 2], dtype=torch.int32, device=device), torch.tensor([1, 0, 1], device=device)
+    call = lambda pool, **flags: fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots,
+                                                         cu_seqlens=cu, use_qk_l2norm_in_kernel=True, **flags)[0]
+    _, pool = pool_of(state, 6, slots.long())
+    _, cleared = pool_of(state * old[:, None, None, None], 6, slots.long())
+    o, expected = call(pool, has_state=old.to(type_of_mask)), call(cleared)
+    assert torch.equal(o, expected) and torch.equal(pool, cleared)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 1, 1, 1], [40, 2, 33, 5]])
+@pytest.mark.parametrize("given", [False, True])
+def test_first_slot(device, lengths, given):
+    """Rows of the null block, as many as there are, and of any negative index: 0, and the pool is left alone."""
+    packed = lengths is not None
+    x, parameters, state = make(B=1 if packed else 4, T=sum(lengths) if packed else 3, N=4, device=device)
+    ends = torch.tensor([0, *(lengths or [3] * 4)], device=device).cumsum(0)
+    slots = torch.tensor([0, 2, 0, -7], device=device)
+    pool = torch.full((4, *state.shape[1:]), float("nan"), device=device)
+    pool[2] = state[1]
+    out = torch.full_like(x["v"], float("nan")) if given else None
+    o, final = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots, out=out, first_slot=1,
+                                       cu_seqlens=ends if packed else None, use_qk_l2norm_in_kernel=True,
+                                       use_beta_sigmoid_in_kernel=True)
+    flat, rows = o.flatten(0, 1), {name: t.flatten(0, 1)[None] for name, t in x.items()}
+    for n, (begin, end) in enumerate(zip(ends.tolist(), ends.tolist()[1:])):
+        if n != 1:
+            assert (flat[begin:end] == 0).all()
+            continue
+        expected = reference({name: t[:, begin:end] for name, t in rows.items()}, parameters, state[1:2])
+        assert distance(flat[begin:end][None], expected[0]) < 2e-6
+        assert distance(final[2:3], expected[1]) < 2e-6
+    assert final is pool and pool[[0, 1, 3]].isnan().all()
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+def test_first_slot_of_speculative_decode(device, first_slot):
+    """Padded rows of a graph: every index is the null block's, or negative."""
+    x, _, state = make(B=3, T=2, N=3, device=device)
+    indices = torch.tensor([[2, 3], [-1, -4], [0, 0] if first_slot else [-2, -2]], device=device, dtype=torch.int32)
+    _, pool = pool_of(state[:1], 4, torch.tensor([3], device=device))
+    before = pool.clone()
+    o, _ = fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=indices, first_slot=first_slot,
+                                   num_accepted_tokens=torch.tensor([2, 1, 1], device=device))
+    assert (o[1:] == 0).all() and o[0].abs().sum() > 0
+    assert torch.equal(pool[:2], before[:2]) and not torch.equal(pool[2:], before[2:])
+
+
+def test_indices_of_64_bits_keep_their_meaning(device):
+    """What is too large for 32 bits is refused, or on a GPU, where nobody waits for a look, has no slot."""
+    x, _, state = make(B=2, T=1, device=device)
+    pool, slots = state.clone(), torch.tensor([2**32, -2**40], device=device)
+    call = lambda: fused_recurrent_kda_fwd(**x, initial_state=pool, ssm_state_indices=slots)[0]
+    if device == "cpu":
+        with pytest.raises(ValueError, match="ssm_state_indices"):
+            call()
+    else:
+        assert (call() == 0).all()
+    assert torch.equal(pool, state)

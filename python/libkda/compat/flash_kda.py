@@ -10,10 +10,13 @@ import sys
 
 import torch
 
-from libkda import ops
-from libkda._operands import as_type, lengths_of, parameter_of, rows_of
+from .. import ops
+from .._checks import check_rates, checked
+from .._operands import as_type, expect_distinct, lengths_of, parameter_of, rows_of, written_rows_of
+from .._rules import number
 
 
+@checked()
 def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, scale: float,
         out: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, lower_bound: float,
         initial_state: torch.Tensor | None = None, final_state: torch.Tensor | None = None,
@@ -23,17 +26,22 @@ def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta
     q, k [B, T, H, K] are normalised in the kernel; g [B, T, HV, K] is the raw gate: lower_bound sigmoid(exp(A_log)
     (g + dt_bias)); beta [B, T, HV] a logit. A_log [HV], dt_bias [HV, K]; initial_state [N, HV, V, K];
     cu_seqlens [N + 1], int32 or int64. States are fp32 or bf16. out and states of another type, or whose last
-    dimension is not contiguous, cost a copy. Raises ValueError and RuntimeError that name what does not fit.
+    dimension is not contiguous, cost a copy. Raises TypeError and ValueError that name what does not fit; nothing is
+    written then. NotImplementedError where a derivative is asked for.
     """
-    if out.shape != v.shape:
-        raise ValueError(f"out must have the shape of v, {tuple(v.shape)}, got {tuple(out.shape)}")
+    ops.refuse_gradients(q, k, v, g, beta, A_log, dt_bias, initial_state, out, final_state)
+    check_rates(A_log)
     with torch.no_grad():
         cu, cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
         inputs = (rows_of(x) for x in (q, k, v, g, beta))
-        o, final = rows_of(out), None if final_state is None else _state(final_state)
+        o, final = written_rows_of("out", out), None
+        if final_state is not None:
+            final = _state(final_state)
+            if final is not final_state:
+                expect_distinct("final_state", final_state)
         ops.forward_into(*inputs, o, final, None, parameter_of(A_log), parameter_of(dt_bias),
                          None if initial_state is None else _state(initial_state), cu, cpu, ops.GATE_BOUNDED,
-                         ops.BETA_SIGMOID, float(lower_bound), float(scale), True, True)
+                         ops.BETA_SIGMOID, number("lower_bound", lower_bound), number("scale", scale), True, True)
         _copy_back(out, o)
         _copy_back(final_state, final)
 

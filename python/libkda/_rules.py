@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every tensor argument may be: one table for functions, operators and libkda.arrays; and words for refusals."""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+ROWS = ("float32", "bfloat16", "float16")
+FLOATS = (*ROWS, "float64")  # torch's functions compute fp64 in fp32
+STATES = ("float32", "bfloat16")
+LENGTHS = ("int32", "int64")
+INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
+MASKS = ("bool", "uint8")
+
+MOST_FP32 = 3.4028234663852886e38
+MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
+LAST_SLOT = 2**31 - 1
+
+
+class Rule(NamedTuple):
+    types: tuple[str, ...]
+    shape: str  # names of sizes: one that is known must be met. "*": as many elements, in any shape. "..": any before
+    where: str = "q"  # device: that of q, "host", or "either"
+    written: bool = False
+    required: bool = False
+
+
+class FlaError(ValueError, AssertionError):
+    """What FLA asserts, for callers that catch either."""
+
+
+def _inputs(types):
+    shapes = dict(q="B T H K", k="B T H K", v="B T HV V", g="B T HV K", beta="B T HV")
+    return {name: Rule(types, shape, required=True) for name, shape in shapes.items()}
+
+
+def _output(types, shape="B T HV V"):
+    return Rule(types, shape, written=True)
+
+
+_SEQUENCES = dict(cu_seqlens=Rule(LENGTHS, "N+1", "either"), cu_seqlens_cpu=Rule(LENGTHS, "N+1", "host"))
+_GATE = dict(A_log=Rule(FLOATS, "*HV"), dt_bias=Rule(FLOATS, "*HV K"))
+_MASK = dict(has_state=Rule(MASKS, "N"))
+_INPUTS = _inputs(FLOATS)
+_PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
+_KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(("float32",), "*HV"), dt_bias=Rule(("float32",), "*HV K"),
+               cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
+_KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
+
+# By function; the order is that of the checks. K and V of a state change places with the v-first layout.
+RULES = {
+    "chunk_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(("float32",), "N HV K V"), **_MASK),
+    "fused_recurrent_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), **_MASK),
+    "fused_recurrent_kda_fwd": dict(
+        _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(STATES, "slots HV K V", written=True),
+        ssm_state_indices=Rule(INTEGERS, "N|N S"), num_accepted_tokens=Rule(INTEGERS, "N"), out=_output(FLOATS),
+        **_MASK),
+    "fused_recurrent_kda_fwd, not in place": dict(
+        _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), out=_output(FLOATS), **_MASK),
+    "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
+                initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K")),
+    "fused_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), **_GATE),
+    "naive_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), A_log=Rule(FLOATS, "*HV", required=True),
+                           dt_bias=_GATE["dt_bias"]),
+    "naive_kda_lowerbound_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), **_GATE),
+    "naive_recurrent_kda": _PLAIN,
+    "naive_chunk_kda": _PLAIN,
+    "forward": _KERNEL_FORWARD,
+    "forward_into": dict(_KERNEL_FORWARD, final_state=_output(STATES, "N HV K V"),
+                         checkpoints=_output(STATES, "slots HV K V")),
+    "update": dict(_KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
+                   indices=Rule(("int32",), "N|N S"), num_accepted_tokens=Rule(("int32",), "N")),
+    "arrays": dict(_inputs(ROWS), A_log=Rule(("float32",), "HV"), dt_bias=Rule(("float32",), "HV K"),
+                   initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
+                   state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
+                   **_MASK),
+}
+
+# What the C ABI and the operators say, and what a caller wrote.
+_SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",
+              initial_state_mask="has_state")
+WORDS = {
+    "fused_recurrent_kda_fwd": dict(
+        _SIZES, states="initial_state", indices="ssm_state_indices", initial_state_indices="ssm_state_indices",
+        final_state_indices="ssm_state_indices", final_state="initial_state", state_index_columns="ssm_state_indices",
+        o="out"),
+    "fwd": dict(_SIZES, o="out"),
+    "decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
+}
+
+
+def in_words_of(function, text):
+    """The text of a refusal with the argument's name, which is its first word, as the caller wrote it."""
+    words = WORDS.get(function, _SIZES)
+    head, separator, rest = text.removeprefix("libkda: ").partition(" overlaps ")
+    for name, end in ((head, ":"), (head, " ")):
+        first = name.partition(end)[0]
+        if first in words:
+            head = words[first] + name[len(first):]
+            break
+    other = rest.partition(" ")[0]
+    text = head + separator + words.get(other, other) + rest[len(other):]
+    return text.replace("(columns of indices)", f"(columns of {words.get('indices', 'indices')})")
+
+
+def listed(names):
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def refuse_type(name, types, found):
+    return TypeError(f"{name} must be {listed(types)}, got {found}")
+
+
+class Sizes(dict):
+    """Sizes that the arguments seen so far agree on, and which argument was the first to have each."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self._name = {}, ""
+
+    def default_n(self):
+        """Without cu_seqlens every row of the batch is a sequence."""
+        if "N" not in self and "B" in self:
+            self["N"], self.sources["N"] = self["B"], self.sources["B"]
+
+    def expect(self, name, rule, shape):
+        if name == "k":
+            expected = [self[size] for size in rule.shape.split()]
+            if list(shape) != expected:
+                raise FlaError(f"q and k must have the same shape, got q={expected} vs k={list(shape)}")
+        self._name = name
+        if rule.shape.startswith("*"):
+            return self._expect_elements(name, rule.shape[1:].split(), shape)
+        forms = [form.split() for form in rule.shape.split("|")]
+        for form in forms:
+            if form[0] == ".." and len(shape) >= len(form) - 1:
+                form, shape = form[1:], shape[len(shape) - len(form) + 1:]
+            if len(form) == len(shape) and all(self._meet(size, n) for size, n in zip(form, shape)):
+                return None
+        if name == "initial_state" and forms[0][0] == "N" and len(shape) == 4:
+            if list(shape[1:]) == [self[size] for size in forms[0][1:]]:
+                raise FlaError(f"The number of initial states is expected to be equal to the number of input "
+                               f"sequences, i.e., {self['N']} rather than {shape[0]} "
+                               f"(initial_state,{self._sources('N')}).")
+        texts = [f"[{', '.join(form)}]{self._known(form)}" for form in forms]
+        raise FlaError(f"{name} must have shape {' or '.join(texts)}, got {list(shape)}"
+                       f" (sizes of{self._sources(*forms[0])})")
+
+    def _sources(self, *sizes):
+        """Where they come from."""
+        names = {self.sources.get(size.removesuffix("+1")): None for size in sizes}
+        return " " + ", ".join(name for name in names if name not in (None, self._name))
+
+    def _meet(self, size, n):
+        if size == "N+1":
+            size, n = "N", n - 1
+            if n < 0:
+                return False
+        if size not in self:
+            self[size], self.sources[size] = n, self._name
+        return self[size] == n
+
+    def _known(self, form):
+        values = [self.get(size) if size != "N+1" else self["N"] + 1 if "N" in self else None for size in form]
+        return "" if None in values else f"={values}"
+
+    def _expect_elements(self, name, form, shape):
+        if math.prod(shape) != math.prod(self[size] for size in form):
+            raise FlaError(f"{name} must have {' * '.join(form)} = {math.prod(self[size] for size in form)} elements, "
+                           f"got {list(shape)} (sizes of{self._sources(*form)})")
+
+
+def check_heads(sizes):
+    """The limits that FLA has too, in its words."""
+    if sizes["K"] > 256:
+        raise FlaError(f"Currently we only support key headdim <=256 for KDA, got {sizes['K']} (q).")
+    if sizes["V"] > 256:
+        raise FlaError(f"libkda supports value head dimensions of v up to 256, got {sizes['V']}.")
+    for name, size, what in (("q", "H", "heads"), ("q", "K", "channels"), ("v", "HV", "heads"), ("v", "V", "channels")):
+        if sizes[size] == 0:
+            raise FlaError(f"{name} must have at least one of its {what}, got {size} = 0")
+    if sizes["HV"] % sizes["H"] != 0:
+        raise FlaError(f"For GVA, num_v_heads (HV={sizes['HV']}) must be evenly divisible by num_qk_heads "
+                       f"(H={sizes['H']}), but got HV % H = {sizes['HV'] % sizes['H']} (q, v)")
+
+
+def number(name, value):
+    """A float that stays finite in fp32, in which kernels have it."""
+    found = None
+    if not isinstance(value, (str, bytes)):
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        except (TypeError, ValueError, RuntimeError):
+            pass
+    if found is None:
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not abs(found) <= MOST_FP32:
+        raise ValueError(f"{name} must be finite in fp32, got {value!r}")
+    return found
+
+
+def integer(name, value, low, high):
+    try:
+        found = value.__index__()
+    except (AttributeError, TypeError):
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not low <= found <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {found}")
+    return found

@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every tensor argument of every public function, given as it is not meant to be.
+
+A call then equals the call on a plain tensor of the same values to the bit, or raises TypeError, ValueError or
+NotImplementedError whose text has the argument's name; it writes nothing on stderr, and where it raises nothing that
+was given has changed. `--device cuda` puts the tensors on a GPU, `--sweep-json FILE` writes a summary.
+"""
+import os
+import re
+import warnings
+
+import pytest
+import torch
+
+import libkda
+import libkda.ops as ops
+from libkda import arrays
+from libkda.compat import flash_kda
+
+np = pytest.importorskip("numpy")
+
+B, T, H, HV, K, V, SLOTS = 2, 6, 1, 2, 16, 8, 5
+MODES = dict(gate_mode=ops.GATE_SOFTPLUS, beta_mode=ops.BETA_SIGMOID, lower_bound=-5.0, scale=0.25, l2norm=True,
+             state_v_first=False)
+GATE = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)
+
+
+# ---- calls that are good ---------------------------------------------------------------------------------------------
+
+def data(device):
+    """Tensors by name, of sizes that all functions share."""
+    normal = lambda *shape: torch.randn(*shape, device=device)
+    return dict(q=normal(B, T, H, K), k=normal(B, T, H, K), v=normal(B, T, HV, V), g=normal(B, T, HV, K),
+                beta=normal(B, T, HV), A_log=normal(HV) * 0.3, dt_bias=normal(HV * K) * 0.3,
+                state=normal(B, HV, K, V), pool=normal(SLOTS, HV, K, V), has_state=torch.tensor([True, False]))
+
+
+def rows(x, packed=False, names=("q", "k", "v", "g", "beta")):
+    return {n: (x[n].flatten(0, 1)[None] if packed else x[n]).clone() for n in names}
+
+
+def gate(x):
+    return dict(A_log=x["A_log"], dt_bias=x["dt_bias"])
+
+
+def lengths(x):
+    return torch.tensor([0, T - 2, 2 * T], device=x["q"].device)
+
+
+def mask(x):
+    return x["has_state"].to(x["q"].device)
+
+
+def nan_like(x):
+    return torch.full_like(x, float("nan"))
+
+
+class Target:
+    """A function, its good arguments, which of them it writes, and which may be left out."""
+
+    def __init__(self, function, arguments, written=(), optional=(), raises=(), tensors=None):
+        self.function, self.arguments, self.written, self.optional = function, arguments, written, optional
+        self.raises, self.tensors = raises, tensors
+
+
+def operator_of(name):
+    return getattr(torch.ops.libkda, name).default
+
+
+def chunk(x):
+    return dict(rows(x), **gate(x), **GATE, initial_state=x["state"], output_final_state=True, has_state=mask(x))
+
+
+def chunk_packed(x):
+    cu = lengths(x)
+    return dict(rows(x, True), **GATE, **gate(x), initial_state=x["state"], output_final_state=True, cu_seqlens=cu,
+                cu_seqlens_cpu=cu.cpu())
+
+
+def recurrent_packed(x):
+    arguments = dict(chunk_packed(x), has_state=mask(x))
+    del arguments["cu_seqlens_cpu"]
+    return arguments
+
+
+def pool_in_place(x):
+    indices = torch.tensor([3, 1], dtype=torch.int32, device=x["q"].device)
+    return dict(rows(x), **GATE, **gate(x), initial_state=x["pool"].clone(), ssm_state_indices=indices,
+                out=nan_like(x["v"]), has_state=mask(x))
+
+
+def prefill_in_place(x):
+    indices = torch.tensor([3, 1], dtype=torch.int32, device=x["q"].device)
+    return dict(rows(x, True), **GATE, **gate(x), initial_state=x["pool"].clone(), ssm_state_indices=indices,
+                cu_seqlens=lengths(x), first_slot=1)
+
+
+def speculative(x):
+    indices = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=x["q"].device)
+    some = {n: t[:, :2].contiguous() for n, t in rows(x).items()}
+    return dict(some, **GATE, **gate(x), initial_state=x["pool"].clone(), ssm_state_indices=indices,
+                num_accepted_tokens=torch.tensor([1, 2], dtype=torch.int32, device=x["q"].device))
+
+
+def with_out(x):
+    return dict(rows(x), **GATE, **gate(x), initial_state=x["state"], output_final_state=True,
+                inplace_final_state=False, out=nan_like(x["v"]))
+
+
+def raw_gate(x):
+    return dict(g=x["g"], **gate(x))
+
+
+def bounded_gate(x):
+    return dict(raw_gate(x), lower_bound=-5.0)
+
+
+def naive(x):
+    return dict(rows(x), g=-x["g"].abs(), initial_state=x["state"], output_final_state=True)
+
+
+def flash(x):
+    final = nan_like(x["state"].mT.contiguous())
+    return dict(rows(x, True), scale=0.25, out=nan_like(rows(x, True)["v"]), **gate(x), lower_bound=-5.0,
+                initial_state=x["state"].mT.contiguous(), final_state=final, cu_seqlens=lengths(x))
+
+
+def forward(x):
+    cu = lengths(x)
+    return dict(rows(x, True), **gate(x), initial_state=x["state"], cu_seqlens=cu, cu_seqlens_cpu=cu.cpu(), **MODES,
+                output_final_state=True, has_state=mask(x))
+
+
+def forward_into(x):
+    checkpoints = nan_like(x["state"])  # one a sequence
+    long = {n: torch.cat([t] * 3, 1) for n, t in rows(x).items()}
+    return dict(long, o=nan_like(long["v"]), final_state=nan_like(x["state"]), checkpoints=checkpoints, **gate(x),
+                initial_state=x["state"], cu_seqlens=None, cu_seqlens_cpu=None, **MODES, checkpoint_every=16,
+                has_state=mask(x))
+
+
+def update(x):
+    indices = torch.tensor([3, 1], dtype=torch.int32, device=x["q"].device)
+    return dict(rows(x), o=nan_like(x["v"]), states=x["pool"].clone(), indices=indices, num_accepted_tokens=None,
+                **gate(x), cu_seqlens=None, cu_seqlens_cpu=None, decode=True, **MODES, has_state=mask(x))
+
+
+def update_speculative(x):
+    arguments = speculative(x)
+    indices, accepted = arguments["ssm_state_indices"], arguments["num_accepted_tokens"]
+    some = {n: arguments[n] for n in ("q", "k", "v", "g", "beta")}
+    return dict(some, o=nan_like(some["v"]), states=arguments["initial_state"], indices=indices,
+                num_accepted_tokens=accepted, **gate(x), cu_seqlens=None, cu_seqlens_cpu=None, decode=True, **MODES)
+
+
+def as_arrays(x, arguments, workspace):
+    if x["q"].is_cuda:
+        return dict(arguments, workspace=torch.empty(workspace, dtype=torch.uint8, device=x["q"].device),
+                    stream=torch.cuda.current_stream().cuda_stream)
+    return {n: t.numpy() if isinstance(t, torch.Tensor) else t for n, t in arguments.items()}
+
+
+def array_modes(x):
+    return dict(gate_mode="softplus", beta_mode="sigmoid", qk_l2norm=True, A_log=x["A_log"],
+                dt_bias=x["dt_bias"].view(HV, K))
+
+
+def array_forward(x):
+    return as_arrays(x, dict(rows(x), **array_modes(x), initial_state=x["state"], o=nan_like(x["v"]),
+                             final_state=nan_like(x["state"]), output_final_state=True,
+                             has_state=mask(x)), 1 << 22)
+
+
+def array_decode(x):
+    indices = torch.tensor([3, 1], dtype=torch.int32, device=x["q"].device)
+    return as_arrays(x, dict(rows(x), **array_modes(x), state=x["pool"].clone(), indices=indices, o=nan_like(x["v"]),
+                             has_state=mask(x)), 1 << 22)
+
+
+def array_bytes(x):
+    arguments = dict(rows(x), **array_modes(x), initial_state=x["state"], has_state=mask(x))
+    return arguments if x["q"].is_cuda else as_arrays(x, arguments, 0)
+
+
+GATE_NAMES, STATE_NAMES = ("A_log", "dt_bias"), ("initial_state", "has_state")
+LENGTH_NAMES = ("cu_seqlens", "cu_seqlens_cpu")
+TARGETS = {
+    "chunk_kda": Target(libkda.chunk_kda, chunk, optional=("dt_bias", *STATE_NAMES)),
+    "chunk_kda, packed": Target(libkda.chunk_kda, chunk_packed, optional=("dt_bias", "initial_state", *LENGTH_NAMES)),
+    "fused_recurrent_kda": Target(libkda.fused_recurrent_kda, chunk, optional=("dt_bias", *STATE_NAMES)),
+    "fused_recurrent_kda, packed": Target(libkda.fused_recurrent_kda, recurrent_packed,
+                                          optional=("dt_bias", *STATE_NAMES, "cu_seqlens")),
+    "fused_recurrent_kda_fwd, pool": Target(libkda.fused_recurrent_kda_fwd, pool_in_place, ("initial_state", "out"),
+                                            ("dt_bias", "ssm_state_indices", "out", "has_state")),
+    "fused_recurrent_kda_fwd, prefill": Target(libkda.fused_recurrent_kda_fwd, prefill_in_place, ("initial_state",),
+                                               ("dt_bias", "ssm_state_indices", "cu_seqlens")),
+    "fused_recurrent_kda_fwd, speculative": Target(libkda.fused_recurrent_kda_fwd, speculative, ("initial_state",),
+                                                   ("dt_bias", "ssm_state_indices", "num_accepted_tokens")),
+    "fused_recurrent_kda_fwd, out": Target(libkda.fused_recurrent_kda_fwd, with_out, ("out",),
+                                           ("dt_bias", "initial_state", "out")),
+    "fused_kda_gate": Target(libkda.fused_kda_gate, raw_gate, optional=("dt_bias",)),
+    "fused_kda_gate, bounded": Target(libkda.fused_kda_gate, bounded_gate, optional=GATE_NAMES),
+    "naive_kda_gate": Target(libkda.naive_kda_gate, raw_gate, optional=("dt_bias",)),
+    "naive_kda_lowerbound_gate": Target(libkda.naive_kda_lowerbound_gate, bounded_gate, optional=GATE_NAMES),
+    "naive_recurrent_kda": Target(libkda.naive_recurrent_kda, naive, optional=("initial_state",)),
+    "naive_chunk_kda": Target(libkda.naive_chunk_kda, naive, optional=("initial_state",)),
+    "flash_kda.fwd": Target(flash_kda.fwd, flash, ("out", "final_state"),
+                            (*GATE_NAMES, "initial_state", "final_state", "cu_seqlens")),
+    # What is no tensor the dispatcher of torch refuses itself, by a RuntimeError.
+    "torch.ops.libkda.forward": Target(operator_of("forward"), forward, (),
+                                       ("dt_bias", *STATE_NAMES, *LENGTH_NAMES), RuntimeError),
+    "torch.ops.libkda.forward_into": Target(operator_of("forward_into"), forward_into,
+                                            ("o", "final_state", "checkpoints"),
+                                            ("dt_bias", *STATE_NAMES, "final_state", "checkpoints"), RuntimeError),
+    "torch.ops.libkda.update": Target(operator_of("update"), update, ("o", "states"),
+                                      ("dt_bias", "indices", "has_state"), RuntimeError),
+    "torch.ops.libkda.update, speculative": Target(operator_of("update"), update_speculative, ("o", "states"),
+                                                   ("dt_bias", "indices", "num_accepted_tokens"), RuntimeError),
+    "arrays.forward": Target(arrays.forward, array_forward, ("o", "final_state"),
+                             ("dt_bias", *STATE_NAMES, "o", "final_state")),
+    "arrays.decode": Target(arrays.decode, array_decode, ("o", "state"), ("dt_bias", "indices", "o", "has_state")),
+    "arrays.workspace_bytes": Target(arrays.workspace_bytes, array_bytes, (), ("dt_bias", *STATE_NAMES)),
+}
+
+
+# ---- what is done to an argument: (what is given, the plain tensor of its values) ------------------------------------
+# No plain tensor: the call must raise. NotImplemented: there is no such thing of this argument.
+
+def cast(dtype):
+    return lambda x: (y := x.to(dtype), y.clone())
+
+
+def spread(x):
+    """The same values with every other element of memory unused."""
+    wide = torch.stack([x, x], -1)
+    return wide[..., 0], x.clone()
+
+
+def overlapping(x):
+    """Rows that share memory; of a scalar row there are none."""
+    if x.dim() < 2 or x.shape[0] < 2 and x.shape[1] < 2:
+        return NotImplemented
+    dim = 0 if x.shape[0] > 1 else 1
+    strides = list(x.contiguous().stride())
+    strides[dim] = max(strides[dim] // 2, 1)
+    y = torch.empty(x.numel() * 2, dtype=x.dtype, device=x.device)
+    y.copy_(x.flatten().repeat(2)[:y.numel()])
+    y = y.as_strided(x.shape, strides)
+    return y, y.contiguous().clone()
+
+
+def expanded(x):
+    y = x.flatten()[0].expand(x.shape) if x.numel() > 1 else x
+    return y, y.contiguous().clone()
+
+
+def negative(x):
+    if x.dtype is torch.bool:
+        return NotImplemented
+    return torch._neg_view(-x), x.clone()
+
+
+def imaginary(x):
+    """A view that autograd calls negative: the imaginary part of a conjugate."""
+    if not x.is_floating_point():
+        return NotImplemented
+    return torch.complex(x, -x).conj().imag, x.clone()
+
+
+def conjugate(x):
+    return torch.complex(x.float(), x.float()).conj(), None
+
+
+def sparse(x):
+    return x.to_sparse(), x.clone()
+
+
+def csr(x):
+    return x.flatten(1).to_sparse_csr() if x.dim() > 1 else x[None].to_sparse_csr(), None
+
+
+def mkldnn(x):
+    if x.is_cuda or not x.is_floating_point():
+        return NotImplemented
+    return x.to_mkldnn(), x.clone()
+
+
+def quantised(x):
+    return torch.quantize_per_tensor(x.float().cpu(), 0.1, 0, torch.qint8).to(x.device), None
+
+
+def emptied(x):
+    """Its storage was freed, as sharded training does with parameters that are elsewhere."""
+    y = x.clone()
+    y.untyped_storage().resize_(0)
+    return y, None
+
+
+def other_device(x):
+    if x.is_cuda:
+        return x.cpu(), x.clone()
+    return (x.cuda(), x.clone()) if torch.cuda.is_available() else NotImplemented
+
+
+def differentiated(x):
+    return (x.clone().requires_grad_(), x.clone()) if x.is_floating_point() else NotImplemented
+
+
+def large(x):
+    """Integers that are good if all but 32 bits of them are left out."""
+    if x.dtype not in (torch.int32, torch.int64):
+        return NotImplemented
+    return x.long() + 2**32, x.long() + 2**32
+
+
+TENSOR_KINDS = {
+    "meta": lambda x: (x.to("meta"), None),
+    "other device": other_device,
+    "float64": cast(torch.float64),
+    "float16": cast(torch.float16),
+    "int64": cast(torch.int64),
+    "bool": cast(torch.bool),
+    "complex": cast(torch.complex64),
+    "rank + 1": lambda x: (x[None], x[None].clone()),
+    "rank - 1": lambda x: (x[0], x[0].clone()),
+    "zero first size": lambda x: (x[:0], x[:0].clone()),
+    "zero last size": lambda x: (x[..., :0], x[..., :0].clone()),
+    "one more": lambda x: (torch.cat([x, x[..., :1]], -1), torch.cat([x, x[..., :1]], -1)),
+    "spread": spread,
+    "overlapping": overlapping,
+    "expanded": expanded,
+    "negative view": negative,
+    "imaginary part": imaginary,
+    "conjugate": conjugate,
+    "sparse": sparse,
+    "csr": csr,
+    "mkldnn": mkldnn,
+    "quantised": quantised,
+    "nested": lambda x: (torch.nested.nested_tensor(list(x.float())), None),
+    "zero tensor": lambda x: (torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device), torch.zeros_like(x)),
+    "emptied storage": emptied,
+    "large integers": large,
+    "differentiated": differentiated,
+    "NumPy": lambda x: (x.cpu().numpy(), None),
+    "list": lambda x: (x.tolist(), None),
+    "text": lambda x: ("x", None),
+    "None": lambda x: (None, NotImplemented),
+}
+
+
+def read_only(x):
+    y = x.copy()
+    y.flags.writeable = False
+    return y, x.copy()
+
+
+def unaligned(x):
+    y = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    y[...] = x
+    return y, x.copy()
+
+
+def overlapping_array(x):
+    if x.ndim < 2:
+        return NotImplemented
+    y = np.lib.stride_tricks.as_strided(np.concatenate([x, x]), x.shape, (x.strides[0] // 2, *x.strides[1:]))
+    return y, y.copy()
+
+
+def expanded_array(x):
+    y = np.lib.stride_tricks.as_strided(x.copy(), x.shape, (0,) * x.ndim)
+    return y, y.copy()
+
+
+def as_torch(kind):
+    def given(x):
+        pair = TENSOR_KINDS[kind](torch.from_numpy(x.copy()))
+        if pair is NotImplemented:
+            return pair
+        plain = pair[1]
+        return pair[0], plain.numpy() if isinstance(plain, torch.Tensor) else plain
+    return given
+
+
+ARRAY_KINDS = {
+    "float64": lambda x: (x.astype(np.float64),) * 2,
+    "float16": lambda x: (x.astype(np.float16),) * 2,
+    "int64": lambda x: (x.astype(np.int64),) * 2,
+    "bool": lambda x: (x.astype(bool),) * 2,
+    "complex": lambda x: (x.astype(np.complex64),) * 2,
+    "object": lambda x: (x.astype(object), None),
+    "big endian": lambda x: (x.astype(">f4"), None),
+    "rank + 1": lambda x: (x[None], x[None].copy()),
+    "rank - 1": lambda x: (x[0], x[0].copy()) if x.ndim > 1 else (np.array(x[0]), None),
+    "zero first size": lambda x: (x[:0], x[:0].copy()),
+    "zero last size": lambda x: (x[..., :0], x[..., :0].copy()),
+    "read-only": read_only,
+    "unaligned": unaligned,
+    "overlapping": overlapping_array,
+    "expanded": expanded_array,
+    "backwards": lambda x: (x[..., ::-1].copy()[..., ::-1], x.copy()),
+    "spread": lambda x: (np.stack([x, x], -1)[..., 0], x.copy()),
+    "list": lambda x: (x.tolist(), None),
+    "text": lambda x: ("x", None),
+    "None": lambda x: (None, NotImplemented),
+    "large integers": as_torch("large integers"),
+    **{f"torch, {kind}": as_torch(kind) for kind in (
+        "meta", "other device", "negative view", "imaginary part", "conjugate", "sparse", "mkldnn", "quantised",
+        "zero tensor", "emptied storage", "differentiated", "overlapping", "expanded")},
+}
+
+
+def is_array(x):
+    return isinstance(x, (torch.Tensor, np.ndarray))
+
+
+def kinds_of(argument):
+    return ARRAY_KINDS if isinstance(argument, np.ndarray) else TENSOR_KINDS
+
+
+def cases(device):
+    x = data(device)
+    for name, target in TARGETS.items():
+        for argument, value in target.arguments(x).items():
+            if is_array(value) and argument != "workspace":
+                for kind in kinds_of(value):
+                    yield name, argument, kind
+
+
+def device_of(config):
+    return config.getoption("--device")
+
+
+def pytest_generate_tests(metafunc):
+    if "case" in metafunc.fixturenames:
+        found = list(cases(device_of(metafunc.config)))
+        metafunc.parametrize("case", found, ids=[" / ".join(case) for case in found])
+
+
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+def bits(x):
+    """What can be compared: NaN counts as itself, and -0 is not 0."""
+    if isinstance(x, torch.Tensor):
+        if x.is_meta or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+            return str(x.layout)
+        if x.numel() > 0 and x.untyped_storage().nbytes() == 0:
+            return "no storage"
+        x = x.detach().clone().resolve_conj().resolve_neg().cpu()
+        return str(x.dtype), tuple(x.shape), x.contiguous().view(torch.uint8 if x.dim() else x.dtype).numpy().tobytes()
+    if isinstance(x, np.ndarray):
+        return str(x.dtype), x.shape, x.tobytes() if x.dtype != object else str(x)
+    if isinstance(x, (tuple, list)):
+        return [bits(y) for y in x]
+    return x
+
+
+def copy_of(x):
+    if isinstance(x, torch.Tensor):
+        return x.clone()
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+def call(target, arguments, change):
+    """(results and what was written, error, warnings) of a call on copies of `arguments`, but for `change`."""
+    given = {n: copy_of(x) for n, x in arguments.items()} | change
+    before = {n: bits(x) for n, x in given.items()}
+    error = results = None
+    with warnings.catch_warnings(record=True) as warned, torch.set_grad_enabled(is_differentiated(change)):
+        warnings.simplefilter("always")
+        try:
+            results = target.function(**given)
+        except Exception as refusal:
+            error = refusal
+    if given["q" if "q" in given else "g"] is not None and torch.cuda.is_available():
+        torch.cuda.synchronize()
+    after = {n: bits(x) for n, x in given.items()}
+    if error is not None:
+        assert after == before, "an argument changed though the call raised"
+        return None, error, warned
+    read = {n for n in given if n not in target.written}
+    assert all(after[n] == before[n] for n in read), "an argument that is only read changed"
+    return [bits(results), [after[n] for n in target.written]], None, warned
+
+
+def is_differentiated(change):
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in change.values())
+
+
+def expect_refusal(target, argument, error):
+    allowed = (TypeError, ValueError, NotImplementedError) + ((target.raises,) if target.raises else ())
+    assert isinstance(error, allowed), f"{type(error).__name__}: {error}"
+    if isinstance(error, NotImplementedError) and "backward" in str(error):
+        return  # a gradient is of the call, not of an argument
+    assert re.search(rf"\b{argument}\b", str(error)), f"the text has no {argument}: {error}"
+    for path in (".cpp", ".hpp", os.sep + "csrc"):
+        assert path not in str(error), error
+
+
+def changed(argument, kind, value):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of making a sparse or nested tensor
+        return kinds_of(value)[kind](value)
+
+
+def test_argument(case, capfd, request):
+    name, argument, kind = case
+    target = TARGETS[name]
+    device = device_of(request.config)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    arguments = target.arguments(data(device))
+    try:
+        pair = changed(argument, kind, arguments[argument])
+    except (RuntimeError, NotImplementedError, IndexError) as refusal:
+        pytest.skip(f"torch has no such tensor: {refusal}")
+    if pair is NotImplemented:
+        pytest.skip("there is no such value of this argument")
+    given, plain = pair
+    if plain is NotImplemented and argument in target.optional:
+        return  # None is the call without it
+    found = request.config.sweep
+    capfd.readouterr()
+    results, error, warned = call(target, arguments, {argument: given})
+    output = capfd.readouterr()
+    assert output.err == "" and not warned, (output.err, [str(w.message) for w in warned])
+    found["cases"] += 1
+    if error is not None:
+        expect_refusal(target, argument, error)
+        found["raised"] += 1
+    else:
+        expected, plain_error, _ = call(target, arguments, {argument: plain}) if is_array(plain) else (None, None, None)
+        assert expected is not None, f"no error, though a plain tensor gives {plain_error!r}"
+        assert results == expected, "not the result of a plain tensor"
+        found["equal"] += 1
+    found["passed"] += 1
+
+
+@pytest.fixture(autouse=True)
+def summary(request):
+    if not hasattr(request.config, "sweep"):
+        device = device_of(request.config)
+        name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "cpu"
+        request.config.sweep = dict(device=name, torch=torch.__version__, libkda=libkda.__version__,
+                                    functions=len(TARGETS), cases=0, passed=0, equal=0, raised=0)
+
+
+def test_size(request):
+    """That the table is not cut short, and that good calls are good."""
+    found = list(cases(device_of(request.config)))
+    print(f"{len(found)} cases")
+    assert len(found) >= 600
+    device = device_of(request.config)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    for target in TARGETS.values():
+        results, error, warned = call(target, target.arguments(data(device)), {})
+        assert error is None and not warned and results is not None
