@@ -144,7 +144,7 @@ def chunk_kda(
     checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
     call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state)
     if has_state is not None:
-        state = state * has_state.bool()[:, None, None, None]
+        state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
     h = _chunk_states(checkpoints, state, lengths, chunk_size)
     return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], -1))
 

@@ -209,6 +209,7 @@ def test_has_state_of_intermediate_states(device):
     with torch.inference_mode():
         expected = chunk_kda(**x, initial_state=state * has_state[:, None, None, None],
                              return_intermediate_states=True, **FLAGS)
+        state[0] = float("nan")
         found = chunk_kda(**x, initial_state=state, has_state=has_state, return_intermediate_states=True, **FLAGS)
     for one, other in zip(found, expected):
         assert torch.equal(one, other)
