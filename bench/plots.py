@@ -151,7 +151,7 @@ def figure_forward():
     left, row, top = 190, 46, 78
     bottom = top + row * len(cases) - 8
     figure = Figure(860, bottom + 42, "Forward: one call, bf16, K = V = 128",
-                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} chunk_kda in the same run, '
+                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} chunk_kda in one run, '
                     "calls without a pause; gates as trained")
     figure.key(left, 60, [("copy of the call's bytes", ROOF), ("libkda", OURS), ("FLA", PEER)])
     time = Axis(0, 5.5e-3, left, 770)
@@ -228,7 +228,7 @@ def figure_gates():
         rows = [(r, by_case.get(f"{shape} --regime {r}", by_case[shape])) for r in regimes]
         groups.append((name, rows))
     figure = Figure(860, 385, "Forward by gate regime",
-                    f'{card_of(fused)}, {fused["date"]}; bf16, fused kernel, nothing cut')
+                    f'{card_of(fused)}, {fused["date"]}; bf16, fused kernel, without segments')
     copy_key(figure, fused)
     bars_against_copy(figure, fused, groups, 200, 72, 400e-6, [i * 1e-4 for i in range(5)])
     return figure
@@ -255,7 +255,7 @@ def figure_segments():
         found[off["case"]] = (off, on)
     figure = Figure(860, 364, "One long sequence: segments off and on",
                     f'{card_of(report)}, {report["date"]}; bf16, K = V = 128, gates as trained')
-    figure.key(58, 60, [("nothing cut", PEER), ("auto", OURS), ("copy of the call's bytes", ROOF)])
+    figure.key(58, 60, [("off", PEER), ("auto", OURS), ("copy of the call's bytes", ROOF)])
     ys = [1e-5, 1e-4, 1e-3, 1e-2]
     width, height, top = 235, 230, 100
     for i, heads in enumerate((4, 8, 16)):
@@ -320,7 +320,7 @@ def figure_decode():
     peers, python = load("gpu_peers_decode"), load("gpu_python")
     plain = {c["case"]: c for c in load("gpu_decode")["cases"]}
     figure = Figure(860, 364, "Decode: one token a sequence, 32 heads, fp32 states",
-                    f'K = V = 128, bf16; FLA {peers["fla"]} fused_recurrent_kda in the same run')
+                    f'K = V = 128, bf16; FLA {peers["fla"]} fused_recurrent_kda in one run')
     figure.key(62, 60, [("copy of the states", ROOF), ("libkda", OURS), ("FLA", PEER)])
     one_token = [c for c in peers["cases"] if "--tokens 1 " in c["case"]]
     batch_of = lambda c: int(c["case"].split()[1])

@@ -24,7 +24,7 @@ EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused"}  # results that are no numbe
 
 def load(name):
     loaded.add(name)
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": f"{name}.json"}
 
 
 def markdown(header, rows):
@@ -51,11 +51,11 @@ def forward_rows(report):
 
 def table_forward():
     report, one = load("cpu_forward"), load("cpu_forward_1")
-    head = f'{report["implementation"]}, {report["threads"]} threads, {report["cpu"]}, peak fp32 {2e-9 * report["peak_fma_per_second"]:.0f} GFLOP/s\n\n'
+    head = f'{report["implementation"]}, {report["threads"]} threads, {report["cpu"]}, measured peak of fp32 {2e-9 * report["peak_fma_per_second"]:.0f} GFLOP/s\n\n'
     alone = one["cases"][0]
     tail = f'\n\nOne thread, the first case: {milliseconds(alone["median_s"])}, {percent_of_peak(one, alone):.0f}% of its peak.'
     return head + markdown(["case", "median", "spread", "tokens/s", "GFLOP/s", "of peak"],
-                           forward_rows(report)) + tail
+                           forward_rows(report)) + tail + source(report, one)
 
 
 def table_decode():
@@ -64,7 +64,7 @@ def table_decode():
     rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.1f}',
              f'{100 * c["bytes"] / c["median_s"] / report["memory_bytes_per_second"]:.0f}%']
             for c in report["cases"]]
-    return head + markdown(["case", "median", "GB/s", "of memory rate"], rows)
+    return head + markdown(["case", "median", "GB/s", "of memory rate"], rows) + source(report)
 
 
 def of_earlier_kernels(report):
@@ -93,12 +93,11 @@ def gpu_heads(*reports):
     return f"{cards}{versions}; a copy moves {rate} TB/s\n\n"
 
 
-def commands(*reports):
-    return "\n\nCommands: " + ", ".join(f'`{r["command"]}`' for r in reports) + "."
-
-
-def gpu_tail(report):
-    return f'\n\nCommand: `{report["command"]}`.'
+def source(*reports):
+    """Where the numbers of a table are from: files of bench/results, and the commands that wrote them."""
+    sources = [f'`{r["file"]}` (`{r.get("command", "./dev bench")}`)' for r in reports]
+    line = f"\n\nFrom {', '.join(sources)}."
+    return line if len(line) < 160 else line.replace("`), `", "`),\n`")
 
 
 def of_copy(report, case):
@@ -117,13 +116,13 @@ def pairs(report):
 
 
 def fused_and_staged():
-    """{case: (fused, staged)}, nothing cut."""
+    """{case: (fused, staged)}, without segments."""
     report = load("gpu_fused")
     return report, pairs(report)
 
 
 def table_gpu_forward():
-    """The planner's choice; both backends with nothing cut; FLA in another run. Cases of the gate table are not here."""
+    """The planner's choice; both backends without segments; FLA in another run. Cases of the gate table are not here."""
     report, (beside, whole), peers = load("gpu_forward"), fused_and_staged(), load("gpu_peers_forward")
     auto = {c["case"]: c for c in report["cases"]}
     theirs = {r["case"]: r for r in reversed(peers["cases"])}
@@ -136,11 +135,10 @@ def table_gpu_forward():
         cells += [milliseconds(fused["median_s"]), of_copy(beside, fused), milliseconds(staged["median_s"])] if fused else [""] * 3
         cells += [milliseconds(fla["fla"] * 1e-6), f'{fla["speedup"]:.2f}x'] if fla else ["", ""]
         rows.append([f"`{case}`", *cells])
-    header = ["case", "auto", "segments", "of copy", "nothing cut", "of copy", "staged, nothing cut", "FLA chunk_kda",
-              "times libkda in its run"]
+    header = ["case", "auto", "segments", "of copy", "off", "of copy", "staged, off", "FLA chunk_kda", "FLA / libkda"]
     mhz = [r["libkda_mhz"] for r in peers["cases"] if r.get("libkda_mhz")]
-    return (gpu_heads(report, beside, peers) + markdown(header, rows) + commands(report, beside, peers)
-            + f" Beside FLA SMs ran at {min(mhz):.0f} to {max(mhz):.0f} MHz.")
+    return (gpu_heads(report, beside, peers) + markdown(header, rows) + source(report, beside, peers)
+            + f"\nIn the run with FLA the SMs ran at {min(mhz):.0f} to {max(mhz):.0f} MHz.")
 
 
 def table_gpu_gates():
@@ -154,7 +152,7 @@ def table_gpu_gates():
             cells += [milliseconds(fused["median_s"]), of_copy(report, fused), milliseconds(staged["median_s"])]
         rows.append([regime, *cells])
     header = ["gates", "64 heads, K = V = 128: fused", "of copy", "staged", "128 heads, K = V = 64: fused", "of copy", "staged"]
-    return gpu_head(report) + markdown(header, rows) + gpu_tail(report)
+    return gpu_head(report) + markdown(header, rows) + source(report)
 
 
 def by_heads(cases, cells_of):
@@ -181,7 +179,7 @@ def table_gpu_segments():
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     header = ["case", *sum(([f"{h} heads: off", "auto (segments)", "gain"] for h in (4, 8, 16)), [])]
     return (gpu_head(report) + markdown(header, rows)
-            + f"\n\nGeometric mean of the {len(gains)} cases where it cuts: {mean:.2f}x." + gpu_tail(report))
+            + f"\n\nGeometric mean of the {len(gains)} cases that `auto` splits: {mean:.2f}x." + source(report))
 
 
 def table_gpu_profile():
@@ -192,8 +190,8 @@ def table_gpu_profile():
                      f'{case["cycles_an_instruction"]:.1f}',
                      ", ".join(f'{name.replace("_", " ")} {cycles:.2f}' for name, cycles in stalls)])
     return gpu_of(report) + "\n\n" + markdown(
-        ["case", "DRAM", "tensor cores", "shared memory", "issue slots", "cycles an instruction of a warp",
-         "of these, most on"], rows) + gpu_tail(report)
+        ["case", "DRAM", "tensor cores", "shared memory", "issue slots", "cycles of a warp per instruction",
+         "longest stalls, cycles"], rows) + source(report)
 
 
 def table_gpu_stages():
@@ -205,9 +203,9 @@ def table_gpu_stages():
         rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu),
                                                             (delta, states), (delta, outputs))
                                      for cell in (milliseconds(c["median_s"]), of_copies(report, c))])
-    head = ["case"] + [cell for name in ("chunk_intra", "without kg, qg", "recompute_w_u", "without kg, qg",
-                                         "chunk_delta_h: h, v_new", "chunk_o") for cell in (name, "of copy")]
-    return gpu_heads(intra, wu, delta) + markdown(head, rows) + commands(intra, wu, delta)
+    head = ["case"] + [cell for name in ("chunk_intra", "the same without kg, qg", "recompute_w_u", "the same without kg, qg",
+                                         "chunk_delta_h (h and v_new)", "chunk_o") for cell in (name, "of copy")]
+    return gpu_heads(intra, wu, delta) + markdown(head, rows) + source(intra, wu, delta)
 
 
 def table_gpu_peers_batches():
@@ -218,8 +216,8 @@ def table_gpu_peers_batches():
             tokens = re.match(r"--tokens (\d+) ", r["case"]).group(1)
             rows.setdefault(f"`--tokens {tokens} --heads 64`", []).extend(
                 [milliseconds(r["libkda"] * 1e-6), milliseconds(r["fla"] * 1e-6), f'{r["speedup"]:.2f}x'])
-    header = ["case", *sum(([f"batch {b}: libkda", "FLA", "faster by"] for b in (1, 2)), [])]
-    return gpu_head(report) + markdown(header, [[case, *cells] for case, cells in rows.items()])
+    header = ["case", *sum(([f"batch {b}: libkda", "FLA", "FLA / libkda"] for b in (1, 2)), [])]
+    return gpu_head(report) + markdown(header, [[case, *cells] for case, cells in rows.items()]) + source(report)
 
 
 def table_gpu_peers_segments():
@@ -233,8 +231,8 @@ def table_gpu_peers_segments():
         theirs = min(filter(None, (r["fla"], r.get("fla_intracard"))))
         return [us(r["libkda_off"]), us(r["libkda"]), us(theirs), f'{theirs / r["libkda"]:.2f}x']
 
-    header = ["case", *sum(([f"{h} heads: nothing cut", "auto", "FLA", "faster by"] for h in (4, 8, 16)), [])]
-    return gpu_head(report) + markdown(header, by_heads(((n, first[n]) for n in names), cells)) + gpu_tail(report)
+    header = ["case", *sum(([f"{h} heads: off", "auto", "FLA", "FLA / auto"] for h in (4, 8, 16)), [])]
+    return gpu_head(report) + markdown(header, by_heads(((n, first[n]) for n in names), cells)) + source(report)
 
 
 def table_gpu_cudnn():
@@ -247,9 +245,9 @@ def table_gpu_cudnn():
             for case in dict.fromkeys(r["case"] for r in report["forward"])]
     ratios = {kind: [r["speedup"] for r in report["forward"] if r["gates"] == kind and r["set"] == "cudnn10"] for kind in kinds}
     means = ", ".join(f"{kind} {math.exp(sum(map(math.log, ratios[kind])) / len(ratios[kind])):.2f}x" for kind in kinds)
-    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", ""] for kind in kinds), [])]
+    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in kinds), [])]
     return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
-            f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{gpu_tail(report)}')
+            f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{source(report)}')
 
 
 def table_gpu_peers_stages():
@@ -260,9 +258,10 @@ def table_gpu_peers_stages():
                 by("chunk_intra_bare", "intra_bare"), by("chunk_intra", "intra_token_parallel"),
                 us("libkda_recompute_w_u"), us("fla_wu"), by("recompute_w_u", "wu"), by("recompute_w_u", "wu_expanded")]
     report = load("gpu_peers_intra")
-    return gpu_head(report) + markdown(["case", "chunk_intra", "FLA", "faster by", "without kg, qg", "than token parallel",
-                                 "recompute_w_u", "FLA", "faster by", "than with q, k expanded"],
-                                       [row(report, r) for r in report["cases"]]) + gpu_tail(report)
+    return gpu_head(report) + markdown(["case", "chunk_intra", "FLA", "FLA / libkda", "the same without kg, qg",
+                                         "FLA token parallel / libkda", "recompute_w_u", "FLA", "FLA / libkda",
+                                         "FLA with q, k expanded / libkda"],
+                                       [row(report, r) for r in report["cases"]]) + source(report)
 
 
 def table_gpu_errors():
@@ -273,7 +272,7 @@ def table_gpu_errors():
              cell(r["libkda_cp"]), cell(r["fla"]),
              theirs.get((r["case"], r["gates"]), "") if r["dtype"] == "bfloat16" else ""] for r in report["cases"]]
     return gpu_heads(report, cudnn) + markdown(["gates", "type", "case", "libkda: o, final state", "staged, 4 segments",
-                                                "FLA", "cuDNN"], rows) + commands(report, cudnn)
+                                                "FLA", "cuDNN"], rows) + source(report, cudnn)
 
 
 def table_gpu_summary():
@@ -287,21 +286,21 @@ def table_gpu_summary():
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     speedup = lambda *names: min(r["speedup"] for r in peers["cases"] if r["case"] in names)
-    run = "a run of kernels before these" if of_earlier_kernels(peers) else "the same run"
-    fla = lambda *names: f"{speedup(*names):.1f}x FLA's chunk_kda in {run}"
+    run = "a run of earlier kernels" if of_earlier_kernels(peers) else "one run"
+    fla = lambda *names: f"{speedup(*names):.1f}x as fast as FLA's chunk_kda, in {run}"
     cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
-    rows = [["forward, 8,192 tokens, 64 heads of 128, bf16, trained gates", milliseconds(flagship["median_s"]),
+    rows = [["forward, 8,192 tokens, 64 heads, K = V = 128, bf16, bounded gates as in trained layers", milliseconds(flagship["median_s"]),
              fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
-            ["the same with softplus gates as trained", milliseconds(softplus["median_s"]),
-             f'{softplus["median_s"] / flagship["median_s"]:.2f} times as long'],
+            ["the same, softplus gates as in trained layers", milliseconds(softplus["median_s"]),
+             f'{softplus["median_s"] / flagship["median_s"]:.2f} times the time above'],
             ["forward, 65,536 tokens, 4 heads", *cut(few)],
             ["forward, 262,144 tokens, 8 heads", *cut(long)],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
              f"{of_copy(decode, d)} of the rate of a copy"
-             + (f', {decode["device"]}' if decode["device"] != forward["device"] else "")],
-            ["error of bf16 o against float64, worst of strong, slow, trained", f'{worst["libkda"]:.1e}',
+             + (f', on an {decode["device"]}' if decode["device"] != forward["device"] else "")],
+            ["relative error of bf16 o against float64, largest of three kinds of gates", f'{worst["libkda"]:.1e}',
              f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
-    return markdown([forward["device"], "measured", ""], rows)
+    return markdown([forward["device"], "measured", "compared with"], rows)
 
 
 def table_gpu_decode():
@@ -315,9 +314,9 @@ def table_gpu_decode():
         rows.append([f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}', of_copies(report, c),
                      f'{milliseconds(fla["fla"] * 1e-6)} ({fla["fla"] / fla["libkda"]:.2f}x)',
                      milliseconds(other[c["case"]]["median_s"]), of_copies(beside, other[c["case"]])])
-    header = ["case", f"{gpu_name(report)}: median", "GB/s", "of copy", f'FLA {peers["fla"]} (times libkda in its run)',
+    header = ["case", f"{gpu_name(report)}: median", "GB/s", "of copy", f'FLA {peers["fla"]} (FLA / libkda, in one run)',
               f"{gpu_name(beside)}: median", "of copy"]
-    return gpu_heads(report, peers, beside) + markdown(header, rows) + commands(
+    return gpu_heads(report, peers, beside) + markdown(header, rows) + source(
         report, peers, beside | {"command": f'{beside["command"]} --beside'})
 
 
@@ -337,15 +336,15 @@ def table_gpu_python():
     decode = [[f'B {r["batch"]}, H {r["heads"]}', us(r["libkda"]), us(r["libkda_in_place"]),
                us(r["libkda_packed"]), us(r["fla"]),
                f'{r["fla"] / r["libkda"]:.2f}x', us(r["copy"])] for r in report["decode"]]
-    header = ["host time of a call", *sum(([f"H {h}: libkda", "FLA", ""] for h in heads), [])]
+    header = ["host time of a call", *sum(([f"H {h}: libkda", "FLA", "FLA / libkda"] for h in heads), [])]
     return (f'{report["device"]}, {report["date"]}; torch {report["torch"]}, fla-core {report["fla"]}\n\n'
             + markdown(header, host) + "\n\n"
-            + markdown(["decode step", "fused_recurrent_kda", "in place in a pool", "packed, by index", "FLA", "", "copy_ of the states"], decode)
-            + gpu_tail(report))
+            + markdown(["decode step", "fused_recurrent_kda", "in place in a pool", "packed, by index", "FLA", "FLA / libkda", "copy_ of the states"], decode)
+            + source(report))
 
 
 def table_gpu_fuzz():
-    """Random problems beyond the bound; the last rows are those of the GPU tests."""
+    """Random problems above the bound; the last rows are those of the GPU tests."""
     report, tested = load("gpu_fuzz"), load("gpu_test")
     rows = []
     for r in report["rows"]:
@@ -362,7 +361,7 @@ def table_gpu_fuzz():
     names = ", ".join(f'`{r["name"].removeprefix("kda_fuzz ")}`' for r in fuzzed)
     rows.append([tested["date"], tested["device"].removeprefix("NVIDIA ").split(" 80GB")[0], f"all: {names}", "default",
                  f'{sum(r["cases"] for r in fuzzed):,}', "0" if all(r["ok"] for r in fuzzed) else "some", "", f'`{tested["command"]}`'])
-    return markdown(["date", "card", "kernels: flags", "seeds", "problems", "beyond", "which (times the bound)", "note"], rows)
+    return markdown(["date", "card", "kernels: flags", "seeds", "problems", "above the bound", "what they are (largest error / bound)", "note"], rows)
 
 
 def table_rivals():
@@ -374,8 +373,8 @@ def table_rivals():
                  f'{found[method, isa]["libkda_speedup"]:.2f}x')), f'{found[method, instructions[0]]["error"]:.1e}']
             for method in dict.fromkeys(r["method"] for r in report["rows"])]
     head = f'T = {report["tokens"]}, H = {report["heads"]}, K = V = 128, fp32, log gates, {report["threads"]} threads\n\n'
-    return head + markdown(["method", *(cell for isa in instructions for cell in (isa, "of peak", "libkda is faster by")),
-                            "error of o"], rows)
+    return head + markdown(["method", *(cell for isa in instructions for cell in (isa, "of peak", "time / libkda")),
+                            "error of o"], rows) + source(report)
 
 
 def table_peers():
@@ -383,7 +382,8 @@ def table_peers():
     rows = [[r["name"], milliseconds(r["median_s"]), f'{r["speedup"]:.1f}x', f'{r["error"]:.1e}']
             for r in report["rows"]]
     head = f'T = {report["tokens"]}, H = {report["heads"]}, K = V = 128, fp32, {report["threads"]} threads, torch {report["torch"]}, fla-core {report["fla"]}\n\n'
-    return head + markdown(["function", "median", "libkda is faster by", "difference of o"], rows)
+    return head + markdown(["function", "median", "time / libkda", "difference of o"], rows) + source(
+        report | {"command": "python3 bench/peers.py --json bench/results/cpu_peers.json"})
 
 
 def table_summary():
@@ -396,13 +396,13 @@ def table_summary():
     d = decode["cases"][0]
     rows = [
         [f'forward, {case["tokens"]:.0f} tokens, 4 heads of 128, fp32', milliseconds(case["median_s"]),
-         f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x ggml\'s method, {naive["speedup"]:.0f}x FLA\'s naive_chunk_kda on torch'],
+         f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x as fast as ggml\'s method, {naive["speedup"]:.0f}x as fast as FLA\'s naive_chunk_kda'],
         ['decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
          f'{100 * d["bytes"] / d["median_s"] / decode["memory_bytes_per_second"]:.0f}% of the memory rate'],
-        ["error against float64, any gate, fp32", f'{accuracy["fp32_o_median"]:.1e}',
+        ["relative error against float64, any gate, fp32", f'{accuracy["fp32_o_median"]:.1e}',
          f'median over {accuracy["count"]} random problems; worst {accuracy["fp32_o_worst"]:.0e}'],
     ]
-    return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", ""], rows)
+    return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", "compared with"], rows)
 
 
 def code(path):
@@ -417,10 +417,11 @@ def table_accuracy():
     figure = lambda name: f"{report[name]:.1e}"
     rows = [["fp32 in and out, median over heads", "1e-6", f'{figure("fp32_o_median")} (o), {figure("fp32_final_state_median")} (final state)'],
             ["fp32 in and out, worst head", "1e-5", f'{figure("fp32_o_worst")} (o), {figure("fp32_final_state_worst")} (final state)'],
-            ["bf16 or fp16 stored", "rounding the exact result once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
+            ["bf16 or fp16 stored", "error of the exact result rounded once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
             ["marginally stable (beta > 1.9 on most tokens)", "max(1e-4, 1e-7 T)", ""],
             ["fewer than 16 values", "1e-4", ""]]
-    return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows)
+    return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows) + source(
+        report | {"command": f'build/tests/kda_fuzz accuracy --count {report["count"]} --json bench/results/cpu_accuracy.json'})
 
 
 TABLES = {name[len("table_"):]: function for name, function in list(globals().items())
