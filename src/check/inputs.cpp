@@ -124,8 +124,21 @@ void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
                                                             : cu->data.as<int32_t>()[i]);
 }
 
+/// What validate() allows, before sizes are multiplied: without tokens a file may claim any.
+void check_sizes(const Problem& p) {
+  const auto check = [](const char* name, int64_t size, int64_t most) {
+    if (size > most) fail(name, " = ", size, " is above ", most);
+  };
+  check("batch: B", p.batch, int64_t{1} << 24);
+  check("num_tokens: T", p.num_tokens, INT32_MAX);
+  check("num_heads: H", p.num_heads, 65535);
+  check("num_value_heads: HV", p.num_value_heads, 65535);
+  check("key_dim: K", p.key_dim, kMaxHeadDim);
+  check("value_dim: V", p.value_dim, kMaxHeadDim);
+}
+
 /// The gates use exp(A_log) in fp32.
-void check_A_log(const io::FileTensor& A_log) {
+void check_a_log(const io::FileTensor& A_log) {
   for (int64_t head = 0; head < A_log.num_elements(); ++head)
     if (const float value = A_log.data.as<float>()[head]; std::isinf(std::exp(value)))
       fail("A_log: ", value, " of head ", head, " is too large, exp(A_log) is not finite in fp32");
@@ -138,7 +151,7 @@ void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
     expect_shape("A_log", *A_log, {p.num_value_heads});
     p.A_log = dense(*A_log, {p.num_value_heads});
     inputs->A_log = A_log->data;
-    if (A_log->dtype == DType::kFloat32) check_A_log(*A_log);
+    if (A_log->dtype == DType::kFloat32) check_a_log(*A_log);
   }
   if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
     if (bias->shape.size() == 1)
@@ -252,6 +265,7 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   p.key_dim = q.shape[3];
   p.num_value_heads = v.shape[2];
   p.value_dim = v.shape[3];
+  check_sizes(p);
   expect_shape("k", k, q.shape);
   expect_shape("v", v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
   expect_shape("g", g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
@@ -263,7 +277,6 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   p.beta = dense(beta, {p.batch, p.num_tokens, p.num_value_heads});
   p.o = contiguous(v.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
   p.num_sequences = p.batch;
-  throw_if_error(validate(p));  // sizes, before they are multiplied
   read_options(file, overrides, &p);
   read_lengths(file, &inputs);
   read_gate_parameters(file, &inputs);

@@ -357,6 +357,10 @@ TEST_F(Cli, OutputsAreOpenedBeforeTheWork) {
     EXPECT_EQ(ran.exit_code, 2);
     EXPECT_EQ(ran.err, "kda: no/such/y: its folder cannot be opened (No such file or directory)\n");
   }
+  // Every case of every set is read before that.
+  for (const auto& set : fs::directory_iterator(KDA_SOURCE_DIR "/bench/cases"))
+    expect_has(kda("bench forward --json no/such/y --set " + set.path().stem().string()).err,
+               "kda: no/such/y: ");
   // The last of the cases is bad: none is timed.
   const Ran bad = kda("bench forward --case '--tokens 8' --case '--heads 3' --json y");
   EXPECT_EQ(bad.exit_code, 2);
@@ -381,8 +385,8 @@ TEST_F(Cli, HelpSaysWhatBecomesOfOutputs) {
   for (const char* command : {"run", "gen", "inspect", "bench"}) {
     const std::string help = kda(std::string(command) + " --help").out;
     for (const char* part :
-         {"existing one is replaced", "keeps its mode", "of a link the target is",
-          "Devices (/dev/null) and pipes are written through", "on disk"})
+         {"existing file is replaced", "keeps its mode", "symbolic link is followed",
+          "Devices (/dev/null) and pipes are\nwritten through", "on disk"})
       EXPECT_NE(help.find(part), std::string::npos) << command << ": " << part;
   }
 }
