@@ -136,6 +136,11 @@ class KernelCode(unittest.TestCase):
                                  ("12.0", None)):
             self.assertEqual(evidence.architecture(built, capability), arch)
 
+    def test_results_of_this_repository_have_hashes(self):
+        for path in sorted((ROOT / "bench" / "results").glob("gpu_*.json")):
+            result = json.loads(path.read_text())
+            self.assertLessEqual({"families", "architecture", "toolkit"}, set(result), path.name)
+
 
 @unittest.skipUnless(os.environ.get("NVCC"), "no CUDA compiler")
 class CompiledCode(unittest.TestCase):
