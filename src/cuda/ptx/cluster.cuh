@@ -38,14 +38,17 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int r
       : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, int parity) {
+  const BoundedWait wait;
   uint32_t done = 0;
-  while (!done)
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(shared_address(&barrier)), "r"(parity)
         : "memory");
+    wait.turn();
+  }
 }
 
 /// Barriers of block `rank`; where they are is computed once.
