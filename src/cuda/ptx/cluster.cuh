@@ -38,14 +38,17 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int r
       : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, int parity) {
+  const BoundedWait wait;
   uint32_t done = 0;
-  while (!done)
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(shared_address(&barrier)), "r"(parity)
         : "memory");
+    wait.turn();
+  }
 }
 
 /// Barriers of block `rank`; where they are is computed once.
@@ -53,7 +56,7 @@ class RemoteBarriers {
  public:
   __device__ __forceinline__ RemoteBarriers(Mbarrier* first, int rank)
       : first_(opaque(mapa(first, rank))) {}
-  /// Of reads before it: what this thread wrote need not be seen there.
+  /// Orders reads before it; what this thread wrote need not be seen there.
   __device__ __forceinline__ void arrive(int i) const {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                      first_ + i * static_cast<uint32_t>(sizeof(Mbarrier)))

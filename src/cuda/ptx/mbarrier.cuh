@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/bounded_wait.cuh"
 #include "cuda/ptx/ptx.cuh"
 
 namespace kda::cuda::ptx {
@@ -35,13 +36,16 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int
 /// Until the phase of this parity (0 for the first) is over.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const uint32_t address = shared_address(&barrier);
+  const BoundedWait wait;
   uint32_t done = 0;
-  while (!done)
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(address), "r"(parity)
         : "memory");
+    wait.turn();
+  }
 }
 
 /// What this thread wrote to shared memory comes before copies that are begun after it.

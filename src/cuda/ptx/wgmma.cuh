@@ -11,7 +11,7 @@
 
 namespace kda::cuda::ptx {
 
-/// Tile of 64 rows of 128 bytes, pieces swizzled (tile/swizzle.cuh), aligned to 1024 bytes; the
+/// Tile of 64 rows of 128 bytes, pieces swizzled (tile/swizzle.hpp), aligned to 1024 bytes; the
 /// next 64 columns of the tile follow it. Advances by columns of a K-major operand, or by rows of
 /// an MN-major one.
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared_address) {
