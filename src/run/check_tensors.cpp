@@ -7,7 +7,6 @@
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/device.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda {
@@ -112,11 +111,16 @@ class SlotMarks {
 class Checker {
  public:
   Checker(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-          void* workspace)
-      : plan_(plan), p_(plan.problem), t_(tensors), sequences_(sequences), workspace_(workspace) {}
+          void* workspace, const registry::DeviceChecks* device)
+      : plan_(plan),
+        p_(plan.problem),
+        t_(tensors),
+        sequences_(sequences),
+        workspace_(workspace),
+        device_(device) {}
 
   Status run() {
-    if (plan_.device.kind == DeviceKind::kCuda) return run_device();
+    if (device_) return run_device();
     KDA_RETURN_IF_ERROR(check_lengths());
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
@@ -135,6 +139,7 @@ class Checker {
       KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
       KDA_RETURN_IF_ERROR(check_memory(entries_[i].name, entries_[i].pointer));
     }
+    if (plan_.saved_bytes > 0) KDA_RETURN_IF_ERROR(check_memory("saved", t_.saved));
     const int64_t N = p_.num_sequences;
     const auto check_array = [&](const char* name, bool needed, const void* pointer) -> Status {
       if (!needed) return {};
@@ -161,7 +166,7 @@ class Checker {
   }
 
   Status check_memory(const char* name, const void* pointer) const {
-    return t_.trusted ? Status{} : cuda::check_pointer(name, pointer);
+    return t_.trusted ? Status{} : device_->pointer(name, pointer);
   }
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
@@ -341,25 +346,38 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
+  const registry::DeviceChecks* device_;  ///< null: host memory
   Entry entries_[12] = {};
   std::size_t count_ = 0;
 };
 
 }  // namespace
 
-Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
-  if (plan.workspace_bytes == 0) return {};
-  if (!workspace) return invalid("workspace: is null, needs ", plan.workspace_bytes, " bytes");
-  if (workspace_bytes < plan.workspace_bytes)
-    return invalid("workspace: has ", workspace_bytes, " bytes, needs ", plan.workspace_bytes);
-  if (reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment != 0)
-    return invalid("workspace: is not aligned to ", kWorkspaceAlignment, " bytes");
+namespace {
+
+/// Memory of the caller that the plan sizes.
+Status check_sized(const char* name, const void* pointer, std::size_t bytes, std::size_t needed) {
+  if (needed == 0) return {};
+  if (!pointer) return invalid(name, ": is null, needs ", needed, " bytes");
+  if (bytes < needed) return invalid(name, ": has ", bytes, " bytes, needs ", needed);
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kWorkspaceAlignment != 0)
+    return invalid(name, ": is not aligned to ", kWorkspaceAlignment, " bytes");
   return {};
 }
 
+}  // namespace
+
+Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
+  return check_sized("workspace", workspace, workspace_bytes, plan.workspace_bytes);
+}
+
+Status check_saved(const Plan& plan, const Tensors& tensors) {
+  return check_sized("saved", tensors.saved, tensors.saved_bytes, plan.saved_bytes);
+}
+
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-                     void* workspace) {
-  return Checker(plan, tensors, sequences, workspace).run();
+                     void* workspace, const registry::DeviceChecks* device) {
+  return Checker(plan, tensors, sequences, workspace, device).run();
 }
 
 }  // namespace kda

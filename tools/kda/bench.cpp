@@ -356,8 +356,8 @@ struct BenchCommand {
                                const DeviceFacts& device) {
     PlanOptions options = schedule.plan_options();
     PlanOptions off = options;
-    off.context_parallel = ContextParallel::kOff;
-    if (options.context_parallel == ContextParallel::kAuto)
+    off.context_parallel = SegmentPolicy::kOff;
+    if (options.context_parallel == SegmentPolicy::kAuto)
       parse_context_parallel("cula", &options);  // auto is always off on a CPU
     Plan plan;
     Row row;

@@ -45,17 +45,17 @@ std::vector<std::string> regime_names() {
 
 void parse_context_parallel(const std::string& text, PlanOptions* options) {
   if (text == "auto") {
-    options->context_parallel = ContextParallel::kAuto;
+    options->context_parallel = SegmentPolicy::kAuto;
   } else if (text == "off") {
-    options->context_parallel = ContextParallel::kOff;
+    options->context_parallel = SegmentPolicy::kOff;
   } else if (text == "flashkda") {
-    options->context_parallel = ContextParallel::kFlashKda;
+    options->context_parallel = SegmentPolicy::kFlashKda;
   } else if (text == "cula") {
-    options->context_parallel = ContextParallel::kCula;
+    options->context_parallel = SegmentPolicy::kCula;
   } else {
     if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos)
       fail("context-parallel: '", text, "' is not auto, off, flashkda, cula or a number");
-    options->context_parallel = ContextParallel::kFixed;
+    options->context_parallel = SegmentPolicy::kFixed;
     options->num_segments = parse_integer("context-parallel", text);
   }
 }

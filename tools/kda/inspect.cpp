@@ -14,7 +14,7 @@
 #include "kda/flags.hpp"
 #include "kda/print.hpp"
 #include "kda/svg.hpp"
-#include "stage/segment.hpp"
+#include "stage/segment_scan.hpp"
 
 namespace kda::tools {
 namespace {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
-// their transitions as streams of their own (stage/segment.hpp).
-#include "cuda/host/fused.hpp"
-
+// their transitions as streams of their own (stage/segment_scan.hpp).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -10,7 +8,8 @@
 #include <vector>
 
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/sm90/built.hpp"
 #include "cuda/sm90/fused_prefill.hpp"
@@ -22,7 +21,6 @@
 namespace kda::cuda::fused {
 namespace {
 
-namespace block = plan::block;
 using sm90::FusedPrefillArgs;
 using sm90::FusedState;
 using sm90::FusedUnit;
@@ -96,7 +94,7 @@ FusedUnit* units_of(const stage::Call& call) {
 
 /// Of transitions that may stop early; else null.
 int64_t* alive_of(const stage::Call& call) {
-  return call.plan->transitions_stop ? find<int64_t>(call, block::kAliveTokens) : nullptr;
+  return call.plan->early_exit ? find<int64_t>(call, stage::kExitToken.name) : nullptr;
 }
 
 /// Of the segments of a sequence behind its first one.
@@ -145,9 +143,9 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->shares =
       sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
-  args->half = fused_in_half(p);
-  args->handed = find<float>(call, block::kHandedStates);
-  args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
+  args->half = has_fp16_operands(p);
+  args->handed = find<float>(call, block::kHandoffStates);
+  args->handed_flags = find<uint64_t>(call, block::kHandoffFlags);
   args->key = new_key();
   if constexpr (sm90::kBuilt)
     return sm90::launch_fused_prefill(*args, words, launch_after(call, maps));
@@ -184,11 +182,11 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;
-  args.rest = find<uint32_t>(call, block::kOutputRest);
+  args.rest = find<uint32_t>(call, block::kOutputResidual);
   args.rest_step = static_cast<uint64_t>(call.problem.num_value_heads) *
                    sm90::fused_rest_bytes(call.problem.value_dim);
   args.one_of_Qt = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
-  args.starts = find<float>(call, block::kSegmentStates);
+  args.starts = find<float>(call, stage::kSegmentStates.name);
   args.alive = alive_of(call);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
   return launch(call, maps, scan_line(scan), scan.Qt && args.alive ? behind : 0, &args);
@@ -215,7 +213,8 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
 }
 
 Status segment_merge(const stage::SegmentMerge& merge) {
-  return merge.behind_first ? merge_behind_first(merge) : cuda::segment_merge(merge);
+  return merge.rows == stage::SegmentRows::kBehindFirst ? merge_behind_first(merge)
+                                                        : cuda::segment_merge(merge);
 }
 
 Status segment_correct(const stage::SegmentCorrect& correct) {
@@ -227,10 +226,10 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.shape = shape_of(p);
   args.map = maps.map;
   args.o = row_view(p.o, call.tensors.o);
-  args.half = fused_in_half(p);
+  args.half = has_fp16_operands(p);
   args.Qt = correct.Qt;
   args.qt_exponent = qt_exponent(p);
-  args.rest = find<uint32_t>(call, block::kOutputRest);
+  args.rest = find<uint32_t>(call, block::kOutputResidual);
   args.M = correct.M;
   args.B = correct.B;
   args.states_in = correct.states_in;

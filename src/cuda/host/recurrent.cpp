@@ -3,7 +3,8 @@
 #include "cuda/smxx/recurrent.hpp"
 
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/smxx/decode.hpp"
 #include "plan/ledger.hpp"
@@ -23,8 +24,8 @@ Maps one_row(const stage::Call& call) {
   Maps maps;
   maps.map.num_sequences = call.problem.num_sequences;
   maps.map.num_tokens = call.problem.num_tokens;
-  maps.flags = static_cast<int32_t*>(
-      plan::find_block(*call.plan, call.workspace, plan::block::kDeviceFlags));
+  maps.flags =
+      static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kDeviceFlags));
   return maps;
 }
 

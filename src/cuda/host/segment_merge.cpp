@@ -2,7 +2,7 @@
 // Stage segment_merge, of both backends.
 #include "cuda/sm90/segment_merge.hpp"
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/sm90/built.hpp"
 
