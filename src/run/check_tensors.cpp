@@ -81,8 +81,13 @@ bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const
 Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
   if (count > 0 && !indices) return invalid(name, ": pointer is null");
   for (int64_t i = 0; i < count; ++i)
-    if (indices[i] < -1 || indices[i] >= num_slots)
-      return invalid(name, ": entry ", i, " = ", indices[i], " is outside -1..", num_slots - 1);
+    if (indices[i] >= num_slots) {
+      if (num_slots == 0)
+        return invalid(name, ": entry ", i, " = ", indices[i],
+                       ", but the buffer has num_slots = 0");
+      return invalid(name, ": entry ", i, " = ", indices[i], " is outside 0..", num_slots - 1,
+                     " (a negative one means none)");
+    }
   return {};
 }
 
@@ -125,6 +130,7 @@ class Checker {
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
     KDA_RETURN_IF_ERROR(check_indices());
+    KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
     return decodes_in_place() ? check_decode_slots() : check_forward_slots();
   }
@@ -171,7 +177,8 @@ class Checker {
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
   Status check_lengths() {
-    if (plan_.lengths_known || !p_.cu_seqlens) return {};
+    if (!p_.cu_seqlens) return {};
+    if (plan_.lengths_known) return check_known_lengths();
     if (!t_.cu_seqlens) return invalid("cu_seqlens: pointer is null");
     const int64_t N = p_.num_sequences;
     if (sequences_.begin(0) != 0)
@@ -191,6 +198,17 @@ class Checker {
     if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
       return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
                      " is not the number of checkpoints ", expected);
+    return {};
+  }
+
+  /// Lengths that are given all the same must be the plan's.
+  Status check_known_lengths() const {
+    if (!t_.cu_seqlens) return {};
+    const stage::Sequences given(p_, {}, t_.cu_seqlens);
+    for (int64_t n = 0; n <= p_.num_sequences; ++n)
+      if (given.begin(n) != sequences_.begin(n))
+        return invalid("cu_seqlens: entry ", n, " = ", given.begin(n),
+                       ", but the plan was made for ", sequences_.begin(n));
     return {};
   }
 
@@ -255,6 +273,17 @@ class Checker {
     return {};
   }
 
+  /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
+  Status check_rates() const {
+    if (!p_.A_log) return {};
+    const float most = p_.gate_mode == GateMode::kSoftplus ? 70.0f : 88.0f;
+    for (int64_t j = 0; j < p_.num_value_heads; ++j)
+      if (const float a_log = t_.A_log[j * p_.A_log->strides[0]]; a_log > most)
+        return invalid("A_log: entry ", j, " = ", a_log, " is above ", most, " with gate ",
+                       gate_mode_name(p_.gate_mode));
+    return {};
+  }
+
   Status check_aliasing() {
     for (std::size_t i = 0; i < count_; ++i) {
       if (!entries_[i].output || !entries_[i].pointer) continue;
@@ -286,17 +315,19 @@ class Checker {
     SlotMarks marks(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
                     p_.initial_state->num_slots);
     if (!p_.initial_state->indexed) return {};
-    const int32_t* idx = t_.initial_state_indices;
+    const auto slot = [&](int64_t n, int64_t column) {
+      return state_slot(p_, *p_.initial_state, t_.initial_state_indices, n * S + column);
+    };
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
-      const int64_t source = idx[n * S + accepted(n) - 1];
+      const int64_t source = slot(n, accepted(n) - 1);
       const int64_t written = S == 1 ? 1 : sequences_.length(n);
       if (source < 0 || sequences_.length(n) == 0) continue;
       for (int64_t t = 0; t < written; ++t)
         KDA_RETURN_IF_ERROR(
-            marks.write("initial_state_indices", idx[n * S + t], static_cast<int32_t>(n + 1)));
+            marks.write("initial_state_indices", slot(n, t), static_cast<int32_t>(n + 1)));
     }
     for (int64_t n = 0; n < p_.num_sequences; ++n)
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", idx[n * S + accepted(n) - 1],
+      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
                                      static_cast<int32_t>(n + 1)));
     return {};
   }
@@ -315,12 +346,12 @@ class Checker {
     if (p_.final_state)
       for (int64_t n = 0; n < p_.num_sequences; ++n)
         KDA_RETURN_IF_ERROR(finals.write("final_state_indices",
-                                         p_.final_state->indexed ? t_.final_state_indices[n] : n,
+                                         state_slot(p_, *p_.final_state, t_.final_state_indices, n),
                                          static_cast<int32_t>(n + 1)));
     const int64_t count = total_checkpoints();
     for (int64_t c = 0; c < count; ++c)
       KDA_RETURN_IF_ERROR(checkpoints.write(
-          "checkpoint_indices", p_.checkpoints->indexed ? t_.checkpoint_indices[c] : c, -1));
+          "checkpoint_indices", state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, c), -1));
     if (!p_.initial_state) return {};
     if (p_.final_state &&
         same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
@@ -335,7 +366,7 @@ class Checker {
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
       if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
       KDA_RETURN_IF_ERROR(marks.read("initial_state_indices",
-                                     p_.initial_state->indexed ? t_.initial_state_indices[n] : n,
+                                     state_slot(p_, *p_.initial_state, t_.initial_state_indices, n),
                                      static_cast<int32_t>(n + 1)));
     }
     return {};

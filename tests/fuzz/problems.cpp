@@ -96,6 +96,7 @@ Problem random_problem(Random& random) {
   if (decode && random.chance(0.2)) p.state_index_columns = edge(random, 8);
   p.num_accepted_tokens = random.chance(decode ? 0.2 : 0.01);
   p.zero_skipped = random.chance(decode ? 0.3 : 0.01);
+  if (random.chance(0.2)) p.first_slot = edge(random, 2);
   p.batch_invariant = random.chance(0.2);
   return p;
 }
@@ -169,7 +170,7 @@ std::string run_case(const Options& options, int64_t index, Digest* digest) {
   t.checkpoints = add_state(p.checkpoints);
   if (memory.too_large) return "";
   std::vector<int32_t> slots(4096), accepted(64);
-  for (int32_t& slot : slots) slot = static_cast<int32_t>(random.below(9) - 1);
+  for (int32_t& slot : slots) slot = static_cast<int32_t>(random.below(10) - 2);
   for (std::size_t i = 0; i < accepted.size(); ++i)
     accepted[i] = static_cast<int32_t>(random.below(3));
   for (std::size_t i = 0; i < slots.size() && random.chance(0.9); ++i)

@@ -39,7 +39,7 @@ std::vector<double> initial_state(const stage::Call& call, int64_t n, int64_t he
   const Problem& p = call.problem;
   if (!p.initial_state) return {};
   if (p.initial_state_mask && call.tensors.initial_state_mask[n] == 0) return {};
-  const int64_t slot = p.initial_state->indexed ? call.tensors.initial_state_indices[n] : n;
+  const int64_t slot = state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n);
   if (slot < 0) return {};
   return load_state(p, *p.initial_state, call.tensors.initial_state, slot, head);
 }
@@ -51,7 +51,7 @@ void store_checkpoints(const stage::Call& call, int64_t n, int64_t head, const H
   const int64_t count = num_checkpoints(p, call.sequences.length(n));
   for (int64_t c = 0; c < count; ++c, ++index) {
     const int64_t token = (c + 1) * p.checkpoint_every - 1;
-    const int64_t slot = p.checkpoints->indexed ? call.tensors.checkpoint_indices[index] : index;
+    const int64_t slot = state_slot(p, *p.checkpoints, call.tensors.checkpoint_indices, index);
     store_state(p, *p.checkpoints, call.tensors.checkpoints, slot, head,
                 result.token_states.data() + token * p.key_dim * p.value_dim);
   }
@@ -66,7 +66,7 @@ void forward_head(const stage::Call& call, int64_t n, int64_t head) {
   if (p.checkpoints) store_checkpoints(call, n, head, result);
   if (p.final_state)
     store_state(p, *p.final_state, call.tensors.final_state,
-                p.final_state->indexed ? call.tensors.final_state_indices[n] : n, head,
+                state_slot(p, *p.final_state, call.tensors.final_state_indices, n), head,
                 result.state.data());
 }
 
@@ -76,13 +76,14 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   if (p.final_state) return forward_head(call, n, head);
   const int64_t columns = p.state_index_columns;
   const auto slot = [&](int64_t column) -> int64_t {
-    return p.initial_state->indexed ? call.tensors.initial_state_indices[n * columns + column] : n;
+    return state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
+                      n * columns + column);
   };
   const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0) {
     const auto count = static_cast<std::size_t>((span.end - span.begin) * p.value_dim);
-    if (p.zero_skipped) store_outputs(call, span, head, std::vector<double>(count));
+    if (zeroes_skipped(p)) store_outputs(call, span, head, std::vector<double>(count));
     return;
   }
   if (span.begin == span.end) return;

@@ -2,6 +2,7 @@
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
 #include "cuda/smxx/recurrent.hpp"
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
@@ -62,7 +63,7 @@ Status decode(const stage::Decode& d) {
                     ? args.initial
                     : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.index_columns = p.state_index_columns;
-  args.zero_skipped = p.zero_skipped;
+  args.zero_skipped = zeroes_skipped(p);
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);

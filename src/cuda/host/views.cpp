@@ -33,6 +33,7 @@ StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, voi
   view.stride_row = strides[2];
   view.num_slots = desc->num_slots;
   view.indices = desc->indexed ? indices : nullptr;
+  view.first_slot = desc->indexed ? static_cast<int32_t>(p.first_slot) : 0;
   view.mask = mask;
   view.bf16 = desc->tensor.dtype == DType::kBFloat16;
   view.vk = p.state_layout == StateLayout::kVK;
