@@ -3,9 +3,11 @@
 #include "kda/kda.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <span>
 #include <string>
@@ -14,10 +16,13 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "kda/kda.hpp"
+#include "stage/buffers.hpp"
 
 struct kda_plan {
   kda::Plan plan;
-  std::string json;
+  // Made when it is first asked for.
+  mutable std::once_flag json_made;
+  mutable std::string json;
 };
 
 namespace kda::capi {
@@ -244,7 +249,6 @@ Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
     if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
     KDA_RETURN_IF_ERROR(make_plan(p, lengths, device, plan_options, &made->plan));
   }
-  made->json = made->plan.to_json();
   *plan = made.release();
   return {};
 }
@@ -265,6 +269,28 @@ kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* pro
   });
 }
 
+// kda_stages and kda_stage_bytes list the buffers in the order of stage::kChunkBuffers.
+constexpr std::size_t kNumBuffers = stage::kChunkBuffers.size();
+static_assert(sizeof(kda_stages) == sizeof(std::size_t) + kNumBuffers * sizeof(void*));
+static_assert(sizeof(kda_stage_bytes) == (1 + kNumBuffers) * sizeof(std::size_t));
+static_assert(sizeof(StageTensors) == kNumBuffers * sizeof(void*));
+
+StageTensors stage_tensors_of(const kda_stages& c) {
+  StageTensors tensors;
+  std::memcpy(static_cast<void*>(&tensors),
+              reinterpret_cast<const unsigned char*>(&c) + offsetof(kda_stages, w),
+              sizeof(tensors));
+  return tensors;
+}
+
+/// struct_size and the bytes of each buffer, as kda_stage_bytes has them.
+std::array<std::size_t, 1 + kNumBuffers> stage_bytes_of(std::size_t struct_size,
+                                                        const StageSizes& sizes) {
+  std::array<std::size_t, 1 + kNumBuffers> bytes = {struct_size};
+  for (std::size_t i = 0; i < kNumBuffers; ++i) bytes[1 + i] = sizes.*stage::kChunkBuffers[i].bytes;
+  return bytes;
+}
+
 using ChunkStageFn = Status (*)(const Plan&, const Tensors&, const StageTensors&, void*,
                                 std::size_t, void*) noexcept;
 
@@ -276,9 +302,8 @@ kda_status run_chunk_stage(ChunkStageFn stage, const kda_plan* plan, const kda_p
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_stages s{};
     KDA_RETURN_IF_ERROR(read_struct(stages, "stages", &s));
-    return stage(plan->plan, tensors_of(c),
-                 {s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag, s.h, s.vn}, workspace,
-                 workspace_bytes, c.stream);
+    return stage(plan->plan, tensors_of(c), stage_tensors_of(s), workspace, workspace_bytes,
+                 c.stream);
   });
 }
 
@@ -393,7 +418,13 @@ int64_t kda_plan_num_segments(const kda_plan* plan) {
   return plan ? static_cast<int64_t>(plan->plan.segments.size()) : 0;
 }
 
-const char* kda_plan_json(const kda_plan* plan) { return plan ? plan->json.c_str() : ""; }
+const char* kda_plan_json(const kda_plan* plan) {
+  const kda_status status = guarded_call([&] {
+    if (plan) std::call_once(plan->json_made, [&] { plan->json = plan->plan.to_json(); });
+    return kda::Status{};
+  });
+  return plan && status == KDA_OK ? plan->json.c_str() : "";
+}
 
 const char* kda_plan_implementation(const kda_plan* plan) {
   return plan ? plan->plan.implementation.c_str() : "";
@@ -425,6 +456,16 @@ kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
   return run_stage(kda::segment_forward, plan, problem, segments, workspace, workspace_bytes);
 }
 
+const char* kda_stage_buffers(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const kda::stage::ChunkBuffer& buffer : kda::stage::kChunkBuffers)
+      all += (all.empty() ? "" : " ") + std::string(buffer.spec.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
 kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
   return guarded_call([&] {
     if (!plan) return kda::invalid("plan: is null");
@@ -435,10 +476,9 @@ kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
                           sizeof(kda_stage_bytes), ")");
     kda::StageSizes s;
     KDA_RETURN_IF_ERROR(kda::stage_sizes(plan->plan, &s));
-    const kda_stage_bytes all = {size, s.w,     s.u,    s.kg,   s.qg, s.Aqk,
-                                 s.T,  s.gamma, s.beta, s.diag, s.h,  s.vn};
+    const auto all = stage_bytes_of(size, s);
     std::memset(static_cast<void*>(bytes), 0, size);
-    std::memcpy(static_cast<void*>(bytes), &all, std::min(size, sizeof(all)));
+    std::memcpy(static_cast<void*>(bytes), all.data(), std::min(size, sizeof(all)));
     return kda::Status{};
   });
 }

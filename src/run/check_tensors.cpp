@@ -2,6 +2,7 @@
 #include "run/check_tensors.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string_view>
 
@@ -23,11 +24,71 @@ struct Footprint {
 };
 
 struct Entry {
+  const char* name = "";
+  const TensorDesc* desc = nullptr;
+  Shape shape = {};
+  const void* pointer = nullptr;
+  bool output = false;
+};
+
+bool in_place(const Problem& p) { return p.operation == Operation::kDecode && !p.final_state; }
+
+Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
+                  bool output) {
+  if (!state) return {};
+  return {"", &state->tensor, state_shape(p, *state), pointer, output};
+}
+
+/// Every tensor that a call may have, in the order in which they are checked. `entry` gives all but
+/// the name; without a descriptor the problem has none.
+struct TensorRow {
   const char* name;
-  const TensorDesc* desc;
-  Shape shape;
-  const void* pointer;
-  bool output;
+  Entry (*entry)(const Problem& p, const Tensors& t);
+};
+using P = const Problem&;
+using T = const Tensors&;
+constexpr TensorRow kTensors[] = {
+    {"q",
+     [](P p, T t) {
+       return Entry{"", &p.q, qk_shape(p), t.q, false};
+     }},
+    {"k",
+     [](P p, T t) {
+       return Entry{"", &p.k, qk_shape(p), t.k, false};
+     }},
+    {"v",
+     [](P p, T t) {
+       return Entry{"", &p.v, v_shape(p), t.v, false};
+     }},
+    {"g",
+     [](P p, T t) {
+       return Entry{"", &p.g, g_shape(p), t.g, false};
+     }},
+    {"beta",
+     [](P p, T t) {
+       return Entry{"", &p.beta, beta_shape(p), t.beta, false};
+     }},
+    {"o",
+     [](P p, T t) {
+       return Entry{"", &p.o, v_shape(p), t.o, true};
+     }},
+    {"A_log",
+     [](P p, T t) {
+       return Entry{
+           "", p.A_log ? &*p.A_log : nullptr, {p.num_value_heads, 1, 1, 1}, t.A_log, false};
+     }},
+    {"dt_bias",
+     [](P p, T t) {
+       return Entry{"",
+                    p.dt_bias ? &*p.dt_bias : nullptr,
+                    {p.num_value_heads, p.key_dim, 1, 1},
+                    t.dt_bias,
+                    false};
+     }},
+    {"initial_state",
+     [](P p, T t) { return state_entry(p, p.initial_state, t.initial_state, in_place(p)); }},
+    {"final_state", [](P p, T t) { return state_entry(p, p.final_state, t.final_state, true); }},
+    {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
 Footprint footprint(const Entry& entry) {
@@ -132,12 +193,10 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    return decodes_in_place() ? check_decode_slots() : check_forward_slots();
+    return in_place(p_) ? check_decode_slots() : check_forward_slots();
   }
 
  private:
-  bool decodes_in_place() const { return p_.operation == Operation::kDecode && !p_.final_state; }
-
   /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
   Status run_device() {
     collect();
@@ -225,29 +284,12 @@ class Checker {
   }
 
   void collect() {
-    add("q", p_.q, qk_shape(p_), t_.q, false);
-    add("k", p_.k, qk_shape(p_), t_.k, false);
-    add("v", p_.v, v_shape(p_), t_.v, false);
-    add("g", p_.g, g_shape(p_), t_.g, false);
-    add("beta", p_.beta, beta_shape(p_), t_.beta, false);
-    add("o", p_.o, v_shape(p_), t_.o, true);
-    if (p_.A_log) add("A_log", *p_.A_log, {p_.num_value_heads, 1, 1, 1}, t_.A_log, false);
-    if (p_.dt_bias)
-      add("dt_bias", *p_.dt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t_.dt_bias, false);
-    if (p_.initial_state)
-      add("initial_state", p_.initial_state->tensor, state_shape(p_, *p_.initial_state),
-          t_.initial_state, decodes_in_place());
-    if (p_.final_state)
-      add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
-          true);
-    if (p_.checkpoints)
-      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints), t_.checkpoints,
-          true);
-  }
-
-  void add(const char* name, const TensorDesc& desc, const Shape& shape, const void* pointer,
-           bool output) {
-    entries_[count_++] = {name, &desc, shape, pointer, output};
+    for (const TensorRow& row : kTensors) {
+      Entry& entry = entries_[count_];
+      entry = row.entry(p_, t_);
+      entry.name = row.name;
+      if (entry.desc) ++count_;
+    }
   }
 
   Status check_indices() {
@@ -377,8 +419,8 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
-  const registry::DeviceChecks* device_;  ///< null: host memory
-  Entry entries_[12] = {};
+  const registry::DeviceChecks* device_;            ///< null: host memory
+  std::array<Entry, std::size(kTensors)> entries_;  // the first count_ are set
   std::size_t count_ = 0;
 };
 
