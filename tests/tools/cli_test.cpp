@@ -165,7 +165,7 @@ TEST_F(Cli, PlanTextAndReasons) {
   EXPECT_NE(kda("plan --heads 8 --seq-lens 65536 --device cpu").out.find("cpu.blocked"),
             std::string::npos);
   // Gates as logarithms may be positive: then a transition must not stop.
-  const std::string stop = "transitions stop", longer = "plan --heads 16 --seq-lens 256K --gate ";
+  const std::string stop = "early exit", longer = "plan --heads 16 --seq-lens 256K --gate ";
   EXPECT_NE(kda(longer + "softplus").out.find(stop), std::string::npos);
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
 }
