@@ -647,7 +647,7 @@ TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
     call.workspace.download(workspace.data(), workspace.size());
     int cleared = 0;
     for (const WorkspaceBlock& block : call.plan.workspace)
-      if (block.name == "handed_flags")
+      if (block.name == "handoff_flags")
         for (std::size_t at = 0; at < block.bytes; at += sizeof(uint64_t)) {
           uint64_t word = 0;
           std::memcpy(&word, workspace.data() + block.offset + at, sizeof(word));

@@ -6,11 +6,11 @@
 
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/fused/fused_prefill.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/device.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/fused_prefill.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::fused {
@@ -44,9 +44,9 @@ std::string decline(const Problem& p) {
   if (std::string reason = decline_types(p); !reason.empty()) return reason;
   if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
-  if (p.checkpoints && p.checkpoint_every % sm90::kFusedRun != 0)
+  if (p.checkpoints && p.checkpoint_every % sm90::kSubchunk != 0)
     return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
-               sm90::kFusedRun);
+               sm90::kSubchunk);
   for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v},
                                    std::pair{"g", &p.g}, std::pair{"o", &p.o}})
     if (std::string reason = decline_alignment(name, *desc, 16); !reason.empty()) return reason;
@@ -112,7 +112,7 @@ std::string defer(const registry::Request& request) {
 /// Tokens between checks of a transition's norm; 0 where none may exit early, or where whether it
 /// does would depend on what else is in the batch.
 int64_t check_tokens_of(const Problem& p) {
-  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? sm90::kLookTokens : 0;
+  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? sm90::kNormCheckTokens : 0;
 }
 
 int64_t num_behind_first(const Plan& plan) {
@@ -191,28 +191,28 @@ void book_units(plan::PlanBuilder& builder) {
   const auto heads = static_cast<std::size_t>(p.num_value_heads);
   const auto tokens = static_cast<std::size_t>(p.batch * p.num_tokens);
   const auto behind = static_cast<std::size_t>(num_behind_first(plan));
-  builder.book(block::kSegmentUnits, N + 1 + (2 * plan.segments.size() + 1) * sm90::kFusedUnitWords,
+  builder.book(block::kSegmentUnits, N + 1 + (2 * plan.segments.size() + 1) * sm90::kWorkUnitWords,
                sizeof(int64_t));
   if (!joins_in_one_pass(plan)) return;
   builder.book(stage::kExitToken.name, plan.early_exit ? behind * heads : 0, sizeof(int64_t));
   builder.book(stage::kTransitionOutput.name, tokens * heads, sm90::fused_row_bytes(p.value_dim));
   const bool residuals = has_fp16_operands(p) && p.o.dtype == DType::kBFloat16;
-  const std::size_t runs = tokens / sm90::kFusedRun + 2 * (behind + 1);  // sm90/fused/rest.cuh
-  builder.book(block::kOutputResidual, residuals ? runs * heads : 0,
-               sm90::fused_rest_bytes(p.value_dim));
+  const std::size_t subchunks = tokens / sm90::kSubchunk + 2 * (behind + 1);  // output_residual.cuh
+  builder.book(block::kOutputResidual, residuals ? subchunks * heads : 0,
+               sm90::residual_bytes(p.value_dim));
 }
 
-/// States between the shares of clusters, where there are more chains than clusters.
+/// States that one cluster hands to the next, where there are more chains than clusters.
 void book_handoffs(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const auto units =
       plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
   const int64_t chains = units * p.num_value_heads;
-  const int64_t shares = sm90::fused_shares(chains, plan.device.num_sms, p.key_dim);
-  const auto handoffs = static_cast<std::size_t>(shares < chains ? shares : 0);
-  builder.book(block::kHandoffStates, handoffs, sm90::fused_state_bytes(p.key_dim));
-  builder.book(block::kHandoffFlags, handoffs, sm90::handed_flag_bytes(p.key_dim));
+  const int64_t clusters = sm90::fused_clusters(chains, plan.device.num_sms, p.key_dim);
+  const auto handoffs = static_cast<std::size_t>(clusters < chains ? clusters : 0);
+  builder.book(block::kHandoffStates, handoffs, sm90::handoff_state_bytes(p.key_dim));
+  builder.book(block::kHandoffFlags, handoffs, sm90::handoff_flag_bytes(p.key_dim));
 }
 
 void plan_forward(plan::PlanBuilder& builder) {

@@ -10,8 +10,8 @@ inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
 // Of cuda.sm90.fused.
 inline constexpr const char* kSegmentUnits = "segment_units";
-inline constexpr const char* kOutputResidual = "output_rest";
-inline constexpr const char* kHandoffStates = "handed_states";
-inline constexpr const char* kHandoffFlags = "handed_flags";
+inline constexpr const char* kOutputResidual = "output_residual";
+inline constexpr const char* kHandoffStates = "handoff_states";
+inline constexpr const char* kHandoffFlags = "handoff_flags";
 
 }  // namespace kda::cuda::block

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
-#include "cuda/smxx/recurrent.hpp"
+#include "cuda/recurrent/recurrent.hpp"
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "cuda/decode/decode.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/smxx/decode.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {

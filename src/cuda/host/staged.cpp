@@ -3,10 +3,10 @@
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm80/chunk_delta_h.hpp"
-#include "cuda/sm80/chunk_intra.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/chunk_delta_h.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/chunk_delta_h.hpp"
+#include "cuda/staged/chunk_delta_h_sm90.hpp"
+#include "cuda/staged/chunk_intra.hpp"
 #include "plan/ledger.hpp"
 #include "stage/buffers.hpp"
 
@@ -67,8 +67,8 @@ bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
   return 2 * blocks <= call.plan->device.num_sms;
 }
 
-ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
-  ChunkDeltaHArgs args;
+ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
+  ChainArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.factors = factors_of(call);
@@ -77,8 +77,8 @@ ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
 }
 
 /// The serial uses of chunk_delta_h, on `columns` columns of state of each span.
-Status launch_chain(const stage::Call& call, const ChunkDeltaHArgs& args, DeltaUse use,
-                    int64_t spans, int64_t columns) {
+Status launch_chain(const stage::Call& call, const ChainArgs& args, ChainUse use, int64_t spans,
+                    int64_t columns) {
   const bool half = is_half(call.problem);
   if (sm90::kBuilt && call.plan->device.compute_capability == 90)
     return sm90::launch_chunk_delta_h(args, use, half, call.plan->device.num_sms, {call.stream});
@@ -92,10 +92,10 @@ Status forward(const stage::Forward& f) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
   if (!f.prepared) KDA_RETURN_IF_ERROR(launch_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
   const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chain(call, args, DeltaUse::kForward, spans, call.problem.value_dim);
+  return launch_chain(call, args, ChainUse::kForward, spans, call.problem.value_dim);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -103,12 +103,12 @@ Status segment_scan(const stage::SegmentScan& scan) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
   KDA_RETURN_IF_ERROR(launch_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.M = scan.M;
   args.B = scan.B;
   args.skip_last = scan.skip_last;
   const Problem& p = call.problem;
-  return launch_chain(call, args, DeltaUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
+  return launch_chain(call, args, ChainUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
 }
 
 // Single stages, on buffers of the caller. Segments of the plan are of no concern here.
@@ -125,11 +125,11 @@ Status run_intra(const Stage& stage, LaunchIntra&& launch) {
 
 /// chunk_delta_h and chunk_o.
 template <class Stage>
-Status run_delta(const Stage& stage, DeltaUse use) {
+Status run_delta(const Stage& stage, ChainUse use) {
   const stage::Call& call = stage.call;
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  ChainArgs args = delta_args(call, maps);
   args.factors = factors_at(stage::chunk_pointers(stage.buffers));
   args.h = stage.buffers.h;
   args.vn = stage.buffers.vn;
@@ -155,9 +155,9 @@ Status recompute_w_u(const stage::RecomputeWU& stage) {
 }
 
 Status chunk_delta_h(const stage::ChunkDeltaH& stage) {
-  return run_delta(stage, DeltaUse::kStates);
+  return run_delta(stage, ChainUse::kStates);
 }
 
-Status chunk_o(const stage::ChunkO& stage) { return run_delta(stage, DeltaUse::kOutputs); }
+Status chunk_o(const stage::ChunkO& stage) { return run_delta(stage, ChainUse::kOutputs); }
 
 }  // namespace kda::cuda::staged

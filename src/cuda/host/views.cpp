@@ -3,7 +3,7 @@
 
 #include "core/text.hpp"
 #include "cuda/host/blocks.hpp"
-#include "cuda/smxx/sequence_map.hpp"
+#include "cuda/launch/sequence_map.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 

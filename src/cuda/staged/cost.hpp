@@ -26,7 +26,7 @@ struct Costs {
   double minimum_step;            ///< of the time with fewer segments, for more of them
 };
 
-/// Hopper's own chain kernels (src/cuda/sm90).
+/// Hopper's own chain kernels (chunk_delta_h_sm90.cu).
 inline constexpr Costs kSm90Costs = {
     .intra_work_ns = 100,
     .intra_fixed_us = 8,
