@@ -125,7 +125,7 @@ void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
 }
 
 /// The gates use exp(A_log) in fp32.
-void check_A_log(const io::FileTensor& A_log) {
+void check_a_log(const io::FileTensor& A_log) {
   for (int64_t head = 0; head < A_log.num_elements(); ++head)
     if (const float value = A_log.data.as<float>()[head]; std::isinf(std::exp(value)))
       fail("A_log: ", value, " of head ", head, " is too large, exp(A_log) is not finite in fp32");
@@ -138,7 +138,7 @@ void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
     expect_shape("A_log", *A_log, {p.num_value_heads});
     p.A_log = dense(*A_log, {p.num_value_heads});
     inputs->A_log = A_log->data;
-    if (A_log->dtype == DType::kFloat32) check_A_log(*A_log);
+    if (A_log->dtype == DType::kFloat32) check_a_log(*A_log);
   }
   if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
     if (bias->shape.size() == 1)

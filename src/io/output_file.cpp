@@ -133,7 +133,7 @@ void OutputFile::open(const std::string& path) {
     if (size < 0) return open_target(target);
     if (links == kMaxLinks) fail("cannot be written", ELOOP);
     const std::string next(text, static_cast<std::size_t>(size));
-    target = next.rfind('/', 0) == 0 ? next : folder_of(target) + next;
+    target = next.rfind('/', 0) == 0 ? next : cat(folder_of(target), next);
   }
 }
 

@@ -16,6 +16,7 @@ TEST(Print, Tables) {
   EXPECT_EQ(format_table({{"name", "value"}, {"a", "1.5"}, {"long", "-20"}}),
             "  name  value\n  a       1.5\n  long    -20\n");
   EXPECT_EQ(format_csv({{"a", "b"}, {"1,5", "x"}}), "a,b\n\"1,5\",x\n");
+  EXPECT_EQ(format_csv({{"--seed \"7\"", "x"}}), "\"--seed \"\"7\"\"\",x\n");
 }
 
 TEST(Print, Units) {

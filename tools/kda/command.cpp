@@ -90,6 +90,10 @@ std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code) {
   add_plan(*app);
   add_bench(*app);
   add_info(*app);
+  app->get_version_ptr()->disable_flag_override();
+  app->get_help_ptr()->disable_flag_override();
+  for (CLI::App* command : app->get_subcommands([](const CLI::App*) { return true; }))
+    command->get_help_ptr()->disable_flag_override();
   return app;
 }
 

@@ -72,7 +72,7 @@ std::vector<int64_t> parse_lengths(const std::string& text) {
     const int64_t count =
         times == std::string::npos ? 1 : parse_up_to(kMaxSequences, item.substr(0, times));
     const int64_t length = parse_length(times == std::string::npos ? item : item.substr(times + 1));
-    if (count > kMaxSequences || length > kMaxTokens)
+    if (count < 1 || count > kMaxSequences || length > kMaxTokens)
       fail("--seq-lens: '", text, "': '", item, "' is not a length like 1000 or 64K, nor times a ",
            "length like 10x1K (up to ", kMaxTokens, " tokens)");
     total += count * length;

@@ -9,10 +9,11 @@ namespace kda::tools {
 
 /// What --help says about every output file.
 inline constexpr const char* kOutputHelp =
-    R"(Output files: a new one gets the mode of the umask; an existing one is replaced at once, when the
-new data are on disk, and keeps its mode; of a link the target is. What fails or is interrupted
-leaves the old file as it was and no other. Devices (/dev/null) and pipes are written through, never
-replaced; - is the standard output, and the report then goes to the standard error.)";
+    R"(Output files: a new file gets the mode that the umask gives. An existing file is replaced at once
+when the new data are on disk, and it keeps its mode. A symbolic link is followed. A failure or an
+interruption leaves the old file as it was and no other file. Devices (/dev/null) and pipes are
+written through, never replaced. - is the standard output; the report then goes to the standard
+error.)";
 
 /// Indented, with a newline. Bytes that are no UTF-8 (of paths) become U+FFFD.
 std::string json_text(const nlohmann::ordered_json& report);
