@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "cuda/gpu.hpp"
+#include "support/gpu.hpp"
 
 #ifdef KDA_WITH_CUDA
 #include <cuda_runtime.h>

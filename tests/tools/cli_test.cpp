@@ -176,6 +176,31 @@ TEST_F(Cli, PlanTextAndReasons) {
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
 }
 
+/// What `kda run` can be asked for can be planned.
+TEST_F(Cli, PlanTakesTheFlagsOfRun) {
+  const auto plan = [&](const std::string& flags) {
+    const Ran ran = kda("plan --heads 8 --seq-lens 8192 --json " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out);
+  };
+  EXPECT_EQ(plan("")["implementation"], "cuda.sm90.fused");
+  EXPECT_EQ(plan("--backend staged")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--backend staged")["requested"]["backend"], "staged");
+  EXPECT_EQ(plan("--compute-capability 80")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--dtype fp32")["implementation"], "cuda.smxx.recurrent");
+  EXPECT_EQ(plan("--out-dtype fp32")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
+  EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");
+  EXPECT_EQ(plan("")["problem"]["beta"], "sigmoid");
+  EXPECT_EQ(plan("--gate log")["problem"]["beta"], "plain");
+  EXPECT_EQ(plan("--gate softplus --beta sigmoid2")["problem"]["beta"], "sigmoid2");
+  EXPECT_EQ(plan("--no-qk-l2norm")["problem"]["qk_l2norm"], false);
+  const auto joined = plan("--device cpu --context-parallel 4 --segment-method one-pass");
+  EXPECT_EQ(joined["resolved"]["segment_method"], "one_pass");
+  EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend nothing").exit_code, 3);
+}
+
 TEST_F(Cli, BenchPrintsRates) {
   const std::string tiny = " --case '--tokens 64 --heads 1 --key-dim 16 --value-dim 16'";
   for (const char* what : {"forward", "intra", "delta-h"}) {
