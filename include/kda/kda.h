@@ -202,9 +202,21 @@ KDA_API kda_status kda_supported(const kda_problem* problem, const kda_plan_opti
 KDA_API kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
                                    const kda_plan_options* options, kda_plan** plan);
 KDA_API void kda_plan_destroy(kda_plan* plan);
+
+/* Plans of the calls made so far, the `most_plans` (0: 256) that were asked for last.
+ * kda_plan_cache_find is kda_plan_create with such a memory: what it gives is the caller's, freed
+ * with kda_plan_destroy, and outlives the cache. Of a tensor's data only its alignment counts, and
+ * that only where `alignment` is 0. Thread safe, but for destroy. */
+typedef struct kda_plan_cache kda_plan_cache; /* opaque */
+KDA_API kda_status kda_plan_cache_create(size_t most_plans, kda_plan_cache** cache);
+KDA_API void kda_plan_cache_destroy(kda_plan_cache* cache);
+KDA_API kda_status kda_plan_cache_find(kda_plan_cache* cache, const kda_problem* problem,
+                                       const int64_t* cu_seqlens, const kda_plan_options* options,
+                                       kda_plan** plan);
+
 KDA_API size_t kda_plan_workspace_bytes(const kda_plan* plan); /* align the workspace to 64 */
 KDA_API int64_t kda_plan_num_segments(const kda_plan* plan);   /* 0: not segmented */
-/* The plan as JSON; valid as long as the plan. */
+/* The plan as JSON, made by the first call; valid as long as the plan. "" if memory ran out. */
 KDA_API const char* kda_plan_json(const kda_plan* plan);
 KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none can run it */
 
@@ -235,6 +247,8 @@ typedef struct kda_stage_bytes {
   size_t struct_size;
   size_t w, u, kg, qg, Aqk, T, gamma, beta, diag, h, vn;
 } kda_stage_bytes;
+/* The names of the buffers in the order of both structs, with spaces between them: for bindings. */
+KDA_API const char* kda_stage_buffers(void);
 KDA_API kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes);
 KDA_API kda_status kda_chunk_intra(const kda_plan* plan, const kda_problem* problem,
                                    const kda_stages* stages, void* workspace,

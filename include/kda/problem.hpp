@@ -26,6 +26,7 @@ enum class Operation : int32_t {
   kForward = 0,  ///< any number of tokens; chunked
   kDecode = 1,   ///< 1..8 tokens a sequence, one read and one write of the state
 };
+const char* operation_name(Operation operation) noexcept;  ///< "forward", "decode"
 
 /// A buffer of states, [num_slots, HV, K, V] (kv) or [num_slots, HV, V, K] (vk), fp32 or bf16.
 struct StateDesc {

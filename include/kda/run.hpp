@@ -36,6 +36,11 @@ struct Tensors {
   void* checkpoints = nullptr;
   const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
 
+  /// The blocks of Plan::saved: at least plan.saved_bytes, aligned to kWorkspaceAlignment; may be
+  /// null if the plan saves nothing.
+  void* saved = nullptr;
+  std::size_t saved_bytes = 0;
+
   /// CUDA: the caller vouches that every pointer and the stream belong to the current device, the
   /// plan's; run() then does not ask the driver about each of them. Null pointers, alignment and
   /// overlaps are looked at all the same.

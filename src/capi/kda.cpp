@@ -3,9 +3,11 @@
 #include "kda/kda.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <span>
 #include <string>
@@ -14,10 +16,17 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "kda/kda.hpp"
+#include "stage/buffers.hpp"
+
+struct kda_plan_cache {
+  kda::PlanCache plans;
+};
 
 struct kda_plan {
-  kda::Plan plan;
-  std::string json;
+  std::shared_ptr<const kda::Plan> plan;
+  // Made when it is first asked for.
+  mutable std::once_flag json_made;
+  mutable std::string json;
 };
 
 namespace kda::capi {
@@ -203,7 +212,7 @@ Status check_call(const Problem& planned, const kda_problem& c) {
 Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current) {
   if (!plan) return invalid("plan: is null");
   KDA_RETURN_IF_ERROR(read_problem(given, current));
-  return check_call(plan->plan.problem, *current);
+  return check_call(plan->plan->problem, *current);
 }
 
 Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOptions* options) {
@@ -216,7 +225,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
                 ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
                             c.compute_capability == 0 ? 90 : c.compute_capability)
                 : cpu_facts();
-  options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
+  options->context_parallel = static_cast<SegmentPolicy>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->intra_form = static_cast<IntraForm>(c.intra_form);
   options->num_segments = c.num_segments;
@@ -225,7 +234,8 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   return {};
 }
 
-Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
+/// `cache` null: a plan of its own.
+Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int64_t* cu_seqlens,
                    const kda_plan_options* options, kda_plan** plan) {
   if (!plan) return invalid("plan: is null");
   *plan = nullptr;
@@ -236,15 +246,19 @@ Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
   KDA_RETURN_IF_ERROR(read_options(options, &device, &plan_options));
   const Problem p = problem_of(c);
   KDA_RETURN_IF_ERROR(validate(p));
+  const bool bounds = p.cu_seqlens && !cu_seqlens;
+  std::span<const int64_t> lengths;
+  if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
   auto made = std::make_unique<kda_plan>();
-  if (p.cu_seqlens && !cu_seqlens) {
-    KDA_RETURN_IF_ERROR(make_plan_from_bounds(p, device, plan_options, &made->plan));
+  if (cache) {
+    KDA_RETURN_IF_ERROR(bounds ? cache->plans.find_from_bounds(p, device, plan_options, &made->plan)
+                               : cache->plans.find(p, lengths, device, plan_options, &made->plan));
   } else {
-    std::span<const int64_t> lengths;
-    if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
-    KDA_RETURN_IF_ERROR(make_plan(p, lengths, device, plan_options, &made->plan));
+    auto own = std::make_shared<Plan>();
+    KDA_RETURN_IF_ERROR(bounds ? make_plan_from_bounds(p, device, plan_options, own.get())
+                               : make_plan(p, lengths, device, plan_options, own.get()));
+    made->plan = std::move(own);
   }
-  made->json = made->plan.to_json();
   *plan = made.release();
   return {};
 }
@@ -260,9 +274,31 @@ kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* pro
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_segments s{};
     KDA_RETURN_IF_ERROR(read_struct(segments, "segments", &s));
-    return stage(plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes,
+    return stage(*plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes,
                  c.stream);
   });
+}
+
+// kda_stages and kda_stage_bytes list the buffers in the order of stage::kChunkBuffers.
+constexpr std::size_t kNumBuffers = stage::kChunkBuffers.size();
+static_assert(sizeof(kda_stages) == sizeof(std::size_t) + kNumBuffers * sizeof(void*));
+static_assert(sizeof(kda_stage_bytes) == (1 + kNumBuffers) * sizeof(std::size_t));
+static_assert(sizeof(StageTensors) == kNumBuffers * sizeof(void*));
+
+StageTensors stage_tensors_of(const kda_stages& c) {
+  StageTensors tensors;
+  std::memcpy(static_cast<void*>(&tensors),
+              reinterpret_cast<const unsigned char*>(&c) + offsetof(kda_stages, w),
+              sizeof(tensors));
+  return tensors;
+}
+
+/// struct_size and the bytes of each buffer, as kda_stage_bytes has them.
+std::array<std::size_t, 1 + kNumBuffers> stage_bytes_of(std::size_t struct_size,
+                                                        const StageSizes& sizes) {
+  std::array<std::size_t, 1 + kNumBuffers> bytes = {struct_size};
+  for (std::size_t i = 0; i < kNumBuffers; ++i) bytes[1 + i] = sizes.*stage::kChunkBuffers[i].bytes;
+  return bytes;
 }
 
 using ChunkStageFn = Status (*)(const Plan&, const Tensors&, const StageTensors&, void*,
@@ -276,9 +312,8 @@ kda_status run_chunk_stage(ChunkStageFn stage, const kda_plan* plan, const kda_p
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_stages s{};
     KDA_RETURN_IF_ERROR(read_struct(stages, "stages", &s));
-    return stage(plan->plan, tensors_of(c),
-                 {s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag, s.h, s.vn}, workspace,
-                 workspace_bytes, c.stream);
+    return stage(*plan->plan, tensors_of(c), stage_tensors_of(s), workspace, workspace_bytes,
+                 c.stream);
   });
 }
 
@@ -380,23 +415,49 @@ kda_status kda_supported(const kda_problem* problem, const kda_plan_options* opt
 
 kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
                            const kda_plan_options* options, kda_plan** plan) {
-  return guarded_call([&] { return create_plan(problem, cu_seqlens, options, plan); });
+  return guarded_call([&] { return create_plan(nullptr, problem, cu_seqlens, options, plan); });
+}
+
+kda_status kda_plan_cache_create(size_t most_plans, kda_plan_cache** cache) {
+  return guarded_call([&] {
+    if (!cache) return kda::invalid("cache: is null");
+    *cache = nullptr;
+    *cache = new kda_plan_cache{kda::PlanCache(most_plans == 0 ? 256 : most_plans)};
+    return kda::Status{};
+  });
+}
+
+void kda_plan_cache_destroy(kda_plan_cache* cache) { delete cache; }
+
+kda_status kda_plan_cache_find(kda_plan_cache* cache, const kda_problem* problem,
+                               const int64_t* cu_seqlens, const kda_plan_options* options,
+                               kda_plan** plan) {
+  return guarded_call([&] {
+    if (!cache) return kda::invalid("cache: is null");
+    return create_plan(cache, problem, cu_seqlens, options, plan);
+  });
 }
 
 void kda_plan_destroy(kda_plan* plan) { delete plan; }
 
 size_t kda_plan_workspace_bytes(const kda_plan* plan) {
-  return plan ? plan->plan.workspace_bytes : 0;
+  return plan ? plan->plan->workspace_bytes : 0;
 }
 
 int64_t kda_plan_num_segments(const kda_plan* plan) {
-  return plan ? static_cast<int64_t>(plan->plan.segments.size()) : 0;
+  return plan ? static_cast<int64_t>(plan->plan->segments.size()) : 0;
 }
 
-const char* kda_plan_json(const kda_plan* plan) { return plan ? plan->json.c_str() : ""; }
+const char* kda_plan_json(const kda_plan* plan) {
+  const kda_status status = guarded_call([&] {
+    if (plan) std::call_once(plan->json_made, [&] { plan->json = plan->plan->to_json(); });
+    return kda::Status{};
+  });
+  return plan && status == KDA_OK ? plan->json.c_str() : "";
+}
 
 const char* kda_plan_implementation(const kda_plan* plan) {
-  return plan ? plan->plan.implementation.c_str() : "";
+  return plan ? plan->plan->implementation.c_str() : "";
 }
 
 kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
@@ -404,7 +465,7 @@ kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* works
   return guarded_call([&] {
     kda_problem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
-    return kda::run(plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
+    return kda::run(*plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
   });
 }
 
@@ -425,6 +486,16 @@ kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
   return run_stage(kda::segment_forward, plan, problem, segments, workspace, workspace_bytes);
 }
 
+const char* kda_stage_buffers(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const kda::stage::ChunkBuffer& buffer : kda::stage::kChunkBuffers)
+      all += kda::cat(all.empty() ? "" : " ", buffer.spec.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
 kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
   return guarded_call([&] {
     if (!plan) return kda::invalid("plan: is null");
@@ -434,11 +505,10 @@ kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
       return kda::invalid("bytes: struct_size = ", size, " is no size of this struct (",
                           sizeof(kda_stage_bytes), ")");
     kda::StageSizes s;
-    KDA_RETURN_IF_ERROR(kda::stage_sizes(plan->plan, &s));
-    const kda_stage_bytes all = {size, s.w,     s.u,    s.kg,   s.qg, s.Aqk,
-                                 s.T,  s.gamma, s.beta, s.diag, s.h,  s.vn};
+    KDA_RETURN_IF_ERROR(kda::stage_sizes(*plan->plan, &s));
+    const auto all = stage_bytes_of(size, s);
     std::memset(static_cast<void*>(bytes), 0, size);
-    std::memcpy(static_cast<void*>(bytes), &all, std::min(size, sizeof(all)));
+    std::memcpy(static_cast<void*>(bytes), all.data(), std::min(size, sizeof(all)));
     return kda::Status{};
   });
 }

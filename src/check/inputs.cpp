@@ -104,9 +104,7 @@ void read_options(const io::SafetensorsFile& file, const Overrides& flags, Probl
   if (const std::string* text = metadata("scale")) p->scale = parse_number("scale", *text);
   if (const std::string* text = metadata("qk_l2norm"))
     p->qk_l2norm = parse_bool("qk_l2norm", *text);
-  if (flags.lower_bound) p->lower_bound = *flags.lower_bound;
-  if (flags.scale) p->scale = *flags.scale;
-  if (flags.qk_l2norm) p->qk_l2norm = *flags.qk_l2norm;
+  apply(flags, p);
 }
 
 void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
@@ -249,6 +247,15 @@ Outputs make_outputs(Problem* p, DType out_dtype) {
   if (p->checkpoints)
     outputs.checkpoints = poisoned(p->checkpoints->num_slots * state, p->checkpoints->tensor.dtype);
   return outputs;
+}
+
+void apply(const Overrides& overrides, Problem* p) {
+  if (overrides.gate) p->gate_mode = parse_gate(*overrides.gate);
+  if (overrides.beta) p->beta_mode = parse_beta(*overrides.beta);
+  if (overrides.state_layout) p->state_layout = parse_state_layout(*overrides.state_layout);
+  if (overrides.lower_bound) p->lower_bound = *overrides.lower_bound;
+  if (overrides.scale) p->scale = *overrides.scale;
+  if (overrides.qk_l2norm) p->qk_l2norm = *overrides.qk_l2norm;
 }
 
 Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides) {

@@ -2,12 +2,12 @@
 #include "run/check_tensors.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string_view>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/device.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda {
@@ -24,11 +24,71 @@ struct Footprint {
 };
 
 struct Entry {
+  const char* name = "";
+  const TensorDesc* desc = nullptr;
+  Shape shape = {};
+  const void* pointer = nullptr;
+  bool output = false;
+};
+
+bool in_place(const Problem& p) { return p.operation == Operation::kDecode && !p.final_state; }
+
+Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
+                  bool output) {
+  if (!state) return {};
+  return {"", &state->tensor, state_shape(p, *state), pointer, output};
+}
+
+/// Every tensor that a call may have, in the order in which they are checked. `entry` gives all but
+/// the name; without a descriptor the problem has none.
+struct TensorRow {
   const char* name;
-  const TensorDesc* desc;
-  Shape shape;
-  const void* pointer;
-  bool output;
+  Entry (*entry)(const Problem& p, const Tensors& t);
+};
+using P = const Problem&;
+using T = const Tensors&;
+constexpr TensorRow kTensors[] = {
+    {"q",
+     [](P p, T t) {
+       return Entry{"", &p.q, qk_shape(p), t.q, false};
+     }},
+    {"k",
+     [](P p, T t) {
+       return Entry{"", &p.k, qk_shape(p), t.k, false};
+     }},
+    {"v",
+     [](P p, T t) {
+       return Entry{"", &p.v, v_shape(p), t.v, false};
+     }},
+    {"g",
+     [](P p, T t) {
+       return Entry{"", &p.g, g_shape(p), t.g, false};
+     }},
+    {"beta",
+     [](P p, T t) {
+       return Entry{"", &p.beta, beta_shape(p), t.beta, false};
+     }},
+    {"o",
+     [](P p, T t) {
+       return Entry{"", &p.o, v_shape(p), t.o, true};
+     }},
+    {"A_log",
+     [](P p, T t) {
+       return Entry{
+           "", p.A_log ? &*p.A_log : nullptr, {p.num_value_heads, 1, 1, 1}, t.A_log, false};
+     }},
+    {"dt_bias",
+     [](P p, T t) {
+       return Entry{"",
+                    p.dt_bias ? &*p.dt_bias : nullptr,
+                    {p.num_value_heads, p.key_dim, 1, 1},
+                    t.dt_bias,
+                    false};
+     }},
+    {"initial_state",
+     [](P p, T t) { return state_entry(p, p.initial_state, t.initial_state, in_place(p)); }},
+    {"final_state", [](P p, T t) { return state_entry(p, p.final_state, t.final_state, true); }},
+    {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
 Footprint footprint(const Entry& entry) {
@@ -117,23 +177,26 @@ class SlotMarks {
 class Checker {
  public:
   Checker(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-          void* workspace)
-      : plan_(plan), p_(plan.problem), t_(tensors), sequences_(sequences), workspace_(workspace) {}
+          void* workspace, const registry::DeviceChecks* device)
+      : plan_(plan),
+        p_(plan.problem),
+        t_(tensors),
+        sequences_(sequences),
+        workspace_(workspace),
+        device_(device) {}
 
   Status run() {
-    if (plan_.device.kind == DeviceKind::kCuda) return run_device();
+    if (device_) return run_device();
     KDA_RETURN_IF_ERROR(check_lengths());
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    return decodes_in_place() ? check_decode_slots() : check_forward_slots();
+    return in_place(p_) ? check_decode_slots() : check_forward_slots();
   }
 
  private:
-  bool decodes_in_place() const { return p_.operation == Operation::kDecode && !p_.final_state; }
-
   /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
   Status run_device() {
     collect();
@@ -141,6 +204,7 @@ class Checker {
       KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
       KDA_RETURN_IF_ERROR(check_memory(entries_[i].name, entries_[i].pointer));
     }
+    if (plan_.saved_bytes > 0) KDA_RETURN_IF_ERROR(check_memory("saved", t_.saved));
     const int64_t N = p_.num_sequences;
     const auto check_array = [&](const char* name, bool needed, const void* pointer) -> Status {
       if (!needed) return {};
@@ -167,7 +231,7 @@ class Checker {
   }
 
   Status check_memory(const char* name, const void* pointer) const {
-    return t_.trusted ? Status{} : cuda::check_pointer(name, pointer);
+    return t_.trusted ? Status{} : device_->pointer(name, pointer);
   }
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
@@ -220,29 +284,12 @@ class Checker {
   }
 
   void collect() {
-    add("q", p_.q, qk_shape(p_), t_.q, false);
-    add("k", p_.k, qk_shape(p_), t_.k, false);
-    add("v", p_.v, v_shape(p_), t_.v, false);
-    add("g", p_.g, g_shape(p_), t_.g, false);
-    add("beta", p_.beta, beta_shape(p_), t_.beta, false);
-    add("o", p_.o, v_shape(p_), t_.o, true);
-    if (p_.A_log) add("A_log", *p_.A_log, {p_.num_value_heads, 1, 1, 1}, t_.A_log, false);
-    if (p_.dt_bias)
-      add("dt_bias", *p_.dt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t_.dt_bias, false);
-    if (p_.initial_state)
-      add("initial_state", p_.initial_state->tensor, state_shape(p_, *p_.initial_state),
-          t_.initial_state, decodes_in_place());
-    if (p_.final_state)
-      add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
-          true);
-    if (p_.checkpoints)
-      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints), t_.checkpoints,
-          true);
-  }
-
-  void add(const char* name, const TensorDesc& desc, const Shape& shape, const void* pointer,
-           bool output) {
-    entries_[count_++] = {name, &desc, shape, pointer, output};
+    for (const TensorRow& row : kTensors) {
+      Entry& entry = entries_[count_];
+      entry = row.entry(p_, t_);
+      entry.name = row.name;
+      if (entry.desc) ++count_;
+    }
   }
 
   Status check_indices() {
@@ -372,25 +419,38 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
-  Entry entries_[12] = {};
+  const registry::DeviceChecks* device_;            ///< null: host memory
+  std::array<Entry, std::size(kTensors)> entries_;  // the first count_ are set
   std::size_t count_ = 0;
 };
 
 }  // namespace
 
-Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
-  if (plan.workspace_bytes == 0) return {};
-  if (!workspace) return invalid("workspace: is null, needs ", plan.workspace_bytes, " bytes");
-  if (workspace_bytes < plan.workspace_bytes)
-    return invalid("workspace: has ", workspace_bytes, " bytes, needs ", plan.workspace_bytes);
-  if (reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment != 0)
-    return invalid("workspace: is not aligned to ", kWorkspaceAlignment, " bytes");
+namespace {
+
+/// Memory of the caller that the plan sizes.
+Status check_sized(const char* name, const void* pointer, std::size_t bytes, std::size_t needed) {
+  if (needed == 0) return {};
+  if (!pointer) return invalid(name, ": is null, needs ", needed, " bytes");
+  if (bytes < needed) return invalid(name, ": has ", bytes, " bytes, needs ", needed);
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kWorkspaceAlignment != 0)
+    return invalid(name, ": is not aligned to ", kWorkspaceAlignment, " bytes");
   return {};
 }
 
+}  // namespace
+
+Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
+  return check_sized("workspace", workspace, workspace_bytes, plan.workspace_bytes);
+}
+
+Status check_saved(const Plan& plan, const Tensors& tensors) {
+  return check_sized("saved", tensors.saved, tensors.saved_bytes, plan.saved_bytes);
+}
+
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-                     void* workspace) {
-  return Checker(plan, tensors, sequences, workspace).run();
+                     void* workspace, const registry::DeviceChecks* device) {
+  return Checker(plan, tensors, sequences, workspace, device).run();
 }
 
 }  // namespace kda

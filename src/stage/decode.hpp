@@ -8,7 +8,7 @@
 //   S > 1: writes the state after token t to slot idx[n, t]; none skips that write
 #pragma once
 
-#include "stage/forward.hpp"
+#include "stage/call.hpp"
 
 namespace kda::stage {
 

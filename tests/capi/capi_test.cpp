@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstring>
+#include <sstream>
 #include <thread>
 
 #include "kda/kda.h"
@@ -422,6 +423,27 @@ TEST(CApi, MisalignedPointersLowerTheirOwnAlignment) {
   EXPECT_EQ(kda_run(plan, &call.problem, workspace.data(), workspace.size()), KDA_OK)
       << kda_last_error();
   kda_plan_destroy(plan);
+}
+
+/// Bindings build both structs from this list: it must be in their order.
+TEST(Capi, StageBuffersAreListedInOrder) {
+  const std::pair<const char*, std::size_t> fields[] = {
+      {"w", offsetof(kda_stages, w)},         {"u", offsetof(kda_stages, u)},
+      {"kg", offsetof(kda_stages, kg)},       {"qg", offsetof(kda_stages, qg)},
+      {"Aqk", offsetof(kda_stages, Aqk)},     {"T", offsetof(kda_stages, T)},
+      {"gamma", offsetof(kda_stages, gamma)}, {"beta", offsetof(kda_stages, beta)},
+      {"diag", offsetof(kda_stages, diag)},   {"h", offsetof(kda_stages, h)},
+      {"vn", offsetof(kda_stages, vn)}};
+  std::istringstream names(kda_stage_buffers());
+  std::string name;
+  std::size_t at = offsetof(kda_stages, w);
+  for (const auto& [field, offset] : fields) {
+    ASSERT_TRUE(names >> name);
+    EXPECT_EQ(name, field);
+    EXPECT_EQ(offset, at) << field;
+    at += sizeof(void*);
+  }
+  EXPECT_FALSE(names >> name);
 }
 
 }  // namespace

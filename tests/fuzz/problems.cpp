@@ -133,7 +133,7 @@ std::vector<int64_t> random_lengths(const Problem& p, Random& random) {
   return cu;
 }
 
-std::string run_case(const Options& options, int64_t index) {
+std::string run_case(const Options& options, int64_t index, Digest* digest) {
   Random random = random_of(options, index);
   const Problem p = random_problem(random);
   const Status valid = validate(p);
@@ -191,6 +191,9 @@ std::string run_case(const Options& options, int64_t index) {
   if (!planned.ok()) return planned.message().empty() ? "plan refused without a reason" : "";
   io::Buffer workspace(plan.workspace_bytes);
   const Status ran = run(plan, t, workspace.data(), workspace.size());
+  std::vector<const io::Buffer*> buffers;
+  for (const io::Buffer& buffer : memory.buffers) buffers.push_back(&buffer);
+  digest->add(index, buffers);
   if (!ran.ok() && (ran.code() != StatusCode::kInvalidArgument || ran.message().empty()))
     return cat("run: ", status_code_name(ran.code()), " ", ran.message());
   if (plan.to_text(true).empty() || plan.to_json().empty()) return "the plan does not print";
@@ -200,7 +203,11 @@ std::string run_case(const Options& options, int64_t index) {
 }  // namespace
 
 Report fuzz_problems(const Options& options) {
-  return run_cases(options, [&](int64_t index) { return run_case(options, index); });
+  Digest digest;
+  Report report =
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &digest); });
+  report.digest = digest.value();
+  return report;
 }
 
 }  // namespace kda::fuzz

@@ -356,7 +356,7 @@ const BadCall kBadProblems[] = {
      "cu_seqlens: 4 lengths given"},
     {"threads_negative", [](C& c) { c.options.num_threads = -1; }, "num_threads: -1"},
     {"threads_huge", [](C& c) { c.options.num_threads = 5000; }, "num_threads: 5000"},
-    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<ContextParallel>(8); },
+    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<SegmentPolicy>(8); },
      "context_parallel: value 8"},
     {"segments_zero", [](C& c) { c.options = test::fixed_segments(0); }, "num_segments: 0"},
     {"segments_negative", [](C& c) { c.options = test::fixed_segments(-3); }, "num_segments: -3"},

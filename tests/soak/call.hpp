@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "check/device.hpp"
-#include "cuda/graph.hpp"
+#include "support/graph.hpp"
 #include "support/harness.hpp"
 
 namespace kda::soak {

@@ -335,7 +335,7 @@ std::string History::forward() {
         backends_[static_cast<std::size_t>(random_.below(static_cast<int64_t>(backends_.size())))];
   options.num_threads = static_cast<int32_t>(1 + random_.below(2));
   const bool bounds =
-      packed && options.context_parallel != ContextParallel::kFixed && random_.chance(0.3);
+      packed && options.context_parallel != SegmentPolicy::kFixed && random_.chance(0.3);
   Call call(p, lengths, bounds, options, &pool_);
   return play(across          ? "decode across"
               : p.checkpoints ? "forward with checkpoints"

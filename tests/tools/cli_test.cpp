@@ -171,9 +171,34 @@ TEST_F(Cli, PlanTextAndReasons) {
   EXPECT_NE(kda("plan --heads 8 --seq-lens 65536 --device cpu").out.find("cpu.blocked"),
             std::string::npos);
   // Gates as logarithms may be positive: then a transition must not stop.
-  const std::string stop = "transitions stop", longer = "plan --heads 16 --seq-lens 256K --gate ";
+  const std::string stop = "early exit", longer = "plan --heads 16 --seq-lens 256K --gate ";
   EXPECT_NE(kda(longer + "softplus").out.find(stop), std::string::npos);
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
+}
+
+/// What `kda run` can be asked for can be planned.
+TEST_F(Cli, PlanTakesTheFlagsOfRun) {
+  const auto plan = [&](const std::string& flags) {
+    const Ran ran = kda("plan --heads 8 --seq-lens 8192 --json " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out);
+  };
+  EXPECT_EQ(plan("")["implementation"], "cuda.sm90.fused");
+  EXPECT_EQ(plan("--backend staged")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--backend staged")["requested"]["backend"], "staged");
+  EXPECT_EQ(plan("--compute-capability 80")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--dtype fp32")["implementation"], "cuda.smxx.recurrent");
+  EXPECT_EQ(plan("--out-dtype fp32")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
+  EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");
+  EXPECT_EQ(plan("")["problem"]["beta"], "sigmoid");
+  EXPECT_EQ(plan("--gate log")["problem"]["beta"], "plain");
+  EXPECT_EQ(plan("--gate softplus --beta sigmoid2")["problem"]["beta"], "sigmoid2");
+  EXPECT_EQ(plan("--no-qk-l2norm")["problem"]["qk_l2norm"], false);
+  const auto joined = plan("--device cpu --context-parallel 4 --segment-method one-pass");
+  EXPECT_EQ(joined["resolved"]["segment_method"], "one_pass");
+  EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend nothing").exit_code, 3);
 }
 
 TEST_F(Cli, BenchPrintsRates) {

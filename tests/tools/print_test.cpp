@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/print.hpp"
+#include "tools/kda/print.hpp"
 
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <thread>
 
-#include "kda/flags.hpp"
-#include "kda/svg.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/svg.hpp"
 
 namespace kda::tools {
 namespace {
@@ -76,9 +76,9 @@ TEST(Svg, EmptyAndFlatCharts) {
 TEST(Flags, ContextParallel) {
   PlanOptions options;
   parse_context_parallel("off", &options);
-  EXPECT_EQ(options.context_parallel, ContextParallel::kOff);
+  EXPECT_EQ(options.context_parallel, SegmentPolicy::kOff);
   parse_context_parallel("12", &options);
-  EXPECT_EQ(options.context_parallel, ContextParallel::kFixed);
+  EXPECT_EQ(options.context_parallel, SegmentPolicy::kFixed);
   EXPECT_EQ(options.num_segments, 12);
   for (const char* bad : {"", "on", "-1", "1.5", "4x", "99999999999999999999"})
     EXPECT_THROW(parse_context_parallel(bad, &options), Error) << bad;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/flags.hpp"
+#include "tools/kda/flags.hpp"
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
 #include "check/numbers.hpp"
 #include "core/text.hpp"
-#include "kda/options.hpp"
+#include "tools/kda/options.hpp"
 
 namespace kda::tools {
 namespace {
@@ -44,19 +44,19 @@ std::vector<std::string> regime_names() {
 
 void parse_context_parallel(const std::string& text, PlanOptions* options) {
   if (text == "auto") {
-    options->context_parallel = ContextParallel::kAuto;
+    options->context_parallel = SegmentPolicy::kAuto;
   } else if (text == "off") {
-    options->context_parallel = ContextParallel::kOff;
+    options->context_parallel = SegmentPolicy::kOff;
   } else if (text == "flashkda") {
-    options->context_parallel = ContextParallel::kFlashKda;
+    options->context_parallel = SegmentPolicy::kFlashKda;
   } else if (text == "cula") {
-    options->context_parallel = ContextParallel::kCula;
+    options->context_parallel = SegmentPolicy::kCula;
   } else {
     const int64_t count = parse_up_to(kMaxSegments, text);
     if (count < 1 || count > kMaxSegments)
       fail("--context-parallel: '", text, "' is not auto, off, flashkda, cula or a number in 1..",
            kMaxSegments);
-    options->context_parallel = ContextParallel::kFixed;
+    options->context_parallel = SegmentPolicy::kFixed;
     options->num_segments = count;
   }
 }
@@ -114,6 +114,10 @@ void check_multiple(const char* name, int64_t value_heads, int64_t heads) {
 void ScheduleFlags::add_to(CLI::App& command) {
   add_choice(command, "--device", &device, {"auto", "cpu", "cuda"}, "Where to run")
       ->default_str(device);
+  add_options_to(command);
+}
+
+void ScheduleFlags::add_options_to(CLI::App& command) {
   add_text(command, "--backend", &backend,
            "Implementation by name or part of it (see kda info), e.g. oracle, avx2");
   add_context_parallel(command, &context_parallel);
@@ -169,11 +173,8 @@ PlanOptions ScheduleFlags::plan_options() const {
   return options;
 }
 
-void RunFlags::add_to(CLI::App& command) {
+void OperationFlags::add_to(CLI::App& command) {
   command_ = &command;
-  add_path(command, "input", &input,
-           "Input tensors q k v g beta .. (safetensors, docs/files.md); - is the standard input")
-      ->required();
   add_choice(command, "--gate", &gate, {"log", "softplus", "bounded"},
              "How g becomes the log decay");
   add_real(command, "--lower-bound", &lower_bound, /*negative=*/true,
@@ -186,10 +187,9 @@ void RunFlags::add_to(CLI::App& command) {
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
   add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
              "Type of o (default that of v)");
-  schedule.add_to(command);
 }
 
-check::Inputs RunFlags::load() const {
+check::Overrides OperationFlags::overrides() const {
   const auto given = [&](const char* flag) { return command_->count(flag) > 0; };
   check::Overrides overrides;
   if (given("--gate")) overrides.gate = gate;
@@ -199,16 +199,29 @@ check::Inputs RunFlags::load() const {
   if (given("--scale")) overrides.scale = scale;
   if (given("--qk-l2norm")) overrides.qk_l2norm = qk_l2norm;
   if (given("--no-qk-l2norm")) overrides.qk_l2norm = !no_qk_l2norm;
+  return overrides;
+}
+
+DType OperationFlags::output_dtype(const Problem& problem) const {
+  return out_dtype.empty() ? problem.v.dtype : check::parse_dtype(out_dtype);
+}
+
+void RunFlags::add_to(CLI::App& command) {
+  add_path(command, "input", &input,
+           "Input tensors q k v g beta .. (safetensors, docs/files.md); - is the standard input")
+      ->required();
+  operation.add_to(command);
+  schedule.add_to(command);
+}
+
+check::Inputs RunFlags::load() const {
   static const std::vector<std::string> kNames = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
-  check::Inputs inputs = check::inputs_from_file(io::read_safetensors(input, kNames), overrides);
+  check::Inputs inputs =
+      check::inputs_from_file(io::read_safetensors(input, kNames), operation.overrides());
   inputs.problem.batch_invariant = schedule.batch_invariant;
   check::want_final_state(&inputs.problem);
   return inputs;
-}
-
-DType RunFlags::output_dtype(const Problem& problem) const {
-  return out_dtype.empty() ? problem.v.dtype : check::parse_dtype(out_dtype);
 }
 
 void GenerateFlags::add_to(CLI::App& command) {

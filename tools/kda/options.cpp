@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/options.hpp"
+#include "tools/kda/options.hpp"
 
 #include <algorithm>
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "cpu/blocked/kernels.hpp"
-#include "stage/implementation.hpp"
+#include "registry/rows.hpp"
 
 namespace kda::cpu::blocked {
 
@@ -16,9 +16,8 @@ Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
 
-extern const stage::Implementation kAvx512;
-extern const stage::Implementation kAvx2;
-extern const stage::Implementation kPortable;
+extern const registry::ForwardRow kAvx512Forward, kAvx2Forward, kPortableForward;
+extern const registry::DecodeRow kAvx512Decode, kAvx2Decode, kPortableDecode;
 
 /// The fastest table that this CPU can run.
 const Kernels& best_kernels() noexcept;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Context parallelism on the CPU: scan, merge and correct (equations: stage/segment.hpp).
+// Context parallelism on the CPU: scan, merge and correct (equations: stage/segment_scan.hpp,
+// _merge, _correct).
 #include <algorithm>
 #include <cstring>
 

@@ -4,14 +4,14 @@
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
+#include "core/text.hpp"
 #include "cpu/oracle/oracle.hpp"
+#include "cpu/plan.hpp"
 
 namespace kda::cpu::oracle {
 namespace {
 
 const char* available() noexcept { return nullptr; }
-std::string decline_nothing(const Problem&) { return {}; }
-std::size_t no_scratch(const Problem&, int32_t) { return 0; }
 
 void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t slot, int64_t head,
                  const double* state) {
@@ -114,10 +114,34 @@ Status decode(const stage::Decode& args) {
   return {};
 }
 
+void plan_forward(plan::PlanBuilder& builder) {
+  builder.cut({.automatic = never_cut});
+  if (builder.plan().segmented) {
+    builder.reason(cat(builder.name(), " has no segments: runs serially"));
+    builder.drop_segments();
+  }
+  plan::note_one_intra_form(builder);
+  plan::list_forward(builder);
+  book_slot_marks(builder);
+}
+
+void plan_decode(plan::PlanBuilder& builder) {
+  plan::list_decode(builder);
+  book_slot_marks(builder);
+}
+
+constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
+  return {.name = "cpu.oracle",
+          .device = DeviceKind::kCpu,
+          .chunk_size = 1,
+          .unavailable = available,
+          .plan = plan};
+}
+
 }  // namespace
 
-const stage::Implementation kOracle = {"cpu.oracle",    DeviceKind::kCpu, 1,       available,
-                                       decline_nothing, no_scratch,       forward, decode,
-                                       nullptr,         nullptr,          nullptr};
+const registry::ForwardRow kForward = {
+    .head = head_of(plan_forward), .forward = forward, .segments = {}, .chunk_stages = {}};
+const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = decode};
 
 }  // namespace kda::cpu::oracle

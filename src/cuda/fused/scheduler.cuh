@@ -56,7 +56,7 @@ struct NormCheck {
     ptx::st_cluster(&squares[slot][warp], sum, rank);
     ptx::mbarrier_arrive_cluster(norms_arrived[slot], rank);
   }
-  /// Whether |M|_F <= 2^-20 after the interval (stage/segment.hpp says why that is enough).
+  /// Whether |M|_F <= 2^-20 after the interval (stage/segment_scan.hpp says why that is enough).
   __device__ bool small_after(int interval) {
     const int slot = interval % 2;
     ptx::mbarrier_wait_cluster(norms_arrived[slot], interval / 2 % 2);

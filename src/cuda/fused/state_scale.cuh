@@ -3,7 +3,7 @@
 //
 // Operands in fp16 hold the state times a power of two, and what is added to it; so do
 // accumulators. Factors are at most 1. A column of the state never grows but by beta v
-// (stage/segment.hpp says where), and its error is at most v and the column's norm: what fits goes
+// (stage/segment_scan.hpp says where), and its error is at most v and the column's norm: what fits goes
 // on to fit until v has added up. A lane has 4 of the 16 tokens of a column and counts the largest
 // |v| that it has of each sub-chunk: four lanes together then count at least a quarter of the
 // column's sum.

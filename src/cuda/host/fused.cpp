@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
-// their transitions as streams of their own (stage/segment.hpp).
-#include "cuda/host/fused.hpp"
-
+// their transitions as streams of their own (stage/segment_scan.hpp).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -12,7 +10,8 @@
 #include "core/text.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/fused/segment_correct.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
@@ -22,7 +21,6 @@
 namespace kda::cuda::fused {
 namespace {
 
-namespace block = plan::block;
 using sm90::FusedPrefillArgs;
 using sm90::FusedState;
 using sm90::WorkUnit;
@@ -96,7 +94,7 @@ WorkUnit* units_of(const stage::Call& call) {
 
 /// Where transitions that may exit early say at which token they did; null if none may.
 int64_t* exit_tokens_of(const stage::Call& call) {
-  return call.plan->transitions_stop ? find<int64_t>(call, block::kExitToken) : nullptr;
+  return call.plan->early_exit ? find<int64_t>(call, stage::kExitToken.name) : nullptr;
 }
 
 /// The most segments that a sequence has behind its first one.
@@ -145,7 +143,7 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->clusters =
       sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
-  args->fp16_operands = fp16_operands(p);
+  args->fp16_operands = has_fp16_operands(p);
   args->handoff_states = find<float>(call, block::kHandoffStates);
   args->handoff_flags = find<uint64_t>(call, block::kHandoffFlags);
   args->handoff_epoch = new_handoff_epoch();
@@ -188,7 +186,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.residual_step = static_cast<uint64_t>(call.problem.num_value_heads) *
                        sm90::residual_bytes(call.problem.value_dim);
   args.Qt_scale_bits = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
-  args.starts = find<float>(call, block::kSegmentStates);
+  args.starts = find<float>(call, stage::kSegmentStates.name);
   args.exit_tokens = exit_tokens_of(call);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
   return launch(call, maps, scan_line(scan), scan.Qt && args.exit_tokens ? behind : 0, &args);
@@ -215,7 +213,8 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
 }
 
 Status segment_merge(const stage::SegmentMerge& merge) {
-  return merge.behind_first ? merge_behind_first(merge) : cuda::segment_merge(merge);
+  return merge.rows == stage::SegmentRows::kBehindFirst ? merge_behind_first(merge)
+                                                        : cuda::segment_merge(merge);
 }
 
 Status segment_correct(const stage::SegmentCorrect& correct) {
@@ -227,7 +226,7 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.shape = shape_of(p);
   args.map = maps.map;
   args.o = row_view(p.o, call.tensors.o);
-  args.fp16_operands = fp16_operands(p);
+  args.fp16_operands = has_fp16_operands(p);
   args.Qt = correct.Qt;
   args.qt_exponent = qt_exponent(p);
   args.residual = find<uint32_t>(call, block::kOutputResidual);

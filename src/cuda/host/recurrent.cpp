@@ -5,7 +5,8 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/decode/decode.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "plan/ledger.hpp"
 
@@ -24,8 +25,8 @@ Maps one_row(const stage::Call& call) {
   Maps maps;
   maps.map.num_sequences = call.problem.num_sequences;
   maps.map.num_tokens = call.problem.num_tokens;
-  maps.flags = static_cast<int32_t*>(
-      plan::find_block(*call.plan, call.workspace, plan::block::kDeviceFlags));
+  maps.flags =
+      static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kDeviceFlags));
   return maps;
 }
 

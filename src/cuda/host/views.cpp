@@ -2,14 +2,13 @@
 #include "cuda/host/views.hpp"
 
 #include "core/text.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/launch/sequence_map.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {
 namespace {
-
-namespace block = plan::block;
 
 Element element_of(DType dtype) { return static_cast<Element>(static_cast<int32_t>(dtype)); }
 static_assert(static_cast<int>(Element::kBFloat16) == static_cast<int>(DType::kBFloat16));
