@@ -10,7 +10,12 @@
  *
  * Rules
  * - Structs begin with struct_size: set it to sizeof(the struct), or call the *_init function.
- *   Later versions only append fields; a zero field means its default. Enumerations only grow.
+ *   Later versions only append fields; a zero field means its default. Enumerations only grow. A
+ *   smaller struct is an older caller's: what it lacks has its default. A larger one is a newer
+ *   caller's: it is refused if a field that this version does not know is not zero.
+ * - What is given counts: a pointer (or num_slots, or a scale) that is not zero is used whether its
+ *   has_ or present flag is set or not. The flags are for plans that are made without the pointer.
+ *   A call that gives what its plan was made without is refused.
  * - No function prints, exits, throws, or keeps a pointer after it returns (but a plan is a copy).
  * - Every call is thread safe; a plan may be used by many threads at once with own workspaces.
  * - On failure nothing has been written to the caller's tensors, and kda_last_error() of the same
@@ -80,7 +85,8 @@ typedef enum kda_intra_form {
 } kda_intra_form;
 
 /* A tensor. `data` may be null while planning. DLPack's strides are the same (elements); a null
- * DLTensor.strides means row-major. */
+ * DLTensor.strides means row-major. A tensor whose dtype, strides and alignment are all 0 was never
+ * described, and is refused (one fp32 element for all: set the alignment). */
 typedef struct kda_tensor {
   void* data;
   int32_t dtype;      /* kda_dtype */
@@ -89,14 +95,14 @@ typedef struct kda_tensor {
   int64_t alignment;  /* bytes, power of two; 0: the largest up to 16 that the strides keep */
 } kda_tensor;
 
-/* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]; num_slots 0 and data null:
- * none, unless `present` is set. */
+/* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]. All zero: the problem has
+ * none. */
 typedef struct kda_state {
   kda_tensor tensor;
   int64_t num_slots;
   const int32_t* indices; /* with `indexed`: slot of each sequence; below first_slot: none */
-  int32_t present;        /* 0: the problem has no such buffer */
-  int32_t indexed;        /* 1: `indices` picks the slots */
+  int32_t present;        /* 1: there is such a buffer, though nothing else says so yet */
+  int32_t indexed;        /* 1: `indices` picks the slots, though it may be null yet */
 } kda_state;
 
 typedef struct kda_problem {
@@ -113,20 +119,20 @@ typedef struct kda_problem {
   int64_t value_dim;
   int64_t num_sequences;
   kda_tensor q, k, v, g, beta, o;
-  kda_tensor A_log;   /* fp32 [HV]; strides[0] = 0: none */
-  kda_tensor dt_bias; /* fp32 [HV, K]; strides[0] = 0: none */
+  kda_tensor A_log;   /* fp32 [HV]; data null and strides[0] = 0: none */
+  kda_tensor dt_bias; /* fp32 [HV, K]; data null and strides[0] = 0: none */
   double lower_bound; /* of KDA_GATE_BOUNDED */
-  double scale;       /* used if has_scale, else K^-1/2 */
+  double scale;       /* 0 without has_scale: K^-1/2 */
   int32_t has_scale;
   int32_t qk_l2norm;
   int32_t has_cu_seqlens;
   int32_t cu_seqlens_dtype; /* KDA_INT32 or KDA_INT64 */
-  const void* cu_seqlens;   /* run: read only by plans made from bounds */
+  const void* cu_seqlens;   /* run: of plans made from bounds; else null, or the plan's lengths */
   kda_state initial_state;  /* decode without final_state: the pool, updated in place */
   kda_state final_state;
   kda_state checkpoints;
-  const uint8_t* initial_state_mask; /* [num_sequences], with has_initial_state_mask */
-  const int32_t* num_accepted_tokens;
+  const uint8_t* initial_state_mask;  /* [num_sequences] */
+  const int32_t* num_accepted_tokens; /* [num_sequences] */
   int32_t has_initial_state_mask;
   int32_t has_num_accepted_tokens;
   int64_t checkpoint_every;

@@ -56,12 +56,14 @@ struct Problem {
   TensorDesc o;     ///< [B, T, HV, V]  output
 
   GateMode gate_mode = GateMode::kLog;
-  double lower_bound = -5.0;          ///< of GateMode::kBounded; any finite value < 0
-  std::optional<TensorDesc> A_log;    ///< [HV] fp32
+  double lower_bound = -5.0;  ///< of GateMode::kBounded; -1e35..-1e-35
+  /// [HV] fp32. The CPU refuses values above 70 (softplus) or 88 (bounded): exp(A_log) times what
+  /// it multiplies would leave fp32. What a GPU makes of them: docs/operation.md.
+  std::optional<TensorDesc> A_log;
   std::optional<TensorDesc> dt_bias;  ///< [HV, K] fp32
   BetaMode beta_mode = BetaMode::kPlain;
   bool qk_l2norm = false;       ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
-  std::optional<double> scale;  ///< of the outputs; default K^-1/2
+  std::optional<double> scale;  ///< of the outputs; 0 or 1e-35..1e35 in size; default K^-1/2
 
   /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start.
   std::optional<DType> cu_seqlens;

@@ -20,7 +20,9 @@ struct Tensors {
   const void* beta = nullptr;
   const float* A_log = nullptr;
   const float* dt_bias = nullptr;
-  const void* cu_seqlens = nullptr;  ///< read only when the plan was made from bounds
+  /// Needed when the plan was made from bounds. Else null, or on the CPU the lengths of the plan (a
+  /// GPU does not read them again).
+  const void* cu_seqlens = nullptr;
 
   /// Read-only; but decode without a final_state writes into this pool.
   void* initial_state = nullptr;

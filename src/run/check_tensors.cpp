@@ -126,6 +126,7 @@ class Checker {
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
     KDA_RETURN_IF_ERROR(check_indices());
+    KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
     return decodes_in_place() ? check_decode_slots() : check_forward_slots();
   }
@@ -171,7 +172,8 @@ class Checker {
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
   Status check_lengths() {
-    if (plan_.lengths_known || !p_.cu_seqlens) return {};
+    if (!p_.cu_seqlens) return {};
+    if (plan_.lengths_known) return check_known_lengths();
     if (!t_.cu_seqlens) return invalid("cu_seqlens: pointer is null");
     const int64_t N = p_.num_sequences;
     if (sequences_.begin(0) != 0)
@@ -191,6 +193,17 @@ class Checker {
     if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
       return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
                      " is not the number of checkpoints ", expected);
+    return {};
+  }
+
+  /// Lengths that are given all the same must be the plan's.
+  Status check_known_lengths() const {
+    if (!t_.cu_seqlens) return {};
+    const stage::Sequences given(p_, {}, t_.cu_seqlens);
+    for (int64_t n = 0; n <= p_.num_sequences; ++n)
+      if (given.begin(n) != sequences_.begin(n))
+        return invalid("cu_seqlens: entry ", n, " = ", given.begin(n),
+                       ", but the plan was made for ", sequences_.begin(n));
     return {};
   }
 
@@ -252,6 +265,17 @@ class Checker {
       if (t_.num_accepted_tokens[n] < 1 || t_.num_accepted_tokens[n] > S)
         return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
                        " is outside 1..", S);
+    return {};
+  }
+
+  /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
+  Status check_rates() const {
+    if (!p_.A_log) return {};
+    const float most = p_.gate_mode == GateMode::kSoftplus ? 70.0f : 88.0f;
+    for (int64_t j = 0; j < p_.num_value_heads; ++j)
+      if (const float a_log = t_.A_log[j * p_.A_log->strides[0]]; a_log > most)
+        return invalid("A_log: entry ", j, " = ", a_log, " is above ", most, " with gate ",
+                       gate_mode_name(p_.gate_mode));
     return {};
   }
 

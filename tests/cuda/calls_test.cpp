@@ -512,6 +512,10 @@ TEST_F(Calls, ChunkStagesThroughTheCAbi) {
   EXPECT_EQ(kda_stage_sizes(plan, nullptr), KDA_INVALID_ARGUMENT);
   kda_stage_bytes short_bytes{};
   EXPECT_EQ(kda_stage_sizes(plan, &short_bytes), KDA_INVALID_ARGUMENT);
+  short_bytes.struct_size = offsetof(kda_stage_bytes, u);
+  EXPECT_EQ(kda_stage_sizes(plan, &short_bytes), KDA_OK) << kda_last_error();
+  EXPECT_EQ(short_bytes.w, bytes.w);
+  EXPECT_EQ(short_bytes.u, 0u) << "beyond an older caller's struct";
   for (const auto call : {kda_chunk_intra, kda_recompute_w_u, kda_chunk_delta_h, kda_chunk_o}) {
     EXPECT_EQ(call(nullptr, &p, &stages, nullptr, 0), KDA_INVALID_ARGUMENT);
     EXPECT_EQ(call(plan, nullptr, &stages, nullptr, 0), KDA_INVALID_ARGUMENT);

@@ -180,6 +180,31 @@ const BadCall kBadProblems[] = {
     {"lower_bound_infinite", [](C& c) { c.problem.lower_bound = -INFINITY; }, "lower_bound"},
     {"scale_nan", [](C& c) { c.problem.scale = NAN; }, "scale"},
     {"scale_infinite", [](C& c) { c.problem.scale = INFINITY; }, "scale"},
+    {"scale_above_fp32", [](C& c) { c.problem.scale = -1e39; }, "scale: the size of -1e+39"},
+    {"scale_zero_in_fp32", [](C& c) { c.problem.scale = 1e-46; }, "scale: the size of 1e-46"},
+    {"lower_bound_above_fp32", [](C& c) { c.problem.lower_bound = -1e39; },
+     "lower_bound: -1e+39 is outside -1e35..-1e-35"},
+    {"lower_bound_zero_in_fp32", [](C& c) { c.problem.lower_bound = -1e-46; },
+     "lower_bound: -1e-46 is outside"},
+    {"q_undescribed", [](C& c) { c.problem.q = {}; }, "q: was never described"},
+    {"beta_undescribed", [](C& c) { c.problem.beta = {}; }, "beta: was never described"},
+    {"beta_dtype_alone",
+     [](C& c) {
+       c.problem.beta = {};
+       c.problem.beta.dtype = DType::kFloat32;
+     },
+     "beta: was never described"},
+    {"g_half_described",
+     [](C& c) {
+       c.problem.g = {};
+       c.problem.g.strides[3] = 1;
+     },
+     "g: the stride of dimension 1 was never set"},
+    {"A_log_undescribed", [](C& c) { c.problem.A_log = TensorDesc{DType::kFloat32}; },
+     "A_log: was never described"},
+    {"pool_undescribed",
+     [](C& c) { c.problem.initial_state->tensor = TensorDesc{DType::kFloat32}; },
+     "initial_state: was never described"},
     {"q_dtype", [](C& c) { c.problem.q.dtype = DType::kInt32; }, "q: dtype int32"},
     {"k_dtype", [](C& c) { c.problem.k.dtype = DType::kInt64; }, "k: dtype int64"},
     {"v_dtype", [](C& c) { c.problem.v.dtype = static_cast<DType>(42); }, "v: dtype"},
@@ -361,6 +386,24 @@ const BadCall kBadRuns[] = {
     {"checkpoint_indices_null", [](C& c) { c.checkpoint_idx.clear(); },
      "checkpoint_indices: pointer is null"},
     {"mask_null", [](C& c) { c.mask.clear(); }, "initial_state_mask: pointer is null"},
+    {"A_log_above_fp32", [](C& c) { c.inputs.A_log.as<float>()[1] = 89; },
+     "A_log: entry 1 = 89 is above 88 with gate bounded"},
+    {"A_log_infinite", [](C& c) { c.inputs.A_log.as<float>()[0] = INFINITY; },
+     "A_log: entry 0 = inf is above 88"},
+    {"A_log_beyond_softplus",
+     [](C& c) {
+       c.problem.gate_mode = GateMode::kSoftplus;
+       c.inputs.A_log.as<float>()[1] = 71;
+     },
+     "A_log: entry 1 = 71 is above 70 with gate softplus"},
+    {"lengths_of_another_plan",
+     [](C& c) {
+       c.room = io::Buffer(4 * 8);
+       const int64_t other[] = {0, 4, 23, 40};
+       std::memcpy(c.room.data(), other, sizeof other);
+       c.tensors.cu_seqlens = c.room.data();
+     },
+     "cu_seqlens: entry 1 = 4, but the plan was made for 20"},
     {"q_misaligned", [](C& c) { c.tensors.q = c.inputs.q.data() + 4; },
      "q: pointer is not aligned to the stated 16"},
     {"v_misaligned", [](C& c) { c.tensors.v = c.inputs.v.data() + 8; },

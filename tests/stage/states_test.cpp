@@ -122,7 +122,7 @@ PoolRun run_with_checkpoints(const Inputs& inputs, const PlanOptions& options, i
   p.first_slot = first_slot;
   if (!checkpoints.empty()) {
     p.checkpoints = pool;
-    p.checkpoint_every = 32;
+    p.checkpoint_every = 64;
   }
   PoolRun result;
   result.outputs = check::make_outputs(&p, p.v.dtype);
@@ -146,7 +146,7 @@ PoolRun run_with_checkpoints(const Inputs& inputs, const PlanOptions& options, i
 TEST(States, SlotsBelowTheFirstOneMeanNone) {
   check::GenerateOptions options = test::shape(0, 1, 128, 128);
   options.dtype = DType::kBFloat16;
-  options.seq_lens = {70, 40, 33, 9};
+  options.seq_lens = {130, 70, 64, 9};
   const Inputs inputs = check::generate(options);
   std::vector<PlanOptions> plans = {test::with_backend("oracle"),
                                     test::fixed_segments(2, SegmentMethod::kScanMergeForward),
