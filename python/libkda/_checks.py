@@ -63,7 +63,7 @@ def _check_kind(name, rule, x):
         if name == "initial_state" and rule.types == ("float32",):  # FLA's words and type
             error = FlaError(f"initial_state must be in float32. Got {x.dtype}")
         raise error
-    if rule.written and (x.is_neg() or x._is_zerotensor()):
+    if rule.written and not is_compiling() and (x.is_neg() or x._is_zerotensor()):
         raise ValueError(f"{name} is written, so it cannot be a negative view or a tensor without memory")
 
 
