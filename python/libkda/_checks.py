@@ -6,6 +6,8 @@ import difflib
 import functools
 import inspect
 import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -15,6 +17,9 @@ from ._rules import INTEGERS, LAST_SLOT, MOST_A_LOG, RULES, FlaError, Sizes, che
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8,
     torch.uint8, torch.bool)}
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints")
 
@@ -58,7 +63,7 @@ def _check_kind(name, rule, x):
         if name == "initial_state" and rule.types == ("float32",):  # FLA's words and type
             error = FlaError(f"initial_state must be in float32. Got {x.dtype}")
         raise error
-    if rule.written and (x.is_neg() or x._is_zerotensor()):
+    if rule.written and not is_compiling() and (x.is_neg() or x._is_zerotensor()):
         raise ValueError(f"{name} is written, so it cannot be a negative view or a tensor without memory")
 
 
@@ -71,7 +76,7 @@ def _check_place(name, rule, x, first, device):
     raise ValueError(f"{name} must be on the device of {first}, {device}, got {x.device}")
 
 
-def checked(*keywords):
+def checked(*keywords: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """A function with errors that name its argument. A call that nothing is wrong with pays for no check of Python's:
     kernels and operators refuse what they do not take, and what they refuse is looked at here. `keywords`: what it
     knows of its **kwargs; what nobody knows is ignored, as FLA's functions do, with one warning."""
@@ -102,7 +107,7 @@ def _checked(function, keywords):
     return call
 
 
-def checked_first(function):
+def checked_first(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The same for what torch computes: it takes much that is not meant, without a word."""
     names = tuple(inspect.signature(function).parameters)
     name = function.__name__

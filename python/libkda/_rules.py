@@ -165,8 +165,14 @@ class Sizes(dict):
         return "" if None in values else f"={values}"
 
     def _expect_elements(self, name, form, shape):
-        if math.prod(shape) != math.prod(self[size] for size in form):
-            raise FlaError(f"{name} must have {' * '.join(form)} = {math.prod(self[size] for size in form)} elements, "
+        count = 1
+        for size in form:
+            count *= self[size]
+        given = 1
+        for size in shape:
+            given *= size
+        if given != count:
+            raise FlaError(f"{name} must have {' * '.join(form)} = {count} elements, "
                            f"got {list(shape)} (sizes of{self._sources(*form)})")
 
 

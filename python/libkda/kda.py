@@ -120,8 +120,8 @@ def chunk_kda(
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
-    if return_intermediate_states:
-        assert torch.is_inference_mode_enabled(), "return_intermediate_states is only allowed in inference mode"
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise FlaError("return_intermediate_states is only allowed in inference mode")
     check_rates(A_log)
 
     if cu_seqlens is not None:

@@ -76,6 +76,20 @@ def test_compile_as_one_graph(device, function, T):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
+def test_gates_and_masks_compile_as_one_graph(device):
+    x, parameters, state = make(T=70, device=device, gates="softplus")
+    call = lambda q, k, v, g, beta, A_log, dt_bias, state, has_state: chunk_kda(
+        q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=state, has_state=has_state,
+        use_gate_in_kernel=True, **FLAGS)
+    arguments = [x[n] for n in ("q", "k", "v", "g", "beta")] + [
+        parameters["A_log"], parameters["dt_bias"], state, torch.tensor([True, False], device=device)]
+    with torch.no_grad():
+        expected = call(*arguments)
+        for dynamic in (False, True):
+            found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*arguments)
+            assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 @pytest.mark.parametrize("lengths_on_host", [False, True])
 def test_packed_steps_compile_as_one_graph(device, lengths_on_host):
     x, _, state = make(B=1, T=12, N=12, device=device)
@@ -87,6 +101,20 @@ def test_packed_steps_compile_as_one_graph(device, lengths_on_host):
         expected = call(*arguments)
         found = torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
+def test_a_step_in_a_pool_compiles_as_one_graph(device):
+    x, _, state = make(B=3, T=2, device=device)
+    call = lambda *rows: fused_recurrent_kda_fwd(*rows[:5], initial_state=rows[5], ssm_state_indices=rows[6],
+                                                 has_state=rows[7], out=rows[8], first_slot=1)[0]
+    arguments = lambda: [x[n] for n in ("q", "k", "v", "g", "beta")] + [
+        state.repeat(2, 1, 1, 1), torch.tensor([0, 2, 4], device=device),
+        torch.tensor([True, False, True], device=device), torch.zeros_like(x["v"])]
+    eager, compiled = arguments(), arguments()
+    with torch.no_grad():
+        expected = call(*eager)
+        found = torch.compile(call, fullgraph=True, backend="aot_eager")(*compiled)
+    assert torch.equal(found, expected) and torch.equal(compiled[5], eager[5])
 
 
 def test_an_operator_says_what_does_not_fit():

@@ -5,6 +5,7 @@ A call then equals the call on a plain tensor of the same values to the bit, or 
 NotImplementedError whose text has the argument's name; it writes nothing on stderr, and where it raises nothing that
 was given has changed. `--device cuda` puts the tensors on a GPU, `--sweep-json FILE` writes a summary.
 """
+import datetime
 import os
 import re
 import warnings
@@ -58,9 +59,9 @@ def nan_like(x):
 class Target:
     """A function, its good arguments, which of them it writes, and which may be left out."""
 
-    def __init__(self, function, arguments, written=(), optional=(), raises=(), tensors=None):
+    def __init__(self, function, arguments, written=(), optional=(), raises=()):
         self.function, self.arguments, self.written, self.optional = function, arguments, written, optional
-        self.raises, self.tensors = raises, tensors
+        self.raises = raises  # beside TypeError, ValueError and NotImplementedError
 
 
 def operator_of(name):
@@ -437,6 +438,12 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("case", found, ids=[" / ".join(case) for case in found])
 
 
+# On a GPU nobody waits for a look at what lengths and slots hold. Lengths that leave tokens out leave their outputs
+# unwritten, and sequences that share a slot race for it (docs/operation.md).
+UNSEEN_ON_A_GPU = {("cu_seqlens", kind) for kind in ("expanded", "zero tensor", "large integers")} | {
+    (name, kind) for name in ("ssm_state_indices", "indices") for kind in ("expanded", "zero tensor", "overlapping")}
+
+
 # ---- one call --------------------------------------------------------------------------------------------------------
 
 def bits(x):
@@ -464,7 +471,8 @@ def copy_of(x):
 def call(target, arguments, change):
     """(results and what was written, error, warnings) of a call on copies of `arguments`, but for `change`."""
     given = {n: copy_of(x) for n, x in arguments.items()} | change
-    before = {n: bits(x) for n, x in given.items()}
+    compared = [n for n in given if n != "workspace"]
+    before = {n: bits(given[n]) for n in compared}
     error = results = None
     with warnings.catch_warnings(record=True) as warned, torch.set_grad_enabled(is_differentiated(change)):
         warnings.simplefilter("always")
@@ -472,13 +480,13 @@ def call(target, arguments, change):
             results = target.function(**given)
         except Exception as refusal:
             error = refusal
-    if given["q" if "q" in given else "g"] is not None and torch.cuda.is_available():
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    after = {n: bits(x) for n, x in given.items()}
+    after = {n: bits(given[n]) for n in compared}
     if error is not None:
         assert after == before, "an argument changed though the call raised"
         return None, error, warned
-    read = {n for n in given if n not in target.written}
+    read = [n for n in compared if n not in target.written]
     assert all(after[n] == before[n] for n in read), "an argument that is only read changed"
     return [bits(results), [after[n] for n in target.written]], None, warned
 
@@ -509,6 +517,8 @@ def test_argument(case, capfd, request):
     device = device_of(request.config)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
+    if device == "cuda" and (argument, kind) in UNSEEN_ON_A_GPU:
+        pytest.skip("the kernels look at these values, not the call")
     arguments = target.arguments(data(device))
     try:
         pair = changed(argument, kind, arguments[argument])
@@ -541,7 +551,8 @@ def summary(request):
     if not hasattr(request.config, "sweep"):
         device = device_of(request.config)
         name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else "cpu"
-        request.config.sweep = dict(device=name, torch=torch.__version__, libkda=libkda.__version__,
+        request.config.sweep = dict(device=name, torch=torch.__version__, cuda=torch.version.cuda,
+                                    libkda=libkda.__version__, date=f"{datetime.date.today()}",
                                     functions=len(TARGETS), cases=0, passed=0, equal=0, raised=0)
 
 
