@@ -1,71 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused forward, from its contract to its launch. Start here.
+// clang-format off: it would fill the tables below.
 //
-// Words. A *sub-chunk* is 16 tokens. A *chain* is a value head of a *work unit*, which is a
-// sequence or a segment of one. A *cluster* is K / 64 blocks, each with 64 columns of V; it has a
-// *work range* of the schedule of all chains. A *work item* is the part of a chain that it runs at
-// once. A *handoff* carries a state between two clusters whose ranges meet inside a chain
-// (scheduler.cuh has an example). The *consumer* is one warpgroup a block, with the state S^T in
-// registers. A *producer group* is one warp (K = 64) or two (K = 128) that make the factors of a
-// sub-chunk. A *pipeline stage* holds one sub-chunk's *tiles* (rows, kg) and *factors* (inverse,
-// Aqk, gamma, norms), and v, then o. Scores are *anchored* at the start of the sub-chunk, or made
-// by *dyadic* levels where decays are too strong for that. *Operand* is bf16 or fp16: what the
-// tensor cores multiply. In fp16 the state is scaled, and has *headroom* for v. A *residual* is
-// what bf16 outputs lack until they are corrected. A *norm check* ends a transition early, after an
-// *exit interval*.
+// The fused forward, from its contract to its launch. Start here; docs/design/fused.md says why.
 //
-// One step: sub-chunk n, in stage n % 8.
-//   producer group, K = 128: the one of n's number in one block makes the factors for both blocks
-//     begin_subchunk  beta; waits for raw q, k, g in shared memory (copied one turn ago)
-//     make_rows       decays, squares, norms; waits for done and peer_done; rows, kg, columns,
-//     gamma make_scores     first warp: stores o of stage n's last turn, loads v, starts copies of
-//     the next raw
-//                     rows, Aqk; last warp: L, then T'
-//     deliver         full of this block; the last warp sends tiles and factors to the other block
-//   consumer, 4 warps with 16 columns of V each
-//     wait full       then v, T', norms from the stage
-//     pq = S rows^T   wgmma: P for errors, Q for outputs
-//     E = T'(v - P), vn = beta E, o = Q + (Aqk + diag) vn    mma and fp32; S decays by gamma
-//     meanwhile S += kg^T vn    wgmma; o takes the place of v release         done of this block,
-//     peer_done of the block whose producers made the factors
+// Words
+//   sub-chunk         16 tokens; one step of the consumer
+//   chain             one value head of a work unit: work that is serial
+//   work unit         a sequence, or a segment of one
+//   work item         the part of a chain that one cluster computes
+//   work range        what one cluster computes: an equal part of the line of all chains
+//   cluster           K / 64 blocks; each block has 64 columns of V
+//   handoff           a state that goes from one cluster to another, where two ranges share a chain
+//                     (scheduler.cuh has an example)
+//   consumer          one warpgroup of a block, with the state S^T in registers
+//   producer group    one warp (K = 64) or two (K = 128): makes the factors of a sub-chunk
+//   pipeline stage    place of one sub-chunk in shared memory: tiles, factors, and v, then o
+//   tiles, factors    rows of k and q, and kg; T', Aqk, gamma, norms
+//   anchored scores   from rows that are decayed from the start of the sub-chunk
+//   dyadic scores     level by level, where decays are too strong for anchored ones
+//   operands          what tensor cores multiply: bf16, or fp16 with a state that is scaled
+//   headroom          how much v the scaled fp16 state can still take
+//   residual          what rounded outputs lack until they are corrected
+//   norm check        of a transition, after every exit interval: a small M ends it early
 //
-// Barriers                 who arrives (count)            who waits         what it protects
-//   full[8]                threads of the group that      consumer          factors and v of a
-//   stage are
-//                          moves v (32 or 64), and the                      there; from the other
-//                          block bytes it expects                                 they come as
-//                          expected bytes
-//   done[8]                consumer threads (128)         producer group    o is in the stage, its
-//   factors
-//                                                                           are read: both may be
-//                                                                           reused
-//   peer_done[8]           one lane of each consumer      producer group    the other block has
-//   read the
-//                          warp of the other block (4)                      factors: they may be
-//                          sent again
-//   rows_ready (a group)   both warps (64); K = 128       both warps        raw rows, columns and L
-//   between
-//                                                                           the two warps of a
-//                                                                           group
-//   scores_done (a group)  first warp (32)                last warp         Aqk and v's copies are
-//   begun:
-//                                                                           the factors can be sent
-//   norms_arrived[2]       consumer warps of all blocks   all warps         squares of M after an
-//   interval kConsumerGroup         consumer threads (128)         the same          warps go
-//   through stops together cluster_sync           all threads, at both ends      the same barriers
-//   exist; shared memory
-//                                                                           of a block outlives its
-//                                                                           readers
-//   handoff_flags          lane 0 of each consumer warp   the same warp of  a state in device
-//   memory (device memory)        of the cluster that has the    the cluster that
-//                          chain's earlier tokens         has its later ones
+// One step: sub-chunk n is in stage n % 8.
+//   producer group    at K = 128 the group number n of one block works for both blocks
+//     begin_subchunk  beta; waits for raw q, k and g, which were asked for one turn ago
+//     make_rows       decays, squares, norms; waits for done and peer_done; writes rows, kg, columns
+//                     and gamma
+//     make_scores     first warp: stores o of the stage's last turn, loads v, starts the copies of
+//                     the next raw rows, makes Aqk; last warp: makes L, then T'
+//     deliver         arrives at full; the last warp sends tiles and factors to the other block
+//   consumer          4 warps, 16 columns of V each
+//     wait            full; reads v, T' and norms
+//     multiply        P, Q = S^T rows^T (wgmma)
+//     errors          E = T' (v - P), v_new = beta E, o = Q + (Aqk + diag) v_new; S decays by gamma
+//     update          S += kg^T v_new (wgmma); o takes the place of v beside it
+//     release         done of this block, peer_done of the block whose producers made the factors
 //
-// Shared memory of a block (SharedStorage), K = 128, operands fp16, g in bf16:
-//   tiles      8 x 12 KB   rows [32, K] and kg [16, K]; wgmma's 128-byte swizzle
-//   factors    8 x 1.8 KB  T', Aqk, gamma, norms
-//   v          8 x 2 KB    v, then o, [16, 64]
-//   producers  4 x 24 KB   raw q, k, g (or rows of levels), rows and columns of scores, L
-//   barriers, work range, norm check, a SchedulerState a warp, a ConsumerState a consumer warp
+// Barriers (mbarrier unless said)
+//   name             who arrives (count)              who waits         what it protects
+//   full[8]          threads of the group that moves  consumer          factors and v of a stage are
+//                    v (32 or 64), and the bytes that                   there
+//                    the other block sends
+//   done[8]          consumer threads (128)           producer group    o is in the stage, and its
+//                                                                       factors were read
+//   peer_done[8]     one lane of each consumer warp   producer group    the other block has read the
+//                    of the other block (4)                             factors that were sent to it
+//   rows_ready       both warps of a group (64);      both warps        raw rows, columns and L pass
+//                    K = 64: __syncwarp                                 between the two warps
+//   scores_done      first warp of a group (32)       last warp         Aqk is in the stage, so that
+//                                                                       it can be sent
+//   norms_arrived[2] consumer warps of all blocks     all warps         squares of M after an exit
+//                                                                       interval
+//   kConsumerGroup   consumer threads (128); a named  the same          warps leave a stop together:
+//                    barrier                                            an item's end, a checkpoint
+//   cluster_sync     all threads, at both ends        the same          barriers exist; a block ends
+//                                                                       after its readers
+//   handoff_flags    lane 0 of each consumer warp of  the same warp of  a state in device memory is
+//                    the cluster with the earlier     the cluster with  complete before it is read
+//                    tokens; words in device memory   the later ones
+//
+// Shared memory of a block (SharedStorage), K = 128, operands fp16, g in bf16
+//   tiles            8 x 12 KB    rows [32, K] and kg [16, K], in wgmma's 128-byte swizzle
+//   factors          8 x 1.8 KB   T', Aqk, gamma, norms
+//   v                8 x 2 KB     v, then o, [16, 64]
+//   producers        4 x 24 KB    raw q, k, g (or rows of levels), rows and columns of scores, L
+//   the rest         3 KB         barriers, work range, norm check, a SchedulerState per warp, a
+//                                 ConsumerState per consumer warp
+//
+// clang-format on
 #pragma once
 
 #include "cuda/fused/consumer.cuh"
