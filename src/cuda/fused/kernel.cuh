@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// clang-format off: it would fill the tables below.
-//
+// clang-format off
 // The fused forward, from its contract to its launch. Start here; docs/design/fused.md says why.
 //
 // Words
