@@ -47,7 +47,7 @@ enum class SegmentPolicy : int32_t {
 };
 using ContextParallel [[deprecated("use SegmentPolicy")]] = SegmentPolicy;
 
-/// How the segments are joined (docs/planning.md); both are exact. Segments of kAuto in
+/// How the segments are joined (docs/algorithm.md); both are exact. Segments of kAuto in
 /// cuda.sm90.fused are joined in one pass.
 enum class SegmentMethod : int32_t {
   kScanMergeForward = 0,  ///< scan M and B, merge start states, run every segment from its own
@@ -57,7 +57,7 @@ enum class SegmentMethod : int32_t {
 /// How chunk_intra of cuda.sm80.staged computes the 16 x 16 blocks on the diagonal; both are exact
 /// for every gate and causal to the bit. Other backends have one form.
 enum class IntraForm : int32_t {
-  kAuto = 0,    ///< kTensor: faster at every shape measured (docs/performance.md)
+  kAuto = 0,    ///< kTensor: faster at every shape measured (docs/design/staged.md)
   kTensor = 1,  ///< tensor cores, factors anchored at dyadic midpoints
   kToken = 2,   ///< token by token, exponents of pairs, in fp32
 };
@@ -134,7 +134,7 @@ struct Plan {
   bool segmented = false;
   int64_t segment_chunks = 0;  ///< longest segment, in chunks of the policy
   /// One pass on a GPU: transitions come after all else and stop where |M|_F <= 2^-20, as they may
-  /// where that norm never grows (docs/planning.md).
+  /// where that norm never grows (docs/algorithm.md).
   bool early_exit = false;
   std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.

@@ -60,7 +60,7 @@ Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_
 
 /// The stages of context parallelism as calls of their own, on dense fp32 buffers in the kv
 /// layout, one entry a segment of `plan` (which must be segmented):
-///   segment_scan:    S_out = M S_in + B for every segment (docs/planning.md)
+///   segment_scan:    S_out = M S_in + B for every segment (docs/algorithm.md)
 ///   segment_merge:   states_in[first] = initial state, states_in[n + 1] = M_n states_in[n] + B_n
 ///   segment_forward: outputs, checkpoints and final states, every segment from its states_in
 /// Calling them in this order is what run() does with SegmentMethod::kScanMergeForward.

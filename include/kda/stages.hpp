@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The stages of the chunked forward as calls of their own, for training and for measurement. Only
 // plans of a backend that keeps the factors of chunks have them (PlanOptions::backend = "staged");
-// others return kUnsupported. Formulas: docs/operation.md, "Chunked form", chunks of C = 64 tokens.
+// others return kUnsupported. Formulas: docs/algorithm.md, "Chunked form", chunks of C = 64 tokens.
 //
 //   chunk_intra      gates, norms, scores, inverse, w, u: everything that needs no state
 //   recompute_w_u    w, u, kg, qg again from the inputs and T

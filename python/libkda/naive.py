@@ -62,7 +62,7 @@ def naive_chunk_kda(
     output_final_state: bool = False,
     chunk_size: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same by chunks (docs/operation.md, "Chunked form"); any T. Every exponent is a sum of log
+    """The same by chunks (docs/algorithm.md, "Chunked form"); any T. Every exponent is a sum of log
     decays between two tokens of a chunk, so nothing overflows where the decays do not."""
     dtype = torch.promote_types(v.dtype, torch.float32)
     out_dtype = v.dtype

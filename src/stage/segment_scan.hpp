@@ -32,7 +32,7 @@ struct SegmentScan {
   /// [B T, HV, K], in a type of the backend's. Null: no one-pass form.
   void* Qt = nullptr;
   /// [NSEG, HV] tokens for which Qt is set. Past them |M|_F was small enough to drop M (2^-20 at
-  /// most), which is only done where the norm provably never grows (docs/planning.md). Null: M is
+  /// most), which is only done where the norm provably never grows (docs/algorithm.md). Null: M is
   /// kept to the end, or the backend keeps its own where Plan::early_exit says so.
   int64_t* exit_token = nullptr;
 };

@@ -123,7 +123,6 @@ std::string History::describe() const {
 }
 
 // ---- requests and slots
-// --------------------------------------------------------------------------
 
 /// An index that names no slot.
 int32_t History::none() {
@@ -191,7 +190,6 @@ void History::evict() {
 }
 
 // ---- calls
-// ---------------------------------------------------------------------------------------
 
 Problem History::problem_for(Operation operation, const std::vector<Row>& rows, bool packed) {
   Problem p = base_;
@@ -434,7 +432,6 @@ std::string History::step() {
 }
 
 // ---- comparison
-// ----------------------------------------------------------------------------------
 
 std::string History::play(const char* what, Call* call, const std::vector<Row>& rows,
                           bool in_graph) {

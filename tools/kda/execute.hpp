@@ -33,7 +33,7 @@ double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads);
 
 double seconds_since_start();
 
-/// Multiply-adds of one token and value head: docs/performance.md, "What is counted".
+/// Multiply-adds of one token and value head: docs/performance.md.
 double multiply_adds(const Problem& problem);
 
 }  // namespace kda::tools

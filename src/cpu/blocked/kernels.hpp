@@ -2,7 +2,7 @@
 // The inner kernels of the blocked backend: one table of functions per instruction set.
 //
 // A chunk is 8 tokens of one value head; with S0 the state before it and a_t = exp(g_t)
-// (docs/operation.md, "Chunked form"):
+// (docs/algorithm.md, "Chunked form"):
 //   gamma_i = prod_{t<=i} a_t, Gamma = gamma_7                 per channel
 //   kgam_i = k_i gamma_i, qgam_i = scale q_i gamma_i, kend_i = k_i prod_{t>i} a_t
 //   N_ij = k_i . (k_j prod_{j<t<=i} a_t)  (j < i),  A_ij = scale q_i . (same)  (j <= i)
@@ -72,7 +72,7 @@ struct alignas(64) Group {
 };
 
 /// Cache lines to ask for during a sweep, one between a few multiply-adds. Asked for in a burst,
-/// they would wait for the processor's miss buffers: 10% of the time (docs/performance.md).
+/// they would wait for the processor's miss buffers: 10% of the time (docs/log/2026-11.md).
 struct LineQueue {
   const char* const* next = nullptr;
   const char* const* end = nullptr;

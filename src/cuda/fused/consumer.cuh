@@ -14,7 +14,6 @@ namespace kda::cuda::sm90::fused {
 enum NamedBarrier : int { kBlockBarrier, kConsumerGroup };
 
 // ---- factors in registers
-// ------------------------------------------------------------------------------
 
 /// Factors of this lane's tokens: 2j, 2j + 1 of each 8.
 struct TokenFactors {
@@ -58,7 +57,6 @@ __device__ __forceinline__ void decay_state(C& c, const float4 (&gamma)[C::kTile
 }
 
 // ---- products
-// ------------------------------------------------------------------------------------------
 
 /// pq [V, 32] = S rows^T, S rounded. Begins the product only.
 template <class C>
@@ -109,7 +107,6 @@ __device__ __forceinline__ void round_errors(const float (&error)[2][4], uint32_
 }
 
 // ---- outputs
-// -------------------------------------------------------------------------------------------
 
 template <class C>
 __device__ Outputs outputs_of(const C& c, const WorkItem& item) {
@@ -161,7 +158,6 @@ __device__ __forceinline__ void put_outputs(C& c, Outputs outputs, const float (
 }
 
 // ---- a sub-chunk
-// ---------------------------------------------------------------------------------------
 
 /// Conditions of compiler_fence(). None is ever true, and each asks for another count that
 /// sub-chunks never have: else the compiler drops all fences but the first. They are votes: where
@@ -254,7 +250,6 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
 }
 
 // ---- sub-chunks with large v, in fp16
-// ------------------------------------------------------------------
 
 /// The type of what fp16 does not hold.
 using Wide = __nv_bfloat16;
@@ -327,7 +322,6 @@ __device__ void repair_overflow(C& c, Outputs outputs, uint32_t at, uint32_t fac
 }
 
 // ---- items and checkpoints
-// -----------------------------------------------------------------------------
 
 __device__ inline int to_subchunks(int64_t tokens) {
   return static_cast<int>(min(tokens / kSubchunk, int64_t{1} << 30));
@@ -428,7 +422,6 @@ __device__ int stop(C& c, SchedulerState& scheduler, ConsumerState& shared,
 }
 
 // ---- the loop
-// ------------------------------------------------------------------------------------------
 
 /// Stages in turn, item after item. Votes and the barrier show the compiler that a warp stays
 /// together: descriptors are in uniform registers. So a loop is left at its condition alone.

@@ -86,7 +86,6 @@ __device__ void make_decays(const P& p, float2 (&decay)[kSubchunk], int rows) {
 }
 
 // ---- factors of the anchored form
-// --------------------------------------------------------------------
 
 /// Puts factors in place of raw gates that are not softplus. Returns gamma.
 template <class P>
@@ -214,7 +213,6 @@ __device__ float2 scan_decays(const P& p, float2 (&factor)[kSubchunk], int rows)
 }
 
 // ---- decays of tokens, for dyadic levels
-// -------------------------------------------------------------
 
 /// Puts decays of tokens in place of raw gates of a dyadic-only head, whose rate is 1 to kMostRate.
 /// Returns gamma.
@@ -261,7 +259,6 @@ __device__ float2 decays_of_tokens(const P& p, float2 (&decay)[kSubchunk], int r
 }
 
 // ---- decayed rows
-// ------------------------------------------------------------------------------------
 
 template <class P>
 __device__ uint32_t operand(const P&, float2 x) {

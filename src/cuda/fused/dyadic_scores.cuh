@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scores of a sub-chunk by dyadic levels, whose factors are at most 1 (docs/operation.md): for rows
+// Scores of a sub-chunk by dyadic levels, whose factors are at most 1 (docs/algorithm.md): for rows
 // that the anchored form does not have right, or for all rows of a dyadic-only head.
 #pragma once
 
@@ -10,7 +10,6 @@
 namespace kda::cuda::sm90::fused {
 
 // ---- where scores go
-// -----------------------------------------------------------------------------------
 
 /// Stores neighbours j, j + 1 of row i of Aqk.
 template <class P>
@@ -32,7 +31,6 @@ __device__ void put_L(const P& p, const PipeStage<P::kK>& s, int i, int j, float
 }
 
 // ---- rows of a level, 8 of q and 8 of k
-// ----------------------------------------------------------------
 
 /// Padded rows, where raw rows were.
 template <int kK>
@@ -94,7 +92,6 @@ __device__ void to_operands(const P& p, Pairs& x) {
 }
 
 // ---- one level
-// -----------------------------------------------------------------------------------------
 
 /// Stores operands of level h: 8 rows of q and of k, and 8 columns. Blocks that end before row
 /// `from` are left out: nothing of their products is stored.
@@ -162,7 +159,6 @@ __device__ void store_level(const P& p, const PipeStage<P::kK>& s, const float (
 }
 
 // ---- two levels, h and h / 2: a warp has one of them, or both
-// ------------------------------------------
 
 template <class P>
 using TwoLevels = float[2 / P::kWarps][4];
@@ -187,7 +183,6 @@ __device__ void store_levels(const P& p, const PipeStage<P::kK>& s, const TwoLev
 }
 
 // ---- rows that the anchored form does not have right
-// ---------------------------------------------------
 
 /// Makes scores of rows from `first` on, and kg. Raw q and k of a thread's channels are in its
 /// registers: their places are free.
@@ -214,7 +209,6 @@ __device__ void fine_levels(const P& p, const PipeStage<P::kK>& s, Pairs& q, Pai
 }
 
 // ---- dyadic-only heads
-// ---------------------------------------------------------------------------------
 //
 // Where most sub-chunks of a head leave the range, the anchored form is computed in vain. Such
 // heads are known by their parameters alone, so that no bit depends on other tokens.

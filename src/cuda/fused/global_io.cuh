@@ -85,7 +85,6 @@ __device__ void load_beta(P& p, uint32_t (&raw)[P::kEights], int rows) {
 }
 
 // ---- v and o, by the first warp of a group
-// -----------------------------------------------------------
 
 /// Visits this lane's pieces of v or o of the group's sub-chunks, whose tiles follow each other:
 /// visit(address in shared memory, in device memory, whether the token exists).

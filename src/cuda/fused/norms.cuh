@@ -98,7 +98,6 @@ __device__ void put_norms(const P& p, const PipeStage<P::kK>& s, const Norms (&n
 }
 
 // ---- powers of two out of norms
-// ----------------------------------------------------------------------
 
 /// Moves a power of two out of a norm that does not fit, and returns its bits; else those of 1.
 __device__ __forceinline__ uint32_t split_power(float& norm, bool fit) {

@@ -22,7 +22,6 @@ struct Subchunk {
 };
 
 // ---- waits for stages
-// ----------------------------------------------------------------------------------
 
 /// Waits until this block is done with what this group's stages held before: its outputs are there.
 /// (Barriers that were not used yet let this pass.)
@@ -48,7 +47,6 @@ __device__ void move_tiles(P& p) {
 }
 
 // ---- steps of a sub-chunk
-// ------------------------------------------------------------------------------
 
 template <class P>
 __device__ __forceinline__ void begin_subchunk(P& p, Subchunk<P>& subchunk) {
@@ -156,7 +154,6 @@ __device__ void make_dyadic(P& p, const PipeStage<P::kK>& s, Subchunk<P>& subchu
 }
 
 // ---- delivery
-// ------------------------------------------------------------------------------------------
 
 /// The last warp sends the factors to the other block, once the first warp has done its part.
 template <class P>
@@ -195,7 +192,6 @@ __device__ __forceinline__ void deliver(P& p) {
 }
 
 // ---- loops
-// ---------------------------------------------------------------------------------------------
 
 template <class P>
 __device__ bool is_dyadic_only(const P& p) {
@@ -203,7 +199,7 @@ __device__ bool is_dyadic_only(const P& p) {
 }
 /// The loop of kernels with softplus gates and units, where the code of a sub-chunk fills the
 /// instruction cache: all that is rare, and what comes after it, stands behind the inner loop
-/// (docs/performance.md, "Instructions").
+/// (docs/log/2026-11.md, "Instructions").
 template <class P>
 __device__ void produce_item_apart(P& p) {
   while (p.left > 0) {

@@ -69,7 +69,6 @@ __device__ void load_state_from(C& c, const StatePlace& place) {
 }
 
 // ---- starts and ends of items
-// --------------------------------------------------------------------------
 
 template <class C>
 __device__ void load_start(C& c, const WorkItem& item) {

@@ -16,7 +16,6 @@ namespace kda::cuda {
 namespace {
 
 // ---- the two stages as sequences of steps
-// --------------------------------------------------------------
 
 template <bool kTokens, class C>
 __device__ void run_intra(C& c) {
@@ -76,7 +75,6 @@ __device__ void run_recompute(C& c) {
 }
 
 // ---- the kernel
-// ----------------------------------------------------------------------------------------
 
 enum class Form { kTensor, kToken, kRecompute };
 

@@ -2,7 +2,7 @@
 // Stage chunk_intra with the tensor cores: everything of a chunk that needs no state, from the raw
 // inputs (gates, norms, scores, inverse, w, u) in one pass. Exact for every gate and causal to the
 // bit: blocks of scores by dyadic midpoints, those on the diagonal anchored at their start where
-// bf16 has the range (docs/operation.md).
+// bf16 has the range (docs/algorithm.md).
 #pragma once
 
 #include "cuda/launch/launch.hpp"

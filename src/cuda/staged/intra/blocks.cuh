@@ -2,7 +2,7 @@
 // Scores between tokens by blocks of sub-chunks, on the tensor cores.
 //
 // Levels 32 and 16 pair groups of as many tokens: rows from the second, columns from the first,
-// both decayed to the midpoint between them (docs/operation.md). With bf16, whose range allows it,
+// both decayed to the midpoint between them (docs/algorithm.md). With bf16, whose range allows it,
 // pairs inside a sub-chunk are anchored at its start: rows decayed since then, columns divided by
 // that decay. Rows reach from kAnchor to kLeast, columns from 1 / kAnchor to 1 / kLeast; fine.cuh
 // has the rows that decay below it. Row i depends on nothing after token i.
@@ -13,7 +13,6 @@
 namespace kda::cuda::intra {
 
 // ---- operands
-// ------------------------------------------------------------------------------------------
 
 template <class C>
 __device__ void put(const C& c, RowsOf<C>* target, int row, uint32_t pair) {
@@ -109,7 +108,6 @@ __device__ void block_operands(const C& c) {
 }
 
 // ---- products
-// ------------------------------------------------------------------------------------------
 
 /// Which products a warp has. A task is 16 rows of q and the same rows of k, which meet columns
 /// that are read once for both: two at level 32, cut into parts of the columns so that every warp

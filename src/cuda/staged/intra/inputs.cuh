@@ -27,7 +27,6 @@ __device__ void load_rows(const C& c, RowsOf<C>* target, const RowView& view, in
 }
 
 // ---- gates
-// ---------------------------------------------------------------------------------------------
 
 /// Gates of this thread's tokens and channels as they lie in memory; 0 past the sequence.
 template <class C, class Pair>
@@ -91,7 +90,6 @@ __device__ void transform_gates(C& c, const float2 (&raw)[kSubchunk], float2 bia
 }
 
 // ---- all inputs
-// ----------------------------------------------------------------------------------------
 
 /// Everything that the chunk needs from device memory but v, all on its way before any of it is
 /// waited for: converting a value waits for it. Without scores nothing needs beta, and only qg
@@ -141,7 +139,6 @@ __device__ void keep_pairs(C& c) {
 }
 
 // ---- norms
-// ---------------------------------------------------------------------------------------------
 
 /// Norms of rows that come normalised; find_norms() otherwise.
 template <class C>

@@ -18,7 +18,6 @@ struct Four {
 };
 
 // ---- decayed rows
-// --------------------------------------------------------------------------------------
 
 /// Decay over the sub-chunks before this thread's, or after it, to the same bits in both forms.
 template <bool kScanned, class C>
@@ -55,7 +54,7 @@ __device__ void decayed_rows(const C& c) {
     return reinterpret_cast<uint32_t*>(rows + (column ^ i % 8 * 8) + i * 64);
   };
   // The L2 gives up large qg and kg last: recompute_w_u takes up to 1.5% less on an H200. Small
-  // ones would cost it 1 to 2% (docs/performance.md).
+  // ones would cost it 1 to 2% (docs/log/2026-11.md).
   constexpr unsigned kLarge = (128 << 20) / (kChunk * kK * 2 * sizeof(T));
   const uint64_t policy = ptx::createpolicy_evict_last(gridDim.x > kLarge);
   const auto store = [&](uint32_t* to, uint32_t pair) {
@@ -109,7 +108,6 @@ __device__ void decayed_rows(const C& c) {
 }
 
 // ---- squares
-// -------------------------------------------------------------------------------------------
 
 /// The first `count` elements of a pair; 0 for the others.
 __device__ __forceinline__ uint32_t kept(uint32_t pair, int count) {
@@ -144,7 +142,6 @@ __device__ void load_inverse(const C& c) {
 }
 
 // ---- w and u
-// -------------------------------------------------------------------------------------------
 
 /// T' times the 16 columns of this warp in each of the tiles, in place. T' is lower triangular, and
 /// read once for all.
