@@ -223,7 +223,7 @@ class HeaderReader {
   int depth_ = 0;
   std::string key_;
   bool in_metadata_ = false, has_metadata_ = false;
-  // Of the entry being read.
+  // The entry that is being read.
   Field field_ = Field::kOther;
   bool seen_[3] = {};
   uint64_t elements_ = 1;

@@ -45,7 +45,7 @@ inline void* find_block(const std::vector<WorkspaceBlock>& blocks, void* base,
   return nullptr;
 }
 
-/// Of the plan's workspace.
+/// Address of a block of the plan's workspace; null if it has none of that name.
 inline void* find_block(const Plan& plan, void* workspace, std::string_view name) {
   return find_block(plan.workspace, workspace, name);
 }

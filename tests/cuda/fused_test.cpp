@@ -39,7 +39,7 @@ test::RunOptions run_in_segments(int64_t count, SegmentMethod method, DType dtyp
   return run;
 }
 
-/// Of q, k, v, g, beta and o, and K, which V equals.
+/// The type of q, k, v, g, beta and o, and K, which V equals.
 struct Kind {
   int64_t K;
   DType dtype;
@@ -458,7 +458,7 @@ TEST_P(Fused, CausalToTheBitWhereSoftplusGatesJump) {
   }
 }
 
-/// Of elements [begin, end) of x, those of `exact` being fp32.
+/// Relative error of elements [begin, end) of x; `exact` is fp32.
 double relative_error(const io::Buffer& x, DType dtype, const io::Buffer& exact, int64_t begin,
                       int64_t end) {
   double off = 0, all = 0;
@@ -727,8 +727,8 @@ std::vector<int64_t> stops_of(test::OnDevice& call) {
   return {tokens, tokens + behind * call.problem.num_value_heads};
 }
 
-/// Of two heads the first one's gates are strong: seen after the first 1,024 tokens, before the
-/// third. The other one's let it run on.
+/// The first of two heads has strong gates: that is seen after the first 1,024 tokens, before the
+/// third. The gates of the other one let it run on.
 TEST_P(Fused, TransitionsStopWhereTheyAreSmall) {
   check::GenerateOptions options = shape_of(0, 1);
   options.num_value_heads = 2;

@@ -84,7 +84,7 @@ void note_progress();
 
 }  // namespace emulator
 
-// Of the thread that runs; set at every switch.
+// Indices of the thread that runs; set at every switch.
 inline thread_local uint3 threadIdx, blockIdx;
 inline thread_local dim3 blockDim, gridDim;
 

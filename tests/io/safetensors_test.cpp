@@ -327,7 +327,7 @@ TEST_F(SafetensorsFiles, TensorsThatDoNotFitIntoMemorySaySo) {
   EXPECT_NE(error_of(bytes).find("leave the 0 bytes"), std::string::npos);
 }
 
-/// Of this process: other processes do not count.
+/// Time of this process: other processes do not count.
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 
 /// The largest header that the format allows, 98 MB of tensors without elements.

@@ -35,7 +35,7 @@ class CpuBench {
 
   CpuRow measure(const std::string& name, check::Inputs& inputs);
 
-  // Of the cases so far: they run on one backend.
+  // The cases so far ran on this backend; all run on one.
   const std::string& implementation() const { return implementation_; }
   int32_t num_threads() const { return num_threads_; }
   MachineRates machine_rates() const;

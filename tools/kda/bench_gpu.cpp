@@ -198,7 +198,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
     add("chunk_intra: w u kg qg Aqk T", chunk_intra, s,
         raw + factors + bytes({sizes.kg, sizes.qg}));
   } else if (what == "recompute-wu") {
-    // Of T' the blocks on and below the diagonal; q only for qg.
+    // T' is read on and below the diagonal blocks, q only for qg.
     const double both =
         bytes({in.k.size(), in.v.size(), in.g.size(), sizes.T / 8 * 5, sizes.w, sizes.u});
     add("recompute_w_u: w u", recompute_w_u, bare, both);

@@ -12,7 +12,7 @@ namespace kda::tools {
 
 using Table = std::vector<std::vector<std::string>>;
 
-/// Of which benchmark, on what.
+/// Which benchmark ran, and on what.
 struct CpuBenchHead {
   std::string what, implementation;
   int32_t num_threads = 1;

@@ -40,7 +40,7 @@ Status decode(const stage::Decode& args);
 Status segment_scan(const stage::SegmentScan& args);
 }  // namespace recurrent
 
-/// Of staged and recurrent.
+/// The merge that staged and recurrent share.
 Status segment_merge(const stage::SegmentMerge& args);
 
 // -- What backends plan alike

@@ -5,10 +5,10 @@
 
 namespace kda::cuda::block {
 
-// Of every backend.
+// Blocks that every backend books.
 inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
-// Of cuda.sm90.fused.
+// Blocks of cuda.sm90.fused.
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
