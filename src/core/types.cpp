@@ -60,7 +60,8 @@ TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcep
     --dim;
     if (dim < 4) desc.strides[static_cast<std::size_t>(dim)] = stride;
     const bool innermost = extent + 1 == shape.end();
-    while (!innermost && (stride * dtype_size(dtype)) % desc.alignment != 0) desc.alignment /= 2;
+    const uint64_t bytes = static_cast<uint64_t>(stride) * static_cast<uint64_t>(dtype_size(dtype));
+    while (!innermost && bytes % static_cast<uint64_t>(desc.alignment) != 0) desc.alignment /= 2;
     if (__builtin_mul_overflow(stride, *extent, &stride)) stride = INT64_MAX;
   }
   return desc;
