@@ -338,7 +338,7 @@ std::string History::forward() {
       packed && options.context_parallel != ContextParallel::kFixed && random_.chance(0.3);
   Call call(p, lengths, bounds, options, &pool_);
   return play(across          ? "decode across"
-              : p.checkpoints ? "forward, checkpoints"
+              : p.checkpoints ? "forward with checkpoints"
                               : "forward",
               &call, rows, false);
 }
@@ -355,7 +355,7 @@ std::string History::decode() {
     if (!request && row.tokens > 0 && (request = new_request())) row.has_state = false;
     if (request) row.read = {request->slot()};
   }
-  if (in_graph && decode_graph_) return play("decode in a graph", decode_graph_.get(), rows, true);
+  if (in_graph && decode_graph_) return play("decode", decode_graph_.get(), rows, true);
   Problem p = problem_for(Operation::kDecode, rows, packed);
   p.state_index_columns = 1;
   p.initial_state_mask = true;
@@ -367,7 +367,7 @@ std::string History::decode() {
   auto call = std::make_unique<Call>(p, lengths, random_.chance(0.5), options, &pool_);
   if (!in_graph) return play("decode", call.get(), rows, false);
   decode_graph_ = std::move(call);
-  return play("decode in a graph", decode_graph_.get(), rows, true);
+  return play("decode", decode_graph_.get(), rows, true);
 }
 
 /// Drafts: a state a token, read from the last one accepted. The next call says how many were.
@@ -410,7 +410,7 @@ std::string History::verify() {
     call = own.get();
     if (in_graph) verify_graph_ = std::move(own);
   }
-  std::string failure = play(in_graph ? "verify in a graph" : "verify", call, rows, in_graph);
+  std::string failure = play("verify", call, rows, in_graph);
   for (std::size_t n = 0; n < rows.size(); ++n) {
     if (!requests[n]) continue;
     std::vector<std::size_t> stored;
@@ -438,13 +438,17 @@ std::string History::step() {
 
 std::string History::play(const char* what, Call* call, const std::vector<Row>& rows,
                           bool in_graph) {
-  ++counts_[what];
+  const std::string name = fmt::format("{}{}, {}", what,
+                                       !in_graph         ? ""
+                                       : test::on_cuda() ? " in a graph"
+                                                         : " by a kept call",
+                                       call->plan().implementation);
+  ++counts_[name];
   fill_inputs(call);
   const io::Buffer before = pool_.host();
   call->run(rows, in_graph);
   const std::string failure = compare(*call, rows, before);
-  return failure.empty() ? ""
-                         : fmt::format("{} by {}: {}", what, call->plan().implementation, failure);
+  return failure.empty() ? "" : fmt::format("{}: {}", name, failure);
 }
 
 std::vector<History::Store> History::stores_of(const Problem& p, const Row& row) const {
