@@ -115,9 +115,14 @@ inline std::string device_text(const Tensor& x) {
 
 /// Elements from the first of a tensor to one behind its last.
 inline int64_t extent_of(const Tensor& x) {
+  const auto sizes = x.sizes();
+  const auto strides = x.strides();
   int64_t extent = 1;
-  for (int64_t d = 0; d < x.dim(); ++d) extent += x.stride(d) * (x.size(d) - 1);
-  return x.numel() == 0 ? 0 : extent;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    extent += strides[d] * (sizes[d] - 1);
+  }
+  return extent;
 }
 
 /// Memory where `device` is, of one of `types`: nothing else is known of what a caller hands over.
@@ -156,9 +161,10 @@ inline void describe(kda_tensor* target, const Tensor& x, const Tensor& q, const
     while (bytes % alignment != 0) alignment /= 2;
   };
   fit(static_cast<int64_t>(reinterpret_cast<uintptr_t>(target->data) % 16));
-  for (int64_t d = 0; d < x.dim(); ++d) {
-    target->strides[d] = x.stride(d);
-    if (d + 1 < x.dim()) fit(x.stride(d) * size);
+  const auto strides = x.strides();
+  for (size_t d = 0; d < strides.size(); ++d) {
+    target->strides[d] = strides[d];
+    if (d + 1 < strides.size()) fit(strides[d] * size);
   }
   target->alignment = std::max(alignment, size);
 }

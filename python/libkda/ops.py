@@ -85,12 +85,13 @@ def _has_tangent(x):
 
 def refuse_gradients(*arguments):
     """Raises NotImplementedError for a tensor of which a derivative is asked."""
+    backward, forward = is_grad_enabled(), forward_ad._current_level >= 0
     for x in arguments:
         if not isinstance(x, torch.Tensor):
             continue
-        if is_grad_enabled() and x.requires_grad:
+        if backward and x.requires_grad:
             raise NotImplementedError(NO_BACKWARD)
-        if forward_ad._current_level >= 0 and _has_tangent(x):
+        if forward and _has_tangent(x):
             raise NotImplementedError(NO_TANGENT)
 
 
