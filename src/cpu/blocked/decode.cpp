@@ -110,7 +110,7 @@ void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n,
                      head);
   };
   const int64_t accepted = p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] : 1;
-  const StateRef source = slot_ref(0);
+  const StateRef source = slot_ref(accepted - 1);
   const int64_t begin = call.sequences.begin(n);
   const int64_t count = call.sequences.length(n);
   if (!source.data && zeroes_skipped(p)) zero_outputs(kernels, call, n, head, scratch);
