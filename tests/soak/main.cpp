@@ -7,7 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "io/safetensors.hpp"
+#include "io/output_file.hpp"
 #include "soak/history.hpp"
 
 namespace {
