@@ -38,7 +38,19 @@ std::vector<double> load_outputs(const Problem& p, const Outputs& outputs, oracl
   return values;
 }
 
-/// Error that storing the exact result costs.
+}  // namespace
+
+double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
+                      const std::vector<double>& magnitude) {
+  double sum = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    if (!std::isfinite(x[i])) return std::numeric_limits<double>::infinity();
+    sum += (x[i] - ref[i]) * (x[i] - ref[i]);
+  }
+  const double floor = kUnderflow * std::sqrt(static_cast<double>(x.size() + 1));
+  return std::sqrt(sum) / std::max({norm(ref), kCancellation * norm(magnitude), floor});
+}
+
 double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
                       DType stored) {
   if (stored == DType::kFloat32) return 0;
@@ -51,25 +63,12 @@ double rounding_error(const std::vector<double>& ref, const std::vector<double>&
   return relative_error(rounded, ref, magnitude);
 }
 
-const HeadError* worst(const std::vector<HeadError>& errors) {
+const HeadError* worst_error(const std::vector<HeadError>& errors) {
   const auto found =
       std::max_element(errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
         return a.error / a.tolerance < b.error / b.tolerance;
       });
   return found == errors.end() ? nullptr : &*found;
-}
-
-}  // namespace
-
-double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
-                      const std::vector<double>& magnitude) {
-  double sum = 0;
-  for (std::size_t i = 0; i < x.size(); ++i) {
-    if (!std::isfinite(x[i])) return std::numeric_limits<double>::infinity();
-    sum += (x[i] - ref[i]) * (x[i] - ref[i]);
-  }
-  const double floor = kUnderflow * std::sqrt(static_cast<double>(x.size() + 1));
-  return std::sqrt(sum) / std::max({norm(ref), kCancellation * norm(magnitude), floor});
 }
 
 double median_error(const std::vector<HeadError>& errors) {
@@ -87,8 +86,8 @@ bool Comparison::within() const {
   return std::all_of(o.begin(), o.end(), good) &&
          std::all_of(final_state.begin(), final_state.end(), good);
 }
-const HeadError* Comparison::worst_o() const { return worst(o); }
-const HeadError* Comparison::worst_final_state() const { return worst(final_state); }
+const HeadError* Comparison::worst_o() const { return worst_error(o); }
+const HeadError* Comparison::worst_final_state() const { return worst_error(final_state); }
 
 Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& outputs,
                    const CompareOptions& options) {

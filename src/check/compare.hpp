@@ -24,11 +24,13 @@ struct Comparison {
   std::vector<HeadError> final_state;
 
   bool within() const;
-  const HeadError* worst_o() const;  ///< nearest to or farthest past its tolerance
+  const HeadError* worst_o() const;
   const HeadError* worst_final_state() const;
 };
 
 double median_error(const std::vector<HeadError>& errors);
+/// Nearest to or farthest past its tolerance; null if there are none.
+const HeadError* worst_error(const std::vector<HeadError>& errors);
 
 struct CompareOptions {
   bool marginal = false;  ///< inputs that amplify errors; see tolerances.hpp
@@ -48,6 +50,10 @@ Comparison compare(const Inputs& inputs, const Problem& run_problem, const Outpu
 /// |x - ref| / max(|ref|, 1e-3 |magnitude|) over one head.
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
                       const std::vector<double>& magnitude);
+
+/// Relative error that storing the exact result as `stored` costs; 0 for fp32.
+double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
+                      DType stored);
 
 /// Near-reflecting steps with next to no decay between equal keys (tolerances.hpp).
 bool is_marginal(const Inputs& inputs);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/blocked/kernels.hpp"
+#include "stage/backward.hpp"
 #include "stage/implementation.hpp"
 
 namespace kda::cpu::blocked {
@@ -15,6 +16,10 @@ Status decode(const Kernels& kernels, const stage::Decode& args);
 Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
+
+/// `kept_every`: of the states that a forward kept; 0: none.
+std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every, int32_t num_threads);
+Status backward(const Kernels& kernels, const stage::Backward& args);
 
 extern const stage::Implementation kAvx512;
 extern const stage::Implementation kAvx2;
