@@ -55,7 +55,9 @@ void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
   const blocked::Kernels& kernels = run.kernels ? *run.kernels : blocked::best_kernels();
   io::Buffer scratch(blocked::backward_scratch_bytes(p, run.kept_every, run.num_threads));
   scratch.fill(0xff);
-  const Tensors tensors = inputs.tensors();
+  Tensors tensors = inputs.tensors();
+  tensors.initial_state_indices = run.state_indices;
+  tensors.initial_state_mask = run.state_mask;
   const GradientTensors gradients = buffers->tensors();
   stage::Backward args{{p, tensors, stage::Sequences(p, inputs.cu_seqlens, nullptr),
                         run.num_threads, scratch.data()},

@@ -12,6 +12,8 @@ struct BackwardRun {
   const cpu::blocked::Kernels* kernels = nullptr;  ///< null: the fastest of this machine
   int32_t num_threads = 1;
   int64_t kept_every = 0;  ///< the forward keeps a state every so many tokens; 0: none
+  const int32_t* state_indices = nullptr;
+  const uint8_t* state_mask = nullptr;
 };
 
 /// Every kernel table that this machine runs.

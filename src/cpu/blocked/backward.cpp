@@ -22,10 +22,14 @@ namespace {
 
 constexpr int64_t kSpanChunks = 4;  ///< chunks whose states and factors are in the cache together
 constexpr int64_t kSpanTokens = kSpanChunks * kBackwardChunk;
+constexpr int64_t kTileFloats = kBackwardChunk * kBlockV;
 /// Tokens of a window where the forward has kept no states.
 constexpr int64_t kWindowTokens = 4096;
 /// Sums for dA_log and ddt_bias are kept for so many runs of sequences at most.
 constexpr int64_t kMaxRuns = 1024;
+
+/// Cache lines around a chunk: q, k, g and d_o that come next, dq, dk, dv and dg.
+constexpr int64_t kMaxLines = 8 * kBackwardChunk * (kMaxHeadDim * 4 / 64 + 1);
 
 static_assert(kMaxRows == kMaxHeadDim);
 static_assert(kKeptStateMultiple % kSpanTokens == 0 && kWindowTokens % kSpanTokens == 0);
@@ -59,7 +63,7 @@ struct Sizes {
   }
 
   std::size_t sums_bytes(const Problem& p) const {
-    return align_up(static_cast<std::size_t>(runs * p.num_value_heads * (p.key_dim + 1)) *
+    return align_up(static_cast<std::size_t>(runs * p.num_value_heads * 2 * p.key_dim) *
                     sizeof(double));
   }
 };
@@ -69,18 +73,19 @@ struct Scratch {
   BackwardChunk* chunks;  ///< [kSpanChunks]
   BackwardSums* sums;
   BackwardRows* rows;
-  float* tile;         ///< [16, kBlockV] v, later d_o
-  float* dv;           ///< [16, kBlockV]
+  float* tiles;        ///< [blocks, 16, kBlockV] v, later d_o
+  float* dv;           ///< [blocks, 16, kBlockV]
   float* row;          ///< [kRowStride]
   float* ddt_bias;     ///< [kRowStride] of a chunk
   float* dA_log;       ///< [kRowStride] of a chunk, by channel
-  float* states;       ///< [kSpanChunks + 1] states
+  float* states;       ///< [kSpanChunks] the first is the one that runs forward
   float* d_states;     ///< [group]
   float* span_states;  ///< [window / kSpanTokens]
   float* starts;       ///< [group, inner_windows]
   float* errors;       ///< [window / 16, blocks, 16, kBlockV]
-  float* dq;           ///< [window, padded] of the heads of the group so far; null for one head
+  float* dq;           ///< [window, padded] of the heads of the group so far; empty for one head
   float* dk;
+  const char** lines;  ///< what prefetches ask for
 
   /// Takes everything from `at` on; returns the bytes taken.
   std::size_t carve(const Sizes& s, char* at) {
@@ -96,12 +101,12 @@ struct Scratch {
     chunks = reinterpret_cast<BackwardChunk*>(take(kSpanChunks * sizeof(BackwardChunk)));
     sums = reinterpret_cast<BackwardSums*>(take(sizeof(BackwardSums)));
     rows = reinterpret_cast<BackwardRows*>(take(sizeof(BackwardRows)));
-    tile = take_floats(kBackwardChunk * kBlockV);
-    dv = take_floats(kBackwardChunk * kBlockV);
+    tiles = take_floats(s.blocks * kTileFloats);
+    dv = take_floats(s.blocks * kTileFloats);
     row = take_floats(kRowStride);
     ddt_bias = take_floats(kRowStride);
     dA_log = take_floats(kRowStride);
-    states = take_floats((kSpanChunks + 1) * s.state);
+    states = take_floats(kSpanChunks * s.state);
     d_states = take_floats(s.group * s.state);
     span_states = take_floats(s.window / kSpanTokens * s.state);
     starts = take_floats(s.group * s.inner_windows * s.state);
@@ -109,6 +114,7 @@ struct Scratch {
     const int64_t group_rows = s.group > 1 ? s.window * s.padded : 0;
     dq = take_floats(group_rows);
     dk = take_floats(group_rows);
+    lines = reinterpret_cast<const char**>(take(kMaxLines * sizeof(const char*)));
     return taken;
   }
 };
@@ -116,6 +122,41 @@ struct Scratch {
 std::size_t per_thread_bytes(const Sizes& sizes) { return Scratch().carve(sizes, nullptr); }
 
 StateDesc state_desc(const TensorDesc& tensor, int64_t count) { return {tensor, count, false}; }
+
+/// One output at the first token of a sequence; null: not wanted.
+RowSink row_sink(const Problem& p, const std::optional<TensorDesc>& desc, void* base, int64_t token,
+                 int64_t head) {
+  if (!desc) return {};
+  return {at_bytes(base, *desc, row_offset(p, *desc, token, head)),
+          desc->strides[1] * dtype_size(desc->dtype), desc->dtype};
+}
+
+/// The tensors of one value head, at the first token of a sequence.
+struct HeadRows {
+  PrepareArgs inputs;
+  RowSource v, d_o;
+  RowSink dq, dk, dv, dg, dbeta;
+
+  HeadRows(const stage::Backward& args, int64_t token, int64_t head)
+      : inputs(prepare_args(args.call, token, head)) {
+    const Problem& p = args.call.problem;
+    const Gradients& g = args.gradients;
+    const int64_t q_head = q_head_of(p, head);
+    v = row_source(p, p.v, args.call.tensors.v, token, head);
+    if (g.d_o) d_o = row_source(p, *g.d_o, args.tensors.d_o, token, head);
+    dq = row_sink(p, g.dq, args.tensors.dq, token, q_head);
+    dk = row_sink(p, g.dk, args.tensors.dk, token, q_head);
+    dv = row_sink(p, g.dv, args.tensors.dv, token, head);
+    dg = row_sink(p, g.dg, args.tensors.dg, token, head);
+    dbeta = row_sink(p, g.dbeta, args.tensors.dbeta, token, head);
+  }
+};
+
+template <class Rows>
+Rows from_token(Rows rows, int64_t token) {
+  rows.data += token * rows.token_stride_bytes;
+  return rows;
+}
 
 /// One (sequence, q/k head).
 class GroupBackward {
@@ -132,6 +173,7 @@ class GroupBackward {
         first_head_(q_head * sizes.group),
         begin_(args.call.sequences.begin(n)),
         length_(args.call.sequences.length(n)),
+        value_dim_(static_cast<int>(p_.value_dim)),
         parameter_sums_(parameter_sums) {}
 
   void run() {
@@ -152,13 +194,10 @@ class GroupBackward {
   }
   /// E of one chunk, counted from the window's start.
   float* errors(int64_t chunk) const {
-    return scratch_.errors + chunk * sizes_.blocks * kBackwardChunk * kBlockV;
+    return scratch_.errors + chunk * sizes_.blocks * kTileFloats;
   }
   std::size_t state_bytes() const { return static_cast<std::size_t>(sizes_.state) * sizeof(float); }
   int64_t block_floats() const { return sizes_.padded * kBlockV; }
-  int width(int64_t block) const {
-    return static_cast<int>(std::min<int64_t>(kBlockV, p_.value_dim - block * kBlockV));
-  }
 
   StateRef d_final_ref(int64_t j) const {
     const auto& desc = args_.gradients.d_final_state;
@@ -188,43 +227,49 @@ class GroupBackward {
                   scratch_.row, ref);
   }
 
-  PrepareArgs inputs(int64_t token, int64_t j) const {
-    PrepareArgs args = prepare_args(args_.call, begin_ + token, first_head_ + j);
-    args.num_tokens = static_cast<int>(std::min<int64_t>(kBackwardChunk, length_ - token));
+  PrepareArgs inputs(const HeadRows& head, int64_t token) const {
+    PrepareArgs args = head.inputs;
+    args.q = from_token(args.q, token);
+    args.k = from_token(args.k, token);
+    args.g = from_token(args.g, token);
+    args.beta = from_token(args.beta, token);
+    args.num_tokens = tokens_at(token);
     return args;
   }
+  int tokens_at(int64_t token) const {
+    return static_cast<int>(std::min<int64_t>(kBackwardChunk, length_ - token));
+  }
 
-  /// Rows of one block of columns of a [B, T, HV, V] tensor; zero rows past `count`, all zero
-  /// without `base`.
-  void load_tile(const TensorDesc* desc, const void* base, int64_t token, int count, int64_t j,
-                 int64_t block) const {
-    std::memset(scratch_.tile, 0, sizeof(float) * kBackwardChunk * kBlockV);
-    if (!desc) return;
-    const RowSource rows = row_source(p_, *desc, base, begin_ + token, first_head_ + j);
-    const char* first = rows.data + block * kBlockV * dtype_size(rows.dtype);
-    for (int i = 0; i < count; ++i)
-      kernels_.load_row(first + i * rows.token_stride_bytes, rows.dtype, width(block), kBlockV,
-                        scratch_.tile + i * kBlockV);
+  /// Adds the cache lines of a chunk's rows, if there is one at `token`.
+  template <class Rows>
+  void add_lines(const Rows& rows, int64_t token, int64_t columns, LineList& lines) const {
+    if (!rows.data || token < 0 || token >= length_) return;
+    lines.add(from_token(rows, token).data, rows.token_stride_bytes, tokens_at(token),
+              columns * dtype_size(rows.dtype));
   }
 
   /// Moves `to` forward over the chunk at `token`, whose errors go to `errors`.
-  void advance(int64_t token, int64_t j, float* to, float* errors) const {
-    const PrepareArgs args = inputs(token, j);
+  void advance(const HeadRows& head, int64_t token, float* to, float* errors) const {
     BackwardChunk& chunk = scratch_.chunks[0];
-    inner_.prepare(args, /*keys_only=*/true, chunk);
-    for (int64_t b = 0; b < sizes_.blocks; ++b) {
-      load_tile(&p_.v, args_.call.tensors.v, token, args.num_tokens, j, b);
-      inner_.advance(chunk, scratch_.tile, to + b * block_floats(),
-                     errors + b * kBackwardChunk * kBlockV);
-    }
+    inner_.prepare(inputs(head, token), /*keys_only=*/true, chunk);
+    inner_.load_tiles(from_token(head.v, token), chunk.num_tokens, value_dim_, scratch_.tiles);
+    LineList list(scratch_.lines);
+    for (const RowSource* rows : {&head.inputs.k, &head.inputs.g})
+      add_lines(*rows, token + kBackwardChunk, p_.key_dim, list);
+    add_lines(head.v, token + kBackwardChunk, p_.value_dim, list);
+    LineQueue lines = list.queue();
+    for (int64_t b = 0; b < sizes_.blocks; ++b)
+      inner_.advance(chunk, scratch_.tiles + b * kTileFloats, to + b * block_floats(),
+                     errors + b * kTileFloats, lines);
   }
 
   /// The states at the starts of windows 1 .. windows - 1.
   void make_starts(int64_t j, int64_t windows) const {
+    const HeadRows head(args_, begin_, first_head_ + j);
     float* running = state(0);
     load_state(initial_ref(args_.call, n_, first_head_ + j), running);
     for (int64_t token = 0; token < (windows - 1) * sizes_.window; token += kBackwardChunk) {
-      advance(token, j, running, errors(0));
+      advance(head, token, running, errors(0));
       const int64_t done = token + kBackwardChunk;
       if (done % sizes_.window == 0)
         std::memcpy(start(j, done / sizes_.window), running, state_bytes());
@@ -243,15 +288,13 @@ class GroupBackward {
     if (w == 0)
       load_state(initial_ref(args_.call, n_, head), to);
     else if (args_.kept_states)
-      load_state(
-          dense_ref(p_, args_.kept_states, first_kept() + w * sizes_.window / args_.kept_every - 1,
-                    head, p_.value_dim),
-          to);
+      load_state(dense_ref(p_, args_.kept_states, first_kept() + w - 1, head, p_.value_dim), to);
     else
       std::memcpy(to, start(j, w), state_bytes());
   }
 
   void run_window(int64_t w, int64_t j) {
+    const HeadRows head(args_, begin_, first_head_ + j);
     const int64_t begin = w * sizes_.window;
     const int64_t end = std::min(begin + sizes_.window, length_);
     float* running = state(0);
@@ -261,124 +304,120 @@ class GroupBackward {
       if (since % kSpanTokens == 0)
         std::memcpy(scratch_.span_states + since / kSpanTokens * sizes_.state, running,
                     state_bytes());
-      advance(token, j, running, errors(since / kBackwardChunk));
+      advance(head, token, running, errors(since / kBackwardChunk));
     }
     for (int64_t span = (end - begin - 1) / kSpanTokens; span >= 0; --span)
-      run_span(begin, span, end, j);
+      run_span(head, begin, span, end, j);
   }
 
   /// 64 tokens of a window, whose states are made once more first.
-  void run_span(int64_t begin, int64_t span, int64_t end, int64_t j) {
+  void run_span(const HeadRows& head, int64_t begin, int64_t span, int64_t end, int64_t j) {
     const int64_t first = begin + span * kSpanTokens;
     const int64_t count =
         (std::min(first + kSpanTokens, end) - first + kBackwardChunk - 1) / kBackwardChunk;
-    std::memcpy(state(0), scratch_.span_states + span * sizes_.state, state_bytes());
+    const auto before = [&](int64_t c) {
+      return c == 0 ? scratch_.span_states + span * sizes_.state : state(c);
+    };
     for (int64_t c = 0; c < count; ++c) {
-      inner_.prepare(inputs(first + c * kBackwardChunk, j), /*keys_only=*/false,
+      inner_.prepare(inputs(head, first + c * kBackwardChunk), /*keys_only=*/false,
                      scratch_.chunks[c]);
       const float* from = errors(span * kSpanChunks + c);
       for (int64_t b = 0; b < sizes_.blocks && c + 1 < count; ++b)
-        inner_.rebuild(scratch_.chunks[c], from + b * kBackwardChunk * kBlockV,
-                       state(c) + b * block_floats(), state(c + 1) + b * block_floats());
+        inner_.rebuild(scratch_.chunks[c], from + b * kTileFloats, before(c) + b * block_floats(),
+                       state(c + 1) + b * block_floats());
     }
     for (int64_t c = count - 1; c >= 0; --c)
-      run_chunk(first + c * kBackwardChunk, first + c * kBackwardChunk - begin, scratch_.chunks[c],
-                state(c), errors(span * kSpanChunks + c), j);
+      run_chunk(head, first + c * kBackwardChunk, first + c * kBackwardChunk - begin,
+                scratch_.chunks[c], before(c), errors(span * kSpanChunks + c), j);
+  }
+
+  /// The outputs of the chunk at `token`, d_o of the one before it and the other inputs of that one
+  /// span before it.
+  LineQueue lines_around(const HeadRows& head, int64_t token) const {
+    LineList lines(scratch_.lines);
+    add_lines(head.dv, token, p_.value_dim, lines);
+    add_lines(head.d_o, token - kBackwardChunk, p_.value_dim, lines);
+    for (const RowSink* rows : {&head.dg, &head.dq, &head.dk})
+      add_lines(*rows, token, p_.key_dim, lines);
+    for (const RowSource* rows : {&head.inputs.q, &head.inputs.k, &head.inputs.g})
+      add_lines(*rows, token - kSpanTokens, p_.key_dim, lines);
+    return lines.queue();
   }
 
   /// `since`: the token counted from the window's start.
-  void run_chunk(int64_t token, int64_t since, const BackwardChunk& chunk, const float* before,
-                 const float* chunk_errors, int64_t j) {
-    std::memset(scratch_.sums, 0, sizeof(BackwardSums));
-    for (int64_t b = 0; b < sizes_.blocks; ++b) {
-      load_tile(args_.gradients.d_o ? &*args_.gradients.d_o : nullptr, args_.tensors.d_o, token,
-                chunk.num_tokens, j, b);
+  void run_chunk(const HeadRows& head, int64_t token, int64_t since, const BackwardChunk& chunk,
+                 const float* before, const float* chunk_errors, int64_t j) {
+    const int count = chunk.num_tokens;
+    const RowSource d_o = head.d_o.data ? from_token(head.d_o, token) : RowSource{};
+    inner_.load_tiles(d_o, d_o.data ? count : 0, value_dim_, scratch_.tiles);
+    inner_.clear(chunk, *scratch_.sums);
+    LineQueue lines = lines_around(head, token);
+    for (int64_t b = 0; b < sizes_.blocks; ++b)
       inner_.reverse(chunk,
                      {before + b * block_floats(), d_state(j) + b * block_floats(),
-                      chunk_errors + b * kBackwardChunk * kBlockV, scratch_.tile, scratch_.dv},
-                     *scratch_.sums);
-      store_dv(token, chunk.num_tokens, j, b);
+                      chunk_errors + b * kTileFloats, scratch_.tiles + b * kTileFloats,
+                      scratch_.dv + b * kTileFloats},
+                     *scratch_.sums, lines);
+    if (head.dv.data) {
+      const RowSink dv = from_token(head.dv, token);
+      inner_.store_tiles(scratch_.dv, count, value_dim_, dv.data, dv.token_stride_bytes, dv.dtype);
     }
     inner_.gradients(chunk, *scratch_.sums, *scratch_.rows);
-    finish_gates(token, chunk, j);
-    finish_steps(token, chunk, j);
-    finish_qk(token, since, chunk, j);
+    const PrepareArgs args = inputs(head, token);
+    finish_gates(head, token, args, j);
+    for (int i = 0; head.dbeta.data && i < count; ++i)
+      store_element(from_token(head.dbeta, token + i).data, head.dbeta.dtype, 0,
+                    scratch_.sums->d_beta[i] * inner_.step_slope(args, i));
+    finish_qk(head, token, since, args, j);
   }
 
-  void store_dv(int64_t token, int count, int64_t j, int64_t block) const {
-    const auto& desc = args_.gradients.dv;
-    for (int i = 0; desc && i < count; ++i)
-      kernels_.store_row(
-          scratch_.dv + i * kBlockV, desc->dtype, width(block),
-          at_bytes(args_.tensors.dv, *desc,
-                   row_offset(p_, *desc, begin_ + token + i, first_head_ + j) + block * kBlockV));
+  /// Row of a gradient of K channels.
+  void store_row(const RowSink& rows, int64_t token, const float* row) const {
+    if (!rows.data) return;
+    kernels_.store_row(row, rows.dtype, static_cast<int>(p_.key_dim), from_token(rows, token).data);
   }
 
-  /// Row i of a gradient of K channels.
-  void store_row(const std::optional<TensorDesc>& desc, void* base, int64_t token, int64_t head,
-                 const float* row) const {
-    if (!desc) return;
-    kernels_.store_row(row, desc->dtype, static_cast<int>(p_.key_dim),
-                       at_bytes(base, *desc, row_offset(p_, *desc, begin_ + token, head)));
-  }
-
-  void finish_gates(int64_t token, const BackwardChunk& chunk, int64_t j) {
-    const PrepareArgs args = inputs(token, j);
+  void finish_gates(const HeadRows& head, int64_t token, const PrepareArgs& args, int64_t j) {
     std::memset(scratch_.ddt_bias, 0, kRowStride * sizeof(float));
     std::memset(scratch_.dA_log, 0, kRowStride * sizeof(float));
-    for (int i = 0; i < chunk.num_tokens; ++i) {
+    for (int i = 0; i < args.num_tokens; ++i) {
       inner_.undo_gate(args, i, scratch_.rows->dg[i], scratch_.ddt_bias, scratch_.dA_log);
-      store_row(args_.gradients.dg, args_.tensors.dg, token + i, first_head_ + j,
-                scratch_.rows->dg[i]);
+      store_row(head.dg, token + i, scratch_.rows->dg[i]);
     }
     if (p_.gate_mode == GateMode::kLog) return;
-    double* sums = parameter_sums_ + (first_head_ + j) * (p_.key_dim + 1);
-    for (int64_t d = 0; d < p_.key_dim; ++d) {
-      sums[d] += scratch_.ddt_bias[d];
-      sums[p_.key_dim] += scratch_.dA_log[d];
-    }
-  }
-
-  void finish_steps(int64_t token, const BackwardChunk& chunk, int64_t j) const {
-    const auto& desc = args_.gradients.dbeta;
-    if (!desc) return;
-    const PrepareArgs args = inputs(token, j);
-    for (int i = 0; i < chunk.num_tokens; ++i)
-      store_element(args_.tensors.dbeta, desc->dtype,
-                    row_offset(p_, *desc, begin_ + token + i, first_head_ + j),
-                    scratch_.sums->d_beta[i] * inner_.step_slope(args, i));
+    double* ddt_bias = parameter_sums_ + (first_head_ + j) * 2 * p_.key_dim;
+    double* dA_log = ddt_bias + p_.key_dim;
+    for (int64_t d = 0; d < p_.key_dim; ++d) ddt_bias[d] += scratch_.ddt_bias[d];
+    for (int64_t d = 0; d < p_.key_dim; ++d) dA_log[d] += scratch_.dA_log[d];
   }
 
   /// Adds the heads of the group up; the last one takes the sum through the norm.
-  void finish_qk(int64_t token, int64_t since, const BackwardChunk& chunk, int64_t j) const {
-    const int count = static_cast<int>(sizes_.padded);
-    const PrepareArgs args = inputs(token, j);
-    for (int i = 0; i < chunk.num_tokens; ++i) {
+  void finish_qk(const HeadRows& head, int64_t token, int64_t since, const PrepareArgs& args,
+                 int64_t j) const {
+    const int padded = static_cast<int>(sizes_.padded);
+    const std::size_t bytes = sizeof(float) * static_cast<std::size_t>(padded);
+    for (int i = 0; i < args.num_tokens; ++i) {
       float* dq = scratch_.rows->dq[i];
       float* dk = scratch_.rows->dk[i];
-      if (sizes_.group > 1) {
-        float* group_dq = scratch_.dq + (since + i) * sizes_.padded;
-        float* group_dk = scratch_.dk + (since + i) * sizes_.padded;
-        if (j > 0) {
-          inner_.add_row(group_dq, count, dq);
-          inner_.add_row(group_dk, count, dk);
-        }
-        if (j < sizes_.group - 1) {
-          std::memcpy(group_dq, dq, sizeof(float) * static_cast<std::size_t>(count));
-          std::memcpy(group_dk, dk, sizeof(float) * static_cast<std::size_t>(count));
-          continue;
-        }
+      float* group_dq = scratch_.dq + (since + i) * sizes_.padded;
+      float* group_dk = scratch_.dk + (since + i) * sizes_.padded;
+      if (j > 0) {
+        inner_.add_row(group_dq, padded, dq);
+        inner_.add_row(group_dk, padded, dk);
+      }
+      if (j < sizes_.group - 1) {
+        std::memcpy(group_dq, dq, bytes);
+        std::memcpy(group_dk, dk, bytes);
+        continue;
       }
       if (p_.qk_l2norm) {
-        const int key_dim = static_cast<int>(p_.key_dim);
-        inner_.undo_norm(args.q, i, args.scale, key_dim, dq);
-        inner_.undo_norm(args.k, i, 1, key_dim, dk);
+        inner_.undo_norm(args.q, i, args.scale, args.key_dim, dq);
+        inner_.undo_norm(args.k, i, 1, args.key_dim, dk);
       } else {
-        inner_.scale_row(args.scale, count, dq);
+        inner_.scale_row(args.scale, padded, dq);
       }
-      const int64_t q_head = first_head_ / sizes_.group;
-      store_row(args_.gradients.dq, args_.tensors.dq, token + i, q_head, dq);
-      store_row(args_.gradients.dk, args_.tensors.dk, token + i, q_head, dk);
+      store_row(head.dq, token + i, dq);
+      store_row(head.dk, token + i, dk);
     }
   }
 
@@ -392,25 +431,28 @@ class GroupBackward {
   int64_t first_head_;
   int64_t begin_;
   int64_t length_;
-  double* parameter_sums_;  ///< [HV, K + 1]: ddt_bias, dA_log
+  int value_dim_;
+  double* parameter_sums_;  ///< [HV, 2, K]: ddt_bias, and dA_log by channel
 };
 
 /// dA_log and ddt_bias: the runs in order.
 void store_parameters(const stage::Backward& args, const Sizes& sizes, const double* sums) {
   const Problem& p = args.call.problem;
-  const int64_t count = p.key_dim + 1;
-  const auto total = [&](int64_t head, int64_t channel) {
+  const auto total = [&](int64_t head, int64_t which, int64_t channel) {
     double sum = 0;
     for (int64_t run = 0; run < sizes.runs; ++run)
-      sum += sums[(run * p.num_value_heads + head) * count + channel];
-    return static_cast<float>(sum);
+      sum += sums[((run * p.num_value_heads + head) * 2 + which) * p.key_dim + channel];
+    return sum;
   };
   for (int64_t head = 0; head < p.num_value_heads; ++head) {
-    if (const auto& desc = args.gradients.dA_log)
-      args.tensors.dA_log[head * desc->strides[0]] = total(head, p.key_dim);
     if (const auto& desc = args.gradients.ddt_bias)
       for (int64_t d = 0; d < p.key_dim; ++d)
-        args.tensors.ddt_bias[head * desc->strides[0] + d] = total(head, d);
+        args.tensors.ddt_bias[head * desc->strides[0] + d] = static_cast<float>(total(head, 0, d));
+    if (const auto& desc = args.gradients.dA_log) {
+      double sum = 0;
+      for (int64_t d = 0; d < p.key_dim; ++d) sum += total(head, 1, d);
+      args.tensors.dA_log[head * desc->strides[0]] = static_cast<float>(sum);
+    }
   }
 }
 
@@ -440,7 +482,7 @@ Status backward(const Kernels& kernels, const stage::Backward& args) {
     const int64_t last = (run + 1) * p.num_sequences / sizes.runs;
     for (int64_t n = run * p.num_sequences / sizes.runs; n < last; ++n)
       GroupBackward(kernels, args, sizes, scratch, n, idx % p.num_heads,
-                    sums + run * p.num_value_heads * (p.key_dim + 1))
+                    sums + run * p.num_value_heads * 2 * p.key_dim)
           .run();
   };
   KDA_RETURN_IF_ERROR(parallel_tasks(sizes.runs * p.num_heads, call.num_threads, task));

@@ -47,11 +47,11 @@ struct alignas(64) BackwardChunk {
 /// Sums over V of a chunk, filled block by block; tokens are columns, those of d_o before those of
 /// -dZ.
 struct alignas(64) BackwardSums {
-  float rows[kMaxRows][kBlockV];            ///< U^T | W^T
-  float columns[kMaxRows][kBackwardChunk];  ///< X^T
-  float pairs[kBackwardChunk][kBlockV];     ///< P^T | R^T: row j, column i
-  float boundary[kMaxRows][16];             ///< rowsum(S0 dS), in lanes
-  float d_beta[kBackwardChunk];             ///< by the step size
+  float rows[kMaxRows][kBlockV];             ///< U^T | W^T
+  float columns[kMaxRows][kBackwardChunk];   ///< X^T
+  float pairs[kBackwardChunk][kBlockV];      ///< P^T | R^T: row j, column i
+  float boundary[kMaxRows][kBackwardChunk];  ///< rowsum(S0 dS), in lanes
+  float d_beta[kBackwardChunk];              ///< by the step size
 };
 
 /// Gradients of a chunk by q (scaled), k (normalised) and the log decay.
@@ -71,14 +71,23 @@ struct ReverseArgs {
 };
 
 struct BackwardKernels {
+  void (*clear)(const BackwardChunk& chunk, BackwardSums& sums);
   /// `keys_only`: nothing of q is read or made.
   void (*prepare)(const PrepareArgs& args, bool keys_only, BackwardChunk& chunk);
   /// errors = E of the chunk; `state` becomes that behind it.
-  void (*advance)(const BackwardChunk& chunk, const float* v, float* state, float* errors);
+  void (*advance)(const BackwardChunk& chunk, const float* v, float* state, float* errors,
+                  LineQueue& lines);
   /// The state behind the chunk, from that before it and E.
   void (*rebuild)(const BackwardChunk& chunk, const float* errors, const float* state, float* next);
-  void (*reverse)(const BackwardChunk& chunk, const ReverseArgs& args, BackwardSums& sums);
+  void (*reverse)(const BackwardChunk& chunk, const ReverseArgs& args, BackwardSums& sums,
+                  LineQueue& lines);
   void (*gradients)(const BackwardChunk& chunk, const BackwardSums& sums, BackwardRows& rows);
+
+  /// The rows of a chunk as tiles [blocks, 16, kBlockV], zero where there is no token or column.
+  void (*load_tiles)(const RowSource& rows, int count, int columns, float* tiles);
+  /// The way back.
+  void (*store_tiles)(const float* tiles, int count, int columns, char* rows,
+                      int64_t token_stride_bytes, DType dtype);
 
   /// out += row, [0, count).
   void (*add_row)(const float* row, int count, float* out);

@@ -122,13 +122,44 @@ static void backward_prepare(const PrepareArgs& args, bool keys_only, BackwardCh
   chunk.key_dim = args.key_dim;
   chunk.padded = round_up(args.key_dim, kRowsPadded);
   chunk.num_tokens = args.num_tokens;
-  __builtin_memset(chunk.N, 0, sizeof(chunk.N));
-  __builtin_memset(chunk.A, 0, sizeof(chunk.A));
+  clear_row(chunk.N[0], kBackwardChunk * kBackwardChunk);
+  clear_row(chunk.A[0], kBackwardChunk * kBackwardChunk);
   backward_qk(args, keys_only, chunk);
   backward_decays(args, keys_only, chunk);
   keys_only ? backward_scores<false>(chunk) : backward_scores<true>(chunk);
   for (int i = 0; i < kBackwardChunk; ++i)
     chunk.beta[i] = i < args.num_tokens ? load_beta(args, i) : 0;
+}
+
+static void load_tiles(const RowSource& rows, int count, int columns, float* tiles) {
+  const int step = element_bytes(rows.dtype);
+  for (int c = 0; c < columns; c += kWidth) {
+    float* column = tiles + c / kBlockV * kBackwardChunk * kBlockV + c % kBlockV;
+    const char* from = rows.data + c * step;
+    const int rest = columns - c;
+    for (int i = 0; i < count; ++i, from += rows.token_stride_bytes) {
+      float* to = column + i * kBlockV;
+      if (rest >= kWidth)
+        store(to, load_vector(from, rows.dtype));
+      else
+        load_row(from, rows.dtype, rest, kWidth, to);
+    }
+    for (int i = count; i < kBackwardChunk; ++i) store(column + i * kBlockV, set1(0));
+  }
+  for (int c = round_up(columns, kWidth); c % kBlockV != 0; c += kWidth)
+    for (int i = 0; i < kBackwardChunk; ++i)
+      store(tiles + (c / kBlockV * kBackwardChunk + i) * kBlockV + c % kBlockV, set1(0));
+}
+
+static void store_tiles(const float* tiles, int count, int columns, char* rows,
+                        int64_t token_stride_bytes, DType dtype) {
+  const int step = element_bytes(dtype);
+  for (int i = 0; i < count; ++i, rows += token_stride_bytes)
+    for (int c = 0; c < columns; c += kBlockV) {
+      const float* from = tiles + (c / kBlockV * kBackwardChunk + i) * kBlockV;
+      const int rest = columns - c;
+      store_row(from, dtype, rest < kBlockV ? rest : kBlockV, rows + c * step);
+    }
 }
 
 static void backward_add_row(const float* row, int count, float* out) {
@@ -165,6 +196,13 @@ static inline F product_or_zero(F a, F b) {
   return select_greater(abs(b), set1(0), a * b, set1(0));
 }
 
+/// s(x) s(-x), which loses nothing where s is near 1.
+static inline F sigmoid_slope(F x) {
+  const F e = exp(set1(0) - abs(x));
+  const F denominator = set1(1) + e;
+  return e / (denominator * denominator);
+}
+
 static void undo_gate(const PrepareArgs& args, int token, float* row, float* ddt_bias,
                       float* dA_log) {
   if (args.gate_mode == GateMode::kLog) return;
@@ -180,8 +218,7 @@ static void undo_gate(const PrepareArgs& args, int token, float* row, float* ddt
       by_A_log = product_or_zero(zero - factor * softplus(x), dg);
     } else {
       const F scaled = factor * x;
-      const F inner =
-          product_or_zero(set1(args.lower_bound) * sigmoid(scaled) * sigmoid(zero - scaled), dg);
+      const F inner = product_or_zero(set1(args.lower_bound) * sigmoid_slope(scaled), dg);
       raw = factor * inner;
       by_A_log = product_or_zero(scaled, inner);
     }
@@ -191,13 +228,13 @@ static void undo_gate(const PrepareArgs& args, int token, float* row, float* ddt
   }
 }
 
-/// s (1 - s) as s(x) s(-x), which loses nothing near 1.
 static float step_slope(const PrepareArgs& args, int token) {
   if (args.beta_mode == BetaMode::kPlain) return 1;
   const float raw =
       load_element(args.beta.data + token * args.beta.token_stride_bytes, args.beta.dtype, 0);
-  return (args.beta_mode == BetaMode::kSigmoid2 ? 2.0f : 1.0f) * scalar_sigmoid(raw) *
-         scalar_sigmoid(-raw);
+  alignas(64) float lane[kWidth];
+  store(lane, sigmoid_slope(set1(raw)));
+  return (args.beta_mode == BetaMode::kSigmoid2 ? 2.0f : 1.0f) * lane[0];
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

@@ -12,10 +12,21 @@ constexpr int kTileElements = kBackwardChunk * kBlockV;
 
 /// out[16, kBlockV] = rows[16, K] * state
 static inline void read_backward(const float (&rows)[kBackwardChunk][kRowStride],
-                                 const float* state, int key_dim, float* out) {
-  LineQueue none;
+                                 const float* state, int key_dim, float* out, LineQueue& lines) {
   for (int r = 0; r < kBackwardChunk; r += kChunk)
-    read_state(rows[r], state, key_dim, out + r * kBlockV, none);
+    read_state(rows[r], state, key_dim, out + r * kBlockV, lines);
+}
+
+static void backward_clear(const BackwardChunk& chunk, BackwardSums& sums) {
+  const F zero = set1(0);
+  const auto clear = [&](float* from, int count) {
+    for (int i = 0; i < count; i += kWidth) store(from + i, zero);
+  };
+  clear(sums.rows[0], chunk.padded * kBlockV);
+  clear(sums.columns[0], chunk.padded * kBackwardChunk);
+  clear(sums.boundary[0], chunk.padded * kBackwardChunk);
+  clear(sums.pairs[0], kBackwardChunk * kBlockV);
+  clear(sums.d_beta, kBackwardChunk);
 }
 
 static inline void step_tile(const BackwardChunk& chunk, const float* errors, float* v_new) {
@@ -35,9 +46,9 @@ static void backward_rebuild(const BackwardChunk& chunk, const float* errors, co
 }
 
 static void backward_advance(const BackwardChunk& chunk, const float* v, float* state,
-                             float* errors) {
+                             float* errors, LineQueue& lines) {
   alignas(64) float x[kTileElements];
-  read_backward(chunk.kgam, state, chunk.key_dim, x);
+  read_backward(chunk.kgam, state, chunk.key_dim, x, lines);
   for (int c = 0; c < kBlockV; c += kWidth) {
     F e[kBackwardChunk];
     for (int i = 0; i < kBackwardChunk; ++i)
@@ -105,14 +116,34 @@ static inline void add_product(const float* a, int rows, const float* b, float* 
 constexpr int kTokenVecs = kBackwardChunk / kWidth < kTileVecs ? 1 : kTileVecs;
 constexpr int kTokenRows = kTileRows * kTileVecs / kTokenVecs;
 
+/// All that is left to do with rows d .. d + 15 of both states, while they are in the L1 cache.
+static inline void reverse_rows(const BackwardChunk& chunk, int d, const ReverseArgs& args,
+                                const float* turned, const float* turned_v, const float* minus_dz,
+                                BackwardSums& sums) {
+  const float* state = args.state + d * kBlockV;
+  float* d_state = args.d_state + d * kBlockV;
+  for (int r = 0; r < kRowsPadded; ++r) {
+    F sum = load(sums.boundary[d + r]);
+    for (int c = 0; c < kBlockV; c += kWidth)
+      sum = fma(load(state + r * kBlockV + c), load(d_state + r * kBlockV + c), sum);
+    store(sums.boundary[d + r], sum);
+  }
+  add_product<kBlockV, kTileRows, kTileVecs>(state, kRowsPadded, turned, sums.rows[d]);
+  add_product<kBackwardChunk, kTokenRows, kTokenVecs>(d_state, kRowsPadded, turned_v,
+                                                      sums.columns[d]);
+  const RowPair pairs[] = {{chunk.qgam[0] + d, args.d_o}, {chunk.kgam[0] + d, minus_dz}};
+  write_rows(chunk.decay + d, chunk.keep + d, pairs, kRowsPadded, chunk.num_tokens, d_state,
+             d_state);
+}
+
 static void backward_reverse(const BackwardChunk& chunk, const ReverseArgs& args,
-                             BackwardSums& sums) {
+                             BackwardSums& sums, LineQueue& lines) {
   alignas(64) float dv_new[kTileElements];
   alignas(64) float v_new[kTileElements];
   alignas(64) float minus_dz[kTileElements];
   alignas(64) float turned[kBlockV * kBlockV];  // row c: d_o of 16 tokens, -dZ of 16 tokens
   alignas(64) float turned_v[kBlockV * kBlockV];
-  read_backward(chunk.kend, args.d_state, chunk.key_dim, dv_new);
+  read_backward(chunk.kend, args.d_state, chunk.key_dim, dv_new, lines);
   F d_beta[kBackwardChunk];
   for (F& x : d_beta) x = set1(0);
   for (int c = 0; c < kBlockV; c += kWidth)
@@ -128,20 +159,9 @@ static void backward_reverse(const BackwardChunk& chunk, const ReverseArgs& args
   turn_tile(minus_dz, turned, kBackwardChunk);
   turn_tile(v_new, turned_v, 0);
 
-  for (int d = 0; d < chunk.padded; ++d) {
-    F sum = load(sums.boundary[d]);
-    for (int c = 0; c < kBlockV; c += kWidth)
-      sum = fma(load(args.state + d * kBlockV + c), load(args.d_state + d * kBlockV + c), sum);
-    store(sums.boundary[d], sum);
-  }
-  add_product<kBlockV, kTileRows, kTileVecs>(args.state, chunk.padded, turned, sums.rows[0]);
-  add_product<kBackwardChunk, kTokenRows, kTokenVecs>(args.d_state, chunk.padded, turned_v,
-                                                      sums.columns[0]);
   add_product<kBlockV, kTileRows, kTileVecs>(v_new, kBackwardChunk, turned, sums.pairs[0]);
-
-  const RowPair pairs[] = {{chunk.qgam[0], args.d_o}, {chunk.kgam[0], minus_dz}};
-  write_rows(chunk.decay, chunk.keep, pairs, chunk.padded, chunk.num_tokens, args.d_state,
-             args.d_state);
+  for (int d = 0; d < chunk.padded; d += kRowsPadded)
+    reverse_rows(chunk, d, args, turned, turned_v, minus_dz, sums);
 }
 
 /// kWidth channels of a chunk, tokens as rows.

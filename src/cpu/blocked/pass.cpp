@@ -92,24 +92,6 @@ void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
   }
 }
 
-/// Collects the cache lines of rows. Rows of one head lie far apart in memory, which the
-/// processor's own prefetcher does not follow.
-class LineList {
- public:
-  explicit LineList(const char** lines) : first_(lines), end_(lines) {}
-
-  void add(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
-    constexpr int64_t kLine = 64;
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t at = 0; at < bytes; at += kLine) *end_++ = rows + i * stride_bytes + at;
-  }
-  LineQueue queue() const { return {first_, end_}; }
-
- private:
-  const char** first_;
-  const char** end_;
-};
-
 /// The inputs of the next group and the outputs of this one.
 LineQueue lines_around(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token,
                        const ThreadScratch& scratch) {

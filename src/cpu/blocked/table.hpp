@@ -33,8 +33,9 @@ static int64_t peak_fma(int64_t iterations) {
 }
 
 static constexpr BackwardKernels kBackwardKernels = {
-    backward_prepare, backward_advance,   backward_rebuild, backward_reverse, backward_gradients,
-    backward_add_row, backward_scale_row, undo_norm,        undo_gate,        step_slope};
+    backward_clear,     backward_prepare, backward_advance, backward_rebuild, backward_reverse,
+    backward_gradients, load_tiles,       store_tiles,      backward_add_row, backward_scale_row,
+    undo_norm,          undo_gate,        step_slope};
 
 static constexpr Kernels make_kernels(const char* name) {
   return {name,      prepare,  sweep,     matmul_block, decode_kv,
