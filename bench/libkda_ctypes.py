@@ -16,17 +16,6 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "python"))
 from libkda._library import I64, PTR, PlanOptions, Problem  # noqa: E402
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
-STAGES = ("w", "u", "kg", "qg", "Aqk", "T", "gamma", "beta", "diag", "h", "vn")
-
-
-class Stages(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t)] + [(n, PTR) for n in STAGES]
-
-
-class StageBytes(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t)] + [(n, ctypes.c_size_t) for n in STAGES]
-
-
 GATES = {"log": 0, "softplus": 1, "bounded": 2}
 BETAS = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
 INTRA_FORMS = {"auto": 0, "tensor": 1, "token": 2}
@@ -39,6 +28,8 @@ class Library:
         self.lib.kda_last_error.restype = ctypes.c_char_p
         self.lib.kda_plan_json.restype = ctypes.c_char_p
         self.lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
+        self.lib.kda_stage_buffers.restype = ctypes.c_char_p
+        self.buffers = self.lib.kda_stage_buffers().decode().split()
 
     def check(self, status):
         if status != 0:
@@ -128,15 +119,17 @@ class Library:
 
     def stages(self, call, without=()):
         """Callables of the chunk stages of a forward plan, on buffers of their own."""
-        sizes = StageBytes(ctypes.sizeof(StageBytes))
+        size_t, count = ctypes.c_size_t, len(self.buffers)
+        sizes = (size_t * (1 + count))(ctypes.sizeof(size_t) * (1 + count))  # kda_stage_bytes
         self.check(self.lib.kda_stage_sizes(call.handle, ctypes.byref(sizes)))
-        buffers = {n: torch.empty(max(getattr(sizes, n), 16), dtype=torch.uint8, device="cuda")
-                   for n in STAGES}
+        bytes_of = dict(zip(self.buffers, sizes[1:]))
+        buffers = {n: torch.empty(max(size, 16), dtype=torch.uint8, device="cuda")
+                   for n, size in bytes_of.items()}
         found = {}
         for name in ("chunk_intra", "recompute_w_u", "chunk_delta_h", "chunk_o"):
             for bare in (False, True):
-                stages = Stages(ctypes.sizeof(Stages), *(
-                    None if bare and n in ("kg", "qg") else buffers[n].data_ptr() for n in STAGES))
+                stages = (PTR * (1 + count))(ctypes.sizeof(PTR) * (1 + count), *(  # kda_stages
+                    None if bare and n in ("kg", "qg") else buffers[n].data_ptr() for n in self.buffers))
                 function = getattr(self.lib, "kda_" + name)
 
                 def run(function=function, stages=stages, kept_alive=(buffers, call)):
@@ -145,5 +138,5 @@ class Library:
                                         ctypes.byref(stages), *call.memory))
 
                 found[name + ("_bare" if bare else "")] = run
-        found["sizes"] = {n: getattr(sizes, n) for n in STAGES}
+        found["sizes"] = bytes_of
         return found

@@ -25,17 +25,20 @@ endif()
 message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 
 set(KDA_CUDA_KERNELS
-  src/cuda/sm80/chunk_delta_h.cu
-  src/cuda/sm80/chunk_intra.cu
-  src/cuda/smxx/decode.cu
-  src/cuda/smxx/recurrent.cu
-  src/cuda/smxx/segment_merge.cu
-  src/cuda/smxx/sequence_map.cu)
+  src/cuda/decode/decode.cu
+  src/cuda/launch/sequence_map.cu
+  src/cuda/recurrent/recurrent.cu
+  src/cuda/segments/segment_merge.cu
+  src/cuda/staged/chunk_delta_h_sm80.cu
+  src/cuda/staged/chunk_intra.cu)
 
 # Hopper's own instructions: machine code for sm_90a and nothing else.
-set(KDA_CUDA_KERNELS_SM90A src/cuda/sm90/chunk_delta_h.cu src/cuda/sm90/fused_prefill.cu
-                           src/cuda/sm90/fused_prefill_64.cu src/cuda/sm90/segment_correct.cu
-                           src/cuda/sm90/segment_merge.cu)
+set(KDA_CUDA_KERNELS_SM90A
+  src/cuda/fused/fused_k128.cu
+  src/cuda/fused/fused_k64.cu
+  src/cuda/fused/segment_correct.cu
+  src/cuda/segments/segment_merge_sm90.cu
+  src/cuda/staged/chunk_delta_h_sm90.cu)
 
 set(KDA_CUDA_HOST src/cuda/host/device.cpp src/cuda/host/fused.cpp src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
@@ -62,7 +65,7 @@ function(kda_add_kernels objects architectures)
   target_compile_options(${objects} PRIVATE
     -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
   set_target_properties(${objects} PROPERTIES
-    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_report.sh)
+    CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_output.sh)
   target_include_directories(${objects} PRIVATE include src)
 endfunction()
 
@@ -73,6 +76,7 @@ function(kda_add_cuda target)
   endif()
   if(NOT KDA_WITH_CUDA)
     target_sources(${target} PRIVATE src/cuda/host/no_cuda.cpp)
+    target_compile_definitions(${target} PRIVATE KDA_NO_CUDA)
     return()
   endif()
   target_sources(${target} PRIVATE ${KDA_CUDA_HOST})
@@ -83,10 +87,17 @@ function(kda_add_cuda target)
     target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
   endif()
   # Beside the binaries: which kernels they hold (bench/evidence.py).
-  add_custom_target(kda_kernel_hashes ALL
-    COMMAND ${CMAKE_COMMAND} -DOUT=${PROJECT_BINARY_DIR}/kernel_hashes.json
-            -DTOOLKIT=${CMAKE_CUDA_COMPILER_VERSION} -P ${PROJECT_SOURCE_DIR}/cmake/kernel_hashes.cmake
-    COMMENT "")
+  find_package(Python3 COMPONENTS Interpreter QUIET)
+  if(Python3_FOUND)
+    set(hashes ${PROJECT_BINARY_DIR}/kernel_hashes.json)
+    add_custom_command(OUTPUT ${hashes}
+      COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py hash ${PROJECT_BINARY_DIR}
+              --toolkit ${CMAKE_CUDA_COMPILER_VERSION} --output ${hashes}
+      DEPENDS ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py $<TARGET_OBJECTS:kda_cuda_objects>
+              $<$<TARGET_EXISTS:kda_cuda_objects_sm90a>:$<TARGET_OBJECTS:kda_cuda_objects_sm90a>>
+      COMMENT "" VERBATIM)
+    add_custom_target(kda_kernel_hashes ALL DEPENDS ${hashes})
+  endif()
 endfunction()
 
 function(kda_link_cuda library)

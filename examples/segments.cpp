@@ -46,7 +46,7 @@ int main() {
   tensors.beta = beta.data();
 
   kda::PlanOptions options;
-  options.context_parallel = kda::ContextParallel::kFixed;
+  options.context_parallel = kda::SegmentPolicy::kFixed;
   options.num_segments = 4;
   kda::Plan plan, serial_plan;
   kda::throw_if_error(kda::make_plan(describe(), {}, kda::cpu_facts(), options, &plan));

@@ -93,7 +93,7 @@ class Comparison {
         "T = {}, H = {}, K = V = 128, fp32, log gates, {} threads; % of this instruction "
         "set's measured peak\n\n{}",
         tokens_, kHeads, threads_, tools::format_table(table));
-    if (!json_path.empty()) io::write_file_atomically(json_path, json.dump(2) + "\n");
+    if (!json_path.empty()) io::write_file(json_path, json.dump(2) + "\n");
   }
 
   void measure_peak(const cpu::blocked::Kernels& kernels) {

@@ -10,7 +10,12 @@
  *
  * Rules
  * - Structs begin with struct_size: set it to sizeof(the struct), or call the *_init function.
- *   Later versions only append fields; a zero field means its default. Enumerations only grow.
+ *   Later versions only append fields; a zero field means its default. Enumerations only grow. A
+ *   smaller struct is an older caller's: what it lacks has its default. A larger one is a newer
+ *   caller's: it is refused if a field that this version does not know is not zero.
+ * - What is given counts: a pointer (or num_slots, or a scale) that is not zero is used whether its
+ *   has_ or present flag is set or not. The flags are for plans that are made without the pointer.
+ *   A call that gives what its plan was made without is refused.
  * - No function prints, exits, throws, or keeps a pointer after it returns (but a plan is a copy).
  * - Every call is thread safe; a plan may be used by many threads at once with own workspaces.
  * - On failure nothing has been written to the caller's tensors, and kda_last_error() of the same
@@ -80,7 +85,8 @@ typedef enum kda_intra_form {
 } kda_intra_form;
 
 /* A tensor. `data` may be null while planning. DLPack's strides are the same (elements); a null
- * DLTensor.strides means row-major. */
+ * DLTensor.strides means row-major. A tensor whose dtype, strides and alignment are all 0 was never
+ * described, and is refused (one fp32 element for all: set the alignment). */
 typedef struct kda_tensor {
   void* data;
   int32_t dtype;      /* kda_dtype */
@@ -89,14 +95,14 @@ typedef struct kda_tensor {
   int64_t alignment;  /* bytes, power of two; 0: the largest up to 16 that the strides keep */
 } kda_tensor;
 
-/* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]; num_slots 0 and data null:
- * none, unless `present` is set. */
+/* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]. All zero: the problem has
+ * none. */
 typedef struct kda_state {
   kda_tensor tensor;
   int64_t num_slots;
-  const int32_t* indices; /* with `indexed`: slot of each sequence, -1 none */
-  int32_t present;        /* 0: the problem has no such buffer */
-  int32_t indexed;        /* 1: `indices` picks the slots */
+  const int32_t* indices; /* with `indexed`: slot of each sequence; below first_slot: none */
+  int32_t present;        /* 1: there is such a buffer, though nothing else says so yet */
+  int32_t indexed;        /* 1: `indices` picks the slots, though it may be null yet */
 } kda_state;
 
 typedef struct kda_problem {
@@ -113,20 +119,20 @@ typedef struct kda_problem {
   int64_t value_dim;
   int64_t num_sequences;
   kda_tensor q, k, v, g, beta, o;
-  kda_tensor A_log;   /* fp32 [HV]; strides[0] = 0: none */
-  kda_tensor dt_bias; /* fp32 [HV, K]; strides[0] = 0: none */
+  kda_tensor A_log;   /* fp32 [HV]; data null and strides[0] = 0: none */
+  kda_tensor dt_bias; /* fp32 [HV, K]; data null and strides[0] = 0: none */
   double lower_bound; /* of KDA_GATE_BOUNDED */
-  double scale;       /* used if has_scale, else K^-1/2 */
+  double scale;       /* 0 without has_scale: K^-1/2 */
   int32_t has_scale;
   int32_t qk_l2norm;
   int32_t has_cu_seqlens;
   int32_t cu_seqlens_dtype; /* KDA_INT32 or KDA_INT64 */
-  const void* cu_seqlens;   /* run: read only by plans made from bounds */
+  const void* cu_seqlens;   /* run: of plans made from bounds; else null, or the plan's lengths */
   kda_state initial_state;  /* decode without final_state: the pool, updated in place */
   kda_state final_state;
   kda_state checkpoints;
-  const uint8_t* initial_state_mask; /* [num_sequences], with has_initial_state_mask */
-  const int32_t* num_accepted_tokens;
+  const uint8_t* initial_state_mask;  /* [num_sequences] */
+  const int32_t* num_accepted_tokens; /* [num_sequences] */
   int32_t has_initial_state_mask;
   int32_t has_num_accepted_tokens;
   int64_t checkpoint_every;
@@ -136,6 +142,9 @@ typedef struct kda_problem {
   void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
   int32_t zero_skipped; /* decode in place, 1: o is 0 where no token is computed; 0: left alone */
   int32_t reserved;     /* 0 */
+  /* An index below it, and so any negative one, means none; 1 where slot 0 is a null block. Above 0
+   * it implies zero_skipped. */
+  int64_t first_slot;
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -168,8 +177,13 @@ KDA_API const char* kda_status_name(kda_status status);
 /* Message of the last failed call of this thread; "" if there was none. */
 KDA_API const char* kda_last_error(void);
 
-/* Zeroes the struct and sets struct_size and the defaults (one head of K = V = 128, bf16). */
+/* Zeroes the struct and sets struct_size and the defaults: one head of K = V = 128, gate log. No
+ * tensor is described yet. A program calls it through the macro, which passes the size of the
+ * struct that the program was compiled with: never more is written. The function of that name
+ * serves programs that were built before first_slot was there. */
 KDA_API void kda_problem_init(kda_problem* problem);
+KDA_API void kda_problem_init_size(kda_problem* problem, size_t struct_size);
+#define kda_problem_init(problem) kda_problem_init_size((problem), sizeof(kda_problem))
 KDA_API void kda_plan_options_init(kda_plan_options* options);
 /* Sets device_kind, num_sms and compute_capability to those of a CUDA device of this machine.
  * KDA_UNAVAILABLE, with the reason, if there is none. */
@@ -188,9 +202,21 @@ KDA_API kda_status kda_supported(const kda_problem* problem, const kda_plan_opti
 KDA_API kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
                                    const kda_plan_options* options, kda_plan** plan);
 KDA_API void kda_plan_destroy(kda_plan* plan);
+
+/* Plans of the calls made so far, the `most_plans` (0: 256) that were asked for last.
+ * kda_plan_cache_find is kda_plan_create with such a memory: what it gives is the caller's, freed
+ * with kda_plan_destroy, and outlives the cache. Of a tensor's data only its alignment counts, and
+ * that only where `alignment` is 0. Thread safe, but for destroy. */
+typedef struct kda_plan_cache kda_plan_cache; /* opaque */
+KDA_API kda_status kda_plan_cache_create(size_t most_plans, kda_plan_cache** cache);
+KDA_API void kda_plan_cache_destroy(kda_plan_cache* cache);
+KDA_API kda_status kda_plan_cache_find(kda_plan_cache* cache, const kda_problem* problem,
+                                       const int64_t* cu_seqlens, const kda_plan_options* options,
+                                       kda_plan** plan);
+
 KDA_API size_t kda_plan_workspace_bytes(const kda_plan* plan); /* align the workspace to 64 */
 KDA_API int64_t kda_plan_num_segments(const kda_plan* plan);   /* 0: not segmented */
-/* The plan as JSON; valid as long as the plan. */
+/* The plan as JSON, made by the first call; valid as long as the plan. "" if memory ran out. */
 KDA_API const char* kda_plan_json(const kda_plan* plan);
 KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none can run it */
 
@@ -221,6 +247,8 @@ typedef struct kda_stage_bytes {
   size_t struct_size;
   size_t w, u, kg, qg, Aqk, T, gamma, beta, diag, h, vn;
 } kda_stage_bytes;
+/* The names of the buffers in the order of both structs, with spaces between them: for bindings. */
+KDA_API const char* kda_stage_buffers(void);
 KDA_API kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes);
 KDA_API kda_status kda_chunk_intra(const kda_plan* plan, const kda_problem* problem,
                                    const kda_stages* stages, void* workspace,

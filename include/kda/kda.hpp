@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kda/plan.hpp"
+#include "kda/plan_cache.hpp"
 #include "kda/problem.hpp"
 #include "kda/run.hpp"
 #include "kda/stages.hpp"

@@ -38,13 +38,14 @@ int32_t cuda_device_count() noexcept;
 
 /// Rules that cut long sequences into segments. They fix the partition only: execution always
 /// merges the exact transition M of every segment.
-enum class ContextParallel : int32_t {
-  kAuto = 0,  ///< by the cost model of src/plan/cost_model.hpp; never on the CPU
+enum class SegmentPolicy : int32_t {
+  kAuto = 0,  ///< by the cost model of the backend; never on the CPU
   kOff = 1,
   kFixed = 2,     ///< PlanOptions::num_segments for every sequence that has enough chunks
   kFlashKda = 3,  ///< FlashKDA's published rule
   kCula = 4,      ///< cuLA's published guards
 };
+using ContextParallel [[deprecated("use SegmentPolicy")]] = SegmentPolicy;
 
 /// How the segments are joined (docs/planning.md); both are exact. Segments of kAuto in
 /// cuda.sm90.fused are joined in one pass.
@@ -62,7 +63,7 @@ enum class IntraForm : int32_t {
 };
 
 struct PlanOptions {
-  ContextParallel context_parallel = ContextParallel::kAuto;
+  SegmentPolicy context_parallel = SegmentPolicy::kAuto;
   int64_t num_segments = 0;  ///< for kFixed
   SegmentMethod segment_method = SegmentMethod::kScanMergeForward;
   IntraForm intra_form = IntraForm::kAuto;
@@ -92,24 +93,29 @@ struct StagePlan {
   std::string what;
 };
 
-/// A named piece of the caller's workspace.
+/// A named piece of the caller's workspace, or of the memory that it keeps (Plan::saved).
 struct WorkspaceBlock {
   std::string name;
   std::size_t offset = 0;
   std::size_t bytes = 0;
 };
 
-/// Predicted times in microseconds, for CUDA devices (constants: src/plan/cost_model.hpp).
+/// Predicted times in microseconds, for CUDA devices (constants: cost.hpp of each backend).
 struct CostEstimate {
   double roofline_us = 0;
-  double serial_us = 0;
-  double segmented_us = 0;   ///< of the chosen partition; 0 when there is none
-  double one_kernel_us = 0;  ///< of cuda.sm90.fused, where the plan is its own
+  double serial_us = 0;     ///< in stages, uncut
+  double segmented_us = 0;  ///< of the chosen partition; 0 when there is none
+  double fused_us = 0;      ///< of cuda.sm90.fused, uncut, where the plan is its own
+
+  double one_kernel_us = 0;  ///< deprecated, until the next release: fused_us
 };
 
 struct Plan {
   Problem problem;
-  PlanOptions options;
+  PlanOptions requested;  ///< the options as the caller gave them
+  /// The options in effect: backend is the implementation, num_threads is counted, context_parallel
+  /// is kOff where nothing is cut, segment_method and intra_form are those that run.
+  PlanOptions resolved;
   DeviceFacts device;
 
   std::string implementation;  ///< empty: nothing in this build can run the plan
@@ -129,7 +135,7 @@ struct Plan {
   int64_t segment_chunks = 0;  ///< longest segment, in chunks of the policy
   /// One pass on a GPU: transitions come after all else and stop where |M|_F <= 2^-20, as they may
   /// where that norm never grows (docs/planning.md).
-  bool transitions_stop = false;
+  bool early_exit = false;
   std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.
   std::vector<int64_t> segment_offsets;
@@ -139,6 +145,14 @@ struct Plan {
   std::vector<StagePlan> stages;
   std::vector<WorkspaceBlock> workspace;
   std::size_t workspace_bytes = 0;
+  /// What a run() writes for a later call (Tensors::saved). The caller owns this memory and keeps
+  /// it until that call. Only plans that were asked to save something have such blocks.
+  std::vector<WorkspaceBlock> saved;
+  std::size_t saved_bytes = 0;
+
+  // Deprecated, until the next release. (With the attribute every copy of a Plan would warn.)
+  PlanOptions options;            ///< requested, with the segment_method of resolved
+  bool transitions_stop = false;  ///< early_exit
 
   std::string to_text(bool explain = false) const;
   std::string to_json() const;

@@ -26,13 +26,15 @@ enum class Operation : int32_t {
   kForward = 0,  ///< any number of tokens; chunked
   kDecode = 1,   ///< 1..8 tokens a sequence, one read and one write of the state
 };
+const char* operation_name(Operation operation) noexcept;  ///< "forward", "decode"
 
 /// A buffer of states, [num_slots, HV, K, V] (kv) or [num_slots, HV, V, K] (vk), fp32 or bf16.
 struct StateDesc {
   TensorDesc tensor;
   int64_t num_slots = 0;
   /// false: sequence n (or checkpoint c) uses slot n (c), and num_slots must be that count.
-  /// true: an int32 index array picks the slot; -1 means none.
+  /// true: an int32 index array picks the slot. An index below Problem::first_slot, and so any
+  /// negative one, means none; any number of sequences may have none.
   bool indexed = false;
 };
 
@@ -55,12 +57,14 @@ struct Problem {
   TensorDesc o;     ///< [B, T, HV, V]  output
 
   GateMode gate_mode = GateMode::kLog;
-  double lower_bound = -5.0;          ///< of GateMode::kBounded; any finite value < 0
-  std::optional<TensorDesc> A_log;    ///< [HV] fp32
+  double lower_bound = -5.0;  ///< of GateMode::kBounded; -1e35..-1e-35
+  /// [HV] fp32. The CPU refuses values above 70 (softplus) or 88 (bounded): exp(A_log) times what
+  /// it multiplies would leave fp32. What a GPU makes of them: docs/operation.md.
+  std::optional<TensorDesc> A_log;
   std::optional<TensorDesc> dt_bias;  ///< [HV, K] fp32
   BetaMode beta_mode = BetaMode::kPlain;
   bool qk_l2norm = false;       ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
-  std::optional<double> scale;  ///< of the outputs; default K^-1/2
+  std::optional<double> scale;  ///< of the outputs; 0 or 1e-35..1e35 in size; default K^-1/2
 
   /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start.
   std::optional<DType> cu_seqlens;
@@ -74,14 +78,22 @@ struct Problem {
   /// floor(length / checkpoint_every) of them, sequences in order.
   int64_t checkpoint_every = 0;
 
+  /// The first slot that an index array can name, at most the num_slots of each indexed buffer: 1
+  /// where slot 0 is the null block of padded rows, as in vLLM. A sequence that has no slot starts
+  /// from zero (initial_state_indices) or is not stored (final_state_indices,
+  /// checkpoint_indices); decode in place skips it, and where first_slot is above 0 its outputs are
+  /// 0, as with zero_skipped. States below first_slot are neither read nor written.
+  int64_t first_slot = 0;
+
   /// Decode without final_state works in place, in the pool initial_state, and skips a sequence
-  /// whose slot is -1. Columns of its index array [N, S]: 1: the state after the last token is
-  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (-1 skips it), and
-  /// the state is read from slot [n, num_accepted_tokens[n] - 1].
+  /// that has no slot. Columns of its index array [N, S]: 1: the state after the last token is
+  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (none skips it),
+  /// and the state is read from slot [n, num_accepted_tokens[n] - 1].
   int64_t state_index_columns = 1;
   bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1
   /// Decode in place: o is 0 where no token is computed, of a skipped sequence, or behind the
-  /// sequences that a device's cu_seqlens tell. Else such rows of o are left alone.
+  /// sequences that a device's cu_seqlens tell. Else such rows of o are left alone. A first_slot
+  /// above 0 implies it.
   bool zero_skipped = false;
 
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).

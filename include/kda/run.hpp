@@ -20,7 +20,9 @@ struct Tensors {
   const void* beta = nullptr;
   const float* A_log = nullptr;
   const float* dt_bias = nullptr;
-  const void* cu_seqlens = nullptr;  ///< read only when the plan was made from bounds
+  /// Needed when the plan was made from bounds. Else null, or on the CPU the lengths of the plan (a
+  /// GPU does not read them again).
+  const void* cu_seqlens = nullptr;
 
   /// Read-only; but decode without a final_state writes into this pool.
   void* initial_state = nullptr;
@@ -33,6 +35,11 @@ struct Tensors {
   const int32_t* final_state_indices = nullptr;  ///< [N]
   void* checkpoints = nullptr;
   const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
+
+  /// The blocks of Plan::saved: at least plan.saved_bytes, aligned to kWorkspaceAlignment; may be
+  /// null if the plan saves nothing.
+  void* saved = nullptr;
+  std::size_t saved_bytes = 0;
 
   /// CUDA: the caller vouches that every pointer and the stream belong to the current device, the
   /// plan's; run() then does not ask the driver about each of them. Null pointers, alignment and

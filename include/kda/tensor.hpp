@@ -11,13 +11,17 @@
 namespace kda {
 
 inline constexpr int64_t kDefaultAlignment = 16;
+/// A stride that nobody has set.
+inline constexpr int64_t kUnsetStride = INT64_MIN / 16;
 
+/// A descriptor whose strides are all unset was never described: validate() refuses it, unless the
+/// tensor has no elements.
 struct TensorDesc {
   DType dtype = DType::kBFloat16;
   /// Elements between neighbours along each dimension, outermost first; dimensions past the
   /// tensor's rank are ignored. The innermost stride must be 1. Strides of dimensions of size 1
   /// are never used.
-  std::array<int64_t, 4> strides{};
+  std::array<int64_t, 4> strides{kUnsetStride, kUnsetStride, kUnsetStride, kUnsetStride};
   /// Bytes, a power of two. The pointer given to run() and every stride but the innermost are
   /// multiples of it; implementations that need more decline at plan time.
   int64_t alignment = kDefaultAlignment;

@@ -36,9 +36,9 @@ enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 /// Bits of the workspace block "device_flags" after a CUDA call (see run()).
 enum MetadataFlag : int32_t {
   kBadSequences = 1,          ///< cu_seqlens decreases or leaves 0..T: clamped (docs/operation.md)
-  kBadInitialIndex = 2,       ///< initial_state_indices out of range: starts from zero, or skipped
-  kBadFinalIndex = 4,         ///< final_state_indices out of range: state not stored
-  kBadCheckpointIndex = 8,    ///< checkpoint_indices out of range: checkpoint not stored
+  kBadInitialIndex = 2,       ///< initial_state_indices too large: starts from zero, or skipped
+  kBadFinalIndex = 4,         ///< final_state_indices too large: state not stored
+  kBadCheckpointIndex = 8,    ///< checkpoint_indices too large: checkpoint not stored
   kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
   kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
 };

@@ -2,8 +2,12 @@
 // The C ABI over the C++ API: conversion of structs, nothing else. Catches everything.
 #include "kda/kda.h"
 
+#include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <span>
 #include <string>
@@ -12,10 +16,17 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "kda/kda.hpp"
+#include "stage/buffers.hpp"
+
+struct kda_plan_cache {
+  kda::PlanCache plans;
+};
 
 struct kda_plan {
-  kda::Plan plan;
-  std::string json;
+  std::shared_ptr<const kda::Plan> plan;
+  // Made when it is first asked for.
+  mutable std::once_flag json_made;
+  mutable std::string json;
 };
 
 namespace kda::capi {
@@ -34,15 +45,24 @@ kda_status guarded_call(Body&& body) noexcept {
   return report(guarded(std::forward<Body>(body)));
 }
 
-/// Copies a caller's struct of an older (smaller) or equal version over a current default.
+constexpr std::size_t kLargestStruct = 1 << 16;  // what a struct_size can be at all
+
+/// Copies a caller's struct over a current default. An older version's is smaller: the rest keeps
+/// its defaults. A newer one's is larger: what this version does not know must be zero.
 template <class Struct>
 Status read_struct(const Struct* given, const char* name, Struct* current) {
   if (!given) return invalid(name, ": is null");
   const std::size_t size = given->struct_size;
-  if (size < sizeof(std::size_t) || size > sizeof(Struct))
-    return invalid(name, ": struct_size = ", size, " is not known to this version (at most ",
-                   sizeof(Struct), "); call its _init function");
-  std::memcpy(static_cast<void*>(current), given, size);
+  if (size < sizeof(std::size_t) || size > kLargestStruct)
+    return invalid(name, ": struct_size = ", size, " is no size of this struct (", sizeof(Struct),
+                   "); call its _init function");
+  const auto* bytes = reinterpret_cast<const unsigned char*>(given);
+  if (size > sizeof(Struct) && std::any_of(bytes + sizeof(Struct), bytes + size,
+                                           [](unsigned char byte) { return byte != 0; }))
+    return invalid(name, ": struct_size = ", size,
+                   " is of a newer version, and a field behind the ", sizeof(Struct),
+                   " bytes of this one is set");
+  std::memcpy(static_cast<void*>(current), given, std::min(size, sizeof(Struct)));
   return {};
 }
 
@@ -61,6 +81,10 @@ int64_t natural_alignment(const TensorDesc& desc, const Shape& shape, int rank) 
 TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {
   TensorDesc desc;
   desc.dtype = static_cast<DType>(given.dtype);
+  const bool described =
+      given.dtype != 0 || given.alignment != 0 ||
+      std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
+  if (!described) return desc;
   for (std::size_t i = 0; i < 4; ++i) desc.strides[i] = given.strides[i];
   desc.alignment = given.alignment;
   if (desc.alignment != 0) return desc;
@@ -74,11 +98,21 @@ TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {
   return desc;
 }
 
+/// Whatever is given counts; the flags are for planning without data.
+bool is_given(const kda_state& state) {
+  return state.present || state.num_slots != 0 || state.tensor.data || state.indices;
+}
+bool is_given(const kda_tensor& parameter) { return parameter.data || parameter.strides[0] != 0; }
+bool has_mask(const kda_problem& c) { return c.has_initial_state_mask || c.initial_state_mask; }
+bool has_accepted(const kda_problem& c) {
+  return c.has_num_accepted_tokens || c.num_accepted_tokens;
+}
+
 std::optional<StateDesc> state_of(const Problem& p, const kda_state& given) {
-  if (!given.present) return std::nullopt;
+  if (!is_given(given)) return std::nullopt;
   StateDesc desc;
   desc.num_slots = given.num_slots;
-  desc.indexed = given.indexed != 0;
+  desc.indexed = given.indexed || given.indices;
   desc.tensor = tensor_of(given.tensor, state_shape(p, desc), 4);
   return desc;
 }
@@ -101,22 +135,23 @@ Problem problem_of(const kda_problem& c) {
   p.o = tensor_of(c.o, v_shape(p), 4);
   p.gate_mode = static_cast<GateMode>(c.gate_mode);
   p.lower_bound = c.lower_bound;
-  if (c.A_log.strides[0] != 0) p.A_log = tensor_of(c.A_log, {p.num_value_heads, 1, 1, 1}, 1);
-  if (c.dt_bias.strides[0] != 0)
+  if (is_given(c.A_log)) p.A_log = tensor_of(c.A_log, {p.num_value_heads, 1, 1, 1}, 1);
+  if (is_given(c.dt_bias))
     p.dt_bias = tensor_of(c.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}, 2);
   p.beta_mode = static_cast<BetaMode>(c.beta_mode);
   p.qk_l2norm = c.qk_l2norm != 0;
-  if (c.has_scale) p.scale = c.scale;
-  if (c.has_cu_seqlens) p.cu_seqlens = static_cast<DType>(c.cu_seqlens_dtype);
+  if (c.has_scale || c.scale != 0) p.scale = c.scale;
+  if (c.has_cu_seqlens || c.cu_seqlens) p.cu_seqlens = static_cast<DType>(c.cu_seqlens_dtype);
   p.state_layout = static_cast<StateLayout>(c.state_layout);
   p.initial_state = state_of(p, c.initial_state);
-  p.initial_state_mask = c.has_initial_state_mask != 0;
+  p.initial_state_mask = has_mask(c);
   p.final_state = state_of(p, c.final_state);
   p.checkpoints = state_of(p, c.checkpoints);
   p.checkpoint_every = c.checkpoint_every;
   p.state_index_columns = c.state_index_columns == 0 ? 1 : c.state_index_columns;
-  p.num_accepted_tokens = c.has_num_accepted_tokens != 0;
+  p.num_accepted_tokens = has_accepted(c);
   p.zero_skipped = c.zero_skipped != 0;
+  p.first_slot = c.first_slot;
   p.batch_invariant = c.batch_invariant != 0;
   return p;
 }
@@ -149,6 +184,37 @@ Status read_problem(const kda_problem* given, kda_problem* current) {
   return read_struct(given, "problem", current);
 }
 
+/// What a call gives beyond what its plan was made for would be left out without a word.
+Status check_call(const Problem& planned, const kda_problem& c) {
+  const auto unplanned = [](const char* name) {
+    return invalid(name, ": given, but the plan was made without it");
+  };
+  const struct {
+    const char* name;
+    const char* indices;
+    const kda_state& given;
+    const std::optional<StateDesc>& state;
+  } states[] = {{"initial_state", "initial_state_indices", c.initial_state, planned.initial_state},
+                {"final_state", "final_state_indices", c.final_state, planned.final_state},
+                {"checkpoints", "checkpoint_indices", c.checkpoints, planned.checkpoints}};
+  for (const auto& row : states) {
+    if (is_given(row.given) && !row.state) return unplanned(row.name);
+    if (row.given.indices && !row.state->indexed) return unplanned(row.indices);
+  }
+  if (c.A_log.data && !planned.A_log) return unplanned("A_log");
+  if (c.dt_bias.data && !planned.dt_bias) return unplanned("dt_bias");
+  if (c.cu_seqlens && !planned.cu_seqlens) return unplanned("cu_seqlens");
+  if (has_mask(c) && !planned.initial_state_mask) return unplanned("initial_state_mask");
+  if (has_accepted(c) && !planned.num_accepted_tokens) return unplanned("num_accepted_tokens");
+  return {};
+}
+
+Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current) {
+  if (!plan) return invalid("plan: is null");
+  KDA_RETURN_IF_ERROR(read_problem(given, current));
+  return check_call(plan->plan->problem, *current);
+}
+
 Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOptions* options) {
   kda_plan_options c;
   kda_plan_options_init(&c);
@@ -159,7 +225,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
                 ? gpu_facts(c.num_sms == 0 ? 132 : c.num_sms,
                             c.compute_capability == 0 ? 90 : c.compute_capability)
                 : cpu_facts();
-  options->context_parallel = static_cast<ContextParallel>(c.context_parallel);
+  options->context_parallel = static_cast<SegmentPolicy>(c.context_parallel);
   options->segment_method = c.one_pass ? SegmentMethod::kOnePass : SegmentMethod::kScanMergeForward;
   options->intra_form = static_cast<IntraForm>(c.intra_form);
   options->num_segments = c.num_segments;
@@ -168,7 +234,8 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   return {};
 }
 
-Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
+/// `cache` null: a plan of its own.
+Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int64_t* cu_seqlens,
                    const kda_plan_options* options, kda_plan** plan) {
   if (!plan) return invalid("plan: is null");
   *plan = nullptr;
@@ -179,15 +246,19 @@ Status create_plan(const kda_problem* problem, const int64_t* cu_seqlens,
   KDA_RETURN_IF_ERROR(read_options(options, &device, &plan_options));
   const Problem p = problem_of(c);
   KDA_RETURN_IF_ERROR(validate(p));
+  const bool bounds = p.cu_seqlens && !cu_seqlens;
+  std::span<const int64_t> lengths;
+  if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
   auto made = std::make_unique<kda_plan>();
-  if (p.cu_seqlens && !cu_seqlens) {
-    KDA_RETURN_IF_ERROR(make_plan_from_bounds(p, device, plan_options, &made->plan));
+  if (cache) {
+    KDA_RETURN_IF_ERROR(bounds ? cache->plans.find_from_bounds(p, device, plan_options, &made->plan)
+                               : cache->plans.find(p, lengths, device, plan_options, &made->plan));
   } else {
-    std::span<const int64_t> lengths;
-    if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
-    KDA_RETURN_IF_ERROR(make_plan(p, lengths, device, plan_options, &made->plan));
+    auto own = std::make_shared<Plan>();
+    KDA_RETURN_IF_ERROR(bounds ? make_plan_from_bounds(p, device, plan_options, own.get())
+                               : make_plan(p, lengths, device, plan_options, own.get()));
+    made->plan = std::move(own);
   }
-  made->json = made->plan.to_json();
   *plan = made.release();
   return {};
 }
@@ -199,14 +270,35 @@ kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* pro
                      const kda_segments* segments, void* workspace,
                      std::size_t workspace_bytes) noexcept {
   return guarded_call([&] {
-    if (!plan) return invalid("plan: is null");
     kda_problem c;
-    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_segments s{};
     KDA_RETURN_IF_ERROR(read_struct(segments, "segments", &s));
-    return stage(plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes,
+    return stage(*plan->plan, tensors_of(c), {s.M, s.B, s.states_in}, workspace, workspace_bytes,
                  c.stream);
   });
+}
+
+// kda_stages and kda_stage_bytes list the buffers in the order of stage::kChunkBuffers.
+constexpr std::size_t kNumBuffers = stage::kChunkBuffers.size();
+static_assert(sizeof(kda_stages) == sizeof(std::size_t) + kNumBuffers * sizeof(void*));
+static_assert(sizeof(kda_stage_bytes) == (1 + kNumBuffers) * sizeof(std::size_t));
+static_assert(sizeof(StageTensors) == kNumBuffers * sizeof(void*));
+
+StageTensors stage_tensors_of(const kda_stages& c) {
+  StageTensors tensors;
+  std::memcpy(static_cast<void*>(&tensors),
+              reinterpret_cast<const unsigned char*>(&c) + offsetof(kda_stages, w),
+              sizeof(tensors));
+  return tensors;
+}
+
+/// struct_size and the bytes of each buffer, as kda_stage_bytes has them.
+std::array<std::size_t, 1 + kNumBuffers> stage_bytes_of(std::size_t struct_size,
+                                                        const StageSizes& sizes) {
+  std::array<std::size_t, 1 + kNumBuffers> bytes = {struct_size};
+  for (std::size_t i = 0; i < kNumBuffers; ++i) bytes[1 + i] = sizes.*stage::kChunkBuffers[i].bytes;
+  return bytes;
 }
 
 using ChunkStageFn = Status (*)(const Plan&, const Tensors&, const StageTensors&, void*,
@@ -216,14 +308,12 @@ kda_status run_chunk_stage(ChunkStageFn stage, const kda_plan* plan, const kda_p
                            const kda_stages* stages, void* workspace,
                            std::size_t workspace_bytes) noexcept {
   return guarded_call([&] {
-    if (!plan) return invalid("plan: is null");
     kda_problem c;
-    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_stages s{};
     KDA_RETURN_IF_ERROR(read_struct(stages, "stages", &s));
-    return stage(plan->plan, tensors_of(c),
-                 {s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag, s.h, s.vn}, workspace,
-                 workspace_bytes, c.stream);
+    return stage(*plan->plan, tensors_of(c), stage_tensors_of(s), workspace, workspace_bytes,
+                 c.stream);
   });
 }
 
@@ -242,21 +332,29 @@ const char* kda_status_name(kda_status status) {
 
 const char* kda_last_error(void) { return last_error.message().c_str(); }
 
-void kda_problem_init(kda_problem* problem) {
-  if (!problem) return;
-  std::memset(static_cast<void*>(problem), 0, sizeof(*problem));
-  problem->struct_size = sizeof(*problem);
-  problem->batch = 1;
-  problem->num_heads = 1;
-  problem->num_value_heads = 1;
-  problem->num_sequences = 1;
-  problem->key_dim = 128;
-  problem->value_dim = 128;
-  problem->lower_bound = -5;
-  problem->state_index_columns = 1;
-  problem->cu_seqlens_dtype = KDA_INT32;
+void(kda_problem_init)(kda_problem* problem) {
+  kda_problem_init_size(problem, offsetof(kda_problem, first_slot));
 }
 
+void kda_problem_init_size(kda_problem* problem, size_t struct_size) {
+  if (!problem || struct_size < sizeof(problem->struct_size)) return;
+  kda_problem defaults{};
+  defaults.struct_size = struct_size;
+  defaults.batch = 1;
+  defaults.num_heads = 1;
+  defaults.num_value_heads = 1;
+  defaults.num_sequences = 1;
+  defaults.key_dim = 128;
+  defaults.value_dim = 128;
+  defaults.lower_bound = -5;
+  defaults.state_index_columns = 1;
+  defaults.cu_seqlens_dtype = KDA_INT32;
+  std::memset(static_cast<void*>(problem), 0, struct_size);
+  std::memcpy(static_cast<void*>(problem), &defaults, std::min(struct_size, sizeof(defaults)));
+}
+
+// It writes into structs of any caller, older ones too.
+static_assert(sizeof(kda_plan_options) == 56, "a larger struct needs an init function with a size");
 void kda_plan_options_init(kda_plan_options* options) {
   if (!options) return;
   std::memset(static_cast<void*>(options), 0, sizeof(*options));
@@ -317,32 +415,57 @@ kda_status kda_supported(const kda_problem* problem, const kda_plan_options* opt
 
 kda_status kda_plan_create(const kda_problem* problem, const int64_t* cu_seqlens,
                            const kda_plan_options* options, kda_plan** plan) {
-  return guarded_call([&] { return create_plan(problem, cu_seqlens, options, plan); });
+  return guarded_call([&] { return create_plan(nullptr, problem, cu_seqlens, options, plan); });
+}
+
+kda_status kda_plan_cache_create(size_t most_plans, kda_plan_cache** cache) {
+  return guarded_call([&] {
+    if (!cache) return kda::invalid("cache: is null");
+    *cache = nullptr;
+    *cache = new kda_plan_cache{kda::PlanCache(most_plans == 0 ? 256 : most_plans)};
+    return kda::Status{};
+  });
+}
+
+void kda_plan_cache_destroy(kda_plan_cache* cache) { delete cache; }
+
+kda_status kda_plan_cache_find(kda_plan_cache* cache, const kda_problem* problem,
+                               const int64_t* cu_seqlens, const kda_plan_options* options,
+                               kda_plan** plan) {
+  return guarded_call([&] {
+    if (!cache) return kda::invalid("cache: is null");
+    return create_plan(cache, problem, cu_seqlens, options, plan);
+  });
 }
 
 void kda_plan_destroy(kda_plan* plan) { delete plan; }
 
 size_t kda_plan_workspace_bytes(const kda_plan* plan) {
-  return plan ? plan->plan.workspace_bytes : 0;
+  return plan ? plan->plan->workspace_bytes : 0;
 }
 
 int64_t kda_plan_num_segments(const kda_plan* plan) {
-  return plan ? static_cast<int64_t>(plan->plan.segments.size()) : 0;
+  return plan ? static_cast<int64_t>(plan->plan->segments.size()) : 0;
 }
 
-const char* kda_plan_json(const kda_plan* plan) { return plan ? plan->json.c_str() : ""; }
+const char* kda_plan_json(const kda_plan* plan) {
+  const kda_status status = guarded_call([&] {
+    if (plan) std::call_once(plan->json_made, [&] { plan->json = plan->plan->to_json(); });
+    return kda::Status{};
+  });
+  return plan && status == KDA_OK ? plan->json.c_str() : "";
+}
 
 const char* kda_plan_implementation(const kda_plan* plan) {
-  return plan ? plan->plan.implementation.c_str() : "";
+  return plan ? plan->plan->implementation.c_str() : "";
 }
 
 kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
                    size_t workspace_bytes) {
   return guarded_call([&] {
-    if (!plan) return kda::invalid("plan: is null");
     kda_problem c;
-    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
-    return kda::run(plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
+    KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
+    return kda::run(*plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
   });
 }
 
@@ -363,27 +486,29 @@ kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
   return run_stage(kda::segment_forward, plan, problem, segments, workspace, workspace_bytes);
 }
 
+const char* kda_stage_buffers(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const kda::stage::ChunkBuffer& buffer : kda::stage::kChunkBuffers)
+      all += kda::cat(all.empty() ? "" : " ", buffer.spec.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
 kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {
   return guarded_call([&] {
     if (!plan) return kda::invalid("plan: is null");
     if (!bytes) return kda::invalid("bytes: is null");
-    if (bytes->struct_size != sizeof(kda_stage_bytes))
-      return kda::invalid("bytes: struct_size = ", bytes->struct_size, ", must be ",
-                          sizeof(kda_stage_bytes));
+    const std::size_t size = bytes->struct_size;
+    if (size < sizeof(size) || size > kLargestStruct)
+      return kda::invalid("bytes: struct_size = ", size, " is no size of this struct (",
+                          sizeof(kda_stage_bytes), ")");
     kda::StageSizes s;
-    KDA_RETURN_IF_ERROR(kda::stage_sizes(plan->plan, &s));
-    *bytes = {sizeof(kda_stage_bytes),
-              s.w,
-              s.u,
-              s.kg,
-              s.qg,
-              s.Aqk,
-              s.T,
-              s.gamma,
-              s.beta,
-              s.diag,
-              s.h,
-              s.vn};
+    KDA_RETURN_IF_ERROR(kda::stage_sizes(*plan->plan, &s));
+    const auto all = stage_bytes_of(size, s);
+    std::memset(static_cast<void*>(bytes), 0, size);
+    std::memcpy(static_cast<void*>(bytes), all.data(), std::min(size, sizeof(all)));
     return kda::Status{};
   });
 }

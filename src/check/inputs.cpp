@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "check/inputs.hpp"
 
-#include <charconv>
+#include <cmath>
 #include <cstring>
 
+#include "check/numbers.hpp"
+#include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
 
@@ -63,9 +65,8 @@ TensorDesc dense(const io::FileTensor& tensor, std::initializer_list<int64_t> sh
 
 double parse_number(const char* name, const std::string& text) {
   double value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size())
-    fail("__metadata__: ", name, " '", text, "' is not a number");
+  if (const char* fault = parse_real(text, &value))
+    fail("__metadata__: ", name, " '", text, "' ", fault);
   return value;
 }
 
@@ -74,24 +75,34 @@ bool parse_bool(const char* name, const std::string& text) {
   fail("__metadata__: ", name, " '", text, "' is not 0 or 1");
 }
 
-/// The flag if given, else the metadata, else nothing.
-std::optional<std::string> setting(const io::SafetensorsFile& file, const char* name,
-                                   const std::optional<std::string>& flag) {
+/// The flag if given, else the metadata, else nothing; errors of the latter say so.
+template <class Parse>
+auto setting(const io::SafetensorsFile& file, const char* name,
+             const std::optional<std::string>& flag, Parse parse)
+    -> std::optional<decltype(parse(*flag))> {
+  if (flag) return parse(*flag);
   const auto found = file.metadata.find(name);
-  if (flag) return flag;
-  if (found != file.metadata.end()) return found->second;
-  return std::nullopt;
+  if (found == file.metadata.end()) return std::nullopt;
+  try {
+    return parse(found->second);
+  } catch (const Error& error) {
+    fail("__metadata__: ", error.what());
+  }
 }
 
 void read_options(const io::SafetensorsFile& file, const Overrides& flags, Problem* p) {
-  if (const auto gate = setting(file, "gate", flags.gate)) p->gate_mode = parse_gate(*gate);
-  if (const auto beta = setting(file, "beta", flags.beta)) p->beta_mode = parse_beta(*beta);
-  if (const auto layout = setting(file, "state_layout", flags.state_layout))
-    p->state_layout = parse_state_layout(*layout);
-  if (const auto text = setting(file, "lower_bound", {}))
+  if (const auto gate = setting(file, "gate", flags.gate, parse_gate)) p->gate_mode = *gate;
+  if (const auto beta = setting(file, "beta", flags.beta, parse_beta)) p->beta_mode = *beta;
+  if (const auto layout = setting(file, "state_layout", flags.state_layout, parse_state_layout))
+    p->state_layout = *layout;
+  const auto metadata = [&](const char* name) -> const std::string* {
+    const auto found = file.metadata.find(name);
+    return found == file.metadata.end() ? nullptr : &found->second;
+  };
+  if (const std::string* text = metadata("lower_bound"))
     p->lower_bound = parse_number("lower_bound", *text);
-  if (const auto text = setting(file, "scale", {})) p->scale = parse_number("scale", *text);
-  if (const auto text = setting(file, "qk_l2norm", {}))
+  if (const std::string* text = metadata("scale")) p->scale = parse_number("scale", *text);
+  if (const std::string* text = metadata("qk_l2norm"))
     p->qk_l2norm = parse_bool("qk_l2norm", *text);
   if (flags.lower_bound) p->lower_bound = *flags.lower_bound;
   if (flags.scale) p->scale = *flags.scale;
@@ -100,7 +111,6 @@ void read_options(const io::SafetensorsFile& file, const Overrides& flags, Probl
 
 void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
   Problem& p = inputs->problem;
-  p.num_sequences = p.batch;
   const io::FileTensor* cu = optional_tensor(file, "cu_seqlens");
   if (!cu) return;
   if (cu->dtype != DType::kInt32 && cu->dtype != DType::kInt64)
@@ -114,6 +124,13 @@ void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
                                                             : cu->data.as<int32_t>()[i]);
 }
 
+/// The gates use exp(A_log) in fp32.
+void check_a_log(const io::FileTensor& A_log) {
+  for (int64_t head = 0; head < A_log.num_elements(); ++head)
+    if (const float value = A_log.data.as<float>()[head]; std::isinf(std::exp(value)))
+      fail("A_log: ", value, " of head ", head, " is too large, exp(A_log) is not finite in fp32");
+}
+
 void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
   Problem& p = inputs->problem;
   if (p.gate_mode == GateMode::kLog) return;  // a file may carry them for another --gate
@@ -121,6 +138,7 @@ void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
     expect_shape("A_log", *A_log, {p.num_value_heads});
     p.A_log = dense(*A_log, {p.num_value_heads});
     inputs->A_log = A_log->data;
+    if (A_log->dtype == DType::kFloat32) check_a_log(*A_log);
   }
   if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
     if (bias->shape.size() == 1)
@@ -244,6 +262,8 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   p.g = dense(g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
   p.beta = dense(beta, {p.batch, p.num_tokens, p.num_value_heads});
   p.o = contiguous(v.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  p.num_sequences = p.batch;
+  throw_if_error(validate(p));  // sizes, before they are multiplied
   read_options(file, overrides, &p);
   read_lengths(file, &inputs);
   read_gate_parameters(file, &inputs);
@@ -255,6 +275,52 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   inputs.beta = beta.data;
   throw_if_error(validate(p));
   return inputs;
+}
+
+namespace {
+
+/// The index of the first NaN of a tensor with these dimensions, else nothing.
+std::string find_nan(const TensorDesc& desc, const std::vector<int64_t>& shape,
+                     const io::Buffer& from) {
+  int64_t left = 1;
+  for (const int64_t extent : shape) left *= extent;
+  std::vector<int64_t> at(shape.size(), 0);
+  for (int64_t element = 0; left > 0; --left) {
+    if (std::isnan(load_element(from.data(), desc.dtype, element))) return shape_text(at);
+    for (std::size_t d = shape.size(); d-- > 0;) {
+      element += desc.strides[d];
+      if (++at[d] < shape[d]) break;
+      element -= desc.strides[d] * shape[d];
+      at[d] = 0;
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string describe_nan(const Inputs& inputs) {
+  const Problem& p = inputs.problem;
+  const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+  std::string text;
+  const auto look = [&](const char* name, const TensorDesc& desc, const std::vector<int64_t>& shape,
+                        const io::Buffer& from) {
+    if (const std::string at = find_nan(desc, shape, from); !at.empty())
+      text += cat(text.empty() ? "" : ", ", name, at);
+  };
+  look("q", p.q, {B, T, H, p.key_dim}, inputs.q);
+  look("k", p.k, {B, T, H, p.key_dim}, inputs.k);
+  look("v", p.v, {B, T, HV, p.value_dim}, inputs.v);
+  look("g", p.g, {B, T, HV, p.key_dim}, inputs.g);
+  look("beta", p.beta, {B, T, HV}, inputs.beta);
+  if (p.A_log) look("A_log", *p.A_log, {HV}, inputs.A_log);
+  if (p.dt_bias) look("dt_bias", *p.dt_bias, {HV, p.key_dim}, inputs.dt_bias);
+  if (p.initial_state) {
+    const Shape shape = state_shape(p, *p.initial_state);
+    look("initial_state", p.initial_state->tensor, {shape.begin(), shape.end()},
+         inputs.initial_state);
+  }
+  return text;
 }
 
 namespace {
@@ -304,8 +370,8 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
                    {"beta", beta_mode_name(p.beta_mode)},
                    {"qk_l2norm", p.qk_l2norm ? "1" : "0"},
                    {"state_layout", state_layout_name(p.state_layout)}};
-  if (p.gate_mode == GateMode::kBounded) file.metadata["lower_bound"] = cat(p.lower_bound);
-  if (p.scale) file.metadata["scale"] = cat(*p.scale);
+  if (p.gate_mode == GateMode::kBounded) file.metadata["lower_bound"] = write_real(p.lower_bound);
+  if (p.scale) file.metadata["scale"] = write_real(*p.scale);
   return file;
 }
 

@@ -49,6 +49,10 @@ struct Overrides {
 /// The tensors and metadata of a safetensors file as a Problem (docs/files.md). Throws kda::Error.
 Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides = {});
 
+/// Which inputs have a NaN, each with the index of its first: "q[0, 3, 1, 7], beta[0, 3, 1]"; empty
+/// if none has.
+std::string describe_nan(const Inputs& inputs);
+
 /// The inverse: tensors, row-major, and metadata that inputs_from_file() reads back.
 io::SafetensorsFile file_from_inputs(const Inputs& inputs);
 

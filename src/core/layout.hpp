@@ -37,6 +37,16 @@ inline int64_t state_offset(const StateDesc& state, int64_t slot, int64_t head) 
   return slot * state.tensor.strides[0] + head * state.tensor.strides[1];
 }
 
+/// Slot that entry `i` of a buffer's index array names (slot i without one); -1: none.
+inline int64_t state_slot(const Problem& p, const StateDesc& state, const int32_t* indices,
+                          int64_t i) {
+  if (!state.indexed) return i;
+  return indices[i] < p.first_slot ? -1 : indices[i];
+}
+
+/// Decode in place writes zeros where no token is computed.
+inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_slot > 0; }
+
 inline int64_t q_head_of(const Problem& p, int64_t value_head) {
   return value_head / (p.num_value_heads / p.num_heads);
 }

@@ -8,9 +8,11 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "core/guard.hpp"
+#include "core/text.hpp"
 
 namespace kda {
 namespace {
@@ -43,10 +45,10 @@ class ThreadPool {
     return *current();
   }
 
-  void run(Job& job) {
+  Status run(Job& job) {
     {
       std::lock_guard lock(mutex_);
-      start_workers(std::min<int64_t>(job.max_threads, job.num_tasks) - 1);
+      KDA_RETURN_IF_ERROR(start_workers(std::min<int64_t>(job.max_threads, job.num_tasks) - 1));
       job.next = jobs_;
       jobs_ = &job;
     }
@@ -55,6 +57,7 @@ class ThreadPool {
     std::unique_lock lock(mutex_);
     unlink(job);
     job.left.wait(lock, [&] { return job.num_working == 0; });
+    return {};
   }
 
  private:
@@ -70,11 +73,18 @@ class ThreadPool {
   static void in_parent() { current()->mutex_.unlock(); }
   static void in_child() { current() = new ThreadPool(); }
 
-  void start_workers(int64_t wanted) {
-    while (num_workers_ < wanted) {
-      std::thread([this] { serve(); }).detach();  // throws std::system_error
-      ++num_workers_;
+  Status start_workers(int64_t wanted) {
+    for (; num_workers_ < wanted; ++num_workers_) {
+      try {
+        std::thread([this] { serve(); }).detach();
+      } catch (const std::system_error& error) {
+        return Status(StatusCode::kOutOfResources,
+                      cat("num_threads: the system starts no more than ", num_workers_ + 1, " of ",
+                          wanted + 1, " threads (", error.code().message(),
+                          "); ask for fewer, or set OMP_NUM_THREADS"));
+      }
     }
+    return {};
   }
 
   Job* find_open_job() const {
@@ -132,8 +142,7 @@ Status parallel_for(int64_t num_tasks, int32_t max_threads, TaskFn fn, void* con
   }
   return guarded([&] {
     Job job{fn, context, num_tasks, std::min(max_threads, kMaxThreads)};
-    ThreadPool::instance().run(job);
-    return Status{};
+    return ThreadPool::instance().run(job);
   });
 }
 

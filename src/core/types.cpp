@@ -4,6 +4,7 @@
 
 #include <cstddef>
 
+#include "kda/problem.hpp"
 #include "kda/status.hpp"
 #include "kda/tensor.hpp"
 
@@ -34,6 +35,9 @@ int64_t dtype_size(DType dtype) noexcept {
   return 0;
 }
 
+const char* operation_name(Operation operation) noexcept {
+  return name_of(operation, {"forward", "decode"});
+}
 const char* dtype_name(DType dtype) noexcept {
   return name_of(dtype, {"fp32", "bf16", "fp16", "int32", "int64"});
 }

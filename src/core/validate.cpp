@@ -42,6 +42,8 @@ Status check_strides(const TensorRules& rules, const TensorDesc& desc) {
     const int64_t count = rules.shape[d];
     const int64_t stride = desc.strides[d];
     if (count <= 1) continue;
+    if (stride == kUnsetStride)
+      return invalid(rules.name, ": the stride of dimension ", dim, " was never set");
     if (dim == rules.rank - 1 && stride != 1 && !rules.innermost_free)
       return invalid(rules.name, ": innermost stride is ", stride, ", must be 1");
     if (stride < 0)
@@ -89,6 +91,10 @@ Status check_tensor(const TensorRules& rules, const TensorDesc& desc) {
   const bool empty = std::any_of(rules.shape.begin(), rules.shape.begin() + rules.rank,
                                  [](int64_t count) { return count == 0; });
   if (empty) return {};
+  if (std::all_of(desc.strides.begin(), desc.strides.end(),
+                  [](int64_t stride) { return stride == kUnsetStride; }))
+    return invalid(rules.name, ": was never described (dtype and strides, as of a contiguous ",
+                   "tensor of this shape)");
   KDA_RETURN_IF_ERROR(check_strides(rules, desc));
   return rules.output ? check_injective(rules, desc) : Status{};
 }
@@ -145,6 +151,10 @@ Status check_sizes(const Problem& p) {
   return {};
 }
 
+/// Numbers that stay finite and keep their digits as fp32, also times the gates' and norms'
+/// factors.
+bool fits_fp32(double x) { return std::fabs(x) >= 1e-35 && std::fabs(x) <= 1e35; }
+
 Status check_modes(const Problem& p) {
   if (p.gate_mode < GateMode::kLog || p.gate_mode > GateMode::kBounded)
     return invalid("gate_mode: value ", static_cast<int32_t>(p.gate_mode), " is unknown");
@@ -156,10 +166,34 @@ Status check_modes(const Problem& p) {
     return invalid("A_log: required by gate softplus");
   if (p.gate_mode == GateMode::kLog && (p.A_log || p.dt_bias))
     return invalid(p.A_log ? "A_log" : "dt_bias", ": given, but gate log takes none");
-  if (p.gate_mode == GateMode::kBounded && !(std::isfinite(p.lower_bound) && p.lower_bound < 0))
-    return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
-  if (p.scale && !std::isfinite(*p.scale)) return invalid("scale: ", *p.scale, " is not finite");
+  if (p.gate_mode == GateMode::kBounded) {
+    if (!(std::isfinite(p.lower_bound) && p.lower_bound < 0))
+      return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
+    if (!fits_fp32(p.lower_bound))
+      return invalid("lower_bound: ", p.lower_bound,
+                     " is outside -1e35..-1e-35, fp32 is computed in");
+  }
+  if (!p.scale) return {};
+  if (!std::isfinite(*p.scale)) return invalid("scale: ", *p.scale, " is not finite");
+  if (*p.scale != 0 && !fits_fp32(*p.scale))
+    return invalid("scale: the size of ", *p.scale, " is outside 1e-35..1e35, fp32 is computed in");
   return {};
+}
+
+Status check_first_slot(const Problem& p) {
+  KDA_RETURN_IF_ERROR(check_range("first_slot", p.first_slot, 0, INT32_MAX));
+  if (p.first_slot == 0) return {};
+  bool indexed = false;
+  for (const auto& [name, state] :
+       {std::pair{"initial_state", &p.initial_state}, std::pair{"final_state", &p.final_state},
+        std::pair{"checkpoints", &p.checkpoints}}) {
+    if (!*state || !(*state)->indexed) continue;
+    indexed = true;
+    if (p.first_slot > (*state)->num_slots)
+      return invalid("first_slot = ", p.first_slot, " is above num_slots = ", (*state)->num_slots,
+                     " of ", name);
+  }
+  return indexed ? Status{} : invalid("first_slot = ", p.first_slot, " needs indexed states");
 }
 
 Status check_forward_states(const Problem& p) {
@@ -213,7 +247,8 @@ Status validate_or_throw(const Problem& p) {
       check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
   const bool decode = p.operation == Operation::kDecode;
   KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode && !p.final_state));
-  return decode ? check_decode_states(p) : check_forward_states(p);
+  KDA_RETURN_IF_ERROR(decode ? check_decode_states(p) : check_forward_states(p));
+  return check_first_slot(p);
 }
 
 }  // namespace

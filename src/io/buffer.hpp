@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buffer: owned bytes, aligned to 64.
+// Buffer: owned bytes, aligned to 64. One that does not fit into memory is a kda::Error with its
+// size.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <utility>
+
+#include "core/text.hpp"
 
 namespace kda::io {
 
@@ -49,10 +51,12 @@ class Buffer {
     void operator()(std::byte* data) const { std::free(data); }
   };
   static std::unique_ptr<std::byte[], Release> allocate(std::size_t bytes) {
-    if (bytes > SIZE_MAX - kAlignment) throw std::bad_alloc();
     // At least one line, so that empty tensors have an address too.
-    void* memory = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
-    if (!memory) throw std::bad_alloc();
+    void* memory = bytes > SIZE_MAX - kAlignment
+                       ? nullptr
+                       : std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+    if (!memory)
+      throw Error(Status(StatusCode::kOutOfMemory, cat(bytes, " bytes do not fit into memory")));
     return std::unique_ptr<std::byte[], Release>(static_cast<std::byte*>(memory));
   }
 

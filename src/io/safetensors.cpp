@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "io/safetensors.hpp"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
 
 #include "core/text.hpp"
 
@@ -20,6 +22,7 @@ using nlohmann::json;
 
 constexpr std::size_t kLengthBytes = 8;
 constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
+constexpr int kMaxDepth = 127;                     // that of the format's own reader
 constexpr const char* kMetadata = "__metadata__";
 
 template <class... Parts>
@@ -27,138 +30,398 @@ template <class... Parts>
   throw Error(invalid(parts...));
 }
 
-struct DTypeName {
+/// Every type of the format; those with a DType can be loaded.
+struct DTypeRow {
   const char* name;
-  DType dtype;
+  uint64_t bits;
+  std::optional<DType> dtype;
 };
-constexpr DTypeName kDTypes[] = {{"F32", DType::kFloat32},
-                                 {"BF16", DType::kBFloat16},
-                                 {"F16", DType::kFloat16},
-                                 {"I32", DType::kInt32},
-                                 {"I64", DType::kInt64}};
+constexpr DTypeRow kDTypes[] = {{"F32", 32, DType::kFloat32},
+                                {"BF16", 16, DType::kBFloat16},
+                                {"F16", 16, DType::kFloat16},
+                                {"I32", 32, DType::kInt32},
+                                {"I64", 64, DType::kInt64},
+                                {"BOOL", 8, {}},
+                                {"F4", 4, {}},
+                                {"F6_E2M3", 6, {}},
+                                {"F6_E3M2", 6, {}},
+                                {"U8", 8, {}},
+                                {"I8", 8, {}},
+                                {"F8_E5M2", 8, {}},
+                                {"F8_E4M3", 8, {}},
+                                {"F8_E8M0", 8, {}},
+                                {"F8_E4M3FNUZ", 8, {}},
+                                {"F8_E5M2FNUZ", 8, {}},
+                                {"I16", 16, {}},
+                                {"U16", 16, {}},
+                                {"U32", 32, {}},
+                                {"C64", 64, {}},
+                                {"F64", 64, {}},
+                                {"U64", 64, {}}};
 
-bool is_wanted(const std::vector<std::string>& wanted, const std::string& name) {
-  return wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end();
+/// A tensor as the header has it.
+struct Entry {
+  std::string name;
+  uint64_t begin = 0, end = 0;
+  const DTypeRow* type = nullptr;
+  bool wanted = false;
+  std::vector<int64_t> shape;  ///< kept where the tensor is wanted
+};
+
+struct Header {
+  std::vector<Entry> entries;
+  std::map<std::string, std::string> metadata;
+};
+
+/// Reads a header in one pass; nlohmann::json calls it for every token. (A tree of a million
+/// entries would take gigabytes.)
+class HeaderReader {
+ public:
+  HeaderReader(Header* header, const std::vector<std::string>& wanted)
+      : header_(header), wanted_(wanted) {}
+
+  bool null() { return scalar("null"); }
+  bool boolean(bool) { return scalar("a boolean"); }
+  bool number_integer(int64_t) { return scalar("a negative number"); }
+  bool number_float(double, const std::string&) {
+    return scalar("a number with a fraction or an exponent");
+  }
+  bool binary(json::binary_t&) { return scalar("binary"); }
+
+  bool number_unsigned(uint64_t value) {
+    if (depth_ != 3 || field_ == Field::kOther) return scalar("a number");
+    if (field_ == Field::kOffsets) {
+      if (num_offsets_ < 2) (num_offsets_ == 0 ? entry().begin : entry().end) = value;
+      ++num_offsets_;
+    } else {
+      if (value > INT64_MAX || __builtin_mul_overflow(elements_, value, &elements_) ||
+          elements_ > INT64_MAX)
+        fail(entry().name, ": shape is too large");
+      if (entry().wanted) entry().shape.push_back(static_cast<int64_t>(value));
+    }
+    return true;
+  }
+
+  bool string(std::string& value) {
+    if (in_metadata_ && depth_ == 2) {
+      if (!header_->metadata.emplace(key_, value).second)
+        fail(kMetadata, ": key '", key_, "' is there twice");
+      return true;
+    }
+    if (depth_ != 2 || field_ != Field::kDType) return scalar("a string");
+    for (const DTypeRow& row : kDTypes)
+      if (value == row.name) entry().type = &row;
+    if (!entry().type) fail_dtype(entry().name, value);
+    return true;
+  }
+
+  bool start_object(std::size_t) {
+    if (depth_ == 1 && !in_metadata_) {
+      header_->entries.push_back({});
+      entry().name = key_;
+      entry().wanted =
+          wanted_.empty() || std::find(wanted_.begin(), wanted_.end(), key_) != wanted_.end();
+      seen_[0] = seen_[1] = seen_[2] = false;
+      field_ = Field::kOther;
+      elements_ = 1;
+      num_offsets_ = 0;
+    } else if (depth_ >= 2) {
+      scalar("an object");
+    }
+    return deeper();
+  }
+  bool key(std::string& name) {
+    key_ = name;
+    if (depth_ == 1) {
+      in_metadata_ = name == kMetadata;
+      if (in_metadata_ && std::exchange(has_metadata_, true)) fail(kMetadata, ": is there twice");
+    } else if (depth_ == 2 && !in_metadata_) {
+      field_ = Field::kOther;
+      for (int i = 0; i < 3; ++i)
+        if (name == kFields[i]) {
+          field_ = static_cast<Field>(i);
+          if (std::exchange(seen_[i], true)) fail(entry().name, ": '", name, "' is there twice");
+        }
+    }
+    return true;
+  }
+  bool end_object() {
+    --depth_;
+    if (depth_ == 1 && !in_metadata_) finish_entry();
+    return true;
+  }
+
+  bool start_array(std::size_t) {
+    const bool list = depth_ == 2 && !in_metadata_ && field_ != Field::kDType;
+    if (!list) scalar("a list");
+    return deeper();
+  }
+  bool end_array() {
+    --depth_;
+    return true;
+  }
+
+  bool parse_error(std::size_t, const std::string&, const json::exception& error) {
+    fail("file: header is not valid JSON (", error.what(), ")");
+  }
+
+ private:
+  enum class Field { kDType, kShape, kOffsets, kOther };
+  static constexpr const char* kFields[3] = {"dtype", "shape", "data_offsets"};
+
+  Entry& entry() { return header_->entries.back(); }
+
+  /// A value where none of its kind may be; nothing where any may be.
+  bool scalar(const char* what) {
+    if (depth_ == 0) fail("file: header is not a JSON object");
+    if (in_metadata_ && depth_ == 1) fail(kMetadata, ": is not an object");
+    if (in_metadata_) fail(kMetadata, ": value of '", key_, "' is not a string");
+    if (depth_ == 1) fail(key_, ": header entry is not an object");
+    switch (field_) {
+      case Field::kDType: fail(entry().name, ": dtype is ", what, ", not a name like F32");
+      case Field::kShape:
+        if (depth_ == 2) fail(entry().name, ": shape is not a list of numbers");
+        fail(entry().name, ": shape has ", what, ", which is not a non-negative integer");
+      case Field::kOffsets:
+        if (depth_ == 2) fail(entry().name, ": data_offsets is not a pair of numbers");
+        fail(entry().name, ": data_offsets has ", what, ", which is not a non-negative integer");
+      case Field::kOther: break;
+    }
+    return true;
+  }
+
+  [[noreturn]] static void fail_dtype(const std::string& name, const std::string& found) {
+    std::string known;
+    for (const DTypeRow& row : kDTypes) known += cat(known.empty() ? "" : ", ", row.name);
+    fail(name, ": dtype '", found, "' is not one of ", known);
+  }
+
+  bool deeper() {
+    if (++depth_ > kMaxDepth)
+      fail("file: header is nested deeper than a safetensors header can be");
+    return true;
+  }
+
+  void finish_entry() {
+    Entry& e = entry();
+    for (int i = 0; i < 3; ++i)
+      if (!seen_[i]) fail(e.name, ": header entry has no '", kFields[i], "'");
+    if (num_offsets_ != 2) fail(e.name, ": data_offsets is not a pair of numbers");
+    uint64_t bits = 0;
+    if (__builtin_mul_overflow(elements_, e.type->bits, &bits))
+      fail(e.name, ": shape is too large");
+    if (bits % 8 != 0)
+      fail(e.name, ": shape needs ", bits, " bits of ", e.type->name, ", no whole bytes");
+    if (e.begin > e.end)
+      fail(e.name, ": data_offsets [", e.begin, ", ", e.end, "] end before they begin");
+    if (bits / 8 != e.end - e.begin)
+      fail(e.name, ": shape needs ", bits / 8, " bytes, data_offsets give ", e.end - e.begin);
+  }
+
+  Header* header_;
+  const std::vector<std::string>& wanted_;
+  int depth_ = 0;
+  std::string key_;
+  bool in_metadata_ = false, has_metadata_ = false;
+  // Of the entry being read.
+  Field field_ = Field::kOther;
+  bool seen_[3] = {};
+  uint64_t elements_ = 1;
+  int num_offsets_ = 0;
+};
+
+void check_names(const std::vector<Entry>& entries) {
+  std::vector<std::string_view> names;
+  names.reserve(entries.size());
+  for (const Entry& entry : entries) names.push_back(entry.name);
+  std::sort(names.begin(), names.end());
+  const auto twice = std::adjacent_find(names.begin(), names.end());
+  if (twice != names.end()) fail(*twice, ": is there twice");
 }
 
-/// Depth of the header's JSON is at most 3: refuse deeper ones before they cost anything.
-bool keep_shallow(int depth, json::parse_event_t, json&) {
-  if (depth > 4) fail("file: header is nested deeper than a safetensors header can be");
-  return true;
+/// Tensors follow each other from the first byte of the data on. Returns where the last one ends.
+uint64_t check_layout(std::vector<Entry>& entries) {
+  std::sort(entries.begin(), entries.end(), [](const Entry& a, const Entry& b) {
+    return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
+  });
+  const Entry* before = nullptr;
+  for (const Entry& entry : entries) {
+    const uint64_t end = before ? before->end : 0;
+    if (entry.begin < end) fail(entry.name, ": its data overlap those of ", before->name);
+    if (entry.begin > end)
+      fail(entry.name, ": its data begin at byte ", entry.begin, ", after a hole from ", end);
+    before = &entry;
+  }
+  return before ? before->end : 0;
 }
 
-json parse_header(const char* bytes, std::size_t size) {
-  if (size < kLengthBytes) fail("file: ", size, " bytes are too few for a safetensors file");
+/// Bytes from a file or from memory.
+class Source {
+ public:
+  virtual ~Source() = default;
+  /// Fewer than `size` only at the end.
+  virtual std::size_t read(char* to, std::size_t size) = 0;
+  virtual std::size_t skip(std::size_t size) = 0;
+  /// Bytes up to the end, where that is known.
+  virtual std::optional<uint64_t> left() const = 0;
+};
+
+class MemorySource : public Source {
+ public:
+  MemorySource(const char* bytes, std::size_t size) : bytes_(bytes), size_(size) {}
+  std::size_t read(char* to, std::size_t size) override {
+    const char* from = bytes_;
+    const std::size_t got = skip(size);
+    if (got > 0) std::memcpy(to, from, got);
+    return got;
+  }
+  std::size_t skip(std::size_t size) override {
+    const std::size_t got = std::min(size, size_);
+    bytes_ += got;
+    size_ -= got;
+    return got;
+  }
+  std::optional<uint64_t> left() const override { return size_; }
+
+ private:
+  const char* bytes_;
+  std::size_t size_;
+};
+
+class FileSource : public Source {
+ public:
+  explicit FileSource(const std::string& path) {
+    descriptor_ = path == "-" ? ::fcntl(STDIN_FILENO, F_DUPFD_CLOEXEC, 0)
+                              : ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY);
+    if (descriptor_ < 0) fail("cannot be read (", std::strerror(errno), ")");
+    struct stat found = {};
+    if (::fstat(descriptor_, &found) == 0 && S_ISDIR(found.st_mode)) {
+      ::close(descriptor_);
+      fail("is a folder");
+    }
+    if (!S_ISREG(found.st_mode)) return;
+    const off_t at = ::lseek(descriptor_, 0, SEEK_CUR);
+    left_ = static_cast<uint64_t>(std::max<off_t>(found.st_size - at, 0));
+  }
+  ~FileSource() override { ::close(descriptor_); }
+  FileSource(const FileSource&) = delete;
+  FileSource& operator=(const FileSource&) = delete;
+
+  std::size_t read(char* to, std::size_t size) override {
+    std::size_t got = 0;
+    while (got < size) {
+      const ssize_t more = ::read(descriptor_, to + got, size - got);
+      if (more < 0 && errno == EINTR) continue;
+      if (more < 0) fail("cannot be read (", std::strerror(errno), ")");
+      if (more == 0) break;
+      got += static_cast<std::size_t>(more);
+    }
+    if (left_) *left_ -= std::min<uint64_t>(*left_, got);
+    return got;
+  }
+  std::size_t skip(std::size_t size) override {
+    if (left_ && *left_ >= size) {
+      ::lseek(descriptor_, static_cast<off_t>(size), SEEK_CUR);
+      *left_ -= size;
+      return size;
+    }
+    std::vector<char> scratch(std::min<std::size_t>(size, 1 << 20));
+    std::size_t done = 0;
+    while (done < size) {
+      const std::size_t got = read(scratch.data(), std::min(size - done, scratch.size()));
+      if (got == 0) break;
+      done += got;
+    }
+    return done;
+  }
+  std::optional<uint64_t> left() const override { return left_; }
+
+ private:
+  int descriptor_ = -1;
+  std::optional<uint64_t> left_;  ///< bytes of a regular file
+};
+
+Header read_header(Source& source, const std::vector<std::string>& wanted) {
+  unsigned char prefix[kLengthBytes];
+  const std::size_t got = source.read(reinterpret_cast<char*>(prefix), kLengthBytes);
+  if (got < kLengthBytes) fail("file: ", got, " bytes are too few for a safetensors file");
   uint64_t length = 0;
   for (std::size_t i = 0; i < kLengthBytes; ++i)
-    length |= static_cast<uint64_t>(static_cast<unsigned char>(bytes[i])) << (8 * i);
+    length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
   if (length > kMaxHeaderBytes)
     fail("file: header of ", length, " bytes is above the limit of ", kMaxHeaderBytes,
          " (is this a safetensors file?)");
-  if (length > size - kLengthBytes)
-    fail("file: header of ", length, " bytes, but only ", size - kLengthBytes, " follow");
-  try {
-    json header = json::parse(bytes + kLengthBytes, bytes + kLengthBytes + length, keep_shallow);
-    if (!header.is_object()) fail("file: header is not a JSON object");
-    return header;
-  } catch (const json::exception& error) {
-    fail("file: header is not valid JSON (", error.what(), ")");
-  }
+  std::string text(length, '\0');
+  if (const std::size_t have = source.read(text.data(), length); have < length)
+    fail("file: header of ", length, " bytes, but only ", have, " follow");
+  // The parser would skip a byte order mark and end at a NUL.
+  if (text.rfind("\xef\xbb\xbf", 0) == 0)
+    fail("file: header begins with a byte order mark, not with {");
+  if (const std::size_t at = text.find('\0'); at != std::string::npos)
+    fail("file: header has a NUL at byte ", at, " (padding must be spaces)");
+  Header header;
+  HeaderReader reader(&header, wanted);
+  json::sax_parse(text, &reader);
+  return header;
 }
 
-uint64_t read_unsigned(const json& value, const std::string& name, const char* what) {
-  if (!value.is_number_unsigned()) fail(name, ": ", what, " is not a non-negative integer");
-  return value.get<uint64_t>();
+[[noreturn]] void fail_short(const Entry& entry, uint64_t payload) {
+  fail(entry.name, ": data_offsets [", entry.begin, ", ", entry.end, "] leave the ", payload,
+       " bytes of data");
 }
 
-struct Extent {
-  std::string name;
-  uint64_t begin;
-  uint64_t end;
-};
-
-const json& member(const json& entry, const std::string& name, const char* key) {
-  const auto found = entry.find(key);
-  if (found == entry.end()) fail(name, ": header entry has no '", key, "'");
-  return *found;
-}
-
-Extent read_extent(const std::string& name, const json& entry, uint64_t payload) {
-  const json& offsets = member(entry, name, "data_offsets");
-  if (!offsets.is_array() || offsets.size() != 2)
-    fail(name, ": data_offsets is not a pair of numbers");
-  Extent extent{name, read_unsigned(offsets[0], name, "data_offsets"),
-                read_unsigned(offsets[1], name, "data_offsets")};
-  if (extent.begin > extent.end || extent.end > payload)
-    fail(name, ": data_offsets [", extent.begin, ", ", extent.end, "] leave the ", payload,
-         " bytes of data");
-  return extent;
-}
-
-void check_overlaps(std::vector<Extent>& extents) {
-  std::sort(extents.begin(), extents.end(),
-            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (std::size_t i = 1; i < extents.size(); ++i)
-    if (extents[i].begin < extents[i - 1].end)
-      fail(extents[i].name, ": its data overlap those of ", extents[i - 1].name);
-}
-
-uint64_t read_shape(const std::string& name, const json& entry, std::vector<int64_t>* shape) {
-  const json& dims = member(entry, name, "shape");
-  if (!dims.is_array() || dims.size() > 8) fail(name, ": shape is not a list of up to 8 numbers");
-  uint64_t elements = 1;
-  for (const json& dim : dims) {
-    const uint64_t extent = read_unsigned(dim, name, "shape");
-    if (extent > (uint64_t{1} << 48) || __builtin_mul_overflow(elements, extent, &elements) ||
-        elements > (uint64_t{1} << 56))
-      fail(name, ": shape is too large");
-    shape->push_back(static_cast<int64_t>(extent));
-  }
-  return elements;
-}
-
-FileTensor read_tensor(const std::string& name, const json& entry, const Extent& extent,
-                       const char* payload) {
-  FileTensor tensor;
-  const uint64_t elements = read_shape(name, entry, &tensor.shape);
-  const json& type = member(entry, name, "dtype");
-  const DTypeName* found = nullptr;
-  for (const DTypeName& row : kDTypes)
-    if (type.is_string() && type.get_ref<const std::string&>() == row.name) found = &row;
-  if (!found) fail(name, ": dtype ", type.dump(), " is not F32, BF16, F16, I32 or I64");
-  tensor.dtype = found->dtype;
-  const uint64_t bytes = elements * static_cast<uint64_t>(dtype_size(tensor.dtype));
-  if (bytes != extent.end - extent.begin)
-    fail(name, ": shape needs ", bytes, " bytes, data_offsets give ", extent.end - extent.begin);
+FileTensor read_tensor(Source& source, const Entry& entry) {
+  if (!entry.type->dtype)
+    fail(entry.name, ": dtype ", entry.type->name, " is not F32, BF16, F16, I32 or I64");
+  FileTensor tensor{*entry.type->dtype, entry.shape, {}};
+  const uint64_t bytes = entry.end - entry.begin;
   tensor.data = Buffer(bytes);
-  if (bytes > 0) std::memcpy(tensor.data.data(), payload + extent.begin, bytes);
+  if (const uint64_t got = source.read(tensor.data.as<char>(), bytes); got != bytes)
+    fail_short(entry, entry.begin + got);
   return tensor;
 }
 
-std::map<std::string, std::string> read_metadata(const json& entry) {
-  if (!entry.is_object()) fail(kMetadata, ": is not an object");
-  std::map<std::string, std::string> metadata;
-  for (const auto& [key, value] : entry.items()) {
-    if (!value.is_string()) fail(kMetadata, ": value of '", key, "' is not a string");
-    metadata[key] = value.get<std::string>();
+SafetensorsFile read_file(Source& source, const std::vector<std::string>& wanted) {
+  Header header = read_header(source, wanted);
+  check_names(header.entries);
+  const uint64_t end = check_layout(header.entries);
+  const std::optional<uint64_t> left = source.left();
+  if (left && *left < end) fail_short(header.entries.back(), *left);
+  SafetensorsFile file;
+  file.metadata = std::move(header.metadata);
+  for (const Entry& entry : header.entries) {
+    if (entry.wanted) {
+      file.tensors.emplace(entry.name, read_tensor(source, entry));
+    } else if (const uint64_t got = source.skip(entry.end - entry.begin);
+               got != entry.end - entry.begin) {
+      fail_short(entry, entry.begin + got);
+    }
   }
-  return metadata;
+  char more = 0;
+  if (source.read(&more, 1) != 0) fail("file: bytes follow the ", end, " of its tensors");
+  return file;
+}
+
+const char* name_of(DType dtype) {
+  for (const DTypeRow& row : kDTypes)
+    if (row.dtype == dtype) return row.name;
+  return nullptr;
 }
 
 std::string header_bytes(const SafetensorsFile& file) {
-  nlohmann::ordered_json header;
-  if (!file.metadata.empty()) header[kMetadata] = file.metadata;
+  std::string text = "{";
+  const auto add = [&](const std::string& name, const std::string& value) {
+    text += cat(text.size() > 1 ? "," : "", json(name).dump(), ":", value);
+  };
+  if (!file.metadata.empty()) add(kMetadata, json(file.metadata).dump());
   uint64_t offset = 0;
   for (const auto& [name, tensor] : file.tensors) {
-    const char* type = nullptr;
-    for (const DTypeName& row : kDTypes)
-      if (row.dtype == tensor.dtype) type = row.name;
-    header[name] = {{"dtype", type},
-                    {"shape", tensor.shape},
-                    {"data_offsets", {offset, offset + tensor.data.size()}}};
+    add(name,
+        cat(R"({"dtype":")", name_of(tensor.dtype), R"(","shape":)", json(tensor.shape).dump(),
+            R"(,"data_offsets":[)", offset, ",", offset + tensor.data.size(), "]}"));
     offset += tensor.data.size();
   }
-  std::string text = file.metadata.empty() && file.tensors.empty() ? "{}" : header.dump();
+  text += "}";
   // Spaces, so that the data start 64-byte aligned.
   text.resize((text.size() + kLengthBytes + 63) / 64 * 64 - kLengthBytes, ' ');
   std::string bytes(kLengthBytes, '\0');
@@ -166,35 +429,6 @@ std::string header_bytes(const SafetensorsFile& file) {
     bytes[i] = static_cast<char>(text.size() >> (8 * i) & 0xff);
   return bytes + text;
 }
-
-/// A temporary beside `path` that is removed unless it is renamed.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(const std::string& path)
-      : path_(path), temporary_(cat(path, ".tmp.", ::getpid())) {
-    stream_.open(temporary_, std::ios::binary | std::ios::trunc);
-    if (!stream_) fail(path_, ": cannot be written (", std::strerror(errno), ")");
-  }
-  ~TemporaryFile() {
-    if (!renamed_) std::remove(temporary_.c_str());
-  }
-  void write(const void* data, std::size_t size) {
-    stream_.write(static_cast<const char*>(data), static_cast<std::streamsize>(size));
-  }
-  void commit() {
-    stream_.close();
-    if (!stream_) fail(path_, ": writing failed (", std::strerror(errno), ")");
-    if (std::rename(temporary_.c_str(), path_.c_str()) != 0)
-      fail(path_, ": cannot be replaced (", std::strerror(errno), ")");
-    renamed_ = true;
-  }
-
- private:
-  std::string path_;
-  std::string temporary_;
-  std::ofstream stream_;
-  bool renamed_ = false;
-};
 
 }  // namespace
 
@@ -206,56 +440,28 @@ int64_t FileTensor::num_elements() const {
 
 SafetensorsFile parse_safetensors(const char* bytes, std::size_t size,
                                   const std::vector<std::string>& wanted) {
-  const json header = parse_header(bytes, size);
-  uint64_t length = 0;
-  for (std::size_t i = 0; i < kLengthBytes; ++i)
-    length |= static_cast<uint64_t>(static_cast<unsigned char>(bytes[i])) << (8 * i);
-  const char* payload = bytes + kLengthBytes + length;
-  const uint64_t payload_bytes = size - kLengthBytes - length;
-
-  SafetensorsFile file;
-  std::vector<Extent> extents;
-  for (const auto& [name, entry] : header.items()) {
-    if (name == kMetadata) {
-      file.metadata = read_metadata(entry);
-      continue;
-    }
-    if (!entry.is_object()) fail(name, ": header entry is not an object");
-    const Extent extent = read_extent(name, entry, payload_bytes);
-    if (extent.begin < extent.end) extents.push_back(extent);
-    if (is_wanted(wanted, name)) file.tensors[name] = read_tensor(name, entry, extent, payload);
-  }
-  check_overlaps(extents);
-  return file;
+  MemorySource source(bytes, size);
+  return read_file(source, wanted);
 }
 
 SafetensorsFile read_safetensors(const std::string& path, const std::vector<std::string>& wanted) {
-  std::error_code error_code;
-  const std::uintmax_t size = std::filesystem::file_size(path, error_code);
-  if (error_code) fail(path, ": cannot be read (", error_code.message(), ")");
-  std::ifstream stream(path, std::ios::binary);
-  if (!stream) fail(path, ": cannot be read (", std::strerror(errno), ")");
-  Buffer bytes(size);
-  stream.read(bytes.as<char>(), static_cast<std::streamsize>(size));
-  if (static_cast<std::uintmax_t>(stream.gcount()) != size) fail(path, ": ends early");
   try {
-    return parse_safetensors(bytes.as<char>(), bytes.size(), wanted);
+    FileSource source(path);
+    return read_file(source, wanted);
   } catch (const Error& error) {
-    throw Error(Status(error.code(), cat(path, ": ", error.what())));
+    throw Error(
+        Status(error.code(), cat(path == "-" ? "standard input" : path, ": ", error.what())));
   }
 }
 
-void write_safetensors(const std::string& path, const SafetensorsFile& file) {
-  const std::string header = header_bytes(file);
-  TemporaryFile out(path);
-  out.write(header.data(), header.size());
+void write_safetensors(OutputFile& out, const SafetensorsFile& file) {
+  out.write(header_bytes(file));
   for (const auto& [name, tensor] : file.tensors) out.write(tensor.data.data(), tensor.data.size());
-  out.commit();
 }
 
-void write_file_atomically(const std::string& path, const std::string& bytes) {
-  TemporaryFile out(path);
-  out.write(bytes.data(), bytes.size());
+void write_safetensors(const std::string& path, const SafetensorsFile& file) {
+  OutputFile out(path);
+  write_safetensors(out, file);
   out.commit();
 }
 

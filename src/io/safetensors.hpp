@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // safetensors files: 8 bytes of header length (little endian), a JSON header, then the tensors.
-// Reading checks everything that the header claims against the file; errors are kda::Error.
+// Reading refuses what the format's own reader refuses, and duplicate names; errors are kda::Error.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "io/buffer.hpp"
+#include "io/output_file.hpp"
 #include "kda/types.hpp"
 
 namespace kda::io {
@@ -27,18 +28,18 @@ struct SafetensorsFile {
   std::map<std::string, std::string> metadata;  ///< __metadata__
 };
 
-/// Only tensors named in `wanted` are loaded (all if empty); the whole header is checked.
+/// Only tensors named in `wanted` are loaded (all if empty); the whole header is checked. `path`
+/// may be a pipe or a device, which are read from their beginning to their end, or `-` for the
+/// standard input.
 SafetensorsFile read_safetensors(const std::string& path,
                                  const std::vector<std::string>& wanted = {});
 /// The same for a file in memory (fuzzing).
 SafetensorsFile parse_safetensors(const char* bytes, std::size_t size,
                                   const std::vector<std::string>& wanted = {});
 
-/// Writes to a temporary file beside `path`, then renames it: readers never see half a file, and
-/// a failure leaves none.
+/// Writes a whole file; the caller commits it.
+void write_safetensors(OutputFile& out, const SafetensorsFile& file);
+/// Writes and commits.
 void write_safetensors(const std::string& path, const SafetensorsFile& file);
-
-/// Writes `bytes` in the same way.
-void write_file_atomically(const std::string& path, const std::string& bytes);
 
 }  // namespace kda::io

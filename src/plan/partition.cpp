@@ -3,21 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 
 #include "core/text.hpp"
-#include "plan/cost_model.hpp"
 
 namespace kda::plan {
 namespace {
-
-constexpr int64_t kAutoChunk = 64;
-constexpr int64_t kAutoMaxSegments = 64;
-constexpr int64_t kAutoPatience = 8;  // more segments without a gain: still more have none either
-
-/// Of the others, a first segment: in one pass it has no transition, so it may be longer.
-constexpr std::initializer_list<double> kEvenSegments = {1};
-constexpr std::initializer_list<double> kFirstSegments = {1, 1.15, 1.3, 1.5, 1.75, 2};
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -43,29 +33,9 @@ Partition declined(Partition partition, std::string reason) {
   return partition;
 }
 
-/// Even segments whose transitions stop, in place of those of `partition`: predicted to gain where
-/// they stop as they do as a rule, and not to lose much where they never do. The predicted time.
-double let_transitions_stop(const Workload& work, const CostInput& in, const CostConstants& costs,
-                            double best, Partition* partition) {
-  const OnePassCosts& one = costs.one_pass;
-  const int64_t chunks = count_chunks(work, kAutoChunk).longest;
-  const double most = one.most_loss * best;
-  for (int64_t segments = 2; segments <= kAutoMaxSegments; ++segments) {
-    const int64_t length = ceil_div(chunks, segments), tokens = length * kAutoChunk;
-    if (tokens <= one.memory_tokens) break;
-    const double time = stopped_pass_us(in, costs, tokens, one.memory_tokens, work.look_tokens);
-    if (time >= one.minimum_step * best ||
-        stopped_pass_us(in, costs, tokens, tokens, work.look_tokens) > most)
-      continue;
-    best = time;
-    partition->segment_chunks = length;
-    partition->first_chunks = 0;
-    partition->transitions_stop = true;
-  }
-  return best;
-}
-
 }  // namespace
+
+Partition uncut(std::string reason) { return {.reasons = {std::move(reason)}}; }
 
 Partition flashkda_partition(const Workload& work) {
   Partition partition;
@@ -151,58 +121,46 @@ Partition fixed_partition(const Workload& work, int64_t num_segments) {
   return partition;
 }
 
-Partition auto_partition(const Workload& work, const DeviceFacts& device, bool one_kernel,
-                         CostEstimate* cost) {
+Partition best_partition(const Workload& work, const CutSearch& search, double* segmented_us) {
+  static constexpr double kEven[] = {1};
   Partition partition;
   partition.chunk_tokens = kAutoChunk;
-  const ChunkCounts chunks = count_chunks(work, partition.chunk_tokens);
-  if (chunks.longest == 0) return declined(partition, "auto: no tokens");
-
-  const CostConstants constants = costs_of(device.compute_capability, work.key_dim);
-  CostInput in{work.lengths,   work.num_value_heads, work.key_dim,
-               work.value_dim, work.num_sms,         device.memory_bytes_per_second};
-  cost->roofline_us = roofline_us(in, constants);
-  cost->serial_us = serial_us(in, constants);
-  if (one_kernel) cost->one_kernel_us = one_kernel_us(in, constants);
-  const double whole = one_kernel ? cost->one_kernel_us : cost->serial_us;
-  const double least = one_kernel ? least_one_kernel_us(in, constants) : 0;
-  if (whole < constants.minimum_gain * least)
-    return declined(partition,
-                    cat("auto: serial ", std::llround(whole),
-                        " us predicted, no segments take less than ", std::llround(least), " us"));
-  const double minimum_step = one_kernel ? constants.one_pass.minimum_step : constants.minimum_step;
+  const int64_t chunks = count_chunks(work, kAutoChunk).longest;
+  const double whole = search.whole_us;
+  if (whole < search.minimum_gain * search.least_us)
+    return declined(partition, cat("auto: serial ", std::llround(whole),
+                                   " us predicted, no segments take less than ",
+                                   std::llround(search.least_us), " us"));
+  const bool even = search.first_segments.empty();
   double best = whole;
   int64_t best_segments = 0;
-  for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks.longest); ++segments) {
-    if (one_kernel && segments > std::max<int64_t>(best_segments, 1) + kAutoPatience) break;
-    for (const double first : one_kernel ? kFirstSegments : kEvenSegments) {
-      const auto length = static_cast<int64_t>(std::ceil(
-          static_cast<double>(chunks.longest) / (static_cast<double>(segments - 1) + first)));
-      const int64_t rest = std::max(length, chunks.longest - (segments - 1) * length);
-      const double time = one_kernel
-                              ? one_pass_us(in, constants, rest * kAutoChunk, length * kAutoChunk)
-                              : segmented_us(in, constants, length * kAutoChunk);
+  for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks); ++segments) {
+    if (segments > std::max<int64_t>(best_segments, 1) + search.patience) break;
+    for (const double first : even ? std::span<const double>(kEven) : search.first_segments) {
+      const auto length = static_cast<int64_t>(
+          std::ceil(static_cast<double>(chunks) / (static_cast<double>(segments - 1) + first)));
+      const int64_t rest = std::max(length, chunks - (segments - 1) * length);
+      const double time = search.time_us((even ? length : rest) * kAutoChunk, length * kAutoChunk);
       // More segments take more memory: they must be predicted to gain more than nothing.
       const bool more = best_segments > 0 && segments > best_segments;
-      if (time >= (more ? minimum_step : 1) * best) continue;
+      if (time >= (more ? search.minimum_step : 1) * best) continue;
       best = time;
       best_segments = segments;
       partition.segment_chunks = length;
-      if (one_kernel) partition.first_chunks = rest;
+      if (!even) partition.first_chunks = rest;
     }
   }
-  if (best_segments > 0 && work.look_tokens > 0)
-    best = let_transitions_stop(work, in, constants, best, &partition);
-  if (best_segments == 0 || whole < constants.minimum_gain * best)
+  if (best_segments > 0 && search.refine) best = search.refine(chunks, best, &partition);
+  if (best_segments == 0 || whole < search.minimum_gain * best)
     return declined(partition,
                     cat("auto: serial ", std::llround(whole), " us predicted, segments would take ",
                         std::llround(best), " us"));
   partition.on = true;
-  cost->segmented_us = best;
+  *segmented_us = best;
   partition.reasons.push_back(
       cat("auto: segments of ", partition.segment_chunks, " chunks of 64 tokens",
           partition.first_chunks > 0 ? cat(", first ones of ", partition.first_chunks) : "",
-          partition.transitions_stop ? ", whose transitions stop where they are small" : "", ", ",
+          partition.early_exit ? ", whose transitions stop where they are small" : "", ", ",
           std::llround(best), " us predicted against ", std::llround(whole), " us serial"));
   return partition;
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,7 +20,6 @@ struct Workload {
   int64_t key_dim = 128;
   int64_t value_dim = 128;
   int64_t num_sms = 132;
-  int64_t look_tokens = 0;  ///< stage::Implementation's, where transitions may stop; else 0
 };
 
 struct Partition {
@@ -28,8 +28,11 @@ struct Partition {
   int64_t segment_chunks = 0;  ///< longest segment, in chunks
   std::vector<std::string> reasons;
   int64_t first_chunks = 0;  ///< of a sequence that is cut, its first segment; 0: as the others
-  bool transitions_stop = false;
+  bool early_exit = false;   ///< made for transitions that stop where they are small
 };
+
+/// Nothing is cut.
+Partition uncut(std::string reason);
 
 /// FlashKDA: chunk 16, max_local_chunks = 2^round(log2(3 sqrt(H total_chunks / SMs))), ties to
 /// even; on when Be H <= floor(SMs / 4), Be = total chunks / chunks of the longest sequence.
@@ -41,12 +44,29 @@ Partition cula_partition(const Workload& work);
 /// The same number of segments for every sequence, chunk `chunk_tokens`, at least one chunk each.
 Partition fixed_partition(const Workload& work, int64_t num_segments);
 
-/// libkda's: the segment length with the least predicted time (cost_model.hpp), if it gains. In
-/// stages, or in one pass of one kernel.
-Partition auto_partition(const Workload& work, const DeviceFacts& device, bool one_kernel,
-                         CostEstimate* cost);
+/// What a search for the best cut compares: times that a backend predicts, in microseconds.
+struct CutSearch {
+  double whole_us = 0;      ///< uncut
+  double least_us = 0;      ///< however it is cut; 0: not known
+  double minimum_gain = 1;  ///< a cut must win by this factor
+  double minimum_step = 1;  ///< of the time with fewer segments, for more of them
+  int64_t patience = 64;    ///< so many segments more without a gain: still more have none either
+  /// Lengths of a first segment to try, in lengths of the others. Empty: all are even.
+  std::span<const double> first_segments;
+  /// With segments of `segment_tokens` behind first ones of `first_tokens`.
+  std::function<double(int64_t first_tokens, int64_t segment_tokens)> time_us;
+  /// May put another cut in place of the best one, whose time is `best_us`; returns the time of
+  /// what it leaves. Null: it stays. `chunks`: of the longest sequence.
+  std::function<double(int64_t chunks, double best_us, Partition*)> refine;
+};
 
-/// Segments that one sequence of `chunks` chunks is cut into under `partition`.
+inline constexpr int64_t kAutoChunk = 64;  ///< tokens; searched cuts lie at multiples of it
+inline constexpr int64_t kAutoMaxSegments = 64;
+
+/// The segment length with the least predicted time, if it gains: its time in `segmented_us`.
+Partition best_partition(const Workload& work, const CutSearch& search, double* segmented_us);
+
+/// Segments that one sequence of `tokens` tokens is cut into under `partition`.
 int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments);
 
 }  // namespace kda::plan

@@ -13,13 +13,18 @@ namespace {
 
 constexpr std::size_t kMaxListedSegments = 24;
 
-const char* policy_name(ContextParallel policy) {
+const char* policy_name(SegmentPolicy policy) {
   static constexpr const char* kNames[] = {"auto", "off", "fixed", "flashkda", "cula"};
   return kNames[static_cast<std::size_t>(policy)];
 }
 
 const char* method_name(SegmentMethod method) {
   return method == SegmentMethod::kOnePass ? "one_pass" : "scan_merge_forward";
+}
+
+const char* form_name(IntraForm form) {
+  static constexpr const char* kNames[] = {"auto", "tensor", "token"};
+  return kNames[static_cast<std::size_t>(form)];
 }
 
 /// Segments of each sequence that has more than one.
@@ -46,10 +51,9 @@ std::string human_bytes(std::size_t bytes) {
 
 void print_problem(const Plan& plan, std::ostream& out) {
   const Problem& p = plan.problem;
-  out << "problem         " << (p.operation == Operation::kDecode ? "decode" : "forward")
-      << "  B=" << p.batch << " T=" << p.num_tokens << " N=" << p.num_sequences
-      << " H=" << p.num_heads << " HV=" << p.num_value_heads << " K=" << p.key_dim
-      << " V=" << p.value_dim << "\n"
+  out << "problem         " << operation_name(p.operation) << "  B=" << p.batch
+      << " T=" << p.num_tokens << " N=" << p.num_sequences << " H=" << p.num_heads
+      << " HV=" << p.num_value_heads << " K=" << p.key_dim << " V=" << p.value_dim << "\n"
       << "gates           " << gate_mode_name(p.gate_mode) << ", beta "
       << beta_mode_name(p.beta_mode) << (p.qk_l2norm ? ", q/k L2 norm" : "") << "\n"
       << "device          " << plan.device.name << "\n"
@@ -62,17 +66,24 @@ void print_problem(const Plan& plan, std::ostream& out) {
 
 void print_segments(const Plan& plan, std::ostream& out) {
   out << "context parallel " << (plan.segmented ? "on" : "off") << " (policy "
-      << policy_name(plan.options.context_parallel) << ")";
+      << policy_name(plan.requested.context_parallel) << ")";
   if (plan.segmented) {
     const auto split = split_sequences(plan);
     int64_t most = 0;
     for (const auto& [sequence, count] : split) most = std::max(most, count);
     out << ", " << plan.segments.size() << " segments, " << most << " in the longest, "
-        << method_name(plan.options.segment_method)
-        << (plan.transitions_stop ? ", transitions stop" : "");
+        << method_name(plan.resolved.segment_method) << (plan.early_exit ? ", early exit" : "");
   }
   out << "\n";
   if (plan.num_v_splits > 1) out << "V split         " << plan.num_v_splits << "\n";
+}
+
+void print_blocks(const char* what, const std::vector<WorkspaceBlock>& blocks, std::size_t bytes,
+                  std::ostream& out) {
+  out << std::left << std::setw(16) << what << std::right << human_bytes(bytes) << "\n";
+  for (const WorkspaceBlock& entry : blocks)
+    out << "  " << std::left << std::setw(22) << entry.name << std::right << std::setw(12)
+        << human_bytes(entry.bytes) << "\n";
 }
 
 void print_explanation(const Plan& plan, std::ostream& out) {
@@ -85,7 +96,7 @@ void print_explanation(const Plan& plan, std::ostream& out) {
         << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
         << "  serial     " << plan.cost.serial_us << " us\n";
     if (plan.cost.segmented_us > 0) out << "  segmented  " << plan.cost.segmented_us << " us\n";
-    if (plan.cost.one_kernel_us > 0) out << "  one kernel " << plan.cost.one_kernel_us << " us\n";
+    if (plan.cost.fused_us > 0) out << "  fused      " << plan.cost.fused_us << " us\n";
   }
   if (plan.segmented) {
     out << "\nsegments (sequence: tokens)\n";
@@ -108,10 +119,8 @@ std::string Plan::to_text(bool explain) const {
   for (const StagePlan& stage : stages)
     out << "  " << std::left << std::setw(16) << stage.name << std::right << std::setw(8)
         << stage.num_tasks << " tasks  " << stage.what << "\n";
-  out << "workspace       " << human_bytes(workspace_bytes) << "\n";
-  for (const WorkspaceBlock& entry : workspace)
-    out << "  " << std::left << std::setw(22) << entry.name << std::right << std::setw(12)
-        << human_bytes(entry.bytes) << "\n";
+  print_blocks("workspace", workspace, workspace_bytes, out);
+  if (saved_bytes > 0) print_blocks("saved", saved, saved_bytes, out);
   if (explain) print_explanation(*this, out);
   return out.str();
 }
@@ -120,7 +129,7 @@ namespace {
 
 void write_problem(const Problem& p, JsonWriter& json) {
   json.key("problem").begin_object();
-  json.member("operation", p.operation == Operation::kDecode ? "decode" : "forward");
+  json.member("operation", operation_name(p.operation));
   json.member("batch", p.batch).member("num_tokens", p.num_tokens);
   json.member("num_sequences", p.num_sequences).member("num_heads", p.num_heads);
   json.member("num_value_heads", p.num_value_heads);
@@ -151,10 +160,10 @@ void write_implementation(const Plan& plan, JsonWriter& json) {
 
 void write_segments(const Plan& plan, JsonWriter& json) {
   json.key("context_parallel").begin_object();
-  json.member("policy", policy_name(plan.options.context_parallel));
+  json.member("policy", policy_name(plan.requested.context_parallel));
   json.member("on", plan.segmented);
-  json.member("method", method_name(plan.options.segment_method));
-  json.member("transitions_stop", plan.transitions_stop);
+  json.member("method", method_name(plan.resolved.segment_method));
+  json.member("early_exit", plan.early_exit);
   json.member("segment_chunks", plan.segment_chunks);
   json.member("num_segments", plan.segments.size());
   json.key("reasons").begin_array();
@@ -177,11 +186,32 @@ void write_segments(const Plan& plan, JsonWriter& json) {
   json.end_array();
 }
 
+void write_options(const char* key, const PlanOptions& options, JsonWriter& json) {
+  json.key(key).begin_object();
+  json.member("backend", options.backend);
+  json.member("context_parallel", policy_name(options.context_parallel));
+  json.member("num_segments", options.num_segments);
+  json.member("segment_method", method_name(options.segment_method));
+  json.member("intra_form", form_name(options.intra_form));
+  json.member("num_threads", options.num_threads).end_object();
+}
+
+void write_blocks(const char* key, const std::vector<WorkspaceBlock>& blocks, JsonWriter& json) {
+  json.key(key).begin_array();
+  for (const WorkspaceBlock& entry : blocks)
+    json.begin_object()
+        .member("name", entry.name)
+        .member("offset", entry.offset)
+        .member("bytes", entry.bytes)
+        .end_object();
+  json.end_array();
+}
+
 void write_execution(const Plan& plan, JsonWriter& json) {
   json.key("cost_us").begin_object();
   json.member("roofline", plan.cost.roofline_us).member("serial", plan.cost.serial_us);
   json.member("segmented", plan.cost.segmented_us);
-  json.member("one_kernel", plan.cost.one_kernel_us).end_object();
+  json.member("fused", plan.cost.fused_us).end_object();
   json.key("stages").begin_array();
   for (const StagePlan& stage : plan.stages)
     json.begin_object()
@@ -191,14 +221,9 @@ void write_execution(const Plan& plan, JsonWriter& json) {
         .end_object();
   json.end_array();
   json.member("workspace_bytes", plan.workspace_bytes);
-  json.key("workspace").begin_array();
-  for (const WorkspaceBlock& entry : plan.workspace)
-    json.begin_object()
-        .member("name", entry.name)
-        .member("offset", entry.offset)
-        .member("bytes", entry.bytes)
-        .end_object();
-  json.end_array();
+  write_blocks("workspace", plan.workspace, json);
+  json.member("saved_bytes", plan.saved_bytes);
+  write_blocks("saved", plan.saved, json);
 }
 
 }  // namespace
@@ -208,6 +233,8 @@ std::string Plan::to_json() const {
   json.begin_object();
   write_problem(problem, json);
   write_device(device, json);
+  write_options("requested", requested, json);
+  write_options("resolved", resolved, json);
   write_implementation(*this, json);
   json.member("chunk_size", chunk_size).member("num_v_splits", num_v_splits);
   json.member("num_threads", num_threads);

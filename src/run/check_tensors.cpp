@@ -2,12 +2,12 @@
 #include "run/check_tensors.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <string_view>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/device.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda {
@@ -24,11 +24,71 @@ struct Footprint {
 };
 
 struct Entry {
+  const char* name = "";
+  const TensorDesc* desc = nullptr;
+  Shape shape = {};
+  const void* pointer = nullptr;
+  bool output = false;
+};
+
+bool in_place(const Problem& p) { return p.operation == Operation::kDecode && !p.final_state; }
+
+Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
+                  bool output) {
+  if (!state) return {};
+  return {"", &state->tensor, state_shape(p, *state), pointer, output};
+}
+
+/// Every tensor that a call may have, in the order in which they are checked. `entry` gives all but
+/// the name; without a descriptor the problem has none.
+struct TensorRow {
   const char* name;
-  const TensorDesc* desc;
-  Shape shape;
-  const void* pointer;
-  bool output;
+  Entry (*entry)(const Problem& p, const Tensors& t);
+};
+using P = const Problem&;
+using T = const Tensors&;
+constexpr TensorRow kTensors[] = {
+    {"q",
+     [](P p, T t) {
+       return Entry{"", &p.q, qk_shape(p), t.q, false};
+     }},
+    {"k",
+     [](P p, T t) {
+       return Entry{"", &p.k, qk_shape(p), t.k, false};
+     }},
+    {"v",
+     [](P p, T t) {
+       return Entry{"", &p.v, v_shape(p), t.v, false};
+     }},
+    {"g",
+     [](P p, T t) {
+       return Entry{"", &p.g, g_shape(p), t.g, false};
+     }},
+    {"beta",
+     [](P p, T t) {
+       return Entry{"", &p.beta, beta_shape(p), t.beta, false};
+     }},
+    {"o",
+     [](P p, T t) {
+       return Entry{"", &p.o, v_shape(p), t.o, true};
+     }},
+    {"A_log",
+     [](P p, T t) {
+       return Entry{
+           "", p.A_log ? &*p.A_log : nullptr, {p.num_value_heads, 1, 1, 1}, t.A_log, false};
+     }},
+    {"dt_bias",
+     [](P p, T t) {
+       return Entry{"",
+                    p.dt_bias ? &*p.dt_bias : nullptr,
+                    {p.num_value_heads, p.key_dim, 1, 1},
+                    t.dt_bias,
+                    false};
+     }},
+    {"initial_state",
+     [](P p, T t) { return state_entry(p, p.initial_state, t.initial_state, in_place(p)); }},
+    {"final_state", [](P p, T t) { return state_entry(p, p.final_state, t.final_state, true); }},
+    {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
 Footprint footprint(const Entry& entry) {
@@ -82,8 +142,13 @@ bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const
 Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
   if (count > 0 && !indices) return invalid(name, ": pointer is null");
   for (int64_t i = 0; i < count; ++i)
-    if (indices[i] < -1 || indices[i] >= num_slots)
-      return invalid(name, ": entry ", i, " = ", indices[i], " is outside -1..", num_slots - 1);
+    if (indices[i] >= num_slots) {
+      if (num_slots == 0)
+        return invalid(name, ": entry ", i, " = ", indices[i],
+                       ", but the buffer has num_slots = 0");
+      return invalid(name, ": entry ", i, " = ", indices[i], " is outside 0..", num_slots - 1,
+                     " (a negative one means none)");
+    }
   return {};
 }
 
@@ -112,22 +177,26 @@ class SlotMarks {
 class Checker {
  public:
   Checker(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-          void* workspace)
-      : plan_(plan), p_(plan.problem), t_(tensors), sequences_(sequences), workspace_(workspace) {}
+          void* workspace, const registry::DeviceChecks* device)
+      : plan_(plan),
+        p_(plan.problem),
+        t_(tensors),
+        sequences_(sequences),
+        workspace_(workspace),
+        device_(device) {}
 
   Status run() {
-    if (plan_.device.kind == DeviceKind::kCuda) return run_device();
+    if (device_) return run_device();
     KDA_RETURN_IF_ERROR(check_lengths());
     collect();
     for (std::size_t i = 0; i < count_; ++i) KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
     KDA_RETURN_IF_ERROR(check_indices());
+    KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    return decodes_in_place() ? check_decode_slots() : check_forward_slots();
+    return in_place(p_) ? check_decode_slots() : check_forward_slots();
   }
 
  private:
-  bool decodes_in_place() const { return p_.operation == Operation::kDecode && !p_.final_state; }
-
   /// Device memory: where it lies is checked here, what it holds by the kernels (MetadataFlag).
   Status run_device() {
     collect();
@@ -135,6 +204,7 @@ class Checker {
       KDA_RETURN_IF_ERROR(check_pointer(entries_[i]));
       KDA_RETURN_IF_ERROR(check_memory(entries_[i].name, entries_[i].pointer));
     }
+    if (plan_.saved_bytes > 0) KDA_RETURN_IF_ERROR(check_memory("saved", t_.saved));
     const int64_t N = p_.num_sequences;
     const auto check_array = [&](const char* name, bool needed, const void* pointer) -> Status {
       if (!needed) return {};
@@ -161,12 +231,13 @@ class Checker {
   }
 
   Status check_memory(const char* name, const void* pointer) const {
-    return t_.trusted ? Status{} : cuda::check_pointer(name, pointer);
+    return t_.trusted ? Status{} : device_->pointer(name, pointer);
   }
 
   /// Only for plans from bounds: host lengths were checked by make_plan().
   Status check_lengths() {
-    if (plan_.lengths_known || !p_.cu_seqlens) return {};
+    if (!p_.cu_seqlens) return {};
+    if (plan_.lengths_known) return check_known_lengths();
     if (!t_.cu_seqlens) return invalid("cu_seqlens: pointer is null");
     const int64_t N = p_.num_sequences;
     if (sequences_.begin(0) != 0)
@@ -189,6 +260,17 @@ class Checker {
     return {};
   }
 
+  /// Lengths that are given all the same must be the plan's.
+  Status check_known_lengths() const {
+    if (!t_.cu_seqlens) return {};
+    const stage::Sequences given(p_, {}, t_.cu_seqlens);
+    for (int64_t n = 0; n <= p_.num_sequences; ++n)
+      if (given.begin(n) != sequences_.begin(n))
+        return invalid("cu_seqlens: entry ", n, " = ", given.begin(n),
+                       ", but the plan was made for ", sequences_.begin(n));
+    return {};
+  }
+
   int64_t decode_limit() const {
     return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, kMaxDecodeTokens)
                                       : kMaxDecodeTokens;
@@ -202,29 +284,12 @@ class Checker {
   }
 
   void collect() {
-    add("q", p_.q, qk_shape(p_), t_.q, false);
-    add("k", p_.k, qk_shape(p_), t_.k, false);
-    add("v", p_.v, v_shape(p_), t_.v, false);
-    add("g", p_.g, g_shape(p_), t_.g, false);
-    add("beta", p_.beta, beta_shape(p_), t_.beta, false);
-    add("o", p_.o, v_shape(p_), t_.o, true);
-    if (p_.A_log) add("A_log", *p_.A_log, {p_.num_value_heads, 1, 1, 1}, t_.A_log, false);
-    if (p_.dt_bias)
-      add("dt_bias", *p_.dt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t_.dt_bias, false);
-    if (p_.initial_state)
-      add("initial_state", p_.initial_state->tensor, state_shape(p_, *p_.initial_state),
-          t_.initial_state, decodes_in_place());
-    if (p_.final_state)
-      add("final_state", p_.final_state->tensor, state_shape(p_, *p_.final_state), t_.final_state,
-          true);
-    if (p_.checkpoints)
-      add("checkpoints", p_.checkpoints->tensor, state_shape(p_, *p_.checkpoints), t_.checkpoints,
-          true);
-  }
-
-  void add(const char* name, const TensorDesc& desc, const Shape& shape, const void* pointer,
-           bool output) {
-    entries_[count_++] = {name, &desc, shape, pointer, output};
+    for (const TensorRow& row : kTensors) {
+      Entry& entry = entries_[count_];
+      entry = row.entry(p_, t_);
+      entry.name = row.name;
+      if (entry.desc) ++count_;
+    }
   }
 
   Status check_indices() {
@@ -247,6 +312,17 @@ class Checker {
       if (t_.num_accepted_tokens[n] < 1 || t_.num_accepted_tokens[n] > S)
         return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
                        " is outside 1..", S);
+    return {};
+  }
+
+  /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
+  Status check_rates() const {
+    if (!p_.A_log) return {};
+    const float most = p_.gate_mode == GateMode::kSoftplus ? 70.0f : 88.0f;
+    for (int64_t j = 0; j < p_.num_value_heads; ++j)
+      if (const float a_log = t_.A_log[j * p_.A_log->strides[0]]; a_log > most)
+        return invalid("A_log: entry ", j, " = ", a_log, " is above ", most, " with gate ",
+                       gate_mode_name(p_.gate_mode));
     return {};
   }
 
@@ -281,17 +357,19 @@ class Checker {
     SlotMarks marks(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
                     p_.initial_state->num_slots);
     if (!p_.initial_state->indexed) return {};
-    const int32_t* idx = t_.initial_state_indices;
+    const auto slot = [&](int64_t n, int64_t column) {
+      return state_slot(p_, *p_.initial_state, t_.initial_state_indices, n * S + column);
+    };
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
-      const int64_t source = idx[n * S + accepted(n) - 1];
+      const int64_t source = slot(n, accepted(n) - 1);
       const int64_t written = S == 1 ? 1 : sequences_.length(n);
       if (source < 0 || sequences_.length(n) == 0) continue;
       for (int64_t t = 0; t < written; ++t)
         KDA_RETURN_IF_ERROR(
-            marks.write("initial_state_indices", idx[n * S + t], static_cast<int32_t>(n + 1)));
+            marks.write("initial_state_indices", slot(n, t), static_cast<int32_t>(n + 1)));
     }
     for (int64_t n = 0; n < p_.num_sequences; ++n)
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", idx[n * S + accepted(n) - 1],
+      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
                                      static_cast<int32_t>(n + 1)));
     return {};
   }
@@ -310,12 +388,12 @@ class Checker {
     if (p_.final_state)
       for (int64_t n = 0; n < p_.num_sequences; ++n)
         KDA_RETURN_IF_ERROR(finals.write("final_state_indices",
-                                         p_.final_state->indexed ? t_.final_state_indices[n] : n,
+                                         state_slot(p_, *p_.final_state, t_.final_state_indices, n),
                                          static_cast<int32_t>(n + 1)));
     const int64_t count = total_checkpoints();
     for (int64_t c = 0; c < count; ++c)
       KDA_RETURN_IF_ERROR(checkpoints.write(
-          "checkpoint_indices", p_.checkpoints->indexed ? t_.checkpoint_indices[c] : c, -1));
+          "checkpoint_indices", state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, c), -1));
     if (!p_.initial_state) return {};
     if (p_.final_state &&
         same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
@@ -330,7 +408,7 @@ class Checker {
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
       if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
       KDA_RETURN_IF_ERROR(marks.read("initial_state_indices",
-                                     p_.initial_state->indexed ? t_.initial_state_indices[n] : n,
+                                     state_slot(p_, *p_.initial_state, t_.initial_state_indices, n),
                                      static_cast<int32_t>(n + 1)));
     }
     return {};
@@ -341,25 +419,38 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
-  Entry entries_[12] = {};
+  const registry::DeviceChecks* device_;            ///< null: host memory
+  std::array<Entry, std::size(kTensors)> entries_;  // the first count_ are set
   std::size_t count_ = 0;
 };
 
 }  // namespace
 
-Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
-  if (plan.workspace_bytes == 0) return {};
-  if (!workspace) return invalid("workspace: is null, needs ", plan.workspace_bytes, " bytes");
-  if (workspace_bytes < plan.workspace_bytes)
-    return invalid("workspace: has ", workspace_bytes, " bytes, needs ", plan.workspace_bytes);
-  if (reinterpret_cast<std::uintptr_t>(workspace) % kWorkspaceAlignment != 0)
-    return invalid("workspace: is not aligned to ", kWorkspaceAlignment, " bytes");
+namespace {
+
+/// Memory of the caller that the plan sizes.
+Status check_sized(const char* name, const void* pointer, std::size_t bytes, std::size_t needed) {
+  if (needed == 0) return {};
+  if (!pointer) return invalid(name, ": is null, needs ", needed, " bytes");
+  if (bytes < needed) return invalid(name, ": has ", bytes, " bytes, needs ", needed);
+  if (reinterpret_cast<std::uintptr_t>(pointer) % kWorkspaceAlignment != 0)
+    return invalid(name, ": is not aligned to ", kWorkspaceAlignment, " bytes");
   return {};
 }
 
+}  // namespace
+
+Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes) {
+  return check_sized("workspace", workspace, workspace_bytes, plan.workspace_bytes);
+}
+
+Status check_saved(const Plan& plan, const Tensors& tensors) {
+  return check_sized("saved", tensors.saved, tensors.saved_bytes, plan.saved_bytes);
+}
+
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-                     void* workspace) {
-  return Checker(plan, tensors, sequences, workspace).run();
+                     void* workspace, const registry::DeviceChecks* device) {
+  return Checker(plan, tensors, sequences, workspace, device).run();
 }
 
 }  // namespace kda

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// check_tensors(): every check of run() that needs the caller's pointers. Nothing is written but
-// the slot marks in the workspace.
+// Checks of the pointers, lengths and indices of one run(), before anything is written.
 #pragma once
 
 #include "kda/run.hpp"
+#include "registry/rows.hpp"
 #include "stage/sequences.hpp"
 
 namespace kda {
 
 Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes);
+Status check_saved(const Plan& plan, const Tensors& tensors);
+
+/// `device`: of the plan's row; null: all tensors are host memory.
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-                     void* workspace);
+                     void* workspace, const registry::DeviceChecks* device);
 
 }  // namespace kda

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage "decode": a few tokens a sequence, one read and one write of a state (one write a token
 // with state_index_columns > 1). With a final_state of its own the states are those of forward:
-//   sequence n reads initial_state (absent, masked or slot -1: zeros), writes final_state
+//   sequence n reads initial_state (absent, masked or no slot: zeros), writes final_state
 // In place:
-//   sequence n reads slot idx[n, num_accepted[n] - 1]; a negative slot skips the sequence
+//   sequence n reads slot idx[n, num_accepted[n] - 1]; without a slot it is skipped
 //   S = 1: writes the state after the last token to the slot that was read
-//   S > 1: writes the state after token t to slot idx[n, t]; a negative slot skips that write
+//   S > 1: writes the state after token t to slot idx[n, t]; none skips that write
 #pragma once
 
-#include "stage/forward.hpp"
+#include "stage/call.hpp"
 
 namespace kda::stage {
 

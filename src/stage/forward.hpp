@@ -5,23 +5,9 @@
 
 #include <span>
 
-#include "kda/plan.hpp"
-#include "kda/run.hpp"
-#include "stage/sequences.hpp"
+#include "stage/call.hpp"
 
 namespace kda::stage {
-
-/// What every stage is given. Arguments have been checked before a stage is called.
-struct Call {
-  const Problem& problem;
-  const Tensors& tensors;
-  Sequences sequences;
-  int32_t num_threads;
-  void* scratch;  ///< Implementation::scratch_bytes, aligned to kWorkspaceAlignment
-  const Plan* plan = nullptr;
-  void* workspace = nullptr;
-  void* stream = nullptr;  ///< CUDA
-};
 
 struct Forward {
   Call call;

@@ -2,7 +2,11 @@
 // The C ABI gives the bits of the C++ API, and refuses what it must. (C itself: c_test.c.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstring>
+#include <sstream>
 #include <thread>
 
 #include "kda/kda.h"
@@ -47,6 +51,23 @@ struct CCall {
     kda_tensor_contiguous(&problem.final_state.tensor, final_state.data(), KDA_FP32, 4, states);
     problem.final_state.present = 1;
     problem.final_state.num_slots = 2;
+  }
+
+  kda_plan* plan() {
+    kda_plan* made = nullptr;
+    const bool lengths = problem.has_cu_seqlens || problem.cu_seqlens;
+    EXPECT_EQ(
+        kda_plan_create(&problem, lengths ? inputs.cu_seqlens.data() : nullptr, nullptr, &made),
+        KDA_OK)
+        << kda_last_error();
+    return made;
+  }
+  void run() {
+    kda_plan* made = plan();
+    io::Buffer workspace(kda_plan_workspace_bytes(made));
+    EXPECT_EQ(kda_run(made, &problem, workspace.data(), workspace.size()), KDA_OK)
+        << kda_last_error();
+    kda_plan_destroy(made);
   }
 
   static void set(kda_tensor& tensor, const io::Buffer& buffer, std::vector<int64_t> shape) {
@@ -136,6 +157,180 @@ TEST(CApi, OlderCallersStructsAreSmaller) {
   EXPECT_EQ(kda_validate(&call.problem), KDA_OK) << kda_last_error();
 }
 
+/// Fields of a later version are refused unless they are zero.
+TEST(CApi, NewerCallersStructsAreLarger) {
+  struct Newer {
+    kda_problem known;
+    int64_t unknown[3];
+  };
+  CCall call;
+  Newer newer{call.problem, {}};
+  newer.known.struct_size = sizeof newer;
+  EXPECT_EQ(kda_validate(&newer.known), KDA_OK) << kda_last_error();
+  newer.unknown[2] = 1;
+  EXPECT_EQ(kda_validate(&newer.known), KDA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(kda_last_error()).find("is of a newer version"), std::string::npos)
+      << kda_last_error();
+
+  struct {
+    kda_plan_options known;
+    int64_t unknown;
+  } options{};
+  options.known.struct_size = sizeof options;
+  EXPECT_EQ(kda_supported(&call.problem, &options.known), KDA_OK) << kda_last_error();
+  options.unknown = 1;
+  EXPECT_EQ(kda_supported(&call.problem, &options.known), KDA_INVALID_ARGUMENT);
+}
+
+/// The exported function of that name serves programs that were built before first_slot.
+TEST(CApi, InitWritesNoMoreThanTheCallersStruct) {
+  struct {
+    kda_problem problem;
+    int64_t behind;
+  } memory;
+  for (const std::size_t size : {offsetof(kda_problem, first_slot), sizeof(kda_problem),
+                                 sizeof(kda_problem) + sizeof(int64_t)}) {
+    std::memset(static_cast<void*>(&memory), 0xee, sizeof memory);
+    if (size == offsetof(kda_problem, first_slot))
+      (kda_problem_init)(&memory.problem);
+    else
+      kda_problem_init_size(&memory.problem, size);
+    EXPECT_EQ(memory.problem.struct_size, size);
+    EXPECT_EQ(memory.problem.key_dim, 128);
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&memory);
+    for (std::size_t i = size; i < sizeof memory; ++i) ASSERT_EQ(bytes[i], 0xee) << i;
+    for (std::size_t i = offsetof(kda_problem, first_slot); i < size; ++i) ASSERT_EQ(bytes[i], 0);
+  }
+}
+
+TEST(CApi, AnOlderCallerHasNoFirstSlot) {
+  CCall call;
+  const int32_t slots[] = {0, 1};
+  call.problem.final_state.indices = slots;
+  call.problem.struct_size = offsetof(kda_problem, first_slot);
+  call.problem.first_slot = 1;  // beyond what that caller declared
+  call.run();
+  const test::Result expected = test::run_inputs(call.inputs);
+  EXPECT_EQ(std::memcmp(call.final_state.data(), expected.outputs.final_state.data(),
+                        expected.outputs.final_state.size()),
+            0);
+  std::vector<float> before = call.final_state;
+  call.problem.struct_size = sizeof(kda_problem);
+  std::fill_n(call.final_state.begin(), before.size() / 2, 7.0f);
+  std::fill_n(before.begin(), before.size() / 2, 7.0f);
+  call.run();
+  EXPECT_EQ(call.final_state, before) << "slot 0 is below first_slot";
+}
+
+/// What is given is used: the flags are for planning without it.
+TEST(CApi, WhatIsGivenCountsWithoutItsFlag) {
+  CCall with, without;
+  std::vector<float> initial(with.final_state.size());
+  for (std::size_t i = 0; i < initial.size(); ++i) initial[i] = static_cast<float>(i % 13) - 6;
+  const int64_t states[] = {2, 4, 16, 24};
+  const int32_t slots[] = {1, 0};
+  const uint8_t mask[] = {1, 0};
+  for (CCall* call : {&with, &without}) {
+    kda_problem& p = call->problem;
+    const int32_t flag = call == &with;
+    kda_tensor_contiguous(&p.initial_state.tensor, initial.data(), KDA_FP32, 4, states);
+    p.initial_state.num_slots = 2;
+    p.initial_state.indices = slots;
+    p.initial_state_mask = mask;
+    p.cu_seqlens = call->inputs.cu_seqlens.data();
+    p.scale = 0.5;
+    p.initial_state.present = p.final_state.present = p.initial_state.indexed = flag;
+    p.has_scale = p.has_initial_state_mask = p.has_cu_seqlens = flag;
+    call->run();
+  }
+  EXPECT_EQ(with.o, without.o);
+  EXPECT_EQ(with.final_state, without.final_state);
+  CCall plain;
+  plain.run();
+  EXPECT_NE(with.o, plain.o);
+}
+
+TEST(CApi, DecodeCountsAcceptedTokensThatAreGiven) {
+  CCall call;
+  kda_problem& p = call.problem;
+  p.operation = KDA_DECODE;
+  p.num_tokens = 1;
+  p.num_sequences = 1;
+  p.has_cu_seqlens = 0;
+  p.final_state = {};
+  const int64_t states[] = {2, 4, 16, 24};
+  kda_tensor_contiguous(&p.initial_state.tensor, call.final_state.data(), KDA_FP32, 4, states);
+  const int32_t slots[] = {0, 1}, accepted[] = {2};
+  p.initial_state.num_slots = 2;
+  p.initial_state.indices = slots;
+  p.state_index_columns = 2;
+  p.num_accepted_tokens = accepted;
+  std::fill_n(call.final_state.begin(), call.final_state.size() / 2, NAN);  // slot 0 is not read
+  std::fill(call.final_state.begin() + 4 * 16 * 24, call.final_state.end(), 0.0f);
+  call.run();
+  for (int i = 0; i < 4 * 24; ++i) ASSERT_TRUE(std::isfinite(call.o[static_cast<std::size_t>(i)]));
+}
+
+/// A call that gives more than its plan was made for is refused: it would be left out.
+TEST(CApi, WhatThePlanDoesNotHaveIsRefused) {
+  const int32_t slots[] = {0, 1};
+  const uint8_t mask[] = {1, 1};
+  const struct {
+    const char* message;
+    void (*change)(kda_problem&, const int32_t*, const uint8_t*);
+  } rows[] = {
+      {"initial_state: given, but the plan was made without it",
+       [](kda_problem& p, const int32_t*, const uint8_t*) { p.initial_state = p.final_state; }},
+      {"checkpoints: given", [](kda_problem& p, const int32_t*,
+                                const uint8_t*) { p.checkpoints.tensor.data = p.o.data; }},
+      {"final_state_indices: given", [](kda_problem& p, const int32_t* indices,
+                                        const uint8_t*) { p.final_state.indices = indices; }},
+      {"initial_state_mask: given",
+       [](kda_problem& p, const int32_t*, const uint8_t* given) { p.initial_state_mask = given; }},
+      {"num_accepted_tokens: given", [](kda_problem& p, const int32_t* indices,
+                                        const uint8_t*) { p.num_accepted_tokens = indices; }},
+  };
+  for (const auto& row : rows) {
+    CCall call;
+    kda_plan* plan = call.plan();
+    row.change(call.problem, slots, mask);
+    EXPECT_EQ(kda_run(plan, &call.problem, nullptr, 0), KDA_INVALID_ARGUMENT);
+    EXPECT_EQ(std::string(kda_last_error()).find(row.message), 0u) << kda_last_error();
+    kda_plan_destroy(plan);
+  }
+  CCall call;
+  call.problem.gate_mode = KDA_GATE_LOG;
+  const kda_tensor A_log = call.problem.A_log, dt_bias = call.problem.dt_bias;
+  call.problem.A_log = call.problem.dt_bias = {};
+  kda_plan* plan = call.plan();
+  call.problem.A_log = A_log;
+  EXPECT_EQ(kda_run(plan, &call.problem, nullptr, 0), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "A_log: given, but the plan was made without it");
+  call.problem.A_log = {};
+  call.problem.dt_bias.data = dt_bias.data;
+  EXPECT_EQ(kda_run(plan, &call.problem, nullptr, 0), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "dt_bias: given, but the plan was made without it");
+  kda_plan_destroy(plan);
+}
+
+TEST(CApi, TensorsThatWereNeverDescribedAreRefused) {
+  for (kda_tensor kda_problem::*member :
+       {&kda_problem::q, &kda_problem::k, &kda_problem::v, &kda_problem::g, &kda_problem::beta,
+        &kda_problem::o, &kda_problem::A_log, &kda_problem::dt_bias}) {
+    CCall call;
+    void* data = (call.problem.*member).data;
+    call.problem.*member = {};
+    (call.problem.*member).data = data;
+    EXPECT_EQ(kda_validate(&call.problem), KDA_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(kda_last_error()).find(": was never described"), std::string::npos)
+        << kda_last_error();
+  }
+  CCall call;  // one step size for all tokens
+  call.problem.beta = {};
+  call.problem.beta.alignment = 4;
+  EXPECT_EQ(kda_validate(&call.problem), KDA_OK) << kda_last_error();
+}
+
 TEST(CApi, RefusesWithAMessage) {
   CCall call;
   kda_plan* plan = nullptr;
@@ -150,7 +345,7 @@ TEST(CApi, RefusesWithAMessage) {
   expect(kda_plan_create(nullptr, nullptr, nullptr, &plan), "problem: is null");
   expect(kda_plan_create(&call.problem, nullptr, nullptr, nullptr), "plan: is null");
   expect(kda_run(nullptr, &call.problem, nullptr, 0), "plan: is null");
-  for (const std::size_t size : {std::size_t{0}, std::size_t{3}, sizeof(kda_problem) + 1}) {
+  for (const std::size_t size : {std::size_t{0}, std::size_t{3}, SIZE_MAX}) {
     call.problem.struct_size = size;
     expect(kda_validate(&call.problem), "struct_size");
   }
@@ -228,6 +423,27 @@ TEST(CApi, MisalignedPointersLowerTheirOwnAlignment) {
   EXPECT_EQ(kda_run(plan, &call.problem, workspace.data(), workspace.size()), KDA_OK)
       << kda_last_error();
   kda_plan_destroy(plan);
+}
+
+/// Bindings build both structs from this list: it must be in their order.
+TEST(Capi, StageBuffersAreListedInOrder) {
+  const std::pair<const char*, std::size_t> fields[] = {
+      {"w", offsetof(kda_stages, w)},         {"u", offsetof(kda_stages, u)},
+      {"kg", offsetof(kda_stages, kg)},       {"qg", offsetof(kda_stages, qg)},
+      {"Aqk", offsetof(kda_stages, Aqk)},     {"T", offsetof(kda_stages, T)},
+      {"gamma", offsetof(kda_stages, gamma)}, {"beta", offsetof(kda_stages, beta)},
+      {"diag", offsetof(kda_stages, diag)},   {"h", offsetof(kda_stages, h)},
+      {"vn", offsetof(kda_stages, vn)}};
+  std::istringstream names(kda_stage_buffers());
+  std::string name;
+  std::size_t at = offsetof(kda_stages, w);
+  for (const auto& [field, offset] : fields) {
+    ASSERT_TRUE(names >> name);
+    EXPECT_EQ(name, field);
+    EXPECT_EQ(offset, at) << field;
+    at += sizeof(void*);
+  }
+  EXPECT_FALSE(names >> name);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "support/harness.hpp"
 
 namespace kda::check {
@@ -154,7 +156,26 @@ TEST(InputsFromFile, RefusesWithTheReason) {
       {"state_layout: 'nope'", [](auto& f) { f.metadata["state_layout"] = "nope"; }},
       {"lower_bound 'x'", [](auto& f) { f.metadata["lower_bound"] = "x"; }},
       {"scale '1e'", [](auto& f) { f.metadata["scale"] = "1e"; }},
-      {"scale: inf", [](auto& f) { f.metadata["scale"] = "inf"; }},
+      {"scale 'inf' is not a finite", [](auto& f) { f.metadata["scale"] = "inf"; }},
+      {"scale '' is not a number", [](auto& f) { f.metadata["scale"] = ""; }},
+      {"scale '010'", [](auto& f) { f.metadata["scale"] = "010"; }},
+      {"scale '1e39' is outside the range of fp32", [](auto& f) { f.metadata["scale"] = "1e39"; }},
+      {"scale '1e-50' is outside the range of fp32",
+       [](auto& f) { f.metadata["scale"] = "1e-50"; }},
+      {"scale '1e999' is outside", [](auto& f) { f.metadata["scale"] = "1e999"; }},
+      {"lower_bound '-1e39' is outside", [](auto& f) { f.metadata["lower_bound"] = "-1e39"; }},
+      {"lower_bound 'nan' is not a finite", [](auto& f) { f.metadata["lower_bound"] = "nan"; }},
+      {"__metadata__: gate: 'tanh' is not one of log",
+       [](auto& f) { f.metadata["gate"] = "tanh"; }},
+      {"A_log: 89 of head 2 is too large",
+       [](auto& f) { f.tensors["A_log"].data.template as<float>()[2] = 89; }},
+      {"num_value_heads: HV = 4611686018427387904",
+       [](auto& f) {
+         f.tensors["q"].shape[1] = f.tensors["k"].shape[1] = 0;
+         f.tensors["v"].shape = {1, 0, int64_t{1} << 62, 4};
+         f.tensors["g"].shape = {1, 0, int64_t{1} << 62, 8};
+         f.tensors["beta"].shape = {1, 0, int64_t{1} << 62};
+       }},
       {"qk_l2norm 'yes'", [](auto& f) { f.metadata["qk_l2norm"] = "yes"; }},
   };
   for (const auto& row : rows) {
@@ -168,6 +189,51 @@ TEST(InputsFromFile, RefusesWithTheReason) {
   flags.gate = "bounded";
   flags.lower_bound = 1;
   EXPECT_NE(error_of(sample(), flags).find("lower_bound: 1"), std::string::npos);
+}
+
+TEST(InputsFromFile, MetadataKeepEveryDigit) {
+  Inputs inputs = inputs_from_file(sample());
+  inputs.problem.gate_mode = GateMode::kBounded;
+  inputs.problem.scale = 0.1 + 0.2;
+  inputs.problem.lower_bound = -1.0 / 3;
+  const Problem again = inputs_from_file(file_from_inputs(inputs)).problem;
+  EXPECT_EQ(again.scale, inputs.problem.scale);
+  EXPECT_EQ(again.lower_bound, inputs.problem.lower_bound);
+}
+
+TEST(InputsFromFile, ALogOfTheLargestExponentialIsTaken) {
+  io::SafetensorsFile file = sample();
+  file.tensors["A_log"].data.as<float>()[1] = 88.7f;
+  EXPECT_EQ(error_of(file), "");
+}
+
+TEST(DescribeNan, NamesEveryInputAndTheFirstIndex) {
+  EXPECT_EQ(describe_nan(inputs_from_file(sample())), "");
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const std::pair<const char*, const char*> rows[] = {
+      {"q", "q[0, 0, 0, 5]"},    {"k", "k[0, 0, 0, 5]"},
+      {"v", "v[0, 0, 1, 1]"},    {"g", "g[0, 0, 0, 5]"},
+      {"beta", "beta[0, 1, 1]"}, {"dt_bias", "dt_bias[0, 5]"},
+      {"A_log", "A_log[3]"},     {"initial_state", "initial_state[0, 0, 1, 1]"},
+  };
+  io::SafetensorsFile all = sample();
+  std::string list;
+  for (const auto& [name, where] : rows) {
+    io::SafetensorsFile file = sample();
+    const int at = std::string(name) == "A_log" ? 3 : 5;
+    for (io::SafetensorsFile* changed : {&file, &all})
+      changed->tensors[name].data.as<float>()[at] = nan;
+    EXPECT_EQ(describe_nan(inputs_from_file(file)), where);
+  }
+  for (const char* where : {"q[", ", k[", ", v[", ", g[", ", beta[", ", A_log[", ", dt_bias["})
+    EXPECT_NE(describe_nan(inputs_from_file(all)).find(where), std::string::npos) << where;
+  // Whatever the strides are.
+  Inputs strided = inputs_from_file(sample());
+  strided.v.as<float>()[17] = nan;
+  const std::string packed = describe_nan(strided);
+  EXPECT_EQ(packed, "v[0, 1, 0, 1]");
+  test::restride(&strided);
+  EXPECT_EQ(describe_nan(strided), packed);
 }
 
 TEST(Outputs, StartPoisoned) {

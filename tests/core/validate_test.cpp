@@ -16,6 +16,10 @@ TEST(Validate, AcceptsTheEdges) {
   Problem p = base();
   p.lower_bound = -1e-30;
   EXPECT_TRUE(validate(p).ok());
+  p.lower_bound = -1e35;
+  EXPECT_TRUE(validate(p).ok());
+  p.scale = -1e35;
+  EXPECT_TRUE(validate(p).ok());
   p.scale = 0;
   EXPECT_TRUE(validate(p).ok());
   p.batch_invariant = true;
@@ -35,6 +39,15 @@ TEST(Validate, StridesOfSingleElementsAreNeverUsed) {
   p.num_heads = p.num_value_heads = 1;
   p.q.strides = {-7, 8, -3, 1};
   p.A_log->strides[0] = -1;
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+}
+
+TEST(Validate, TensorsWithoutElementsNeedNoDescription) {
+  EXPECT_TRUE(validate(Problem{}).ok());
+  Problem p = base();
+  p.q = {};
+  EXPECT_FALSE(validate(p).ok());
+  p.num_tokens = 0;
   EXPECT_TRUE(validate(p).ok()) << validate(p).message();
 }
 

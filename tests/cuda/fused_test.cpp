@@ -13,6 +13,7 @@
 #include "core/convert.hpp"
 #include "cuda/gpu.hpp"
 #include "plan/ledger.hpp"
+#include "stage/buffers.hpp"
 
 namespace kda {
 namespace {
@@ -25,14 +26,14 @@ constexpr float kFastALog = 2.5f;  // exp(2.5) log(1 + exp(0)): 12 powers of two
 /// Nothing cut: where the planner cuts depends on the number of SMs and on the batch.
 test::RunOptions run_on_fused(DType dtype) {
   test::RunOptions run{.plan = test::with_backend("fused"), .out_dtype = dtype};
-  run.plan.context_parallel = ContextParallel::kOff;
+  run.plan.context_parallel = SegmentPolicy::kOff;
   return run;
 }
 constexpr SegmentMethod kMethods[] = {SegmentMethod::kScanMergeForward, SegmentMethod::kOnePass};
 
 test::RunOptions run_in_segments(int64_t count, SegmentMethod method, DType dtype) {
   test::RunOptions run = run_on_fused(dtype);
-  run.plan.context_parallel = ContextParallel::kFixed;
+  run.plan.context_parallel = SegmentPolicy::kFixed;
   run.plan.num_segments = count;
   run.plan.segment_method = method;
   return run;
@@ -98,7 +99,7 @@ class Fused : public test::GpuTest, public ::testing::WithParamInterface<Kind> {
     for (const int64_t count : {2, 5}) {
       const test::Result result =
           test::run_inputs(inputs, in_segments(count, SegmentMethod::kOnePass));
-      ASSERT_EQ(result.plan.options.segment_method, SegmentMethod::kOnePass);
+      ASSERT_EQ(result.plan.resolved.segment_method, SegmentMethod::kOnePass);
       EXPECT_LE(test::worst_errors(inputs, result).o, check::kSegmented16BitRatio * whole)
           << what << ", " << count << " segments";
     }
@@ -646,7 +647,7 @@ TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
     call.workspace.download(workspace.data(), workspace.size());
     int cleared = 0;
     for (const WorkspaceBlock& block : call.plan.workspace)
-      if (block.name == "handed_flags")
+      if (block.name == "handoff_flags")
         for (std::size_t at = 0; at < block.bytes; at += sizeof(uint64_t)) {
           uint64_t word = 0;
           std::memcpy(&word, workspace.data() + block.offset + at, sizeof(word));
@@ -721,7 +722,7 @@ std::vector<int64_t> stops_of(test::OnDevice& call) {
   std::vector<unsigned char> workspace(call.workspace.size());
   call.workspace.download(workspace.data(), workspace.size());
   const auto* tokens = static_cast<const int64_t*>(
-      plan::find_block(call.plan, workspace.data(), plan::block::kAliveTokens));
+      plan::find_block(call.plan, workspace.data(), stage::kExitToken.name));
   const auto behind = static_cast<int64_t>(call.plan.segments.size()) - call.problem.num_sequences;
   return {tokens, tokens + behind * call.problem.num_value_heads};
 }
@@ -739,7 +740,7 @@ TEST_P(Fused, TransitionsStopWhereTheyAreSmall) {
   const test::RunOptions run = in_segments(2, SegmentMethod::kOnePass);
   test::expect_within(inputs, run, "cuda.sm90.fused", "transitions that stop");
   test::OnDevice call(inputs, run);
-  ASSERT_TRUE(call.plan.transitions_stop);
+  ASSERT_TRUE(call.plan.early_exit);
   ASSERT_TRUE(call.run().ok());
   check::synchronize_device();
   const std::vector<int64_t> stops = stops_of(call);
@@ -761,7 +762,7 @@ TEST_P(FusedBf16, TransitionsStopAsSoonInFp16) {
   Inputs inputs = check::generate(options);
   const auto stops = [&] {
     test::OnDevice call(inputs, in_segments(2, SegmentMethod::kOnePass));
-    EXPECT_TRUE(call.plan.transitions_stop);
+    EXPECT_TRUE(call.plan.early_exit);
     EXPECT_TRUE(call.run().ok());
     check::synchronize_device();
     return stops_of(call);
@@ -781,7 +782,7 @@ TEST_P(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
   store_element(inputs.v.data(), dtype, kToken * K + kColumn,
                 std::numeric_limits<float>::infinity());
   const test::Result result = test::run_inputs(inputs, in_segments(2, SegmentMethod::kOnePass));
-  ASSERT_TRUE(result.plan.transitions_stop);
+  ASSERT_TRUE(result.plan.early_exit);
   for (int64_t token = kToken + 1; token < kTokens; ++token)
     for (const int64_t column : {kColumn, kColumn + 1})
       ASSERT_EQ(std::isnan(load_element(result.outputs.o.data(), dtype, token * K + column)),
@@ -793,13 +794,13 @@ TEST_P(Fused, SegmentsWhereThePlannerWantsThem) {
   check::GenerateOptions options = shape_of(2048, 1);
   options.initial_state = true;
   test::RunOptions run = on_fused();
-  run.plan.context_parallel = ContextParallel::kAuto;
+  run.plan.context_parallel = SegmentPolicy::kAuto;
   for (const Regime regime : {Regime::kTrained, Regime::kStructured}) {
     options.regime = regime;
     const Inputs inputs = check::generate(options);
     const Plan plan = test::run_inputs(inputs, run).plan;
     EXPECT_TRUE(plan.segmented);
-    EXPECT_EQ(plan.options.segment_method, SegmentMethod::kOnePass);
+    EXPECT_EQ(plan.resolved.segment_method, SegmentMethod::kOnePass);
     test::expect_within(inputs, run, "cuda.sm90.fused", "segments of the planner");
   }
 }
@@ -844,7 +845,7 @@ TEST_P(Fused, StageCallsAreTheTwoPassForm) {
   const test::Result whole =
       test::run_inputs(inputs, in_segments(3, SegmentMethod::kScanMergeForward));
   test::OnDevice call(inputs, in_segments(3, SegmentMethod::kOnePass));
-  ASSERT_EQ(call.plan.options.segment_method, SegmentMethod::kOnePass);
+  ASSERT_EQ(call.plan.resolved.segment_method, SegmentMethod::kOnePass);
   const std::size_t bytes = call.plan.segments.size() * 2 * state_bytes;
   check::DeviceBuffer M(bytes), B(bytes), states(bytes);
   const SegmentTensors all{static_cast<float*>(M.data()), static_cast<float*>(B.data()),
@@ -906,7 +907,7 @@ TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
                             &plan)
                       .ok());
       const bool fits = std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24;
-      EXPECT_EQ(plan.options.segment_method == SegmentMethod::kOnePass, fits || !half)
+      EXPECT_EQ(plan.resolved.segment_method == SegmentMethod::kOnePass, fits || !half)
           << scale << (half ? ", fp16" : ", bf16");
     }
 }

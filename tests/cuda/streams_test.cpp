@@ -70,7 +70,7 @@ std::vector<Case> cases(uint64_t seed) {
   if (test::device().compute_capability == 90) {
     PlanOptions whole = test::with_backend("fused"),
                 cut = test::fixed_segments(3, SegmentMethod::kOnePass);
-    whole.context_parallel = ContextParallel::kOff;
+    whole.context_parallel = SegmentPolicy::kOff;
     cut.backend = "fused";
     all.push_back({"fused", inputs, with(whole)});
     all.push_back({"fused segments", inputs, with(cut)});

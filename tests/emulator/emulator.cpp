@@ -262,7 +262,7 @@ void mbarrier_arrive(uint64_t index, int expected_bytes) {
   end_phase(b);
 }
 
-void bulk_copy(void* target, const void* source, int bytes, uint64_t index) {
+void cp_async_bulk(void* target, const void* source, int bytes, uint64_t index) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   if (bytes % 16 != 0 || !aligned(target) || !aligned(source))
     fail("a bulk copy not aligned to 16");

@@ -71,11 +71,11 @@ void copy_async(void* target, const void* source, int bytes);
 void commit_copies();
 void wait_copies(int pending);
 
-/// Barriers of ptx/bulk.cuh, by index within the block.
+/// Barriers of ptx/mbarrier.cuh, by index within the block.
 uint64_t mbarrier_init(int arrivals);
 void mbarrier_arrive(uint64_t barrier, int expected_bytes);
 void mbarrier_wait(uint64_t barrier, int parity);
-void bulk_copy(void* target, const void* source, int bytes, uint64_t barrier);
+void cp_async_bulk(void* target, const void* source, int bytes, uint64_t barrier);
 
 /// Lets other threads run; `what` this one waits for, should there be a deadlock.
 void wait_for(const char* what);

@@ -205,7 +205,7 @@ PlanOptions random_plan(Random& random, bool any_backend) {
   return options;
 }
 
-std::string run_case(const Options& options, int64_t index, Totals* totals) {
+std::string run_case(const Options& options, int64_t index, Totals* totals, Digest* digest) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
   if (options.tensor_cores) fit_tensor_cores(&shape, options.hard);
@@ -225,6 +225,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   const bool marginal = check::is_marginal(inputs);
   const test::Result result = test::run_inputs(inputs, run);
   totals->count(result.plan);
+  digest->add(index, {&result.outputs.o, &result.outputs.final_state});
   const check::Comparison comparison =
       check::compare(inputs, result.problem, result.outputs,
                      {.marginal = marginal, .operands = check::operands_of(result.plan)});
@@ -244,8 +245,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
 
 Report fuzz_accuracy(const Options& options) {
   Totals totals;
+  Digest digest;
   Report report =
-      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals, &digest); });
+  report.digest = digest.value();
   report.figures = {{"fp32_o_median", quantile(totals.fp32_o, 0.5)},
                     {"fp32_o_worst", quantile(totals.fp32_o, 1)},
                     {"fp32_final_state_median", quantile(totals.fp32_state, 0.5)},

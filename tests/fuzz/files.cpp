@@ -15,6 +15,13 @@ std::string build(const std::string& header, std::size_t payload) {
   return bytes + header + std::string(payload, '\1');
 }
 
+std::size_t header_length(const std::string& bytes) {
+  std::size_t length = 0;
+  for (std::size_t i = 0; i < 8; ++i)
+    length |= static_cast<std::size_t>(static_cast<unsigned char>(bytes[i])) << (8 * i);
+  return length;
+}
+
 /// A header in the right grammar with values that may be anything.
 std::string random_header(Random& random) {
   static const char* kTypes[] = {"F32", "BF16", "F16", "I32", "I64", "U8", "f32", ""};
@@ -81,10 +88,14 @@ std::string run_case(const Options& options, int64_t index) {
   if (random.chance(0.8)) bytes = damage(std::move(bytes), random);
   try {
     const io::SafetensorsFile file = io::parse_safetensors(bytes.data(), bytes.size());
-    for (const auto& [name, tensor] : file.tensors)
+    std::size_t covered = 8 + header_length(bytes);
+    for (const auto& [name, tensor] : file.tensors) {
       if (tensor.data.size() !=
           static_cast<std::size_t>(tensor.num_elements() * dtype_size(tensor.dtype)))
         return cat(name, ": size and shape disagree");
+      covered += tensor.data.size();
+    }
+    if (covered != bytes.size()) return "bytes that belong to no tensor were taken";
     check::inputs_from_file(file);
   } catch (const Error& error) {
     if (error.code() != StatusCode::kInvalidArgument || std::string(error.what()).empty())

@@ -2,6 +2,7 @@
 // What the fuzzers share. A case is a function of (seed, index) alone.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -24,11 +25,30 @@ struct Options {
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
 };
 
+/// One number for the outputs of all cases. It does not depend on the order in which they run, so
+/// that two builds can be compared to the bit.
+class Digest {
+ public:
+  /// FNV-1a over the bytes of `buffers`, of case `index`.
+  void add(int64_t index, const std::vector<const io::Buffer*>& buffers) {
+    uint64_t hash = 0xcbf29ce484222325u ^ static_cast<uint64_t>(index);
+    for (const io::Buffer* buffer : buffers)
+      for (std::size_t i = 0; i < buffer->size(); ++i)
+        hash = (hash ^ static_cast<uint64_t>(buffer->data()[i])) * 0x100000001b3u;
+    sum_.fetch_add(check::Random(hash).next(), std::memory_order_relaxed);
+  }
+  uint64_t value() const { return sum_; }
+
+ private:
+  std::atomic<uint64_t> sum_ = 0;
+};
+
 /// What a fuzzer found: failures (empty: good) and a summary line.
 struct Report {
   std::vector<std::string> failures;
   std::string summary;
   std::map<std::string, double> figures;  ///< what --json writes
+  uint64_t digest = 0;                    ///< accuracy, problems: of all outputs
 };
 
 /// Random numbers of one case.

@@ -96,6 +96,7 @@ Problem random_problem(Random& random) {
   if (decode && random.chance(0.2)) p.state_index_columns = edge(random, 8);
   p.num_accepted_tokens = random.chance(decode ? 0.2 : 0.01);
   p.zero_skipped = random.chance(decode ? 0.3 : 0.01);
+  if (random.chance(0.2)) p.first_slot = edge(random, 2);
   p.batch_invariant = random.chance(0.2);
   return p;
 }
@@ -132,7 +133,7 @@ std::vector<int64_t> random_lengths(const Problem& p, Random& random) {
   return cu;
 }
 
-std::string run_case(const Options& options, int64_t index) {
+std::string run_case(const Options& options, int64_t index, Digest* digest) {
   Random random = random_of(options, index);
   const Problem p = random_problem(random);
   const Status valid = validate(p);
@@ -169,7 +170,7 @@ std::string run_case(const Options& options, int64_t index) {
   t.checkpoints = add_state(p.checkpoints);
   if (memory.too_large) return "";
   std::vector<int32_t> slots(4096), accepted(64);
-  for (int32_t& slot : slots) slot = static_cast<int32_t>(random.below(9) - 1);
+  for (int32_t& slot : slots) slot = static_cast<int32_t>(random.below(10) - 2);
   for (std::size_t i = 0; i < accepted.size(); ++i)
     accepted[i] = static_cast<int32_t>(random.below(3));
   for (std::size_t i = 0; i < slots.size() && random.chance(0.9); ++i)
@@ -190,6 +191,9 @@ std::string run_case(const Options& options, int64_t index) {
   if (!planned.ok()) return planned.message().empty() ? "plan refused without a reason" : "";
   io::Buffer workspace(plan.workspace_bytes);
   const Status ran = run(plan, t, workspace.data(), workspace.size());
+  std::vector<const io::Buffer*> buffers;
+  for (const io::Buffer& buffer : memory.buffers) buffers.push_back(&buffer);
+  digest->add(index, buffers);
   if (!ran.ok() && (ran.code() != StatusCode::kInvalidArgument || ran.message().empty()))
     return cat("run: ", status_code_name(ran.code()), " ", ran.message());
   if (plan.to_text(true).empty() || plan.to_json().empty()) return "the plan does not print";
@@ -199,7 +203,11 @@ std::string run_case(const Options& options, int64_t index) {
 }  // namespace
 
 Report fuzz_problems(const Options& options) {
-  return run_cases(options, [&](int64_t index) { return run_case(options, index); });
+  Digest digest;
+  Report report =
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &digest); });
+  report.digest = digest.value();
+  return report;
 }
 
 }  // namespace kda::fuzz

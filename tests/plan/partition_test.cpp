@@ -6,7 +6,6 @@
 
 #include "core/text.hpp"
 #include "kda/flags.hpp"
-#include "plan/cost_model.hpp"
 #include "support/harness.hpp"
 
 namespace kda::plan {
@@ -96,49 +95,6 @@ TEST(FixedPolicy, AtMostOneSegmentAChunk) {
   EXPECT_EQ(num_segments_of(partition, 0, 8), 1);
   EXPECT_FALSE(fixed_partition(work, 1).on);
   EXPECT_FALSE(fixed_partition(work_of("64", 4, 132), 8).on);
-}
-
-TEST(AutoPolicy, FillsAnIdleCardAndLeavesAFullOneAlone) {
-  const auto decide = [](const char* lengths, int64_t heads) {
-    CostEstimate cost;
-    const Workload work = work_of(lengths, heads, 132);
-    return auto_partition(work, gpu_facts(132), false, &cost);
-  };
-  EXPECT_TRUE(decide("128K", 4).on);
-  EXPECT_TRUE(decide("64K", 8).on);
-  EXPECT_TRUE(decide("64K,512,256,128", 4).on);
-  EXPECT_FALSE(decide("1024", 4).on);
-  EXPECT_FALSE(decide("8192", 132).on);
-  EXPECT_FALSE(decide("64x1024", 64).on);
-  EXPECT_FALSE(decide("0", 4).on);
-}
-
-/// What lets the planner leave out the search where it cannot gain.
-TEST(AutoPolicy, NoCutOfOneKernelTakesLessThanTheLeast) {
-  const double bytes_per_second = gpu_facts(132).memory_bytes_per_second;
-  for (const int64_t K : {64, 128})
-    for (const char* lengths : {"64", "1K", "8K", "128K", "8x4K", "64x128", "128K,10x1K", "0,4K,0"})
-      for (const int64_t heads : {1, 4, 16, 66, 96}) {
-        const std::string what = cat(lengths, ", H ", heads, ", K ", K);
-        const CostConstants constants = costs_of(90, K);
-        const CostInput in{
-            work_of(lengths, heads, 132).lengths, heads, K, K, 132, bytes_per_second};
-        const double least = least_one_kernel_us(in, constants);
-        EXPECT_GE(one_kernel_us(in, constants), least) << what;
-        for (const int64_t segment : {64, 512, 4096})
-          for (const int64_t first : {1, 2})
-            EXPECT_GE(one_pass_us(in, constants, first * segment, segment), least)
-                << what << ", segments of " << segment;
-      }
-}
-
-TEST(AutoPolicy, PredictionsAreOrdered) {
-  CostEstimate cost;
-  const Workload work = work_of("128K", 4, 132);
-  ASSERT_TRUE(auto_partition(work, gpu_facts(132), false, &cost).on);
-  EXPECT_GE(cost.serial_us, cost.roofline_us);
-  EXPECT_LT(cost.segmented_us, cost.serial_us / 2);
-  EXPECT_GE(cost.segmented_us, cost.roofline_us);
 }
 
 TEST(ParseLengths, SuffixesAndRepeats) {

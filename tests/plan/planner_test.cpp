@@ -39,7 +39,7 @@ Plan plan_for(const std::string& lengths, int64_t heads, const DeviceFacts& devi
   return plan;
 }
 
-PlanOptions policy(ContextParallel rule) {
+PlanOptions policy(SegmentPolicy rule) {
   PlanOptions options;
   options.context_parallel = rule;
   options.num_threads = 2;
@@ -47,8 +47,8 @@ PlanOptions policy(ContextParallel rule) {
 }
 
 TEST(Planner, SegmentsCoverEverySequenceInOrder) {
-  for (const ContextParallel rule :
-       {ContextParallel::kAuto, ContextParallel::kFlashKda, ContextParallel::kCula}) {
+  for (const SegmentPolicy rule :
+       {SegmentPolicy::kAuto, SegmentPolicy::kFlashKda, SegmentPolicy::kCula}) {
     const Plan plan = plan_for("128K,1000,0,77", 4, gpu_facts(152), policy(rule));
     ASSERT_TRUE(plan.segmented);
     int64_t at = 0, sequence = 0;
@@ -79,9 +79,8 @@ TEST(Planner, CpuIsSerialUnlessAsked) {
 }
 
 TEST(Planner, BatchInvariantLooksAtEachSequenceAlone) {
-  const Plan alone = plan_for("128K", 4, gpu_facts(132), policy(ContextParallel::kAuto), true);
-  const Plan batch =
-      plan_for("128K,8x64K", 4, gpu_facts(132), policy(ContextParallel::kAuto), true);
+  const Plan alone = plan_for("128K", 4, gpu_facts(132), policy(SegmentPolicy::kAuto), true);
+  const Plan batch = plan_for("128K,8x64K", 4, gpu_facts(132), policy(SegmentPolicy::kAuto), true);
   const auto first = [](const Plan& plan) {
     std::vector<Segment> found;
     for (const Segment& segment : plan.segments)
@@ -175,18 +174,19 @@ TEST(Planner, WorkspaceBlocksAreDisjointAndAligned) {
 }
 
 TEST(Planner, MemoryBeyondInputsAndOutputsIsSmall) {
-  const Plan plan = plan_for("4096", 4, cpu_facts(), policy(ContextParallel::kAuto));
+  const Plan plan = plan_for("4096", 4, cpu_facts(), policy(SegmentPolicy::kAuto));
   EXPECT_LE(plan.workspace_bytes, std::size_t{64} << 20);
 }
 
 TEST(Planner, LedgerRefusesOverflow) {
-  Plan plan;
-  EXPECT_TRUE(plan::add_block(plan, "a", 10, 10));
-  EXPECT_FALSE(plan::add_block(plan, "b", SIZE_MAX / 2, 4));
-  EXPECT_FALSE(plan::add_block(plan, "c", std::size_t{1} << 62, 1));
-  EXPECT_TRUE(plan::add_block(plan, "empty", 0, 8));
-  EXPECT_EQ(plan.workspace.size(), 1u);
-  EXPECT_EQ(plan::find_block(plan, nullptr, "nothing"), nullptr);
+  std::vector<WorkspaceBlock> blocks;
+  std::size_t total = 0;
+  EXPECT_TRUE(plan::add_block(blocks, total, "a", 10, 10));
+  EXPECT_FALSE(plan::add_block(blocks, total, "b", SIZE_MAX / 2, 4));
+  EXPECT_FALSE(plan::add_block(blocks, total, "c", std::size_t{1} << 62, 1));
+  EXPECT_TRUE(plan::add_block(blocks, total, "empty", 0, 8));
+  EXPECT_EQ(blocks.size(), 1u);
+  EXPECT_EQ(plan::find_block(blocks, nullptr, "nothing"), nullptr);
 }
 
 TEST(Planner, AMillionSequences) {
@@ -218,8 +218,8 @@ TEST(Planner, TakesOneKernelWhereSegmentsCanBeJoinedOrHeadsFillTheCard) {
   const std::string fused = "cuda.sm90.fused", staged = "cuda.sm80.staged";
   for (const int64_t heads : {1, 2, 4, 8, 12, 16, 18, 19, 24, 32, 64, 66, 67, 96, 132, 200})
     EXPECT_EQ(chosen("8192", heads), fused) << heads;
-  EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kOff)), fused);
-  EXPECT_EQ(chosen("8192", 64, policy(ContextParallel::kCula)), staged);
+  EXPECT_EQ(chosen("8192", 64, policy(SegmentPolicy::kOff)), fused);
+  EXPECT_EQ(chosen("8192", 64, policy(SegmentPolicy::kCula)), staged);
   // Outputs that are not dense have no one pass: few heads would leave the card idle.
   for (const int64_t heads : {4, 18, 19, 64}) {
     std::vector<int64_t> cu;
@@ -235,14 +235,14 @@ TEST(Planner, TakesOneKernelWhereSegmentsCanBeJoinedOrHeadsFillTheCard) {
 TEST(Planner, OnePassTakesALongerFirstSegment) {
   const Plan plan = plan_for("8192,100", 32, gpu_facts(132));
   ASSERT_TRUE(plan.segmented);
-  EXPECT_EQ(plan.options.segment_method, SegmentMethod::kOnePass);
+  EXPECT_EQ(plan.resolved.segment_method, SegmentMethod::kOnePass);
   ASSERT_EQ(plan.segments.size(), 3u);  // two of the long one
   const auto length = [&](std::size_t n) { return plan.segments[n].end - plan.segments[n].begin; };
   EXPECT_GT(length(0), length(1) + 1024);
   EXPECT_EQ(length(0) + length(1), 8192);
   EXPECT_EQ(length(0) % 64, 0);
   EXPECT_EQ(length(2), 100);
-  EXPECT_LT(plan.cost.segmented_us, plan.cost.one_kernel_us);
+  EXPECT_LT(plan.cost.segmented_us, plan.cost.fused_us);
   // One decision for bits that must not depend on neighbours: the same as alone.
   const Plan alone = plan_for("8192", 32, gpu_facts(132), {}, true);
   const Plan beside = plan_for("8192,100", 32, gpu_facts(132), {}, true);
@@ -262,9 +262,9 @@ TEST(Planner, TransitionsStopWhereSegmentsAreLongAndTheirNormNeverGrows) {
     Plan plan;
     throw_if_error(make_plan(p, cu, gpu_facts(132), {}, &plan));
     const bool kept = std::any_of(plan.workspace.begin(), plan.workspace.end(),
-                                  [](const auto& block) { return block.name == "alive_tokens"; });
-    EXPECT_EQ(kept, plan.transitions_stop);
-    return plan.transitions_stop;
+                                  [](const auto& block) { return block.name == "exit_token"; });
+    EXPECT_EQ(kept, plan.early_exit);
+    return plan.early_exit;
   };
   const auto nothing = [](Problem*) {};
   EXPECT_TRUE(stop(262144, 16, nothing));
@@ -319,7 +319,7 @@ TEST(Planner, OneKernelSaysWhyItDoesNotServe) {
   };
   PlanOptions token;
   token.intra_form = IntraForm::kToken;
-  EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), policy(ContextParallel::kFlashKda))),
+  EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), policy(SegmentPolicy::kFlashKda))),
             "context_parallel asks for segments");
   EXPECT_EQ(reason(plan_for("8192", 64, gpu_facts(132), token)),
             "intra_form asks for a form of stages");
@@ -336,13 +336,13 @@ TEST(Planner, OneKernelHoldsItsTimesAndNoSegments) {
   const Plan plan = plan_for("8192", 64, gpu_facts(132));
   EXPECT_FALSE(plan.segmented);
   EXPECT_EQ(plan.num_v_splits, 2);
-  EXPECT_LT(plan.cost.one_kernel_us, plan.cost.serial_us);
-  EXPECT_GE(plan.cost.one_kernel_us, plan.cost.roofline_us);
-  EXPECT_EQ(plan_for("0,0", 4, gpu_facts(132)).cost.one_kernel_us, 0);
+  EXPECT_LT(plan.cost.fused_us, plan.cost.serial_us);
+  EXPECT_GE(plan.cost.fused_us, plan.cost.roofline_us);
+  EXPECT_EQ(plan_for("0,0", 4, gpu_facts(132)).cost.fused_us, 0);
 }
 
 TEST(Planner, JsonHoldsWhatTheTextSays) {
-  const Plan plan = plan_for("128K,10x1K", 4, gpu_facts(152), policy(ContextParallel::kCula));
+  const Plan plan = plan_for("128K,10x1K", 4, gpu_facts(152), policy(SegmentPolicy::kCula));
   const nlohmann::json json = nlohmann::json::parse(plan.to_json());
   EXPECT_EQ(json["context_parallel"]["policy"], "cula");
   EXPECT_EQ(json["segments_per_sequence"][0], 19);
@@ -359,12 +359,12 @@ TEST(Planner, GoldenPlans) {
     const char* lengths;
     int64_t heads;
     int32_t sms;
-    ContextParallel rule;
-  } rows[] = {{"h200_64k_auto", "64K", 8, 132, ContextParallel::kAuto},
-              {"h200_full_auto", "8192", 64, 132, ContextParallel::kAuto},
-              {"cula_152_skewed", "128K,10x1K", 4, 152, ContextParallel::kCula},
-              {"flashkda_78", "8192", 16, 78, ContextParallel::kFlashKda},
-              {"off", "64K", 8, 132, ContextParallel::kOff}};
+    SegmentPolicy rule;
+  } rows[] = {{"h200_64k_auto", "64K", 8, 132, SegmentPolicy::kAuto},
+              {"h200_full_auto", "8192", 64, 132, SegmentPolicy::kAuto},
+              {"cula_152_skewed", "128K,10x1K", 4, 152, SegmentPolicy::kCula},
+              {"flashkda_78", "8192", 16, 78, SegmentPolicy::kFlashKda},
+              {"off", "64K", 8, 132, SegmentPolicy::kOff}};
   for (const auto& row : rows) {
     const std::string text =
         plan_for(row.lengths, row.heads, gpu_facts(row.sms), policy(row.rule)).to_text(true);

@@ -180,6 +180,31 @@ const BadCall kBadProblems[] = {
     {"lower_bound_infinite", [](C& c) { c.problem.lower_bound = -INFINITY; }, "lower_bound"},
     {"scale_nan", [](C& c) { c.problem.scale = NAN; }, "scale"},
     {"scale_infinite", [](C& c) { c.problem.scale = INFINITY; }, "scale"},
+    {"scale_above_fp32", [](C& c) { c.problem.scale = -1e39; }, "scale: the size of -1e+39"},
+    {"scale_zero_in_fp32", [](C& c) { c.problem.scale = 1e-46; }, "scale: the size of 1e-46"},
+    {"lower_bound_above_fp32", [](C& c) { c.problem.lower_bound = -1e39; },
+     "lower_bound: -1e+39 is outside -1e35..-1e-35"},
+    {"lower_bound_zero_in_fp32", [](C& c) { c.problem.lower_bound = -1e-46; },
+     "lower_bound: -1e-46 is outside"},
+    {"q_undescribed", [](C& c) { c.problem.q = {}; }, "q: was never described"},
+    {"beta_undescribed", [](C& c) { c.problem.beta = {}; }, "beta: was never described"},
+    {"beta_dtype_alone",
+     [](C& c) {
+       c.problem.beta = {};
+       c.problem.beta.dtype = DType::kFloat32;
+     },
+     "beta: was never described"},
+    {"g_half_described",
+     [](C& c) {
+       c.problem.g = {};
+       c.problem.g.strides[3] = 1;
+     },
+     "g: the stride of dimension 1 was never set"},
+    {"A_log_undescribed", [](C& c) { c.problem.A_log = TensorDesc{DType::kFloat32}; },
+     "A_log: was never described"},
+    {"pool_undescribed",
+     [](C& c) { c.problem.initial_state->tensor = TensorDesc{DType::kFloat32}; },
+     "initial_state: was never described"},
     {"q_dtype", [](C& c) { c.problem.q.dtype = DType::kInt32; }, "q: dtype int32"},
     {"k_dtype", [](C& c) { c.problem.k.dtype = DType::kInt64; }, "k: dtype int64"},
     {"v_dtype", [](C& c) { c.problem.v.dtype = static_cast<DType>(42); }, "v: dtype"},
@@ -301,6 +326,20 @@ const BadCall kBadProblems[] = {
        c.problem.initial_state->tensor.strides[0] = 0;
      },
      "initial_state: stride 0"},
+    {"first_slot_negative", [](C& c) { c.problem.first_slot = -1; },
+     "first_slot = -1 is outside 0.."},
+    {"first_slot_huge", [](C& c) { c.problem.first_slot = int64_t{1} << 32; },
+     "first_slot = 4294967296 is outside 0.."},
+    {"first_slot_above_pool", [](C& c) { c.problem.first_slot = 9; },
+     "first_slot = 9 is above num_slots = 8 of initial_state"},
+    {"first_slot_without_indices",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state->indexed = false;
+       c.problem.initial_state->num_slots = 3;
+       c.problem.first_slot = 1;
+     },
+     "first_slot = 1 needs indexed states"},
     {"lengths_missing", [](C& c) { c.cu_seqlens.clear(); },
      "cu_seqlens: has 0 entries, needs N + 1 = 4"},
     {"lengths_short", [](C& c) { c.cu_seqlens.pop_back(); }, "cu_seqlens: has 3 entries"},
@@ -317,7 +356,7 @@ const BadCall kBadProblems[] = {
      "cu_seqlens: 4 lengths given"},
     {"threads_negative", [](C& c) { c.options.num_threads = -1; }, "num_threads: -1"},
     {"threads_huge", [](C& c) { c.options.num_threads = 5000; }, "num_threads: 5000"},
-    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<ContextParallel>(8); },
+    {"policy_unknown", [](C& c) { c.options.context_parallel = static_cast<SegmentPolicy>(8); },
      "context_parallel: value 8"},
     {"segments_zero", [](C& c) { c.options = test::fixed_segments(0); }, "num_segments: 0"},
     {"segments_negative", [](C& c) { c.options = test::fixed_segments(-3); }, "num_segments: -3"},
@@ -347,6 +386,24 @@ const BadCall kBadRuns[] = {
     {"checkpoint_indices_null", [](C& c) { c.checkpoint_idx.clear(); },
      "checkpoint_indices: pointer is null"},
     {"mask_null", [](C& c) { c.mask.clear(); }, "initial_state_mask: pointer is null"},
+    {"A_log_above_fp32", [](C& c) { c.inputs.A_log.as<float>()[1] = 89; },
+     "A_log: entry 1 = 89 is above 88 with gate bounded"},
+    {"A_log_infinite", [](C& c) { c.inputs.A_log.as<float>()[0] = INFINITY; },
+     "A_log: entry 0 = inf is above 88"},
+    {"A_log_beyond_softplus",
+     [](C& c) {
+       c.problem.gate_mode = GateMode::kSoftplus;
+       c.inputs.A_log.as<float>()[1] = 71;
+     },
+     "A_log: entry 1 = 71 is above 70 with gate softplus"},
+    {"lengths_of_another_plan",
+     [](C& c) {
+       c.room = io::Buffer(4 * 8);
+       const int64_t other[] = {0, 4, 23, 40};
+       std::memcpy(c.room.data(), other, sizeof other);
+       c.tensors.cu_seqlens = c.room.data();
+     },
+     "cu_seqlens: entry 1 = 4, but the plan was made for 20"},
     {"q_misaligned", [](C& c) { c.tensors.q = c.inputs.q.data() + 4; },
      "q: pointer is not aligned to the stated 16"},
     {"v_misaligned", [](C& c) { c.tensors.v = c.inputs.v.data() + 8; },
@@ -354,13 +411,16 @@ const BadCall kBadRuns[] = {
     {"o_misaligned", [](C& c) { c.tensors.o = c.o.data() + 2; }, "o: pointer is not aligned"},
     {"pool_misaligned", [](C& c) { c.tensors.initial_state = c.pool.data() + 4; },
      "initial_state: pointer is not aligned"},
-    {"initial_slot_below", [](C& c) { c.initial_idx[0] = -2; },
-     "initial_state_indices: entry 0 = -2 is outside -1..7"},
     {"initial_slot_above", [](C& c) { c.initial_idx[2] = 8; },
-     "initial_state_indices: entry 2 = 8"},
+     "initial_state_indices: entry 2 = 8 is outside 0..7 (a negative one means none)"},
+    {"initial_num_slots_forgotten",
+     [](C& c) {
+       c.make_decode();
+       c.problem.initial_state->num_slots = 0;
+     },
+     "initial_state_indices: entry 0 = 0, but the buffer has num_slots = 0"},
     {"initial_slot_max", [](C& c) { c.initial_idx[1] = INT_MAX; },
      "initial_state_indices: entry 1"},
-    {"final_slot_below", [](C& c) { c.final_idx[1] = INT_MIN; }, "final_state_indices: entry 1"},
     {"final_slot_above", [](C& c) { c.final_idx[1] = 8; }, "final_state_indices: entry 1 = 8"},
     {"checkpoint_slot_above", [](C& c) { c.checkpoint_idx[1] = 9; },
      "checkpoint_indices: entry 1 = 9"},
@@ -461,12 +521,6 @@ const BadCall kBadRuns[] = {
        c.initial_idx = {0, 8, 1};
      },
      "initial_state_indices: entry 1 = 8"},
-    {"decode_slot_below",
-     [](C& c) {
-       c.make_decode();
-       c.initial_idx = {0, -2, 1};
-     },
-     "initial_state_indices: entry 1 = -2"},
     {"decode_slot_twice",
      [](C& c) {
        c.make_decode();
@@ -558,6 +612,22 @@ TEST(GoodCalls, TheUnspoiledCallsSucceed) {
   bounds.from_bounds = true;
   bounds.tensors.cu_seqlens = bounds.cu_seqlens.data();
   EXPECT_TRUE(bounds.execute().ok());
+}
+
+TEST(GoodCalls, AnyNumberOfSequencesMayHaveNoSlot) {
+  Call forward;
+  forward.problem.first_slot = 2;
+  forward.initial_idx = {INT_MIN, 1, 0};
+  forward.final_idx = {1, 1, -2};
+  forward.checkpoint_idx = {0, 0};
+  EXPECT_TRUE(forward.execute().ok()) << forward.execute().message();
+  Call decode;
+  decode.make_decode();
+  decode.problem.first_slot = 1;
+  decode.initial_idx = {0, -9, 0};
+  EXPECT_TRUE(decode.execute().ok()) << decode.execute().message();
+  decode.problem.first_slot = 0;
+  EXPECT_EQ(decode.execute().message(), "initial_state_indices: slot 0 would be written twice");
 }
 
 TEST(GoodCalls, InterleavedViewsDoNotOverlap) {

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "core/text.hpp"
 #include "kda/kda.h"
 #include "support/harness.hpp"
 
@@ -142,6 +143,11 @@ TEST(FailureInjection, EveryThreadStart) {
       ADD_FAILURE() << "a failed thread start went unnoticed";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), StatusCode::kOutOfResources);
+      const std::string message = error.what();
+      EXPECT_NE(message.find(cat("num_threads: the system starts no more than ", threads - 1,
+                                 " of ", threads, " threads (Resource temporarily unavailable)")),
+                std::string::npos)
+          << message;
     }
     thread_starts_left = -1;
     const test::Result after = test::run_inputs(inputs, {.plan = test::with_threads(threads)});

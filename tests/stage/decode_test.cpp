@@ -228,6 +228,40 @@ TEST(Decode, ZeroesOutputsOfSkippedSequences) {
       }
 }
 
+/// Slots below first_slot are those of no sequence, whoever and however many hold them: as if -1
+/// and zero_skipped were given.
+TEST(Decode, SlotsBelowTheFirstOneMeanNone) {
+  std::vector<std::string> backends = test::backends();
+  backends.emplace_back("oracle");
+  for (const std::string& backend : backends)
+    for (const int64_t columns : {1, 3})
+      for (const auto& [K, V] : {std::pair{32, 48}, std::pair{77, 131}, std::pair{128, 128}}) {
+        DecodeShape s{.sequences = 6, .tokens = 3, .K = K, .V = V, .slots = 9, .columns = columns};
+        Decode null_block = make_decode(s), none = make_decode(s);
+        if (columns == 1) {
+          null_block.indices = {2, 0, 1, INT32_MIN, 8, 0};
+          none.indices = {-1, -1, -1, -1, 8, -1};
+        } else {  // started from column 1; some states are not stored
+          null_block.indices = {3, 4, 2, 0, 0, 0, 7, 1, 5, 8, 6, -9, 1, 1, 1, -2, -3, -4};
+          none.indices = {3, 4, -1, -1, -1, -1, 7, -1, 5, 8, 6, -1, -1, -1, -1, -1, -1, -1};
+        }
+        const int64_t first = 3;
+        for (Decode* d : {&null_block, &none}) {
+          d->problem().num_accepted_tokens = columns > 1;
+          d->accepted = {2, 1, 1, 2, 1, 3};
+        }
+        null_block.problem().first_slot = first;
+        none.problem().zero_skipped = true;
+        const io::Buffer before = null_block.pool;
+        ASSERT_TRUE(run_decode(&null_block, backend).ok());
+        ASSERT_TRUE(run_decode(&none, backend).ok());
+        EXPECT_TRUE(test::same_bits(null_block.outputs.o, none.outputs.o)) << backend << " " << V;
+        EXPECT_TRUE(test::same_bits(null_block.pool, none.pool)) << backend << " " << V;
+        EXPECT_FALSE(test::same_bits(null_block.pool, before)) << backend << " " << V;
+        EXPECT_EQ(std::memcmp(before.data(), null_block.pool.data(), before.size() / 9 * first), 0);
+      }
+}
+
 TEST(Decode, OracleBackendAgreesOnSkipsAndPlainSlots) {
   DecodeShape s;
   s.slots = 3;

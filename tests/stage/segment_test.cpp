@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "check/tolerances.hpp"
-#include "stage/segment.hpp"
+#include "stage/segment_scan.hpp"
 #include "support/harness.hpp"
 
 namespace kda {
@@ -118,7 +118,7 @@ TEST(SegmentForms, CheckpointsComeFromTheTwoPassForm) {
   const test::Result serial = test::run_inputs(inputs);
   const test::Result segmented =
       test::run_inputs(inputs, {.plan = test::fixed_segments(3, SegmentMethod::kOnePass)});
-  EXPECT_EQ(segmented.plan.options.segment_method, SegmentMethod::kScanMergeForward);
+  EXPECT_EQ(segmented.plan.resolved.segment_method, SegmentMethod::kScanMergeForward);
   for (int i = 0; i < 8 * 256; ++i)
     ASSERT_NEAR(serial.outputs.checkpoints.as<float>()[i],
                 segmented.outputs.checkpoints.as<float>()[i], 1e-5);

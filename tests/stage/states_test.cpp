@@ -107,6 +107,71 @@ TEST(States, NoSlotMeansZero) {
   EXPECT_TRUE(test::same_bits(zero.outputs.o, pooled.outputs.o));
 }
 
+/// Sequences of 128 channels in 16 bits, which any backend takes, from and to pool slots; each
+/// leaves a state after 32 tokens and at its end.
+PoolRun run_with_checkpoints(const Inputs& inputs, const PlanOptions& options, int64_t first_slot,
+                             const std::vector<int32_t>& read, const std::vector<int32_t>& write,
+                             const std::vector<int32_t>& checkpoints) {
+  constexpr int64_t kSlots = 6;
+  Problem p = inputs.problem;
+  StateDesc pool;
+  pool.num_slots = kSlots;
+  pool.indexed = true;
+  pool.tensor = contiguous(DType::kFloat32, {kSlots, p.num_value_heads, p.key_dim, p.value_dim});
+  p.initial_state = p.final_state = pool;
+  p.first_slot = first_slot;
+  if (!checkpoints.empty()) {
+    p.checkpoints = pool;
+    p.checkpoint_every = 64;
+  }
+  PoolRun result;
+  result.outputs = check::make_outputs(&p, p.v.dtype);
+  result.pool = io::Buffer(result.outputs.final_state.size());
+  for (std::size_t i = 0; i < result.pool.size() / 4; ++i)
+    result.pool.as<float>()[i] = static_cast<float>(i % 251) / 512 - 0.25f;
+  Plan plan;
+  throw_if_error(make_plan(p, inputs.cu_seqlens, test::device_of(options.backend), options, &plan));
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  Tensors tensors = inputs.tensors();
+  result.outputs.attach(&tensors);
+  tensors.initial_state = tensors.final_state = result.pool.data();
+  tensors.initial_state_indices = read.data();
+  tensors.final_state_indices = write.data();
+  tensors.checkpoint_indices = checkpoints.data();
+  throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
+  return result;
+}
+
+TEST(States, SlotsBelowTheFirstOneMeanNone) {
+  check::GenerateOptions options = test::shape(0, 1, 128, 128);
+  options.dtype = DType::kBFloat16;
+  options.seq_lens = {130, 70, 64, 9};
+  const Inputs inputs = check::generate(options);
+  std::vector<PlanOptions> plans = {test::with_backend("oracle"),
+                                    test::fixed_segments(2, SegmentMethod::kScanMergeForward),
+                                    test::fixed_segments(2, SegmentMethod::kOnePass)};
+  for (const std::string& backend : test::backends()) plans.push_back(test::with_backend(backend));
+  if (test::on_cuda()) plans.push_back(test::with_backend("staged"));
+  for (const PlanOptions& plan : plans)
+    for (const bool checkpoints : {true, false}) {
+      const std::vector<int32_t> some = {0, 3, 0, INT32_MIN}, as_none = {-1, 3, -1, -1};
+      const PoolRun null_block = run_with_checkpoints(inputs, plan, 1, {0, -7, 2, 0}, {4, 0, 2, 0},
+                                                      checkpoints ? some : std::vector<int32_t>{});
+      const PoolRun none = run_with_checkpoints(inputs, plan, 0, {-1, -1, 2, -1}, {4, -1, 2, -1},
+                                                checkpoints ? as_none : std::vector<int32_t>{});
+      EXPECT_TRUE(test::same_bits(null_block.outputs.o, none.outputs.o)) << plan.backend;
+      EXPECT_TRUE(test::same_bits(null_block.pool, none.pool)) << plan.backend;
+      EXPECT_TRUE(test::same_bits(null_block.outputs.checkpoints, none.outputs.checkpoints))
+          << plan.backend;
+      for (const int64_t unused : {0, 1, 3, 5})
+        for (int64_t i = 0; i < 128 * 128; ++i) {
+          const int64_t at = unused * 128 * 128 + i;
+          ASSERT_EQ(null_block.pool.as<float>()[at], static_cast<float>(at % 251) / 512 - 0.25f);
+        }
+    }
+}
+
 TEST(States, MaskStartsFromZero) {
   Inputs inputs = three_sequences();
   Problem& p = inputs.problem;

@@ -67,7 +67,7 @@ Result run_inputs(const check::Inputs& inputs, const RunOptions& options) {
 
 PlanOptions fixed_segments(int64_t count, SegmentMethod method) {
   PlanOptions options;
-  options.context_parallel = ContextParallel::kFixed;
+  options.context_parallel = SegmentPolicy::kFixed;
   options.num_segments = count;
   options.segment_method = method;
   return options;

@@ -2,11 +2,14 @@
 // The command as a person uses it: outputs, exit codes, files left behind.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -44,9 +47,12 @@ class Cli : public testing::Test {
   }
 
   /// Runs `kda <arguments>` in the folder.
-  Ran kda(const std::string& arguments) const {
-    const std::string command = "cd '" + folder_.string() + "' && '" KDA_COMMAND "' " + arguments +
-                                " 2>'" + path(".stderr") + "'";
+  Ran kda(const std::string& arguments) const { return shell("$KDA " + arguments); }
+
+  /// Runs a line of the shell in the folder; $KDA is the command.
+  Ran shell(const std::string& line) const {
+    const std::string command = "KDA='" KDA_COMMAND "'; cd '" + folder_.string() + "' && { " +
+                                line + "\n} 2>'" + path(".stderr") + "'";
     Ran ran;
     FILE* pipe = ::popen(command.c_str(), "r");
     std::array<char, 4096> chunk;
@@ -165,7 +171,7 @@ TEST_F(Cli, PlanTextAndReasons) {
   EXPECT_NE(kda("plan --heads 8 --seq-lens 65536 --device cpu").out.find("cpu.blocked"),
             std::string::npos);
   // Gates as logarithms may be positive: then a transition must not stop.
-  const std::string stop = "transitions stop", longer = "plan --heads 16 --seq-lens 256K --gate ";
+  const std::string stop = "early exit", longer = "plan --heads 16 --seq-lens 256K --gate ";
   EXPECT_NE(kda(longer + "softplus").out.find(stop), std::string::npos);
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
 }
@@ -187,6 +193,235 @@ TEST_F(Cli, BenchPrintsRates) {
       kda("bench context-parallel --context-parallel 2 --case "
           "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
   EXPECT_NE(cp.out.find("on / off"), std::string::npos) << cp.err;
+}
+
+void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
+TEST_F(Cli, PipesCarryFiles) {
+  const std::string flags = "--tokens 70 --heads 2 --key-dim 16 --value-dim 16";
+  gen(flags);
+  ASSERT_EQ(kda("run x.safetensors -o y.safetensors").exit_code, 0);
+  const Ran piped = shell("$KDA gen -o - " + flags + " | $KDA run - -o - > z.safetensors");
+  EXPECT_EQ(piped.exit_code, 0) << piped.err;
+  EXPECT_EQ(piped.out, "");
+  expect_has(piped.err, "standard output: B=1 T=70");
+  EXPECT_EQ(read("z.safetensors"), read("y.safetensors"));
+  ASSERT_EQ(shell("$KDA gen -o /dev/stdout " + flags + " > w.safetensors").exit_code, 0);
+  EXPECT_EQ(read("w.safetensors"), read("x.safetensors"));
+  for (const char* line :
+       {"cat x.safetensors | $KDA check -", "$KDA check - < x.safetensors",
+        "cat x.safetensors | $KDA check /dev/stdin", "$KDA check /dev/stdin < x.safetensors",
+        "mkfifo in; cat x.safetensors > in & $KDA check in", "$KDA inspect - < x.safetensors",
+        "mkfifo to; cat to > /dev/null & $KDA run x.safetensors -o to && test -p to"})
+    EXPECT_EQ(shell(line).exit_code, 0) << line;
+  const Ran half = shell("head -c 3000 x.safetensors | $KDA check -");
+  EXPECT_EQ(half.exit_code, 2);
+  expect_has(half.err, "kda: standard input: ");
+}
+
+TEST_F(Cli, ReportsLeaveTheStandardOutputToTheData) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  Ran ran = kda("run x.safetensors -o - --json > y");
+  EXPECT_EQ(nlohmann::json::parse(ran.err)["output"], "-");
+  EXPECT_EQ(io::read_safetensors(path("y")).tensors.size(), 2u);
+  ran = kda("inspect x.safetensors --plot -");
+  EXPECT_EQ(ran.out.rfind("<svg", 0), 0u);
+  expect_has(ran.err, "figure: standard output");
+  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  ran = kda("bench forward --json -" + tiny);
+  EXPECT_EQ(nlohmann::json::parse(ran.out)["what"], "forward");
+  expect_has(ran.err, "tokens/s");
+  ran = kda("bench forward --csv - --json b.json" + tiny);
+  EXPECT_EQ(ran.out.rfind("case,", 0), 0u);
+  for (const char* both : {"--json - --csv -", "--json b --csv b", "--json b --csv ./b"}) {
+    ran = kda(std::string("bench forward ") + both + tiny);
+    EXPECT_EQ(ran.exit_code, 2) << both;
+    expect_has(ran.err, "--csv: ");
+  }
+  EXPECT_FALSE(fs::exists(path("b")));
+}
+
+TEST_F(Cli, DevicesAndLinksStayWhatTheyAre) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  ASSERT_EQ(::symlink("/dev/null", path("device").c_str()), 0);
+  ASSERT_EQ(::symlink("target", path("link").c_str()), 0);
+  std::ofstream(path("target")) << "old";
+  fs::permissions(path("target"), fs::perms::owner_read | fs::perms::owner_write);
+  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  for (const std::string& command : std::vector<std::string>{
+           "run x.safetensors -o ", "gen --tokens 8 --heads 1 --key-dim 8 --value-dim 8 -o ",
+           "inspect x.safetensors --plot ", "bench forward" + tiny + " --json ",
+           "bench forward" + tiny + " --csv "}) {
+    for (const char* target : {"/dev/null", "device", "link"})
+      EXPECT_EQ(kda(command + target).exit_code, 0) << command << target;
+    EXPECT_TRUE(fs::is_character_file("/dev/null"));
+    EXPECT_TRUE(fs::is_symlink(path("device")));
+    EXPECT_TRUE(fs::is_symlink(path("link")));
+    EXPECT_GT(read("target").size(), 20u) << command;
+    EXPECT_EQ(fs::status(path("target")).permissions(),
+              fs::perms::owner_read | fs::perms::owner_write);
+    std::ofstream(path("target")) << "old";
+  }
+}
+
+TEST_F(Cli, TheStandardOutputIsChecked) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  for (const std::string& command : std::vector<std::string>{
+           "info", "info --json", "--help", "--version", "run --help", "check x.safetensors",
+           "check x.safetensors --json", "inspect x.safetensors", "inspect x.safetensors --json",
+           "plan --heads 1 --seq-lens 8", "plan --heads 1 --seq-lens 8 --json",
+           "run x.safetensors -o y", "run x.safetensors -o y --json", "run x.safetensors -o -",
+           "gen -o y --tokens 3", "gen -o - --tokens 3", "bench forward" + tiny}) {
+    const Ran full = kda(command + " > /dev/full");
+    EXPECT_EQ(full.exit_code, 2) << command;
+    EXPECT_EQ(full.err, "kda: standard output: writing failed (No space left on device)\n")
+        << command;
+    const Ran closed = kda(command + " >&-");
+    EXPECT_EQ(closed.exit_code, 2) << command;
+    expect_has(closed.err, "kda: standard output: ");
+  }
+}
+
+TEST_F(Cli, SwitchesMayBeFalse) {
+  gen("--tokens 50 --heads 1 --key-dim 16 --value-dim 16 --dtype fp32 --regime strong");
+  const auto output = [&](const std::string& flags) {
+    const Ran ran = kda("run x.safetensors -o y.safetensors " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << flags << ran.err;
+    return io::read_safetensors(path("y.safetensors")).tensors.at("o").data;
+  };
+  const io::Buffer on = output(""), off = output("--no-qk-l2norm");
+  EXPECT_FALSE(test::same_bits(on, off));
+  EXPECT_TRUE(test::same_bits(output("--qk-l2norm=false"), off));
+  EXPECT_TRUE(test::same_bits(output("--no-qk-l2norm=true"), off));
+  EXPECT_TRUE(test::same_bits(output("--no-qk-l2norm=false"), on));
+  EXPECT_TRUE(test::same_bits(output("--qk-l2norm=true"), on));
+  expect_has(kda("run x.safetensors -o y --json=false").out, "tokens/s");
+}
+
+TEST_F(Cli, PathsNeedNotBeUtf8) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  for (const char* command :
+       {"run $'a\\xff.st' -o $'o\\xff' --json", "check $'a\\xff.st' --json",
+        "inspect $'a\\xff.st' --json --plot $'p\\xff'", "run $'a\\xff.st' -o $'o\\xff'"}) {
+    const Ran ran =
+        shell("bash -c \"mv x.safetensors $'a\\xff.st'; '$KDA' " + std::string(command) +
+              "; code=\\$?; mv $'a\\xff.st' x.safetensors; exit \\$code\"");
+    EXPECT_EQ(ran.exit_code, 0) << command << ran.err;
+    EXPECT_EQ(ran.err, "") << command;
+  }
+  EXPECT_TRUE(fs::exists(path("o\xff")));
+}
+
+TEST_F(Cli, ThreadsThatCannotStartSaySo) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer needs terabytes of addresses";
+#endif
+  gen("--seq-lens 2000x1 --heads 1 --key-dim 8 --value-dim 8");
+  const Ran ran = shell("ulimit -v 600000; $KDA run x.safetensors -o y --threads 1024");
+  EXPECT_EQ(ran.exit_code, 2);
+  EXPECT_EQ(ran.err,
+            "kda: threads could not be started (this process is limited in memory or in threads): "
+            "--threads N takes fewer\n");
+  EXPECT_FALSE(fs::exists(path("y")));
+  const Ran memory = shell("ulimit -v 600000; $KDA gen -o y --tokens 100000000");
+  EXPECT_EQ(memory.exit_code, 2);
+  expect_has(memory.err, "kda: 25600000000 bytes do not fit into memory\n");
+  EXPECT_EQ(count_files(), 1u);
+}
+
+TEST_F(Cli, LimitsAndSignalsLeaveNoTemporary) {
+  gen("--tokens 500 --heads 1 --key-dim 32 --value-dim 32");
+  std::ofstream(path("y")) << "old";
+  const Ran limited = shell("ulimit -f 10; $KDA run x.safetensors -o y");
+  EXPECT_EQ(limited.exit_code, 2);
+  EXPECT_EQ(limited.err, "kda: y: writing failed (File too large)\n");
+  // The command has its output open and waits for its input.
+  for (const char* signal : {"HUP", "INT", "TERM"}) {
+    const Ran ran = shell(std::string("sleep 5 | timeout -s ") + signal +
+                          " 0.5 $KDA run - -o y; test $? = 124");
+    EXPECT_EQ(ran.exit_code, 0) << signal;
+  }
+  EXPECT_EQ(read("y"), "old");
+  EXPECT_EQ(count_files(), 2u);
+}
+
+TEST_F(Cli, OutputsAreOpenedBeforeTheWork) {
+  for (const char* command : {"run nothing -o no/such/y", "inspect nothing --plot no/such/y",
+                              "gen -o no/such/y --tokens 1000000000 --heads 1000",
+                              "bench forward --set flagship --json no/such/y",
+                              "bench forward --set flagship --csv no/such/y"}) {
+    const Ran ran = kda(command);
+    EXPECT_EQ(ran.exit_code, 2);
+    EXPECT_EQ(ran.err, "kda: no/such/y: its folder cannot be opened (No such file or directory)\n");
+  }
+  // Every case of every set is read before that.
+  for (const auto& set : fs::directory_iterator(KDA_SOURCE_DIR "/bench/cases"))
+    expect_has(kda("bench forward --json no/such/y --set " + set.path().stem().string()).err,
+               "kda: no/such/y: ");
+  // The last of the cases is bad: none is timed.
+  const Ran bad = kda("bench forward --case '--tokens 8' --case '--heads 3' --json y");
+  EXPECT_EQ(bad.exit_code, 2);
+  EXPECT_EQ(bad.err, "kda: --case: '--heads 3': --tokens or --seq-lens is required\n");
+  EXPECT_EQ(count_files(), 0u);
+}
+
+TEST_F(Cli, CheckNamesInputsThatHaveANan) {
+  check::Inputs inputs = check::generate(test::shape(6, 2, 8, 8));
+  inputs.k.as<float>()[8 * 2 * 3 + 8 + 5] = std::numeric_limits<float>::quiet_NaN();
+  io::write_safetensors(path("x.safetensors"), check::file_from_inputs(inputs));
+  for (const char* json : {"", " --json"}) {
+    const Ran ran = kda(std::string("check x.safetensors") + json);
+    EXPECT_EQ(ran.exit_code, 2);
+    EXPECT_EQ(ran.out, "");
+    expect_has(ran.err, "x.safetensors: NaN among the inputs");
+    expect_has(ran.err, ": k[0, 3, 1, 5]\n");
+  }
+}
+
+TEST_F(Cli, HelpSaysWhatBecomesOfOutputs) {
+  for (const char* command : {"run", "gen", "inspect", "bench"}) {
+    const std::string help = kda(std::string(command) + " --help").out;
+    for (const char* part :
+         {"existing file is replaced", "keeps its mode", "symbolic link is followed",
+          "Devices (/dev/null) and pipes are\nwritten through", "on disk"})
+      EXPECT_NE(help.find(part), std::string::npos) << command << ": " << part;
+  }
+}
+
+TEST_F(Cli, MessagesAreOneLineAndUseTheOptionsNames) {
+  gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
+  const std::pair<const char*, const char*> rows[] = {
+      {"run 'a\nb' -o y", "kda: a\\x0ab: cannot be read (No such file or directory)\n"},
+      {"run x.safetensors -o y --backend nothing",
+       "kda: --backend: 'nothing' names no implementation for"},
+      {"gen -o y --tokens 8 --heads 2 --value-heads 3",
+       "kda: --value-heads: 3 value heads are no multiple of --heads 2\n"},
+      {"plan --seq-lens 8 --heads 2 --value-heads 3",
+       "kda: --value-heads: 3 value heads are no multiple of --heads 2\n"},
+      {"gen -o y --tokens 2000000000 --batch 2",
+       "kda: --batch: 2 rows of --tokens 2000000000 are more than 2147483647 tokens\n"},
+      {"plan --heads 1 --seq-lens 2147483647,1",
+       "kda: --seq-lens: '2147483647,1' has more than 2147483647 tokens\n"},
+      {"plan --heads 1 --seq-lens 16777216x1,1",
+       "kda: --seq-lens: '16777216x1,1' has more than 16777216 sequences\n"},
+      {"bench forward --case '--tokens 8 --heads 65535' --group-size 2",
+       "kda: --case: '--tokens 8 --heads 65535': --group-size: 2 makes more than 65535 value "
+       "heads\n"},
+      {"run x.safetensors -o y --json --json=false", "kda: --json: given as true and as false\n"},
+      {"run x.safetensors -o --json", "kda: -o,--output: '--json' is not taken for a file"},
+      {"run x.safetensors -o=y", "kda: -o,--output: '=y' is not taken for a file"},
+      {"run x.safetensors -o y --scale= 2", "kda: --scale: '' is empty\n"},
+  };
+  for (const auto& [command, message] : rows) {
+    const Ran ran = kda(command);
+    EXPECT_EQ(ran.err.rfind(message, 0), 0u) << ran.err;
+    EXPECT_EQ(std::count(ran.err.begin(), ran.err.end(), '\n'), 1) << ran.err;
+    EXPECT_EQ(count_files(), 1u) << command;
+  }
+  expect_has(kda("check -- x.safetensors").out, "within");
 }
 
 TEST_F(Cli, HelpTeaches) {
@@ -319,6 +554,11 @@ TEST_F(Cli, BadCommandLines) {
       "gen -o z --seq-lens 8,x",
       "gen -o z --seq-lens ,",
       "gen -o z --seq-lens -8",
+      "gen -o z --seq-lens 0x10",
+      "gen -o z --seq-lens 8x",
+      "run x.safetensors -o y --lower-bound -1e39",
+      "run x.safetensors -o y --scale 1e39",
+      "run x.safetensors -o ''",
       "gen -o z --tokens 8 --heads 0",
       "gen -o z --tokens 8 --heads 2 --value-heads 3",
       "gen -o z --tokens 8 --key-dim 300",
@@ -353,6 +593,7 @@ TEST_F(Cli, BadCommandLines) {
     const Ran ran = kda(command);
     EXPECT_EQ(ran.exit_code, 2) << "kda " << command;
     EXPECT_NE(ran.err, "") << "kda " << command;
+    EXPECT_EQ(ran.out, "") << "kda " << command;
     EXPECT_EQ(count_files(), files) << "kda " << command;
   }
 }

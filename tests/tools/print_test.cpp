@@ -16,6 +16,7 @@ TEST(Print, Tables) {
   EXPECT_EQ(format_table({{"name", "value"}, {"a", "1.5"}, {"long", "-20"}}),
             "  name  value\n  a       1.5\n  long    -20\n");
   EXPECT_EQ(format_csv({{"a", "b"}, {"1,5", "x"}}), "a,b\n\"1,5\",x\n");
+  EXPECT_EQ(format_csv({{"--seed \"7\"", "x"}}), "\"--seed \"\"7\"\"\",x\n");
 }
 
 TEST(Print, Units) {
@@ -75,9 +76,9 @@ TEST(Svg, EmptyAndFlatCharts) {
 TEST(Flags, ContextParallel) {
   PlanOptions options;
   parse_context_parallel("off", &options);
-  EXPECT_EQ(options.context_parallel, ContextParallel::kOff);
+  EXPECT_EQ(options.context_parallel, SegmentPolicy::kOff);
   parse_context_parallel("12", &options);
-  EXPECT_EQ(options.context_parallel, ContextParallel::kFixed);
+  EXPECT_EQ(options.context_parallel, SegmentPolicy::kFixed);
   EXPECT_EQ(options.num_segments, 12);
   for (const char* bad : {"", "on", "-1", "1.5", "4x", "99999999999999999999"})
     EXPECT_THROW(parse_context_parallel(bad, &options), Error) << bad;

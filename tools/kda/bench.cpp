@@ -7,6 +7,7 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 
 #include "bench_cases.hpp"
@@ -19,7 +20,9 @@
 #include "kda/execute.hpp"
 #include "kda/flags.hpp"
 #include "kda/gpu_bench.hpp"
+#include "kda/options.hpp"
 #include "kda/print.hpp"
+#include "kda/report.hpp"
 #include "kda/version.h"
 
 namespace kda::tools {
@@ -74,6 +77,29 @@ std::string cpu_model() {
   return "unknown";
 }
 
+/// The files of --json and --csv, opened before anything is timed.
+class BenchFiles {
+ public:
+  BenchFiles(const std::string& json, const std::string& csv) {
+    if (!json.empty()) json_.emplace(json);
+    if (!csv.empty()) csv_.emplace(csv);
+    if (json_ && csv_ && json_->same_target(*csv_))
+      throw Error(invalid("--csv: '", csv, "' is the file of --json too"));
+  }
+  void finish(const std::string& text, const std::string& json,
+              const std::vector<std::vector<std::string>>& table) {
+    if (json_) json_->write(json);
+    if (csv_) csv_->write(format_csv(table));
+    if (json_) json_->commit();
+    if (csv_) csv_->commit();
+    print_report(text + format_table(table),
+                 (json_ && json_->is_stdout()) || (csv_ && csv_->is_stdout()));
+  }
+
+ private:
+  std::optional<io::OutputFile> json_, csv_;
+};
+
 struct BenchCommand {
   std::string what, set, json_path, csv_path;
   std::vector<std::string> case_texts;
@@ -87,9 +113,12 @@ struct BenchCommand {
       throw Error(Status(StatusCode::kUnavailable,
                          "recompute-wu: a stage of the CUDA pipeline (--device cuda); the CPU "
                          "backend never forms w and u"));
+    const std::vector<std::string> texts = cases();
+    for (const std::string& text : texts) case_options(text);
+    BenchFiles files(json_path, csv_path);
     std::vector<Row> rows;
-    for (const std::string& text : cases()) rows.push_back(measure(text, device));
-    report(rows);
+    for (const std::string& text : texts) rows.push_back(measure(text, device));
+    report(rows, files);
   }
 
   std::vector<std::string> cases(bool gpu = false) const {
@@ -99,12 +128,15 @@ struct BenchCommand {
                              : what == "context-parallel" ? "cula"
                              : gpu                        ? "cudnn10"
                                                           : "cpu";
-    std::string known;
-    for (const CaseFile& file : kCaseFiles) {
+    for (const CaseFile& file : kCaseFiles)
       if (name == file.name) return lines(file.text);
-      known += cat(known.empty() ? "" : ", ", file.name);
-    }
-    throw Error(invalid("set: '", name, "' is not one of ", known));
+    return {};  // --set takes no other name
+  }
+
+  static std::vector<std::string> set_names() {
+    std::vector<std::string> names;
+    for (const CaseFile& file : kCaseFiles) names.emplace_back(file.name);
+    return names;
   }
 
   static std::vector<std::string> lines(const std::string& text) {
@@ -119,13 +151,20 @@ struct BenchCommand {
     CLI::App parser;
     GenerateFlags flags;
     flags.add_to(parser);
+    const std::string where = cat("--case: '", text, "': ");
+    check::GenerateOptions options;
     try {
       parser.parse(text);
+      options = flags.resolve();
     } catch (const CLI::ParseError& error) {
-      throw Error(invalid("case: '", text, "': ", error.what()));
+      throw Error(invalid(where, error.what()));
+    } catch (const Error& error) {
+      throw Error(invalid(where, error.what()));
     }
-    check::GenerateOptions options = flags.resolve();
     if (group_size > 0) options.num_value_heads = options.num_heads * group_size;
+    if (options.num_value_heads > kMaxHeads)
+      throw Error(invalid(where, "--group-size: ", group_size, " makes more than ", kMaxHeads,
+                          " value heads"));
     return options;
   }
 
@@ -157,10 +196,12 @@ struct BenchCommand {
   }
 
   void run_gpu(const DeviceFacts& device) {
+    const std::vector<std::string> texts = cases(/*gpu=*/true);
+    for (const std::string& text : texts) case_options(text);
+    BenchFiles files(json_path, csv_path);
     GpuBench bench(device);
     std::vector<GpuRow> rows;
     Progress progress("bench");
-    const std::vector<std::string> texts = cases(/*gpu=*/true);
     for (const std::string& text : texts) {
       for (GpuRow& row : bench.measure(what, text, case_options(text), schedule.plan_options(),
                                        schedule.batch_invariant)) {
@@ -172,11 +213,9 @@ struct BenchCommand {
     }
     const auto table = what == "context-parallel" ? segments_table(rows, bench.copy_rate())
                                                   : gpu_table(rows, bench.copy_rate());
-    fmt::print("{}\ncopy: {:.0f} GB/s read and written\n\n{}", device.name,
-               1e-9 * bench.copy_rate(), format_table(table));
-    if (!csv_path.empty()) io::write_file_atomically(csv_path, format_csv(table));
-    if (!json_path.empty())
-      io::write_file_atomically(json_path, gpu_json(rows, device, bench.copy_rate()));
+    files.finish(fmt::format("{}\ncopy: {:.0f} GB/s read and written\n\n", device.name,
+                             1e-9 * bench.copy_rate()),
+                 gpu_json(rows, device, bench.copy_rate()), table);
   }
 
   static std::vector<std::vector<std::string>> gpu_table(const std::vector<GpuRow>& rows,
@@ -230,7 +269,7 @@ struct BenchCommand {
                                  {"bytes", row.bytes},
                                  {"copy_s", row.copy},
                                  {"segments", row.segments}});
-    return report.dump(2) + "\n";
+    return json_text(report);
   }
 
   static double tokens_of(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }
@@ -356,8 +395,8 @@ struct BenchCommand {
                                const DeviceFacts& device) {
     PlanOptions options = schedule.plan_options();
     PlanOptions off = options;
-    off.context_parallel = ContextParallel::kOff;
-    if (options.context_parallel == ContextParallel::kAuto)
+    off.context_parallel = SegmentPolicy::kOff;
+    if (options.context_parallel == SegmentPolicy::kAuto)
       parse_context_parallel("cula", &options);  // auto is always off on a CPU
     Plan plan;
     Row row;
@@ -375,20 +414,19 @@ struct BenchCommand {
     return row;
   }
 
-  void report(const std::vector<Row>& rows) const {
+  void report(const std::vector<Row>& rows, BenchFiles& files) const {
     MachineRates rates;
     rates.fma_per_second = measure_fma_rate(kernels_named(implementation_), threads_);
     if (what == "decode") rates.bytes_per_second = measure_memory_rate(threads_);
     const auto table = make_table(rows, rates);
-    fmt::print("{}, {} threads, {}\n", implementation_, threads_, cpu_model());
+    std::string text = fmt::format("{}, {} threads, {}\n", implementation_, threads_, cpu_model());
     if (what == "decode")
-      fmt::print("measured memory rate (read and write in place): {:.1f} GB/s\n\n",
-                 rates.bytes_per_second * 1e-9);
+      text += fmt::format("measured memory rate (read and write in place): {:.1f} GB/s\n\n",
+                          rates.bytes_per_second * 1e-9);
     else
-      fmt::print("measured peak fp32 rate: {:.1f} GFLOP/s\n\n", 2e-9 * rates.fma_per_second);
-    fmt::print("{}", format_table(table));
-    if (!csv_path.empty()) io::write_file_atomically(csv_path, format_csv(table));
-    if (!json_path.empty()) io::write_file_atomically(json_path, make_json(rows, rates));
+      text +=
+          fmt::format("measured peak fp32 rate: {:.1f} GFLOP/s\n\n", 2e-9 * rates.fma_per_second);
+    files.finish(text, make_json(rows, rates), table);
   }
 
   std::vector<std::vector<std::string>> make_table(const std::vector<Row>& rows,
@@ -441,7 +479,7 @@ struct BenchCommand {
       for (const auto& [name, value] : row.extra) entry[name] = value;
       report["cases"].push_back(entry);
     }
-    return report.dump(2) + "\n";
+    return json_text(report);
   }
 
  private:
@@ -454,30 +492,35 @@ struct BenchCommand {
 void add_bench(CLI::App& app) {
   auto* sub = app.add_subcommand("bench", "Time the operation or one of its stages");
   auto c = std::make_shared<BenchCommand>();
-  sub->add_option("what", c->what, "What to time")
-      ->required()
-      ->check(CLI::IsMember(
-          {"forward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"}));
-  auto* set = sub->add_option("--set", c->set, "A named set of cases (bench/cases)");
-  sub->add_option("--case", c->case_texts, "One case as flags of kda gen; may be repeated")
-      ->excludes(set)
-      ->expected(1)
-      ->take_all();
-  sub->add_option("--group-size", c->group_size, "Value heads a q/k head, in every case")
-      ->check(CLI::Range(1, 64));
+  add_choice(*sub, "what", &c->what,
+             {"forward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"},
+             "What to time")
+      ->required();
+  auto* set = add_choice(*sub, "--set", &c->set, BenchCommand::set_names(),
+                         "A named set of cases (bench/cases)");
+  const auto add_case = [c](const std::string& text) {
+    c->case_texts.push_back(text);
+    return std::string();
+  };
+  add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
+      ->excludes(set);
+  add_whole<int64_t>(*sub, "--group-size", &c->group_size, 1, 64,
+                     "Value heads a q/k head, in every case");
   c->schedule.add_to(*sub);
-  sub->add_option("--json", c->json_path, "Also write the rows to this file");
-  sub->add_option("--csv", c->csv_path, "Also write the table to this file");
-  sub->footer(
+  add_path(*sub, "--json", &c->json_path, "Also write the rows to this file");
+  add_path(*sub, "--csv", &c->csv_path, "Also write the table to this file");
+  sub->footer(cat(
       R"(forward: the whole operation; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many
 bytes takes, timed the same way.
+)",
+      kOutputHelp, R"(
 Examples:
   kda bench forward
   kda bench forward --case "--tokens 4096 --heads 4 --dtype fp32 --regime log" --threads 2
-  kda bench decode --json decode.json)");
+  kda bench decode --json decode.json)"));
   sub->callback([c] { (*c)(); });
 }
 

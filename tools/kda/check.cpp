@@ -10,7 +10,9 @@
 #include "kda/commands.hpp"
 #include "kda/execute.hpp"
 #include "kda/flags.hpp"
+#include "kda/options.hpp"
 #include "kda/print.hpp"
+#include "kda/report.hpp"
 
 namespace kda::tools {
 namespace {
@@ -21,6 +23,9 @@ struct CheckCommand {
 
   int operator()() {
     check::Inputs inputs = flags.load();
+    if (const std::string where = check::describe_nan(inputs); !where.empty())
+      throw Error(invalid(flags.input,
+                          ": NaN among the inputs, there is nothing to compare with: ", where));
     const Execution execution =
         execute(&inputs, flags.output_dtype(inputs.problem), flags.schedule.device_facts(),
                 flags.schedule.plan_options());
@@ -33,13 +38,12 @@ struct CheckCommand {
     const check::Comparison result =
         check::compare(inputs, inputs.problem, execution.outputs, options);
     const bool good = result.within();
-    json ? print_json(inputs, execution, result) : print_table(inputs, execution, result);
+    print_report(json ? to_json(execution, result) : to_table(inputs.problem, execution, result));
     return good ? kExitGood : kExitOutsideTolerance;
   }
 
-  static void print_table(const check::Inputs& inputs, const Execution& execution,
-                          const check::Comparison& result) {
-    const Problem& p = inputs.problem;
+  static std::string to_table(const Problem& p, const Execution& execution,
+                              const check::Comparison& result) {
     std::vector<std::vector<std::string>> rows = {
         {"output", "dtype", "median error", "worst error", "tolerance", "worst at", "verdict"}};
     const auto add = [&](const char* name, DType dtype, const std::vector<check::HeadError>& errors,
@@ -54,8 +58,9 @@ struct CheckCommand {
     if (p.final_state)
       add("final_state", p.final_state->tensor.dtype, result.final_state,
           result.worst_final_state());
-    fmt::print("{} in {}, against the float64 recurrence\n{}", execution.plan.implementation,
-               format_seconds(execution.seconds), format_table(rows));
+    return fmt::format("{} in {}, against the float64 recurrence\n{}",
+                       execution.plan.implementation, format_seconds(execution.seconds),
+                       format_table(rows));
   }
 
   static nlohmann::ordered_json summary(const std::vector<check::HeadError>& errors,
@@ -73,15 +78,12 @@ struct CheckCommand {
             {"heads", heads}};
   }
 
-  static void print_json(const check::Inputs&, const Execution& execution,
-                         const check::Comparison& result) {
-    const nlohmann::ordered_json report = {
-        {"implementation", execution.plan.implementation},
-        {"seconds", execution.seconds},
-        {"within", result.within()},
-        {"o", summary(result.o, result.worst_o())},
-        {"final_state", summary(result.final_state, result.worst_final_state())}};
-    fmt::print("{}\n", report.dump(2));
+  static std::string to_json(const Execution& execution, const check::Comparison& result) {
+    return json_text({{"implementation", execution.plan.implementation},
+                      {"seconds", execution.seconds},
+                      {"within", result.within()},
+                      {"o", summary(result.o, result.worst_o())},
+                      {"final_state", summary(result.final_state, result.worst_final_state())}});
   }
 };
 
@@ -91,9 +93,9 @@ void add_check(CLI::App& app, ExitSlot& exit_code) {
   auto* sub = app.add_subcommand("check", "Run a file and compare with the float64 oracle");
   auto command = std::make_shared<CheckCommand>();
   command->flags.add_to(*sub);
-  sub->add_flag("--json", command->json, "Report as JSON");
+  add_switch(*sub, "--json", &command->json, "Report as JSON");
   sub->footer(R"(Errors are |x - ref| / max(|ref|, 1e-3 magnitude) per sequence and head
-(docs/accuracy.md). Exit code 1 if one is outside its tolerance.
+(docs/accuracy.md). Exit code 1 if one is outside its tolerance, 2 if an input has a NaN.
 Examples:
   kda check data/kda_layer.safetensors
   kda check x.safetensors --out-dtype fp32 --backend avx2)");

@@ -3,6 +3,8 @@
 // becomes a message on stderr and an exit code in run_command().
 #pragma once
 
+#include <memory>
+
 namespace CLI {
 class App;
 }
@@ -26,6 +28,9 @@ void add_inspect(CLI::App& app);
 void add_plan(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_info(CLI::App& app);
+
+/// The application with all of them; a command that runs sets `exit_code`, which must outlive it.
+std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code);
 
 /// main() of `kda`: what it returns is the exit code.
 int run_command(int argc, char** argv);

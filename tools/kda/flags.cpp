@@ -2,9 +2,11 @@
 #include "kda/flags.hpp"
 
 #include <CLI/CLI.hpp>
-#include <charconv>
+#include <algorithm>
 
+#include "check/numbers.hpp"
 #include "core/text.hpp"
+#include "kda/options.hpp"
 
 namespace kda::tools {
 namespace {
@@ -14,24 +16,21 @@ template <class... Parts>
   throw Error(invalid(parts...));
 }
 
-int64_t parse_integer(const char* what, const std::string& text) {
+constexpr int64_t kMaxTokens = (int64_t{1} << 31) - 1;
+constexpr int64_t kMaxSequences = int64_t{1} << 24;
+constexpr int64_t kMaxSegments = int64_t{1} << 20;
+
+/// A whole number in 0..high; else `high` + 1.
+int64_t parse_up_to(int64_t high, const std::string& text) {
   int64_t value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || text.empty())
-    fail(what, ": '", text, "' is not a whole number");
-  return value;
+  return check::parse_whole(text, &value) && value >= 0 && value <= high ? value : high + 1;
 }
 
-/// "64K" -> 65536
+/// "64K" -> 65536; above kMaxTokens: not a length.
 int64_t parse_length(std::string text) {
-  int64_t unit = 1;
-  if (!text.empty() && (text.back() == 'K' || text.back() == 'k')) {
-    unit = 1024;
-    text.pop_back();
-  }
-  const int64_t value = parse_integer("seq-lens", text);
-  if (value < 0 || value > (int64_t{1} << 31)) fail("seq-lens: ", text, " is outside 0..2^31");
-  return value * unit;
+  const bool kilo = !text.empty() && (text.back() == 'K' || text.back() == 'k');
+  if (kilo) text.pop_back();
+  return parse_up_to(kMaxTokens, text) * (kilo ? 1024 : 1);
 }
 
 std::vector<std::string> regime_names() {
@@ -45,64 +44,94 @@ std::vector<std::string> regime_names() {
 
 void parse_context_parallel(const std::string& text, PlanOptions* options) {
   if (text == "auto") {
-    options->context_parallel = ContextParallel::kAuto;
+    options->context_parallel = SegmentPolicy::kAuto;
   } else if (text == "off") {
-    options->context_parallel = ContextParallel::kOff;
+    options->context_parallel = SegmentPolicy::kOff;
   } else if (text == "flashkda") {
-    options->context_parallel = ContextParallel::kFlashKda;
+    options->context_parallel = SegmentPolicy::kFlashKda;
   } else if (text == "cula") {
-    options->context_parallel = ContextParallel::kCula;
+    options->context_parallel = SegmentPolicy::kCula;
   } else {
-    if (text.empty() || text.find_first_not_of("0123456789") != std::string::npos)
-      fail("context-parallel: '", text, "' is not auto, off, flashkda, cula or a number");
-    options->context_parallel = ContextParallel::kFixed;
-    options->num_segments = parse_integer("context-parallel", text);
+    const int64_t count = parse_up_to(kMaxSegments, text);
+    if (count < 1 || count > kMaxSegments)
+      fail("--context-parallel: '", text, "' is not auto, off, flashkda, cula or a number in 1..",
+           kMaxSegments);
+    options->context_parallel = SegmentPolicy::kFixed;
+    options->num_segments = count;
   }
 }
 
 std::vector<int64_t> parse_lengths(const std::string& text) {
-  constexpr int64_t kMaxRepeat = 1 << 24;
   std::vector<int64_t> lengths;
+  int64_t total = 0;
   std::size_t at = 0;
   while (at <= text.size()) {
     const std::size_t comma = std::min(text.find(',', at), text.size());
     const std::string item = text.substr(at, comma - at);
     const std::size_t times = item.find('x');
-    int64_t count = 1;
-    if (times != std::string::npos) count = parse_integer("seq-lens", item.substr(0, times));
-    if (count < 0 || count > kMaxRepeat) fail("seq-lens: ", count, " repeats are too many");
+    const int64_t count =
+        times == std::string::npos ? 1 : parse_up_to(kMaxSequences, item.substr(0, times));
     const int64_t length = parse_length(times == std::string::npos ? item : item.substr(times + 1));
+    if (count < 1 || count > kMaxSequences || length > kMaxTokens)
+      fail("--seq-lens: '", text, "': '", item, "' is not a length like 1000 or 64K, nor times a ",
+           "length like 10x1K (up to ", kMaxTokens, " tokens)");
+    total += count * length;
+    if (total > kMaxTokens) fail("--seq-lens: '", text, "' has more than ", kMaxTokens, " tokens");
+    if (static_cast<int64_t>(lengths.size()) + count > kMaxSequences)
+      fail("--seq-lens: '", text, "' has more than ", kMaxSequences, " sequences");
     lengths.insert(lengths.end(), static_cast<std::size_t>(count), length);
     at = comma + 1;
   }
   return lengths;
 }
 
+CLI::Option* add_context_parallel(CLI::App& command, std::string* target) {
+  const auto read = [=](const std::string& text) {
+    PlanOptions unused;
+    parse_context_parallel(text, &unused);
+    *target = text;
+    return std::string();
+  };
+  return add_value(command, "--context-parallel", "WORD", read,
+                   "Cut long sequences: auto, off, flashkda, cula, or segments a sequence")
+      ->default_str(*target);
+}
+
+CLI::Option* add_seq_lens(CLI::App& command, std::vector<int64_t>* target) {
+  const auto read = [=](const std::string& text) {
+    *target = parse_lengths(text);
+    return std::string();
+  };
+  return add_value(command, "--seq-lens", "LENGTHS", read,
+                   "Lengths of packed sequences: 1000,64K,10x1K");
+}
+
+void check_multiple(const char* name, int64_t value_heads, int64_t heads) {
+  if (value_heads % heads != 0)
+    fail(name, ": ", value_heads, " value heads are no multiple of --heads ", heads);
+}
+
 void ScheduleFlags::add_to(CLI::App& command) {
-  command.add_option("--device", device, "Where to run (auto: the best there is)")
-      ->check(CLI::IsMember({"auto", "cpu", "cuda"}))
-      ->capture_default_str();
-  command.add_option("--backend", backend,
-                     "Implementation by name or part of it (see kda info), e.g. oracle, avx2");
-  command
-      .add_option("--context-parallel", context_parallel,
-                  "Cut long sequences: auto, off, flashkda, cula, or segments a sequence")
-      ->capture_default_str();
-  command
-      .add_option("--segment-method", segment_method,
-                  "How segments are joined; both are exact (auto: one pass in cuda.sm90.fused)")
-      ->check(CLI::IsMember({"scan-merge-forward", "one-pass"}))
-      ->capture_default_str();
-  command
-      .add_option("--intra-form", intra_form,
-                  "Diagonal blocks of a chunk on CUDA: tensor cores or token by token; both exact")
-      ->check(CLI::IsMember({"auto", "tensor", "token"}))
-      ->capture_default_str();
-  command.add_flag("--batch-invariant", batch_invariant,
-                   "A sequence's bits do not depend on the batch it is in");
-  command.add_option("--threads", num_threads, "CPU threads (0: OMP_NUM_THREADS or all cores)")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str();
+  add_choice(command, "--device", &device, {"auto", "cpu", "cuda"}, "Where to run")
+      ->default_str(device);
+  add_text(command, "--backend", &backend,
+           "Implementation by name or part of it (see kda info), e.g. oracle, avx2");
+  add_context_parallel(command, &context_parallel);
+  add_choice(command, "--segment-method", &segment_method, {"scan-merge-forward", "one-pass"},
+             "How segments are joined, both exact")
+      ->default_str(segment_method);
+  add_choice(command, "--intra-form", &intra_form, {"auto", "tensor", "token"},
+             "Diagonal blocks of a chunk on CUDA by tensor cores or token by token, both exact")
+      ->default_str(intra_form);
+  add_switch(command, "--batch-invariant", &batch_invariant,
+             "A sequence's bits do not depend on the batch it is in");
+  add_threads(command, &num_threads);
+}
+
+CLI::Option* add_threads(CLI::App& command, int32_t* target) {
+  return add_whole<int32_t>(command, "--threads", target, 0, 1024,
+                            "CPU threads (0: OMP_NUM_THREADS or all cores)")
+      ->default_str(cat(*target));
 }
 
 DeviceFacts ScheduleFlags::device_facts() const {
@@ -142,20 +171,21 @@ PlanOptions ScheduleFlags::plan_options() const {
 
 void RunFlags::add_to(CLI::App& command) {
   command_ = &command;
-  command.add_option("input", input, "Input tensors q k v g beta .. (safetensors; docs/files.md)")
+  add_path(command, "input", &input,
+           "Input tensors q k v g beta .. (safetensors, docs/files.md); - is the standard input")
       ->required();
-  command.add_option("--gate", gate, "How g becomes the log decay")
-      ->check(CLI::IsMember({"log", "softplus", "bounded"}));
-  command.add_option("--lower-bound", lower_bound, "Of the bounded gate, below 0");
-  command.add_option("--beta", beta, "How beta becomes the step size")
-      ->check(CLI::IsMember({"plain", "sigmoid", "sigmoid2"}));
-  auto* norm = command.add_flag("--qk-l2norm", qk_l2norm, "Normalise q and k");
-  command.add_flag("--no-qk-l2norm", no_qk_l2norm, "Do not normalise q and k")->excludes(norm);
-  command.add_option("--scale", scale, "Of the outputs (default K^-1/2)");
-  command.add_option("--state-layout", state_layout, "Memory order of states")
-      ->check(CLI::IsMember({"kv", "vk"}));
-  command.add_option("--out-dtype", out_dtype, "Type of o (default: that of v)")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));
+  add_choice(command, "--gate", &gate, {"log", "softplus", "bounded"},
+             "How g becomes the log decay");
+  add_real(command, "--lower-bound", &lower_bound, /*negative=*/true,
+           "Of the bounded gate, below 0");
+  add_choice(command, "--beta", &beta, {"plain", "sigmoid", "sigmoid2"},
+             "How beta becomes the step size");
+  auto* norm = add_switch(command, "--qk-l2norm", &qk_l2norm, "Normalise q and k");
+  add_switch(command, "--no-qk-l2norm", &no_qk_l2norm, "Do not normalise q and k")->excludes(norm);
+  add_real(command, "--scale", &scale, /*negative=*/false, "Of the outputs (default K^-1/2)");
+  add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
+  add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
+             "Type of o (default that of v)");
   schedule.add_to(command);
 }
 
@@ -167,7 +197,8 @@ check::Inputs RunFlags::load() const {
   if (given("--state-layout")) overrides.state_layout = state_layout;
   if (given("--lower-bound")) overrides.lower_bound = lower_bound;
   if (given("--scale")) overrides.scale = scale;
-  if (qk_l2norm || no_qk_l2norm) overrides.qk_l2norm = qk_l2norm;
+  if (given("--qk-l2norm")) overrides.qk_l2norm = qk_l2norm;
+  if (given("--no-qk-l2norm")) overrides.qk_l2norm = !no_qk_l2norm;
   static const std::vector<std::string> kNames = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
   check::Inputs inputs = check::inputs_from_file(io::read_safetensors(input, kNames), overrides);
@@ -181,34 +212,57 @@ DType RunFlags::output_dtype(const Problem& problem) const {
 }
 
 void GenerateFlags::add_to(CLI::App& command) {
-  auto* tokens = command.add_option("--tokens", options.num_tokens, "Tokens of each batch row");
-  auto* lens =
-      command.add_option("--seq-lens", seq_lens, "Lengths of packed sequences: 1000,64K,10x1K");
-  tokens->excludes(lens);
-  command.add_option("--batch", options.batch, "Batch rows")->excludes(lens)->capture_default_str();
-  command.add_option("--heads", options.num_heads, "q/k heads H")->capture_default_str();
-  command.add_option("--value-heads", options.num_value_heads,
-                     "Value heads HV, a multiple of H (default: H)");
-  command.add_option("--key-dim", options.key_dim, "K, 1..256")->capture_default_str();
-  command.add_option("--value-dim", options.value_dim, "V, 1..256")->capture_default_str();
-  command.add_option("--dtype", dtype, "Of q, k, v, g, beta")
-      ->check(CLI::IsMember({"fp32", "bf16", "fp16"}))
-      ->capture_default_str();
-  command.add_option("--regime", regime, "What the gates are like")
-      ->check(CLI::IsMember(regime_names()))
-      ->capture_default_str();
-  command.add_option("--seed", options.seed, "Of the random numbers")->capture_default_str();
-  command.add_flag("--initial-state", options.initial_state, "Add a random initial state");
   options.num_value_heads = 0;
+  options.num_tokens = -1;
+  auto* tokens = add_whole<int64_t>(command, "--tokens", &options.num_tokens, 0, kMaxTokens,
+                                    "Tokens of each batch row");
+  auto* lens = add_seq_lens(command, &options.seq_lens);
+  tokens->excludes(lens);
+  add_whole<int64_t>(command, "--batch", &options.batch, 0, kMaxSequences, "Batch rows")
+      ->excludes(lens)
+      ->default_str(cat(options.batch));
+  add_heads(command, &options.num_heads)->default_str(cat(options.num_heads));
+  add_value_heads(command, &options.num_value_heads);
+  add_head_dim(command, "--key-dim", "K", &options.key_dim);
+  add_head_dim(command, "--value-dim", "V", &options.value_dim);
+  add_choice(command, "--dtype", &dtype, {"fp32", "bf16", "fp16"}, "Of q, k, v, g, beta")
+      ->default_str(dtype);
+  add_choice(command, "--regime", &regime, regime_names(), "What the gates are like")
+      ->default_str(regime);
+  add_whole<uint64_t>(command, "--seed", &options.seed, 0, UINT64_MAX, "Of the random numbers")
+      ->default_str(cat(options.seed));
+  add_switch(command, "--initial-state", &options.initial_state, "Add a random initial state");
 }
 
 check::GenerateOptions GenerateFlags::resolve() const {
   check::GenerateOptions resolved = options;
-  if (!seq_lens.empty()) resolved.seq_lens = parse_lengths(seq_lens);
+  if (resolved.num_tokens < 0 && resolved.seq_lens.empty())
+    fail("--tokens or --seq-lens is required");
+  resolved.num_tokens = std::max<int64_t>(resolved.num_tokens, 0);
+  if (resolved.batch * resolved.num_tokens > kMaxTokens)
+    fail("--batch: ", resolved.batch, " rows of --tokens ", resolved.num_tokens, " are more than ",
+         kMaxTokens, " tokens");
   if (resolved.num_value_heads == 0) resolved.num_value_heads = resolved.num_heads;
+  check_multiple("--value-heads", resolved.num_value_heads, resolved.num_heads);
   resolved.dtype = check::parse_dtype(dtype);
   resolved.regime = check::parse_regime(regime);
   return resolved;
+}
+
+CLI::Option* add_heads(CLI::App& command, int64_t* target) {
+  return add_whole<int64_t>(command, "--heads", target, 1, kMaxHeads, "q/k heads H");
+}
+
+CLI::Option* add_value_heads(CLI::App& command, int64_t* target) {
+  return add_whole<int64_t>(command, "--value-heads", target, 1, kMaxHeads,
+                            "Value heads HV, a multiple of H (default H)");
+}
+
+CLI::Option* add_head_dim(CLI::App& command, const char* name, const char* symbol,
+                          int64_t* target) {
+  return add_whole<int64_t>(command, name, target, 1, kMaxHeadDim,
+                            cat(symbol, ", 1..", kMaxHeadDim))
+      ->default_str(cat(*target));
 }
 
 }  // namespace kda::tools

@@ -12,7 +12,8 @@
 
 namespace CLI {
 class App;
-}
+class Option;
+}  // namespace CLI
 
 namespace kda::tools {
 
@@ -21,6 +22,19 @@ void parse_context_parallel(const std::string& text, PlanOptions* options);
 
 /// "4096,64K,10x1K" -> 4096, 65536, 1024 ten times.
 std::vector<int64_t> parse_lengths(const std::string& text);
+
+inline constexpr int64_t kMaxHeads = 65535;  // as validate() has it
+
+/// Options of several subcommands; defaults are what the targets have.
+CLI::Option* add_context_parallel(CLI::App& command, std::string* target);
+CLI::Option* add_seq_lens(CLI::App& command, std::vector<int64_t>* target);
+CLI::Option* add_threads(CLI::App& command, int32_t* target);
+CLI::Option* add_heads(CLI::App& command, int64_t* target);
+CLI::Option* add_value_heads(CLI::App& command, int64_t* target);
+CLI::Option* add_head_dim(CLI::App& command, const char* name, const char* symbol, int64_t* target);
+
+/// Throws kda::Error, which names `name`, unless value heads are a multiple of heads.
+void check_multiple(const char* name, int64_t value_heads, int64_t heads);
 
 /// Flags of how to run: device, backend, schedule.
 struct ScheduleFlags {
@@ -59,7 +73,7 @@ struct RunFlags {
 
 /// Flags of `kda gen`, also the format of bench/cases/*.txt.
 struct GenerateFlags {
-  std::string seq_lens, dtype = "bf16", regime = "trained";
+  std::string dtype = "bf16", regime = "trained";
   check::GenerateOptions options;
 
   void add_to(CLI::App& command);

@@ -7,6 +7,8 @@
 
 #include "kda/commands.hpp"
 #include "kda/flags.hpp"
+#include "kda/options.hpp"
+#include "kda/report.hpp"
 
 namespace kda::tools {
 
@@ -18,22 +20,29 @@ void add_gen(CLI::App& app) {
   };
   auto state = std::make_shared<State>();
   state->flags.add_to(*sub);
-  sub->add_option("-o,--output", state->output, "Output file (safetensors)")->required();
-  sub->footer(
+  add_path(*sub, "-o,--output", &state->output, "Output file (safetensors); - is standard output")
+      ->required();
+  sub->footer(cat(
       R"(docs/files.md says what each regime is built to provoke. The same seed gives the same file
 everywhere.
+)",
+      kOutputHelp, R"(
 Examples:
   kda gen -o x.safetensors --tokens 4096 --heads 4 --regime trained --seed 1
-  kda gen -o x.safetensors --seq-lens 1300,547,10x1K --heads 8 --value-heads 16 --dtype fp32)");
-  sub->callback([sub, state] {
-    if (sub->count("--tokens") == 0 && sub->count("--seq-lens") == 0)
-      throw CLI::RequiredError("--tokens or --seq-lens");
-    const check::Inputs inputs = check::generate(state->flags.resolve());
-    io::write_safetensors(state->output, check::file_from_inputs(inputs));
+  kda gen -o x.safetensors --seq-lens 1300,547,10x1K --heads 8 --value-heads 16 --dtype fp32
+  kda gen -o - --tokens 100 | kda check -)"));
+  sub->callback([state] {
+    const check::GenerateOptions options = state->flags.resolve();
+    io::OutputFile out(state->output);
+    const check::Inputs inputs = check::generate(options);
+    io::write_safetensors(out, check::file_from_inputs(inputs));
+    out.commit();
     const Problem& p = inputs.problem;
-    fmt::print("{}: B={} T={} N={} H={} HV={} K={} V={} {}, regime {}, seed {}\n", state->output,
-               p.batch, p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads, p.key_dim,
-               p.value_dim, state->flags.dtype, state->flags.regime, state->flags.options.seed);
+    print_report(
+        fmt::format("{}: B={} T={} N={} H={} HV={} K={} V={} {}, regime {}, seed {}\n", out.label(),
+                    p.batch, p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads,
+                    p.key_dim, p.value_dim, state->flags.dtype, state->flags.regime, options.seed),
+        out.is_stdout());
   });
 }
 

@@ -149,7 +149,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   c.outputs = check::make_outputs(&p, p.v.dtype);
   if (what == "forward") return {time_run(c, what, plan_options)};
   PlanOptions off = plan_options;
-  off.context_parallel = ContextParallel::kOff;
+  off.context_parallel = SegmentPolicy::kOff;
   if (what == "context-parallel") return {time_run(c, "off", off), time_run(c, "on", plan_options)};
 
   Plan plan;

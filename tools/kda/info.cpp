@@ -9,8 +9,10 @@
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/kernels.hpp"
 #include "kda/commands.hpp"
+#include "kda/options.hpp"
 #include "kda/plan.hpp"
 #include "kda/print.hpp"
+#include "kda/report.hpp"
 #include "kda/version.h"
 
 namespace kda::tools {
@@ -48,18 +50,17 @@ void print_info(bool json) {
     for (const Candidate& row : rows)
       report["implementations"].push_back(
           {{"name", row.name}, {"available", row.chosen}, {"reason", row.reason}});
-    fmt::print("{}\n", report.dump(2));
-    return;
+    return print_report(json_text(report));
   }
   std::string cuda = gpus.problem;
   for (const DeviceFacts& gpu : gpus.facts) cuda += (cuda.empty() ? "" : "; ") + gpu.name;
-  fmt::print("kda {}\n\ncpu   {} threads, AVX2+FMA {}, AVX-512 {}\ncuda  {}\n\n",
-             KDA_VERSION_STRING, default_num_threads(), cpu::blocked::cpu_has_avx2() ? "yes" : "no",
-             cpu::blocked::cpu_has_avx512() ? "yes" : "no", cuda);
   std::vector<std::vector<std::string>> table = {{"implementation", "available", "why not"}};
   for (const Candidate& row : rows)
     table.push_back({row.name, row.chosen ? "yes" : "no", row.reason});
-  fmt::print("{}", format_table(table));
+  print_report(fmt::format(
+      "kda {}\n\ncpu   {} threads, AVX2+FMA {}, AVX-512 {}\ncuda  {}\n\n{}", KDA_VERSION_STRING,
+      default_num_threads(), cpu::blocked::cpu_has_avx2() ? "yes" : "no",
+      cpu::blocked::cpu_has_avx512() ? "yes" : "no", cuda, format_table(table)));
 }
 
 }  // namespace
@@ -67,7 +68,7 @@ void print_info(bool json) {
 void add_info(CLI::App& app) {
   auto* sub = app.add_subcommand("info", "Version, processor, implementations and why not");
   auto json = std::make_shared<bool>(false);
-  sub->add_flag("--json", *json, "Report as JSON");
+  add_switch(*sub, "--json", json.get(), "Report as JSON");
   sub->footer(
       "Names in the first column are what --backend takes, whole or in part.\n"
       "Examples:\n  kda info\n  kda info --json");

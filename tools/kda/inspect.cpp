@@ -8,13 +8,16 @@
 #include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "cpu/oracle/oracle.hpp"
 #include "kda/commands.hpp"
 #include "kda/flags.hpp"
+#include "kda/options.hpp"
 #include "kda/print.hpp"
+#include "kda/report.hpp"
 #include "kda/svg.hpp"
-#include "stage/segment.hpp"
+#include "stage/segment_scan.hpp"
 
 namespace kda::tools {
 namespace {
@@ -81,6 +84,8 @@ struct InspectCommand {
   bool json = false;
 
   void operator()() const {
+    std::optional<io::OutputFile> figure;
+    if (!plot.empty()) figure.emplace(plot);
     const check::Inputs inputs = flags.load();
     const Problem& p = inputs.problem;
     const Tensors tensors = inputs.tensors();
@@ -90,10 +95,12 @@ struct InspectCommand {
       heads.push_back(measure_head(p, tensors, head));
       progress.update(head + 1, p.num_value_heads);
     }
-    json ? print_json(inputs, heads) : print_text(inputs, heads);
-    if (plot.empty()) return;
-    io::write_file_atomically(plot, render_svg(memory_chart(heads)));
-    if (!json) fmt::print("\nfigure: {}\n", plot);
+    std::string report = json ? to_json(inputs, heads) : to_text(inputs, heads);
+    if (!figure) return print_report(report);
+    figure->write(render_svg(memory_chart(heads)));
+    figure->commit();
+    if (!json) report += fmt::format("\nfigure: {}\n", figure->label());
+    print_report(report, figure->is_stdout());
   }
 
   Plan plan_for(const check::Inputs& inputs, const DeviceFacts& device) const {
@@ -103,12 +110,13 @@ struct InspectCommand {
     return plan;
   }
 
-  void print_text(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
+  std::string to_text(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
     const Problem& p = inputs.problem;
-    fmt::print("{}: T={} N={} H={} HV={} K={} V={}, gate {}, beta {}{}\n\n", flags.input,
-               p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads, p.key_dim,
-               p.value_dim, gate_mode_name(p.gate_mode), beta_mode_name(p.beta_mode),
-               p.qk_l2norm ? ", q/k L2 norm" : "");
+    std::string text =
+        fmt::format("{}: T={} N={} H={} HV={} K={} V={}, gate {}, beta {}{}\n\n", flags.input,
+                    p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads, p.key_dim,
+                    p.value_dim, gate_mode_name(p.gate_mode), beta_mode_name(p.beta_mode),
+                    p.qk_l2norm ? ", q/k L2 norm" : "");
     std::vector<std::vector<std::string>> rows = {
         {"head", "log decay a token: p10", "median", "p90", "fastest token", "half-life: median",
          "slowest", "forgotten (2^-24): median", "slowest"}};
@@ -122,21 +130,23 @@ struct InspectCommand {
            show_tokens(tokens_until(kHalf, slowest)), show_tokens(tokens_until(kForgotten, median)),
            show_tokens(tokens_until(kForgotten, slowest))});
     }
-    fmt::print("{}\nhalf-life, forgotten: tokens until 1/2, 2^-24 of a channel is left\n",
-               format_table(rows));
-    fmt::print("\nplanner\n");
+    text += format_table(rows) +
+            "\nhalf-life, forgotten: tokens until 1/2, 2^-24 of a channel is left\n\nplanner\n";
     for (const DeviceFacts& device : {cpu_facts(), gpu_facts(132)}) {
       const Plan plan = plan_for(inputs, device);
-      fmt::print("  {:<18} context parallel {}{}\n", device.name, plan.segmented ? "on" : "off",
-                 plan.reasons.empty() ? "" : ": " + plan.reasons.front());
+      text += fmt::format("  {:<18} context parallel {}{}\n", device.name,
+                          plan.segmented ? "on" : "off",
+                          plan.reasons.empty() ? "" : ": " + plan.reasons.front());
     }
-    fmt::print("  {:<18} {}\n", "transition M",
-               stage::transition_norm_never_grows(p)
-                   ? "may be dropped once its measured norm is small"
-                   : "is kept to the end: its norm is not proved to shrink with these options");
+    return text +
+           fmt::format("  {:<18} {}\n", "transition M",
+                       stage::transition_norm_never_grows(p)
+                           ? "may be dropped once its measured norm is small"
+                           : "is kept to the end: its norm is not proved to shrink with these "
+                             "options");
   }
 
-  void print_json(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
+  std::string to_json(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
     const Problem& p = inputs.problem;
     nlohmann::ordered_json report = {{"input", flags.input},
                                      {"num_tokens", p.num_tokens},
@@ -158,7 +168,7 @@ struct InspectCommand {
            {"forgotten_slowest", tokens_until(kForgotten, quantile(head.rate, 0))}});
     report["transition_may_be_dropped"] = stage::transition_norm_never_grows(p);
     report["plan"] = nlohmann::ordered_json::parse(plan_for(inputs, gpu_facts(132)).to_json());
-    fmt::print("{}\n", report.dump(2));
+    return json_text(report);
   }
 };
 
@@ -168,9 +178,10 @@ void add_inspect(CLI::App& app) {
   auto* sub = app.add_subcommand("inspect", "How long each head remembers");
   auto command = std::make_shared<InspectCommand>();
   command->flags.add_to(*sub);
-  sub->add_option("--plot", command->plot, "Write a figure (SVG)");
-  sub->add_flag("--json", command->json, "Report as JSON");
-  sub->footer("Examples:\n  kda inspect data/kda_layer.safetensors --plot memory.svg");
+  add_path(*sub, "--plot", &command->plot, "Write a figure (SVG) to this file");
+  add_switch(*sub, "--json", &command->json, "Report as JSON");
+  sub->footer(
+      cat(kOutputHelp, "\nExamples:\n  kda inspect data/kda_layer.safetensors --plot memory.svg"));
   sub->callback([command] { (*command)(); });
 }
 

@@ -7,18 +7,20 @@
 
 #include "kda/commands.hpp"
 #include "kda/flags.hpp"
+#include "kda/options.hpp"
+#include "kda/report.hpp"
 
 namespace kda::tools {
 namespace {
 
 struct PlanCommand {
-  std::string seq_lens, context_parallel = "auto", device = "cuda", gate = "bounded";
+  std::vector<int64_t> lengths;
+  std::string context_parallel = "auto", device = "cuda", gate = "bounded";
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128;
   int32_t num_sms = 132, num_threads = 0;
   bool batch_invariant = false, explain = false, json = false;
 
   void operator()() const {
-    const std::vector<int64_t> lengths = parse_lengths(seq_lens);
     std::vector<int64_t> cu_seqlens = {0};
     for (const int64_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
     Problem p;
@@ -29,6 +31,7 @@ struct PlanCommand {
     p.num_value_heads = num_value_heads == 0 ? num_heads : num_value_heads;
     p.key_dim = key_dim;
     p.value_dim = value_dim;
+    check_multiple("--value-heads", p.num_value_heads, p.num_heads);
     p.qk_l2norm = true;
     if (gate != "log") p.beta_mode = BetaMode::kSigmoid;
     if (gate == "bounded") p.gate_mode = GateMode::kBounded;
@@ -46,7 +49,7 @@ struct PlanCommand {
     Plan plan;
     throw_if_error(make_plan(p, cu_seqlens, device == "cpu" ? cpu_facts() : gpu_facts(num_sms),
                              options, &plan));
-    fmt::print("{}\n", json ? plan.to_json() : plan.to_text(explain));
+    print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
   }
 };
 
@@ -55,26 +58,23 @@ struct PlanCommand {
 void add_plan(CLI::App& app) {
   auto* sub = app.add_subcommand("plan", "Show the schedule for given lengths; needs no GPU");
   auto c = std::make_shared<PlanCommand>();
-  sub->add_option("--seq-lens", c->seq_lens, "Lengths: 65536 or 128K,10x1K")->required();
-  sub->add_option("--heads", c->num_heads, "q/k heads H")->required();
-  sub->add_option("--value-heads", c->num_value_heads, "Value heads HV (default: H)");
-  sub->add_option("--key-dim", c->key_dim, "K")->capture_default_str();
-  sub->add_option("--value-dim", c->value_dim, "V")->capture_default_str();
-  sub->add_option("--sms", c->num_sms, "Multiprocessors of the GPU")->capture_default_str();
-  sub->add_option("--device", c->device, "Plan for a GPU or for this CPU")
-      ->check(CLI::IsMember({"cuda", "cpu"}))
-      ->capture_default_str();
-  sub->add_option("--gate", c->gate,
-                  "How gates and beta come: bounded or softplus logits, or log (beta as it is)")
-      ->check(CLI::IsMember({"bounded", "softplus", "log"}))
-      ->capture_default_str();
-  sub->add_option("--threads", c->num_threads, "CPU threads (sizes the workspace)");
-  sub->add_option("--context-parallel", c->context_parallel,
-                  "auto, off, flashkda, cula, or segments a sequence")
-      ->capture_default_str();
-  sub->add_flag("--batch-invariant", c->batch_invariant, "Plan each sequence as if alone");
-  sub->add_flag("--explain", c->explain, "Give the reasons, predicted times and segments");
-  sub->add_flag("--json", c->json, "The whole plan as JSON");
+  add_seq_lens(*sub, &c->lengths)->required();
+  add_heads(*sub, &c->num_heads)->required();
+  add_value_heads(*sub, &c->num_value_heads);
+  add_head_dim(*sub, "--key-dim", "K", &c->key_dim);
+  add_head_dim(*sub, "--value-dim", "V", &c->value_dim);
+  add_whole<int32_t>(*sub, "--sms", &c->num_sms, 1, 65535, "Multiprocessors of the GPU")
+      ->default_str(cat(c->num_sms));
+  add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
+      ->default_str(c->device);
+  add_choice(*sub, "--gate", &c->gate, {"bounded", "softplus", "log"},
+             "How gates and beta come, as logits or with log as they are")
+      ->default_str(c->gate);
+  add_threads(*sub, &c->num_threads);
+  add_context_parallel(*sub, &c->context_parallel);
+  add_switch(*sub, "--batch-invariant", &c->batch_invariant, "Plan each sequence as if alone");
+  add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
+  add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
   sub->footer(R"(Examples:
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json)");

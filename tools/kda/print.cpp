@@ -51,8 +51,10 @@ std::string format_csv(const std::vector<std::vector<std::string>>& rows) {
   std::string text;
   for (const auto& row : rows) {
     for (std::size_t c = 0; c < row.size(); ++c) {
-      const bool quoted = row[c].find(',') != std::string::npos;
-      text += fmt::format("{}{}{}{}", c ? "," : "", quoted ? "\"" : "", row[c], quoted ? "\"" : "");
+      std::string cell;
+      for (const char letter : row[c]) cell += letter == '"' ? "\"\"" : std::string(1, letter);
+      const bool quoted = cell.find_first_of(",\"\n") != std::string::npos;
+      text += fmt::format("{}{}{}{}", c ? "," : "", quoted ? "\"" : "", cell, quoted ? "\"" : "");
     }
     text += "\n";
   }

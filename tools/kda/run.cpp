@@ -9,7 +9,9 @@
 #include "kda/commands.hpp"
 #include "kda/execute.hpp"
 #include "kda/flags.hpp"
+#include "kda/options.hpp"
 #include "kda/print.hpp"
+#include "kda/report.hpp"
 
 namespace kda::tools {
 namespace {
@@ -20,42 +22,49 @@ struct RunCommand {
   bool json = false;
 
   void operator()() {
+    io::OutputFile out(output);
     check::Inputs inputs = flags.load();
     const Execution execution =
         execute(&inputs, flags.output_dtype(inputs.problem), flags.schedule.device_facts(),
                 flags.schedule.plan_options());
-    io::write_safetensors(output, check::file_from_outputs(inputs.problem, execution.outputs));
-    const Problem& p = inputs.problem;
-    const auto tokens = static_cast<double>(p.batch * p.num_tokens);
-    if (json) {
-      const nlohmann::ordered_json report = {{"input", flags.input},
-                                             {"output", output},
-                                             {"implementation", execution.plan.implementation},
-                                             {"batch", p.batch},
-                                             {"num_tokens", p.num_tokens},
-                                             {"num_sequences", p.num_sequences},
-                                             {"num_heads", p.num_heads},
-                                             {"num_value_heads", p.num_value_heads},
-                                             {"key_dim", p.key_dim},
-                                             {"value_dim", p.value_dim},
-                                             {"out_dtype", dtype_name(p.o.dtype)},
-                                             {"num_segments", execution.plan.segments.size()},
-                                             {"num_threads", execution.plan.num_threads},
-                                             {"seconds", execution.seconds},
-                                             {"tokens_per_second", tokens / execution.seconds}};
-      fmt::print("{}\n", report.dump(2));
-      return;
-    }
-    fmt::print("{}: B={} T={} N={} H={} HV={} K={} V={}, gate {}\n", flags.input, p.batch,
-               p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads, p.key_dim,
-               p.value_dim, gate_mode_name(p.gate_mode));
-    fmt::print("{}: {} ({} tokens/s){}\n", execution.plan.implementation,
-               format_seconds(execution.seconds), format_count(tokens / execution.seconds),
-               execution.plan.segmented
-                   ? fmt::format(", {} segments", execution.plan.segments.size())
-                   : "");
-    fmt::print("{}: o {}, final_state fp32\n", output, dtype_name(p.o.dtype));
+    io::write_safetensors(out, check::file_from_outputs(inputs.problem, execution.outputs));
+    const std::string report =
+        json ? to_json(inputs.problem, execution) : to_text(inputs.problem, execution);
+    out.commit();
+    print_report(report, out.is_stdout());
   }
+
+  std::string to_json(const Problem& p, const Execution& execution) const {
+    return json_text({{"input", flags.input},
+                      {"output", output},
+                      {"implementation", execution.plan.implementation},
+                      {"batch", p.batch},
+                      {"num_tokens", p.num_tokens},
+                      {"num_sequences", p.num_sequences},
+                      {"num_heads", p.num_heads},
+                      {"num_value_heads", p.num_value_heads},
+                      {"key_dim", p.key_dim},
+                      {"value_dim", p.value_dim},
+                      {"out_dtype", dtype_name(p.o.dtype)},
+                      {"num_segments", execution.plan.segments.size()},
+                      {"num_threads", execution.plan.num_threads},
+                      {"seconds", execution.seconds},
+                      {"tokens_per_second", tokens(p) / execution.seconds}});
+  }
+
+  std::string to_text(const Problem& p, const Execution& execution) const {
+    return fmt::format(
+        "{}: B={} T={} N={} H={} HV={} K={} V={}, gate {}\n{}: {} ({} tokens/s){}\n{}: o {}, "
+        "final_state fp32\n",
+        flags.input, p.batch, p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads,
+        p.key_dim, p.value_dim, gate_mode_name(p.gate_mode), execution.plan.implementation,
+        format_seconds(execution.seconds), format_count(tokens(p) / execution.seconds),
+        execution.plan.segmented ? fmt::format(", {} segments", execution.plan.segments.size())
+                                 : "",
+        output, dtype_name(p.o.dtype));
+  }
+
+  static double tokens(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }
 };
 
 }  // namespace
@@ -64,13 +73,15 @@ void add_run(CLI::App& app) {
   auto* sub = app.add_subcommand("run", "Compute o and final_state of a file");
   auto command = std::make_shared<RunCommand>();
   command->flags.add_to(*sub);
-  sub->add_option("-o,--output", command->output, "Output file (safetensors), replaced at once")
+  add_path(*sub, "-o,--output", &command->output, "Output file (safetensors); - is standard output")
       ->required();
-  sub->add_flag("--json", command->json, "Report as JSON");
-  sub->footer(R"(Examples:
+  add_switch(*sub, "--json", &command->json, "Report as JSON");
+  sub->footer(cat(kOutputHelp, R"(
+Examples:
   kda run data/kda_layer.safetensors -o out.safetensors
   kda run x.safetensors -o y.safetensors --out-dtype fp32 --threads 4
-  kda run x.safetensors -o y.safetensors --context-parallel 8 --json)");
+  kda run x.safetensors -o y.safetensors --context-parallel 8 --json
+  kda gen -o - --tokens 100 | kda run - -o y.safetensors)"));
   sub->callback([command] { (*command)(); });
 }
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cpu/blocked/kernels.hpp"
+#include "registry/rows.hpp"
 #include "stage/backward.hpp"
-#include "stage/implementation.hpp"
 
 namespace kda::cpu::blocked {
 
@@ -21,9 +21,8 @@ Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args
 std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every, int32_t num_threads);
 Status backward(const Kernels& kernels, const stage::Backward& args);
 
-extern const stage::Implementation kAvx512;
-extern const stage::Implementation kAvx2;
-extern const stage::Implementation kPortable;
+extern const registry::ForwardRow kAvx512Forward, kAvx2Forward, kPortableForward;
+extern const registry::DecodeRow kAvx512Decode, kAvx2Decode, kPortableDecode;
 
 /// The fastest table that this CPU can run.
 const Kernels& best_kernels() noexcept;

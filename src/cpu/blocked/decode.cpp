@@ -13,8 +13,8 @@ namespace {
 
 int64_t pool_slot(const stage::Call& call, int64_t n, int64_t column) {
   const Problem& p = call.problem;
-  if (!p.initial_state->indexed) return n;
-  return call.tensors.initial_state_indices[n * p.state_index_columns + column];
+  return state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
+                    n * p.state_index_columns + column);
 }
 
 /// A state of zeros to start from: one row for all.
@@ -113,7 +113,7 @@ void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n,
   const StateRef source = slot_ref(accepted - 1);
   const int64_t begin = call.sequences.begin(n);
   const int64_t count = call.sequences.length(n);
-  if (!source.data && p.zero_skipped) zero_outputs(kernels, call, n, head, scratch);
+  if (!source.data && zeroes_skipped(p)) zero_outputs(kernels, call, n, head, scratch);
   if (!source.data || count == 0) return;
   const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
   StateRef state = masked ? zero_ref(p, scratch) : source;

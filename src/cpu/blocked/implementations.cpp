@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Registry rows of the blocked backend: the same stages over three kernel tables.
+// Rows of the blocked backend: the same stages over three kernel tables.
 #include "cpu/blocked/blocked.hpp"
+#include "cpu/plan.hpp"
+#include "plan/ledger.hpp"
 
 namespace kda::cpu::blocked {
 namespace {
@@ -9,9 +11,6 @@ using KernelsFn = const Kernels* (*)() noexcept;
 using SupportFn = bool (*)() noexcept;
 
 bool always() noexcept { return true; }
-
-// The CPU backend serves every problem that validate() accepts.
-std::string decline_nothing(const Problem&) { return {}; }
 
 template <KernelsFn kKernels, SupportFn kSupported>
 const char* unavailable() noexcept {
@@ -40,26 +39,81 @@ Status segment_correct_with(const stage::SegmentCorrect& args) {
   return segment_correct(*kKernels(), args);
 }
 
+void plan_forward(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  builder.cut({.automatic = cpu::never_cut});
+  builder.join(p.checkpoints ? "checkpoints need the true start state" : "");
+  plan::note_one_intra_form(builder);
+  const bool one_pass = plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
+  const auto segments = static_cast<int64_t>(plan.segments.size());
+  if (one_pass) {
+    builder.stage("segment_scan", 2 * segments * p.num_value_heads,
+                  "B with outputs from zero, and M with its outputs");
+    builder.stage("segment_merge", p.num_sequences * p.num_value_heads, "start states, in order");
+    builder.stage("segment_correct", segments * p.num_value_heads, "o += Qt S_in");
+  } else {
+    plan.segmented ? plan::list_scan_merge_forward(builder) : plan::list_forward(builder);
+  }
+  builder.book(plan::block::kThreadScratch, 1, scratch_bytes(p, plan.num_threads));
+  cpu::book_slot_marks(builder);
+  if (!plan.segmented) return;
+  plan::book_segments(builder, plan.segments.size());
+  if (!one_pass) return;
+  stage::DimValues dims = stage::dims_of(p);
+  builder.book(stage::kOutputFromZero.name, dims.tokens,
+               stage::entry_bytes(stage::kOutputFromZero, dims));
+  builder.book(stage::kTransitionOutput.name, dims.tokens,
+               stage::entry_bytes(stage::kTransitionOutput, dims));
+  builder.book(stage::kExitToken.name, plan.segments.size(),
+               stage::entry_bytes(stage::kExitToken, dims));
+}
+
+void plan_decode(plan::PlanBuilder& builder) {
+  plan::list_decode(builder);
+  builder.book(plan::block::kThreadScratch, 1,
+               scratch_bytes(builder.problem(), builder.plan().num_threads));
+  cpu::book_slot_marks(builder);
+}
+
 template <KernelsFn kKernels, SupportFn kSupported>
-constexpr stage::Implementation row(const char* name) {
-  return {name,
-          DeviceKind::kCpu,
-          kChunk,
-          unavailable<kKernels, kSupported>,
-          decline_nothing,
-          scratch_bytes,
-          forward_with<kKernels>,
-          decode_with<kKernels>,
-          segment_scan_with<kKernels>,
-          segment_merge_with<kKernels>,
-          segment_correct_with<kKernels>};
+constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilder&)) {
+  return {.name = name,
+          .device = DeviceKind::kCpu,
+          .chunk_size = kChunk,
+          .unavailable = unavailable<kKernels, kSupported>,
+          .plan = plan};
+}
+
+template <KernelsFn kKernels, SupportFn kSupported>
+constexpr registry::ForwardRow forward_row(const char* name) {
+  return {.head = head_of<kKernels, kSupported>(name, plan_forward),
+          .forward = forward_with<kKernels>,
+          .segments = registry::SegmentStages{.scan = segment_scan_with<kKernels>,
+                                              .merge = segment_merge_with<kKernels>,
+                                              .correct = segment_correct_with<kKernels>},
+          .chunk_stages = {}};
+}
+
+template <KernelsFn kKernels, SupportFn kSupported>
+constexpr registry::DecodeRow decode_row(const char* name) {
+  return {.head = head_of<kKernels, kSupported>(name, plan_decode),
+          .decode = decode_with<kKernels>};
 }
 
 }  // namespace
 
-const stage::Implementation kAvx512 = row<avx512_kernels, cpu_has_avx512>("cpu.blocked.avx512");
-const stage::Implementation kAvx2 = row<avx2_kernels, cpu_has_avx2>("cpu.blocked.avx2");
-const stage::Implementation kPortable = row<portable_kernels, always>("cpu.blocked.portable");
+const registry::ForwardRow kAvx512Forward =
+    forward_row<avx512_kernels, cpu_has_avx512>("cpu.blocked.avx512");
+const registry::ForwardRow kAvx2Forward =
+    forward_row<avx2_kernels, cpu_has_avx2>("cpu.blocked.avx2");
+const registry::ForwardRow kPortableForward =
+    forward_row<portable_kernels, always>("cpu.blocked.portable");
+const registry::DecodeRow kAvx512Decode =
+    decode_row<avx512_kernels, cpu_has_avx512>("cpu.blocked.avx512");
+const registry::DecodeRow kAvx2Decode = decode_row<avx2_kernels, cpu_has_avx2>("cpu.blocked.avx2");
+const registry::DecodeRow kPortableDecode =
+    decode_row<portable_kernels, always>("cpu.blocked.portable");
 
 const Kernels& best_kernels() noexcept {
   if (avx512_kernels() && cpu_has_avx512()) return *avx512_kernels();

@@ -121,8 +121,7 @@ void write_checkpoint(const Kernels& kernels, const stage::Call& call, const Pas
   if (sink.every == 0 || done % sink.every != 0) return;
   const Problem& p = call.problem;
   const int64_t index = sink.first_index + done / sink.every - 1;
-  const int32_t* slots = call.tensors.checkpoint_indices;
-  const int64_t slot = p.checkpoints->indexed ? slots[index] : index;
+  const int64_t slot = state_slot(p, *p.checkpoints, call.tensors.checkpoint_indices, index);
   write_state(kernels, p, pass, scratch,
               state_ref(p, *p.checkpoints, call.tensors.checkpoints, slot, pass.head));
 }
@@ -163,14 +162,14 @@ StateRef initial_ref(const stage::Call& call, int64_t n, int64_t head) {
   const Problem& p = call.problem;
   if (!p.initial_state) return {};
   if (p.initial_state_mask && call.tensors.initial_state_mask[n] == 0) return {};
-  const int64_t slot = p.initial_state->indexed ? call.tensors.initial_state_indices[n] : n;
+  const int64_t slot = state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n);
   return state_ref(p, *p.initial_state, call.tensors.initial_state, slot, head);
 }
 
 StateRef final_ref(const stage::Call& call, int64_t n, int64_t head) {
   const Problem& p = call.problem;
   if (!p.final_state) return {};
-  const int64_t slot = p.final_state->indexed ? call.tensors.final_state_indices[n] : n;
+  const int64_t slot = state_slot(p, *p.final_state, call.tensors.final_state_indices, n);
   return state_ref(p, *p.final_state, call.tensors.final_state, slot, head);
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Context parallelism on the CPU: scan, merge and correct (equations: stage/segment.hpp).
+// Context parallelism on the CPU: scan, merge and correct (equations: stage/segment_scan.hpp,
+// _merge, _correct).
 #include <algorithm>
 #include <cstring>
 
@@ -48,10 +49,10 @@ void scan_segment(const Kernels& kernels, const stage::SegmentScan& args, int64_
                         head, pass.num_columns);
   if (!transition && segment.begin < segment.end)
     pass.v = row_source(p, p.v, args.call.tensors.v, segment.begin, head);
-  if (transition && args.alive_tokens && stage::transition_norm_never_grows(p))
+  if (transition && args.exit_token && stage::transition_norm_never_grows(p))
     pass.exit_norm = kDropNorm;
   const int64_t alive = run_pass(kernels, args.call, pass, scratch);
-  if (transition && args.alive_tokens) args.alive_tokens[s * p.num_value_heads + head] = alive;
+  if (transition && args.exit_token) args.exit_token[s * p.num_value_heads + head] = alive;
 }
 
 /// One block of M S + B: `block` -> `out`.
@@ -93,7 +94,7 @@ void correct_block(const Kernels& kernels, const stage::SegmentCorrect& args, in
   const int width = static_cast<int>(std::min<int64_t>(kBlockV, p.value_dim - column));
   const int64_t o_stride = p.num_value_heads * p.value_dim;
   const int64_t qt_stride = p.num_value_heads * p.key_dim;
-  const int64_t alive_end = segment.begin + args.alive_tokens[s * p.num_value_heads + head];
+  const int64_t alive_end = segment.begin + args.exit_token[s * p.num_value_heads + head];
   float* state = scratch.states;
   load_block(kernels, p, dense_ref(p, args.states_in, s, head, p.value_dim), column, p.value_dim,
              scratch.row, state);

@@ -4,14 +4,14 @@
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
+#include "core/text.hpp"
 #include "cpu/oracle/oracle.hpp"
+#include "cpu/plan.hpp"
 
 namespace kda::cpu::oracle {
 namespace {
 
 const char* available() noexcept { return nullptr; }
-std::string decline_nothing(const Problem&) { return {}; }
-std::size_t no_scratch(const Problem&, int32_t) { return 0; }
 
 void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t slot, int64_t head,
                  const double* state) {
@@ -39,7 +39,7 @@ std::vector<double> initial_state(const stage::Call& call, int64_t n, int64_t he
   const Problem& p = call.problem;
   if (!p.initial_state) return {};
   if (p.initial_state_mask && call.tensors.initial_state_mask[n] == 0) return {};
-  const int64_t slot = p.initial_state->indexed ? call.tensors.initial_state_indices[n] : n;
+  const int64_t slot = state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n);
   if (slot < 0) return {};
   return load_state(p, *p.initial_state, call.tensors.initial_state, slot, head);
 }
@@ -51,7 +51,7 @@ void store_checkpoints(const stage::Call& call, int64_t n, int64_t head, const H
   const int64_t count = num_checkpoints(p, call.sequences.length(n));
   for (int64_t c = 0; c < count; ++c, ++index) {
     const int64_t token = (c + 1) * p.checkpoint_every - 1;
-    const int64_t slot = p.checkpoints->indexed ? call.tensors.checkpoint_indices[index] : index;
+    const int64_t slot = state_slot(p, *p.checkpoints, call.tensors.checkpoint_indices, index);
     store_state(p, *p.checkpoints, call.tensors.checkpoints, slot, head,
                 result.token_states.data() + token * p.key_dim * p.value_dim);
   }
@@ -66,7 +66,7 @@ void forward_head(const stage::Call& call, int64_t n, int64_t head) {
   if (p.checkpoints) store_checkpoints(call, n, head, result);
   if (p.final_state)
     store_state(p, *p.final_state, call.tensors.final_state,
-                p.final_state->indexed ? call.tensors.final_state_indices[n] : n, head,
+                state_slot(p, *p.final_state, call.tensors.final_state_indices, n), head,
                 result.state.data());
 }
 
@@ -76,13 +76,14 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   if (p.final_state) return forward_head(call, n, head);
   const int64_t columns = p.state_index_columns;
   const auto slot = [&](int64_t column) -> int64_t {
-    return p.initial_state->indexed ? call.tensors.initial_state_indices[n * columns + column] : n;
+    return state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
+                      n * columns + column);
   };
   const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0) {
     const auto count = static_cast<std::size_t>((span.end - span.begin) * p.value_dim);
-    if (p.zero_skipped) store_outputs(call, span, head, std::vector<double>(count));
+    if (zeroes_skipped(p)) store_outputs(call, span, head, std::vector<double>(count));
     return;
   }
   if (span.begin == span.end) return;
@@ -113,10 +114,34 @@ Status decode(const stage::Decode& args) {
   return {};
 }
 
+void plan_forward(plan::PlanBuilder& builder) {
+  builder.cut({.automatic = never_cut});
+  if (builder.plan().segmented) {
+    builder.reason(cat(builder.name(), " has no segments: runs serially"));
+    builder.drop_segments();
+  }
+  plan::note_one_intra_form(builder);
+  plan::list_forward(builder);
+  book_slot_marks(builder);
+}
+
+void plan_decode(plan::PlanBuilder& builder) {
+  plan::list_decode(builder);
+  book_slot_marks(builder);
+}
+
+constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
+  return {.name = "cpu.oracle",
+          .device = DeviceKind::kCpu,
+          .chunk_size = 1,
+          .unavailable = available,
+          .plan = plan};
+}
+
 }  // namespace
 
-const stage::Implementation kOracle = {"cpu.oracle",    DeviceKind::kCpu, 1,       available,
-                                       decline_nothing, no_scratch,       forward, decode,
-                                       nullptr,         nullptr,          nullptr};
+const registry::ForwardRow kForward = {
+    .head = head_of(plan_forward), .forward = forward, .segments = {}, .chunk_stages = {}};
+const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = decode};
 
 }  // namespace kda::cpu::oracle

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "stage/implementation.hpp"
+#include "registry/rows.hpp"
 
 namespace kda::cpu::oracle {
 
 /// Registry row of the float64 reference; the only implementation that allocates while it runs.
-extern const stage::Implementation kOracle;
+extern const registry::ForwardRow kForward;
+extern const registry::DecodeRow kDecode;
 
 }  // namespace kda::cpu::oracle

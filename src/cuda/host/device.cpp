@@ -8,7 +8,7 @@
 
 #include "core/guard.hpp"
 #include "core/text.hpp"
-#include "cuda/host/launch.hpp"
+#include "cuda/launch/launch.hpp"
 
 namespace kda::cuda {
 namespace {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
-// their transitions as streams of their own (stage/segment.hpp).
-#include "cuda/host/fused.hpp"
-
+// their transitions as streams of their own (stage/segment_scan.hpp).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -10,22 +8,22 @@
 #include <vector>
 
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/fused/fused_prefill.hpp"
+#include "cuda/fused/segment_correct.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/fused_prefill.hpp"
-#include "cuda/sm90/segment_correct.hpp"
-#include "cuda/sm90/segment_merge.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/segments/segment_merge_sm90.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::fused {
 namespace {
 
-namespace block = plan::block;
 using sm90::FusedPrefillArgs;
 using sm90::FusedState;
-using sm90::FusedUnit;
+using sm90::WorkUnit;
 
 Status not_built() {
   return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
@@ -36,17 +34,17 @@ class Line {
  public:
   void add(const Segment& segment, int64_t number, FusedState state) {
     units_.push_back({{segment.sequence, segment.begin, segment.end}, number, state, before_});
-    before_ += (segment.end - segment.begin + kChunk - 1) / kChunk + sm90::kFusedUnitCost;
+    before_ += (segment.end - segment.begin + kChunk - 1) / kChunk + sm90::kWorkUnitCost;
   }
   int64_t size() const { return static_cast<int64_t>(units_.size()); }
   /// Adds one more, which only says where the line ends.
-  const std::vector<FusedUnit>& close() {
+  const std::vector<WorkUnit>& close() {
     units_.push_back({{}, 0, FusedState::kGiven, before_});
     return units_;
   }
 
  private:
-  std::vector<FusedUnit> units_;
+  std::vector<WorkUnit> units_;
   int64_t before_ = 0;
 };
 
@@ -90,13 +88,13 @@ T* find(const stage::Call& call, const char* name) {
 int64_t* offsets_behind_first(const stage::Call& call) {
   return find<int64_t>(call, block::kSegmentUnits);
 }
-FusedUnit* units_of(const stage::Call& call) {
-  return reinterpret_cast<FusedUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
+WorkUnit* units_of(const stage::Call& call) {
+  return reinterpret_cast<WorkUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
 }
 
 /// Of transitions that may stop early; else null.
-int64_t* alive_of(const stage::Call& call) {
-  return call.plan->transitions_stop ? find<int64_t>(call, block::kAliveTokens) : nullptr;
+int64_t* exit_tokens_of(const stage::Call& call) {
+  return call.plan->early_exit ? find<int64_t>(call, stage::kExitToken.name) : nullptr;
 }
 
 /// Of the segments of a sequence behind its first one.
@@ -108,17 +106,17 @@ int64_t most_behind_first(const Plan& plan) {
 }
 
 /// Those offsets and the units.
-std::vector<int64_t> words_of(const stage::Call& call, const std::vector<FusedUnit>& units) {
+std::vector<int64_t> words_of(const stage::Call& call, const std::vector<WorkUnit>& units) {
   std::vector<int64_t> words = call.plan->segment_offsets;
   for (std::size_t n = 0; n < words.size(); ++n) words[n] -= static_cast<int64_t>(n);
   const auto* first = reinterpret_cast<const int64_t*>(units.data());
-  words.insert(words.end(), first, first + units.size() * sm90::kFusedUnitWords);
+  words.insert(words.end(), first, first + units.size() * sm90::kWorkUnitWords);
   return words;
 }
 
 /// What a workspace does not hold by chance, and no launch of this process had before: the steps of
 /// a counter from anywhere, mixed one to one (Steele, Lea and Flood, 2014).
-uint64_t new_key() {
+uint64_t new_handoff_epoch() {
   static std::atomic<uint64_t> counter = [] {
     std::random_device random;
     return uint64_t{random()} << 32 | random();
@@ -139,16 +137,16 @@ Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apar
   std::vector<int64_t> words;
   if ((args->num_units = line.size()) > 0) {
     args->units = units_of(call);
-    args->num_in_line = args->num_units - apart;
+    args->num_scheduled = args->num_units - apart;
     words = words_of(call, line.close());
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
-  args->shares =
-      sm90::fused_shares(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
-  args->half = fused_in_half(p);
-  args->handed = find<float>(call, block::kHandedStates);
-  args->handed_flags = find<uint64_t>(call, block::kHandedFlags);
-  args->key = new_key();
+  args->clusters =
+      sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
+  args->fp16_operands = has_fp16_operands(p);
+  args->handoff_states = find<float>(call, block::kHandoffStates);
+  args->handoff_flags = find<uint64_t>(call, block::kHandoffFlags);
+  args->handoff_epoch = new_handoff_epoch();
   if constexpr (sm90::kBuilt)
     return sm90::launch_fused_prefill(*args, words, launch_after(call, maps));
   return not_built();
@@ -184,14 +182,14 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.Qt = scan.Qt;
   args.M = scan.M;
   args.B = scan.B;
-  args.rest = find<uint32_t>(call, block::kOutputRest);
-  args.rest_step = static_cast<uint64_t>(call.problem.num_value_heads) *
-                   sm90::fused_rest_bytes(call.problem.value_dim);
-  args.one_of_Qt = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
-  args.starts = find<float>(call, block::kSegmentStates);
-  args.alive = alive_of(call);
+  args.residual = find<uint32_t>(call, block::kOutputResidual);
+  args.residual_step = static_cast<uint64_t>(call.problem.num_value_heads) *
+                       sm90::residual_bytes(call.problem.value_dim);
+  args.Qt_scale_bits = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
+  args.starts = find<float>(call, stage::kSegmentStates.name);
+  args.exit_tokens = exit_tokens_of(call);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
-  return launch(call, maps, scan_line(scan), scan.Qt && args.alive ? behind : 0, &args);
+  return launch(call, maps, scan_line(scan), scan.Qt && args.exit_tokens ? behind : 0, &args);
 }
 
 /// After a scan with outputs, which has written the start states of second segments: nothing to do
@@ -215,7 +213,8 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
 }
 
 Status segment_merge(const stage::SegmentMerge& merge) {
-  return merge.behind_first ? merge_behind_first(merge) : cuda::segment_merge(merge);
+  return merge.rows == stage::SegmentRows::kBehindFirst ? merge_behind_first(merge)
+                                                        : cuda::segment_merge(merge);
 }
 
 Status segment_correct(const stage::SegmentCorrect& correct) {
@@ -227,15 +226,15 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.shape = shape_of(p);
   args.map = maps.map;
   args.o = row_view(p.o, call.tensors.o);
-  args.half = fused_in_half(p);
+  args.fp16_operands = has_fp16_operands(p);
   args.Qt = correct.Qt;
   args.qt_exponent = qt_exponent(p);
-  args.rest = find<uint32_t>(call, block::kOutputRest);
+  args.residual = find<uint32_t>(call, block::kOutputResidual);
   args.M = correct.M;
   args.B = correct.B;
   args.states_in = correct.states_in;
   args.offsets = offsets_behind_first(call);
-  args.alive = alive_of(call);
+  args.exit_tokens = exit_tokens_of(call);
   args.final_state =
       state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
   const auto segments = static_cast<int64_t>(correct.segments.size());

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
-#include "cuda/smxx/recurrent.hpp"
+#include "cuda/recurrent/recurrent.hpp"
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/decode/decode.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/smxx/decode.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {
@@ -23,8 +25,8 @@ Maps one_row(const stage::Call& call) {
   Maps maps;
   maps.map.num_sequences = call.problem.num_sequences;
   maps.map.num_tokens = call.problem.num_tokens;
-  maps.flags = static_cast<int32_t*>(
-      plan::find_block(*call.plan, call.workspace, plan::block::kDeviceFlags));
+  maps.flags =
+      static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kDeviceFlags));
   return maps;
 }
 
@@ -61,7 +63,7 @@ Status decode(const stage::Decode& d) {
                     ? args.initial
                     : state_view(p, p.final_state, t.final_state, t.final_state_indices, nullptr);
   args.index_columns = p.state_index_columns;
-  args.zero_skipped = p.zero_skipped;
+  args.zero_skipped = zeroes_skipped(p);
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);

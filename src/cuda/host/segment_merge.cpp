@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage segment_merge, of both backends.
-#include "cuda/sm90/segment_merge.hpp"
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm90/built.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/segments/segment_merge_sm90.hpp"
 
 namespace kda::cuda {
 

@@ -1,40 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm80.staged: chunk_intra for all chunks at once, then chunk_delta_h.
 #include "core/text.hpp"
-#include "cuda/host/rows.hpp"
+#include "cuda/host/backends.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/sm80/chunk_delta_h.hpp"
-#include "cuda/sm80/chunk_intra.hpp"
-#include "cuda/sm90/built.hpp"
-#include "cuda/sm90/chunk_delta_h.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/chunk_delta_h.hpp"
+#include "cuda/staged/chunk_delta_h_sm90.hpp"
+#include "cuda/staged/chunk_intra.hpp"
 #include "plan/ledger.hpp"
+#include "stage/buffers.hpp"
 
 namespace kda::cuda::staged {
 namespace {
 
-namespace block = plan::block;
-
-Factors factors_of(const stage::Call& call) {
-  const auto find = [&](const char* name) {
-    return plan::find_block(*call.plan, call.workspace, name);
-  };
-  const int64_t tiles = most_chunks(*call.plan) * call.problem.num_value_heads;
-  const int64_t Kp = call.problem.key_dim <= 64 ? 64 : 128;
-  Factors factors;
-  factors.w = find(block::kFactorW);
-  factors.u = find(block::kFactorU);
-  factors.kg = find(block::kFactorKg);
-  factors.qg = find(block::kFactorQg);
-  factors.Aqk = find(block::kFactorAqk);
-  factors.gamma = static_cast<float*>(find(block::kFactorScalars));
-  factors.beta = factors.gamma + tiles * Kp;
-  factors.diag = factors.beta + tiles * 64;
-  return factors;
+/// From addresses in the order of stage::kChunkBuffers.
+Factors factors_at(const stage::ChunkPointers& at) {
+  return {at[0],
+          at[1],
+          at[2],
+          at[3],
+          at[4],
+          at[5],
+          static_cast<float*>(at[6]),
+          static_cast<float*>(at[7]),
+          static_cast<float*>(at[8])};
 }
 
-/// `auto` is the tensor form: faster at every shape measured (docs/performance.md).
+/// Those of run(), in the workspace.
+Factors factors_of(const stage::Call& call) {
+  const StageSizes sizes = kForward.chunk_stages->sizes(*call.plan);
+  stage::ChunkPointers at = {};
+  for (std::size_t i = 0; i < at.size(); ++i) {
+    const stage::ChunkBuffer& buffer = stage::kChunkBuffers[i];
+    const stage::ChunkBuffer* before = i > 0 ? &stage::kChunkBuffers[i - 1] : nullptr;
+    if (buffer.block.empty()) continue;
+    if (before && before->block == buffer.block)
+      at[i] = static_cast<char*>(at[i - 1]) + sizes.*before->bytes;
+    else
+      at[i] = plan::find_block(*call.plan, call.workspace, buffer.block);
+  }
+  return factors_at(at);
+}
+
 bool by_tokens(const stage::Call& call) {
-  return call.plan->options.intra_form == IntraForm::kToken;
+  return call.plan->resolved.intra_form == IntraForm::kToken;
 }
 
 bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
@@ -47,7 +56,7 @@ ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Facto
   return args;
 }
 
-Status chunk_intra(const stage::Call& call, const Maps& maps) {
+Status launch_intra(const stage::Call& call, const Maps& maps) {
   return launch_chunk_intra(intra_args(call, maps, factors_of(call)), is_half(call.problem),
                             by_tokens(call), {call.stream});
 }
@@ -58,8 +67,8 @@ bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
   return 2 * blocks <= call.plan->device.num_sms;
 }
 
-ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
-  ChunkDeltaHArgs args;
+ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
+  ChainArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.factors = factors_of(call);
@@ -68,8 +77,8 @@ ChunkDeltaHArgs delta_args(const stage::Call& call, const Maps& maps) {
 }
 
 /// The serial uses of chunk_delta_h, on `columns` columns of state of each span.
-Status launch_chain(const stage::Call& call, const ChunkDeltaHArgs& args, DeltaUse use,
-                    int64_t spans, int64_t columns) {
+Status launch_chain(const stage::Call& call, const ChainArgs& args, ChainUse use, int64_t spans,
+                    int64_t columns) {
   const bool half = is_half(call.problem);
   if (sm90::kBuilt && call.plan->device.compute_capability == 90)
     return sm90::launch_chunk_delta_h(args, use, half, call.plan->device.num_sms, {call.stream});
@@ -82,48 +91,73 @@ Status forward(const stage::Forward& f) {
   const stage::Call& call = f.call;
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
-  if (!f.prepared) KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  if (!f.prepared) KDA_RETURN_IF_ERROR(launch_intra(call, maps));
+  ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
   const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chain(call, args, DeltaUse::kForward, spans, call.problem.value_dim);
+  return launch_chain(call, args, ChainUse::kForward, spans, call.problem.value_dim);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
-  KDA_RETURN_IF_ERROR(chunk_intra(call, maps));
-  ChunkDeltaHArgs args = delta_args(call, maps);
+  KDA_RETURN_IF_ERROR(launch_intra(call, maps));
+  ChainArgs args = delta_args(call, maps);
   args.M = scan.M;
   args.B = scan.B;
   args.skip_last = scan.skip_last;
   const Problem& p = call.problem;
-  return launch_chain(call, args, DeltaUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
+  return launch_chain(call, args, ChainUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
 }
 
-/// One stage on the caller's buffers. Segments of the plan are of no concern here.
-Status chunk(const stage::Chunk& c) {
-  const stage::Call& call = c.call;
-  const StageTensors& s = c.stages;
-  const Factors factors{s.w, s.u, s.kg, s.qg, s.Aqk, s.T, s.gamma, s.beta, s.diag};
-  const bool half = is_half(call.problem);
-  const Launch launch{call.stream};
+// Single stages, on buffers of the caller. Segments of the plan are of no concern here.
+
+namespace {
+
+/// chunk_intra and recompute_w_u: `launch` gets the arguments.
+template <class Stage, class LaunchIntra>
+Status run_intra(const Stage& stage, LaunchIntra&& launch) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(stage.call, {}, false, &maps));
+  return launch(intra_args(stage.call, maps, factors_at(stage::chunk_pointers(stage.buffers))));
+}
+
+/// chunk_delta_h and chunk_o.
+template <class Stage>
+Status run_delta(const Stage& stage, ChainUse use) {
+  const stage::Call& call = stage.call;
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
-  if (c.which == stage::ChunkStage::kIntra)
-    return launch_chunk_intra(intra_args(call, maps, factors), half, by_tokens(call), launch);
-  if (c.which == stage::ChunkStage::kRecomputeWU)
-    return launch_recompute_w_u(intra_args(call, maps, factors), half, launch);
-  ChunkDeltaHArgs args = delta_args(call, maps);
-  args.factors = factors;
-  args.h = s.h;
-  args.vn = s.vn;
+  ChainArgs args = delta_args(call, maps);
+  args.factors = factors_at(stage::chunk_pointers(stage.buffers));
+  args.h = stage.buffers.h;
+  args.vn = stage.buffers.vn;
   args.num_chunks = most_chunks(*call.plan);
-  const bool outputs = c.which == stage::ChunkStage::kO;
-  return launch_chunk_delta_h(args, outputs ? DeltaUse::kOutputs : DeltaUse::kStates, half,
+  return launch_chunk_delta_h(args, use, is_half(call.problem),
                               narrow(call, call.problem.num_sequences, call.problem.value_dim),
-                              launch);
+                              {call.stream});
 }
+
+}  // namespace
+
+Status chunk_intra(const stage::ChunkIntra& stage) {
+  const stage::Call& call = stage.call;
+  return run_intra(stage, [&](const ChunkIntraArgs& args) {
+    return launch_chunk_intra(args, is_half(call.problem), by_tokens(call), {call.stream});
+  });
+}
+
+Status recompute_w_u(const stage::RecomputeWU& stage) {
+  return run_intra(stage, [&](const ChunkIntraArgs& args) {
+    return launch_recompute_w_u(args, is_half(stage.call.problem), {stage.call.stream});
+  });
+}
+
+Status chunk_delta_h(const stage::ChunkDeltaH& stage) {
+  return run_delta(stage, ChainUse::kStates);
+}
+
+Status chunk_o(const stage::ChunkO& stage) { return run_delta(stage, ChainUse::kOutputs); }
 
 }  // namespace kda::cuda::staged

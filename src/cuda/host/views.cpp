@@ -2,14 +2,13 @@
 #include "cuda/host/views.hpp"
 
 #include "core/text.hpp"
-#include "cuda/smxx/sequence_map.hpp"
+#include "cuda/host/blocks.hpp"
+#include "cuda/launch/sequence_map.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {
 namespace {
-
-namespace block = plan::block;
 
 Element element_of(DType dtype) { return static_cast<Element>(static_cast<int32_t>(dtype)); }
 static_assert(static_cast<int>(Element::kBFloat16) == static_cast<int>(DType::kBFloat16));
@@ -34,6 +33,7 @@ StateView state_view(const Problem& p, const std::optional<StateDesc>& desc, voi
   view.stride_row = strides[2];
   view.num_slots = desc->num_slots;
   view.indices = desc->indexed ? indices : nullptr;
+  view.first_slot = desc->indexed ? static_cast<int32_t>(p.first_slot) : 0;
   view.mask = mask;
   view.bf16 = desc->tensor.dtype == DType::kBFloat16;
   view.vk = p.state_layout == StateLayout::kVK;

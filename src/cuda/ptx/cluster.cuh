@@ -3,7 +3,7 @@
 // is named by what lies there in this one.
 #pragma once
 
-#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace kda::cuda::ptx {
 
@@ -18,7 +18,7 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
-__device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
+__device__ __forceinline__ uint32_t mapa(const void* pointer, int rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;"
       : "=r"(address)
@@ -27,17 +27,17 @@ __device__ __forceinline__ uint32_t address_in(const void* pointer, int rank) {
 }
 
 /// To where `target` lies in block `rank`.
-__device__ __forceinline__ void store_in(const float* target, float x, int rank) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_in(target, rank)), "f"(x)
-               : "memory");
+__device__ __forceinline__ void st_cluster(const float* target, float x, int rank) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(mapa(target, rank)), "f"(x) : "memory");
 }
-/// At the barrier of block `rank`: what this thread wrote before is seen after wait_for_cluster().
-__device__ __forceinline__ void arrive_in(Mbarrier& barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   address_in(&barrier, rank))
-               : "memory");
+/// At the barrier of block `rank`: what this thread wrote before is seen after
+/// mbarrier_wait_cluster().
+__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int rank) {
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapa(&barrier, rank))
+      : "memory");
 }
-__device__ __forceinline__ void wait_for_cluster(Mbarrier& barrier, int parity) {
+__device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, int parity) {
   uint32_t done = 0;
   while (!done)
     asm volatile(
@@ -52,7 +52,7 @@ __device__ __forceinline__ void wait_for_cluster(Mbarrier& barrier, int parity) 
 class RemoteBarriers {
  public:
   __device__ __forceinline__ RemoteBarriers(Mbarrier* first, int rank)
-      : first_(opaque(address_in(first, rank))) {}
+      : first_(opaque(mapa(first, rank))) {}
   /// Of reads before it: what this thread wrote need not be seen there.
   __device__ __forceinline__ void arrive(int i) const {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
@@ -69,12 +69,12 @@ class RemoteBarriers {
 };
 /// `bytes`, a multiple of 16, of this block to where `target` lies in block `rank`; expected of the
 /// barrier there.
-__device__ __forceinline__ void bulk_copy_to(void* target, const void* source, int bytes,
-                                             Mbarrier& barrier, int rank) {
+__device__ __forceinline__ void cp_async_bulk_to_cluster(void* target, const void* source,
+                                                         int bytes, Mbarrier& barrier, int rank) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-      "[%3];" ::"r"(address_in(target, rank)),
-      "r"(shared_address(source)), "r"(bytes), "r"(address_in(&barrier, rank))
+      "[%3];" ::"r"(mapa(target, rank)),
+      "r"(shared_address(source)), "r"(bytes), "r"(mapa(&barrier, rank))
       : "memory");
 }
 

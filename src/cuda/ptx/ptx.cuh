@@ -29,7 +29,7 @@ __device__ __forceinline__ float lg2(float x) {
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-__device__ __forceinline__ float reciprocal(float x) {
+__device__ __forceinline__ float rcp(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -38,11 +38,11 @@ __device__ __forceinline__ float reciprocal(float x) {
 /// Barrier `id` of the block (0 is __syncthreads()) for kThreads of its threads: some may only
 /// arrive.
 template <int kThreads>
-__device__ __forceinline__ void named_sync(int id) {
+__device__ __forceinline__ void bar_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 template <int kThreads>
-__device__ __forceinline__ void named_arrive(int id) {
+__device__ __forceinline__ void bar_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
-__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
@@ -153,15 +153,15 @@ __device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
 }
 /// Products of two pairs, rounded.
 template <class T>
-__device__ __forceinline__ uint32_t multiply_pairs(uint32_t x, uint32_t y);
+__device__ __forceinline__ uint32_t mul_x2(uint32_t x, uint32_t y);
 template <>
-__device__ __forceinline__ uint32_t multiply_pairs<__nv_bfloat16>(uint32_t x, uint32_t y) {
+__device__ __forceinline__ uint32_t mul_x2<__nv_bfloat16>(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
   return z;
 }
 template <>
-__device__ __forceinline__ uint32_t multiply_pairs<__half>(uint32_t x, uint32_t y) {
+__device__ __forceinline__ uint32_t mul_x2<__half>(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;

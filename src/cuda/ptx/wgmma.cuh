@@ -28,11 +28,11 @@ __device__ __forceinline__ uint64_t next_rows(uint64_t tile, int rows) {
 /// Registers of each thread from here on, by all threads of a warpgroup: more than the launch gave
 /// it, where other warpgroups give some of theirs.
 template <int kCount>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 template <int kCount>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void wgmma_wait() {
 /// The compiler keeps what it does with these accumulators on this side of the call: it does not
 /// know that products still write to them.
 template <int kTiles>
-__device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
+__device__ __forceinline__ void fence_operands(float (&d)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
     asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
@@ -84,8 +84,8 @@ __device__ __forceinline__ void hold(float (&d)[kTiles][4]) {
 /// d [64, 64] += a [64, 16] b, where b^T is 64 rows and 16 columns of a tile; without kAccumulate
 /// d = a b.
 template <class T, bool kAccumulate>
-__device__ __forceinline__ void wgmma_64_rows(float (&d)[8][4], const uint32_t (&a)[4],
-                                              uint64_t b) {
+__device__ __forceinline__ void wgmma_n64_k_major(float (&d)[8][4], const uint32_t (&a)[4],
+                                                  uint64_t b) {
   constexpr int kTransposed = 0;
   if constexpr (std::is_same_v<T, __half>)
     KDA_WGMMA_64("f16");
@@ -95,8 +95,8 @@ __device__ __forceinline__ void wgmma_64_rows(float (&d)[8][4], const uint32_t (
 
 /// d [64, 64 or 128] += a [64, 16] b, where b is 16 rows and all columns of a tile.
 template <class T, int kTiles>
-__device__ __forceinline__ void wgmma_columns(float (&d)[kTiles][4], const uint32_t (&a)[4],
-                                              uint64_t b) {
+__device__ __forceinline__ void wgmma_mn_major(float (&d)[kTiles][4], const uint32_t (&a)[4],
+                                               uint64_t b) {
   static_assert(kTiles == 8 || kTiles == 16);
   constexpr int kTransposed = 1, kAccumulate = 1;
   if constexpr (kTiles == 8 && std::is_same_v<T, __half>)

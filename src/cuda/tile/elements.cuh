@@ -52,11 +52,11 @@ __device__ __forceinline__ Span span_of(const SequenceMap& map, int64_t unit) {
   return map.segments ? map.segments[unit] : sequence_span(map, unit);
 }
 
-/// Slot that sequence n uses, or -1.
+/// Slot that sequence n uses, or -1: none.
 __device__ __forceinline__ int64_t state_slot(const StateView& view, int64_t n) {
   if (!view.base || (view.mask && view.mask[n] == 0)) return -1;
   const int64_t slot = view.indices ? view.indices[n] : n;
-  return slot < 0 || slot >= view.num_slots ? -1 : slot;
+  return slot < view.first_slot || slot >= view.num_slots ? -1 : slot;
 }
 
 __device__ __forceinline__ int64_t state_offset(const StateView& view, int64_t slot, int64_t head,

@@ -20,7 +20,7 @@ struct MetadataArgs {
 __device__ inline bool any_index_outside(const int32_t* indices, int64_t count, int64_t slots) {
   bool outside = false;
   for (int64_t i = threadIdx.x; indices && i < count; i += blockDim.x)
-    outside |= indices[i] < -1 || indices[i] >= slots;
+    outside |= indices[i] >= slots;
   return outside;
 }
 

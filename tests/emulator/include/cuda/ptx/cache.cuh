@@ -6,8 +6,8 @@
 
 namespace kda::cuda::ptx {
 
-inline void prefetch(uintptr_t, uint32_t) {}
-inline uint64_t policy_to_keep(bool) { return 0; }
-inline void store_by(uint64_t, uint32_t* to, uint32_t x) { *to = x; }
+inline void cp_async_bulk_prefetch_l2(uintptr_t, uint32_t) {}
+inline uint64_t createpolicy_evict_last(bool) { return 0; }
+inline void st_cache_hint(uint64_t, uint32_t* to, uint32_t x) { *to = x; }
 
 }  // namespace kda::cuda::ptx

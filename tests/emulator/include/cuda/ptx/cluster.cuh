@@ -2,7 +2,7 @@
 // src/cuda/ptx/cluster.cuh on the emulator: the blocks of a cluster run together.
 #pragma once
 
-#include "cuda/ptx/bulk.cuh"
+#include "cuda/ptx/mbarrier.cuh"
 
 namespace kda::cuda::ptx {
 
@@ -13,13 +13,13 @@ template <class Object>
 Object* in_block(Object& object, int rank) {
   return static_cast<Object*>(emulator::shared_pointer_in(shared_address(&object), rank));
 }
-inline void store_in(const float* target, float x, int rank) {
+inline void st_cluster(const float* target, float x, int rank) {
   *static_cast<float*>(emulator::shared_pointer_in(shared_address(target), rank)) = x;
 }
-inline void arrive_in(Mbarrier& barrier, int rank) {
+inline void mbarrier_arrive_cluster(Mbarrier& barrier, int rank) {
   emulator::mbarrier_arrive(in_block(barrier, rank)->state, 0);
 }
-inline void wait_for_cluster(Mbarrier& barrier, int parity) { mbarrier_wait(barrier, parity); }
+inline void mbarrier_wait_cluster(Mbarrier& barrier, int parity) { mbarrier_wait(barrier, parity); }
 class RemoteBarriers {
  public:
   RemoteBarriers(Mbarrier* first, int rank) : first_(in_block(*first, rank)) {}
@@ -28,9 +28,10 @@ class RemoteBarriers {
  private:
   Mbarrier* first_;
 };
-inline void bulk_copy_to(void* target, const void* source, int bytes, Mbarrier& barrier, int rank) {
-  emulator::bulk_copy(emulator::shared_pointer_in(shared_address(target), rank), source, bytes,
-                      in_block(barrier, rank)->state);
+inline void cp_async_bulk_to_cluster(void* target, const void* source, int bytes, Mbarrier& barrier,
+                                     int rank) {
+  emulator::cp_async_bulk(emulator::shared_pointer_in(shared_address(target), rank), source, bytes,
+                          in_block(barrier, rank)->state);
 }
 
 }  // namespace kda::cuda::ptx

@@ -11,14 +11,14 @@ inline unsigned char* dynamic_shared() { return emulator::dynamic_shared(); }
 
 inline float ex2(float x) { return std::exp2(x); }
 inline float lg2(float x) { return std::log2(x); }
-inline float reciprocal(float x) { return 1.0f / x; }
+inline float rcp(float x) { return 1.0f / x; }
 
 template <int kThreads>
-void named_sync(int id) {
+void bar_sync(int id) {
   emulator::barrier(id, kThreads, true);
 }
 template <int kThreads>
-void named_arrive(int id) {
+void bar_arrive(int id) {
   emulator::barrier(id, kThreads, false);
 }
 inline void prefetch_l2(const void*) {}
@@ -80,7 +80,7 @@ inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
     }
   });
 }
-inline uint32_t transpose_8x8(uint32_t x) {
+inline uint32_t movmatrix_trans(uint32_t x) {
   uint32_t result;
   emulator::warp_collective("movmatrix", &x, &result, [](void* const* in, void* const* out) {
     uint16_t m[8][8];
@@ -178,7 +178,7 @@ float2 unpack(uint32_t pair) {
   return {to_float<T>(static_cast<uint16_t>(pair)), to_float<T>(static_cast<uint16_t>(pair >> 16))};
 }
 template <class T>
-uint32_t multiply_pairs(uint32_t x, uint32_t y) {
+uint32_t mul_x2(uint32_t x, uint32_t y) {
   const float2 a = unpack<T>(x), b = unpack<T>(y);
   return pack<T>(a.x * b.x, a.y * b.y);
 }

@@ -15,15 +15,15 @@ inline uint64_t next_rows(uint64_t tile, int rows) {
   return tile + static_cast<uint64_t>(rows * 128);
 }
 template <int kCount>
-void take_registers() {}
+void warpgroup_reg_alloc() {}
 template <int kCount>
-void give_registers() {}
+void warpgroup_reg_dealloc() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int kPending>
 void wgmma_wait() {}
 template <int kTiles>
-void hold(float (&)[kTiles][4]) {}
+void fence_operands(float (&)[kTiles][4]) {}
 
 /// Eight neighbours of a tile whose 16-byte pieces are swizzled over 1024 bytes, by their plain
 /// address.
@@ -68,7 +68,7 @@ void warp_product(void* const* in, void* const* out, Load load) {
 }
 
 template <class T, bool kAccumulate>
-void wgmma_64_rows(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+void wgmma_n64_k_major(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   if (!kAccumulate) std::memset(d, 0, sizeof(d));
   emulator::warp_collective("wgmma", &mine, d, [](void* const* in, void* const* out) {
@@ -77,7 +77,7 @@ void wgmma_64_rows(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
 }
 
 template <class T, int kTiles>
-void wgmma_columns(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+void wgmma_mn_major(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
   WgmmaIn mine{a, b};
   emulator::warp_collective("wgmma.trans", &mine, d, [](void* const* in, void* const* out) {
     warp_product<T, kTiles * 8>(in, out, load_columns<T, kTiles * 8, 8192>);

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU backends plan alike.
+#pragma once
+
+#include "plan/builder.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cpu {
+
+/// SegmentPolicy::kAuto.
+inline plan::Partition never_cut(const plan::Workload&, CostEstimate*) {
+  return plan::uncut("auto: the CPU never changes its algorithm by length or threads");
+}
+
+/// Room to look for slots that would be written twice, which only a host that reads the indices can
+/// do (run/check_tensors.cpp).
+inline void book_slot_marks(plan::PlanBuilder& builder) {
+  const Problem& p = builder.problem();
+  const bool in_place = p.operation == Operation::kDecode && !p.final_state;
+  const auto& written = in_place ? p.initial_state : p.final_state;
+  const bool indexed = (p.initial_state && p.initial_state->indexed) ||
+                       (p.final_state && p.final_state->indexed) ||
+                       (p.checkpoints && p.checkpoints->indexed);
+  if (written && indexed)
+    builder.book(plan::block::kFinalSlotMarks, static_cast<std::size_t>(written->num_slots),
+                 sizeof(int32_t));
+  if (p.checkpoints && indexed)
+    builder.book(plan::block::kCheckpointSlotMarks,
+                 static_cast<std::size_t>(p.checkpoints->num_slots), sizeof(int32_t));
+}
+
+}  // namespace kda::cpu

@@ -1,0 +1,300 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels of the chain of chunks share: which columns of which state a warp holds, where
+// they begin and end, and the arithmetic of a chunk outside of its products.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/ptx/ptx.cuh"
+#include "cuda/staged/chunk_delta_h.hpp"
+#include "cuda/tile/chunk_map.cuh"
+#include "cuda/tile/metadata.cuh"
+#include "cuda/tile/swizzle.cuh"
+
+namespace kda::cuda::chain {
+
+/// A warp holds S^T of 16 columns of V: rows v of the accumulators, all of K in their columns. An
+/// accumulator pair of columns, rounded, is an A operand as it stands: nothing is exchanged.
+template <class T, int kK, ChainUse kUse>
+struct Chain {
+  static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
+  static constexpr int kSteps = kK / 16;  // k16 steps over channels
+  static constexpr int kTokenTiles = kChunk / 8;
+  /// With bf16 vn goes into the state in two parts: errors of the state stay in it.
+  static constexpr bool kTwoParts = std::is_same_v<T, __nv_bfloat16>;
+
+  const ChainArgs& a;
+  const int lane;
+
+  int64_t head, unit;
+  Span span;
+  bool transition;  // columns of M instead of B
+  int column;       // first state column of this warp: of V, or of K for M
+  int u_tile;       // first tile of u that holds columns of this block
+  int tile_column;  // of this warp, in the tile of u that holds it
+  int64_t chunk0;
+  int num_chunks;
+  int64_t checkpoint;  // next one
+
+  float state[kTiles][4];
+
+  __device__ explicit Chain(const ChainArgs& args)
+      : a(args), lane(static_cast<int>(threadIdx.x % 32)) {}
+
+  // ---- places ----------------------------------------------------------------------------------
+
+  /// Blocks of kColumns columns, those of a span and head after each other. False: nothing to do.
+  template <int kColumns>
+  __device__ bool find_place(int warp) {
+    const int v_blocks = (a.shape.V + kColumns - 1) / kColumns;
+    const int k_blocks = kUse == ChainUse::kScan ? (a.shape.K + kColumns - 1) / kColumns : 0;
+    const auto blocks = static_cast<unsigned>(v_blocks + k_blocks);
+    const unsigned place = blockIdx.x / blocks;
+    int block = static_cast<int>(blockIdx.x % blocks);
+    head = a.shape.heads.remainder(place);
+    unit = a.shape.heads.quotient(place);
+    if constexpr (kUse == ChainUse::kOutputs) {
+      const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit));
+      if (chunk.count == 0) return false;
+      span = {chunk.sequence, chunk.begin, chunk.begin + chunk.count};
+    } else {
+      span = span_of(a.map, unit);
+    }
+    if (kUse == ChainUse::kScan && a.skip_last &&
+        span.end == sequence_span(a.map, span.sequence).end)
+      return false;
+    transition = kUse == ChainUse::kScan && block >= v_blocks;
+    if (transition) block -= v_blocks;
+    column = block * kColumns + warp * 16;
+    u_tile = block * kColumns / kVTile;
+    tile_column = column % kVTile;
+    chunk0 = kUse == ChainUse::kOutputs ? unit : first_chunk(a.map, span);
+    num_chunks = static_cast<int>(chunks_of(span.end - span.begin));
+    if constexpr (kUse == ChainUse::kForward || kUse == ChainUse::kStates)
+      if (a.checkpoints.base)
+        checkpoint = checkpoints_before(a.map, a.checkpoint_every, span.sequence) +
+                     (span.begin - sequence_span(a.map, span.sequence).begin) / a.checkpoint_every;
+    return true;
+  }
+
+  __device__ int64_t tile(int chunk) const { return (chunk0 + chunk) * a.shape.HV + head; }
+  __device__ int64_t v_tiles() const { return (a.shape.V + kVTile - 1) / kVTile; }
+
+  // ---- states ----------------------------------------------------------------------------------
+
+  __device__ int columns() const { return transition ? a.shape.K : a.shape.V; }
+
+  /// visit(accumulator, element) for the elements of this lane that exist, of [K, columns] at
+  /// `base` with these steps. Pointers go from element to element and types are not asked about in
+  /// the loop: with offsets from k and v, loading and storing the state took 10 us of a chain.
+  template <class Element, class Visit>
+  __device__ __forceinline__ void for_each_state(Element* base, int64_t k_step, int64_t v_step,
+                                                 Visit&& visit) {
+    const int k0 = lane % 4 * 2, v0 = column + lane / 4;
+    const int rows = v0 < columns() ? a.shape.K : 0, rows8 = v0 + 8 < columns() ? a.shape.K : 0;
+    Element *at = base + k0 * k_step + v0 * v_step, *at8 = at + 8 * v_step;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int k = n * 8 + k0 + i;
+        if (k < rows) visit(state[n][i], *at);
+        if (k < rows8) visit(state[n][i + 2], *at8);
+        const int64_t step = i == 0 ? k_step : 7 * k_step;
+        at += step, at8 += step;
+      }
+  }
+  template <class Element, class Visit>
+  __device__ __forceinline__ void for_each_state(const StateView& view, int64_t slot,
+                                                 Visit&& visit) {
+    // Opaque, so that no addresses of a rare path are kept in registers over the loop.
+    const int64_t first = ptx::opaque(slot * view.stride_slot + head * view.stride_head);
+    for_each_state(static_cast<Element*>(view.base) + first, view.vk ? 1 : view.stride_row,
+                   view.vk ? view.stride_row : 1, visit);
+  }
+
+  __device__ void load_start() {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int k = n * 8 + lane % 4 * 2 + i % 2, v = column + lane / 4 + i / 2 * 8;
+        state[n][i] = transition && k == v && k < a.shape.K ? 1.0f : 0.0f;
+      }
+    if constexpr (kUse == ChainUse::kScan) return;
+    const auto load = [](float& x, const float& from) { x = from; };
+    if (a.states_in) {
+      const int64_t matrix = unit * a.shape.HV + head;
+      for_each_state(a.states_in + matrix * a.shape.K * a.shape.V, a.shape.V, 1, load);
+      return;
+    }
+    const int64_t slot = state_slot(a.initial, span.sequence);
+    if (slot < 0) return;
+    if (!a.initial.bf16) return for_each_state<const float>(a.initial, slot, load);
+    // Converting an element waits for it: not before all are asked for.
+    for_each_state<const uint16_t>(
+        a.initial, slot, [](float& x, const uint16_t& from) { x = __uint_as_float(from); });
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) state[n][i] = widen_state(state[n][i]);
+  }
+
+  __device__ void store_to(const StateView& view, int64_t slot) {
+    if (slot < 0) return;
+    if (view.bf16)
+      for_each_state<__nv_bfloat16>(
+          view, slot, [](float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); });
+    else
+      for_each_state<float>(view, slot, [](float x, float& to) { to = x; });
+  }
+
+  __device__ void store_end() {
+    if constexpr (kUse == ChainUse::kScan) {
+      const int64_t matrix = unit * a.shape.HV + head;
+      for_each_state((transition ? a.M : a.B) + matrix * a.shape.K * columns(), columns(), 1,
+                     [](float x, float& to) { to = x; });
+    } else if (a.final_state.base && span.end == sequence_span(a.map, span.sequence).end) {
+      store_to(a.final_state, state_slot(a.final_state, span.sequence));
+    }
+  }
+
+  /// After chunk `chunk`: its state, where a checkpoint is due.
+  __device__ __forceinline__ void store_checkpoint(int chunk) {
+    if (kUse == ChainUse::kScan || !a.checkpoints.base) return;
+    const int64_t done = min(span.end, span.begin + (chunk + 1) * kChunk) -
+                         sequence_span(a.map, span.sequence).begin;
+    if (done % a.checkpoint_every == 0)
+      store_to(a.checkpoints, state_slot(a.checkpoints, checkpoint++));
+  }
+
+  // ---- one chunk -------------------------------------------------------------------------------
+
+  /// Where this lane's row of 16 tokens of this warp's columns of u lies: what ldmatrix and
+  /// stmatrix take, transposed, to get or put tokens x columns in the registers of P.
+  template <class Tile>
+  __device__ Tile* u_piece(Tile* u_tile, int step) const {
+    const int row = step * 16 + lane % 8 + lane / 16 * 8;
+    return u_tile + swizzled(row, tile_column / 8 + lane / 8 % 2);
+  }
+
+  /// vn^T = beta (u^T - P), in place of P = (w S)^T.
+  __device__ __forceinline__ void prediction_error(const T* u_tile, const float* betas,
+                                                   float (&p)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; n += 2) {
+      uint32_t u[4] = {};  // tokens n*8..+7 and +8..15, columns 0..7 and 8..15 of this warp
+      if (!transition) ptx::ldmatrix_x4_trans(u, ptx::shared_address(u_piece(u_tile, n / 2)));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 beta = *reinterpret_cast<const float2*>(&betas[(n + half) * 8 + lane % 4 * 2]);
+        const float2 low = ptx::unpack<T>(u[2 * half]), high = ptx::unpack<T>(u[2 * half + 1]);
+        float(&x)[4] = p[n + half];
+        x[0] = beta.x * (low.x - x[0]);
+        x[1] = beta.y * (low.y - x[1]);
+        x[2] = beta.x * (high.x - x[2]);
+        x[3] = beta.y * (high.y - x[3]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ static void round_pairs(const float (&x)[4], const float (&y)[4],
+                                                     uint32_t (&out)[4]) {
+    out[0] = ptx::pack<T>(x[0], x[1]);
+    out[1] = ptx::pack<T>(x[2], x[3]);
+    out[2] = ptx::pack<T>(y[0], y[1]);
+    out[3] = ptx::pack<T>(y[2], y[3]);
+  }
+
+  /// What `kept`, an error rounded to 16 bits, lacks of it, as 16 bits: A operand of 16 tokens.
+  __device__ __forceinline__ static void rests(const float (&error)[kTokenTiles][4], int step,
+                                               const uint32_t (&kept)[4], uint32_t (&out)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* x = error[2 * step + i / 2] + i % 2 * 2;
+      const float2 y = ptx::unpack<T>(kept[i]);
+      out[i] = ptx::pack<T>(x[0] - y.x, x[1] - y.y);
+    }
+  }
+
+  __device__ __forceinline__ void load_gammas(const float* from, float2 (&gammas)[kTiles]) const {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+      gammas[n] = *reinterpret_cast<const float2*>(&from[n * 8 + lane % 4 * 2]);
+  }
+  __device__ __forceinline__ void decay_state(const float2 (&gammas)[kTiles]) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      state[n][0] *= gammas[n].x, state[n][1] *= gammas[n].y;
+      state[n][2] *= gammas[n].x, state[n][3] *= gammas[n].y;
+    }
+  }
+
+  /// o^T += vn^T times the diagonal of Aqk, in fp32.
+  __device__ __forceinline__ void add_diagonal(const float (&error)[kTokenTiles][4],
+                                               const float* diagonal,
+                                               float (&o)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float2 diag = *reinterpret_cast<const float2*>(&diagonal[n * 8 + lane % 4 * 2]);
+      o[n][0] += diag.x * error[n][0], o[n][1] += diag.y * error[n][1];
+      o[n][2] += diag.x * error[n][2], o[n][3] += diag.y * error[n][3];
+    }
+  }
+
+  __device__ void store_outputs(int chunk, const float (&o)[kTokenTiles][4]) const {
+    const int64_t token0 = span.begin + chunk * kChunk;
+    const int64_t base = row_offset(a.o, a.map, span.sequence, token0, head);
+    const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), span.end - token0));
+    if (a.o.type == Element::kFloat32) {
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = n * 8 + lane % 4 * 2 + i % 2;
+          const int v = column + lane / 4 + i / 2 * 8;
+          if (token < count && v < a.shape.V)
+            static_cast<float*>(a.o.base)[base + token * a.o.stride_t + v] = o[n][i];
+        }
+      return;
+    }
+    const bool bf16 = a.o.type == Element::kBFloat16;
+    uint16_t* row = static_cast<uint16_t*>(a.o.base) + base + lane / 4 * a.o.stride_t;
+    const int64_t step = 8 * a.o.stride_t;
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n, row += step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float x = o[n][2 * half], y = o[n][2 * half + 1];
+        const uint32_t pair =
+            ptx::movmatrix_trans(bf16 ? ptx::pack<__nv_bfloat16>(x, y) : ptx::pack<__half>(x, y));
+        const int v = column + half * 8 + lane % 4 * 2;
+        if (n * 8 + lane / 4 < count && v < a.shape.V) *reinterpret_cast<uint32_t*>(row + v) = pair;
+      }
+    }
+  }
+};
+
+/// The first block of a launch reports metadata that it cannot use.
+template <ChainUse kUse>
+__device__ inline void write_flags(const ChainArgs& a) {
+  if (kUse == ChainUse::kScan || kUse == ChainUse::kOutputs || blockIdx.x != 0 || !a.flags) return;
+  const int64_t checkpoints =
+      a.checkpoints.base ? checkpoints_before(a.map, a.checkpoint_every, a.map.num_sequences) : 0;
+  write_metadata_flags({a.flags, a.accumulate_flags, a.map, 1, checkpoints}, a.initial,
+                       a.final_state, a.checkpoints);
+  __syncthreads();
+}
+
+/// Blocks of kColumns columns that cover what a launch has to do.
+template <ChainUse kUse, int kColumns>
+int64_t blocks_of(const ChainArgs& args) {
+  const auto of = [](int64_t columns) { return (columns + kColumns - 1) / kColumns; };
+  const int64_t spans = kUse == ChainUse::kOutputs ? args.num_chunks
+                        : args.map.segments        ? args.map.num_spans
+                                                   : args.map.num_sequences;
+  return spans * args.shape.HV *
+         (of(args.shape.V) + (kUse == ChainUse::kScan ? of(args.shape.K) : 0));
+}
+
+}  // namespace kda::cuda::chain

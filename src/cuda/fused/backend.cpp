@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.sm90.fused: what it serves and how it plans. Its launches: cuda/host/fused.cpp.
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+
+#include "core/text.hpp"
+#include "cuda/fused/cost.hpp"
+#include "cuda/fused/fused_prefill.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
+#include "cuda/host/device.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/tile/chunk.hpp"
+
+namespace kda::cuda::fused {
+namespace {
+
+constexpr const char* kNoSm90a = "this build has no kernels of sm_90a";
+
+const char* fused_unavailable() noexcept {
+  if (const char* reason = unavailable()) return reason;
+  return sm90::kBuilt ? nullptr : kNoSm90a;
+}
+
+// -- What it serves
+
+std::string decline_types(const Problem& p) {
+  const bool fp16 = p.q.dtype == DType::kFloat16;
+  if (!fp16 && p.q.dtype != DType::kBFloat16)
+    return cat("q is ", dtype_name(p.q.dtype), "; needs bf16 or fp16");
+  for (const auto& [name, desc] :
+       {std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"o", &p.o}, std::pair{"g", &p.g}})
+    if (desc->dtype != p.q.dtype && (desc != &p.g || fp16 || desc->dtype != DType::kFloat32))
+      return cat(name, " is ", dtype_name(desc->dtype), ", q ", dtype_name(p.q.dtype),
+                 desc == &p.g && !fp16 ? "; needs the same, or fp32" : "; needs the same");
+  if (fp16 && !has_fp16_operands(p))
+    return "q is fp16, for which it needs gates and beta of the call and q, k normalised by it";
+  return {};
+}
+
+std::string decline(const Problem& p) {
+  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
+  if (std::string reason = decline_types(p); !reason.empty()) return reason;
+  if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
+    return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
+  if (p.checkpoints && p.checkpoint_every % sm90::kSubchunk != 0)
+    return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
+               sm90::kSubchunk);
+  for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v},
+                                   std::pair{"g", &p.g}, std::pair{"o", &p.o}})
+    if (std::string reason = decline_alignment(name, *desc, 16); !reason.empty()) return reason;
+  return {};
+}
+
+/// Why segments are not joined in one pass; empty if they are.
+std::string decline_one_pass(const Problem& p) {
+  if (p.checkpoints) return "checkpoints need the true start state";
+  const double scale = effective_scale(p);
+  if (has_fp16_operands(p) && !(std::abs(scale) >= 0x1p-24 && std::abs(scale) <= 0x1p24))
+    return cat("scale = ", scale, " is not 2^-24 to 2^24 in size, as outputs in fp16 need");
+  const auto& strides = p.o.strides;
+  const int64_t row = p.num_value_heads * p.value_dim;
+  const bool dense = strides[2] == p.value_dim && strides[1] == row &&
+                     (p.batch == 1 || strides[0] == p.num_tokens * row);
+  return dense ? "" : "o is not dense";
+}
+
+// -- Whether stages are predicted to be faster: by heads and device alone, so that lengths and
+// batches never change the kernel
+
+constexpr int64_t kTypicalTokens = 8192;
+
+double typical_us(const plan::Workload& work, const DeviceFacts& device, bool may_cut) {
+  CostEstimate cost;
+  if (may_cut)
+    auto_partition(work, device, 0, &cost);
+  else
+    cost = predict(work, device);
+  return cost.segmented_us > 0 ? cost.segmented_us : cost.fused_us;
+}
+
+double typical_us_in_stages(const plan::Workload& work, const DeviceFacts& device, bool may_cut) {
+  CostEstimate cost;
+  if (may_cut)
+    staged::auto_partition(work, device, &cost);
+  else
+    cost = predict(work, device);
+  return cost.segmented_us > 0 ? cost.segmented_us : cost.serial_us;
+}
+
+std::string defer(const registry::Request& request) {
+  if (plan::asks_for_segments(request.options)) return "context_parallel asks for segments";
+  if (request.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
+  const Problem& p = request.problem;
+  const bool may_cut = decline_one_pass(p).empty();
+  const plan::Workload typical{.lengths = {kTypicalTokens},
+                               .num_value_heads = p.num_value_heads,
+                               .key_dim = p.key_dim,
+                               .value_dim = p.value_dim,
+                               .num_sms = request.device.num_sms};
+  const double fused = typical_us(typical, request.device, may_cut);
+  const double stages = typical_us_in_stages(typical, request.device, may_cut);
+  if (fused <= stages) return {};
+  return cat("a sequence of ", kTypicalTokens, " tokens and ", p.num_value_heads,
+             " value heads is predicted to take ", std::llround(fused), " us in one kernel, ",
+             std::llround(stages), " us in stages");
+}
+
+// -- How it plans
+
+/// Tokens between checks of a transition's norm; 0 where none may exit early, or where whether it
+/// does would depend on what else is in the batch.
+int64_t check_tokens_of(const Problem& p) {
+  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? sm90::kNormCheckTokens : 0;
+}
+
+int64_t num_behind_first(const Plan& plan) {
+  return static_cast<int64_t>(plan.segments.size()) - plan.problem.num_sequences;
+}
+
+/// Transitions that exit early run at the end, one chain a cluster.
+bool transitions_fit(const Plan& plan) {
+  return 2 * num_behind_first(plan) * plan.problem.num_value_heads <= plan.device.num_sms;
+}
+
+/// Where segments were asked for: some transition could exit before its segment ends.
+bool could_exit_early(const Plan& plan) {
+  const int64_t check_tokens = check_tokens_of(plan.problem);
+  if (check_tokens == 0 || !transitions_fit(plan)) return false;
+  return std::any_of(plan.segments.begin(), plan.segments.end(), [&](const Segment& segment) {
+    return segment.begin > plan.cu_seqlens[static_cast<std::size_t>(segment.sequence)] &&
+           segment.end - segment.begin > 2 * check_tokens;
+  });
+}
+
+/// By the policy that was asked for, and joined as was asked for.
+void cut_as_asked(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  builder.cut({.automatic = {}, .unit = kChunk});  // the policy is not kAuto
+  builder.join(decline_one_pass(plan.problem));
+  builder.set_early_exit(plan.segmented &&
+                         plan.resolved.segment_method == SegmentMethod::kOnePass &&
+                         could_exit_early(plan));
+  note_one_intra_form(builder);
+  builder.set_v_splits(v_splits(plan));
+}
+
+/// Left to the planner: cut where that is predicted to gain, and joined in one pass.
+void cut_where_it_gains(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const std::string declined = decline_one_pass(plan.problem);
+  if (builder.requested().context_parallel == SegmentPolicy::kAuto && declined.empty()) {
+    builder.cut({.automatic =
+                     [&](const plan::Workload& work, CostEstimate* cost) {
+                       return auto_partition(work, plan.device, check_tokens_of(plan.problem),
+                                             cost);
+                     },
+                 .unit = kChunk});
+    builder.set_early_exit(plan.early_exit && transitions_fit(plan));
+    if (plan.segmented) builder.set_segment_method(SegmentMethod::kOnePass);
+  } else {
+    builder.predict(predict(builder.workload(), plan.device));
+    builder.reason(declined.empty() ? "off: asked for"
+                                    : cat("one pass declined: ", declined, "; not cut"));
+  }
+  builder.set_v_splits(tiles_of(plan.problem.value_dim));
+}
+
+bool joins_in_one_pass(const Plan& plan) {
+  return plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
+}
+
+void list_one_pass(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const int64_t heads = plan.problem.num_value_heads, behind = num_behind_first(plan);
+  const auto segments = static_cast<int64_t>(plan.segments.size());
+  builder.stage("segment_scan", (segments + behind) * heads * plan.num_v_splits,
+                cat("outputs from zero, and M with its outputs behind first segments",
+                    plan.early_exit ? ", until M is small" : ""));
+  builder.stage("segment_merge", plan.problem.num_sequences * heads,
+                "start states of third segments on, in order");
+  builder.stage("segment_correct", behind * heads, "o += Qt S_in; final states");
+}
+
+/// What segments need: their units and, in one pass, outputs of transitions.
+void book_units(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const auto N = static_cast<std::size_t>(p.num_sequences);
+  const auto heads = static_cast<std::size_t>(p.num_value_heads);
+  const auto tokens = static_cast<std::size_t>(p.batch * p.num_tokens);
+  const auto behind = static_cast<std::size_t>(num_behind_first(plan));
+  builder.book(block::kSegmentUnits, N + 1 + (2 * plan.segments.size() + 1) * sm90::kWorkUnitWords,
+               sizeof(int64_t));
+  if (!joins_in_one_pass(plan)) return;
+  builder.book(stage::kExitToken.name, plan.early_exit ? behind * heads : 0, sizeof(int64_t));
+  builder.book(stage::kTransitionOutput.name, tokens * heads, sm90::fused_row_bytes(p.value_dim));
+  const bool residuals = has_fp16_operands(p) && p.o.dtype == DType::kBFloat16;
+  const std::size_t subchunks = tokens / sm90::kSubchunk + 2 * (behind + 1);  // output_residual.cuh
+  builder.book(block::kOutputResidual, residuals ? subchunks * heads : 0,
+               sm90::residual_bytes(p.value_dim));
+}
+
+/// States that one cluster hands to the next, where there are more chains than clusters.
+void book_handoffs(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const auto units =
+      plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
+  const int64_t chains = units * p.num_value_heads;
+  const int64_t clusters = sm90::fused_clusters(chains, plan.device.num_sms, p.key_dim);
+  const auto handoffs = static_cast<std::size_t>(clusters < chains ? clusters : 0);
+  builder.book(block::kHandoffStates, handoffs, sm90::handoff_state_bytes(p.key_dim));
+  builder.book(block::kHandoffFlags, handoffs, sm90::handoff_flag_bytes(p.key_dim));
+}
+
+void plan_forward(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  if (plan.lengths_known)
+    plan::asks_for_segments(builder.requested()) ? cut_as_asked(builder)
+                                                 : cut_where_it_gains(builder);
+  const bool one_pass = joins_in_one_pass(plan);
+  if (one_pass)
+    list_one_pass(builder);
+  else
+    plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  book_maps(builder);
+  if (plan.segmented) book_units(builder);
+  book_handoffs(builder);
+  if (plan.segmented)
+    book_segments(builder, one_pass ? static_cast<std::size_t>(num_behind_first(plan))
+                                    : plan.segments.size());
+}
+
+}  // namespace
+
+bool has_fp16_operands(const Problem& problem) {
+  return stage::transition_norm_never_grows(problem) && problem.g.dtype == problem.q.dtype;
+}
+
+const registry::ForwardRow kForward = {
+    .head = {.name = "cuda.sm90.fused",
+             .device = DeviceKind::kCuda,
+             .chunk_size = kChunk,
+             .unavailable = fused_unavailable,
+             .plan = plan_forward,
+             .decline = decline,
+             .defer = defer,
+             .min_compute_capability = 90,
+             .max_compute_capability = 90,
+             .device_checks = &kDeviceChecks},
+    .forward = if_built<forward>(),
+    .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
+                                        .merge = if_built<segment_merge>(),
+                                        .correct = if_built<segment_correct>(),
+                                        .one_pass_rows = stage::SegmentRows::kBehindFirst},
+    .chunk_stages = {}};
+
+}  // namespace kda::cuda::fused

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// Predicted times of cuda.sm90.fused: a cluster of SMs goes through the tokens of its share of
+// chains (a sequence or segment of one value head). Constants were measured on an H200 at
+// K = V = 128, bf16; those of K = V = 64 on an H100 (docs/planning.md).
+#pragma once
+
+#include "cuda/host/cost_model.hpp"
+#include "cuda/staged/cost.hpp"
+
+namespace kda::cuda::fused {
+
+struct Costs {
+  double few_ns;      ///< a token, while half of the SMs are idle
+  double full_ns;     ///< a token
+  double chain_us;    ///< a chain besides
+  double fixed_us;    ///< launch, first loads, last stores
+  double handoff_us;  ///< where clusters hand states on: parts of chains, waits
+  int64_t sms;        ///< of a cluster
+};
+
+inline constexpr Costs kK128Costs = {
+    .few_ns = 33.9, .full_ns = 35.2, .chain_us = 2.6, .fixed_us = 8.7, .handoff_us = 5, .sms = 2};
+inline constexpr Costs kK64Costs = {
+    .few_ns = 29.9, .full_ns = 33, .chain_us = 2.7, .fixed_us = 8.7, .handoff_us = 5, .sms = 1};
+
+inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs : kK128Costs; }
+
+/// Segments in one pass: their merge and correction, which are launched early.
+struct OnePassCosts {
+  MergeCosts merge;
+  double correct_bytes_per_token;  ///< Qt and residuals read, o read and written, a value head
+  double correct_bandwidth;        ///< of the card's, that the correction reaches
+  double correct_fixed_us;         ///< with the launches that segments add
+  double minimum_step;             ///< of the time with fewer segments, for more of them
+  int64_t memory_tokens;           ///< after which transitions that may exit early do, as a rule
+  double most_loss;                ///< of the time without, where none does
+};
+
+inline constexpr OnePassCosts kOnePassCosts = {
+    .merge = {.step_us = 1.6, .columns = 8, .blocks_per_sm = 1, .fixed_us = 4},
+    .correct_bytes_per_token = 832,
+    .correct_bandwidth = 0.82,
+    .correct_fixed_us = 6.5,
+    .minimum_step = 0.985,
+    .memory_tokens = 8192,
+    .most_loss = 1.2};
+
+inline double clusters_of(const CostInput& in, const Costs& c) {
+  return std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
+}
+
+/// Every cluster has its share of all tokens and chains, none less than the longest chain.
+inline double chains_us(const CostInput& in, const Costs& c, double units, double tokens,
+                        double longest) {
+  const auto heads = static_cast<double>(in.num_value_heads);
+  const double chains = units * heads;
+  const double clusters = clusters_of(in, c);
+  const double token_us = (2 * chains <= clusters ? c.few_ns : c.full_ns) * 1e-3;
+  const double alone = longest * token_us + c.chain_us + c.fixed_us;
+  if (chains <= clusters) return alone;
+  const double shared = (tokens * heads * token_us + chains * c.chain_us) / clusters + c.fixed_us;
+  return std::max(alone, shared) + c.handoff_us;
+}
+
+/// Uncut.
+inline double forward_us(const CostInput& in, const Costs& c) {
+  return std::max(roofline_us(in),
+                  chains_us(in, c, static_cast<double>(in.lengths.size()), total_tokens(in),
+                            static_cast<double>(longest_of(in))));
+}
+
+/// However it is cut: all tokens and chains, as if no cluster were ever idle.
+inline double least_us(const CostInput& in, const Costs& c) {
+  const auto sequences = std::count_if(in.lengths.begin(), in.lengths.end(),
+                                       [](int64_t length) { return length > 0; });
+  const double of_head =
+      total_tokens(in) * c.few_ns * 1e-3 + static_cast<double>(sequences) * c.chain_us;
+  return of_head * static_cast<double>(in.num_value_heads) / clusters_of(in, c) + c.fixed_us;
+}
+
+/// Merge, where a sequence has a third segment, and correction of so many tokens a value head.
+inline double join_us(const CostInput& in, const Cut& cut, double tokens) {
+  const OnePassCosts& one = kOnePassCosts;
+  const double size = static_cast<double>(in.value_dim) / 128;
+  const double correct = tokens * static_cast<double>(in.num_value_heads) * size *
+                             one.correct_bytes_per_token /
+                             (one.correct_bandwidth * in.bytes_per_second) * 1e6 +
+                         one.correct_fixed_us;
+  return correct + (cut.most > 2 ? merge_us(in, one.merge, cut.most - 2) : 0);
+}
+
+/// In one pass: transitions are chains of their own.
+inline double one_pass_us(const CostInput& in, const Costs& c, int64_t first_tokens,
+                          int64_t segment_tokens) {
+  const Cut cut = cut_of(in, first_tokens, segment_tokens);
+  const double chains =
+      chains_us(in, c, cut.segments + cut.behind, total_tokens(in) + cut.tokens_behind,
+                static_cast<double>(std::max(first_tokens, segment_tokens)));
+  return std::max(roofline_us(in), chains + join_us(in, cut, cut.tokens_behind));
+}
+
+/// The same with transitions after all else, a cluster each, that exit after `memory_tokens`; their
+/// norm is checked after every `check_tokens`. Infinite where there are more of them than clusters.
+inline double early_exit_us(const CostInput& in, const Costs& c, int64_t segment_tokens,
+                            int64_t memory_tokens, int64_t check_tokens) {
+  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
+  if (cut.behind * static_cast<double>(in.num_value_heads) > clusters_of(in, c)) return HUGE_VAL;
+  const auto run = static_cast<double>(std::min(segment_tokens, memory_tokens));
+  const double chains =
+      chains_us(in, c, cut.segments, total_tokens(in), static_cast<double>(segment_tokens));
+  const double transitions =
+      run * c.full_ns * 1e-3 + std::ceil(run / static_cast<double>(check_tokens)) * c.chain_us;
+  const double tokens = std::min(cut.tokens_behind, cut.behind * run);
+  return std::max(roofline_us(in), chains + transitions + join_us(in, cut, tokens));
+}
+
+/// Roofline, uncut in stages and in this kernel.
+inline CostEstimate predict(const plan::Workload& work, const DeviceFacts& device) {
+  const CostInput in = cost_input(work, device);
+  if (total_tokens(in) == 0) return {};
+  return {.roofline_us = roofline_us(in),
+          .serial_us = staged::serial_us(in, staged::costs_of(device)),
+          .fused_us = forward_us(in, costs_of(work.key_dim))};
+}
+
+/// SegmentPolicy::kAuto in one pass of this kernel: the cut with the least predicted time, if it
+/// gains. `check_tokens` (0: they must not): transitions may exit early, looked at so often.
+inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
+                                      int64_t check_tokens, CostEstimate* cost) {
+  // In one pass a first segment has no transition, so it may be longer than the others.
+  static constexpr double kFirstSegments[] = {1, 1.15, 1.3, 1.5, 1.75, 2};
+  const CostInput in = cost_input(work, device);
+  if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
+  const Costs& c = costs_of(work.key_dim);
+  const OnePassCosts& one = kOnePassCosts;
+  *cost = predict(work, device);
+  plan::CutSearch search{.whole_us = cost->fused_us,
+                         .least_us = least_us(in, c),
+                         .minimum_gain = kMinimumGain,
+                         .minimum_step = one.minimum_step,
+                         .patience = 8,
+                         .first_segments = kFirstSegments,
+                         .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
+                           return one_pass_us(in, c, first_tokens, segment_tokens);
+                         }};
+  // Even segments whose transitions exit early: predicted to gain where they exit as they do as a
+  // rule, and not to lose much where they never do.
+  const auto let_exit = [&](int64_t chunks, double best, plan::Partition* partition) {
+    const double most = one.most_loss * best;
+    for (int64_t segments = 2; segments <= plan::kAutoMaxSegments; ++segments) {
+      const int64_t length = (chunks + segments - 1) / segments;
+      const int64_t tokens = length * plan::kAutoChunk;
+      if (tokens <= one.memory_tokens) break;
+      const double time = early_exit_us(in, c, tokens, one.memory_tokens, check_tokens);
+      if (time >= one.minimum_step * best ||
+          early_exit_us(in, c, tokens, tokens, check_tokens) > most)
+        continue;
+      best = time;
+      partition->segment_chunks = length;
+      partition->first_chunks = 0;
+      partition->early_exit = true;
+    }
+    return best;
+  };
+  if (check_tokens > 0) search.refine = let_exit;
+  return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+}  // namespace kda::cuda::fused

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backends: their rows in the registry (backend.cpp of each) and the functions that launch
+// their kernels. What they serve, how they plan and the memory they need is known in every build; a
+// build without CUDA has no launch functions, and rows that say so.
+#pragma once
+
+#include "plan/builder.hpp"
+#include "registry/rows.hpp"
+
+namespace kda::cuda {
+
+/// One kernel for Hopper (sm_90a), bf16 or fp16, K = V = 64 or 128.
+namespace fused {
+extern const registry::ForwardRow kForward;
+Status forward(const stage::Forward& args);
+Status segment_scan(const stage::SegmentScan& args);
+Status segment_merge(const stage::SegmentMerge& args);
+Status segment_correct(const stage::SegmentCorrect& args);
+/// Are operands fp16? No factor and no decay is above 1 then.
+bool has_fp16_operands(const Problem& problem);
+}  // namespace fused
+
+/// Chunked, tensor cores, 16-bit q, k, v; K <= 128.
+namespace staged {
+extern const registry::ForwardRow kForward;
+Status forward(const stage::Forward& args);
+Status segment_scan(const stage::SegmentScan& args);
+Status chunk_intra(const stage::ChunkIntra& args);
+Status recompute_w_u(const stage::RecomputeWU& args);
+Status chunk_delta_h(const stage::ChunkDeltaH& args);
+Status chunk_o(const stage::ChunkO& args);
+}  // namespace staged
+
+/// Token by token in fp32: every problem; the only one for decode.
+namespace recurrent {
+extern const registry::ForwardRow kForward;
+extern const registry::DecodeRow kDecode;
+Status forward(const stage::Forward& args);
+Status decode(const stage::Decode& args);
+Status segment_scan(const stage::SegmentScan& args);
+}  // namespace recurrent
+
+/// Of staged and recurrent.
+Status segment_merge(const stage::SegmentMerge& args);
+
+// -- What backends plan alike
+
+/// Empty if `desc` is aligned to `needed` bytes.
+std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed);
+
+/// Books the maps of sequences and segments, and the flags of bad metadata.
+void book_maps(plan::PlanBuilder& builder);
+
+/// Parts of V: halves go to two SMs while that fills idle ones.
+int64_t v_splits(const Plan& plan);
+
+/// Chunks of 64 tokens in the batch: exact with known lengths, else at most.
+int64_t most_chunks(const Plan& plan);
+
+extern const registry::DeviceChecks kDeviceChecks;
+
+/// `function` where this build has CUDA kernels, else null: rows of a build without CUDA are never
+/// run, and link to nothing.
+template <auto kFunction>
+constexpr auto if_built() {
+#ifdef KDA_NO_CUDA
+  return decltype(kFunction){nullptr};
+#else
+  return kFunction;
+#endif
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names of the CUDA backends' own blocks in the workspace. What they hold and how large they are is
+// said where they are booked: backend.cpp of their owner, or backends.cpp for those that all have.
+#pragma once
+
+namespace kda::cuda::block {
+
+// Of every backend.
+inline constexpr const char* kSequenceMap = "sequence_map";
+inline constexpr const char* kDeviceFlags = "device_flags";
+// Of cuda.sm90.fused.
+inline constexpr const char* kSegmentUnits = "segment_units";
+inline constexpr const char* kOutputResidual = "output_residual";
+inline constexpr const char* kHandoffStates = "handoff_states";
+inline constexpr const char* kHandoffFlags = "handoff_flags";
+
+}  // namespace kda::cuda::block

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launching a kernel, for the files that have one.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/launch/launch.hpp"
+
+namespace kda::cuda {
+
+/// What every GPU from sm_80 on gives a block: 99 KB (sm_86, sm_89, sm_120).
+inline constexpr int kMostShared = 99 * 1024;
+
+/// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. Shared memory above 48 KB is asked
+/// for on every launch: the attribute belongs to the current device, and setting it is cheap.
+template <class Args>
+Status launch_kernel(const char* name, void (*kernel)(Args), int64_t blocks, int threads,
+                     int shared_bytes, const Launch& launch, const Args& args) {
+  if (blocks == 0) return {};
+  if (blocks > INT32_MAX)
+    return launch_status(cudaErrorInvalidConfiguration, name, blocks, threads, shared_bytes);
+  cudaError_t error = cudaSuccess;
+  if (shared_bytes > 48 * 1024)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error == cudaSuccess) {
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    cudaLaunchAttribute pdl{};
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
+    if (launch.pdl) config.attrs = &pdl, config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, kernel, args);
+  }
+  if (error != cudaSuccess) cudaGetLastError();  // not ours to leave behind
+  return launch_status(error, name, blocks, threads, shared_bytes);
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies by the hardware (sm_90) and the barriers that say when they are there.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/ptx.cuh"
+
+namespace kda::cuda::ptx {
+
+/// In shared memory. A phase is over when `arrivals` threads have arrived and all bytes expected of
+/// it are there; then the next one begins.
+struct Mbarrier {
+  uint64_t state;
+};
+
+__device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
+               : "memory");
+}
+/// By the thread that initialised barriers, before others use them (after a barrier of the block).
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
+  asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
+  asm volatile("{.reg .b64 s; mbarrier.arrive.expect_tx.shared.b64 s, [%0], %1;}" ::"r"(
+                   shared_address(&barrier)),
+               "r"(bytes)
+               : "memory");
+}
+/// Until the phase of this parity (0 for the first) is over.
+__device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
+  const uint32_t address = shared_address(&barrier);
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+}
+
+/// What this thread wrote to shared memory comes before copies that are begun after it.
+__device__ __forceinline__ void fence_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/// `bytes`, a multiple of 16, from global memory to shared memory, both aligned to 16; expected of
+/// `barrier`.
+__device__ __forceinline__ void cp_async_bulk(void* target, const void* source, int bytes,
+                                              Mbarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(target)),
+      "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+}  // namespace kda::cuda::ptx

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.smxx.recurrent: how it plans; it serves everything. Its launches:
+// cuda/host/recurrent.cpp.
+#include "core/text.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/device.hpp"
+#include "cuda/staged/cost.hpp"
+#include "cuda/tile/chunk.hpp"
+
+namespace kda::cuda::recurrent {
+namespace {
+
+/// Cut like the staged backend: what serves fewer problems is not worth constants of its own.
+void plan_forward(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  builder.cut({.automatic =
+                   [&](const plan::Workload& work, CostEstimate* cost) {
+                     return staged::auto_partition(work, plan.device, cost);
+                   },
+               .unit = kChunk});
+  builder.join(cat(builder.name(), " has no correction stage"));
+  note_one_intra_form(builder);
+  if (plan.lengths_known) builder.set_v_splits(v_splits(plan));
+  plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  book_maps(builder);
+  if (plan.segmented) book_segments(builder, plan.segments.size());
+}
+
+void plan_decode(plan::PlanBuilder& builder) {
+  list_decode(builder);
+  book_maps(builder);
+}
+
+constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
+  return {.name = "cuda.smxx.recurrent",
+          .device = DeviceKind::kCuda,
+          .chunk_size = kChunk,
+          .unavailable = unavailable,
+          .plan = plan,
+          .min_compute_capability = 80,
+          .device_checks = &kDeviceChecks};
+}
+
+}  // namespace
+
+const registry::ForwardRow kForward = {
+    .head = head_of(plan_forward),
+    .forward = if_built<forward>(),
+    .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
+                                        .merge = if_built<cuda::segment_merge>()},
+    .chunk_stages = {}};
+
+const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = if_built<decode>()};
+
+}  // namespace kda::cuda::recurrent

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chain of chunks with wgmma. Warpgroups with 64 columns of V and all of K each do all products
+// of a chunk. Of one more warpgroup a thread copies the factors of the next chunks into a ring of
+// stages, and three warps write outputs.
+#include "cuda/staged/chunk_delta_h_sm90.hpp"
+
+#include "cuda/chain/chain.cuh"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+template <class T, int kK, bool kForward>
+struct OutputOperands {
+  T qg[kChunk * kK], Aqk[kChunk * kChunk];
+};
+template <class T, int kK>
+struct OutputOperands<T, kK, false> {};
+
+/// Factors of one chunk, then its outputs in place of u. wgmma wants tiles aligned to 1024 bytes.
+template <class T, int kK, int kGroups, bool kForward>
+struct alignas(1024) Stage : OutputOperands<T, kK, kForward> {
+  T w[kChunk * kK], kg[kChunk * kK], u[kGroups][kChunk * kVTile];
+  float gamma[kK], beta[kChunk], diag[kChunk];
+};
+
+template <class T, int kK, int kGroups, bool kForward>
+struct Ring {
+  using S = Stage<T, kK, kGroups, kForward>;
+  static constexpr int kStages = kForward ? 3 : 4;
+  S stages[kStages];
+  ptx::Mbarrier full[kStages], outputs[kStages], empty[kStages];
+};
+
+template <class T, int kK, int kGroups, ChainUse kUse>
+struct Kernel : chain::Chain<T, kK, kUse> {
+  using Base = chain::Chain<T, kK, kUse>;
+  using Base::a;
+  using Base::kSteps;
+  using Base::kTokenTiles;
+  using Base::lane;
+  using Base::num_chunks;
+  using Base::state;
+  using Base::tile;
+  using Base::transition;
+
+  static constexpr bool kForward = kUse == ChainUse::kForward;
+  using R = Ring<T, kK, kGroups, kForward>;
+  using S = typename R::S;
+  static constexpr int kWarps = 4 * kGroups;          // of the chain
+  static constexpr int kStorers = kForward ? 3 : 0;   // warps, after the one that copies
+  static constexpr int kThreads = 32 * kWarps + 128;  // whole warpgroups
+
+  R& ring;
+  const int warp;
+
+  __device__ Kernel(const ChainArgs& args, R& shared)
+      : Base(args),
+        ring(shared),
+        warp(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0)) {}
+
+  // ---- copies ----------------------------------------------------------------------------------
+
+  /// Every thread arrives for itself: racecheck does not follow __syncwarp() to one that arrives.
+  __device__ void init_barriers() const {
+    for (int i = 0; i < R::kStages; ++i) {
+      ptx::mbarrier_init(ring.full[i], 1);
+      ptx::mbarrier_init(ring.outputs[i], kWarps * 32);
+      ptx::mbarrier_init(ring.empty[i], (kWarps + kStorers) * 32);
+    }
+    ptx::mbarrier_init_fence();
+  }
+
+  /// visit(where it goes, where it lies, bytes) for each factor of a chunk that this block needs.
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
+    const auto whole = [&](auto& target, const void* source) {
+      visit(&target, static_cast<const char*>(source) + tile(chunk) * sizeof(target),
+            static_cast<int>(sizeof(target)));
+    };
+    whole(s.w, a.factors.w);
+    if constexpr (kForward) whole(s.qg, a.factors.qg);
+    if (!transition)
+      visit(&s.u,
+            static_cast<const T*>(a.factors.u) +
+                (tile(chunk) * this->v_tiles() + this->u_tile) * kChunk * kVTile,
+            static_cast<int>(sizeof(s.u)));
+    whole(s.beta, a.factors.beta);
+    whole(s.gamma, a.factors.gamma);
+    whole(s.kg, a.factors.kg);
+    if constexpr (kForward) {
+      whole(s.Aqk, a.factors.Aqk);
+      whole(s.diag, a.factors.diag);
+    }
+  }
+
+  __device__ void run_copies() const {
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      const int i = chunk % R::kStages, round = chunk / R::kStages;
+      if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
+      S& s = ring.stages[i];
+      int bytes = 0;
+      for_each_factor(chunk, s, [&](void*, const void*, int size) { bytes += size; });
+      ptx::mbarrier_arrive_expect_tx(ring.full[i], bytes);
+      for_each_factor(chunk, s, [&](void* to, const void* from, int size) {
+        ptx::cp_async_bulk(to, from, size, ring.full[i]);
+      });
+    }
+  }
+
+  // ---- outputs ---------------------------------------------------------------------------------
+
+  /// o of this warp's columns in 16 bits, in place of the u that it has read.
+  __device__ __forceinline__ void put_outputs(const float (&o)[kTokenTiles][4], T* tile) const {
+    const bool bf16 = a.o.type == Element::kBFloat16;
+    __syncwarp();
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* x = o[2 * step + i / 2] + i % 2 * 2;
+        pairs[i] = bf16 ? ptx::pack<__nv_bfloat16>(x[0], x[1]) : ptx::pack<__half>(x[0], x[1]);
+      }
+      ptx::stmatrix_x4_trans(ptx::shared_address(this->u_piece(tile, step)), pairs);
+    }
+  }
+
+  /// 8 columns of a row, of which `count` exist, by the widest stores that fit.
+  __device__ static void store_piece(uint16_t* to, uint4 piece, int64_t count) {
+    if (count >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      *reinterpret_cast<uint4*>(to) = piece;
+      return;
+    }
+    const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (2 * i < count) reinterpret_cast<uint32_t*>(to)[i] = pairs[i];
+  }
+
+  __device__ void store_tiles(int chunk, const S& s, int thread) const {
+    const int64_t token0 = this->span.begin + chunk * kChunk;
+    uint16_t* base = static_cast<uint16_t*>(a.o.base) +
+                     row_offset(a.o, a.map, this->span.sequence, token0, this->head);
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), this->span.end - token0));
+    constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
+    for (int first = thread; first < kPieces; first += kAtOnce * kStorers * 32) {
+      uint4 pieces[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = min(first + n * kStorers * 32, kPieces - 1);
+        pieces[n] = *reinterpret_cast<const uint4*>(s.u[i / (8 * kChunk)] +
+                                                    swizzled(i / 8 % kChunk, i % 8));
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const int i = first + n * kStorers * 32, token = i / 8 % kChunk;
+        const int v = (this->u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
+        if (i < kPieces && token < count)
+          store_piece(base + token * a.o.stride_t + v, pieces[n], a.shape.V - v);
+      }
+    }
+  }
+
+  __device__ void run_stores(int thread) const {
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      const int i = chunk % R::kStages;
+      ptx::mbarrier_wait(ring.outputs[i], chunk / R::kStages % 2);
+      if (a.o.type != Element::kFloat32) store_tiles(chunk, ring.stages[i], thread);
+      ptx::fence_async_proxy();  // what was put in place of u goes before the next u
+      ptx::mbarrier_arrive(ring.empty[i]);
+    }
+  }
+
+  // ---- products: begun here, waited for by the caller ------------------------------------------
+
+  __device__ static uint64_t descriptor(const T* tile) {
+    return ptx::tile_descriptor(ptx::shared_address(tile));
+  }
+
+  /// acc [V, tokens] = x [V, kK] rows^T, rows [64 tokens, kK].
+  __device__ __forceinline__ static void multiply_rows(const uint32_t (&x)[kSteps][4],
+                                                       const T* rows,
+                                                       float (&acc)[kTokenTiles][4]) {
+    const uint64_t tile = descriptor(rows);
+    ptx::wgmma_n64_k_major<T, false>(acc, x[0], tile);
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step)
+      ptx::wgmma_n64_k_major<T, true>(acc, x[step], ptx::next_columns(tile, step * 16));
+    ptx::wgmma_commit();
+  }
+
+  /// o^T += vn^T Aqk^T. What lies above the diagonal of Aqk is 0, and adds nothing.
+  __device__ __forceinline__ static void multiply_scores(const uint32_t (&vn)[4][4], const T* Aqk,
+                                                         float (&o)[kTokenTiles][4]) {
+    const uint64_t tile = descriptor(Aqk);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      ptx::wgmma_n64_k_major<T, true>(o, vn[step], ptx::next_columns(tile, step * 16));
+    ptx::wgmma_commit();
+  }
+
+  /// S^T += vn^T kg, in the order of sums of the mma.sync kernel.
+  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4],
+                                             const uint32_t (&low)[4][4], const T* kg) {
+    const uint64_t tile = descriptor(kg);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::wgmma_mn_major<T>(state, vn[step], ptx::next_rows(tile, step * 16));
+      if constexpr (Base::kTwoParts)
+        ptx::wgmma_mn_major<T>(state, low[step], ptx::next_rows(tile, step * 16));
+    }
+    ptx::wgmma_commit();
+  }
+
+  // ---- one chunk -------------------------------------------------------------------------------
+
+  __device__ void wait_for_factors(int chunk) const {
+    if (chunk < num_chunks)
+      ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
+  }
+
+  /// Products run while the warps do something else; only the first is waited for at once.
+  __device__ __forceinline__ void run_chunk(int chunk, S& s) {
+    uint32_t rounded[kSteps][4], vn[4][4], low[4][4];
+    float error[kTokenTiles][4], o[kTokenTiles][4];
+    float2 gammas[Base::kTiles];
+    this->load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      Base::round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
+    ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    ptx::wgmma_fence();
+    multiply_rows(rounded, s.w, error);
+    if constexpr (kForward) multiply_rows(rounded, s.qg, o);
+    this->decay_state(gammas);
+    ptx::wgmma_wait<kForward ? 1 : 0>();
+    ptx::fence_operands(error);
+    this->prediction_error(s.u[warp / 4], s.beta, error);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      Base::round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
+      if constexpr (Base::kTwoParts) Base::rests(error, step, vn[step], low[step]);
+    }
+    ptx::fence_operands(state);
+    ptx::wgmma_fence();
+    if constexpr (kForward) multiply_scores(vn, s.Aqk, o);
+    add_errors(vn, low, s.kg);
+    if constexpr (kForward) {
+      ptx::wgmma_wait<1>();
+      ptx::fence_operands(o);
+      this->add_diagonal(error, s.diag, o);
+      if (a.o.type == Element::kFloat32)
+        this->store_outputs(chunk, o);
+      else
+        put_outputs(o, s.u[warp / 4]);
+      ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
+    }
+    wait_for_factors(chunk + 1);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(state);
+  }
+
+  __device__ void run_chain() {
+    this->load_start();
+    wait_for_factors(0);
+    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+      run_chunk(chunk, ring.stages[chunk % R::kStages]);
+      ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
+      this->store_checkpoint(chunk);
+    }
+    this->store_end();
+  }
+};
+
+template <class T, int kK, int kGroups, ChainUse kUse>
+__global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads, 1)
+    chunk_delta_h_kernel(const __grid_constant__ ChainArgs a) {
+  chain::write_flags<kUse>(a);
+  using K = Kernel<T, kK, kGroups, kUse>;
+  K kernel(a, *reinterpret_cast<typename K::R*>(ptx::dynamic_shared()));
+  if (!kernel.template find_place<kGroups * 64>(kernel.warp)) return;
+  if (threadIdx.x == 0) kernel.init_barriers();
+  __syncthreads();
+  if (kernel.warp < K::kWarps) {
+    if constexpr (kGroups > 1) ptx::warpgroup_reg_alloc<216>();
+    kernel.run_chain();
+    return;
+  }
+  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<72>();
+  if (kernel.warp > K::kWarps) {
+    if constexpr (K::kForward)
+      kernel.run_stores(static_cast<int>(threadIdx.x) - K::kWarps * 32 - 32);
+  } else if (kernel.lane == 0) {
+    kernel.run_copies();
+  }
+}
+
+template <class T, int kK, int kGroups, ChainUse kUse>
+Status launch(const ChainArgs& args, const Launch& where) {
+  using K = Kernel<T, kK, kGroups, kUse>;
+  static_assert(sizeof(typename K::R) <= kSharedMemory);
+  return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kGroups, kUse>,
+                       chain::blocks_of<kUse, kGroups * 64>(args), K::kThreads,
+                       sizeof(typename K::R), where, args);
+}
+
+template <class T, int kK, int kGroups>
+Status launch_use(const ChainArgs& args, ChainUse use, const Launch& where) {
+  return use == ChainUse::kScan ? launch<T, kK, kGroups, ChainUse::kScan>(args, where)
+                                : launch<T, kK, kGroups, ChainUse::kForward>(args, where);
+}
+
+template <class T, int kK>
+Status launch_width(const ChainArgs& args, ChainUse use, bool wide, const Launch& where) {
+  return wide ? launch_use<T, kK, 2>(args, use, where) : launch_use<T, kK, 1>(args, use, where);
+}
+
+}  // namespace
+
+Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool half, int64_t num_sms,
+                            const Launch& where) {
+  // Two warpgroups on an SM share all factors but u: worth it where one for each is too many.
+  const bool pairs = args.shape.V % 128 == 0 && (use == ChainUse::kForward || args.shape.K == 128);
+  const int64_t blocks = use == ChainUse::kScan ? chain::blocks_of<ChainUse::kScan, 64>(args)
+                                                : chain::blocks_of<ChainUse::kForward, 64>(args);
+  const bool wide = pairs && blocks > num_sms;
+  if (args.shape.K <= 64)
+    return half ? launch_width<__half, 64>(args, use, wide, where)
+                : launch_width<__nv_bfloat16, 64>(args, use, wide, where);
+  return half ? launch_width<__half, 128>(args, use, wide, where)
+              : launch_width<__nv_bfloat16, 128>(args, use, wide, where);
+}
+
+}  // namespace kda::cuda::sm90

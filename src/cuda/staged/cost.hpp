@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Predicted times of cuda.sm80.staged (chunk_intra, then one chain of chunks a state tile), from
+// constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
+#pragma once
+
+#include "cuda/host/cost_model.hpp"
+
+namespace kda::cuda::staged {
+
+/// A chain kernel: a block walks the chunks of one sequence or segment for 64 columns of a state.
+struct ChainCosts {
+  double few_ns;          ///< a token, while half of the SMs are idle
+  double alone_ns;        ///< a token, in a block with an SM for itself
+  double shared_ns;       ///< of SM time; blocks beside each other take turns
+  int64_t blocks_per_sm;  ///< at once
+  double fixed_us;        ///< launch, first loads, states in and out, of each round of blocks
+};
+
+struct Costs {
+  double intra_work_ns;  ///< chunk_intra: SM time of a token and value head
+  double intra_fixed_us;
+  ChainCosts forward, scan;
+  MergeCosts merge;
+  double factor_bytes_per_token;  ///< that the forward reads and writes, a value head
+  double factor_bandwidth;        ///< of the card's, that it reaches
+  double minimum_step;            ///< of the time with fewer segments, for more of them
+};
+
+/// Hopper's own chain kernels (chunk_delta_h_sm90.cu).
+inline constexpr Costs kSm90Costs = {
+    .intra_work_ns = 100,
+    .intra_fixed_us = 8,
+    .forward =
+        {.few_ns = 19.5, .alone_ns = 22, .shared_ns = 19.5, .blocks_per_sm = 2, .fixed_us = 5},
+    .scan = {.few_ns = 13.5, .alone_ns = 18, .shared_ns = 10.2, .blocks_per_sm = 2, .fixed_us = 3},
+    .merge = {.step_us = 1.9, .columns = 8, .blocks_per_sm = 1, .fixed_us = 4},
+    .factor_bytes_per_token = 1396,
+    .factor_bandwidth = 0.93,
+    .minimum_step = 0.98};
+
+/// Other GPUs, measured on an H200 too: few_ns of their scan as if its blocks were wide.
+inline constexpr Costs kOtherCosts = {
+    .intra_work_ns = kSm90Costs.intra_work_ns,
+    .intra_fixed_us = kSm90Costs.intra_fixed_us,
+    .forward =
+        {.few_ns = 30.6, .alone_ns = 38, .shared_ns = 38.7, .blocks_per_sm = 2, .fixed_us = 14},
+    .scan =
+        {.few_ns = 25.5, .alone_ns = 25.5, .shared_ns = 18.5, .blocks_per_sm = 4, .fixed_us = 6},
+    .merge = {.step_us = 3.4, .columns = 8, .blocks_per_sm = 2, .fixed_us = 7},
+    .factor_bytes_per_token = kSm90Costs.factor_bytes_per_token,
+    .factor_bandwidth = kSm90Costs.factor_bandwidth,
+    .minimum_step = kSm90Costs.minimum_step};
+
+inline const Costs& costs_of(const DeviceFacts& device) {
+  return device.compute_capability == 90 ? kSm90Costs : kOtherCosts;
+}
+
+/// Of the time at K = V = 128; at K = V = 64 six tenths of it were measured.
+inline double intra_us(const CostInput& in, const Costs& c) {
+  const double size = 0.2 + 0.8 * static_cast<double>(in.key_dim + in.value_dim) / 256;
+  return total_tokens(in) * static_cast<double>(in.num_value_heads) /
+             static_cast<double>(in.num_sms) * c.intra_work_ns * size * 1e-3 +
+         c.intra_fixed_us;
+}
+
+/// `chains` chains of `total` tokens a value head, `tiles` blocks each: the longest chain, or all
+/// of them in rounds of as many as fit, whichever is more.
+inline double chains_us(const CostInput& in, const ChainCosts& c, double chains, double longest,
+                        double total, int64_t tiles) {
+  if (chains == 0) return 0;
+  const auto sms = static_cast<double>(in.num_sms);
+  const double blocks = chains * static_cast<double>(in.num_value_heads * tiles);
+  const double at_once = sms * static_cast<double>(c.blocks_per_sm);
+  const auto token_ns = [&](double of_blocks) {
+    return 2 * blocks <= sms ? c.few_ns
+                             : std::max(c.alone_ns, c.shared_ns * rounds_of(of_blocks, sms));
+  };
+  // Most of a chunk is latency: five sixths of the time at K = 64.
+  const double size = (2 + static_cast<double>(in.key_dim) / 128) / 3;
+  const double us_per_ns = size * 1e-3, mean = total / chains;
+  const auto round_us = [&](double of_blocks) {
+    return of_blocks > 0 ? mean * token_ns(of_blocks) * us_per_ns + c.fixed_us : 0;
+  };
+  const double full = std::floor(blocks / at_once);
+  const double all = full * round_us(at_once) + round_us(blocks - full * at_once);
+  // Blocks beside the longest one slow it down while they last.
+  const double beside = std::min(mean, longest);
+  const double one =
+      (beside * token_ns(std::min(blocks, at_once)) + (longest - beside) * token_ns(1)) *
+          us_per_ns +
+      c.fixed_us;
+  return std::max(one, all);
+}
+
+/// The chains of the forward, or what memory needs for their factors and outputs.
+inline double forward_us(const CostInput& in, const Costs& c, double chains, double longest) {
+  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  const double memory = total_tokens(in) * static_cast<double>(in.num_value_heads) *
+                        c.factor_bytes_per_token * size /
+                        (c.factor_bandwidth * in.bytes_per_second) * 1e6;
+  return std::max(
+      memory, chains_us(in, c.forward, chains, longest, total_tokens(in), tiles_of(in.value_dim)));
+}
+
+inline double serial_us(const CostInput& in, const Costs& c) {
+  const double forward = forward_us(in, c, static_cast<double>(in.lengths.size()),
+                                    static_cast<double>(longest_of(in)));
+  return std::max(roofline_us(in), intra_us(in, c) + forward);
+}
+
+/// Scan, merge, forward with segments of at most `segment_tokens`.
+inline double segmented_us(const CostInput& in, const Costs& c, int64_t segment_tokens) {
+  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
+  const auto longest = static_cast<double>(segment_tokens);
+  const double scan = chains_us(in, c.scan, cut.behind, longest, cut.tokens_behind,
+                                tiles_of(in.value_dim) + tiles_of(in.key_dim));
+  const double forward = forward_us(in, c, cut.segments, longest);
+  return std::max(roofline_us(in),
+                  intra_us(in, c) + scan + merge_us(in, c.merge, cut.most - 1) + forward);
+}
+
+/// SegmentPolicy::kAuto in stages: the cut with the least predicted time, if it gains.
+inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
+                                      CostEstimate* cost) {
+  const CostInput in = cost_input(work, device);
+  if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
+  const Costs& costs = costs_of(device);
+  cost->roofline_us = roofline_us(in);
+  cost->serial_us = serial_us(in, costs);
+  const plan::CutSearch search{.whole_us = cost->serial_us,
+                               .minimum_gain = kMinimumGain,
+                               .minimum_step = costs.minimum_step,
+                               .time_us = [&](int64_t, int64_t segment_tokens) {
+                                 return segmented_us(in, costs, segment_tokens);
+                               }};
+  return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+}  // namespace kda::cuda::staged

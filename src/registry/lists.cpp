@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The rows of this build, an operation a list: best first, the reference last.
+#include <array>
+
+#include "cpu/blocked/blocked.hpp"
+#include "cpu/oracle/implementation.hpp"
+#include "cuda/host/backends.hpp"
+#include "registry/rows.hpp"
+
+namespace kda::registry {
+namespace {
+
+constexpr std::array<const ForwardRow*, 7> kForward = {
+    &cpu::blocked::kAvx512Forward, &cpu::blocked::kAvx2Forward, &cpu::blocked::kPortableForward,
+    &cpu::oracle::kForward,        &cuda::fused::kForward,      &cuda::staged::kForward,
+    &cuda::recurrent::kForward};
+
+constexpr std::array<const DecodeRow*, 5> kDecode = {
+    &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,
+    &cpu::oracle::kDecode, &cuda::recurrent::kDecode};
+
+template <class Row, std::size_t kCount>
+constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, kCount>& rows) {
+  std::array<const Head*, kCount> heads = {};
+  for (std::size_t i = 0; i < kCount; ++i) heads[i] = &rows[i]->head;
+  return heads;
+}
+
+}  // namespace
+
+std::span<const ForwardRow* const> forward_rows() noexcept { return kForward; }
+std::span<const DecodeRow* const> decode_rows() noexcept { return kDecode; }
+
+std::span<const Head* const> heads(Operation operation) noexcept {
+  static constexpr auto kForwardHeads = heads_of(kForward);
+  static constexpr auto kDecodeHeads = heads_of(kDecode);
+  switch (operation) {
+    case Operation::kForward: return kForwardHeads;
+    case Operation::kDecode: return kDecodeHeads;
+  }
+  return {};
+}
+
+}  // namespace kda::registry

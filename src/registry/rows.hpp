@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the registry: what a backend says about itself, one type of row an operation. The planner
+// reads the common head and lets the row plan; run() calls the functions of the row's stages.
+//
+// A new operation has a row type of its own here (a Head and its stages), its contracts in
+// src/stage, and a list (lists.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "kda/plan.hpp"
+#include "kda/stages.hpp"
+#include "stage/chunk_delta_h.hpp"
+#include "stage/chunk_intra.hpp"
+#include "stage/chunk_o.hpp"
+#include "stage/decode.hpp"
+#include "stage/forward.hpp"
+#include "stage/recompute_w_u.hpp"
+#include "stage/segment_correct.hpp"
+#include "stage/segment_merge.hpp"
+#include "stage/segment_scan.hpp"
+
+namespace kda::plan {
+class PlanBuilder;
+}
+
+namespace kda::registry {
+
+/// What a row is asked about before it plans.
+struct Request {
+  const Problem& problem;
+  const DeviceFacts& device;
+  const PlanOptions& options;
+};
+
+/// Checks of memory that the host cannot read, before anything is launched.
+struct DeviceChecks {
+  /// The current device is one that `plan` was made for; `stream` and `workspace` belong to it,
+  /// which a trusted caller vouches for.
+  Status (*call)(const Plan& plan, bool trusted, const void* workspace, void* stream);
+  /// `pointer` (may be null) is memory of the current device; `name` is for the message.
+  Status (*pointer)(const char* name, const void* pointer);
+};
+
+/// What rows of all operations have in common.
+struct Head {
+  const char* name;  ///< dotted, e.g. "cpu.blocked.avx2"
+  DeviceKind device;
+  int64_t chunk_size;  ///< tokens
+  /// Null if usable on this machine, else why not.
+  const char* (*unavailable)() noexcept;
+  /// Fills the plan: cuts, stages, blocks, predicted times, reasons.
+  void (*plan)(plan::PlanBuilder& builder);
+  /// Empty if it serves the problem, else why not. Null: it serves all that validate() accepts.
+  std::string (*decline)(const Problem& problem) = nullptr;
+  /// Why the next row should serve what this one can, where no backend is asked for; empty if it
+  /// should not. Null: it never should.
+  std::string (*defer)(const Request& request) = nullptr;
+  int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor
+  int32_t max_compute_capability = INT32_MAX;
+  /// Null: tensors are host memory, which run() reads itself.
+  const DeviceChecks* device_checks = nullptr;
+};
+
+/// Segments of a sequence side by side (include/kda/run.hpp).
+struct SegmentStages {
+  Status (*scan)(const stage::SegmentScan& args);
+  Status (*merge)(const stage::SegmentMerge& args);
+  Status (*correct)(const stage::SegmentCorrect& args) = nullptr;  ///< null: not in one pass
+  stage::SegmentRows one_pass_rows = stage::SegmentRows::kAll;     ///< of M, B, states_in there
+};
+
+/// The stages of include/kda/stages.hpp, on buffers of the caller.
+struct ChunkStages {
+  Status (*chunk_intra)(const stage::ChunkIntra& args);
+  Status (*recompute_w_u)(const stage::RecomputeWU& args);
+  Status (*chunk_delta_h)(const stage::ChunkDeltaH& args);
+  Status (*chunk_o)(const stage::ChunkO& args);
+  StageSizes (*sizes)(const Plan& plan);
+};
+
+struct ForwardRow {
+  Head head;
+  Status (*forward)(const stage::Forward& args);
+  std::optional<SegmentStages> segments;
+  std::optional<ChunkStages> chunk_stages;
+};
+
+struct DecodeRow {
+  Head head;
+  Status (*decode)(const stage::Decode& args);
+};
+
+/// The rows of each operation, best first, the reference last.
+std::span<const ForwardRow* const> forward_rows() noexcept;
+std::span<const DecodeRow* const> decode_rows() noexcept;
+
+inline constexpr Operation kOperations[] = {Operation::kForward, Operation::kDecode};
+
+/// The heads of an operation's rows, in the order of its list.
+std::span<const Head* const> heads(Operation operation) noexcept;
+
+/// Null: there is none of this name.
+template <class Row>
+const Row* find_row(std::span<const Row* const> rows, std::string_view name) {
+  for (const Row* row : rows)
+    if (name == row->head.name) return row;
+  return nullptr;
+}
+
+}  // namespace kda::registry

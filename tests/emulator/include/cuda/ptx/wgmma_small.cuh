@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// src/cuda/ptx/wgmma_small.cuh on the emulator.
+#pragma once
+
+#include "cuda/ptx/wgmma.cuh"
+
+namespace kda::cuda::ptx {
+
+template <int kRows>
+uint64_t tile_descriptor(uint32_t shared_address) {
+  return shared_address;
+}
+template <int kRows>
+uint64_t next_columns(uint64_t tile, int columns) {
+  return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
+}
+
+inline void compiler_fence(bool) {}
+
+template <int kTiles>
+void rename_registers(float (&)[kTiles][4], unsigned) {}
+
+template <class T, bool kAccumulate>
+void wgmma_n32_k_major(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+  WgmmaIn mine{a, b};
+  if (!kAccumulate) std::memset(d, 0, sizeof(d));
+  emulator::warp_collective("wgmma.32", &mine, d, [](void* const* in, void* const* out) {
+    warp_product<T, 32>(in, out, load_rows<T, 32>);
+  });
+}
+
+template <class T, int kTiles>
+void wgmma_16_mn_major(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b) {
+  WgmmaIn mine{a, b};
+  emulator::warp_collective("wgmma.16", &mine, d, [](void* const* in, void* const* out) {
+    warp_product<T, kTiles * 8>(in, out, load_columns<T, kTiles * 8, 2048>);
+  });
+}
+
+}  // namespace kda::cuda::ptx

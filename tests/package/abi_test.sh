@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# abi_test.sh CXX: the C ABI against tests/package/abi/kda_c.xml (abidw of an earlier version). Functions,
+# enumerators, and fields at the end of structs with a struct_size may be added; nothing else may
+# change. KDA_UPDATE_ABI=1 writes the file anew.
+set -euo pipefail
+cxx=$1
+root=$(readlink -f "$(dirname "$0")/../..")
+abi=$root/tests/package/abi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+for tool in abidw abidiff; do
+  command -v "$tool" >/dev/null || { echo "abi_test: needs $tool (Debian: abigail-tools)"; exit 1; }
+done
+
+# library FOLDER: libkda_c.so of FOLDER's kda.h and kda.cpp, with the types of its functions. The rest of
+# the library is left out: it has no part in the ABI.
+library() {
+  "$cxx" -std=c++20 -g -O0 -fPIC -shared -fvisibility=hidden -I"$1/include" -I"$root/src" \
+    "$1/kda.cpp" -Wl,--version-script="$root/cmake/kda_c.map" -o "$1/libkda_c.so"
+  abidw --exported-interfaces-only --drop-private-types --header-file "$1/include/kda/kda.h" \
+    --no-show-locs --no-comp-dir-path --no-corpus-path --no-elf-needed "$1/libkda_c.so" >"$1/kda_c.xml"
+}
+
+# compare FOLDER: prints what older programs would stumble over; fails if there is any. A field that moves no
+# other one is an addition, in structs that begin with struct_size.
+compare() {
+  local code=0 bad
+  abidiff --leaf-changes-only --no-added-syms "$abi/kda_c.xml" "$1/kda_c.xml" >"$1/report" || code=$?
+  [ "$code" != 0 ] || return 0
+  bad=$(grep -vE '^$|^(Leaf changes|Changed leaf|Removed/Changed)|^ *type size changed from [0-9]+ to [0-9]+ \(in bits\)$|^ *[0-9]+ data member insertions?:$|^ +.*, at offset [0-9]+ \(in bits\)$' "$1/report" |
+    grep -vE "^'struct kda_(problem|plan_options|segments|stages|stage_bytes)' changed:$") || true
+  [ -n "$bad" ] || [ "$code" != 4 ] || return 0
+  cat "$1/report"
+  return 1
+}
+
+# sources FOLDER: a copy to build, and to change
+sources() {
+  mkdir "$1"
+  cp -r "$root/include" "$root/src/capi/kda.cpp" "$1"
+  # Structs hold enumerations as int32_t: without a function that takes them nobody would see them.
+  local enums
+  enums=$(grep -oE '^typedef enum kda_[a-z_]+' "$1/include/kda/kda.h" | awk '{print $3}' | paste -sd,)
+  echo "extern \"C\" KDA_API void kda_enumerations($enums) {}" >>"$1/kda.cpp"
+}
+
+sources "$work/as_it_is"
+sources "$work/now"
+library "$work/now"
+if [ -n "${KDA_UPDATE_ABI:-}" ]; then
+  cp "$work/now/kda_c.xml" "$abi/kda_c.xml"
+fi
+compare "$work/now" || { echo "abi_test: the C ABI changed in a way that breaks older programs"; exit 1; }
+
+# changed NAME EXPECTED SED: what the comparison says of a library changed so
+changed() {
+  local folder=$work/$1 verdict=good
+  sources "$folder"
+  sed -i -E "$3" "$folder/kda.cpp" "$folder/include/kda/kda.h"
+  ! diff -rq "$folder" "$work/as_it_is" >/dev/null || { echo "abi_test: $1 changed nothing"; exit 1; }
+  library "$folder"
+  compare "$folder" >/dev/null || verdict=broken
+  if [ "$verdict" != "$2" ]; then
+    cat "$folder/report"
+    echo "abi_test: $1 is $verdict, must be $2"
+    exit 1
+  fi
+}
+changed function_gone broken 's/kda_plan_num_segments/kda_plan_num_parts/'
+changed argument_changed broken 's/(kda_plan_options_cuda\(kda_plan_options\* options, )int32_t/\1int64_t/'
+changed field_before_others broken 's/^  int64_t num_tokens;/  int64_t inserted;\n&/'
+changed field_narrowed broken 's/^  double scale;/  float scale;/'
+changed field_of_part broken 's/^(  int32_t indexed;.*)$/\1\n  int64_t appended;/'
+changed enumerator_moved broken 's/KDA_GATE_SOFTPLUS = 1/KDA_GATE_SOFTPLUS = 3/'
+changed status_moved broken 's/KDA_INTERNAL = 6/KDA_INTERNAL = 9/'
+changed field_appended good 's/^  int64_t first_slot;/&\n  int64_t appended;/'
+changed enumerator_added good 's/^  KDA_INT64 = 4/&, KDA_FP8 = 5/'
+changed function_added good 's/^void kda_plan_destroy/KDA_API int kda_added(void) { return 1; }\n&/'
+echo "abi_test: $(grep -c '<elf-symbol ' "$abi/kda_c.xml") symbols as the baseline has them"

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA backends predict, and the cuts that they choose by it.
+#include <gtest/gtest.h>
+
+#include "core/text.hpp"
+#include "cuda/fused/cost.hpp"
+#include "cuda/staged/cost.hpp"
+#include "kda/flags.hpp"
+
+namespace kda::cuda {
+namespace {
+
+plan::Workload work_of(const char* lengths, int64_t heads) {
+  return {.lengths = tools::parse_lengths(lengths), .num_value_heads = heads, .num_sms = 132};
+}
+
+plan::Partition staged_cut(const char* lengths, int64_t heads, CostEstimate* cost) {
+  return staged::auto_partition(work_of(lengths, heads), gpu_facts(132), cost);
+}
+
+TEST(StagedCost, FillsAnIdleCardAndLeavesAFullOneAlone) {
+  const auto cuts = [](const char* lengths, int64_t heads) {
+    CostEstimate cost;
+    return staged_cut(lengths, heads, &cost).on;
+  };
+  EXPECT_TRUE(cuts("128K", 4));
+  EXPECT_TRUE(cuts("64K", 8));
+  EXPECT_TRUE(cuts("64K,512,256,128", 4));
+  EXPECT_FALSE(cuts("1024", 4));
+  EXPECT_FALSE(cuts("8192", 132));
+  EXPECT_FALSE(cuts("64x1024", 64));
+  EXPECT_FALSE(cuts("0", 4));
+}
+
+TEST(StagedCost, PredictionsAreOrdered) {
+  CostEstimate cost;
+  ASSERT_TRUE(staged_cut("128K", 4, &cost).on);
+  EXPECT_GE(cost.serial_us, cost.roofline_us);
+  EXPECT_LT(cost.segmented_us, cost.serial_us / 2);
+  EXPECT_GE(cost.segmented_us, cost.roofline_us);
+}
+
+/// What lets the planner leave out the search where it cannot gain.
+TEST(FusedCost, NoCutTakesLessThanTheLeast) {
+  for (const int64_t K : {64, 128})
+    for (const char* lengths : {"64", "1K", "8K", "128K", "8x4K", "64x128", "128K,10x1K", "0,4K,0"})
+      for (const int64_t heads : {1, 4, 16, 66, 96}) {
+        const std::string what = cat(lengths, ", H ", heads, ", K ", K);
+        const fused::Costs& costs = fused::costs_of(K);
+        plan::Workload work = work_of(lengths, heads);
+        work.key_dim = work.value_dim = K;
+        const CostInput in = cost_input(work, gpu_facts(132));
+        const double least = fused::least_us(in, costs);
+        EXPECT_GE(fused::forward_us(in, costs), least) << what;
+        for (const int64_t segment : {64, 512, 4096})
+          for (const int64_t first : {1, 2})
+            EXPECT_GE(fused::one_pass_us(in, costs, first * segment, segment), least)
+                << what << ", segments of " << segment;
+      }
+}
+
+}  // namespace
+}  // namespace kda::cuda

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a command says when it is done.
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+namespace kda::tools {
+
+/// What --help says about every output file.
+inline constexpr const char* kOutputHelp =
+    R"(Output files: a new file gets the mode that the umask gives. An existing file is replaced at once
+when the new data are on disk, and it keeps its mode. A symbolic link is followed. A failure or an
+interruption leaves the old file as it was and no other file. Devices (/dev/null) and pipes are
+written through, never replaced. - is the standard output; the report then goes to the standard
+error.)";
+
+/// Indented, with a newline. Bytes that are no UTF-8 (of paths) become U+FFFD.
+std::string json_text(const nlohmann::ordered_json& report);
+
+/// Writes to the standard output, or to the standard error if an output file is the former. Throws
+/// kda::Error if that fails.
+void print_report(const std::string& text, bool to_stderr = false);
+
+/// The text with control characters as \xNN: a message is one line whatever came.
+std::string one_line(const std::string& text);
+
+}  // namespace kda::tools
