@@ -6,24 +6,17 @@
 // decay), dbeta of the raw step size. Value heads that share a q/k head add up in its dq and dk.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 
+#include "kda/plan.hpp"
 #include "kda/problem.hpp"
+#include "kda/run.hpp"
 #include "kda/tensor.hpp"
 
 namespace kda {
-
-/// What a forward keeps for its backward, in blocks that the caller owns.
-enum class KeepPolicy : int32_t {
-  kInputs = 0,  ///< nothing: the states of a long sequence are made again, one pass more
-  kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence
-  kKeep = 2,    ///< states and prediction errors of every chunk: one pass less than kStates
-};
-
-inline constexpr int64_t kKeptStateEvery = 2048;  ///< default of kept_state_every
-/// kept_state_every is a multiple of this.
-inline constexpr int64_t kKeptStateMultiple = 64;
 
 /// The gradients of one backward: two that come in and eight that go out. An absent input counts as
 /// zero, at least one of the two must be there; an absent output is not wanted, and at least one
@@ -64,5 +57,40 @@ struct BackwardProblem {
   Problem forward;
   Gradients gradients;
 };
+
+/// Checks all that can be known without pointers and lengths, the forward's problem first. The
+/// message names the first offending field.
+Status validate(const BackwardProblem& problem) noexcept;
+
+/// How a backward will be computed: a printable value, as Plan.
+struct BackwardPlan {
+  /// Of the backward itself: implementation, stages, workspace. Its problem is the forward's
+  /// without the outputs; its `saved` are the blocks that the forward has kept.
+  Plan plan;
+  Gradients gradients;
+  uint64_t forward_id = 0;  ///< plan_id() of the forward's plan
+
+  std::string to_text(bool explain = false) const;
+  std::string to_json() const;
+};
+
+/// Tells plans apart that keep different things: a hash of the sizes, options, lengths and
+/// implementation of a forward.
+uint64_t plan_id(const Plan& forward) noexcept;
+
+/// Plans the backward of `forward`, for its device and with its lengths and what it keeps. Of
+/// `options` backend and num_threads count. kInvalidArgument: anything that validate() refuses, a
+/// plan of decode; kUnsupported: no implementation of this build has a backward on that device.
+Status make_backward_plan(const Plan& forward, const Gradients& gradients,
+                          const PlanOptions& options, BackwardPlan* plan) noexcept;
+
+/// Computes the gradients. `tensors` has the inputs of the forward, unchanged since, and `saved` if
+/// the forward kept something; its outputs are not looked at. `saved` must have been written by a
+/// run() of the plan that `plan` was made for (on the CPU another one is refused); it is only read,
+/// so a backward may be run again. `workspace`: at least plan.plan.workspace_bytes, aligned to
+/// kWorkspaceAlignment. No output may overlap another tensor. No allocation; on an error nothing
+/// has been written.
+Status backward(const BackwardPlan& plan, const Tensors& tensors, const GradientTensors& gradients,
+                void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
 }  // namespace kda

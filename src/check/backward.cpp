@@ -8,6 +8,7 @@
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
 #include "core/layout.hpp"
+#include "core/text.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/oracle/backward.hpp"
 
@@ -112,6 +113,78 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
   if (p.initial_state)
     want(g.d_initial_state, buffers.d_initial_state, DType::kFloat32, state_shape(p, states));
   return buffers;
+}
+
+namespace {
+
+std::vector<int64_t> dims(const Shape& shape, std::size_t rank) {
+  return {shape.begin(), shape.begin() + static_cast<std::ptrdiff_t>(rank)};
+}
+
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) text += cat(i ? ", " : "", shape[i]);
+  return text + "]";
+}
+
+/// A tensor of the file that has to have this shape; false: there is none of the name.
+bool take(const io::SafetensorsFile& file, const char* name, const Shape& shape,
+          std::optional<TensorDesc>* desc, io::Buffer* buffer) {
+  const auto found = file.tensors.find(name);
+  if (found == file.tensors.end()) return false;
+  const io::FileTensor& tensor = found->second;
+  if (tensor.shape != dims(shape, 4))
+    throw Error(
+        invalid(name, ": shape ", text_of(tensor.shape), " is not ", text_of(dims(shape, 4))));
+  *desc = row_major(tensor.dtype, shape);
+  *buffer = tensor.data;
+  return true;
+}
+
+}  // namespace
+
+void add_gradients_to_file(const Problem& p, const GradientBuffers& buffers,
+                           io::SafetensorsFile* file) {
+  const Gradients& g = buffers.gradients;
+  if (g.d_o) file->tensors["do"] = {g.d_o->dtype, dims(v_shape(p), 4), buffers.d_o};
+  if (g.d_final_state)
+    file->tensors["d_final_state"] = {g.d_final_state->dtype,
+                                      dims(state_shape(p, dense_states(p, {})), 4),
+                                      buffers.d_final_state};
+}
+
+GradientBuffers gradients_from_file(const io::SafetensorsFile& file, const Inputs& inputs,
+                                    std::optional<DType> out_dtype) {
+  const Problem& p = inputs.problem;
+  GradientBuffers buffers =
+      make_gradients(inputs, {.d_o = false, .d_final_state = false, .out_dtype = out_dtype});
+  Gradients& g = buffers.gradients;
+  const bool has_do = take(file, "do", v_shape(p), &g.d_o, &buffers.d_o);
+  const bool has_state = take(file, "d_final_state", state_shape(p, dense_states(p, {})),
+                              &g.d_final_state, &buffers.d_final_state);
+  if (!has_do && !has_state)
+    throw Error(invalid("do, d_final_state: the file has neither (kda gen --gradients adds them)"));
+  return buffers;
+}
+
+io::SafetensorsFile file_from_gradients(const Problem& p, const GradientBuffers& buffers) {
+  const Gradients& g = buffers.gradients;
+  io::SafetensorsFile file;
+  const auto put = [&](const char* name, const std::optional<TensorDesc>& desc,
+                       const io::Buffer& buffer, const std::vector<int64_t>& shape) {
+    if (desc) file.tensors[name] = {desc->dtype, shape, buffer};
+  };
+  put("dq", g.dq, buffers.dq, dims(qk_shape(p), 4));
+  put("dk", g.dk, buffers.dk, dims(qk_shape(p), 4));
+  put("dv", g.dv, buffers.dv, dims(v_shape(p), 4));
+  put("dg", g.dg, buffers.dg, dims(g_shape(p), 4));
+  put("dbeta", g.dbeta, buffers.dbeta, dims(beta_shape(p), 3));
+  put("dA_log", g.dA_log, buffers.dA_log, {p.num_value_heads});
+  put("ddt_bias", g.ddt_bias, buffers.ddt_bias, {p.num_value_heads, p.key_dim});
+  put("d_initial_state", g.d_initial_state, buffers.d_initial_state,
+      dims(state_shape(p, dense_states(p, {})), 4));
+  file.metadata["state_layout"] = state_layout_name(p.state_layout);
+  return file;
 }
 
 bool GradientComparison::within() const {

@@ -39,6 +39,16 @@ struct GradientOptions {
 /// (NaN).
 GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& options = {});
 
+/// The tensors that a backward starts from, as a file has them: `do` and `d_final_state`.
+void add_gradients_to_file(const Problem& problem, const GradientBuffers& buffers,
+                           io::SafetensorsFile* file);
+/// What a file has of them, and room for every gradient that the problem has. Throws kda::Error: a
+/// file with neither, wrong shapes or types.
+GradientBuffers gradients_from_file(const io::SafetensorsFile& file, const Inputs& inputs,
+                                    std::optional<DType> out_dtype = std::nullopt);
+/// Output file: every gradient, under the names of kGradientNames.
+io::SafetensorsFile file_from_gradients(const Problem& problem, const GradientBuffers& buffers);
+
 /// Errors by gradient: of dq and dk per (sequence, q/k head), of dA_log and ddt_bias per value head
 /// over all sequences (their `sequence` is 0), of others per (sequence, value head).
 struct GradientComparison {

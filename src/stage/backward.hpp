@@ -21,6 +21,11 @@
 
 namespace kda::stage {
 
+/// Blocks of Plan::saved.
+inline constexpr const char* kKeptStates = "kept_states";
+/// plan_id() of the forward that wrote them. Of plans for the CPU.
+inline constexpr const char* kKeptMark = "kept_mark";
+
 struct Backward {
   Call call;  ///< of the forward problem; `tensors` has its inputs
   const Gradients& gradients;

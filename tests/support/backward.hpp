@@ -19,7 +19,19 @@ struct BackwardRun {
 /// Every kernel table that this machine runs.
 std::vector<const cpu::blocked::Kernels*> kernel_tables();
 
-/// Fills the outputs of `buffers`; the scratch is filled with NaN first. Throws kda::Error.
+/// A backward ready to run; what the forward keeps is there, the workspace is filled with NaN.
+struct BackwardCall {
+  BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
+               const BackwardRun& run = {});
+  Status run(check::GradientBuffers* buffers);
+
+  Plan forward;
+  BackwardPlan plan;
+  io::Buffer saved, workspace;
+  Tensors tensors;
+};
+
+/// Fills the outputs of `buffers`; the workspace is filled with NaN first. Throws kda::Error.
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run = {});
 

@@ -185,11 +185,11 @@ void RunFlags::add_to(CLI::App& command) {
   add_real(command, "--scale", &scale, /*negative=*/false, "Of the outputs (default K^-1/2)");
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
   add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
-             "Type of o (default that of v)");
+             "Type of o (default that of v), or of gradients (default each that of its input)");
   schedule.add_to(command);
 }
 
-check::Inputs RunFlags::load() const {
+check::Inputs RunFlags::load(check::GradientBuffers* gradients) const {
   const auto given = [&](const char* flag) { return command_->count(flag) > 0; };
   check::Overrides overrides;
   if (given("--gate")) overrides.gate = gate;
@@ -199,9 +199,16 @@ check::Inputs RunFlags::load() const {
   if (given("--scale")) overrides.scale = scale;
   if (given("--qk-l2norm")) overrides.qk_l2norm = qk_l2norm;
   if (given("--no-qk-l2norm")) overrides.qk_l2norm = !no_qk_l2norm;
-  static const std::vector<std::string> kNames = {
+  std::vector<std::string> names = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
-  check::Inputs inputs = check::inputs_from_file(io::read_safetensors(input, kNames), overrides);
+  if (gradients) names.insert(names.end(), {"do", "d_final_state"});
+  const io::SafetensorsFile file = io::read_safetensors(input, names);
+  check::Inputs inputs = check::inputs_from_file(file, overrides);
+  if (gradients) {
+    std::optional<DType> type;
+    if (!out_dtype.empty()) type = check::parse_dtype(out_dtype);
+    *gradients = check::gradients_from_file(file, inputs, type);
+  }
   inputs.problem.batch_invariant = schedule.batch_invariant;
   check::want_final_state(&inputs.problem);
   return inputs;

@@ -276,19 +276,15 @@ class GroupBackward {
     }
   }
 
-  /// Index of the sequence's first kept state.
-  int64_t first_kept() const {
-    int64_t index = 0;
-    for (int64_t i = 0; i < n_; ++i) index += args_.call.sequences.length(i) / args_.kept_every;
-    return index;
-  }
-
   void load_start(int64_t w, int64_t j, float* to) const {
     const int64_t head = first_head_ + j;
     if (w == 0)
       load_state(initial_ref(args_.call, n_, head), to);
     else if (args_.kept_states)
-      load_state(dense_ref(p_, args_.kept_states, first_kept() + w - 1, head, p_.value_dim), to);
+      load_state(dense_ref(p_, args_.kept_states,
+                           args_.call.sequences.states_before(n_, args_.kept_every) + w - 1, head,
+                           p_.value_dim),
+                 to);
     else
       std::memcpy(to, start(j, w), state_bytes());
   }

@@ -23,6 +23,7 @@ Status backward(const Kernels& kernels, const stage::Backward& args);
 
 extern const registry::ForwardRow kAvx512Forward, kAvx2Forward, kPortableForward;
 extern const registry::DecodeRow kAvx512Decode, kAvx2Decode, kPortableDecode;
+extern const registry::BackwardRow kAvx512Backward, kAvx2Backward, kPortableBackward;
 
 /// The fastest table that this CPU can run.
 const Kernels& best_kernels() noexcept;

@@ -40,9 +40,10 @@ struct RowSink {
 
 /// States after every `every` tokens of the sequence that the span belongs to.
 struct CheckpointSink {
-  int64_t every = 0;           ///< 0: none
-  int64_t sequence_begin = 0;  ///< flattened token
-  int64_t first_index = 0;     ///< of the sequence's checkpoints
+  int64_t every = 0;            ///< 0: none
+  int64_t sequence_begin = 0;   ///< flattened token
+  int64_t first_index = 0;      ///< of the sequence's checkpoints
+  const float* kept = nullptr;  ///< dense states of a backward; null: the problem's checkpoints
 };
 
 struct Pass {
@@ -58,6 +59,7 @@ struct Pass {
   RowSource v;  ///< null data: zero
   RowSink out;
   CheckpointSink checkpoints;
+  CheckpointSink kept;
   /// Stop once the Frobenius norm of the state is at most this (the rest then counts as zero).
   float exit_norm = -1;
 };
