@@ -11,9 +11,9 @@
 #include "check/generate.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/kernels.hpp"
-#include "kda/execute.hpp"
-#include "kda/print.hpp"
 #include "rivals/methods.hpp"
+#include "tools/kda/execute.hpp"
+#include "tools/kda/print.hpp"
 
 namespace kda::rivals {
 namespace {

@@ -229,21 +229,23 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
   throw_if_error(parallel_tasks(total, options.num_threads, run_oracle));
 
   GradientComparison result;
-  const auto judge = [&](const char* name, int64_t n, int64_t head, const TensorDesc& desc,
-                         const std::vector<double>& values, const oracle::Gradient& reference) {
-    // One or two channels: a gradient may be a product that nearly cancels in every value alike.
-    const auto count = p.key_dim > 2 ? static_cast<int64_t>(values.size()) : 1;
+  const auto add_error = [&](const char* name, int64_t n, int64_t head, const TensorDesc& desc,
+                             const std::vector<double>& values, const oracle::Gradient& reference) {
     const oracle::Span span = span_of(n);
-    result.errors[name].push_back(
-        {n, head, relative_error(values, reference.value, reference.magnitude),
-         forward_tolerance(rounding_error(reference.value, reference.magnitude, desc.dtype), count,
-                           span.end - span.begin, options.marginal)});
+    HeadError entry = judge(values, reference.value, reference.magnitude, desc.dtype,
+                            span.end - span.begin, options);
+    entry.sequence = n;
+    entry.head = head;
+    // One or two channels: a gradient may be a product that nearly cancels in every value alike.
+    if (p.key_dim <= 2) entry.tolerance += kFp32FewValues;
+    result.errors[name].push_back(entry);
   };
   const auto judge_rows = [&](const char* name, const std::optional<TensorDesc>& desc,
                               const io::Buffer& buffer, int64_t n, int64_t head, int64_t size,
                               const oracle::Gradient& reference) {
     if (desc)
-      judge(name, n, head, *desc, load_rows(p, *desc, buffer, span_of(n), head, size), reference);
+      add_error(name, n, head, *desc, load_rows(p, *desc, buffer, span_of(n), head, size),
+                reference);
   };
   const int64_t group = p.num_value_heads / p.num_heads;
   std::vector<oracle::Gradient> dA_log(static_cast<std::size_t>(p.num_value_heads));
@@ -257,10 +259,10 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       judge_rows("dg", g.dg, buffers.dg, n, head, p.key_dim, r.dg);
       judge_rows("dbeta", g.dbeta, buffers.dbeta, n, head, 1, r.dbeta);
       if (g.d_initial_state)
-        judge("d_initial_state", n, head, *g.d_initial_state,
-              oracle::load_state(p, dense_states(p, *g.d_initial_state),
-                                 buffers.d_initial_state.data(), n, head),
-              r.d_initial_state);
+        add_error("d_initial_state", n, head, *g.d_initial_state,
+                  oracle::load_state(p, dense_states(p, *g.d_initial_state),
+                                     buffers.d_initial_state.data(), n, head),
+                  r.d_initial_state);
       add(r.dA_log, &dA_log[static_cast<std::size_t>(head)]);
       add(r.ddt_bias, &ddt_bias[static_cast<std::size_t>(head)]);
       add(r.dq, &dq);
@@ -280,7 +282,7 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       std::vector<double> values;
       for (int64_t d = 0; d < size; ++d)
         values.push_back(load_element(buffer.data(), desc->dtype, head * desc->strides[0] + d));
-      judge(name, 0, head, *desc, values, reference);
+      add_error(name, 0, head, *desc, values, reference);
     };
     parameters("dA_log", g.dA_log, buffers.dA_log, 1, dA_log[at]);
     parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, p.key_dim, ddt_bias[at]);

@@ -38,6 +38,19 @@ std::vector<double> load_outputs(const Problem& p, const Outputs& outputs, oracl
   return values;
 }
 
+/// Error that storing the exact result costs.
+double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
+                      DType stored) {
+  if (stored == DType::kFloat32) return 0;
+  std::vector<double> rounded;
+  for (const double value : ref) {
+    uint32_t bits = 0;
+    store_element(&bits, stored, 0, static_cast<float>(value));
+    rounded.push_back(load_element(&bits, stored, 0));
+  }
+  return relative_error(rounded, ref, magnitude);
+}
+
 }  // namespace
 
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
@@ -51,16 +64,18 @@ double relative_error(const std::vector<double>& x, const std::vector<double>& r
   return std::sqrt(sum) / std::max({norm(ref), kCancellation * norm(magnitude), floor});
 }
 
-double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
-                      DType stored) {
-  if (stored == DType::kFloat32) return 0;
-  std::vector<double> rounded;
-  for (const double value : ref) {
-    uint32_t bits = 0;
-    store_element(&bits, stored, 0, static_cast<float>(value));
-    rounded.push_back(load_element(&bits, stored, 0));
-  }
-  return relative_error(rounded, ref, magnitude);
+HeadError judge(const std::vector<double>& x, const std::vector<double>& ref,
+                const std::vector<double>& magnitude, DType stored, int64_t tokens,
+                const CompareOptions& options) {
+  const auto values = static_cast<int64_t>(ref.size());
+  HeadError entry;
+  entry.error = relative_error(x, ref, magnitude);
+  entry.tolerance =
+      forward_tolerance(rounding_error(ref, magnitude, stored), values, tokens, options.marginal);
+  if (options.operands)
+    entry.tolerance +=
+        operand_tolerance(*options.operands == DType::kFloat16, values, options.marginal);
+  return entry;
 }
 
 const HeadError* worst_error(const std::vector<HeadError>& errors) {
@@ -99,11 +114,6 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
   const Tensors tensors = inputs.tensors();
   std::atomic<int64_t> done{0};
 
-  const auto operands = [&](int64_t values) {
-    return options.operands
-               ? operand_tolerance(*options.operands == DType::kFloat16, values, options.marginal)
-               : 0.0;
-  };
   auto compare_head = [&](int64_t idx, int32_t) {
     const int64_t n = idx / p.num_value_heads;
     const int64_t head = idx % p.num_value_heads;
@@ -114,20 +124,17 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
       initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
     const oracle::HeadResult truth = oracle::run_head(p, tensors, span, head, initial);
     const int64_t tokens = span.end - span.begin;
-    result.o[static_cast<std::size_t>(idx)] = {
-        n, head, relative_error(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude),
-        forward_tolerance(rounding_error(truth.o, truth.o_magnitude, p.o.dtype),
-                          tokens * p.value_dim, tokens, options.marginal) +
-            operands(tokens * p.value_dim)};
+    HeadError& of_o = result.o[static_cast<std::size_t>(idx)];
+    of_o = judge(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude, p.o.dtype,
+                 tokens, options);
+    of_o.sequence = n, of_o.head = head;
     if (p.final_state) {
       const std::vector<double> state =
           oracle::load_state(p, *p.final_state, outputs.final_state.data(), n, head);
-      result.final_state[static_cast<std::size_t>(idx)] = {
-          n, head, relative_error(state, truth.state, truth.state_magnitude),
-          forward_tolerance(
-              rounding_error(truth.state, truth.state_magnitude, p.final_state->tensor.dtype),
-              p.key_dim * p.value_dim, tokens, options.marginal) +
-              operands(p.key_dim * p.value_dim)};
+      HeadError& of_state = result.final_state[static_cast<std::size_t>(idx)];
+      of_state = judge(state, truth.state, truth.state_magnitude, p.final_state->tensor.dtype,
+                       tokens, options);
+      of_state.sequence = n, of_state.head = head;
     }
     if (options.progress) options.progress(++done, total);
   };

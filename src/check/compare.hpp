@@ -51,9 +51,11 @@ Comparison compare(const Inputs& inputs, const Problem& run_problem, const Outpu
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
                       const std::vector<double>& magnitude);
 
-/// Relative error that storing the exact result as `stored` costs; 0 for fp32.
-double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
-                      DType stored);
+/// Error of one head's values and what is allowed: their reference, its magnitude, the type that
+/// they were stored in, and the tokens that they come from. Sequence and head stay 0.
+HeadError judge(const std::vector<double>& x, const std::vector<double>& ref,
+                const std::vector<double>& magnitude, DType stored, int64_t tokens,
+                const CompareOptions& options);
 
 /// Near-reflecting steps with next to no decay between equal keys (tolerances.hpp).
 bool is_marginal(const Inputs& inputs);

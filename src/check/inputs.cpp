@@ -104,9 +104,7 @@ void read_options(const io::SafetensorsFile& file, const Overrides& flags, Probl
   if (const std::string* text = metadata("scale")) p->scale = parse_number("scale", *text);
   if (const std::string* text = metadata("qk_l2norm"))
     p->qk_l2norm = parse_bool("qk_l2norm", *text);
-  if (flags.lower_bound) p->lower_bound = *flags.lower_bound;
-  if (flags.scale) p->scale = *flags.scale;
-  if (flags.qk_l2norm) p->qk_l2norm = *flags.qk_l2norm;
+  apply(flags, p);
 }
 
 void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
@@ -122,6 +120,19 @@ void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
   for (int64_t i = 0; i < cu->shape[0]; ++i)
     inputs->cu_seqlens.push_back(cu->dtype == DType::kInt64 ? cu->data.as<int64_t>()[i]
                                                             : cu->data.as<int32_t>()[i]);
+}
+
+/// What validate() allows, before sizes are multiplied: without tokens a file may claim any.
+void check_sizes(const Problem& p) {
+  const auto check = [](const char* name, int64_t size, int64_t most) {
+    if (size > most) fail(name, " = ", size, " is above ", most);
+  };
+  check("batch: B", p.batch, int64_t{1} << 24);
+  check("num_tokens: T", p.num_tokens, INT32_MAX);
+  check("num_heads: H", p.num_heads, 65535);
+  check("num_value_heads: HV", p.num_value_heads, 65535);
+  check("key_dim: K", p.key_dim, kMaxHeadDim);
+  check("value_dim: V", p.value_dim, kMaxHeadDim);
 }
 
 /// The gates use exp(A_log) in fp32.
@@ -238,6 +249,15 @@ Outputs make_outputs(Problem* p, DType out_dtype) {
   return outputs;
 }
 
+void apply(const Overrides& overrides, Problem* p) {
+  if (overrides.gate) p->gate_mode = parse_gate(*overrides.gate);
+  if (overrides.beta) p->beta_mode = parse_beta(*overrides.beta);
+  if (overrides.state_layout) p->state_layout = parse_state_layout(*overrides.state_layout);
+  if (overrides.lower_bound) p->lower_bound = *overrides.lower_bound;
+  if (overrides.scale) p->scale = *overrides.scale;
+  if (overrides.qk_l2norm) p->qk_l2norm = *overrides.qk_l2norm;
+}
+
 Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides) {
   Inputs inputs;
   Problem& p = inputs.problem;
@@ -252,6 +272,7 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   p.key_dim = q.shape[3];
   p.num_value_heads = v.shape[2];
   p.value_dim = v.shape[3];
+  check_sizes(p);
   expect_shape("k", k, q.shape);
   expect_shape("v", v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
   expect_shape("g", g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
@@ -263,7 +284,6 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   p.beta = dense(beta, {p.batch, p.num_tokens, p.num_value_heads});
   p.o = contiguous(v.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
   p.num_sequences = p.batch;
-  throw_if_error(validate(p));  // sizes, before they are multiplied
   read_options(file, overrides, &p);
   read_lengths(file, &inputs);
   read_gate_parameters(file, &inputs);

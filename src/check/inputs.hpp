@@ -46,6 +46,9 @@ struct Overrides {
   std::optional<bool> qk_l2norm;
 };
 
+/// Sets what is given. Throws kda::Error.
+void apply(const Overrides& overrides, Problem* problem);
+
 /// The tensors and metadata of a safetensors file as a Problem (docs/files.md). Throws kda::Error.
 Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overrides = {});
 

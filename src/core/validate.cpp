@@ -248,7 +248,10 @@ Status validate_or_throw(const Problem& p) {
       check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
   const bool decode = p.operation == Operation::kDecode;
   KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode && !p.final_state));
-  KDA_RETURN_IF_ERROR(decode ? check_decode_states(p) : check_forward_states(p));
+  switch (p.operation) {  // check_sizes() has refused others
+    case Operation::kForward: KDA_RETURN_IF_ERROR(check_forward_states(p)); break;
+    case Operation::kDecode: KDA_RETURN_IF_ERROR(check_decode_states(p)); break;
+  }
   return check_first_slot(p);
 }
 

@@ -31,9 +31,10 @@ struct Backward {
   const Gradients& gradients;
   const GradientTensors& tensors;
   /// fp32 [states, HV, K, V]: the state after every `kept_every` tokens of a sequence, floor(length
-  /// / kept_every) of them, sequences in order. Null: made again.
+  /// / kept_every) of them, sequences in order. Null where there are none.
   const float* kept_states = nullptr;
-  int64_t kept_every = 0;  ///< a multiple of kKeptStateMultiple
+  /// A multiple of kKeptStateMultiple. 0: the forward has kept nothing.
+  int64_t kept_every = 0;
 };
 
 }  // namespace kda::stage

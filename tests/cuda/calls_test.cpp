@@ -9,8 +9,8 @@
 #include <set>
 #include <string>
 
-#include "cuda/gpu.hpp"
 #include "kda/kda.h"
+#include "support/gpu.hpp"
 
 namespace kda {
 namespace {

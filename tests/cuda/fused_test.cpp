@@ -11,9 +11,9 @@
 
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
-#include "cuda/gpu.hpp"
 #include "plan/ledger.hpp"
 #include "stage/buffers.hpp"
+#include "support/gpu.hpp"
 
 namespace kda {
 namespace {

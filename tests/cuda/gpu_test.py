@@ -38,6 +38,8 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED))
 FUZZED = 300  # random problems, each
 FAMILIES = ("fused", "staged", "recurrent", "decode")
+# Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
+SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Flags, random problems for each tool, and families.
 SANITIZED = (([], 20, CHUNKED), (["--tensor-cores"], 72, CHUNKED), (["--fused"], 30, ("fused",)))
@@ -86,17 +88,33 @@ def run_fuzz(program, what, count, environment, prefix=(), flags=()):
     return row | what_it_reports(done)
 
 
+def run_soak(program, seed, environment):
+    started = time.time()
+    with tempfile.NamedTemporaryFile(suffix=".json") as figures:
+        done = subprocess.run([program, "--seed", str(seed), "--steps", str(SOAK_STEPS), "--json", figures.name],
+                              env=environment, capture_output=True, text=True)
+        found = pathlib.Path(figures.name).read_text()
+    if done.returncode != 0:
+        print(done.stdout[-4000:], done.stderr[-2000:])
+    return {"name": "kda_soak", "ok": done.returncode == 0, "seconds": round(time.time() - started, 1)} | (
+        json.loads(found) if found else {"seed": seed})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--family", choices=FAMILIES, help="tests of one kernel family only")
+    parser.add_argument("--family", choices=(*FAMILIES, "soak"),
+                        help="tests of one kernel family only, or the histories of a pool of states")
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
                         help="a build folder, or a copy of its tests/, bin/, kernel_hashes.json")
     parser.add_argument("--sanitize", nargs="?", const=",".join(SANITIZERS), metavar="TOOLS",
                         help="compute-sanitizer over random shapes instead of the tests")
     parser.add_argument("--json", type=pathlib.Path, help="evidence file; under bench/results/")
     args = parser.parse_args()
-    families = [args.family] if args.family else list(FAMILIES)
+    if args.sanitize and args.family == "soak":
+        parser.error("--sanitize runs random shapes, not histories")
+    soak = args.family in (None, "soak")
+    families = [args.family] if args.family in FAMILIES else list(FAMILIES)
     environment = dict(os.environ, KDA_TEST_DEVICE="cuda")
     tests = args.binaries.resolve() / "tests"
     fuzz = tests / "kda_fuzz"
@@ -123,12 +141,17 @@ def main():
                 add(row)
     else:
         what = "gpu_test" + suffix
-        for name, speaks_for in TESTS.items():
-            if set(speaks_for) & set(families):
-                add(run_gtest(tests / name, environment))
-        for name, flags, speaks_for in FUZZ:
-            if set(speaks_for) & set(families):
-                add(run_fuzz(fuzz, name, FUZZED, environment, flags=flags))
+        if args.family != "soak":
+            for name, speaks_for in TESTS.items():
+                if set(speaks_for) & set(families):
+                    add(run_gtest(tests / name, environment))
+            for name, flags, speaks_for in FUZZ:
+                if set(speaks_for) & set(families):
+                    add(run_fuzz(fuzz, name, FUZZED, environment, flags=flags))
+        if soak:
+            with concurrent.futures.ThreadPoolExecutor() as side_by_side:
+                for row in side_by_side.map(lambda seed: run_soak(tests / "kda_soak", seed, environment), SOAK_SEEDS):
+                    add(row)
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
                *(["--sanitize", args.sanitize] if args.sanitize else [])]
     report = evidence.header(args.binaries, families, what, " ".join(command))

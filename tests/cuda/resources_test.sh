@@ -17,7 +17,7 @@ find "$build" -name '*.cu.o.ptxas' -exec cat {} + | c++filt | sed 's/ptxas info 
     arch = kernel
     sub(/.* for ./, "", arch); sub(/.$/, "", arch)
     sub(/. for .*/, "", kernel)
-    gsub(/kda::cuda::|\(anonymous namespace\)::/, "", kernel)
+    gsub(/kda::cuda::|kda::|\(anonymous namespace\)::/, "", kernel)
     sub(/\([A-Za-z]*\)$/, "", kernel)
     gsub(/ /, "", kernel)
   }

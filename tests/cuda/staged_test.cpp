@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "core/convert.hpp"
-#include "cuda/gpu.hpp"
+#include "support/gpu.hpp"
 
 namespace kda {
 namespace {

@@ -5,24 +5,20 @@
 
 #include <cstring>
 
-#include "cuda/gpu.hpp"
+#include "support/gpu.hpp"
+#include "support/graph.hpp"
 
 #ifdef KDA_WITH_CUDA
-#include <cuda_runtime.h>
 
 namespace kda {
 namespace {
 
 using check::Inputs;
+using test::Graph;
 using test::OnDevice;
+using test::Stream;
 
 void expect_cuda(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-
-struct Stream {
-  cudaStream_t stream{};
-  Stream() { cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking); }
-  ~Stream() { cudaStreamDestroy(stream); }
-};
 
 class Streams : public test::GpuTest {};
 
@@ -114,26 +110,6 @@ TEST_F(Streams, AHundredRepeatsGiveTheSameBits) {
   }
 }
 
-/// What `run` puts on `stream`, to be launched again and again.
-struct Graph {
-  cudaGraph_t graph{};
-  cudaGraphExec_t executable{};
-
-  template <class Run>
-  Graph(const Stream& stream, Run&& run) {
-    expect_cuda(cudaStreamBeginCapture(stream.stream, cudaStreamCaptureModeGlobal));
-    run();
-    expect_cuda(cudaStreamEndCapture(stream.stream, &graph));
-    expect_cuda(cudaGraphInstantiate(&executable, graph, 0));
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  ~Graph() {
-    cudaGraphExecDestroy(executable);
-    cudaGraphDestroy(graph);
-  }
-};
-
 TEST_F(Streams, GraphsReplayWithNewData) {
   const std::vector<Case> old_cases = cases(1), new_cases = cases(2);
   for (std::size_t i = 0; i < old_cases.size(); ++i) {
@@ -159,7 +135,7 @@ TEST_F(Streams, GraphsReplayWithNewData) {
       refill(t.A_log, data->inputs.A_log), refill(t.dt_bias, data->inputs.dt_bias);
       refill(t.initial_state, data->inputs.initial_state);
       check::synchronize_device();  // copies from pageable memory may end after the call
-      expect_cuda(cudaGraphLaunch(graph.executable, stream.stream));
+      graph.launch(stream);
       call.read();
       EXPECT_EQ(written(call, inputs), run_once(data->inputs, data->options)) << c.name;
     }
@@ -187,7 +163,7 @@ std::vector<std::byte> run_steps_as_graph(Inputs inputs, const test::RunOptions&
   const Graph graph(stream, [&] {
     for (int i = 0; i < steps; ++i) throw_if_error(call.run(stream.stream));
   });
-  expect_cuda(cudaGraphLaunch(graph.executable, stream.stream));
+  graph.launch(stream);
   call.read();
   return written(call, inputs);
 }

@@ -24,9 +24,7 @@ constexpr double kWorkOfALargeCase = 1e8;  // one in 50
 /// Errors of fp32 gradients of cases that are not marginal.
 struct Totals {
   std::mutex mutex;
-  std::vector<double> errors;
   std::map<std::string, std::vector<double>> by_name;
-  int64_t excepted = 0;
 
   void add(const check::GradientComparison& comparison, bool fp32) {
     const std::lock_guard lock(mutex);

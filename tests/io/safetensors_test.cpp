@@ -311,6 +311,9 @@ TEST_F(SafetensorsFiles, EndlessDevicesAreRefused) {
 }
 
 TEST_F(SafetensorsFiles, TensorsThatDoNotFitIntoMemorySaySo) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer ends the process";
+#endif
   const std::string bytes = file_bytes(
       R"({"q":{"dtype":"F32","shape":[70368744177664],"data_offsets":[0,281474976710656]}})");
   const Pipe pipe(bytes);
@@ -329,7 +332,11 @@ double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC
 
 /// The largest header that the format allows, 98 MB of tensors without elements.
 TEST_F(SafetensorsFiles, AHeaderOf98MegabytesTakesSecondsAndLittleMemory) {
+#ifdef __SANITIZE_ADDRESS__
+  constexpr int kTensors = 150'000;
+#else
   constexpr int kTensors = 1'500'000;
+#endif
   std::string header = "{";
   for (int i = 0; i < kTensors; ++i) {
     char entry[80];
@@ -339,7 +346,7 @@ TEST_F(SafetensorsFiles, AHeaderOf98MegabytesTakesSecondsAndLittleMemory) {
     header += entry;
   }
   header += "}";
-  ASSERT_GT(header.size(), 95'000'000u);
+  ASSERT_GT(header.size(), 63u * kTensors);
   ASSERT_LT(header.size(), 100'000'000u);
   std::ofstream(path("x"), std::ios::binary) << file_bytes(header);
   const double start = cpu_seconds();

@@ -5,7 +5,7 @@
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/staged/cost.hpp"
-#include "kda/flags.hpp"
+#include "tools/kda/flags.hpp"
 
 namespace kda::cuda {
 namespace {

@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 
 #include "core/text.hpp"
-#include "kda/flags.hpp"
 #include "support/harness.hpp"
+#include "tools/kda/flags.hpp"
 
 namespace kda::plan {
 namespace {

@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
-#include "kda/flags.hpp"
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
+#include "tools/kda/flags.hpp"
 
 namespace kda {
 namespace {

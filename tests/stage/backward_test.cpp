@@ -117,7 +117,7 @@ TEST(Backward, WindowsAndKeptStates) {
   options.regime = Regime::kSlow;
   options.initial_state = true;
   Inputs inputs = check::generate(options);
-  for (const int64_t every : {0, 128, 4096}) {
+  for (const int64_t every : {0, 128, 4096, 64 * 1024}) {  // the last keeps nothing
     inputs.problem.state_layout = StateLayout::kKV;
     expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every));
     inputs.problem.state_layout = StateLayout::kVK;
@@ -268,6 +268,11 @@ TEST(Backward, SequencesAndHeadsAreIsolated) {
     }
   for (int64_t t = 0; t < 195; ++t)
     ASSERT_EQ(clean.dq.as<float>()[(t * 2 + 1) * 24], one_head.dq.as<float>()[(t * 2 + 1) * 24]);
+  // And is not lost in its own.
+  EXPECT_TRUE(std::isnan(one_head.dg.as<float>()[(10 * 4 + 1) * 24]));
+  EXPECT_TRUE(std::isnan(one_head.ddt_bias.as<float>()[1 * 24]));
+  EXPECT_TRUE(std::isnan(one_head.dA_log.as<float>()[1]));
+  EXPECT_FALSE(std::isnan(one_head.dA_log.as<float>()[0]));
 }
 
 TEST(Backward, AloneEqualsInABatch) {

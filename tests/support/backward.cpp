@@ -58,9 +58,9 @@ void restride_gradients(const Problem& p, check::GradientBuffers* buffers) {
   Gradients& g = buffers->gradients;
   if (g.d_o) pad_tensor(&buffers->d_o, &*g.d_o, v_shape(p), 1);
   pad_tensor(&buffers->dq, &*g.dq, qk_shape(p), 1);
-  pad_tensor(&buffers->dk, &*g.dk, qk_shape(p), 2);
+  pad_tensor(&buffers->dk, &*g.dk, qk_shape(p), 1);
   pad_tensor(&buffers->dv, &*g.dv, v_shape(p), 1);
-  pad_tensor(&buffers->dg, &*g.dg, g_shape(p), 4);
+  pad_tensor(&buffers->dg, &*g.dg, g_shape(p), 1);
   const Shape beta = beta_shape(p);
   buffers->dbeta = spread_tensor(buffers->dbeta, &*g.dbeta, beta,
                                  {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});

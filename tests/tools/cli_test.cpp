@@ -128,6 +128,20 @@ TEST_F(Cli, BackwardOfAFile) {
   EXPECT_NE(kda("check x.safetensors --backward").out.find("ddt_bias"), std::string::npos);
 }
 
+TEST_F(Cli, PlansAndTimesOfABackward) {
+  const std::string plan = "plan --heads 4 --seq-lens 8192 --device cpu --backward --explain";
+  const Ran states = kda(plan);
+  EXPECT_EQ(states.exit_code, 0) << states.err;
+  EXPECT_NE(states.out.find("keep states: 32"), std::string::npos) << states.out;
+  EXPECT_NE(states.out.find("kept_states"), std::string::npos) << states.out;
+  EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
+  EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
+  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward").exit_code, 2);  // no GPU has one
+  const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
+  EXPECT_EQ(bench.exit_code, 0) << bench.err;
+  EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
+}
+
 TEST_F(Cli, BackwardNeedsAGradientToStartFrom) {
   gen("--tokens 20 --heads 1 --key-dim 16 --value-dim 16");
   const Ran run = kda("run x.safetensors --backward -o dx.safetensors");
@@ -203,6 +217,31 @@ TEST_F(Cli, PlanTextAndReasons) {
   const std::string stop = "early exit", longer = "plan --heads 16 --seq-lens 256K --gate ";
   EXPECT_NE(kda(longer + "softplus").out.find(stop), std::string::npos);
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
+}
+
+/// What `kda run` can be asked for can be planned.
+TEST_F(Cli, PlanTakesTheFlagsOfRun) {
+  const auto plan = [&](const std::string& flags) {
+    const Ran ran = kda("plan --heads 8 --seq-lens 8192 --json " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << ran.err;
+    return nlohmann::json::parse(ran.out);
+  };
+  EXPECT_EQ(plan("")["implementation"], "cuda.sm90.fused");
+  EXPECT_EQ(plan("--backend staged")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--backend staged")["requested"]["backend"], "staged");
+  EXPECT_EQ(plan("--compute-capability 80")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--dtype fp32")["implementation"], "cuda.smxx.recurrent");
+  EXPECT_EQ(plan("--out-dtype fp32")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
+  EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");
+  EXPECT_EQ(plan("")["problem"]["beta"], "sigmoid");
+  EXPECT_EQ(plan("--gate log")["problem"]["beta"], "plain");
+  EXPECT_EQ(plan("--gate softplus --beta sigmoid2")["problem"]["beta"], "sigmoid2");
+  EXPECT_EQ(plan("--no-qk-l2norm")["problem"]["qk_l2norm"], false);
+  const auto joined = plan("--device cpu --context-parallel 4 --segment-method one-pass");
+  EXPECT_EQ(joined["resolved"]["segment_method"], "one_pass");
+  EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend nothing").exit_code, 3);
 }
 
 TEST_F(Cli, BenchPrintsRates) {
@@ -609,7 +648,7 @@ TEST_F(Cli, BadCommandLines) {
       "plan --heads 8 --seq-lens 99999999999",
       "plan --heads 8 --seq-lens 8 --context-parallel x",
       "bench",
-      "bench backward",
+      "bench sideways",
       "bench forward --set nothing",
       "bench forward --case '--tokens x'",
       "bench forward --case '--regime weak --tokens 8'",

@@ -3,7 +3,7 @@
 // a new one is swept without a word here. A value gives what it says or exit code 2 (3 for a
 // backend that does not exist) with one line on stderr that names the option and the value, nothing
 // on stdout and no file.
-#include "kda/options.hpp"
+#include "tools/kda/options.hpp"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -18,8 +18,8 @@
 #include <set>
 #include <sstream>
 
-#include "kda/commands.hpp"
-#include "kda/report.hpp"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/print.hpp"
+#include "tools/kda/print.hpp"
 
 #include <gtest/gtest.h>
 
 #include <chrono>
 #include <thread>
 
-#include "kda/flags.hpp"
-#include "kda/svg.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/svg.hpp"
 
 namespace kda::tools {
 namespace {

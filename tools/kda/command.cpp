@@ -8,10 +8,10 @@
 #include <sstream>
 
 #include "core/text.hpp"
-#include "kda/commands.hpp"
-#include "kda/report.hpp"
 #include "kda/status.hpp"
 #include "kda/version.h"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/execute.hpp"
+#include "tools/kda/execute.hpp"
 
 #include <algorithm>
 #include <chrono>

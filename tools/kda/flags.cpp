@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/flags.hpp"
+#include "tools/kda/flags.hpp"
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
 #include "check/numbers.hpp"
 #include "core/text.hpp"
-#include "kda/options.hpp"
+#include "tools/kda/options.hpp"
 
 namespace kda::tools {
 namespace {
@@ -114,6 +114,10 @@ void check_multiple(const char* name, int64_t value_heads, int64_t heads) {
 void ScheduleFlags::add_to(CLI::App& command) {
   add_choice(command, "--device", &device, {"auto", "cpu", "cuda"}, "Where to run")
       ->default_str(device);
+  add_options_to(command);
+}
+
+void ScheduleFlags::add_options_to(CLI::App& command) {
   add_text(command, "--backend", &backend,
            "Implementation by name or part of it (see kda info), e.g. oracle, avx2");
   add_context_parallel(command, &context_parallel);
@@ -169,11 +173,8 @@ PlanOptions ScheduleFlags::plan_options() const {
   return options;
 }
 
-void RunFlags::add_to(CLI::App& command) {
+void OperationFlags::add_to(CLI::App& command) {
   command_ = &command;
-  add_path(command, "input", &input,
-           "Input tensors q k v g beta .. (safetensors, docs/files.md); - is the standard input")
-      ->required();
   add_choice(command, "--gate", &gate, {"log", "softplus", "bounded"},
              "How g becomes the log decay");
   add_real(command, "--lower-bound", &lower_bound, /*negative=*/true,
@@ -186,10 +187,9 @@ void RunFlags::add_to(CLI::App& command) {
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
   add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
              "Type of o (default that of v), or of gradients (default each that of its input)");
-  schedule.add_to(command);
 }
 
-check::Inputs RunFlags::load(check::GradientBuffers* gradients) const {
+check::Overrides OperationFlags::overrides() const {
   const auto given = [&](const char* flag) { return command_->count(flag) > 0; };
   check::Overrides overrides;
   if (given("--gate")) overrides.gate = gate;
@@ -199,23 +199,35 @@ check::Inputs RunFlags::load(check::GradientBuffers* gradients) const {
   if (given("--scale")) overrides.scale = scale;
   if (given("--qk-l2norm")) overrides.qk_l2norm = qk_l2norm;
   if (given("--no-qk-l2norm")) overrides.qk_l2norm = !no_qk_l2norm;
+  return overrides;
+}
+
+DType OperationFlags::output_dtype(const Problem& problem) const {
+  return out_dtype.empty() ? problem.v.dtype : check::parse_dtype(out_dtype);
+}
+
+void RunFlags::add_to(CLI::App& command) {
+  add_path(command, "input", &input,
+           "Input tensors q k v g beta .. (safetensors, docs/files.md); - is the standard input")
+      ->required();
+  operation.add_to(command);
+  schedule.add_to(command);
+}
+
+check::Inputs RunFlags::load(check::GradientBuffers* gradients) const {
   std::vector<std::string> names = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
   if (gradients) names.insert(names.end(), {"do", "d_final_state"});
   const io::SafetensorsFile file = io::read_safetensors(input, names);
-  check::Inputs inputs = check::inputs_from_file(file, overrides);
+  check::Inputs inputs = check::inputs_from_file(file, operation.overrides());
   if (gradients) {
     std::optional<DType> type;
-    if (!out_dtype.empty()) type = check::parse_dtype(out_dtype);
+    if (!operation.out_dtype.empty()) type = check::parse_dtype(operation.out_dtype);
     *gradients = check::gradients_from_file(file, inputs, type);
   }
   inputs.problem.batch_invariant = schedule.batch_invariant;
   check::want_final_state(&inputs.problem);
   return inputs;
-}
-
-DType RunFlags::output_dtype(const Problem& problem) const {
-  return out_dtype.empty() ? problem.v.dtype : check::parse_dtype(out_dtype);
 }
 
 void GenerateFlags::add_to(CLI::App& command) {

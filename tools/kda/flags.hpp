@@ -48,6 +48,8 @@ struct ScheduleFlags {
   int32_t num_threads = 0;
 
   void add_to(CLI::App& command);
+  /// All but --device.
+  void add_options_to(CLI::App& command);
   DeviceFacts device_facts() const;  ///< throws kda::Error (kUnavailable) for a missing device
   PlanOptions plan_options() const;
 
@@ -55,21 +57,30 @@ struct ScheduleFlags {
   bool has_backend(DeviceKind kind) const;
 };
 
-/// Flags of `kda run` and `kda check`: input file, overrides of its metadata, schedule.
-struct RunFlags {
-  std::string input;
+/// Options of the operation: what `kda run` overrides in a file, and `kda plan` asks for.
+struct OperationFlags {
   std::string gate, beta, state_layout, out_dtype;
   double lower_bound = 0, scale = 0;
   bool qk_l2norm = false, no_qk_l2norm = false;
+
+  void add_to(CLI::App& command);
+  check::Overrides overrides() const;  ///< those that were given
+  DType output_dtype(const Problem& problem) const;
+
+ private:
+  CLI::App* command_ = nullptr;
+};
+
+/// Flags of `kda run` and `kda check`: input file, overrides of its metadata, schedule.
+struct RunFlags {
+  std::string input;
+  OperationFlags operation;
   ScheduleFlags schedule;
 
   void add_to(CLI::App& command);
   /// The file as a problem with outputs asked for. `gradients`: also what a backward starts from.
   check::Inputs load(check::GradientBuffers* gradients = nullptr) const;
-  DType output_dtype(const Problem& problem) const;
-
- private:
-  CLI::App* command_ = nullptr;
+  DType output_dtype(const Problem& problem) const { return operation.output_dtype(problem); }
 };
 
 /// Flags of `kda gen`, also the format of bench/cases/*.txt.

@@ -6,10 +6,10 @@
 #include <memory>
 
 #include "check/backward.hpp"
-#include "kda/commands.hpp"
-#include "kda/flags.hpp"
-#include "kda/options.hpp"
-#include "kda/report.hpp"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/options.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 

@@ -8,12 +8,12 @@
 
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/kernels.hpp"
-#include "kda/commands.hpp"
-#include "kda/options.hpp"
 #include "kda/plan.hpp"
-#include "kda/print.hpp"
-#include "kda/report.hpp"
 #include "kda/version.h"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/options.hpp"
+#include "tools/kda/print.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {

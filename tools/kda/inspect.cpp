@@ -11,13 +11,13 @@
 #include <optional>
 
 #include "cpu/oracle/oracle.hpp"
-#include "kda/commands.hpp"
-#include "kda/flags.hpp"
-#include "kda/options.hpp"
-#include "kda/print.hpp"
-#include "kda/report.hpp"
-#include "kda/svg.hpp"
 #include "stage/segment_scan.hpp"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/options.hpp"
+#include "tools/kda/print.hpp"
+#include "tools/kda/report.hpp"
+#include "tools/kda/svg.hpp"
 
 namespace kda::tools {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/options.hpp"
+#include "tools/kda/options.hpp"
 
 #include <algorithm>
 
@@ -30,13 +30,14 @@ CLI::Option* add(CLI::App& app, const std::string& names, const char* type, bool
   return option;
 }
 
-}  // namespace
-
+/// "a, b, c"
 std::string join(const std::vector<std::string>& words) {
   std::string text;
   for (const std::string& word : words) text += cat(text.empty() ? "" : ", ", word);
   return text;
 }
+
+}  // namespace
 
 CLI::Option* add_value(CLI::App& app, const std::string& names, const char* type, ReadValue read,
                        const std::string& help) {

@@ -53,7 +53,4 @@ CLI::Option* add_whole(CLI::App& app, const std::string& names, Integer* target,
   return add_value(app, names, "INT", read, help);
 }
 
-/// "a, b, c"
-std::string join(const std::vector<std::string>& words);
-
 }  // namespace kda::tools

@@ -5,26 +5,29 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
-#include "kda/commands.hpp"
-#include "kda/flags.hpp"
-#include "kda/options.hpp"
-#include "kda/report.hpp"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/options.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
-  std::string context_parallel = "auto", device = "cuda", gate = "bounded";
+  std::string device = "cuda", dtype = "bf16", gate_dtype;
   int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128;
-  int32_t num_sms = 132, num_threads = 0;
-  bool batch_invariant = false, explain = false, json = false;
+  int32_t num_sms = 132, compute_capability = 90;
+  OperationFlags operation;
+  ScheduleFlags schedule;
+  std::string keep = "states";
+  bool explain = false, json = false, backward = false;
 
-  void operator()() const {
-    std::vector<int64_t> cu_seqlens = {0};
-    for (const int64_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
+  /// A packed forward of dense tensors. Gates and beta come as logits, unless gates are log decays;
+  /// q and k are normalised unless that is turned off.
+  Problem problem(int64_t num_tokens) const {
     Problem p;
-    p.num_tokens = cu_seqlens.back();
+    p.num_tokens = num_tokens;
     p.num_sequences = static_cast<int64_t>(lengths.size());
     p.cu_seqlens = DType::kInt64;
     p.num_heads = num_heads;
@@ -32,23 +35,57 @@ struct PlanCommand {
     p.key_dim = key_dim;
     p.value_dim = value_dim;
     check_multiple("--value-heads", p.num_value_heads, p.num_heads);
+    const check::Overrides overrides = operation.overrides();
     p.qk_l2norm = true;
-    if (gate != "log") p.beta_mode = BetaMode::kSigmoid;
-    if (gate == "bounded") p.gate_mode = GateMode::kBounded;
-    if (gate == "softplus") p.gate_mode = GateMode::kSoftplus;
-    if (gate != "log") p.A_log = contiguous(DType::kFloat32, {p.num_value_heads});
-    p.batch_invariant = batch_invariant;
+    p.gate_mode = GateMode::kBounded;
+    if (overrides.gate != "log") p.beta_mode = BetaMode::kSigmoid;
+    check::apply(overrides, &p);
+    if (p.gate_mode != GateMode::kLog) p.A_log = contiguous(DType::kFloat32, {p.num_value_heads});
+    p.batch_invariant = schedule.batch_invariant;
     const int64_t T = p.num_tokens, HV = p.num_value_heads;
-    p.q = p.k = contiguous(DType::kBFloat16, {1, T, num_heads, key_dim});
-    p.v = p.o = contiguous(DType::kBFloat16, {1, T, HV, value_dim});
-    p.g = contiguous(DType::kBFloat16, {1, T, HV, key_dim});
-    p.beta = contiguous(DType::kBFloat16, {1, T, HV});
-    PlanOptions options;
-    parse_context_parallel(context_parallel, &options);
-    options.num_threads = num_threads;
+    const DType type = check::parse_dtype(dtype);
+    p.q = p.k = contiguous(type, {1, T, num_heads, key_dim});
+    p.v = contiguous(type, {1, T, HV, value_dim});
+    p.g =
+        contiguous(gate_dtype.empty() ? type : check::parse_dtype(gate_dtype), {1, T, HV, key_dim});
+    p.beta = contiguous(type, {1, T, HV});
+    p.o = contiguous(operation.output_dtype(p), {1, T, HV, value_dim});
+    return p;
+  }
+
+  /// Every gradient but those of states, dense, each of the type of its input.
+  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+    const Problem p = problem(cu_seqlens.back());
+    PlanOptions options = schedule.plan_options();
+    options.keep = keep == "inputs"   ? KeepPolicy::kInputs
+                   : keep == "states" ? KeepPolicy::kStates
+                                      : KeepPolicy::kKeep;
+    Plan forward;
+    throw_if_error(make_plan(p, cu_seqlens, facts, options, &forward));
+    const Gradients gradients{.d_o = p.o,
+                              .d_final_state = {},
+                              .dq = p.q,
+                              .dk = p.k,
+                              .dv = p.v,
+                              .dg = p.g,
+                              .dbeta = p.beta,
+                              .dA_log = p.A_log,
+                              .ddt_bias = {},
+                              .d_initial_state = {}};
+    BackwardPlan plan;
+    throw_if_error(make_backward_plan(forward, gradients, schedule.plan_options(), &plan));
+    print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
+  }
+
+  void operator()() const {
+    std::vector<int64_t> cu_seqlens = {0};
+    for (const int64_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
+    const DeviceFacts facts =
+        device == "cpu" ? cpu_facts() : gpu_facts(num_sms, compute_capability);
+    if (backward) return plan_backward(cu_seqlens, facts);
     Plan plan;
-    throw_if_error(make_plan(p, cu_seqlens, device == "cpu" ? cpu_facts() : gpu_facts(num_sms),
-                             options, &plan));
+    throw_if_error(
+        make_plan(problem(cu_seqlens.back()), cu_seqlens, facts, schedule.plan_options(), &plan));
     print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
   }
 };
@@ -65,19 +102,27 @@ void add_plan(CLI::App& app) {
   add_head_dim(*sub, "--value-dim", "V", &c->value_dim);
   add_whole<int32_t>(*sub, "--sms", &c->num_sms, 1, 65535, "Multiprocessors of the GPU")
       ->default_str(cat(c->num_sms));
+  add_whole<int32_t>(*sub, "--compute-capability", &c->compute_capability, 10, 999,
+                     "Of the GPU, 10 major + minor")
+      ->default_str(cat(c->compute_capability));
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
-  add_choice(*sub, "--gate", &c->gate, {"bounded", "softplus", "log"},
-             "How gates and beta come, as logits or with log as they are")
-      ->default_str(c->gate);
-  add_threads(*sub, &c->num_threads);
-  add_context_parallel(*sub, &c->context_parallel);
-  add_switch(*sub, "--batch-invariant", &c->batch_invariant, "Plan each sequence as if alone");
+  add_choice(*sub, "--dtype", &c->dtype, {"fp32", "bf16", "fp16"}, "Of q, k, v, g, beta")
+      ->default_str(c->dtype);
+  add_choice(*sub, "--gate-dtype", &c->gate_dtype, {"fp32", "bf16", "fp16"},
+             "Of g (default that of q)");
+  c->operation.add_to(*sub);
+  c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
+  add_switch(*sub, "--backward", &c->backward, "Plan the backward (with --device cpu)");
+  add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
+             "What the forward keeps for its backward")
+      ->default_str(c->keep);
   sub->footer(R"(Examples:
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
-  kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json)");
+  kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
+  kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
   sub->callback([c] { (*c)(); });
 }
 

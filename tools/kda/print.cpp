@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/print.hpp"
+#include "tools/kda/print.hpp"
 
 #include <fmt/core.h>
 #include <unistd.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/report.hpp"
+#include "tools/kda/report.hpp"
 
 #include <fmt/core.h>
 

@@ -6,12 +6,12 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "kda/commands.hpp"
-#include "kda/execute.hpp"
-#include "kda/flags.hpp"
-#include "kda/options.hpp"
-#include "kda/print.hpp"
-#include "kda/report.hpp"
+#include "tools/kda/commands.hpp"
+#include "tools/kda/execute.hpp"
+#include "tools/kda/flags.hpp"
+#include "tools/kda/options.hpp"
+#include "tools/kda/print.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {

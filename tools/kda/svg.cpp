@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/svg.hpp"
+#include "tools/kda/svg.hpp"
 
 #include <fmt/core.h>
 

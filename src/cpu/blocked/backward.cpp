@@ -179,7 +179,7 @@ class GroupBackward {
   void run() {
     for (int64_t j = 0; j < sizes_.group; ++j) load_state(d_final_ref(j), d_state(j));
     const int64_t windows = (length_ + sizes_.window - 1) / sizes_.window;
-    if (!args_.kept_states && windows > 1)
+    if (args_.kept_every == 0 && windows > 1)
       for (int64_t j = 0; j < sizes_.group; ++j) make_starts(j, windows);
     for (int64_t w = windows - 1; w >= 0; --w)
       for (int64_t j = 0; j < sizes_.group; ++j) run_window(w, j);
@@ -280,7 +280,7 @@ class GroupBackward {
     const int64_t head = first_head_ + j;
     if (w == 0)
       load_state(initial_ref(args_.call, n_, head), to);
-    else if (args_.kept_states)
+    else if (args_.kept_every > 0)
       load_state(dense_ref(p_, args_.kept_states,
                            args_.call.sequences.states_before(n_, args_.kept_every) + w - 1, head,
                            p_.value_dim),
@@ -464,7 +464,7 @@ std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every,
 Status backward(const Kernels& kernels, const stage::Backward& args) {
   const stage::Call& call = args.call;
   const Problem& p = call.problem;
-  const Sizes sizes(p, args.kept_states ? args.kept_every : 0);
+  const Sizes sizes(p, args.kept_every);
   auto* sums = static_cast<double*>(call.scratch);
   std::memset(sums, 0, sizes.sums_bytes(p));
   char* threads = static_cast<char*>(call.scratch) + sizes.sums_bytes(p);

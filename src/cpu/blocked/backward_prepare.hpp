@@ -191,9 +191,10 @@ static void undo_norm(const RowSource& x, int token, float scale, int key_dim, f
     store(row + d, set1(static_cast<float>(factor)) * fnma(part, load(raw + d), load(row + d)));
 }
 
-/// a b, and 0 where b is 0 whatever a is.
+/// a b, and 0 where b is 0 whatever a is; NaN stays NaN.
 static inline F product_or_zero(F a, F b) {
-  return select_greater(abs(b), set1(0), a * b, set1(0));
+  const F zero = set1(0);
+  return select_greater(abs(b), zero, a * b, b * zero);
 }
 
 /// s(x) s(-x), which loses nothing where s is near 1.

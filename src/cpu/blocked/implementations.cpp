@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the blocked backend: the same stages over three kernel tables.
+#include "cpu/blocked/backward_kernels.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/plan.hpp"
 #include "plan/ledger.hpp"
@@ -94,10 +95,11 @@ void plan_backward(plan::PlanBuilder& builder) {
 }
 
 template <KernelsFn kKernels, SupportFn kSupported>
-constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilder&)) {
+constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilder&),
+                                 int64_t chunk = kChunk) {
   return {.name = name,
           .device = DeviceKind::kCpu,
-          .chunk_size = kChunk,
+          .chunk_size = chunk,
           .unavailable = unavailable<kKernels, kSupported>,
           .plan = plan,
           .keeps_states = true};
@@ -121,7 +123,7 @@ constexpr registry::DecodeRow decode_row(const char* name) {
 
 template <KernelsFn kKernels, SupportFn kSupported>
 constexpr registry::BackwardRow backward_row(const char* name) {
-  return {.head = head_of<kKernels, kSupported>(name, plan_backward),
+  return {.head = head_of<kKernels, kSupported>(name, plan_backward, kBackwardChunk),
           .backward = backward_with<kKernels>};
 }
 

@@ -5,13 +5,23 @@
 
 #include <type_traits>
 
+#include "cuda/chain/chain.hpp"
 #include "cuda/ptx/ptx.cuh"
-#include "cuda/staged/chunk_delta_h.hpp"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/metadata.cuh"
 #include "cuda/tile/swizzle.cuh"
 
 namespace kda::cuda::chain {
+
+/// Two accumulator tiles as an A operand of 16 channels.
+template <class T>
+__device__ __forceinline__ void round_pairs(const float (&x)[4], const float (&y)[4],
+                                            uint32_t (&out)[4]) {
+  out[0] = ptx::pack<T>(x[0], x[1]);
+  out[1] = ptx::pack<T>(x[2], x[3]);
+  out[2] = ptx::pack<T>(y[0], y[1]);
+  out[3] = ptx::pack<T>(y[2], y[3]);
+}
 
 /// A warp holds S^T of 16 columns of V: rows v of the accumulators, all of K in their columns. An
 /// accumulator pair of columns, rounded, is an A operand as it stands: nothing is exchanged.
@@ -196,14 +206,6 @@ struct Chain {
         x[3] = beta.y * (high.y - x[3]);
       }
     }
-  }
-
-  __device__ __forceinline__ static void round_pairs(const float (&x)[4], const float (&y)[4],
-                                                     uint32_t (&out)[4]) {
-    out[0] = ptx::pack<T>(x[0], x[1]);
-    out[1] = ptx::pack<T>(x[2], x[3]);
-    out[2] = ptx::pack<T>(y[0], y[1]);
-    out[3] = ptx::pack<T>(y[2], y[3]);
   }
 
   /// What `kept`, an error rounded to 16 bits, lacks of it, as 16 bits: A operand of 16 tokens.

@@ -1,18 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which streams (a value head of a unit: a sequence, or a segment of one) a cluster goes through.
+// Which chains a cluster works on. A chain is a value head of a work unit (a sequence, or a segment
+// of one).
 //
-// All streams stand in a line, heads of a unit after each other, each as long as its chunks and
-// what it costs besides. Clusters get equal shares of it, none shorter than the longest stream: the
-// wrap-around rule of McNaughton (1959). Where a share ends inside a stream, the next share begins
-// with the first tokens of that stream, and this one ends with its last ones: what takes a state
-// over comes to it after the other cluster has handed it on. Shares go to clusters in reverse, so
-// that a cluster waits only for one launched before it. Results do not depend on shares: a state is
-// handed on in fp32, between runs.
+// All chains stand in one schedule, the heads of a unit after each other. The cost of a chain is
+// its chunks plus a fixed cost. Each cluster gets a work range of equal cost, none smaller than the
+// longest chain: the wrap-around rule of McNaughton (1959). Where a range ends inside a chain, the
+// next range begins with the first tokens of that chain, and this range ends with its last tokens.
+// So the cluster that needs a state reaches that work item last, after the other cluster has handed
+// the state over. Ranges go to clusters in reverse, so that a cluster waits only for one that was
+// launched before it. Results do not depend on ranges: a state is handed over in fp32, between two
+// sub-chunks.
 //
-// Transitions that may stop early are not in that line: nobody knows how long they are. A cluster
-// runs one of them after its share, in pieces. After each piece the consumers of both blocks say
-// how large M is. Where it was small there is no piece after the next one: that one is on its way,
-// and so no warp waits.
+// An example: units of 4 and 6 chunks, one head, two clusters, fixed cost 0. The schedule has 10
+// chunks, each range 6 (the longest chain). Range 0 has unit 0 and 2 chunks of unit 1, range 1 the
+// other 4 chunks of unit 1. Range 0 ends inside unit 1, so range 1 takes the first 4 chunks of unit
+// 1 and stores the state; range 0 runs unit 0, then takes that state and runs the last 2 chunks of
+// unit 1. It writes the final state, since its item ends where the sequence does.
+//
+// Transitions that may exit early are not in the schedule: nobody knows their length. A cluster
+// runs one of them after its range, in exit intervals of kNormCheckTokens. After each interval the
+// consumers of all blocks add up the norm of M. Where it was small, no interval follows the next
+// one: that one is on its way already, and so no warp waits.
 #pragma once
 
 #include <type_traits>
@@ -23,49 +31,49 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// What a cluster does of a stream.
-struct Part {
+/// The part of a chain that a cluster runs at once.
+struct WorkItem {
   Span span;
   int64_t segment, head;
   FusedState state;
-  bool taken_over, handed_on;  // the state comes from another cluster, goes to one
-  int piece;                   // number, of a transition that may stop early; else kNoPiece
-  static constexpr int kNoPiece = -1;
+  bool takes_state, stores_state;  // by a handoff: from another cluster, for another cluster
+  int exit_interval;               // number, for a transition that may exit early; or kNoInterval
+  static constexpr int kNoInterval = -1;
 };
 
-/// How large M is after pieces: of each warp of the consumers of a cluster of so many blocks, the
-/// sum of its squares.
+/// The norm of M after exit intervals. kBlocks: blocks of a cluster.
 template <int kBlocks>
-struct Looks {
-  static constexpr int kWarps = 4 * kBlocks;
-  float squares[2][kWarps];  // of every second piece
-  ptx::Mbarrier there[2];    // all are
+struct NormCheck {
+  static constexpr int kWarps = 4 * kBlocks;  // consumer warps of the cluster
+  float squares[2][kWarps];                   // sum of squares of each warp, by parity of interval
+  ptx::Mbarrier norms_arrived[2];             // all warps have put theirs
 
-  /// By a whole warp of a consumer, `warp` of all blocks' ones.
-  __device__ void put(int piece, int warp, float sum) {
-    const int slot = piece % 2, rank = static_cast<int>(threadIdx.x % 32);
+  /// Called by all lanes of a consumer warp, whose number in the cluster is `warp`: tells every
+  /// block the sum of squares of the warp's part of M.
+  __device__ void put(int interval, int warp, float sum) {
+    const int slot = interval % 2, rank = static_cast<int>(threadIdx.x % 32);
     if (rank >= kBlocks) return;
     ptx::st_cluster(&squares[slot][warp], sum, rank);
-    ptx::mbarrier_arrive_cluster(there[slot], rank);
+    ptx::mbarrier_arrive_cluster(norms_arrived[slot], rank);
   }
-  /// |M|_F <= 2^-20 (stage/segment_scan.hpp says where that is enough).
-  __device__ bool small_after(int piece) {
-    const int slot = piece % 2;
-    ptx::mbarrier_wait_cluster(there[slot], piece / 2 % 2);
+  /// Whether |M|_F <= 2^-20 after the interval (stage/segment_scan.hpp says why that is enough).
+  __device__ bool small_after(int interval) {
+    const int slot = interval % 2;
+    ptx::mbarrier_wait_cluster(norms_arrived[slot], interval / 2 % 2);
     float sum = 0;
     for (const float x : squares[slot]) sum += x;
     return sum <= 0x1p-40f;
   }
 };
 
-/// Of a cluster: where it begins, and how much of the line is left of it.
-struct Share {
+/// Where a cluster is in the schedule.
+struct WorkRange {
   int64_t unit, head;
-  int64_t before;  // what lies of that stream in the share before
-  int64_t left;
+  int64_t before;  // cost of that chain that lies in the range before
+  int64_t left;    // cost that is left of this range
 };
 
-/// Of a kernel with units: where they are few, they come with it.
+/// Arguments of a kernel with units. Few units travel with the arguments.
 struct UnitArgs : FusedPrefillArgs {
   static constexpr int64_t kMostWords = 256;  // 41 units of one sequence
   int64_t num_words = 0;                      // 0: units are in device memory
@@ -79,7 +87,7 @@ struct UnitArgs : FusedPrefillArgs {
     const auto* carried = reinterpret_cast<const WorkUnit*>(words + num_words);
     return num_words > 0 ? carried[n - num_units - 1] : units[n];
   }
-  /// By the first block, for kernels after this one.
+  /// The first block writes the words for kernels after this one.
   __device__ void write_words() const {
     if (blockIdx.x == 0)
       for (int64_t i = threadIdx.x; i < num_words; i += blockDim.x) target()[i] = words[i];
@@ -92,130 +100,135 @@ __device__ inline const WorkUnit& unit_of(const FusedPrefillArgs& a, int64_t n) 
   return static_cast<const UnitArgs&>(a).unit(n);
 }
 
-/// Units in the line. kSegments: whether they are of the caller; else one a sequence.
+/// Units in the schedule. kSegments: the call has units; else each sequence is one.
 template <bool kSegments>
-__device__ inline int64_t units_in_line(const FusedPrefillArgs& a) {
+__device__ inline int64_t scheduled_units(const FusedPrefillArgs& a) {
   return kSegments ? a.num_scheduled : a.map.num_sequences;
 }
-/// Chunks and costs of the units before `n`, one head.
+/// Cost of the units before `n`, one head.
 template <bool kSegments>
-__device__ inline int64_t line_before(const FusedPrefillArgs& a, int64_t n) {
+__device__ inline int64_t cost_before(const FusedPrefillArgs& a, int64_t n) {
   if constexpr (kSegments) return unit_of(a, n).before;
   const int64_t chunks =
       a.map.cu_seqlens ? a.map.chunk_offsets[n] : n * chunks_of(a.map.num_tokens);
   return chunks + n * kWorkUnitCost;
 }
 template <bool kSegments>
-__device__ inline int64_t stream_length(const FusedPrefillArgs& a, int64_t n) {
-  return line_before<kSegments>(a, n + 1) - line_before<kSegments>(a, n);
+__device__ inline int64_t chain_cost(const FusedPrefillArgs& a, int64_t n) {
+  return cost_before<kSegments>(a, n + 1) - cost_before<kSegments>(a, n);
 }
-/// All of a unit, one head.
+/// All of a chain as one item.
 template <bool kSegments>
-__device__ inline Part whole_of(const FusedPrefillArgs& a, int64_t n, int64_t head) {
+__device__ inline WorkItem whole_chain(const FusedPrefillArgs& a, int64_t n, int64_t head) {
   if constexpr (!kSegments)
-    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false, Part::kNoPiece};
+    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false,
+            WorkItem::kNoInterval};
   const WorkUnit& unit = unit_of(a, n);
-  return {unit.span, unit.segment, head, unit.state, false, false, Part::kNoPiece};
+  return {unit.span, unit.segment, head, unit.state, false, false, WorkItem::kNoInterval};
 }
-/// Number of this cluster's share.
+/// Number of this cluster's range.
 template <int kBlocks>
-__device__ inline int64_t share_number() {
+__device__ inline int64_t range_number() {
   return (gridDim.x - 1 - blockIdx.x) / static_cast<unsigned>(kBlocks);
 }
 
-/// By all threads of a block; `share` is in shared memory.
+/// Called by all threads of a block; `range` and `longest` are in shared memory.
 template <int kBlocks, bool kSegments>
-__device__ inline void find_share(const FusedPrefillArgs& a, Share& share, int& longest) {
-  const int64_t N = units_in_line<kSegments>(a), HV = a.shape.HV, number = share_number<kBlocks>(),
-                shares = gridDim.x / static_cast<unsigned>(kBlocks);
-  if (threadIdx.x == 0) share = {N, 0, 0, 0}, longest = 0;
+__device__ inline void find_range(const FusedPrefillArgs& a, WorkRange& range, int& longest) {
+  const int64_t N = scheduled_units<kSegments>(a), HV = a.shape.HV,
+                number = range_number<kBlocks>(),
+                ranges = gridDim.x / static_cast<unsigned>(kBlocks);
+  if (threadIdx.x == 0) range = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
-  if (N * HV <= shares) {  // a stream each
+  if (N * HV <= ranges) {  // a chain each
     if (threadIdx.x == 0)
-      share = {number / HV, number % HV, 0, stream_length<kSegments>(a, number / HV)};
+      range = {number / HV, number % HV, 0, chain_cost<kSegments>(a, number / HV)};
     __syncthreads();
     return;
   }
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x)
-    atomicMax(&longest, static_cast<int>(stream_length<kSegments>(a, n)));
+    atomicMax(&longest, static_cast<int>(chain_cost<kSegments>(a, n)));
   __syncthreads();
-  const int64_t line = line_before<kSegments>(a, N) * HV;
-  const int64_t size = max((line + shares - 1) / shares, static_cast<int64_t>(longest));
+  const int64_t total = cost_before<kSegments>(a, N) * HV;
+  const int64_t size = max((total + ranges - 1) / ranges, static_cast<int64_t>(longest));
   const int64_t begin = number * size;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
-    const int64_t in = begin - line_before<kSegments>(a, n) * HV,
-                  length = stream_length<kSegments>(a, n);
-    if (in >= 0 && in < length * HV) share = {n, in / length, in % length, size};
+    const int64_t in = begin - cost_before<kSegments>(a, n) * HV,
+                  length = chain_cost<kSegments>(a, n);
+    if (in >= 0 && in < length * HV) range = {n, in / length, in % length, size};
   }
   __syncthreads();
 }
 
-/// Runs of a part: as many for each block of the cluster.
+/// Sub-chunks of an item, a multiple of the blocks of a cluster.
 template <int kBlocks>
-__device__ __forceinline__ int runs_of(const Part& part) {
+__device__ __forceinline__ int subchunks_of(const WorkItem& item) {
   constexpr int kTokens = kBlocks * kSubchunk;
-  return static_cast<int>((part.span.end - part.span.begin + kTokens - 1) / kTokens * kBlocks);
+  return static_cast<int>((item.span.end - item.span.begin + kTokens - 1) / kTokens * kBlocks);
 }
 
-/// Where a warp is in its share. In shared memory: while it works on a part, none of this is in
+/// Where a warp is. It lies in shared memory: while the warp works on an item, none of this is in
 /// registers.
-struct Course {
-  Share share;
-  Part part;
+struct SchedulerState {
+  WorkRange range;
+  WorkItem item;
 };
 
-/// By all lanes of a warp: the first piece of a transition that may stop early, or the next one.
-/// False: there is none, and the course stays as it is.
+/// Called by all lanes of a warp: moves to the first exit interval of a transition, or to the next
+/// one. Returns false, and leaves the state as it is, if there is none.
 template <int kBlocks>
-__device__ inline bool next_piece(const FusedPrefillArgs& a, Course& course,
-                                  Looks<kBlocks>& looks) {
-  Part part = course.part;
-  const int64_t number = share_number<kBlocks>(), unit = a.num_scheduled + number / a.shape.HV;
+__device__ inline bool next_interval(const FusedPrefillArgs& a, SchedulerState& scheduler,
+                                     NormCheck<kBlocks>& norm_check) {
+  WorkItem item = scheduler.item;
+  const int64_t number = range_number<kBlocks>(), unit = a.num_scheduled + number / a.shape.HV;
   __syncwarp();
   if (unit >= a.num_units) return false;
   const int64_t end = unit_of(a, unit).span.end;
-  if (part.piece == Part::kNoPiece) {
-    part = whole_of<true>(a, unit, number % a.shape.HV);
-    part.piece = 0;
+  if (item.exit_interval == WorkItem::kNoInterval) {
+    item = whole_chain<true>(a, unit, number % a.shape.HV);
+    item.exit_interval = 0;
   } else {
-    if (part.span.end == end || (part.piece > 0 && looks.small_after(part.piece - 1))) return false;
-    part.span.begin = part.span.end;
-    ++part.piece;
+    if (item.span.end == end ||
+        (item.exit_interval > 0 && norm_check.small_after(item.exit_interval - 1)))
+      return false;
+    item.span.begin = item.span.end;
+    ++item.exit_interval;
   }
-  part.span.end = min(end, part.span.begin + kNormCheckTokens);
-  if (threadIdx.x % 32 == 0) course.part = part;
+  item.span.end = min(end, item.span.begin + kNormCheckTokens);
+  if (threadIdx.x % 32 == 0) scheduler.item = item;
   __syncwarp();
   return true;
 }
 
-/// By all lanes of a warp: the next part of the share, or what comes after it. False: there is
-/// none.
+/// Called by all lanes of a warp: moves to the next item of the range, then to exit intervals.
+/// Returns false if nothing is left.
 template <bool kSegments, int kBlocks>
-__device__ inline bool next_part(const FusedPrefillArgs& a, Course& course, Looks<kBlocks>& looks) {
-  Share share = course.share;
+__device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& scheduler,
+                                 NormCheck<kBlocks>& norm_check) {
+  WorkRange range = scheduler.range;
   __syncwarp();
-  while (share.left > 0 && share.unit < units_in_line<kSegments>(a)) {
-    const int64_t length = stream_length<kSegments>(a, share.unit), chunks = length - kWorkUnitCost;
-    const int64_t rest = length - share.before;
-    const bool cut = rest > share.left;
+  while (range.left > 0 && range.unit < scheduled_units<kSegments>(a)) {
+    const int64_t length = chain_cost<kSegments>(a, range.unit), chunks = length - kWorkUnitCost;
+    const int64_t rest = length - range.before;
+    const bool cut = rest > range.left;
     const int64_t first =
-        cut ? chunks - max(share.before + share.left - kWorkUnitCost, int64_t{0}) : 0;
-    const int64_t last = chunks - max(share.before - kWorkUnitCost, int64_t{0});
-    Part part = whole_of<kSegments>(a, share.unit, share.head);
-    part.taken_over = first > 0;
-    part.handed_on = last < chunks;
-    part.span.end = min(part.span.end, part.span.begin + last * kChunk);
-    part.span.begin += first * kChunk;
-    share.left -= rest;
-    share.before = 0;
-    if (++share.head == a.shape.HV) share.head = 0, ++share.unit;
+        cut ? chunks - max(range.before + range.left - kWorkUnitCost, int64_t{0}) : 0;
+    const int64_t last = chunks - max(range.before - kWorkUnitCost, int64_t{0});
+    WorkItem item = whole_chain<kSegments>(a, range.unit, range.head);
+    item.takes_state = first > 0;
+    item.stores_state = last < chunks;
+    item.span.end = min(item.span.end, item.span.begin + last * kChunk);
+    item.span.begin += first * kChunk;
+    range.left -= rest;
+    range.before = 0;
+    if (++range.head == a.shape.HV) range.head = 0, ++range.unit;
     if (cut && first == last) continue;
-    if (threadIdx.x % 32 == 0) course = {share, part};
+    if (threadIdx.x % 32 == 0) scheduler = {range, item};
     __syncwarp();
     return true;
   }
   if constexpr (kSegments)
-    if (a.num_scheduled < a.num_units) return next_piece(a, course, looks);
+    if (a.num_scheduled < a.num_units) return next_interval(a, scheduler, norm_check);
   return false;
 }
 

@@ -23,14 +23,14 @@
 namespace kda::cuda::sm90 {
 namespace {
 
-using Part = __nv_bfloat16;  // of two, of M and S_in
+using Part = __nv_bfloat16;  // M and S_in are sums of two of these for final states
 constexpr int kWarps = 4, kThreads = kWarps * 32;
 constexpr int kGroup = 32;  // channels or columns that are permuted
 constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
 template <int kK>
 constexpr int kFinalParts = kK / kTokens*(kK / kGroup);  // blocks of a final state
 constexpr int kBlocksPerSm = 3;
-constexpr int64_t kTypicallyAlive = 8192;        // tokens, of transitions that may stop early
+constexpr int64_t kTypicalExit = 8192;           // tokens after which transitions exit
 static_assert(kNormCheckTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
 template <int kK>
@@ -39,13 +39,14 @@ struct alignas(kK * 2) SharedState {
   uint32_t tops[kWarps];
 };
 
-/// kStop: transitions may have stopped before their segments end. T: of o; Operand: of Qt and S_in.
-template <int kK, class T, class Operand, bool kStop>
+/// kEarlyExit: transitions may have exited before their segments end. T is the type of o, Operand
+/// that of Qt and S_in.
+template <int kK, class T, class Operand, bool kEarlyExit>
 struct Correct {
   static constexpr int kV = kK, kGroups = kK / kGroup;
   static constexpr int kEights = kV / 8, kRowsAtOnce = kThreads / kEights;  // of a state
-  static constexpr bool kHalf = std::is_same_v<Operand, __half>;
-  static constexpr bool kRests = kHalf && std::is_same_v<T, __nv_bfloat16>;
+  static constexpr bool kFp16 = std::is_same_v<Operand, __half>;
+  static constexpr bool kHasResidual = kFp16 && std::is_same_v<T, __nv_bfloat16>;
   const SegmentCorrectArgs& a;
   SharedState<kK>& shared;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -61,7 +62,7 @@ struct Correct {
       return {ptx::pack<Item>(low.x * by, low.y * by), ptx::pack<Item>(low.z * by, low.w * by),
               ptx::pack<Item>(high.x * by, high.y * by), ptx::pack<Item>(high.z * by, high.w * by)};
     }
-    __device__ uint4 rest() const {
+    __device__ uint4 residual() const {
       const uint4 kept = rounded();
       return {rest_of(low.x, low.y, kept.x), rest_of(low.z, low.w, kept.y),
               rest_of(high.x, high.y, kept.z), rest_of(high.z, high.w, kept.w)};
@@ -84,8 +85,8 @@ struct Correct {
     return (segment * a.shape.HV + head) * (kK * kV);
   }
 
-  /// Of eight columns of a row, in bytes. Eight rows that are read at once differ in their last bit
-  /// and in bits 3 and 4.
+  /// Offset of eight columns of a row, in bytes. Eight rows that are read at once differ in their
+  /// last bit and in bits 3 and 4.
   __device__ static int place(int row, int piece) {
     return row * kV * 2 + (piece ^ (row % 2 + row / 8 % 4 * 2)) * 16;
   }
@@ -120,7 +121,7 @@ struct Correct {
     put(at, i * (kRowsAtOnce / 8) % 4 * 2, (n + i) * kRowsAtOnce * kV * 2, pairs);
     return pairs;
   }
-  /// Of a block, which waits for all of its stores.
+  /// The largest of a block, which waits for all of its stores.
   __device__ uint32_t top_of_block(uint32_t top) const {
     top = ptx::redux_max(top);
     if (lane == 0) shared.tops[warp] = top;
@@ -134,12 +135,12 @@ struct Correct {
     return __uint_as_float(static_cast<uint32_t>(127 + min(exponent, 127)) << 23);
   }
 
-  struct Start {
+  struct StartState {
     bool finite;
     int exponent;  // of what S_in is times
   };
   /// S_in by all threads of a block.
-  __device__ Start load_state(const float* from) const {
+  __device__ StartState load_state(const float* from) const {
     const uint32_t at = place_of_eight(thread / kEights, thread % kEights);
     uint32_t tops = 0;  // of rounded numbers without signs, in both halves
     for_each_eight(from, [&](int n, int i, const Eight& x) {
@@ -148,12 +149,12 @@ struct Correct {
         tops = ptx::max_u16x2(tops, pair & 0x7fff7fff);
     });
     const uint32_t top = top_of_block(max(tops & 0xffff, tops >> 16));
-    if (!kHalf) return {top < 0x7f80, 0};
+    if (!kFp16) return {top < 0x7f80, 0};
     constexpr uint32_t kUsual[] = {0x1c00, 0x7800};  // 2^-8, 2^15
-    return top >= kUsual[0] && top < kUsual[1] ? Start{true, 0} : scale_state(from);
+    return top >= kUsual[0] && top < kUsual[1] ? StartState{true, 0} : scale_state(from);
   }
   /// Times what takes its largest finite number to 1 to 2.
-  __device__ Start scale_state(const float* from) const {
+  __device__ StartState scale_state(const float* from) const {
     constexpr uint32_t kInfinity = 0x7f800000;
     uint32_t top = 0, finite_top = 0;
     for_each_eight(from, [&](int, int, const Eight& x) {
@@ -197,15 +198,15 @@ struct Correct {
       }
   }
 
-  /// Eight columns of a row, and what they lack in bf16, plus what is missing.
+  /// Eight columns of a row, with their residual, plus what the start state adds.
   template <int kUpper>
-  __device__ static uint4 sum_of(uint4 x, uint4 rest, const float (*missing)[4], float by) {
+  __device__ static uint4 sum_of(uint4 x, uint4 residual, const float (*missing)[4], float by) {
     uint32_t* pairs = &x.x;
-    const uint32_t* words = &rest.x;
+    const uint32_t* words = &residual.x;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      const float2 y =
-          kRests ? fused::with_rest<kUpper>(pairs[m], words[m]) : ptx::unpack<T>(pairs[m]);
+      const float2 y = kHasResidual ? fused::with_residual<kUpper>(pairs[m], words[m])
+                                    : ptx::unpack<T>(pairs[m]);
       pairs[m] = ptx::pack<T>(fmaf(missing[m][kUpper * 2], by, y.x),
                               fmaf(missing[m][kUpper * 2 + 1], by, y.y));
     }
@@ -214,16 +215,16 @@ struct Correct {
 
   /// This lane's pieces of two rows of 16 tokens.
   struct Rows {
-    int64_t at[2], rest_at;
+    int64_t at[2], residual_at;
     bool valid[2];
     __device__ Rows(const Correct& c, const WorkUnit& unit, int64_t head, int64_t first) {
       const Span span = unit.span;
       const int64_t run = first + c.warp * kWarpTokens, token = run + c.lane / 4;
       at[0] = row_offset(c.a.o, c.a.map, span.sequence, token, head) + c.lane % 4 * 8;
       at[1] = at[0] + 8 * c.a.o.stride_t;
-      rest_at = kRests ? fused::rest_place<kV>(c.a.shape, unit.segment, run, head) +
-                             c.lane % 4 / 2 * fused::kRestLanes + c.lane / 4 * 4
-                       : 0;
+      residual_at = kHasResidual ? fused::residual_place<kV>(c.a.shape, unit.segment, run, head) +
+                                       c.lane % 4 / 2 * fused::kResidualLanes + c.lane / 4 * 4
+                                 : 0;
       valid[0] = token < span.end, valid[1] = token + 8 < span.end;
     }
     __device__ void load(const void* base, uint4 (&x)[kGroups][2], bool there = true) const {
@@ -236,15 +237,15 @@ struct Correct {
                                                               group * kGroup)
                             : uint4{};
     }
-    /// Of both rows; those of columns from 8 on where this lane's are.
-    __device__ void load_rest(const Correct& c, uint4 (&x)[kGroups]) const {
-      if (!kRests) return;
+    /// Loads residual words of both rows, shifted to columns from 8 on where this lane has those.
+    __device__ void load_residual(const Correct& c, uint4 (&x)[kGroups]) const {
+      if (!kHasResidual) return;
       const int right = c.lane % 2 * 8;
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) {
         if (valid[0] || valid[1])
-          x[group] = *reinterpret_cast<const uint4*>(c.a.residual + rest_at +
-                                                     group * 2 * fused::kRestLanes);
+          x[group] = *reinterpret_cast<const uint4*>(c.a.residual + residual_at +
+                                                     group * 2 * fused::kResidualLanes);
         x[group] = {x[group].x >> right, x[group].y >> right, x[group].z >> right,
                     x[group].w >> right};
       }
@@ -274,24 +275,24 @@ struct Correct {
     int64_t first = span.begin + place / HV / a.num_units * a.block_tokens;
     const int64_t end = min(first + a.block_tokens, span.end);
     if (first >= end) return;
-    const int64_t alive = kStop ? a.exit_tokens[unit.segment * HV + head] : end;
-    uint4 q[kGroups][2], o[kGroups][2], rest[kGroups]{};
+    const int64_t exit = kEarlyExit ? a.exit_tokens[unit.segment * HV + head] : end;
+    uint4 q[kGroups][2], o[kGroups][2], residual[kGroups]{};
     Rows rows(*this, unit, head, first);
-    rows.load(a.Qt, q, !kStop || first < alive);
-    const Start start = load_state(a.states_in + matrix_of(unit.segment, head));
-    const float back = exp2_of(kHalf ? -start.exponent - a.qt_exponent : 0);
-    while (!kStop || first < alive || !start.finite) {
+    rows.load(a.Qt, q, !kEarlyExit || first < exit);
+    const StartState start = load_state(a.states_in + matrix_of(unit.segment, head));
+    const float back = exp2_of(kFp16 ? -start.exponent - a.qt_exponent : 0);
+    while (!kEarlyExit || first < exit || !start.finite) {
       rows.keep_those_that_add(q, start.finite);
       rows.load(a.o.base, o);
-      rows.load_rest(*this, rest);
-      if (rows.any()) add_missing(rows, q, o, rest, back);
+      rows.load_residual(*this, residual);
+      if (rows.any()) add_missing(rows, q, o, residual, back);
       if ((first += kTokens) >= end) return;
       rows = Rows(*this, unit, head, first);
-      rows.load(a.Qt, q, !kStop || first < alive);
+      rows.load(a.Qt, q, !kEarlyExit || first < exit);
     }
   }
   __device__ void add_missing(const Rows& rows, const uint4 (&q)[kGroups][2],
-                              const uint4 (&o)[kGroups][2], const uint4 (&rest)[kGroups],
+                              const uint4 (&o)[kGroups][2], const uint4 (&residual)[kGroups],
                               float back) const {
     float missing[kV / 8][4] = {};
     multiply<Operand>(q, 0, missing);
@@ -301,10 +302,10 @@ struct Correct {
       const float(*of_group)[4] = missing + group * 4;
       if (rows.valid[0])
         *reinterpret_cast<uint4*>(at + rows.at[0]) =
-            sum_of<0>(o[group][0], rest[group], of_group, back);
+            sum_of<0>(o[group][0], residual[group], of_group, back);
       if (rows.valid[1])
         *reinterpret_cast<uint4*>(at + rows.at[1]) =
-            sum_of<1>(o[group][1], rest[group], of_group, back);
+            sum_of<1>(o[group][1], residual[group], of_group, back);
     }
   }
 
@@ -347,15 +348,15 @@ struct Correct {
     for (int i = 0; i < kPieces; ++i) {
       const int piece = i * kThreads + thread;
       put(place_of_eight(piece / 4, piece % 4), 0, 0, x[i].rounded());
-      put(place_of_eight(piece / 4, 4 + piece % 4), 0, 0, x[i].rest());
+      put(place_of_eight(piece / 4, 4 + piece % 4), 0, 0, x[i].residual());
     }
-    uint4 rounded[kGroups][2], rest[kGroups][2];
+    uint4 rounded[kGroups][2], residual[kGroups][2];
 #pragma unroll
     for (int i = 0; i < kGroups * 2; ++i)
       rounded[i / 2][i % 2] = m[i / 2][i % 2].rounded(),
-                         rest[i / 2][i % 2] = m[i / 2][i % 2].rest();
+                         residual[i / 2][i % 2] = m[i / 2][i % 2].residual();
     __syncthreads();
-    multiply<Part>(rest, 0, sum);
+    multiply<Part>(residual, 0, sum);
     multiply<Part>(rounded, kGroup / 8, sum);
     multiply<Part>(rounded, 0, sum);
   }
@@ -366,10 +367,10 @@ __host__ __device__ int64_t state_blocks(const SegmentCorrectArgs& a) {
   return a.final_state.base ? a.map.num_sequences * a.shape.HV * kFinalParts<kK> : 0;
 }
 
-template <int kK, class T, class Operand, bool kStop>
+template <int kK, class T, class Operand, bool kEarlyExit>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
-  const Correct<kK, T, Operand, kStop> correct{
+  const Correct<kK, T, Operand, kEarlyExit> correct{
       a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared())};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
   ptx::griddepcontrol_wait();
@@ -379,7 +380,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     correct.run(place);
 }
 
-/// `blocks`: of outputs.
+/// `blocks`: how many correct outputs.
 template <int kK, class T, class Operand>
 Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
   return launch_kernel("segment_correct",
@@ -399,15 +400,16 @@ Status launch_size(const SegmentCorrectArgs& args, int64_t blocks, const Launch&
 }  // namespace
 
 Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& where) {
-  // S_in of a block is as much as 85 tokens: as many of them as leave one round of blocks.
-  const int64_t streams = args.num_units * args.shape.HV;
-  const int64_t longest = args.exit_tokens ? std::min(args.longest, kTypicallyAlive) : args.longest;
+  // Loading S_in costs a block as much as 85 tokens: a block has as many as leave one round of
+  // blocks.
+  const int64_t chains = args.num_units * args.shape.HV;
+  const int64_t longest = args.exit_tokens ? std::min(args.longest, kTypicalExit) : args.longest;
   const int64_t tiles = (longest + kTokens - 1) / kTokens;
   const int64_t at_once = num_sms * kBlocksPerSm;
-  args.block_tokens = std::max<int64_t>(2, (tiles * streams + at_once - 1) / at_once) * kTokens;
+  args.block_tokens = std::max<int64_t>(2, (tiles * chains + at_once - 1) / at_once) * kTokens;
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
-  return args.shape.K == 64 ? launch_size<64>(args, streams * parts, where)
-                            : launch_size<128>(args, streams * parts, where);
+  return args.shape.K == 64 ? launch_size<64>(args, chains * parts, where)
+                            : launch_size<128>(args, chains * parts, where);
 }
 
 }  // namespace kda::cuda::sm90

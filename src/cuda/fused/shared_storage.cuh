@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared memory of fused_prefill: a ring of stages from producers to the consumer, and what each
-// maker has for itself.
+// Shared memory of the fused kernel: pipeline stages from producers to the consumer, and what each
+// producer group has for itself. The map is on the first page of fused/kernel.cuh.
 #pragma once
 
 #include <cstddef>
@@ -10,50 +10,52 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/tile/chunk.hpp"
+#include "cuda/tile/swizzle.cuh"
 
 namespace kda::cuda::sm90::fused {
 
-using Bits = uint16_t;           // of bf16 or fp16
-constexpr int kRun = kSubchunk;  // tokens of a stage
+using Bits = uint16_t;  // of bf16 or fp16
 template <int kK>
 constexpr int kStride = kK + 8;  // of rows that only ldmatrix reads
 
-constexpr int kMakers = 8;        // of runs, in a cluster
-constexpr int kStages = kMakers;  // a maker fills one stage, and always the same
+constexpr int kGroups = 8;            // producer groups of a cluster
+constexpr int kPipeStages = kGroups;  // a group fills one stage, and always the same
 template <int kK>
 constexpr int kBlocks = fused_blocks(kK);  // of a cluster: 64 columns of V each
 template <int kK>
-constexpr int kBlockMakers = kMakers / kBlocks<kK>;
+constexpr int kBlockGroups = kGroups / kBlocks<kK>;
 template <int kK>
-constexpr int kMakerWarps = kK / 64;  // a thread has two channels
-constexpr int kProducerWarps = 8;
-static_assert(kBlockMakers<64> * kMakerWarps<64> == kProducerWarps);
-static_assert(kBlockMakers<128> * kMakerWarps<128> == kProducerWarps);
+constexpr int kGroupWarps = kK / 64;  // a thread has two channels
+constexpr int kProducerWarps = 8;     // of a block
+static_assert(kBlockGroups<64> * kGroupWarps<64> == kProducerWarps);
+static_assert(kBlockGroups<128> * kGroupWarps<128> == kProducerWarps);
 
-/// Of q, k, v and o where gates are E.
+/// Type of q, k, v and o where gates have type E.
 template <class E>
 using InputOf = std::conditional_t<std::is_same_v<E, __half>, __half, __nv_bfloat16>;
 
-/// What the consumer multiplies with, and the state and errors where it does. fp16 has three bits
-/// more than bf16 but spans 40 powers of two (consumer.cuh says how they suffice).
+/// Operand is the type of what the consumer multiplies: factors, and the state and errors, rounded.
+/// fp16 has three bits more than bf16 but spans 40 powers of two (state_scale.cuh says how they
+/// suffice).
 template <class Operand>
-constexpr bool kHalf = std::is_same_v<Operand, __half>;
+constexpr bool kFp16 = std::is_same_v<Operand, __half>;
 
-/// Scores inside a run are anchored at its start: rows are decayed since then, columns divided by
-/// it. Rows reach from the anchor to the least. Operands in bf16 are these rows, and keep clear of
-/// denormals. Operands in fp16 are rows without the anchor, and scores have rows of their own: with
-/// softplus gates, which have no bound, these span 216 powers of two.
+/// Scores inside a sub-chunk are anchored at its start: rows are decayed since then, columns
+/// divided by that decay. Rows reach from the anchor down to kLeast. Operands in bf16 are these
+/// rows, and keep clear of denormals. Operands in fp16 are rows without the anchor, and scores have
+/// rows of their own: with softplus gates, which have no bound, these span 216 powers of two.
 template <class Operand>
-constexpr float kAnchor = kHalf<Operand> ? 1.0f : 0x1p48f;  // of operands
-template <class Operand, int kGateMode>
-constexpr int kLogScoreAnchor = kHalf<Operand> ? kGateMode == 1 ? 100 : 0 : 48;
-template <class Operand, int kGateMode>
-constexpr float kScoreAnchor = kHalf<Operand>&& kGateMode == 1 ? 0x1p100f : kAnchor<Operand>;
+constexpr float kAnchor = kFp16<Operand> ? 1.0f : 0x1p48f;  // of operands
+template <class Operand, GateMode kGateMode>
+constexpr int kLogScoreAnchor = kFp16<Operand> ? kGateMode == GateMode::kSoftplus ? 100 : 0 : 48;
+template <class Operand, GateMode kGateMode>
+constexpr float kScoreAnchor =
+    kFp16<Operand>&& kGateMode == GateMode::kSoftplus ? 0x1p100f : kAnchor<Operand>;
 template <class Operand>
-constexpr float kLeast = kHalf<Operand> ? 0x1p-116f : 0x1p-96f;
+constexpr float kLeast = kFp16<Operand> ? 0x1p-116f : 0x1p-96f;
 
-/// A lane of the consumer has channels 2j and 2j + 1 of every 8: its 32 lie together, those of
-/// other lanes in other banks.
+/// A consumer lane has channels 2j and 2j + 1 of every 8. Its 32 lie together, those of other lanes
+/// in other banks.
 template <int kK>
 constexpr int kGammaStride = kK / 4 + 4;
 template <int kK>
@@ -61,118 +63,115 @@ __device__ __forceinline__ constexpr unsigned gamma_place(unsigned channel) {
   return channel % 8 / 2 * kGammaStride<kK> + channel / 8 * 2 + channel % 2;
 }
 
-/// A lane of the consumer has tokens 2j and 2j + 1 of both 8: their factors lie together too.
+/// A consumer lane has tokens 2j and 2j + 1 of both 8: their factors lie together too.
 __device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
   return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
 }
 
-/// Factors of a run, the same for both blocks, of operands. Norms are factors of tokens here, not
-/// of elements: rows and columns are those of q and k as they came, decayed. wgmma wants tiles
+/// Factors of a sub-chunk, the same for both blocks, as operands. Norms are factors of tokens here,
+/// not of elements: rows and columns are those of q and k as they came, decayed. wgmma wants tiles
 /// aligned to 1024 bytes.
 template <int kK>
 struct alignas(1024) Tiles {
-  uint16_t rows[2 * kRun * kK];  // k, then q, times kAnchor exp(G); [32, 64] for each 64 channels
-  uint16_t kg[kRun * kK];        // k exp(G_end - G); [16, 64] for each 64 channels
+  /// k, then q, times kAnchor exp(G): [32, 64] for each 64 channels.
+  uint16_t rows[2 * kSubchunk * kK];
+  uint16_t kg[kSubchunk * kK];  // k exp(G_end - G): [16, 64] for each 64 channels
 };
-/// Squares are strictly lower triangular, at square_place().
+/// Squares are strictly lower triangular; square_place() says where an element is.
 template <int kK>
 struct alignas(16) Factors {
-  uint16_t inverse[kRun * kRun];      // of T' = (I + N diag(beta))^-1
-  uint16_t Aqk[kRun * kRun];          // without norms, times kAnchor
-  float gamma[4 * kGammaStride<kK>];  // exp(G_end), at gamma_place()
-  // Of tokens, at token_place():
-  float k_norm[kRun], q_norm[kRun];  // with 1 / kAnchor; q_norm with the scale of outputs too
-  float k_beta[kRun];                // norm of k and beta
-  float diag[kRun];                  // q . k, times kAnchor
+  uint16_t inverse[kSubchunk * kSubchunk];  // of T' = (I + N diag(beta))^-1
+  uint16_t Aqk[kSubchunk * kSubchunk];      // without norms, times kAnchor
+  float gamma[4 * kGammaStride<kK>];        // exp(G_end), at gamma_place()
+  // One value a token, at token_place():
+  float k_norm[kSubchunk], q_norm[kSubchunk];  // with 1 / kAnchor; q_norm with the output scale too
+  float k_beta[kSubchunk];                     // norm of k, times beta
+  float diag[kSubchunk];                       // q . k, times kAnchor
 };
 /// Halves of rows that ldmatrix reads at once lie in all banks.
 __device__ __forceinline__ constexpr int square_place(int i, int j) {
-  return i * kRun + (j ^ (i / 4 & 1) * 8);
+  return i * kSubchunk + (j ^ (i / 4 & 1) * 8);
 }
 template <int kK>
-struct Stage {
+struct PipeStage {
   Tiles<kK>& tiles;
   Factors<kK>& factors;
 };
 
 template <int kK>
-using Tile = Bits[kRun][kStride<kK>];
+using Tile = Bits[kSubchunk][kStride<kK>];
 template <int kK>
-using SwizzledTile = Bits[kRun * kK];  // [16, 64] for each 64 channels
-/// Rows as they came, kGateBytes of g. Pieces of q and k are swizzled (tile/swizzle.cuh): in rows
-/// kStride apart their copies take 2.6 times as many wavefronts.
+using SwizzledTile = Bits[kSubchunk * kK];  // [16, 64] for each 64 channels
+/// Rows as they came, kGateBytes an element of g. Pieces of q and k are swizzled
+/// (tile/swizzle.cuh): in rows kStride apart their copies take 2.6 times as many wavefronts.
 template <int kK, int kGateBytes>
 struct RawRows {
-  Bits q[kRun][kK], k[kRun][kK];
-  unsigned char g[kRun * kK * kGateBytes];
+  Bits q[kSubchunk][kK], k[kSubchunk][kK];
+  unsigned char g[kSubchunk * kK * kGateBytes];
 };
-/// A maker's own. Operands in bf16: the rows of a stage make scores too.
+/// What scores need. With operands in bf16 the rows of a stage make scores too.
 template <int kK, class Operand>
-struct Scratch {
-  alignas(16) float L[kRun][kRun + 4];  // N diag(beta), then blocks of its inverse
+struct ScoreScratch {
+  alignas(16) float L[kSubchunk][kSubchunk + 4];  // N diag(beta), then blocks of its inverse
 };
-/// In fp16: rows that make scores, or those of two dyadic levels. L comes where rows of k were.
+/// With operands in fp16: rows that make scores, or those of two dyadic levels. L takes the place
+/// of rows of k.
 template <int kK>
-struct Scratch<kK, __half> {
+struct ScoreScratch<kK, __half> {
   alignas(128) SwizzledTile<kK> q;
   union {
     SwizzledTile<kK> k;
-    float L[kRun][kRun + 4];
+    float L[kSubchunk][kSubchunk + 4];
   };
 };
+/// What a producer group has for itself.
 template <int kK, class Operand, class E>
-struct Workshop {
+struct ProducerStorage {
   union {
     alignas(128) RawRows<kK, sizeof(E)> raw;
-    // Where raw rows are in registers:
+    // Once raw rows are in registers:
     Tile<kK> levels[2];  // rows of dyadic levels, as operands
     struct {
-      uint32_t q[kRun], k[kRun];
-    } power;  // of tokens, pairs of bf16
+      uint32_t q[kSubchunk], k[kSubchunk];
+    } power;  // one a token, as a pair of bf16
   };
-  Scratch<kK, Operand> scratch;
-  Tile<kK> columns;           // k / (kScoreAnchor exp(G))
-  int anchored;               // rows that the anchored form has right
-  int unusual;                // fp16 cannot take a norm as it is, or softplus gates are large
-  int deep[kMakerWarps<kK>];  // the head forgets fast: by channels of each warp
-  // Where a maker has two warps:
-  ptx::Mbarrier meet;  // of both
-  ptx::Mbarrier half;  // the first one has done its part of a run
+  ScoreScratch<kK, Operand> scratch;
+  Tile<kK> columns;   // k / (kScoreAnchor exp(G))
+  int num_anchored;   // rows that the anchored form has right
+  int needs_rescale;  // fp16 cannot take a norm as it is, or softplus gates are large
+  int dyadic_only[kGroupWarps<kK>];  // by channels of each warp: the head forgets fast
+  // Where a group has two warps:
+  ptx::Mbarrier rows_ready;   // both have written (or read) what the other one reads (or writes)
+  ptx::Mbarrier scores_done;  // the first warp has done its part of a sub-chunk
 };
 
-/// Of a warp of the consumer, from one stop to the next: in shared memory, as its course.
-struct Stops {
-  bool in_part;
-  int num_runs, left;        // runs of the part
-  int to_checkpoint, until;  // runs: to a checkpoint, to that or the end of the part
-  int64_t checkpoint;        // the next one
+/// What a consumer warp keeps from one stop to the next.
+struct ConsumerState {
+  bool in_item;
+  int num_subchunks, left;   // sub-chunks of the item
+  int to_checkpoint, until;  // sub-chunks to the next checkpoint; to that or the end of the item
+  int64_t checkpoint;        // number of the next one
   int64_t counted, before;   // sequences, and the checkpoints that they have
 };
 
 template <int kK, class Operand, class E>
-struct Ring {
-  Tiles<kK> tiles[kStages];
-  Factors<kK> factors[kStages];
-  Bits v[kStages][kRun * kVTile];  // of this block; then o
-  Workshop<kK, Operand, E> workshops[kBlockMakers<kK>];
-  /// Factors and v are there; this block, the other one is done with them.
-  ptx::Mbarrier full[kStages], done[kStages], peer_done[kStages];
-  Share share;
-  int longest;  // stream, while the share is looked for
-  Looks<kBlocks<kK>> looks;
-  Course courses[4 + kProducerWarps];
-  Stops stops[4];
+struct SharedStorage {
+  Tiles<kK> tiles[kPipeStages];
+  Factors<kK> factors[kPipeStages];
+  Bits v[kPipeStages][kSubchunk * kVTile];  // of this block; then o
+  ProducerStorage<kK, Operand, E> producers[kBlockGroups<kK>];
+  /// Factors and v are there; this block, the other block is done with them.
+  ptx::Mbarrier full[kPipeStages], done[kPipeStages], peer_done[kPipeStages];
+  WorkRange range;
+  int longest;  // cost of the longest chain, while the range is looked for
+  NormCheck<kBlocks<kK>> norm_check;
+  SchedulerState schedulers[4 + kProducerWarps];
+  ConsumerState consumers[4];
 
-  __device__ Stage<kK> stage(int i) { return {tiles[i], factors[i]}; }
+  __device__ PipeStage<kK> stage(int i) { return {tiles[i], factors[i]}; }
 };
-constexpr int kOfClusters = 1024;  // what a kernel of clusters has besides
-static_assert(sizeof(Ring<128, __nv_bfloat16, float>) <= kSharedMemory - kOfClusters);
-static_assert(sizeof(Ring<128, __half, __nv_bfloat16>) <= kSharedMemory - kOfClusters);
-
-/// swizzled() for a tile of kRows rows.
-template <int kRows>
-__device__ __forceinline__ constexpr int swizzled_in(int row, int piece) {
-  return piece / 8 * kRows * 64 + row * 64 + ((piece ^ row) & 7) * 8;
-}
+constexpr int kClusterReserve = 1024;  // bytes that a kernel of clusters has besides
+static_assert(sizeof(SharedStorage<128, __nv_bfloat16, float>) <= kSharedMemory - kClusterReserve);
+static_assert(sizeof(SharedStorage<128, __half, __nv_bfloat16>) <= kSharedMemory - kClusterReserve);
 
 }  // namespace kda::cuda::sm90::fused

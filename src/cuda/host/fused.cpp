@@ -83,8 +83,8 @@ T* find(const stage::Call& call, const char* name) {
   return static_cast<T*>(plan::find_block(*call.plan, call.workspace, name));
 }
 
-/// Of a call with segments, in the workspace: those before each sequence without the first ones of
-/// sequences, [N + 1]; then the units.
+/// Where a call with segments has, in the workspace, how many segments lie before each sequence
+/// without the first ones of sequences, [N + 1]; the units follow.
 int64_t* offsets_behind_first(const stage::Call& call) {
   return find<int64_t>(call, block::kSegmentUnits);
 }
@@ -92,12 +92,12 @@ WorkUnit* units_of(const stage::Call& call) {
   return reinterpret_cast<WorkUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
 }
 
-/// Of transitions that may stop early; else null.
+/// Where transitions that may exit early say at which token they did; null if none may.
 int64_t* exit_tokens_of(const stage::Call& call) {
   return call.plan->early_exit ? find<int64_t>(call, stage::kExitToken.name) : nullptr;
 }
 
-/// Of the segments of a sequence behind its first one.
+/// The most segments that a sequence has behind its first one.
 int64_t most_behind_first(const Plan& plan) {
   int64_t most = 0;
   for (std::size_t n = 0; n + 1 < plan.segment_offsets.size(); ++n)

@@ -20,7 +20,7 @@ RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
   return args;
 }
 
-/// Of packed sequences whose lengths the kernel reads itself.
+/// Maps of packed sequences whose lengths the kernel reads itself.
 Maps one_row(const stage::Call& call) {
   Maps maps;
   maps.map.num_sequences = call.problem.num_sequences;

@@ -56,8 +56,8 @@ StateView span_states(const Problem& p, const float* base, int64_t columns) {
 
 GateView gate_view(const Problem& p, const Tensors& t) {
   GateView gate;
-  gate.gate_mode = static_cast<int32_t>(p.gate_mode);
-  gate.beta_mode = static_cast<int32_t>(p.beta_mode);
+  gate.gate_mode = p.gate_mode;
+  gate.beta_mode = p.beta_mode;
   gate.l2norm = p.qk_l2norm;
   gate.lower_bound = static_cast<float>(p.lower_bound);
   gate.scale = static_cast<float>(effective_scale(p));

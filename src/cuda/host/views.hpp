@@ -33,7 +33,8 @@ struct Maps {
 Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                  Maps* maps);
 
-/// Of a kernel that itself waits for those before it (ptx/pdl.cuh): early behind one of `maps`.
+/// Launches a kernel that itself waits for those before it (ptx/pdl.cuh): with PDL behind one of
+/// `maps`.
 Launch launch_after(const stage::Call& call, const Maps& maps);
 
 /// The members that kernels of tokens share: shape, map, q, k, v, g, beta, gate.

@@ -53,7 +53,7 @@ class RemoteBarriers {
  public:
   __device__ __forceinline__ RemoteBarriers(Mbarrier* first, int rank)
       : first_(opaque(mapa(first, rank))) {}
-  /// Of reads before it: what this thread wrote need not be seen there.
+  /// Orders reads before it; what this thread wrote need not be seen there.
   __device__ __forceinline__ void arrive(int i) const {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
                      first_ + i * static_cast<uint32_t>(sizeof(Mbarrier)))

@@ -56,6 +56,11 @@ __device__ __forceinline__ int64_t opaque(int64_t x) {
   return x;
 }
 
+/// The compiler forgets what it knows of an index: what was computed from it is computed again, not
+/// kept in registers or spilled.
+__device__ __forceinline__ void make_opaque(unsigned& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void make_opaque(int& x) { asm volatile("" : "+r"(x)); }
+
 /// 4, 8 or 16 bytes from global to shared memory; zeros where `valid` is false (the source is not
 /// read).
 template <int kBytes>

@@ -7,8 +7,6 @@
 namespace kda::cuda {
 namespace {
 
-using chain::Chain;
-
 /// Operands of one chunk. Each buffer is filled again for the next chunk as soon as its last reader
 /// is done, so a copy has most of a chunk's time to arrive. 16-byte pieces are swizzled by row.
 template <class T, int kK>
@@ -28,40 +26,20 @@ struct ForwardShared : Shared<T, kK> {
 enum Barrier : int { kBlockBarrier, kChainGroup, kOutputGroup, kGiven, kTaken };
 
 template <class T, int kK, int kWarps, ChainUse kUse>
-struct Kernel : Chain<T, kK, kUse> {
-  using Base = Chain<T, kK, kUse>;
-  using Base::a;
-  using Base::add_diagonal;
-  using Base::decay_state;
-  using Base::kSteps;
-  using Base::kTiles;
-  using Base::kTokenTiles;
-  using Base::lane;
-  using Base::load_gammas;
-  using Base::load_start;
-  using Base::num_chunks;
-  using Base::prediction_error;
-  using Base::rests;
-  using Base::round_pairs;
-  using Base::state;
-  using Base::store_checkpoint;
-  using Base::store_end;
-  using Base::store_outputs;
-  using Base::tile;
-  using Base::tile_column;
-  using Base::transition;
-  using Base::u_tile;
-  using Base::v_tiles;
+struct Kernel {
+  using C = chain::Chain<T, kK, kUse>;
+  static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
 
   using S =
       std::conditional_t<kUse == ChainUse::kForward, ForwardShared<T, kK, kWarps>, Shared<T, kK>>;
   static constexpr int kThreads = kWarps * 32;  // of a group: forward has two
 
+  C c;  // the state and where it belongs
   S& s;
   const int tid, warp;
 
   __device__ Kernel(const ChainArgs& args, S& shared)
-      : Base(args), s(shared), tid(static_cast<int>(threadIdx.x) % kThreads), warp(tid / 32) {}
+      : c(args), s(shared), tid(static_cast<int>(threadIdx.x) % kThreads), warp(tid / 32) {}
 
   // ---- copies ----------------------------------------------------------------------------------
 
@@ -77,44 +55,45 @@ struct Kernel : Chain<T, kK, kUse> {
     if (kDone < kBytes && tid * 16 < kBytes - kDone) ptx::cp_async<16>(to + kDone, from + kDone);
   }
   __device__ void copy_w(int chunk) const {
-    if (chunk < num_chunks) {
-      copy<sizeof(s.w)>(s.w, a.factors.w, tile(chunk));
-      if (!transition) copy<sizeof(s.u)>(s.u, a.factors.u, tile(chunk) * v_tiles() + u_tile);
-      copy<sizeof(s.beta)>(s.beta, a.factors.beta, tile(chunk));
+    if (chunk < c.num_chunks) {
+      copy<sizeof(s.w)>(s.w, c.a.factors.w, c.tile(chunk));
+      if (!c.transition)
+        copy<sizeof(s.u)>(s.u, c.a.factors.u, c.tile(chunk) * c.v_tiles() + c.u_tile);
+      copy<sizeof(s.beta)>(s.beta, c.a.factors.beta, c.tile(chunk));
     }
     ptx::cp_async_commit();
   }
   __device__ void copy_q(int chunk) const {
-    if (chunk < num_chunks) copy<sizeof(s.qg)>(s.qg, a.factors.qg, tile(chunk));
+    if (chunk < c.num_chunks) copy<sizeof(s.qg)>(s.qg, c.a.factors.qg, c.tile(chunk));
     ptx::cp_async_commit();
   }
   __device__ void copy_k(int chunk) const {
-    if (chunk < num_chunks) {
-      copy<sizeof(s.kg)>(s.kg, a.factors.kg, tile(chunk));
-      copy<sizeof(s.gamma)>(s.gamma, a.factors.gamma, tile(chunk));
+    if (chunk < c.num_chunks) {
+      copy<sizeof(s.kg)>(s.kg, c.a.factors.kg, c.tile(chunk));
+      copy<sizeof(s.gamma)>(s.gamma, c.a.factors.gamma, c.tile(chunk));
     }
     ptx::cp_async_commit();
   }
   __device__ void copy_A(int chunk) const {
-    if (chunk < num_chunks) {
-      copy<sizeof(s.Aqk)>(s.Aqk, a.factors.Aqk, tile(chunk));
-      copy<sizeof(s.diag)>(s.diag, a.factors.diag, tile(chunk));
+    if (chunk < c.num_chunks) {
+      copy<sizeof(s.Aqk)>(s.Aqk, c.a.factors.Aqk, c.tile(chunk));
+      copy<sizeof(s.diag)>(s.diag, c.a.factors.diag, c.tile(chunk));
     }
     ptx::cp_async_commit();
   }
 
   /// The large tiles of a chunk to L2: what is copied next then comes from there.
   __device__ void prefetch(int chunk) const {
-    if (chunk >= num_chunks) return;
+    if (chunk >= c.num_chunks) return;
     const auto lines = [&](const void* base, int64_t bytes, int64_t index) {
       const char* from = static_cast<const char*>(base) + index * bytes;
       for (int64_t at = tid * 128; at < bytes; at += kThreads * 128) ptx::prefetch_l2(from + at);
     };
-    lines(a.factors.w, sizeof(s.w), tile(chunk));
-    lines(a.factors.kg, sizeof(s.kg), tile(chunk));
-    lines(a.factors.qg, sizeof(s.qg), tile(chunk));
-    lines(a.factors.u, sizeof(s.u), tile(chunk) * v_tiles() + u_tile);
-    lines(a.factors.Aqk, sizeof(s.Aqk), tile(chunk));
+    lines(c.a.factors.w, sizeof(s.w), c.tile(chunk));
+    lines(c.a.factors.kg, sizeof(s.kg), c.tile(chunk));
+    lines(c.a.factors.qg, sizeof(s.qg), c.tile(chunk));
+    lines(c.a.factors.u, sizeof(s.u), c.tile(chunk) * c.v_tiles() + c.u_tile);
+    lines(c.a.factors.Aqk, sizeof(s.Aqk), c.tile(chunk));
   }
 
   // ---- products --------------------------------------------------------------------------------
@@ -127,8 +106,8 @@ struct Kernel : Chain<T, kK, kUse> {
 #pragma unroll
       for (int n = 0; n < kTokenTiles; n += 2) {
         uint32_t b[4];  // 16 tokens x 16 channels
-        const int row = n * 8 + lane % 8 + lane / 16 * 8;
-        ptx::ldmatrix_x4(b, ptx::shared_address(rows + swizzled(row, step * 2 + lane / 8 % 2)));
+        const int row = n * 8 + c.lane % 8 + c.lane / 16 * 8;
+        ptx::ldmatrix_x4(b, ptx::shared_address(rows + swizzled(row, step * 2 + c.lane / 8 % 2)));
         ptx::mma_16816<T>(acc[n], x[step], b[0], b[1]);
         ptx::mma_16816<T>(acc[n + 1], x[step], b[2], b[3]);
       }
@@ -140,18 +119,18 @@ struct Kernel : Chain<T, kK, kUse> {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       uint32_t low[4];
-      rests(error, step, vn[step], low);
+      c.rests(error, step, vn[step], low);
 #pragma unroll
       for (int n0 = 0; n0 < kTiles; n0 += 8) {
         uint32_t b[4][4];  // 16 tokens x 16 channels each, transposed
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int piece = n0 + 2 * i + lane / 16;
+          const int piece = n0 + 2 * i + c.lane / 16;
           ptx::ldmatrix_x4_trans(
-              b[i], ptx::shared_address(s.kg + swizzled(step * 16 + lane % 16, piece)));
+              b[i], ptx::shared_address(s.kg + swizzled(step * 16 + c.lane % 16, piece)));
         }
-        multiply_pairs(state + n0, vn[step], b);
-        if constexpr (Base::kTwoParts) multiply_pairs(state + n0, low, b);
+        multiply_pairs(c.state + n0, vn[step], b);
+        if constexpr (C::kTwoParts) multiply_pairs(c.state + n0, low, b);
       }
     }
   }
@@ -164,8 +143,8 @@ struct Kernel : Chain<T, kK, kUse> {
 #pragma unroll
       for (int n = step * 2; n < kTokenTiles; n += 2) {
         uint32_t b[4];
-        const int row = n * 8 + lane % 8 + lane / 16 * 8;
-        ptx::ldmatrix_x4(b, ptx::shared_address(s.Aqk + swizzled(row, step * 2 + lane / 8 % 2)));
+        const int row = n * 8 + c.lane % 8 + c.lane / 16 * 8;
+        ptx::ldmatrix_x4(b, ptx::shared_address(s.Aqk + swizzled(row, step * 2 + c.lane / 8 % 2)));
         ptx::mma_16816<T>(o[n], vn[step], b[0], b[1]);
         ptx::mma_16816<T>(o[n + 1], vn[step], b[2], b[3]);
       }
@@ -187,27 +166,28 @@ struct Kernel : Chain<T, kK, kUse> {
   template <class Visit>
   __device__ void for_each_stored_state(int chunk, uint32_t (&rounded)[kSteps][4],
                                         Visit&& visit) const {
-    T* h = static_cast<T*>(a.h) + (tile(chunk) * v_tiles() + u_tile) * kVTile * kK;
+    T* h = static_cast<T*>(c.a.h) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kVTile * kK;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int v = tile_column + lane / 4 + i % 2 * 8;
+        const int v = c.tile_column + c.lane / 4 + i % 2 * 8;
         visit(rounded[step][i],
-              reinterpret_cast<uint32_t*>(h + swizzled(v, step * 2 + i / 2) + lane % 4 * 2));
+              reinterpret_cast<uint32_t*>(h + swizzled(v, step * 2 + i / 2) + c.lane % 4 * 2));
       }
   }
   /// The same for vn^T; in memory vn has tokens as rows.
   template <class Visit>
   __device__ void for_each_stored_error(int chunk, uint32_t (&vn)[4][4], Visit&& visit) const {
-    T* to = static_cast<T*>(a.vn) + (tile(chunk) * v_tiles() + u_tile) * kChunk * kVTile;
+    T* to = static_cast<T*>(c.a.vn) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kChunk * kVTile;
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = step * 16 + i / 2 * 8 + lane / 4;
-        const int piece = tile_column / 8 + i % 2;
-        visit(vn[step][i], reinterpret_cast<uint32_t*>(to + swizzled(token, piece) + lane % 4 * 2));
+        const int token = step * 16 + i / 2 * 8 + c.lane / 4;
+        const int piece = c.tile_column / 8 + i % 2;
+        visit(vn[step][i],
+              reinterpret_cast<uint32_t*>(to + swizzled(token, piece) + c.lane % 4 * 2));
       }
   }
 
@@ -232,29 +212,29 @@ struct Kernel : Chain<T, kK, kUse> {
     ptx::cp_async_wait<0>();
     __syncthreads();
     multiply_rows(rounded, s.qg, o);
-    add_diagonal(error, s.diag, o);
+    c.add_diagonal(error, s.diag, o);
     multiply_lower(vn, o);
-    store_outputs(0, o);
+    c.store_outputs(0, o);
   }
 
   /// The chain of chunks: state to state, and what the outputs need of each.
   __device__ void run_chain() {
     copy_w(0);
     copy_k(0);
-    load_start();
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    c.load_start();
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       uint32_t rounded[kSteps][4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
+        chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
       if constexpr (kUse == ChainUse::kStates)
         for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
       if constexpr (kUse == ChainUse::kForward) {
         if (chunk > 0) ptx::bar_sync<2 * kThreads>(kTaken);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          s.states[warp][step][lane] = {rounded[step][0], rounded[step][1], rounded[step][2],
-                                        rounded[step][3]};
+          s.states[warp][step][c.lane] = {rounded[step][0], rounded[step][1], rounded[step][2],
+                                          rounded[step][3]};
       }
       float error[kTokenTiles][4] = {};
       if (chunk == 0)
@@ -264,18 +244,18 @@ struct Kernel : Chain<T, kK, kUse> {
       ptx::bar_sync<kThreads>(kChainGroup);  // w, u are here; kg of the last chunk is free
       if (chunk > 0) copy_k(chunk);
       multiply_rows(rounded, s.w, error);
-      prediction_error(s.u, s.beta, error);
+      c.prediction_error(s.u, s.beta, error);
       if constexpr (kUse == ChainUse::kForward) {
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n)
-          s.errors[warp][n][lane] = {error[n][0], error[n][1], error[n][2], error[n][3]};
+          s.errors[warp][n][c.lane] = {error[n][0], error[n][1], error[n][2], error[n][3]};
         __threadfence_block();
         ptx::bar_arrive<2 * kThreads>(kGiven);
       }
       uint32_t vn[4][4];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
+        chain::round_pairs<T>(error[2 * step], error[2 * step + 1], vn[step]);
       if constexpr (kUse == ChainUse::kStates)
         for_each_stored_error(
             chunk, vn, [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
@@ -283,14 +263,14 @@ struct Kernel : Chain<T, kK, kUse> {
       ptx::bar_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
       copy_w(chunk + 1);
       float2 gammas[kTiles];
-      load_gammas(s.gamma, gammas);
-      decay_state(gammas);
+      c.load_gammas(s.gamma, gammas);
+      c.decay_state(gammas);
       add_errors(error, vn);
-      store_checkpoint(chunk);
+      c.store_checkpoint(chunk);
     }
-    if (kUse == ChainUse::kForward && num_chunks > 0) ptx::bar_sync<2 * kThreads>(kTaken);
+    if (kUse == ChainUse::kForward && c.num_chunks > 0) ptx::bar_sync<2 * kThreads>(kTaken);
     ptx::cp_async_wait<0>();
-    store_end();
+    c.store_end();
   }
 
   /// Forward, beside the chain: the outputs of each chunk.
@@ -298,37 +278,37 @@ struct Kernel : Chain<T, kK, kUse> {
     copy_q(0);
     copy_A(0);
     prefetch(1);
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       prefetch(chunk + 2);
       ptx::bar_sync<2 * kThreads>(kGiven);
       uint32_t rounded[kSteps][4], vn[4][4];
       float error[kTokenTiles][4], o[kTokenTiles][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint4 x = s.states[warp][step][lane];
+        const uint4 x = s.states[warp][step][c.lane];
         rounded[step][0] = x.x, rounded[step][1] = x.y, rounded[step][2] = x.z,
         rounded[step][3] = x.w;
       }
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
-        const float4 x = s.errors[warp][n][lane];
+        const float4 x = s.errors[warp][n][c.lane];
         error[n][0] = x.x, error[n][1] = x.y, error[n][2] = x.z, error[n][3] = x.w;
       }
       ptx::bar_arrive<2 * kThreads>(kTaken);
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
+        chain::round_pairs<T>(error[2 * step], error[2 * step + 1], vn[step]);
       ptx::cp_async_wait<1>();
       ptx::bar_sync<kThreads>(kOutputGroup);  // qg is here
       multiply_rows(rounded, s.qg, o);
       ptx::cp_async_wait<0>();
       ptx::bar_sync<kThreads>(kOutputGroup);  // Aqk is here; qg is free
       copy_q(chunk + 1);
-      add_diagonal(error, s.diag, o);
+      c.add_diagonal(error, s.diag, o);
       multiply_lower(vn, o);
       ptx::bar_sync<kThreads>(kOutputGroup);  // Aqk is free
       copy_A(chunk + 1);
-      store_outputs(chunk, o);
+      c.store_outputs(chunk, o);
     }
     ptx::cp_async_wait<0>();
   }
@@ -344,7 +324,7 @@ __global__ void __launch_bounds__(kBlockThreads<kWarps, kUse>)
   chain::write_flags<kUse>(a);
   using K = Kernel<T, kK, kWarps, kUse>;
   K kernel(a, *reinterpret_cast<typename K::S*>(ptx::dynamic_shared()));
-  if (!kernel.template find_place<kWarps * 16>(kernel.warp)) return;
+  if (!kernel.c.template find_place<kWarps * 16>(kernel.warp)) return;
   if constexpr (kUse == ChainUse::kOutputs)
     kernel.run_outputs();
   else if (threadIdx.x < kWarps * 32)
@@ -380,12 +360,12 @@ Status launch_width(const ChainArgs& args, ChainUse use, bool narrow, const Laun
 
 }  // namespace
 
-Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool half, bool narrow,
+Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool fp16, bool narrow,
                             const Launch& where) {
   if (args.shape.K <= 64)
-    return half ? launch_width<__half, 64>(args, use, narrow, where)
+    return fp16 ? launch_width<__half, 64>(args, use, narrow, where)
                 : launch_width<__nv_bfloat16, 64>(args, use, narrow, where);
-  return half ? launch_width<__half, 128>(args, use, narrow, where)
+  return fp16 ? launch_width<__half, 128>(args, use, narrow, where)
               : launch_width<__nv_bfloat16, 128>(args, use, narrow, where);
 }
 

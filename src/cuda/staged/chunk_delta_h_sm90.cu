@@ -36,16 +36,9 @@ struct Ring {
 };
 
 template <class T, int kK, int kGroups, ChainUse kUse>
-struct Kernel : chain::Chain<T, kK, kUse> {
-  using Base = chain::Chain<T, kK, kUse>;
-  using Base::a;
-  using Base::kSteps;
-  using Base::kTokenTiles;
-  using Base::lane;
-  using Base::num_chunks;
-  using Base::state;
-  using Base::tile;
-  using Base::transition;
+struct Kernel {
+  using C = chain::Chain<T, kK, kUse>;
+  static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
 
   static constexpr bool kForward = kUse == ChainUse::kForward;
   using R = Ring<T, kK, kGroups, kForward>;
@@ -54,11 +47,12 @@ struct Kernel : chain::Chain<T, kK, kUse> {
   static constexpr int kStorers = kForward ? 3 : 0;   // warps, after the one that copies
   static constexpr int kThreads = 32 * kWarps + 128;  // whole warpgroups
 
+  C c;  // the state and where it belongs
   R& ring;
   const int warp;
 
   __device__ Kernel(const ChainArgs& args, R& shared)
-      : Base(args),
+      : c(args),
         ring(shared),
         warp(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0)) {}
 
@@ -78,27 +72,27 @@ struct Kernel : chain::Chain<T, kK, kUse> {
   template <class Visit>
   __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
     const auto whole = [&](auto& target, const void* source) {
-      visit(&target, static_cast<const char*>(source) + tile(chunk) * sizeof(target),
+      visit(&target, static_cast<const char*>(source) + c.tile(chunk) * sizeof(target),
             static_cast<int>(sizeof(target)));
     };
-    whole(s.w, a.factors.w);
-    if constexpr (kForward) whole(s.qg, a.factors.qg);
-    if (!transition)
+    whole(s.w, c.a.factors.w);
+    if constexpr (kForward) whole(s.qg, c.a.factors.qg);
+    if (!c.transition)
       visit(&s.u,
-            static_cast<const T*>(a.factors.u) +
-                (tile(chunk) * this->v_tiles() + this->u_tile) * kChunk * kVTile,
+            static_cast<const T*>(c.a.factors.u) +
+                (c.tile(chunk) * c.v_tiles() + c.u_tile) * kChunk * kVTile,
             static_cast<int>(sizeof(s.u)));
-    whole(s.beta, a.factors.beta);
-    whole(s.gamma, a.factors.gamma);
-    whole(s.kg, a.factors.kg);
+    whole(s.beta, c.a.factors.beta);
+    whole(s.gamma, c.a.factors.gamma);
+    whole(s.kg, c.a.factors.kg);
     if constexpr (kForward) {
-      whole(s.Aqk, a.factors.Aqk);
-      whole(s.diag, a.factors.diag);
+      whole(s.Aqk, c.a.factors.Aqk);
+      whole(s.diag, c.a.factors.diag);
     }
   }
 
   __device__ void run_copies() const {
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
       if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
       S& s = ring.stages[i];
@@ -115,7 +109,7 @@ struct Kernel : chain::Chain<T, kK, kUse> {
 
   /// o of this warp's columns in 16 bits, in place of the u that it has read.
   __device__ __forceinline__ void put_outputs(const float (&o)[kTokenTiles][4], T* tile) const {
-    const bool bf16 = a.o.type == Element::kBFloat16;
+    const bool bf16 = c.a.o.type == Element::kBFloat16;
     __syncwarp();
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
@@ -125,7 +119,7 @@ struct Kernel : chain::Chain<T, kK, kUse> {
         const float* x = o[2 * step + i / 2] + i % 2 * 2;
         pairs[i] = bf16 ? ptx::pack<__nv_bfloat16>(x[0], x[1]) : ptx::pack<__half>(x[0], x[1]);
       }
-      ptx::stmatrix_x4_trans(ptx::shared_address(this->u_piece(tile, step)), pairs);
+      ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), pairs);
     }
   }
 
@@ -142,10 +136,10 @@ struct Kernel : chain::Chain<T, kK, kUse> {
   }
 
   __device__ void store_tiles(int chunk, const S& s, int thread) const {
-    const int64_t token0 = this->span.begin + chunk * kChunk;
-    uint16_t* base = static_cast<uint16_t*>(a.o.base) +
-                     row_offset(a.o, a.map, this->span.sequence, token0, this->head);
-    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), this->span.end - token0));
+    const int64_t token0 = c.span.begin + chunk * kChunk;
+    uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
+                     row_offset(c.a.o, c.a.map, c.span.sequence, token0, c.head);
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
     constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
     for (int first = thread; first < kPieces; first += kAtOnce * kStorers * 32) {
       uint4 pieces[kAtOnce];
@@ -158,18 +152,18 @@ struct Kernel : chain::Chain<T, kK, kUse> {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const int i = first + n * kStorers * 32, token = i / 8 % kChunk;
-        const int v = (this->u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
+        const int v = (c.u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
         if (i < kPieces && token < count)
-          store_piece(base + token * a.o.stride_t + v, pieces[n], a.shape.V - v);
+          store_piece(base + token * c.a.o.stride_t + v, pieces[n], c.a.shape.V - v);
       }
     }
   }
 
   __device__ void run_stores(int thread) const {
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages;
       ptx::mbarrier_wait(ring.outputs[i], chunk / R::kStages % 2);
-      if (a.o.type != Element::kFloat32) store_tiles(chunk, ring.stages[i], thread);
+      if (c.a.o.type != Element::kFloat32) store_tiles(chunk, ring.stages[i], thread);
       ptx::fence_async_proxy();  // what was put in place of u goes before the next u
       ptx::mbarrier_arrive(ring.empty[i]);
     }
@@ -209,9 +203,9 @@ struct Kernel : chain::Chain<T, kK, kUse> {
     const uint64_t tile = descriptor(kg);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_mn_major<T>(state, vn[step], ptx::next_rows(tile, step * 16));
-      if constexpr (Base::kTwoParts)
-        ptx::wgmma_mn_major<T>(state, low[step], ptx::next_rows(tile, step * 16));
+      ptx::wgmma_mn_major<T>(c.state, vn[step], ptx::next_rows(tile, step * 16));
+      if constexpr (C::kTwoParts)
+        ptx::wgmma_mn_major<T>(c.state, low[step], ptx::next_rows(tile, step * 16));
     }
     ptx::wgmma_commit();
   }
@@ -219,7 +213,7 @@ struct Kernel : chain::Chain<T, kK, kUse> {
   // ---- one chunk -------------------------------------------------------------------------------
 
   __device__ void wait_for_factors(int chunk) const {
-    if (chunk < num_chunks)
+    if (chunk < c.num_chunks)
       ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
   }
 
@@ -227,52 +221,52 @@ struct Kernel : chain::Chain<T, kK, kUse> {
   __device__ __forceinline__ void run_chunk(int chunk, S& s) {
     uint32_t rounded[kSteps][4], vn[4][4], low[4][4];
     float error[kTokenTiles][4], o[kTokenTiles][4];
-    float2 gammas[Base::kTiles];
-    this->load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
+    float2 gammas[kTiles];
+    c.load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      Base::round_pairs(state[2 * step], state[2 * step + 1], rounded[step]);
+      chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
     ptx::wgmma_fence();
     multiply_rows(rounded, s.w, error);
     if constexpr (kForward) multiply_rows(rounded, s.qg, o);
-    this->decay_state(gammas);
+    c.decay_state(gammas);
     ptx::wgmma_wait<kForward ? 1 : 0>();
     ptx::fence_operands(error);
-    this->prediction_error(s.u[warp / 4], s.beta, error);
+    c.prediction_error(s.u[warp / 4], s.beta, error);
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      Base::round_pairs(error[2 * step], error[2 * step + 1], vn[step]);
-      if constexpr (Base::kTwoParts) Base::rests(error, step, vn[step], low[step]);
+      chain::round_pairs<T>(error[2 * step], error[2 * step + 1], vn[step]);
+      if constexpr (C::kTwoParts) c.rests(error, step, vn[step], low[step]);
     }
-    ptx::fence_operands(state);
+    ptx::fence_operands(c.state);
     ptx::wgmma_fence();
     if constexpr (kForward) multiply_scores(vn, s.Aqk, o);
     add_errors(vn, low, s.kg);
     if constexpr (kForward) {
       ptx::wgmma_wait<1>();
       ptx::fence_operands(o);
-      this->add_diagonal(error, s.diag, o);
-      if (a.o.type == Element::kFloat32)
-        this->store_outputs(chunk, o);
+      c.add_diagonal(error, s.diag, o);
+      if (c.a.o.type == Element::kFloat32)
+        c.store_outputs(chunk, o);
       else
         put_outputs(o, s.u[warp / 4]);
       ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
     }
     wait_for_factors(chunk + 1);
     ptx::wgmma_wait<0>();
-    ptx::fence_operands(state);
+    ptx::fence_operands(c.state);
   }
 
   __device__ void run_chain() {
-    this->load_start();
+    c.load_start();
     wait_for_factors(0);
-    for (int chunk = 0; chunk < num_chunks; ++chunk) {
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       run_chunk(chunk, ring.stages[chunk % R::kStages]);
       ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
-      this->store_checkpoint(chunk);
+      c.store_checkpoint(chunk);
     }
-    this->store_end();
+    c.store_end();
   }
 };
 
@@ -282,7 +276,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads, 1)
   chain::write_flags<kUse>(a);
   using K = Kernel<T, kK, kGroups, kUse>;
   K kernel(a, *reinterpret_cast<typename K::R*>(ptx::dynamic_shared()));
-  if (!kernel.template find_place<kGroups * 64>(kernel.warp)) return;
+  if (!kernel.c.template find_place<kGroups * 64>(kernel.warp)) return;
   if (threadIdx.x == 0) kernel.init_barriers();
   __syncthreads();
   if (kernel.warp < K::kWarps) {
@@ -294,7 +288,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads, 1)
   if (kernel.warp > K::kWarps) {
     if constexpr (K::kForward)
       kernel.run_stores(static_cast<int>(threadIdx.x) - K::kWarps * 32 - 32);
-  } else if (kernel.lane == 0) {
+  } else if (kernel.c.lane == 0) {
     kernel.run_copies();
   }
 }
@@ -321,7 +315,7 @@ Status launch_width(const ChainArgs& args, ChainUse use, bool wide, const Launch
 
 }  // namespace
 
-Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool half, int64_t num_sms,
+Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool fp16, int64_t num_sms,
                             const Launch& where) {
   // Two warpgroups on an SM share all factors but u: worth it where one for each is too many.
   const bool pairs = args.shape.V % 128 == 0 && (use == ChainUse::kForward || args.shape.K == 128);
@@ -329,9 +323,9 @@ Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool half, int6
                                                 : chain::blocks_of<ChainUse::kForward, 64>(args);
   const bool wide = pairs && blocks > num_sms;
   if (args.shape.K <= 64)
-    return half ? launch_width<__half, 64>(args, use, wide, where)
+    return fp16 ? launch_width<__half, 64>(args, use, wide, where)
                 : launch_width<__nv_bfloat16, 64>(args, use, wide, where);
-  return half ? launch_width<__half, 128>(args, use, wide, where)
+  return fp16 ? launch_width<__half, 128>(args, use, wide, where)
               : launch_width<__nv_bfloat16, 128>(args, use, wide, where);
 }
 

@@ -3,107 +3,80 @@
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/clock.cuh"
+#include "cuda/staged/intra/blocks.cuh"
+#include "cuda/staged/intra/context.cuh"
+#include "cuda/staged/intra/fine.cuh"
+#include "cuda/staged/intra/inputs.cuh"
+#include "cuda/staged/intra/inverse.cuh"
+#include "cuda/staged/intra/scores.cuh"
 #include "cuda/staged/intra/solve.cuh"
+#include "cuda/staged/intra/tokens.cuh"
 
 namespace kda::cuda {
 namespace {
 
-using intra::kBlock;
+// ---- the two stages as sequences of steps
+// --------------------------------------------------------------
 
-/// The two stages as sequences of steps; each file of intra/ adds the steps of its name.
-template <class T, int kK>
-struct Kernel : intra::Solve<T, kK> {
-  using Base = intra::Solve<T, kK>;
-  using Base::a;
-  using Base::Base;
-  using Base::fine_levels;
-  using Base::forget_indices;
-  using Base::head;
-  using Base::invert_halves;
-  using Base::invert_pairs;
-  using Base::kAnchored;
-  using Base::keep_pairs;
-  using Base::kThreads;
-  using Base::kWarps;
-  using Base::load_rows;
-  using Base::s;
-  using Base::scan_totals;
-  using Base::store_scalars;
-  using Base::store_tokens;
-  using Base::tid;
-  using Base::tile_of;
-  using Base::token_operands;
-  using Base::token_products;
-  using Base::unit_norms;
-  using Base::warp;
-  using typename Base::Accumulators;
-
-  template <bool kTokens>
-  __device__ void intra() {
-    constexpr bool kDiagonal = kAnchored && !kTokens;
-    this->template load_inputs<true>();
-    keep_pairs();
-    this->template norms<true>();
-    scan_totals();
-    __syncthreads();  // decayed rows take the place of raw ones
-    this->template block_operands<kDiagonal>();
+template <bool kTokens, class C>
+__device__ void run_intra(C& c) {
+  const ChunkIntraArgs& a = c.a;
+  constexpr bool kDiagonal = C::kAnchored && !kTokens;
+  intra::load_inputs<true>(c);
+  intra::keep_pairs(c);
+  intra::find_norms<true>(c);
+  intra::scan_totals(c);
+  __syncthreads();  // decayed rows take the place of raw ones
+  intra::block_operands<kDiagonal>(c);
+  __syncthreads();
+  c.forget_index();
+  intra::Accumulators<C> scores;
+  intra::block_products<kDiagonal>(c, scores);
+  __syncthreads();  // operands give way to decays or squares
+  if constexpr (kTokens) {
+    intra::token_operands(c);
     __syncthreads();
-    forget_indices();
-    Accumulators scores;
-    this->template block_products<kDiagonal>(scores);
-    __syncthreads();  // operands give way to decays or squares
-    if constexpr (kTokens) {
-      token_operands();
-      __syncthreads();
-      token_products(scores);
-      __syncthreads();
-      store_tokens(scores);
-    }
-    store_scalars();
-    this->template store_blocks<kDiagonal>(scores);
-    if constexpr (!kTokens) fine_levels();
-    forget_indices();
-    this->template decayed_rows<true>();
+    intra::token_products(c, scores);
     __syncthreads();
-    forget_indices();
-    load_rows(s.q, a.v, head, 0, a.shape.V);
-    invert_pairs();
-    if (kWarps == 4 || warp() >= 4) this->template copy_square<128, true>(a.factors.Aqk, tid % 128);
-    __syncthreads();
-    invert_halves();
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-    this->template solve<false>(s.q);
-    if (a.factors.T) this->template copy_square<kThreads, false>(a.factors.T, tid);
+    intra::store_tokens(c, scores);
   }
+  intra::store_scalars(c);
+  intra::store_blocks<kDiagonal>(c, scores);
+  if constexpr (!kTokens) intra::fine_levels(c);
+  c.forget_index();
+  intra::decayed_rows<true>(c);
+  __syncthreads();
+  c.forget_index();
+  intra::load_rows(c, c.s.q, a.v, c.head, 0, a.shape.V);
+  intra::invert_pairs(c);
+  if (C::kWarps == 4 || c.warp() >= 4) intra::copy_square<128, true>(c, a.factors.Aqk, c.tid % 128);
+  __syncthreads();
+  intra::invert_halves(c);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  intra::solve<false>(c, c.s.q);
+  if (a.factors.T) intra::copy_square<C::kThreads, false>(c, a.factors.T, c.tid);
+}
 
-  /// Blocks of T' on and below the diagonal: all that anything reads.
-  __device__ void load_inverse() const {
-    const T* stored = tile_of(a.factors.T, kChunk * kChunk);
-#pragma unroll
-    for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
-      const int row = tid / 8 + i * (kThreads / 8), piece = tid % 8;
-      ptx::cp_async<16>(ptx::shared_address(&s.after.inverse[row][piece * 8]),
-                        stored + swizzled(row, piece), piece * 8 < row / kBlock * kBlock + kBlock);
-    }
-    ptx::cp_async_commit();
+template <class C>
+__device__ void run_recompute(C& c) {
+  const ChunkIntraArgs& a = c.a;
+  intra::load_rows(c, c.s.after.v, a.v, c.head, 0, a.shape.V);
+  intra::load_inverse(c);
+  if (!a.gate.l2norm) intra::unit_norms(c);
+  intra::load_inputs<false>(c);
+  c.forget_index();
+  if (a.gate.l2norm) {
+    intra::find_norms<false>(c);
+    __syncthreads();  // Kgam takes the place of k
   }
+  intra::decayed_rows<false>(c);
+  __syncthreads();
+  intra::solve<true>(c, c.s.after.v);
+}
 
-  __device__ void recompute() {
-    load_rows(s.after.v, a.v, head, 0, a.shape.V);
-    load_inverse();
-    if (!a.gate.l2norm) unit_norms();
-    this->template load_inputs<false>();
-    forget_indices();
-    if (a.gate.l2norm) {
-      this->template norms<false>();
-      __syncthreads();  // Kgam takes the place of k
-    }
-    this->template decayed_rows<false>();
-    __syncthreads();
-    this->template solve<true>(s.after.v);
-  }
-};
+// ---- the kernel
+// ----------------------------------------------------------------------------------------
 
 enum class Form { kTensor, kToken, kRecompute };
 
@@ -130,12 +103,13 @@ __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
   if constexpr (kForm == Form::kRecompute) begin_apart<blocks_of(kForm, kK)>();
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
-  Kernel<T, kK> kernel(a, *reinterpret_cast<intra::Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
-                       static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
+  intra::IntraContext<T, kK> context(
+      a, *reinterpret_cast<intra::Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
+      static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   if constexpr (kForm == Form::kRecompute)
-    kernel.recompute();
+    run_recompute(context);
   else
-    kernel.template intra<kForm == Form::kToken>();
+    run_intra<kForm == Form::kToken>(context);
 }
 
 template <Form kForm, class T, int kK>
@@ -144,27 +118,27 @@ Status launch(const ChunkIntraArgs& args, const Launch& where) {
   static_assert(kBytes <= kMostShared);
   return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u" : "chunk_intra",
                        chunk_intra_kernel<T, kK, kForm>, args.num_chunks * args.shape.HV,
-                       Kernel<T, kK>::kThreads, kBytes, where, args);
+                       intra::IntraContext<T, kK>::kThreads, kBytes, where, args);
 }
 
 template <Form kForm>
-Status launch_any(const ChunkIntraArgs& args, bool half, const Launch& where) {
+Status launch_any(const ChunkIntraArgs& args, bool fp16, const Launch& where) {
   if (args.shape.K <= 64)
-    return half ? launch<kForm, __half, 64>(args, where)
+    return fp16 ? launch<kForm, __half, 64>(args, where)
                 : launch<kForm, __nv_bfloat16, 64>(args, where);
-  return half ? launch<kForm, __half, 128>(args, where)
+  return fp16 ? launch<kForm, __half, 128>(args, where)
               : launch<kForm, __nv_bfloat16, 128>(args, where);
 }
 
 }  // namespace
 
-Status launch_chunk_intra(const ChunkIntraArgs& args, bool half, bool tokens, const Launch& where) {
-  return tokens ? launch_any<Form::kToken>(args, half, where)
-                : launch_any<Form::kTensor>(args, half, where);
+Status launch_chunk_intra(const ChunkIntraArgs& args, bool fp16, bool tokens, const Launch& where) {
+  return tokens ? launch_any<Form::kToken>(args, fp16, where)
+                : launch_any<Form::kTensor>(args, fp16, where);
 }
 
-Status launch_recompute_w_u(const ChunkIntraArgs& args, bool half, const Launch& where) {
-  return launch_any<Form::kRecompute>(args, half, where);
+Status launch_recompute_w_u(const ChunkIntraArgs& args, bool fp16, const Launch& where) {
+  return launch_any<Form::kRecompute>(args, fp16, where);
 }
 
 }  // namespace kda::cuda

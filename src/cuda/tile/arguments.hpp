@@ -34,8 +34,8 @@ struct StateView {
 
 /// Transforms of g and beta (docs/operation.md).
 struct GateView {
-  int32_t gate_mode = 0;  // GateMode
-  int32_t beta_mode = 0;  // BetaMode
+  GateMode gate_mode = GateMode::kLog;
+  BetaMode beta_mode = BetaMode::kPlain;
   int32_t l2norm = 0;
   float lower_bound = -5;
   float scale = 1;

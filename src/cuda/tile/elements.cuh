@@ -91,23 +91,22 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t at, f
   view.bf16 ? store_state<true>(view.base, at, x) : store_state<false>(view.base, at, x);
 }
 
-/// Log2 decay from the raw gate, with fp32's accuracy (docs/operation.md; gate modes 0 log,
-/// 1 softplus, 2 bounded).
+/// Log2 decay from the raw gate, with fp32's accuracy (docs/operation.md).
 __device__ __forceinline__ float log2_decay_exact(const GateView& gate, float raw, float bias,
                                                   float rate) {
   const float x = raw + bias;
   float g = raw;
-  if (gate.gate_mode == 1) g = -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
-  if (gate.gate_mode == 2) g = gate.lower_bound / (1.0f + expf(-rate * x));
+  if (gate.gate_mode == GateMode::kSoftplus) g = -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
+  if (gate.gate_mode == GateMode::kBounded) g = gate.lower_bound / (1.0f + expf(-rate * x));
   return g * kLog2e;
 }
 
 /// The same with the fast units: relative error below 2^-18, also for the slowest channels (no
 /// tanh, no log of a number near 1).
-template <int kGateMode>
+template <GateMode kGateMode>
 __device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate) {
-  static_assert(kGateMode == 0 || kGateMode == 1);
-  if constexpr (kGateMode == 0) return raw * kLog2e;
+  static_assert(kGateMode != GateMode::kBounded);
+  if constexpr (kGateMode == GateMode::kLog) return raw * kLog2e;
   const float x = raw + bias;
   const float e = ptx::ex2(-fabsf(x) * kLog2e);
   const float log2_1pe = ptx::lg2(1.0f + e);
@@ -116,8 +115,8 @@ __device__ __forceinline__ float log2_decay_fast(float raw, float bias, float ra
 }
 
 __device__ __forceinline__ float beta_value(const GateView& gate, float raw) {
-  if (gate.beta_mode == 0) return raw;
-  return (gate.beta_mode == 2 ? 2.0f : 1.0f) / (1.0f + expf(-raw));
+  if (gate.beta_mode == BetaMode::kPlain) return raw;
+  return (gate.beta_mode == BetaMode::kSigmoid2 ? 2.0f : 1.0f) / (1.0f + expf(-raw));
 }
 
 }  // namespace kda::cuda

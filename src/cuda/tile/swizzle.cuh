@@ -4,12 +4,13 @@
 
 namespace kda::cuda {
 
-/// Element offset of 16-byte piece `piece` of row `row` in a tile of 64 rows: 64 columns after each
-/// other, each with rows of 128 bytes whose pieces are permuted. That is what ldmatrix reads
+/// Element offset of 16-byte piece `piece` of row `row` in a tile of kRows rows: 64 columns after
+/// each other, each with rows of 128 bytes whose pieces are permuted. That is what ldmatrix reads
 /// without bank conflicts, and what wgmma calls the 128-byte swizzle, of K-major and of MN-major
 /// operands.
+template <int kRows = 64>
 __device__ __forceinline__ constexpr int swizzled(int row, int piece) {
-  return piece / 8 * 64 * 64 + row * 64 + ((piece ^ row) & 7) * 8;
+  return piece / 8 * kRows * 64 + row * 64 + ((piece ^ row) & 7) * 8;
 }
 
 }  // namespace kda::cuda

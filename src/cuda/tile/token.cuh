@@ -58,7 +58,7 @@ struct RawGates {
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
     raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K);
-    if (a.gate.gate_mode == 0) return;
+    if (a.gate.gate_mode == GateMode::kLog) return;
     raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
     raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0);
   }
@@ -69,7 +69,7 @@ struct RawGates {
   __device__ __forceinline__ void prepare(const Args& a, Token<kK>& out) const {
     float g[kCount], bias[kCount] = {}, A_log[1] = {};
     raw_g.convert(a.g.type, g);
-    if (a.gate.gate_mode != 0) {
+    if (a.gate.gate_mode != GateMode::kLog) {
       raw_bias.convert(Element::kFloat32, bias);
       raw_A_log.convert(Element::kFloat32, A_log);
     }

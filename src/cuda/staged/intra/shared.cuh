@@ -9,8 +9,8 @@
 
 namespace kda::cuda::intra {
 
-constexpr int kRun = 16;  // tokens of a thread
-constexpr int kRuns = kChunk / kRun;
+constexpr int kSubchunk = 16;  // tokens of a sub-chunk: a thread has one, of two channels
+constexpr int kSubchunks = kChunk / kSubchunk;
 constexpr int kBlock = 16;                 // diagonal block of the inverse
 constexpr int kScoreStride = kChunk + 4;   // of L and T', fp32
 constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
@@ -18,10 +18,11 @@ constexpr int kSquareStride = kChunk + 8;  // of Aqk and T', 16 bit
 /// Operands of blocks of scores that do not lie in place of q and k.
 template <class T, int kStride>
 struct BlockOperands {
-  T diagonal[kChunk][kStride];                   // columns of each run for its own rows
-  T level16[2 * kRun][kStride];                  // columns of the first and the third run
-  T level32[2 * kRun][kStride];                  // columns of the first two runs
-  T far_q[kRun][kStride], far_k[kRun][kStride];  // rows of the fourth run, decayed over the third
+  T diagonal[kChunk][kStride];        // columns of each sub-chunk for its own rows
+  T level16[2 * kSubchunk][kStride];  // columns of the first and the third sub-chunk
+  T level32[2 * kSubchunk][kStride];  // columns of the first two sub-chunks
+  T far_q[kSubchunk][kStride],
+      far_k[kSubchunk][kStride];  // rows of the fourth sub-chunk, decayed over the third
 };
 
 /// Scores and what becomes of them.
@@ -40,15 +41,15 @@ struct Squares {
 template <class T, int kK>
 struct Shared {
   static constexpr int kStride = kK + 8;
-  T q[kChunk][kStride];           // raw; then decayed rows; later a tile of v
-  T k[kChunk][kStride];           // raw; then decayed rows; later Kgam
-  float totals[kRuns][kK];        // decay over each run
-  float decay_before[kRuns][kK];  // over all runs before it
-  float decay_after[kRuns][kK];   // over all runs after it
+  T q[kChunk][kStride];                // raw; then decayed rows; later a tile of v
+  T k[kChunk][kStride];                // raw; then decayed rows; later Kgam
+  float totals[kSubchunks][kK];        // decay over each sub-chunk
+  float decay_before[kSubchunks][kK];  // over all sub-chunks before it
+  float decay_after[kSubchunks][kK];   // over all sub-chunks after it
   alignas(16) float q_norm[kChunk], k_norm[kChunk];
   float k_beta[kChunk], beta[kChunk], diag[kChunk];
-  /// Rows of each run that the anchored form has right, where not all.
-  alignas(16) int anchored[kRuns];
+  /// Rows of each sub-chunk that the anchored form has right, where not all.
+  alignas(16) int anchored[kSubchunks];
   union {
     BlockOperands<T, kStride> blocks;
     float decay[kChunk][kK];  // token form: of each token

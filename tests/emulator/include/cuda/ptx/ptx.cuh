@@ -23,6 +23,8 @@ void bar_arrive(int id) {
 }
 inline void prefetch_l2(const void*) {}
 inline int64_t opaque(int64_t x) { return x; }
+inline void make_opaque(unsigned&) {}
+inline void make_opaque(int&) {}
 
 /// A copy of zeros is one of minus its size.
 template <int kBytes>

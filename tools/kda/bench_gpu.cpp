@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "kda/gpu_bench.hpp"
+#include "tools/kda/bench_gpu.hpp"
 
 #include <algorithm>
 #include <cstring>

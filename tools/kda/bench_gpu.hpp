@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "check/generate.hpp"
-#include "kda/execute.hpp"
+#include "tools/kda/execute.hpp"
 
 namespace kda::tools {
 
