@@ -45,5 +45,6 @@ function(kda_kernel_options)
                                 COMPILE_OPTIONS "${flags}")
   endforeach()
   # The oracle is plain loops that vectorise: worth -O3 too.
-  set_source_files_properties(src/cpu/oracle/oracle.cpp PROPERTIES COMPILE_OPTIONS "-O3")
+  set_source_files_properties(src/cpu/oracle/backward.cpp src/cpu/oracle/oracle.cpp
+                              PROPERTIES COMPILE_OPTIONS "-O3")
 endfunction()

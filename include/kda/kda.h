@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * C ABI of libkda: Kimi Delta Attention forward and decode. Per sequence and value head, S [K, V]:
- *   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T
- *   o_t = scale * S_t^T q_t
- * Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are the same.
+ * C ABI of libkda: Kimi Delta Attention forward, backward and decode. Per sequence and value head,
+ * S [K, V]: S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T o_t = scale *
+ * S_t^T q_t Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are
+ * the same.
  *
  * CUDA plans take device pointers everywhere (also A_log, dt_bias, indices and cu_seqlens), launch
  * on the problem's stream and neither allocate nor synchronise.
@@ -145,6 +145,9 @@ typedef struct kda_problem {
   /* An index below it, and so any negative one, means none; 1 where slot 0 is a null block. Above 0
    * it implies zero_skipped. */
   int64_t first_slot;
+  /* run, backward: what a plan with options.keep saves; kda_plan_saved_bytes, aligned to 64. */
+  void* saved;
+  size_t saved_bytes;
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -158,8 +161,13 @@ typedef struct kda_plan_options {
   int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */
   const char* backend;        /* null or "": the best available */
   int32_t intra_form;         /* kda_intra_form */
-  int32_t reserved;
+  /* What a forward keeps for its backward. 0: nothing. n, a multiple of 64 (KDA_KEEP_DEFAULT): the
+   * fp32 state after every n tokens. KDA_KEEP_CHUNKS: states and errors of every chunk; the CPU
+   * takes it as KDA_KEEP_DEFAULT. */
+  int32_t keep;
 } kda_plan_options;
+#define KDA_KEEP_DEFAULT 2048
+#define KDA_KEEP_CHUNKS (-1)
 
 typedef struct kda_plan kda_plan; /* opaque */
 
@@ -215,6 +223,7 @@ KDA_API kda_status kda_plan_cache_find(kda_plan_cache* cache, const kda_problem*
                                        kda_plan** plan);
 
 KDA_API size_t kda_plan_workspace_bytes(const kda_plan* plan); /* align the workspace to 64 */
+KDA_API size_t kda_plan_saved_bytes(const kda_plan* plan);     /* 0: it keeps nothing */
 KDA_API int64_t kda_plan_num_segments(const kda_plan* plan);   /* 0: not segmented */
 /* The plan as JSON, made by the first call; valid as long as the plan. "" if memory ran out. */
 KDA_API const char* kda_plan_json(const kda_plan* plan);
@@ -223,6 +232,35 @@ KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none
 /* `problem` gives the pointers; its shapes, types and options must be those of the plan. */
 KDA_API kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
                            size_t workspace_bytes);
+
+/* Gradients (include/kda/backward.hpp). A tensor that is all zero is absent: of d_o and
+ * d_final_state at least one is there, of the others those that are wanted. */
+typedef struct kda_gradients {
+  size_t struct_size;
+  kda_tensor d_o;             /* in: [B, T, HV, V] */
+  kda_tensor d_final_state;   /* in: [N, HV, K, V] or [N, HV, V, K], fp32 or bf16 */
+  kda_tensor dq, dk;          /* [B, T, H, K] */
+  kda_tensor dv;              /* [B, T, HV, V] */
+  kda_tensor dg;              /* [B, T, HV, K] */
+  kda_tensor dbeta;           /* [B, T, HV] */
+  kda_tensor dA_log;          /* [HV] fp32 */
+  kda_tensor ddt_bias;        /* [HV, K] fp32 */
+  kda_tensor d_initial_state; /* [N, HV, K, V] or [N, HV, V, K], fp32 or bf16, dense */
+} kda_gradients;
+typedef struct kda_backward_plan kda_backward_plan; /* opaque */
+
+/* The backward of a forward's plan, for its device, lengths and what it keeps. Of `options` (may be
+ * null) backend and num_threads count. */
+KDA_API kda_status kda_backward_plan_create(const kda_plan* forward, const kda_gradients* gradients,
+                                            const kda_plan_options* options,
+                                            kda_backward_plan** plan);
+KDA_API void kda_backward_plan_destroy(kda_backward_plan* plan);
+KDA_API size_t kda_backward_plan_workspace_bytes(const kda_backward_plan* plan);
+/* `problem`: that of the forward, its inputs unchanged, with `saved` if the plan keeps something;
+ * outputs are not looked at. `gradients`: the pointers; shapes and types are the plan's. */
+KDA_API kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* problem,
+                                const kda_gradients* gradients, void* workspace,
+                                size_t workspace_bytes);
 
 KDA_API kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,
                                     const kda_segments* segments, void* workspace,

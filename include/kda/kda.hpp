@@ -2,6 +2,7 @@
 // The whole C++ API: validate -> plan -> run.
 #pragma once
 
+#include "kda/backward.hpp"
 #include "kda/plan.hpp"
 #include "kda/plan_cache.hpp"
 #include "kda/problem.hpp"

@@ -62,6 +62,16 @@ enum class IntraForm : int32_t {
   kToken = 2,   ///< token by token, exponents of pairs, in fp32
 };
 
+/// What a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
+enum class KeepPolicy : int32_t {
+  kInputs = 0,  ///< nothing: the states of a sequence of more than 4,096 tokens are made twice
+  kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence
+  kKeep = 2,    ///< states and errors of every chunk, one pass less; the CPU takes it as kStates
+};
+
+inline constexpr int64_t kKeptStateEvery = 2048;   ///< default of PlanOptions::kept_state_every
+inline constexpr int64_t kKeptStateMultiple = 64;  ///< which is a multiple of this
+
 struct PlanOptions {
   SegmentPolicy context_parallel = SegmentPolicy::kAuto;
   int64_t num_segments = 0;  ///< for kFixed
@@ -69,6 +79,8 @@ struct PlanOptions {
   IntraForm intra_form = IntraForm::kAuto;
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
   int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
+  KeepPolicy keep = KeepPolicy::kInputs;  ///< forward only
+  int64_t kept_state_every = 0;           ///< tokens; 0: kKeptStateEvery
 };
 
 /// Tokens [begin, end) of a sequence, counted from the start of the flattened [B * T] tokens.

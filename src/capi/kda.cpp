@@ -29,6 +29,11 @@ struct kda_plan {
   mutable std::string json;
 };
 
+struct kda_backward_plan {
+  kda::BackwardPlan plan;
+  kda::Problem forward;
+};
+
 namespace kda::capi {
 namespace {
 
@@ -175,6 +180,8 @@ Tensors tensors_of(const kda_problem& c) {
   t.final_state_indices = c.final_state.indices;
   t.checkpoints = c.checkpoints.tensor.data;
   t.checkpoint_indices = c.checkpoints.indices;
+  t.saved = c.saved;
+  t.saved_bytes = c.saved_bytes;
   t.trusted = c.trusted != 0;
   return t;
 }
@@ -231,6 +238,9 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   options->num_segments = c.num_segments;
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
+  if (c.keep != 0)
+    options->keep = c.keep == KDA_KEEP_CHUNKS ? KeepPolicy::kKeep : KeepPolicy::kStates;
+  if (c.keep != KDA_KEEP_CHUNKS) options->kept_state_every = c.keep;
   return {};
 }
 
@@ -261,6 +271,46 @@ Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int6
   }
   *plan = made.release();
   return {};
+}
+
+/// All that a call of a backward has beside its problem.
+struct GradientsOf {
+  Gradients gradients;
+  GradientTensors tensors;
+};
+
+GradientsOf gradients_of(const Problem& p, const kda_gradients& c) {
+  const Shape states = state_shape(p, {{}, p.num_sequences, false});
+  const auto desc = [](const kda_tensor& given, const Shape& shape,
+                       int rank) -> std::optional<TensorDesc> {
+    const bool given_at_all =
+        given.data || given.dtype != 0 || given.alignment != 0 ||
+        std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
+    if (!given_at_all) return std::nullopt;
+    return tensor_of(given, shape, rank);
+  };
+  GradientsOf all;
+  all.gradients = {.d_o = desc(c.d_o, v_shape(p), 4),
+                   .d_final_state = desc(c.d_final_state, states, 4),
+                   .dq = desc(c.dq, qk_shape(p), 4),
+                   .dk = desc(c.dk, qk_shape(p), 4),
+                   .dv = desc(c.dv, v_shape(p), 4),
+                   .dg = desc(c.dg, g_shape(p), 4),
+                   .dbeta = desc(c.dbeta, beta_shape(p), 3),
+                   .dA_log = desc(c.dA_log, {p.num_value_heads, 1, 1, 1}, 1),
+                   .ddt_bias = desc(c.ddt_bias, {p.num_value_heads, p.key_dim, 1, 1}, 2),
+                   .d_initial_state = desc(c.d_initial_state, states, 4)};
+  all.tensors = {.d_o = c.d_o.data,
+                 .d_final_state = c.d_final_state.data,
+                 .dq = c.dq.data,
+                 .dk = c.dk.data,
+                 .dv = c.dv.data,
+                 .dg = c.dg.data,
+                 .dbeta = c.dbeta.data,
+                 .dA_log = static_cast<float*>(c.dA_log.data),
+                 .ddt_bias = static_cast<float*>(c.ddt_bias.data),
+                 .d_initial_state = c.d_initial_state.data};
+  return all;
 }
 
 using StageFn = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*, std::size_t,
@@ -466,6 +516,48 @@ kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* works
     kda_problem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     return kda::run(*plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
+  });
+}
+
+size_t kda_plan_saved_bytes(const kda_plan* plan) { return plan ? plan->plan->saved_bytes : 0; }
+
+kda_status kda_backward_plan_create(const kda_plan* forward, const kda_gradients* gradients,
+                                    const kda_plan_options* options, kda_backward_plan** plan) {
+  return guarded_call([&] {
+    if (!plan) return kda::invalid("plan: is null");
+    *plan = nullptr;
+    if (!forward) return kda::invalid("forward: is null");
+    kda_gradients c{};
+    KDA_RETURN_IF_ERROR(read_struct(gradients, "gradients", &c));
+    kda::DeviceFacts unused;
+    kda::PlanOptions plan_options;
+    KDA_RETURN_IF_ERROR(read_options(options, &unused, &plan_options));
+    auto made = std::make_unique<kda_backward_plan>();
+    made->forward = forward->plan->problem;
+    KDA_RETURN_IF_ERROR(kda::make_backward_plan(
+        *forward->plan, gradients_of(made->forward, c).gradients, plan_options, &made->plan));
+    *plan = made.release();
+    return kda::Status{};
+  });
+}
+
+void kda_backward_plan_destroy(kda_backward_plan* plan) { delete plan; }
+
+size_t kda_backward_plan_workspace_bytes(const kda_backward_plan* plan) {
+  return plan ? plan->plan.plan.workspace_bytes : 0;
+}
+
+kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* problem,
+                        const kda_gradients* gradients, void* workspace, size_t workspace_bytes) {
+  return guarded_call([&] {
+    if (!plan) return kda::invalid("plan: is null");
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_problem(problem, &c));
+    KDA_RETURN_IF_ERROR(check_call(plan->forward, c));
+    kda_gradients g{};
+    KDA_RETURN_IF_ERROR(read_struct(gradients, "gradients", &g));
+    return kda::backward(plan->plan, tensors_of(c), gradients_of(plan->forward, g).tensors,
+                         workspace, workspace_bytes, c.stream);
   });
 }
 

@@ -51,14 +51,6 @@ double rounding_error(const std::vector<double>& ref, const std::vector<double>&
   return relative_error(rounded, ref, magnitude);
 }
 
-const HeadError* worst(const std::vector<HeadError>& errors) {
-  const auto found =
-      std::max_element(errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
-        return a.error / a.tolerance < b.error / b.tolerance;
-      });
-  return found == errors.end() ? nullptr : &*found;
-}
-
 }  // namespace
 
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
@@ -86,6 +78,14 @@ HeadError judge(const std::vector<double>& x, const std::vector<double>& ref,
   return entry;
 }
 
+const HeadError* worst_error(const std::vector<HeadError>& errors) {
+  const auto found =
+      std::max_element(errors.begin(), errors.end(), [](const HeadError& a, const HeadError& b) {
+        return a.error / a.tolerance < b.error / b.tolerance;
+      });
+  return found == errors.end() ? nullptr : &*found;
+}
+
 double median_error(const std::vector<HeadError>& errors) {
   if (errors.empty()) return 0;
   std::vector<double> values;
@@ -101,8 +101,8 @@ bool Comparison::within() const {
   return std::all_of(o.begin(), o.end(), good) &&
          std::all_of(final_state.begin(), final_state.end(), good);
 }
-const HeadError* Comparison::worst_o() const { return worst(o); }
-const HeadError* Comparison::worst_final_state() const { return worst(final_state); }
+const HeadError* Comparison::worst_o() const { return worst_error(o); }
+const HeadError* Comparison::worst_final_state() const { return worst_error(final_state); }
 
 Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& outputs,
                    const CompareOptions& options) {

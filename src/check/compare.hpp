@@ -24,11 +24,13 @@ struct Comparison {
   std::vector<HeadError> final_state;
 
   bool within() const;
-  const HeadError* worst_o() const;  ///< nearest to or farthest past its tolerance
+  const HeadError* worst_o() const;
   const HeadError* worst_final_state() const;
 };
 
 double median_error(const std::vector<HeadError>& errors);
+/// Nearest to or farthest past its tolerance; null if there are none.
+const HeadError* worst_error(const std::vector<HeadError>& errors);
 
 struct CompareOptions {
   bool marginal = false;  ///< inputs that amplify errors; see tolerances.hpp

@@ -8,6 +8,7 @@
 #include "core/guard.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "kda/backward.hpp"
 #include "kda/problem.hpp"
 
 namespace kda {
@@ -254,7 +255,51 @@ Status validate_or_throw(const Problem& p) {
   return check_first_slot(p);
 }
 
+/// A gradient that a loss may leave out or a caller may not want.
+Status check_gradient(const TensorRules& rules, const std::optional<TensorDesc>& desc) {
+  return desc ? check_io(rules, *desc) : Status{};
+}
+
+Status check_state_gradient(const char* name, const Problem& p,
+                            const std::optional<TensorDesc>& desc, bool output) {
+  if (!desc) return {};
+  return check_state(name, p, StateDesc{*desc, p.num_sequences, false}, output);
+}
+
+Status check_gradients(const Problem& p, const Gradients& g) {
+  if (p.operation != Operation::kForward)
+    return invalid("forward: its operation is ", operation_name(p.operation),
+                   ", only forward has a backward");
+  if (!g.d_o && !g.d_final_state)
+    return invalid("d_o, d_final_state: both are absent, a backward starts from at least one");
+  KDA_RETURN_IF_ERROR(check_gradient({"d_o", v_shape(p), 4, false}, g.d_o));
+  KDA_RETURN_IF_ERROR(check_state_gradient("d_final_state", p, g.d_final_state, false));
+  if (!g.dq && !g.dk && !g.dv && !g.dg && !g.dbeta && !g.dA_log && !g.ddt_bias &&
+      !g.d_initial_state)
+    return invalid("gradients: none is wanted");
+  KDA_RETURN_IF_ERROR(check_gradient({"dq", qk_shape(p), 4, true}, g.dq));
+  KDA_RETURN_IF_ERROR(check_gradient({"dk", qk_shape(p), 4, true}, g.dk));
+  KDA_RETURN_IF_ERROR(check_gradient({"dv", v_shape(p), 4, true}, g.dv));
+  KDA_RETURN_IF_ERROR(check_gradient({"dg", g_shape(p), 4, true}, g.dg));
+  KDA_RETURN_IF_ERROR(check_gradient({"dbeta", beta_shape(p), 3, true, true}, g.dbeta));
+  if (g.dA_log && !p.A_log) return invalid("dA_log: given, but the forward has no A_log");
+  if (g.ddt_bias && !p.dt_bias) return invalid("ddt_bias: given, but the forward has no dt_bias");
+  if (g.d_initial_state && !p.initial_state)
+    return invalid("d_initial_state: given, but the forward has no initial_state");
+  KDA_RETURN_IF_ERROR(check_parameter({"dA_log", {p.num_value_heads, 1, 1, 1}, 1, true}, g.dA_log));
+  KDA_RETURN_IF_ERROR(
+      check_parameter({"ddt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, true}, g.ddt_bias));
+  return check_state_gradient("d_initial_state", p, g.d_initial_state, true);
+}
+
 }  // namespace
+
+Status validate(const BackwardProblem& problem) noexcept {
+  return guarded([&] {
+    KDA_RETURN_IF_ERROR(validate_or_throw(problem.forward));
+    return check_gradients(problem.forward, problem.gradients);
+  });
+}
 
 Status validate(const Problem& problem) noexcept {
   return guarded([&] { return validate_or_throw(problem); });

@@ -160,6 +160,24 @@ void note_one_intra_form(PlanBuilder& builder) {
     builder.reason(cat("intra_form: ", builder.name(), " has one form"));
 }
 
+void save_states(PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const int64_t every = kept_every(plan);
+  if (every == 0) return;
+  if (plan.requested.keep == KeepPolicy::kKeep)
+    builder.reason("keep: the CPU keeps states and makes the errors again");
+  int64_t count = p.batch * p.num_tokens / every;  // at most, without lengths
+  if (plan.lengths_known) {
+    count = 0;
+    for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
+      count += (plan.cu_seqlens[n + 1] - plan.cu_seqlens[n]) / every;
+  }
+  builder.save(stage::kKeptMark, 1, sizeof(uint64_t));
+  builder.save(stage::kKeptStates, static_cast<std::size_t>(count * p.num_value_heads),
+               static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float));
+}
+
 void book_segments(PlanBuilder& builder, std::size_t rows) {
   const stage::DimValues dims = stage::dims_of(builder.problem());
   for (const stage::BufferSpec* spec :

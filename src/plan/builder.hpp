@@ -16,6 +16,7 @@
 
 #include "plan/partition.hpp"
 #include "registry/rows.hpp"
+#include "stage/backward.hpp"
 #include "stage/buffers.hpp"
 
 namespace kda::plan {
@@ -99,6 +100,13 @@ void list_scan_merge_forward(PlanBuilder& builder);
 void list_decode(PlanBuilder& builder);
 /// The reason why intra_form is not heeded, where one was asked for.
 void note_one_intra_form(PlanBuilder& builder);
+/// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
+/// reads.
+void save_states(PlanBuilder& builder);
+/// Tokens between the states that are kept; 0: none are.
+inline int64_t kept_every(const Plan& plan) {
+  return plan.resolved.keep == KeepPolicy::kInputs ? 0 : plan.resolved.kept_state_every;
+}
 /// M, B and states_in, for so many rows (stage::SegmentRows).
 void book_segments(PlanBuilder& builder, std::size_t rows);
 

@@ -44,6 +44,8 @@ std::string decline_reason(const Head& row, const Request& request) {
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
+  if (options.keep != KeepPolicy::kInputs && !row.keeps_states)
+    return "keeps nothing for a backward";
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
@@ -68,7 +70,7 @@ Status backend_unavailable(Heads rows, const Request& request,
       if (meant(*row))
         return Status(StatusCode::kUnavailable,
                       cat("backend: ", row->name, " cannot serve: it has no ",
-                          operation_name(request.problem.operation)));
+                          request.call ? request.call : operation_name(request.problem.operation)));
   return Status(StatusCode::kUnavailable,
                 cat("backend: '", backend, "' names no implementation for ",
                     device_kind_name(request.device.kind), " (see kda info)"));
@@ -157,6 +159,13 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   const auto form = static_cast<int32_t>(options.intra_form);
   if (form < 0 || form > static_cast<int32_t>(IntraForm::kToken))
     return invalid("intra_form: value ", form, " is unknown");
+  const auto keep = static_cast<int32_t>(options.keep);
+  if (keep < 0 || keep > static_cast<int32_t>(KeepPolicy::kKeep))
+    return invalid("keep: value ", keep, " is unknown");
+  const int64_t every = options.kept_state_every;
+  if (every < 0 || every > INT32_MAX || every % kKeptStateMultiple != 0)
+    return invalid("kept_state_every: ", every, " is not a positive multiple of ",
+                   kKeptStateMultiple, " (0: ", kKeptStateEvery, ")");
   if (options.context_parallel == SegmentPolicy::kFixed &&
       (options.num_segments < 1 || options.num_segments > plan::kMaxSegments))
     return invalid("num_segments: ", options.num_segments, " is outside 1..", plan::kMaxSegments);
@@ -177,16 +186,21 @@ void resolve_options(Plan* plan) {
 }
 
 Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,
-                  const DeviceFacts& device, const PlanOptions& options, Plan* plan) {
+                  const DeviceFacts& device, const PlanOptions& options, Plan* plan,
+                  const char* call) {
   KDA_RETURN_IF_ERROR(validate(problem));
   KDA_RETURN_IF_ERROR(check_options(device, options));
+  if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kInputs)
+    return invalid("keep: belongs to forward, decode has no backward");
   plan->problem = problem;
   plan->requested = plan->resolved = options;
   plan->device = device;
   plan->num_threads = options.num_threads > 0 ? options.num_threads : default_num_threads();
   plan->resolved.num_threads = plan->num_threads;
+  if (options.keep == KeepPolicy::kKeep) plan->resolved.keep = KeepPolicy::kStates;
+  if (options.kept_state_every == 0) plan->resolved.kept_state_every = kKeptStateEvery;
   const Head* chosen = nullptr;
-  KDA_RETURN_IF_ERROR(choose(rows, {problem, device, options}, &plan->candidates, &chosen));
+  KDA_RETURN_IF_ERROR(choose(rows, {problem, device, options, call}, &plan->candidates, &chosen));
   plan->chunk_size = chosen ? chosen->chunk_size : kDefaultChunk;
   if (cu_seqlens) {
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
@@ -211,11 +225,11 @@ namespace plan {
 
 Status plan_with(std::span<const registry::Head* const> rows, const Problem& problem,
                  const std::span<const int64_t>* cu_seqlens, const DeviceFacts& device,
-                 const PlanOptions& options, Plan* plan) noexcept {
+                 const PlanOptions& options, Plan* plan, const char* call) noexcept {
   return guarded([&] {
     if (!plan) return invalid("plan: is null");
     Plan made;
-    KDA_RETURN_IF_ERROR(build_plan(rows, problem, cu_seqlens, device, options, &made));
+    KDA_RETURN_IF_ERROR(build_plan(rows, problem, cu_seqlens, device, options, &made, call));
     *plan = std::move(made);
     return Status{};
   });

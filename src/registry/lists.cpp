@@ -19,6 +19,9 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
     &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,
     &cpu::oracle::kDecode, &cuda::recurrent::kDecode};
 
+constexpr std::array<const BackwardRow*, 3> kBackward = {
+    &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward};
+
 template <class Row, std::size_t kCount>
 constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, kCount>& rows) {
   std::array<const Head*, kCount> heads = {};
@@ -30,6 +33,7 @@ constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, 
 
 std::span<const ForwardRow* const> forward_rows() noexcept { return kForward; }
 std::span<const DecodeRow* const> decode_rows() noexcept { return kDecode; }
+std::span<const BackwardRow* const> backward_rows() noexcept { return kBackward; }
 
 std::span<const Head* const> heads(Operation operation) noexcept {
   static constexpr auto kForwardHeads = heads_of(kForward);
@@ -39,6 +43,11 @@ std::span<const Head* const> heads(Operation operation) noexcept {
     case Operation::kDecode: return kDecodeHeads;
   }
   return {};
+}
+
+std::span<const Head* const> backward_heads() noexcept {
+  static constexpr auto kHeads = heads_of(kBackward);
+  return kHeads;
 }
 
 }  // namespace kda::registry

@@ -15,6 +15,7 @@
 
 #include "kda/plan.hpp"
 #include "kda/stages.hpp"
+#include "stage/backward.hpp"
 #include "stage/chunk_delta_h.hpp"
 #include "stage/chunk_intra.hpp"
 #include "stage/chunk_o.hpp"
@@ -36,6 +37,7 @@ struct Request {
   const Problem& problem;
   const DeviceFacts& device;
   const PlanOptions& options;
+  const char* call = nullptr;  ///< where it is not the problem's operation: "backward"
 };
 
 /// Checks of memory that the host cannot read, before anything is launched.
@@ -65,6 +67,7 @@ struct Head {
   int32_t max_compute_capability = INT32_MAX;
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
+  bool keeps_states = false;  ///< KeepPolicy other than kInputs
 };
 
 /// Segments of a sequence side by side (include/kda/run.hpp).
@@ -96,14 +99,21 @@ struct DecodeRow {
   Status (*decode)(const stage::Decode& args);
 };
 
+struct BackwardRow {
+  Head head;
+  Status (*backward)(const stage::Backward& args);
+};
+
 /// The rows of each operation, best first, the reference last.
 std::span<const ForwardRow* const> forward_rows() noexcept;
 std::span<const DecodeRow* const> decode_rows() noexcept;
+std::span<const BackwardRow* const> backward_rows() noexcept;
 
 inline constexpr Operation kOperations[] = {Operation::kForward, Operation::kDecode};
 
 /// The heads of an operation's rows, in the order of its list.
 std::span<const Head* const> heads(Operation operation) noexcept;
+std::span<const Head* const> backward_heads() noexcept;
 
 /// Null: there is none of this name.
 template <class Row>

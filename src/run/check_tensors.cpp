@@ -174,16 +174,19 @@ class SlotMarks {
   int32_t* marks_;
 };
 
+constexpr std::size_t kNumGradients = 10;
+
 class Checker {
  public:
   Checker(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-          void* workspace, const registry::DeviceChecks* device)
+          void* workspace, const registry::DeviceChecks* device, const GradientCheck* backward)
       : plan_(plan),
         p_(plan.problem),
         t_(tensors),
         sequences_(sequences),
         workspace_(workspace),
-        device_(device) {}
+        device_(device),
+        backward_(backward) {}
 
   Status run() {
     if (device_) return run_device();
@@ -288,8 +291,29 @@ class Checker {
       Entry& entry = entries_[count_];
       entry = row.entry(p_, t_);
       entry.name = row.name;
-      if (entry.desc) ++count_;
+      if (entry.desc && !(backward_ && entry.output)) ++count_;
     }
+    if (backward_) collect_gradients();
+  }
+
+  void collect_gradients() {
+    const Gradients& g = backward_->gradients;
+    const GradientTensors& t = backward_->tensors;
+    const auto add = [&](const char* name, const std::optional<TensorDesc>& desc,
+                         const Shape& shape, const void* pointer, bool output = true) {
+      if (desc) entries_[count_++] = {name, &*desc, shape, pointer, output};
+    };
+    const Shape states = state_shape(p_, {{}, p_.num_sequences, false});
+    add("d_o", g.d_o, v_shape(p_), t.d_o, false);
+    add("d_final_state", g.d_final_state, states, t.d_final_state, false);
+    add("dq", g.dq, qk_shape(p_), t.dq);
+    add("dk", g.dk, qk_shape(p_), t.dk);
+    add("dv", g.dv, v_shape(p_), t.dv);
+    add("dg", g.dg, g_shape(p_), t.dg);
+    add("dbeta", g.dbeta, beta_shape(p_), t.dbeta);
+    add("dA_log", g.dA_log, {p_.num_value_heads, 1, 1, 1}, t.dA_log);
+    add("ddt_bias", g.ddt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t.ddt_bias);
+    add("d_initial_state", g.d_initial_state, states, t.d_initial_state);
   }
 
   Status check_indices() {
@@ -419,8 +443,9 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
-  const registry::DeviceChecks* device_;            ///< null: host memory
-  std::array<Entry, std::size(kTensors)> entries_;  // the first count_ are set
+  const registry::DeviceChecks* device_;                            ///< null: host memory
+  const GradientCheck* backward_;                                   ///< null: not a backward
+  std::array<Entry, std::size(kTensors) + kNumGradients> entries_;  // the first count_ are set
   std::size_t count_ = 0;
 };
 
@@ -449,8 +474,9 @@ Status check_saved(const Plan& plan, const Tensors& tensors) {
 }
 
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
-                     void* workspace, const registry::DeviceChecks* device) {
-  return Checker(plan, tensors, sequences, workspace, device).run();
+                     void* workspace, const registry::DeviceChecks* device,
+                     const GradientCheck* backward) {
+  return Checker(plan, tensors, sequences, workspace, device, backward).run();
 }
 
 }  // namespace kda

@@ -2,10 +2,12 @@
 // run() and the stage calls: checks, then the stages of the plan's row.
 #include "run/run_rows.hpp"
 
+#include <cstring>
 #include <tuple>
 
 #include "core/guard.hpp"
 #include "core/text.hpp"
+#include "plan/builder.hpp"
 #include "plan/ledger.hpp"
 #include "run/check_tensors.hpp"
 #include "stage/buffers.hpp"
@@ -25,8 +27,8 @@ T* block_of(const stage::Call& call, const stage::BufferSpec& spec) {
 /// Finds the plan's row, checks everything that can be checked, then calls body(row, call).
 template <class Row, class Body>
 Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Tensors& tensors,
-                    void* workspace, std::size_t workspace_bytes, void* stream,
-                    Body&& body) noexcept {
+                    void* workspace, std::size_t workspace_bytes, void* stream, Body&& body,
+                    const GradientCheck* backward = nullptr) noexcept {
   return guarded([&] {
     const Row* row = registry::find_row(rows, plan.implementation);
     if (!row)
@@ -43,11 +45,37 @@ Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Te
     const stage::Sequences sequences(plan.problem, plan.cu_seqlens,
                                      checks ? nullptr : tensors.cu_seqlens);
     if (checks) KDA_RETURN_IF_ERROR(checks->call(plan, tensors.trusted, workspace, stream));
-    KDA_RETURN_IF_ERROR(check_tensors(plan, tensors, sequences, workspace, checks));
+    KDA_RETURN_IF_ERROR(check_tensors(plan, tensors, sequences, workspace, checks, backward));
     return body(*row, stage::Call{plan.problem, tensors, sequences, plan.num_threads,
                                   plan::find_block(plan, workspace, plan::block::kThreadScratch),
                                   &plan, workspace, stream});
   });
+}
+
+void* saved_block(const Plan& plan, const Tensors& tensors, const char* name) {
+  return tensors.saved ? plan::find_block(plan.saved, tensors.saved, name) : nullptr;
+}
+
+stage::Forward with_kept(stage::Forward args) {
+  args.kept_states =
+      static_cast<float*>(saved_block(*args.call.plan, args.call.tensors, stage::kKeptStates));
+  args.kept_every = plan::kept_every(*args.call.plan);
+  return args;
+}
+
+/// Says in what was kept which plan has kept it.
+void mark_kept(const Plan& plan, const Tensors& tensors) {
+  if (void* mark = saved_block(plan, tensors, stage::kKeptMark)) {
+    const uint64_t id = plan_id(plan);
+    std::memcpy(mark, &id, sizeof(id));
+  }
+}
+
+Status check_mark(const BackwardPlan& plan, const Tensors& tensors) {
+  const void* mark = saved_block(plan.plan, tensors, stage::kKeptMark);
+  if (mark && std::memcmp(mark, &plan.forward_id, sizeof(plan.forward_id)) != 0)
+    return invalid("saved: was not written by a run of the forward that this plan is for");
+  return {};
 }
 
 Status run_scan_merge_forward(const ForwardRow& row, const stage::Call& call) {
@@ -59,7 +87,7 @@ Status run_scan_merge_forward(const ForwardRow& row, const stage::Call& call) {
       row.segments->scan({.call = call, .segments = segments, .M = M, .B = B, .skip_last = true}));
   KDA_RETURN_IF_ERROR(row.segments->merge(
       {.call = call, .segments = segments, .M = M, .B = B, .states_in = states, .prepared = true}));
-  return row.forward({call, segments, states, /*prepared=*/true});
+  return row.forward(with_kept({call, segments, states, /*prepared=*/true}));
 }
 
 Status run_one_pass(const ForwardRow& row, const stage::Call& call) {
@@ -92,6 +120,13 @@ Status run_one_pass(const ForwardRow& row, const stage::Call& call) {
                                 .exit_token = exit_token});
 }
 
+Status run_forward(const ForwardRow& row, const stage::Call& call) {
+  if (!call.plan->segmented) return row.forward(with_kept({call, {}, nullptr}));
+  return call.plan->resolved.segment_method == SegmentMethod::kOnePass
+             ? run_one_pass(row, call)
+             : run_scan_merge_forward(row, call);
+}
+
 Status check_segments(const Plan& plan, const ForwardRow& row, const SegmentTensors& segments,
                       bool needs_scan, bool needs_states) {
   if (!plan.segmented || !row.segments) return invalid("plan: is not segmented");
@@ -113,10 +148,9 @@ Status forward(std::span<const ForwardRow* const> rows, const Plan& plan, const 
                void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
   return checked_call(rows, plan, tensors, workspace, workspace_bytes, stream,
                       [&](const ForwardRow& row, const stage::Call& call) {
-                        if (!plan.segmented) return row.forward({call, {}, nullptr});
-                        return plan.resolved.segment_method == SegmentMethod::kOnePass
-                                   ? run_one_pass(row, call)
-                                   : run_scan_merge_forward(row, call);
+                        KDA_RETURN_IF_ERROR(run_forward(row, call));
+                        if (!row.head.device_checks) mark_kept(plan, tensors);
+                        return Status{};
                       });
 }
 
@@ -140,6 +174,20 @@ Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_
                               stream);
   }
   return guarded([] { return invalid("plan: its operation is unknown"); });
+}
+
+Status backward(const BackwardPlan& plan, const Tensors& tensors, const GradientTensors& gradients,
+                void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
+  const GradientCheck check{plan.gradients, gradients};
+  return checked_call(
+      registry::backward_rows(), plan.plan, tensors, workspace, workspace_bytes, stream,
+      [&](const registry::BackwardRow& row, const stage::Call& call) {
+        if (!row.head.device_checks) KDA_RETURN_IF_ERROR(check_mark(plan, tensors));
+        const auto* kept =
+            static_cast<const float*>(saved_block(plan.plan, tensors, stage::kKeptStates));
+        return row.backward({call, plan.gradients, gradients, kept, plan::kept_every(plan.plan)});
+      },
+      &check);
 }
 
 Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,

@@ -15,6 +15,9 @@ struct Forward {
   const float* states_in = nullptr;   ///< [NSEG, HV, K, V] fp32; null: the problem's initial state
   /// The scan of the same run() has left what this stage needs in the workspace.
   bool prepared = false;
+  /// Where the states for a backward go (stage/backward.hpp); null: nowhere.
+  float* kept_states = nullptr;
+  int64_t kept_every = 0;
 };
 
 }  // namespace kda::stage

@@ -28,6 +28,12 @@ class Sequences {
   }
   int64_t end(int64_t n) const { return begin(n + 1); }
   int64_t length(int64_t n) const { return end(n) - begin(n); }
+  /// How many states the sequences before n have, one every `every` tokens.
+  int64_t states_before(int64_t n, int64_t every) const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; ++i) count += length(i) / every;
+    return count;
+  }
 
  private:
   int64_t num_tokens_;

@@ -41,6 +41,8 @@ int64_t random_dim(Random& random) {
   return random.chance(0.7) ? pick(random, kDims) : 1 + random.below(256);
 }
 
+}  // namespace
+
 check::GenerateOptions random_shape(Random& random) {
   check::GenerateOptions options;
   options.num_heads = 1 + random.below(3);
@@ -62,6 +64,8 @@ check::GenerateOptions random_shape(Random& random) {
   options.dtype = kTypes[static_cast<std::size_t>(random.below(3))];
   return options;
 }
+
+namespace {
 
 /// The nearest shape that the staged kernels take (docs/planning.md). Unless `hard`, not fewer than
 /// 32 channels and no equal keys: there 16-bit operands may lose more than the tolerance
@@ -87,7 +91,8 @@ double work_of(const check::GenerateOptions& o) {
   return tokens * static_cast<double>(o.num_value_heads * o.key_dim * o.value_dim);
 }
 
-/// Shrinks lengths until the case fits its share of the oracle's time.
+}  // namespace
+
 void limit_work(check::GenerateOptions* o, double limit) {
   while (work_of(*o) > limit) {
     if (o->num_value_heads > o->num_heads) {
@@ -101,14 +106,16 @@ void limit_work(check::GenerateOptions* o, double limit) {
   }
 }
 
+namespace {
+
 void fill(io::Buffer& buffer, DType dtype, const std::function<double()>& value) {
   const int64_t count = static_cast<int64_t>(buffer.size()) / dtype_size(dtype);
   for (int64_t i = 0; i < count; ++i)
     store_element(buffer.data(), dtype, i, static_cast<float>(value()));
 }
 
-/// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides
-/// are multiples of it. `plain`: steps and keys may come as they are used.
+}  // namespace
+
 void vary_options(Inputs* inputs, Random& random, int64_t unit, bool plain) {
   Problem& p = inputs->problem;
   if (random.chance(0.2)) p.state_layout = StateLayout::kVK;
@@ -144,6 +151,8 @@ void vary_options(Inputs* inputs, Random& random, int64_t unit, bool plain) {
   if (random.chance(0.25)) test::restride(inputs, unit);
 }
 
+namespace {
+
 /// Errors of the fp32 cases, for the medians of the report.
 struct Totals {
   std::mutex mutex;
@@ -170,11 +179,15 @@ struct Totals {
   }
 };
 
+}  // namespace
+
 double quantile(std::vector<double>& values, double share) {
   if (values.empty()) return 0;
   std::sort(values.begin(), values.end());
   return values[static_cast<std::size_t>(share * static_cast<double>(values.size() - 1))];
 }
+
+namespace {
 
 PlanOptions random_plan(Random& random, bool any_backend) {
   PlanOptions options;

@@ -57,7 +57,18 @@ inline check::Random random_of(const Options& options, int64_t index) {
   return check::Random(mixer.next());
 }
 
+/// Sizes, lengths, regime and type of a case.
+check::GenerateOptions random_shape(check::Random& random);
+/// Shrinks lengths until T HV K V is at most `limit`: the oracle's time.
+void limit_work(check::GenerateOptions* shape, double limit);
+/// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides
+/// are multiples of it. `plain`: steps and keys may come as they are used.
+void vary_options(check::Inputs* inputs, check::Random& random, int64_t unit, bool plain);
+/// Sorts `values`; 0 if there are none.
+double quantile(std::vector<double>& values, double share);
+
 Report fuzz_accuracy(const Options& options);
+Report fuzz_backward(const Options& options);
 Report fuzz_causality(const Options& options);
 Report fuzz_files(const Options& options);
 Report fuzz_problems(const Options& options);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// kda_fuzz accuracy|causality|files|problems --seed S --first I --count N
+// kda_fuzz accuracy|backward|causality|files|problems --seed S --first I --count N
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -38,6 +38,7 @@ int main(int argc, char** argv) {
   using kda::fuzz::Report;
   const std::map<std::string, Report (*)(const Options&)> fuzzers = {
       {"accuracy", kda::fuzz::fuzz_accuracy},
+      {"backward", kda::fuzz::fuzz_backward},
       {"causality", kda::fuzz::fuzz_causality},
       {"files", kda::fuzz::fuzz_files},
       {"problems", kda::fuzz::fuzz_problems}};
@@ -46,7 +47,7 @@ int main(int argc, char** argv) {
   Options options;
   app.add_option("what", what)
       ->required()
-      ->check(CLI::IsMember({"accuracy", "causality", "files", "problems"}));
+      ->check(CLI::IsMember({"accuracy", "backward", "causality", "files", "problems"}));
   app.add_option("--seed", options.seed, "other seeds, other cases");
   app.add_option("--first", options.first);
   app.add_option("--count", options.count);

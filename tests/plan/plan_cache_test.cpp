@@ -98,6 +98,8 @@ TEST(PlanCache, AnythingElseGivesAnother) {
       [](Arguments& a) { a.options.intra_form = IntraForm::kToken; },
       [](Arguments& a) { a.options.backend = "recurrent"; },
       [](Arguments& a) { a.options.num_threads = 3; },
+      [](Arguments& a) { a.options.keep = KeepPolicy::kStates; },
+      [](Arguments& a) { a.options.kept_state_every = 128; },
   };
   PlanCache cache;
   std::vector<Found> plans = {find(cache, {})};

@@ -10,11 +10,9 @@
 #include "core/layout.hpp"
 
 namespace kda::test {
-namespace {
 
-/// Copies a [d0, d1, d2, d3] row-major tensor into one with the given strides.
-io::Buffer spread(const io::Buffer& source, TensorDesc* desc, const Shape& shape,
-                  const std::array<int64_t, 4>& strides) {
+io::Buffer spread_tensor(const io::Buffer& source, TensorDesc* desc, const Shape& shape,
+                         const std::array<int64_t, 4>& strides) {
   const int64_t size = dtype_size(desc->dtype);
   int64_t extent = 1;
   for (std::size_t d = 0; d < 4; ++d) extent += strides[d] * std::max<int64_t>(shape[d] - 1, 0);
@@ -34,14 +32,12 @@ io::Buffer spread(const io::Buffer& source, TensorDesc* desc, const Shape& shape
   return target;
 }
 
-void pad(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_t unit) {
+void pad_tensor(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_t unit) {
   const int64_t head = shape[3] + 3 * unit;
   const int64_t token = shape[2] * head + 5 * unit;
-  *buffer = spread(*buffer, desc, shape, {shape[1] * token + 7 * unit, token, head, 1});
+  *buffer = spread_tensor(*buffer, desc, shape, {shape[1] * token + 7 * unit, token, head, 1});
   desc->alignment = unit * dtype_size(desc->dtype);
 }
-
-}  // namespace
 
 DeviceFacts device_for(const RunOptions& options) {
   DeviceFacts facts = device_of(options.plan.backend);
@@ -118,21 +114,21 @@ bool same_bits(const io::Buffer& a, const io::Buffer& b) {
 
 void restride(check::Inputs* inputs, int64_t unit) {
   Problem& p = inputs->problem;
-  pad(&inputs->q, &p.q, qk_shape(p), unit);
-  pad(&inputs->k, &p.k, qk_shape(p), unit);
-  pad(&inputs->v, &p.v, v_shape(p), unit);
-  pad(&inputs->g, &p.g, g_shape(p), unit);
+  pad_tensor(&inputs->q, &p.q, qk_shape(p), unit);
+  pad_tensor(&inputs->k, &p.k, qk_shape(p), unit);
+  pad_tensor(&inputs->v, &p.v, v_shape(p), unit);
+  pad_tensor(&inputs->g, &p.g, g_shape(p), unit);
   const Shape beta = beta_shape(p);
-  inputs->beta =
-      spread(inputs->beta, &p.beta, beta, {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
+  inputs->beta = spread_tensor(inputs->beta, &p.beta, beta,
+                               {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
   if (p.dt_bias)
-    inputs->dt_bias = spread(inputs->dt_bias, &*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1},
-                             {p.key_dim + 9, 1, 0, 0});
+    inputs->dt_bias = spread_tensor(inputs->dt_bias, &*p.dt_bias,
+                                    {p.num_value_heads, p.key_dim, 1, 1}, {p.key_dim + 9, 1, 0, 0});
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
     const int64_t row = shape[3] + 2, head = shape[2] * row + 6;
-    inputs->initial_state = spread(inputs->initial_state, &p.initial_state->tensor, shape,
-                                   {shape[1] * head + 10, head, row, 1});
+    inputs->initial_state = spread_tensor(inputs->initial_state, &p.initial_state->tensor, shape,
+                                          {shape[1] * head + 10, head, row, 1});
   }
 }
 

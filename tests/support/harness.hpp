@@ -2,6 +2,7 @@
 // What tests share: running inputs, strided copies, bitwise comparison.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "check/device.hpp"
 #include "check/generate.hpp"
 #include "check/inputs.hpp"
+#include "core/layout.hpp"
 #include "kda/kda.hpp"
 
 namespace kda::test {
@@ -51,6 +53,12 @@ DeviceFacts device_for(const RunOptions& options);
 std::vector<std::string> backends();
 
 bool same_bits(const io::Buffer& a, const io::Buffer& b);
+
+/// Copies a [d0, d1, d2, d3] row-major tensor into one with the given strides, whose gaps are 0xff.
+io::Buffer spread_tensor(const io::Buffer& source, TensorDesc* desc, const Shape& shape,
+                         const std::array<int64_t, 4>& strides);
+/// The same with a few elements, multiples of `unit`, between heads, tokens and rows of the batch.
+void pad_tensor(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_t unit);
 
 /// Replaces every input by a copy with padded strides; the gaps hold NaN. Token and head strides
 /// grow by different multiples of `unit` elements; `beta` gets a strided innermost dimension.

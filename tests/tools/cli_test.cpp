@@ -107,6 +107,49 @@ TEST_F(Cli, RunMatchesTheLibrary) {
   EXPECT_TRUE(test::same_bits(out.tensors.at("final_state").data, expected.outputs.final_state));
 }
 
+TEST_F(Cli, BackwardOfAFile) {
+  gen("--seq-lens 40,0,23 --heads 2 --value-heads 4 --key-dim 16 --value-dim 8 --initial-state "
+      "--gradients");
+  const Ran run = kda("run x.safetensors --backward -o dx.safetensors");
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.out.find("d_initial_state"), std::string::npos) << run.out;
+  const io::SafetensorsFile out = io::read_safetensors(path("dx.safetensors"));
+  EXPECT_EQ(out.tensors.size(), 8u);
+  EXPECT_EQ(out.tensors.at("dk").dtype, DType::kBFloat16);
+  EXPECT_EQ(out.tensors.at("dk").shape, (std::vector<int64_t>{1, 63, 2, 16}));
+  EXPECT_EQ(out.tensors.at("dbeta").shape, (std::vector<int64_t>{1, 63, 4}));
+  EXPECT_EQ(out.tensors.at("d_initial_state").shape, (std::vector<int64_t>{3, 4, 16, 8}));
+  EXPECT_EQ(out.tensors.at("dA_log").shape, (std::vector<int64_t>{4}));
+  const Ran check = kda("check x.safetensors --backward --out-dtype fp32 --json");
+  EXPECT_EQ(check.exit_code, 0) << check.err;
+  const nlohmann::json report = nlohmann::json::parse(check.out);
+  EXPECT_TRUE(report["within"]);
+  EXPECT_LT(report["dg"]["median"], 1e-6);
+  EXPECT_NE(kda("check x.safetensors --backward").out.find("ddt_bias"), std::string::npos);
+}
+
+TEST_F(Cli, PlansAndTimesOfABackward) {
+  const std::string plan = "plan --heads 4 --seq-lens 8192 --device cpu --backward --explain";
+  const Ran states = kda(plan);
+  EXPECT_EQ(states.exit_code, 0) << states.err;
+  EXPECT_NE(states.out.find("keep states: 32"), std::string::npos) << states.out;
+  EXPECT_NE(states.out.find("kept_states"), std::string::npos) << states.out;
+  EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
+  EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
+  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward").exit_code, 2);  // no GPU has one
+  const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
+  EXPECT_EQ(bench.exit_code, 0) << bench.err;
+  EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
+}
+
+TEST_F(Cli, BackwardNeedsAGradientToStartFrom) {
+  gen("--tokens 20 --heads 1 --key-dim 16 --value-dim 16");
+  const Ran run = kda("run x.safetensors --backward -o dx.safetensors");
+  EXPECT_EQ(run.exit_code, 2);
+  EXPECT_NE(run.err.find("do, d_final_state: the file has neither"), std::string::npos) << run.err;
+  EXPECT_FALSE(fs::exists(path("dx.safetensors")));
+}
+
 TEST_F(Cli, FlagsChangeTheResult) {
   gen("--tokens 100 --heads 1 --key-dim 16 --value-dim 16 --dtype fp32 --regime strong");
   const auto output = [&](const std::string& flags) {
@@ -605,7 +648,7 @@ TEST_F(Cli, BadCommandLines) {
       "plan --heads 8 --seq-lens 99999999999",
       "plan --heads 8 --seq-lens 8 --context-parallel x",
       "bench",
-      "bench backward",
+      "bench sideways",
       "bench forward --set nothing",
       "bench forward --case '--tokens x'",
       "bench forward --case '--regime weak --tokens 8'",

@@ -50,6 +50,8 @@ struct BenchCommand {
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
+    if (device.kind == DeviceKind::kCuda && what == "backward")
+      throw Error(Status(StatusCode::kUnavailable, "backward: no CUDA backend has one"));
     if (device.kind == DeviceKind::kCuda) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,
@@ -150,9 +152,10 @@ struct BenchCommand {
 void add_bench(CLI::App& app) {
   auto* sub = app.add_subcommand("bench", "Time the operation or one of its stages");
   auto c = std::make_shared<BenchCommand>();
-  add_choice(*sub, "what", &c->what,
-             {"forward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"},
-             "What to time")
+  add_choice(
+      *sub, "what", &c->what,
+      {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"},
+      "What to time")
       ->required();
   auto* set = add_choice(*sub, "--set", &c->set, BenchCommand::set_names(),
                          "A named set of cases (bench/cases)");
@@ -168,7 +171,7 @@ void add_bench(CLI::App& app) {
   add_path(*sub, "--json", &c->json_path, "Also write the rows to this file");
   add_path(*sub, "--csv", &c->csv_path, "Also write the table to this file");
   sub->footer(cat(
-      R"(forward: the whole operation; intra: gates, norms, in-chunk scores; delta-h: the state
+      R"(forward: the whole operation; backward: all its gradients; intra: gates, norms, in-chunk scores; delta-h: the state
 recurrence without outputs; context-parallel: segments on against off; decode: bandwidth.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many

@@ -48,6 +48,10 @@ double forward_multiply_adds(const Problem& p) {
   return tokens_of(p) * static_cast<double>(p.num_value_heads) * multiply_adds(p);
 }
 
+/// Of one token and value head, in chunks of 16: nine products with a state; scores and pairs of
+/// tokens.
+double backward_multiply_adds(double K, double V) { return 9 * K * V + 16 * (3.5 * V + 5 * K); }
+
 /// The call of a stage of the blocked backend on its own, with its scratch.
 struct StageCall {
   StageCall(const check::Inputs& inputs, const Plan& plan)
@@ -76,6 +80,8 @@ CpuRow CpuBench::measure(const std::string& name, check::Inputs& inputs) {
     measure_decode(inputs, &row);
   else if (what_ == "context-parallel")
     measure_context_parallel(inputs, &row);
+  else if (what_ == "backward")
+    measure_backward(inputs, &row);
   else if (what_ == "intra")
     measure_intra(inputs, &row);
   else if (what_ == "delta-h")
@@ -116,6 +122,41 @@ void CpuBench::measure_forward(check::Inputs& inputs, CpuRow* row) {
   Plan plan;
   row->timing = time_plan(inputs, options_, &plan);
   row->multiply_adds = forward_multiply_adds(inputs.problem);
+}
+
+/// All gradients, from d_o, for a forward that keeps states.
+void CpuBench::measure_backward(check::Inputs& inputs, CpuRow* row) {
+  const Problem& p = inputs.problem;
+  PlanOptions options = options_;
+  options.keep = KeepPolicy::kStates;
+  check::Outputs outputs = check::make_outputs(&inputs.problem, p.v.dtype);
+  const Plan forward = make_plan_of(inputs, options);
+  check::GradientBuffers gradients =
+      check::make_gradients(inputs, {.d_final_state = false, .d_o_dtype = p.v.dtype});
+  BackwardPlan plan;
+  throw_if_error(make_backward_plan(forward, gradients.gradients, options_, &plan));
+  io::Buffer saved(forward.saved_bytes);
+  io::Buffer workspace(std::max(forward.workspace_bytes, plan.plan.workspace_bytes));
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  tensors.saved = saved.data();
+  tensors.saved_bytes = saved.size();
+  const Timing forward_timing =
+      time_calls([&] { throw_if_error(run(forward, tensors, workspace.data(), workspace.size())); },
+                 kMinSeconds);
+  row->timing = time_calls(
+      [&] {
+        throw_if_error(
+            backward(plan, tensors, gradients.tensors(), workspace.data(), workspace.size()));
+      },
+      kMinSeconds);
+  const auto K = static_cast<double>(p.key_dim), V = static_cast<double>(p.value_dim);
+  row->multiply_adds =
+      tokens_of(p) * static_cast<double>(p.num_value_heads) * backward_multiply_adds(K, V);
+  row->extra = {{"of forward", fmt::format("{:.2f}x", row->timing.median / forward_timing.median)},
+                {"workspace",
+                 fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(plan.plan.workspace_bytes))},
+                {"kept", fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(saved.size()))}};
 }
 
 /// The state recurrence alone, without outputs: B of each whole sequence.

@@ -42,6 +42,7 @@ class CpuBench {
 
  private:
   void measure_forward(check::Inputs& inputs, CpuRow* row);
+  void measure_backward(check::Inputs& inputs, CpuRow* row);
   void measure_states(check::Inputs& inputs, CpuRow* row);
   void measure_intra(check::Inputs& inputs, CpuRow* row);
   void measure_decode(check::Inputs& inputs, CpuRow* row);

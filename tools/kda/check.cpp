@@ -19,13 +19,15 @@ namespace {
 
 struct CheckCommand {
   RunFlags flags;
-  bool json = false;
+  bool json = false, backward = false;
 
   int operator()() {
-    check::Inputs inputs = flags.load();
+    check::GradientBuffers gradients;
+    check::Inputs inputs = flags.load(backward ? &gradients : nullptr);
     if (const std::string where = check::describe_nan(inputs); !where.empty())
       throw Error(invalid(flags.input,
                           ": NaN among the inputs, there is nothing to compare with: ", where));
+    if (backward) return check_backward(inputs, &gradients);
     const Execution execution =
         execute(&inputs, flags.output_dtype(inputs.problem), flags.schedule.device_facts(),
                 flags.schedule.plan_options());
@@ -40,6 +42,35 @@ struct CheckCommand {
     const bool good = result.within();
     print_report(json ? to_json(execution, result) : to_table(inputs.problem, execution, result));
     return good ? kExitGood : kExitOutsideTolerance;
+  }
+
+  int check_backward(const check::Inputs& inputs, check::GradientBuffers* gradients) const {
+    const BackwardExecution execution = execute_backward(inputs, flags.schedule.device_facts(),
+                                                         flags.schedule.plan_options(), gradients);
+    Progress progress("oracle");
+    check::CompareOptions options;
+    options.marginal = check::is_marginal(inputs);
+    options.num_threads = execution.plan.plan.num_threads;
+    options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
+    const check::GradientComparison result = check::compare_gradients(inputs, *gradients, options);
+    std::vector<std::vector<std::string>> rows = {
+        {"gradient", "median error", "worst error", "tolerance", "worst at", "verdict"}};
+    nlohmann::ordered_json report = {{"implementation", execution.plan.plan.implementation},
+                                     {"seconds", execution.seconds},
+                                     {"within", result.within()}};
+    for (const auto& [name, errors] : result.errors) {
+      const check::HeadError* worst = check::worst_error(errors);
+      report[name] = summary(errors, worst);
+      rows.push_back({name, format_error(check::median_error(errors)), format_error(worst->error),
+                      format_error(worst->tolerance),
+                      fmt::format("sequence {}, head {}", worst->sequence, worst->head),
+                      worst->error <= worst->tolerance ? "within" : "OUTSIDE"});
+    }
+    print_report(json ? json_text(report)
+                      : fmt::format("{} in {}, against the adjoint of the float64 recurrence\n{}",
+                                    execution.plan.plan.implementation,
+                                    format_seconds(execution.seconds), format_table(rows)));
+    return result.within() ? kExitGood : kExitOutsideTolerance;
   }
 
   static std::string to_table(const Problem& p, const Execution& execution,
@@ -94,6 +125,8 @@ void add_check(CLI::App& app, ExitSlot& exit_code) {
   auto command = std::make_shared<CheckCommand>();
   command->flags.add_to(*sub);
   add_switch(*sub, "--json", &command->json, "Report as JSON");
+  add_switch(*sub, "--backward", &command->backward,
+             "Check the gradients, from do and d_final_state of the file");
   sub->footer(R"(Errors are |x - ref| / max(|ref|, 1e-3 magnitude) per sequence and head
 (docs/accuracy.md). Exit code 1 if one is outside its tolerance, 2 if an input has a NaN.
 Examples:

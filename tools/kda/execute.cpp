@@ -39,6 +39,20 @@ Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& dev
   return execution;
 }
 
+BackwardExecution execute_backward(const check::Inputs& inputs, const DeviceFacts& device,
+                                   const PlanOptions& options, check::GradientBuffers* gradients) {
+  Plan forward;
+  throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, device, options, &forward));
+  BackwardExecution execution;
+  throw_if_error(make_backward_plan(forward, gradients->gradients, options, &execution.plan));
+  io::Buffer workspace(execution.plan.plan.workspace_bytes);
+  const double start = seconds_since_start();
+  throw_if_error(backward(execution.plan, inputs.tensors(), gradients->tensors(), workspace.data(),
+                          workspace.size()));
+  execution.seconds = seconds_since_start() - start;
+  return execution;
+}
+
 Timing time_calls(const std::function<void()>& call, double min_seconds, int min_repeats) {
   call();
   std::vector<double> samples;

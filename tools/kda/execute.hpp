@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "check/backward.hpp"
 #include "check/inputs.hpp"
 #include "cpu/blocked/kernels.hpp"
 #include "kda/kda.hpp"
@@ -20,6 +21,16 @@ struct Execution {
 /// Plans and runs `inputs` once. Throws kda::Error.
 Execution execute(check::Inputs* inputs, DType out_dtype, const DeviceFacts& device,
                   const PlanOptions& options);
+
+struct BackwardExecution {
+  BackwardPlan plan;
+  double seconds = 0;  ///< of one run
+};
+
+/// Plans and runs the backward of `inputs` once, for a forward that keeps nothing. Throws
+/// kda::Error.
+BackwardExecution execute_backward(const check::Inputs& inputs, const DeviceFacts& device,
+                                   const PlanOptions& options, check::GradientBuffers* gradients);
 
 /// Seconds of repeated calls: one warm-up, then at least `min_repeats` and `min_seconds`.
 struct Timing {

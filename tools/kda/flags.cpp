@@ -186,7 +186,7 @@ void OperationFlags::add_to(CLI::App& command) {
   add_real(command, "--scale", &scale, /*negative=*/false, "Of the outputs (default K^-1/2)");
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
   add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
-             "Type of o (default that of v)");
+             "Type of o (default that of v), or of gradients (default each that of its input)");
 }
 
 check::Overrides OperationFlags::overrides() const {
@@ -214,11 +214,17 @@ void RunFlags::add_to(CLI::App& command) {
   schedule.add_to(command);
 }
 
-check::Inputs RunFlags::load() const {
-  static const std::vector<std::string> kNames = {
+check::Inputs RunFlags::load(check::GradientBuffers* gradients) const {
+  std::vector<std::string> names = {
       "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "cu_seqlens"};
-  check::Inputs inputs =
-      check::inputs_from_file(io::read_safetensors(input, kNames), operation.overrides());
+  if (gradients) names.insert(names.end(), {"do", "d_final_state"});
+  const io::SafetensorsFile file = io::read_safetensors(input, names);
+  check::Inputs inputs = check::inputs_from_file(file, operation.overrides());
+  if (gradients) {
+    std::optional<DType> type;
+    if (!operation.out_dtype.empty()) type = check::parse_dtype(operation.out_dtype);
+    *gradients = check::gradients_from_file(file, inputs, type);
+  }
   inputs.problem.batch_invariant = schedule.batch_invariant;
   check::want_final_state(&inputs.problem);
   return inputs;

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "check/backward.hpp"
 #include "check/generate.hpp"
 #include "check/inputs.hpp"
 #include "kda/kda.hpp"
@@ -77,8 +78,8 @@ struct RunFlags {
   ScheduleFlags schedule;
 
   void add_to(CLI::App& command);
-  /// The file as a problem with outputs asked for.
-  check::Inputs load() const;
+  /// The file as a problem with outputs asked for. `gradients`: also what a backward starts from.
+  check::Inputs load(check::GradientBuffers* gradients = nullptr) const;
   DType output_dtype(const Problem& problem) const { return operation.output_dtype(problem); }
 };
 

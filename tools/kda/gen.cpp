@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <memory>
 
+#include "check/backward.hpp"
 #include "tools/kda/commands.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
@@ -17,11 +18,14 @@ void add_gen(CLI::App& app) {
   struct State {
     GenerateFlags flags;
     std::string output;
+    bool gradients = false;
   };
   auto state = std::make_shared<State>();
   state->flags.add_to(*sub);
   add_path(*sub, "-o,--output", &state->output, "Output file (safetensors); - is standard output")
       ->required();
+  add_switch(*sub, "--gradients", &state->gradients,
+             "Also write do and d_final_state, N(0, 1), for kda run --backward");
   sub->footer(cat(
       R"(docs/files.md says what each regime is built to provoke. The same seed gives the same file
 everywhere.
@@ -35,7 +39,12 @@ Examples:
     const check::GenerateOptions options = state->flags.resolve();
     io::OutputFile out(state->output);
     const check::Inputs inputs = check::generate(options);
-    io::write_safetensors(out, check::file_from_inputs(inputs));
+    io::SafetensorsFile file = check::file_from_inputs(inputs);
+    if (state->gradients)
+      check::add_gradients_to_file(
+          inputs.problem,
+          check::make_gradients(inputs, {.seed = options.seed, .d_o_dtype = options.dtype}), &file);
+    io::write_safetensors(out, file);
     out.commit();
     const Problem& p = inputs.problem;
     print_report(

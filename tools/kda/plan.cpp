@@ -20,7 +20,8 @@ struct PlanCommand {
   int32_t num_sms = 132, compute_capability = 90;
   OperationFlags operation;
   ScheduleFlags schedule;
-  bool explain = false, json = false;
+  std::string keep = "states";
+  bool explain = false, json = false, backward = false;
 
   /// A packed forward of dense tensors. Gates and beta come as logits, unless gates are log decays;
   /// q and k are normalised unless that is turned off.
@@ -52,11 +53,36 @@ struct PlanCommand {
     return p;
   }
 
+  /// Every gradient but those of states, dense, each of the type of its input.
+  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+    const Problem p = problem(cu_seqlens.back());
+    PlanOptions options = schedule.plan_options();
+    options.keep = keep == "inputs"   ? KeepPolicy::kInputs
+                   : keep == "states" ? KeepPolicy::kStates
+                                      : KeepPolicy::kKeep;
+    Plan forward;
+    throw_if_error(make_plan(p, cu_seqlens, facts, options, &forward));
+    const Gradients gradients{.d_o = p.o,
+                              .d_final_state = {},
+                              .dq = p.q,
+                              .dk = p.k,
+                              .dv = p.v,
+                              .dg = p.g,
+                              .dbeta = p.beta,
+                              .dA_log = p.A_log,
+                              .ddt_bias = {},
+                              .d_initial_state = {}};
+    BackwardPlan plan;
+    throw_if_error(make_backward_plan(forward, gradients, schedule.plan_options(), &plan));
+    print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
+  }
+
   void operator()() const {
     std::vector<int64_t> cu_seqlens = {0};
     for (const int64_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
     const DeviceFacts facts =
         device == "cpu" ? cpu_facts() : gpu_facts(num_sms, compute_capability);
+    if (backward) return plan_backward(cu_seqlens, facts);
     Plan plan;
     throw_if_error(
         make_plan(problem(cu_seqlens.back()), cu_seqlens, facts, schedule.plan_options(), &plan));
@@ -89,6 +115,10 @@ void add_plan(CLI::App& app) {
   c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
+  add_switch(*sub, "--backward", &c->backward, "Plan the backward (with --device cpu)");
+  add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
+             "What the forward keeps for its backward")
+      ->default_str(c->keep);
   sub->footer(R"(Examples:
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json

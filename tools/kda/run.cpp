@@ -19,10 +19,11 @@ namespace {
 struct RunCommand {
   RunFlags flags;
   std::string output;
-  bool json = false;
+  bool json = false, backward = false;
 
   void operator()() {
     io::OutputFile out(output);
+    if (backward) return run_backward(out);
     check::Inputs inputs = flags.load();
     const Execution execution =
         execute(&inputs, flags.output_dtype(inputs.problem), flags.schedule.device_facts(),
@@ -30,6 +31,33 @@ struct RunCommand {
     io::write_safetensors(out, check::file_from_outputs(inputs.problem, execution.outputs));
     const std::string report =
         json ? to_json(inputs.problem, execution) : to_text(inputs.problem, execution);
+    out.commit();
+    print_report(report, out.is_stdout());
+  }
+
+  void run_backward(io::OutputFile& out) {
+    check::GradientBuffers gradients;
+    const check::Inputs inputs = flags.load(&gradients);
+    const BackwardExecution execution = execute_backward(inputs, flags.schedule.device_facts(),
+                                                         flags.schedule.plan_options(), &gradients);
+    const io::SafetensorsFile file = check::file_from_gradients(inputs.problem, gradients);
+    io::write_safetensors(out, file);
+    std::string names;
+    for (const auto& [name, tensor] : file.tensors) names += cat(names.empty() ? "" : " ", name);
+    const std::string& implementation = execution.plan.plan.implementation;
+    const double rate = tokens(inputs.problem) / execution.seconds;
+    const std::string report =
+        json ? json_text({{"input", flags.input},
+                          {"output", output},
+                          {"implementation", implementation},
+                          {"gradients", names},
+                          {"num_threads", execution.plan.plan.num_threads},
+                          {"workspace_bytes", execution.plan.plan.workspace_bytes},
+                          {"seconds", execution.seconds},
+                          {"tokens_per_second", rate}})
+             : fmt::format("{}: backward\n{}: {} ({} tokens/s)\n{}: {}\n", flags.input,
+                           implementation, format_seconds(execution.seconds), format_count(rate),
+                           output, names);
     out.commit();
     print_report(report, out.is_stdout());
   }
@@ -76,12 +104,15 @@ void add_run(CLI::App& app) {
   add_path(*sub, "-o,--output", &command->output, "Output file (safetensors); - is standard output")
       ->required();
   add_switch(*sub, "--json", &command->json, "Report as JSON");
+  add_switch(*sub, "--backward", &command->backward,
+             "Gradients of all inputs, from do and d_final_state of the file");
   sub->footer(cat(kOutputHelp, R"(
 Examples:
   kda run data/kda_layer.safetensors -o out.safetensors
   kda run x.safetensors -o y.safetensors --out-dtype fp32 --threads 4
   kda run x.safetensors -o y.safetensors --context-parallel 8 --json
-  kda gen -o - --tokens 100 | kda run - -o y.safetensors)"));
+  kda gen -o - --tokens 100 | kda run - -o y.safetensors
+  kda gen -o - --tokens 100 --gradients | kda run - --backward -o dx.safetensors)"));
   sub->callback([command] { (*command)(); });
 }
 

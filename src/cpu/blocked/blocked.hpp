@@ -5,6 +5,7 @@
 
 #include "cpu/blocked/kernels.hpp"
 #include "registry/rows.hpp"
+#include "stage/backward.hpp"
 
 namespace kda::cpu::blocked {
 
@@ -16,8 +17,13 @@ Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
 
+/// `kept_every`: of the states that a forward kept; 0: none.
+std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every, int32_t num_threads);
+Status backward(const Kernels& kernels, const stage::Backward& args);
+
 extern const registry::ForwardRow kAvx512Forward, kAvx2Forward, kPortableForward;
 extern const registry::DecodeRow kAvx512Decode, kAvx2Decode, kPortableDecode;
+extern const registry::BackwardRow kAvx512Backward, kAvx2Backward, kPortableBackward;
 
 /// The fastest table that this CPU can run.
 const Kernels& best_kernels() noexcept;

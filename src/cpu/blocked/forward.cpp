@@ -46,13 +46,6 @@ SpanRange span_of(const stage::Forward& args, int64_t idx) {
           segment.end == sequences.end(segment.sequence)};
 }
 
-int64_t first_checkpoint(const stage::Call& call, int64_t n) {
-  int64_t index = 0;
-  for (int64_t i = 0; call.problem.checkpoints && i < n; ++i)
-    index += num_checkpoints(call.problem, call.sequences.length(i));
-  return index;
-}
-
 Pass make_pass(const stage::Forward& args, int64_t span_idx, int64_t head) {
   const stage::Call& call = args.call;
   const Problem& p = call.problem;
@@ -71,9 +64,13 @@ Pass make_pass(const stage::Forward& args, int64_t span_idx, int64_t head) {
     pass.out.token_stride_bytes = p.o.strides[1] * dtype_size(p.o.dtype);
     pass.out.dtype = p.o.dtype;
   }
+  const int64_t begin = call.sequences.begin(span.sequence);
   if (p.checkpoints)
-    pass.checkpoints = {p.checkpoint_every, call.sequences.begin(span.sequence),
-                        first_checkpoint(call, span.sequence)};
+    pass.checkpoints = {p.checkpoint_every, begin,
+                        call.sequences.states_before(span.sequence, p.checkpoint_every)};
+  if (args.kept_states)
+    pass.kept = {args.kept_every, begin,
+                 call.sequences.states_before(span.sequence, args.kept_every), args.kept_states};
   return pass;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of the blocked backend: the same stages over three kernel tables.
+#include "cpu/blocked/backward_kernels.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/plan.hpp"
 #include "plan/ledger.hpp"
@@ -39,11 +40,18 @@ Status segment_correct_with(const stage::SegmentCorrect& args) {
   return segment_correct(*kKernels(), args);
 }
 
+template <KernelsFn kKernels>
+Status backward_with(const stage::Backward& args) {
+  return backward(*kKernels(), args);
+}
+
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   builder.cut({.automatic = cpu::never_cut});
-  builder.join(p.checkpoints ? "checkpoints need the true start state" : "");
+  builder.join(p.checkpoints                ? "checkpoints need the true start state"
+               : plan::kept_every(plan) > 0 ? "kept states need the true start state"
+                                            : "");
   plan::note_one_intra_form(builder);
   const bool one_pass = plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
   const auto segments = static_cast<int64_t>(plan.segments.size());
@@ -57,6 +65,7 @@ void plan_forward(plan::PlanBuilder& builder) {
   }
   builder.book(plan::block::kThreadScratch, 1, scratch_bytes(p, plan.num_threads));
   cpu::book_slot_marks(builder);
+  plan::save_states(builder);
   if (!plan.segmented) return;
   plan::book_segments(builder, plan.segments.size());
   if (!one_pass) return;
@@ -76,13 +85,24 @@ void plan_decode(plan::PlanBuilder& builder) {
   cpu::book_slot_marks(builder);
 }
 
+void plan_backward(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  builder.stage("backward", plan.problem.num_sequences * plan.problem.num_heads,
+                "one (sequence, q/k head) a task, its value heads in order");
+  builder.book(plan::block::kThreadScratch, 1,
+               backward_scratch_bytes(plan.problem, plan::kept_every(plan), plan.num_threads));
+  plan::save_states(builder);
+}
+
 template <KernelsFn kKernels, SupportFn kSupported>
-constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilder&)) {
+constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilder&),
+                                 int64_t chunk = kChunk) {
   return {.name = name,
           .device = DeviceKind::kCpu,
-          .chunk_size = kChunk,
+          .chunk_size = chunk,
           .unavailable = unavailable<kKernels, kSupported>,
-          .plan = plan};
+          .plan = plan,
+          .keeps_states = true};
 }
 
 template <KernelsFn kKernels, SupportFn kSupported>
@@ -101,6 +121,12 @@ constexpr registry::DecodeRow decode_row(const char* name) {
           .decode = decode_with<kKernels>};
 }
 
+template <KernelsFn kKernels, SupportFn kSupported>
+constexpr registry::BackwardRow backward_row(const char* name) {
+  return {.head = head_of<kKernels, kSupported>(name, plan_backward, kBackwardChunk),
+          .backward = backward_with<kKernels>};
+}
+
 }  // namespace
 
 const registry::ForwardRow kAvx512Forward =
@@ -114,6 +140,12 @@ const registry::DecodeRow kAvx512Decode =
 const registry::DecodeRow kAvx2Decode = decode_row<avx2_kernels, cpu_has_avx2>("cpu.blocked.avx2");
 const registry::DecodeRow kPortableDecode =
     decode_row<portable_kernels, always>("cpu.blocked.portable");
+const registry::BackwardRow kAvx512Backward =
+    backward_row<avx512_kernels, cpu_has_avx512>("cpu.blocked.avx512");
+const registry::BackwardRow kAvx2Backward =
+    backward_row<avx2_kernels, cpu_has_avx2>("cpu.blocked.avx2");
+const registry::BackwardRow kPortableBackward =
+    backward_row<portable_kernels, always>("cpu.blocked.portable");
 
 const Kernels& best_kernels() noexcept {
   if (avx512_kernels() && cpu_has_avx512()) return *avx512_kernels();

@@ -92,6 +92,8 @@ struct DecodeArgs {
   float* o = nullptr;        ///< same shape
 };
 
+struct BackwardKernels;
+
 struct Kernels {
   const char* name;
 
@@ -115,6 +117,8 @@ struct Kernels {
   /// Multiply-adds a second are measured with: `iterations` rounds of 12 independent chains.
   /// Returns the number of fp32 multiply-adds done.
   int64_t (*peak_fma)(int64_t iterations);
+
+  const BackwardKernels* backward;
 };
 
 /// Tables of this build; the ISA-specific ones are null where the compiler does not target x86.

@@ -55,10 +55,9 @@ static inline F log1p_unit(F y) {
 
 static inline F softplus(F x) { return max(x, set1(0.0f)) + log1p_unit(exp(set1(0.0f) - abs(x))); }
 
-/// Raw gate to log decay (docs/operation.md, "Gates").
-static inline F log_decay(GateMode mode, F raw, F bias, F factor, F lower_bound) {
-  if (mode == GateMode::kLog) return raw;
-  const F x = raw + bias;
+/// Log decay of x = raw gate + dt_bias (docs/operation.md, "Gates").
+static inline F log_decay(GateMode mode, F x, F factor, F lower_bound) {
+  if (mode == GateMode::kLog) return x;
   if (mode == GateMode::kSoftplus) return set1(0.0f) - factor * softplus(x);
   return lower_bound * sigmoid(factor * x);
 }

@@ -92,24 +92,6 @@ void sweep_group(const Kernels& kernels, const Problem& p, const Pass& pass,
   }
 }
 
-/// Collects the cache lines of rows. Rows of one head lie far apart in memory, which the
-/// processor's own prefetcher does not follow.
-class LineList {
- public:
-  explicit LineList(const char** lines) : first_(lines), end_(lines) {}
-
-  void add(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
-    constexpr int64_t kLine = 64;
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t at = 0; at < bytes; at += kLine) *end_++ = rows + i * stride_bytes + at;
-  }
-  LineQueue queue() const { return {first_, end_}; }
-
- private:
-  const char** first_;
-  const char** end_;
-};
-
 /// The inputs of the next group and the outputs of this one.
 LineQueue lines_around(const Problem& p, const Pass& pass, const PrepareArgs& args, int64_t token,
                        const ThreadScratch& scratch) {
@@ -131,14 +113,16 @@ LineQueue lines_around(const Problem& p, const Pass& pass, const PrepareArgs& ar
   return lines.queue();
 }
 
-/// The checkpoint after `token` tokens, if there is one there.
+/// The state after `token` tokens, if one is wanted there.
 void write_checkpoint(const Kernels& kernels, const stage::Call& call, const Pass& pass,
-                      const ThreadScratch& scratch, int64_t token) {
-  const CheckpointSink& sink = pass.checkpoints;
+                      const CheckpointSink& sink, const ThreadScratch& scratch, int64_t token) {
   const int64_t done = token - sink.sequence_begin;
   if (sink.every == 0 || done % sink.every != 0) return;
   const Problem& p = call.problem;
   const int64_t index = sink.first_index + done / sink.every - 1;
+  if (sink.kept)
+    return write_state(kernels, p, pass, scratch,
+                       dense_ref(p, sink.kept, index, pass.head, p.value_dim));
   const int64_t slot = state_slot(p, *p.checkpoints, call.tensors.checkpoint_indices, index);
   write_state(kernels, p, pass, scratch,
               state_ref(p, *p.checkpoints, call.tensors.checkpoints, slot, pass.head));
@@ -147,10 +131,9 @@ void write_checkpoint(const Kernels& kernels, const stage::Call& call, const Pas
 /// Tokens from `token` up to the next group, checkpoint or end.
 int group_length(const Pass& pass, int64_t token) {
   int64_t count = std::min<int64_t>(kGroupTokens, pass.end - token);
-  if (pass.checkpoints.every > 0) {
-    const int64_t done = token - pass.checkpoints.sequence_begin;
-    count = std::min(count, pass.checkpoints.every - done % pass.checkpoints.every);
-  }
+  for (const CheckpointSink* sink : {&pass.checkpoints, &pass.kept})
+    if (sink->every > 0)
+      count = std::min(count, sink->every - (token - sink->sequence_begin) % sink->every);
   return static_cast<int>(count);
 }
 
@@ -296,7 +279,8 @@ int64_t run_pass(const Kernels& kernels, const stage::Call& call, const Pass& pa
     LineQueue lines = lines_around(p, pass, args, token, scratch);
     sweep_group(kernels, p, pass, scratch, token, count, lines);
     token += count;
-    write_checkpoint(kernels, call, pass, scratch, token);
+    write_checkpoint(kernels, call, pass, pass.checkpoints, scratch, token);
+    write_checkpoint(kernels, call, pass, pass.kept, scratch, token);
     if (below_norm(p, pass, scratch)) {
       const auto blocks =
           static_cast<std::size_t>(num_blocks(pass.last_column - pass.first_column));

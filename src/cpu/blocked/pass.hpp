@@ -40,9 +40,10 @@ struct RowSink {
 
 /// States after every `every` tokens of the sequence that the span belongs to.
 struct CheckpointSink {
-  int64_t every = 0;           ///< 0: none
-  int64_t sequence_begin = 0;  ///< flattened token
-  int64_t first_index = 0;     ///< of the sequence's checkpoints
+  int64_t every = 0;            ///< 0: none
+  int64_t sequence_begin = 0;   ///< flattened token
+  int64_t first_index = 0;      ///< of the sequence's checkpoints
+  const float* kept = nullptr;  ///< dense states of a backward; null: the problem's checkpoints
 };
 
 struct Pass {
@@ -58,6 +59,7 @@ struct Pass {
   RowSource v;  ///< null data: zero
   RowSink out;
   CheckpointSink checkpoints;
+  CheckpointSink kept;
   /// Stop once the Frobenius norm of the state is at most this (the rest then counts as zero).
   float exit_norm = -1;
 };
@@ -92,6 +94,24 @@ void load_block(const Kernels& kernels, const Problem& p, const StateRef& ref, i
                 int64_t num_columns, float* row, float* block);
 void store_block(const Kernels& kernels, const Problem& p, const float* block, int64_t column,
                  int64_t num_columns, float* row, const StateRef& ref);
+
+/// Collects the cache lines of rows. Rows of one head lie far apart in memory, which the
+/// processor's own prefetcher does not follow.
+class LineList {
+ public:
+  explicit LineList(const char** lines) : first_(lines), end_(lines) {}
+
+  void add(const char* rows, int64_t stride_bytes, int64_t count, int64_t bytes) {
+    constexpr int64_t kLine = 64;
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t at = 0; at < bytes; at += kLine) *end_++ = rows + i * stride_bytes + at;
+  }
+  LineQueue queue() const { return {first_, end_}; }
+
+ private:
+  const char** first_;
+  const char** end_;
+};
 
 /// Runs the pass; returns the number of tokens before an early exit (all without one).
 int64_t run_pass(const Kernels& kernels, const stage::Call& call, const Pass& pass,

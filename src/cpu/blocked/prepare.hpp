@@ -53,24 +53,26 @@ static inline void load_qk(const PrepareArgs& args, int first, int count, int pa
   }
 }
 
-static inline F load_log_decay(const PrepareArgs& args, int token, int d, F factor, F bound) {
+/// Raw gate plus dt_bias of kWidth channels; zeros past key_dim.
+static inline F load_gate_input(const PrepareArgs& args, int token, int d) {
   const char* row = args.g.data + token * args.g.token_stride_bytes;
   const int step = element_bytes(args.g.dtype);
-  F raw;
-  F bias = set1(0);
   if (d + kWidth <= args.key_dim) {
-    raw = load_vector(row + d * step, args.g.dtype);
-    if (args.dt_bias) bias = load(args.dt_bias + d);
-  } else {
-    alignas(64) float lane[kWidth];
-    load_row(row + d * step, args.g.dtype, args.key_dim - d, kWidth, lane);
-    raw = load(lane);
-    if (args.dt_bias) {
-      load_row(args.dt_bias + d, DType::kFloat32, args.key_dim - d, kWidth, lane);
-      bias = load(lane);
-    }
+    const F raw = load_vector(row + d * step, args.g.dtype);
+    return args.dt_bias ? raw + load(args.dt_bias + d) : raw;
   }
-  return log_decay(args.gate_mode, raw, bias, factor, bound);
+  const int first = d < args.key_dim ? d : args.key_dim;
+  const int rest = args.key_dim - first;
+  alignas(64) float lane[kWidth];
+  load_row(row + first * step, args.g.dtype, rest, kWidth, lane);
+  const F raw = load(lane);
+  if (!args.dt_bias) return raw;
+  load_row(args.dt_bias + first, DType::kFloat32, rest, kWidth, lane);
+  return raw + load(lane);
+}
+
+static inline F load_log_decay(const PrepareArgs& args, int token, int d, F factor, F bound) {
+  return log_decay(args.gate_mode, load_gate_input(args, token, d), factor, bound);
 }
 
 /// Decays of one chunk, and the rows that they scale. Products only: forward for gamma, backward

@@ -50,6 +50,31 @@ static inline void reduce_add4(const F (&x)[4], float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1)));
 }
 
+/// dst[c][r] = src[r][c], 8 x 8; strides in floats.
+static inline void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+  F x[8];
+  F y[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) x[i] = load(src + i * src_stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {  // x[i + n]: column n of each half, rows i .. i + 3
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xee);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    store(dst + n * dst_stride, _mm256_permute2f128_ps(x[n], x[4 + n], 0x20));
+    store(dst + (4 + n) * dst_stride, _mm256_permute2f128_ps(x[n], x[4 + n], 0x31));
+  }
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   __m256d sum0 = _mm256_setzero_pd();
   __m256d sum1 = _mm256_setzero_pd();

@@ -41,6 +41,39 @@ static inline void reduce_add4(const F (&x)[4], float* out) {
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
 }
 
+/// dst[c][r] = src[r][c], 16 x 16; strides in floats.
+static inline void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+  F x[16];
+  F y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = load(src + i * src_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // x[i + n]: column n of each quarter, rows i .. i + 3
+    const __m512d a = _mm512_castps_pd(y[i]), b = _mm512_castps_pd(y[i + 1]);
+    const __m512d c = _mm512_castps_pd(y[i + 2]), d = _mm512_castps_pd(y[i + 3]);
+    x[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+    x[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+    x[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+    x[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const F even_low = _mm512_shuffle_f32x4(x[n], x[4 + n], 0x88);
+    const F even_high = _mm512_shuffle_f32x4(x[8 + n], x[12 + n], 0x88);
+    const F odd_low = _mm512_shuffle_f32x4(x[n], x[4 + n], 0xdd);
+    const F odd_high = _mm512_shuffle_f32x4(x[8 + n], x[12 + n], 0xdd);
+    store(dst + n * dst_stride, _mm512_shuffle_f32x4(even_low, even_high, 0x88));
+    store(dst + (4 + n) * dst_stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0x88));
+    store(dst + (8 + n) * dst_stride, _mm512_shuffle_f32x4(even_low, even_high, 0xdd));
+    store(dst + (12 + n) * dst_stride, _mm512_shuffle_f32x4(odd_low, odd_high, 0xdd));
+  }
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   __m512d sum0 = _mm512_setzero_pd();
   __m512d sum1 = _mm512_setzero_pd();

@@ -55,6 +55,16 @@ static inline void reduce_add4(const F (&x)[4], float* out) {
   for (int i = 0; i < 4; ++i) out[i] = reduce_add(x[i]);
 }
 
+/// dst[c][r] = src[r][c], 4 x 4; strides in floats.
+static inline void transpose(const float* src, int64_t src_stride, float* dst, int64_t dst_stride) {
+  const F a = load(src), b = load(src + src_stride);
+  const F c = load(src + 2 * src_stride), d = load(src + 3 * src_stride);
+  store(dst, F{a[0], b[0], c[0], d[0]});
+  store(dst + dst_stride, F{a[1], b[1], c[1], d[1]});
+  store(dst + 2 * dst_stride, F{a[2], b[2], c[2], d[2]});
+  store(dst + 3 * dst_stride, F{a[3], b[3], c[3], d[3]});
+}
+
 static inline double dot_f64(const float* a, const float* b, int count) {
   double sum0 = 0;
   double sum1 = 0;

@@ -14,7 +14,7 @@ static inline void multiply_tile(const float* a, int64_t a_row, int64_t a_depth,
     if (lines && lines->next != lines->end) __builtin_prefetch(*lines->next++, 0, 2);
     F column[kVecs];
     for (int n = 0; n < kVecs; ++n) column[n] = load(b + p * kBlockV + n * kWidth);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       const F factor = set1(a[r * a_row + p * a_depth]);
       for (int n = 0; n < kVecs; ++n) acc[r][n] = fma(factor, column[n], acc[r][n]);
@@ -37,28 +37,43 @@ static inline void read_state(const float* rows, const float* state, int key_dim
     }
 }
 
+/// Rows [tokens, kRowStride] and [tokens, kBlockV], whose product left^T right enters a state.
+struct RowPair {
+  const float* left;
+  const float* right;
+};
+
+/// out = Gamma in + sum over pairs of left^T right, rows [0, key_dim) of a state; `in` may be
+/// `out`.
+template <int kPairs>
+static inline void write_rows(const float* decay, const float* keep, const RowPair (&pairs)[kPairs],
+                              int key_dim, int count, const float* in, float* out) {
+  for (int d = 0; d < key_dim; d += kTileRows)
+    for (int c = 0; c < kBlockV; c += kTileVecs * kWidth) {
+      F acc[kTileRows][kTileVecs];
+      const int at = d * kBlockV + c;
+#pragma GCC unroll 8
+      for (int i = 0; i < kTileRows; ++i) {
+        const F factor = set1(decay[d + i]);
+        const F whole = set1(keep[d + i]);
+        for (int n = 0; n < kTileVecs; ++n) {
+          const F old = load(in + at + i * kBlockV + n * kWidth);
+          acc[i][n] = fma(old, factor, bit_and(old, whole));
+        }
+      }
+      for (const RowPair& pair : pairs)
+        multiply_tile(pair.left + d, 1, kRowStride, pair.right + c, count, acc);
+#pragma GCC unroll 8
+      for (int i = 0; i < kTileRows; ++i)
+        for (int n = 0; n < kTileVecs; ++n) store(out + at + i * kBlockV + n * kWidth, acc[i][n]);
+    }
+}
+
 /// state = Gamma state + kend[count, K]^T v_new[count, kBlockV]
 static inline void write_state(const Group& group, int chunk, int count, const float* v_new,
                                float* state) {
-  const float* kend = group.kend[chunk * kChunk];
-  for (int d = 0; d < group.key_dim; d += kTileRows)
-    for (int c = 0; c < kBlockV; c += kTileVecs * kWidth) {
-      F acc[kTileRows][kTileVecs];
-      float* tile = state + d * kBlockV + c;
-#pragma GCC unroll 8
-      for (int i = 0; i < kTileRows; ++i) {
-        const F decay = set1(group.decay[chunk][d + i]);
-        const F keep = set1(group.keep[chunk][d + i]);
-        for (int n = 0; n < kTileVecs; ++n) {
-          const F old = load(tile + i * kBlockV + n * kWidth);
-          acc[i][n] = fma(old, decay, bit_and(old, keep));
-        }
-      }
-      multiply_tile(kend + d, 1, kRowStride, v_new + c, count, acc);
-#pragma GCC unroll 8
-      for (int i = 0; i < kTileRows; ++i)
-        for (int n = 0; n < kTileVecs; ++n) store(tile + i * kBlockV + n * kWidth, acc[i][n]);
-    }
+  const RowPair pairs[] = {{group.kend[chunk * kChunk], v_new}};
+  write_rows(group.decay[chunk], group.keep[chunk], pairs, group.key_dim, count, state, state);
 }
 
 /// Forward substitution of v_new, and the outputs, for kWidth columns.

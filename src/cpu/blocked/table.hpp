@@ -3,6 +3,8 @@
 // simd_*.hpp.
 #pragma once
 
+#include "cpu/blocked/backward_prepare.hpp"
+#include "cpu/blocked/backward_sweep.hpp"
 #include "cpu/blocked/decode.hpp"
 #include "cpu/blocked/kernels.hpp"
 #include "cpu/blocked/prepare.hpp"
@@ -30,8 +32,14 @@ static int64_t peak_fma(int64_t iterations) {
   return iterations * kChains * kWidth;
 }
 
+static constexpr BackwardKernels kBackwardKernels = {
+    backward_clear,     backward_prepare, backward_advance, backward_rebuild, backward_reverse,
+    backward_gradients, load_tiles,       store_tiles,      backward_add_row, backward_scale_row,
+    undo_norm,          undo_gate,        step_slope};
+
 static constexpr Kernels make_kernels(const char* name) {
-  return {name, prepare, sweep, matmul_block, decode_kv, decode_vk, load_row, store_row, peak_fma};
+  return {name,      prepare,  sweep,     matmul_block, decode_kv,
+          decode_vk, load_row, store_row, peak_fma,     &kBackwardKernels};
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

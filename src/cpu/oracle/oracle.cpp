@@ -11,15 +11,6 @@ namespace {
 
 using Vector = std::vector<double>;
 
-Vector load_row(const Problem& p, const TensorDesc& desc, const void* base, int64_t flat_token,
-                int64_t head, int64_t size) {
-  const int64_t first = row_offset(p, desc, flat_token, head);
-  Vector row(static_cast<std::size_t>(size));
-  for (int64_t i = 0; i < size; ++i)
-    row[static_cast<std::size_t>(i)] = load_element(base, desc.dtype, first + i);
-  return row;
-}
-
 void l2_normalize(Vector& x) {
   double sum = 0;
   for (double element : x) sum += element * element;
@@ -39,6 +30,15 @@ double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_
 }
 
 }  // namespace
+
+std::vector<double> load_row(const Problem& p, const TensorDesc& desc, const void* base,
+                             int64_t flat_token, int64_t head, int64_t size) {
+  const int64_t first = row_offset(p, desc, flat_token, head);
+  Vector row(static_cast<std::size_t>(size));
+  for (int64_t i = 0; i < size; ++i)
+    row[static_cast<std::size_t>(i)] = load_element(base, desc.dtype, first + i);
+  return row;
+}
 
 std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_token,
                               int64_t value_head) {

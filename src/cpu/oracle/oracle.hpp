@@ -33,6 +33,10 @@ struct HeadResult {
 HeadResult run_head(const Problem& problem, const Tensors& tensors, Span span, int64_t value_head,
                     const std::vector<double>& initial_state, bool keep_states = false);
 
+/// `size` elements of row (token, head) of a [B, T, heads, ..] tensor.
+std::vector<double> load_row(const Problem& problem, const TensorDesc& desc, const void* base,
+                             int64_t flat_token, int64_t head, int64_t size);
+
 /// Log decay of one token and head, [K]: the gate transform alone.
 std::vector<double> log_decay(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                               int64_t value_head);

@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "check/backward.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+#include "check/generate.hpp"
+#include "check/tolerances.hpp"
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "core/thread_pool.hpp"
+#include "cpu/oracle/backward.hpp"
+
+namespace kda::check {
+namespace {
+
+namespace oracle = cpu::oracle;
+
+int64_t count_of(const Shape& shape) { return shape[0] * shape[1] * shape[2] * shape[3]; }
+
+io::Buffer filled(int64_t count, DType dtype) {
+  io::Buffer buffer(static_cast<std::size_t>(count * dtype_size(dtype)));
+  buffer.fill(0xff);
+  return buffer;
+}
+
+io::Buffer normals(int64_t count, DType dtype, Random& random) {
+  io::Buffer buffer = filled(count, dtype);
+  for (int64_t i = 0; i < count; ++i)
+    store_element(buffer.data(), dtype, i, static_cast<float>(random.normal()));
+  return buffer;
+}
+
+TensorDesc row_major(DType dtype, const Shape& shape) {
+  return contiguous(dtype, {shape[0], shape[1], shape[2], shape[3]});
+}
+
+StateDesc dense_states(const Problem& p, const TensorDesc& tensor) {
+  return {tensor, p.num_sequences, false};
+}
+
+/// Values of rows [span] of a [B, T, heads, size] gradient.
+std::vector<double> load_rows(const Problem& p, const TensorDesc& desc, const io::Buffer& buffer,
+                              oracle::Span span, int64_t head, int64_t size) {
+  std::vector<double> values;
+  for (int64_t token = span.begin; token < span.end; ++token) {
+    const std::vector<double> row = oracle::load_row(p, desc, buffer.data(), token, head, size);
+    values.insert(values.end(), row.begin(), row.end());
+  }
+  return values;
+}
+
+void add(const oracle::Gradient& from, oracle::Gradient* to) {
+  if (to->value.empty()) to->resize(from.value.size());
+  for (std::size_t i = 0; i < from.value.size(); ++i) {
+    to->value[i] += from.value[i];
+    to->magnitude[i] += from.magnitude[i];
+  }
+}
+
+}  // namespace
+
+GradientTensors GradientBuffers::tensors() {
+  return {d_o.data(),
+          d_final_state.data(),
+          dq.data(),
+          dk.data(),
+          dv.data(),
+          dg.data(),
+          dbeta.data(),
+          dA_log.as<float>(),
+          ddt_bias.as<float>(),
+          d_initial_state.data()};
+}
+
+GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& options) {
+  const Problem& p = inputs.problem;
+  Random random(options.seed ^ 0x6772616469656e74u);
+  GradientBuffers buffers;
+  Gradients& g = buffers.gradients;
+  const StateDesc states{{}, p.num_sequences, false};
+  if (options.d_o) {
+    g.d_o = row_major(options.d_o_dtype, v_shape(p));
+    buffers.d_o = normals(count_of(v_shape(p)), options.d_o_dtype, random);
+  }
+  if (options.d_final_state) {
+    g.d_final_state = row_major(DType::kFloat32, state_shape(p, states));
+    buffers.d_final_state = normals(count_of(state_shape(p, states)), DType::kFloat32, random);
+  }
+  const auto want = [&](std::optional<TensorDesc>& desc, io::Buffer& buffer, DType dtype,
+                        const Shape& shape) {
+    desc = row_major(dtype, shape);
+    buffer = filled(count_of(shape), dtype);
+  };
+  const auto type = [&](const TensorDesc& input) {
+    return options.out_dtype.value_or(input.dtype);
+  };
+  want(g.dq, buffers.dq, type(p.q), qk_shape(p));
+  want(g.dk, buffers.dk, type(p.k), qk_shape(p));
+  want(g.dv, buffers.dv, type(p.v), v_shape(p));
+  want(g.dg, buffers.dg, type(p.g), g_shape(p));
+  want(g.dbeta, buffers.dbeta, type(p.beta), beta_shape(p));
+  g.dbeta->strides = {p.num_tokens * p.num_value_heads, p.num_value_heads, 1, 0};
+  if (p.A_log) {
+    want(g.dA_log, buffers.dA_log, DType::kFloat32, {p.num_value_heads, 1, 1, 1});
+    g.dA_log->strides = {1, 0, 0, 0};
+  }
+  if (p.dt_bias) {
+    want(g.ddt_bias, buffers.ddt_bias, DType::kFloat32, {p.num_value_heads, p.key_dim, 1, 1});
+    g.ddt_bias->strides = {p.key_dim, 1, 0, 0};
+  }
+  if (p.initial_state)
+    want(g.d_initial_state, buffers.d_initial_state, DType::kFloat32, state_shape(p, states));
+  return buffers;
+}
+
+namespace {
+
+std::vector<int64_t> dims(const Shape& shape, std::size_t rank) {
+  return {shape.begin(), shape.begin() + static_cast<std::ptrdiff_t>(rank)};
+}
+
+std::string text_of(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < shape.size(); ++i) text += cat(i ? ", " : "", shape[i]);
+  return text + "]";
+}
+
+/// A tensor of the file that has to have this shape; false: there is none of the name.
+bool take(const io::SafetensorsFile& file, const char* name, const Shape& shape,
+          std::optional<TensorDesc>* desc, io::Buffer* buffer) {
+  const auto found = file.tensors.find(name);
+  if (found == file.tensors.end()) return false;
+  const io::FileTensor& tensor = found->second;
+  if (tensor.shape != dims(shape, 4))
+    throw Error(
+        invalid(name, ": shape ", text_of(tensor.shape), " is not ", text_of(dims(shape, 4))));
+  *desc = row_major(tensor.dtype, shape);
+  *buffer = tensor.data;
+  return true;
+}
+
+}  // namespace
+
+void add_gradients_to_file(const Problem& p, const GradientBuffers& buffers,
+                           io::SafetensorsFile* file) {
+  const Gradients& g = buffers.gradients;
+  if (g.d_o) file->tensors["do"] = {g.d_o->dtype, dims(v_shape(p), 4), buffers.d_o};
+  if (g.d_final_state)
+    file->tensors["d_final_state"] = {g.d_final_state->dtype,
+                                      dims(state_shape(p, dense_states(p, {})), 4),
+                                      buffers.d_final_state};
+}
+
+GradientBuffers gradients_from_file(const io::SafetensorsFile& file, const Inputs& inputs,
+                                    std::optional<DType> out_dtype) {
+  const Problem& p = inputs.problem;
+  GradientBuffers buffers =
+      make_gradients(inputs, {.d_o = false, .d_final_state = false, .out_dtype = out_dtype});
+  Gradients& g = buffers.gradients;
+  const bool has_do = take(file, "do", v_shape(p), &g.d_o, &buffers.d_o);
+  const bool has_state = take(file, "d_final_state", state_shape(p, dense_states(p, {})),
+                              &g.d_final_state, &buffers.d_final_state);
+  if (!has_do && !has_state)
+    throw Error(invalid("do, d_final_state: the file has neither (kda gen --gradients adds them)"));
+  return buffers;
+}
+
+io::SafetensorsFile file_from_gradients(const Problem& p, const GradientBuffers& buffers) {
+  const Gradients& g = buffers.gradients;
+  io::SafetensorsFile file;
+  const auto put = [&](const char* name, const std::optional<TensorDesc>& desc,
+                       const io::Buffer& buffer, const std::vector<int64_t>& shape) {
+    if (desc) file.tensors[name] = {desc->dtype, shape, buffer};
+  };
+  put("dq", g.dq, buffers.dq, dims(qk_shape(p), 4));
+  put("dk", g.dk, buffers.dk, dims(qk_shape(p), 4));
+  put("dv", g.dv, buffers.dv, dims(v_shape(p), 4));
+  put("dg", g.dg, buffers.dg, dims(g_shape(p), 4));
+  put("dbeta", g.dbeta, buffers.dbeta, dims(beta_shape(p), 3));
+  put("dA_log", g.dA_log, buffers.dA_log, {p.num_value_heads});
+  put("ddt_bias", g.ddt_bias, buffers.ddt_bias, {p.num_value_heads, p.key_dim});
+  put("d_initial_state", g.d_initial_state, buffers.d_initial_state,
+      dims(state_shape(p, dense_states(p, {})), 4));
+  file.metadata["state_layout"] = state_layout_name(p.state_layout);
+  return file;
+}
+
+bool GradientComparison::within() const {
+  return std::all_of(errors.begin(), errors.end(), [](const auto& entry) {
+    return std::all_of(entry.second.begin(), entry.second.end(),
+                       [](const HeadError& head) { return head.error <= head.tolerance; });
+  });
+}
+
+const HeadError* GradientComparison::worst(const std::string& name) const {
+  const auto found = errors.find(name);
+  return found == errors.end() ? nullptr : worst_error(found->second);
+}
+
+GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers& buffers,
+                                     const CompareOptions& options) {
+  const Problem& p = inputs.problem;
+  const Gradients& g = buffers.gradients;
+  const Tensors tensors = inputs.tensors();
+  const std::vector<int64_t> offsets = inputs.offsets();
+  const auto span_of = [&](int64_t n) {
+    const auto i = static_cast<std::size_t>(n);
+    return oracle::Span{offsets[i], offsets[i + 1]};
+  };
+  const int64_t total = p.num_sequences * p.num_value_heads;
+  std::vector<oracle::HeadGradients> truth(static_cast<std::size_t>(total));
+  std::atomic<int64_t> done{0};
+  auto run_oracle = [&](int64_t idx, int32_t) {
+    const int64_t n = idx / p.num_value_heads;
+    const int64_t head = idx % p.num_value_heads;
+    std::vector<double> initial, d_o, d_final;
+    if (p.initial_state)
+      initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
+    if (g.d_o) d_o = load_rows(p, *g.d_o, buffers.d_o, span_of(n), head, p.value_dim);
+    if (g.d_final_state)
+      d_final = oracle::load_state(p, dense_states(p, *g.d_final_state),
+                                   buffers.d_final_state.data(), n, head);
+    truth[static_cast<std::size_t>(idx)] =
+        oracle::backward_head(p, tensors, span_of(n), head, initial, d_o, d_final);
+    if (options.progress) options.progress(++done, total);
+  };
+  throw_if_error(parallel_tasks(total, options.num_threads, run_oracle));
+
+  GradientComparison result;
+  const auto add_error = [&](const char* name, int64_t n, int64_t head, const TensorDesc& desc,
+                             const std::vector<double>& values, const oracle::Gradient& reference) {
+    const oracle::Span span = span_of(n);
+    HeadError entry = judge(values, reference.value, reference.magnitude, desc.dtype,
+                            span.end - span.begin, options);
+    entry.sequence = n;
+    entry.head = head;
+    // One or two channels: a gradient may be a product that nearly cancels in every value alike.
+    if (p.key_dim <= 2) entry.tolerance += kFp32FewValues;
+    result.errors[name].push_back(entry);
+  };
+  const auto judge_rows = [&](const char* name, const std::optional<TensorDesc>& desc,
+                              const io::Buffer& buffer, int64_t n, int64_t head, int64_t size,
+                              const oracle::Gradient& reference) {
+    if (desc)
+      add_error(name, n, head, *desc, load_rows(p, *desc, buffer, span_of(n), head, size),
+                reference);
+  };
+  const int64_t group = p.num_value_heads / p.num_heads;
+  std::vector<oracle::Gradient> dA_log(static_cast<std::size_t>(p.num_value_heads));
+  std::vector<oracle::Gradient> ddt_bias(static_cast<std::size_t>(p.num_value_heads));
+  for (int64_t n = 0; n < p.num_sequences; ++n) {
+    oracle::Gradient dq, dk;
+    for (int64_t head = 0; head < p.num_value_heads; ++head) {
+      const oracle::HeadGradients& r =
+          truth[static_cast<std::size_t>(n * p.num_value_heads + head)];
+      judge_rows("dv", g.dv, buffers.dv, n, head, p.value_dim, r.dv);
+      judge_rows("dg", g.dg, buffers.dg, n, head, p.key_dim, r.dg);
+      judge_rows("dbeta", g.dbeta, buffers.dbeta, n, head, 1, r.dbeta);
+      if (g.d_initial_state)
+        add_error("d_initial_state", n, head, *g.d_initial_state,
+                  oracle::load_state(p, dense_states(p, *g.d_initial_state),
+                                     buffers.d_initial_state.data(), n, head),
+                  r.d_initial_state);
+      add(r.dA_log, &dA_log[static_cast<std::size_t>(head)]);
+      add(r.ddt_bias, &ddt_bias[static_cast<std::size_t>(head)]);
+      add(r.dq, &dq);
+      add(r.dk, &dk);
+      if (head % group < group - 1) continue;
+      judge_rows("dq", g.dq, buffers.dq, n, head / group, p.key_dim, dq);
+      judge_rows("dk", g.dk, buffers.dk, n, head / group, p.key_dim, dk);
+      dq = dk = {};
+    }
+  }
+  for (int64_t head = 0; head < p.num_value_heads && p.num_sequences > 0; ++head) {
+    const auto at = static_cast<std::size_t>(head);
+    const auto parameters = [&](const char* name, const std::optional<TensorDesc>& desc,
+                                const io::Buffer& buffer, int64_t size,
+                                const oracle::Gradient& reference) {
+      if (!desc) return;
+      std::vector<double> values;
+      for (int64_t d = 0; d < size; ++d)
+        values.push_back(load_element(buffer.data(), desc->dtype, head * desc->strides[0] + d));
+      add_error(name, 0, head, *desc, values, reference);
+    };
+    parameters("dA_log", g.dA_log, buffers.dA_log, 1, dA_log[at]);
+    parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, p.key_dim, ddt_bias[at]);
+  }
+  return result;
+}
+
+}  // namespace kda::check

@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// make_backward_plan(): a plan over the rows that have a backward, for a forward's plan.
+#include "core/guard.hpp"
+#include "core/json_writer.hpp"
+#include "core/text.hpp"
+#include "kda/backward.hpp"
+#include "plan/builder.hpp"
+#include "plan/planner.hpp"
+
+namespace kda {
+namespace {
+
+/// What the backward reads of a forward's problem: no outputs.
+Problem inputs_of(const Problem& forward) {
+  Problem p = forward;
+  p.final_state.reset();
+  p.checkpoints.reset();
+  p.checkpoint_every = 0;
+  if (!p.initial_state || !p.initial_state->indexed) p.first_slot = 0;
+  return p;
+}
+
+class Hash {  // FNV-1a
+ public:
+  template <class Value>
+  void add(const Value& value) {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&value);
+    for (std::size_t i = 0; i < sizeof(value); ++i) value_ = (value_ ^ bytes[i]) * 0x100000001b3u;
+  }
+  uint64_t value() const { return value_; }
+
+ private:
+  uint64_t value_ = 0xcbf29ce484222325u;
+};
+
+double bytes_a_token(const Plan& plan, std::size_t bytes) {
+  const int64_t tokens = plan.problem.batch * plan.problem.num_tokens;
+  const int64_t all = tokens * plan.problem.num_value_heads;
+  return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
+}
+
+const char* keep_name(KeepPolicy policy) {
+  return policy == KeepPolicy::kInputs ? "inputs" : "states";
+}
+
+}  // namespace
+
+uint64_t plan_id(const Plan& forward) noexcept {
+  const Problem& p = forward.problem;
+  Hash hash;
+  for (const int64_t size : {p.batch, p.num_tokens, p.num_heads, p.num_value_heads, p.key_dim,
+                             p.value_dim, p.num_sequences, plan::kept_every(forward)})
+    hash.add(size);
+  for (const TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) hash.add(desc->dtype);
+  hash.add(p.gate_mode);
+  hash.add(p.beta_mode);
+  hash.add(p.qk_l2norm);
+  hash.add(effective_scale(p));
+  hash.add(p.lower_bound);
+  hash.add(p.A_log.has_value());
+  hash.add(p.dt_bias.has_value());
+  hash.add(p.initial_state.has_value());
+  for (const int64_t offset : forward.cu_seqlens) hash.add(offset);
+  for (const char letter : forward.implementation) hash.add(letter);
+  return hash.value();
+}
+
+Status make_backward_plan(const Plan& forward, const Gradients& gradients,
+                          const PlanOptions& options, BackwardPlan* plan) noexcept {
+  return guarded([&] {
+    if (!plan) return invalid("plan: is null");
+    KDA_RETURN_IF_ERROR(validate(BackwardProblem{forward.problem, gradients}));
+    if (forward.implementation.empty())
+      return Status(StatusCode::kUnsupported, "forward: its plan has no implementation");
+    if (plan::asks_for_segments(options))
+      return invalid("context_parallel: a backward is not cut into segments");
+    PlanOptions wanted = options;
+    wanted.keep = forward.resolved.keep;
+    wanted.kept_state_every = forward.resolved.kept_state_every;
+    const Problem p = inputs_of(forward.problem);
+    const bool lengths = forward.lengths_known || !p.cu_seqlens;
+    const std::span<const int64_t> cu_seqlens =
+        p.cu_seqlens ? std::span<const int64_t>(forward.cu_seqlens) : std::span<const int64_t>();
+    BackwardPlan made;
+    KDA_RETURN_IF_ERROR(plan::plan_with(registry::backward_heads(), p,
+                                        lengths ? &cu_seqlens : nullptr, forward.device, wanted,
+                                        &made.plan, "backward"));
+    if (made.plan.implementation.empty())
+      return Status(StatusCode::kUnsupported, cat("backward: no implementation of this build for ",
+                                                  device_kind_name(forward.device.kind)));
+    made.gradients = gradients;
+    made.forward_id = plan_id(forward);
+    *plan = std::move(made);
+    return Status{};
+  });
+}
+
+std::string BackwardPlan::to_text(bool explain) const {
+  std::string text = cat("backward, keep ", keep_name(plan.resolved.keep), ": ",
+                         bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
+                         bytes_a_token(plan, plan.workspace_bytes), " of workspace\n",
+                         plan.to_text(explain));
+  if (!explain) return text;
+  const auto state = static_cast<double>(plan.problem.key_dim * plan.problem.value_dim) * 4;
+  return cat(text, "\nkept by a forward, bytes a token and head\n  inputs  0\n  states  ",
+             state / static_cast<double>(plan.resolved.kept_state_every), " (every ",
+             plan.resolved.kept_state_every, " tokens)\n  keep    as states on the CPU\n");
+}
+
+std::string BackwardPlan::to_json() const {
+  JsonWriter json;
+  json.begin_object();
+  json.member("keep", keep_name(plan.resolved.keep));
+  json.member("kept_state_every", plan.resolved.kept_state_every);
+  json.member("saved_bytes", plan.saved_bytes);
+  json.member("saved_bytes_per_token_head", bytes_a_token(plan, plan.saved_bytes));
+  json.member("workspace_bytes", plan.workspace_bytes);
+  json.member("implementation", plan.implementation);
+  json.member("num_threads", plan.num_threads);
+  return json.end_object().take();
+}
+
+}  // namespace kda

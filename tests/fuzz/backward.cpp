@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random problems and gradients against the oracle's adjoint: sizes, types, gates, strides, kept
+// states.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "check/tolerances.hpp"
+#include "core/layout.hpp"
+#include "fuzz/fuzz.hpp"
+#include "support/backward.hpp"
+
+namespace kda::fuzz {
+namespace {
+
+using check::Inputs;
+using check::Random;
+
+/// The adjoint costs the oracle some five times its forward.
+constexpr double kWorkOfACase = 2e6;
+constexpr double kWorkOfALargeCase = 1e8;  // one in 50
+
+/// Errors of fp32 gradients of cases that are not marginal.
+struct Totals {
+  std::mutex mutex;
+  std::map<std::string, std::vector<double>> by_name;
+
+  void add(const check::GradientComparison& comparison, bool fp32) {
+    const std::lock_guard lock(mutex);
+    for (const auto& [name, heads] : comparison.errors)
+      for (const check::HeadError& head : heads)
+        if (fp32) by_name[name].push_back(head.error);
+  }
+};
+
+std::string run_case(const Options& options, int64_t index, Totals* totals) {
+  Random random = random_of(options, index);
+  check::GenerateOptions shape = random_shape(random);
+  limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase);
+  Inputs inputs = check::generate(shape);
+  vary_options(&inputs, random, 1, true);
+  check::GradientOptions wanted;
+  wanted.seed = random.next();
+  wanted.d_o = random.chance(0.9);
+  wanted.d_final_state = !wanted.d_o || random.chance(0.5);
+  wanted.d_o_dtype = random.chance(0.5) ? shape.dtype : DType::kFloat32;
+  if (random.chance(0.5)) wanted.out_dtype = DType::kFloat32;
+  check::GradientBuffers buffers = check::make_gradients(inputs, wanted);
+  if (random.chance(0.25)) test::restride_gradients(inputs.problem, &buffers);
+  test::BackwardRun run;
+  const auto tables = test::kernel_tables();
+  if (random.chance(0.4))
+    run.kernels =
+        tables[static_cast<std::size_t>(random.below(static_cast<int64_t>(tables.size())))];
+  if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
+  test::run_backward(inputs, &buffers, run);
+  const bool marginal = check::is_marginal(inputs);
+  const check::GradientComparison comparison =
+      check::compare_gradients(inputs, buffers, {.marginal = marginal});
+  if (!marginal) totals->add(comparison, buffers.gradients.dq->dtype == DType::kFloat32);
+  if (comparison.within()) return "";
+  std::string failure = fmt::format(
+      "{} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={}:",
+      check::regime_name(shape.regime), inputs.problem.num_tokens, inputs.problem.num_sequences,
+      shape.num_heads, shape.num_value_heads, shape.key_dim, shape.value_dim,
+      dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode), inputs.problem.qk_l2norm,
+      beta_mode_name(inputs.problem.beta_mode), run.kept_every);
+  for (const auto& [name, heads] : comparison.errors) {
+    const check::HeadError* worst = check::worst_error(heads);
+    if (worst->error > worst->tolerance)
+      failure += fmt::format(" {} {:.2e} of {:.2e}", name, worst->error, worst->tolerance);
+  }
+  return failure;
+}
+
+}  // namespace
+
+Report fuzz_backward(const Options& options) {
+  Totals totals;
+  Report report =
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
+  for (auto& [name, errors] : totals.by_name) {
+    const double median = quantile(errors, 0.5);
+    report.figures["fp32_" + name + "_median"] = median;
+    report.figures["fp32_" + name + "_worst"] = quantile(errors, 1);
+    if (median > check::kFp32Median)
+      report.failures.push_back(fmt::format("the median error of {} is {:.1e}, above {:.0e}", name,
+                                            median, check::kFp32Median));
+  }
+  for (const auto& [name, value] : report.figures)
+    report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
+  return report;
+}
+
+}  // namespace kda::fuzz

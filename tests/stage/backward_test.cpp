@@ -1,0 +1,407 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gradients against the oracle's: every regime, instruction set, type, length and size; zeros
+// behind a loss, isolation, and the same bits for every thread count.
+// (Random combinations: tests/fuzz/backward.cpp.)
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "check/tolerances.hpp"
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "support/backward.hpp"
+
+namespace kda {
+namespace {
+
+using check::GradientBuffers;
+using check::Inputs;
+using check::Regime;
+
+void expect_within(const Inputs& inputs, const check::GradientOptions& options,
+                   const test::BackwardRun& run, const std::string& what) {
+  GradientBuffers buffers = check::make_gradients(inputs, options);
+  test::run_backward(inputs, &buffers, run);
+  const check::GradientComparison comparison = check::compare_gradients(
+      inputs, buffers, {.marginal = check::is_marginal(inputs), .num_threads = 2});
+  for (const auto& [name, errors] : comparison.errors) {
+    const check::HeadError* worst = check::worst_error(errors);
+    EXPECT_LE(worst->error, worst->tolerance)
+        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
+  }
+}
+
+TEST(Backward, EveryRegimeOnEveryInstructionSet) {
+  for (const cpu::blocked::Kernels* kernels : test::kernel_tables())
+    for (int regime = 0; regime < check::kNumRegimes; ++regime)
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+        check::GenerateOptions options = test::shape(141, 1, 48, 40);
+        options.num_value_heads = 2;
+        options.regime = static_cast<Regime>(regime);
+        options.dtype = dtype;
+        options.seed = static_cast<uint64_t>(regime);
+        options.initial_state = true;
+        expect_within(check::generate(options), {.d_o_dtype = dtype}, {.kernels = kernels},
+                      std::string(kernels->name) + " " + check::regime_name(options.regime) + " " +
+                          dtype_name(dtype));
+      }
+}
+
+TEST(Backward, LengthsAroundChunksAndSpans) {
+  for (const int64_t T : {1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 129, 257}) {
+    check::GenerateOptions options = test::shape(T, 1, 32, 32);
+    options.initial_state = true;
+    expect_within(check::generate(options), {}, {}, std::to_string(T));
+  }
+}
+
+TEST(Backward, HeadDimensions) {
+  for (const cpu::blocked::Kernels* kernels : test::kernel_tables())
+    for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 256})
+      for (const int64_t V : {1, 5, 33, 100, 256}) {
+        check::GenerateOptions options = test::shape(37, 1, K, V);
+        options.seed = static_cast<uint64_t>(K * 1000 + V);
+        expect_within(check::generate(options), {}, {.kernels = kernels},
+                      std::to_string(K) + " " + std::to_string(V));
+      }
+}
+
+TEST(Backward, GroupedHeads) {
+  for (const int64_t group : {2, 3, 4}) {
+    check::GenerateOptions options = test::shape(0, 2, 40, 24);
+    options.num_value_heads = 2 * group;
+    options.seq_lens = {70, 0, 1, 33};
+    options.initial_state = true;
+    expect_within(check::generate(options), {}, {.num_threads = 2}, std::to_string(group));
+  }
+}
+
+/// The gradients of a group's q and k are the sums of those that expanded heads would have.
+TEST(Backward, GroupsEqualExpandedHeads) {
+  check::GenerateOptions options = test::shape(90, 2, 24, 16);
+  options.num_value_heads = 6;
+  const Inputs grouped = check::generate(options);
+  Inputs expanded = grouped;
+  Problem& p = expanded.problem;
+  p.num_heads = 6;
+  p.q = p.k = contiguous(DType::kFloat32, {1, 90, 6, 24});
+  const auto expand = [](const io::Buffer& from) {
+    io::Buffer to(from.size() * 3);
+    for (std::size_t i = 0; i < to.size() / 4; ++i)
+      to.as<float>()[i] = from.as<float>()[i / 24 / 3 * 24 + i % 24];
+    return to;
+  };
+  expanded.q = expand(grouped.q);
+  expanded.k = expand(grouped.k);
+  GradientBuffers few = check::make_gradients(grouped), many = check::make_gradients(expanded);
+  test::run_backward(grouped, &few);
+  test::run_backward(expanded, &many);
+  for (const auto& [sum, parts] : {std::pair{&few.dq, &many.dq}, std::pair{&few.dk, &many.dk}})
+    for (std::size_t i = 0; i < sum->size() / 4; ++i) {
+      double total = 0;
+      for (std::size_t j = 0; j < 3; ++j)
+        total += parts->as<float>()[(i / 24 * 3 + j) * 24 + i % 24];
+      ASSERT_NEAR(sum->as<float>()[i], total, 1e-5) << i;
+    }
+  EXPECT_TRUE(test::same_bits(few.dv, many.dv));
+  EXPECT_TRUE(test::same_bits(few.dg, many.dg));
+  EXPECT_TRUE(test::same_bits(few.dbeta, many.dbeta));
+}
+
+TEST(Backward, WindowsAndKeptStates) {
+  // Several windows, made again or started from what a forward has kept; both layouts.
+  check::GenerateOptions options = test::shape(0, 1, 16, 16);
+  options.num_value_heads = 2;
+  options.seq_lens = {9000, 200, 4097};
+  options.regime = Regime::kSlow;
+  options.initial_state = true;
+  Inputs inputs = check::generate(options);
+  for (const int64_t every : {0, 128, 4096, 64 * 1024}) {  // the last keeps nothing
+    inputs.problem.state_layout = StateLayout::kKV;
+    expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every));
+    inputs.problem.state_layout = StateLayout::kVK;
+    expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every));
+  }
+}
+
+TEST(Backward, EveryGradientIsOptional) {
+  check::GenerateOptions options = test::shape(50, 1, 24, 16);
+  options.num_value_heads = 2;
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  GradientBuffers all = check::make_gradients(inputs);
+  test::run_backward(inputs, &all);
+  const auto outputs = test::gradient_outputs(all);
+  for (std::size_t only = 0; only < outputs.size(); ++only) {
+    GradientBuffers one = check::make_gradients(inputs);
+    Gradients& g = one.gradients;
+    std::optional<TensorDesc>* descs[] = {&g.dq,    &g.dk,     &g.dv,       &g.dg,
+                                          &g.dbeta, &g.dA_log, &g.ddt_bias, &g.d_initial_state};
+    for (std::size_t i = 0; i < outputs.size(); ++i)
+      if (i != only) descs[i]->reset();
+    const GradientBuffers untouched = one;
+    test::run_backward(inputs, &one);
+    for (std::size_t i = 0; i < outputs.size(); ++i)
+      EXPECT_TRUE(test::same_bits(*test::gradient_outputs(one)[i],
+                                  i == only ? *outputs[i] : *test::gradient_outputs(untouched)[i]))
+          << check::kGradientNames[only] << " " << check::kGradientNames[i];
+  }
+}
+
+TEST(Backward, PlainStepsOfZero) {
+  check::GenerateOptions options = test::shape(100, 1, 32, 32);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  inputs.problem.qk_l2norm = false;
+  inputs.problem.beta_mode = BetaMode::kPlain;
+  for (int64_t t = 0; t < 100; ++t) {
+    inputs.beta.as<float>()[t] = static_cast<float>(t % 3) * 0.5f;  // 0, 1/2, 1
+    for (int64_t d = 0; d < 32; ++d) inputs.k.as<float>()[t * 32 + d] *= 0.15f;
+  }
+  for (const double scale : {0.0, -0.5}) {
+    inputs.problem.scale = scale;
+    expect_within(inputs, {}, {}, "plain");
+  }
+}
+
+TEST(Backward, NoInputsOfAKind) {
+  check::GenerateOptions options = test::shape(40, 1, 16, 16);
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  expect_within(inputs, {.d_o = false}, {}, "d_final_state alone");
+  expect_within(inputs, {.d_final_state = false}, {}, "d_o alone");
+}
+
+TEST(Backward, EmptySequencesPassTheStateOn) {
+  for (const int64_t batch : {0, 2}) {
+    check::GenerateOptions options = test::shape(0, 2, 16, 16);
+    options.batch = batch;
+    options.initial_state = true;
+    const Inputs inputs = check::generate(options);
+    GradientBuffers buffers = check::make_gradients(inputs);
+    test::run_backward(inputs, &buffers);
+    EXPECT_TRUE(test::same_bits(buffers.d_initial_state, buffers.d_final_state));
+    for (std::size_t i = 0; i < buffers.dA_log.size() / 4; ++i)
+      EXPECT_EQ(buffers.dA_log.as<float>()[i], 0);
+  }
+}
+
+/// Fp32 rows [begin, end) of a dense gradient.
+bool all_zero(const io::Buffer& buffer, int64_t begin, int64_t end, int64_t row) {
+  for (int64_t i = begin * row; i < end * row; ++i)
+    if (buffer.as<float>()[i] != 0) return false;
+  return true;
+}
+
+TEST(Backward, NothingReachesTokensBehindALoss) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kNeedle, Regime::kSlow})
+    for (const int64_t last : {0, 5, 40, 63, 64, 100}) {
+      check::GenerateOptions options = test::shape(150, 1, 24, 40);
+      options.regime = regime;
+      const Inputs inputs = check::generate(options);
+      GradientBuffers buffers = check::make_gradients(inputs, {.d_final_state = false});
+      for (int64_t i = (last + 1) * 40; i < 150 * 40; ++i) buffers.d_o.as<float>()[i] = 0;
+      test::run_backward(inputs, &buffers);
+      EXPECT_TRUE(all_zero(buffers.dq, last + 1, 150, 24)) << last;
+      EXPECT_TRUE(all_zero(buffers.dk, last + 1, 150, 24)) << last;
+      EXPECT_TRUE(all_zero(buffers.dv, last + 1, 150, 40)) << last;
+      EXPECT_TRUE(all_zero(buffers.dg, last + 1, 150, 24)) << last;
+      EXPECT_TRUE(all_zero(buffers.dbeta, last + 1, 150, 1)) << last;
+      EXPECT_FALSE(all_zero(buffers.dv, last, last + 1, 40)) << last;
+    }
+}
+
+TEST(Backward, DecaysOfZeroAreExact) {
+  // All channels at -inf at token 50: nothing before it has a part in a loss behind it.
+  check::GenerateOptions options = test::shape(120, 1, 24, 40);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  for (int64_t d = 0; d < 24; ++d) inputs.g.as<float>()[50 * 24 + d] = -INFINITY;
+  GradientBuffers buffers = check::make_gradients(inputs);
+  for (int64_t i = 0; i < 50 * 40; ++i) buffers.d_o.as<float>()[i] = 0;
+  test::run_backward(inputs, &buffers);
+  for (const auto& [buffer, row] : {std::pair{&buffers.dq, 24}, std::pair{&buffers.dk, 24},
+                                    std::pair{&buffers.dv, 40}, std::pair{&buffers.dg, 24}})
+    EXPECT_TRUE(all_zero(*buffer, 0, 50, row));
+  expect_within(inputs, {}, {}, "-inf");
+}
+
+TEST(Backward, SequencesAndHeadsAreIsolated) {
+  check::GenerateOptions options = test::shape(0, 2, 24, 40);
+  options.num_value_heads = 4;
+  options.seq_lens = {70, 45, 80};
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  GradientBuffers clean = check::make_gradients(inputs);
+  Inputs poisoned = inputs;
+  test::poison_rows(&poisoned, 70, 115);
+  GradientBuffers dirty = clean;
+  test::run_backward(inputs, &clean, {.num_threads = 2});
+  test::run_backward(poisoned, &dirty, {.num_threads = 1});
+  const auto same_rows = [&](const io::Buffer& a, const io::Buffer& b, int64_t begin, int64_t end,
+                             std::size_t rows) {
+    const std::size_t row = a.size() / rows;
+    const auto first = static_cast<std::size_t>(begin) * row;
+    return std::memcmp(a.data() + first, b.data() + first,
+                       static_cast<std::size_t>(end - begin) * row) == 0;
+  };
+  const auto a = test::gradient_outputs(clean), b = test::gradient_outputs(dirty);
+  for (const std::size_t i : {0, 1, 2, 3, 4}) {
+    EXPECT_TRUE(same_rows(*a[i], *b[i], 0, 70, 195)) << check::kGradientNames[i];
+    EXPECT_TRUE(same_rows(*a[i], *b[i], 115, 195, 195)) << check::kGradientNames[i];
+  }
+  EXPECT_TRUE(same_rows(*a[7], *b[7], 0, 1, 3));
+  EXPECT_TRUE(same_rows(*a[7], *b[7], 2, 3, 3));
+
+  // NaN in one value head stays out of the others, but for dq and dk of its group.
+  GradientBuffers one_head = clean;
+  for (int64_t t = 0; t < 195; ++t) one_head.d_o.as<float>()[(t * 4 + 1) * 40 + 3] = NAN;
+  test::run_backward(inputs, &one_head);
+  for (int64_t t = 0; t < 195; ++t)
+    for (const int64_t head : {0, 2, 3}) {
+      ASSERT_EQ(clean.dg.as<float>()[(t * 4 + head) * 24],
+                one_head.dg.as<float>()[(t * 4 + head) * 24]);
+      ASSERT_EQ(clean.dv.as<float>()[(t * 4 + head) * 40],
+                one_head.dv.as<float>()[(t * 4 + head) * 40]);
+      ASSERT_EQ(clean.dbeta.as<float>()[t * 4 + head], one_head.dbeta.as<float>()[t * 4 + head]);
+    }
+  for (int64_t t = 0; t < 195; ++t)
+    ASSERT_EQ(clean.dq.as<float>()[(t * 2 + 1) * 24], one_head.dq.as<float>()[(t * 2 + 1) * 24]);
+  // And is not lost in its own.
+  EXPECT_TRUE(std::isnan(one_head.dg.as<float>()[(10 * 4 + 1) * 24]));
+  EXPECT_TRUE(std::isnan(one_head.ddt_bias.as<float>()[1 * 24]));
+  EXPECT_TRUE(std::isnan(one_head.dA_log.as<float>()[1]));
+  EXPECT_FALSE(std::isnan(one_head.dA_log.as<float>()[0]));
+}
+
+TEST(Backward, AloneEqualsInABatch) {
+  check::GenerateOptions options = test::shape(0, 1, 24, 16);
+  options.num_value_heads = 2;
+  options.seq_lens = {33, 100, 7};
+  const Inputs inputs = check::generate(options);
+  GradientBuffers batch = check::make_gradients(inputs, {.d_final_state = false});
+  test::run_backward(inputs, &batch);
+  for (std::size_t n = 0; n < 3; ++n) {
+    const Inputs one = test::only_sequence(inputs, n);
+    GradientBuffers alone = check::make_gradients(one, {.d_final_state = false});
+    const auto first = static_cast<std::size_t>(inputs.cu_seqlens[n]);
+    std::memcpy(alone.d_o.data(), batch.d_o.data() + first * 2 * 16 * 4, alone.d_o.size());
+    test::run_backward(one, &alone);
+    for (std::size_t i = 0; i < 5; ++i) {
+      const io::Buffer& whole = *test::gradient_outputs(batch)[i];
+      const io::Buffer& part = *test::gradient_outputs(alone)[i];
+      EXPECT_EQ(std::memcmp(whole.data() + first * (whole.size() / 140), part.data(), part.size()),
+                0)
+          << check::kGradientNames[i];
+    }
+  }
+}
+
+TEST(Backward, TheSameBitsForEveryThreadCountAndRepeat) {
+  check::GenerateOptions options = test::shape(0, 2, 32, 40);
+  options.num_value_heads = 6;
+  options.seq_lens = {130, 1, 64, 30};
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  GradientBuffers first = check::make_gradients(inputs);
+  const GradientBuffers empty = first;
+  test::run_backward(inputs, &first);
+  for (int repeat = 0; repeat < 100; ++repeat) {
+    GradientBuffers again = empty;
+    test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8});
+    ASSERT_TRUE(test::same_gradients(first, again)) << repeat;
+  }
+}
+
+TEST(Backward, StridesChangeNothingAndGapsStay) {
+  check::GenerateOptions options = test::shape(70, 2, 40, 24);
+  options.batch = 2;
+  options.num_value_heads = 4;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    options.dtype = dtype;
+    Inputs inputs = check::generate(options);
+    GradientBuffers dense = check::make_gradients(inputs);
+    GradientBuffers strided = dense;
+    test::run_backward(inputs, &dense);
+    test::restride(&inputs);
+    test::restride_gradients(inputs.problem, &strided);
+    test::run_backward(inputs, &strided);
+    // The dense result, spread, is the strided one: also in its gaps.
+    test::restride_gradients(inputs.problem, &dense);
+    EXPECT_TRUE(test::same_gradients(dense, strided));
+  }
+}
+
+TEST(Backward, MasksAndPoolsOfInitialStates) {
+  check::GenerateOptions options = test::shape(0, 1, 16, 24);
+  options.seq_lens = {40, 30, 20};
+  options.initial_state = true;
+  Inputs inputs = check::generate(options);
+  GradientBuffers dense = check::make_gradients(inputs);
+  GradientBuffers pooled = dense;
+  test::run_backward(inputs, &dense);
+  // The same states in a pool of 5 slots; sequence 1 starts from none.
+  const std::size_t state = 16 * 24 * 4;
+  io::Buffer pool(5 * state);
+  pool.fill(0xff);
+  std::memcpy(pool.data() + 4 * state, inputs.initial_state.data(), state);
+  std::memcpy(pool.data() + 1 * state, inputs.initial_state.data() + 2 * state, state);
+  std::memcpy(pool.data() + 2 * state, inputs.initial_state.data() + 1 * state, state);
+  Inputs none = inputs;
+  none.problem.initial_state.reset();
+  inputs.initial_state = pool;
+  inputs.problem.initial_state->num_slots = 5;
+  inputs.problem.initial_state->indexed = true;
+  const int32_t slots[] = {4, -1, 1}, all_slots[] = {4, 2, 1};
+  const uint8_t mask[] = {1, 0, 1};
+  test::run_backward(inputs, &pooled, {.state_indices = slots});
+  GradientBuffers masked = pooled;
+  inputs.problem.initial_state_mask = true;
+  test::run_backward(inputs, &masked, {.state_indices = all_slots, .state_mask = mask});
+  EXPECT_TRUE(test::same_gradients(pooled, masked));
+  const auto part = [&](const GradientBuffers& buffers, std::size_t n) {
+    return buffers.d_initial_state.data() + n * state;
+  };
+  EXPECT_EQ(std::memcmp(part(pooled, 0), part(dense, 0), state), 0);
+  EXPECT_EQ(std::memcmp(part(pooled, 2), part(dense, 2), state), 0);
+  EXPECT_TRUE(all_zero(pooled.d_initial_state, 1, 2, 16 * 24));
+  GradientBuffers from_zero = check::make_gradients(none);
+  test::run_backward(none, &from_zero);
+  EXPECT_EQ(
+      std::memcmp(pooled.dk.data() + 40 * 16 * 4, from_zero.dk.data() + 40 * 16 * 4, 30 * 16 * 4),
+      0);
+}
+
+/// What holds between gradients without any reference, token by token.
+TEST(Backward, Identities) {
+  constexpr int64_t T = 100, K = 32, V = 40;
+  check::GenerateOptions options = test::shape(T, 1, K, V);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  Problem& p = inputs.problem;
+  p.qk_l2norm = false;
+  p.beta_mode = BetaMode::kPlain;
+  for (int64_t i = 0; i < T * K; ++i) inputs.k.as<float>()[i] *= 0.15f;
+  for (int64_t t = 0; t < T; ++t)
+    inputs.beta.as<float>()[t] = 0.1f + 0.01f * static_cast<float>(t % 50);
+  GradientBuffers buffers = check::make_gradients(inputs);
+  test::run_backward(inputs, &buffers);
+  const test::Result forward = test::run_inputs(inputs);
+  const auto dot = [](const io::Buffer& a, const io::Buffer& b, int64_t t, int64_t size) {
+    double sum = 0;
+    for (int64_t i = t * size; i < (t + 1) * size; ++i)
+      sum += static_cast<double>(a.as<float>()[i]) * b.as<float>()[i];
+    return sum;
+  };
+  for (int64_t t = 0; t < T; ++t) {
+    // q . dq = o . d_o;  k . dk = 2 dv . e - dv . v and beta dbeta = dv . e
+    EXPECT_NEAR(dot(inputs.q, buffers.dq, t, K), dot(forward.outputs.o, buffers.d_o, t, V), 1e-4);
+    const double step =
+        static_cast<double>(inputs.beta.as<float>()[t]) * buffers.dbeta.as<float>()[t];
+    EXPECT_NEAR(dot(inputs.k, buffers.dk, t, K), 2 * step - dot(buffers.dv, inputs.v, t, V), 1e-4);
+  }
+}
+
+}  // namespace
+}  // namespace kda

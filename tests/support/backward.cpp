@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "support/backward.hpp"
+
+#include <algorithm>
+
+#include "core/layout.hpp"
+
+namespace kda::test {
+namespace blocked = cpu::blocked;
+
+std::vector<const blocked::Kernels*> kernel_tables() {
+  std::vector<const blocked::Kernels*> tables = {blocked::portable_kernels()};
+  if (blocked::avx2_kernels() && blocked::cpu_has_avx2()) tables.push_back(blocked::avx2_kernels());
+  if (blocked::avx512_kernels() && blocked::cpu_has_avx512())
+    tables.push_back(blocked::avx512_kernels());
+  return tables;
+}
+
+BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
+                           const BackwardRun& run)
+    : tensors(inputs.tensors()) {
+  PlanOptions options = with_threads(run.num_threads);
+  if (run.kernels) options.backend = std::string("cpu.blocked.") + run.kernels->name;
+  if (run.kept_every > 0) {
+    options.keep = KeepPolicy::kStates;
+    options.kept_state_every = run.kept_every;
+  }
+  Problem p = inputs.problem;
+  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), options, &forward));
+  saved = io::Buffer(forward.saved_bytes);
+  saved.fill(0xff);
+  tensors.initial_state_indices = run.state_indices;
+  tensors.initial_state_mask = run.state_mask;
+  tensors.saved = saved.data();
+  tensors.saved_bytes = saved.size();
+  if (forward.saved_bytes > 0) {
+    io::Buffer room(forward.workspace_bytes);
+    outputs.attach(&tensors);
+    throw_if_error(kda::run(forward, tensors, room.data(), room.size()));
+  }
+  tensors.o = nullptr;  // no output of the forward is looked at
+  throw_if_error(make_backward_plan(forward, gradients, options, &plan));
+  workspace = io::Buffer(plan.plan.workspace_bytes);
+  workspace.fill(0xff);
+}
+
+Status BackwardCall::run(check::GradientBuffers* buffers) {
+  return backward(plan, tensors, buffers->tensors(), workspace.data(), workspace.size());
+}
+
+void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
+                  const BackwardRun& run) {
+  throw_if_error(BackwardCall(inputs, buffers->gradients, run).run(buffers));
+}
+
+void restride_gradients(const Problem& p, check::GradientBuffers* buffers) {
+  Gradients& g = buffers->gradients;
+  if (g.d_o) pad_tensor(&buffers->d_o, &*g.d_o, v_shape(p), 1);
+  pad_tensor(&buffers->dq, &*g.dq, qk_shape(p), 1);
+  pad_tensor(&buffers->dk, &*g.dk, qk_shape(p), 1);
+  pad_tensor(&buffers->dv, &*g.dv, v_shape(p), 1);
+  pad_tensor(&buffers->dg, &*g.dg, g_shape(p), 1);
+  const Shape beta = beta_shape(p);
+  buffers->dbeta = spread_tensor(buffers->dbeta, &*g.dbeta, beta,
+                                 {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
+}
+
+std::vector<const io::Buffer*> gradient_outputs(const check::GradientBuffers& buffers) {
+  return {&buffers.dq,    &buffers.dk,     &buffers.dv,       &buffers.dg,
+          &buffers.dbeta, &buffers.dA_log, &buffers.ddt_bias, &buffers.d_initial_state};
+}
+
+bool same_gradients(const check::GradientBuffers& a, const check::GradientBuffers& b) {
+  const auto left = gradient_outputs(a), right = gradient_outputs(b);
+  return std::equal(left.begin(), left.end(), right.begin(),
+                    [](auto* x, auto* y) { return same_bits(*x, *y); });
+}
+
+}  // namespace kda::test
