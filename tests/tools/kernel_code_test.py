@@ -139,6 +139,8 @@ class KernelCode(unittest.TestCase):
     def test_results_of_this_repository_have_hashes(self):
         for path in sorted((ROOT / "bench" / "results").glob("gpu_*.json")):
             result = json.loads(path.read_text())
+            if path.name == "gpu_fuzz.json":  # counts of many kernels, each row with its day
+                continue
             self.assertLessEqual({"families", "architecture", "toolkit"}, set(result), path.name)
 
 
