@@ -153,9 +153,19 @@ __device__ float2 add_logs(const P& p, float2 (&factor)[kSubchunk], int rows) {
   }
   return {ptx::ex2(sum.x * p.rate), ptx::ex2(sum.y * p.rate)};
 }
-/// The same from logarithms of products, which are off by 2^-22 where they are small. Products may
-/// leave fp32, and large rates make that error large: then own.needs_rescale is set, and the
-/// sub-chunk is made again.
+template <class P>
+__device__ bool in_range(float2 x) {
+  return x.x >= P::kLeast && x.y >= P::kLeast;
+}
+/// The same by bits; else the compiler keeps comparisons for it, and there are seven predicates.
+template <class P>
+__device__ bool in_range_bits(float2 x) {
+  return __float_as_uint(x.x) >= __float_as_uint(P::kLeast) &&
+         __float_as_uint(x.y) >= __float_as_uint(P::kLeast);
+}
+/// What add_logs() does, from logarithms of products, which are off by 2^-22 where they are small.
+/// Products may leave fp32, and large rates make that error large: then own.needs_rescale is set,
+/// and the sub-chunk is made again.
 template <class P>
 __device__ float2 multiply_powers(const P& p, float2 (&factor)[kSubchunk], int rows) {
   powers_of(p, factor, rows);
@@ -171,22 +181,11 @@ __device__ float2 multiply_powers(const P& p, float2 (&factor)[kSubchunk], int r
   // An infinite product takes its row out of range: it is asked for only there.
   if (!(above.x + above.y < INFINITY) || p.rate < -kMostRate)
     p.own.needs_rescale = 1;
-  else if (!(factor[kSubchunk - 1].x >= P::kLeast && factor[kSubchunk - 1].y >= P::kLeast) &&
-           !(product.x + product.y < INFINITY))
+  else if (!in_range<P>(factor[kSubchunk - 1]) && !(product.x + product.y < INFINITY))
     p.own.needs_rescale = 1;
   return {ptx::ex2(log2_1p(above.x) * p.rate), ptx::ex2(log2_1p(above.y) * p.rate)};
 }
 
-template <class P>
-__device__ bool in_range(float2 x) {
-  return x.x >= P::kLeast && x.y >= P::kLeast;
-}
-/// The same by bits; else the compiler keeps comparisons for it, and there are seven predicates.
-template <class P>
-__device__ bool in_range_bits(float2 x) {
-  return __float_as_uint(x.x) >= __float_as_uint(P::kLeast) &&
-         __float_as_uint(x.y) >= __float_as_uint(P::kLeast);
-}
 /// Puts factors in place of raw gates, and counts rows in range into own.num_anchored. Returns
 /// gamma. kAny: softplus gates may be of any size.
 template <bool kAny, class P>

@@ -87,7 +87,7 @@ __device__ uint32_t decayed(uint32_t pair, float2 factor) {
 }
 /// All factors of levels are at most 1: in fp16 their rows and columns are, too.
 template <class P>
-__device__ void to_operands(const P& p, Pairs& x) {
+__device__ void to_operands(Pairs& x) {
   if constexpr (!std::is_same_v<typename P::T, typename P::Operand>)
 #pragma unroll
     for (uint32_t& pair : x) pair = operand<P>(ptx::unpack<typename P::T>(pair));
@@ -195,7 +195,7 @@ template <class P>
 __device__ void fine_levels(const P& p, const PipeStage<P::kK>& s, Pairs& q, Pairs& k, int rows,
                             int first) {
   using Padded = PaddedRows<P::kK>;
-  if constexpr (kFp16<typename P::Operand>) to_operands(p, q), to_operands(p, k);
+  if constexpr (kFp16<typename P::Operand>) to_operands<P>(q), to_operands<P>(k);
   float2 decay[kSubchunk];
   load_gates(p, decay);
   make_decays(p, decay, rows);
@@ -225,7 +225,7 @@ __device__ void put_operands(const P& p, const PipeStage<P::kK>& s,
                              const float2 (&decay)[kSubchunk], Pairs& q, Pairs& k) {
   const uint32_t to_rows = swizzled_channels<2 * kSubchunk>(p, s.tiles.rows),
                  to_kg = swizzled_channels<kSubchunk>(p, s.tiles.kg);
-  to_operands(p, q), to_operands(p, k);
+  to_operands<P>(q), to_operands<P>(k);
   float2 factor{1, 1};
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i) {
