@@ -10,19 +10,20 @@ for argument in "$@"; do
   previous=$argument
 done
 log=$(mktemp)
-trap 'rm -f "$log"; [ -z "$object" ] || rm -rf "$object.keep"' EXIT
+folder=""
+trap 'rm -rf "$log" ${folder:+"$folder"}' EXIT
 keep=()
 if [[ "$object" == *.cu.o ]]; then
-  mkdir -p "$object.keep"
+  folder=$(mktemp -d "$object.keep.XXXXXX")  # its own: a build that was stopped may still clean up
   rm -f "$object".*.cubin
-  keep=(--keep --keep-dir "$object.keep")
+  keep=(--keep --keep-dir "$folder")
 fi
 "$@" "${keep[@]}" 2>"$log"
 status=$?
 if [ -n "$object" ]; then
   grep -E '^ptxas info|bytes stack frame' "$log" >"$object.ptxas"
   number=0
-  for cubin in "$object.keep"/*.cubin; do
+  for cubin in "${folder:-/nowhere}"/*.cubin; do
     [ -e "$cubin" ] || continue
     mv "$cubin" "$object.$number.cubin"
     number=$((number + 1))

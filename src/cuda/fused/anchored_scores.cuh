@@ -11,11 +11,11 @@ namespace kda::cuda::sm90::fused {
 template <class P>
 __device__ void put_scores(const P& p, const PipeStage<P::kK>& s, int r, int c,
                            const float (&acc)[2][4]) {
-  put_A(p, s, r, c, acc[0][0], acc[0][1]);
+  put_A<P>(s, r, c, acc[0][0], acc[0][1]);
   *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(r, c + 8)]) = 0;
   *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(r + 8, c)]) =
       ptx::pack<typename P::Operand>(acc[0][2] * P::kAnchor, acc[0][3] * P::kAnchor);
-  put_A(p, s, r + 8, c + 8, acc[1][2], acc[1][3]);
+  put_A<P>(s, r + 8, c + 8, acc[1][2], acc[1][3]);
 }
 /// Stores L, but for the tile above the diagonal.
 template <class P>

@@ -152,9 +152,19 @@ __device__ float2 add_logs(const P& p, float2 (&factor)[kSubchunk], int rows) {
   }
   return {ptx::ex2(sum.x * p.rate), ptx::ex2(sum.y * p.rate)};
 }
-/// The same from logarithms of products, which are off by 2^-22 where they are small. Products may
-/// leave fp32, and large rates make that error large: then own.needs_rescale is set, and the
-/// sub-chunk is made again.
+template <class P>
+__device__ bool in_range(float2 x) {
+  return x.x >= P::kLeast && x.y >= P::kLeast;
+}
+/// The same by bits; else the compiler keeps comparisons for it, and there are seven predicates.
+template <class P>
+__device__ bool in_range_bits(float2 x) {
+  return __float_as_uint(x.x) >= __float_as_uint(P::kLeast) &&
+         __float_as_uint(x.y) >= __float_as_uint(P::kLeast);
+}
+/// What add_logs() does, from logarithms of products, which are off by 2^-22 where they are small.
+/// Products may leave fp32, and large rates make that error large: then own.needs_rescale is set,
+/// and the sub-chunk is made again.
 template <class P>
 __device__ float2 multiply_powers(const P& p, float2 (&factor)[kSubchunk], int rows) {
   powers_of(p, factor, rows);
@@ -170,22 +180,11 @@ __device__ float2 multiply_powers(const P& p, float2 (&factor)[kSubchunk], int r
   // An infinite product takes its row out of range: it is asked for only there.
   if (!(above.x + above.y < INFINITY) || p.rate < -kMostRate)
     p.own.needs_rescale = 1;
-  else if (!(factor[kSubchunk - 1].x >= P::kLeast && factor[kSubchunk - 1].y >= P::kLeast) &&
-           !(product.x + product.y < INFINITY))
+  else if (!in_range<P>(factor[kSubchunk - 1]) && !(product.x + product.y < INFINITY))
     p.own.needs_rescale = 1;
   return {ptx::ex2(log2_1p(above.x) * p.rate), ptx::ex2(log2_1p(above.y) * p.rate)};
 }
 
-template <class P>
-__device__ bool in_range(const P&, float2 x) {
-  return x.x >= P::kLeast && x.y >= P::kLeast;
-}
-/// The same by bits; else the compiler keeps comparisons for it, and there are seven predicates.
-template <class P>
-__device__ bool in_range_bits(const P&, float2 x) {
-  return __float_as_uint(x.x) >= __float_as_uint(P::kLeast) &&
-         __float_as_uint(x.y) >= __float_as_uint(P::kLeast);
-}
 /// Puts factors in place of raw gates, and counts rows in range into own.num_anchored. Returns
 /// gamma. kAny: softplus gates may be of any size.
 template <bool kAny, class P>
@@ -202,12 +201,12 @@ __device__ float2 scan_decays(const P& p, float2 (&factor)[kSubchunk], int rows)
   bool all = true;
 #pragma unroll
   for (int i = P::kGateMode == GateMode::kLog ? 0 : kSubchunk - 1; i < kSubchunk; ++i)
-    all = all && in_range(p, factor[i]);
+    all = all && in_range<P>(factor[i]);
   if (all) return gamma;
   int count = 0;
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i)
-    if (count == i && in_range_bits(p, factor[i])) count = i + 1;
+    if (count == i && in_range_bits<P>(factor[i])) count = i + 1;
   atomicMin(&p.own.num_anchored, count);
   return gamma;
 }
@@ -261,14 +260,14 @@ __device__ float2 decays_of_tokens(const P& p, float2 (&decay)[kSubchunk], int r
 // ---- decayed rows
 
 template <class P>
-__device__ uint32_t operand(const P&, float2 x) {
+__device__ uint32_t operand(float2 x) {
   return ptx::pack<typename P::Operand>(x.x, x.y);
 }
 /// The operand of a row that was made for scores: without what their anchor has more.
 template <class P>
-__device__ uint32_t row_operand(const P& p, float2 x) {
+__device__ uint32_t row_operand(float2 x) {
   constexpr float kBack = P::kAnchor / P::kScoreAnchor;
-  return kBack == 1 ? operand(p, x) : operand(p, {x.x * kBack, x.y * kBack});
+  return kBack == 1 ? operand<P>(x) : operand<P>({x.x * kBack, x.y * kBack});
 }
 /// Loads q and k of this thread's channels.
 template <class P>
@@ -302,15 +301,15 @@ __device__ void put_rows(const P& p, const PipeStage<P::kK>& s, const float2 (&f
     const float2 k = ptx::unpack<T>(k_pairs[i]);
     const float2 k_row = product(k, factor[i]),
                  q_row = product(ptx::unpack<T>(q_pairs[i]), factor[i]);
-    put_swizzled(to_rows, i, row_operand(p, k_row));
-    put_swizzled(to_rows, kSubchunk + i, row_operand(p, q_row));
+    put_swizzled(to_rows, i, row_operand<P>(k_row));
+    put_swizzled(to_rows, kSubchunk + i, row_operand<P>(q_row));
     if constexpr (kFp16<typename P::Operand>) {
       put_swizzled(to_k, i, ptx::pack<T>(k_row.x, k_row.y));
       put_swizzled(to_q, i, ptx::pack<T>(q_row.x, q_row.y));
     }
     const float2 column{k.x * ptx::rcp(factor[i].x), k.y * ptx::rcp(factor[i].y)};
     ptx::st_shared(to_columns + i * kStride<P::kK> * 2, ptx::pack<T>(column.x, column.y));
-    put_swizzled(to_kg, i, operand(p, product(column, total)));
+    put_swizzled(to_kg, i, operand<P>(product(column, total)));
   }
   put_gamma(p, s, gamma);
 }
@@ -323,7 +322,7 @@ __device__ void put_kg(const P& p, const PipeStage<P::kK>& s, const float2 (&dec
   float2 factor{1, 1};
 #pragma unroll
   for (int i = kSubchunk - 1; i >= 0; --i) {
-    put_swizzled(to_kg, i, operand(p, product(ptx::unpack<typename P::Operand>(k[i]), factor)));
+    put_swizzled(to_kg, i, operand<P>(product(ptx::unpack<typename P::Operand>(k[i]), factor)));
     multiply(factor, decay[i]);
   }
   if constexpr (P::kGateMode != GateMode::kSoftplus) put_gamma(p, s, factor);

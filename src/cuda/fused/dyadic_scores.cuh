@@ -13,7 +13,7 @@ namespace kda::cuda::sm90::fused {
 
 /// Stores neighbours j, j + 1 of row i of Aqk.
 template <class P>
-__device__ void put_A(const P&, const PipeStage<P::kK>& s, int i, int j, float x, float y) {
+__device__ void put_A(const PipeStage<P::kK>& s, int i, int j, float x, float y) {
   *reinterpret_cast<uint32_t*>(&s.factors.Aqk[square_place(i, j)]) = ptx::pack<typename P::Operand>(
       j < i ? x * P::kAnchor : 0.0f, j + 1 < i ? y * P::kAnchor : 0.0f);
 }
@@ -67,28 +67,28 @@ struct SwizzledRows {
 // ------
 
 template <class P>
-__device__ float2 product_of(const P&, float2 x, float2 y) {
+__device__ float2 product_of(float2 x, float2 y) {
   return product(x, y);
 }
 template <class P>
-__device__ uint32_t product_of(const P&, uint32_t x, uint32_t y) {
+__device__ uint32_t product_of(uint32_t x, uint32_t y) {
   return ptx::mul_x2<typename P::Operand>(x, y);
 }
 /// A product of pairs of 16 bits: one more rounding.
 template <class P>
-__device__ uint32_t decayed(const P& p, uint32_t pair, uint32_t factor) {
-  return product_of(p, pair, factor);
+__device__ uint32_t decayed(uint32_t pair, uint32_t factor) {
+  return product_of<P>(pair, factor);
 }
 template <class P>
-__device__ uint32_t decayed(const P& p, uint32_t pair, float2 factor) {
-  return product_of(p, pair, operand(p, factor));
+__device__ uint32_t decayed(uint32_t pair, float2 factor) {
+  return product_of<P>(pair, operand<P>(factor));
 }
 /// All factors of levels are at most 1: in fp16 their rows and columns are, too.
 template <class P>
-__device__ void to_operands(const P& p, Pairs& x) {
+__device__ void to_operands(Pairs& x) {
   if constexpr (!std::is_same_v<typename P::T, typename P::Operand>)
 #pragma unroll
-    for (uint32_t& pair : x) pair = operand(p, ptx::unpack<typename P::T>(pair));
+    for (uint32_t& pair : x) pair = operand<P>(ptx::unpack<typename P::T>(pair));
 }
 
 // ---- one level
@@ -107,17 +107,17 @@ __device__ void put_level(const P& p, const Factor (&decay)[kSubchunk], const Pa
 #pragma unroll
     for (int i = 0; i < h; ++i) {
       const int token = begin + h + i, row = begin / 2 + i;
-      factor = i == 0 ? decay[token] : product_of(p, factor, decay[token]);
-      rows.put(to_rows, row, decayed(p, q[token], factor));
-      rows.put(to_rows, 8 + row, decayed(p, k[token], factor));
+      factor = i == 0 ? decay[token] : product_of<P>(factor, decay[token]);
+      rows.put(to_rows, row, decayed<P>(q[token], factor));
+      rows.put(to_rows, 8 + row, decayed<P>(k[token], factor));
     }
 #pragma unroll
     for (int i = h - 1; i >= 0; --i) {
       const uint32_t pair = k[begin + i];
       if (i < h - 1)
-        factor = i == h - 2 ? decay[begin + i + 1] : product_of(p, factor, decay[begin + i + 1]);
+        factor = i == h - 2 ? decay[begin + i + 1] : product_of<P>(factor, decay[begin + i + 1]);
       ptx::st_shared(to_columns + (begin / 2 + i) * kStride<P::kK> * 2,
-                     i < h - 1 ? decayed(p, pair, factor) : pair);
+                     i < h - 1 ? decayed<P>(pair, factor) : pair);
     }
   }
 }
@@ -146,7 +146,7 @@ __device__ void store_level(const P& p, const PipeStage<P::kK>& s, const float (
   if (i < first) return;
   if constexpr (h > 1) {
     if (n / h != r / h) return;  // columns of other pairs of the level
-    put_A(p, s, i, j, acc[0], acc[1]);
+    put_A<P>(s, i, j, acc[0], acc[1]);
     put_L(p, s, i, j, acc[2], acc[3]);
   } else {  // the column before the diagonal
     if (n != r && n + 1 != r) return;
@@ -190,7 +190,7 @@ template <class P>
 __device__ void fine_levels(const P& p, const PipeStage<P::kK>& s, Pairs& q, Pairs& k, int rows,
                             int first) {
   using Padded = PaddedRows<P::kK>;
-  if constexpr (kFp16<typename P::Operand>) to_operands(p, q), to_operands(p, k);
+  if constexpr (kFp16<typename P::Operand>) to_operands<P>(q), to_operands<P>(k);
   float2 decay[kSubchunk];
   load_gates(p, decay);
   make_decays(p, decay, rows);
@@ -219,18 +219,18 @@ __device__ void put_operands(const P& p, const PipeStage<P::kK>& s,
                              const float2 (&decay)[kSubchunk], Pairs& q, Pairs& k) {
   const uint32_t to_rows = swizzled_channels<2 * kSubchunk>(p, s.tiles.rows),
                  to_kg = swizzled_channels<kSubchunk>(p, s.tiles.kg);
-  to_operands(p, q), to_operands(p, k);
+  to_operands<P>(q), to_operands<P>(k);
   float2 factor{1, 1};
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i) {
     multiply(factor, decay[i]);
-    put_swizzled(to_rows, i, decayed(p, k[i], factor));
-    put_swizzled(to_rows, kSubchunk + i, decayed(p, q[i], factor));
+    put_swizzled(to_rows, i, decayed<P>(k[i], factor));
+    put_swizzled(to_rows, kSubchunk + i, decayed<P>(q[i], factor));
   }
   factor = {1, 1};
 #pragma unroll
   for (int i = kSubchunk - 1; i >= 0; --i) {
-    put_swizzled(to_kg, i, i == kSubchunk - 1 ? k[i] : decayed(p, k[i], factor));
+    put_swizzled(to_kg, i, i == kSubchunk - 1 ? k[i] : decayed<P>(k[i], factor));
     multiply(factor, decay[i]);
   }
 }
@@ -246,7 +246,7 @@ __device__ void all_levels(P& p, const PipeStage<P::kK>& s, const float2 (&decay
   using Swizzled = SwizzledRows<P::kK>;
   uint32_t rounded[kSubchunk];
 #pragma unroll
-  for (int i = 0; i < kSubchunk; ++i) rounded[i] = operand(p, decay[i]);
+  for (int i = 0; i < kSubchunk; ++i) rounded[i] = operand<P>(decay[i]);
   TwoLevels<P> acc = {}, more = {};
   multiply_levels<8, 0>(p, rounded, q, k, Swizzled{p.own.scratch.q}, Swizzled{p.own.scratch.k}, 0,
                         acc);

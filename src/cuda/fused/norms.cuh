@@ -120,7 +120,7 @@ __device__ void split_powers(const P& p, Norms (&norms)[P::kEights]) {
   }
 }
 template <class P>
-__device__ void multiply_by(const P&, const uint32_t (&power)[kSubchunk], Pairs& x) {
+__device__ void multiply_by(const uint32_t (&power)[kSubchunk], Pairs& x) {
   using T = typename P::T;
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i) {

@@ -78,8 +78,8 @@ template <class P>
 __device__ void take_powers(const P& p, Norms (&norms)[P::kEights], Pairs& q, Pairs& k) {
   split_powers(p, norms);
   p.template sync<0>();
-  multiply_by(p, p.own.power.q, q);
-  multiply_by(p, p.own.power.k, k);
+  multiply_by<P>(p.own.power.q, q);
+  multiply_by<P>(p.own.power.k, k);
 }
 /// Makes rows again, with q and k times powers of two and gates of any size.
 template <class P>

@@ -2,6 +2,10 @@
 // What a producer thread knows. The steps of its work are functions of this context, a file a
 // topic: global_io.cuh, decay.cuh, norms.cuh, anchored_scores.cuh, dyadic_scores.cuh, inverse.cuh.
 // producer.cuh calls them in order.
+//
+// A function that needs no more than constants and types of the context takes it as a template
+// argument. As a parameter that is not used it changed how the compiler groups addresses elsewhere,
+// and cost a register.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +21,7 @@ namespace kda::cuda::sm90::fused {
 /// A pair of a thread's channels of each token, as two elements of 16 bits.
 using Pairs = uint32_t[kSubchunk];
 
-/// kE: the type of g. A group is one warp where K is 64 and two where it is 128. In every turn of
+/// A group is one warp where K is 64 and two where it is 128. In every turn of
 /// kGroups sub-chunks it has as many as the cluster has blocks: it makes the factors of one of them
 /// for both blocks (the group of the same number in the other block makes those of the other one),
 /// and moves v and o of both for its own block. Items have a multiple of that many sub-chunks; the
