@@ -248,6 +248,10 @@ class GroupBackward {
               columns * dtype_size(rows.dtype));
   }
 
+  int a_block(const LineQueue& lines) const {
+    return static_cast<int>((lines.end - lines.next) / sizes_.blocks + 1);
+  }
+
   /// Moves `to` forward over the chunk at `token`, whose errors go to `errors`.
   void advance(const HeadRows& head, int64_t token, float* to, float* errors) const {
     BackwardChunk& chunk = scratch_.chunks[0];
@@ -258,9 +262,10 @@ class GroupBackward {
       add_lines(*rows, token + kBackwardChunk, p_.key_dim, list);
     add_lines(head.v, token + kBackwardChunk, p_.value_dim, list);
     LineQueue lines = list.queue();
+    const int lines_a_block = a_block(lines);
     for (int64_t b = 0; b < sizes_.blocks; ++b)
       inner_.advance(chunk, scratch_.tiles + b * kTileFloats, to + b * block_floats(),
-                     errors + b * kTileFloats, lines);
+                     errors + b * kTileFloats, lines_a_block, lines);
   }
 
   /// The states at the starts of windows 1 .. windows - 1.
@@ -348,11 +353,12 @@ class GroupBackward {
     inner_.load_tiles(d_o, d_o.data ? count : 0, value_dim_, scratch_.tiles);
     inner_.clear(chunk, *scratch_.sums);
     LineQueue lines = lines_around(head, token);
+    const int lines_a_block = a_block(lines);
     for (int64_t b = 0; b < sizes_.blocks; ++b)
       inner_.reverse(chunk,
                      {before + b * block_floats(), d_state(j) + b * block_floats(),
                       chunk_errors + b * kTileFloats, scratch_.tiles + b * kTileFloats,
-                      scratch_.dv + b * kTileFloats},
+                      scratch_.dv + b * kTileFloats, lines_a_block},
                      *scratch_.sums, lines);
     if (head.dv.data) {
       const RowSink dv = from_token(head.dv, token);

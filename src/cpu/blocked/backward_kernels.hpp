@@ -68,15 +68,16 @@ struct ReverseArgs {
   const float* errors;
   const float* d_o;
   float* dv;
+  int num_lines;  ///< to ask for in this block
 };
 
 struct BackwardKernels {
   void (*clear)(const BackwardChunk& chunk, BackwardSums& sums);
   /// `keys_only`: nothing of q is read or made.
   void (*prepare)(const PrepareArgs& args, bool keys_only, BackwardChunk& chunk);
-  /// errors = E of the chunk; `state` becomes that behind it.
+  /// errors = E of the chunk; `state` becomes that behind it. Asks for `num_lines` of the lines.
   void (*advance)(const BackwardChunk& chunk, const float* v, float* state, float* errors,
-                  LineQueue& lines);
+                  int num_lines, LineQueue& lines);
   /// The state behind the chunk, from that before it and E.
   void (*rebuild)(const BackwardChunk& chunk, const float* errors, const float* state, float* next);
   void (*reverse)(const BackwardChunk& chunk, const ReverseArgs& args, BackwardSums& sums,

@@ -10,11 +10,21 @@ namespace kda::cpu::blocked::KDA_ISA {
 
 constexpr int kTileElements = kBackwardChunk * kBlockV;
 
+/// One vector of tokens holds all 16 of them with AVX-512: twice the rows fill the registers.
+constexpr int kTokenVecs = kBackwardChunk / kWidth < kTileVecs ? 1 : kTileVecs;
+constexpr int kTokenRows = kTileRows * kTileVecs / kTokenVecs;
+
+/// Register tiles of 16 rows of a state: of its update, and of all that reverse_rows() does.
+constexpr int kTilesOfUpdate = (kRowsPadded / kTileRows) * (kBlockV / (kTileVecs * kWidth));
+constexpr int kTilesOfReverse =
+    2 * kTilesOfUpdate + (kRowsPadded / kTokenRows) * (kBackwardChunk / (kTokenVecs * kWidth));
+
 /// out[16, kBlockV] = rows[16, K] * state
 static inline void read_backward(const float (&rows)[kBackwardChunk][kRowStride],
-                                 const float* state, int key_dim, float* out, LineQueue& lines) {
+                                 const float* state, int key_dim, float* out) {
+  LineQueue none;
   for (int r = 0; r < kBackwardChunk; r += kChunk)
-    read_state(rows[r], state, key_dim, out + r * kBlockV, lines);
+    read_state(rows[r], state, key_dim, out + r * kBlockV, none);
 }
 
 static void backward_clear(const BackwardChunk& chunk, BackwardSums& sums) {
@@ -37,18 +47,24 @@ static inline void step_tile(const BackwardChunk& chunk, const float* errors, fl
   }
 }
 
-static void backward_rebuild(const BackwardChunk& chunk, const float* errors, const float* state,
-                             float* next) {
+/// The state behind the chunk.
+static inline void step_state(const BackwardChunk& chunk, const float* errors, const float* state,
+                              float* next, PacedLines* lines) {
   alignas(64) float v_new[kTileElements];
   step_tile(chunk, errors, v_new);
   const RowPair pairs[] = {{chunk.kend[0], v_new}};
-  write_rows(chunk.decay, chunk.keep, pairs, chunk.padded, chunk.num_tokens, state, next);
+  write_rows(chunk.decay, chunk.keep, pairs, chunk.padded, chunk.num_tokens, state, next, lines);
+}
+
+static void backward_rebuild(const BackwardChunk& chunk, const float* errors, const float* state,
+                             float* next) {
+  step_state(chunk, errors, state, next, nullptr);
 }
 
 static void backward_advance(const BackwardChunk& chunk, const float* v, float* state,
-                             float* errors, LineQueue& lines) {
+                             float* errors, int num_lines, LineQueue& lines) {
   alignas(64) float x[kTileElements];
-  read_backward(chunk.kgam, state, chunk.key_dim, x, lines);
+  read_backward(chunk.kgam, state, chunk.key_dim, x);
   for (int c = 0; c < kBlockV; c += kWidth) {
     F e[kBackwardChunk];
     for (int i = 0; i < kBackwardChunk; ++i)
@@ -61,7 +77,9 @@ static void backward_advance(const BackwardChunk& chunk, const float* v, float* 
       for (int i = j + 1; i < kBackwardChunk; ++i) e[i] = fnma(set1(chunk.N[i][j]), column, e[i]);
     }
   }
-  backward_rebuild(chunk, errors, state, state);
+  PacedLines paced{lines, num_lines / (kTilesOfUpdate * chunk.padded / kRowsPadded) + 1};
+  step_state(chunk, errors, state, state, &paced);
+  lines = paced.all;
 }
 
 /// dZ of kWidth columns by backward substitution, into the tiles dv and minus_dz. `dv_new` comes as
@@ -97,7 +115,8 @@ static inline void turn_tile(const float* tile, float* target, int first) {
 
 /// out[rows, kColumns] += a[rows, kBlockV] b[kBlockV, kColumns]; rows of b are kBlockV apart.
 template <int kColumns, int kRows, int kVecs>
-static inline void add_product(const float* a, int rows, const float* b, float* out) {
+static inline void add_product(const float* a, int rows, const float* b, float* out,
+                               PacedLines& lines) {
   for (int c = 0; c < kColumns; c += kVecs * kWidth)
     for (int r = 0; r < rows; r += kRows) {
       F acc[kRows][kVecs];
@@ -105,21 +124,18 @@ static inline void add_product(const float* a, int rows, const float* b, float* 
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
         for (int n = 0; n < kVecs; ++n) acc[i][n] = load(tile + i * kColumns + n * kWidth);
-      multiply_tile(a + r * kBlockV, kBlockV, 1, b + c, kBlockV, acc);
+      LineQueue some = lines.take();
+      multiply_tile(a + r * kBlockV, kBlockV, 1, b + c, kBlockV, acc, &some);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
         for (int n = 0; n < kVecs; ++n) store(tile + i * kColumns + n * kWidth, acc[i][n]);
     }
 }
 
-/// One vector of tokens holds all 16 of them with AVX-512: twice the rows fill the registers.
-constexpr int kTokenVecs = kBackwardChunk / kWidth < kTileVecs ? 1 : kTileVecs;
-constexpr int kTokenRows = kTileRows * kTileVecs / kTokenVecs;
-
 /// All that is left to do with rows d .. d + 15 of both states, while they are in the L1 cache.
 static inline void reverse_rows(const BackwardChunk& chunk, int d, const ReverseArgs& args,
                                 const float* turned, const float* turned_v, const float* minus_dz,
-                                BackwardSums& sums) {
+                                BackwardSums& sums, PacedLines& lines) {
   const float* state = args.state + d * kBlockV;
   float* d_state = args.d_state + d * kBlockV;
   for (int r = 0; r < kRowsPadded; ++r) {
@@ -128,12 +144,12 @@ static inline void reverse_rows(const BackwardChunk& chunk, int d, const Reverse
       sum = fma(load(state + r * kBlockV + c), load(d_state + r * kBlockV + c), sum);
     store(sums.boundary[d + r], sum);
   }
-  add_product<kBlockV, kTileRows, kTileVecs>(state, kRowsPadded, turned, sums.rows[d]);
+  add_product<kBlockV, kTileRows, kTileVecs>(state, kRowsPadded, turned, sums.rows[d], lines);
   add_product<kBackwardChunk, kTokenRows, kTokenVecs>(d_state, kRowsPadded, turned_v,
-                                                      sums.columns[d]);
+                                                      sums.columns[d], lines);
   const RowPair pairs[] = {{chunk.qgam[0] + d, args.d_o}, {chunk.kgam[0] + d, minus_dz}};
   write_rows(chunk.decay + d, chunk.keep + d, pairs, kRowsPadded, chunk.num_tokens, d_state,
-             d_state);
+             d_state, &lines);
 }
 
 static void backward_reverse(const BackwardChunk& chunk, const ReverseArgs& args,
@@ -143,7 +159,7 @@ static void backward_reverse(const BackwardChunk& chunk, const ReverseArgs& args
   alignas(64) float minus_dz[kTileElements];
   alignas(64) float turned[kBlockV * kBlockV];  // row c: d_o of 16 tokens, -dZ of 16 tokens
   alignas(64) float turned_v[kBlockV * kBlockV];
-  read_backward(chunk.kend, args.d_state, chunk.key_dim, dv_new, lines);
+  read_backward(chunk.kend, args.d_state, chunk.key_dim, dv_new);
   F d_beta[kBackwardChunk];
   for (F& x : d_beta) x = set1(0);
   for (int c = 0; c < kBlockV; c += kWidth)
@@ -159,9 +175,11 @@ static void backward_reverse(const BackwardChunk& chunk, const ReverseArgs& args
   turn_tile(minus_dz, turned, kBackwardChunk);
   turn_tile(v_new, turned_v, 0);
 
-  add_product<kBlockV, kTileRows, kTileVecs>(v_new, kBackwardChunk, turned, sums.pairs[0]);
+  PacedLines paced{lines, args.num_lines / (kTilesOfReverse * chunk.padded / kRowsPadded) + 1};
+  add_product<kBlockV, kTileRows, kTileVecs>(v_new, kBackwardChunk, turned, sums.pairs[0], paced);
   for (int d = 0; d < chunk.padded; d += kRowsPadded)
-    reverse_rows(chunk, d, args, turned, turned_v, minus_dz, sums);
+    reverse_rows(chunk, d, args, turned, turned_v, minus_dz, sums, paced);
+  lines = paced.all;
 }
 
 /// kWidth channels of a chunk, tokens as rows.

@@ -37,6 +37,19 @@ static inline void read_state(const float* rows, const float* state, int key_dim
     }
 }
 
+/// Cache lines to ask for, some a tile.
+struct PacedLines {
+  LineQueue all;
+  int per_tile;
+
+  LineQueue take() {
+    LineQueue some = all;
+    if (all.end - all.next > per_tile) some.end = all.next + per_tile;
+    all.next = some.end;
+    return some;
+  }
+};
+
 /// Rows [tokens, kRowStride] and [tokens, kBlockV], whose product left^T right enters a state.
 struct RowPair {
   const float* left;
@@ -47,7 +60,8 @@ struct RowPair {
 /// `out`.
 template <int kPairs>
 static inline void write_rows(const float* decay, const float* keep, const RowPair (&pairs)[kPairs],
-                              int key_dim, int count, const float* in, float* out) {
+                              int key_dim, int count, const float* in, float* out,
+                              PacedLines* lines = nullptr) {
   for (int d = 0; d < key_dim; d += kTileRows)
     for (int c = 0; c < kBlockV; c += kTileVecs * kWidth) {
       F acc[kTileRows][kTileVecs];
@@ -61,8 +75,11 @@ static inline void write_rows(const float* decay, const float* keep, const RowPa
           acc[i][n] = fma(old, factor, bit_and(old, whole));
         }
       }
+      LineQueue some;
+      if (lines) some = lines->take();
       for (const RowPair& pair : pairs)
-        multiply_tile(pair.left + d, 1, kRowStride, pair.right + c, count, acc);
+        multiply_tile(pair.left + d, 1, kRowStride, pair.right + c, count, acc,
+                      lines ? &some : nullptr);
 #pragma GCC unroll 8
       for (int i = 0; i < kTileRows; ++i)
         for (int n = 0; n < kTileVecs; ++n) store(out + at + i * kBlockV + n * kWidth, acc[i][n]);
