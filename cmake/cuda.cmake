@@ -67,6 +67,8 @@ function(kda_add_kernels objects architectures)
   set_target_properties(${objects} PROPERTIES
     CUDA_COMPILER_LAUNCHER ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas_output.sh)
   target_include_directories(${objects} PRIVATE include src)
+  # A wait that would hang ends the kernel (src/cuda/ptx/bounded_wait.cuh).
+  target_compile_definitions(${objects} PRIVATE $<$<CONFIG:Debug>:KDA_BOUNDED_WAITS>)
 endfunction()
 
 function(kda_add_cuda target)

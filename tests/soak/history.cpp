@@ -18,7 +18,6 @@ namespace {
 namespace oracle = cpu::oracle;
 
 constexpr int64_t kRows = 4;  // most rows of a call, and those of one in a graph
-constexpr int64_t kCheckpointEvery = 16;
 constexpr double kBf16Rounding = 0x1p-9;
 
 template <class T, std::size_t kCount>
@@ -311,7 +310,7 @@ std::string History::forward() {
   p.final_state = p.initial_state;
   if (!across && random_.chance(0.4)) {
     p.checkpoints = p.initial_state;
-    p.checkpoint_every = kCheckpointEvery * (1 + random_.below(2));
+    p.checkpoint_every = int64_t{16} << random_.below(3);
     for (Row& row : rows)
       for (int64_t c = 0; c < row.tokens / p.checkpoint_every; ++c) {
         row.checkpoints.push_back(none());

@@ -7,7 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "io/safetensors.hpp"
+#include "io/output_file.hpp"
 #include "soak/history.hpp"
 
 namespace {
@@ -52,7 +52,7 @@ int main(int argc, char** argv) {
                                       {"steps", done},
                                       {"played", counts},
                                       {"failure", failure}};
-    kda::io::write_file_atomically(json, figures.dump(2) + "\n");
+    kda::io::write_file(json, figures.dump(2) + "\n");
   }
   fmt::print("{} steps, {} failed\n", done, failure.empty() ? 0 : 1);
   return failure.empty() ? 0 : 1;

@@ -165,5 +165,28 @@ class CompiledCode(unittest.TestCase):
         self.assertNotEqual(self.digests(text, "one"), self.digests(text.replace("63", "31"), "one"))
 
 
+@unittest.skipUnless(os.environ.get("NVCC"), "no CUDA compiler")
+class BoundedWaits(unittest.TestCase):
+    """Waits of src/cuda/ptx: endless in a release build, with a trap in a debug build."""
+    SOURCE = """#include "cuda/ptx/cluster.cuh"
+        #include "cuda/ptx/global_flag.cuh"
+        using namespace kda::cuda::ptx;
+        extern "C" __global__ void of_barrier(Mbarrier* b) { mbarrier_wait(*b, 0); }
+        extern "C" __global__ void of_cluster(Mbarrier* b) { mbarrier_wait_cluster(*b, 0); }
+        extern "C" __global__ void of_flag(uint64_t* f) { wait_ld_acquire(f, 1); }"""
+
+    def traps(self, *flags):
+        with tempfile.TemporaryDirectory() as folder:
+            source, target = pathlib.Path(folder, "waits.cu"), pathlib.Path(folder, "waits.ptx")
+            source.write_text(self.SOURCE)
+            subprocess.run([os.environ["NVCC"], "-std=c++20", "-ptx", "-arch=compute_90a", f"-I{ROOT / 'src'}",
+                            *flags, source, "-o", target], check=True)
+            return target.read_text().count("trap;")
+
+    def test_only_debug_builds_trap(self):
+        self.assertEqual(self.traps(), 0)
+        self.assertEqual(self.traps("-DKDA_BOUNDED_WAITS"), 3)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -180,8 +180,8 @@ def readable(names):
     if shutil.which("c++filt"):
         names = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True,
                                check=True).stdout.splitlines()
-    return [re.sub(r"kda::cuda::|\(anonymous namespace\)::|^void |_GLOBAL__N__\w+?_cu_\w{8}", "",
-                   re.sub(r"\([\w:]*\)$", "", n)) for n in names]
+    return [re.sub(r"kda::cuda::|kda::|\(anonymous namespace\)::|^void |_GLOBAL__N__\w+?_cu_\w{8}", "",
+                   re.sub(r"(?<=>)\(.*\)$|\([\w:]*\)$", "", n)) for n in names]
 
 
 def first_difference(a, b):

@@ -167,8 +167,17 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   const auto floats = [](const check::DeviceBuffer& buffer) {
     return static_cast<float*>(buffer.data());
   };
-  StageTensors s{w.data(),      u.data(),     kg.data(),    qg.data(), Aqk.data(), T.data(),
-                 floats(gamma), floats(beta), floats(diag), h.data(),  vn.data()};
+  StageTensors s{.w = w.data(),
+                 .u = u.data(),
+                 .kg = kg.data(),
+                 .qg = qg.data(),
+                 .Aqk = Aqk.data(),
+                 .T = T.data(),
+                 .gamma = floats(gamma),
+                 .beta = floats(beta),
+                 .diag = floats(diag),
+                 .h = h.data(),
+                 .vn = vn.data()};
   const auto call = [&](auto stage, const StageTensors& buffers) {
     return [&, stage, buffers] {
       throw_if_error(

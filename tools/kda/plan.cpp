@@ -102,7 +102,7 @@ void add_plan(CLI::App& app) {
   add_head_dim(*sub, "--value-dim", "V", &c->value_dim);
   add_whole<int32_t>(*sub, "--sms", &c->num_sms, 1, 65535, "Multiprocessors of the GPU")
       ->default_str(cat(c->num_sms));
-  add_whole<int32_t>(*sub, "--compute-capability", &c->compute_capability, 10, 999,
+  add_whole<int32_t>(*sub, "--compute-capability", &c->compute_capability, 1, 999,
                      "Of the GPU, 10 major + minor")
       ->default_str(cat(c->compute_capability));
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")

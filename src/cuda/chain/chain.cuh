@@ -9,7 +9,7 @@
 #include "cuda/ptx/ptx.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/metadata.cuh"
-#include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/swizzle.hpp"
 
 namespace kda::cuda::chain {
 

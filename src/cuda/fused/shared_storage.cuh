@@ -10,7 +10,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/tile/chunk.hpp"
-#include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/swizzle.hpp"
 
 namespace kda::cuda::sm90::fused {
 
@@ -103,7 +103,7 @@ using Tile = Bits[kSubchunk][kStride<kK>];
 template <int kK>
 using SwizzledTile = Bits[kSubchunk * kK];  // [16, 64] for each 64 channels
 /// Rows as they came, kGateBytes an element of g. Pieces of q and k are swizzled
-/// (tile/swizzle.cuh): in rows kStride apart their copies take 2.6 times as many wavefronts.
+/// (tile/swizzle.hpp): in rows kStride apart their copies take 2.6 times as many wavefronts.
 template <int kK, int kGateBytes>
 struct RawRows {
   Bits q[kSubchunk][kK], k[kSubchunk][kK];

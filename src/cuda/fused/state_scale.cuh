@@ -3,10 +3,10 @@
 //
 // Operands in fp16 hold the state times a power of two, and what is added to it; so do
 // accumulators. Factors are at most 1. A column of the state never grows but by beta v
-// (stage/segment_scan.hpp says where), and its error is at most v and the column's norm: what fits goes
-// on to fit until v has added up. A lane has 4 of the 16 tokens of a column and counts the largest
-// |v| that it has of each sub-chunk: four lanes together then count at least a quarter of the
-// column's sum.
+// (stage/segment_scan.hpp says where), and its error is at most v and the column's norm: what fits
+// goes on to fit until v has added up. A lane has 4 of the 16 tokens of a column and counts the
+// largest |v| that it has of each sub-chunk: four lanes together then count at least a quarter of
+// the column's sum.
 //
 // After a rescale the state has numbers below 2^4, so its columns have norms below 2^8. With all
 // headroom consumed, and one sub-chunk more, they are below 2^15, or 2^14 and a bit where beta

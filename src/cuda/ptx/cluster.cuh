@@ -12,7 +12,7 @@ __device__ __forceinline__ int cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-/// All threads of all blocks of the cluster.
+/// Barrier of all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint32_t mapa(const void* pointer, int rank) {
   return address;
 }
 
-/// To where `target` lies in block `rank`.
+/// Stores x where `target` lies in block `rank`.
 __device__ __forceinline__ void st_cluster(const float* target, float x, int rank) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(mapa(target, rank)), "f"(x) : "memory");
 }
@@ -38,14 +38,17 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier& barrier, int r
       : "memory");
 }
 __device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier& barrier, int parity) {
+  const BoundedWait wait;
   uint32_t done = 0;
-  while (!done)
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; "
         "selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(shared_address(&barrier)), "r"(parity)
         : "memory");
+    wait.turn();
+  }
 }
 
 /// Barriers of block `rank`; where they are is computed once.
@@ -67,8 +70,8 @@ class RemoteBarriers {
     return x;
   }
 };
-/// `bytes`, a multiple of 16, of this block to where `target` lies in block `rank`; expected of the
-/// barrier there.
+/// Starts a copy of `bytes`, a multiple of 16, from this block to where `target` lies in block
+/// `rank`. The barrier there expects them.
 __device__ __forceinline__ void cp_async_bulk_to_cluster(void* target, const void* source,
                                                          int bytes, Mbarrier& barrier, int rank) {
   asm volatile(

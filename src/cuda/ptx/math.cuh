@@ -55,13 +55,13 @@ __device__ __forceinline__ uint32_t cvt_satfinite_f16x2(float low, float high) {
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
-/// The larger one of unsigned integers of 16 bits, in both halves (sm_90).
+/// The larger of two unsigned integers of 16 bits, in both halves (sm_90).
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
-/// The largest of a warp's, for all of its lanes.
+/// The largest x of a warp, for all of its lanes.
 __device__ __forceinline__ uint32_t redux_max(uint32_t x) {
   return __reduce_max_sync(0xffffffff, x);
 }

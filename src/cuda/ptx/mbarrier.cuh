@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/ptx/bounded_wait.cuh"
 #include "cuda/ptx/ptx.cuh"
 
 namespace kda::cuda::ptx {
@@ -18,7 +19,8 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals)
                : "memory");
 }
-/// By the thread that initialised barriers, before others use them (after a barrier of the block).
+/// Called by the thread that initialised barriers, before others use them (after a barrier of the
+/// block).
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -32,16 +34,19 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int
                "r"(bytes)
                : "memory");
 }
-/// Until the phase of this parity (0 for the first) is over.
+/// Waits until the phase of this parity (0 for the first) is over.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const uint32_t address = shared_address(&barrier);
+  const BoundedWait wait;
   uint32_t done = 0;
-  while (!done)
+  while (!done) {
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(address), "r"(parity)
         : "memory");
+    wait.turn();
+  }
 }
 
 /// What this thread wrote to shared memory comes before copies that are begun after it.
@@ -49,8 +54,8 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/// `bytes`, a multiple of 16, from global memory to shared memory, both aligned to 16; expected of
-/// `barrier`.
+/// Starts a copy of `bytes`, a multiple of 16, from global to shared memory, both aligned to 16.
+/// `barrier` expects them.
 __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, int bytes,
                                               Mbarrier& barrier) {
   asm volatile(

@@ -5,7 +5,7 @@
 
 namespace kda::cuda::ptx {
 
-/// Until kernels before this one are done, and what they wrote is there.
+/// Waits until kernels before this one are done, and what they wrote is there.
 __device__ __forceinline__ void griddepcontrol_wait() {
 #if __CUDA_ARCH__ >= 900  // elsewhere nothing is launched early
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -11,22 +11,24 @@
 
 namespace kda::cuda::ptx {
 
-/// Tile of 64 rows of 128 bytes, pieces swizzled (tile/swizzle.cuh), aligned to 1024 bytes; the
-/// next 64 columns of the tile follow it. Advances by columns of a K-major operand, or by rows of
-/// an MN-major one.
+/// Descriptor of a tile of kRows rows of 128 bytes, pieces swizzled (tile/swizzle.hpp), aligned to
+/// 1024 bytes; the next 64 columns of the tile follow it.
+template <int kRows = 64>
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared_address) {
-  constexpr uint64_t kNextColumns = 8192 >> 4, kNextRows = 1024 >> 4, kSwizzle128 = 1;
+  constexpr uint64_t kNextColumns = kRows * 128 >> 4, kNextRows = 1024 >> 4, kSwizzle128 = 1;
   return (shared_address & 0x3ffff) >> 4 | kNextColumns << 16 | kNextRows << 32 | kSwizzle128 << 62;
 }
+/// Advances a descriptor by columns of a K-major operand, or by rows of an MN-major one.
+template <int kRows = 64>
 __device__ __forceinline__ uint64_t next_columns(uint64_t tile, int columns) {
-  return tile + static_cast<uint64_t>((columns / 64 * 8192 + columns % 64 * 2) >> 4);
+  return tile + static_cast<uint64_t>((columns / 64 * kRows * 128 + columns % 64 * 2) >> 4);
 }
 __device__ __forceinline__ uint64_t next_rows(uint64_t tile, int rows) {
   return tile + static_cast<uint64_t>(rows * 128 >> 4);
 }
 
-/// Registers of each thread from here on, by all threads of a warpgroup: more than the launch gave
-/// it, where other warpgroups give some of theirs.
+/// Sets the registers of each thread from here on; called by all threads of a warpgroup. It may
+/// take more than the launch gave it where other warpgroups give some of theirs.
 template <int kCount>
 __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
@@ -36,7 +38,7 @@ __device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-/// Registers written before are seen by the products that follow.
+/// Products that follow see registers that were written before.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -47,7 +49,7 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-/// The compiler keeps what it does with these accumulators on this side of the call: it does not
+/// The compiler keeps what it does with these accumulators on its side of the call: it does not
 /// know that products still write to them.
 template <int kTiles>
 __device__ __forceinline__ void fence_operands(float (&d)[kTiles][4]) {

@@ -6,26 +6,16 @@
 
 namespace kda::cuda::ptx {
 
-/// tile_descriptor() and next_columns() of a tile of kRows rows: its next 64 columns follow them.
-template <int kRows>
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t shared_address) {
-  constexpr uint64_t kNextColumns = kRows * 128 >> 4, kNextRows = 1024 >> 4, kSwizzle128 = 1;
-  return (shared_address & 0x3ffff) >> 4 | kNextColumns << 16 | kNextRows << 32 | kSwizzle128 << 62;
-}
-template <int kRows>
-__device__ __forceinline__ uint64_t next_columns(uint64_t tile, int columns) {
-  return tile + static_cast<uint64_t>((columns / 64 * kRows * 128 + columns % 64 * 2) >> 4);
-}
-
-/// The compiler moves nothing back over this: it would put what follows between products, and each
-/// waits for it, or loads where many are on their way. `never`: false, which it must not know.
+/// The compiler moves nothing back over this. Else it would put what follows between products, each
+/// of which waits for it, or loads where many are on their way. `never` is false, which it must not
+/// know.
 __device__ __forceinline__ void compiler_fence(bool never) {
   if (never) asm volatile("trap;" ::: "memory");
 }
 
-/// Accumulators as something new to the compiler, at the start of a loop: else it keeps what comes
-/// into it and what it makes in different registers, and moves all from run to run. `zero`: a 0
-/// that the compiler does not know.
+/// Makes accumulators something new to the compiler, at the start of a loop. Else it keeps what
+/// comes into the loop and what the loop makes in different registers, and moves all of them in
+/// every turn. `zero` is a 0 that the compiler does not know.
 template <int kTiles>
 __device__ __forceinline__ void rename_registers(float (&d)[kTiles][4], unsigned zero) {
 #pragma unroll

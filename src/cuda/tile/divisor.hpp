@@ -7,11 +7,7 @@
 #include <bit>
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define KDA_HOST_DEVICE __host__ __device__
-#else
-#define KDA_HOST_DEVICE
-#endif
+#include "cuda/tile/host_device.hpp"
 
 namespace kda::cuda {
 

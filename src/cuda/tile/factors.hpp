@@ -2,7 +2,7 @@
 // The factors of a chunk (docs/operation.md, "Chunked form"), as the stages hand them on through
 // the workspace. One tile a (chunk of the batch, value head), index chunk * HV + head, rows of
 // tokens past the end of a sequence set to exact no-ops. K is padded to 64 or 128, V to tiles
-// of 64. Tiles of 16-bit elements are stored as shared memory wants them (tile/swizzle.cuh), so
+// of 64. Tiles of 16-bit elements are stored as shared memory wants them (tile/swizzle.hpp), so
 // that a copy is linear and ldmatrix meets no bank conflict.
 #pragma once
 

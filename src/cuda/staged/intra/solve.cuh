@@ -4,7 +4,7 @@
 
 #include "cuda/ptx/cache.cuh"
 #include "cuda/staged/intra/inputs.cuh"
-#include "cuda/tile/swizzle.cuh"
+#include "cuda/tile/swizzle.hpp"
 
 namespace kda::cuda::intra {
 

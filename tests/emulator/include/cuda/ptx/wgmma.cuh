@@ -7,9 +7,13 @@
 
 namespace kda::cuda::ptx {
 
-inline uint64_t tile_descriptor(uint32_t shared_address) { return shared_address; }
-inline uint64_t next_columns(uint64_t tile, int columns) {
-  return tile + static_cast<uint64_t>(columns / 64 * 8192 + columns % 64 * 2);
+template <int kRows = 64>
+uint64_t tile_descriptor(uint32_t shared_address) {
+  return shared_address;
+}
+template <int kRows = 64>
+uint64_t next_columns(uint64_t tile, int columns) {
+  return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
 }
 inline uint64_t next_rows(uint64_t tile, int rows) {
   return tile + static_cast<uint64_t>(rows * 128);

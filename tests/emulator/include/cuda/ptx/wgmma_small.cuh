@@ -6,15 +6,6 @@
 
 namespace kda::cuda::ptx {
 
-template <int kRows>
-uint64_t tile_descriptor(uint32_t shared_address) {
-  return shared_address;
-}
-template <int kRows>
-uint64_t next_columns(uint64_t tile, int columns) {
-  return tile + static_cast<uint64_t>(columns / 64 * kRows * 128 + columns % 64 * 2);
-}
-
 inline void compiler_fence(bool) {}
 
 template <int kTiles>
