@@ -136,7 +136,7 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_NE(states.out.find("kept_states"), std::string::npos) << states.out;
   EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
-  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward").exit_code, 2);  // no GPU has one
+  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward --device cuda").exit_code, 2);
   const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;

@@ -86,10 +86,10 @@ class Options : public testing::Test {
     streams_ = folder_.string() + "_streams";
     fs::create_directories(folder_);
     fs::create_directories(streams_);
-    ASSERT_EQ(
-        kda({"gen", "-o", "x.safetensors", "--tokens", "5", "--key-dim", "8", "--value-dim", "8"})
-            .exit_code,
-        0);
+    ASSERT_EQ(kda({"gen", "-o", "x.safetensors", "--tokens", "5", "--key-dim", "8", "--value-dim",
+                   "8", "--gradients"})
+                  .exit_code,
+              0);
     app_ = make_app(exit_code_);
   }
   void TearDown() override {

@@ -115,7 +115,8 @@ void add_plan(CLI::App& app) {
   c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
-  add_switch(*sub, "--backward", &c->backward, "Plan the backward (with --device cpu)");
+  add_switch(*sub, "--backward", &c->backward,
+             "Plan the backward, on this CPU unless --device says else");
   add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
              "What the forward keeps for its backward")
       ->default_str(c->keep);
@@ -123,7 +124,10 @@ void add_plan(CLI::App& app) {
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
-  sub->callback([c] { (*c)(); });
+  sub->callback([c, sub] {
+    if (c->backward && sub->count("--device") == 0) c->device = "cpu";
+    (*c)();
+  });
 }
 
 }  // namespace kda::tools
