@@ -81,6 +81,18 @@ std::vector<int64_t> values_of(const Tensor& host, const char* name, int64_t cou
   return {values, values + count};
 }
 
+/// Lengths that stand for those of a GPU: errors name what the caller gave.
+void check_hint(const std::vector<int64_t>& hint, int64_t tokens) {
+  if (hint.front() != 0)
+    refuse("cu_seqlens_cpu: starts with ", hint.front(), ", must start with 0");
+  if (hint.back() != tokens)
+    refuse("cu_seqlens_cpu: ends with ", hint.back(), ", must end with T = ", tokens);
+  for (size_t n = 0; n + 1 < hint.size(); ++n)
+    if (hint[n + 1] < hint[n])
+      refuse("cu_seqlens_cpu: entry ", n + 1, " = ", hint[n + 1], " is below entry ", n, " = ",
+             hint[n]);
+}
+
 /// cu_seqlens as kernels read it, and its copy on the host if there is one.
 std::vector<int64_t> set_lengths(kda_problem* p, const Tensor& q, const MaybeTensor& cu_seqlens,
                                  const MaybeTensor& cu_seqlens_cpu) {
@@ -105,6 +117,7 @@ std::vector<int64_t> set_lengths(kda_problem* p, const Tensor& q, const MaybeTen
   for (size_t n = 0; n < lengths.size(); ++n)
     if (lengths[n] != hint[n])
       refuse("cu_seqlens_cpu: entry ", n, " = ", hint[n], " is ", lengths[n], " in cu_seqlens");
+  if (lengths.empty()) check_hint(hint, q.size(1));
   return hint;
 }
 

@@ -44,13 +44,15 @@ inline constexpr double kFp16Operands = 1e-3;
 /// leaves does not cancel where the sums do. 256 problems of 64 to 2000 tokens on an H200: up to 40
 /// times at K = V = 64, 21 times at 128 (docs/accuracy.md).
 inline constexpr double kMarginalOperands = 48;
-/// A head of few values is judged by fewer roundings, which average less.
+/// A head of few values, such as two tokens of 128 channels, averages fewer roundings.
 inline constexpr double kFewOperands = 2;
+inline constexpr int64_t kFewOperandValues = 256;
 
 /// Error that 16-bit operands may add; `half`: fp16.
 inline double operand_tolerance(bool half, int64_t values, bool marginal) {
   const double one = half ? kFp16Operands : kBf16Operands;
-  return one * (marginal ? kMarginalOperands : 1) * (values < 256 ? kFewOperands : 1);
+  return one * (marginal ? kMarginalOperands : 1) *
+         (values <= kFewOperandValues ? kFewOperands : 1);
 }
 
 /// The published figure for bf16 outputs of at least so many values a head.
