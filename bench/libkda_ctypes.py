@@ -63,9 +63,7 @@ class Library:
                 dt_bias=None, lower_bound=-5.0, seq_lens=None, initial_state=None,
                 final_state=None, decode=False):
         p = Problem()
-        self.lib.kda_problem_init(ctypes.byref(p))
-        if p.struct_size != ctypes.sizeof(Problem):
-            raise RuntimeError("kda_problem has changed: bring python/libkda/_library.py up to date")
+        self.lib.kda_problem_init_size(ctypes.byref(p), ctypes.c_size_t(ctypes.sizeof(Problem)))
         p.operation = int(decode)
         p.batch, p.num_tokens, p.num_heads, p.key_dim = q.shape
         p.num_value_heads, p.value_dim = v.shape[2], v.shape[3]

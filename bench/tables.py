@@ -19,7 +19,7 @@ RESULTS = ROOT / "bench" / "results"
 
 
 loaded = set()
-EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused"}  # results that are no numbers
+EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused", "gpu_sweep"}  # results that are no numbers
 
 
 def load(name):
@@ -304,24 +304,16 @@ def table_gpu_summary():
 
 
 def table_gpu_decode():
-    """The H200 of the main result, FLA's kernel on one in another run, and the H100 beside it."""
-    report, beside, peers = load("gpu_decode"), load("gpu_decode_h100_80gb_hbm3"), load("gpu_peers_decode")
-    other = {c["case"]: c for c in beside["cases"]}
+    """The kernel's time, and FLA's kernel beside it in another run."""
+    report, peers = load("gpu_decode"), load("gpu_peers_decode")
     theirs = {c["case"]: c for c in peers["cases"]}
     rows = []
     for c in report["cases"]:
         fla = theirs[c["case"]]
         rows.append([f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.0f}', of_copies(report, c),
-                     f'{milliseconds(fla["fla"] * 1e-6)} ({fla["fla"] / fla["libkda"]:.2f}x)',
-                     milliseconds(other[c["case"]]["median_s"]), of_copies(beside, other[c["case"]])])
-    header = ["case", f"{gpu_name(report)}: median", "GB/s", "of copy", f'FLA {peers["fla"]} (FLA / libkda, in one run)',
-              f"{gpu_name(beside)}: median", "of copy"]
-    return gpu_heads(report, peers, beside) + markdown(header, rows) + source(
-        report, peers, beside | {"command": f'{beside["command"]} --beside'})
-
-
-def gpu_name(report):
-    return report["device"].removeprefix("NVIDIA ").split()[0]
+                     f'{milliseconds(fla["fla"] * 1e-6)} ({fla["fla"] / fla["libkda"]:.2f}x)'])
+    header = ["case", "median", "GB/s", "of copy", f'FLA {peers["fla"]} (FLA / libkda, in one run)']
+    return gpu_heads(report, peers) + markdown(header, rows) + source(report, peers)
 
 
 def table_gpu_python():

@@ -139,7 +139,8 @@ class KernelCode(unittest.TestCase):
     def test_results_of_this_repository_have_hashes(self):
         for path in sorted((ROOT / "bench" / "results").glob("gpu_*.json")):
             result = json.loads(path.read_text())
-            if path.name == "gpu_fuzz.json":  # counts of many kernels, each row with its day
+            # Counts of many kernels, each row with its day; what Python refuses.
+            if path.name in ("gpu_fuzz.json", "gpu_sweep.json"):
                 continue
             self.assertLessEqual({"families", "architecture", "toolkit"}, set(result), path.name)
 
