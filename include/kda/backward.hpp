@@ -2,8 +2,9 @@
 // The backward pass: gradients of a loss with respect to the inputs of a forward, given those with
 // respect to its outputs (docs/operation.md, "Backward").
 //
-// Of the inputs as the caller gave them: dq and dk through the L2 norm, dg of the raw gate (or log
-// decay), dbeta of the raw step size. Value heads that share a q/k head add up in its dq and dk.
+// They are gradients of the inputs as the caller gave them: dq and dk through the L2 norm, dg of
+// the raw gate (or log decay), dbeta of the raw step size. Value heads that share a q/k head add up
+// in its dq and dk.
 #pragma once
 
 #include <cstddef>
@@ -64,8 +65,8 @@ Status validate(const BackwardProblem& problem) noexcept;
 
 /// How a backward will be computed: a printable value, as Plan.
 struct BackwardPlan {
-  /// Of the backward itself: implementation, stages, workspace. Its problem is the forward's
-  /// without the outputs; its `saved` are the blocks that the forward has kept.
+  /// The plan of the backward itself: implementation, stages, workspace. Its problem is the
+  /// forward's without the outputs; its `saved` are the blocks that the forward has kept.
   Plan plan;
   Gradients gradients;
   uint64_t forward_id = 0;  ///< plan_id() of the forward's plan

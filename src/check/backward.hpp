@@ -31,7 +31,7 @@ struct GradientOptions {
   bool d_o = true;
   bool d_final_state = true;
   DType d_o_dtype = DType::kFloat32;
-  /// Of dq, dk, dv, dg and dbeta; absent: each that of its input.
+  /// The dtype of dq, dk, dv, dg and dbeta; absent: each that of its input.
   std::optional<DType> out_dtype;
 };
 

@@ -96,10 +96,10 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
 }
 
 std::string BackwardPlan::to_text(bool explain) const {
-  std::string text = cat("backward, keep ", keep_name(plan.resolved.keep), ": ",
-                         bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
-                         bytes_a_token(plan, plan.workspace_bytes), " of workspace\n",
-                         plan.to_text(explain));
+  std::string text =
+      cat("backward, keep ", keep_name(plan.resolved.keep), ": ",
+          bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
+          bytes_a_token(plan, plan.workspace_bytes), " of workspace\n", plan.to_text(explain));
   if (!explain) return text;
   const auto state = static_cast<double>(plan.problem.key_dim * plan.problem.value_dim) * 4;
   return cat(text, "\nkept by a forward, bytes a token and head\n  inputs  0\n  states  ",

@@ -48,8 +48,8 @@ double forward_multiply_adds(const Problem& p) {
   return tokens_of(p) * static_cast<double>(p.num_value_heads) * multiply_adds(p);
 }
 
-/// Of one token and value head, in chunks of 16: nine products with a state; scores and pairs of
-/// tokens.
+/// Multiply-adds of one token and value head, in chunks of 16: nine products with a state;
+/// scores and pairs of tokens.
 double backward_multiply_adds(double K, double V) { return 9 * K * V + 16 * (3.5 * V + 5 * K); }
 
 /// The call of a stage of the blocked backend on its own, with its scratch.

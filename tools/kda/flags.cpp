@@ -35,6 +35,7 @@ int64_t parse_length(std::string text) {
 
 std::vector<std::string> regime_names() {
   std::vector<std::string> names;
+  names.reserve(check::kNumRegimes);
   for (int i = 0; i < check::kNumRegimes; ++i)
     names.emplace_back(check::regime_name(static_cast<check::Regime>(i)));
   return names;

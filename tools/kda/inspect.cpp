@@ -50,7 +50,8 @@ HeadMemory measure_head(const Problem& p, const Tensors& tensors, int64_t head) 
 
 double quantile(const std::vector<double>& sorted, double share) {
   if (sorted.empty()) return 0;
-  return sorted[static_cast<std::size_t>(share * static_cast<double>(sorted.size() - 1) + 0.5)];
+  const auto last = static_cast<double>(sorted.size() - 1);
+  return sorted[static_cast<std::size_t>(std::lround(share * last))];
 }
 
 double tokens_until(double log_decay, double rate) {

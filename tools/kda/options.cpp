@@ -2,6 +2,7 @@
 #include "tools/kda/options.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "kda/status.hpp"
 
@@ -10,7 +11,7 @@ namespace {
 
 /// Hands every value to `read` and turns what it finds wrong into the error.
 CLI::callback_t reader(const std::string& names, bool many, ReadValue read) {
-  return [=](const CLI::results_t& values) {
+  return [names, many, read = std::move(read)](const CLI::results_t& values) {
     if (!many && values.size() > 1)
       throw Error(invalid(names, ": given ", values.size(), " times ('", values[0], "', then '",
                           values[1], "'), takes one value"));
