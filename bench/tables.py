@@ -74,7 +74,7 @@ def of_earlier_kernels(report):
 
 
 def gpu_of(report):
-    earlier = "; earlier kernels than the tests ran" if of_earlier_kernels(report) else ""
+    earlier = "\n(kernels before those that the tests ran)" if of_earlier_kernels(report) else ""
     return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{earlier}'
 
 
