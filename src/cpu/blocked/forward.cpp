@@ -20,8 +20,8 @@ int64_t choose_v_parts(int64_t tasks, int64_t blocks, int32_t threads) {
   double best_time = 0;
   for (int64_t parts = 1; parts <= blocks; ++parts) {
     const int64_t rounds = (tasks * parts + threads - 1) / threads;
-    const double share =
-        static_cast<double>((blocks + parts - 1) / parts) / static_cast<double>(blocks);
+    const int64_t largest_part = (blocks + parts - 1) / parts;
+    const double share = static_cast<double>(largest_part) / static_cast<double>(blocks);
     const double time = static_cast<double>(rounds) * (kSharedWork + (1 - kSharedWork) * share);
     if (parts == 1 || time < 0.95 * best_time) {
       best = parts;
