@@ -58,7 +58,7 @@ __device__ __forceinline__ void decay_state(C& c, const float4 (&gamma)[C::kTile
 
 // ---- products
 
-/// pq [V, 32] = S rows^T, S rounded. Begins the product only.
+/// pq [V, 32] = S^T rows^T, S^T rounded. Begins the product only.
 template <class C>
 __device__ __forceinline__ void multiply_rows(const C& c, uint64_t rows, float (&pq)[4][4]) {
   using Operand = typename C::Operand;
@@ -180,8 +180,8 @@ struct CompilerFences {
 };
 
 /// Consumes a stage. `at`: its tiles; `factors`: its other factors; `values`: v, then o in its
-/// place. P and Q times kAnchor are the products of rows, pq.
-///   E = T' (v - k_norm P);  vn = beta E;  o = q_norm (Q + Aqk vn + diag vn);
+/// place. P and Q are the products of rows, pq: times kAnchor, which k_norm and q_norm take back.
+///   E = T' (v - k_norm P);  vn = k_beta E;  o = q_norm (Q + Aqk vn + diag vn);
 ///   S = Diag(gamma) S + kg^T vn
 /// Four warps load at the same time: what loads while the rows are multiplied is no more than the
 /// products take, the rest comes where warps wait for something else. Returns false, in fp16, if
@@ -378,8 +378,8 @@ __device__ void put_norm(C& c, const WorkItem& item, NormCheck<C::kBlocks>& norm
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
     norm_check.put(item.exit_interval, c.column / 16, sum * scale_back(c) * scale_back(c));
-    // No v consumes headroom here: without a rescale of its own it would end in fp16's least
-    // numbers.
+    // v is 0 here and consumes the least headroom: without a rescale of its own a shrinking M would
+    // end in fp16's least numbers.
     if (kFp16<typename C::Operand> && sum < 0x1p-10f) c.scale.headroom = 0;
   }
   if (c.column == 0 && c.lane == 0)

@@ -126,9 +126,9 @@ template <class P>
 __device__ float2 factor_of_logs(const P& p, float2 x) {
   return {ptx::ex2(fmaf(x.x, p.rate, P::kLogAnchor)), ptx::ex2(fmaf(x.y, p.rate, P::kLogAnchor))};
 }
-/// The same for softplus gates of any size. Rows up to where products leave fp32 are those of
-/// multiply_powers(): no later token changes their bits. Next to the anchor's logarithm the sums of
-/// slow channels would lose what adds up over sub-chunks.
+/// Puts factors in place of softplus gates of any size. Rows up to where products leave fp32 are
+/// those of multiply_powers(): no later token changes their bits. Returns gamma from the sums: out
+/// of the last factor, with the anchor's logarithm, slow channels would lose bits that add up.
 template <class P>
 __device__ float2 add_logs(const P& p, float2 (&factor)[kSubchunk], int rows) {
 #pragma unroll

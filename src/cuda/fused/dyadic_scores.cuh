@@ -185,7 +185,7 @@ __device__ void store_levels(const P& p, const PipeStage<P::kK>& s, const TwoLev
 // ---- rows that the anchored form does not have right
 
 /// Makes scores of rows from `first` on, and kg. Raw q and k of a thread's channels are in its
-/// registers: their places are free.
+/// registers: levels take their places, and the first bytes of raw g once all threads have read it.
 template <class P>
 __device__ void fine_levels(const P& p, const PipeStage<P::kK>& s, Pairs& q, Pairs& k, int rows,
                             int first) {
@@ -194,7 +194,7 @@ __device__ void fine_levels(const P& p, const PipeStage<P::kK>& s, Pairs& q, Pai
   float2 decay[kSubchunk];
   load_gates(p, decay);
   make_decays(p, decay, rows);
-  p.template sync<0>();  // columns are in use no more
+  p.template sync<0>();  // columns and raw gates are in use no more
   TwoLevels<P> acc = {}, more = {};
   multiply_levels<8, 1>(p, decay, q, k, Padded{p.own.levels[0]}, Padded{p.own.levels[1]}, first,
                         acc);

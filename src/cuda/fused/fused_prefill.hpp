@@ -2,8 +2,8 @@
 // The whole forward in one kernel. q, k, v [B, T, H or HV, K or V], g [B, T, HV, K] and beta [B, T,
 // HV] go in; o [B, T, HV, V] and final states [N, HV, K, V] come out. Producer warps make the
 // factors of sub-chunks of 16 tokens in shared memory, and a consumer warpgroup holds the state in
-// registers. Device memory sees inputs and outputs only. fused/kernel.cuh is the place to start
-// reading.
+// registers. Factors never reach device memory; states do where clusters or segments hand them on.
+// fused/kernel.cuh is the place to start reading.
 #pragma once
 
 #include <cstddef>

@@ -4,31 +4,38 @@
 //
 // Words
 //   sub-chunk         16 tokens; one step of the consumer
+//   work unit         a sequence, a segment of one, or a segment's transition
+//   transition        a unit with v = 0 that starts at the identity: it ends with M of its segment
 //   chain             one value head of a work unit: work that is serial
-//   work unit         a sequence, or a segment of one
-//   work item         the part of a chain that one cluster computes
-//   work range        what one cluster computes: an equal part of the line of all chains
 //   cluster           K / 64 blocks; each block has 64 columns of V
+//   schedule          all chains, one after the other
+//   work range        what one cluster computes: an equal part of the schedule
+//   work item         what a cluster runs at once: a chain, its part in the range, an exit interval
+//   exit interval     1024 tokens of a transition that may end early (not in the schedule)
 //   handoff           a state that goes from one cluster to another, where two ranges share a chain
 //                     (scheduler.cuh has an example)
 //   consumer          one warpgroup of a block, with the state S^T in registers
 //   producer group    one warp (K = 64) or two (K = 128): makes the factors of a sub-chunk
 //   pipeline stage    place of one sub-chunk in shared memory: tiles, factors, and v, then o
-//   tiles, factors    rows of k and q, and kg; T', Aqk, gamma, norms
+//   tiles             rows: k, then q, decayed since the sub-chunk's start; kg: k decayed to its
+//                     end
+//   factors           T' = (I + L)^-1, L = N diag(beta); Aqk; gamma, the decay of a sub-chunk;
+//                     norms (1 / |k|, 1 / |q|), beta and q . k; "factors of a sub-chunk": tiles too
 //   anchored scores   from rows that are decayed from the start of the sub-chunk
 //   dyadic scores     level by level, where decays are too strong for anchored ones
-//   operands          what tensor cores multiply: bf16, or fp16 with a state that is scaled
+//   operands          what the consumer multiplies: bf16, or fp16 with a state that is scaled
 //   headroom          how much v the scaled fp16 state can still take
 //   residual          what rounded outputs lack until they are corrected
-//   norm check        of a transition, after every exit interval: a small M ends it early
+//   norm check        after every exit interval: where M is small, the interval after is the last
 //
-// One step: sub-chunk n is in stage n % 8.
-//   producer group    at K = 128 the group number n of one block works for both blocks
+// One step: sub-chunk n of all that the cluster runs is in stage n % 8; eight are a turn.
+//   producer group    K = 128: group i of block r makes factors of stage 2 i + r for both blocks,
+//                     and moves v and o of stages 2 i and 2 i + 1 for its own; K = 64: stage i
 //     begin_subchunk  beta; waits for raw q, k and g, which were asked for one turn ago
-//     make_rows       decays, squares, norms; waits for done and peer_done; writes rows, kg, columns
-//                     and gamma
-//     make_scores     first warp: stores o of the stage's last turn, loads v, starts the copies of
-//                     the next raw rows, makes Aqk; last warp: makes L, then T'
+//     make_rows       decays, squares, norms; waits for done and peer_done; writes norms, rows, kg,
+//                     columns and gamma
+//     make_scores     first warp: stores o of the turn before, loads v, makes Aqk; last warp: makes
+//                     L, then T'; both start the copies of the next turn's raw rows
 //     deliver         arrives at full; the last warp sends tiles and factors to the other block
 //   consumer          4 warps, 16 columns of V each
 //     wait            full; reads v, T' and norms
@@ -39,23 +46,24 @@
 //
 // Barriers (mbarrier unless said)
 //   name             who arrives (count)              who waits         what it protects
-//   full[8]          threads of the group that moves  consumer          factors and v of a stage are
-//                    v (32 or 64), and the bytes that                   there
+//   full[8]          threads of the group that moves  consumer          factors and v of a stage
+//                    v (32 or 64), and the bytes that                   are there
 //                    the other block sends
-//   done[8]          consumer threads (128)           producer group    o is in the stage, and its
-//                                                                       factors were read
-//   peer_done[8]     one lane of each consumer warp   producer group    the other block has read the
-//                    of the other block (4)                             factors that were sent to it
-//   rows_ready       both warps of a group (64);      both warps        raw rows, columns and L pass
-//                    K = 64: __syncwarp                                 between the two warps
-//   scores_done      first warp of a group (32)       last warp         Aqk is in the stage, so that
-//                                                                       it can be sent
+//   done[8]          consumer threads (128)           producer group    o is in the stage; v and
+//                                                                       its factors were read
+//   peer_done[8]     one lane of each consumer warp   producer group    the other block has read
+//                    of the other block (4), K = 128                    factors sent to it
+//   rows_ready       both warps of a group (64);      both warps        raw rows, norms, rows and
+//                    K = 64: __syncwarp                                 columns, L of levels pass
+//   scores_done      first warp of a group (32)       last warp         Aqk is in the stage and
+//                                                                       can be sent
 //   norms_arrived[2] consumer warps of all blocks     all warps         squares of M after an exit
 //                                                                       interval
-//   kConsumerGroup   consumer threads (128); a named  the same          warps leave a stop together:
-//                    barrier                                            an item's end, a checkpoint
-//   cluster_sync     all threads, at both ends        the same          barriers exist; a block ends
-//                                                                       after its readers
+//   kConsumerGroup   consumer threads (128); a named  the same          no memory: warps leave a
+//                    barrier                                            stop together (item's
+//                                                                       begin or end, checkpoint)
+//   cluster_sync     all threads, at both ends        the same          barriers exist; a block
+//                                                                       ends after remote arrivals
 //   handoff_flags    lane 0 of each consumer warp of  the same warp of  a state in device memory is
 //                    the cluster with the earlier     the cluster with  complete before it is read
 //                    tokens; words in device memory   the later ones
@@ -65,7 +73,7 @@
 //   factors          8 x 1.8 KB   T', Aqk, gamma, norms
 //   v                8 x 2 KB     v, then o, [16, 64]
 //   producers        4 x 24 KB    raw q, k, g (or rows of levels), rows and columns of scores, L
-//   the rest         3 KB         barriers, work range, norm check, a SchedulerState per warp, a
+//   the rest         1.5 KB       barriers, work range, norm check, a SchedulerState per warp, a
 //                                 ConsumerState per consumer warp
 //
 // clang-format on

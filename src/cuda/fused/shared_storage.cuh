@@ -54,8 +54,8 @@ constexpr float kScoreAnchor =
 template <class Operand>
 constexpr float kLeast = kFp16<Operand> ? 0x1p-116f : 0x1p-96f;
 
-/// A consumer lane has channels 2j and 2j + 1 of every 8. Its 32 lie together, those of other lanes
-/// in other banks.
+/// A consumer lane has channels 2j and 2j + 1 of every 8. Its K / 4 lie together, those of other
+/// lanes in other banks.
 template <int kK>
 constexpr int kGammaStride = kK / 4 + 4;
 template <int kK>
@@ -68,9 +68,9 @@ __device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
   return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
 }
 
-/// Factors of a sub-chunk, the same for both blocks, as operands. Norms are factors of tokens here,
-/// not of elements: rows and columns are those of q and k as they came, decayed. wgmma wants tiles
-/// aligned to 1024 bytes.
+/// Factors of a sub-chunk, the same for both blocks, as operands. Rows and columns are those of q
+/// and k as they came, decayed: "norms", 1 / |q| and 1 / |k|, are applied a token at a time, by the
+/// consumer and to L. wgmma wants tiles aligned to 1024 bytes.
 template <int kK>
 struct alignas(1024) Tiles {
   /// k, then q, times kAnchor exp(G): [32, 64] for each 64 channels.

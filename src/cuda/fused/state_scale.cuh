@@ -10,9 +10,9 @@
 //
 // After a rescale the state has numbers below 2^4, so its columns have norms below 2^8. With all
 // headroom consumed, and one sub-chunk more, they are below 2^15, or 2^14 and a bit where beta
-// reaches 2. Where v reaches kLarge, the sub-chunk is repaired afterwards. States and v between
-// 2^-6 and 2^4 are not scaled. No scale depends on what comes later. Rescales have to be rare:
-// their code comes from far, and all warps wait.
+// reaches 2. Where v reaches kLarge, the sub-chunk is repaired afterwards. A scale stays where the
+// larger of the scaled state and twice the first v is 2^-6 to 2^4. No scale depends on what comes
+// later. Rescales have to be rare: their code comes from far, and all warps wait.
 //
 // With operands in bf16 the scale is 1.
 #pragma once

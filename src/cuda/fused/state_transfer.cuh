@@ -87,8 +87,8 @@ __device__ void load_start(C& c, const WorkItem& item) {
       c.state[n][i] = identity && difference == n * 8 + i % 2 - i / 2 * 8 ? 1.0f : 0.0f;
 }
 
-/// A handoff: the state between two ranges, each lane's own: [clusters, blocks, accumulators and
-/// what scales them, threads].
+/// Where the state lies that a range takes, each lane's own: [ranges, blocks, accumulators and what
+/// scales them, threads].
 template <class C>
 __device__ float* handoff_state(const C& c, int64_t range) {
   constexpr int kRows = C::kTiles * 4 + 2;
