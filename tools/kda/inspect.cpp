@@ -154,19 +154,20 @@ struct InspectCommand {
                                      {"num_value_heads", p.num_value_heads},
                                      {"gate", gate_mode_name(p.gate_mode)},
                                      {"heads", nlohmann::ordered_json::array()}};
-    for (const HeadMemory& head : heads)
-      report["heads"].push_back(
-          {{"log_decay_p10", -quantile(head.rate, 0.1)},
-           {"log_decay_median", -quantile(head.rate, 0.5)},
-           {"log_decay_p90", -quantile(head.rate, 0.9)},
-           {"log_decay_slowest", -quantile(head.rate, 0)},
-           {"fastest_token", std::isfinite(head.fastest_token)
-                                 ? nlohmann::ordered_json(head.fastest_token)
-                                 : nlohmann::ordered_json("-inf")},
-           {"half_life_median", tokens_until(kHalf, quantile(head.rate, 0.5))},
-           {"half_life_slowest", tokens_until(kHalf, quantile(head.rate, 0))},
-           {"forgotten_median", tokens_until(kForgotten, quantile(head.rate, 0.5))},
-           {"forgotten_slowest", tokens_until(kForgotten, quantile(head.rate, 0))}});
+    for (const HeadMemory& head : heads) {
+      const double median = quantile(head.rate, 0.5), slowest = quantile(head.rate, 0);
+      nlohmann::ordered_json& row = report["heads"].emplace_back();
+      row["log_decay_p10"] = -quantile(head.rate, 0.1);
+      row["log_decay_median"] = -median;
+      row["log_decay_p90"] = -quantile(head.rate, 0.9);
+      row["log_decay_slowest"] = -slowest;
+      row["fastest_token"] = head.fastest_token;
+      if (!std::isfinite(head.fastest_token)) row["fastest_token"] = "-inf";
+      row["half_life_median"] = tokens_until(kHalf, median);
+      row["half_life_slowest"] = tokens_until(kHalf, slowest);
+      row["forgotten_median"] = tokens_until(kForgotten, median);
+      row["forgotten_slowest"] = tokens_until(kForgotten, slowest);
+    }
     report["transition_may_be_dropped"] = stage::transition_norm_never_grows(p);
     report["plan"] = nlohmann::ordered_json::parse(plan_for(inputs, gpu_facts(132)).to_json());
     return json_text(report);
