@@ -24,20 +24,15 @@ T* block_of(const stage::Call& call, const stage::BufferSpec& spec) {
   return static_cast<T*>(plan::find_block(*call.plan, call.workspace, spec.name));
 }
 
-/// Everything that can be checked before a row of the plan's implementation is called. `head`: its
-/// row's, null if this build has none.
-Status check_call(const Head* head, const Plan& plan, const Tensors& tensors,
+/// Everything that can be checked before a row of the plan's implementation is called.
+Status check_call(const Head& head, const Plan& plan, const Tensors& tensors,
                   const stage::Sequences& sequences, void* workspace, std::size_t workspace_bytes,
                   void* stream, const GradientCheck* backward) {
-  if (!head)
-    return Status(StatusCode::kUnsupported,
-                  cat("plan: no implementation of this build runs on ", plan.device.name));
-  if (const char* reason = head->unavailable())
-    return Status(StatusCode::kUnavailable,
-                  cat("plan: ", head->name, " cannot run here: ", reason));
+  if (const char* reason = head.unavailable())
+    return Status(StatusCode::kUnavailable, cat("plan: ", head.name, " cannot run here: ", reason));
   KDA_RETURN_IF_ERROR(check_workspace(plan, workspace, workspace_bytes));
   KDA_RETURN_IF_ERROR(check_saved(plan, tensors));
-  const registry::DeviceChecks* checks = head->device_checks;
+  const registry::DeviceChecks* checks = head.device_checks;
   if (checks) KDA_RETURN_IF_ERROR(checks->call(plan, tensors.trusted, workspace, stream));
   return check_tensors(plan, tensors, sequences, workspace, checks, backward);
 }
@@ -49,13 +44,14 @@ Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Te
                     const GradientCheck* backward = nullptr) noexcept {
   return guarded([&] {
     const Row* row = registry::find_row(rows, plan.implementation);
-    const Head* head = row ? &row->head : nullptr;
+    if (!row)
+      return Status(StatusCode::kUnsupported,
+                    cat("plan: no implementation of this build runs on ", plan.device.name));
     // Device memory is not looked at from here.
-    const bool on_host = head && !head->device_checks;
     const stage::Sequences sequences(plan.problem, plan.cu_seqlens,
-                                     on_host ? tensors.cu_seqlens : nullptr);
-    KDA_RETURN_IF_ERROR(
-        check_call(head, plan, tensors, sequences, workspace, workspace_bytes, stream, backward));
+                                     row->head.device_checks ? nullptr : tensors.cu_seqlens);
+    KDA_RETURN_IF_ERROR(check_call(row->head, plan, tensors, sequences, workspace, workspace_bytes,
+                                   stream, backward));
     return body(*row, stage::Call{plan.problem, tensors, sequences, plan.num_threads,
                                   plan::find_block(plan, workspace, plan::block::kThreadScratch),
                                   &plan, workspace, stream});
