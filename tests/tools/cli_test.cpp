@@ -403,9 +403,11 @@ TEST_F(Cli, ThreadsThatCannotStartSaySo) {
 TEST_F(Cli, LimitsAndSignalsLeaveNoTemporary) {
   gen("--tokens 500 --heads 1 --key-dim 32 --value-dim 32");
   std::ofstream(path("y")) << "old";
+#ifdef __OPTIMIZE__  // a build that counts coverage, -O0, writes files of its own
   const Ran limited = shell("ulimit -f 10; $KDA run x.safetensors -o y");
   EXPECT_EQ(limited.exit_code, 2);
   EXPECT_EQ(limited.err, "kda: y: writing failed (File too large)\n");
+#endif
   // The command has its output open and waits for its input.
   for (const char* signal : {"HUP", "INT", "TERM"}) {
     const Ran ran = shell(std::string("sleep 5 | timeout -s ") + signal +
