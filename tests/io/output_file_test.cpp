@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "kda/status.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace {
 
@@ -50,28 +51,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-class OutputFiles : public testing::Test {
+class OutputFiles : public test::TemporaryFolder {
  protected:
-  void SetUp() override {
-    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = fs::temp_directory_path() /
-              (std::string("kda_out_") + info->name() + std::to_string(::getpid()));
-    fs::create_directories(folder_);
+  OutputFiles() {
     calls.clear();
     fail_fsync_with = 0;
   }
-  void TearDown() override { fs::remove_all(folder_); }
 
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
-  std::string read(const std::string& name) const {
-    std::stringstream text;
-    text << std::ifstream(path(name)).rdbuf();
-    return text.str();
-  }
-  std::size_t count_files() const {
-    return static_cast<std::size_t>(
-        std::distance(fs::directory_iterator(folder_), fs::directory_iterator{}));
-  }
   mode_t mode_of(const std::string& name) const {
     struct stat found = {};
     EXPECT_EQ(::stat(path(name).c_str(), &found), 0);
@@ -87,8 +73,6 @@ class OutputFiles : public testing::Test {
     }
     return "";
   }
-
-  fs::path folder_;
 };
 
 void expect_has(const std::string& text, const std::string& part) {

@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "kda/status.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace kda::io {
 namespace {
@@ -191,27 +192,7 @@ SafetensorsFile sample() {
   return file;
 }
 
-class TemporaryFolder : public testing::Test {
- protected:
-  void SetUp() override {
-    folder_ = std::filesystem::temp_directory_path() /
-              ("kda_io_" + std::to_string(::testing::UnitTest::GetInstance()->random_seed()) +
-               std::to_string(reinterpret_cast<std::uintptr_t>(this)));
-    std::filesystem::create_directory(folder_);
-  }
-  void TearDown() override { std::filesystem::remove_all(folder_); }
-  std::string path(const char* name) const { return (folder_ / name).string(); }
-  std::size_t count_files() const {
-    std::size_t count = 0;
-    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
-      static_cast<void>(entry);
-      ++count;
-    }
-    return count;
-  }
-  std::filesystem::path folder_;
-};
-using SafetensorsFiles = TemporaryFolder;
+using SafetensorsFiles = test::TemporaryFolder;
 
 TEST_F(SafetensorsFiles, RoundTrip) {
   const SafetensorsFile before = sample();

@@ -16,6 +16,7 @@
 #include "check/inputs.hpp"
 #include "io/safetensors.hpp"
 #include "support/harness.hpp"
+#include "support/temporary_folder.hpp"
 
 namespace kda {
 namespace {
@@ -28,24 +29,8 @@ struct Ran {
   std::string err;
 };
 
-class Cli : public testing::Test {
+class Cli : public test::TemporaryFolder {
  protected:
-  void SetUp() override {
-    const auto* info = testing::UnitTest::GetInstance()->current_test_info();
-    folder_ = fs::temp_directory_path() /
-              (std::string("kda_cli_") + info->name() + "_" + std::to_string(::getpid()));
-    fs::create_directories(folder_);
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string path(const std::string& name) const { return (folder_ / name).string(); }
-
-  std::string read(const std::string& name) const {
-    std::stringstream text;
-    text << std::ifstream(path(name)).rdbuf();
-    return text.str();
-  }
-
   /// Runs `kda <arguments>` in the folder.
   Ran kda(const std::string& arguments) const { return shell("$KDA " + arguments); }
 
@@ -69,13 +54,6 @@ class Cli : public testing::Test {
     const Ran ran = kda("gen -o " + file + " " + flags);
     ASSERT_EQ(ran.exit_code, 0) << ran.err;
   }
-
-  std::size_t count_files() const {
-    return static_cast<std::size_t>(
-        std::distance(fs::directory_iterator(folder_), fs::directory_iterator{}));
-  }
-
-  fs::path folder_;
 };
 
 TEST_F(Cli, GenRunCheckInspect) {

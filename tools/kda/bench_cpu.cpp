@@ -210,16 +210,7 @@ void CpuBench::measure_intra(check::Inputs& inputs, CpuRow* row) {
 void CpuBench::measure_decode(check::Inputs& inputs, CpuRow* row) {
   Problem& p = inputs.problem;
   check::Outputs outputs = check::make_outputs(&p, p.v.dtype);
-  p.operation = Operation::kDecode;
-  StateDesc pool;
-  pool.num_slots = p.num_sequences;
-  pool.tensor =
-      contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
-  p.initial_state = pool;
-  const auto states =
-      static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim * p.value_dim);
-  inputs.initial_state = io::Buffer(states * sizeof(float));
-  inputs.initial_state.fill(0);
+  make_decode(&inputs);
   const Plan plan = make_plan_of(inputs, options_);
   io::Buffer workspace(plan.workspace_bytes);
   Tensors tensors = inputs.tensors();

@@ -131,15 +131,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   Problem& p = c.inputs.problem;
   p.batch_invariant = batch_invariant;
   if (what == "decode") {
-    p.operation = Operation::kDecode;
-    StateDesc pool;
-    pool.num_slots = p.num_sequences;
-    pool.tensor =
-        contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
-    p.initial_state = pool;
-    c.inputs.initial_state = io::Buffer(static_cast<std::size_t>(
-        p.num_sequences * p.num_value_heads * p.key_dim * p.value_dim * 4));
-    c.inputs.initial_state.fill(0);
+    make_decode(&c.inputs);
     c.outputs = check::make_outputs(&p, p.v.dtype);
     GpuRow row = time_run(c, what, plan_options);
     row.bytes += 2.0 * static_cast<double>(c.inputs.initial_state.size());

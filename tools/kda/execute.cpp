@@ -79,6 +79,20 @@ double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads) {
   return static_cast<double>(done[0]) * threads / timing.fastest;
 }
 
+void make_decode(check::Inputs* inputs) {
+  Problem& p = inputs->problem;
+  p.operation = Operation::kDecode;
+  StateDesc pool;
+  pool.num_slots = p.num_sequences;
+  pool.tensor =
+      contiguous(DType::kFloat32, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
+  p.initial_state = pool;
+  const auto states =
+      static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim * p.value_dim);
+  inputs->initial_state = io::Buffer(states * sizeof(float));
+  inputs->initial_state.fill(0);
+}
+
 double multiply_adds(const Problem& p) {
   constexpr double C = 16;
   const auto K = static_cast<double>(p.key_dim);

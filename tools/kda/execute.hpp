@@ -44,6 +44,9 @@ double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads);
 
 double seconds_since_start();
 
+/// Turns the problem into a decode in place on an fp32 pool of zeros, a slot per sequence.
+void make_decode(check::Inputs* inputs);
+
 /// Multiply-adds of one token and value head: docs/performance.md.
 double multiply_adds(const Problem& problem);
 
