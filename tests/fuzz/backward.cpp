@@ -21,13 +21,15 @@ using check::Random;
 constexpr double kWorkOfACase = 2e6;
 constexpr double kWorkOfALargeCase = 1e8;  // one in 50
 
-/// Errors of fp32 gradients of cases that are not marginal.
+/// Errors of fp32 gradients of cases that are not marginal, and the cases that are excepted.
 struct Totals {
   std::mutex mutex;
   std::map<std::string, std::vector<double>> by_name;
+  int64_t excepted = 0;
 
   void add(const check::GradientComparison& comparison, bool fp32) {
     const std::lock_guard lock(mutex);
+    excepted += comparison.excepted;
     for (const auto& [name, heads] : comparison.errors)
       for (const check::HeadError& head : heads)
         if (fp32) by_name[name].push_back(head.error);
@@ -88,6 +90,12 @@ Report fuzz_backward(const Options& options) {
       report.failures.push_back(fmt::format("the median error of {} is {:.1e}, above {:.0e}", name,
                                             median, check::kFp32Median));
   }
+  if (static_cast<double>(totals.excepted) >
+      check::kMostExcepted * static_cast<double>(options.count) + 1)
+    report.failures.push_back(
+        fmt::format("{} of {} cases are excepted (K of 1 or 2), above {:.0f}%", totals.excepted,
+                    options.count, 100 * check::kMostExcepted));
+  report.figures["excepted_few_channels"] = static_cast<double>(totals.excepted);
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
   return report;
