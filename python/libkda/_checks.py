@@ -187,6 +187,6 @@ def _warn_of_keywords(function, known, given):
         if name in known or (function, name) in _warned:
             continue
         _warned.add((function, name))
-        near = difflib.get_close_matches(name, sorted(known), 1, 0)[0]
-        warnings.warn(f"{function} ignores the keyword argument {name!r}, which it does not know; did you mean "
-                      f"{near!r}?", stacklevel=4)
+        near = difflib.get_close_matches(name, sorted(known), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        warnings.warn(f"{function} ignores the keyword argument {name!r}, which it does not know{hint}", stacklevel=3)

@@ -72,7 +72,7 @@ def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
             cu_seqlens_cpu = cu_seqlens
         elif not is_compiling() and not torch.equal(cu_seqlens.long(), cu_seqlens_cpu.long()):
             raise ValueError("cu_seqlens_cpu is not cu_seqlens")
-        cu_seqlens = cu_seqlens.to(q.device)
+        cu_seqlens = cu_seqlens.to(q.device, non_blocking=True)
     return dense(cu_seqlens), None if cu_seqlens_cpu is None else dense(cu_seqlens_cpu)
 
 

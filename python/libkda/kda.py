@@ -7,10 +7,10 @@ import warnings
 import torch
 
 from . import ops
-from ._checks import check_rates, checked, int32_of
+from ._checks import checked, int32_of
 from ._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
                               written_rows_of)
-from ._rules import FlaError, integer
+from ._rules import LAST_SLOT, FlaError, integer, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
@@ -107,22 +107,19 @@ def chunk_kda(
         _check_sequences(q)
     if initial_state is not None and initial_state.dtype != torch.float32:
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = (kwargs.get("A_log"), kwargs.get("dt_bias")) if use_gate_in_kernel else (None, None)
-    if use_gate_in_kernel and A_log is None and lower_bound is None:
-        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound)
     chunk_size = kwargs.pop("chunk_size", 64)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
     if safe_gate and use_gate_in_kernel:
         if lower_bound is None:
             raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
-        if not (-5 <= lower_bound < 0):
+        if not (-5 <= number("lower_bound", lower_bound) < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
-    check_rates(A_log)
 
     if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
@@ -131,7 +128,7 @@ def chunk_kda(
     state = None if initial_state is None else dense(initial_state)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    rest = parameter_of(A_log), parameter_of(dt_bias), state, cu_seqlens, cu_seqlens_cpu, *modes
+    rest = A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes
     has_state = kwargs.get("has_state")
     if has_state is not None:
         has_state = dense(has_state)
@@ -146,7 +143,7 @@ def chunk_kda(
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
     h = _chunk_states(checkpoints, state, lengths, chunk_size)
-    return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], -1))
+    return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], len(h) // max(q.shape[0], 1)))
 
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
@@ -243,8 +240,8 @@ def fused_recurrent_kda_fwd(
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     slots, state_a_token = _slots_of(ssm_state_indices)
     accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
-    if first_slot:
-        first_slot = integer("first_slot", first_slot, 0, 2**31 - 1)
+    if type(first_slot) is not int or first_slot:
+        first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
     decode = state_a_token or _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
     zero_skipped = out is None and skips and decode
@@ -264,7 +261,6 @@ def fused_recurrent_kda_fwd(
 def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound):
     if not use_gate_in_kernel:
         return None, None
-    check_rates(A_log)
     if A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
     return parameter_of(A_log), parameter_of(dt_bias)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ._checks import checked_first
+from ._rules import LAST_SLOT, integer
 from .gate import bounded_gate, softplus_gate
 
 
@@ -67,6 +68,7 @@ def naive_chunk_kda(
     dtype = torch.promote_types(v.dtype, torch.float32)
     out_dtype = v.dtype
     q, k, v, g, beta, state = _prepare(q, k, v, g, beta, scale, initial_state, dtype)
+    chunk_size = integer("chunk_size", chunk_size, 1, LAST_SLOT)
     outputs = []
     for begin in range(0, q.shape[2], chunk_size):
         qc, kc, vc, gc, bc = (x[:, :, begin:begin + chunk_size] for x in (q, k, v, g, beta))

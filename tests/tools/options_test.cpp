@@ -18,6 +18,7 @@
 #include <set>
 #include <sstream>
 
+#include "support/temporary_folder.hpp"
 #include "tools/kda/commands.hpp"
 #include "tools/kda/report.hpp"
 
@@ -87,12 +88,10 @@ bool is_one_of(const std::string& text, const Words& list) {
   return std::find(list.begin(), list.end(), text) != list.end();
 }
 
-class Options : public testing::Test {
+class Options : public test::TemporaryFolder {
  protected:
   void SetUp() override {
-    folder_ = fs::temp_directory_path() / ("kda_options_" + std::to_string(::getpid()));
     streams_ = folder_.string() + "_streams";
-    fs::create_directories(folder_);
     fs::create_directories(streams_);
     ASSERT_EQ(kda({"gen", "-o", "x.safetensors", "--tokens", "5", "--key-dim", "8", "--value-dim",
                    "8", "--gradients"})
@@ -100,16 +99,7 @@ class Options : public testing::Test {
               0);
     app_ = make_app(exit_code_);
   }
-  void TearDown() override {
-    fs::remove_all(folder_);
-    fs::remove_all(streams_);
-  }
-
-  static std::string read(const fs::path& path) {
-    std::stringstream text;
-    text << std::ifstream(path).rdbuf();
-    return text.str();
-  }
+  void TearDown() override { fs::remove_all(streams_); }
 
   /// Runs the command in the folder; its words reach it as they are.
   Ran kda(const Words& words) const {
@@ -130,7 +120,7 @@ class Options : public testing::Test {
     }
     int status = 0;
     ::waitpid(child, &status, 0);
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(err)};
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out.string()), read(err.string())};
   }
 
   std::set<std::string> files() const {
@@ -191,7 +181,7 @@ class Options : public testing::Test {
     EXPECT_EQ(files(), std::set<std::string>{"x.safetensors"}) << line;
   }
 
-  fs::path folder_, streams_;
+  fs::path streams_;  // beside the folder, in which files are counted
   ExitSlot exit_code_ = 0;
   std::unique_ptr<CLI::App> app_;
 };

@@ -151,6 +151,8 @@ def read_build(folder):
     folder = pathlib.Path(folder)
     kernels = []
     for path in sorted(folder.rglob("*.cu.o.*.cubin")):
+        if not path.with_name(path.name.partition(".cu.o.")[0] + ".cu.o").exists():
+            continue  # the source has another name now: no rule of the build removes its cubins
         file = re.search(r"src/cuda/(.*\.cu)\.o\.\w+\.cubin$", str(path)).group(1)
         kernels += kernels_of(path.read_bytes(), file)
     if not kernels:

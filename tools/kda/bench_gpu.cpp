@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "check/device.hpp"
-#include "core/layout.hpp"
 #include "core/text.hpp"
 
 namespace kda::tools {

@@ -57,14 +57,8 @@ int fail(const std::string& message, int exit_code) {
 }
 
 int fail(const CLI::App& app, const Error& error) {
-  if (error.code() == StatusCode::kUnavailable)
-    return fail(as_options(app, error.what()), kExitNoDevice);
-  if (error.code() == StatusCode::kOutOfResources)
-    return fail(
-        "threads could not be started (this process is limited in memory or in threads): "
-        "--threads N takes fewer",
-        kExitBadInput);
-  return fail(as_options(app, error.what()), kExitBadInput);
+  return fail(as_options(app, error.what()),
+              error.code() == StatusCode::kUnavailable ? kExitNoDevice : kExitBadInput);
 }
 
 /// What CLI11 has to say: --help and --version too.

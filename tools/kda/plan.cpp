@@ -115,10 +115,11 @@ void add_plan(CLI::App& app) {
   c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
-  add_switch(*sub, "--backward", &c->backward,
-             "Plan the backward, on this CPU unless --device says else");
+  auto* backward = add_switch(*sub, "--backward", &c->backward,
+                              "Plan the backward, on this CPU unless --device says else");
   add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
              "What the forward keeps for its backward")
+      ->needs(backward)
       ->default_str(c->keep);
   sub->footer(R"(Examples:
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain

@@ -77,8 +77,6 @@ std::string format_count(double count) {
   return unit == 0 ? fmt::format("{:.0f}", count) : fmt::format("{:.1f}{}", count, kUnits[unit]);
 }
 
-std::string format_bytes(double bytes) { return format_count(bytes) + "B"; }
-
 std::string format_error(double error) { return fmt::format("{:.2e}", error); }
 
 Progress::Progress(std::string what) : Progress(std::move(what), ::isatty(STDERR_FILENO) != 0) {}

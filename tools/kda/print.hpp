@@ -17,7 +17,6 @@ std::string format_csv(const std::vector<std::vector<std::string>>& rows);
 
 std::string format_seconds(double seconds);  ///< "1.23 ms"
 std::string format_count(double count);      ///< "1.2 M"
-std::string format_bytes(double bytes);      ///< "2.1 MB"
 std::string format_error(double error);      ///< "1.23e-07"
 
 /// A bar on stderr, once an operation takes over a second on a terminal. Thread safe.

@@ -30,7 +30,7 @@ struct RunCommand {
                 flags.schedule.plan_options());
     io::write_safetensors(out, check::file_from_outputs(inputs.problem, execution.outputs));
     const std::string report =
-        json ? to_json(inputs.problem, execution) : to_text(inputs.problem, execution);
+        json ? to_json(inputs.problem, execution) : to_text(inputs.problem, execution, out.label());
     out.commit();
     print_report(report, out.is_stdout());
   }
@@ -57,7 +57,7 @@ struct RunCommand {
                           {"tokens_per_second", rate}})
              : fmt::format("{}: backward\n{}: {} ({} tokens/s)\n{}: {}\n", flags.input,
                            implementation, format_seconds(execution.seconds), format_count(rate),
-                           output, names);
+                           out.label(), names);
     out.commit();
     print_report(report, out.is_stdout());
   }
@@ -80,7 +80,8 @@ struct RunCommand {
                       {"tokens_per_second", tokens(p) / execution.seconds}});
   }
 
-  std::string to_text(const Problem& p, const Execution& execution) const {
+  std::string to_text(const Problem& p, const Execution& execution,
+                      const std::string& label) const {
     return fmt::format(
         "{}: B={} T={} N={} H={} HV={} K={} V={}, gate {}\n{}: {} ({} tokens/s){}\n{}: o {}, "
         "final_state fp32\n",
@@ -89,7 +90,7 @@ struct RunCommand {
         format_seconds(execution.seconds), format_count(tokens(p) / execution.seconds),
         execution.plan.segmented ? fmt::format(", {} segments", execution.plan.segments.size())
                                  : "",
-        output, dtype_name(p.o.dtype));
+        label, dtype_name(p.o.dtype));
   }
 
   static double tokens(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }
