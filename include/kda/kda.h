@@ -1,9 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * C ABI of libkda: Kimi Delta Attention forward, backward and decode. Per sequence and value head,
- * S [K, V]: S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T o_t = scale *
- * S_t^T q_t Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are
- * the same.
+ * with a state S [K, V]:
+ *
+ *   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T
+ *   o_t = scale * S_t^T q_t
+ *
+ * Meaning of every field: include/kda/problem.hpp and docs/operation.md; the names are the same.
  *
  * CUDA plans take device pointers everywhere (also A_log, dt_bias, indices and cu_seqlens), launch
  * on the problem's stream and neither allocate nor synchronise.

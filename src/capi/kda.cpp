@@ -60,7 +60,7 @@ Status read_struct(const Struct* given, const char* name, Struct* current) {
   const std::size_t size = given->struct_size;
   if (size < sizeof(std::size_t) || size > kLargestStruct)
     return invalid(name, ": struct_size = ", size, " is no size of this struct (", sizeof(Struct),
-                   "); call its _init function");
+                   "); set it to the sizeof of the struct");
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (size > sizeof(Struct) && std::any_of(bytes + sizeof(Struct), bytes + size,
                                            [](unsigned char byte) { return byte != 0; }))
@@ -83,13 +83,15 @@ int64_t natural_alignment(const TensorDesc& desc, const Shape& shape, int rank) 
   return alignment;
 }
 
+bool is_described(const kda_tensor& given) {
+  return given.dtype != 0 || given.alignment != 0 ||
+         std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
+}
+
 TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {
   TensorDesc desc;
   desc.dtype = static_cast<DType>(given.dtype);
-  const bool described =
-      given.dtype != 0 || given.alignment != 0 ||
-      std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
-  if (!described) return desc;
+  if (!is_described(given)) return desc;
   for (std::size_t i = 0; i < 4; ++i) desc.strides[i] = given.strides[i];
   desc.alignment = given.alignment;
   if (desc.alignment != 0) return desc;
@@ -283,10 +285,7 @@ GradientsOf gradients_of(const Problem& p, const kda_gradients& c) {
   const Shape states = state_shape(p, {{}, p.num_sequences, false});
   const auto desc = [](const kda_tensor& given, const Shape& shape,
                        int rank) -> std::optional<TensorDesc> {
-    const bool given_at_all =
-        given.data || given.dtype != 0 || given.alignment != 0 ||
-        std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
-    if (!given_at_all) return std::nullopt;
+    if (!given.data && !is_described(given)) return std::nullopt;
     return tensor_of(given, shape, rank);
   };
   GradientsOf all;
@@ -311,6 +310,28 @@ GradientsOf gradients_of(const Problem& p, const kda_gradients& c) {
                  .ddt_bias = static_cast<float*>(c.ddt_bias.data),
                  .d_initial_state = c.d_initial_state.data};
   return all;
+}
+
+/// A call must not give gradients that its plan was made without.
+Status check_gradients(const Gradients& planned, const kda_gradients& c) {
+  const struct {
+    const char* name;
+    const kda_tensor& given;
+    const std::optional<TensorDesc>& planned;
+  } rows[] = {{"d_o", c.d_o, planned.d_o},
+              {"d_final_state", c.d_final_state, planned.d_final_state},
+              {"dq", c.dq, planned.dq},
+              {"dk", c.dk, planned.dk},
+              {"dv", c.dv, planned.dv},
+              {"dg", c.dg, planned.dg},
+              {"dbeta", c.dbeta, planned.dbeta},
+              {"dA_log", c.dA_log, planned.dA_log},
+              {"ddt_bias", c.ddt_bias, planned.ddt_bias},
+              {"d_initial_state", c.d_initial_state, planned.d_initial_state}};
+  for (const auto& row : rows)
+    if (row.given.data && !row.planned)
+      return invalid(row.name, ": given, but the plan was made without it");
+  return {};
 }
 
 using StageFn = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*, std::size_t,
@@ -556,6 +577,7 @@ kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* proble
     KDA_RETURN_IF_ERROR(check_call(plan->forward, c));
     kda_gradients g{};
     KDA_RETURN_IF_ERROR(read_struct(gradients, "gradients", &g));
+    KDA_RETURN_IF_ERROR(check_gradients(plan->plan.gradients, g));
     return kda::backward(plan->plan, tensors_of(c), gradients_of(plan->forward, g).tensors,
                          workspace, workspace_bytes, c.stream);
   });
@@ -579,13 +601,17 @@ kda_status kda_segment_forward(const kda_plan* plan, const kda_problem* problem,
 }
 
 const char* kda_stage_buffers(void) {
-  static const std::string names = [] {
-    std::string all;
-    for (const kda::stage::ChunkBuffer& buffer : kda::stage::kChunkBuffers)
-      all += kda::cat(all.empty() ? "" : " ", buffer.spec.name);
-    return all;
-  }();
-  return names.c_str();
+  try {
+    static const std::string names = [] {
+      std::string all;
+      for (const kda::stage::ChunkBuffer& buffer : kda::stage::kChunkBuffers)
+        all += kda::cat(all.empty() ? "" : " ", buffer.spec.name);
+      return all;
+    }();
+    return names.c_str();
+  } catch (...) {  // out of memory
+    return "";
+  }
 }
 
 kda_status kda_stage_sizes(const kda_plan* plan, kda_stage_bytes* bytes) {

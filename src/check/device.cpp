@@ -160,8 +160,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     if (p.dt_bias) m.add(host.dt_bias, extent(*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}));
     if (p.cu_seqlens)
       m.add(host.cu_seqlens, (N + 1) * static_cast<std::size_t>(dtype_size(*p.cu_seqlens)));
-    m.add(host.initial_state, state_extent(p, p.initial_state),
-          p.operation == Operation::kDecode && !p.final_state);
+    m.add(host.initial_state, state_extent(p, p.initial_state), in_place(p));
     m.add(host.final_state, state_extent(p, p.final_state), true);
     m.add(host.checkpoints, state_extent(p, p.checkpoints), true);
     const auto columns = static_cast<std::size_t>(p.state_index_columns);

@@ -18,11 +18,11 @@ inline constexpr double kFp32Median = 1e-6;
 inline constexpr double kFp32FewValues = 1e-4;
 inline constexpr int64_t kFewValues = 16;
 /// Gradients of one or two channels: the state is a product of factors 1 - beta k^2, which may
-/// nearly cancel in every value alike. 8 of 2,000 random problems pass kFp32Worst so, by up to 6
-/// times; kda_fuzz backward counts them and allows that share.
+/// nearly cancel in every value alike. 8 of 2,000 random problems exceed kFp32Worst so, by up
+/// to 6 times; kda_fuzz backward counts them.
 inline constexpr int64_t kFewChannels = 2;
 inline constexpr double kFewChannelsGradient = kFp32FewValues;
-inline constexpr double kMostExcepted = 0.02;
+inline constexpr double kMostExcepted = 0.01;  ///< of the problems
 /// beta > 1.9 with repeated keys and next to no decay: every step nearly reflects the error of the
 /// one before, and the fp32 rounding of the normalised key (6e-8) adds up over equal keys. A plain
 /// serial fp32 loop loses as much (docs/accuracy.md); few values may cancel on top of it.

@@ -44,6 +44,11 @@ inline int64_t state_slot(const Problem& p, const StateDesc& state, const int32_
   return indices[i] < p.first_slot ? -1 : indices[i];
 }
 
+/// Decode in the pool of initial_state.
+inline bool in_place(const Problem& p) {
+  return p.operation == Operation::kDecode && !p.final_state;
+}
+
 /// Decode in place writes zeros where no token is computed.
 inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_slot > 0; }
 

@@ -2,6 +2,7 @@
 // What the CPU backends plan alike.
 #pragma once
 
+#include "core/layout.hpp"
 #include "plan/builder.hpp"
 #include "plan/ledger.hpp"
 
@@ -16,8 +17,7 @@ inline plan::Partition never_cut(const plan::Workload&, CostEstimate*) {
 /// do (run/check_tensors.cpp).
 inline void book_slot_marks(plan::PlanBuilder& builder) {
   const Problem& p = builder.problem();
-  const bool in_place = p.operation == Operation::kDecode && !p.final_state;
-  const auto& written = in_place ? p.initial_state : p.final_state;
+  const auto& written = in_place(p) ? p.initial_state : p.final_state;
   const bool indexed = (p.initial_state && p.initial_state->indexed) ||
                        (p.final_state && p.final_state->indexed) ||
                        (p.checkpoints && p.checkpoints->indexed);

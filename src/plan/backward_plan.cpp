@@ -60,6 +60,8 @@ uint64_t plan_id(const Plan& forward) noexcept {
   hash.add(p.A_log.has_value());
   hash.add(p.dt_bias.has_value());
   hash.add(p.initial_state.has_value());
+  hash.add(p.initial_state_mask);
+  hash.add(p.first_slot);
   for (const int64_t offset : forward.cu_seqlens) hash.add(offset);
   for (const char letter : forward.implementation) hash.add(letter);
   return hash.value();
@@ -72,9 +74,9 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
     KDA_RETURN_IF_ERROR(validate(BackwardProblem{forward.problem, gradients}));
     if (forward.implementation.empty())
       return Status(StatusCode::kUnsupported, "forward: its plan has no implementation");
-    if (plan::asks_for_segments(options))
-      return invalid("context_parallel: a backward is not cut into segments");
-    PlanOptions wanted = options;
+    PlanOptions wanted;
+    wanted.backend = options.backend;
+    wanted.num_threads = options.num_threads;
     wanted.keep = forward.resolved.keep;
     wanted.kept_state_every = forward.resolved.kept_state_every;
     const Problem p = inputs_of(forward.problem);

@@ -4,7 +4,7 @@
 //
 //   void plan_forward(PlanBuilder& builder) {
 //     builder.cut({.automatic = by_my_costs, .unit = kChunk});  // segments, by the policy asked
-//     for builder.join(why_not_in_one_pass(builder.problem()));     // their method
+//     builder.join(why_not_in_one_pass(builder.problem()));     // their method
 //     list_forward(builder);                                    // stages, a line each
 //     builder.book("my_scratch", count, sizeof(float));         // blocks, each booked once
 //   }

@@ -15,12 +15,10 @@ namespace {
 
 /// The bytes that a tensor covers: [begin, end), and its largest stride, for interleaved views.
 struct Footprint {
-  const char* name = "";
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;
   int64_t period = 0;        ///< bytes; 0: one dense piece
   int64_t period_bytes = 0;  ///< covered within one period
-  bool output = false;
 };
 
 struct Entry {
@@ -30,8 +28,6 @@ struct Entry {
   const void* pointer = nullptr;
   bool output = false;
 };
-
-bool in_place(const Problem& p) { return p.operation == Operation::kDecode && !p.final_state; }
 
 Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
                   bool output) {
@@ -93,12 +89,12 @@ constexpr TensorRow kTensors[] = {
 
 Footprint footprint(const Entry& entry) {
   const int64_t size = dtype_size(entry.desc->dtype);
-  Footprint print{entry.name,  reinterpret_cast<std::uintptr_t>(entry.pointer), 0, 0, 0,
-                  entry.output};
+  const auto begin = reinterpret_cast<std::uintptr_t>(entry.pointer);
+  Footprint print{.begin = begin, .end = begin};
   int64_t reach = 0;
   std::size_t outermost = 4;
   for (std::size_t dim = 0; dim < 4; ++dim) {
-    if (entry.shape[dim] == 0) return {entry.name, print.begin, print.begin, 0, 0, entry.output};
+    if (entry.shape[dim] == 0) return print;
     if (entry.shape[dim] == 1) continue;
     reach += entry.desc->strides[dim] * (entry.shape[dim] - 1);
     if (outermost == 4 || entry.desc->strides[dim] > entry.desc->strides[outermost])
@@ -246,7 +242,7 @@ class Checker {
     if (sequences_.begin(0) != 0)
       return invalid("cu_seqlens: starts with ", sequences_.begin(0), ", must start with 0");
     for (int64_t n = 0; n < N; ++n) {
-      if (sequences_.length(n) < 0)
+      if (sequences_.end(n) < sequences_.begin(n))
         return invalid("cu_seqlens: entry ", n + 1, " = ", sequences_.end(n), " is below entry ", n,
                        " = ", sequences_.begin(n));
       if (p_.operation == Operation::kDecode && sequences_.length(n) > decode_limit())
@@ -449,10 +445,6 @@ class Checker {
   std::size_t count_ = 0;
 };
 
-}  // namespace
-
-namespace {
-
 /// Memory of the caller that the plan sizes.
 Status check_sized(const char* name, const void* pointer, std::size_t bytes, std::size_t needed) {
   if (needed == 0) return {};
@@ -469,8 +461,13 @@ Status check_workspace(const Plan& plan, const void* workspace, std::size_t work
   return check_sized("workspace", workspace, workspace_bytes, plan.workspace_bytes);
 }
 
-Status check_saved(const Plan& plan, const Tensors& tensors) {
-  return check_sized("saved", tensors.saved, tensors.saved_bytes, plan.saved_bytes);
+Status check_saved(const Plan& plan, const Tensors& tensors, const void* workspace) {
+  KDA_RETURN_IF_ERROR(check_sized("saved", tensors.saved, tensors.saved_bytes, plan.saved_bytes));
+  const auto saved = reinterpret_cast<std::uintptr_t>(tensors.saved);
+  const auto scratch = reinterpret_cast<std::uintptr_t>(workspace);
+  if (saved < scratch + plan.workspace_bytes && scratch < saved + plan.saved_bytes)
+    return invalid("saved: overlaps the workspace");
+  return {};
 }
 
 Status check_tensors(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,

@@ -31,7 +31,7 @@ Status check_call(const Head& head, const Plan& plan, const Tensors& tensors,
   if (const char* reason = head.unavailable())
     return Status(StatusCode::kUnavailable, cat("plan: ", head.name, " cannot run here: ", reason));
   KDA_RETURN_IF_ERROR(check_workspace(plan, workspace, workspace_bytes));
-  KDA_RETURN_IF_ERROR(check_saved(plan, tensors));
+  KDA_RETURN_IF_ERROR(check_saved(plan, tensors, workspace));
   const registry::DeviceChecks* checks = head.device_checks;
   if (checks) KDA_RETURN_IF_ERROR(checks->call(plan, tensors.trusted, workspace, stream));
   return check_tensors(plan, tensors, sequences, workspace, checks, backward);
@@ -69,12 +69,13 @@ stage::Forward with_kept(stage::Forward args) {
   return args;
 }
 
-/// Says in what was kept which plan has kept it.
-void mark_kept(const Plan& plan, const Tensors& tensors) {
-  if (void* mark = saved_block(plan, tensors, stage::kKeptMark)) {
-    const uint64_t id = plan_id(plan);
-    std::memcpy(mark, &id, sizeof(id));
-  }
+/// Says in what was kept, where the host can write there, which plan has kept it.
+Status mark_kept(const Head& head, const Plan& plan, const Tensors& tensors) {
+  void* mark = saved_block(plan, tensors, stage::kKeptMark);
+  if (head.device_checks || !mark) return {};
+  const uint64_t id = plan_id(plan);
+  std::memcpy(mark, &id, sizeof(id));
+  return {};
 }
 
 Status check_mark(const BackwardPlan& plan, const Tensors& tensors) {
@@ -155,8 +156,7 @@ Status forward(std::span<const ForwardRow* const> rows, const Plan& plan, const 
   return checked_call(rows, plan, tensors, workspace, workspace_bytes, stream,
                       [&](const ForwardRow& row, const stage::Call& call) {
                         KDA_RETURN_IF_ERROR(run_forward(row, call));
-                        if (!row.head.device_checks) mark_kept(plan, tensors);
-                        return Status{};
+                        return mark_kept(row.head, plan, tensors);
                       });
 }
 
@@ -222,11 +222,13 @@ Status segment_merge(const Plan& plan, const Tensors& tensors, const SegmentTens
 
 Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
                        void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
-  return checked_call(registry::forward_rows(), plan, tensors, workspace, workspace_bytes, stream,
-                      [&](const ForwardRow& row, const stage::Call& call) {
-                        KDA_RETURN_IF_ERROR(check_segments(plan, row, segments, false, true));
-                        return row.forward({call, plan.segments, segments.states_in});
-                      });
+  return checked_call(
+      registry::forward_rows(), plan, tensors, workspace, workspace_bytes, stream,
+      [&](const ForwardRow& row, const stage::Call& call) {
+        KDA_RETURN_IF_ERROR(check_segments(plan, row, segments, false, true));
+        KDA_RETURN_IF_ERROR(row.forward(with_kept({call, plan.segments, segments.states_in})));
+        return mark_kept(row.head, plan, tensors);
+      });
 }
 
 namespace {

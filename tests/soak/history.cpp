@@ -52,7 +52,7 @@ TensorDesc padded(DType dtype, int64_t tokens, int64_t heads, int64_t size, int6
 
 History::History(uint64_t seed, int64_t number) : random_(mixed(seed, number)) {
   Problem& p = base_;
-  const bool gpu = test::on_cuda(), emulated = gpu && test::device().name.starts_with("emulated");
+  const bool gpu = test::on_cuda();
   static constexpr int64_t kSmall[] = {8, 16, 16, 20, 24, 32, 33, 64},
                            kOfGpu[] = {32, 64, 64, 72, 128};
   p.num_heads = 1 + random_.below(2);
@@ -62,7 +62,7 @@ History::History(uint64_t seed, int64_t number) : random_(mixed(seed, number)) {
                 : gpu               ? pick(random_, kOfGpu)
                                     : pick(random_, kSmall);
   if (random_.chance(gpu ? 0.2 : 0.02)) p.key_dim = p.value_dim = 128;
-  if (emulated) p.num_heads = p.num_value_heads = 1;
+  if (test::emulated()) p.num_heads = p.num_value_heads = 1;
   static constexpr DType kTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kBFloat16,
                                      DType::kFloat16};
   p.q.dtype = p.k.dtype = p.v.dtype = pick(random_, kTypes);
@@ -292,7 +292,7 @@ Row History::forward_row(int64_t tokens) {
 
 std::string History::forward() {
   const bool packed = random_.chance(0.7);
-  const int64_t most = test::on_cuda() && test::device().name.starts_with("emulated") ? 24 : 150;
+  const int64_t most = test::emulated() ? 24 : 150;
   const int64_t same = some_tokens(most);
   std::vector<Row> rows;
   const int64_t count = random_.chance(0.02) ? 0 : 1 + random_.below(kRows);
@@ -498,9 +498,8 @@ std::string History::compare_row(const Call& call, const Row& row, int64_t begin
   const Tensors t = call.host_tensors();
   const StateDesc& pool = *base_.initial_state;
   const oracle::Span span{begin, begin + row.tokens};
-  const bool in_place = p.operation == Operation::kDecode && !p.final_state;
-  const int32_t source = row.read[in_place ? static_cast<std::size_t>(row.accepted) - 1 : 0];
-  if (in_place && is_none(source))
+  const int32_t source = row.read[in_place(p) ? static_cast<std::size_t>(row.accepted) - 1 : 0];
+  if (in_place(p) && is_none(source))
     return rows_are(call, span.begin, span.end, zeroes_skipped(p)) ? ""
                                                                    : "rows of o without a slot";
   const bool from_zero = is_none(source) || !row.has_state;

@@ -5,12 +5,11 @@
 // follows from (seed, number).
 //
 // After every step each state that the call wrote is compared with
-// - the oracle from the state as it lay in the pool before the step: within the tolerance of one
+// - the oracle from the state as it lay in the pool before the step, within the tolerance of a
 // call;
-// - the oracle's own state machine, which has never seen the pool: within what such tolerances add
-// up
-//   to. An error does not grow, since |I - beta k k^T| <= 1 here, and decays at least as the
-//   slowest channel does.
+// - the oracle's own state machine, which has never seen the pool, within the sum of such
+//   tolerances. An error does not grow, since |I - beta k k^T| <= 1 here, and it decays at least as
+//   the slowest channel does.
 // Every other byte of the pool must be what it was.
 #pragma once
 

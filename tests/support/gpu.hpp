@@ -23,8 +23,6 @@ class GpuTest : public testing::Test {
   }
 };
 
-/// On the emulator (tests/emulator) everything takes a thousand times as long.
-inline bool emulated() { return device().name.starts_with("emulated"); }
 /// Tokens of a long case.
 inline int64_t long_case(int64_t tokens) { return emulated() ? tokens / 4 : tokens; }
 

@@ -85,6 +85,8 @@ PlanOptions with_threads(int32_t threads) {
   return options;
 }
 
+bool emulated() { return device().name.starts_with("emulated"); }
+
 bool on_cuda() {
   const char* name = std::getenv("KDA_TEST_DEVICE");
   return name && std::string(name) == "cuda";

@@ -42,6 +42,8 @@ PlanOptions with_threads(int32_t threads);
 /// Where tests run: the CPU, or with KDA_TEST_DEVICE=cuda the first GPU.
 DeviceFacts device();
 bool on_cuda();
+/// On the emulator (tests/emulator) everything takes a thousand times as long.
+bool emulated();
 /// Device on which `backend` runs: the oracle is always a CPU backend.
 DeviceFacts device_of(const std::string& backend);
 

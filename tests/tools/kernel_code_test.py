@@ -66,6 +66,7 @@ class KernelCode(unittest.TestCase):
             path = self.folder / name / "CMakeFiles" / "src" / "cuda" / source / "a.cu.o.0.cubin"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(cubin(kernels, arch))
+            path.with_name("a.cu.o").touch()
         return self.folder / name
 
     def hashes(self, *kernels, arch=80):

@@ -45,6 +45,7 @@ std::string as_options(const CLI::App& app, const std::string& message) {
       if (option->count() == 0 || option->get_lnames().empty()) continue;
       std::string name = option->get_lnames()[0];
       std::replace(name.begin(), name.end(), '-', '_');
+      if (name == "threads") name = "num_threads";
       if (message.rfind(name + ":", 0) == 0)
         return cat(option->get_name(), message.substr(name.size()));
     }

@@ -25,8 +25,6 @@ constexpr int64_t kSpanTokens = kSpanChunks * kBackwardChunk;
 constexpr int64_t kTileFloats = kBackwardChunk * kBlockV;
 /// Tokens of a window where the forward has kept no states.
 constexpr int64_t kWindowTokens = 4096;
-/// Sums for dA_log and ddt_bias are kept for so many runs of sequences at most.
-constexpr int64_t kMaxRuns = 1024;
 
 /// Cache lines around a chunk: q, k, g and d_o that come next, dq, dk, dv and dg.
 constexpr int64_t kMaxLines = 8 * kBackwardChunk * (kMaxHeadDim * 4 / 64 + 1);
@@ -39,7 +37,16 @@ constexpr std::size_t align_up(std::size_t bytes) {
 }
 std::size_t floats(int64_t count) { return align_up(static_cast<std::size_t>(count) * 4); }
 
-/// Sizes that follow from a problem.
+/// Tokens of the longest sequence, as far as the plan knows.
+int64_t longest_sequence(const Plan& plan) {
+  if (!plan.lengths_known) return plan.problem.num_tokens;
+  int64_t longest = 0;
+  for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
+    longest = std::max(longest, plan.cu_seqlens[n + 1] - plan.cu_seqlens[n]);
+  return longest;
+}
+
+/// Sizes that follow from a plan.
 struct Sizes {
   int64_t padded;         ///< rows of K
   int64_t blocks;         ///< of value columns
@@ -49,20 +56,21 @@ struct Sizes {
   int64_t inner_windows;  ///< starts of windows to be made; 0 where the forward has kept them
   int64_t runs;           ///< of sequences
 
-  Sizes(const Problem& p, int64_t kept_every)
-      : padded((p.key_dim + kRowsPadded - 1) / kRowsPadded * kRowsPadded),
-        blocks(num_blocks(p.value_dim)),
-        state(blocks * padded * kBlockV),
-        group(p.num_value_heads / p.num_heads),
-        window(kept_every > 0 ? kept_every : kWindowTokens),
-        inner_windows(0),
-        runs(std::min(p.num_sequences, kMaxRuns)) {
-    const int64_t longest = std::max<int64_t>(p.num_tokens, 1);
-    window = std::min(window, (longest + kSpanTokens - 1) / kSpanTokens * kSpanTokens);
-    if (kept_every == 0) inner_windows = (longest - 1) / window;
+  Sizes(const Plan& plan, int64_t kept_every) {
+    const Problem& p = plan.problem;
+    padded = (p.key_dim + kRowsPadded - 1) / kRowsPadded * kRowsPadded;
+    blocks = num_blocks(p.value_dim);
+    state = blocks * padded * kBlockV;
+    group = p.num_value_heads / p.num_heads;
+    runs = std::min(p.num_sequences, kMaxRuns);
+    const int64_t longest = std::max<int64_t>(longest_sequence(plan), 1);
+    window = std::min(kept_every > 0 ? kept_every : kWindowTokens,
+                      (longest + kSpanTokens - 1) / kSpanTokens * kSpanTokens);
+    inner_windows = kept_every > 0 ? 0 : (longest - 1) / window;
   }
 
   std::size_t sums_bytes(const Problem& p) const {
+    if (p.gate_mode == GateMode::kLog) return 0;  // it has no parameters
     return align_up(static_cast<std::size_t>(runs * p.num_value_heads * 2 * p.key_dim) *
                     sizeof(double));
   }
@@ -460,19 +468,18 @@ void store_parameters(const stage::Backward& args, const Sizes& sizes, const dou
 
 }  // namespace
 
-std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every,
-                                   int32_t num_threads) {
-  const Sizes sizes(problem, kept_every);
-  return sizes.sums_bytes(problem) +
-         per_thread_bytes(sizes) * static_cast<std::size_t>(num_threads);
+std::size_t backward_scratch_bytes(const Plan& plan, int64_t kept_every) {
+  const Sizes sizes(plan, kept_every);
+  return sizes.sums_bytes(plan.problem) +
+         per_thread_bytes(sizes) * static_cast<std::size_t>(plan.num_threads);
 }
 
 Status backward(const Kernels& kernels, const stage::Backward& args) {
   const stage::Call& call = args.call;
   const Problem& p = call.problem;
-  const Sizes sizes(p, args.kept_every);
-  auto* sums = static_cast<double*>(call.scratch);
-  std::memset(sums, 0, sizes.sums_bytes(p));
+  const Sizes sizes(*call.plan, args.kept_every);
+  auto* sums = sizes.sums_bytes(p) == 0 ? nullptr : static_cast<double*>(call.scratch);
+  if (sums) std::memset(sums, 0, sizes.sums_bytes(p));
   char* threads = static_cast<char*>(call.scratch) + sizes.sums_bytes(p);
   const std::size_t bytes = per_thread_bytes(sizes);
 
@@ -484,7 +491,7 @@ Status backward(const Kernels& kernels, const stage::Backward& args) {
     const int64_t last = (run + 1) * p.num_sequences / sizes.runs;
     for (int64_t n = run * p.num_sequences / sizes.runs; n < last; ++n)
       GroupBackward(kernels, args, sizes, scratch, n, idx % p.num_heads,
-                    sums + run * p.num_value_heads * 2 * p.key_dim)
+                    sums ? sums + run * p.num_value_heads * 2 * p.key_dim : nullptr)
           .run();
   };
   KDA_RETURN_IF_ERROR(parallel_tasks(sizes.runs * p.num_heads, call.num_threads, task));

@@ -4,11 +4,12 @@
 // A chunk is 16 tokens of one value head, one vector of tokens. With the names of kernels.hpp, the
 // state S0 before the chunk, dS the gradient of the state behind it, q holding scale q, and
 // decay(j, i) = prod_{j<t<=i} a_t:
-//   E = v - kgam S0 - N v_new                       v_new = beta E
-//   dv_new = kend dS + A^T d_o - N^T dZ             dZ = beta dv_new (which is dv), last token
-//   first P_ij = d_o_i . v_new_j  (j <= i)                R_ij = -dZ_i . v_new_j  (j < i) U = d_o
-//   S0^T,  W = -dZ S0^T,  X = v_new dS^T                              [16, K] dq_i = gamma_i U_i +
-//   sum_{j<=i} P_ij k_j decay(j, i) dk_i = gamma_i W_i + sum_{j<i} R_ij k_j decay(j, i)
+//   E = v - kgam S0 - N v_new              v_new = beta E
+//   dv_new = kend dS + A^T d_o - N^T dZ    dZ = beta dv_new (which is dv), last token first
+//   P_ij = d_o_i . v_new_j  (j <= i)       R_ij = -dZ_i . v_new_j  (j < i)
+//   U = d_o S0^T,  W = -dZ S0^T,  X = v_new dS^T                      [16, K]
+//   dq_i = gamma_i U_i + sum_{j<=i} P_ij k_j decay(j, i)
+//   dk_i = gamma_i W_i + sum_{j<i} R_ij k_j decay(j, i)
 //          + decay(i, 15) X_i + sum_{r>=i} (P_ri q_r + R_ri k_r) decay(i, r)
 //   dS <- Gamma dS + qgam^T d_o - kgam^T dZ
 // dg_t is the sum of what passes through the decay of token t, channel by channel:

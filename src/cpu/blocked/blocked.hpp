@@ -17,8 +17,10 @@ Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
 
+/// Sequences are taken in so many runs at most: sums for dA_log and ddt_bias are kept for each.
+inline constexpr int64_t kMaxRuns = 1024;
 /// `kept_every`: of the states that a forward kept; 0: none.
-std::size_t backward_scratch_bytes(const Problem& problem, int64_t kept_every, int32_t num_threads);
+std::size_t backward_scratch_bytes(const Plan& plan, int64_t kept_every);
 Status backward(const Kernels& kernels, const stage::Backward& args);
 
 extern const registry::ForwardRow kAvx512Forward, kAvx2Forward, kPortableForward;

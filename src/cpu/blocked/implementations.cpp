@@ -87,10 +87,10 @@ void plan_decode(plan::PlanBuilder& builder) {
 
 void plan_backward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  builder.stage("backward", plan.problem.num_sequences * plan.problem.num_heads,
-                "one (sequence, q/k head) a task, its value heads in order");
+  builder.stage("backward", std::min(plan.problem.num_sequences, kMaxRuns) * plan.problem.num_heads,
+                "one (run of sequences, q/k head) a task, its value heads in order");
   builder.book(plan::block::kThreadScratch, 1,
-               backward_scratch_bytes(plan.problem, plan::kept_every(plan), plan.num_threads));
+               backward_scratch_bytes(plan, plan::kept_every(plan)));
   plan::save_states(builder);
 }
 
