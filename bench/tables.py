@@ -203,7 +203,7 @@ def table_gpu_stages():
         rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu),
                                                             (delta, states), (delta, outputs))
                                      for cell in (milliseconds(c["median_s"]), of_copies(report, c))])
-    head = ["case"] + [cell for name in ("chunk_intra", "the same without kg, qg", "recompute_w_u", "the same without kg, qg",
+    head = ["case"] + [cell for name in ("chunk_intra", "FLA / libkda without kg, qg", "recompute_w_u", "the same without kg, qg",
                                          "chunk_delta_h (h and v_new)", "chunk_o") for cell in (name, "of copy")]
     return gpu_heads(intra, wu, delta) + markdown(head, rows) + source(intra, wu, delta)
 
