@@ -217,9 +217,9 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
       diag(factors + offsetof(Factors, diag), c.lane);
   subtract(c, v, pq, k_norm, error);
   uint32_t z[4], vn[4];
-  [[maybe_unused]] uint32_t low[4];
+  [[maybe_unused]] uint32_t low[4];  // in bf16: what vn lacks; the state takes both parts
   round_errors<Operand>(error, z);
-  add_product<Operand>(error, z, inverse);
+  add_product<Operand>(error, z, inverse);  // T' - I: `error` is there already
   ptx::compiler_fence(fences.after_errors);
   decay_state(c, gamma);
   multiply(error, k_beta);
@@ -477,7 +477,7 @@ __device__ void run_consumer(C& c, Storage& storage, SchedulerState& scheduler, 
           more = consume_subchunk(c, constant, fences, tiles_of(i), factors_of(i), values_of(i), v,
                                   pq);
           more = !__any_sync(0xffffffff, !more || until <= 1);
-          if (more) release(i);
+          if (more) release(i);  // the last one below: it may have to be repaired first
         }
       };
       if (!C::kHasQt || outputs == Outputs::kRounded)

@@ -36,12 +36,13 @@ struct ConsumerContext {
   static constexpr int kBlocks = fused::kBlocks<kK>;
   static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
   static constexpr int kSteps = kK / 16;  // k16 steps over channels
-  /// Segments with operands in fp16 have outputs that need more digits than bf16.
+  /// Segments with operands in fp16 have outputs that need more digits than bf16: Qt in fp16, and o
+  /// with a residual. (With operands in bf16 Qt is bf16, stored as o is.)
   static constexpr bool kHasQt = kSegments && kFp16<Operand>;
   static constexpr bool kHasResidual = kHasQt && std::is_same_v<T, __nv_bfloat16>;
 
   const FusedPrefillArgs& a;
-  int64_t head, unit;
+  int64_t head, unit;  // unit: index into states_in (WorkItem::segment), not of the work unit
   Span span;
   int column;       // first state column of this warp, of V
   int tile_column;  // the same within the block's 64 columns

@@ -13,7 +13,7 @@ namespace kda::cuda::sm90::fused {
 /// Larger rates make errors of 2^-22 in logarithms count.
 constexpr float kMostRate = 256;
 
-/// log2(1 + x). The unit's error is 2^-22 near 1: for small x a part that would add up over tokens.
+/// log2(1 + x). lg2 is off by 2^-22 near 1: for small x that is much, and adds up over tokens.
 __device__ __forceinline__ float log2_1p(float x) {
   const float series = x * fmaf(x, -kLog2e / 2, kLog2e);
   return x < 0x1p-8f ? series : ptx::lg2(1 + x);
@@ -121,7 +121,7 @@ __device__ void powers_of(const P& p, float2 (&x)[kSubchunk], int rows) {
 __device__ __forceinline__ void multiply_1p(float2& product, float2 x) {
   product.x = fmaf(product.x, x.x, product.x), product.y = fmaf(product.y, x.y, product.y);
 }
-/// The factor whose base has these logarithms.
+/// The factors from log2 of products of 1 + x: products to the power of rate, times the anchor.
 template <class P>
 __device__ float2 factor_of_logs(const P& p, float2 x) {
   return {ptx::ex2(fmaf(x.x, p.rate, P::kLogAnchor)), ptx::ex2(fmaf(x.y, p.rate, P::kLogAnchor))};
@@ -225,7 +225,7 @@ __device__ float2 decays_of_fast_head(const P& p, float2 (&decay)[kSubchunk], in
     above.x += fmaf(above.x, x.x, x.x), above.y += fmaf(above.y, x.y, x.y);
     decay[i] = {ptx::ex2(ptx::lg2(1 + x.x) * p.rate), ptx::ex2(ptx::lg2(1 + x.y) * p.rate)};
   }
-  const auto gamma = [&](float x) {  // infinite, or infinity times 0: below fp32's least
+  const auto gamma = [&](float x) {  // x may be infinite, or NaN (infinity times 0): gamma is 0
     return x < INFINITY ? ptx::ex2(log2_1p(x) * p.rate) : 0.0f;
   };
   return {gamma(above.x), gamma(above.y)};
@@ -263,7 +263,7 @@ template <class P>
 __device__ uint32_t operand(float2 x) {
   return ptx::pack<typename P::Operand>(x.x, x.y);
 }
-/// The operand of a row that was made for scores: without what their anchor has more.
+/// The operand of a row that was made for scores: with kAnchor in place of kScoreAnchor.
 template <class P>
 __device__ uint32_t row_operand(float2 x) {
   constexpr float kBack = P::kAnchor / P::kScoreAnchor;

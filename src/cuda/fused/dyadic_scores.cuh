@@ -63,8 +63,7 @@ struct SwizzledRows {
   }
 };
 
-// ---- factors: products of up to 8 decays, in fp32, or of pairs of operands for fewer instructions
-// ------
+// ---- factors of levels: products of up to 8 decays, in fp32, or in pairs of operands (faster)
 
 template <class P>
 __device__ float2 product_of(float2 x, float2 y) {
@@ -83,7 +82,8 @@ template <class P>
 __device__ uint32_t decayed(uint32_t pair, float2 factor) {
   return product_of<P>(pair, operand<P>(factor));
 }
-/// All factors of levels are at most 1: in fp16 their rows and columns are, too.
+/// Makes operands of q and k. Factors of levels are at most 1: rows and columns of levels fit fp16
+/// where q and k do.
 template <class P>
 __device__ void to_operands(Pairs& x) {
   if constexpr (!std::is_same_v<typename P::T, typename P::Operand>)
@@ -93,8 +93,10 @@ __device__ void to_operands(Pairs& x) {
 
 // ---- one level
 
-/// Stores operands of level h: 8 rows of q and of k, and 8 columns. Blocks that end before row
-/// `from` are left out: nothing of their products is stored.
+/// Stores operands of level h (8, 4, 2 or 1): 8 rows of q and of k, and 8 columns. Of every 2 h
+/// tokens the later h are rows, decayed since the end of the earlier h. Those are columns: k,
+/// decayed to that end. The level has the scores of the later h with the earlier h. Where 2 h
+/// tokens end before row `from` they are left out: nothing of their products is stored.
 template <int h, class P, class Factor, class LevelRows>
 __device__ void put_level(const P& p, const Factor (&decay)[kSubchunk], const Pairs& q,
                           const Pairs& k, LevelRows rows, Bits* columns, int from) {

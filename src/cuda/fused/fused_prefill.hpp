@@ -42,7 +42,8 @@ struct WorkUnit {
 /// 64-bit words that a unit takes on its way to the device.
 inline constexpr int64_t kWorkUnitWords = sizeof(WorkUnit) / sizeof(int64_t);
 
-/// Fixed cost of a unit, in chunks of 64 tokens: it takes 2.6 us, a chunk 2.3 us (K = V = 128).
+/// Fixed cost of a chain (one head of a unit), in chunks of 64 tokens: it takes 2.6 us, a chunk
+/// 2.3 us (K = V = 128).
 inline constexpr int64_t kWorkUnitCost = 1;
 
 /// The members of ChainArgs that belong to stages of their own (factors, skip_last, h, vn,
@@ -54,7 +55,8 @@ struct FusedPrefillArgs : ChainArgs {
   /// Operands are fp16: no factor and no decay is above 1, and g has the type of q.
   bool fp16_operands = false;
 
-  const WorkUnit* units = nullptr;  ///< [num_units + 1]; null: one a sequence, state kGiven
+  /// [num_units + 1], of the last one `before` alone; null: one a sequence, state kGiven.
+  const WorkUnit* units = nullptr;
   int64_t num_units = 0;
   /// Units that the scheduler spreads over clusters. Those behind them are transitions that may
   /// exit early: a cluster runs at most one head of one of them, after its work range.

@@ -86,7 +86,8 @@ __device__ void load_beta(P& p, uint32_t (&raw)[P::kEights], int rows) {
 
 // ---- v and o, by the first warp of a group
 
-/// Visits this lane's pieces of v or o of the group's sub-chunks, whose tiles follow each other:
+/// Visits this lane's pieces of v or o of the group's sub-chunks, which follow each other in
+/// storage.v:
 /// visit(address in shared memory, in device memory, whether the token exists).
 template <class P, class Visit>
 __device__ void for_each_piece(const P& p, int tokens, const RowView& view, char*& walk,
@@ -100,7 +101,7 @@ __device__ void for_each_piece(const P& p, int tokens, const RowView& view, char
     visit(place + row * 128 + (p.column() ^ first_row ^ row % 8) * 16, at, row < rows);
   walk += row_step(view, sizeof(Bits), kGroups * kSubchunk);
 }
-/// Starts copies of v; zeros for a transition.
+/// Starts copies of v; zeros for a transition (this warp's own SchedulerState tells).
 template <class P>
 __device__ void load_v(P& p, int tokens) {
   if (P::kSegments &&

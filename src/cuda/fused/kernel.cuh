@@ -4,6 +4,8 @@
 //
 // Words
 //   sub-chunk         16 tokens; one step of the consumer
+//   chunk             64 tokens; costs are in chunks, and ranges cut chains between two
+//   M, B              of a segment: from the start state S it ends with M S + B, from zero with B
 //   work unit         a sequence, a segment of one, or a segment's transition
 //   transition        a unit with v = 0 that starts at the identity: it ends with M of its segment
 //   chain             one value head of a work unit: work that is serial
@@ -19,8 +21,10 @@
 //   pipeline stage    place of one sub-chunk in shared memory: tiles, factors, and v, then o
 //   tiles             rows: k, then q, decayed since the sub-chunk's start; kg: k decayed to its
 //                     end
+//   scores            of tokens i > j, k_j decayed to i: N, k_i . k_j by both norms; Aqk, q_i . k_j
 //   factors           T' = (I + L)^-1, L = N diag(beta); Aqk; gamma, the decay of a sub-chunk;
 //                     norms (1 / |k|, 1 / |q|), beta and q . k; "factors of a sub-chunk": tiles too
+//   factor of a row   another thing: its decay since the start, times the anchor (decay.cuh)
 //   anchored scores   from rows that are decayed from the start of the sub-chunk
 //   dyadic scores     level by level, where decays are too strong for anchored ones
 //   operands          what the consumer multiplies: bf16, or fp16 with a state that is scaled
@@ -38,11 +42,19 @@
 //                     L, then T'; both start the copies of the next turn's raw rows
 //     deliver         arrives at full; the last warp sends tiles and factors to the other block
 //   consumer          4 warps, 16 columns of V each
-//     wait            full; reads v, T' and norms
+//     wait            full; reads v, T' and 1 / |k|; other factors while products run
 //     multiply        P, Q = S^T rows^T (wgmma)
-//     errors          E = T' (v - P), v_new = beta E, o = Q + (Aqk + diag) v_new; S decays by gamma
-//     update          S += kg^T v_new (wgmma); o takes the place of v beside it
+//     errors          E = T' (v - P), v_new = beta E (vn in consumer.cuh, which has the norms too),
+//                     o = Q + (Aqk + diag) v_new; S decays by gamma
+//     update          S += kg^T v_new (wgmma); meanwhile o is stored where v was in the stage
 //     release         done of this block, peer_done of the block whose producers made the factors
+// Beside the usual step:
+//   make_rows_again   fp16: a norm does not fit, or softplus gates are too large for products
+//   fine_levels       rows out of range: their scores again, and all of kg, from dyadic levels
+//   make_dyadic       in place of make_rows and make_scores: heads or kernels of levels alone
+//   rescale_if_needed fp16: no headroom before a sub-chunk; looks at the state, may rescale it
+//   repair_overflow   fp16: v was large; adds what clamped errors lack, then releases the stage
+//   stop              items and checkpoints: where states come and go
 //
 // Barriers (mbarrier unless said)
 //   name             who arrives (count)              who waits         what it protects
@@ -52,13 +64,16 @@
 //   done[8]          consumer threads (128)           producer group    o is in the stage; v and
 //                                                                       its factors were read
 //   peer_done[8]     one lane of each consumer warp   producer group    the other block has read
-//                    of the other block (4), K = 128                    factors sent to it
-//   rows_ready       both warps of a group (64);      both warps        raw rows, norms, rows and
-//                    K = 64: __syncwarp                                 columns, L of levels pass
-//   scores_done      first warp of a group (32)       last warp         Aqk is in the stage and
-//                                                                       can be sent
-//   norms_arrived[2] consumer warps of all blocks     all warps         squares of M after an exit
-//                                                                       interval
+//                    of the other block (4), K = 128                    factors sent to it: they
+//                                                                       may be overwritten here
+//   rows_ready       both warps of a group (64);      both warps        what they share: raw rows,
+//                    K = 64: __syncwarp                                 norms, rows, columns, L of
+//                                                                       levels, num_anchored
+//   scores_done      first warp of a group (32),      last warp         Aqk is in the stage and can
+//                    K = 128                                            be sent; num_anchored was
+//                                                                       read
+//   norms_arrived[2] one lane of each consumer warp   all warps, at     sums of squares of M after
+//                    of the cluster (4 or 8)          their block's     an exit interval
 //   kConsumerGroup   consumer threads (128); a named  the same          no memory: warps leave a
 //                    barrier                                            stop together (item's
 //                                                                       begin or end, checkpoint)
@@ -72,7 +87,7 @@
 //   tiles            8 x 12 KB    rows [32, K] and kg [16, K], in wgmma's 128-byte swizzle
 //   factors          8 x 1.8 KB   T', Aqk, gamma, norms
 //   v                8 x 2 KB     v, then o, [16, 64]
-//   producers        4 x 24 KB    raw q, k, g (or rows of levels), rows and columns of scores, L
+//   producers        4 x 24.4 KB  raw q, k, g (or rows of levels), rows and columns of scores, L
 //   the rest         1.5 KB       barriers, work range, norm check, a SchedulerState per warp, a
 //                                 ConsumerState per consumer warp
 //

@@ -46,10 +46,10 @@ __device__ float beta_of(const P& p, float raw) {
   const float x = ptx::rcp(1 + ptx::ex2(-kLog2e * raw));
   return p.a.gate.beta_mode == BetaMode::kSigmoid2 ? 2 * x : x;
 }
-/// With operands in fp16, rows of q and k are operands as they came if norms of k are 1/2 to 2^8
-/// and those of q 2^-6 to 2^7. Those of layers are, and so are vectors that are normalised already.
-/// A sub-chunk with others is made again, with q and k of those tokens times a power of two: other
-/// tokens keep their bits.
+/// With operands in fp16, rows of q and k are operands as they came if |k| is 1/2 to 2^8 and |q| is
+/// 2^-6 to 2^7: those of layers are, and vectors that are normalised already. A sub-chunk with
+/// others is made again, with q and k of those tokens times a power of two: other tokens keep their
+/// bits. `norm`, here and below, is what Factors has: 1 / |q| or 1 / |k|.
 __device__ __forceinline__ bool fits(float x, float least, float most) {
   return x >= least && x <= most;
 }
@@ -69,7 +69,7 @@ __device__ Norms norms_of(const P& p, const Squares& squares, int eight, int row
   const float q_norm = p.a.gate.l2norm ? ptx::rsqrt_approx(q_sum + 1e-6f) : 1.0f;
   float k_norm = p.a.gate.l2norm ? ptx::rsqrt_approx(k_sum + 1e-6f) : 1.0f;
   if constexpr (kFp16<typename P::Operand>) {
-    if (k_sum == 0) k_norm = 0;  // nothing times what may leave fp16
+    if (k_sum == 0) k_norm = 0;  // else 1000: k_beta times errors may leave fp16, times 0 then NaN
     const bool fit = (q_sum == 0 || q_fits(q_norm)) && (k_sum == 0 || k_fits(k_norm));
     if (p.has_norms() && !fit) p.own.needs_rescale = 1;
   }

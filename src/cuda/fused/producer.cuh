@@ -36,7 +36,8 @@ template <class P>
 __device__ void wait_for_peer(const P& p) {
   if constexpr (P::kBlocks > 1) ptx::mbarrier_wait(p.storage.peer_done[p.mine()], 1 - p.parity);
 }
-/// The first warp stores the outputs of the sub-chunks before, and loads v of these in their place.
+/// The first warp stores o of the turn before, and loads v of this one in its place. ("Tiles" are
+/// [16, 64] of storage.v here, not Tiles.)
 template <class P>
 __device__ void move_tiles(P& p) {
   if (p.pending > 0) store_outputs(p);
@@ -62,7 +63,7 @@ __device__ __forceinline__ void make_rows(P& p, const PipeStage<P::kK>& s, Subch
   float2 factor[kSubchunk];
   Squares squares[P::kEights];
   load_gates(p, factor);
-  add_squares(p, squares);  // its waits and those of decays for their units hide each other
+  add_squares(p, squares);  // waits for tensor cores, decays for ex2 and lg2: they hide each other
   const float2 gamma = scan_decays<false>(p, factor, subchunk.rows);
   p.forget_index();
   find_norms(p, subchunk.norms, squares, subchunk.rows, subchunk.raw_beta);
@@ -101,8 +102,8 @@ __device__ __forceinline__ void finish_scores(P& p, const PipeStage<P::kK>& s) {
   if (p.is_last()) invert(p, s);
   ptx::fence_async_proxy();
 }
-/// Makes scores and the inverse. Of two warps the first moves tiles where the second has the
-/// inverse to make. kUsual: nothing has to be made again, and all rows are in range.
+/// Makes scores and the inverse. Of two warps the first moves v and o while the second makes the
+/// inverse. kUsual: nothing has to be made again, and all rows are in range.
 template <bool kUsual, class P>
 __device__ __forceinline__ void make_scores(P& p, const PipeStage<P::kK>& s,
                                             Subchunk<P>& subchunk) {
@@ -121,8 +122,8 @@ __device__ __forceinline__ void make_scores(P& p, const PipeStage<P::kK>& s,
   }
   finish_scores(p, s);
 }
-/// Makes all factors with dyadic levels alone. Raw rows are read, and norms known, before their
-/// places are used.
+/// Makes all factors with dyadic levels alone. Between sync_begin() and sync_end() it waits for the
+/// stage; after it raw rows may be overwritten, and needs_rescale is known.
 template <class P>
 __device__ void make_dyadic(P& p, const PipeStage<P::kK>& s, Subchunk<P>& subchunk) {
   float2 decay[kSubchunk];
@@ -155,7 +156,8 @@ __device__ void make_dyadic(P& p, const PipeStage<P::kK>& s, Subchunk<P>& subchu
 
 // ---- delivery
 
-/// The last warp sends the factors to the other block, once the first warp has done its part.
+/// The last warp sends tiles and factors to the other block, once the first warp has done its part.
+/// (Its own lanes have fenced what they wrote in finish_scores(), together.)
 template <class P>
 __device__ void send_factors(const P& p) {
   ptx::mbarrier_wait(p.own.scores_done, p.parity);
@@ -183,7 +185,7 @@ template <class P>
 __device__ __forceinline__ void deliver(P& p) {
   if (p.is_first()) {
     if constexpr (P::kWarps > 1) ptx::mbarrier_arrive(p.own.scores_done);
-    ptx::cp_async_wait<1>();  // v
+    ptx::cp_async_wait<1>();  // v: of this warp's copies only the raw rows were begun after it
   }
   ptx::mbarrier_arrive(p.storage.full[p.mine()]);
   if constexpr (P::kBlocks > 1) exchange_factors(p);
@@ -261,7 +263,7 @@ template <class P>
 __device__ void run_producer(P& p, SchedulerState& scheduler) {
   if constexpr (P::kDyadicOnlyHeads || P::kDyadicOnly) clear_scores(p);
   constexpr int kGroupsHere = kBlockGroups<P::kK>;
-  int turn = 0;  // the group that has the first sub-chunks of the item
+  int turn = 0;  // number of the group that has the first sub-chunks of the item
   while (next_item<P::kSegments>(p.a, scheduler, p.storage.norm_check)) {
     const WorkItem& item = scheduler.item;
     const int subchunk = (p.group + kGroupsHere - turn) % kGroupsHere * P::kBlocks;

@@ -59,8 +59,8 @@ struct ProducerContext {
   ProducerStorage<kK, Operand, E>& own;
   const int rank, group;  // rank of the block in the cluster; number of the group in the block
   int left;               // tokens of the item from the next sub-chunks of this group on
-  /// Tokens of the item from the sub-chunks on whose outputs are still in their stages; 0: none
-  /// are.
+  /// Outputs of earlier sub-chunks that are still in this group's stages: tokens of their item from
+  /// the first of them on (what `left` was); 0: there are none.
   int pending = 0;
   unsigned thread;  // of the group; unsigned, so that divisions of it are shifts
   /// Where this lane's pieces of the next sub-chunk lie. Pointers walk from sub-chunk to sub-chunk:

@@ -6,10 +6,11 @@
 // its chunks plus a fixed cost. Each cluster gets a work range of equal cost, none smaller than the
 // longest chain: the wrap-around rule of McNaughton (1959). Where a range ends inside a chain, the
 // next range begins with the first tokens of that chain, and this range ends with its last tokens.
-// So the cluster that needs a state reaches that work item last, after the other cluster has handed
-// the state over. Ranges go to clusters in reverse, so that a cluster waits only for one that was
-// launched before it. Results do not depend on ranges: a state is handed over in fp32, between two
-// sub-chunks.
+// So two clusters may share a chain, each with a work item of its own: the one with the first
+// tokens has its item first and hands the state over; the other one has its item last, seldom
+// waits, and stores the end state. A chain is in no more than two ranges. Ranges go to clusters in
+// reverse, so that a cluster waits only for one that was launched before it. Results do not depend
+// on ranges: a state is handed over in fp32, with its scale, between two sub-chunks.
 //
 // An example: units of 4 and 6 chunks, one head, two clusters, fixed cost 0. The schedule has 10
 // chunks, each range 6 (the longest chain). Range 0 has unit 0 and 2 chunks of unit 1, range 1 the
@@ -46,7 +47,9 @@ template <int kBlocks>
 struct NormCheck {
   static constexpr int kWarps = 4 * kBlocks;  // consumer warps of the cluster
   float squares[2][kWarps];                   // sum of squares of each warp, by parity of interval
-  ptx::Mbarrier norms_arrived[2];             // all warps have put theirs
+  // All consumer warps have put theirs. A slot is used again two intervals later: by then all
+  // warps have read it, since that interval does not end without them.
+  ptx::Mbarrier norms_arrived[2];
 
   /// Called by all lanes of a consumer warp, whose number in the cluster is `warp`: tells every
   /// block the sum of squares of the warp's part of M.
@@ -69,7 +72,7 @@ struct NormCheck {
 /// Where a cluster is in the schedule.
 struct WorkRange {
   int64_t unit, head;
-  int64_t before;  // cost of that chain that lies in the range before
+  int64_t before;  // cost of that chain's end, which the range before (number - 1) has
   int64_t left;    // cost that is left of this range
 };
 
@@ -201,7 +204,9 @@ __device__ inline bool next_interval(const FusedPrefillArgs& a, SchedulerState& 
 }
 
 /// Called by all lanes of a warp: moves to the next item of the range, then to exit intervals.
-/// Returns false if nothing is left.
+/// Returns false if nothing is left. An item has chunks `first` to before `last` of its chain: a
+/// range that begins inside a chain leaves out the last ones (`before`), one that ends inside (cut)
+/// the first ones. The part at the end pays the fixed cost; if it pays no more, it is no item.
 template <bool kSegments, int kBlocks>
 __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& scheduler,
                                  NormCheck<kBlocks>& norm_check) {

@@ -62,6 +62,7 @@ struct Correct {
       return {ptx::pack<Item>(low.x * by, low.y * by), ptx::pack<Item>(low.z * by, low.w * by),
               ptx::pack<Item>(high.x * by, high.y * by), ptx::pack<Item>(high.z * by, high.w * by)};
     }
+    /// The second part, what rounded() lacks (no output residual: those are 4 bits).
     __device__ uint4 residual() const {
       const uint4 kept = rounded();
       return {rest_of(low.x, low.y, kept.x), rest_of(low.z, low.w, kept.y),

@@ -40,10 +40,12 @@ using InputOf = std::conditional_t<std::is_same_v<E, __half>, __half, __nv_bfloa
 template <class Operand>
 constexpr bool kFp16 = std::is_same_v<Operand, __half>;
 
-/// Scores inside a sub-chunk are anchored at its start: rows are decayed since then, columns
-/// divided by that decay. Rows reach from the anchor down to kLeast. Operands in bf16 are these
-/// rows, and keep clear of denormals. Operands in fp16 are rows without the anchor, and scores have
-/// rows of their own: with softplus gates, which have no bound, these span 216 powers of two.
+/// Anchored scores: rows are times the decay since the sub-chunk's start and times a power of two,
+/// the anchor; columns are divided by both. A row is in range where decay times anchor, its
+/// factor (decay.cuh), is at least kLeast. Operands in bf16 are these rows, which the anchor keeps
+/// clear of denormals. Operands in fp16 are rows without an anchor, and scores have rows of their
+/// own, in the type of q: with softplus gates, which have no bound, their factors span 216 powers
+/// of two.
 template <class Operand>
 constexpr float kAnchor = kFp16<Operand> ? 1.0f : 0x1p48f;  // of operands
 template <class Operand, GateMode kGateMode>
@@ -63,7 +65,7 @@ __device__ __forceinline__ constexpr unsigned gamma_place(unsigned channel) {
   return channel % 8 / 2 * kGammaStride<kK> + channel / 8 * 2 + channel % 2;
 }
 
-/// A consumer lane has tokens 2j and 2j + 1 of both 8: their factors lie together too.
+/// A consumer lane has tokens 2j and 2j + 1 of each 8: their factors lie together too.
 __device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
   return token % 8 / 2 * 4 + token / 8 * 2 + token % 2;
 }
@@ -77,10 +79,11 @@ struct alignas(1024) Tiles {
   uint16_t rows[2 * kSubchunk * kK];
   uint16_t kg[kSubchunk * kK];  // k exp(G_end - G): [16, 64] for each 64 channels
 };
-/// Squares are strictly lower triangular; square_place() says where an element is.
+/// The squares of 16 x 16, inverse and Aqk, are strictly lower triangular: the ones of T' are left
+/// out, and diag is the diagonal of Aqk. square_place() says where an element is.
 template <int kK>
 struct alignas(16) Factors {
-  uint16_t inverse[kSubchunk * kSubchunk];  // of T' = (I + N diag(beta))^-1
+  uint16_t inverse[kSubchunk * kSubchunk];  // T' - I, T' = (I + N diag(beta))^-1
   uint16_t Aqk[kSubchunk * kSubchunk];      // without norms, times kAnchor
   float gamma[4 * kGammaStride<kK>];        // exp(G_end), at gamma_place()
   // One value a token, at token_place():
@@ -102,8 +105,9 @@ template <int kK>
 using Tile = Bits[kSubchunk][kStride<kK>];
 template <int kK>
 using SwizzledTile = Bits[kSubchunk * kK];  // [16, 64] for each 64 channels
-/// Rows as they came, kGateBytes an element of g. Pieces of q and k are swizzled
-/// (tile/swizzle.hpp): in rows kStride apart their copies take 2.6 times as many wavefronts.
+/// Rows as they came, kGateBytes an element of g. The 8 pieces of each 128 bytes of q and k are
+/// permuted as in tile/swizzle.hpp, but rows of 256 bytes stay whole: in rows kStride apart their
+/// copies take 2.6 times as many wavefronts.
 template <int kK, int kGateBytes>
 struct RawRows {
   Bits q[kSubchunk][kK], k[kSubchunk][kK];
@@ -112,7 +116,8 @@ struct RawRows {
 /// What scores need. With operands in bf16 the rows of a stage make scores too.
 template <int kK, class Operand>
 struct ScoreScratch {
-  alignas(16) float L[kSubchunk][kSubchunk + 4];  // N diag(beta), then blocks of its inverse
+  // N diag(beta); then the diagonal blocks of 8 are those of T'.
+  alignas(16) float L[kSubchunk][kSubchunk + 4];
 };
 /// With operands in fp16: rows that make scores, or those of two dyadic levels. L takes the place
 /// of rows of k.
@@ -129,7 +134,7 @@ template <int kK, class Operand, class E>
 struct ProducerStorage {
   union {
     alignas(128) RawRows<kK, sizeof(E)> raw;
-    // Once raw rows are in registers:
+    // Once raw q and k are in registers (g lies behind; levels reach into it once it is read too):
     Tile<kK> levels[2];  // rows of dyadic levels, as operands
     struct {
       uint32_t q[kSubchunk], k[kSubchunk];
@@ -138,7 +143,8 @@ struct ProducerStorage {
   ScoreScratch<kK, Operand> scratch;
   Tile<kK> columns;   // k / (kScoreAnchor exp(G))
   int num_anchored;   // rows that the anchored form has right
-  int needs_rescale;  // fp16 cannot take a norm as it is, or softplus gates are large
+  int needs_rescale;  // make_rows_again(): a norm does not fit fp16, or softplus gates are large
+                      // (the consumer's rescale is another thing: of the state)
   int dyadic_only[kGroupWarps<kK>];  // by channels of each warp: the head forgets fast
   // Where a group has two warps:
   ptx::Mbarrier rows_ready;   // both have written (or read) what the other one reads (or writes)

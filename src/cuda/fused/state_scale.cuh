@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The state of a consumer warp as operands in fp16 need it: times a power of two.
 //
-// Operands in fp16 hold the state times a power of two, and what is added to it; so do
+// Operands in fp16 hold the state, and what is added to it, times a power of two; so do
 // accumulators. Factors are at most 1. A column of the state never grows but by beta v
 // (stage/segment_scan.hpp says where), and its error is at most v and the column's norm: what fits
 // goes on to fit until v has added up. A lane has 4 of the 16 tokens of a column and counts the
@@ -21,14 +21,15 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// Headroom after a rescale, where beta is at most 1 and at most 2.
+/// Headroom of a lane after rescale_if_needed(): where beta is at most 1, and where at most 2.
 constexpr float kHeadroom = 0x7000 / 16, kHeadroomOfTwo = 0x3000 / 32;
-constexpr float kHeadroomOfZeros = -0x1.555556p100f;  // of a state of zeros; no sub-chunk leaves it
-constexpr float kLeastConsumed = 1;                   // by a sub-chunk: rescales come in any case
+/// Marks a state of zeros, which any v sets the scale of. No subtraction gives just this number.
+constexpr float kHeadroomOfZeros = -0x1.555556p100f;
+constexpr float kLeastConsumed = 1;  // by a sub-chunk: rescales come in any case
 /// Consumed where v has become small: the state will.
 constexpr float kConsumedWhenSmall = kHeadroom / 4;
 constexpr float kLarge = 0x1p7f;
-constexpr int kLeastExponent = -6, kMostExponent = 4;  // of what is not scaled
+constexpr int kLeastExponent = -6, kMostExponent = 4;  // between these a scale stays
 constexpr int kExponentStep = 8;                       // powers of two between scales
 constexpr int kFarthestExponent = 96;                  // v up to 2^32 is finite when scaled
 constexpr int kExponentOfZeros = -1000;
@@ -103,7 +104,7 @@ __device__ void rescale_if_needed(C& c, uint32_t piece, Wait&& wait) {
   wait();
   const int of_v = first_exponent(c, piece, of_state == kExponentOfZeros) + c.scale.exponent;
   const int top = max(of_state, of_v + 1);
-  c.scale.headroom = kLeastConsumed;
+  c.scale.headroom = kLeastConsumed;  // all zeros: look again after one sub-chunk
   if (top <= kExponentOfZeros / 2) return;
   c.scale.headroom = c.a.gate.beta_mode == BetaMode::kSigmoid2 ? kHeadroomOfTwo : kHeadroom;
   if (top >= kLeastExponent && top < kMostExponent) return;
