@@ -46,6 +46,12 @@ _PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
 _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(("float32",), "*HV"), dt_bias=Rule(("float32",), "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
+# In libkda.arrays: two come in, the others go out.
+_GRADIENTS = dict(
+    d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
+    **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS).items()},
+    dA_log=_output(("float32",), "HV"), ddt_bias=_output(("float32",), "HV K"),
+    d_initial_state=_output(STATES, "N HV K V"))
 
 # By function; the order is that of the checks. K and V of a state change places with the v-first layout.
 RULES = {
@@ -73,7 +79,7 @@ RULES = {
     "arrays": dict(_inputs(ROWS), A_log=Rule(("float32",), "HV"), dt_bias=Rule(("float32",), "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
-                   **_MASK),
+                   **_MASK, **_GRADIENTS),
 }
 
 # What the C ABI and the operators say, and what a caller wrote.
@@ -86,6 +92,7 @@ WORDS = {
         o="out"),
     "fwd": dict(_SIZES, o="out"),
     "decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
+    "backward": dict(_SIZES, saved="kept"),
 }
 
 

@@ -183,6 +183,22 @@ def array_bytes(x):
     return arguments if x["q"].is_cuda else as_arrays(x, arguments, 0)
 
 
+def array_backward(x):
+    """On the CPU, where there is a backward pass."""
+    x = {n: t.cpu() for n, t in x.items()}
+    inputs = dict(rows(x), A_log=x["A_log"], dt_bias=x["dt_bias"].view(HV, K))
+    gradients = {f"d{n}": nan_like(t) for n, t in inputs.items()}
+    return as_arrays(x, dict(inputs, gate_mode="softplus", beta_mode="sigmoid", qk_l2norm=True, has_state=mask(x),
+                             initial_state=x["state"], d_o=x["v"] + 1, d_final_state=x["state"] + 1, **gradients,
+                             d_initial_state=nan_like(x["state"])), 0)
+
+
+def backward_into(**arguments):
+    """arrays.backward with the arrays of `out` as arguments."""
+    out = {n: arguments.pop(n) for n in arrays.Gradients._fields}
+    return arrays.backward(**arguments, out=out)
+
+
 GATE_NAMES, STATE_NAMES = ("A_log", "dt_bias"), ("initial_state", "has_state")
 LENGTH_NAMES = ("cu_seqlens", "cu_seqlens_cpu")
 TARGETS = {
@@ -220,6 +236,8 @@ TARGETS = {
     "arrays.forward": Target(arrays.forward, array_forward, ("o", "final_state"),
                              ("dt_bias", *STATE_NAMES, "o", "final_state")),
     "arrays.decode": Target(arrays.decode, array_decode, ("o", "state"), ("dt_bias", "indices", "o", "has_state")),
+    "arrays.backward": Target(backward_into, array_backward, arrays.Gradients._fields,
+                              ("d_o", "d_final_state", "has_state")),
     "arrays.workspace_bytes": Target(arrays.workspace_bytes, array_bytes, (), ("dt_bias", *STATE_NAMES)),
 }
 
