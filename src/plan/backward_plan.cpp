@@ -39,10 +39,6 @@ double bytes_a_token(const Plan& plan, std::size_t bytes) {
   return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
 }
 
-const char* keep_name(KeepPolicy policy) {
-  return policy == KeepPolicy::kInputs ? "inputs" : "states";
-}
-
 }  // namespace
 
 uint64_t plan_id(const Plan& forward) noexcept {
@@ -99,7 +95,7 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
 
 std::string BackwardPlan::to_text(bool explain) const {
   std::string text =
-      cat("backward, keep ", keep_name(plan.resolved.keep), ": ",
+      cat("backward, keep ", plan::keep_name(plan.resolved.keep), ": ",
           bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
           bytes_a_token(plan, plan.workspace_bytes), " of workspace\n", plan.to_text(explain));
   if (!explain) return text;
@@ -112,7 +108,7 @@ std::string BackwardPlan::to_text(bool explain) const {
 std::string BackwardPlan::to_json() const {
   JsonWriter json;
   json.begin_object();
-  json.member("keep", keep_name(plan.resolved.keep));
+  json.member("keep", plan::keep_name(plan.resolved.keep));
   json.member("kept_state_every", plan.resolved.kept_state_every);
   json.member("saved_bytes", plan.saved_bytes);
   json.member("saved_bytes_per_token_head", bytes_a_token(plan, plan.saved_bytes));

@@ -100,6 +100,8 @@ void list_scan_merge_forward(PlanBuilder& builder);
 void list_decode(PlanBuilder& builder);
 /// The reason why intra_form is not heeded, where one was asked for.
 void note_one_intra_form(PlanBuilder& builder);
+/// "inputs", "states", "keep"
+const char* keep_name(KeepPolicy policy);
 /// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
 /// reads.
 void save_states(PlanBuilder& builder);

@@ -6,6 +6,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <tuple>
 
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
@@ -350,6 +351,24 @@ TEST(Planner, JsonHoldsWhatTheTextSays) {
   EXPECT_EQ(json["implementation"], "cuda.sm80.staged");
   const std::string text = plan.to_text(true);
   EXPECT_NE(text.find("29 segments, 19 in the longest"), std::string::npos);
+}
+
+TEST(Planner, JsonSaysWhatAForwardKeeps) {
+  for (const auto& [keep, asked, resolved] :
+       {std::tuple{KeepPolicy::kInputs, "inputs", "inputs"},
+        std::tuple{KeepPolicy::kStates, "states", "states"},
+        std::tuple{KeepPolicy::kKeep, "keep", "states"}}) {  // the CPU takes it so
+    PlanOptions options;
+    options.keep = keep;
+    if (keep == KeepPolicy::kStates) options.kept_state_every = 128;
+    const Plan plan = plan_for("1000", 2, cpu_facts(), options);
+    const nlohmann::json json = nlohmann::json::parse(plan.to_json());
+    EXPECT_EQ(json["requested"]["keep"], asked);
+    EXPECT_EQ(json["requested"]["kept_state_every"], options.kept_state_every);
+    EXPECT_EQ(json["resolved"]["keep"], resolved);
+    EXPECT_EQ(json["resolved"]["kept_state_every"],
+              keep == KeepPolicy::kStates ? 128 : kKeptStateEvery);
+  }
 }
 
 /// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.
