@@ -125,5 +125,31 @@ TEST_F(BackwardInC, RefusesWithTheNameOfTheArgument) {
   EXPECT_NE(std::strstr(kda_last_error(), "kept_state_every: 100"), nullptr) << kda_last_error();
 }
 
+/// What a call gives counts: a gradient that the plan was made without would come back unwritten.
+TEST_F(BackwardInC, RefusesGradientsThatThePlanIsWithout) {
+  options_.keep = 0;
+  ASSERT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_OK) << kda_last_error();
+  kda_gradients few{};
+  few.struct_size = sizeof(few);
+  few.d_o = gradients.d_o;
+  few.dq = gradients.dq;
+  ASSERT_EQ(kda_backward_plan_create(forward, &few, nullptr, &plan), KDA_OK) << kda_last_error();
+  io::Buffer workspace(kda_backward_plan_workspace_bytes(plan));
+  const check::GradientBuffers before = buffers;
+  const auto call = [&](const kda_gradients& given) {
+    return kda_backward(plan, &problem, &given, workspace.data(), workspace.size());
+  };
+  kda_gradients more = few;
+  more.dk = gradients.dk;
+  EXPECT_EQ(call(more), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "dk: given, but the plan was made without it");
+  more = few;
+  more.d_final_state = gradients.d_final_state;
+  EXPECT_EQ(call(more), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "d_final_state: given, but the plan was made without it");
+  EXPECT_TRUE(test::same_gradients(before, buffers));
+  EXPECT_EQ(call(few), KDA_OK) << kda_last_error();
+}
+
 }  // namespace
 }  // namespace kda

@@ -3,6 +3,7 @@
 // anything is written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <ostream>
 
@@ -220,6 +221,10 @@ std::vector<BadCall> bad_calls() {
   run("saved_short", "saved: has", [](Call& c) { --c.tensors.saved_bytes; });
   run("saved_misaligned", "saved: is not aligned",
       [](Call& c) { c.tensors.saved = static_cast<char*>(c.tensors.saved) + 8; });
+  run("saved_is_the_workspace", "saved: overlaps the workspace", [](Call& c) {
+    c.workspace = io::Buffer(std::max(c.saved.size(), c.workspace_bytes));
+    c.tensors.saved = c.workspace.data();
+  });
   run(
       "saved_never_written", "saved: was not written", [](Call&) {},
       [](Call& c) { c.keep_forward = false; });
@@ -278,6 +283,29 @@ TEST(GoodBackward, TheUnspoiledCallSucceedsTwice) {
   const check::GradientBuffers first = call.buffers;
   ASSERT_TRUE(call.run_it().ok());  // what was kept is only read
   EXPECT_TRUE(test::same_gradients(first, call.buffers));
+}
+
+/// The forward would write its states over what it is computing with.
+TEST(BadForward, SavedIsTheWorkspace) {
+  Call call;
+  ASSERT_TRUE(call.plan_it().ok());
+  call.attach();
+  call.tensors.o = call.o.data();
+  call.o.fill(0x7f);
+  const io::Buffer before = call.o;
+  const std::size_t needed = call.forward.workspace_bytes, kept = call.forward.saved_bytes;
+  io::Buffer room(needed + kept);
+  const auto refused = [&](std::size_t workspace, std::size_t saved) {
+    call.tensors.saved = room.data() + saved;
+    const Status status = run(call.forward, call.tensors, room.data() + workspace, needed);
+    EXPECT_TRUE(test::same_bits(before, call.o) || status.ok());
+    return status.message();
+  };
+  EXPECT_EQ(refused(0, 0), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(0, needed - kWorkspaceAlignment), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(kept - kWorkspaceAlignment, 0), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(kept, 0), "");
+  EXPECT_EQ(refused(0, needed), "");
 }
 
 TEST(GoodBackward, DecodeHasNone) {
