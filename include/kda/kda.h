@@ -182,7 +182,7 @@ typedef struct kda_segments {
   float* states_in; /* [NSEG, HV, K, V] */
 } kda_segments;
 
-/* "0.1.0" */
+/* "0.2.0" */
 KDA_API const char* kda_version(void);
 KDA_API const char* kda_status_name(kda_status status);
 /* Message of the last failed call of this thread; "" if there was none. */
