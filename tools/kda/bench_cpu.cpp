@@ -58,7 +58,11 @@ struct StageCall {
       : scratch(blocked::scratch_bytes(inputs.problem, plan.num_threads)),
         tensors(inputs.tensors()),
         call{inputs.problem, tensors, stage::Sequences(inputs.problem, plan.cu_seqlens, nullptr),
-             plan.num_threads, scratch.data()} {}
+             plan.num_threads, scratch.data()} {
+    if (plan.implementation.find(".blocked.") == std::string::npos)
+      throw Error(Status(StatusCode::kUnsupported,
+                         cat("backend: ", plan.implementation, " has no such stage to measure")));
+  }
 
   io::Buffer scratch;
   Tensors tensors;
