@@ -319,11 +319,11 @@ def test_cuda_graph_with_new_data(T, shape):
 
 
 @needs_cuda
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_call_never_waits_for_the_device(on_host):
+@pytest.mark.parametrize("where", ["device", "both", "host"])
+def test_a_call_never_waits_for_the_device(where):
     x, _, state = make(1, 200, device="cuda", N=2)
     cu = torch.tensor([0, 70, 200])
-    arguments = dict(cu_seqlens=cu.cuda(), cu_seqlens_cpu=cu if on_host else None)
+    arguments = dict(cu_seqlens=cu if where == "host" else cu.cuda(), cu_seqlens_cpu=cu if where == "both" else None)
     chunk_kda(**x, initial_state=state, **arguments, **FLAGS)
     torch.cuda.set_sync_debug_mode("error")
     try:
