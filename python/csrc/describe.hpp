@@ -41,10 +41,16 @@ inline std::string in_words_of_operators(std::string text, bool pool) {
   return text;
 }
 
+/// No implementation of this build takes a call that is right otherwise: ValueError in Python too.
+struct Unsupported : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
 inline void check(kda_status status, bool pool = false) {
   if (status == KDA_OK) return;
   const std::string text = in_words_of_operators(kda_last_error(), pool);
-  if (status == KDA_INVALID_ARGUMENT || status == KDA_UNSUPPORTED) refuse(text);
+  if (status == KDA_INVALID_ARGUMENT) refuse(text);
+  if (status == KDA_UNSUPPORTED) throw Unsupported("libkda: " + text);
   throw std::runtime_error("libkda: " + text);
 }
 
@@ -66,6 +72,8 @@ inline constexpr Types kLengths = {"int32 or int64",
 inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
 inline constexpr Types kMasks = {"bool or uint8",
                                  {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};
+
+inline constexpr Types kBytes = {"uint8", {ScalarType::Byte, ScalarType::Byte, ScalarType::Byte}};
 
 inline int32_t dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {

@@ -21,6 +21,7 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_STATES = ("initial_state", "final_state", "states", "checkpoints", "d_final_state")
 _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints")
 
 
@@ -38,7 +39,7 @@ def check(function, values, *, v_first=False, dense_rows=False):
         if first is None:
             first = name, x.device
         _check_place(name, rule, x, *first)
-        if name in ("initial_state", "final_state", "states", "checkpoints"):
+        if name in _STATES:
             sizes.default_n()
             if v_first:
                 rule = rule._replace(shape=rule.shape.replace("K V", "V K"))

@@ -42,6 +42,13 @@ def _check_beta(use_beta_sigmoid_in_kernel):
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
+def _kept(q, disable_recompute):
+    """What a forward keeps for its backward: up to 4,096 tokens there is little to spare."""
+    if disable_recompute:
+        return ops.KEEP_ALL
+    return ops.KEEP_STATES if q.shape[1] > 4096 else ops.KEEP_NOTHING
+
+
 def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     """States at the start of every chunk, of sequences after each other, from those after every full chunk."""
     pieces, used = [], 0
@@ -94,9 +101,13 @@ def chunk_kda(
     Returns (o [B, T, HV, V] of q's type, final state fp32 or None), with return_intermediate_states also
     h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens.
 
-    safe_gate, disable_recompute, use_graph and max_num_seqs change nothing: every gate is exact, and a call never
-    waits for the device. Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the
-    argument, NotImplementedError where a derivative or cp_context is asked for; nothing is written then. A keyword
+    Gradients of all float tensors, each of the type of its tensor, are exact to the rounding of that type
+    (docs/python.md, "Training"). What a forward keeps for them: its inputs, beyond 4,096 tokens the fp32 state after
+    every 2,048, with disable_recompute all that spares work. There are no second and no forward-mode derivatives.
+
+    safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
+    Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the argument,
+    NotImplementedError for cp_context and for derivatives that there are not; nothing is written then. A keyword
     argument that nobody knows is ignored, with one warning.
     """
     if kwargs:
@@ -133,7 +144,11 @@ def chunk_kda(
     if has_state is not None:
         has_state = dense(has_state)
     if not return_intermediate_states:
-        o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
+        if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
+            keep = _kept(q, disable_recompute)
+            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep)
+        else:
+            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
         return as_type(o, q.dtype), final_state if output_final_state else None
     lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
     o = torch.empty(v.shape, dtype=rows_of(v).dtype, device=v.device)
