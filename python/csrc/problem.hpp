@@ -135,13 +135,14 @@ inline Tensor new_output(kda_problem* p, const Tensor& q, const Tensor& v) {
   return o;
 }
 
-/// The final states, new, fp32; without slots where none are wanted.
+/// The final states, new, fp32 or fp64 where that is computed in; without slots where none are
+/// wanted.
 inline Tensor new_final_state(kda_problem* p, const Tensor& q, bool state_v_first, bool wanted) {
   const int64_t HV = p->num_value_heads, K = p->key_dim, V = p->value_dim;
   const Tensor state = new_tensor<4>(
       "final_state", q,
       {wanted ? p->num_sequences : 0, HV, state_v_first ? V : K, state_v_first ? K : V},
-      aoti_torch_dtype_float32());
+      computes_in_float64(q) ? aoti_torch_dtype_float64() : aoti_torch_dtype_float32());
   if (wanted) describe_state(&p->final_state, state, q, "final_state", state_v_first, *p);
   return state;
 }

@@ -100,6 +100,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
   set_output(&p, o, q);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const bool state_a_token = indices && indices->dim() == 2 && indices->size(1) > 1;

@@ -204,7 +204,8 @@ def _outputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seq
     K, (HV, V) = q.shape[-1], v.shape[2:]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     matrix = (V, K) if state_v_first else (K, V)
-    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=torch.float32)
+    from ._checks import state_type
+    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=state_type(q))
 
 
 def _saved_bytes(q, v, keep):
