@@ -58,7 +58,8 @@ typedef enum kda_dtype {
   KDA_BF16 = 1,
   KDA_FP16 = 2,
   KDA_INT32 = 3,
-  KDA_INT64 = 4
+  KDA_INT64 = 4,
+  KDA_FP64 = 5 /* wherever a floating type may be; backend "oracle" alone computes it, on the CPU */
 } kda_dtype;
 
 typedef enum kda_gate_mode {

@@ -177,10 +177,11 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     throw;
   }
   Tensors& t = m.tensors;
-  for (const void** pointer : {&t.q, &t.k, &t.v, &t.g, &t.beta, &t.cu_seqlens}) m.replace(*pointer);
+  for (const void** pointer :
+       {&t.q, &t.k, &t.v, &t.g, &t.beta, &t.A_log, &t.dt_bias, &t.cu_seqlens})
+    m.replace(*pointer);
   for (void** pointer : {&t.o, &t.initial_state, &t.final_state, &t.checkpoints})
     m.replace(*pointer);
-  for (const float** pointer : {&t.A_log, &t.dt_bias}) m.replace(*pointer);
   for (const int32_t** pointer : {&t.initial_state_indices, &t.num_accepted_tokens,
                                   &t.final_state_indices, &t.checkpoint_indices})
     m.replace(*pointer);

@@ -161,6 +161,42 @@ TEST(Planner, OracleHasNoSegments) {
   EXPECT_NE(plan.reasons.back().find("no segments"), std::string::npos);
 }
 
+TEST(Planner, Float64GoesToTheOracleWithAReason) {
+  std::vector<int64_t> cu_seqlens;
+  Problem p = packed({100, 30}, 2, &cu_seqlens);
+  p.v.dtype = DType::kFloat64;
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, cu_seqlens, cpu_facts(), {}, &plan).ok());
+  EXPECT_EQ(plan.implementation, "cpu.oracle");
+  const std::string reason = "v: dtype fp64, only backend oracle computes it, on the CPU";
+  EXPECT_EQ(plan.reasons.back(), reason);
+  EXPECT_EQ(plan.candidates[0].reason, reason);
+  // A gradient in fp64 asks for it as well.
+  p.v.dtype = DType::kBFloat16;
+  ASSERT_TRUE(make_plan(p, cu_seqlens, cpu_facts(), {}, &plan).ok());
+  EXPECT_NE(plan.implementation, "cpu.oracle");
+  Gradients gradients;
+  gradients.d_o = p.o;
+  gradients.dq = contiguous(DType::kFloat64, {1, p.num_tokens, 2, 128});
+  BackwardPlan backward;
+  ASSERT_TRUE(make_backward_plan(plan, gradients, {}, &backward).ok());
+  EXPECT_EQ(backward.plan.implementation, "cpu.oracle");
+  EXPECT_EQ(backward.plan.reasons.back(),
+            "dq: dtype fp64, only backend oracle computes it, on the CPU");
+  gradients.dq->dtype = DType::kFloat32;
+  ASSERT_TRUE(make_backward_plan(plan, gradients, {}, &backward).ok());
+  EXPECT_NE(backward.plan.implementation, "cpu.oracle");
+}
+
+TEST(Planner, OracleKeepsNothing) {
+  PlanOptions options = test::with_backend("oracle");
+  options.keep = KeepPolicy::kStates;
+  const Plan plan = plan_for("5000", 2, cpu_facts(), options);
+  EXPECT_EQ(plan.saved_bytes, 0u);
+  EXPECT_EQ(plan.resolved.keep, KeepPolicy::kInputs);
+  EXPECT_EQ(plan.reasons.back(), "keep: cpu.oracle keeps nothing and makes the states again");
+}
+
 TEST(Planner, WorkspaceBlocksAreDisjointAndAligned) {
   const Plan plan =
       plan_for("1000", 2, cpu_facts(), test::fixed_segments(3, SegmentMethod::kOnePass));

@@ -20,13 +20,14 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
   PlanOptions options = with_threads(run.num_threads);
+  options.backend = run.backend;
   if (run.kernels) options.backend = std::string("cpu.blocked.") + run.kernels->name;
   if (run.kept_every > 0) {
     options.keep = KeepPolicy::kStates;
     options.kept_state_every = run.kept_every;
   }
   Problem p = inputs.problem;
-  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  check::Outputs outputs = check::make_outputs(&p, check::state_type(p));
   throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), options, &forward));
   saved = io::Buffer(forward.saved_bytes);
   saved.fill(0xff);

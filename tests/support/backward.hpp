@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Running the blocked backend's backward pass on inputs of tests.
+// Running a backward pass of the CPU on inputs of tests.
 #pragma once
+
+#include <string>
 
 #include "check/backward.hpp"
 #include "cpu/blocked/blocked.hpp"
@@ -9,7 +11,8 @@
 namespace kda::test {
 
 struct BackwardRun {
-  const cpu::blocked::Kernels* kernels = nullptr;  ///< null: the fastest of this machine
+  const cpu::blocked::Kernels* kernels = nullptr;  ///< null: those of `backend`
+  std::string backend;                             ///< empty: the planner's choice
   int32_t num_threads = 1;
   int64_t kept_every = 0;  ///< the forward keeps a state every so many tokens; 0: none
   const int32_t* state_indices = nullptr;

@@ -3,15 +3,21 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "tools/kda/commands.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
+#include "tools/kda/print.hpp"
 #include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {
+
+constexpr std::pair<const char*, KeepPolicy> kPolicies[] = {
+    {"inputs", KeepPolicy::kInputs}, {"states", KeepPolicy::kStates}, {"keep", KeepPolicy::kKeep}};
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
@@ -53,13 +59,13 @@ struct PlanCommand {
     return p;
   }
 
-  /// Every gradient but those of states, dense, each of the type of its input.
-  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+  /// Every gradient but those of states, dense, each of the type of its input, for a forward that
+  /// keeps what `policy` says.
+  BackwardPlan backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
+                             KeepPolicy policy) const {
     const Problem p = problem(cu_seqlens.back());
     PlanOptions options = schedule.plan_options();
-    options.keep = keep == "inputs"   ? KeepPolicy::kInputs
-                   : keep == "states" ? KeepPolicy::kStates
-                                      : KeepPolicy::kKeep;
+    options.keep = policy;
     Plan forward;
     throw_if_error(make_plan(p, cu_seqlens, facts, options, &forward));
     const Gradients gradients{.d_o = p.o,
@@ -74,7 +80,39 @@ struct PlanCommand {
                               .d_initial_state = {}};
     BackwardPlan plan;
     throw_if_error(make_backward_plan(forward, gradients, schedule.plan_options(), &plan));
-    print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
+    return plan;
+  }
+
+  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+    const auto chosen = std::find_if(std::begin(kPolicies), std::end(kPolicies),
+                                     [&](const auto& entry) { return entry.first == keep; });
+    const BackwardPlan plan = backward_plan(cu_seqlens, facts, chosen->second);
+    if (json || !explain) return print_report((json ? plan.to_json() : plan.to_text()) + "\n");
+    std::vector<std::vector<std::string>> rows = {
+        {"kept by a forward", "bytes a token and head", "kept", "workspace", "together"}};
+    for (const auto& [name, policy] : kPolicies) {
+      const Plan made = backward_plan(cu_seqlens, facts, policy).plan;
+      const Problem& p = made.problem;
+      const auto mb = [](std::size_t bytes) {
+        return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
+      };
+      rows.push_back({made.resolved.keep == policy ? name : cat(name, " (as ", keep_of(made), ")"),
+                      fmt::format("{:.1f}", bytes_a_token(p, made.saved_bytes)),
+                      mb(made.saved_bytes), mb(made.workspace_bytes),
+                      mb(made.saved_bytes + made.workspace_bytes)});
+    }
+    print_report(cat(plan.to_text(true), "\n", format_table(rows)));
+  }
+
+  static const char* keep_of(const Plan& plan) {
+    for (const auto& [name, policy] : kPolicies)
+      if (policy == plan.resolved.keep) return name;
+    return "";
+  }
+
+  static double bytes_a_token(const Problem& p, std::size_t bytes) {
+    const int64_t all = p.batch * p.num_tokens * p.num_value_heads;
+    return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
   }
 
   void operator()() const {
@@ -107,10 +145,8 @@ void add_plan(CLI::App& app) {
       ->default_str(cat(c->compute_capability));
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
-  add_choice(*sub, "--dtype", &c->dtype, {"fp32", "bf16", "fp16"}, "Of q, k, v, g, beta")
-      ->default_str(c->dtype);
-  add_choice(*sub, "--gate-dtype", &c->gate_dtype, {"fp32", "bf16", "fp16"},
-             "Of g (default that of q)");
+  add_choice(*sub, "--dtype", &c->dtype, kFloatTypes, "Of q, k, v, g, beta")->default_str(c->dtype);
+  add_choice(*sub, "--gate-dtype", &c->gate_dtype, kFloatTypes, "Of g (default that of q)");
   c->operation.add_to(*sub);
   c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
