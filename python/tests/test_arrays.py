@@ -253,7 +253,7 @@ def as_double(x):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_gradients(gates, bound, dtype):
     """All of them, with grouped heads; None where the forward has no such argument."""
-    x, parameters, state, arguments, _ = numpy_inputs(dtype=dtype, gates=gates)
+    x, parameters, state, arguments, _ = numpy_inputs(T=70, dtype=dtype, gates=gates)
     d_o, d_final = torch.randn_like(x["v"]), torch.randn_like(state)
     found = arrays.backward(**arguments, **modes_of(gates, parameters), initial_state=state.numpy(), d_o=d_o.numpy(),
                             d_final_state=d_final.numpy())
@@ -312,7 +312,7 @@ def test_gradients_by_differences():
 
 def test_gradients_of_bfloat16():
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
-    x, parameters, state = make(dtype=torch.bfloat16)
+    x, parameters, state = make(T=70, dtype=torch.bfloat16)
     arguments = {name: t.view(torch.uint16).numpy().view(bfloat16) for name, t in x.items()}
     d_o = torch.randn_like(x["v"])
     found = arrays.backward(**arguments, qk_l2norm=True, beta_mode="sigmoid",
@@ -325,10 +325,13 @@ def test_gradients_of_bfloat16():
 
 
 def test_gradients_into_arrays_of_the_caller(monkeypatch):
-    """Other types and strides; without ml_dtypes a bfloat16 gradient needs one."""
+    """Other types and strides, of inputs too; without ml_dtypes a bfloat16 gradient needs one."""
     x, _, _, arguments, _ = numpy_inputs()
     call = dict(qk_l2norm=True, beta_mode="sigmoid", d_o=torch.randn_like(x["v"]).numpy())
     expected = arrays.backward(**arguments, **call)
+    fused = np.concatenate([arguments["q"], arguments["k"]], axis=-1)
+    arguments.update(q=fused[..., :64], k=fused[..., 64:], beta=np.repeat(arguments["beta"], 2, -1)[..., ::2])
+    call["d_o"] = np.concatenate([call["d_o"]] * 2, -1)[..., 32:]
     wide = np.full((2, 131, 2, 128), np.nan, np.float32)
     spread, half = np.full((2, 131, 4, 3), np.nan, np.float32), np.full_like(arguments["v"], np.nan, np.float16)
     out = dict(dk=wide[..., 64:], dbeta=spread[..., 1], dv=half)
@@ -462,6 +465,10 @@ def test_arrays_on_a_gpu(source):
     found, found_final = arrays.forward(**inputs, o=o, final_state=final, workspace=workspace, stream=stream.ptr, **raw)
     with pytest.raises(ValueError, match="workspace"):
         arrays.forward(**inputs, o=o, final_state=final, workspace=workspace[64:], stream=stream.ptr, **raw)
+    with pytest.raises(ValueError, match="^kept must be None on a GPU"):
+        arrays.forward(**inputs, o=o, final_state=final, workspace=workspace, kept=arrays.Kept(), **raw)
+    with pytest.raises(ValueError, match="^q must be on the CPU: there is no backward pass on a GPU yet"):
+        arrays.backward(**inputs, d_o=o)
     stream.synchronize()
     assert found is o and found_final is final
     expected = reference(x, parameters, state)

@@ -460,6 +460,10 @@ TEST(Backward, HalvesChainedThroughTheStateAreTheWhole) {
     if (cut % 16 == 0) {  // chunks of the backward begin there: the same bits
       EXPECT_TRUE(test::same_bits(d_first.d_initial_state, whole.d_initial_state)) << cut;
       EXPECT_EQ(std::memcmp(d_first.dv.data(), whole.dv.data(), d_first.dv.size()), 0) << cut;
+      EXPECT_EQ(
+          std::memcmp(d_second.dv.data(), whole.dv.data() + d_first.dv.size(), d_second.dv.size()),
+          0)
+          << cut;
     }
     for (int64_t d = 0; d < K; ++d)
       EXPECT_NEAR(dot(second.initial_state, d_second.d_initial_state, d, V),
