@@ -61,13 +61,14 @@ struct PlanCommand {
 
   /// Every gradient but those of states, dense, each of the type of its input, for a forward that
   /// keeps what `policy` says.
-  BackwardPlan backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
-                             KeepPolicy policy) const {
+  Status backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
+                       KeepPolicy policy, BackwardPlan* plan) const {
     const Problem p = problem(cu_seqlens.back());
     PlanOptions options = schedule.plan_options();
     options.keep = policy;
     Plan forward;
-    throw_if_error(make_plan(p, cu_seqlens, facts, options, &forward));
+    const Status planned = make_plan(p, cu_seqlens, facts, options, &forward);
+    if (!planned.ok()) return planned;
     const Gradients gradients{.d_o = p.o,
                               .d_final_state = {},
                               .dq = p.q,
@@ -78,20 +79,21 @@ struct PlanCommand {
                               .dA_log = p.A_log,
                               .ddt_bias = {},
                               .d_initial_state = {}};
-    BackwardPlan plan;
-    throw_if_error(make_backward_plan(forward, gradients, schedule.plan_options(), &plan));
-    return plan;
+    return make_backward_plan(forward, gradients, schedule.plan_options(), plan);
   }
 
   void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
     const auto chosen = std::find_if(std::begin(kPolicies), std::end(kPolicies),
                                      [&](const auto& entry) { return entry.first == keep; });
-    const BackwardPlan plan = backward_plan(cu_seqlens, facts, chosen->second);
+    BackwardPlan plan;
+    throw_if_error(backward_plan(cu_seqlens, facts, chosen->second, &plan));
     if (json || !explain) return print_report((json ? plan.to_json() : plan.to_text()) + "\n");
     std::vector<std::vector<std::string>> rows = {
         {"kept by a forward", "bytes a token and head", "kept", "workspace", "together"}};
     for (const auto& [name, policy] : kPolicies) {
-      const Plan made = backward_plan(cu_seqlens, facts, policy).plan;
+      BackwardPlan other;
+      if (!backward_plan(cu_seqlens, facts, policy, &other).ok()) continue;  // not on this device
+      const Plan& made = other.plan;
       const Problem& p = made.problem;
       const auto mb = [](std::size_t bytes) {
         return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
