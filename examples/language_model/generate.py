@@ -38,7 +38,7 @@ def main():
     parser.add_argument("--bytes", type=int, default=400, help="to generate (400)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0: always the likeliest byte (0.6)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--weights", type=pathlib.Path, default=WEIGHTS, help="what train.py wrote (those of this folder)")
+    parser.add_argument("--weights", type=pathlib.Path, default=WEIGHTS, help="what train.py wrote (this folder's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     prompt = args.prompt.encode() or b"\n"

@@ -5,8 +5,9 @@
     python fla_suite.py FLA_CHECKOUT [--device cpu|cuda] [--json FILE] [PYTEST ARGUMENT ...]
 
 FLA_CHECKOUT is a clone of FLA's repository: its tests are in no package. fla-core, libkda and pytest are those of this
-Python. Says of every test who served its calls. One that passes though FLA served a call is "handed back", and one that
-the memory of the machine does not hold "out of memory". Exit code 1 if one failed or was handed back, or if none passed.
+Python. Says of every test who served its calls. One that passes though FLA served a call is "handed back", and one
+that the memory of the machine does not hold "out of memory". Exit code 1 if a test failed or was handed back, or if
+none passed.
 """
 import argparse
 import collections

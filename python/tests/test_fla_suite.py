@@ -83,8 +83,9 @@ def test_verdicts():
     for outcome, paths, expected in [("passed", served, "passed"), ("passed", returned, "handed back"),
                                      ("failed", returned, "failed"), ("skipped", [], "skipped")]:
         assert fla_suite.verdict(dict(outcome=outcome, paths=paths)) == expected
-    for counts, code in [({"passed": 3, "skipped": 1}, 0), ({"passed": 3, "failed": 1}, 1), ({}, 1), ({"skipped": 9}, 1),
-                         ({"passed": 3, "handed back": 1}, 1), ({"passed": 3, "out of memory": 1}, 0)]:
+    for counts, code in [({"passed": 3, "skipped": 1}, 0), ({"passed": 3, "failed": 1}, 1), ({}, 1),
+                         ({"skipped": 9}, 1), ({"passed": 3, "handed back": 1}, 1),
+                         ({"passed": 3, "out of memory": 1}, 0)]:
         assert fla_suite.exit_code(counts) == code
 
 
