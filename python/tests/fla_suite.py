@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ def pytest_load_initial_conftests():
     found.update(fla=fla.__version__, torch=torch.__version__, libkda=libkda.__version__,
                  device=torch.cuda.get_device_name() if os.environ["LIBKDA_SUITE_DEVICE"] == "cuda" else "cpu")
     if os.environ["LIBKDA_SUITE_DEVICE"] == "cpu":
+        most = int(float(os.environ["LIBKDA_SUITE_MEMORY"]) * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # an error of the test, not the end of a process
         torch.set_flush_denormal(True)  # FLA's references crawl where states decay
         import fla.utils
         for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
@@ -88,12 +91,18 @@ def commit_of(checkout):
     return run.stdout.strip() or None
 
 
-def run_pytest(checkout, tests, device, extra):
+def free_memory():
+    """GiB that a process may take and leave some for others."""
+    rows = dict(line.split(":") for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    return 0.9 * int(rows["MemAvailable"].split()[0]) / 2**20
+
+
+def run_pytest(checkout, tests, device, memory, extra):
     """What the plugin above found."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
         environment = {n: x for n, x in os.environ.items() if n != "FLA_CI_ENV"}  # it loosens the bounds
-        environment.update(LIBKDA_SUITE_DEVICE=device, LIBKDA_SUITE_REPORT=str(report),
+        environment.update(LIBKDA_SUITE_DEVICE=device, LIBKDA_SUITE_REPORT=str(report), LIBKDA_SUITE_MEMORY=str(memory),
                            PYTHONPATH=os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -121,12 +130,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of FLA's repository")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--memory", type=float, metavar="GIB", default=None,
+                        help="of a test on the CPU, at most (nine tenths of what is free)")
     parser.add_argument("--tests", default="tests/ops/test_kda.py", help="file in the checkout")
     parser.add_argument("--json", type=pathlib.Path, help="write the report to this file")
     args, extra = parser.parse_known_args()
     if not (args.checkout / args.tests).is_file():
         parser.error(f"{args.checkout} has no {args.tests}: give a clone of FLA's repository")
-    report = {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device, extra)
+    report = {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device,
+                                                              args.memory or free_memory(), extra)
     for row in report["tests"].values():
         row["verdict"] = verdict(row)
     report["counts"] = dict(collections.Counter(row["verdict"] for row in report["tests"].values()))
