@@ -11,6 +11,7 @@ none passed.
 """
 import argparse
 import collections
+import gc
 import json
 import os
 import pathlib
@@ -60,8 +61,10 @@ def pytest_load_initial_conftests():
     libkda.fla._state = Paths(libkda.fla._state)
 
 
-def pytest_runtest_setup(item):
+def pytest_runtest_logstart():
     Paths.seen.clear()
+    sys.last_exc = sys.last_value = sys.last_traceback = None  # the tensors of a test that failed
+    gc.collect()
 
 
 def reason_of(longrepr):
