@@ -65,7 +65,7 @@ inline ForwardPlan forward_plan(const kda_problem& problem, const kda_plan_optio
   });
 }
 
-/// Of the forward that forward_plan() makes of the same arguments.
+/// The backward of what forward_plan() makes of the same arguments.
 inline BackwardPlan backward_plan(const kda_problem& problem, const kda_gradients& gradients,
                                   const kda_plan_options& options,
                                   const std::vector<int64_t>& cu_seqlens) {

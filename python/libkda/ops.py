@@ -231,7 +231,7 @@ def _below_autograd(operator, args):
         return operator(*args)
 
 
-# Of one level: an operator's autograd is asked at each level of torch.func in turn.
+# Functions of one level: torch.func asks an operator's autograd at each of its levels in turn.
 
 class _Forward(_SingleLevelFunction):
     """forward_kept and its gradients."""
