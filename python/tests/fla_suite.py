@@ -22,14 +22,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 # ---- in pytest's process (-p fla_suite) ------------------------------------------------------------------------------
 
-class Paths(dict):
-    """libkda.fla's state, which keeps every path that it is told of."""
-    seen: list[str] = []
+seen: list[str] = []  # every path that libkda.fla notes
 
-    def __setitem__(self, name, value):
-        super().__setitem__(name, value)
-        if name == "path":
-            self.seen.append(value)
+
+def keep_paths(plugin):
+    def kept(note):
+        def call(*args):
+            note(*args)
+            seen.append(plugin.path)
+        return call
+    plugin.serves, plugin.leaves = kept(plugin.serves), kept(plugin.leaves)
 
 
 found = {"tests": {}}
@@ -49,16 +51,16 @@ def pytest_configure(config):
         if hasattr(fla.utils, "hardware"):
             fla.utils.hardware.device = "cpu"
     import libkda.fla
-    libkda.fla._state = Paths(libkda.fla._state)
+    keep_paths(libkda.fla._plugin)
 
 
 def pytest_runtest_setup(item):
-    Paths.seen.clear()
+    seen.clear()
 
 
 def pytest_runtest_logreport(report):
     row = found["tests"].setdefault(report.nodeid, {"outcome": "passed", "paths": []})
-    row["paths"] = sorted({*row["paths"], *Paths.seen})
+    row["paths"] = sorted({*row["paths"], *seen})
     if report.outcome != "passed" and row["outcome"] == "passed":
         row["outcome"] = report.outcome
         text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr).strip()
