@@ -420,13 +420,13 @@ def test_without_kda_in_transformers():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")
-def test_with_kernels_from_the_hub(kimi):
+def test_with_kernels_from_the_hub():
     """A model that asks for hub kernels, of which none is for a CPU, is served all the same."""
-    ids = prompt(2, 40)
+    model, ids = models.build("kimi_linear"), prompt(2, 40)
     with torch.no_grad(), models.served():
-        expected = kimi(ids).logits
-        kimi.set_use_kernels(True)
-        assert torch.equal(kimi(ids).logits, expected)
+        expected = model(ids).logits
+        model.set_use_kernels(True)
+        assert torch.equal(model(ids).logits, expected)
         assert libkda.transformers.last_path() == "libkda: chunk_kda"
 
 

@@ -61,15 +61,22 @@ def build(family, **changes):
     return FAMILIES[family](**changes).eval()
 
 
+def in_torch(function):
+    """A function of a model file as that file writes it: FLA's replace it where FLA is installed, and the package
+    kernels makes a module of it."""
+    if isinstance(function, torch.nn.Module):
+        function = inspect.getclosurevars(type(function).forward).nonlocals["func"]
+    return inspect.unwrap(function)
+
+
 @contextlib.contextmanager
 def torch_functions(family):
-    """The model file with its own functions in torch, which FLA's replace where FLA is installed; libkda is switched
-    off before and after."""
+    """The model file with its own functions in torch; libkda is switched off before and after."""
     file = file_of(family)
     libkda.transformers.disable()
     installed = [getattr(file, name) for name in FUNCTIONS]
     for name, function in zip(FUNCTIONS, installed):
-        setattr(file, name, inspect.unwrap(function))
+        setattr(file, name, in_torch(function))
     try:
         yield file
     finally:
