@@ -60,6 +60,10 @@ def _serve(function, original, arguments, modes, names, options):
             return result
         except (NotImplementedError, TypeError, ValueError) as refusal:
             reason = str(refusal).partition("\n")[0]
+        except RuntimeError as failure:
+            reason = str(failure)
+            if "this build has no" not in reason:  # CUDA, or kernels for this card
+                raise
     _plugin.leaves(original, reason)
     return None
 

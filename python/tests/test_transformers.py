@@ -11,7 +11,7 @@ import pytest
 import torch
 from common import distance
 
-import libkda
+import libkda.kda
 
 transformers = pytest.importorskip("transformers")
 try:
@@ -39,6 +39,11 @@ def set_up():
     libkda.transformers.enable()
 
 
+@pytest.fixture
+def kimi_linear():
+    return pytest.importorskip("transformers.models.kimi_linear", reason="GLM-5-Next came before it")
+
+
 @pytest.fixture(params=INSTALLED)
 def family(request):
     with models.torch_functions(request.param):
@@ -46,7 +51,7 @@ def family(request):
 
 
 @pytest.fixture
-def kimi():
+def kimi(kimi_linear):
     with models.torch_functions("kimi_linear"):
         yield models.build("kimi_linear")
 
@@ -231,7 +236,7 @@ def functions(family):
 
 
 @pytest.fixture
-def kimi_functions():
+def kimi_functions(kimi_linear):
     with models.torch_functions("kimi_linear"):
         yield lambda: functions("kimi_linear")
 
@@ -297,6 +302,24 @@ def test_what_libkda_refuses_goes_on(kimi_functions):
         assert all(torch.equal(*pair) for pair in zip(expected, found))
         kimi_functions()[0](*rows(), seq_idx=torch.zeros(2, 70))
         assert libkda.transformers.last_path() == f"transformers: {CHUNK}: seq_idx without cu_seqlens"
+
+
+def test_a_build_without_cuda(kimi_functions, monkeypatch):
+    """CUDA tensors go on to the model's own function; what fails in a call that libkda serves is not hidden."""
+    def fails(text):
+        def chunk_kda(*args, **options):
+            raise RuntimeError(text)
+        monkeypatch.setattr(libkda.kda, "chunk_kda", chunk_kda)
+
+    x = rows()
+    expected = kimi_functions()[0](*x, use_qk_l2norm_in_kernel=True)[0]
+    with models.served():
+        fails("cuda: this build has no CUDA (KDA_CUDA=OFF or no nvcc)")
+        assert torch.equal(kimi_functions()[0](*x, use_qk_l2norm_in_kernel=True)[0], expected)
+        assert "this build has no CUDA" in libkda.transformers.last_path()
+        fails("CUDA error: an illegal memory access was encountered")
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            kimi_functions()[0](*x)
 
 
 def test_a_gradient_of_decode(kimi_functions):
@@ -420,7 +443,7 @@ def test_without_kda_in_transformers():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")
-def test_with_kernels_from_the_hub():
+def test_with_kernels_from_the_hub(kimi_linear):
     """A model that asks for hub kernels, of which none is for a CPU, is served all the same."""
     model, ids = models.build("kimi_linear"), prompt(2, 40)
     with torch.no_grad(), models.served():
@@ -432,7 +455,7 @@ def test_with_kernels_from_the_hub():
 
 # ---- time ------------------------------------------------------------------------------------------------------------
 
-def test_prefill_is_faster():
+def test_prefill_is_faster(kimi_linear):
     """A whole model's prefill of 1,000 tokens; 7 to 8 times is what is measured."""
     by_torch, by_libkda = models.prefill_seconds(models.kimi_of(heads=4), tokens=1000, runs=2)
     print(f"prefill of 1,000 tokens, 4 heads: {by_torch / by_libkda:.1f}x")
