@@ -6,6 +6,7 @@ from libkda import gate as gate
 from libkda import kda as kda
 from libkda import naive as naive
 from libkda import ops as ops
+from libkda import transformers as transformers
 from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.kda import chunk_kda as chunk_kda
 from libkda.kda import fused_recurrent_kda as fused_recurrent_kda

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
 
 import torch
 
 from . import gate, kda, ops
+from ._plugin import Plugin
 
 try:
     from fla.backends import BaseBackend, register
@@ -25,22 +25,22 @@ except ImportError:
     except ImportError as error:
         raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
-_state: dict[str, Any] = {"enabled": True, "path": None}
+_plugin = Plugin("fla")
 
 
 def enable() -> None:
     """Serve FLA's calls (the state after import)."""
-    _state["enabled"] = True
+    _plugin.enabled = True
 
 
 def disable() -> None:
     """Leave all calls to FLA until enable()."""
-    _state["enabled"] = False
+    _plugin.enabled = False
 
 
 def last_path() -> str | None:
     """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first."""
-    return _state["path"]
+    return _plugin.path
 
 
 def _has_backward(arguments):
@@ -52,8 +52,8 @@ def _has_backward(arguments):
 
 def _reason(name, arguments):
     """Why libkda does not serve a call with these arguments; None if it does."""
-    if not _state["enabled"]:
-        return "libkda.fla.disable() was called"
+    if _plugin.disabled:
+        return _plugin.disabled
     if arguments.get("cp_context") is not None:
         return "cp_context is not supported yet"
     if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
@@ -77,13 +77,13 @@ def _serve(name, function):
 
     @functools.wraps(function)
     def call(self, *args, **kwargs):
-        _state["path"] = f"libkda: {name}"
+        _plugin.serves(name)
         return run(*args, **kwargs)
 
     def verifier(self, *args, **kwargs):
         reason = _reason(name, dict(zip(names, args), **kwargs))
         if reason is not None:
-            _state["path"] = f"fla: {name}: {reason}"
+            _plugin.leaves(name, reason)
         return reason is None, reason
 
     return {name: call, f"{name}_verifier": verifier}

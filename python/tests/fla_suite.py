@@ -28,14 +28,16 @@ HERE = pathlib.Path(__file__).resolve().parent
 
 # ---- in pytest's process (-p fla_suite) ------------------------------------------------------------------------------
 
-class Paths(dict):
-    """libkda.fla's state, which keeps every path that it is told of."""
-    seen: list[str] = []
+seen: list[str] = []  # every path that libkda.fla notes
 
-    def __setitem__(self, name, value):
-        super().__setitem__(name, value)
-        if name == "path":
-            self.seen.append(value)
+
+def keep_paths(plugin):
+    def kept(note):
+        def call(*args):
+            note(*args)
+            seen.append(plugin.path)
+        return call
+    plugin.serves, plugin.leaves = kept(plugin.serves), kept(plugin.leaves)
 
 
 found = {"tests": {}}
@@ -58,11 +60,11 @@ def pytest_load_initial_conftests():
         for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
             module.device, module.device_torch_lib = "cpu", torch.cpu
     import libkda.fla
-    libkda.fla._state = Paths(libkda.fla._state)
+    keep_paths(libkda.fla._plugin)
 
 
 def pytest_runtest_logstart():
-    Paths.seen.clear()
+    seen.clear()
     sys.last_exc = sys.last_value = sys.last_traceback = None  # the tensors of a test that failed
     gc.collect()
 
@@ -77,7 +79,7 @@ def reason_of(longrepr):
 
 def pytest_runtest_logreport(report):
     row = found["tests"].setdefault(report.nodeid, {"outcome": "passed", "paths": []})
-    row["paths"] = sorted({*row["paths"], *Paths.seen})
+    row["paths"] = sorted({*row["paths"], *seen})
     if report.outcome != "passed" and row["outcome"] == "passed":
         row["outcome"] = report.outcome
         row["reason"] = reason_of(report.longrepr)[:300]

@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README.md and docs/python.md show, run as files."""
+"""What README.md, docs/python.md and docs/engines.md show, run as files."""
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
-EXAMPLES = sorted((pathlib.Path(__file__).resolve().parents[2] / "examples" / "python").glob("*.py"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "examples" / "python").glob("*.py"))
 assert EXAMPLES
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_runs(path):
-    needs = {"fla_plugin": "fla", "jax_forward": "jax"}
+    needs = {"fla_plugin": "fla", "jax_forward": "jax", "transformers_generate": "transformers.models.kimi_linear"}
     if path.stem in needs:
         pytest.importorskip(needs[path.stem])
     run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout
+
+
+def test_engines_table():
+    """Every line of docs/engines.md names a file that the tests run, and that file has what the line says to write."""
+    rows = re.findall(r"^\| (.*) \| (.*) \| .* \| \[.*\]\((\S+)\) \|$", (ROOT / "docs/engines.md").read_text(), re.M)
+    assert len(rows) == 8
+    in_ctest = (ROOT / "tests" / "CMakeLists.txt").read_text()
+    for program, write, link in rows:
+        path = (ROOT / "docs" / link).resolve()
+        assert path in EXAMPLES or f"examples/{path.name}" in in_ctest or path.stem in re.search(
+            r"foreach\(example (.*)\)", in_ctest).group(1).split(), program
+        for snippet in re.findall("`(.*?)`", write):
+            assert snippet in path.read_text(), f"{program}: {snippet}"

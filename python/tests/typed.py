@@ -6,6 +6,7 @@ import torch
 from typing_extensions import assert_type
 
 import libkda.fla
+import libkda.transformers
 from libkda import arrays, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_recurrent_kda
 from libkda.compat import flash_kda
 
@@ -20,6 +21,7 @@ assert_type(fused_recurrent_kda_fwd(x, x, x, x, beta, initial_state=x), tuple[to
 assert_type(naive_recurrent_kda(x, x, x, x, beta), tuple[torch.Tensor, State])
 assert_type(fused_kda_gate(x, lower_bound=-5.0), torch.Tensor)
 assert_type(libkda.fla.last_path(), str | None)
+assert_type(libkda.transformers.last_path(), str | None)
 assert_type(libkda.__version__, str)
 assert_type(flash_kda.fwd(x, x, x, x, beta, 1.0, x, beta, beta, -5.0), None)
 assert_type(arrays.forward(x, x, x, x, beta, gate_mode="bounded"), tuple[Any, Any])
