@@ -27,19 +27,23 @@ void plan_backward(plan::PlanBuilder& builder) {
     builder.reason("windows: one, the workspace holds the states of all tokens");
   }
   builder.stage("backward_states", chains, "of each window: the state every 16 tokens, errors");
-  builder.stage("backward_reverse", chains, "of each window: dS and dv, right to left");
+  builder.stage("backward_reverse", chains, "of each window: dS, dv, dbeta, right to left");
+  builder.stage("backward_chunk_grad", sizes.pieces * kPieceTokens / kBackwardTokens * HV,
+                "of each window: dq, dk, dg of 16 tokens and a value head");
   builder.stage("backward_gradients", sizes.pieces * p.num_heads,
-                "of each window: sums over V and value heads; norms, gates, steps");
+                "of each window: sums over value heads; norms, gates, steps");
   if (has_parameters(p))
     builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
   const auto book = [&](const char* name, int64_t floats) {
     builder.book(name, static_cast<std::size_t>(floats), sizeof(float));
   };
   book(block::kBackwardStates, sizes.states(HV));
+  book(block::kBackwardDStates, sizes.d_states(HV));
   book(block::kBackwardStarts, sizes.starts(HV));
   book(block::kBackwardCarry, sizes.carry(HV));
   book(block::kBackwardErrors, sizes.tokens() * HV * sizes.tiles * tile.columns);
-  book(block::kBackwardRows, sizes.tokens() * HV * sizes.tiles * backward_row(tile.rows));
+  book(block::kBackwardDz, sizes.tokens() * HV * sizes.tiles * tile.columns);
+  book(block::kBackwardRows, sizes.tokens() * HV * backward_row(tile.rows));
   if (has_parameters(p))
     builder.book(block::kParameterSums,
                  static_cast<std::size_t>(std::max<int64_t>(sizes.pieces, 1) * HV),

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/text.hpp"
+#include "cuda/backward/chunk_grad.cuh"
 #include "cuda/backward/gradients.cuh"
 #include "cuda/backward/reverse.cuh"
 #include "cuda/backward/states.cuh"
@@ -18,6 +19,7 @@ template <int kK, int kBV>
 Status launch(BackwardArgs args, const Launch& where) {
   static_assert(backward_tile(kK).rows == kK && backward_tile(kK).columns == kBV);
   static_assert(sizeof(ReverseShared<kK, kBV>) <= kMostShared);
+  static_assert(chunk_grad_bytes<kK, kBV>(kBackwardTiles * 32 / kBV) <= kMostShared);
   const int64_t chains = args.map.num_sequences * args.shape.HV * args.sizes.tiles;
   const auto run = [&](const char* name, auto kernel, int64_t blocks, std::size_t shared) {
     Status status =
@@ -37,10 +39,14 @@ Status launch(BackwardArgs args, const Launch& where) {
     KDA_RETURN_IF_ERROR(states("backward_states"));
     KDA_RETURN_IF_ERROR(run("backward_reverse", backward_reverse_kernel<kK, kBV>, chains,
                             sizeof(ReverseShared<kK, kBV>)));
-    const int64_t pieces = args.sizes.window / kPieceTokens;
-    const int64_t here = std::min(pieces, args.sizes.pieces - args.index * pieces);
+    const int64_t low = args.index * args.sizes.window;
+    const int64_t tokens = std::min(args.sizes.window, args.num_tokens - low);
+    KDA_RETURN_IF_ERROR(run("backward_chunk_grad", backward_chunk_grad_kernel<kK, kBV>,
+                            (tokens + kTokens - 1) / kTokens * args.shape.HV,
+                            chunk_grad_bytes<kK, kBV>(args.sizes.tiles)));
+    const int64_t pieces = (tokens + kPieceTokens - 1) / kPieceTokens;
     KDA_RETURN_IF_ERROR(run("backward_gradients", backward_gradients_kernel<kK>,
-                            here * args.shape.H, sizeof(GradientsShared<kK>)));
+                            pieces * args.shape.H, sizeof(GradientsShared<kK>)));
   }
   if (!args.sums) return {};
   return run("backward_parameters", backward_parameters_kernel, args.shape.HV, 0);

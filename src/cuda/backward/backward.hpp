@@ -6,10 +6,10 @@
 //   backward_starts     states before the first chunk of windows, if there are several
 //   and of each window
 //   backward_states     S0 before its chunks, and their errors E
-//   backward_reverse    from right to left: dS, dv, and by columns of V what dq, dk, dg, dbeta are
-//                       sums of
-//   backward_gradients  these sums, and those over the value heads of a q/k head; norms, gates and
-//                       steps; sums for A_log and dt_bias over some 64 tokens
+//   backward_reverse    from right to left: dS behind its chunks, dZ (which is dv), dbeta
+//   backward_chunk_grad dq, dk and dg of a chunk and value head, chunks beside each other
+//   backward_gradients  sums over the value heads of a q/k head; norms, gates and steps; sums for
+//                       A_log and dt_bias over some 64 tokens
 //   backward_parameters at last the sums of these sums
 #pragma once
 
@@ -21,6 +21,8 @@ namespace kda::cuda {
 inline constexpr int kBackwardTokens = 16;  ///< of a chunk
 inline constexpr int kPieceTokens = 64;     ///< whose chunks one block of backward_gradients has
 
+inline constexpr int kBackwardTiles = 8;  ///< of a state, at most
+
 /// The part of a state that a block has: all channels, rounded up, and some columns.
 struct BackwardTile {
   int rows, columns;
@@ -31,8 +33,8 @@ constexpr BackwardTile backward_tile(int64_t key_dim) {
                           : BackwardTile{256, 32};
 }
 
-/// Floats of a token, value head and tile in `rows`: dq, dk, dg, dbeta; whole float4.
-constexpr int backward_row(int rows) { return 3 * rows + 4; }
+/// Floats of a token and value head in `rows`: dq, dk, dg, and dbeta of each tile.
+constexpr int backward_row(int rows) { return 3 * rows + kBackwardTiles; }
 
 /// Sizes of the workspace.
 struct BackwardSizes {
@@ -43,6 +45,8 @@ struct BackwardSizes {
   int64_t state = 0;    ///< floats of a state in tiles, of one head
 
   int64_t states(int64_t HV) const { return window / kBackwardTokens * HV * state; }
+  /// One more: the chunk behind a state may be in the next window.
+  int64_t d_states(int64_t HV) const { return states(HV) + HV * state; }
   int64_t starts(int64_t HV) const { return (windows - 1) * HV * state; }
   int64_t carry(int64_t HV) const { return windows > 1 ? 2 * HV * state : 0; }
   /// A window may end with the first token of a chunk.
@@ -72,12 +76,14 @@ struct BackwardArgs {
 
   // Workspace. States are [slot, HV, tiles, tile]; a chunk that is not the first one of its
   // sequence has the slot of its first token in the window / 16.
-  float* states = nullptr;
-  float* starts = nullptr;  ///< slot: window - 1
-  float* carry = nullptr;   ///< dS at the start of a window; slot: parity of the window
-  float* errors = nullptr;  ///< [token of the window, HV, tiles, columns]
-  float* rows = nullptr;    ///< [token of the window, HV, tiles, backward_row()]
-  double* sums = nullptr;   ///< [piece, HV, K + 1] ddt_bias, dA_log; null: not wanted
+  float* states = nullptr;    ///< S0
+  float* d_states = nullptr;  ///< dS behind the chunk before; not of the last chunk of a sequence
+  float* starts = nullptr;    ///< slot: window - 1
+  float* carry = nullptr;     ///< dS at the start of a window; slot: parity of the window
+  float* errors = nullptr;    ///< E: [token of the window, HV, tiles, columns]
+  float* dz = nullptr;        ///< dZ: the same
+  float* rows = nullptr;      ///< [token of the window, HV, backward_row()]
+  double* sums = nullptr;     ///< [piece, HV, K + 1] ddt_bias, dA_log; null: not wanted
 
   int32_t* flags = nullptr;  ///< MetadataFlag bits, or null
   bool accumulate_flags = false;

@@ -33,11 +33,16 @@ struct Tile {
 template <int kBV>
 using TokenTile = float[kTokens][kBV + 4];
 
-template <int kK, int kBV>
-struct alignas(16) Chunk {
+/// What a chunk's rows become.
+template <int kK>
+struct alignas(16) Channels {
   float q[kTokens][kK];  ///< normalised and scaled; zero past the last token
   float k[kTokens][kK];
-  float a[kTokens][kK];              ///< decays; 1 past the last token
+  float a[kTokens][kK];  ///< decays; 1 past the last token
+};
+
+template <int kK, int kBV>
+struct Chunk : Channels<kK> {
   float part[kWarps][kTokens][kBV];  ///< sums of a warp's rows
   float N[kTokens][kTokens];         ///< k_i . k_j decay(j, i), j < i
   float A[kTokens][kTokens];         ///< q_i . k_j decay(j, i), j <= i
@@ -152,15 +157,22 @@ __device__ __forceinline__ float rate_of(const GateView& gate, int64_t head) {
   return gate.A_log ? expf(gate.A_log[head * gate.stride_A]) : 1.0f;
 }
 
-/// Rows of a chunk, two tokens a warp; without `queries` q is left out.
-template <bool kQueries, int kK, int kBV>
-__device__ __forceinline__ void load_chunk(const BackwardArgs& a, const Unit& unit, int64_t token,
-                                           int count, Chunk<kK, kBV>& chunk) {
+__device__ __forceinline__ float load_beta(const BackwardArgs& a, const Unit& unit, int64_t token) {
+  const int64_t at = row_offset(a.beta, a.map, unit.sequence, token, unit.head);
+  return beta_value(a.gate, float_of(load_bits(a.beta.base, a.beta.type, at), a.beta.type));
+}
+
+/// Rows of a chunk, two tokens a warp; without kQueries q is left out. less_1: [16, kK] a - 1, or
+/// null.
+template <bool kQueries, int kK>
+__device__ __forceinline__ void load_channels(const BackwardArgs& a, const Unit& unit,
+                                              int64_t token, int count, Channels<kK>& chunk,
+                                              float* less_1) {
   constexpr int kCount = kK / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float rate = rate_of(a.gate, unit.head);
   for (int i = warp; i < kTokens; i += kWarps) {
-    float q[kCount] = {}, k[kCount] = {}, g[kCount] = {}, raw_beta = 0;
+    float q[kCount] = {}, k[kCount] = {}, g[kCount] = {};
     const bool there = i < count;
     if (there) {
       const auto offset = [&](const RowView& view, int64_t head) {
@@ -169,8 +181,6 @@ __device__ __forceinline__ void load_chunk(const BackwardArgs& a, const Unit& un
       if constexpr (kQueries) load_row(a.q, offset(a.q, unit.q_head), a.shape.K, q);
       load_row(a.k, offset(a.k, unit.q_head), a.shape.K, k);
       load_row(a.g, offset(a.g, unit.head), a.shape.K, g);
-      raw_beta =
-          float_of(load_bits(a.beta.base, a.beta.type, offset(a.beta, unit.head)), a.beta.type);
     }
     float q_scale = a.gate.scale, k_scale = 1;
     if (a.gate.l2norm) {
@@ -185,17 +195,25 @@ __device__ __forceinline__ void load_chunk(const BackwardArgs& a, const Unit& un
       const int d = lane + 32 * n;
       if constexpr (kQueries) chunk.q[i][d] = q[n] * q_scale;
       chunk.k[i][d] = k[n] * k_scale;
-      float decay = 1, less_1 = 0;
+      float decay = 1, decay_less_1 = 0;
       if (there && d < a.shape.K) {
         const float bias = a.gate.dt_bias ? a.gate.dt_bias[unit.head * a.gate.stride_dt + d] : 0;
         const float log_decay = log_decay_exact(a.gate, g[n], bias, rate);
-        decay = expf(log_decay), less_1 = expm1f(log_decay);
+        decay = expf(log_decay);
+        if (less_1) decay_less_1 = expm1f(log_decay);
       }
       chunk.a[i][d] = decay;
-      chunk.decay_less_1(i)[d] = less_1;
+      if (less_1) less_1[i * kK + d] = decay_less_1;
     }
-    if (lane == 0) chunk.beta[i] = there ? beta_value(a.gate, raw_beta) : 0.0f;
   }
+}
+
+template <bool kQueries, int kK, int kBV>
+__device__ __forceinline__ void load_chunk(const BackwardArgs& a, const Unit& unit, int64_t token,
+                                           int count, Chunk<kK, kBV>& chunk) {
+  load_channels<kQueries, kK>(a, unit, token, count, chunk, chunk.decay_less_1(0));
+  const int i = threadIdx.x;
+  if (i < kTokens) chunk.beta[i] = i < count ? load_beta(a, unit, token + i) : 0.0f;
 }
 
 /// N, A and the decay of the chunk. Sixteen threads have the pairs of one token with later ones.
@@ -300,6 +318,20 @@ __device__ __forceinline__ void read_keys(Chunk<kK, kBV>& chunk,
     for (int w = 0; w < kWarps; ++w) sum += chunk.part[w][i][c];
     out[i][c] = sum;
   }
+}
+
+/// A column of a token and tile, in `errors` or `dz`.
+template <int kBV>
+__device__ __forceinline__ int64_t value_offset(const BackwardArgs& a, const Unit& unit,
+                                                int64_t token, int column) {
+  return (((token - unit.low) * a.shape.HV + unit.head) * a.sizes.tiles + unit.tile) * kBV + column;
+}
+
+/// A token and value head in `rows`.
+template <int kK>
+__device__ __forceinline__ float* row_at(const BackwardArgs& a, int64_t low, int64_t token,
+                                         int64_t head) {
+  return a.rows + ((token - low) * a.shape.HV + head) * kRowFloats<kK>;
 }
 
 /// A tile of a [.., V] tensor; zero past the last token and column, and without the tensor.

@@ -10,7 +10,9 @@ namespace kda::cuda::backward {
 /// Least bytes of a token and value head in bf16 at K = V = 128: inputs once, d_o, gradients.
 inline constexpr double kLeastBytes = 2308;
 /// A chunk of 16 tokens of one tile of a state, in a block with an SM for itself.
-inline constexpr double kStatesUs = 3.5, kReverseUs = 9;
+inline constexpr double kStatesUs = 4, kReverseUs = 6;
+/// A chunk of a value head in backward_chunk_grad: time of an SM.
+inline constexpr double kChunkGradUs = 8;
 /// Launches of a window, and the ends of its chains.
 inline constexpr double kWindowUs = 15;
 
@@ -32,7 +34,9 @@ inline double serial_us(const CostInput& in, const Launches& launches) {
   const double columns = static_cast<double>(in.num_value_heads * launches.tiles);
   const double longest = static_cast<double>(longest_of(in)) / 16 * chunk_us;
   const double all = total_tokens(in) / 16 * columns / static_cast<double>(in.num_sms) * chunk_us;
-  return std::max(least_us(in), std::max(longest, all)) +
+  const double chunk_grad = total_tokens(in) / 16 * static_cast<double>(in.num_value_heads) /
+                            static_cast<double>(in.num_sms) * kChunkGradUs;
+  return std::max(least_us(in), std::max(longest, all) + chunk_grad) +
          kWindowUs * static_cast<double>(launches.windows);
 }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the sums of backward_reverse to the gradients: columns of V and value heads are added up in
-// order, then the way back through norms, gates and steps (equations: stage/backward.hpp).
+// The gradients that the caller gets: value heads of a q/k head are added up in order, then the way
+// back through norms, gates and steps (equations: stage/backward.hpp).
 #pragma once
 
 #include "cuda/backward/chunk.cuh"
+#include "cuda/backward/sequence.cuh"
 
 namespace kda::cuda::backward {
 
@@ -50,26 +51,12 @@ __device__ __forceinline__ GateGradient undo_gate(const GateView& gate, float ra
   return {dg, 0};
 }
 
-/// Sequence of flattened token `t`, or -1 if its chunk does not begin in the piece at `first`.
+/// Sequence of token `t`, or -1 if its chunk does not begin in the piece at `first`.
 __device__ inline int64_t sequence_of(const BackwardArgs& a, int64_t first, int64_t t) {
-  if (t >= a.num_tokens) return -1;
-  int64_t n = 0;
-  if (!a.map.cu_seqlens) {
-    n = t / a.map.num_tokens;
-  } else {
-    int64_t high = a.map.num_sequences;  // the first one that ends behind t
-    while (n < high) {
-      const int64_t middle = (n + high) / 2;
-      if (a.map.cu_seqlens[middle + 1] > t)
-        high = middle;
-      else
-        n = middle + 1;
-    }
-    if (n == a.map.num_sequences) return -1;
-  }
-  const int64_t begin = sequence_span(a.map, n).begin;
-  const int64_t chunk = t - (t - begin) % kTokens;
-  return t >= begin && chunk >= first && chunk < first + kPieceTokens ? n : -1;
+  const int64_t n = sequence_at(a, t);
+  if (n < 0) return -1;
+  const int64_t chunk = t - (t - sequence_span(a.map, n).begin) % kTokens;
+  return chunk >= first && chunk < first + kPieceTokens ? n : -1;
 }
 
 template <int kK>
@@ -79,17 +66,15 @@ struct GradientsShared {
   float ddt_bias[kWarps][kK];
 };
 
-/// Sums over the tiles of V of one token and value head, this lane's channels.
+/// This lane's channels of a row.
 template <int kK>
-__device__ __forceinline__ void sum_tiles(const BackwardArgs& a, const float* rows,
+__device__ __forceinline__ void load_sums(const BackwardArgs& a, const float* rows,
                                           float (&x)[kK / 32]) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < kK / 32; ++n) {
     const int d = lane + 32 * n;
-    x[n] = 0;
-    if (d < a.shape.K)
-      for (int64_t tile = 0; tile < a.sizes.tiles; ++tile) x[n] += rows[tile * kRowFloats<kK> + d];
+    x[n] = d < a.shape.K ? rows[d] : 0;
   }
 }
 
@@ -105,7 +90,7 @@ __device__ __forceinline__ void finish_row(const BackwardArgs& a, const RowView&
   float dy[kCount] = {};
   for (int j = 0; j < group; ++j) {
     float head[kCount];
-    sum_tiles<kK>(a, rows + j * a.sizes.tiles * kRowFloats<kK>, head);
+    load_sums<kK>(a, rows + j * kRowFloats<kK>, head);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) dy[i] = j == 0 ? head[i] : dy[i] + head[i];
   }
@@ -141,7 +126,7 @@ __device__ __forceinline__ void finish_gate(const BackwardArgs& a, int64_t n, in
   constexpr int kCount = kK / 32;
   const int lane = threadIdx.x % 32;
   float dg[kCount], raw[kCount];
-  sum_tiles<kK>(a, rows + 2 * kK, dg);
+  load_sums<kK>(a, rows + 2 * kK, dg);
   load_row(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, raw);
   const float rate = rate_of(a.gate, head);
   const int64_t at = a.dg.base ? row_offset(a.dg, a.map, n, token, head) : 0;
@@ -157,8 +142,7 @@ __device__ __forceinline__ void finish_gate(const BackwardArgs& a, int64_t n, in
   }
   if (!a.dbeta.base || lane > 0) return;
   float d_beta = 0;
-  for (int64_t tile = 0; tile < a.sizes.tiles; ++tile)
-    d_beta += rows[tile * kRowFloats<kK> + 3 * kK];
+  for (int64_t tile = 0; tile < a.sizes.tiles; ++tile) d_beta += rows[3 * kK + tile];
   const float raw_beta = float_of(
       load_bits(a.beta.base, a.beta.type, row_offset(a.beta, a.map, n, token, head)), a.beta.type);
   store_element(a.dbeta.base, a.dbeta.type, row_offset(a.dbeta, a.map, n, token, head),
@@ -180,9 +164,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x < kMostTokens)
     shared.sequence[threadIdx.x] = sequence_of(a, first, first + threadIdx.x);
   __syncthreads();
-  const auto rows_of = [&](int64_t token, int64_t head) {
-    return a.rows + ((token - low) * a.shape.HV + head) * a.sizes.tiles * kRowFloats<kK>;
-  };
+  const auto rows_of = [&](int64_t token, int64_t head) { return row_at<kK>(a, low, token, head); };
   for (int i = warp; i < kMostTokens; i += kWarps) {
     const int64_t n = shared.sequence[i], token = first + i;
     if (n < 0) continue;

@@ -33,8 +33,8 @@ inline BackwardSizes backward_sizes(const Plan& plan) {
   const auto HV = static_cast<double>(p.num_value_heads);
   const double token_bytes =
       HV * 4 *
-      static_cast<double>(sizes.state / kBackwardTokens +
-                          sizes.tiles * (tile.columns + backward_row(tile.rows)));
+      static_cast<double>(2 * sizes.state / kBackwardTokens + 2 * sizes.tiles * tile.columns +
+                          backward_row(tile.rows));
   const double bytes =
       std::max(kWindowBytes, kWindowBytesAToken * HV * static_cast<double>(tokens));
   const auto fit = static_cast<int64_t>(bytes / token_bytes) / kPieceTokens * kPieceTokens;

@@ -34,10 +34,7 @@ __device__ __forceinline__ void solve_errors(const BackwardArgs& a, const Unit& 
   if (a.starts_only) return;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i)
-    if (i < count)
-      a.errors[(((token + i - unit.low) * a.shape.HV + unit.head) * a.sizes.tiles + unit.tile) *
-                   kBV +
-               c] = e[i];
+    if (i < count) a.errors[value_offset<kBV>(a, unit, token + i, c)] = e[i];
 }
 
 /// S <- Gamma S + kend^T v_new

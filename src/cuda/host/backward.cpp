@@ -46,9 +46,11 @@ Status backward(const stage::Backward& b) {
     return static_cast<float*>(plan::find_block(*call.plan, call.workspace, name));
   };
   args.states = block(block::kBackwardStates);
+  args.d_states = block(block::kBackwardDStates);
   args.starts = block(block::kBackwardStarts);
   args.carry = block(block::kBackwardCarry);
   args.errors = block(block::kBackwardErrors);
+  args.dz = block(block::kBackwardDz);
   args.rows = block(block::kBackwardRows);
   if (g.dA_log || g.ddt_bias)
     args.sums =
