@@ -8,6 +8,7 @@
 #include <sstream>
 #include <tuple>
 
+#include "kda/backward.hpp"
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
 #include "tools/kda/flags.hpp"
@@ -66,6 +67,31 @@ TEST(Planner, SegmentsCoverEverySequenceInOrder) {
     }
     EXPECT_EQ(at, plan.cu_seqlens.back());
   }
+}
+
+/// Bytes of the workspace of a backward on a GPU, all but those that every token needs whatever the
+/// windows are: a state at the start of each window, sums for A_log and dt_bias.
+std::size_t window_bytes(const std::string& lengths, int64_t heads, int64_t most_tokens) {
+  PlanOptions options;
+  options.kept_state_every = most_tokens;
+  const Plan forward = plan_for(lengths, heads, gpu_facts(132), options);
+  const Problem& p = forward.problem;
+  BackwardPlan backward;
+  throw_if_error(make_backward_plan(forward, {.d_o = p.o, .dq = p.q}, {}, &backward));
+  std::size_t bytes = backward.plan.workspace_bytes;
+  for (const WorkspaceBlock& block : backward.plan.workspace)
+    if (block.name == "backward_starts" || block.name == "parameter_sums") bytes -= block.bytes;
+  return bytes;
+}
+
+TEST(Planner, WindowsBoundTheWorkspaceOfABackward) {
+  const std::size_t bound = 700'000'000;
+  EXPECT_GT(window_bytes("8192", 64, 1 << 20), bound / 2);
+  EXPECT_LT(window_bytes("8192", 64, 1 << 20), bound);
+  EXPECT_LT(window_bytes("1000x1,100x50", 64, 1 << 20), bound);
+  EXPECT_LT(window_bytes("256K", 8, 0), bound);
+  EXPECT_LT(window_bytes("8192", 64, 64), bound / 8);
+  EXPECT_EQ(window_bytes("64", 4, 0), window_bytes("64", 4, 64));
 }
 
 TEST(Planner, ChunksStartWithTheirSequence) {

@@ -120,7 +120,12 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
     EXPECT_NE(states.out.find(row), std::string::npos) << row << states.out;
   EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
-  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward --device cuda").exit_code, 2);
+  const std::string gpu = "plan --heads 64 --seq-lens 8192 --backward --device cuda --explain";
+  const Ran windows = kda(gpu);
+  EXPECT_EQ(windows.exit_code, 0) << windows.err;
+  EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;
+  EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
+  EXPECT_EQ(kda(gpu + " --keep states").exit_code, 2);  // no GPU keeps any
   const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
@@ -567,6 +572,21 @@ TEST_F(CliOnGpu, RunsAndChecksFiles) {
   EXPECT_EQ(kda("check x.safetensors --backend nothing").exit_code, 3);
 }
 
+TEST_F(CliOnGpu, RunsAndChecksABackward) {
+  gen("--seq-lens 40,0,23 --heads 2 --value-heads 4 --key-dim 16 --value-dim 8 --initial-state "
+      "--gradients");
+  ASSERT_EQ(kda("run x.safetensors --backward -o gpu.safetensors --device cuda").exit_code, 0);
+  ASSERT_EQ(kda("run x.safetensors --backward -o cpu.safetensors --device cpu").exit_code, 0);
+  EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.size(), 8u);
+  EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.at("dk").shape,
+            io::read_safetensors(path("cpu.safetensors")).tensors.at("dk").shape);
+  const Ran check = kda("check x.safetensors --backward --out-dtype fp32 --json --device cuda");
+  EXPECT_EQ(check.exit_code, 0) << check.err;
+  const nlohmann::json report = nlohmann::json::parse(check.out);
+  EXPECT_EQ(report["implementation"], "cuda.smxx.recurrent");
+  EXPECT_TRUE(report["within"]);
+}
+
 TEST_F(CliOnGpu, InfoNamesIt) {
   EXPECT_NE(kda("info").out.find("sm_"), std::string::npos);
   const nlohmann::json info = nlohmann::json::parse(kda("info --json").out);
@@ -578,7 +598,7 @@ TEST_F(CliOnGpu, TimesEveryStage) {
   const std::string forward =
       " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64 --dtype bf16'";
   for (const std::string what :
-       {"forward", "intra", "recompute-wu", "delta-h", "context-parallel"}) {
+       {"forward", "backward", "intra", "recompute-wu", "delta-h", "context-parallel"}) {
     const Ran ran = kda("bench " + what + forward + " --device cuda --json r.json --csv r.csv");
     ASSERT_EQ(ran.exit_code, 0) << what << ran.err;
     const nlohmann::json report = nlohmann::json::parse(read("r.json"));

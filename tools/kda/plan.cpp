@@ -156,7 +156,7 @@ void add_plan(CLI::App& app) {
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
   add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
-             "What the forward keeps for its backward")
+             "What the forward keeps for its backward; on a GPU inputs, unless this says else")
       ->needs(backward)
       ->default_str(c->keep);
   sub->footer(R"(Examples:
@@ -165,6 +165,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
   sub->callback([c, sub] {
     if (c->backward && sub->count("--device") == 0) c->device = "cpu";
+    if (c->device == "cuda" && sub->count("--keep") == 0) c->keep = "inputs";
     (*c)();
   });
 }
