@@ -238,9 +238,9 @@ DeviceGradients::DeviceGradients(const BackwardPlan& plan, const GradientTensors
   }
   GradientTensors& t = m.tensors;
   for (const void** pointer : {&t.d_o, &t.d_final_state}) m.replace(*pointer);
-  for (void** pointer : {&t.dq, &t.dk, &t.dv, &t.dg, &t.dbeta, &t.d_initial_state})
+  for (void** pointer :
+       {&t.dq, &t.dk, &t.dv, &t.dg, &t.dbeta, &t.dA_log, &t.ddt_bias, &t.d_initial_state})
     m.replace(*pointer);
-  for (float** pointer : {&t.dA_log, &t.ddt_bias}) m.replace(*pointer);
 }
 
 DeviceGradients::~DeviceGradients() { delete memory_; }
