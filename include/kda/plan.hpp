@@ -64,8 +64,8 @@ enum class IntraForm : int32_t {
 
 /// What a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
 enum class KeepPolicy : int32_t {
-  kInputs = 0,  ///< nothing: the states of a sequence of more than 4,096 tokens are made twice
-  kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence
+  kInputs = 0,  ///< nothing: states of more than 4,096 tokens (on a GPU, a window) are made twice
+  kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence; CPU alone
   kKeep = 2,    ///< states and errors of every chunk, one pass less; the CPU takes it as kStates
 };
 
@@ -80,7 +80,8 @@ struct PlanOptions {
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
   int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
   KeepPolicy keep = KeepPolicy::kInputs;  ///< forward only
-  int64_t kept_state_every = 0;           ///< tokens; 0: kKeptStateEvery
+  /// Tokens; 0: kKeptStateEvery. A backward on a GPU works in windows of at most so many.
+  int64_t kept_state_every = 0;
 };
 
 /// Tokens [begin, end) of a sequence, counted from the start of the flattened [B * T] tokens.
