@@ -408,15 +408,21 @@ def code(path):
 
 
 def table_accuracy():
-    report = load("cpu_accuracy")
+    report, backward = load("cpu_accuracy"), load("cpu_backward")
     figure = lambda name: f"{report[name]:.1e}"
+    names = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "d_initial_state")
+    gradients = lambda what: ", ".join(f'{backward[f"fp32_{name}_{what}"]:.1e} ({name})' for name in names)
     rows = [["fp32 in and out, median over heads", "1e-6", f'{figure("fp32_o_median")} (o), {figure("fp32_final_state_median")} (final state)'],
             ["fp32 in and out, worst head", "1e-5", f'{figure("fp32_o_worst")} (o), {figure("fp32_final_state_worst")} (final state)'],
+            ["fp32 gradients, median over heads", "1e-6", gradients("median")],
+            ["fp32 gradients, worst head", "1e-5; fewer than 16 values (dA_log has one): 1e-4; K of 1 or 2: 1e-4 more", f'{gradients("worst")}; {backward["excepted_few_channels"]:.0f} problems need what K of 1 or 2 adds'],
             ["bf16 or fp16 stored", "error of the exact result rounded once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
             ["marginally stable (beta > 1.9 on most tokens)", "max(1e-4, 1e-7 T)", ""],
             ["fewer than 16 values", "1e-4", ""]]
+    command = lambda r: r | {"command": f'build/tests/kda_fuzz {r["what"]} --count {r["count"]} --json bench/results/{r["file"]}'}
+    assert (report["count"], report["seed"]) == (backward["count"], backward["seed"])
     return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows) + source(
-        report | {"command": f'build/tests/kda_fuzz accuracy --count {report["count"]} --json bench/results/cpu_accuracy.json'})
+        command(report), command(backward))
 
 
 TABLES = {name[len("table_"):]: function for name, function in list(globals().items())

@@ -25,6 +25,7 @@ endif()
 message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 
 set(KDA_CUDA_KERNELS
+  src/cuda/backward/backward.cu
   src/cuda/decode/decode.cu
   src/cuda/launch/sequence_map.cu
   src/cuda/recurrent/recurrent.cu
@@ -40,7 +41,8 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
-set(KDA_CUDA_HOST src/cuda/host/device.cpp src/cuda/host/fused.cpp src/cuda/host/recurrent.cpp
+set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fused.cpp
+                  src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
                   src/cuda/host/views.cpp)
 

@@ -5,11 +5,12 @@
     python3 examples/language_model/generate.py "The state is" --bytes 300
 """
 import argparse
+import pathlib
 import sys
 import time
 
 import torch
-from model import load
+from model import WEIGHTS, load
 
 from libkda import chunk_kda, fused_recurrent_kda
 
@@ -37,10 +38,12 @@ def main():
     parser.add_argument("--bytes", type=int, default=400, help="to generate (400)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0: always the likeliest byte (0.6)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--weights", type=pathlib.Path, default=WEIGHTS, help="what train.py wrote (this folder's)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     prompt = args.prompt.encode() or b"\n"
-    model = load(args.device, torch.bfloat16 if args.device.startswith("cuda") else torch.float32)
+    model = load(args.device, torch.bfloat16 if args.device.startswith("cuda") else torch.float32,
+                 args.weights)
     sys.stdout.buffer.write(prompt)
     start = time.perf_counter()
     for byte in generate(model, prompt, args.bytes, args.temperature, args.seed):

@@ -72,9 +72,9 @@ class LanguageModel(nn.Module):
         return F.linear(self.norm(x), self.embed.weight), after
 
 
-def load(device="cpu", dtype=torch.float32):
+def load(device="cpu", dtype=torch.float32, weights=WEIGHTS):
     model = LanguageModel()
-    model.load_state_dict(load_file(WEIGHTS))
+    model.load_state_dict(load_file(weights))
     for name, parameter in model.named_parameters():
         keep = name.endswith(("A_log", "dt_bias"))  # the kernels read them in fp32
         parameter.data = parameter.data.to(device, torch.float32 if keep else dtype)

@@ -22,6 +22,7 @@ namespace kda {
 /// The gradients of one backward: two that come in and eight that go out. An absent input counts as
 /// zero, at least one of the two must be there; an absent output is not wanted, and at least one
 /// must be. Each has a type and strides of its own; shapes are those of what it is the gradient of.
+/// Each may also be fp64, for backend oracle (include/kda/problem.hpp).
 struct Gradients {
   std::optional<TensorDesc> d_o;            ///< in: [B, T, HV, V] bf16, fp16 or fp32
   std::optional<TensorDesc> d_final_state;  ///< in: [N, HV, K, V] in state_layout, fp32 or bf16
@@ -47,8 +48,8 @@ struct GradientTensors {
   void* dv = nullptr;
   void* dg = nullptr;
   void* dbeta = nullptr;
-  float* dA_log = nullptr;
-  float* ddt_bias = nullptr;
+  void* dA_log = nullptr;
+  void* ddt_bias = nullptr;
   void* d_initial_state = nullptr;
 };
 

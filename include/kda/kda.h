@@ -58,7 +58,8 @@ typedef enum kda_dtype {
   KDA_BF16 = 1,
   KDA_FP16 = 2,
   KDA_INT32 = 3,
-  KDA_INT64 = 4
+  KDA_INT64 = 4,
+  KDA_FP64 = 5 /* wherever a floating type may be; backend "oracle" alone computes it, on the CPU */
 } kda_dtype;
 
 typedef enum kda_gate_mode {
@@ -182,7 +183,7 @@ typedef struct kda_segments {
   float* states_in; /* [NSEG, HV, K, V] */
 } kda_segments;
 
-/* "0.1.0" */
+/* "0.2.0" */
 KDA_API const char* kda_version(void);
 KDA_API const char* kda_status_name(kda_status status);
 /* Message of the last failed call of this thread; "" if there was none. */

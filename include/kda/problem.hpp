@@ -2,6 +2,9 @@
 // Problem: everything that a plan must know about one operation, apart from the lengths of the
 // sequences and the pointers. A plain value; validate() says whether it is legal.
 //
+// Wherever a floating type is named, fp64 is allowed too, in any mix. Backend oracle alone computes
+// such problems, on the CPU, in float64 throughout; every other one declines them.
+//
 // Per sequence and value head, with S [K, V] and t = 1..T (docs/operation.md):
 //   S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T
 //   o_t = scale * S_t^T q_t

@@ -18,8 +18,8 @@ struct Tensors {
   const void* v = nullptr;
   const void* g = nullptr;
   const void* beta = nullptr;
-  const float* A_log = nullptr;
-  const float* dt_bias = nullptr;
+  const void* A_log = nullptr;    ///< fp32, or fp64 where its descriptor says so
+  const void* dt_bias = nullptr;  ///< the same
   /// Needed when the plan was made from bounds. Else null, or on the CPU the lengths of the plan (a
   /// GPU does not read them again).
   const void* cu_seqlens = nullptr;

@@ -12,6 +12,7 @@ enum class DType : int32_t {
   kFloat16 = 2,
   kInt32 = 3,
   kInt64 = 4,
+  kFloat64 = 5,  ///< computed by backend oracle alone, on the CPU
 };
 
 /// How `g` becomes the log decay, all in fp32, x = g + dt_bias, a = exp(A_log).
@@ -45,7 +46,7 @@ enum MetadataFlag : int32_t {
 
 /// Bytes of one element.
 int64_t dtype_size(DType dtype) noexcept;
-const char* dtype_name(DType dtype) noexcept;        ///< "fp32", "bf16", "fp16", "int32", "int64"
+const char* dtype_name(DType dtype) noexcept;        ///< "fp32", "bf16", "fp16", "int32", ..
 const char* gate_mode_name(GateMode mode) noexcept;  ///< "log", "softplus", "bounded"
 const char* beta_mode_name(BetaMode mode) noexcept;  ///< "plain", "sigmoid", "sigmoid2"
 const char* state_layout_name(StateLayout layout) noexcept;  ///< "kv", "vk"

@@ -4,8 +4,8 @@
 #define KDA_VERSION_H_
 
 #define KDA_VERSION_MAJOR 0
-#define KDA_VERSION_MINOR 1
+#define KDA_VERSION_MINOR 2
 #define KDA_VERSION_PATCH 0
-#define KDA_VERSION_STRING "0.1.0"
+#define KDA_VERSION_STRING "0.2.0"
 
 #endif  // KDA_VERSION_H_

@@ -41,34 +41,50 @@ inline std::string in_words_of_operators(std::string text, bool pool) {
   return text;
 }
 
+/// No implementation of this build takes a call that is right otherwise: ValueError in Python too.
+struct Unsupported : std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
 inline void check(kda_status status, bool pool = false) {
   if (status == KDA_OK) return;
   const std::string text = in_words_of_operators(kda_last_error(), pool);
-  if (status == KDA_INVALID_ARGUMENT || status == KDA_UNSUPPORTED) refuse(text);
+  if (status == KDA_INVALID_ARGUMENT) refuse(text);
+  if (status == KDA_UNSUPPORTED) throw Unsupported("libkda: " + text);
   throw std::runtime_error("libkda: " + text);
 }
 
 // ---- what an argument may be --------------------------------------------------------------------
 
-/// The types that an argument may have.
+/// The types that an argument may have; `with_float64`: also float64, where computes_in_float64().
 struct Types {
   const char* text;
   std::array<ScalarType, 3> list;
+  bool with_float64 = false;
 };
 inline constexpr Types kRows = {"float32, bfloat16 or float16",
-                                {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
-inline constexpr Types kStates = {"float32 or bfloat16",
-                                  {ScalarType::Float, ScalarType::BFloat16, ScalarType::Float}};
-inline constexpr Types kParameters = {"float32",
-                                      {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
+                                {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half},
+                                true};
+inline constexpr Types kStates = {
+    "float32 or bfloat16", {ScalarType::Float, ScalarType::BFloat16, ScalarType::Float}, true};
+inline constexpr Types kParameters = {
+    "float32", {ScalarType::Float, ScalarType::Float, ScalarType::Float}, true};
 inline constexpr Types kLengths = {"int32 or int64",
                                    {ScalarType::Int, ScalarType::Long, ScalarType::Int}};
 inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
 inline constexpr Types kMasks = {"bool or uint8",
                                  {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};
 
+inline constexpr Types kBytes = {"uint8", {ScalarType::Byte, ScalarType::Byte, ScalarType::Byte}};
+
+/// A call with q in float64 on the CPU: the library's oracle computes it, in float64 throughout.
+inline bool computes_in_float64(const Tensor& q) {
+  return q.is_cpu() && q.scalar_type() == ScalarType::Double;
+}
+
 inline int32_t dtype_of(const Tensor& x) {
   switch (x.scalar_type()) {
+    case ScalarType::Double: return KDA_FP64;
     case ScalarType::BFloat16: return KDA_BF16;
     case ScalarType::Half: return KDA_FP16;
     case ScalarType::Int: return KDA_INT32;
@@ -137,7 +153,9 @@ inline void expect(const Tensor& x, const Tensor& device, const char* name, cons
     refuse(name, " must be on the device of q, ", device_text(device), ", got ", device_text(x));
   // Numbers, since torch's enumeration has types that its stable one has not.
   const auto type = static_cast<ScalarType>(dtype_number(x));
-  if (std::find(types.list.begin(), types.list.end(), type) == types.list.end())
+  const bool float64 =
+      types.with_float64 && type == ScalarType::Double && computes_in_float64(device);
+  if (!float64 && std::find(types.list.begin(), types.list.end(), type) == types.list.end())
     refuse(name, " must be ", types.text, ", got ", type);
   int64_t bytes = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &bytes));
@@ -177,7 +195,8 @@ inline void describe_parameter(kda_tensor* target, const Tensor& x, const Tensor
   for (const int64_t size : shape) count *= size;
   if (!x.is_contiguous() || x.numel() != count)
     refuse(name, " must be contiguous, with ", count, " elements, got ", x.numel());
-  check(kda_tensor_contiguous(target, const_cast<void*>(x.const_data_ptr()), KDA_FP32,
+  check(kda_tensor_contiguous(target, const_cast<void*>(x.const_data_ptr()),
+                              static_cast<kda_dtype>(dtype_of(x)),
                               static_cast<int32_t>(shape.size()), shape.begin()));
   target->alignment = static_cast<int64_t>(x.element_size());
 }

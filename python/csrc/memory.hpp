@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -30,15 +31,15 @@ inline void expect_memory(const char* name, int64_t bytes, const Tensor& like) {
 }
 
 /// An uninitialised contiguous tensor where `like` is, without a way through the dispatcher.
-template <size_t kRank>
-Tensor new_tensor(const char* name, const Tensor& like, const std::array<int64_t, kRank>& shape,
-                  int32_t dtype) {
-  std::array<int64_t, kRank> strides;
+inline Tensor new_tensor(const char* name, const Tensor& like, std::span<const int64_t> shape,
+                         int32_t dtype) {
+  constexpr size_t kMostDimensions = 64;  // torch's
+  std::array<int64_t, kMostDimensions> strides;
   int64_t stride = 1;
-  bool fits = true;
-  for (size_t d = kRank; d-- > 0;) {
+  bool fits = shape.size() <= kMostDimensions;
+  for (size_t d = shape.size(); fits && d-- > 0;) {
     strides[d] = stride;
-    fits = fits && !__builtin_mul_overflow(stride, std::max<int64_t>(shape[d], 1), &stride);
+    fits = !__builtin_mul_overflow(stride, std::max<int64_t>(shape[d], 1), &stride);
   }
   int64_t bytes = 0;
   const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
@@ -46,10 +47,28 @@ Tensor new_tensor(const char* name, const Tensor& like, const std::array<int64_t
     refuse(name, " would have more than 2^63 bytes");
   expect_memory(name, bytes, like);
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(kRank, shape.data(), strides.data(), dtype,
-                                                  device_type_of(like), like.get_device_index(),
-                                                  &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                  strides.data(), dtype, device_type_of(like),
+                                                  like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+template <size_t kRank>
+Tensor new_tensor(const char* name, const Tensor& like, const std::array<int64_t, kRank>& shape,
+                  int32_t dtype) {
+  return new_tensor(name, like, std::span<const int64_t>(shape), dtype);
+}
+
+inline uintptr_t aligned(uintptr_t address) { return (address + 63) / 64 * 64; }
+
+/// body(memory, bytes), where kernels may write; memory is aligned to 64 bytes, null for none.
+template <class Body>
+void with_workspace(size_t bytes, const Tensor& like, Body&& body) {
+  if (bytes == 0) return body(nullptr, 0);
+  const Tensor memory = new_tensor<1>("workspace", like, {static_cast<int64_t>(bytes) + 64},
+                                      aoti_torch_dtype_uint8());
+  const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
+  body(reinterpret_cast<void*>(aligned(start)), bytes);
 }
 
 }  // namespace kda_torch

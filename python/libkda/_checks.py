@@ -12,7 +12,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from ._rules import INTEGERS, LAST_SLOT, MOST_A_LOG, RULES, FlaError, Sizes, check_heads, in_words_of, refuse_type
+from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, FlaError, Sizes,
+                     check_heads, in_words_of, refuse_type)
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8,
@@ -21,6 +22,7 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_STATES = ("initial_state", "final_state", "states", "checkpoints", "d_final_state")
 _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints")
 
 
@@ -28,17 +30,20 @@ def check(function, values, *, v_first=False, dense_rows=False):
     """Raises TypeError or ValueError for the first of `values`, arguments by name, that `function` does not take."""
     rules, sizes = RULES[function], Sizes()
     first = None  # the tensor whose device is that of all
+    float64 = function not in IN_PLACE and computes_in_float64(values.get("q"))
     for name, rule in rules.items():
         if name not in values:
             continue
         x = values[name]
         if x is None and not rule.required:
             continue
+        if float64 and rule.types in (ROWS, STATES, PARAMETERS):
+            rule = rule._replace(types=(*rule.types, "float64"))
         _check_kind(name, rule, x)
         if first is None:
             first = name, x.device
         _check_place(name, rule, x, *first)
-        if name in ("initial_state", "final_state", "states", "checkpoints"):
+        if name in _STATES:
             sizes.default_n()
             if v_first:
                 rule = rule._replace(shape=rule.shape.replace("K V", "V K"))
@@ -50,6 +55,16 @@ def check(function, values, *, v_first=False, dense_rows=False):
             raise ValueError(f"{name}: innermost stride is {x.stride(-1)}, must be 1")
         if name == "v" and "V" in sizes:
             check_heads(sizes)
+
+
+def computes_in_float64(q):
+    """Whether a call is computed in float64, by the library's oracle."""
+    return isinstance(q, torch.Tensor) and q.dtype is torch.float64 and q.device.type == "cpu"
+
+
+def state_type(q):
+    """Of states that are made for a call."""
+    return torch.float64 if computes_in_float64(q) else torch.float32
 
 
 def _check_kind(name, rule, x):

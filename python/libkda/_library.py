@@ -34,7 +34,15 @@ class Problem(ctypes.Structure):
         + [(n, I32) for n in ("batch_invariant", "trusted")]
         + [("stream", PTR)]
         + [(n, I32) for n in ("zero_skipped", "reserved")]
-        + [("first_slot", I64)]
+        + [("first_slot", I64), ("saved", PTR), ("saved_bytes", ctypes.c_size_t)]
+    )
+
+
+class GradientTensors(ctypes.Structure):
+    _fields_ = (
+        [("struct_size", ctypes.c_size_t)]
+        + [(n, Tensor) for n in ("d_o", "d_final_state", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias",
+                                 "d_initial_state")]
     )
 
 
@@ -43,7 +51,7 @@ class PlanOptions(ctypes.Structure):
         [("struct_size", ctypes.c_size_t)]  # type: ignore[assignment]
         + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
         + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
-           ("intra_form", I32), ("reserved", I32)]
+           ("intra_form", I32), ("keep", I32)]
     )
 
 
@@ -55,11 +63,11 @@ def library():
         raise ImportError(f"libkda: {path} is missing; install the package with pip install .")
     lib = ctypes.CDLL(str(path))
     lib.kda_version.restype = lib.kda_last_error.restype = ctypes.c_char_p
-    lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
-    lib.kda_plan_workspace_bytes.argtypes = [PTR]
-    lib.kda_plan_destroy.argtypes = [PTR]
-    if not hasattr(lib, "kda_problem_init_size"):
+    if not hasattr(lib, "kda_backward"):
         raise ImportError("libkda: the Python files and libkda_c.so are of different versions; reinstall the package")
+    for sizes in (lib.kda_plan_workspace_bytes, lib.kda_plan_saved_bytes, lib.kda_backward_plan_workspace_bytes):
+        sizes.restype, sizes.argtypes = ctypes.c_size_t, [PTR]
+    lib.kda_plan_destroy.argtypes = lib.kda_backward_plan_destroy.argtypes = [PTR]
     return lib
 
 

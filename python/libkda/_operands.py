@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from ._checks import expect_memory
+from ._checks import computes_in_float64, expect_memory, state_type
 from ._rules import FLOATS, LENGTHS, number, refuse_type
-from .ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS
+from .ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, update
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -31,16 +31,17 @@ def as_type(x, dtype):
     return x.to(dtype)
 
 
-def rows_of(x):
-    """A tensor of a type that the kernels read, its last dimension contiguous; any other strides."""
-    if x.dtype not in _FLOATS:
+def rows_of(x, float64=False):
+    """A tensor of a type that the kernels read, its last dimension contiguous; any other strides. `float64`: of a call
+    that is computed in it."""
+    if x.dtype not in _FLOATS and not (float64 and x.dtype is torch.float64):
         x = as_type(x, torch.float32)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else dense(x)
 
 
-def written_rows_of(name, x):
+def written_rows_of(name, x, float64=False):
     """The same for what is written: `x` itself, or a copy that is written back."""
-    rows = rows_of(x)
+    rows = rows_of(x, float64)
     if rows is not x:
         expect_distinct(name, x)
     return rows
@@ -56,11 +57,11 @@ def expect_distinct(name, x):
         reach += stride * (size - 1)
 
 
-def parameter_of(x):
+def parameter_of(x, float64=False):
     """A parameter of the gate as the kernels read it, in any shape."""
     if x is None or x.dtype is torch.float32 and x.is_contiguous():
         return x
-    return dense(as_type(x, torch.float32))
+    return dense(x if float64 and x.dtype is torch.float64 else as_type(x, torch.float32))
 
 
 def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
@@ -99,7 +100,8 @@ def call(operator, q, k, v, g, beta, *rest):
             return operator(q, k, v, g, beta, *rest)
         except ValueError as refusal:
             error = refusal
-    rows = rows_of(q), rows_of(k), rows_of(v), rows_of(g), rows_of(beta)
+    float64 = operator is not update and computes_in_float64(q)  # pools are fp32 or bf16
+    rows = tuple(rows_of(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
         raise error  # not for what these tensors are: nothing is tried twice
     return operator(*rows, *rest)
@@ -107,4 +109,4 @@ def call(operator, q, k, v, g, beta, *rest):
 
 def new_states(q, v, state_v_first, slots):
     K, (HV, V) = q.shape[-1], v.shape[2:]
-    return q.new_empty((slots, HV, V, K) if state_v_first else (slots, HV, K, V), dtype=torch.float32)
+    return q.new_empty((slots, HV, V, K) if state_v_first else (slots, HV, K, V), dtype=state_type(q))

@@ -6,11 +6,13 @@ import math
 from typing import NamedTuple
 
 ROWS = ("float32", "bfloat16", "float16")
-FLOATS = (*ROWS, "float64")  # torch's functions compute fp64 in fp32
+FLOATS = (*ROWS, "float64")  # torch's functions compute fp64 in fp32, but where q is fp64 on the CPU
 STATES = ("float32", "bfloat16")
+PARAMETERS = ("float32",)
 LENGTHS = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
+IN_PLACE = ("update", "fused_recurrent_kda_fwd")  # on pools of states, never in float64
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
@@ -43,9 +45,15 @@ _GATE = dict(A_log=Rule(FLOATS, "*HV"), dt_bias=Rule(FLOATS, "*HV K"))
 _MASK = dict(has_state=Rule(MASKS, "N"))
 _INPUTS = _inputs(FLOATS)
 _PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
-_KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(("float32",), "*HV"), dt_bias=Rule(("float32",), "*HV K"),
+_KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
+# In libkda.arrays: two come in, the others go out.
+_GRADIENTS = dict(
+    d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
+    **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS).items()},
+    dA_log=_output(("float32",), "HV"), ddt_bias=_output(("float32",), "HV K"),
+    d_initial_state=_output(STATES, "N HV K V"))
 
 # By function; the order is that of the checks. K and V of a state change places with the v-first layout.
 RULES = {
@@ -66,6 +74,9 @@ RULES = {
     "naive_recurrent_kda": _PLAIN,
     "naive_chunk_kda": _PLAIN,
     "forward": _KERNEL_FORWARD,
+    "forward_kept": _KERNEL_FORWARD,
+    "backward": dict(_KERNEL_FORWARD, d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
+                     saved=Rule(("uint8",), "bytes")),
     "forward_into": dict(_KERNEL_FORWARD, final_state=_output(STATES, "N HV K V"),
                          checkpoints=_output(STATES, "slots HV K V")),
     "update": dict(_KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
@@ -73,7 +84,7 @@ RULES = {
     "arrays": dict(_inputs(ROWS), A_log=Rule(("float32",), "HV"), dt_bias=Rule(("float32",), "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
-                   **_MASK),
+                   **_MASK, **_GRADIENTS),
 }
 
 # What the C ABI and the operators say, and what a caller wrote.
@@ -86,6 +97,7 @@ WORDS = {
         o="out"),
     "fwd": dict(_SIZES, o="out"),
     "decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
+    "backward": dict(_SIZES, saved="kept"),
 }
 
 

@@ -5,20 +5,22 @@
     from libkda import arrays
     o, state = arrays.forward(q, k, v, g, beta, output_final_state=True)      # q [B, T, H, K], ...
     o = arrays.decode(q1, k1, v1, g1, beta1, state)                           # the next token; state in place
+    dq, dk, dv, *_ = arrays.backward(q, k, v, g, beta, d_o=d_o)               # gradients of a loss
 
 Inputs are read where they lie, with their strides. On the CPU the outputs are new NumPy arrays, or those given.
-On a GPU (CuPy, JAX) the caller gives o, final_state and a workspace, and the call is queued on `stream`.
+On a GPU (CuPy, JAX) the caller gives o, final_state and a workspace, and the call is queued on `stream`. backward()
+runs on the CPU.
 """
 from __future__ import annotations
 
 import ctypes
 import functools
 import operator
-from collections.abc import Iterable
-from typing import Any, Literal, Protocol, SupportsIndex
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
 from ._dlpack import CPU, CUDA, FP32, View, new_numpy
-from ._library import I64, PTR, PlanOptions, check, library, new_problem
+from ._library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem
 from ._rules import LAST_SLOT, RULES, in_words_of, integer, number
 
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
@@ -37,19 +39,44 @@ class Array(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
+class Gradients(NamedTuple):
+    """What backward() returns: arrays of the shape of what each is the gradient of; None: not wanted."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+    dbeta: Any
+    dA_log: Any
+    ddt_bias: Any
+    d_initial_state: Any
+
+
+class Kept:
+    """What a forward() on the CPU keeps for the backward() of the same arguments: the float32 state after every `every`
+    tokens of a sequence, a multiple of 64; 4 K V / every bytes a token and value head. A forward() that succeeds fills
+    it anew; a backward() only reads it."""
+
+    def __init__(self, every: SupportsIndex = 2048) -> None:
+        self.every = integer("every", every, 64, LAST_SLOT)
+        if self.every % 64 != 0:
+            raise ValueError(f"every must be a multiple of 64, got {self.every}")
+        self._memory: _Memory | None = None
+
+
 def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
             dt_bias: Array | None = None, initial_state: Array | None = None,
             cu_seqlens: Iterable[SupportsIndex] | None = None, scale: float | None = None, gate_mode: GateMode = "log",
             beta_mode: BetaMode = "plain", lower_bound: float = -5.0, qk_l2norm: bool = False,
             state_layout: StateLayout = "kv", output_final_state: bool = False, o: Array | None = None,
             final_state: Array | None = None, workspace: Array | None = None, stream: int = 0,
-            num_threads: int = 0, has_state: Array | None = None) -> tuple[Any, Any]:
+            num_threads: int = 0, has_state: Array | None = None, kept: Kept | None = None) -> tuple[Any, Any]:
     """The forward pass; formulas and modes as in docs/operation.md.
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; float32, float16 or bfloat16, each its own.
     A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
     has_state [N], bool: where it is False a sequence starts from zero. cu_seqlens [N + 1], integers on the host: packs
-    N sequences into B = 1. num_threads 0: all cores.
+    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward().
     On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
     aligned to 64) and stream (an integer handle).
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does
@@ -67,8 +94,38 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
         final_state = new_numpy(call.states(call.sequences), FP32, "final_state")
     if final_state is not None:
         call.set_state("final_state", call.written("final_state", final_state), call.sequences)
-    call.run(workspace, stream, num_threads)
+    call.run(workspace, stream, num_threads, kept)
     return o, final_state
+
+
+def backward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, d_o: Array | None = None,
+             d_final_state: Array | None = None, A_log: Array | None = None, dt_bias: Array | None = None,
+             initial_state: Array | None = None, cu_seqlens: Iterable[SupportsIndex] | None = None,
+             scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
+             lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
+             has_state: Array | None = None, wanted: Iterable[str] | None = None,
+             out: Mapping[str, Array] | None = None, kept: Kept | None = None, num_threads: int = 0) -> Gradients:
+    """Gradients of a loss with respect to the arguments of a forward(), as they were given (raw gates and step sizes,
+    q and k before their norm). On the CPU; formulas in docs/operation.md.
+
+    Arguments as of forward(), unchanged since. d_o [B, T, HV, V], float32, float16 or bfloat16, and d_final_state
+    [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16: gradients of the loss with respect to its outputs.
+    One of them may be absent, and counts as zero then. wanted: names of Gradients; by default all whose argument is
+    given. out: arrays that some of them are written to, by name, of any type that their argument may have and any
+    strides. The others are new NumPy arrays of the type of their argument; d_initial_state is float32. kept: what the
+    forward() has kept; without it states of sequences of more than 4,096 tokens are computed twice.
+    Returns Gradients. Errors as of forward().
+    """
+    call = _Call("backward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
+                 qk_l2norm, state_layout)
+    if call.device[0] != CPU:
+        raise ValueError("q must be on the CPU: there is no backward pass on a GPU yet")
+    if initial_state is not None:
+        call.set_state("initial_state", call.view("initial_state", initial_state), call.sequences)
+    call.set_mask(has_state, initial_state)
+    if d_o is None and d_final_state is None:
+        raise ValueError("d_o or d_final_state must be given")
+    return call.run_backward(dict(d_o=d_o, d_final_state=d_final_state), wanted, out, kept, num_threads)
 
 
 def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *, indices: Array | None = None,
@@ -121,7 +178,7 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
     if output_final_state:
         _describe_dense(p.final_state.tensor, FP32, call.states(call.sequences))
         p.final_state.num_slots, p.final_state.present = call.sequences, 1
-    with call.plan(0) as plan:
+    with call.plan(call.options(0)) as plan:
         return plan.workspace_bytes
 
 
@@ -234,31 +291,113 @@ class _Call:
         self.written("o", o).describe(self.problem.o, self.output)
         return o
 
-    def plan(self, num_threads):
+    def options(self, num_threads, kept=None):
         options = PlanOptions()
         library().kda_plan_options_init(ctypes.byref(options))
+        if kept is not None:
+            if not isinstance(kept, Kept):
+                raise TypeError(f"kept must be a libkda.arrays.Kept, got {type(kept).__name__}")
+            if self.on_gpu:
+                raise ValueError("kept must be None on a GPU: there is no backward pass yet")
+            options.keep = kept.every
         if self.on_gpu:
             check(library().kda_plan_options_cuda(ctypes.byref(options), self.device[1]), self.words)
         elif self.device[0] != CPU:
             raise ValueError("q must be on the CPU or on a CUDA device")
         options.num_threads = integer("num_threads", num_threads, 0, LAST_SLOT)
+        return options
+
+    def plan(self, options):
         return _Plan(self.problem, self.cu, options, self.words)
 
-    def run(self, workspace, stream, num_threads):
+    def run(self, workspace, stream, num_threads, kept=None):
         self.problem.stream = integer("stream", stream, 0, 2**64 - 1)
-        with self.plan(num_threads) as plan:
-            size = plan.workspace_bytes
+        with self.plan(self.options(num_threads, kept)) as plan:
             if self.on_gpu:
                 memory = self.view("workspace", workspace)
                 start, given = memory.data, memory.bytes
             else:
-                try:
-                    memory = ctypes.create_string_buffer(size + 64)
-                except (MemoryError, OverflowError):
-                    raise MemoryError(f"workspace: {size} bytes cannot be allocated") from None
-                start, given = (ctypes.addressof(memory) + 63) // 64 * 64, size
+                memory = _Memory("workspace", plan.workspace_bytes)
+                start, given = memory.start, memory.bytes
+            saved = None if kept is None else _Memory("kept", plan.saved_bytes)
+            self._set_saved(saved)
             status = library().kda_run(plan.handle, ctypes.byref(self.problem), PTR(start), ctypes.c_size_t(given))
             check(status, self.words)
+        if kept is not None:
+            kept._memory = saved
+
+    def run_backward(self, given, wanted, out, kept, num_threads):
+        gradients = GradientTensors(struct_size=ctypes.sizeof(GradientTensors))
+        for name, array in given.items():
+            if array is not None:
+                self.view(name, array).describe(getattr(gradients, name), self._gradient_shape(name))
+        names = self._wanted(wanted)
+        out = {} if out is None else out
+        if not isinstance(out, Mapping):
+            raise TypeError(f"out must be a mapping of names to arrays, got {type(out).__name__}")
+        for name in out:
+            self._expect_gradient("out", name)
+            if name not in names:
+                raise ValueError(f"out: {name} is not wanted")
+        found = {}
+        for name in names:
+            shape = self._gradient_shape(name)
+            dtype = FP32 if name == "d_initial_state" else self.views[_argument_of(name)].dtype
+            found[name] = out[name] if name in out else new_numpy(shape, dtype, name)
+            self.written(name, found[name]).describe(getattr(gradients, name), shape)
+        _describe_dense(self.problem.o, self.views["v"].dtype, self.output)
+        options = self.options(num_threads, kept)
+        with self.plan(options) as forward:
+            if kept is not None:
+                if kept._memory is None:
+                    raise ValueError("kept holds nothing: give it to the forward() first")
+                self._set_saved(kept._memory)
+            with _BackwardPlan(forward, gradients, options, self.words) as plan:
+                memory = _Memory("workspace", plan.workspace_bytes)
+                status = library().kda_backward(plan.handle, ctypes.byref(self.problem), ctypes.byref(gradients),
+                                                PTR(memory.start), ctypes.c_size_t(memory.bytes))
+                check(status, self.words)
+        return Gradients(*(found.get(name) for name in Gradients._fields))
+
+    def _wanted(self, wanted):
+        """The gradients that are wanted, in the order of Gradients."""
+        if wanted is None:
+            return [name for name in Gradients._fields if _argument_of(name) in self.views]
+        try:
+            names = [wanted] if isinstance(wanted, str) else list(wanted)
+        except TypeError:
+            raise TypeError(f"wanted must be names of Gradients, got {wanted!r}") from None
+        for name in names:
+            self._expect_gradient("wanted", name)
+        if not names:
+            raise ValueError("wanted must name at least one gradient, got none")
+        return [name for name in Gradients._fields if name in names]
+
+    def _expect_gradient(self, where, name):
+        if name not in Gradients._fields:
+            raise ValueError(f"{where}: {name!r} is none of {', '.join(Gradients._fields)}")
+        if _argument_of(name) not in self.views:
+            raise ValueError(f"{where}: {name} is that of {_argument_of(name)}, which is not given")
+
+    def _gradient_shape(self, name):
+        if name in ("d_final_state", "d_initial_state"):
+            return self.states(self.sequences)
+        return self.output if name == "d_o" else self.views[_argument_of(name)].shape
+
+    def _set_saved(self, memory):
+        if memory is not None:
+            self.problem.saved, self.problem.saved_bytes = memory.start, memory.bytes
+
+
+class _Memory:
+    """Memory of this process, as the C ABI wants it aligned."""
+
+    def __init__(self, name, size):
+        try:
+            self._buffer = ctypes.create_string_buffer(size + 64)
+        except (MemoryError, OverflowError):
+            raise MemoryError(f"{name}: {size} bytes cannot be allocated") from None
+        self.start, self.bytes = (ctypes.addressof(self._buffer) + 63) // 64 * 64, size
 
 
 class _Plan:
@@ -276,6 +415,31 @@ class _Plan:
     @property
     def workspace_bytes(self):
         return library().kda_plan_workspace_bytes(self.handle)
+
+    @property
+    def saved_bytes(self):
+        return library().kda_plan_saved_bytes(self.handle)
+
+
+class _BackwardPlan:
+    def __init__(self, forward, gradients, options, words):
+        self.handle = PTR()
+        check(library().kda_backward_plan_create(forward.handle, ctypes.byref(gradients), ctypes.byref(options),
+                                                 ctypes.byref(self.handle)), words)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        library().kda_backward_plan_destroy(self.handle)
+
+    @property
+    def workspace_bytes(self):
+        return library().kda_backward_plan_workspace_bytes(self.handle)
+
+
+def _argument_of(gradient):
+    return gradient.removeprefix("d").removeprefix("_")
 
 
 def _choice(name, value, table):

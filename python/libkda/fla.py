@@ -2,8 +2,8 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (gradients, cp_context) go on to FLA; last_path() says who served the last
-one and why. FLA_LIBKDA=0 or disable() switch it off.
+others. Calls that libkda does not serve (cp_context; gradients where it has no backward pass) go on to FLA;
+last_path() says who served the last one and why. FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import inspect
 
 import torch
 
-from . import gate, kda
+from . import gate, kda, ops
 from ._plugin import Plugin
 
 try:
@@ -43,7 +43,14 @@ def last_path() -> str | None:
     return _plugin.path
 
 
-def _reason(arguments):
+def _has_backward(arguments):
+    try:
+        return ops.has_backward(*(arguments[name] for name in ("q", "k", "v", "g", "beta")))
+    except (KeyError, TypeError, ValueError, RuntimeError):
+        return True  # the call itself says what does not fit
+
+
+def _reason(name, arguments):
     """Why libkda does not serve a call with these arguments; None if it does."""
     if _plugin.disabled:
         return _plugin.disabled
@@ -52,8 +59,9 @@ def _reason(arguments):
     if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
         return "ssm_state_indices without inplace_final_state"
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return "a gradient is asked for, and libkda has no backward pass yet"
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if name == "chunk_kda" and differentiated and not _has_backward(arguments):
+        return "a gradient is asked for, and libkda has no backward pass here"
     devices = {x.device.type for x in tensors if x.dim() > 1}
     if not devices <= {"cpu"} and not devices <= {"cuda"}:
         return f"tensors on {', '.join(sorted(devices))}"
@@ -64,13 +72,16 @@ def _serve(name, function):
     """A backend's method and its verifier for one of FLA's functions."""
     names = tuple(inspect.signature(function).parameters)
 
+    # FLA's recurrent function has no gradients either: what it returns is cut off from its inputs.
+    run = torch.no_grad()(function) if name == "fused_recurrent_kda_fwd" else function
+
     @functools.wraps(function)
     def call(self, *args, **kwargs):
         _plugin.serves(name)
-        return function(*args, **kwargs)
+        return run(*args, **kwargs)
 
     def verifier(self, *args, **kwargs):
-        reason = _reason(dict(zip(names, args), **kwargs))
+        reason = _reason(name, dict(zip(names, args), **kwargs))
         if reason is not None:
             _plugin.leaves(name, reason)
         return reason is None, reason

@@ -7,9 +7,8 @@ import warnings
 import torch
 
 from . import ops
-from ._checks import checked, int32_of
-from ._operands import (as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of,
-                              written_rows_of)
+from ._checks import checked, computes_in_float64, int32_of, state_type
+from ._operands import as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of, written_rows_of
 from ._rules import LAST_SLOT, FlaError, integer, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
@@ -41,6 +40,13 @@ def _check_beta(use_beta_sigmoid_in_kernel):
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
+
+def _kept(q, disable_recompute):
+    """What a forward keeps for its backward: up to 4,096 tokens there is little to spare."""
+    if disable_recompute:
+        return ops.KEEP_ALL
+    return ops.KEEP_STATES if q.shape[1] > 4096 else ops.KEEP_NOTHING
+
 
 def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     """States at the start of every chunk, of sequences after each other, from those after every full chunk."""
@@ -94,9 +100,16 @@ def chunk_kda(
     Returns (o [B, T, HV, V] of q's type, final state fp32 or None), with return_intermediate_states also
     h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens.
 
-    safe_gate, disable_recompute, use_graph and max_num_seqs change nothing: every gate is exact, and a call never
-    waits for the device. Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the
-    argument, NotImplementedError where a derivative or cp_context is asked for; nothing is written then. A keyword
+    A q in fp64 on the CPU has the call computed in float64, token by token, for gradient checks: states and parameters
+    may be fp64 then, and final states are. Else fp64 is computed in fp32.
+
+    Gradients of all float tensors, each of the type of its tensor, are exact to the rounding of that type
+    (docs/python.md, "Training"). What a forward keeps for them: its inputs, beyond 4,096 tokens the fp32 state after
+    every 2,048, with disable_recompute all that spares work. There are no second and no forward-mode derivatives.
+
+    safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
+    Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the argument,
+    NotImplementedError for cp_context and for derivatives that there are not; nothing is written then. A keyword
     argument that nobody knows is ignored, with one warning.
     """
     if kwargs:
@@ -105,9 +118,11 @@ def chunk_kda(
         raise NotImplementedError("libkda does not take `cp_context` yet; one GPU is used as a whole without it.")
     if cu_seqlens is not None:
         _check_sequences(q)
-    if initial_state is not None and initial_state.dtype != torch.float32:
+    float64 = computes_in_float64(q)
+    if initial_state is not None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound)
+    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
+                                      float64)
     chunk_size = kwargs.pop("chunk_size", 64)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
@@ -133,10 +148,14 @@ def chunk_kda(
     if has_state is not None:
         has_state = dense(has_state)
     if not return_intermediate_states:
-        o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
+        if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
+            keep = _kept(q, disable_recompute)
+            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep)
+        else:
+            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
         return as_type(o, q.dtype), final_state if output_final_state else None
     lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
-    o = torch.empty(v.shape, dtype=rows_of(v).dtype, device=v.device)
+    o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
     final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
     checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
     call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state)
@@ -234,7 +253,7 @@ def fused_recurrent_kda_fwd(
                           allow_neg_eigval, lower_bound, has_state, out)
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
@@ -258,12 +277,12 @@ def fused_recurrent_kda_fwd(
     return out if o is out else out.copy_(o), initial_state
 
 
-def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound):
+def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
     if not use_gate_in_kernel:
         return None, None
     if A_log is None and lower_bound is None:
         raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
-    return parameter_of(A_log), parameter_of(dt_bias)
+    return parameter_of(A_log, float64), parameter_of(dt_bias, float64)
 
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
@@ -271,17 +290,18 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
                has_state=None, out=None):
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound)
+    float64 = computes_in_float64(q)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    state = None if initial_state is None else dense(as_type(initial_state, torch.float32))
+    state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
     decode = _decodes(q, cu_seqlens)
     if has_state is not None:
         has_state = dense(has_state)
     if out is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        o = written_rows_of("out", out)
+        o = written_rows_of("out", out, float64)
         final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
         call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
              *modes, 0, decode, has_state)

@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.ops.libkda.forward, .forward_into and .update: loading, fake kernels, and what autograd answers.
+"""torch.ops.libkda.*: loading, fake kernels, and derivatives.
 
-They are declared in python/csrc/torch_ops.cpp. `forward` returns (o, final_state), the latter without slots unless it
-is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any strides with a
-contiguous last dimension; `update` writes o and the pool of states in place. has_state [N], bool: where it is False a
-sequence starts from zero. first_slot: a smaller index means no slot. What an operator does not take is a ValueError
-that names the argument; nothing is written then.
+They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
+without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
+strides with a contiguous last dimension; `update` writes o and the pool of states in place. has_state [N], bool: where
+it is False a sequence starts from zero. first_slot: a smaller index means no slot. What an operator does not take is a
+ValueError that names the argument; nothing is written then.
+
+`forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
+with keep = 0, with KEEP_STATES the fp32 state after every so many tokens, with KEEP_ALL all that spares work.
+`backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
+empty; `has_backward` says whether the library has one for such tensors.
 """
 import ctypes
+import functools
 
 import torch
 from torch import is_grad_enabled
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
@@ -27,12 +35,18 @@ if tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) < (2, 1
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
 BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2 = 0, 1, 2
 
-NO_BACKWARD = ("libkda has no backward pass yet: call it under torch.no_grad() or torch.inference_mode(), "
-               "or train with fla.ops.kda")
+KEEP_NOTHING, KEEP_STATES, KEEP_ALL = 0, 2048, -1
+
+NO_BACKWARD = ("libkda has no backward pass of {}: call it under torch.no_grad() or torch.inference_mode(), "
+               "or train with libkda.chunk_kda")
+NO_BACKWARD_HERE = ("libkda has no backward pass here ({}): call it under torch.no_grad() or torch.inference_mode(), "
+                    "or train with fla.ops.kda")
+NO_SECOND = ("libkda has no second derivatives: gradients of chunk_kda cannot be differentiated again. Leave out "
+             "create_graph=True, or take libkda.naive_chunk_kda, which torch differentiates any number of times")
 NO_TANGENT = "libkda has no forward-mode derivative (torch.func.jvp, dual tensors)"
 
 # Places of what an operator writes.
-_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6)}
+_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6), "forward_kept": (), "backward": ()}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -74,34 +88,64 @@ _is_first = _load()
 _forward = torch.ops.libkda.forward.default
 _forward_into = torch.ops.libkda.forward_into.default
 _update = torch.ops.libkda.update.default
+_forward_kept = torch.ops.libkda.forward_kept.default
+_backward = torch.ops.libkda.backward.default
+has_backward = torch.ops.libkda.has_backward.default
 
 
-# ---- autograd --------------------------------------------------------------------------------------------------------
+# ---- what has no derivative ------------------------------------------------------------------------------------------
 
 def _has_tangent(x):
     """Of a wrapper of torch.func.jvp that an operator sees nobody can ask."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x) or forward_ad.unpack_dual(x).tangent is not None
 
 
-def refuse_gradients(*arguments):
-    """Raises NotImplementedError for a tensor of which a derivative is asked."""
+def differentiates(*arguments):
+    """Whether the gradient of one of the arguments is asked for. Raises NotImplementedError for a tangent."""
     backward, forward = is_grad_enabled(), forward_ad._current_level >= 0
+    if not (backward or forward):
+        return False
+    found = False
     for x in arguments:
         if not isinstance(x, torch.Tensor):
             continue
         if backward and x.requires_grad:
-            raise NotImplementedError(NO_BACKWARD)
+            found = True
         if forward and _has_tangent(x):
             raise NotImplementedError(NO_TANGENT)
+    return found
+
+
+def refuse_gradients(name, *arguments):
+    """Raises NotImplementedError for a tensor of which a derivative is asked."""
+    if differentiates(*arguments):
+        raise NotImplementedError(NO_BACKWARD.format(name))
+
+
+def _name_of(operator):
+    return operator._schema.name.partition("::")[2]
+
+
+def _explained(error):
+    """That the library has no backward for a call is no fault of an argument."""
+    reason = str(error).partition("libkda: no backward pass: ")[2]
+    return NotImplementedError(NO_BACKWARD_HERE.format(reason)) if reason else error
 
 
 def _above_autograd(operator, written):
     """What a direct call of an operator takes first; the functions below have done it when they call."""
+    expect = functools.partial(refuse_gradients, _name_of(operator)) if written else differentiates
+
     def call(*args, **kwargs):
-        if is_grad_enabled() or forward_ad._current_level >= 0:
-            refuse_gradients(*args)
+        expect(*args)
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            result = operator(*args, **kwargs)
+            try:
+                result = operator(*args, **kwargs)
+            except ValueError as error:
+                better = _explained(error)
+                if better is error:
+                    raise
+                raise better from None
         increment_version([args[i] for i in written if args[i] is not None])
         return result
     return call
@@ -145,22 +189,119 @@ def _check(operator, args):
 
 def _fake_forward(*args):
     _check(_forward, args)
-    q, v, cu_seqlens, state_v_first, output_final_state = args[0], args[2], args[8], args[15], args[16]
+    return _outputs(*args[:17])
+
+
+def _fake_forward_kept(*args):
+    _check(_forward_kept, args)
+    q, v = args[0], args[2]
+    keep = args[18] if len(args) > 18 else KEEP_NOTHING
+    return *_outputs(*args[:17]), q.new_empty(_saved_bytes(q, v, keep), dtype=torch.uint8)
+
+
+def _outputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, gate_mode, beta_mode,
+             lower_bound, scale, l2norm, state_v_first, output_final_state):
     K, (HV, V) = q.shape[-1], v.shape[2:]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     matrix = (V, K) if state_v_first else (K, V)
-    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=torch.float32)
+    from ._checks import state_type
+    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=state_type(q))
 
 
-def _backward(ctx, *grads):
-    raise NotImplementedError(NO_BACKWARD)
+def _saved_bytes(q, v, keep):
+    """room_for_saved() of torch_backward.cpp."""
+    if keep == KEEP_NOTHING:
+        return 0
+    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    return 128 + B * T // (KEEP_STATES if keep == KEEP_ALL else keep) * HV * K * V * 4
+
+
+def _fake_backward(*args):
+    _check(_backward, args)
+    inputs, wanted = args[2:10], args[21]
+    return tuple(x.new_empty(x.shape) if wanted >> i & 1 else (args[2] if x is None else x).new_empty(0)
+                 for i, x in enumerate(inputs))
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+def _below_autograd(operator, args):
+    """The kernel, or under torch.func the next level, which has autograd of its own."""
+    with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()), torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+# Functions of one level: torch.func asks an operator's autograd at each of its levels in turn.
+
+class _Forward(_SingleLevelFunction):
+    """forward_kept and its gradients."""
+
+    @staticmethod
+    def forward(*args):
+        return _below_autograd(_forward_kept, args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        tensors, (*modes, output_final_state), (has_state, keep) = inputs[:10], inputs[10:17], inputs[17:]
+        ctx.save_for_backward(*tensors, has_state, output[2])
+        ctx.modes, ctx.output_final_state, ctx.keep = modes, output_final_state, keep
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, d_o, d_final_state, _):
+        wanted = sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed)
+        if not ctx.output_final_state:
+            d_final_state = None
+        rest = (None,) * 11  # of what is no float tensor
+        if d_o is None and d_final_state is None or not wanted:
+            return (None,) * 8 + rest
+        *inputs, has_state, saved = ctx.saved_tensors
+        gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted)
+        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *rest
+
+
+class _Backward(_SingleLevelFunction):
+    """backward, whose gradients nobody has."""
+
+    @staticmethod
+    def forward(*args):
+        return _below_autograd(_backward, args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(NO_SECOND)
+
+
+def _with_gradients(operator, function):
+    """What an operator does where autograd looks."""
+    defaults = [argument.default_value for argument in operator._schema.arguments]
+
+    def call(keyset, *args):
+        if differentiates(*args):
+            with enable_single_level_autograd_function():
+                return function(*args, *defaults[len(args):])  # the dispatcher takes away what is a default
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    return call
+
+
+def _forward_of_gradients(*args):
+    """forward is forward_kept that keeps nothing."""
+    *operands, decode, has_state = args
+    if decode:
+        raise NotImplementedError(NO_BACKWARD.format("a forward with decode=True"))
+    return _forward_kept(*operands, has_state, KEEP_NOTHING)[:2]
 
 
 if _is_first:
     _library = torch.library.Library("libkda", "IMPL")
     torch.ops.libkda.kept.append(_library)
-    for _operator in (_forward, _forward_into, _update):
-        _name = _operator._schema.name.partition("::")[2]
+    for _operator in (_forward, _forward_into, _update, _forward_kept, _backward):
+        _name = _name_of(_operator)
         _library.impl(_name, _above_autograd(_operator, _WRITTEN[_name]), "ADInplaceOrView")
         for _key in ("Negative", "Conjugate", "ZeroTensor"):
             _library.impl(_name, _materialized(_operator, _WRITTEN[_name]), _key)
@@ -169,29 +310,38 @@ if _is_first:
     torch.library.register_fake("libkda::forward", _fake_forward)
     torch.library.register_fake("libkda::forward_into", lambda *args: _check(_forward_into, args))
     torch.library.register_fake("libkda::update", lambda *args: _check(_update, args))
-    torch.library.register_autograd("libkda::forward", _backward)
+    torch.library.register_fake("libkda::forward_kept", _fake_forward_kept)
+    torch.library.register_fake("libkda::backward", _fake_backward)
+    for _operator, _function in ((_forward, _forward_of_gradients), (_forward_kept, _Forward.apply),
+                                 (_backward, _Backward.apply)):
+        _library.impl(_name_of(_operator), _with_gradients(_operator, _function), "Autograd", with_keyset=True)
 
 
 # ---- without autograd's part, which is slow --------------------------------------------------------------------------
 
 def forward(*args):
     """torch.ops.libkda.forward; raises NotImplementedError where a derivative is asked for."""
-    return _call(_forward, (), args)
+    return _call(_forward, (), "fused_recurrent_kda (nor has FLA)", args)
 
 
 def forward_into(*args):
     """torch.ops.libkda.forward_into, likewise."""
-    return _call(_forward_into, _WRITTEN["forward_into"], args)
+    return _call(_forward_into, _WRITTEN["forward_into"], "what is written into given tensors", args)
 
 
 def update(*args):
     """torch.ops.libkda.update, likewise."""
-    return _call(_update, _WRITTEN["update"], args)
+    return _call(_update, _WRITTEN["update"], "states that are updated in place", args)
 
 
-def _call(operator, written, args):
+def forward_kept(*args):
+    """The outputs of torch.ops.libkda.forward_kept, with gradients."""
+    return _forward_kept(*args)[:2]
+
+
+def _call(operator, written, name, args):
     if is_grad_enabled() or forward_ad._current_level >= 0:
-        refuse_gradients(*args)
+        refuse_gradients(name, *args)
     if is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowADInplaceOrView():

@@ -5,17 +5,23 @@
     python fla_suite.py FLA_CHECKOUT [--device cpu|cuda] [--json FILE] [PYTEST ARGUMENT ...]
 
 FLA_CHECKOUT is a clone of FLA's repository: its tests are in no package. fla-core, libkda and pytest are those of this
-Python. Says of every test who served its calls. A test in which a gradient was asked for is left for the backward pass:
-libkda hands those calls on to FLA, which cannot serve them on a CPU. Exit code 1 if another one failed, or if none ran.
+Python. Says of every test who served its calls. One that passes though FLA served a call is "handed back", and one
+that the memory of the machine does not hold "out of memory". Exit code 1 if a test failed or was handed back, or if
+none passed.
 """
 import argparse
 import collections
+import gc
 import json
 import os
 import pathlib
+import re
+import resource
 import subprocess
 import sys
 import tempfile
+
+import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -37,7 +43,9 @@ def keep_paths(plugin):
 found = {"tests": {}}
 
 
-def pytest_configure(config):
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests():
+    """Before FLA's conftest.py looks for a device."""
     import fla
     import torch
 
@@ -45,17 +53,28 @@ def pytest_configure(config):
     found.update(fla=fla.__version__, torch=torch.__version__, libkda=libkda.__version__,
                  device=torch.cuda.get_device_name() if os.environ["LIBKDA_SUITE_DEVICE"] == "cuda" else "cpu")
     if os.environ["LIBKDA_SUITE_DEVICE"] == "cpu":
+        most = int(float(os.environ["LIBKDA_SUITE_MEMORY"]) * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # an error of the test, not the end of a process
         torch.set_flush_denormal(True)  # FLA's references crawl where states decay
         import fla.utils
-        fla.utils.device = "cpu"
-        if hasattr(fla.utils, "hardware"):
-            fla.utils.hardware.device = "cpu"
+        for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
+            module.device, module.device_torch_lib = "cpu", torch.cpu
     import libkda.fla
     keep_paths(libkda.fla._plugin)
 
 
-def pytest_runtest_setup(item):
+def pytest_runtest_logstart():
     seen.clear()
+    sys.last_exc = sys.last_value = sys.last_traceback = None  # the tensors of a test that failed
+    gc.collect()
+
+
+def reason_of(longrepr):
+    """Its line that says most."""
+    if isinstance(longrepr, tuple):  # a skip
+        return longrepr[-1]
+    crash = getattr(longrepr, "reprcrash", None)
+    return crash.message.partition("\n")[0] if crash else str(longrepr).strip().rpartition("\n")[2]
 
 
 def pytest_runtest_logreport(report):
@@ -63,8 +82,7 @@ def pytest_runtest_logreport(report):
     row["paths"] = sorted({*row["paths"], *seen})
     if report.outcome != "passed" and row["outcome"] == "passed":
         row["outcome"] = report.outcome
-        text = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr).strip()
-        row["reason"] = text.rpartition("\n")[2][:300]
+        row["reason"] = reason_of(report.longrepr)[:300]
 
 
 def pytest_sessionfinish(session):
@@ -78,12 +96,18 @@ def commit_of(checkout):
     return run.stdout.strip() or None
 
 
-def run_pytest(checkout, tests, device, extra):
+def free_memory():
+    """GiB that a process may take and leave some for others."""
+    rows = dict(line.split(":") for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    return 0.9 * int(rows["MemAvailable"].split()[0]) / 2**20
+
+
+def run_pytest(checkout, tests, device, memory, extra):
     """What the plugin above found."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
         environment = {n: x for n, x in os.environ.items() if n != "FLA_CI_ENV"}  # it loosens the bounds
-        environment.update(LIBKDA_SUITE_DEVICE=device, LIBKDA_SUITE_REPORT=str(report),
+        environment.update(LIBKDA_SUITE_DEVICE=device, LIBKDA_SUITE_REPORT=str(report), LIBKDA_SUITE_MEMORY=str(memory),
                            PYTHONPATH=os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -94,33 +118,38 @@ def run_pytest(checkout, tests, device, extra):
         return json.loads(report.read_text()) if report.exists() else {"tests": {}}
 
 
-def verdict(row, device):
-    gradient = any("a gradient is asked for" in path for path in row["paths"])
-    if gradient and (device == "cpu" or row["outcome"] != "failed"):
-        return "left for the backward pass"
+def verdict(row):
+    if row["outcome"] == "passed" and any(path.startswith("fla: ") for path in row["paths"]):
+        return "handed back"
+    if row["outcome"] == "failed" and re.search("can't allocate memory|cannot be allocated|out of memory|MemoryError",
+                                                row.get("reason", "")):
+        return "out of memory"
     return row["outcome"]
 
 
 def exit_code(counts):
-    return 0 if counts.get("passed") and not counts.get("failed") else 1
+    return 0 if counts.get("passed") and not counts.get("failed") and not counts.get("handed back") else 1
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=pathlib.Path, help="a clone of FLA's repository")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--memory", type=float, metavar="GIB", default=None,
+                        help="of a test on the CPU, at most (nine tenths of what is free)")
     parser.add_argument("--tests", default="tests/ops/test_kda.py", help="file in the checkout")
     parser.add_argument("--json", type=pathlib.Path, help="write the report to this file")
     args, extra = parser.parse_known_args()
     if not (args.checkout / args.tests).is_file():
         parser.error(f"{args.checkout} has no {args.tests}: give a clone of FLA's repository")
-    report = {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device, extra)
+    report = {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device,
+                                                              args.memory or free_memory(), extra)
     for row in report["tests"].values():
-        row["verdict"] = verdict(row, args.device)
+        row["verdict"] = verdict(row)
     report["counts"] = dict(collections.Counter(row["verdict"] for row in report["tests"].values()))
     for name, row in report["tests"].items():
         if row["verdict"] not in ("passed", "skipped"):
-            print(f'{row["verdict"]}: {name}: {row.get("reason", row["outcome"])}')
+            print(f'{row["verdict"]}: {name}: {row.get("reason", row["paths"])}')
     print(", ".join(f"{count} {what}" for what, count in report["counts"].items()) or "no test ran")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -149,7 +149,7 @@ def test_new_requests_and_padded_rows():
     (dict(stream=-1), ValueError, "stream must be 0 to"),
     (dict(first_slot=-1), ValueError, "first_slot must be 0 to"),
     (dict(A_log=np.zeros(4), gate_mode="softplus"), TypeError, "^A_log must be float32, got float64$"),
-    (dict(A_log=np.full(4, 89, np.float32), gate_mode="softplus"), ValueError, "A_log must be at most 88.7"),
+    (dict(A_log=np.full(4, 89, np.float32), gate_mode="softplus"), ValueError, "^A_log: entry 0 = 89 is above 70"),
     (dict(A_log=np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (4,), (0,)), gate_mode="bounded"),
      ValueError, "A_log: stride of dimension 0 is 0"),
     (dict(cu_seqlens=[0, 2**64 + 2]), ValueError, "cu_seqlens: entry 1 = 18446744073709551618"),
@@ -225,6 +225,229 @@ def test_workspace_bytes():
         arrays.workspace_bytes(**arguments, state=state.numpy())
 
 
+GATES = [("log", None), ("softplus", None), ("bounded", -5.0)]
+
+
+def modes_of(gates, parameters, HV=4, K=64):
+    raw = dict(qk_l2norm=True, beta_mode="sigmoid", gate_mode=gates)
+    if gates != "log":
+        raw.update(A_log=parameters["A_log"].numpy(), dt_bias=parameters["dt_bias"].view(HV, K).numpy())
+    return raw
+
+
+def autograd(x, parameters, state, d_o, d_final, gates="log", bound=None, **rest):
+    """Gradients of the recurrence in float64, by the names of arrays.Gradients."""
+    leaves = {n: t.double().requires_grad_() for n, t in dict(x, **parameters, initial_state=state).items()}
+    outputs = reference({n: leaves[n] for n in x}, {n: leaves[n] for n in parameters}, leaves["initial_state"], gates,
+                        bound, **rest)
+    wanted = list(leaves) if gates != "log" else [*x, "initial_state"]
+    found = torch.autograd.grad(outputs, [leaves[n] for n in wanted], [d_o.double(), d_final.double()])
+    return {"d_initial_state" if n == "initial_state" else f"d{n}": t for n, t in zip(wanted, found)}
+
+
+def as_double(x):
+    return torch.from_numpy(np.asarray(x, np.float64))
+
+
+@pytest.mark.parametrize("gates, bound", GATES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_gradients(gates, bound, dtype):
+    """All of them, with grouped heads; None where the forward has no such argument."""
+    x, parameters, state, arguments, _ = numpy_inputs(T=70, dtype=dtype, gates=gates)
+    d_o, d_final = torch.randn_like(x["v"]), torch.randn_like(state)
+    found = arrays.backward(**arguments, **modes_of(gates, parameters), initial_state=state.numpy(), d_o=d_o.numpy(),
+                            d_final_state=d_final.numpy())
+    expected = autograd(x, parameters, state, d_o, d_final, gates, bound)
+    for name, gradient in found._asdict().items():
+        if name not in expected:
+            assert gradient is None and gates == "log"
+            continue
+        source = arguments.get(name[1:])
+        assert gradient.dtype == (np.float32 if source is None else source.dtype)
+        exact = gradient.dtype == np.float32
+        assert distance(as_double(gradient), expected[name].view(gradient.shape)) < (2e-6 if exact else 5e-4), name
+
+
+def test_gradients_packed_and_v_first():
+    """Two sequences and an empty one, the second without a state; only what is wanted."""
+    x, parameters, state, arguments, _ = numpy_inputs(B=1, N=3)
+    d_o, d_final = torch.randn_like(x["v"]), torch.randn_like(state)
+    mask = np.array([True, False, True])
+    found = arrays.backward(**arguments, qk_l2norm=True, beta_mode="sigmoid", state_layout="vk", scale=0.2,
+                            initial_state=state.mT.contiguous().numpy(), d_o=d_o.numpy(), has_state=mask,
+                            d_final_state=d_final.mT.contiguous().numpy(), cu_seqlens=np.array([0, 40, 131, 131]),
+                            wanted=("d_initial_state", "dk", "dg"))
+    assert [n for n, gradient in found._asdict().items() if gradient is not None] == ["dk", "dg", "d_initial_state"]
+    for n, (begin, end) in enumerate([(0, 40), (40, 131)]):
+        some = {name: t[:, begin:end] for name, t in x.items()}
+        expected = autograd(some, parameters, state[n:n + 1] * float(mask[n]), d_o[:, begin:end], d_final[n:n + 1],
+                            scale=0.2)
+        for name in ("dk", "dg"):
+            assert distance(as_double(getattr(found, name)[:, begin:end]), expected[name]) < 2e-6
+        of_state = as_double(found.d_initial_state[n]).mT
+        assert distance(of_state, expected["d_initial_state"][0]) < 2e-6 if mask[n] else not of_state.any()
+    assert np.array_equal(found.d_initial_state[2], d_final[2].mT.numpy())
+
+
+def test_gradients_by_differences():
+    """Without any other implementation: the slope of a loss along random directions."""
+    x, parameters, state, arguments, _ = numpy_inputs(B=1, T=40, gates="bounded")
+    modes = modes_of("bounded", parameters)
+    inputs = dict(arguments, initial_state=state.numpy(), A_log=modes.pop("A_log"), dt_bias=modes.pop("dt_bias"))
+    d_o, d_final = torch.randn_like(x["v"]).numpy(), torch.randn_like(state[:1]).numpy()
+
+    def loss(**changed):
+        o, final = arrays.forward(**dict(inputs, **changed), **modes, output_final_state=True)
+        return np.vdot(o.astype(np.float64), d_o) + np.vdot(final.astype(np.float64), d_final)
+
+    inputs["initial_state"] = inputs["initial_state"][:1]
+    found = arrays.backward(**inputs, **modes, d_o=d_o, d_final_state=d_final)
+    for name, gradient in found._asdict().items():
+        argument = "initial_state" if name == "d_initial_state" else name[1:]
+        along = gradient / np.linalg.norm(gradient)
+        step = np.float32(1e-2) * along
+        slope = (loss(**{argument: inputs[argument] + step}) - loss(**{argument: inputs[argument] - step})) / 2e-2
+        assert abs(slope / np.linalg.norm(gradient) - 1) < 5e-3, name
+
+
+def test_gradients_of_bfloat16():
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    x, parameters, state = make(T=70, dtype=torch.bfloat16)
+    arguments = {name: t.view(torch.uint16).numpy().view(bfloat16) for name, t in x.items()}
+    d_o = torch.randn_like(x["v"])
+    found = arrays.backward(**arguments, qk_l2norm=True, beta_mode="sigmoid",
+                            d_o=d_o.view(torch.uint16).numpy().view(bfloat16))
+    assert found.d_initial_state is None and found.dA_log is None
+    expected = autograd(x, parameters, torch.zeros_like(state), d_o, torch.zeros_like(state))
+    for name in ("dq", "dk", "dv", "dg", "dbeta"):
+        gradient = getattr(found, name)
+        assert gradient.dtype == bfloat16 and distance(as_double(gradient), expected[name]) < 2.5e-3
+
+
+def test_gradients_into_arrays_of_the_caller(monkeypatch):
+    """Other types and strides, of inputs too; without ml_dtypes a bfloat16 gradient needs one."""
+    x, _, _, arguments, _ = numpy_inputs()
+    call = dict(qk_l2norm=True, beta_mode="sigmoid", d_o=torch.randn_like(x["v"]).numpy())
+    expected = arrays.backward(**arguments, **call)
+    fused = np.concatenate([arguments["q"], arguments["k"]], axis=-1)
+    arguments.update(q=fused[..., :64], k=fused[..., 64:], beta=np.repeat(arguments["beta"], 2, -1)[..., ::2])
+    call["d_o"] = np.concatenate([call["d_o"]] * 2, -1)[..., 32:]
+    wide = np.full((2, 131, 2, 128), np.nan, np.float32)
+    spread, half = np.full((2, 131, 4, 3), np.nan, np.float32), np.full_like(arguments["v"], np.nan, np.float16)
+    out = dict(dk=wide[..., 64:], dbeta=spread[..., 1], dv=half)
+    found = arrays.backward(**arguments, **call, out=out)
+    assert all(getattr(found, name) is array for name, array in out.items())
+    assert np.array_equal(wide[..., 64:], expected.dk) and np.isnan(wide[..., :64]).all()
+    assert np.array_equal(spread[..., 1], expected.dbeta) and np.isnan(spread[..., [0, 2]]).all()
+    assert np.array_equal(half, expected.dv.astype(np.float16)) and np.array_equal(found.dg, expected.dg)
+
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    x = {name: t.bfloat16() for name, t in x.items()}
+    with pytest.raises(ValueError, match="dv: NumPy has no bfloat16"):
+        arrays.backward(**x, d_o=x["v"], wanted=["dv"])
+    dv = torch.full_like(x["v"], float("nan"))
+    assert arrays.backward(**x, **call, wanted="dv", out=dict(dv=dv)).dv is dv and not dv.isnan().any()
+
+
+def test_kept_states():
+    """What a forward keeps gives the same gradients, again and again; it belongs to that forward."""
+    x, _, state, arguments, raw = numpy_inputs(T=300)
+    call = dict(arguments, initial_state=state.numpy(), qk_l2norm=True, beta_mode="sigmoid")
+    d_o = torch.randn_like(x["v"]).numpy()
+    expected = arrays.backward(**call, d_o=d_o)
+    kept = arrays.Kept(every=64)
+    with pytest.raises(ValueError, match="^kept holds nothing"):
+        arrays.backward(**call, d_o=d_o, kept=kept)
+    o, _ = arrays.forward(**call, kept=kept)
+    assert np.array_equal(o, arrays.forward(**call)[0])
+    for _ in range(2):
+        found = arrays.backward(**call, d_o=d_o, kept=kept)
+        for name in ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state"):
+            assert distance(as_double(getattr(found, name)), as_double(getattr(expected, name))) < 1e-6
+    with pytest.raises(ValueError, match="^kept: was not written by a run of the forward"):
+        arrays.backward(**dict(call, scale=2), d_o=d_o, kept=kept)
+    with pytest.raises(ValueError, match="^kept: has "):
+        arrays.backward(**dict(call, **{n: np.concatenate([arguments[n]] * 2, 1) for n in arguments}),
+                        d_o=np.concatenate([d_o] * 2, 1), kept=kept)
+    with pytest.raises(TypeError, match="kept must be a libkda.arrays.Kept, got int"):
+        arrays.forward(**call, kept=64)
+    with pytest.raises(ValueError, match="every must be a multiple of 64, got 100"):
+        arrays.Kept(100)
+    with pytest.raises(ValueError, match="every must be 64 to"):
+        arrays.Kept(0)
+    with pytest.raises(TypeError, match="every must be an integer, got 64.5"):
+        arrays.Kept(64.5)
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(d_o=None), ValueError, "^d_o or d_final_state must be given"),
+    (dict(d_o=np.zeros((2, 131, 4, 31), np.float32)), ValueError, r"^d_o must have shape \[2, 131, 4, 32\], got"),
+    (dict(d_o=np.zeros((2, 131, 4, 32))), TypeError, "^d_o must be float32, bfloat16 or float16, got float64"),
+    (dict(d_o=np.zeros((2, 131, 4, 64), np.float32)[..., ::2]), ValueError, "^d_o: innermost stride is 2"),
+    (dict(d_o=[1.0]), TypeError, "^d_o must be an array with __dlpack__"),
+    (dict(d_final_state=np.zeros((2, 4, 32, 64), np.float32)), ValueError, r"^d_final_state must have shape"),
+    (dict(d_final_state=np.zeros((2, 4, 64, 32), np.float16)), TypeError, "^d_final_state must be float32 or bfloat16"),
+    (dict(initial_state=np.zeros((3, 4, 64, 32), np.float32)), ValueError, "^initial_state must have shape"),
+    (dict(has_state=np.ones(2, bool)), ValueError, "^has_state is given without initial_state"),
+    (dict(gate_mode="softplus"), ValueError, "^A_log"),
+    (dict(A_log=np.full(4, 89, np.float32), gate_mode="softplus"), ValueError, "^A_log: entry 0 = 89 is above 70"),
+    (dict(cu_seqlens=[0, 132]), ValueError, "^cu_seqlens: entry 1 = 132"),
+    (dict(scale="x"), TypeError, "^scale must be a number"),
+    (dict(num_threads=-1), ValueError, "^num_threads must be 0 to"),
+    (dict(wanted=3), TypeError, "^wanted must be names of Gradients, got 3"),
+    (dict(wanted=[]), ValueError, "^wanted must name at least one gradient, got none"),
+    (dict(wanted=["q"]), ValueError, "^wanted: 'q' is none of dq, dk, dv"),
+    (dict(wanted=["dA_log"]), ValueError, "^wanted: dA_log is that of A_log, which is not given"),
+    (dict(wanted=["d_initial_state"]), ValueError, "^wanted: d_initial_state is that of initial_state, which is not"),
+    (dict(wanted=["dk"]), ValueError, "^out: dq is not wanted"),
+    (dict(out=[1]), TypeError, "^out must be a mapping of names to arrays, got list"),
+    (dict(out=dict(dx=0)), ValueError, "^out: 'dx' is none of dq"),
+    (dict(out=dict(dA_log=np.zeros(4, np.float32))), ValueError, "^out: dA_log is that of A_log, which is not given"),
+    (dict(out=dict(dv=np.zeros((2, 131, 4, 31), np.float32))), ValueError, "^dv must have shape"),
+    (dict(out=dict(dv=np.zeros((2, 131, 4, 32)))), TypeError, "^dv must be float32, bfloat16 or float16, got float64"),
+    (dict(out=dict(dv=np.zeros((2, 131, 4, 64), np.float32)[..., ::2])), ValueError, "^dv: innermost stride is 2"),
+    (dict(out=dict(dv=np.broadcast_to(np.float32(0), (2, 131, 4, 32)))), ValueError, "^dv is read-only"),
+    (dict(q=torch.zeros(2, 131, 2, 64, device="meta")), TypeError, "^q cannot be exported"),
+])
+def test_errors_of_backward(change, error, text):
+    x, _, _, arguments, _ = numpy_inputs()
+    dq = np.full_like(arguments["q"], np.nan)
+    call = dict(arguments, d_o=arguments["v"], out=dict(dq=dq), qk_l2norm=True)
+    with pytest.raises(error, match=text):
+        arrays.backward(**dict(call, **change))
+    assert np.isnan(dq).all()
+
+
+@pytest.mark.parametrize("name, place, text", [
+    ("dk", "dq", "overlaps"), ("dq", "q", "^dq: overlaps q"), ("dv", "d_o", "^dv: overlaps d_o"),
+])
+def test_gradients_do_not_overlap(name, place, text):
+    _, _, _, arguments, _ = numpy_inputs()
+    memory = dict(arguments, dq=np.full_like(arguments["q"], np.nan), d_o=arguments["v"].copy())
+    before = memory[place].copy()
+    out = {"dq": memory["dq"], name: memory[place]}
+    with pytest.raises(ValueError, match=text):
+        arrays.backward(**arguments, d_o=memory["d_o"], out=out)
+    assert np.array_equal(memory[place], before, equal_nan=True)
+
+
+def test_no_memory_for_gradients(monkeypatch):
+    _, _, _, arguments, _ = numpy_inputs(B=1, T=1, H=1, HV=1, K=16, V=16)
+    huge = {n: np.lib.stride_tricks.as_strided(x, (1 << 30, 1 << 20, *x.shape[2:]), (0, 0, *x.strides[2:]))
+            for n, x in arguments.items()}
+    with pytest.raises(MemoryError, match="64.0 PiB"):
+        arrays.backward(**huge, d_o=huge["v"])
+
+    def none_left(size):
+        raise MemoryError
+
+    monkeypatch.setattr(arrays.ctypes, "create_string_buffer", none_left)
+    dv = np.full_like(arguments["v"], np.nan)
+    with pytest.raises(MemoryError, match="^workspace: [0-9]+ bytes cannot be allocated"):
+        arrays.backward(**arguments, d_o=arguments["v"], out=dict(dv=dv))
+    assert np.isnan(dv).all()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="arrays on a GPU")
 @pytest.mark.parametrize("source", ["cupy", "jax"])
 def test_arrays_on_a_gpu(source):
@@ -242,6 +465,10 @@ def test_arrays_on_a_gpu(source):
     found, found_final = arrays.forward(**inputs, o=o, final_state=final, workspace=workspace, stream=stream.ptr, **raw)
     with pytest.raises(ValueError, match="workspace"):
         arrays.forward(**inputs, o=o, final_state=final, workspace=workspace[64:], stream=stream.ptr, **raw)
+    with pytest.raises(ValueError, match="^kept must be None on a GPU"):
+        arrays.forward(**inputs, o=o, final_state=final, workspace=workspace, kept=arrays.Kept(), **raw)
+    with pytest.raises(ValueError, match="^q must be on the CPU: there is no backward pass on a GPU yet"):
+        arrays.backward(**inputs, d_o=o)
     stream.synchronize()
     assert found is o and found_final is final
     expected = reference(x, parameters, state)

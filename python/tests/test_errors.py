@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types and texts of errors are FLA's: callers and its tests match them."""
+import inspect
 import warnings
 
 import pytest
 import torch
 from common import make
 
-from libkda import chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_kda_gate
+from libkda import _checks, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_kda_gate
 
 CASES = [
     (dict(cu_seqlens=[0, 131]), ValueError, "The batch size is expected to be 1 rather than 2 when using `cu_seqlens`."
@@ -94,14 +95,15 @@ def test_deprecated_layout_warns():
     assert final.shape == state.mT.shape
 
 
-@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
-def test_gradients_are_refused_not_dropped(function):
-    x, _, _ = make()
+@pytest.mark.parametrize("T", [3, 131])
+def test_gradients_of_the_recurrent_function_are_refused_not_dropped(T):
+    """FLA's fused_recurrent_kda has none either."""
+    x, _, _ = make(T=T)
     x["v"].requires_grad_()
-    with pytest.raises(NotImplementedError, match="no backward pass"):
-        function(**x)
+    with pytest.raises(NotImplementedError, match="no backward pass of fused_recurrent_kda .*chunk_kda"):
+        fused_recurrent_kda(**x)
     with torch.no_grad():
-        assert function(**x)[0].shape == x["v"].shape
+        assert fused_recurrent_kda(**x)[0].shape == x["v"].shape
 
 
 def test_gate_without_parameters():
@@ -177,7 +179,8 @@ def test_lengths_on_the_host_that_differ():
     (dict(scale=float("nan")), ValueError, "scale must be finite"),
     (dict(lower_bound=-1e39, use_gate_in_kernel=True), ValueError, "lower_bound must be finite in fp32"),
     (dict(lower_bound=1.0, use_gate_in_kernel=True), ValueError, "lower_bound"),
-    (dict(A_log=torch.full((4,), 89.0), use_gate_in_kernel=True), ValueError, "A_log must be at most 88.7"),
+    (dict(A_log=torch.full((4,), 89.0), use_gate_in_kernel=True), ValueError,
+     r"A_log: entry 0 = 89 is above 70 with gate softplus"),
     (dict(A_log=torch.zeros(4), dt_bias=torch.zeros(3), use_gate_in_kernel=True), ValueError,
      r"dt_bias must have HV \* K = 256 elements"),
 ])
@@ -215,3 +218,26 @@ def test_unknown_keywords_are_ignored_with_one_warning():
         chunk_kda(**x, inital_state=None)
     with pytest.warns(UserWarning, match="fused_recurrent_kda ignores the keyword argument 'A_Log'.*'A_log'"):
         fused_recurrent_kda(**x, A_Log=None)
+
+
+@pytest.mark.parametrize("name, hint", [("has_stat", "; did you mean 'has_state'?"), ("zzz", "")])
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
+def test_a_warning_of_a_keyword_names_one_that_is_near_and_the_line_of_the_call(function, name, hint):
+    x, _, _ = make(T=3)
+    _checks._warned.discard((function.__name__, name))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1
+        function(**x, **{name: None})
+    assert [(str(w.message), w.filename, w.lineno) for w in caught] == [
+        (f"{function.__name__} ignores the keyword argument {name!r}, which it does not know{hint}", __file__, line)]
+
+
+@pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd])
+def test_a_warning_of_the_old_layout_names_the_line_of_the_call(function):
+    x, _, state = make(T=3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = inspect.currentframe().f_lineno + 1
+        function(**x, initial_state=state.mT.contiguous(), transpose_state_layout=True)
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, line)]

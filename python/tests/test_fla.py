@@ -56,6 +56,59 @@ def decline(change):
     return backend.verify("chunk_kda", **dict(x, **change))
 
 
+def differentiated():
+    """Leaves of a call, and its flags."""
+    x, parameters, state = make(gates="softplus")
+    leaves = {name: t.requires_grad_() for name, t in dict(x, initial_state=state, **parameters).items()}
+    return leaves, dict(FLAGS, use_gate_in_kernel=True)
+
+
+def test_training_calls():
+    leaves, flags = differentiated()
+    gradients = lambda outputs: torch.autograd.grad(outputs[0].square().sum() + outputs[1].sum(), list(leaves.values()))
+    expected = gradients(libkda.chunk_kda(**leaves, **flags))
+    for more in ({}, dict(disable_recompute=True)):
+        found = gradients(fla_kda.chunk_kda(**leaves, **flags, **more))
+        assert libkda.fla.last_path() == "libkda: chunk_kda"
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@since_0_6
+def test_the_recurrent_function_is_cut_off_from_its_inputs():
+    """As FLA's, which has no gradients: the call is served all the same."""
+    leaves, flags = differentiated()
+    o, final = fla_kda.fused_recurrent_kda(**leaves, **flags)
+    assert libkda.fla.last_path() == "libkda: fused_recurrent_kda_fwd"
+    assert not o.requires_grad and not final.requires_grad
+
+
+def test_gradients_of_the_gate():
+    from fla.ops.kda.gate import fused_kda_gate
+    g = torch.randn(2, 5, 4, 16, requires_grad=True)
+    A_log = torch.randn(4, requires_grad=True)
+    found = torch.autograd.grad(fused_kda_gate(g, A_log).square().sum(), [g, A_log])
+    assert libkda.fla.last_path() == "libkda: fused_kda_gate"
+    expected = torch.autograd.grad(libkda.naive_kda_gate(g, A_log).square().sum(), [g, A_log])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+def test_gradients_that_the_library_has_not_are_left_to_fla(monkeypatch):
+    monkeypatch.setattr(libkda.ops, "has_backward", lambda *args: False)
+    accepted, reason = decline({})
+    assert accepted
+    accepted, reason = decline(dict(v=torch.zeros(2, 131, 4, 32, requires_grad=True)))
+    assert not accepted and "no backward pass here" in reason
+    with torch.no_grad():
+        assert decline(dict(v=torch.zeros(2, 131, 4, 32, requires_grad=True)))[0]
+
+
+def test_what_does_not_fit_is_said_by_the_call():
+    leaves, flags = differentiated()
+    with pytest.raises(AssertionError, match="beta must have shape"):
+        fla_kda.chunk_kda(**dict(leaves, beta=leaves["beta"][:, 1:]), **flags)
+    assert libkda.fla.last_path() == "libkda: chunk_kda"
+
+
 def test_declines_say_why():
     assert decline({}) == (True, None)
     accepted, reason = decline(dict(cp_context=object()))
@@ -66,8 +119,6 @@ def test_declines_say_why():
     flags = [None, None, *[False] * 6, None, False, False, False, None, None]  # scale .. cu_seqlens_cpu
     by_position = libkda.fla._backend(libkda.chunk_kda)().verify("chunk_kda", *rows, *flags, object())
     assert not by_position[0] and "cp_context" in by_position[1]
-    accepted, reason = decline(dict(v=torch.zeros(2, 131, 4, 32, requires_grad=True)))
-    assert not accepted and "gradient" in reason
     libkda.fla.disable()
     accepted, reason = decline({})
     assert not accepted and "disable" in reason

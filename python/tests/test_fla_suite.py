@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fla_suite.py on a folder that looks like FLA's repository: what passes, fails, needs a gradient."""
+"""fla_suite.py on a folder that looks like FLA's repository: what passes, fails, is served by FLA."""
 import json
 import os
 import pathlib
@@ -31,6 +31,13 @@ def test_forward():
 def test_backward():
     call(requires_grad=True).sum().backward()
 
+def test_handed_back():
+    import libkda.fla
+    libkda.fla._state["path"] = "fla: chunk_kda: cp_context is not supported yet"
+
+def test_too_large():
+    torch.zeros(1 << 33, dtype=torch.uint8)
+
 def test_skipped():
     pytest.skip("no such card")
 
@@ -38,32 +45,47 @@ def test_wrong():
     assert call().sum() == 1e9
 """
 
+CONFTEST = """
+import pytest
+from fla.utils import device_torch_lib
+
+@pytest.fixture(autouse=True)
+def wait():
+    yield
+    device_torch_lib.synchronize()
+"""
+
 
 def test_a_checkout(tmp_path):
     tests = tmp_path / "tests" / "ops"
     tests.mkdir(parents=True)
     (tests / "test_kda.py").write_text(TESTS)
+    (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     (tmp_path / "fla").mkdir()  # a checkout has the package too: the installed one counts
     (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('the checkout, not the package')")
-    run = subprocess.run([sys.executable, SUITE, tmp_path, "--json", tmp_path / "report.json"], capture_output=True,
-                         text=True, check=False, env=dict(os.environ, FLA_CI_ENV="1"))
+    run = subprocess.run([sys.executable, SUITE, tmp_path, "--json", tmp_path / "report.json", "--memory", "6"],
+                         capture_output=True, text=True, check=False, env=dict(os.environ, FLA_CI_ENV="1"))
     assert run.returncode == 1, run.stdout + run.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["counts"] == {"passed": 1, "skipped": 1, "failed": 1, "left for the backward pass": 1}
+    assert report["counts"] == {"passed": 2, "skipped": 1, "failed": 1, "handed back": 1, "out of memory": 1}
     rows = {name.rpartition("::")[2]: row for name, row in report["tests"].items()}
-    assert rows["test_forward"]["paths"] == ["libkda: chunk_kda"] and rows["test_backward"]["paths"][0][:4] == "fla:"
+    assert rows["test_forward"]["paths"] == rows["test_backward"]["paths"] == ["libkda: chunk_kda"]
+    assert rows["test_handed_back"]["verdict"] == "handed back"
+    assert rows["test_too_large"]["verdict"] == "out of memory"
     assert rows["test_skipped"]["reason"].endswith("no such card")
     assert "failed: " in run.stdout and "test_wrong" in run.stdout
+    assert "handed back: " in run.stdout and "cp_context is not supported yet" in run.stdout
     assert report["device"] == "cpu" and report["fla"] and report["torch"] and report["libkda"]
 
 
 def test_verdicts():
-    gradient = ["fla: chunk_kda: a gradient is asked for, and libkda has no backward pass yet", "libkda: chunk_kda"]
-    for device, outcome, expected in [("cpu", "failed", "left for the backward pass"), ("cuda", "failed", "failed"),
-                                      ("cuda", "passed", "left for the backward pass")]:
-        assert fla_suite.verdict(dict(outcome=outcome, paths=gradient), device) == expected
-    assert fla_suite.verdict(dict(outcome="failed", paths=["libkda: chunk_kda"]), "cpu") == "failed"
-    for counts, code in [(dict(passed=3, skipped=1), 0), (dict(passed=3, failed=1), 1), ({}, 1), (dict(skipped=9), 1)]:
+    served, returned = ["libkda: chunk_kda"], ["fla: chunk_kda: cp_context is not supported yet", "libkda: chunk_kda"]
+    for outcome, paths, expected in [("passed", served, "passed"), ("passed", returned, "handed back"),
+                                     ("failed", returned, "failed"), ("skipped", [], "skipped")]:
+        assert fla_suite.verdict(dict(outcome=outcome, paths=paths)) == expected
+    for counts, code in [({"passed": 3, "skipped": 1}, 0), ({"passed": 3, "failed": 1}, 1), ({}, 1),
+                         ({"skipped": 9}, 1), ({"passed": 3, "handed back": 1}, 1),
+                         ({"passed": 3, "out of memory": 1}, 0)]:
         assert fla_suite.exit_code(counts) == code
 
 

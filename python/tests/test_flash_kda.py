@@ -64,7 +64,7 @@ def test_install(monkeypatch):
 @pytest.mark.parametrize("change, error, text", [
     (dict(A_log=torch.zeros(4, device="meta")), ValueError, "A_log must be on the device of q"),
     (dict(scale=1e39), ValueError, "scale must be finite"), (dict(scale=None), TypeError, "scale must be a number"),
-    (dict(A_log=torch.full((4,), 89.0)), ValueError, "A_log must be at most"),
+    (dict(A_log=torch.full((4,), 89.0)), ValueError, "A_log: entry 0 = 89 is above 88 with gate bounded"),
     (dict(final_state=torch.zeros(2, 4, 32, 63)), ValueError, "final_state must have shape"),
     (dict(final_state=torch.zeros(()).expand(2, 4, 32, 64)), ValueError, "final_state"),
     (dict(final_state=torch.zeros((), dtype=torch.float64).expand(2, 4, 32, 64)), ValueError, "final_state"),

@@ -8,8 +8,8 @@ from common import FLAGS, make
 
 from libkda import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd, ops
 
-FORWARD, FORWARD_INTO, UPDATE = (getattr(torch.ops.libkda, name).default
-                                 for name in ("forward", "forward_into", "update"))
+FORWARD, FORWARD_INTO, UPDATE, KEPT = (getattr(torch.ops.libkda, name).default
+                                       for name in ("forward", "forward_into", "update", "forward_kept"))
 TAIL = (ops.GATE_LOG, ops.BETA_SIGMOID, -5.0, 0.125, True, False)
 
 
@@ -160,18 +160,6 @@ def test_no_memory_is_kept(device):
     assert peak() - before < 4096  # KiB
 
 
-def test_gradient_through_the_operator_is_refused():
-    x, _, _ = make(T=5)
-    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    rows[2].requires_grad_()
-    arguments = (*rows, None, None, None, None, None, *TAIL, False)
-    with pytest.raises(NotImplementedError, match="no backward pass"):
-        ops.forward(*arguments)
-    o = FORWARD(*arguments)[0]
-    with pytest.raises(NotImplementedError, match="no backward pass"):
-        o.sum().backward()
-
-
 def test_no_derivative_is_dropped(device):
     """Of outputs that the caller gives, of states in place, and in forward mode: an error, and nothing is written."""
     x, _, state = make(T=3, device=device)
@@ -180,7 +168,9 @@ def test_no_derivative_is_dropped(device):
     o, pool = torch.full_like(x["v"], float("nan")), state.clone()
     into = (*rows, o, None, None, None, None, None, None, None, *TAIL)
     step = (*rows, o, pool, None, None, None, None, None, None, True, *TAIL)
-    for call, arguments in ((FORWARD_INTO, into), (ops.forward_into, into), (UPDATE, step), (ops.update, step)):
+    decode = (*rows, None, None, None, None, None, *TAIL, False, True)
+    for call, arguments in ((FORWARD_INTO, into), (ops.forward_into, into), (UPDATE, step), (ops.update, step),
+                            (FORWARD, decode), (ops.forward, decode)):
         with pytest.raises(NotImplementedError, match="no backward pass"):
             call(*arguments)
     assert o.isnan().all() and torch.equal(pool, state)
@@ -191,7 +181,8 @@ def test_no_derivative_is_dropped(device):
 
 @pytest.mark.parametrize("function", [
     lambda q, x: chunk_kda(**dict(x, q=q))[0], lambda q, x: fused_recurrent_kda(**dict(x, q=q))[0],
-    lambda q, x: FORWARD(q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None, None, *TAIL, False)[0]])
+    lambda q, x: FORWARD(q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None, None, *TAIL, False)[0],
+    lambda q, x: KEPT(q, x["k"], x["v"], x["g"], x["beta"], None, None, None, None, None, *TAIL, False)[0]])
 def test_forward_mode_is_refused(device, function):
     x, _, _ = make(T=3, device=device)
     with pytest.raises(NotImplementedError, match="forward-mode"):
@@ -319,11 +310,11 @@ def test_cuda_graph_with_new_data(T, shape):
 
 
 @needs_cuda
-@pytest.mark.parametrize("on_host", [False, True])
-def test_a_call_never_waits_for_the_device(on_host):
+@pytest.mark.parametrize("where", ["device", "both", "host"])
+def test_a_call_never_waits_for_the_device(where):
     x, _, state = make(1, 200, device="cuda", N=2)
     cu = torch.tensor([0, 70, 200])
-    arguments = dict(cu_seqlens=cu.cuda(), cu_seqlens_cpu=cu if on_host else None)
+    arguments = dict(cu_seqlens=cu if where == "host" else cu.cuda(), cu_seqlens_cpu=cu if where == "both" else None)
     chunk_kda(**x, initial_state=state, **arguments, **FLAGS)
     torch.cuda.set_sync_debug_mode("error")
     try:

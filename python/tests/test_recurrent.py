@@ -59,11 +59,16 @@ def test_packed(device, lengths, in_place):
         assert distance(final[n], expected[1][0]) < 2e-6
 
 
-def test_double_tensors_compute_in_fp32(device):
+def test_double_tensors_are_converted(device):
+    """To fp32; on the CPU a call whose q is fp64 is computed in it, but for states in place."""
     x, parameters, state = make(T=5, device=device)
     o, _ = fused_recurrent_kda(**{n: t.double() for n, t in x.items()}, initial_state=state, **FLAGS)
     assert o.dtype == torch.float64
     assert distance(o, reference(x, parameters, state)[0]) < 2e-6
+    o, _ = fused_recurrent_kda_fwd(**{n: t.double() for n, t in x.items()}, initial_state=state.clone(),
+                                   use_qk_l2norm_in_kernel=True)
+    expected, _ = fused_recurrent_kda_fwd(**x, initial_state=state, use_qk_l2norm_in_kernel=True)
+    assert torch.equal(o.float(), expected)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])

@@ -25,7 +25,9 @@ assert_type(libkda.transformers.last_path(), str | None)
 assert_type(libkda.__version__, str)
 assert_type(flash_kda.fwd(x, x, x, x, beta, 1.0, x, beta, beta, -5.0), None)
 assert_type(arrays.forward(x, x, x, x, beta, gate_mode="bounded"), tuple[Any, Any])
+assert_type(arrays.backward(x, x, x, x, beta, d_o=x, kept=arrays.Kept()), arrays.Gradients)
 assert_type(arrays.workspace_bytes(x, x, x, x, beta), int)
 arrays.forward(x, x, x, x, beta, gate_mode="fast")  # type: ignore[arg-type]
 chunk_kda(x, x, x, x, beta, scale="1")  # type: ignore[call-overload]
+arrays.backward(x, x, x, x, beta, d_o=3)  # type: ignore[arg-type]
 arrays.decode(x, x, x, x, 3, x)  # type: ignore[arg-type]

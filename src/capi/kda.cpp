@@ -171,8 +171,8 @@ Tensors tensors_of(const kda_problem& c) {
   t.g = c.g.data;
   t.beta = c.beta.data;
   t.o = c.o.data;
-  t.A_log = static_cast<const float*>(c.A_log.data);
-  t.dt_bias = static_cast<const float*>(c.dt_bias.data);
+  t.A_log = c.A_log.data;
+  t.dt_bias = c.dt_bias.data;
   t.cu_seqlens = c.cu_seqlens;
   t.initial_state = c.initial_state.tensor.data;
   t.initial_state_indices = c.initial_state.indices;
@@ -306,8 +306,8 @@ GradientsOf gradients_of(const Problem& p, const kda_gradients& c) {
                  .dv = c.dv.data,
                  .dg = c.dg.data,
                  .dbeta = c.dbeta.data,
-                 .dA_log = static_cast<float*>(c.dA_log.data),
-                 .ddt_bias = static_cast<float*>(c.ddt_bias.data),
+                 .dA_log = c.dA_log.data,
+                 .ddt_bias = c.ddt_bias.data,
                  .d_initial_state = c.d_initial_state.data};
   return all;
 }

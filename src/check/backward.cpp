@@ -27,8 +27,7 @@ io::Buffer filled(int64_t count, DType dtype) {
 
 io::Buffer normals(int64_t count, DType dtype, Random& random) {
   io::Buffer buffer = filled(count, dtype);
-  for (int64_t i = 0; i < count; ++i)
-    store_element(buffer.data(), dtype, i, static_cast<float>(random.normal()));
+  for (int64_t i = 0; i < count; ++i) store_double(buffer.data(), dtype, i, random.normal());
   return buffer;
 }
 
@@ -38,17 +37,6 @@ TensorDesc row_major(DType dtype, const Shape& shape) {
 
 StateDesc dense_states(const Problem& p, const TensorDesc& tensor) {
   return {tensor, p.num_sequences, false};
-}
-
-/// Values of rows [span] of a [B, T, heads, size] gradient.
-std::vector<double> load_rows(const Problem& p, const TensorDesc& desc, const io::Buffer& buffer,
-                              oracle::Span span, int64_t head, int64_t size) {
-  std::vector<double> values;
-  for (int64_t token = span.begin; token < span.end; ++token) {
-    const std::vector<double> row = oracle::load_row(p, desc, buffer.data(), token, head, size);
-    values.insert(values.end(), row.begin(), row.end());
-  }
-  return values;
 }
 
 void add(const oracle::Gradient& from, oracle::Gradient* to) {
@@ -62,16 +50,8 @@ void add(const oracle::Gradient& from, oracle::Gradient* to) {
 }  // namespace
 
 GradientTensors GradientBuffers::tensors() {
-  return {d_o.data(),
-          d_final_state.data(),
-          dq.data(),
-          dk.data(),
-          dv.data(),
-          dg.data(),
-          dbeta.data(),
-          dA_log.as<float>(),
-          ddt_bias.as<float>(),
-          d_initial_state.data()};
+  return {d_o.data(), d_final_state.data(), dq.data(),     dk.data(),       dv.data(),
+          dg.data(),  dbeta.data(),         dA_log.data(), ddt_bias.data(), d_initial_state.data()};
 }
 
 GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& options) {
@@ -85,8 +65,8 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
     buffers.d_o = normals(count_of(v_shape(p)), options.d_o_dtype, random);
   }
   if (options.d_final_state) {
-    g.d_final_state = row_major(DType::kFloat32, state_shape(p, states));
-    buffers.d_final_state = normals(count_of(state_shape(p, states)), DType::kFloat32, random);
+    g.d_final_state = row_major(state_type(p), state_shape(p, states));
+    buffers.d_final_state = normals(count_of(state_shape(p, states)), state_type(p), random);
   }
   const auto want = [&](std::optional<TensorDesc>& desc, io::Buffer& buffer, DType dtype,
                         const Shape& shape) {
@@ -103,15 +83,15 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
   want(g.dbeta, buffers.dbeta, type(p.beta), beta_shape(p));
   g.dbeta->strides = {p.num_tokens * p.num_value_heads, p.num_value_heads, 1, 0};
   if (p.A_log) {
-    want(g.dA_log, buffers.dA_log, DType::kFloat32, {p.num_value_heads, 1, 1, 1});
+    want(g.dA_log, buffers.dA_log, p.A_log->dtype, {p.num_value_heads, 1, 1, 1});
     g.dA_log->strides = {1, 0, 0, 0};
   }
   if (p.dt_bias) {
-    want(g.ddt_bias, buffers.ddt_bias, DType::kFloat32, {p.num_value_heads, p.key_dim, 1, 1});
+    want(g.ddt_bias, buffers.ddt_bias, p.dt_bias->dtype, {p.num_value_heads, p.key_dim, 1, 1});
     g.ddt_bias->strides = {p.key_dim, 1, 0, 0};
   }
   if (p.initial_state)
-    want(g.d_initial_state, buffers.d_initial_state, DType::kFloat32, state_shape(p, states));
+    want(g.d_initial_state, buffers.d_initial_state, state_type(p), state_shape(p, states));
   return buffers;
 }
 
@@ -218,7 +198,8 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
     std::vector<double> initial, d_o, d_final;
     if (p.initial_state)
       initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
-    if (g.d_o) d_o = load_rows(p, *g.d_o, buffers.d_o, span_of(n), head, p.value_dim);
+    if (g.d_o)
+      d_o = oracle::load_rows(p, *g.d_o, buffers.d_o.data(), span_of(n), head, p.value_dim);
     if (g.d_final_state)
       d_final = oracle::load_state(p, dense_states(p, *g.d_final_state),
                                    buffers.d_final_state.data(), n, head);
@@ -246,8 +227,8 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
                               const io::Buffer& buffer, int64_t n, int64_t head, int64_t size,
                               const oracle::Gradient& reference) {
     if (desc)
-      add_error(name, n, head, *desc, load_rows(p, *desc, buffer, span_of(n), head, size),
-                reference);
+      add_error(name, n, head, *desc,
+                oracle::load_rows(p, *desc, buffer.data(), span_of(n), head, size), reference);
   };
   const int64_t group = p.num_value_heads / p.num_heads;
   std::vector<oracle::Gradient> dA_log(static_cast<std::size_t>(p.num_value_heads));
@@ -283,7 +264,7 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       if (!desc) return;
       std::vector<double> values;
       for (int64_t d = 0; d < size; ++d)
-        values.push_back(load_element(buffer.data(), desc->dtype, head * desc->strides[0] + d));
+        values.push_back(load_double(buffer.data(), desc->dtype, head * desc->strides[0] + d));
       add_error(name, 0, head, *desc, values, reference);
     };
     parameters("dA_log", g.dA_log, buffers.dA_log, 1, dA_log[at]);

@@ -31,11 +31,12 @@ struct GradientOptions {
   bool d_o = true;
   bool d_final_state = true;
   DType d_o_dtype = DType::kFloat32;
-  /// The dtype of dq, dk, dv, dg and dbeta; absent: each that of its input.
+  /// The dtype of dq, dk, dv, dg and dbeta; absent: each that of its input. Gradients of parameters
+  /// have the type of these, those of states state_type().
   std::optional<DType> out_dtype;
 };
 
-/// N(0, 1) for d_o and d_final_state (fp32); every gradient that the problem has, filled with 0xff
+/// N(0, 1) for d_o and d_final_state; every gradient that the problem has, filled with 0xff
 /// (NaN).
 GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& options = {});
 

@@ -27,21 +27,10 @@ double norm(const std::vector<double>& x) {
   return std::sqrt(sum);
 }
 
-std::vector<double> load_outputs(const Problem& p, const Outputs& outputs, oracle::Span span,
-                                 int64_t head) {
-  std::vector<double> values;
-  values.reserve(static_cast<std::size_t>((span.end - span.begin) * p.value_dim));
-  for (int64_t token = span.begin; token < span.end; ++token)
-    for (int64_t c = 0; c < p.value_dim; ++c)
-      values.push_back(
-          load_element(outputs.o.data(), p.o.dtype, row_offset(p, p.o, token, head) + c));
-  return values;
-}
-
 /// Error that storing the exact result costs.
 double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
                       DType stored) {
-  if (stored == DType::kFloat32) return 0;
+  if (dtype_size(stored) > 2) return 0;
   std::vector<double> rounded;
   for (const double value : ref) {
     uint32_t bits = 0;
@@ -125,8 +114,8 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
     const oracle::HeadResult truth = oracle::run_head(p, tensors, span, head, initial);
     const int64_t tokens = span.end - span.begin;
     HeadError& of_o = result.o[static_cast<std::size_t>(idx)];
-    of_o = judge(load_outputs(p, outputs, span, head), truth.o, truth.o_magnitude, p.o.dtype,
-                 tokens, options);
+    of_o = judge(oracle::load_rows(p, p.o, outputs.o.data(), span, head, p.value_dim), truth.o,
+                 truth.o_magnitude, p.o.dtype, tokens, options);
     of_o.sequence = n, of_o.head = head;
     if (p.final_state) {
       const std::vector<double> state =

@@ -111,14 +111,16 @@ int64_t total_checkpoints(const Plan& plan, const void* cu_seqlens) {
 
 }  // namespace
 
-struct DeviceTensors::Memory {
+namespace {
+
+/// Pieces of host memory and their copies on the device.
+struct Copies {
   struct Piece {
     DeviceBuffer buffer;
     std::size_t bytes = 0;
     void* host = nullptr;
     bool output = false;
   };
-  Tensors tensors;
   std::map<const void*, Piece> pieces;
 
   /// Registers host memory; a pointer given twice keeps the larger size. What is not registered,
@@ -141,6 +143,16 @@ struct DeviceTensors::Memory {
     const auto found = pieces.find(pointer);
     pointer = found == pieces.end() ? nullptr : static_cast<T*>(found->second.buffer.data());
   }
+  void download() {
+    for (auto& [host, piece] : pieces)
+      if (piece.output) piece.buffer.download(piece.host, piece.bytes);
+  }
+};
+
+}  // namespace
+
+struct DeviceTensors::Memory : Copies {
+  Tensors tensors;
 };
 
 DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(new Memory) {
@@ -177,10 +189,11 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     throw;
   }
   Tensors& t = m.tensors;
-  for (const void** pointer : {&t.q, &t.k, &t.v, &t.g, &t.beta, &t.cu_seqlens}) m.replace(*pointer);
+  for (const void** pointer :
+       {&t.q, &t.k, &t.v, &t.g, &t.beta, &t.A_log, &t.dt_bias, &t.cu_seqlens})
+    m.replace(*pointer);
   for (void** pointer : {&t.o, &t.initial_state, &t.final_state, &t.checkpoints})
     m.replace(*pointer);
-  for (const float** pointer : {&t.A_log, &t.dt_bias}) m.replace(*pointer);
   for (const int32_t** pointer : {&t.initial_state_indices, &t.num_accepted_tokens,
                                   &t.final_state_indices, &t.checkpoint_indices})
     m.replace(*pointer);
@@ -189,10 +202,50 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
 
 DeviceTensors::~DeviceTensors() { delete memory_; }
 const Tensors& DeviceTensors::tensors() const { return memory_->tensors; }
-void DeviceTensors::download() {
-  for (auto& [host, piece] : memory_->pieces)
-    if (piece.output) piece.buffer.download(piece.host, piece.bytes);
+void DeviceTensors::download() { memory_->download(); }
+
+struct DeviceGradients::Memory : Copies {
+  GradientTensors tensors;
+};
+
+DeviceGradients::DeviceGradients(const BackwardPlan& plan, const GradientTensors& host)
+    : memory_(new Memory) {
+  memory_->tensors = host;
+  if (plan.plan.device.kind == DeviceKind::kCpu) return;
+  const Problem& p = plan.plan.problem;
+  const Gradients& g = plan.gradients;
+  Memory& m = *memory_;
+  const auto add = [&](const void* pointer, const std::optional<TensorDesc>& desc,
+                       const Shape& shape, bool output = true) {
+    if (desc) m.add(pointer, extent(*desc, shape), output);
+  };
+  const Shape states = state_shape(p, {{}, p.num_sequences, false});
+  try {
+    add(host.d_o, g.d_o, v_shape(p), false);
+    add(host.d_final_state, g.d_final_state, states, false);
+    add(host.dq, g.dq, qk_shape(p));
+    add(host.dk, g.dk, qk_shape(p));
+    add(host.dv, g.dv, v_shape(p));
+    add(host.dg, g.dg, g_shape(p));
+    add(host.dbeta, g.dbeta, beta_shape(p));
+    add(host.dA_log, g.dA_log, {p.num_value_heads, 1, 1, 1});
+    add(host.ddt_bias, g.ddt_bias, {p.num_value_heads, p.key_dim, 1, 1});
+    add(host.d_initial_state, g.d_initial_state, states);
+    m.upload();
+  } catch (...) {
+    delete memory_;
+    throw;
+  }
+  GradientTensors& t = m.tensors;
+  for (const void** pointer : {&t.d_o, &t.d_final_state}) m.replace(*pointer);
+  for (void** pointer : {&t.dq, &t.dk, &t.dv, &t.dg, &t.dbeta, &t.d_initial_state})
+    m.replace(*pointer);
+  for (float** pointer : {&t.dA_log, &t.ddt_bias}) m.replace(*pointer);
 }
+
+DeviceGradients::~DeviceGradients() { delete memory_; }
+const GradientTensors& DeviceGradients::tensors() const { return memory_->tensors; }
+void DeviceGradients::download() { memory_->download(); }
 
 namespace {
 
@@ -234,6 +287,24 @@ Status run_and_wait(const Plan& plan, const Tensors& host, void* workspace,
     return status;
   synchronize_device();
   device.download();
+  memory.download(workspace);
+  return {};
+}
+
+Status run_backward_and_wait(const BackwardPlan& plan, const Tensors& host,
+                             const GradientTensors& gradients, void* workspace,
+                             std::size_t workspace_bytes) {
+  if (plan.plan.device.kind == DeviceKind::kCpu)
+    return backward(plan, host, gradients, workspace, workspace_bytes);
+  DeviceTensors inputs(plan.plan, host);
+  DeviceGradients outputs(plan, gradients);
+  GuardedWorkspace memory(workspace_bytes);
+  if (Status status =
+          backward(plan, inputs.tensors(), outputs.tensors(), memory.data(), workspace_bytes);
+      !status.ok())
+    return status;
+  synchronize_device();
+  outputs.download();
   memory.download(workspace);
   return {};
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 
+#include "kda/backward.hpp"
 #include "kda/kda.hpp"
 
 namespace kda::check {
@@ -49,11 +50,33 @@ class DeviceTensors {
   Memory* memory_;
 };
 
+/// The gradients of a backward likewise; those that go out are copied in too, so that gaps between
+/// their rows stay.
+class DeviceGradients {
+ public:
+  DeviceGradients(const BackwardPlan& plan, const GradientTensors& host);
+  DeviceGradients(const DeviceGradients&) = delete;
+  DeviceGradients& operator=(const DeviceGradients&) = delete;
+  ~DeviceGradients();
+
+  const GradientTensors& tensors() const;
+  void download();
+
+ private:
+  struct Memory;
+  Memory* memory_;
+};
+
 /// run() for host tensors and workspace, on the plan's device, waiting for the end. On CUDA the
 /// workspace lives on the device, filled with 0xff first, with guard bytes behind it that must
 /// survive; its contents come back to `workspace`.
 Status run_and_wait(const Plan& plan, const Tensors& host, void* workspace,
                     std::size_t workspace_bytes);
+
+/// backward() likewise, for a forward that keeps nothing where the plan is for CUDA.
+Status run_backward_and_wait(const BackwardPlan& plan, const Tensors& host,
+                             const GradientTensors& gradients, void* workspace,
+                             std::size_t workspace_bytes);
 
 /// The stage calls likewise. Buffers of `segments` are host memory, copied in and out.
 using StageCall = Status (*)(const Plan&, const Tensors&, const SegmentTensors&, void*, std::size_t,

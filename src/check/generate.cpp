@@ -79,11 +79,12 @@ class Generator {
 
   io::Buffer normals(int64_t count) {
     io::Buffer buffer = floats(count, o_.dtype);
-    for (int64_t i = 0; i < count; ++i)
-      store_element(buffer.data(), o_.dtype, i, static_cast<float>(random_.normal()));
+    for (int64_t i = 0; i < count; ++i) store_double(buffer.data(), o_.dtype, i, random_.normal());
     return buffer;
   }
 
+  /// Of parameters and states.
+  DType wide_type() const { return state_type(p_); }
   int64_t tokens() const { return p_.batch * p_.num_tokens; }
 
   void make_qkv() {
@@ -106,8 +107,8 @@ class Generator {
     for (int64_t t = 0; t < tokens(); t += kAlternation)
       for (int64_t h = 0; h < p_.num_heads; ++h)
         for (int64_t d = 0; d < p_.key_dim; ++d)
-          store_element(inputs_.k.data(), o_.dtype, (t * p_.num_heads + h) * p_.key_dim + d,
-                        d % 2 == 0 ? 1.0f : -1.0f);
+          store_double(inputs_.k.data(), o_.dtype, (t * p_.num_heads + h) * p_.key_dim + d,
+                       d % 2 == 0 ? 1 : -1);
   }
 
   bool strong_head(int64_t head) const {
@@ -133,18 +134,19 @@ class Generator {
   void make_gate_parameters() {
     if (p_.gate_mode == GateMode::kLog) return;
     const int64_t HV = p_.num_value_heads;
-    p_.A_log = contiguous(DType::kFloat32, {HV});
-    p_.dt_bias = contiguous(DType::kFloat32, {HV, p_.key_dim});
-    inputs_.A_log = floats(HV, DType::kFloat32);
-    inputs_.dt_bias = floats(HV * p_.key_dim, DType::kFloat32);
+    const DType type = wide_type();
+    p_.A_log = contiguous(type, {HV});
+    p_.dt_bias = contiguous(type, {HV, p_.key_dim});
+    inputs_.A_log = floats(HV, type);
+    inputs_.dt_bias = floats(HV * p_.key_dim, type);
     for (int64_t head = 0; head < HV; ++head) {
       double A_log = 0;
       if (strong_head(head)) A_log = random_.uniform();
       if (softplus()) A_log = std::log(random_.uniform(1, o_.regime == Regime::kSoftplus ? 16 : 6));
-      inputs_.A_log.as<float>()[head] = static_cast<float>(A_log);
+      store_double(inputs_.A_log.data(), type, head, A_log);
       for (int64_t d = 0; d < p_.key_dim; ++d)
-        inputs_.dt_bias.as<float>()[head * p_.key_dim + d] =
-            static_cast<float>(channel_bias(head, std::exp(A_log)));
+        store_double(inputs_.dt_bias.data(), type, head * p_.key_dim + d,
+                     channel_bias(head, std::exp(A_log)));
     }
   }
 
@@ -185,8 +187,7 @@ class Generator {
     for (int64_t t = 0; t < tokens(); ++t)
       for (int64_t head = 0; head < HV; ++head)
         for (int64_t d = 0; d < p_.key_dim; ++d)
-          store_element(inputs_.g.data(), o_.dtype, at++,
-                        static_cast<float>(gate(t, head, d, pace)));
+          store_double(inputs_.g.data(), o_.dtype, at++, gate(t, head, d, pace));
   }
 
   void make_beta() {
@@ -196,7 +197,7 @@ class Generator {
       double raw = random_.normal();
       if (o_.regime == Regime::kEqualKeys) raw = 6 + 0.5 * raw;  // 2 sigmoid = 1.995
       if (o_.regime == Regime::kStructured) raw += i / HV % kAlternation == 0 ? 6 : -4;
-      store_element(inputs_.beta.data(), o_.dtype, i, static_cast<float>(raw));
+      store_double(inputs_.beta.data(), o_.dtype, i, raw);
     }
   }
 
@@ -204,12 +205,12 @@ class Generator {
     StateDesc desc;
     desc.num_slots = p_.num_sequences;
     const Shape shape = state_shape(p_, desc);
-    desc.tensor = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
+    desc.tensor = contiguous(wide_type(), {shape[0], shape[1], shape[2], shape[3]});
     p_.initial_state = desc;
     const int64_t count = shape[0] * shape[1] * shape[2] * shape[3];
-    inputs_.initial_state = floats(count, DType::kFloat32);
+    inputs_.initial_state = floats(count, wide_type());
     for (int64_t i = 0; i < count; ++i)
-      inputs_.initial_state.as<float>()[i] = static_cast<float>(random_.normal());
+      store_double(inputs_.initial_state.data(), wide_type(), i, random_.normal());
   }
 
   const GenerateOptions& o_;

@@ -36,7 +36,7 @@ struct GenerateOptions {
   int64_t num_value_heads = 1;
   int64_t key_dim = 128;
   int64_t value_dim = 128;
-  DType dtype = DType::kBFloat16;
+  DType dtype = DType::kBFloat16;  ///< fp64: also of parameters and states, else fp32
   Regime regime = Regime::kTrained;
   uint64_t seed = 0;
   bool initial_state = false;

@@ -138,7 +138,8 @@ void check_sizes(const Problem& p) {
 /// The gates use exp(A_log) in fp32.
 void check_a_log(const io::FileTensor& A_log) {
   for (int64_t head = 0; head < A_log.num_elements(); ++head)
-    if (const float value = A_log.data.as<float>()[head]; std::isinf(std::exp(value)))
+    if (const double value = load_double(A_log.data.data(), A_log.dtype, head);
+        std::isinf(std::exp(static_cast<float>(value))))
       fail("A_log: ", value, " of head ", head, " is too large, exp(A_log) is not finite in fp32");
 }
 
@@ -149,7 +150,7 @@ void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
     expect_shape("A_log", *A_log, {p.num_value_heads});
     p.A_log = dense(*A_log, {p.num_value_heads});
     inputs->A_log = A_log->data;
-    if (A_log->dtype == DType::kFloat32) check_a_log(*A_log);
+    if (A_log->dtype == DType::kFloat32 || A_log->dtype == DType::kFloat64) check_a_log(*A_log);
   }
   if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
     if (bias->shape.size() == 1)
@@ -177,9 +178,11 @@ void read_initial_state(const io::SafetensorsFile& file, Inputs* inputs) {
 }  // namespace
 
 DType parse_dtype(const std::string& text) {
-  return parse_name<DType>(
-      "dtype", text,
-      {{"fp32", DType::kFloat32}, {"bf16", DType::kBFloat16}, {"fp16", DType::kFloat16}});
+  return parse_name<DType>("dtype", text,
+                           {{"fp32", DType::kFloat32},
+                            {"bf16", DType::kBFloat16},
+                            {"fp16", DType::kFloat16},
+                            {"fp64", DType::kFloat64}});
 }
 GateMode parse_gate(const std::string& text) {
   return parse_name<GateMode>("gate", text,
@@ -212,8 +215,8 @@ Tensors Inputs::tensors() const {
   t.v = v.data();
   t.g = g.data();
   t.beta = beta.data();
-  t.A_log = A_log.as<float>();
-  t.dt_bias = dt_bias.as<float>();
+  t.A_log = A_log.data();
+  t.dt_bias = dt_bias.data();
   t.initial_state = const_cast<std::byte*>(initial_state.data());
   return t;
 }
@@ -224,11 +227,15 @@ void Outputs::attach(Tensors* tensors) {
   tensors->checkpoints = checkpoints.data();
 }
 
+DType state_type(const Problem& p) {
+  return p.v.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
 void want_final_state(Problem* p) {
   StateDesc desc;
   desc.num_slots = p->num_sequences;
   const Shape shape = state_shape(*p, desc);
-  desc.tensor = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
+  desc.tensor = contiguous(state_type(*p), {shape[0], shape[1], shape[2], shape[3]});
   p->final_state = desc;
 }
 
@@ -306,7 +313,7 @@ std::string find_nan(const TensorDesc& desc, const std::vector<int64_t>& shape,
   for (const int64_t extent : shape) left *= extent;
   std::vector<int64_t> at(shape.size(), 0);
   for (int64_t element = 0; left > 0; --left) {
-    if (std::isnan(load_element(from.data(), desc.dtype, element))) return shape_text(at);
+    if (std::isnan(load_double(from.data(), desc.dtype, element))) return shape_text(at);
     for (std::size_t d = shape.size(); d-- > 0;) {
       element += desc.strides[d];
       if (++at[d] < shape[d]) break;

@@ -26,7 +26,7 @@ struct Inputs {
 
 struct Outputs {
   io::Buffer o;
-  io::Buffer final_state;  ///< fp32, as problem.final_state says
+  io::Buffer final_state;  ///< as problem.final_state says
   io::Buffer checkpoints;
 
   void attach(Tensors* tensors);
@@ -36,7 +36,10 @@ struct Outputs {
 /// problem->o to `out_dtype`; allocates the states that the problem asks for.
 Outputs make_outputs(Problem* problem, DType out_dtype);
 
-/// Asks for the final state, fp32, one slot a sequence.
+/// The type of states that are made here: fp64 where v is, else fp32.
+DType state_type(const Problem& problem);
+
+/// Asks for the final state, one slot a sequence.
 void want_final_state(Problem* problem);
 
 /// What may override a file's __metadata__; unset fields leave it alone.
@@ -62,7 +65,7 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs);
 /// Output file: `o` and, if the problem has one, `final_state`.
 io::SafetensorsFile file_from_outputs(const Problem& problem, const Outputs& outputs);
 
-DType parse_dtype(const std::string& text);  ///< fp32, bf16, fp16
+DType parse_dtype(const std::string& text);  ///< fp32, bf16, fp16, fp64
 GateMode parse_gate(const std::string& text);
 BetaMode parse_beta(const std::string& text);
 StateLayout parse_state_layout(const std::string& text);

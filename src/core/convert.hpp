@@ -78,4 +78,19 @@ static inline void store_element(void* base, DType dtype, int64_t idx, float val
   std::memcpy(static_cast<char*>(base) + idx * 2, &bits, 2);
 }
 
+/// Element `idx` of an array of any floating type.
+static inline double load_double(const void* base, DType dtype, int64_t idx) {
+  if (dtype != DType::kFloat64) return static_cast<double>(load_element(base, dtype, idx));
+  double value;
+  std::memcpy(&value, static_cast<const char*>(base) + idx * 8, 8);
+  return value;
+}
+
+static inline void store_double(void* base, DType dtype, int64_t idx, double value) {
+  if (dtype == DType::kFloat64)
+    std::memcpy(static_cast<char*>(base) + idx * 8, &value, 8);
+  else
+    store_element(base, dtype, idx, static_cast<float>(value));
+}
+
 }  // namespace kda

@@ -27,7 +27,8 @@ struct TensorRules {
 };
 
 bool is_float(DType dtype) {
-  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16;
+  return dtype == DType::kFloat32 || dtype == DType::kBFloat16 || dtype == DType::kFloat16 ||
+         dtype == DType::kFloat64;
 }
 
 Status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
@@ -102,14 +103,15 @@ Status check_tensor(const TensorRules& rules, const TensorDesc& desc) {
 
 Status check_io(const TensorRules& rules, const TensorDesc& desc) {
   if (!is_float(desc.dtype))
-    return invalid(rules.name, ": dtype ", dtype_name(desc.dtype), " is not fp32, bf16 or fp16");
+    return invalid(rules.name, ": dtype ", dtype_name(desc.dtype),
+                   " is not fp32, bf16, fp16 or fp64");
   return check_tensor(rules, desc);
 }
 
 Status check_parameter(const TensorRules& rules, const std::optional<TensorDesc>& desc) {
   if (!desc) return {};
-  if (desc->dtype != DType::kFloat32)
-    return invalid(rules.name, ": dtype ", dtype_name(desc->dtype), " is not fp32");
+  if (desc->dtype != DType::kFloat32 && desc->dtype != DType::kFloat64)
+    return invalid(rules.name, ": dtype ", dtype_name(desc->dtype), " is not fp32 or fp64");
   return check_tensor(rules, *desc);
 }
 
@@ -117,8 +119,8 @@ Status check_state(const char* name, const Problem& p, const std::optional<State
                    bool output) {
   if (!state) return {};
   const DType dtype = state->tensor.dtype;
-  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16)
-    return invalid(name, ": dtype ", dtype_name(dtype), " is not fp32 or bf16");
+  if (dtype != DType::kFloat32 && dtype != DType::kBFloat16 && dtype != DType::kFloat64)
+    return invalid(name, ": dtype ", dtype_name(dtype), " is not fp32, bf16 or fp64");
   if (state->num_slots < 0)
     return invalid(name, ": num_slots = ", state->num_slots, " is negative");
   const bool per_sequence = std::string_view(name) != "checkpoints";

@@ -56,7 +56,7 @@ constexpr DTypeRow kDTypes[] = {{"F32", 32, DType::kFloat32},
                                 {"U16", 16, {}},
                                 {"U32", 32, {}},
                                 {"C64", 64, {}},
-                                {"F64", 64, {}},
+                                {"F64", 64, DType::kFloat64},
                                 {"U64", 64, {}}};
 
 /// A tensor as the header has it.
@@ -372,7 +372,7 @@ Header read_header(Source& source, const std::vector<std::string>& wanted) {
 
 FileTensor read_tensor(Source& source, const Entry& entry) {
   if (!entry.type->dtype)
-    fail(entry.name, ": dtype ", entry.type->name, " is not F32, BF16, F16, I32 or I64");
+    fail(entry.name, ": dtype ", entry.type->name, " is not F32, BF16, F16, F64, I32 or I64");
   FileTensor tensor{*entry.type->dtype, entry.shape, {}};
   const uint64_t bytes = entry.end - entry.begin;
   tensor.data = Buffer(bytes);

@@ -39,10 +39,6 @@ double bytes_a_token(const Plan& plan, std::size_t bytes) {
   return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
 }
 
-const char* keep_name(KeepPolicy policy) {
-  return policy == KeepPolicy::kInputs ? "inputs" : "states";
-}
-
 }  // namespace
 
 uint64_t plan_id(const Plan& forward) noexcept {
@@ -86,7 +82,7 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
     BackwardPlan made;
     KDA_RETURN_IF_ERROR(plan::plan_with(registry::backward_heads(), p,
                                         lengths ? &cu_seqlens : nullptr, forward.device, wanted,
-                                        &made.plan, "backward"));
+                                        &made.plan, &gradients));
     if (made.plan.implementation.empty())
       return Status(StatusCode::kUnsupported, cat("backward: no implementation of this build for ",
                                                   device_kind_name(forward.device.kind)));
@@ -98,21 +94,15 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
 }
 
 std::string BackwardPlan::to_text(bool explain) const {
-  std::string text =
-      cat("backward, keep ", keep_name(plan.resolved.keep), ": ",
-          bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
-          bytes_a_token(plan, plan.workspace_bytes), " of workspace\n", plan.to_text(explain));
-  if (!explain) return text;
-  const auto state = static_cast<double>(plan.problem.key_dim * plan.problem.value_dim) * 4;
-  return cat(text, "\nkept by a forward, bytes a token and head\n  inputs  0\n  states  ",
-             state / static_cast<double>(plan.resolved.kept_state_every), " (every ",
-             plan.resolved.kept_state_every, " tokens)\n  keep    as states on the CPU\n");
+  return cat("backward, keep ", plan::keep_name(plan.resolved.keep), ": ",
+             bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
+             bytes_a_token(plan, plan.workspace_bytes), " of workspace\n", plan.to_text(explain));
 }
 
 std::string BackwardPlan::to_json() const {
   JsonWriter json;
   json.begin_object();
-  json.member("keep", keep_name(plan.resolved.keep));
+  json.member("keep", plan::keep_name(plan.resolved.keep));
   json.member("kept_state_every", plan.resolved.kept_state_every);
   json.member("saved_bytes", plan.saved_bytes);
   json.member("saved_bytes_per_token_head", bytes_a_token(plan, plan.saved_bytes));

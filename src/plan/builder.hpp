@@ -60,6 +60,7 @@ class PlanBuilder {
   void set_segment_method(SegmentMethod method) { plan_->resolved.segment_method = method; }
   void set_early_exit(bool on) { plan_->early_exit = on; }
   void set_intra_form(IntraForm form) { plan_->resolved.intra_form = form; }
+  void set_keep(KeepPolicy keep) { plan_->resolved.keep = keep; }
   void set_v_splits(int64_t splits) { plan_->num_v_splits = splits; }
 
   /// Why the schedule is what it is, one sentence.
@@ -100,6 +101,8 @@ void list_scan_merge_forward(PlanBuilder& builder);
 void list_decode(PlanBuilder& builder);
 /// The reason why intra_form is not heeded, where one was asked for.
 void note_one_intra_form(PlanBuilder& builder);
+/// "inputs", "states", "keep"
+const char* keep_name(KeepPolicy policy);
 /// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
 /// reads.
 void save_states(PlanBuilder& builder);

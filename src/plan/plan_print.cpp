@@ -7,8 +7,15 @@
 
 #include "core/json_writer.hpp"
 #include "kda/plan.hpp"
+#include "plan/builder.hpp"
 
 namespace kda {
+
+const char* plan::keep_name(KeepPolicy policy) {
+  static constexpr const char* kNames[] = {"inputs", "states", "keep"};
+  return kNames[static_cast<std::size_t>(policy)];
+}
+
 namespace {
 
 constexpr std::size_t kMaxListedSegments = 24;
@@ -193,7 +200,9 @@ void write_options(const char* key, const PlanOptions& options, JsonWriter& json
   json.member("num_segments", options.num_segments);
   json.member("segment_method", method_name(options.segment_method));
   json.member("intra_form", form_name(options.intra_form));
-  json.member("num_threads", options.num_threads).end_object();
+  json.member("num_threads", options.num_threads);
+  json.member("keep", plan::keep_name(options.keep));
+  json.member("kept_state_every", options.kept_state_every).end_object();
 }
 
 void write_blocks(const char* key, const std::vector<WorkspaceBlock>& blocks, JsonWriter& json) {

@@ -30,6 +30,38 @@ bool name_matches(std::string_view name, std::string_view wanted) {
   return starts && (end == name.size() || name[end] == '.');
 }
 
+/// The first tensor in fp64; null: there is none.
+const char* float64_tensor(const Request& request) {
+  const Problem& p = request.problem;
+  const auto is_float64 = [](const auto& desc) { return desc && desc->dtype == DType::kFloat64; };
+  const auto state = [](const std::optional<StateDesc>& of) { return of ? &of->tensor : nullptr; };
+  for (const auto& [name, desc] :
+       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}, std::pair{"g", &p.g},
+        std::pair{"beta", &p.beta}, std::pair{"A_log", p.A_log ? &*p.A_log : nullptr},
+        std::pair{"dt_bias", p.dt_bias ? &*p.dt_bias : nullptr},
+        std::pair{"initial_state", state(p.initial_state)}})
+    if (is_float64(desc)) return name;
+  const Gradients* g = request.gradients;
+  if (!g) {
+    for (const auto& [name, desc] :
+         {std::pair{"o", &p.o}, std::pair{"final_state", state(p.final_state)},
+          std::pair{"checkpoints", state(p.checkpoints)}})
+      if (is_float64(desc)) return name;
+    return nullptr;
+  }
+  for (const auto& [name, desc] :
+       {std::pair{"d_o", &g->d_o}, std::pair{"d_final_state", &g->d_final_state},
+        std::pair{"dq", &g->dq}, std::pair{"dk", &g->dk}, std::pair{"dv", &g->dv},
+        std::pair{"dg", &g->dg}, std::pair{"dbeta", &g->dbeta}, std::pair{"dA_log", &g->dA_log},
+        std::pair{"ddt_bias", &g->ddt_bias}, std::pair{"d_initial_state", &g->d_initial_state}})
+    if (is_float64(*desc)) return name;
+  return nullptr;
+}
+
+std::string float64_reason(const char* tensor) {
+  return cat(tensor, ": dtype fp64, only backend oracle computes it, on the CPU");
+}
+
 /// Why a row does not serve; empty if it does.
 std::string decline_reason(const Head& row, const Request& request) {
   const DeviceFacts& device = request.device;
@@ -46,6 +78,8 @@ std::string decline_reason(const Head& row, const Request& request) {
     return cat("backend ", options.backend, " asked for");
   if (options.keep != KeepPolicy::kInputs && !row.keeps_states)
     return "keeps nothing for a backward";
+  if (const char* tensor = row.float64 ? nullptr : float64_tensor(request))
+    return float64_reason(tensor);
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
@@ -68,9 +102,10 @@ Status backend_unavailable(Heads rows, const Request& request,
   for (const Operation other : registry::kOperations)
     for (const Head* row : registry::heads(other))
       if (meant(*row))
-        return Status(StatusCode::kUnavailable,
-                      cat("backend: ", row->name, " cannot serve: it has no ",
-                          request.call ? request.call : operation_name(request.problem.operation)));
+        return Status(
+            StatusCode::kUnavailable,
+            cat("backend: ", row->name, " cannot serve: it has no ",
+                request.gradients ? "backward" : operation_name(request.problem.operation)));
   return Status(StatusCode::kUnavailable,
                 cat("backend: '", backend, "' names no implementation for ",
                     device_kind_name(request.device.kind), " (see kda info)"));
@@ -89,6 +124,8 @@ Status choose(Heads rows, const Request& request, std::vector<Candidate>* candid
   }
   if (!*chosen && !request.options.backend.empty())
     return backend_unavailable(rows, request, *candidates);
+  if (const char* tensor = *chosen ? nullptr : float64_tensor(request))
+    return Status(StatusCode::kUnsupported, float64_reason(tensor));
   return {};
 }
 
@@ -187,7 +224,7 @@ void resolve_options(Plan* plan) {
 
 Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,
                   const DeviceFacts& device, const PlanOptions& options, Plan* plan,
-                  const char* call) {
+                  const Gradients* gradients) {
   KDA_RETURN_IF_ERROR(validate(problem));
   KDA_RETURN_IF_ERROR(check_options(device, options));
   if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kInputs)
@@ -200,7 +237,8 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
   if (options.keep == KeepPolicy::kKeep) plan->resolved.keep = KeepPolicy::kStates;
   if (options.kept_state_every == 0) plan->resolved.kept_state_every = kKeptStateEvery;
   const Head* chosen = nullptr;
-  KDA_RETURN_IF_ERROR(choose(rows, {problem, device, options, call}, &plan->candidates, &chosen));
+  const Request request{problem, device, options, gradients};
+  KDA_RETURN_IF_ERROR(choose(rows, request, &plan->candidates, &chosen));
   plan->chunk_size = chosen ? chosen->chunk_size : kDefaultChunk;
   if (cu_seqlens) {
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
@@ -214,6 +252,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     plan::PlanBuilder builder(*chosen, plan);
     chosen->plan(builder);
     KDA_RETURN_IF_ERROR(builder.status());
+    if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));
   }
   resolve_options(plan);
   return {};
@@ -225,11 +264,11 @@ namespace plan {
 
 Status plan_with(std::span<const registry::Head* const> rows, const Problem& problem,
                  const std::span<const int64_t>* cu_seqlens, const DeviceFacts& device,
-                 const PlanOptions& options, Plan* plan, const char* call) noexcept {
+                 const PlanOptions& options, Plan* plan, const Gradients* gradients) noexcept {
   return guarded([&] {
     if (!plan) return invalid("plan: is null");
     Plan made;
-    KDA_RETURN_IF_ERROR(build_plan(rows, problem, cu_seqlens, device, options, &made, call));
+    KDA_RETURN_IF_ERROR(build_plan(rows, problem, cu_seqlens, device, options, &made, gradients));
     *plan = std::move(made);
     return Status{};
   });

@@ -8,10 +8,10 @@
 
 namespace kda::plan {
 
-/// As make_plan(); `rows` best first. `cu_seqlens` null: the plan is made from bounds. `call`:
-/// Request::call.
+/// As make_plan(); `rows` best first. `cu_seqlens` null: the plan is made from bounds. `gradients`:
+/// those of a backward.
 Status plan_with(std::span<const registry::Head* const> rows, const Problem& problem,
                  const std::span<const int64_t>* cu_seqlens, const DeviceFacts& device,
-                 const PlanOptions& options, Plan* plan, const char* call = nullptr) noexcept;
+                 const PlanOptions& options, Plan* plan, const Gradients* gradients = nullptr) noexcept;
 
 }  // namespace kda::plan

@@ -19,8 +19,9 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
     &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,
     &cpu::oracle::kDecode, &cuda::recurrent::kDecode};
 
-constexpr std::array<const BackwardRow*, 3> kBackward = {
-    &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward};
+constexpr std::array<const BackwardRow*, 5> kBackward = {
+    &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward,
+    &cpu::oracle::kBackward, &cuda::recurrent::kBackward};
 
 template <class Row, std::size_t kCount>
 constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, kCount>& rows) {

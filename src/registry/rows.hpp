@@ -37,7 +37,7 @@ struct Request {
   const Problem& problem;
   const DeviceFacts& device;
   const PlanOptions& options;
-  const char* call = nullptr;  ///< where it is not the problem's operation: "backward"
+  const Gradients* gradients = nullptr;  ///< of a backward
 };
 
 /// Checks of memory that the host cannot read, before anything is launched.
@@ -67,7 +67,8 @@ struct Head {
   int32_t max_compute_capability = INT32_MAX;
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
-  bool keeps_states = false;  ///< KeepPolicy other than kInputs
+  bool keeps_states = false;  ///< serves a KeepPolicy other than kInputs
+  bool float64 = false;       ///< serves tensors in fp64
 };
 
 /// Segments of a sequence side by side (include/kda/run.hpp).

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "plan/ledger.hpp"
@@ -338,9 +339,10 @@ class Checker {
   /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
   Status check_rates() const {
     if (!p_.A_log) return {};
-    const float most = p_.gate_mode == GateMode::kSoftplus ? 70.0f : 88.0f;
+    const double most = p_.gate_mode == GateMode::kSoftplus ? 70 : 88;
     for (int64_t j = 0; j < p_.num_value_heads; ++j)
-      if (const float a_log = t_.A_log[j * p_.A_log->strides[0]]; a_log > most)
+      if (const double a_log = load_double(t_.A_log, p_.A_log->dtype, j * p_.A_log->strides[0]);
+          a_log > most)
         return invalid("A_log: entry ", j, " = ", a_log, " is above ", most, " with gate ",
                        gate_mode_name(p_.gate_mode));
     return {};

@@ -22,12 +22,13 @@ kda_tensor tensor(const std::optional<TensorDesc>& desc, void* data) {
 
 class BackwardInC : public testing::Test {
  protected:
-  BackwardInC() {
+  explicit BackwardInC(DType dtype = DType::kFloat32) {
     check::GenerateOptions options = test::shape(150, 2, 24, 16);
+    options.dtype = dtype;
     options.num_value_heads = 4;
     options.initial_state = true;
     inputs = check::generate(options);
-    buffers = check::make_gradients(inputs);
+    buffers = check::make_gradients(inputs, {.d_o_dtype = dtype});
     const Problem& p = inputs.problem;
     kda_problem_init(&problem);
     problem.gate_mode = static_cast<int32_t>(p.gate_mode);
@@ -123,6 +124,77 @@ TEST_F(BackwardInC, RefusesWithTheNameOfTheArgument) {
   kda_plan* other = nullptr;
   EXPECT_EQ(kda_plan_create(&problem, nullptr, &options_, &other), KDA_INVALID_ARGUMENT);
   EXPECT_NE(std::strstr(kda_last_error(), "kept_state_every: 100"), nullptr) << kda_last_error();
+}
+
+/// What a call gives counts: a gradient that the plan was made without would come back unwritten.
+TEST_F(BackwardInC, RefusesGradientsThatThePlanIsWithout) {
+  options_.keep = 0;
+  ASSERT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_OK) << kda_last_error();
+  kda_gradients few{};
+  few.struct_size = sizeof(few);
+  few.d_o = gradients.d_o;
+  few.dq = gradients.dq;
+  ASSERT_EQ(kda_backward_plan_create(forward, &few, nullptr, &plan), KDA_OK) << kda_last_error();
+  io::Buffer workspace(kda_backward_plan_workspace_bytes(plan));
+  const check::GradientBuffers before = buffers;
+  const auto call = [&](const kda_gradients& given) {
+    return kda_backward(plan, &problem, &given, workspace.data(), workspace.size());
+  };
+  kda_gradients more = few;
+  more.dk = gradients.dk;
+  EXPECT_EQ(call(more), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "dk: given, but the plan was made without it");
+  more = few;
+  more.d_final_state = gradients.d_final_state;
+  EXPECT_EQ(call(more), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "d_final_state: given, but the plan was made without it");
+  EXPECT_TRUE(test::same_gradients(before, buffers));
+  EXPECT_EQ(call(few), KDA_OK) << kda_last_error();
+}
+
+static_assert(KDA_FP64 == static_cast<int>(DType::kFloat64));
+
+class Float64InC : public BackwardInC {
+ protected:
+  Float64InC() : BackwardInC(DType::kFloat64) {}
+};
+
+TEST_F(Float64InC, HasTheBitsOfTheCppCall) {
+  ASSERT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_OK) << kda_last_error();
+  EXPECT_STREQ(kda_plan_implementation(forward), "cpu.oracle");
+  EXPECT_EQ(kda_plan_saved_bytes(forward), 0u);
+  ASSERT_EQ(kda_run(forward, &problem, nullptr, 0), KDA_OK) << kda_last_error();
+  const test::Result run = test::run_inputs(inputs, {.out_dtype = DType::kFloat64});
+  EXPECT_TRUE(test::same_bits(run.outputs.o, o));
+  ASSERT_EQ(kda_backward_plan_create(forward, &gradients, nullptr, &plan), KDA_OK)
+      << kda_last_error();
+  ASSERT_EQ(kda_backward(plan, &problem, &gradients, nullptr, 0), KDA_OK) << kda_last_error();
+  check::GradientBuffers expected = check::make_gradients(inputs, {.d_o_dtype = DType::kFloat64});
+  test::run_backward(inputs, &expected);
+  EXPECT_TRUE(test::same_gradients(expected, buffers));
+}
+
+TEST_F(Float64InC, IsRefusedByOtherBackendsAndOnAGpu) {
+  const char* only = "q: dtype fp64, only backend oracle computes it, on the CPU";
+  options_.backend = "blocked";
+  EXPECT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_UNAVAILABLE);
+  EXPECT_NE(std::strstr(kda_last_error(), only), nullptr) << kda_last_error();
+  options_.backend = nullptr;
+  options_.device_kind = KDA_CUDA;
+  EXPECT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_UNSUPPORTED);
+  EXPECT_STREQ(kda_last_error(), only);
+  EXPECT_EQ(kda_supported(&problem, &options_), KDA_UNSUPPORTED);
+  EXPECT_STREQ(kda_last_error(), only);
+  EXPECT_EQ(forward, nullptr);
+  options_.device_kind = KDA_CPU;
+  ASSERT_EQ(kda_plan_create(&problem, nullptr, &options_, &forward), KDA_OK);
+  options_.backend = "blocked";
+  EXPECT_EQ(kda_backward_plan_create(forward, &gradients, &options_, &plan), KDA_UNAVAILABLE);
+  EXPECT_NE(std::strstr(kda_last_error(), only), nullptr) << kda_last_error();
+  problem.q.alignment = 4;
+  kda_plan* other = nullptr;
+  EXPECT_EQ(kda_plan_create(&problem, nullptr, nullptr, &other), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "q: alignment 4 is below the 8 bytes of fp64");
 }
 
 }  // namespace

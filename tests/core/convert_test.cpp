@@ -75,5 +75,17 @@ TEST(Convert, ElementsOfEveryType) {
   }
 }
 
+TEST(Convert, DoublesOfEveryType) {
+  alignas(8) char bytes[24];
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    store_double(bytes, dtype, 2, -1.5);
+    EXPECT_EQ(load_double(bytes, dtype, 2), -1.5) << dtype_name(dtype);
+    store_double(bytes, dtype, 1, 1.0 / 3);
+    const double rounding[] = {0x1p-26, 0x1p-10, 0x1p-13, 0, 0, 0};
+    EXPECT_NEAR(load_double(bytes, dtype, 1), 1.0 / 3, rounding[static_cast<int>(dtype)])
+        << dtype_name(dtype);
+  }
+}
+
 }  // namespace
 }  // namespace kda

@@ -34,6 +34,22 @@ TEST(Validate, AcceptsBroadcastInputsAndStridedBeta) {
   EXPECT_TRUE(validate(p).ok()) << validate(p).message();
 }
 
+TEST(Validate, AcceptsFloat64InAnyMix) {
+  check::GenerateOptions options = test::shape(16, 2, 8, 8);
+  options.dtype = DType::kFloat64;
+  options.initial_state = true;
+  Problem p = check::generate(options).problem;
+  EXPECT_EQ(p.A_log->dtype, DType::kFloat64);
+  EXPECT_EQ(p.initial_state->tensor.dtype, DType::kFloat64);
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  p = base();
+  p.g = contiguous(DType::kFloat64, {1, 16, 2, 8});
+  p.dt_bias = contiguous(DType::kFloat64, {2, 8});
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  p.g.alignment = 4;
+  EXPECT_EQ(validate(p).message(), "g: alignment 4 is below the 8 bytes of fp64");
+}
+
 TEST(Validate, StridesOfSingleElementsAreNeverUsed) {
   Problem p = base();
   p.num_heads = p.num_value_heads = 1;
@@ -59,6 +75,8 @@ TEST(Validate, SixteenHugeButLegalBytes) {
 
 TEST(Validate, NamesAndSizes) {
   EXPECT_EQ(dtype_size(DType::kInt64), 8);
+  EXPECT_EQ(dtype_size(DType::kFloat64), 8);
+  EXPECT_STREQ(dtype_name(DType::kFloat64), "fp64");
   EXPECT_EQ(dtype_size(static_cast<DType>(99)), 0);
   EXPECT_STREQ(dtype_name(DType::kBFloat16), "bf16");
   EXPECT_STREQ(dtype_name(static_cast<DType>(-1)), "invalid");

@@ -21,6 +21,8 @@ import evidence
 # Test program -> the kernel families that it runs.
 TESTS = {
     "accuracy_test": ["staged", "recurrent"],
+    "backward_cuda_test": ["backward"],
+    "backward_test": ["backward"],
     "calls_test": ["fused", "staged", "recurrent"],
     "causality_test": ["staged", "recurrent"],
     "decode_test": ["decode"],
@@ -35,14 +37,15 @@ TESTS = {
 CHUNKED = ("staged", "recurrent")
 # What is fuzzed with which flags, and the kernel families that it runs.
 FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"], CHUNKED),
-        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED))
+        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)))
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode")
+FAMILIES = ("fused", "staged", "recurrent", "decode", "backward")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# Flags, random problems for each tool, and families.
-SANITIZED = (([], 20, CHUNKED), (["--tensor-cores"], 72, CHUNKED), (["--fused"], 30, ("fused",)))
+# What is fuzzed with which flags, random problems for each tool, and families.
+SANITIZED = (("accuracy", [], 20, CHUNKED), ("accuracy", ["--tensor-cores"], 72, CHUNKED),
+             ("accuracy", ["--fused"], 30, ("fused",)), ("backward", [], 50, ("backward",)))
 
 
 def what_it_reports(done):
@@ -129,9 +132,9 @@ def main():
     if args.sanitize:
         what = "gpu_sanitizer" + suffix
         prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        jobs = [(tool, lambda tool, f=flags, n=count:
-                 run_fuzz(fuzz, "accuracy", n, environment, prefix(tool), f))
-                for tool in args.sanitize.split(",") for flags, count, speaks_for in SANITIZED
+        jobs = [(tool, lambda tool, w=name, f=flags, n=count:
+                 run_fuzz(fuzz, w, n, environment, prefix(tool), f))
+                for tool in args.sanitize.split(",") for name, flags, count, speaks_for in SANITIZED
                 if set(speaks_for) & set(families)]
         if "decode" in families:
             jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))

@@ -51,10 +51,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   check::GradientBuffers buffers = check::make_gradients(inputs, wanted);
   if (random.chance(0.25)) test::restride_gradients(inputs.problem, &buffers);
   test::BackwardRun run;
-  const auto tables = test::kernel_tables();
+  const auto backends = test::backward_backends();
   if (random.chance(0.4))
-    run.kernels =
-        tables[static_cast<std::size_t>(random.below(static_cast<int64_t>(tables.size())))];
+    run.backend =
+        backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
   test::run_backward(inputs, &buffers, run);
   const bool marginal = check::is_marginal(inputs);

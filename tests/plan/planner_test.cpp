@@ -6,7 +6,9 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <tuple>
 
+#include "kda/backward.hpp"
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
 #include "tools/kda/flags.hpp"
@@ -65,6 +67,31 @@ TEST(Planner, SegmentsCoverEverySequenceInOrder) {
     }
     EXPECT_EQ(at, plan.cu_seqlens.back());
   }
+}
+
+/// Bytes of the workspace of a backward on a GPU, all but those that every token needs whatever the
+/// windows are: a state at the start of each window, sums for A_log and dt_bias.
+std::size_t window_bytes(const std::string& lengths, int64_t heads, int64_t most_tokens) {
+  PlanOptions options;
+  options.kept_state_every = most_tokens;
+  const Plan forward = plan_for(lengths, heads, gpu_facts(132), options);
+  const Problem& p = forward.problem;
+  BackwardPlan backward;
+  throw_if_error(make_backward_plan(forward, {.d_o = p.o, .dq = p.q}, {}, &backward));
+  std::size_t bytes = backward.plan.workspace_bytes;
+  for (const WorkspaceBlock& block : backward.plan.workspace)
+    if (block.name == "backward_starts" || block.name == "parameter_sums") bytes -= block.bytes;
+  return bytes;
+}
+
+TEST(Planner, WindowsBoundTheWorkspaceOfABackward) {
+  const std::size_t bound = 700'000'000;
+  EXPECT_GT(window_bytes("8192", 64, 1 << 20), bound / 2);
+  EXPECT_LT(window_bytes("8192", 64, 1 << 20), bound);
+  EXPECT_LT(window_bytes("1000x1,100x50", 64, 1 << 20), bound);
+  EXPECT_LT(window_bytes("256K", 8, 0), bound);
+  EXPECT_LT(window_bytes("8192", 64, 64), bound / 8);
+  EXPECT_EQ(window_bytes("64", 4, 0), window_bytes("64", 4, 64));
 }
 
 TEST(Planner, ChunksStartWithTheirSequence) {
@@ -158,6 +185,42 @@ TEST(Planner, OracleHasNoSegments) {
   const Plan plan = plan_for("1000", 1, cpu_facts(), options);
   EXPECT_FALSE(plan.segmented);
   EXPECT_NE(plan.reasons.back().find("no segments"), std::string::npos);
+}
+
+TEST(Planner, Float64GoesToTheOracleWithAReason) {
+  std::vector<int64_t> cu_seqlens;
+  Problem p = packed({100, 30}, 2, &cu_seqlens);
+  p.v.dtype = DType::kFloat64;
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, cu_seqlens, cpu_facts(), {}, &plan).ok());
+  EXPECT_EQ(plan.implementation, "cpu.oracle");
+  const std::string reason = "v: dtype fp64, only backend oracle computes it, on the CPU";
+  EXPECT_EQ(plan.reasons.back(), reason);
+  EXPECT_EQ(plan.candidates[0].reason, reason);
+  // A gradient in fp64 asks for it as well.
+  p.v.dtype = DType::kBFloat16;
+  ASSERT_TRUE(make_plan(p, cu_seqlens, cpu_facts(), {}, &plan).ok());
+  EXPECT_NE(plan.implementation, "cpu.oracle");
+  Gradients gradients;
+  gradients.d_o = p.o;
+  gradients.dq = contiguous(DType::kFloat64, {1, p.num_tokens, 2, 128});
+  BackwardPlan backward;
+  ASSERT_TRUE(make_backward_plan(plan, gradients, {}, &backward).ok());
+  EXPECT_EQ(backward.plan.implementation, "cpu.oracle");
+  EXPECT_EQ(backward.plan.reasons.back(),
+            "dq: dtype fp64, only backend oracle computes it, on the CPU");
+  gradients.dq->dtype = DType::kFloat32;
+  ASSERT_TRUE(make_backward_plan(plan, gradients, {}, &backward).ok());
+  EXPECT_NE(backward.plan.implementation, "cpu.oracle");
+}
+
+TEST(Planner, OracleKeepsNothing) {
+  PlanOptions options = test::with_backend("oracle");
+  options.keep = KeepPolicy::kStates;
+  const Plan plan = plan_for("5000", 2, cpu_facts(), options);
+  EXPECT_EQ(plan.saved_bytes, 0u);
+  EXPECT_EQ(plan.resolved.keep, KeepPolicy::kInputs);
+  EXPECT_EQ(plan.reasons.back(), "keep: cpu.oracle keeps nothing and makes the states again");
 }
 
 TEST(Planner, WorkspaceBlocksAreDisjointAndAligned) {
@@ -350,6 +413,24 @@ TEST(Planner, JsonHoldsWhatTheTextSays) {
   EXPECT_EQ(json["implementation"], "cuda.sm80.staged");
   const std::string text = plan.to_text(true);
   EXPECT_NE(text.find("29 segments, 19 in the longest"), std::string::npos);
+}
+
+TEST(Planner, JsonSaysWhatAForwardKeeps) {
+  for (const auto& [keep, asked, resolved] :
+       {std::tuple{KeepPolicy::kInputs, "inputs", "inputs"},
+        std::tuple{KeepPolicy::kStates, "states", "states"},
+        std::tuple{KeepPolicy::kKeep, "keep", "states"}}) {  // the CPU takes it so
+    PlanOptions options;
+    options.keep = keep;
+    if (keep == KeepPolicy::kStates) options.kept_state_every = 128;
+    const Plan plan = plan_for("1000", 2, cpu_facts(), options);
+    const nlohmann::json json = nlohmann::json::parse(plan.to_json());
+    EXPECT_EQ(json["requested"]["keep"], asked);
+    EXPECT_EQ(json["requested"]["kept_state_every"], options.kept_state_every);
+    EXPECT_EQ(json["resolved"]["keep"], resolved);
+    EXPECT_EQ(json["resolved"]["kept_state_every"],
+              keep == KeepPolicy::kStates ? 128 : kKeptStateEvery);
+  }
 }
 
 /// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.

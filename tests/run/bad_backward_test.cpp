@@ -3,6 +3,7 @@
 // anything is written.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <ostream>
 
@@ -105,15 +106,12 @@ const std::pair<const char*, Member> kMembers[] = {
     {"ddt_bias", &Gradients::ddt_bias},
     {"d_initial_state", &Gradients::d_initial_state}};
 
-void null_pointer(Call& call, std::size_t which) {
-  GradientTensors& g = call.gradients;
+/// The pointer of a member of kMembers.
+const void*& pointer_of(GradientTensors& g, std::size_t which) {
   const void** inputs[] = {&g.d_o, &g.d_final_state};
-  void** outputs[] = {&g.dq, &g.dk, &g.dv, &g.dg, &g.dbeta};
-  if (which < 2) *inputs[which] = nullptr;
-  if (which >= 2 && which < 7) *outputs[which - 2] = nullptr;
-  if (which == 7) g.dA_log = nullptr;
-  if (which == 8) g.ddt_bias = nullptr;
-  if (which == 9) g.d_initial_state = nullptr;
+  void** outputs[] = {&g.dq,    &g.dk,     &g.dv,       &g.dg,
+                      &g.dbeta, &g.dA_log, &g.ddt_bias, &g.d_initial_state};
+  return which < 2 ? *inputs[which] : const_cast<const void*&>(*outputs[which - 2]);
 }
 
 std::vector<BadCall> bad_calls() {
@@ -151,7 +149,8 @@ std::vector<BadCall> bad_calls() {
         (c.wanted().*member)
             ->strides[member == &Gradients::dA_log || member == &Gradients::ddt_bias ? 0 : 1] = 0;
       });
-    run(tensor + "_null", tensor + ": pointer is null", [i](Call& c) { null_pointer(c, i); });
+    run(tensor + "_null", tensor + ": pointer is null",
+        [i](Call& c) { pointer_of(c.gradients, i) = nullptr; });
   }
   for (const auto& [name, member] :
        {kMembers[0], kMembers[1], kMembers[2], kMembers[5], kMembers[9]})
@@ -162,13 +161,13 @@ std::vector<BadCall> bad_calls() {
   plan("nothing_is_wanted", "gradients: none is wanted", [](Call& c) {
     for (std::size_t i = 2; i < std::size(kMembers); ++i) (c.wanted().*kMembers[i].second).reset();
   });
-  plan("d_final_state_fp16", "d_final_state: dtype fp16 is not fp32 or bf16",
+  plan("d_final_state_fp16", "d_final_state: dtype fp16 is not fp32, bf16 or fp64",
        [](Call& c) { c.wanted().d_final_state->dtype = DType::kFloat16; });
-  plan("d_initial_state_fp16", "d_initial_state: dtype fp16 is not fp32 or bf16",
+  plan("d_initial_state_fp16", "d_initial_state: dtype fp16 is not fp32, bf16 or fp64",
        [](Call& c) { c.wanted().d_initial_state->dtype = DType::kFloat16; });
-  plan("dA_log_bf16", "dA_log: dtype bf16 is not fp32",
+  plan("dA_log_bf16", "dA_log: dtype bf16 is not fp32 or fp64",
        [](Call& c) { c.wanted().dA_log->dtype = DType::kBFloat16; });
-  plan("ddt_bias_bf16", "ddt_bias: dtype bf16 is not fp32",
+  plan("ddt_bias_bf16", "ddt_bias: dtype bf16 is not fp32 or fp64",
        [](Call& c) { c.wanted().ddt_bias->dtype = DType::kBFloat16; });
   plan("dA_log_without_A_log", "dA_log: given, but", [](Call& c) { c.problem().A_log.reset(); });
   plan("ddt_bias_without_dt_bias", "ddt_bias: given, but",
@@ -189,8 +188,28 @@ std::vector<BadCall> bad_calls() {
     plan("kept_state_every_" + std::to_string(every < 0 ? 0 : every),
          "kept_state_every: ", [every](Call& c) { c.options.kept_state_every = every; });
   plan("backend_unknown", "backend: 'nonsense'", [](Call& c) { c.options.backend = "nonsense"; });
-  plan("backend_without_backward", "backend: cpu.oracle cannot serve",
-       [](Call& c) { c.options.backend = "oracle"; });
+  plan("backend_of_another_device", "backend: 'fused' names no implementation for cpu",
+       [](Call& c) { c.options.backend = "fused"; });
+  for (std::size_t i = 0; i < std::size(kMembers); ++i) {
+    const auto [name, member] = kMembers[i];
+    const std::string tensor = name;
+    plan(tensor + "_fp64_in_blocked", tensor + ": dtype fp64, only backend oracle computes it",
+         [member = member](Call& c) {
+           (c.wanted().*member)->dtype = DType::kFloat64;
+           (c.wanted().*member)->alignment = 8;
+           c.options.backend = "blocked";
+         });
+    run(
+        tensor + "_fp64_misaligned", tensor + ": pointer is not aligned",
+        [i](Call& c) {
+          const void*& pointer = pointer_of(c.gradients, i);
+          pointer = static_cast<const char*>(pointer) + 4;
+        },
+        [member = member](Call& c) {
+          (c.wanted().*member)->dtype = DType::kFloat64;
+          (c.wanted().*member)->alignment = 8;
+        });
+  }
 
   for (const auto& [name, member] :
        {std::pair{"q", &Tensors::q}, std::pair{"k", &Tensors::k}, std::pair{"v", &Tensors::v},
@@ -220,6 +239,10 @@ std::vector<BadCall> bad_calls() {
   run("saved_short", "saved: has", [](Call& c) { --c.tensors.saved_bytes; });
   run("saved_misaligned", "saved: is not aligned",
       [](Call& c) { c.tensors.saved = static_cast<char*>(c.tensors.saved) + 8; });
+  run("saved_is_the_workspace", "saved: overlaps the workspace", [](Call& c) {
+    c.workspace = io::Buffer(std::max(c.saved.size(), c.workspace_bytes));
+    c.tensors.saved = c.workspace.data();
+  });
   run(
       "saved_never_written", "saved: was not written", [](Call&) {},
       [](Call& c) { c.keep_forward = false; });
@@ -278,6 +301,29 @@ TEST(GoodBackward, TheUnspoiledCallSucceedsTwice) {
   const check::GradientBuffers first = call.buffers;
   ASSERT_TRUE(call.run_it().ok());  // what was kept is only read
   EXPECT_TRUE(test::same_gradients(first, call.buffers));
+}
+
+/// The forward would write its states over what it is computing with.
+TEST(BadForward, SavedIsTheWorkspace) {
+  Call call;
+  ASSERT_TRUE(call.plan_it().ok());
+  call.attach();
+  call.tensors.o = call.o.data();
+  call.o.fill(0x7f);
+  const io::Buffer before = call.o;
+  const std::size_t needed = call.forward.workspace_bytes, kept = call.forward.saved_bytes;
+  io::Buffer room(needed + kept);
+  const auto refused = [&](std::size_t workspace, std::size_t saved) {
+    call.tensors.saved = room.data() + saved;
+    const Status status = run(call.forward, call.tensors, room.data() + workspace, needed);
+    EXPECT_TRUE(test::same_bits(before, call.o) || status.ok());
+    return status.message();
+  };
+  EXPECT_EQ(refused(0, 0), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(0, needed - kWorkspaceAlignment), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(kept - kWorkspaceAlignment, 0), "saved: overlaps the workspace");
+  EXPECT_EQ(refused(kept, 0), "");
+  EXPECT_EQ(refused(0, needed), "");
 }
 
 TEST(GoodBackward, DecodeHasNone) {

@@ -602,6 +602,69 @@ std::string name_of(const testing::TestParamInfo<BadCall>& entry) { return entry
 INSTANTIATE_TEST_SUITE_P(Problems, BadCalls, testing::ValuesIn(kBadProblems), name_of);
 INSTANTIATE_TEST_SUITE_P(Runs, BadCalls, testing::ValuesIn(kBadRuns), name_of);
 
+/// Every tensor of a problem, by name.
+std::vector<std::pair<std::string, TensorDesc*>> tensors_of(Problem& p) {
+  return {{"q", &p.q},
+          {"k", &p.k},
+          {"v", &p.v},
+          {"g", &p.g},
+          {"beta", &p.beta},
+          {"A_log", &*p.A_log},
+          {"dt_bias", &*p.dt_bias},
+          {"initial_state", &p.initial_state->tensor},
+          {"o", &p.o},
+          {"final_state", &p.final_state->tensor},
+          {"checkpoints", &p.checkpoints->tensor}};
+}
+
+TEST(BadFloat64, IsForTheOracleAlone) {
+  Call good;
+  const std::size_t count = tensors_of(good.problem).size();
+  for (std::size_t i = 0; i < count; ++i) {
+    Call call;
+    const auto [name, desc] = tensors_of(call.problem)[i];
+    desc->dtype = DType::kFloat64;
+    call.options.backend = "blocked";
+    call.poison();
+    const Status status = call.execute();
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable) << name;
+    EXPECT_NE(
+        status.message().find(name + ": dtype fp64, only backend oracle computes it, on the CPU"),
+        std::string::npos)
+        << status.message();
+    EXPECT_TRUE(call.untouched()) << name;
+    // On a GPU nothing does.
+    Plan plan;
+    for (const Status& refused :
+         {make_plan(call.problem, call.cu_seqlens, gpu_facts(132), {}, &plan),
+          supported(call.problem, gpu_facts(132))}) {
+      EXPECT_EQ(refused.code(), StatusCode::kUnsupported) << name;
+      EXPECT_EQ(refused.message(),
+                name + ": dtype fp64, only backend oracle computes it, on the CPU");
+    }
+    EXPECT_TRUE(supported(call.problem, cpu_facts()).ok()) << name;
+  }
+}
+
+TEST(BadFloat64, IsCheckedAsItIs) {
+  Call call;
+  call.problem.A_log->dtype = DType::kFloat64;
+  io::Buffer A_log(16);
+  A_log.as<double>()[0] = 0;
+  A_log.as<double>()[1] = 88.0000001;  // 88 as fp32
+  call.tensors.A_log = A_log.data();
+  call.poison();
+  EXPECT_NE(call.execute().message().find("A_log: entry 1 = 88"), std::string::npos)
+      << call.execute().message();
+  EXPECT_TRUE(call.untouched());
+  call.tensors.A_log = A_log.data() + 4;
+  EXPECT_EQ(call.execute().message(), "A_log: pointer is not aligned to the stated 16 bytes");
+  call.tensors.A_log = A_log.data();
+  call.problem.cu_seqlens = DType::kFloat64;
+  EXPECT_EQ(call.execute().message(), "cu_seqlens: dtype fp64 is not int32 or int64");
+  EXPECT_TRUE(call.untouched());
+}
+
 TEST(GoodCalls, TheUnspoiledCallsSucceed) {
   Call forward;
   EXPECT_TRUE(forward.execute().ok()) << forward.execute().message();

@@ -32,8 +32,8 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options,
   }
 }
 
-TEST(Backward, EveryRegimeOnEveryInstructionSet) {
-  for (const cpu::blocked::Kernels* kernels : test::kernel_tables())
+TEST(Backward, EveryRegimeOnEveryBackend) {
+  for (const std::string& backend : test::backward_backends())
     for (int regime = 0; regime < check::kNumRegimes; ++regime)
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
         check::GenerateOptions options = test::shape(141, 1, 48, 40);
@@ -42,9 +42,8 @@ TEST(Backward, EveryRegimeOnEveryInstructionSet) {
         options.dtype = dtype;
         options.seed = static_cast<uint64_t>(regime);
         options.initial_state = true;
-        expect_within(check::generate(options), {.d_o_dtype = dtype}, {.kernels = kernels},
-                      std::string(kernels->name) + " " + check::regime_name(options.regime) + " " +
-                          dtype_name(dtype));
+        expect_within(check::generate(options), {.d_o_dtype = dtype}, {.backend = backend},
+                      backend + " " + check::regime_name(options.regime) + " " + dtype_name(dtype));
       }
 }
 
@@ -57,12 +56,12 @@ TEST(Backward, LengthsAroundChunksAndSpans) {
 }
 
 TEST(Backward, HeadDimensions) {
-  for (const cpu::blocked::Kernels* kernels : test::kernel_tables())
+  for (const std::string& backend : test::backward_backends())
     for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 256})
       for (const int64_t V : {1, 5, 33, 100, 256}) {
         check::GenerateOptions options = test::shape(37, 1, K, V);
         options.seed = static_cast<uint64_t>(K * 1000 + V);
-        expect_within(check::generate(options), {}, {.kernels = kernels},
+        expect_within(check::generate(options), {}, {.backend = backend},
                       std::to_string(K) + " " + std::to_string(V));
       }
 }
@@ -114,6 +113,7 @@ TEST(Backward, WindowsAndKeptStates) {
   check::GenerateOptions options = test::shape(0, 1, 16, 16);
   options.num_value_heads = 2;
   options.seq_lens = {9000, 200, 4097};
+  if (test::emulated()) options.seq_lens = {900, 20, 417};
   options.regime = Regime::kSlow;
   options.initial_state = true;
   Inputs inputs = check::generate(options);
@@ -307,7 +307,7 @@ TEST(Backward, TheSameBitsForEveryThreadCountAndRepeat) {
   GradientBuffers first = check::make_gradients(inputs);
   const GradientBuffers empty = first;
   test::run_backward(inputs, &first);
-  for (int repeat = 0; repeat < 100; ++repeat) {
+  for (int repeat = 0; repeat < (test::emulated() ? 3 : 100); ++repeat) {
     GradientBuffers again = empty;
     test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8});
     ASSERT_TRUE(test::same_gradients(first, again)) << repeat;
@@ -373,6 +373,30 @@ TEST(Backward, MasksAndPoolsOfInitialStates) {
       0);
 }
 
+/// Dot product of rows t of two fp32 tensors.
+double dot(const io::Buffer& a, const io::Buffer& b, int64_t t, int64_t size) {
+  double sum = 0;
+  for (int64_t i = t * size; i < (t + 1) * size; ++i)
+    sum += static_cast<double>(a.as<float>()[i]) * b.as<float>()[i];
+  return sum;
+}
+
+/// Prediction errors e of all tokens: a query that is the key reads e from the state,
+/// S_t^T k_t = v_t - (1 - beta_t |k_t|^2) e_t.
+io::Buffer prediction_errors(Inputs inputs, int64_t T, int64_t K, int64_t V) {
+  inputs.q = inputs.k;
+  inputs.problem.scale = 1.0;
+  const test::Result read = test::run_inputs(inputs);
+  io::Buffer errors(inputs.v.size());
+  for (int64_t t = 0; t < T; ++t) {
+    const double rest = 1 - inputs.beta.as<float>()[t] * dot(inputs.k, inputs.k, t, K);
+    for (int64_t i = t * V; i < (t + 1) * V; ++i)
+      errors.as<float>()[i] =
+          static_cast<float>((inputs.v.as<float>()[i] - read.outputs.o.as<float>()[i]) / rest);
+  }
+  return errors;
+}
+
 /// What holds between gradients without any reference, token by token.
 TEST(Backward, Identities) {
   constexpr int64_t T = 100, K = 32, V = 40;
@@ -388,19 +412,111 @@ TEST(Backward, Identities) {
   GradientBuffers buffers = check::make_gradients(inputs);
   test::run_backward(inputs, &buffers);
   const test::Result forward = test::run_inputs(inputs);
-  const auto dot = [](const io::Buffer& a, const io::Buffer& b, int64_t t, int64_t size) {
-    double sum = 0;
-    for (int64_t i = t * size; i < (t + 1) * size; ++i)
-      sum += static_cast<double>(a.as<float>()[i]) * b.as<float>()[i];
-    return sum;
-  };
+  const io::Buffer errors = prediction_errors(inputs, T, K, V);
   for (int64_t t = 0; t < T; ++t) {
-    // q . dq = o . d_o;  k . dk = 2 dv . e - dv . v and beta dbeta = dv . e
+    const double step = dot(buffers.dv, errors, t, V);
     EXPECT_NEAR(dot(inputs.q, buffers.dq, t, K), dot(forward.outputs.o, buffers.d_o, t, V), 1e-4);
-    const double step =
-        static_cast<double>(inputs.beta.as<float>()[t]) * buffers.dbeta.as<float>()[t];
+    EXPECT_NEAR(inputs.beta.as<float>()[t] * buffers.dbeta.as<float>()[t], step, 1e-4);
     EXPECT_NEAR(dot(inputs.k, buffers.dk, t, K), 2 * step - dot(buffers.dv, inputs.v, t, V), 1e-4);
   }
+}
+
+/// A sequence is two: the second from the final state of the first, whose gradient is that of the
+/// second's initial state. There dg of the first token of the second is rowsum(S0 * dS0).
+TEST(Backward, HalvesChainedThroughTheStateAreTheWhole) {
+  constexpr int64_t T = 150, K = 24, V = 40;
+  check::GenerateOptions options = test::shape(T, 1, K, V);
+  options.initial_state = true;
+  options.regime = Regime::kLog;
+  const Inputs inputs = check::generate(options);
+  GradientBuffers whole = check::make_gradients(inputs);
+  test::run_backward(inputs, &whole);
+  for (const int64_t cut : {1, 16, 17, 48, 64, 77, 128, 149}) {
+    Inputs first = test::slice(inputs, 0, cut), second = test::slice(inputs, cut, T);
+    const test::Result left = test::run_inputs(first);
+    second.initial_state = left.outputs.final_state;
+    GradientBuffers d_second = check::make_gradients(second),
+                    d_first = check::make_gradients(first);
+    const auto rows = static_cast<std::size_t>(V) * sizeof(float);
+    std::memcpy(d_second.d_o.data(), whole.d_o.data() + static_cast<std::size_t>(cut) * rows,
+                d_second.d_o.size());
+    d_second.d_final_state = whole.d_final_state;
+    test::run_backward(second, &d_second);
+    std::memcpy(d_first.d_o.data(), whole.d_o.data(), d_first.d_o.size());
+    d_first.d_final_state = d_second.d_initial_state;
+    test::run_backward(first, &d_first);
+
+    const auto all = test::gradient_outputs(whole), a = test::gradient_outputs(d_first),
+               b = test::gradient_outputs(d_second);
+    for (std::size_t i = 0; i < 5; ++i) {  // dq, dk, dv, dg, dbeta
+      const auto size = static_cast<int64_t>(all[i]->size() / sizeof(float));
+      const int64_t row = size / T;
+      for (int64_t n = 0; n < size; ++n) {
+        const float found = n < cut * row ? a[i]->as<float>()[n] : b[i]->as<float>()[n - cut * row];
+        ASSERT_NEAR(found, all[i]->as<float>()[n], 2e-5)
+            << check::kGradientNames[i] << " " << n / row << " cut at " << cut;
+      }
+    }
+    if (cut % 16 == 0) {  // chunks of the backward begin there: the same bits
+      EXPECT_TRUE(test::same_bits(d_first.d_initial_state, whole.d_initial_state)) << cut;
+      EXPECT_EQ(std::memcmp(d_first.dv.data(), whole.dv.data(), d_first.dv.size()), 0) << cut;
+      EXPECT_EQ(
+          std::memcmp(d_second.dv.data(), whole.dv.data() + d_first.dv.size(), d_second.dv.size()),
+          0)
+          << cut;
+    }
+    for (int64_t d = 0; d < K; ++d)
+      EXPECT_NEAR(dot(second.initial_state, d_second.d_initial_state, d, V),
+                  d_second.dg.as<float>()[d], 2e-5)
+          << d << " cut at " << cut;
+  }
+}
+
+/// A forward that keeps states, run by its stages, keeps what run() keeps.
+TEST(Backward, SegmentStagesKeepStates) {
+  check::GenerateOptions options = test::shape(700, 2, 16, 24);
+  options.initial_state = true;
+  options.regime = Regime::kSlow;
+  const Inputs inputs = check::generate(options);
+  Problem p = inputs.problem;
+  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  PlanOptions cut = test::fixed_segments(4);
+  cut.keep = KeepPolicy::kStates;
+  cut.kept_state_every = 64;
+  cut.num_threads = 1;
+  Plan forward;
+  throw_if_error(make_plan(p, {}, cpu_facts(), cut, &forward));
+  ASSERT_EQ(forward.segments.size(), 4u);
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  io::Buffer room(forward.workspace_bytes), by_run(forward.saved_bytes),
+      by_stages(forward.saved_bytes);
+  by_run.fill(0xff);
+  by_stages.fill(0xff);
+  const auto save_to = [&](io::Buffer& saved) {
+    tensors.saved = saved.data();
+    tensors.saved_bytes = saved.size();
+  };
+  save_to(by_run);
+  throw_if_error(run(forward, tensors, room.data(), room.size()));
+  std::vector<float> M(4 * 2 * 16 * 16), B(4 * 2 * 16 * 24), states(B.size());
+  const SegmentTensors segments{M.data(), B.data(), states.data()};
+  save_to(by_stages);
+  for (const auto stage : {segment_scan, segment_merge, segment_forward})
+    throw_if_error(stage(forward, tensors, segments, room.data(), room.size(), nullptr));
+  EXPECT_TRUE(test::same_bits(by_run, by_stages));
+
+  GradientBuffers expected = check::make_gradients(inputs), found = expected;
+  BackwardPlan plan;
+  throw_if_error(make_backward_plan(forward, expected.gradients, {}, &plan));
+  io::Buffer workspace(plan.plan.workspace_bytes);
+  for (const auto& [saved, gradients] :
+       {std::pair{&by_run, &expected}, std::pair{&by_stages, &found}}) {
+    save_to(*saved);
+    throw_if_error(
+        backward(plan, tensors, gradients->tensors(), workspace.data(), workspace.size()));
+  }
+  EXPECT_TRUE(test::same_gradients(expected, found));
 }
 
 }  // namespace

@@ -6,28 +6,24 @@
 #include "core/layout.hpp"
 
 namespace kda::test {
-namespace blocked = cpu::blocked;
 
-std::vector<const blocked::Kernels*> kernel_tables() {
-  std::vector<const blocked::Kernels*> tables = {blocked::portable_kernels()};
-  if (blocked::avx2_kernels() && blocked::cpu_has_avx2()) tables.push_back(blocked::avx2_kernels());
-  if (blocked::avx512_kernels() && blocked::cpu_has_avx512())
-    tables.push_back(blocked::avx512_kernels());
-  return tables;
+std::vector<std::string> backward_backends() {
+  return on_cuda() ? std::vector<std::string>{"recurrent"} : backends();
 }
 
 BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
   PlanOptions options = with_threads(run.num_threads);
-  if (run.kernels) options.backend = std::string("cpu.blocked.") + run.kernels->name;
-  if (run.kept_every > 0) {
-    options.keep = KeepPolicy::kStates;
-    options.kept_state_every = run.kept_every;
-  }
+  options.backend = run.backend;
+  options.kept_state_every = run.kept_every;
+  if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;
   Problem p = inputs.problem;
-  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
-  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), options, &forward));
+  check::Outputs outputs = check::make_outputs(&p, check::state_type(p));
+  const DeviceFacts facts = device_of(run.backend);
+  throw_if_error(run.from_bounds ? make_plan_from_bounds(p, facts, options, &forward)
+                                 : make_plan(p, inputs.cu_seqlens, facts, options, &forward));
+  if (run.from_bounds) tensors.cu_seqlens = inputs.cu_seqlens.data();
   saved = io::Buffer(forward.saved_bytes);
   saved.fill(0xff);
   tensors.initial_state_indices = run.state_indices;
@@ -46,7 +42,8 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
 }
 
 Status BackwardCall::run(check::GradientBuffers* buffers) {
-  return backward(plan, tensors, buffers->tensors(), workspace.data(), workspace.size());
+  return check::run_backward_and_wait(plan, tensors, buffers->tensors(), workspace.data(),
+                                      workspace.size());
 }
 
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,

@@ -1,23 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// Running the blocked backend's backward pass on inputs of tests.
+// Running the backward pass on inputs of tests, on the device that tests run on.
 #pragma once
 
+#include <string>
+
 #include "check/backward.hpp"
-#include "cpu/blocked/blocked.hpp"
 #include "support/harness.hpp"
 
 namespace kda::test {
 
 struct BackwardRun {
-  const cpu::blocked::Kernels* kernels = nullptr;  ///< null: the fastest of this machine
+  std::string backend;  ///< as PlanOptions::backend
   int32_t num_threads = 1;
-  int64_t kept_every = 0;  ///< the forward keeps a state every so many tokens; 0: none
+  /// The forward keeps a state every so many tokens; on CUDA, where it keeps none, windows have so
+  /// many. 0: no states, the windows of the plan.
+  int64_t kept_every = 0;
+  bool from_bounds = false;  ///< the plan does not know cu_seqlens
   const int32_t* state_indices = nullptr;
   const uint8_t* state_mask = nullptr;
 };
 
-/// Every kernel table that this machine runs.
-std::vector<const cpu::blocked::Kernels*> kernel_tables();
+/// What to ask for so that every implementation of device() has its turn.
+std::vector<std::string> backward_backends();
 
 /// A backward ready to run; what the forward keeps is there, the workspace is filled with NaN.
 struct BackwardCall {

@@ -13,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "check/backward.hpp"
 #include "check/inputs.hpp"
 #include "io/safetensors.hpp"
 #include "support/harness.hpp"
@@ -112,12 +113,76 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_EQ(states.exit_code, 0) << states.err;
   EXPECT_NE(states.out.find("keep states: 32"), std::string::npos) << states.out;
   EXPECT_NE(states.out.find("kept_states"), std::string::npos) << states.out;
+  // What each policy keeps: an fp32 state [128, 128] every 2,048 tokens is 32 bytes a token.
+  for (const char* row : {"\n  inputs                                0.0  0.0 MB",
+                          "\n  states                               32.0  1.0 MB",
+                          "\n  keep (as states)                     32.0  1.0 MB"})
+    EXPECT_NE(states.out.find(row), std::string::npos) << row << states.out;
   EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
-  EXPECT_EQ(kda("plan --heads 4 --seq-lens 8192 --backward --device cuda").exit_code, 2);
+  const std::string gpu = "plan --heads 64 --seq-lens 8192 --backward --device cuda --explain";
+  const Ran windows = kda(gpu);
+  EXPECT_EQ(windows.exit_code, 0) << windows.err;
+  EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;
+  EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
+  EXPECT_EQ(kda(gpu + " --keep states").exit_code, 2);  // no GPU keeps any
   const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
+}
+
+TEST_F(Cli, BackwardByTheOracle) {
+  gen("--seq-lens 40,0,23 --heads 2 --value-heads 4 --key-dim 16 --value-dim 8 --initial-state "
+      "--gradients --dtype fp32");
+  const Ran run = kda("run x.safetensors --backward --backend oracle -o dx.safetensors");
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.out.find("cpu.oracle"), std::string::npos) << run.out;
+  const Ran check = kda("check x.safetensors --backward --backend oracle --json");
+  EXPECT_EQ(check.exit_code, 0) << check.err;
+  const nlohmann::json report = nlohmann::json::parse(check.out);
+  for (const char* name : check::kGradientNames)
+    EXPECT_LT(report[name]["worst"], 1e-7) << name;  // one rounding to fp32
+}
+
+TEST_F(Cli, Float64IsComputedByTheOracle) {
+  gen("--seq-lens 20,0,13 --heads 2 --key-dim 16 --value-dim 8 --initial-state --gradients "
+      "--dtype fp64");
+  const io::SafetensorsFile in = io::read_safetensors(path("x.safetensors"));
+  for (const char* name :
+       {"q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state", "do", "d_final_state"})
+    EXPECT_EQ(in.tensors.at(name).dtype, DType::kFloat64) << name;
+  EXPECT_NE(in.tensors.at("q").data.as<double>()[0],
+            static_cast<float>(in.tensors.at("q").data.as<double>()[0]));
+  const Ran run = kda("run x.safetensors -o y.safetensors");
+  EXPECT_EQ(run.exit_code, 0) << run.err;
+  EXPECT_NE(run.out.find("cpu.oracle"), std::string::npos) << run.out;
+  EXPECT_NE(run.out.find("o fp64, final_state fp64"), std::string::npos) << run.out;
+  const io::SafetensorsFile out = io::read_safetensors(path("y.safetensors"));
+  EXPECT_EQ(out.tensors.at("o").dtype, DType::kFloat64);
+  EXPECT_EQ(out.tensors.at("final_state").dtype, DType::kFloat64);
+  ASSERT_EQ(kda("run x.safetensors --backward -o dx.safetensors").exit_code, 0);
+  const io::SafetensorsFile gradients = io::read_safetensors(path("dx.safetensors"));
+  EXPECT_EQ(gradients.tensors.size(), 8u);
+  for (const auto& [name, tensor] : gradients.tensors)
+    EXPECT_EQ(tensor.dtype, DType::kFloat64) << name;
+  EXPECT_EQ(kda("check x.safetensors").exit_code, 0);
+  EXPECT_EQ(kda("check x.safetensors --backward").exit_code, 0);
+  EXPECT_NE(kda("inspect x.safetensors").out.find("sm_90, 132 SMs     q: dtype fp64"),
+            std::string::npos);
+  EXPECT_TRUE(nlohmann::json::parse(kda("inspect x.safetensors --json").out)["plan"].is_null());
+
+  const auto refused = [&](const std::string& arguments, int exit_code, const char* message) {
+    const Ran ran = kda(arguments);
+    EXPECT_EQ(ran.exit_code, exit_code) << arguments;
+    EXPECT_NE(ran.err.find(message), std::string::npos) << ran.err;
+  };
+  const char* only = "q: dtype fp64, only backend oracle computes it, on the CPU";
+  refused("run x.safetensors -o z.safetensors --backend blocked", 3, only);
+  refused("run x.safetensors -o z.safetensors --backward --backend blocked", 3, only);
+  refused("plan --heads 4 --seq-lens 100 --dtype fp64", 2, only);
+  refused("bench intra --case '--tokens 8 --heads 1 --dtype fp64' --device cpu", 2,
+          "backend: cpu.oracle has no such stage to measure");
+  EXPECT_FALSE(fs::exists(path("z.safetensors")));
 }
 
 TEST_F(Cli, BackwardNeedsAGradientToStartFrom) {
@@ -507,6 +572,21 @@ TEST_F(CliOnGpu, RunsAndChecksFiles) {
   EXPECT_EQ(kda("check x.safetensors --backend nothing").exit_code, 3);
 }
 
+TEST_F(CliOnGpu, RunsAndChecksABackward) {
+  gen("--seq-lens 40,0,23 --heads 2 --value-heads 4 --key-dim 16 --value-dim 8 --initial-state "
+      "--gradients");
+  ASSERT_EQ(kda("run x.safetensors --backward -o gpu.safetensors --device cuda").exit_code, 0);
+  ASSERT_EQ(kda("run x.safetensors --backward -o cpu.safetensors --device cpu").exit_code, 0);
+  EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.size(), 8u);
+  EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.at("dk").shape,
+            io::read_safetensors(path("cpu.safetensors")).tensors.at("dk").shape);
+  const Ran check = kda("check x.safetensors --backward --out-dtype fp32 --json --device cuda");
+  EXPECT_EQ(check.exit_code, 0) << check.err;
+  const nlohmann::json report = nlohmann::json::parse(check.out);
+  EXPECT_EQ(report["implementation"], "cuda.smxx.recurrent");
+  EXPECT_TRUE(report["within"]);
+}
+
 TEST_F(CliOnGpu, InfoNamesIt) {
   EXPECT_NE(kda("info").out.find("sm_"), std::string::npos);
   const nlohmann::json info = nlohmann::json::parse(kda("info --json").out);
@@ -518,7 +598,7 @@ TEST_F(CliOnGpu, TimesEveryStage) {
   const std::string forward =
       " --case '--tokens 130 --heads 1 --key-dim 64 --value-dim 64 --dtype bf16'";
   for (const std::string what :
-       {"forward", "intra", "recompute-wu", "delta-h", "context-parallel"}) {
+       {"forward", "backward", "intra", "recompute-wu", "delta-h", "context-parallel"}) {
     const Ran ran = kda("bench " + what + forward + " --device cuda --json r.json --csv r.csv");
     ASSERT_EQ(ran.exit_code, 0) << what << ran.err;
     const nlohmann::json report = nlohmann::json::parse(read("r.json"));
@@ -577,7 +657,9 @@ TEST_F(Cli, BadCommandLines) {
       "run x.safetensors -o y --scale nan",
       "run x.safetensors -o y --scale inf",
       "run x.safetensors -o y --state-layout kk",
-      "run x.safetensors -o y --out-dtype fp64",
+      "run x.safetensors -o y --out-dtype fp80",
+      "run x.safetensors -o y --out-dtype float64",
+      "gen -o z --tokens 8 --dtype double",
       "run x.safetensors -o y --device tpu",
       "run x.safetensors -o y --context-parallel maybe",
       "run x.safetensors -o y --context-parallel 0",

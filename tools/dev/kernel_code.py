@@ -30,6 +30,7 @@ FAMILIES = {
     "staged": ("staged", "segments", "launch"),
     "recurrent": ("recurrent", "segments", "launch"),
     "decode": ("decode", "launch"),
+    "backward": ("backward", "launch"),
 }
 HOPPER = ("fused",)  # these have no kernels but those of sm_90a
 

@@ -50,8 +50,6 @@ struct BenchCommand {
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
-    if (device.kind == DeviceKind::kCuda && what == "backward")
-      throw Error(Status(StatusCode::kUnavailable, "backward: no CUDA backend has one"));
     if (device.kind == DeviceKind::kCuda) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,

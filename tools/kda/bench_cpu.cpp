@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <tuple>
 
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
@@ -58,7 +59,11 @@ struct StageCall {
       : scratch(blocked::scratch_bytes(inputs.problem, plan.num_threads)),
         tensors(inputs.tensors()),
         call{inputs.problem, tensors, stage::Sequences(inputs.problem, plan.cu_seqlens, nullptr),
-             plan.num_threads, scratch.data()} {}
+             plan.num_threads, scratch.data()} {
+    if (plan.implementation.find(".blocked.") == std::string::npos)
+      throw Error(Status(StatusCode::kUnsupported,
+                         cat("backend: ", plan.implementation, " has no such stage to measure")));
+  }
 
   io::Buffer scratch;
   Tensors tensors;
@@ -141,19 +146,19 @@ void CpuBench::measure_backward(check::Inputs& inputs, CpuRow* row) {
   outputs.attach(&tensors);
   tensors.saved = saved.data();
   tensors.saved_bytes = saved.size();
-  const Timing forward_timing =
-      time_calls([&] { throw_if_error(run(forward, tensors, workspace.data(), workspace.size())); },
+  Timing forward_timing;
+  std::tie(forward_timing, row->timing) =
+      time_pairs([&] { throw_if_error(run(forward, tensors, workspace.data(), workspace.size())); },
+                 [&] {
+                   throw_if_error(backward(plan, tensors, gradients.tensors(), workspace.data(),
+                                           workspace.size()));
+                 },
                  kMinSeconds);
-  row->timing = time_calls(
-      [&] {
-        throw_if_error(
-            backward(plan, tensors, gradients.tensors(), workspace.data(), workspace.size()));
-      },
-      kMinSeconds);
   const auto K = static_cast<double>(p.key_dim), V = static_cast<double>(p.value_dim);
   row->multiply_adds =
       tokens_of(p) * static_cast<double>(p.num_value_heads) * backward_multiply_adds(K, V);
-  row->extra = {{"of forward", fmt::format("{:.2f}x", row->timing.median / forward_timing.median)},
+  row->extra = {{"forward", format_seconds(forward_timing.median)},
+                {"of forward", fmt::format("{:.2f}x", row->timing.median / forward_timing.median)},
                 {"workspace",
                  fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(plan.plan.workspace_bytes))},
                 {"kept", fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(saved.size()))}};

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "check/backward.hpp"
 #include "check/device.hpp"
 #include "core/text.hpp"
 
@@ -123,6 +124,28 @@ GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOpti
   return row;
 }
 
+/// All gradients, from d_o, for a forward that keeps nothing.
+GpuRow GpuBench::time_backward(const Case& c, const PlanOptions& options) {
+  Plan forward;
+  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, {}, &forward));
+  check::GradientBuffers gradients = check::make_gradients(
+      c.inputs, {.d_final_state = false, .d_o_dtype = c.inputs.problem.v.dtype});
+  BackwardPlan plan;
+  throw_if_error(make_backward_plan(forward, gradients.gradients, options, &plan));
+  check::DeviceTensors copies(plan.plan, c.inputs.tensors());
+  check::DeviceGradients outputs(plan, gradients.tensors());
+  check::DeviceBuffer workspace(plan.plan.workspace_bytes);
+  GpuRow row{c.name, "backward", plan.plan.implementation, {}, total_bytes(c.inputs, {}), 0, 0};
+  for (const io::Buffer* buffer : {&gradients.d_o, &gradients.dq, &gradients.dk, &gradients.dv,
+                                   &gradients.dg, &gradients.dbeta})
+    row.bytes += static_cast<double>(buffer->size());
+  row.timing = time([&] {
+    throw_if_error(
+        backward(plan, copies.tensors(), outputs.tensors(), workspace.data(), workspace.size()));
+  });
+  return row;
+}
+
 std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string& name,
                                       const check::GenerateOptions& options,
                                       const PlanOptions& plan_options, bool batch_invariant) {
@@ -139,6 +162,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   check::want_final_state(&p);
   c.outputs = check::make_outputs(&p, p.v.dtype);
   if (what == "forward") return {time_run(c, what, plan_options)};
+  if (what == "backward") return {time_run(c, "forward", {}), time_backward(c, plan_options)};
   PlanOptions off = plan_options;
   off.context_parallel = SegmentPolicy::kOff;
   if (what == "context-parallel") return {time_run(c, "off", off), time_run(c, "on", plan_options)};

@@ -45,6 +45,19 @@ BackwardExecution execute_backward(const check::Inputs& inputs, const DeviceFact
   throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, device, options, &forward));
   BackwardExecution execution;
   throw_if_error(make_backward_plan(forward, gradients->gradients, options, &execution.plan));
+  if (device.kind == DeviceKind::kCuda) {
+    const Plan& plan = execution.plan.plan;
+    check::DeviceTensors copies(plan, inputs.tensors());
+    check::DeviceGradients outputs(execution.plan, gradients->tensors());
+    check::DeviceBuffer workspace(plan.workspace_bytes);
+    execution.seconds =
+        1e-6 * check::time_on_device([&] {
+          throw_if_error(backward(execution.plan, copies.tensors(), outputs.tensors(),
+                                  workspace.data(), workspace.size()));
+        });
+    outputs.download();
+    return execution;
+  }
   io::Buffer workspace(execution.plan.plan.workspace_bytes);
   const double start = seconds_since_start();
   throw_if_error(backward(execution.plan, inputs.tensors(), gradients->tensors(), workspace.data(),
@@ -53,19 +66,42 @@ BackwardExecution execute_backward(const check::Inputs& inputs, const DeviceFact
   return execution;
 }
 
+namespace {
+
+double seconds_of(const std::function<void()>& call) {
+  const double start = seconds_since_start();
+  call();
+  return seconds_since_start() - start;
+}
+
+Timing timing_of(std::vector<double> samples) {
+  std::sort(samples.begin(), samples.end());
+  return {samples[samples.size() / 2], samples.front(), samples.back(),
+          static_cast<int>(samples.size())};
+}
+
+}  // namespace
+
 Timing time_calls(const std::function<void()>& call, double min_seconds, int min_repeats) {
   call();
   std::vector<double> samples;
   double total = 0;
-  while (static_cast<int>(samples.size()) < min_repeats || total < min_seconds) {
-    const double start = seconds_since_start();
-    call();
-    samples.push_back(seconds_since_start() - start);
-    total += samples.back();
+  while (static_cast<int>(samples.size()) < min_repeats || total < min_seconds)
+    total += samples.emplace_back(seconds_of(call));
+  return timing_of(std::move(samples));
+}
+
+std::pair<Timing, Timing> time_pairs(const std::function<void()>& first,
+                                     const std::function<void()>& second, double min_seconds,
+                                     int min_repeats) {
+  first(), second();
+  std::vector<double> of_first, of_second;
+  double total = 0;
+  while (static_cast<int>(of_first.size()) < min_repeats || total < min_seconds) {
+    total += of_first.emplace_back(seconds_of(first));
+    total += of_second.emplace_back(seconds_of(second));
   }
-  std::sort(samples.begin(), samples.end());
-  return {samples[samples.size() / 2], samples.front(), samples.back(),
-          static_cast<int>(samples.size())};
+  return {timing_of(std::move(of_first)), timing_of(std::move(of_second))};
 }
 
 double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include "check/backward.hpp"
@@ -38,6 +39,12 @@ struct Timing {
   int repeats = 0;
 };
 Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5, int min_repeats = 7);
+
+/// The same of two calls that take turns, so that both meet the same machine; at least so many
+/// seconds and repeats of the two together.
+std::pair<Timing, Timing> time_pairs(const std::function<void()>& first,
+                                     const std::function<void()>& second, double min_seconds = 0.5,
+                                     int min_repeats = 7);
 
 /// Peak rate of `threads` threads: fp32 multiply-adds a second, from chains in registers.
 double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads);

@@ -186,7 +186,7 @@ void OperationFlags::add_to(CLI::App& command) {
   add_switch(command, "--no-qk-l2norm", &no_qk_l2norm, "Do not normalise q and k")->excludes(norm);
   add_real(command, "--scale", &scale, /*negative=*/false, "Of the outputs (default K^-1/2)");
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
-  add_choice(command, "--out-dtype", &out_dtype, {"fp32", "bf16", "fp16"},
+  add_choice(command, "--out-dtype", &out_dtype, kFloatTypes,
              "Type of o (default that of v), or of gradients (default each that of its input)");
 }
 
@@ -245,7 +245,8 @@ void GenerateFlags::add_to(CLI::App& command) {
   add_value_heads(command, &options.num_value_heads);
   add_head_dim(command, "--key-dim", "K", &options.key_dim);
   add_head_dim(command, "--value-dim", "V", &options.value_dim);
-  add_choice(command, "--dtype", &dtype, {"fp32", "bf16", "fp16"}, "Of q, k, v, g, beta")
+  add_choice(command, "--dtype", &dtype, kFloatTypes,
+             "Of q, k, v, g, beta (fp64: also of parameters and states)")
       ->default_str(dtype);
   add_choice(command, "--regime", &regime, regime_names(), "What the gates are like")
       ->default_str(regime);

@@ -18,6 +18,9 @@ class Option;
 
 namespace kda::tools {
 
+/// What --dtype and its like take.
+inline const std::vector<std::string> kFloatTypes = {"fp32", "bf16", "fp16", "fp64"};
+
 /// "off", "auto", "flashkda", "cula" or a number of segments.
 void parse_context_parallel(const std::string& text, PlanOptions* options);
 

@@ -104,11 +104,12 @@ struct InspectCommand {
     print_report(report, figure->is_stdout());
   }
 
-  Plan plan_for(const check::Inputs& inputs, const DeviceFacts& device) const {
-    Plan plan;
-    throw_if_error(
-        make_plan(inputs.problem, inputs.cu_seqlens, device, flags.schedule.plan_options(), &plan));
-    return plan;
+  /// A GPU has no plan for fp64.
+  Status plan_for(const check::Inputs& inputs, const DeviceFacts& device, Plan* plan) const {
+    const Status status =
+        make_plan(inputs.problem, inputs.cu_seqlens, device, flags.schedule.plan_options(), plan);
+    if (status.code() != StatusCode::kUnsupported) throw_if_error(status);
+    return status;
   }
 
   std::string to_text(const check::Inputs& inputs, const std::vector<HeadMemory>& heads) const {
@@ -134,10 +135,12 @@ struct InspectCommand {
     text += format_table(rows) +
             "\nhalf-life, forgotten: tokens until 1/2, 2^-24 of a channel is left\n\nplanner\n";
     for (const DeviceFacts& device : {cpu_facts(), gpu_facts(132)}) {
-      const Plan plan = plan_for(inputs, device);
-      text += fmt::format("  {:<18} context parallel {}{}\n", device.name,
-                          plan.segmented ? "on" : "off",
-                          plan.reasons.empty() ? "" : ": " + plan.reasons.front());
+      Plan plan;
+      const Status status = plan_for(inputs, device, &plan);
+      text += fmt::format("  {:<18} ", device.name);
+      text += status.ok() ? fmt::format("context parallel {}{}\n", plan.segmented ? "on" : "off",
+                                        plan.reasons.empty() ? "" : ": " + plan.reasons.front())
+                          : status.message() + "\n";
     }
     return text +
            fmt::format("  {:<18} {}\n", "transition M",
@@ -169,7 +172,11 @@ struct InspectCommand {
       row["forgotten_slowest"] = tokens_until(kForgotten, slowest);
     }
     report["transition_may_be_dropped"] = stage::transition_norm_never_grows(p);
-    report["plan"] = nlohmann::ordered_json::parse(plan_for(inputs, gpu_facts(132)).to_json());
+    Plan plan;
+    if (plan_for(inputs, gpu_facts(132), &plan).ok())
+      report["plan"] = nlohmann::ordered_json::parse(plan.to_json());
+    else
+      report["plan"] = nullptr;
     return json_text(report);
   }
 };

@@ -3,15 +3,21 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <memory>
+#include <utility>
 
 #include "tools/kda/commands.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
+#include "tools/kda/print.hpp"
 #include "tools/kda/report.hpp"
 
 namespace kda::tools {
 namespace {
+
+constexpr std::pair<const char*, KeepPolicy> kPolicies[] = {
+    {"inputs", KeepPolicy::kInputs}, {"states", KeepPolicy::kStates}, {"keep", KeepPolicy::kKeep}};
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
@@ -53,15 +59,16 @@ struct PlanCommand {
     return p;
   }
 
-  /// Every gradient but those of states, dense, each of the type of its input.
-  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+  /// Every gradient but those of states, dense, each of the type of its input, for a forward that
+  /// keeps what `policy` says.
+  Status backward_plan(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts,
+                       KeepPolicy policy, BackwardPlan* plan) const {
     const Problem p = problem(cu_seqlens.back());
     PlanOptions options = schedule.plan_options();
-    options.keep = keep == "inputs"   ? KeepPolicy::kInputs
-                   : keep == "states" ? KeepPolicy::kStates
-                                      : KeepPolicy::kKeep;
+    options.keep = policy;
     Plan forward;
-    throw_if_error(make_plan(p, cu_seqlens, facts, options, &forward));
+    const Status planned = make_plan(p, cu_seqlens, facts, options, &forward);
+    if (!planned.ok()) return planned;
     const Gradients gradients{.d_o = p.o,
                               .d_final_state = {},
                               .dq = p.q,
@@ -72,9 +79,42 @@ struct PlanCommand {
                               .dA_log = p.A_log,
                               .ddt_bias = {},
                               .d_initial_state = {}};
+    return make_backward_plan(forward, gradients, schedule.plan_options(), plan);
+  }
+
+  void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
+    const auto chosen = std::find_if(std::begin(kPolicies), std::end(kPolicies),
+                                     [&](const auto& entry) { return entry.first == keep; });
     BackwardPlan plan;
-    throw_if_error(make_backward_plan(forward, gradients, schedule.plan_options(), &plan));
-    print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
+    throw_if_error(backward_plan(cu_seqlens, facts, chosen->second, &plan));
+    if (json || !explain) return print_report((json ? plan.to_json() : plan.to_text()) + "\n");
+    std::vector<std::vector<std::string>> rows = {
+        {"kept by a forward", "bytes a token and head", "kept", "workspace", "together"}};
+    for (const auto& [name, policy] : kPolicies) {
+      BackwardPlan other;
+      if (!backward_plan(cu_seqlens, facts, policy, &other).ok()) continue;  // not on this device
+      const Plan& made = other.plan;
+      const Problem& p = made.problem;
+      const auto mb = [](std::size_t bytes) {
+        return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
+      };
+      rows.push_back({made.resolved.keep == policy ? name : cat(name, " (as ", keep_of(made), ")"),
+                      fmt::format("{:.1f}", bytes_a_token(p, made.saved_bytes)),
+                      mb(made.saved_bytes), mb(made.workspace_bytes),
+                      mb(made.saved_bytes + made.workspace_bytes)});
+    }
+    print_report(cat(plan.to_text(true), "\n", format_table(rows)));
+  }
+
+  static const char* keep_of(const Plan& plan) {
+    for (const auto& [name, policy] : kPolicies)
+      if (policy == plan.resolved.keep) return name;
+    return "";
+  }
+
+  static double bytes_a_token(const Problem& p, std::size_t bytes) {
+    const int64_t all = p.batch * p.num_tokens * p.num_value_heads;
+    return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
   }
 
   void operator()() const {
@@ -107,10 +147,8 @@ void add_plan(CLI::App& app) {
       ->default_str(cat(c->compute_capability));
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
-  add_choice(*sub, "--dtype", &c->dtype, {"fp32", "bf16", "fp16"}, "Of q, k, v, g, beta")
-      ->default_str(c->dtype);
-  add_choice(*sub, "--gate-dtype", &c->gate_dtype, {"fp32", "bf16", "fp16"},
-             "Of g (default that of q)");
+  add_choice(*sub, "--dtype", &c->dtype, kFloatTypes, "Of q, k, v, g, beta")->default_str(c->dtype);
+  add_choice(*sub, "--gate-dtype", &c->gate_dtype, kFloatTypes, "Of g (default that of q)");
   c->operation.add_to(*sub);
   c->schedule.add_options_to(*sub);
   add_switch(*sub, "--explain", &c->explain, "Give the reasons, predicted times and segments");
@@ -118,7 +156,7 @@ void add_plan(CLI::App& app) {
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
   add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
-             "What the forward keeps for its backward")
+             "What the forward keeps for its backward; on a GPU inputs, unless this says else")
       ->needs(backward)
       ->default_str(c->keep);
   sub->footer(R"(Examples:
@@ -127,6 +165,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
   sub->callback([c, sub] {
     if (c->backward && sub->count("--device") == 0) c->device = "cpu";
+    if (c->device == "cuda" && sub->count("--keep") == 0) c->keep = "inputs";
     (*c)();
   });
 }

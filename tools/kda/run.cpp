@@ -84,13 +84,13 @@ struct RunCommand {
                       const std::string& label) const {
     return fmt::format(
         "{}: B={} T={} N={} H={} HV={} K={} V={}, gate {}\n{}: {} ({} tokens/s){}\n{}: o {}, "
-        "final_state fp32\n",
+        "final_state {}\n",
         flags.input, p.batch, p.num_tokens, p.num_sequences, p.num_heads, p.num_value_heads,
         p.key_dim, p.value_dim, gate_mode_name(p.gate_mode), execution.plan.implementation,
         format_seconds(execution.seconds), format_count(tokens(p) / execution.seconds),
         execution.plan.segmented ? fmt::format(", {} segments", execution.plan.segments.size())
                                  : "",
-        label, dtype_name(p.o.dtype));
+        label, dtype_name(p.o.dtype), dtype_name(p.final_state->tensor.dtype));
   }
 
   static double tokens(const Problem& p) { return static_cast<double>(p.batch * p.num_tokens); }

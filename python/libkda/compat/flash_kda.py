@@ -29,7 +29,7 @@ def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta
     dimension is not contiguous, cost a copy. Raises TypeError and ValueError that name what does not fit; nothing is
     written then. NotImplementedError where a derivative is asked for.
     """
-    ops.refuse_gradients(q, k, v, g, beta, A_log, dt_bias, initial_state, out, final_state)
+    ops.refuse_gradients("flash_kda.fwd", q, k, v, g, beta, A_log, dt_bias, initial_state, out, final_state)
     with torch.no_grad():
         cu, cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
         inputs = (rows_of(x) for x in (q, k, v, g, beta))

@@ -457,11 +457,12 @@ void store_parameters(const stage::Backward& args, const Sizes& sizes, const dou
   for (int64_t head = 0; head < p.num_value_heads; ++head) {
     if (const auto& desc = args.gradients.ddt_bias)
       for (int64_t d = 0; d < p.key_dim; ++d)
-        args.tensors.ddt_bias[head * desc->strides[0] + d] = static_cast<float>(total(head, 0, d));
+        static_cast<float*>(args.tensors.ddt_bias)[head * desc->strides[0] + d] =
+            static_cast<float>(total(head, 0, d));
     if (const auto& desc = args.gradients.dA_log) {
       double sum = 0;
       for (int64_t d = 0; d < p.key_dim; ++d) sum += total(head, 1, d);
-      args.tensors.dA_log[head * desc->strides[0]] = static_cast<float>(sum);
+      static_cast<float*>(args.tensors.dA_log)[head * desc->strides[0]] = static_cast<float>(sum);
     }
   }
 }

@@ -219,10 +219,10 @@ PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head) {
   args.key_dim = static_cast<int>(p.key_dim);
   args.gate_mode = p.gate_mode;
   if (p.A_log)
-    args.gate_factor =
-        static_cast<float>(std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])));
+    args.gate_factor = static_cast<float>(std::exp(
+        static_cast<double>(static_cast<const float*>(t.A_log)[head * p.A_log->strides[0]])));
   args.lower_bound = static_cast<float>(p.lower_bound);
-  if (p.dt_bias) args.dt_bias = t.dt_bias + head * p.dt_bias->strides[0];
+  if (p.dt_bias) args.dt_bias = static_cast<const float*>(t.dt_bias) + head * p.dt_bias->strides[0];
   args.beta_mode = p.beta_mode;
   args.qk_l2norm = p.qk_l2norm;
   args.scale = static_cast<float>(effective_scale(p));

@@ -114,8 +114,8 @@ struct GateSlope {
 GateSlope gate_slope(const Problem& p, const Tensors& t, double raw, double g, int64_t head,
                      int64_t channel) {
   if (p.gate_mode == GateMode::kLog) return {};
-  const double a = p.A_log ? std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])) : 1;
-  const double x = raw + (p.dt_bias ? t.dt_bias[head * p.dt_bias->strides[0] + channel] : 0);
+  const double a = gate_rate(p, t, head);
+  const double x = raw + gate_bias(p, t, head, channel);
   if (p.gate_mode == GateMode::kSoftplus) return {-a * sigmoid(x), g};
   const double inner = p.lower_bound * sigmoid(a * x) * sigmoid(-a * x);
   return {a * inner, product(a * x, inner)};

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The oracle as a registry row: "--backend oracle". Slow, allocates, rounds once at the end.
+// The oracle as registry rows: "--backend oracle". Slow, allocates, rounds once at the end.
 #include "cpu/oracle/implementation.hpp"
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "cpu/oracle/backward.hpp"
 #include "cpu/oracle/oracle.hpp"
 #include "cpu/plan.hpp"
 
@@ -21,7 +22,7 @@ void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t sl
     for (int64_t c = 0; c < p.value_dim; ++c) {
       const int64_t at =
           state_offset(desc, slot, head) + (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
-      store_element(base, desc.tensor.dtype, at, static_cast<float>(state[d * p.value_dim + c]));
+      store_double(base, desc.tensor.dtype, at, state[d * p.value_dim + c]);
     }
 }
 
@@ -31,7 +32,7 @@ void store_outputs(const stage::Call& call, Span span, int64_t head, const std::
   for (int64_t token = span.begin; token < span.end; ++token) {
     const int64_t at = row_offset(p, p.o, token, head);
     for (int64_t c = 0; c < p.value_dim; ++c)
-      store_element(call.tensors.o, p.o.dtype, at + c, static_cast<float>(*value++));
+      store_double(call.tensors.o, p.o.dtype, at + c, *value++);
   }
 }
 
@@ -114,6 +115,88 @@ Status decode(const stage::Decode& args) {
   return {};
 }
 
+/// The inverse of load_rows(); nothing where the gradient is not wanted.
+void store_rows(const Problem& p, const std::optional<TensorDesc>& desc, void* base, Span span,
+                int64_t head, const std::vector<double>& rows) {
+  if (!desc || span.begin == span.end) return;
+  const auto size = static_cast<int64_t>(rows.size()) / (span.end - span.begin);
+  const double* value = rows.data();
+  for (int64_t token = span.begin; token < span.end; ++token) {
+    const int64_t at = row_offset(p, *desc, token, head);
+    for (int64_t i = 0; i < size; ++i) store_double(base, desc->dtype, at + i, *value++);
+  }
+}
+
+void add(const std::vector<double>& from, std::vector<double>* to) {
+  to->resize(from.size());
+  for (std::size_t i = 0; i < from.size(); ++i) (*to)[i] += from[i];
+}
+
+/// The gradients of one (sequence, q/k head); those of parameters are added to `dA_log` [HV] and
+/// `ddt_bias` [HV][K].
+void backward_group(const stage::Backward& args, int64_t n, int64_t q_head,
+                    std::vector<double>* dA_log, std::vector<std::vector<double>>* ddt_bias) {
+  const stage::Call& call = args.call;
+  const Problem& p = call.problem;
+  const Gradients& g = args.gradients;
+  const GradientTensors& t = args.tensors;
+  const Span span{call.sequences.begin(n), call.sequences.end(n)};
+  const int64_t group = p.num_value_heads / p.num_heads;
+  const auto states = [&](const TensorDesc& tensor) {
+    return StateDesc{tensor, p.num_sequences, false};
+  };
+  std::vector<double> dq, dk;
+  for (int64_t head = q_head * group; head < (q_head + 1) * group; ++head) {
+    const std::vector<double> start = initial_state(call, n, head);
+    std::vector<double> d_o, d_final;
+    if (g.d_o) d_o = load_rows(p, *g.d_o, t.d_o, span, head, p.value_dim);
+    if (g.d_final_state)
+      d_final = load_state(p, states(*g.d_final_state), t.d_final_state, n, head);
+    const HeadGradients r = backward_head(p, call.tensors, span, head, start, d_o, d_final);
+    add(r.dq.value, &dq);
+    add(r.dk.value, &dk);
+    store_rows(p, g.dv, t.dv, span, head, r.dv.value);
+    store_rows(p, g.dg, t.dg, span, head, r.dg.value);
+    store_rows(p, g.dbeta, t.dbeta, span, head, r.dbeta.value);
+    (*dA_log)[static_cast<std::size_t>(head)] += r.dA_log.value[0];
+    add(r.ddt_bias.value, &(*ddt_bias)[static_cast<std::size_t>(head)]);
+    if (!g.d_initial_state) continue;
+    // A sequence that starts from no state has no gradient of one.
+    const std::vector<double> none(start.empty() ? r.d_initial_state.value.size() : 0);
+    store_state(p, states(*g.d_initial_state), t.d_initial_state, n, head,
+                start.empty() ? none.data() : r.d_initial_state.value.data());
+  }
+  store_rows(p, g.dq, t.dq, span, q_head, dq);
+  store_rows(p, g.dk, t.dk, span, q_head, dk);
+}
+
+Status backward(const stage::Backward& args) {
+  const Problem& p = args.call.problem;
+  const auto heads = static_cast<std::size_t>(p.num_value_heads);
+  std::vector<double> dA_log(heads);
+  std::vector<std::vector<double>> ddt_bias(
+      heads, std::vector<double>(static_cast<std::size_t>(p.key_dim)));
+  for (int64_t n = 0; n < args.call.sequences.count(); ++n)
+    for (int64_t q_head = 0; q_head < p.num_heads; ++q_head)
+      backward_group(args, n, q_head, &dA_log, &ddt_bias);
+  for (std::size_t head = 0; head < heads; ++head) {
+    const auto j = static_cast<int64_t>(head);
+    if (const auto& desc = args.gradients.dA_log)
+      store_double(args.tensors.dA_log, desc->dtype, j * desc->strides[0], dA_log[head]);
+    if (const auto& desc = args.gradients.ddt_bias)
+      for (int64_t d = 0; d < p.key_dim; ++d)
+        store_double(args.tensors.ddt_bias, desc->dtype, j * desc->strides[0] + d,
+                     ddt_bias[head][static_cast<std::size_t>(d)]);
+  }
+  return {};
+}
+
+void drop_kept_states(plan::PlanBuilder& builder) {
+  if (builder.requested().keep == KeepPolicy::kInputs) return;
+  builder.set_keep(KeepPolicy::kInputs);
+  builder.reason(cat("keep: ", builder.name(), " keeps nothing and makes the states again"));
+}
+
 void plan_forward(plan::PlanBuilder& builder) {
   builder.cut({.automatic = never_cut});
   if (builder.plan().segmented) {
@@ -121,8 +204,16 @@ void plan_forward(plan::PlanBuilder& builder) {
     builder.drop_segments();
   }
   plan::note_one_intra_form(builder);
+  drop_kept_states(builder);
   plan::list_forward(builder);
   book_slot_marks(builder);
+}
+
+void plan_backward(plan::PlanBuilder& builder) {
+  const Problem& p = builder.problem();
+  drop_kept_states(builder);
+  builder.stage("backward", p.num_sequences * p.num_heads,
+                "one (sequence, q/k head) after the other, its value heads in order");
 }
 
 void plan_decode(plan::PlanBuilder& builder) {
@@ -135,7 +226,9 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
           .device = DeviceKind::kCpu,
           .chunk_size = 1,
           .unavailable = available,
-          .plan = plan};
+          .plan = plan,
+          .keeps_states = true,
+          .float64 = true};
 }
 
 }  // namespace
@@ -143,5 +236,6 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
 const registry::ForwardRow kForward = {
     .head = head_of(plan_forward), .forward = forward, .segments = {}, .chunk_stages = {}};
 const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = decode};
+const registry::BackwardRow kBackward = {.head = head_of(plan_backward), .backward = backward};
 
 }  // namespace kda::cpu::oracle

@@ -5,8 +5,9 @@
 
 namespace kda::cpu::oracle {
 
-/// Registry row of the float64 reference; the only implementation that allocates while it runs.
+/// Registry rows of the float64 reference; the only implementation that allocates while it runs.
 extern const registry::ForwardRow kForward;
 extern const registry::DecodeRow kDecode;
+extern const registry::BackwardRow kBackward;
 
 }  // namespace kda::cpu::oracle

@@ -23,21 +23,41 @@ double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std:
 
 double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
   if (p.gate_mode == GateMode::kLog) return raw;
-  const double a = p.A_log ? std::exp(static_cast<double>(t.A_log[head * p.A_log->strides[0]])) : 1;
-  const double bias = p.dt_bias ? t.dt_bias[head * p.dt_bias->strides[0] + channel] : 0;
-  const double x = raw + bias;
+  const double a = gate_rate(p, t, head);
+  const double x = raw + gate_bias(p, t, head, channel);
   return p.gate_mode == GateMode::kSoftplus ? -a * softplus(x) : p.lower_bound * sigmoid(a * x);
 }
 
 }  // namespace
+
+double gate_rate(const Problem& p, const Tensors& t, int64_t head) {
+  if (!p.A_log) return 1;
+  return std::exp(load_double(t.A_log, p.A_log->dtype, head * p.A_log->strides[0]));
+}
+
+double gate_bias(const Problem& p, const Tensors& t, int64_t head, int64_t channel) {
+  if (!p.dt_bias) return 0;
+  return load_double(t.dt_bias, p.dt_bias->dtype, head * p.dt_bias->strides[0] + channel);
+}
 
 std::vector<double> load_row(const Problem& p, const TensorDesc& desc, const void* base,
                              int64_t flat_token, int64_t head, int64_t size) {
   const int64_t first = row_offset(p, desc, flat_token, head);
   Vector row(static_cast<std::size_t>(size));
   for (int64_t i = 0; i < size; ++i)
-    row[static_cast<std::size_t>(i)] = load_element(base, desc.dtype, first + i);
+    row[static_cast<std::size_t>(i)] = load_double(base, desc.dtype, first + i);
   return row;
+}
+
+std::vector<double> load_rows(const Problem& p, const TensorDesc& desc, const void* base, Span span,
+                              int64_t head, int64_t size) {
+  Vector rows;
+  rows.reserve(static_cast<std::size_t>((span.end - span.begin) * size));
+  for (int64_t token = span.begin; token < span.end; ++token) {
+    const Vector row = load_row(p, desc, base, token, head, size);
+    rows.insert(rows.end(), row.begin(), row.end());
+  }
+  return rows;
 }
 
 std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_token,
@@ -49,7 +69,7 @@ std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_t
 }
 
 double step_size(const Problem& p, const Tensors& t, int64_t flat_token, int64_t head) {
-  const double raw = load_element(t.beta, p.beta.dtype, row_offset(p, p.beta, flat_token, head));
+  const double raw = load_double(t.beta, p.beta.dtype, row_offset(p, p.beta, flat_token, head));
   if (p.beta_mode == BetaMode::kPlain) return raw;
   return (p.beta_mode == BetaMode::kSigmoid2 ? 2 : 1) * sigmoid(raw);
 }
@@ -64,7 +84,7 @@ std::vector<double> load_state(const Problem& p, const StateDesc& desc, const vo
       const int64_t column = kv ? c : d;
       const int64_t at = state_offset(desc, slot, value_head) + row * desc.tensor.strides[2];
       state[static_cast<std::size_t>(d * p.value_dim + c)] =
-          load_element(base, desc.tensor.dtype, at + column);
+          load_double(base, desc.tensor.dtype, at + column);
     }
   return state;
 }

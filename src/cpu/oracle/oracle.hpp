@@ -37,6 +37,15 @@ HeadResult run_head(const Problem& problem, const Tensors& tensors, Span span, i
 std::vector<double> load_row(const Problem& problem, const TensorDesc& desc, const void* base,
                              int64_t flat_token, int64_t head, int64_t size);
 
+/// The same of the rows of `span`, one after the other.
+std::vector<double> load_rows(const Problem& problem, const TensorDesc& desc, const void* base,
+                              Span span, int64_t head, int64_t size);
+
+/// exp(A_log) of a head, 1 without A_log; dt_bias of a channel, 0 without it.
+double gate_rate(const Problem& problem, const Tensors& tensors, int64_t value_head);
+double gate_bias(const Problem& problem, const Tensors& tensors, int64_t value_head,
+                 int64_t channel);
+
 /// Log decay of one token and head, [K]: the gate transform alone.
 std::vector<double> log_decay(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                               int64_t value_head);

@@ -31,13 +31,16 @@ Status chunk_delta_h(const stage::ChunkDeltaH& args);
 Status chunk_o(const stage::ChunkO& args);
 }  // namespace staged
 
-/// Token by token in fp32: every problem; the only one for decode.
+/// In fp32, token by token (the backward in chunks of 16): every problem; the only one for decode
+/// and for the backward.
 namespace recurrent {
 extern const registry::ForwardRow kForward;
 extern const registry::DecodeRow kDecode;
+extern const registry::BackwardRow kBackward;
 Status forward(const stage::Forward& args);
 Status decode(const stage::Decode& args);
 Status segment_scan(const stage::SegmentScan& args);
+Status backward(const stage::Backward& args);
 }  // namespace recurrent
 
 /// The merge that staged and recurrent share.

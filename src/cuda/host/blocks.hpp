@@ -13,5 +13,14 @@ inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
+// Blocks of the backward.
+inline constexpr const char* kBackwardStates = "backward_states";
+inline constexpr const char* kBackwardDStates = "backward_d_states";
+inline constexpr const char* kBackwardStarts = "backward_starts";
+inline constexpr const char* kBackwardCarry = "backward_carry";
+inline constexpr const char* kBackwardErrors = "backward_errors";
+inline constexpr const char* kBackwardDz = "backward_dz";
+inline constexpr const char* kBackwardRows = "backward_rows";
+inline constexpr const char* kParameterSums = "parameter_sums";
 
 }  // namespace kda::cuda::block

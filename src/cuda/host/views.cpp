@@ -61,8 +61,9 @@ GateView gate_view(const Problem& p, const Tensors& t) {
   gate.l2norm = p.qk_l2norm;
   gate.lower_bound = static_cast<float>(p.lower_bound);
   gate.scale = static_cast<float>(effective_scale(p));
-  if (p.A_log) gate.A_log = t.A_log, gate.stride_A = p.A_log->strides[0];
-  if (p.dt_bias) gate.dt_bias = t.dt_bias, gate.stride_dt = p.dt_bias->strides[0];
+  if (p.A_log) gate.A_log = static_cast<const float*>(t.A_log), gate.stride_A = p.A_log->strides[0];
+  if (p.dt_bias)
+    gate.dt_bias = static_cast<const float*>(t.dt_bias), gate.stride_dt = p.dt_bias->strides[0];
   return gate;
 }
 

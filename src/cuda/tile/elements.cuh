@@ -91,14 +91,18 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t at, f
   view.bf16 ? store_state<true>(view.base, at, x) : store_state<false>(view.base, at, x);
 }
 
-/// Log2 decay from the raw gate, with fp32's accuracy (docs/operation.md).
-__device__ __forceinline__ float log2_decay_exact(const GateView& gate, float raw, float bias,
-                                                  float rate) {
+/// Log decay from the raw gate, with fp32's accuracy (docs/operation.md).
+__device__ __forceinline__ float log_decay_exact(const GateView& gate, float raw, float bias,
+                                                 float rate) {
   const float x = raw + bias;
   float g = raw;
   if (gate.gate_mode == GateMode::kSoftplus) g = -rate * (fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x))));
   if (gate.gate_mode == GateMode::kBounded) g = gate.lower_bound / (1.0f + expf(-rate * x));
-  return g * kLog2e;
+  return g;
+}
+__device__ __forceinline__ float log2_decay_exact(const GateView& gate, float raw, float bias,
+                                                  float rate) {
+  return log_decay_exact(gate, raw, bias, rate) * kLog2e;
 }
 
 /// The same with the fast units: relative error below 2^-18, also for the slowest channels (no

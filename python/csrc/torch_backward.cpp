@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators of training: libkda::forward_kept, a forward that keeps what its backward reads;
+// libkda::backward; and libkda::has_backward. Their derivatives: python/libkda/ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+#include "device.hpp"
+#include "memory.hpp"
+#include "plans.hpp"
+#include "problem.hpp"
+
+namespace kda_torch {
+namespace {
+
+/// Bits of `wanted`, in the order of what backward returns.
+enum Wanted : int64_t {
+  kQ = 1,
+  kK = 2,
+  kV = 4,
+  kG = 8,
+  kBeta = 16,
+  kALog = 32,
+  kDtBias = 64,
+  kInitialState = 128
+};
+
+kda_plan_options options_of(const Tensor& q, int64_t keep) {
+  kda_plan_options options = options_for(q);
+  if (keep < KDA_KEEP_CHUNKS || keep > INT32_MAX)
+    refuse("keep must be -1, 0 or tokens, got ", keep);
+  options.keep = static_cast<int32_t>(keep);
+  return options;
+}
+
+/// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
+/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most.
+int64_t room_for_saved(const kda_problem& p, int64_t keep) {
+  if (keep == 0) return 0;
+  const int64_t every = keep > 0 ? keep : KDA_KEEP_DEFAULT;
+  const int64_t states = p.batch * p.num_tokens / every;
+  return 128 + states * p.num_value_heads * p.key_dim * p.value_dim * 4;
+}
+
+void describe_dense(kda_tensor* target, const Tensor& like, std::initializer_list<int64_t> shape) {
+  check(kda_tensor_contiguous(target, nullptr, static_cast<kda_dtype>(dtype_of(like)),
+                              static_cast<int32_t>(shape.size()), shape.begin()));
+}
+
+kda_gradients no_gradients() {
+  kda_gradients gradients;
+  std::memset(&gradients, 0, sizeof(gradients));
+  gradients.struct_size = sizeof(gradients);
+  return gradients;
+}
+
+/// Throws Unsupported where the library has no backward of this forward.
+void expect_backward(const kda_problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
+                     const Tensor& g, const Tensor& beta, const kda_plan_options& options,
+                     const std::vector<int64_t>& lengths) {
+  const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+  const int64_t K = p.key_dim, V = p.value_dim;
+  kda_gradients gradients = no_gradients();
+  describe_dense(&gradients.d_o, v, {B, T, HV, V});
+  describe_dense(&gradients.dq, q, {B, T, H, K});
+  describe_dense(&gradients.dk, k, {B, T, H, K});
+  describe_dense(&gradients.dv, v, {B, T, HV, V});
+  describe_dense(&gradients.dg, g, {B, T, HV, K});
+  describe_dense(&gradients.dbeta, beta, {B, T, HV});
+  backward_plan(p, gradients, options, lengths);
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward_kept(
+    Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor A_log, MaybeTensor dt_bias,
+    MaybeTensor initial_state, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu,
+    int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
+    bool state_v_first, bool output_final_state, MaybeTensor has_state, int64_t keep) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  set_initial_state(&p, q, initial_state, has_state, state_v_first);
+  const kda_plan_options options = options_of(q, keep);
+  const Tensor o = new_output(&p, q, v);
+  const Tensor final_state = new_final_state(&p, q, state_v_first, output_final_state);
+  const OnDevice on_device(q);
+  p.stream = current_stream(q);
+  ForwardPlan plan;
+  try {
+    plan = forward_plan(p, options, lengths);
+    expect_backward(p, q, k, v, g, beta, options, lengths);
+  } catch (const Unsupported& error) {
+    refuse("no backward pass: ", error.what() + sizeof("libkda: ") - 1);
+  }
+  Tensor saved = new_tensor<1>("saved", q, {room_for_saved(p, keep)}, aoti_torch_dtype_uint8());
+  if (keep != 0)
+    torch::stable::zero_(saved);  // what it has room for beyond: equal calls, equal bits
+  const auto start = reinterpret_cast<uintptr_t>(saved.const_data_ptr());
+  if (keep != 0) {
+    if (aligned(start) != start) throw std::runtime_error("libkda: memory is not aligned to 64");
+    if (kda_plan_saved_bytes(plan.get()) > static_cast<size_t>(saved.numel()))
+      throw std::runtime_error("libkda: a plan keeps more than there is room for");
+    p.saved = reinterpret_cast<void*>(start);
+    p.saved_bytes = static_cast<size_t>(saved.numel());
+  }
+  with_workspace(kda_plan_workspace_bytes(plan.get()), q, [&](void* workspace, size_t bytes) {
+    check(kda_run(plan.get(), &p, workspace, bytes));
+  });
+  return {o, final_state, saved};
+}
+
+/// Kernels read rows of any strides whose innermost is 1; a gradient may be one number for all.
+MaybeTensor rows_of(const MaybeTensor& x, const Tensor& q, const char* name, const Types& types) {
+  if (!x) return x;
+  expect(*x, q, name, types);
+  const auto last = static_cast<size_t>(x->dim()) - 1;
+  if (x->dim() == 0 || x->strides()[last] == 1 || x->sizes()[last] == 1) return x;
+  return torch::stable::contiguous(*x);
+}
+
+/// What forward_kept has kept, aligned: a hook of autograd may have moved it since.
+MaybeTensor kept_of(const MaybeTensor& saved, const Tensor& q) {
+  if (!saved) return saved;
+  const auto start =
+      reinterpret_cast<uintptr_t>(dense_pointer(*saved, q, "saved", kBytes, {saved->numel()}));
+  return aligned(start) == start ? saved : MaybeTensor(torch::stable::clone(*saved));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    MaybeTensor d_o, MaybeTensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+    MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
+    MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode, double lower_bound,
+    double scale, bool l2norm, bool state_v_first, MaybeTensor has_state, MaybeTensor saved,
+    int64_t keep, int64_t wanted) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  set_initial_state(&p, q, initial_state, has_state, state_v_first);
+  const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+  const int64_t K = p.key_dim, V = p.value_dim, N = p.num_sequences;
+  const int64_t rows = state_v_first ? V : K, columns = state_v_first ? K : V;
+  describe_dense(&p.o, v, {B, T, HV, V});
+  const kda_plan_options options = options_of(q, keep);
+  if (wanted <= 0 || wanted >= 2 * kInitialState)
+    refuse("wanted must have bits 0 to 7, at least one of them, got ", wanted);
+
+  kda_gradients gradients = no_gradients();
+  const MaybeTensor d_o_rows = rows_of(d_o, q, "d_o", kRows);
+  const MaybeTensor d_state_rows = rows_of(d_final_state, q, "d_final_state", kStates);
+  if (d_o_rows) describe(&gradients.d_o, *d_o_rows, q, "d_o", kRows, {B, T, HV, V});
+  if (d_state_rows)
+    describe(&gradients.d_final_state, *d_state_rows, q, "d_final_state", kStates,
+             {N, HV, rows, columns});
+  // A gradient has memory of its own and the type and shape of `x`; it is empty if not wanted.
+  const auto make = [&](kda_tensor* target, const char* name, const MaybeTensor& x, int64_t bit,
+                        const Types& types, std::initializer_list<int64_t> shape) {
+    const bool is_wanted = (wanted & bit) != 0;
+    if (is_wanted && !x) refuse("wanted: the ", name, ", which the forward has not");
+    if (!is_wanted) return new_tensor<1>(name, q, {0}, dtype_number(x ? *x : q));
+    const auto sizes = x->sizes();
+    const Tensor made = new_tensor(name, q, {sizes.data(), sizes.size()}, dtype_number(*x));
+    if (&types == &kParameters)
+      describe_parameter(target, made, q, name, shape);
+    else
+      describe(target, made, q, name, types, shape);
+    return made;
+  };
+  const Tensor dq = make(&gradients.dq, "gradient of q", q, kQ, kRows, {B, T, H, K});
+  const Tensor dk = make(&gradients.dk, "gradient of k", k, kK, kRows, {B, T, H, K});
+  const Tensor dv = make(&gradients.dv, "gradient of v", v, kV, kRows, {B, T, HV, V});
+  const Tensor dg = make(&gradients.dg, "gradient of g", g, kG, kRows, {B, T, HV, K});
+  const Tensor dbeta = make(&gradients.dbeta, "gradient of beta", beta, kBeta, kRows, {B, T, HV});
+  const Tensor dA_log =
+      make(&gradients.dA_log, "gradient of A_log", A_log, kALog, kParameters, {HV});
+  const Tensor ddt_bias =
+      make(&gradients.ddt_bias, "gradient of dt_bias", dt_bias, kDtBias, kParameters, {HV, K});
+  const Tensor d_initial_state =
+      make(&gradients.d_initial_state, "gradient of initial_state", initial_state, kInitialState,
+           kStates, {N, HV, rows, columns});
+
+  const OnDevice on_device(q);
+  p.stream = current_stream(q);
+  const BackwardPlan plan = backward_plan(p, gradients, options, lengths);
+  const MaybeTensor kept = kept_of(saved, q);
+  if (kept && kept->numel() > 0) {
+    p.saved = const_cast<void*>(kept->const_data_ptr());
+    p.saved_bytes = static_cast<size_t>(kept->numel());
+  }
+  with_workspace(kda_backward_plan_workspace_bytes(plan.get()), q, [&](void* room, size_t bytes) {
+    check(kda_backward(plan.get(), &p, &gradients, room, bytes));
+  });
+  return {dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state};
+}
+
+/// Whether the library has a backward for tensors like these, whatever the options.
+bool has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) {
+  kda_problem p = problem_of(q, k, v, g, beta, {}, {}, Modes{0, 0, -5.0, 1.0, false, false});
+  describe_dense(&p.o, v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  try {
+    expect_backward(p, q, k, v, g, beta, options_of(q, 0), {});
+  } catch (const Unsupported&) {
+    return false;
+  }
+  return true;
+}
+
+}  // namespace
+}  // namespace kda_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
+  m.def(
+      "forward_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
+      "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
+      "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
+      "output_final_state, Tensor? has_state=None, int keep=0) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "backward(Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor "
+      "beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? "
+      "cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm, "
+      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted) -> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> bool");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
+  m.impl("forward_kept", TORCH_BOX(&kda_torch::forward_kept));
+  m.impl("backward", TORCH_BOX(&kda_torch::backward));
+  m.impl("has_backward", TORCH_BOX(&kda_torch::has_backward));
+}

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Predicted times of the backward (backward.hpp), from constants counted in instructions at
+// K = V = 128 and not yet measured.
+#pragma once
+
+#include "cuda/host/cost_model.hpp"
+
+namespace kda::cuda::backward {
+
+/// Least bytes of a token and value head in bf16 at K = V = 128: inputs once, d_o, gradients.
+inline constexpr double kLeastBytes = 2308;
+/// A chunk of 16 tokens of one tile of a state, in a block with an SM for itself.
+inline constexpr double kStatesUs = 4, kReverseUs = 6;
+/// A chunk of a value head in backward_chunk_grad: time of an SM.
+inline constexpr double kChunkGradUs = 8;
+/// Launches of a window, and the ends of its chains.
+inline constexpr double kWindowUs = 15;
+
+/// What a plan needs to know of its sizes.
+struct Launches {
+  int64_t tiles, windows;
+};
+
+inline double least_us(const CostInput& in) {
+  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  return total_tokens(in) * static_cast<double>(in.num_value_heads) * kLeastBytes * size /
+         in.bytes_per_second * 1e6;
+}
+
+/// Chains of all sequences in rounds, or the longest of them; a state more than once where there
+/// are several windows.
+inline double serial_us(const CostInput& in, const Launches& launches) {
+  const double chunk_us = kStatesUs * (launches.windows > 1 ? 2 : 1) + kReverseUs;
+  const double columns = static_cast<double>(in.num_value_heads * launches.tiles);
+  const double longest = static_cast<double>(longest_of(in)) / 16 * chunk_us;
+  const double all = total_tokens(in) / 16 * columns / static_cast<double>(in.num_sms) * chunk_us;
+  const double chunk_grad = total_tokens(in) / 16 * static_cast<double>(in.num_value_heads) /
+                            static_cast<double>(in.num_sms) * kChunkGradUs;
+  return std::max(least_us(in), std::max(longest, all) + chunk_grad) +
+         kWindowUs * static_cast<double>(launches.windows);
+}
+
+}  // namespace kda::cuda::backward
