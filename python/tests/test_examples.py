@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What README.md, docs/python.md and docs/engines.md show, run as files."""
+import json
 import pathlib
 import re
 import subprocess
@@ -33,3 +34,13 @@ def test_engines_table():
             r"foreach\(example (.*)\)", in_ctest).group(1).split(), program
         for snippet in re.findall("`(.*?)`", write):
             assert snippet in path.read_text(), f"{program}: {snippet}"
+
+
+def test_training_is_faster_than_autograd_through_the_reference(tmp_path):
+    bench = pathlib.Path(__file__).resolve().parents[2] / "bench" / "train_bench.py"
+    rows = tmp_path / "rows.json"
+    run = subprocess.run([sys.executable, bench, "--tokens", "256", "--heads", "2", "--dim", "64", "--rounds", "1",
+                          "--json", rows], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    ours, reference = (row["forward_ms"] + row["backward_ms"] for row in json.loads(rows.read_text())["rows"])
+    assert reference >= 5 * ours and "times as fast" in run.stdout, run.stdout

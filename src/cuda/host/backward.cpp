@@ -37,8 +37,9 @@ Status backward(const stage::Backward& b) {
   args.dg = rows(g.dg, t.dg);
   args.dbeta = rows(g.dbeta, t.dbeta);
   args.d_initial = states(g.d_initial_state, t.d_initial_state);
-  if (g.dA_log) args.dA_log = t.dA_log, args.stride_dA = g.dA_log->strides[0];
-  if (g.ddt_bias) args.ddt_bias = t.ddt_bias, args.stride_ddt = g.ddt_bias->strides[0];
+  if (g.dA_log) args.dA_log = static_cast<float*>(t.dA_log), args.stride_dA = g.dA_log->strides[0];
+  if (g.ddt_bias)
+    args.ddt_bias = static_cast<float*>(t.ddt_bias), args.stride_ddt = g.ddt_bias->strides[0];
 
   args.sizes = backward_sizes(*call.plan);
   args.num_tokens = p.batch * p.num_tokens;
