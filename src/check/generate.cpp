@@ -83,7 +83,7 @@ class Generator {
     return buffer;
   }
 
-  /// Of parameters and states.
+  /// The type of parameters and states.
   DType wide_type() const { return state_type(p_); }
   int64_t tokens() const { return p_.batch * p_.num_tokens; }
 
