@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include "plan/builder.hpp"
 #include "tools/kda/commands.hpp"
 #include "tools/kda/flags.hpp"
 #include "tools/kda/options.hpp"
@@ -98,18 +99,14 @@ struct PlanCommand {
       const auto mb = [](std::size_t bytes) {
         return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
       };
-      rows.push_back({made.resolved.keep == policy ? name : cat(name, " (as ", keep_of(made), ")"),
+      rows.push_back({made.resolved.keep == policy
+                          ? name
+                          : cat(name, " (as ", plan::keep_name(made.resolved.keep), ")"),
                       fmt::format("{:.1f}", bytes_a_token(p, made.saved_bytes)),
                       mb(made.saved_bytes), mb(made.workspace_bytes),
                       mb(made.saved_bytes + made.workspace_bytes)});
     }
     print_report(cat(plan.to_text(true), "\n", format_table(rows)));
-  }
-
-  static const char* keep_of(const Plan& plan) {
-    for (const auto& [name, policy] : kPolicies)
-      if (policy == plan.resolved.keep) return name;
-    return "";
   }
 
   static double bytes_a_token(const Problem& p, std::size_t bytes) {
