@@ -19,7 +19,8 @@ RESULTS = ROOT / "bench" / "results"
 
 
 loaded = set()
-EVIDENCE = {"gpu_sanitizer", "gpu_sanitizer_fused", "gpu_sweep"}  # results that are no numbers
+# Results that are no numbers.
+EVIDENCE = {"gpu_fla_suite", "gpu_sanitizer", "gpu_sanitizer_backward", "gpu_sanitizer_fused", "gpu_sweep", "gpu_test_backward"}
 
 
 def load(name):
@@ -304,6 +305,13 @@ def table_gpu_summary():
             ["relative error of bf16 o against float64, largest of three kinds of gates", f'{worst["libkda"]:.1e}',
              f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
     return markdown([forward["device"], "measured", "compared with"], rows)
+
+
+def table_gpu_backward():
+    report = load("gpu_backward")
+    rows = [[f'`{c["case"]}`', milliseconds(f["median_s"]), milliseconds(c["median_s"]), milliseconds(c["copy_s"])]
+            for c, f in ((b, a) for a, b in pairs(report).values())]
+    return gpu_head(report) + markdown(["case", "forward", "backward", "copy of the backward's bytes"], rows) + source(report)
 
 
 def table_gpu_decode():

@@ -119,7 +119,7 @@ def backward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, d_o: Array 
     call = _Call("backward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
                  qk_l2norm, state_layout)
     if call.device[0] != CPU:
-        raise ValueError("q must be on the CPU: there is no backward pass on a GPU yet")
+        raise ValueError("q must be on the CPU: backward() of arrays does not run on a GPU yet")
     if initial_state is not None:
         call.set_state("initial_state", call.view("initial_state", initial_state), call.sequences)
     call.set_mask(has_state, initial_state)
@@ -298,7 +298,7 @@ class _Call:
             if not isinstance(kept, Kept):
                 raise TypeError(f"kept must be a libkda.arrays.Kept, got {type(kept).__name__}")
             if self.on_gpu:
-                raise ValueError("kept must be None on a GPU: there is no backward pass yet")
+                raise ValueError("kept must be None on a GPU, which keeps nothing yet")
             options.keep = kept.every
         if self.on_gpu:
             check(library().kda_plan_options_cuda(ctypes.byref(options), self.device[1]), self.words)

@@ -2,8 +2,8 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (cp_context; gradients where it has no backward pass) go on to FLA;
-last_path() says who served the last one and why. FLA_LIBKDA=0 or disable() switch it off.
+others. Calls that libkda does not serve (cp_context; gradients on a GPU, unless enable(train_on_gpu=True) asks for
+them) go on to FLA; last_path() says who served the last one and why. FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -26,11 +26,14 @@ except ImportError:
         raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
 _plugin = Plugin("fla")
+_switches = {"train_on_gpu": False}
 
 
-def enable() -> None:
-    """Serve FLA's calls (the state after import)."""
+def enable(*, train_on_gpu: bool = False) -> None:
+    """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for.
+    libkda's backward there is more exact than FLA's, but takes several times as long."""
     _plugin.enabled = True
+    _switches["train_on_gpu"] = train_on_gpu
 
 
 def disable() -> None:
@@ -63,6 +66,8 @@ def _reason(name, arguments):
     if name == "chunk_kda" and differentiated and not _has_backward(arguments):
         return "a gradient is asked for, and libkda has no backward pass here"
     devices = {x.device.type for x in tensors if x.dim() > 1}
+    if name == "chunk_kda" and differentiated and "cuda" in devices and not _switches["train_on_gpu"]:
+        return "a gradient is asked for on a GPU, where FLA's backward is faster; see enable()"
     if not devices <= {"cpu"} and not devices <= {"cuda"}:
         return f"tensors on {', '.join(sorted(devices))}"
     return None

@@ -42,7 +42,9 @@ def _check_beta(use_beta_sigmoid_in_kernel):
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
 def _kept(q, disable_recompute):
-    """What a forward keeps for its backward: up to 4,096 tokens there is little to spare."""
+    """What a forward keeps for its backward: nothing up to 4,096 tokens, where little is spared, and on a GPU."""
+    if q.is_cuda:
+        return ops.KEEP_NOTHING
     if disable_recompute:
         return ops.KEEP_ALL
     return ops.KEEP_STATES if q.shape[1] > 4096 else ops.KEEP_NOTHING

@@ -60,6 +60,7 @@ def pytest_load_initial_conftests():
         for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
             module.device, module.device_torch_lib = "cpu", torch.cpu
     import libkda.fla
+    libkda.fla.enable(train_on_gpu=True)
     keep_paths(libkda.fla._plugin)
 
 
