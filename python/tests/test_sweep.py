@@ -133,7 +133,7 @@ def forward(x):
 
 
 def forward_kept(x):
-    return dict(forward(x), keep=64)
+    return dict(forward(x), keep=0 if x["q"].is_cuda else 64)  # a GPU keeps nothing
 
 
 def backward(x):
@@ -141,8 +141,8 @@ def backward(x):
     with torch.no_grad():
         saved = operator_of("forward_kept")(**inputs)[2]
     del inputs["output_final_state"]
-    return dict(inputs, d_o=torch.ones_like(inputs["v"]), d_final_state=torch.ones_like(x["state"]), saved=saved,
-                wanted=255)
+    return dict(inputs, d_o=torch.ones_like(inputs["v"]), d_final_state=torch.ones_like(x["state"]),
+                saved=saved if inputs["keep"] else None, wanted=255)
 
 
 def forward_into(x):
@@ -242,7 +242,7 @@ TARGETS = {
     "torch.ops.libkda.forward_kept": Target(operator_of("forward_kept"), forward_kept, (),
                                             ("dt_bias", *STATE_NAMES, *LENGTH_NAMES), RuntimeError),
     "torch.ops.libkda.backward": Target(operator_of("backward"), backward, (),
-                                        ("d_o", "d_final_state", "cu_seqlens_cpu"), RuntimeError),
+                                        ("d_o", "d_final_state", "cu_seqlens_cpu", "has_state"), RuntimeError),
     "torch.ops.libkda.forward_into": Target(operator_of("forward_into"), forward_into,
                                             ("o", "final_state", "checkpoints"),
                                             ("dt_bias", *STATE_NAMES, "final_state", "checkpoints"), RuntimeError),
