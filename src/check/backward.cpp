@@ -217,9 +217,10 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
                             span.end - span.begin, options);
     entry.sequence = n;
     entry.head = head;
-    if (p.key_dim <= kFewChannels) {
-      result.excepted |= entry.error > entry.tolerance;
-      entry.tolerance += kFewChannelsGradient;
+    const bool few = p.key_dim <= kFewChannels;
+    if (few || norm(reference.value) < kCancelled * norm(reference.magnitude)) {
+      (few ? result.few_channels : result.cancelled) |= entry.error > entry.tolerance;
+      entry.tolerance += kExceptedGradient;
     }
     result.errors[name].push_back(entry);
   };

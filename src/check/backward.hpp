@@ -54,7 +54,8 @@ io::SafetensorsFile file_from_gradients(const Problem& problem, const GradientBu
 /// over all sequences (their `sequence` is 0), of others per (sequence, value head).
 struct GradientComparison {
   std::map<std::string, std::vector<HeadError>> errors;
-  bool excepted = false;  ///< within the tolerance of few channels alone (tolerances.hpp)
+  /// Whether some needs what few channels, or what cancelled terms may have more (tolerances.hpp).
+  bool few_channels = false, cancelled = false;
 
   bool within() const;
   /// Nearest to or farthest past its tolerance; null if there are none of the name.

@@ -21,12 +21,6 @@ namespace oracle = cpu::oracle;
 constexpr double kUnderflow = 1e-30;
 constexpr double kCancellation = 1e-3;
 
-double norm(const std::vector<double>& x) {
-  double sum = 0;
-  for (const double value : x) sum += value * value;
-  return std::sqrt(sum);
-}
-
 /// Error that storing the exact result costs.
 double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
                       DType stored) {
@@ -41,6 +35,12 @@ double rounding_error(const std::vector<double>& ref, const std::vector<double>&
 }
 
 }  // namespace
+
+double norm(const std::vector<double>& x) {
+  double sum = 0;
+  for (const double value : x) sum += value * value;
+  return std::sqrt(sum);
+}
 
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
                       const std::vector<double>& magnitude) {

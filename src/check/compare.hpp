@@ -47,6 +47,8 @@ std::optional<DType> operands_of(const Plan& plan);
 Comparison compare(const Inputs& inputs, const Problem& run_problem, const Outputs& outputs,
                    const CompareOptions& options = {});
 
+double norm(const std::vector<double>& x);
+
 /// |x - ref| / max(|ref|, 1e-3 |magnitude|) over one head.
 double relative_error(const std::vector<double>& x, const std::vector<double>& ref,
                       const std::vector<double>& magnitude);
