@@ -12,6 +12,7 @@ namespace kda::plan {
 /// those of a backward.
 Status plan_with(std::span<const registry::Head* const> rows, const Problem& problem,
                  const std::span<const int64_t>* cu_seqlens, const DeviceFacts& device,
-                 const PlanOptions& options, Plan* plan, const Gradients* gradients = nullptr) noexcept;
+                 const PlanOptions& options, Plan* plan,
+                 const Gradients* gradients = nullptr) noexcept;
 
 }  // namespace kda::plan
