@@ -31,10 +31,9 @@ inline BackwardSizes backward_sizes(const Plan& plan) {
   const auto pieces = [](int64_t count) { return (count + kPieceTokens - 1) / kPieceTokens; };
   sizes.pieces = pieces(tokens);
   const auto HV = static_cast<double>(p.num_value_heads);
-  const double token_bytes =
-      HV * 4 *
-      static_cast<double>(2 * sizes.state / kBackwardTokens + 2 * sizes.tiles * tile.columns +
-                          backward_row(tile.rows));
+  const int64_t floats =
+      2 * sizes.state / kBackwardTokens + 2 * sizes.tiles * tile.columns + backward_row(tile.rows);
+  const double token_bytes = 4 * HV * static_cast<double>(floats);
   const double bytes =
       std::max(kWindowBytes, kWindowBytesAToken * HV * static_cast<double>(tokens));
   const auto fit = static_cast<int64_t>(bytes / token_bytes) / kPieceTokens * kPieceTokens;
