@@ -106,7 +106,7 @@ struct InspectCommand {
 
   /// A GPU has no plan for fp64.
   Status plan_for(const check::Inputs& inputs, const DeviceFacts& device, Plan* plan) const {
-    const Status status =
+    Status status =
         make_plan(inputs.problem, inputs.cu_seqlens, device, flags.schedule.plan_options(), plan);
     if (status.code() != StatusCode::kUnsupported) throw_if_error(status);
     return status;

@@ -68,8 +68,7 @@ struct PlanCommand {
     PlanOptions options = schedule.plan_options();
     options.keep = policy;
     Plan forward;
-    const Status planned = make_plan(p, cu_seqlens, facts, options, &forward);
-    if (!planned.ok()) return planned;
+    KDA_RETURN_IF_ERROR(make_plan(p, cu_seqlens, facts, options, &forward));
     const Gradients gradients{.d_o = p.o,
                               .d_final_state = {},
                               .dq = p.q,
