@@ -32,6 +32,7 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
   kda_plan_options options = options_for(q);
   if (keep < KDA_KEEP_CHUNKS || keep > INT32_MAX)
     refuse("keep must be -1, 0 or tokens, got ", keep);
+  if (keep != 0 && q.is_cuda()) refuse("keep must be 0 on a GPU, got ", keep);
   options.keep = static_cast<int32_t>(keep);
   return options;
 }

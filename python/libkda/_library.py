@@ -71,6 +71,16 @@ def library():
     return lib
 
 
+@functools.cache
+def cuda_refusal(ordinal):
+    """Why this build does not run on a CUDA device: it has no kernels, or none for this card. None: it runs there."""
+    options = PlanOptions()
+    library().kda_plan_options_init(ctypes.byref(options))
+    if library().kda_plan_options_cuda(ctypes.byref(options), ordinal) == 0:
+        return None
+    return library().kda_last_error().decode()
+
+
 def new_problem():
     """A kda_problem with its defaults."""
     problem = Problem()

@@ -52,7 +52,7 @@ _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
 _GRADIENTS = dict(
     d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
     **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS).items()},
-    dA_log=_output(("float32",), "HV"), ddt_bias=_output(("float32",), "HV K"),
+    dA_log=_output(PARAMETERS, "HV"), ddt_bias=_output(PARAMETERS, "HV K"),
     d_initial_state=_output(STATES, "N HV K V"))
 
 # By function; the order is that of the checks. K and V of a state change places with the v-first layout.
@@ -81,7 +81,7 @@ RULES = {
                          checkpoints=_output(STATES, "slots HV K V")),
     "update": dict(_KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
                    indices=Rule(("int32",), "N|N S"), num_accepted_tokens=Rule(("int32",), "N")),
-    "arrays": dict(_inputs(ROWS), A_log=Rule(("float32",), "HV"), dt_bias=Rule(("float32",), "HV K"),
+    "arrays": dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
                    **_MASK, **_GRADIENTS),

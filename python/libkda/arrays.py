@@ -308,7 +308,7 @@ class _Call:
         return options
 
     def plan(self, options):
-        return _Plan(self.problem, self.cu, options, self.words)
+        return _Plan("plan", self.words, ctypes.byref(self.problem), self.cu, ctypes.byref(options))
 
     def run(self, workspace, stream, num_threads, kept=None):
         self.problem.stream = integer("stream", stream, 0, 2**64 - 1)
@@ -352,7 +352,8 @@ class _Call:
                 if kept._memory is None:
                     raise ValueError("kept holds nothing: give it to the forward() first")
                 self._set_saved(kept._memory)
-            with _BackwardPlan(forward, gradients, options, self.words) as plan:
+            with _Plan("backward_plan", self.words, forward.handle, ctypes.byref(gradients),
+                       ctypes.byref(options)) as plan:
                 memory = _Memory("workspace", plan.workspace_bytes)
                 status = library().kda_backward(plan.handle, ctypes.byref(self.problem), ctypes.byref(gradients),
                                                 PTR(memory.start), ctypes.c_size_t(memory.bytes))
@@ -401,41 +402,28 @@ class _Memory:
 
 
 class _Plan:
-    def __init__(self, problem, cu, options, words):
-        self.handle = PTR()
-        status = library().kda_plan_create(ctypes.byref(problem), cu, ctypes.byref(options), ctypes.byref(self.handle))
-        check(status, words)
+    """A plan of the C ABI while a call lasts. `kind`: "plan", or "backward_plan" of a forward's."""
+
+    def __init__(self, kind, words, *arguments):
+        self._kind, self.handle = kind, PTR()
+        check(self._function("create")(*arguments, ctypes.byref(self.handle)), words)
+
+    def _function(self, name):
+        return getattr(library(), f"kda_{self._kind}_{name}")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        library().kda_plan_destroy(self.handle)
+        self._function("destroy")(self.handle)
 
     @property
     def workspace_bytes(self):
-        return library().kda_plan_workspace_bytes(self.handle)
+        return self._function("workspace_bytes")(self.handle)
 
     @property
     def saved_bytes(self):
-        return library().kda_plan_saved_bytes(self.handle)
-
-
-class _BackwardPlan:
-    def __init__(self, forward, gradients, options, words):
-        self.handle = PTR()
-        check(library().kda_backward_plan_create(forward.handle, ctypes.byref(gradients), ctypes.byref(options),
-                                                 ctypes.byref(self.handle)), words)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        library().kda_backward_plan_destroy(self.handle)
-
-    @property
-    def workspace_bytes(self):
-        return library().kda_backward_plan_workspace_bytes(self.handle)
+        return self._function("saved_bytes")(self.handle)
 
 
 def _argument_of(gradient):

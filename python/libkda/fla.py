@@ -13,6 +13,7 @@ import inspect
 import torch
 
 from . import gate, kda, ops
+from ._library import cuda_refusal
 from ._plugin import Plugin
 
 try:
@@ -26,14 +27,12 @@ except ImportError:
         raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
 _plugin = Plugin("fla")
-_switches = {"train_on_gpu": False}
 
 
 def enable(*, train_on_gpu: bool = False) -> None:
     """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for.
-    libkda's backward there is more exact than FLA's, but takes several times as long."""
-    _plugin.enabled = True
-    _switches["train_on_gpu"] = train_on_gpu
+    libkda's backward there is exact for every gate, but not yet fast (docs/design/backward.md)."""
+    _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
 
 
 def disable() -> None:
@@ -63,13 +62,18 @@ def _reason(name, arguments):
         return "ssm_state_indices without inplace_final_state"
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if name == "chunk_kda" and differentiated and not _has_backward(arguments):
-        return "a gradient is asked for, and libkda has no backward pass here"
-    devices = {x.device.type for x in tensors if x.dim() > 1}
-    if name == "chunk_kda" and differentiated and "cuda" in devices and not _switches["train_on_gpu"]:
-        return "a gradient is asked for on a GPU, where FLA's backward is faster; see enable()"
-    if not devices <= {"cpu"} and not devices <= {"cuda"}:
-        return f"tensors on {', '.join(sorted(devices))}"
+    devices = {x.device for x in tensors if x.dim() > 1}
+    kinds = {device.type for device in devices}
+    if not kinds <= {"cpu"} and not kinds <= {"cuda"}:
+        return f"tensors on {', '.join(sorted(kinds))}"
+    for device in devices:
+        if device.type == "cuda" and (refusal := cuda_refusal(device.index)):
+            return refusal
+    if name == "chunk_kda" and differentiated:
+        if reason := _plugin.leaves_gradients(tensors):
+            return reason
+        if not _has_backward(arguments):
+            return "a gradient is asked for, and libkda has no backward pass here"
     return None
 
 

@@ -106,8 +106,8 @@ def chunk_kda(
     may be fp64 then, and final states are. Else fp64 is computed in fp32.
 
     Gradients of all float tensors, each of the type of its tensor, are exact to the rounding of that type
-    (docs/python.md, "Training"). What a forward keeps for them: its inputs, beyond 4,096 tokens the fp32 state after
-    every 2,048, with disable_recompute all that spares work. There are no second and no forward-mode derivatives.
+    (docs/python.md, "Training"). A forward keeps its inputs for them; on the CPU also the fp32 state after every 2,048
+    tokens, beyond 4,096 tokens or with disable_recompute. There are no second and no forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
     Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the argument,

@@ -8,7 +8,8 @@ it is False a sequence starts from zero. first_slot: a smaller index means no sl
 ValueError that names the argument; nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
-with keep = 0, with KEEP_STATES the fp32 state after every so many tokens, with KEEP_ALL all that spares work.
+with keep = 0 (on a GPU always), with KEEP_STATES the fp32 state after every so many tokens, with KEEP_ALL all that
+spares work.
 `backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
 empty; `has_backward` says whether the library has one for such tensors.
 """
@@ -126,12 +127,6 @@ def _name_of(operator):
     return operator._schema.name.partition("::")[2]
 
 
-def _explained(error):
-    """That the library has no backward for a call is no fault of an argument."""
-    reason = str(error).partition("libkda: no backward pass: ")[2]
-    return NotImplementedError(NO_BACKWARD_HERE.format(reason)) if reason else error
-
-
 def _above_autograd(operator, written):
     """What a direct call of an operator takes first; the functions below have done it when they call."""
     expect = functools.partial(refuse_gradients, _name_of(operator)) if written else differentiates
@@ -141,11 +136,11 @@ def _above_autograd(operator, written):
         with torch._C._AutoDispatchBelowADInplaceOrView():
             try:
                 result = operator(*args, **kwargs)
-            except ValueError as error:
-                better = _explained(error)
-                if better is error:
+            except ValueError as error:  # that the library has no backward is no fault of an argument
+                reason = str(error).partition("libkda: no backward pass: ")[2]
+                if not reason:
                     raise
-                raise better from None
+                raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
         increment_version([args[i] for i in written if args[i] is not None])
         return result
     return call

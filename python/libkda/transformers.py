@@ -38,7 +38,7 @@ _CHUNK_OPTIONS = frozenset(inspect.signature(kda.chunk_kda).parameters)
 _RECURRENT_OPTIONS = frozenset(inspect.signature(kda.fused_recurrent_kda).parameters)
 
 
-def _reason(options):
+def _reason(tensors, options):
     """Why libkda is not asked; None if it is."""
     if _plugin.disabled:
         return _plugin.disabled
@@ -46,12 +46,12 @@ def _reason(options):
         return "an exported program must run without libkda"
     if options.get("seq_idx") is not None and options.get("cu_seqlens") is None:
         return "seq_idx without cu_seqlens"
-    return None
+    return _plugin.leaves_gradients(tensors)
 
 
 def _serve(function, original, arguments, modes, names, options):
     """The result of `function`, or None if the call is the original's; nothing has been written then."""
-    reason = _reason(options)
+    reason = _reason((*arguments, modes["initial_state"]), options)
     if reason is None:
         known = {name: x for name, x in options.items() if name in names}
         try:
@@ -147,8 +147,10 @@ _files = _model_files()
 _places: list = []  # while enabled: the model file, the name, what was there, and libkda's function
 
 
-def enable() -> None:
-    """Serve the models' calls (the state after import)."""
+def enable(*, train_on_gpu: bool = False) -> None:
+    """Serve the models' calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked
+    for. libkda's backward there is exact for every gate, but not yet fast (docs/design/backward.md)."""
+    _plugin.train_on_gpu = train_on_gpu
     if _places:
         return
     for file in _files:

@@ -619,7 +619,7 @@ def test_no_backward_here():
     assert ops.has_backward(*(leaves[name] for name in ROWS))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is what this is about")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("gates, sizes, flags", [
     ("log", {}, {}), ("softplus", {}, {}), ("bounded", {}, {}), ("log", dict(K=100, V=60), {}),
     ("softplus", dict(B=1, T=4500, H=1, HV=2), dict(disable_recompute=True)),
@@ -633,7 +633,7 @@ def test_a_gpu_has_the_gradients_of_the_cpu(gates, sizes, flags):
         assert distance(found.cpu(), expected[name]) < 2e-5, name
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is what this is about")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_on_a_gpu_compiles():
     leaves = {name: t.detach().cuda().requires_grad_() for name, t in problem().items()}
     expected = gradients(chunk_kda, leaves, **FLAGS)

@@ -5,8 +5,10 @@ import inspect
 import pytest
 import torch
 from common import FLAGS, distance, make, reference
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import libkda
+from libkda import _library
 
 fla = pytest.importorskip("fla")
 fla_kda = pytest.importorskip("fla.ops.kda")
@@ -122,6 +124,29 @@ def test_declines_say_why():
     libkda.fla.disable()
     accepted, reason = decline({})
     assert not accepted and "disable" in reason
+
+
+def test_training_on_a_gpu(monkeypatch):
+    """FLA's, unless libkda's is asked for; and every call of a GPU is FLA's where this build does not run on it."""
+    with FakeTensorMode():
+        rows = {n: torch.empty(1, 8, 2, 16, device="cuda", requires_grad=True) for n in ("q", "k", "v", "g")}
+        rows["beta"] = torch.empty(1, 8, 2, device="cuda")
+    monkeypatch.setattr(libkda.fla, "cuda_refusal", lambda ordinal: None)
+    monkeypatch.setattr(libkda.fla.ops, "has_backward", lambda *tensors: True)
+    assert "not yet fast" in libkda.fla._reason("chunk_kda", rows)
+    with torch.no_grad():
+        assert libkda.fla._reason("chunk_kda", rows) is None
+    libkda.fla.enable(train_on_gpu=True)
+    assert libkda.fla._reason("chunk_kda", rows) is None
+    monkeypatch.setattr(libkda.fla, "cuda_refusal", lambda ordinal: f"no kernels for device {ordinal}")
+    assert libkda.fla._reason("chunk_kda", rows) == "no kernels for device 0"
+
+
+def test_what_a_build_says_of_a_gpu():
+    if torch.cuda.is_available():
+        assert _library.cuda_refusal(0) is None
+    else:
+        assert "cuda" in _library.cuda_refusal(0).lower()
 
 
 @since_0_6

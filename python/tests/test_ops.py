@@ -288,7 +288,7 @@ def test_operators_check_integers():
         ops.forward(*(t[:1] for t in rows), None, None, None, cu, cu, *TAIL, False, True)
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA device is what this is about")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @needs_cuda

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from common import distance
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import libkda.kda
 
@@ -319,6 +320,18 @@ def test_a_build_without_cuda(kimi_functions, monkeypatch):
         fails("CUDA error: an illegal memory access was encountered")
         with pytest.raises(RuntimeError, match="illegal memory access"):
             kimi_functions()[0](*x)
+
+
+def test_training_on_a_gpu():
+    """The model's own, unless libkda's is asked for."""
+    with FakeTensorMode():
+        rows = [torch.empty(1, 8, 2, 16, device="cuda", requires_grad=True)]
+    libkda.transformers.enable()
+    assert "not yet fast" in libkda.transformers._reason(rows, {})
+    libkda.transformers.enable(train_on_gpu=True)
+    assert libkda.transformers._reason(rows, {}) is None
+    libkda.transformers.enable()
+    libkda.transformers.disable()
 
 
 def test_a_gradient_of_decode(kimi_functions):
