@@ -423,7 +423,7 @@ def table_accuracy():
     rows = [["fp32 in and out, median over heads", "1e-6", f'{figure("fp32_o_median")} (o), {figure("fp32_final_state_median")} (final state)'],
             ["fp32 in and out, worst head", "1e-5", f'{figure("fp32_o_worst")} (o), {figure("fp32_final_state_worst")} (final state)'],
             ["fp32 gradients, median over heads", "1e-6", gradients("median")],
-            ["fp32 gradients, worst head", "1e-5; fewer than 16 values (dA_log has one): 1e-4; K of 1 or 2, and terms that cancel to a hundredth: 1e-4 more", f'{gradients("worst")}; {backward["excepted_few_channels"]:.0f} problems need what K of 1 or 2 adds, {backward["excepted_cancelled"]:.0f} what cancelled terms add'],
+            ["fp32 gradients, worst head", "1e-5; fewer than 16 values (dA_log has one): 1e-4; K of 1 or 2: 1e-4 more; terms that cancel below a hundredth: 1e-7 of their magnitude more", f'{gradients("worst")}; {backward["excepted_few_channels"]:.0f} problems need what K of 1 or 2 adds, {backward["excepted_cancelled"]:.0f} what cancelled terms add'],
             ["bf16 or fp16 stored", "error of the exact result rounded once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
             ["marginally stable (beta > 1.9 on most tokens)", "max(1e-4, 1e-7 T)", ""],
             ["fewer than 16 values", "1e-4", ""]]

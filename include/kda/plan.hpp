@@ -80,7 +80,8 @@ struct PlanOptions {
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
   int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
   KeepPolicy keep = KeepPolicy::kInputs;  ///< forward only
-  /// Tokens; 0: kKeptStateEvery. A backward on a GPU works in windows of at most so many.
+  /// Tokens; 0: kKeptStateEvery. Set it on the forward: its backward takes it over,
+  /// and on a GPU works in windows of at most so many.
   int64_t kept_state_every = 0;
 };
 

@@ -46,9 +46,10 @@ enum MetadataFlag : int32_t {
 
 /// Bytes of one element.
 int64_t dtype_size(DType dtype) noexcept;
-const char* dtype_name(DType dtype) noexcept;        ///< "fp32", "bf16", "fp16", "int32", ..
-const char* gate_mode_name(GateMode mode) noexcept;  ///< "log", "softplus", "bounded"
-const char* beta_mode_name(BetaMode mode) noexcept;  ///< "plain", "sigmoid", "sigmoid2"
+/// "fp32", "bf16", "fp16", "int32", "int64", "fp64"
+const char* dtype_name(DType dtype) noexcept;
+const char* gate_mode_name(GateMode mode) noexcept;          ///< "log", "softplus", "bounded"
+const char* beta_mode_name(BetaMode mode) noexcept;          ///< "plain", "sigmoid", "sigmoid2"
 const char* state_layout_name(StateLayout layout) noexcept;  ///< "kv", "vk"
 const char* device_kind_name(DeviceKind kind) noexcept;      ///< "cpu", "cuda"
 

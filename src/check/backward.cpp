@@ -217,10 +217,13 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
                             span.end - span.begin, options);
     entry.sequence = n;
     entry.head = head;
-    const bool few = p.key_dim <= kFewChannels;
-    if (few || norm(reference.value) < kCancelled * norm(reference.magnitude)) {
-      (few ? result.few_channels : result.cancelled) |= entry.error > entry.tolerance;
-      entry.tolerance += kExceptedGradient;
+    const double left = norm(reference.value) / norm(reference.magnitude);
+    if (p.key_dim <= kFewChannels) {
+      result.few_channels |= entry.error > entry.tolerance;
+      entry.tolerance += kFewChannelsGradient;
+    } else if (left < kCancelled) {
+      result.cancelled |= entry.error > entry.tolerance;
+      entry.tolerance += kCancelledRounding / std::max(left, kCancellation);
     }
     result.errors[name].push_back(entry);
   };

@@ -19,7 +19,6 @@ namespace oracle = cpu::oracle;
 
 /// Below this a norm is fp32's underflow, not a result.
 constexpr double kUnderflow = 1e-30;
-constexpr double kCancellation = 1e-3;
 
 /// Error that storing the exact result costs.
 double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,

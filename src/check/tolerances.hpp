@@ -9,6 +9,8 @@
 
 namespace kda::check {
 
+/// The metric's floor, of the magnitude.
+inline constexpr double kCancellation = 1e-3;
 /// fp32 arithmetic, fp32 stored: worst head of any problem.
 inline constexpr double kFp32Worst = 1e-5;
 /// and the median over heads.
@@ -17,13 +19,16 @@ inline constexpr double kFp32Median = 1e-6;
 /// fp32 holds no more digits than this (K = V = 1: S = (1 - beta k^2) S0 + beta k v is one number).
 inline constexpr double kFp32FewValues = 1e-4;
 inline constexpr int64_t kFewValues = 16;
-/// Two kinds of gradients may have kExceptedGradient more error; kda_fuzz backward counts those
-/// that need it. With one or two channels the state is a product of factors 1 - beta k^2, which may
-/// nearly cancel in every value alike. Where terms cancel to a hundredth of their magnitude, so
-/// many digits are gone: a key of zeros whose norm multiplies its gradient by 1,000.
+/// Two kinds of gradients may have more error; kda_fuzz backward counts those that need it, and
+/// docs/accuracy.md says how many they are. With one or two channels the state is a product of
+/// factors 1 - beta k^2, which may nearly cancel in every value alike.
 inline constexpr int64_t kFewChannels = 2;
+inline constexpr double kFewChannelsGradient = kFp32FewValues;
+/// The other kind: terms that cancel below this share of their magnitude, where fp32 loses two
+/// digits or more (a key of zeros: its norm multiplies the gradient by 1,000). They may have so
+/// much of their magnitude more.
 inline constexpr double kCancelled = 1e-2;
-inline constexpr double kExceptedGradient = kFp32FewValues;
+inline constexpr double kCancelledRounding = 1e-7;
 inline constexpr double kMostExcepted = 0.01;  ///< of the problems
 /// beta > 1.9 with repeated keys and next to no decay: every step nearly reflects the error of the
 /// one before, and the fp32 rounding of the normalised key (6e-8) adds up over equal keys. A plain

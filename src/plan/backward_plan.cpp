@@ -33,13 +33,13 @@ class Hash {  // FNV-1a
   uint64_t value_ = 0xcbf29ce484222325u;
 };
 
-double bytes_a_token(const Plan& plan, std::size_t bytes) {
+}  // namespace
+
+double plan::bytes_a_token(const Plan& plan, std::size_t bytes) {
   const int64_t tokens = plan.problem.batch * plan.problem.num_tokens;
   const int64_t all = tokens * plan.problem.num_value_heads;
   return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
 }
-
-}  // namespace
 
 uint64_t plan_id(const Plan& forward) noexcept {
   const Problem& p = forward.problem;
@@ -95,8 +95,9 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
 
 std::string BackwardPlan::to_text(bool explain) const {
   return cat("backward, keep ", plan::keep_name(plan.resolved.keep), ": ",
-             bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
-             bytes_a_token(plan, plan.workspace_bytes), " of workspace\n", plan.to_text(explain));
+             plan::bytes_a_token(plan, plan.saved_bytes), " bytes a token and head kept, ",
+             plan::bytes_a_token(plan, plan.workspace_bytes), " of workspace\n",
+             plan.to_text(explain));
 }
 
 std::string BackwardPlan::to_json() const {
@@ -105,7 +106,7 @@ std::string BackwardPlan::to_json() const {
   json.member("keep", plan::keep_name(plan.resolved.keep));
   json.member("kept_state_every", plan.resolved.kept_state_every);
   json.member("saved_bytes", plan.saved_bytes);
-  json.member("saved_bytes_per_token_head", bytes_a_token(plan, plan.saved_bytes));
+  json.member("saved_bytes_per_token_head", plan::bytes_a_token(plan, plan.saved_bytes));
   json.member("workspace_bytes", plan.workspace_bytes);
   json.member("implementation", plan.implementation);
   json.member("num_threads", plan.num_threads);

@@ -103,6 +103,8 @@ void list_decode(PlanBuilder& builder);
 void note_one_intra_form(PlanBuilder& builder);
 /// "inputs", "states", "keep"
 const char* keep_name(KeepPolicy policy);
+/// `bytes` divided by the tokens and value heads of the plan's problem.
+double bytes_a_token(const Plan& plan, std::size_t bytes);
 /// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
 /// reads.
 void save_states(PlanBuilder& builder);

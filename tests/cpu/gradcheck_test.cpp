@@ -19,7 +19,7 @@ using check::GradientBuffers;
 using check::Inputs;
 
 constexpr double kMostError = 1e-9;  // relative L2 over a tensor
-/// What counts as the norm of smaller gradients: differences of losses of size 10 have 1e-11.
+/// Smaller norms count as this one: a difference of losses near 10 is only right to 1e-11.
 constexpr double kLeastNorm = 1e-2;
 
 Inputs make_inputs(check::Regime regime, uint64_t seed = 1,
@@ -97,7 +97,7 @@ class Loss {
   Tensors tensors_;
 };
 
-/// An input and its gradient. A pool's slot of an element is that of its sequence.
+/// An input and its gradient. In a pool, sequence n has slot Extras::slots[n].
 struct Tensor {
   const char* name;
   io::Buffer* value;
@@ -322,7 +322,7 @@ TEST(OracleRows, TakeWhatABlockedForwardHasKept) {
   EXPECT_TRUE(test::same_gradients(alone, beside));
 }
 
-TEST(OracleRows, NoSequencesNoGradients) {
+TEST(OracleRows, NoTokensNoGradients) {
   check::GenerateOptions options = test::shape(0, 1, 4, 4);
   options.seq_lens = {0, 0};
   const Inputs in = check::generate(options);

@@ -60,15 +60,6 @@ GradientBuffers run_with(const Inputs& inputs, const test::BackwardRun& run) {
   return buffers;
 }
 
-/// Every gradient of `a` has the bits of `b`, with the name of the first that has not.
-testing::AssertionResult same(const GradientBuffers& a, const GradientBuffers& b) {
-  const auto left = test::gradient_outputs(a), right = test::gradient_outputs(b);
-  for (std::size_t i = 0; i < left.size(); ++i)
-    if (!test::same_bits(*left[i], *right[i]))
-      return testing::AssertionFailure() << check::kGradientNames[i];
-  return testing::AssertionSuccess();
-}
-
 Inputs packed(std::vector<int64_t> lengths, int64_t K, int64_t V, uint64_t seed = 1) {
   check::GenerateOptions options = test::shape(0, 1, K, V);
   options.num_value_heads = 2;
@@ -92,7 +83,7 @@ TEST_F(BackwardOnGpu, WindowsChangeNoBit) {
     const GradientBuffers whole = run_with(inputs, {});
     for (const int64_t tokens : {64, 128, 192}) {
       const test::BackwardRun run{.kept_every = tokens};
-      EXPECT_TRUE(same(run_with(inputs, run), whole)) << tokens;
+      EXPECT_TRUE(test::same_gradients(run_with(inputs, run), whole)) << tokens;
       const test::BackwardCall call(inputs, whole.gradients, run);
       const int64_t windows = (inputs.problem.batch * inputs.problem.num_tokens - 1) / tokens + 1;
       EXPECT_EQ(call.plan.plan.stages[0].name, windows > 1 ? "backward_starts" : "backward_states");
@@ -103,16 +94,17 @@ TEST_F(BackwardOnGpu, WindowsChangeNoBit) {
 TEST_F(BackwardOnGpu, LengthsOfTheDeviceGiveTheSameBits) {
   const Inputs inputs = packed({70, 0, 33, 100, 0}, 24, 40);
   for (const int64_t tokens : {0, 64})
-    EXPECT_TRUE(same(run_with(inputs, {.kept_every = tokens, .from_bounds = true}),
-                     run_with(inputs, {.kept_every = tokens})));
+    EXPECT_TRUE(test::same_gradients(run_with(inputs, {.kept_every = tokens, .from_bounds = true}),
+                                     run_with(inputs, {.kept_every = tokens})));
 }
 
 TEST_F(BackwardOnGpu, BadLengthsAreClampedAndFlagged) {
   Inputs inputs = packed({70, 33, 100}, 24, 40);
-  GradientBuffers good = run_with(inputs, {}), buffers = good;
+  const GradientBuffers good = run_with(inputs, {});
   for (const int64_t bad : {int64_t{-5}, int64_t{1} << 40, int64_t{60}}) {
     inputs.cu_seqlens = {0, 70, bad, 203};
     for (const int64_t tokens : {0, 64}) {
+      GradientBuffers buffers = check::make_gradients(inputs);
       OnDevice call(inputs, &buffers, {.kept_every = tokens, .from_bounds = true});
       ASSERT_TRUE(call.run().ok());
       call.read();
@@ -128,26 +120,29 @@ TEST_F(BackwardOnGpu, SlotsOutOfThePoolAreFlaggedAndNone) {
   Inputs inputs = packed({40, 30}, 24, 16);
   inputs.problem.initial_state->indexed = true;
   const int32_t outside[] = {0, 2}, none[] = {0, -1};
-  GradientBuffers expected = run_with(inputs, {.state_indices = none}), buffers = expected;
+  const GradientBuffers expected = run_with(inputs, {.state_indices = none});
   for (const int64_t tokens : {0, 64}) {
+    GradientBuffers buffers = check::make_gradients(inputs);
     OnDevice call(inputs, &buffers, {.kept_every = tokens, .state_indices = outside});
     ASSERT_TRUE(call.run().ok());
     call.read();
     EXPECT_EQ(call.flags(), kBadInitialIndex);
-    EXPECT_TRUE(same(buffers, expected));
+    EXPECT_TRUE(test::same_gradients(buffers, expected));
   }
 }
 
-TEST_F(BackwardOnGpu, SavedTensorsServeTwice) {
+TEST_F(BackwardOnGpu, AUsedWorkspaceChangesNoBit) {
   const Inputs inputs = packed({70, 33}, 24, 40);
   GradientBuffers first = check::make_gradients(inputs);
   OnDevice call(inputs, &first, {.kept_every = 64});
   ASSERT_TRUE(call.run().ok());
   call.read();
   const GradientBuffers once = first;
-  ASSERT_TRUE(call.run().ok());  // over a workspace that has been used
+  first = check::make_gradients(inputs);
+  call.gradients = std::make_unique<check::DeviceGradients>(call.plan, first.tensors());
+  ASSERT_TRUE(call.run().ok());
   call.read();
-  EXPECT_TRUE(same(first, once));
+  EXPECT_TRUE(test::same_gradients(first, once));
 }
 
 TEST_F(BackwardOnGpu, GraphsReplayWithNewData) {
@@ -175,7 +170,7 @@ TEST_F(BackwardOnGpu, GraphsReplayWithNewData) {
         check::synchronize_device();
         graph.launch(stream);
         call.read();
-        EXPECT_TRUE(same(buffers, run_with(*inputs, run))) << tokens;
+        EXPECT_TRUE(test::same_gradients(buffers, run_with(*inputs, run))) << tokens;
       }
     }
 }
@@ -199,7 +194,8 @@ TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
       call.read();
     });
   for (std::thread& thread : threads) thread.join();
-  for (std::size_t t = 0; t < kThreads; ++t) EXPECT_TRUE(same(parallel[t], serial[t])) << t;
+  for (std::size_t t = 0; t < kThreads; ++t)
+    EXPECT_TRUE(test::same_gradients(parallel[t], serial[t])) << t;
 }
 
 TEST_F(BackwardOnGpu, MemoryOfTheHostIsRefusedByName) {

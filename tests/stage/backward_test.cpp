@@ -25,6 +25,7 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options,
   test::run_backward(inputs, &buffers, run);
   const check::GradientComparison comparison = check::compare_gradients(
       inputs, buffers, {.marginal = check::is_marginal(inputs), .num_threads = 2});
+  EXPECT_FALSE(comparison.cancelled) << what;
   for (const auto& [name, errors] : comparison.errors) {
     const check::HeadError* worst = check::worst_error(errors);
     EXPECT_LE(worst->error, worst->tolerance)

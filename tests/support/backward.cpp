@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/backward.hpp"
 
-#include <algorithm>
-
 #include "core/layout.hpp"
 
 namespace kda::test {
@@ -68,10 +66,13 @@ std::vector<const io::Buffer*> gradient_outputs(const check::GradientBuffers& bu
           &buffers.dbeta, &buffers.dA_log, &buffers.ddt_bias, &buffers.d_initial_state};
 }
 
-bool same_gradients(const check::GradientBuffers& a, const check::GradientBuffers& b) {
+testing::AssertionResult same_gradients(const check::GradientBuffers& a,
+                                        const check::GradientBuffers& b) {
   const auto left = gradient_outputs(a), right = gradient_outputs(b);
-  return std::equal(left.begin(), left.end(), right.begin(),
-                    [](auto* x, auto* y) { return same_bits(*x, *y); });
+  for (std::size_t i = 0; i < left.size(); ++i)
+    if (!same_bits(*left[i], *right[i]))
+      return testing::AssertionFailure() << check::kGradientNames[i];
+  return testing::AssertionSuccess();
 }
 
 }  // namespace kda::test

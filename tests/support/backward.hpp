@@ -2,6 +2,8 @@
 // Running the backward pass on inputs of tests, on the device that tests run on.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <string>
 
 #include "check/backward.hpp"
@@ -45,6 +47,8 @@ void restride_gradients(const Problem& problem, check::GradientBuffers* buffers)
 
 /// The outputs in the order of check::kGradientNames.
 std::vector<const io::Buffer*> gradient_outputs(const check::GradientBuffers& buffers);
-bool same_gradients(const check::GradientBuffers& a, const check::GradientBuffers& b);
+/// Every gradient of `a` has the bits of `b`; else with the name of the first that has not.
+testing::AssertionResult same_gradients(const check::GradientBuffers& a,
+                                        const check::GradientBuffers& b);
 
 }  // namespace kda::test

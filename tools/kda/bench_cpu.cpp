@@ -159,9 +159,8 @@ void CpuBench::measure_backward(check::Inputs& inputs, CpuRow* row) {
       tokens_of(p) * static_cast<double>(p.num_value_heads) * backward_multiply_adds(K, V);
   row->extra = {{"forward", format_seconds(forward_timing.median)},
                 {"of forward", fmt::format("{:.2f}x", row->timing.median / forward_timing.median)},
-                {"workspace",
-                 fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(plan.plan.workspace_bytes))},
-                {"kept", fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(saved.size()))}};
+                {"workspace", format_megabytes(plan.plan.workspace_bytes)},
+                {"kept", format_megabytes(saved.size())}};
 }
 
 /// The state recurrence alone, without outputs: B of each whole sequence.

@@ -40,8 +40,8 @@ struct Timing {
 };
 Timing time_calls(const std::function<void()>& call, double min_seconds = 0.5, int min_repeats = 7);
 
-/// The same of two calls that take turns, so that both meet the same machine; at least so many
-/// seconds and repeats of the two together.
+/// The same of two calls that take turns, so that both meet the same machine: at least min_repeats
+/// turns, and min_seconds of the two together.
 std::pair<Timing, Timing> time_pairs(const std::function<void()>& first,
                                      const std::function<void()>& second, double min_seconds = 0.5,
                                      int min_repeats = 7);

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <memory>
-#include <utility>
 
 #include "plan/builder.hpp"
 #include "tools/kda/commands.hpp"
@@ -17,8 +16,7 @@
 namespace kda::tools {
 namespace {
 
-constexpr std::pair<const char*, KeepPolicy> kPolicies[] = {
-    {"inputs", KeepPolicy::kInputs}, {"states", KeepPolicy::kStates}, {"keep", KeepPolicy::kKeep}};
+constexpr KeepPolicy kPolicies[] = {KeepPolicy::kInputs, KeepPolicy::kStates, KeepPolicy::kKeep};
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
@@ -83,34 +81,27 @@ struct PlanCommand {
   }
 
   void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
-    const auto chosen = std::find_if(std::begin(kPolicies), std::end(kPolicies),
-                                     [&](const auto& entry) { return entry.first == keep; });
+    const auto chosen =
+        std::find_if(std::begin(kPolicies), std::end(kPolicies),
+                     [&](KeepPolicy policy) { return plan::keep_name(policy) == keep; });
     BackwardPlan plan;
-    throw_if_error(backward_plan(cu_seqlens, facts, chosen->second, &plan));
+    throw_if_error(backward_plan(cu_seqlens, facts, *chosen, &plan));
     if (json || !explain) return print_report((json ? plan.to_json() : plan.to_text()) + "\n");
     std::vector<std::vector<std::string>> rows = {
         {"kept by a forward", "bytes a token and head", "kept", "workspace", "together"}};
-    for (const auto& [name, policy] : kPolicies) {
+    for (const KeepPolicy policy : kPolicies) {
+      const char* name = plan::keep_name(policy);
       BackwardPlan other;
       if (!backward_plan(cu_seqlens, facts, policy, &other).ok()) continue;  // not on this device
       const Plan& made = other.plan;
-      const Problem& p = made.problem;
-      const auto mb = [](std::size_t bytes) {
-        return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
-      };
       rows.push_back({made.resolved.keep == policy
                           ? name
                           : cat(name, " (as ", plan::keep_name(made.resolved.keep), ")"),
-                      fmt::format("{:.1f}", bytes_a_token(p, made.saved_bytes)),
-                      mb(made.saved_bytes), mb(made.workspace_bytes),
-                      mb(made.saved_bytes + made.workspace_bytes)});
+                      fmt::format("{:.1f}", plan::bytes_a_token(made, made.saved_bytes)),
+                      format_megabytes(made.saved_bytes), format_megabytes(made.workspace_bytes),
+                      format_megabytes(made.saved_bytes + made.workspace_bytes)});
     }
     print_report(cat(plan.to_text(true), "\n", format_table(rows)));
-  }
-
-  static double bytes_a_token(const Problem& p, std::size_t bytes) {
-    const int64_t all = p.batch * p.num_tokens * p.num_value_heads;
-    return all > 0 ? static_cast<double>(bytes) / static_cast<double>(all) : 0;
   }
 
   void operator()() const {

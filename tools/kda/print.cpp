@@ -23,6 +23,10 @@ bool is_number(const std::string& cell) {
 
 }  // namespace
 
+std::string format_megabytes(std::size_t bytes) {
+  return fmt::format("{:.1f} MB", 1e-6 * static_cast<double>(bytes));
+}
+
 std::string format_table(const std::vector<std::vector<std::string>>& rows) {
   std::vector<std::size_t> width;
   std::vector<bool> numeric;

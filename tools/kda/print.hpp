@@ -10,6 +10,9 @@
 
 namespace kda::tools {
 
+/// "1.5 MB"
+std::string format_megabytes(std::size_t bytes);
+
 /// Columns as wide as their widest cell; numbers to the right, words to the left.
 std::string format_table(const std::vector<std::vector<std::string>>& rows);
 /// The same as comma-separated values.

@@ -28,10 +28,11 @@ void plan_backward(plan::PlanBuilder& builder) {
   }
   builder.stage("backward_states", chains, "of each window: the state every 16 tokens, errors");
   builder.stage("backward_reverse", chains, "of each window: dS, dv, dbeta, right to left");
-  builder.stage("backward_chunk_grad", sizes.pieces * kPieceTokens / kBackwardTokens * HV,
-                "of each window: dq, dk, dg of 16 tokens and a value head");
+  builder.stage("backward_chunk_grad",
+                (p.batch * p.num_tokens + kBackwardTokens - 1) / kBackwardTokens * HV,
+                "of all windows: dq, dk, dg of 16 tokens and a value head");
   builder.stage("backward_gradients", sizes.pieces * p.num_heads,
-                "of each window: sums over value heads; norms, gates, steps");
+                "of all windows: sums over value heads; norms, gates, steps");
   if (has_parameters(p))
     builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
   const auto book = [&](const char* name, int64_t floats) {
@@ -41,8 +42,9 @@ void plan_backward(plan::PlanBuilder& builder) {
   book(block::kBackwardDStates, sizes.d_states(HV));
   book(block::kBackwardStarts, sizes.starts(HV));
   book(block::kBackwardCarry, sizes.carry(HV));
-  book(block::kBackwardErrors, sizes.tokens() * HV * sizes.tiles * tile.columns);
-  book(block::kBackwardDz, sizes.tokens() * HV * sizes.tiles * tile.columns);
+  const int64_t values = sizes.tokens() * HV * sizes.tiles * tile.columns;
+  book(block::kBackwardErrors, values);
+  book(block::kBackwardDz, values);
   book(block::kBackwardRows, sizes.tokens() * HV * backward_row(tile.rows));
   if (has_parameters(p))
     builder.book(block::kParameterSums,
@@ -52,7 +54,7 @@ void plan_backward(plan::PlanBuilder& builder) {
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const CostInput in = cost_input(builder.workload(), plan.device);
   builder.predict({.roofline_us = kda::cuda::backward::least_us(in),
-                   .serial_us = kda::cuda::backward::serial_us(in, {sizes.tiles, sizes.windows})});
+                   .serial_us = kda::cuda::backward::serial_us(in, sizes)});
 }
 
 }  // namespace

@@ -77,9 +77,9 @@ struct BackwardArgs {
   // Workspace. States are [slot, HV, tiles, tile]; a chunk that is not the first one of its
   // sequence has the slot of its first token in the window / 16.
   float* states = nullptr;    ///< S0
-  float* d_states = nullptr;  ///< dS behind the chunk before; not of the last chunk of a sequence
+  float* d_states = nullptr;  ///< dS between the chunk before and this one
   float* starts = nullptr;    ///< slot: window - 1
-  float* carry = nullptr;     ///< dS at the start of a window; slot: parity of the window
+  float* carry = nullptr;     ///< dS that goes on into the window before; slot: window % 2
   float* errors = nullptr;    ///< E: [token of the window, HV, tiles, columns]
   float* dz = nullptr;        ///< dZ: the same
   float* rows = nullptr;      ///< [token of the window, HV, backward_row()]

@@ -10,17 +10,16 @@
 namespace kda::cuda {
 
 /// A window takes no more than this, or so many bytes a token and value head of the batch,
-/// whichever is more; but it has at least kLeastWindow tokens.
+/// whichever is more. Where that is fewer than kLeastWindow tokens, it takes kLeastWindow. The
+/// numbers are chosen, not measured.
 inline constexpr double kWindowBytes = 640e6;
 inline constexpr double kWindowBytesAToken = 300;
 inline constexpr int64_t kLeastWindow = 256;
 
 /// Whether the problem has inputs whose gradients are sums over all tokens.
-inline bool has_parameters(const Problem& p) {
-  return p.gate_mode != GateMode::kLog && (p.A_log || p.dt_bias);
-}
+inline bool has_parameters(const Problem& p) { return p.A_log || p.dt_bias; }
 
-/// A window has at most kept_state_every tokens too, as where a forward keeps states.
+/// kept_state_every bounds a window too, even below kLeastWindow.
 inline BackwardSizes backward_sizes(const Plan& plan) {
   const Problem& p = plan.problem;
   const BackwardTile tile = backward_tile(p.key_dim);
