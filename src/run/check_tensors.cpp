@@ -336,10 +336,19 @@ class Checker {
     return {};
   }
 
-  /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
+  /// The greatest A_log whose exp() fp32 can hold, and does not multiply what underflowed there.
+  double most_A_log() const {
+    switch (p_.gate_mode) {
+      case GateMode::kLog: break;  // it has none
+      case GateMode::kSoftplus: return 70;
+      case GateMode::kBounded: return 88;
+    }
+    return 0;
+  }
+
   Status check_rates() const {
     if (!p_.A_log) return {};
-    const double most = p_.gate_mode == GateMode::kSoftplus ? 70 : 88;
+    const double most = most_A_log();
     for (int64_t j = 0; j < p_.num_value_heads; ++j)
       if (const double a_log = load_double(t_.A_log, p_.A_log->dtype, j * p_.A_log->strides[0]);
           a_log > most)
