@@ -257,7 +257,7 @@ class Checker {
   }
 
   /// The greatest A_log whose exp() fp32 can hold, and does not multiply what underflowed there.
-  double most_A_log() const {
+  double most_a_log() const {
     switch (p_.gate_mode) {
       case GateMode::kLog: break;  // it has none
       case GateMode::kSoftplus: return 70;
@@ -268,7 +268,7 @@ class Checker {
 
   Status check_rates() const {
     if (!p_.A_log) return {};
-    const double most = most_A_log();
+    const double most = most_a_log();
     for (int64_t j = 0; j < p_.num_value_heads; ++j)
       if (const double a_log = load_double(t_.A_log, p_.A_log->dtype, j * p_.A_log->strides[0]);
           a_log > most)
