@@ -272,7 +272,7 @@ KDA_API kda_status kda_backward(const kda_backward_plan* plan, const kda_problem
 typedef struct kda_maps {
   size_t struct_size;
   float* M;          /* [N, HV, K, K] */
-  float* B;          /* [N, HV, K, V] */
+  float* B;          /* [N, HV, K, V]; with initial states M S_in + B */
   float* D;          /* [N, HV, K, V] */
   const void* d_o;   /* [B, T, HV, V], dense */
   int32_t d_o_dtype; /* KDA_FP32, KDA_BF16 or KDA_FP16 */

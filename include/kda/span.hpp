@@ -25,16 +25,17 @@ namespace kda {
 /// The maps of the N sequences of a problem, each a span; dense fp32, in the kv layout whatever the
 /// layout of states. At least one of M and B is there, and M where D is.
 struct SpanMaps {
-  float* M = nullptr;                 ///< [N, HV, K, K]
-  float* B = nullptr;                 ///< [N, HV, K, V]
+  float* M = nullptr;  ///< [N, HV, K, K]
+  /// [N, HV, K, V]; where the problem has initial states M S_in + B, the state behind the span.
+  float* B = nullptr;
   float* D = nullptr;                 ///< [N, HV, K, V]
   const void* d_o = nullptr;          ///< [B, T, HV, V], dense; read where D is wanted
   DType d_o_dtype = DType::kFloat32;  ///< bf16, fp16 or fp32
 };
 
-/// `plan`: of a forward, on the CPU; `tensors` and `workspace` as of run(), except that o, states
-/// and checkpoints are not looked at beyond their pointers and not written. Allocates host memory,
-/// about 3 K^2 floats a thread, where D is wanted. kUnsupported: the plan's implementation has no
+/// `plan`: of a forward, on the CPU; `tensors` and `workspace` as of run(), except that o,
+/// final states and checkpoints are not written. Allocates host memory where D is wanted, about
+/// K (V + 150) floats a thread. kUnsupported: the plan's implementation has no
 /// maps (a GPU, the oracle). On an error nothing has been written.
 Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
                  std::size_t workspace_bytes) noexcept;

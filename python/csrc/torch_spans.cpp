@@ -25,21 +25,23 @@ float* floats_of(const Tensor& x, const char* name, std::initializer_list<int64_
 }
 
 /// M [N, HV, K, K] of every sequence, and what it adds [N, HV, K, V]: B, or D where d_o is given.
-void span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor M, Tensor A,
-               MaybeTensor d_o, MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens,
-               int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
-               bool l2norm) {
+/// With initial_state the state behind the sequence in the place of B.
+void span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor M, Tensor A,
+               MaybeTensor d_o, MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state,
+               Tensor cu_seqlens, int64_t gate_mode, int64_t beta_mode, double lower_bound,
+               double scale, bool l2norm) {
   if (!q.is_cpu()) refuse("q must be on the CPU, got ", device_text(q));
   if (computes_in_float64(q))
     refuse("q must be float32, bfloat16 or float16, got ", ScalarType::Double);
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, {});
+  set_initial_state(&p, q, initial_state, {}, false);
   const int64_t N = p.num_sequences, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
   kda_maps maps;
   std::memset(&maps, 0, sizeof(maps));
   maps.struct_size = sizeof(maps);
-  maps.M = floats_of(M, "M", {N, HV, K, K});
+  if (M) maps.M = floats_of(*M, "M", {N, HV, K, K});
   (d_o ? maps.D : maps.B) = floats_of(A, "A", {N, HV, K, V});
   if (d_o) {
     maps.d_o = dense_pointer(*d_o, q, "d_o", kRowsOnly, {p.batch, p.num_tokens, HV, V});
@@ -87,9 +89,9 @@ void fold_states(Tensor maps, Tensor starts, Tensor states, Tensor steps, bool t
 
 STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
   m.def(
-      "span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) M, Tensor(b!) A, "
-      "Tensor? d_o, Tensor? A_log, Tensor? dt_bias, Tensor cu_seqlens, int gate_mode, int "
-      "beta_mode, float lower_bound, float scale, bool l2norm) -> ()");
+      "span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!)? M, Tensor(b!) A, "
+      "Tensor? d_o, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor cu_seqlens, int "
+      "gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm) -> ()");
   m.def(
       "fold_states(Tensor maps, Tensor starts, Tensor(a!) states, Tensor steps, bool transposed) "
       "-> ()");

@@ -26,11 +26,13 @@ struct MapsRun {
   std::string backend;
   int32_t num_threads = 1;
   const GradientBuffers* gradients = nullptr;  ///< D too
+  bool from_initial = false;                   ///< B is the state behind the span
 };
 
 /// span_maps() with NaN in all that it may write.
 Maps maps_of(const Inputs& inputs, const MapsRun& run = {}) {
   Problem p = inputs.problem;
+  if (!run.from_initial) p.initial_state = std::nullopt;
   check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
   PlanOptions options = test::with_backend(run.backend);
   options.num_threads = run.num_threads;
@@ -137,6 +139,13 @@ TEST_F(Spans, BitsDependOnNothingElse) {
   EXPECT_TRUE(std::equal(alone.B.begin(), alone.B.end(), one.B.end() - 2 * 48 * 40));
 }
 
+TEST_F(Spans, BFromInitialStatesIsTheFinalState) {
+  const Inputs inputs = packed(0, DType::kBFloat16);
+  const Floats B = maps_of(inputs, {.from_initial = true}).B;
+  const test::Result run = test::run_inputs(inputs);
+  EXPECT_TRUE(std::equal(B.begin(), B.end(), run.outputs.final_state.as<float>()));
+}
+
 TEST_F(Spans, SizesOfHeads) {
   for (const int64_t K : {1, 3, 17, 100, 256})
     for (const int64_t V : {1, 33, 256}) {
@@ -240,9 +249,9 @@ TEST(FoldStates, AppliesMapsInOrder) {
         EXPECT_TRUE(std::equal(start, start + size, state(0)));
         const std::vector<double> first = map(2, start);
         const Floats rounded(first.begin(), first.end());
-        EXPECT_LE(error_of(map(0, rounded.data()), state(2)), 1e-6) << K << " " << V;
+        EXPECT_LE(error_of(map(0, rounded.data()), state(2)), 3e-6) << K << " " << V;
         const Floats zero(size, 0);
-        EXPECT_LE(error_of(map(3, zero.data()), state(1)), 1e-6) << K << " " << V;
+        EXPECT_LE(error_of(map(3, zero.data()), state(1)), 3e-6) << K << " " << V;
         EXPECT_TRUE(std::isnan(*state(3)));
       }
     }

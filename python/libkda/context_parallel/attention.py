@@ -119,17 +119,36 @@ class _Call:
         return offsets[first], offsets[last], torch.tensor(
             [x - offsets[first] for x in offsets[first:last + 1]], dtype=torch.int32)
 
-    def map_spans(self, d_o=None):
+    def maps(self, indices, d_o=None):
+        """M and what it adds, B or D, of some spans, by index."""
         HV, K, V = self.sizes
-        for first, last in _runs(self.direction.mapped):
+        for first, last in _runs(indices):
             begin, end, cu = self.tokens(first, last)
             M, A = torch.empty(last - first, HV, K, K), torch.empty(last - first, HV, K, V)
-            _span_maps(*(x[:, begin:end] for x in self.rows), M, A,
-                       None if d_o is None else dense(d_o[:, begin:end]), *self.parameters, cu, *self.modes[:5])
+            _span_maps(*(x[:, begin:end] for x in self.rows), M, A, None if d_o is None else dense(d_o[:, begin:end]),
+                       *self.parameters, None, cu, *self.modes[:5])
             for i in range(first, last):
-                place = self._place(i)
-                place[:HV * K * K] = M[i - first].flatten()
-                place[HV * K * K:] = A[i - first].flatten()
+                yield i, torch.cat([M[i - first].flatten(), A[i - first].flatten()])
+
+    def give_maps(self, d_o=None):
+        for index, values in self.maps(self.direction.mapped, d_o):
+            self._place(index).copy_(values)
+
+    def give_early(self, d_o=None):
+        """The states that leave spans at the near end, without their outputs."""
+        if d_o is not None:
+            for index, values in self.maps(self.direction.early, d_o):
+                state = torch.empty(1, *self.states.shape[1:])
+                _fold_states(values[None], self.states[index:index + 1], state, torch.tensor([[0, 0, 0]]), True)
+                self.give_state(index, state)
+            return
+        for first, last in _runs(self.direction.early):
+            begin, end, cu = self.tokens(first, last)
+            states = torch.empty(last - first, *self.states.shape[1:])
+            _span_maps(*(x[:, begin:end] for x in self.rows), None, states, None, *self.parameters,
+                       self.states[first:last], cu, *self.modes[:5])
+            for index in range(first, last):
+                self.give_state(index, states[index - first])
 
     def fold(self, gathered, starts):
         """Fills the states of spans that were not known before the exchange."""
@@ -168,7 +187,8 @@ class _ChunkKda(torch.autograd.Function):
             for index in direction.at_once:
                 call.give_state(index, behind[index])
             call.give_extra(_states_of_empty(context, starts))
-            call.map_spans()
+            call.give_early()
+            call.give_maps()
             call.gather.start()
             run(direction.meanwhile)
         except Exception:
@@ -222,7 +242,8 @@ class _ChunkKda(torch.autograd.Function):
             run(direction.at_once)
             for index in direction.at_once:
                 call.give_state(index, before[index])
-            call.map_spans(d_o)
+            call.give_early(d_o)
+            call.give_maps(d_o)
             call.gather.start()
             run(direction.meanwhile)
         except Exception:

@@ -213,7 +213,8 @@ class Context:
             if bandwidth <= 0:
                 raise ValueError(f"bytes_per_second must be above 0, got {bytes_per_second}")
             seconds = (forward + backward) * (self.ranks - 1) / bandwidth
-        return Exchange(len(self._forward.mapped), len(self._backward.mapped), forward, backward, seconds)
+        maps = len(self._forward.mapped), len(self._backward.mapped) + len(self._backward.early)
+        return Exchange(maps[0], maps[1], forward, backward, seconds)
 
     def __repr__(self):
         return (f"Context(rank {self.rank} of {self.ranks}, {self.num_tokens} of {self.cu_seqlens_whole[-1]} tokens, "
@@ -223,9 +224,10 @@ class Context:
 class _Direction:
     """Which spans of this rank run before the exchange, which give a map, and how maps are folded.
 
-    A span at the near end of its sequence (the first one of a forward, the last one of a backward) runs at once: the
-    state behind it needs no map. A span in the middle gives its map. A span at the far end gives nothing, unless
-    all ranks want final states. Whole sequences run while maps travel.
+    A span at the near end of its sequence (the first one of a forward, the last one of a backward) gives the state that
+    leaves it. It runs at once, or, where it is most of what the rank has, gives the state early, without outputs: all
+    others wait for it. A span in the middle gives its map. A span at the far end gives nothing, unless all ranks
+    want final states. Whole sequences run while maps travel.
     """
 
     def __init__(self, context, spans, forward):
@@ -234,7 +236,7 @@ class _Direction:
         chains = [chain if forward else chain[::-1] for chain in context.chains]
         # Of a backward with "all", what final states get is not known before the exchange.
         exact = forward or not self.all
-        self.at_once, self.mapped, self.meanwhile, self.after = [], [], [], []
+        self.at_once, self.early, self.mapped, self.meanwhile, self.after = [], [], [], [], []
         shared: list[list[Span]] = [[] for _ in range(context.ranks)]
         private = []
         for chain in chains:
@@ -247,8 +249,12 @@ class _Direction:
                     continue
                 if len(chain) == 1 and not gives and exact:
                     self.meanwhile.append(span.place)
-                elif j == 0 and exact:
+                elif j == 0 and exact and (context.tile is not None
+                                           or 2 * (span.end - span.begin) <= context.num_tokens):
                     self.at_once.append(span.place)
+                elif j == 0 and exact:
+                    self.early.append(span.place)
+                    self.after.append(span.place)
                 else:
                     self.after.append(span.place)
                     if gives:
@@ -270,7 +276,7 @@ class _Direction:
         self.private_slots = {span.place: i for i, span in enumerate(mine)}  # behind the shared ones
         slots.update({(span.rank, span.place): base + i for i, span in enumerate(mine)})
         self.steps = torch.tensor(self._steps(chains, slots, exact), dtype=torch.int64).view(-1, 3)
-        for indices in (self.at_once, self.mapped, self.meanwhile, self.after):
+        for indices in (self.at_once, self.early, self.mapped, self.meanwhile, self.after):
             indices.sort()
 
     def _steps(self, chains, slots, exact):

@@ -56,6 +56,7 @@ void offset_of(const Kernels& kernels, const stage::SpanMapsCall& args, int64_t 
   const Problem& p = call.problem;
   const int64_t begin = call.sequences.begin(n);
   Pass pass = map_pass(begin, call.sequences.end(n), head, p.value_dim);
+  pass.state_in = initial_ref(call, n, head);
   pass.state_out = dense_ref(p, args.maps.B, n, head, p.value_dim);
   if (pass.begin < pass.end) pass.v = row_source(p, p.v, call.tensors.v, begin, head);
   run_pass(kernels, call, pass, scratch);
