@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.compiler import is_compiling
 
 from . import ops
 from ._checks import checked, computes_in_float64, int32_of, state_type
@@ -42,6 +43,8 @@ def _check_beta(use_beta_sigmoid_in_kernel):
 def _context_of(cp_context, cu_seqlens, return_intermediate_states, kwargs):
     """The Context of a call, which knows its sequences. FLA's callers give cu_seqlens beside theirs, to no effect."""
     from .context_parallel.fla import Context, context_of  # torch.distributed is not for everybody
+    if is_compiling():
+        raise NotImplementedError("`cp_context` is not for torch.compile: put the call into torch.compiler.disable().")
     if return_intermediate_states:
         raise NotImplementedError("`return_intermediate_states` is not taken with `cp_context`.")
     if kwargs.get("has_state") is not None:

@@ -111,6 +111,23 @@ def test_calls_that_do_not_fit(error, text, changes):
         chunk_kda(**arguments(**changes))
 
 
+@pytest.mark.parametrize("error, text, changes", (
+    (TypeError, "x must be float32, bfloat16 or float16, got torch.float64", dict(x=torch.ones(1, 70, 3).double())),
+    (TypeError, "bias must be a torch.Tensor", dict(bias=3)),
+    (ValueError, r"x must have shape \[1, T, D\]", dict(x=torch.ones(70, 3))),
+    (ValueError, "x has 71 tokens", dict(x=torch.ones(1, 71, 3))),
+    (ValueError, r"weight must have shape \[3, W\]", dict(weight=torch.ones(3, 5))),
+    (ValueError, r"weight must have shape \[3, W\]", dict(weight=torch.ones(4, 3))),
+    (ValueError, r"bias must have shape \[3\]", dict(bias=torch.ones(4))),
+    (ValueError, "weight must be on the device of x", dict(weight=torch.ones(3, 4, device="meta"))),
+    (ValueError, "activation must be None", dict(activation="relu"))))
+def test_convolutions_that_do_not_fit(error, text, changes):
+    given = dict(x=torch.ones(1, 70, 3), weight=torch.ones(3, 4), context=cp.contiguous([0, 30, 70]))
+    cp.causal_conv1d(**given)
+    with pytest.raises(error, match=text):
+        cp.causal_conv1d(**{**given, **changes})
+
+
 def test_one_process_has_the_bits_of_no_context():
     x = arguments()
     x["q"].requires_grad_()
@@ -122,3 +139,9 @@ def test_one_process_has_the_bits_of_no_context():
     assert torch.equal(gradient, gradient1)
     with pytest.raises(NotImplementedError, match="second derivatives"):
         gradient.sum().backward()
+
+
+def test_a_compiler_refuses():
+    compiled = torch.compile(lambda x: chunk_kda(**x)[0], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="is not for torch.compile"):
+        compiled(arguments())

@@ -136,6 +136,8 @@ def _conv_sizes(context, x, weight, bias):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
+        if value.device != x.device:
+            raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
     if x.dim() != 3:
         raise ValueError(f"x must have shape [1, T, D], got {list(x.shape)}")
     check_place(context, "x", x)

@@ -32,9 +32,10 @@ class AllGather:
     def __init__(self, context, floats, exchanges, dtype=torch.float32):
         self.context, self.exchanges = context, exchanges and context.ranks > 1
         self.mine = torch.zeros(floats, dtype=dtype)
-        self._work = None
+        self._started, self._work = False, None
 
     def start(self):
+        self._started = True
         if self.exchanges:
             self.rows = self.mine.new_empty(self.context.ranks * self.mine.numel())
             self._work = waited("an exchange", lambda: dist.all_gather_into_tensor(
@@ -54,10 +55,11 @@ class AllGather:
         if not self.exchanges:
             return
         try:
-            if self._work is None:
+            if not self._started:
                 self.mine[-1] = 1
                 self.start()
-            self._work.wait()
+            if self._work is not None:
+                self._work.wait()
         except RuntimeError:
             pass
 
