@@ -25,7 +25,7 @@ def main(folder, rank, ranks):
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
     solo = [dist.new_group([r]) for r in range(ranks)][rank]
     found = dict(cases=[play(Case(ranks, i), rank) for i in range(CASES)])
     for i in range(6):
@@ -371,8 +371,10 @@ def refusals(rank, ranks):
 
 def absent(rank, ranks):
     """A rank that stays away costs the others the timeout of the group, and no more."""
+    dist.barrier()
     group = dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=TIMEOUT))
     context = cp.contiguous([0, 10 * ranks], group)
+    dist.barrier()
     chunk_kda(**small(context), cp_context=context)
     if rank != ranks - 1:
         start = time.monotonic()
@@ -386,7 +388,7 @@ def dead(rank, ranks):
     """A rank that dies is an error of the others at once."""
     context = cp.contiguous([0, 10 * ranks])
     chunk_kda(**small(context), cp_context=context)
-    dist.barrier()
+    dist.barrier()  # the group's timeout is 120 s: the error comes from the broken connection
     if rank == ranks - 1:
         os._exit(0)
     start = time.monotonic()
