@@ -344,7 +344,7 @@ def refusals(rank, ranks):
     error = raised(lambda: call(context, T=7 if odd else 10))
     expect(error, "q has 7 tokens", "rank 1 could not take part")
     assert torch.equal(call(context)[0], good)
-    expect(raised(lambda: call(context, HV=3 if odd else 2)), "its copy() serves others", "rank 1 could not take part")
+    expect(raised(lambda: call(context, HV=3 if odd else 2)), "a copy serves others", "rank 1 could not take part")
     call(context.copy(), HV=3)
     # a backward
     leaves = {name: t.requires_grad_() for name, t in small(context).items()}

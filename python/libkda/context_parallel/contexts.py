@@ -126,8 +126,10 @@ class Context:
 
     def copy(self) -> Context:
         """The same tokens on the same ranks, for calls of other sizes."""
-        return Context(self.cu_seqlens_whole, self.fragments, self.group, tile=self.tile,
-                       final_states=self.final_states)
+        other = Context(self.cu_seqlens_whole, self.fragments, self.group, tile=self.tile,
+                        final_states=self.final_states)
+        other._of_fla = self._of_fla
+        return other
 
     # -- what is where
 

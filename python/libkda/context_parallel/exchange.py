@@ -79,7 +79,7 @@ def agree(context, purpose, sizes_of, refuse):
     try:
         sizes = sizes_of()
         if known is not None and sizes != known:
-            raise ValueError(f"cp_context is of calls with {purpose} = {known}, got {sizes}; its copy() serves others")
+            raise ValueError(f"cp_context is of calls with {purpose} = {known}, got {sizes}; a copy serves others")
     except Exception as refusal:
         error = refusal
     if known is None and context.ranks > 1:
