@@ -293,6 +293,13 @@ def fla_interface(layout, rank, ranks):
         a, b = run(context), run(fla)
         run(fla)  # known by now
         assert all(torch.equal(a[name], b[name]) for name in a), cu
+        # Megatron's call: one head of q a value head, step sizes already in fp32, lengths beside the context.
+        rows = {name: mine[name] * 0.3 for name in ("q", "k", "v", "g")}
+        megatron = dict(rows, beta=mine["beta"].sigmoid(), A_log=flags["A_log"], dt_bias=torch.zeros(16),
+                        initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+                        use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
+        o = chunk_kda(**megatron, cu_seqlens=fla.cu_seqlens, cp_context=fla)[0]
+        assert torch.equal(o, chunk_kda(**megatron, cp_context=context)[0])
         weight = normal(16, 3)
         rows = mine["v"].flatten(2)
         assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))

@@ -236,13 +236,14 @@ class _Direction:
         self.context, self.forward = context, forward
         self.all = context.final_states == "all"
         chains = [chain if forward else chain[::-1] for chain in context.chains]
-        # Of a backward with "all", what final states get is not known before the exchange.
+        # With "all", a backward does not know before the exchange what final states get.
         exact = forward or not self.all
         self.at_once, self.early, self.mapped, self.meanwhile, self.after = [], [], [], [], []
         shared: list[list[Span]] = [[] for _ in range(context.ranks)]
         private = []
         for chain in chains:
-            crosses = self.all and forward or any(span.rank != chain[0].rank for span in chain)
+            waited_for = any(span.rank != chain[0].rank for span in chain)
+            crosses = self.all and forward or waited_for
             for j, span in enumerate(chain):
                 gives = j + 1 < len(chain) or self.all and forward
                 if gives:
@@ -251,12 +252,12 @@ class _Direction:
                     continue
                 if len(chain) == 1 and not gives and exact:
                     self.meanwhile.append(span.place)
-                elif j == 0 and exact and (context.tile is not None
-                                           or 2 * (span.end - span.begin) <= context.num_tokens):
-                    self.at_once.append(span.place)
-                elif j == 0 and exact:
+                elif j == 0 and exact and waited_for and context.tile is None and (
+                        2 * (span.end - span.begin) > context.num_tokens):
                     self.early.append(span.place)
                     self.after.append(span.place)
+                elif j == 0 and exact:
+                    self.at_once.append(span.place)
                 else:
                     self.after.append(span.place)
                     if gives:
