@@ -69,8 +69,9 @@ struct StateFold {
   int32_t num_threads = 0;  ///< 0: OMP_NUM_THREADS or the number of cores
 };
 
-/// Folds in fp32, in the order of the steps. The first step has a start. kInvalidArgument: an entry
-/// that is outside its buffer, a null pointer, sizes outside their ranges; nothing is written then.
+/// Folds in fp32, in the order of the steps. The first step has a start. Allocates host memory,
+/// about K (V + K) floats a thread. kInvalidArgument: an entry that is outside its buffer, a null
+/// pointer, sizes outside their ranges; nothing is written then.
 Status fold_states(const StateFold& fold) noexcept;
 
 }  // namespace kda

@@ -40,7 +40,7 @@ def _check_beta(use_beta_sigmoid_in_kernel):
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
 
-def _context_of(cp_context, cu_seqlens, return_intermediate_states, kwargs):
+def _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs):
     """The Context of a call, which knows its sequences. FLA's callers give cu_seqlens beside theirs, to no effect."""
     from .context_parallel.fla import Context, context_of  # torch.distributed is not for everybody
     if is_compiling():
@@ -51,7 +51,7 @@ def _context_of(cp_context, cu_seqlens, return_intermediate_states, kwargs):
         raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
     if cu_seqlens is not None and isinstance(cp_context, Context):
         raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
-    return context_of(cp_context)
+    return context_of(cp_context, "q", q)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def chunk_kda(
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     if cp_context is not None:
-        cp_context = _context_of(cp_context, cu_seqlens, return_intermediate_states, kwargs)
+        cp_context = _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs)
         cu_seqlens = cu_seqlens_cpu = None
     if cu_seqlens is not None:
         _check_sequences(q)

@@ -6,6 +6,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -109,6 +110,16 @@ def arguments(**changes):
 def test_calls_that_do_not_fit(error, text, changes):
     with pytest.raises(error, match=text):
         chunk_kda(**arguments(**changes))
+
+
+@pytest.mark.parametrize("context", (None, types.SimpleNamespace(group=None, cu_seqlens=None, layout="contiguous")))
+def test_other_devices_are_refused(context):
+    x = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in arguments().items()}
+    x["cp_context"] = context or x["cp_context"]
+    with pytest.raises(NotImplementedError, match="context parallelism is for CPU tensors so far, and q is on meta"):
+        chunk_kda(**x)
+    with pytest.raises(NotImplementedError, match="for CPU tensors so far, and x is on meta"):
+        cp.causal_conv1d(torch.ones(1, 70, 3, device="meta"), torch.ones(3, 4, device="meta"), context=x["cp_context"])
 
 
 @pytest.mark.parametrize("error, text, changes", (

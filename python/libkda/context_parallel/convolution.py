@@ -102,7 +102,7 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     Gradients of all three; those of weight and bias are of the tokens of this rank. One all-gather of W - 1 tokens a
     span forward, one all-to-all backward. Raises TypeError and ValueError, on every rank, for what does not fit.
     """
-    context = context_of(context)
+    context = context_of(context, "x", x)
 
     def sizes_of():
         D, W = _conv_sizes(context, x, weight, bias)

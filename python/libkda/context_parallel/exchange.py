@@ -118,9 +118,13 @@ def _first_call(context, purpose, sizes, error):
                              f"{context.rank} {sizes}")
 
 
-def check_place(context, name, x):
+def expect_cpu(name, x):
     if x.device.type != "cpu":
         raise NotImplementedError(f"context parallelism is for CPU tensors so far, and {name} is on {x.device}")
+
+
+def check_place(context, name, x):
+    expect_cpu(name, x)
     if x.shape[0] != 1:
         raise ValueError(f"{name}: the batch size must be 1 with cp_context, got {x.shape[0]}")
     if x.shape[1] != context.num_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .contexts import Context, group_of, lengths_of
-from .exchange import HEADER, gather_integers
+from .exchange import HEADER, expect_cpu, gather_integers
 
 
 def _parts_of(fla):
@@ -54,11 +54,12 @@ def from_fla(fla: Any) -> Context:
     return context
 
 
-def context_of(context: Any) -> Context:
-    """A Context, or that of an FLACPContext."""
+def context_of(context: Any, name: str, x: Any) -> Context:
+    """A Context, or that of an FLACPContext, for a call with tensor `x`."""
     if isinstance(context, Context):
         return context
     if all(hasattr(context, name) for name in ("group", "cu_seqlens", "layout")):
+        expect_cpu(name, x)  # before ranks ask each other: their group may have no way for CPU tensors
         return from_fla(context)
     raise TypeError(f"cp_context must be a libkda.context_parallel.Context or an FLACPContext, got "
                     f"{type(context).__name__}")
