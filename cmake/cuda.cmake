@@ -58,10 +58,43 @@ function(kda_add_emulated_cuda target)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 endfunction()
 
+# GPUs of compute capability 8.x have the same PTX: it is made once and assembled for each of them, to
+# the same registers as from PTX of their own. Those from 9.0 on get theirs. What has other names than
+# numbers (90a, native, all) is left to CMake.
+function(kda_set_architectures objects architectures)
+  set(all_ptx "")
+  foreach(architecture ${architectures})
+    if(NOT architecture MATCHES "^([0-9]+)(-real|-virtual)?$")
+      set_target_properties(${objects} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+      return()
+    endif()
+    set(number ${CMAKE_MATCH_1})
+    set(kind "${CMAKE_MATCH_2}")
+    set(ptx ${number})
+    if(ptx MATCHES "^8.$")
+      set(ptx 80)
+    endif()
+    list(APPEND all_ptx ${ptx})
+    if(NOT kind STREQUAL "-virtual")
+      list(APPEND codes_${ptx} sm_${number})
+    endif()
+    if(NOT kind STREQUAL "-real")
+      list(APPEND codes_${ptx} compute_${ptx})
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES all_ptx)
+  set_target_properties(${objects} PROPERTIES CUDA_ARCHITECTURES OFF)
+  foreach(ptx ${all_ptx})
+    list(REMOVE_DUPLICATES codes_${ptx})
+    list(JOIN codes_${ptx} "," codes)
+    target_compile_options(${objects} PRIVATE "--generate-code=arch=compute_${ptx},code=[${codes}]")
+  endforeach()
+endfunction()
+
 function(kda_add_kernels objects architectures)
   add_library(${objects} OBJECT ${ARGN})
-  set_target_properties(${objects} PROPERTIES
-    CUDA_ARCHITECTURES "${architectures}" CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
+  kda_set_architectures(${objects} "${architectures}")
+  set_target_properties(${objects} PROPERTIES CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
   # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
   # -Xfatbin: machine code of six architectures compresses to a third.
   target_compile_options(${objects} PRIVATE

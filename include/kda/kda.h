@@ -266,6 +266,48 @@ KDA_API kda_status kda_backward(const kda_backward_plan* plan, const kda_problem
                                 const kda_gradients* gradients, void* workspace,
                                 size_t workspace_bytes);
 
+/* The maps of spans of longer sequences, and their fold, on the CPU (include/kda/span.hpp):
+ *   S_out = M S_in + B,  dS_in = M^T dS_out + D,  each sequence of the problem a span.
+ * Dense fp32 buffers in the kv layout; null: not wanted. D needs M, and d_o. */
+typedef struct kda_maps {
+  size_t struct_size;
+  float* M;          /* [N, HV, K, K] */
+  float* B;          /* [N, HV, K, V]; with initial states M S_in + B */
+  float* D;          /* [N, HV, K, V] */
+  const void* d_o;   /* [B, T, HV, V], dense */
+  int32_t d_o_dtype; /* KDA_FP32, KDA_BF16 or KDA_FP16 */
+} kda_maps;
+/* `plan`, `problem` and `workspace` as of kda_run; outputs are not written. */
+KDA_API kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem,
+                                 const kda_maps* maps, void* workspace, size_t workspace_bytes);
+
+/* One step: S = starts[start]; S = M[map] S + A[map]; states[store] = S. */
+typedef struct kda_fold_step {
+  int64_t start; /* KDA_FOLD_NONE: goes on from S; KDA_FOLD_ZERO: from zero */
+  int64_t map;   /* or KDA_FOLD_NONE */
+  int64_t store; /* or KDA_FOLD_NONE */
+} kda_fold_step;
+#define KDA_FOLD_NONE (-1)
+#define KDA_FOLD_ZERO (-2)
+
+typedef struct kda_fold {
+  size_t struct_size;
+  int64_t num_value_heads, key_dim, value_dim;
+  int64_t num_maps, map_stride; /* floats from one entry of M, and of A, to the next */
+  const float* M;               /* [num_maps, HV, K, K] */
+  const float* A;               /* [num_maps, HV, K, V]: B, or D */
+  int64_t num_starts;
+  const float* starts; /* [num_starts, HV, K, V] */
+  int64_t num_states;
+  float* states; /* [num_states, HV, K, V] */
+  int64_t num_steps;
+  const kda_fold_step* steps;
+  int32_t transposed;  /* M^T in the place of M */
+  int32_t num_threads; /* 0: OMP_NUM_THREADS, else all cores */
+} kda_fold;
+/* The steps in their order, in fp32, for each head. */
+KDA_API kda_status kda_fold_states(const kda_fold* fold);
+
 KDA_API kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,
                                     const kda_segments* segments, void* workspace,
                                     size_t workspace_bytes);

@@ -7,6 +7,7 @@
 #include "kda/plan_cache.hpp"
 #include "kda/problem.hpp"
 #include "kda/run.hpp"
+#include "kda/span.hpp"
 #include "kda/stages.hpp"
 #include "kda/status.hpp"
 #include "kda/tensor.hpp"

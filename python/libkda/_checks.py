@@ -143,6 +143,9 @@ def _rules_for(name, values):
 def _explained(error, name, values):
     """An error that says which argument it is about, or `error` itself."""
     v_first = bool(values.get("state_v_first") or values.get("transpose_state_layout"))
+    if values.get("cp_context") is not None:  # which says what sequences and states there are
+        values = {name: x for name, x in values.items() if name not in ("initial_state", "cu_seqlens",
+                                                                                  "has_state")}
     try:
         check(_rules_for(name, values), values, v_first=v_first)
     except (TypeError, ValueError) as refusal:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch.compiler import is_compiling
 
 from . import ops
 from ._checks import checked, computes_in_float64, int32_of, state_type
@@ -37,6 +38,20 @@ def _check_sequences(q):
 def _check_beta(use_beta_sigmoid_in_kernel):
     if not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
+
+
+def _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs):
+    """The Context of a call, which knows its sequences. FLA's callers give cu_seqlens beside theirs, to no effect."""
+    from .context_parallel.fla import Context, context_of  # torch.distributed is not for everybody
+    if is_compiling():
+        raise NotImplementedError("`cp_context` is not for torch.compile: put the call into torch.compiler.disable().")
+    if return_intermediate_states:
+        raise NotImplementedError("`return_intermediate_states` is not taken with `cp_context`.")
+    if kwargs.get("has_state") is not None:
+        raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
+    if cu_seqlens is not None and isinstance(cp_context, Context):
+        raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
+    return context_of(cp_context, "q", q)
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
@@ -110,18 +125,22 @@ def chunk_kda(
     tokens, beyond 4,096 tokens or with disable_recompute. There are no second and no forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
+    cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes, CPU tensors only.
+    The context has their lengths; it says which states are given and returned (docs/python.md).
+
     Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the argument,
-    NotImplementedError for cp_context and for derivatives that there are not; nothing is written then. A keyword
+    NotImplementedError for derivatives that there are not; nothing is written then. A keyword
     argument that nobody knows is ignored, with one warning.
     """
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     if cp_context is not None:
-        raise NotImplementedError("libkda does not take `cp_context` yet; one GPU is used as a whole without it.")
+        cp_context = _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs)
+        cu_seqlens = cu_seqlens_cpu = None
     if cu_seqlens is not None:
         _check_sequences(q)
     float64 = computes_in_float64(q)
-    if initial_state is not None and initial_state.dtype not in (torch.float32, state_type(q)):
+    if initial_state is not None and cp_context is None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
     A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
                                       float64)
@@ -138,6 +157,12 @@ def chunk_kda(
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
 
+    if cp_context is not None:
+        modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                         use_qk_l2norm_in_kernel, state_v_first)
+        from .context_parallel import attention  # torch.distributed is not for everybody
+        return attention.chunk_kda(cp_context, q, k, v, g, beta, A_log, dt_bias, initial_state, modes,
+                                          bool(output_final_state))
     if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:

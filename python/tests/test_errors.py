@@ -28,7 +28,7 @@ CASES = [
     (dict(g=torch.zeros(2, 131, 4, 63)), AssertionError, "g must have shape [B, T, HV, K]=[2, 131, 4, 64]"),
     (dict(beta=torch.zeros(2, 131, 3)), AssertionError, "beta must have shape [B, T, HV]=[2, 131, 4]"),
     (dict(k=torch.zeros(2, 131, 2, 32)), AssertionError, "q and k must have the same shape"),
-    (dict(cp_context=object()), NotImplementedError, "cp_context"),
+    (dict(cp_context=object()), TypeError, "cp_context must be a libkda.context_parallel.Context"),
 ]
 
 

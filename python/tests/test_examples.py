@@ -23,6 +23,19 @@ def test_runs(path):
     assert run.stdout
 
 
+@pytest.mark.parametrize("processes", (1, 2))
+def test_long_context(processes, tmp_path):
+    example, report = ROOT / "examples" / "long_context.py", tmp_path / "report.json"
+    launcher = [] if processes == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([sys.executable, *launcher, example, "--tokens", "640", "--prefix", "320", "--dim", "32",
+                          "--rounds", "1", "--layout", "zigzag", "--json", report], capture_output=True, text=True,
+                         check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(report.read_text())
+    assert found["processes"] == processes and f"{processes} processes, 640 tokens" in run.stdout
+    assert (found["sent_bytes"] > 0) == (processes > 1) and found["relative_error"] < 1e-3
+
+
 def test_engines_table():
     """Every line of docs/engines.md names a file that the tests run, and that file has what the line says to write."""
     rows = re.findall(r"^\| (.*) \| (.*) \| .* \| \[.*\]\((\S+)\) \|$", (ROOT / "docs/engines.md").read_text(), re.M)

@@ -113,13 +113,14 @@ def test_what_does_not_fit_is_said_by_the_call():
 
 def test_declines_say_why():
     assert decline({}) == (True, None)
-    accepted, reason = decline(dict(cp_context=object()))
+    elsewhere = torch.empty(1, 4, 1, 8, device="meta")
+    accepted, reason = decline(dict(cp_context=object(), q=elsewhere))
     assert not accepted and "cp_context" in reason
     assert libkda.fla.last_path() == f"fla: chunk_kda: {reason}"
     x, _, _ = make()
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
     flags = [None, None, *[False] * 6, None, False, False, False, None, None]  # scale .. cu_seqlens_cpu
-    by_position = libkda.fla._backend(libkda.chunk_kda)().verify("chunk_kda", *rows, *flags, object())
+    by_position = libkda.fla._backend(libkda.chunk_kda)().verify("chunk_kda", elsewhere, *rows[1:], *flags, object())
     assert not by_position[0] and "cp_context" in by_position[1]
     libkda.fla.disable()
     accepted, reason = decline({})
@@ -168,3 +169,54 @@ def test_references_agree():
     expected = naive_recurrent_kda(**x, initial_state=state, output_final_state=True)
     found = libkda.naive_recurrent_kda(**x, initial_state=state, output_final_state=True)
     assert distance(found[0], expected[0].double()) < 1e-6 and distance(found[1], expected[1].double()) < 1e-6
+
+
+# ---- context parallelism ---------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process alone."""
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@since_0_6
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+def test_contexts_of_fla(alone, layout):
+    cp = pytest.importorskip("fla.ops.cp")
+    x, _, _ = make(B=1, T=130)
+    cu_seqlens = torch.tensor([0, 40, 130])
+    context = cp.build_cp_context(cu_seqlens, alone, **({} if layout == "contiguous" else dict(layout=layout)))
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    flags = {name: value for name, value in FLAGS.items() if name != "output_final_state"}
+    o, _ = fla_kda.chunk_kda(**leaves, **flags, cu_seqlens=cu_seqlens, cp_context=context)
+    assert libkda.fla.last_path() == "libkda: chunk_kda"
+    plain, _ = libkda.chunk_kda(**leaves, **flags, cu_seqlens=cu_seqlens)
+    assert distance(o, plain.double()) < 1e-6
+    o.sum().backward(inputs=list(leaves.values()))
+    # what FLA refuses: states
+    _, final = libkda.chunk_kda(**x, **flags, cp_context=context.copy_for_backward(), output_final_state=True,
+                                initial_state=torch.ones(2, 4, 64, 32))
+    assert final.shape == (2, 4, 64, 32)
+
+
+@since_0_6
+def test_imitated_contexts_of_fla(alone):
+    """test_context_parallel.py has processes without FLA, whose contexts are imitated."""
+    cp = pytest.importorskip("fla.ops.cp.context")
+    from context_parallel_worker import fla_context
+    for layout in ("contiguous", "zigzag"):
+        for ranks in (2, 3, 4):
+            T = 24 * ranks
+            for cu in ([0, T], [0, 5, T], [0, 1, 7, 24, T - 3, T]):
+                for rank in range(ranks):
+                    real = cp.get_cp_cu_seqlens(torch.tensor(cu), world_size=ranks, rank=rank, group=alone,
+                                                **({} if layout == "contiguous" else dict(layout=layout)))
+                    imitated = vars(fla_context(cu, rank, ranks, layout))
+                    for name, value in imitated.items():
+                        if isinstance(value, torch.Tensor):
+                            assert torch.equal(getattr(real, name), value), (layout, ranks, cu, rank, name)
+                        elif name != "group":
+                            assert getattr(real, name) == value, (layout, ranks, cu, rank, name)

@@ -33,7 +33,7 @@ def test_backward():
 
 def test_handed_back():
     import libkda.fla
-    libkda.fla._plugin.leaves("chunk_kda", "cp_context is not supported yet")
+    libkda.fla._plugin.leaves("chunk_kda", "cp_context is served on CPU tensors only")
 
 def test_too_large():
     torch.zeros(1 << 33, dtype=torch.uint8)
@@ -74,12 +74,13 @@ def test_a_checkout(tmp_path):
     assert rows["test_too_large"]["verdict"] == "out of memory"
     assert rows["test_skipped"]["reason"].endswith("no such card")
     assert "failed: " in run.stdout and "test_wrong" in run.stdout
-    assert "handed back: " in run.stdout and "cp_context is not supported yet" in run.stdout
+    assert "handed back: " in run.stdout and "cp_context is served on CPU tensors only" in run.stdout
     assert report["device"] == "cpu" and report["fla"] and report["torch"] and report["libkda"]
 
 
 def test_verdicts():
-    served, returned = ["libkda: chunk_kda"], ["fla: chunk_kda: cp_context is not supported yet", "libkda: chunk_kda"]
+    served = ["libkda: chunk_kda"]
+    returned = ["fla: chunk_kda: cp_context is served on CPU tensors only", *served]
     for outcome, paths, expected in [("passed", served, "passed"), ("passed", returned, "handed back"),
                                      ("failed", returned, "failed"), ("skipped", [], "skipped")]:
         assert fla_suite.verdict(dict(outcome=outcome, paths=paths)) == expected

@@ -25,6 +25,7 @@
 #include "stage/segment_correct.hpp"
 #include "stage/segment_merge.hpp"
 #include "stage/segment_scan.hpp"
+#include "stage/span_maps.hpp"
 
 namespace kda::plan {
 class PlanBuilder;
@@ -88,11 +89,18 @@ struct ChunkStages {
   StageSizes (*sizes)(const Plan& plan);
 };
 
+/// Spans of longer sequences (include/kda/span.hpp).
+struct SpanStages {
+  Status (*maps)(const stage::SpanMapsCall& args);
+  Status (*fold)(const StateFold& fold);
+};
+
 struct ForwardRow {
   Head head;
   Status (*forward)(const stage::Forward& args);
   std::optional<SegmentStages> segments;
   std::optional<ChunkStages> chunk_stages;
+  std::optional<SpanStages> spans = {};
 };
 
 struct DecodeRow {

@@ -127,6 +127,17 @@ Status run_one_pass(const ForwardRow& row, const stage::Call& call) {
                                 .exit_token = exit_token});
 }
 
+Status check_maps(const Problem& p, const SpanMaps& maps) {
+  if (!maps.M && !maps.B) return invalid("M: pointer is null, and so is that of B");
+  if (!maps.D) return {};
+  if (!maps.M) return invalid("M: pointer is null, and D needs M");
+  if (!maps.d_o && p.batch * p.num_tokens > 0) return invalid("d_o: pointer is null");
+  const DType type = maps.d_o_dtype;
+  if (type != DType::kFloat32 && type != DType::kBFloat16 && type != DType::kFloat16)
+    return invalid("d_o: dtype ", dtype_name(type), " is not fp32, bf16 or fp16");
+  return {};
+}
+
 Status run_forward(const ForwardRow& row, const stage::Call& call) {
   if (!call.plan->segmented) return row.forward(with_kept({call, {}, nullptr}));
   return call.plan->resolved.segment_method == SegmentMethod::kOnePass
@@ -228,6 +239,21 @@ Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTe
         KDA_RETURN_IF_ERROR(check_segments(plan, row, segments, false, true));
         KDA_RETURN_IF_ERROR(row.forward(with_kept({call, plan.segments, segments.states_in})));
         return mark_kept(row.head, plan, tensors);
+      });
+}
+
+Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
+                 std::size_t workspace_bytes) noexcept {
+  if (plan.problem.operation != Operation::kForward)
+    return guarded([] { return invalid("plan: is not of a forward"); });
+  return checked_call(
+      registry::forward_rows(), plan, tensors, workspace, workspace_bytes, nullptr,
+      [&](const ForwardRow& row, const stage::Call& call) {
+        if (!row.spans)
+          return Status(StatusCode::kUnsupported,
+                        cat("plan: ", row.head.name, " has no maps of spans (cpu.blocked has)"));
+        KDA_RETURN_IF_ERROR(check_maps(plan.problem, maps));
+        return row.spans->maps({call, maps});
       });
 }
 

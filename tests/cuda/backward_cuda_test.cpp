@@ -77,11 +77,12 @@ TEST_F(BackwardOnGpu, WindowsChangeNoBit) {
   // Windows end in a chunk, with a sequence, and between empty ones; one has 64 sequences.
   std::vector<int64_t> ones(70, 1);
   ones.push_back(90);
+  std::size_t turn = 0;
   for (const Inputs& inputs :
        {packed({100, 0, 1, 27, 0, 0, 250, 3, 80, 0}, 24, 40), packed({150, 60}, 130, 70),
         packed({64, 64, 0, 63, 65, 128}, 100, 70), packed(ones, 8, 8), check::generate(rows)}) {
     const GradientBuffers whole = run_with(inputs, {});
-    for (const int64_t tokens : {64, 128, 192}) {
+    for (const int64_t tokens : test::in_turn<int64_t>(turn++, {64, 128, 192})) {
       const test::BackwardRun run{.kept_every = tokens};
       EXPECT_TRUE(test::same_gradients(run_with(inputs, run), whole)) << tokens;
       const test::BackwardCall call(inputs, whole.gradients, run);
@@ -180,7 +181,7 @@ TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
   std::vector<Inputs> inputs;
   std::vector<GradientBuffers> serial, parallel;
   for (std::size_t t = 0; t < kThreads; ++t) {
-    inputs.push_back(packed({70, 0, 133}, 24, 40, t));
+    inputs.push_back(packed({70, 0, test::long_case(133)}, 24, 40, t));
     serial.push_back(run_with(inputs[t], {.kept_every = 64}));
     parallel.push_back(check::make_gradients(inputs[t]));
   }

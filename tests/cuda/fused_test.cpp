@@ -660,6 +660,7 @@ TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
 }
 
 TEST_P(Fused, SegmentsInEveryRegime) {
+  std::size_t turn = 0;
   for (const Regime regime : regimes()) {
     check::GenerateOptions options = shape_of(0, 1);
     options.num_value_heads = 2;
@@ -668,7 +669,7 @@ TEST_P(Fused, SegmentsInEveryRegime) {
     options.initial_state = true;
     const Inputs inputs = check::generate(options);
     for (const SegmentMethod method : kMethods)
-      for (const int64_t count : {2, 3, 16})
+      for (const int64_t count : test::in_turn<int64_t>(turn++, {2, 3, 16}))
         test::expect_within(inputs, in_segments(count, method), "cuda.sm90.fused",
                             std::string(check::regime_name(options.regime)) + " in " +
                                 std::to_string(count) + " segments");
@@ -678,9 +679,10 @@ TEST_P(Fused, SegmentsInEveryRegime) {
 /// Outputs of segments are rounded once, when they are corrected, whatever the size of v, of states
 /// and of the scale; sequences begin at any token.
 TEST_P(Fused, SegmentsAreAsExactAsOneRun) {
+  std::size_t turn = 0;
   for (const Regime regime : {Regime::kStrong, Regime::kSlow, Regime::kTrainedSoftplus})
-    for (const auto& [by, scale] :
-         {std::pair{1.0f, 0.0}, std::pair{0x1p20f, 0x1p-12}, std::pair{0x1p-30f, 0x1p10}}) {
+    for (const auto& [by, scale] : test::in_turn<std::pair<float, double>>(
+             turn++, {{1.0f, 0.0}, {0x1p20f, 0x1p-12}, {0x1p-30f, 0x1p10}})) {
       check::GenerateOptions options = shape_of(0, 1);
       options.num_value_heads = 2;
       options.seq_lens = {23, test::long_case(900), 340};

@@ -19,7 +19,7 @@ cmake --build "$work/found" >/dev/null
 "$work/found/consumer_c"
 
 echo "add_subdirectory"
-cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DCMAKE_BUILD_TYPE=Release \
+cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DCMAKE_BUILD_TYPE=Debug \
   -DKDA_CUDA=OFF >/dev/null
 cmake --build "$work/sub" -j2 >/dev/null
 "$work/sub/consumer"

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/convert.hpp"
 #include "support/harness.hpp"
@@ -25,6 +26,13 @@ class GpuTest : public testing::Test {
 
 /// Tokens of a long case.
 inline int64_t long_case(int64_t tokens) { return emulated() ? tokens / 4 : tokens; }
+
+/// All of `values` on a GPU; on the emulated one, where they would take minutes, the one whose turn
+/// it is.
+template <typename Value>
+std::vector<Value> in_turn(std::size_t turn, std::vector<Value> values) {
+  return emulated() ? std::vector<Value>{values[turn % values.size()]} : values;
+}
 
 inline int32_t oracle_threads() {
   return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));

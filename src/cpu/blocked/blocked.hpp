@@ -16,6 +16,8 @@ Status decode(const Kernels& kernels, const stage::Decode& args);
 Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);
+Status span_maps(const Kernels& kernels, const stage::SpanMapsCall& args);
+Status fold_states(const Kernels& kernels, const StateFold& fold);
 
 /// Sequences are taken in so many runs at most: sums for dA_log and ddt_bias are kept for each.
 inline constexpr int64_t kMaxRuns = 1024;

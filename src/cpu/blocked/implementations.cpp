@@ -41,6 +41,15 @@ Status segment_correct_with(const stage::SegmentCorrect& args) {
 }
 
 template <KernelsFn kKernels>
+Status span_maps_with(const stage::SpanMapsCall& args) {
+  return span_maps(*kKernels(), args);
+}
+template <KernelsFn kKernels>
+Status fold_states_with(const StateFold& fold) {
+  return fold_states(*kKernels(), fold);
+}
+
+template <KernelsFn kKernels>
 Status backward_with(const stage::Backward& args) {
   return backward(*kKernels(), args);
 }
@@ -112,7 +121,9 @@ constexpr registry::ForwardRow forward_row(const char* name) {
           .segments = registry::SegmentStages{.scan = segment_scan_with<kKernels>,
                                               .merge = segment_merge_with<kKernels>,
                                               .correct = segment_correct_with<kKernels>},
-          .chunk_stages = {}};
+          .chunk_stages = {},
+          .spans = registry::SpanStages{.maps = span_maps_with<kKernels>,
+                                        .fold = fold_states_with<kKernels>}};
 }
 
 template <KernelsFn kKernels, SupportFn kSupported>

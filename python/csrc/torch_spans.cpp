@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators of spans of longer sequences: libkda::span_maps and libkda::fold_states, on the CPU
+// (include/kda/span.hpp). Who calls them: python/libkda/context_parallel.py.
+#include <torch/csrc/stable/library.h>
+
+#include <cstring>
+#include <vector>
+
+#include "device.hpp"
+#include "memory.hpp"
+#include "plans.hpp"
+#include "problem.hpp"
+
+namespace kda_torch {
+namespace {
+
+inline constexpr Types kFloats = {"float32",
+                                  {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
+inline constexpr Types kSteps = {"int64", {ScalarType::Long, ScalarType::Long, ScalarType::Long}};
+inline constexpr Types kRowsOnly = {"float32, bfloat16 or float16",
+                                    {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
+
+float* floats_of(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+  return static_cast<float*>(const_cast<void*>(dense_pointer(x, x, name, kFloats, shape)));
+}
+
+/// M [N, HV, K, K] of every sequence, and what it adds [N, HV, K, V]: B, or D where d_o is given.
+/// With initial_state the state behind the sequence in the place of B.
+void span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor M, Tensor A,
+               MaybeTensor d_o, MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state,
+               Tensor cu_seqlens, int64_t gate_mode, int64_t beta_mode, double lower_bound,
+               double scale, bool l2norm) {
+  if (!q.is_cpu()) refuse("q must be on the CPU, got ", device_text(q));
+  if (computes_in_float64(q))
+    refuse("q must be float32, bfloat16 or float16, got ", ScalarType::Double);
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
+  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, {});
+  set_initial_state(&p, q, initial_state, {}, false);
+  const int64_t N = p.num_sequences, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+  kda_maps maps;
+  std::memset(&maps, 0, sizeof(maps));
+  maps.struct_size = sizeof(maps);
+  if (M) maps.M = floats_of(*M, "M", {N, HV, K, K});
+  (d_o ? maps.D : maps.B) = floats_of(A, "A", {N, HV, K, V});
+  if (d_o) {
+    maps.d_o = dense_pointer(*d_o, q, "d_o", kRowsOnly, {p.batch, p.num_tokens, HV, V});
+    maps.d_o_dtype = dtype_of(*d_o);
+  }
+  const Tensor o = new_output(&p, q, v);  // never touched: addresses, no memory
+  const ForwardPlan plan = forward_plan(p, options_for(q), lengths);
+  with_workspace(kda_plan_workspace_bytes(plan.get()), q, [&](void* workspace, size_t bytes) {
+    check(kda_span_maps(plan.get(), &p, &maps, workspace, bytes));
+  });
+}
+
+/// Steps [S, 3] of (start, map, store) over maps [R, HV K (K + V)]: M, then what it adds.
+void fold_states(Tensor maps, Tensor starts, Tensor states, Tensor steps, bool transposed) {
+  for (const auto& [x, name] :
+       {std::pair<const Tensor&, const char*>{starts, "starts"}, {states, "states"}})
+    if (x.dim() != 4) refuse(name, " must have 4 dimensions, got ", x.dim());
+  const int64_t HV = states.size(1), K = states.size(2), V = states.size(3);
+  if (maps.dim() != 2) refuse("maps must have 2 dimensions, got ", maps.dim());
+  if (steps.dim() != 2) refuse("steps must have 2 dimensions, got ", steps.dim());
+  if (!states.is_cpu()) refuse("states must be on the CPU, got ", device_text(states));
+  kda_fold fold;
+  std::memset(&fold, 0, sizeof(fold));
+  fold.struct_size = sizeof(fold);
+  fold.num_value_heads = HV, fold.key_dim = K, fold.value_dim = V;
+  fold.num_maps = maps.size(0);
+  fold.map_stride = HV * K * (K + V);
+  fold.M = floats_of(maps, "maps", {fold.num_maps, fold.map_stride});
+  fold.A = fold.M ? fold.M + HV * K * K : nullptr;
+  fold.num_starts = starts.size(0);
+  fold.starts = floats_of(starts, "starts", {fold.num_starts, HV, K, V});
+  fold.num_states = states.size(0);
+  fold.states = floats_of(states, "states", {fold.num_states, HV, K, V});
+  fold.num_steps = steps.size(0);
+  static_assert(sizeof(kda_fold_step) == 3 * sizeof(int64_t));
+  fold.steps = static_cast<const kda_fold_step*>(
+      dense_pointer(steps, states, "steps", kSteps, {fold.num_steps, 3}));
+  fold.transposed = transposed;
+  fold.num_threads = options_for(states).num_threads;
+  check(kda_fold_states(&fold));
+}
+
+}  // namespace
+}  // namespace kda_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
+  m.def(
+      "span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!)? M, Tensor(b!) A, "
+      "Tensor? d_o, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor cu_seqlens, int "
+      "gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm) -> ()");
+  m.def(
+      "fold_states(Tensor maps, Tensor starts, Tensor(a!) states, Tensor steps, bool transposed) "
+      "-> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
+  m.impl("span_maps", TORCH_BOX(&kda_torch::span_maps));
+  m.impl("fold_states", TORCH_BOX(&kda_torch::fold_states));
+}

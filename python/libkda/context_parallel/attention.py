@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""chunk_kda over several ranks, forward and backward."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import ops
+from .._checks import check, computes_in_float64
+from .._operands import as_type, dense, parameter_of, rows_of
+from .exchange import AllGather, agree, check_place
+
+_span_maps = torch.ops.libkda.span_maps.default
+_fold_states = torch.ops.libkda.fold_states.default
+_backward = torch.ops.libkda.backward.default
+
+
+def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+              modes: tuple[Any, ...], output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of)."""
+    values = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    state_v_first = modes[-1]
+
+    def sizes_of():
+        check("chunk_kda", values)
+        if computes_in_float64(q):
+            raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
+        check_place(context, "q", q)
+        HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+        _check_initial_state(context, q, initial_state, (HV, V, K) if state_v_first else (HV, K, V))
+        return HV, K, V
+
+    sizes = agree(context, "HV, K, V", sizes_of,
+                   lambda known: _row(context._forward, known).refuse())
+    o, final_state = _ChunkKda.apply(context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return as_type(o, q.dtype), final_state if output_final_state else None
+
+
+def _check_initial_state(context, q, state, shape):
+    if state is None:
+        return
+    if not isinstance(state, torch.Tensor) or state.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"initial_state must be a float32 or bfloat16 tensor, got "
+                        f"{getattr(state, 'dtype', type(state).__name__)}")
+    if state.device != q.device:
+        raise ValueError(f"initial_state must be on the device of q, {q.device}, got {state.device}")
+    counts = {len(context.begins)} if context._of_fla else {context.num_sequences, len(context.begins)}
+    if tuple(state.shape[1:]) != shape or state.dim() != 4 or state.shape[0] not in counts:
+        count = " or ".join(str(n) for n in sorted(counts, reverse=True))
+        raise ValueError(f"initial_state must have shape [{count}, {', '.join(map(str, shape))}] (all sequences, or "
+                         f"those that begin on this rank), got {list(state.shape)}")
+
+
+def _row(direction, sizes):
+    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges)
+
+
+def _runs(indices):
+    """Neighbours among sorted indices, as (first, last + 1)."""
+    start = None
+    for i, index in enumerate(indices):
+        if start is None:
+            start = index
+        if i + 1 == len(indices) or indices[i + 1] != index + 1:
+            yield start, index + 1
+            start = None
+
+
+class _Call:
+    """One direction of one call on this rank: its maps, and the states that it gives and gets. States are fp32, in the
+    kv layout."""
+
+    def __init__(self, direction, sizes, modes, rows, parameters):
+        self.direction, self.context, self.sizes = direction, direction.context, sizes
+        self.modes, self.rows, self.parameters = modes, rows, parameters
+        self.gather = _row(direction, sizes)
+        HV, K, V = sizes
+        self.map_floats = HV * K * (K + V)
+        self.private = torch.zeros(len(direction.private_slots), self.map_floats)
+        count = len(self.context.spans)
+        if direction.all and direction.forward:
+            count += self.context.num_sequences
+        #: before each span of this rank (of a backward: behind it), and with "all" behind each sequence
+        self.states = torch.zeros(count, HV, K, V)
+
+    def _place(self, index):
+        """Where the map of a span goes; None if nobody needs it."""
+        direction = self.direction
+        if index in direction.private_slots:
+            return self.private[direction.private_slots[index]]
+        if index not in direction.shared_slots:
+            return None
+        begin = direction.shared_slots[index] * self.map_floats
+        return self.gather.mine[begin:begin + self.map_floats]
+
+    def give_state(self, index, state):
+        """The state that leaves a span whose start is known: a map that is constant."""
+        place = self._place(index)
+        if place is not None:
+            place[-state.numel():] = state.flatten()
+
+    def give_extra(self, states):
+        """States that travel beside the maps, with final_states = "all"."""
+        if self.direction.extra_states:
+            self.gather.mine[self.direction.rows * self.map_floats:-1] = states.flatten()
+
+    def extra_of(self, gathered):
+        """Their sums over the ranks, in the order of these."""
+        rows = gathered[:, self.direction.rows * self.map_floats:]
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        return total.view(-1, *self.states.shape[1:])
+
+    def tokens(self, first, last):
+        offsets = self.context.offsets
+        return offsets[first], offsets[last], torch.tensor(
+            [x - offsets[first] for x in offsets[first:last + 1]], dtype=torch.int32)
+
+    def maps(self, indices, d_o=None):
+        """M and what it adds, B or D, of some spans, by index."""
+        HV, K, V = self.sizes
+        for first, last in _runs(indices):
+            begin, end, cu = self.tokens(first, last)
+            M, A = torch.empty(last - first, HV, K, K), torch.empty(last - first, HV, K, V)
+            _span_maps(*(x[:, begin:end] for x in self.rows), M, A, None if d_o is None else dense(d_o[:, begin:end]),
+                       *self.parameters, None, cu, *self.modes[:5])
+            for i in range(first, last):
+                yield i, torch.cat([M[i - first].flatten(), A[i - first].flatten()])
+
+    def give_maps(self, d_o=None):
+        for index, values in self.maps(self.direction.mapped, d_o):
+            self._place(index).copy_(values)
+
+    def give_early(self, d_o=None):
+        """The states that leave spans at the near end, without their outputs."""
+        if d_o is not None:
+            for index, values in self.maps(self.direction.early, d_o):
+                state = torch.empty(1, *self.states.shape[1:])
+                _fold_states(values[None], self.states[index:index + 1], state, torch.tensor([[0, 0, 0]]), True)
+                self.give_state(index, state)
+            return
+        for first, last in _runs(self.direction.early):
+            begin, end, cu = self.tokens(first, last)
+            states = torch.empty(last - first, *self.states.shape[1:])
+            _span_maps(*(x[:, begin:end] for x in self.rows), None, states, None, *self.parameters,
+                       self.states[first:last], cu, *self.modes[:5])
+            for index in range(first, last):
+                self.give_state(index, states[index - first])
+
+    def fold(self, gathered, starts):
+        """Fills the states of spans that were not known before the exchange."""
+        direction = self.direction
+        if not len(direction.steps):
+            return
+        shared = direction.rows * self.map_floats
+        maps = torch.cat([gathered[:, :shared].reshape(-1, self.map_floats), self.private])
+        _fold_states(maps, starts, self.states, direction.steps, not direction.forward)
+
+
+class _ChunkKda(torch.autograd.Function):
+    """(o of v's type, final states fp32) of the tokens of this rank."""
+
+    @staticmethod
+    def forward(ctx, context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
+        rows = [rows_of(x) for x in (q, k, v, g, beta)]
+        parameters = [parameter_of(x) for x in (A_log, dt_bias)]
+        call = _Call(context._forward, sizes, modes, rows, parameters)
+        direction, v_first = call.direction, modes[-1]
+        try:
+            o = torch.empty(v.shape, dtype=rows[2].dtype)
+            starts = _starting_states(context, initial_state, sizes, v_first)
+            for span in context.spans:
+                if span.first:
+                    call.states[span.place] = starts[context.begins.index(span.sequence)]
+            behind = torch.zeros(len(context.spans), *call.states.shape[1:])
+
+            def run(indices):
+                for first, last in _runs(indices):
+                    begin, end, cu = call.tokens(first, last)
+                    ops.forward_into(*(x[:, begin:end] for x in rows), o[:, begin:end], behind[first:last], None,
+                                     *parameters, call.states[first:last], cu, None, *modes[:5], False)
+
+            run(direction.at_once)
+            for index in direction.at_once:
+                call.give_state(index, behind[index])
+            call.give_extra(_states_of_empty(context, starts))
+            call.give_early()
+            call.give_maps()
+            call.gather.start()
+            run(direction.meanwhile)
+        except Exception:
+            call.gather.refuse()
+            raise
+        gathered = call.gather.finish()
+        call.fold(gathered, call.states[:0])
+        run(direction.after)
+        final = _final_states(context, call, gathered, behind, starts)
+        ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
+        ctx.state_like = None if initial_state is None else (initial_state.shape, initial_state.dtype)
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, call.states[:len(context.spans)])
+        return o, final.mT.contiguous() if v_first else final
+
+    @staticmethod
+    def backward(ctx, d_o, d_final):
+        with torch.no_grad():
+            gradients = _ChunkKda.gradients(ctx, d_o, d_final)
+        if not torch.is_grad_enabled():
+            return None, None, None, *gradients
+        once = iter(_Once.apply(*ctx.saved_tensors[:5], *(x for x in gradients if x is not None)))
+        return None, None, None, *(None if x is None else next(once) for x in gradients)
+
+    @staticmethod
+    def gradients(ctx, d_o, d_final):
+        context, v_first = ctx.context, ctx.modes[-1]
+        *inputs, states = ctx.saved_tensors
+        rows, parameters = [rows_of(x) for x in inputs[:5]], [parameter_of(x) for x in inputs[5:]]
+        call = _Call(context._backward, ctx.sizes, ctx.modes, rows, parameters)
+        direction = call.direction
+        try:
+            d_o, d_final = dense(d_o), (d_final.mT if v_first else d_final).float().contiguous()
+            wanted = sum(1 << i for i, x in enumerate(inputs) if x is not None and ctx.needs_input_grad[3 + i])
+            pieces = {}
+            before = torch.zeros_like(states)
+            if direction.all:
+                call.give_extra(d_final)
+            else:
+                for span in context.spans:
+                    if span.last:
+                        call.states[span.place] = d_final[context.ends.index(span.sequence)]
+
+            def run(indices):
+                for first, last in _runs(indices):
+                    begin, end, cu = call.tokens(first, last)
+                    pieces[first] = _backward(
+                        d_o[:, begin:end], call.states[first:last], *(x[:, begin:end] for x in rows), *parameters,
+                        states[first:last], cu, None, *ctx.modes[:5], False, None, None, 0, wanted | 128)
+                    before[first:last] = pieces[first][7]
+
+            run(direction.at_once)
+            for index in direction.at_once:
+                call.give_state(index, before[index])
+            call.give_early(d_o)
+            call.give_maps(d_o)
+            call.gather.start()
+            run(direction.meanwhile)
+        except Exception:
+            call.gather.refuse()
+            raise
+        gathered = call.gather.finish()
+        if direction.all:  # every rank has had the states
+            d_final = call.extra_of(gathered)
+        call.fold(gathered, d_final if direction.all else call.states[:0])
+        run(direction.after)
+        gradients = _joined(inputs, pieces, wanted)
+        d_initial = _initial_gradients(context, before, d_final, ctx.state_like, ctx.needs_input_grad[10], v_first)
+        return *gradients, d_initial
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that nobody can differentiate again."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return tuple(x.view_as(x) for x in args[5:])  # behind q to beta, which they depend on
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(ops.NO_SECOND)
+
+
+def _starting_states(context, initial_state, sizes, v_first):
+    """Of the sequences that begin here, [len(begins), HV, K, V]."""
+    if initial_state is None:
+        return torch.zeros(len(context.begins), *sizes)
+    mine = initial_state.float()
+    if len(mine) != len(context.begins):
+        mine = mine[context.begins]
+    return (mine.mT if v_first else mine).contiguous()
+
+
+def _states_of_empty(context, starts):
+    """Final states of all sequences without tokens, those of other ranks as zeros."""
+    empty = [n for n, chain in enumerate(context.chains) if not chain]
+    states = starts.new_zeros(len(empty), *starts.shape[1:])
+    for n in context.empty:
+        states[empty.index(n)] = starts[context.begins.index(n)]
+    return states
+
+
+def _final_states(context, call, gathered, behind, starts):
+    if context.final_states == "all":
+        final = call.states[len(context.spans):]
+        if call.direction.extra_states:
+            final[[n for n, chain in enumerate(context.chains) if not chain]] = call.extra_of(gathered)
+        return final
+    final = behind.new_zeros(len(context.ends), *behind.shape[1:])
+    for span in context.spans:
+        if span.last:
+            final[context.ends.index(span.sequence)] = behind[span.place]
+    for n in context.empty:
+        final[context.ends.index(n)] = starts[context.begins.index(n)]
+    return final
+
+
+def _joined(inputs, pieces, wanted):
+    """Gradients of q to dt_bias: of tokens after each other; of parameters added up in float64, in order."""
+    ordered = [pieces[first] for first in sorted(pieces)]
+    for i, x in enumerate(inputs):
+        if not wanted >> i & 1:
+            yield None
+        elif not ordered:
+            yield torch.zeros_like(x)
+        elif i < 5:
+            yield torch.cat([piece[i] for piece in ordered], dim=1).to(x.dtype)
+        else:
+            yield sum(piece[i].double() for piece in ordered).view(x.shape).to(x.dtype)
+
+
+def _initial_gradients(context, before, d_final, like, wanted, v_first):
+    if not wanted:
+        return None
+    shape, dtype = like
+    kv = (*shape[:2], shape[3], shape[2]) if v_first else shape
+    d_initial = torch.zeros(kv)
+    here = shape[0] == len(context.begins)
+    place = lambda n: context.begins.index(n) if here else n
+    for span in context.spans:
+        if span.first:
+            d_initial[place(span.sequence)] = before[span.place]
+    for n in context.empty:
+        d_initial[place(n)] = d_final[n if context.final_states == "all" else context.ends.index(n)]
+    return (d_initial.mT if v_first else d_initial).to(dtype)

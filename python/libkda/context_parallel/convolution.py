@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short causal convolution over several ranks."""
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from .contexts import Span
+from .exchange import AllGather, agree, check_place, waited
+from .fla import context_of
+
+
+class _Halo:
+    """Which tokens of other spans a causal convolution of a width reads, as rows of three tables after each other: the
+    tokens of this rank, the last width - 1 tokens of spans that go on (of all ranks), and one row of zeros."""
+
+    def __init__(self, context, width):
+        self.reach = width - 1
+        sent: list[list[Span]] = [[] for _ in range(context.ranks)]
+        for chain in context.chains:
+            for span in chain[:-1]:
+                if any(other.rank != span.rank for other in chain):
+                    sent[span.rank].append(span)
+        self.rows = max(len(row) for row in sent)
+        slots = {span: rank * self.rows + slot for rank, row in enumerate(sent)
+                 for slot, span in enumerate(sorted(row, key=lambda span: span.place))}
+        zero = context.num_tokens + context.ranks * self.rows * self.reach
+        at = lambda span, token: context.offsets[span.place] + token - span.begin
+
+        def source(span, token):
+            if token < context.cu_seqlens_whole[span.sequence]:
+                return zero
+            chain = context.chains[span.sequence]
+            owner = chain[bisect.bisect_right([x.begin for x in chain], token) - 1]
+            if owner.rank == context.rank:
+                return at(owner, token)
+            return context.num_tokens + (slots[owner] + 1) * self.reach - (owner.end - token)
+
+        read, first = [], []
+        for span in context.spans:
+            first += range(len(read), len(read) + span.end - span.begin)
+            read += [source(span, token) for token in range(span.begin - self.reach, span.begin)]
+            read += range(at(span, span.begin), at(span, span.begin) + span.end - span.begin)
+        #: rows that are read, and where among them the tokens of each output begin
+        self.read, self.first = torch.tensor(read, dtype=torch.int64), torch.tensor(first, dtype=torch.int64)
+        tails = [zero] * (self.rows * self.reach)
+        for span in sent[context.rank]:
+            slot = slots[span] - context.rank * self.rows
+            for token in range(max(span.begin, span.end - self.reach), span.end):
+                tails[(slot + 1) * self.reach - (span.end - token)] = at(span, token)
+        self.sent = torch.tensor(tails, dtype=torch.int64)
+
+
+class _Tails(torch.autograd.Function):
+    """The rows of all ranks that _Halo reads, [ranks * rows * reach, D]."""
+
+    @staticmethod
+    def forward(ctx, context, halo, x):
+        ctx.context, ctx.halo, ctx.tokens = context, halo, len(x)
+        D = x.shape[1]
+        gather = _tail_row(context, halo, D, x.dtype)
+        mine = halo.sent < len(x)
+        gather.mine[:-1].view(-1, D)[mine] = x[halo.sent[mine]]
+        gather.start()
+        return gather.finish().reshape(-1, D)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_tails):
+        context, halo = ctx.context, ctx.halo
+        D = d_tails.shape[1]
+        rows = d_tails.reshape(context.ranks, -1).contiguous()
+        if context.ranks > 1 and halo.rows:
+            received = torch.empty_like(rows)
+            waited("an exchange", lambda: dist.all_to_all_single(received, rows, group=context.group))
+            rows = received
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total += row
+        mine = halo.sent < ctx.tokens
+        d_x = d_tails.new_zeros(ctx.tokens, D)
+        d_x[halo.sent[mine]] = total.view(-1, D)[mine]
+        return None, None, d_x
+
+
+def _tail_row(context, halo, D, dtype=torch.float32):
+    return AllGather(context, halo.rows * halo.reach * D + 1, halo.rows > 0, dtype)
+
+
+def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, context: Any,
+                  activation: str | None = None) -> torch.Tensor:
+    """The short causal convolution in front of KDA, a channel at a time, over sequences on several ranks:
+    y_t = activation(bias + sum_j weight[:, j] x[t - W + 1 + j]), with zeros before the start of a sequence.
+
+    x [1, T, D]: the tokens of this rank; weight [D, W] or [D, 1, W], W 2 to 4; bias [D]; float32, bfloat16 or float16.
+    activation: None, "silu" or "swish". context: a Context or an FLACPContext. Returns y [1, T, D] of x's type,
+    computed in fp32, without an activation with the bits of one rank (torch's silu has others at the end of a tensor).
+    Gradients of all three; those of weight and bias are of the tokens of this rank. One all-gather of W - 1 tokens a
+    span forward, one all-to-all backward. Raises TypeError and ValueError, on every rank, for what does not fit.
+    """
+    context = context_of(context, "x", x)
+
+    def sizes_of():
+        D, W = _conv_sizes(context, x, weight, bias)
+        if activation not in (None, "silu", "swish"):
+            raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
+        return D, W, x.dtype.itemsize
+
+    D, W, _ = agree(context, "D, W, bytes of x", sizes_of, lambda known: _tail_row(
+        context, _halo_of(context, known[1]), known[0], torch.float32 if known[2] == 4 else torch.bfloat16).refuse())
+    halo = _halo_of(context, W)
+    tokens = x[0]
+    rows = torch.cat([tokens, _Tails.apply(context, halo, tokens), tokens.new_zeros(1, D)]).index_select(0, halo.read)
+    rows, taps = rows.float(), weight.reshape(D, W).float()
+    y = rows.new_zeros(()) if bias is None else bias.float()
+    for j in range(W):
+        y = y + rows.index_select(0, halo.first + j) * taps[:, j]
+    if activation is not None:
+        y = torch.nn.functional.silu(y)
+    return y.to(x.dtype)[None]
+
+
+def _halo_of(context, width):
+    if width not in context._halos:
+        context._halos[width] = _Halo(context, width)
+    return context._halos[width]
+
+
+def _conv_sizes(context, x, weight, bias):
+    for name, value in (("x", x), ("weight", weight), *([] if bias is None else [("bias", bias)])):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {value.dtype}")
+        if value.device != x.device:
+            raise ValueError(f"{name} must be on the device of x, {x.device}, got {value.device}")
+    if x.dim() != 3:
+        raise ValueError(f"x must have shape [1, T, D], got {list(x.shape)}")
+    check_place(context, "x", x)
+    D, W = x.shape[2], weight.shape[-1] if weight.dim() else 0
+    if tuple(weight.shape) not in ((D, W), (D, 1, W)) or not 2 <= W <= 4:
+        raise ValueError(f"weight must have shape [{D}, W] or [{D}, 1, W] with W 2 to 4, got {list(weight.shape)}")
+    if bias is not None and tuple(bias.shape) != (D,):
+        raise ValueError(f"bias must have shape [{D}], got {list(bias.shape)}")
+    return D, W

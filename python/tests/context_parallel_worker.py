@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS`. Rank 0 writes what it finds to
+FOLDER/found.json; every rank fails with a traceback."""
+import datetime
+import json
+import os
+import pathlib
+import random
+import sys
+import time
+import types
+
+import torch
+import torch.distributed as dist
+
+from libkda import chunk_kda
+from libkda import context_parallel as cp
+
+CASES = 70
+NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+TIMEOUT = 4  # seconds, of the group in which a rank stays away
+
+
+def main(folder, rank, ranks):
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    solo = [dist.new_group([r]) for r in range(ranks)][rank]
+    found = dict(cases=[play(Case(ranks, i), rank) for i in range(CASES)])
+    for i in range(6):
+        tiles(random.Random(100 * ranks + i), rank, ranks, solo)
+    for width in (2, 3, 4):
+        convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
+    for layout in ("contiguous", "zigzag"):
+        fla_interface(layout, rank, ranks)
+    refusals(rank, ranks)
+    absent(rank, ranks)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dead(rank, ranks)
+
+
+# ---- random problems -------------------------------------------------------------------------------------------------
+
+def random_table(rng, tokens, ranks):
+    """Any fragments on any ranks, in any order."""
+    cuts = sorted({0, tokens, *(rng.randint(0, tokens) for _ in range(rng.randint(0, 3 * ranks)))})
+    if rng.random() < 0.4:  # fragments of one token
+        cuts = sorted({*cuts, *(min(cut + 1, tokens) for cut in cuts)})
+    table = [[] for _ in range(ranks)]
+    for pair in zip(cuts, cuts[1:]):
+        table[rng.randrange(ranks)].append(pair)
+    for row in table:
+        rng.shuffle(row)
+    return table
+
+
+class Case:
+    """A random problem, the same on every rank."""
+
+    def __init__(self, ranks, seed):
+        rng = random.Random(1000 * ranks + seed)
+        self.name = f"{ranks} ranks, case {seed}"
+        lengths = [rng.choice((0, 1, 2, 5, 17, 40, 63, 64, 65, 130)) for _ in range(rng.randint(1, 6))]
+        if not sum(lengths) and seed % 2:
+            lengths.append(33)
+        self.cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        self.T, self.N = self.cu[-1], len(lengths)
+        self.layout = rng.choice(("table", "table", "contiguous", "zigzag"))
+        self.table = random_table(rng, self.T, ranks)
+        self.H, self.K, self.V = rng.choice((1, 2)), rng.choice((4, 8, 16, 33)), rng.choice((3, 8, 20, 40))
+        self.HV = self.H * rng.choice((1, 1, 2, 3))
+        self.gate = rng.choice(("log", "softplus", "softplus", "bounded"))
+        self.dtype = rng.choice((torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16))
+        self.states = rng.choice((None, "whole", "begins"))
+        self.final_states = rng.choice(("last", "last", "all"))
+        self.v_first = rng.random() < 0.3
+        sigmoid = rng.random() < 0.6
+        self.flags = dict(
+            use_qk_l2norm_in_kernel=True, state_v_first=self.v_first, use_gate_in_kernel=self.gate != "log",
+            lower_bound=-5.0 if self.gate == "bounded" else None, use_beta_sigmoid_in_kernel=sigmoid,
+            allow_neg_eigval=sigmoid and rng.random() < 0.5, scale=rng.choice((None, 0.3)),
+            output_final_state=rng.random() < 0.8)
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        normal = lambda *shape: torch.randn(*shape, generator=generator)
+        x = dict(q=normal(1, self.T, self.H, self.K), k=normal(1, self.T, self.H, self.K),
+                 v=normal(1, self.T, self.HV, self.V), g=normal(1, self.T, self.HV, self.K),
+                 beta=normal(1, self.T, self.HV))
+        if self.gate == "log":
+            x["g"] = -x["g"].abs() * rng.choice((0.01, 0.3, 3))
+        if not sigmoid:
+            x["beta"] = x["beta"].sigmoid()
+        self.x = {name: t.to(self.dtype) for name, t in x.items()}
+        if self.gate != "log":
+            self.x["A_log"] = normal(self.HV) * 0.3
+            if rng.random() < 0.6:
+                self.x["dt_bias"] = normal(self.HV * self.K) * 0.3
+        matrix = (self.V, self.K) if self.v_first else (self.K, self.V)
+        if self.states:
+            self.x["initial_state"] = normal(self.N, self.HV, *matrix)
+        self.d_o = normal(1, self.T, self.HV, self.V).to(self.dtype)
+        self.d_final = normal(ranks, self.N, self.HV, *matrix)  # each rank's, of the states that it is given
+
+    def context(self):
+        keywords = dict(final_states=self.final_states)
+        if self.layout == "table":
+            return cp.Context(self.cu, self.table, **keywords)
+        return (cp.contiguous if self.layout == "contiguous" else cp.zigzag)(torch.tensor(self.cu), **keywords)
+
+
+def differentiated(function, leaves, d_o, d_final_of, flags):
+    """Outputs and gradients by name."""
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
+    o, final = function(**leaves, **flags)
+    loss = (o * d_o.to(o.dtype)).sum()
+    if final is not None:
+        loss = loss + (final * d_final_of(final)).sum()
+    gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
+    found = dict(o=o.detach(), **{f"d{name}": torch.zeros_like(leaves[name]) if gradient is None else gradient
+                                  for name, gradient in zip(leaves, gradients)})
+    if final is not None:
+        found["final_state"] = final.detach()
+    return found
+
+
+def spread(x, context, whole_tokens):
+    """A tensor of this rank's tokens as one of all, zeros elsewhere."""
+    whole = x.new_zeros(1, whole_tokens, *x.shape[2:])
+    at = 0
+    for begin, end in context.fragments[context.rank]:
+        whole[:, begin:end] = x[:, at:at + end - begin]
+        at += end - begin
+    return whole
+
+
+def added_up(x, group=None):
+    x = x.double().contiguous()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def play(case, rank):
+    """Errors and norms by tensor: of the ranks together, of one process, of the float64 result."""
+    context = case.context()
+    mine = {name: context.take(t) if name in NAMES[:5] else t for name, t in case.x.items()}
+    if case.states == "begins":
+        mine["initial_state"] = case.x["initial_state"][context.begins]
+    wanted = case.d_final[rank] if case.final_states == "all" else case.d_final[0][context.ends]
+    here = differentiated(chunk_kda, mine, context.take(case.d_o), lambda _: wanted,
+                          dict(case.flags, cp_context=context))
+    for name, x in here.items():
+        if name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            x = spread(x, context, case.T)
+        elif name == "dinitial_state" and len(x) != case.N:
+            x = x.new_zeros(case.N, *x.shape[1:]).index_copy_(0, torch.tensor(context.begins, dtype=torch.int64), x)
+        elif name == "final_state" and case.final_states == "last":
+            x = x.new_zeros(case.N, *x.shape[1:]).index_copy_(0, torch.tensor(context.ends, dtype=torch.int64), x)
+        elif name == "final_state":
+            first = x.clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(first, x), "final states differ between ranks"
+            x = x if rank == 0 else torch.zeros_like(x)
+        here[name] = x.double()
+    total = added_up(torch.cat([x.flatten() for x in here.values()]))
+    if rank != 0:
+        return None
+    parts = total.split([x.numel() for x in here.values()])
+    here = {name: part.view(x.shape) for (name, x), part in zip(here.items(), parts)}
+    flags = dict(case.flags, cu_seqlens=torch.tensor(case.cu))
+    d_final = case.d_final.sum(0) if case.final_states == "all" else case.d_final[0]
+    whole = lambda leaves, double: differentiated(
+        chunk_kda, leaves, case.d_o, lambda final: d_final.to(final.dtype), flags)
+    one = whole(case.x, False)
+    exact = whole({name: t.double() for name, t in case.x.items()}, True)
+    square = lambda x: float(x.double().square().sum())
+    return dict(case=case.name, dtype=str(case.dtype), tensors={
+        name: [square(here[name] - exact[name]), square(one[name].double() - exact[name]), square(exact[name])]
+        for name in exact})
+
+
+# ---- one result for every number of ranks ----------------------------------------------------------------------------
+
+def tiles(rng, rank, ranks, solo):
+    """The bits of one rank, whatever the fragments and the neighbours."""
+    tile = rng.choice((64, 128))
+    lengths = [rng.choice((1, 64, 100, 128, 333, 500)) for _ in range(rng.randint(1, 4))]
+    cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    cuts = sorted({x for n, length in enumerate(lengths) for x in range(cu[n], cu[n] + length, tile)} | {cu[-1]})
+    kept = sorted({0, cu[-1], *rng.sample(cuts, rng.randint(0, len(cuts)))})
+    table = [[] for _ in range(ranks)]
+    for pair in zip(kept, kept[1:]):
+        table[rng.randrange(ranks)].append(pair)
+    if rng.random() < 0.5:
+        table = cp.zigzag(cu, tile=tile).fragments
+    T, N, HV, K, V = cu[-1], len(lengths), 2, 16, 24
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    x = dict(q=normal(1, T, 1, K), k=normal(1, T, 1, K), v=normal(1, T, HV, V), g=normal(1, T, HV, K) - 3,
+             beta=normal(1, T, HV), initial_state=normal(N, HV, K, V), A_log=normal(HV))
+    d_o, d_final = normal(1, T, HV, V), normal(N, HV, K, V)
+    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                 output_final_state=True)
+
+    def run(context):
+        mine = {name: context.take(t) if name in NAMES[:5] else t for name, t in x.items()}
+        return differentiated(chunk_kda, mine, context.take(d_o), lambda _: d_final[context.ends],
+                              dict(flags, cp_context=context))
+
+    context = cp.Context(cu, table, tile=tile)
+    here, alone = run(context), run(cp.Context(cu, [[(0, T)]], solo, tile=tile))
+    for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+        assert torch.equal(here[name], context.take(alone[name])), f"{name} has other bits on {ranks} ranks"
+    assert torch.equal(here["final_state"], alone["final_state"][context.ends])
+    for n in context.begins:
+        assert torch.equal(here["dinitial_state"][n], alone["dinitial_state"][n])
+    total = added_up(here["dA_log"]).float()
+    assert torch.allclose(total, alone["dA_log"], rtol=1e-4, atol=1e-4)
+
+
+# ---- convolution, FLA's contexts -------------------------------------------------------------------------------------
+
+def convolution(rng, rank, ranks, solo, width):
+    for dtype in (torch.float32, torch.bfloat16):
+        lengths = [rng.choice((0, 1, 2, 3, 20)) for _ in range(5)] + [9]
+        cu, D = [sum(lengths[:n]) for n in range(len(lengths) + 1)], 6
+        generator = torch.Generator().manual_seed(rng.randrange(2**31))
+        normal = lambda *shape: torch.randn(*shape, generator=generator)
+        x, d_y = normal(1, cu[-1], D).to(dtype), normal(1, cu[-1], D).to(dtype)
+        leaves = dict(weight=normal(D, width), bias=normal(D))
+
+        def run(context, activation=None):
+            mine = dict(leaves, x=context.take(x))
+            mine = {name: t.detach().clone().requires_grad_() for name, t in mine.items()}
+            y = cp.causal_conv1d(**mine, context=context, activation=activation)
+            y.backward(context.take(d_y))
+            return y.detach(), {name: t.grad for name, t in mine.items()}
+
+        context = cp.Context(cu, random_table(rng, cu[-1], ranks))
+        (y, gradients), (y1, gradients1) = run(context), run(cp.Context(cu, [[(0, cu[-1])]], solo))
+        assert torch.equal(y, context.take(y1)), "the convolution has other bits on more ranks"
+        most = 1e-2 if dtype is torch.bfloat16 else 1e-5
+        assert torch.allclose(gradients["x"].float(), context.take(gradients1["x"]).float(), rtol=most, atol=most)
+        for name in leaves:
+            assert torch.allclose(added_up(gradients[name]).float(), gradients1[name], rtol=1e-4, atol=1e-4), name
+        expected = []
+        for n in range(len(lengths)):
+            padded = torch.nn.functional.pad(x[:, cu[n]:cu[n + 1]].float().mT, (width - 1, 0))
+            if lengths[n]:
+                expected.append(torch.nn.functional.conv1d(padded, leaves["weight"][:, None], leaves["bias"],
+                                                           groups=D).mT)
+        expected = torch.nn.functional.silu(torch.cat(expected, 1))
+        assert torch.allclose(run(context, "silu")[0].float(), context.take(expected), rtol=1e-2, atol=1e-5)
+
+
+def fla_context(cu, rank, ranks, layout):
+    """The fields of an FLACPContext of build_cp_context(), by its rules: W or 2 W equal parts."""
+    parts = [rank] if layout == "contiguous" else [rank, 2 * ranks - 1 - rank]
+    size = cu[-1] // (ranks if layout == "contiguous" else 2 * ranks)
+    lists, first, last = [], [], []
+    for part in parts:
+        begin, end = part * size, (part + 1) * size
+        lists.append(sorted({min(max(x, begin), end) - begin for x in cu}))
+        first.append(begin in cu)
+        last.append(end in cu)
+    local = lists[0] + [x + size for x in lists[-1][1:]] * (len(parts) - 1)
+    both = dict(group=dist.group.WORLD, cu_seqlens=torch.tensor(local, dtype=torch.int32), layout=layout,
+                cu_seqlens_cpu=torch.tensor(local, dtype=torch.int32))
+    if layout == "contiguous":
+        return types.SimpleNamespace(**both, is_first_rank=first[0], is_last_rank=last[0])
+    return types.SimpleNamespace(**both, front_num_seqs=len(lists[0]) - 1, is_first_by_part=tuple(first),
+                                 is_last_by_part=tuple(last))
+
+
+def fla_interface(layout, rank, ranks):
+    """Contexts of FLA give what libkda's give, states included."""
+    T = 24 * ranks
+    for cu in ([0, T], [0, 5, T], [0, T // 2, T], [0, 1, 7, 24, T - 3, T], [0, 24, 48, T]):
+        cu = sorted(set(cu))
+        generator = torch.Generator().manual_seed(len(cu))
+        normal = lambda *shape: torch.randn(*shape, generator=generator)
+        x = dict(q=normal(1, T, 2, 8), k=normal(1, T, 2, 8), v=normal(1, T, 2, 8), g=normal(1, T, 2, 8),
+                 beta=normal(1, T, 2))
+        state, d_o = normal(len(cu) - 1, 2, 8, 8), normal(1, T, 2, 8)
+        flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=torch.zeros(2),
+                     use_beta_sigmoid_in_kernel=True, output_final_state=True)
+        context = (cp.contiguous if layout == "contiguous" else cp.zigzag)(cu)
+        fla = fla_context(cu, rank, ranks, layout)
+        mine = {name: context.take(t) for name, t in x.items()}
+        mine["initial_state"] = state[context.begins]
+        run = lambda given: differentiated(chunk_kda, mine, context.take(d_o), torch.ones_like,
+                                           dict(flags, cp_context=given))
+        a, b = run(context), run(fla)
+        run(fla)  # known by now
+        assert all(torch.equal(a[name], b[name]) for name in a), cu
+        # Megatron's call: one head of q a value head, step sizes already in fp32, lengths beside the context.
+        rows = {name: mine[name] * 0.3 for name in ("q", "k", "v", "g")}
+        megatron = dict(rows, beta=mine["beta"].sigmoid(), A_log=flags["A_log"], dt_bias=torch.zeros(16),
+                        initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+                        use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
+        o = chunk_kda(**megatron, cu_seqlens=fla.cu_seqlens, cp_context=fla)[0]
+        assert torch.equal(o, chunk_kda(**megatron, cp_context=context)[0])
+        weight = normal(16, 3)
+        rows = mine["v"].flatten(2)
+        assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+def small(context, **changes):
+    T = changes.pop("T", context.num_tokens)
+    HV = changes.pop("HV", 2)
+    x = dict(q=torch.ones(1, T, 1, 4), k=torch.ones(1, T, 1, 4), v=torch.ones(1, T, HV, 4),
+             g=-torch.ones(1, T, HV, 4), beta=torch.ones(1, T, HV))
+    return {**x, **changes}
+
+
+def raised(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    raise AssertionError("no error was raised")
+
+
+def refusals(rank, ranks):
+    """Every rank raises where one cannot go on, and goes on with the next call."""
+    cu = [0, 10 * ranks]
+    odd = rank == 1
+    call = lambda context, **changes: chunk_kda(**small(context, **changes), cp_context=context)
+
+    def expect(error, own, other):
+        assert (own if odd else other) in str(error), f"{type(error).__name__}: {error}"
+
+    # the first call of a context
+    context = cp.contiguous(cu)
+    error = raised(lambda: call(context, T=7 if odd else 10))
+    expect(error, "q has 7 tokens, and cp_context has 10 on rank 1", "rank 1 was given tensors that do not fit")
+    assert isinstance(error, ValueError)
+    expect(raised(lambda: call(context, k=torch.ones(1, 10, 1, 5) if odd else torch.ones(1, 10, 1, 4))), "k must have",
+           "rank 1 was given tensors that do not fit")
+    expect(raised(lambda: call(context, HV=3 if odd else 2)), "and rank 1 (3, 4, 4)", "and rank")
+    expect(raised(lambda: call(context, initial_state=torch.ones(2, 2, 4, 4) if odd else None)),
+           "initial_state must have shape", "rank 1 was given tensors")
+    # contexts that are not one
+    other = cp.Context([0, 3, *cu[1:]], context.fragments) if odd else context
+    expect(raised(lambda: call(other)), "were given different contexts", "were given different contexts")
+    # a later call, in the exchange
+    context = cp.contiguous(cu)
+    good = call(context)[0]
+    error = raised(lambda: call(context, T=7 if odd else 10))
+    expect(error, "q has 7 tokens", "rank 1 could not take part")
+    assert torch.equal(call(context)[0], good)
+    expect(raised(lambda: call(context, HV=3 if odd else 2)), "a copy serves others", "rank 1 could not take part")
+    call(context.copy(), HV=3)
+    # a backward
+    leaves = {name: t.requires_grad_() for name, t in small(context).items()}
+    backward, cp_kernel = lambda: chunk_kda(**leaves, cp_context=context)[0].sum().backward(), cp.attention._backward
+    backward()
+    o = chunk_kda(**leaves, cp_context=context)[0]
+
+    def fails(*_):
+        raise MemoryError("there is none")
+    if odd:
+        cp.attention._backward = cp.attention._span_maps = fails
+    expect(raised(lambda: o.sum().backward()), "there is none", "rank 1 could not take part")
+    if odd:
+        cp.attention._backward, cp.attention._span_maps = cp_kernel, torch.ops.libkda.span_maps.default
+    backward()
+    # the convolution
+    tokens = context.num_tokens
+    conv = lambda rows: cp.causal_conv1d(torch.ones(1, rows, 3), torch.ones(3, 4), context=context)
+    expect(raised(lambda: conv(7 if odd else tokens)), "x has 7 tokens", "rank 1 was given tensors")
+    conv(tokens)
+    expect(raised(lambda: conv(7 if odd else tokens)), "x has 7 tokens", "rank 1 could not take part")
+    conv(tokens)
+
+
+def absent(rank, ranks):
+    """A rank that stays away costs the others the timeout of the group, and no more."""
+    dist.barrier()
+    group = dist.new_group(list(range(ranks)), timeout=datetime.timedelta(seconds=TIMEOUT))
+    context = cp.contiguous([0, 10 * ranks], group)
+    dist.barrier()
+    chunk_kda(**small(context), cp_context=context)
+    if rank != ranks - 1:
+        start = time.monotonic()
+        error = raised(lambda: chunk_kda(**small(context), cp_context=context))
+        assert "A rank has ended, or has not made this call" in str(error), error
+        assert time.monotonic() - start < TIMEOUT + 5
+    dist.barrier()
+
+
+def dead(rank, ranks):
+    """A rank that dies is an error of the others at once."""
+    context = cp.contiguous([0, 10 * ranks])
+    chunk_kda(**small(context), cp_context=context)
+    dist.barrier()  # the group's timeout is 120 s: the error comes from the broken connection
+    if rank == ranks - 1:
+        os._exit(0)
+    start = time.monotonic()
+    error = raised(lambda: chunk_kda(**small(context), cp_context=context))
+    assert "A rank has ended, or has not made this call" in str(error), error
+    assert time.monotonic() - start < 20
+    os._exit(0)  # the group cannot be ended in order any more
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism over 2, 3 and 4 processes: context_parallel_worker.py plays random problems and failures there;
+its errors are compared here with those of one process."""
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+from libkda import chunk_kda
+from libkda import context_parallel as cp
+
+WORKER = pathlib.Path(__file__).with_name("context_parallel_worker.py")
+# Relative to the norm of a tensor: below it one process is as exact by chance. fp32, and one rounding of 16 bits.
+FLOOR = {"torch.float32": 2e-7, "torch.bfloat16": 4e-4, "torch.float16": 5e-5}
+FLOOR_OF_A_LOG = 1e-6  # a sum over all tokens, whose terms cancel
+RANKS = (2, 3, 4)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """Workers by number of ranks, all at once: they wait for each other's timeouts in some tests."""
+    folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in RANKS}
+    workers = {ranks: [subprocess.Popen([sys.executable, WORKER, folder, str(rank), str(ranks)], text=True,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(ranks)]
+               for ranks, folder in folders.items()}
+    yield folders, workers
+    for worker in sum(workers.values(), []):
+        worker.kill()
+        worker.wait()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_errors_are_those_of_one_process(launched, ranks):
+    """Tiles, the convolution, FLA's contexts and failures are looked at by the worker."""
+    folders, workers = launched
+    texts = [worker.communicate(timeout=200)[0] for worker in workers[ranks]]
+    failed = [text for worker, text in zip(workers[ranks], texts) if worker.returncode != 0]
+    assert not failed, "\n".join(failed)
+    found = json.loads((folders[ranks] / "found.json").read_text())
+    assert len(found["cases"]) == 70
+    worse = []
+    for case in found["cases"]:
+        for name, (here, one, norm) in case["tensors"].items():
+            here, one, norm = math.sqrt(here), math.sqrt(one), math.sqrt(norm)
+            floor = FLOOR_OF_A_LOG if name == "dA_log" else FLOOR[case["dtype"]]
+            if not here <= 1.1 * one + floor * norm + 1e-12:
+                worse.append(f"{case['case']} {case['dtype']} {name}: {here / norm if norm else here:.2e}, one process "
+                             f"{one / norm if norm else one:.2e}")
+    assert not worse, "\n".join(worse)
+
+
+# ---- one process -----------------------------------------------------------------------------------------------------
+
+def test_contexts_that_cannot_be():
+    whole = [0, 10]
+    for error, text, arguments, keywords in (
+            (ValueError, "cu_seqlens must start with 0", ([1, 3], [[(0, 3)]]), {}),
+            (ValueError, "cu_seqlens: entry 2 = 3 is below entry 1 = 5", ([0, 5, 3], [[(0, 3)]]), {}),
+            (TypeError, "cu_seqlens must be a list", (torch.zeros(2), [[]]), {}),
+            (ValueError, "tokens 4 to 6 are on no rank", (whole, [[(0, 4), (6, 10)]]), {}),
+            (ValueError, "has tokens from 3 on, which another", (whole, [[(0, 4), (3, 10)]]), {}),
+            (ValueError, "end at token 9, and cu_seqlens at 10", (whole, [[(0, 9)]]), {}),
+            (ValueError, "ends before it begins", (whole, [[(0, 10), (5, 4)]]), {}),
+            (TypeError, r"fragments\[0\] must be pairs", (whole, [[(0, 5, 10)]]), {}),
+            (ValueError, "of 2 ranks, and the group has 1", (whole, [[(0, 5)], [(5, 10)]]), {}),
+            (ValueError, "tile must be a multiple of 64", (whole, [[(0, 10)]]), dict(tile=100)),
+            (ValueError, "no multiple of tile = 64", ([0, 100], [[(70, 100), (0, 70)]]), dict(tile=64)),
+            (ValueError, "final_states must be 'last' or 'all'", (whole, [[(0, 10)]]), dict(final_states="some"))):
+        with pytest.raises(error, match=text):
+            cp.Context(*arguments, **keywords)
+
+
+def test_spans_and_what_is_exchanged():
+    context = cp.Context([0, 0, 100, 300], [[(200, 300), (0, 50), (50, 200)]])
+    assert [tuple(span) for span in context.spans] == [
+        (2, 200, 300, 0, 0, False, True), (1, 0, 100, 0, 1, True, True), (2, 100, 200, 0, 2, True, False)]
+    assert context.begins == context.ends == [0, 1, 2] and context.cu_seqlens.tolist() == [0, 100, 200, 300]
+    assert context.exchange(4, 128, 128, 1e9) == (0, 0, 0, 0, 0.0)  # one process
+    tokens = torch.arange(300)
+    assert context.take(tokens, 0).tolist() == [*range(200, 300), *range(200)]
+    with pytest.raises(ValueError, match="bytes_per_second must be above 0"):
+        context.exchange(4, 128, 128, 0)
+    for tile in (None, 64):
+        assert cp.contiguous([0, 1000], tile=tile).fragments == [[(0, 1000)]]
+    assert len(cp.Context([0, 1000], [[(0, 1000)]], tile=256).spans) == 4
+
+
+def arguments(**changes):
+    x = dict(q=torch.randn(1, 70, 1, 8), k=torch.randn(1, 70, 1, 8), v=torch.randn(1, 70, 2, 8),
+             g=-torch.rand(1, 70, 2, 8), beta=torch.rand(1, 70, 2), use_qk_l2norm_in_kernel=True,
+             cp_context=cp.contiguous([0, 30, 70]))
+    return {**x, **changes}
+
+
+@pytest.mark.parametrize("error, text, changes", (
+    (ValueError, "`cu_seqlens` is part of `cp_context`", dict(cu_seqlens=torch.tensor([0, 70]))),
+    (NotImplementedError, "return_intermediate_states", dict(return_intermediate_states=True)),
+    (NotImplementedError, "has_state", dict(has_state=torch.ones(2, dtype=torch.bool))),
+    (TypeError, "cp_context must be a libkda", dict(cp_context=3)),
+    (TypeError, "q must be float32, bfloat16 or float16 with cp_context", dict(
+        q=torch.randn(1, 70, 1, 8, dtype=torch.float64))),
+    (ValueError, "initial_state must have shape \\[2, 2, 8, 8\\]", dict(initial_state=torch.zeros(1, 2, 8, 8))),
+    (TypeError, "initial_state must be a float32 or bfloat16", dict(initial_state=torch.zeros(2, 2, 8, 8).double())),
+    (ValueError, "v must have", dict(v=torch.randn(1, 71, 2, 8)))))
+def test_calls_that_do_not_fit(error, text, changes):
+    with pytest.raises(error, match=text):
+        chunk_kda(**arguments(**changes))
+
+
+@pytest.mark.parametrize("context", (None, types.SimpleNamespace(group=None, cu_seqlens=None, layout="contiguous")))
+def test_other_devices_are_refused(context):
+    x = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in arguments().items()}
+    x["cp_context"] = context or x["cp_context"]
+    with pytest.raises(NotImplementedError, match="context parallelism is for CPU tensors so far, and q is on meta"):
+        chunk_kda(**x)
+    with pytest.raises(NotImplementedError, match="for CPU tensors so far, and x is on meta"):
+        cp.causal_conv1d(torch.ones(1, 70, 3, device="meta"), torch.ones(3, 4, device="meta"), context=x["cp_context"])
+
+
+@pytest.mark.parametrize("error, text, changes", (
+    (TypeError, "x must be float32, bfloat16 or float16, got torch.float64", dict(x=torch.ones(1, 70, 3).double())),
+    (TypeError, "bias must be a torch.Tensor", dict(bias=3)),
+    (ValueError, r"x must have shape \[1, T, D\]", dict(x=torch.ones(70, 3))),
+    (ValueError, "x has 71 tokens", dict(x=torch.ones(1, 71, 3))),
+    (ValueError, r"weight must have shape \[3, W\]", dict(weight=torch.ones(3, 5))),
+    (ValueError, r"weight must have shape \[3, W\]", dict(weight=torch.ones(4, 3))),
+    (ValueError, r"bias must have shape \[3\]", dict(bias=torch.ones(4))),
+    (ValueError, "weight must be on the device of x", dict(weight=torch.ones(3, 4, device="meta"))),
+    (ValueError, "activation must be None", dict(activation="relu"))))
+def test_convolutions_that_do_not_fit(error, text, changes):
+    given = dict(x=torch.ones(1, 70, 3), weight=torch.ones(3, 4), context=cp.contiguous([0, 30, 70]))
+    cp.causal_conv1d(**given)
+    with pytest.raises(error, match=text):
+        cp.causal_conv1d(**{**given, **changes})
+
+
+def test_one_process_has_the_bits_of_no_context():
+    x = arguments()
+    x["q"].requires_grad_()
+    o, final = chunk_kda(**x, output_final_state=True)
+    plain = {name: value for name, value in x.items() if name != "cp_context"}
+    o1, final1 = chunk_kda(**plain, cu_seqlens=torch.tensor([0, 30, 70]), output_final_state=True)
+    assert torch.equal(o, o1) and torch.equal(final, final1)
+    (gradient,), (gradient1,) = (torch.autograd.grad(y.sum(), x["q"], create_graph=True) for y in (o, o1))
+    assert torch.equal(gradient, gradient1)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+def test_a_compiler_refuses():
+    compiled = torch.compile(lambda x: chunk_kda(**x)[0], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="is not for torch.compile"):
+        compiled(arguments())
