@@ -9,6 +9,7 @@ Needs torch and fla-core from PyPI, and build/libkda_c.so (./dev build). libkda 
 its C ABI with ctypes, as any other language would.
 """
 import argparse
+import datetime
 import json
 import math
 import pathlib
@@ -31,6 +32,11 @@ def median_seconds(call, repeats):
         call()
         samples.append(time.perf_counter() - start)
     return sorted(samples)[len(samples) // 2]
+
+
+def cpu_model():
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "unknown")
 
 
 def main():
@@ -70,7 +76,8 @@ def main():
     for row in rows:
         print(f'{row["name"]:38} {row["median_s"] * 1e3:10.2f} ms   {row["speedup"]:7.1f}x   {row["error"]:.1e}')
     if args.json:
-        report = {"tokens": args.tokens, "heads": args.heads, "threads": args.threads,
+        report = {"what": "peers", "date": datetime.date.today().isoformat(), "cpu": cpu_model(),
+                  "command": " ".join(["python3 bench/peers.py", *sys.argv[1:]]), "tokens": args.tokens, "heads": args.heads, "threads": args.threads,
                   "torch": torch.__version__, "fla": fla.__version__, "rows": rows}
         pathlib.Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
 

@@ -96,7 +96,7 @@ def gpu_heads(*reports):
 
 def source(*reports):
     """Where the numbers of a table are from: files of bench/results, and the commands that wrote them."""
-    sources = [f'`{r["file"]}` (`{r.get("command", "./dev bench")}`)' for r in reports]
+    sources = [f'`{r["file"]}` (`{r["command"]}`)' for r in reports]
     line = f"\n\nFrom {', '.join(sources)}."
     return line if len(line) < 160 else line.replace("`), `", "`),\n`")
 
@@ -385,8 +385,7 @@ def table_peers():
     rows = [[r["name"], milliseconds(r["median_s"]), f'{r["speedup"]:.1f}x', f'{r["error"]:.1e}']
             for r in report["rows"]]
     head = f'T = {report["tokens"]}, H = {report["heads"]}, K = V = 128, fp32, {report["threads"]} threads, torch {report["torch"]}, fla-core {report["fla"]}\n\n'
-    return head + markdown(["function", "median", "time / libkda", "difference of o"], rows) + source(
-        report | {"command": "python3 bench/peers.py --json bench/results/cpu_peers.json"})
+    return head + markdown(["function", "median", "time / libkda", "difference of o"], rows) + source(report)
 
 
 def table_summary():
@@ -427,10 +426,8 @@ def table_accuracy():
             ["bf16 or fp16 stored", "error of the exact result rounded once, plus 2e-5", f'bf16 o: {report["bf16_o_median"]:.2e} median, {report["bf16_o_worst"]:.2e} worst, over heads of at least 16,384 values'],
             ["marginally stable (beta > 1.9 on most tokens)", "max(1e-4, 1e-7 T)", ""],
             ["fewer than 16 values", "1e-4", ""]]
-    command = lambda r: r | {"command": f'build/tests/kda_fuzz {r["what"]} --count {r["count"]} --json bench/results/{r["file"]}'}
     assert (report["count"], report["seed"]) == (backward["count"], backward["seed"])
-    return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows) + source(
-        command(report), command(backward))
+    return f'{report["count"]} random problems, seed {report["seed"]}\n\n' + markdown(["case", "bound", "measured"], rows) + source(report, backward)
 
 
 TABLES = {name[len("table_"):]: function for name, function in list(globals().items())
@@ -458,6 +455,11 @@ def main():
             path.write_text(new)
             print(f"{path.relative_to(ROOT)}: written")
     for path in sorted(RESULTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        for key in ("date", "command"):  # of the whole, or of each of its rows
+            if key not in report and not all(key in row for row in report.get("rows", [{}])):
+                print(f"{path.relative_to(ROOT)}: does not say its {key}")
+                stale = True
         if path.stem not in loaded | EVIDENCE:
             print(f"{path.relative_to(ROOT)}: no document shows it")
             stale = True

@@ -14,6 +14,7 @@
 #include "rivals/methods.hpp"
 #include "tools/kda/execute.hpp"
 #include "tools/kda/print.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::rivals {
 namespace {
@@ -66,12 +67,14 @@ class Comparison {
     rows_.push_back(row);
   }
 
-  void report(const std::string& json_path) const {
+  void report(const std::string& json_path, const std::string& command) const {
     const double macs = static_cast<double>(tokens_ * kHeads) * 59477;
-    nlohmann::ordered_json json = {{"tokens", tokens_},
-                                   {"heads", kHeads},
-                                   {"threads", threads_},
-                                   {"rows", nlohmann::ordered_json::array()}};
+    nlohmann::ordered_json json = {{"what", "rivals"}};
+    json.update(tools::provenance(command));
+    json.update({{"tokens", tokens_},
+                 {"heads", kHeads},
+                 {"threads", threads_},
+                 {"rows", nlohmann::ordered_json::array()}});
     std::vector<std::vector<std::string>> table = {
         {"method", "instructions", "median", "ns/token/head", "% of peak", "libkda is", "error"}};
     for (const Row& row : rows_) {
@@ -198,5 +201,5 @@ int main(int argc, char** argv) {
   add(cpu::blocked::avx512_kernels(), cpu::blocked::cpu_has_avx512(), rivals::avx512_methods());
   add(cpu::blocked::avx2_kernels(), cpu::blocked::cpu_has_avx2(), rivals::avx2_methods());
   add(cpu::blocked::portable_kernels(), true, rivals::portable_methods());
-  comparison.report(json);
+  comparison.report(json, tools::command_text(argc, argv));
 }

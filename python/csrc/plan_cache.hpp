@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans of the calls made so far: a plan depends on shapes, types and lengths, not on pointers.
+//
+// The library has a cache of its own (kda_plan_cache_find), which reads and validates the problem
+// before it looks: 2.5 us a call. A step of a model asks once a layer, so this one compares the C
+// structs byte by byte, which takes 0.1 us, and it has plans of backwards too.
 #pragma once
 
 #include <cstdint>

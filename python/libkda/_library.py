@@ -72,6 +72,14 @@ def library():
 
 
 @functools.cache
+def plan_cache():
+    """The library's memory of plans for this process: planning takes longer than a small call."""
+    cache = PTR()
+    check(library().kda_plan_cache_create(ctypes.c_size_t(0), ctypes.byref(cache)))
+    return cache
+
+
+@functools.cache
 def cuda_refusal(ordinal):
     """Why this build does not run on a CUDA device: it has no kernels, or none for this card. None: it runs there."""
     options = PlanOptions()

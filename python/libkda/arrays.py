@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
 from ._dlpack import CPU, CUDA, FP32, View, new_numpy
-from ._library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem
+from ._library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem, plan_cache
 from ._rules import LAST_SLOT, RULES, in_words_of, integer, number
 
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
@@ -308,7 +308,8 @@ class _Call:
         return options
 
     def plan(self, options):
-        return _Plan("plan", self.words, ctypes.byref(self.problem), self.cu, ctypes.byref(options))
+        return _Plan("plan", self.words, library().kda_plan_cache_find, plan_cache(), ctypes.byref(self.problem),
+                     self.cu, ctypes.byref(options))
 
     def run(self, workspace, stream, num_threads, kept=None):
         self.problem.stream = integer("stream", stream, 0, 2**64 - 1)
@@ -352,8 +353,8 @@ class _Call:
                 if kept._memory is None:
                     raise ValueError("kept holds nothing: give it to the forward() first")
                 self._set_saved(kept._memory)
-            with _Plan("backward_plan", self.words, forward.handle, ctypes.byref(gradients),
-                       ctypes.byref(options)) as plan:
+            with _Plan("backward_plan", self.words, library().kda_backward_plan_create, forward.handle,
+                       ctypes.byref(gradients), ctypes.byref(options)) as plan:
                 memory = _Memory("workspace", plan.workspace_bytes)
                 status = library().kda_backward(plan.handle, ctypes.byref(self.problem), ctypes.byref(gradients),
                                                 PTR(memory.start), ctypes.c_size_t(memory.bytes))
@@ -402,11 +403,12 @@ class _Memory:
 
 
 class _Plan:
-    """A plan of the C ABI while a call lasts. `kind`: "plan", or "backward_plan" of a forward's."""
+    """A plan of the C ABI while a call lasts. `kind`: "plan", or "backward_plan" of a forward's; `make`: what gives it
+    for `arguments`."""
 
-    def __init__(self, kind, words, *arguments):
+    def __init__(self, kind, words, make, *arguments):
         self._kind, self.handle = kind, PTR()
-        check(self._function("create")(*arguments, ctypes.byref(self.handle)), words)
+        check(make(*arguments, ctypes.byref(self.handle)), words)
 
     def _function(self, name):
         return getattr(library(), f"kda_{self._kind}_{name}")

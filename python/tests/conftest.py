@@ -32,4 +32,6 @@ def pytest_sessionfinish(session):
     path = session.config.getoption("--sweep-json")
     found = getattr(session.config, "sweep", None)
     if path and found:
-        pathlib.Path(path).write_text(json.dumps(found, indent=1) + "\n")
+        device = session.config.getoption("--device")
+        command = f"python3 -m pytest python/tests/test_sweep.py --device {device} --sweep-json {path}"
+        pathlib.Path(path).write_text(json.dumps(found | {"command": command}, indent=1) + "\n")

@@ -216,6 +216,21 @@ def test_errors(change, error, text):
         arrays.forward(**dict(arguments, **raw, **change))
 
 
+def test_calls_find_their_own_plans():
+    """Plans are kept between calls: a call that differs in one thing gets another one."""
+    _, _, _, arguments, raw = numpy_inputs(B=1, N=2)
+    lengths = [np.array([0, n, 131]) for n in (40, 64)]
+    calls = [dict(cu_seqlens=lengths[0]), dict(cu_seqlens=lengths[1]), dict(), dict(scale=0.5), dict(beta_mode="plain"),
+             dict(qk_l2norm=False, scale=0.01), dict(output_final_state=False)]
+    run = lambda change: arrays.forward(**arguments, **(raw | change))
+    first = [run(change) for change in calls]
+    for change, (o, final) in zip(calls, first):
+        again, final_again = run(change)
+        assert np.array_equal(again, o)
+        assert np.array_equal(final_again, final) if final is not None else final_again is None
+    assert len({o.tobytes() for o, _ in first}) == len(calls) - 1  # the last one differs in its states alone
+
+
 def test_workspace_bytes():
     _, _, state, arguments, raw = numpy_inputs()
     assert arrays.workspace_bytes(**arguments, initial_state=state.numpy(), **raw) > 0

@@ -158,24 +158,32 @@ Status check_sizes(const Problem& p) {
 /// factors.
 bool fits_fp32(double x) { return std::fabs(x) >= 1e-35 && std::fabs(x) <= 1e35; }
 
+Status check_gate(const Problem& p) {
+  switch (p.gate_mode) {
+    case GateMode::kLog:
+      if (p.A_log || p.dt_bias)
+        return invalid(p.A_log ? "A_log" : "dt_bias", ": given, but gate log takes none");
+      return {};
+    case GateMode::kSoftplus:
+      if (!p.A_log) return invalid("A_log: required by gate softplus");
+      return {};
+    case GateMode::kBounded:
+      if (!(std::isfinite(p.lower_bound) && p.lower_bound < 0))
+        return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
+      if (!fits_fp32(p.lower_bound))
+        return invalid("lower_bound: ", p.lower_bound,
+                       " is outside -1e35..-1e-35, fp32 is computed in");
+      return {};
+  }
+  return invalid("gate_mode: value ", static_cast<int32_t>(p.gate_mode), " is unknown");
+}
+
 Status check_modes(const Problem& p) {
-  if (p.gate_mode < GateMode::kLog || p.gate_mode > GateMode::kBounded)
-    return invalid("gate_mode: value ", static_cast<int32_t>(p.gate_mode), " is unknown");
+  KDA_RETURN_IF_ERROR(check_gate(p));
   if (p.beta_mode < BetaMode::kPlain || p.beta_mode > BetaMode::kSigmoid2)
     return invalid("beta_mode: value ", static_cast<int32_t>(p.beta_mode), " is unknown");
   if (p.state_layout != StateLayout::kKV && p.state_layout != StateLayout::kVK)
     return invalid("state_layout: value ", static_cast<int32_t>(p.state_layout), " is unknown");
-  if (p.gate_mode == GateMode::kSoftplus && !p.A_log)
-    return invalid("A_log: required by gate softplus");
-  if (p.gate_mode == GateMode::kLog && (p.A_log || p.dt_bias))
-    return invalid(p.A_log ? "A_log" : "dt_bias", ": given, but gate log takes none");
-  if (p.gate_mode == GateMode::kBounded) {
-    if (!(std::isfinite(p.lower_bound) && p.lower_bound < 0))
-      return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
-    if (!fits_fp32(p.lower_bound))
-      return invalid("lower_bound: ", p.lower_bound,
-                     " is outside -1e35..-1e-35, fp32 is computed in");
-  }
   if (!p.scale) return {};
   if (!std::isfinite(*p.scale)) return invalid("scale: ", *p.scale, " is not finite");
   if (*p.scale != 0 && !fits_fp32(*p.scale))

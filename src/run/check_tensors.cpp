@@ -3,32 +3,16 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <string_view>
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "plan/ledger.hpp"
+#include "run/footprint.hpp"
+#include "run/slots.hpp"
 
 namespace kda {
 namespace {
-
-/// The bytes that a tensor covers: [begin, end), and its largest stride, for interleaved views.
-struct Footprint {
-  std::uintptr_t begin = 0;
-  std::uintptr_t end = 0;
-  int64_t period = 0;        ///< bytes; 0: one dense piece
-  int64_t period_bytes = 0;  ///< covered within one period
-};
-
-struct Entry {
-  const char* name = "";
-  const TensorDesc* desc = nullptr;
-  Shape shape = {};
-  const void* pointer = nullptr;
-  bool output = false;
-};
 
 Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
                   bool output) {
@@ -88,36 +72,6 @@ constexpr TensorRow kTensors[] = {
     {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
-Footprint footprint(const Entry& entry) {
-  const int64_t size = dtype_size(entry.desc->dtype);
-  const auto begin = reinterpret_cast<std::uintptr_t>(entry.pointer);
-  Footprint print{.begin = begin, .end = begin};
-  int64_t reach = 0;
-  std::size_t outermost = 4;
-  for (std::size_t dim = 0; dim < 4; ++dim) {
-    if (entry.shape[dim] == 0) return print;
-    if (entry.shape[dim] == 1) continue;
-    reach += entry.desc->strides[dim] * (entry.shape[dim] - 1);
-    if (outermost == 4 || entry.desc->strides[dim] > entry.desc->strides[outermost])
-      outermost = dim;
-  }
-  print.end = print.begin + static_cast<std::uintptr_t>((reach + 1) * size);
-  if (outermost < 4) {
-    print.period = entry.desc->strides[outermost] * size;
-    print.period_bytes = (reach + 1) * size - print.period * (entry.shape[outermost] - 1);
-  }
-  return print;
-}
-
-/// Ranges may cross and still not touch: two column groups of one row-strided buffer.
-bool overlap(const Footprint& a, const Footprint& b) {
-  if (a.end <= b.begin || b.end <= a.begin) return false;
-  if (a.period == 0 || a.period != b.period) return true;
-  const auto distance = static_cast<int64_t>(b.begin - a.begin) % a.period;
-  const int64_t shift = distance < 0 ? distance + a.period : distance;
-  return shift < a.period_bytes || shift + b.period_bytes > a.period;
-}
-
 Status check_pointer(const Entry& entry) {
   const bool empty =
       std::any_of(entry.shape.begin(), entry.shape.end(), [](int64_t count) { return count == 0; });
@@ -128,12 +82,6 @@ Status check_pointer(const Entry& entry) {
     return invalid(entry.name, ": pointer is not aligned to the stated ", entry.desc->alignment,
                    " bytes");
   return {};
-}
-
-/// Two state buffers that are one pool: the same memory, looked at the same way.
-bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base) {
-  return a_base == b_base && a.tensor.dtype == b.tensor.dtype &&
-         a.tensor.strides == b.tensor.strides;
 }
 
 Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
@@ -148,28 +96,6 @@ Status check_index(const char* name, const int32_t* indices, int64_t count, int6
     }
   return {};
 }
-
-/// Who writes each slot of a pool: 0 nobody, n + 1 sequence n, -1 a checkpoint.
-class SlotMarks {
- public:
-  explicit SlotMarks(void* block, int64_t num_slots) : marks_(static_cast<int32_t*>(block)) {
-    if (marks_) std::memset(marks_, 0, static_cast<std::size_t>(num_slots) * sizeof(int32_t));
-  }
-  Status write(const char* name, int64_t slot, int32_t writer) {
-    if (!marks_ || slot < 0) return {};
-    if (marks_[slot] != 0) return invalid(name, ": slot ", slot, " would be written twice");
-    marks_[slot] = writer;
-    return {};
-  }
-  Status read(const char* name, int64_t slot, int32_t reader) const {
-    if (!marks_ || slot < 0 || marks_[slot] == 0 || marks_[slot] == reader) return {};
-    return invalid(name, ": slot ", slot, " of sequence ", reader - 1,
-                   " would be written by another while it is read");
-  }
-
- private:
-  int32_t* marks_;
-};
 
 constexpr std::size_t kNumGradients = 10;
 
@@ -193,7 +119,7 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    return in_place(p_) ? check_decode_slots() : check_forward_slots();
+    return check_slots(plan_, t_, sequences_, workspace_);
   }
 
  private:
@@ -253,7 +179,7 @@ class Checker {
     if (sequences_.begin(N) != p_.num_tokens)
       return invalid("cu_seqlens: ends with ", sequences_.begin(N),
                      ", must end with T = ", p_.num_tokens);
-    const int64_t expected = total_checkpoints();
+    const int64_t expected = total_checkpoints(p_, sequences_);
     if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
       return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
                      " is not the number of checkpoints ", expected);
@@ -274,13 +200,6 @@ class Checker {
   int64_t decode_limit() const {
     return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, kMaxDecodeTokens)
                                       : kMaxDecodeTokens;
-  }
-
-  int64_t total_checkpoints() const {
-    int64_t total = 0;
-    for (int64_t n = 0; p_.checkpoints && n < p_.num_sequences; ++n)
-      total += num_checkpoints(p_, sequences_.length(n));
-    return total;
   }
 
   void collect() {
@@ -326,7 +245,8 @@ class Checker {
           check_index("final_state_indices", t_.final_state_indices, N, p_.final_state->num_slots));
     if (p_.checkpoints && p_.checkpoints->indexed)
       KDA_RETURN_IF_ERROR(check_index("checkpoint_indices", t_.checkpoint_indices,
-                                      total_checkpoints(), p_.checkpoints->num_slots));
+                                      total_checkpoints(p_, sequences_),
+                                      p_.checkpoints->num_slots));
     if (!p_.num_accepted_tokens) return {};
     if (N > 0 && !t_.num_accepted_tokens) return invalid("num_accepted_tokens: pointer is null");
     for (int64_t n = 0; n < N; ++n)
@@ -336,10 +256,19 @@ class Checker {
     return {};
   }
 
-  /// exp(A_log) that fp32 cannot hold, or that would multiply what underflowed there.
+  /// The greatest A_log whose exp() fp32 can hold, and does not multiply what underflowed there.
+  double most_a_log() const {
+    switch (p_.gate_mode) {
+      case GateMode::kLog: break;  // it has none
+      case GateMode::kSoftplus: return 70;
+      case GateMode::kBounded: return 88;
+    }
+    return 0;
+  }
+
   Status check_rates() const {
     if (!p_.A_log) return {};
-    const double most = p_.gate_mode == GateMode::kSoftplus ? 70 : 88;
+    const double most = most_a_log();
     for (int64_t j = 0; j < p_.num_value_heads; ++j)
       if (const double a_log = load_double(t_.A_log, p_.A_log->dtype, j * p_.A_log->strides[0]);
           a_log > most)
@@ -372,68 +301,6 @@ class Checker {
     if (name == "initial_state") return &*p_.initial_state;
     if (name == "final_state") return &*p_.final_state;
     return name == "checkpoints" ? &*p_.checkpoints : nullptr;
-  }
-
-  Status check_decode_slots() {
-    const int64_t S = p_.state_index_columns;
-    SlotMarks marks(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
-                    p_.initial_state->num_slots);
-    if (!p_.initial_state->indexed) return {};
-    const auto slot = [&](int64_t n, int64_t column) {
-      return state_slot(p_, *p_.initial_state, t_.initial_state_indices, n * S + column);
-    };
-    for (int64_t n = 0; n < p_.num_sequences; ++n) {
-      const int64_t source = slot(n, accepted(n) - 1);
-      const int64_t written = S == 1 ? 1 : sequences_.length(n);
-      if (source < 0 || sequences_.length(n) == 0) continue;
-      for (int64_t t = 0; t < written; ++t)
-        KDA_RETURN_IF_ERROR(
-            marks.write("initial_state_indices", slot(n, t), static_cast<int32_t>(n + 1)));
-    }
-    for (int64_t n = 0; n < p_.num_sequences; ++n)
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
-                                     static_cast<int32_t>(n + 1)));
-    return {};
-  }
-  int64_t accepted(int64_t n) const {
-    return p_.num_accepted_tokens ? t_.num_accepted_tokens[n] : 1;
-  }
-
-  Status check_forward_slots() {
-    SlotMarks finals(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
-                     p_.final_state ? p_.final_state->num_slots : 0);
-    SlotMarks others(plan::find_block(plan_, workspace_, plan::block::kCheckpointSlotMarks),
-                     p_.checkpoints ? p_.checkpoints->num_slots : 0);
-    const bool shared = p_.final_state && p_.checkpoints &&
-                        same_pool(*p_.final_state, t_.final_state, *p_.checkpoints, t_.checkpoints);
-    SlotMarks& checkpoints = shared ? finals : others;
-    if (p_.final_state)
-      for (int64_t n = 0; n < p_.num_sequences; ++n)
-        KDA_RETURN_IF_ERROR(finals.write("final_state_indices",
-                                         state_slot(p_, *p_.final_state, t_.final_state_indices, n),
-                                         static_cast<int32_t>(n + 1)));
-    const int64_t count = total_checkpoints();
-    for (int64_t c = 0; c < count; ++c)
-      KDA_RETURN_IF_ERROR(checkpoints.write(
-          "checkpoint_indices", state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, c), -1));
-    if (!p_.initial_state) return {};
-    if (p_.final_state &&
-        same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
-      KDA_RETURN_IF_ERROR(check_reads(finals));
-    if (p_.checkpoints &&
-        same_pool(*p_.initial_state, t_.initial_state, *p_.checkpoints, t_.checkpoints))
-      KDA_RETURN_IF_ERROR(check_reads(checkpoints));
-    return {};
-  }
-
-  Status check_reads(const SlotMarks& marks) {
-    for (int64_t n = 0; n < p_.num_sequences; ++n) {
-      if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices",
-                                     state_slot(p_, *p_.initial_state, t_.initial_state_indices, n),
-                                     static_cast<int32_t>(n + 1)));
-    }
-    return {};
   }
 
   const Plan& plan_;

@@ -37,10 +37,20 @@ struct SegmentScan {
   int64_t* exit_token = nullptr;
 };
 
+/// Are decays in [0, 1] whatever the raw gates?
+constexpr bool never_amplifies(GateMode mode) {
+  switch (mode) {
+    case GateMode::kLog: return false;
+    case GateMode::kSoftplus:
+    case GateMode::kBounded: return true;
+  }
+  return false;
+}
+
 /// May M be dropped once it is small? Only where its norm cannot grow again: |k| <= 1, decays in
 /// [0, 1] and beta in [0, 2] by construction.
 inline bool transition_norm_never_grows(const Problem& p) {
-  return p.qk_l2norm && p.gate_mode != GateMode::kLog && p.beta_mode != BetaMode::kPlain;
+  return p.qk_l2norm && never_amplifies(p.gate_mode) && p.beta_mode != BetaMode::kPlain;
 }
 
 }  // namespace kda::stage

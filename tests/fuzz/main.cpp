@@ -9,6 +9,7 @@
 
 #include "core/thread_pool.hpp"
 #include "fuzz/fuzz.hpp"
+#include "tools/kda/report.hpp"
 
 namespace kda::fuzz {
 
@@ -77,8 +78,9 @@ int main(int argc, char** argv) {
     fmt::print("FAILED  kda_fuzz {}{} --seed {} {}\n", what, flags, options.seed,
                report.failures[i]);
   if (!json.empty()) {
-    nlohmann::ordered_json figures = {
-        {"what", what}, {"seed", options.seed}, {"first", options.first}, {"count", options.count}};
+    nlohmann::ordered_json figures = {{"what", what}};
+    figures.update(kda::tools::provenance(kda::tools::command_text(argc, argv)));
+    figures.update({{"seed", options.seed}, {"first", options.first}, {"count", options.count}});
     for (const auto& [name, value] : report.figures) figures[name] = value;
     kda::io::write_file(json, figures.dump(2) + "\n");
   }

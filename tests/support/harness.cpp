@@ -102,11 +102,20 @@ DeviceFacts device_of(const std::string& backend) {
   return backend == "oracle" ? cpu_facts() : device();
 }
 
-std::vector<std::string> backends() {
-  if (on_cuda()) return {"", "recurrent"};
+std::vector<std::string> names_that_serve_all(std::span<const registry::Head* const> rows) {
+  const DeviceKind kind = on_cuda() ? DeviceKind::kCuda : DeviceKind::kCpu;
   std::vector<std::string> names;
-  for (const Candidate& row : implementations())
-    if (row.chosen && row.name.find("blocked") != std::string::npos) names.push_back(row.name);
+  for (const registry::Head* row : rows) {
+    const bool reference = row->float64;  // the oracle
+    if (row->device == kind && !row->decline && !row->unavailable() && !reference)
+      names.emplace_back(row->name);
+  }
+  return names;
+}
+
+std::vector<std::string> backends() {
+  std::vector<std::string> names = names_that_serve_all(registry::heads(Operation::kForward));
+  if (on_cuda()) names.insert(names.begin(), "");
   return names;
 }
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "check/inputs.hpp"
 #include "core/layout.hpp"
 #include "kda/kda.hpp"
+#include "registry/rows.hpp"
 
 namespace kda::test {
 
@@ -50,8 +52,13 @@ DeviceFacts device_of(const std::string& backend);
 /// The same as `options` wants them.
 DeviceFacts device_for(const RunOptions& options);
 
+/// The backends of an operation on device() that this machine has and that decline no problem,
+/// without the oracle.
+std::vector<std::string> names_that_serve_all(std::span<const registry::Head* const> rows);
+
 /// What to ask for as a backend so that every implementation of device() has its turn: on the CPU
-/// the instruction sets of this machine; on CUDA the planner's choice, and token by token.
+/// the instruction sets of this machine; on CUDA the planner's choice, for those that decline some
+/// problems, and those that decline none.
 std::vector<std::string> backends();
 
 bool same_bits(const io::Buffer& a, const io::Buffer& b);

@@ -295,6 +295,10 @@ TEST_F(Cli, BenchPrintsRates) {
     EXPECT_NE(ran.out.find("tokens/s"), std::string::npos);
     const auto json = nlohmann::json::parse(read("b.json"));
     EXPECT_EQ(json["what"], what);
+    EXPECT_EQ(json["date"].get<std::string>().size(), std::string("2026-11-26").size());
+    EXPECT_FALSE(json["cpu"].get<std::string>().empty());
+    EXPECT_EQ(json["command"],
+              std::string("kda bench ") + what + tiny + " --json b.json --csv b.csv");
     EXPECT_GT(json["cases"][0]["median_s"], 0);
     EXPECT_NE(read("b.csv").find("median"), std::string::npos);
   }

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "tools/kda/flags.hpp"
+#include "tools/kda/report.hpp"
 #include "tools/kda/svg.hpp"
 
 namespace kda::tools {
@@ -17,6 +18,13 @@ TEST(Print, Tables) {
             "  name  value\n  a       1.5\n  long    -20\n");
   EXPECT_EQ(format_csv({{"a", "b"}, {"1,5", "x"}}), "a,b\n\"1,5\",x\n");
   EXPECT_EQ(format_csv({{"--seed \"7\"", "x"}}), "\"--seed \"\"7\"\"\",x\n");
+}
+
+TEST(Print, CommandLinesAsAShellTakesThem) {
+  const char* words[] = {"/home/me/build/bin/kda", "bench", "--case", "--tokens 8", "it's", ""};
+  EXPECT_EQ(command_text(6, words), "kda bench --case '--tokens 8' 'it'\\''s' ''");
+  const char* relative[] = {"build/tests/kda_fuzz", "accuracy"};
+  EXPECT_EQ(command_text(2, relative), "build/tests/kda_fuzz accuracy");
 }
 
 TEST(Print, Units) {

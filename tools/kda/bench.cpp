@@ -43,6 +43,7 @@ class BenchFiles {
 };
 
 struct BenchCommand {
+  std::string command;  ///< as it was given
   std::string what, set, json_path, csv_path;
   std::vector<std::string> case_texts;
   int64_t group_size = 0;
@@ -64,7 +65,7 @@ struct BenchCommand {
       check::Inputs inputs = make_inputs(text);
       rows.push_back(bench.measure(text, inputs));
     }
-    const CpuBenchHead head{what, bench.implementation(), bench.num_threads(),
+    const CpuBenchHead head{what, command, bench.implementation(), bench.num_threads(),
                             bench.machine_rates()};
     files.finish(cpu_text(head), cpu_json(rows, head), cpu_table(rows, head.rates));
   }
@@ -147,9 +148,10 @@ struct BenchCommand {
 
 }  // namespace
 
-void add_bench(CLI::App& app) {
+void add_bench(CLI::App& app, const std::string& command) {
   auto* sub = app.add_subcommand("bench", "Time the operation or one of its stages");
   auto c = std::make_shared<BenchCommand>();
+  c->command = command;
   add_choice(
       *sub, "what", &c->what,
       {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"},

@@ -3,7 +3,6 @@
 
 #include <fmt/core.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "core/text.hpp"
@@ -12,16 +11,6 @@
 #include "tools/kda/report.hpp"
 
 namespace kda::tools {
-namespace {
-
-std::string cpu_model() {
-  std::ifstream file("/proc/cpuinfo");
-  for (std::string line; std::getline(file, line);)
-    if (line.rfind("model name", 0) == 0) return line.substr(line.find(':') + 2);
-  return "unknown";
-}
-
-}  // namespace
 
 std::string cpu_text(const CpuBenchHead& head) {
   const std::string rate =
@@ -63,14 +52,14 @@ Table cpu_table(const std::vector<CpuRow>& rows, const MachineRates& rates) {
 }
 
 std::string cpu_json(const std::vector<CpuRow>& rows, const CpuBenchHead& head) {
-  nlohmann::ordered_json report = {{"what", head.what},
-                                   {"implementation", head.implementation},
-                                   {"threads", head.num_threads},
-                                   {"cpu", cpu_model()},
-                                   {"version", KDA_VERSION_STRING},
-                                   {"peak_fma_per_second", head.rates.fma_per_second},
-                                   {"memory_bytes_per_second", head.rates.bytes_per_second},
-                                   {"cases", nlohmann::ordered_json::array()}};
+  nlohmann::ordered_json report = {{"what", head.what}};
+  report.update(provenance(head.command));
+  report.update({{"implementation", head.implementation},
+                 {"threads", head.num_threads},
+                 {"version", KDA_VERSION_STRING},
+                 {"peak_fma_per_second", head.rates.fma_per_second},
+                 {"memory_bytes_per_second", head.rates.bytes_per_second},
+                 {"cases", nlohmann::ordered_json::array()}});
   for (const CpuRow& row : rows) {
     nlohmann::ordered_json entry = {{"case", row.name},
                                     {"median_s", row.timing.median},

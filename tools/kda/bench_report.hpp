@@ -14,7 +14,7 @@ using Table = std::vector<std::vector<std::string>>;
 
 /// Which benchmark ran, and on what.
 struct CpuBenchHead {
-  std::string what, implementation;
+  std::string what, command, implementation;
   int32_t num_threads = 1;
   MachineRates rates;
 };

@@ -72,7 +72,7 @@ int finish(const CLI::App& app, const CLI::ParseError& error) {
 
 }  // namespace
 
-std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code) {
+std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code, const std::string& line) {
   auto app = std::make_unique<CLI::App>(
       "Kimi Delta Attention: run, check, generate, inspect, plan and time it.", "kda");
   app->footer(kExamples);
@@ -83,7 +83,7 @@ std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code) {
   add_gen(*app);
   add_inspect(*app);
   add_plan(*app);
-  add_bench(*app);
+  add_bench(*app, line);
   add_info(*app);
   app->get_version_ptr()->disable_flag_override();
   app->get_help_ptr()->disable_flag_override();
@@ -96,7 +96,7 @@ int run_command(int argc, char** argv) {
   // A limit on the size of files is an error like a full disk.
   std::signal(SIGXFSZ, SIG_IGN);  // NOLINT(cert-err33-c)
   int exit_code = kExitGood;
-  const std::unique_ptr<CLI::App> app = make_app(exit_code);
+  const std::unique_ptr<CLI::App> app = make_app(exit_code, command_text(argc, argv));
   try {
     refuse_empty_values(argc, argv);
     try {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 namespace CLI {
 class App;
@@ -26,11 +27,13 @@ void add_check(CLI::App& app, ExitSlot& exit_code);
 void add_gen(CLI::App& app);
 void add_inspect(CLI::App& app);
 void add_plan(CLI::App& app);
-void add_bench(CLI::App& app);
+/// `command`: the line that its results name.
+void add_bench(CLI::App& app, const std::string& command);
 void add_info(CLI::App& app);
 
 /// The application with all of them; a command that runs sets `exit_code`, which must outlive it.
-std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code);
+/// `line`: what is to be parsed, for results to name.
+std::unique_ptr<CLI::App> make_app(ExitSlot& exit_code, const std::string& line = "");
 
 /// main() of `kda`: what it returns is the exit code.
 int run_command(int argc, char** argv);

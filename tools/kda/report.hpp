@@ -18,6 +18,16 @@ error.)";
 /// Indented, with a newline. Bytes that are no UTF-8 (of paths) become U+FFFD.
 std::string json_text(const nlohmann::ordered_json& report);
 
+/// The words of a command line with spaces between them, those that a shell would split in quotes.
+/// A program is named without the folders of this machine.
+std::string command_text(int argc, const char* const* argv);
+
+/// What every result on a CPU says of itself: {"date", "cpu", "command"}; the date is UTC's.
+nlohmann::ordered_json provenance(const std::string& command);
+
+/// The processor's name, or "unknown".
+std::string cpu_model();
+
 /// Writes to the standard output, or to the standard error if an output file is the former. Throws
 /// kda::Error if that fails.
 void print_report(const std::string& text, bool to_stderr = false);

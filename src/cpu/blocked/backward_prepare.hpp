@@ -213,15 +213,20 @@ static void undo_gate(const PrepareArgs& args, int token, float* row, float* ddt
   for (int d = 0; d < count; d += kWidth) {
     const F dg = load(row + d);
     const F x = load_gate_input(args, token, d);
-    F raw, by_A_log;
-    if (args.gate_mode == GateMode::kSoftplus) {
-      raw = product_or_zero(zero - factor * sigmoid(x), dg);
-      by_A_log = product_or_zero(zero - factor * softplus(x), dg);
-    } else {
-      const F scaled = factor * x;
-      const F inner = product_or_zero(set1(args.lower_bound) * sigmoid_slope(scaled), dg);
-      raw = factor * inner;
-      by_A_log = product_or_zero(scaled, inner);
+    F raw = dg, by_A_log = zero;
+    switch (args.gate_mode) {
+      case GateMode::kLog: break;
+      case GateMode::kSoftplus:
+        raw = product_or_zero(zero - factor * sigmoid(x), dg);
+        by_A_log = product_or_zero(zero - factor * softplus(x), dg);
+        break;
+      case GateMode::kBounded: {
+        const F scaled = factor * x;
+        const F inner = product_or_zero(set1(args.lower_bound) * sigmoid_slope(scaled), dg);
+        raw = factor * inner;
+        by_A_log = product_or_zero(scaled, inner);
+        break;
+      }
     }
     store(row + d, raw);
     store(ddt_bias + d, load(ddt_bias + d) + raw);

@@ -57,9 +57,12 @@ static inline F softplus(F x) { return max(x, set1(0.0f)) + log1p_unit(exp(set1(
 
 /// Log decay of x = raw gate + dt_bias (docs/operation.md, "Gates").
 static inline F log_decay(GateMode mode, F x, F factor, F lower_bound) {
-  if (mode == GateMode::kLog) return x;
-  if (mode == GateMode::kSoftplus) return set1(0.0f) - factor * softplus(x);
-  return lower_bound * sigmoid(factor * x);
+  switch (mode) {
+    case GateMode::kLog: break;
+    case GateMode::kSoftplus: return set1(0.0f) - factor * softplus(x);
+    case GateMode::kBounded: return lower_bound * sigmoid(factor * x);
+  }
+  return x;
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

@@ -113,12 +113,17 @@ struct GateSlope {
 
 GateSlope gate_slope(const Problem& p, const Tensors& t, double raw, double g, int64_t head,
                      int64_t channel) {
-  if (p.gate_mode == GateMode::kLog) return {};
   const double a = gate_rate(p, t, head);
   const double x = raw + gate_bias(p, t, head, channel);
-  if (p.gate_mode == GateMode::kSoftplus) return {-a * sigmoid(x), g};
-  const double inner = p.lower_bound * sigmoid(a * x) * sigmoid(-a * x);
-  return {a * inner, product(a * x, inner)};
+  switch (p.gate_mode) {
+    case GateMode::kLog: break;
+    case GateMode::kSoftplus: return {-a * sigmoid(x), g};
+    case GateMode::kBounded: {
+      const double inner = p.lower_bound * sigmoid(a * x) * sigmoid(-a * x);
+      return {a * inner, product(a * x, inner)};
+    }
+  }
+  return {};
 }
 
 double step_slope(const Problem& p, double raw) {

@@ -22,10 +22,14 @@ double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
 
 double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
-  if (p.gate_mode == GateMode::kLog) return raw;
   const double a = gate_rate(p, t, head);
   const double x = raw + gate_bias(p, t, head, channel);
-  return p.gate_mode == GateMode::kSoftplus ? -a * softplus(x) : p.lower_bound * sigmoid(a * x);
+  switch (p.gate_mode) {
+    case GateMode::kLog: break;
+    case GateMode::kSoftplus: return -a * softplus(x);
+    case GateMode::kBounded: return p.lower_bound * sigmoid(a * x);
+  }
+  return raw;
 }
 
 }  // namespace

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted times of cuda.sm90.fused: a cluster of SMs goes through the tokens of its share of
-// chains (a sequence or segment of one value head). Constants were measured on an H200 at
-// K = V = 128, bf16; those of K = V = 64 on an H100 (docs/planning.md).
+// chains (a sequence or segment of one value head).
+//
+// Where the constants are from: fitted to kernel times of an H200 at K = V = 128, bf16; those of
+// K = V = 64 to times of an H100. docs/log/2026-11.md has the times and what the fits miss; no file
+// of bench/results has them. What is a choice and no measurement says so below.
 #pragma once
 
 #include "cuda/host/cost_model.hpp"
@@ -28,12 +31,14 @@ inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs
 /// Segments in one pass: their merge and correction, which are launched early.
 struct OnePassCosts {
   MergeCosts merge;
-  double correct_bytes_per_token;  ///< Qt and residuals read, o read and written, a value head
+  double correct_bytes_per_token;  ///< Qt and residuals read, o read and written, a value head:
+                                   ///< 256 + 64 + 512 at V = 128
   double correct_bandwidth;        ///< of the card's, that the correction reaches
   double correct_fixed_us;         ///< with the launches that segments add
-  double minimum_step;             ///< of the time with fewer segments, for more of them
-  int64_t memory_tokens;           ///< after which transitions that may exit early do, as a rule
-  double most_loss;                ///< of the time without, where none does
+  double minimum_step;             ///< of the time with fewer segments, for more; a choice
+  int64_t memory_tokens;           ///< after which transitions that may exit early do, as a rule:
+                                   ///< slow heads of trained layers took 7,000 to 10,000
+  double most_loss;                ///< of the time without, where none does; a choice
 };
 
 inline constexpr OnePassCosts kOnePassCosts = {

@@ -184,24 +184,39 @@ Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
   return launch<kK, __nv_bfloat16, E, kGateMode, kSegments>(args, where);
 }
 
+inline Status unknown_gate() {
+  return Status(StatusCode::kUnsupported, "gate_mode: cuda.sm90.fused has no kernel for its value");
+}
+
 template <int kK, class E, bool kSegments>
 Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
   switch (args.gate.gate_mode) {
     case GateMode::kLog: return launch_operand<kK, E, GateMode::kLog, kSegments>(args, where);
     case GateMode::kSoftplus:
       return launch_operand<kK, E, GateMode::kSoftplus, kSegments>(args, where);
-    case GateMode::kBounded: break;
+    case GateMode::kBounded:
+      return launch_operand<kK, E, GateMode::kBounded, kSegments>(args, where);
   }
-  return launch_operand<kK, E, GateMode::kBounded, kSegments>(args, where);
+  return unknown_gate();
+}
+
+/// For q in fp16, which the backend declines with gates as logarithms.
+template <int kK, bool kSegments>
+Status launch_mode_of_fp16(const ArgsOf<kSegments>& args, const Launch& where) {
+  switch (args.gate.gate_mode) {
+    case GateMode::kLog: break;
+    case GateMode::kSoftplus:
+      return launch<kK, __half, __half, GateMode::kSoftplus, kSegments>(args, where);
+    case GateMode::kBounded:
+      return launch<kK, __half, __half, GateMode::kBounded, kSegments>(args, where);
+  }
+  return unknown_gate();
 }
 
 /// Launches the kernel of kK channels for the types and gates of the call.
 template <int kK, bool kSegments>
 Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
-  if (args.q.type == Element::kFloat16)
-    return args.gate.gate_mode == GateMode::kSoftplus
-               ? launch<kK, __half, __half, GateMode::kSoftplus, kSegments>(args, where)
-               : launch<kK, __half, __half, GateMode::kBounded, kSegments>(args, where);
+  if (args.q.type == Element::kFloat16) return launch_mode_of_fp16<kK, kSegments>(args, where);
   return args.g.type == Element::kFloat32 ? launch_mode<kK, float, kSegments>(args, where)
                                           : launch_mode<kK, __nv_bfloat16, kSegments>(args, where);
 }

@@ -28,6 +28,7 @@ using Pairs = uint32_t[kSubchunk];
 /// last may be empty.
 template <int kChannels, class OperandType, class GateElement, GateMode kMode, bool kUnits>
 struct ProducerContext {
+  static_assert(kMode <= GateMode::kBounded, "a new gate mode needs anchors and decays of its own");
   static constexpr int kK = kChannels;
   using Operand = OperandType;
   using E = GateElement;

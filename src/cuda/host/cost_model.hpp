@@ -12,7 +12,7 @@
 
 namespace kda::cuda {
 
-/// Segments must win by this factor.
+/// Segments must win by this factor: a choice, about the error of the model.
 inline constexpr double kMinimumGain = 1.12;
 /// q, k, v, o, g in bf16 and beta, of a token and value head at K = V = 128.
 inline constexpr double kBytesPerToken = 1282;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
-// their transitions as streams of their own (stage/segment_scan.hpp).
+// their transitions as chains of their own (stage/segment_scan.hpp).
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -29,15 +29,15 @@ Status not_built() {
   return Status(StatusCode::kUnavailable, "cuda.sm90.fused: this build has no kernels of sm_90a");
 }
 
-/// Units in line, with their places.
-class Line {
+/// The units of a launch, each with the cost of those before it (fused/scheduler.cuh).
+class Schedule {
  public:
   void add(const Segment& segment, int64_t number, FusedState state) {
     units_.push_back({{segment.sequence, segment.begin, segment.end}, number, state, before_});
     before_ += (segment.end - segment.begin + kChunk - 1) / kChunk + sm90::kWorkUnitCost;
   }
   int64_t size() const { return static_cast<int64_t>(units_.size()); }
-  /// Adds one more, which only says where the line ends.
+  /// Adds one more, which only says where the schedule ends.
   const std::vector<WorkUnit>& close() {
     units_.push_back({{}, 0, FusedState::kGiven, before_});
     return units_;
@@ -58,7 +58,7 @@ bool ends_sequence(std::span<const Segment> segments, std::size_t n) {
 /// From zero, then the transitions. With outputs first segments run from their initial state and
 /// have no transition; the others are counted without them. A sequence in one segment runs as it
 /// would in a forward.
-Line scan_line(const stage::SegmentScan& scan) {
+Schedule scan_schedule(const stage::SegmentScan& scan) {
   const auto& segments = scan.segments;
   const bool outputs = scan.Qt != nullptr;
   const auto runs = [&](std::size_t n) { return !scan.skip_last || !ends_sequence(segments, n); };
@@ -69,13 +69,13 @@ Line scan_line(const stage::SegmentScan& scan) {
     if (!outputs || !begins_sequence(segments, n)) return FusedState::kZero;
     return ends_sequence(segments, n) ? FusedState::kWhole : FusedState::kFirst;
   };
-  Line line;
+  Schedule schedule;
   for (std::size_t n = 0; n < segments.size(); ++n)
-    if (runs(n)) line.add(segments[n], number(n), state(n));
+    if (runs(n)) schedule.add(segments[n], number(n), state(n));
   for (std::size_t n = 0; n < segments.size(); ++n)
     if (runs(n) && !(outputs && begins_sequence(segments, n)))
-      line.add(segments[n], number(n), FusedState::kTransition);
-  return line;
+      schedule.add(segments[n], number(n), FusedState::kTransition);
+  return schedule;
 }
 
 template <class T>
@@ -130,15 +130,16 @@ uint64_t new_handoff_epoch() {
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
 
-/// Without a line: each sequence as it is. `apart`: transitions at its end that are not in line.
-Status launch(const stage::Call& call, const Maps& maps, Line line, int64_t apart,
+/// An empty schedule: each sequence as it is. `apart`: transitions at its end that the scheduler
+/// does not spread over clusters.
+Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int64_t apart,
               FusedPrefillArgs* args) {
   const Problem& p = call.problem;
   std::vector<int64_t> words;
-  if ((args->num_units = line.size()) > 0) {
+  if ((args->num_units = schedule.size()) > 0) {
     args->units = units_of(call);
     args->num_scheduled = args->num_units - apart;
-    words = words_of(call, line.close());
+    words = words_of(call, schedule.close());
   }
   const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->clusters =
@@ -160,11 +161,11 @@ Status forward(const stage::Forward& f) {
   FusedPrefillArgs args;
   set_inputs(f.call, maps, &args);
   set_outputs(f.call, maps, &args);
-  Line line;
+  Schedule schedule;
   for (std::size_t n = 0; n < f.segments.size(); ++n)
-    line.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
+    schedule.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
   args.states_in = f.states_in;
-  return launch(f.call, maps, std::move(line), 0, &args);
+  return launch(f.call, maps, std::move(schedule), 0, &args);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -189,7 +190,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.starts = find<float>(call, stage::kSegmentStates.name);
   args.exit_tokens = exit_tokens_of(call);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
-  return launch(call, maps, scan_line(scan), scan.Qt && args.exit_tokens ? behind : 0, &args);
+  return launch(call, maps, scan_schedule(scan), scan.Qt && args.exit_tokens ? behind : 0, &args);
 }
 
 /// After a scan with outputs, which has written the start states of second segments: nothing to do

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted times of cuda.sm80.staged (chunk_intra, then one chain of chunks a state tile), from
-// constants measured on an H200 at K = V = 128, bf16 (docs/planning.md).
+// Predicted times of cuda.sm80.staged (chunk_intra, then one chain of chunks a state tile).
+//
+// Where the constants are from: fitted to kernel times of an H200 at K = V = 128, bf16, which
+// docs/log/2026-11.md has ("Cost model"); no file of bench/results has them. minimum_step is a
+// choice.
 #pragma once
 
 #include "cuda/host/cost_model.hpp"

@@ -109,7 +109,7 @@ __device__ __forceinline__ float log2_decay_exact(const GateView& gate, float ra
 /// tanh, no log of a number near 1).
 template <GateMode kGateMode>
 __device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate) {
-  static_assert(kGateMode != GateMode::kBounded);
+  static_assert(kGateMode == GateMode::kLog || kGateMode == GateMode::kSoftplus);
   if constexpr (kGateMode == GateMode::kLog) return raw * kLog2e;
   const float x = raw + bias;
   const float e = ptx::ex2(-fabsf(x) * kLog2e);

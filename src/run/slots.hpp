@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of the slots of state pools: none is written twice, none is written by one sequence while
+// another reads it.
+#pragma once
+
+#include "kda/run.hpp"
+#include "stage/sequences.hpp"
+
+namespace kda {
+
+/// Checkpoints of all sequences.
+int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequences);
+
+/// Two state buffers that are one pool: the same memory, looked at the same way.
+bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base);
+
+/// The workspace has the marks of slots, where the plan needs them. All indices are in range.
+Status check_slots(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
+                   void* workspace);
+
+}  // namespace kda
