@@ -43,6 +43,47 @@ static void store_turned(const Patch& target, int token, int channels, const flo
   }
 }
 
+/// The few columns of weights and states, whose channels lie densely, kStride elements each: plain
+/// loops that the compiler turns into shuffles.
+constexpr int kMostNarrow = 4;
+
+template <int kStride>
+static void load_narrow(const float* __restrict source, int tokens, int channels,
+                        float* __restrict tile) {
+  for (int t = 0; t < tokens; ++t)
+    for (int c = 0; c < channels; ++c) tile[t * kTileChannels + c] = source[c * kStride + t];
+}
+
+template <int kStride>
+static void store_narrow(const float* __restrict tile, int channels, float* __restrict target) {
+  for (int c = 0; c < channels; ++c)
+    for (int t = 0; t < kStride; ++t) target[c * kStride + t] = tile[t * kTileChannels + c];
+}
+
+static inline bool is_narrow(const Patch& patch, int tokens) {
+  return patch.token_stride == 1 && patch.channel_stride >= tokens &&
+         patch.channel_stride >= kMostNarrow - 1 && patch.channel_stride <= kMostNarrow;
+}
+
+static void load_narrow_tile(const Patch& source, int tokens, int channels, float* tile) {
+  float dense[kTileChannels * kMostNarrow];
+  const auto stride = static_cast<int>(source.channel_stride);
+  const int count = (channels - 1) * stride + tokens;
+  load_row(source.data, source.dtype, count, padded(channels) * stride, dense);
+  if (stride == 4) return load_narrow<4>(dense, tokens, padded(channels), tile);
+  load_narrow<3>(dense, tokens, padded(channels), tile);
+}
+
+static void store_narrow_tile(const Patch& target, int channels, const float* tile) {
+  float dense[kTileChannels * kMostNarrow];
+  const auto stride = static_cast<int>(target.channel_stride);
+  if (stride == 4)
+    store_narrow<4>(tile, channels, dense);
+  else
+    store_narrow<3>(tile, channels, dense);
+  store_row(dense, target.dtype, channels * stride, target.data);
+}
+
 static void load_tile(const Patch& source, int tokens, int channels, float* tile) {
   const int step = element_bytes(source.dtype), columns = padded(channels);
   if (source.channel_stride == 1) {
@@ -51,6 +92,7 @@ static void load_tile(const Patch& source, int tokens, int channels, float* tile
                tile + t * kTileChannels);
     return;
   }
+  if (is_narrow(source, tokens)) return load_narrow_tile(source, tokens, channels, tile);
   int t = 0;
   if (source.token_stride == 1)
     for (; t + kWidth <= tokens; t += kWidth) load_turned(source, t, channels, tile);
@@ -70,6 +112,8 @@ static void store_tile(const Patch& target, int tokens, int channels, const floa
                 target.data + t * target.token_stride * step);
     return;
   }
+  if (is_narrow(target, tokens) && tokens == target.channel_stride)
+    return store_narrow_tile(target, channels, tile);
   int t = 0;
   if (target.token_stride == 1)
     for (; t + kWidth <= tokens; t += kWidth) store_turned(target, t, channels, tile);
