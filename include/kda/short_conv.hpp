@@ -70,7 +70,7 @@ struct ShortConvGradients {
 };
 
 /// Gradients of short_conv() of the same call, whose x and initial_state are unchanged; y and
-/// final_state are not looked at. States have no indices. Sums over tokens are in fp32 over 32
+/// final_state are not looked at. States have no indices. Sums over tokens are in fp32 over 16
 /// tokens, those in fp64. A sequence whose has_state is 0 has a d_initial_state of zero.
 Status short_conv_backward(const ShortConv& call, const ShortConvGradients& gradients) noexcept;
 

@@ -42,7 +42,7 @@ def disable() -> None:
 
 def last_path() -> str | None:
     """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first."""
-    return _plugin.path
+    return _plugin.last_path("kda")
 
 
 def _has_backward(arguments):

@@ -18,8 +18,7 @@ struct Activated {
 
 static inline F activate(Activation activation, F x) {
   if (activation == Activation::kNone) return x;
-  const F s = sigmoid_or_nan(x);
-  return activation == Activation::kSilu ? x * s : s;
+  return activation == Activation::kSilu ? x * sigmoid(x) : sigmoid_or_nan(x);
 }
 
 /// silu' = s (1 + x (1 - s)), sigmoid' = s (1 - s); 1 - s as sigmoid(-x), which keeps its digits.

@@ -198,14 +198,23 @@ struct Block {
   int count = 0;
 };
 
-Block block_of(const ShortConv& call, int64_t index) {
-  const int64_t first = index * kTileChannels;
-  return {first, static_cast<int>(std::min<int64_t>(kTileChannels, call.channels - first))};
-}
+/// Channels in blocks: as wide as tiles, or narrower where threads would have nothing to do.
+class Blocks {
+ public:
+  Blocks(const ShortConv& call, int64_t sequences, int32_t threads)
+      : channels_(call.channels), width_(kTileChannels) {
+    constexpr int64_t kNarrow = 64;
+    if (sequences * count() < threads) width_ = kNarrow;
+  }
+  int64_t count() const { return (channels_ + width_ - 1) / width_; }
+  Block at(int64_t index) const {
+    const int64_t first = index * width_;
+    return {first, static_cast<int>(std::min(width_, channels_ - first))};
+  }
 
-int64_t num_blocks(const ShortConv& call) {
-  return (call.channels + kTileChannels - 1) / kTileChannels;
-}
+ private:
+  int64_t channels_, width_;
+};
 
 /// From token `token` of a sequence on.
 Patch rows_at(const TensorView& view, const Sequence& s, int64_t token, const Block& block) {
@@ -417,12 +426,14 @@ int32_t threads_of(const ShortConv& call) {
 Status short_conv(const Kernels& kernels, const ShortConv& call) noexcept {
   return guarded([&] {
     KDA_RETURN_IF_ERROR(check_call(call));
-    const int64_t blocks = num_blocks(call);
+    const int32_t threads = threads_of(call);
+    const Blocks blocks(call, num_sequences(call), threads);
     auto body = [&](int64_t task, int32_t) noexcept {
       const FloatMode mode;
-      forward_block(kernels, call, sequence_of(call, task / blocks), block_of(call, task % blocks));
+      forward_block(kernels, call, sequence_of(call, task / blocks.count()),
+                    blocks.at(task % blocks.count()));
     };
-    return parallel_tasks(num_sequences(call) * blocks, threads_of(call), body);
+    return parallel_tasks(num_sequences(call) * blocks.count(), threads, body);
   });
 }
 
@@ -430,11 +441,13 @@ Status short_conv_backward(const Kernels& kernels, const ShortConv& call,
                            const ShortConvGradients& gradients) noexcept {
   return guarded([&] {
     KDA_RETURN_IF_ERROR(check_gradients(call, gradients));
+    const int32_t threads = threads_of(call);
+    const Blocks blocks(call, 1, threads);
     auto body = [&](int64_t task, int32_t) noexcept {
       const FloatMode mode;
-      BackwardBlock(kernels, call, gradients, block_of(call, task)).run();
+      BackwardBlock(kernels, call, gradients, blocks.at(task)).run();
     };
-    return parallel_tasks(num_blocks(call), threads_of(call), body);
+    return parallel_tasks(blocks.count(), threads, body);
   });
 }
 
