@@ -6,7 +6,7 @@ with random weights, three layers of KDA and one of full attention, fp32, one th
     python3 bench/transformers_bench.py --json bench/results/cpu_transformers.json
 
 Every number is the least processor time of several runs; the three ways take turns, so that other work on the machine
-meets all of them: the model's own torch functions, libkda's KDA with torch's convolution and norm, and all that libkda
+meets all of them: the model's own torch functions, libkda's KDA with torch's convolution and norms, and all that libkda
 serves.
 """
 import argparse
@@ -31,9 +31,10 @@ import libkda.transformers  # noqa: E402
 
 @contextlib.contextmanager
 def kda_alone():
-    """libkda without the convolution and the norm."""
+    """libkda without the convolution and the norms."""
     file = models.file_of("kimi_linear")
-    places = [(file, name) for name in models.CONVOLUTIONS] + [(file.KimiLinearRMSNormGated, "forward")]
+    places = [(file, name) for name in models.CONVOLUTIONS] + [(file.KimiLinearRMSNormGated, "forward"),
+                                                               (file.KimiLinearRMSNorm, "forward")]
     own = [getattr(place, name) for place, name in places]
     with models.served():
         ours = [getattr(place, name) for place, name in places]
@@ -55,7 +56,6 @@ def in_turns(calls, rounds, repeats):
     for _ in range(rounds):
         for way, switch in WAYS.items():
             with switch():
-                calls[way]()
                 for _ in range(repeats):
                     start = time.process_time()
                     calls[way]()

@@ -4,6 +4,7 @@
 // include/kda/short_conv.hpp, include/kda/gated_rms_norm.hpp; derivatives:
 // python/libkda/_layer_ops.py.
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <array>
 #include <optional>
@@ -134,6 +135,7 @@ Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bia
   const int64_t N = call.num_sequences;
   const int64_t slots = indices && states.dim() > 0 ? states.size(0) : N;
   describe_states(&call.initial_state, &call, x, states, "states", slots);
+  if (slots == 0 && N > 0) refuse("states has no slots");
   const auto pointer = [&](const Tensor& given, const char* name, const Types& types) {
     expect(given, x, name, types, "x");
     expect_shape(given, name, {N}, "x, cu_seqlens");
@@ -264,6 +266,8 @@ std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(Tensor d_y, Tensor x,
   expect_same_shape(d_y, "d_y", x);
   kda_gated_rms_norm_gradients g{};
   g.struct_size = sizeof(g);
+  // A gradient may be one number for all.
+  if (d_y.strides()[static_cast<size_t>(d_y.dim()) - 1] != 1) d_y = torch::stable::contiguous(d_y);
   g.dy = rows_of(d_y);
   Tensor dx = gradient("gradient of x", x, x, wanted, 0, [](const kda_tensor&) {});
   Tensor dgate = gradient("gradient of gate", x, gate, wanted, 1, [](const kda_tensor&) {});

@@ -124,7 +124,6 @@ class _GatedRmsNorm(_SingleLevelFunction):
         wanted = _wanted(ctx, 3)
         if not wanted:
             return (None,) * 5
-        d_y = d_y if d_y.stride(-1) == 1 else d_y.contiguous()
         return *_only(_gated_rms_norm_backward(d_y, *ctx.saved_tensors, *ctx.modes, wanted), wanted), None, None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-PARTS = ("kda", "conv", "norm")
+PARTS = ("kda", "conv", "norm", "rms_norm")
 
 
 class Plugin:
@@ -16,7 +16,7 @@ class Plugin:
         self.host = host
         self.enabled = True
         self.train_on_gpu = False  # libkda's backward there is exact for every gate, but not yet fast
-        self.paths: dict[str, str] = {}  # by part of a layer
+        self.paths: dict[str, str] = {}  # by part of a model
 
     def serves(self, name: str, part: str = "kda") -> None:
         """Notes that libkda's function `name` serves a call."""
@@ -27,7 +27,7 @@ class Plugin:
         self.paths[part] = f"{self.host}: {name}: {reason}"
 
     def last_path(self, part: str) -> str | None:
-        """The last note about a part of a layer: "kda", "conv" or "norm"."""
+        """The last note about a part of a model, one of PARTS."""
         if part not in PARTS:
             raise ValueError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
         return self.paths.get(part)

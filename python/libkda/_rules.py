@@ -161,7 +161,7 @@ class Sizes(dict):
                 form, shape = form[1:], shape[len(shape) - len(form) + 1:]
             if len(form) == len(shape) and all(self._meet(size, n) for size, n in zip(form, shape)):
                 return None
-        if name == "initial_state" and forms[0][0] == "N" and len(shape) == 4:
+        if name == "initial_state" and forms[0][0] == "N" and len(shape) == len(forms[0]) == 4:
             if list(shape[1:]) == [self[size] for size in forms[0][1:]]:
                 raise FlaError(f"The number of initial states is expected to be equal to the number of input "
                                f"sequences, i.e., {self['N']} rather than {shape[0]} "

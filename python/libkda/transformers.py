@@ -2,8 +2,8 @@
 """Models of Hugging Face transformers on libkda's kernels: `import libkda.transformers` is all.
 
 Kimi-Linear, GLM-5-Next and Ling (bailing_hybrid) call four functions of their own model file,
-chunk_kimi_delta_attention, recurrent_kimi_delta_attention, causal_conv1d_fn and causal_conv1d_update, and a class for
-the gated norm. Functions of the same signatures take their places, so that models are served whether they were built
+chunk_kimi_delta_attention, recurrent_kimi_delta_attention, causal_conv1d_fn and causal_conv1d_update, and classes for
+their norms. Functions of the same signatures take their places, so that models are served whether they were built
 before or after. A call that libkda refuses (a gradient that it cannot give, a device or a size that it does not take)
 goes on to the function that was there; last_path() says who served the last one and why. LIBKDA_TRANSFORMERS=0 leaves
 everything as it is until enable(); disable() puts the originals back.
@@ -29,7 +29,7 @@ _plugin = Plugin("transformers")
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "transformers: NAME: REASON", or None before the first.
-    part: of a layer, "kda", "conv" for the short convolution, or "norm" for the gated norm."""
+    part: "kda", "conv" for the short convolution, "norm" for the gated norm, or "rms_norm" for a model's other norms."""
     return _plugin.last_path(part)
 
 
@@ -168,7 +168,24 @@ def _conv_update(original):
     return causal_conv1d_update
 
 
-def _norm(original):
+def _rms_norm(original):
+    def forward(self, hidden_states):
+        """The class's own forward by libkda.gated_rms_norm without a gate. A class rounds to its type before it
+        multiplies with the weight: other types than fp32 are its own."""
+        weight = self.weight
+        if hidden_states.dtype is torch.float32 and weight.dtype is torch.float32:
+            result = _serve("rms_norm", type(self).__name__, (hidden_states, weight), {}, layer.gated_rms_norm,
+                            hidden_states, None, weight, eps=self.variance_epsilon)
+            if result is not None:
+                return result
+        else:
+            _plugin.leaves(type(self).__name__, f"a norm of {hidden_states.dtype}", "rms_norm")
+        return original(self, hidden_states)
+
+    return forward
+
+
+def _gated_norm(original):
     def forward(self, hidden_states, gate=None):
         """The class's own forward by libkda.gated_rms_norm."""
         if gate is None:
@@ -210,8 +227,12 @@ def _replaced(file):
         if hasattr(file, name):
             yield file, name, make
     for name, found in vars(file).items():
-        if name.endswith("RMSNormGated") and found.__module__ == file.__name__:
-            yield found, "forward", _norm
+        if not isinstance(found, type) or found.__module__ != file.__name__:
+            continue
+        if name.endswith("RMSNormGated"):
+            yield found, "forward", _gated_norm
+        elif name.endswith("RMSNorm") and [*inspect.signature(found.forward).parameters] == ["self", "hidden_states"]:
+            yield found, "forward", _rms_norm
 
 
 _files = _model_files()
