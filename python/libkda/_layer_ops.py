@@ -177,6 +177,16 @@ def gated_rms_norm(*args):
     return _call(_gated_rms_norm, args)
 
 
+def short_conv_backward(*args):
+    """torch.ops.libkda.short_conv_backward."""
+    return _call(_short_conv_backward, args)
+
+
+def gated_rms_norm_backward(*args):
+    """torch.ops.libkda.gated_rms_norm_backward."""
+    return _call(_gated_rms_norm_backward, args)
+
+
 def short_conv_update(*args):
     """torch.ops.libkda.short_conv_update; raises NotImplementedError where a derivative is asked for."""
     if is_grad_enabled() or forward_ad._current_level >= 0:
