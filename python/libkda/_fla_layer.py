@@ -28,7 +28,8 @@ def causal_conv1d_bwd(x, dy, dht, weight=None, bias=None, residual=None, initial
                       cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False):
     wanted = 3 | (bias is not None) << 2 | (initial_state is not None) << 3
     dx, dw, db, dh0 = _layer_ops.short_conv_backward(
-        _rows(dy, weight), dht, _rows(x, weight), weight, bias, initial_state, cu_seqlens, activation is not None, wanted)
+        _rows(dy, weight), dht, _rows(x, weight), weight, bias, initial_state, cu_seqlens, activation is not None,
+        wanted)
     return (dx.view(x.shape), dw, None if bias is None else db, None if residual is None else dy,
             None if initial_state is None else dh0)
 

@@ -41,8 +41,8 @@ def disable() -> None:
 
 
 def last_path(part: str = "kda") -> str | None:
-    """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first. part: "kda",
-    "conv" for the short convolution, or "norm" for the gated norm."""
+    """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first.
+    part: "kda", "conv" for the short convolution, or "norm" for the gated norm."""
     return _plugin.last_path(part)
 
 

@@ -85,7 +85,8 @@ def test_what_stays_with_fla():
     assert conv(residual=x.double()) == "residual of torch.float64"
     assert conv(initial_state=torch.empty(1, 8, 4, device="meta")) == "initial_state on meta"
     assert "2 to 4 taps" in _fla_layer.refusal("causal_conv1d_update", dict(x=x, weight=torch.randn(8, 6)))
-    norm = lambda **changes: _fla_layer.refusal("layer_norm_gated_fwd", dict(x=x[0], g=x[0], is_rms_norm=True) | changes)
+    good = dict(x=x[0], g=x[0], is_rms_norm=True)
+    norm = lambda **changes: _fla_layer.refusal("layer_norm_gated_fwd", good | changes)
     assert norm() is None
     assert "a mean or a bias" in norm(is_rms_norm=False) and "a mean or a bias" in norm(bias=weight[0])
     assert "residual" in norm(residual=x[0]) and "two types" in norm(residual_dtype=torch.bfloat16)
