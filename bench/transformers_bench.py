@@ -79,8 +79,8 @@ def measure(heads, tokens, rounds):
     caches = caches_of(model, ids)
     cases = {
         "prefill": (lambda cache: model(ids, use_cache=True), rounds, 1),
-        "decode": (lambda cache: model(ids[:, :1], use_cache=True, past_key_values=cache), rounds, 10),
-        "layer_decode": (lambda cache: layer(hidden, cache=cache), rounds, 30),
+        "decode": (lambda cache: model(ids[:, :1], use_cache=True, past_key_values=cache), rounds, 20),
+        "layer_decode": (lambda cache: layer(hidden, cache=cache), rounds, 100),
     }
     rows = []
     for name, (call, count, repeats) in cases.items():
@@ -105,14 +105,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, nargs="+", default=[4, 32])
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4, help="of 32 heads; more of fewer, which take less time")
     parser.add_argument("--json", type=pathlib.Path, help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     with torch.inference_mode(), models.torch_functions("kimi_linear"):
         for heads in args.heads:
-            rows += measure(heads, args.tokens, args.rounds)
+            rows += measure(heads, args.tokens, max(1, args.rounds * 32 // heads))
     if args.json:
         about = dict(date=datetime.date.today().isoformat(), cpu=cpu_name(), threads=1,
                      command=shlex.join(["python3", "bench/transformers_bench.py", *sys.argv[1:]]),

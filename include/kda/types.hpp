@@ -32,7 +32,7 @@ enum class BetaMode : int32_t {
 /// Memory order of a state: [.., K, V] or [.., V, K].
 enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
 
-/// Of a short convolution's output, or of the gate of a norm.
+/// What a short convolution's output or the gate of a norm goes through.
 enum class Activation : int32_t {
   kNone = 0,     ///< x
   kSilu = 1,     ///< x sigmoid(x), also called swish
