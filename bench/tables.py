@@ -407,6 +407,19 @@ def table_summary():
     return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", "compared with"], rows)
 
 
+def table_cpu_transformers():
+    report = load("cpu_transformers")
+    names = dict(prefill="the model, a prefill of {} tokens", decode="the model, a token",
+                 layer_decode="a KDA layer, a token")
+    rows = [[f'{names[r["case"]].format(r["tokens"])}, {r["heads"]} heads',
+             *(milliseconds(1e-3 * r["ms"][way]) for way in ("torch", "kda_alone", "libkda")),
+             f'{r["times_as_fast"]:.2f}x'] for r in report["rows"]]
+    versions = report["versions"]
+    head = (f'{report["threads"]} thread of an {report["cpu"]}, fp32; torch {versions["torch"]}, '
+            f'transformers {versions["transformers"]}, {report["date"]}\n\n')
+    return head + markdown(["case", "torch", "libkda's KDA alone", "libkda", "torch / libkda"], rows) + source(report)
+
+
 def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)

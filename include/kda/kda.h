@@ -346,6 +346,66 @@ KDA_API kda_status kda_chunk_delta_h(const kda_plan* plan, const kda_problem* pr
 KDA_API kda_status kda_chunk_o(const kda_plan* plan, const kda_problem* problem,
                                const kda_stages* stages, void* workspace, size_t workspace_bytes);
 
+/* The operations around KDA in its layer, on the CPU: include/kda/short_conv.hpp and
+ * include/kda/gated_rms_norm.hpp say what they compute and what every field means. They need no
+ * plan and no workspace. A tensor whose data is null is none; its alignment is not looked at: every
+ * pointer is aligned to an element. `present` and `indexed` of a state are not looked at either. */
+typedef enum kda_activation {
+  KDA_ACTIVATION_NONE = 0,
+  KDA_ACTIVATION_SILU = 1,
+  KDA_ACTIVATION_SIGMOID = 2
+} kda_activation;
+
+typedef struct kda_short_conv_call {
+  size_t struct_size;
+  int64_t batch; /* 1 with cu_seqlens */
+  int64_t num_tokens;
+  int64_t channels;
+  int32_t width;          /* 2 to 4 */
+  int32_t activation;     /* kda_activation: none or silu */
+  kda_tensor x, y;        /* [B, T, D] */
+  kda_tensor weight;      /* [D, W] */
+  kda_tensor bias;        /* [D] */
+  const void* cu_seqlens; /* [num_sequences + 1] */
+  int32_t cu_seqlens_dtype;
+  int32_t num_threads; /* 0: OMP_NUM_THREADS, else the cores of this machine */
+  int64_t num_sequences;
+  int64_t state_width;                  /* S */
+  kda_state initial_state, final_state; /* [num_slots, D, S] */
+  const uint8_t* has_state;             /* [N] */
+  int64_t first_slot;
+} kda_short_conv_call;
+
+typedef struct kda_short_conv_gradients {
+  size_t struct_size;
+  kda_tensor dy, d_final_state;
+  kda_tensor dx, dweight, dbias, d_initial_state;
+} kda_short_conv_gradients;
+
+KDA_API kda_status kda_short_conv(const kda_short_conv_call* call);
+KDA_API kda_status kda_short_conv_backward(const kda_short_conv_call* call,
+                                           const kda_short_conv_gradients* gradients);
+
+typedef struct kda_gated_rms_norm_call {
+  size_t struct_size;
+  int64_t rows[3];
+  int64_t channels;
+  double eps;
+  int32_t activation; /* kda_activation */
+  int32_t num_threads;
+  kda_tensor x, y, gate; /* [rows, D] */
+  kda_tensor weight;     /* [D] */
+} kda_gated_rms_norm_call;
+
+typedef struct kda_gated_rms_norm_gradients {
+  size_t struct_size;
+  kda_tensor dy, dx, dgate, dweight;
+} kda_gated_rms_norm_gradients;
+
+KDA_API kda_status kda_gated_rms_norm(const kda_gated_rms_norm_call* call);
+KDA_API kda_status kda_gated_rms_norm_backward(const kda_gated_rms_norm_call* call,
+                                               const kda_gated_rms_norm_gradients* gradients);
+
 #ifdef __cplusplus
 }
 #endif

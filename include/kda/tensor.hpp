@@ -27,6 +27,15 @@ struct TensorDesc {
   int64_t alignment = kDefaultAlignment;
 };
 
+/// Memory of the host with its type and strides, for calls without a plan. Null: no such tensor.
+struct TensorView {
+  void* data = nullptr;  ///< inputs are only read; aligned to an element
+  DType dtype = DType::kFloat32;
+  /// Elements, outermost first, none negative; those of dimensions of size 1 are never used. An
+  /// output has no two elements in one place.
+  std::array<int64_t, 4> strides{kUnsetStride, kUnsetStride, kUnsetStride, kUnsetStride};
+};
+
 /// Row-major descriptor of `shape` (at most 4 dimensions, outermost first), with the largest
 /// alignment up to kDefaultAlignment that its own strides keep.
 TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcept;

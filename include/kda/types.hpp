@@ -32,6 +32,13 @@ enum class BetaMode : int32_t {
 /// Memory order of a state: [.., K, V] or [.., V, K].
 enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
 
+/// What a short convolution's output or the gate of a norm goes through.
+enum class Activation : int32_t {
+  kNone = 0,     ///< x
+  kSilu = 1,     ///< x sigmoid(x), also called swish
+  kSigmoid = 2,  ///< sigmoid(x)
+};
+
 enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 
 /// Bits of the workspace block "device_flags" after a CUDA call (see run()).
@@ -48,9 +55,10 @@ enum MetadataFlag : int32_t {
 int64_t dtype_size(DType dtype) noexcept;
 /// "fp32", "bf16", "fp16", "int32", "int64", "fp64"
 const char* dtype_name(DType dtype) noexcept;
-const char* gate_mode_name(GateMode mode) noexcept;          ///< "log", "softplus", "bounded"
-const char* beta_mode_name(BetaMode mode) noexcept;          ///< "plain", "sigmoid", "sigmoid2"
-const char* state_layout_name(StateLayout layout) noexcept;  ///< "kv", "vk"
-const char* device_kind_name(DeviceKind kind) noexcept;      ///< "cpu", "cuda"
+const char* gate_mode_name(GateMode mode) noexcept;           ///< "log", "softplus", "bounded"
+const char* beta_mode_name(BetaMode mode) noexcept;           ///< "plain", "sigmoid", "sigmoid2"
+const char* state_layout_name(StateLayout layout) noexcept;   ///< "kv", "vk"
+const char* activation_name(Activation activation) noexcept;  ///< "none", "silu", "sigmoid"
+const char* device_kind_name(DeviceKind kind) noexcept;       ///< "cpu", "cuda"
 
 }  // namespace kda

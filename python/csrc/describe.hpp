@@ -100,13 +100,14 @@ inline std::string shape_text(const int64_t* begin, const int64_t* end) {
   return text + "]";
 }
 
-inline void expect_shape(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
+inline void expect_shape(const Tensor& x, const char* name, std::initializer_list<int64_t> shape,
+                         const char* sources = "q, v, cu_seqlens") {
   const auto sizes = x.sizes();
   const bool same =
       sizes.size() == shape.size() && std::equal(shape.begin(), shape.end(), sizes.begin());
   if (!same)
     refuse(name, " must have shape ", shape_text(shape.begin(), shape.end()), ", got ",
-           shape_text(sizes.begin(), sizes.end()), " (sizes of q, v, cu_seqlens)");
+           shape_text(sizes.begin(), sizes.end()), " (sizes of ", sources, ")");
 }
 
 inline int32_t dtype_number(const Tensor& x) {
@@ -141,8 +142,10 @@ inline int64_t extent_of(const Tensor& x) {
   return extent;
 }
 
-/// Memory where `device` is, of one of `types`: nothing else is known of what a caller hands over.
-inline void expect(const Tensor& x, const Tensor& device, const char* name, const Types& types) {
+/// Memory where `device` is, the operator's argument `first`, of one of `types`: nothing else is
+/// known of what a caller hands over.
+inline void expect(const Tensor& x, const Tensor& device, const char* name, const Types& types,
+                   const char* first = "q") {
   if (!x.defined()) refuse(name, " must be a tensor, got None");
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(x.get(), &layout));
@@ -150,7 +153,8 @@ inline void expect(const Tensor& x, const Tensor& device, const char* name, cons
     refuse(name, " must be a dense tensor, got another layout (sparse or mkldnn)");
   if (device_type_of(x) != device_type_of(device) ||
       x.get_device_index() != device.get_device_index())
-    refuse(name, " must be on the device of q, ", device_text(device), ", got ", device_text(x));
+    refuse(name, " must be on the device of ", first, ", ", device_text(device), ", got ",
+           device_text(x));
   // Numbers, since torch's enumeration has types that its stable one has not.
   const auto type = static_cast<ScalarType>(dtype_number(x));
   const bool float64 =

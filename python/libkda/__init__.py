@@ -15,12 +15,15 @@ _NAMES = {
     "fused_recurrent_kda": "kda",
     "fused_recurrent_kda_fwd": "kda",
     "fused_kda_gate": "gate",
+    "short_conv": "layer",
+    "short_conv_update": "layer",
+    "gated_rms_norm": "layer",
     "naive_recurrent_kda": "naive",
     "naive_chunk_kda": "naive",
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "kda", "naive", "ops", "transformers")
+_MODULES = ("arrays", "compat", "fla", "gate", "kda", "layer", "naive", "ops", "transformers")
 __all__ = ["__version__", *_NAMES]
 
 

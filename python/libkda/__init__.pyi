@@ -4,6 +4,7 @@ from libkda import compat as compat
 from libkda import fla as fla
 from libkda import gate as gate
 from libkda import kda as kda
+from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
 from libkda import transformers as transformers
@@ -11,6 +12,9 @@ from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.kda import chunk_kda as chunk_kda
 from libkda.kda import fused_recurrent_kda as fused_recurrent_kda
 from libkda.kda import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd
+from libkda.layer import gated_rms_norm as gated_rms_norm
+from libkda.layer import short_conv as short_conv
+from libkda.layer import short_conv_update as short_conv_update
 from libkda.naive import naive_chunk_kda as naive_chunk_kda
 from libkda.naive import naive_kda_gate as naive_kda_gate
 from libkda.naive import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+PARTS = ("kda", "conv", "norm", "rms_norm")
+
 
 class Plugin:
     """The switch and the note of one plugin: libkda.fla or libkda.transformers. `host` is the library it serves."""
@@ -14,15 +16,21 @@ class Plugin:
         self.host = host
         self.enabled = True
         self.train_on_gpu = False  # libkda's backward there is exact for every gate, but not yet fast
-        self.path: str | None = None
+        self.paths: dict[str, str] = {}  # by part of a model
 
-    def serves(self, name: str) -> None:
+    def serves(self, name: str, part: str = "kda") -> None:
         """Notes that libkda's function `name` serves a call."""
-        self.path = f"libkda: {name}"
+        self.paths[part] = f"libkda: {name}"
 
-    def leaves(self, name: str, reason: str) -> None:
+    def leaves(self, name: str, reason: str, part: str = "kda") -> None:
         """Notes that the host's own function `name` serves a call, and why."""
-        self.path = f"{self.host}: {name}: {reason}"
+        self.paths[part] = f"{self.host}: {name}: {reason}"
+
+    def last_path(self, part: str) -> str | None:
+        """The last note about a part of a model, one of PARTS."""
+        if part not in PARTS:
+            raise ValueError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
+        return self.paths.get(part)
 
     def leaves_gradients(self, tensors: Iterable[object]) -> str | None:
         """The reason why a call with gradients of tensors on a GPU stays with the host; None if it does not."""

@@ -48,6 +48,9 @@ _PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
 _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
+_CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
+             cu_seqlens=Rule(LENGTHS, "N+1"))
+_NORM = dict(x=Rule(ROWS, ".. D", required=True), gate=Rule(ROWS, ".. D"), weight=Rule(ROWS, "D"))
 # In libkda.arrays: two come in, the others go out.
 _GRADIENTS = dict(
     d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
@@ -81,6 +84,13 @@ RULES = {
                          checkpoints=_output(STATES, "slots HV K V")),
     "update": dict(_KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
                    indices=Rule(("int32",), "N|N S"), num_accepted_tokens=Rule(("int32",), "N")),
+    "short_conv": dict(_CONV, initial_state=Rule(ROWS, "N D S")),
+    "short_conv_update": dict(_CONV, states=Rule(ROWS, "slots D S", written=True, required=True),
+                              indices=Rule(INTEGERS, "N"), has_state=Rule(MASKS, "N")),
+    "short_conv_backward": dict(_CONV, initial_state=Rule(ROWS, "N D S"), d_y=Rule(ROWS, "B T D"),
+                                d_final_state=Rule(ROWS, "N D S")),
+    "gated_rms_norm": _NORM,
+    "gated_rms_norm_backward": dict(_NORM, d_y=Rule(ROWS, ".. D", required=True)),
     "arrays": dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
@@ -96,6 +106,8 @@ WORDS = {
         final_state_indices="ssm_state_indices", final_state="initial_state", state_index_columns="ssm_state_indices",
         o="out"),
     "fwd": dict(_SIZES, o="out"),
+    **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x")),
+    "gated_rms_norm": dict(channels="x", rows="x"),
     "decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
     "backward": dict(_SIZES, saved="kept"),
 }
@@ -149,7 +161,7 @@ class Sizes(dict):
                 form, shape = form[1:], shape[len(shape) - len(form) + 1:]
             if len(form) == len(shape) and all(self._meet(size, n) for size, n in zip(form, shape)):
                 return None
-        if name == "initial_state" and forms[0][0] == "N" and len(shape) == 4:
+        if name == "initial_state" and forms[0][0] == "N" and len(shape) == len(forms[0]) == 4:
             if list(shape[1:]) == [self[size] for size in forms[0][1:]]:
                 raise FlaError(f"The number of initial states is expected to be equal to the number of input "
                                f"sequences, i.e., {self['N']} rather than {shape[0]} "

@@ -12,7 +12,7 @@ import inspect
 
 import torch
 
-from . import gate, kda, ops
+from . import _fla_layer, gate, kda, ops
 from ._library import cuda_refusal
 from ._plugin import Plugin
 
@@ -40,9 +40,10 @@ def disable() -> None:
     _plugin.enabled = False
 
 
-def last_path() -> str | None:
-    """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first."""
-    return _plugin.path
+def last_path(part: str = "kda") -> str | None:
+    """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first.
+    part: "kda", "conv" for the short convolution, or "norm" for the gated norm."""
+    return _plugin.last_path(part)
 
 
 def _has_backward(arguments):
@@ -105,11 +106,40 @@ def _serve(name, function):
     return {name: call, f"{name}_verifier": verifier}
 
 
-def _backend(*functions):
-    members = {"backend_type": "libkda", "env_var": "FLA_LIBKDA", "priority": 1}
-    for function in functions:
-        members.update(_serve(function.__name__, function))
+def _backend_of(methods):
+    members = {"backend_type": "libkda", "env_var": "FLA_LIBKDA", "priority": 1, **methods}
     return type("LibkdaBackend", (BaseBackend,), members)
+
+
+def _backend(*functions):
+    methods = {}
+    for function in functions:
+        methods.update(_serve(function.__name__, function))
+    return _backend_of(methods)
+
+
+def _around(part, function):
+    """A backend for one of FLA's functions around KDA, which libkda has on a CPU."""
+    name, names = function.__name__, tuple(inspect.signature(function).parameters)
+
+    def call(self, *args, **kwargs):
+        _plugin.serves(name, part)
+        return function(*args, **kwargs)
+
+    def verifier(self, *args, **kwargs):
+        reason = _plugin.disabled or _fla_layer.refusal(name, dict(zip(names, args), **kwargs))
+        if reason is not None:
+            _plugin.leaves(name, reason, part)
+        return reason is None, reason
+
+    return {name: call, f"{name}_verifier": verifier}
+
+
+def _register_around(part, functions, module):
+    for function in functions:
+        host = getattr(module, function.__name__, None)
+        if host is not None:
+            register(host)(_backend_of(_around(part, function)))
 
 
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
@@ -119,3 +149,7 @@ else:
     from fla.ops.kda import chunk_kda as _fla_chunk_kda
     register(_fla_chunk_kda)(_backend(kda.chunk_kda))
     register("kda")(_backend(*_OPERATIONS))
+    from fla.modules.causal_conv1d import ops as _conv_ops
+    from fla.modules.norm import fused_norm_gate as _norm_ops
+    _register_around("conv", _fla_layer.CONVOLUTIONS, _conv_ops)
+    _register_around("norm", _fla_layer.NORMS, _norm_ops)

@@ -292,24 +292,30 @@ def _forward_of_gradients(*args):
     return _forward_kept(*operands, has_state, KEEP_NOTHING)[:2]
 
 
+def register(library, operator, written, fake, function):
+    """What an operator does at every key but the kernel's. `written`: the places of what it writes; `function`: its
+    autograd, None without derivatives."""
+    name = _name_of(operator)
+    library.impl(name, _above_autograd(operator, written), "ADInplaceOrView")
+    for key in ("Negative", "Conjugate", "ZeroTensor"):
+        library.impl(name, _materialized(operator, written), key)
+    for key in ("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"):
+        library.impl(name, _nested(operator), key)
+    torch.library.register_fake(f"libkda::{name}", fake)
+    if function is not None:
+        library.impl(name, _with_gradients(operator, function), "Autograd", with_keyset=True)
+
+
 if _is_first:
     _library = torch.library.Library("libkda", "IMPL")
     torch.ops.libkda.kept.append(_library)
-    for _operator in (_forward, _forward_into, _update, _forward_kept, _backward):
-        _name = _name_of(_operator)
-        _library.impl(_name, _above_autograd(_operator, _WRITTEN[_name]), "ADInplaceOrView")
-        for _key in ("Negative", "Conjugate", "ZeroTensor"):
-            _library.impl(_name, _materialized(_operator, _WRITTEN[_name]), _key)
-        for _key in ("NestedTensorCPU", "NestedTensorCUDA", "AutogradNestedTensor"):
-            _library.impl(_name, _nested(_operator), _key)
-    torch.library.register_fake("libkda::forward", _fake_forward)
-    torch.library.register_fake("libkda::forward_into", lambda *args: _check(_forward_into, args))
-    torch.library.register_fake("libkda::update", lambda *args: _check(_update, args))
-    torch.library.register_fake("libkda::forward_kept", _fake_forward_kept)
-    torch.library.register_fake("libkda::backward", _fake_backward)
-    for _operator, _function in ((_forward, _forward_of_gradients), (_forward_kept, _Forward.apply),
-                                 (_backward, _Backward.apply)):
-        _library.impl(_name_of(_operator), _with_gradients(_operator, _function), "Autograd", with_keyset=True)
+    for _operator, _fake, _function in (
+            (_forward, _fake_forward, _forward_of_gradients),
+            (_forward_into, lambda *args: _check(_forward_into, args), None),
+            (_update, lambda *args: _check(_update, args), None),
+            (_forward_kept, _fake_forward_kept, _Forward.apply),
+            (_backward, _fake_backward, _Backward.apply)):
+        register(_library, _operator, _WRITTEN[_name_of(_operator)], _fake, _function)
 
 
 # ---- without autograd's part, which is slow --------------------------------------------------------------------------

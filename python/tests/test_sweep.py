@@ -212,6 +212,53 @@ def backward_into(**arguments):
     return arrays.backward(**arguments, out=out)
 
 
+def layer(x):
+    """On the CPU, where alone the operations around KDA run."""
+    generator = torch.Generator().manual_seed(int(x["q"].flatten()[0].abs() * 1e6))
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def conv(x):
+    normal = layer(x)
+    return dict(x=normal(1, 2 * T, K), weight=normal(K, 4), bias=normal(K), activation="silu",
+                initial_state=normal(2, K, 3), output_final_state=True, cu_seqlens=torch.tensor([0, T - 2, 2 * T]))
+
+
+def conv_update(x):
+    normal = layer(x)
+    return dict(x=normal(2, T, K), states=normal(SLOTS, K, 3), weight=normal(K, 4), bias=normal(K),
+                indices=torch.tensor([3, 1], dtype=torch.int32), has_state=torch.tensor([True, False]))
+
+
+def norm(x):
+    normal = layer(x)
+    return dict(x=normal(B, T, HV, K), gate=normal(B, T, HV, K), weight=normal(K), activation="silu")
+
+
+def conv_operator(x):
+    arguments = conv(x)
+    del arguments["activation"], arguments["output_final_state"]
+    return dict(arguments, silu=True, state_width=3)
+
+
+def conv_update_operator(x):
+    return dict(conv_update(x), cu_seqlens=None, silu=True, first_slot=0)
+
+
+def conv_backward_operator(x):
+    arguments, normal = conv_operator(x), layer(x)
+    del arguments["state_width"]
+    return dict(arguments, d_y=normal(1, 2 * T, K), d_final_state=normal(2, K, 3), wanted=15)
+
+
+def norm_operator(x):
+    return dict(norm(x), eps=1e-5, activation=1)
+
+
+def norm_backward_operator(x):
+    return dict(norm_operator(x), d_y=layer(x)(B, T, HV, K), wanted=7)
+
+
 GATE_NAMES, STATE_NAMES = ("A_log", "dt_bias"), ("initial_state", "has_state")
 LENGTH_NAMES = ("cu_seqlens", "cu_seqlens_cpu")
 TARGETS = {
@@ -250,6 +297,19 @@ TARGETS = {
                                       ("dt_bias", "indices", "has_state"), RuntimeError),
     "torch.ops.libkda.update, speculative": Target(operator_of("update"), update_speculative, ("o", "states"),
                                                    ("dt_bias", "indices", "num_accepted_tokens"), RuntimeError),
+    "short_conv": Target(libkda.short_conv, conv, (), ("bias", "initial_state", "cu_seqlens")),
+    "short_conv_update": Target(libkda.short_conv_update, conv_update, ("states",), ("bias", "indices", "has_state")),
+    "gated_rms_norm": Target(libkda.gated_rms_norm, norm, (), ("gate", "weight")),
+    "torch.ops.libkda.short_conv": Target(operator_of("short_conv"), conv_operator, (), ("bias", "initial_state"),
+                                          RuntimeError),
+    "torch.ops.libkda.short_conv_update": Target(operator_of("short_conv_update"), conv_update_operator, ("states",),
+                                                 ("bias", "indices", "has_state"), RuntimeError),
+    "torch.ops.libkda.short_conv_backward": Target(operator_of("short_conv_backward"), conv_backward_operator, (),
+                                                   ("d_y", "d_final_state"), RuntimeError),
+    "torch.ops.libkda.gated_rms_norm": Target(operator_of("gated_rms_norm"), norm_operator, (), ("gate", "weight"),
+                                              RuntimeError),
+    "torch.ops.libkda.gated_rms_norm_backward": Target(operator_of("gated_rms_norm_backward"), norm_backward_operator,
+                                                       (), (), RuntimeError),
     "arrays.forward": Target(arrays.forward, array_forward, ("o", "final_state"),
                              ("dt_bias", *STATE_NAMES, "o", "final_state")),
     "arrays.decode": Target(arrays.decode, array_decode, ("o", "state"), ("dt_bias", "indices", "o", "has_state")),

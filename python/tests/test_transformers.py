@@ -68,14 +68,22 @@ def both(call):
         return expected, call()
 
 
+def paths():
+    return [libkda.transformers.last_path(part) for part in ("kda", "conv", "norm", "rms_norm")]
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 def test_logits(family, device):
     model, ids = models.build(family).to(device), prompt(2, 150, device)
     with torch.no_grad():
-        expected, found = both(lambda: (model(ids).logits, libkda.transformers.last_path()))
+        expected, found = both(lambda: (model(ids).logits, paths()))
     assert distance(found[0], expected[0].double()) < (2e-6 if device == "cpu" else 1e-5)
-    assert (expected[1], found[1]) == (None, "libkda: chunk_kda")
+    assert expected[1] == [None] * 4 and found[1][0] == "libkda: chunk_kda"
+    if device == "cpu":
+        assert found[1][1:] == ["libkda: short_conv"] + ["libkda: gated_rms_norm"] * 2
+    else:
+        assert all("runs on the CPU only so far" in path for path in found[1][1:])
 
 
 def test_logits_depend_on_kda(kimi, monkeypatch):
@@ -106,12 +114,13 @@ def test_generates_the_same_tokens(family, beams):
     model, ids = models.build(family), prompt(2, 70)
 
     def generate():
-        tokens = model.generate(ids, max_new_tokens=6, do_sample=False, num_beams=beams)
-        return tokens, libkda.transformers.last_path()
+        return model.generate(ids, max_new_tokens=6, do_sample=False, num_beams=beams), paths()
 
     expected, found = both(generate)
     assert torch.equal(found[0], expected[0]) and found[0].shape == (2, 76)
-    assert (expected[1], found[1]) == (None, "libkda: fused_recurrent_kda_fwd")
+    assert expected[1] == [None] * 4
+    assert found[1] == [f"libkda: {name}" for name in ("fused_recurrent_kda_fwd", "short_conv_update",
+                                                       "gated_rms_norm", "gated_rms_norm")]
 
 
 def test_bf16(family):
@@ -213,11 +222,11 @@ def test_gradients(family, training):
     def gradients():
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
-        return ([(name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None],
-                libkda.transformers.last_path())
+        return [(name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None], paths()
 
     expected, found = both(gradients)
-    assert (expected[1], found[1]) == (None, "libkda: chunk_kda")
+    assert expected[1] == [None] * 4
+    assert found[1] == ["libkda: chunk_kda", "libkda: short_conv"] + ["libkda: gated_rms_norm"] * 2
     assert [name for name, _ in expected[0]] == [name for name, _ in found[0]]
     scale = max(grad.norm() for _, grad in expected[0])
     for (name, right), (_, grad) in zip(expected[0], found[0]):
@@ -363,18 +372,148 @@ def test_an_exported_program_is_without_libkda(kimi_functions):
         assert distance(program.module()(*x), Layer()(*x).double()) < 2e-6
 
 
+# ---- convolution and norm --------------------------------------------------------------------------------------------
+
+def convolutions(family):
+    return [getattr(models.file_of(family), name) for name in models.CONVOLUTIONS]
+
+
+def norm_of(family):
+    classes = [found for name, found in vars(models.file_of(family)).items() if name.endswith("RMSNormGated")]
+    assert len(classes) == 1
+    return classes[0]
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_convolution(family, activation):
+    """Of [B, D, T], dense in either order, with gradients; libkda's result is [B, T, D] in memory."""
+    for channels_first in (True, False):
+        x = torch.randn(2, 40, 24) if channels_first else torch.randn(2, 24, 40).transpose(1, 2)
+        leaves = [t.requires_grad_() for t in (x, torch.randn(40, 4), torch.randn(40))]
+        upstream = torch.randn(2, 40, 24)
+
+        def run():
+            y = convolutions(family)[0](*leaves, activation=activation, position_ids=torch.arange(24))
+            return y, torch.autograd.grad(y, leaves, upstream)
+
+        (own, own_gradients), (ours, gradients) = both(run)
+        assert ours.transpose(1, 2).is_contiguous()
+        assert distance(ours, own.double()) < 2e-6
+        for mine, right in zip(gradients, own_gradients):
+            assert distance(mine, right.double()) < 2e-6
+
+
+@pytest.mark.parametrize("width", [3, 4, 9])
+def test_convolution_in_place(family, width):
+    """Of a cache, which keeps more inputs while it records its past; one token and several."""
+    weight, states = torch.randn(40, 4), torch.randn(2, 40, width)
+    for length in (1, 3):
+        x = torch.randn(2, 40, length)
+
+        def run():
+            state = states.clone()
+            with torch.no_grad():
+                y = convolutions(family)[1](x, state, weight, None, "silu")
+            return y, state, libkda.transformers.last_path("conv")
+
+        own, ours = both(run)
+        assert torch.equal(ours[1], own[1]) and distance(ours[0], own[0].double()) < 2e-6
+        assert ours[2] == "libkda: short_conv_update"
+
+
+def test_what_the_convolution_refuses_goes_on(kimi_functions):
+    """A gradient of the step in place, a wide kernel, fp64, another activation; nothing is written before."""
+    x, states = torch.randn(1, 8, 1), torch.randn(1, 8, 4)
+    weight = torch.randn(8, 4, requires_grad=True)
+    wide = torch.randn(8, 6)
+    cases = [lambda state: convolutions("kimi_linear")[1](x, state, weight),
+             lambda state: convolutions("kimi_linear")[0](torch.randn(1, 8, 9, generator=generator()), wide),
+             lambda state: convolutions("kimi_linear")[0](x.double(), weight.double()),
+             lambda state: convolutions("kimi_linear")[0](x, weight, activation="gelu")]
+    generator = lambda: torch.Generator().manual_seed(1)
+
+    def run(case):
+        state = states.clone()
+        y = case(state)
+        return y, state, libkda.transformers.last_path("conv")
+
+    for case, reason in zip(cases, ("updated in place", "2 to 4 taps", "torch.float64", "activation must be one of")):
+        own, ours = both(lambda: run(case))
+        assert torch.equal(own[0], ours[0]) and torch.equal(own[1], ours[1])
+        assert ours[2].startswith("transformers: causal_conv1d_") and reason in ours[2]
+
+
+def test_packed_sequences_of_the_convolution(kimi_functions):
+    """cu_seqlens keeps them apart; seq_idx alone is the model's own."""
+    x, weight = torch.randn(1, 20, 30), torch.randn(20, 4)
+    with models.served():
+        convolution = convolutions("kimi_linear")[0]
+        packed = convolution(x, weight, activation="silu", cu_seqlens=torch.tensor([0, 11, 30], dtype=torch.int32))
+        parts = [convolution(part, weight, activation="silu") for part in x.split([11, 19], 2)]
+        assert torch.equal(packed, torch.cat(parts, 2))
+        convolution(x, weight, seq_idx=torch.zeros(1, 30))
+        assert libkda.transformers.last_path("conv") == "transformers: causal_conv1d_fn: seq_idx without cu_seqlens"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm(family, dtype):
+    norm = norm_of(family)(40).to(dtype)
+    with torch.no_grad():
+        norm.weight.normal_()
+    x, gate = (torch.randn(2, 7, 3, 40).to(dtype).requires_grad_() for _ in range(2))
+    upstream = torch.randn(2, 7, 3, 40).to(dtype)
+
+    def run():
+        y = norm(x, gate)
+        return (y, *torch.autograd.grad(y, (x, gate, norm.weight), upstream))
+
+    expected, found = both(run)
+    for mine, right in zip(found, expected):
+        assert mine.dtype == dtype and distance(mine, right.double()) < (2e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_norms(kimi_functions, dtype):
+    """Those without a gate: in fp32 libkda's; in bf16 the class's own, which rounds in between."""
+    norm = models.file_of("kimi_linear").KimiLinearRMSNorm(48).to(dtype)
+    x, upstream = torch.randn(2, 5, 48).to(dtype).requires_grad_(), torch.randn(2, 5, 48).to(dtype)
+
+    def run():
+        y = norm(x)
+        return (y, *torch.autograd.grad(y, (x, norm.weight), upstream)), libkda.transformers.last_path("rms_norm")
+
+    (expected, _), (found, path) = both(run)
+    if dtype is torch.float32:
+        assert path == "libkda: gated_rms_norm"
+        assert all(distance(mine, right.double()) < 2e-6 for mine, right in zip(found, expected))
+    else:
+        assert path == "transformers: KimiLinearRMSNorm: a norm of torch.bfloat16"
+        assert all(torch.equal(*pair) for pair in zip(found, expected))
+
+
+def test_the_parts_of_last_path():
+    with pytest.raises(ValueError, match="part must be one of 'kda', 'conv', 'norm', 'rms_norm', got 'gate'"):
+        libkda.transformers.last_path("gate")
+
+
 # ---- the switch ------------------------------------------------------------------------------------------------------
 
+def everything(family):
+    return [*functions(family), *convolutions(family), norm_of(family).forward]
+
+
 def test_switch(family):
-    own = functions(family)
+    own = everything(family)
     libkda.transformers.enable()
-    ours = functions(family)
+    ours = everything(family)
     libkda.transformers.enable()
-    assert functions(family) == ours and not {*own} & {*ours}
+    assert everything(family) == ours and not {*own} & {*ours}
+    for mine, theirs in zip(ours, own):
+        assert list(inspect.signature(mine).parameters) == list(inspect.signature(theirs).parameters)
     ours[0](*rows())
     assert libkda.transformers.last_path() == "libkda: chunk_kda"
     libkda.transformers.disable()
-    assert functions(family) == own and libkda.transformers.last_path() is None
+    assert everything(family) == own and libkda.transformers.last_path() is None
     held = ours[0]  # as by a file that had imported the name
     held(*rows())
     assert libkda.transformers.last_path() == f"transformers: {CHUNK}: libkda.transformers.disable() was called"
@@ -407,7 +546,7 @@ files = [importlib.import_module(f"transformers.models.{family}.modeling_{family
 functions = lambda: [getattr(file, name) for file in files for name in FUNCTIONS]
 own = functions()
 import libkda.transformers
-""".replace("FAMILIES", repr(INSTALLED)).replace("FUNCTIONS", repr(models.FUNCTIONS))
+""".replace("FAMILIES", repr(INSTALLED)).replace("FUNCTIONS", repr(models.FUNCTIONS + models.CONVOLUTIONS))
 
 
 def test_serves_from_the_import_on():
@@ -416,6 +555,8 @@ def test_serves_from_the_import_on():
 assert not {*map(id, own)} & {*map(id, functions())}
 x = [torch.rand(1, 5, 1, 16) for _ in range(4)]
 for call in functions():
+    if call.__name__.startswith("causal_conv1d"):
+        continue
     call(*x[:3], g=-x[3], beta=x[0][..., 0], initial_state=None, output_final_state=True)
     assert libkda.transformers.last_path().startswith("libkda: ")
 libkda.transformers.disable()

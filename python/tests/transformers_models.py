@@ -18,6 +18,7 @@ import torch
 import libkda.transformers
 
 FUNCTIONS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 VOCABULARY = 97
 _SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
               num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=32, v_head_dim=32,
@@ -74,14 +75,14 @@ def torch_functions(family):
     """The model file with its own functions in torch; libkda is switched off before and after."""
     file = file_of(family)
     libkda.transformers.disable()
-    installed = [getattr(file, name) for name in FUNCTIONS]
-    for name, function in zip(FUNCTIONS, installed):
+    installed = {name: getattr(file, name) for name in (*FUNCTIONS, *CONVOLUTIONS)}
+    for name, function in installed.items():
         setattr(file, name, in_torch(function))
     try:
         yield file
     finally:
         libkda.transformers.disable()
-        for name, function in zip(FUNCTIONS, installed):
+        for name, function in installed.items():
             setattr(file, name, function)
 
 

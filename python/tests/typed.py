@@ -7,7 +7,8 @@ from typing_extensions import assert_type
 
 import libkda.fla
 import libkda.transformers
-from libkda import arrays, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_recurrent_kda
+from libkda import (arrays, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, gated_rms_norm,
+                    naive_recurrent_kda, short_conv, short_conv_update)
 from libkda.compat import flash_kda
 
 x = torch.zeros(1, 1, 1, 16)
@@ -20,6 +21,9 @@ assert_type(fused_recurrent_kda(x, x, x, x, beta), tuple[torch.Tensor, State])
 assert_type(fused_recurrent_kda_fwd(x, x, x, x, beta, initial_state=x), tuple[torch.Tensor, State])
 assert_type(naive_recurrent_kda(x, x, x, x, beta), tuple[torch.Tensor, State])
 assert_type(fused_kda_gate(x, lower_bound=-5.0), torch.Tensor)
+assert_type(short_conv(x[0], x[0, 0], activation="silu"), tuple[torch.Tensor, State])
+assert_type(short_conv_update(x[0], x[0], x[0, 0]), torch.Tensor)
+assert_type(gated_rms_norm(x, x, eps=1e-6), torch.Tensor)
 assert_type(libkda.fla.last_path(), str | None)
 assert_type(libkda.transformers.last_path(), str | None)
 assert_type(libkda.__version__, str)

@@ -7,6 +7,12 @@
 #include "core/layout.hpp"
 
 namespace kda::capi {
+
+bool is_described(const kda_tensor& given) {
+  return given.dtype != 0 || given.alignment != 0 ||
+         std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
+}
+
 namespace {
 
 int64_t natural_alignment(const TensorDesc& desc, const Shape& shape, int rank) {
@@ -19,11 +25,6 @@ int64_t natural_alignment(const TensorDesc& desc, const Shape& shape, int rank) 
       alignment /= 2;
   }
   return alignment;
-}
-
-bool is_described(const kda_tensor& given) {
-  return given.dtype != 0 || given.alignment != 0 ||
-         std::any_of(given.strides, given.strides + 4, [](int64_t stride) { return stride != 0; });
 }
 
 TensorDesc tensor_of(const kda_tensor& given, const Shape& shape, int rank) {

@@ -34,6 +34,8 @@ Status read_struct(const Struct* given, const char* name, Struct* current) {
   return {};
 }
 
+/// Whether a caller has filled it in.
+bool is_described(const kda_tensor& given);
 Problem problem_of(const kda_problem& c);
 Tensors tensors_of(const kda_problem& c);
 

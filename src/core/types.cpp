@@ -49,6 +49,9 @@ const char* beta_mode_name(BetaMode mode) noexcept {
   return name_of(mode, {"plain", "sigmoid", "sigmoid2"});
 }
 const char* state_layout_name(StateLayout layout) noexcept { return name_of(layout, {"kv", "vk"}); }
+const char* activation_name(Activation activation) noexcept {
+  return name_of(activation, {"none", "silu", "sigmoid"});
+}
 const char* device_kind_name(DeviceKind kind) noexcept { return name_of(kind, {"cpu", "cuda"}); }
 
 TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcept {

@@ -6,13 +6,21 @@
 #include <string_view>
 
 #include "core/convert.hpp"
+#include "core/footprint.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "run/footprint.hpp"
 #include "run/slots.hpp"
 
 namespace kda {
 namespace {
+
+struct Entry {
+  const char* name = "";
+  const TensorDesc* desc = nullptr;
+  Shape shape = {};
+  const void* pointer = nullptr;
+  bool output = false;
+};
 
 Entry state_entry(const Problem& p, const std::optional<StateDesc>& state, const void* pointer,
                   bool output) {
@@ -71,6 +79,10 @@ constexpr TensorRow kTensors[] = {
     {"final_state", [](P p, T t) { return state_entry(p, p.final_state, t.final_state, true); }},
     {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
+
+Footprint footprint(const Entry& entry) {
+  return footprint(entry.pointer, entry.desc->dtype, entry.shape, entry.desc->strides);
+}
 
 Status check_pointer(const Entry& entry) {
   const bool empty =

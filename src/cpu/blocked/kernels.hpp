@@ -20,6 +20,10 @@
 
 #include "kda/types.hpp"
 
+namespace kda::cpu::layer {
+struct Kernels;
+}
+
 namespace kda::cpu::blocked {
 
 inline constexpr int kChunk = 8;
@@ -119,6 +123,7 @@ struct Kernels {
   int64_t (*peak_fma)(int64_t iterations);
 
   const BackwardKernels* backward;
+  const layer::Kernels* layer;
 };
 
 /// Tables of this build; the ISA-specific ones are null where the compiler does not target x86.

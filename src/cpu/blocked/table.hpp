@@ -10,6 +10,8 @@
 #include "cpu/blocked/prepare.hpp"
 #include "cpu/blocked/rows.hpp"
 #include "cpu/blocked/sweep.hpp"
+#include "cpu/layer/norm_kernels.hpp"
+#include "cpu/layer/short_conv_kernels.hpp"
 
 namespace kda::cpu::blocked::KDA_ISA {
 
@@ -37,9 +39,12 @@ static constexpr BackwardKernels kBackwardKernels = {
     backward_gradients, load_tiles,       store_tiles,      backward_add_row, backward_scale_row,
     undo_norm,          undo_gate,        step_slope};
 
+static constexpr layer::Kernels kLayerKernels = {
+    load_tile, store_tile, convolve, convolve_slopes, convolve_sums, norm, norm_backward};
+
 static constexpr Kernels make_kernels(const char* name) {
-  return {name,      prepare,  sweep,     matmul_block, decode_kv,
-          decode_vk, load_row, store_row, peak_fma,     &kBackwardKernels};
+  return {name,     prepare,   sweep,    matmul_block,      decode_kv,     decode_vk,
+          load_row, store_row, peak_fma, &kBackwardKernels, &kLayerKernels};
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a tensor lies in memory, and whether two of them touch.
+// The bytes that a tensor covers, and whether two tensors share some.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "core/layout.hpp"
-#include "kda/problem.hpp"
 
 namespace kda {
 
-/// The bytes that a tensor covers: [begin, end), and its largest stride, for interleaved views.
+/// [begin, end), and the largest stride, for interleaved views.
 struct Footprint {
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;
@@ -17,32 +18,23 @@ struct Footprint {
   int64_t period_bytes = 0;  ///< covered within one period
 };
 
-/// A tensor of a call. Without a descriptor the problem has none.
-struct Entry {
-  const char* name = "";
-  const TensorDesc* desc = nullptr;
-  Shape shape = {};
-  const void* pointer = nullptr;
-  bool output = false;
-};
-
-inline Footprint footprint(const Entry& entry) {
-  const int64_t size = dtype_size(entry.desc->dtype);
-  const auto begin = reinterpret_cast<std::uintptr_t>(entry.pointer);
+inline Footprint footprint(const void* pointer, DType dtype, const Shape& shape,
+                           const std::array<int64_t, 4>& strides) {
+  const int64_t size = dtype_size(dtype);
+  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
   Footprint print{.begin = begin, .end = begin};
   int64_t reach = 0;
   std::size_t outermost = 4;
   for (std::size_t dim = 0; dim < 4; ++dim) {
-    if (entry.shape[dim] == 0) return print;
-    if (entry.shape[dim] == 1) continue;
-    reach += entry.desc->strides[dim] * (entry.shape[dim] - 1);
-    if (outermost == 4 || entry.desc->strides[dim] > entry.desc->strides[outermost])
-      outermost = dim;
+    if (shape[dim] == 0) return print;
+    if (shape[dim] == 1) continue;
+    reach += strides[dim] * (shape[dim] - 1);
+    if (outermost == 4 || strides[dim] > strides[outermost]) outermost = dim;
   }
   print.end = print.begin + static_cast<std::uintptr_t>((reach + 1) * size);
   if (outermost < 4) {
-    print.period = entry.desc->strides[outermost] * size;
-    print.period_bytes = (reach + 1) * size - print.period * (entry.shape[outermost] - 1);
+    print.period = strides[outermost] * size;
+    print.period_bytes = (reach + 1) * size - print.period * (shape[outermost] - 1);
   }
   return print;
 }

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operators around KDA in its layer: libkda::short_conv, short_conv_update and gated_rms_norm,
+// with short_conv_backward and gated_rms_norm_backward. On the CPU. What they compute:
+// include/kda/short_conv.hpp, include/kda/gated_rms_norm.hpp; derivatives:
+// python/libkda/_layer_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "describe.hpp"
+#include "memory.hpp"
+
+namespace kda_torch {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr Types kElements = {"float32, bfloat16 or float16",
+                             {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
+
+int32_t threads() {
+  uint32_t count = 0;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&count));
+  return static_cast<int32_t>(count);
+}
+
+void expect_cpu(const Tensor& x, const char* function) {
+  if (!x.defined()) refuse("x must be a tensor, got None");
+  if (!x.is_cpu())
+    refuse("x must be on the CPU, where alone ", function, " runs so far, got ", device_text(x));
+  expect(x, x, "x", kElements, "x");
+}
+
+/// A tensor as the C ABI has it.
+kda_tensor tensor_of(const Tensor& x) {
+  kda_tensor target{};
+  target.data = const_cast<void*>(x.const_data_ptr());
+  target.dtype = dtype_of(x);
+  target.alignment = static_cast<int64_t>(x.element_size());  // of a described tensor: not 0
+  const auto strides = x.strides();
+  for (size_t d = 0; d < strides.size() && d < 4; ++d) target.strides[d] = strides[d];
+  return target;
+}
+
+kda_tensor tensor_of(const Tensor& x, const Tensor& first, const char* name,
+                     std::initializer_list<int64_t> shape, const char* sources) {
+  expect(x, first, name, kElements, "x");
+  expect_shape(x, name, shape, sources);
+  return tensor_of(x);
+}
+
+// ---- short convolution --------------------------------------------------------------------------
+
+/// Everything but y and states.
+kda_short_conv_call conv_of(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
+                            const MaybeTensor& cu_seqlens, bool silu) {
+  expect_cpu(x, "short_conv");
+  if (x.dim() != 3) refuse("x must have shape [B, T, D], got ", x.dim(), " dimensions");
+  kda_short_conv_call call{};
+  call.struct_size = sizeof(call);
+  call.batch = x.size(0), call.num_tokens = x.size(1), call.channels = x.size(2);
+  call.x = tensor_of(x);
+  expect(weight, x, "weight", kElements, "x");
+  if (weight.dim() != 2 || weight.size(0) != call.channels)
+    refuse("weight must have shape [", call.channels, ", W] (sizes of x), got ",
+           shape_text(weight.sizes().begin(), weight.sizes().end()));
+  if (weight.size(1) < 2 || weight.size(1) > 4)
+    refuse("weight must have 2 to 4 taps, got ", weight.size(1));
+  call.weight = tensor_of(weight);
+  call.width = static_cast<int32_t>(weight.size(1));
+  if (bias) call.bias = tensor_of(*bias, x, "bias", {call.channels}, "x");
+  call.activation = silu ? KDA_ACTIVATION_SILU : KDA_ACTIVATION_NONE;
+  call.num_sequences = call.batch;
+  if (cu_seqlens) {
+    expect(*cu_seqlens, x, "cu_seqlens", kLengths, "x");
+    if (cu_seqlens->dim() != 1 || cu_seqlens->size(0) < 1 || !cu_seqlens->is_contiguous())
+      refuse("cu_seqlens must have shape [N + 1] and be contiguous");
+    if (call.batch != 1) refuse("x must have B = 1 with cu_seqlens, got ", call.batch);
+    call.cu_seqlens = cu_seqlens->const_data_ptr();
+    call.cu_seqlens_dtype = dtype_of(*cu_seqlens);
+    call.num_sequences = cu_seqlens->size(0) - 1;
+  }
+  call.num_threads = threads();
+  return call;
+}
+
+/// [slots, D, S] with S inputs that the convolution needs, or more.
+void describe_states(kda_state* target, kda_short_conv_call* call, const Tensor& x,
+                     const Tensor& states, const char* name, int64_t slots) {
+  expect(states, x, name, kElements, "x");
+  if (states.dim() != 3)
+    refuse(name, " must have shape [slots, D, S], got ", states.dim(), " dimensions");
+  expect_shape(states, name, {slots, call->channels, states.size(2)}, "x, cu_seqlens");
+  if (states.size(2) < call->width - 1)
+    refuse(name, " must hold at least ", call->width - 1, " inputs (taps of weight), got ",
+           states.size(2));
+  target->tensor = tensor_of(states);
+  target->num_slots = slots;
+  call->state_width = states.size(2);
+}
+
+Tensor new_like(const char* name, const Tensor& x) {
+  const auto sizes = x.sizes();
+  return new_tensor(name, x, {sizes.data(), sizes.size()}, dtype_number(x));
+}
+
+std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, MaybeTensor bias,
+                                      MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu,
+                                      int64_t state_width) {
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  const int64_t N = call.num_sequences;
+  if (initial_state)
+    describe_states(&call.initial_state, &call, x, *initial_state, "initial_state", N);
+  if (state_width != 0 && initial_state && state_width != call.state_width)
+    refuse("state_width must be that of initial_state, ", call.state_width, ", got ", state_width);
+  if (state_width < 0) refuse("state_width must not be negative, got ", state_width);
+  const Tensor y = new_like("y", x);
+  const bool wanted = state_width != 0;
+  const Tensor final_state =
+      new_tensor<3>("final_state", x, {wanted ? N : 0, call.channels, state_width},
+                    dtype_number(initial_state ? *initial_state : x));
+  if (wanted) describe_states(&call.final_state, &call, x, final_state, "final_state", N);
+  call.y = tensor_of(y);
+  check(kda_short_conv(&call));
+  return {y, final_state};
+}
+
+Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bias,
+                         MaybeTensor cu_seqlens, MaybeTensor indices, MaybeTensor has_state,
+                         bool silu, int64_t first_slot) {
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  const int64_t N = call.num_sequences;
+  const int64_t slots = indices && states.dim() > 0 ? states.size(0) : N;
+  describe_states(&call.initial_state, &call, x, states, "states", slots);
+  if (slots == 0 && N > 0) refuse("states has no slots");
+  const auto pointer = [&](const Tensor& given, const char* name, const Types& types) {
+    expect(given, x, name, types, "x");
+    expect_shape(given, name, {N}, "x, cu_seqlens");
+    if (!given.is_contiguous()) refuse(name, " must be contiguous");
+    return given.const_data_ptr();
+  };
+  if (indices)
+    call.initial_state.indices =
+        static_cast<const int32_t*>(pointer(*indices, "indices", kIndices));
+  if (has_state)
+    call.has_state = static_cast<const uint8_t*>(pointer(*has_state, "has_state", kMasks));
+  call.final_state = call.initial_state;
+  call.first_slot = first_slot;
+  const Tensor y = new_like("y", x);
+  call.y = tensor_of(y);
+  check(kda_short_conv(&call), true);
+  return y;
+}
+
+/// Bits of `wanted`, in the order of what a backward returns.
+template <class Describe>
+Tensor gradient(const char* name, const Tensor& like, const MaybeTensor& x, int64_t wanted, int bit,
+                const Describe& describe) {
+  if (!(wanted >> bit & 1)) return new_tensor<1>(name, like, {0}, dtype_number(x ? *x : like));
+  if (!x) refuse("wanted: the ", name, ", which the forward has not");
+  const Tensor made = new_like(name, *x);
+  describe(tensor_of(made));
+  return made;
+}
+
+void expect_wanted(int64_t wanted, int64_t count) {
+  if (wanted <= 0 || wanted >= int64_t{1} << count)
+    refuse("wanted must have bits 0 to ", count - 1, ", at least one of them, got ", wanted);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> short_conv_backward(
+    MaybeTensor d_y, MaybeTensor d_final_state, Tensor x, Tensor weight, MaybeTensor bias,
+    MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu, int64_t wanted) {
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  const int64_t N = call.num_sequences;
+  expect_wanted(wanted, 4);
+  kda_short_conv_gradients g{};
+  g.struct_size = sizeof(g);
+  if (initial_state)
+    describe_states(&call.initial_state, &call, x, *initial_state, "initial_state", N);
+  if (d_final_state) {
+    const int64_t width = call.state_width;
+    kda_state described{};
+    describe_states(&described, &call, x, *d_final_state, "d_final_state", N);
+    if (initial_state && width != call.state_width)
+      refuse("d_final_state must have the width of initial_state, ", width);
+    g.d_final_state = described.tensor;
+  }
+  if (d_y) g.dy = tensor_of(*d_y, x, "d_y", {call.batch, call.num_tokens, call.channels}, "x");
+  const Tensor dx =
+      gradient("gradient of x", x, x, wanted, 0, [&](const kda_tensor& made) { g.dx = made; });
+  const Tensor dweight = gradient("gradient of weight", x, weight, wanted, 1,
+                                  [&](const kda_tensor& made) { g.dweight = made; });
+  const Tensor dbias = gradient("gradient of bias", x, bias, wanted, 2,
+                                [&](const kda_tensor& made) { g.dbias = made; });
+  const Tensor d_state = gradient("gradient of initial_state", x, initial_state, wanted, 3,
+                                  [&](const kda_tensor& made) { g.d_initial_state = made; });
+  check(kda_short_conv_backward(&call, &g));
+  return {dx, dweight, dbias, d_state};
+}
+
+// ---- gated RMS norm -----------------------------------------------------------------------------
+
+/// The last dimension is D, those before it are rows.
+kda_tensor rows_of(const Tensor& x) {
+  kda_tensor target = tensor_of(x);
+  const auto strides = x.strides();
+  for (size_t d = 0; d < 4; ++d) {
+    const size_t missing = 4 - strides.size();
+    target.strides[d] = d < missing ? 0 : strides[d - missing];
+  }
+  return target;
+}
+
+void expect_same_shape(const Tensor& x, const char* name, const Tensor& like) {
+  expect(x, like, name, kElements, "x");
+  const auto sizes = x.sizes(), expected = like.sizes();
+  if (sizes.size() != expected.size() || !std::equal(sizes.begin(), sizes.end(), expected.begin()))
+    refuse(name, " must have the shape of x, ", shape_text(expected.begin(), expected.end()),
+           ", got ", shape_text(sizes.begin(), sizes.end()));
+}
+
+kda_gated_rms_norm_call norm_of(const Tensor& x, const MaybeTensor& gate, const MaybeTensor& weight,
+                                double eps, int64_t activation) {
+  expect_cpu(x, "gated_rms_norm");
+  if (x.dim() < 1 || x.dim() > 4) refuse("x must have 1 to 4 dimensions, got ", x.dim());
+  kda_gated_rms_norm_call call{};
+  call.struct_size = sizeof(call);
+  const auto sizes = x.sizes();
+  for (size_t d = 0; d < 3; ++d) {
+    const size_t missing = 4 - sizes.size();
+    call.rows[d] = d < missing ? 1 : sizes[d - missing];
+  }
+  call.channels = sizes[sizes.size() - 1];
+  call.eps = eps;
+  if (activation < KDA_ACTIVATION_NONE || activation > KDA_ACTIVATION_SIGMOID)
+    refuse("activation must be 0 to 2, got ", activation);
+  call.activation = static_cast<int32_t>(activation);
+  call.num_threads = threads();
+  call.x = rows_of(x);
+  if (gate) {
+    expect_same_shape(*gate, "gate", x);
+    call.gate = rows_of(*gate);
+  }
+  if (weight) call.weight = tensor_of(*weight, x, "weight", {call.channels}, "x");
+  return call;
+}
+
+Tensor gated_rms_norm(Tensor x, MaybeTensor gate, MaybeTensor weight, double eps,
+                      int64_t activation) {
+  kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
+  const Tensor y = new_like("y", x);
+  call.y = rows_of(y);
+  check(kda_gated_rms_norm(&call));
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(Tensor d_y, Tensor x, MaybeTensor gate,
+                                                           MaybeTensor weight, double eps,
+                                                           int64_t activation, int64_t wanted) {
+  const kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
+  expect_wanted(wanted, 3);
+  expect_same_shape(d_y, "d_y", x);
+  kda_gated_rms_norm_gradients g{};
+  g.struct_size = sizeof(g);
+  // A gradient may be one number for all.
+  if (d_y.strides()[static_cast<size_t>(d_y.dim()) - 1] != 1) d_y = torch::stable::contiguous(d_y);
+  g.dy = rows_of(d_y);
+  Tensor dx = gradient("gradient of x", x, x, wanted, 0, [](const kda_tensor&) {});
+  Tensor dgate = gradient("gradient of gate", x, gate, wanted, 1, [](const kda_tensor&) {});
+  const Tensor dweight = gradient("gradient of weight", x, weight, wanted, 2,
+                                  [&](const kda_tensor& made) { g.dweight = made; });
+  if (wanted & 1) g.dx = rows_of(dx);
+  if (wanted & 2) g.dgate = rows_of(dgate);
+  check(kda_gated_rms_norm_backward(&call, &g));
+  return {dx, dgate, dweight};
+}
+
+}  // namespace
+}  // namespace kda_torch
+
+STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
+  m.def(
+      "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? "
+      "cu_seqlens, bool silu, int state_width) -> (Tensor, Tensor)");
+  m.def(
+      "short_conv_update(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias, Tensor? "
+      "cu_seqlens, Tensor? indices, Tensor? has_state, bool silu, int first_slot) -> Tensor");
+  m.def(
+      "short_conv_backward(Tensor? d_y, Tensor? d_final_state, Tensor x, Tensor weight, Tensor? "
+      "bias, Tensor? initial_state, Tensor? cu_seqlens, bool silu, int wanted) -> (Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
+      "gated_rms_norm(Tensor x, Tensor? gate, Tensor? weight, float eps, int activation) -> "
+      "Tensor");
+  m.def(
+      "gated_rms_norm_backward(Tensor d_y, Tensor x, Tensor? gate, Tensor? weight, float eps, int "
+      "activation, int wanted) -> (Tensor, Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
+  m.impl("short_conv", TORCH_BOX(&kda_torch::short_conv));
+  m.impl("short_conv_update", TORCH_BOX(&kda_torch::short_conv_update));
+  m.impl("short_conv_backward", TORCH_BOX(&kda_torch::short_conv_backward));
+  m.impl("gated_rms_norm", TORCH_BOX(&kda_torch::gated_rms_norm));
+  m.impl("gated_rms_norm_backward", TORCH_BOX(&kda_torch::gated_rms_norm_backward));
+}

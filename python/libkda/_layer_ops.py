@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.ops.libkda.short_conv, gated_rms_norm and their kin: fake kernels and derivatives.
+
+They are declared in python/csrc/torch_layer.cpp. `short_conv` returns (y, final_state), the latter without states
+unless state_width is above 0; `short_conv_update` writes `states` in place and returns y; y is contiguous. The
+backwards return the gradients whose bits `wanted` has, in the order of x, weight, bias, initial_state and of x, gate,
+weight, the others empty. `activation` is a number of ACTIVATIONS. On the CPU alone.
+"""
+from __future__ import annotations
+
+import torch
+from torch import is_grad_enabled
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
+
+from . import ops
+from ._checks import check
+
+ACTIVATIONS = {None: 0, "none": 0, "silu": 1, "swish": 1, "sigmoid": 2}
+NO_SECOND = ("libkda has no second derivatives of {}: leave out create_graph=True, or compute it with torch's own "
+             "functions")
+
+_short_conv = torch.ops.libkda.short_conv.default
+_short_conv_update = torch.ops.libkda.short_conv_update.default
+_short_conv_backward = torch.ops.libkda.short_conv_backward.default
+_gated_rms_norm = torch.ops.libkda.gated_rms_norm.default
+_gated_rms_norm_backward = torch.ops.libkda.gated_rms_norm_backward.default
+_WRITTEN = {_short_conv_update: (1,)}
+
+
+# ---- fake kernels ----------------------------------------------------------------------------------------------------
+
+def _check(operator, args):
+    """What the kernels look at in real tensors."""
+    names = [argument.name for argument in operator._schema.arguments]
+    values = dict(zip(names, args))
+    x = values["x"]
+    if x.device.type != "cpu":
+        raise ValueError(f"x must be on the CPU, where alone the operators of the layer run so far, got {x.device}")
+    check(ops._name_of(operator), values)
+    weight = values["weight"]
+    if operator not in (_gated_rms_norm, _gated_rms_norm_backward) and not 2 <= weight.shape[1] <= 4:
+        raise ValueError(f"weight must have 2 to 4 taps, got {weight.shape[1]}")
+
+
+def _fake_short_conv(*args):
+    _check(_short_conv, args)
+    x, _, _, initial_state, cu_seqlens, _, state_width = args
+    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    like = x if initial_state is None else initial_state
+    return x.new_empty(x.shape), like.new_empty((N if state_width else 0, x.shape[2], state_width))
+
+
+def _fake_short_conv_update(*args):
+    _check(_short_conv_update, args)
+    return args[0].new_empty(args[0].shape)
+
+
+def _fake_gated_rms_norm(*args):
+    _check(_gated_rms_norm, args)
+    return args[0].new_empty(args[0].shape)
+
+
+def _fake_gradients(operator, first, last):
+    """Of a backward: its arguments from `first` on have gradients."""
+    def fake(*args):
+        _check(operator, args)
+        x, wanted = args[first], args[-1]
+        return tuple(t.new_empty(t.shape) if wanted >> i & 1 else (x if t is None else t).new_empty(0)
+                     for i, t in enumerate(args[first:last]))
+    return fake
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+def _wanted(ctx, count):
+    return sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:count]) if needed)
+
+
+def _only(gradients, wanted):
+    return tuple(x if wanted >> i & 1 else None for i, x in enumerate(gradients))
+
+
+class _ShortConv(_SingleLevelFunction):
+    """short_conv and its gradients."""
+
+    @staticmethod
+    def forward(*args):
+        return ops._below_autograd(_short_conv, args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5])
+        ctx.silu, ctx.state_width = inputs[5:]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, d_y, d_final_state):
+        wanted = _wanted(ctx, 4)
+        if ctx.state_width == 0:
+            d_final_state = None
+        if d_y is None and d_final_state is None or not wanted:
+            return (None,) * 7
+        gradients = _short_conv_backward(d_y, d_final_state, *ctx.saved_tensors, ctx.silu, wanted)
+        return *_only(gradients, wanted), None, None, None
+
+
+class _GatedRmsNorm(_SingleLevelFunction):
+    """gated_rms_norm and its gradients."""
+
+    @staticmethod
+    def forward(*args):
+        return ops._below_autograd(_gated_rms_norm, args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3])
+        ctx.modes = inputs[3:]
+
+    @staticmethod
+    def backward(ctx, d_y):
+        wanted = _wanted(ctx, 3)
+        if not wanted:
+            return (None,) * 5
+        return *_only(_gated_rms_norm_backward(d_y, *ctx.saved_tensors, *ctx.modes, wanted), wanted), None, None
+
+
+def _once(operator, name):
+    """The autograd of a backward, whose gradients nobody has."""
+    class Backward(_SingleLevelFunction):
+        @staticmethod
+        def forward(*args):
+            return ops._below_autograd(operator, args)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, *_):
+            raise NotImplementedError(NO_SECOND.format(name))
+    return Backward.apply
+
+
+if ops._is_first:
+    _library = torch.library.Library("libkda", "IMPL")
+    torch.ops.libkda.kept.append(_library)
+    for _operator, _fake, _function in (
+            (_short_conv, _fake_short_conv, _ShortConv.apply),
+            (_short_conv_update, _fake_short_conv_update, None),
+            (_short_conv_backward, _fake_gradients(_short_conv_backward, 2, 6), _once(_short_conv_backward,
+                                                                                      "short_conv")),
+            (_gated_rms_norm, _fake_gated_rms_norm, _GatedRmsNorm.apply),
+            (_gated_rms_norm_backward, _fake_gradients(_gated_rms_norm_backward, 1, 4),
+             _once(_gated_rms_norm_backward, "gated_rms_norm"))):
+        ops.register(_library, _operator, _WRITTEN.get(_operator, ()), _fake, _function)
+
+
+# ---- without autograd's part, which is slow --------------------------------------------------------------------------
+
+def _call(operator, args):
+    if is_compiling() or (is_grad_enabled() or forward_ad._current_level >= 0) and ops.differentiates(*args):
+        return operator(*args)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return operator(*args)
+
+
+def short_conv(*args):
+    """torch.ops.libkda.short_conv, with gradients."""
+    return _call(_short_conv, args)
+
+
+def gated_rms_norm(*args):
+    """torch.ops.libkda.gated_rms_norm, with gradients."""
+    return _call(_gated_rms_norm, args)
+
+
+def short_conv_backward(*args):
+    """torch.ops.libkda.short_conv_backward."""
+    return _call(_short_conv_backward, args)
+
+
+def gated_rms_norm_backward(*args):
+    """torch.ops.libkda.gated_rms_norm_backward."""
+    return _call(_gated_rms_norm_backward, args)
+
+
+def short_conv_update(*args):
+    """torch.ops.libkda.short_conv_update; raises NotImplementedError where a derivative is asked for."""
+    if is_grad_enabled() or forward_ad._current_level >= 0:
+        ops.refuse_gradients("states that are updated in place", *args)
+    if is_compiling():
+        return _short_conv_update(*args)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        y = _short_conv_update(*args)
+    increment_version([args[1]])
+    return y

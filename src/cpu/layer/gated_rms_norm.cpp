@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gated RMS norm: checks, and blocks of rows.
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "core/convert.hpp"
+#include "core/guard.hpp"
+#include "core/text.hpp"
+#include "core/thread_pool.hpp"
+#include "cpu/blocked/blocked.hpp"
+#include "cpu/float_mode.hpp"
+#include "cpu/layer/layer.hpp"
+#include "cpu/layer/views.hpp"
+
+namespace kda::cpu::layer {
+namespace {
+
+constexpr int64_t kRowsOfASum = 32;   // added up in fp32
+constexpr int64_t kMostBlocks = 256;  // with sums for dweight of their own
+
+int64_t num_rows(const GatedRmsNorm& call) { return call.rows[0] * call.rows[1] * call.rows[2]; }
+
+Shape shape_of(const GatedRmsNorm& call) {
+  return {call.rows[0], call.rows[1], call.rows[2], call.channels};
+}
+
+Status check_sizes(const GatedRmsNorm& call) {
+  int64_t rows = 1;
+  for (const int64_t count : call.rows) {
+    KDA_RETURN_IF_ERROR(check_count("rows", count, 0));
+    if (__builtin_mul_overflow(rows, std::max<int64_t>(count, 1), &rows))
+      return invalid("rows: their product is beyond 2^63");
+  }
+  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
+  if (__builtin_mul_overflow(rows, call.channels, &rows))
+    return invalid("rows: with the channels their product is beyond 2^63");
+  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
+  if (!(call.eps >= 0 && std::isfinite(static_cast<float>(call.eps))))
+    return invalid("eps: is ", call.eps, ", must be finite in fp32 and not negative");
+  if (call.activation != Activation::kNone && call.activation != Activation::kSilu &&
+      call.activation != Activation::kSigmoid)
+    return invalid("activation: is ", static_cast<int>(call.activation),
+                   ", must be none, silu or sigmoid");
+  return {};
+}
+
+/// Rows are read along their channels.
+Status check_rows(const GatedRmsNorm& call, const NamedView& given) {
+  const std::size_t innermost = given.shape[3] == call.channels ? 3 : 0;
+  if (!given.view->data || call.channels == 1 || given.view->strides[innermost] == 1) return {};
+  return invalid(given.name, ": innermost stride is ", given.view->strides[innermost],
+                 ", must be 1");
+}
+
+Status check_all(const GatedRmsNorm& call, std::span<const NamedView> views) {
+  KDA_RETURN_IF_ERROR(check_views(views));
+  for (const NamedView& given : views) KDA_RETURN_IF_ERROR(check_rows(call, given));
+  return {};
+}
+
+Status check_call(const GatedRmsNorm& call) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  const Shape rows = shape_of(call);
+  return check_all(call,
+                   std::array<NamedView, 4>{{{"x", &call.x, rows, false, true},
+                                             {"gate", &call.gate, rows},
+                                             {"weight", &call.weight, {call.channels, 1, 1, 1}},
+                                             {"y", &call.y, rows, true, true}}});
+}
+
+Status check_gradients(const GatedRmsNorm& call, const GatedRmsNormGradients& g) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  if (g.dgate.data && !call.gate.data) return invalid("dgate: needs gate");
+  if (g.dweight.data && !call.weight.data) return invalid("dweight: needs weight");
+  const Shape rows = shape_of(call), weight = {call.channels, 1, 1, 1};
+  return check_all(call, std::array<NamedView, 7>{{{"x", &call.x, rows, false, true},
+                                                   {"gate", &call.gate, rows},
+                                                   {"weight", &call.weight, weight},
+                                                   {"dy", &g.dy, rows, false, true},
+                                                   {"dx", &g.dx, rows, true},
+                                                   {"dgate", &g.dgate, rows, true},
+                                                   {"dweight", &g.dweight, weight, true}}});
+}
+
+/// The first element of row `row`, null without memory.
+char* row_of(const GatedRmsNorm& call, const TensorView& view, int64_t row) {
+  if (!view.data) return nullptr;
+  const int64_t head = row % call.rows[2], token = row / call.rows[2] % call.rows[1];
+  const int64_t batch = row / call.rows[2] / call.rows[1];
+  const auto step = [&](int64_t index, std::size_t dim) {
+    return index ? index * view.strides[dim] : 0;
+  };
+  return element_of(view, step(batch, 0) + step(token, 1) + step(head, 2));
+}
+
+NormRow norm_row(const GatedRmsNorm& call, int64_t row) {
+  NormRow norm{.x = row_of(call, call.x, row), .gate = row_of(call, call.gate, row)};
+  norm.weight = static_cast<const char*>(call.weight.data);
+  norm.x_dtype = call.x.dtype, norm.gate_dtype = call.gate.dtype;
+  norm.weight_dtype = call.weight.dtype;
+  norm.channels = call.channels;
+  norm.eps = static_cast<float>(call.eps);
+  norm.activation = call.activation;
+  return norm;
+}
+
+int32_t threads_of(const GatedRmsNorm& call) {
+  return threads_for(num_rows(call) * call.channels, call.num_threads);
+}
+
+/// Blocks of rows, and their sums for dweight.
+class Backward {
+ public:
+  Backward(const Kernels& kernels, const GatedRmsNorm& call, const GatedRmsNormGradients& gradients)
+      : kernels_(kernels), call_(call), g_(gradients) {
+    rows_of_block_ = std::max(kRowsOfASum, (num_rows(call) + kMostBlocks - 1) / kMostBlocks);
+    blocks_ = (num_rows(call) + rows_of_block_ - 1) / rows_of_block_;
+    if (!g_.dweight.data) return;
+    parts_.resize(static_cast<std::size_t>(blocks_ * call.channels));
+    sums_.resize(parts_.size());
+  }
+
+  Status run() {
+    auto body = [this](int64_t block, int32_t) noexcept { run_block(block); };
+    KDA_RETURN_IF_ERROR(parallel_tasks(blocks_, threads_of(call_), body));
+    for (int64_t d = 0; g_.dweight.data && d < call_.channels; ++d) {
+      double sum = 0;
+      for (int64_t block = 0; block < blocks_; ++block)
+        sum += sums_[static_cast<std::size_t>(block * call_.channels + d)];
+      store_element(g_.dweight.data, g_.dweight.dtype, d, static_cast<float>(sum));
+    }
+    return {};
+  }
+
+ private:
+  void run_block(int64_t block) noexcept {
+    const FloatMode mode;
+    const int64_t end = std::min(num_rows(call_), (block + 1) * rows_of_block_);
+    float* part = g_.dweight.data ? parts_.data() + block * call_.channels : nullptr;
+    for (int64_t row = block * rows_of_block_; row < end; ++row) {
+      kernels_.norm_backward(norm_row(call_, row), {.dy = row_of(call_, g_.dy, row),
+                                                    .dx = row_of(call_, g_.dx, row),
+                                                    .dgate = row_of(call_, g_.dgate, row),
+                                                    .dweight = part,
+                                                    .dy_dtype = g_.dy.dtype,
+                                                    .dx_dtype = g_.dx.dtype,
+                                                    .dgate_dtype = g_.dgate.dtype});
+      if (part && ((row + 1) % kRowsOfASum == 0 || row + 1 == end)) add_part(block);
+    }
+  }
+
+  void add_part(int64_t block) {
+    float* part = parts_.data() + block * call_.channels;
+    double* sums = sums_.data() + block * call_.channels;
+    for (int64_t d = 0; d < call_.channels; ++d) {
+      sums[d] += static_cast<double>(part[d]);
+      part[d] = 0;
+    }
+  }
+
+  const Kernels& kernels_;
+  const GatedRmsNorm& call_;
+  const GatedRmsNormGradients& g_;
+  int64_t rows_of_block_ = 0, blocks_ = 0;
+  std::vector<float> parts_;
+  std::vector<double> sums_;
+};
+
+}  // namespace
+
+Status gated_rms_norm(const Kernels& kernels, const GatedRmsNorm& call) noexcept {
+  return guarded([&] {
+    KDA_RETURN_IF_ERROR(check_call(call));
+    const int64_t rows = num_rows(call), rows_of_task = std::max<int64_t>(1, 8192 / call.channels);
+    auto body = [&](int64_t task, int32_t) noexcept {
+      const FloatMode mode;
+      for (int64_t row = task * rows_of_task; row < std::min(rows, (task + 1) * rows_of_task);
+           ++row)
+        kernels.norm(norm_row(call, row), row_of(call, call.y, row), call.y.dtype);
+    };
+    return parallel_tasks((rows + rows_of_task - 1) / rows_of_task, threads_of(call), body);
+  });
+}
+
+Status gated_rms_norm_backward(const Kernels& kernels, const GatedRmsNorm& call,
+                               const GatedRmsNormGradients& gradients) noexcept {
+  return guarded([&] {
+    KDA_RETURN_IF_ERROR(check_gradients(call, gradients));
+    return Backward(kernels, call, gradients).run();
+  });
+}
+
+}  // namespace kda::cpu::layer
+
+namespace kda {
+
+Status gated_rms_norm(const GatedRmsNorm& call) noexcept {
+  return cpu::layer::gated_rms_norm(*cpu::blocked::best_kernels().layer, call);
+}
+
+Status gated_rms_norm_backward(const GatedRmsNorm& call,
+                               const GatedRmsNormGradients& gradients) noexcept {
+  return cpu::layer::gated_rms_norm_backward(*cpu::blocked::best_kernels().layer, call, gradients);
+}
+
+}  // namespace kda

@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: Apache-2.0
+// The short convolution: checks, and tiles of each sequence and block of channels.
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "core/guard.hpp"
+#include "core/text.hpp"
+#include "core/thread_pool.hpp"
+#include "cpu/blocked/blocked.hpp"
+#include "cpu/float_mode.hpp"
+#include "cpu/layer/layer.hpp"
+#include "cpu/layer/views.hpp"
+
+namespace kda::cpu::layer {
+namespace {
+
+constexpr int kRow = kTileChannels;
+
+int64_t num_sequences(const ShortConv& call) {
+  return call.cu_seqlens ? call.num_sequences : call.batch;
+}
+
+int64_t length_entry(const ShortConv& call, int64_t n) {
+  return call.cu_seqlens_dtype == DType::kInt64 ? static_cast<const int64_t*>(call.cu_seqlens)[n]
+                                                : static_cast<const int32_t*>(call.cu_seqlens)[n];
+}
+
+/// -1: none.
+int64_t slot_of(const ShortConv& call, const ConvState& state, int64_t n) {
+  if (!state.tensor.data) return -1;
+  if (!state.indices) return n;
+  return state.indices[n] < call.first_slot ? -1 : state.indices[n];
+}
+
+// ---- checks -------------------------------------------------------------------------------------
+
+Status check_lengths(const ShortConv& call) {
+  if (!call.cu_seqlens) return {};
+  if (call.cu_seqlens_dtype != DType::kInt32 && call.cu_seqlens_dtype != DType::kInt64)
+    return invalid("cu_seqlens: type is ", dtype_name(call.cu_seqlens_dtype),
+                   ", must be int32 or int64");
+  if (call.batch != 1) return invalid("batch: is ", call.batch, ", must be 1 with cu_seqlens");
+  KDA_RETURN_IF_ERROR(check_count("num_sequences", call.num_sequences, 0));
+  int64_t before = 0;
+  for (int64_t n = 0; n <= call.num_sequences; ++n) {
+    const int64_t entry = length_entry(call, n);
+    if (n == 0 && entry != 0)
+      return invalid("cu_seqlens: starts with ", entry, ", must start with 0");
+    if (entry < before)
+      return invalid("cu_seqlens: entry ", n, " = ", entry, " is below entry ", n - 1, " = ",
+                     before);
+    before = entry;
+  }
+  if (before != call.num_tokens)
+    return invalid("cu_seqlens: ends with ", before, ", must end with T = ", call.num_tokens);
+  return {};
+}
+
+struct StateNames {
+  const char *state, *indices;
+};
+constexpr StateNames kInitialNames = {"initial_state", "initial_state_indices"};
+constexpr StateNames kFinalNames = {"final_state", "final_state_indices"};
+
+Status check_slots(const ShortConv& call, const ConvState& state, const StateNames& names,
+                   bool written) {
+  if (!state.tensor.data) return {};
+  if (call.state_width < call.width - 1)
+    return invalid("state_width: is ", call.state_width,
+                   ", must be at least width - 1 = ", call.width - 1);
+  KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, 0));
+  KDA_RETURN_IF_ERROR(check_count(names.state, state.num_slots, 0));
+  const int64_t N = num_sequences(call);
+  if (!state.indices) {
+    if (state.num_slots == N) return {};
+    return invalid(names.state, ": has ", state.num_slots, " slots, must have one for each of the ",
+                   N, " sequences, or indices");
+  }
+  std::vector<int32_t> taken;
+  for (int64_t n = 0; n < N; ++n) {
+    if (slot_of(call, state, n) < 0) continue;
+    if (state.indices[n] >= state.num_slots)
+      return invalid(names.indices, ": entry ", n, " = ", state.indices[n],
+                     " must be below the number of slots, ", state.num_slots);
+    if (written) taken.push_back(state.indices[n]);
+  }
+  std::sort(taken.begin(), taken.end());
+  const auto twice = std::adjacent_find(taken.begin(), taken.end());
+  if (twice == taken.end()) return {};
+  return invalid(names.indices, ": slot ", *twice, " would be written twice");
+}
+
+Shape state_shape(const ShortConv& call, const ConvState& state) {
+  return {state.num_slots, call.channels, call.state_width, 1};
+}
+
+/// In place means the same states, sequence by sequence: a slot that is written is read by nobody
+/// else.
+Status check_in_place(const ShortConv& call) {
+  const ConvState &a = call.initial_state, &b = call.final_state;
+  if (!share_memory({"", &a.tensor, state_shape(call, a)}, {"", &b.tensor, state_shape(call, b)}))
+    return {};
+  bool same = a.tensor.data == b.tensor.data && a.tensor.dtype == b.tensor.dtype &&
+              a.tensor.strides == b.tensor.strides;
+  for (int64_t n = 0; same && n < num_sequences(call); ++n)
+    same = slot_of(call, a, n) == slot_of(call, b, n);
+  if (same) return {};
+  return invalid("final_state: overlaps initial_state, and is not the same states in place");
+}
+
+Status check_sizes(const ShortConv& call) {
+  KDA_RETURN_IF_ERROR(check_count("batch", call.batch, 0));
+  KDA_RETURN_IF_ERROR(check_count("num_tokens", call.num_tokens, 0));
+  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
+  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
+  if (call.width < 2 || call.width > kMaxWidth)
+    return invalid("width: is ", call.width, ", must be 2 to ", kMaxWidth);
+  if (call.activation != Activation::kNone && call.activation != Activation::kSilu)
+    return invalid("activation: is ", activation_name(call.activation), ", must be none or silu");
+  int64_t elements = 0;
+  if (__builtin_mul_overflow(call.batch, std::max<int64_t>(call.num_tokens, 1), &elements) ||
+      __builtin_mul_overflow(elements, call.channels, &elements))
+    return invalid("channels: batch x num_tokens x channels is beyond 2^63");
+  return check_lengths(call);
+}
+
+Shape rows_shape(const ShortConv& call) { return {call.batch, call.num_tokens, call.channels, 1}; }
+
+NamedView bias_of(const ShortConv& call) { return {"bias", &call.bias, {call.channels, 1, 1, 1}}; }
+NamedView weight_of(const ShortConv& call) {
+  return {"weight", &call.weight, {call.channels, call.width, 1, 1}, false, true};
+}
+
+Status check_call(const ShortConv& call) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  const ConvState &initial = call.initial_state, &final = call.final_state;
+  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
+  KDA_RETURN_IF_ERROR(check_slots(call, final, kFinalNames, true));
+  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
+  const NamedView x{"x", &call.x, rows_shape(call), false, true};
+  const NamedView y{"y", &call.y, rows_shape(call), true, true};
+  const NamedView before{"initial_state", &initial.tensor, state_shape(call, initial)};
+  const NamedView after{"final_state", &final.tensor, state_shape(call, final), true};
+  KDA_RETURN_IF_ERROR(check_views(std::array{x, weight_of(call), bias_of(call), before, y}));
+  KDA_RETURN_IF_ERROR(check_views(std::array{x, weight_of(call), bias_of(call), y, after}));
+  return check_in_place(call);
+}
+
+Status check_gradients(const ShortConv& call, const ShortConvGradients& g) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  const ConvState& initial = call.initial_state;
+  if (initial.indices) return invalid("initial_state_indices: a backward has one state a sequence");
+  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
+  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
+  if (g.d_initial_state.data && !initial.tensor.data)
+    return invalid("d_initial_state: needs initial_state");
+  if (g.dbias.data && !call.bias.data) return invalid("dbias: needs bias");
+  const ConvState final{g.d_final_state, num_sequences(call), nullptr};
+  KDA_RETURN_IF_ERROR(check_slots(call, final, {"d_final_state", ""}, false));
+  const Shape rows = rows_shape(call), states = state_shape(call, initial);
+  const NamedView views[] = {{"x", &call.x, rows, false, true},
+                             weight_of(call),
+                             bias_of(call),
+                             {"initial_state", &initial.tensor, states},
+                             {"dy", &g.dy, rows},
+                             {"d_final_state", &g.d_final_state, state_shape(call, final)},
+                             {"dx", &g.dx, rows, true},
+                             {"dweight", &g.dweight, {call.channels, call.width, 1, 1}, true},
+                             {"dbias", &g.dbias, {call.channels, 1, 1, 1}, true},
+                             {"d_initial_state", &g.d_initial_state, states, true}};
+  return check_views(views);
+}
+
+// ---- one sequence and one block of channels -----------------------------------------------------
+
+struct Sequence {
+  int64_t n = 0, row = 0, begin = 0, length = 0;
+  int64_t initial = -1, final = -1;  ///< slots
+};
+
+Sequence sequence_of(const ShortConv& call, int64_t n) {
+  Sequence s{.n = n, .row = n, .begin = 0, .length = call.num_tokens};
+  if (call.cu_seqlens) {
+    s.row = 0;
+    s.begin = length_entry(call, n);
+    s.length = length_entry(call, n + 1) - s.begin;
+  }
+  s.initial = call.has_state && !call.has_state[n] ? -1 : slot_of(call, call.initial_state, n);
+  s.final = slot_of(call, call.final_state, n);
+  return s;
+}
+
+struct Block {
+  int64_t first = 0;
+  int count = 0;
+};
+
+/// Channels in blocks: as wide as tiles, or narrower where threads would have nothing to do.
+class Blocks {
+ public:
+  Blocks(const ShortConv& call, int64_t sequences, int32_t threads)
+      : channels_(call.channels), width_(kTileChannels) {
+    constexpr int64_t kNarrow = 64;
+    if (sequences * count() < threads) width_ = kNarrow;
+  }
+  int64_t count() const { return (channels_ + width_ - 1) / width_; }
+  Block at(int64_t index) const {
+    const int64_t first = index * width_;
+    return {first, static_cast<int>(std::min(width_, channels_ - first))};
+  }
+
+ private:
+  int64_t channels_, width_;
+};
+
+/// From token `token` of a sequence on.
+Patch rows_at(const TensorView& view, const Sequence& s, int64_t token, const Block& block) {
+  const auto& [row, along, across, unused] = view.strides;
+  static_cast<void>(unused);
+  const int64_t at = (s.row ? s.row * row : 0) + (s.begin + token ? (s.begin + token) * along : 0) +
+                     (block.first ? block.first * across : 0);
+  return {element_of(view, at), view.dtype, along, across};
+}
+
+/// From entry `entry` of a state on: entries of a state are its tokens.
+Patch state_at(const TensorView& view, int64_t slot, int64_t entry, const Block& block) {
+  const auto& [row, across, along, unused] = view.strides;
+  static_cast<void>(unused);
+  const int64_t at = (slot ? slot * row : 0) + (block.first ? block.first * across : 0) +
+                     (entry ? entry * along : 0);
+  return {element_of(view, at), view.dtype, along, across};
+}
+
+/// [D, W] or, with one column, [D].
+Patch taps_at(const TensorView& view, const Block& block) {
+  return {element_of(view, block.first ? block.first * view.strides[0] : 0), view.dtype,
+          view.strides[1], view.strides[0]};
+}
+
+void clear_rows(float* tile, int64_t rows) {
+  std::memset(tile, 0, static_cast<std::size_t>(rows) * kRow * sizeof(float));
+}
+
+/// The last rows of a tile, behind `tokens`, come in front of the next one.
+void carry_rows(float* tile, int tokens, int rows) {
+  std::memmove(tile, tile + tokens * kRow, static_cast<std::size_t>(rows) * kRow * sizeof(float));
+}
+
+struct alignas(64) Weights {
+  float weight[kMaxWidth * kRow];
+  float bias[kRow];
+
+  Taps load(const Kernels& kernels, const ShortConv& call, const Block& block) {
+    const int width = static_cast<int>(call.width);
+    kernels.load_tile(taps_at(call.weight, block), width, block.count, weight);
+    if (call.bias.data) kernels.load_tile(taps_at(call.bias, block), 1, block.count, bias);
+    return {weight, call.bias.data ? bias : nullptr, width, call.activation == Activation::kSilu};
+  }
+};
+
+/// Inputs in front of a sequence: the last W - 1 of its state.
+void load_before(const Kernels& kernels, const ShortConv& call, const Sequence& s,
+                 const Block& block, float* tile) {
+  const int rows = static_cast<int>(call.width) - 1;
+  if (s.initial < 0) return clear_rows(tile, rows);
+  kernels.load_tile(state_at(call.initial_state.tensor, s.initial, call.state_width - rows, block),
+                    rows, block.count, tile);
+}
+
+int tile_tokens(int64_t left) { return static_cast<int>(std::min<int64_t>(kTileTokens, left)); }
+
+/// The last inputs. Of a state in place an entry is read before it is written: those that stay move
+/// to the front.
+void store_final(const Kernels& kernels, const ShortConv& call, const Sequence& s,
+                 const Block& block, float* tile) {
+  if (s.final < 0) return;
+  const int64_t S = call.state_width;
+  for (int64_t first = 0; first < S; first += kTileTokens) {
+    const int rows = tile_tokens(S - first);
+    const int old = static_cast<int>(std::clamp<int64_t>(S - s.length - first, 0, rows));
+    if (old > 0 && s.initial >= 0)
+      kernels.load_tile(state_at(call.initial_state.tensor, s.initial, s.length + first, block),
+                        old, block.count, tile);
+    else
+      clear_rows(tile, old);
+    if (old < rows)
+      kernels.load_tile(rows_at(call.x, s, s.length - S + first + old, block), rows - old,
+                        block.count, tile + old * kRow);
+    kernels.store_tile(state_at(call.final_state.tensor, s.final, first, block), rows, block.count,
+                       tile);
+  }
+}
+
+void forward_block(const Kernels& kernels, const ShortConv& call, const Sequence& s,
+                   const Block& block) {
+  Weights weights;
+  alignas(64) float in[(kTileTokens + kMaxWidth - 1) * kRow];
+  alignas(64) float out[kTileTokens * kRow];
+  const Taps taps = weights.load(kernels, call, block);
+  const int before = taps.width - 1;
+  load_before(kernels, call, s, block, in);
+  for (int64_t first = 0; first < s.length; first += kTileTokens) {
+    const int tokens = tile_tokens(s.length - first);
+    kernels.load_tile(rows_at(call.x, s, first, block), tokens, block.count, in + before * kRow);
+    kernels.convolve(taps, in, tokens, block.count, out);
+    kernels.store_tile(rows_at(call.y, s, first, block), tokens, block.count, out);
+    carry_rows(in, tokens, before);
+  }
+  store_final(kernels, call, s, block, out);
+}
+
+// ---- backward -----------------------------------------------------------------------------------
+
+/// One block of channels over all sequences, whose sums for the parameters are its own.
+class BackwardBlock {
+ public:
+  BackwardBlock(const Kernels& kernels, const ShortConv& call, const ShortConvGradients& gradients,
+                const Block& block)
+      : kernels_(kernels), call_(call), g_(gradients), block_(block) {
+    taps_ = weights_.load(kernels, call, block);
+    for (int j = 0; j < taps_.width; ++j)
+      std::memcpy(turned_ + j * kRow, weights_.weight + (taps_.width - 1 - j) * kRow,
+                  kRow * sizeof(float));
+  }
+
+  void run() {
+    for (int64_t n = 0; n < num_sequences(call_); ++n) run_sequence(sequence_of(call_, n));
+    const int width = taps_.width;
+    for (int i = 0; i < (width + 1) * kRow; ++i) out_[i] = static_cast<float>(sums_[i]);
+    if (g_.dweight.data)
+      kernels_.store_tile(taps_at(g_.dweight, block_), width, block_.count, out_);
+    if (g_.dbias.data)
+      kernels_.store_tile(taps_at(g_.dbias, block_), 1, block_.count, out_ + width * kRow);
+  }
+
+ private:
+  void run_sequence(const Sequence& s) {
+    const int before = taps_.width - 1;
+    float* fresh = slope_ + before * kRow;
+    load_before(kernels_, call_, s, block_, in_);
+    clear_rows(slope_, before);
+    for (int64_t first = 0; first < s.length; first += kTileTokens) {
+      const int tokens = tile_tokens(s.length - first);
+      kernels_.load_tile(rows_at(call_.x, s, first, block_), tokens, block_.count,
+                         in_ + before * kRow);
+      if (g_.dy.data)
+        kernels_.load_tile(rows_at(g_.dy, s, first, block_), tokens, block_.count, fresh);
+      else
+        clear_rows(fresh, tokens);
+      kernels_.convolve_slopes(taps_, in_, tokens, block_.count, fresh);
+      kernels_.convolve_sums(taps_.width, in_, fresh, tokens, block_.count, sums_);
+      store_inputs(s, first - before, tokens);
+      carry_rows(in_, tokens, before);
+      carry_rows(slope_, tokens, before);
+    }
+    clear_rows(fresh, before);
+    store_inputs(s, s.length - before, before);
+    store_rest_of_state(s);
+  }
+
+  /// Gradients of the inputs `first` and on, those below 0 of the state: by the slopes of the W
+  /// outputs that each has a part in, which begin slope_.
+  void store_inputs(const Sequence& s, int64_t first, int count) {
+    const Taps turned{turned_, nullptr, taps_.width, false};
+    kernels_.convolve(turned, slope_, count, block_.count, out_);
+    add_final(s, first, count);
+    const int old = static_cast<int>(std::clamp<int64_t>(-first, 0, count));
+    if (old > 0 && g_.d_initial_state.data) {
+      if (s.initial < 0) clear_rows(out_, old);
+      kernels_.store_tile(state_at(g_.d_initial_state, s.n, call_.state_width + first, block_), old,
+                          block_.count, out_);
+    }
+    if (old < count && g_.dx.data)
+      kernels_.store_tile(rows_at(g_.dx, s, first + old, block_), count - old, block_.count,
+                          out_ + old * kRow);
+  }
+
+  /// out_ += the gradient of the final state's entry that the input `first` and on became.
+  void add_final(const Sequence& s, int64_t first, int count) {
+    const int64_t entry = first - s.length + call_.state_width;
+    const int skipped = static_cast<int>(std::clamp<int64_t>(-entry, 0, count));
+    if (!g_.d_final_state.data || skipped == count) return;
+    const int rows = count - skipped;
+    kernels_.load_tile(state_at(g_.d_final_state, s.n, entry + skipped, block_), rows, block_.count,
+                       more_);
+    for (int t = 0; t < rows; ++t)
+      for (int c = 0; c < block_.count; ++c) out_[(t + skipped) * kRow + c] += more_[t * kRow + c];
+  }
+
+  /// Entries of a state in front of those that the convolution reads: they only move.
+  void store_rest_of_state(const Sequence& s) {
+    if (!g_.d_initial_state.data) return;
+    const int64_t rest = call_.state_width - (taps_.width - 1);
+    for (int64_t first = 0; first < rest; first += kTileTokens) {
+      const int rows = tile_tokens(rest - first);
+      clear_rows(out_, rows);
+      if (s.initial >= 0) add_final(s, first - call_.state_width, rows);
+      kernels_.store_tile(state_at(g_.d_initial_state, s.n, first, block_), rows, block_.count,
+                          out_);
+    }
+  }
+
+  const Kernels& kernels_;
+  const ShortConv& call_;
+  const ShortConvGradients& g_;
+  const Block block_;
+  Taps taps_;
+  Weights weights_;
+  alignas(64) float turned_[kMaxWidth * kRow];
+  alignas(64) float in_[(kTileTokens + kMaxWidth - 1) * kRow];
+  alignas(64) float slope_[(kTileTokens + kMaxWidth - 1) * kRow];
+  alignas(64) float out_[kTileTokens * kRow];
+  alignas(64) float more_[kTileTokens * kRow];
+  double sums_[(kMaxWidth + 1) * kRow] = {};
+};
+
+int32_t threads_of(const ShortConv& call) {
+  return threads_for(call.batch * call.num_tokens * call.channels, call.num_threads);
+}
+
+}  // namespace
+
+Status short_conv(const Kernels& kernels, const ShortConv& call) noexcept {
+  return guarded([&] {
+    KDA_RETURN_IF_ERROR(check_call(call));
+    const int32_t threads = threads_of(call);
+    const Blocks blocks(call, num_sequences(call), threads);
+    auto body = [&](int64_t task, int32_t) noexcept {
+      const FloatMode mode;
+      forward_block(kernels, call, sequence_of(call, task / blocks.count()),
+                    blocks.at(task % blocks.count()));
+    };
+    return parallel_tasks(num_sequences(call) * blocks.count(), threads, body);
+  });
+}
+
+Status short_conv_backward(const Kernels& kernels, const ShortConv& call,
+                           const ShortConvGradients& gradients) noexcept {
+  return guarded([&] {
+    KDA_RETURN_IF_ERROR(check_gradients(call, gradients));
+    const int32_t threads = threads_of(call);
+    const Blocks blocks(call, 1, threads);
+    auto body = [&](int64_t task, int32_t) noexcept {
+      const FloatMode mode;
+      BackwardBlock(kernels, call, gradients, blocks.at(task)).run();
+    };
+    return parallel_tasks(blocks.count(), threads, body);
+  });
+}
+
+}  // namespace kda::cpu::layer
+
+namespace kda {
+
+Status short_conv(const ShortConv& call) noexcept {
+  return cpu::layer::short_conv(*cpu::blocked::best_kernels().layer, call);
+}
+
+Status short_conv_backward(const ShortConv& call, const ShortConvGradients& gradients) noexcept {
+  return cpu::layer::short_conv_backward(*cpu::blocked::best_kernels().layer, call, gradients);
+}
+
+}  // namespace kda

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checks of tensors that come with their memory, for calls without a plan.
+#pragma once
+
+#include <span>
+
+#include "core/layout.hpp"
+#include "kda/status.hpp"
+#include "kda/tensor.hpp"
+
+namespace kda::cpu::layer {
+
+/// A tensor of a call; unused trailing dimensions of `shape` are 1.
+struct NamedView {
+  const char* name = "";
+  const TensorView* view = nullptr;
+  Shape shape{1, 1, 1, 1};
+  bool written = false;
+  bool required = false;
+};
+
+/// Types, strides and pointers of all, and that no written one shares memory with another. Those
+/// without memory are left out, or refused where they are required.
+Status check_views(std::span<const NamedView> views);
+
+/// Whether two have memory in common.
+bool share_memory(const NamedView& a, const NamedView& b);
+
+Status check_count(const char* name, int64_t value, int64_t least);
+
+/// The threads that are worth waking for `elements`.
+int32_t threads_for(int64_t elements, int32_t num_threads) noexcept;
+
+inline char* element_of(const TensorView& view, int64_t offset) {
+  return static_cast<char*>(view.data) + offset * dtype_size(view.dtype);
+}
+
+}  // namespace kda::cpu::layer
