@@ -401,7 +401,7 @@ def table_summary():
          f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x as fast as ggml\'s method, {naive["speedup"]:.0f}x as fast as FLA\'s naive_chunk_kda'],
         ['decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
          f'{100 * d["bytes"] / d["median_s"] / decode["memory_bytes_per_second"]:.0f}% of the memory rate'],
-        ["relative error against float64, any gate, fp32", f'{accuracy["fp32_o_median"]:.1e}',
+        ["relative error of o against float64, any gate, fp32, on any x86", f'{accuracy["fp32_o_median"]:.1e}',
          f'median over {accuracy["count"]} random problems; worst {accuracy["fp32_o_worst"]:.0e}'],
     ]
     return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", "compared with"], rows)
