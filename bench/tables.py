@@ -61,7 +61,7 @@ def table_forward():
 
 def table_decode():
     report = load("cpu_decode")
-    head = f'{report["implementation"]}, {report["threads"]} threads; memory read and written in place at {report["memory_bytes_per_second"] * 1e-9:.0f} GB/s\n\n'
+    head = f'{report["implementation"]}, {report["threads"]} threads, {report["cpu"]}; memory read and written in place at {report["memory_bytes_per_second"] * 1e-9:.0f} GB/s\n\n'
     rows = [[f'`{c["case"]}`', milliseconds(c["median_s"]), f'{1e-9 * c["bytes"] / c["median_s"]:.1f}',
              f'{100 * c["bytes"] / c["median_s"] / report["memory_bytes_per_second"]:.0f}%']
             for c in report["cases"]]
