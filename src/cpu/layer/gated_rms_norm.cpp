@@ -56,9 +56,9 @@ Status check_rows(const GatedRmsNorm& call, const NamedView& given) {
 }
 
 Status check_all(const GatedRmsNorm& call, std::span<const NamedView> views) {
-  KDA_RETURN_IF_ERROR(check_views(views));
+  KDA_RETURN_IF_ERROR(check_each(views));
   for (const NamedView& given : views) KDA_RETURN_IF_ERROR(check_rows(call, given));
-  return {};
+  return check_overlaps(views);
 }
 
 Status check_call(const GatedRmsNorm& call) {

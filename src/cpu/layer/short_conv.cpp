@@ -144,8 +144,10 @@ Status check_call(const ShortConv& call) {
   const NamedView y{"y", &call.y, rows_shape(call), true, true};
   const NamedView before{"initial_state", &initial.tensor, state_shape(call, initial)};
   const NamedView after{"final_state", &final.tensor, state_shape(call, final), true};
-  KDA_RETURN_IF_ERROR(check_views(std::array{x, weight_of(call), bias_of(call), before, y}));
-  KDA_RETURN_IF_ERROR(check_views(std::array{x, weight_of(call), bias_of(call), y, after}));
+  const NamedView weight = weight_of(call), bias = bias_of(call);
+  KDA_RETURN_IF_ERROR(check_each(std::array{x, weight, bias, before, y, after}));
+  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, before, y}));
+  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, y, after}));
   return check_in_place(call);
 }
 
@@ -171,7 +173,8 @@ Status check_gradients(const ShortConv& call, const ShortConvGradients& g) {
                              {"dweight", &g.dweight, {call.channels, call.width, 1, 1}, true},
                              {"dbias", &g.dbias, {call.channels, 1, 1, 1}, true},
                              {"d_initial_state", &g.d_initial_state, states, true}};
-  return check_views(views);
+  KDA_RETURN_IF_ERROR(check_each(views));
+  return check_overlaps(views);
 }
 
 // ---- one sequence and one block of channels -----------------------------------------------------

@@ -72,13 +72,17 @@ bool share_memory(const NamedView& a, const NamedView& b) {
                  footprint(b.view->data, b.view->dtype, b.shape, b.view->strides));
 }
 
-Status check_views(std::span<const NamedView> views) {
+Status check_each(std::span<const NamedView> views) {
   for (const NamedView& given : views) {
     if (given.view->data)
       KDA_RETURN_IF_ERROR(check_view(given));
     else if (given.required && !is_empty(given.shape))
       return invalid(given.name, ": pointer is null");
   }
+  return {};
+}
+
+Status check_overlaps(std::span<const NamedView> views) {
   for (std::size_t a = 0; a < views.size(); ++a)
     for (std::size_t b = 0; b < a; ++b) {
       if (!views[a].written && !views[b].written) continue;

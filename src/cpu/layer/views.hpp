@@ -19,9 +19,12 @@ struct NamedView {
   bool required = false;
 };
 
-/// Types, strides and pointers of all, and that no written one shares memory with another. Those
-/// without memory are left out, or refused where they are required.
-Status check_views(std::span<const NamedView> views);
+/// Types, strides and pointers of all. Those without memory are left out, or refused where they are
+/// required.
+Status check_each(std::span<const NamedView> views);
+/// No written one shares memory with another. All have passed check_each(): a stride that is
+/// refused must not make them meet by chance.
+Status check_overlaps(std::span<const NamedView> views);
 
 /// Whether two have memory in common.
 bool share_memory(const NamedView& a, const NamedView& b);
