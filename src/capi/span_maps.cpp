@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Maps of spans of sequences, and states folded over them, in the C ABI.
 #include <cstddef>
+#include <span>
 #include <vector>
 
 #include "capi/handles.hpp"
@@ -33,9 +34,10 @@ kda_status kda_fold_states(const kda_fold* fold) {
     KDA_RETURN_IF_ERROR(read_struct(fold, "fold", &f));
     if (f.num_steps < 0) return kda::invalid("num_steps = ", f.num_steps, " is negative");
     if (f.num_steps > 0 && !f.steps) return kda::invalid("steps: pointer is null");
-    std::vector<kda::FoldStep> steps(static_cast<std::size_t>(f.num_steps));
-    for (std::size_t i = 0; i < steps.size(); ++i)
-      steps[i] = {f.steps[i].start, f.steps[i].map, f.steps[i].store};
+    const std::span given(f.steps, static_cast<std::size_t>(f.num_steps));
+    std::vector<kda::FoldStep> steps;
+    steps.reserve(given.size());
+    for (const auto& [start, map, store] : given) steps.push_back({start, map, store});
     return kda::fold_states({.num_value_heads = f.num_value_heads,
                              .key_dim = f.key_dim,
                              .value_dim = f.value_dim,
