@@ -33,9 +33,10 @@ seen: list[str] = []  # every path that libkda.fla notes
 
 def keep_paths(plugin):
     def kept(note):
-        def call(*args):
-            note(*args)
-            seen.append(plugin.path)
+        def call(*args, **part):
+            plugin.paths.clear()
+            note(*args, **part)
+            seen.extend(plugin.paths.values())
         return call
     plugin.serves, plugin.leaves = kept(plugin.serves), kept(plugin.leaves)
 
