@@ -58,8 +58,8 @@ function(kda_add_emulated_cuda target)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 endfunction()
 
-# GPUs of compute capability 8.x have the same PTX: it is made once and assembled for each of them, to
-# the same registers as from PTX of their own. Those from 9.0 on get theirs. What has other names than
+# GPUs of compute capability 8.x have the same PTX: it is made once and assembled for each of them, with
+# no more registers than from PTX of their own (tests/cuda/resources.txt). Those from 9.0 on get theirs. What has other names than
 # numbers (90a, native, all) is left to CMake.
 function(kda_set_architectures objects architectures)
   set(all_ptx "")

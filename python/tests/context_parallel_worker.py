@@ -237,8 +237,10 @@ def convolution(rng, rank, ranks, solo, width):
             return y.detach(), {name: t.grad for name, t in mine.items()}
 
         context = cp.Context(cu, random_table(rng, cu[-1], ranks))
-        (y, gradients), (y1, gradients1) = run(context), run(cp.Context(cu, [[(0, cu[-1])]], solo))
+        whole = cp.Context(cu, [[(0, cu[-1])]], solo)
+        (y, gradients), (y1, gradients1) = run(context), run(whole)
         assert torch.equal(y, context.take(y1)), "the convolution has other bits on more ranks"
+        assert torch.equal(run(context, "silu")[0], context.take(run(whole, "silu")[0])), "SiLU has other bits"
         most = 1e-2 if dtype is torch.bfloat16 else 1e-5
         assert torch.allclose(gradients["x"].float(), context.take(gradients1["x"]).float(), rtol=most, atol=most)
         for name in leaves:

@@ -150,6 +150,17 @@ class _Call:
             for index in range(first, last):
                 self.give_state(index, states[index - first])
 
+    def exchange(self, run, leaving, *d_o):
+        """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
+        that leave them."""
+        run(self.direction.at_once)
+        for index in self.direction.at_once:
+            self.give_state(index, leaving[index])
+        self.give_early(*d_o)
+        self.give_maps(*d_o)
+        self.gather.start()
+        run(self.direction.meanwhile)
+
     def fold(self, gathered, starts):
         """Fills the states of spans that were not known before the exchange."""
         direction = self.direction
@@ -183,14 +194,8 @@ class _ChunkKda(torch.autograd.Function):
                     ops.forward_into(*(x[:, begin:end] for x in rows), o[:, begin:end], behind[first:last], None,
                                      *parameters, call.states[first:last], cu, None, *modes[:5], False)
 
-            run(direction.at_once)
-            for index in direction.at_once:
-                call.give_state(index, behind[index])
             call.give_extra(_states_of_empty(context, starts))
-            call.give_early()
-            call.give_maps()
-            call.gather.start()
-            run(direction.meanwhile)
+            call.exchange(run, behind)
         except Exception:
             call.gather.refuse()
             raise
@@ -239,13 +244,7 @@ class _ChunkKda(torch.autograd.Function):
                         states[first:last], cu, None, *ctx.modes[:5], False, None, None, 0, wanted | 128)
                     before[first:last] = pieces[first][7]
 
-            run(direction.at_once)
-            for index in direction.at_once:
-                call.give_state(index, before[index])
-            call.give_early(d_o)
-            call.give_maps(d_o)
-            call.gather.start()
-            run(direction.meanwhile)
+            call.exchange(run, before, d_o)
         except Exception:
             call.gather.refuse()
             raise

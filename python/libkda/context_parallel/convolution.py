@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ..layer import short_conv
 from .contexts import Span
 from .exchange import AllGather, agree, check_place, waited
 from .fla import context_of
@@ -40,13 +41,13 @@ class _Halo:
                 return at(owner, token)
             return context.num_tokens + (slots[owner] + 1) * self.reach - (owner.end - token)
 
-        read, first = [], []
+        read, outputs = [], []
         for span in context.spans:
-            first += range(len(read), len(read) + span.end - span.begin)
+            outputs += range(len(read) + self.reach, len(read) + self.reach + span.end - span.begin)
             read += [source(span, token) for token in range(span.begin - self.reach, span.begin)]
             read += range(at(span, span.begin), at(span, span.begin) + span.end - span.begin)
-        #: rows that are read, and where among them the tokens of each output begin
-        self.read, self.first = torch.tensor(read, dtype=torch.int64), torch.tensor(first, dtype=torch.int64)
+        #: rows that are read, and which of them have an output: not those in front of a span
+        self.read, self.outputs = torch.tensor(read, dtype=torch.int64), torch.tensor(outputs, dtype=torch.int64)
         tails = [zero] * (self.rows * self.reach)
         for span in sent[context.rank]:
             slot = slots[span] - context.rank * self.rows
@@ -96,11 +97,11 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """The short causal convolution in front of KDA, a channel at a time, over sequences on several ranks:
     y_t = activation(bias + sum_j weight[:, j] x[t - W + 1 + j]), with zeros before the start of a sequence.
 
-    x [1, T, D]: the tokens of this rank; weight [D, W] or [D, 1, W], W 2 to 4; bias [D]; float32, bfloat16 or float16.
-    activation: None, "silu" or "swish". context: a Context or an FLACPContext. Returns y [1, T, D] of x's type,
-    computed in fp32, without an activation with the bits of one rank (torch's silu has others at the end of a tensor).
-    Gradients of all three; those of weight and bias are of the tokens of this rank. One all-gather of W - 1 tokens a
-    span forward, one all-to-all backward. Raises TypeError and ValueError, on every rank, for what does not fit.
+    x [1, T, D]: the tokens of this rank; weight [D, W] or [D, 1, W], W 2 to 4; bias [D]; float32, bfloat16 or
+    float16. activation: None, "silu" or "swish". context: a Context or an FLACPContext. Returns y [1, T, D] of x's
+    type, by libkda.short_conv, with the bits of one rank. Gradients of all three; those of weight and bias are of the
+    tokens of this rank. One all-gather of W - 1 tokens a span forward, one all-to-all backward. Raises TypeError and
+    ValueError, on every rank, for what does not fit.
     """
     context = context_of(context, "x", x)
 
@@ -115,13 +116,8 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     halo = _halo_of(context, W)
     tokens = x[0]
     rows = torch.cat([tokens, _Tails.apply(context, halo, tokens), tokens.new_zeros(1, D)]).index_select(0, halo.read)
-    rows, taps = rows.float(), weight.reshape(D, W).float()
-    y = rows.new_zeros(()) if bias is None else bias.float()
-    for j in range(W):
-        y = y + rows.index_select(0, halo.first + j) * taps[:, j]
-    if activation is not None:
-        y = torch.nn.functional.silu(y)
-    return y.to(x.dtype)[None]
+    y, _ = short_conv(rows[None], weight.reshape(D, W), bias, activation=activation)
+    return y.index_select(1, halo.outputs)
 
 
 def _halo_of(context, width):

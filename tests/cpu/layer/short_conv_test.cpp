@@ -157,17 +157,24 @@ void expect_forward(const cpu::layer::Kernels& kernels, const Options& options) 
 class ShortConvTest : public LayerTest {};
 INSTANTIATE_TEST_SUITE_P(Isa, ShortConvTest, testing::ValuesIn(runnable_tables()), table_name);
 
-TEST_P(ShortConvTest, EveryWidthAndOption) {
+std::vector<Options> every_width_and_option() {
+  std::vector<Options> all;
   for (const int64_t width : {2, 3, 4})
     for (const bool silu : {false, true})
       for (const bool bias : {false, true})
         for (const int64_t state_width : {int64_t{0}, width - 1, width, width + 40})
-          ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), {.lengths = {37, 37},
-                                                             .channels = 21,
-                                                             .width = width,
-                                                             .silu = silu,
-                                                             .bias = bias,
-                                                             .state_width = state_width}));
+          all.push_back({.lengths = {37, 37},
+                         .channels = 21,
+                         .width = width,
+                         .silu = silu,
+                         .bias = bias,
+                         .state_width = state_width});
+  return all;
+}
+
+TEST_P(ShortConvTest, EveryWidthAndOption) {
+  for (const Options& options : every_width_and_option())
+    ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), options));
 }
 
 TEST_P(ShortConvTest, EverySize) {
@@ -373,16 +380,8 @@ void expect_backward(const cpu::layer::Kernels& kernels, const Options& options,
 }
 
 TEST_P(ShortConvTest, GradientsOfEveryWidthAndOption) {
-  for (const int64_t width : {2, 3, 4})
-    for (const bool silu : {false, true})
-      for (const bool bias : {false, true})
-        for (const int64_t state_width : {int64_t{0}, width - 1, width, width + 40})
-          ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), {.lengths = {37, 37},
-                                                              .channels = 21,
-                                                              .width = width,
-                                                              .silu = silu,
-                                                              .bias = bias,
-                                                              .state_width = state_width}));
+  for (const Options& options : every_width_and_option())
+    ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), options));
 }
 
 TEST_P(ShortConvTest, GradientsOfEverySize) {
