@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <thread>
 #include <vector>
@@ -25,8 +26,14 @@
 
 namespace {
 
+std::mutex calls_mutex;  // a test has writers on several threads
 std::vector<std::string> calls;  // of the two below, in order
 int fail_fsync_with = 0;
+
+void note_call(const char* name) {
+  const std::lock_guard lock(calls_mutex);
+  calls.emplace_back(name);
+}
 
 }  // namespace
 
@@ -34,7 +41,7 @@ int fail_fsync_with = 0;
 extern "C" int fsync(int descriptor) {
   struct stat found = {};
   ::fstat(descriptor, &found);
-  calls.emplace_back(S_ISDIR(found.st_mode) ? "sync folder" : "sync file");
+  note_call(S_ISDIR(found.st_mode) ? "sync folder" : "sync file");
   if (fail_fsync_with != 0) {
     errno = fail_fsync_with;
     return -1;
@@ -42,7 +49,7 @@ extern "C" int fsync(int descriptor) {
   return static_cast<int>(::syscall(SYS_fsync, descriptor));
 }
 extern "C" int renameat(int from_folder, const char* from, int to_folder, const char* to) noexcept {
-  calls.emplace_back("rename");
+  note_call("rename");
   return static_cast<int>(::syscall(SYS_renameat2, from_folder, from, to_folder, to, 0));
 }
 
