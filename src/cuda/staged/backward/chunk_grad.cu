@@ -25,11 +25,10 @@ __device__ __forceinline__ void run_pairs(const GradContext& c, Pipeline& pipeli
 
 /// All gradients of 64 channels.
 __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline, bool small) {
-  RawGates gates[kSubchunks];  // on their way
-#pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) load_gates(c, r, gates[r]);
+  RawGates gates;  // on their way
+  load_gates(c, gates);
   Tokens queries = {}, keys = {}, dG;
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_rows(c, tiles, queries, keys); });
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_state(c, tiles, queries, keys); });
   ptx::cp_async_wait<1>();  // q and k
   __syncthreads();
   Decays decays;
@@ -41,7 +40,7 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
 
   Tokens columns = {};
   Part both = {};
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_columns(c, tiles, columns, both); });
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_d_state(c, tiles, columns, both); });
   scale_tokens(c, c.s.k_norm, kAnchor, columns);
   float2 boundary = boundary_of_columns(decays, ends, columns);
   const float2 states = diagonal_of(c, both);

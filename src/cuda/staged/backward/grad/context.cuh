@@ -53,31 +53,36 @@ struct GradContext {
 
 // ---- operands from shared memory
 
-/// Rows [16 step, + 16) and the warp's 16 columns of a tile, transposed: pairs of rows. As an A
+/// Address of a tile's 16 x 16 elements from row 16 `block` and column 16 `step` on, for this
+/// lane's row and piece of them. Of the address all but the step's two bits are the lane's or
+/// known.
+__device__ __forceinline__ uint32_t part_of(const Tile& tile, int row, int piece, int block,
+                                            int step) {
+  return ptx::shared_address(tile) + 2 * ((swizzled(row, piece) ^ step * 16) + block * 16 * 64);
+}
+
+/// Rows [16 block, + 16) and the warp's 16 columns of a tile, transposed: pairs of rows. As an A
 /// operand its rows are the columns; pairs of tokens lie as Part has them.
-__device__ __forceinline__ void load_transposed(const GradContext& c, const Tile& tile, int step,
+__device__ __forceinline__ void load_transposed(const GradContext& c, const Tile& tile, int block,
                                                 Operand& x) {
-  const int row = step * 16 + c.lane() % 8 + c.lane() / 16 * 8;
-  ptx::ldmatrix_x4_trans(
-      x, ptx::shared_address(tile + swizzled(row, c.warp() * 2 + c.lane() / 8 % 2)));
+  const int row = c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4_trans(x, part_of(tile, row, c.warp() * 2 + c.lane() / 8 % 2, block, 0));
 }
 /// Rows [16 block, + 16) and columns [16 step, + 16): an A operand.
 __device__ __forceinline__ void load_rows(const GradContext& c, const Tile& tile, int block,
                                           int step, Operand& x) {
-  ptx::ldmatrix_x4(x, ptx::shared_address(
-                          tile + swizzled(block * 16 + c.lane() % 16, step * 2 + c.lane() / 16)));
+  ptx::ldmatrix_x4(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
 }
 /// The same as B operands of two n8 tiles, which the rows are: x[0], x[1] and x[2], x[3].
 __device__ __forceinline__ void load_columns(const GradContext& c, const Tile& tile, int block,
                                              int step, Operand& x) {
-  const int row = block * 16 + c.lane() % 8 + c.lane() / 16 * 8;
-  ptx::ldmatrix_x4(x, ptx::shared_address(tile + swizzled(row, step * 2 + c.lane() / 8 % 2)));
+  const int row = c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4(x, part_of(tile, row, c.lane() / 8 % 2, block, step));
 }
-/// The same with rows [16 step, + 16) to be summed over, and n8 tiles of the columns.
+/// The same with rows [16 block, + 16) to be summed over, and n8 tiles of the columns.
 __device__ __forceinline__ void load_columns_transposed(const GradContext& c, const Tile& tile,
                                                         int block, int step, Operand& x) {
-  ptx::ldmatrix_x4_trans(x, ptx::shared_address(tile + swizzled(step * 16 + c.lane() % 16,
-                                                                block * 2 + c.lane() / 16)));
+  ptx::ldmatrix_x4_trans(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
 }
 
 /// acc += x y for two n8 tiles.

@@ -18,8 +18,8 @@ __device__ __forceinline__ void multiply_tokens(const GradContext& c, const Oper
 }
 
 /// S0 d_o^T and S0 dZ^T.
-__device__ __forceinline__ void multiply_rows(const GradContext& c, const Tile (&tiles)[3],
-                                              Tokens& queries, Tokens& keys) {
+__device__ __forceinline__ void multiply_state(const GradContext& c, const Tile (&tiles)[3],
+                                               Tokens& queries, Tokens& keys) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     Operand state;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply_rows(const GradContext& c, const Tile (
 }
 
 /// dS E^T, and S0 dS^T of the warp's channels, whose diagonal is rowsum(S0 dS).
-__device__ __forceinline__ void multiply_columns(const GradContext& c, const Tile (&tiles)[3],
+__device__ __forceinline__ void multiply_d_state(const GradContext& c, const Tile (&tiles)[3],
                                                  Tokens& columns, Part& both) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {

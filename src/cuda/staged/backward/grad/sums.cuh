@@ -48,38 +48,49 @@ struct RawRows {
 
 // ---- rows: sums over earlier tokens
 
-/// Pairs inside of sub-chunk r, to what is finished of its rows.
-__device__ __forceinline__ void add_inner_rows(const GradContext& c, const Decays& d, int r,
-                                               const RawRows& raw, float (*queries)[4],
-                                               float (*keys)[4], float (*dG)[4]) {
-  for_each_level(c, d, r, [&](const InnerFactors& f, auto&& keep) {
-    const auto of_row = [&](int n, int i) { return f.row[n][i]; };
-    Operand column, q, k, x;
-    raw.columns(column, [&](int n, int i) { return f.column[n][i]; });
-    raw.rows(q, k, of_row);
-    const auto add = [&](const Tile& pairs, const Operand& row, float(*to)[4]) {
+/// acc += the pairs of rows of sub-chunk `later` with columns of sub-chunk r.
+__device__ __forceinline__ void multiply_columns(const GradContext& c, const Operand& columns,
+                                                 int r, int later, float (*queries)[4],
+                                                 float (*keys)[4]) {
+  Operand x;
+  load_columns(c, c.s.P, later, r, x);
+  multiply(queries, columns, x);
+  load_columns(c, c.s.R, later, r, x);
+  multiply(keys, columns, x);
+}
+
+/// Pairs inside of sub-chunk r by levels, to what is finished of its rows.
+__device__ __forceinline__ void add_row_levels(const GradContext& c, int r, const RawRows& raw,
+                                               float (*queries)[4], float (*keys)[4],
+                                               float (*dG)[4]) {
+  for_each_level(c, r, [&](int h, const Part& row, const Part& column) {
+    const auto of_row = [&](int n, int i) { return row[n][i]; };
+    Operand of_k, of_q, columns, x;
+    raw.columns(columns, [&](int n, int i) { return column[n][i]; });
+    raw.rows(of_q, of_k, of_row);
+    const auto add = [&](const Tile& pairs, const Operand& rows, float(*to)[4]) {
       Part acc = {};
       load_columns(c, pairs, r, r, x);
-      keep(x);
-      multiply(acc, column, x);
-      finish(row, 1, dG, acc, of_row);
+      keep_level(c, h, x);
+      multiply(acc, columns, x);
+      finish(rows, 1, dG, acc, of_row);
       for_each([&](int n, int i) { to[n][i] += acc[n][i]; });
     };
-    add(c.s.P, q, queries);
-    add(c.s.R, k, keys);
+    add(c.s.P, of_q, queries);
+    add(c.s.R, of_k, keys);
   });
 }
 
 /// From products with the state to the rows' gradients: stores those of q; those of k are left
-/// without the norm's factor.
-/// Leaves the columns, decayed to the ends of their sub-chunks, in `ends`.
+/// without the norm's factor. Leaves the columns, decayed to the ends of their sub-chunks, in
+/// `ends`.
 __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
                                          Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     c.forget_index();
+    float(*const q)[4] = queries + 2 * r, (*const k)[4] = keys + 2 * r;
     const RawRows raw(c, r);
-    Operand q, k, x;
     Part end;
     find_ends(c, d, r, end);
     raw.columns(ends[r], [&](int n, int i) { return end[n][i]; });
@@ -87,18 +98,21 @@ __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, 
     for (int later = r + 1; later < kSubchunks; ++later) {
       decay_part(queries + 2 * later, d.total[r]);
       decay_part(keys + 2 * later, d.total[r]);
-      load_columns(c, c.s.P, later, r, x);
-      multiply(queries + 2 * later, ends[r], x);
-      load_columns(c, c.s.R, later, r, x);
-      multiply(keys + 2 * later, ends[r], x);
+      multiply_columns(c, ends[r], r, later, queries + 2 * later, keys + 2 * later);
     }
     const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    raw.rows(q, k, of_row);
+    Operand of_q, of_k;
+    raw.rows(of_q, of_k, of_row);
+    if (!d.by_levels(r)) {
+      Operand columns;
+      raw.columns(columns, [&](int n, int i) { return ptx::rcp(of_row(n, i)); });
+      multiply_columns(c, columns, r, r, q, k);
+    }
     for_each([&](int n, int i) { dG[2 * r + n][i] = 0; });
-    finish(q, 1, dG + 2 * r, queries + 2 * r, of_row);
-    finish(k, 1, dG + 2 * r, keys + 2 * r, of_row);
-    add_inner_rows(c, d, r, raw, queries + 2 * r, keys + 2 * r, dG + 2 * r);
-    store_queries(c, r, queries + 2 * r);
+    finish(of_q, 1, dG + 2 * r, q, of_row);
+    finish(of_k, 1, dG + 2 * r, k, of_row);
+    if (d.by_levels(r)) add_row_levels(c, r, raw, q, k, dG + 2 * r);
+    store_queries(c, r, q);
   }
 }
 
@@ -129,24 +143,34 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d,
   return {share[0], share[1]};
 }
 
-__device__ __forceinline__ void add_inner_columns(const GradContext& c, const Decays& d, int r,
-                                                  const RawRows& raw, float (*columns)[4],
-                                                  float (*dG)[4]) {
-  for_each_level(c, d, r, [&](const InnerFactors& f, auto&& keep) {
-    const auto of_column = [&](int n, int i) { return f.column[n][i]; };
-    Operand column, q, k, x;
-    raw.columns(column, of_column);
-    raw.rows(q, k, [&](int n, int i) { return f.row[n][i]; });
-    Part acc = {};
-    load_columns_transposed(c, c.s.P, r, r, x);
-    keep(x);
-    multiply(acc, q, x);
-    load_columns_transposed(c, c.s.R, r, r, x);
-    keep(x);
-    multiply(acc, k, x);
-    finish(column, -1, dG, acc, of_column);
-    for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
-  });
+/// acc += the pairs of columns of sub-chunk `earlier` with rows of sub-chunk r.
+template <class Keep>
+__device__ __forceinline__ void multiply_rows(const GradContext& c, const Operand& of_q,
+                                              const Operand& of_k, int r, int earlier,
+                                              float (*acc)[4], Keep&& keep) {
+  Operand x;
+  load_columns_transposed(c, c.s.P, r, earlier, x);
+  keep(x);
+  multiply(acc, of_q, x);
+  load_columns_transposed(c, c.s.R, r, earlier, x);
+  keep(x);
+  multiply(acc, of_k, x);
+}
+
+/// Pairs inside of sub-chunk r, with factors of rows and columns and a mask, to what is finished of
+/// its columns.
+template <class Keep>
+__device__ __forceinline__ void add_inner_columns(const GradContext& c, int r, const RawRows& raw,
+                                                  const Part& row, const Part& column, Keep&& keep,
+                                                  float (*columns)[4], float (*dG)[4]) {
+  const auto of_column = [&](int n, int i) { return column[n][i]; };
+  Operand operand, of_q, of_k;
+  raw.columns(operand, of_column);
+  raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
+  Part acc = {};
+  multiply_rows(c, of_q, of_k, r, r, acc, keep);
+  finish(operand, -1, dG, acc, of_column);
+  for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
 }
 
 /// From products with the state to the columns' gradients, and stores those of k. `small`: some
@@ -158,21 +182,30 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
   for (int r = kSubchunks - 1; r >= 0; --r) {
     c.forget_index();
     const RawRows raw(c, r);
-    Operand q, k, x;
-    raw.rows(q, k, [&](int n, int i) { return d.row[2 * r + n][i]; });
+    Part row, column;
+    for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
+    Operand of_q, of_k;
+    raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
 #pragma unroll
     for (int earlier = 0; earlier < r; ++earlier) {
       decay_part(columns + 2 * earlier, d.total[r]);
-      load_columns_transposed(c, c.s.P, earlier, r, x);
-      multiply(columns + 2 * earlier, q, x);
-      load_columns_transposed(c, c.s.R, earlier, r, x);
-      multiply(columns + 2 * earlier, k, x);
+      multiply_rows(c, of_q, of_k, r, earlier, columns + 2 * earlier, [](Operand&) {});
     }
-    Part end;
-    find_ends(c, d, r, end);
-    finish(ends[r], -1, dG + 2 * r, columns + 2 * r, [&](int n, int i) { return end[n][i]; });
-    add_inner_columns(c, d, r, raw, columns + 2 * r, dG + 2 * r);
-    store_keys(c, r, small, keys + 2 * r, columns + 2 * r);
+    float(*const acc)[4] = columns + 2 * r;
+    find_ends(c, d, r, column);
+    finish(ends[r], -1, dG + 2 * r, acc, [&](int n, int i) { return column[n][i]; });
+    if (d.by_levels(r)) {
+      for_each_level(c, r, [&](int h, const Part& of_rows, const Part& of_columns) {
+        add_inner_columns(
+            c, r, raw, of_rows, of_columns, [&](Operand& x) { keep_level(c, h, x); }, acc,
+            dG + 2 * r);
+      });
+    } else {
+      for_each([&](int n, int i) { column[n][i] = ptx::rcp(row[n][i]); });
+      add_inner_columns(
+          c, r, raw, row, column, [](Operand&) {}, acc, dG + 2 * r);
+    }
+    store_keys(c, r, small, keys + 2 * r, acc);
   }
 }
 
