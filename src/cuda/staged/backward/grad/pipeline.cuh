@@ -79,34 +79,40 @@ class Pipeline {
   template <class Multiply>
   __device__ __forceinline__ void run_pass(Multiply&& multiply) {
 #pragma unroll 1
-    for (int i = 0; i < c_.v_tiles(); ++i, ++step_) {
+    for (int i = 0; i < c_.v_tiles(); ++i, stage_ ^= 1) {
       ptx::cp_async_wait<1>();
       __syncthreads();
-      multiply(c_.s.stages[step_ % 2]);
+      multiply(c_.s.stages[stage_]);
       __syncthreads();
-      start(step_ + 2);
+      start(stage_);
     }
   }
 
  private:
-  __device__ __forceinline__ void start(int step) {
-    const int pass = step / c_.v_tiles(), v = step % c_.v_tiles(), round = (pass - 1) / 2;
-    Tile(&to)[3] = c_.s.stages[step % 2];
+  /// Asks for the tiles of the next step that was not asked for.
+  __device__ __forceinline__ void start(int stage) {
     const ChunkGradArgs& a = c_.a;
-    if (pass == 0 || (pass % 2 == 1 && round < c_.rounds())) {
-      pass == 0 ? copy_values(c_, to[0], a.errors, v) : copy_state(c_, to[0], a.h, v, round);
-      copy_rows(c_, to[1], a.d_o, c_.head, v * kVTile, a.shape.V);
-      copy_values(c_, to[2], a.dz, v);
+    const int round = (pass_ - 1) / 2;
+    Tile(&to)[3] = c_.s.stages[stage];
+    if (pass_ == 0 || (pass_ % 2 == 1 && round < c_.rounds())) {
+      if (pass_ == 0)
+        copy_values(c_, to[0], a.errors, v_tile_);
+      else
+        copy_state(c_, to[0], a.h, v_tile_, round);
+      copy_rows(c_, to[1], a.d_o, c_.head, v_tile_ * kVTile, a.shape.V);
+      copy_values(c_, to[2], a.dz, v_tile_);
     } else if (round < c_.rounds()) {
-      copy_state(c_, to[0], a.dh, v, round);
-      copy_values(c_, to[1], a.errors, v);
-      copy_state(c_, to[2], a.h, v, round);
+      copy_state(c_, to[0], a.dh, v_tile_, round);
+      copy_values(c_, to[1], a.errors, v_tile_);
+      copy_state(c_, to[2], a.h, v_tile_, round);
     }
     ptx::cp_async_commit();
+    if (++v_tile_ == c_.v_tiles()) v_tile_ = 0, ++pass_;
   }
 
   const GradContext& c_;
-  int step_ = 0;
+  int stage_ = 0;
+  int pass_ = 0, v_tile_ = 0;  // of the next step that is asked for
 };
 
 }  // namespace kda::cuda::grad

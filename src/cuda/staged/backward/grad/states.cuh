@@ -53,15 +53,11 @@ __device__ __forceinline__ float2 diagonal_of(const GradContext& c, const Part& 
   return {from(x[0][0], x[0][1]), from(x[1][2], x[1][3])};
 }
 
-/// Multiplies by a number of each token.
-__device__ __forceinline__ void scale_tokens(const GradContext& c, const float (&numbers)[kChunk],
-                                             float factor, Tokens& x) {
+__device__ __forceinline__ void scale_all(float factor, Tokens& x) {
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    const float2 y = of_tokens(c, numbers, n);
-    x[n][0] *= factor * y.x, x[n][1] *= factor * y.y;
-    x[n][2] *= factor * y.x, x[n][3] *= factor * y.y;
-  }
+  for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[n][i] *= factor;
 }
 
 }  // namespace kda::cuda::grad

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over tokens. Norms are factors of tokens, in P, R and the products with the states: operands
-// are the raw q and k. dG, whose sums from a token to the end are the gradient by its log decay, is
+// Sums over tokens. dG, whose sums from a token to the end are the gradient by its log decay, is
 // made of the operands as they are rounded times the accumulators: so a pair of tokens enters it
 // twice with the same bits, and cancels for earlier tokens. A token with itself is left out of it.
 #pragma once
@@ -25,24 +24,24 @@ __device__ __forceinline__ void finish(const Operand& x, float sign, float (*dG)
   });
 }
 
-/// Operands of the tokens of a sub-chunk.
+/// Operands of the tokens of a sub-chunk: rows of scaled q and of k, columns of beta k, normalised,
+/// times factor(n, i).
 struct RawRows {
   Operand q, k;
-  TokenPair beta;
-  float scale;
-  __device__ RawRows(const GradContext& c, int r) : beta(c, c.s.beta, r), scale(c.a.gate.scale) {
+  TokenPair of_q, of_k, of_column;
+  __device__ RawRows(const GradContext& c, int r)
+      : of_q(c, c.s.q_factor, r), of_k(c, c.s.k_factor, r), of_column(c, c.s.beta_k_factor, r) {
     load_transposed(c, c.s.q, r, q);
     load_transposed(c, c.s.k, r, k);
   }
-  /// Rows of q and k, and columns of beta k, times factor(n, i).
   template <class Factor>
-  __device__ __forceinline__ void rows(Operand& of_q, Operand& of_k, Factor&& factor) const {
-    scale_operand(q, of_q, [&](int n, int i) { return scale * factor(n, i); });
-    scale_operand(k, of_k, factor);
+  __device__ __forceinline__ void rows(Operand& q_rows, Operand& k_rows, Factor&& factor) const {
+    scale_operand(q, q_rows, [&](int n, int i) { return of_q.at(n, i) * factor(n, i); });
+    scale_operand(k, k_rows, [&](int n, int i) { return of_k.at(n, i) * factor(n, i); });
   }
   template <class Factor>
   __device__ __forceinline__ void columns(Operand& x, Factor&& factor) const {
-    scale_operand(k, x, [&](int n, int i) { return beta.at(n, i) * factor(n, i); });
+    scale_operand(k, x, [&](int n, int i) { return of_column.at(n, i) * factor(n, i); });
   }
 };
 
@@ -81,9 +80,8 @@ __device__ __forceinline__ void add_row_levels(const GradContext& c, int r, cons
   });
 }
 
-/// From products with the state to the rows' gradients: stores those of q; those of k are left
-/// without the norm's factor. Leaves the columns, decayed to the ends of their sub-chunks, in
-/// `ends`.
+/// From products with the state to the rows' gradients: stores those of q. Leaves the columns,
+/// decayed to the ends of their sub-chunks, in `ends`.
 __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
                                          Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
 #pragma unroll
@@ -173,11 +171,10 @@ __device__ __forceinline__ void add_inner_columns(const GradContext& c, int r, c
   for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
 }
 
-/// From products with the state to the columns' gradients, and stores those of k. `small`: some
-/// beta is.
+/// From products with the state to the columns' gradients, and stores those of k.
 __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d,
-                                            const Operand (&ends)[kSubchunks], bool small,
-                                            Tokens& keys, Tokens& columns, Tokens& dG) {
+                                            const Operand (&ends)[kSubchunks], Tokens& keys,
+                                            Tokens& columns, Tokens& dG) {
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     c.forget_index();
@@ -205,7 +202,7 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
       add_inner_columns(
           c, r, raw, row, column, [](Operand&) {}, acc, dG + 2 * r);
     }
-    store_keys(c, r, small, keys + 2 * r, acc);
+    store_keys(c, r, keys + 2 * r, acc);
   }
 }
 
