@@ -32,11 +32,16 @@ struct GradContext {
 
   __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
                          int value_head, int thread)
-      : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
+      : a(args),
+        s(shared),
+        chunk(tokens),
+        head(value_head),
+        tid(thread),
+        warp_(__shfl_sync(~0u, thread / 32, 0)) {}
 
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
   __device__ void forget_index() const { ptx::make_opaque(tid); }
-  __device__ int warp() const { return tid / 32; }
+  __device__ int warp() const { return warp_; }  // known to be the same in its lanes
   __device__ int lane() const { return tid % 32; }
   __device__ int g() const { return lane() / 4; }
   __device__ int t() const { return lane() % 4; }
@@ -49,6 +54,9 @@ struct GradContext {
   /// This lane's channel g, of all.
   __device__ int channel() const { return current_round * kChannels + warp() * 16 + g(); }
   __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
+
+ private:
+  const int warp_;
 };
 
 // ---- operands from shared memory
@@ -105,15 +113,18 @@ __device__ __forceinline__ float element(const Operand& x, int n, int i) {
   const float2 pair = ptx::unpack<Element16>(x[2 * n + i / 2]);
   return i % 2 ? pair.y : pair.x;
 }
-/// x times factors, rounded once.
-template <class Factor>
-__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+/// The operand of numbers x(n, i).
+template <class Number>
+__device__ __forceinline__ void to_operand(Operand& out, Number&& x) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      out[2 * n + i / 2] = ptx::pack<Element16>(element(x, n, i) * factor(n, i),
-                                                element(x, n, i + 1) * factor(n, i + 1));
+    for (int i = 0; i < 4; i += 2) out[2 * n + i / 2] = ptx::pack<Element16>(x(n, i), x(n, i + 1));
+}
+/// x times factors, rounded once.
+template <class Factor>
+__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
 }
 
 /// Numbers of this lane's tokens of a tile.

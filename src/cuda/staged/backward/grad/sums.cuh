@@ -58,6 +58,24 @@ __device__ __forceinline__ void multiply_columns(const GradContext& c, const Ope
   multiply(keys, columns, x);
 }
 
+/// Columns of sub-chunk r, anchored at its start (if not by levels), and decayed to its end.
+__device__ __forceinline__ void find_columns(const GradContext& c, const Decays& d, int r,
+                                             const RawRows& raw, Operand& anchored, Operand& ends) {
+  if (d.by_levels(r)) {
+    Part end;
+    find_ends(c, d, r, end);
+    raw.columns(ends, [&](int n, int i) { return end[n][i]; });
+    return;
+  }
+  Part x;
+  for_each([&](int n, int i) {
+    x[n][i] = element(raw.k, n, i) * (raw.of_column.at(n, i) * ptx::rcp(d.row[2 * r + n][i]));
+  });
+  const auto at = [&](int n, int i) { return x[n][i]; };
+  to_operand(anchored, at);
+  to_operand(ends, [&](int n, int i) { return x[n][i] * d.total[r][i / 2]; });
+}
+
 /// Pairs inside of sub-chunk r by levels, to what is finished of its rows.
 __device__ __forceinline__ void add_row_levels(const GradContext& c, int r, const RawRows& raw,
                                                float (*queries)[4], float (*keys)[4],
@@ -89,23 +107,17 @@ __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, 
     c.forget_index();
     float(*const q)[4] = queries + 2 * r, (*const k)[4] = keys + 2 * r;
     const RawRows raw(c, r);
-    Part end;
-    find_ends(c, d, r, end);
-    raw.columns(ends[r], [&](int n, int i) { return end[n][i]; });
+    const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    Operand of_q, of_k, anchored;
+    raw.rows(of_q, of_k, of_row);
+    find_columns(c, d, r, raw, anchored, ends[r]);
 #pragma unroll
     for (int later = r + 1; later < kSubchunks; ++later) {
       decay_part(queries + 2 * later, d.total[r]);
       decay_part(keys + 2 * later, d.total[r]);
       multiply_columns(c, ends[r], r, later, queries + 2 * later, keys + 2 * later);
     }
-    const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    Operand of_q, of_k;
-    raw.rows(of_q, of_k, of_row);
-    if (!d.by_levels(r)) {
-      Operand columns;
-      raw.columns(columns, [&](int n, int i) { return ptx::rcp(of_row(n, i)); });
-      multiply_columns(c, columns, r, r, q, k);
-    }
+    if (!d.by_levels(r)) multiply_columns(c, anchored, r, r, q, k);
     for_each([&](int n, int i) { dG[2 * r + n][i] = 0; });
     finish(of_q, 1, dG + 2 * r, q, of_row);
     finish(of_k, 1, dG + 2 * r, k, of_row);
