@@ -51,7 +51,7 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
   add_columns(c, decays, ends, keys, columns, dG);
-  store_log_decays(c, boundary, dG);
+  store_log_decays(c, decays, boundary, dG);
 }
 
 /// A block has a chunk and a value head, and takes 64 channels at a time.
@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                 static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   copy_channels(c);
   Pipeline pipeline(c);
+  prefetch_gates(c);
   find_norms(c);
   __syncthreads();
   load_betas(c);

@@ -43,6 +43,18 @@ __device__ __forceinline__ void for_each_gate(const GradContext& c, F&& f) {
     for (int i = 0; i < 4; ++i) f(n, i, 8 * n + i % 2 < of_channel[i / 2]);
 }
 
+/// All channels, to the L2: two threads a token.
+__device__ __forceinline__ void prefetch_gates(const GradContext& c) {
+  const RowView& view = c.a.g;
+  const int size = view.type == Element::kFloat32 ? 4 : 2, row = c.tid / 2;
+  static_assert(kThreads == 2 * kChunk);
+  if (row >= c.chunk.count) return;
+  const char* first = static_cast<const char*>(view.base) +
+                      (chunk_offset(view, c.chunk, c.head) + row * view.stride_t) * size;
+  for (int byte = c.tid % 2 * 128; byte < c.a.shape.K * size; byte += 256)
+    ptx::prefetch_l2(first + byte);
+}
+
 template <class Bits>
 __device__ __forceinline__ void load_gate_bits(const GradContext& c, RawGates& raw) {
   const RowView& view = c.a.g;

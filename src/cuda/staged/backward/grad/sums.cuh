@@ -220,9 +220,19 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
 
 // ---- log decays
 
+/// 0 where the decay is 0, whatever is left of what cancels: gates may be as large there as they
+/// like.
+__device__ __forceinline__ void drop_dead(const GradContext& c, int r, float (*dg)[4]) {
+  Part decay;
+  load_decay(c, r, decay);
+  for_each([&](int n, int i) {
+    if (decay[n][i] == 0) dg[n][i] = 0;
+  });
+}
+
 /// Stores sums of dG from each token to the end of the chunk, and `boundary`.
-__device__ __forceinline__ void store_log_decays(const GradContext& c, float2 boundary,
-                                                 Tokens& dG) {
+__device__ __forceinline__ void store_log_decays(const GradContext& c, const Decays& d,
+                                                 float2 boundary, Tokens& dG) {
   float carry[2] = {boundary.x, boundary.y};
 #pragma unroll
   for (int n = kTokenTiles - 1; n >= 0; --n) {
@@ -236,7 +246,9 @@ __device__ __forceinline__ void store_log_decays(const GradContext& c, float2 bo
       x[0] += x[1];
       carry[half] += both + others;
     }
-    if (n % 2 == 0) store_rows(c, kLogDecays, n / 2, dG + n);
+    if (n % 2 != 0) continue;
+    if (d.by_levels(n / 2)) drop_dead(c, n / 2, dG + n);
+    store_rows(c, kLogDecays, n / 2, dG + n);
   }
 }
 
