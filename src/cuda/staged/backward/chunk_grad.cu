@@ -50,8 +50,9 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   };
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
+  add_boundary(c, boundary, dG);
   add_columns(c, decays, ends, keys, columns, dG);
-  store_log_decays(c, decays, boundary, dG);
+  store_log_decays(c, decays, dG);
 }
 
 /// A block has a chunk and a value head, and takes 64 channels at a time.
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 Status launch_chunk_grad(const ChunkGradArgs& args, const Launch& launch) {
   constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= kMostShared);
+  static_assert(2 * (kBytes + 1024) <= 164 * 1024, "two blocks on an SM of sm_80");
   return launch_kernel("chunk_grad", chunk_grad_kernel, args.num_chunks * args.shape.HV, kThreads,
                        kBytes, launch, args);
 }

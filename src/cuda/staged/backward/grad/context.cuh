@@ -42,7 +42,7 @@ struct GradContext {
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
   __device__ void forget_index() const { ptx::make_opaque(tid); }
   __device__ int warp() const { return warp_; }  // known to be the same in its lanes
-  __device__ int lane() const { return tid % 32; }
+  __device__ int lane() const { return tid & 31; }
   __device__ int g() const { return lane() / 4; }
   __device__ int t() const { return lane() % 4; }
   __device__ int rounds() const { return a.shape.K > kChannels ? 2 : 1; }

@@ -218,18 +218,36 @@ __device__ __forceinline__ void level_factors(const GradContext& c, const Part& 
     }
 }
 
-/// Keeps the pairs of level h in a B operand of a diagonal block: tokens 8 n + g with sums over
-/// tokens 8 half + 2 t and the next one.
-__device__ __forceinline__ void keep_level(const GradContext& c, int h, Operand& x) {
+/// What stands for h where all pairs of a sub-chunk are of one level.
+constexpr int kOneLevel = 0;
+
+/// Masks a B operand of a diagonal block, in which a lane has tokens 8 n + g, with sums over tokens
+/// 8 half + 2 t and the next one: keeps pairs of level h. kRows: of rows with sums over columns.
+struct LevelMask {
+  Operand bits;
+  template <bool kRows>
+  __device__ static LevelMask of(const GradContext& c, int h) {
+    const auto keeps = [&](int n, int k) {
+      const int later = kRows ? n : k, earlier = kRows ? k : n;
+      return later > earlier && (h == kOneLevel || ((later ^ earlier) >= h &&  //
+                                                    (later ^ earlier) < 2 * h));
+    };
+    LevelMask mask;
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = 8 * n + c.g(), j = 8 * half + 2 * c.t();
-      const bool first = (i ^ j) / h == 1, second = (i ^ (j + 1)) / h == 1;
-      x[2 * n + half] &= (first ? 0xffffu : 0u) | (second ? 0xffff0000u : 0u);
-    }
-}
+      for (int half = 0; half < 2; ++half) {
+        const int i = 8 * n + c.g(), j = 8 * half + 2 * c.t();
+        mask.bits[2 * n + half] =
+            (keeps(i, j) ? 0xffffu : 0u) | (keeps(i, j + 1) ? 0xffff0000u : 0u);
+      }
+    return mask;
+  }
+  __device__ void apply(Operand& x) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] &= bits[i];
+  }
+};
 
 /// step(h, factors of rows, factors of columns) for each level of sub-chunk r.
 template <class Step>

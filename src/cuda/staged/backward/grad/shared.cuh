@@ -23,7 +23,7 @@ using Tile = __nv_bfloat16[64 * 64];
 struct Shared {
   Tile stages[2][3];                           // of the pipeline (pipeline.cuh)
   Tile q, k;                                   // raw, the channels of a round
-  Tile P, R;                                   // below the diagonal
+  Tile pairs;                                  // P below the diagonal, R^T above it
   float q_factor[kChunk], k_factor[kChunk];    // scale / |q| and 1 / |k|, or scale and 1
   float beta[kChunk], beta_k_factor[kChunk];   // and its product with k_factor
   float diagonal[kChunk];                      // P_jj

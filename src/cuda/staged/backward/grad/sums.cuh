@@ -47,14 +47,25 @@ struct RawRows {
 
 // ---- rows: sums over earlier tokens
 
+/// B operands for sums over the tokens of sub-chunk r, of rows of it or a later one. A diagonal
+/// block has both in it.
+__device__ __forceinline__ void load_P(const GradContext& c, int later, int r, Operand& x) {
+  load_columns(c, c.s.pairs, later, r, x);
+}
+__device__ __forceinline__ void load_R(const GradContext& c, int later, int r, Operand& x) {
+  load_columns_transposed(c, c.s.pairs, r, later, x);
+}
 /// acc += the pairs of rows of sub-chunk `later` with columns of sub-chunk r.
 __device__ __forceinline__ void multiply_columns(const GradContext& c, const Operand& columns,
                                                  int r, int later, float (*queries)[4],
                                                  float (*keys)[4]) {
+  const auto mask = LevelMask::of<true>(c, kOneLevel);
   Operand x;
-  load_columns(c, c.s.P, later, r, x);
+  load_P(c, later, r, x);
+  if (later == r) mask.apply(x);
   multiply(queries, columns, x);
-  load_columns(c, c.s.R, later, r, x);
+  load_R(c, later, r, x);
+  if (later == r) mask.apply(x);
   multiply(keys, columns, x);
 }
 
@@ -85,16 +96,18 @@ __device__ __forceinline__ void add_row_levels(const GradContext& c, int r, cons
     Operand of_k, of_q, columns, x;
     raw.columns(columns, [&](int n, int i) { return column[n][i]; });
     raw.rows(of_q, of_k, of_row);
-    const auto add = [&](const Tile& pairs, const Operand& rows, float(*to)[4]) {
+    const auto mask = LevelMask::of<true>(c, h);
+    const auto add = [&](const Operand& rows, float(*to)[4]) {
       Part acc = {};
-      load_columns(c, pairs, r, r, x);
-      keep_level(c, h, x);
+      mask.apply(x);
       multiply(acc, columns, x);
       finish(rows, 1, dG, acc, of_row);
       for_each([&](int n, int i) { to[n][i] += acc[n][i]; });
     };
-    add(c.s.P, of_q, queries);
-    add(c.s.R, of_k, keys);
+    load_P(c, r, r, x);
+    add(of_q, queries);
+    load_R(c, r, r, x);
+    add(of_k, keys);
   });
 }
 
@@ -153,32 +166,32 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d,
   return {share[0], share[1]};
 }
 
-/// acc += the pairs of columns of sub-chunk `earlier` with rows of sub-chunk r.
-template <class Keep>
+/// acc += the pairs of columns of sub-chunk `earlier` with rows of sub-chunk r; those of level h,
+/// if they are the same.
 __device__ __forceinline__ void multiply_rows(const GradContext& c, const Operand& of_q,
-                                              const Operand& of_k, int r, int earlier,
-                                              float (*acc)[4], Keep&& keep) {
+                                              const Operand& of_k, int r, int earlier, int h,
+                                              float (*acc)[4]) {
+  const auto mask = LevelMask::of<false>(c, h);
   Operand x;
-  load_columns_transposed(c, c.s.P, r, earlier, x);
-  keep(x);
+  load_columns_transposed(c, c.s.pairs, r, earlier, x);  // P
+  if (earlier == r) mask.apply(x);
   multiply(acc, of_q, x);
-  load_columns_transposed(c, c.s.R, r, earlier, x);
-  keep(x);
+  load_columns(c, c.s.pairs, earlier, r, x);  // R
+  if (earlier == r) mask.apply(x);
   multiply(acc, of_k, x);
 }
 
-/// Pairs inside of sub-chunk r, with factors of rows and columns and a mask, to what is finished of
-/// its columns.
-template <class Keep>
+/// Pairs inside of sub-chunk r of level h, with its factors of rows and columns, to what is
+/// finished of its columns.
 __device__ __forceinline__ void add_inner_columns(const GradContext& c, int r, const RawRows& raw,
-                                                  const Part& row, const Part& column, Keep&& keep,
+                                                  const Part& row, const Part& column, int h,
                                                   float (*columns)[4], float (*dG)[4]) {
   const auto of_column = [&](int n, int i) { return column[n][i]; };
   Operand operand, of_q, of_k;
   raw.columns(operand, of_column);
   raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
   Part acc = {};
-  multiply_rows(c, of_q, of_k, r, r, acc, keep);
+  multiply_rows(c, of_q, of_k, r, r, h, acc);
   finish(operand, -1, dG, acc, of_column);
   for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
 }
@@ -198,21 +211,18 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
 #pragma unroll
     for (int earlier = 0; earlier < r; ++earlier) {
       decay_part(columns + 2 * earlier, d.total[r]);
-      multiply_rows(c, of_q, of_k, r, earlier, columns + 2 * earlier, [](Operand&) {});
+      multiply_rows(c, of_q, of_k, r, earlier, kOneLevel, columns + 2 * earlier);
     }
     float(*const acc)[4] = columns + 2 * r;
     find_ends(c, d, r, column);
     finish(ends[r], -1, dG + 2 * r, acc, [&](int n, int i) { return column[n][i]; });
     if (d.by_levels(r)) {
       for_each_level(c, r, [&](int h, const Part& of_rows, const Part& of_columns) {
-        add_inner_columns(
-            c, r, raw, of_rows, of_columns, [&](Operand& x) { keep_level(c, h, x); }, acc,
-            dG + 2 * r);
+        add_inner_columns(c, r, raw, of_rows, of_columns, h, acc, dG + 2 * r);
       });
     } else {
       for_each([&](int n, int i) { column[n][i] = ptx::rcp(row[n][i]); });
-      add_inner_columns(
-          c, r, raw, row, column, [](Operand&) {}, acc, dG + 2 * r);
+      add_inner_columns(c, r, raw, row, column, kOneLevel, acc, dG + 2 * r);
     }
     store_keys(c, r, keys + 2 * r, acc);
   }
@@ -230,10 +240,17 @@ __device__ __forceinline__ void drop_dead(const GradContext& c, int r, float (*d
   });
 }
 
-/// Stores sums of dG from each token to the end of the chunk, and `boundary`.
+/// The boundary is in all sums to the end of the chunk: in dG of its last token.
+__device__ __forceinline__ void add_boundary(const GradContext& c, float2 boundary, Tokens& dG) {
+  const bool has_last = c.t() == 3;
+  dG[kTokenTiles - 1][1] += has_last ? boundary.x : 0;
+  dG[kTokenTiles - 1][3] += has_last ? boundary.y : 0;
+}
+
+/// Stores sums of dG from each token to the end of the chunk.
 __device__ __forceinline__ void store_log_decays(const GradContext& c, const Decays& d,
-                                                 float2 boundary, Tokens& dG) {
-  float carry[2] = {boundary.x, boundary.y};
+                                                 Tokens& dG) {
+  float carry[2] = {};
 #pragma unroll
   for (int n = kTokenTiles - 1; n >= 0; --n) {
 #pragma unroll
