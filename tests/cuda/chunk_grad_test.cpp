@@ -443,6 +443,26 @@ TEST_F(ChunkGrad, LaterTokensAreExactZerosToEarlierOnes) {
       EXPECT_EQ(rows[static_cast<std::size_t>(token * x.row() + i)], 0) << token << " " << i;
 }
 
+TEST_F(ChunkGrad, PoisonReachesNoOtherSequence) {
+  check::GenerateOptions options = options_of(0, 1, 64, 64, Regime::kTrained);
+  options.seq_lens = {40, 70, 30};
+  const Case clean(check::generate(options));
+  Case poisoned = clean;
+  const auto poison = [](io::Buffer* buffer, int64_t begin, int64_t end) {
+    std::memset(buffer->data() + begin, 0xff, static_cast<std::size_t>(end - begin));
+  };
+  for (io::Buffer* rows :
+       {&poisoned.inputs.q, &poisoned.inputs.k, &poisoned.inputs.g, &poisoned.d_o})
+    poison(rows, 40 * 128, 110 * 128);
+  poison(&poisoned.inputs.beta, 40 * 2, 110 * 2);
+  for (io::Buffer* tiles : {&poisoned.h, &poisoned.dh, &poisoned.errors, &poisoned.dz})
+    poison(tiles, 8192, 3 * 8192);
+  const std::vector<float> want = run(clean), got = run(poisoned);
+  const auto row = static_cast<std::size_t>(clean.row());
+  EXPECT_EQ(std::memcmp(want.data(), got.data(), 4 * 40 * row), 0);
+  EXPECT_EQ(std::memcmp(want.data() + 110 * row, got.data() + 110 * row, 4 * 30 * row), 0);
+}
+
 TEST_F(ChunkGrad, SameBitsAgain) {
   const Case x(check::generate(options_of(130, 2, 64, 64, Regime::kSoftplus)));
   const std::vector<float> first = run(x), second = run(x);

@@ -109,6 +109,7 @@ __device__ __forceinline__ void find_decays(const GradContext& c, const RawGates
   if (c.a.gate.gate_mode == GateMode::kLog) transform<GateMode::kLog>(c, x);
   if (c.a.gate.gate_mode == GateMode::kSoftplus) transform<GateMode::kSoftplus>(c, x);
   if (c.a.gate.gate_mode == GateMode::kBounded) transform<GateMode::kBounded>(c, x);
+  if (c.chunk.count == kChunk && c.a.shape.K == c.padded_K()) return;
   for_each_gate(c, [&](int n, int i, bool there) {
     if (!there) x[n][i] = 1;  // after the transform: gate(0) is not 0
   });
