@@ -24,27 +24,6 @@ __device__ __forceinline__ void finish(const Operand& x, float sign, float (*dG)
   });
 }
 
-/// Operands of the tokens of a sub-chunk: rows of scaled q and of k, columns of beta k, normalised,
-/// times factor(n, i).
-struct RawRows {
-  Operand q, k;
-  TokenPair of_q, of_k, of_column;
-  __device__ RawRows(const GradContext& c, int r)
-      : of_q(c, c.s.q_factor, r), of_k(c, c.s.k_factor, r), of_column(c, c.s.beta_k_factor, r) {
-    load_transposed(c, c.s.q, r, q);
-    load_transposed(c, c.s.k, r, k);
-  }
-  template <class Factor>
-  __device__ __forceinline__ void rows(Operand& q_rows, Operand& k_rows, Factor&& factor) const {
-    scale_operand(q, q_rows, [&](int n, int i) { return of_q.at(n, i) * factor(n, i); });
-    scale_operand(k, k_rows, [&](int n, int i) { return of_k.at(n, i) * factor(n, i); });
-  }
-  template <class Factor>
-  __device__ __forceinline__ void columns(Operand& x, Factor&& factor) const {
-    scale_operand(k, x, [&](int n, int i) { return of_column.at(n, i) * factor(n, i); });
-  }
-};
-
 // ---- rows: sums over earlier tokens
 
 /// B operands for sums over the tokens of sub-chunk r, of rows of it or a later one. A diagonal
@@ -135,7 +114,7 @@ __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, 
     finish(of_q, 1, dG + 2 * r, q, of_row);
     finish(of_k, 1, dG + 2 * r, k, of_row);
     if (d.by_levels(r)) add_row_levels(c, r, raw, q, k, dG + 2 * r);
-    store_queries(c, r, q);
+    store_queries(c, r, raw, q);
   }
 }
 
@@ -224,7 +203,7 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
       for_each([&](int n, int i) { column[n][i] = ptx::rcp(row[n][i]); });
       add_inner_columns(c, r, raw, row, column, kOneLevel, acc, dG + 2 * r);
     }
-    store_keys(c, r, keys + 2 * r, acc);
+    store_keys(c, r, raw, keys + 2 * r, acc);
   }
 }
 
