@@ -44,7 +44,7 @@ set(KDA_CUDA_KERNELS_SM90A
 set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fused.cpp
                   src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
-                  src/cuda/host/views.cpp)
+                  src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
