@@ -12,7 +12,7 @@ namespace kda::cuda::staged {
 namespace {
 
 std::string decline(const Problem& p) {
-  if (p.q.dtype != DType::kBFloat16)
+  if (p.q.dtype != DType::kBFloat16 || p.k.dtype != p.q.dtype || p.v.dtype != p.q.dtype)
     return cat("q, k, v are ", dtype_name(p.q.dtype), ", ", dtype_name(p.k.dtype), ", ",
                dtype_name(p.v.dtype), "; needs bf16 for all three");
   return decline_inputs(p);
