@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a thread of chunk_grad knows. The steps are functions of this context, a file a topic;
+// chunk_grad.cu calls them in order.
+//
+// Accumulators are [channels, tokens]: a warp has 16 channels and all 64 tokens, a lane the
+// channels g and g + 8 and of every 8 tokens 2 t and 2 t + 1. So sums over tokens stay in a warp,
+// and a rounded accumulator is an A operand as it stands.
+#pragma once
+
+#include "cuda/ptx/ptx.cuh"
+#include "cuda/staged/backward/grad/shared.cuh"
+#include "cuda/tile/chunk_map.cuh"
+#include "cuda/tile/swizzle.hpp"
+
+namespace kda::cuda::grad {
+
+using Element16 = __nv_bfloat16;
+
+/// [tile of 8 tokens][channel g: token 2 t, 2 t + 1; channel g + 8: the same].
+using Tokens = float[kTokenTiles][4];
+/// 16 tokens of it, in fp32 and as an A operand.
+using Part = float[2][4];
+using Operand = uint32_t[4];
+
+struct GradContext {
+  const ChunkGradArgs& a;
+  Shared& s;
+  const ChunkTokens& chunk;
+  const int head;
+  const int tid;
+  int current_round = 0;
+
+  __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
+                         int value_head, int thread)
+      : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
+
+  __device__ int warp() const { return tid / 32; }
+  __device__ int lane() const { return tid % 32; }
+  __device__ int g() const { return lane() / 4; }
+  __device__ int t() const { return lane() % 4; }
+  __device__ int rounds() const { return a.shape.K > kChannels ? 2 : 1; }
+  __device__ int padded_K() const { return rounds() * kChannels; }
+  __device__ int v_tiles() const { return (a.shape.V + kVTile - 1) / kVTile; }
+  __device__ int q_head() const {
+    return static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
+  }
+  /// This lane's channel g, of all.
+  __device__ int channel() const { return current_round * kChannels + warp() * 16 + g(); }
+  __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
+};
+
+// ---- operands from shared memory
+
+/// Rows [16 step, + 16) and the warp's 16 columns of a tile, transposed: pairs of rows. As an A
+/// operand its rows are the columns; pairs of tokens lie as Part has them.
+__device__ __forceinline__ void load_transposed(const GradContext& c, const Tile& tile, int step,
+                                                Operand& x) {
+  const int row = step * 16 + c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4_trans(
+      x, ptx::shared_address(tile + swizzled(row, c.warp() * 2 + c.lane() / 8 % 2)));
+}
+/// Rows [16 block, + 16) and columns [16 step, + 16): an A operand.
+__device__ __forceinline__ void load_rows(const GradContext& c, const Tile& tile, int block,
+                                          int step, Operand& x) {
+  ptx::ldmatrix_x4(x, ptx::shared_address(
+                          tile + swizzled(block * 16 + c.lane() % 16, step * 2 + c.lane() / 16)));
+}
+/// The same as B operands of two n8 tiles, which the rows are: x[0], x[1] and x[2], x[3].
+__device__ __forceinline__ void load_columns(const GradContext& c, const Tile& tile, int block,
+                                             int step, Operand& x) {
+  const int row = block * 16 + c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4(x, ptx::shared_address(tile + swizzled(row, step * 2 + c.lane() / 8 % 2)));
+}
+/// The same with rows [16 step, + 16) to be summed over, and n8 tiles of the columns.
+__device__ __forceinline__ void load_columns_transposed(const GradContext& c, const Tile& tile,
+                                                        int block, int step, Operand& x) {
+  ptx::ldmatrix_x4_trans(x, ptx::shared_address(tile + swizzled(step * 16 + c.lane() % 16,
+                                                                block * 2 + c.lane() / 16)));
+}
+
+/// acc += x y for two n8 tiles.
+__device__ __forceinline__ void multiply(float (*acc)[4], const Operand& x, const Operand& y) {
+  ptx::mma_16816<Element16>(acc[0], x, y[0], y[1]);
+  ptx::mma_16816<Element16>(acc[1], x, y[2], y[3]);
+}
+
+// ---- elements of a Part
+
+/// f(tile, index of its 4, index of the pair in an Operand, whether the second of the pair)
+template <class F>
+__device__ __forceinline__ void for_each(F&& f) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(n, i);
+}
+__device__ __forceinline__ float element(const Operand& x, int n, int i) {
+  const float2 pair = ptx::unpack<Element16>(x[2 * n + i / 2]);
+  return i % 2 ? pair.y : pair.x;
+}
+/// x times factors, rounded once.
+template <class Factor>
+__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; i += 2)
+      out[2 * n + i / 2] = ptx::pack<Element16>(element(x, n, i) * factor(n, i),
+                                                element(x, n, i + 1) * factor(n, i + 1));
+}
+
+/// Numbers of this lane's tokens of a tile.
+__device__ __forceinline__ float2 of_tokens(const GradContext& c, const float (&numbers)[kChunk],
+                                            int n) {
+  return *reinterpret_cast<const float2*>(&numbers[8 * n + 2 * c.t()]);
+}
+/// The same for the tiles of a sub-chunk.
+struct TokenPair {
+  float2 tile[2];
+  __device__ TokenPair(const GradContext& c, const float (&numbers)[kChunk], int subchunk)
+      : tile{of_tokens(c, numbers, 2 * subchunk), of_tokens(c, numbers, 2 * subchunk + 1)} {}
+  __device__ float at(int n, int i) const { return i % 2 ? tile[n].y : tile[n].x; }
+};
+
+}  // namespace kda::cuda::grad
