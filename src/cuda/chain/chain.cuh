@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of the chain of chunks share: which columns of which state a warp holds, where
-// they begin and end, and the arithmetic of a chunk; its products are those of mma.sync.
+// they begin and end, and the arithmetic of a chunk, with its products by mma.sync.
 #pragma once
 
 #include <type_traits>
@@ -312,15 +312,16 @@ struct Chain {
     ptx::ldmatrix_x4_trans(b, ptx::shared_address(rows + swizzled(step * 16 + lane % 16, piece)));
   }
 
-  /// S^T += x^T rows, rows [64 tokens, kK]; `rounded` is x^T as A operands. kBoth: with what
-  /// rounding left of x.
-  template <bool kBoth>
-  __device__ __forceinline__ void add_products(const float (&x)[kTokenTiles][4],
-                                               const uint32_t (&rounded)[4][4], const T* rows) {
+  /// S^T += x^T rows, rows [64 tokens, kK]; `rounded` is x^T as A operands. With x itself what
+  /// rounding left of it goes into the state too.
+  template <class... Unrounded>
+  __device__ __forceinline__ void add_products(const uint32_t (&rounded)[4][4], const T* rows,
+                                               const Unrounded&... x) {
+    constexpr bool kBoth = sizeof...(x) > 0;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       uint32_t low[4];
-      if constexpr (kBoth) rests(x, step, rounded[step], low);
+      if constexpr (kBoth) rests(x..., step, rounded[step], low);
 #pragma unroll
       for (int n0 = 0; n0 < kTiles; n0 += 8) {
         uint32_t b[4][4];

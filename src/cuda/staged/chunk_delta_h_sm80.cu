@@ -181,7 +181,10 @@ struct Kernel {
       float2 gammas[kTiles];
       c.load_gammas(s.gamma, gammas);
       c.decay_state(gammas);
-      c.template add_products<C::kTwoParts>(error, vn, s.kg);  // S^T += vn^T kg
+      if constexpr (C::kTwoParts)
+        c.add_products(vn, s.kg, error);
+      else
+        c.add_products(vn, s.kg);
       c.store_checkpoint(chunk);
     }
     if (kUse == ChainUse::kForward && c.num_chunks > 0) ptx::bar_sync<2 * kThreads>(kTaken);
