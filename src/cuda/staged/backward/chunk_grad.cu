@@ -25,15 +25,19 @@ __device__ __forceinline__ void run_pairs(const GradContext& c, Pipeline& pipeli
 
 /// All gradients of 64 channels.
 __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline, bool small) {
-  Decays decays;
-  find_decays(c, decays);
+  RawGates gates[kSubchunks];  // on their way
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) load_gates(c, r, gates[r]);
   Tokens queries = {}, keys = {}, dG;
   pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_rows(c, tiles, queries, keys); });
   ptx::cp_async_wait<1>();  // q and k
   __syncthreads();
+  Decays decays;
+  find_decays(c, gates, decays);
   scale_tokens(c, c.s.q_norm, 1 / kAnchor, queries);
   scale_tokens(c, c.s.k_norm, -1 / kAnchor, keys);
-  add_rows(c, decays, queries, keys, dG);
+  Operand ends[kSubchunks];
+  add_rows(c, decays, queries, keys, dG, ends);
   finish_queries(c, queries);
   store_rows(c, kQueries, queries);
 
@@ -41,7 +45,7 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   Part both = {};
   pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_columns(c, tiles, columns, both); });
   scale_tokens(c, c.s.k_norm, kAnchor, columns);
-  float2 boundary = boundary_of_columns(c, decays, columns);
+  float2 boundary = boundary_of_columns(decays, ends, columns);
   const float2 states = diagonal_of(c, both);
   const auto over_chunk = [&](int half) {
     return decays.total[0][half] * decays.total[1][half] * decays.total[2][half] *
@@ -49,7 +53,7 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   };
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
-  add_columns(c, decays, columns, dG);
+  add_columns(c, decays, ends, columns, dG);
   finish_keys(c, keys, columns);
   store_rows(c, kKeys, keys);
   if (small) share_of_betas(c, columns);

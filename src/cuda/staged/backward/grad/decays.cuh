@@ -21,16 +21,41 @@ constexpr float kLeast = 0x1p-96f, kMost = 0x1p88f;
 
 struct Decays {
   Tokens row;                  // kAnchor times the decay since the start of the sub-chunk
-  Tokens column;               // decay to the end of the sub-chunk / kAnchor
   float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
   unsigned levels;             // bit r: sub-chunk r goes by levels
 };
 
 // ---- decays of tokens
 
+/// Gates of the tokens of a sub-chunk as they lie in memory; 0 past the sequence and past K.
+using RawGates = uint32_t[2][4];
+
+/// Which gates there are.
+struct GatePlace {
+  int tokens, channels;  // left from the lane's first
+  __device__ GatePlace(const GradContext& c, int subchunk)
+      : tokens(c.chunk.count - subchunk * kSubchunk - 2 * c.t()),
+        channels(c.a.shape.K - c.channel()) {}
+  __device__ bool has(int n, int i) const { return 8 * n + i % 2 < tokens && i / 2 * 8 < channels; }
+};
+
+template <class Bits>
+__device__ __forceinline__ void load_gate_bits(const GradContext& c, int subchunk, RawGates& raw) {
+  const RowView& view = c.a.g;
+  const auto* first = static_cast<const Bits*>(view.base) + chunk_offset(view, c.chunk, c.head) +
+                      c.channel() + (subchunk * kSubchunk + 2 * c.t()) * view.stride_t;
+  const GatePlace place(c, subchunk);
+  for_each([&](int n, int i) {
+    raw[n][i] = place.has(n, i) ? first[(8 * n + i % 2) * view.stride_t + i / 2 * 8] : 0;
+  });
+}
+__device__ __forceinline__ void load_gates(const GradContext& c, int subchunk, RawGates& raw) {
+  c.a.g.type == Element::kFloat32 ? load_gate_bits<uint32_t>(c, subchunk, raw)
+                                  : load_gate_bits<uint16_t>(c, subchunk, raw);
+}
+
 template <GateMode kGateMode>
-__device__ __forceinline__ void transform(const GradContext& c, const uint32_t (&raw)[2][4],
-                                          Part& decay) {
+__device__ __forceinline__ void transform(const GradContext& c, const RawGates& raw, Part& decay) {
   const GateView& gate = c.a.gate;
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   constexpr bool kBounded = kGateMode == GateMode::kBounded;
@@ -49,24 +74,20 @@ __device__ __forceinline__ void transform(const GradContext& c, const uint32_t (
 }
 
 /// Decays of the tokens of a sub-chunk; 1 past the sequence and past K.
-__device__ __forceinline__ void load_decays(const GradContext& c, int subchunk, Part& decay) {
-  const RowView& view = c.a.g;
-  const int token0 = subchunk * kSubchunk + 2 * c.t();
-  const int64_t base = chunk_offset(view, c.chunk, c.head) + c.channel();
-  const auto there = [&](int n, int i) {
-    return token0 + 8 * n + i % 2 < c.chunk.count && c.channel() + i / 2 * 8 < c.a.shape.K;
-  };
-  uint32_t raw[2][4];
-  for_each([&](int n, int i) {
-    const int64_t at = base + (token0 + 8 * n + i % 2) * view.stride_t + i / 2 * 8;
-    raw[n][i] = there(n, i) ? load_bits(view.base, view.type, at) : 0;
-  });
+__device__ __forceinline__ void find_decay(const GradContext& c, int subchunk, const RawGates& raw,
+                                           Part& decay) {
   if (c.a.gate.gate_mode == GateMode::kLog) transform<GateMode::kLog>(c, raw, decay);
   if (c.a.gate.gate_mode == GateMode::kSoftplus) transform<GateMode::kSoftplus>(c, raw, decay);
   if (c.a.gate.gate_mode == GateMode::kBounded) transform<GateMode::kBounded>(c, raw, decay);
+  const GatePlace place(c, subchunk);
   for_each([&](int n, int i) {
-    if (!there(n, i)) decay[n][i] = 1;  // after the transform: gate(0) is not 0
+    if (!place.has(n, i)) decay[n][i] = 1;  // after the transform: gate(0) is not 0
   });
+}
+__device__ __forceinline__ void load_decay(const GradContext& c, int subchunk, Part& decay) {
+  RawGates raw;
+  load_gates(c, subchunk, raw);
+  find_decay(c, subchunk, raw, decay);
 }
 
 // ---- products over the tokens of a tile, of one channel
@@ -90,36 +111,58 @@ struct Scan {
 
 __device__ __forceinline__ bool in_range(float row) { return row >= kLeast && row <= kMost; }
 
-__device__ __forceinline__ void scan_subchunk(const GradContext& c, int r, Decays& d) {
-  Part decay;
-  load_decays(c, r, decay);
+__device__ __forceinline__ void scan_rows(const GradContext& c, int r, const Part& decay,
+                                          Decays& d) {
   bool good = true;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float* x[2] = {decay[0] + 2 * half, decay[1] + 2 * half};
-    const Scan first(c, x[0][0], x[0][1]), second(c, x[1][0], x[1][1]);
-    d.total[r][half] = first.total * second.total;
+    float before = kAnchor;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const Scan& scan = n == 0 ? first : second;
-      const float before = n == 0 ? kAnchor : kAnchor * first.total;
-      const float after = n == 0 ? second.total / kAnchor : 1 / kAnchor;
+      const float x = decay[n][2 * half], y = decay[n][2 * half + 1];
+      const Scan scan(c, x, y);
       float* row = d.row[2 * r + n] + 2 * half;
-      float* column = d.column[2 * r + n] + 2 * half;
-      row[0] = before * (scan.before4 * x[n][0]);
-      row[1] = row[0] * x[n][1];
-      column[1] = after * scan.after4;
-      column[0] = column[1] * x[n][1];
+      row[0] = before * (scan.before4 * x);
+      row[1] = row[0] * y;
+      before *= scan.total;
       good = good && in_range(row[0]) && in_range(row[1]);
     }
+    d.total[r][half] = before / kAnchor;
   }
   if (__any_sync(~0u, !good)) d.levels |= 1u << r;
 }
 
-__device__ __forceinline__ void find_decays(const GradContext& c, Decays& d) {
+__device__ __forceinline__ void find_decays(const GradContext& c, const RawGates (&raw)[kSubchunks],
+                                            Decays& d) {
   d.levels = 0;
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) scan_subchunk(c, r, d);
+  for (int r = 0; r < kSubchunks; ++r) {
+    Part decay;
+    find_decay(c, r, raw[r], decay);
+    scan_rows(c, r, decay, d);
+  }
+}
+
+/// Decays to the end of the sub-chunk, / kAnchor.
+__device__ __forceinline__ void find_ends(const GradContext& c, const Decays& d, int r, Part& end) {
+  if (!(d.levels >> r & 1)) {
+    for_each([&](int n, int i) { end[n][i] = d.total[r][i / 2] * ptx::rcp(d.row[2 * r + n][i]); });
+    return;
+  }
+  Part decay;
+  load_decay(c, r, decay);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float after = 1 / kAnchor;
+#pragma unroll
+    for (int n = 1; n >= 0; --n) {
+      const float x = decay[n][2 * half], y = decay[n][2 * half + 1];
+      const Scan scan(c, x, y);
+      end[n][2 * half + 1] = after * scan.after4;
+      end[n][2 * half] = end[n][2 * half + 1] * y;
+      after *= scan.total;
+    }
+  }
 }
 
 // ---- factors inside a sub-chunk
@@ -180,7 +223,7 @@ __device__ __forceinline__ void for_each_level(const GradContext& c, const Decay
     return;
   }
   Part decay;
-  load_decays(c, r, decay);
+  load_decay(c, r, decay);
 #pragma unroll 1
   for (int h = 8; h > 0; h /= 2) {
     level_factors(c, decay, h, f);

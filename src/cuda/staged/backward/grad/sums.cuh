@@ -70,21 +70,24 @@ __device__ __forceinline__ void add_inner_rows(const GradContext& c, const Decay
 }
 
 /// From products with the state to the rows' gradients, without norms and the token itself.
+/// Leaves the columns, decayed to the ends of their sub-chunks, in `ends`.
 __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
-                                         Tokens& keys, Tokens& dG) {
+                                         Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     const RawRows raw(c, r);
-    Operand column, q, k, x;
-    raw.columns(column, [&](int n, int i) { return d.column[2 * r + n][i]; });
+    Operand q, k, x;
+    Part end;
+    find_ends(c, d, r, end);
+    raw.columns(ends[r], [&](int n, int i) { return end[n][i]; });
 #pragma unroll
     for (int later = r + 1; later < kSubchunks; ++later) {
       decay_part(queries + 2 * later, d.total[r]);
       decay_part(keys + 2 * later, d.total[r]);
       load_columns(c, c.s.P, later, r, x);
-      multiply(queries + 2 * later, column, x);
+      multiply(queries + 2 * later, ends[r], x);
       load_columns(c, c.s.R, later, r, x);
-      multiply(keys + 2 * later, column, x);
+      multiply(keys + 2 * later, ends[r], x);
     }
     const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     raw.rows(q, k, of_row);
@@ -98,17 +101,15 @@ __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, 
 // ---- columns: sums over later tokens
 
 /// What the products with dS add to the gradient by every log decay of the chunk.
-__device__ __forceinline__ float2 boundary_of_columns(const GradContext& c, const Decays& d,
+__device__ __forceinline__ float2 boundary_of_columns(const Decays& d,
+                                                      const Operand (&ends)[kSubchunks],
                                                       const Tokens& columns) {
   float share[2] = {}, after[2] = {1, 1};
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
-    const RawRows raw(c, r);
-    Operand column;
-    raw.columns(column, [&](int n, int i) { return d.column[2 * r + n][i]; });
     float sum[2] = {};
     for_each([&](int n, int i) {
-      sum[i / 2] = fmaf(element(column, n, i), columns[2 * r + n][i], sum[i / 2]);
+      sum[i / 2] = fmaf(element(ends[r], n, i), columns[2 * r + n][i], sum[i / 2]);
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -146,12 +147,13 @@ __device__ __forceinline__ void add_inner_columns(const GradContext& c, const De
 
 /// From products with the state to the columns' gradients, times the norm's factor, without beta
 /// and the token itself.
-__device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d, Tokens& columns,
+__device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d,
+                                            const Operand (&ends)[kSubchunks], Tokens& columns,
                                             Tokens& dG) {
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     const RawRows raw(c, r);
-    Operand column, q, k, x;
+    Operand q, k, x;
     raw.rows(q, k, [&](int n, int i) { return d.row[2 * r + n][i]; });
 #pragma unroll
     for (int earlier = 0; earlier < r; ++earlier) {
@@ -161,9 +163,9 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
       load_columns_transposed(c, c.s.R, earlier, r, x);
       multiply(columns + 2 * earlier, k, x);
     }
-    const auto of_column = [&](int n, int i) { return d.column[2 * r + n][i]; };
-    raw.columns(column, of_column);
-    finish(column, -1, dG + 2 * r, columns + 2 * r, of_column);
+    Part end;
+    find_ends(c, d, r, end);
+    finish(ends[r], -1, dG + 2 * r, columns + 2 * r, [&](int n, int i) { return end[n][i]; });
     add_inner_columns(c, d, r, raw, columns + 2 * r, dG + 2 * r);
   }
 }
