@@ -68,15 +68,16 @@ Status launch(BackwardArgs args, const Launch& where) {
 
 }  // namespace
 
-Status launch_gradients(const BackwardArgs& args, const Launch& where) {
-  if (args.shape.K <= 64) return launch_last<64>(args, where);
-  return args.shape.K <= 128 ? launch_last<128>(args, where) : launch_last<256>(args, where);
-}
-
 Status launch_backward(const BackwardArgs& args, const Launch& where) {
   if (args.shape.K <= 64) return launch<64, 64>(args, where);
   if (args.shape.K <= 128) return launch<128, 64>(args, where);
   return launch<256, 32>(args, where);
+}
+
+// Behind launch_backward(): hashes of kernels know in which order they are instantiated.
+Status launch_gradients(const BackwardArgs& args, const Launch& where) {
+  if (args.shape.K <= 64) return launch_last<64>(args, where);
+  return args.shape.K <= 128 ? launch_last<128>(args, where) : launch_last<256>(args, where);
 }
 
 }  // namespace kda::cuda
