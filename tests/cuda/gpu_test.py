@@ -30,6 +30,7 @@ TESTS = {
     "fused_test": ["fused"],
     "isolation_test": ["staged", "recurrent"],
     "segment_test": ["staged", "recurrent"],
+    "staged_backward_test": ["staged_backward", "staged", "backward"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
     "streams_test": ["fused", "staged", "recurrent", "decode"],

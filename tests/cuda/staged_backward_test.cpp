@@ -6,6 +6,7 @@
 
 #include "check/tolerances.hpp"
 #include "cuda/host/backends.hpp"
+#include "cuda/staged/backward/sizes.hpp"
 #include "plan/planner.hpp"
 #include "support/backward.hpp"
 #include "support/gpu.hpp"
@@ -53,8 +54,9 @@ constexpr check::GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
 
 TEST_F(StagedBackward, EveryRegime) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
-    for (const auto& [K, V] : {std::pair{128, 128}, std::pair{64, 64}}) {
-      check::GenerateOptions options = shape16(test::long_case(800), 2, K, V);
+    for (const int64_t K : {128, 64}) {
+      if (K == 64 && test::emulated() && regime % 3 > 0) continue;
+      check::GenerateOptions options = shape16(test::long_case(800), 2, K, K);
       options.regime = static_cast<Regime>(regime);
       options.seed = static_cast<uint64_t>(regime);
       const Inputs inputs = check::generate(options);
@@ -81,10 +83,11 @@ TEST_F(StagedBackward, GroupedHeadsAndTypes) {
   for (const int64_t group : {1, 2, 3}) {
     check::GenerateOptions options = shape16(0, 2, 64, 64);
     options.num_value_heads = 2 * group;
-    options.seq_lens = {70, 0, 1, 130};
+    options.seq_lens = {70, 0, 1, 100};
     Inputs inputs = check::generate(options);
     inputs.problem.state_layout = StateLayout::kVK;
-    for (const DType out : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+    for (const DType out : test::in_turn<DType>(
+             static_cast<std::size_t>(group), {DType::kFloat32, DType::kBFloat16, DType::kFloat16}))
       expect_within(inputs, {.d_o_dtype = DType::kBFloat16, .out_dtype = out}, false,
                     std::to_string(group) + " " + dtype_name(out));
   }
@@ -155,16 +158,16 @@ GradientBuffers run_in_groups(const Inputs& inputs, void (*plan_groups)(plan::Pl
 }
 
 void one_head(plan::PlanBuilder& builder) { cuda::staged::plan_backward_within(builder, 1); }
-/// Two of five q/k heads in a group, one in the last.
+/// Two of three q/k heads in a group, one in the last.
 void two_heads(plan::PlanBuilder& builder) {
-  const auto all = static_cast<double>(builder.problem().num_tokens) * 20e3;
-  cuda::staged::plan_backward_within(builder, all);
+  const double head = static_cast<double>(cuda::staged::head_bytes(builder.plan()).all() * 2);
+  cuda::staged::plan_backward_within(builder, 2.5 * head);
 }
 
 TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
-  check::GenerateOptions options = shape16(0, 5, 64, 72);
-  options.num_value_heads = 10;
-  options.seq_lens = {70, 0, 33};
+  check::GenerateOptions options = shape16(0, 3, 64, 72);
+  options.num_value_heads = 6;
+  options.seq_lens = {66, 0, 5};
   Inputs inputs = check::generate(options);
   for (const bool strided : {false, true}) {
     if (strided) test::restride(&inputs, 8);
@@ -172,9 +175,9 @@ TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
     test::run_backward(inputs, &whole);
     std::string text;
     EXPECT_TRUE(test::same_gradients(run_in_groups(inputs, one_head, &text), whole));
-    EXPECT_NE(text.find("heads: 5 groups of 1 of 5 q/k heads"), std::string::npos) << text;
+    EXPECT_NE(text.find("heads: 3 groups of 1 of 3 q/k heads"), std::string::npos) << text;
     EXPECT_TRUE(test::same_gradients(run_in_groups(inputs, two_heads, &text), whole));
-    EXPECT_NE(text.find("heads: 3 groups of 2 of 5 q/k heads"), std::string::npos) << text;
+    EXPECT_NE(text.find("heads: 2 groups of 2 of 3 q/k heads"), std::string::npos) << text;
   }
 }
 
