@@ -38,8 +38,6 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   scale_tokens(c, c.s.k_norm, -1 / kAnchor, keys);
   Operand ends[kSubchunks];
   add_rows(c, decays, queries, keys, dG, ends);
-  finish_queries(c, queries);
-  store_rows(c, kQueries, queries);
 
   Tokens columns = {};
   Part both = {};
@@ -53,12 +51,8 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   };
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
-  add_columns(c, decays, ends, columns, dG);
-  finish_keys(c, keys, columns);
-  store_rows(c, kKeys, keys);
-  if (small) share_of_betas(c, columns);
-  sum_to_end(c, boundary, dG);
-  store_rows(c, kLogDecays, dG);
+  add_columns(c, decays, ends, small, keys, columns, dG);
+  store_log_decays(c, boundary, dG);
 }
 
 /// A block has a chunk and a value head, and takes 64 channels at a time.

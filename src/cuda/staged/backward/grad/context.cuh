@@ -27,13 +27,15 @@ struct GradContext {
   Shared& s;
   const ChunkTokens& chunk;
   const int head;
-  const int tid;
+  mutable int tid;
   int current_round = 0;
 
   __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
                          int value_head, int thread)
       : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
 
+  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  __device__ void forget_index() const { ptx::make_opaque(tid); }
   __device__ int warp() const { return tid / 32; }
   __device__ int lane() const { return tid % 32; }
   __device__ int g() const { return lane() / 4; }

@@ -8,7 +8,7 @@
 // the second h tokens of every 2 h with columns of the first h, which meet between the two.
 #pragma once
 
-#include "cuda/staged/backward/grad/context.cuh"
+#include "cuda/staged/backward/grad/rows.cuh"
 #include "cuda/staged/intra/inputs.cuh"
 
 namespace kda::cuda::grad {
@@ -84,10 +84,12 @@ __device__ __forceinline__ void find_decay(const GradContext& c, int subchunk, c
     if (!place.has(n, i)) decay[n][i] = 1;  // after the transform: gate(0) is not 0
   });
 }
+
+/// Decays that levels need again lie where their gradients will: each thread reads its own.
 __device__ __forceinline__ void load_decay(const GradContext& c, int subchunk, Part& decay) {
-  RawGates raw;
-  load_gates(c, subchunk, raw);
-  find_decay(c, subchunk, raw, decay);
+  for_each([&](int n, int i) { decay[n][i] = 1; });
+  for_each_stored(c, kLogDecays, subchunk,
+                  [&](int n, int i, const float& stored) { decay[n][i] = stored; });
 }
 
 // ---- products over the tokens of a tile, of one channel
@@ -129,7 +131,9 @@ __device__ __forceinline__ void scan_rows(const GradContext& c, int r, const Par
     }
     d.total[r][half] = before / kAnchor;
   }
-  if (__any_sync(~0u, !good)) d.levels |= 1u << r;
+  if (!__any_sync(~0u, !good)) return;
+  d.levels |= 1u << r;
+  store_rows(c, kLogDecays, r, decay);
 }
 
 __device__ __forceinline__ void find_decays(const GradContext& c, const RawGates (&raw)[kSubchunks],

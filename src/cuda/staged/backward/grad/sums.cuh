@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/staged/backward/grad/decays.cuh"
+#include "cuda/staged/backward/grad/outputs.cuh"
 
 namespace kda::cuda::grad {
 
@@ -69,12 +70,14 @@ __device__ __forceinline__ void add_inner_rows(const GradContext& c, const Decay
   });
 }
 
-/// From products with the state to the rows' gradients, without norms and the token itself.
+/// From products with the state to the rows' gradients: stores those of q; those of k are left
+/// without the norm's factor.
 /// Leaves the columns, decayed to the ends of their sub-chunks, in `ends`.
 __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
                                          Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
+    c.forget_index();
     const RawRows raw(c, r);
     Operand q, k, x;
     Part end;
@@ -95,6 +98,7 @@ __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, 
     finish(q, 1, dG + 2 * r, queries + 2 * r, of_row);
     finish(k, 1, dG + 2 * r, keys + 2 * r, of_row);
     add_inner_rows(c, d, r, raw, queries + 2 * r, keys + 2 * r, dG + 2 * r);
+    store_queries(c, r, queries + 2 * r);
   }
 }
 
@@ -145,13 +149,14 @@ __device__ __forceinline__ void add_inner_columns(const GradContext& c, const De
   });
 }
 
-/// From products with the state to the columns' gradients, times the norm's factor, without beta
-/// and the token itself.
+/// From products with the state to the columns' gradients, and stores those of k. `small`: some
+/// beta is.
 __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d,
-                                            const Operand (&ends)[kSubchunks], Tokens& columns,
-                                            Tokens& dG) {
+                                            const Operand (&ends)[kSubchunks], bool small,
+                                            Tokens& keys, Tokens& columns, Tokens& dG) {
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
+    c.forget_index();
     const RawRows raw(c, r);
     Operand q, k, x;
     raw.rows(q, k, [&](int n, int i) { return d.row[2 * r + n][i]; });
@@ -167,16 +172,18 @@ __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& 
     find_ends(c, d, r, end);
     finish(ends[r], -1, dG + 2 * r, columns + 2 * r, [&](int n, int i) { return end[n][i]; });
     add_inner_columns(c, d, r, raw, columns + 2 * r, dG + 2 * r);
+    store_keys(c, r, small, keys + 2 * r, columns + 2 * r);
   }
 }
 
 // ---- log decays
 
-/// From dG to sums from each token to the end of the chunk, and `boundary`.
-__device__ __forceinline__ void sum_to_end(const GradContext& c, float2 boundary, Tokens& dG) {
+/// Stores sums of dG from each token to the end of the chunk, and `boundary`.
+__device__ __forceinline__ void store_log_decays(const GradContext& c, float2 boundary,
+                                                 Tokens& dG) {
   float carry[2] = {boundary.x, boundary.y};
 #pragma unroll
-  for (int n = kTokenTiles - 1; n >= 0; --n)
+  for (int n = kTokenTiles - 1; n >= 0; --n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float* x = dG[n] + 2 * half;
@@ -187,6 +194,8 @@ __device__ __forceinline__ void sum_to_end(const GradContext& c, float2 boundary
       x[0] += x[1];
       carry[half] += both + others;
     }
+    if (n % 2 == 0) store_rows(c, kLogDecays, n / 2, dG + n);
+  }
 }
 
 }  // namespace kda::cuda::grad
