@@ -24,25 +24,24 @@ __device__ __forceinline__ void run_pairs(const GradContext& c, Pipeline& pipeli
 }
 
 /// All gradients of 64 channels.
-__device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline, bool small) {
-  RawGates gates[kSubchunks];  // on their way
-#pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) load_gates(c, r, gates[r]);
+__device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline) {
+  RawGates gates;  // on their way
+  load_gates(c, gates);
   Tokens queries = {}, keys = {}, dG;
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_rows(c, tiles, queries, keys); });
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_state(c, tiles, queries, keys); });
   ptx::cp_async_wait<1>();  // q and k
   __syncthreads();
   Decays decays;
   find_decays(c, gates, decays);
-  scale_tokens(c, c.s.q_norm, 1 / kAnchor, queries);
-  scale_tokens(c, c.s.k_norm, -1 / kAnchor, keys);
+  scale_all(1 / kAnchor, queries);
+  scale_all(-1 / kAnchor, keys);
   Operand ends[kSubchunks];
   add_rows(c, decays, queries, keys, dG, ends);
 
   Tokens columns = {};
   Part both = {};
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_columns(c, tiles, columns, both); });
-  scale_tokens(c, c.s.k_norm, kAnchor, columns);
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_d_state(c, tiles, columns, both); });
+  scale_all(kAnchor, columns);
   float2 boundary = boundary_of_columns(decays, ends, columns);
   const float2 states = diagonal_of(c, both);
   const auto over_chunk = [&](int half) {
@@ -51,8 +50,9 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   };
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
-  add_columns(c, decays, ends, small, keys, columns, dG);
-  store_log_decays(c, boundary, dG);
+  add_boundary(c, boundary, dG);
+  add_columns(c, decays, ends, keys, columns, dG);
+  store_log_decays(c, decays, dG);
 }
 
 /// A block has a chunk and a value head, and takes 64 channels at a time.
@@ -64,16 +64,17 @@ __global__ void __launch_bounds__(kThreads, 2)
                 static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   copy_channels(c);
   Pipeline pipeline(c);
+  prefetch_gates(c);
   find_norms(c);
-  load_betas(c);
   __syncthreads();
-  const bool small = any_small(c);
+  load_betas(c);
+  look_for_small(c);
   run_pairs(c, pipeline);
   __syncthreads();
 #pragma unroll 1
   for (c.current_round = 0; c.current_round < c.rounds(); ++c.current_round) {
     if (c.current_round > 0) copy_channels(c);
-    run_round(c, pipeline, small);
+    run_round(c, pipeline);
     __syncthreads();  // q and k give way to those of the next round
   }
   ptx::cp_async_wait<0>();
@@ -85,6 +86,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 Status launch_chunk_grad(const ChunkGradArgs& args, const Launch& launch) {
   constexpr int kBytes = sizeof(Shared);
   static_assert(kBytes <= kMostShared);
+  static_assert(2 * (kBytes + 1024) <= 164 * 1024, "two blocks on an SM of sm_80");
   return launch_kernel("chunk_grad", chunk_grad_kernel, args.num_chunks * args.shape.HV, kThreads,
                        kBytes, launch, args);
 }

@@ -7,15 +7,13 @@
 
 namespace kda::cuda::grad {
 
-/// dq of a sub-chunk: without the norm's factor, and with the token itself.
+/// dq of a sub-chunk, with the token itself.
 __device__ __forceinline__ void store_queries(const GradContext& c, int r, float (*x)[4]) {
-  const TokenPair size(c, c.s.q_size, r), own(c, c.s.diagonal, r), beta(c, c.s.beta, r),
-      norm(c, c.s.k_norm, r);
+  const TokenPair own(c, c.s.diagonal, r), factor(c, c.s.beta_k_factor, r);
   Operand k;
   load_transposed(c, c.s.k, r, k);
   for_each([&](int n, int i) {
-    const float factor = own.at(n, i) * (beta.at(n, i) * norm.at(n, i));
-    x[n][i] = fmaf(factor, element(k, n, i), x[n][i] * size.at(n, i));
+    x[n][i] = fmaf(own.at(n, i) * factor.at(n, i), element(k, n, i), x[n][i]);
   });
   store_rows(c, kQueries, r, x);
 }
@@ -24,7 +22,7 @@ __device__ __forceinline__ void store_queries(const GradContext& c, int r, float
 __device__ __forceinline__ void keep_shares(const GradContext& c, int r,
                                             const float (*columns)[4]) {
   float* shares = c.s.shares[c.current_round * kWarps + c.warp()];
-  const TokenPair norm(c, c.s.k_norm, r);
+  const TokenPair factor(c, c.s.k_factor, r);
   Operand k;
   load_transposed(c, c.s.k, r, k);
 #pragma unroll
@@ -34,25 +32,22 @@ __device__ __forceinline__ void keep_shares(const GradContext& c, int r,
       float sum = element(k, n, i) * columns[n][i] + element(k, n, i + 2) * columns[n][i + 2];
 #pragma unroll
       for (int offset = 4; offset < 32; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-      if (c.g() == 0) shares[16 * r + 8 * n + 2 * c.t() + i] = sum * norm.at(n, i);
+      if (c.g() == 0) shares[16 * r + 8 * n + 2 * c.t() + i] = sum * factor.at(n, i);
     }
 }
 
-/// dk of a sub-chunk from its rows' part and its columns', which become those of the normalised key
-/// with the token itself.
-__device__ __forceinline__ void store_keys(const GradContext& c, int r, bool small,
-                                           float (*rows)[4], float (*columns)[4]) {
-  const TokenPair size(c, c.s.k_size, r), own(c, c.s.diagonal, r), beta(c, c.s.beta, r),
-      q_norm(c, c.s.q_norm, r);
+/// dk of a sub-chunk from its rows' part and its columns', with the token itself.
+__device__ __forceinline__ void store_keys(const GradContext& c, int r, float (*rows)[4],
+                                           float (*columns)[4]) {
+  const TokenPair own(c, c.s.diagonal, r), beta(c, c.s.beta, r), factor(c, c.s.q_factor, r);
   Operand q;
   load_transposed(c, c.s.q, r, q);
   for_each([&](int n, int i) {
-    const float factor = own.at(n, i) * (c.a.gate.scale * q_norm.at(n, i));
-    columns[n][i] = fmaf(factor, element(q, n, i), columns[n][i] * size.at(n, i));
-    rows[n][i] = fmaf(beta.at(n, i), columns[n][i], rows[n][i] * size.at(n, i));
+    columns[n][i] = fmaf(own.at(n, i) * factor.at(n, i), element(q, n, i), columns[n][i]);
+    rows[n][i] = fmaf(beta.at(n, i), columns[n][i], rows[n][i]);
   });
   store_rows(c, kKeys, r, rows);
-  if (small) keep_shares(c, r, columns);
+  if (c.s.any_small) keep_shares(c, r, columns);
 }
 
 __device__ __forceinline__ void store_betas(const GradContext& c) {

@@ -28,33 +28,33 @@ __device__ __forceinline__ void multiply_pairs(const GradContext& c, const Tile 
   }
 }
 
-/// Keeps the diagonals in fp32 and what is below them as operands, with the norms of both tokens.
+/// Keeps the diagonals in fp32, P below the diagonal and -R^T above it as operands. By blocks of 8
+/// tokens, whose lanes have pairs of a row.
 __device__ __forceinline__ void store_pairs(const GradContext& c, const Pairs& pairs) {
   Shared& s = c.s;
+  const int g = c.g(), j = 2 * c.t();
+  const auto put = [&](int rows, int columns, uint32_t pair) {
+    *reinterpret_cast<uint32_t*>(s.pairs + swizzled(8 * rows + g, columns) + j) = pair;
+  };
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    if (n / 2 > c.warp()) break;
-    const int j = 8 * n + 2 * c.t();
-    const float2 of_j = of_tokens(c, s.k_norm, n);
+  for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = c.warp() * 16 + c.g() + 8 * half;
-      const float p0 = pairs.d_o[n][2 * half], p1 = pairs.d_o[n][2 * half + 1];
-      const float r0 = pairs.dz[n][2 * half], r1 = pairs.dz[n][2 * half + 1];
-      if (i == j || i == j + 1) {
-        s.diagonal[i] = i == j ? p0 : p1;
-        s.products[i] = i == j ? r0 : r1;
+      const int m = 2 * c.warp() + half;  // block of rows
+      if (n > m) continue;
+      const float *p = pairs.d_o[n] + 2 * half, *r = pairs.dz[n] + 2 * half;
+      const uint32_t below = ptx::pack<Element16>(p[0], p[1]);
+      const uint32_t above = ptx::movmatrix_trans(ptx::pack<Element16>(-r[0], -r[1]));
+      if (n < m) {
+        put(m, n, below);
+        put(n, m, above);
+        continue;
       }
-      const float of_q = s.q_norm[i], of_k = -s.k_norm[i];
-      const auto put = [&](Tile& to, float first, float second, float factor) {
-        *reinterpret_cast<uint32_t*>(to + swizzled(i, n) + 2 * c.t()) =
-            ptx::pack<Element16>(j < i ? first * (factor * of_j.x) : 0.0f,
-                                 j + 1 < i ? second * (factor * of_j.y) : 0.0f);
-      };
-      put(s.P, p0, p1, of_q);
-      put(s.R, r0, r1, of_k);
+      const auto chosen = [&](int column) { return column < g ? below : column > g ? above : 0; };
+      put(m, m, (chosen(j) & 0xffffu) | (chosen(j + 1) & 0xffff0000u));
+      if (g == j) s.diagonal[8 * m + g] = p[0], s.products[8 * m + g] = r[0];
+      if (g == j + 1) s.diagonal[8 * m + g] = p[1], s.products[8 * m + g] = r[1];
     }
-  }
 }
 
 }  // namespace kda::cuda::grad

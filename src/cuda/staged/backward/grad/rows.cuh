@@ -26,12 +26,12 @@ template <class Visit>
 __device__ __forceinline__ void for_each_stored(const GradContext& c, Gradient which, int subchunk,
                                                 Visit&& visit) {
   const int token0 = subchunk * kSubchunk + 2 * c.t();
-  float* first = row_of(c, token0) + which * c.padded_K() + c.channel();
   int step = static_cast<int>(c.a.shape.HV) * row_size(c);
   ptx::make_opaque(step);  // no multiples of it are kept
+  float* first = row_of(c, 0) + (token0 * step + which * c.padded_K() + c.channel());
   for_each([&](int n, int i) {
     if (token0 + 8 * n + i % 2 < c.chunk.count)
-      visit(n, i, first[static_cast<int64_t>(8 * n + i % 2) * step + i / 2 * 8]);
+      visit(n, i, first[(8 * n + i % 2) * step + i / 2 * 8]);
   });
 }
 __device__ __forceinline__ void store_rows(const GradContext& c, Gradient which, int subchunk,
