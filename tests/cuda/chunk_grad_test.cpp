@@ -400,6 +400,18 @@ TEST_F(ChunkGrad, GatesOutOfTheAnchorsRange) {
   }
 }
 
+TEST_F(ChunkGrad, DeadDecaysHaveNoGradient) {
+  const auto dead = [](int64_t token, int64_t channel) { return (token + channel) % 5 == 0; };
+  const Case x(with_log_gates(70, 64, DType::kBFloat16, [&](int64_t token, int64_t channel) {
+    return dead(token, channel) ? token % 2 ? -INFINITY : -120.0 : -0.1;
+  }));
+  const std::vector<float> rows = run(x);
+  for (int64_t token = 0; token < 70; ++token)
+    for (int64_t d = 0; d < 64; ++d)
+      if (dead(token, d))
+        EXPECT_EQ(rows[static_cast<std::size_t>(token * x.row() + 2 * x.Kp() + d)], 0);
+}
+
 TEST_F(ChunkGrad, PlainBetasWithZeros) {
   Inputs inputs = check::generate(options_of(100, 2, 128, 64, Regime::kTrained));
   inputs.problem.beta_mode = BetaMode::kPlain;

@@ -372,12 +372,34 @@ struct Chain {
         visit(vn[step][i], reinterpret_cast<uint32_t*>(to + swizzled(token, piece) + lane % 4 * 2));
       }
   }
-  __device__ void store_state(int chunk, uint32_t (&rounded)[kSteps][4]) const {
-    for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
+  /// What for_each_stored_state() visits, stored. Addresses of a lane are few plus constants, which
+  /// the compiler does not see there.
+  __device__ void store_state(int chunk, const uint32_t (&rounded)[kSteps][4]) const {
+    T* row = static_cast<T*>(a.h) + (tile(chunk) * v_tiles() + u_tile) * kVTile * kK +
+             (tile_column + lane / 4) * 64 + lane % 4 * 2;
+#pragma unroll
+    for (int piece = 0; piece < 8; ++piece) {
+      auto* at = reinterpret_cast<uint32_t*>(row + ((piece ^ lane / 4) & 7) * 8);
+#pragma unroll
+      for (int columns = 0; columns < kK / 64; ++columns)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)  // rows v and v + 8
+          at[(columns * kVTile + half * 8) * 32] =
+              rounded[columns * 4 + piece / 2][piece % 2 * 2 + half];
+    }
   }
-  __device__ void store_errors(int chunk, uint32_t (&vn)[4][4]) const {
-    for_each_stored_error(chunk, vn,
-                          [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
+  /// The same for for_each_stored_error().
+  __device__ void store_errors(int chunk, const uint32_t (&x)[4][4]) const {
+    T* row = static_cast<T*>(a.vn) + (tile(chunk) * v_tiles() + u_tile) * kChunk * kVTile +
+             lane / 4 * 64 + lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int piece = tile_column / 8 + half;
+      auto* at = reinterpret_cast<uint32_t*>(row + ((piece ^ lane / 4) & 7) * 8);
+#pragma unroll
+      for (int tokens = 0; tokens < kTokenTiles; ++tokens)
+        at[tokens * 8 * 32] = ptx::movmatrix_trans(x[tokens / 2][tokens % 2 * 2 + half]);
+    }
   }
 
   // ---- rows of the caller ----------------------------------------------------------------------

@@ -24,27 +24,24 @@ __device__ __forceinline__ void run_pairs(const GradContext& c, Pipeline& pipeli
 }
 
 /// All gradients of 64 channels.
-__device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline, bool small) {
-  RawGates gates[kSubchunks];  // on their way
-#pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) load_gates(c, r, gates[r]);
+__device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeline) {
+  RawGates gates;  // on their way
+  load_gates(c, gates);
   Tokens queries = {}, keys = {}, dG;
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_rows(c, tiles, queries, keys); });
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_state(c, tiles, queries, keys); });
   ptx::cp_async_wait<1>();  // q and k
   __syncthreads();
   Decays decays;
   find_decays(c, gates, decays);
-  scale_tokens(c, c.s.q_norm, 1 / kAnchor, queries);
-  scale_tokens(c, c.s.k_norm, -1 / kAnchor, keys);
+  scale_all(1 / kAnchor, queries);
+  scale_all(-1 / kAnchor, keys);
   Operand ends[kSubchunks];
   add_rows(c, decays, queries, keys, dG, ends);
-  finish_queries(c, queries);
-  store_rows(c, kQueries, queries);
 
   Tokens columns = {};
   Part both = {};
-  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_columns(c, tiles, columns, both); });
-  scale_tokens(c, c.s.k_norm, kAnchor, columns);
+  pipeline.run_pass([&](const Tile(&tiles)[3]) { multiply_d_state(c, tiles, columns, both); });
+  scale_all(kAnchor, columns);
   float2 boundary = boundary_of_columns(decays, ends, columns);
   const float2 states = diagonal_of(c, both);
   const auto over_chunk = [&](int half) {
@@ -53,12 +50,8 @@ __device__ __forceinline__ void run_round(const GradContext& c, Pipeline& pipeli
   };
   boundary.x = fmaf(over_chunk(0), states.x, boundary.x);
   boundary.y = fmaf(over_chunk(1), states.y, boundary.y);
-  add_columns(c, decays, ends, columns, dG);
-  finish_keys(c, keys, columns);
-  store_rows(c, kKeys, keys);
-  if (small) share_of_betas(c, columns);
-  sum_to_end(c, boundary, dG);
-  store_rows(c, kLogDecays, dG);
+  add_columns(c, decays, ends, keys, columns, dG);
+  store_log_decays(c, decays, boundary, dG);
 }
 
 /// A block has a chunk and a value head, and takes 64 channels at a time.
@@ -70,16 +63,17 @@ __global__ void __launch_bounds__(kThreads, 2)
                 static_cast<int>(a.shape.heads.remainder(blockIdx.x)), threadIdx.x);
   copy_channels(c);
   Pipeline pipeline(c);
+  prefetch_gates(c);
   find_norms(c);
-  load_betas(c);
   __syncthreads();
-  const bool small = any_small(c);
+  load_betas(c);
+  look_for_small(c);
   run_pairs(c, pipeline);
   __syncthreads();
 #pragma unroll 1
   for (c.current_round = 0; c.current_round < c.rounds(); ++c.current_round) {
     if (c.current_round > 0) copy_channels(c);
-    run_round(c, pipeline, small);
+    run_round(c, pipeline);
     __syncthreads();  // q and k give way to those of the next round
   }
   ptx::cp_async_wait<0>();

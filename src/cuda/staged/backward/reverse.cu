@@ -33,38 +33,36 @@ template <int kK, int kWarps>
 struct Kernel {
   using C = chain::Chain<T, kK, ChainUse::kReverse>;
   static constexpr int kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
-  static constexpr int kThreads = kWarps * 32, kColumns = kWarps * 16;
+  static constexpr int kColumns = kWarps * 16;
+  static constexpr int kThreads = kWarps * 32 + 32;  // the last warp copies
 
   C c;  // dS and where it belongs
   const KernelArgs& a;
   Shared<kK>& s;
-  const int tid, warp;
+  const int warp;
 
   __device__ Kernel(const KernelArgs& args, Shared<kK>& shared)
-      : c(args.chain), a(args), s(shared), tid(static_cast<int>(threadIdx.x)), warp(tid / 32) {}
+      : c(args.chain), a(args), s(shared), warp(static_cast<int>(threadIdx.x / 32)) {}
 
   // ---- copies: a group of cp.async each --------------------------------------------------------
 
   template <class Element, int kCount>
   __device__ void copy(Element (&target)[kCount], const void* source, int chunk) const {
-    chain::copy_tile<sizeof(target), kThreads>(target, source, c.tile(chunk), tid);
+    chain::copy_tile<sizeof(target), 32>(target, source, c.tile(chunk), c.lane);
   }
   __device__ void copy_d_o(int chunk) const {
-    constexpr int kPieces = kColumns / 8, kRowStep = kThreads / kPieces;
-    static_assert(kRowStep % 8 == 0);  // a thread's pieces are swizzled alike
-    const int row0 = tid / kPieces, piece = tid % kPieces - warp * 2;  // from this warp's first
-    const int column = c.column + piece * 8;
+    constexpr int kPieces = kColumns / 8, kRowStep = 32 / kPieces;
+    const int row0 = c.lane / kPieces, column0 = c.column - warp * 16;
+    const int column = column0 + c.lane % kPieces * 8;
     const int64_t token0 = c.span.begin + chunk * kChunk;
     const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
     const bool inside = a.d_o.base && column < c.a.shape.V;
     const T* source = static_cast<const T*>(a.d_o.base) + column + row0 * a.d_o.stride_t +
                       row_offset(a.d_o, c.a.map, c.span.sequence, token0, c.head);
-    const uint32_t target = ptx::shared_address(s.d_o + swizzled(row0, c.tile_column / 8 + piece));
 #pragma unroll
-    for (int row = 0; row < kChunk; row += kRowStep) {
-      ptx::cp_async<16>(target + row * kVTile * sizeof(T), source, inside && row0 + row < count);
-      source += kRowStep * a.d_o.stride_t;
-    }
+    for (int row = row0; row < kChunk; row += kRowStep, source += kRowStep * a.d_o.stride_t)
+      ptx::cp_async<16>(ptx::shared_address(s.d_o + swizzled(row, column % kVTile / 8)), source,
+                        inside && row < count);
   }
   __device__ void copy_outputs(int chunk) const {
     if (chunk >= 0) {
@@ -97,10 +95,31 @@ struct Kernel {
     ptx::cp_async_commit();
   }
 
-  /// The oldest of the four groups in flight is here, and what was read before is free.
-  __device__ void next_buffer() const {
-    ptx::cp_async_wait<3>();
-    __syncthreads();
+  /// Each barrier of the block: the oldest of the four groups in flight is here, and what was read
+  /// before is free.
+  __device__ void run_copies() const {
+    const auto next = [] {
+      ptx::cp_async_wait<3>();
+      __syncthreads();
+    };
+    const int last = c.num_chunks - 1;
+    copy_outputs(last);
+    copy_k(last);
+    copy_q(last);
+    copy_w(last);
+    for (int chunk = last; chunk >= 0; --chunk) {
+      next();
+      copy_inverse(chunk);
+      next();
+      copy_outputs(chunk - 1);
+      next();
+      copy_k(chunk - 1);
+      next();
+      copy_q(chunk - 1);
+      next();
+      copy_w(chunk - 1);
+    }
+    ptx::cp_async_wait<0>();
   }
 
   // ---- products --------------------------------------------------------------------------------
@@ -143,40 +162,30 @@ struct Kernel {
 
   // ---- the chain -------------------------------------------------------------------------------
 
-  __device__ void run() {
-    const int last = c.num_chunks - 1;
-    copy_outputs(last);
-    copy_k(last);
-    copy_q(last);
-    copy_w(last);
+  __device__ void run_chain() {
     c.load_start();
-    for (int chunk = last; chunk >= 0; --chunk) {
+    for (int chunk = c.num_chunks - 1; chunk >= 0; --chunk) {
       uint32_t rounded[kSteps][4], d_o[4][4];
       float x[kTokenTiles][4];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
-      c.store_state(chunk, rounded);
-      next_buffer();  // Aqk, diag and d_o are here, T' is free
-      copy_inverse(chunk);
+      __syncthreads();  // Aqk, diag and d_o are here, T' is free
       multiply_outputs(d_o, x);
-      next_buffer();  // kg and beta are here, Aqk, diag and d_o are free
-      copy_outputs(chunk - 1);
-      c.multiply_rows(rounded, s.kg, x);       // dVn^T
+      __syncthreads();                    // kg and beta are here, Aqk, diag and d_o are free
+      c.multiply_rows(rounded, s.kg, x);  // dVn^T
+      c.store_state(chunk, rounded);
       c.template scale_tokens<-1>(s.beta, x);  // -X^T
-      next_buffer();                           // qg and gamma are here, kg and beta are free
-      copy_k(chunk - 1);
+      __syncthreads();                         // qg and gamma are here, kg and beta are free
       float2 gammas[C::kTiles];
       c.load_gammas(s.gamma, gammas);
       c.decay_state(gammas);
       c.add_products(d_o, s.qg);
-      next_buffer();  // w is here, qg and gamma are free
-      copy_q(chunk - 1);
+      __syncthreads();  // w is here, qg and gamma are free
       uint32_t minus_X[4][4];
       c.round_tokens(x, minus_X);
       c.add_products(minus_X, s.w);
-      next_buffer();  // T' is here, w is free
-      copy_w(chunk - 1);
+      __syncthreads();  // T' is here, w is free
       multiply_lower<true>(minus_X, s.inverse, x);
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n)
@@ -187,7 +196,6 @@ struct Kernel {
       c.store_errors(chunk, dz);
       if (c.a.o.base) c.store_outputs(chunk, x);
     }
-    ptx::cp_async_wait<0>();
     store_gradient();
   }
 
@@ -202,23 +210,25 @@ struct Kernel {
   }
 };
 
-/// Blocks that registers leave room for on an SM.
-constexpr int blocks_of(int K, int warps) { return (K == 64 ? 12 : 8) / warps; }
-
 template <int kK, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, blocks_of(kK, kWarps))
+__global__ void __launch_bounds__(Kernel<kK, kWarps>::kThreads)
     chunk_reverse_kernel(const __grid_constant__ KernelArgs a) {
   using K = Kernel<kK, kWarps>;
   K kernel(a, *reinterpret_cast<Shared<kK>*>(ptx::dynamic_shared()));
-  if (kernel.c.template find_place<K::kColumns>(kernel.warp)) kernel.run();
+  if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if (kernel.warp < kWarps)
+    kernel.run_chain();
+  else
+    kernel.run_copies();
 }
 
 template <int kK, int kWarps>
 Status launch(const KernelArgs& args, const Launch& where) {
+  using K = Kernel<kK, kWarps>;
   constexpr int kShared = sizeof(Shared<kK>);
   static_assert(kShared <= kMostShared);
   return launch_kernel("chunk_reverse", chunk_reverse_kernel<kK, kWarps>,
-                       chain::blocks_of<ChainUse::kReverse, kWarps * 16>(args.chain), kWarps * 32,
+                       chain::blocks_of<ChainUse::kReverse, K::kColumns>(args.chain), K::kThreads,
                        kShared, where, args);
 }
 

@@ -27,14 +27,21 @@ struct GradContext {
   Shared& s;
   const ChunkTokens& chunk;
   const int head;
-  const int tid;
+  mutable int tid;
   int current_round = 0;
 
   __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
                          int value_head, int thread)
-      : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
+      : a(args),
+        s(shared),
+        chunk(tokens),
+        head(value_head),
+        tid(thread),
+        warp_(__shfl_sync(~0u, thread / 32, 0)) {}
 
-  __device__ int warp() const { return tid / 32; }
+  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  __device__ void forget_index() const { ptx::make_opaque(tid); }
+  __device__ int warp() const { return warp_; }  // known to be the same in its lanes
   __device__ int lane() const { return tid % 32; }
   __device__ int g() const { return lane() / 4; }
   __device__ int t() const { return lane() % 4; }
@@ -47,35 +54,43 @@ struct GradContext {
   /// This lane's channel g, of all.
   __device__ int channel() const { return current_round * kChannels + warp() * 16 + g(); }
   __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
+
+ private:
+  const int warp_;
 };
 
 // ---- operands from shared memory
 
-/// Rows [16 step, + 16) and the warp's 16 columns of a tile, transposed: pairs of rows. As an A
+/// Address of a tile's 16 x 16 elements from row 16 `block` and column 16 `step` on, for this
+/// lane's row and piece of them. Of the address all but the step's two bits are the lane's or
+/// known.
+__device__ __forceinline__ uint32_t part_of(const Tile& tile, int row, int piece, int block,
+                                            int step) {
+  return ptx::shared_address(tile) + 2 * ((swizzled(row, piece) ^ step * 16) + block * 16 * 64);
+}
+
+/// Rows [16 block, + 16) and the warp's 16 columns of a tile, transposed: pairs of rows. As an A
 /// operand its rows are the columns; pairs of tokens lie as Part has them.
-__device__ __forceinline__ void load_transposed(const GradContext& c, const Tile& tile, int step,
+__device__ __forceinline__ void load_transposed(const GradContext& c, const Tile& tile, int block,
                                                 Operand& x) {
-  const int row = step * 16 + c.lane() % 8 + c.lane() / 16 * 8;
-  ptx::ldmatrix_x4_trans(
-      x, ptx::shared_address(tile + swizzled(row, c.warp() * 2 + c.lane() / 8 % 2)));
+  const int row = c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4_trans(x, part_of(tile, row, c.warp() * 2 + c.lane() / 8 % 2, block, 0));
 }
 /// Rows [16 block, + 16) and columns [16 step, + 16): an A operand.
 __device__ __forceinline__ void load_rows(const GradContext& c, const Tile& tile, int block,
                                           int step, Operand& x) {
-  ptx::ldmatrix_x4(x, ptx::shared_address(
-                          tile + swizzled(block * 16 + c.lane() % 16, step * 2 + c.lane() / 16)));
+  ptx::ldmatrix_x4(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
 }
 /// The same as B operands of two n8 tiles, which the rows are: x[0], x[1] and x[2], x[3].
 __device__ __forceinline__ void load_columns(const GradContext& c, const Tile& tile, int block,
                                              int step, Operand& x) {
-  const int row = block * 16 + c.lane() % 8 + c.lane() / 16 * 8;
-  ptx::ldmatrix_x4(x, ptx::shared_address(tile + swizzled(row, step * 2 + c.lane() / 8 % 2)));
+  const int row = c.lane() % 8 + c.lane() / 16 * 8;
+  ptx::ldmatrix_x4(x, part_of(tile, row, c.lane() / 8 % 2, block, step));
 }
-/// The same with rows [16 step, + 16) to be summed over, and n8 tiles of the columns.
+/// The same with rows [16 block, + 16) to be summed over, and n8 tiles of the columns.
 __device__ __forceinline__ void load_columns_transposed(const GradContext& c, const Tile& tile,
                                                         int block, int step, Operand& x) {
-  ptx::ldmatrix_x4_trans(x, ptx::shared_address(tile + swizzled(step * 16 + c.lane() % 16,
-                                                                block * 2 + c.lane() / 16)));
+  ptx::ldmatrix_x4_trans(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
 }
 
 /// acc += x y for two n8 tiles.
@@ -98,15 +113,18 @@ __device__ __forceinline__ float element(const Operand& x, int n, int i) {
   const float2 pair = ptx::unpack<Element16>(x[2 * n + i / 2]);
   return i % 2 ? pair.y : pair.x;
 }
-/// x times factors, rounded once.
-template <class Factor>
-__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+/// The operand of numbers x(n, i).
+template <class Number>
+__device__ __forceinline__ void to_operand(Operand& out, Number&& x) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int i = 0; i < 4; i += 2)
-      out[2 * n + i / 2] = ptx::pack<Element16>(element(x, n, i) * factor(n, i),
-                                                element(x, n, i + 1) * factor(n, i + 1));
+    for (int i = 0; i < 4; i += 2) out[2 * n + i / 2] = ptx::pack<Element16>(x(n, i), x(n, i + 1));
+}
+/// x times factors, rounded once.
+template <class Factor>
+__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
 }
 
 /// Numbers of this lane's tokens of a tile.

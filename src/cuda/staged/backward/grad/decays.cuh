@@ -8,7 +8,7 @@
 // the second h tokens of every 2 h with columns of the first h, which meet between the two.
 #pragma once
 
-#include "cuda/staged/backward/grad/context.cuh"
+#include "cuda/staged/backward/grad/rows.cuh"
 #include "cuda/staged/intra/inputs.cuh"
 
 namespace kda::cuda::grad {
@@ -23,39 +23,63 @@ struct Decays {
   Tokens row;                  // kAnchor times the decay since the start of the sub-chunk
   float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
   unsigned levels;             // bit r: sub-chunk r goes by levels
+  __device__ bool by_levels(int r) const { return levels >> r & 1; }
 };
 
 // ---- decays of tokens
 
-/// Gates of the tokens of a sub-chunk as they lie in memory; 0 past the sequence and past K.
-using RawGates = uint32_t[2][4];
+/// Gates as they lie in memory, of the tokens and channels of Tokens; 0 past the sequence and K.
+using RawGates = uint32_t[kTokenTiles][4];
 
-/// Which gates there are.
-struct GatePlace {
-  int tokens, channels;  // left from the lane's first
-  __device__ GatePlace(const GradContext& c, int subchunk)
-      : tokens(c.chunk.count - subchunk * kSubchunk - 2 * c.t()),
-        channels(c.a.shape.K - c.channel()) {}
-  __device__ bool has(int n, int i) const { return 8 * n + i % 2 < tokens && i / 2 * 8 < channels; }
-};
+/// f(tile, index, whether there is such a token and channel)
+template <class F>
+__device__ __forceinline__ void for_each_gate(const GradContext& c, F&& f) {
+  const int tokens = c.chunk.count - 2 * c.t();  // from the lane's first on
+  const int of_channel[2] = {c.channel() < c.a.shape.K ? tokens : 0,
+                             c.channel() + 8 < c.a.shape.K ? tokens : 0};
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(n, i, 8 * n + i % 2 < of_channel[i / 2]);
+}
+
+/// All channels, to the L2: two threads a token.
+__device__ __forceinline__ void prefetch_gates(const GradContext& c) {
+  const RowView& view = c.a.g;
+  const int size = view.type == Element::kFloat32 ? 4 : 2, row = c.tid / 2;
+  static_assert(kThreads == 2 * kChunk);
+  if (row >= c.chunk.count) return;
+  const char* first = static_cast<const char*>(view.base) +
+                      (chunk_offset(view, c.chunk, c.head) + row * view.stride_t) * size;
+  for (int byte = c.tid % 2 * 128; byte < c.a.shape.K * size; byte += 256)
+    ptx::prefetch_l2(first + byte);
+}
 
 template <class Bits>
-__device__ __forceinline__ void load_gate_bits(const GradContext& c, int subchunk, RawGates& raw) {
+__device__ __forceinline__ void load_gate_bits(const GradContext& c, RawGates& raw) {
   const RowView& view = c.a.g;
-  const auto* first = static_cast<const Bits*>(view.base) + chunk_offset(view, c.chunk, c.head) +
-                      c.channel() + (subchunk * kSubchunk + 2 * c.t()) * view.stride_t;
-  const GatePlace place(c, subchunk);
-  for_each([&](int n, int i) {
-    raw[n][i] = place.has(n, i) ? first[(8 * n + i % 2) * view.stride_t + i / 2 * 8] : 0;
+  const auto* even = static_cast<const Bits*>(view.base) + chunk_offset(view, c.chunk, c.head) +
+                     c.channel() + 2 * c.t() * view.stride_t;
+  const auto* odd = even + view.stride_t;
+  for_each_gate(c, [&](int n, int i, bool there) {
+    raw[n][i] = there ? (i % 2 ? odd : even)[i / 2 * 8] : 0;
+    if (i == 3) even += 8 * view.stride_t, odd += 8 * view.stride_t;
   });
 }
-__device__ __forceinline__ void load_gates(const GradContext& c, int subchunk, RawGates& raw) {
-  c.a.g.type == Element::kFloat32 ? load_gate_bits<uint32_t>(c, subchunk, raw)
-                                  : load_gate_bits<uint16_t>(c, subchunk, raw);
+__device__ __forceinline__ void load_gates(const GradContext& c, RawGates& raw) {
+  c.a.g.type == Element::kFloat32 ? load_gate_bits<uint32_t>(c, raw)
+                                  : load_gate_bits<uint16_t>(c, raw);
 }
 
+template <class F>
+__device__ __forceinline__ void for_all(Tokens& x, F&& f) {
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[n][i] = f(n, i);
+}
 template <GateMode kGateMode>
-__device__ __forceinline__ void transform(const GradContext& c, const RawGates& raw, Part& decay) {
+__device__ __forceinline__ void transform(const GradContext& c, Tokens& x) {
   const GateView& gate = c.a.gate;
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   constexpr bool kBounded = kGateMode == GateMode::kBounded;
@@ -67,27 +91,34 @@ __device__ __forceinline__ void transform(const GradContext& c, const RawGates& 
     for (int half = 0; half < 2; ++half)
       if (c.channel() + 8 * half < c.a.shape.K)
         bias[half] = gate.dt_bias[c.head * gate.stride_dt + c.channel() + 8 * half];
-  for_each([&](int n, int i) {
-    decay[n][i] =
-        intra::decay_of<kGateMode>(float_of(raw[n][i], c.a.g.type), bias[i / 2], slope, bound);
+  for_all(x, [&](int n, int i) {
+    return intra::decay_of<kGateMode>(x[n][i], bias[i / 2], slope, bound);
+  });
+}
+/// Decays of all tokens; 1 past the sequence and past K.
+__device__ __forceinline__ void find_decays(const GradContext& c, const RawGates& raw, Tokens& x) {
+  const auto unpack = [&](Element type) {
+    for_all(x, [&](int n, int i) { return float_of(raw[n][i], type); });
+  };
+  if (c.a.g.type == Element::kFloat32)
+    unpack(Element::kFloat32);
+  else if (c.a.g.type == Element::kFloat16)
+    unpack(Element::kFloat16);
+  else
+    unpack(Element::kBFloat16);
+  if (c.a.gate.gate_mode == GateMode::kLog) transform<GateMode::kLog>(c, x);
+  if (c.a.gate.gate_mode == GateMode::kSoftplus) transform<GateMode::kSoftplus>(c, x);
+  if (c.a.gate.gate_mode == GateMode::kBounded) transform<GateMode::kBounded>(c, x);
+  for_each_gate(c, [&](int n, int i, bool there) {
+    if (!there) x[n][i] = 1;  // after the transform: gate(0) is not 0
   });
 }
 
-/// Decays of the tokens of a sub-chunk; 1 past the sequence and past K.
-__device__ __forceinline__ void find_decay(const GradContext& c, int subchunk, const RawGates& raw,
-                                           Part& decay) {
-  if (c.a.gate.gate_mode == GateMode::kLog) transform<GateMode::kLog>(c, raw, decay);
-  if (c.a.gate.gate_mode == GateMode::kSoftplus) transform<GateMode::kSoftplus>(c, raw, decay);
-  if (c.a.gate.gate_mode == GateMode::kBounded) transform<GateMode::kBounded>(c, raw, decay);
-  const GatePlace place(c, subchunk);
-  for_each([&](int n, int i) {
-    if (!place.has(n, i)) decay[n][i] = 1;  // after the transform: gate(0) is not 0
-  });
-}
+/// Decays that levels need again lie where their gradients will: each thread reads its own.
 __device__ __forceinline__ void load_decay(const GradContext& c, int subchunk, Part& decay) {
-  RawGates raw;
-  load_gates(c, subchunk, raw);
-  find_decay(c, subchunk, raw, decay);
+  for_each([&](int n, int i) { decay[n][i] = 1; });
+  for_each_stored(c, kLogDecays, subchunk,
+                  [&](int n, int i, const float& stored) { decay[n][i] = stored; });
 }
 
 // ---- products over the tokens of a tile, of one channel
@@ -111,8 +142,10 @@ struct Scan {
 
 __device__ __forceinline__ bool in_range(float row) { return row >= kLeast && row <= kMost; }
 
-__device__ __forceinline__ void scan_rows(const GradContext& c, int r, const Part& decay,
-                                          Decays& d) {
+/// From decays of tokens to those of rows, in their place.
+__device__ __forceinline__ void scan_rows(const GradContext& c, int r, Decays& d) {
+  Part decay;
+  for_each([&](int n, int i) { decay[n][i] = d.row[2 * r + n][i]; });
   bool good = true;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -129,23 +162,21 @@ __device__ __forceinline__ void scan_rows(const GradContext& c, int r, const Par
     }
     d.total[r][half] = before / kAnchor;
   }
-  if (__any_sync(~0u, !good)) d.levels |= 1u << r;
+  if (!__any_sync(~0u, !good)) return;
+  d.levels |= 1u << r;
+  store_rows(c, kLogDecays, r, decay);
 }
 
-__device__ __forceinline__ void find_decays(const GradContext& c, const RawGates (&raw)[kSubchunks],
-                                            Decays& d) {
+__device__ __forceinline__ void find_decays(const GradContext& c, const RawGates& raw, Decays& d) {
+  find_decays(c, raw, d.row);
   d.levels = 0;
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) {
-    Part decay;
-    find_decay(c, r, raw[r], decay);
-    scan_rows(c, r, decay, d);
-  }
+  for (int r = 0; r < kSubchunks; ++r) scan_rows(c, r, d);
 }
 
 /// Decays to the end of the sub-chunk, / kAnchor.
 __device__ __forceinline__ void find_ends(const GradContext& c, const Decays& d, int r, Part& end) {
-  if (!(d.levels >> r & 1)) {
+  if (!d.by_levels(r)) {
     for_each([&](int n, int i) { end[n][i] = d.total[r][i / 2] * ptx::rcp(d.row[2 * r + n][i]); });
     return;
   }
@@ -165,23 +196,12 @@ __device__ __forceinline__ void find_ends(const GradContext& c, const Decays& d,
   }
 }
 
-// ---- factors inside a sub-chunk
+// ---- levels
 
-/// Factors of rows and columns: row_i column_j is the decay from j to i for the pairs of the level.
-struct InnerFactors {
-  Part row, column;
-};
-
-__device__ __forceinline__ void anchored_factors(const Decays& d, int r, InnerFactors& f) {
-  for_each([&](int n, int i) {
-    f.row[n][i] = d.row[2 * r + n][i];
-    f.column[n][i] = ptx::rcp(f.row[n][i]);
-  });
-}
-
-/// 0 for tokens that are no rows or no columns of level h.
+/// Factors of level h, whose products are the decays of its pairs; 0 for tokens that are no rows or
+/// no columns of it.
 __device__ __forceinline__ void level_factors(const GradContext& c, const Part& decay, int h,
-                                              InnerFactors& f) {
+                                              Part& row, Part& column) {
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -191,10 +211,10 @@ __device__ __forceinline__ void level_factors(const GradContext& c, const Part& 
       const float before = h == 8 ? scan.before4 : h == 4 ? scan.before2 : 1.0f;
       const float after = h == 8 ? scan.after4 : h == 4 ? scan.after2 : 1.0f;
       const bool is_row = h == 8 ? n == 1 : h == 4 ? c.t() >= 2 : c.t() % 2 == 1;
-      f.row[n][i] = h > 1 && is_row ? before * x : 0.0f;
-      f.row[n][i + 1] = h == 1 ? y : is_row ? before * x * y : 0.0f;
-      f.column[n][i] = h == 1 ? 1.0f : is_row ? 0.0f : after * y;
-      f.column[n][i + 1] = h == 1 || is_row ? 0.0f : after;
+      row[n][i] = h > 1 && is_row ? before * x : 0.0f;
+      row[n][i + 1] = h == 1 ? y : is_row ? before * x * y : 0.0f;
+      column[n][i] = h == 1 ? 1.0f : is_row ? 0.0f : after * y;
+      column[n][i + 1] = h == 1 || is_row ? 0.0f : after;
     }
 }
 
@@ -211,23 +231,15 @@ __device__ __forceinline__ void keep_level(const GradContext& c, int h, Operand&
     }
 }
 
-/// Runs step(factors, keep) on the pairs inside a sub-chunk: once, or for each level; keep(x) masks
-/// a B operand of the diagonal block.
+/// step(h, factors of rows, factors of columns) for each level of sub-chunk r.
 template <class Step>
-__device__ __forceinline__ void for_each_level(const GradContext& c, const Decays& d, int r,
-                                               Step&& step) {
-  InnerFactors f;
-  if (!(d.levels >> r & 1)) {
-    anchored_factors(d, r, f);
-    step(f, [](Operand&) {});
-    return;
-  }
-  Part decay;
+__device__ __forceinline__ void for_each_level(const GradContext& c, int r, Step&& step) {
+  Part decay, row, column;
   load_decay(c, r, decay);
 #pragma unroll 1
   for (int h = 8; h > 0; h /= 2) {
-    level_factors(c, decay, h, f);
-    step(f, [&](Operand& x) { keep_level(c, h, x); });
+    level_factors(c, decay, h, row, column);
+    step(h, row, column);
   }
 }
 

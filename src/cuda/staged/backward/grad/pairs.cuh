@@ -28,31 +28,25 @@ __device__ __forceinline__ void multiply_pairs(const GradContext& c, const Tile 
   }
 }
 
-/// Keeps the diagonals in fp32 and what is below them as operands, with the norms of both tokens.
+/// Keeps the diagonals in fp32 and what is below them as operands; 0 above.
 __device__ __forceinline__ void store_pairs(const GradContext& c, const Pairs& pairs) {
   Shared& s = c.s;
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     if (n / 2 > c.warp()) break;
     const int j = 8 * n + 2 * c.t();
-    const float2 of_j = of_tokens(c, s.k_norm, n);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = c.warp() * 16 + c.g() + 8 * half;
-      const float p0 = pairs.d_o[n][2 * half], p1 = pairs.d_o[n][2 * half + 1];
-      const float r0 = pairs.dz[n][2 * half], r1 = pairs.dz[n][2 * half + 1];
-      if (i == j || i == j + 1) {
-        s.diagonal[i] = i == j ? p0 : p1;
-        s.products[i] = i == j ? r0 : r1;
-      }
-      const float of_q = s.q_norm[i], of_k = -s.k_norm[i];
-      const auto put = [&](Tile& to, float first, float second, float factor) {
+      const float *p = pairs.d_o[n] + 2 * half, *r = pairs.dz[n] + 2 * half;
+      if (i == j) s.diagonal[i] = p[0], s.products[i] = r[0];
+      if (i == j + 1) s.diagonal[i] = p[1], s.products[i] = r[1];
+      const auto put = [&](Tile& to, float first, float second) {
         *reinterpret_cast<uint32_t*>(to + swizzled(i, n) + 2 * c.t()) =
-            ptx::pack<Element16>(j < i ? first * (factor * of_j.x) : 0.0f,
-                                 j + 1 < i ? second * (factor * of_j.y) : 0.0f);
+            ptx::pack<Element16>(j < i ? first : 0.0f, j + 1 < i ? second : 0.0f);
       };
-      put(s.P, p0, p1, of_q);
-      put(s.R, r0, r1, of_k);
+      put(s.P, p[0], p[1]);
+      put(s.R, -r[0], -r[1]);
     }
   }
 }

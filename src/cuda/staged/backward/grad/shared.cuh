@@ -21,15 +21,15 @@ constexpr int kTokenTiles = kChunk / 8;  // n8 tiles of tokens
 using Tile = __nv_bfloat16[64 * 64];
 
 struct Shared {
-  Tile stages[2][3];  // of the pipeline (pipeline.cuh)
-  Tile q, k;          // raw, the channels of a round
-  Tile P, R;          // P_ij r_i r'_j (j < i) and R_ij r'_i r'_j, r and r' the norms' factors
-  float q_norm[kChunk], k_norm[kChunk];  // r, r': 1 / |q|, 1 / |k|, or 1
-  float q_size[kChunk], k_size[kChunk];  // 1 / r, 1 / r'
-  float beta[kChunk];
+  Tile stages[2][3];                           // of the pipeline (pipeline.cuh)
+  Tile q, k;                                   // raw, the channels of a round
+  Tile P, R;                                   // below the diagonal
+  float q_factor[kChunk], k_factor[kChunk];    // scale / |q| and 1 / |k|, or scale and 1
+  float beta[kChunk], beta_k_factor[kChunk];   // and its product with k_factor
   float diagonal[kChunk];                      // P_jj
   float products[kChunk];                      // dZ_j . E_j
   float shares[kMostRounds * kWarps][kChunk];  // k_j . columns_j of 16 channels
+  int any_small;                               // whether these are needed
 };
 
 }  // namespace kda::cuda::grad

@@ -18,8 +18,8 @@ __device__ __forceinline__ void multiply_tokens(const GradContext& c, const Oper
 }
 
 /// S0 d_o^T and S0 dZ^T.
-__device__ __forceinline__ void multiply_rows(const GradContext& c, const Tile (&tiles)[3],
-                                              Tokens& queries, Tokens& keys) {
+__device__ __forceinline__ void multiply_state(const GradContext& c, const Tile (&tiles)[3],
+                                               Tokens& queries, Tokens& keys) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     Operand state;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void multiply_rows(const GradContext& c, const Tile (
 }
 
 /// dS E^T, and S0 dS^T of the warp's channels, whose diagonal is rowsum(S0 dS).
-__device__ __forceinline__ void multiply_columns(const GradContext& c, const Tile (&tiles)[3],
+__device__ __forceinline__ void multiply_d_state(const GradContext& c, const Tile (&tiles)[3],
                                                  Tokens& columns, Part& both) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -53,15 +53,11 @@ __device__ __forceinline__ float2 diagonal_of(const GradContext& c, const Part& 
   return {from(x[0][0], x[0][1]), from(x[1][2], x[1][3])};
 }
 
-/// Multiplies by a number of each token.
-__device__ __forceinline__ void scale_tokens(const GradContext& c, const float (&numbers)[kChunk],
-                                             float factor, Tokens& x) {
+__device__ __forceinline__ void scale_all(float factor, Tokens& x) {
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    const float2 y = of_tokens(c, numbers, n);
-    x[n][0] *= factor * y.x, x[n][1] *= factor * y.y;
-    x[n][2] *= factor * y.x, x[n][3] *= factor * y.y;
-  }
+  for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[n][i] *= factor;
 }
 
 }  // namespace kda::cuda::grad

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums over tokens. Norms are factors of tokens, in P, R and the products with the states: operands
-// are the raw q and k. dG, whose sums from a token to the end are the gradient by its log decay, is
+// Sums over tokens. dG, whose sums from a token to the end are the gradient by its log decay, is
 // made of the operands as they are rounded times the accumulators: so a pair of tokens enters it
 // twice with the same bits, and cancels for earlier tokens. A token with itself is left out of it.
 #pragma once
 
 #include "cuda/staged/backward/grad/decays.cuh"
+#include "cuda/staged/backward/grad/outputs.cuh"
 
 namespace kda::cuda::grad {
 
@@ -24,77 +24,105 @@ __device__ __forceinline__ void finish(const Operand& x, float sign, float (*dG)
   });
 }
 
-/// Operands of the tokens of a sub-chunk.
+/// Operands of the tokens of a sub-chunk: rows of scaled q and of k, columns of beta k, normalised,
+/// times factor(n, i).
 struct RawRows {
   Operand q, k;
-  TokenPair beta;
-  float scale;
-  __device__ RawRows(const GradContext& c, int r) : beta(c, c.s.beta, r), scale(c.a.gate.scale) {
+  TokenPair of_q, of_k, of_column;
+  __device__ RawRows(const GradContext& c, int r)
+      : of_q(c, c.s.q_factor, r), of_k(c, c.s.k_factor, r), of_column(c, c.s.beta_k_factor, r) {
     load_transposed(c, c.s.q, r, q);
     load_transposed(c, c.s.k, r, k);
   }
-  /// Rows of q and k, and columns of beta k, times factor(n, i).
   template <class Factor>
-  __device__ __forceinline__ void rows(Operand& of_q, Operand& of_k, Factor&& factor) const {
-    scale_operand(q, of_q, [&](int n, int i) { return scale * factor(n, i); });
-    scale_operand(k, of_k, factor);
+  __device__ __forceinline__ void rows(Operand& q_rows, Operand& k_rows, Factor&& factor) const {
+    scale_operand(q, q_rows, [&](int n, int i) { return of_q.at(n, i) * factor(n, i); });
+    scale_operand(k, k_rows, [&](int n, int i) { return of_k.at(n, i) * factor(n, i); });
   }
   template <class Factor>
   __device__ __forceinline__ void columns(Operand& x, Factor&& factor) const {
-    scale_operand(k, x, [&](int n, int i) { return beta.at(n, i) * factor(n, i); });
+    scale_operand(k, x, [&](int n, int i) { return of_column.at(n, i) * factor(n, i); });
   }
 };
 
 // ---- rows: sums over earlier tokens
 
-/// Pairs inside of sub-chunk r, to what is finished of its rows.
-__device__ __forceinline__ void add_inner_rows(const GradContext& c, const Decays& d, int r,
-                                               const RawRows& raw, float (*queries)[4],
-                                               float (*keys)[4], float (*dG)[4]) {
-  for_each_level(c, d, r, [&](const InnerFactors& f, auto&& keep) {
-    const auto of_row = [&](int n, int i) { return f.row[n][i]; };
-    Operand column, q, k, x;
-    raw.columns(column, [&](int n, int i) { return f.column[n][i]; });
-    raw.rows(q, k, of_row);
-    const auto add = [&](const Tile& pairs, const Operand& row, float(*to)[4]) {
+/// acc += the pairs of rows of sub-chunk `later` with columns of sub-chunk r.
+__device__ __forceinline__ void multiply_columns(const GradContext& c, const Operand& columns,
+                                                 int r, int later, float (*queries)[4],
+                                                 float (*keys)[4]) {
+  Operand x;
+  load_columns(c, c.s.P, later, r, x);
+  multiply(queries, columns, x);
+  load_columns(c, c.s.R, later, r, x);
+  multiply(keys, columns, x);
+}
+
+/// Columns of sub-chunk r, anchored at its start (if not by levels), and decayed to its end.
+__device__ __forceinline__ void find_columns(const GradContext& c, const Decays& d, int r,
+                                             const RawRows& raw, Operand& anchored, Operand& ends) {
+  if (d.by_levels(r)) {
+    Part end;
+    find_ends(c, d, r, end);
+    raw.columns(ends, [&](int n, int i) { return end[n][i]; });
+    return;
+  }
+  Part x;
+  for_each([&](int n, int i) {
+    x[n][i] = element(raw.k, n, i) * (raw.of_column.at(n, i) * ptx::rcp(d.row[2 * r + n][i]));
+  });
+  const auto at = [&](int n, int i) { return x[n][i]; };
+  to_operand(anchored, at);
+  to_operand(ends, [&](int n, int i) { return x[n][i] * d.total[r][i / 2]; });
+}
+
+/// Pairs inside of sub-chunk r by levels, to what is finished of its rows.
+__device__ __forceinline__ void add_row_levels(const GradContext& c, int r, const RawRows& raw,
+                                               float (*queries)[4], float (*keys)[4],
+                                               float (*dG)[4]) {
+  for_each_level(c, r, [&](int h, const Part& row, const Part& column) {
+    const auto of_row = [&](int n, int i) { return row[n][i]; };
+    Operand of_k, of_q, columns, x;
+    raw.columns(columns, [&](int n, int i) { return column[n][i]; });
+    raw.rows(of_q, of_k, of_row);
+    const auto add = [&](const Tile& pairs, const Operand& rows, float(*to)[4]) {
       Part acc = {};
       load_columns(c, pairs, r, r, x);
-      keep(x);
-      multiply(acc, column, x);
-      finish(row, 1, dG, acc, of_row);
+      keep_level(c, h, x);
+      multiply(acc, columns, x);
+      finish(rows, 1, dG, acc, of_row);
       for_each([&](int n, int i) { to[n][i] += acc[n][i]; });
     };
-    add(c.s.P, q, queries);
-    add(c.s.R, k, keys);
+    add(c.s.P, of_q, queries);
+    add(c.s.R, of_k, keys);
   });
 }
 
-/// From products with the state to the rows' gradients, without norms and the token itself.
-/// Leaves the columns, decayed to the ends of their sub-chunks, in `ends`.
+/// From products with the state to the rows' gradients: stores those of q. Leaves the columns,
+/// decayed to the ends of their sub-chunks, in `ends`.
 __device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
                                          Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
+    c.forget_index();
+    float(*const q)[4] = queries + 2 * r, (*const k)[4] = keys + 2 * r;
     const RawRows raw(c, r);
-    Operand q, k, x;
-    Part end;
-    find_ends(c, d, r, end);
-    raw.columns(ends[r], [&](int n, int i) { return end[n][i]; });
+    const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    Operand of_q, of_k, anchored;
+    raw.rows(of_q, of_k, of_row);
+    find_columns(c, d, r, raw, anchored, ends[r]);
 #pragma unroll
     for (int later = r + 1; later < kSubchunks; ++later) {
       decay_part(queries + 2 * later, d.total[r]);
       decay_part(keys + 2 * later, d.total[r]);
-      load_columns(c, c.s.P, later, r, x);
-      multiply(queries + 2 * later, ends[r], x);
-      load_columns(c, c.s.R, later, r, x);
-      multiply(keys + 2 * later, ends[r], x);
+      multiply_columns(c, ends[r], r, later, queries + 2 * later, keys + 2 * later);
     }
-    const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    raw.rows(q, k, of_row);
+    if (!d.by_levels(r)) multiply_columns(c, anchored, r, r, q, k);
     for_each([&](int n, int i) { dG[2 * r + n][i] = 0; });
-    finish(q, 1, dG + 2 * r, queries + 2 * r, of_row);
-    finish(k, 1, dG + 2 * r, keys + 2 * r, of_row);
-    add_inner_rows(c, d, r, raw, queries + 2 * r, keys + 2 * r, dG + 2 * r);
+    finish(of_q, 1, dG + 2 * r, q, of_row);
+    finish(of_k, 1, dG + 2 * r, k, of_row);
+    if (d.by_levels(r)) add_row_levels(c, r, raw, q, k, dG + 2 * r);
+    store_queries(c, r, q);
   }
 }
 
@@ -125,58 +153,89 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d,
   return {share[0], share[1]};
 }
 
-__device__ __forceinline__ void add_inner_columns(const GradContext& c, const Decays& d, int r,
-                                                  const RawRows& raw, float (*columns)[4],
-                                                  float (*dG)[4]) {
-  for_each_level(c, d, r, [&](const InnerFactors& f, auto&& keep) {
-    const auto of_column = [&](int n, int i) { return f.column[n][i]; };
-    Operand column, q, k, x;
-    raw.columns(column, of_column);
-    raw.rows(q, k, [&](int n, int i) { return f.row[n][i]; });
-    Part acc = {};
-    load_columns_transposed(c, c.s.P, r, r, x);
-    keep(x);
-    multiply(acc, q, x);
-    load_columns_transposed(c, c.s.R, r, r, x);
-    keep(x);
-    multiply(acc, k, x);
-    finish(column, -1, dG, acc, of_column);
-    for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
-  });
+/// acc += the pairs of columns of sub-chunk `earlier` with rows of sub-chunk r.
+template <class Keep>
+__device__ __forceinline__ void multiply_rows(const GradContext& c, const Operand& of_q,
+                                              const Operand& of_k, int r, int earlier,
+                                              float (*acc)[4], Keep&& keep) {
+  Operand x;
+  load_columns_transposed(c, c.s.P, r, earlier, x);
+  keep(x);
+  multiply(acc, of_q, x);
+  load_columns_transposed(c, c.s.R, r, earlier, x);
+  keep(x);
+  multiply(acc, of_k, x);
 }
 
-/// From products with the state to the columns' gradients, times the norm's factor, without beta
-/// and the token itself.
+/// Pairs inside of sub-chunk r, with factors of rows and columns and a mask, to what is finished of
+/// its columns.
+template <class Keep>
+__device__ __forceinline__ void add_inner_columns(const GradContext& c, int r, const RawRows& raw,
+                                                  const Part& row, const Part& column, Keep&& keep,
+                                                  float (*columns)[4], float (*dG)[4]) {
+  const auto of_column = [&](int n, int i) { return column[n][i]; };
+  Operand operand, of_q, of_k;
+  raw.columns(operand, of_column);
+  raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
+  Part acc = {};
+  multiply_rows(c, of_q, of_k, r, r, acc, keep);
+  finish(operand, -1, dG, acc, of_column);
+  for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
+}
+
+/// From products with the state to the columns' gradients, and stores those of k.
 __device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d,
-                                            const Operand (&ends)[kSubchunks], Tokens& columns,
-                                            Tokens& dG) {
+                                            const Operand (&ends)[kSubchunks], Tokens& keys,
+                                            Tokens& columns, Tokens& dG) {
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
+    c.forget_index();
     const RawRows raw(c, r);
-    Operand q, k, x;
-    raw.rows(q, k, [&](int n, int i) { return d.row[2 * r + n][i]; });
+    Part row, column;
+    for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
+    Operand of_q, of_k;
+    raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
 #pragma unroll
     for (int earlier = 0; earlier < r; ++earlier) {
       decay_part(columns + 2 * earlier, d.total[r]);
-      load_columns_transposed(c, c.s.P, earlier, r, x);
-      multiply(columns + 2 * earlier, q, x);
-      load_columns_transposed(c, c.s.R, earlier, r, x);
-      multiply(columns + 2 * earlier, k, x);
+      multiply_rows(c, of_q, of_k, r, earlier, columns + 2 * earlier, [](Operand&) {});
     }
-    Part end;
-    find_ends(c, d, r, end);
-    finish(ends[r], -1, dG + 2 * r, columns + 2 * r, [&](int n, int i) { return end[n][i]; });
-    add_inner_columns(c, d, r, raw, columns + 2 * r, dG + 2 * r);
+    float(*const acc)[4] = columns + 2 * r;
+    find_ends(c, d, r, column);
+    finish(ends[r], -1, dG + 2 * r, acc, [&](int n, int i) { return column[n][i]; });
+    if (d.by_levels(r)) {
+      for_each_level(c, r, [&](int h, const Part& of_rows, const Part& of_columns) {
+        add_inner_columns(
+            c, r, raw, of_rows, of_columns, [&](Operand& x) { keep_level(c, h, x); }, acc,
+            dG + 2 * r);
+      });
+    } else {
+      for_each([&](int n, int i) { column[n][i] = ptx::rcp(row[n][i]); });
+      add_inner_columns(
+          c, r, raw, row, column, [](Operand&) {}, acc, dG + 2 * r);
+    }
+    store_keys(c, r, keys + 2 * r, acc);
   }
 }
 
 // ---- log decays
 
-/// From dG to sums from each token to the end of the chunk, and `boundary`.
-__device__ __forceinline__ void sum_to_end(const GradContext& c, float2 boundary, Tokens& dG) {
+/// 0 where the decay is 0, whatever is left of what cancels: gates may be as large there as they
+/// like.
+__device__ __forceinline__ void drop_dead(const GradContext& c, int r, float (*dg)[4]) {
+  Part decay;
+  load_decay(c, r, decay);
+  for_each([&](int n, int i) {
+    if (decay[n][i] == 0) dg[n][i] = 0;
+  });
+}
+
+/// Stores sums of dG from each token to the end of the chunk, and `boundary`.
+__device__ __forceinline__ void store_log_decays(const GradContext& c, const Decays& d,
+                                                 float2 boundary, Tokens& dG) {
   float carry[2] = {boundary.x, boundary.y};
 #pragma unroll
-  for (int n = kTokenTiles - 1; n >= 0; --n)
+  for (int n = kTokenTiles - 1; n >= 0; --n) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float* x = dG[n] + 2 * half;
@@ -187,6 +246,10 @@ __device__ __forceinline__ void sum_to_end(const GradContext& c, float2 boundary
       x[0] += x[1];
       carry[half] += both + others;
     }
+    if (n % 2 != 0) continue;
+    if (d.by_levels(n / 2)) drop_dead(c, n / 2, dG + n);
+    store_rows(c, kLogDecays, n / 2, dG + n);
+  }
 }
 
 }  // namespace kda::cuda::grad

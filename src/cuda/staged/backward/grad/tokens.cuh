@@ -33,40 +33,39 @@ __device__ __forceinline__ float sum_over_8(float x) {
 
 /// Eight lanes a row.
 __device__ __forceinline__ void find_norms(const GradContext& c) {
-  Shared& s = c.s;
+  const bool l2norm = c.a.gate.l2norm;
 #pragma unroll
   for (int row = c.tid / 8; row < kChunk; row += kThreads / 8) {
-    float qq = 0, kk = 0;
-    if (c.a.gate.l2norm) {
-      qq = sum_over_8(sum_of_squares(c, c.a.q, row)) + 1e-6f;
-      kk = sum_over_8(sum_of_squares(c, c.a.k, row)) + 1e-6f;
+    float q = 1, k = 1;
+    if (l2norm) {
+      q = rsqrtf(sum_over_8(sum_of_squares(c, c.a.q, row)) + 1e-6f);
+      k = rsqrtf(sum_over_8(sum_of_squares(c, c.a.k, row)) + 1e-6f);
     }
-    if (c.lane() % 8 != 0) continue;
-    s.q_norm[row] = c.a.gate.l2norm ? rsqrtf(qq) : 1;
-    s.k_norm[row] = c.a.gate.l2norm ? rsqrtf(kk) : 1;
-    s.q_size[row] = c.a.gate.l2norm ? sqrtf(qq) : 1;
-    s.k_size[row] = c.a.gate.l2norm ? sqrtf(kk) : 1;
+    if (c.lane() % 8 == 0) c.s.q_factor[row] = c.a.gate.scale * q, c.s.k_factor[row] = k;
   }
 }
 
+/// After find_norms() and a barrier.
 __device__ __forceinline__ void load_betas(const GradContext& c) {
   if (c.tid >= kChunk) return;
   const RowView& beta = c.a.beta;
   float value = 0;
-  if (c.tid < c.chunk.count)
-    value = beta_value(
-        c.a.gate, float_of(load_bits(beta.base, beta.type,
-                                     chunk_offset(beta, c.chunk, c.head) + c.tid * beta.stride_t),
-                           beta.type));
+  if (c.tid < c.chunk.count) {
+    const int64_t at = chunk_offset(beta, c.chunk, c.head) + c.tid * beta.stride_t;
+    value = beta_value(c.a.gate, float_of(load_bits(beta.base, beta.type, at), beta.type));
+  }
   c.s.beta[c.tid] = value;
+  c.s.beta_k_factor[c.tid] = value * c.s.k_factor[c.tid];
 }
 
-/// Whether the gradient by this thread's beta needs its key; whether any in the chunk does.
+/// Whether the gradient by a token's beta needs its key.
 __device__ __forceinline__ bool is_small(const GradContext& c, int token) {
   return token < c.chunk.count && !(fabsf(c.s.beta[token]) >= kSmallBeta);
 }
-__device__ __forceinline__ bool any_small(const GradContext& c) {
-  return __syncthreads_or(c.tid < kChunk && is_small(c, c.tid));
+/// After load_betas() by the same threads. Every thread takes part.
+__device__ __forceinline__ void look_for_small(const GradContext& c) {
+  const bool any = __syncthreads_or(c.tid < kChunk && is_small(c, c.tid));
+  if (c.tid == 0) c.s.any_small = any;
 }
 
 }  // namespace kda::cuda::grad
