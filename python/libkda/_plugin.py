@@ -45,8 +45,8 @@ class Plugin:
         if self.train_on_gpu or not torch.is_grad_enabled() or rows and has_tensor_cores(*rows):
             return None
         if any(isinstance(x, torch.Tensor) and x.is_cuda and x.requires_grad for x in tensors):
-            return ("a gradient is asked for on a GPU, where libkda's backward is fast for q, k, v in bf16 with K up to "
-                    "128, K and V multiples of 8; see enable()")
+            return ("a gradient is asked for on a GPU, where libkda's backward is fast for q, k, v in bf16 with K up "
+                    "to 128, K and V multiples of 8; see enable()")
         return None
 
     @property

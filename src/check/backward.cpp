@@ -41,9 +41,9 @@ StateDesc dense_states(const Problem& p, const TensorDesc& tensor) {
   return {tensor, p.num_sequences, false};
 }
 
-double all_heads_bound(std::string_view name) {
+double one_head_bound(std::string_view name) {
   for (const GradientBound& bound : kBf16Gradients)
-    if (name == bound.name) return bound.all_heads;
+    if (name == bound.name) return bound.one_head;
   return 0;
 }
 
@@ -240,7 +240,7 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
     }
     if (options.operands) {
       entry.tolerance += gradient_operand_tolerance(
-          all_heads_bound(name), left, static_cast<int64_t>(values.size()), options.marginal);
+          one_head_bound(name), left, static_cast<int64_t>(values.size()), options.marginal);
     } else if (p.key_dim <= kFewChannels) {
       result.few_channels |= entry.error > entry.tolerance;
       entry.tolerance += kFewChannelsGradient;

@@ -163,7 +163,7 @@ def read_build(folder):
 
 
 def folder_of(kernel):
-    """The folder of a kernel for FAMILIES. chunk_delta_h for a backward (ChainUse::kErrors) counts as of that folder."""
+    """The folder of a kernel for FAMILIES. chunk_delta_h for a backward (ChainUse::kErrors) counts as of it."""
     if kernel.file.startswith("staged/backward/") or "8ChainUseE4E" in kernel.name:
         return "staged/backward"
     return kernel.file.split("/")[0]

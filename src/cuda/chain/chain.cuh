@@ -52,6 +52,9 @@ struct Chain {
   static constexpr int kTokenTiles = kChunk / 8;
   /// With bf16 vn goes into the state in two parts: errors of the state stay in it.
   static constexpr bool kTwoParts = std::is_same_v<T, __nv_bfloat16>;
+  /// Offsets by swizzled_from(), which take fewer registers and instructions.
+  /// The forward's uses keep the code that they were measured with.
+  static constexpr bool kFromConstants = kUse == ChainUse::kErrors || kUse == ChainUse::kReverse;
 
   const ChainArgs& a;
   const int lane;
@@ -298,7 +301,10 @@ struct Chain {
       for (int n = 0; n < kTokenTiles; n += 2) {
         uint32_t b[4];  // 16 tokens x 16 channels
         const int row = n * 8 + lane % 8 + lane / 16 * 8;
-        ptx::ldmatrix_x4(b, ptx::shared_address(rows + swizzled(row, step * 2 + lane / 8 % 2)));
+        int at = swizzled(row, step * 2 + lane / 8 % 2);
+        if constexpr (kFromConstants)
+          at = swizzled_from(n * 8, step * 2, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        ptx::ldmatrix_x4(b, ptx::shared_address(rows + at));
         ptx::mma_16816<T>(acc[n], x[step], b[0], b[1]);
         ptx::mma_16816<T>(acc[n + 1], x[step], b[2], b[3]);
       }
@@ -309,7 +315,9 @@ struct Chain {
   __device__ __forceinline__ void load_columns(const T* rows, int step, int n,
                                                uint32_t (&b)[4]) const {
     const int piece = n + lane / 16;
-    ptx::ldmatrix_x4_trans(b, ptx::shared_address(rows + swizzled(step * 16 + lane % 16, piece)));
+    int at = swizzled(step * 16 + lane % 16, piece);
+    if constexpr (kFromConstants) at = swizzled_from(step * 16, n, lane % 16, lane / 16);
+    ptx::ldmatrix_x4_trans(b, ptx::shared_address(rows + at));
   }
 
   /// S^T += x^T rows, rows [64 tokens, kK]; `rounded` is x^T as A operands. With x itself what
@@ -355,8 +363,10 @@ struct Chain {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int v = tile_column + lane / 4 + i % 2 * 8;
-        visit(rounded[step][i],
-              reinterpret_cast<uint32_t*>(h + swizzled(v, step * 2 + i / 2) + lane % 4 * 2));
+        int at = swizzled(v, step * 2 + i / 2);
+        if constexpr (kFromConstants)
+          at = swizzled_from(tile_column + i % 2 * 8, step * 2 + i / 2, lane / 4, 0);
+        visit(rounded[step][i], reinterpret_cast<uint32_t*>(h + at + lane % 4 * 2));
       }
   }
   /// The same for vn^T; in memory vn has tokens as rows.
@@ -369,37 +379,17 @@ struct Chain {
       for (int i = 0; i < 4; ++i) {
         const int token = step * 16 + i / 2 * 8 + lane / 4;
         const int piece = tile_column / 8 + i % 2;
-        visit(vn[step][i], reinterpret_cast<uint32_t*>(to + swizzled(token, piece) + lane % 4 * 2));
+        int at = swizzled(token, piece);
+        if constexpr (kFromConstants) at = swizzled_from(step * 16 + i / 2 * 8, piece, lane / 4, 0);
+        visit(vn[step][i], reinterpret_cast<uint32_t*>(to + at + lane % 4 * 2));
       }
   }
-  /// What for_each_stored_state() visits, stored. Addresses of a lane are few plus constants, which
-  /// the compiler does not see there.
-  __device__ void store_state(int chunk, const uint32_t (&rounded)[kSteps][4]) const {
-    T* row = static_cast<T*>(a.h) + (tile(chunk) * v_tiles() + u_tile) * kVTile * kK +
-             (tile_column + lane / 4) * 64 + lane % 4 * 2;
-#pragma unroll
-    for (int piece = 0; piece < 8; ++piece) {
-      auto* at = reinterpret_cast<uint32_t*>(row + ((piece ^ lane / 4) & 7) * 8);
-#pragma unroll
-      for (int columns = 0; columns < kK / 64; ++columns)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)  // rows v and v + 8
-          at[(columns * kVTile + half * 8) * 32] =
-              rounded[columns * 4 + piece / 2][piece % 2 * 2 + half];
-    }
+  __device__ void store_state(int chunk, uint32_t (&rounded)[kSteps][4]) const {
+    for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
   }
-  /// The same for for_each_stored_error().
-  __device__ void store_errors(int chunk, const uint32_t (&x)[4][4]) const {
-    T* row = static_cast<T*>(a.vn) + (tile(chunk) * v_tiles() + u_tile) * kChunk * kVTile +
-             lane / 4 * 64 + lane % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int piece = tile_column / 8 + half;
-      auto* at = reinterpret_cast<uint32_t*>(row + ((piece ^ lane / 4) & 7) * 8);
-#pragma unroll
-      for (int tokens = 0; tokens < kTokenTiles; ++tokens)
-        at[tokens * 8 * 32] = ptx::movmatrix_trans(x[tokens / 2][tokens % 2 * 2 + half]);
-    }
+  __device__ void store_errors(int chunk, uint32_t (&vn)[4][4]) const {
+    for_each_stored_error(chunk, vn,
+                          [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
   }
 
   // ---- rows of the caller ----------------------------------------------------------------------

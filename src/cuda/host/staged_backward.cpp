@@ -37,7 +37,7 @@ struct Group {
           static_cast<char*>(view.base) + first_value_head * view.stride_head * (view.bf16 ? 2 : 4);
     return view;
   }
-  /// Of one number or row a value head.
+  /// A tensor with one number or row a value head.
   template <class T>
   T* parameter(T* base, int64_t stride) const {
     return base ? base + first_value_head * stride : nullptr;

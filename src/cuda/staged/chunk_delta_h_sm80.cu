@@ -142,9 +142,8 @@ struct Kernel {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
-      if constexpr (kUse == ChainUse::kStates)
-        c.for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
-      if constexpr (kUse == ChainUse::kErrors) c.store_state(chunk, rounded);
+      if constexpr (kUse == ChainUse::kStates || kUse == ChainUse::kErrors)
+        c.store_state(chunk, rounded);
       if constexpr (kUse == ChainUse::kForward) {
         if (chunk > 0) ptx::bar_sync<2 * kThreads>(kTaken);
 #pragma unroll
@@ -170,9 +169,7 @@ struct Kernel {
       }
       uint32_t vn[4][4];
       c.round_tokens(error, vn);
-      if constexpr (kUse == ChainUse::kStates)
-        c.for_each_stored_error(
-            chunk, vn, [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
+      if constexpr (kUse == ChainUse::kStates) c.store_errors(chunk, vn);
       if constexpr (kUse == ChainUse::kErrors) {
         c.store_errors(chunk, vn);
         c.template scale_tokens<1>(s.beta, error);
