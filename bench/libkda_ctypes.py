@@ -13,7 +13,7 @@ import sys
 import torch
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "python"))
-from libkda._library import I64, PTR, PlanOptions, Problem  # noqa: E402
+from libkda._library import I64, PTR, GradientTensors, PlanOptions, Problem  # noqa: E402
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
 GATES = {"log": 0, "softplus": 1, "bounded": 2}
@@ -28,6 +28,7 @@ class Library:
         self.lib.kda_last_error.restype = ctypes.c_char_p
         self.lib.kda_plan_json.restype = ctypes.c_char_p
         self.lib.kda_plan_workspace_bytes.restype = ctypes.c_size_t
+        self.lib.kda_backward_plan_workspace_bytes.restype = ctypes.c_size_t
         self.lib.kda_stage_buffers.restype = ctypes.c_char_p
         self.buffers = self.lib.kda_stage_buffers().decode().split()
 
@@ -114,6 +115,52 @@ class Library:
         problem = self.problem(q, k, v, g, beta, o, **rest)
         return self.prepare(problem, self.options(q, policy, threads, backend, intra_form),
                             rest.get("seq_lens"), (q, k, v, g, beta, o, rest))
+
+    def training(self, x, d_o, **rest):
+        """A callable for a forward of the tensors `x` (q, k, v, g, beta, A_log, dt_bias) and its backward from d_o. It
+        returns o and the gradients by name, and takes memory for them and for its workspaces from torch each time."""
+        rows = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+        results = {f"d{n}": t for n, t in x.items()}
+        problem = self.problem(**rows, o=torch.empty_like(x["v"]), A_log=x["A_log"], dt_bias=x["dt_bias"], **rest)
+        options = self.options(x["q"])
+        call = self.prepare(problem, options, rest.get("seq_lens"), (x, d_o))
+        call.memory = None  # a workspace a call
+
+        def pointers(outputs):
+            gradients = GradientTensors()
+            gradients.struct_size = ctypes.sizeof(gradients)
+            for name, t in dict(outputs, d_o=d_o).items():
+                self.tensor(getattr(gradients, name), t)
+            return gradients
+
+        backward = PTR()
+        shapes = pointers({n: torch.empty_like(t) for n, t in results.items()})
+        self.check(self.lib.kda_backward_plan_create(call.handle, ctypes.byref(shapes), ctypes.byref(options),
+                                                     ctypes.byref(backward)))
+        forward_bytes = self.lib.kda_plan_workspace_bytes(call.handle)
+        backward_bytes = self.lib.kda_backward_plan_workspace_bytes(backward)
+
+        def with_workspace(size, function):
+            memory = torch.empty(size + 64, dtype=torch.uint8, device="cuda")
+            self.check(function(PTR((memory.data_ptr() + 63) // 64 * 64), ctypes.c_size_t(size)))
+
+        def run():
+            o = torch.empty_like(x["v"])
+            self.tensor(problem.o, o)
+            problem.stream = torch.cuda.current_stream().cuda_stream
+            with_workspace(forward_bytes, lambda *room: self.lib.kda_run(call.handle, ctypes.byref(problem), *room))
+            outputs = {n: torch.empty_like(t) for n, t in results.items()}
+            gradients = pointers(outputs)
+            with_workspace(backward_bytes, lambda *room: self.lib.kda_backward(
+                backward, ctypes.byref(problem), ctypes.byref(gradients), *room))
+            return dict(outputs, o=o)
+
+        def destroy():
+            self.lib.kda_backward_plan_destroy(backward)
+            call.destroy()
+
+        run.destroy, run.workspace_bytes = destroy, backward_bytes
+        return run
 
     def stages(self, call, without=()):
         """Callables of the chunk stages of a forward plan, on buffers of their own."""

@@ -3,7 +3,7 @@
 """libkda beside Python peers, in one process, on the same inputs.
 
     python3 bench/peers.py [--tokens 4096] [--heads 4] [--threads 2] [--json FILE]
-    python3 bench/peers.py --device cuda [--what errors,intra,decode,forward] [--results FOLDER]
+    python3 bench/peers.py --device cuda [--what errors,intra,decode,train,forward] [--results FOLDER]
 
 Needs torch and fla-core from PyPI, and build/libkda_c.so (./dev build). libkda is called through
 its C ABI with ctypes, as any other language would.

@@ -21,7 +21,7 @@ from gpu_cases import (cases, cu_seqlens, error_cases, libkda_call, make_inputs,
 from libkda_ctypes import Library
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-WHAT = ("errors", "intra", "decode", "forward")  # the longest last: each has a result of its own
+WHAT = ("errors", "intra", "decode", "train", "forward")  # the longest last: each has a result of its own
 FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva", "context_parallel")
 INTRACARD_SETS = ("cp", "context_parallel")
 INTRACARD_TOKENS = 32768  # FLA cuts no sequence below 16,384
@@ -58,6 +58,8 @@ def fla_work(args):
             wanted += [(c, fla_call) for c in cases(name)]
             if name in INTRACARD_SETS:
                 wanted += [(c, intracard_call) for c in cases(name)]
+    if "train" in args.what:
+        wanted += [(c, train_call) for c in cases("train")]
     if "intra" in args.what:
         wanted += [(c, fla_stages) for c in cases("intra") + cases("intra_fp16")]
     seen = {}
@@ -117,6 +119,72 @@ def fla_call(c, x, intracard=False):
 
 def intracard_call(c, x):
     return fla_call(c, x, intracard=True)
+
+
+def train_inputs(c):
+    """Inputs of a training step without states, and d_o; dt_bias as FLA takes it."""
+    x = make_inputs(c)
+    del x["h0"]
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    d_o = torch.randn(x["v"].shape, device="cuda", generator=generator).to(c["dtype"])
+    return x, d_o
+
+
+def train_call(c, x, d_o=None):
+    """FLA's forward and, by autograd, its backward: o and the gradients by name."""
+    from fla.ops.kda import chunk_kda
+    cu = cu_seqlens(c)
+    cpu = cu.cpu() if cu is not None else None
+    d_o = torch.ones_like(x["v"]) if d_o is None else d_o
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items() if n != "h0"}
+
+    def call():
+        os.environ["FLA_INTRACARD_CP"] = "0"
+        rows = [leaves[n] for n in ("q", "k", "v", "g", "beta")]
+        o, _ = chunk_kda(*rows, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                         use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=-5.0, A_log=leaves["A_log"],
+                         dt_bias=leaves["dt_bias"].reshape(-1), cu_seqlens=cu, cu_seqlens_cpu=cpu)
+        gradients = torch.autograd.grad(o, list(leaves.values()), d_o)
+        return dict({f"d{n}": t for n, t in zip(leaves, gradients)}, o=o.detach())
+    return call
+
+
+def peak_bytes(call):
+    """Of torch's memory during a call, beyond what is there before it: results and workspaces."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def measure_train(library):
+    """A forward and its backward, with memory for all results."""
+    rows = []
+    with Clock() as clock:
+        for c in cases("train"):
+            x, d_o = train_inputs(c)
+            row = dict(case=c["name"])
+            ours = library.training(x, d_o, gate="bounded", beta_mode="sigmoid", l2norm=True, seq_lens=c["lengths"])
+            timed(row, "libkda", ours, clock)
+            fla_configs.use(c["HV"])
+            fla = train_call(c, x, d_o)
+            timed(row, "fla", fla, clock)
+            fla_configs.save(c["HV"])  # of the backward's kernels, where there are none yet
+            row["libkda_peak_bytes"], row["fla_peak_bytes"] = peak_bytes(ours), peak_bytes(fla)
+            row["libkda_workspace_bytes"] = ours.workspace_bytes
+            found, theirs = ours(), fla()
+            row["difference_from_fla"] = {n: relative(t, theirs[n].double()) for n, t in found.items()}
+            row["speedup"] = row["fla"] / row["libkda"]
+            rows.append(row)
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            ours.destroy()
+            del x, d_o, ours, fla, found, theirs
+            gc.collect()
+            torch.cuda.empty_cache()
+    return rows
 
 
 def measure_errors(library):
@@ -295,6 +363,7 @@ def main():
     parts = {"errors": (chunked, lambda: measure_errors(library)),
              "intra": (["staged"], lambda: measure_intra(library, ("intra", "intra_fp16"))),
              "decode": (["decode"], lambda: measure_decode(library)),
+             "train": ([*chunked, "staged_backward", "backward"], lambda: measure_train(library)),
              "forward": (chunked, lambda: measure_forward(library, args.sets.split(","), args.gates))}
     copied = copy_rate()
     for name in args.what.split(","):

@@ -20,7 +20,8 @@ RESULTS = ROOT / "bench" / "results"
 
 loaded = set()
 # Results that are no numbers.
-EVIDENCE = {"gpu_fla_suite", "gpu_sanitizer", "gpu_sanitizer_backward", "gpu_sanitizer_fused", "gpu_sweep", "gpu_test_backward"}
+EVIDENCE = {"gpu_fla_suite", "gpu_sanitizer", "gpu_sanitizer_backward", "gpu_sanitizer_fused",
+            "gpu_sanitizer_staged_backward", "gpu_sweep", "gpu_test_backward", "gpu_test_staged_backward"}
 
 
 def load(name):
@@ -312,6 +313,15 @@ def table_gpu_backward():
     rows = [[f'`{c["case"]}`', milliseconds(f["median_s"]), milliseconds(c["median_s"]), milliseconds(c["copy_s"])]
             for c, f in ((b, a) for a, b in pairs(report).values())]
     return gpu_head(report) + markdown(["case", "forward", "backward", "copy of the backward's bytes"], rows) + source(report)
+
+
+def table_gpu_peers_train():
+    report = load("gpu_peers_train")
+    gigabytes = lambda size: f"{1e-9 * size:.2f} GB"
+    rows = [[f'`{c["case"]}`', milliseconds(c["libkda"] * 1e-6), milliseconds(c["fla"] * 1e-6), f'{c["speedup"]:.2f}x',
+             gigabytes(c["libkda_peak_bytes"]), gigabytes(c["fla_peak_bytes"])] for c in report["cases"]]
+    header = ["case", "libkda", f'FLA {report["fla"]}', "FLA / libkda", "peak memory of libkda", "of FLA"]
+    return gpu_head(report) + markdown(header, rows) + source(report)
 
 
 def table_gpu_decode():

@@ -31,6 +31,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/recurrent/recurrent.cu
   src/cuda/segments/segment_merge.cu
   src/cuda/staged/backward/chunk_grad.cu
+  src/cuda/staged/backward/reverse.cu
   src/cuda/staged/chunk_delta_h_sm80.cu
   src/cuda/staged/chunk_intra.cu)
 
@@ -45,7 +46,7 @@ set(KDA_CUDA_KERNELS_SM90A
 set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fused.cpp
                   src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
-                  src/cuda/host/views.cpp)
+                  src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)

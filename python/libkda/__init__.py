@@ -15,6 +15,9 @@ _NAMES = {
     "fused_recurrent_kda": "kda",
     "fused_recurrent_kda_fwd": "kda",
     "fused_kda_gate": "gate",
+    "prefill": "serving",
+    "decode": "serving",
+    "verify": "serving",
     "short_conv": "layer",
     "short_conv_update": "layer",
     "gated_rms_norm": "layer",
@@ -23,7 +26,8 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "kda", "layer", "naive", "ops", "transformers")
+_MODULES = ("arrays", "compat", "fla", "gate", "kda", "layer", "naive", "ops", "serving",
+            "transformers")
 __all__ = ["__version__", *_NAMES]
 
 

@@ -7,6 +7,7 @@ from libkda import kda as kda
 from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
+from libkda import serving as serving
 from libkda import transformers as transformers
 from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.kda import chunk_kda as chunk_kda
@@ -19,5 +20,8 @@ from libkda.naive import naive_chunk_kda as naive_chunk_kda
 from libkda.naive import naive_kda_gate as naive_kda_gate
 from libkda.naive import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate
 from libkda.naive import naive_recurrent_kda as naive_recurrent_kda
+from libkda.serving import decode as decode
+from libkda.serving import prefill as prefill
+from libkda.serving import verify as verify
 
 __version__: str

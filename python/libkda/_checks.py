@@ -22,7 +22,7 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_STATES = ("initial_state", "final_state", "states", "checkpoints", "d_final_state")
+_STATES = ("initial_state", "final_state", "states", "pool", "checkpoints", "d_final_state")
 _DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints")
 
 

@@ -9,13 +9,20 @@ import torch
 PARTS = ("kda", "conv", "norm", "rms_norm")
 
 
+def has_tensor_cores(q: object, k: object, v: object) -> bool:
+    """Whether the backward of such rows on a GPU is that of the tensor cores (src/cuda/staged/backward/backend.cpp);
+    it has as fast a one for no others. By what a traced tensor knows."""
+    rows = [x for x in (q, k, v) if isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype is torch.bfloat16]
+    return len(rows) == 3 and all(x.shape[-1] % 8 == 0 for x in rows) and rows[0].shape[-1] <= 128
+
+
 class Plugin:
     """The switch and the note of one plugin: libkda.fla or libkda.transformers. `host` is the library it serves."""
 
     def __init__(self, host: str):
         self.host = host
         self.enabled = True
-        self.train_on_gpu = False  # libkda's backward there is exact for every gate, but not yet fast
+        self.train_on_gpu = False  # all calls, also those whose backward there is exact and slow
         self.paths: dict[str, str] = {}  # by part of a model
 
     def serves(self, name: str, part: str = "kda") -> None:
@@ -32,12 +39,14 @@ class Plugin:
             raise ValueError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
         return self.paths.get(part)
 
-    def leaves_gradients(self, tensors: Iterable[object]) -> str | None:
-        """The reason why a call with gradients of tensors on a GPU stays with the host; None if it does not."""
-        if self.train_on_gpu or not torch.is_grad_enabled():
+    def leaves_gradients(self, tensors: Iterable[object], rows: tuple[object, ...] = ()) -> str | None:
+        """The reason why a call with gradients of tensors on a GPU stays with the host; None if it does not. `rows`:
+        q, k and v of a call of KDA."""
+        if self.train_on_gpu or not torch.is_grad_enabled() or rows and has_tensor_cores(*rows):
             return None
         if any(isinstance(x, torch.Tensor) and x.is_cuda and x.requires_grad for x in tensors):
-            return "a gradient is asked for on a GPU, where libkda's backward is not yet fast; see enable()"
+            return ("a gradient is asked for on a GPU, where libkda's backward is fast for q, k, v in bf16 with K up "
+                    "to 128, K and V multiples of 8; see enable()")
         return None
 
     @property

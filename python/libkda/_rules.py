@@ -12,7 +12,7 @@ PARAMETERS = ("float32",)
 LENGTHS = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
-IN_PLACE = ("update", "fused_recurrent_kda_fwd")  # on pools of states, never in float64
+IN_PLACE = ("update", "fused_recurrent_kda_fwd", "prefill", "decode", "verify")  # on pools of states, never in float64
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
@@ -48,6 +48,8 @@ _PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
 _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
+_POOL = dict(_INPUTS, cu_seqlens=_SEQUENCES["cu_seqlens"], **_GATE,
+             pool=Rule(STATES, "slots HV K V", written=True, required=True), out=_output(FLOATS), **_MASK)
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
              cu_seqlens=Rule(LENGTHS, "N+1"))
 _NORM = dict(x=Rule(ROWS, ".. D", required=True), gate=Rule(ROWS, ".. D"), weight=Rule(ROWS, "D"))
@@ -68,6 +70,9 @@ RULES = {
         **_MASK),
     "fused_recurrent_kda_fwd, not in place": dict(
         _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), out=_output(FLOATS), **_MASK),
+    "prefill": dict(_POOL, slots=Rule(INTEGERS, "N", required=True)),
+    "decode": dict(_POOL, slots=Rule(INTEGERS, "N", required=True)),
+    "verify": dict(_POOL, slots=Rule(INTEGERS, "N S", required=True), num_accepted_tokens=Rule(INTEGERS, "N")),
     "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
                 initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K")),
     "fused_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), **_GATE),
@@ -106,10 +111,13 @@ WORDS = {
         final_state_indices="ssm_state_indices", final_state="initial_state", state_index_columns="ssm_state_indices",
         o="out"),
     "fwd": dict(_SIZES, o="out"),
+    **dict.fromkeys(("prefill", "decode", "verify"), dict(
+        _SIZES, states="pool", initial_state="pool", final_state="pool", indices="slots",
+        initial_state_indices="slots", final_state_indices="slots", state_index_columns="slots", o="out")),
     **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x")),
     "gated_rms_norm": dict(channels="x", rows="x"),
-    "decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
-    "backward": dict(_SIZES, saved="kept"),
+    "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
+    "arrays.backward": dict(_SIZES, saved="kept"),
 }
 
 

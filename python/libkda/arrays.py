@@ -187,7 +187,7 @@ class _Call:
 
     def __init__(self, function, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
                  qk_l2norm, state_layout):
-        self.words = functools.partial(in_words_of, function)
+        self.words = functools.partial(in_words_of, f"arrays.{function}")
         self.views, self.device = {}, None
         q, k, v, g, beta = (self.view(n, x) for n, x in dict(q=q, k=k, v=v, g=g, beta=beta).items())
         for x in (q, v):

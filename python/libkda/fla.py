@@ -2,8 +2,9 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (cp_context on a GPU; gradients there, unless enable(train_on_gpu=True) asks
-for them) go on to FLA; last_path() says who served the last one and why. FLA_LIBKDA=0 or disable() switch it off.
+others. Calls that libkda does not serve (cp_context on a GPU; gradients there of other rows than bf16 with K up to 128,
+unless enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
+FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ _plugin = Plugin("fla")
 
 
 def enable(*, train_on_gpu: bool = False) -> None:
-    """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for.
-    libkda's backward there is exact for every gate, but not yet fast (docs/design/backward.md)."""
+    """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for and
+    whose q, k, v are not bf16 with K up to 128, K and V multiples of 8. libkda's backward of those is exact for every
+    gate, but slow (docs/design/backward.md)."""
     _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
 
 
@@ -78,7 +80,7 @@ def _reason(name, arguments):
         if device.type == "cuda" and (refusal := cuda_refusal(device.index)):
             return refusal
     if name == "chunk_kda" and differentiated:
-        if reason := _plugin.leaves_gradients(tensors):
+        if reason := _plugin.leaves_gradients(tensors, tuple(arguments.get(row) for row in ("q", "k", "v"))):
             return reason
         if not _has_backward(arguments):
             return "a gradient is asked for, and libkda has no backward pass here"

@@ -12,7 +12,7 @@ from ._checks import checked, computes_in_float64, int32_of, state_type
 from ._operands import as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of, written_rows_of
 from ._rules import LAST_SLOT, FlaError, integer, number
 
-_MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
+MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ def chunk_kda(
     float64 = computes_in_float64(q)
     if initial_state is not None and cp_context is None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
-                                      float64)
+    A_log, dt_bias = gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
+                                     float64)
     chunk_size = kwargs.pop("chunk_size", 64)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
@@ -280,11 +280,20 @@ def fused_recurrent_kda_fwd(
                           allow_neg_eigval, lower_bound, has_state, out)
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
+    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
+    o = update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
+                    A_log, dt_bias, cu_seqlens, has_state, first_slot, modes, out)
+    return o, initial_state
+
+
+def update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
+                first_slot, modes, out):
+    """o of sequences whose states are slots of `pool`, which is updated; arguments by place, since names cost a call
+    of few tokens time. `slots_name`: what the caller's `slots` are called."""
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    slots, state_a_token = _slots_of(ssm_state_indices)
+    slots, state_a_token = _slots_of(slots_name, slots)
     accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
     if type(first_slot) is not int or first_slot:
         first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
@@ -295,16 +304,16 @@ def fused_recurrent_kda_fwd(
         o = written_rows_of("out", out)
     else:
         o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
-    call(ops.update, q, k, v, g, beta, o, initial_state, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+    call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
          decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot)
     if slots is not None and not state_a_token and (not decode or cu_seqlens is not None and not cu_seqlens.is_cuda):
         _zero_without_slot(o, slots, first_slot, cu_seqlens)
     if out is None:
-        return as_type(o, v.dtype), initial_state
-    return out if o is out else out.copy_(o), initial_state
+        return as_type(o, v.dtype)
+    return out if o is out else out.copy_(o)
 
 
-def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
+def gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
     if not use_gate_in_kernel:
         return None, None
     if A_log is None and lower_bound is None:
@@ -318,7 +327,7 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
     float64 = computes_in_float64(q)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
+    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
@@ -353,14 +362,14 @@ def _decodes(q, cu_seqlens):
     """Whether a call looks like decode steps. As many tokens as sequences are taken for one token each; the operators
     look at lengths that are on the host, and lengths on a GPU are computed right whatever they are."""
     if cu_seqlens is None:
-        return q.shape[1] <= _MOST_DECODE_TOKENS
+        return q.shape[1] <= MOST_DECODE_TOKENS
     return q.shape[1] == cu_seqlens.shape[0] - 1
 
 
-def _slots_of(indices):
-    """ssm_state_indices as the operators take them, and whether there is one a token."""
+def _slots_of(name, indices):
+    """Slots as the operators take them, and whether there is one a token."""
     if indices is None:
         return None, False
     many = indices.dim() == 2 and indices.shape[1] > 1
-    indices = int32_of("ssm_state_indices", indices)
+    indices = int32_of(name, indices)
     return indices.flatten() if indices.dim() == 2 and not many else indices, many

@@ -40,21 +40,21 @@ _CHUNK_OPTIONS = frozenset(inspect.signature(kda.chunk_kda).parameters)
 _RECURRENT_OPTIONS = frozenset(inspect.signature(kda.fused_recurrent_kda).parameters)
 
 
-def _reason(tensors, options):
-    """Why libkda is not asked; None if it is."""
+def _reason(tensors, options, rows=()):
+    """Why libkda is not asked; None if it is. `rows`: q, k and v of KDA."""
     if _plugin.disabled:
         return _plugin.disabled
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():  # torch.compile answers yes to both
         return "an exported program must run without libkda"
     if options.get("seq_idx") is not None and options.get("cu_seqlens") is None:
         return "seq_idx without cu_seqlens"
-    return _plugin.leaves_gradients(tensors)
+    return _plugin.leaves_gradients(tensors, rows)
 
 
 def _serve(part, original, tensors, options, function, *args, **modes):
     """function(*args, **modes), or None if the call is that of the function `original`; nothing has been written
     then. `options`: what the model hands down."""
-    reason = _reason(tensors, options)
+    reason = _reason(tensors, options, tensors[:3] if part == "kda" else ())
     if reason is None:
         try:
             result = function(*args, **modes)
@@ -240,8 +240,9 @@ _places: list = []  # while enabled: the model file or class, the name, what was
 
 
 def enable(*, train_on_gpu: bool = False) -> None:
-    """Serve the models' calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked
-    for. libkda's backward there is exact for every gate, but not yet fast (docs/design/backward.md)."""
+    """Serve the models' calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for
+    and whose q, k, v are not bf16 with K up to 128, K and V multiples of 8. libkda's backward of those is exact for
+    every gate, but slow (docs/design/backward.md)."""
     _plugin.train_on_gpu = train_on_gpu
     if _places:
         return

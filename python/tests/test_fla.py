@@ -128,13 +128,22 @@ def test_declines_say_why():
 
 
 def test_training_on_a_gpu(monkeypatch):
-    """FLA's, unless libkda's is asked for; and every call of a GPU is FLA's where this build does not run on it."""
-    with FakeTensorMode():
-        rows = {n: torch.empty(1, 8, 2, 16, device="cuda", requires_grad=True) for n in ("q", "k", "v", "g")}
-        rows["beta"] = torch.empty(1, 8, 2, device="cuda")
+    """libkda's where it has tensor cores, else FLA's unless libkda's is asked for; and every call of a GPU is FLA's
+    where this build does not run on it."""
+    def rows_of(dtype=torch.float32, K=16, V=16):
+        sizes = dict(q=K, k=K, v=V, g=K)
+        with FakeTensorMode():
+            rows = {n: torch.empty(1, 8, 2, size, device="cuda", dtype=dtype) for n, size in sizes.items()}
+            return dict(rows, beta=torch.empty(1, 8, 2, device="cuda", dtype=dtype, requires_grad=True))
+
+    rows, bf16 = rows_of(), torch.bfloat16
     monkeypatch.setattr(libkda.fla, "cuda_refusal", lambda ordinal: None)
     monkeypatch.setattr(libkda.fla.ops, "has_backward", lambda *tensors: True)
-    assert "not yet fast" in libkda.fla._reason("chunk_kda", rows)
+    for served in (rows_of(bf16), rows_of(bf16, K=128, V=200), dict(rows_of(bf16), g=rows["g"])):
+        assert libkda.fla._reason("chunk_kda", served) is None
+    for left in (rows, rows_of(torch.float16), rows_of(bf16, K=136), rows_of(bf16, K=60), rows_of(bf16, V=60),
+                 dict(rows_of(bf16), v=rows["v"])):
+        assert "is fast for q, k, v in bf16" in libkda.fla._reason("chunk_kda", left)
     with torch.no_grad():
         assert libkda.fla._reason("chunk_kda", rows) is None
     libkda.fla.enable(train_on_gpu=True)

@@ -96,6 +96,25 @@ def prefill_in_place(x):
                 cu_seqlens=lengths(x), first_slot=1)
 
 
+def serving(x, **more):
+    return dict(rows(x), **GATE, **gate(x), pool=x["pool"].clone(), out=nan_like(x["v"]), has_state=mask(x), **more)
+
+
+def serve_prefill(x):
+    arguments = serving(x, slots=torch.tensor([3, 1], device=x["q"].device), cu_seqlens=lengths(x)) | rows(x, True)
+    return dict(arguments, out=nan_like(arguments["v"]))
+
+
+def serve_decode(x):
+    return serving(x, slots=torch.tensor([3, 1], device=x["q"].device), first_slot=1)
+
+
+def serve_verify(x):
+    some = {n: t[:, :2].contiguous() for n, t in rows(x).items()}
+    return dict(serving(x) | some, slots=torch.tensor([[0, 1], [2, 3]], device=x["q"].device),
+                num_accepted_tokens=torch.tensor([1, 2], device=x["q"].device), out=nan_like(some["v"]))
+
+
 def speculative(x):
     indices = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=x["q"].device)
     some = {n: t[:, :2].contiguous() for n, t in rows(x).items()}
@@ -275,6 +294,10 @@ TARGETS = {
                                                    ("dt_bias", "ssm_state_indices", "num_accepted_tokens")),
     "fused_recurrent_kda_fwd, out": Target(libkda.fused_recurrent_kda_fwd, with_out, ("out",),
                                            ("dt_bias", "initial_state", "out")),
+    "prefill": Target(libkda.prefill, serve_prefill, ("pool", "out"), ("dt_bias", "out", "has_state", "cu_seqlens")),
+    "decode": Target(libkda.decode, serve_decode, ("pool", "out"), ("dt_bias", "out", "has_state")),
+    "verify": Target(libkda.verify, serve_verify, ("pool", "out"),
+                     ("dt_bias", "num_accepted_tokens", "out", "has_state")),
     "fused_kda_gate": Target(libkda.fused_kda_gate, raw_gate, optional=("dt_bias",)),
     "fused_kda_gate, bounded": Target(libkda.fused_kda_gate, bounded_gate, optional=GATE_NAMES),
     "naive_kda_gate": Target(libkda.naive_kda_gate, raw_gate, optional=("dt_bias",)),

@@ -332,13 +332,18 @@ def test_a_build_without_cuda(kimi_functions, monkeypatch):
 
 
 def test_training_on_a_gpu():
-    """The model's own, unless libkda's is asked for."""
-    with FakeTensorMode():
-        rows = [torch.empty(1, 8, 2, 16, device="cuda", requires_grad=True)]
+    """libkda's where it has tensor cores, else the model's own unless libkda's is asked for."""
+    def rows_of(dtype):
+        with FakeTensorMode():
+            return [torch.empty(1, 8, 2, 16, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+    rows, bf16 = rows_of(torch.float32), rows_of(torch.bfloat16)
     libkda.transformers.enable()
-    assert "not yet fast" in libkda.transformers._reason(rows, {})
+    assert "is fast for q, k, v in bf16" in libkda.transformers._reason(rows, {}, rows)
+    assert libkda.transformers._reason(bf16, {}, bf16) is None
+    assert "is fast for" in libkda.transformers._reason(bf16, {})  # a convolution
     libkda.transformers.enable(train_on_gpu=True)
-    assert libkda.transformers._reason(rows, {}) is None
+    assert libkda.transformers._reason(rows, {}, rows) is None
     libkda.transformers.enable()
     libkda.transformers.disable()
 

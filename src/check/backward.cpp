@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
+#include <string_view>
 
 #include "check/generate.hpp"
 #include "check/tolerances.hpp"
@@ -37,6 +39,12 @@ TensorDesc row_major(DType dtype, const Shape& shape) {
 
 StateDesc dense_states(const Problem& p, const TensorDesc& tensor) {
   return {tensor, p.num_sequences, false};
+}
+
+double one_head_bound(std::string_view name) {
+  for (const GradientBound& bound : kBf16Gradients)
+    if (name == bound.name) return bound.one_head;
+  return 0;
 }
 
 void add(const oracle::Gradient& from, oracle::Gradient* to) {
@@ -210,15 +218,30 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
   throw_if_error(parallel_tasks(total, options.num_threads, run_oracle));
 
   GradientComparison result;
+  struct Sums {
+    double error = 0, reference = 0;  // of squares
+  };
+  std::map<std::string, Sums> sums;
+  CompareOptions of_fp32 = options;  // what operands add is said below
+  of_fp32.operands.reset();
   const auto add_error = [&](const char* name, int64_t n, int64_t head, const TensorDesc& desc,
                              const std::vector<double>& values, const oracle::Gradient& reference) {
     const oracle::Span span = span_of(n);
     HeadError entry = judge(values, reference.value, reference.magnitude, desc.dtype,
-                            span.end - span.begin, options);
+                            span.end - span.begin, of_fp32);
     entry.sequence = n;
     entry.head = head;
     const double left = norm(reference.value) / norm(reference.magnitude);
-    if (p.key_dim <= kFewChannels) {
+    Sums& sum = sums[name];
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      const double difference = values[i] - reference.value[i];
+      sum.error += difference * difference;
+      sum.reference += reference.value[i] * reference.value[i];
+    }
+    if (options.operands) {
+      entry.tolerance += gradient_operand_tolerance(
+          one_head_bound(name), left, static_cast<int64_t>(values.size()), options.marginal);
+    } else if (p.key_dim <= kFewChannels) {
       result.few_channels |= entry.error > entry.tolerance;
       entry.tolerance += kFewChannelsGradient;
     } else if (left < kCancelled) {
@@ -274,6 +297,8 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
     parameters("dA_log", g.dA_log, buffers.dA_log, 1, dA_log[at]);
     parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, p.key_dim, ddt_bias[at]);
   }
+  for (const auto& [name, sum] : sums)
+    result.all_heads[name] = sum.reference > 0 ? std::sqrt(sum.error / sum.reference) : 0;
   return result;
 }
 

@@ -54,6 +54,8 @@ io::SafetensorsFile file_from_gradients(const Problem& problem, const GradientBu
 /// over all sequences (their `sequence` is 0), of others per (sequence, value head).
 struct GradientComparison {
   std::map<std::string, std::vector<HeadError>> errors;
+  /// |x - ref| / |ref| of all heads and sequences together; of zeros 0.
+  std::map<std::string, double> all_heads;
   /// Whether some needs what few channels, or what cancelled terms may have more (tolerances.hpp).
   bool few_channels = false, cancelled = false;
 
@@ -62,7 +64,8 @@ struct GradientComparison {
   const HeadError* worst(const std::string& name) const;
 };
 
-/// Runs the oracle and compares what `buffers` holds. Initial states are dense.
+/// Runs the oracle and compares what `buffers` holds. Initial states are dense. `options.operands`:
+/// of the backward.
 GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers& buffers,
                                      const CompareOptions& options = {});
 

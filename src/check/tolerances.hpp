@@ -68,6 +68,30 @@ inline double operand_tolerance(bool half, int64_t values, bool marginal) {
          (values <= kFewOperandValues ? kFewOperands : 1);
 }
 
+/// Gradients of cuda.sm80.staged, whose products take bf16 operands: the error over all heads of a
+/// problem of some hundred tokens without equal keys, stored in bf16 or not, and that of one head
+/// where its terms do not cancel. In one head roundings average less; what reaches its initial
+/// state may come from a few tokens.
+struct GradientBound {
+  const char* name;
+  double all_heads, one_head;
+};
+inline constexpr GradientBound kBf16Gradients[] = {
+    {"dq", 4.2e-3, 1.3e-2},       {"dk", 4.2e-3, 1.3e-2},
+    {"dv", 4.0e-3, 1.2e-2},       {"dg", 4.8e-3, 1.5e-2},
+    {"dbeta", 4.8e-3, 1.5e-2},    {"dA_log", 5.0e-3, 1.5e-2},
+    {"ddt_bias", 4.0e-3, 1.2e-2}, {"d_initial_state", 2.6e-3, 2.4e-2}};
+/// What roundings leave of terms that cancel: a share of their magnitude.
+inline constexpr double kCancelledOperands = 0.1;
+
+/// Error that bf16 operands may add to a gradient of one head; `left`: |reference| / |magnitude|.
+inline double gradient_operand_tolerance(double one_head, double left, int64_t values,
+                                         bool marginal) {
+  return one_head * (marginal ? kMarginalOperands : 1) *
+         (values <= kFewOperandValues ? kFewOperands : 1) *
+         std::max(1.0, kCancelledOperands / std::max(left, kCancellation));
+}
+
 /// The published figure for bf16 outputs of at least so many values a head.
 inline constexpr double kBf16Output = 1.8e-3;
 inline constexpr int64_t kManyValues = 16384;

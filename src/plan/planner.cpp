@@ -86,6 +86,8 @@ std::string decline_reason(const Head& row, const Request& request) {
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
+  if (reason.empty() && row.decline_gradients && request.gradients)
+    reason = row.decline_gradients(*request.gradients);
   if (reason.empty() && row.defer && options.backend.empty()) reason = row.defer(request);
   return reason;
 }

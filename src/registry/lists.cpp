@@ -19,9 +19,9 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
     &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,
     &cpu::oracle::kDecode, &cuda::recurrent::kDecode};
 
-constexpr std::array<const BackwardRow*, 5> kBackward = {
+constexpr std::array<const BackwardRow*, 6> kBackward = {
     &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward,
-    &cpu::oracle::kBackward, &cuda::recurrent::kBackward};
+    &cpu::oracle::kBackward,        &cuda::staged::kBackward,     &cuda::recurrent::kBackward};
 
 template <class Row, std::size_t kCount>
 constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, kCount>& rows) {

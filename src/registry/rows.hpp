@@ -61,6 +61,8 @@ struct Head {
   void (*plan)(plan::PlanBuilder& builder);
   /// Empty if it serves the problem, else why not. Null: it serves all that validate() accepts.
   std::string (*decline)(const Problem& problem) = nullptr;
+  /// The same of a backward's gradients.
+  std::string (*decline_gradients)(const Gradients& gradients) = nullptr;
   /// Why the next row should serve what this one can, where no backend is asked for; empty if it
   /// should not. Null: it never should.
   std::string (*defer)(const Request& request) = nullptr;

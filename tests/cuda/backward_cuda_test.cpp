@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward on a GPU: windows, lengths and slots that only the device knows, graphs, streams,
-// memory of the wrong device. (Its numbers: tests/stage/backward_test.cpp.)
+// memory of the wrong device. Problems in fp32 are those of cuda.smxx.recurrent, in bf16 of
+// cuda.sm80.staged. (Numbers: tests/stage/backward_test.cpp, tests/cuda/staged_backward_test.cpp.)
 #include <cstring>
 #include <thread>
 
@@ -55,17 +56,19 @@ struct OnDevice {
 };
 
 GradientBuffers run_with(const Inputs& inputs, const test::BackwardRun& run) {
-  GradientBuffers buffers = check::make_gradients(inputs);
+  GradientBuffers buffers = test::gradients_in_fp32(inputs);
   test::run_backward(inputs, &buffers, run);
   return buffers;
 }
 
-Inputs packed(std::vector<int64_t> lengths, int64_t K, int64_t V, uint64_t seed = 1) {
+Inputs packed(std::vector<int64_t> lengths, int64_t K, int64_t V, uint64_t seed = 1,
+              DType dtype = DType::kFloat32) {
   check::GenerateOptions options = test::shape(0, 1, K, V);
   options.num_value_heads = 2;
   options.seq_lens = std::move(lengths);
   options.initial_state = true;
   options.seed = seed;
+  options.dtype = dtype;
   return check::generate(options);
 }
 
@@ -93,66 +96,77 @@ TEST_F(BackwardOnGpu, WindowsChangeNoBit) {
 }
 
 TEST_F(BackwardOnGpu, LengthsOfTheDeviceGiveTheSameBits) {
-  const Inputs inputs = packed({70, 0, 33, 100, 0}, 24, 40);
-  for (const int64_t tokens : {0, 64})
-    EXPECT_TRUE(test::same_gradients(run_with(inputs, {.kept_every = tokens, .from_bounds = true}),
-                                     run_with(inputs, {.kept_every = tokens})));
+  for (const DType dtype : test::backward_types()) {
+    const Inputs inputs = packed({70, 0, 33, 100, 0}, 24, 40, 1, dtype);
+    for (const int64_t tokens : {0, 64})
+      EXPECT_TRUE(
+          test::same_gradients(run_with(inputs, {.kept_every = tokens, .from_bounds = true}),
+                               run_with(inputs, {.kept_every = tokens})));
+  }
 }
 
 TEST_F(BackwardOnGpu, BadLengthsAreClampedAndFlagged) {
-  Inputs inputs = packed({70, 33, 100}, 24, 40);
-  const GradientBuffers good = run_with(inputs, {});
-  for (const int64_t bad : {int64_t{-5}, int64_t{1} << 40, int64_t{60}}) {
-    inputs.cu_seqlens = {0, 70, bad, 203};
-    for (const int64_t tokens : {0, 64}) {
-      GradientBuffers buffers = check::make_gradients(inputs);
-      OnDevice call(inputs, &buffers, {.kept_every = tokens, .from_bounds = true});
-      ASSERT_TRUE(call.run().ok());
-      call.read();
-      EXPECT_EQ(call.flags(), kBadSequences) << bad;
-      // The first sequence is as it was.
-      EXPECT_EQ(std::memcmp(buffers.dq.data(), good.dq.data(), 70 * 1 * 24 * 4), 0) << bad;
-      EXPECT_EQ(std::memcmp(buffers.dv.data(), good.dv.data(), 70 * 2 * 40 * 4), 0) << bad;
+  for (const DType dtype : test::backward_types()) {
+    Inputs inputs = packed({70, 33, 100}, 24, 40, 1, dtype);
+    const GradientBuffers good = run_with(inputs, {});
+    for (const int64_t bad : {int64_t{-5}, int64_t{1} << 40, int64_t{60}}) {
+      inputs.cu_seqlens = {0, 70, bad, 203};
+      for (const int64_t tokens : {0, 64}) {
+        GradientBuffers buffers = test::gradients_in_fp32(inputs);
+        OnDevice call(inputs, &buffers, {.kept_every = tokens, .from_bounds = true});
+        ASSERT_TRUE(call.run().ok());
+        call.read();
+        EXPECT_EQ(call.flags(), kBadSequences) << bad;
+        // The first sequence is as it was.
+        EXPECT_EQ(std::memcmp(buffers.dq.data(), good.dq.data(), 70 * 1 * 24 * 4), 0) << bad;
+        EXPECT_EQ(std::memcmp(buffers.dv.data(), good.dv.data(), 70 * 2 * 40 * 4), 0) << bad;
+      }
     }
   }
 }
 
 TEST_F(BackwardOnGpu, SlotsOutOfThePoolAreFlaggedAndNone) {
-  Inputs inputs = packed({40, 30}, 24, 16);
-  inputs.problem.initial_state->indexed = true;
-  const int32_t outside[] = {0, 2}, none[] = {0, -1};
-  const GradientBuffers expected = run_with(inputs, {.state_indices = none});
-  for (const int64_t tokens : {0, 64}) {
-    GradientBuffers buffers = check::make_gradients(inputs);
-    OnDevice call(inputs, &buffers, {.kept_every = tokens, .state_indices = outside});
-    ASSERT_TRUE(call.run().ok());
-    call.read();
-    EXPECT_EQ(call.flags(), kBadInitialIndex);
-    EXPECT_TRUE(test::same_gradients(buffers, expected));
+  for (const DType dtype : test::backward_types()) {
+    Inputs inputs = packed({40, 30}, 24, 16, 1, dtype);
+    inputs.problem.initial_state->indexed = true;
+    const int32_t outside[] = {0, 2}, none[] = {0, -1};
+    const GradientBuffers expected = run_with(inputs, {.state_indices = none});
+    for (const int64_t tokens : {0, 64}) {
+      GradientBuffers buffers = test::gradients_in_fp32(inputs);
+      OnDevice call(inputs, &buffers, {.kept_every = tokens, .state_indices = outside});
+      ASSERT_TRUE(call.run().ok());
+      call.read();
+      EXPECT_EQ(call.flags(), kBadInitialIndex);
+      EXPECT_TRUE(test::same_gradients(buffers, expected));
+    }
   }
 }
 
 TEST_F(BackwardOnGpu, AUsedWorkspaceChangesNoBit) {
-  const Inputs inputs = packed({70, 33}, 24, 40);
-  GradientBuffers first = check::make_gradients(inputs);
-  OnDevice call(inputs, &first, {.kept_every = 64});
-  ASSERT_TRUE(call.run().ok());
-  call.read();
-  const GradientBuffers once = first;
-  first = check::make_gradients(inputs);
-  call.gradients = std::make_unique<check::DeviceGradients>(call.plan, first.tensors());
-  ASSERT_TRUE(call.run().ok());
-  call.read();
-  EXPECT_TRUE(test::same_gradients(first, once));
+  for (const DType dtype : test::backward_types()) {
+    const Inputs inputs = packed({70, 33}, 24, 40, 1, dtype);
+    GradientBuffers first = test::gradients_in_fp32(inputs);
+    OnDevice call(inputs, &first, {.kept_every = 64});
+    ASSERT_TRUE(call.run().ok());
+    call.read();
+    const GradientBuffers once = first;
+    first = test::gradients_in_fp32(inputs);
+    call.gradients = std::make_unique<check::DeviceGradients>(call.plan, first.tensors());
+    ASSERT_TRUE(call.run().ok());
+    call.read();
+    EXPECT_TRUE(test::same_gradients(first, once));
+  }
 }
 
 TEST_F(BackwardOnGpu, GraphsReplayWithNewData) {
-  const Inputs old_inputs = packed({70, 0, 133}, 24, 40),
-               new_inputs = packed({70, 0, 133}, 24, 40, 2);
-  for (const bool from_bounds : {false, true})
-    for (const int64_t tokens : {0, 64}) {
+  // Windows of a row, or the staged one, which has none.
+  for (const auto& [dtype, tokens] : {std::pair{DType::kFloat32, 0}, std::pair{DType::kFloat32, 64},
+                                      std::pair{DType::kBFloat16, 0}})
+    for (const bool from_bounds : {false, true}) {
+      const Inputs old_inputs = packed({70, 0, 133}, 24, 40, 1, dtype),
+                   new_inputs = packed({70, 0, 133}, 24, 40, 2, dtype);
       const test::BackwardRun run{.kept_every = tokens, .from_bounds = from_bounds};
-      GradientBuffers buffers = check::make_gradients(old_inputs);
+      GradientBuffers buffers = test::gradients_in_fp32(old_inputs);
       OnDevice call(old_inputs, &buffers, run);
       const test::Stream stream;
       const test::Graph graph(stream, [&] { EXPECT_TRUE(call.run(stream.stream).ok()); });
@@ -181,9 +195,10 @@ TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
   std::vector<Inputs> inputs;
   std::vector<GradientBuffers> serial, parallel;
   for (std::size_t t = 0; t < kThreads; ++t) {
-    inputs.push_back(packed({70, 0, test::long_case(133)}, 24, 40, t));
+    inputs.push_back(packed({70, 0, test::long_case(133)}, 24, 40, t,
+                            t % 2 ? DType::kBFloat16 : DType::kFloat32));
     serial.push_back(run_with(inputs[t], {.kept_every = 64}));
-    parallel.push_back(check::make_gradients(inputs[t]));
+    parallel.push_back(test::gradients_in_fp32(inputs[t]));
   }
   std::vector<std::thread> threads;
   for (std::size_t t = 0; t < kThreads; ++t)

@@ -21,8 +21,8 @@ import evidence
 # Test program -> the kernel families that it runs.
 TESTS = {
     "accuracy_test": ["staged", "recurrent"],
-    "backward_cuda_test": ["backward"],
-    "backward_test": ["backward"],
+    "backward_cuda_test": ["backward", "staged_backward", "staged"],
+    "backward_test": ["backward", "staged_backward", "staged"],
     "calls_test": ["fused", "staged", "recurrent"],
     "causality_test": ["staged", "recurrent"],
     "decode_test": ["decode"],
@@ -30,22 +30,26 @@ TESTS = {
     "fused_test": ["fused"],
     "isolation_test": ["staged", "recurrent"],
     "segment_test": ["staged", "recurrent"],
+    "staged_backward_test": ["staged_backward", "staged", "backward"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
     "streams_test": ["fused", "staged", "recurrent", "decode"],
 }
 CHUNKED = ("staged", "recurrent")
+BACKWARD = ("backward", "staged_backward", "staged")
 # What is fuzzed with which flags, and the kernel families that it runs.
 FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"], CHUNKED),
-        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)))
+        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)),
+        ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode", "backward")
+FAMILIES = ("fused", "staged", "recurrent", "decode", "backward", "staged_backward")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What is fuzzed with which flags, random problems for each tool, and families.
 SANITIZED = (("accuracy", [], 20, CHUNKED), ("accuracy", ["--tensor-cores"], 72, CHUNKED),
-             ("accuracy", ["--fused"], 30, ("fused",)), ("backward", [], 50, ("backward",)))
+             ("accuracy", ["--fused"], 30, ("fused",)), ("backward", [], 50, ("backward",)),
+             ("backward", ["--tensor-cores"], 50, BACKWARD))
 
 
 def what_it_reports(done):

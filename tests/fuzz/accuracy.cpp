@@ -65,17 +65,14 @@ check::GenerateOptions random_shape(Random& random) {
   return options;
 }
 
-namespace {
-
-/// The nearest shape that the staged kernels take (docs/planning.md). Unless `hard`, not fewer than
-/// 32 channels and no equal keys: there 16-bit operands may lose more than the tolerance
-/// (docs/accuracy.md).
 void fit_tensor_cores(check::GenerateOptions* o, bool hard) {
   if (o->regime == Regime::kEqualKeys && !hard) o->regime = Regime::kStrong;
   o->key_dim = (std::clamp<int64_t>(o->key_dim, hard ? 8 : 32, 128) + 7) / 8 * 8;
   o->value_dim = (o->value_dim + 7) / 8 * 8;
   if (o->dtype == DType::kFloat32) o->dtype = o->seed % 2 ? DType::kBFloat16 : DType::kFloat16;
 }
+
+namespace {
 
 /// The nearest that the fused kernel takes.
 void fit_fused(check::GenerateOptions* o) {

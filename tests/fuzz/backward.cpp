@@ -25,8 +25,15 @@ constexpr double kWorkOfALargeCase = 1e8;  // one in 50
 struct Totals {
   std::mutex mutex;
   std::map<std::string, std::vector<double>> by_name;
-  int64_t few_channels = 0, cancelled = 0;
+  std::map<std::string, double> staged_worst;  ///< over all heads of a problem
+  int64_t few_channels = 0, cancelled = 0, staged = 0;
 
+  void add_staged(const check::GradientComparison& comparison) {
+    const std::lock_guard lock(mutex);
+    ++staged;
+    for (const auto& [name, error] : comparison.all_heads)
+      staged_worst[name] = std::max(staged_worst[name], error);
+  }
   void add(const check::GradientComparison& comparison, bool fp32) {
     const std::lock_guard lock(mutex);
     few_channels += comparison.few_channels;
@@ -40,35 +47,45 @@ struct Totals {
 std::string run_case(const Options& options, int64_t index, Totals* totals) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
+  if (options.tensor_cores) {
+    fit_tensor_cores(&shape, options.hard);
+    shape.dtype = DType::kBFloat16;
+  }
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase);
   Inputs inputs = check::generate(shape);
-  vary_options(&inputs, random, 1, true);
+  vary_options(&inputs, random, options.tensor_cores ? 8 : 1, true);
   check::GradientOptions wanted;
   wanted.seed = random.next();
   wanted.d_o = random.chance(0.9);
   wanted.d_final_state = !wanted.d_o || random.chance(0.5);
-  wanted.d_o_dtype = random.chance(0.5) ? shape.dtype : DType::kFloat32;
+  wanted.d_o_dtype = options.tensor_cores || random.chance(0.5) ? shape.dtype : DType::kFloat32;
   if (random.chance(0.5)) wanted.out_dtype = DType::kFloat32;
   check::GradientBuffers buffers = check::make_gradients(inputs, wanted);
-  if (random.chance(0.25)) test::restride_gradients(inputs.problem, &buffers);
+  if (random.chance(0.25))
+    test::restride_gradients(inputs.problem, &buffers, options.tensor_cores ? 8 : 1);
   test::BackwardRun run;
   const auto backends = test::backward_backends();
-  if (random.chance(0.4))
+  if (random.chance(0.4) && !options.tensor_cores)
     run.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
-  test::run_backward(inputs, &buffers, run);
+  test::BackwardCall call(inputs, buffers.gradients, run);
+  throw_if_error(call.run(&buffers));
   const bool marginal = check::is_marginal(inputs);
+  const std::optional<DType> operands = check::operands_of(call.plan.plan);
   const check::GradientComparison comparison =
-      check::compare_gradients(inputs, buffers, {.marginal = marginal});
-  if (!marginal) totals->add(comparison, buffers.gradients.dq->dtype == DType::kFloat32);
+      check::compare_gradients(inputs, buffers, {.marginal = marginal, .operands = operands});
+  if (operands)
+    totals->add_staged(comparison);
+  else if (!marginal)
+    totals->add(comparison, buffers.gradients.dq->dtype == DType::kFloat32);
   if (comparison.within()) return "";
   std::string failure = fmt::format(
-      "{} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={}:",
-      check::regime_name(shape.regime), inputs.problem.num_tokens, inputs.problem.num_sequences,
-      shape.num_heads, shape.num_value_heads, shape.key_dim, shape.value_dim,
-      dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode), inputs.problem.qk_l2norm,
-      beta_mode_name(inputs.problem.beta_mode), run.kept_every);
+      "{} {} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={}:",
+      call.plan.plan.implementation, check::regime_name(shape.regime), inputs.problem.num_tokens,
+      inputs.problem.num_sequences, shape.num_heads, shape.num_value_heads, shape.key_dim,
+      shape.value_dim, dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode),
+      inputs.problem.qk_l2norm, beta_mode_name(inputs.problem.beta_mode), run.kept_every);
   for (const auto& [name, heads] : comparison.errors) {
     const check::HeadError* worst = check::worst_error(heads);
     if (worst->error > worst->tolerance)
@@ -98,10 +115,17 @@ Report fuzz_backward(const Options& options) {
                     "above {:.0f}%",
                     excepted, options.count, totals.few_channels, totals.cancelled,
                     100 * check::kMostExcepted));
+  for (const auto& [name, worst] : totals.staged_worst)
+    report.figures["staged_" + name + "_worst"] = worst;
   report.figures["excepted_few_channels"] = static_cast<double>(totals.few_channels);
   report.figures["excepted_cancelled"] = static_cast<double>(totals.cancelled);
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
+  report.figures["staged"] = static_cast<double>(totals.staged);
+  report.summary += fmt::format(", {} of {} on cuda.sm80.staged", totals.staged, options.count);
+  if (options.tensor_cores && options.count >= 10 && test::on_cuda() &&
+      totals.staged < options.count)
+    report.failures.push_back(fmt::format("only {} problems were staged", totals.staged));
   return report;
 }
 

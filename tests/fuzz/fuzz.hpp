@@ -19,7 +19,7 @@ struct Options {
   int64_t first = 0;
   int64_t count = 100;
   int32_t num_threads = 2;
-  bool tensor_cores = false;  ///< accuracy: only sizes and types that the staged kernels take
+  bool tensor_cores = false;  ///< only sizes and types that the staged kernels take
   bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
   bool hard = false;          ///< and those of them that may exceed the tolerance
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
@@ -59,6 +59,10 @@ inline check::Random random_of(const Options& options, int64_t index) {
 
 /// Sizes, lengths, regime and type of a case.
 check::GenerateOptions random_shape(check::Random& random);
+/// The nearest shape that the staged kernels take (docs/planning.md). Unless `hard`, not fewer than
+/// 32 channels and no equal keys: there 16-bit operands may lose more than the tolerance
+/// (docs/accuracy.md).
+void fit_tensor_cores(check::GenerateOptions* shape, bool hard);
 /// Shrinks lengths until T HV K V is at most `limit`: the oracle's time.
 void limit_work(check::GenerateOptions* shape, double limit);
 /// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides

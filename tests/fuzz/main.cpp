@@ -55,8 +55,10 @@ int main(int argc, char** argv) {
   app.add_option("--threads", options.num_threads);
   std::string json;
   app.add_option("--json", json, "Write the figures of the summary to this file");
-  app.add_flag("--tensor-cores", options.tensor_cores,
-               "accuracy: 16-bit problems, K = 32..128, K and V multiples of 8, no equal keys");
+  app.add_flag(
+      "--tensor-cores", options.tensor_cores,
+      "accuracy, backward (bf16): 16-bit problems, K = 32..128, K and V multiples of 8, no "
+      "equal keys");
   app.add_flag("--fused", options.fused,
                "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused");
   app.add_flag("--hard", options.hard,

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "kda/backward.hpp"
+#include "plan/builder.hpp"
 #include "plan/ledger.hpp"
 #include "support/harness.hpp"
 #include "tools/kda/flags.hpp"
@@ -76,8 +77,10 @@ std::size_t window_bytes(const std::string& lengths, int64_t heads, int64_t most
   options.kept_state_every = most_tokens;
   const Plan forward = plan_for(lengths, heads, gpu_facts(132), options);
   const Problem& p = forward.problem;
+  PlanOptions windows;
+  windows.backend = "recurrent";
   BackwardPlan backward;
-  throw_if_error(make_backward_plan(forward, {.d_o = p.o, .dq = p.q}, {}, &backward));
+  throw_if_error(make_backward_plan(forward, {.d_o = p.o, .dq = p.q}, windows, &backward));
   std::size_t bytes = backward.plan.workspace_bytes;
   for (const WorkspaceBlock& block : backward.plan.workspace)
     if (block.name == "backward_starts" || block.name == "parameter_sums") bytes -= block.bytes;
@@ -92,6 +95,93 @@ TEST(Planner, WindowsBoundTheWorkspaceOfABackward) {
   EXPECT_LT(window_bytes("256K", 8, 0), bound);
   EXPECT_LT(window_bytes("8192", 64, 64), bound / 8);
   EXPECT_EQ(window_bytes("64", 4, 0), window_bytes("64", 4, 64));
+}
+
+BackwardPlan backward_of(const Problem& p, Gradients gradients, const PlanOptions& options = {}) {
+  Plan forward;
+  throw_if_error(make_plan(p, {}, gpu_facts(132), {}, &forward));
+  BackwardPlan backward;
+  throw_if_error(make_backward_plan(forward, gradients, options, &backward));
+  return backward;
+}
+
+/// Dense rows of T tokens.
+Problem rows_of(int64_t T, int64_t heads, int64_t K, int64_t V, DType dtype) {
+  Problem p;
+  p.batch = p.num_sequences = 1;
+  p.num_tokens = T;
+  p.num_heads = p.num_value_heads = heads;
+  p.key_dim = K, p.value_dim = V;
+  p.q = p.k = p.g = contiguous(dtype, {1, T, heads, K});
+  p.v = p.o = contiguous(dtype, {1, T, heads, V});
+  p.beta = contiguous(dtype, {1, T, heads});
+  return p;
+}
+
+TEST(Planner, TheStagedBackwardSaysWhatItDeclines) {
+  const Problem good = rows_of(8192, 64, 128, 128, DType::kBFloat16);
+  const Gradients wanted{.d_o = good.o, .dq = good.q};
+  EXPECT_EQ(backward_of(good, wanted).plan.implementation, "cuda.sm80.staged");
+  const auto refusal = [&](const Problem& p, const Gradients& gradients) {
+    const BackwardPlan backward = backward_of(p, gradients);
+    EXPECT_EQ(backward.plan.implementation, "cuda.smxx.recurrent");
+    for (const Candidate& row : backward.plan.candidates)
+      if (row.name == "cuda.sm80.staged") return row.reason;
+    return std::string();
+  };
+  const auto of_rows = [&](int64_t K, int64_t V, DType dtype) {
+    const Problem p = rows_of(8192, 4, K, V, dtype);
+    return refusal(p, {.d_o = p.o, .dq = p.q});
+  };
+  EXPECT_EQ(of_rows(64, 64, DType::kFloat16),
+            "q, k, v are fp16, fp16, fp16; needs bf16 for all three");
+  EXPECT_EQ(of_rows(64, 64, DType::kFloat32),
+            "q, k, v are fp32, fp32, fp32; needs bf16 for all three");
+  EXPECT_EQ(of_rows(136, 64, DType::kBFloat16), "K = 136 is above 128");
+  EXPECT_EQ(of_rows(60, 64, DType::kBFloat16), "K = 60 is not a multiple of 8");
+  EXPECT_EQ(of_rows(64, 60, DType::kBFloat16), "V = 60 is not a multiple of 8");
+  Problem p = good;
+  p.v.dtype = DType::kFloat32;
+  EXPECT_EQ(refusal(p, wanted), "q, k, v are bf16, bf16, fp32; needs bf16 for all three");
+  p = good;
+  p.k.alignment = 8;
+  EXPECT_EQ(refusal(p, wanted), "k is aligned to 8 bytes, needs 16");
+  Gradients gradients = wanted;
+  gradients.d_o->dtype = DType::kFloat32;
+  EXPECT_EQ(refusal(good, gradients), "d_o is fp32, needs bf16");
+  gradients = wanted;
+  gradients.d_o->alignment = 8;
+  EXPECT_EQ(refusal(good, gradients), "d_o is aligned to 8 bytes, needs 16");
+  // What the forward writes and d_o that is not there are no reasons.
+  p = good;
+  p.o.alignment = 2;
+  EXPECT_EQ(backward_of(
+                p, {.d_final_state = contiguous(DType::kFloat32, {1, 64, 128, 128}), .dq = good.q})
+                .plan.implementation,
+            "cuda.sm80.staged");
+}
+
+TEST(Planner, GroupsOfHeadsBoundTheWorkspaceOfABackward) {
+  const auto plan_of = [](int64_t T, int64_t heads) {
+    const Problem p = rows_of(T, heads, 128, 128, DType::kBFloat16);
+    return backward_of(p, {.d_o = p.o, .dq = p.q});
+  };
+  const std::size_t bound = 2'400'000'000;
+  const BackwardPlan one = plan_of(8192, 64);
+  EXPECT_LT(one.plan.workspace_bytes, bound);
+  EXPECT_NE(one.to_text(true).find("heads: one group"), std::string::npos) << one.to_text(true);
+  const BackwardPlan several = plan_of(32768, 64);
+  EXPECT_LT(several.plan.workspace_bytes, bound);
+  EXPECT_GT(several.plan.workspace_bytes, bound / 2);
+  EXPECT_NE(several.to_text(true).find("heads: 3 groups of 22 of 64 q/k heads"), std::string::npos)
+      << several.to_text(true);
+  // A head alone may take more.
+  const BackwardPlan large = plan_of(2'000'000, 2);
+  EXPECT_GT(large.plan.workspace_bytes, bound);
+  EXPECT_NE(large.to_text(true).find("heads: 2 groups of 1 of 2 q/k heads"), std::string::npos);
+  // The same bytes a token and head, about 3.1 KB.
+  EXPECT_NEAR(plan::bytes_a_token(one.plan, one.plan.workspace_bytes), 3104, 40);
+  EXPECT_GT(one.plan.cost.serial_us, one.plan.cost.roofline_us);
 }
 
 TEST(Planner, ChunksStartWithTheirSequence) {

@@ -4,6 +4,7 @@
 // (Random combinations: tests/fuzz/backward.cpp.)
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -22,9 +23,13 @@ using check::Regime;
 void expect_within(const Inputs& inputs, const check::GradientOptions& options,
                    const test::BackwardRun& run, const std::string& what) {
   GradientBuffers buffers = check::make_gradients(inputs, options);
-  test::run_backward(inputs, &buffers, run);
-  const check::GradientComparison comparison = check::compare_gradients(
-      inputs, buffers, {.marginal = check::is_marginal(inputs), .num_threads = 2});
+  test::BackwardCall call(inputs, buffers.gradients, run);
+  throw_if_error(call.run(&buffers));
+  const check::GradientComparison comparison =
+      check::compare_gradients(inputs, buffers,
+                               {.marginal = check::is_marginal(inputs),
+                                .operands = check::operands_of(call.plan.plan),
+                                .num_threads = 2});
   EXPECT_FALSE(comparison.cancelled) << what;
   for (const auto& [name, errors] : comparison.errors) {
     const check::HeadError* worst = check::worst_error(errors);
@@ -127,26 +132,30 @@ TEST(Backward, WindowsAndKeptStates) {
 }
 
 TEST(Backward, EveryGradientIsOptional) {
-  check::GenerateOptions options = test::shape(50, 1, 24, 16);
-  options.num_value_heads = 2;
-  options.initial_state = true;
-  const Inputs inputs = check::generate(options);
-  GradientBuffers all = check::make_gradients(inputs);
-  test::run_backward(inputs, &all);
-  const auto outputs = test::gradient_outputs(all);
-  for (std::size_t only = 0; only < outputs.size(); ++only) {
-    GradientBuffers one = check::make_gradients(inputs);
-    Gradients& g = one.gradients;
-    std::optional<TensorDesc>* descs[] = {&g.dq,    &g.dk,     &g.dv,       &g.dg,
-                                          &g.dbeta, &g.dA_log, &g.ddt_bias, &g.d_initial_state};
-    for (std::size_t i = 0; i < outputs.size(); ++i)
-      if (i != only) descs[i]->reset();
-    const GradientBuffers untouched = one;
-    test::run_backward(inputs, &one);
-    for (std::size_t i = 0; i < outputs.size(); ++i)
-      EXPECT_TRUE(test::same_bits(*test::gradient_outputs(one)[i],
-                                  i == only ? *outputs[i] : *test::gradient_outputs(untouched)[i]))
-          << check::kGradientNames[only] << " " << check::kGradientNames[i];
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(50, 1, 24, 16);
+    options.num_value_heads = 2;
+    options.initial_state = true;
+    options.dtype = dtype;
+    const Inputs inputs = check::generate(options);
+    GradientBuffers all = test::gradients_in_fp32(inputs);
+    test::run_backward(inputs, &all);
+    const auto outputs = test::gradient_outputs(all);
+    for (std::size_t only = 0; only < outputs.size(); ++only) {
+      GradientBuffers one = test::gradients_in_fp32(inputs);
+      Gradients& g = one.gradients;
+      std::optional<TensorDesc>* descs[] = {&g.dq,    &g.dk,     &g.dv,       &g.dg,
+                                            &g.dbeta, &g.dA_log, &g.ddt_bias, &g.d_initial_state};
+      for (std::size_t i = 0; i < outputs.size(); ++i)
+        if (i != only) descs[i]->reset();
+      const GradientBuffers untouched = one;
+      test::run_backward(inputs, &one);
+      for (std::size_t i = 0; i < outputs.size(); ++i)
+        EXPECT_TRUE(
+            test::same_bits(*test::gradient_outputs(one)[i],
+                            i == only ? *outputs[i] : *test::gradient_outputs(untouched)[i]))
+            << check::kGradientNames[only] << " " << check::kGradientNames[i];
+    }
   }
 }
 
@@ -167,24 +176,30 @@ TEST(Backward, PlainStepsOfZero) {
 }
 
 TEST(Backward, NoInputsOfAKind) {
-  check::GenerateOptions options = test::shape(40, 1, 16, 16);
-  options.initial_state = true;
-  const Inputs inputs = check::generate(options);
-  expect_within(inputs, {.d_o = false}, {}, "d_final_state alone");
-  expect_within(inputs, {.d_final_state = false}, {}, "d_o alone");
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(40, 1, 16, 16);
+    options.initial_state = true;
+    options.dtype = dtype;
+    const Inputs inputs = check::generate(options);
+    expect_within(inputs, {.d_o = false, .d_o_dtype = dtype}, {}, "d_final_state alone");
+    expect_within(inputs, {.d_final_state = false, .d_o_dtype = dtype}, {}, "d_o alone");
+  }
 }
 
 TEST(Backward, EmptySequencesPassTheStateOn) {
-  for (const int64_t batch : {0, 2}) {
-    check::GenerateOptions options = test::shape(0, 2, 16, 16);
-    options.batch = batch;
-    options.initial_state = true;
-    const Inputs inputs = check::generate(options);
-    GradientBuffers buffers = check::make_gradients(inputs);
-    test::run_backward(inputs, &buffers);
-    EXPECT_TRUE(test::same_bits(buffers.d_initial_state, buffers.d_final_state));
-    for (std::size_t i = 0; i < buffers.dA_log.size() / 4; ++i)
-      EXPECT_EQ(buffers.dA_log.as<float>()[i], 0);
+  for (const DType dtype : test::backward_types()) {
+    for (const int64_t batch : {0, 2}) {
+      check::GenerateOptions options = test::shape(0, 2, 16, 16);
+      options.batch = batch;
+      options.initial_state = true;
+      options.dtype = dtype;
+      const Inputs inputs = check::generate(options);
+      GradientBuffers buffers = test::gradients_in_fp32(inputs);
+      test::run_backward(inputs, &buffers);
+      EXPECT_TRUE(test::same_bits(buffers.d_initial_state, buffers.d_final_state));
+      for (std::size_t i = 0; i < buffers.dA_log.size() / 4; ++i)
+        EXPECT_EQ(buffers.dA_log.as<float>()[i], 0);
+    }
   }
 }
 
@@ -195,123 +210,156 @@ bool all_zero(const io::Buffer& buffer, int64_t begin, int64_t end, int64_t row)
   return true;
 }
 
+/// Elements [begin, end) of a dense d_o.
+void set_d_o(GradientBuffers* buffers, int64_t begin, int64_t end, float value) {
+  for (int64_t i = begin; i < end; ++i)
+    store_element(buffers->d_o.data(), buffers->gradients.d_o->dtype, i, value);
+}
+
 TEST(Backward, NothingReachesTokensBehindALoss) {
-  for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kNeedle, Regime::kSlow})
-    for (const int64_t last : {0, 5, 40, 63, 64, 100}) {
-      check::GenerateOptions options = test::shape(150, 1, 24, 40);
-      options.regime = regime;
-      const Inputs inputs = check::generate(options);
-      GradientBuffers buffers = check::make_gradients(inputs, {.d_final_state = false});
-      for (int64_t i = (last + 1) * 40; i < 150 * 40; ++i) buffers.d_o.as<float>()[i] = 0;
-      test::run_backward(inputs, &buffers);
-      EXPECT_TRUE(all_zero(buffers.dq, last + 1, 150, 24)) << last;
-      EXPECT_TRUE(all_zero(buffers.dk, last + 1, 150, 24)) << last;
-      EXPECT_TRUE(all_zero(buffers.dv, last + 1, 150, 40)) << last;
-      EXPECT_TRUE(all_zero(buffers.dg, last + 1, 150, 24)) << last;
-      EXPECT_TRUE(all_zero(buffers.dbeta, last + 1, 150, 1)) << last;
-      EXPECT_FALSE(all_zero(buffers.dv, last, last + 1, 40)) << last;
-    }
+  for (const DType dtype : test::backward_types()) {
+    for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kNeedle, Regime::kSlow})
+      for (const int64_t last : {0, 5, 40, 63, 64, 100}) {
+        check::GenerateOptions options = test::shape(150, 1, 24, 40);
+        options.regime = regime;
+        options.dtype = dtype;
+        const Inputs inputs = check::generate(options);
+        GradientBuffers buffers = test::gradients_in_fp32(inputs, {.d_final_state = false});
+        set_d_o(&buffers, (last + 1) * 40, 150 * 40, 0);
+        test::run_backward(inputs, &buffers);
+        EXPECT_TRUE(all_zero(buffers.dq, last + 1, 150, 24)) << last;
+        EXPECT_TRUE(all_zero(buffers.dk, last + 1, 150, 24)) << last;
+        EXPECT_TRUE(all_zero(buffers.dv, last + 1, 150, 40)) << last;
+        EXPECT_TRUE(all_zero(buffers.dg, last + 1, 150, 24)) << last;
+        EXPECT_TRUE(all_zero(buffers.dbeta, last + 1, 150, 1)) << last;
+        EXPECT_FALSE(all_zero(buffers.dv, last, last + 1, 40)) << last;
+      }
+  }
 }
 
 TEST(Backward, DecaysOfZeroAreExact) {
-  // All channels at -inf at token 50: nothing before it has a part in a loss behind it.
-  check::GenerateOptions options = test::shape(120, 1, 24, 40);
-  options.regime = Regime::kLog;
-  Inputs inputs = check::generate(options);
-  for (int64_t d = 0; d < 24; ++d) inputs.g.as<float>()[50 * 24 + d] = -INFINITY;
-  GradientBuffers buffers = check::make_gradients(inputs);
-  for (int64_t i = 0; i < 50 * 40; ++i) buffers.d_o.as<float>()[i] = 0;
-  test::run_backward(inputs, &buffers);
-  for (const auto& [buffer, row] : {std::pair{&buffers.dq, 24}, std::pair{&buffers.dk, 24},
-                                    std::pair{&buffers.dv, 40}, std::pair{&buffers.dg, 24}})
-    EXPECT_TRUE(all_zero(*buffer, 0, 50, row));
-  expect_within(inputs, {}, {}, "-inf");
+  for (const DType dtype : test::backward_types()) {
+    // All channels at -inf at token 50: nothing before it has a part in a loss behind it.
+    check::GenerateOptions options = test::shape(120, 1, 24, 40);
+    options.regime = Regime::kLog;
+    options.dtype = dtype;
+    Inputs inputs = check::generate(options);
+    for (int64_t d = 0; d < 24; ++d) store_element(inputs.g.data(), dtype, 50 * 24 + d, -INFINITY);
+    GradientBuffers buffers = test::gradients_in_fp32(inputs);
+    set_d_o(&buffers, 0, 50 * 40, 0);
+    test::run_backward(inputs, &buffers);
+    for (const auto& [buffer, row] :
+         {std::pair{&buffers.dq, 24}, std::pair{&buffers.dk, 24}, std::pair{&buffers.dv, 40}})
+      EXPECT_TRUE(all_zero(*buffer, 0, 50, row));
+    // In fp32 no sum has terms that cancel; a suffix sum leaves what fp32 rounds of them.
+    const auto largest = [&](int64_t begin, int64_t end) {
+      float most = 0;
+      for (int64_t i = begin * 24; i < end * 24; ++i)
+        most = std::max(most, std::fabs(buffers.dg.as<float>()[i]));
+      return most;
+    };
+    EXPECT_LE(largest(0, 50), dtype == DType::kFloat32 ? 0 : 1e-6f * largest(50, 120));
+    expect_within(inputs, {.d_o_dtype = dtype}, {}, "-inf");
+  }
 }
 
 TEST(Backward, SequencesAndHeadsAreIsolated) {
-  check::GenerateOptions options = test::shape(0, 2, 24, 40);
-  options.num_value_heads = 4;
-  options.seq_lens = {70, 45, 80};
-  options.initial_state = true;
-  const Inputs inputs = check::generate(options);
-  GradientBuffers clean = check::make_gradients(inputs);
-  Inputs poisoned = inputs;
-  test::poison_rows(&poisoned, 70, 115);
-  GradientBuffers dirty = clean;
-  test::run_backward(inputs, &clean, {.num_threads = 2});
-  test::run_backward(poisoned, &dirty, {.num_threads = 1});
-  const auto same_rows = [&](const io::Buffer& a, const io::Buffer& b, int64_t begin, int64_t end,
-                             std::size_t rows) {
-    const std::size_t row = a.size() / rows;
-    const auto first = static_cast<std::size_t>(begin) * row;
-    return std::memcmp(a.data() + first, b.data() + first,
-                       static_cast<std::size_t>(end - begin) * row) == 0;
-  };
-  const auto a = test::gradient_outputs(clean), b = test::gradient_outputs(dirty);
-  for (const std::size_t i : {0, 1, 2, 3, 4}) {
-    EXPECT_TRUE(same_rows(*a[i], *b[i], 0, 70, 195)) << check::kGradientNames[i];
-    EXPECT_TRUE(same_rows(*a[i], *b[i], 115, 195, 195)) << check::kGradientNames[i];
-  }
-  EXPECT_TRUE(same_rows(*a[7], *b[7], 0, 1, 3));
-  EXPECT_TRUE(same_rows(*a[7], *b[7], 2, 3, 3));
-
-  // NaN in one value head stays out of the others, but for dq and dk of its group.
-  GradientBuffers one_head = clean;
-  for (int64_t t = 0; t < 195; ++t) one_head.d_o.as<float>()[(t * 4 + 1) * 40 + 3] = NAN;
-  test::run_backward(inputs, &one_head);
-  for (int64_t t = 0; t < 195; ++t)
-    for (const int64_t head : {0, 2, 3}) {
-      ASSERT_EQ(clean.dg.as<float>()[(t * 4 + head) * 24],
-                one_head.dg.as<float>()[(t * 4 + head) * 24]);
-      ASSERT_EQ(clean.dv.as<float>()[(t * 4 + head) * 40],
-                one_head.dv.as<float>()[(t * 4 + head) * 40]);
-      ASSERT_EQ(clean.dbeta.as<float>()[t * 4 + head], one_head.dbeta.as<float>()[t * 4 + head]);
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(0, 2, 24, 40);
+    options.num_value_heads = 4;
+    options.seq_lens = {70, 45, 80};
+    options.initial_state = true;
+    options.dtype = dtype;
+    const Inputs inputs = check::generate(options);
+    GradientBuffers clean = test::gradients_in_fp32(inputs);
+    Inputs poisoned = inputs;
+    test::poison_rows(&poisoned, 70, 115);
+    GradientBuffers dirty = clean;
+    test::run_backward(inputs, &clean, {.num_threads = 2});
+    test::run_backward(poisoned, &dirty, {.num_threads = 1});
+    const auto same_rows = [&](const io::Buffer& a, const io::Buffer& b, int64_t begin, int64_t end,
+                               std::size_t rows) {
+      const std::size_t row = a.size() / rows;
+      const auto first = static_cast<std::size_t>(begin) * row;
+      return std::memcmp(a.data() + first, b.data() + first,
+                         static_cast<std::size_t>(end - begin) * row) == 0;
+    };
+    const auto a = test::gradient_outputs(clean), b = test::gradient_outputs(dirty);
+    for (const std::size_t i : {0, 1, 2, 3, 4}) {
+      EXPECT_TRUE(same_rows(*a[i], *b[i], 0, 70, 195)) << check::kGradientNames[i];
+      EXPECT_TRUE(same_rows(*a[i], *b[i], 115, 195, 195)) << check::kGradientNames[i];
     }
-  for (int64_t t = 0; t < 195; ++t)
-    ASSERT_EQ(clean.dq.as<float>()[(t * 2 + 1) * 24], one_head.dq.as<float>()[(t * 2 + 1) * 24]);
-  // And is not lost in its own.
-  EXPECT_TRUE(std::isnan(one_head.dg.as<float>()[(10 * 4 + 1) * 24]));
-  EXPECT_TRUE(std::isnan(one_head.ddt_bias.as<float>()[1 * 24]));
-  EXPECT_TRUE(std::isnan(one_head.dA_log.as<float>()[1]));
-  EXPECT_FALSE(std::isnan(one_head.dA_log.as<float>()[0]));
+    EXPECT_TRUE(same_rows(*a[7], *b[7], 0, 1, 3));
+    EXPECT_TRUE(same_rows(*a[7], *b[7], 2, 3, 3));
+
+    // NaN in one value head stays out of the others, but for dq and dk of its group.
+    GradientBuffers one_head = clean;
+    for (int64_t t = 0; t < 195; ++t) {
+      const int64_t at = (t * 4 + 1) * 40 + 3;
+      set_d_o(&one_head, at, at + 1, NAN);
+    }
+    test::run_backward(inputs, &one_head);
+    for (int64_t t = 0; t < 195; ++t)
+      for (const int64_t head : {0, 2, 3}) {
+        ASSERT_EQ(clean.dg.as<float>()[(t * 4 + head) * 24],
+                  one_head.dg.as<float>()[(t * 4 + head) * 24]);
+        ASSERT_EQ(clean.dv.as<float>()[(t * 4 + head) * 40],
+                  one_head.dv.as<float>()[(t * 4 + head) * 40]);
+        ASSERT_EQ(clean.dbeta.as<float>()[t * 4 + head], one_head.dbeta.as<float>()[t * 4 + head]);
+      }
+    for (int64_t t = 0; t < 195; ++t)
+      ASSERT_EQ(clean.dq.as<float>()[(t * 2 + 1) * 24], one_head.dq.as<float>()[(t * 2 + 1) * 24]);
+    // And is not lost in its own.
+    EXPECT_TRUE(std::isnan(one_head.dg.as<float>()[(10 * 4 + 1) * 24]));
+    EXPECT_TRUE(std::isnan(one_head.ddt_bias.as<float>()[1 * 24]));
+    EXPECT_TRUE(std::isnan(one_head.dA_log.as<float>()[1]));
+    EXPECT_FALSE(std::isnan(one_head.dA_log.as<float>()[0]));
+  }
 }
 
 TEST(Backward, AloneEqualsInABatch) {
-  check::GenerateOptions options = test::shape(0, 1, 24, 16);
-  options.num_value_heads = 2;
-  options.seq_lens = {33, 100, 7};
-  const Inputs inputs = check::generate(options);
-  GradientBuffers batch = check::make_gradients(inputs, {.d_final_state = false});
-  test::run_backward(inputs, &batch);
-  for (std::size_t n = 0; n < 3; ++n) {
-    const Inputs one = test::only_sequence(inputs, n);
-    GradientBuffers alone = check::make_gradients(one, {.d_final_state = false});
-    const auto first = static_cast<std::size_t>(inputs.cu_seqlens[n]);
-    std::memcpy(alone.d_o.data(), batch.d_o.data() + first * 2 * 16 * 4, alone.d_o.size());
-    test::run_backward(one, &alone);
-    for (std::size_t i = 0; i < 5; ++i) {
-      const io::Buffer& whole = *test::gradient_outputs(batch)[i];
-      const io::Buffer& part = *test::gradient_outputs(alone)[i];
-      EXPECT_EQ(std::memcmp(whole.data() + first * (whole.size() / 140), part.data(), part.size()),
-                0)
-          << check::kGradientNames[i];
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(0, 1, 24, 16);
+    options.num_value_heads = 2;
+    options.seq_lens = {33, 100, 7};
+    options.dtype = dtype;
+    const Inputs inputs = check::generate(options);
+    GradientBuffers batch = test::gradients_in_fp32(inputs, {.d_final_state = false});
+    test::run_backward(inputs, &batch);
+    for (std::size_t n = 0; n < 3; ++n) {
+      const Inputs one = test::only_sequence(inputs, n);
+      GradientBuffers alone = test::gradients_in_fp32(one, {.d_final_state = false});
+      const auto first = static_cast<std::size_t>(inputs.cu_seqlens[n]);
+      std::memcpy(alone.d_o.data(), batch.d_o.data() + first * (batch.d_o.size() / 140),
+                  alone.d_o.size());
+      test::run_backward(one, &alone);
+      for (std::size_t i = 0; i < 5; ++i) {
+        const io::Buffer& whole = *test::gradient_outputs(batch)[i];
+        const io::Buffer& part = *test::gradient_outputs(alone)[i];
+        EXPECT_EQ(
+            std::memcmp(whole.data() + first * (whole.size() / 140), part.data(), part.size()), 0)
+            << check::kGradientNames[i];
+      }
     }
   }
 }
 
 TEST(Backward, TheSameBitsForEveryThreadCountAndRepeat) {
-  check::GenerateOptions options = test::shape(0, 2, 32, 40);
-  options.num_value_heads = 6;
-  options.seq_lens = {130, 1, 64, 30};
-  options.initial_state = true;
-  const Inputs inputs = check::generate(options);
-  GradientBuffers first = check::make_gradients(inputs);
-  const GradientBuffers empty = first;
-  test::run_backward(inputs, &first);
-  for (int repeat = 0; repeat < (test::emulated() ? 3 : 100); ++repeat) {
-    GradientBuffers again = empty;
-    test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8});
-    ASSERT_TRUE(test::same_gradients(first, again)) << repeat;
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(0, 2, 32, 40);
+    options.num_value_heads = 6;
+    options.seq_lens = {130, 1, 64, 30};
+    options.initial_state = true;
+    options.dtype = dtype;
+    const Inputs inputs = check::generate(options);
+    GradientBuffers first = test::gradients_in_fp32(inputs);
+    const GradientBuffers empty = first;
+    test::run_backward(inputs, &first);
+    for (int repeat = 0; repeat < (test::emulated() ? 3 : 100); ++repeat) {
+      GradientBuffers again = empty;
+      test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8});
+      ASSERT_TRUE(test::same_gradients(first, again)) << repeat;
+    }
   }
 }
 
@@ -322,56 +370,59 @@ TEST(Backward, StridesChangeNothingAndGapsStay) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     options.dtype = dtype;
     Inputs inputs = check::generate(options);
-    GradientBuffers dense = check::make_gradients(inputs);
+    GradientBuffers dense = check::make_gradients(inputs, {.d_o_dtype = dtype});
     GradientBuffers strided = dense;
     test::run_backward(inputs, &dense);
-    test::restride(&inputs);
-    test::restride_gradients(inputs.problem, &strided);
+    test::restride(&inputs, 8);
+    test::restride_gradients(inputs.problem, &strided, 8);
     test::run_backward(inputs, &strided);
     // The dense result, spread, is the strided one: also in its gaps.
-    test::restride_gradients(inputs.problem, &dense);
+    test::restride_gradients(inputs.problem, &dense, 8);
     EXPECT_TRUE(test::same_gradients(dense, strided));
   }
 }
 
 TEST(Backward, MasksAndPoolsOfInitialStates) {
-  check::GenerateOptions options = test::shape(0, 1, 16, 24);
-  options.seq_lens = {40, 30, 20};
-  options.initial_state = true;
-  Inputs inputs = check::generate(options);
-  GradientBuffers dense = check::make_gradients(inputs);
-  GradientBuffers pooled = dense;
-  test::run_backward(inputs, &dense);
-  // The same states in a pool of 5 slots; sequence 1 starts from none.
-  const std::size_t state = 16 * 24 * 4;
-  io::Buffer pool(5 * state);
-  pool.fill(0xff);
-  std::memcpy(pool.data() + 4 * state, inputs.initial_state.data(), state);
-  std::memcpy(pool.data() + 1 * state, inputs.initial_state.data() + 2 * state, state);
-  std::memcpy(pool.data() + 2 * state, inputs.initial_state.data() + 1 * state, state);
-  Inputs none = inputs;
-  none.problem.initial_state.reset();
-  inputs.initial_state = pool;
-  inputs.problem.initial_state->num_slots = 5;
-  inputs.problem.initial_state->indexed = true;
-  const int32_t slots[] = {4, -1, 1}, all_slots[] = {4, 2, 1};
-  const uint8_t mask[] = {1, 0, 1};
-  test::run_backward(inputs, &pooled, {.state_indices = slots});
-  GradientBuffers masked = pooled;
-  inputs.problem.initial_state_mask = true;
-  test::run_backward(inputs, &masked, {.state_indices = all_slots, .state_mask = mask});
-  EXPECT_TRUE(test::same_gradients(pooled, masked));
-  const auto part = [&](const GradientBuffers& buffers, std::size_t n) {
-    return buffers.d_initial_state.data() + n * state;
-  };
-  EXPECT_EQ(std::memcmp(part(pooled, 0), part(dense, 0), state), 0);
-  EXPECT_EQ(std::memcmp(part(pooled, 2), part(dense, 2), state), 0);
-  EXPECT_TRUE(all_zero(pooled.d_initial_state, 1, 2, 16 * 24));
-  GradientBuffers from_zero = check::make_gradients(none);
-  test::run_backward(none, &from_zero);
-  EXPECT_EQ(
-      std::memcmp(pooled.dk.data() + 40 * 16 * 4, from_zero.dk.data() + 40 * 16 * 4, 30 * 16 * 4),
-      0);
+  for (const DType dtype : test::backward_types()) {
+    check::GenerateOptions options = test::shape(0, 1, 16, 24);
+    options.seq_lens = {40, 30, 20};
+    options.initial_state = true;
+    options.dtype = dtype;
+    Inputs inputs = check::generate(options);
+    GradientBuffers dense = test::gradients_in_fp32(inputs);
+    GradientBuffers pooled = dense;
+    test::run_backward(inputs, &dense);
+    // The same states in a pool of 5 slots; sequence 1 starts from none.
+    const std::size_t state = 16 * 24 * 4;
+    io::Buffer pool(5 * state);
+    pool.fill(0xff);
+    std::memcpy(pool.data() + 4 * state, inputs.initial_state.data(), state);
+    std::memcpy(pool.data() + 1 * state, inputs.initial_state.data() + 2 * state, state);
+    std::memcpy(pool.data() + 2 * state, inputs.initial_state.data() + 1 * state, state);
+    Inputs none = inputs;
+    none.problem.initial_state.reset();
+    inputs.initial_state = pool;
+    inputs.problem.initial_state->num_slots = 5;
+    inputs.problem.initial_state->indexed = true;
+    const int32_t slots[] = {4, -1, 1}, all_slots[] = {4, 2, 1};
+    const uint8_t mask[] = {1, 0, 1};
+    test::run_backward(inputs, &pooled, {.state_indices = slots});
+    GradientBuffers masked = pooled;
+    inputs.problem.initial_state_mask = true;
+    test::run_backward(inputs, &masked, {.state_indices = all_slots, .state_mask = mask});
+    EXPECT_TRUE(test::same_gradients(pooled, masked));
+    const auto part = [&](const GradientBuffers& buffers, std::size_t n) {
+      return buffers.d_initial_state.data() + n * state;
+    };
+    EXPECT_EQ(std::memcmp(part(pooled, 0), part(dense, 0), state), 0);
+    EXPECT_EQ(std::memcmp(part(pooled, 2), part(dense, 2), state), 0);
+    EXPECT_TRUE(all_zero(pooled.d_initial_state, 1, 2, 16 * 24));
+    GradientBuffers from_zero = test::gradients_in_fp32(none);
+    test::run_backward(none, &from_zero);
+    EXPECT_EQ(
+        std::memcmp(pooled.dk.data() + 40 * 16 * 4, from_zero.dk.data() + 40 * 16 * 4, 30 * 16 * 4),
+        0);
+  }
 }
 
 /// Dot product of rows t of two fp32 tensors.

@@ -9,6 +9,18 @@ std::vector<std::string> backward_backends() {
   return names_that_serve_all(registry::backward_heads());
 }
 
+std::vector<DType> backward_types() {
+  if (!on_cuda()) return {DType::kFloat32};
+  return {DType::kFloat32, DType::kBFloat16};
+}
+
+check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
+                                         check::GradientOptions options) {
+  options.d_o_dtype = inputs.problem.v.dtype;
+  options.out_dtype = DType::kFloat32;
+  return check::make_gradients(inputs, options);
+}
+
 BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
@@ -49,9 +61,9 @@ void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
   throw_if_error(BackwardCall(inputs, buffers->gradients, run).run(buffers));
 }
 
-void restride_gradients(const Problem& p, check::GradientBuffers* buffers) {
+void restride_gradients(const Problem& p, check::GradientBuffers* buffers, int64_t unit) {
   Gradients& g = buffers->gradients;
-  if (g.d_o) pad_tensor(&buffers->d_o, &*g.d_o, v_shape(p), 1);
+  if (g.d_o) pad_tensor(&buffers->d_o, &*g.d_o, v_shape(p), unit);
   pad_tensor(&buffers->dq, &*g.dq, qk_shape(p), 1);
   pad_tensor(&buffers->dk, &*g.dk, qk_shape(p), 1);
   pad_tensor(&buffers->dv, &*g.dv, v_shape(p), 1);

@@ -22,8 +22,14 @@ struct BackwardRun {
   const uint8_t* state_mask = nullptr;
 };
 
-/// What to ask for so that every implementation of device() has its turn.
+/// What to ask for so that every implementation of device() that declines nothing has its turn.
 std::vector<std::string> backward_backends();
+/// Types of q, k and v so that every row of device() has its turn, if K and V are multiples of 8:
+/// on a GPU those in bf16 go to cuda.sm80.staged.
+std::vector<DType> backward_types();
+/// check::make_gradients() with d_o of the type of v, and what comes out in fp32.
+check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
+                                         check::GradientOptions options = {});
 
 /// A backward ready to run; what the forward keeps is there, the workspace is filled with NaN.
 struct BackwardCall {
@@ -41,9 +47,9 @@ struct BackwardCall {
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run = {});
 
-/// Replaces d_o and every gradient of tokens by copies with padded strides, dbeta with a strided
-/// innermost dimension.
-void restride_gradients(const Problem& problem, check::GradientBuffers* buffers);
+/// Replaces d_o and every gradient of tokens by copies with padded strides, those of d_o multiples
+/// of `unit`, dbeta with a strided innermost dimension.
+void restride_gradients(const Problem& problem, check::GradientBuffers* buffers, int64_t unit = 1);
 
 /// The outputs in the order of check::kGradientNames.
 std::vector<const io::Buffer*> gradient_outputs(const check::GradientBuffers& buffers);

@@ -121,7 +121,11 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
   const std::string gpu = "plan --heads 64 --seq-lens 8192 --backward --device cuda --explain";
-  const Ran windows = kda(gpu);
+  const Ran groups = kda(gpu);
+  EXPECT_EQ(groups.exit_code, 0) << groups.err;
+  for (const char* text : {"chunk_reverse", "heads: one group", "cuda.sm80.staged"})
+    EXPECT_NE(groups.out.find(text), std::string::npos) << text << groups.out;
+  const Ran windows = kda(gpu + " --backend recurrent");
   EXPECT_EQ(windows.exit_code, 0) << windows.err;
   EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;
   EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
@@ -584,11 +588,17 @@ TEST_F(CliOnGpu, RunsAndChecksABackward) {
   EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.size(), 8u);
   EXPECT_EQ(io::read_safetensors(path("gpu.safetensors")).tensors.at("dk").shape,
             io::read_safetensors(path("cpu.safetensors")).tensors.at("dk").shape);
-  const Ran check = kda("check x.safetensors --backward --out-dtype fp32 --json --device cuda");
-  EXPECT_EQ(check.exit_code, 0) << check.err;
-  const nlohmann::json report = nlohmann::json::parse(check.out);
-  EXPECT_EQ(report["implementation"], "cuda.smxx.recurrent");
-  EXPECT_TRUE(report["within"]);
+  for (const auto& [flags, implementation] :
+       {std::pair{"", "cuda.sm80.staged"},
+        std::pair{" --backend recurrent", "cuda.smxx.recurrent"}}) {
+    const Ran check =
+        kda(std::string("check x.safetensors --backward --out-dtype fp32 --json --device cuda") +
+            flags);
+    EXPECT_EQ(check.exit_code, 0) << check.err;
+    const nlohmann::json report = nlohmann::json::parse(check.out);
+    EXPECT_EQ(report["implementation"], implementation);
+    EXPECT_TRUE(report["within"]);
+  }
 }
 
 TEST_F(CliOnGpu, InfoNamesIt) {

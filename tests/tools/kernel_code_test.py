@@ -86,6 +86,12 @@ class KernelCode(unittest.TestCase):
         self.assertEqual(list(self.hashes(A, arch=90)["fused"]), ["sm_90"])
         self.assertNotEqual(self.hashes(A, arch=90)["fused"]["sm_90"], self.hashes(A)["fused"]["sm_80"])
 
+    def test_the_chain_of_a_backward_is_no_part_of_the_forwards(self):
+        kernels = [kernel_code.Kernel("staged/chunk_delta_h_sm80.cu", "sm_80", f"_ZN3kernelILN3kda4cuda8ChainUseE{use}EE",
+                                      "digest", 0, 0, b"") for use in (2, 4)]
+        self.assertEqual([kernel_code.folder_of(k) for k in kernels], ["staged", "staged/backward"])
+        self.assertEqual(kernel_code.folder_of(kernels[0]._replace(file="staged/backward/a.cu")), "staged/backward")
+
     def test_a_missing_object_is_an_error(self):
         folder = self.build("x", [A])
         next(folder.rglob("decode/a.cu.o.0.cubin")).unlink()

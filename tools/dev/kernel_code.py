@@ -24,13 +24,14 @@ import struct
 import subprocess
 import sys
 
-# Kernel family -> the folders of src/cuda whose kernels it launches.
+# Kernel family -> the folders of src/cuda (folder_of) whose kernels it launches.
 FAMILIES = {
     "fused": ("fused", "segments", "launch"),
     "staged": ("staged", "segments", "launch"),
     "recurrent": ("recurrent", "segments", "launch"),
     "decode": ("decode", "launch"),
     "backward": ("backward", "launch"),
+    "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
 }
 HOPPER = ("fused",)  # these have no kernels but those of sm_90a
 
@@ -161,17 +162,24 @@ def read_build(folder):
     return kernels
 
 
+def folder_of(kernel):
+    """The folder of a kernel for FAMILIES. chunk_delta_h for a backward (ChainUse::kErrors) counts as of it."""
+    if kernel.file.startswith("staged/backward/") or "8ChainUseE4E" in kernel.name:
+        return "staged/backward"
+    return kernel.file.split("/")[0]
+
+
 def family_hashes(kernels):
     """{family: {"sm_80": hash}}; sm_90 stands for code of sm_90a too."""
     hashes = {}
-    there = {k.file.split("/")[0] for k in kernels}
+    there = {folder_of(k) for k in kernels}
     for family, folders in FAMILIES.items():
         missing = set(folders) - there - set(HOPPER)
         if missing:
             raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(sorted(missing))}/")
         digests = collections.defaultdict(list)
         for kernel in kernels:
-            if kernel.file.split("/")[0] in folders:
+            if folder_of(kernel) in folders:
                 digests[kernel.arch].append(kernel.digest)
         hashes[family] = {arch: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]
                           for arch, each in sorted(digests.items())}

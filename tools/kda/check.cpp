@@ -50,6 +50,7 @@ struct CheckCommand {
     Progress progress("oracle");
     check::CompareOptions options;
     options.marginal = check::is_marginal(inputs);
+    options.operands = check::operands_of(execution.plan.plan);
     options.num_threads = execution.plan.plan.num_threads;
     options.progress = [&](int64_t done, int64_t total) { progress.update(done, total); };
     const check::GradientComparison result = check::compare_gradients(inputs, *gradients, options);

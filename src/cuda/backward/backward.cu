@@ -15,6 +15,21 @@ namespace {
 
 using namespace backward;
 
+/// Blocks of backward_gradients for so many tokens.
+int64_t gradient_blocks(const BackwardArgs& args, int64_t tokens) {
+  return (tokens + kPieceTokens - 1) / kPieceTokens * args.shape.H;
+}
+
+template <int kK>
+Status launch_last(const BackwardArgs& args, const Launch& where) {
+  KDA_RETURN_IF_ERROR(launch_kernel("backward_gradients", backward_gradients_kernel<kK>,
+                                    gradient_blocks(args, args.num_tokens), kThreads,
+                                    sizeof(GradientsShared<kK>), where, args));
+  if (!args.sums) return {};
+  return launch_kernel("backward_parameters", backward_parameters_kernel, args.shape.HV, kThreads,
+                       0, where, args);
+}
+
 template <int kK, int kBV>
 Status launch(BackwardArgs args, const Launch& where) {
   static_assert(backward_tile(kK).rows == kK && backward_tile(kK).columns == kBV);
@@ -44,9 +59,8 @@ Status launch(BackwardArgs args, const Launch& where) {
     KDA_RETURN_IF_ERROR(run("backward_chunk_grad", backward_chunk_grad_kernel<kK, kBV>,
                             (tokens + kTokens - 1) / kTokens * args.shape.HV,
                             chunk_grad_bytes<kK, kBV>(args.sizes.tiles)));
-    const int64_t pieces = (tokens + kPieceTokens - 1) / kPieceTokens;
     KDA_RETURN_IF_ERROR(run("backward_gradients", backward_gradients_kernel<kK>,
-                            pieces * args.shape.H, sizeof(GradientsShared<kK>)));
+                            gradient_blocks(args, tokens), sizeof(GradientsShared<kK>)));
   }
   if (!args.sums) return {};
   return run("backward_parameters", backward_parameters_kernel, args.shape.HV, 0);
@@ -58,6 +72,12 @@ Status launch_backward(const BackwardArgs& args, const Launch& where) {
   if (args.shape.K <= 64) return launch<64, 64>(args, where);
   if (args.shape.K <= 128) return launch<128, 64>(args, where);
   return launch<256, 32>(args, where);
+}
+
+// Behind launch_backward(): hashes of kernels know in which order they are instantiated.
+Status launch_gradients(const BackwardArgs& args, const Launch& where) {
+  if (args.shape.K <= 64) return launch_last<64>(args, where);
+  return args.shape.K <= 128 ? launch_last<128>(args, where) : launch_last<256>(args, where);
 }
 
 }  // namespace kda::cuda

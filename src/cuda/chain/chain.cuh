@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the kernels of the chain of chunks share: which columns of which state a warp holds, where
-// they begin and end, and the arithmetic of a chunk outside of its products.
+// they begin and end, and the arithmetic of a chunk, with its products by mma.sync.
 #pragma once
 
 #include <type_traits>
@@ -23,6 +23,26 @@ __device__ __forceinline__ void round_pairs(const float (&x)[4], const float (&y
   out[3] = ptx::pack<T>(y[2], y[3]);
 }
 
+/// What thread `tid` of kThreads copies of kBytes to shared memory, in order: tiles lie in the
+/// workspace as they are used here.
+template <int kBytes, int kThreads>
+__device__ void copy_tile(void* target, const void* source, int64_t index, int tid) {
+  const char* from = static_cast<const char*>(source) + index * kBytes + tid * 16;
+  const uint32_t to = ptx::shared_address(target) + tid * 16;
+  constexpr int kRound = kThreads * 16;
+#pragma unroll
+  for (int at = 0; at + kRound <= kBytes; at += kRound) ptx::cp_async<16>(to + at, from + at);
+  constexpr int kDone = kBytes / kRound * kRound;
+  if (kDone < kBytes && tid * 16 < kBytes - kDone) ptx::cp_async<16>(to + kDone, from + kDone);
+}
+
+/// Blocks of kColumns columns of V cover a multiple of so many: chunk_grad sums over V, so what it
+/// reads is written up to the end of a tile.
+template <ChainUse kUse, int kColumns>
+inline constexpr int kCovered =
+    (kUse == ChainUse::kErrors || kUse == ChainUse::kReverse) && kColumns < kVTile ? kVTile
+                                                                                   : kColumns;
+
 /// A warp holds S^T of 16 columns of V: rows v of the accumulators, all of K in their columns. An
 /// accumulator pair of columns, rounded, is an A operand as it stands: nothing is exchanged.
 template <class T, int kK, ChainUse kUse>
@@ -32,6 +52,9 @@ struct Chain {
   static constexpr int kTokenTiles = kChunk / 8;
   /// With bf16 vn goes into the state in two parts: errors of the state stay in it.
   static constexpr bool kTwoParts = std::is_same_v<T, __nv_bfloat16>;
+  /// Offsets by swizzled_from(), which take fewer registers and instructions.
+  /// The forward's uses keep the code that they were measured with.
+  static constexpr bool kFromConstants = kUse == ChainUse::kErrors || kUse == ChainUse::kReverse;
 
   const ChainArgs& a;
   const int lane;
@@ -56,7 +79,8 @@ struct Chain {
   /// Blocks of kColumns columns, those of a span and head after each other. False: nothing to do.
   template <int kColumns>
   __device__ bool find_place(int warp) {
-    const int v_blocks = (a.shape.V + kColumns - 1) / kColumns;
+    constexpr int kCover = kCovered<kUse, kColumns>;
+    const int v_blocks = (a.shape.V + kCover - 1) / kCover * (kCover / kColumns);
     const int k_blocks = kUse == ChainUse::kScan ? (a.shape.K + kColumns - 1) / kColumns : 0;
     const auto blocks = static_cast<unsigned>(v_blocks + k_blocks);
     const unsigned place = blockIdx.x / blocks;
@@ -164,14 +188,15 @@ struct Chain {
       const int64_t matrix = unit * a.shape.HV + head;
       for_each_state((transition ? a.M : a.B) + matrix * a.shape.K * columns(), columns(), 1,
                      [](float x, float& to) { to = x; });
-    } else if (a.final_state.base && span.end == sequence_span(a.map, span.sequence).end) {
+    } else if (kUse != ChainUse::kErrors && a.final_state.base &&
+               span.end == sequence_span(a.map, span.sequence).end) {
       store_to(a.final_state, state_slot(a.final_state, span.sequence));
     }
   }
 
   /// After chunk `chunk`: its state, where a checkpoint is due.
   __device__ __forceinline__ void store_checkpoint(int chunk) {
-    if (kUse == ChainUse::kScan || !a.checkpoints.base) return;
+    if (kUse == ChainUse::kScan || kUse == ChainUse::kErrors || !a.checkpoints.base) return;
     const int64_t done = min(span.end, span.begin + (chunk + 1) * kChunk) -
                          sequence_span(a.map, span.sequence).begin;
     if (done % a.checkpoint_every == 0)
@@ -188,7 +213,7 @@ struct Chain {
     return u_tile + swizzled(row, tile_column / 8 + lane / 8 % 2);
   }
 
-  /// vn^T = beta (u^T - P), in place of P = (w S)^T.
+  /// vn^T = beta (u^T - P), in place of P = (w S)^T; E^T = u^T - P with kErrors.
   __device__ __forceinline__ void prediction_error(const T* u_tile, const float* betas,
                                                    float (&p)[kTokenTiles][4]) const {
 #pragma unroll
@@ -197,7 +222,9 @@ struct Chain {
       if (!transition) ptx::ldmatrix_x4_trans(u, ptx::shared_address(u_piece(u_tile, n / 2)));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 beta = *reinterpret_cast<const float2*>(&betas[(n + half) * 8 + lane % 4 * 2]);
+        float2 beta{1, 1};
+        if constexpr (kUse != ChainUse::kErrors)
+          beta = *reinterpret_cast<const float2*>(&betas[(n + half) * 8 + lane % 4 * 2]);
         const float2 low = ptx::unpack<T>(u[2 * half]), high = ptx::unpack<T>(u[2 * half + 1]);
         float(&x)[4] = p[n + half];
         x[0] = beta.x * (low.x - x[0]);
@@ -206,6 +233,25 @@ struct Chain {
         x[3] = beta.y * (high.y - x[3]);
       }
     }
+  }
+
+  /// x^T times kSign factors of tokens.
+  template <int kSign>
+  __device__ __forceinline__ void scale_tokens(const float* factors,
+                                               float (&x)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float2 factor = *reinterpret_cast<const float2*>(&factors[n * 8 + lane % 4 * 2]);
+      x[n][0] *= kSign * factor.x, x[n][1] *= kSign * factor.y;
+      x[n][2] *= kSign * factor.x, x[n][3] *= kSign * factor.y;
+    }
+  }
+
+  /// x^T of 64 tokens as A operands.
+  __device__ __forceinline__ static void round_tokens(const float (&x)[kTokenTiles][4],
+                                                      uint32_t (&out)[4][4]) {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) round_pairs<T>(x[2 * step], x[2 * step + 1], out[step]);
   }
 
   /// What `kept`, an error rounded to 16 bits, lacks of it, as 16 bits: A operand of 16 tokens.
@@ -244,19 +290,128 @@ struct Chain {
     }
   }
 
+  // ---- products --------------------------------------------------------------------------------
+
+  /// acc [V, tokens] += x [V, kK] rows^T, rows [64 tokens, kK].
+  __device__ __forceinline__ void multiply_rows(const uint32_t (&x)[kSteps][4], const T* rows,
+                                                float (&acc)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; n += 2) {
+        uint32_t b[4];  // 16 tokens x 16 channels
+        const int row = n * 8 + lane % 8 + lane / 16 * 8;
+        int at = swizzled(row, step * 2 + lane / 8 % 2);
+        if constexpr (kFromConstants)
+          at = swizzled_from(n * 8, step * 2, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+        ptx::ldmatrix_x4(b, ptx::shared_address(rows + at));
+        ptx::mma_16816<T>(acc[n], x[step], b[0], b[1]);
+        ptx::mma_16816<T>(acc[n + 1], x[step], b[2], b[3]);
+      }
+  }
+
+  /// 16 tokens of step `step` x 16 columns of `rows` from column n * 8 on, for products over
+  /// tokens.
+  __device__ __forceinline__ void load_columns(const T* rows, int step, int n,
+                                               uint32_t (&b)[4]) const {
+    const int piece = n + lane / 16;
+    int at = swizzled(step * 16 + lane % 16, piece);
+    if constexpr (kFromConstants) at = swizzled_from(step * 16, n, lane % 16, lane / 16);
+    ptx::ldmatrix_x4_trans(b, ptx::shared_address(rows + at));
+  }
+
+  /// S^T += x^T rows, rows [64 tokens, kK]; `rounded` is x^T as A operands. With x itself what
+  /// rounding left of it goes into the state too.
+  template <class... Unrounded>
+  __device__ __forceinline__ void add_products(const uint32_t (&rounded)[4][4], const T* rows,
+                                               const Unrounded&... x) {
+    constexpr bool kBoth = sizeof...(x) > 0;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      uint32_t low[4];
+      if constexpr (kBoth) rests(x..., step, rounded[step], low);
+#pragma unroll
+      for (int n0 = 0; n0 < kTiles; n0 += 8) {
+        uint32_t b[4][4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) load_columns(rows, step, n0 + 2 * i, b[i]);
+        multiply_pairs(state + n0, rounded[step], b);
+        if constexpr (kBoth) multiply_pairs(state + n0, low, b);
+      }
+    }
+  }
+
+  /// acc += x y for 8 tiles, whose products do not wait for each other.
+  __device__ __forceinline__ static void multiply_pairs(float (*acc)[4], const uint32_t (&x)[4],
+                                                        const uint32_t (&y)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::mma_16816<T>(acc[2 * i], x, y[i][0], y[i][1]);
+      ptx::mma_16816<T>(acc[2 * i + 1], x, y[i][2], y[i][3]);
+    }
+  }
+
+  // ---- tiles of the workspace ------------------------------------------------------------------
+
+  /// visit(pair of elements in a register, where it is stored) for the A operands of S^T.
+  template <class Visit>
+  __device__ void for_each_stored_state(int chunk, uint32_t (&rounded)[kSteps][4],
+                                        Visit&& visit) const {
+    T* h = static_cast<T*>(a.h) + (tile(chunk) * v_tiles() + u_tile) * kVTile * kK;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int v = tile_column + lane / 4 + i % 2 * 8;
+        int at = swizzled(v, step * 2 + i / 2);
+        if constexpr (kFromConstants)
+          at = swizzled_from(tile_column + i % 2 * 8, step * 2 + i / 2, lane / 4, 0);
+        visit(rounded[step][i], reinterpret_cast<uint32_t*>(h + at + lane % 4 * 2));
+      }
+  }
+  /// The same for vn^T; in memory vn has tokens as rows.
+  template <class Visit>
+  __device__ void for_each_stored_error(int chunk, uint32_t (&vn)[4][4], Visit&& visit) const {
+    T* to = static_cast<T*>(a.vn) + (tile(chunk) * v_tiles() + u_tile) * kChunk * kVTile;
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = step * 16 + i / 2 * 8 + lane / 4;
+        const int piece = tile_column / 8 + i % 2;
+        int at = swizzled(token, piece);
+        if constexpr (kFromConstants) at = swizzled_from(step * 16 + i / 2 * 8, piece, lane / 4, 0);
+        visit(vn[step][i], reinterpret_cast<uint32_t*>(to + at + lane % 4 * 2));
+      }
+  }
+  __device__ void store_state(int chunk, uint32_t (&rounded)[kSteps][4]) const {
+    for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
+  }
+  __device__ void store_errors(int chunk, uint32_t (&vn)[4][4]) const {
+    for_each_stored_error(chunk, vn,
+                          [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
+  }
+
+  // ---- rows of the caller ----------------------------------------------------------------------
+
   __device__ void store_outputs(int chunk, const float (&o)[kTokenTiles][4]) const {
     const int64_t token0 = span.begin + chunk * kChunk;
     const int64_t base = row_offset(a.o, a.map, span.sequence, token0, head);
     const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), span.end - token0));
-    if (a.o.type == Element::kFloat32) {
+    constexpr bool kAnyRows = kUse == ChainUse::kReverse;  // else of whole words
+    if (a.o.type == Element::kFloat32 || (kAnyRows && !a.o.whole_words)) {
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int token = n * 8 + lane % 4 * 2 + i % 2;
           const int v = column + lane / 4 + i / 2 * 8;
-          if (token < count && v < a.shape.V)
-            static_cast<float*>(a.o.base)[base + token * a.o.stride_t + v] = o[n][i];
+          if (token >= count || v >= a.shape.V) continue;
+          const int64_t at = base + token * a.o.stride_t + v;
+          if constexpr (kAnyRows)
+            store_element(a.o.base, a.o.type, at, o[n][i]);
+          else
+            static_cast<float*>(a.o.base)[at] = o[n][i];
         }
       return;
     }
@@ -291,7 +446,10 @@ __device__ inline void write_flags(const ChainArgs& a) {
 /// Blocks of kColumns columns that cover what a launch has to do.
 template <ChainUse kUse, int kColumns>
 int64_t blocks_of(const ChainArgs& args) {
-  const auto of = [](int64_t columns) { return (columns + kColumns - 1) / kColumns; };
+  const auto of = [](int64_t columns) {
+    constexpr int kCover = kCovered<kUse, kColumns>;
+    return (columns + kCover - 1) / kCover * (kCover / kColumns);
+  };
   const int64_t spans = kUse == ChainUse::kOutputs ? args.num_chunks
                         : args.map.segments        ? args.map.num_spans
                                                    : args.map.num_sequences;

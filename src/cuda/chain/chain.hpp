@@ -14,6 +14,8 @@ enum class ChainUse {
   kScan,     ///< M and B of segments
   kStates,   ///< chunk_delta_h alone: S and vn of every chunk
   kOutputs,  ///< chunk_o alone: o from S and vn, all chunks at once
+  kErrors,   ///< for the backward: S and E of every chunk; no checkpoints, no final state
+  kReverse,  ///< the chain of the backward (staged/backward/reverse.hpp): no use of chunk_delta_h
 };
 
 struct ChainArgs {
@@ -30,7 +32,8 @@ struct ChainArgs {
   float* B = nullptr;      ///< scan: [spans, HV, K, V]
   bool skip_last = false;  ///< scan: nothing follows the last segment of a sequence
 
-  // States writes these and outputs reads them; they are swizzled like the factors.
+  // States writes these and outputs reads them; they are swizzled like the factors. Errors writes E
+  // where vn is; of both, columns past V of the last V tile too.
   void* h = nullptr;       ///< S^T at the start of each chunk, [tiles of factors, V tiles, 64, Kp]
   void* vn = nullptr;      ///< [tiles of factors, V tiles, 64, 64]
   int64_t num_chunks = 0;  ///< outputs: upper bound, over the batch

@@ -20,19 +20,25 @@ Status segment_correct(const stage::SegmentCorrect& args);
 bool has_fp16_operands(const Problem& problem);
 }  // namespace fused
 
-/// Chunked, tensor cores, 16-bit q, k, v; K <= 128.
+/// Chunked, tensor cores, 16-bit q, k, v (the backward: bf16); K <= 128.
 namespace staged {
 extern const registry::ForwardRow kForward;
+extern const registry::BackwardRow kBackward;
+/// Empty if it serves inputs such as these: types, sizes, alignment.
+std::string decline_inputs(const Problem& problem);
 Status forward(const stage::Forward& args);
 Status segment_scan(const stage::SegmentScan& args);
 Status chunk_intra(const stage::ChunkIntra& args);
 Status recompute_w_u(const stage::RecomputeWU& args);
 Status chunk_delta_h(const stage::ChunkDeltaH& args);
 Status chunk_o(const stage::ChunkO& args);
+Status backward(const stage::Backward& args);
+/// Plans the backward in groups of heads of so many bytes, or of one q/k head. The row's own plans
+/// have kGroupBytes (staged/backward/sizes.hpp).
+void plan_backward_within(plan::PlanBuilder& builder, double group_bytes);
 }  // namespace staged
 
-/// In fp32, token by token (the backward in chunks of 16): every problem; the only one for decode
-/// and for the backward.
+/// In fp32, token by token (the backward in chunks of 16): every problem; the only one for decode.
 namespace recurrent {
 extern const registry::ForwardRow kForward;
 extern const registry::DecodeRow kDecode;

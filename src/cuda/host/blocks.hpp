@@ -13,14 +13,19 @@ inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
-// Blocks of the backward.
+// Blocks of both backwards.
+inline constexpr const char* kBackwardErrors = "backward_errors";
+inline constexpr const char* kBackwardDz = "backward_dz";
+inline constexpr const char* kParameterSums = "parameter_sums";
+// Blocks of the backward of cuda.sm80.staged.
+inline constexpr const char* kFactorsThenRows = "factors_then_rows";
+inline constexpr const char* kChunkStates = "chunk_states";
+inline constexpr const char* kChunkDStates = "chunk_d_states";
+// Blocks of the backward of cuda.smxx.recurrent.
 inline constexpr const char* kBackwardStates = "backward_states";
 inline constexpr const char* kBackwardDStates = "backward_d_states";
 inline constexpr const char* kBackwardStarts = "backward_starts";
 inline constexpr const char* kBackwardCarry = "backward_carry";
-inline constexpr const char* kBackwardErrors = "backward_errors";
-inline constexpr const char* kBackwardDz = "backward_dz";
 inline constexpr const char* kBackwardRows = "backward_rows";
-inline constexpr const char* kParameterSums = "parameter_sums";
 
 }  // namespace kda::cuda::block

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm80.staged: chunk_intra for all chunks at once, then chunk_delta_h.
+#include "cuda/host/staged.hpp"
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/views.hpp"
@@ -12,19 +13,6 @@
 
 namespace kda::cuda::staged {
 namespace {
-
-/// From addresses in the order of stage::kChunkBuffers.
-Factors factors_at(const stage::ChunkPointers& at) {
-  return {at[0],
-          at[1],
-          at[2],
-          at[3],
-          at[4],
-          at[5],
-          static_cast<float*>(at[6]),
-          static_cast<float*>(at[7]),
-          static_cast<float*>(at[8])};
-}
 
 /// Those of run(), in the workspace.
 Factors factors_of(const stage::Call& call) {
@@ -61,10 +49,8 @@ Status launch_intra(const stage::Call& call, const Maps& maps) {
                             by_tokens(call), {call.stream});
 }
 
-/// Narrow tiles of V while that gives idle SMs work. The values do not depend on it.
 bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
-  const int64_t blocks = spans * call.problem.num_value_heads * ((columns + 63) / 64);
-  return 2 * blocks <= call.plan->device.num_sms;
+  return narrow_tiles(call.plan->device.num_sms, spans * call.problem.num_value_heads, columns);
 }
 
 ChainArgs delta_args(const stage::Call& call, const Maps& maps) {

@@ -9,24 +9,29 @@
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::staged {
-namespace {
 
-std::string decline(const Problem& p) {
+std::string decline_inputs(const Problem& p) {
   if (p.q.dtype == DType::kFloat32 || p.q.dtype != p.k.dtype || p.q.dtype != p.v.dtype)
     return cat("q, k, v are ", dtype_name(p.q.dtype), ", ", dtype_name(p.k.dtype), ", ",
                dtype_name(p.v.dtype), "; needs bf16 or fp16 for all three");
   if (p.key_dim > kMaxStagedK) return cat("K = ", p.key_dim, " is above ", kMaxStagedK);
   if (p.key_dim % 8 != 0) return cat("K = ", p.key_dim, " is not a multiple of 8");
   if (p.value_dim % 8 != 0) return cat("V = ", p.value_dim, " is not a multiple of 8");
+  for (const auto& [name, desc, needed] :
+       {std::tuple{"q", &p.q, int64_t{16}}, std::tuple{"k", &p.k, int64_t{16}},
+        std::tuple{"v", &p.v, int64_t{16}}, std::tuple{"g", &p.g, 2 * dtype_size(p.g.dtype)}})
+    if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
+  return {};
+}
+
+namespace {
+
+std::string decline(const Problem& p) {
+  if (std::string reason = decline_inputs(p); !reason.empty()) return reason;
   if (p.checkpoints && p.checkpoint_every % kChunk != 0)
     return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of the chunk ",
                kChunk);
-  for (const auto& [name, desc, needed] :
-       {std::tuple{"q", &p.q, int64_t{16}}, std::tuple{"k", &p.k, int64_t{16}},
-        std::tuple{"v", &p.v, int64_t{16}}, std::tuple{"g", &p.g, 2 * dtype_size(p.g.dtype)},
-        std::tuple{"o", &p.o, int64_t{4}}})
-    if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
-  return {};
+  return decline_alignment("o", p.o, 4);
 }
 
 std::size_t num_tiles(const Plan& plan) {

@@ -43,16 +43,9 @@ struct Kernel {
 
   // ---- copies ----------------------------------------------------------------------------------
 
-  /// kBytes to shared memory, in order: tiles lie in the workspace as they are used here.
   template <int kBytes>
   __device__ void copy(void* target, const void* source, int64_t index) const {
-    const char* from = static_cast<const char*>(source) + index * kBytes + tid * 16;
-    const uint32_t to = ptx::shared_address(target) + tid * 16;
-    constexpr int kRound = kThreads * 16;
-#pragma unroll
-    for (int at = 0; at + kRound <= kBytes; at += kRound) ptx::cp_async<16>(to + at, from + at);
-    constexpr int kDone = kBytes / kRound * kRound;
-    if (kDone < kBytes && tid * 16 < kBytes - kDone) ptx::cp_async<16>(to + kDone, from + kDone);
+    chain::copy_tile<kBytes, kThreads>(target, source, index, tid);
   }
   __device__ void copy_w(int chunk) const {
     if (chunk < c.num_chunks) {
@@ -96,44 +89,7 @@ struct Kernel {
     lines(c.a.factors.Aqk, sizeof(s.Aqk), c.tile(chunk));
   }
 
-  // ---- products --------------------------------------------------------------------------------
-
-  /// acc [V, tokens] += x [V, kK] rows^T, rows [64 tokens, kK].
-  __device__ __forceinline__ void multiply_rows(const uint32_t (&x)[kSteps][4], const T* rows,
-                                                float (&acc)[kTokenTiles][4]) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; n += 2) {
-        uint32_t b[4];  // 16 tokens x 16 channels
-        const int row = n * 8 + c.lane % 8 + c.lane / 16 * 8;
-        ptx::ldmatrix_x4(b, ptx::shared_address(rows + swizzled(row, step * 2 + c.lane / 8 % 2)));
-        ptx::mma_16816<T>(acc[n], x[step], b[0], b[1]);
-        ptx::mma_16816<T>(acc[n + 1], x[step], b[2], b[3]);
-      }
-  }
-
-  /// S^T += vn^T kg.
-  __device__ __forceinline__ void add_errors(const float (&error)[kTokenTiles][4],
-                                             const uint32_t (&vn)[4][4]) {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      uint32_t low[4];
-      c.rests(error, step, vn[step], low);
-#pragma unroll
-      for (int n0 = 0; n0 < kTiles; n0 += 8) {
-        uint32_t b[4][4];  // 16 tokens x 16 channels each, transposed
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int piece = n0 + 2 * i + c.lane / 16;
-          ptx::ldmatrix_x4_trans(
-              b[i], ptx::shared_address(s.kg + swizzled(step * 16 + c.lane % 16, piece)));
-        }
-        multiply_pairs(c.state + n0, vn[step], b);
-        if constexpr (C::kTwoParts) multiply_pairs(c.state + n0, low, b);
-      }
-    }
-  }
+  // ---- chunk_o ---------------------------------------------------------------------------------
 
   /// o^T += vn^T Aqk^T, which is strictly lower.
   __device__ __forceinline__ void multiply_lower(const uint32_t (&vn)[4][4],
@@ -150,54 +106,13 @@ struct Kernel {
       }
   }
 
-  /// acc += x y for 8 tiles, whose products do not wait for each other.
-  __device__ __forceinline__ static void multiply_pairs(float (*acc)[4], const uint32_t (&x)[4],
-                                                        const uint32_t (&y)[4][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      ptx::mma_16816<T>(acc[2 * i], x, y[i][0], y[i][1]);
-      ptx::mma_16816<T>(acc[2 * i + 1], x, y[i][2], y[i][3]);
-    }
-  }
-
-  // ---- S^T at the start of each chunk and vn, between chunk_delta_h and chunk_o ----------------
-
-  /// visit(pair of elements in a register, where it is stored) for the A operands of S^T.
-  template <class Visit>
-  __device__ void for_each_stored_state(int chunk, uint32_t (&rounded)[kSteps][4],
-                                        Visit&& visit) const {
-    T* h = static_cast<T*>(c.a.h) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kVTile * kK;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int v = c.tile_column + c.lane / 4 + i % 2 * 8;
-        visit(rounded[step][i],
-              reinterpret_cast<uint32_t*>(h + swizzled(v, step * 2 + i / 2) + c.lane % 4 * 2));
-      }
-  }
-  /// The same for vn^T; in memory vn has tokens as rows.
-  template <class Visit>
-  __device__ void for_each_stored_error(int chunk, uint32_t (&vn)[4][4], Visit&& visit) const {
-    T* to = static_cast<T*>(c.a.vn) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kChunk * kVTile;
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int token = step * 16 + i / 2 * 8 + c.lane / 4;
-        const int piece = c.tile_column / 8 + i % 2;
-        visit(vn[step][i],
-              reinterpret_cast<uint32_t*>(to + swizzled(token, piece) + c.lane % 4 * 2));
-      }
-  }
-
   /// chunk_o: the outputs of one chunk from its stored state and errors.
   __device__ void run_outputs() {
     copy_q(0);
     copy_A(0);
     uint32_t rounded[kSteps][4], vn[4][4];
-    for_each_stored_state(0, rounded, [](uint32_t& pair, const uint32_t* at) { pair = *at; });
-    for_each_stored_error(
+    c.for_each_stored_state(0, rounded, [](uint32_t& pair, const uint32_t* at) { pair = *at; });
+    c.for_each_stored_error(
         0, vn, [](uint32_t& pair, const uint32_t* at) { pair = ptx::movmatrix_trans(*at); });
     float error[kTokenTiles][4];
 #pragma unroll
@@ -211,7 +126,7 @@ struct Kernel {
     float o[kTokenTiles][4] = {};
     ptx::cp_async_wait<0>();
     __syncthreads();
-    multiply_rows(rounded, s.qg, o);
+    c.multiply_rows(rounded, s.qg, o);
     c.add_diagonal(error, s.diag, o);
     multiply_lower(vn, o);
     c.store_outputs(0, o);
@@ -227,8 +142,8 @@ struct Kernel {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
-      if constexpr (kUse == ChainUse::kStates)
-        for_each_stored_state(chunk, rounded, [](uint32_t& pair, uint32_t* at) { *at = pair; });
+      if constexpr (kUse == ChainUse::kStates || kUse == ChainUse::kErrors)
+        c.store_state(chunk, rounded);
       if constexpr (kUse == ChainUse::kForward) {
         if (chunk > 0) ptx::bar_sync<2 * kThreads>(kTaken);
 #pragma unroll
@@ -243,7 +158,7 @@ struct Kernel {
         ptx::cp_async_wait<0>();
       ptx::bar_sync<kThreads>(kChainGroup);  // w, u are here; kg of the last chunk is free
       if (chunk > 0) copy_k(chunk);
-      multiply_rows(rounded, s.w, error);
+      c.multiply_rows(rounded, s.w, error);
       c.prediction_error(s.u, s.beta, error);
       if constexpr (kUse == ChainUse::kForward) {
 #pragma unroll
@@ -253,19 +168,23 @@ struct Kernel {
         ptx::bar_arrive<2 * kThreads>(kGiven);
       }
       uint32_t vn[4][4];
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        chain::round_pairs<T>(error[2 * step], error[2 * step + 1], vn[step]);
-      if constexpr (kUse == ChainUse::kStates)
-        for_each_stored_error(
-            chunk, vn, [](uint32_t& pair, uint32_t* at) { *at = ptx::movmatrix_trans(pair); });
+      c.round_tokens(error, vn);
+      if constexpr (kUse == ChainUse::kStates) c.store_errors(chunk, vn);
+      if constexpr (kUse == ChainUse::kErrors) {
+        c.store_errors(chunk, vn);
+        c.template scale_tokens<1>(s.beta, error);
+        c.round_tokens(error, vn);
+      }
       ptx::cp_async_wait<0>();
       ptx::bar_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
       copy_w(chunk + 1);
       float2 gammas[kTiles];
       c.load_gammas(s.gamma, gammas);
       c.decay_state(gammas);
-      add_errors(error, vn);
+      if constexpr (C::kTwoParts)
+        c.add_products(vn, s.kg, error);
+      else
+        c.add_products(vn, s.kg);
       c.store_checkpoint(chunk);
     }
     if (kUse == ChainUse::kForward && c.num_chunks > 0) ptx::bar_sync<2 * kThreads>(kTaken);
@@ -295,12 +214,10 @@ struct Kernel {
         error[n][0] = x.x, error[n][1] = x.y, error[n][2] = x.z, error[n][3] = x.w;
       }
       ptx::bar_arrive<2 * kThreads>(kTaken);
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        chain::round_pairs<T>(error[2 * step], error[2 * step + 1], vn[step]);
+      c.round_tokens(error, vn);
       ptx::cp_async_wait<1>();
       ptx::bar_sync<kThreads>(kOutputGroup);  // qg is here
-      multiply_rows(rounded, s.qg, o);
+      c.multiply_rows(rounded, s.qg, o);
       ptx::cp_async_wait<0>();
       ptx::bar_sync<kThreads>(kOutputGroup);  // Aqk is here; qg is free
       copy_q(chunk + 1);
@@ -348,9 +265,14 @@ Status launch_use(const ChainArgs& args, ChainUse use, const Launch& where) {
     case ChainUse::kForward: return launch<T, kK, kWarps, ChainUse::kForward>(args, where);
     case ChainUse::kScan: return launch<T, kK, kWarps, ChainUse::kScan>(args, where);
     case ChainUse::kStates: return launch<T, kK, kWarps, ChainUse::kStates>(args, where);
-    case ChainUse::kOutputs: break;
+    case ChainUse::kOutputs: return launch<T, kK, 4, ChainUse::kOutputs>(args, where);
+    case ChainUse::kErrors:
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return launch<T, kK, kWarps, ChainUse::kErrors>(args, where);
+      break;
+    case ChainUse::kReverse: break;
   }
-  return launch<T, kK, 4, ChainUse::kOutputs>(args, where);
+  return {StatusCode::kInternal, "chunk_delta_h has no such use with this type"};
 }
 
 template <class T, int kK>

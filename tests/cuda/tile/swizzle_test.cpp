@@ -39,5 +39,16 @@ TEST(Swizzle, EightRowsLieInAllBanks) {
     }
 }
 
+TEST(Swizzle, FromConstantsIsTheSame) {
+  for (int row0 = 0; row0 < 64; row0 += 8)
+    for (int piece0 = 0; piece0 < 16; ++piece0)
+      for (int row = 0; row < 16; ++row)
+        for (int piece = 0; piece < 2; ++piece)
+          if ((piece0 & piece) == 0) {
+            EXPECT_EQ(swizzled_from(row0, piece0, row, piece), swizzled(row0 + row, piece0 + piece))
+                << row0 << " " << piece0 << " " << row << " " << piece;
+          }
+}
+
 }  // namespace
 }  // namespace kda::cuda

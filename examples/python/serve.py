@@ -1,0 +1,27 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The steps of an engine on one pool of states: prompts packed after each other, tokens, drafts."""
+# [readme]
+import torch
+import libkda
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+H, D = 4, 128
+pool = torch.zeros(8, H, D, D, device=device)  # slot 0 is nobody's: the slot of padded rows
+gate = dict(A_log=torch.zeros(H, device=device), lower_bound=-5.0, use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, first_slot=1)
+on = lambda *values: torch.tensor(values, device=device)
+
+
+def tokens(batch, count):  # q, k, v, g, beta of a layer
+    rows = [torch.randn(batch, count, H, D, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    return *rows, torch.randn(batch, count, H, device=device, dtype=torch.bfloat16)
+
+
+with torch.inference_mode():
+    # Two new requests of 700 and 300 tokens, in slots that may hold old states.
+    o = libkda.prefill(*tokens(1, 1000), pool, on(3, 5), cu_seqlens=on(0, 700, 1000), has_state=on(0, 0).bool(), **gate)
+    o = libkda.decode(*tokens(3, 1), pool, on(3, 5, 0), **gate)  # a token of each; the third row is padding
+    o = libkda.verify(*tokens(2, 3), pool, torch.stack([on(3, 1, 2), on(5, 4, 6)]), **gate)  # a slot a draft
+# [readme]
+print("o", tuple(o.shape), "states in slots", pool.flatten(1).any(1).nonzero().flatten().tolist())

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prefill, decode and verify of an engine, on a pool of states that is updated in place, on CPU and CUDA tensors.
+
+Shapes of all three. N sequences; B = N rows of T tokens, or B = 1 with their tokens after each other.
+
+    q, k                   [B, T, H, K]     fp32, bf16 or fp16, each its own; last dimension contiguous
+    v, out                 [B, T, HV, V]
+    g                      [B, T, HV, K]    log decay in nats, or raw with use_gate_in_kernel
+    beta                   [B, T, HV]       step size, or a logit with use_beta_sigmoid_in_kernel
+    pool                   [slots, HV, K, V]   fp32 or bf16, any stride between slots; [.., V, K] with state_v_first
+    slots                  [N]              any integers; verify: [N, S], the state after token t goes to slot [n, t]
+    cu_seqlens             [N + 1]          int32 or int64, where q is or on the host; repeated values: no tokens
+    has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
+    num_accepted_tokens    [N]              any integers
+    A_log, dt_bias         [HV], [HV * K]
+
+A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0. Any
+number of sequences may name such a slot, as the padded rows of a CUDA graph do. Nothing is copied or gathered: the
+kernels read q, k, v, g, beta and the pool as they lie.
+
+gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, or with lower_bound a bounded one.
+Each returns o [B, T, HV, V] of v's type, which is `out` where that is given. TypeError and ValueError name the
+argument; nothing is written then. There are no gradients.
+"""
+from __future__ import annotations
+
+import torch
+
+from ._checks import checked
+from ._operands import modes_of
+from ._rules import FlaError
+from .kda import MOST_DECODE_TOKENS, gate_parameters, update_pool
+
+
+def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
+         lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
+         state_v_first):
+    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    if out is not None and out.shape != v.shape:
+        raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
+    return update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
+                       first_slot, modes, out)
+
+
+@checked()
+def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+            pool: torch.Tensor, slots: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
+            has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
+            A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
+            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
+            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+    """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
+    False from zero, and leaves its final state there. Shapes: the table of this module."""
+    _expect_slots(slots, 1, "prefill")
+    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
+                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                use_qk_l2norm_in_kernel, state_v_first)
+
+
+@checked()
+def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+           pool: torch.Tensor, slots: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
+           has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
+           A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
+           lower_bound: float | None = None, use_gate_in_kernel: bool = False,
+           use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+    """The next token of each sequence, or up to 8 of them, by the decode kernel: fp32 arithmetic, one read and one
+    write of each state. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
+    _expect_slots(slots, 1, "decode")
+    if cu_seqlens is None and q.shape[1] > MOST_DECODE_TOKENS:
+        raise ValueError(f"q must have at most {MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
+                         f"prefill takes any number")
+    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
+                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                use_qk_l2norm_in_kernel, state_v_first)
+
+
+@checked()
+def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
+           pool: torch.Tensor, slots: torch.Tensor, num_accepted_tokens: torch.Tensor | None = None, *,
+           cu_seqlens: torch.Tensor | None = None, has_state: torch.Tensor | None = None, first_slot: int = 0,
+           out: torch.Tensor | None = None, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+           scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
+           use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+    """Drafts: as decode, but the state after token t goes to slots[n, t] of [N, S], S > 1, so that a rejected token
+    takes nothing back. It starts from slots[n, num_accepted_tokens[n] - 1], where the tokens accepted of the last
+    drafts ended (1 without them); a count below 1 means no slot. Shapes: the table of this module."""
+    _expect_slots(slots, 2, "verify")
+    if slots.shape[1] < 2:
+        raise ValueError(f"slots must have at least 2 columns for verify, got {list(slots.shape)}; decode takes one")
+    return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
+                dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                use_qk_l2norm_in_kernel, state_v_first)
+
+
+def _expect_slots(slots, dimensions, function):
+    if slots.dim() != dimensions:
+        form = "[N]" if dimensions == 1 else "[N, S]"
+        raise ValueError(f"slots must have shape {form} for {function}, got {list(slots.shape)}")

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""prefill, decode and verify on a pool of states against naive_recurrent_kda, and the traps of an engine's slots."""
+import pytest
+import torch
+
+import libkda
+from common import distance, reference
+
+H, HV, K, V, SLOTS = 2, 4, 32, 16, 7
+OPTIONS = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, lower_bound=-5.0)
+
+
+def tokens(count, device, batch=1, dtype=torch.float32):
+    normal = lambda *shape: torch.randn(*shape, device=device).to(dtype)
+    return dict(q=normal(batch, count, H, K), k=normal(batch, count, H, K), v=normal(batch, count, HV, V),
+                g=normal(batch, count, HV, K), beta=normal(batch, count, HV))
+
+
+def gate(device):
+    return dict(A_log=0.3 * torch.randn(HV, device=device), dt_bias=torch.randn(HV * K, device=device), **OPTIONS)
+
+
+def exact(x, options, state=None):
+    """o and the final state of one sequence, in float64."""
+    state = torch.zeros(1, HV, K, V, device=x["q"].device) if state is None else state
+    parameters = {name: options[name] for name in ("A_log", "dt_bias")}
+    return reference(x, parameters, state, gates="bounded", lower_bound=options["lower_bound"])
+
+
+def part(x, begin, end):
+    return {n: t[:, begin:end] for n, t in x.items()}
+
+
+def test_a_history_of_requests(device):
+    """Two prompts in pieces, then tokens, then drafts of which one is accepted; padded rows beside them."""
+    torch.manual_seed(0)
+    options, pool = gate(device), torch.full((SLOTS, HV, K, V), float("nan"), device=device)
+    lengths, pieces = [50, 21], [[30, 5], [20, 16]]
+    requests = [tokens(length + 5, device) for length in lengths]
+    slots = torch.tensor([3, 0, 5, -1], device=device)  # the second and the last rows are padding
+    done = [0, 0]
+    found = [[], []]
+
+    def packed(counts):
+        """Tokens of both requests and none of the padding."""
+        x = [part(r, d, d + n) for r, d, n in zip(requests, done, counts)]
+        cu = torch.tensor([0, counts[0], counts[0], sum(counts), sum(counts)], dtype=torch.int32, device=device)
+        return {n: torch.cat([y[n] for y in x], 1) for n in x[0]}, cu
+
+    for i, (first, second) in enumerate(pieces):
+        x, cu = packed([first, second])
+        o = libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, **options,
+                           has_state=torch.full((4,), i > 0, device=device))
+        for request, piece in enumerate(o.split([first, second], 1)):
+            found[request].append(piece)
+            done[request] += (first, second)[request]
+    for _ in range(2):
+        x = {n: torch.cat([part(r, d, d + 1)[n] for r, d in zip(requests, done)]) for n in requests[0]}
+        o = libkda.decode(**x, pool=pool, slots=slots[[0, 2]], first_slot=1, **options)
+        for request in range(2):
+            found[request].append(o[request:request + 1])
+            done[request] += 1
+    drafts = torch.tensor([[3, 1, 2], [5, 4, 6]], device=device)
+    x = {n: torch.cat([part(r, d, d + 3)[n] for r, d in zip(requests, done)]) for n in requests[0]}
+    o = libkda.verify(**x, pool=pool, slots=drafts, **options)
+    for request, accepted in enumerate((3, 1)):
+        found[request].append(o[request:request + 1])
+        expected, state = exact(part(requests[request], 0, done[request] + accepted), options)
+        assert distance(torch.cat(found[request], 1)[:, :expected.shape[1]], expected) < 1e-5
+        assert distance(pool[drafts[request, accepted - 1]][None], state) < 1e-5
+    assert pool[0].isnan().all()  # nobody's
+
+
+def test_drafts_go_on_from_the_accepted_one(device):
+    torch.manual_seed(1)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    slots, start = torch.tensor([[1, 2], [4, 6]], device=device), pool.clone()
+    x = tokens(2, device, batch=2)
+    o = libkda.verify(**x, pool=pool, slots=slots, num_accepted_tokens=torch.tensor([2, 1], device=device), **options)
+    for n, slot in enumerate((2, 4)):
+        expected, state = exact({name: t[n:n + 1] for name, t in x.items()}, options, start[slot][None])
+        assert distance(o[n:n + 1], expected) < 1e-5
+        assert distance(pool[slots[n, 1]][None], state) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_out_and_layouts(device, dtype):
+    """The caller's memory, states with V first, in a pool whose slots are padded."""
+    torch.manual_seed(2)
+    x, options = tokens(40, device, dtype=dtype), gate(device)
+    room = torch.zeros(SLOTS, HV * V * K + 8, device=device)
+    pool = room[:, :HV * V * K].unflatten(1, (HV, V, K))
+    out, slots = torch.empty_like(x["v"]), torch.tensor([2], device=device)
+    fresh = torch.tensor([False], device=device)
+    assert libkda.prefill(**x, pool=pool, slots=slots, has_state=fresh, out=out, state_v_first=True, **options) is out
+    o, state = libkda.chunk_kda(**x, output_final_state=True, **options)
+    assert torch.equal(out, o)
+    assert torch.equal(pool[2], state[0].transpose(1, 2))
+    assert not room[:, HV * V * K:].any()
+
+
+BAD = {
+    "prefill": [(dict(slots=None), "slots must be a torch.Tensor"), (dict(pool=None), "pool must be a torch.Tensor"),
+                (dict(slots=torch.tensor([[1, 2]])), r"slots must have shape \[N\]=\[1\], got \[1, 2\]"),
+                (dict(slots=torch.tensor([1, 2])), r"slots must have shape \[N\]=\[1\], got \[2\]"),
+                (dict(pool=torch.zeros(3, HV, K, V + 8)), r"pool must have shape .* got \[3, 4, 32, 24\]"),
+                (dict(pool=torch.zeros(3, HV, K, V, dtype=torch.float16)), "pool must be float32 or bfloat16"),
+                (dict(out=torch.zeros(1)), r"out must have shape .*, got \[1\]"),
+                (dict(slots=torch.tensor([9])), "slots"), (dict(first_slot=-1), "first_slot must be 0 to")],
+    "decode": [(dict(tokens(9, "cpu")), "q must have at most 8 tokens a sequence for decode, got 9; prefill")],
+    "verify": [(dict(slots=torch.tensor([1])), r"slots must have shape \[N, S\], got \[1\]"),
+               (dict(slots=torch.tensor([[1]])), "slots must have at least 2 columns for verify"),
+               (dict(num_accepted_tokens=torch.tensor([1.0])), "num_accepted_tokens must be int32")]}
+
+
+@pytest.mark.parametrize(("name", "change", "text"), [(n, *row) for n, rows in BAD.items() for row in rows])
+def test_errors_name_the_argument(name, change, text):
+    pool, slots = torch.ones(SLOTS, HV, K, V), torch.tensor([[1, 2]]) if name == "verify" else torch.tensor([1])
+    arguments = dict(tokens(2, "cpu"), pool=pool, slots=slots, **gate("cpu")) | change
+    with pytest.raises((TypeError, ValueError), match=text):
+        getattr(libkda, name)(**arguments)
+    assert torch.equal(pool, torch.ones_like(pool))
+
+
+def test_two_sequences_in_one_slot_are_refused():
+    x, pool = tokens(2, "cpu", batch=2), torch.ones(SLOTS, HV, K, V)
+    with pytest.raises(ValueError, match="slots: slot 3 would be written twice"):
+        libkda.decode(**x, pool=pool, slots=torch.tensor([3, 3]), **gate("cpu"))
+    assert torch.equal(pool, torch.ones_like(pool))

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
+// cuda/host/staged_backward.cpp.
+#include "core/text.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/device.hpp"
+#include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/sizes.hpp"
+#include "cuda/tile/chunk.hpp"
+
+namespace kda::cuda::staged {
+namespace {
+
+std::string decline(const Problem& p) {
+  if (p.q.dtype != DType::kBFloat16 || p.k.dtype != p.q.dtype || p.v.dtype != p.q.dtype)
+    return cat("q, k, v are ", dtype_name(p.q.dtype), ", ", dtype_name(p.k.dtype), ", ",
+               dtype_name(p.v.dtype), "; needs bf16 for all three");
+  return decline_inputs(p);
+}
+
+std::string decline_gradients(const Gradients& g) {
+  if (!g.d_o) return {};
+  if (g.d_o->dtype != DType::kBFloat16)
+    return cat("d_o is ", dtype_name(g.d_o->dtype), ", needs bf16");
+  return decline_alignment("d_o", *g.d_o, 16);
+}
+
+void plan_backward(plan::PlanBuilder& builder) { plan_backward_within(builder, kGroupBytes); }
+
+}  // namespace
+
+void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const HeadBytes bytes = head_bytes(plan);
+  const HeadGroups groups = groups_within(plan, group_bytes);
+  const int64_t HV = p.num_value_heads, tiles = most_chunks(plan) * HV;
+  const int64_t chains = p.num_sequences * HV * ((p.value_dim + kVTile - 1) / kVTile);
+  builder.set_intra_form(IntraForm::kTensor);
+  if (groups.count > 1) {
+    builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ", p.num_heads,
+                       " q/k heads, one after the other: the workspace holds one"));
+  } else {
+    builder.reason("heads: one group, the workspace holds all of them");
+  }
+  builder.stage("chunk_intra", tiles, "of each group: factors of one (chunk, value head) a task");
+  builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
+  builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
+  builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
+  builder.stage("backward_gradients", pieces_of(p) * p.num_heads,
+                "of each group: sums over value heads; norms, gates, steps");
+  if (has_parameters(p))
+    builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
+  const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
+  builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());
+  builder.book(block::kChunkStates, heads, bytes.buffers.h);
+  builder.book(block::kChunkDStates, heads, bytes.buffers.h);
+  builder.book(block::kBackwardErrors, heads, bytes.buffers.vn);
+  builder.book(block::kBackwardDz, heads, bytes.buffers.vn);
+  builder.book(block::kParameterSums, heads, bytes.sums);
+  book_maps(builder);
+  if (!plan.lengths_known || p.num_sequences == 0) return;
+  const CostInput in = cost_input(builder.workload(), plan.device);
+  builder.predict({.roofline_us = cuda::backward::least_us(in),
+                   .serial_us = backward_us(in, plan.device, p.num_heads, groups)});
+}
+
+const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
+                                                  .device = DeviceKind::kCuda,
+                                                  .chunk_size = kChunk,
+                                                  .unavailable = unavailable,
+                                                  .plan = plan_backward,
+                                                  .decline = decline,
+                                                  .decline_gradients = decline_gradients,
+                                                  .min_compute_capability = 80,
+                                                  .device_checks = &kDeviceChecks},
+                                         .backward = if_built<backward>()};
+
+}  // namespace kda::cuda::staged

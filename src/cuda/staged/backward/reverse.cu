@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/staged/backward/reverse.hpp"
+
+#include "cuda/chain/chain.cuh"
+#include "cuda/launch/launch.cuh"
+
+namespace kda::cuda {
+namespace {
+
+using T = __nv_bfloat16;  // of the factors
+
+// X goes into dS rounded: with the part that rounding leaves errors were 2 % smaller, those of the
+// rounded factors are the larger ones.
+
+/// What the kernel is given. The chain's state is dS: it begins with d_final as `initial` and ends
+/// as d_initial, `final_state`. dh is its `h`, dZ its `vn`, dv its `o`.
+struct KernelArgs {
+  ChainArgs chain;
+  RowView d_o;
+  StateView initial;  // of the forward
+};
+
+/// Operands of one chunk. Each buffer is filled again for the chunk before as soon as its last
+/// reader is done, so a copy has most of a chunk's time to arrive.
+template <int kK>
+struct Shared {
+  T w[kChunk * kK], qg[kChunk * kK], kg[kChunk * kK];
+  T Aqk[kChunk * kChunk], inverse[kChunk * kChunk], d_o[kChunk * kVTile];
+  float gamma[kK], beta[kChunk], diag[kChunk];
+};
+
+template <int kK, int kWarps>
+struct Kernel {
+  using C = chain::Chain<T, kK, ChainUse::kReverse>;
+  static constexpr int kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
+  static constexpr int kColumns = kWarps * 16;
+  static constexpr int kThreads = kWarps * 32 + 32;  // the last warp copies
+
+  C c;  // dS and where it belongs
+  const KernelArgs& a;
+  Shared<kK>& s;
+  const int warp;
+
+  __device__ Kernel(const KernelArgs& args, Shared<kK>& shared)
+      : c(args.chain), a(args), s(shared), warp(static_cast<int>(threadIdx.x / 32)) {}
+
+  // ---- copies: a group of cp.async each --------------------------------------------------------
+
+  template <class Element, int kCount>
+  __device__ void copy(Element (&target)[kCount], const void* source, int chunk) const {
+    chain::copy_tile<sizeof(target), 32>(target, source, c.tile(chunk), c.lane);
+  }
+  __device__ void copy_d_o(int chunk) const {
+    constexpr int kPieces = kColumns / 8, kRowStep = 32 / kPieces;
+    const int row0 = c.lane / kPieces, column0 = c.column - warp * 16;
+    const int column = column0 + c.lane % kPieces * 8;
+    const int64_t token0 = c.span.begin + chunk * kChunk;
+    const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
+    const bool inside = a.d_o.base && column < c.a.shape.V;
+    const T* source = static_cast<const T*>(a.d_o.base) + column + row0 * a.d_o.stride_t +
+                      row_offset(a.d_o, c.a.map, c.span.sequence, token0, c.head);
+#pragma unroll
+    for (int row = row0; row < kChunk; row += kRowStep, source += kRowStep * a.d_o.stride_t)
+      ptx::cp_async<16>(ptx::shared_address(s.d_o + swizzled(row, column % kVTile / 8)), source,
+                        inside && row < count);
+  }
+  __device__ void copy_outputs(int chunk) const {
+    if (chunk >= 0) {
+      copy(s.Aqk, c.a.factors.Aqk, chunk);
+      copy(s.diag, c.a.factors.diag, chunk);
+      copy_d_o(chunk);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ void copy_k(int chunk) const {
+    if (chunk >= 0) {
+      copy(s.kg, c.a.factors.kg, chunk);
+      copy(s.beta, c.a.factors.beta, chunk);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ void copy_q(int chunk) const {
+    if (chunk >= 0) {
+      copy(s.qg, c.a.factors.qg, chunk);
+      copy(s.gamma, c.a.factors.gamma, chunk);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ void copy_w(int chunk) const {
+    if (chunk >= 0) copy(s.w, c.a.factors.w, chunk);
+    ptx::cp_async_commit();
+  }
+  __device__ void copy_inverse(int chunk) const {
+    copy(s.inverse, c.a.factors.T, chunk);
+    ptx::cp_async_commit();
+  }
+
+  /// Each barrier of the block: the oldest of the four groups in flight is here, and what was read
+  /// before is free.
+  __device__ void run_copies() const {
+    const auto next = [] {
+      ptx::cp_async_wait<3>();
+      __syncthreads();
+    };
+    const int last = c.num_chunks - 1;
+    copy_outputs(last);
+    copy_k(last);
+    copy_q(last);
+    copy_w(last);
+    for (int chunk = last; chunk >= 0; --chunk) {
+      next();
+      copy_inverse(chunk);
+      next();
+      copy_outputs(chunk - 1);
+      next();
+      copy_k(chunk - 1);
+      next();
+      copy_q(chunk - 1);
+      next();
+      copy_w(chunk - 1);
+    }
+    ptx::cp_async_wait<0>();
+  }
+
+  // ---- products --------------------------------------------------------------------------------
+
+  /// acc^T += x^T lower, a lower triangular matrix of tokens; kUnit: without its diagonal of ones.
+  template <bool kUnit>
+  __device__ __forceinline__ void multiply_lower(const uint32_t (&x)[4][4], const T* lower,
+                                                 float (&acc)[kTokenTiles][4]) const {
+    // Lanes hold rows 2 (lane % 4) and the next one of column lane / 4, in squares of 8.
+    const uint32_t row = c.lane / 4 % 2 ? 0x0000ffffu : 0xffff0000u;
+    const uint32_t kept = kUnit && c.lane / 8 == c.lane % 4 ? row : 0xffffffffu;
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int n = 0; n <= 2 * step; n += 2) {
+        uint32_t b[4];
+        c.load_columns(lower, step, n, b);
+        if (kUnit && n == 2 * step) b[0] &= kept, b[3] &= kept;
+        ptx::mma_16816<T>(acc[n], x[step], b[0], b[1]);
+        ptx::mma_16816<T>(acc[n + 1], x[step], b[2], b[3]);
+      }
+  }
+
+  /// dVn^T without the state's part: (Aqk^T d_o + diag d_o)^T. Leaves d_o^T as A operands.
+  __device__ __forceinline__ void multiply_outputs(uint32_t (&d_o)[4][4],
+                                                   float (&x)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::ldmatrix_x4_trans(d_o[step], ptx::shared_address(c.u_piece(s.d_o, step)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = ptx::unpack<T>(d_o[step][i]);
+        x[2 * step + i / 2][i % 2 * 2] = pair.x;
+        x[2 * step + i / 2][i % 2 * 2 + 1] = pair.y;
+      }
+    }
+    c.template scale_tokens<1>(s.diag, x);
+    multiply_lower<false>(d_o, s.Aqk, x);
+  }
+
+  // ---- the chain -------------------------------------------------------------------------------
+
+  __device__ void run_chain() {
+    c.load_start();
+    for (int chunk = c.num_chunks - 1; chunk >= 0; --chunk) {
+      uint32_t rounded[kSteps][4], d_o[4][4];
+      float x[kTokenTiles][4];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
+      __syncthreads();  // Aqk, diag and d_o are here, T' is free
+      multiply_outputs(d_o, x);
+      __syncthreads();                    // kg and beta are here, Aqk, diag and d_o are free
+      c.multiply_rows(rounded, s.kg, x);  // dVn^T
+      c.store_state(chunk, rounded);
+      c.template scale_tokens<-1>(s.beta, x);  // -X^T
+      __syncthreads();                         // qg and gamma are here, kg and beta are free
+      float2 gammas[C::kTiles];
+      c.load_gammas(s.gamma, gammas);
+      c.decay_state(gammas);
+      c.add_products(d_o, s.qg);
+      __syncthreads();  // w is here, qg and gamma are free
+      uint32_t minus_X[4][4];
+      c.round_tokens(x, minus_X);
+      c.add_products(minus_X, s.w);
+      __syncthreads();  // T' is here, w is free
+      multiply_lower<true>(minus_X, s.inverse, x);
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[n][i] = -x[n][i];  // dZ^T
+      uint32_t dz[4][4];
+      c.round_tokens(x, dz);
+      c.store_errors(chunk, dz);
+      if (c.a.o.base) c.store_outputs(chunk, x);
+    }
+    store_gradient();
+  }
+
+  /// Without an initial state its gradient is zero.
+  __device__ void store_gradient() {
+    if (state_slot(a.initial, c.span.sequence) < 0)
+#pragma unroll
+      for (int n = 0; n < C::kTiles; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) c.state[n][i] = 0;
+    c.store_end();
+  }
+};
+
+template <int kK, int kWarps>
+__global__ void __launch_bounds__(Kernel<kK, kWarps>::kThreads)
+    chunk_reverse_kernel(const __grid_constant__ KernelArgs a) {
+  using K = Kernel<kK, kWarps>;
+  K kernel(a, *reinterpret_cast<Shared<kK>*>(ptx::dynamic_shared()));
+  if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if (kernel.warp < kWarps)
+    kernel.run_chain();
+  else
+    kernel.run_copies();
+}
+
+template <int kK, int kWarps>
+Status launch(const KernelArgs& args, const Launch& where) {
+  using K = Kernel<kK, kWarps>;
+  constexpr int kShared = sizeof(Shared<kK>);
+  static_assert(kShared <= kMostShared);
+  return launch_kernel("chunk_reverse", chunk_reverse_kernel<kK, kWarps>,
+                       chain::blocks_of<ChainUse::kReverse, K::kColumns>(args.chain), K::kThreads,
+                       kShared, where, args);
+}
+
+template <int kK>
+Status launch_width(const KernelArgs& args, bool narrow, const Launch& where) {
+  return narrow ? launch<kK, 2>(args, where) : launch<kK, 4>(args, where);
+}
+
+}  // namespace
+
+Status launch_chunk_reverse(const ReverseArgs& args, bool narrow, const Launch& where) {
+  KernelArgs given;
+  given.chain.shape = args.shape;
+  given.chain.map = args.map;
+  given.chain.factors = args.factors;
+  given.chain.o = args.dv;
+  given.chain.initial = args.d_final;
+  given.chain.final_state = args.d_initial;
+  given.chain.h = args.dh;
+  given.chain.vn = args.dz;
+  given.d_o = args.d_o;
+  given.initial = args.initial;
+  return args.shape.K <= 64 ? launch_width<64>(given, narrow, where)
+                            : launch_width<128>(given, narrow, where);
+}
+
+}  // namespace kda::cuda

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Workspace of the staged backward, and the groups of heads that bound it, from a plan.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/backward/backward.hpp"
+#include "cuda/backward/sizes.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/blocks.hpp"
+#include "stage/buffers.hpp"
+
+namespace kda::cuda::staged {
+
+/// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
+inline constexpr double kGroupBytes = 2.4e9;
+
+/// Bytes of one value head in each block.
+struct HeadBytes {
+  StageSizes buffers;  ///< of chunk_intra, h, and E as vn
+  std::size_t factors = 0, rows = 0, sums = 0;
+
+  /// The rows lie over the factors: chunk_grad writes them when the chains are done.
+  std::size_t factors_then_rows() const { return std::max(factors, rows); }
+  std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
+};
+
+/// The buffers of chunk_intra, in their order in the block of the factors.
+inline constexpr std::size_t kNumFactors = 9;
+static_assert(stage::kChunkBuffers[kNumFactors].bytes == &StageSizes::h);
+
+inline int64_t pieces_of(const Problem& p) {
+  return (p.batch * p.num_tokens + kPieceTokens - 1) / kPieceTokens;
+}
+
+inline HeadBytes head_bytes(const Plan& plan) {
+  const Problem& p = plan.problem;
+  HeadBytes bytes;
+  bytes.buffers = stage::chunk_sizes(p, static_cast<std::size_t>(most_chunks(plan)));
+  for (std::size_t i = 0; i < kNumFactors; ++i)
+    bytes.factors += bytes.buffers.*stage::kChunkBuffers[i].bytes;
+  const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
+  bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
+  if (has_parameters(p))
+    bytes.sums = static_cast<std::size_t>(std::max<int64_t>(pieces_of(p), 1) * (p.key_dim + 1)) *
+                 sizeof(double);
+  return bytes;
+}
+
+/// q/k heads, with their value heads, in groups of `heads`; the last group may have fewer.
+struct HeadGroups {
+  int64_t heads = 1;
+  int64_t count = 1;
+};
+
+/// As few groups as `bytes` allow, of as even sizes as there are.
+inline HeadGroups groups_within(const Plan& plan, double bytes) {
+  const Problem& p = plan.problem;
+  const double head = static_cast<double>(head_bytes(plan).all()) *
+                      static_cast<double>(p.num_value_heads) / static_cast<double>(p.num_heads);
+  const auto fit = static_cast<int64_t>(
+      std::clamp(bytes / std::max(head, 1.0), 1.0, static_cast<double>(p.num_heads)));
+  HeadGroups groups;
+  groups.count = (p.num_heads + fit - 1) / fit;
+  groups.heads = (p.num_heads + groups.count - 1) / groups.count;
+  groups.count = (p.num_heads + groups.heads - 1) / groups.heads;
+  return groups;
+}
+
+/// Those that the plan has booked blocks for.
+inline HeadGroups groups_of(const Plan& plan) {
+  const Problem& p = plan.problem;
+  HeadGroups groups{p.num_heads, 1};
+  for (const WorkspaceBlock& block : plan.workspace)
+    if (block.name == block::kChunkStates)
+      groups.heads = static_cast<int64_t>(block.bytes / head_bytes(plan).buffers.h) * p.num_heads /
+                     p.num_value_heads;
+  groups.count = (p.num_heads + groups.heads - 1) / groups.heads;
+  return groups;
+}
+
+}  // namespace kda::cuda::staged

@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of cuda.sm80.staged on a GPU: regimes, sizes, options and states within the bounds
+// of its bf16 operands, against the oracle; groups of heads; what it declines. (What holds for both
+// backwards: tests/stage/backward_test.cpp, tests/cuda/backward_cuda_test.cpp.)
+#include <cmath>
+
+#include "check/tolerances.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/staged/backward/sizes.hpp"
+#include "plan/planner.hpp"
+#include "support/backward.hpp"
+#include "support/gpu.hpp"
+
+namespace kda {
+namespace {
+
+using check::GradientBuffers;
+using check::Inputs;
+using check::Regime;
+using test::shape16;
+
+constexpr const char* kName = "cuda.sm80.staged";
+
+class StagedBackward : public test::GpuTest {};
+
+/// Every head within its tolerance and, if `many`, all heads together within the bounds. The sum
+/// over tokens of dA_log may cancel in all of a few heads.
+void expect_within(const Inputs& inputs, const check::GradientOptions& options, bool many,
+                   const std::string& what, const test::BackwardRun& run = {}) {
+  GradientBuffers buffers = check::make_gradients(inputs, options);
+  test::BackwardCall call(inputs, buffers.gradients, run);
+  ASSERT_EQ(call.plan.plan.implementation, kName) << what;
+  throw_if_error(call.run(&buffers));
+  const check::GradientComparison comparison =
+      check::compare_gradients(inputs, buffers,
+                               {.marginal = check::is_marginal(inputs),
+                                .operands = check::operands_of(call.plan.plan),
+                                .num_threads = test::oracle_threads()});
+  for (const auto& [name, errors] : comparison.errors) {
+    const check::HeadError* worst = check::worst_error(errors);
+    EXPECT_LE(worst->error, worst->tolerance)
+        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
+  }
+  for (const check::GradientBound& bound : check::kBf16Gradients)
+    if (const auto found = comparison.all_heads.find(bound.name);
+        many && found != comparison.all_heads.end() && found->first != "dA_log")
+      EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
+  if (std::getenv("KDA_TEST_VERBOSE"))
+    for (const auto& [name, error] : comparison.all_heads)
+      std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
+}
+
+constexpr check::GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
+
+TEST_F(StagedBackward, EveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const int64_t K : {128, 64}) {
+      if (K == 64 && test::emulated() && regime % 3 > 0) continue;
+      check::GenerateOptions options = shape16(test::long_case(800), 2, K, K);
+      options.regime = static_cast<Regime>(regime);
+      options.seed = static_cast<uint64_t>(regime);
+      const Inputs inputs = check::generate(options);
+      expect_within(inputs, kBf16, K == 128 && options.regime != Regime::kEqualKeys,
+                    std::string(check::regime_name(options.regime)) + " K " + std::to_string(K));
+    }
+}
+
+TEST_F(StagedBackward, LengthsAroundChunks) {
+  for (const int64_t T : {1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 129, 191})
+    expect_within(check::generate(shape16(T, 1, 64, 64)), kBf16, false, "T " + std::to_string(T));
+}
+
+TEST_F(StagedBackward, HeadSizes) {
+  std::size_t turn = 0;
+  for (const int64_t K : {8, 40, 64, 72, 120, 128})
+    for (const int64_t V : test::in_turn<int64_t>(turn++, {8, 64, 72, 128, 200, 256}))
+      expect_within(check::generate(shape16(70, 1, K, V)), kBf16, false,
+                    std::to_string(K) + " " + std::to_string(V));
+}
+
+TEST_F(StagedBackward, GroupedHeadsAndTypes) {
+  // Packed sequences, states in the other layout, types of their own for gates and results.
+  for (const int64_t group : {1, 2, 3}) {
+    check::GenerateOptions options = shape16(0, 2, 64, 64);
+    options.num_value_heads = 2 * group;
+    options.seq_lens = {70, 0, 1, 100};
+    Inputs inputs = check::generate(options);
+    inputs.problem.state_layout = StateLayout::kVK;
+    for (const DType out : test::in_turn<DType>(
+             static_cast<std::size_t>(group), {DType::kFloat32, DType::kBFloat16, DType::kFloat16}))
+      expect_within(inputs, {.d_o_dtype = DType::kBFloat16, .out_dtype = out}, false,
+                    std::to_string(group) + " " + dtype_name(out));
+  }
+}
+
+TEST_F(StagedBackward, GatesAndSteps) {
+  for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kSlow})
+    for (const BetaMode beta : {BetaMode::kPlain, BetaMode::kSigmoid, BetaMode::kSigmoid2}) {
+      check::GenerateOptions options = shape16(100, 1, 64, 64);
+      options.regime = regime;
+      Inputs inputs = check::generate(options);
+      inputs.problem.beta_mode = beta;
+      if (beta ==
+          BetaMode::kPlain)  // 0, 1/2 and 1: what is divided by beta has another form near 0
+        for (int64_t t = 0; t < 100; ++t)
+          store_element(inputs.beta.data(), DType::kBFloat16, t, static_cast<float>(t % 3) * 0.5f);
+      expect_within(
+          inputs, kBf16, false,
+          std::string(gate_mode_name(inputs.problem.gate_mode)) + " " + beta_mode_name(beta));
+    }
+}
+
+TEST_F(StagedBackward, WithoutTheNorm) {
+  check::GenerateOptions options = shape16(100, 1, 64, 64);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  inputs.problem.qk_l2norm = false;
+  for (int64_t i = 0; i < 100 * 64; ++i)
+    store_element(inputs.k.data(), DType::kBFloat16, i,
+                  0.1f * static_cast<float>(load_double(inputs.k.data(), DType::kBFloat16, i)));
+  for (const double scale : {0.0, -0.5}) {
+    inputs.problem.scale = scale;
+    expect_within(inputs, kBf16, false, "scale " + std::to_string(scale));
+  }
+}
+
+TEST_F(StagedBackward, StatesInBf16) {
+  Inputs inputs = check::generate(shape16(100, 2, 64, 64));
+  TensorDesc& desc = inputs.problem.initial_state->tensor;
+  const auto count = static_cast<int64_t>(inputs.initial_state.size() / sizeof(float));
+  io::Buffer rounded(inputs.initial_state.size() / 2);
+  for (int64_t i = 0; i < count; ++i)
+    store_element(rounded.data(), DType::kBFloat16, i, inputs.initial_state.as<float>()[i]);
+  inputs.initial_state = rounded;
+  desc = contiguous(DType::kBFloat16, {1, 2, 64, 64});
+  expect_within(inputs, kBf16, false, "bf16 states");
+}
+
+/// On a plan by `plan_groups`, whose text is wanted.
+GradientBuffers run_in_groups(const Inputs& inputs, void (*plan_groups)(plan::PlanBuilder&),
+                              std::string* text) {
+  GradientBuffers buffers = test::gradients_in_fp32(inputs);
+  test::BackwardCall call(inputs, buffers.gradients);
+  registry::Head head = cuda::staged::kBackward.head;
+  head.plan = plan_groups;
+  const registry::Head* const heads[] = {&head};
+  const Plan whole = call.plan.plan;
+  const std::span<const int64_t> lengths = whole.problem.cu_seqlens
+                                               ? std::span<const int64_t>(whole.cu_seqlens)
+                                               : std::span<const int64_t>();
+  throw_if_error(plan::plan_with(heads, whole.problem, &lengths, whole.device, whole.requested,
+                                 &call.plan.plan, &buffers.gradients));
+  *text = call.plan.to_text(true);
+  call.workspace = io::Buffer(call.plan.plan.workspace_bytes);
+  call.workspace.fill(0xff);
+  throw_if_error(call.run(&buffers));
+  return buffers;
+}
+
+void one_head(plan::PlanBuilder& builder) { cuda::staged::plan_backward_within(builder, 1); }
+/// Two of three q/k heads in a group, one in the last.
+void two_heads(plan::PlanBuilder& builder) {
+  const double head = static_cast<double>(cuda::staged::head_bytes(builder.plan()).all() * 2);
+  cuda::staged::plan_backward_within(builder, 2.5 * head);
+}
+
+TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
+  check::GenerateOptions options = shape16(0, 3, 64, 72);
+  options.num_value_heads = 6;
+  options.seq_lens = {66, 0, 5};
+  Inputs inputs = check::generate(options);
+  for (const bool strided : {false, true}) {
+    if (strided) test::restride(&inputs, 8);
+    GradientBuffers whole = test::gradients_in_fp32(inputs);
+    test::run_backward(inputs, &whole);
+    std::string text;
+    EXPECT_TRUE(test::same_gradients(run_in_groups(inputs, one_head, &text), whole));
+    EXPECT_NE(text.find("heads: 3 groups of 1 of 3 q/k heads"), std::string::npos) << text;
+    EXPECT_TRUE(test::same_gradients(run_in_groups(inputs, two_heads, &text), whole));
+    EXPECT_NE(text.find("heads: 2 groups of 2 of 3 q/k heads"), std::string::npos) << text;
+  }
+}
+
+}  // namespace
+}  // namespace kda
