@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply(float (*acc)[4], const Operand& x, cons
 
 // ---- elements of a Part
 
-/// f(tile, index of its 4, index of the pair in an Operand, whether the second of the pair)
+/// f(n, i) for the elements [n][i] of a Part.
 template <class F>
 __device__ __forceinline__ void for_each(F&& f) {
 #pragma unroll

@@ -61,8 +61,7 @@ __device__ __forceinline__ void find_columns(const GradContext& c, const Decays&
   for_each([&](int n, int i) {
     x[n][i] = element(raw.k, n, i) * (raw.of_column.at(n, i) * ptx::rcp(d.row[2 * r + n][i]));
   });
-  const auto at = [&](int n, int i) { return x[n][i]; };
-  to_operand(anchored, at);
+  to_operand(anchored, [&](int n, int i) { return x[n][i]; });
   to_operand(ends, [&](int n, int i) { return x[n][i] * d.total[r][i / 2]; });
 }
 
