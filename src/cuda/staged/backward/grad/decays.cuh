@@ -19,11 +19,35 @@ constexpr float kAnchor = 0x1p24f;
 /// What kAnchor times the decay since the start of a sub-chunk may be: 83 nats below 1, 44 above.
 constexpr float kLeast = 0x1p-96f, kMost = 0x1p88f;
 
+// Loops over sub-chunks stay loops: a block runs its code once or twice, and waits for
+// instructions where there are many.
+
+/// Turns the sub-chunks of x by one: kStep 1 puts the second one first, -1 the last one.
+template <int kStep, class Element, int kCount, int kSize>
+__device__ __forceinline__ void turn(Element (&x)[kCount][kSize]) {
+  constexpr int kBy = kCount / kSubchunks;
+  Element moved[kCount][kSize];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) moved[n][i] = x[(n + kStep * kBy + kCount) % kCount][i];
+#pragma unroll
+  for (int n = 0; n < kCount; ++n)
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[n][i] = moved[n][i];
+}
+
 struct Decays {
   Tokens row;                  // kAnchor times the decay since the start of the sub-chunk
   float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
   unsigned levels;             // bit r: sub-chunk r goes by levels
   __device__ bool by_levels(int r) const { return levels >> r & 1; }
+  /// Turns the sub-chunks of `row` and `total`; levels keep their bits.
+  template <int kStep>
+  __device__ void turn() {
+    grad::turn<kStep>(row);
+    grad::turn<kStep>(total);
+  }
 };
 
 // ---- decays of tokens
@@ -175,10 +199,13 @@ __device__ __forceinline__ void find_decays(const GradContext& c, const RawGates
   for (int r = 0; r < kSubchunks; ++r) scan_rows(c, r, d);
 }
 
-/// Decays to the end of the sub-chunk, / kAnchor.
-__device__ __forceinline__ void find_ends(const GradContext& c, const Decays& d, int r, Part& end) {
+/// Decays to the end of sub-chunk r, which is number `place` of `d`, / kAnchor.
+__device__ __forceinline__ void find_ends(const GradContext& c, const Decays& d, int r, int place,
+                                          Part& end) {
   if (!d.by_levels(r)) {
-    for_each([&](int n, int i) { end[n][i] = d.total[r][i / 2] * ptx::rcp(d.row[2 * r + n][i]); });
+    for_each([&](int n, int i) {
+      end[n][i] = d.total[place][i / 2] * ptx::rcp(d.row[2 * place + n][i]);
+    });
     return;
   }
   Part decay;

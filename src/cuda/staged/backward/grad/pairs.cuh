@@ -12,7 +12,7 @@ struct Pairs {
 
 __device__ __forceinline__ void multiply_pairs(const GradContext& c, const Tile (&tiles)[3],
                                                Pairs& pairs) {
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < 4; ++step) {
     Operand d_o, dz;
     load_rows(c, tiles[1], c.warp(), step, d_o);

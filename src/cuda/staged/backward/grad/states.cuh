@@ -20,7 +20,7 @@ __device__ __forceinline__ void multiply_tokens(const GradContext& c, const Oper
 /// S0 d_o^T and S0 dZ^T.
 __device__ __forceinline__ void multiply_state(const GradContext& c, const Tile (&tiles)[3],
                                                Tokens& queries, Tokens& keys) {
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < 4; ++step) {
     Operand state;
     load_transposed(c, tiles[0], step, state);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply_state(const GradContext& c, const Tile 
 /// dS E^T, and S0 dS^T of the warp's channels, whose diagonal is rowsum(S0 dS).
 __device__ __forceinline__ void multiply_d_state(const GradContext& c, const Tile (&tiles)[3],
                                                  Tokens& columns, Part& both) {
-#pragma unroll
+#pragma unroll 1
   for (int step = 0; step < 4; ++step) {
     Operand d_state, state;
     load_transposed(c, tiles[0], step, d_state);

@@ -48,21 +48,21 @@ __device__ __forceinline__ void multiply_columns(const GradContext& c, const Ope
   multiply(keys, columns, x);
 }
 
-/// Columns of sub-chunk r, anchored at its start (if not by levels), and decayed to its end.
+/// Columns of sub-chunk r, the first of `d`, anchored at its start (if not by levels), and decayed to its end.
 __device__ __forceinline__ void find_columns(const GradContext& c, const Decays& d, int r,
                                              const RawRows& raw, Operand& anchored, Operand& ends) {
   if (d.by_levels(r)) {
     Part end;
-    find_ends(c, d, r, end);
+    find_ends(c, d, r, 0, end);
     raw.columns(ends, [&](int n, int i) { return end[n][i]; });
     return;
   }
   Part x;
   for_each([&](int n, int i) {
-    x[n][i] = element(raw.k, n, i) * (raw.of_column.at(n, i) * ptx::rcp(d.row[2 * r + n][i]));
+    x[n][i] = element(raw.k, n, i) * (raw.of_column.at(n, i) * ptx::rcp(d.row[n][i]));
   });
   to_operand(anchored, [&](int n, int i) { return x[n][i]; });
-  to_operand(ends, [&](int n, int i) { return x[n][i] * d.total[r][i / 2]; });
+  to_operand(ends, [&](int n, int i) { return x[n][i] * d.total[0][i / 2]; });
 }
 
 /// Pairs inside of sub-chunk r by levels, to what is finished of its rows.
@@ -90,30 +90,33 @@ __device__ __forceinline__ void add_row_levels(const GradContext& c, int r, cons
 }
 
 /// From products with the state to the rows' gradients: stores those of q. Leaves the columns,
-/// decayed to the ends of their sub-chunks, in `ends`.
-__device__ __forceinline__ void add_rows(const GradContext& c, const Decays& d, Tokens& queries,
+/// decayed to the ends of their sub-chunks, in `ends`. The sub-chunk at hand is always the first of
+/// the arrays, which are turned behind it.
+__device__ __forceinline__ void add_rows(const GradContext& c, Decays& d, Tokens& queries,
                                          Tokens& keys, Tokens& dG, Operand (&ends)[kSubchunks]) {
-#pragma unroll
+#pragma unroll 1
   for (int r = 0; r < kSubchunks; ++r) {
     c.forget_index();
-    float(*const q)[4] = queries + 2 * r, (*const k)[4] = keys + 2 * r;
     const RawRows raw(c, r);
-    const auto of_row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    const auto of_row = [&](int n, int i) { return d.row[n][i]; };
     Operand of_q, of_k, anchored;
     raw.rows(of_q, of_k, of_row);
-    find_columns(c, d, r, raw, anchored, ends[r]);
+    find_columns(c, d, r, raw, anchored, ends[0]);
 #pragma unroll
-    for (int later = r + 1; later < kSubchunks; ++later) {
-      decay_part(queries + 2 * later, d.total[r]);
-      decay_part(keys + 2 * later, d.total[r]);
-      multiply_columns(c, ends[r], r, later, queries + 2 * later, keys + 2 * later);
+    for (int distance = 1; distance < kSubchunks; ++distance) {
+      if (r + distance >= kSubchunks) continue;
+      decay_part(queries + 2 * distance, d.total[0]);
+      decay_part(keys + 2 * distance, d.total[0]);
+      multiply_columns(c, ends[0], r, r + distance, queries + 2 * distance, keys + 2 * distance);
     }
-    if (!d.by_levels(r)) multiply_columns(c, anchored, r, r, q, k);
-    for_each([&](int n, int i) { dG[2 * r + n][i] = 0; });
-    finish(of_q, 1, dG + 2 * r, q, of_row);
-    finish(of_k, 1, dG + 2 * r, k, of_row);
-    if (d.by_levels(r)) add_row_levels(c, r, raw, q, k, dG + 2 * r);
-    store_queries(c, r, raw, q);
+    if (!d.by_levels(r)) multiply_columns(c, anchored, r, r, queries, keys);
+    for_each([&](int n, int i) { dG[n][i] = 0; });
+    finish(of_q, 1, dG, queries, of_row);
+    finish(of_k, 1, dG, keys, of_row);
+    if (d.by_levels(r)) add_row_levels(c, r, raw, queries, keys, dG);
+    store_queries(c, r, raw, queries);
+    turn<1>(queries), turn<1>(keys), turn<1>(dG), turn<1>(ends);
+    d.turn<1>();
   }
 }
 
@@ -174,35 +177,40 @@ __device__ __forceinline__ void add_inner_columns(const GradContext& c, int r, c
   for_each([&](int n, int i) { columns[n][i] += acc[n][i]; });
 }
 
-/// From products with the state to the columns' gradients, and stores those of k.
-__device__ __forceinline__ void add_columns(const GradContext& c, const Decays& d,
-                                            const Operand (&ends)[kSubchunks], Tokens& keys,
+/// From products with the state to the columns' gradients, and stores those of k. The sub-chunk at
+/// hand is always the last of the arrays, which are turned behind it.
+__device__ __forceinline__ void add_columns(const GradContext& c, Decays& d,
+                                            Operand (&ends)[kSubchunks], Tokens& keys,
                                             Tokens& columns, Tokens& dG) {
-#pragma unroll
-  for (int r = kSubchunks - 1; r >= 0; --r) {
+  constexpr int kLast = kSubchunks - 1;
+  float(*const acc)[4] = columns + 2 * kLast;
+#pragma unroll 1
+  for (int r = kLast; r >= 0; --r) {
     c.forget_index();
     const RawRows raw(c, r);
     Part row, column;
-    for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
+    for_each([&](int n, int i) { row[n][i] = d.row[2 * kLast + n][i]; });
     Operand of_q, of_k;
     raw.rows(of_q, of_k, [&](int n, int i) { return row[n][i]; });
 #pragma unroll
-    for (int earlier = 0; earlier < r; ++earlier) {
-      decay_part(columns + 2 * earlier, d.total[r]);
-      multiply_rows(c, of_q, of_k, r, earlier, kOneLevel, columns + 2 * earlier);
+    for (int distance = 1; distance < kSubchunks; ++distance) {
+      if (distance > r) continue;
+      decay_part(acc - 2 * distance, d.total[kLast]);
+      multiply_rows(c, of_q, of_k, r, r - distance, kOneLevel, acc - 2 * distance);
     }
-    float(*const acc)[4] = columns + 2 * r;
-    find_ends(c, d, r, column);
-    finish(ends[r], -1, dG + 2 * r, acc, [&](int n, int i) { return column[n][i]; });
+    find_ends(c, d, r, kLast, column);
+    finish(ends[kLast], -1, dG + 2 * kLast, acc, [&](int n, int i) { return column[n][i]; });
     if (d.by_levels(r)) {
       for_each_level(c, r, [&](int h, const Part& of_rows, const Part& of_columns) {
-        add_inner_columns(c, r, raw, of_rows, of_columns, h, acc, dG + 2 * r);
+        add_inner_columns(c, r, raw, of_rows, of_columns, h, acc, dG + 2 * kLast);
       });
     } else {
       for_each([&](int n, int i) { column[n][i] = ptx::rcp(row[n][i]); });
-      add_inner_columns(c, r, raw, row, column, kOneLevel, acc, dG + 2 * r);
+      add_inner_columns(c, r, raw, row, column, kOneLevel, acc, dG + 2 * kLast);
     }
-    store_keys(c, r, raw, keys + 2 * r, acc);
+    store_keys(c, r, raw, keys + 2 * kLast, acc);
+    turn<-1>(columns), turn<-1>(keys), turn<-1>(dG), turn<-1>(ends);
+    d.turn<-1>();
   }
 }
 
