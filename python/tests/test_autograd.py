@@ -643,7 +643,8 @@ def test_a_gpu_has_the_gradients_of_the_cpu_in_bf16(gates):
     on_gpu = {name: t.cuda().requires_grad_() for name, t in rounded.items()}
     expected = gradients(chunk_kda, leaves, **flags_of(gates))
     for name, found in gradients(chunk_kda, on_gpu, **flags_of(gates)).items():
-        assert distance(found.cpu().double(), expected[name].double()) < 1.5e-2, name
+        most = 5e-2 if name == "A_log" else 1.5e-2  # one sum a head, whose terms may cancel
+        assert distance(found.cpu().double(), expected[name].double()) < most, name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
