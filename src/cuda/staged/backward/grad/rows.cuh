@@ -26,8 +26,8 @@ template <class Visit>
 __device__ __forceinline__ void for_each_stored(const GradContext& c, Gradient which, int subchunk,
                                                 Visit&& visit) {
   const int token0 = subchunk * kSubchunk + 2 * c.t();
-  int step = static_cast<int>(c.a.shape.HV) * row_size(c);
-  ptx::make_opaque(step);  // no multiples of it are kept
+  int step = static_cast<int>(c.a.shape.HV) * row_size(c);  // 64 of them fit: HV is below 65,536
+  ptx::make_opaque(step);                                   // no multiples of it are kept
   float* first = row_of(c, 0) + (token0 * step + which * c.padded_K() + c.channel());
   for_each([&](int n, int i) {
     if (token0 + 8 * n + i % 2 < c.chunk.count)
