@@ -141,13 +141,14 @@ class Library:
         backward_bytes = self.lib.kda_backward_plan_workspace_bytes(backward)
 
         def with_workspace(size, function):
-            memory = torch.empty(size + 64, dtype=torch.uint8, device="cuda")
+            memory = torch.empty(size + 64, dtype=torch.uint8, device=d_o.device)
             self.check(function(PTR((memory.data_ptr() + 63) // 64 * 64), ctypes.c_size_t(size)))
 
         def run():
             o = torch.empty_like(x["v"])
             self.tensor(problem.o, o)
-            problem.stream = torch.cuda.current_stream().cuda_stream
+            if d_o.is_cuda:
+                problem.stream = torch.cuda.current_stream().cuda_stream
             with_workspace(forward_bytes, lambda *room: self.lib.kda_run(call.handle, ctypes.byref(problem), *room))
             outputs = {n: torch.empty_like(t) for n, t in results.items()}
             gradients = pointers(outputs)

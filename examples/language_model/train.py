@@ -42,7 +42,7 @@ def arguments():
     parser.add_argument("--tokens", type=int, default=256, help="bytes a piece (%(default)s)")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first weights and the pieces (%(default)s)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where gradients are not yet fast (%(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, where gradients of fp32 are slow (%(default)s)")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("model.safetensors"),
                         help="where the weights go, in fp16 (%(default)s)")
     parser.add_argument("--checkpoint", type=pathlib.Path, metavar="FILE",

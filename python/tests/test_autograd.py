@@ -634,6 +634,20 @@ def test_a_gpu_has_the_gradients_of_the_cpu(gates, sizes, flags):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
+def test_a_gpu_has_the_gradients_of_the_cpu_in_bf16(gates):
+    """On the tensor cores (docs/design/backward.md): products of bf16 operands, results in bf16."""
+    rounded = {name: t.detach().bfloat16() if name in ROWS else t.detach()
+               for name, t in problem(gates, T=300, K=128, V=128).items()}
+    leaves = {name: t.clone().requires_grad_() for name, t in rounded.items()}
+    on_gpu = {name: t.cuda().requires_grad_() for name, t in rounded.items()}
+    expected = gradients(chunk_kda, leaves, **flags_of(gates))
+    for name, found in gradients(chunk_kda, on_gpu, **flags_of(gates)).items():
+        most = 5e-2 if name == "A_log" else 1.5e-2  # one sum a head, whose terms may cancel
+        assert distance(found.cpu().double(), expected[name].double()) < most, name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_on_a_gpu_compiles():
     leaves = {name: t.detach().cuda().requires_grad_() for name, t in problem().items()}
     expected = gradients(chunk_kda, leaves, **FLAGS)

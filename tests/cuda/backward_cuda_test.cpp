@@ -215,27 +215,29 @@ TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
 }
 
 TEST_F(BackwardOnGpu, MemoryOfTheHostIsRefusedByName) {
-  const Inputs inputs = packed({70, 33}, 24, 40);
-  GradientBuffers buffers = check::make_gradients(inputs);
-  OnDevice call(inputs, &buffers);
-  const GradientTensors host = buffers.tensors(), good = call.gradients->tensors();
-  const auto refusal = [&](auto&& spoil) {
-    GradientTensors bad = good;
-    spoil(bad);
-    return backward(call.plan, call.inputs->tensors(), bad, call.workspace.data(),
-                    call.workspace.size())
-        .message();
-  };
-  EXPECT_NE(refusal([&](auto& t) { t.d_o = host.d_o; }).find("d_o: is host memory"),
-            std::string::npos);
-  EXPECT_NE(refusal([&](auto& t) { t.dg = host.dg; }).find("dg: is host memory"),
-            std::string::npos);
-  EXPECT_NE(refusal([&](auto& t) { t.dbeta = nullptr; }).find("dbeta: pointer is null"),
-            std::string::npos);
-  EXPECT_NE(refusal([&](auto& t) { t.dk = t.dq; }).find("overlaps"), std::string::npos);
-  const Status status = backward(call.plan, call.inputs->tensors(), good, call.workspace.data(),
-                                 call.workspace.size() - 1);
-  EXPECT_NE(status.message().find("workspace"), std::string::npos) << status.message();
+  for (const DType dtype : test::backward_types()) {
+    const Inputs inputs = packed({70, 33}, 24, 40, 1, dtype);
+    GradientBuffers buffers = test::gradients_in_fp32(inputs);
+    OnDevice call(inputs, &buffers);
+    const GradientTensors host = buffers.tensors(), good = call.gradients->tensors();
+    const auto refusal = [&](auto&& spoil) {
+      GradientTensors bad = good;
+      spoil(bad);
+      return backward(call.plan, call.inputs->tensors(), bad, call.workspace.data(),
+                      call.workspace.size())
+          .message();
+    };
+    EXPECT_NE(refusal([&](auto& t) { t.d_o = host.d_o; }).find("d_o: is host memory"),
+              std::string::npos);
+    EXPECT_NE(refusal([&](auto& t) { t.dg = host.dg; }).find("dg: is host memory"),
+              std::string::npos);
+    EXPECT_NE(refusal([&](auto& t) { t.dbeta = nullptr; }).find("dbeta: pointer is null"),
+              std::string::npos);
+    EXPECT_NE(refusal([&](auto& t) { t.dk = t.dq; }).find("overlaps"), std::string::npos);
+    const Status status = backward(call.plan, call.inputs->tensors(), good, call.workspace.data(),
+                                   call.workspace.size() - 1);
+    EXPECT_NE(status.message().find("workspace"), std::string::npos) << status.message();
+  }
 }
 
 TEST_F(BackwardOnGpu, PlansThatKeepStatesAreDeclined) {

@@ -82,7 +82,7 @@ check::GenerateOptions case_of(std::vector<int64_t> lengths, int64_t K, int64_t 
 // ---- the truth
 // -----------------------------------------------------------------------------------
 
-/// Of one sequence and value head; chunks after each other.
+/// What holds for one sequence and value head; chunks after each other.
 struct Truth {
   Doubles h, dh;       // [chunks, K, V]
   Doubles errors, dz;  // [tokens, V]

@@ -122,7 +122,8 @@ Report fuzz_backward(const Options& options) {
   for (const auto& [name, value] : report.figures)
     report.summary += fmt::format("{}{} {:.2e}", report.summary.empty() ? "" : ", ", name, value);
   report.figures["staged"] = static_cast<double>(totals.staged);
-  report.summary += fmt::format(", {} of {} on cuda.sm80.staged", totals.staged, options.count);
+  if (test::on_cuda())
+    report.summary += fmt::format(", {} of {} on cuda.sm80.staged", totals.staged, options.count);
   if (options.tensor_cores && options.count >= 10 && test::on_cuda() &&
       totals.staged < options.count)
     report.failures.push_back(fmt::format("only {} problems were staged", totals.staged));

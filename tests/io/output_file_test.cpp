@@ -26,7 +26,7 @@
 
 namespace {
 
-std::mutex calls_mutex;  // a test has writers on several threads
+std::mutex calls_mutex;          // a test has writers on several threads
 std::vector<std::string> calls;  // of the two below, in order
 int fail_fsync_with = 0;
 

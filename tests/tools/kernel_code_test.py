@@ -21,8 +21,9 @@ import kernel_code
 FOLDERS = sorted({folder for folders in kernel_code.FAMILIES.values() for folder in folders})
 
 
-def cubin(kernels, arch):
-    """An ELF file for sm_<arch> with a section of code for each (name, code, registers, parameter bytes)."""
+def cubin(kernels, arch, banks=False):
+    """An ELF file for sm_<arch> with a section of code for each (name, code, registers, parameter bytes). `banks`: each
+    knows the number of its constant bank's symbol."""
     sections = [("", 0, b"", 0)]
     symbols = [("", 0)]
     info = b""
@@ -32,7 +33,8 @@ def cubin(kernels, arch):
         number = len(symbols) - 1
         info += struct.pack("<BBHII", 4, 0x2f, 8, number, registers)
         sections.append((f".nv.constant0.{name}", 1, bytes(parameters), 0))
-        sections.append((f".nv.info.{name}", 0x70000000, struct.pack("<BBHI", 4, 0x0f, 4, number), 0))
+        own = struct.pack("<BBHI", 4, 0x0f, 4, number) + banks * struct.pack("<BBHII", 4, 0x0a, 8, number, 0x210)
+        sections.append((f".nv.info.{name}", 0x70000000, own, 0))
     sections.append((".nv.info", 0x70000000, info, 0))
     strings = b"\0".join(s.encode() for s, _ in symbols) + b"\0"
     table, at = b"", 0
@@ -91,6 +93,11 @@ class KernelCode(unittest.TestCase):
                                       "digest", 0, 0, b"") for use in (2, 4)]
         self.assertEqual([kernel_code.folder_of(k) for k in kernels], ["staged", "staged/backward"])
         self.assertEqual(kernel_code.folder_of(kernels[0]._replace(file="staged/backward/a.cu")), "staged/backward")
+        chain, errors = ("chain_8ChainUseE0E", *A[1:]), ("chain_8ChainUseE4E", *B[1:])
+        digest = lambda *rows: next(k.digest for k in kernel_code.kernels_of(cubin(rows, 80, True), "a.cu")
+                                    if k.name == chain[0])
+        self.assertEqual(digest(chain, A), digest(errors, chain, A))
+        self.assertNotEqual(digest(chain, A), digest(A, chain))  # numbers of other kernels count
 
     def test_a_missing_object_is_an_error(self):
         folder = self.build("x", [A])

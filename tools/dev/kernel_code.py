@@ -103,7 +103,19 @@ def attributes(section):
         at += 4 + length
 
 
-EXTERNS, REGISTERS = 0x0f, 0x2f  # attributes: numbers of symbols; registers of a kernel
+# Attributes: the number of the symbol of a kernel's constant bank, then what it holds; numbers of symbols; registers.
+CONSTANT_BANK, EXTERNS, REGISTERS = 0x0a, 0x0f, 0x2f
+# The chain of a backward, ChainUse::kErrors, is in one file with chains of forwards, and no part of their family.
+OF_BACKWARD = "8ChainUseE4E"
+
+
+def number_without(elf, number):
+    """The number that a symbol would have without the symbols of OF_BACKWARD."""
+    def left_out(symbol):
+        name, section, _ = symbol
+        owner = elf.sections[section].name if section < len(elf.sections) else ""
+        return OF_BACKWARD in name or OF_BACKWARD in owner
+    return number - sum(map(left_out, elf.symbols[:number]))
 
 
 def kernels_of(cubin, file):
@@ -141,8 +153,10 @@ def kernels_of(cubin, file):
                 add(kind, other.size)
                 shared = other.size if kind == "nv.shared" else shared
             elif kind == "nv.info":
-                add(kind, [(attribute, value.hex()) for attribute, value in attributes(other)
-                           if attribute != EXTERNS])
+                rows = [(attribute, value) for attribute, value in attributes(other) if attribute != EXTERNS]
+                bank = lambda value: struct.pack("<I", number_without(elf, *struct.unpack_from("<I", value))) + value[4:]
+                add(kind, [(attribute, (bank(value) if attribute == CONSTANT_BANK else value).hex())
+                           for attribute, value in rows])
         add("relocations", elf.relocations(section.name))
         found.append(Kernel(file, arch, name, digest.hexdigest(), registers, shared, section.data))
     return found
@@ -163,8 +177,8 @@ def read_build(folder):
 
 
 def folder_of(kernel):
-    """The folder of a kernel for FAMILIES. chunk_delta_h for a backward (ChainUse::kErrors) counts as of it."""
-    if kernel.file.startswith("staged/backward/") or "8ChainUseE4E" in kernel.name:
+    """The folder of a kernel for FAMILIES."""
+    if kernel.file.startswith("staged/backward/") or OF_BACKWARD in kernel.name:
         return "staged/backward"
     return kernel.file.split("/")[0]
 
