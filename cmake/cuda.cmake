@@ -31,6 +31,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/recurrent/recurrent.cu
   src/cuda/segments/segment_merge.cu
   src/cuda/staged/backward/chunk_grad.cu
+  src/cuda/staged/backward/finish.cu
   src/cuda/staged/backward/reverse.cu
   src/cuda/staged/chunk_delta_h_sm80.cu
   src/cuda/staged/chunk_intra.cu)

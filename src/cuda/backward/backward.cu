@@ -20,16 +20,6 @@ int64_t gradient_blocks(const BackwardArgs& args, int64_t tokens) {
   return (tokens + kPieceTokens - 1) / kPieceTokens * args.shape.H;
 }
 
-template <int kK>
-Status launch_last(const BackwardArgs& args, const Launch& where) {
-  KDA_RETURN_IF_ERROR(launch_kernel("backward_gradients", backward_gradients_kernel<kK>,
-                                    gradient_blocks(args, args.num_tokens), kThreads,
-                                    sizeof(GradientsShared<kK>), where, args));
-  if (!args.sums) return {};
-  return launch_kernel("backward_parameters", backward_parameters_kernel, args.shape.HV, kThreads,
-                       0, where, args);
-}
-
 template <int kK, int kBV>
 Status launch(BackwardArgs args, const Launch& where) {
   static_assert(backward_tile(kK).rows == kK && backward_tile(kK).columns == kBV);
@@ -74,10 +64,9 @@ Status launch_backward(const BackwardArgs& args, const Launch& where) {
   return launch<256, 32>(args, where);
 }
 
-// Behind launch_backward(): hashes of kernels know in which order they are instantiated.
-Status launch_gradients(const BackwardArgs& args, const Launch& where) {
-  if (args.shape.K <= 64) return launch_last<64>(args, where);
-  return args.shape.K <= 128 ? launch_last<128>(args, where) : launch_last<256>(args, where);
+Status launch_parameters(const BackwardArgs& args, const Launch& where) {
+  return launch_kernel("backward_parameters", backward_parameters_kernel, args.shape.HV, kThreads,
+                       0, where, args);
 }
 
 }  // namespace kda::cuda

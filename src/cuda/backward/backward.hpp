@@ -89,8 +89,8 @@ struct BackwardArgs {
   bool accumulate_flags = false;
 };
 
-/// The last two alone, of one window with all tokens: `rows` are there, dbeta as one tile has it.
-Status launch_gradients(const BackwardArgs& args, const Launch& launch);
+/// The last one alone: `sums` are there.
+Status launch_parameters(const BackwardArgs& args, const Launch& launch);
 
 /// All launches of a backward pass.
 Status launch_backward(const BackwardArgs& args, const Launch& launch);

@@ -8,6 +8,7 @@
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/chunk_delta_h.hpp"
@@ -131,7 +132,8 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
   grad.rows = args.rows;
   KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
-  return launch_gradients(args, where);
+  KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
+  return args.sums ? launch_parameters(args, where) : Status{};
 }
 
 }  // namespace

@@ -48,7 +48,8 @@ __device__ __forceinline__ void multiply_columns(const GradContext& c, const Ope
   multiply(keys, columns, x);
 }
 
-/// Columns of sub-chunk r, the first of `d`, anchored at its start (if not by levels), and decayed to its end.
+/// Columns of sub-chunk r, the first of `d`, anchored at its start (if not by levels), and decayed
+/// to its end.
 __device__ __forceinline__ void find_columns(const GradContext& c, const Decays& d, int r,
                                              const RawRows& raw, Operand& anchored, Operand& ends) {
   if (d.by_levels(r)) {
