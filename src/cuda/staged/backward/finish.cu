@@ -18,22 +18,42 @@ constexpr int kAtOnce = 4;  // tokens whose loads are in flight together, a lane
 struct Four {
   float x[4] = {};
 };
+using Bits = uint32_t[4];  ///< as they lie in memory, in 16 bits two each
 
-/// A lane's part of the work: kLanes lanes have a token.
+enum View : int { kQ, kK, kG, kBeta, kDq, kDk, kDg, kDbeta, kNumViews };
+
+/// Where the rows of a piece's tokens lie: found once, since addresses were most instructions.
+struct Offsets {
+  int64_t at[kNumViews][kPieceTokens];
+  int first, last;  ///< tokens of the piece that sequences have: first .. last - 1
+};
+
 template <int kLanes>
+struct Shared {
+  static constexpr int kTeams = kThreads / kLanes;
+  Offsets offsets;
+  double dA_log[kTeams];
+  float ddt_bias[kTeams][4 * kLanes];
+};
+
+/// A lane's part of the work: kLanes lanes have a token. kPairs: all rows of q, k, g, dq, dk, dg
+/// are bf16 and begin at multiples of two elements.
+template <int kLanes, bool kPairs>
 struct Place {
   static constexpr int kTeams = kThreads / kLanes;  // of a block
-  static constexpr int kK = 4 * kLanes;
-  static constexpr int kRow = backward_row(kK);
+  static constexpr int kChannels = 4 * kLanes;
+  static constexpr int kRow = backward_row(kChannels);
 
   const BackwardArgs& a;
+  const Offsets& offsets;
   const int64_t first;  // token of the piece
   const int head, q_head, in_group;
   const int team, channel;
   const bool inside;  // the lane's channels exist
 
-  __device__ explicit Place(const BackwardArgs& args)
+  __device__ Place(const BackwardArgs& args, const Offsets& found)
       : a(args),
+        offsets(found),
         first(int64_t{blockIdx.x / static_cast<unsigned>(args.shape.HV)} * kPieceTokens),
         head(static_cast<int>(args.shape.heads.remainder(blockIdx.x))),
         q_head(static_cast<int>(args.shape.group.quotient(static_cast<unsigned>(head)))),
@@ -43,88 +63,109 @@ struct Place {
         inside(channel < args.shape.K) {}
 
   __device__ int group() const { return static_cast<int>(a.shape.HV / a.shape.H); }
-  __device__ const float* row(int token, int64_t value_head) const {
-    return a.rows + ((first + token) * a.shape.HV + value_head) * kRow;
+  /// A gradient of a token and value head, in the rows of chunk_grad.
+  __device__ const float* row(int token, int value_head, int which) const {
+    return a.rows + ((first + token) * a.shape.HV + value_head) * kRow + which * kChannels;
   }
   __device__ Four load_row(const float* from) const {
     const float4 y = *reinterpret_cast<const float4*>(from + channel);
     return {{y.x, y.y, y.z, y.w}};
   }
-  /// This lane's elements of a row of a tensor of the caller's, as they lie in memory.
-  __device__ void load(const RowView& view, int64_t at, uint32_t (&bits)[4]) const {
+  __device__ void load(const RowView& view, int64_t at, Bits& bits) const {
     if (!inside) return;
-    if (view.type == Element::kFloat32) {
+    if (!kPairs && view.type == Element::kFloat32) {
       const auto* from = reinterpret_cast<const uint2*>(static_cast<const float*>(view.base) + at);
       const uint2 x = from[channel / 2], y = from[channel / 2 + 1];
       bits[0] = x.x, bits[1] = x.y, bits[2] = y.x, bits[3] = y.y;
-    } else {
-      const auto* from =
-          reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(view.base) + at);
-      const uint32_t x = from[channel / 2], y = from[channel / 2 + 1];
-      bits[0] = x & 0xffffu, bits[1] = x >> 16, bits[2] = y & 0xffffu, bits[3] = y >> 16;
+      return;
     }
+    const auto* from =
+        reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(view.base) + at);
+    bits[0] = from[channel / 2], bits[1] = from[channel / 2 + 1];
   }
-  __device__ Four convert(const RowView& view, const uint32_t (&bits)[4]) const {
+  __device__ Four convert(const RowView& view, const Bits& bits) const {
     Four out;
+    if (!inside) return out;
+    if (!kPairs && view.type == Element::kFloat32) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out.x[i] = inside ? float_of(bits[i], view.type) : 0.0f;
+      for (int n = 0; n < 4; ++n) out.x[n] = __uint_as_float(bits[n]);
+      return out;
+    }
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+      const float2 y = kPairs || view.type == Element::kBFloat16
+                           ? ptx::unpack<__nv_bfloat16>(bits[n / 2])
+                           : ptx::unpack<__half>(bits[n / 2]);
+      out.x[n] = y.x, out.x[n + 1] = y.y;
+    }
     return out;
   }
   __device__ void store(const RowView& view, int64_t at, const Four& y) const {
     if (!inside) return;
-    if (view.type == Element::kBFloat16 && view.whole_words) {
+    if constexpr (kPairs) {
       auto* to = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(view.base) + at + channel);
       to[0] = ptx::pack<__nv_bfloat16>(y.x[0], y.x[1]);
       to[1] = ptx::pack<__nv_bfloat16>(y.x[2], y.x[3]);
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) store_element(view.base, view.type, at + channel + i, y.x[i]);
+      for (int n = 0; n < 4; ++n) store_element(view.base, view.type, at + channel + n, y.x[n]);
+    }
+  }
+  /// Tokens token0, token0 + step, .. of which there are kAtOnce; beyond the last one it again.
+  __device__ int token(int token0, int i, int step) const {
+    return min(token0 + i * step, offsets.last - 1);
   }
 };
 
-template <int kLanes>
-struct Shared {
-  int64_t sequence[kPieceTokens];  // of each token; -1: none
-  double dA_log[Place<kLanes>::kTeams];
-  float ddt_bias[Place<kLanes>::kTeams][Place<kLanes>::kK];
-};
+/// One thread a token.
+__device__ void find_offsets(const BackwardArgs& a, int64_t first, int head, int q_head,
+                             Offsets& offsets) {
+  const int token = static_cast<int>(threadIdx.x);
+  if (token == 0) offsets.first = kPieceTokens, offsets.last = 0;
+  __syncthreads();
+  if (token < kPieceTokens) {
+    const int64_t n = sequence_at(a, first + token);
+    if (n >= 0) {
+      atomicMin(&offsets.first, token), atomicMax(&offsets.last, token + 1);
+      const auto find = [&](View which, const RowView& view, int of) {
+        if (view.base) offsets.at[which][token] = row_offset(view, a.map, n, first + token, of);
+      };
+      find(kQ, a.q, q_head), find(kK, a.k, q_head), find(kDq, a.dq, q_head);
+      find(kDk, a.dk, q_head), find(kG, a.g, head), find(kBeta, a.beta, head);
+      find(kDg, a.dg, head), find(kDbeta, a.dbeta, head);
+    }
+  }
+  __syncthreads();
+}
 
 /// dq or dk of the piece's tokens that this value head of its group takes.
-template <int kLanes>
-__device__ void finish_rows(const Place<kLanes>& p, const int64_t (&sequence)[kPieceTokens],
-                            const RowView& input, const RowView& out, int which, float scale) {
+template <class P>
+__device__ void finish_rows(const P& p, View in, const RowView& input, View out,
+                            const RowView& output, int which, float scale) {
   const BackwardArgs& a = p.a;
-  const int group = p.group(), step = group * Place<kLanes>::kTeams;
+  const Offsets& offsets = p.offsets;
+  const int group = p.group(), step = group * P::kTeams;
 #pragma unroll 1
-  for (int base = 0; base < kPieceTokens; base += kAtOnce * step) {  // the same in a warp's teams
-    const int token0 = base + p.in_group + group * p.team;
+  for (int base = offsets.first; base < offsets.last; base += kAtOnce * step) {
+    const int token0 = base + p.in_group + group * p.team;  // a warp's teams stay together
     Four dy[kAtOnce];
-    uint32_t bits[kAtOnce][4];
-    bool there[kAtOnce];
+    Bits bits[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int token = token0 + i * step;
-      there[i] = token < kPieceTokens && sequence[token] >= 0;
-      if (!there[i]) continue;
-      dy[i] = p.load_row(p.row(token, p.q_head * group) + which * Place<kLanes>::kK);
-      if (a.gate.l2norm)
-        p.load(input, row_offset(input, a.map, sequence[token], p.first + token, p.q_head),
-               bits[i]);
+      const int token = p.token(token0, i, step);
+      dy[i] = p.load_row(p.row(token, p.q_head * group, which));
+      if (a.gate.l2norm) p.load(input, offsets.at[in][token], bits[i]);
     }
 #pragma unroll 1
     for (int j = 1; j < group; ++j)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        if (!there[i]) continue;
-        const Four more =
-            p.load_row(p.row(token0 + i * step, p.q_head * group + j) + which * Place<kLanes>::kK);
+        const Four more = p.load_row(p.row(p.token(token0, i, step), p.q_head * group + j, which));
 #pragma unroll
         for (int n = 0; n < 4; ++n) dy[i].x[n] += more.x[n];
       }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (!__any_sync(~0u, there[i])) continue;  // lanes of two teams meet in a warp
       float factor = scale, along = 0;
       Four x;
       if (a.gate.l2norm) {
@@ -133,88 +174,78 @@ __device__ void finish_rows(const Place<kLanes>& p, const int64_t (&sequence)[kP
 #pragma unroll
         for (int n = 0; n < 4; ++n)
           xx = fmaf(x.x[n], x.x[n], xx), xdy = fmaf(x.x[n], dy[i].x[n], xdy);
-        const float r2 = 1 / (sum_over(xx, 1, kLanes) + 1e-6f);
-        along = sum_over(xdy, 1, kLanes) * r2;
-        factor *= sqrtf(r2);
+        const float r = rsqrtf(sum_over(xx, 1, P::kChannels / 4) + 1e-6f);
+        along = sum_over(xdy, 1, P::kChannels / 4) * r * r;
+        factor *= r;
       }
-      if (!there[i]) continue;
-      const int token = token0 + i * step;
 #pragma unroll
       for (int n = 0; n < 4; ++n) dy[i].x[n] = factor * fmaf(-x.x[n], along, dy[i].x[n]);
-      p.store(out, row_offset(out, a.map, sequence[token], p.first + token, p.q_head), dy[i]);
+      const int token = token0 + i * step;
+      if (token < offsets.last) p.store(output, offsets.at[out][token], dy[i]);
     }
   }
 }
 
-/// dbeta of a token, by the first lane of its team.
-template <int kLanes>
-__device__ __forceinline__ void finish_beta(const Place<kLanes>& p, int64_t sequence, int token) {
+/// dbeta of a token.
+template <class P>
+__device__ __forceinline__ void finish_beta(const P& p, int token) {
   const BackwardArgs& a = p.a;
-  if (!a.dbeta.base || p.channel > 0) return;
-  const auto offset = [&](const RowView& view) {
-    return row_offset(view, a.map, sequence, p.first + token, p.head);
-  };
-  const float raw = float_of(load_bits(a.beta.base, a.beta.type, offset(a.beta)), a.beta.type);
-  store_element(a.dbeta.base, a.dbeta.type, offset(a.dbeta),
-                p.row(token, p.head)[3 * Place<kLanes>::kK] * step_slope(a.gate, raw));
+  const float raw =
+      float_of(load_bits(a.beta.base, a.beta.type, p.offsets.at[kBeta][token]), a.beta.type);
+  store_element(a.dbeta.base, a.dbeta.type, p.offsets.at[kDbeta][token],
+                *p.row(token, p.head, 3) * step_slope(a.gate, raw));
 }
 
-/// dg and dbeta of the piece's tokens, and this team's share of the sums.
-template <int kLanes>
-__device__ void finish_gates(const Place<kLanes>& p, const int64_t (&sequence)[kPieceTokens],
-                             Four& ddt_bias, float& dA_log) {
-  using P = Place<kLanes>;
+/// dg of the piece's tokens, and this team's share of the sums.
+template <GateMode kMode, class P>
+__device__ void finish_gates(const P& p, Four& ddt_bias, float& dA_log) {
   const BackwardArgs& a = p.a;
-  const float rate = a.gate.A_log ? expf(a.gate.A_log[p.head * a.gate.stride_A]) : 1.0f;
+  const Offsets& offsets = p.offsets;
+  GateView gate = a.gate;
+  gate.gate_mode = kMode;  // known to the compiler
+  const float rate = gate.A_log ? expf(gate.A_log[p.head * gate.stride_A]) : 1.0f;
   Four bias;
-  if (a.gate.dt_bias && p.inside)
+  if (gate.dt_bias && p.inside)
 #pragma unroll
-    for (int n = 0; n < 4; ++n)
-      bias.x[n] = a.gate.dt_bias[p.head * a.gate.stride_dt + p.channel + n];
+    for (int n = 0; n < 4; ++n) bias.x[n] = gate.dt_bias[p.head * gate.stride_dt + p.channel + n];
 #pragma unroll 1
-  for (int base = 0; base < kPieceTokens; base += kAtOnce * P::kTeams) {
+  for (int base = offsets.first; base < offsets.last; base += kAtOnce * P::kTeams) {
     const int token0 = base + p.team;
     Four dg[kAtOnce];
-    uint32_t bits[kAtOnce][4];
-    bool there[kAtOnce];
+    Bits bits[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int token = token0 + i * P::kTeams;
-      there[i] = token < kPieceTokens && sequence[token] >= 0;
-      if (!there[i]) continue;
-      dg[i] = p.load_row(p.row(token, p.head) + 2 * P::kK);
-      p.load(a.g, row_offset(a.g, a.map, sequence[token], p.first + token, p.head), bits[i]);
-      finish_beta(p, sequence[token], token);
+      const int token = p.token(token0, i, P::kTeams);
+      dg[i] = p.load_row(p.row(token, p.head, 2));
+      p.load(a.g, offsets.at[kG][token], bits[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (!there[i] || !p.inside) continue;
+      const int token = token0 + i * P::kTeams;
+      if (token >= offsets.last || !p.inside) continue;
       const Four raw = p.convert(a.g, bits[i]);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const GateGradient gradient = undo_gate(a.gate, raw.x[n], bias.x[n], rate, dg[i].x[n]);
+        const GateGradient gradient = undo_gate(gate, raw.x[n], bias.x[n], rate, dg[i].x[n]);
         ddt_bias.x[n] += gradient.raw;
         dA_log += gradient.A_log;
         dg[i].x[n] = gradient.raw;
       }
-      const int token = token0 + i * P::kTeams;
-      if (a.dg.base)
-        p.store(a.dg, row_offset(a.dg, a.map, sequence[token], p.first + token, p.head), dg[i]);
+      if (a.dg.base) p.store(a.dg, offsets.at[kDg][token], dg[i]);
     }
   }
 }
 
 /// The sums of the piece from those of the teams, in order.
-template <int kLanes>
-__device__ void store_sums(const Place<kLanes>& p, Shared<kLanes>& s, const Four& ddt_bias,
-                           float dA_log) {
-  using P = Place<kLanes>;
+template <class P, class S>
+__device__ void store_sums(const P& p, S& s, const Four& ddt_bias, float dA_log) {
   const BackwardArgs& a = p.a;
 #pragma unroll
   for (int n = 0; n < 4; ++n) s.ddt_bias[p.team][p.channel + n] = ddt_bias.x[n];
   double sum = dA_log;
 #pragma unroll
-  for (int offset = 1; offset < kLanes; offset *= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  for (int offset = 1; offset < P::kChannels / 4; offset *= 2)
+    sum += __shfl_xor_sync(~0u, sum, offset);
   if (p.channel == 0) s.dA_log[p.team] = sum;
   __syncthreads();
   double* sums = a.sums + (p.first / kPieceTokens * a.shape.HV + p.head) * (a.shape.K + 1);
@@ -228,28 +259,45 @@ __device__ void store_sums(const Place<kLanes>& p, Shared<kLanes>& s, const Four
 
 /// A block a piece of 64 tokens and a value head. The value heads of a group share the tokens of
 /// its q/k head.
-template <int kLanes>
-__global__ void __launch_bounds__(kThreads, 2)
+template <int kLanes, bool kPairs>
+__global__ void __launch_bounds__(kThreads, 3)
     finish_gradients_kernel(const __grid_constant__ BackwardArgs a) {
   auto& s = *reinterpret_cast<Shared<kLanes>*>(ptx::dynamic_shared());
-  const Place<kLanes> place(a);
-  if (threadIdx.x < kPieceTokens)
-    s.sequence[threadIdx.x] = sequence_at(a, place.first + threadIdx.x);
-  __syncthreads();
-  if (a.dq.base) finish_rows(place, s.sequence, a.q, a.dq, 0, a.gate.scale);
-  if (a.dk.base) finish_rows(place, s.sequence, a.k, a.dk, 1, 1);
-  if (!a.dg.base && !a.dbeta.base && !a.sums) return;
+  const Place<kLanes, kPairs> place(a, s.offsets);
+  find_offsets(a, place.first, place.head, place.q_head, s.offsets);
+  if (a.dq.base) finish_rows(place, kQ, a.q, kDq, a.dq, 0, a.gate.scale);
+  if (a.dk.base) finish_rows(place, kK, a.k, kDk, a.dk, 1, 1);
+  const int token = static_cast<int>(threadIdx.x);
+  if (a.dbeta.base && token >= s.offsets.first && token < s.offsets.last) finish_beta(place, token);
+  if (!a.dg.base && !a.sums) return;
   Four ddt_bias;
   float dA_log = 0;
-  finish_gates(place, s.sequence, ddt_bias, dA_log);
+  if (a.gate.gate_mode == GateMode::kLog)
+    finish_gates<GateMode::kLog>(place, ddt_bias, dA_log);
+  else if (a.gate.gate_mode == GateMode::kSoftplus)
+    finish_gates<GateMode::kSoftplus>(place, ddt_bias, dA_log);
+  else
+    finish_gates<GateMode::kBounded>(place, ddt_bias, dA_log);
   if (a.sums) store_sums(place, s, ddt_bias, dA_log);
+}
+
+bool is_pairs(const RowView& view) {
+  return !view.base || (view.type == Element::kBFloat16 && view.whole_words);
+}
+
+template <int kLanes, bool kPairs>
+Status launch(const BackwardArgs& args, const Launch& where) {
+  return launch_kernel("backward_gradients", finish_gradients_kernel<kLanes, kPairs>,
+                       (args.num_tokens + kPieceTokens - 1) / kPieceTokens * args.shape.HV,
+                       kThreads, sizeof(Shared<kLanes>), where, args);
 }
 
 template <int kLanes>
 Status launch(const BackwardArgs& args, const Launch& where) {
-  return launch_kernel("backward_gradients", finish_gradients_kernel<kLanes>,
-                       (args.num_tokens + kPieceTokens - 1) / kPieceTokens * args.shape.HV,
-                       kThreads, sizeof(Shared<kLanes>), where, args);
+  bool pairs = true;
+  for (const RowView* view : {&args.q, &args.k, &args.g, &args.dq, &args.dk, &args.dg})
+    pairs = pairs && is_pairs(*view);
+  return pairs ? launch<kLanes, true>(args, where) : launch<kLanes, false>(args, where);
 }
 
 }  // namespace
