@@ -17,7 +17,9 @@ function(kda_compile_options target)
     target_link_options(${target} PUBLIC -fsanitize=${KDA_SANITIZE})
   endif()
   if(KDA_COVERAGE)
-    # Not --coverage: no later -fno-profile-arcs (cmake/cuda.cmake) would undo it.
+    # Not --coverage: no later -fno-profile-arcs (cmake/cuda.cmake) would undo it. Arithmetic has
+    # -fprofile-update=single: an atomic counter in an inner loop takes ten times as long as the loop,
+    # and threads that count at once may lose some of the counts of a line, not all of them.
     target_compile_options(${target} PUBLIC -fprofile-arcs -ftest-coverage -fprofile-update=atomic)
     target_link_options(${target} PUBLIC --coverage)
   endif()
@@ -41,6 +43,9 @@ function(kda_kernel_options)
   if(KDA_SANITIZE)
     set(common -O1)
   endif()
+  if(KDA_COVERAGE)
+    list(APPEND common -fprofile-update=single)
+  endif()
   set(x86 ${common} -ffp-contract=off)
   set(avx2 "")
   set(avx512 "")
@@ -59,6 +64,10 @@ function(kda_kernel_options)
                                 COMPILE_OPTIONS "${flags}")
   endforeach()
   # The oracle is plain loops that vectorise: worth -O3 too.
+  set(oracle -O3)
+  if(KDA_COVERAGE)
+    list(APPEND oracle -fprofile-update=single)
+  endif()
   set_source_files_properties(src/cpu/oracle/backward.cpp src/cpu/oracle/oracle.cpp
-                              PROPERTIES COMPILE_OPTIONS "-O3")
+                              PROPERTIES COMPILE_OPTIONS "${oracle}")
 endfunction()

@@ -109,22 +109,35 @@ function(kda_add_kernels objects architectures)
   target_compile_definitions(${objects} PRIVATE $<$<CONFIG:Debug>:KDA_BOUNDED_WAITS>)
 endfunction()
 
+# Sources that call the CUDA runtime.
+function(kda_include_cuda)
+  foreach(directory ${CUDAToolkit_INCLUDE_DIRS})
+    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS -isystem "${directory}")
+  endforeach()
+endfunction()
+
 function(kda_add_cuda target)
   if(KDA_CUDA STREQUAL "EMULATED")
     kda_add_emulated_cuda(${target})
     return()
   endif()
+  # Only these sources know whether there is CUDA (.ci/rules): a build that had none and gets it, as
+  # ./dev demo and then ./dev test do, compiles the others once.
+  get_target_property(cuda_sources ${target} SOURCES)
+  list(FILTER cuda_sources INCLUDE REGEX "^src/(cuda|registry)/")
   if(NOT KDA_WITH_CUDA)
     target_sources(${target} PRIVATE src/cuda/host/no_cuda.cpp)
-    target_compile_definitions(${target} PRIVATE KDA_NO_CUDA)
+    set_property(SOURCE ${cuda_sources} src/cuda/host/no_cuda.cpp APPEND PROPERTY
+                 COMPILE_DEFINITIONS KDA_NO_CUDA)
     return()
   endif()
   target_sources(${target} PRIVATE ${KDA_CUDA_HOST})
-  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  list(APPEND cuda_sources ${KDA_CUDA_HOST})
+  kda_include_cuda(${KDA_CUDA_HOST})
   kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
   if(KDA_CUDA_ARCHITECTURES MATCHES "90|all|native")
     kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
-    target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
+    set_property(SOURCE ${cuda_sources} APPEND PROPERTY COMPILE_DEFINITIONS KDA_WITH_SM90A)
   endif()
   # Beside the binaries: which kernels they hold (bench/evidence.py).
   find_package(Python3 COMPONENTS Interpreter QUIET)

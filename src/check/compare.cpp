@@ -101,16 +101,23 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
   if (p.final_state) result.final_state.resize(static_cast<std::size_t>(total));
   const Tensors tensors = inputs.tensors();
   std::atomic<int64_t> done{0};
+  std::vector<oracle::HeadResult> own;
+  std::vector<oracle::HeadResult>& truths = options.truths ? *options.truths : own;
+  const bool known = !truths.empty();
+  truths.resize(static_cast<std::size_t>(total));
 
   auto compare_head = [&](int64_t idx, int32_t) {
     const int64_t n = idx / p.num_value_heads;
     const int64_t head = idx % p.num_value_heads;
     const auto at = static_cast<std::size_t>(n);
     const oracle::Span span{offsets[at], offsets[at + 1]};
-    std::vector<double> initial;
-    if (p.initial_state)
-      initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
-    const oracle::HeadResult truth = oracle::run_head(p, tensors, span, head, initial);
+    oracle::HeadResult& truth = truths[static_cast<std::size_t>(idx)];
+    if (!known) {
+      std::vector<double> initial;
+      if (p.initial_state)
+        initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
+      truth = oracle::run_head(p, tensors, span, head, initial);
+    }
     const int64_t tokens = span.end - span.begin;
     HeadError& of_o = result.o[static_cast<std::size_t>(idx)];
     of_o = judge(oracle::load_rows(p, p.o, outputs.o.data(), span, head, p.value_dim), truth.o,
@@ -124,6 +131,7 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
                        tokens, options);
       of_state.sequence = n, of_state.head = head;
     }
+    if (!options.truths) truth = {};  // memory of one head a thread
     if (options.progress) options.progress(++done, total);
   };
   throw_if_error(parallel_tasks(total, options.num_threads, compare_head));

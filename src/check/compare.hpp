@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check/inputs.hpp"
+#include "cpu/oracle/oracle.hpp"
 
 namespace kda::check {
 
@@ -37,6 +38,9 @@ struct CompareOptions {
   /// Type of the operands of matrix products, if they are rounded: operands_of().
   std::optional<DType> operands;
   int32_t num_threads = 1;
+  /// The oracle's results by sequence and value head: of an earlier comparison of the same inputs,
+  /// or empty, for the next one. Null: nothing is kept.
+  std::vector<cpu::oracle::HeadResult>* truths = nullptr;
   std::function<void(int64_t done, int64_t total)> progress;  ///< from any thread
 };
 

@@ -41,6 +41,29 @@ TEST(Compare, SeesAWrongStateAndANaN) {
   EXPECT_FALSE(compare(inputs, result.problem, result.outputs).within());
 }
 
+TEST(Compare, TruthsOfOneComparisonServeTheNext) {
+  check::GenerateOptions shape = test::shape(0, 2, 8, 8);
+  shape.seq_lens = {5, 0, 20};
+  shape.initial_state = true;
+  const Inputs inputs = generate(shape);
+  test::Result result = test::run_inputs(inputs);
+  std::vector<cpu::oracle::HeadResult> truths;
+  EXPECT_TRUE(compare(inputs, result.problem, result.outputs, {.num_threads = 2, .truths = &truths})
+                  .within());
+  ASSERT_EQ(truths.size(), 6u);
+  // What is kept is taken, and judged as if it were computed anew.
+  result.outputs.o.as<float>()[(20 * 2 + 1) * 8 + 4] *= 1.01f;
+  const Comparison anew = compare(inputs, result.problem, result.outputs);
+  const Comparison kept = compare(inputs, result.problem, result.outputs, {.truths = &truths});
+  for (std::size_t i = 0; i < 6; ++i) {
+    EXPECT_EQ(kept.o[i].error, anew.o[i].error);
+    EXPECT_EQ(kept.final_state[i].error, anew.final_state[i].error);
+  }
+  truths[5].o[0] += 1;
+  EXPECT_FALSE(compare(inputs, result.problem, result.outputs, {.truths = &truths}).o[5].error ==
+               anew.o[5].error);
+}
+
 TEST(Compare, MedianAndEmptyProblems) {
   EXPECT_EQ(median_error({}), 0);
   EXPECT_EQ(median_error({{0, 0, 3, 1}, {0, 0, 1, 1}, {0, 0, 2, 1}}), 2);

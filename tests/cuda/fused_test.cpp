@@ -95,12 +95,14 @@ class Fused : public test::GpuTest, public ::testing::WithParamInterface<Kind> {
     return inputs;
   }
   void expect_as_exact_in_segments(const Inputs& inputs, const std::string& what) const {
-    const double whole = test::worst_errors(inputs, test::run_inputs(inputs, on_fused())).o;
+    std::vector<cpu::oracle::HeadResult> truths;
+    const double whole =
+        test::worst_errors(inputs, test::run_inputs(inputs, on_fused()), &truths).o;
     for (const int64_t count : {2, 5}) {
       const test::Result result =
           test::run_inputs(inputs, in_segments(count, SegmentMethod::kOnePass));
       ASSERT_EQ(result.plan.resolved.segment_method, SegmentMethod::kOnePass);
-      EXPECT_LE(test::worst_errors(inputs, result).o, check::kSegmented16BitRatio * whole)
+      EXPECT_LE(test::worst_errors(inputs, result, &truths).o, check::kSegmented16BitRatio * whole)
           << what << ", " << count << " segments";
     }
   }

@@ -15,12 +15,15 @@ namespace {
 using check::Inputs;
 using check::Regime;
 
-void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what) {
+/// `truths`: as in check::CompareOptions.
+void expect_within(const Inputs& inputs, const test::RunOptions& options, const std::string& what,
+                   std::vector<cpu::oracle::HeadResult>* truths = nullptr) {
   const test::Result result = test::run_inputs(inputs, options);
   const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
                                                       {.marginal = check::is_marginal(inputs),
                                                        .operands = check::operands_of(result.plan),
-                                                       .num_threads = 4});
+                                                       .num_threads = 4,
+                                                       .truths = truths});
   ASSERT_NE(comparison.worst_o(), nullptr);
   EXPECT_TRUE(comparison.within())
       << what << ": o " << comparison.worst_o()->error << " of " << comparison.worst_o()->tolerance
@@ -28,18 +31,19 @@ void expect_within(const Inputs& inputs, const test::RunOptions& options, const 
 }
 
 TEST(Accuracy, EveryRegimeOnEveryInstructionSet) {
-  for (const std::string& backend : test::backends())
-    for (int regime = 0; regime < check::kNumRegimes; ++regime)
-      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-        check::GenerateOptions options = test::shape(333, 2, 64, 48);
-        options.regime = static_cast<Regime>(regime);
-        options.dtype = dtype;
-        options.seed = static_cast<uint64_t>(regime);
-        options.initial_state = true;
-        expect_within(check::generate(options),
-                      {.plan = test::with_backend(backend), .out_dtype = dtype},
-                      backend + " " + check::regime_name(options.regime));
-      }
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      check::GenerateOptions options = test::shape(333, 2, 64, 48);
+      options.regime = static_cast<Regime>(regime);
+      options.dtype = dtype;
+      options.seed = static_cast<uint64_t>(regime);
+      options.initial_state = true;
+      const Inputs inputs = check::generate(options);
+      std::vector<cpu::oracle::HeadResult> truths;
+      for (const std::string& backend : test::backends())
+        expect_within(inputs, {.plan = test::with_backend(backend), .out_dtype = dtype},
+                      backend + " " + check::regime_name(options.regime), &truths);
+    }
 }
 
 TEST(Accuracy, LengthsAroundChunksAndGroups) {
@@ -51,15 +55,17 @@ TEST(Accuracy, LengthsAroundChunksAndGroups) {
 }
 
 TEST(Accuracy, HeadDimensions) {
-  for (const std::string& backend : test::backends())
-    for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 200, 256})
-      for (const int64_t V : {1, 5, 32, 33, 100, 256}) {
-        check::GenerateOptions options = test::shape(37, 1, K, V);
-        options.regime = Regime::kTrained;
-        options.seed = static_cast<uint64_t>(K * 1000 + V);
-        expect_within(check::generate(options), {.plan = test::with_backend(backend)},
-                      backend + " K " + std::to_string(K) + " V " + std::to_string(V));
-      }
+  for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 200, 256})
+    for (const int64_t V : {1, 5, 32, 33, 100, 256}) {
+      check::GenerateOptions options = test::shape(37, 1, K, V);
+      options.regime = Regime::kTrained;
+      options.seed = static_cast<uint64_t>(K * 1000 + V);
+      const Inputs inputs = check::generate(options);
+      std::vector<cpu::oracle::HeadResult> truths;
+      for (const std::string& backend : test::backends())
+        expect_within(inputs, {.plan = test::with_backend(backend)},
+                      backend + " K " + std::to_string(K) + " V " + std::to_string(V), &truths);
+    }
 }
 
 TEST(Accuracy, GroupedValueHeads) {

@@ -34,6 +34,15 @@ struct DecodeShape {
   DType dtype = DType::kFloat32;
 };
 
+/// The first normals of one sequence of random numbers, which are made once.
+const std::vector<float>& normals(int64_t count) {
+  static check::Random random(5);
+  static std::vector<float> values;
+  while (static_cast<int64_t>(values.size()) < count)
+    values.push_back(static_cast<float>(random.normal()));
+  return values;
+}
+
 Decode make_decode(const DecodeShape& s) {
   Decode d;
   check::GenerateOptions options = test::shape(s.tokens, s.heads, s.K, s.V);
@@ -53,9 +62,8 @@ Decode make_decode(const DecodeShape& s) {
   p.initial_state->tensor = contiguous(s.state_dtype, {shape[0], shape[1], shape[2], shape[3]});
   const int64_t elems = s.slots * s.heads * s.K * s.V;
   d.pool = io::Buffer(static_cast<std::size_t>(elems * dtype_size(s.state_dtype)));
-  check::Random random(5);
-  for (int64_t i = 0; i < elems; ++i)
-    store_element(d.pool.data(), s.state_dtype, i, static_cast<float>(random.normal()));
+  const float* values = normals(elems).data();
+  for (int64_t i = 0; i < elems; ++i) store_element(d.pool.data(), s.state_dtype, i, values[i]);
   d.outputs = check::make_outputs(&p, s.dtype);
   return d;
 }

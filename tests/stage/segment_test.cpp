@@ -36,13 +36,14 @@ TEST_P(Segments, Fp32StaysWithinTwiceTheSerialError) {
   options.regime = regime();
   options.initial_state = true;
   const Inputs inputs = check::generate(options);
-  const test::WorstErrors serial = test::worst_errors(inputs, test::run_inputs(inputs));
+  std::vector<cpu::oracle::HeadResult> truths;
+  const test::WorstErrors serial = test::worst_errors(inputs, test::run_inputs(inputs), &truths);
   for (const SegmentMethod method : kMethods)
     for (const int64_t count : {2, 5, 32}) {
       const test::Result result =
           test::run_inputs(inputs, {.plan = test::fixed_segments(count, method)});
       ASSERT_TRUE(result.plan.segmented);
-      const test::WorstErrors errors = test::worst_errors(inputs, result);
+      const test::WorstErrors errors = test::worst_errors(inputs, result, &truths);
       EXPECT_LE(errors.o, check::kSegmentedFp32Ratio * std::max(serial.o, kNoise)) << count;
       EXPECT_LE(errors.final_state,
                 check::kSegmentedFp32Ratio * std::max(serial.final_state, kNoise))
@@ -60,12 +61,13 @@ TEST_P(Segments, Bf16StaysWithinATenthMore) {
   // On a GPU one backend for both; cuda.sm90.fused is in tests/cuda/fused_test.cpp.
   const std::string backend = test::on_cuda() ? "staged" : "";
   const test::RunOptions run{.plan = test::with_backend(backend), .out_dtype = DType::kBFloat16};
-  const double serial = test::worst_errors(inputs, test::run_inputs(inputs, run)).o;
+  std::vector<cpu::oracle::HeadResult> truths;
+  const double serial = test::worst_errors(inputs, test::run_inputs(inputs, run), &truths).o;
   for (const SegmentMethod method : kMethods) {
     test::RunOptions segmented = run;
     segmented.plan = test::fixed_segments(8, method);
     segmented.plan.backend = backend;
-    EXPECT_LE(test::worst_errors(inputs, test::run_inputs(inputs, segmented)).o,
+    EXPECT_LE(test::worst_errors(inputs, test::run_inputs(inputs, segmented), &truths).o,
               check::kSegmented16BitRatio * serial);
   }
 }

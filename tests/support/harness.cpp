@@ -237,9 +237,10 @@ check::GenerateOptions shape(int64_t tokens, int64_t heads, int64_t key_dim, int
   return options;
 }
 
-WorstErrors worst_errors(const check::Inputs& inputs, const Result& result) {
+WorstErrors worst_errors(const check::Inputs& inputs, const Result& result,
+                         std::vector<cpu::oracle::HeadResult>* truths) {
   const check::Comparison comparison =
-      check::compare(inputs, result.problem, result.outputs, {.num_threads = 2});
+      check::compare(inputs, result.problem, result.outputs, {.num_threads = 2, .truths = truths});
   WorstErrors worst;
   for (const check::HeadError& entry : comparison.o) worst.o = std::max(worst.o, entry.error);
   for (const check::HeadError& entry : comparison.final_state)

@@ -99,6 +99,8 @@ struct WorstErrors {
   double o = 0;
   double final_state = 0;
 };
-WorstErrors worst_errors(const check::Inputs& inputs, const Result& result);
+/// `truths`: as in check::CompareOptions.
+WorstErrors worst_errors(const check::Inputs& inputs, const Result& result,
+                         std::vector<cpu::oracle::HeadResult>* truths = nullptr);
 
 }  // namespace kda::test

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The command as a person uses it: outputs, exit codes, files left behind.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -130,7 +131,8 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;
   EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
   EXPECT_EQ(kda(gpu + " --keep states").exit_code, 2);  // no GPU keeps any
-  const Ran bench = kda("bench backward --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
+  const Ran bench = kda(
+      "bench backward --milliseconds 1 --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
   EXPECT_NE(bench.out.find("of forward"), std::string::npos) << bench.out;
 }
@@ -292,7 +294,8 @@ TEST_F(Cli, PlanTakesTheFlagsOfRun) {
 }
 
 TEST_F(Cli, BenchPrintsRates) {
-  const std::string tiny = " --case '--tokens 64 --heads 1 --key-dim 16 --value-dim 16'";
+  const std::string tiny =
+      " --milliseconds 1 --case '--tokens 64 --heads 1 --key-dim 16 --value-dim 16'";
   for (const char* what : {"forward", "intra", "delta-h"}) {
     const Ran ran = kda(std::string("bench ") + what + tiny + " --json b.json --csv b.csv");
     EXPECT_EQ(ran.exit_code, 0) << ran.err;
@@ -304,12 +307,15 @@ TEST_F(Cli, BenchPrintsRates) {
     EXPECT_EQ(json["command"],
               std::string("kda bench ") + what + tiny + " --json b.json --csv b.csv");
     EXPECT_GT(json["cases"][0]["median_s"], 0);
+    EXPECT_LT(
+        json["cases"][0]["repeats"].get<double>() * json["cases"][0]["fastest_s"].get<double>(),
+        0.25);  // not the 500 ms that it takes unasked
     EXPECT_NE(read("b.csv").find("median"), std::string::npos);
   }
-  const Ran decode = kda("bench decode --case '--batch 2 --tokens 1 --heads 1'");
+  const Ran decode = kda("bench decode --milliseconds 1 --case '--batch 2 --tokens 1 --heads 1'");
   EXPECT_NE(decode.out.find("% of memory"), std::string::npos);
   const Ran cp =
-      kda("bench context-parallel --context-parallel 2 --case "
+      kda("bench context-parallel --milliseconds 1 --context-parallel 2 --case "
           "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
   EXPECT_NE(cp.out.find("on / off"), std::string::npos) << cp.err;
 }
@@ -348,7 +354,8 @@ TEST_F(Cli, ReportsLeaveTheStandardOutputToTheData) {
   ran = kda("inspect x.safetensors --plot -");
   EXPECT_EQ(ran.out.rfind("<svg", 0), 0u);
   expect_has(ran.err, "figure: standard output");
-  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  const std::string tiny =
+      " --milliseconds 1 --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
   ran = kda("bench forward --json -" + tiny);
   EXPECT_EQ(nlohmann::json::parse(ran.out)["what"], "forward");
   expect_has(ran.err, "tokens/s");
@@ -368,7 +375,8 @@ TEST_F(Cli, DevicesAndLinksStayWhatTheyAre) {
   ASSERT_EQ(::symlink("target", path("link").c_str()), 0);
   std::ofstream(path("target")) << "old";
   fs::permissions(path("target"), fs::perms::owner_read | fs::perms::owner_write);
-  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  const std::string tiny =
+      " --milliseconds 1 --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
   for (const std::string& command : std::vector<std::string>{
            "run x.safetensors -o ", "gen --tokens 8 --heads 1 --key-dim 8 --value-dim 8 -o ",
            "inspect x.safetensors --plot ", "bench forward" + tiny + " --json ",
@@ -387,7 +395,8 @@ TEST_F(Cli, DevicesAndLinksStayWhatTheyAre) {
 
 TEST_F(Cli, TheStandardOutputIsChecked) {
   gen("--tokens 8 --heads 1 --key-dim 8 --value-dim 8");
-  const std::string tiny = " --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
+  const std::string tiny =
+      " --milliseconds 1 --case '--tokens 8 --heads 1 --key-dim 8 --value-dim 8'";
   for (const std::string& command : std::vector<std::string>{
            "info", "info --json", "--help", "--version", "run --help", "check x.safetensors",
            "check x.safetensors --json", "inspect x.safetensors", "inspect x.safetensors --json",
@@ -459,11 +468,13 @@ TEST_F(Cli, LimitsAndSignalsLeaveNoTemporary) {
   EXPECT_EQ(limited.err, "kda: y: writing failed (File too large)\n");
 #endif
   // The command has its output open and waits for its input.
+  ASSERT_EQ(::mkfifo(path("silent").c_str(), 0600), 0);
   for (const char* signal : {"HUP", "INT", "TERM"}) {
-    const Ran ran = shell(std::string("sleep 5 | timeout -s ") + signal +
-                          " 0.5 $KDA run - -o y; test $? = 124");
+    const Ran ran = shell(std::string("timeout -s ") + signal +
+                          " 0.5 $KDA run - -o y <> silent; test $? = 124");
     EXPECT_EQ(ran.exit_code, 0) << signal;
   }
+  fs::remove(path("silent"));
   EXPECT_EQ(read("y"), "old");
   EXPECT_EQ(count_files(), 2u);
 }
@@ -629,6 +640,7 @@ TEST_F(CliOnGpu, TimesEveryStage) {
   // fp32 has no chunk stages.
   EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,
             2);
+  EXPECT_EQ(kda("bench forward" + forward + " --device cuda --milliseconds 5").exit_code, 2);
 }
 
 TEST_F(Cli, MissingDevicesAndBackendsExitWithThree) {

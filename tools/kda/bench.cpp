@@ -47,6 +47,7 @@ struct BenchCommand {
   std::string what, set, json_path, csv_path;
   std::vector<std::string> case_texts;
   int64_t group_size = 0;
+  int64_t milliseconds = 0;  ///< 0: not given
   ScheduleFlags schedule;
 
   void operator()() {
@@ -59,7 +60,8 @@ struct BenchCommand {
     const std::vector<std::string> texts = cases();
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
-    CpuBench bench(what, device, schedule.plan_options());
+    CpuBench bench(what, device, schedule.plan_options(),
+                   milliseconds > 0 ? 1e-3 * static_cast<double>(milliseconds) : 0.5);
     std::vector<CpuRow> rows;
     for (const std::string& text : texts) {
       check::Inputs inputs = make_inputs(text);
@@ -124,6 +126,9 @@ struct BenchCommand {
   }
 
   void run_gpu(const DeviceFacts& device) {
+    if (milliseconds > 0)
+      throw Error(invalid("--milliseconds: ", milliseconds,
+                          " is how long a CPU is timed; a GPU has a number of calls"));
     const std::vector<std::string> texts = cases(/*gpu=*/true);
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
@@ -167,6 +172,8 @@ void add_bench(CLI::App& app, const std::string& command) {
       ->excludes(set);
   add_whole<int64_t>(*sub, "--group-size", &c->group_size, 1, 64,
                      "Value heads a q/k head, in every case");
+  add_whole<int64_t>(*sub, "--milliseconds", &c->milliseconds, 1, 600'000,
+                     "On a CPU: each case is timed for at least so long (500)");
   c->schedule.add_to(*sub);
   add_path(*sub, "--json", &c->json_path, "Also write the rows to this file");
   add_path(*sub, "--csv", &c->csv_path, "Also write the table to this file");

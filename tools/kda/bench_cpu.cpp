@@ -19,10 +19,8 @@ namespace {
 
 namespace blocked = cpu::blocked;
 
-constexpr double kMinSeconds = 0.5;
-
 /// Reads and writes every byte of a buffer beyond the caches, in place as decode does.
-double measure_memory_rate(int32_t threads) {
+double measure_memory_rate(int32_t threads, double min_seconds) {
   constexpr std::size_t kFloats = std::size_t{64} << 20;
   constexpr int64_t kPieces = 256;
   io::Buffer buffer(kFloats * sizeof(float));
@@ -32,7 +30,7 @@ double measure_memory_rate(int32_t threads) {
     for (std::size_t i = 0; i < kFloats / kPieces; ++i) piece[i] = piece[i] * 0.5f + 1.0f;
   };
   const Timing timing =
-      time_calls([&] { throw_if_error(parallel_tasks(kPieces, threads, task)); }, 0.5, 5);
+      time_calls([&] { throw_if_error(parallel_tasks(kPieces, threads, task)); }, min_seconds, 5);
   return 2.0 * static_cast<double>(buffer.size()) / timing.fastest;
 }
 
@@ -71,8 +69,8 @@ struct StageCall {
 };
 
 template <class Task>
-Timing time_tasks(int64_t count, int32_t num_threads, Task& task) {
-  return time_calls([&] { throw_if_error(parallel_tasks(count, num_threads, task)); }, kMinSeconds);
+Timing time_tasks(int64_t count, int32_t num_threads, double min_seconds, Task& task) {
+  return time_calls([&] { throw_if_error(parallel_tasks(count, num_threads, task)); }, min_seconds);
 }
 
 }  // namespace
@@ -98,8 +96,9 @@ CpuRow CpuBench::measure(const std::string& name, check::Inputs& inputs) {
 
 MachineRates CpuBench::machine_rates() const {
   MachineRates rates;
-  rates.fma_per_second = measure_fma_rate(kernels_named(implementation_), num_threads_);
-  if (what_ == "decode") rates.bytes_per_second = measure_memory_rate(num_threads_);
+  rates.fma_per_second =
+      measure_fma_rate(kernels_named(implementation_), num_threads_, std::min(0.3, min_seconds_));
+  if (what_ == "decode") rates.bytes_per_second = measure_memory_rate(num_threads_, min_seconds_);
   return rates;
 }
 
@@ -120,7 +119,7 @@ Timing CpuBench::time_plan(check::Inputs& inputs, const PlanOptions& options, Pl
   outputs.attach(&tensors);
   return time_calls(
       [&] { throw_if_error(run(*plan, tensors, workspace.data(), workspace.size())); },
-      kMinSeconds);
+      min_seconds_);
 }
 
 void CpuBench::measure_forward(check::Inputs& inputs, CpuRow* row) {
@@ -153,7 +152,7 @@ void CpuBench::measure_backward(check::Inputs& inputs, CpuRow* row) {
                    throw_if_error(backward(plan, tensors, gradients.tensors(), workspace.data(),
                                            workspace.size()));
                  },
-                 kMinSeconds);
+                 min_seconds_);
   const auto K = static_cast<double>(p.key_dim), V = static_cast<double>(p.value_dim);
   row->multiply_adds =
       tokens_of(p) * static_cast<double>(p.num_value_heads) * backward_multiply_adds(K, V);
@@ -185,7 +184,7 @@ void CpuBench::measure_states(check::Inputs& inputs, CpuRow* row) {
       pass.v = blocked::row_source(p, p.v, call.tensors.v, pass.begin, pass.head);
     blocked::run_pass(kernels, call, pass, blocked::thread_scratch(call, slot));
   };
-  row->timing = time_tasks(states, plan.num_threads, task);
+  row->timing = time_tasks(states, plan.num_threads, min_seconds_, task);
   row->multiply_adds = row->tokens * static_cast<double>(p.num_value_heads) * 2 *
                        static_cast<double>(p.key_dim * p.value_dim);
 }
@@ -208,7 +207,8 @@ void CpuBench::measure_intra(check::Inputs& inputs, CpuRow* row) {
       kernels.prepare(args, *blocked::thread_scratch(call, slot).group);
     }
   };
-  row->timing = time_tasks(p.num_sequences * p.num_value_heads, plan.num_threads, task);
+  row->timing =
+      time_tasks(p.num_sequences * p.num_value_heads, plan.num_threads, min_seconds_, task);
 }
 
 void CpuBench::measure_decode(check::Inputs& inputs, CpuRow* row) {
@@ -220,8 +220,9 @@ void CpuBench::measure_decode(check::Inputs& inputs, CpuRow* row) {
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
   row->bytes = 2.0 * static_cast<double>(inputs.initial_state.size());
-  row->timing = time_calls(
-      [&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); }, kMinSeconds);
+  row->timing =
+      time_calls([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); },
+                 min_seconds_);
 }
 
 /// The same inputs with segments off and on.

@@ -30,8 +30,10 @@ struct MachineRates {
 /// What `kda bench WHAT` measures.
 class CpuBench {
  public:
-  CpuBench(std::string what, const DeviceFacts& device, const PlanOptions& options)
-      : what_(std::move(what)), device_(device), options_(options) {}
+  /// Each case is timed for at least `min_seconds`.
+  CpuBench(std::string what, const DeviceFacts& device, const PlanOptions& options,
+           double min_seconds)
+      : what_(std::move(what)), device_(device), options_(options), min_seconds_(min_seconds) {}
 
   CpuRow measure(const std::string& name, check::Inputs& inputs);
 
@@ -53,6 +55,7 @@ class CpuBench {
   std::string what_;
   DeviceFacts device_;
   PlanOptions options_;
+  double min_seconds_;
   std::string implementation_;
   int32_t num_threads_ = 1;
 };

@@ -104,14 +104,19 @@ std::pair<Timing, Timing> time_pairs(const std::function<void()>& first,
   return {timing_of(std::move(of_first)), timing_of(std::move(of_second))};
 }
 
-double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads) {
-  constexpr int64_t kIterations = 4'000'000;
+double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads, double min_seconds) {
+  constexpr int64_t kMaxIterations = 4'000'000;
+  int64_t iterations = kMaxIterations / 1024;
   std::vector<int64_t> done(static_cast<std::size_t>(threads));
   auto task = [&](int64_t idx, int32_t) {
-    done[static_cast<std::size_t>(idx)] = kernels.peak_fma(kIterations);
+    done[static_cast<std::size_t>(idx)] = kernels.peak_fma(iterations);
   };
-  const Timing timing =
-      time_calls([&] { throw_if_error(parallel_tasks(threads, threads, task)); }, 0.3, 5);
+  const auto call = [&] { throw_if_error(parallel_tasks(threads, threads, task)); };
+  // A call of milliseconds, in which the start of threads is nothing, where there is time for some;
+  // in a build that is not optimised fewer iterations are enough for that.
+  while (seconds_of(call) < std::min(0.005, min_seconds / 20) && iterations < kMaxIterations)
+    iterations *= 2;
+  const Timing timing = time_calls(call, min_seconds, 5);
   return static_cast<double>(done[0]) * threads / timing.fastest;
 }
 

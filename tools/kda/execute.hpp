@@ -46,8 +46,10 @@ std::pair<Timing, Timing> time_pairs(const std::function<void()>& first,
                                      const std::function<void()>& second, double min_seconds = 0.5,
                                      int min_repeats = 7);
 
-/// Peak rate of `threads` threads: fp32 multiply-adds a second, from chains in registers.
-double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads);
+/// Peak rate of `threads` threads: fp32 multiply-adds a second, from chains in registers, in at
+/// least `min_seconds`.
+double measure_fma_rate(const cpu::blocked::Kernels& kernels, int32_t threads,
+                        double min_seconds = 0.3);
 
 double seconds_since_start();
 

@@ -84,13 +84,16 @@ void expect_right(const cpu::layer::Kernels& kernels, const Options& options) {
   ASSERT_TRUE(status.ok()) << status.message();
   const int64_t D = options.shape[3];
   std::vector<double> dweight(static_cast<std::size_t>(D)), size(dweight.size());
+  double factor = 0, mean = 0;
   c.x.each([&](const Shape& i) {
-    const double factor = c.factor(i), n = c.x.get(i) * factor;
+    if (i[3] == 0) {  // a row begins
+      factor = c.factor(i), mean = 0;
+      for (Shape j = i; j[3] < D; ++j[3])
+        mean +=
+            c.dy.get(j) * c.weight_at(j) * c.act(j) * c.x.get(j) * factor / static_cast<double>(D);
+    }
+    const double n = c.x.get(i) * factor;
     ASSERT_NO_FATAL_FAILURE(expect_near(c.y.get(i), n * c.weight_at(i) * c.act(i), 4, c.o.y, "y"));
-    double mean = 0;
-    for (Shape j = {i[0], i[1], i[2], 0}; j[3] < D; ++j[3])
-      mean +=
-          c.dy.get(j) * c.weight_at(j) * c.act(j) * c.x.get(j) * factor / static_cast<double>(D);
     const double dn = c.dy.get(i) * c.weight_at(i) * c.act(i);
     ASSERT_NO_FATAL_FAILURE(expect_near(c.dx.get(i), (dn - n * mean) * factor,
                                         (std::fabs(dn) + std::fabs(n * mean)) * factor, c.o.x,
