@@ -41,10 +41,12 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options, 
     EXPECT_LE(worst->error, worst->tolerance)
         << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
   }
-  for (const check::GradientBound& bound : check::kBf16Gradients)
-    if (const auto found = comparison.all_heads.find(bound.name);
-        many && found != comparison.all_heads.end() && found->first != "dA_log")
+  for (const check::GradientBound& bound : check::kBf16Gradients) {
+    const auto found = comparison.all_heads.find(bound.name);
+    if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
       EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
+    }
+  }
   if (std::getenv("KDA_TEST_VERBOSE"))
     for (const auto& [name, error] : comparison.all_heads)
       std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
@@ -56,7 +58,9 @@ TEST_F(StagedBackward, EveryRegime) {
   for (int regime = 0; regime < check::kNumRegimes; ++regime)
     for (const int64_t K : {128, 64}) {
       if (K == 64 && test::emulated() && regime % 3 > 0) continue;
-      check::GenerateOptions options = shape16(test::long_case(800), 2, K, K);
+      // Roundings average over heads: there are many where that takes no minutes.
+      check::GenerateOptions options =
+          shape16(test::long_case(800), test::emulated() ? 2 : 12, K, K);
       options.regime = static_cast<Regime>(regime);
       options.seed = static_cast<uint64_t>(regime);
       const Inputs inputs = check::generate(options);
