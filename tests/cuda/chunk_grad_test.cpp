@@ -408,8 +408,9 @@ TEST_F(ChunkGrad, DeadDecaysHaveNoGradient) {
   const std::vector<float> rows = run(x);
   for (int64_t token = 0; token < 70; ++token)
     for (int64_t d = 0; d < 64; ++d)
-      if (dead(token, d))
+      if (dead(token, d)) {
         EXPECT_EQ(rows[static_cast<std::size_t>(token * x.row() + 2 * x.Kp() + d)], 0);
+      }
 }
 
 TEST_F(ChunkGrad, PlainBetasWithZeros) {

@@ -28,7 +28,7 @@ enum Barrier : int { kBlockBarrier, kChainGroup, kOutputGroup, kGiven, kTaken };
 template <class T, int kK, int kWarps, ChainUse kUse>
 struct Kernel {
   using C = chain::Chain<T, kK, kUse>;
-  static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
+  static constexpr int kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
 
   using S =
       std::conditional_t<kUse == ChainUse::kForward, ForwardShared<T, kK, kWarps>, Shared<T, kK>>;
@@ -178,7 +178,7 @@ struct Kernel {
       ptx::cp_async_wait<0>();
       ptx::bar_sync<kThreads>(kChainGroup);  // kg is here; w, u are free
       copy_w(chunk + 1);
-      float2 gammas[kTiles];
+      float2 gammas[C::kTiles];
       c.load_gammas(s.gamma, gammas);
       c.decay_state(gammas);
       if constexpr (C::kTwoParts)

@@ -35,6 +35,8 @@ struct Kernel {
   static constexpr int kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
   static constexpr int kColumns = kWarps * 16;
   static constexpr int kThreads = kWarps * 32 + 32;  // the last warp copies
+  /// Of all threads. By its number: the copying warp meets the others at another instruction.
+  static __device__ __forceinline__ void meet() { ptx::bar_sync<kThreads>(1); }
 
   C c;  // dS and where it belongs
   const KernelArgs& a;
@@ -100,7 +102,7 @@ struct Kernel {
   __device__ void run_copies() const {
     const auto next = [] {
       ptx::cp_async_wait<3>();
-      __syncthreads();
+      meet();
     };
     const int last = c.num_chunks - 1;
     copy_outputs(last);
@@ -170,22 +172,22 @@ struct Kernel {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
-      __syncthreads();  // Aqk, diag and d_o are here, T' is free
+      meet();  // Aqk, diag and d_o are here, T' is free
       multiply_outputs(d_o, x);
-      __syncthreads();                    // kg and beta are here, Aqk, diag and d_o are free
+      meet();                             // kg and beta are here, Aqk, diag and d_o are free
       c.multiply_rows(rounded, s.kg, x);  // dVn^T
       c.store_state(chunk, rounded);
       c.template scale_tokens<-1>(s.beta, x);  // -X^T
-      __syncthreads();                         // qg and gamma are here, kg and beta are free
+      meet();                                  // qg and gamma are here, kg and beta are free
       float2 gammas[C::kTiles];
       c.load_gammas(s.gamma, gammas);
       c.decay_state(gammas);
       c.add_products(d_o, s.qg);
-      __syncthreads();  // w is here, qg and gamma are free
+      meet();  // w is here, qg and gamma are free
       uint32_t minus_X[4][4];
       c.round_tokens(x, minus_X);
       c.add_products(minus_X, s.w);
-      __syncthreads();  // T' is here, w is free
+      meet();  // T' is here, w is free
       multiply_lower<true>(minus_X, s.inverse, x);
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n)
