@@ -343,6 +343,32 @@ def figure_decode():
     return figure
 
 
+def figure_loss():
+    report = load("gpu_loss_curve")
+    rows = {r["implementation"]: r for r in report["cases"]}
+    steps = report["steps"]
+    figure = Figure(860, 364, "Training with libkda and with FLA: the same losses",
+                    f'{card_of(report)}, {report["date"]}; examples/language_model, width {report["width"]}, {report["layers"]} '
+                    f'layers, {report["batch"]} x {report["tokens"]} bytes a step, bf16; FLA {report["fla"]}')
+    names = {who: f'{name}, {1e3 * rows[who]["seconds_a_step"]:.1f} ms a step'
+             for who, name in (("fla", "FLA"), ("libkda", "libkda"))}
+    figure.key(62, 60, [(names["fla"], PEER), (names["libkda"], OURS)], step=220)
+    across, up = Axis(0, steps, 62, 820), Axis(0, 8, 320, 90)
+    for value in range(0, 9, 2):
+        figure.line(62, up(value), 820, up(value), opacity=0.25)
+        figure.text(54, up(value) + 4, str(value), anchor="end", size=11)
+    for value in range(0, steps + 1, 50):
+        figure.text(across(value), 336, str(value), anchor="middle", size=11)
+    figure.text(441, 354, "step", anchor="middle")
+    figure.text(62, 84, "bits a byte", size=11)
+    figure.text(820, 84, "means of 10 steps", anchor="end", size=11)
+    for who, color, width in (("fla", PEER, 5.0), ("libkda", OURS, 2.0)):
+        losses = rows[who]["losses"]
+        means = [(first + 5, sum(losses[first:first + 10]) / 10) for first in range(0, steps, 10)]
+        figure.curve([(across(i), up(x)) for i, x in means], color, width)
+    return figure
+
+
 FIGURE_FUNCTIONS = {name[len("figure_"):]: function for name, function in list(globals().items())
                     if name.startswith("figure_")}
 

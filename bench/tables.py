@@ -278,21 +278,22 @@ def table_gpu_errors():
 
 
 def table_gpu_summary():
-    forward, fused, peers, errors, decode = (
-        load(f"gpu_{n}") for n in ("forward", "fused", "peers_forward", "peers_errors", "decode"))
+    forward, fused, peers, errors, decode, train = (
+        load(f"gpu_{n}") for n in ("forward", "fused", "peers_forward", "peers_errors", "decode", "peers_train"))
     flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
     softplus = next(c for c in fused["cases"] if c["case"].endswith("--regime trained-softplus"))
     few, long = (next(r for r in peers["cases"] if r["case"] == name)
                  for name in ("--seq-lens 64K --heads 4", "--seq-lens 256K --heads 8"))
     worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
+    trained = next(r for r in train["cases"] if r["case"] == flagship["case"])
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     lowest = lambda *names: min((r for r in peers["cases"] if r["case"] in names), key=lambda r: r["speedup"])
-    run = "a run of earlier kernels" if of_earlier_kernels(peers) else "one run"
-    def fla(*names):
-        r = lowest(*names)
+    def compared(report, r):
+        run = "a run of earlier kernels" if of_earlier_kernels(report) else "one run"
         both = f'{milliseconds(1e-6 * r["libkda"])} beside {milliseconds(1e-6 * r["fla"])}'
         return f'{r["speedup"]:.1f}x as fast as FLA\'s chunk_kda, in {run} ({both})'
+    fla = lambda *names: compared(peers, lowest(*names))
     cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
     rows = [["forward, 8,192 tokens, 64 heads, K = V = 128, bf16, bounded gates as in trained layers", milliseconds(flagship["median_s"]),
              fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
@@ -300,6 +301,8 @@ def table_gpu_summary():
              f'{softplus["median_s"] / flagship["median_s"]:.2f} times the time above'],
             ["forward, 65,536 tokens, 4 heads", *cut(few)],
             ["forward, 262,144 tokens, 8 heads", *cut(long)],
+            ["forward and backward, 8,192 tokens, 64 heads", milliseconds(1e-6 * trained["libkda"]),
+             compared(train, trained)],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
              f"{of_copy(decode, d)} of the rate of a copy"
              + (f', on an {decode["device"]}' if decode["device"] != forward["device"] else "")],
@@ -313,6 +316,31 @@ def table_gpu_backward():
     rows = [[f'`{c["case"]}`', milliseconds(f["median_s"]), milliseconds(c["median_s"]), milliseconds(c["copy_s"])]
             for c, f in ((b, a) for a, b in pairs(report).values())]
     return gpu_head(report) + markdown(["case", "forward", "backward", "copy of the backward's bytes"], rows) + source(report)
+
+
+def table_gpu_train_errors():
+    report = load("gpu_train_errors")
+    names = ("dq", "dk", "dv", "dg", "dbeta", "d_initial_state", "ddt_bias", "dA_log")
+    def cell(r, name):
+        show = lambda e: "not finite" if e is None else f"{1e3 * e:.2f}"
+        return f'{show(r["libkda"][name])} ({show(r["fla"][name])})' if name in r["libkda"] else ""
+    rows = [[r["case"], *(cell(r, name) for name in names)] for r in report["cases"]]
+    head = (f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}\n\n'
+            f'{report["tokens"]:,} tokens, {report["heads"]} heads, K = V = 128, bf16. Relative errors, 1e-3: libkda (FLA).\n\n')
+    return head + markdown(["gates", *names], rows) + source(report)
+
+
+def table_gpu_loss_curve():
+    """Means over 10 steps, since single losses scatter."""
+    report = load("gpu_loss_curve")
+    steps = [10, 50, 100, 200, report["steps"]]
+    mean = lambda losses, step: f"{sum(losses[step - 10:step]) / 10:.3f}"
+    rows = [[{"fla": f'FLA {report["fla"]}'}.get(r["implementation"], r["implementation"]),
+             *(mean(r["losses"], step) for step in steps), milliseconds(r["seconds_a_step"])] for r in report["cases"]]
+    return (f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}\n\n'
+            f'{report["batch"]} x {report["tokens"]:,} bytes a step, {report["layers"]} layers of width {report["width"]}. '
+            f'Bits a byte, mean of the 10 steps up to:\n\n'
+            + markdown(["", *(f"step {step}" for step in steps), "a step takes"], rows) + source(report))
 
 
 def table_gpu_peers_train():

@@ -9,6 +9,7 @@ of the gradient, over all heads. Needs torch and fla-core from PyPI, and build/b
 """
 import argparse
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -80,7 +81,9 @@ def fla_gradients(x, modes):
 
 
 def relative(x, reference):
-    return ((x.double() - reference.double()).norm() / reference.double().norm()).item()
+    """None: not finite."""
+    error = ((x.double() - reference.double()).norm() / reference.double().norm()).item()
+    return error if math.isfinite(error) else None
 
 
 def measure(kda, case, folder, args):
@@ -130,7 +133,7 @@ def main():
             print({k: {d: float(f"{e:.2e}") for d, e in v.items()} if k != "case" else v
                    for k, v in rows[-1].items()}, flush=True)
     if args.results:
-        report = evidence.header(args.binaries, ["backward", "staged"], "train_errors",
+        report = evidence.header(args.binaries, ["staged", "staged_backward"], "train_errors",
                                  "python3 bench/train_errors.py")
         if not args.without_fla:
             import fla

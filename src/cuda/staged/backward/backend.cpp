@@ -47,7 +47,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
   builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-  builder.stage("backward_gradients", pieces_of(p) * p.num_heads,
+  builder.stage("backward_gradients", pieces_of(p) * HV,
                 "of each group: sums over value heads; norms, gates, steps");
   if (has_parameters(p))
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
