@@ -35,7 +35,7 @@ def _check_sequences(q):
                          f"Please flatten variable-length inputs before processing.")
 
 
-def _check_beta(use_beta_sigmoid_in_kernel):
+def check_beta(use_beta_sigmoid_in_kernel):
     if not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
@@ -153,7 +153,7 @@ def chunk_kda(
         if not (-5 <= number("lower_bound", lower_bound) < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
     if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
+        check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
 
@@ -223,7 +223,7 @@ def fused_recurrent_kda(
     if cu_seqlens is not None:
         _check_sequences(q)
     if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
+        check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                       allow_neg_eigval, lower_bound, kwargs.get("has_state"))
@@ -269,7 +269,7 @@ def fused_recurrent_kda_fwd(
         state_v_first = _rename_layout(state_v_first, kwargs)
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
     if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
+        check_beta(use_beta_sigmoid_in_kernel)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     if not inplace_final_state:

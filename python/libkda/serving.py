@@ -14,13 +14,17 @@ Shapes of all three. N sequences; B = N rows of T tokens, or B = 1 with their to
     num_accepted_tokens    [N]              any integers
     A_log, dt_bias         [HV], [HV * K]
 
-A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0. Any
-number of sequences may name such a slot, as the padded rows of a CUDA graph do. Nothing is copied or gathered: the
-kernels read q, k, v, g, beta and the pool as they lie.
+K and V are at most 256, HV is a multiple of H, scale is K ** -0.5 unless it is given. A slot is written by one sequence
+of a call, and read by no other one.
 
-gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, or with lower_bound a bounded one.
-Each returns o [B, T, HV, V] of v's type, which is `out` where that is given. TypeError and ValueError name the
-argument; nothing is written then. There are no gradients.
+A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0. Any
+number of sequences may name such a slot, as the padded rows of a CUDA graph do. In an `out` of the caller's, decode
+and verify leave the rows of such a sequence as they were, unless first_slot is above 0. On a GPU a slot beyond the pool
+means none too. Tensors as in the table are read as they lie, and nothing is gathered.
+
+gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, which needs A_log, or with lower_bound a
+bounded one. Each returns o [B, T, HV, V] of v's type, or `out`, of its own type. TypeError and ValueError name the
+argument; nothing is written then. NotImplementedError: a gradient is asked for, of which there are none.
 """
 from __future__ import annotations
 
@@ -29,12 +33,14 @@ import torch
 from ._checks import checked
 from ._operands import modes_of
 from ._rules import FlaError
-from .kda import MOST_DECODE_TOKENS, gate_parameters, update_pool
+from .kda import MOST_DECODE_TOKENS, check_beta, gate_parameters, update_pool
 
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
          lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
          state_v_first):
+    if allow_neg_eigval:
+        check_beta(use_beta_sigmoid_in_kernel)
     A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
@@ -68,8 +74,9 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
-    """The next token of each sequence, or up to 8 of them, by the decode kernel: fp32 arithmetic, one read and one
-    write of each state. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
+    """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
+    one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
+    prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
     _expect_slots(slots, 1, "decode")
     if cu_seqlens is None and q.shape[1] > MOST_DECODE_TOKENS:
         raise ValueError(f"q must have at most {MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
@@ -87,9 +94,11 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
-    """Drafts: as decode, but the state after token t goes to slots[n, t] of [N, S], S > 1, so that a rejected token
-    takes nothing back. It starts from slots[n, num_accepted_tokens[n] - 1], where the tokens accepted of the last
-    drafts ended (1 without them); a count below 1 means no slot. Shapes: the table of this module."""
+    """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
+    slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
+    alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
+    included, and 1 if num_accepted_tokens is None. A sequence is skipped if its count is outside of 1 to S, or its
+    start no slot. Shapes: the table of this module."""
     _expect_slots(slots, 2, "verify")
     if slots.shape[1] < 2:
         raise ValueError(f"slots must have at least 2 columns for verify, got {list(slots.shape)}; decode takes one")

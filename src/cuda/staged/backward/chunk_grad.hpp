@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage chunk_grad: from S0, dS, E, dZ and d_o of a chunk of 64 tokens and a value head, the
 // gradients by its scaled queries, its normalised keys, its log decays and its transformed betas.
-// All chunks at once. With D(j, i) the decay from token j to token i, of a channel:
+// All chunks at once. With D(j, i) the product of a channel's decays of tokens j + 1 to i, Gamma
+// that of the chunk, and P and R without beta:
 //   P = d_o E^T (j <= i),  R = -dZ E^T (j < i)
 //   dq_i = D(start, i) S0 d_o_i                        + sum_j<=i P_ij beta_j D(j, i) k_j
 //   rows_i = -D(start, i) S0 dZ_i                      + sum_j<i  R_ij beta_j D(j, i) k_j
@@ -9,6 +10,7 @@
 //   dk_j = rows_j + beta_j columns_j
 //   dbeta_j = dZ_j . E_j / beta_j, or k_j . columns_j, which is the same, where beta_j is small
 //   dg_j = sum of dG_i over i >= j of the chunk + Gamma rowsum_V(S0 dS) + what dS E adds up to
+//          (dG and the last term: grad/sums.cuh)
 #pragma once
 
 #include "cuda/launch/launch.hpp"

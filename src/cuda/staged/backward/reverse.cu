@@ -9,8 +9,8 @@ namespace {
 
 using T = __nv_bfloat16;  // of the factors
 
-// X goes into dS rounded: with the part that rounding leaves errors were 2 % smaller, those of the
-// rounded factors are the larger ones.
+// X goes into dS rounded. Adding what rounding leaves made errors 2 % smaller: those of the rounded
+// factors are larger.
 
 /// What the kernel is given. The chain's state is dS: it begins with d_final as `initial` and ends
 /// as d_initial, `final_state`. dh is its `h`, dZ its `vn`, dv its `o`.

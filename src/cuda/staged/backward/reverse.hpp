@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage chunk_reverse: the chain of a backward pass, from the last chunk of a sequence to the
 // first, with dS, the gradient of the state behind a chunk, in registers. With the factors of
-// chunk_intra and X = diag(beta) dVn:
+// chunk_intra and X = diag(beta) dVn, where dVn is dv_new before the substitution:
 //   dVn = kg dS + Aqk^T d_o + diag d_o            [C, V]
 //   dZ  = T'^T X                                  [C, V]; it is dv
 //   dS  = Diag(gamma) dS + qg^T d_o - w^T X       [K, V]

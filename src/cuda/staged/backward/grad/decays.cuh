@@ -13,14 +13,15 @@
 
 namespace kda::cuda::grad {
 
-/// Rows are held times kAnchor and columns divided by it: bf16's range has more room below 1 than
-/// rows need above, and columns the other way.
+/// Rows, which are decays, are held times kAnchor, and columns, their inverses, divided by it: so
+/// both lie in the middle of bf16's range.
 constexpr float kAnchor = 0x1p24f;
-/// What kAnchor times the decay since the start of a sub-chunk may be: 83 nats below 1, 44 above.
+/// Bounds of kAnchor times the decay since the start of a sub-chunk, which then is between exp(-83)
+/// and exp(44).
 constexpr float kLeast = 0x1p-96f, kMost = 0x1p88f;
 
-// Loops over sub-chunks stay loops: a block runs its code once or twice, and waits for
-// instructions where there are many.
+// Loops over sub-chunks stay loops: a block runs the code once or twice, so it would wait for more
+// of it to be fetched.
 
 /// Turns the sub-chunks of x by one: kStep 1 puts the second one first, -1 the last one.
 template <int kStep, class Element, int kCount, int kSize>
@@ -148,8 +149,8 @@ __device__ __forceinline__ void load_decay(const GradContext& c, int subchunk, P
 
 // ---- products over the tokens of a tile, of one channel
 
-/// The lanes of a channel hold two tokens each, t of them in order. Products over the tokens of
-/// lanes before this one, and of those after it.
+/// Four lanes have a channel's eight tokens of a tile, two each. Products over the tokens of lanes
+/// before this one, and of those after it.
 struct Scan {
   float before2, after2;  // among two lanes
   float before4, after4;  // among all four

@@ -7,7 +7,7 @@
 namespace kda::cuda::grad {
 
 struct Pairs {
-  Tokens d_o = {}, dz = {};  // [16 rows, 64 columns]: the same places as of an accumulator
+  Tokens p = {}, minus_r = {};  // [16 rows, 64 columns]: the same places as of an accumulator
 };
 
 __device__ __forceinline__ void multiply_pairs(const GradContext& c, const Tile (&tiles)[3],
@@ -22,13 +22,13 @@ __device__ __forceinline__ void multiply_pairs(const GradContext& c, const Tile 
       if (block > c.warp()) break;
       Operand errors;
       load_columns(c, tiles[0], block, step, errors);
-      multiply(pairs.d_o + 2 * block, d_o, errors);
-      multiply(pairs.dz + 2 * block, dz, errors);
+      multiply(pairs.p + 2 * block, d_o, errors);
+      multiply(pairs.minus_r + 2 * block, dz, errors);
     }
   }
 }
 
-/// Keeps the diagonals in fp32, P below the diagonal and -R^T above it as operands. By blocks of 8
+/// Keeps the diagonals in fp32, P below the diagonal and R^T above it as operands. By blocks of 8
 /// tokens, whose lanes have pairs of a row.
 __device__ __forceinline__ void store_pairs(const GradContext& c, const Pairs& pairs) {
   Shared& s = c.s;
@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_pairs(const GradContext& c, const Pairs& p
     for (int half = 0; half < 2; ++half) {
       const int m = 2 * c.warp() + half;  // block of rows
       if (n > m) continue;
-      const float *p = pairs.d_o[n] + 2 * half, *r = pairs.dz[n] + 2 * half;
+      const float *p = pairs.p[n] + 2 * half, *r = pairs.minus_r[n] + 2 * half;
       const uint32_t below = ptx::pack<Element16>(p[0], p[1]);
       const uint32_t above = ptx::movmatrix_trans(ptx::pack<Element16>(-r[0], -r[1]));
       if (n < m) {

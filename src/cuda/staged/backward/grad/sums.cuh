@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums over tokens. dG, whose sums from a token to the end are the gradient by its log decay, is
 // made of the operands as they are rounded times the accumulators: so a pair of tokens enters it
-// twice with the same bits, and cancels for earlier tokens. A token with itself is left out of it.
+// twice from the same operands, and cancels for earlier tokens but for fp32's rounding. A token
+// with itself is left out of it. The boundary is the part that all tokens of the chunk share.
 #pragma once
 
 #include "cuda/staged/backward/grad/decays.cuh"
