@@ -12,7 +12,7 @@ from ._checks import checked, computes_in_float64, int32_of, state_type
 from ._operands import as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of, written_rows_of
 from ._rules import LAST_SLOT, FlaError, integer, number
 
-MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
+_MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ def _check_sequences(q):
                          f"Please flatten variable-length inputs before processing.")
 
 
-def check_beta(use_beta_sigmoid_in_kernel):
+def _check_beta(use_beta_sigmoid_in_kernel):
     if not use_beta_sigmoid_in_kernel:
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
@@ -142,8 +142,8 @@ def chunk_kda(
     float64 = computes_in_float64(q)
     if initial_state is not None and cp_context is None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
-                                     float64)
+    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
+                                      float64)
     chunk_size = kwargs.pop("chunk_size", 64)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
@@ -153,7 +153,7 @@ def chunk_kda(
         if not (-5 <= number("lower_bound", lower_bound) < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
     if allow_neg_eigval:
-        check_beta(use_beta_sigmoid_in_kernel)
+        _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
 
@@ -223,7 +223,7 @@ def fused_recurrent_kda(
     if cu_seqlens is not None:
         _check_sequences(q)
     if allow_neg_eigval:
-        check_beta(use_beta_sigmoid_in_kernel)
+        _check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                       allow_neg_eigval, lower_bound, kwargs.get("has_state"))
@@ -269,7 +269,7 @@ def fused_recurrent_kda_fwd(
         state_v_first = _rename_layout(state_v_first, kwargs)
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
     if allow_neg_eigval:
-        check_beta(use_beta_sigmoid_in_kernel)
+        _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     if not inplace_final_state:
@@ -280,16 +280,16 @@ def fused_recurrent_kda_fwd(
                           allow_neg_eigval, lower_bound, has_state, out)
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    o = update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
-                    A_log, dt_bias, cu_seqlens, has_state, first_slot, modes, out)
+    o = _update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
+                     A_log, dt_bias, cu_seqlens, has_state, first_slot, modes, out)
     return o, initial_state
 
 
-def update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
-                first_slot, modes, out):
+def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
+                 first_slot, modes, out):
     """o of sequences whose states are slots of `pool`, which is updated; arguments by place, since names cost a call
     of few tokens time. `slots_name`: what the caller's `slots` are called."""
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
@@ -313,7 +313,7 @@ def update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, 
     return out if o is out else out.copy_(o)
 
 
-def gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
+def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
     if not use_gate_in_kernel:
         return None, None
     if A_log is None and lower_bound is None:
@@ -327,7 +327,7 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
     float64 = computes_in_float64(q)
-    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
@@ -362,7 +362,7 @@ def _decodes(q, cu_seqlens):
     """Whether a call looks like decode steps. As many tokens as sequences are taken for one token each; the operators
     look at lengths that are on the host, and lengths on a GPU are computed right whatever they are."""
     if cu_seqlens is None:
-        return q.shape[1] <= MOST_DECODE_TOKENS
+        return q.shape[1] <= _MOST_DECODE_TOKENS
     return q.shape[1] == cu_seqlens.shape[0] - 1
 
 

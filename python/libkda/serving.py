@@ -33,21 +33,21 @@ import torch
 from ._checks import checked
 from ._operands import modes_of
 from ._rules import FlaError
-from .kda import MOST_DECODE_TOKENS, check_beta, gate_parameters, update_pool
+from .kda import _MOST_DECODE_TOKENS, _check_beta, _gate_parameters, _update_pool
 
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
          lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
          state_v_first):
     if allow_neg_eigval:
-        check_beta(use_beta_sigmoid_in_kernel)
-    A_log, dt_bias = gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
+        _check_beta(use_beta_sigmoid_in_kernel)
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
-    return update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
-                       first_slot, modes, out)
+    return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
+                        first_slot, modes, out)
 
 
 @checked()
@@ -78,8 +78,8 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
     _expect_slots(slots, 1, "decode")
-    if cu_seqlens is None and q.shape[1] > MOST_DECODE_TOKENS:
-        raise ValueError(f"q must have at most {MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
+    if cu_seqlens is None and q.shape[1] > _MOST_DECODE_TOKENS:
+        raise ValueError(f"q must have at most {_MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
                          f"prefill takes any number")
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,

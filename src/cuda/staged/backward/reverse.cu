@@ -35,7 +35,7 @@ struct Kernel {
   static constexpr int kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
   static constexpr int kColumns = kWarps * 16;
   static constexpr int kThreads = kWarps * 32 + 32;  // the last warp copies
-  /// Of all threads. By its number: the copying warp meets the others at another instruction.
+  /// All threads meet. The barrier has a number: the copying warp comes to it elsewhere.
   static __device__ __forceinline__ void meet() { ptx::bar_sync<kThreads>(1); }
 
   C c;  // dS and where it belongs
