@@ -280,18 +280,20 @@ def fused_recurrent_kda_fwd(
                           allow_neg_eigval, lower_bound, has_state, out)
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
     o = _update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
-                     A_log, dt_bias, cu_seqlens, has_state, first_slot, modes, out)
+                     A_log, dt_bias, cu_seqlens, has_state, first_slot, out, scale, lower_bound, use_gate_in_kernel,
+                     use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first)
     return o, initial_state
 
 
 def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
-                 first_slot, modes, out):
+                 first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first):
     """o of sequences whose states are slots of `pool`, which is updated; arguments by place, since names cost a call
     of few tokens time. `slots_name`: what the caller's `slots` are called."""
+    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     slots, state_a_token = _slots_of(slots_name, slots)
     accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)

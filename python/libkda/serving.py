@@ -31,9 +31,8 @@ from __future__ import annotations
 import torch
 
 from ._checks import checked
-from ._operands import modes_of
 from ._rules import FlaError
-from .kda import _MOST_DECODE_TOKENS, _check_beta, _gate_parameters, _update_pool
+from .kda import _MOST_DECODE_TOKENS, _check_beta, _update_pool
 
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
@@ -41,13 +40,11 @@ def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_s
          state_v_first):
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
-                        first_slot, modes, out)
+                        first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first)
 
 
 @checked()
@@ -60,7 +57,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
     False from zero, and leaves its final state there. Shapes: the table of this module."""
-    _expect_slots(slots, 1, "prefill")
+    _expect_dimensions(slots, 1)
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 use_qk_l2norm_in_kernel, state_v_first)
@@ -77,7 +74,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
-    _expect_slots(slots, 1, "decode")
+    _expect_dimensions(slots, 1)
     if cu_seqlens is None and q.shape[1] > _MOST_DECODE_TOKENS:
         raise ValueError(f"q must have at most {_MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
                          f"prefill takes any number")
@@ -99,7 +96,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
     included, and 1 if num_accepted_tokens is None. A sequence is skipped if its count is outside of 1 to S, or its
     start no slot. Shapes: the table of this module."""
-    _expect_slots(slots, 2, "verify")
+    _expect_dimensions(slots, 2)
     if slots.shape[1] < 2:
         raise ValueError(f"slots must have at least 2 columns for verify, got {list(slots.shape)}; decode takes one")
     return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
@@ -107,7 +104,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
                 use_qk_l2norm_in_kernel, state_v_first)
 
 
-def _expect_slots(slots, dimensions, function):
+def _expect_dimensions(slots, dimensions):
+    """What the kernels take of another kind of step; checked() says which shape is meant."""
     if slots.dim() != dimensions:
-        form = "[N]" if dimensions == 1 else "[N, S]"
-        raise ValueError(f"slots must have shape {form} for {function}, got {list(slots.shape)}")
+        raise ValueError(f"slots must have {dimensions} dimensions, got {list(slots.shape)}")

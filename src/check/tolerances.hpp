@@ -70,7 +70,8 @@ inline double operand_tolerance(bool half, int64_t values, bool marginal) {
 
 /// Gradients of cuda.sm80.staged, whose products take bf16 operands: the error over all heads of a
 /// problem of some hundred tokens without equal keys, stored in bf16 or not, and that of one head
-/// where its terms do not cancel. In one head roundings average less.
+/// where its terms do not cancel. In one head roundings average less. That of d_initial_state is
+/// what 12 heads with slow gates needed on an H200, 2.75e-3, and a little more.
 struct GradientBound {
   const char* name;
   double all_heads, one_head;

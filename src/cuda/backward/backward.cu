@@ -15,11 +15,6 @@ namespace {
 
 using namespace backward;
 
-/// Blocks of backward_gradients for so many tokens.
-int64_t gradient_blocks(const BackwardArgs& args, int64_t tokens) {
-  return (tokens + kPieceTokens - 1) / kPieceTokens * args.shape.H;
-}
-
 template <int kK, int kBV>
 Status launch(BackwardArgs args, const Launch& where) {
   static_assert(backward_tile(kK).rows == kK && backward_tile(kK).columns == kBV);
@@ -50,7 +45,7 @@ Status launch(BackwardArgs args, const Launch& where) {
                             (tokens + kTokens - 1) / kTokens * args.shape.HV,
                             chunk_grad_bytes<kK, kBV>(args.sizes.tiles)));
     KDA_RETURN_IF_ERROR(run("backward_gradients", backward_gradients_kernel<kK>,
-                            gradient_blocks(args, tokens), sizeof(GradientsShared<kK>)));
+                            pieces_of(tokens) * args.shape.H, sizeof(GradientsShared<kK>)));
   }
   if (!args.sums) return {};
   return run("backward_parameters", backward_parameters_kernel, args.shape.HV, 0);

@@ -21,6 +21,9 @@ namespace kda::cuda {
 inline constexpr int kBackwardTokens = 16;  ///< of a chunk
 inline constexpr int kPieceTokens = 64;     ///< whose chunks one block of backward_gradients has
 
+/// Pieces of so many tokens.
+constexpr int64_t pieces_of(int64_t tokens) { return (tokens + kPieceTokens - 1) / kPieceTokens; }
+
 inline constexpr int kBackwardTiles = 8;  ///< of a state, at most
 
 /// The part of a state that a block has: all channels, rounded up, and some columns.

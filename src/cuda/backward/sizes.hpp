@@ -27,8 +27,7 @@ inline BackwardSizes backward_sizes(const Plan& plan) {
   sizes.tiles = (p.value_dim + tile.columns - 1) / tile.columns;
   sizes.state = sizes.tiles * tile.rows * tile.columns;
   const int64_t tokens = p.batch * p.num_tokens;
-  const auto pieces = [](int64_t count) { return (count + kPieceTokens - 1) / kPieceTokens; };
-  sizes.pieces = pieces(tokens);
+  sizes.pieces = pieces_of(tokens);
   const auto HV = static_cast<double>(p.num_value_heads);
   const int64_t floats =
       2 * sizes.state / kBackwardTokens + 2 * sizes.tiles * tile.columns + backward_row(tile.rows);

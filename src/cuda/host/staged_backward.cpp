@@ -143,9 +143,7 @@ Status backward(const stage::Backward& b) {
   KDA_RETURN_IF_ERROR(make_maps(b.call, {}, false, &maps));
   BackwardArgs all;
   set_gradients(b, maps, &all);
-  all.sizes.tiles = all.sizes.windows = 1;
   all.sizes.pieces = pieces_of(b.call.problem);
-  all.sizes.window = all.sizes.pieces * kPieceTokens;
   all.rows = static_cast<float*>(
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);

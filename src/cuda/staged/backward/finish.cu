@@ -288,8 +288,8 @@ bool is_pairs(const RowView& view) {
 template <int kLanes, bool kPairs>
 Status launch(const BackwardArgs& args, const Launch& where) {
   return launch_kernel("backward_gradients", finish_gradients_kernel<kLanes, kPairs>,
-                       (args.num_tokens + kPieceTokens - 1) / kPieceTokens * args.shape.HV,
-                       kThreads, sizeof(Shared<kLanes>), where, args);
+                       pieces_of(args.num_tokens) * args.shape.HV, kThreads, sizeof(Shared<kLanes>),
+                       where, args);
 }
 
 template <int kLanes>

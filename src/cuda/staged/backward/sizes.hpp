@@ -29,9 +29,7 @@ struct HeadBytes {
 inline constexpr std::size_t kNumFactors = 9;
 static_assert(stage::kChunkBuffers[kNumFactors].bytes == &StageSizes::h);
 
-inline int64_t pieces_of(const Problem& p) {
-  return (p.batch * p.num_tokens + kPieceTokens - 1) / kPieceTokens;
-}
+inline int64_t pieces_of(const Problem& p) { return cuda::pieces_of(p.batch * p.num_tokens); }
 
 inline HeadBytes head_bytes(const Plan& plan) {
   const Problem& p = plan.problem;
