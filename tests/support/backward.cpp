@@ -24,7 +24,8 @@ check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
 BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
-  PlanOptions options = with_threads(run.num_threads);
+  PlanOptions options = run.segments > 0 ? fixed_segments(run.segments) : PlanOptions{};
+  options.num_threads = run.num_threads;
   options.backend = run.backend;
   options.kept_state_every = run.kept_every;
   if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;
