@@ -14,6 +14,11 @@ std::vector<DType> backward_types() {
   return {DType::kFloat32, DType::kBFloat16};
 }
 
+std::vector<BackwardForm> backward_forms() {
+  if (!on_cuda()) return {{DType::kFloat32, 0}};
+  return {{DType::kFloat32, 0}, {DType::kBFloat16, 0}, {DType::kBFloat16, 3}};
+}
+
 check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
                                          check::GradientOptions options) {
   options.d_o_dtype = inputs.problem.v.dtype;

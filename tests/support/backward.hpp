@@ -28,6 +28,12 @@ std::vector<std::string> backward_backends();
 /// Types of q, k and v so that every row of device() has its turn, if K and V are multiples of 8:
 /// on a GPU those in bf16 go to cuda.sm80.staged.
 std::vector<DType> backward_types();
+/// The same, and how many segments a sequence is cut into: those in bf16 once whole and once cut.
+struct BackwardForm {
+  DType dtype;
+  int64_t segments;
+};
+std::vector<BackwardForm> backward_forms();
 /// check::make_gradients() with d_o of the type of v, and what comes out in fp32.
 check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
                                          check::GradientOptions options = {});

@@ -39,12 +39,10 @@ struct ReverseMerge {
 
   __device__ bool stores() const { return part < 2; }
 
-  __device__ void fetch(int64_t segment) {
-    const int K = a.shape.K, channel0 = part * kChannels;
-    const float* M = a.M + ((segment * a.shape.HV + place.head) * K + channel0) * K + row;
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i)
-      m[i] = row < K && channel0 + i < K ? M[static_cast<int64_t>(i) * K] : 0.0f;
+  __device__ float load_M(int64_t segment, int i) const {
+    const int K = a.shape.K, channel = part * kChannels + i;
+    const int64_t at = ((segment * a.shape.HV + place.head) * K + channel) * K + row;
+    return row < K && channel < K ? a.M[at] : 0.0f;
   }
   __device__ void put(int64_t segment, float4 x) const {
     own.store(segment, x);
@@ -55,19 +53,23 @@ struct ReverseMerge {
     const int64_t* offsets = a.segment_offsets + place.sequence;
     const int64_t first = offsets[0], last = offsets[1] - 1;
     if (last < first) return;
-    if (first < last) fetch(last);
+    if (first < last)
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) m[i] = load_M(last, i);
     if (stores()) put(last, own.initial(place.sequence));
     for (int64_t segment = last; segment > first; --segment) {
       float4 x{};
       if (stores()) x = own.B(segment);
       __syncthreads();  // dS of this step is complete
       float sum[kColumns] = {};
+      const bool more = segment - 1 > first;
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i)
+      for (int i = 0; i < kChannels; ++i) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
           sum[c] = fmaf(m[i], s.state[part * kChannels + i][c], sum[c]);
-      if (segment - 1 > first) fetch(segment - 1);
+        if (more) m[i] = load_M(segment - 1, i);
+      }
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) s.parts[part][row][c] = sum[c];
       __syncthreads();  // all have read dS, and the sums are complete

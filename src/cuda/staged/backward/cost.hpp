@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Predicted times of the staged backward. The constants are measured on an H200, at 8,192 tokens
-// and K = V = 128 with 64 heads; kGroupUs and what segments add are guesses.
+// Predicted times of the staged backward. The constants are fitted to times of an H200 at
+// K = V = 128 in bf16, which docs/log/2026-11.md has ("Segments of the backward").
 #pragma once
 
 #include "cuda/backward/cost.hpp"
@@ -9,17 +9,19 @@
 
 namespace kda::cuda::staged {
 
-/// A token of a chain of 64 columns of V, in a block with an SM for itself; blocks that share one
-/// are taken to run in turn.
+/// Blocks that share an SM are taken to run in turn.
 inline constexpr ChainCosts kErrors = {
-    .few_ns = 46, .alone_ns = 46, .shared_ns = 46, .blocks_per_sm = 2, .fixed_us = 6};
+    .few_ns = 31, .alone_ns = 46, .shared_ns = 46, .blocks_per_sm = 2, .fixed_us = 6};
 inline constexpr ChainCosts kReverse = {
-    .few_ns = 55, .alone_ns = 55, .shared_ns = 55, .blocks_per_sm = 2, .fixed_us = 6};
-/// Guesses, from segment_merge.
+    .few_ns = 32, .alone_ns = 55, .shared_ns = 55, .blocks_per_sm = 2, .fixed_us = 8};
 inline constexpr MergeCosts kReverseMerge = {
-    .step_us = 2, .columns = 8, .blocks_per_sm = 2, .fixed_us = 8};
+    .step_us = 2.9, .columns = 8, .blocks_per_sm = 2, .fixed_us = 6};
+/// The maps of segments, and launches that end before the next ones begin.
+inline constexpr double kSegmentsUs = 12;
 /// SM time of a token and value head.
 inline constexpr double kChunkGradNs = 343, kGradientsNs = 103;
+/// backward_parameters: a token of the batch, one block a value head.
+inline constexpr double kParametersNs = 2.8;
 /// Launches of a group.
 inline constexpr double kGroupUs = 13;
 
@@ -40,15 +42,16 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
   const auto us = [&](const ChainCosts& c, int64_t of_tiles) {
     return chains_us(in, c, cut.segments, longest, total, of_tiles);
   };
-  return us(costs.scan, tiles + tiles_of(in.key_dim)) + us(kErrors, tiles) +
+  return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) + us(kErrors, tiles) +
          2 * us(kReverse, tiles) + merge_us(in, costs.merge, cut.most - 1) +
          merge_us(in, kReverseMerge, cut.most - 1);
 }
 
-/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut.
-inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
+/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut. `p`: of any
+/// sequences.
+inline double backward_us(const CostInput& in, const DeviceFacts& device, const Problem& p,
                           const HeadGroups& groups, int64_t segment_tokens = 0) {
-  const int64_t of_each = in.num_value_heads / num_heads;
+  const int64_t num_heads = p.num_heads, of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
@@ -58,21 +61,22 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   for (int64_t first = 0; first < num_heads; first += groups.heads) {
     group.num_value_heads = std::min(groups.heads, num_heads - first) * of_each;
     us += chains_of_backward_us(group, device, segment_tokens) + kGroupUs;
+    if (has_parameters(p)) us += total_tokens(in) * kParametersNs * 1e-3;
   }
   return std::max(cuda::backward::least_us(in), us);
 }
 
 /// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
-                                               const DeviceFacts& device, int64_t num_heads,
+                                               const DeviceFacts& device, const Problem& p,
                                                const HeadGroups& groups, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups),
+  const plan::CutSearch search{.whole_us = backward_us(in, device, p, groups),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {
-                                 return backward_us(in, device, num_heads, groups, segment_tokens);
+                                 return backward_us(in, device, p, groups, segment_tokens);
                                }};
   return plan::best_partition(work, search, &cost->segmented_us);
 }
