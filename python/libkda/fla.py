@@ -104,13 +104,6 @@ def _backend_of(methods):
     return type("LibkdaBackend", (BaseBackend,), members)
 
 
-def _backend(*functions):
-    methods = {}
-    for function in functions:
-        methods.update(_serve(function.__name__, function))
-    return _backend_of(methods)
-
-
 def _around(part, function):
     """A backend for one of FLA's functions around KDA, which libkda has on a CPU."""
     name, names = function.__name__, tuple(inspect.signature(function).parameters)
@@ -128,6 +121,14 @@ def _around(part, function):
     return {name: call, f"{name}_verifier": verifier}
 
 
+def _backend(functions, more=()):
+    """Of FLA's functions, and of methods that are there."""
+    methods = {}
+    for part in (*(_serve(function.__name__, function) for function in functions), *more):
+        methods.update(part)
+    return _backend_of(methods)
+
+
 def _register_around(part, functions, module):
     for function in functions:
         host = getattr(module, function.__name__, None)
@@ -136,12 +137,13 @@ def _register_around(part, functions, module):
 
 
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
+_STAGES = [_around("kda", function) for function in _fla_layer.STAGES]
 if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
-    kda_registry.register(_backend(kda.chunk_kda, *_OPERATIONS)())
+    kda_registry.register(_backend((kda.chunk_kda, *_OPERATIONS), _STAGES)())
 else:
     from fla.ops.kda import chunk_kda as _fla_chunk_kda
-    register(_fla_chunk_kda)(_backend(kda.chunk_kda))
-    register("kda")(_backend(*_OPERATIONS))
+    register(_fla_chunk_kda)(_backend((kda.chunk_kda,)))
+    register("kda")(_backend(_OPERATIONS, _STAGES))
     from fla.modules.causal_conv1d import ops as _conv_ops
     from fla.modules.norm import fused_norm_gate as _norm_ops
     _register_around("conv", _fla_layer.CONVOLUTIONS, _conv_ops)
