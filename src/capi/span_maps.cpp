@@ -13,7 +13,7 @@ extern "C" {
 
 namespace {
 
-Status read_maps(const kda_maps* given, kda::SpanMaps* maps) {
+kda::Status read_maps(const kda_maps* given, kda::SpanMaps* maps) {
   kda_maps m{};
   m.d_o_dtype = KDA_FP32;
   KDA_RETURN_IF_ERROR(read_struct(given, "maps", &m));

@@ -66,6 +66,7 @@ Halves run_in_halves(const Inputs& inputs, const PlanOptions& plan, DType out_dt
   throw_if_error(span_finish(call.plan, call.memory->tensors(),
                              static_cast<const float*>(starts.data()), workspace, bytes));
   call.read();
+  call.problem.initial_state = inputs.problem.initial_state;  // what it has computed
   return {{call.problem, call.plan, std::move(call.outputs)}, download(M), download(B)};
 }
 
@@ -95,22 +96,27 @@ void expect_forward(const Inputs& inputs, int64_t segments, const std::string& w
   const check::Comparison comparison = check::compare(
       inputs, halves.result.problem, halves.result.outputs,
       {.operands = check::operands_of(halves.result.plan), .num_threads = test::oracle_threads()});
-  EXPECT_TRUE(comparison.within()) << what;
+  const auto* o = comparison.worst_o();
+  const auto* state = comparison.worst_final_state();
+  EXPECT_TRUE(comparison.within())
+      << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
+      << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
   EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
 }
 
 Inputs packed(int64_t K, DType dtype, check::Regime regime) {
   check::GenerateOptions options = test::shape16(0, 1, K, K, dtype);
   options.num_value_heads = 2;
-  options.seq_lens = {test::long_case(1200), 0, 1, 64, 65};
+  options.seq_lens = {test::long_case(600), 0, 1, 64, 65};
   options.regime = regime;
   return check::generate(options);
 }
 
 TEST_F(SpanHalves, AreAForwardFromTheirStates) {
+  std::size_t turn = 0;
   for (const int64_t segments : {0, 3})
     for (const int64_t K : {64, 128})
-      for (const DType dtype : {DType::kBFloat16, DType::kFloat16})
+      for (const DType dtype : test::in_turn<DType>(turn++, {DType::kBFloat16, DType::kFloat16}))
         expect_forward(packed(K, dtype, check::Regime::kTrained), segments,
                        "K " + std::to_string(K) + ", segments " + std::to_string(segments));
 }
@@ -122,7 +128,7 @@ TEST_F(SpanHalves, EveryRegime) {
 }
 
 TEST_F(SpanHalves, HaveTheSameBitsEveryTime) {
-  const Inputs inputs = packed(128, DType::kBFloat16, check::Regime::kTrained);
+  const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
   const Halves a = run_in_halves(inputs, cut_in(3), DType::kBFloat16);
   const Halves b = run_in_halves(inputs, cut_in(3), DType::kBFloat16);
   EXPECT_TRUE(test::same_bits(a.result.outputs.o, b.result.outputs.o));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/segments/segment_compose.hpp"
+#include "cuda/spans/segment_compose.hpp"
 
 #include "cuda/launch/launch.cuh"
 
