@@ -76,6 +76,10 @@ uint64_t mbarrier_init(int arrivals);
 void mbarrier_arrive(uint64_t barrier, int expected_bytes);
 void mbarrier_wait(uint64_t barrier, int parity);
 void cp_async_bulk(void* target, const void* source, int bytes, uint64_t barrier);
+/// The thread's copies that are in no group are done when somebody waits for the barrier.
+void copies_arrive(uint64_t barrier);
+/// To global memory: done when its thread waits for its group.
+void cp_async_bulk_store(void* target, const void* source, int bytes);
 
 /// Lets other threads run; `what` this one waits for, should there be a deadlock.
 void wait_for(const char* what);

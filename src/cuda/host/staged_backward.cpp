@@ -7,6 +7,8 @@
 #include "cuda/host/gradients.hpp"
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
@@ -113,8 +115,6 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   chain.initial = args.initial;
   chain.h = blocks.h, chain.vn = blocks.errors;
   chain.flags = args.flags, chain.accumulate_flags = args.accumulate_flags;
-  KDA_RETURN_IF_ERROR(
-      launch_chunk_delta_h(chain, ChainUse::kErrors, /*fp16=*/false, narrow, where));
 
   ReverseArgs reverse;
   reverse.shape = args.shape, reverse.map = args.map;
@@ -122,7 +122,13 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   reverse.d_o = args.d_o, reverse.d_final = args.d_final, reverse.dv = args.dv;
   reverse.d_initial = args.d_initial, reverse.initial = args.initial;
   reverse.dh = blocks.dh, reverse.dz = blocks.dz;
-  KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow, where));
+  if (sm90::kBuilt && call.plan->device.compute_capability == 90) {
+    KDA_RETURN_IF_ERROR(sm90::launch_chains(&chain, &reverse, where));
+  } else {
+    KDA_RETURN_IF_ERROR(
+        launch_chunk_delta_h(chain, ChainUse::kErrors, /*fp16=*/false, narrow, where));
+    KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow, where));
+  }
 
   ChunkGradArgs grad;
   grad.shape = args.shape, grad.map = args.map, grad.num_chunks = num_chunks;

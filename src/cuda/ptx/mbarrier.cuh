@@ -65,4 +65,23 @@ __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, 
       : "memory");
 }
 
+/// Arrives, as one of the threads that the barrier counts, once this thread's cp_async() are there.
+__device__ __forceinline__ void cp_async_arrive(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+/// Starts a copy of `bytes`, a multiple of 16, from shared to global memory, both aligned to 16.
+/// fence_async_proxy() of who wrote to shared memory comes before it.
+__device__ __forceinline__ void cp_async_bulk_store(void* target, const void* source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(shared_address(source)), "r"(bytes)
+               : "memory");
+}
+/// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void cp_async_bulk_wait_read() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 }  // namespace kda::cuda::ptx

@@ -27,5 +27,13 @@ inline void cp_async_bulk(void* target, const void* source, int bytes, Mbarrier&
   emulator::cp_async_bulk(emulator::shared_pointer(shared_address(target)), source, bytes,
                           barrier.state);
 }
+inline void cp_async_arrive(Mbarrier& barrier) { emulator::copies_arrive(barrier.state); }
+inline void cp_async_bulk_store(void* target, const void* source, int bytes) {
+  emulator::cp_async_bulk_store(target, source, bytes);
+}
+inline void cp_async_bulk_wait_read() {
+  emulator::commit_copies();
+  emulator::wait_copies(0);
+}
 
 }  // namespace kda::cuda::ptx
