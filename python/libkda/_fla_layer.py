@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's functions around KDA on libkda's kernels, on a CPU, where Triton has none: the short convolution and the gated
-norm. Signatures are FLA 0.6's; `refusal` says of a call why it stays FLA's."""
+norm, and the gate's backward. Signatures are FLA 0.6's; `refusal` says of a call why it stays FLA's."""
 from __future__ import annotations
 
 import torch
 
-from . import _layer_ops, layer
+from . import _layer_ops, gate, layer
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,6 +53,16 @@ def layer_norm_gated_bwd(dy, x, g, weight, bias, activation="swish", eps=1e-5, m
     return dx, dg, None if weight is None else dw, None, None
 
 
+def kda_gate_bwd(g, A_log=None, dt_bias=None, dyg=None, lower_bound=None):
+    """Gradients of g, A_log and dt_bias, each of its type, from that of the log decays."""
+    leaves = {name: None if x is None else x.detach().requires_grad_()
+              for name, x in dict(g=g, A_log=A_log, dt_bias=dt_bias).items()}
+    with torch.enable_grad():
+        decays = gate.fused_kda_gate(**leaves, lower_bound=lower_bound)
+    found = iter(torch.autograd.grad(decays, [x for x in leaves.values() if x is not None], dyg.to(decays.dtype)))
+    return tuple(None if x is None else next(found) for x in leaves.values())
+
+
 def refusal(name, arguments):
     """Why libkda does not compute a call with these arguments, by name; None if it does."""
     for given, x in arguments.items():
@@ -61,6 +71,9 @@ def refusal(name, arguments):
                 return f"{given} on {x.device}"
             if x.is_floating_point() and x.dtype not in _TYPES and given not in ("mean", "rstd"):
                 return f"{given} of {x.dtype}"
+    if name == "kda_gate_bwd":
+        without_rate = arguments.get("A_log") is None and arguments.get("lower_bound") is None
+        return "a softplus gate without A_log" if without_rate else None
     if name.startswith("causal_conv1d"):
         weight = arguments.get("weight")
         if weight is None or not 2 <= weight.shape[1] <= 4:
@@ -78,3 +91,4 @@ def refusal(name, arguments):
 
 CONVOLUTIONS = (causal_conv1d_fwd, causal_conv1d_bwd, causal_conv1d_update)
 NORMS = (layer_norm_gated_fwd, layer_norm_gated_bwd)
+STAGES = (kda_gate_bwd,)

@@ -2,8 +2,8 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (cp_context on a GPU; gradients there of other rows than bf16 with K up to 128,
-unless enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
+others. Calls that libkda does not serve (gradients on a GPU of other rows than bf16 with K up to 128, unless
+enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
 FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
@@ -55,19 +55,10 @@ def _has_backward(arguments):
         return True  # the call itself says what does not fit
 
 
-def _context_reason(arguments):
-    q = arguments.get("q")
-    if isinstance(q, torch.Tensor) and q.device.type != "cpu":
-        return "cp_context is served on CPU tensors only"
-    return None
-
-
 def _reason(name, arguments):
     """Why libkda does not serve a call with these arguments; None if it does."""
     if _plugin.disabled:
         return _plugin.disabled
-    if arguments.get("cp_context") is not None and (reason := _context_reason(arguments)):
-        return reason
     if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
         return "ssm_state_indices without inplace_final_state"
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
@@ -113,13 +104,6 @@ def _backend_of(methods):
     return type("LibkdaBackend", (BaseBackend,), members)
 
 
-def _backend(*functions):
-    methods = {}
-    for function in functions:
-        methods.update(_serve(function.__name__, function))
-    return _backend_of(methods)
-
-
 def _around(part, function):
     """A backend for one of FLA's functions around KDA, which libkda has on a CPU."""
     name, names = function.__name__, tuple(inspect.signature(function).parameters)
@@ -137,6 +121,14 @@ def _around(part, function):
     return {name: call, f"{name}_verifier": verifier}
 
 
+def _backend(functions, more=()):
+    """Of FLA's functions, and of methods that are there."""
+    methods = {}
+    for part in (*(_serve(function.__name__, function) for function in functions), *more):
+        methods.update(part)
+    return _backend_of(methods)
+
+
 def _register_around(part, functions, module):
     for function in functions:
         host = getattr(module, function.__name__, None)
@@ -145,12 +137,13 @@ def _register_around(part, functions, module):
 
 
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
+_STAGES = [_around("kda", function) for function in _fla_layer.STAGES]
 if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
-    kda_registry.register(_backend(kda.chunk_kda, *_OPERATIONS)())
+    kda_registry.register(_backend((kda.chunk_kda, *_OPERATIONS), _STAGES)())
 else:
     from fla.ops.kda import chunk_kda as _fla_chunk_kda
-    register(_fla_chunk_kda)(_backend(kda.chunk_kda))
-    register("kda")(_backend(*_OPERATIONS))
+    register(_fla_chunk_kda)(_backend((kda.chunk_kda,)))
+    register("kda")(_backend(_OPERATIONS, _STAGES))
     from fla.modules.causal_conv1d import ops as _conv_ops
     from fla.modules.norm import fused_norm_gate as _norm_ops
     _register_around("conv", _fla_layer.CONVOLUTIONS, _conv_ops)

@@ -54,7 +54,7 @@ def test_gate():
 def decline(change):
     """The backend's answer: FLA's own kernels, which would be next, need a GPU."""
     x, _, _ = make()
-    backend = libkda.fla._backend(libkda.chunk_kda)()
+    backend = libkda.fla._backend((libkda.chunk_kda,))()
     return backend.verify("chunk_kda", **dict(x, **change))
 
 
@@ -94,6 +94,28 @@ def test_gradients_of_the_gate():
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
+def test_the_backward_of_the_gate_alone():
+    from fla.ops.kda.gate import kda_gate_bwd
+    g, dyg = torch.randn(2, 5, 4, 16, dtype=torch.bfloat16), torch.randn(2, 5, 4, 16)
+    A_log, dt_bias = torch.randn(4), torch.randn(64)
+    for lower_bound in (None, -4.0):
+        for rates in ((A_log, dt_bias), (A_log, None)) if lower_bound is None else ((A_log, dt_bias), (None, dt_bias)):
+            found = kda_gate_bwd(g, *rates, dyg=dyg, lower_bound=lower_bound)
+            assert libkda.fla.last_path() == "libkda: kda_gate_bwd"
+            x = [None if t is None else t.double().requires_grad_() for t in (g, *rates)]
+            u = x[0] if x[2] is None else x[0] + x[2].view(4, 16)
+            rate = 1 if x[1] is None else x[1].exp().view(4, 1)
+            y = (-rate * torch.nn.functional.softplus(u) if lower_bound is None
+                 else lower_bound * torch.sigmoid(rate * u))
+            expected = iter(torch.autograd.grad(y, [t for t in x if t is not None], dyg.double()))
+            for t, gradient in zip((g, *rates), found):
+                if t is None:
+                    assert gradient is None
+                else:
+                    assert gradient.dtype == t.dtype and gradient.shape == t.shape
+                    assert distance(gradient, next(expected)) < (2e-2 if t is g else 1e-5)
+
+
 def test_gradients_that_the_library_has_not_are_left_to_fla(monkeypatch):
     monkeypatch.setattr(libkda.ops, "has_backward", lambda *args: False)
     accepted, reason = decline({})
@@ -114,14 +136,13 @@ def test_what_does_not_fit_is_said_by_the_call():
 def test_declines_say_why():
     assert decline({}) == (True, None)
     elsewhere = torch.empty(1, 4, 1, 8, device="meta")
-    accepted, reason = decline(dict(cp_context=object(), q=elsewhere))
-    assert not accepted and "cp_context" in reason
+    accepted, reason = decline(dict(q=elsewhere))
+    assert not accepted and reason == "tensors on cpu, meta"
     assert libkda.fla.last_path() == f"fla: chunk_kda: {reason}"
     x, _, _ = make()
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    flags = [None, None, *[False] * 6, None, False, False, False, None, None]  # scale .. cu_seqlens_cpu
-    by_position = libkda.fla._backend(libkda.chunk_kda)().verify("chunk_kda", elsewhere, *rows[1:], *flags, object())
-    assert not by_position[0] and "cp_context" in by_position[1]
+    by_position = libkda.fla._backend((libkda.chunk_kda,))().verify("chunk_kda", elsewhere, *rows[1:])
+    assert not by_position[0] and "meta" in by_position[1]
     libkda.fla.disable()
     accepted, reason = decline({})
     assert not accepted and "disable" in reason

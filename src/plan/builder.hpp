@@ -38,13 +38,16 @@ inline bool asks_for_segments(const PlanOptions& options) {
 
 class PlanBuilder {
  public:
-  PlanBuilder(const registry::Head& head, Plan* plan) : head_(head), plan_(plan) {}
+  /// `gradients`: of a backward, else null.
+  PlanBuilder(const registry::Head& head, const Gradients* gradients, Plan* plan)
+      : head_(head), gradients_(gradients), plan_(plan) {}
 
   /// What is planned so far.
   const Plan& plan() const { return *plan_; }
   const Problem& problem() const { return plan_->problem; }
   const PlanOptions& requested() const { return plan_->requested; }
   const char* name() const { return head_.name; }
+  const Gradients* gradients() const { return gradients_; }
 
   /// All sequences. Without lengths (a plan from bounds) it has none.
   Workload workload() const;
@@ -87,6 +90,7 @@ class PlanBuilder {
   void check_name(std::string_view name);
 
   const registry::Head& head_;
+  const Gradients* gradients_;
   Plan* plan_;
   Status status_;
 };

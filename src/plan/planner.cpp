@@ -253,7 +253,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
   }
   if (chosen) {
     plan->implementation = chosen->name;
-    plan::PlanBuilder builder(*chosen, plan);
+    plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
     KDA_RETURN_IF_ERROR(builder.status());
     if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));

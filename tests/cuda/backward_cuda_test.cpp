@@ -126,14 +126,16 @@ TEST_F(BackwardOnGpu, BadLengthsAreClampedAndFlagged) {
 }
 
 TEST_F(BackwardOnGpu, SlotsOutOfThePoolAreFlaggedAndNone) {
-  for (const DType dtype : test::backward_types()) {
-    Inputs inputs = packed({40, 30}, 24, 16, 1, dtype);
+  for (const auto [dtype, segments] : test::backward_forms()) {
+    Inputs inputs = packed({140, 130}, 24, 16, 1, dtype);
     inputs.problem.initial_state->indexed = true;
     const int32_t outside[] = {0, 2}, none[] = {0, -1};
-    const GradientBuffers expected = run_with(inputs, {.state_indices = none});
+    const GradientBuffers expected =
+        run_with(inputs, {.segments = segments, .state_indices = none});
     for (const int64_t tokens : {0, 64}) {
       GradientBuffers buffers = test::gradients_in_fp32(inputs);
-      OnDevice call(inputs, &buffers, {.kept_every = tokens, .state_indices = outside});
+      OnDevice call(inputs, &buffers,
+                    {.kept_every = tokens, .segments = segments, .state_indices = outside});
       ASSERT_TRUE(call.run().ok());
       call.read();
       EXPECT_EQ(call.flags(), kBadInitialIndex);
@@ -143,10 +145,10 @@ TEST_F(BackwardOnGpu, SlotsOutOfThePoolAreFlaggedAndNone) {
 }
 
 TEST_F(BackwardOnGpu, AUsedWorkspaceChangesNoBit) {
-  for (const DType dtype : test::backward_types()) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
     const Inputs inputs = packed({70, 33}, 24, 40, 1, dtype);
     GradientBuffers first = test::gradients_in_fp32(inputs);
-    OnDevice call(inputs, &first, {.kept_every = 64});
+    OnDevice call(inputs, &first, {.kept_every = 64, .segments = segments});
     ASSERT_TRUE(call.run().ok());
     call.read();
     const GradientBuffers once = first;
@@ -159,13 +161,16 @@ TEST_F(BackwardOnGpu, AUsedWorkspaceChangesNoBit) {
 }
 
 TEST_F(BackwardOnGpu, GraphsReplayWithNewData) {
-  // Windows of a row, or the staged one, which has none.
-  for (const auto& [dtype, tokens] : {std::pair{DType::kFloat32, 0}, std::pair{DType::kFloat32, 64},
-                                      std::pair{DType::kBFloat16, 0}})
+  // Windows of a row, or the staged one, which has segments.
+  for (const auto& [dtype, tokens, segments] :
+       {std::tuple{DType::kFloat32, 0, 0}, std::tuple{DType::kFloat32, 64, 0},
+        std::tuple{DType::kBFloat16, 0, 0}, std::tuple{DType::kBFloat16, 0, 2}})
     for (const bool from_bounds : {false, true}) {
+      if (segments > 0 && from_bounds) continue;  // without lengths nothing is cut
       const Inputs old_inputs = packed({70, 0, 133}, 24, 40, 1, dtype),
                    new_inputs = packed({70, 0, 133}, 24, 40, 2, dtype);
-      const test::BackwardRun run{.kept_every = tokens, .from_bounds = from_bounds};
+      const test::BackwardRun run{
+          .kept_every = tokens, .from_bounds = from_bounds, .segments = segments};
       GradientBuffers buffers = test::gradients_in_fp32(old_inputs);
       OnDevice call(old_inputs, &buffers, run);
       const test::Stream stream;
@@ -192,18 +197,21 @@ TEST_F(BackwardOnGpu, GraphsReplayWithNewData) {
 
 TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
   constexpr std::size_t kThreads = 16;
+  const auto run_of = [](std::size_t t) {  // every fourth in segments
+    return test::BackwardRun{.kept_every = 64, .segments = t % 4 == 1 ? 2 : 0};
+  };
   std::vector<Inputs> inputs;
   std::vector<GradientBuffers> serial, parallel;
   for (std::size_t t = 0; t < kThreads; ++t) {
     inputs.push_back(packed({70, 0, test::long_case(133)}, 24, 40, t,
                             t % 2 ? DType::kBFloat16 : DType::kFloat32));
-    serial.push_back(run_with(inputs[t], {.kept_every = 64}));
+    serial.push_back(run_with(inputs[t], run_of(t)));
     parallel.push_back(test::gradients_in_fp32(inputs[t]));
   }
   std::vector<std::thread> threads;
   for (std::size_t t = 0; t < kThreads; ++t)
     threads.emplace_back([&, t] {
-      OnDevice call(inputs[t], &parallel[t], {.kept_every = 64});
+      OnDevice call(inputs[t], &parallel[t], run_of(t));
       const test::Stream stream;
       throw_if_error(call.run(stream.stream));
       cudaStreamSynchronize(stream.stream);
@@ -212,6 +220,54 @@ TEST_F(BackwardOnGpu, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
   for (std::thread& thread : threads) thread.join();
   for (std::size_t t = 0; t < kThreads; ++t)
     EXPECT_TRUE(test::same_gradients(parallel[t], serial[t])) << t;
+}
+
+TEST_F(BackwardOnGpu, TwoGpusInOneProcess) {
+  if (cuda_device_count() < 2) GTEST_SKIP() << "needs two GPUs";
+  const auto on = [](int device) {
+    test::throw_if_cuda_error(cudaSetDevice(device), "cudaSetDevice");
+  };
+  for (const auto [dtype, segments] : test::backward_forms()) {
+    const Inputs inputs = packed({70, 0, 133}, 24, 40, 1, dtype);
+    on(0);
+    const GradientBuffers expected = run_with(inputs, {.segments = segments});
+    GradientBuffers first = test::gradients_in_fp32(inputs), second = first;
+    OnDevice one(inputs, &first, {.segments = segments});
+    on(1);
+    OnDevice other(inputs, &second, {.segments = segments});
+    throw_if_error(other.run());
+    const Status status = backward(other.plan, one.inputs->tensors(), other.gradients->tensors(),
+                                   other.workspace.data(), other.workspace.size());
+    EXPECT_NE(status.message().find("is memory of device 0, the current device is 1"),
+              std::string::npos)
+        << status.message();
+    other.read();
+    EXPECT_TRUE(test::same_gradients(second, expected));
+    on(0);
+    throw_if_error(one.run());
+    one.read();
+    EXPECT_TRUE(test::same_gradients(first, expected));
+  }
+}
+
+/// No call allocates device memory.
+TEST_F(BackwardOnGpu, TakesNoMemory) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
+    const Inputs inputs = packed({70, 0, 133}, 24, 40, 1, dtype);
+    GradientBuffers buffers = test::gradients_in_fp32(inputs);
+    OnDevice call(inputs, &buffers, {.segments = segments});
+    throw_if_error(call.run());  // a kernel's first launch loads it
+    check::synchronize_device();
+    const auto free_bytes = [] {
+      std::size_t free = 0, total = 0;
+      test::throw_if_cuda_error(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+      return free;
+    };
+    const std::size_t before = free_bytes();
+    for (int i = 0; i < (test::emulated() ? 1 : 20); ++i) throw_if_error(call.run());
+    check::synchronize_device();
+    EXPECT_EQ(free_bytes(), before);
+  }
 }
 
 TEST_F(BackwardOnGpu, MemoryOfTheHostIsRefusedByName) {

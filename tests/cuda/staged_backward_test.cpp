@@ -147,11 +147,68 @@ TEST_F(StagedBackward, StatesInBf16) {
   expect_within(inputs, kBf16, false, "bf16 states");
 }
 
+// ---- segments
+
+Inputs packed16(std::vector<int64_t> lengths, int64_t K, int64_t V, Regime regime = Regime::kSlow) {
+  check::GenerateOptions options = shape16(0, 1, K, V);
+  options.num_value_heads = 2;
+  options.seq_lens = std::move(lengths);
+  options.regime = regime;
+  return check::generate(options);
+}
+
+TEST_F(StagedBackward, Segments) {
+  // Slow gates: what passes from segment to segment does not fade.
+  std::size_t turn = 0;
+  for (const auto& [K, V] : {std::pair{64, 72}, std::pair{128, 64}, std::pair{40, 8}})
+    for (const int64_t segments : test::in_turn<int64_t>(turn++, {2, 3, 100})) {
+      const std::string what = std::to_string(segments) + " segments, K " + std::to_string(K);
+      expect_within(packed16({0, 200, 64, 1, 333, 0}, K, V), kBf16, false, what,
+                    {.segments = segments});
+    }
+  for (const Regime regime : {Regime::kTrained, Regime::kStrong, Regime::kNeedle})
+    expect_within(packed16({300}, 64, 64, regime), kBf16, false, check::regime_name(regime),
+                  {.segments = 4});
+  check::GenerateOptions rows = shape16(200, 2, 64, 64);
+  rows.batch = 3;
+  expect_within(check::generate(rows), kBf16, false, "rows", {.segments = 3});
+}
+
+TEST_F(StagedBackward, SegmentsOfStatesOfAnyKind) {
+  const std::vector<int64_t> lengths = {130, 0, 250, 70};
+  for (const bool vk : {false, true}) {
+    Inputs inputs = packed16(lengths, 64, 40);
+    if (vk) inputs.problem.state_layout = StateLayout::kVK;
+    const uint8_t mask[] = {1, 1, 0, 1};
+    inputs.problem.initial_state_mask = true;
+    const test::BackwardRun whole{.state_mask = mask}, cut{.segments = 3, .state_mask = mask};
+    GradientBuffers expected = test::gradients_in_fp32(inputs), got = expected;
+    test::run_backward(inputs, &expected, whole);
+    test::run_backward(inputs, &got, cut);
+    const auto* a = got.d_initial_state.as<float>();
+    const auto* b = expected.d_initial_state.as<float>();
+    const int64_t of_one = 2 * 64 * 40;
+    for (int64_t i = 0; i < 4 * of_one; ++i) {
+      if (i / of_one == 2) {
+        EXPECT_EQ(a[i], 0) << i;
+      } else {
+        EXPECT_NEAR(a[i], b[i], 0.05 + 0.02 * std::fabs(b[i])) << i;
+      }
+    }
+  }
+  Inputs none = packed16(lengths, 64, 40);
+  none.problem.initial_state.reset();
+  expect_within(none, kBf16, false, "no states", {.segments = 3});
+  expect_within(packed16(lengths, 64, 40), {.d_o = false}, false, "no d_o", {.segments = 2});
+  expect_within(packed16(lengths, 64, 40), {.d_final_state = false, .d_o_dtype = DType::kBFloat16},
+                false, "no d_final_state", {.segments = 2});
+}
+
 /// On a plan by `plan_groups`, whose text is wanted.
 GradientBuffers run_in_groups(const Inputs& inputs, void (*plan_groups)(plan::PlanBuilder&),
-                              std::string* text) {
+                              std::string* text, const test::BackwardRun& run = {}) {
   GradientBuffers buffers = test::gradients_in_fp32(inputs);
-  test::BackwardCall call(inputs, buffers.gradients);
+  test::BackwardCall call(inputs, buffers.gradients, run);
   registry::Head head = cuda::staged::kBackward.head;
   head.plan = plan_groups;
   const registry::Head* const heads[] = {&head};
@@ -189,6 +246,11 @@ TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
     EXPECT_NE(text.find("heads: 3 groups of 1 of 3 q/k heads"), std::string::npos) << text;
     EXPECT_TRUE(test::same_gradients(run_in_groups(inputs, two_heads, &text), whole));
     EXPECT_NE(text.find("heads: 2 groups of 2 of 3 q/k heads"), std::string::npos) << text;
+    GradientBuffers cut = test::gradients_in_fp32(inputs);
+    test::run_backward(inputs, &cut, {.segments = 2});
+    EXPECT_TRUE(
+        test::same_gradients(run_in_groups(inputs, two_heads, &text, {.segments = 2}), cut));
+    EXPECT_NE(text.find("2 segments a sequence asked for"), std::string::npos) << text;
   }
 }
 

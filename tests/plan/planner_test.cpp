@@ -184,6 +184,51 @@ TEST(Planner, GroupsOfHeadsBoundTheWorkspaceOfABackward) {
   EXPECT_GT(one.plan.cost.serial_us, one.plan.cost.roofline_us);
 }
 
+TEST(Planner, SegmentsOfABackwardAreThoseAskedOfTheForward) {
+  const auto plan_of = [](int64_t T, int64_t heads, const PlanOptions& options = {}) {
+    const Problem p = rows_of(T, heads, 128, 128, DType::kBFloat16);
+    Plan forward;
+    throw_if_error(make_plan(p, {}, gpu_facts(132), options, &forward));
+    BackwardPlan backward;
+    throw_if_error(make_backward_plan(forward, {.d_o = p.o, .dq = p.q}, {}, &backward));
+    return backward.plan;
+  };
+  const Plan few = plan_of(32768, 4), off = plan_of(32768, 4, policy(SegmentPolicy::kOff));
+  EXPECT_TRUE(few.segmented);
+  EXPECT_EQ(few.resolved.segment_method, SegmentMethod::kScanMergeForward);
+  EXPECT_NE(few.to_text(true).find("auto: segments of "), std::string::npos) << few.to_text(true);
+  EXPECT_GT(off.cost.serial_us, 1.12 * few.cost.segmented_us);
+  EXPECT_FALSE(off.segmented);
+  EXPECT_EQ(off.segments.size(), 0u);
+  EXPECT_NE(off.to_text(true).find("off: asked for"), std::string::npos) << off.to_text(true);
+  EXPECT_EQ(plan_of(32768, 4, test::fixed_segments(5)).segments.size(), 5u);
+  // M, B and states of 4 heads, and some words a segment.
+  const std::size_t n = few.segments.size(), more = few.workspace_bytes - off.workspace_bytes;
+  EXPECT_GE(more, n * 4 * 3 * 128 * 128 * 4);
+  EXPECT_LE(more, n * 4 * 3 * 128 * 128 * 4 + n * 100 + 1024);
+  for (const auto& [T, heads] : {std::pair{8192, 64}, std::pair{256, 8}, std::pair{64, 1}}) {
+    const Plan declined = plan_of(T, heads);
+    EXPECT_FALSE(declined.segmented) << T;
+    EXPECT_NE(declined.to_text(true).find("auto: serial"), std::string::npos)
+        << declined.to_text(true);
+    EXPECT_EQ(declined.stages.size(), plan_of(T, heads, policy(SegmentPolicy::kOff)).stages.size());
+  }
+  // Segments are sequences of one row of tokens.
+  Problem rows = rows_of(32768, 4, 128, 128, DType::kBFloat16);
+  rows.batch = rows.num_sequences = 2;
+  for (TensorDesc* desc : {&rows.q, &rows.k, &rows.v, &rows.g, &rows.o})
+    *desc = contiguous(DType::kBFloat16, {2, 32768, 4, 128});
+  rows.beta = contiguous(DType::kBFloat16, {2, 32768, 4});
+  Gradients gradients{.d_o = rows.o, .dq = rows.q, .dv = rows.v};
+  EXPECT_TRUE(backward_of(rows, gradients).plan.segmented);
+  gradients.dv->strides[0] += 8;
+  const Plan apart = backward_of(rows, gradients).plan;
+  EXPECT_FALSE(apart.segmented);
+  EXPECT_NE(apart.to_text(true).find("segments declined: the rows of dv do not follow each other"),
+            std::string::npos)
+      << apart.to_text(true);
+}
+
 TEST(Planner, ChunksStartWithTheirSequence) {
   EXPECT_EQ(plan_for("17,0,8,1", 1, cpu_facts()).chunk_offsets,
             (std::vector<int64_t>{0, 3, 3, 4, 5}));

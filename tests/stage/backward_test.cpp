@@ -217,16 +217,17 @@ void set_d_o(GradientBuffers* buffers, int64_t begin, int64_t end, float value) 
 }
 
 TEST(Backward, NothingReachesTokensBehindALoss) {
-  for (const DType dtype : test::backward_types()) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
     for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kNeedle, Regime::kSlow})
       for (const int64_t last : {0, 5, 40, 63, 64, 100}) {
+        if (segments > 0 && regime != Regime::kSlow) continue;
         check::GenerateOptions options = test::shape(150, 1, 24, 40);
         options.regime = regime;
         options.dtype = dtype;
         const Inputs inputs = check::generate(options);
         GradientBuffers buffers = test::gradients_in_fp32(inputs, {.d_final_state = false});
         set_d_o(&buffers, (last + 1) * 40, 150 * 40, 0);
-        test::run_backward(inputs, &buffers);
+        test::run_backward(inputs, &buffers, {.segments = segments});
         EXPECT_TRUE(all_zero(buffers.dq, last + 1, 150, 24)) << last;
         EXPECT_TRUE(all_zero(buffers.dk, last + 1, 150, 24)) << last;
         EXPECT_TRUE(all_zero(buffers.dv, last + 1, 150, 40)) << last;
@@ -264,7 +265,7 @@ TEST(Backward, DecaysOfZeroAreExact) {
 }
 
 TEST(Backward, SequencesAndHeadsAreIsolated) {
-  for (const DType dtype : test::backward_types()) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
     check::GenerateOptions options = test::shape(0, 2, 24, 40);
     options.num_value_heads = 4;
     options.seq_lens = {70, 45, 80};
@@ -275,8 +276,8 @@ TEST(Backward, SequencesAndHeadsAreIsolated) {
     Inputs poisoned = inputs;
     test::poison_rows(&poisoned, 70, 115);
     GradientBuffers dirty = clean;
-    test::run_backward(inputs, &clean, {.num_threads = 2});
-    test::run_backward(poisoned, &dirty, {.num_threads = 1});
+    test::run_backward(inputs, &clean, {.num_threads = 2, .segments = segments});
+    test::run_backward(poisoned, &dirty, {.num_threads = 1, .segments = segments});
     const auto same_rows = [&](const io::Buffer& a, const io::Buffer& b, int64_t begin, int64_t end,
                                std::size_t rows) {
       const std::size_t row = a.size() / rows;
@@ -298,7 +299,7 @@ TEST(Backward, SequencesAndHeadsAreIsolated) {
       const int64_t at = (t * 4 + 1) * 40 + 3;
       set_d_o(&one_head, at, at + 1, NAN);
     }
-    test::run_backward(inputs, &one_head);
+    test::run_backward(inputs, &one_head, {.segments = segments});
     for (int64_t t = 0; t < 195; ++t)
       for (const int64_t head : {0, 2, 3}) {
         ASSERT_EQ(clean.dg.as<float>()[(t * 4 + head) * 24],
@@ -318,21 +319,21 @@ TEST(Backward, SequencesAndHeadsAreIsolated) {
 }
 
 TEST(Backward, AloneEqualsInABatch) {
-  for (const DType dtype : test::backward_types()) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
     check::GenerateOptions options = test::shape(0, 1, 24, 16);
     options.num_value_heads = 2;
     options.seq_lens = {33, 100, 7};
     options.dtype = dtype;
     const Inputs inputs = check::generate(options);
     GradientBuffers batch = test::gradients_in_fp32(inputs, {.d_final_state = false});
-    test::run_backward(inputs, &batch);
+    test::run_backward(inputs, &batch, {.segments = segments});
     for (std::size_t n = 0; n < 3; ++n) {
       const Inputs one = test::only_sequence(inputs, n);
       GradientBuffers alone = test::gradients_in_fp32(one, {.d_final_state = false});
       const auto first = static_cast<std::size_t>(inputs.cu_seqlens[n]);
       std::memcpy(alone.d_o.data(), batch.d_o.data() + first * (batch.d_o.size() / 140),
                   alone.d_o.size());
-      test::run_backward(one, &alone);
+      test::run_backward(one, &alone, {.segments = segments});
       for (std::size_t i = 0; i < 5; ++i) {
         const io::Buffer& whole = *test::gradient_outputs(batch)[i];
         const io::Buffer& part = *test::gradient_outputs(alone)[i];
@@ -345,7 +346,7 @@ TEST(Backward, AloneEqualsInABatch) {
 }
 
 TEST(Backward, TheSameBitsForEveryThreadCountAndRepeat) {
-  for (const DType dtype : test::backward_types()) {
+  for (const auto [dtype, segments] : test::backward_forms()) {
     check::GenerateOptions options = test::shape(0, 2, 32, 40);
     options.num_value_heads = 6;
     options.seq_lens = {130, 1, 64, 30};
@@ -354,10 +355,10 @@ TEST(Backward, TheSameBitsForEveryThreadCountAndRepeat) {
     const Inputs inputs = check::generate(options);
     GradientBuffers first = test::gradients_in_fp32(inputs);
     const GradientBuffers empty = first;
-    test::run_backward(inputs, &first);
+    test::run_backward(inputs, &first, {.segments = segments});
     for (int repeat = 0; repeat < (test::emulated() ? 3 : 100); ++repeat) {
       GradientBuffers again = empty;
-      test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8});
+      test::run_backward(inputs, &again, {.num_threads = 1 + repeat % 8, .segments = segments});
       ASSERT_TRUE(test::same_gradients(first, again)) << repeat;
     }
   }

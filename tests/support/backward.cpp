@@ -14,6 +14,11 @@ std::vector<DType> backward_types() {
   return {DType::kFloat32, DType::kBFloat16};
 }
 
+std::vector<BackwardForm> backward_forms() {
+  if (!on_cuda()) return {{DType::kFloat32, 0}};
+  return {{DType::kFloat32, 0}, {DType::kBFloat16, 0}, {DType::kBFloat16, 3}};
+}
+
 check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
                                          check::GradientOptions options) {
   options.d_o_dtype = inputs.problem.v.dtype;
@@ -24,7 +29,8 @@ check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
 BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradients,
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
-  PlanOptions options = with_threads(run.num_threads);
+  PlanOptions options = run.segments > 0 ? fixed_segments(run.segments) : PlanOptions{};
+  options.num_threads = run.num_threads;
   options.backend = run.backend;
   options.kept_state_every = run.kept_every;
   if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;

@@ -18,6 +18,7 @@ struct BackwardRun {
   /// many. 0: no states, the windows of the plan.
   int64_t kept_every = 0;
   bool from_bounds = false;  ///< the plan does not know cu_seqlens
+  int64_t segments = 0;      ///< of each sequence, as far as it has chunks; 0: as the planner likes
   const int32_t* state_indices = nullptr;
   const uint8_t* state_mask = nullptr;
 };
@@ -27,6 +28,12 @@ std::vector<std::string> backward_backends();
 /// Types of q, k and v so that every row of device() has its turn, if K and V are multiples of 8:
 /// on a GPU those in bf16 go to cuda.sm80.staged.
 std::vector<DType> backward_types();
+/// The same, and how many segments a sequence is cut into: those in bf16 once whole and once cut.
+struct BackwardForm {
+  DType dtype;
+  int64_t segments;
+};
+std::vector<BackwardForm> backward_forms();
 /// check::make_gradients() with d_o of the type of v, and what comes out in fp32.
 check::GradientBuffers gradients_in_fp32(const check::Inputs& inputs,
                                          check::GradientOptions options = {});

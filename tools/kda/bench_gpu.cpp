@@ -127,7 +127,10 @@ GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOpti
 /// All gradients, from d_o, for a forward that keeps nothing.
 GpuRow GpuBench::time_backward(const Case& c, const PlanOptions& options) {
   Plan forward;
-  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, {}, &forward));
+  PlanOptions segments;
+  segments.context_parallel = options.context_parallel;
+  segments.num_segments = options.num_segments;
+  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, segments, &forward));
   check::GradientBuffers gradients = check::make_gradients(
       c.inputs, {.d_final_state = false, .d_o_dtype = c.inputs.problem.v.dtype});
   BackwardPlan plan;
@@ -136,6 +139,7 @@ GpuRow GpuBench::time_backward(const Case& c, const PlanOptions& options) {
   check::DeviceGradients outputs(plan, gradients.tensors());
   check::DeviceBuffer workspace(plan.plan.workspace_bytes);
   GpuRow row{c.name, "backward", plan.plan.implementation, {}, total_bytes(c.inputs, {}), 0, 0};
+  row.segments = static_cast<int64_t>(plan.plan.segments.size());
   for (const io::Buffer* buffer : {&gradients.d_o, &gradients.dq, &gradients.dk, &gradients.dv,
                                    &gradients.dg, &gradients.dbeta})
     row.bytes += static_cast<double>(buffer->size());

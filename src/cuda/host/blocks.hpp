@@ -21,6 +21,7 @@ inline constexpr const char* kParameterSums = "parameter_sums";
 inline constexpr const char* kFactorsThenRows = "factors_then_rows";
 inline constexpr const char* kChunkStates = "chunk_states";
 inline constexpr const char* kChunkDStates = "chunk_d_states";
+inline constexpr const char* kSegmentSequences = "segment_sequences";
 // Blocks of the backward of cuda.smxx.recurrent.
 inline constexpr const char* kBackwardStates = "backward_states";
 inline constexpr const char* kBackwardDStates = "backward_d_states";

@@ -2,6 +2,7 @@
 // Stage segment_merge, of both backends.
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
+#include "cuda/host/segments.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
@@ -20,10 +21,14 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
+  return launch_merge(args, call.plan->device, {call.stream});
+}
+
+Status launch_merge(const SegmentMergeArgs& args, const DeviceFacts& device, const Launch& where) {
   const int64_t K = args.shape.K;
-  if (sm90::kBuilt && call.plan->device.compute_capability == 90 && (K == 64 || K == 128))
-    return sm90::launch_segment_merge({args}, {call.stream});
-  return launch_segment_merge(args, {call.stream});
+  if (sm90::kBuilt && device.compute_capability == 90 && (K == 64 || K == 128))
+    return sm90::launch_segment_merge({args}, where);
+  return launch_segment_merge(args, where);
 }
 
 }  // namespace kda::cuda

@@ -49,10 +49,6 @@ Status launch_intra(const stage::Call& call, const Maps& maps) {
                             by_tokens(call), {call.stream});
 }
 
-bool narrow(const stage::Call& call, int64_t spans, int64_t columns) {
-  return narrow_tiles(call.plan->device.num_sms, spans * call.problem.num_value_heads, columns);
-}
-
 ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
   ChainArgs args;
   args.shape = shape_of(call.problem);
@@ -62,16 +58,15 @@ ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
   return args;
 }
 
-/// The serial uses of chunk_delta_h, on `columns` columns of state of each span.
-Status launch_chain(const stage::Call& call, const ChainArgs& args, ChainUse use, int64_t spans,
-                    int64_t columns) {
-  const bool half = is_half(call.problem);
-  if (sm90::kBuilt && call.plan->device.compute_capability == 90)
-    return sm90::launch_chunk_delta_h(args, use, half, call.plan->device.num_sms, {call.stream});
-  return launch_chunk_delta_h(args, use, half, narrow(call, spans, columns), {call.stream});
-}
-
 }  // namespace
+
+Status launch_chain(const ChainArgs& args, ChainUse use, bool fp16, const DeviceFacts& device,
+                    int64_t spans, int64_t columns, const Launch& where) {
+  if (sm90::kBuilt && device.compute_capability == 90)
+    return sm90::launch_chunk_delta_h(args, use, fp16, device.num_sms, where);
+  const bool narrow = narrow_tiles(device.num_sms, spans * args.shape.HV, columns);
+  return launch_chunk_delta_h(args, use, fp16, narrow, where);
+}
 
 Status forward(const stage::Forward& f) {
   const stage::Call& call = f.call;
@@ -81,7 +76,8 @@ Status forward(const stage::Forward& f) {
   ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
   const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chain(call, args, ChainUse::kForward, spans, call.problem.value_dim);
+  return launch_chain(args, ChainUse::kForward, is_half(call.problem), call.plan->device, spans,
+                      call.problem.value_dim, {call.stream});
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -94,7 +90,8 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.B = scan.B;
   args.skip_last = scan.skip_last;
   const Problem& p = call.problem;
-  return launch_chain(call, args, ChainUse::kScan, maps.map.num_spans, p.value_dim + p.key_dim);
+  return launch_chain(args, ChainUse::kScan, is_half(p), call.plan->device, maps.map.num_spans,
+                      p.value_dim + p.key_dim, {call.stream});
 }
 
 // Single stages, on buffers of the caller. Segments of the plan are of no concern here.
@@ -120,9 +117,10 @@ Status run_delta(const Stage& stage, ChainUse use) {
   args.h = stage.buffers.h;
   args.vn = stage.buffers.vn;
   args.num_chunks = most_chunks(*call.plan);
-  return launch_chunk_delta_h(args, use, is_half(call.problem),
-                              narrow(call, call.problem.num_sequences, call.problem.value_dim),
-                              {call.stream});
+  const Problem& p = call.problem;
+  const bool narrow =
+      narrow_tiles(call.plan->device.num_sms, p.num_sequences * p.num_value_heads, p.value_dim);
+  return launch_chunk_delta_h(args, use, is_half(p), narrow, {call.stream});
 }
 
 }  // namespace

@@ -2,8 +2,11 @@
 // What the forward and the backward of cuda.sm80.staged share.
 #pragma once
 
+#include "cuda/chain/chain.hpp"
+#include "cuda/launch/launch.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "cuda/tile/factors.hpp"
+#include "kda/plan.hpp"
 #include "stage/buffers.hpp"
 
 namespace kda::cuda::staged {
@@ -26,5 +29,10 @@ inline Factors factors_at(const stage::ChunkPointers& at) {
 inline bool narrow_tiles(int64_t num_sms, int64_t chains, int64_t columns) {
   return 2 * chains * ((columns + kVTile - 1) / kVTile) <= num_sms;
 }
+
+/// kForward or kScan of chunk_delta_h in the form of the device, on `columns` columns of the state
+/// of each span.
+Status launch_chain(const ChainArgs& args, ChainUse use, bool fp16, const DeviceFacts& device,
+                    int64_t spans, int64_t columns, const Launch& where);
 
 }  // namespace kda::cuda::staged

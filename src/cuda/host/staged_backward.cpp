@@ -5,9 +5,11 @@
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/gradients.hpp"
+#include "cuda/host/segments.hpp"
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/segments/reverse_merge.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/finish.hpp"
@@ -94,67 +96,205 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
-/// All launches of a group, whose arguments `args` are.
-Status launch_group(const stage::Call& call, const BackwardArgs& args) {
-  const Launch where{call.stream};
-  const Blocks blocks = blocks_of(call, args);
-  const int64_t num_chunks = most_chunks(*call.plan);
-  const bool narrow =
-      narrow_tiles(call.plan->device.num_sms, args.map.num_sequences * args.shape.HV, args.shape.V);
+/// What segments add; without any `spans` is 0.
+struct Segments {
+  int64_t spans = 0;
+  const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
+  SequenceMap sequences;             ///< each segment a sequence
+  int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [spans]
+  /// Of a group. D lies over B, and dS behind segments over the states before them.
+  float *M = nullptr, *B = nullptr, *states = nullptr;
+};
 
-  ChunkIntraArgs intra;
-  intra.shape = args.shape, intra.map = args.map, intra.num_chunks = num_chunks;
-  intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
-  intra.gate = args.gate;
-  intra.factors = blocks.factors;
-  KDA_RETURN_IF_ERROR(launch_chunk_intra(intra, /*half=*/false, /*tokens=*/false, where));
+Segments segments_of(const stage::Call& call, const Maps& maps) {
+  Segments segments;
+  if (!call.plan->segmented) return segments;
+  const auto block = [&](std::string_view name) {
+    return plan::find_block(*call.plan, call.workspace, name);
+  };
+  segments.spans = maps.map.num_spans;
+  segments.offsets = maps.segment_offsets;
+  auto* words = static_cast<int64_t*>(block(block::kSegmentSequences));
+  segments.sequences = maps.map;
+  segments.sequences.num_sequences = segments.spans;
+  segments.sequences.cu_seqlens = words;
+  segments.sequences.chunk_offsets = words + segments.spans + 1;
+  segments.sequences.segments = nullptr;
+  segments.initial_slots = reinterpret_cast<int32_t*>(words + 2 * (segments.spans + 1));
+  segments.sequence_slots = segments.initial_slots + segments.spans;
+  segments.M = static_cast<float*>(block(stage::kSegmentM.name));
+  segments.B = static_cast<float*>(block(stage::kSegmentB.name));
+  segments.states = static_cast<float*>(block(stage::kSegmentStates.name));
+  return segments;
+}
 
-  ChainArgs chain;
-  chain.shape = args.shape, chain.map = args.map, chain.num_chunks = num_chunks;
-  chain.factors = blocks.factors;
-  chain.initial = args.initial;
-  chain.h = blocks.h, chain.vn = blocks.errors;
-  chain.flags = args.flags, chain.accumulate_flags = args.accumulate_flags;
+/// The launches of a group, whose arguments `args` are.
+struct GroupLaunches {
+  const Plan& plan;
+  const BackwardArgs& args;
+  const Blocks& blocks;
+  const Segments& segments;
+  const Launch where;
 
-  ReverseArgs reverse;
-  reverse.shape = args.shape, reverse.map = args.map;
-  reverse.factors = blocks.factors;
-  reverse.d_o = args.d_o, reverse.d_final = args.d_final, reverse.dv = args.dv;
-  reverse.d_initial = args.d_initial, reverse.initial = args.initial;
-  reverse.dh = blocks.dh, reverse.dz = blocks.dz;
-  if (sm90::kBuilt && call.plan->device.compute_capability == 90) {
-    KDA_RETURN_IF_ERROR(sm90::launch_chains(&chain, &reverse, where));
-  } else {
-    KDA_RETURN_IF_ERROR(
-        launch_chunk_delta_h(chain, ChainUse::kErrors, /*fp16=*/false, narrow, where));
-    KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow, where));
+  /// Of the chains: sequences or segments.
+  int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
+  bool narrow() const {
+    return narrow_tiles(plan.device.num_sms, spans() * args.shape.HV, args.shape.V);
+  }
+  StateView span_states(float* base) const {
+    StateView view;
+    view.base = base;
+    view.stride_row = args.shape.V;
+    view.stride_head = args.shape.K * view.stride_row;
+    view.stride_slot = args.shape.HV * view.stride_head;
+    view.num_slots = segments.spans;
+    return view;
   }
 
-  ChunkGradArgs grad;
-  grad.shape = args.shape, grad.map = args.map, grad.num_chunks = num_chunks;
-  grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
-  grad.gate = args.gate;
-  grad.d_o = args.d_o;
-  grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
-  grad.rows = args.rows;
-  KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
-  KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
-  return args.sums ? launch_parameters(args, where) : Status{};
+  Status intra() const {
+    ChunkIntraArgs intra;
+    intra.shape = args.shape, intra.map = args.map, intra.num_chunks = most_chunks(plan);
+    intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
+    intra.gate = args.gate;
+    intra.factors = blocks.factors;
+    return launch_chunk_intra(intra, /*half=*/false, /*tokens=*/false, where);
+  }
+
+  ChainArgs chain_args() const {
+    ChainArgs chain;
+    chain.shape = args.shape, chain.map = args.map, chain.num_chunks = most_chunks(plan);
+    chain.factors = blocks.factors;
+    return chain;
+  }
+
+  SegmentMergeArgs merge_args(const StateView& initial) const {
+    SegmentMergeArgs merge;
+    merge.shape = args.shape, merge.map = args.map;
+    merge.segment_offsets = segments.offsets;
+    merge.initial = initial;
+    merge.M = segments.M, merge.B = segments.B, merge.states_in = segments.states;
+    return merge;
+  }
+
+  /// States before segments.
+  Status scan_and_merge() const {
+    ChainArgs chain = chain_args();
+    chain.M = segments.M, chain.B = segments.B;
+    KDA_RETURN_IF_ERROR(launch_chain(chain, ChainUse::kScan, /*fp16=*/false, plan.device, spans(),
+                                     args.shape.V + args.shape.K, where));
+    return launch_merge(merge_args(args.initial), plan.device, where);
+  }
+
+  ChainArgs errors_args() const {
+    ChainArgs chain = chain_args();
+    chain.initial = args.initial;
+    if (segments.spans > 0) chain.states_in = segments.states;
+    chain.h = blocks.h, chain.vn = blocks.errors;
+    chain.flags = args.flags, chain.accumulate_flags = args.accumulate_flags;
+    return chain;
+  }
+
+  ReverseArgs reverse_args(const SequenceMap& map) const {
+    ReverseArgs reverse;
+    reverse.shape = args.shape, reverse.map = map;
+    reverse.factors = blocks.factors;
+    reverse.d_o = args.d_o;
+    reverse.dh = blocks.dh, reverse.dz = blocks.dz;
+    return reverse;
+  }
+
+  /// Chains of segments from zero, for dS behind them. What they leave in dh and dz is written
+  /// again.
+  ReverseArgs scan_args() const {
+    ReverseArgs reverse = reverse_args(segments.sequences);
+    reverse.d_initial = reverse.initial = span_states(segments.B);
+    return reverse;
+  }
+
+  ReverseArgs last_args() const {
+    ReverseArgs reverse = reverse_args(segments.spans > 0 ? segments.sequences : args.map);
+    reverse.dv = args.dv;
+    reverse.d_final = args.d_final;
+    reverse.d_initial = args.d_initial, reverse.initial = args.initial;
+    if (segments.spans > 0) {
+      reverse.d_final = span_states(segments.states);
+      reverse.d_initial.indices = segments.sequence_slots;
+      reverse.initial.indices = segments.initial_slots;
+      reverse.initial.mask = nullptr;
+    }
+    return reverse;
+  }
+
+  /// Two chains that need nothing of each other; null: not wanted.
+  Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
+    if (sm90::kBuilt && plan.device.compute_capability == 90)
+      return sm90::launch_chains(errors, &reverse, where);
+    if (errors)
+      KDA_RETURN_IF_ERROR(
+          launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
+    return launch_chunk_reverse(reverse, narrow(), where);
+  }
+
+  Status gradients() const {
+    ChunkGradArgs grad;
+    grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
+    grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
+    grad.gate = args.gate;
+    grad.d_o = args.d_o;
+    grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
+    grad.rows = args.rows;
+    KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
+    KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
+    return args.sums ? launch_parameters(args, where) : Status{};
+  }
+
+  /// `tokens`: wants_tokens(). States and errors also say what is wrong with the sequences.
+  Status all(bool tokens) const {
+    KDA_RETURN_IF_ERROR(intra());
+    if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
+    const ChainArgs errors = errors_args();
+    const ChainArgs* wanted = tokens || args.flags ? &errors : nullptr;
+    if (segments.spans > 0) {
+      KDA_RETURN_IF_ERROR(chains(wanted, scan_args()));
+      KDA_RETURN_IF_ERROR(launch_reverse_merge(merge_args(args.d_final), where));
+      wanted = nullptr;
+    }
+    KDA_RETURN_IF_ERROR(chains(wanted, last_args()));
+    return tokens ? gradients() : Status{};
+  }
+};
+
+Status launch_group(const stage::Backward& b, const BackwardArgs& args, const Segments& segments) {
+  const Blocks blocks = blocks_of(b.call, args);
+  return GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}}.all(
+      wants_tokens(b.gradients));
 }
 
 }  // namespace
 
 Status backward(const stage::Backward& b) {
   Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(b.call, {}, false, &maps));
+  KDA_RETURN_IF_ERROR(make_maps(b.call, b.call.plan->segments, false, &maps));
   BackwardArgs all;
   set_gradients(b, maps, &all);
+  const Segments segments = segments_of(b.call, maps);
+  if (segments.spans > 0) {
+    SegmentSequencesArgs made;
+    made.map = maps.map;
+    made.initial = all.initial;
+    made.cu_seqlens = const_cast<int64_t*>(segments.sequences.cu_seqlens);
+    made.chunk_offsets = const_cast<int64_t*>(segments.sequences.chunk_offsets);
+    made.initial_slots = segments.initial_slots;
+    made.sequence_slots = segments.sequence_slots;
+    KDA_RETURN_IF_ERROR(launch_segment_sequences(made, {b.call.stream}));
+  }
   all.sizes.pieces = pieces_of(b.call.problem);
   all.rows = static_cast<float*>(
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
-    KDA_RETURN_IF_ERROR(launch_group(b.call, group_at(all.shape, first, groups.heads).of(all)));
+    KDA_RETURN_IF_ERROR(
+        launch_group(b, group_at(all.shape, first, groups.heads).of(all), segments));
     all.flags = nullptr;  // the first group has set them
   }
   return {};

@@ -27,6 +27,30 @@ std::string decline_gradients(const Gradients& g) {
 
 void plan_backward(plan::PlanBuilder& builder) { plan_backward_within(builder, kGroupBytes); }
 
+/// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
+std::string decline_segments(const Problem& p, const Gradients& gradients) {
+  if (p.cu_seqlens || p.batch == 1) return {};
+  for (const auto& [name, desc] :
+       {std::pair{"d_o", &gradients.d_o}, std::pair{"dv", &gradients.dv}})
+    if (*desc && (*desc)->strides[0] != p.num_tokens * (*desc)->strides[1])
+      return cat("segments declined: the rows of ", name, " do not follow each other");
+  return {};
+}
+
+/// Cuts sequences by the policy asked for.
+void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
+  const Plan& plan = builder.plan();
+  std::string declined;
+  if (builder.gradients()) declined = decline_segments(plan.problem, *builder.gradients());
+  if (!declined.empty()) return builder.reason(std::move(declined));
+  builder.cut({.automatic =
+                   [&](const plan::Workload& work, CostEstimate* cost) {
+                     return auto_backward_partition(work, plan.device, plan.problem, groups, cost);
+                   },
+               .unit = kChunk});
+  if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
+}
+
 }  // namespace
 
 void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
@@ -34,8 +58,11 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const Problem& p = plan.problem;
   const HeadBytes bytes = head_bytes(plan);
   const HeadGroups groups = groups_within(plan, group_bytes);
+  cut(builder, groups);
+  const auto segments = static_cast<int64_t>(plan.segments.size());
   const int64_t HV = p.num_value_heads, tiles = most_chunks(plan) * HV;
-  const int64_t chains = p.num_sequences * HV * ((p.value_dim + kVTile - 1) / kVTile);
+  const int64_t chains =
+      (plan.segmented ? segments : p.num_sequences) * HV * ((p.value_dim + kVTile - 1) / kVTile);
   builder.set_intra_form(IntraForm::kTensor);
   if (groups.count > 1) {
     builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ", p.num_heads,
@@ -44,12 +71,26 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
     builder.reason("heads: one group, the workspace holds all of them");
   }
   builder.stage("chunk_intra", tiles, "of each group: factors of one (chunk, value head) a task");
-  builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
+  if (plan.segmented) {
+    builder.stage("segment_scan", 2 * segments * HV, "of each group: B and M of every segment");
+    builder.stage("segment_merge", p.num_sequences * HV,
+                  "of each group: states before segments, in order");
+  }
+  const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
+  if (tokens)
+    builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
+  if (plan.segmented) {
+    builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
+    builder.stage("reverse_merge", p.num_sequences * HV,
+                  "of each group: dS behind segments, right to left");
+  }
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
-  builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-  builder.stage("backward_gradients", pieces_of(p) * HV,
-                "of each group: sums over value heads; norms, gates, steps");
-  if (has_parameters(p))
+  if (tokens) {
+    builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
+    builder.stage("backward_gradients", pieces_of(p) * HV,
+                  "of each group: sums over value heads; norms, gates, steps");
+  }
+  if (tokens && has_parameters(p))
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());
@@ -58,11 +99,22 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.book(block::kBackwardErrors, heads, bytes.buffers.vn);
   builder.book(block::kBackwardDz, heads, bytes.buffers.vn);
   builder.book(block::kParameterSums, heads, bytes.sums);
+  if (plan.segmented) {
+    const std::size_t states = heads * plan.segments.size();
+    const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
+    builder.book(stage::kSegmentM.name, states, K * K * sizeof(float));
+    builder.book(stage::kSegmentB.name, states, K * V * sizeof(float));
+    builder.book(stage::kSegmentStates.name, states, K * V * sizeof(float));
+    builder.book(block::kSegmentSequences, 1,
+                 (2 * (plan.segments.size() + 1)) * sizeof(int64_t) +
+                     2 * plan.segments.size() * sizeof(int32_t));
+  }
   book_maps(builder);
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const CostInput in = cost_input(builder.workload(), plan.device);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p.num_heads, groups)});
+                   .serial_us = backward_us(in, plan.device, p, groups),
+                   .segmented_us = plan.cost.segmented_us});
 }
 
 const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
