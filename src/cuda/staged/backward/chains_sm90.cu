@@ -282,7 +282,7 @@ struct Reverse {
 template <class Direction>
 struct Ring {
   typename Direction::Stage stages[kStages];
-  // Of each stage: its operands are here; its results are; nobody needs it any more.
+  // A stage has its operands; has its results; is free.
   ptx::Mbarrier full[kStages], done[kStages], empty[kStages];
 };
 
