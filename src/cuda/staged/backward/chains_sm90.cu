@@ -102,9 +102,8 @@ struct Errors {
   }
   __device__ void copy_rows(int, Stage&) const {}
 
-  /// The products that update the state pend.
-  __device__ __forceinline__ void run_chunk(Stage& s) {
-    uint32_t rounded[C::kSteps][4], handed_on[4][4], vn[4][4], low[4][4];
+  __device__ __forceinline__ void run_chunk(int, Stage& s) {
+    uint32_t rounded[C::kSteps][4], vn[4][4], low[4][4];
     float error[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
     c.load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
@@ -118,7 +117,8 @@ struct Errors {
     ptx::wgmma_wait<0>();
     ptx::fence_operands(error);
     c.prediction_error(s.u, s.beta, error);
-    c.round_tokens(error, handed_on);
+    c.round_tokens(error, vn);
+    put_tokens(c, vn, s.u);
     c.template scale_tokens<1>(s.beta, error);
     c.round_tokens(error, vn);
 #pragma unroll
@@ -127,21 +127,8 @@ struct Errors {
     ptx::wgmma_fence();
     chain::multiply_tokens(c.state, s.kg, vn, low);
     ptx::wgmma_commit();
-    put_tokens(c, handed_on, s.u);
   }
-
-  template <class Pipeline>
-  __device__ void run_chain(const Pipeline& p) {
-    p.wait_for_operands(0);
-    for (int turn = 0; turn < c.num_chunks; ++turn) {
-      run_chunk(p.stage(turn));
-      p.arrive_done(turn);
-      p.wait_for_operands(turn + 1);
-      ptx::wgmma_wait<0>();
-      ptx::fence_operands(c.state);
-      p.arrive_empty(turn);
-    }
-  }
+  __device__ void finish() {}
 
   __device__ void begin_stores(int chunk, const Stage& s) const {
     ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.state, sizeof(s.state));
@@ -201,42 +188,27 @@ struct Reverse {
     }
   }
 
-  /// What is there of x, dVn^T, before dS is: Aqk^T d_o + diag d_o. Product 1.
-  __device__ __forceinline__ void begin_chunk(const Stage& s, uint32_t (&d_o)[4][4],
-                                              float (&x)[C::kTokenTiles][4]) const {
+  __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
+    uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
+    float x[C::kTokenTiles][4];
+    float2 gammas[C::kTiles];
+    c.load_gammas(s.gamma, gammas);
     load_d_o(s, d_o, x);
     c.template scale_tokens<1>(s.diag, x);
+    round_state(c, rounded);
+    ptx::wgmma_wait<0>();  // as above
     ptx::fence_operands(x);
     ptx::wgmma_fence();
     chain::multiply_tokens(x, s.Aqk, d_o);
-    ptx::wgmma_commit();
-  }
-
-  /// The rest of x: product 2. Decays dS.
-  __device__ __forceinline__ void add_state(const Stage& s, uint32_t (&rounded)[C::kSteps][4],
-                                            float (&x)[C::kTokenTiles][4]) {
-    float2 gammas[C::kTiles];
-    c.load_gammas(s.gamma, gammas);
-    round_state(c, rounded);
-    ptx::wgmma_fence();
-    chain::multiply_rows<true>(rounded, s.kg, x);
+    chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
     ptx::wgmma_commit();
     c.decay_state(gammas);
-  }
-
-  /// dS before the chunk, products 3 and 4, and z, which is -dZ^T, product 5. dS behind the chunk
-  /// goes to its place.
-  __device__ __forceinline__ void take_errors(Stage& s, const uint32_t (&d_o)[4][4],
-                                              const uint32_t (&rounded)[C::kSteps][4],
-                                              uint32_t (&minus_X)[4][4],
-                                              float (&x)[C::kTokenTiles][4],
-                                              float (&z)[C::kTokenTiles][4]) {
-    ptx::wgmma_wait<0>();  // nothing may pend over the loop
-    ptx::fence_operands(x);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
     chain::multiply_tokens(c.state, s.qg, d_o);
     ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(x);
     c.template scale_tokens<-1>(s.beta, x);
     c.round_tokens(x, minus_X);
     // T' has ones on its diagonal: they add the rounded -X to what rounding left of it.
@@ -245,67 +217,29 @@ struct Reverse {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float2 pair = ptx::unpack<T>(minus_X[step][i]);
-        const int n = 2 * step + i / 2, first = i % 2 * 2;
-        z[n][first] = x[n][first] - pair.x;
-        z[n][first + 1] = x[n][first + 1] - pair.y;
+        x[2 * step + i / 2][i % 2 * 2] -= pair.x;
+        x[2 * step + i / 2][i % 2 * 2 + 1] -= pair.y;
       }
-    ptx::fence_operands(z);
+    ptx::fence_operands(x);
     ptx::wgmma_fence();
     chain::multiply_tokens(c.state, s.w, minus_X);
     ptx::wgmma_commit();
-    chain::multiply_tokens(z, s.inverse, minus_X);
+    chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
     put_state(c, rounded, s.kg);
-  }
-
-  /// dZ from z, over d_o.
-  __device__ __forceinline__ void put_dz(int chunk, Stage& s, float (&z)[C::kTokenTiles][4]) const {
-    ptx::fence_operands(z);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(x);
 #pragma unroll
     for (int n = 0; n < C::kTokenTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) z[n][i] = -z[n][i];
+      for (int i = 0; i < 4; ++i) x[n][i] = -x[n][i];
     uint32_t dz[4][4];
-    c.round_tokens(z, dz);
+    c.round_tokens(x, dz);
     put_tokens(c, dz, s.d_o);
-    if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, z);
+    if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
   }
-
-  /// While products 4 and 5 of a chunk run, the next one begins; while its product 2 does, dZ of
-  /// this one is written.
-  template <class Pipeline>
-  __device__ void run_chain(const Pipeline& p) {
-    if (c.num_chunks > 0) {
-      uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
-      float x[C::kTokenTiles][4], z[C::kTokenTiles][4];
-      p.wait_for_operands(0);
-      begin_chunk(p.stage(0), d_o, x);
-      add_state(p.stage(0), rounded, x);
-      const int last = c.num_chunks - 1;
-      for (int turn = 0; turn < last; ++turn) {
-        Stage &s = p.stage(turn), &next = p.stage(turn + 1);
-        take_errors(s, d_o, rounded, minus_X, x, z);
-        p.wait_for_operands(turn + 1);
-        ptx::wgmma_wait<2>();  // product 3 has read d_o
-        begin_chunk(next, d_o, x);
-        ptx::wgmma_wait<2>();  // product 4
-        ptx::fence_operands(c.state);
-        add_state(next, rounded, x);
-        ptx::wgmma_wait<2>();  // product 5
-        put_dz(chunk_at(turn), s, z);
-        p.arrive_done(turn);
-        p.arrive_empty(turn);
-      }
-      Stage& s = p.stage(last);
-      take_errors(s, d_o, rounded, minus_X, x, z);
-      ptx::wgmma_wait<0>();
-      ptx::fence_operands(c.state);
-      put_dz(0, s, z);
-      p.arrive_done(last);
-    }
-    reverse::store_gradient(c, a.initial);
-  }
+  __device__ void finish() { reverse::store_gradient(c, a.initial); }
 
   /// Whether rows of dv are what dZ is.
   __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
@@ -407,15 +341,21 @@ struct Pipeline {
     if (turn < d.c.num_chunks) ptx::mbarrier_wait(ring.full[turn % kStages], turn / kStages % 2);
   }
 
-  __device__ typename Direction::Stage& stage(int turn) const {
-    return ring.stages[turn % kStages];
+  __device__ void run_chain() {
+    d.c.load_start();
+    wait_for_operands(0);
+    for (int turn = 0; turn < d.c.num_chunks; ++turn) {
+      const int i = turn % kStages;
+      d.run_chunk(d.chunk_at(turn), ring.stages[i]);  // products may pend
+      ptx::fence_async_proxy();                       // results go by bulk copies
+      ptx::mbarrier_arrive(ring.done[i]);
+      wait_for_operands(turn + 1);
+      ptx::wgmma_wait<0>();
+      ptx::fence_operands(d.c.state);
+      ptx::mbarrier_arrive(ring.empty[i]);
+    }
+    d.finish();
   }
-  /// Results go by bulk copies.
-  __device__ void arrive_done(int turn) const {
-    ptx::fence_async_proxy();
-    ptx::mbarrier_arrive(ring.done[turn % kStages]);
-  }
-  __device__ void arrive_empty(int turn) const { ptx::mbarrier_arrive(ring.empty[turn % kStages]); }
 };
 
 template <class Direction>
@@ -425,10 +365,9 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
   pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
   if (threadIdx.x == 0) pipeline.init_barriers();
   __syncthreads();
-  if (warp < kChainThreads / 32) {
-    pipeline.d.c.load_start();
-    pipeline.d.run_chain(pipeline);
-  } else if (warp == kChainThreads / 32)
+  if (warp < kChainThreads / 32)
+    pipeline.run_chain();
+  else if (warp == kChainThreads / 32)
     pipeline.run_copies();
   else
     pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
