@@ -2,8 +2,8 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (cp_context on a GPU; gradients there of other rows than bf16 with K up to 128,
-unless enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
+others. Calls that libkda does not serve (gradients on a GPU of other rows than bf16 with K up to 128, unless
+enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
 FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
@@ -55,19 +55,10 @@ def _has_backward(arguments):
         return True  # the call itself says what does not fit
 
 
-def _context_reason(arguments):
-    q = arguments.get("q")
-    if isinstance(q, torch.Tensor) and q.device.type != "cpu":
-        return "cp_context is served on CPU tensors only"
-    return None
-
-
 def _reason(name, arguments):
     """Why libkda does not serve a call with these arguments; None if it does."""
     if _plugin.disabled:
         return _plugin.disabled
-    if arguments.get("cp_context") is not None and (reason := _context_reason(arguments)):
-        return reason
     if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
         return "ssm_state_indices without inplace_final_state"
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]

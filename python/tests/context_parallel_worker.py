@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS`. Rank 0 writes what it finds to
-FOLDER/found.json; every rank fails with a traceback."""
+"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS [cuda]`. Rank 0 writes what it
+finds to FOLDER/found.json; every rank fails with a traceback. With "cuda" each rank has a GPU, and no rank fails: NCCL
+ends a process whose group has an error."""
 import datetime
 import json
 import os
@@ -17,28 +18,48 @@ from libkda import chunk_kda
 from libkda import context_parallel as cp
 
 CASES = 70
+ON_KERNELS = 24  # of these, by the maps of other devices
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TIMEOUT = 4  # seconds, of the group in which a rank stays away
 
 
-def main(folder, rank, ranks):
+DEVICE = torch.device("cpu")
+
+
+def main(folder, rank, ranks, kind):
+    global DEVICE
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    if kind == "cuda":
+        DEVICE = torch.device("cuda", rank)
+        torch.cuda.set_device(DEVICE)
     store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=120))
+    dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
+                            world_size=ranks, timeout=datetime.timedelta(seconds=120))
     solo = [dist.new_group([r]) for r in range(ranks)][rank]
-    found = dict(cases=[play(Case(ranks, i), rank) for i in range(CASES)])
+    cases = [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS)]
+    by_device = cp.maps.of_device
+    cp.maps.of_device = lambda _: cp.maps.OnKernels
+    cases += [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS, CASES)]
+    tiles(random.Random(ranks), rank, ranks, solo)
+    cp.maps.of_device = by_device
     for i in range(6):
         tiles(random.Random(100 * ranks + i), rank, ranks, solo)
     for width in (2, 3, 4):
         convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
     for layout in ("contiguous", "zigzag"):
         fla_interface(layout, rank, ranks)
-    refusals(rank, ranks)
-    absent(rank, ranks)
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
-    dead(rank, ranks)
+        (folder / "found.json").write_text(json.dumps(dict(cases=cases)))
+    if kind == "cpu":
+        refusals(rank, ranks)
+        absent(rank, ranks)
+        dead(rank, ranks)
+    dist.destroy_process_group()
+
+
+def to(device, x):
+    return {name: t.to(device) for name, t in x.items()}
 
 
 # ---- random problems -------------------------------------------------------------------------------------------------
@@ -109,19 +130,22 @@ class Case:
         return (cp.contiguous if self.layout == "contiguous" else cp.zigzag)(torch.tensor(self.cu), **keywords)
 
 
-def differentiated(function, leaves, d_o, d_final_of, flags):
-    """Outputs and gradients by name."""
+def differentiated(function, leaves, d_o, d_final_of, flags, device=None):
+    """Outputs and gradients by name, computed on a device."""
+    device = device or DEVICE
+    leaves, flags = to(device, leaves), {name: t.to(device) if isinstance(t, torch.Tensor) else t
+                                         for name, t in flags.items()}
     leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
     o, final = function(**leaves, **flags)
-    loss = (o * d_o.to(o.dtype)).sum()
+    loss = (o * d_o.to(device, o.dtype)).sum()
     if final is not None:
-        loss = loss + (final * d_final_of(final)).sum()
+        loss = loss + (final * d_final_of(final).to(device)).sum()
     gradients = torch.autograd.grad(loss, leaves.values(), allow_unused=True)
     found = dict(o=o.detach(), **{f"d{name}": torch.zeros_like(leaves[name]) if gradient is None else gradient
                                   for name, gradient in zip(leaves, gradients)})
     if final is not None:
         found["final_state"] = final.detach()
-    return found
+    return to("cpu", found)
 
 
 def spread(x, context, whole_tokens):
@@ -169,10 +193,10 @@ def play(case, rank):
     here = {name: part.view(x.shape) for (name, x), part in zip(here.items(), parts)}
     flags = dict(case.flags, cu_seqlens=torch.tensor(case.cu))
     d_final = case.d_final.sum(0) if case.final_states == "all" else case.d_final[0]
-    whole = lambda leaves, double: differentiated(
-        chunk_kda, leaves, case.d_o, lambda final: d_final.to(final.dtype), flags)
-    one = whole(case.x, False)
-    exact = whole({name: t.double() for name, t in case.x.items()}, True)
+    whole = lambda leaves, device: differentiated(
+        chunk_kda, leaves, case.d_o, lambda final: d_final.to(final.dtype), flags, device)
+    one = whole(case.x, DEVICE)
+    exact = whole({name: t.double() for name, t in case.x.items()}, torch.device("cpu"))
     square = lambda x: float(x.double().square().sum())
     return dict(case=case.name, dtype=str(case.dtype), tensors={
         name: [square(here[name] - exact[name]), square(one[name].double() - exact[name]), square(exact[name])]
@@ -230,11 +254,11 @@ def convolution(rng, rank, ranks, solo, width):
         leaves = dict(weight=normal(D, width), bias=normal(D))
 
         def run(context, activation=None):
-            mine = dict(leaves, x=context.take(x))
+            mine = to(DEVICE, dict(leaves, x=context.take(x)))
             mine = {name: t.detach().clone().requires_grad_() for name, t in mine.items()}
             y = cp.causal_conv1d(**mine, context=context, activation=activation)
-            y.backward(context.take(d_y))
-            return y.detach(), {name: t.grad for name, t in mine.items()}
+            y.backward(context.take(d_y).to(DEVICE))
+            return y.detach().cpu(), to("cpu", {name: t.grad for name, t in mine.items()})
 
         context = cp.Context(cu, random_table(rng, cu[-1], ranks))
         whole = cp.Context(cu, [[(0, cu[-1])]], solo)
@@ -300,10 +324,11 @@ def fla_interface(layout, rank, ranks):
         megatron = dict(rows, beta=mine["beta"].sigmoid(), A_log=flags["A_log"], dt_bias=torch.zeros(16),
                         initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
                         use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
+        megatron = {name: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for name, t in megatron.items()}
         o = chunk_kda(**megatron, cu_seqlens=fla.cu_seqlens, cp_context=fla)[0]
         assert torch.equal(o, chunk_kda(**megatron, cp_context=context)[0])
-        weight = normal(16, 3)
-        rows = mine["v"].flatten(2)
+        weight = normal(16, 3).to(DEVICE)
+        rows = mine["v"].flatten(2).to(DEVICE)
         assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))
 
 
@@ -357,17 +382,17 @@ def refusals(rank, ranks):
     call(context.copy(), HV=3)
     # a backward
     leaves = {name: t.requires_grad_() for name, t in small(context).items()}
-    backward, cp_kernel = lambda: chunk_kda(**leaves, cp_context=context)[0].sum().backward(), cp.attention._backward
+    backward, cp_kernel = lambda: chunk_kda(**leaves, cp_context=context)[0].sum().backward(), cp.maps.backward
     backward()
     o = chunk_kda(**leaves, cp_context=context)[0]
 
     def fails(*_):
         raise MemoryError("there is none")
     if odd:
-        cp.attention._backward = cp.attention._span_maps = fails
+        cp.maps.backward = cp.maps._span_maps = fails
     expect(raised(lambda: o.sum().backward()), "there is none", "rank 1 could not take part")
     if odd:
-        cp.attention._backward, cp.attention._span_maps = cp_kernel, torch.ops.libkda.span_maps.default
+        cp.maps.backward, cp.maps._span_maps = cp_kernel, torch.ops.libkda.span_maps.default
     backward()
     # the convolution
     tokens = context.num_tokens
@@ -408,4 +433,4 @@ def dead(rank, ranks):
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "cpu")

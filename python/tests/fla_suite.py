@@ -31,14 +31,45 @@ HERE = pathlib.Path(__file__).resolve().parent
 seen: list[str] = []  # every path that libkda.fla notes
 
 
-def keep_paths(plugin):
+def keep_paths(plugin, keep):
     def kept(note):
         def call(*args, **part):
             plugin.paths.clear()
             note(*args, **part)
-            seen.extend(plugin.paths.values())
+            keep(plugin.paths.values())
         return call
     plugin.serves, plugin.leaves = kept(plugin.serves), kept(plugin.leaves)
+
+
+def serve(keep):
+    import libkda.fla
+    libkda.fla.enable(train_on_gpu=True)
+    keep_paths(libkda.fla._plugin, keep)
+
+
+# A test may start processes, one a rank. They serve too (SERVE_IN_CHILDREN), and write down what they note.
+SERVE_IN_CHILDREN = """
+import sys
+if "--multiprocessing-fork" in sys.orig_argv:
+    import fla_suite
+    fla_suite.serve_in_child()
+"""
+
+
+def serve_in_child():
+    noted = set()
+
+    def keep(paths):
+        if not noted.issuperset(paths):
+            noted.update(paths)
+            with open(os.environ["LIBKDA_SUITE_PATHS"], "a", encoding="utf-8") as file:
+                file.writelines(f"{path}\n" for path in paths)
+    serve(keep)
+
+
+def paths_of_children():
+    file = pathlib.Path(os.environ["LIBKDA_SUITE_PATHS"])
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 found = {"tests": {}}
@@ -60,13 +91,13 @@ def pytest_load_initial_conftests():
         import fla.utils
         for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
             module.device, module.device_torch_lib = "cpu", torch.cpu
-    import libkda.fla
-    libkda.fla.enable(train_on_gpu=True)
-    keep_paths(libkda.fla._plugin)
+    serve(seen.extend)
+    sys.path.append(os.environ["LIBKDA_SUITE_CHECKOUT"])  # last: processes that a test starts import it from there
 
 
 def pytest_runtest_logstart():
     seen.clear()
+    pathlib.Path(os.environ["LIBKDA_SUITE_PATHS"]).unlink(missing_ok=True)
     sys.last_exc = sys.last_value = sys.last_traceback = None  # the tensors of a test that failed
     gc.collect()
 
@@ -81,7 +112,7 @@ def reason_of(longrepr):
 
 def pytest_runtest_logreport(report):
     row = found["tests"].setdefault(report.nodeid, {"outcome": "passed", "paths": []})
-    row["paths"] = sorted({*row["paths"], *seen})
+    row["paths"] = sorted({*row["paths"], *seen, *paths_of_children()})
     if report.outcome != "passed" and row["outcome"] == "passed":
         row["outcome"] = report.outcome
         row["reason"] = reason_of(report.longrepr)[:300]
@@ -108,9 +139,11 @@ def run_pytest(checkout, tests, device, memory, extra):
     """What the plugin above found."""
     with tempfile.TemporaryDirectory() as folder:
         report = pathlib.Path(folder) / "report.json"
+        pathlib.Path(folder, "sitecustomize.py").write_text(SERVE_IN_CHILDREN)
         environment = {n: x for n, x in os.environ.items() if n != "FLA_CI_ENV"}  # it loosens the bounds
         environment.update(LIBKDA_SUITE_DEVICE=device, LIBKDA_SUITE_REPORT=str(report), LIBKDA_SUITE_MEMORY=str(memory),
-                           PYTHONPATH=os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))))
+                           LIBKDA_SUITE_PATHS=str(pathlib.Path(folder) / "paths"), LIBKDA_SUITE_CHECKOUT=str(checkout),
+                           PYTHONPATH=os.pathsep.join(filter(None, (folder, str(HERE), os.environ.get("PYTHONPATH")))))
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         # Not in the checkout, and by importlib: its folder fla must not stand before the installed package.

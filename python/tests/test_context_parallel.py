@@ -116,9 +116,9 @@ def test_calls_that_do_not_fit(error, text, changes):
 def test_other_devices_are_refused(context):
     x = {name: value.to("meta") if isinstance(value, torch.Tensor) else value for name, value in arguments().items()}
     x["cp_context"] = context or x["cp_context"]
-    with pytest.raises(NotImplementedError, match="context parallelism is for CPU tensors so far, and q is on meta"):
+    with pytest.raises(ValueError, match="q is on meta, and the group of cp_context is for cpu and cuda tensors"):
         chunk_kda(**x)
-    with pytest.raises(NotImplementedError, match="for CPU tensors so far, and x is on meta"):
+    with pytest.raises(ValueError, match="x is on meta, and the group of cp_context"):
         cp.causal_conv1d(torch.ones(1, 70, 3, device="meta"), torch.ones(3, 4, device="meta"), context=x["cp_context"])
 
 

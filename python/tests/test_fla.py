@@ -136,14 +136,13 @@ def test_what_does_not_fit_is_said_by_the_call():
 def test_declines_say_why():
     assert decline({}) == (True, None)
     elsewhere = torch.empty(1, 4, 1, 8, device="meta")
-    accepted, reason = decline(dict(cp_context=object(), q=elsewhere))
-    assert not accepted and "cp_context" in reason
+    accepted, reason = decline(dict(q=elsewhere))
+    assert not accepted and reason == "tensors on cpu, meta"
     assert libkda.fla.last_path() == f"fla: chunk_kda: {reason}"
     x, _, _ = make()
     rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
-    flags = [None, None, *[False] * 6, None, False, False, False, None, None]  # scale .. cu_seqlens_cpu
-    by_position = libkda.fla._backend((libkda.chunk_kda,))().verify("chunk_kda", elsewhere, *rows[1:], *flags, object())
-    assert not by_position[0] and "cp_context" in by_position[1]
+    by_position = libkda.fla._backend((libkda.chunk_kda,))().verify("chunk_kda", elsewhere, *rows[1:])
+    assert not by_position[0] and "meta" in by_position[1]
     libkda.fla.disable()
     accepted, reason = decline({})
     assert not accepted and "disable" in reason

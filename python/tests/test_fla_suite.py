@@ -20,20 +20,26 @@ from fla.ops.kda import chunk_kda
 from fla.utils import device
 
 def call(**flags):
-    assert device == "cpu" and "FLA_CI_ENV" not in os.environ
-    x = [torch.rand(1, 70, 2, 32, device=device, **flags) for _ in range(4)]
-    return chunk_kda(*x[:3], -x[3], torch.rand(1, 70, 2, device=device))[0]
+    x = [torch.rand(1, 70, 2, 32, **flags) for _ in range(4)]
+    return chunk_kda(*x[:3], -x[3], torch.rand(1, 70, 2))[0]
 
 def test_forward():
+    assert device == "cpu" and "FLA_CI_ENV" not in os.environ
     with torch.no_grad():
         assert call().isfinite().all()
 
 def test_backward():
     call(requires_grad=True).sum().backward()
 
+def rank(index):
+    call()
+
+def test_processes():
+    torch.multiprocessing.spawn(rank, nprocs=1)
+
 def test_handed_back():
     import libkda.fla
-    libkda.fla._plugin.leaves("chunk_kda", "cp_context is served on CPU tensors only")
+    libkda.fla._plugin.leaves("chunk_kda", "switched off by disable()")
 
 def test_too_large():
     torch.zeros(1 << 33, dtype=torch.uint8)
@@ -67,20 +73,21 @@ def test_a_checkout(tmp_path):
                          capture_output=True, text=True, check=False, env=dict(os.environ, FLA_CI_ENV="1"))
     assert run.returncode == 1, run.stdout + run.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["counts"] == {"passed": 2, "skipped": 1, "failed": 1, "handed back": 1, "out of memory": 1}
+    assert report["counts"] == {"passed": 3, "skipped": 1, "failed": 1, "handed back": 1, "out of memory": 1}
     rows = {name.rpartition("::")[2]: row for name, row in report["tests"].items()}
     assert rows["test_forward"]["paths"] == rows["test_backward"]["paths"] == ["libkda: chunk_kda"]
+    assert rows["test_processes"]["paths"] == ["libkda: chunk_kda"]  # noted in other processes
     assert rows["test_handed_back"]["verdict"] == "handed back"
     assert rows["test_too_large"]["verdict"] == "out of memory"
     assert rows["test_skipped"]["reason"].endswith("no such card")
     assert "failed: " in run.stdout and "test_wrong" in run.stdout
-    assert "handed back: " in run.stdout and "cp_context is served on CPU tensors only" in run.stdout
+    assert "handed back: " in run.stdout and "switched off by disable()" in run.stdout
     assert report["device"] == "cpu" and report["fla"] and report["torch"] and report["libkda"]
 
 
 def test_verdicts():
     served = ["libkda: chunk_kda"]
-    returned = ["fla: chunk_kda: cp_context is served on CPU tensors only", *served]
+    returned = ["fla: chunk_kda: switched off by disable()", *served]
     for outcome, paths, expected in [("passed", served, "passed"), ("passed", returned, "handed back"),
                                      ("failed", returned, "failed"), ("skipped", [], "skipped")]:
         assert fla_suite.verdict(dict(outcome=outcome, paths=paths)) == expected

@@ -9,11 +9,8 @@ import torch
 from .. import ops
 from .._checks import check, computes_in_float64
 from .._operands import as_type, dense, parameter_of, rows_of
-from .exchange import AllGather, agree, check_place
-
-_span_maps = torch.ops.libkda.span_maps.default
-_fold_states = torch.ops.libkda.fold_states.default
-_backward = torch.ops.libkda.backward.default
+from . import maps
+from .exchange import AllGather, agree, check_place, device_of
 
 
 def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -32,8 +29,8 @@ def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g
         _check_initial_state(context, q, initial_state, (HV, V, K) if state_v_first else (HV, K, V))
         return HV, K, V
 
-    sizes = agree(context, "HV, K, V", sizes_of,
-                   lambda known: _row(context._forward, known).refuse())
+    sizes = agree(context, "HV, K, V", q, sizes_of,
+                  lambda known: _row(context._forward, known, device_of(context.group, q)).refuse())
     o, final_state = _ChunkKda.apply(context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state)
     return as_type(o, q.dtype), final_state if output_final_state else None
 
@@ -53,8 +50,8 @@ def _check_initial_state(context, q, state, shape):
                          f"those that begin on this rank), got {list(state.shape)}")
 
 
-def _row(direction, sizes):
-    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges)
+def _row(direction, sizes, device):
+    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges, device)
 
 
 def _runs(indices):
@@ -75,15 +72,21 @@ class _Call:
     def __init__(self, direction, sizes, modes, rows, parameters):
         self.direction, self.context, self.sizes = direction, direction.context, sizes
         self.modes, self.rows, self.parameters = modes, rows, parameters
-        self.gather = _row(direction, sizes)
+        device = rows[0].device
+        self.by = maps.of_device(device)
+        self.gather = _row(direction, sizes, device)
         HV, K, V = sizes
         self.map_floats = HV * K * (K + V)
-        self.private = torch.zeros(len(direction.private_slots), self.map_floats)
+        self.private = torch.zeros(len(direction.private_slots), self.map_floats, device=device)
         count = len(self.context.spans)
         if direction.all and direction.forward:
             count += self.context.num_sequences
         #: before each span of this rank (of a backward: behind it), and with "all" behind each sequence
-        self.states = torch.zeros(count, HV, K, V)
+        self.states = torch.zeros(count, HV, K, V, device=device)
+        alone = not direction.forward or self.by.states_alone
+        self.early = direction.early if alone else []
+        self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
+        self.after = direction.after if alone else [i for i in direction.after if i not in direction.early]
 
     def _place(self, index):
         """Where the map of a span goes; None if nobody needs it."""
@@ -115,49 +118,51 @@ class _Call:
         return total.view(-1, *self.states.shape[1:])
 
     def tokens(self, first, last):
-        offsets = self.context.offsets
-        return offsets[first], offsets[last], torch.tensor(
-            [x - offsets[first] for x in offsets[first:last + 1]], dtype=torch.int32)
+        return self.context.offsets[first], self.context.offsets[last]
 
-    def maps(self, indices, d_o=None):
-        """M and what it adds, B or D, of some spans, by index."""
-        HV, K, V = self.sizes
-        for first, last in _runs(indices):
-            begin, end, cu = self.tokens(first, last)
-            M, A = torch.empty(last - first, HV, K, K), torch.empty(last - first, HV, K, V)
-            _span_maps(*(x[:, begin:end] for x in self.rows), M, A, None if d_o is None else dense(d_o[:, begin:end]),
-                       *self.parameters, None, cu, *self.modes[:5])
+    def spans(self, first, last):
+        begin, end = self.tokens(first, last)
+        return maps.Spans(tuple(x[:, begin:end] for x in self.rows), self.parameters,
+                          self.context._lengths(first, last, self.rows[0].device), self.modes, self.sizes)
+
+    def give_maps(self, kept, d_o=None):
+        """M and what it adds, B or D. `kept`: the M of spans by index, of a forward for its backward."""
+        for first, last in _runs(self.direction.mapped):
+            spans = self.spans(first, last)
+            if d_o is None:
+                M, A = self.by.forward_maps(spans)
+                kept.update(zip(range(first, last), M))
+            else:
+                begin, end = self.tokens(first, last)
+                known = [kept.get(i) for i in range(first, last)]
+                known = None if any(M is None for M in known) else torch.stack(known)
+                M, A = self.by.backward_maps(spans, dense(d_o[:, begin:end]), known)
             for i in range(first, last):
-                yield i, torch.cat([M[i - first].flatten(), A[i - first].flatten()])
+                place, middle = self._place(i), M[i - first].numel()
+                place[:middle] = M[i - first].flatten()
+                place[middle:] = A[i - first].flatten()
 
-    def give_maps(self, d_o=None):
-        for index, values in self.maps(self.direction.mapped, d_o):
-            self._place(index).copy_(values)
+    def give_early(self, before, d_o=None):
+        """The states that leave spans at the near end, without their outputs. `before`: of a backward, the states
+        before all spans."""
+        for first, last in _runs(self.early):
+            spans, known = self.spans(first, last), self.states[first:last]
+            if d_o is None:
+                states = self.by.states_behind(spans, known)
+            else:
+                begin, end = self.tokens(first, last)
+                states = self.by.gradients_before(spans, dense(d_o[:, begin:end]), known, before[first:last])
+            for i in range(first, last):
+                self.give_state(i, states[i - first])
 
-    def give_early(self, d_o=None):
-        """The states that leave spans at the near end, without their outputs."""
-        if d_o is not None:
-            for index, values in self.maps(self.direction.early, d_o):
-                state = torch.empty(1, *self.states.shape[1:])
-                _fold_states(values[None], self.states[index:index + 1], state, torch.tensor([[0, 0, 0]]), True)
-                self.give_state(index, state)
-            return
-        for first, last in _runs(self.direction.early):
-            begin, end, cu = self.tokens(first, last)
-            states = torch.empty(last - first, *self.states.shape[1:])
-            _span_maps(*(x[:, begin:end] for x in self.rows), None, states, None, *self.parameters,
-                       self.states[first:last], cu, *self.modes[:5])
-            for index in range(first, last):
-                self.give_state(index, states[index - first])
-
-    def exchange(self, run, leaving, *d_o):
+    def exchange(self, run, leaving, kept, before=None, *d_o):
         """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
         that leave them."""
-        run(self.direction.at_once)
-        for index in self.direction.at_once:
+        run(self.at_once)
+        for index in self.at_once:
             self.give_state(index, leaving[index])
-        self.give_early(*d_o)
-        self.give_maps(*d_o)
+        self.give_early(before, *d_o)
+        self.give_maps(kept, *d_o)
         self.gather.start()
         run(self.direction.meanwhile)
 
@@ -167,8 +172,8 @@ class _Call:
         if not len(direction.steps):
             return
         shared = direction.rows * self.map_floats
-        maps = torch.cat([gathered[:, :shared].reshape(-1, self.map_floats), self.private])
-        _fold_states(maps, starts, self.states, direction.steps, not direction.forward)
+        every_map = torch.cat([gathered[:, :shared].reshape(-1, self.map_floats), self.private])
+        self.by.fold(every_map, starts, self.states, direction.steps, not direction.forward)
 
 
 class _ChunkKda(torch.autograd.Function):
@@ -177,33 +182,35 @@ class _ChunkKda(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
         rows = [rows_of(x) for x in (q, k, v, g, beta)]
-        parameters = [parameter_of(x) for x in (A_log, dt_bias)]
+        parameters = tuple(parameter_of(x) for x in (A_log, dt_bias))
+        kept = {}
         call = _Call(context._forward, sizes, modes, rows, parameters)
-        direction, v_first = call.direction, modes[-1]
+        v_first = modes[-1]
         try:
-            o = torch.empty(v.shape, dtype=rows[2].dtype)
-            starts = _starting_states(context, initial_state, sizes, v_first)
+            o = torch.empty(v.shape, dtype=rows[2].dtype, device=v.device)
+            starts = _starting_states(context, initial_state, sizes, v_first, q.device)
             for span in context.spans:
                 if span.first:
                     call.states[span.place] = starts[context.begins.index(span.sequence)]
-            behind = torch.zeros(len(context.spans), *call.states.shape[1:])
+            behind = torch.zeros(len(context.spans), *call.states.shape[1:], device=q.device)
 
             def run(indices):
                 for first, last in _runs(indices):
-                    begin, end, cu = call.tokens(first, last)
-                    ops.forward_into(*(x[:, begin:end] for x in rows), o[:, begin:end], behind[first:last], None,
-                                     *parameters, call.states[first:last], cu, None, *modes[:5], False)
+                    begin, end = call.tokens(first, last)
+                    maps.run_forward(call.spans(first, last), o[:, begin:end], behind[first:last],
+                                     call.states[first:last])
 
             call.give_extra(_states_of_empty(context, starts))
-            call.exchange(run, behind)
+            call.exchange(run, behind, kept)
         except Exception:
             call.gather.refuse()
             raise
         gathered = call.gather.finish()
         call.fold(gathered, call.states[:0])
-        run(direction.after)
+        run(call.after)
         final = _final_states(context, call, gathered, behind, starts)
         ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
+        ctx.transitions = kept if call.by is maps.OnKernels else {}  # on a CPU they come with D at no cost
         ctx.state_like = None if initial_state is None else (initial_state.shape, initial_state.dtype)
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, call.states[:len(context.spans)])
         return o, final.mT.contiguous() if v_first else final
@@ -221,7 +228,7 @@ class _ChunkKda(torch.autograd.Function):
     def gradients(ctx, d_o, d_final):
         context, v_first = ctx.context, ctx.modes[-1]
         *inputs, states = ctx.saved_tensors
-        rows, parameters = [rows_of(x) for x in inputs[:5]], [parameter_of(x) for x in inputs[5:]]
+        rows, parameters = [rows_of(x) for x in inputs[:5]], tuple(parameter_of(x) for x in inputs[5:])
         call = _Call(context._backward, ctx.sizes, ctx.modes, rows, parameters)
         direction = call.direction
         try:
@@ -238,13 +245,12 @@ class _ChunkKda(torch.autograd.Function):
 
             def run(indices):
                 for first, last in _runs(indices):
-                    begin, end, cu = call.tokens(first, last)
-                    pieces[first] = _backward(
-                        d_o[:, begin:end], call.states[first:last], *(x[:, begin:end] for x in rows), *parameters,
-                        states[first:last], cu, None, *ctx.modes[:5], False, None, None, 0, wanted | 128)
+                    begin, end = call.tokens(first, last)
+                    pieces[first] = maps.run_backward(call.spans(first, last), d_o[:, begin:end],
+                                                      call.states[first:last], states[first:last], wanted)
                     before[first:last] = pieces[first][7]
 
-            call.exchange(run, before, d_o)
+            call.exchange(run, before, ctx.transitions, states, d_o)
         except Exception:
             call.gather.refuse()
             raise
@@ -252,7 +258,7 @@ class _ChunkKda(torch.autograd.Function):
         if direction.all:  # every rank has had the states
             d_final = call.extra_of(gathered)
         call.fold(gathered, d_final if direction.all else call.states[:0])
-        run(direction.after)
+        run(call.after)
         gradients = _joined(inputs, pieces, wanted)
         d_initial = _initial_gradients(context, before, d_final, ctx.state_like, ctx.needs_input_grad[10], v_first)
         return *gradients, d_initial
@@ -270,19 +276,28 @@ class _Once(torch.autograd.Function):
         raise NotImplementedError(ops.NO_SECOND)
 
 
-def _starting_states(context, initial_state, sizes, v_first):
+def _chosen(states, indices):
+    """Some of them; without a tensor of indices, which a GPU would wait for."""
+    return torch.cat([states[i:i + 1] for i in indices]) if indices else states[:0]
+
+
+def _starting_states(context, initial_state, sizes, v_first, device):
     """Of the sequences that begin here, [len(begins), HV, K, V]."""
     if initial_state is None:
-        return torch.zeros(len(context.begins), *sizes)
+        return torch.zeros(len(context.begins), *sizes, device=device)
     mine = initial_state.float()
     if len(mine) != len(context.begins):
-        mine = mine[context.begins]
+        mine = _chosen(mine, context.begins)
     return (mine.mT if v_first else mine).contiguous()
+
+
+def _empty_chains(context):
+    return [n for n, chain in enumerate(context.chains) if not chain]
 
 
 def _states_of_empty(context, starts):
     """Final states of all sequences without tokens, those of other ranks as zeros."""
-    empty = [n for n, chain in enumerate(context.chains) if not chain]
+    empty = _empty_chains(context)
     states = starts.new_zeros(len(empty), *starts.shape[1:])
     for n in context.empty:
         states[empty.index(n)] = starts[context.begins.index(n)]
@@ -293,7 +308,8 @@ def _final_states(context, call, gathered, behind, starts):
     if context.final_states == "all":
         final = call.states[len(context.spans):]
         if call.direction.extra_states:
-            final[[n for n, chain in enumerate(context.chains) if not chain]] = call.extra_of(gathered)
+            for n, state in zip(_empty_chains(context), call.extra_of(gathered)):
+                final[n] = state
         return final
     final = behind.new_zeros(len(context.ends), *behind.shape[1:])
     for span in context.spans:
@@ -323,7 +339,7 @@ def _initial_gradients(context, before, d_final, like, wanted, v_first):
         return None
     shape, dtype = like
     kv = (*shape[:2], shape[3], shape[2]) if v_first else shape
-    d_initial = torch.zeros(kv)
+    d_initial = torch.zeros(kv, device=before.device)
     here = shape[0] == len(context.begins)
     place = lambda n: context.begins.index(n) if here else n
     for span in context.spans:

@@ -121,7 +121,8 @@ class Context:
             raise ValueError(f"fragments are of {len(self.fragments)} ranks, and the group has {self.ranks}")
         self._plan()
         self._agreed: dict[str, tuple[int, ...]] = {}
-        self._halos: dict[int, Any] = {}  # by width (convolution.py)
+        self._halos: dict[tuple[int, torch.device], Any] = {}  # by width (convolution.py)
+        self._lengths_on: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._of_fla = False  # then each rank numbers sequences and tokens its own way
 
     def copy(self) -> Context:
@@ -199,6 +200,15 @@ class Context:
     def cu_seqlens(self) -> torch.Tensor:
         """Where the spans of this rank begin in its tensors, int32 [spans + 1]."""
         return torch.tensor(self.offsets, dtype=torch.int32)
+
+    def _lengths(self, first, last, device):
+        """cu_seqlens of spans `first` to `last` as a problem of their own, on a device and on the host; made once: a
+        graph cannot be captured over a copy."""
+        key = first, last, device
+        if key not in self._lengths_on:
+            cu = torch.tensor([x - self.offsets[first] for x in self.offsets[first:last + 1]], dtype=torch.int32)
+            self._lengths_on[key] = (cu, None) if device.type == "cpu" else (cu.to(device), cu)
+        return self._lengths_on[key]
 
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The tokens of this rank from a tensor of all tokens."""

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..layer import short_conv
 from .contexts import Span
-from .exchange import AllGather, agree, check_place, waited
+from .exchange import AllGather, agree, check_place, device_of, waited
 from .fla import context_of
 
 
@@ -19,7 +19,7 @@ class _Halo:
     """Which tokens of other spans a causal convolution of a width reads, as rows of three tables after each other: the
     tokens of this rank, the last width - 1 tokens of spans that go on (of all ranks), and one row of zeros."""
 
-    def __init__(self, context, width):
+    def __init__(self, context, width, device):
         self.reach = width - 1
         sent: list[list[Span]] = [[] for _ in range(context.ranks)]
         for chain in context.chains:
@@ -47,13 +47,15 @@ class _Halo:
             read += [source(span, token) for token in range(span.begin - self.reach, span.begin)]
             read += range(at(span, span.begin), at(span, span.begin) + span.end - span.begin)
         #: rows that are read, and which of them have an output: not those in front of a span
-        self.read, self.outputs = torch.tensor(read, dtype=torch.int64), torch.tensor(outputs, dtype=torch.int64)
-        tails = [zero] * (self.rows * self.reach)
+        index = lambda places: torch.tensor(places, dtype=torch.int64, device=device)
+        self.read, self.outputs = index(read), index(outputs)
+        tails = [context.num_tokens] * (self.rows * self.reach)
         for span in sent[context.rank]:
             slot = slots[span] - context.rank * self.rows
             for token in range(max(span.begin, span.end - self.reach), span.end):
                 tails[(slot + 1) * self.reach - (span.end - token)] = at(span, token)
-        self.sent = torch.tensor(tails, dtype=torch.int64)
+        #: tokens of this rank that others read; the one behind the last stands for zeros
+        self.sent = index(tails)
 
 
 class _Tails(torch.autograd.Function):
@@ -63,9 +65,8 @@ class _Tails(torch.autograd.Function):
     def forward(ctx, context, halo, x):
         ctx.context, ctx.halo, ctx.tokens = context, halo, len(x)
         D = x.shape[1]
-        gather = _tail_row(context, halo, D, x.dtype)
-        mine = halo.sent < len(x)
-        gather.mine[:-1].view(-1, D)[mine] = x[halo.sent[mine]]
+        gather = _tail_row(context, halo, D, x.device, x.dtype)
+        gather.mine[:-1] = torch.cat([x, x.new_zeros(1, D)]).index_select(0, halo.sent).flatten()
         gather.start()
         return gather.finish().reshape(-1, D)
 
@@ -82,14 +83,12 @@ class _Tails(torch.autograd.Function):
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
-        mine = halo.sent < ctx.tokens
-        d_x = d_tails.new_zeros(ctx.tokens, D)
-        d_x[halo.sent[mine]] = total.view(-1, D)[mine]
-        return None, None, d_x
+        d_x = d_tails.new_zeros(ctx.tokens + 1, D).index_copy_(0, halo.sent, total.view(-1, D))
+        return None, None, d_x[:-1]
 
 
-def _tail_row(context, halo, D, dtype=torch.float32):
-    return AllGather(context, halo.rows * halo.reach * D + 1, halo.rows > 0, dtype)
+def _tail_row(context, halo, D, device, dtype=torch.float32):
+    return AllGather(context, halo.rows * halo.reach * D + 1, halo.rows > 0, device, dtype)
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, context: Any,
@@ -111,19 +110,22 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
             raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
         return D, W, x.dtype.itemsize
 
-    D, W, _ = agree(context, "D, W, bytes of x", sizes_of, lambda known: _tail_row(
-        context, _halo_of(context, known[1]), known[0], torch.float32 if known[2] == 4 else torch.bfloat16).refuse())
-    halo = _halo_of(context, W)
+    device = device_of(context.group, x)
+    D, W, _ = agree(context, "D, W, bytes of x", x, sizes_of, lambda known: _tail_row(
+        context, _halo_of(context, known[1], device), known[0], device,
+        torch.float32 if known[2] == 4 else torch.bfloat16).refuse())
+    halo = _halo_of(context, W, x.device)
     tokens = x[0]
     rows = torch.cat([tokens, _Tails.apply(context, halo, tokens), tokens.new_zeros(1, D)]).index_select(0, halo.read)
     y, _ = short_conv(rows[None], weight.reshape(D, W), bias, activation=activation)
     return y.index_select(1, halo.outputs)
 
 
-def _halo_of(context, width):
-    if width not in context._halos:
-        context._halos[width] = _Halo(context, width)
-    return context._halos[width]
+def _halo_of(context, width, device):
+    key = width, device
+    if key not in context._halos:
+        context._halos[key] = _Halo(context, width, device)
+    return context._halos[key]
 
 
 def _conv_sizes(context, x, weight, bias):

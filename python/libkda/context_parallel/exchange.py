@@ -19,19 +19,22 @@ def waited(what, work):
                            ) from error
 
 
-def gather_integers(group, ranks, row):
-    mine, rows = torch.tensor(row, dtype=torch.int64), torch.empty(ranks * len(row), dtype=torch.int64)
+def gather_integers(group, ranks, row, device):
+    """Waits for them."""
+    mine = torch.tensor(row, dtype=torch.int64, device=device)
+    rows = torch.empty(ranks * len(row), dtype=torch.int64, device=device)
     waited("the first exchange of a context", lambda: dist.all_gather_into_tensor(rows, mine, group=group))
     return rows.view(ranks, len(row)).tolist()
 
 
 class AllGather:
     """One row of every rank, the same number of floats, the last of them a flag: a rank that cannot go on says so, and
-    no rank waits for it. Nothing is sent where there is nothing to tell."""
+    no rank waits for it. Nothing is sent where there is nothing to tell. Nobody waits for a GPU to look at flags: there
+    such a rank sends NaN."""
 
-    def __init__(self, context, floats, exchanges, dtype=torch.float32):
+    def __init__(self, context, floats, exchanges, device, dtype=torch.float32):
         self.context, self.exchanges = context, exchanges and context.ranks > 1
-        self.mine = torch.zeros(floats, dtype=dtype)
+        self.mine = torch.zeros(floats, dtype=dtype, device=device)
         self._started, self._work = False, None
 
     def start(self):
@@ -47,7 +50,8 @@ class AllGather:
             return self.mine.view(1, -1)[:, :-1]
         waited("an exchange", self._work.wait)
         rows = self.rows.view(self.context.ranks, -1)
-        _expect_no_flag(rows[:, -1])
+        if rows.device.type == "cpu":
+            _expect_no_flag(rows[:, -1])
         return rows[:, :-1]
 
     def refuse(self):
@@ -56,6 +60,7 @@ class AllGather:
             return
         try:
             if not self._started:
+                self.mine.fill_(float("nan"))
                 self.mine[-1] = 1
                 self.start()
             if self._work is not None:
@@ -71,9 +76,9 @@ def _expect_no_flag(flags):
                            f"error says why")
 
 
-def agree(context, purpose, sizes_of, refuse):
+def agree(context, purpose, x, sizes_of, refuse):
     """The sizes of a call, which `sizes_of` finds in the arguments of this rank, and which are the same on every rank.
-    The first call asks the others. Later ones know what is exchanged: `refuse(sizes)` tells them there."""
+    The first call asks the others, where tensor `x` is. Later ones know what is exchanged: `refuse(sizes)` tells them there."""
     known = context._agreed.get(purpose)
     error, sizes = None, ()
     try:
@@ -83,7 +88,7 @@ def agree(context, purpose, sizes_of, refuse):
     except Exception as refusal:
         error = refusal
     if known is None and context.ranks > 1:
-        _first_call(context, purpose, sizes, error)
+        _first_call(context, purpose, x, sizes, error)
     elif error is not None and known is not None:
         refuse(known)
     if error is not None:
@@ -92,7 +97,7 @@ def agree(context, purpose, sizes_of, refuse):
     return sizes
 
 
-def _first_call(context, purpose, sizes, error):
+def _first_call(context, purpose, x, sizes, error):
     """Raises on every rank what does not fit on one; this rank's own error is the caller's."""
     table = (context.tile, context.final_states)
     if not context._of_fla:
@@ -100,7 +105,8 @@ def _first_call(context, purpose, sizes, error):
     digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:7], "big")
     row = [int(error is not None), digest, *sizes]
     try:
-        rows = gather_integers(context.group, context.ranks, row + [0] * (HEADER - len(row)))
+        rows = gather_integers(context.group, context.ranks, row + [0] * (HEADER - len(row)),
+                               device_of(context.group, x))
     except RuntimeError:
         if error is None:
             raise
@@ -118,13 +124,28 @@ def _first_call(context, purpose, sizes, error):
                              f"{context.rank} {sizes}")
 
 
-def expect_cpu(name, x):
-    if x.device.type != "cpu":
-        raise NotImplementedError(f"context parallelism is for CPU tensors so far, and {name} is on {x.device}")
+def _devices_of(group):
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return ("cpu", "cuda")
+    return tuple(sorted(device.type for device in (dist.group.WORLD if group is None else group)._device_types))
+
+
+def device_of(group, x):
+    """Where ranks tell each other integers: where `x` is, if the group has a way there."""
+    device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+    devices = _devices_of(group)
+    return device if device.type in devices else torch.device(devices[0])
+
+
+def expect_device(group, name, x):
+    """That `x` is where the group can send from, and where libkda computes."""
+    devices = [device for device in _devices_of(group) if device in ("cpu", "cuda")]
+    if x.device.type not in devices:
+        raise ValueError(f"{name} is on {x.device}, and the group of cp_context is for {' and '.join(devices)} tensors")
 
 
 def check_place(context, name, x):
-    expect_cpu(name, x)
+    expect_device(context.group, name, x)
     if x.shape[0] != 1:
         raise ValueError(f"{name}: the batch size must be 1 with cp_context, got {x.shape[0]}")
     if x.shape[1] != context.num_tokens:

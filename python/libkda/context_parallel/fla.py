@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .contexts import Context, group_of, lengths_of
-from .exchange import HEADER, expect_cpu, gather_integers
+from .exchange import HEADER, expect_device, gather_integers
 
 
 def _parts_of(fla):
@@ -22,16 +24,16 @@ def _parts_of(fla):
     return [(part, not fla.is_first_by_part[i], not fla.is_last_by_part[i]) for i, part in enumerate((front, back))]
 
 
-def from_fla(fla: Any) -> Context:
+def from_fla(fla: Any, device: torch.device) -> Context:
     """The Context of an FLACPContext (fla.ops.cp.build_cp_context). It knows its own sequences only: the ranks tell
-    each other, once, which of them go on. Sequences that other ranks have whole are not counted."""
+    each other, once and on `device`, which of them go on. Sequences that other ranks have whole are not counted."""
     known = getattr(fla, "_libkda_context", None)
     if known is not None:
         return known
     parts = _parts_of(fla)
     rank, ranks = group_of(fla.group)
     header = [number for cu, before, after in parts for number in (cu[-1], before, after, len(cu) - 1)]
-    rows = gather_integers(fla.group, ranks, [len(parts), *header, *[0] * (HEADER - 1 - len(header))])
+    rows = gather_integers(fla.group, ranks, [len(parts), *header, *[0] * (HEADER - 1 - len(header))], device)
     if any(row[0] != len(parts) for row in rows):
         raise ValueError("cp_context: ranks have contexts of different layouts")
     order = [(r, 0) for r in range(ranks)] + [(r, 1) for r in reversed(range(ranks))] * (len(parts) - 1)
@@ -59,7 +61,7 @@ def context_of(context: Any, name: str, x: Any) -> Context:
     if isinstance(context, Context):
         return context
     if all(hasattr(context, name) for name in ("group", "cu_seqlens", "layout")):
-        expect_cpu(name, x)  # before ranks ask each other: their group may have no way for CPU tensors
-        return from_fla(context)
+        expect_device(context.group, name, x)  # before ranks ask each other there
+        return from_fla(context, x.device)
     raise TypeError(f"cp_context must be a libkda.context_parallel.Context or an FLACPContext, got "
                     f"{type(context).__name__}")

@@ -236,19 +236,21 @@ struct GroupLaunches {
     return args.sums ? launch_parameters(args, where) : Status{};
   }
 
-  Status all() const {
+  /// `tokens`: wants_tokens(). States and errors also say what is wrong with the sequences.
+  Status all(bool tokens) const {
     KDA_RETURN_IF_ERROR(intra());
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
-    KDA_RETURN_IF_ERROR(errors());
+    if (tokens || args.flags) KDA_RETURN_IF_ERROR(errors());
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(reverse_and_merge());
     KDA_RETURN_IF_ERROR(reverse());
-    return gradients();
+    return tokens ? gradients() : Status{};
   }
 };
 
-Status launch_group(const stage::Call& call, const BackwardArgs& args, const Segments& segments) {
-  const Blocks blocks = blocks_of(call, args);
-  return GroupLaunches{*call.plan, args, blocks, segments, {call.stream}}.all();
+Status launch_group(const stage::Backward& b, const BackwardArgs& args, const Segments& segments) {
+  const Blocks blocks = blocks_of(b.call, args);
+  return GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}}.all(
+      wants_tokens(b.gradients));
 }
 
 }  // namespace
@@ -275,7 +277,7 @@ Status backward(const stage::Backward& b) {
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
     KDA_RETURN_IF_ERROR(
-        launch_group(b.call, group_at(all.shape, first, groups.heads).of(all), segments));
+        launch_group(b, group_at(all.shape, first, groups.heads).of(all), segments));
     all.flags = nullptr;  // the first group has set them
   }
   return {};

@@ -77,17 +77,21 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
     builder.stage("segment_merge", p.num_sequences * HV,
                   "of each group: states before segments, in order");
   }
-  builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
+  const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
+  if (tokens)
+    builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
   if (plan.segmented) {
     builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
     builder.stage("reverse_merge", p.num_sequences * HV,
                   "of each group: dS behind segments, right to left");
   }
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
-  builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-  builder.stage("backward_gradients", pieces_of(p) * HV,
-                "of each group: sums over value heads; norms, gates, steps");
-  if (has_parameters(p))
+  if (tokens) {
+    builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
+    builder.stage("backward_gradients", pieces_of(p) * HV,
+                  "of each group: sums over value heads; norms, gates, steps");
+  }
+  if (tokens && has_parameters(p))
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());

@@ -45,6 +45,12 @@ inline HeadBytes head_bytes(const Plan& plan) {
   return bytes;
 }
 
+/// Are gradients wanted that tokens have from states and errors? Without them the chain from right to
+/// left is all of a backward: it makes dv and the gradient of the initial states.
+inline bool wants_tokens(const Gradients& g) {
+  return g.dq || g.dk || g.dg || g.dbeta || g.dA_log || g.ddt_bias;
+}
+
 /// q/k heads, with their value heads, in groups of `heads`; the last group may have fewer.
 struct HeadGroups {
   int64_t heads = 1;

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence over the GPUs of a machine: libkda's context parallelism beside FLA's, and beside one GPU.
+
+    python3 bench/many_cards.py --binaries build --json bench/results/gpu_many_cards.json
+
+Every number of GPUs in --ranks is a group of processes of its own (NCCL). A time is the median over rounds of the
+slowest rank's, from a barrier on, by CUDA events. The outputs and gradients of a short sequence are compared first with
+those of one GPU. Needs torch, libkda and fla-core.
+"""
+import argparse
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import evidence
+import fla_configs  # before fla: it sets FLA's cache mode
+from gpu_cases import cases, make_inputs, relative
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+FAMILIES = ("fused", "staged", "staged_backward")
+ROWS = ("q", "k", "v", "g", "beta")
+FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0)
+CHECKED = dict(B=1, T=4096, H=4, HV=4, K=128, V=128, lengths=None, dtype=torch.bfloat16)
+
+
+def contexts_of(name, tokens, ranks):
+    """Keywords of a call; nothing on one GPU."""
+    if ranks == 1:
+        return {}
+    if name == "libkda":
+        from libkda import context_parallel
+        return dict(cp_context=context_parallel.contiguous([0, tokens]))
+    from fla.ops.cp import build_cp_context
+    cu = torch.tensor([0, tokens], device="cuda")
+    return dict(cp_context=build_cp_context(cu, group=dist.group.WORLD))
+
+
+def function_of(name):
+    if name == "libkda":
+        import libkda
+        return lambda **x: libkda.chunk_kda(**x, **FLAGS)[0]
+    from fla.ops.kda import chunk_kda
+    return lambda **x: chunk_kda(**dict(x, dt_bias=x["dt_bias"].reshape(-1)), safe_gate=True, **FLAGS)[0]
+
+
+def calls_of(name, x, d_o, where):
+    function = function_of(name)
+    leaves = {n: t.detach().requires_grad_() for n, t in x.items()}
+
+    def forward():
+        with torch.no_grad():
+            return function(**x, **where)
+
+    def train():
+        o = function(**leaves, **where)
+        return o, *torch.autograd.grad(o, list(leaves.values()), d_o)
+    return dict(forward=forward, train=train)
+
+
+def inputs_of(c, seed):
+    x = make_inputs(c, seed=seed)
+    del x["h0"]
+    generator = torch.Generator(device="cuda").manual_seed(seed + 1000)
+    return x, torch.randn(x["v"].shape, device="cuda", generator=generator).to(c["dtype"])
+
+
+def difference_from_one(rank, ranks):
+    """Of libkda's outputs and gradients of rows, at most."""
+    c = CHECKED
+    x, d_o = inputs_of(c, seed=0)
+    begin, end = rank * c["T"] // ranks, (rank + 1) * c["T"] // ranks
+    mine = {n: t[:, begin:end].contiguous() if n in ROWS else t for n, t in x.items()}
+    here = calls_of("libkda", mine, d_o[:, begin:end].contiguous(), contexts_of("libkda", c["T"], ranks))["train"]()
+    alone = calls_of("libkda", x, d_o, {})["train"]()
+    worst = max(relative(a, b[:, begin:end].double()) for a, b in zip(here[:1 + len(ROWS)], alone))
+    return max(gathered(worst, ranks))
+
+
+def gathered(value, ranks):
+    if ranks == 1:
+        return [value]
+    values = [None] * ranks
+    dist.all_gather_object(values, value)
+    return values
+
+
+def median_us(call, ranks, rounds):
+    """Of the slowest rank."""
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(rounds):
+        if ranks > 1:
+            dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    if ranks == 1:
+        return statistics.median(times)
+    every = torch.tensor(times, device="cuda")
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return every.median().item()
+
+
+def measure(c, name, rank, ranks, rounds):
+    """Microseconds by "forward" and "train"; None: out of memory on some rank."""
+    fla_configs.use(c["HV"])
+    local = dict(c, T=c["T"] // ranks, lengths=None)
+    found = {}
+    for what in ("forward", "train"):
+        full = False
+        try:
+            x, d_o = inputs_of(local, seed=rank)
+            call = calls_of(name, x, d_o, contexts_of(name, c["T"], ranks))[what]
+            call()
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            full = True
+        found[what] = None if any(gathered(full, ranks)) else median_us(call, ranks, rounds)
+        x = d_o = call = None
+        torch.cuda.empty_cache()
+    return found
+
+
+def sent_bytes(c, ranks):
+    from libkda import context_parallel
+    if ranks == 1:
+        return [0, 0]
+    exchange = context_parallel.contiguous([0, c["T"]]).exchange(c["HV"], c["K"], c["V"])
+    return [exchange.forward_bytes, exchange.backward_bytes]
+
+
+def worker(rank, ranks, folder, args):
+    torch.cuda.set_device(rank)
+    if ranks > 1:
+        store = dist.FileStore(str(pathlib.Path(folder) / f"store{ranks}"), ranks)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    rows = []
+    difference = difference_from_one(rank, ranks)
+    for c in cases("many_cards"):
+        row = dict(case=c["name"], ranks=ranks, difference_from_one=difference, sent_bytes=sent_bytes(c, ranks))
+        for name in args.libraries.split(","):
+            row[name] = measure(c, name, rank, ranks, args.rounds)
+        rows.append(row)
+        if rank == 0:
+            print(row, flush=True)
+    if rank == 0:
+        torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of GPUs")
+    parser.add_argument("--libraries", default="libkda,fla")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--binaries", default=str(ROOT / "build"), help="folder with kernel_hashes.json")
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    os.environ.setdefault("FLA_FLASH_KDA", "0")
+    os.environ.setdefault("FLA_INTRACARD_CP", "0")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in (int(n) for n in args.ranks.split(",")):
+            mp.spawn(worker, (ranks, folder, args), nprocs=ranks)
+            rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
+    if args.json:
+        command = f"python3 bench/many_cards.py --ranks {args.ranks}"
+        report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
+        evidence.write(args.json, dict(report, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())),
+                                       rows=rows))
+
+
+if __name__ == "__main__":
+    main()
