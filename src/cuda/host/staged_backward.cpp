@@ -102,7 +102,7 @@ struct Segments {
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
   SequenceMap sequences;             ///< each segment a sequence
   int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [spans]
-  /// Of a group. D lies over B, and dS behind segments over the states before them.
+  /// These are a group's. D lies over B, and dS behind segments over the states before them.
   float *M = nullptr, *B = nullptr, *states = nullptr;
 };
 
@@ -136,7 +136,7 @@ struct GroupLaunches {
   const Segments& segments;
   const Launch where;
 
-  /// Of the chains: sequences or segments.
+  /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
   bool narrow() const {
     return narrow_tiles(plan.device.num_sms, spans() * args.shape.HV, args.shape.V);
