@@ -20,8 +20,17 @@ constexpr std::size_t kSharedAlignment = 1024;
 struct Copy {
   void* target;
   const void* source;
-  int bytes;  // of a piece of 4, 8 or 16; the rest is zeros
+  int bytes;  // negative: so many zeros
 };
+
+int size_of(const Copy& copy) { return std::abs(copy.bytes); }
+void run(const Copy& copy) {
+  const auto size = static_cast<std::size_t>(size_of(copy));
+  if (copy.bytes < 0)
+    std::memset(copy.target, 0, size);
+  else
+    std::memcpy(copy.target, copy.source, size);
+}
 
 struct Thread {
   uint3 index{};
@@ -262,6 +271,15 @@ void mbarrier_arrive(uint64_t index, int expected_bytes) {
   end_phase(b);
 }
 
+void mbarrier_arrive_after_copies(uint64_t index) {
+  Mbarrier& b = mbarrier(index);
+  for (const Copy& copy : std::exchange(self->open, {})) {
+    b.missing_bytes += size_of(copy);
+    b.copies.push_back(copy);
+  }
+  mbarrier_arrive(index, 0);
+}
+
 void check_bulk_copy(const void* target, const void* source, int bytes) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   if (bytes % 16 != 0 || !aligned(target) || !aligned(source))
@@ -276,29 +294,12 @@ void cp_async_bulk_store(void* target, const void* source, int bytes) {
   self->open.push_back({target, source, bytes});
 }
 
-int size_of(const Copy& copy) { return copy.bytes < 0 ? -copy.bytes : copy.bytes; }
-void perform(const Copy& copy) {
-  if (copy.bytes < 0)
-    std::memset(copy.target, 0, static_cast<std::size_t>(size_of(copy)));
-  else
-    std::memcpy(copy.target, copy.source, static_cast<std::size_t>(size_of(copy)));
-}
-
-void copies_arrive(uint64_t index) {
-  Mbarrier& b = mbarrier(index);
-  for (const Copy& copy : std::exchange(self->open, {})) {
-    b.missing_bytes += size_of(copy);
-    b.copies.push_back(copy);
-  }
-  mbarrier_arrive(index, 0);
-}
-
 void mbarrier_wait(uint64_t index, int parity) {
   const auto over = [&] { return static_cast<int>(mbarrier(index).phase % 2) != parity; };
   while (!over()) {
     Mbarrier& b = mbarrier(index);
     for (const Copy& copy : std::exchange(b.copies, {})) {
-      perform(copy);
+      run(copy);
       b.missing_bytes -= size_of(copy);
     }
     end_phase(b);
@@ -351,7 +352,7 @@ void commit_copies() {
 }
 void wait_copies(int pending) {
   while (static_cast<int>(self->groups.size()) > pending) {
-    for (const Copy& copy : self->groups.front()) perform(copy);
+    for (const Copy& copy : self->groups.front()) run(copy);
     self->groups.pop_front();
   }
 }

@@ -34,6 +34,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int
                "r"(bytes)
                : "memory");
 }
+/// Arrives when all cp.async() of this thread so far are there.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
 /// Waits until the phase of this parity (0 for the first) is over.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const uint32_t address = shared_address(&barrier);
@@ -63,12 +68,6 @@ __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, 
           "r"(shared_address(target)),
       "l"(source), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
-}
-
-/// Arrives, as one of the threads that the barrier counts, once this thread's cp_async() are there.
-__device__ __forceinline__ void cp_async_arrive(Mbarrier& barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
-               : "memory");
 }
 
 /// Starts a copy of `bytes`, a multiple of 16, from shared to global memory, both aligned to 16.

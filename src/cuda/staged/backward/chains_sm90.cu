@@ -319,7 +319,7 @@ struct Pipeline {
       }
       if constexpr (Direction::kRows) {
         d.copy_rows(chunk, s);
-        ptx::cp_async_arrive(ring.full[i]);
+        ptx::mbarrier_arrive_after_copies(ring.full[i]);
       }
     }
   }

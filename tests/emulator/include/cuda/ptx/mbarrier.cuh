@@ -19,6 +19,9 @@ inline void mbarrier_arrive(Mbarrier& barrier) { emulator::mbarrier_arrive(barri
 inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
   emulator::mbarrier_arrive(barrier.state, bytes);
 }
+inline void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  emulator::mbarrier_arrive_after_copies(barrier.state);
+}
 inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   emulator::mbarrier_wait(barrier.state, parity);
 }
@@ -27,7 +30,6 @@ inline void cp_async_bulk(void* target, const void* source, int bytes, Mbarrier&
   emulator::cp_async_bulk(emulator::shared_pointer(shared_address(target)), source, bytes,
                           barrier.state);
 }
-inline void cp_async_arrive(Mbarrier& barrier) { emulator::copies_arrive(barrier.state); }
 inline void cp_async_bulk_store(void* target, const void* source, int bytes) {
   emulator::cp_async_bulk_store(target, source, bytes);
 }
