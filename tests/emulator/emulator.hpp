@@ -74,6 +74,8 @@ void wait_copies(int pending);
 /// Barriers of ptx/mbarrier.cuh, by index within the block.
 uint64_t mbarrier_init(int arrivals);
 void mbarrier_arrive(uint64_t barrier, int expected_bytes);
+/// This thread's copies without a group are the barrier's from here on.
+void mbarrier_arrive_after_copies(uint64_t barrier);
 void mbarrier_wait(uint64_t barrier, int parity);
 void cp_async_bulk(void* target, const void* source, int bytes, uint64_t barrier);
 

@@ -7,7 +7,9 @@
 #include "cuda/host/gradients.hpp"
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/sizes.hpp"
@@ -92,6 +94,16 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
+bool on_hopper(const stage::Call& call) {
+  return sm90::kBuilt && call.plan->device.compute_capability == 90;
+}
+/// Behind the rows of the group.
+uint32_t* left_words(const stage::Call& call, const BackwardArgs& args) {
+  const auto heads = static_cast<std::size_t>(args.shape.HV);
+  return reinterpret_cast<uint32_t*>(args.rows) +
+         heads * head_bytes(*call.plan).rows / sizeof(float);
+}
+
 /// All launches of a group, whose arguments `args` are.
 Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   const Launch where{call.stream};
@@ -124,13 +136,22 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   reverse.dh = blocks.dh, reverse.dz = blocks.dz;
   KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow, where));
 
-  ChunkGradArgs grad;
+  sm90::ChunkGradArgs grad;
   grad.shape = args.shape, grad.map = args.map, grad.num_chunks = num_chunks;
   grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
   grad.gate = args.gate;
   grad.d_o = args.d_o;
   grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
   grad.rows = args.rows;
+  grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
+  grad.sums = args.sums;
+  if (on_hopper(call) && sm90::serves_chunk_grad(grad)) {
+    grad.left = left_words(call, args);
+    KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, call.plan->device.num_sms, where));
+    BackwardArgs by_chunks = args;
+    by_chunks.sizes.pieces = num_chunks;
+    return args.sums ? launch_parameters(by_chunks, where) : Status{};
+  }
   KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
   KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
   return args.sums ? launch_parameters(args, where) : Status{};

@@ -34,6 +34,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int
                "r"(bytes)
                : "memory");
 }
+/// Arrives when all cp.async() of this thread so far are there.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
 /// Waits until the phase of this parity (0 for the first) is over.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const uint32_t address = shared_address(&barrier);

@@ -19,6 +19,9 @@ inline void mbarrier_arrive(Mbarrier& barrier) { emulator::mbarrier_arrive(barri
 inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
   emulator::mbarrier_arrive(barrier.state, bytes);
 }
+inline void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  emulator::mbarrier_arrive_after_copies(barrier.state);
+}
 inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   emulator::mbarrier_wait(barrier.state, parity);
 }

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chunk gradients with wgmma: a block takes one chunk and value head after the other. Two
+// warpgroups multiply, all channels at once; warps beside them load the next chunk and store the
+// one before.
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
+
+#include <algorithm>
+
+#include "core/text.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/staged/backward/grad_sm90/copies.cuh"
+#include "cuda/staged/backward/grad_sm90/left.cuh"
+#include "cuda/staged/backward/grad_sm90/workers.cuh"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using grad::Shared;
+
+template <GateMode kMode>
+__global__ void __launch_bounds__(grad::kThreads, 1)
+    chunk_grad_sm90_kernel(const __grid_constant__ ChunkGradArgs a) {
+  Shared& s = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
+  if (threadIdx.x == 0) grad::init_barriers(s);
+  __syncthreads();
+  if (threadIdx.x < grad::kWorkers) {
+    ptx::warpgroup_reg_alloc<grad::kWorkerRegisters>();
+    grad::run_workers<kMode>(a, s);
+    return;
+  }
+  ptx::warpgroup_reg_dealloc<grad::kCopierRegisters>();
+  const int thread = static_cast<int>(threadIdx.x) - grad::kWorkers;
+  if (thread < grad::kCopiers)
+    grad::run_loads(a, s, thread);
+  else
+    grad::run_stores(a, s, thread - grad::kCopiers);
+}
+
+__global__ void __launch_bounds__(cuda::grad::kThreads, 2)
+    left_chunks_kernel(const __grid_constant__ ChunkGradArgs a) {
+  const unsigned step = gridDim.x * cuda::grad::kThreads;
+#pragma unroll 1
+  for (unsigned first = blockIdx.x * cuda::grad::kThreads; first < a.tiles; first += step)
+    grad::run_left(a, first);
+}
+
+template <GateMode kMode>
+Status launch(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
+  static_assert(sizeof(Shared) <= kSharedMemory);
+  return launch_kernel("chunk_grad", chunk_grad_sm90_kernel<kMode>,
+                       std::min<int64_t>(args.tiles, num_sms), grad::kThreads, sizeof(Shared),
+                       where, args);
+}
+
+bool is_served(const RowView& view) {
+  const auto aligned = [](int64_t elements) { return elements % 8 == 0; };
+  return !view.base ||
+         (view.type == Element::kBFloat16 && reinterpret_cast<uintptr_t>(view.base) % 16 == 0 &&
+          aligned(view.stride_b) && aligned(view.stride_t) && aligned(view.stride_h));
+}
+
+}  // namespace
+
+bool serves_chunk_grad(const ChunkGradArgs& args) {
+  const Shape& shape = args.shape;
+  if (shape.K != grad::kK || shape.V != grad::kK || shape.H != shape.HV) return false;
+  for (const RowView* view : {&args.q, &args.k, &args.g, &args.d_o, &args.dq, &args.dk, &args.dg})
+    if (!is_served(*view)) return false;
+  return true;
+}
+
+Status launch_chunk_grad(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
+  ChunkGradArgs mine = args;
+  mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
+  const auto launch_mode = [&] {
+    if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);
+    if (args.gate.gate_mode == GateMode::kSoftplus)
+      return launch<GateMode::kSoftplus>(mine, num_sms, where);
+    return launch<GateMode::kBounded>(mine, num_sms, where);
+  };
+  KDA_RETURN_IF_ERROR(launch_mode());
+  return launch_kernel("chunk_grad, what is left", left_chunks_kernel,
+                       std::min<int64_t>(mine.tiles, 2 * num_sms), cuda::grad::kThreads,
+                       sizeof(cuda::grad::Shared), where, mine);
+}
+
+}  // namespace kda::cuda::sm90
