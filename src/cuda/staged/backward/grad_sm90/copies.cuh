@@ -38,10 +38,12 @@ __device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowVi
 /// To the L2: a line of 128 bytes a thread at a time.
 __device__ __forceinline__ void prefetch_rows(const RowView& view, const ChunkTokens& chunk,
                                               int head, int thread) {
-  const auto* from =
-      static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) + thread % 2 * 64;
-  for (int row = thread / 2; row < chunk.count; row += kCopiers / 2)
-    ptx::prefetch_l2(from + row * view.stride_t);
+  constexpr int kStep = kCopiers / 2;
+  const auto* from = static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) +
+                     thread / 2 * view.stride_t + thread % 2 * 64;
+#pragma unroll 1
+  for (int row = thread / 2; row < chunk.count; row += kStep, from += kStep * view.stride_t)
+    ptx::prefetch_l2(from);
 }
 
 __device__ __forceinline__ float sum_of_squares(uint4 x) {
@@ -58,16 +60,17 @@ __device__ __forceinline__ float sum_of_squares(uint4 x) {
 __device__ __forceinline__ void find_norms(const ChunkGradArgs& a, const RowView& view,
                                            const ChunkTokens& chunk, int head, int thread,
                                            float (&norms)[kChunk]) {
-  const auto* first =
-      static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) + thread % 8 * 8;
-#pragma unroll 2
-  for (int row = thread / 8; row < kChunk; row += kCopiers / 8) {
+  constexpr int kStep = kCopiers / 8;
+  const auto* from = static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) +
+                     thread / 8 * view.stride_t + thread % 8 * 8;
+#pragma unroll 1
+  for (int row = thread / 8; row < kChunk; row += kStep, from += kStep * view.stride_t) {
     float norm = 1;
     if (a.gate.l2norm) {
       uint4 x[2] = {};
       if (row < chunk.count) {
-        x[0] = *reinterpret_cast<const uint4*>(first + row * view.stride_t);
-        x[1] = *reinterpret_cast<const uint4*>(first + row * view.stride_t + 64);
+        x[0] = *reinterpret_cast<const uint4*>(from);
+        x[1] = *reinterpret_cast<const uint4*>(from + 64);
       }
       norm = rsqrtf(cuda::grad::sum_over_8(sum_of_squares(x[0]) + sum_of_squares(x[1])) + 1e-6f);
     }
@@ -109,13 +112,14 @@ __device__ __forceinline__ void find_numbers(const ChunkGradArgs& a, const Chunk
 }
 
 __device__ __forceinline__ void run_loads(const ChunkGradArgs& a, Shared& s, int thread) {
-  const Pieces pieces(thread);
   const unsigned tiles = existing_tiles(a);
   int turn = 0;
 #pragma unroll 1
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(tile));
     const auto head = static_cast<int>(a.shape.heads.remainder(tile));
+    ptx::make_opaque(thread);  // addresses are computed again, not spilled
+    const Pieces pieces(thread);
     const auto copy_tiles = [&](auto& to, const void* base) {
       ptx::cp_async_bulk(&to, static_cast<const char*>(base) + tile * sizeof(to),
                          static_cast<int>(sizeof(to)), s.values_full);

@@ -3,6 +3,7 @@
 // caller.
 #pragma once
 
+#include "cuda/staged/backward/grad/states.cuh"
 #include "cuda/staged/backward/grad_sm90/context.cuh"
 
 namespace kda::cuda::sm90::grad {
