@@ -94,9 +94,6 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
-bool on_hopper(const stage::Call& call) {
-  return sm90::kBuilt && call.plan->device.compute_capability == 90;
-}
 /// Behind the rows of the group.
 uint32_t* left_words(const stage::Call& call, const BackwardArgs& args) {
   const auto heads = static_cast<std::size_t>(args.shape.HV);
@@ -145,7 +142,7 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   grad.rows = args.rows;
   grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
   grad.sums = args.sums;
-  if (on_hopper(call) && sm90::serves_chunk_grad(grad)) {
+  if (sm90::kBuilt && call.plan->device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
     grad.left = left_words(call, args);
     KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, call.plan->device.num_sms, where));
     BackwardArgs by_chunks = args;

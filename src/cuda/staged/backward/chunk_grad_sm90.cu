@@ -53,22 +53,7 @@ Status launch(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
                        where, args);
 }
 
-bool is_served(const RowView& view) {
-  const auto aligned = [](int64_t elements) { return elements % 8 == 0; };
-  return !view.base ||
-         (view.type == Element::kBFloat16 && reinterpret_cast<uintptr_t>(view.base) % 16 == 0 &&
-          aligned(view.stride_b) && aligned(view.stride_t) && aligned(view.stride_h));
-}
-
 }  // namespace
-
-bool serves_chunk_grad(const ChunkGradArgs& args) {
-  const Shape& shape = args.shape;
-  if (shape.K != grad::kK || shape.V != grad::kK || shape.H != shape.HV) return false;
-  for (const RowView* view : {&args.q, &args.k, &args.g, &args.d_o, &args.dq, &args.dk, &args.dg})
-    if (!is_served(*view)) return false;
-  return true;
-}
 
 Status launch_chunk_grad(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
   ChunkGradArgs mine = args;

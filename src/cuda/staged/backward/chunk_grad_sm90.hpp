@@ -18,9 +18,20 @@ struct ChunkGradArgs : cuda::ChunkGradArgs {
   unsigned zero = 0;   ///< which the compiler does not know
 };
 
-/// Whether these arguments are served: K = V = 128, H = HV, and q, k, g, dq, dk, dg of bf16 with
-/// rows that begin at multiples of 16 bytes.
-bool serves_chunk_grad(const ChunkGradArgs& args);
+/// bf16, rows at multiples of 16 bytes; or nothing.
+inline bool has_whole_pieces(const RowView& view) {
+  const int64_t steps = view.stride_b | view.stride_t | view.stride_h;
+  return !view.base || (view.type == Element::kBFloat16 && steps % 8 == 0 &&
+                        reinterpret_cast<uintptr_t>(view.base) % 16 == 0);
+}
+/// Whether these arguments are served: K = V = 128, H = HV, and q, k, g, d_o, dq, dk, dg of bf16
+/// with rows that begin at multiples of 16 bytes.
+inline bool serves_chunk_grad(const ChunkGradArgs& a) {
+  if (a.shape.K != 128 || a.shape.V != 128 || a.shape.H != a.shape.HV) return false;
+  for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
+    if (!has_whole_pieces(*view)) return false;
+  return true;
+}
 
 /// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those
 /// with plain betas near 0, to the second, which has the sums of the other GPUs' kernel. `rows` is
