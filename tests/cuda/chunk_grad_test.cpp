@@ -235,7 +235,7 @@ Gradients expected(const Chunk& c) {
 struct Call {
   const Case& x;
   std::vector<check::DeviceBuffer> memory;
-  cuda::sm90::ChunkGradArgs args;
+  cuda::FinishedGradArgs args;
 
   explicit Call(const Case& of) : x(of) {
     const Problem& p = x.problem();
@@ -773,8 +773,8 @@ TEST_F(ChunkGradOnHopper, SameBitsAgain) {
 TEST_F(ChunkGradOnHopper, ServesBf16RowsOf16Bytes) {
   const Case x(check::generate(options_of(64, 1, 128, 128, Regime::kTrained)));
   const Call call(x);
-  const auto serves = [&](const std::function<void(cuda::sm90::ChunkGradArgs&)>& change) {
-    cuda::sm90::ChunkGradArgs args = call.args;
+  const auto serves = [&](const std::function<void(cuda::FinishedGradArgs&)>& change) {
+    cuda::FinishedGradArgs args = call.args;
     change(args);
     return cuda::sm90::serves_chunk_grad(args);
   };

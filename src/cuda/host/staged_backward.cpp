@@ -133,7 +133,7 @@ Status launch_group(const stage::Call& call, const BackwardArgs& args) {
   reverse.dh = blocks.dh, reverse.dz = blocks.dz;
   KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow, where));
 
-  sm90::ChunkGradArgs grad;
+  FinishedGradArgs grad;
   grad.shape = args.shape, grad.map = args.map, grad.num_chunks = num_chunks;
   grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
   grad.gate = args.gate;

@@ -20,7 +20,7 @@ using grad::Shared;
 
 template <GateMode kMode>
 __global__ void __launch_bounds__(grad::kThreads, 1)
-    chunk_grad_sm90_kernel(const __grid_constant__ ChunkGradArgs a) {
+    chunk_grad_kernel(const __grid_constant__ FinishedGradArgs a) {
   Shared& s = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(grad::kThreads, 1)
 }
 
 __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
-    left_chunks_kernel(const __grid_constant__ ChunkGradArgs a) {
+    left_chunks_kernel(const __grid_constant__ FinishedGradArgs a) {
   const unsigned step = gridDim.x * cuda::grad::kThreads;
 #pragma unroll 1
   for (unsigned first = blockIdx.x * cuda::grad::kThreads; first < a.tiles; first += step)
@@ -46,17 +46,17 @@ __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
 }
 
 template <GateMode kMode>
-Status launch(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
+Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
   static_assert(sizeof(Shared) <= kSharedMemory);
-  return launch_kernel("chunk_grad", chunk_grad_sm90_kernel<kMode>,
+  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode>,
                        std::min<int64_t>(args.tiles, num_sms), grad::kThreads, sizeof(Shared),
                        where, args);
 }
 
 }  // namespace
 
-Status launch_chunk_grad(const ChunkGradArgs& args, int64_t num_sms, const Launch& where) {
-  ChunkGradArgs mine = args;
+Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
+  FinishedGradArgs mine = args;
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
   const auto launch_mode = [&] {
     if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);

@@ -5,9 +5,9 @@
 
 #include "cuda/staged/backward/chunk_grad.hpp"
 
-namespace kda::cuda::sm90 {
+namespace kda::cuda {
 
-struct ChunkGradArgs : cuda::ChunkGradArgs {
+struct FinishedGradArgs : ChunkGradArgs {
   RowView dq, dk, dg, dbeta;  ///< no base: not wanted
   /// [chunk of the batch, HV, K + 1]: ddt_bias and dA_log of a chunk; null: not wanted.
   double* sums = nullptr;
@@ -18,6 +18,8 @@ struct ChunkGradArgs : cuda::ChunkGradArgs {
   unsigned zero = 0;   ///< which the compiler does not know
 };
 
+namespace sm90 {
+
 /// bf16, rows at multiples of 16 bytes; or nothing.
 inline bool has_whole_pieces(const RowView& view) {
   const int64_t steps = view.stride_b | view.stride_t | view.stride_h;
@@ -26,7 +28,7 @@ inline bool has_whole_pieces(const RowView& view) {
 }
 /// Whether these arguments are served: K = V = 128, H = HV, and q, k, g, d_o, dq, dk, dg of bf16
 /// with rows that begin at multiples of 16 bytes.
-inline bool serves_chunk_grad(const ChunkGradArgs& a) {
+inline bool serves_chunk_grad(const FinishedGradArgs& a) {
   if (a.shape.K != 128 || a.shape.V != 128 || a.shape.H != a.shape.HV) return false;
   for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
     if (!has_whole_pieces(*view)) return false;
@@ -36,6 +38,7 @@ inline bool serves_chunk_grad(const ChunkGradArgs& a) {
 /// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those
 /// with plain betas near 0, to the second, which has the sums of the other GPUs' kernel. `rows` is
 /// for these.
-Status launch_chunk_grad(const ChunkGradArgs& args, int64_t num_sms, const Launch& launch);
+Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& launch);
 
-}  // namespace kda::cuda::sm90
+}  // namespace sm90
+}  // namespace kda::cuda

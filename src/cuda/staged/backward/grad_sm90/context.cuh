@@ -26,7 +26,7 @@ using cuda::grad::Tokens;
 constexpr int kSubchunkBytes = kSubchunk * 128;  // of a tile
 
 struct Worker {
-  const ChunkGradArgs& a;
+  const FinishedGradArgs& a;
   Shared& s;
   const int tid, lane, warp;
   int turn = 0;     // chunks before this one
@@ -36,7 +36,7 @@ struct Worker {
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
   const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
 
-  __device__ Worker(const ChunkGradArgs& args, Shared& shared)
+  __device__ Worker(const FinishedGradArgs& args, Shared& shared)
       : a(args),
         s(shared),
         tid(static_cast<int>(threadIdx.x)),

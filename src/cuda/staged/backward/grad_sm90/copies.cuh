@@ -57,7 +57,7 @@ __device__ __forceinline__ float sum_of_squares(uint4 x) {
 }
 
 /// Eight lanes a row; the factors 1 / |x| go to `norms`, 1 without the norm.
-__device__ __forceinline__ void find_norms(const ChunkGradArgs& a, const RowView& view,
+__device__ __forceinline__ void find_norms(const FinishedGradArgs& a, const RowView& view,
                                            const ChunkTokens& chunk, int head, int thread,
                                            float (&norms)[kChunk]) {
   constexpr int kStep = kCopiers / 8;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void find_norms(const ChunkGradArgs& a, const RowView
 }
 
 /// A thread has a token and two channels. The norms lie in q_row and k_along until then.
-__device__ __forceinline__ void find_numbers(const ChunkGradArgs& a, const ChunkTokens& chunk,
+__device__ __forceinline__ void find_numbers(const FinishedGradArgs& a, const ChunkTokens& chunk,
                                              int head, int thread, Numbers& numbers) {
   const GateView& gate = a.gate;
   const bool exists = thread < chunk.count;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void find_numbers(const ChunkGradArgs& a, const Chunk
   if (thread == 0) numbers.rate = expf(A_log), numbers.count = chunk.count;
 }
 
-__device__ __forceinline__ void run_loads(const ChunkGradArgs& a, Shared& s, int thread) {
+__device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
   const unsigned tiles = existing_tiles(a);
   int turn = 0;
 #pragma unroll 1
@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_rows(const Tile (&from)[kHalves], const Ro
   }
 }
 
-__device__ __forceinline__ void store_beta(const ChunkGradArgs& a, const Shared& s,
+__device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shared& s,
                                            const Numbers& numbers, const ChunkTokens& chunk,
                                            int head, int token) {
   if (!a.dbeta.base || token >= chunk.count) return;
@@ -189,11 +189,11 @@ __device__ __forceinline__ void store_beta(const ChunkGradArgs& a, const Shared&
                 s.products[token] * numbers.dbeta[token]);
 }
 
-__device__ __forceinline__ double* sums_of(const ChunkGradArgs& a, unsigned tile) {
+__device__ __forceinline__ double* sums_of(const FinishedGradArgs& a, unsigned tile) {
   return a.sums + int64_t{tile} * (kK + 1);
 }
-__device__ __forceinline__ void store_sums(const ChunkGradArgs& a, const Sums& sums, unsigned tile,
-                                           int thread) {
+__device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums& sums,
+                                           unsigned tile, int thread) {
   double* to = sums_of(a, tile);
   for (int i = 0; i < 2; ++i) to[thread + kCopiers * i] = sums.ddt_bias[thread + kCopiers * i];
   if (thread > 0) return;
@@ -202,7 +202,7 @@ __device__ __forceinline__ void store_sums(const ChunkGradArgs& a, const Sums& s
   to[kK] = total;
 }
 
-__device__ __forceinline__ void run_stores(const ChunkGradArgs& a, Shared& s, int thread) {
+__device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared& s, int thread) {
   const Pieces pieces(thread);
   const unsigned tiles = existing_tiles(a);
   unsigned tile = blockIdx.x;

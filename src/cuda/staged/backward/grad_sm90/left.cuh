@@ -63,7 +63,7 @@ struct LeftSums {
 };
 
 /// After a barrier; leaves shared memory in use.
-__device__ __forceinline__ void finish_chunk(const ChunkGradArgs& a, const GradContext& c) {
+__device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const GradContext& c) {
   const GateView& gate = a.gate;
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   Four bias = {}, ddt_bias = {};
@@ -111,7 +111,7 @@ __device__ __forceinline__ void finish_chunk(const ChunkGradArgs& a, const GradC
 }
 
 /// The chunks first, .. that are left of kThreads of them.
-__device__ __forceinline__ void run_left(const ChunkGradArgs& a, unsigned first) {
+__device__ __forceinline__ void run_left(const FinishedGradArgs& a, unsigned first) {
   using cuda::grad::kThreads;
   const auto is_left = [&](unsigned tile) {
     return tile < a.tiles && (a.left[kLeftWords * tile] | a.left[kLeftWords * tile + 1]) != 0;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void wait_empty(ptx::Mbarrier& barrier, int turn) {
 }
 
 /// Chunks and value heads that exist: they come first.
-__device__ __forceinline__ unsigned existing_tiles(const ChunkGradArgs& a) {
+__device__ __forceinline__ unsigned existing_tiles(const FinishedGradArgs& a) {
   if (!a.map.cu_seqlens) return a.tiles;
   const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
   return static_cast<unsigned>(min(chunks * a.shape.HV, static_cast<int64_t>(a.tiles)));

@@ -79,7 +79,7 @@ __device__ __forceinline__ void run_chunk(Worker& c) {
 }
 
 template <GateMode kMode>
-__device__ __forceinline__ void run_workers(const ChunkGradArgs& a, Shared& s) {
+__device__ __forceinline__ void run_workers(const FinishedGradArgs& a, Shared& s) {
   Worker c(a, s);
   const unsigned tiles = existing_tiles(a);
 #pragma unroll 1
