@@ -29,8 +29,7 @@ struct Worker {
   const FinishedGradArgs& a;
   Shared& s;
   const int tid, lane, warp;
-  int turn = 0;     // chunks before this one
-  int outputs = 0;  // tiles of dq and dk before the next one
+  int turn = 0;  // chunks before this one
   // Addresses of this lane's 16-byte pieces. All others differ from them by constants, and by an
   // exclusive or with constants: pieces are swizzled by the last bits of their rows.
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start

@@ -3,11 +3,23 @@
 // copied whole; rows of the caller's are copied in pieces of 16 bytes.
 #pragma once
 
+#include "cuda/ptx/cache.cuh"
 #include "cuda/staged/backward/grad/decays.cuh"
 #include "cuda/staged/backward/grad/tokens.cuh"
 #include "cuda/staged/backward/grad_sm90/shared.cuh"
 
 namespace kda::cuda::sm90::grad {
+
+/// A chunk and value head of those that the block takes.
+struct Task {
+  unsigned tile;
+  ChunkTokens chunk;
+  int head;
+  __device__ Task(const FinishedGradArgs& a, unsigned index)
+      : tile(index),
+        chunk(chunk_tokens(a.map, a.shape.heads.quotient(index))),
+        head(static_cast<int>(a.shape.heads.remainder(index))) {}
+};
 
 /// A thread's pieces of rows of 128 elements: the same piece of every fourth row.
 struct Pieces {
@@ -24,26 +36,41 @@ struct Pieces {
 
 /// The tokens of the chunk in a tensor; zeros past them, and without the tensor.
 __device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowView& view,
-                                          const ChunkTokens& chunk, int head,
-                                          const Pieces& pieces) {
+                                          const Task& task, const Pieces& pieces) {
   const uint32_t target = ptx::shared_address(to);
-  const int rows = view.base ? chunk.count - pieces.row : 0;
-  const auto* from = static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) +
-                     pieces.row * view.stride_t + pieces.column;
+  const int rows = view.base ? task.chunk.count - pieces.row : 0;
+  const auto* from = static_cast<const Element16*>(view.base) +
+                     chunk_offset(view, task.chunk, task.head) + pieces.row * view.stride_t +
+                     pieces.column;
 #pragma unroll 4
   for (int i = 0; i < Pieces::kCount; ++i, from += Pieces::kStep * view.stride_t)
     ptx::cp_async<16>(target + pieces.place(i), from, i * Pieces::kStep < rows);
 }
 
-/// To the L2: a line of 128 bytes a thread at a time.
-__device__ __forceinline__ void prefetch_rows(const RowView& view, const ChunkTokens& chunk,
-                                              int head, int thread) {
+/// Its rows to the L2, a line of 128 bytes a thread at a time.
+__device__ __forceinline__ void prefetch_rows(const RowView& view, const Task& task, int thread) {
   constexpr int kStep = kCopiers / 2;
-  const auto* from = static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) +
-                     thread / 2 * view.stride_t + thread % 2 * 64;
+  if (!view.base) return;
+  const auto* from = static_cast<const Element16*>(view.base) +
+                     chunk_offset(view, task.chunk, task.head) + thread / 2 * view.stride_t +
+                     thread % 2 * 64;
 #pragma unroll 1
-  for (int row = thread / 2; row < chunk.count; row += kStep, from += kStep * view.stride_t)
+  for (int row = thread / 2; row < task.chunk.count; row += kStep, from += kStep * view.stride_t)
     ptx::prefetch_l2(from);
+}
+/// All that a chunk needs to the L2: there it waits for its place in shared memory.
+__device__ __forceinline__ void prefetch(const FinishedGradArgs& a, const Shared& s, unsigned tile,
+                                         int thread) {
+  const Task task(a, tile);
+  prefetch_rows(a.q, task, thread), prefetch_rows(a.k, task, thread);
+  prefetch_rows(a.d_o, task, thread), prefetch_rows(a.g, task, thread);
+  const auto prefetch_tiles = [&](const auto& to, const void* base) {
+    ptx::cp_async_bulk_prefetch_l2(reinterpret_cast<uintptr_t>(base) + tile * sizeof(to),
+                                   sizeof(to));
+  };
+  if (thread != 0) return;
+  prefetch_tiles(s.d_state, a.dh), prefetch_tiles(s.errors, a.errors);
+  prefetch_tiles(s.state, a.h), prefetch_tiles(s.dz, a.dz);
 }
 
 __device__ __forceinline__ float sum_of_squares(uint4 x) {
@@ -56,49 +83,64 @@ __device__ __forceinline__ float sum_of_squares(uint4 x) {
   return sum;
 }
 
-/// Eight lanes a row; the factors 1 / |x| go to `norms`, 1 without the norm.
-__device__ __forceinline__ void find_norms(const FinishedGradArgs& a, const RowView& view,
-                                           const ChunkTokens& chunk, int head, int thread,
-                                           float (&norms)[kChunk]) {
-  constexpr int kStep = kCopiers / 8;
-  const auto* from = static_cast<const Element16*>(view.base) + chunk_offset(view, chunk, head) +
-                     thread / 8 * view.stride_t + thread % 8 * 8;
+/// Norms of q and k, eight lanes a row, from device memory: shared memory has no place for the rows
+/// yet. A warp has the rows of its threads' tokens.
+__device__ __forceinline__ void find_norms(const FinishedGradArgs& a, const Task& task, int thread,
+                                           Norms& norms) {
+  if (!a.gate.l2norm) {
+    norms.q[thread] = norms.k[thread] = 1;
+    return;
+  }
+  constexpr int kStep = 4;
+  const int first = thread / 32 * 32 + thread % 32 / 8, end = first + 32;
+  const auto rows_of = [&](const RowView& view) {
+    return static_cast<const Element16*>(view.base) + chunk_offset(view, task.chunk, task.head) +
+           first * view.stride_t + thread % 8 * 8;
+  };
+  const Element16 *q = rows_of(a.q), *k = rows_of(a.k);
 #pragma unroll 1
-  for (int row = thread / 8; row < kChunk; row += kStep, from += kStep * view.stride_t) {
-    float norm = 1;
-    if (a.gate.l2norm) {
-      uint4 x[2] = {};
-      if (row < chunk.count) {
-        x[0] = *reinterpret_cast<const uint4*>(from);
-        x[1] = *reinterpret_cast<const uint4*>(from + 64);
-      }
-      norm = rsqrtf(cuda::grad::sum_over_8(sum_of_squares(x[0]) + sum_of_squares(x[1])) + 1e-6f);
+  for (int row = first; row < end; row += kStep) {
+    uint4 x[2] = {}, y[2] = {};
+    if (row < task.chunk.count) {
+      x[0] = *reinterpret_cast<const uint4*>(q), x[1] = *reinterpret_cast<const uint4*>(q + 64);
+      y[0] = *reinterpret_cast<const uint4*>(k), y[1] = *reinterpret_cast<const uint4*>(k + 64);
     }
-    if (thread % 8 == 0) norms[row] = norm;
+    q += kStep * a.q.stride_t, k += kStep * a.k.stride_t;
+    const float of_q = cuda::grad::sum_over_8(sum_of_squares(x[0]) + sum_of_squares(x[1]));
+    const float of_k = cuda::grad::sum_over_8(sum_of_squares(y[0]) + sum_of_squares(y[1]));
+    if (thread % 8 == 0) norms.q[row] = rsqrtf(of_q + 1e-6f), norms.k[row] = rsqrtf(of_k + 1e-6f);
   }
 }
 
-/// A thread has a token and two channels. The norms lie in q_row and k_along until then.
-__device__ __forceinline__ void find_numbers(const FinishedGradArgs& a, const ChunkTokens& chunk,
-                                             int head, int thread, Numbers& numbers) {
-  const GateView& gate = a.gate;
-  const bool exists = thread < chunk.count;
-  uint32_t bits = 0;
+/// A thread has a token and two channels; on their way while norms are found.
+struct RawNumbers {
+  uint32_t beta = 0;
   float bias[2] = {}, A_log = 0;
-  if (exists)
-    bits = load_bits(a.beta.base, a.beta.type,
-                     chunk_offset(a.beta, chunk, head) + thread * a.beta.stride_t);
-  if (gate.dt_bias)
-    for (int i = 0; i < 2; ++i)
-      bias[i] = gate.dt_bias[head * gate.stride_dt + thread + kCopiers * i];
-  if (gate.A_log) A_log = gate.A_log[head * gate.stride_A];
-  const float raw = float_of(bits, a.beta.type);
-  const float beta = exists ? beta_value(gate, raw) : 0;
+  __device__ RawNumbers(const FinishedGradArgs& a, const Task& task, int thread) {
+    const GateView& gate = a.gate;
+    if (thread < task.chunk.count)
+      beta = load_bits(a.beta.base, a.beta.type,
+                       chunk_offset(a.beta, task.chunk, task.head) + thread * a.beta.stride_t);
+    if (gate.dt_bias)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        bias[i] = gate.dt_bias[task.head * gate.stride_dt + thread + kCopiers * i];
+    if (gate.A_log) A_log = gate.A_log[task.head * gate.stride_A];
+  }
+};
+
+__device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const Task& task,
+                                              int thread, const RawNumbers& raw, const Norms& norms,
+                                              Numbers& numbers) {
+  const GateView& gate = a.gate;
+  const bool exists = thread < task.chunk.count;
+  const float raw_beta = float_of(raw.beta, a.beta.type);
+  const float beta = exists ? beta_value(gate, raw_beta) : 0;
   const bool plain = gate.beta_mode == BetaMode::kPlain;
   const bool small = plain && exists && !(fabsf(beta) >= cuda::grad::kSmallBeta);
   const bool has_small = __any_sync(~0u, small);
   if (thread % 32 == 0) numbers.has_small[thread / 32] = has_small;
-  const float q = numbers.q_row[thread], k = numbers.k_along[thread];
+  const float q = norms.q[thread], k = norms.k[thread];
   const float q_row = gate.scale * q, column = beta * k;
   numbers.q_row[thread] = q_row, numbers.q_state[thread] = q_row / cuda::grad::kAnchor;
   numbers.minus_k_row[thread] = -k, numbers.minus_k_state[thread] = -k / cuda::grad::kAnchor;
@@ -106,30 +148,35 @@ __device__ __forceinline__ void find_numbers(const FinishedGradArgs& a, const Ch
   numbers.q_along[thread] = gate.l2norm ? q * q : 0;
   numbers.k_along[thread] = gate.l2norm ? k * k : 0;
   // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
-  numbers.dbeta[thread] = plain ? 1 / beta : 1 / (1 + expf(raw));
-  for (int i = 0; i < 2; ++i) numbers.bias[thread + kCopiers * i] = bias[i];
-  if (thread == 0) numbers.rate = expf(A_log), numbers.count = chunk.count;
+  numbers.dbeta[thread] = plain ? 1 / beta : 1 / (1 + expf(raw_beta));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) numbers.bias[thread + kCopiers * i] = raw.bias[i];
+  if (thread == 0) numbers.rate = expf(raw.A_log), numbers.count = task.chunk.count;
 }
 
 __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
   const unsigned tiles = existing_tiles(a);
   int turn = 0;
+  if (blockIdx.x < tiles) prefetch(a, s, blockIdx.x, thread);
 #pragma unroll 1
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
-    const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(tile));
-    const auto head = static_cast<int>(a.shape.heads.remainder(tile));
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
+    const Task task(a, tile);
+    const RawNumbers raw(a, task, thread);
+    find_norms(a, task, thread, s.norms);
+    __syncwarp();
+    if (tile + gridDim.x < tiles) prefetch(a, s, tile + gridDim.x, thread);
     const Pieces pieces(thread);
     const auto copy_tiles = [&](auto& to, const void* base) {
       ptx::cp_async_bulk(&to, static_cast<const char*>(base) + tile * sizeof(to),
                          static_cast<int>(sizeof(to)), s.values_full);
     };
-    if (a.gate.l2norm) {
-      prefetch_rows(a.q, chunk, head, thread);
-      prefetch_rows(a.k, chunk, head, thread);
-    }
     wait_empty(s.d_o_empty, turn);
-    copy_rows(s.d_o, a.d_o, chunk, head, pieces);
+    copy_rows(s.d_o, a.d_o, task, pieces);
+    wait_empty(s.gates_empty[turn % 2], turn / 2);
+    copy_rows(s.gates[turn % 2], a.g, task, pieces);
+    store_numbers(a, task, thread, raw, s.norms, s.numbers[turn % 2]);
+    ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
     if (thread == 0) {
       ptx::mbarrier_arrive_expect_tx(s.values_full,
@@ -137,14 +184,6 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
       copy_tiles(s.d_state, a.dh);
       copy_tiles(s.errors, a.errors);
     }
-    wait_empty(s.gates_empty[turn % 2], turn / 2);
-    copy_rows(s.gates[turn % 2], a.g, chunk, head, pieces);
-    Numbers& numbers = s.numbers[turn % 2];
-    find_norms(a, a.q, chunk, head, thread, numbers.q_row);
-    find_norms(a, a.k, chunk, head, thread, numbers.k_along);
-    __syncwarp();
-    find_numbers(a, chunk, head, thread, numbers);
-    ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.state_empty, turn);
     if (thread == 0) {
       copy_tiles(s.state, a.h);
@@ -152,22 +191,21 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
     }
     ptx::mbarrier_arrive_after_copies(s.values_full);
     wait_empty(s.q_empty, turn);
-    copy_rows(s.q, a.q, chunk, head, pieces);
+    copy_rows(s.q, a.q, task, pieces);
     wait_empty(s.k_empty, turn);
-    copy_rows(s.k, a.k, chunk, head, pieces);
+    copy_rows(s.k, a.k, task, pieces);
     ptx::mbarrier_arrive_after_copies(s.rows_full);
   }
 }
 
 /// Rows of the tokens of the chunk.
 __device__ __forceinline__ void store_rows(const Tile (&from)[kHalves], const RowView& view,
-                                           const ChunkTokens& chunk, int head,
-                                           const Pieces& pieces) {
+                                           const Task& task, const Pieces& pieces) {
   if (!view.base) return;
   const auto* source = reinterpret_cast<const char*>(from);
-  auto* to = static_cast<Element16*>(view.base) + chunk_offset(view, chunk, head) +
+  auto* to = static_cast<Element16*>(view.base) + chunk_offset(view, task.chunk, task.head) +
              pieces.row * view.stride_t + pieces.column;
-  const int rows = chunk.count - pieces.row;
+  const int rows = task.chunk.count - pieces.row;
 #pragma unroll 1
   for (int first = 0; first < Pieces::kCount; first += 4) {
     uint4 x[4];
@@ -181,11 +219,10 @@ __device__ __forceinline__ void store_rows(const Tile (&from)[kHalves], const Ro
 }
 
 __device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shared& s,
-                                           const Numbers& numbers, const ChunkTokens& chunk,
-                                           int head, int token) {
-  if (!a.dbeta.base || token >= chunk.count) return;
+                                           const Numbers& numbers, const Task& task, int token) {
+  if (!a.dbeta.base || token >= task.chunk.count) return;
   store_element(a.dbeta.base, a.dbeta.type,
-                chunk_offset(a.dbeta, chunk, head) + token * a.dbeta.stride_t,
+                chunk_offset(a.dbeta, task.chunk, task.head) + token * a.dbeta.stride_t,
                 s.products[token] * numbers.dbeta[token]);
 }
 
@@ -209,18 +246,17 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared& s,
   int turn = 0;
 #pragma unroll 1
   for (; tile < tiles; tile += gridDim.x, ++turn) {
-    const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(tile));
-    const auto head = static_cast<int>(a.shape.heads.remainder(tile));
+    const Task task(a, tile);
     const Numbers& numbers = s.numbers[turn % 2];
-    wait_full(s.out_full, 2 * turn);
-    store_beta(a, s, numbers, chunk, head, thread);
-    store_rows(s.out, a.dq, chunk, head, pieces);
+    wait_full(s.out_full, 0);  // two in each turn
+    store_beta(a, s, numbers, task, thread);
+    store_rows(s.out, a.dq, task, pieces);
     ptx::mbarrier_arrive(s.out_empty);
-    wait_full(s.out_full, 2 * turn + 1);
-    store_rows(s.out, a.dk, chunk, head, pieces);
+    wait_full(s.out_full, 1);
+    store_rows(s.out, a.dk, task, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.gates_done[turn % 2], turn / 2);
-    store_rows(s.gates[turn % 2], a.dg, chunk, head, pieces);
+    store_rows(s.gates[turn % 2], a.dg, task, pieces);
     if (a.sums) store_sums(a, s.sums, tile, thread);
     if (thread < kLeftWords) {
       unsigned left = numbers.has_small[thread];

@@ -51,10 +51,10 @@ __device__ __forceinline__ void add_shares(const Worker& c,
   sums[c.tid] = sum * along[c.tid];
 }
 
-/// y - along x to the warps that store.
-__device__ __forceinline__ void store_output(Worker& c, uint32_t x, const float (&along)[kChunk],
-                                             const Tokens& y) {
-  wait_empty(c.s.out_empty, c.outputs);
+/// y - along x, dq (0) or dk (1), to the warps that store.
+__device__ __forceinline__ void store_output(const Worker& c, int which, uint32_t x,
+                                             const float (&along)[kChunk], const Tokens& y) {
+  wait_empty(c.s.out_empty, which);  // two in each turn
   const uint32_t out = c.channels_of(c.s.out);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
@@ -67,7 +67,6 @@ __device__ __forceinline__ void store_output(Worker& c, uint32_t x, const float 
     ptx::stmatrix_x4_trans(out + r * kSubchunkBytes, rounded);
   }
   ptx::mbarrier_arrive(c.s.out_full);
-  ++c.outputs;
 }
 
 }  // namespace kda::cuda::sm90::grad

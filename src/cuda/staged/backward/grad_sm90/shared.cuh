@@ -41,6 +41,11 @@ struct Numbers {
   unsigned has_small[kCopiers / 32];  // plain betas near 0
 };
 
+/// 1 / |q| and 1 / |k| of the next chunk, while its numbers have no place yet.
+struct Norms {
+  float q[kChunk], k[kChunk];
+};
+
 /// Sums of a chunk for parameters.
 struct Sums {
   float ddt_bias[kK], dA_log[kWorkerWarps];
@@ -58,6 +63,7 @@ struct alignas(1024) Shared {
   float own_pair[kChunk];                                   // of a token with itself
   float products[kChunk];                                   // dZ . E
   Numbers numbers[2];
+  Norms norms;
   Sums sums;
   unsigned out_of_range[2][kWorkerWarps];
   // Full: by the warps that load.

@@ -11,7 +11,7 @@
 namespace kda::cuda::sm90::grad {
 
 template <GateMode kMode>
-__device__ __forceinline__ void run_chunk(Worker& c) {
+__device__ __forceinline__ void run_chunk(const Worker& c) {
   Shared& s = c.s;
   const Numbers& numbers = c.numbers();
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void run_chunk(Worker& c) {
   float2 over_chunk;
   float2 boundary = boundary_of_columns(d, columns, dk, &over_chunk);
   c.sync();
-  store_output(c, q, s.along_q, queries);
+  store_output(c, 0, q, s.along_q, queries);
   ptx::rename_registers(d.row, c.a.zero);
   add_columns(c, d, columns, dk, dG);
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void run_chunk(Worker& c) {
   c.sync();
   add_shares(c, s.shares[1], numbers.k_along, s.along_k);
   c.sync();
-  store_output(c, k, s.along_k, dk);
+  store_output(c, 1, k, s.along_k, dk);
   ptx::mbarrier_arrive(s.k_empty);
   store_gates<kMode>(c, dG, boundary);
 }
