@@ -54,6 +54,7 @@ __device__ __forceinline__ void add_queries(const Worker& c, const Decays& d, To
       dG[2 * r + n][i] = element(rows, n, i) * x;
       x = row(n, i) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_k, n, i);
     });
+    ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
 }
 
@@ -101,6 +102,7 @@ __device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
       dG[2 * r + n][i] -= element(columns[r], n, i) * x;
       x = ptx::rcp(row(n, i)) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_q, n, i);
     });
+    ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
 }
 
