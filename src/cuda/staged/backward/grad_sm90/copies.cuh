@@ -3,7 +3,6 @@
 // copied whole; rows of the caller's are copied in pieces of 16 bytes.
 #pragma once
 
-#include "cuda/ptx/cache.cuh"
 #include "cuda/staged/backward/grad/decays.cuh"
 #include "cuda/staged/backward/grad/tokens.cuh"
 #include "cuda/staged/backward/grad_sm90/shared.cuh"
@@ -50,7 +49,6 @@ __device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowVi
 /// Its rows to the L2, a line of 128 bytes a thread at a time.
 __device__ __forceinline__ void prefetch_rows(const RowView& view, const Task& task, int thread) {
   constexpr int kStep = kCopiers / 2;
-  if (!view.base) return;
   const auto* from = static_cast<const Element16*>(view.base) +
                      chunk_offset(view, task.chunk, task.head) + thread / 2 * view.stride_t +
                      thread % 2 * 64;
@@ -58,19 +56,10 @@ __device__ __forceinline__ void prefetch_rows(const RowView& view, const Task& t
   for (int row = thread / 2; row < task.chunk.count; row += kStep, from += kStep * view.stride_t)
     ptx::prefetch_l2(from);
 }
-/// All that a chunk needs to the L2: there it waits for its place in shared memory.
-__device__ __forceinline__ void prefetch(const FinishedGradArgs& a, const Shared& s, unsigned tile,
-                                         int thread) {
+/// q and k, which are read for their norms before they are copied.
+__device__ __forceinline__ void prefetch(const FinishedGradArgs& a, unsigned tile, int thread) {
   const Task task(a, tile);
   prefetch_rows(a.q, task, thread), prefetch_rows(a.k, task, thread);
-  prefetch_rows(a.d_o, task, thread), prefetch_rows(a.g, task, thread);
-  const auto prefetch_tiles = [&](const auto& to, const void* base) {
-    ptx::cp_async_bulk_prefetch_l2(reinterpret_cast<uintptr_t>(base) + tile * sizeof(to),
-                                   sizeof(to));
-  };
-  if (thread != 0) return;
-  prefetch_tiles(s.d_state, a.dh), prefetch_tiles(s.errors, a.errors);
-  prefetch_tiles(s.state, a.h), prefetch_tiles(s.dz, a.dz);
 }
 
 __device__ __forceinline__ float sum_of_squares(uint4 x) {
@@ -157,7 +146,7 @@ __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const T
 __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
   const unsigned tiles = existing_tiles(a);
   int turn = 0;
-  if (blockIdx.x < tiles) prefetch(a, s, blockIdx.x, thread);
+  if (blockIdx.x < tiles) prefetch(a, blockIdx.x, thread);
 #pragma unroll 1
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
@@ -165,7 +154,7 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
     const RawNumbers raw(a, task, thread);
     find_norms(a, task, thread, s.norms);
     __syncwarp();
-    if (tile + gridDim.x < tiles) prefetch(a, s, tile + gridDim.x, thread);
+    if (tile + gridDim.x < tiles) prefetch(a, tile + gridDim.x, thread);
     const Pieces pieces(thread);
     const auto copy_tiles = [&](auto& to, const void* base) {
       ptx::cp_async_bulk(&to, static_cast<const char*>(base) + tile * sizeof(to),

@@ -7,7 +7,7 @@
 
 namespace kda::cuda::sm90::grad {
 
-/// Of 2 kKept numbers a lane keeps those of one half, summed with those of the lane 2 kKept away.
+/// A lane keeps one half of 2 kKept numbers, summed with those of the lane 2 kKept away.
 /// (A selection between elements of an array would put it in local memory.)
 template <int kKept>
 __device__ __forceinline__ void halve(const Worker& c, float (&x)[16]) {
