@@ -12,6 +12,7 @@
 #include "cuda/segments/reverse_merge.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/sizes.hpp"
@@ -94,6 +95,12 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
   }
   return {factors_at(at), block(block::kChunkStates), block(block::kChunkDStates),
           block(block::kBackwardErrors), block(block::kBackwardDz)};
+}
+
+/// Behind the rows of the group.
+uint32_t* left_words(const Plan& plan, const BackwardArgs& args) {
+  const auto heads = static_cast<std::size_t>(args.shape.HV);
+  return reinterpret_cast<uint32_t*>(args.rows) + heads * head_bytes(plan).rows / sizeof(float);
 }
 
 /// What segments add; without any `spans` is 0.
@@ -236,13 +243,22 @@ struct GroupLaunches {
   }
 
   Status gradients() const {
-    ChunkGradArgs grad;
+    FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
     grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
     grad.gate = args.gate;
     grad.d_o = args.d_o;
     grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
     grad.rows = args.rows;
+    grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
+    grad.sums = args.sums;
+    if (sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
+      grad.left = left_words(plan, args);
+      KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
+      BackwardArgs by_chunks = args;
+      by_chunks.sizes.pieces = grad.num_chunks;
+      return args.sums ? launch_parameters(by_chunks, where) : Status{};
+    }
     KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
     KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
     return args.sums ? launch_parameters(args, where) : Status{};
