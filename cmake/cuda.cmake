@@ -44,6 +44,8 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/segment_correct.cu
   src/cuda/spans/segment_compose.cu
   src/cuda/segments/segment_merge_sm90.cu
+  src/cuda/staged/backward/chains_sm90.cu
+  src/cuda/staged/backward/chunk_grad_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
 set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fused.cpp

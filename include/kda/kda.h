@@ -260,7 +260,7 @@ typedef struct kda_gradients {
 typedef struct kda_backward_plan kda_backward_plan; /* opaque */
 
 /* The backward of a forward's plan, for its device, lengths and what it keeps. Of `options` (may be
- * null) backend and num_threads count. */
+ * null) backend and num_threads count; segments are asked for as the forward was asked. */
 KDA_API kda_status kda_backward_plan_create(const kda_plan* forward, const kda_gradients* gradients,
                                             const kda_plan_options* options,
                                             kda_backward_plan** plan);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // chunk_grad alone: gradients of random states, errors, dZ and d_o against its formulas in fp64.
+// That of Hopper takes them back through norms, gates and steps, too.
 #include <cmath>
 #include <functional>
 #include <vector>
@@ -10,7 +11,8 @@
 
 #include "cuda/backward/backward.hpp"
 #include "cuda/host/views.hpp"
-#include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "cuda/tile/swizzle.hpp"
 
@@ -229,54 +231,73 @@ Gradients expected(const Chunk& c) {
   return out;
 }
 
-/// Runs the kernel; `rows` as it leaves them, NaN where it writes nothing.
-std::vector<float> run(const Case& x) {
-  const Problem& p = x.problem();
-  const std::vector<int64_t> offsets = x.inputs.offsets();
-  std::vector<int64_t> words(offsets);
-  words.push_back(0);
-  for (std::size_t n = 0; n + 1 < offsets.size(); ++n)
-    words.push_back(words.back() + (offsets[n + 1] - offsets[n] + kChunk - 1) / kChunk);
+/// What a kernel is given, on the device.
+struct Call {
+  const Case& x;
   std::vector<check::DeviceBuffer> memory;
-  const auto device = [&](const void* source, std::size_t bytes) {
+  cuda::FinishedGradArgs args;
+
+  explicit Call(const Case& of) : x(of) {
+    const Problem& p = x.problem();
+    const std::vector<int64_t> offsets = x.inputs.offsets();
+    std::vector<int64_t> words(offsets);
+    words.push_back(0);
+    for (std::size_t n = 0; n + 1 < offsets.size(); ++n)
+      words.push_back(words.back() + (offsets[n + 1] - offsets[n] + kChunk - 1) / kChunk);
+    Tensors tensors;
+    tensors.q = upload(x.inputs.q), tensors.k = upload(x.inputs.k);
+    tensors.g = upload(x.inputs.g), tensors.beta = upload(x.inputs.beta);
+    if (p.A_log) tensors.A_log = upload(x.inputs.A_log);
+    if (p.dt_bias) tensors.dt_bias = upload(x.inputs.dt_bias);
+    args.shape = cuda::shape_of(p);
+    args.map.num_sequences = p.num_sequences;
+    args.map.num_tokens = p.num_tokens;
+    args.map.chunks = cuda::Divisor((p.num_tokens + kChunk - 1) / kChunk);
+    if (p.cu_seqlens) {
+      const auto* map = static_cast<const int64_t*>(device(words.data(), 8 * words.size()));
+      args.map.cu_seqlens = map;
+      args.map.chunk_offsets = map + offsets.size();
+    }
+    args.num_chunks = x.chunks() + (p.cu_seqlens ? 2 : 0);
+    args.q = cuda::row_view(p.q, tensors.q), args.k = cuda::row_view(p.k, tensors.k);
+    args.g = cuda::row_view(p.g, tensors.g), args.beta = cuda::row_view(p.beta, tensors.beta);
+    args.gate = cuda::gate_view(p, tensors);
+    if (x.with_d_o) {
+      const TensorDesc desc = contiguous(DType::kBFloat16, {p.batch, p.num_tokens, x.HV(), x.V()});
+      args.d_o = cuda::row_view(desc, upload(x.d_o));
+    }
+    args.h = upload(x.h), args.dh = upload(x.dh);
+    args.errors = upload(x.errors), args.dz = upload(x.dz);
+    args.rows = static_cast<float*>(unset(4 * rows()));
+  }
+
+  std::size_t rows() const { return static_cast<std::size_t>(x.tokens() * x.HV() * x.row()); }
+  void* device(const void* source, std::size_t bytes) {
     memory.emplace_back(bytes);
     memory.back().upload(source, bytes);
     return memory.back().data();
-  };
-  const auto upload = [&](const io::Buffer& from) { return device(from.data(), from.size()); };
-  Tensors tensors;
-  tensors.q = upload(x.inputs.q), tensors.k = upload(x.inputs.k), tensors.g = upload(x.inputs.g);
-  tensors.beta = upload(x.inputs.beta);
-  if (p.A_log) tensors.A_log = upload(x.inputs.A_log);
-  if (p.dt_bias) tensors.dt_bias = upload(x.inputs.dt_bias);
-  cuda::ChunkGradArgs args;
-  args.shape = cuda::shape_of(p);
-  args.map.num_sequences = p.num_sequences;
-  args.map.num_tokens = p.num_tokens;
-  args.map.chunks = cuda::Divisor((p.num_tokens + kChunk - 1) / kChunk);
-  if (p.cu_seqlens) {
-    const auto* map = static_cast<const int64_t*>(device(words.data(), 8 * words.size()));
-    args.map.cu_seqlens = map;
-    args.map.chunk_offsets = map + offsets.size();
   }
-  args.num_chunks = x.chunks() + (p.cu_seqlens ? 2 : 0);
-  args.q = cuda::row_view(p.q, tensors.q), args.k = cuda::row_view(p.k, tensors.k);
-  args.g = cuda::row_view(p.g, tensors.g), args.beta = cuda::row_view(p.beta, tensors.beta);
-  args.gate = cuda::gate_view(p, tensors);
-  if (x.with_d_o) {
-    const TensorDesc desc = contiguous(DType::kBFloat16, {p.batch, p.num_tokens, x.HV(), x.V()});
-    args.d_o = cuda::row_view(desc, upload(x.d_o));
+  void* upload(const io::Buffer& from) { return device(from.data(), from.size()); }
+  void* unset(std::size_t bytes) {
+    memory.emplace_back(bytes);
+    memory.back().fill(0xff);
+    return memory.back().data();
   }
-  args.h = upload(x.h), args.dh = upload(x.dh);
-  args.errors = upload(x.errors), args.dz = upload(x.dz);
-  std::vector<float> rows(static_cast<std::size_t>(x.tokens() * x.HV() * x.row()));
-  check::DeviceBuffer out(4 * rows.size());
-  out.fill(0xff);
-  args.rows = static_cast<float*>(out.data());
-  throw_if_error(cuda::launch_chunk_grad(args, {}));
+  /// The buffer that was made last.
+  template <class T>
+  std::vector<T> download_last(std::size_t count) const {
+    std::vector<T> out(count);
+    memory.back().download(out.data(), sizeof(T) * count);
+    return out;
+  }
+};
+
+/// Runs the kernel; `rows` as it leaves them, NaN where it writes nothing.
+std::vector<float> run(const Case& x) {
+  Call call(x);
+  throw_if_error(cuda::launch_chunk_grad(call.args, {}));
   check::synchronize_device();
-  out.download(rows.data(), out.size());
-  return rows;
+  return call.download_last<float>(call.rows());
 }
 
 struct Sums {
@@ -370,9 +391,9 @@ TEST_F(ChunkGrad, NothingIsWrittenBesideTheRows) {
 }
 
 /// Gates as f(token, channel) says, in the log domain.
-Inputs with_log_gates(int64_t tokens, int64_t K, DType dtype,
+Inputs with_log_gates(int64_t tokens, int64_t K, int64_t V, DType dtype,
                       const std::function<double(int64_t, int64_t)>& f) {
-  Inputs inputs = check::generate(options_of(tokens, 1, K, 64, Regime::kLog));
+  Inputs inputs = check::generate(options_of(tokens, 1, K, V, Regime::kLog));
   inputs.problem.g = contiguous(dtype, {1, tokens, 1, K});
   inputs.g = io::Buffer(static_cast<std::size_t>(tokens * K * dtype_size(dtype)));
   for (int64_t i = 0; i < tokens * K; ++i)
@@ -383,7 +404,7 @@ Inputs with_log_gates(int64_t tokens, int64_t K, DType dtype,
 TEST_F(ChunkGrad, GatesOutOfTheAnchorsRange) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
     const auto gates = [&](const char* what, const std::function<double(int64_t, int64_t)>& f) {
-      expect_close(Case(with_log_gates(100, 64, dtype, f)), what);
+      expect_close(Case(with_log_gates(100, 64, 64, dtype, f)), what);
     };
     gates("-inf here and there, else 0", [](int64_t token, int64_t channel) {
       return (token * 7 + channel * 3) % 11 == 0 ? -INFINITY : 0.0;
@@ -402,7 +423,7 @@ TEST_F(ChunkGrad, GatesOutOfTheAnchorsRange) {
 
 TEST_F(ChunkGrad, DeadDecaysHaveNoGradient) {
   const auto dead = [](int64_t token, int64_t channel) { return (token + channel) % 5 == 0; };
-  const Case x(with_log_gates(70, 64, DType::kBFloat16, [&](int64_t token, int64_t channel) {
+  const Case x(with_log_gates(70, 64, 64, DType::kBFloat16, [&](int64_t token, int64_t channel) {
     return dead(token, channel) ? token % 2 ? -INFINITY : -120.0 : -0.1;
   }));
   const std::vector<float> rows = run(x);
@@ -428,20 +449,41 @@ TEST_F(ChunkGrad, WithoutTheGradientOfOutputs) {
   expect_close(x, "no d_o");
 }
 
+/// One head and chunk: no loss from token `end` on.
+void without_loss_from(Case* x, int64_t end) {
+  std::memset(x->dh.data(), 0, x->dh.size());
+  for (int64_t token = end; token < kChunk; ++token)
+    for (int64_t v = 0; v < x->V(); ++v) {
+      store_element(x->d_o.data(), DType::kBFloat16, token * x->V() + v, 0);
+      store_element(x->dz.data(), DType::kBFloat16, x->at(0, 0, false, token, v), 0);
+    }
+}
+
 /// What only later tokens have reaches no earlier one: exact zeros where nothing else is.
 TEST_F(ChunkGrad, LaterTokensAreExactZerosToEarlierOnes) {
   Case x(check::generate(options_of(64, 1, 64, 64, Regime::kSoftplus)));
-  std::memset(x.dh.data(), 0, x.dh.size());
-  constexpr int64_t kEnd = 21;  // of the loss
-  for (int64_t token = kEnd; token < 64; ++token)
-    for (int64_t v = 0; v < 64; ++v) {
-      store_element(x.d_o.data(), DType::kBFloat16, token * 64 + v, 0);
-      store_element(x.dz.data(), DType::kBFloat16, x.at(0, 0, false, token, v), 0);
-    }
+  constexpr int64_t kEnd = 21;
+  without_loss_from(&x, kEnd);
   const std::vector<float> rows = run(x);
   for (int64_t token = kEnd; token < 64; ++token)
     for (int64_t i = 0; i <= 3 * 64; ++i)
       EXPECT_EQ(rows[static_cast<std::size_t>(token * x.row() + i)], 0) << token << " " << i;
+}
+
+/// NaN in all of its tokens and chunks, begin .. end - 1. One head, types of two bytes.
+void poison_second_sequence(Case* x, int64_t begin_token, int64_t end_token, int64_t begin_chunk,
+                            int64_t end_chunk) {
+  const auto poison = [](io::Buffer* buffer, int64_t row, int64_t begin, int64_t end) {
+    std::memset(buffer->data() + begin * row, 0xff, static_cast<std::size_t>((end - begin) * row));
+  };
+  for (io::Buffer* rows : {&x->inputs.q, &x->inputs.k, &x->inputs.g})
+    poison(rows, 2 * x->K(), begin_token, end_token);
+  poison(&x->d_o, 2 * x->V(), begin_token, end_token);
+  poison(&x->inputs.beta, 2, begin_token, end_token);
+  for (io::Buffer* tiles : {&x->h, &x->dh})
+    poison(tiles, 2 * x->K() * x->V(), begin_chunk, end_chunk);
+  for (io::Buffer* tiles : {&x->errors, &x->dz})
+    poison(tiles, 2 * kChunk * x->V(), begin_chunk, end_chunk);
 }
 
 TEST_F(ChunkGrad, PoisonReachesNoOtherSequence) {
@@ -449,15 +491,7 @@ TEST_F(ChunkGrad, PoisonReachesNoOtherSequence) {
   options.seq_lens = {40, 70, 30};
   const Case clean(check::generate(options));
   Case poisoned = clean;
-  const auto poison = [](io::Buffer* buffer, int64_t begin, int64_t end) {
-    std::memset(buffer->data() + begin, 0xff, static_cast<std::size_t>(end - begin));
-  };
-  for (io::Buffer* rows :
-       {&poisoned.inputs.q, &poisoned.inputs.k, &poisoned.inputs.g, &poisoned.d_o})
-    poison(rows, 40 * 128, 110 * 128);
-  poison(&poisoned.inputs.beta, 40 * 2, 110 * 2);
-  for (io::Buffer* tiles : {&poisoned.h, &poisoned.dh, &poisoned.errors, &poisoned.dz})
-    poison(tiles, 8192, 3 * 8192);
+  poison_second_sequence(&poisoned, 40, 110, 1, 3);
   const std::vector<float> want = run(clean), got = run(poisoned);
   const auto row = static_cast<std::size_t>(clean.row());
   EXPECT_EQ(std::memcmp(want.data(), got.data(), 4 * 40 * row), 0);
@@ -468,6 +502,288 @@ TEST_F(ChunkGrad, SameBitsAgain) {
   const Case x(check::generate(options_of(130, 2, 64, 64, Regime::kSoftplus)));
   const std::vector<float> first = run(x), second = run(x);
   EXPECT_EQ(std::memcmp(first.data(), second.data(), 4 * first.size()), 0);
+}
+
+// ---- on Hopper
+
+/// dq, dk, dg as the kernel stores them, [token, HV, K], dbeta [token, HV], and the sums of chunks
+/// [chunk, HV, K + 1]. NaN where it writes nothing.
+struct Finished {
+  io::Buffer dq, dk, dg;
+  std::vector<float> dbeta;
+  std::vector<double> sums;
+};
+
+Finished run_on_hopper(const Case& x) {
+  Call call(x);
+  const TensorDesc rows =
+      contiguous(DType::kBFloat16, {x.problem().batch, x.problem().num_tokens, x.HV(), x.K()});
+  const auto size = static_cast<std::size_t>(x.tokens() * x.HV());
+  const auto tiles = static_cast<std::size_t>(call.args.num_chunks * x.HV());
+  const auto row_bytes = static_cast<std::size_t>(2 * x.K());
+  const std::size_t first = call.memory.size();
+  call.args.dq = cuda::row_view(rows, call.unset(size * row_bytes));
+  call.args.dk = cuda::row_view(rows, call.unset(size * row_bytes));
+  call.args.dg = cuda::row_view(rows, call.unset(size * row_bytes));
+  call.args.dbeta = cuda::row_view(
+      contiguous(DType::kFloat32, {x.problem().batch, x.problem().num_tokens, x.HV()}),
+      call.unset(4 * size));
+  const auto sums = tiles * static_cast<std::size_t>(x.K() + 1);
+  call.args.sums = static_cast<double*>(call.unset(8 * sums));
+  call.args.left = static_cast<uint32_t*>(call.unset(4 * tiles * cuda::kLeftWords));
+  EXPECT_TRUE(cuda::sm90::serves_chunk_grad(call.args));
+  if constexpr (cuda::sm90::kBuilt)
+    throw_if_error(cuda::sm90::launch_chunk_grad(call.args, 3, {}));  // few blocks, several chunks
+  check::synchronize_device();
+  Finished out;
+  out.dbeta.resize(size), out.sums.resize(sums);
+  std::size_t next = first;
+  for (io::Buffer* buffer : {&out.dq, &out.dk, &out.dg}) {
+    *buffer = io::Buffer(size * row_bytes);
+    call.memory[next++].download(buffer->data(), buffer->size());
+  }
+  call.memory[next++].download(out.dbeta.data(), 4 * size);
+  call.memory[next].download(out.sums.data(), 8 * sums);
+  return out;
+}
+
+/// From dy to dx of y = scale x / |x|, or scale x.
+void undo_norm(const Problem& p, double scale, const std::vector<double>& x,
+               std::vector<double>* dy) {
+  const double r2 = p.qk_l2norm ? 1 / (dot(x, x) + 1e-6) : 0, along = dot(x, *dy) * r2;
+  for (std::size_t d = 0; d < x.size(); ++d)
+    (*dy)[d] = scale * (p.qk_l2norm ? std::sqrt(r2) : 1) * ((*dy)[d] - x[d] * along);
+}
+
+/// The gradients of a chunk, back through norms, gates and steps, and their sums.
+struct Expected {
+  Gradients raw;
+  std::vector<double> sums;
+
+  Expected(const Case& x, int64_t chunk, int64_t token0, int64_t count, int64_t head)
+      : Expected(x, Chunk(x, chunk, token0, count, head), token0, head) {}
+
+ private:
+  Expected(const Case& x, const Chunk& chunk, int64_t token0, int64_t head)
+      : raw(expected(chunk)), sums(static_cast<std::size_t>(x.K() + 1)) {
+    const Problem& p = x.problem();
+    const auto channels = static_cast<std::size_t>(x.K());
+    const double rate = std::exp(p.A_log ? x.inputs.A_log.as<float>()[head] : 0);
+    for (int64_t i = 0; i < chunk.count; ++i) {
+      const auto t = static_cast<std::size_t>(i);
+      const int64_t at = (token0 + i) * x.HV() + head;
+      std::vector<double> q(channels), k(q);
+      for (std::size_t d = 0; d < channels; ++d) {
+        const int64_t element = at * x.K() + static_cast<int64_t>(d);
+        q[d] = load_element(x.inputs.q.data(), p.q.dtype, element);
+        k[d] = load_element(x.inputs.k.data(), p.k.dtype, element);
+        const double g = load_element(x.inputs.g.data(), p.g.dtype, element);
+        const double bias =
+            p.dt_bias ? x.inputs.dt_bias.as<float>()[head * x.K() + static_cast<int64_t>(d)] : 0;
+        double& dg = raw.dg[t][d];
+        const double sigmoid = 1 / (1 + std::exp(-(g + bias)));
+        if (p.gate_mode == GateMode::kSoftplus) {
+          if (dg != 0) sums[channels] += dg * log_decay(p, g, bias, std::log(rate));
+          dg *= -rate * sigmoid;
+        } else if (p.gate_mode == GateMode::kBounded) {
+          const double bounded = 1 / (1 + std::exp(-rate * (g + bias)));
+          const double inner = dg * p.lower_bound * bounded * (1 - bounded) * rate;
+          if (inner != 0) sums[channels] += inner * (g + bias);
+          dg = inner;
+        }
+        sums[d] += dg;
+      }
+      undo_norm(p, effective_scale(p), q, &raw.dq[t]);
+      undo_norm(p, 1, k, &raw.dk[t]);
+      if (p.beta_mode != BetaMode::kPlain)  // beta cancels: beta' = beta sigmoid(-raw)
+        raw.dbeta[t] = dot(chunk.dz[t], chunk.errors[t]) /
+                       (1 + std::exp(load_element(x.inputs.beta.data(), p.beta.dtype, at)));
+    }
+  }
+};
+
+void expect_close_on_hopper(const Case& x, const std::string& what) {
+  const Finished got = run_on_hopper(x);
+  Errors errors;
+  std::vector<Sums> sums(2);
+  const auto channels = static_cast<std::size_t>(x.K());
+  x.for_each_chunk([&](int64_t chunk, int64_t token0, int64_t count) {
+    for (int64_t head = 0; head < x.HV(); ++head) {
+      const Expected want(x, chunk, token0, count, head);
+      for (int64_t i = 0; i < count; ++i) {
+        const auto t = static_cast<std::size_t>(i);
+        const int64_t at = (token0 + i) * x.HV() + head;
+        const auto add = [&](const io::Buffer& rows, const std::vector<double>& row, Sums* to) {
+          for (std::size_t d = 0; d < channels; ++d)
+            to->add(
+                load_element(rows.data(), DType::kBFloat16, at * x.K() + static_cast<int64_t>(d)),
+                row[d]);
+        };
+        add(got.dq, want.raw.dq[t], &errors.dq);
+        add(got.dk, want.raw.dk[t], &errors.dk);
+        add(got.dg, want.raw.dg[t], &errors.dg);
+        errors.dbeta.add(got.dbeta[static_cast<std::size_t>(at)], want.raw.dbeta[t]);
+      }
+      if (x.problem().gate_mode == GateMode::kLog) continue;
+      const double* of_chunk =
+          got.sums.data() + static_cast<std::size_t>(chunk * x.HV() + head) * (channels + 1);
+      for (std::size_t d = 0; d <= channels; ++d)
+        sums[d == channels].add(of_chunk[d], want.sums[d]);
+    }
+  });
+  if (std::getenv("KDA_TEST_VERBOSE"))
+    std::printf("  %-36s dq %.2e  dk %.2e  dg %.2e  dbeta %.2e  ddt_bias %.2e  dA_log %.2e\n",
+                what.c_str(), errors.dq.relative(), errors.dk.relative(), errors.dg.relative(),
+                errors.dbeta.relative(), sums[0].relative(), sums[1].relative());
+  // A rounding to bf16 more than the rows have.
+  EXPECT_LT(errors.dq.relative(), 4.5e-3) << what;
+  EXPECT_LT(errors.dk.relative(), 4.5e-3) << what;
+  EXPECT_LT(errors.dg.relative(), 4.8e-3) << what;
+  EXPECT_LT(errors.dbeta.relative(), 4.8e-3) << what;
+  EXPECT_LT(sums[0].relative(), 5e-3) << what;
+  EXPECT_LT(sums[1].relative(), 2e-2) << what;  // one number a chunk, whose terms cancel
+  for (std::size_t i = static_cast<std::size_t>(x.chunks() * x.HV()) * (channels + 1);
+       i < got.sums.size(); ++i)
+    EXPECT_EQ(got.sums[i], 0) << what << ", a chunk that is not there";
+}
+
+class ChunkGradOnHopper : public test::GpuTest {
+ protected:
+  void SetUp() override {
+    GpuTest::SetUp();
+    if (!IsSkipped() && (!cuda::sm90::kBuilt || test::device().compute_capability != 90))
+      GTEST_SKIP() << "needs a Hopper GPU";
+  }
+};
+
+TEST_F(ChunkGradOnHopper, EveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    expect_close_on_hopper(
+        Case(check::generate(options_of(130, 1, 128, 128, static_cast<Regime>(regime)))),
+        check::regime_name(static_cast<Regime>(regime)));
+}
+
+TEST_F(ChunkGradOnHopper, LengthsAroundChunksAndSubchunks) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kLog}) {
+    check::GenerateOptions options = options_of(0, 2, 128, 128, regime);
+    options.seq_lens = {1, 15, 0, 16, 17, 63, 64, 65};
+    expect_close_on_hopper(Case(check::generate(options)), "packed");
+    options.seq_lens.clear();
+    options.batch = 2, options.num_tokens = 79;
+    expect_close_on_hopper(Case(check::generate(options)), "batch of 2");
+  }
+}
+
+TEST_F(ChunkGradOnHopper, GatesOutOfTheAnchorsRange) {
+  const auto gates = [&](const char* what, const std::function<double(int64_t, int64_t)>& f) {
+    expect_close_on_hopper(Case(with_log_gates(100, 128, 128, DType::kBFloat16, f)), what);
+  };
+  gates("-inf here and there, else 0", [](int64_t token, int64_t channel) {
+    return (token * 7 + channel * 3) % 11 == 0 ? -INFINITY : 0.0;
+  });
+  gates("one channel of the second chunk",
+        [](int64_t token, int64_t channel) { return token > 70 && channel == 77 ? -42.0 : -0.02; });
+  gates("falls and grows", [](int64_t token, int64_t) {
+    return token == 4 || token == 5 ? -52.0 : token == 8 || token == 9 ? 20.0 : -0.01;
+  });
+  gates("at the end of the range",
+        [](int64_t, int64_t channel) { return channel % 2 ? -5.1 : 0.02; });
+  Inputs inputs = check::generate(options_of(100, 2, 128, 128, Regime::kSoftplus));
+  for (int64_t i = 0; i < 100 * 128; ++i)
+    if (i % 37 == 0) store_element(inputs.g.data(), DType::kBFloat16, 2 * i, 60);
+  expect_close_on_hopper(Case(inputs), "softplus to -60 and below");
+}
+
+TEST_F(ChunkGradOnHopper, StepsAndNorms) {
+  for (const BetaMode mode : {BetaMode::kPlain, BetaMode::kSigmoid, BetaMode::kSigmoid2}) {
+    Inputs inputs = check::generate(options_of(100, 2, 128, 128, Regime::kTrained));
+    inputs.problem.beta_mode = mode;
+    inputs.problem.qk_l2norm = mode != BetaMode::kSigmoid2;
+    if (mode == BetaMode::kSigmoid2) inputs.problem.scale = -0.5;
+    if (mode == BetaMode::kPlain)  // the first chunk has small ones
+      for (int64_t i = 0; i < 200; ++i) {
+        const float betas[] = {0.7f, 0.0f, 0x1p-9f, -0.4f, -0x1p-12f, 0x1p-8f, -0.0f};
+        store_element(inputs.beta.data(), inputs.problem.beta.dtype, i,
+                      i < 128 ? betas[i % 7] : 0.5f);
+      }
+    expect_close_on_hopper(Case(inputs), beta_mode_name(mode));
+  }
+}
+
+TEST_F(ChunkGradOnHopper, InfiniteGatesOfBoundedMode) {
+  Inputs inputs = check::generate(options_of(70, 1, 128, 128, Regime::kTrained));
+  for (int64_t i = 0; i < 70 * 128; i += 13)
+    store_element(inputs.g.data(), DType::kBFloat16, i, i % 2 ? -INFINITY : INFINITY);
+  const Finished got = run_on_hopper(Case(inputs));
+  for (const double sum : got.sums) EXPECT_TRUE(std::isfinite(sum));
+  for (int64_t i = 0; i < 70 * 128; i += 13)
+    EXPECT_EQ(load_element(got.dg.data(), DType::kBFloat16, i), 0);
+}
+
+TEST_F(ChunkGradOnHopper, WithoutTheGradientOfOutputs) {
+  Case x(check::generate(options_of(70, 1, 128, 128, Regime::kTrained)));
+  x.with_d_o = false;
+  expect_close_on_hopper(x, "no d_o");
+}
+
+/// What only later tokens have reaches no earlier one: exact zeros where nothing else is.
+TEST_F(ChunkGradOnHopper, LaterTokensAreExactZerosToEarlierOnes) {
+  Case x(check::generate(options_of(64, 1, 128, 128, Regime::kStrong)));
+  constexpr int64_t kEnd = 21;
+  without_loss_from(&x, kEnd);
+  const Finished got = run_on_hopper(x);
+  for (int64_t i = kEnd * 128; i < 64 * 128; ++i)
+    for (const io::Buffer* rows : {&got.dq, &got.dk, &got.dg})
+      EXPECT_EQ(load_element(rows->data(), DType::kBFloat16, i), 0) << i;
+  for (std::size_t token = kEnd; token < 64; ++token) EXPECT_EQ(got.dbeta[token], 0) << token;
+}
+
+TEST_F(ChunkGradOnHopper, PoisonReachesNoOtherSequence) {
+  for (const Regime regime : {Regime::kTrained, Regime::kLog}) {
+    check::GenerateOptions options = options_of(0, 1, 128, 128, regime);
+    options.seq_lens = {40, 70, 30};
+    const Case clean(check::generate(options));
+    Case poisoned = clean;
+    poison_second_sequence(&poisoned, 40, 110, 1, 3);
+    const Finished want = run_on_hopper(clean), got = run_on_hopper(poisoned);
+    const auto same = [](const auto& x, const auto& y, std::size_t begin, std::size_t end) {
+      return std::memcmp(x.data() + begin, y.data() + begin, (end - begin) * sizeof(*x.data())) ==
+             0;
+    };
+    for (const auto& [begin, end] : {std::pair<std::size_t, std::size_t>{0, 40}, {110, 140}}) {
+      EXPECT_TRUE(same(want.dq, got.dq, 256 * begin, 256 * end));
+      EXPECT_TRUE(same(want.dk, got.dk, 256 * begin, 256 * end));
+      EXPECT_TRUE(same(want.dg, got.dg, 256 * begin, 256 * end));
+      EXPECT_TRUE(same(want.dbeta, got.dbeta, begin, end));
+    }
+    EXPECT_TRUE(same(want.sums, got.sums, 0, 129));
+    EXPECT_TRUE(same(want.sums, got.sums, 3 * 129, 4 * 129));
+  }
+}
+
+TEST_F(ChunkGradOnHopper, SameBitsAgain) {
+  const Case x(check::generate(options_of(130, 2, 128, 128, Regime::kSoftplus)));
+  const Finished first = run_on_hopper(x), second = run_on_hopper(x);
+  for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk, &Finished::dg})
+    EXPECT_EQ(std::memcmp((first.*rows).data(), (second.*rows).data(), (first.*rows).size()), 0);
+  EXPECT_EQ(first.dbeta, second.dbeta);
+  EXPECT_EQ(first.sums, second.sums);
+}
+
+TEST_F(ChunkGradOnHopper, ServesBf16RowsOf16Bytes) {
+  const Case x(check::generate(options_of(64, 1, 128, 128, Regime::kTrained)));
+  const Call call(x);
+  const auto serves = [&](const std::function<void(cuda::FinishedGradArgs&)>& change) {
+    cuda::FinishedGradArgs args = call.args;
+    change(args);
+    return cuda::sm90::serves_chunk_grad(args);
+  };
+  EXPECT_TRUE(serves([](auto&) {}));
+  EXPECT_FALSE(serves([](auto& args) { args.g.type = cuda::Element::kFloat32; }));
+  EXPECT_FALSE(serves([](auto& args) { args.q.stride_t += 4; }));
+  EXPECT_FALSE(serves([](auto& args) { args.shape.HV *= 2; }));
+  EXPECT_FALSE(serves([](auto& args) { args.shape.K = 64; }));
+  EXPECT_FALSE(serves([](auto& args) { args.shape.V = 64; }));
 }
 
 }  // namespace

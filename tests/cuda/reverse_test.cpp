@@ -11,6 +11,8 @@
 #ifdef KDA_WITH_CUDA
 
 #include "cuda/host/views.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/chunk_delta_h.hpp"
 #include "cuda/staged/chunk_intra.hpp"
@@ -25,7 +27,22 @@ using check::Inputs;
 using check::Regime;
 using Doubles = std::vector<double>;
 
-class Reverse : public test::GpuTest {};
+/// Which kernels run: those of sm_80, or both chains in one launch on Hopper.
+enum class Form { kMmaSync, kWgmma };
+
+class Reverse : public test::GpuTest, public ::testing::WithParamInterface<Form> {
+ protected:
+  void SetUp() override {
+    test::GpuTest::SetUp();
+    if (!IsSkipped() && GetParam() == Form::kWgmma &&
+        !(cuda::sm90::kBuilt && test::device().compute_capability == 90))
+      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+    form = GetParam();
+  }
+
+ public:
+  static inline Form form;
+};
 
 constexpr std::size_t kBf16 = 2;
 
@@ -33,7 +50,8 @@ std::size_t size(int64_t count) { return static_cast<std::size_t>(count); }
 
 /// Gradients that come in, and how all of them lie.
 struct Options {
-  bool narrow = false;
+  bool narrow = false;     ///< of the kernels of sm_80
+  bool one_launch = true;  ///< of those of Hopper
   bool loss = true;        ///< d_o is there
   bool final_loss = true;  ///< d_final is there
   bool wanted = true;      ///< dv and d_initial are
@@ -278,8 +296,6 @@ Result run(const Case& c, const Options& options = {}) {
   chain.initial = initial;
   chain.h = h.data();
   chain.vn = errors.data();
-  throw_if_error(launch_chunk_delta_h(chain, cuda::ChainUse::kErrors, false, options.narrow, {}));
-
   const auto rows = [&](const DeviceBuffer& buffer, DType dtype, int64_t gap) {
     const int64_t row = V + gap;
     const TensorDesc desc{dtype, {p.num_tokens * HV * row, HV * row, row, 1}, gap % 2 ? 2 : 4};
@@ -316,7 +332,17 @@ Result run(const Case& c, const Options& options = {}) {
   reverse.initial = initial;
   reverse.dh = dh.data();
   reverse.dz = dz.data();
-  throw_if_error(launch_chunk_reverse(reverse, options.narrow, {}));
+  if (Reverse::form == Form::kMmaSync) {
+    throw_if_error(launch_chunk_delta_h(chain, cuda::ChainUse::kErrors, false, options.narrow, {}));
+    throw_if_error(launch_chunk_reverse(reverse, options.narrow, {}));
+  } else if constexpr (cuda::sm90::kBuilt) {
+    if (options.one_launch) {
+      throw_if_error(cuda::sm90::launch_chains(&chain, &reverse, {}));
+    } else {
+      throw_if_error(cuda::sm90::launch_chains(&chain, nullptr, {}));
+      throw_if_error(cuda::sm90::launch_chains(nullptr, &reverse, {}));
+    }
+  }
   check::synchronize_device();
   return {downloaded(h),  downloaded(errors), downloaded(dh),
           downloaded(dz), downloaded(dv),     downloaded(d_initial)};
@@ -429,7 +455,7 @@ Result expect_true(const Case& c, const Options& options, const std::string& wha
 // ---- tests
 // ---------------------------------------------------------------------------------------
 
-TEST_F(Reverse, EveryRegime) {
+TEST_P(Reverse, EveryRegime) {
   for (int i = 0; i < check::kNumRegimes; ++i) {
     const auto regime = static_cast<Regime>(i);
     // Equal keys: T' has large terms that cancel, and its rounding stays.
@@ -439,7 +465,7 @@ TEST_F(Reverse, EveryRegime) {
   }
 }
 
-TEST_F(Reverse, GatesOfMinusInfinity) {
+TEST_P(Reverse, GatesOfMinusInfinity) {
   Case c(case_of({150}, 64, 64, Regime::kLog));
   for (int64_t i = 0; i < 150 * 64; ++i)
     if (i / 64 % 40 == 20 || i % 7 == 0)
@@ -448,21 +474,21 @@ TEST_F(Reverse, GatesOfMinusInfinity) {
   expect_true(c, {}, "gates of -inf");
 }
 
-TEST_F(Reverse, LengthsHeadsAndSizes) {
+TEST_P(Reverse, LengthsHeadsAndSizes) {
   for (const auto& [K, V] : {std::pair{32, 24}, std::pair{64, 128}, std::pair{128, 72}})
     expect_true(Case(case_of({1, 0, 16, 63, 64, 65, 0}, K, V, Regime::kTrained, 2)), {},
                 "packed, K " + std::to_string(K) + " V " + std::to_string(V));
 }
 
-TEST_F(Reverse, WidthChangesNoBit) {
+TEST_P(Reverse, WidthAndLaunchesChangeNoBit) {
   for (const auto& [K, V] : {std::pair{64, 24}, std::pair{128, 104}}) {
     const Case c(case_of({70}, K, V));
-    const Result wide = expect_true(c, {}, "wide");
-    EXPECT_TRUE(wide == run(c, {.narrow = true})) << K << " " << V;
+    const Result whole = expect_true(c, {}, "wide, one launch");
+    EXPECT_TRUE(whole == run(c, {.narrow = true, .one_launch = false})) << K << " " << V;
   }
 }
 
-TEST_F(Reverse, TypesLayoutsAndGaps) {
+TEST_P(Reverse, TypesLayoutsAndGaps) {
   check::GenerateOptions rows = test::shape16(70, 1, 40, 24);
   rows.batch = 2;
   rows.num_value_heads = 2;
@@ -489,7 +515,7 @@ TEST_F(Reverse, TypesLayoutsAndGaps) {
     }
 }
 
-TEST_F(Reverse, GradientsThatAreNotThere) {
+TEST_P(Reverse, GradientsThatAreNotThere) {
   Case c(case_of({100, 0, 3}, 64, 64));
   expect_true(c, {.final_loss = false}, "no d_final");
   expect_true(c, {.loss = false}, "no d_o");
@@ -505,7 +531,7 @@ TEST_F(Reverse, GradientsThatAreNotThere) {
 }
 
 /// Tokens that no loss sees have gradients of exactly zero.
-TEST_F(Reverse, ZerosBehindTheLoss) {
+TEST_P(Reverse, ZerosBehindTheLoss) {
   constexpr int64_t kTokens = 140, V = 64;
   for (const int64_t last : {0, 37, 64, 100}) {
     Case c(case_of({kTokens}, 64, V));
@@ -523,7 +549,7 @@ TEST_F(Reverse, ZerosBehindTheLoss) {
   }
 }
 
-TEST_F(Reverse, NaNStaysInItsSequenceAndHead) {
+TEST_P(Reverse, NaNStaysInItsSequenceAndHead) {
   constexpr int64_t V = 24, HV = 2;
   const Case clean(case_of({70, 65, 3}, 32, V, Regime::kTrained, HV));
   Case c = clean;
@@ -550,7 +576,43 @@ TEST_F(Reverse, NaNStaysInItsSequenceAndHead) {
   }
 }
 
-TEST_F(Reverse, ErrorsAreOfBf16Factors) {
+/// Largest difference of two buffers and the root mean square of the first.
+void expect_close(const io::Buffer& a, const io::Buffer& b, DType dtype, const char* what) {
+  double worst = 0, sum = 0;
+  const auto count = static_cast<int64_t>(a.size()) / dtype_size(dtype);
+  for (int64_t i = 0; i < count; ++i) {
+    const double x = load_element(a.data(), dtype, i), y = load_element(b.data(), dtype, i);
+    ASSERT_TRUE(std::isfinite(x) && std::isfinite(y)) << what << " " << i;
+    worst = std::max(worst, std::abs(x - y));
+    sum += x * x;
+  }
+  EXPECT_LE(worst, 0.02 * std::sqrt(sum / static_cast<double>(count))) << what;
+}
+
+/// Element by element: the forms differ in the order of sums alone.
+TEST_P(Reverse, IsThatOfMmaSync) {
+  if (form == Form::kMmaSync) GTEST_SKIP() << "it is";
+  for (const auto& [K, V] : {std::pair{64, 72}, std::pair{128, 64}}) {
+    const Case c(case_of({150, 64}, K, V, Regime::kMixed));
+    const Result wgmma = run(c);
+    form = Form::kMmaSync;
+    const Result mma = run(c);
+    form = GetParam();
+    expect_close(mma.h, wgmma.h, DType::kBFloat16, "h");
+    expect_close(mma.errors, wgmma.errors, DType::kBFloat16, "E");
+    expect_close(mma.dh, wgmma.dh, DType::kBFloat16, "dh");
+    expect_close(mma.dz, wgmma.dz, DType::kBFloat16, "dZ");
+    expect_close(mma.dv, wgmma.dv, DType::kFloat32, "dv");
+    expect_close(mma.d_initial, wgmma.d_initial, DType::kFloat32, "d_initial");
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Chains, Reverse, ::testing::Values(Form::kMmaSync, Form::kWgmma),
+                         [](const auto& of) {
+                           return of.param == Form::kMmaSync ? "MmaSync" : "Wgmma";
+                         });
+
+TEST(ReverseArguments, ErrorsAreOfBf16Factors) {
   const Status status =
       cuda::launch_chunk_delta_h({}, cuda::ChainUse::kErrors, /*fp16=*/true, false, {});
   EXPECT_EQ(status.code(), StatusCode::kInternal);

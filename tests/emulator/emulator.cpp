@@ -20,8 +20,17 @@ constexpr std::size_t kSharedAlignment = 1024;
 struct Copy {
   void* target;
   const void* source;
-  int bytes;  // of a piece of 4, 8 or 16; the rest is zeros
+  int bytes;  // negative: so many zeros
 };
+
+int size_of(const Copy& copy) { return std::abs(copy.bytes); }
+void run(const Copy& copy) {
+  const auto size = static_cast<std::size_t>(size_of(copy));
+  if (copy.bytes < 0)
+    std::memset(copy.target, 0, size);
+  else
+    std::memcpy(copy.target, copy.source, size);
+}
 
 struct Thread {
   uint3 index{};
@@ -262,11 +271,27 @@ void mbarrier_arrive(uint64_t index, int expected_bytes) {
   end_phase(b);
 }
 
-void cp_async_bulk(void* target, const void* source, int bytes, uint64_t index) {
+void mbarrier_arrive_after_copies(uint64_t index) {
+  Mbarrier& b = mbarrier(index);
+  for (const Copy& copy : std::exchange(self->open, {})) {
+    b.missing_bytes += size_of(copy);
+    b.copies.push_back(copy);
+  }
+  mbarrier_arrive(index, 0);
+}
+
+void check_bulk_copy(const void* target, const void* source, int bytes) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   if (bytes % 16 != 0 || !aligned(target) || !aligned(source))
     fail("a bulk copy not aligned to 16");
+}
+void cp_async_bulk(void* target, const void* source, int bytes, uint64_t index) {
+  check_bulk_copy(target, source, bytes);
   mbarrier(index).copies.push_back({target, source, bytes});
+}
+void cp_async_bulk_store(void* target, const void* source, int bytes) {
+  check_bulk_copy(target, source, bytes);
+  self->open.push_back({target, source, bytes});
 }
 
 void mbarrier_wait(uint64_t index, int parity) {
@@ -274,8 +299,8 @@ void mbarrier_wait(uint64_t index, int parity) {
   while (!over()) {
     Mbarrier& b = mbarrier(index);
     for (const Copy& copy : std::exchange(b.copies, {})) {
-      std::memcpy(copy.target, copy.source, static_cast<std::size_t>(copy.bytes));
-      b.missing_bytes -= copy.bytes;
+      run(copy);
+      b.missing_bytes -= size_of(copy);
     }
     end_phase(b);
     if (!over()) wait_for("an mbarrier");
@@ -327,13 +352,7 @@ void commit_copies() {
 }
 void wait_copies(int pending) {
   while (static_cast<int>(self->groups.size()) > pending) {
-    for (const Copy& copy : self->groups.front()) {
-      const int size = copy.bytes < 0 ? -copy.bytes : copy.bytes;
-      if (copy.bytes < 0)
-        std::memset(copy.target, 0, static_cast<std::size_t>(size));
-      else
-        std::memcpy(copy.target, copy.source, static_cast<std::size_t>(size));
-    }
+    for (const Copy& copy : self->groups.front()) run(copy);
     self->groups.pop_front();
   }
 }

@@ -74,8 +74,12 @@ void wait_copies(int pending);
 /// Barriers of ptx/mbarrier.cuh, by index within the block.
 uint64_t mbarrier_init(int arrivals);
 void mbarrier_arrive(uint64_t barrier, int expected_bytes);
+/// This thread's copies without a group are the barrier's from here on.
+void mbarrier_arrive_after_copies(uint64_t barrier);
 void mbarrier_wait(uint64_t barrier, int parity);
 void cp_async_bulk(void* target, const void* source, int bytes, uint64_t barrier);
+/// To global memory: done when its thread waits for its group.
+void cp_async_bulk_store(void* target, const void* source, int bytes);
 
 /// Lets other threads run; `what` this one waits for, should there be a deadlock.
 void wait_for(const char* what);

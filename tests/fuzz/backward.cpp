@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Random problems and gradients against the oracle's adjoint: sizes, types, gates, strides, kept
-// states.
+// states, segments.
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -69,6 +69,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
     run.backend =
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
+  if (test::on_cuda() && random.chance(0.4)) run.segments = 2 + random.below(7);
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));
   const bool marginal = check::is_marginal(inputs);
@@ -81,11 +82,13 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
     totals->add(comparison, buffers.gradients.dq->dtype == DType::kFloat32);
   if (comparison.within()) return "";
   std::string failure = fmt::format(
-      "{} {} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={}:",
+      "{} {} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={} "
+      "segments={}:",
       call.plan.plan.implementation, check::regime_name(shape.regime), inputs.problem.num_tokens,
       inputs.problem.num_sequences, shape.num_heads, shape.num_value_heads, shape.key_dim,
       shape.value_dim, dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode),
-      inputs.problem.qk_l2norm, beta_mode_name(inputs.problem.beta_mode), run.kept_every);
+      inputs.problem.qk_l2norm, beta_mode_name(inputs.problem.beta_mode), run.kept_every,
+      call.plan.plan.segments.size());
   for (const auto& [name, heads] : comparison.errors) {
     const check::HeadError* worst = check::worst_error(heads);
     if (worst->error > worst->tolerance)

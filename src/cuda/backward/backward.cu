@@ -48,7 +48,7 @@ Status launch(BackwardArgs args, const Launch& where) {
                             pieces_of(tokens) * args.shape.H, sizeof(GradientsShared<kK>)));
   }
   if (!args.sums) return {};
-  return run("backward_parameters", backward_parameters_kernel, args.shape.HV, 0);
+  return run("backward_parameters", backward_parameters_kernel, parameter_blocks(args), 0);
 }
 
 }  // namespace
@@ -60,8 +60,8 @@ Status launch_backward(const BackwardArgs& args, const Launch& where) {
 }
 
 Status launch_parameters(const BackwardArgs& args, const Launch& where) {
-  return launch_kernel("backward_parameters", backward_parameters_kernel, args.shape.HV, kThreads,
-                       0, where, args);
+  return launch_kernel("backward_parameters", backward_parameters_kernel, parameter_blocks(args),
+                       kThreads, 0, where, args);
 }
 
 }  // namespace kda::cuda

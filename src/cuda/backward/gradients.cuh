@@ -163,26 +163,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// A block a value head: its sums of all pieces, in order.
+/// Blocks of a value head: some columns of its sums each.
+inline constexpr int kPhases = 8, kSumColumns = kThreads / kPhases;
+inline int64_t parameter_blocks(const BackwardArgs& a) {
+  return a.shape.HV * ((a.shape.K + kSumColumns) / kSumColumns);
+}
+
+/// Sums over all pieces: 8 of them, each of every eighth piece in order, then these in order.
 __global__ void __launch_bounds__(kThreads)
     backward_parameters_kernel(const __grid_constant__ BackwardArgs a) {
-  constexpr int kAtOnce = 8;
-  const int64_t head = blockIdx.x, stride = a.shape.HV * (a.shape.K + 1);
-  for (int d = threadIdx.x; d <= a.shape.K; d += kThreads) {
-    const double* sums = a.sums + head * (a.shape.K + 1) + d;
-    double totals[kAtOnce] = {};
-    for (int64_t first = 0; first < a.sizes.pieces; first += kAtOnce)
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i < a.sizes.pieces) totals[i] += sums[(first + i) * stride];
-    double total = 0;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) total += totals[i];
-    if (d == a.shape.K && a.dA_log)
-      a.dA_log[head * a.stride_dA] = static_cast<float>(total);
-    else if (d < a.shape.K && a.ddt_bias)
-      a.ddt_bias[head * a.stride_ddt + d] = static_cast<float>(total);
+  __shared__ double totals[kPhases][kSumColumns];
+  const int K = a.shape.K, blocks = (K + kSumColumns) / kSumColumns;
+  const int64_t head = blockIdx.x / blocks, stride = a.shape.HV * (K + 1);
+  const int column = threadIdx.x % kSumColumns, phase = threadIdx.x / kSumColumns;
+  const int d = static_cast<int>(blockIdx.x % blocks) * kSumColumns + column;
+  double total = 0;
+  if (d <= K) {
+    const double* sums = a.sums + head * (K + 1) + d;
+#pragma unroll 8
+    for (int64_t piece = phase; piece < a.sizes.pieces; piece += kPhases)
+      total += sums[piece * stride];
   }
+  totals[phase][column] = total;
+  __syncthreads();
+  if (phase > 0 || d > K) return;
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kPhases; ++i) total += totals[i][column];
+  if (d == K && a.dA_log)
+    a.dA_log[head * a.stride_dA] = static_cast<float>(total);
+  else if (d < K && a.ddt_bias)
+    a.ddt_bias[head * a.stride_ddt + d] = static_cast<float>(total);
 }
 
 }  // namespace kda::cuda::backward

@@ -78,13 +78,13 @@ struct Chain {
 
   /// Blocks of kColumns columns, those of a span and head after each other. False: nothing to do.
   template <int kColumns>
-  __device__ bool find_place(int warp) {
+  __device__ bool find_place(int warp, unsigned of_launch = blockIdx.x) {
     constexpr int kCover = kCovered<kUse, kColumns>;
     const int v_blocks = (a.shape.V + kCover - 1) / kCover * (kCover / kColumns);
     const int k_blocks = kUse == ChainUse::kScan ? (a.shape.K + kColumns - 1) / kColumns : 0;
     const auto blocks = static_cast<unsigned>(v_blocks + k_blocks);
-    const unsigned place = blockIdx.x / blocks;
-    int block = static_cast<int>(blockIdx.x % blocks);
+    const unsigned place = of_launch / blocks;
+    int block = static_cast<int>(of_launch % blocks);
     head = a.shape.heads.remainder(place);
     unit = a.shape.heads.quotient(place);
     if constexpr (kUse == ChainUse::kOutputs) {

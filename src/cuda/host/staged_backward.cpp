@@ -8,8 +8,11 @@
 #include "cuda/host/segments.hpp"
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/segments/reverse_merge.hpp"
+#include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/sizes.hpp"
@@ -94,13 +97,19 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
+/// Behind the rows of the group.
+uint32_t* left_words(const Plan& plan, const BackwardArgs& args) {
+  const auto heads = static_cast<std::size_t>(args.shape.HV);
+  return reinterpret_cast<uint32_t*>(args.rows) + heads * head_bytes(plan).rows / sizeof(float);
+}
+
 /// What segments add; without any `spans` is 0.
 struct Segments {
   int64_t spans = 0;
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
   SequenceMap sequences;             ///< each segment a sequence
   int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [spans]
-  /// Of a group. D lies over B, and dS behind segments over the states before them.
+  /// These are a group's. D lies over B, and dS behind segments over the states before them.
   float *M = nullptr, *B = nullptr, *states = nullptr;
 };
 
@@ -134,7 +143,7 @@ struct GroupLaunches {
   const Segments& segments;
   const Launch where;
 
-  /// Of the chains: sequences or segments.
+  /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
   bool narrow() const {
     return narrow_tiles(plan.device.num_sms, spans() * args.shape.HV, args.shape.V);
@@ -183,13 +192,13 @@ struct GroupLaunches {
     return launch_merge(merge_args(args.initial), plan.device, where);
   }
 
-  Status errors() const {
+  ChainArgs errors_args() const {
     ChainArgs chain = chain_args();
     chain.initial = args.initial;
     if (segments.spans > 0) chain.states_in = segments.states;
     chain.h = blocks.h, chain.vn = blocks.errors;
     chain.flags = args.flags, chain.accumulate_flags = args.accumulate_flags;
-    return launch_chunk_delta_h(chain, ChainUse::kErrors, /*fp16=*/false, narrow(), where);
+    return chain;
   }
 
   ReverseArgs reverse_args(const SequenceMap& map) const {
@@ -201,15 +210,15 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// dS behind segments. What the chains from zero leave in dh and dz is written again.
-  Status reverse_and_merge() const {
+  /// Chains of segments from zero, for dS behind them. What they leave in dh and dz is written
+  /// again.
+  ReverseArgs scan_args() const {
     ReverseArgs reverse = reverse_args(segments.sequences);
     reverse.d_initial = reverse.initial = span_states(segments.B);
-    KDA_RETURN_IF_ERROR(launch_chunk_reverse(reverse, narrow(), where));
-    return launch_reverse_merge(merge_args(args.d_final), where);
+    return reverse;
   }
 
-  Status reverse() const {
+  ReverseArgs last_args() const {
     ReverseArgs reverse = reverse_args(segments.spans > 0 ? segments.sequences : args.map);
     reverse.dv = args.dv;
     reverse.d_final = args.d_final;
@@ -220,17 +229,36 @@ struct GroupLaunches {
       reverse.initial.indices = segments.initial_slots;
       reverse.initial.mask = nullptr;
     }
+    return reverse;
+  }
+
+  /// Two chains that need nothing of each other; null: not wanted.
+  Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
+    if (sm90::kBuilt && plan.device.compute_capability == 90)
+      return sm90::launch_chains(errors, &reverse, where);
+    if (errors)
+      KDA_RETURN_IF_ERROR(
+          launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
     return launch_chunk_reverse(reverse, narrow(), where);
   }
 
   Status gradients() const {
-    ChunkGradArgs grad;
+    FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
     grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
     grad.gate = args.gate;
     grad.d_o = args.d_o;
     grad.h = blocks.h, grad.dh = blocks.dh, grad.errors = blocks.errors, grad.dz = blocks.dz;
     grad.rows = args.rows;
+    grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
+    grad.sums = args.sums;
+    if (sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
+      grad.left = left_words(plan, args);
+      KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
+      BackwardArgs by_chunks = args;
+      by_chunks.sizes.pieces = grad.num_chunks;
+      return args.sums ? launch_parameters(by_chunks, where) : Status{};
+    }
     KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
     KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
     return args.sums ? launch_parameters(args, where) : Status{};
@@ -240,9 +268,14 @@ struct GroupLaunches {
   Status all(bool tokens) const {
     KDA_RETURN_IF_ERROR(intra());
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
-    if (tokens || args.flags) KDA_RETURN_IF_ERROR(errors());
-    if (segments.spans > 0) KDA_RETURN_IF_ERROR(reverse_and_merge());
-    KDA_RETURN_IF_ERROR(reverse());
+    const ChainArgs errors = errors_args();
+    const ChainArgs* wanted = tokens || args.flags ? &errors : nullptr;
+    if (segments.spans > 0) {
+      KDA_RETURN_IF_ERROR(chains(wanted, scan_args()));
+      KDA_RETURN_IF_ERROR(launch_reverse_merge(merge_args(args.d_final), where));
+      wanted = nullptr;
+    }
+    KDA_RETURN_IF_ERROR(chains(wanted, last_args()));
     return tokens ? gradients() : Status{};
   }
 };

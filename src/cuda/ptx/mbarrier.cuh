@@ -34,6 +34,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(Mbarrier& barrier, int
                "r"(bytes)
                : "memory");
 }
+/// Arrives when all cp.async() of this thread so far are there.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
 /// Waits until the phase of this parity (0 for the first) is over.
 __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const uint32_t address = shared_address(&barrier);
@@ -63,6 +68,19 @@ __device__ __forceinline__ void cp_async_bulk(void* target, const void* source, 
           "r"(shared_address(target)),
       "l"(source), "r"(bytes), "r"(shared_address(&barrier))
       : "memory");
+}
+
+/// Starts a copy of `bytes`, a multiple of 16, from shared to global memory, both aligned to 16.
+/// fence_async_proxy() of who wrote to shared memory comes before it.
+__device__ __forceinline__ void cp_async_bulk_store(void* target, const void* source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(shared_address(source)), "r"(bytes)
+               : "memory");
+}
+/// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void cp_async_bulk_wait_read() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 }  // namespace kda::cuda::ptx

@@ -111,6 +111,25 @@ __device__ __forceinline__ void wgmma_mn_major(float (&d)[kTiles][4], const uint
     KDA_WGMMA_128("bf16");
 }
 
+/// d [64, 64] += a b, both in shared memory; without kAccumulate d = a b. b^T is 64 rows and 16
+/// columns of a tile. a is the same, or with kTransposed 16 rows and all columns of a tile.
+template <class T, bool kTransposed, bool kAccumulate>
+__device__ __forceinline__ void wgmma_n64_shared(float (&d)[8][4], uint64_t a, uint64_t b) {
+#define KDA_WGMMA_SHARED(type)                                                           \
+  asm volatile(                                                                          \
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; "                                           \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                        \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
+      "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, p, 1, 1, %35, 0;}"            \
+      : KDA_TILES_8(0)                                                                   \
+      : "l"(a), "l"(b), "n"(kAccumulate), "n"(kTransposed))
+  if constexpr (std::is_same_v<T, __half>)
+    KDA_WGMMA_SHARED("f16");
+  else
+    KDA_WGMMA_SHARED("bf16");
+#undef KDA_WGMMA_SHARED
+}
+
 #undef KDA_WGMMA_128
 #undef KDA_WGMMA_64
 #undef KDA_WGMMA

@@ -39,10 +39,13 @@ struct ReverseMerge {
 
   __device__ bool stores() const { return part < 2; }
 
-  __device__ float load_M(int64_t segment, int i) const {
-    const int K = a.shape.K, channel = part * kChannels + i;
-    const int64_t at = ((segment * a.shape.HV + place.head) * K + channel) * K + row;
-    return row < K && channel < K ? a.M[at] : 0.0f;
+  /// This thread's part of a row of M^T; `channels`: so many of it exist.
+  __device__ const float* part_of(int64_t segment) const {
+    const int64_t K = a.shape.K;
+    return a.M + ((segment * a.shape.HV + place.head) * K + part * kChannels) * K + row;
+  }
+  __device__ float load_M(const float* M, int i, int channels) const {
+    return i < channels ? M[i * a.shape.K] : 0.0f;
   }
   __device__ void put(int64_t segment, float4 x) const {
     own.store(segment, x);
@@ -53,22 +56,25 @@ struct ReverseMerge {
     const int64_t* offsets = a.segment_offsets + place.sequence;
     const int64_t first = offsets[0], last = offsets[1] - 1;
     if (last < first) return;
+    const int channels = row < a.shape.K ? a.shape.K - part * kChannels : 0;
+    const float* M = part_of(last);
     if (first < last)
 #pragma unroll
-      for (int i = 0; i < kChannels; ++i) m[i] = load_M(last, i);
+      for (int i = 0; i < kChannels; ++i) m[i] = load_M(M, i, channels);
     if (stores()) put(last, own.initial(place.sequence));
     for (int64_t segment = last; segment > first; --segment) {
       float4 x{};
       if (stores()) x = own.B(segment);
       __syncthreads();  // dS of this step is complete
       float sum[kColumns] = {};
-      const bool more = segment - 1 > first;
+      M = part_of(segment - 1);
+      const int next = segment - 1 > first ? channels : 0;
 #pragma unroll
       for (int i = 0; i < kChannels; ++i) {
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
           sum[c] = fmaf(m[i], s.state[part * kChannels + i][c], sum[c]);
-        if (more) m[i] = load_M(segment - 1, i);
+        m[i] = load_M(M, i, next);
       }
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) s.parts[part][row][c] = sum[c];

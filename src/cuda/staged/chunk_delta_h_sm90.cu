@@ -5,6 +5,7 @@
 #include "cuda/staged/chunk_delta_h_sm90.hpp"
 
 #include "cuda/chain/chain.cuh"
+#include "cuda/chain/products_sm90.cuh"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
@@ -169,47 +170,6 @@ struct Kernel {
     }
   }
 
-  // ---- products: begun here, waited for by the caller ------------------------------------------
-
-  __device__ static uint64_t descriptor(const T* tile) {
-    return ptx::tile_descriptor(ptx::shared_address(tile));
-  }
-
-  /// acc [V, tokens] = x [V, kK] rows^T, rows [64 tokens, kK].
-  __device__ __forceinline__ static void multiply_rows(const uint32_t (&x)[kSteps][4],
-                                                       const T* rows,
-                                                       float (&acc)[kTokenTiles][4]) {
-    const uint64_t tile = descriptor(rows);
-    ptx::wgmma_n64_k_major<T, false>(acc, x[0], tile);
-#pragma unroll
-    for (int step = 1; step < kSteps; ++step)
-      ptx::wgmma_n64_k_major<T, true>(acc, x[step], ptx::next_columns(tile, step * 16));
-    ptx::wgmma_commit();
-  }
-
-  /// o^T += vn^T Aqk^T. What lies above the diagonal of Aqk is 0, and adds nothing.
-  __device__ __forceinline__ static void multiply_scores(const uint32_t (&vn)[4][4], const T* Aqk,
-                                                         float (&o)[kTokenTiles][4]) {
-    const uint64_t tile = descriptor(Aqk);
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      ptx::wgmma_n64_k_major<T, true>(o, vn[step], ptx::next_columns(tile, step * 16));
-    ptx::wgmma_commit();
-  }
-
-  /// S^T += vn^T kg, in the order of sums of the mma.sync kernel.
-  __device__ __forceinline__ void add_errors(const uint32_t (&vn)[4][4],
-                                             const uint32_t (&low)[4][4], const T* kg) {
-    const uint64_t tile = descriptor(kg);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::wgmma_mn_major<T>(c.state, vn[step], ptx::next_rows(tile, step * 16));
-      if constexpr (C::kTwoParts)
-        ptx::wgmma_mn_major<T>(c.state, low[step], ptx::next_rows(tile, step * 16));
-    }
-    ptx::wgmma_commit();
-  }
-
   // ---- one chunk -------------------------------------------------------------------------------
 
   __device__ void wait_for_factors(int chunk) const {
@@ -228,8 +188,12 @@ struct Kernel {
       chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
     ptx::wgmma_fence();
-    multiply_rows(rounded, s.w, error);
-    if constexpr (kForward) multiply_rows(rounded, s.qg, o);
+    chain::multiply_rows<false>(rounded, s.w, error);
+    ptx::wgmma_commit();
+    if constexpr (kForward) {
+      chain::multiply_rows<false>(rounded, s.qg, o);
+      ptx::wgmma_commit();
+    }
     c.decay_state(gammas);
     ptx::wgmma_wait<kForward ? 1 : 0>();
     ptx::fence_operands(error);
@@ -241,8 +205,16 @@ struct Kernel {
     }
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
-    if constexpr (kForward) multiply_scores(vn, s.Aqk, o);
-    add_errors(vn, low, s.kg);
+    if constexpr (kForward) {  // what lies above the diagonal of Aqk is 0, and adds nothing
+      chain::multiply_rows<true>(vn, s.Aqk, o);
+      ptx::wgmma_commit();
+    }
+    // In the order of sums of the mma.sync kernel.
+    if constexpr (C::kTwoParts)
+      chain::multiply_tokens(c.state, s.kg, vn, low);
+    else
+      chain::multiply_tokens(c.state, s.kg, vn);
+    ptx::wgmma_commit();
     if constexpr (kForward) {
       ptx::wgmma_wait<1>();
       ptx::fence_operands(o);

@@ -45,7 +45,8 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   if (!declined.empty()) return builder.reason(std::move(declined));
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
-                     return auto_backward_partition(work, plan.device, plan.problem, groups, cost);
+                     return auto_backward_partition(work, plan.device, plan.problem.num_heads,
+                                                    groups, cost);
                    },
                .unit = kChunk});
   if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
@@ -113,7 +114,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const CostInput in = cost_input(builder.workload(), plan.device);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p, groups),
+                   .serial_us = backward_us(in, plan.device, p.num_heads, groups),
                    .segmented_us = plan.cost.segmented_us});
 }
 

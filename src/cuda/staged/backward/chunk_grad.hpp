@@ -38,6 +38,9 @@ struct ChunkGradArgs {
   float* rows = nullptr;
 };
 
+/// What chunk_grad_sm90.hpp keeps of each chunk and value head beside the rows.
+inline constexpr int kLeftWords = 2;
+
 /// For bf16 q, k.
 Status launch_chunk_grad(const ChunkGradArgs& args, const Launch& launch);
 

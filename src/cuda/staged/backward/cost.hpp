@@ -20,8 +20,6 @@ inline constexpr MergeCosts kReverseMerge = {
 inline constexpr double kSegmentsUs = 12;
 /// SM time of a token and value head.
 inline constexpr double kChunkGradNs = 343, kGradientsNs = 103;
-/// backward_parameters: a token of the batch, one block a value head.
-inline constexpr double kParametersNs = 2.8;
 /// Launches of a group.
 inline constexpr double kGroupUs = 13;
 
@@ -47,11 +45,10 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
          merge_us(in, kReverseMerge, cut.most - 1);
 }
 
-/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut. `p`: of any
-/// sequences.
-inline double backward_us(const CostInput& in, const DeviceFacts& device, const Problem& p,
+/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut.
+inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
                           const HeadGroups& groups, int64_t segment_tokens = 0) {
-  const int64_t num_heads = p.num_heads, of_each = in.num_value_heads / num_heads;
+  const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
@@ -61,22 +58,21 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, const 
   for (int64_t first = 0; first < num_heads; first += groups.heads) {
     group.num_value_heads = std::min(groups.heads, num_heads - first) * of_each;
     us += chains_of_backward_us(group, device, segment_tokens) + kGroupUs;
-    if (has_parameters(p)) us += total_tokens(in) * kParametersNs * 1e-3;
   }
   return std::max(cuda::backward::least_us(in), us);
 }
 
 /// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
-                                               const DeviceFacts& device, const Problem& p,
+                                               const DeviceFacts& device, int64_t num_heads,
                                                const HeadGroups& groups, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, p, groups),
+  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {
-                                 return backward_us(in, device, p, groups, segment_tokens);
+                                 return backward_us(in, device, num_heads, groups, segment_tokens);
                                }};
   return plan::best_partition(work, search, &cost->segmented_us);
 }

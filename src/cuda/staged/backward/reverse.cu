@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/staged/backward/reverse.hpp"
 
-#include "cuda/chain/chain.cuh"
 #include "cuda/launch/launch.cuh"
+#include "cuda/staged/backward/reverse_chain.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -12,13 +12,7 @@ using T = __nv_bfloat16;  // of the factors
 // X goes into dS rounded. Adding what rounding leaves made errors 2 % smaller: those of the rounded
 // factors are larger.
 
-/// What the kernel is given. The chain's state is dS: it begins with d_final as `initial` and ends
-/// as d_initial, `final_state`. dh is its `h`, dZ its `vn`, dv its `o`.
-struct KernelArgs {
-  ChainArgs chain;
-  RowView d_o;
-  StateView initial;  // of the forward
-};
+using reverse::KernelArgs;
 
 /// Operands of one chunk. Each buffer is filled again for the chunk before as soon as its last
 /// reader is done, so a copy has most of a chunk's time to arrive.
@@ -53,18 +47,7 @@ struct Kernel {
     chain::copy_tile<sizeof(target), 32>(target, source, c.tile(chunk), c.lane);
   }
   __device__ void copy_d_o(int chunk) const {
-    constexpr int kPieces = kColumns / 8, kRowStep = 32 / kPieces;
-    const int row0 = c.lane / kPieces, column0 = c.column - warp * 16;
-    const int column = column0 + c.lane % kPieces * 8;
-    const int64_t token0 = c.span.begin + chunk * kChunk;
-    const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
-    const bool inside = a.d_o.base && column < c.a.shape.V;
-    const T* source = static_cast<const T*>(a.d_o.base) + column + row0 * a.d_o.stride_t +
-                      row_offset(a.d_o, c.a.map, c.span.sequence, token0, c.head);
-#pragma unroll
-    for (int row = row0; row < kChunk; row += kRowStep, source += kRowStep * a.d_o.stride_t)
-      ptx::cp_async<16>(ptx::shared_address(s.d_o + swizzled(row, column % kVTile / 8)), source,
-                        inside && row < count);
+    reverse::copy_d_o<kColumns>(c, a.d_o, chunk, c.column - warp * 16, s.d_o);
   }
   __device__ void copy_outputs(int chunk) const {
     if (chunk >= 0) {
@@ -198,17 +181,7 @@ struct Kernel {
       c.store_errors(chunk, dz);
       if (c.a.o.base) c.store_outputs(chunk, x);
     }
-    store_gradient();
-  }
-
-  /// Without an initial state its gradient is zero.
-  __device__ void store_gradient() {
-    if (state_slot(a.initial, c.span.sequence) < 0)
-#pragma unroll
-      for (int n = 0; n < C::kTiles; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) c.state[n][i] = 0;
-    c.store_end();
+    reverse::store_gradient(c, a.initial);
   }
 };
 
@@ -242,17 +215,7 @@ Status launch_width(const KernelArgs& args, bool narrow, const Launch& where) {
 }  // namespace
 
 Status launch_chunk_reverse(const ReverseArgs& args, bool narrow, const Launch& where) {
-  KernelArgs given;
-  given.chain.shape = args.shape;
-  given.chain.map = args.map;
-  given.chain.factors = args.factors;
-  given.chain.o = args.dv;
-  given.chain.initial = args.d_final;
-  given.chain.final_state = args.d_initial;
-  given.chain.h = args.dh;
-  given.chain.vn = args.dz;
-  given.d_o = args.d_o;
-  given.initial = args.initial;
+  const KernelArgs given = reverse::kernel_args(args);
   return args.shape.K <= 64 ? launch_width<64>(given, narrow, where)
                             : launch_width<128>(given, narrow, where);
 }

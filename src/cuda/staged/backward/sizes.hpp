@@ -8,6 +8,7 @@
 #include "cuda/backward/sizes.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
+#include "cuda/staged/backward/chunk_grad.hpp"
 #include "stage/buffers.hpp"
 
 namespace kda::cuda::staged {
@@ -18,10 +19,11 @@ inline constexpr double kGroupBytes = 2.4e9;
 /// Bytes of one value head in each block.
 struct HeadBytes {
   StageSizes buffers;  ///< of chunk_intra, h, and E as vn
-  std::size_t factors = 0, rows = 0, sums = 0;
+  std::size_t factors = 0, rows = 0, left = 0, sums = 0;
 
-  /// The rows lie over the factors: chunk_grad writes them when the chains are done.
-  std::size_t factors_then_rows() const { return std::max(factors, rows); }
+  /// The rows, and what says which chunks are left to them, lie over the factors: chunk_grad writes
+  /// them when the chains are done.
+  std::size_t factors_then_rows() const { return std::max(factors, rows + left); }
   std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
 };
 
@@ -39,9 +41,11 @@ inline HeadBytes head_bytes(const Plan& plan) {
     bytes.factors += bytes.buffers.*stage::kChunkBuffers[i].bytes;
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
-  if (has_parameters(p))
-    bytes.sums = static_cast<std::size_t>(std::max<int64_t>(pieces_of(p), 1) * (p.key_dim + 1)) *
-                 sizeof(double);
+  bytes.left = static_cast<std::size_t>(most_chunks(plan)) * kLeftWords * sizeof(uint32_t);
+  if (has_parameters(p)) {  // of pieces, or of chunks
+    const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
+    bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
+  }
   return bytes;
 }
 

@@ -31,12 +31,13 @@ struct GradContext {
   int current_round = 0;
 
   __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
-                         int value_head, int thread)
+                         unsigned chunk_and_head, int thread)
       : a(args),
         s(shared),
         chunk(tokens),
-        head(value_head),
+        head(static_cast<int>(args.shape.heads.remainder(chunk_and_head))),
         tid(thread),
+        tile_(chunk_and_head),
         warp_(__shfl_sync(~0u, thread / 32, 0)) {}
 
   /// What was computed from the thread's index is computed again, not kept in registers or spilled.
@@ -53,9 +54,10 @@ struct GradContext {
   }
   /// This lane's channel g, of all.
   __device__ int channel() const { return current_round * kChannels + warp() * 16 + g(); }
-  __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
+  __device__ int64_t tile() const { return tile_; }  // chunk and head
 
  private:
+  const unsigned tile_;
   const int warp_;
 };
 

@@ -50,15 +50,14 @@ __device__ __forceinline__ void copy_rows(const GradContext& c, Tile& to, const 
 __device__ __forceinline__ void copy_values(const GradContext& c, Tile& to, const void* base,
                                             int v_tile) {
   const Pieces pieces(c, to);
-  pieces.copy_tile(c, base, GradContext::tile() * c.v_tiles() + v_tile,
+  pieces.copy_tile(c, base, c.tile() * c.v_tiles() + v_tile,
                    v_tile * kVTile + pieces.column < c.a.shape.V ? c.chunk.count : 0);
 }
 
 /// A round's channels of a tile of a state; zeros past V.
 __device__ __forceinline__ void copy_state(const GradContext& c, Tile& to, const void* base,
                                            int v_tile, int round) {
-  Pieces(c, to).copy_tile(c, base,
-                          (GradContext::tile() * c.v_tiles() + v_tile) * c.rounds() + round,
+  Pieces(c, to).copy_tile(c, base, (c.tile() * c.v_tiles() + v_tile) * c.rounds() + round,
                           c.a.shape.V - v_tile * kVTile);
 }
 

@@ -43,7 +43,8 @@ __device__ __forceinline__ void multiply_d_state(const GradContext& c, const Til
 }
 
 /// The diagonal of a [16 channels, 16 channels] product, for this lane's channels.
-__device__ __forceinline__ float2 diagonal_of(const GradContext& c, const Part& x) {
+template <class Context>
+__device__ __forceinline__ float2 diagonal_of(const Context& c, const Part& x) {
   const int lane = c.g() * 4 + c.g() / 2;
   const auto from = [&](float even, float odd) {
     even = __shfl_sync(~0u, even, lane);

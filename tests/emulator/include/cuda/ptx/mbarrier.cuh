@@ -19,6 +19,9 @@ inline void mbarrier_arrive(Mbarrier& barrier) { emulator::mbarrier_arrive(barri
 inline void mbarrier_arrive_expect_tx(Mbarrier& barrier, int bytes) {
   emulator::mbarrier_arrive(barrier.state, bytes);
 }
+inline void mbarrier_arrive_after_copies(Mbarrier& barrier) {
+  emulator::mbarrier_arrive_after_copies(barrier.state);
+}
 inline void mbarrier_wait(Mbarrier& barrier, int parity) {
   emulator::mbarrier_wait(barrier.state, parity);
 }
@@ -26,6 +29,13 @@ inline void fence_async_proxy() {}
 inline void cp_async_bulk(void* target, const void* source, int bytes, Mbarrier& barrier) {
   emulator::cp_async_bulk(emulator::shared_pointer(shared_address(target)), source, bytes,
                           barrier.state);
+}
+inline void cp_async_bulk_store(void* target, const void* source, int bytes) {
+  emulator::cp_async_bulk_store(target, source, bytes);
+}
+inline void cp_async_bulk_wait_read() {
+  emulator::commit_copies();
+  emulator::wait_copies(0);
 }
 
 }  // namespace kda::cuda::ptx

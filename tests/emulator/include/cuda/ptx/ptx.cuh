@@ -68,19 +68,26 @@ struct StmatrixIn {
   uint32_t address;
   const uint32_t* pairs;
 };
+template <bool kTranspose>
+void stmatrix(void* const* in, void* const*) {
+  for (int row = 0; row < 32; ++row) {
+    auto* to = static_cast<uint16_t*>(
+        emulator::shared_pointer(static_cast<StmatrixIn*>(in[row])->address));
+    for (int i = 0; i < 8; ++i) {
+      const int lane = kTranspose ? i * 4 + row % 8 / 2 : row % 8 * 4 + i / 2;
+      const int half = kTranspose ? row % 2 : i % 2;
+      to[i] =
+          static_cast<uint16_t>(static_cast<StmatrixIn*>(in[lane])->pairs[row / 8] >> 16 * half);
+    }
+  }
+}
 inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&r)[4]) {
   StmatrixIn mine{address, r};
-  emulator::warp_collective("stmatrix.trans", &mine, nullptr, [](void* const* in, void* const*) {
-    for (int row = 0; row < 32; ++row) {
-      auto* to = static_cast<uint16_t*>(
-          emulator::shared_pointer(static_cast<StmatrixIn*>(in[row])->address));
-      for (int i = 0; i < 8; ++i) {
-        const int lane = i * 4 + row % 8 / 2;
-        to[i] = static_cast<uint16_t>(static_cast<StmatrixIn*>(in[lane])->pairs[row / 8] >>
-                                      16 * (row % 2));
-      }
-    }
-  });
+  emulator::warp_collective("stmatrix.trans", &mine, nullptr, stmatrix<true>);
+}
+inline void stmatrix_x4(uint32_t address, const uint32_t (&r)[4]) {
+  StmatrixIn mine{address, r};
+  emulator::warp_collective("stmatrix", &mine, nullptr, stmatrix<false>);
 }
 inline uint32_t movmatrix_trans(uint32_t x) {
   uint32_t result;

@@ -1,0 +1,412 @@
+// SPDX-License-Identifier: Apache-2.0
+// The chains of a backward with wgmma. A block has 64 columns of V of one head and one direction.
+// One warpgroup has the state in its accumulators and does all products of a chunk. Of the other
+// one a warp copies the operands of the next chunks into a ring of stages, and three warps write
+// results, which the chain leaves in the stage of their chunk.
+#include "cuda/staged/backward/chains_sm90.hpp"
+
+#include "cuda/chain/products_sm90.cuh"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/staged/backward/reverse_chain.cuh"
+
+namespace kda::cuda::sm90 {
+namespace {
+
+using T = __nv_bfloat16;  // of the factors, and of what is handed on
+
+constexpr int kColumns = 64;        // of V, of a block
+constexpr int kChainThreads = 128;  // the first ones
+constexpr int kStorers = 96;        // the last ones
+constexpr int kThreads = kChainThreads + 32 + kStorers;
+constexpr int kStages = 3;
+
+struct KernelArgs {
+  ChainArgs errors;
+  reverse::KernelArgs reverse;
+  unsigned reverse_blocks;  // the first ones: their chunks take longer
+};
+
+// ---- what both directions do -------------------------------------------------------------------
+
+/// visit(where it goes, where it lies, bytes) for a factor of a chunk.
+template <class C, class Target, class Visit>
+__device__ __forceinline__ void visit_factor(const C& c, int chunk, Target& target,
+                                             const void* source, Visit&& visit) {
+  visit(&target, static_cast<const char*>(source) + c.tile(chunk) * sizeof(target),
+        static_cast<int>(sizeof(target)));
+}
+
+/// Tile of this block and of a chunk, of kRows rows of V or tokens.
+template <int kElements, class C>
+__device__ __forceinline__ T* tile_of(const C& c, void* tiles, int chunk) {
+  return static_cast<T*>(tiles) + (c.tile(chunk) * c.v_tiles() + c.u_tile) * kElements;
+}
+
+/// The state as A operands to a tile [64 columns of V, kK].
+template <class C>
+__device__ __forceinline__ void put_state(const C& c, const uint32_t (&rounded)[C::kSteps][4],
+                                          T* tile) {
+  const int row = c.tile_column + c.lane % 16;
+#pragma unroll
+  for (int step = 0; step < C::kSteps; ++step)
+    ptx::stmatrix_x4(ptx::shared_address(tile + swizzled(row, step * 2 + c.lane / 16)),
+                     rounded[step]);
+}
+
+/// x^T as A operands to this warp's columns of a tile [64 tokens, 64], which it has read.
+template <class C>
+__device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4], T* tile) {
+  __syncwarp();
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), x[step]);
+}
+
+template <class C>
+__device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::kSteps][4]) {
+#pragma unroll
+  for (int step = 0; step < C::kSteps; ++step)
+    chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
+}
+
+// ---- from left to right: states and errors -----------------------------------------------------
+
+template <int kK>
+struct Errors {
+  using C = chain::Chain<T, kK, ChainUse::kErrors>;
+  static constexpr bool kRows = false;  // nothing is copied by cp.async
+
+  /// Operands of a chunk, and what is left behind it. wgmma wants tiles aligned to 1024 bytes.
+  struct alignas(1024) Stage {
+    T w[kChunk * kK], kg[kChunk * kK];
+    T u[kChunk * kVTile];  // then E
+    T state[kVTile * kK];  // before the chunk
+    float gamma[kK], beta[kChunk];
+  };
+
+  C c;
+
+  __device__ explicit Errors(const KernelArgs& args) : c(args.errors) {}
+  __device__ int chunk_at(int turn) const { return turn; }
+  __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
+
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
+    visit_factor(c, chunk, s.w, c.a.factors.w, visit);
+    visit(&s.u, tile_of<kChunk * kVTile>(c, c.a.factors.u, chunk), static_cast<int>(sizeof(s.u)));
+    visit_factor(c, chunk, s.beta, c.a.factors.beta, visit);
+    visit_factor(c, chunk, s.gamma, c.a.factors.gamma, visit);
+    visit_factor(c, chunk, s.kg, c.a.factors.kg, visit);
+  }
+  __device__ void copy_rows(int, Stage&) const {}
+
+  __device__ __forceinline__ void run_chunk(int, Stage& s) {
+    uint32_t rounded[C::kSteps][4], vn[4][4], low[4][4];
+    float error[C::kTokenTiles][4];
+    float2 gammas[C::kTiles];
+    c.load_gammas(s.gamma, gammas);  // before products that would keep shared memory busy
+    round_state(c, rounded);
+    ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    ptx::wgmma_fence();
+    chain::multiply_rows<false>(rounded, s.w, error);
+    ptx::wgmma_commit();
+    put_state(c, rounded, s.state);
+    c.decay_state(gammas);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(error);
+    c.prediction_error(s.u, s.beta, error);
+    c.round_tokens(error, vn);
+    put_tokens(c, vn, s.u);
+    c.template scale_tokens<1>(s.beta, error);
+    c.round_tokens(error, vn);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) c.rests(error, step, vn[step], low[step]);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.kg, vn, low);
+    ptx::wgmma_commit();
+  }
+  __device__ void finish() {}
+
+  __device__ void begin_stores(int chunk, const Stage& s) const {
+    ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.state, sizeof(s.state));
+    ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.u, sizeof(s.u));
+  }
+  __device__ void store_rows(int, const Stage&, int) const {}
+};
+
+// ---- from right to left: dS and dZ -------------------------------------------------------------
+
+template <int kK>
+struct Reverse {
+  using C = chain::Chain<T, kK, ChainUse::kReverse>;
+  static constexpr bool kRows = true;
+
+  struct alignas(1024) Stage {
+    T kg[kChunk * kK];  // then dS behind the chunk
+    T w[kChunk * kK], qg[kChunk * kK], Aqk[kChunk * kChunk], inverse[kChunk * kChunk];
+    T d_o[kChunk * kVTile];  // then dZ
+    float gamma[kK], beta[kChunk], diag[kChunk];
+  };
+
+  C c;  // its state is dS
+  const reverse::KernelArgs& a;
+
+  __device__ explicit Reverse(const KernelArgs& args) : c(args.reverse.chain), a(args.reverse) {}
+  __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
+  __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
+
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
+    visit_factor(c, chunk, s.Aqk, c.a.factors.Aqk, visit);
+    visit_factor(c, chunk, s.diag, c.a.factors.diag, visit);
+    visit_factor(c, chunk, s.kg, c.a.factors.kg, visit);
+    visit_factor(c, chunk, s.beta, c.a.factors.beta, visit);
+    visit_factor(c, chunk, s.gamma, c.a.factors.gamma, visit);
+    visit_factor(c, chunk, s.qg, c.a.factors.qg, visit);
+    visit_factor(c, chunk, s.w, c.a.factors.w, visit);
+    visit_factor(c, chunk, s.inverse, c.a.factors.T, visit);
+  }
+  __device__ void copy_rows(int chunk, Stage& s) const {
+    reverse::copy_d_o<kColumns>(c, a.d_o, chunk, c.u_tile * kVTile, s.d_o);
+  }
+
+  /// d_o^T as A operands and in fp32.
+  __device__ __forceinline__ void load_d_o(const Stage& s, uint32_t (&d_o)[4][4],
+                                           float (&x)[C::kTokenTiles][4]) const {
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      ptx::ldmatrix_x4_trans(d_o[step], ptx::shared_address(c.u_piece(s.d_o, step)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = ptx::unpack<T>(d_o[step][i]);
+        x[2 * step + i / 2][i % 2 * 2] = pair.x;
+        x[2 * step + i / 2][i % 2 * 2 + 1] = pair.y;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
+    uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
+    float x[C::kTokenTiles][4];
+    float2 gammas[C::kTiles];
+    c.load_gammas(s.gamma, gammas);
+    load_d_o(s, d_o, x);
+    c.template scale_tokens<1>(s.diag, x);
+    round_state(c, rounded);
+    ptx::wgmma_wait<0>();  // as above
+    ptx::fence_operands(x);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(x, s.Aqk, d_o);
+    chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
+    ptx::wgmma_commit();
+    c.decay_state(gammas);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.qg, d_o);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(x);
+    c.template scale_tokens<-1>(s.beta, x);
+    c.round_tokens(x, minus_X);
+    // T' has ones on its diagonal: they add the rounded -X to what rounding left of it.
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 pair = ptx::unpack<T>(minus_X[step][i]);
+        x[2 * step + i / 2][i % 2 * 2] -= pair.x;
+        x[2 * step + i / 2][i % 2 * 2 + 1] -= pair.y;
+      }
+    ptx::fence_operands(x);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.w, minus_X);
+    ptx::wgmma_commit();
+    chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
+    ptx::wgmma_commit();
+    ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
+    put_state(c, rounded, s.kg);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(x);
+#pragma unroll
+    for (int n = 0; n < C::kTokenTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][i] = -x[n][i];
+    uint32_t dz[4][4];
+    c.round_tokens(x, dz);
+    put_tokens(c, dz, s.d_o);
+    if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
+  }
+  __device__ void finish() { reverse::store_gradient(c, a.initial); }
+
+  /// Whether rows of dv are what dZ is.
+  __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
+
+  __device__ void begin_stores(int chunk, const Stage& s) const {
+    ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.kg, sizeof(s.kg));
+    ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.d_o, sizeof(s.d_o));
+  }
+
+  /// Rows of dv, by three warps.
+  __device__ void store_rows(int chunk, const Stage& s, int thread) const {
+    if (!c.a.o.base || !dv_is_dz()) return;
+    const int64_t token0 = c.span.begin + chunk * kChunk;
+    uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
+                     row_offset(c.a.o, c.a.map, c.span.sequence, token0, c.head);
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
+#pragma unroll 2
+    for (int i = thread; i < kChunk * 8; i += kStorers) {
+      const int token = i / 8, v = c.u_tile * kVTile + i % 8 * 8;
+      const auto piece = *reinterpret_cast<const uint4*>(s.d_o + swizzled(token, i % 8));
+      if (token < count) store_piece(base + token * c.a.o.stride_t + v, piece, c.a.shape.V - v);
+    }
+  }
+
+  /// 8 columns of a row, of which `count` exist, by the widest stores that fit.
+  __device__ static void store_piece(uint16_t* to, uint4 piece, int count) {
+    if (count >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+      *reinterpret_cast<uint4*>(to) = piece;
+      return;
+    }
+    const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (2 * i < count) reinterpret_cast<uint32_t*>(to)[i] = pairs[i];
+  }
+};
+
+// ---- one block ---------------------------------------------------------------------------------
+
+template <class Direction>
+struct Ring {
+  typename Direction::Stage stages[kStages];
+  // A stage has its operands; has its results; is free.
+  ptx::Mbarrier full[kStages], done[kStages], empty[kStages];
+};
+
+template <class Direction>
+struct Pipeline {
+  Direction d;
+  Ring<Direction>& ring;
+
+  __device__ Pipeline(const KernelArgs& args, Ring<Direction>& shared) : d(args), ring(shared) {}
+
+  /// Every thread arrives for itself: racecheck does not follow __syncwarp() to one that arrives.
+  __device__ void init_barriers() const {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(ring.full[i], Direction::kRows ? 33 : 1);
+      ptx::mbarrier_init(ring.done[i], kChainThreads);
+      ptx::mbarrier_init(ring.empty[i], kChainThreads + kStorers);
+    }
+    ptx::mbarrier_init_fence();
+  }
+
+  /// A warp.
+  __device__ void run_copies() const {
+    for (int turn = 0; turn < d.c.num_chunks; ++turn) {
+      const int i = turn % kStages, round = turn / kStages, chunk = d.chunk_at(turn);
+      if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
+      auto& s = ring.stages[i];
+      if (d.c.lane == 0) {
+        int bytes = 0;
+        d.for_each_factor(chunk, s, [&](void*, const void*, int size) { bytes += size; });
+        ptx::mbarrier_arrive_expect_tx(ring.full[i], bytes);
+        d.for_each_factor(chunk, s, [&](void* to, const void* from, int size) {
+          ptx::cp_async_bulk(to, from, size, ring.full[i]);
+        });
+      }
+      if constexpr (Direction::kRows) {
+        d.copy_rows(chunk, s);
+        ptx::mbarrier_arrive_after_copies(ring.full[i]);
+      }
+    }
+  }
+
+  __device__ void run_stores(int thread) const {
+    for (int turn = 0; turn < d.c.num_chunks; ++turn) {
+      const int i = turn % kStages, chunk = d.chunk_at(turn);
+      const auto& s = ring.stages[i];
+      ptx::mbarrier_wait(ring.done[i], turn / kStages % 2);
+      if (thread == 0) d.begin_stores(chunk, s);
+      d.store_rows(chunk, s, thread);
+      if (thread == 0) ptx::cp_async_bulk_wait_read();
+      ptx::fence_async_proxy();  // what was read here goes before the next copies
+      ptx::mbarrier_arrive(ring.empty[i]);
+    }
+  }
+
+  __device__ void wait_for_operands(int turn) const {
+    if (turn < d.c.num_chunks) ptx::mbarrier_wait(ring.full[turn % kStages], turn / kStages % 2);
+  }
+
+  __device__ void run_chain() {
+    d.c.load_start();
+    wait_for_operands(0);
+    for (int turn = 0; turn < d.c.num_chunks; ++turn) {
+      const int i = turn % kStages;
+      d.run_chunk(d.chunk_at(turn), ring.stages[i]);  // products may pend
+      ptx::fence_async_proxy();                       // results go by bulk copies
+      ptx::mbarrier_arrive(ring.done[i]);
+      wait_for_operands(turn + 1);
+      ptx::wgmma_wait<0>();
+      ptx::fence_operands(d.c.state);
+      ptx::mbarrier_arrive(ring.empty[i]);
+    }
+    d.finish();
+  }
+};
+
+template <class Direction>
+__device__ __forceinline__ void run(const KernelArgs& a) {
+  Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
+  if (threadIdx.x == 0) pipeline.init_barriers();
+  __syncthreads();
+  if (warp < kChainThreads / 32)
+    pipeline.run_chain();
+  else if (warp == kChainThreads / 32)
+    pipeline.run_copies();
+  else
+    pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
+}
+
+template <int kK>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_chains_kernel(const __grid_constant__ KernelArgs a) {
+  chain::write_flags<ChainUse::kErrors>(a.errors);
+  if (blockIdx.x < a.reverse_blocks)
+    run<Reverse<kK>>(a);
+  else
+    run<Errors<kK>>(a);
+}
+
+template <int kK>
+Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
+  constexpr int kBytes = std::max(sizeof(Ring<Errors<kK>>), sizeof(Ring<Reverse<kK>>));
+  static_assert(kBytes <= kSharedMemory);
+  return launch_kernel("backward_chains", backward_chains_kernel<kK>, blocks, kThreads, kBytes,
+                       where, args);
+}
+
+}  // namespace
+
+Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& where) {
+  KernelArgs args = {};
+  int64_t blocks = 0;
+  if (reverse) {
+    args.reverse = reverse::kernel_args(*reverse);
+    blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(args.reverse.chain);
+    args.reverse_blocks = static_cast<unsigned>(blocks);
+  }
+  if (errors) {
+    args.errors = *errors;
+    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
+  }
+  const int64_t K = reverse ? reverse->shape.K : errors->shape.K;
+  return K <= 64 ? launch<64>(args, blocks, where) : launch<128>(args, blocks, where);
+}
+
+}  // namespace kda::cuda::sm90

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stage chunk_grad on Hopper, for K = V = 128 and as many q/k heads as value heads: the sums of
+// chunk_grad.hpp, and back through norms, gates and steps (finish.hpp) without another pass.
+#pragma once
+
+#include "cuda/staged/backward/chunk_grad.hpp"
+
+namespace kda::cuda {
+
+struct FinishedGradArgs : ChunkGradArgs {
+  RowView dq, dk, dg, dbeta;  ///< no base: not wanted
+  /// [chunk of the batch, HV, K + 1]: ddt_bias and dA_log of a chunk; null: not wanted.
+  double* sums = nullptr;
+  /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.
+  uint32_t* left = nullptr;
+  /// Set by the launch.
+  unsigned tiles = 0;  ///< chunks and value heads
+  unsigned zero = 0;   ///< which the compiler does not know
+};
+
+namespace sm90 {
+
+/// bf16, rows at multiples of 16 bytes; or nothing.
+inline bool has_whole_pieces(const RowView& view) {
+  const int64_t steps = view.stride_b | view.stride_t | view.stride_h;
+  return !view.base || (view.type == Element::kBFloat16 && steps % 8 == 0 &&
+                        reinterpret_cast<uintptr_t>(view.base) % 16 == 0);
+}
+/// Whether these arguments are served: K = V = 128, H = HV, and q, k, g, d_o, dq, dk, dg of bf16
+/// with rows that begin at multiples of 16 bytes.
+inline bool serves_chunk_grad(const FinishedGradArgs& a) {
+  if (a.shape.K != 128 || a.shape.V != 128 || a.shape.H != a.shape.HV) return false;
+  for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
+    if (!has_whole_pieces(*view)) return false;
+  return true;
+}
+
+/// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those
+/// with plain betas near 0, to the second, which has the sums of the other GPUs' kernel. `rows` is
+/// for these.
+Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& launch);
+
+}  // namespace sm90
+}  // namespace kda::cuda

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a thread that computes knows. A warp has 16 of the 128 channels and all 64 tokens, as in
+// grad/context.cuh: a lane the channels g and g + 8 and of every 8 tokens 2 t and 2 t + 1.
+#pragma once
+
+#include "cuda/ptx/wgmma_small.cuh"
+#include "cuda/staged/backward/grad/decays.cuh"
+#include "cuda/staged/backward/grad/sums.cuh"
+#include "cuda/staged/backward/grad_sm90/shared.cuh"
+#include "cuda/tile/warp.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+using cuda::grad::decay_part;
+using cuda::grad::element;
+using cuda::grad::for_each;
+using cuda::grad::in_range;
+using cuda::grad::kAnchor;
+using cuda::grad::kSubchunk;
+using cuda::grad::kSubchunks;
+using cuda::grad::kTokenTiles;
+using cuda::grad::Operand;
+using cuda::grad::to_operand;
+using cuda::grad::Tokens;
+
+constexpr int kSubchunkBytes = kSubchunk * 128;  // of a tile
+
+struct Worker {
+  const FinishedGradArgs& a;
+  Shared& s;
+  const int tid, lane, warp;
+  int turn = 0;  // chunks before this one
+  // Addresses of this lane's 16-byte pieces. All others differ from them by constants, and by an
+  // exclusive or with constants: pieces are swizzled by the last bits of their rows.
+  const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
+  const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
+
+  __device__ Worker(const FinishedGradArgs& args, Shared& shared)
+      : a(args),
+        s(shared),
+        tid(static_cast<int>(threadIdx.x)),
+        lane(tid % 32),
+        warp(__shfl_sync(~0u, tid / 32, 0)),
+        transposed(warp / 4 * static_cast<int>(sizeof(Tile)) +
+                   2 * swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2)),
+        by_rows(ptx::shared_address(shared.pairs) +
+                2 * swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2)),
+        by_columns(ptx::shared_address(shared.pairs) + 2 * swizzled(lane % 16, lane / 16)) {}
+
+  __device__ int group() const { return warp / 4; }  // warpgroup
+  __device__ int g() const { return lane / 4; }
+  __device__ int t() const { return lane % 4; }
+  __device__ int channel() const { return 16 * warp + g(); }
+  __device__ const Numbers& numbers() const { return s.numbers[turn & 1]; }
+  /// The compiler moves nothing over it; each has a number of its own.
+  template <unsigned kNumber>
+  __device__ __forceinline__ void stay() const {
+    ptx::compiler_fence(a.zero == kNumber);
+  }
+  /// One in each sub-chunk of an unrolled loop.
+  template <unsigned kNumber>
+  __device__ __forceinline__ void stay_in(int subchunk) const {
+    if (subchunk == 0) stay<kNumber>();
+    if (subchunk == 1) stay<kNumber + 1>();
+    if (subchunk == 2) stay<kNumber + 2>();
+    if (subchunk == 3) stay<kNumber + 3>();
+  }
+  __device__ __forceinline__ void sync() const { ptx::bar_sync<kWorkers>(kWorkerBarrier); }
+
+  /// The warp's channels of the tokens of a sub-chunk, as an A operand.
+  __device__ __forceinline__ uint32_t channels_of(const Tile (&rows)[kHalves]) const {
+    return ptx::shared_address(rows) + transposed;
+  }
+  __device__ __forceinline__ static void load(uint32_t channels, int subchunk, Operand& x) {
+    ptx::ldmatrix_x4_trans(x, channels + subchunk * kSubchunkBytes);
+  }
+  /// B operands of pairs, by d_o (0) or by dZ (1): sums over the tokens of sub-chunk `earlier`, n8
+  /// tiles of those of `later`; and the other way.
+  __device__ __forceinline__ void load_rows(int which, int later, int earlier, Operand& x) const {
+    ptx::ldmatrix_x4(x, (by_rows ^ earlier * 32) + which * static_cast<int>(sizeof(Tile)) +
+                            later * kSubchunkBytes);
+  }
+  __device__ __forceinline__ void load_columns(int which, int later, int earlier,
+                                               Operand& x) const {
+    ptx::ldmatrix_x4_trans(x, (by_columns ^ earlier * 32) + which * static_cast<int>(sizeof(Tile)) +
+                                  later * kSubchunkBytes);
+  }
+  __device__ __forceinline__ float2 of_tokens(const float (&numbers)[kChunk], int n) const {
+    return *reinterpret_cast<const float2*>(&numbers[8 * n + 2 * t()]);
+  }
+  __device__ __forceinline__ void scale_tokens(const float (&factors)[kChunk], Tokens& x) const {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float2 f = of_tokens(factors, n);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[n][i] *= i % 2 ? f.y : f.x;
+    }
+  }
+};
+
+/// acc += x y for two n8 tiles.
+__device__ __forceinline__ void multiply(float (*acc)[4], const Operand& x, const Operand& y) {
+  ptx::mma_16816<Element16>(acc[0], x, y[0], y[1]);
+  ptx::mma_16816<Element16>(acc[1], x, y[2], y[3]);
+}
+
+/// A product over tokens 2 t and 2 t + 1 of each lane, of numbers in two parts of 11 bits:
+/// acc[.][token] += x[.][earlier or later token], as `weights` of this lane say.
+struct TwoParts {
+  uint32_t high[4], low[4];
+  __device__ __forceinline__ explicit TwoParts(const float (&x)[4]) {
+    constexpr int kPlace[4] = {0, 2, 1, 3};  // tokens are k = t and t + 4
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      high[kPlace[i]] = __float_as_uint(x[i]) & 0xffffe000u;
+      low[kPlace[i]] = __float_as_uint(x[i] - __uint_as_float(high[kPlace[i]]));
+    }
+  }
+  __device__ __forceinline__ void add(float (&acc)[4], float weight0, float weight1) const {
+    const uint32_t w0 = __float_as_uint(weight0), w1 = __float_as_uint(weight1);
+    ptx::mma_1688_tf32(acc, low, w0, w1);
+    ptx::mma_1688_tf32(acc, high, w0, w1);
+  }
+};
+
+}  // namespace kda::cuda::sm90::grad

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gates to decays, and gradients by log decays back through the gates.
+#pragma once
+
+#include "cuda/staged/backward/grad_sm90/context.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+struct Decays {
+  Tokens row;                  // kAnchor times the decay since the start of the sub-chunk
+  float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
+};
+
+/// The gate of this lane's two channels.
+template <GateMode kMode>
+struct Gate {
+  float rate, bias[2], bound;  // bound: in units of log2
+
+  __device__ explicit Gate(const Worker& c)
+      : rate(c.numbers().rate),
+        bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
+        bound(c.a.gate.lower_bound * kLog2e) {}
+
+  /// 1 / (1 + exp(-x)) of the raw gate, which bounded gates and the slope of softplus are made of.
+  __device__ __forceinline__ float sigmoid(float raw, int half) const {
+    const float slope = kMode == GateMode::kBounded ? -rate * kLog2e : -kLog2e;
+    return ptx::rcp(1.0f + ptx::ex2(fmaf(raw, slope, bias[half] * slope)));
+  }
+  __device__ __forceinline__ float log2_decay(float raw, int half) const {
+    if constexpr (kMode == GateMode::kBounded)
+      return bound * sigmoid(raw, half);
+    else
+      return log2_decay_fast<kMode>(raw, bias[half], rate);
+  }
+};
+
+/// Log2 decays summed up by a product with a triangle of ones. Tells which warps have decays beyond
+/// the range of the anchors.
+template <GateMode kMode>
+__device__ __forceinline__ void find_decays(const Worker& c, Decays& d) {
+  const Gate<kMode> gate(c);
+  const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
+  const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
+  const int count = c.numbers().count;
+  bool good = true;
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) {
+    Operand raw;
+    Worker::load(gates, r, raw);
+    float x[2][4];
+    for_each([&](int n, int i) {
+      x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
+      d.row[2 * r + n][i] = 24;
+    });
+    if ((r + 1) * kSubchunk >
+        count)  // past the end of the sequence: after the gate, which is not 0
+      for_each([&](int n, int i) {
+        if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) x[n][i] = 0;
+      });
+    const TwoParts tile0(x[0]), tile1(x[1]);
+    tile0.add(d.row[2 * r], first, second);
+    tile1.add(d.row[2 * r + 1], first, second);
+    tile0.add(d.row[2 * r + 1], 1, 1);
+  }
+  static_assert(kAnchor == 0x1p24f);
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      d.row[n][i] = ptx::ex2(d.row[n][i]);
+      if (kMode == GateMode::kLog) good = good && in_range(d.row[n][i]);
+    }
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float last = __shfl_sync(~0u, d.row[2 * r + 1][2 * half + 1], c.lane | 3);
+      good = good && in_range(last);  // which other gates fall to
+      d.total[r][half] = last / kAnchor;
+    }
+  const bool out = __any_sync(~0u, !good);
+  if (c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = out;
+}
+
+/// From dG, and what all tokens of the chunk share, to dg in place of the gates, and sums for
+/// parameters.
+template <GateMode kMode>
+__device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, float2 boundary) {
+  const Gate<kMode> gate(c);
+  const float first = 2 * c.t() >= c.g() ? 1 : 0, second = 2 * c.t() + 1 >= c.g() ? 1 : 0;
+  const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
+  const int count = c.numbers().count;
+  float carry[2] = {boundary.x, boundary.y}, ddt_bias[2] = {}, dA_log = 0;
+#pragma unroll
+  for (int r = kSubchunks - 1; r >= 0; --r) {
+    Operand raw, out;
+    Worker::load(gates, r, raw);
+    c.stay_in<40>(r);
+    float y[2][4] = {};
+    const TwoParts tile0(dG[2 * r]), tile1(dG[2 * r + 1]);
+    tile1.add(y[1], first, second);
+    tile0.add(y[0], first, second);
+    tile1.add(y[0], 1, 1);
+    float sum[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      sum[half] = __shfl_sync(~0u, y[0][2 * half], c.lane & ~3);  // all 16 tokens: before carry
+    for_each([&](int n, int i) { y[n][i] += carry[i / 2]; });
+    if ((r + 1) * kSubchunk > count)
+      for_each([&](int n, int i) {
+        if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) y[n][i] = 0;
+      });
+    for_each([&](int n, int i) {
+      const float x = element(raw, n, i), dg = y[n][i];
+      if constexpr (kMode == GateMode::kBounded) {
+        const float sigmoid = gate.sigmoid(x, i / 2);
+        const float d = dg * (gate.rate * c.a.gate.lower_bound) * (sigmoid - sigmoid * sigmoid);
+        dA_log = fmaf(d, d == 0 ? 0 : x, dA_log);  // gates may be infinite there
+        y[n][i] = d;
+      } else if constexpr (kMode == GateMode::kSoftplus) {
+        dA_log = fmaf(dg, gate.log2_decay(x, i / 2) / kLog2e, dA_log);
+        y[n][i] = -gate.rate * gate.sigmoid(x, i / 2) * dg;
+      }
+      ddt_bias[i / 2] += y[n][i];
+    });
+    to_operand(out, [&](int n, int i) { return y[n][i]; });
+    ptx::stmatrix_x4_trans(gates + r * kSubchunkBytes, out);
+    carry[0] += sum[0], carry[1] += sum[1];
+  }
+  if constexpr (kMode != GateMode::kLog) {
+    if (kMode == GateMode::kBounded)
+      dA_log += gate.bias[0] * ddt_bias[0] + gate.bias[1] * ddt_bias[1];
+    dA_log = sum_over(dA_log, 1, 32);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ddt_bias[half] = sum_over(ddt_bias[half], 1, 4);
+      if (c.t() == 0) c.s.sums.ddt_bias[c.channel() + 8 * half] = ddt_bias[half];
+    }
+    if (c.lane == 0) c.s.sums.dA_log[c.warp] = dA_log;
+  }
+  ptx::mbarrier_arrive(c.s.gates_done[c.turn & 1]);
+}
+
+}  // namespace kda::cuda::sm90::grad

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Chunks that were left: the sums of grad/, whose rows the same block takes back through norms,
+// gates and steps.
+#pragma once
+
+#include "cuda/backward/gates.cuh"
+#include "cuda/staged/backward/grad/chunk.cuh"
+#include "cuda/staged/backward/grad_sm90/shared.cuh"
+#include "cuda/tile/warp.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+using cuda::grad::GradContext;
+using cuda::grad::Gradient;
+
+/// A lane's four channels of a row.
+struct Four {
+  float x[4];
+  __device__ static Four load(const float* row) {
+    const float4 y = *reinterpret_cast<const float4*>(row);
+    return {{y.x, y.y, y.z, y.w}};
+  }
+};
+__device__ __forceinline__ Four load_four(const GradContext& c, const RowView& view, int token) {
+  const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const Element16*>(view.base) +
+                                                     chunk_offset(view, c.chunk, c.head) +
+                                                     token * view.stride_t + 4 * c.lane());
+  const float2 low = ptx::unpack<Element16>(bits.x), high = ptx::unpack<Element16>(bits.y);
+  return {{low.x, low.y, high.x, high.y}};
+}
+__device__ __forceinline__ void store_four(const GradContext& c, const RowView& view, int token,
+                                           const Four& y) {
+  if (!view.base) return;
+  *reinterpret_cast<uint2*>(static_cast<Element16*>(view.base) +
+                            chunk_offset(view, c.chunk, c.head) + token * view.stride_t +
+                            4 * c.lane()) = {ptx::pack<Element16>(y.x[0], y.x[1]),
+                                             ptx::pack<Element16>(y.x[2], y.x[3])};
+}
+
+/// dq or dk of a token, from the gradient by scale x / |x|, or by scale x, without the scale.
+__device__ __forceinline__ void finish_row(const GradContext& c, const RowView& input,
+                                           const RowView& output, Gradient which, float scale,
+                                           int token) {
+  Four dy = Four::load(cuda::grad::row_of(c, token) + which * kK + 4 * c.lane());
+  float factor = scale, along = 0;
+  const Four x = load_four(c, input, token);
+  if (c.a.gate.l2norm) {
+    float xx = 0, xdy = 0;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) xx = fmaf(x.x[n], x.x[n], xx), xdy = fmaf(x.x[n], dy.x[n], xdy);
+    const float r = rsqrtf(sum_over(xx, 1, 32) + 1e-6f);
+    along = sum_over(xdy, 1, 32) * r * r;
+    factor *= r;
+  }
+#pragma unroll
+  for (int n = 0; n < 4; ++n) dy.x[n] = factor * fmaf(-x.x[n], along, dy.x[n]);
+  store_four(c, output, token, dy);
+}
+
+struct LeftSums {
+  float ddt_bias[cuda::grad::kWarps][kK];
+  double dA_log[cuda::grad::kWarps];
+};
+
+/// After a barrier; leaves shared memory in use.
+__device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const GradContext& c) {
+  const GateView& gate = a.gate;
+  const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
+  Four bias = {}, ddt_bias = {};
+  float dA_log = 0;
+  if (gate.dt_bias)
+    for (int n = 0; n < 4; ++n)
+      bias.x[n] = gate.dt_bias[c.head * gate.stride_dt + 4 * c.lane() + n];
+#pragma unroll 1
+  for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
+    const float* row = cuda::grad::row_of(c, token);
+    finish_row(c, a.q, a.dq, cuda::grad::kQueries, gate.scale, token);
+    finish_row(c, a.k, a.dk, cuda::grad::kKeys, 1, token);
+    Four dg = Four::load(row + cuda::grad::kLogDecays * kK + 4 * c.lane());
+    const Four raw = load_four(c, a.g, token);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const auto gradient = cuda::backward::undo_gate(gate, raw.x[n], bias.x[n], rate, dg.x[n]);
+      ddt_bias.x[n] += gradient.raw;
+      dA_log += gradient.A_log;
+      dg.x[n] = gradient.raw;
+    }
+    store_four(c, a.dg, token, dg);
+    if (c.lane() == 0 && a.dbeta.base) {
+      const auto at = [&](const RowView& view) {
+        return chunk_offset(view, c.chunk, c.head) + token * view.stride_t;
+      };
+      const float raw_beta = float_of(load_bits(a.beta.base, a.beta.type, at(a.beta)), a.beta.type);
+      store_element(a.dbeta.base, a.dbeta.type, at(a.dbeta),
+                    row[3 * kK] * cuda::backward::step_slope(gate, raw_beta));
+    }
+  }
+  if (!a.sums) return;
+  auto& sums = *reinterpret_cast<LeftSums*>(ptx::dynamic_shared());
+#pragma unroll
+  for (int n = 0; n < 4; ++n) sums.ddt_bias[c.warp()][4 * c.lane() + n] = ddt_bias.x[n];
+  const double all = sum_over(dA_log, 1, 32);
+  if (c.lane() == 0) sums.dA_log[c.warp()] = all;
+  __syncthreads();
+  for (int d = c.tid; d <= kK; d += cuda::grad::kThreads) {
+    double total = 0;
+    for (int warp = 0; warp < cuda::grad::kWarps; ++warp)
+      total += d < kK ? static_cast<double>(sums.ddt_bias[warp][d]) : sums.dA_log[warp];
+    a.sums[c.tile() * (kK + 1) + d] = total;
+  }
+}
+
+/// The chunks first, .. that are left of kThreads of them.
+__device__ __forceinline__ void run_left(const FinishedGradArgs& a, unsigned first) {
+  using cuda::grad::kThreads;
+  const auto is_left = [&](unsigned tile) {
+    return tile < a.tiles && (a.left[kLeftWords * tile] | a.left[kLeftWords * tile + 1]) != 0;
+  };
+  if (!__syncthreads_or(is_left(first + threadIdx.x))) return;
+#pragma unroll 1
+  for (unsigned tile = first; tile < min(first + kThreads, a.tiles); ++tile) {
+    if (!is_left(tile)) continue;
+    const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(tile));
+    GradContext c(a, *reinterpret_cast<cuda::grad::Shared*>(ptx::dynamic_shared()), chunk, tile,
+                  static_cast<int>(threadIdx.x));
+    cuda::grad::run_chunk(c);
+    __syncthreads();
+    finish_chunk(a, c);
+    __syncthreads();
+  }
+}
+
+}  // namespace kda::cuda::sm90::grad

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Back through the L2 norm, y = x r: dx = r dy - x r^2 (x . r dy). The gradients here have their
+// factor r; of x . dx all warps have a share.
+#pragma once
+
+#include "cuda/staged/backward/grad_sm90/context.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+/// A lane keeps one half of 2 kKept numbers, summed with those of the lane 2 kKept away.
+/// (A selection between elements of an array would put it in local memory.)
+template <int kKept>
+__device__ __forceinline__ void halve(const Worker& c, float (&x)[16]) {
+  const bool upper = c.lane & 2 * kKept;
+#pragma unroll
+  for (int i = 0; i < kKept; ++i) {
+    const float low = x[i], high = x[i + kKept];
+    x[i] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, 2 * kKept);
+  }
+}
+
+/// The warp's share of x . y of each token, x from shared memory.
+__device__ __forceinline__ void store_shares(const Worker& c, uint32_t x, const Tokens& y,
+                                             float (&shares)[kChunk][kWorkerWarps + 1]) {
+  float sums[16];
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) {
+    Operand raw;
+    Worker::load(x, r, raw);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        sums[2 * (2 * r + n) + i] =
+            element(raw, n, i) * y[2 * r + n][i] + element(raw, n, i + 2) * y[2 * r + n][i + 2];
+  }
+  halve<8>(c, sums), halve<4>(c, sums), halve<2>(c, sums);
+  const int n = (c.lane & 16) / 4 + (c.lane & 8) / 4 + (c.lane & 4) / 4;  // the tile that is left
+  const int token = 8 * n + 2 * c.t();
+  shares[token][c.warp] = sums[0], shares[token + 1][c.warp] = sums[1];
+}
+
+/// The sum of the warps' shares, times 1 / |x|^2.
+__device__ __forceinline__ void add_shares(const Worker& c,
+                                           const float (&shares)[kChunk][kWorkerWarps + 1],
+                                           const float (&along)[kChunk], float (&sums)[kChunk]) {
+  if (c.tid >= kChunk) return;
+  float sum = 0;
+#pragma unroll
+  for (int warp = 0; warp < kWorkerWarps; ++warp) sum += shares[c.tid][warp];
+  sums[c.tid] = sum * along[c.tid];
+}
+
+/// y - along x, dq (0) or dk (1), to the warps that store.
+__device__ __forceinline__ void store_output(const Worker& c, int which, uint32_t x,
+                                             const float (&along)[kChunk], const Tokens& y) {
+  wait_empty(c.s.out_empty, which);  // two in each turn
+  const uint32_t out = c.channels_of(c.s.out);
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) {
+    Operand raw, rounded;
+    Worker::load(x, r, raw);
+    const float2 pairs[2] = {c.of_tokens(along, 2 * r), c.of_tokens(along, 2 * r + 1)};
+    to_operand(rounded, [&](int n, int i) {
+      return y[2 * r + n][i] - (i % 2 ? pairs[n].y : pairs[n].x) * element(raw, n, i);
+    });
+    ptx::stmatrix_x4_trans(out + r * kSubchunkBytes, rounded);
+  }
+  ptx::mbarrier_arrive(c.s.out_full);
+}
+
+}  // namespace kda::cuda::sm90::grad

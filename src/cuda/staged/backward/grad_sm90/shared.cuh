@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of chunk_grad on Hopper, and who waits for whom.
+//
+// Warps 0 to 7 compute, two warps load and two store, each over all chunks of the block. Operands
+// have one place each, but for gates and numbers, which have two; a place is given back as soon as
+// all threads that compute have read it.
+#pragma once
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/grad/context.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+using cuda::grad::Element16;
+using cuda::grad::Tile;
+
+constexpr int kK = 128;           // of K and of V
+constexpr int kHalves = kK / 64;  // tiles of 64 columns
+constexpr int kWorkers = 256;     // threads that compute: two warpgroups
+constexpr int kWorkerWarps = kWorkers / 32;
+constexpr int kCopiers = 64;  // threads that load, and as many that store
+constexpr int kThreads = kWorkers + 2 * kCopiers;
+/// Registers of a thread: two warpgroups of workers and one of copies share 3 x 168.
+constexpr int kWorkerRegisters = 224, kCopierRegisters = 56;
+constexpr unsigned kWorkerBarrier = 1;
+
+/// What a chunk has one of for each token, channel or alone, from the warps that load.
+struct Numbers {
+  float q_row[kChunk];          // scale / |q|, or scale
+  float minus_k_row[kChunk];    // -1 / |k|, or -1
+  float column[kChunk];         // beta / |k|, or beta
+  float q_state[kChunk];        // the same for products with the states, whose decays are held
+  float minus_k_state[kChunk];  // times kAnchor
+  float column_state[kChunk];
+  float q_along[kChunk], k_along[kChunk];  // 1 / |q|^2 and 1 / |k|^2, or 0
+  float dbeta[kChunk];                     // gradient by the raw beta for dZ . E = 1
+  float bias[kK];
+  float rate;
+  int count;                          // of tokens
+  unsigned has_small[kCopiers / 32];  // plain betas near 0
+};
+
+/// 1 / |q| and 1 / |k| of the next chunk, while its numbers have no place yet.
+struct Norms {
+  float q[kChunk], k[kChunk];
+};
+
+/// Sums of a chunk for parameters.
+struct Sums {
+  float ddt_bias[kK], dA_log[kWorkerWarps];
+};
+
+struct alignas(1024) Shared {
+  Tile d_o[kHalves], errors[kHalves], dz[kHalves];          // halves of V
+  Tile state[kHalves][kHalves], d_state[kHalves][kHalves];  // S0^T, dS^T: halves of V, then of K
+  Tile q[kHalves], k[kHalves];                              // halves of K
+  Tile gates[2][kHalves];                                   // dg takes their place
+  Tile pairs[2];                                            // by d_o, by dZ: [later, earlier]
+  Tile out[kHalves];                                        // dq, then dk
+  float shares[2][kChunk][kWorkerWarps + 1];                // of q . dq and k . dk, by warp
+  float along_q[kChunk], along_k[kChunk];                   // their sums, / |q|^2 and / |k|^2
+  float own_pair[kChunk];                                   // of a token with itself
+  float products[kChunk];                                   // dZ . E
+  Numbers numbers[2];
+  Norms norms;
+  Sums sums;
+  unsigned out_of_range[2][kWorkerWarps];
+  // Full: by the warps that load.
+  ptx::Mbarrier values_full;  // d_o, E, dZ, S0, dS
+  ptx::Mbarrier rows_full;    // q, k, gates, numbers
+  // Empty: by the warps that compute.
+  ptx::Mbarrier d_o_empty, d_state_empty, state_empty, q_empty, k_empty;
+  ptx::Mbarrier out_full, out_empty;            // dq, dk
+  ptx::Mbarrier gates_done[2], gates_empty[2];  // dg is there; it is stored
+};
+static_assert(sizeof(Shared) <= 227 * 1024);
+
+/// Called by one thread. Every other thread arrives for itself: racecheck does not follow
+/// __syncwarp() to one that arrives.
+__device__ __forceinline__ void init_barriers(Shared& s) {
+  ptx::mbarrier_init(s.values_full, kCopiers + 1);
+  ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
+  for (ptx::Mbarrier* empty :
+       {&s.d_o_empty, &s.d_state_empty, &s.state_empty, &s.q_empty, &s.k_empty})
+    ptx::mbarrier_init(*empty, kWorkers);
+  ptx::mbarrier_init(s.out_full, kWorkers);
+  ptx::mbarrier_init(s.out_empty, kCopiers);
+  for (int i = 0; i < 2; ++i) {
+    ptx::mbarrier_init(s.gates_done[i], kWorkers);
+    ptx::mbarrier_init(s.gates_empty[i], kCopiers);
+  }
+  ptx::mbarrier_init_fence();
+}
+
+/// Waits of a consumer (the first is over when something came) and of a producer (the first is over
+/// at once) in turn 0, 1, ..
+__device__ __forceinline__ void wait_full(ptx::Mbarrier& barrier, int turn) {
+  ptx::mbarrier_wait(barrier, turn & 1);
+}
+__device__ __forceinline__ void wait_empty(ptx::Mbarrier& barrier, int turn) {
+  ptx::mbarrier_wait(barrier, (turn & 1) ^ 1);
+}
+
+/// Chunks and value heads that exist: they come first.
+__device__ __forceinline__ unsigned existing_tiles(const FinishedGradArgs& a) {
+  if (!a.map.cu_seqlens) return a.tiles;
+  const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
+  return static_cast<unsigned>(min(chunks * a.shape.HV, static_cast<int64_t>(a.tiles)));
+}
+
+}  // namespace kda::cuda::sm90::grad

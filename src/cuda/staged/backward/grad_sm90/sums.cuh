@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums over tokens, as in grad/sums.cuh, with one anchor for all pairs of a sub-chunk: its start.
+// Rows x P and columns k / P, rounded, serve all other sub-chunks too; accumulators decay from one
+// to the next. What was computed from decays is computed again, not kept in registers or spilled.
+#pragma once
+
+#include "cuda/staged/backward/grad_sm90/gates.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+/// Columns: keys of each sub-chunk, decayed back to its start.
+using Columns = Operand[kSubchunks];
+
+template <class Factor>
+__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
+  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
+}
+/// A number of each token of a Part.
+__device__ __forceinline__ float of_token(const Worker& c, const float (&numbers)[kChunk], int r,
+                                          int n, int i) {
+  const float2 pair = c.of_tokens(numbers, 2 * r + n);
+  return i % 2 ? pair.y : pair.x;
+}
+
+/// Adds earlier columns to the rows of sub-chunk r and of all later ones.
+__device__ __forceinline__ void add_earlier(const Worker& c, int which, const Operand& columns,
+                                            const Decays& d, int r, Tokens& acc) {
+  Operand pairs[2];  // the next ones are on their way
+  c.load_rows(which, r, r, pairs[r % 2]);
+#pragma unroll
+  for (int later = r; later < kSubchunks; ++later) {
+    if (later + 1 < kSubchunks) c.load_rows(which, later + 1, r, pairs[(later + 1) % 2]);
+    multiply(acc + 2 * later, columns, pairs[later % 2]);
+    if (later > r) decay_part(acc + 2 * later, d.total[r]);
+  }
+}
+
+/// From S0 d_o^T to dq, with the token itself; makes the columns.
+__device__ __forceinline__ void add_queries(const Worker& c, const Decays& d, Tokens& queries,
+                                            Columns& columns, Tokens& dG) {
+  const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) {
+    Operand raw_q, raw_k, rows;
+    Worker::load(k, r, raw_k);
+    c.stay_in<10>(r);
+    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
+    Worker::load(q, r, raw_q);
+    add_earlier(c, 0, columns[r], d, r, queries);
+    scale_operand(raw_q, rows, row);
+    for_each([&](int n, int i) {
+      float& x = queries[2 * r + n][i];
+      dG[2 * r + n][i] = element(rows, n, i) * x;
+      x = row(n, i) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_k, n, i);
+    });
+    ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
+  }
+}
+
+/// What E dS^T adds to the gradient by every log decay of the chunk: of this lane's tokens.
+__device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Columns& columns,
+                                                      const Tokens& acc, float2* over_chunk) {
+  float share[2] = {}, after[2] = {1, 1};
+#pragma unroll
+  for (int r = kSubchunks - 1; r >= 0; --r) {
+    float sum[2] = {};
+    for_each([&](int n, int i) {
+      sum[i / 2] = fmaf(element(columns[r], n, i), acc[2 * r + n][i], sum[i / 2]);
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      after[half] *= d.total[r][half];
+      share[half] = fmaf(after[half], sum[half], share[half]);
+    }
+  }
+  *over_chunk = {after[0], after[1]};
+  return {share[0], share[1]};
+}
+
+/// From E dS^T to the columns' part of dk, with the token itself.
+__device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
+                                            const Columns& columns, Tokens& acc, Tokens& dG) {
+  const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
+#pragma unroll
+  for (int r = kSubchunks - 1; r >= 0; --r) {
+    Operand raw_q, raw_k, rows_q, rows_k;
+    Worker::load(q, r, raw_q), Worker::load(k, r, raw_k);
+    c.stay_in<20>(r);
+    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
+#pragma unroll
+    for (int earlier = r; earlier >= 0; --earlier) {
+      Operand by_d_o, by_dz;
+      c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
+      decay_part(acc + 2 * earlier, d.total[r]);
+      multiply(acc + 2 * earlier, rows_q, by_d_o);
+      multiply(acc + 2 * earlier, rows_k, by_dz);
+    }
+    for_each([&](int n, int i) {
+      float& x = acc[2 * r + n][i];
+      dG[2 * r + n][i] -= element(columns[r], n, i) * x;
+      x = ptx::rcp(row(n, i)) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_q, n, i);
+    });
+    ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
+  }
+}
+
+/// From -S0 dZ^T, with the rows' part, to dk.
+__device__ __forceinline__ void add_keys(const Worker& c, const Decays& d, const Columns& columns,
+                                         Tokens& keys, Tokens& dk, Tokens& dG) {
+  const uint32_t k = c.channels_of(c.s.k);
+#pragma unroll
+  for (int r = 0; r < kSubchunks; ++r) {
+    Operand raw_k, rows;
+    add_earlier(c, 1, columns[r], d, r, keys);
+    Worker::load(k, r, raw_k);
+    c.stay_in<30>(r);
+    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    scale_operand(raw_k, rows, row);
+    for_each([&](int n, int i) {
+      dG[2 * r + n][i] += element(rows, n, i) * keys[2 * r + n][i];
+      dk[2 * r + n][i] += row(n, i) * keys[2 * r + n][i];
+    });
+  }
+}
+
+}  // namespace kda::cuda::sm90::grad

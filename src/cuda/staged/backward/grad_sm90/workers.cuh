@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warps that compute: all chunks of the block.
+#pragma once
+
+#include "cuda/staged/backward/grad_sm90/gates.cuh"
+#include "cuda/staged/backward/grad_sm90/outputs.cuh"
+#include "cuda/staged/backward/grad_sm90/pairs.cuh"
+#include "cuda/staged/backward/grad_sm90/products.cuh"
+#include "cuda/staged/backward/grad_sm90/sums.cuh"
+
+namespace kda::cuda::sm90::grad {
+
+template <GateMode kMode>
+__device__ __forceinline__ void run_chunk(const Worker& c) {
+  Shared& s = c.s;
+  const Numbers& numbers = c.numbers();
+  const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
+  Tokens pairs, queries, dG;
+  Decays d;
+  wait_full(s.rows_full, c.turn);
+  wait_full(s.values_full, c.turn);
+  ptx::fence_async_proxy();  // d_o was not copied by it
+  ptx::wgmma_fence();
+  begin_pairs(c, pairs);
+  begin_state(c, s.state, s.d_o, queries);
+  find_decays<kMode>(c, d);
+  c.stay<50>();
+  ptx::wgmma_wait<1>();
+  ptx::fence_operands(pairs);
+  store_pairs(c, pairs);
+  c.sync();
+
+  const float2 states = multiply_states(c);
+  c.stay<51>();
+  ptx::wgmma_wait<0>();
+  ptx::fence_operands(queries);
+  ptx::mbarrier_arrive(s.d_o_empty);
+  c.scale_tokens(numbers.q_state, queries);
+  Columns columns;
+  add_queries(c, d, queries, columns, dG);
+
+  Tokens dk;
+  ptx::wgmma_fence();
+  begin_state(c, s.d_state, s.errors, dk);
+  ptx::rename_registers(d.row, c.a.zero);
+  store_shares(c, q, queries, s.shares[0]);
+  c.sync();
+  add_shares(c, s.shares[0], numbers.q_along, s.along_q);
+  ptx::wgmma_wait<0>();
+  ptx::fence_operands(dk);
+  ptx::mbarrier_arrive(s.d_state_empty);
+  c.scale_tokens(numbers.column_state, dk);
+  float2 over_chunk;
+  float2 boundary = boundary_of_columns(d, columns, dk, &over_chunk);
+  c.sync();
+  store_output(c, 0, q, s.along_q, queries);
+  ptx::rename_registers(d.row, c.a.zero);
+  add_columns(c, d, columns, dk, dG);
+
+  Tokens keys;
+  ptx::wgmma_fence();
+  begin_state(c, s.state, s.dz, keys);
+  boundary.x = fmaf(over_chunk.x, states.x, sum_over(boundary.x, 1, 4));
+  boundary.y = fmaf(over_chunk.y, states.y, sum_over(boundary.y, 1, 4));
+  ptx::rename_registers(d.row, c.a.zero);
+  ptx::wgmma_wait<0>();
+  ptx::fence_operands(keys);
+  ptx::mbarrier_arrive(s.state_empty);
+  ptx::mbarrier_arrive(s.q_empty);
+  c.scale_tokens(numbers.minus_k_state, keys);
+  add_keys(c, d, columns, keys, dk, dG);
+  store_shares(c, k, dk, s.shares[1]);
+  c.sync();
+  add_shares(c, s.shares[1], numbers.k_along, s.along_k);
+  c.sync();
+  store_output(c, 1, k, s.along_k, dk);
+  ptx::mbarrier_arrive(s.k_empty);
+  store_gates<kMode>(c, dG, boundary);
+}
+
+template <GateMode kMode>
+__device__ __forceinline__ void run_workers(const FinishedGradArgs& a, Shared& s) {
+  Worker c(a, s);
+  const unsigned tiles = existing_tiles(a);
+#pragma unroll 1
+  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++c.turn) run_chunk<kMode>(c);
+}
+
+}  // namespace kda::cuda::sm90::grad
