@@ -46,62 +46,7 @@ __device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowVi
     ptx::cp_async<16>(target + pieces.place(i), from, i * Pieces::kStep < rows);
 }
 
-/// Its rows to the L2, a line of 128 bytes a thread at a time.
-__device__ __forceinline__ void prefetch_rows(const RowView& view, const Task& task, int thread) {
-  constexpr int kStep = kCopiers / 2;
-  const auto* from = static_cast<const Element16*>(view.base) +
-                     chunk_offset(view, task.chunk, task.head) + thread / 2 * view.stride_t +
-                     thread % 2 * 64;
-#pragma unroll 1
-  for (int row = thread / 2; row < task.chunk.count; row += kStep, from += kStep * view.stride_t)
-    ptx::prefetch_l2(from);
-}
-/// q and k, which are read for their norms before they are copied.
-__device__ __forceinline__ void prefetch(const FinishedGradArgs& a, unsigned tile, int thread) {
-  const Task task(a, tile);
-  prefetch_rows(a.q, task, thread), prefetch_rows(a.k, task, thread);
-}
-
-__device__ __forceinline__ float sum_of_squares(uint4 x) {
-  float sum = 0;
-#pragma unroll
-  for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
-    const float2 y = ptx::unpack<Element16>(pair);
-    sum = fmaf(y.x, y.x, fmaf(y.y, y.y, sum));
-  }
-  return sum;
-}
-
-/// Norms of q and k, eight lanes a row, from device memory: shared memory has no place for the rows
-/// yet. A warp has the rows of its threads' tokens.
-__device__ __forceinline__ void find_norms(const FinishedGradArgs& a, const Task& task, int thread,
-                                           Norms& norms) {
-  if (!a.gate.l2norm) {
-    norms.q[thread] = norms.k[thread] = 1;
-    return;
-  }
-  constexpr int kStep = 4;
-  const int first = thread / 32 * 32 + thread % 32 / 8, end = first + 32;
-  const auto rows_of = [&](const RowView& view) {
-    return static_cast<const Element16*>(view.base) + chunk_offset(view, task.chunk, task.head) +
-           first * view.stride_t + thread % 8 * 8;
-  };
-  const Element16 *q = rows_of(a.q), *k = rows_of(a.k);
-#pragma unroll 1
-  for (int row = first; row < end; row += kStep) {
-    uint4 x[2] = {}, y[2] = {};
-    if (row < task.chunk.count) {
-      x[0] = *reinterpret_cast<const uint4*>(q), x[1] = *reinterpret_cast<const uint4*>(q + 64);
-      y[0] = *reinterpret_cast<const uint4*>(k), y[1] = *reinterpret_cast<const uint4*>(k + 64);
-    }
-    q += kStep * a.q.stride_t, k += kStep * a.k.stride_t;
-    const float of_q = cuda::grad::sum_over_8(sum_of_squares(x[0]) + sum_of_squares(x[1]));
-    const float of_k = cuda::grad::sum_over_8(sum_of_squares(y[0]) + sum_of_squares(y[1]));
-    if (thread % 8 == 0) norms.q[row] = rsqrtf(of_q + 1e-6f), norms.k[row] = rsqrtf(of_k + 1e-6f);
-  }
-}
-
-/// A thread has a token and two channels; on their way while norms are found.
+/// A thread has a token and two channels; they are on their way while it waits.
 struct RawNumbers {
   uint32_t beta = 0;
   float bias[2] = {}, A_log = 0;
@@ -119,8 +64,7 @@ struct RawNumbers {
 };
 
 __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const Task& task,
-                                              int thread, const RawNumbers& raw, const Norms& norms,
-                                              Numbers& numbers) {
+                                              int thread, const RawNumbers& raw, Numbers& numbers) {
   const GateView& gate = a.gate;
   const bool exists = thread < task.chunk.count;
   const float raw_beta = float_of(raw.beta, a.beta.type);
@@ -129,13 +73,7 @@ __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const T
   const bool small = plain && exists && !(fabsf(beta) >= cuda::grad::kSmallBeta);
   const bool has_small = __any_sync(~0u, small);
   if (thread % 32 == 0) numbers.has_small[thread / 32] = has_small;
-  const float q = norms.q[thread], k = norms.k[thread];
-  const float q_row = gate.scale * q, column = beta * k;
-  numbers.q_row[thread] = q_row, numbers.q_state[thread] = q_row / cuda::grad::kAnchor;
-  numbers.minus_k_row[thread] = -k, numbers.minus_k_state[thread] = -k / cuda::grad::kAnchor;
-  numbers.column[thread] = column, numbers.column_state[thread] = column * cuda::grad::kAnchor;
-  numbers.q_along[thread] = gate.l2norm ? q * q : 0;
-  numbers.k_along[thread] = gate.l2norm ? k * k : 0;
+  numbers.beta[thread] = beta;
   // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
   numbers.dbeta[thread] = plain ? 1 / beta : 1 / (1 + expf(raw_beta));
 #pragma unroll
@@ -146,15 +84,11 @@ __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const T
 __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
   const unsigned tiles = existing_tiles(a);
   int turn = 0;
-  if (blockIdx.x < tiles) prefetch(a, blockIdx.x, thread);
 #pragma unroll 1
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
     const Task task(a, tile);
     const RawNumbers raw(a, task, thread);
-    find_norms(a, task, thread, s.norms);
-    __syncwarp();
-    if (tile + gridDim.x < tiles) prefetch(a, tile + gridDim.x, thread);
     const Pieces pieces(thread);
     const auto copy_tiles = [&](auto& to, const void* base) {
       ptx::cp_async_bulk(&to, static_cast<const char*>(base) + tile * sizeof(to),
@@ -164,7 +98,7 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
     copy_rows(s.d_o, a.d_o, task, pieces);
     wait_empty(s.gates_empty[turn % 2], turn / 2);
     copy_rows(s.gates[turn % 2], a.g, task, pieces);
-    store_numbers(a, task, thread, raw, s.norms, s.numbers[turn % 2]);
+    store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
     ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
     if (thread == 0) {

@@ -3,16 +3,52 @@
 // norms of both tokens; dN = -beta R alike. The first warpgroup has the one, the second the other.
 #pragma once
 
+#include "cuda/staged/backward/grad/states.cuh"
 #include "cuda/staged/backward/grad_sm90/context.cuh"
 
 namespace kda::cuda::sm90::grad {
+
+/// Norms and what is made of them: a warp has 16 tokens of q or of k. The sum of squares is the
+/// diagonal of a product of 16 x 16 tokens.
+__device__ __forceinline__ void find_factors(const Worker& c) {
+  const bool of_k = c.group() == 1, l2norm = c.a.gate.l2norm;
+  const int block = c.warp % 4;
+  float2 norms = {1, 1};
+  if (l2norm) {
+    const uint32_t rows = ptx::shared_address(of_k ? c.s.k : c.s.q) + block * kSubchunkBytes +
+                          2 * swizzled(c.lane % 16, c.lane / 16);
+    float acc[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kK / 16; ++step) {
+      Operand x;
+      ptx::ldmatrix_x4(x, (rows ^ step % 4 * 32) + step / 4 * static_cast<int>(sizeof(Tile)));
+      multiply(acc, x, {x[0], x[2], x[1], x[3]});
+    }
+    const float2 squares = cuda::grad::diagonal_of(c, acc);
+    norms = {rsqrtf(squares.x + 1e-6f), rsqrtf(squares.y + 1e-6f)};
+  }
+  if (c.t() > 1) return;
+  const int token = 16 * block + c.g() + 8 * c.t();
+  const float norm = c.t() == 0 ? norms.x : norms.y, along = l2norm ? norm * norm : 0;
+  Factors& factors = c.s.factors;
+  if (of_k) {
+    const float column = c.numbers().beta[token] * norm;
+    factors.minus_k_row[token] = -norm, factors.minus_k_state[token] = -norm / kAnchor;
+    factors.column[token] = column, factors.column_state[token] = column * kAnchor;
+    factors.k_along[token] = along;
+  } else {
+    const float row = c.a.gate.scale * norm;
+    factors.q_row[token] = row, factors.q_state[token] = row / kAnchor;
+    factors.q_along[token] = along;
+  }
+}
 
 /// A warp stores its 16 rows: later tokens. The diagonals stay in fp32.
 __device__ __forceinline__ void store_pairs(const Worker& c, const Tokens& products) {
   const bool by_dz = c.group() == 1;
   const int block = c.warp % 4, i0 = 16 * block + c.g();
-  const Numbers& numbers = c.numbers();
-  const float* of_rows = by_dz ? numbers.minus_k_row : numbers.q_row;
+  const Factors& factors = c.s.factors;
+  const float* of_rows = by_dz ? factors.minus_k_row : factors.q_row;
   const float row[2] = {of_rows[i0], of_rows[i0 + 8]};
   float* diagonal = by_dz ? c.s.products : c.s.own_pair;
   const uint32_t to =
@@ -24,7 +60,7 @@ __device__ __forceinline__ void store_pairs(const Worker& c, const Tokens& produ
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int j0 = 16 * b + 8 * n + 2 * c.t();
-      const float2 column = c.of_tokens(numbers.column, 2 * b + n);
+      const float2 column = c.of_tokens(factors.column, 2 * b + n);
       const float(&product)[4] = products[2 * b + n];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {

@@ -27,23 +27,22 @@ constexpr unsigned kWorkerBarrier = 1;
 
 /// What a chunk has one of for each token, channel or alone, from the warps that load.
 struct Numbers {
-  float q_row[kChunk];          // scale / |q|, or scale
-  float minus_k_row[kChunk];    // -1 / |k|, or -1
-  float column[kChunk];         // beta / |k|, or beta
-  float q_state[kChunk];        // the same for products with the states, whose decays are held
-  float minus_k_state[kChunk];  // times kAnchor
-  float column_state[kChunk];
-  float q_along[kChunk], k_along[kChunk];  // 1 / |q|^2 and 1 / |k|^2, or 0
-  float dbeta[kChunk];                     // gradient by the raw beta for dZ . E = 1
+  float beta[kChunk];
+  float dbeta[kChunk];  // gradient by the raw beta for dZ . E = 1
   float bias[kK];
   float rate;
   int count;                          // of tokens
   unsigned has_small[kCopiers / 32];  // plain betas near 0
 };
 
-/// 1 / |q| and 1 / |k| of the next chunk, while its numbers have no place yet.
-struct Norms {
-  float q[kChunk], k[kChunk];
+/// Factors of tokens, from the warps that compute. Without the norm |q| and |k| stand for 1.
+struct Factors {
+  float q_row[kChunk];        // scale / |q|
+  float minus_k_row[kChunk];  // -1 / |k|
+  float column[kChunk];       // beta / |k|
+  // The same for products with the states, beside decays that are held times kAnchor.
+  float q_state[kChunk], minus_k_state[kChunk], column_state[kChunk];
+  float q_along[kChunk], k_along[kChunk];  // 1 / |q|^2 and 1 / |k|^2; 0 without the norm
 };
 
 /// Sums of a chunk for parameters.
@@ -63,7 +62,7 @@ struct alignas(1024) Shared {
   float own_pair[kChunk];                                   // of a token with itself
   float products[kChunk];                                   // dZ . E
   Numbers numbers[2];
-  Norms norms;
+  Factors factors;
   Sums sums;
   unsigned out_of_range[2][kWorkerWarps];
   // Full: by the warps that load.

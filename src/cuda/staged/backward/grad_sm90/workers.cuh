@@ -13,7 +13,7 @@ namespace kda::cuda::sm90::grad {
 template <GateMode kMode>
 __device__ __forceinline__ void run_chunk(const Worker& c) {
   Shared& s = c.s;
-  const Numbers& numbers = c.numbers();
+  const Factors& factors = s.factors;
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
   Tokens pairs, queries, dG;
   Decays d;
@@ -23,7 +23,9 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::wgmma_fence();
   begin_pairs(c, pairs);
   begin_state(c, s.state, s.d_o, queries);
+  find_factors(c);
   find_decays<kMode>(c, d);
+  c.sync();
   c.stay<50>();
   ptx::wgmma_wait<1>();
   ptx::fence_operands(pairs);
@@ -35,7 +37,7 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::wgmma_wait<0>();
   ptx::fence_operands(queries);
   ptx::mbarrier_arrive(s.d_o_empty);
-  c.scale_tokens(numbers.q_state, queries);
+  c.scale_tokens(factors.q_state, queries);
   Columns columns;
   add_queries(c, d, queries, columns, dG);
 
@@ -45,11 +47,11 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::rename_registers(d.row, c.a.zero);
   store_shares(c, q, queries, s.shares[0]);
   c.sync();
-  add_shares(c, s.shares[0], numbers.q_along, s.along_q);
+  add_shares(c, s.shares[0], factors.q_along, s.along_q);
   ptx::wgmma_wait<0>();
   ptx::fence_operands(dk);
   ptx::mbarrier_arrive(s.d_state_empty);
-  c.scale_tokens(numbers.column_state, dk);
+  c.scale_tokens(factors.column_state, dk);
   float2 over_chunk;
   float2 boundary = boundary_of_columns(d, columns, dk, &over_chunk);
   c.sync();
@@ -67,11 +69,11 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::fence_operands(keys);
   ptx::mbarrier_arrive(s.state_empty);
   ptx::mbarrier_arrive(s.q_empty);
-  c.scale_tokens(numbers.minus_k_state, keys);
+  c.scale_tokens(factors.minus_k_state, keys);
   add_keys(c, d, columns, keys, dk, dG);
   store_shares(c, k, dk, s.shares[1]);
   c.sync();
-  add_shares(c, s.shares[1], numbers.k_along, s.along_k);
+  add_shares(c, s.shares[1], factors.k_along, s.along_k);
   c.sync();
   store_output(c, 1, k, s.along_k, dk);
   ptx::mbarrier_arrive(s.k_empty);
