@@ -25,7 +25,7 @@ from gpu_cases import cases, make_inputs, relative
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
-FAMILIES = ("fused", "staged", "staged_backward")
+FAMILIES = ("fused", "staged", "staged_backward", "spans")
 ROWS = ("q", "k", "v", "g", "beta")
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0)
 CHECKED = dict(B=1, T=4096, H=4, HV=4, K=128, V=128, lengths=None, dtype=torch.bfloat16)

@@ -169,6 +169,8 @@ typedef struct kda_plan_options {
    * fp32 state after every n tokens. KDA_KEEP_CHUNKS: states and errors of every chunk; the CPU
    * takes it as KDA_KEEP_DEFAULT. */
   int32_t keep;
+  int32_t spans;    /* states before sequences come between kda_span_begin and kda_span_finish */
+  int32_t reserved; /* 0 */
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
 #define KDA_KEEP_CHUNKS (-1)
@@ -196,7 +198,11 @@ KDA_API const char* kda_last_error(void);
 KDA_API void kda_problem_init(kda_problem* problem);
 KDA_API void kda_problem_init_size(kda_problem* problem, size_t struct_size);
 #define kda_problem_init(problem) kda_problem_init_size((problem), sizeof(kda_problem))
-KDA_API void kda_plan_options_init(kda_plan_options* options);
+KDA_API void kda_plan_options_init(
+    kda_plan_options* options); /* likewise, before spans was there */
+KDA_API void kda_plan_options_init_size(kda_plan_options* options, size_t struct_size);
+#define kda_plan_options_init(options) \
+  kda_plan_options_init_size((options), sizeof(kda_plan_options))
 /* Sets device_kind, num_sms and compute_capability to those of a CUDA device of this machine.
  * KDA_UNAVAILABLE, with the reason, if there is none. */
 KDA_API kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal);
@@ -280,6 +286,14 @@ typedef struct kda_maps {
 /* `plan`, `problem` and `workspace` as of kda_run; outputs are not written. */
 KDA_API kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem,
                                  const kda_maps* maps, void* workspace, size_t workspace_bytes);
+
+/* The forward of spans in two halves, on a GPU, with a plan whose options say `spans`
+ * (include/kda/span.hpp): M and B of `maps`, then o and final states from `states_in`
+ * [N, HV, K, V]. In between `workspace` and o stay as they are. */
+KDA_API kda_status kda_span_begin(const kda_plan* plan, const kda_problem* problem,
+                                  const kda_maps* maps, void* workspace, size_t workspace_bytes);
+KDA_API kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem,
+                                   const float* states_in, void* workspace, size_t workspace_bytes);
 
 /* One step: S = starts[start]; S = M[map] S + A[map]; states[store] = S. */
 typedef struct kda_fold_step {

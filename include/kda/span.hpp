@@ -8,7 +8,8 @@
 // Maps of all spans are gathered; fold_states() then gives each span its S_in or dS_out; run() and
 // backward() compute it, with these as initial state and as gradient of the final state.
 //
-// Both calls are for the CPU. Results do not depend on the number of threads, nor on other spans.
+// span_maps() and fold_states() are for the CPU. Results do not depend on the number of threads,
+// nor on other spans. On a GPU a forward is in two halves, with the exchange between them.
 #pragma once
 
 #include <cstddef>
@@ -39,6 +40,18 @@ struct SpanMaps {
 /// maps (a GPU, the oracle). On an error nothing has been written.
 Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
                  std::size_t workspace_bytes) noexcept;
+
+/// The first half of a forward of spans, on a GPU: outputs from zero stay in o and the workspace, M
+/// and B [N, HV, K, K or V] go to `maps`, on the device; null: not wanted. D is not made here.
+/// `plan`: with PlanOptions::spans; `tensors`, `workspace` and `stream` as of run(). Asynchronous.
+Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
+                  std::size_t workspace_bytes, void* stream = nullptr) noexcept;
+
+/// The second half: o and final states, from the states before the spans, `states_in` [N, HV, K, V]
+/// in fp32 on the device, dense, in the kv layout. All else as it was given to span_begin(), which
+/// must have run on the same workspace.
+Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
+                   void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
 /// One step of a fold: S = the start, if there is one; S = M S + A, if there is a map; S is stored,
 /// if there is a place.

@@ -61,14 +61,21 @@ Tensor new_tensor(const char* name, const Tensor& like, const std::array<int64_t
 
 inline uintptr_t aligned(uintptr_t address) { return (address + 63) / 64 * 64; }
 
+/// Memory that holds `bytes` from an address that is aligned to 64 bytes on.
+inline Tensor new_workspace(size_t bytes, const Tensor& like) {
+  return new_tensor<1>("workspace", like, {static_cast<int64_t>(bytes) + 64},
+                       aoti_torch_dtype_uint8());
+}
+inline void* workspace_in(const Tensor& memory) {
+  return reinterpret_cast<void*>(aligned(reinterpret_cast<uintptr_t>(memory.const_data_ptr())));
+}
+
 /// body(memory, bytes), where kernels may write; memory is aligned to 64 bytes, null for none.
 template <class Body>
 void with_workspace(size_t bytes, const Tensor& like, Body&& body) {
   if (bytes == 0) return body(nullptr, 0);
-  const Tensor memory = new_tensor<1>("workspace", like, {static_cast<int64_t>(bytes) + 64},
-                                      aoti_torch_dtype_uint8());
-  const auto start = reinterpret_cast<uintptr_t>(memory.const_data_ptr());
-  body(reinterpret_cast<void*>(aligned(start)), bytes);
+  const Tensor memory = new_workspace(bytes, like);
+  body(workspace_in(memory), bytes);
 }
 
 }  // namespace kda_torch

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of spans of longer sequences: libkda::span_maps and libkda::fold_states, on the CPU
-// (include/kda/span.hpp). Who calls them: python/libkda/context_parallel.py.
+// The operators of spans of longer sequences (include/kda/span.hpp): libkda::span_maps and
+// libkda::fold_states on the CPU, libkda::span_begin and libkda::span_finish on a GPU. Who calls
+// them: python/libkda/context_parallel/maps.py.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -54,6 +55,92 @@ void span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor 
   });
 }
 
+/// A forward in two halves: its problem, and the plan, which both have.
+struct Halves {
+  kda_problem problem;
+  std::vector<int64_t> lengths;
+  kda_plan_options options;
+
+  Halves(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+         const Tensor& o, const Tensor& final_state, const MaybeTensor& A_log,
+         const MaybeTensor& dt_bias, const Tensor& cu_seqlens, const Tensor& cu_seqlens_cpu,
+         const Modes& modes) {
+    if (!q.is_cuda()) refuse("q must be on a CUDA device, got ", device_text(q));
+    problem = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+    set_output(&problem, o, q);
+    lengths = set_lengths(&problem, q, cu_seqlens, cu_seqlens_cpu);
+    describe_state(&problem.final_state, final_state, q, "final_state", modes.state_v_first,
+                   problem);
+    options = options_for(q);
+    options.spans = 1;
+  }
+  ForwardPlan plan() const { return forward_plan(problem, options, lengths); }
+};
+
+/// Whether the library has such a forward for these tensors.
+bool has_span_halves(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
+                     Tensor final_state, MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens,
+                     Tensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
+                     double lower_bound, double scale, bool l2norm) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
+  const OnDevice on_device(q);
+  try {
+    Halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, modes)
+        .plan();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+/// Returns the workspace, for span_finish. The final states are not written yet.
+Tensor span_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor final_state,
+                  MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu,
+                  int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
+                  bool l2norm, MaybeTensor M, MaybeTensor B) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
+  const OnDevice on_device(q);
+  Halves halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+                modes);
+  kda_problem& p = halves.problem;
+  p.stream = current_stream(q);
+  kda_maps maps;
+  std::memset(&maps, 0, sizeof(maps));
+  maps.struct_size = sizeof(maps);
+  const int64_t N = p.num_sequences, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+  const auto pointer = [&](const Tensor& x, const char* name, int64_t columns) {
+    return static_cast<float*>(
+        const_cast<void*>(dense_pointer(x, q, name, kFloats, {N, HV, K, columns})));
+  };
+  if (M) maps.M = pointer(*M, "M", K);
+  if (B) maps.B = pointer(*B, "B", V);
+  const ForwardPlan plan = halves.plan();
+  const size_t bytes = kda_plan_workspace_bytes(plan.get());
+  const Tensor memory = new_workspace(bytes, q);
+  check(kda_span_begin(plan.get(), &p, &maps, workspace_in(memory), bytes));
+  return memory;
+}
+
+void span_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor final_state,
+                 MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu,
+                 int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
+                 bool l2norm, Tensor states, Tensor workspace) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
+  const OnDevice on_device(q);
+  Halves halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+                modes);
+  kda_problem& p = halves.problem;
+  p.stream = current_stream(q);
+  const ForwardPlan plan = halves.plan();
+  const size_t bytes = kda_plan_workspace_bytes(plan.get());
+  if (workspace.dim() != 1 || static_cast<size_t>(workspace.size(0)) != bytes + 64)
+    refuse("workspace must be what span_begin has returned for the same arguments");
+  const void* starts = dense_pointer(states, q, "states", kFloats,
+                                     {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
+  check(kda_span_finish(plan.get(), &p, static_cast<const float*>(starts), workspace_in(workspace),
+                        bytes));
+}
+
 /// Steps [S, 3] of (start, map, store) over maps [R, HV K (K + V)]: M, then what it adds.
 void fold_states(Tensor maps, Tensor starts, Tensor states, Tensor steps, bool transposed) {
   for (const auto& [x, name] :
@@ -95,9 +182,20 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
   m.def(
       "fold_states(Tensor maps, Tensor starts, Tensor(a!) states, Tensor steps, bool transposed) "
       "-> ()");
+#define KDA_HALF                                                                                  \
+  "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) final_state, "  \
+  "Tensor? A_log, Tensor? dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu, int gate_mode, int " \
+  "beta_mode, float lower_bound, float scale, bool l2norm"
+  m.def("has_span_halves" KDA_HALF ") -> bool");
+  m.def("span_begin" KDA_HALF ", Tensor(c!)? M, Tensor(d!)? B) -> Tensor");
+  m.def("span_finish" KDA_HALF ", Tensor states, Tensor(c!) workspace) -> ()");
+#undef KDA_HALF
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("span_maps", TORCH_BOX(&kda_torch::span_maps));
   m.impl("fold_states", TORCH_BOX(&kda_torch::fold_states));
+  m.impl("has_span_halves", TORCH_BOX(&kda_torch::has_span_halves));
+  m.impl("span_begin", TORCH_BOX(&kda_torch::span_begin));
+  m.impl("span_finish", TORCH_BOX(&kda_torch::span_finish));
 }

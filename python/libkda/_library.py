@@ -51,7 +51,8 @@ class PlanOptions(ctypes.Structure):
         [("struct_size", ctypes.c_size_t)]  # type: ignore[assignment]
         + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
         + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
-           ("intra_form", I32), ("keep", I32)]
+           ("intra_form", I32), ("keep", I32), ("spans", I32),
+           ("reserved", I32)]
     )
 
 

@@ -91,12 +91,14 @@ void kda_problem_init_size(kda_problem* problem, size_t struct_size) {
   std::memcpy(static_cast<void*>(problem), &defaults, std::min(struct_size, sizeof(defaults)));
 }
 
-// It writes into structs of any caller, older ones too.
-static_assert(sizeof(kda_plan_options) == 56, "a larger struct needs an init function with a size");
-void kda_plan_options_init(kda_plan_options* options) {
-  if (!options) return;
-  std::memset(static_cast<void*>(options), 0, sizeof(*options));
-  options->struct_size = sizeof(*options);
+void(kda_plan_options_init)(kda_plan_options* options) {
+  kda_plan_options_init_size(options, offsetof(kda_plan_options, spans));
+}
+
+void kda_plan_options_init_size(kda_plan_options* options, size_t struct_size) {
+  if (!options || struct_size < sizeof(options->struct_size)) return;
+  std::memset(static_cast<void*>(options), 0, struct_size);
+  options->struct_size = struct_size;
 }
 
 kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal) {

@@ -11,20 +11,51 @@ using namespace kda::capi;
 
 extern "C" {
 
+namespace {
+
+kda::Status read_maps(const kda_maps* given, kda::SpanMaps* maps) {
+  kda_maps m{};
+  m.d_o_dtype = KDA_FP32;
+  KDA_RETURN_IF_ERROR(read_struct(given, "maps", &m));
+  *maps = {.M = m.M,
+           .B = m.B,
+           .D = m.D,
+           .d_o = m.d_o,
+           .d_o_dtype = static_cast<kda::DType>(m.d_o_dtype)};
+  return {};
+}
+
+}  // namespace
+
 kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem, const kda_maps* maps,
                          void* workspace, size_t workspace_bytes) {
   return guarded_call([&] {
     kda_problem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
-    kda_maps m{};
-    m.d_o_dtype = KDA_FP32;
-    KDA_RETURN_IF_ERROR(read_struct(maps, "maps", &m));
-    const kda::SpanMaps all{.M = m.M,
-                            .B = m.B,
-                            .D = m.D,
-                            .d_o = m.d_o,
-                            .d_o_dtype = static_cast<kda::DType>(m.d_o_dtype)};
+    kda::SpanMaps all;
+    KDA_RETURN_IF_ERROR(read_maps(maps, &all));
     return kda::span_maps(*plan->plan, tensors_of(c), all, workspace, workspace_bytes);
+  });
+}
+
+kda_status kda_span_begin(const kda_plan* plan, const kda_problem* problem, const kda_maps* maps,
+                          void* workspace, size_t workspace_bytes) {
+  return guarded_call([&] {
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
+    kda::SpanMaps all;
+    KDA_RETURN_IF_ERROR(read_maps(maps, &all));
+    return kda::span_begin(*plan->plan, tensors_of(c), all, workspace, workspace_bytes, c.stream);
+  });
+}
+
+kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem, const float* states_in,
+                           void* workspace, size_t workspace_bytes) {
+  return guarded_call([&] {
+    kda_problem c;
+    KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
+    return kda::span_finish(*plan->plan, tensors_of(c), states_in, workspace, workspace_bytes,
+                            c.stream);
   });
 }
 

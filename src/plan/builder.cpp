@@ -51,6 +51,8 @@ void PlanBuilder::cut_sequence(std::size_t n, const Partition& partition, int64_
   const int64_t begin = plan_->cu_seqlens[n];
   const int64_t end = plan_->cu_seqlens[n + 1];
   const bool fixed = plan_->requested.context_parallel == SegmentPolicy::kFixed;
+  // An empty segment in front: what is behind the first one does not wait for the initial state.
+  const bool spans = plan_->requested.spans;
   int64_t count = partition.on ? num_segments_of(partition, end - begin,
                                                  fixed ? plan_->requested.num_segments : 0)
                                : 1;
@@ -58,7 +60,8 @@ void PlanBuilder::cut_sequence(std::size_t n, const Partition& partition, int64_
   const int64_t chunks = ceil_div(end - begin, chunk);
   if (count > 1) count = std::min(count, chunks);
   // The first one as it is asked for, the others as even as they go.
-  const int64_t first = count > 1 ? partition.first_chunks : 0, even = count - (first > 0);
+  const int64_t first = count > 1 && !spans ? partition.first_chunks : 0,
+                even = count - (first > 0);
   const auto boundary = [&](int64_t s) {
     if (s == count) return end;
     const int64_t before = first == 0 ? chunks * s / even
@@ -67,9 +70,10 @@ void PlanBuilder::cut_sequence(std::size_t n, const Partition& partition, int64_
     return begin + before * chunk;
   };
   plan_->segment_offsets.push_back(static_cast<int64_t>(plan_->segments.size()));
+  if (spans) plan_->segments.push_back({static_cast<int64_t>(n), begin, begin});
   for (int64_t s = 0; s < count; ++s)
     plan_->segments.push_back({static_cast<int64_t>(n), boundary(s), boundary(s + 1)});
-  plan_->segmented |= count > 1;
+  plan_->segmented |= count > 1 || spans;
 }
 
 void PlanBuilder::cut(const SegmentRules& rules) {

@@ -202,7 +202,9 @@ void write_options(const char* key, const PlanOptions& options, JsonWriter& json
   json.member("intra_form", form_name(options.intra_form));
   json.member("num_threads", options.num_threads);
   json.member("keep", plan::keep_name(options.keep));
-  json.member("kept_state_every", options.kept_state_every).end_object();
+  json.member("kept_state_every", options.kept_state_every);
+  if (options.spans) json.member("spans", true);
+  json.end_object();
 }
 
 void write_blocks(const char* key, const std::vector<WorkspaceBlock>& blocks, JsonWriter& json) {

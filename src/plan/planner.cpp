@@ -213,6 +213,23 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   return {};
 }
 
+/// That the states before sequences may come later, where they do.
+Status check_spans(const Plan& plan) {
+  if (!plan.requested.spans) return {};
+  if (plan.problem.operation != Operation::kForward || plan.problem.initial_state)
+    return invalid("spans: belongs to a forward without initial states");
+  if (!plan.lengths_known) return invalid("spans: needs lengths that are known");
+  const registry::ForwardRow* row =
+      registry::find_row(registry::forward_rows(), plan.implementation);
+  if (row && row->spans && row->spans->begin && plan.segmented &&
+      plan.resolved.segment_method == SegmentMethod::kOnePass)
+    return {};
+  return Status(
+      StatusCode::kUnsupported,
+      cat("spans: ", plan.implementation, " has no forward in two halves",
+          plan.reasons.empty() ? "" : "; ", plan.reasons.empty() ? "" : plan.reasons.back()));
+}
+
 /// What is left to say once the row has planned.
 void resolve_options(Plan* plan) {
   plan->resolved.backend = plan->implementation;
@@ -256,6 +273,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
     KDA_RETURN_IF_ERROR(builder.status());
+    KDA_RETURN_IF_ERROR(check_spans(*plan));
     if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));
   }
   resolve_options(plan);

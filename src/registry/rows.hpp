@@ -93,8 +93,12 @@ struct ChunkStages {
 
 /// Spans of longer sequences (include/kda/span.hpp).
 struct SpanStages {
-  Status (*maps)(const stage::SpanMapsCall& args);
-  Status (*fold)(const StateFold& fold);
+  // Null where the backend has the two halves.
+  Status (*maps)(const stage::SpanMapsCall& args) = nullptr;
+  Status (*fold)(const StateFold& fold) = nullptr;
+  // Null where it has the two above.
+  Status (*begin)(const stage::SpanMapsCall& args) = nullptr;
+  Status (*finish)(const stage::SpanFinish& args) = nullptr;
 };
 
 struct ForwardRow {

@@ -249,12 +249,52 @@ Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps,
   return checked_call(
       registry::forward_rows(), plan, tensors, workspace, workspace_bytes, nullptr,
       [&](const ForwardRow& row, const stage::Call& call) {
-        if (!row.spans)
+        if (!row.spans || !row.spans->maps)
           return Status(StatusCode::kUnsupported,
                         cat("plan: ", row.head.name, " has no maps of spans (cpu.blocked has)"));
         KDA_RETURN_IF_ERROR(check_maps(plan.problem, maps));
         return row.spans->maps({call, maps});
       });
+}
+
+namespace {
+
+/// One half of a forward of spans: `run` gets the row's stages.
+template <class Run>
+Status run_half(const Plan& plan, const Tensors& tensors, void* workspace,
+                std::size_t workspace_bytes, void* stream, Run&& run) noexcept {
+  if (!plan.requested.spans)
+    return guarded([] { return invalid("plan: was made without spans in its options"); });
+  return checked_call(
+      registry::forward_rows(), plan, tensors, workspace, workspace_bytes, stream,
+      [&](const ForwardRow& row, const stage::Call& call) { return run(row, call); });
+}
+
+Status check_device_buffer(const ForwardRow& row, const char* name, const void* pointer) {
+  return row.head.device_checks ? row.head.device_checks->pointer(name, pointer) : Status{};
+}
+
+}  // namespace
+
+Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
+                  std::size_t workspace_bytes, void* stream) noexcept {
+  return run_half(plan, tensors, workspace, workspace_bytes, stream,
+                  [&](const ForwardRow& row, const stage::Call& call) {
+                    if (maps.D) return invalid("D: is of a backward, and not made here");
+                    KDA_RETURN_IF_ERROR(check_device_buffer(row, "M", maps.M));
+                    KDA_RETURN_IF_ERROR(check_device_buffer(row, "B", maps.B));
+                    return row.spans->begin({call, maps});
+                  });
+}
+
+Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
+                   void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
+  return run_half(plan, tensors, workspace, workspace_bytes, stream,
+                  [&](const ForwardRow& row, const stage::Call& call) {
+                    if (!states_in) return invalid("states_in: pointer is null");
+                    KDA_RETURN_IF_ERROR(check_device_buffer(row, "states_in", states_in));
+                    return row.spans->finish({call, states_in});
+                  });
 }
 
 namespace {

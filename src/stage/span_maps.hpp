@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stages "span_maps" and "fold_states" (equations: kda/span.hpp).
+// Stages "span_maps" and "fold_states", "span_begin" and "span_finish" (equations: kda/span.hpp).
 #pragma once
 
 #include "kda/span.hpp"
@@ -10,6 +10,11 @@ namespace kda::stage {
 struct SpanMapsCall {
   Call call;
   const SpanMaps& maps;
+};
+
+struct SpanFinish {
+  Call call;
+  const float* states_in;  ///< [N, HV, K, V]
 };
 
 }  // namespace kda::stage

@@ -32,8 +32,9 @@ FAMILIES = {
     "decode": ("decode", "launch"),
     "backward": ("backward", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
+    "spans": ("spans", "launch"),  # beside those of fused
 }
-HOPPER = ("fused",)  # these have no kernels but those of sm_90a
+HOPPER = ("fused", "spans")  # these have no kernels but those of sm_90a
 
 Kernel = collections.namedtuple("Kernel", "file arch name digest registers shared code")
 

@@ -86,6 +86,7 @@ class _Call:
         alone = not direction.forward or self.by.states_alone
         self.early = direction.early if alone else []
         self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
+        self.begun: dict[tuple[int, int], maps.Begun] = {}  # by run of neighbours
         self.after = direction.after if alone else [i for i in direction.after if i not in direction.early]
 
     def _place(self, index):
@@ -125,9 +126,34 @@ class _Call:
         return maps.Spans(tuple(x[:, begin:end] for x in self.rows), self.parameters,
                           self.context._lengths(first, last, self.rows[0].device), self.modes, self.sizes)
 
+    def begin(self, o, behind):
+        """Starts the forward of spans that wait for their states, where it can be started."""
+        for first, last in _runs(self.after):
+            begin, end = self.tokens(first, last)
+            wanted = any(first <= index < last for index in self.direction.mapped)
+            begun = self.by.begin(self.spans(first, last), o[:, begin:end], behind[first:last], wanted)
+            if begun is not None:
+                self.begun[first, last] = begun
+
+    def finish(self, run):
+        """Ends the forward of spans that waited."""
+        for first, last in _runs(self.after):
+            begun = self.begun.pop((first, last), None)
+            if begun is None:
+                run(range(first, last))
+            else:
+                begun.finish(self.states[first:last])
+
     def give_maps(self, kept, d_o=None):
         """M and what it adds, B or D. `kept`: the M of spans by index, of a forward for its backward."""
-        for first, last in _runs(self.direction.mapped):
+        mapped = self.direction.mapped
+        for (first, last), begun in self.begun.items():
+            for i in mapped:
+                if first <= i < last:
+                    kept[i] = begun.M[i - first]
+                    self._give_map(i, kept[i], begun.B[i - first])
+            mapped = [i for i in mapped if not first <= i < last]
+        for first, last in _runs(mapped):
             spans = self.spans(first, last)
             if d_o is None:
                 M, A = self.by.forward_maps(spans)
@@ -138,9 +164,12 @@ class _Call:
                 known = None if any(M is None for M in known) else torch.stack(known)
                 M, A = self.by.backward_maps(spans, dense(d_o[:, begin:end]), known)
             for i in range(first, last):
-                place, middle = self._place(i), M[i - first].numel()
-                place[:middle] = M[i - first].flatten()
-                place[middle:] = A[i - first].flatten()
+                self._give_map(i, M[i - first], A[i - first])
+
+    def _give_map(self, index, M, A):
+        place = self._place(index)
+        place[:M.numel()] = M.flatten()
+        place[M.numel():] = A.flatten()
 
     def give_early(self, before, d_o=None):
         """The states that leave spans at the near end, without their outputs. `before`: of a backward, the states
@@ -155,13 +184,14 @@ class _Call:
             for i in range(first, last):
                 self.give_state(i, states[i - first])
 
-    def exchange(self, run, leaving, kept, before=None, *d_o):
+    def exchange(self, run, leaving, kept, before=None, *d_o, begin=lambda: None):
         """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
         that leave them."""
         run(self.at_once)
         for index in self.at_once:
             self.give_state(index, leaving[index])
         self.give_early(before, *d_o)
+        begin()
         self.give_maps(kept, *d_o)
         self.gather.start()
         run(self.direction.meanwhile)
@@ -201,13 +231,13 @@ class _ChunkKda(torch.autograd.Function):
                                      call.states[first:last])
 
             call.give_extra(_states_of_empty(context, starts))
-            call.exchange(run, behind, kept)
+            call.exchange(run, behind, kept, begin=lambda: call.begin(o, behind))
         except Exception:
             call.gather.refuse()
             raise
         gathered = call.gather.finish()
         call.fold(gathered, call.states[:0])
-        run(call.after)
+        call.finish(run)
         final = _final_states(context, call, gathered, behind, starts)
         ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
         ctx.transitions = kept if call.by is maps.OnKernels else {}  # on a CPU they come with D at no cost

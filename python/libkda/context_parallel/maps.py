@@ -12,6 +12,9 @@ from .contexts import _NONE, _ZERO
 
 _span_maps = torch.ops.libkda.span_maps.default
 _fold_states = torch.ops.libkda.fold_states.default
+_has_span_halves = torch.ops.libkda.has_span_halves.default
+_span_begin = torch.ops.libkda.span_begin.default
+_span_finish = torch.ops.libkda.span_finish.default
 backward = torch.ops.libkda.backward.default
 
 _INITIAL_STATE = 1 << 7  # of what a backward is asked for
@@ -44,10 +47,32 @@ def run_backward(spans, d_o, d_behind, before, wanted):
                     None, None, 0, wanted | _INITIAL_STATE)
 
 
+class Begun:
+    """A forward of which all is done that does not wait for the states before its spans."""
+
+    def __init__(self, spans, o, behind, maps_wanted):
+        HV, K, V = spans.sizes
+        self.M, self.B = (spans.new(K, K), spans.new(K, V)) if maps_wanted else (None, None)
+        self._call = _half(spans, o, behind)
+        self._workspace = _span_begin(*self._call, self.M, self.B)
+
+    def finish(self, before):
+        _span_finish(*self._call, before, self._workspace)
+
+
+def _half(spans, o, behind):
+    return *spans.rows, o, behind, *spans.parameters, *spans.lengths, *spans.modes[:5]
+
+
 class OnCpu:
     """One pass for M and B, and one for M and D, in fp32."""
     #: whether a state alone, without outputs, is cheaper than a forward
     states_alone = True
+
+    @staticmethod
+    def begin(spans, o, behind, maps_wanted):
+        """A Begun, or None where a forward waits for the states."""
+        return None
 
     @staticmethod
     def forward_maps(spans):
@@ -86,6 +111,12 @@ class OnCpu:
 class OnKernels:
     """M is the final state from the identity with v = 0, B that from zero, D the gradient of the initial state."""
     states_alone = False
+
+    @staticmethod
+    def begin(spans, o, behind, maps_wanted):
+        if spans.rows[0].device.type != "cuda" or not _has_span_halves(*_half(spans, o, behind)):
+            return None
+        return Begun(spans, o, behind, maps_wanted)
 
     @staticmethod
     def transitions(spans):

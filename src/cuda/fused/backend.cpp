@@ -128,10 +128,13 @@ bool transitions_fit(const Plan& plan) {
 bool could_exit_early(const Plan& plan) {
   const int64_t check_tokens = check_tokens_of(plan.problem);
   if (check_tokens == 0 || !transitions_fit(plan)) return false;
-  return std::any_of(plan.segments.begin(), plan.segments.end(), [&](const Segment& segment) {
-    return segment.begin > plan.cu_seqlens[static_cast<std::size_t>(segment.sequence)] &&
-           segment.end - segment.begin > 2 * check_tokens;
-  });
+  for (std::size_t n = 1; n < plan.segments.size(); ++n) {
+    const Segment& segment = plan.segments[n];
+    if (segment.sequence == plan.segments[n - 1].sequence &&
+        segment.end - segment.begin > 2 * check_tokens)
+      return true;
+  }
+  return false;
 }
 
 /// By the policy that was asked for, and joined as was asked for.
@@ -157,7 +160,8 @@ void cut_where_it_gains(plan::PlanBuilder& builder) {
                                              cost);
                      },
                  .unit = kChunk});
-    builder.set_early_exit(plan.early_exit && transitions_fit(plan));
+    builder.set_early_exit(plan.requested.spans ? could_exit_early(plan)
+                                                : plan.early_exit && transitions_fit(plan));
     if (plan.segmented) builder.set_segment_method(SegmentMethod::kOnePass);
   } else {
     builder.predict(predict(builder.workload(), plan.device));
@@ -227,6 +231,8 @@ void plan_forward(plan::PlanBuilder& builder) {
     plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
   book_maps(builder);
   if (plan.segmented) book_units(builder);
+  if (plan.requested.spans)
+    builder.reason("spans: an empty segment in front of each sequence, whose start comes later");
   book_handoffs(builder);
   if (plan.segmented)
     book_segments(builder, one_pass ? static_cast<std::size_t>(num_behind_first(plan))
@@ -255,6 +261,8 @@ const registry::ForwardRow kForward = {
                                         .merge = if_built<segment_merge>(),
                                         .correct = if_built<segment_correct>(),
                                         .one_pass_rows = stage::SegmentRows::kBehindFirst},
-    .chunk_stages = {}};
+    .chunk_stages = {},
+    .spans =
+        registry::SpanStages{.begin = if_built<span_begin>(), .finish = if_built<span_finish>()}};
 
 }  // namespace kda::cuda::fused

@@ -16,6 +16,8 @@ Status forward(const stage::Forward& args);
 Status segment_scan(const stage::SegmentScan& args);
 Status segment_merge(const stage::SegmentMerge& args);
 Status segment_correct(const stage::SegmentCorrect& args);
+Status span_begin(const stage::SpanMapsCall& args);
+Status span_finish(const stage::SpanFinish& args);
 /// Are operands fp16? No factor and no decay is above 1 then.
 bool has_fp16_operands(const Problem& problem);
 }  // namespace fused

@@ -14,6 +14,7 @@
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/spans/segment_compose.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
@@ -247,6 +248,55 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   if constexpr (sm90::kBuilt)
     return sm90::launch_segment_correct(args, call.plan->device.num_sms, {call.stream, true});
   return not_built();
+}
+
+Status span_begin(const stage::SpanMapsCall& span) {
+  const stage::Call& call = span.call;
+  auto* M = find<float>(call, stage::kSegmentM.name);
+  auto* B = find<float>(call, stage::kSegmentB.name);
+  KDA_RETURN_IF_ERROR(segment_scan({.call = call,
+                                    .segments = call.plan->segments,
+                                    .M = M,
+                                    .B = B,
+                                    .rows = stage::SegmentRows::kBehindFirst,
+                                    .Qt = find<void>(call, stage::kTransitionOutput.name),
+                                    .exit_token = exit_tokens_of(call)}));
+  SegmentComposeArgs args;
+  args.shape = shape_of(call.problem);
+  args.num_sequences = call.problem.num_sequences;
+  args.offsets = offsets_behind_first(call);
+  args.M = M, args.B = B;
+  args.M_out = span.maps.M, args.B_out = span.maps.B;
+  if constexpr (sm90::kBuilt) return launch_segment_compose(args, {call.stream});
+  return not_built();
+}
+
+Status span_finish(const stage::SpanFinish& finish) {
+  const stage::Call& call = finish.call;
+  const Problem& p = call.problem;
+  const auto& segments = call.plan->segments;
+  auto* M = find<float>(call, stage::kSegmentM.name);
+  auto* B = find<float>(call, stage::kSegmentB.name);
+  auto* states = find<float>(call, stage::kSegmentStates.name);
+  constexpr auto kRows = stage::SegmentRows::kBehindFirst;
+  SegmentPlaceArgs place;
+  place.num_sequences = p.num_sequences;
+  place.state_floats = p.num_value_heads * p.key_dim * p.value_dim;
+  place.offsets = offsets_behind_first(call);
+  place.starts = finish.states_in;
+  place.states_in = states;
+  if constexpr (!sm90::kBuilt) return not_built();
+  KDA_RETURN_IF_ERROR(launch_segment_place(place, {call.stream}));
+  KDA_RETURN_IF_ERROR(segment_merge(
+      {.call = call, .segments = segments, .M = M, .B = B, .states_in = states, .rows = kRows}));
+  return segment_correct({.call = call,
+                          .segments = segments,
+                          .M = M,
+                          .B = B,
+                          .states_in = states,
+                          .rows = kRows,
+                          .Qt = find<void>(call, stage::kTransitionOutput.name),
+                          .exit_token = exit_tokens_of(call)});
 }
 
 }  // namespace kda::cuda::fused

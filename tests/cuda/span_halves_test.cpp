@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// A forward of spans in two halves: the maps of its first half say what its second half gives, and
+// both together are a forward from these states.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <vector>
+
+#include "check/tolerances.hpp"
+#include "kda/span.hpp"
+#include "support/gpu.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+using Floats = std::vector<float>;
+
+class SpanHalves : public test::GpuTest {
+ protected:
+  void SetUp() override {
+    test::GpuTest::SetUp();
+    if (!IsSkipped() && test::device().compute_capability != 90)
+      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  }
+};
+
+PlanOptions on_fused() { return test::with_backend("fused"); }
+
+/// Where nothing is cut, there is one segment behind the empty one.
+PlanOptions cut_in(int64_t segments) {
+  PlanOptions options = segments == 0 ? on_fused() : test::fixed_segments(segments);
+  options.backend = "fused";
+  options.segment_method = SegmentMethod::kOnePass;
+  options.spans = true;
+  return options;
+}
+
+Floats download(const check::DeviceBuffer& buffer) {
+  Floats values(buffer.size() / sizeof(float));
+  buffer.download(values.data(), buffer.size());
+  return values;
+}
+
+struct Halves {
+  test::Result result;
+  Floats M, B;
+};
+
+/// With the initial states of `inputs`, in fp32 and the kv layout, between the halves.
+Halves run_in_halves(const Inputs& inputs, const PlanOptions& plan, DType out_dtype) {
+  Inputs stateless = inputs;
+  stateless.problem.initial_state = std::nullopt;
+  test::OnDevice call(stateless, {.plan = plan, .out_dtype = out_dtype});
+  const Problem& p = call.problem;
+  const auto states = static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim);
+  check::DeviceBuffer M(states * static_cast<std::size_t>(p.key_dim) * sizeof(float));
+  check::DeviceBuffer B(states * static_cast<std::size_t>(p.value_dim) * sizeof(float));
+  check::DeviceBuffer starts(B.size());
+  M.fill(0xff), B.fill(0xff);
+  void* const workspace = call.workspace.data();
+  const std::size_t bytes = call.workspace.size();
+  const SpanMaps maps{.M = static_cast<float*>(M.data()), .B = static_cast<float*>(B.data())};
+  throw_if_error(span_begin(call.plan, call.memory->tensors(), maps, workspace, bytes));
+  starts.upload(inputs.initial_state.data(), starts.size());
+  throw_if_error(span_finish(call.plan, call.memory->tensors(),
+                             static_cast<const float*>(starts.data()), workspace, bytes));
+  call.read();
+  call.problem.initial_state = inputs.problem.initial_state;  // what it has computed
+  return {{call.problem, call.plan, std::move(call.outputs)}, download(M), download(B)};
+}
+
+/// Largest difference of M S + B and the final states, over the largest final state.
+double error_of_maps(const Inputs& inputs, const Halves& halves) {
+  const Problem& p = inputs.problem;
+  const int64_t K = p.key_dim, V = p.value_dim;
+  const auto* S = inputs.initial_state.as<float>();
+  const auto* expected = halves.result.outputs.final_state.as<float>();
+  double worst = 0, largest = 0;
+  for (int64_t at = 0; at < p.num_sequences * p.num_value_heads; ++at)
+    for (int64_t i = 0; i < K; ++i)
+      for (int64_t c = 0; c < V; ++c) {
+        double sum = halves.B[static_cast<std::size_t>((at * K + i) * V + c)];
+        for (int64_t j = 0; j < K; ++j)
+          sum += double{halves.M[static_cast<std::size_t>((at * K + i) * K + j)]} *
+                 S[(at * K + j) * V + c];
+        const double state = expected[(at * K + i) * V + c];
+        worst = std::max(worst, std::abs(sum - state));
+        largest = std::max(largest, std::abs(state));
+      }
+  return worst / largest;
+}
+
+void expect_forward(const Inputs& inputs, int64_t segments, const std::string& what) {
+  const Halves halves = run_in_halves(inputs, cut_in(segments), inputs.problem.q.dtype);
+  const check::Comparison comparison = check::compare(
+      inputs, halves.result.problem, halves.result.outputs,
+      {.operands = check::operands_of(halves.result.plan), .num_threads = test::oracle_threads()});
+  const auto* o = comparison.worst_o();
+  const auto* state = comparison.worst_final_state();
+  EXPECT_TRUE(comparison.within())
+      << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
+      << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
+  EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
+}
+
+Inputs packed(int64_t K, DType dtype, check::Regime regime) {
+  check::GenerateOptions options = test::shape16(0, 1, K, K, dtype);
+  options.num_value_heads = 2;
+  options.seq_lens = {test::long_case(600), 0, 1, 64, 65};
+  options.regime = regime;
+  return check::generate(options);
+}
+
+TEST_F(SpanHalves, AreAForwardFromTheirStates) {
+  std::size_t turn = 0;
+  for (const int64_t segments : {0, 3})
+    for (const int64_t K : {64, 128})
+      for (const DType dtype : test::in_turn<DType>(turn++, {DType::kBFloat16, DType::kFloat16}))
+        expect_forward(packed(K, dtype, check::Regime::kTrained), segments,
+                       "K " + std::to_string(K) + ", segments " + std::to_string(segments));
+}
+
+TEST_F(SpanHalves, EveryRegime) {
+  for (const auto regime : {check::Regime::kLog, check::Regime::kSlow, check::Regime::kSoftplus,
+                            check::Regime::kTrainedSoftplus})
+    expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
+}
+
+TEST_F(SpanHalves, HaveTheSameBitsEveryTime) {
+  const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
+  const Halves a = run_in_halves(inputs, cut_in(3), DType::kBFloat16);
+  const Halves b = run_in_halves(inputs, cut_in(3), DType::kBFloat16);
+  EXPECT_TRUE(test::same_bits(a.result.outputs.o, b.result.outputs.o));
+  EXPECT_EQ(a.M, b.M);
+  EXPECT_EQ(a.B, b.B);
+}
+
+TEST(SpanHalvesPlan, IsRefusedWhereThereIsNone) {
+  const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
+  Problem stateless = inputs.problem;
+  stateless.initial_state = std::nullopt;
+  check::make_outputs(&stateless, DType::kBFloat16);
+  Plan plan;
+  const auto message = [&](const Problem& problem, const DeviceFacts& device,
+                           const std::string& backend) {
+    PlanOptions options;
+    options.backend = backend;
+    options.spans = true;
+    return make_plan(problem, inputs.cu_seqlens, device, options, &plan).message();
+  };
+  const std::string refused = message(stateless, cpu_facts(), "");
+  EXPECT_NE(refused.find("has no forward in two halves"), std::string::npos) << refused;
+  EXPECT_NE(message(stateless, gpu_facts(132, 90), "staged").find("no forward in two halves"),
+            std::string::npos);
+  Problem with_states = inputs.problem;
+  check::make_outputs(&with_states, DType::kBFloat16);
+  EXPECT_NE(message(with_states, gpu_facts(132, 90), "fused").find("without initial states"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace kda
