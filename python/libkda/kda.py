@@ -125,7 +125,7 @@ def chunk_kda(
     tokens, beyond 4,096 tokens or with disable_recompute. There are no second and no forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
-    cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes, CPU tensors only.
+    cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes.
     The context has their lengths; it says which states are given and returned (docs/python.md).
 
     Raises TypeError and ValueError (an AssertionError too where FLA asserts) that name the argument,

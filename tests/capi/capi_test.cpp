@@ -203,6 +203,26 @@ TEST(CApi, InitWritesNoMoreThanTheCallersStruct) {
   }
 }
 
+/// The same of options, whose last members are spans and reserved.
+TEST(CApi, OptionsInitWritesNoMoreThanTheCallersStruct) {
+  struct {
+    kda_plan_options options;
+    int64_t behind;
+  } memory;
+  const std::size_t older = offsetof(kda_plan_options, spans);
+  for (const std::size_t size : {older, sizeof(kda_plan_options)}) {
+    std::memset(static_cast<void*>(&memory), 0xee, sizeof memory);
+    if (size == older)
+      (kda_plan_options_init)(&memory.options);
+    else
+      kda_plan_options_init_size(&memory.options, size);
+    EXPECT_EQ(memory.options.struct_size, size);
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&memory);
+    for (std::size_t i = sizeof(std::size_t); i < size; ++i) ASSERT_EQ(bytes[i], 0) << i;
+    for (std::size_t i = size; i < sizeof memory; ++i) ASSERT_EQ(bytes[i], 0xee) << i;
+  }
+}
+
 TEST(CApi, AnOlderCallerHasNoFirstSlot) {
   CCall call;
   const int32_t slots[] = {0, 1};

@@ -102,6 +102,24 @@ TEST_F(SpansInC, DComesWithM) {
   EXPECT_STREQ(kda_last_error(), "M: pointer is null, and D needs M");
 }
 
+TEST_F(SpansInC, HalvesSayWhatIsWrong) {
+  const auto begin = [&] {
+    return kda_span_begin(plan.get(), &problem, &maps, workspace.data(), workspace.size());
+  };
+  EXPECT_EQ(begin(), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "plan: was made without spans in its options");
+  EXPECT_EQ(kda_span_finish(plan.get(), &problem, M.data(), workspace.data(), workspace.size()),
+            KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "plan: was made without spans in its options");
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  options.spans = 1;
+  kda_plan* raw = nullptr;
+  EXPECT_EQ(kda_plan_create(&problem, nullptr, &options, &raw), KDA_UNSUPPORTED);
+  EXPECT_NE(std::string(kda_last_error()).find("has no forward in two halves"), std::string::npos);
+  EXPECT_EQ(raw, nullptr);
+}
+
 TEST_F(SpansInC, SaysWhatIsWrong) {
   EXPECT_EQ(kda_span_maps(plan.get(), &problem, nullptr, nullptr, 0), KDA_INVALID_ARGUMENT);
   EXPECT_STREQ(kda_last_error(), "maps: is null");
