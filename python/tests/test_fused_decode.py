@@ -136,3 +136,14 @@ def test_compiled(device):
     step = torch.compile(lambda **x: libkda.fused_decode(**x) * 2, backend="aot_eager", fullgraph=True)
     assert torch.equal(step(**b), expected * 2)
     assert torch.equal(b["state"], a["state"]) and torch.equal(b["conv_state"], a["conv_state"])
+
+
+def test_the_kernel_is_of_a_gpu():
+    a = make("cpu")
+    rows = [a["x"][:, None], a["weight"], None, a["conv_state"], a["raw_g"].transpose(0, 1), a["raw_beta"].transpose(0, 1),
+            a["A_log"], a["dt_bias"], a["state_indices"], a["state"], torch.empty(3, 1, 2, 128), None, None, None]
+    modes = [2, 1, -5.0, 0.0, True, 1e-5, 2, 1, True]
+    with pytest.raises(ValueError, match="device: is the CPU, where a step is short_conv, decode and gated_rms_norm"):
+        torch.ops.libkda.fused_decode(*rows, *modes)
+    with pytest.raises(ValueError, match=r"weight must have shape \[3, 3, 256\]|weight must have shape"):
+        torch.ops.libkda.fused_decode(rows[0], a["weight"][:2], *rows[2:], *modes)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations around KDA: from their calls, which are checked, to launches.
 #include <cmath>
+#include <utility>
 
 #include "core/text.hpp"
 #include "core/views.hpp"
@@ -91,10 +92,27 @@ bool all_fit(int64_t channels, std::initializer_list<const View*> views) {
 
 }  // namespace
 
+/// Which of the views along channels a thread of `vector` of them reads as one.
+void set_wide(int64_t vector, ShortConvArgs* a) {
+  const int64_t D = a->channels;
+  const auto along = [&](const View& view, int rank, int channel) {
+    View turned = view;  // channels last
+    std::swap(turned.strides[channel], turned.strides[rank - 1]);
+    return fits(turned, rank, D, vector);
+  };
+  a->weight.wide = along(a->weight, 2, 0), a->bias.wide = along(a->bias, 1, 0);
+  a->initial.view.wide = along(a->initial.view, 3, 1);
+  a->final_state.view.wide = along(a->final_state.view, 3, 1);
+  View taps = a->weight;  // all of a channel, then the next
+  a->dense_taps = a->width == 4 && taps.strides[1] == 1 && (taps.strides[0] == 4 || D == 1) &&
+                  fits({taps.base, {1}, taps.type}, 1, 4 * D, vector);
+}
+
 Status short_conv(const ShortConv& call) {
   ShortConvArgs a = conv_args(call);
   const bool wide =
       fits(a.x, 3, call.channels, kWideForward) && fits(a.y, 3, call.channels, kWideForward);
+  if (wide) set_wide(kWideForward, &a);
   set_runs(call, forward_run(call, wide ? kWideForward : 1), &a.runs);
   return launch_short_conv(a, wide, {call.stream});
 }
@@ -110,6 +128,7 @@ Status short_conv_backward(const ShortConv& call, const ShortConvGradients& g) {
   if (sums) a.parts = static_cast<float*>(call.workspace);
   const bool wide = fits(a.forward.x, 3, D, kWideBackward) && fits(a.dy, 3, D, kWideBackward) &&
                     fits(a.dx, 3, D, kWideBackward);
+  if (wide) set_wide(kWideBackward, &a.forward);
   set_runs(call, backward_run(call), &a.forward.runs);
   KDA_RETURN_IF_ERROR(launch_short_conv_backward(a, wide, {call.stream}));
   if (!sums) return {};
@@ -126,7 +145,8 @@ Status short_conv_backward(const ShortConv& call, const ShortConvGradients& g) {
 
 Status gated_rms_norm(const GatedRmsNorm& call) {
   KDA_RETURN_IF_ERROR(check_norm(call));
-  const NormArgs a = norm_args(call);
+  NormArgs a = norm_args(call);
+  a.groups = forward_groups(a.rows);
   const bool wide = all_fit<kWideForward>(call.channels, {&a.x, &a.y, &a.gate}) &&
                     fits(a.weight, 1, call.channels, kWideForward);
   return launch_norm(a, wide, {call.stream});
@@ -139,7 +159,7 @@ Status gated_rms_norm_backward(const GatedRmsNorm& call, const GatedRmsNormGradi
   b.forward.y = {};
   b.dy = view_of(g.dy, rows), b.dx = view_of(g.dx, rows), b.dgate = view_of(g.dgate, rows);
   if (g.dweight.data) b.parts = static_cast<float*>(call.workspace);
-  b.groups = norm_groups(call);
+  b.forward.groups = norm_groups(call);
   const bool wide = all_fit<kWideForward>(
                         call.channels, {&b.forward.x, &b.forward.gate, &b.dy, &b.dx, &b.dgate}) &&
                     fits(b.forward.weight, 1, call.channels, kWideForward);
@@ -147,7 +167,7 @@ Status gated_rms_norm_backward(const GatedRmsNorm& call, const GatedRmsNormGradi
   if (!b.parts) return {};
   SumArgs sum;
   sum.parts = b.parts;
-  sum.num_parts = std::min(b.groups, b.forward.rows);
+  sum.num_parts = std::min(b.forward.groups, b.forward.rows);
   sum.row = sum.columns = sum.channels = call.channels;
   sum.dweight = view_of(g.dweight, {call.channels, 1, 1, 1});
   return launch_sum(sum, {call.stream});

@@ -12,6 +12,7 @@ struct View {
   void* base = nullptr;  ///< null: none
   int64_t strides[4] = {};
   Element type = Element::kFloat32;
+  bool wide = false;  ///< what a thread has of its channels may be read as one vector
 };
 
 /// Inputs before the tokens, [slots, D, S].
@@ -34,9 +35,10 @@ struct ShortConvArgs {
   Runs runs;
   int64_t channels = 0;
   int32_t width = 4, silu = 0;
-  View x, y;    ///< [row, token, channel]
-  View weight;  ///< [channel, tap]
-  View bias;    ///< [channel] or none
+  View x, y;                ///< [row, token, channel]
+  View weight;              ///< [channel, tap]
+  View bias;                ///< [channel] or none
+  bool dense_taps = false;  ///< four taps a channel, as a vector
   ConvStates initial, final_state;
   int64_t state_width = 0;
   const uint8_t* has_state = nullptr;
@@ -56,15 +58,15 @@ struct NormArgs {
   Divisor heads, tokens;
   int32_t channels = 0, activation = 0;
   float eps = 0;
-  View x, y, gate;  ///< [batch, token, head], channels side by side; gate or none
-  View weight;      ///< [channel] or none
+  View x, y, gate;     ///< [batch, token, head], channels side by side; gate or none
+  View weight;         ///< [channel] or none
+  int64_t groups = 1;  ///< of rows: row r is of group r mod groups
 };
 
 struct NormBackwardArgs {
   NormArgs forward;        ///< without y
   View dy, dx, dgate;      ///< dx, dgate or none
   float* parts = nullptr;  ///< [groups, D]: sums for dweight, or null
-  int64_t groups = 1;      ///< of rows: row r is of group r mod groups
 };
 
 /// Columns of `parts` added up in fp64, in one order: column j D + c is dweight[c, j], behind the

@@ -79,6 +79,13 @@ class Conv {
   }
   /// In place: an entry is read from where it is or behind.
   __device__ __forceinline__ void store(const FusedDecodeArgs& a) const {
+    if (a.state_width == a.width - 1) {  // they are in registers
+#pragma unroll
+      for (int j = 0; j < kBefore; ++j)
+        if (j >= first_tap_)
+          store_element(part_.state.base, part_.state.type, state_at(j - first_tap_), inputs_[j]);
+      return;
+    }
     for (int64_t e = 0; e < a.state_width; ++e) {
       const int64_t t = a.num_tokens - a.state_width + e;
       const float x = t >= 0

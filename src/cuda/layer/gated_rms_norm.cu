@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gated RMS norm (include/kda/gated_rms_norm.hpp) and its gradients. A row belongs to a group
 // of lanes of one warp, as many as it has vectors; a row of up to 32 vectors is read once, of a
-// longer one the caches have the second reading. In the backward a group takes several rows, and
-// its sums for dweight are in registers, or for a longer row in its own part of the workspace.
+// longer one the caches have the second reading. A group takes several rows where there are many;
+// its sums for dweight are in registers, of a longer row in its own part of the workspace.
 #include "cuda/launch/launch.cuh"
 #include "cuda/layer/vectors.cuh"
 #include "cuda/tile/warp.cuh"
@@ -30,7 +30,9 @@ struct Place {
     group = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / lanes;
   }
   __device__ __forceinline__ float sum(float x) const {
-    for (int offset = 1; offset < lanes; offset *= 2) x += __shfl_xor_sync(~0u, x, offset);
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2)
+      if (offset < lanes) x += __shfl_xor_sync(~0u, x, offset);
     return x;
   }
 };
@@ -49,77 +51,143 @@ __device__ __forceinline__ void weights_at(const NormArgs& a, int c, float (&x)[
   if (a.weight.base) load_vector(a.weight, c, x);
 }
 
-/// 1 / sqrt(mean(x^2) + eps); `first` is the lane's first vector.
 template <int kVector>
-__device__ __forceinline__ float factor_of(const NormArgs& a, const Place<kVector>& place,
-                                           int64_t x_row, const float (&first)[kVector]) {
+__device__ __forceinline__ float squares_of(const float (&x)[kVector]) {
   float sum = 0;
 #pragma unroll
-  for (const float x : first) sum = fmaf(x, x, sum);
+  for (const float value : x) sum = fmaf(value, value, sum);
+  return sum;
+}
+
+/// The same of what a lane has of a row behind its first vector.
+template <int kVector>
+__device__ __forceinline__ float squares_behind(const NormArgs& a, const Place<kVector>& place,
+                                                int64_t x_row) {
+  float sum = 0;
   for (int c = (place.lane + place.lanes) * kVector; c < a.channels; c += place.lanes * kVector) {
-    float more[kVector];
-    load_vector(a.x, x_row + c, more);
-#pragma unroll
-    for (const float x : more) sum = fmaf(x, x, sum);
+    float x[kVector];
+    load_vector(a.x, x_row + c, x);
+    sum += squares_of(x);
   }
-  return 1.0f / sqrtf(place.sum(sum) / static_cast<float>(a.channels) + a.eps);
+  return sum;
+}
+
+__device__ __forceinline__ float factor_of(const NormArgs& a, float squares) {
+  return rsqrtf(squares / static_cast<float>(a.channels) + a.eps);
+}
+
+template <int kVector>
+__device__ __forceinline__ void scale_vector(const NormArgs& a, float factor,
+                                             const float (&weight)[kVector],
+                                             const Raw<kVector>& raw_gate, float (&x)[kVector]) {
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) x[i] = x[i] * factor * weight[i];
+  if (!a.gate.base) return;
+  float gate[kVector];
+  raw_gate.convert(a.gate.type, gate);
+  const auto activation = static_cast<Activation>(a.activation);
+  if (activation == Activation::kSigmoid) {  // not asked element by element
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] *= sigmoid(gate[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] *= activate(activation, gate[i]);
+  }
 }
 
 template <int kVector>
 __global__ void __launch_bounds__(kThreads)
     gated_rms_norm_kernel(const __grid_constant__ NormArgs a) {
   const Place<kVector> place(a.channels);
-  const bool mine = place.group < a.rows;  // else the lanes only take part in sums
-  const int64_t row = mine ? place.group : 0;
-  const auto activation = static_cast<Activation>(a.activation);
-  const int64_t x_row = row_of(a, a.x, row), y_row = row_of(a, a.y, row),
-                gate_row = row_of(a, a.gate, row);
   const int first = place.lane * kVector, step = place.lanes * kVector;
-  Raw<kVector> raw, raw_gate;
-  if (first < a.channels) {
-    raw.load(a.x, x_row + first);
-    if (a.gate.base) raw_gate.load(a.gate, gate_row + first);
-  }
-  float x[kVector];
-  raw.convert(a.x.type, x);
-  const float factor = factor_of(a, place, x_row, x);
-  for (int c = first; mine && c < a.channels; c += step) {
-    float gate[kVector], weight[kVector];
-    if (c != first) load_vector(a.x, x_row + c, x);
-    weights_at(a, c, weight);
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = x[i] * factor * weight[i];
-    if (a.gate.base) {
-      if (c != first) raw_gate.load(a.gate, gate_row + c);
-      raw_gate.convert(a.gate.type, gate);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) x[i] *= activate(activation, gate[i]);
+  const bool has_first = first < a.channels;
+  float weight[kVector] = {};
+  if (has_first) weights_at(a, first, weight);
+  for (int64_t begin = 0; begin < a.rows; begin += a.groups) {  // alike in all lanes of a warp
+    const int64_t row = begin + place.group;
+    const bool mine = place.group < a.groups && row < a.rows;  // else it only takes part in sums
+    const int64_t at = mine ? row : 0;
+    const int64_t x_row = row_of(a, a.x, at), gate_row = row_of(a, a.gate, at);
+    Raw<kVector> raw, raw_gate;
+    if (has_first) {
+      raw.load(a.x, x_row + first);
+      if (a.gate.base) raw_gate.load(a.gate, gate_row + first);
     }
-    store_vector(a.y, y_row + c, x);
+    float x[kVector];
+    raw.convert(a.x.type, x);
+    const float squares = squares_of(x) + squares_behind(a, place, x_row);
+    const float factor = factor_of(a, place.sum(squares));
+    if (!mine || !has_first) continue;
+    const int64_t y_row = row_of(a, a.y, at);
+    scale_vector(a, factor, weight, raw_gate, x);
+    store_vector(a.y, y_row + first, x);
+    for (int c = first + step; c < a.channels; c += step) {
+      float more[kVector];
+      load_vector(a.x, x_row + c, x);
+      weights_at(a, c, more);
+      if (a.gate.base) raw_gate.load(a.gate, gate_row + c);
+      scale_vector(a, factor, more, raw_gate, x);
+      store_vector(a.y, y_row + c, x);
+    }
   }
 }
 
-/// n = x / norm, dn = dy weight act(gate) of one vector.
-template <int kVector>
-struct Gradients {
-  float n[kVector], dn[kVector], dgate[kVector], dweight[kVector];
+// ---- gradients ----------------------------------------------------------------------------------
 
-  __device__ __forceinline__ Gradients(const NormBackwardArgs& b, float factor, int64_t dy_row,
-                                       int64_t gate_row, int c, const float (&x)[kVector]) {
+/// Where a row of each tensor begins.
+struct Rows {
+  int64_t x, gate, dy, dx, dgate;
+
+  __device__ __forceinline__ Rows(const NormBackwardArgs& b, int64_t row)
+      : x(row_of(b.forward, b.forward.x, row)),
+        gate(row_of(b.forward, b.forward.gate, row)),
+        dy(row_of(b.forward, b.dy, row)),
+        dx(row_of(b.forward, b.dx, row)),
+        dgate(row_of(b.forward, b.dgate, row)) {}
+};
+
+/// A vector of a row: x, dy act(gate), and dy act'(gate).
+template <int kVector>
+struct Vector {
+  float x[kVector] = {}, dy[kVector] = {}, slope[kVector] = {};
+
+  __device__ __forceinline__ void load(const NormBackwardArgs& b, const Rows& rows, int c) {
     const NormArgs& a = b.forward;
-    float dy[kVector], gate[kVector], weight[kVector];
-    load_vector(b.dy, dy_row + c, dy);
-    if (a.gate.base) load_vector(a.gate, gate_row + c, gate);
-    weights_at(a, c, weight);
+    Raw<kVector> raw_x, raw_dy, raw_gate;
+    raw_x.load(a.x, rows.x + c), raw_dy.load(b.dy, rows.dy + c);
+    if (a.gate.base) raw_gate.load(a.gate, rows.gate + c);
+    raw_x.convert(a.x.type, x), raw_dy.convert(b.dy.type, dy);
+    if (!a.gate.base) return;
+    float gate[kVector];
+    raw_gate.convert(a.gate.type, gate);
+    const auto activation = static_cast<Activation>(a.activation);
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      n[i] = x[i] * factor;
-      Activated act{1.0f, 0.0f};
-      if (a.gate.base) act = activate_with_slope(static_cast<Activation>(a.activation), gate[i]);
-      dn[i] = dy[i] * weight[i] * act.value;
-      dgate[i] = dy[i] * n[i] * weight[i] * act.slope;
-      dweight[i] = dy[i] * n[i] * act.value;
+      const Activated act = activate_with_slope(activation, gate[i]);
+      slope[i] = dy[i] * act.slope;
+      dy[i] *= act.value;
     }
+  }
+  /// sum dn x, dn = dy weight act(gate)
+  __device__ __forceinline__ float product(const float (&weight)[kVector]) const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sum = fmaf(dy[i] * weight[i], x[i], sum);
+    return sum;
+  }
+  /// With n = x factor: dgate, and dx = (dn - n mean(dn n)) factor; dweight in dy.
+  __device__ __forceinline__ void store(const NormBackwardArgs& b, const Rows& rows, int c,
+                                        float factor, float mean, const float (&weight)[kVector]) {
+    float dx[kVector];
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) {
+      const float n = x[i] * factor;
+      slope[i] *= n * weight[i];
+      dx[i] = (dy[i] * weight[i] - n * mean) * factor;
+      dy[i] *= n;
+    }
+    if (b.dgate.base) store_vector(b.dgate, rows.dgate + c, slope);
+    if (b.dx.base) store_vector(b.dx, rows.dx + c, dx);
   }
 };
 
@@ -129,43 +197,39 @@ __global__ void __launch_bounds__(kThreads)
   const NormArgs& a = b.forward;
   const Place<kVector> place(a.channels);
   const int first = place.lane * kVector, step = place.lanes * kVector;
-  float sums[kVector] = {};
+  const bool has_first = first < a.channels;
+  float sums[kVector] = {}, weight[kVector] = {};
+  if (has_first) weights_at(a, first, weight);
   float* part = b.parts ? b.parts + place.group * a.channels : nullptr;
-  for (int64_t begin = 0; begin < a.rows; begin += b.groups) {  // alike in all lanes of a warp
-    const bool mine = place.group < b.groups && begin + place.group < a.rows;
-    const int64_t row = mine ? begin + place.group : 0;
-    const int64_t x_row = row_of(a, a.x, row), gate_row = row_of(a, a.gate, row),
-                  dy_row = row_of(a, b.dy, row), dx_row = row_of(a, b.dx, row),
-                  dgate_row = row_of(a, b.dgate, row);
-    float x[kVector] = {};
-    if (first < a.channels) load_vector(a.x, x_row + first, x);
-    const float factor = factor_of(a, place, x_row, x);
-    float sum = 0;
-    for (int c = first; c < a.channels; c += step) {
-      if (c != first) load_vector(a.x, x_row + c, x);
-      const Gradients<kVector> g(b, factor, dy_row, gate_row, c, x);
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) sum = fmaf(g.dn[i], g.n[i], sum);
+  for (int64_t begin = 0; begin < a.rows; begin += a.groups) {
+    const bool mine = place.group < a.groups && begin + place.group < a.rows;
+    const Rows rows(b, mine ? begin + place.group : 0);
+    Vector<kVector> v;
+    if (has_first) v.load(b, rows, first);
+    float product = v.product(weight);
+    for (int c = first + step; c < a.channels; c += step) {
+      Vector<kVector> more;
+      float weights[kVector];
+      more.load(b, rows, c), weights_at(a, c, weights);
+      product += more.product(weights);
     }
-    const float mean = place.sum(sum) / static_cast<float>(a.channels);
-    for (int c = first; mine && c < a.channels; c += step) {
-      if (step < a.channels) load_vector(a.x, x_row + c, x);
-      Gradients<kVector> g(b, factor, dy_row, gate_row, c, x);
-      if (b.dgate.base) store_vector(b.dgate, dgate_row + c, g.dgate);
+    const float squares = place.sum(squares_of(v.x) + squares_behind(a, place, rows.x));
+    const float factor = factor_of(a, squares);
+    const float mean = place.sum(product) * factor / static_cast<float>(a.channels);
+    if (!mine || !has_first) continue;
+    v.store(b, rows, first, factor, mean, weight);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) g.dn[i] = (g.dn[i] - g.n[i] * mean) * factor;
-      if (b.dx.base) store_vector(b.dx, dx_row + c, g.dn);
-      if (!part) continue;
+    for (int i = 0; i < kVector; ++i) sums[i] += v.dy[i];
+    for (int c = first + step; c < a.channels; c += step) {
+      float weights[kVector];
+      v.load(b, rows, c), weights_at(a, c, weights);
+      v.store(b, rows, c, factor, mean, weights);
+      if (part)
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        if (step >= a.channels)
-          sums[i] += g.dweight[i];
-        else
-          part[c + i] = (begin > 0 ? part[c + i] : 0.0f) + g.dweight[i];
-      }
+        for (int i = 0; i < kVector; ++i) part[c + i] = (begin > 0 ? part[c + i] : 0.0f) + v.dy[i];
     }
   }
-  if (!part || place.group >= b.groups || step < a.channels || first >= a.channels) return;
+  if (!part || place.group >= a.groups || place.group >= a.rows || !has_first) return;
 #pragma unroll
   for (int i = 0; i < kVector; ++i) part[first + i] = sums[i];
 }
@@ -182,9 +246,9 @@ Status launch(const char* name, void (*kernel)(Args), int64_t channels, int64_t 
 Status launch_norm(const NormArgs& args, bool wide, const Launch& where) {
   const char* name = "gated_rms_norm";
   if (wide)
-    return launch<kWideForward>(name, gated_rms_norm_kernel<kWideForward>, args.channels, args.rows,
-                                where, args);
-  return launch<1>(name, gated_rms_norm_kernel<1>, args.channels, args.rows, where, args);
+    return launch<kWideForward>(name, gated_rms_norm_kernel<kWideForward>, args.channels,
+                                args.groups, where, args);
+  return launch<1>(name, gated_rms_norm_kernel<1>, args.channels, args.groups, where, args);
 }
 
 Status launch_norm_backward(const NormBackwardArgs& args, bool wide, const Launch& where) {
@@ -193,8 +257,9 @@ Status launch_norm_backward(const NormBackwardArgs& args, bool wide, const Launc
   if (args.forward.rows == 0) return {};
   if (wide)
     return launch<kWideForward>(name, gated_rms_norm_backward_kernel<kWideForward>, channels,
-                                args.groups, where, args);
-  return launch<1>(name, gated_rms_norm_backward_kernel<1>, channels, args.groups, where, args);
+                                args.forward.groups, where, args);
+  return launch<1>(name, gated_rms_norm_backward_kernel<1>, channels, args.forward.groups, where,
+                   args);
 }
 
 }  // namespace kda::cuda::layer

@@ -4,7 +4,9 @@
 // registers, so that each input is read once, but for the few in front of a run. The sequences of a
 // run are looked up in cu_seqlens; a sequence's states belong to the thread where it begins, which
 // reads the old state before it writes the new one. Sums of gradients go to memory run by run.
+#include <algorithm>
 #include "cuda/launch/launch.cuh"
+
 #include "cuda/layer/vectors.cuh"
 
 namespace kda::cuda::layer {
@@ -72,29 +74,41 @@ __device__ __forceinline__ void for_each_part(const ShortConvArgs& a, int64_t un
   }
 }
 
-/// The channels of a thread: their taps, and where their elements lie.
-template <int kVector>
+/// The channels of a thread: their taps, and where their elements lie. kWidth: taps, or 0 for those
+/// that the call says.
+template <int kVector, int kWidth>
 struct Channels {
   const ShortConvArgs& a;
   const int64_t first;
-  float weight[kTaps][kVector];
+  float weight[kTaps][kVector] = {};
   float bias[kVector] = {};
 
   __device__ __forceinline__ Channels(const ShortConvArgs& args, int64_t first_channel)
       : a(args), first(first_channel) {
+    const auto& strides = a.weight.strides;
+    if (kVector > 1 && kWidth == kTaps && a.dense_taps) {
+      float all[kTaps][kVector];  // channel by channel
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j)
+      for (int i = 0; i < kTaps; ++i) load_vector(a.weight, first * kTaps + i * kVector, all[i]);
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) weight[j][i] = 0;
+      for (int j = 0; j < kTaps; ++j)
 #pragma unroll
-    for (int j = 0; j < kTaps; ++j)
-      if (used(j))
-        load_apart(a.weight, first * a.weight.strides[0] + tap(j) * a.weight.strides[1],
-                   a.weight.strides[0], weight[j]);
-    if (a.bias.base) load_apart(a.bias, first * a.bias.strides[0], a.bias.strides[0], bias);
+        for (int i = 0; i < kVector; ++i)
+          weight[j][i] = all[(i * kTaps + j) / kVector][(i * kTaps + j) % kVector];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kTaps; ++j)
+        if (used(j))
+          load_apart(a.weight, first * strides[0] + tap(j) * strides[1], strides[0], a.weight.wide,
+                     weight[j]);
+    }
+    if (a.bias.base)
+      load_apart(a.bias, first * a.bias.strides[0], a.bias.strides[0], a.bias.wide, bias);
   }
-  __device__ __forceinline__ int tap(int j) const { return j - (kTaps - a.width); }
-  __device__ __forceinline__ bool used(int j) const { return tap(j) >= 0; }
+  __device__ __forceinline__ int tap(int j) const {
+    return j - (kTaps - (kWidth ? kWidth : a.width));
+  }
+  __device__ __forceinline__ bool used(int j) const { return kWidth == kTaps || tap(j) >= 0; }
 
   __device__ __forceinline__ int64_t row(const View& view, const Sequence& s, int64_t token) const {
     return s.row * view.strides[0] + (s.begin + token) * view.strides[1] + first * view.strides[2];
@@ -107,8 +121,9 @@ struct Channels {
                                             float (&x)[kVector]) const {
 #pragma unroll
     for (float& value : x) value = 0;
+    const View& view = a.initial.view;
     if (s.initial >= 0 && e >= 0)
-      load_apart(a.initial.view, entry(a.initial.view, s.initial, e), a.initial.view.strides[1], x);
+      load_apart(view, entry(view, s.initial, e), view.strides[1], view.wide, x);
   }
   /// Input `t` of a sequence, those below 0 from its state.
   __device__ __forceinline__ void input(const Sequence& s, int64_t t, float (&x)[kVector]) const {
@@ -127,8 +142,8 @@ struct Channels {
       else
         for (float& value : inputs[j]) value = 0;
   }
-  /// bias + sum_j weight_j input_j, and the inputs move on by one.
-  __device__ __forceinline__ void convolve(float (&inputs)[kBefore][kVector],
+  /// bias + sum_j weight_j input_j
+  __device__ __forceinline__ void convolve(const float (&inputs)[kBefore][kVector],
                                            const float (&now)[kVector], float (&p)[kVector]) const {
 #pragma unroll
     for (int i = 0; i < kVector; ++i) p[i] = bias[i];
@@ -157,8 +172,7 @@ __device__ __forceinline__ void move_on(float (&rows)[kBefore][kVector],
 template <int kVector, int kCount>
 __device__ __forceinline__ void load_rows(const View& view, int64_t at, int64_t count,
                                           Raw<kVector> (&rows)[kCount]) {
-  if constexpr (kVector == 1) {
-    static_assert(kCount == 8);
+  if constexpr (kVector == 1 && kCount == 8) {
     const int size = view.type == Element::kFloat32 ? 4 : 2;
     if (view.strides[1] == 1 && count >= kCount &&
         (reinterpret_cast<uintptr_t>(view.base) + at * size) % 16 == 0) {
@@ -182,27 +196,29 @@ struct Unit {
 };
 template <int kVector>
 __device__ __forceinline__ Unit unit_of(int64_t channels) {
-  const int64_t of_run =
-      (channels + kVector * int64_t{blockDim.x} - 1) / (kVector * int64_t{blockDim.x});
-  return {blockIdx.x / of_run, (blockIdx.x % of_run * int64_t{blockDim.x} + threadIdx.x) * kVector};
+  const int64_t of_block = kVector * int64_t{blockDim.x};
+  const auto of_run = static_cast<uint32_t>((channels + of_block - 1) / of_block);
+  return {blockIdx.x / of_run, blockIdx.x % of_run * of_block + threadIdx.x * kVector};
 }
 
-template <int kVector>
-__global__ void __launch_bounds__(kThreads)
+template <int kVector, int kWidth>
+__global__ void __launch_bounds__(kThreads, kVector == 1 ? 6 : 4)
     short_conv_kernel(const __grid_constant__ ShortConvArgs a) {
   constexpr int kAhead = kVector == 1 ? 8 : 4;
   const Unit unit = unit_of<kVector>(a.channels);
   if (unit.first_channel >= a.channels) return;
-  const Channels<kVector> channels(a, unit.first_channel);
+  const Channels<kVector, kWidth> channels(a, unit.first_channel);
   for_each_part(a, unit.run, [&](const Sequence& s, int64_t first, int64_t last, bool starts) {
     float inputs[kBefore][kVector];
     if (first < last) channels.before(s, first, inputs);
-    for (int64_t t = first; t < last; t += kAhead) {
+    int64_t x_at = channels.row(a.x, s, first), y_at = channels.row(a.y, s, first);
+    for (int64_t left = last - first; left > 0; left -= kAhead) {
       Raw<kVector> raw[kAhead];
-      load_rows(a.x, channels.row(a.x, s, t), last - t, raw);
+      load_rows(a.x, x_at, left, raw);
+      x_at += kAhead * a.x.strides[1];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        if (t + i >= last) break;
+        if (i >= left) break;
         float now[kVector], p[kVector];
         raw[i].convert(a.x.type, now);
         channels.convolve(inputs, now, p);
@@ -210,33 +226,37 @@ __global__ void __launch_bounds__(kThreads)
         if (a.silu)
 #pragma unroll
           for (float& value : p) value *= sigmoid(value);
-        store_vector(a.y, channels.row(a.y, s, t + i), p);
+        store_vector(a.y, y_at, p);
+        y_at += a.y.strides[1];
       }
     }
     if (!starts || s.final_state < 0) return;
+    const View& view = a.final_state.view;
+    if (first < last && last == s.length && a.state_width == a.width - 1) {  // they are here
+#pragma unroll
+      for (int j = 0; j < kBefore; ++j)
+        if (channels.used(j))
+          store_apart(view, channels.entry(view, s.final_state, channels.tap(j)), view.strides[1],
+                      view.wide, inputs[j]);
+      return;
+    }
     // In place too: an entry is read from where it is or behind.
     for (int64_t e = 0; e < a.state_width; ++e) {
       float x[kVector];
       channels.input(s, s.length - a.state_width + e, x);
-      const View& view = a.final_state.view;
-      store_apart(view, channels.entry(view, s.final_state, e), view.strides[1], x);
+      store_apart(view, channels.entry(view, s.final_state, e), view.strides[1], view.wide, x);
     }
   });
 }
 
 // ---- gradients ----------------------------------------------------------------------------------
 
-/// dy act'(p) of a token whose inputs are in registers.
-template <int kVector>
-__device__ __forceinline__ void slope_of(const ShortConvBackwardArgs& a,
-                                         const Channels<kVector>& channels, const Sequence& s,
-                                         int64_t t, float (&inputs)[kBefore][kVector],
+/// dy act'(p) of a token whose inputs are in registers; `slope` comes as dy.
+template <int kVector, int kWidth>
+__device__ __forceinline__ void slope_of(const Channels<kVector, kWidth>& channels,
+                                         const float (&inputs)[kBefore][kVector],
                                          const float (&now)[kVector], float (&slope)[kVector]) {
-#pragma unroll
-  for (float& value : slope) value = 0;
-  if (!a.dy.base) return;
-  load_vector(a.dy, channels.row(a.dy, s, t), slope);
-  if (!a.forward.silu) return;
+  if (!channels.a.silu) return;
   float p[kVector];
   channels.convolve(inputs, now, p);
 #pragma unroll
@@ -244,101 +264,114 @@ __device__ __forceinline__ void slope_of(const ShortConvBackwardArgs& a,
 }
 
 /// x += entry `e` of the gradient of a sequence's final state, if there is one.
-template <int kVector>
+template <int kVector, int kWidth>
 __device__ __forceinline__ void add_final(const ShortConvBackwardArgs& a,
-                                          const Channels<kVector>& channels, const Sequence& s,
-                                          int64_t e, float (&x)[kVector]) {
+                                          const Channels<kVector, kWidth>& channels,
+                                          const Sequence& s, int64_t e, float (&x)[kVector]) {
   if (!a.d_final.base || e < 0) return;
   float more[kVector];
-  load_apart(a.d_final, channels.entry(a.d_final, s.n, e), a.d_final.strides[1], more);
+  load_apart(a.d_final, channels.entry(a.d_final, s.n, e), a.d_final.strides[1], false, more);
 #pragma unroll
   for (int i = 0; i < kVector; ++i) x[i] += more[i];
 }
 
-/// The gradient of the state that a sequence begins with: by the slopes of its first tokens.
-template <int kVector>
-__device__ void store_initial(const ShortConvBackwardArgs& a, const Channels<kVector>& channels,
-                              const Sequence& s) {
+/// The gradient of the state that a sequence begins with: by the slopes of its first tokens. A
+/// thread has a channel of a sequence.
+__global__ void __launch_bounds__(kThreads)
+    short_conv_states_backward_kernel(const __grid_constant__ ShortConvBackwardArgs a) {
+  const Unit unit = unit_of<1>(a.forward.channels);
+  if (unit.first_channel >= a.forward.channels) return;
+  const Channels<1, 0> channels(a.forward, unit.first_channel);
+  const Sequence s = sequence_of(a.forward, unit.run);
   const int64_t S = a.forward.state_width;
-  float inputs[kBefore][kVector], slopes[kBefore][kVector] = {};
+  float inputs[kBefore][1], slopes[kBefore][1] = {};
   channels.before(s, 0, inputs);
 #pragma unroll
   for (int t = 0; t < kBefore; ++t) {
-    if (t >= s.length) break;
-    float now[kVector];
+    if (t >= s.length || !a.dy.base) break;
+    float now[1];
     channels.input(s, t, now);
-    slope_of(a, channels, s, t, inputs, now, slopes[t]);
+    load_vector(a.dy, channels.row(a.dy, s, t), slopes[t]);
+    slope_of(channels, inputs, now, slopes[t]);
     move_on(inputs, now);
   }
   for (int64_t e = 0; e < S; ++e) {
-    float x[kVector] = {};
+    float x[1] = {};
     if (s.initial >= 0) {
 #pragma unroll
       for (int t = 0; t < kBefore; ++t)
 #pragma unroll
         for (int j = 0; j < kBefore; ++j)  // input e - S is under tap j of token t
           if (channels.used(j) && e - S == t - kBefore + j)
-#pragma unroll
-            for (int i = 0; i < kVector; ++i)
-              x[i] = fmaf(channels.weight[j][i], slopes[t][i], x[i]);
+            x[0] = fmaf(channels.weight[j][0], slopes[t][0], x[0]);
       add_final(a, channels, s, e - s.length, x);
     }
-    store_apart(a.d_initial, channels.entry(a.d_initial, s.n, e), a.d_initial.strides[1], x);
+    store_vector(a.d_initial, channels.entry(a.d_initial, s.n, e), x);
   }
 }
 
-template <int kVector>
-__global__ void __launch_bounds__(kThreads)
+template <int kVector, int kWidth>
+__global__ void __launch_bounds__(kThreads, kVector == 1 ? 4 : 3)
     short_conv_backward_kernel(const __grid_constant__ ShortConvBackwardArgs a) {
+  constexpr int kAhead = kVector == 1 ? 8 : 4;
   const ShortConvArgs& f = a.forward;
   const Unit unit = unit_of<kVector>(f.channels);
   if (unit.first_channel >= f.channels) return;
-  const Channels<kVector> channels(f, unit.first_channel);
+  const Channels<kVector, kWidth> channels(f, unit.first_channel);
   float sums[kTaps + 1][kVector] = {};
-  for_each_part(f, unit.run, [&](const Sequence& s, int64_t first, int64_t last, bool starts) {
+  for_each_part(f, unit.run, [&](const Sequence& s, int64_t first, int64_t last, bool) {
     float inputs[kBefore][kVector], slopes[kBefore][kVector] = {};
     if (first < last) channels.before(s, first, inputs);
+    int64_t x_at = channels.row(f.x, s, first), dy_at = channels.row(a.dy, s, first);
+    int64_t dx_at = channels.row(a.dx, s, first);
     // Behind the part are the other outputs that its inputs have a share in.
-    for (int64_t t = first; first < last && t < last + f.width - 1; ++t) {
-      float slope[kVector] = {};
-      if (t < s.length) {
-        float now[kVector];
-        load_vector(f.x, channels.row(f.x, s, t), now);
-        slope_of(a, channels, s, t, inputs, now, slope);
-        if (t < last)
+    const int64_t end = first < last ? last + kBefore : first;
+    for (int64_t begin = first; begin < end; begin += kAhead) {
+      Raw<kVector> raw[kAhead], raw_dy[kAhead];
+      const int64_t there = min(end, s.length) - begin;
+      load_rows(f.x, x_at, there, raw);
+      if (a.dy.base) load_rows(a.dy, dy_at, there, raw_dy);
+      x_at += kAhead * f.x.strides[1], dy_at += kAhead * a.dy.strides[1];
 #pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-#pragma unroll
-            for (int j = 0; j < kBefore; ++j) sums[j][i] = fmaf(slope[i], inputs[j][i], sums[j][i]);
-            sums[kBefore][i] = fmaf(slope[i], now[i], sums[kBefore][i]);
-            sums[kTaps][i] += slope[i];
+      for (int step = 0; step < kAhead; ++step) {
+        const int64_t t = begin + step;
+        if (t >= end) break;
+        float slope[kVector] = {};
+        if (step < there) {
+          float now[kVector];
+          raw[step].convert(f.x.type, now);
+          if (a.dy.base) {
+            raw_dy[step].convert(a.dy.type, slope);
+            slope_of(channels, inputs, now, slope);
           }
-        move_on(inputs, now);
-      }
-      const int64_t of = t - (f.width - 1);  // the input whose last output this is
-      if (a.dx.base && of >= first) {
-        float x[kVector];
-        // Output of + i has it under tap kTaps - 1 - i; slopes[kBefore - 1] is that of t - 1.
+          if (t < last)
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) {
-          x[i] = 0;
+            for (int i = 0; i < kVector; ++i) {
+#pragma unroll
+              for (int j = 0; j < kBefore; ++j)
+                sums[j][i] = fmaf(slope[i], inputs[j][i], sums[j][i]);
+              sums[kBefore][i] = fmaf(slope[i], now[i], sums[kBefore][i]);
+              sums[kTaps][i] += slope[i];
+            }
+          move_on(inputs, now);
+        }
+        if (a.dx.base && t >= first + kBefore) {
+          // Input t - 3 is under tap j of output t - j; slopes has those of t - 3 to t - 1.
+          float x[kVector] = {};
 #pragma unroll
           for (int j = 0; j < kTaps; ++j)
-            if (channels.used(j)) {
-              const int back = j - (kTaps - f.width);  // tokens before t
+            if (channels.used(j))
 #pragma unroll
-              for (int k = 0; k < kTaps; ++k)
-                if (back == k)
-                  x[i] = fmaf(channels.weight[j][i],
-                              k == 0 ? slope[i] : slopes[kBefore - (k == 0 ? 1 : k)][i], x[i]);
-            }
+              for (int i = 0; i < kVector; ++i)
+                x[i] = fmaf(channels.weight[j][i],
+                            j == 0 ? slope[i] : slopes[kBefore - (j ? j : 1)][i], x[i]);
+          add_final(a, channels, s, t - kBefore - s.length + f.state_width, x);
+          store_vector(a.dx, dx_at, x);
+          dx_at += a.dx.strides[1];
         }
-        add_final(a, channels, s, of - s.length + f.state_width, x);
-        store_vector(a.dx, channels.row(a.dx, s, of), x);
+        move_on(slopes, slope);
       }
-      move_on(slopes, slope);
     }
-    if (starts && a.d_initial.base) store_initial(a, channels, s);
   });
   if (!a.parts) return;
   float* part = a.parts + unit.run * (f.width + 1) * f.channels + unit.first_channel;
@@ -373,33 +406,45 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
                   static_cast<float>(sum));
 }
 
+/// On as many blocks of channels for each of `units`.
 template <int kVector, class Args>
-Status launch(const char* name, void (*kernel)(Args), const ShortConvArgs& shape,
+Status launch(const char* name, void (*kernel)(Args), int64_t channels, int64_t units,
               const Launch& where, const Args& args) {
-  const int64_t vectors = (shape.channels + kVector - 1) / kVector;
+  const int64_t vectors = (channels + kVector - 1) / kVector;
   const int64_t threads = std::min<int64_t>(kThreads, (vectors + 31) / 32 * 32);
-  const int64_t rows = shape.runs.lengths ? 1 : shape.runs.num_sequences;
-  return launch_kernel(name, kernel, rows * shape.runs.runs * ((vectors + threads - 1) / threads),
+  return launch_kernel(name, kernel, units * ((vectors + threads - 1) / threads),
                        static_cast<int>(threads), 0, where, args);
 }
+
+int64_t units_of(const Runs& runs) { return (runs.lengths ? 1 : runs.num_sequences) * runs.runs; }
 
 }  // namespace
 
 Status launch_short_conv(const ShortConvArgs& args, bool wide, const Launch& where) {
-  if (wide)
-    return launch<kWideForward>("short_conv", short_conv_kernel<kWideForward>, args, where, args);
-  return launch<1>("short_conv", short_conv_kernel<1>, args, where, args);
+  const auto run = [&]<int kVector>(auto kernel) {
+    return launch<kVector>("short_conv", kernel, args.channels, units_of(args.runs), where, args);
+  };
+  if (!wide) return run.operator()<1>(short_conv_kernel<1, 0>);
+  return args.width == kTaps ? run.operator()<kWideForward>(short_conv_kernel<kWideForward, kTaps>)
+                             : run.operator()<kWideForward>(short_conv_kernel<kWideForward, 0>);
 }
 
 Status launch_short_conv_backward(const ShortConvBackwardArgs& args, bool wide,
                                   const Launch& where) {
-  const auto run = [&](auto kernel, auto vector) {
-    return launch<vector()>("short_conv_backward", kernel, args.forward, where, args);
+  const ShortConvArgs& shape = args.forward;
+  const auto run = [&]<int kVector>(auto kernel) {
+    return launch<kVector>("short_conv_backward", kernel, shape.channels, units_of(shape.runs),
+                           where, args);
   };
-  if (wide)
-    return run(short_conv_backward_kernel<kWideBackward>,
-               std::integral_constant<int, kWideBackward>());
-  return run(short_conv_backward_kernel<1>, std::integral_constant<int, 1>());
+  if (args.d_initial.base) {
+    const Status status = launch<1>("short_conv_states_backward", short_conv_states_backward_kernel,
+                                    shape.channels, shape.runs.num_sequences, where, args);
+    if (!status.ok()) return status;
+  }
+  if (!wide) return run.operator()<1>(short_conv_backward_kernel<1, 0>);
+  return shape.width == kTaps
+             ? run.operator()<kWideBackward>(short_conv_backward_kernel<kWideBackward, kTaps>)
+             : run.operator()<kWideBackward>(short_conv_backward_kernel<kWideBackward, 0>);
 }
 
 Status launch_sum(const SumArgs& args, const Launch& where) {

@@ -31,12 +31,12 @@ inline int64_t runs_of(const ShortConv& call, int64_t run) {
 }
 
 inline int64_t forward_run(const ShortConv& call, int64_t vector) {
-  return run_of(call, vector, 8, 64, 1 << 18);
+  return run_of(call, vector, 8, 64, 1 << 16);
 }
 /// It does not ask how many channels a thread has: that depends on addresses. Each run has sums for
 /// the weights in memory, so that shorter ones cost more than they bring.
 inline int64_t backward_run(const ShortConv& call) {
-  return std::max<int64_t>(16, run_of(call, 4, 16, 128, 1 << 17));
+  return std::max<int64_t>(16, run_of(call, 4, 16, 128, 1 << 16));
 }
 
 inline std::size_t short_conv_workspace(const ShortConv& call) noexcept {
@@ -47,7 +47,9 @@ inline std::size_t short_conv_workspace(const ShortConv& call) noexcept {
          sizeof(float);
 }
 
-/// Groups of rows of the norm's backward, each with sums of its own.
+/// Groups of rows of the norm: of many rows a group has several.
+inline int64_t forward_groups(int64_t rows) { return rows < (1 << 15) ? rows : (rows + 3) / 4; }
+/// Those of its backward, each with sums of its own.
 inline int64_t norm_groups(const GatedRmsNorm& call) {
   const int64_t rows = call.rows[0] * call.rows[1] * call.rows[2];
   return std::clamp<int64_t>((int64_t{1} << 21) / std::max<int64_t>(call.channels, 1), 64,
