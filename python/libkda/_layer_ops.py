@@ -4,7 +4,8 @@
 They are declared in python/csrc/torch_layer.cpp. `short_conv` returns (y, final_state), the latter without states
 unless state_width is above 0; `short_conv_update` writes `states` in place and returns y; y is contiguous. The
 backwards return the gradients whose bits `wanted` has, in the order of x, weight, bias, initial_state and of x, gate,
-weight, the others empty. `fused_decode` writes both states and `out` in place, on CUDA alone. `activation` is a number of ACTIVATIONS.
+weight, the others empty. `fused_decode` writes both states and `out` in place, on CUDA alone. `activation` is a number
+of ACTIVATIONS.
 """
 from __future__ import annotations
 

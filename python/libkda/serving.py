@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prefill, decode, verify and fused_decode of an engine, on a pool of states that is updated in place, on CPU and CUDA tensors.
+"""prefill, decode, verify and fused_decode of an engine, on a pool of states that is updated in place.
+
+Tensors are on the CPU or on a CUDA device.
 
 Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with their tokens after each other.
 
@@ -123,7 +125,7 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raw_g, out    [1, N, H, D] or [N, T, H, D]
         raw_beta      [1, N, H] or [N, T, H]
         A_log, dt_bias  [H], [H * D], fp32
-        state_indices [N]                                   slots of both pools; below first_slot (vLLM: 1): none, out is 0
+        state_indices [N]                                   slots of both pools; below first_slot: none, and out is 0
         state         [slots, H, D, D]                      [.., V, K], without state_v_first [.., K, V]; fp32 or bf16
         output_gate   [N, H, D], [1, N, H, D] or [N, T, H, D]; activation: "sigmoid", "silu" or None
         norm_weight   [D]; without it there is neither norm nor gate
@@ -152,7 +154,8 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     output_gate = None if output_gate is None else output_gate.reshape(N, T, H, D)
     if x.device.type == "cuda" and D == 128 and _is_dense(state):
         taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
-        mode, bound = (GATE_SOFTPLUS, 0.0) if lower_bound is None else (GATE_BOUNDED, number("lower_bound", lower_bound))
+        mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
+        bound = 0.0 if lower_bound is None else number("lower_bound", lower_bound)
         _layer_ops.fused_decode(rows, taps, bias, conv_state, g, beta, A_log, dt_bias, indices, state, o, output_gate,
                                 norm_weight, has_state, mode, BETA_SIGMOID, bound,
                                 0.0 if scale is None else number("scale", scale), True, norm_eps, gate, first_slot,

@@ -96,8 +96,9 @@ def test_drafts_and_other_heads(device, T):
 
 def test_new_sequences_and_no_slots(device):
     a = make(device, dtype=torch.float32)
-    expect_right(a | dict(state_indices=torch.tensor([-7, 0, 1], dtype=torch.int32, device=device)), BOUND[torch.float32],
-                 first_slot=0, has_state=torch.tensor([True, False, True], device=device))
+    slots = torch.tensor([-7, 0, 1], dtype=torch.int32, device=device)
+    expect_right(a | dict(state_indices=slots), BOUND[torch.float32], first_slot=0,
+                 has_state=torch.tensor([True, False, True], device=device))
     none = make(device)
     before = none["state"].clone(), none["conv_state"].clone()
     assert not libkda.fused_decode(**none | dict(state_indices=torch.zeros(3, dtype=torch.int64, device=device))).any()
@@ -140,10 +141,11 @@ def test_compiled(device):
 
 def test_the_kernel_is_of_a_gpu():
     a = make("cpu")
-    rows = [a["x"][:, None], a["weight"], None, a["conv_state"], a["raw_g"].transpose(0, 1), a["raw_beta"].transpose(0, 1),
-            a["A_log"], a["dt_bias"], a["state_indices"], a["state"], torch.empty(3, 1, 2, 128), None, None, None]
+    g, beta = a["raw_g"].transpose(0, 1), a["raw_beta"].transpose(0, 1)
+    rows = [a["x"][:, None], a["weight"], None, a["conv_state"], g, beta, a["A_log"], a["dt_bias"],
+            a["state_indices"], a["state"], torch.empty(3, 1, 2, 128), None, None, None]
     modes = [2, 1, -5.0, 0.0, True, 1e-5, 2, 1, True]
     with pytest.raises(ValueError, match="device: is the CPU, where a step is short_conv, decode and gated_rms_norm"):
         torch.ops.libkda.fused_decode(*rows, *modes)
-    with pytest.raises(ValueError, match=r"weight must have shape \[3, 3, 256\]|weight must have shape"):
+    with pytest.raises(ValueError, match="weight must have shape"):
         torch.ops.libkda.fused_decode(rows[0], a["weight"][:2], *rows[2:], *modes)
