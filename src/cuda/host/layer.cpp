@@ -104,14 +104,14 @@ void set_wide(int64_t vector, ShortConvArgs* a) {
   a->initial.view.wide = along(a->initial.view, 3, 1);
   a->final_state.view.wide = along(a->final_state.view, 3, 1);
   View taps = a->weight;  // all of a channel, then the next
-  a->dense_taps = a->width == 4 && taps.strides[1] == 1 && (taps.strides[0] == 4 || D == 1) &&
+  a->dense_taps = taps.strides[1] == 1 && (taps.strides[0] == 4 || D == 1) &&
                   fits({taps.base, {1}, taps.type}, 1, 4 * D, vector);
 }
 
 Status short_conv(const ShortConv& call) {
   ShortConvArgs a = conv_args(call);
-  const bool wide =
-      fits(a.x, 3, call.channels, kWideForward) && fits(a.y, 3, call.channels, kWideForward);
+  const bool wide = call.width == 4 && fits(a.x, 3, call.channels, kWideForward) &&
+                    fits(a.y, 3, call.channels, kWideForward);
   if (wide) set_wide(kWideForward, &a);
   set_runs(call, forward_run(call, wide ? kWideForward : 1), &a.runs);
   return launch_short_conv(a, wide, {call.stream});
@@ -126,8 +126,8 @@ Status short_conv_backward(const ShortConv& call, const ShortConvGradients& g) {
   a.d_final = view_of(g.d_final_state, states), a.d_initial = view_of(g.d_initial_state, states);
   const bool sums = g.dweight.data || g.dbias.data;
   if (sums) a.parts = static_cast<float*>(call.workspace);
-  const bool wide = fits(a.forward.x, 3, D, kWideBackward) && fits(a.dy, 3, D, kWideBackward) &&
-                    fits(a.dx, 3, D, kWideBackward);
+  const bool wide = call.width == 4 && fits(a.forward.x, 3, D, kWideBackward) &&
+                    fits(a.dy, 3, D, kWideBackward) && fits(a.dx, 3, D, kWideBackward);
   if (wide) set_wide(kWideBackward, &a.forward);
   set_runs(call, backward_run(call), &a.forward.runs);
   KDA_RETURN_IF_ERROR(launch_short_conv_backward(a, wide, {call.stream}));
@@ -167,7 +167,11 @@ Status gated_rms_norm_backward(const GatedRmsNorm& call, const GatedRmsNormGradi
   if (!b.parts) return {};
   SumArgs sum;
   sum.parts = b.parts;
-  sum.num_parts = std::min(b.forward.groups, b.forward.rows);
+  const int vector = wide ? kWideForward : 1, lanes = lanes_of(vector, call.channels);
+  const int64_t of_block = kNormThreads / lanes;
+  sum.num_parts = lanes * vector < call.channels ? std::min(b.forward.groups, b.forward.rows)
+                                                 : (b.forward.groups + of_block - 1) / of_block;
+  if (b.forward.rows == 0) sum.num_parts = 0;
   sum.row = sum.columns = sum.channels = call.channels;
   sum.dweight = view_of(g.dweight, {call.channels, 1, 1, 1});
   return launch_sum(sum, {call.stream});

@@ -4,6 +4,7 @@
 
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
+#include "cuda/tile/host_device.hpp"
 
 namespace kda::cuda::layer {
 
@@ -66,7 +67,7 @@ struct NormArgs {
 struct NormBackwardArgs {
   NormArgs forward;        ///< without y
   View dy, dx, dgate;      ///< dx, dgate or none
-  float* parts = nullptr;  ///< [groups, D]: sums for dweight, or null
+  float* parts = nullptr;  ///< [blocks, D], of long rows [groups, D]: sums for dweight
 };
 
 /// Columns of `parts` added up in fp64, in one order: column j D + c is dweight[c, j], behind the
@@ -105,8 +106,17 @@ struct FusedDecodeArgs {
   uint32_t ahead = 0;   ///< how many blocks on is the one whose state a block prefetches
 };
 
-/// Elements that a thread may take at a time, of 16-byte pieces: kWide of them, or one.
+/// Channels that a thread has where they may be read as vectors (`wide`; the convolution: and its
+/// width is 4); else one.
 inline constexpr int kWideForward = 8, kWideBackward = 4;
+
+/// Threads of a block of the norm's kernels, and lanes of a row: a power of two.
+inline constexpr int kNormThreads = 128;
+KDA_HOST_DEVICE_INLINE int lanes_of(int vector, int64_t channels) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * vector < channels) lanes *= 2;
+  return lanes;
+}
 
 Status launch_short_conv(const ShortConvArgs& args, bool wide, const Launch& launch);
 Status launch_short_conv_backward(const ShortConvBackwardArgs& args, bool wide,

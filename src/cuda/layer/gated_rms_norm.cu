@@ -10,22 +10,12 @@
 namespace kda::cuda::layer {
 namespace {
 
-constexpr int kThreads = 128;
-
-/// Lanes of a row: a power of two.
-template <int kVector>
-KDA_HOST_DEVICE int lanes_of(int64_t channels) {
-  int lanes = 1;
-  while (lanes < 32 && lanes * kVector < channels) lanes *= 2;
-  return lanes;
-}
-
 template <int kVector>
 struct Place {
   int lanes, lane;
   int64_t group;  // of all blocks
 
-  __device__ __forceinline__ explicit Place(int64_t channels) : lanes(lanes_of<kVector>(channels)) {
+  __device__ __forceinline__ explicit Place(int64_t channels) : lanes(lanes_of(kVector, channels)) {
     lane = static_cast<int>(threadIdx.x) % lanes;
     group = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / lanes;
   }
@@ -96,7 +86,7 @@ __device__ __forceinline__ void scale_vector(const NormArgs& a, float factor,
 }
 
 template <int kVector>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kNormThreads)
     gated_rms_norm_kernel(const __grid_constant__ NormArgs a) {
   const Place<kVector> place(a.channels);
   const int first = place.lane * kVector, step = place.lanes * kVector;
@@ -192,7 +182,7 @@ struct Vector {
 };
 
 template <int kVector>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kNormThreads)
     gated_rms_norm_backward_kernel(const __grid_constant__ NormBackwardArgs b) {
   const NormArgs& a = b.forward;
   const Place<kVector> place(a.channels);
@@ -200,7 +190,9 @@ __global__ void __launch_bounds__(kThreads)
   const bool has_first = first < a.channels;
   float sums[kVector] = {}, weight[kVector] = {};
   if (has_first) weights_at(a, first, weight);
-  float* part = b.parts ? b.parts + place.group * a.channels : nullptr;
+  const bool is_long = step < a.channels;  // sums behind the first vector are in memory
+  float* part =
+      b.parts ? b.parts + (is_long ? place.group : int64_t{blockIdx.x}) * a.channels : nullptr;
   for (int64_t begin = 0; begin < a.rows; begin += a.groups) {
     const bool mine = place.group < a.groups && begin + place.group < a.rows;
     const Rows rows(b, mine ? begin + place.group : 0);
@@ -229,16 +221,31 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kVector; ++i) part[c + i] = (begin > 0 ? part[c + i] : 0.0f) + v.dy[i];
     }
   }
-  if (!part || place.group >= a.groups || place.group >= a.rows || !has_first) return;
+  if (!part) return;
+  if (is_long) {
+    if (place.group < a.groups && place.group < a.rows)
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) part[first + i] = sums[i];
+      for (int i = 0; i < kVector; ++i) part[first + i] = sums[i];
+    return;
+  }
+  // The groups of a block, one after the other.
+  __shared__ float shared[kNormThreads * kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) shared[threadIdx.x * kVector + i] = sums[i];
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < a.channels; c += kNormThreads) {
+    float sum = 0;
+    for (int at = c; at < kNormThreads * kVector; at += step) sum += shared[at];
+    part[c] = sum;
+  }
 }
 
 template <int kVector, class Args>
 Status launch(const char* name, void (*kernel)(Args), int64_t channels, int64_t groups,
               const Launch& where, const Args& args) {
-  const int64_t of_block = kThreads / lanes_of<kVector>(channels);
-  return launch_kernel(name, kernel, (groups + of_block - 1) / of_block, kThreads, 0, where, args);
+  const int64_t of_block = kNormThreads / lanes_of(kVector, channels);
+  return launch_kernel(name, kernel, (groups + of_block - 1) / of_block, kNormThreads, 0, where,
+                       args);
 }
 
 }  // namespace

@@ -74,9 +74,9 @@ __device__ __forceinline__ void for_each_part(const ShortConvArgs& a, int64_t un
   }
 }
 
-/// The channels of a thread: their taps, and where their elements lie. kWidth: taps, or 0 for those
-/// that the call says.
-template <int kVector, int kWidth>
+/// The channels of a thread: their taps, and where their elements lie. A vector of them has four
+/// taps; other widths are for threads of one channel.
+template <int kVector>
 struct Channels {
   const ShortConvArgs& a;
   const int64_t first;
@@ -86,7 +86,7 @@ struct Channels {
   __device__ __forceinline__ Channels(const ShortConvArgs& args, int64_t first_channel)
       : a(args), first(first_channel) {
     const auto& strides = a.weight.strides;
-    if (kVector > 1 && kWidth == kTaps && a.dense_taps) {
+    if (kVector > 1 && a.dense_taps) {
       float all[kTaps][kVector];  // channel by channel
 #pragma unroll
       for (int i = 0; i < kTaps; ++i) load_vector(a.weight, first * kTaps + i * kVector, all[i]);
@@ -106,9 +106,9 @@ struct Channels {
       load_apart(a.bias, first * a.bias.strides[0], a.bias.strides[0], a.bias.wide, bias);
   }
   __device__ __forceinline__ int tap(int j) const {
-    return j - (kTaps - (kWidth ? kWidth : a.width));
+    return kVector > 1 ? j : j - (kTaps - a.width);
   }
-  __device__ __forceinline__ bool used(int j) const { return kWidth == kTaps || tap(j) >= 0; }
+  __device__ __forceinline__ bool used(int j) const { return tap(j) >= 0; }
 
   __device__ __forceinline__ int64_t row(const View& view, const Sequence& s, int64_t token) const {
     return s.row * view.strides[0] + (s.begin + token) * view.strides[1] + first * view.strides[2];
@@ -201,13 +201,13 @@ __device__ __forceinline__ Unit unit_of(int64_t channels) {
   return {blockIdx.x / of_run, blockIdx.x % of_run * of_block + threadIdx.x * kVector};
 }
 
-template <int kVector, int kWidth>
+template <int kVector>
 __global__ void __launch_bounds__(kThreads, kVector == 1 ? 6 : 4)
     short_conv_kernel(const __grid_constant__ ShortConvArgs a) {
   constexpr int kAhead = kVector == 1 ? 8 : 4;
   const Unit unit = unit_of<kVector>(a.channels);
   if (unit.first_channel >= a.channels) return;
-  const Channels<kVector, kWidth> channels(a, unit.first_channel);
+  const Channels<kVector> channels(a, unit.first_channel);
   for_each_part(a, unit.run, [&](const Sequence& s, int64_t first, int64_t last, bool starts) {
     float inputs[kBefore][kVector];
     if (first < last) channels.before(s, first, inputs);
@@ -252,8 +252,8 @@ __global__ void __launch_bounds__(kThreads, kVector == 1 ? 6 : 4)
 // ---- gradients ----------------------------------------------------------------------------------
 
 /// dy act'(p) of a token whose inputs are in registers; `slope` comes as dy.
-template <int kVector, int kWidth>
-__device__ __forceinline__ void slope_of(const Channels<kVector, kWidth>& channels,
+template <int kVector>
+__device__ __forceinline__ void slope_of(const Channels<kVector>& channels,
                                          const float (&inputs)[kBefore][kVector],
                                          const float (&now)[kVector], float (&slope)[kVector]) {
   if (!channels.a.silu) return;
@@ -264,10 +264,10 @@ __device__ __forceinline__ void slope_of(const Channels<kVector, kWidth>& channe
 }
 
 /// x += entry `e` of the gradient of a sequence's final state, if there is one.
-template <int kVector, int kWidth>
+template <int kVector>
 __device__ __forceinline__ void add_final(const ShortConvBackwardArgs& a,
-                                          const Channels<kVector, kWidth>& channels,
-                                          const Sequence& s, int64_t e, float (&x)[kVector]) {
+                                          const Channels<kVector>& channels, const Sequence& s,
+                                          int64_t e, float (&x)[kVector]) {
   if (!a.d_final.base || e < 0) return;
   float more[kVector];
   load_apart(a.d_final, channels.entry(a.d_final, s.n, e), a.d_final.strides[1], false, more);
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads)
     short_conv_states_backward_kernel(const __grid_constant__ ShortConvBackwardArgs a) {
   const Unit unit = unit_of<1>(a.forward.channels);
   if (unit.first_channel >= a.forward.channels) return;
-  const Channels<1, 0> channels(a.forward, unit.first_channel);
+  const Channels<1> channels(a.forward, unit.first_channel);
   const Sequence s = sequence_of(a.forward, unit.run);
   const int64_t S = a.forward.state_width;
   float inputs[kBefore][1], slopes[kBefore][1] = {};
@@ -310,14 +310,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <int kVector, int kWidth>
+template <int kVector>
 __global__ void __launch_bounds__(kThreads, kVector == 1 ? 4 : 3)
     short_conv_backward_kernel(const __grid_constant__ ShortConvBackwardArgs a) {
   constexpr int kAhead = kVector == 1 ? 8 : 4;
   const ShortConvArgs& f = a.forward;
   const Unit unit = unit_of<kVector>(f.channels);
   if (unit.first_channel >= f.channels) return;
-  const Channels<kVector, kWidth> channels(f, unit.first_channel);
+  const Channels<kVector> channels(f, unit.first_channel);
   float sums[kTaps + 1][kVector] = {};
   for_each_part(f, unit.run, [&](const Sequence& s, int64_t first, int64_t last, bool) {
     float inputs[kBefore][kVector], slopes[kBefore][kVector] = {};
@@ -384,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, kVector == 1 ? 4 : 3)
 
 // ---- sums over parts ----------------------------------------------------------------------------
 
-constexpr int kSumColumns = 32, kSumRows = 8;
+constexpr int kSumColumns = 32, kSumRows = 32;
 
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
     layer_sum_kernel(const __grid_constant__ SumArgs a) {
@@ -393,6 +393,7 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + lane;
   double sum = 0;
   if (column < a.columns)
+#pragma unroll 4
     for (int64_t part = row; part < a.num_parts; part += kSumRows)
       sum += static_cast<double>(a.parts[part * a.row + column]);
   shared[row][lane] = sum;
@@ -424,9 +425,8 @@ Status launch_short_conv(const ShortConvArgs& args, bool wide, const Launch& whe
   const auto run = [&]<int kVector>(auto kernel) {
     return launch<kVector>("short_conv", kernel, args.channels, units_of(args.runs), where, args);
   };
-  if (!wide) return run.operator()<1>(short_conv_kernel<1, 0>);
-  return args.width == kTaps ? run.operator()<kWideForward>(short_conv_kernel<kWideForward, kTaps>)
-                             : run.operator()<kWideForward>(short_conv_kernel<kWideForward, 0>);
+  return wide ? run.operator()<kWideForward>(short_conv_kernel<kWideForward>)
+              : run.operator()<1>(short_conv_kernel<1>);
 }
 
 Status launch_short_conv_backward(const ShortConvBackwardArgs& args, bool wide,
@@ -441,10 +441,8 @@ Status launch_short_conv_backward(const ShortConvBackwardArgs& args, bool wide,
                                     shape.channels, shape.runs.num_sequences, where, args);
     if (!status.ok()) return status;
   }
-  if (!wide) return run.operator()<1>(short_conv_backward_kernel<1, 0>);
-  return shape.width == kTaps
-             ? run.operator()<kWideBackward>(short_conv_backward_kernel<kWideBackward, kTaps>)
-             : run.operator()<kWideBackward>(short_conv_backward_kernel<kWideBackward, 0>);
+  return wide ? run.operator()<kWideBackward>(short_conv_backward_kernel<kWideBackward>)
+              : run.operator()<1>(short_conv_backward_kernel<1>);
 }
 
 Status launch_sum(const SumArgs& args, const Launch& where) {
