@@ -3,10 +3,11 @@
 //
 //   y = x / sqrt(mean(x^2) + eps) * weight * act(gate)
 //
-// On the CPU. It needs no plan and no workspace.
+// It needs no plan.
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 
 #include "kda/status.hpp"
@@ -16,9 +17,10 @@
 namespace kda {
 
 struct GatedRmsNorm {
-  std::array<int64_t, 3> rows{1, 1, 1};  ///< as B, T and heads; their product is what counts
-  int64_t channels = 0;                  ///< D, over which the mean goes
-  double eps = 1e-6;                     ///< finite, not negative
+  /// As B, T and heads; their product is what counts, on CUDA below 2^31.
+  std::array<int64_t, 3> rows{1, 1, 1};
+  int64_t channels = 0;                          ///< D, over which the mean goes
+  double eps = 1e-6;                             ///< finite, not negative
   Activation activation = Activation::kSigmoid;  ///< of the gate
 
   /// [rows.., D], fp32, bf16 or fp16, each its own type; the innermost stride is 1, any others.
@@ -26,11 +28,17 @@ struct GatedRmsNorm {
   TensorView gate;    ///< the same, or none
   TensorView weight;  ///< [D], the same types, stride 1, or none
 
-  int32_t num_threads = 0;  ///< 0: OMP_NUM_THREADS, else the cores of this machine
+  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this machine
+
+  DeviceKind device = DeviceKind::kCpu;  ///< where all of the memory is; the rest is for CUDA
+  void* stream = nullptr;                ///< cudaStream_t of the current device
+  bool trusted = false;       ///< vouches that pointers and stream belong to the current device
+  void* workspace = nullptr;  ///< of a backward that wants dweight, on the device
+  std::size_t workspace_bytes = 0;
 };
 
-/// Writes y. Arithmetic is fp32; a result does not depend on num_threads. Memory is of the host.
-/// Errors name the field.
+/// Writes y. Arithmetic is fp32; a result does not depend on num_threads. Errors name the
+/// field.
 Status gated_rms_norm(const GatedRmsNorm& call) noexcept;
 
 /// A gradient without memory is not wanted; dy is needed.
@@ -41,8 +49,11 @@ struct GatedRmsNormGradients {
 };
 
 /// Gradients of gated_rms_norm() of the same call; y is not looked at. Sums over rows are in fp32
-/// over 32 rows, those in fp64.
+/// over 32 rows (CUDA: of a group of rows, of which there are up to 8192), those in fp64, in one
+/// order: a call repeats its bits.
 Status gated_rms_norm_backward(const GatedRmsNorm& call,
                                const GatedRmsNormGradients& gradients) noexcept;
+/// Bytes of the workspace for it, aligned to 4; 0 on the CPU.
+std::size_t gated_rms_norm_backward_workspace(const GatedRmsNorm& call) noexcept;
 
 }  // namespace kda

@@ -360,10 +360,11 @@ KDA_API kda_status kda_chunk_delta_h(const kda_plan* plan, const kda_problem* pr
 KDA_API kda_status kda_chunk_o(const kda_plan* plan, const kda_problem* problem,
                                const kda_stages* stages, void* workspace, size_t workspace_bytes);
 
-/* The operations around KDA in its layer, on the CPU: include/kda/short_conv.hpp and
+/* The operations around KDA in its layer: include/kda/short_conv.hpp and
  * include/kda/gated_rms_norm.hpp say what they compute and what every field means. They need no
- * plan and no workspace. A tensor whose data is null is none; its alignment is not looked at: every
- * pointer is aligned to an element. `present` and `indexed` of a state are not looked at either. */
+ * plan; a backward on CUDA needs a workspace. A tensor whose data is null is none; its alignment is
+ * not looked at: every pointer is aligned to an element. `present` and `indexed` of a state are not
+ * looked at either. */
 typedef enum kda_activation {
   KDA_ACTIVATION_NONE = 0,
   KDA_ACTIVATION_SILU = 1,
@@ -388,6 +389,11 @@ typedef struct kda_short_conv_call {
   kda_state initial_state, final_state; /* [num_slots, D, S] */
   const uint8_t* has_state;             /* [N] */
   int64_t first_slot;
+  int32_t device;  /* kda_device_kind: where all of the memory is */
+  int32_t trusted; /* CUDA: 1 vouches that pointers and stream belong to the current device */
+  void* stream;    /* CUDA: cudaStream_t of the current device */
+  void* workspace; /* of a backward on CUDA, in device memory */
+  size_t workspace_bytes;
 } kda_short_conv_call;
 
 typedef struct kda_short_conv_gradients {
@@ -399,6 +405,9 @@ typedef struct kda_short_conv_gradients {
 KDA_API kda_status kda_short_conv(const kda_short_conv_call* call);
 KDA_API kda_status kda_short_conv_backward(const kda_short_conv_call* call,
                                            const kda_short_conv_gradients* gradients);
+/* Bytes of the workspace of a backward that wants dweight or dbias; 0 on a CPU. */
+KDA_API kda_status kda_short_conv_backward_workspace(const kda_short_conv_call* call,
+                                                     size_t* bytes);
 
 typedef struct kda_gated_rms_norm_call {
   size_t struct_size;
@@ -409,6 +418,11 @@ typedef struct kda_gated_rms_norm_call {
   int32_t num_threads;
   kda_tensor x, y, gate; /* [rows, D] */
   kda_tensor weight;     /* [D] */
+  int32_t device;        /* kda_device_kind: where all of the memory is */
+  int32_t trusted;       /* CUDA: 1 vouches that pointers and stream belong to the current device */
+  void* stream;          /* CUDA: cudaStream_t of the current device */
+  void* workspace;       /* of a backward on CUDA, in device memory */
+  size_t workspace_bytes;
 } kda_gated_rms_norm_call;
 
 typedef struct kda_gated_rms_norm_gradients {
@@ -419,6 +433,43 @@ typedef struct kda_gated_rms_norm_gradients {
 KDA_API kda_status kda_gated_rms_norm(const kda_gated_rms_norm_call* call);
 KDA_API kda_status kda_gated_rms_norm_backward(const kda_gated_rms_norm_call* call,
                                                const kda_gated_rms_norm_gradients* gradients);
+KDA_API kda_status kda_gated_rms_norm_backward_workspace(const kda_gated_rms_norm_call* call,
+                                                         size_t* bytes);
+
+/* One decode step of a layer in one kernel, on CUDA: include/kda/fused_decode.hpp. */
+typedef struct kda_fused_decode_part {
+  kda_tensor x;      /* [N, T, H D] */
+  kda_tensor weight; /* [H D, W] */
+  kda_tensor bias;   /* [H D] or none */
+  kda_tensor state;  /* [num_slots, H D, S] */
+} kda_fused_decode_part;
+typedef struct kda_fused_decode_call {
+  size_t struct_size;
+  int64_t num_sequences, num_tokens, num_heads, head_dim, width;
+  kda_fused_decode_part q, k, v;
+  int64_t state_width;
+  kda_tensor g;    /* [N, T, H, D] */
+  kda_tensor beta; /* [N, T, H] */
+  int32_t gate_mode, beta_mode;
+  double lower_bound, scale; /* scale 0: D^-1/2 */
+  int32_t qk_l2norm;
+  int32_t state_layout;
+  kda_tensor A_log, dt_bias; /* [H], [H D] or none */
+  kda_tensor state;          /* [num_slots, H, D, D] */
+  int64_t num_slots;
+  const int32_t* slots; /* [N] or null */
+  int64_t first_slot;
+  const uint8_t* has_state; /* [N] or null */
+  double norm_eps;
+  int32_t norm;
+  int32_t activation;      /* kda_activation of the output gate */
+  kda_tensor norm_weight;  /* [D] or none */
+  kda_tensor output_gate;  /* [N, T, H, D] or none */
+  kda_tensor y;            /* [N, T, H, D] */
+  int32_t device, trusted; /* as in kda_short_conv_call */
+  void* stream;
+} kda_fused_decode_call;
+KDA_API kda_status kda_fused_decode(const kda_fused_decode_call* call);
 
 #ifdef __cplusplus
 }

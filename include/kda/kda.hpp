@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kda/backward.hpp"
+#include "kda/fused_decode.hpp"
 #include "kda/gated_rms_norm.hpp"
 #include "kda/plan.hpp"
 #include "kda/plan_cache.hpp"

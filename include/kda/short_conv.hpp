@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The causal depthwise convolution in front of KDA: a few taps a channel, then a bias and SiLU. On
-// the CPU. It needs no plan and no workspace.
+// The causal depthwise convolution in front of KDA: a few taps a channel, then a bias and SiLU. It
+// needs no plan.
 //
 // Per sequence and channel d, with W taps and u the x of the sequence behind its initial state:
 //
@@ -11,6 +11,7 @@
 // sequence are zero.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kda/status.hpp"
@@ -47,16 +48,25 @@ struct ShortConv {
 
   int64_t state_width = 0;  ///< S of both states
   ConvState initial_state;
-  /// May be the initial states, sequence by sequence: in place. No two sequences have one slot.
+  /// May be the initial states, sequence by sequence: in place, on CUDA with the same array of
+  /// indices. No two sequences have one slot.
   ConvState final_state;
   const uint8_t* has_state = nullptr;  ///< [N]; where 0 a sequence starts from zero
   int64_t first_slot = 0;              ///< smaller indices are no slot
 
-  int32_t num_threads = 0;  ///< 0: OMP_NUM_THREADS, else the cores of this machine
+  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this machine
+
+  DeviceKind device = DeviceKind::kCpu;  ///< where all of the memory is; the rest is for CUDA
+  void* stream = nullptr;                ///< cudaStream_t of the current device
+  bool trusted = false;       ///< vouches that pointers and stream belong to the current device
+  void* workspace = nullptr;  ///< of a backward that wants dweight or dbias, on the device
+  std::size_t workspace_bytes = 0;
 };
 
 /// Writes y and final_state. Sums are in fp32, tap by tap from the oldest; a result does not depend
-/// on num_threads, nor on the other sequences. Memory is of the host. Errors name the field.
+/// on num_threads, nor on the other sequences. Errors name the field. cu_seqlens, indices and
+/// has_state are on the device too, where nobody looks at them first: offsets are clamped to 0..T,
+/// a slot of num_slots or more is none, and two sequences must not have one slot.
 Status short_conv(const ShortConv& call) noexcept;
 
 /// A gradient without memory is not wanted, or (dy, d_final_state) is zero.
@@ -71,7 +81,10 @@ struct ShortConvGradients {
 
 /// Gradients of short_conv() of the same call, whose x and initial_state are unchanged; y and
 /// final_state are not looked at. States have no indices. Sums over tokens are in fp32 over 16
-/// tokens, those in fp64. A sequence whose has_state is 0 has a d_initial_state of zero.
+/// tokens (CUDA: 128 or fewer), those in fp64, in one order: a call repeats its bits. A sequence
+/// whose has_state is 0 has a d_initial_state of zero.
 Status short_conv_backward(const ShortConv& call, const ShortConvGradients& gradients) noexcept;
+/// Bytes of the workspace for it, aligned to 4; 0 on the CPU.
+std::size_t short_conv_backward_workspace(const ShortConv& call) noexcept;
 
 }  // namespace kda

@@ -27,7 +27,7 @@ struct TensorDesc {
   int64_t alignment = kDefaultAlignment;
 };
 
-/// Memory of the host with its type and strides, for calls without a plan. Null: no such tensor.
+/// Memory with its type and strides, for calls without a plan. Null: no such tensor.
 struct TensorView {
   void* data = nullptr;  ///< inputs are only read; aligned to an element
   DType dtype = DType::kFloat32;

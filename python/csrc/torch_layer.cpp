@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators around KDA in its layer: libkda::short_conv, short_conv_update and gated_rms_norm,
-// with short_conv_backward and gated_rms_norm_backward. On the CPU. What they compute:
-// include/kda/short_conv.hpp, include/kda/gated_rms_norm.hpp; derivatives:
+// with short_conv_backward and gated_rms_norm_backward, and libkda::fused_decode, on CUDA. What
+// they compute: include/kda/short_conv.hpp, gated_rms_norm.hpp and fused_decode.hpp; derivatives:
 // python/libkda/_layer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -9,8 +9,10 @@
 #include <array>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include "describe.hpp"
+#include "device.hpp"
 #include "memory.hpp"
 
 namespace kda_torch {
@@ -27,11 +29,34 @@ int32_t threads() {
   return static_cast<int32_t>(count);
 }
 
-void expect_cpu(const Tensor& x, const char* function) {
+const Tensor& expect_device(const Tensor& x) {
   if (!x.defined()) refuse("x must be a tensor, got None");
-  if (!x.is_cpu())
-    refuse("x must be on the CPU, where alone ", function, " runs so far, got ", device_text(x));
+  if (!x.is_cpu() && !x.is_cuda())
+    refuse("x must be on the CPU or on a CUDA device, got ", device_text(x));
   expect(x, x, "x", kElements, "x");
+  return x;
+}
+
+/// Where a call runs; expect() has looked at its pointers. `x` has the device that is current.
+template <class Call>
+void set_place(Call* call, const Tensor& x) {
+  call->num_threads = threads();
+  if (!x.is_cuda()) return;
+  call->device = KDA_CUDA;
+  call->trusted = 1;
+  call->stream = current_stream(x);
+}
+
+/// run() with the memory that a backward needs for the gradients of weights, if it makes any.
+template <class Call, class Run>
+void with_sums(Call* call, bool sums, const Tensor& x, kda_status (*bytes_of)(const Call*, size_t*),
+               const Run& run) {
+  size_t needed = 0;
+  if (sums) check(bytes_of(call, &needed));
+  with_workspace(needed, x, [&](void* workspace, size_t bytes) {
+    call->workspace = workspace, call->workspace_bytes = bytes;
+    check(run());
+  });
 }
 
 /// A tensor as the C ABI has it.
@@ -57,7 +82,6 @@ kda_tensor tensor_of(const Tensor& x, const Tensor& first, const char* name,
 /// Everything but y and states.
 kda_short_conv_call conv_of(const Tensor& x, const Tensor& weight, const MaybeTensor& bias,
                             const MaybeTensor& cu_seqlens, bool silu) {
-  expect_cpu(x, "short_conv");
   if (x.dim() != 3) refuse("x must have shape [B, T, D], got ", x.dim(), " dimensions");
   kda_short_conv_call call{};
   call.struct_size = sizeof(call);
@@ -83,7 +107,7 @@ kda_short_conv_call conv_of(const Tensor& x, const Tensor& weight, const MaybeTe
     call.cu_seqlens_dtype = dtype_of(*cu_seqlens);
     call.num_sequences = cu_seqlens->size(0) - 1;
   }
-  call.num_threads = threads();
+  set_place(&call, x);
   return call;
 }
 
@@ -110,6 +134,7 @@ Tensor new_like(const char* name, const Tensor& x) {
 std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, MaybeTensor bias,
                                       MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu,
                                       int64_t state_width) {
+  const OnDevice on_device(expect_device(x));
   kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
   const int64_t N = call.num_sequences;
   if (initial_state)
@@ -131,6 +156,7 @@ std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, MaybeTensor bias,
 Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bias,
                          MaybeTensor cu_seqlens, MaybeTensor indices, MaybeTensor has_state,
                          bool silu, int64_t first_slot) {
+  const OnDevice on_device(expect_device(x));
   kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
   const int64_t N = call.num_sequences;
   const int64_t slots = indices && states.dim() > 0 ? states.size(0) : N;
@@ -174,6 +200,7 @@ void expect_wanted(int64_t wanted, int64_t count) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> short_conv_backward(
     MaybeTensor d_y, MaybeTensor d_final_state, Tensor x, Tensor weight, MaybeTensor bias,
     MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu, int64_t wanted) {
+  const OnDevice on_device(expect_device(x));
   kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
   const int64_t N = call.num_sequences;
   expect_wanted(wanted, 4);
@@ -198,7 +225,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> short_conv_backward(
                                 [&](const kda_tensor& made) { g.dbias = made; });
   const Tensor d_state = gradient("gradient of initial_state", x, initial_state, wanted, 3,
                                   [&](const kda_tensor& made) { g.d_initial_state = made; });
-  check(kda_short_conv_backward(&call, &g));
+  with_sums(&call, g.dweight.data || g.dbias.data, x, kda_short_conv_backward_workspace,
+            [&] { return kda_short_conv_backward(&call, &g); });
   return {dx, dweight, dbias, d_state};
 }
 
@@ -225,7 +253,6 @@ void expect_same_shape(const Tensor& x, const char* name, const Tensor& like) {
 
 kda_gated_rms_norm_call norm_of(const Tensor& x, const MaybeTensor& gate, const MaybeTensor& weight,
                                 double eps, int64_t activation) {
-  expect_cpu(x, "gated_rms_norm");
   if (x.dim() < 1 || x.dim() > 4) refuse("x must have 1 to 4 dimensions, got ", x.dim());
   kda_gated_rms_norm_call call{};
   call.struct_size = sizeof(call);
@@ -239,7 +266,7 @@ kda_gated_rms_norm_call norm_of(const Tensor& x, const MaybeTensor& gate, const 
   if (activation < KDA_ACTIVATION_NONE || activation > KDA_ACTIVATION_SIGMOID)
     refuse("activation must be 0 to 2, got ", activation);
   call.activation = static_cast<int32_t>(activation);
-  call.num_threads = threads();
+  set_place(&call, x);
   call.x = rows_of(x);
   if (gate) {
     expect_same_shape(*gate, "gate", x);
@@ -251,6 +278,7 @@ kda_gated_rms_norm_call norm_of(const Tensor& x, const MaybeTensor& gate, const 
 
 Tensor gated_rms_norm(Tensor x, MaybeTensor gate, MaybeTensor weight, double eps,
                       int64_t activation) {
+  const OnDevice on_device(expect_device(x));
   kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
   const Tensor y = new_like("y", x);
   call.y = rows_of(y);
@@ -261,7 +289,8 @@ Tensor gated_rms_norm(Tensor x, MaybeTensor gate, MaybeTensor weight, double eps
 std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(Tensor d_y, Tensor x, MaybeTensor gate,
                                                            MaybeTensor weight, double eps,
                                                            int64_t activation, int64_t wanted) {
-  const kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
+  const OnDevice on_device(expect_device(x));
+  kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
   expect_wanted(wanted, 3);
   expect_same_shape(d_y, "d_y", x);
   kda_gated_rms_norm_gradients g{};
@@ -275,8 +304,78 @@ std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(Tensor d_y, Tensor x,
                                   [&](const kda_tensor& made) { g.dweight = made; });
   if (wanted & 1) g.dx = rows_of(dx);
   if (wanted & 2) g.dgate = rows_of(dgate);
-  check(kda_gated_rms_norm_backward(&call, &g));
+  with_sums(&call, g.dweight.data != nullptr, x, kda_gated_rms_norm_backward_workspace,
+            [&] { return kda_gated_rms_norm_backward(&call, &g); });
   return {dx, dgate, dweight};
+}
+
+// ---- decode step ----------------------------------------------------------------------------
+
+/// `x` [.., 3 H D] or the like from channel `first` on.
+kda_tensor from_channel(const kda_tensor& x, const Tensor& of, int64_t first, size_t dim) {
+  kda_tensor moved = x;
+  moved.data =
+      static_cast<char*>(x.data) + first * x.strides[dim] * static_cast<int64_t>(of.element_size());
+  return moved;
+}
+
+void fused_decode(Tensor x, Tensor weight, MaybeTensor bias, Tensor conv_state, Tensor raw_g,
+                  Tensor raw_beta, MaybeTensor A_log, MaybeTensor dt_bias,
+                  MaybeTensor state_indices, Tensor state, Tensor out, MaybeTensor output_gate,
+                  MaybeTensor norm_weight, MaybeTensor has_state, int64_t gate_mode,
+                  int64_t beta_mode, double lower_bound, double scale, bool l2norm, double norm_eps,
+                  int64_t activation, int64_t first_slot, bool state_v_first) {
+  const OnDevice on_device(expect_device(x));
+  kda_fused_decode_call call{};
+  call.struct_size = sizeof(call);
+  if (x.dim() != 3 || raw_g.dim() != 4 || weight.dim() != 3 || conv_state.dim() != 3)
+    refuse(
+        "x must have shape [N, T, 3 H D], weight [3, W, H D], conv_state [slots, 3 H D, S] and "
+        "raw_g [N, T, H, D]");
+  const int64_t N = x.size(0), T = x.size(1), H = raw_g.size(2), D = raw_g.size(3);
+  const int64_t W = weight.size(1), slots = conv_state.size(0), S = conv_state.size(2);
+  constexpr const char* kSources = "x, raw_g, weight, conv_state";
+  call.num_sequences = N, call.num_tokens = T, call.num_heads = H, call.head_dim = D;
+  call.width = W, call.state_width = S, call.num_slots = slots;
+  const kda_tensor rows = tensor_of(x, x, "x", {N, T, 3 * H * D}, kSources);
+  const kda_tensor taps = tensor_of(weight, x, "weight", {3, W, H * D}, kSources);
+  const kda_tensor states = tensor_of(conv_state, x, "conv_state", {slots, 3 * H * D, S}, kSources);
+  kda_tensor biases{};
+  if (bias) biases = tensor_of(*bias, x, "bias", {3 * H * D}, kSources);
+  int64_t part = 0;
+  for (kda_fused_decode_part* target : {&call.q, &call.k, &call.v}) {
+    const int64_t first = part * H * D;
+    target->x = from_channel(rows, x, first, 2);
+    target->weight = from_channel(taps, weight, part, 0);
+    std::swap(target->weight.strides[0], target->weight.strides[2]);  // [H D, W]
+    target->state = from_channel(states, conv_state, first, 1);
+    if (bias) target->bias = from_channel(biases, *bias, first, 0);
+    ++part;
+  }
+  call.g = tensor_of(raw_g, x, "raw_g", {N, T, H, D}, kSources);
+  call.beta = tensor_of(raw_beta, x, "raw_beta", {N, T, H}, kSources);
+  call.gate_mode = static_cast<int32_t>(gate_mode),
+  call.beta_mode = static_cast<int32_t>(beta_mode);
+  call.lower_bound = lower_bound, call.scale = scale, call.qk_l2norm = l2norm;
+  if (A_log) describe_parameter(&call.A_log, *A_log, x, "A_log", {H});
+  if (dt_bias) describe_parameter(&call.dt_bias, *dt_bias, x, "dt_bias", {H * D});
+  call.state = tensor_of(state, x, "state", {slots, H, D, D}, kSources);
+  call.state_layout = state_v_first ? KDA_STATE_VK : KDA_STATE_KV;
+  if (state_indices)
+    call.slots = static_cast<const int32_t*>(
+        dense_pointer(*state_indices, x, "state_indices", kIndices, {N}));
+  if (has_state)
+    call.has_state =
+        static_cast<const uint8_t*>(dense_pointer(*has_state, x, "has_state", kMasks, {N}));
+  call.first_slot = first_slot;
+  call.norm = norm_weight.has_value(), call.norm_eps = norm_eps;
+  call.activation = static_cast<int32_t>(activation);
+  if (norm_weight) call.norm_weight = tensor_of(*norm_weight, x, "norm_weight", {D}, kSources);
+  if (output_gate)
+    call.output_gate = tensor_of(*output_gate, x, "output_gate", {N, T, H, D}, kSources);
+  call.y = tensor_of(out, x, "out", {N, T, H, D}, kSources);
+  if (x.is_cuda()) call.device = KDA_CUDA, call.stream = current_stream(x), call.trusted = 1;
+  check(kda_fused_decode(&call));
 }
 
 }  // namespace
@@ -299,6 +398,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
   m.def(
       "gated_rms_norm_backward(Tensor d_y, Tensor x, Tensor? gate, Tensor? weight, float eps, int "
       "activation, int wanted) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "fused_decode(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, Tensor raw_g, "
+      "Tensor raw_beta, Tensor? A_log, Tensor? dt_bias, Tensor? state_indices, Tensor(b!) state, "
+      "Tensor(c!) out, Tensor? output_gate, Tensor? norm_weight, Tensor? has_state, int gate_mode, "
+      "int beta_mode, float lower_bound, float scale, bool l2norm, float norm_eps, int activation, "
+      "int first_slot, bool state_v_first) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
@@ -307,4 +412,5 @@ STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("short_conv_backward", TORCH_BOX(&kda_torch::short_conv_backward));
   m.impl("gated_rms_norm", TORCH_BOX(&kda_torch::gated_rms_norm));
   m.impl("gated_rms_norm_backward", TORCH_BOX(&kda_torch::gated_rms_norm_backward));
+  m.impl("fused_decode", TORCH_BOX(&kda_torch::fused_decode));
 }

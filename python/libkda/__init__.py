@@ -18,6 +18,7 @@ _NAMES = {
     "prefill": "serving",
     "decode": "serving",
     "verify": "serving",
+    "fused_decode": "serving",
     "short_conv": "layer",
     "short_conv_update": "layer",
     "gated_rms_norm": "layer",

@@ -21,6 +21,7 @@ from libkda.naive import naive_kda_gate as naive_kda_gate
 from libkda.naive import naive_kda_lowerbound_gate as naive_kda_lowerbound_gate
 from libkda.naive import naive_recurrent_kda as naive_recurrent_kda
 from libkda.serving import decode as decode
+from libkda.serving import fused_decode as fused_decode
 from libkda.serving import prefill as prefill
 from libkda.serving import verify as verify
 

@@ -4,7 +4,8 @@
 They are declared in python/csrc/torch_layer.cpp. `short_conv` returns (y, final_state), the latter without states
 unless state_width is above 0; `short_conv_update` writes `states` in place and returns y; y is contiguous. The
 backwards return the gradients whose bits `wanted` has, in the order of x, weight, bias, initial_state and of x, gate,
-weight, the others empty. `activation` is a number of ACTIVATIONS. On the CPU alone.
+weight, the others empty. `fused_decode` writes both states and `out` in place, on CUDA alone. `activation` is a number
+of ACTIVATIONS.
 """
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _short_conv_update = torch.ops.libkda.short_conv_update.default
 _short_conv_backward = torch.ops.libkda.short_conv_backward.default
 _gated_rms_norm = torch.ops.libkda.gated_rms_norm.default
 _gated_rms_norm_backward = torch.ops.libkda.gated_rms_norm_backward.default
-_WRITTEN = {_short_conv_update: (1,)}
+_fused_decode = torch.ops.libkda.fused_decode.default
+_WRITTEN = {_short_conv_update: (1,), _fused_decode: (3, 9, 10)}
 
 
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
@@ -37,11 +39,11 @@ def _check(operator, args):
     names = [argument.name for argument in operator._schema.arguments]
     values = dict(zip(names, args))
     x = values["x"]
-    if x.device.type != "cpu":
-        raise ValueError(f"x must be on the CPU, where alone the operators of the layer run so far, got {x.device}")
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"x must be on the CPU or on a CUDA device, got {x.device}")
     check(ops._name_of(operator), values)
     weight = values["weight"]
-    if operator not in (_gated_rms_norm, _gated_rms_norm_backward) and not 2 <= weight.shape[1] <= 4:
+    if operator not in (_gated_rms_norm, _gated_rms_norm_backward, _fused_decode) and not 2 <= weight.shape[1] <= 4:
         raise ValueError(f"weight must have 2 to 4 taps, got {weight.shape[1]}")
 
 
@@ -154,7 +156,8 @@ if ops._is_first:
                                                                                       "short_conv")),
             (_gated_rms_norm, _fake_gated_rms_norm, _GatedRmsNorm.apply),
             (_gated_rms_norm_backward, _fake_gradients(_gated_rms_norm_backward, 1, 4),
-             _once(_gated_rms_norm_backward, "gated_rms_norm"))):
+             _once(_gated_rms_norm_backward, "gated_rms_norm")),
+            (_fused_decode, lambda *args: _check(_fused_decode, args), None)):
         ops.register(_library, _operator, _WRITTEN.get(_operator, ()), _fake, _function)
 
 
@@ -197,3 +200,14 @@ def short_conv_update(*args):
         y = _short_conv_update(*args)
     increment_version([args[1]])
     return y
+
+
+def fused_decode(*args):
+    """torch.ops.libkda.fused_decode, likewise."""
+    if is_grad_enabled() or forward_ad._current_level >= 0:
+        ops.refuse_gradients("states that are updated in place", *args)
+    if is_compiling():
+        return _fused_decode(*args)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        _fused_decode(*args)
+    increment_version([args[i] for i in _WRITTEN[_fused_decode]])

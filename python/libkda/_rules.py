@@ -96,6 +96,13 @@ RULES = {
                                 d_final_state=Rule(ROWS, "N D S")),
     "gated_rms_norm": _NORM,
     "gated_rms_norm_backward": dict(_NORM, d_y=Rule(ROWS, ".. D", required=True)),
+    "fused_decode": dict(
+        x=Rule(ROWS, "N C|N T C", required=True), weight=Rule(ROWS, "C W|3 W E", required=True), bias=Rule(ROWS, "C"),
+        conv_state=Rule(ROWS, "slots C S", written=True, required=True),
+        raw_g=Rule(ROWS, "N T H D|1 N H D", required=True), raw_beta=Rule(ROWS, "N T H|1 N H", required=True),
+        A_log=Rule(PARAMETERS, "*H"), dt_bias=Rule(PARAMETERS, "*H D"), state_indices=Rule(INTEGERS, "N"),
+        state=Rule(STATES, "slots H D D", written=True, required=True), out=_output(ROWS, "N T H D|1 N H D"),
+        output_gate=Rule(ROWS, "N H D|N T H D|1 N H D"), norm_weight=Rule(ROWS, "D"), **_MASK),
     "arrays": dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations around KDA in its layer: the short convolution in front of it and the gated RMS norm behind it. On
-the CPU so far, with gradients (docs/layer.md)."""
+"""The operations around KDA in its layer: the short convolution in front of it and the gated RMS norm behind it, on
+CPU and CUDA tensors, with gradients (docs/layer.md)."""
 from __future__ import annotations
 
 import torch
@@ -9,11 +9,6 @@ from . import _layer_ops
 from ._checks import checked, int32_of
 from ._operands import dense
 from ._rules import LAST_SLOT, integer, number
-
-
-def _expect_cpu(x, function):
-    if isinstance(x, torch.Tensor) and x.device.type != "cpu":
-        raise NotImplementedError(f"libkda.{function} runs on the CPU only so far, got x on {x.device}")
 
 
 def _activation(activation, allowed):
@@ -49,7 +44,6 @@ def short_conv(
     Returns (y [B, T, D], contiguous, of x's type; with output_final_state the state behind each sequence, else None,
     of initial_state's type and width, without one of x's type and state_width, W if that is None).
     """
-    _expect_cpu(x, "short_conv")
     width = 0
     if output_final_state:
         width = (weight if initial_state is None else initial_state).shape[-1]
@@ -81,7 +75,6 @@ def short_conv_update(
     is that of padded rows, as in vLLM), means none: the sequence starts from zero and nothing is stored. has_state
     [N], bool: where it is False (a new request in an old slot) a sequence starts from zero. Returns y [B, T, D].
     """
-    _expect_cpu(x, "short_conv_update")
     if indices is not None:
         indices = int32_of("indices", indices)
     if type(first_slot) is not int or first_slot:
@@ -105,7 +98,6 @@ def gated_rms_norm(
     x and gate [..., D] of one shape, weight [D]: fp32, bf16 or fp16, each its own; arithmetic is fp32. activation of
     the gate: "sigmoid", "silu" or "swish", or None for the gate itself. Returns [..., D], contiguous, of x's type.
     """
-    _expect_cpu(x, "gated_rms_norm")
     shape = x.shape
     kind = _activation(activation, ("sigmoid", "silu", "swish", None))
     x, gate = _rows(x), None if gate is None else _rows(gate)

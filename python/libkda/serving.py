@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""prefill, decode and verify of an engine, on a pool of states that is updated in place, on CPU and CUDA tensors.
+"""prefill, decode, verify and fused_decode of an engine, on a pool of states that is updated in place.
 
-Shapes of all three. N sequences; B = N rows of T tokens, or B = 1 with their tokens after each other.
+Tensors are on the CPU or on a CUDA device.
+
+Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with their tokens after each other.
 
     q, k                   [B, T, H, K]     fp32, bf16 or fp16, each its own; last dimension contiguous
     v, out                 [B, T, HV, V]
@@ -30,8 +32,10 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import checked
-from ._rules import FlaError
+from . import _layer_ops, layer
+from ._checks import check, checked, int32_of
+from ._rules import LAST_SLOT, FlaError, integer, number
+from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from .kda import _MOST_DECODE_TOKENS, _check_beta, _update_pool
 
 
@@ -102,6 +106,86 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
                 dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 use_qk_l2norm_in_kernel, state_v_first)
+
+
+@checked()
+def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, conv_state: torch.Tensor,
+                 raw_g: torch.Tensor, raw_beta: torch.Tensor, A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+                 state_indices: torch.Tensor | None, state: torch.Tensor, out: torch.Tensor | None = None,
+                 lower_bound: float | None = None, output_gate: torch.Tensor | None = None,
+                 norm_weight: torch.Tensor | None = None, norm_eps: float = 1e-5, *, activation: str | None = "sigmoid",
+                 scale: float | None = None, has_state: torch.Tensor | None = None, first_slot: int = 1,
+                 state_v_first: bool = True) -> torch.Tensor:
+    """A decode step of a whole layer, with the 15 arguments of vLLM's fused_kda_decode: short convolution with SiLU of
+    q, k and v, KDA with q and k normed, raw gates and logits of beta, then the gated RMS norm. Both pools in place.
+
+        x             [N, 3 * H * D] or [N, T, 3 * H * D]   q, k and v after each other; T is at most 8
+        weight, bias  [3 * H * D, W] or [3, W, H * D]; [3 * H * D]
+        conv_state    [slots, 3 * H * D, S]                 S at least W - 1, any strides
+        raw_g, out    [1, N, H, D] or [N, T, H, D]
+        raw_beta      [1, N, H] or [N, T, H]
+        A_log, dt_bias  [H], [H * D], fp32
+        state_indices [N]                                   slots of both pools; below first_slot: none, and out is 0
+        state         [slots, H, D, D]                      [.., V, K], without state_v_first [.., K, V]; fp32 or bf16
+        output_gate   [N, H, D], [1, N, H, D] or [N, T, H, D]; activation: "sigmoid", "silu" or None
+        norm_weight   [D]; without it there is neither norm nor gate
+        has_state     [N], bool; False: from zero
+
+    Other tensors are fp32, bf16 or fp16, each its own. Without lower_bound the gate is softplus. One kernel on a GPU
+    where D is 128 and the heads of `state` are dense; elsewhere short_conv_update, decode and gated_rms_norm, one after
+    the other. Returns out, by default of x's type and raw_g's shape.
+    """
+    if output_gate is not None and norm_weight is None:
+        raise ValueError("output_gate needs norm_weight")
+    gate = layer._activation(activation, ("sigmoid", "silu", "swish", None))
+    norm_eps = number("norm_eps", norm_eps)
+    first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
+    N, T = x.shape[0], x.shape[1] if x.dim() == 3 else 1
+    if not 1 <= T <= _MOST_DECODE_TOKENS:
+        raise ValueError(f"x must have 1 to {_MOST_DECODE_TOKENS} tokens a sequence, got {T}")
+    H, D = raw_g.shape[-2:]
+    if out is None:
+        out = x.new_empty(raw_g.shape)
+    if A_log is None and lower_bound is None:
+        raise ValueError("A_log is required by a softplus gate")
+    indices = None if state_indices is None else int32_of("state_indices", state_indices)
+    rows, g, beta = x.reshape(N, T, -1), raw_g.reshape(N, T, H, D), raw_beta.reshape(N, T, H)
+    o = out.view(N, T, H, D)
+    output_gate = None if output_gate is None else output_gate.reshape(N, T, H, D)
+    if x.device.type == "cuda" and D == 128 and _is_dense(state):
+        taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
+        mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
+        bound = 0.0 if lower_bound is None else number("lower_bound", lower_bound)
+        _layer_ops.fused_decode(rows, taps, bias, conv_state, g, beta, A_log, dt_bias, indices, state, o, output_gate,
+                                norm_weight, has_state, mode, BETA_SIGMOID, bound,
+                                0.0 if scale is None else number("scale", scale), True, norm_eps, gate, first_slot,
+                                state_v_first)
+        return out
+    # All of it is looked at before the first state is written.
+    check("fused_decode", dict(x=x, weight=weight, bias=bias, conv_state=conv_state, raw_g=raw_g, raw_beta=raw_beta,
+                               A_log=A_log, dt_bias=dt_bias, state_indices=state_indices, state=state, out=out,
+                               output_gate=output_gate, norm_weight=norm_weight, has_state=has_state))
+    if weight.dim() == 3:
+        weight = weight.transpose(1, 2).flatten(0, 1)
+    slots = torch.arange(N, dtype=torch.int32, device=x.device) if indices is None else indices
+    first_slot = 0 if indices is None else first_slot
+    qkv = layer.short_conv_update(rows, conv_state, weight, bias, activation="silu", indices=slots, has_state=has_state,
+                                  first_slot=first_slot)
+    q, k, v = qkv.view(N, T, 3, H, D).unbind(2)
+    y = decode(q, k, v, g, beta, state, slots, has_state=has_state, first_slot=first_slot, A_log=A_log, dt_bias=dt_bias,
+               scale=scale, lower_bound=lower_bound, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+               use_qk_l2norm_in_kernel=True, state_v_first=state_v_first)
+    if norm_weight is not None:
+        y = layer.gated_rms_norm(y, output_gate, norm_weight, eps=norm_eps, activation=activation)
+    o.copy_(y)
+    return out
+
+
+def _is_dense(state):
+    """Whether the kernel of a whole step reads a pool of states as it lies: 16 bytes at a time."""
+    pieces = 16 // state.element_size()
+    places = (state.storage_offset(), *state.stride()[:2])
+    return state.dim() == 4 and state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
 
 
 def _expect_dimensions(slots, dimensions):

@@ -262,15 +262,38 @@ def test_bad_norms():
     assert refusal(norm, x.int()).startswith("x must be float32, bfloat16 or float16")
 
 
-def test_a_gpu_is_refused():
+def test_a_gpu_has_fake_kernels():
     with FakeTensorMode():
-        x, weight = torch.empty(1, 4, 8, device="cuda"), torch.empty(8, 4, device="cuda")
-        for call in (lambda: libkda.short_conv(x, weight), lambda: libkda.gated_rms_norm(x),
-                     lambda: libkda.short_conv_update(x, weight.view(1, 8, 4), weight)):
-            with pytest.raises(NotImplementedError, match="runs on the CPU only so far, got x on cuda"):
-                call()
-        with pytest.raises(ValueError, match="x must be on the CPU"):
-            _layer_ops._short_conv(x, weight, None, None, None, False, 0)
+        x, weight = torch.empty(2, 4, 8, device="cuda"), torch.empty(8, 4, device="cuda")
+        y, state = libkda.short_conv(x.transpose(0, 1), weight, output_final_state=True)
+        assert (y.shape, y.device.type, state.shape) == ((4, 2, 8), "cuda", (4, 8, 4))
+        assert libkda.short_conv_update(x, weight.expand(2, 8, 4).clone(), weight).shape == (2, 4, 8)
+        assert libkda.gated_rms_norm(x.bfloat16(), x).dtype is torch.bfloat16
+        with pytest.raises(ValueError, match="x must be on the CPU or on a CUDA device, got meta"):
+            _layer_ops._short_conv(x.to("meta"), weight.to("meta"), None, None, None, False, 0)
+
+
+@pytest.mark.parametrize("channels, dtype", [(512, torch.bfloat16), (40, torch.float32), (37, torch.float16)])
+def test_a_device(device, channels, dtype):
+    """A conv in front of a norm, with gradients, from inputs whose tokens or channels lie side by side."""
+    for first in (False, True):
+        x = torch.randn(2, channels, 70) if first else torch.randn(2, 70, channels)
+        x = x.to(device, dtype).transpose(1, 2) if first else x.to(device, dtype)
+        rest = [torch.randn(shape, device=device).to(dtype) for shape in ((channels, 4), (channels,), (2, channels, 3))]
+        leaves = [t.detach().requires_grad_() for t in (x, *rest)]
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        conv = lambda x, weight, bias, state: libkda.short_conv(x, weight, bias, activation="silu", initial_state=state)
+        y = libkda.gated_rms_norm(conv(*leaves)[0], leaves[0], leaves[2])
+        z, _ = conv_in_torch(exact[0], exact[1], exact[2], True, exact[3])
+        expected = norm_in_torch(z, exact[0], exact[2])
+        upstream = torch.randn_like(y)
+        assert close(y, expected, dtype)
+        found = gradients(y, leaves, upstream)
+        for one, other in zip(found, gradients(expected, exact, upstream.double())):
+            assert close(one, other, dtype), (one.double() - other).abs().max()
+        for one, other in zip(found, gradients(libkda.gated_rms_norm(conv(*leaves)[0], leaves[0], leaves[2]), leaves,
+                                               upstream)):
+            assert torch.equal(one, other)
 
 
 def test_threads_do_not_matter():

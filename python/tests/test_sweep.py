@@ -232,7 +232,7 @@ def backward_into(**arguments):
 
 
 def layer(x):
-    """On the CPU, where alone the operations around KDA run."""
+    """Random tensors on the CPU for the operations around KDA, the same ones for the same q."""
     generator = torch.Generator().manual_seed(int(x["q"].flatten()[0].abs() * 1e6))
     return lambda *shape: torch.randn(*shape, generator=generator)
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operations around KDA in the C ABI: short convolution, gated RMS norm.
+// The operations around KDA in the C ABI: short convolution, gated RMS norm, a decode step.
 #include <cstddef>
 
 #include "capi/handles.hpp"
 #include "capi/structs.hpp"
+#include "core/text.hpp"
 
 namespace kda::capi {
 namespace {
@@ -12,6 +13,16 @@ TensorView view_of(const kda_tensor& given) {
   TensorView view{given.data, static_cast<DType>(given.dtype)};
   for (std::size_t i = 0; is_described(given) && i < 4; ++i) view.strides[i] = given.strides[i];
   return view;
+}
+
+/// Where a call runs.
+template <class Given, class Call>
+void set_place(const Given& given, Call* call) {
+  call->device = static_cast<DeviceKind>(given.device);
+  call->stream = given.stream;
+  call->trusted = given.trusted != 0;
+  call->workspace = given.workspace;
+  call->workspace_bytes = given.workspace_bytes;
 }
 
 ConvState conv_state_of(const kda_state& given) {
@@ -39,6 +50,7 @@ Status read_short_conv(const kda_short_conv_call* given, ShortConv* call) {
            .has_state = c.has_state,
            .first_slot = c.first_slot,
            .num_threads = c.num_threads};
+  set_place(c, call);
   return {};
 }
 
@@ -54,6 +66,50 @@ Status read_norm(const kda_gated_rms_norm_call* given, GatedRmsNorm* call) {
            .gate = view_of(c.gate),
            .weight = view_of(c.weight),
            .num_threads = c.num_threads};
+  set_place(c, call);
+  return {};
+}
+
+FusedDecode::Part part_of(const kda_fused_decode_part& given) {
+  return {view_of(given.x), view_of(given.weight), view_of(given.bias), view_of(given.state)};
+}
+
+Status read_fused_decode(const kda_fused_decode_call* given, FusedDecode* call) {
+  kda_fused_decode_call c{};
+  KDA_RETURN_IF_ERROR(read_struct(given, "call", &c));
+  *call = {.num_sequences = c.num_sequences,
+           .num_tokens = c.num_tokens,
+           .num_heads = c.num_heads,
+           .head_dim = c.head_dim,
+           .width = c.width,
+           .q = part_of(c.q),
+           .k = part_of(c.k),
+           .v = part_of(c.v),
+           .state_width = c.state_width,
+           .g = view_of(c.g),
+           .beta = view_of(c.beta),
+           .gate_mode = static_cast<GateMode>(c.gate_mode),
+           .beta_mode = static_cast<BetaMode>(c.beta_mode),
+           .lower_bound = c.lower_bound,
+           .scale = c.scale,
+           .qk_l2norm = c.qk_l2norm != 0,
+           .A_log = view_of(c.A_log),
+           .dt_bias = view_of(c.dt_bias),
+           .state = view_of(c.state),
+           .state_layout = static_cast<StateLayout>(c.state_layout),
+           .num_slots = c.num_slots,
+           .slots = c.slots,
+           .first_slot = c.first_slot,
+           .has_state = c.has_state,
+           .norm = c.norm != 0,
+           .norm_eps = c.norm_eps,
+           .norm_weight = view_of(c.norm_weight),
+           .output_gate = view_of(c.output_gate),
+           .activation = static_cast<Activation>(c.activation),
+           .y = view_of(c.y),
+           .device = static_cast<DeviceKind>(c.device),
+           .stream = c.stream,
+           .trusted = c.trusted != 0};
   return {};
 }
 
@@ -88,6 +144,16 @@ kda_status kda_short_conv_backward(const kda_short_conv_call* call,
   });
 }
 
+kda_status kda_short_conv_backward_workspace(const kda_short_conv_call* call, size_t* bytes) {
+  return guarded_call([&] {
+    kda::ShortConv conv;
+    KDA_RETURN_IF_ERROR(read_short_conv(call, &conv));
+    if (!bytes) return kda::invalid("bytes: is null");
+    *bytes = kda::short_conv_backward_workspace(conv);
+    return kda::Status{};
+  });
+}
+
 kda_status kda_gated_rms_norm(const kda_gated_rms_norm_call* call) {
   return guarded_call([&] {
     kda::GatedRmsNorm norm;
@@ -107,6 +173,25 @@ kda_status kda_gated_rms_norm_backward(const kda_gated_rms_norm_call* call,
                                                .dx = view_of(g.dx),
                                                .dgate = view_of(g.dgate),
                                                .dweight = view_of(g.dweight)});
+  });
+}
+
+kda_status kda_gated_rms_norm_backward_workspace(const kda_gated_rms_norm_call* call,
+                                                 size_t* bytes) {
+  return guarded_call([&] {
+    kda::GatedRmsNorm norm;
+    KDA_RETURN_IF_ERROR(read_norm(call, &norm));
+    if (!bytes) return kda::invalid("bytes: is null");
+    *bytes = kda::gated_rms_norm_backward_workspace(norm);
+    return kda::Status{};
+  });
+}
+
+kda_status kda_fused_decode(const kda_fused_decode_call* call) {
+  return guarded_call([&] {
+    kda::FusedDecode decode;
+    KDA_RETURN_IF_ERROR(read_fused_decode(call, &decode));
+    return kda::fused_decode(decode);
   });
 }
 

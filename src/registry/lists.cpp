@@ -3,6 +3,7 @@
 #include <array>
 
 #include "cpu/blocked/blocked.hpp"
+#include "cpu/layer/layer.hpp"
 #include "cpu/oracle/implementation.hpp"
 #include "cuda/host/backends.hpp"
 #include "registry/rows.hpp"
@@ -22,6 +23,8 @@ constexpr std::array<const DecodeRow*, 5> kDecode = {
 constexpr std::array<const BackwardRow*, 6> kBackward = {
     &cpu::blocked::kAvx512Backward, &cpu::blocked::kAvx2Backward, &cpu::blocked::kPortableBackward,
     &cpu::oracle::kBackward,        &cuda::staged::kBackward,     &cuda::recurrent::kBackward};
+
+constexpr std::array<const LayerRow*, 2> kLayer = {&cpu::layer::kLayer, &cuda::layer::kLayer};
 
 template <class Row, std::size_t kCount>
 constexpr std::array<const Head*, kCount> heads_of(const std::array<const Row*, kCount>& rows) {
@@ -49,6 +52,12 @@ std::span<const Head* const> heads(Operation operation) noexcept {
 std::span<const Head* const> backward_heads() noexcept {
   static constexpr auto kHeads = heads_of(kBackward);
   return kHeads;
+}
+
+const LayerRow* layer_row(DeviceKind device) noexcept {
+  for (const LayerRow* row : kLayer)
+    if (row->device == device) return row;
+  return nullptr;
 }
 
 }  // namespace kda::registry

@@ -13,7 +13,10 @@
 #include <string>
 #include <string_view>
 
+#include "kda/fused_decode.hpp"
+#include "kda/gated_rms_norm.hpp"
 #include "kda/plan.hpp"
+#include "kda/short_conv.hpp"
 #include "kda/stages.hpp"
 #include "stage/backward.hpp"
 #include "stage/chunk_delta_h.hpp"
@@ -118,6 +121,31 @@ struct BackwardRow {
   Head head;
   Status (*backward)(const stage::Backward& args);
 };
+
+/// The operations around KDA in its layer, which have no plan: one row a device. Calls are checked
+/// before (run/check_layer.hpp).
+struct LayerRow {
+  DeviceKind device;
+  const char* (*unavailable)() noexcept;  ///< as in Head
+  Status (*short_conv)(const ShortConv& call);
+  Status (*short_conv_backward)(const ShortConv& call, const ShortConvGradients& gradients);
+  Status (*gated_rms_norm)(const GatedRmsNorm& call);
+  Status (*gated_rms_norm_backward)(const GatedRmsNorm& call,
+                                    const GatedRmsNormGradients& gradients);
+  Status (*fused_decode)(const FusedDecode& call) = nullptr;  ///< null: not in one kernel
+  /// Bytes that a backward needs; null: none.
+  std::size_t (*short_conv_workspace)(const ShortConv& call) noexcept = nullptr;
+  std::size_t (*gated_rms_norm_workspace)(const GatedRmsNorm& call) noexcept = nullptr;
+  /// Null: memory of the host.
+  struct Checks {
+    Status (*call)(void* stream);
+    Status (*pointer)(const char* name, const void* pointer);
+  };
+  const Checks* device_checks = nullptr;
+};
+
+/// Null: there is no such device.
+const LayerRow* layer_row(DeviceKind device) noexcept;
 
 /// The rows of each operation, best first, the reference last.
 std::span<const ForwardRow* const> forward_rows() noexcept;

@@ -123,5 +123,36 @@ TEST(LayerInC, GatedRmsNorm) {
   EXPECT_EQ(kda_gated_rms_norm_backward(&c, nullptr), KDA_INVALID_ARGUMENT);
 }
 
+TEST(LayerInC, WorkspacesOfBackwards) {
+  kda_short_conv_call conv{};
+  conv.struct_size = sizeof(conv);
+  conv.batch = 2, conv.num_tokens = 100, conv.channels = 24, conv.width = 4;
+  std::size_t bytes = 7;
+  ASSERT_EQ(kda_short_conv_backward_workspace(&conv, &bytes), KDA_OK);
+  EXPECT_EQ(bytes, 0u);
+  conv.device = KDA_CUDA;
+  ASSERT_EQ(kda_short_conv_backward_workspace(&conv, &bytes), KDA_OK);
+  EXPECT_GE(bytes, 2 * 5 * 24 * sizeof(float));
+  EXPECT_EQ(kda_short_conv_backward_workspace(&conv, nullptr), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "bytes: is null");
+  kda_gated_rms_norm_call norm{};
+  norm.struct_size = sizeof(norm);
+  norm.rows[0] = norm.rows[1] = norm.rows[2] = 3, norm.channels = 24;
+  ASSERT_EQ(kda_gated_rms_norm_backward_workspace(&norm, &bytes), KDA_OK);
+  EXPECT_EQ(bytes, 0u);
+  norm.device = KDA_CUDA;
+  ASSERT_EQ(kda_gated_rms_norm_backward_workspace(&norm, &bytes), KDA_OK);
+  EXPECT_GE(bytes, 27 * 24 * sizeof(float));
+}
+
+TEST(LayerInC, FusedDecodeIsOfAGpu) {
+  kda_fused_decode_call c{};
+  c.struct_size = sizeof(c);
+  EXPECT_EQ(kda_fused_decode(&c), KDA_UNSUPPORTED);
+  EXPECT_STREQ(kda_last_error(),
+               "device: is the CPU, where a step is short_conv, decode and gated_rms_norm");
+  EXPECT_EQ(kda_fused_decode(nullptr), KDA_INVALID_ARGUMENT);
+}
+
 }  // namespace
 }  // namespace kda::test

@@ -28,10 +28,13 @@ TESTS = {
     "chunk_grad_test": ["staged_backward"],
     "decode_test": ["decode"],
     "determinism_test": ["staged", "recurrent"],
+    "fused_decode_test": ["layer"],
     "fused_test": ["fused"],
+    "gated_rms_norm_test": ["layer"],
     "isolation_test": ["staged", "recurrent"],
     "reverse_test": ["staged_backward", "staged"],
     "segment_test": ["staged", "recurrent"],
+    "short_conv_test": ["layer"],
     "staged_backward_test": ["staged_backward", "staged", "backward"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
@@ -44,7 +47,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)),
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode", "backward", "staged_backward")
+FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

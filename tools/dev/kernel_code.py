@@ -30,6 +30,7 @@ FAMILIES = {
     "staged": ("staged", "segments", "launch"),
     "recurrent": ("recurrent", "segments", "launch"),
     "decode": ("decode", "launch"),
+    "layer": ("layer",),
     "backward": ("backward", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
     "spans": ("spans", "launch"),  # beside those of fused

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gated RMS norm: checks, and blocks of rows.
+// The gated RMS norm in blocks of rows.
 
 #include <algorithm>
 #include <array>
@@ -10,10 +10,11 @@
 #include "core/guard.hpp"
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
+#include "core/views.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/float_mode.hpp"
 #include "cpu/layer/layer.hpp"
-#include "cpu/layer/views.hpp"
+#include "cpu/layer/threads.hpp"
 
 namespace kda::cpu::layer {
 namespace {
@@ -22,68 +23,6 @@ constexpr int64_t kRowsOfASum = 32;   // added up in fp32
 constexpr int64_t kMostBlocks = 256;  // with sums for dweight of their own
 
 int64_t num_rows(const GatedRmsNorm& call) { return call.rows[0] * call.rows[1] * call.rows[2]; }
-
-Shape shape_of(const GatedRmsNorm& call) {
-  return {call.rows[0], call.rows[1], call.rows[2], call.channels};
-}
-
-Status check_sizes(const GatedRmsNorm& call) {
-  int64_t rows = 1;
-  for (const int64_t count : call.rows) {
-    KDA_RETURN_IF_ERROR(check_count("rows", count, 0));
-    if (__builtin_mul_overflow(rows, std::max<int64_t>(count, 1), &rows))
-      return invalid("rows: their product is beyond 2^63");
-  }
-  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
-  if (__builtin_mul_overflow(rows, call.channels, &rows))
-    return invalid("rows: with the channels their product is beyond 2^63");
-  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
-  if (!(call.eps >= 0 && std::isfinite(static_cast<float>(call.eps))))
-    return invalid("eps: is ", call.eps, ", must be finite in fp32 and not negative");
-  if (call.activation != Activation::kNone && call.activation != Activation::kSilu &&
-      call.activation != Activation::kSigmoid)
-    return invalid("activation: is ", static_cast<int>(call.activation),
-                   ", must be none, silu or sigmoid");
-  return {};
-}
-
-/// Rows are read along their channels.
-Status check_rows(const GatedRmsNorm& call, const NamedView& given) {
-  const std::size_t innermost = given.shape[3] == call.channels ? 3 : 0;
-  if (!given.view->data || call.channels == 1 || given.view->strides[innermost] == 1) return {};
-  return invalid(given.name, ": innermost stride is ", given.view->strides[innermost],
-                 ", must be 1");
-}
-
-Status check_all(const GatedRmsNorm& call, std::span<const NamedView> views) {
-  KDA_RETURN_IF_ERROR(check_each(views));
-  for (const NamedView& given : views) KDA_RETURN_IF_ERROR(check_rows(call, given));
-  return check_overlaps(views);
-}
-
-Status check_call(const GatedRmsNorm& call) {
-  KDA_RETURN_IF_ERROR(check_sizes(call));
-  const Shape rows = shape_of(call);
-  return check_all(call,
-                   std::array<NamedView, 4>{{{"x", &call.x, rows, false, true},
-                                             {"gate", &call.gate, rows},
-                                             {"weight", &call.weight, {call.channels, 1, 1, 1}},
-                                             {"y", &call.y, rows, true, true}}});
-}
-
-Status check_gradients(const GatedRmsNorm& call, const GatedRmsNormGradients& g) {
-  KDA_RETURN_IF_ERROR(check_sizes(call));
-  if (g.dgate.data && !call.gate.data) return invalid("dgate: needs gate");
-  if (g.dweight.data && !call.weight.data) return invalid("dweight: needs weight");
-  const Shape rows = shape_of(call), weight = {call.channels, 1, 1, 1};
-  return check_all(call, std::array<NamedView, 7>{{{"x", &call.x, rows, false, true},
-                                                   {"gate", &call.gate, rows},
-                                                   {"weight", &call.weight, weight},
-                                                   {"dy", &g.dy, rows, false, true},
-                                                   {"dx", &g.dx, rows, true},
-                                                   {"dgate", &g.dgate, rows, true},
-                                                   {"dweight", &g.dweight, weight, true}}});
-}
 
 /// The first element of row `row`, null without memory.
 char* row_of(const GatedRmsNorm& call, const TensorView& view, int64_t row) {
@@ -173,7 +112,6 @@ class Backward {
 
 Status gated_rms_norm(const Kernels& kernels, const GatedRmsNorm& call) noexcept {
   return guarded([&] {
-    KDA_RETURN_IF_ERROR(check_call(call));
     const int64_t rows = num_rows(call), rows_of_task = std::max<int64_t>(1, 8192 / call.channels);
     auto body = [&](int64_t task, int32_t) noexcept {
       const FloatMode mode;
@@ -187,23 +125,7 @@ Status gated_rms_norm(const Kernels& kernels, const GatedRmsNorm& call) noexcept
 
 Status gated_rms_norm_backward(const Kernels& kernels, const GatedRmsNorm& call,
                                const GatedRmsNormGradients& gradients) noexcept {
-  return guarded([&] {
-    KDA_RETURN_IF_ERROR(check_gradients(call, gradients));
-    return Backward(kernels, call, gradients).run();
-  });
+  return guarded([&] { return Backward(kernels, call, gradients).run(); });
 }
 
 }  // namespace kda::cpu::layer
-
-namespace kda {
-
-Status gated_rms_norm(const GatedRmsNorm& call) noexcept {
-  return cpu::layer::gated_rms_norm(*cpu::blocked::best_kernels().layer, call);
-}
-
-Status gated_rms_norm_backward(const GatedRmsNorm& call,
-                               const GatedRmsNormGradients& gradients) noexcept {
-  return cpu::layer::gated_rms_norm_backward(*cpu::blocked::best_kernels().layer, call, gradients);
-}
-
-}  // namespace kda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The short convolution: checks, and tiles of each sequence and block of channels.
+// The short convolution in tiles of each sequence and block of channels.
 
 #include <algorithm>
 #include <array>
@@ -7,175 +7,22 @@
 #include <vector>
 
 #include "core/guard.hpp"
-#include "core/text.hpp"
 #include "core/thread_pool.hpp"
+#include "core/views.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/float_mode.hpp"
 #include "cpu/layer/layer.hpp"
-#include "cpu/layer/views.hpp"
+#include "cpu/layer/threads.hpp"
+#include "stage/short_conv.hpp"
 
 namespace kda::cpu::layer {
 namespace {
 
+using stage::length_entry;
+using stage::num_sequences;
+using stage::slot_of;
+
 constexpr int kRow = kTileChannels;
-
-int64_t num_sequences(const ShortConv& call) {
-  return call.cu_seqlens ? call.num_sequences : call.batch;
-}
-
-int64_t length_entry(const ShortConv& call, int64_t n) {
-  return call.cu_seqlens_dtype == DType::kInt64 ? static_cast<const int64_t*>(call.cu_seqlens)[n]
-                                                : static_cast<const int32_t*>(call.cu_seqlens)[n];
-}
-
-/// -1: none.
-int64_t slot_of(const ShortConv& call, const ConvState& state, int64_t n) {
-  if (!state.tensor.data) return -1;
-  if (!state.indices) return n;
-  return state.indices[n] < call.first_slot ? -1 : state.indices[n];
-}
-
-// ---- checks -------------------------------------------------------------------------------------
-
-Status check_lengths(const ShortConv& call) {
-  if (!call.cu_seqlens) return {};
-  if (call.cu_seqlens_dtype != DType::kInt32 && call.cu_seqlens_dtype != DType::kInt64)
-    return invalid("cu_seqlens: type is ", dtype_name(call.cu_seqlens_dtype),
-                   ", must be int32 or int64");
-  if (call.batch != 1) return invalid("batch: is ", call.batch, ", must be 1 with cu_seqlens");
-  KDA_RETURN_IF_ERROR(check_count("num_sequences", call.num_sequences, 0));
-  int64_t before = 0;
-  for (int64_t n = 0; n <= call.num_sequences; ++n) {
-    const int64_t entry = length_entry(call, n);
-    if (n == 0 && entry != 0)
-      return invalid("cu_seqlens: starts with ", entry, ", must start with 0");
-    if (entry < before)
-      return invalid("cu_seqlens: entry ", n, " = ", entry, " is below entry ", n - 1, " = ",
-                     before);
-    before = entry;
-  }
-  if (before != call.num_tokens)
-    return invalid("cu_seqlens: ends with ", before, ", must end with T = ", call.num_tokens);
-  return {};
-}
-
-struct StateNames {
-  const char *state, *indices;
-};
-constexpr StateNames kInitialNames = {"initial_state", "initial_state_indices"};
-constexpr StateNames kFinalNames = {"final_state", "final_state_indices"};
-
-Status check_slots(const ShortConv& call, const ConvState& state, const StateNames& names,
-                   bool written) {
-  if (!state.tensor.data) return {};
-  if (call.state_width < call.width - 1)
-    return invalid("state_width: is ", call.state_width,
-                   ", must be at least width - 1 = ", call.width - 1);
-  KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, 0));
-  KDA_RETURN_IF_ERROR(check_count(names.state, state.num_slots, 0));
-  const int64_t N = num_sequences(call);
-  if (!state.indices) {
-    if (state.num_slots == N) return {};
-    return invalid(names.state, ": has ", state.num_slots, " slots, must have one for each of the ",
-                   N, " sequences, or indices");
-  }
-  std::vector<int32_t> taken;
-  for (int64_t n = 0; n < N; ++n) {
-    if (slot_of(call, state, n) < 0) continue;
-    if (state.indices[n] >= state.num_slots)
-      return invalid(names.indices, ": entry ", n, " = ", state.indices[n],
-                     " must be below the number of slots, ", state.num_slots);
-    if (written) taken.push_back(state.indices[n]);
-  }
-  std::sort(taken.begin(), taken.end());
-  const auto twice = std::adjacent_find(taken.begin(), taken.end());
-  if (twice == taken.end()) return {};
-  return invalid(names.indices, ": slot ", *twice, " would be written twice");
-}
-
-Shape state_shape(const ShortConv& call, const ConvState& state) {
-  return {state.num_slots, call.channels, call.state_width, 1};
-}
-
-/// In place means the same states, sequence by sequence: a slot that is written is read by nobody
-/// else.
-Status check_in_place(const ShortConv& call) {
-  const ConvState &a = call.initial_state, &b = call.final_state;
-  if (!share_memory({"", &a.tensor, state_shape(call, a)}, {"", &b.tensor, state_shape(call, b)}))
-    return {};
-  bool same = a.tensor.data == b.tensor.data && a.tensor.dtype == b.tensor.dtype &&
-              a.tensor.strides == b.tensor.strides;
-  for (int64_t n = 0; same && n < num_sequences(call); ++n)
-    same = slot_of(call, a, n) == slot_of(call, b, n);
-  if (same) return {};
-  return invalid("final_state: overlaps initial_state, and is not the same states in place");
-}
-
-Status check_sizes(const ShortConv& call) {
-  KDA_RETURN_IF_ERROR(check_count("batch", call.batch, 0));
-  KDA_RETURN_IF_ERROR(check_count("num_tokens", call.num_tokens, 0));
-  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
-  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
-  if (call.width < 2 || call.width > kMaxWidth)
-    return invalid("width: is ", call.width, ", must be 2 to ", kMaxWidth);
-  if (call.activation != Activation::kNone && call.activation != Activation::kSilu)
-    return invalid("activation: is ", activation_name(call.activation), ", must be none or silu");
-  int64_t elements = 0;
-  if (__builtin_mul_overflow(call.batch, std::max<int64_t>(call.num_tokens, 1), &elements) ||
-      __builtin_mul_overflow(elements, call.channels, &elements))
-    return invalid("channels: batch x num_tokens x channels is beyond 2^63");
-  return check_lengths(call);
-}
-
-Shape rows_shape(const ShortConv& call) { return {call.batch, call.num_tokens, call.channels, 1}; }
-
-NamedView bias_of(const ShortConv& call) { return {"bias", &call.bias, {call.channels, 1, 1, 1}}; }
-NamedView weight_of(const ShortConv& call) {
-  return {"weight", &call.weight, {call.channels, call.width, 1, 1}, false, true};
-}
-
-Status check_call(const ShortConv& call) {
-  KDA_RETURN_IF_ERROR(check_sizes(call));
-  const ConvState &initial = call.initial_state, &final = call.final_state;
-  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
-  KDA_RETURN_IF_ERROR(check_slots(call, final, kFinalNames, true));
-  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
-  const NamedView x{"x", &call.x, rows_shape(call), false, true};
-  const NamedView y{"y", &call.y, rows_shape(call), true, true};
-  const NamedView before{"initial_state", &initial.tensor, state_shape(call, initial)};
-  const NamedView after{"final_state", &final.tensor, state_shape(call, final), true};
-  const NamedView weight = weight_of(call), bias = bias_of(call);
-  KDA_RETURN_IF_ERROR(check_each(std::array{x, weight, bias, before, y, after}));
-  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, before, y}));
-  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, y, after}));
-  return check_in_place(call);
-}
-
-Status check_gradients(const ShortConv& call, const ShortConvGradients& g) {
-  KDA_RETURN_IF_ERROR(check_sizes(call));
-  const ConvState& initial = call.initial_state;
-  if (initial.indices) return invalid("initial_state_indices: a backward has one state a sequence");
-  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
-  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
-  if (g.d_initial_state.data && !initial.tensor.data)
-    return invalid("d_initial_state: needs initial_state");
-  if (g.dbias.data && !call.bias.data) return invalid("dbias: needs bias");
-  const ConvState final{g.d_final_state, num_sequences(call), nullptr};
-  KDA_RETURN_IF_ERROR(check_slots(call, final, {"d_final_state", ""}, false));
-  const Shape rows = rows_shape(call), states = state_shape(call, initial);
-  const NamedView views[] = {{"x", &call.x, rows, false, true},
-                             weight_of(call),
-                             bias_of(call),
-                             {"initial_state", &initial.tensor, states},
-                             {"dy", &g.dy, rows},
-                             {"d_final_state", &g.d_final_state, state_shape(call, final)},
-                             {"dx", &g.dx, rows, true},
-                             {"dweight", &g.dweight, {call.channels, call.width, 1, 1}, true},
-                             {"dbias", &g.dbias, {call.channels, 1, 1, 1}, true},
-                             {"d_initial_state", &g.d_initial_state, states, true}};
-  KDA_RETURN_IF_ERROR(check_each(views));
-  return check_overlaps(views);
-}
 
 // ---- one sequence and one block of channels -----------------------------------------------------
 
@@ -428,7 +275,6 @@ int32_t threads_of(const ShortConv& call) {
 
 Status short_conv(const Kernels& kernels, const ShortConv& call) noexcept {
   return guarded([&] {
-    KDA_RETURN_IF_ERROR(check_call(call));
     const int32_t threads = threads_of(call);
     const Blocks blocks(call, num_sequences(call), threads);
     auto body = [&](int64_t task, int32_t) noexcept {
@@ -443,7 +289,6 @@ Status short_conv(const Kernels& kernels, const ShortConv& call) noexcept {
 Status short_conv_backward(const Kernels& kernels, const ShortConv& call,
                            const ShortConvGradients& gradients) noexcept {
   return guarded([&] {
-    KDA_RETURN_IF_ERROR(check_gradients(call, gradients));
     const int32_t threads = threads_of(call);
     const Blocks blocks(call, 1, threads);
     auto body = [&](int64_t task, int32_t) noexcept {
@@ -455,15 +300,3 @@ Status short_conv_backward(const Kernels& kernels, const ShortConv& call,
 }
 
 }  // namespace kda::cpu::layer
-
-namespace kda {
-
-Status short_conv(const ShortConv& call) noexcept {
-  return cpu::layer::short_conv(*cpu::blocked::best_kernels().layer, call);
-}
-
-Status short_conv_backward(const ShortConv& call, const ShortConvGradients& gradients) noexcept {
-  return cpu::layer::short_conv_backward(*cpu::blocked::best_kernels().layer, call, gradients);
-}
-
-}  // namespace kda

@@ -51,6 +51,16 @@ Status segment_scan(const stage::SegmentScan& args);
 Status backward(const stage::Backward& args);
 }  // namespace recurrent
 
+/// The operations around KDA (src/cuda/layer).
+namespace layer {
+extern const registry::LayerRow kLayer;
+Status short_conv(const ShortConv& call);
+Status short_conv_backward(const ShortConv& call, const ShortConvGradients& gradients);
+Status gated_rms_norm(const GatedRmsNorm& call);
+Status gated_rms_norm_backward(const GatedRmsNorm& call, const GatedRmsNormGradients& gradients);
+Status fused_decode(const FusedDecode& call);
+}  // namespace layer
+
 /// The merge that staged and recurrent share.
 Status segment_merge(const stage::SegmentMerge& args);
 

@@ -94,6 +94,12 @@ Status check_stream(cudaStream_t stream, int current) {
 
 }  // namespace
 
+Status check_stream(void* stream) {
+  int current = 0;
+  KDA_RETURN_IF_ERROR(call_status(cudaGetDevice(&current), "cudaGetDevice"));
+  return check_stream(static_cast<cudaStream_t>(stream), current);
+}
+
 bool built() noexcept { return true; }
 
 const char* unavailable() noexcept {

@@ -18,6 +18,9 @@ bool built() noexcept;
 /// a trusted caller vouches for.
 Status check_device(const Plan& plan, bool trusted, const void* workspace, void* stream);
 
+/// `stream` belongs to the current device.
+Status check_stream(void* stream);
+
 /// `pointer` (may be null) is memory of the current device; `name` is for the message.
 Status check_pointer(const char* name, const void* pointer);
 

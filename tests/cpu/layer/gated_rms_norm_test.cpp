@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "support/layer_kernels.hpp"
+#include "support/layer_targets.hpp"
 #include "support/strided_array.hpp"
 
 namespace kda::test {
@@ -76,11 +76,11 @@ void expect_near(double found, double expected, double magnitude, DType dtype, c
   ASSERT_LE(std::fabs(found - expected), bound) << what << ": " << found << " for " << expected;
 }
 
-void expect_right(const cpu::layer::Kernels& kernels, const Options& options) {
+void expect_right(LayerTarget target, const Options& options) {
   Case c(options);
-  Status status = cpu::layer::gated_rms_norm(kernels, c.call());
+  Status status = run_on(target, c.call());
   ASSERT_TRUE(status.ok()) << status.message();
-  status = cpu::layer::gated_rms_norm_backward(kernels, c.call(), c.gradients());
+  status = run_on(target, c.call(), c.gradients());
   ASSERT_TRUE(status.ok()) << status.message();
   const int64_t D = options.shape[3];
   std::vector<double> dweight(static_cast<std::size_t>(D)), size(dweight.size());
@@ -116,13 +116,13 @@ void expect_right(const cpu::layer::Kernels& kernels, const Options& options) {
 }
 
 class GatedRmsNormTest : public LayerTest {};
-INSTANTIATE_TEST_SUITE_P(Isa, GatedRmsNormTest, testing::ValuesIn(runnable_tables()), table_name);
+INSTANTIATE_TEST_SUITE_P(On, GatedRmsNormTest, testing::ValuesIn(layer_targets()), target_name);
 
 TEST_P(GatedRmsNormTest, EverySize) {
   for (const int64_t D : {1, 2, 15, 16, 17, 63, 128, 259})
-    ASSERT_NO_FATAL_FAILURE(expect_right(kernels(), {.shape = {1, 3, 2, D}}));
+    ASSERT_NO_FATAL_FAILURE(expect_right(target(), {.shape = {1, 3, 2, D}}));
   for (const Shape& shape : {Shape{0, 3, 2, 8}, Shape{1, 0, 2, 8}, Shape{7, 1, 100, 8}})
-    ASSERT_NO_FATAL_FAILURE(expect_right(kernels(), {.shape = shape}));
+    ASSERT_NO_FATAL_FAILURE(expect_right(target(), {.shape = shape}));
 }
 
 TEST_P(GatedRmsNormTest, EveryOption) {
@@ -131,7 +131,7 @@ TEST_P(GatedRmsNormTest, EveryOption) {
       for (const bool weight : {false, true})
         for (const double eps : {0.0, 1e-6, 0.5})
           ASSERT_NO_FATAL_FAILURE(expect_right(
-              kernels(), {.activation = activation, .gate = gate, .weight = weight, .eps = eps}));
+              target(), {.activation = activation, .gate = gate, .weight = weight, .eps = eps}));
 }
 
 TEST_P(GatedRmsNormTest, EveryTypeAndStride) {
@@ -141,22 +141,22 @@ TEST_P(GatedRmsNormTest, EveryTypeAndStride) {
       for (const DType w : types)
         for (const DType y : types) {
           Options o{.shape = {2, 3, 4, 37}, .x = x, .g = g, .w = w, .y = y, .gap = 3};
-          ASSERT_NO_FATAL_FAILURE(expect_right(kernels(), o));
+          ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
           o.order = {2, 0, 1, 3};
-          ASSERT_NO_FATAL_FAILURE(expect_right(kernels(), o));
+          ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
         }
 }
 
 TEST_P(GatedRmsNormTest, ThreadsDoNotMatter) {
   Options o{.shape = {1, 3000, 1, 40}};
   Case one(o);
-  ASSERT_TRUE(cpu::layer::gated_rms_norm(kernels(), one.call()).ok());
-  ASSERT_TRUE(cpu::layer::gated_rms_norm_backward(kernels(), one.call(), one.gradients()).ok());
+  ASSERT_TRUE(run_on(target(), one.call()).ok());
+  ASSERT_TRUE(run_on(target(), one.call(), one.gradients()).ok());
   for (const int32_t threads : {2, 3}) {
     o.threads = threads;
     Case many(o);
-    ASSERT_TRUE(cpu::layer::gated_rms_norm(kernels(), many.call()).ok());
-    ASSERT_TRUE(cpu::layer::gated_rms_norm_backward(kernels(), many.call(), many.gradients()).ok());
+    ASSERT_TRUE(run_on(target(), many.call()).ok());
+    ASSERT_TRUE(run_on(target(), many.call(), many.gradients()).ok());
     EXPECT_EQ(one.y, many.y);
     EXPECT_EQ(one.dx, many.dx);
     EXPECT_EQ(one.dgate, many.dgate);
@@ -169,7 +169,7 @@ TEST_P(GatedRmsNormTest, NaNOfAnInputStays) {
     Case c({.shape = {1, 1, 2, 4}, .activation = activation});
     c.gate.set({0, 0, 0, 1}, NAN);
     c.x.set({0, 0, 1, 2}, NAN);
-    ASSERT_TRUE(cpu::layer::gated_rms_norm(kernels(), c.call()).ok());
+    ASSERT_TRUE(run_on(target(), c.call()).ok());
     for (int64_t d = 0; d < 4; ++d) {
       EXPECT_EQ(std::isnan(c.y.get({0, 0, 0, d})), d == 1);
       EXPECT_TRUE(std::isnan(c.y.get({0, 0, 1, d})));

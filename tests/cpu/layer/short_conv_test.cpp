@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
+#include <string>
 
-#include "support/layer_kernels.hpp"
+#include "support/layer_targets.hpp"
 #include "support/strided_array.hpp"
 
 namespace kda::test {
@@ -78,7 +80,7 @@ struct Case {
       call.state_width = o.state_width;
       call.initial_state = {initial.view(), initial.shape()[0], slots_of(o.initial_slots)};
       call.final_state = {o.in_place ? initial.view() : final.view(), final.shape()[0],
-                          slots_of(o.final_slots)};
+                          slots_of(o.in_place ? o.initial_slots : o.final_slots)};
       if (!o.has_state.empty()) call.has_state = o.has_state.data();
       call.first_slot = o.first_slot;
     }
@@ -117,10 +119,10 @@ void expect_near(double found, double expected, double magnitude, DType dtype, c
   ASSERT_LE(std::fabs(found - expected), bound) << what << ": " << found << " for " << expected;
 }
 
-void expect_forward(const cpu::layer::Kernels& kernels, const Options& options) {
+void expect_forward(LayerTarget target, const Options& options) {
   Case c(options);
   const StridedArray before = c.initial;
-  const Status status = cpu::layer::short_conv(kernels, c.call());
+  const Status status = run_on(target, c.call());
   ASSERT_TRUE(status.ok()) << status.message();
   for (int64_t n = 0; n < c.N; ++n)
     for (int64_t d = 0; d < c.o.channels; ++d) {
@@ -155,7 +157,7 @@ void expect_forward(const cpu::layer::Kernels& kernels, const Options& options) 
 }
 
 class ShortConvTest : public LayerTest {};
-INSTANTIATE_TEST_SUITE_P(Isa, ShortConvTest, testing::ValuesIn(runnable_tables()), table_name);
+INSTANTIATE_TEST_SUITE_P(On, ShortConvTest, testing::ValuesIn(layer_targets()), target_name);
 
 std::vector<Options> every_width_and_option() {
   std::vector<Options> all;
@@ -174,14 +176,14 @@ std::vector<Options> every_width_and_option() {
 
 TEST_P(ShortConvTest, EveryWidthAndOption) {
   for (const Options& options : every_width_and_option())
-    ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), options));
+    ASSERT_NO_FATAL_FAILURE(expect_forward(target(), options));
 }
 
 TEST_P(ShortConvTest, EverySize) {
   for (const int64_t channels : {1, 2, 15, 16, 17, 65, 256, 257})
     for (const int64_t length : {0, 1, 2, 3, 4, 15, 16, 17, 33})
       ASSERT_NO_FATAL_FAILURE(
-          expect_forward(kernels(), {.lengths = {length, length}, .channels = channels}));
+          expect_forward(target(), {.lengths = {length, length}, .channels = channels}));
 }
 
 TEST_P(ShortConvTest, EveryTypeAndLayout) {
@@ -202,18 +204,18 @@ TEST_P(ShortConvTest, EveryTypeAndLayout) {
                     .gap = gap,
                     .state = type(2),
                     .state_order = y_order};
-          ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), o));
+          ASSERT_NO_FATAL_FAILURE(expect_forward(target(), o));
         }
 }
 
 TEST_P(ShortConvTest, PackedSequences) {
   for (const bool int32_lengths : {false, true})
-    ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), {.lengths = {0, 3, 1, 0, 40, 2, 0},
-                                                       .packed = true,
-                                                       .channels = 19,
-                                                       .int32_lengths = int32_lengths}));
+    ASSERT_NO_FATAL_FAILURE(expect_forward(target(), {.lengths = {0, 3, 1, 0, 40, 2, 0},
+                                                      .packed = true,
+                                                      .channels = 19,
+                                                      .int32_lengths = int32_lengths}));
   ASSERT_NO_FATAL_FAILURE(
-      expect_forward(kernels(), {.lengths = {0, 0}, .packed = true, .channels = 19}));
+      expect_forward(target(), {.lengths = {0, 0}, .packed = true, .channels = 19}));
 }
 
 TEST_P(ShortConvTest, PoolsOfStates) {
@@ -222,23 +224,23 @@ TEST_P(ShortConvTest, PoolsOfStates) {
   o.initial_slots = {3, 0, 3, -5, 2};
   o.final_slots = {6, 0, 0, 5, 1};
   o.num_slots = 8, o.first_slot = 1, o.gap = 5;
-  ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), o));
+  ASSERT_NO_FATAL_FAILURE(expect_forward(target(), o));
   o.first_slot = 0;
   o.initial_slots[1] = o.initial_slots[2] = -1;
   o.final_slots[1] = o.final_slots[2] = -1;
   o.has_state = {1, 1, 0, 1, 0};
-  ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), o));
+  ASSERT_NO_FATAL_FAILURE(expect_forward(target(), o));
 }
 
 TEST_P(ShortConvTest, StatesInPlace) {
   for (const int64_t state_width : {3, 4, 70}) {
     Options o{.lengths = {1, 0, 2, 1, 50}, .packed = true, .channels = 33};
     o.state_width = state_width, o.in_place = true;
-    ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), o));
+    ASSERT_NO_FATAL_FAILURE(expect_forward(target(), o));
     o.initial_slots = o.final_slots = {5, 2, 0, -1, 4};
     o.num_slots = 7;
     o.has_state = {1, 1, 0, 1, 1};
-    ASSERT_NO_FATAL_FAILURE(expect_forward(kernels(), o));
+    ASSERT_NO_FATAL_FAILURE(expect_forward(target(), o));
   }
 }
 
@@ -246,14 +248,14 @@ TEST_P(ShortConvTest, TokensOneByOneAreTheWhole) {
   Options o{.lengths = {11}, .channels = 40};
   Case whole(o);
   whole.initial.each([&](const Shape& i) { whole.initial.set(i, 0); });
-  ASSERT_TRUE(cpu::layer::short_conv(kernels(), whole.call()).ok());
+  ASSERT_TRUE(run_on(target(), whole.call()).ok());
   o.lengths = {1}, o.in_place = true;
   Case step(o);
   step.initial.each([&](const Shape& i) { step.initial.set(i, 0); });
   step.weight = whole.weight, step.bias = whole.bias;
   for (int64_t t = 0; t < 11; ++t) {
     for (int64_t d = 0; d < 40; ++d) step.x.set({0, 0, d, 0}, whole.x.get({0, t, d, 0}));
-    ASSERT_TRUE(cpu::layer::short_conv(kernels(), step.call()).ok());
+    ASSERT_TRUE(run_on(target(), step.call()).ok());
     for (int64_t d = 0; d < 40; ++d) ASSERT_EQ(step.y.get({0, 0, d, 0}), whole.y.get({0, t, d, 0}));
   }
   EXPECT_EQ(step.initial, whole.final);
@@ -262,11 +264,11 @@ TEST_P(ShortConvTest, TokensOneByOneAreTheWhole) {
 TEST_P(ShortConvTest, ThreadsAndNeighboursDoNotMatter) {
   Options o{.lengths = {300, 100, 7}, .packed = true, .channels = 500};
   Case one(o);
-  ASSERT_TRUE(cpu::layer::short_conv(kernels(), one.call()).ok());
+  ASSERT_TRUE(run_on(target(), one.call()).ok());
   for (const int32_t threads : {2, 3, 8}) {
     o.threads = threads;
     Case many(o);
-    ASSERT_TRUE(cpu::layer::short_conv(kernels(), many.call()).ok());
+    ASSERT_TRUE(run_on(target(), many.call()).ok());
     EXPECT_EQ(many.y, one.y);
     EXPECT_EQ(many.final, one.final);
   }
@@ -275,7 +277,7 @@ TEST_P(ShortConvTest, ThreadsAndNeighboursDoNotMatter) {
   alone.x.each([&](const Shape& i) { alone.x.set(i, one.x.get(i)); });
   alone.weight = one.weight, alone.bias = one.bias;
   alone.initial.each([&](const Shape& i) { alone.initial.set(i, one.initial.get(i)); });
-  ASSERT_TRUE(cpu::layer::short_conv(kernels(), alone.call()).ok());
+  ASSERT_TRUE(run_on(target(), alone.call()).ok());
   alone.y.each([&](const Shape& i) { ASSERT_EQ(alone.y.get(i), one.y.get(i)); });
 }
 
@@ -286,7 +288,7 @@ TEST_P(ShortConvTest, ExtremeValues) {
   const double values[] = {1e30, -1e30, INFINITY, -100, 88.5, NAN};
   for (int64_t t = 0; t < 6; ++t) c.x.set({0, t, 0, 0}, values[t]);
   o.width = 2;
-  ASSERT_TRUE(cpu::layer::short_conv(kernels(), c.call()).ok());
+  ASSERT_TRUE(run_on(target(), c.call()).ok());
   const auto y = [&](int64_t t) { return c.y.get({0, t, 0, 0}); };
   EXPECT_FLOAT_EQ(static_cast<float>(y(0)), 1e30f);
   EXPECT_EQ(y(1), 0);
@@ -323,14 +325,14 @@ struct Upstream {
   }
 };
 
-void expect_backward(const cpu::layer::Kernels& kernels, const Options& options, bool has_dy = true,
+void expect_backward(LayerTarget target, const Options& options, bool has_dy = true,
                      bool has_d_final = true) {
   Case c(options);
   Upstream u(c);
   u.has_dy = has_dy, u.has_d_final = has_d_final && c.o.state_width > 0;
   ShortConv call = c.call();
   call.final_state = {}, call.y = {};
-  const Status status = cpu::layer::short_conv_backward(kernels, call, u.gradients(c.o));
+  const Status status = run_on(target, call, u.gradients(c.o));
   ASSERT_TRUE(status.ok()) << status.message();
   const int64_t S = c.o.state_width, W = c.o.width;
   for (int64_t d = 0; d < c.o.channels; ++d) {
@@ -381,14 +383,14 @@ void expect_backward(const cpu::layer::Kernels& kernels, const Options& options,
 
 TEST_P(ShortConvTest, GradientsOfEveryWidthAndOption) {
   for (const Options& options : every_width_and_option())
-    ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), options));
+    ASSERT_NO_FATAL_FAILURE(expect_backward(target(), options));
 }
 
 TEST_P(ShortConvTest, GradientsOfEverySize) {
   for (const int64_t channels : {1, 16, 17, 257})
     for (const int64_t length : {0, 1, 2, 3, 4, 16, 17, 35})
       ASSERT_NO_FATAL_FAILURE(
-          expect_backward(kernels(), {.lengths = {length, length}, .channels = channels}));
+          expect_backward(target(), {.lengths = {length, length}, .channels = channels}));
 }
 
 TEST_P(ShortConvTest, GradientsOfEveryTypeAndLayout) {
@@ -397,27 +399,27 @@ TEST_P(ShortConvTest, GradientsOfEveryTypeAndLayout) {
     for (const auto& x_order : {kChannelsLast, kChannelsFirst})
       for (const auto& y_order : {kChannelsLast, kChannelsFirst, kBatchInnermost}) {
         const auto type = [&](int shift) { return types[(i + shift) % 3]; };
-        ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), {.lengths = {50, 50},
-                                                            .channels = 70,
-                                                            .x = type(0),
-                                                            .weight = type(1),
-                                                            .y = type(i),
-                                                            .x_order = x_order,
-                                                            .y_order = y_order,
-                                                            .gap = 3,
-                                                            .state = type(2),
-                                                            .state_order = x_order}));
+        ASSERT_NO_FATAL_FAILURE(expect_backward(target(), {.lengths = {50, 50},
+                                                           .channels = 70,
+                                                           .x = type(0),
+                                                           .weight = type(1),
+                                                           .y = type(i),
+                                                           .x_order = x_order,
+                                                           .y_order = y_order,
+                                                           .gap = 3,
+                                                           .state = type(2),
+                                                           .state_order = x_order}));
       }
 }
 
 TEST_P(ShortConvTest, GradientsOfPackedSequences) {
   Options o{.lengths = {0, 3, 1, 0, 40, 2}, .packed = true, .channels = 19};
-  ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), o));
-  ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), o, false, true));
-  ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), o, true, false));
-  ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), o, false, false));
+  ASSERT_NO_FATAL_FAILURE(expect_backward(target(), o));
+  ASSERT_NO_FATAL_FAILURE(expect_backward(target(), o, false, true));
+  ASSERT_NO_FATAL_FAILURE(expect_backward(target(), o, true, false));
+  ASSERT_NO_FATAL_FAILURE(expect_backward(target(), o, false, false));
   o.has_state = {1, 1, 0, 0, 1, 1};
-  ASSERT_NO_FATAL_FAILURE(expect_backward(kernels(), o));
+  ASSERT_NO_FATAL_FAILURE(expect_backward(target(), o));
 }
 
 TEST_P(ShortConvTest, GradientsDoNotDependOnThreads) {
@@ -426,12 +428,80 @@ TEST_P(ShortConvTest, GradientsDoNotDependOnThreads) {
   Upstream one(c), many(c);
   ShortConv call = c.call();
   call.final_state = {};
-  ASSERT_TRUE(cpu::layer::short_conv_backward(kernels(), call, one.gradients(o)).ok());
+  ASSERT_TRUE(run_on(target(), call, one.gradients(o)).ok());
   call.num_threads = 5;
-  ASSERT_TRUE(cpu::layer::short_conv_backward(kernels(), call, many.gradients(o)).ok());
+  ASSERT_TRUE(run_on(target(), call, many.gradients(o)).ok());
   EXPECT_EQ(one.dx, many.dx);
   EXPECT_EQ(one.dweight, many.dweight);
   EXPECT_EQ(one.d_initial, many.d_initial);
+}
+
+// ---- what only a GPU sees -----------------------------------------------------------------------
+
+class ShortConvOnGpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!on_cuda()) GTEST_SKIP() << "needs KDA_TEST_DEVICE=cuda and a GPU";
+  }
+};
+
+TEST_F(ShortConvOnGpu, SlotsBeyondThePoolAreNone) {
+  Options o{.lengths = {4, 3, 1}, .packed = true, .channels = 24};
+  o.num_slots = 5;
+  o.initial_slots = {7, 2, 1 << 30}, o.final_slots = {3, 5, 9};
+  Case c(o), none(o);
+  none.o.initial_slots = {-1, 2, -1}, none.o.final_slots = {3, -1, -1};
+  ASSERT_TRUE(run_on(nullptr, c.call()).ok());
+  ASSERT_TRUE(run_on(nullptr, none.call()).ok());
+  EXPECT_EQ(c.y, none.y);
+  EXPECT_EQ(c.final, none.final);
+}
+
+TEST_F(ShortConvOnGpu, BadLengthsStayInside) {
+  for (const std::vector<int64_t>& bad : {std::vector<int64_t>{0, 90, 3, 9},
+                                          {5, 2, -7, 4},
+                                          {-1, INT64_MAX, INT64_MIN, 9},
+                                          {9, 9, 9, 0}}) {
+    Case c({.lengths = {4, 3, 2}, .packed = true, .channels = 8, .gap = 3});
+    c.cu_seqlens = bad;
+    ASSERT_TRUE(run_on(nullptr, c.call()).ok());
+    EXPECT_TRUE(c.y.gaps_are_untouched());
+    Upstream u(c);
+    ShortConv call = c.call();
+    call.final_state = {}, call.y = {};
+    ASSERT_TRUE(run_on(nullptr, call, u.gradients(c.o)).ok());
+    EXPECT_TRUE(u.dx.gaps_are_untouched());
+  }
+}
+
+TEST_F(ShortConvOnGpu, NamesTheMemory) {
+  Case c({.lengths = {4, 4}, .channels = 8});
+  const auto refusal = [&](const std::function<void(ShortConv&)>& change) {
+    DeviceCopies copies;
+    ShortConv call = on_device(c.call(), copies);
+    change(call);
+    return short_conv(call).message();
+  };
+  EXPECT_EQ(refusal([](ShortConv&) {}), "");
+  EXPECT_EQ(refusal([&](ShortConv& call) { call.x.data = c.x.view().data; }).substr(0, 18),
+            "x: is host memory,");
+  const uint8_t has_state[] = {1, 1};
+  EXPECT_EQ(refusal([&](ShortConv& call) { call.has_state = has_state; }).substr(0, 26),
+            "has_state: is host memory,");
+  EXPECT_EQ(refusal([](ShortConv& call) { call.device = static_cast<DeviceKind>(5); }),
+            "device: is 5, must be the CPU or CUDA");
+
+  Upstream u(c);
+  DeviceCopies copies;
+  ShortConv call = on_device(c.call(), copies);
+  call.final_state = {};
+  const ShortConvGradients g{.dweight = copies(u.dweight.view(), u.dweight.shape())};
+  const std::size_t needed = short_conv_backward_workspace(call);
+  EXPECT_GT(needed, 0u);
+  EXPECT_EQ(short_conv_backward(call, g).message().substr(0, 35),
+            "workspace: pointer is null, needs " + std::to_string(needed).substr(0, 1));
+  call.workspace = copies.workspace(needed), call.workspace_bytes = needed - 1;
+  EXPECT_EQ(short_conv_backward(call, g).message().substr(0, 14), "workspace: has");
 }
 
 // ---- bad calls ----------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cpu/layer/views.hpp"
+#include "core/views.hpp"
 
 #include <algorithm>
 
 #include "core/footprint.hpp"
 #include "core/text.hpp"
-#include "core/thread_pool.hpp"
 
-namespace kda::cpu::layer {
+namespace kda {
 namespace {
 
 bool is_empty(const Shape& shape) {
@@ -99,10 +98,4 @@ Status check_count(const char* name, int64_t value, int64_t least) {
   return invalid(name, ": is ", value, ", must be ", least, " to 2^40");
 }
 
-int32_t threads_for(int64_t elements, int32_t num_threads) noexcept {
-  constexpr int64_t kElementsWorthAThread = 1 << 15;  // some 10 us of work
-  const int32_t most = num_threads == 0 ? default_num_threads() : num_threads;
-  return static_cast<int32_t>(std::clamp<int64_t>(elements / kElementsWorthAThread, 1, most));
-}
-
-}  // namespace kda::cpu::layer
+}  // namespace kda

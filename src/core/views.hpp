@@ -8,7 +8,7 @@
 #include "kda/status.hpp"
 #include "kda/tensor.hpp"
 
-namespace kda::cpu::layer {
+namespace kda {
 
 /// A tensor of a call; unused trailing dimensions of `shape` are 1.
 struct NamedView {
@@ -31,11 +31,8 @@ bool share_memory(const NamedView& a, const NamedView& b);
 
 Status check_count(const char* name, int64_t value, int64_t least);
 
-/// The threads that are worth waking for `elements`.
-int32_t threads_for(int64_t elements, int32_t num_threads) noexcept;
-
 inline char* element_of(const TensorView& view, int64_t offset) {
   return static_cast<char*>(view.data) + offset * dtype_size(view.dtype);
 }
 
-}  // namespace kda::cpu::layer
+}  // namespace kda

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "run/check_layer.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "stage/short_conv.hpp"
+
+namespace kda {
+
+// ---- short convolution --------------------------------------------------------------------------
+
+namespace {
+
+using stage::length_entry;
+using stage::num_sequences;
+using stage::slot_of;
+
+Status check_lengths(const ShortConv& call) {
+  if (!call.cu_seqlens) return {};
+  if (call.cu_seqlens_dtype != DType::kInt32 && call.cu_seqlens_dtype != DType::kInt64)
+    return invalid("cu_seqlens: type is ", dtype_name(call.cu_seqlens_dtype),
+                   ", must be int32 or int64");
+  if (call.batch != 1) return invalid("batch: is ", call.batch, ", must be 1 with cu_seqlens");
+  KDA_RETURN_IF_ERROR(check_count("num_sequences", call.num_sequences, 0));
+  if (call.device != DeviceKind::kCpu) return {};  // the kernels clamp
+  int64_t before = 0;
+  for (int64_t n = 0; n <= call.num_sequences; ++n) {
+    const int64_t entry = length_entry(call, n);
+    if (n == 0 && entry != 0)
+      return invalid("cu_seqlens: starts with ", entry, ", must start with 0");
+    if (entry < before)
+      return invalid("cu_seqlens: entry ", n, " = ", entry, " is below entry ", n - 1, " = ",
+                     before);
+    before = entry;
+  }
+  if (before != call.num_tokens)
+    return invalid("cu_seqlens: ends with ", before, ", must end with T = ", call.num_tokens);
+  return {};
+}
+
+struct StateNames {
+  const char *state, *indices;
+};
+constexpr StateNames kInitialNames = {"initial_state", "initial_state_indices"};
+constexpr StateNames kFinalNames = {"final_state", "final_state_indices"};
+
+Status check_slots(const ShortConv& call, const ConvState& state, const StateNames& names,
+                   bool written) {
+  if (!state.tensor.data) return {};
+  if (call.state_width < call.width - 1)
+    return invalid("state_width: is ", call.state_width,
+                   ", must be at least width - 1 = ", call.width - 1);
+  KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, 0));
+  KDA_RETURN_IF_ERROR(check_count(names.state, state.num_slots, 0));
+  const int64_t N = num_sequences(call);
+  if (!state.indices) {
+    if (state.num_slots == N) return {};
+    return invalid(names.state, ": has ", state.num_slots, " slots, must have one for each of the ",
+                   N, " sequences, or indices");
+  }
+  if (call.device != DeviceKind::kCpu) return {};
+  std::vector<int32_t> taken;
+  for (int64_t n = 0; n < N; ++n) {
+    if (slot_of(call, state, n) < 0) continue;
+    if (state.indices[n] >= state.num_slots)
+      return invalid(names.indices, ": entry ", n, " = ", state.indices[n],
+                     " must be below the number of slots, ", state.num_slots);
+    if (written) taken.push_back(state.indices[n]);
+  }
+  std::sort(taken.begin(), taken.end());
+  const auto twice = std::adjacent_find(taken.begin(), taken.end());
+  if (twice == taken.end()) return {};
+  return invalid(names.indices, ": slot ", *twice, " would be written twice");
+}
+
+Shape state_shape(const ShortConv& call, const ConvState& state) {
+  return {state.num_slots, call.channels, call.state_width, 1};
+}
+
+/// In place means the same states, sequence by sequence: a slot that is written is read by nobody
+/// else.
+Status check_in_place(const ShortConv& call) {
+  const ConvState &a = call.initial_state, &b = call.final_state;
+  if (!share_memory({"", &a.tensor, state_shape(call, a)}, {"", &b.tensor, state_shape(call, b)}))
+    return {};
+  bool same = a.tensor.data == b.tensor.data && a.tensor.dtype == b.tensor.dtype &&
+              a.tensor.strides == b.tensor.strides;
+  if (call.device != DeviceKind::kCpu) same = same && a.indices == b.indices;
+  for (int64_t n = 0; call.device == DeviceKind::kCpu && same && n < num_sequences(call); ++n)
+    same = slot_of(call, a, n) == slot_of(call, b, n);
+  if (same) return {};
+  return invalid("final_state: overlaps initial_state, and is not the same states in place");
+}
+
+Status check_sizes(const ShortConv& call) {
+  KDA_RETURN_IF_ERROR(check_count("batch", call.batch, 0));
+  KDA_RETURN_IF_ERROR(check_count("num_tokens", call.num_tokens, 0));
+  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
+  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
+  if (call.width < 2 || call.width > stage::kMaxConvWidth)
+    return invalid("width: is ", call.width, ", must be 2 to ", stage::kMaxConvWidth);
+  if (call.activation != Activation::kNone && call.activation != Activation::kSilu)
+    return invalid("activation: is ", activation_name(call.activation), ", must be none or silu");
+  int64_t elements = 0;
+  if (__builtin_mul_overflow(call.batch, std::max<int64_t>(call.num_tokens, 1), &elements) ||
+      __builtin_mul_overflow(elements, call.channels, &elements))
+    return invalid("channels: batch x num_tokens x channels is beyond 2^63");
+  return check_lengths(call);
+}
+
+Shape rows_shape(const ShortConv& call) { return {call.batch, call.num_tokens, call.channels, 1}; }
+
+NamedView bias_of(const ShortConv& call) { return {"bias", &call.bias, {call.channels, 1, 1, 1}}; }
+NamedView weight_of(const ShortConv& call) {
+  return {"weight", &call.weight, {call.channels, call.width, 1, 1}, false, true};
+}
+
+Status check_metadata(const ShortConv& call, const Memory& memory) {
+  KDA_RETURN_IF_ERROR(memory.check("cu_seqlens", call.cu_seqlens));
+  KDA_RETURN_IF_ERROR(memory.check(kInitialNames.indices, call.initial_state.indices));
+  KDA_RETURN_IF_ERROR(memory.check(kFinalNames.indices, call.final_state.indices));
+  return memory.check("has_state", call.has_state);
+}
+
+}  // namespace
+
+Status check_short_conv(const ShortConv& call, const Memory& memory) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  const ConvState &initial = call.initial_state, &final = call.final_state;
+  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
+  KDA_RETURN_IF_ERROR(check_slots(call, final, kFinalNames, true));
+  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
+  const NamedView x{"x", &call.x, rows_shape(call), false, true};
+  const NamedView y{"y", &call.y, rows_shape(call), true, true};
+  const NamedView before{"initial_state", &initial.tensor, state_shape(call, initial)};
+  const NamedView after{"final_state", &final.tensor, state_shape(call, final), true};
+  const NamedView weight = weight_of(call), bias = bias_of(call);
+  KDA_RETURN_IF_ERROR(memory.check_each(std::array{x, weight, bias, before, y, after}));
+  KDA_RETURN_IF_ERROR(check_metadata(call, memory));
+  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, before, y}));
+  KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, y, after}));
+  return check_in_place(call);
+}
+
+Status check_short_conv_backward(const ShortConv& call, const ShortConvGradients& g,
+                                 const Memory& memory) {
+  KDA_RETURN_IF_ERROR(check_sizes(call));
+  const ConvState& initial = call.initial_state;
+  if (initial.indices) return invalid("initial_state_indices: a backward has one state a sequence");
+  KDA_RETURN_IF_ERROR(check_slots(call, initial, kInitialNames, false));
+  if (call.has_state && !initial.tensor.data) return invalid("has_state: needs initial_state");
+  if (g.d_initial_state.data && !initial.tensor.data)
+    return invalid("d_initial_state: needs initial_state");
+  if (g.dbias.data && !call.bias.data) return invalid("dbias: needs bias");
+  const ConvState final{g.d_final_state, num_sequences(call), nullptr};
+  KDA_RETURN_IF_ERROR(check_slots(call, final, {"d_final_state", ""}, false));
+  const Shape rows = rows_shape(call), states = state_shape(call, initial);
+  const NamedView views[] = {{"x", &call.x, rows, false, true},
+                             weight_of(call),
+                             bias_of(call),
+                             {"initial_state", &initial.tensor, states},
+                             {"dy", &g.dy, rows},
+                             {"d_final_state", &g.d_final_state, state_shape(call, final)},
+                             {"dx", &g.dx, rows, true},
+                             {"dweight", &g.dweight, {call.channels, call.width, 1, 1}, true},
+                             {"dbias", &g.dbias, {call.channels, 1, 1, 1}, true},
+                             {"d_initial_state", &g.d_initial_state, states, true}};
+  KDA_RETURN_IF_ERROR(memory.check_each(views));
+  KDA_RETURN_IF_ERROR(check_metadata(call, memory));
+  return check_overlaps(views);
+}
+
+// ---- gated RMS norm -----------------------------------------------------------------------------
+
+namespace {
+
+Shape shape_of(const GatedRmsNorm& call) {
+  return {call.rows[0], call.rows[1], call.rows[2], call.channels};
+}
+
+Status check_norm_sizes(const GatedRmsNorm& call) {
+  int64_t rows = 1;
+  for (const int64_t count : call.rows) {
+    KDA_RETURN_IF_ERROR(check_count("rows", count, 0));
+    if (__builtin_mul_overflow(rows, std::max<int64_t>(count, 1), &rows))
+      return invalid("rows: their product is beyond 2^63");
+  }
+  KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
+  if (__builtin_mul_overflow(rows, call.channels, &rows))
+    return invalid("rows: with the channels their product is beyond 2^63");
+  KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
+  if (!(call.eps >= 0 && std::isfinite(static_cast<float>(call.eps))))
+    return invalid("eps: is ", call.eps, ", must be finite in fp32 and not negative");
+  if (call.activation != Activation::kNone && call.activation != Activation::kSilu &&
+      call.activation != Activation::kSigmoid)
+    return invalid("activation: is ", static_cast<int>(call.activation),
+                   ", must be none, silu or sigmoid");
+  return {};
+}
+
+/// Rows are read along their channels.
+Status check_rows(const GatedRmsNorm& call, const NamedView& given) {
+  const std::size_t innermost = given.shape[3] == call.channels ? 3 : 0;
+  if (!given.view->data || call.channels == 1 || given.view->strides[innermost] == 1) return {};
+  return invalid(given.name, ": innermost stride is ", given.view->strides[innermost],
+                 ", must be 1");
+}
+
+Status check_all(const GatedRmsNorm& call, std::span<const NamedView> views, const Memory& memory) {
+  KDA_RETURN_IF_ERROR(memory.check_each(views));
+  for (const NamedView& given : views) KDA_RETURN_IF_ERROR(check_rows(call, given));
+  return check_overlaps(views);
+}
+
+}  // namespace
+
+Status check_gated_rms_norm(const GatedRmsNorm& call, const Memory& memory) {
+  KDA_RETURN_IF_ERROR(check_norm_sizes(call));
+  const Shape rows = shape_of(call);
+  return check_all(call,
+                   std::array<NamedView, 4>{{{"x", &call.x, rows, false, true},
+                                             {"gate", &call.gate, rows},
+                                             {"weight", &call.weight, {call.channels, 1, 1, 1}},
+                                             {"y", &call.y, rows, true, true}}},
+                   memory);
+}
+
+Status check_gated_rms_norm_backward(const GatedRmsNorm& call, const GatedRmsNormGradients& g,
+                                     const Memory& memory) {
+  KDA_RETURN_IF_ERROR(check_norm_sizes(call));
+  if (g.dgate.data && !call.gate.data) return invalid("dgate: needs gate");
+  if (g.dweight.data && !call.weight.data) return invalid("dweight: needs weight");
+  const Shape rows = shape_of(call), weight = {call.channels, 1, 1, 1};
+  return check_all(call,
+                   std::array<NamedView, 7>{{{"x", &call.x, rows, false, true},
+                                             {"gate", &call.gate, rows},
+                                             {"weight", &call.weight, weight},
+                                             {"dy", &g.dy, rows, false, true},
+                                             {"dx", &g.dx, rows, true},
+                                             {"dgate", &g.dgate, rows, true},
+                                             {"dweight", &g.dweight, weight, true}}},
+                   memory);
+}
+
+// ---- fused decode -------------------------------------------------------------------------------
+
+namespace {
+
+Status unsupported(std::string text) { return Status(StatusCode::kUnsupported, std::move(text)); }
+
+Status check_decode_sizes(const FusedDecode& call) {
+  KDA_RETURN_IF_ERROR(check_count("num_sequences", call.num_sequences, 0));
+  KDA_RETURN_IF_ERROR(check_count("num_heads", call.num_heads, 1));
+  KDA_RETURN_IF_ERROR(check_count("num_slots", call.num_slots, 0));
+  if (call.num_tokens < 1 || call.num_tokens > 8)
+    return invalid("num_tokens: is ", call.num_tokens, ", must be 1 to 8");
+  if (call.width < 2 || call.width > stage::kMaxConvWidth)
+    return invalid("width: is ", call.width, ", must be 2 to ", stage::kMaxConvWidth);
+  KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, call.width - 1));
+  if (call.head_dim != 128)
+    return unsupported(cat("head_dim: is ", call.head_dim, ", one kernel has 128 alone"));
+  if (!call.slots && call.num_slots != call.num_sequences)
+    return invalid("num_slots: is ", call.num_slots, ", must be N = ", call.num_sequences,
+                   " without slots");
+  if (call.gate_mode == GateMode::kSoftplus && !call.A_log.data)
+    return invalid("A_log: required by gate softplus");
+  if (call.gate_mode == GateMode::kBounded && !(call.lower_bound < 0))
+    return invalid("lower_bound: is ", call.lower_bound, ", must be negative");
+  if (!(call.norm_eps >= 0 && std::isfinite(static_cast<float>(call.norm_eps))))
+    return invalid("norm_eps: is ", call.norm_eps, ", must be finite in fp32 and not negative");
+  return {};
+}
+
+/// What the kernel reads 16 bytes at a time.
+Status check_decode_state(const FusedDecode& call) {
+  const TensorView& state = call.state;
+  if (state.dtype == DType::kFloat16) return invalid("state: type is fp16, must be fp32 or bf16");
+  const int64_t D = call.head_dim, vector = 16 / dtype_size(state.dtype);
+  const bool aligned = reinterpret_cast<std::uintptr_t>(state.data) % 16 == 0 &&
+                       (call.num_slots == 1 || state.strides[0] % vector == 0) &&
+                       (call.num_heads == 1 || state.strides[1] % vector == 0);
+  if (state.strides[3] != 1 || state.strides[2] != D || !aligned)
+    return unsupported("state: heads must be dense and aligned to 16 bytes for one kernel");
+  return {};
+}
+
+}  // namespace
+
+Status check_fused_decode(const FusedDecode& call, const Memory& memory) {
+  KDA_RETURN_IF_ERROR(check_decode_sizes(call));
+  const int64_t N = call.num_sequences, T = call.num_tokens, H = call.num_heads, D = call.head_dim;
+  const Shape rows = {N, T, H * D, 1}, heads = {N, T, H, D};
+  std::vector<NamedView> read = {{"g", &call.g, heads, false, true},
+                                 {"beta", &call.beta, {N, T, H, 1}, false, true},
+                                 {"A_log", &call.A_log, {H, 1, 1, 1}},
+                                 {"dt_bias", &call.dt_bias, {H * D, 1, 1, 1}},
+                                 {"norm_weight", &call.norm_weight, {D, 1, 1, 1}},
+                                 {"output_gate", &call.output_gate, heads}};
+  std::vector<NamedView> views = {{"state", &call.state, {call.num_slots, H, D, D}, true, true},
+                                  {"y", &call.y, heads, true, true}};
+  std::vector<NamedView> inputs;  // states of convolutions
+  struct Names {
+    const FusedDecode::Part* part;
+    const char *x, *weight, *bias, *state;
+  };
+  for (const Names& of : {Names{&call.q, "q.x", "q.weight", "q.bias", "q.state"},
+                          Names{&call.k, "k.x", "k.weight", "k.bias", "k.state"},
+                          Names{&call.v, "v.x", "v.weight", "v.bias", "v.state"}}) {
+    read.push_back({of.x, &of.part->x, rows, false, true});
+    read.push_back({of.weight, &of.part->weight, {H * D, call.width, 1, 1}, false, true});
+    read.push_back({of.bias, &of.part->bias, {H * D, 1, 1, 1}});
+    inputs.push_back(
+        {of.state, &of.part->state, {call.num_slots, H * D, call.state_width, 1}, true, true});
+  }
+  for (const NamedView* given : {&read[2], &read[3]})
+    if (given->view->data && given->view->dtype != DType::kFloat32)
+      return invalid(given->name, ": type is ", dtype_name(given->view->dtype), ", must be fp32");
+  views.insert(views.begin(), read.begin(), read.end());
+  KDA_RETURN_IF_ERROR(memory.check_each(views));
+  KDA_RETURN_IF_ERROR(memory.check_each(inputs));
+  KDA_RETURN_IF_ERROR(memory.check("slots", call.slots));
+  KDA_RETURN_IF_ERROR(memory.check("has_state", call.has_state));
+  // Those of q, k and v lie between each other where channels are innermost.
+  for (const NamedView& state : inputs) {
+    views.push_back(state);
+    KDA_RETURN_IF_ERROR(check_overlaps(views));
+    views.pop_back();
+  }
+  return N == 0 || call.num_slots == 0 ? Status{} : check_decode_state(call);
+}
+
+}  // namespace kda
