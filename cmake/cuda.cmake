@@ -68,9 +68,11 @@ function(kda_add_emulated_cuda target)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 endfunction()
 
-# GPUs of compute capability 8.x have the same PTX: it is made once and assembled for each of them, with
-# no more registers than from PTX of their own (tests/cuda/resources.txt). Those from 9.0 on get theirs. What has other names than
-# numbers (90a, native, all) is left to CMake.
+# GPUs of compute capability 8.x have the same PTX, and so have those from 10.0 on: it is made once and
+# assembled for each of them, with no more registers than from PTX of their own (tests/cuda/resources.txt;
+# from the PTX of 9.0 those of 10.0 and 12.0 would spill). A GPU of 8.9 runs the code of sm_86: its own would
+# be the same, instruction by instruction. What has other names than numbers (90a, native, all) is left to
+# CMake.
 function(kda_set_architectures objects architectures)
   set(all_ptx "")
   foreach(architecture ${architectures})
@@ -81,7 +83,9 @@ function(kda_set_architectures objects architectures)
     set(number ${CMAKE_MATCH_1})
     set(kind "${CMAKE_MATCH_2}")
     set(ptx ${number})
-    if(ptx MATCHES "^8.$")
+    if(number GREATER_EQUAL 100)
+      set(ptx 100)
+    elseif(ptx MATCHES "^8.$")
       set(ptx 80)
     endif()
     list(APPEND all_ptx ${ptx})
@@ -106,7 +110,7 @@ function(kda_add_kernels objects architectures)
   kda_set_architectures(${objects} "${architectures}")
   set_target_properties(${objects} PROPERTIES CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON)
   # The standard as a flag: CMake 3.25 does not know that nvcc has C++20.
-  # -Xfatbin: machine code of six architectures compresses to a third.
+  # -Xfatbin: machine code of many architectures compresses to a third.
   target_compile_options(${objects} PRIVATE
     -std=c++20 -O3 -Xcompiler=-Wall,-Wextra -Xfatbin=-compress-all -Xptxas=-v)
   set_target_properties(${objects} PROPERTIES

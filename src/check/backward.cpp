@@ -188,7 +188,8 @@ const HeadError* GradientComparison::worst(const std::string& name) const {
 }
 
 GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers& buffers,
-                                     const CompareOptions& options) {
+                                     const CompareOptions& options,
+                                     std::vector<oracle::HeadGradients>* truths) {
   const Problem& p = inputs.problem;
   const Gradients& g = buffers.gradients;
   const Tensors tensors = inputs.tensors();
@@ -198,21 +199,25 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
     return oracle::Span{offsets[i], offsets[i + 1]};
   };
   const int64_t total = p.num_sequences * p.num_value_heads;
-  std::vector<oracle::HeadGradients> truth(static_cast<std::size_t>(total));
+  std::vector<oracle::HeadGradients> found;
+  std::vector<oracle::HeadGradients>& truth = truths ? *truths : found;
+  const bool known = !truth.empty();
+  truth.resize(static_cast<std::size_t>(total));
   std::vector<double> d_final_norms(static_cast<std::size_t>(total));
   std::atomic<int64_t> done{0};
   auto run_oracle = [&](int64_t idx, int32_t) {
     const int64_t n = idx / p.num_value_heads;
     const int64_t head = idx % p.num_value_heads;
     std::vector<double> initial, d_o, d_final;
-    if (p.initial_state)
-      initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
-    if (g.d_o)
-      d_o = oracle::load_rows(p, *g.d_o, buffers.d_o.data(), span_of(n), head, p.value_dim);
     if (g.d_final_state)
       d_final = oracle::load_state(p, dense_states(p, *g.d_final_state),
                                    buffers.d_final_state.data(), n, head);
     d_final_norms[static_cast<std::size_t>(idx)] = norm(d_final);
+    if (known) return;
+    if (p.initial_state)
+      initial = oracle::load_state(p, *p.initial_state, tensors.initial_state, n, head);
+    if (g.d_o)
+      d_o = oracle::load_rows(p, *g.d_o, buffers.d_o.data(), span_of(n), head, p.value_dim);
     truth[static_cast<std::size_t>(idx)] =
         oracle::backward_head(p, tensors, span_of(n), head, initial, d_o, d_final);
     if (options.progress) options.progress(++done, total);

@@ -9,6 +9,7 @@
 
 #include "check/compare.hpp"
 #include "check/inputs.hpp"
+#include "cpu/oracle/backward.hpp"
 #include "kda/backward.hpp"
 
 namespace kda::check {
@@ -65,8 +66,10 @@ struct GradientComparison {
 };
 
 /// Runs the oracle and compares what `buffers` holds. Initial states are dense. `options.operands`:
-/// of the backward.
+/// of the backward. `truths`: what the oracle finds, kept for another comparison of the same
+/// inputs; if it is not empty it is taken and the oracle is not run.
 GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers& buffers,
-                                     const CompareOptions& options = {});
+                                     const CompareOptions& options = {},
+                                     std::vector<cpu::oracle::HeadGradients>* truths = nullptr);
 
 }  // namespace kda::check

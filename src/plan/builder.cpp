@@ -11,8 +11,6 @@ namespace {
 
 constexpr std::size_t kMaxReasons = 9;
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 void PlanBuilder::fail(Status status) {

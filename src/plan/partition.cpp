@@ -9,8 +9,6 @@
 namespace kda::plan {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct ChunkCounts {
   int64_t total = 0;
   int64_t longest = 0;

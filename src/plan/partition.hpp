@@ -13,6 +13,8 @@
 
 namespace kda::plan {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 /// What a rule looks at.
 struct Workload {
   std::vector<int64_t> lengths;  ///< tokens of each sequence

@@ -38,6 +38,8 @@ struct Thread {
   context::fiber* caller;  // while it runs
   bool done = false;
   const char* waits_for = "";
+  const uint64_t* news = nullptr;  // it has nothing to do while this is `seen`
+  uint64_t seen = 0;
   std::vector<Copy> open;
   std::deque<std::vector<Copy>> groups;
 };
@@ -61,6 +63,7 @@ struct Mbarrier {
   int64_t missing_bytes = 0;  // expected and not copied
   std::vector<Copy> copies;   // not done yet
   uint64_t phase = 0;
+  uint64_t news = 0;  // ended phases and copies to do
 };
 
 struct Block {
@@ -76,7 +79,7 @@ struct Block {
 /// Blocks that run together; one where a kernel has no clusters.
 struct Cluster {
   std::vector<Block> blocks;
-  std::vector<Mbarrier> mbarriers;
+  std::deque<Mbarrier> mbarriers;
   Barrier barrier;
   uint64_t progress = 0;
 };
@@ -100,15 +103,15 @@ void resume(Thread& thread, Block& of) {
   thread.fiber = std::move(thread.fiber).resume();
 }
 
-/// One step of every thread of a block, by warps in random order, a new one every round: orders
-/// that happen to work are not enough. How many threads are done with it.
+/// One step of every thread of a block that can go on, by warps in random order, a new one every
+/// round: orders that happen to work are not enough. How many threads are done with it.
 unsigned run_round(Block& of, std::vector<unsigned>& order, std::mt19937& random) {
   unsigned done = 0;
   std::shuffle(order.begin(), order.end(), random);
   for (const unsigned warp : order)
     for (unsigned i = warp * 32; i < std::min(warp * 32 + 32, of.size.x); ++i) {
       Thread& thread = of.threads[i];
-      if (thread.done) continue;
+      if (thread.done || (thread.news && *thread.news == thread.seen)) continue;
       resume(thread, of);
       done += thread.done;
     }
@@ -118,7 +121,7 @@ unsigned run_round(Block& of, std::vector<unsigned>& order, std::mt19937& random
 /// A block runs until it waits for another one: its static shared memory is that of the whole
 /// cluster here.
 void run_cluster(const std::function<void()>& body, std::mt19937& random) {
-  context::pooled_fixedsize_stack stacks(256 * 1024);
+  static thread_local context::pooled_fixedsize_stack stacks(256 * 1024);
   unsigned left = 0;
   for (Block& each : cluster->blocks) {
     left += each.size.x;
@@ -155,15 +158,20 @@ void run_cluster(const std::function<void()>& body, std::mt19937& random) {
   self = nullptr;
 }
 
+/// Lets other threads run until `*news` is another number; without one, until the next round.
+void wait_for_news(const char* what, const uint64_t* news) {
+  Thread* me = self;
+  me->waits_for = what;
+  me->news = news;
+  if (news) me->seen = *news;
+  *me->caller = std::move(*me->caller).resume();
+}
+
 }  // namespace
 
 void note_progress() { ++cluster->progress; }
 
-void wait_for(const char* what) {
-  Thread* me = self;
-  me->waits_for = what;
-  *me->caller = std::move(*me->caller).resume();
-}
+void wait_for(const char* what) { wait_for_news(what, nullptr); }
 
 void begin_capture() { capture = new Graph; }
 Graph end_capture() {
@@ -203,20 +211,19 @@ void launch(dim3 grid, dim3 size, unsigned of_cluster, std::size_t shared_bytes,
 int cluster_rank() { return static_cast<int>(block - cluster->blocks.data()); }
 void cluster_barrier() {
   Barrier& b = cluster->barrier;
-  const uint64_t generation = b.generation;
   ++cluster->progress;
   if (++b.arrived == static_cast<int>(cluster->blocks.size() * block->size.x)) {
     b.arrived = 0;
     ++b.generation;
     return;
   }
-  while (b.generation == generation) wait_for("a barrier of the cluster");
+  wait_for_news("a barrier of the cluster", &b.generation);
 }
 
 void warp_collective(const char* kind, void* in, void* out, Compute compute) {
   Warp& warp = block->warps[self->index.x / 32];
   const unsigned lane = self->index.x % 32;
-  if (warp.arrived > 0 && std::strcmp(warp.kind, kind) != 0)
+  if (warp.arrived > 0 && warp.kind != kind && std::strcmp(warp.kind, kind) != 0)
     fail("lanes of a warp do different things");
   warp.kind = kind;
   warp.in[lane] = in;
@@ -228,22 +235,20 @@ void warp_collective(const char* kind, void* in, void* out, Compute compute) {
     ++cluster->progress;
     return;
   }
-  const uint64_t generation = warp.generation;
-  while (warp.generation == generation) wait_for(kind);
+  wait_for_news(kind, &warp.generation);
 }
 
 void barrier(int id, int threads, bool waits) {
   Barrier& b = block->barriers[id];
   if (b.arrived > 0 && b.expected != threads) fail("a barrier with different numbers of threads");
   b.expected = threads;
-  const uint64_t generation = b.generation;
   ++cluster->progress;
   if (++b.arrived == threads) {
     b.arrived = 0;
     ++b.generation;
     return;
   }
-  while (waits && b.generation == generation) wait_for("a barrier");
+  if (waits) wait_for_news("a barrier", &b.generation);
 }
 
 Mbarrier& mbarrier(uint64_t index) {
@@ -260,6 +265,7 @@ void end_phase(Mbarrier& b) {
   if (b.arrived < b.arrivals || b.missing_bytes != 0) return;
   b.arrived = 0;
   ++b.phase;
+  ++b.news;
   ++cluster->progress;
 }
 
@@ -276,6 +282,7 @@ void mbarrier_arrive_after_copies(uint64_t index) {
   for (const Copy& copy : std::exchange(self->open, {})) {
     b.missing_bytes += size_of(copy);
     b.copies.push_back(copy);
+    ++b.news;
   }
   mbarrier_arrive(index, 0);
 }
@@ -287,7 +294,9 @@ void check_bulk_copy(const void* target, const void* source, int bytes) {
 }
 void cp_async_bulk(void* target, const void* source, int bytes, uint64_t index) {
   check_bulk_copy(target, source, bytes);
-  mbarrier(index).copies.push_back({target, source, bytes});
+  Mbarrier& b = mbarrier(index);
+  b.copies.push_back({target, source, bytes});
+  ++b.news;
 }
 void cp_async_bulk_store(void* target, const void* source, int bytes) {
   check_bulk_copy(target, source, bytes);
@@ -303,7 +312,7 @@ void mbarrier_wait(uint64_t index, int parity) {
       b.missing_bytes -= size_of(copy);
     }
     end_phase(b);
-    if (!over()) wait_for("an mbarrier");
+    if (!over()) wait_for_news("an mbarrier", &b.news);
   }
 }
 

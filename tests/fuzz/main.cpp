@@ -2,13 +2,13 @@
 // kda_fuzz accuracy|backward|causality|files|problems --seed S --first I --count N
 #include <fmt/core.h>
 
-#include <CLI/CLI.hpp>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 
 #include "core/thread_pool.hpp"
 #include "fuzz/fuzz.hpp"
+#include "support/arguments.hpp"
 #include "tools/kda/report.hpp"
 
 namespace kda::fuzz {
@@ -43,33 +43,33 @@ int main(int argc, char** argv) {
       {"causality", kda::fuzz::fuzz_causality},
       {"files", kda::fuzz::fuzz_files},
       {"problems", kda::fuzz::fuzz_problems}};
-  CLI::App app{"Random cases against the oracle and the contract"};
-  std::string what;
+  std::string what, json;
   Options options;
-  app.add_option("what", what)
-      ->required()
-      ->check(CLI::IsMember({"accuracy", "backward", "causality", "files", "problems"}));
-  app.add_option("--seed", options.seed, "other seeds, other cases");
-  app.add_option("--first", options.first);
-  app.add_option("--count", options.count);
-  app.add_option("--threads", options.num_threads);
-  std::string json;
-  app.add_option("--json", json, "Write the figures of the summary to this file");
-  app.add_flag(
-      "--tensor-cores", options.tensor_cores,
-      "accuracy, backward (bf16): 16-bit problems, K = 32..128, K and V multiples of 8, no "
-      "equal keys");
-  app.add_flag("--fused", options.fused,
-               "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused");
-  app.add_flag("--hard", options.hard,
-               "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
-               "(docs/accuracy.md)");
   bool digest = false;
-  app.add_flag(
-      "--digest", digest,
-      "accuracy, problems: print a hash of all outputs, equal for builds that agree to the bit");
-  app.add_option("--dump", options.dump, "accuracy, --count 1: also write the inputs to a file");
-  CLI11_PARSE(app, argc, argv);
+  const kda::test::Argument which = {
+      "what", "accuracy, backward, causality, files or problems", true,
+      [&](const std::string& word) { return what = word, fuzzers.contains(word); }};
+  const auto ends = kda::test::parse_arguments(
+      argc, argv, "Random cases against the oracle and the contract",
+      {which, kda::test::whole("--seed", &options.seed, "other seeds, other cases"),
+       kda::test::whole("--first", &options.first, "number of the first case"),
+       kda::test::whole("--count", &options.count, "how many cases"),
+       kda::test::whole("--threads", &options.num_threads, "that run cases"),
+       kda::test::text("--json", &json, "write the figures of the summary to this file"),
+       kda::test::flag("--tensor-cores", &options.tensor_cores,
+                       "accuracy, backward (bf16): 16-bit problems, K = 32..128, K and V multiples "
+                       "of 8, no equal keys"),
+       kda::test::flag("--fused", &options.fused,
+                       "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused"),
+       kda::test::flag("--hard", &options.hard,
+                       "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
+                       "(docs/accuracy.md)"),
+       kda::test::flag("--digest", &digest,
+                       "accuracy, problems: print a hash of all outputs, equal for builds that "
+                       "agree to the bit"),
+       kda::test::text("--dump", &options.dump,
+                       "accuracy, --count 1: also write the inputs to a file")});
+  if (ends) return *ends;
 
   const std::string flags = std::string(options.tensor_cores ? " --tensor-cores" : "") +
                             (options.fused ? " --fused" : "") + (options.hard ? " --hard" : "");

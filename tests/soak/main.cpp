@@ -3,28 +3,29 @@
 // on the CPU, or with KDA_TEST_DEVICE=cuda on a GPU (history.hpp).
 #include <fmt/core.h>
 
-#include <CLI/CLI.hpp>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "io/output_file.hpp"
 #include "soak/history.hpp"
+#include "support/arguments.hpp"
 
 namespace {
 constexpr int64_t kHistorySteps = 100;
 }
 
 int main(int argc, char** argv) {
-  CLI::App app{
-      "Random histories of requests on a pool of states, against the oracle's state machine"};
   uint64_t seed = 1;
   int64_t first = 0, steps = 1000;
   std::string json;
-  app.add_option("--seed", seed, "other seeds, other histories");
-  app.add_option("--first", first, "number of the first history")->check(CLI::NonNegativeNumber);
-  app.add_option("--steps", steps, "in all; a history has 100")->check(CLI::NonNegativeNumber);
-  app.add_option("--json", json, "write what was played to this file");
-  CLI11_PARSE(app, argc, argv);
+  const auto ends = kda::test::parse_arguments(
+      argc, argv,
+      "Random histories of requests on a pool of states, against the oracle's state machine",
+      {kda::test::whole("--seed", &seed, "other seeds, other histories"),
+       kda::test::whole("--first", &first, "number of the first history"),
+       kda::test::whole("--steps", &steps, "in all; a history has 100"),
+       kda::test::text("--json", &json, "write what was played to this file")});
+  if (ends) return *ends;
   fmt::print("kda_soak --seed {} --first {} --steps {}\n", seed, first, steps);
 
   std::map<std::string, int64_t> counts;

@@ -20,8 +20,12 @@ using check::GradientBuffers;
 using check::Inputs;
 using check::Regime;
 
+using Truths = std::vector<cpu::oracle::HeadGradients>;
+
+/// `truths`: as check::compare_gradients() has them.
 void expect_within(const Inputs& inputs, const check::GradientOptions& options,
-                   const test::BackwardRun& run, const std::string& what) {
+                   const test::BackwardRun& run, const std::string& what,
+                   Truths* truths = nullptr) {
   GradientBuffers buffers = check::make_gradients(inputs, options);
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));
@@ -29,7 +33,8 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options,
       check::compare_gradients(inputs, buffers,
                                {.marginal = check::is_marginal(inputs),
                                 .operands = check::operands_of(call.plan.plan),
-                                .num_threads = 2});
+                                .num_threads = 2},
+                               truths);
   EXPECT_FALSE(comparison.cancelled) << what;
   for (const auto& [name, errors] : comparison.errors) {
     const check::HeadError* worst = check::worst_error(errors);
@@ -39,18 +44,21 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options,
 }
 
 TEST(Backward, EveryRegimeOnEveryBackend) {
-  for (const std::string& backend : test::backward_backends())
-    for (int regime = 0; regime < check::kNumRegimes; ++regime)
-      for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-        check::GenerateOptions options = test::shape(141, 1, 48, 40);
-        options.num_value_heads = 2;
-        options.regime = static_cast<Regime>(regime);
-        options.dtype = dtype;
-        options.seed = static_cast<uint64_t>(regime);
-        options.initial_state = true;
-        expect_within(check::generate(options), {.d_o_dtype = dtype}, {.backend = backend},
-                      backend + " " + check::regime_name(options.regime) + " " + dtype_name(dtype));
-      }
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      check::GenerateOptions options = test::shape(141, 1, 48, 40);
+      options.num_value_heads = 2;
+      options.regime = static_cast<Regime>(regime);
+      options.dtype = dtype;
+      options.seed = static_cast<uint64_t>(regime);
+      options.initial_state = true;
+      const Inputs inputs = check::generate(options);
+      Truths truths;
+      for (const std::string& backend : test::backward_backends())
+        expect_within(inputs, {.d_o_dtype = dtype}, {.backend = backend},
+                      backend + " " + check::regime_name(options.regime) + " " + dtype_name(dtype),
+                      &truths);
+    }
 }
 
 TEST(Backward, LengthsAroundChunksAndSpans) {
@@ -62,14 +70,16 @@ TEST(Backward, LengthsAroundChunksAndSpans) {
 }
 
 TEST(Backward, HeadDimensions) {
-  for (const std::string& backend : test::backward_backends())
-    for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 256})
-      for (const int64_t V : {1, 5, 33, 100, 256}) {
-        check::GenerateOptions options = test::shape(37, 1, K, V);
-        options.seed = static_cast<uint64_t>(K * 1000 + V);
-        expect_within(check::generate(options), {}, {.backend = backend},
-                      std::to_string(K) + " " + std::to_string(V));
-      }
+  for (const int64_t K : {1, 3, 8, 17, 60, 100, 128, 256})
+    for (const int64_t V : {1, 5, 33, 100, 256}) {
+      check::GenerateOptions options = test::shape(37, 1, K, V);
+      options.seed = static_cast<uint64_t>(K * 1000 + V);
+      const Inputs inputs = check::generate(options);
+      Truths truths;
+      for (const std::string& backend : test::backward_backends())
+        expect_within(inputs, {}, {.backend = backend}, std::to_string(K) + " " + std::to_string(V),
+                      &truths);
+    }
 }
 
 TEST(Backward, GroupedHeads) {
@@ -123,11 +133,12 @@ TEST(Backward, WindowsAndKeptStates) {
   options.regime = Regime::kSlow;
   options.initial_state = true;
   Inputs inputs = check::generate(options);
-  for (const int64_t every : {0, 128, 4096, 64 * 1024}) {  // the last keeps nothing
-    inputs.problem.state_layout = StateLayout::kKV;
-    expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every));
-    inputs.problem.state_layout = StateLayout::kVK;
-    expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every));
+  for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+    inputs.problem.state_layout = layout;
+    Truths truths;
+    for (const int64_t every : {0, 128, 4096, 64 * 1024})  // the last keeps nothing
+      expect_within(inputs, {}, {.num_threads = 2, .kept_every = every}, std::to_string(every),
+                    &truths);
   }
 }
 

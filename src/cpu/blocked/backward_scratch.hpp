@@ -26,9 +26,6 @@ inline constexpr int64_t kMaxLines = 8 * kBackwardChunk * (kMaxHeadDim * 4 / 64 
 static_assert(kMaxRows == kMaxHeadDim);
 static_assert(kKeptStateMultiple % kSpanTokens == 0 && kWindowTokens % kSpanTokens == 0);
 
-constexpr std::size_t align_up(std::size_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
 inline std::size_t floats(int64_t count) { return align_up(static_cast<std::size_t>(count) * 4); }
 
 /// Tokens of the longest sequence, as far as the plan knows.

@@ -8,9 +8,6 @@
 namespace kda::cpu::blocked {
 namespace {
 
-constexpr std::size_t kAlign = kWorkspaceAlignment;
-constexpr std::size_t align_up(std::size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
 constexpr std::size_t kTileBytes = sizeof(float) * kGroupTokens * kBlockV;
 constexpr std::size_t kRowBytes = sizeof(float) * kRowStride;
 /// Lines of q, k, g, v and o: rows of up to 256 floats.

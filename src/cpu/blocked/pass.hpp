@@ -8,9 +8,15 @@
 
 #include "core/layout.hpp"
 #include "cpu/blocked/kernels.hpp"
+#include "kda/plan.hpp"
 #include "stage/forward.hpp"
 
 namespace kda::cpu::blocked {
+
+/// So that whatever stands behind it in a workspace is aligned.
+constexpr std::size_t align_up(std::size_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
 
 /// One state in memory: [K, columns], or [columns, K] if `transposed`.
 struct StateRef {

@@ -14,8 +14,6 @@ using Vector = std::vector<double>;
 /// States are stored so many tokens apart; those between are made again.
 constexpr std::size_t kStoredEvery = 64;
 
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
-
 /// 0 wins over infinity: a decay of 0 passes nothing on, whatever stands behind it.
 double product(double a, double b) { return a == 0 || b == 0 ? 0 : a * b; }
 

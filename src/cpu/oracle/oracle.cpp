@@ -18,7 +18,6 @@ void l2_normalize(Vector& x) {
   for (double& element : x) element *= factor;
 }
 
-double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
 
 double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {

@@ -4,6 +4,7 @@
 // their arithmetic. (Formulas: docs/operation.md.)
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <vector>
 
@@ -11,6 +12,8 @@
 #include "kda/run.hpp"
 
 namespace kda::cpu::oracle {
+
+inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
 /// Tokens [begin, end) of the flattened [B * T].
 struct Span {
