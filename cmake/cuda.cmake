@@ -32,7 +32,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/layer/short_conv.cu
   src/cuda/launch/sequence_map.cu
   src/cuda/recurrent/recurrent.cu
-  src/cuda/segments/reverse_merge.cu
+  src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
   src/cuda/staged/backward/chunk_grad.cu
   src/cuda/staged/backward/finish.cu

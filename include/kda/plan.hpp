@@ -83,8 +83,8 @@ struct PlanOptions {
   /// Tokens; 0: kKeptStateEvery. Set it on the forward: its backward takes it over,
   /// and on a GPU works in windows of at most so many.
   int64_t kept_state_every = 0;
-  /// Of a forward on a GPU: the states before its sequences come between span_begin() and
-  /// span_finish() (include/kda/span.hpp). The problem has no initial states.
+  /// A forward on a GPU in two halves: the states before its sequences come between span_begin()
+  /// and span_finish() (include/kda/span.hpp). The problem has no initial states.
   bool spans = false;
 };
 

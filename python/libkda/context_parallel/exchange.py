@@ -78,7 +78,8 @@ def _expect_no_flag(flags):
 
 def agree(context, purpose, x, sizes_of, refuse):
     """The sizes of a call, which `sizes_of` finds in the arguments of this rank, and which are the same on every rank.
-    The first call asks the others, where tensor `x` is. Later ones know what is exchanged: `refuse(sizes)` tells them there."""
+    The first call asks the others, where tensor `x` is. Later ones know what is exchanged: `refuse(sizes)` tells them
+    there."""
     known = context._agreed.get(purpose)
     error, sizes = None, ()
     try:

@@ -14,8 +14,8 @@
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
-#include "cuda/spans/segment_compose.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
+#include "cuda/spans/segment_compose.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 

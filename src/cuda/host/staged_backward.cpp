@@ -9,7 +9,7 @@
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
-#include "cuda/segments/reverse_merge.hpp"
+#include "cuda/staged/backward/reverse_merge.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Predicted times of the staged backward. The constants are fitted to times of an H200 at
-// K = V = 128 in bf16, which docs/log/2026-11.md has ("Segments of the backward").
+// K = V = 128 in bf16, which docs/log/2026-11.md has ("Segments of the backward", "Chains of the
+// backward on Hopper").
 #pragma once
 
 #include "cuda/backward/cost.hpp"
@@ -9,51 +10,106 @@
 
 namespace kda::cuda::staged {
 
-/// Blocks that share an SM are taken to run in turn.
-inline constexpr ChainCosts kErrors = {
-    .few_ns = 31, .alone_ns = 46, .shared_ns = 46, .blocks_per_sm = 2, .fixed_us = 6};
-inline constexpr ChainCosts kReverse = {
-    .few_ns = 32, .alone_ns = 55, .shared_ns = 55, .blocks_per_sm = 2, .fixed_us = 8};
+struct BackwardCosts {
+  ChainCosts errors, reverse;
+  bool beside;  ///< one launch has the chains of both directions
+  /// Bytes a token and value head that each direction reads and writes; 0: not what bounds it.
+  double errors_bytes, reverse_bytes;
+  double chunk_grad_ns;       ///< SM time of a token and value head
+  double gradients_ns;        ///< the same of the last pass
+  bool last_pass_for_groups;  ///< which only grouped heads have
+};
+
+/// Hopper's own kernels (chains_sm90.cu, grad_sm90).
+inline constexpr BackwardCosts kSm90Backward = {
+    .errors =
+        {.few_ns = 14.5, .alone_ns = 14.5, .shared_ns = 14.5, .blocks_per_sm = 1, .fixed_us = 5},
+    .reverse =
+        {.few_ns = 22.5, .alone_ns = 22.5, .shared_ns = 22.5, .blocks_per_sm = 1, .fixed_us = 5},
+    .beside = true,
+    .errors_bytes = 1536,
+    .reverse_bytes = 2304,
+    .chunk_grad_ns = 156,
+    .gradients_ns = 103,
+    .last_pass_for_groups = true};
+
+/// Other GPUs, measured on an H200 too. Blocks that share an SM are taken to run in turn.
+inline constexpr BackwardCosts kOtherBackward = {
+    .errors = {.few_ns = 31, .alone_ns = 46, .shared_ns = 46, .blocks_per_sm = 2, .fixed_us = 6},
+    .reverse = {.few_ns = 32, .alone_ns = 55, .shared_ns = 55, .blocks_per_sm = 2, .fixed_us = 8},
+    .beside = false,
+    .errors_bytes = 0,
+    .reverse_bytes = 0,
+    .chunk_grad_ns = 343,
+    .gradients_ns = 103,
+    .last_pass_for_groups = false};
+
+inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
+  return device.compute_capability == 90 ? kSm90Backward : kOtherBackward;
+}
+
 inline constexpr MergeCosts kReverseMerge = {
     .step_us = 2.9, .columns = 8, .blocks_per_sm = 2, .fixed_us = 6};
 /// The maps of segments, and launches that end before the next ones begin.
 inline constexpr double kSegmentsUs = 12;
-/// SM time of a token and value head.
-inline constexpr double kChunkGradNs = 343, kGradientsNs = 103;
 /// Launches of a group.
 inline constexpr double kGroupUs = 13;
+/// The part of the card's bandwidth that chains reach.
+inline constexpr double kChainBandwidth = 0.9;
+
+/// Chains of both directions, errors and reverse, of the same spans.
+inline double both_chains_us(const CostInput& in, const BackwardCosts& c, double chains,
+                             double longest) {
+  const double total = total_tokens(in);
+  const int64_t tiles = tiles_of(in.value_dim);
+  const double errors = chains_us(in, c.errors, chains, longest, total, tiles);
+  const double reverse = chains_us(in, c.reverse, chains, longest, total, tiles);
+  const double blocks = 2 * chains * static_cast<double>(in.num_value_heads * tiles);
+  const bool fit = c.beside && blocks <= static_cast<double>(in.num_sms);
+  return fit ? std::max(errors, reverse) : errors + reverse;
+}
+
+/// What memory needs for `bytes` a token and value head at K = V = 128.
+inline double chain_memory_us(const CostInput& in, double bytes) {
+  const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  return total_tokens(in) * static_cast<double>(in.num_value_heads) * bytes * size /
+         (kChainBandwidth * in.bytes_per_second) * 1e6;
+}
 
 /// The chains of a group of heads, whose CostInput `in` is; `segment_tokens` 0: uncut.
 inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& device,
                                     int64_t segment_tokens) {
-  const double total = total_tokens(in);
-  const int64_t tiles = tiles_of(in.value_dim);
-  if (segment_tokens == 0) {
-    const auto chains = static_cast<double>(in.lengths.size());
-    const auto longest = static_cast<double>(longest_of(in));
-    return chains_us(in, kErrors, chains, longest, total, tiles) +
-           chains_us(in, kReverse, chains, longest, total, tiles);
-  }
+  const BackwardCosts& c = backward_costs_of(device);
+  const double memory = chain_memory_us(in, c.errors_bytes + c.reverse_bytes);
+  if (segment_tokens == 0)
+    return std::max(memory, both_chains_us(in, c, static_cast<double>(in.lengths.size()),
+                                           static_cast<double>(longest_of(in))));
   const Costs& costs = costs_of(device);
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto longest = static_cast<double>(segment_tokens);
-  const auto us = [&](const ChainCosts& c, int64_t of_tiles) {
-    return chains_us(in, c, cut.segments, longest, total, of_tiles);
+  const int64_t tiles = tiles_of(in.value_dim);
+  const auto us = [&](const ChainCosts& chain, int64_t of_tiles) {
+    return chains_us(in, chain, cut.segments, longest, total_tokens(in), of_tiles);
   };
-  return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) + us(kErrors, tiles) +
-         2 * us(kReverse, tiles) + merge_us(in, costs.merge, cut.most - 1) +
-         merge_us(in, kReverseMerge, cut.most - 1);
+  // Chains from zero go beside the errors; then those from their gradients.
+  return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) +
+         std::max(memory, both_chains_us(in, c, cut.segments, longest)) +
+         std::max(chain_memory_us(in, c.reverse_bytes), us(c.reverse, tiles)) +
+         merge_us(in, costs.merge, cut.most - 1) + merge_us(in, kReverseMerge, cut.most - 1);
 }
 
 /// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut.
 inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
                           const HeadGroups& groups, int64_t segment_tokens = 0) {
+  const BackwardCosts& c = backward_costs_of(device);
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
+  const double grad_ns =
+      c.chunk_grad_ns + (c.last_pass_for_groups && of_each == 1 ? 0 : c.gradients_ns);
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
-                                                   size * (kChunkGradNs + kGradientsNs) * 1e-3;
+                                                   size * grad_ns * 1e-3;
   CostInput group = in;
   for (int64_t first = 0; first < num_heads; first += groups.heads) {
     group.num_value_heads = std::min(groups.heads, num_heads - first) * of_each;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/segments/reverse_merge.hpp"
+#include "cuda/staged/backward/reverse_merge.hpp"
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/segments/merge.cuh"
