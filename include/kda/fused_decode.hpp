@@ -37,8 +37,7 @@ struct FusedDecode {
   GateMode gate_mode = GateMode::kLog;
   BetaMode beta_mode = BetaMode::kPlain;
   double lower_bound = -5;
-  double scale = 0;  ///< 0: D^-1/2
-  bool qk_l2norm = true;
+  double scale = 0;    ///< 0: D^-1/2
   TensorView A_log;    ///< fp32 [H], by gate_mode as in Problem
   TensorView dt_bias;  ///< fp32 [H D] or none
 
@@ -53,16 +52,17 @@ struct FusedDecode {
   int64_t first_slot = 0;
   const uint8_t* has_state = nullptr;  ///< [N]; where 0 a sequence starts from zero
 
+  Activation activation = Activation::kSigmoid;  ///< of the output gate
+  bool qk_l2norm = true;
   bool norm = true;        ///< divide by the root of the mean square of a head
   double norm_eps = 1e-5;  ///< as in GatedRmsNorm
   TensorView norm_weight;  ///< [D] or none
   TensorView output_gate;  ///< [N, T, H, D] or none
-  Activation activation = Activation::kSigmoid;  ///< of the output gate
-  TensorView y;                                  ///< [N, T, H, D]
+  TensorView y;            ///< [N, T, H, D]
 
-  DeviceKind device = DeviceKind::kCuda;
   void* stream = nullptr;  ///< cudaStream_t of the current device
-  bool trusted = false;    ///< vouches that pointers and stream belong to the current device
+  DeviceKind device = DeviceKind::kCuda;
+  bool trusted = false;  ///< vouches that pointers and stream belong to the current device
 };
 
 /// Writes y and the states. Arithmetic is fp32. kUnsupported on a CPU and for other sizes and

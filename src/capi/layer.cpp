@@ -92,7 +92,6 @@ Status read_fused_decode(const kda_fused_decode_call* given, FusedDecode* call) 
            .beta_mode = static_cast<BetaMode>(c.beta_mode),
            .lower_bound = c.lower_bound,
            .scale = c.scale,
-           .qk_l2norm = c.qk_l2norm != 0,
            .A_log = view_of(c.A_log),
            .dt_bias = view_of(c.dt_bias),
            .state = view_of(c.state),
@@ -101,14 +100,15 @@ Status read_fused_decode(const kda_fused_decode_call* given, FusedDecode* call) 
            .slots = c.slots,
            .first_slot = c.first_slot,
            .has_state = c.has_state,
+           .activation = static_cast<Activation>(c.activation),
+           .qk_l2norm = c.qk_l2norm != 0,
            .norm = c.norm != 0,
            .norm_eps = c.norm_eps,
            .norm_weight = view_of(c.norm_weight),
            .output_gate = view_of(c.output_gate),
-           .activation = static_cast<Activation>(c.activation),
            .y = view_of(c.y),
-           .device = static_cast<DeviceKind>(c.device),
            .stream = c.stream,
+           .device = static_cast<DeviceKind>(c.device),
            .trusted = c.trusted != 0};
   return {};
 }

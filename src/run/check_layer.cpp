@@ -267,6 +267,16 @@ Status check_decode_sizes(const FusedDecode& call) {
   if (!call.slots && call.num_slots != call.num_sequences)
     return invalid("num_slots: is ", call.num_slots, ", must be N = ", call.num_sequences,
                    " without slots");
+  const auto known = [](auto value, auto last) {
+    return value >= decltype(value){} && value <= last;
+  };
+  if (!known(call.gate_mode, GateMode::kBounded))
+    return invalid("gate_mode: is ", static_cast<int>(call.gate_mode), ", must be 0 to 2");
+  if (!known(call.beta_mode, BetaMode::kSigmoid2))
+    return invalid("beta_mode: is ", static_cast<int>(call.beta_mode), ", must be 0 to 2");
+  if (!known(call.activation, Activation::kSigmoid))
+    return invalid("activation: is ", static_cast<int>(call.activation),
+                   ", must be none, silu or sigmoid");
   if (call.gate_mode == GateMode::kSoftplus && !call.A_log.data)
     return invalid("A_log: required by gate softplus");
   if (call.gate_mode == GateMode::kBounded && !(call.lower_bound < 0))

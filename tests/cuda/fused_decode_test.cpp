@@ -299,6 +299,12 @@ TEST_F(FusedDecodeTest, NamesTheArgument) {
             "A_log: required by gate softplus");
   EXPECT_EQ(refusal([](C c) { c.A_log.dtype = DType::kBFloat16; }),
             "A_log: type is bf16, must be fp32");
+  EXPECT_EQ(refusal([](C c) { c.gate_mode = static_cast<GateMode>(3); }),
+            "gate_mode: is 3, must be 0 to 2");
+  EXPECT_EQ(refusal([](C c) { c.beta_mode = static_cast<BetaMode>(-1); }),
+            "beta_mode: is -1, must be 0 to 2");
+  EXPECT_EQ(refusal([](C c) { c.activation = static_cast<Activation>(7); }),
+            "activation: is 7, must be none, silu or sigmoid");
   EXPECT_EQ(refusal([](C c) { c.lower_bound = 1; }), "lower_bound: is 1, must be negative");
   EXPECT_EQ(refusal([](C c) { c.slots = nullptr; }),
             "num_slots: is 7, must be N = 3 without slots");
