@@ -130,7 +130,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for case in args.cases.split(";") if args.cases else CASES:
             rows.append(measure(kda, case, pathlib.Path(folder), args))
-            print({k: {d: float(f"{e:.2e}") for d, e in v.items()} if k != "case" else v
+            print({k: {d: e if e is None else float(f"{e:.2e}") for d, e in v.items()} if k != "case" else v
                    for k, v in rows[-1].items()}, flush=True)
     if args.results:
         report = evidence.header(args.binaries, ["staged", "staged_backward"], "train_errors",

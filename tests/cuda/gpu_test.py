@@ -35,6 +35,7 @@ TESTS = {
     "reverse_test": ["staged_backward", "staged"],
     "segment_test": ["staged", "recurrent"],
     "short_conv_test": ["layer"],
+    "span_halves_test": ["spans", "fused"],
     "staged_backward_test": ["staged_backward", "staged", "backward"],
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent"],
@@ -47,7 +48,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)),
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward")
+FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
