@@ -182,10 +182,10 @@ def main():
             mp.spawn(worker, (ranks, folder, args), nprocs=ranks)
             rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
     if args.json:
-        command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla {args.fla}"
+        command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'"
         report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
         evidence.write(args.json, dict(report, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())),
-                                       rows=rows))
+                                       cases=rows))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ RESULTS = ROOT / "bench" / "results"
 loaded = set()
 # Results that are no numbers.
 EVIDENCE = {"gpu_fla_suite", "gpu_sanitizer", "gpu_sanitizer_backward", "gpu_sanitizer_fused",
-            "gpu_sanitizer_staged_backward", "gpu_sweep", "gpu_test_backward", "gpu_test_staged_backward"}
+            "gpu_sanitizer_staged_backward", "gpu_sweep", "gpu_test_backward", "gpu_test_layer",
+            "gpu_test_spans", "gpu_test_staged_backward"}
 
 
 def load(name):
@@ -350,6 +351,23 @@ def table_gpu_peers_train():
              gigabytes(c["libkda_peak_bytes"]), gigabytes(c["fla_peak_bytes"])] for c in report["cases"]]
     header = ["case", "libkda", f'FLA {report["fla"]}', "FLA / libkda", "peak memory of libkda", "of FLA"]
     return gpu_head(report) + markdown(header, rows) + source(report)
+
+
+def table_gpu_many_cards():
+    """By case and number of GPUs, with the part of the time on one GPU divided by their number."""
+    report = load("gpu_many_cards")
+    alone = {c["case"]: c["libkda"] for c in report["cases"] if c["ranks"] == 1}
+    def cells(c, what):
+        us, one = c["libkda"][what], alone[c["case"]][what]
+        if us is None:
+            return ["out of memory", ""]
+        return [milliseconds(us * 1e-6), "" if c["ranks"] == 1 or one is None else f'{100 * one / us / c["ranks"]:.0f}%']
+    order = list(alone)
+    rows = [[f'`{c["case"]}`', str(c["ranks"]), *cells(c, "forward"), *cells(c, "train"),
+             " and ".join(f"{size / 2**20:.1f} MiB" for size in c["sent_bytes"]) if c["ranks"] > 1 else ""]
+            for c in sorted(report["cases"], key=lambda c: (order.index(c["case"]), c["ranks"]))]
+    header = ["case", "GPUs", "forward", "of ideal", "forward and backward", "of ideal", "a rank sends"]
+    return f'{gpu_of(report)}; torch {report["torch"]}, NCCL {report["nccl"]}\n\n' + markdown(header, rows) + source(report)
 
 
 def table_gpu_decode():

@@ -17,6 +17,7 @@ _span_begin = torch.ops.libkda.span_begin.default
 _span_finish = torch.ops.libkda.span_finish.default
 backward = torch.ops.libkda.backward.default
 
+_FLOATS_AT_ONCE = 1 << 26  # of maps, that are converted together: fewer launches
 _INITIAL_STATE = 1 << 7  # of what a backward is asked for
 
 
@@ -148,6 +149,8 @@ class OnKernels:
     def fold(maps, starts, states, steps, transposed):
         """In float64: what torch allows products of fp32 to lose is no matter here."""
         HV, K, V = states.shape[1:]
+        if maps.numel() <= _FLOATS_AT_ONCE:
+            maps = maps.double()
         M, A = maps[:, :HV * K * K].view(-1, HV, K, K), maps[:, HV * K * K:].view(-1, HV, K, V)
         state = None  # zero
         for start, index, place in steps.tolist():
