@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long sequence over the processes of a machine: speed, bytes exchanged, error against one process.
+"""A long sequence over the GPUs, or processes, of a machine: speed, bytes exchanged, error against one of them.
 
     torchrun --nproc-per-node 4 examples/long_context.py --tokens 1048576
     python examples/long_context.py                                        # one process
@@ -31,13 +31,15 @@ def options():
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous")
     parser.add_argument("--tile", type=int, help="tokens; one result for every number of processes")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cuda: a GPU for each process (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write what is printed as JSON, too")
     return parser.parse_args()
 
 
-def inputs(tokens, heads, dim, seed):
-    generator = torch.Generator().manual_seed(seed)
-    normal = lambda *shape: torch.randn(*shape, generator=generator)
+def inputs(tokens, heads, dim, seed, device):
+    generator = torch.Generator(device).manual_seed(seed)
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)
     rows = dict(q=normal(1, tokens, heads, dim), k=normal(1, tokens, heads, dim), v=normal(1, tokens, heads, dim),
                 g=normal(1, tokens, heads, dim) - 4, beta=normal(1, tokens, heads))
     return {name: x.bfloat16() for name, x in rows.items()}
@@ -53,7 +55,7 @@ def gradients(rows, A_log, **where):
 
 def relative_errors(context, arguments, A_log):
     """Of outputs and gradients on all processes, against one process: the largest."""
-    rows = inputs(arguments.prefix, arguments.heads, arguments.dim, seed=1)
+    rows = inputs(arguments.prefix, arguments.heads, arguments.dim, 1, A_log.device)
     here = gradients({name: context.take(x) for name, x in rows.items()}, A_log, cp_context=context)
     alone = gradients(rows, A_log)
     worst = 0.0
@@ -66,6 +68,14 @@ def relative_errors(context, arguments, A_log):
     return worst
 
 
+def wait(context, device):
+    """For this rank's device, and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    if context.ranks > 1:
+        dist.barrier()
+
+
 def progress(done, rounds, rank):
     if rank == 0 and sys.stderr.isatty():
         bar = "#" * (20 * done // rounds)
@@ -75,30 +85,33 @@ def progress(done, rounds, rank):
 
 def main():
     arguments = options()
+    device = torch.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     if "RANK" in os.environ:  # torchrun
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["LOCAL_WORLD_SIZE"])))
     build = getattr(context_parallel, arguments.layout)
-    A_log = torch.zeros(arguments.heads)
+    A_log = torch.zeros(arguments.heads, device=device)
     error = relative_errors(build([0, arguments.prefix], tile=arguments.tile), arguments, A_log)
     context = build([0, arguments.tokens], tile=arguments.tile)
-    rows = inputs(context.num_tokens, arguments.heads, arguments.dim, seed=2 + context.rank)
+    rows = inputs(context.num_tokens, arguments.heads, arguments.dim, 2 + context.rank, device)
     seconds = []
     for i in range(arguments.rounds + 1):  # the first one makes plans and touches memory
-        if context.ranks > 1:
-            dist.barrier()
+        wait(context, device)
         start = time.perf_counter()
         gradients(rows, A_log, cp_context=context)
-        if context.ranks > 1:
-            dist.barrier()
+        wait(context, device)
         seconds += [time.perf_counter() - start] if i else []
         progress(i, arguments.rounds, context.rank)
     exchange = context.exchange(arguments.heads, arguments.dim, arguments.dim)
     if context.rank == 0:
-        found = dict(processes=context.ranks, tokens=arguments.tokens, heads=arguments.heads, dim=arguments.dim,
-                     layout=arguments.layout, tile=arguments.tile, seconds=min(seconds),
-                     tokens_per_second=arguments.tokens / min(seconds), sent_bytes=exchange.forward_bytes
-                     + exchange.backward_bytes, relative_error=error)
+        sent = exchange.forward_bytes + exchange.backward_bytes
+        found = dict(device=arguments.device, processes=context.ranks, tokens=arguments.tokens,
+                     heads=arguments.heads, dim=arguments.dim, layout=arguments.layout, tile=arguments.tile,
+                     seconds=min(seconds), tokens_per_second=arguments.tokens / min(seconds), sent_bytes=sent,
+                     relative_error=error)
         print(f"{context.ranks} processes, {arguments.tokens} tokens, {arguments.heads} heads of {arguments.dim}: "
               f"{found['seconds'] * 1e3:.1f} ms forward and backward, {found['tokens_per_second']:.0f} tokens/s")
         print(f"each process sends {exchange.forward_bytes} bytes forward and {exchange.backward_bytes} backward")

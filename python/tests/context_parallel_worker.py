@@ -13,6 +13,8 @@ import types
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from libkda import chunk_kda
 from libkda import context_parallel as cp
@@ -49,6 +51,8 @@ def main(folder, rank, ranks, kind):
         convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
     for layout in ("contiguous", "zigzag"):
         fla_interface(layout, rank, ranks)
+    if kind == "cpu":
+        mesh(rank, ranks, solo)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(dict(cases=cases)))
     if kind == "cpu":
@@ -330,6 +334,47 @@ def fla_interface(layout, rank, ranks):
         weight = normal(16, 3).to(DEVICE)
         rows = mine["v"].flatten(2).to(DEVICE)
         assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))
+
+
+# ---- other dimensions of a mesh --------------------------------------------------------------------------------------
+
+class Layer(torch.nn.Module):
+    """Projections around chunk_kda."""
+    H, D = 2, 8
+
+    def __init__(self):
+        super().__init__()
+        self.into = torch.nn.Linear(16, self.H * (4 * self.D + 1))
+        self.out = torch.nn.Linear(self.H * self.D, 16)
+        self.A_log = torch.nn.Parameter(torch.zeros(self.H))
+
+    def forward(self, x, context):
+        *rows, beta = self.into(x).split([self.H * self.D] * 4 + [self.H], -1)
+        q, k, v, g = (row.unflatten(-1, (self.H, self.D)) for row in rows)
+        flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        return self.out(chunk_kda(q, k, v, g, beta, A_log=self.A_log, cp_context=context, **flags)[0].flatten(2))
+
+
+def mesh(rank, ranks, solo):
+    """Each row of a 2-D mesh has a sequence of its own over its ranks; FSDP shards the layer over all of them."""
+    if ranks != 4:
+        return
+    dp, group = rank // 2, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"].get_group()
+    generator = torch.Generator().manual_seed(7)
+    x, weight = (torch.randn(2, 1, 90, 16, generator=generator) for _ in range(2))
+    torch.manual_seed(7)
+    whole = Layer()
+    alone = cp.Context([0, 40, 90], [[(0, 90)]], solo)
+    for n in range(2):
+        (whole(x[n], alone) * weight[n]).sum().backward()
+    torch.manual_seed(7)
+    layer = Layer()
+    fully_shard(layer, mesh=init_device_mesh("cpu", (4,)))
+    context = cp.zigzag([0, 40, 90], group)
+    (layer(context.take(x[dp]), context) * context.take(weight[dp])).sum().backward()
+    for (name, here), expected in zip(layer.named_parameters(), whole.parameters()):
+        mean = expected.grad / ranks  # as FSDP has it
+        assert torch.allclose(here.grad.full_tensor(), mean, rtol=1e-4, atol=1e-5), name
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
