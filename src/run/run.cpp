@@ -37,25 +37,47 @@ Status check_call(const Head& head, const Plan& plan, const Tensors& tensors,
   return check_tensors(plan, tensors, sequences, workspace, checks, backward);
 }
 
-/// Finds the plan's row, checks everything that can be checked, then calls body(row, call).
-template <class Row, class Body>
-Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Tensors& tensors,
-                    void* workspace, std::size_t workspace_bytes, void* stream, Body&& body,
-                    const GradientCheck* backward = nullptr) noexcept {
+/// What a caller gives beside the plan.
+struct Given {
+  const Tensors& tensors;
+  void* workspace;
+  std::size_t workspace_bytes;
+  void* stream;
+  const GradientCheck* backward;
+};
+
+/// Checks everything that can be checked, then calls body(context, call). `head`: of the plan's
+/// row.
+Status call_on(const Head* head, const Plan& plan, const Given& given,
+               Status (*body)(void* context, const stage::Call& call), void* context) noexcept {
   return guarded([&] {
-    const Row* row = registry::find_row(rows, plan.implementation);
-    if (!row)
+    if (!head)
       return Status(StatusCode::kUnsupported,
                     cat("plan: no implementation of this build runs on ", plan.device.name));
     // Device memory is not looked at from here.
     const stage::Sequences sequences(plan.problem, plan.cu_seqlens,
-                                     row->head.device_checks ? nullptr : tensors.cu_seqlens);
-    KDA_RETURN_IF_ERROR(check_call(row->head, plan, tensors, sequences, workspace, workspace_bytes,
-                                   stream, backward));
-    return body(*row, stage::Call{plan.problem, tensors, sequences, plan.num_threads,
-                                  plan::find_block(plan, workspace, plan::block::kThreadScratch),
-                                  &plan, workspace, stream});
+                                     head->device_checks ? nullptr : given.tensors.cu_seqlens);
+    KDA_RETURN_IF_ERROR(check_call(*head, plan, given.tensors, sequences, given.workspace,
+                                   given.workspace_bytes, given.stream, given.backward));
+    return body(context, {plan.problem, given.tensors, sequences, plan.num_threads,
+                          plan::find_block(plan, given.workspace, plan::block::kThreadScratch),
+                          &plan, given.workspace, given.stream});
   });
+}
+
+/// Finds the plan's row, and calls body(row, call) once all is checked.
+template <class Row, class Body>
+Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Tensors& tensors,
+                    void* workspace, std::size_t workspace_bytes, void* stream, Body&& body,
+                    const GradientCheck* backward = nullptr) noexcept {
+  const Row* row = registry::find_row(rows, plan.implementation);
+  auto run = [&](const stage::Call& call) { return body(*row, call); };
+  return call_on(
+      row ? &row->head : nullptr, plan, {tensors, workspace, workspace_bytes, stream, backward},
+      [](void* context, const stage::Call& call) {
+        return (*static_cast<decltype(run)*>(context))(call);
+      },
+      &run);
 }
 
 void* saved_block(const Plan& plan, const Tensors& tensors, const char* name) {

@@ -312,7 +312,29 @@ TEST_F(FusedDecodeTest, NamesTheArgument) {
   EXPECT_EQ(refusal([](C c) { c.state.strides[2] = 132; }).substr(0, 6), "state:");
   EXPECT_EQ(refusal([](C c) { c.device = DeviceKind::kCpu; }).substr(0, 22),
             "device: is the CPU, wh");
+  EXPECT_EQ(refusal([](C c) { c.num_sequences = -1; }).substr(0, 20), "num_sequences: is -1");
+  EXPECT_EQ(refusal([](C c) { c.num_heads = 0; }).substr(0, 15), "num_heads: is 0");
+  EXPECT_EQ(refusal([](C c) { c.num_slots = -1; }).substr(0, 16), "num_slots: is -1");
+  EXPECT_EQ(refusal([](C c) { c.num_tokens = 0; }), "num_tokens: is 0, must be 1 to 8");
+  EXPECT_EQ(refusal([](C c) { c.width = 1; }), "width: is 1, must be 2 to 4");
+  for (const double eps : {-1.0, double{NAN}, 1e39})
+    EXPECT_EQ(refusal([&](C c) { c.norm_eps = eps; }).substr(0, 9), "norm_eps:");
+  EXPECT_EQ(refusal([](C c) { c.dt_bias.dtype = DType::kBFloat16; }),
+            "dt_bias: type is bf16, must be fp32");
+  EXPECT_EQ(refusal([](C c) { c.state.dtype = DType::kFloat16; }),
+            "state: type is fp16, must be fp32 or bf16");
+  for (const std::size_t d : {0, 1})
+    EXPECT_EQ(refusal([&](C c) { c.state.strides[d] += 1; }).substr(0, 24),
+              "state: heads must be den");
+  EXPECT_EQ(refusal([](C c) { c.state.data = static_cast<float*>(c.state.data) + 1; }).substr(0, 6),
+            "state:");
   std::vector<int32_t> host = {1, 2, 3};
+  EXPECT_EQ(refusal([&](C c) { c.y.data = host.data(); }).substr(0, 18), "y: is host memory,");
+  EXPECT_EQ(refusal([&](C c) { c.q.state.data = host.data(); }).substr(0, 8), "q.state:");
+  EXPECT_EQ(refusal([&](C c) {
+              c.has_state = reinterpret_cast<const uint8_t*>(host.data());
+            }).substr(0, 26),
+            "has_state: is host memory,");
   EXPECT_EQ(refusal([&](C c) { c.slots = host.data(); }).substr(0, 22), "slots: is host memory,");
 }
 

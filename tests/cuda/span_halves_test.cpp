@@ -136,6 +136,28 @@ TEST_F(SpanHalves, HaveTheSameBitsEveryTime) {
   EXPECT_EQ(a.B, b.B);
 }
 
+TEST_F(SpanHalves, NameWhatCannotBeUsed) {
+  Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
+  inputs.problem.initial_state = std::nullopt;
+  test::OnDevice call(inputs, {.plan = cut_in(0), .out_dtype = DType::kBFloat16});
+  Floats host(1);
+  const auto begin = [&](const SpanMaps& maps) {
+    return span_begin(call.plan, call.memory->tensors(), maps, call.workspace.data(),
+                      call.workspace.size())
+        .message();
+  };
+  EXPECT_EQ(begin({.D = host.data()}), "D: is of a backward, and not made here");
+  EXPECT_EQ(begin({.M = host.data()}).substr(0, 18), "M: is host memory,");
+  EXPECT_EQ(begin({.B = host.data()}).substr(0, 18), "B: is host memory,");
+  const auto finish = [&](const float* states_in) {
+    return span_finish(call.plan, call.memory->tensors(), states_in, call.workspace.data(),
+                       call.workspace.size())
+        .message();
+  };
+  EXPECT_EQ(finish(nullptr), "states_in: pointer is null");
+  EXPECT_EQ(finish(host.data()).substr(0, 26), "states_in: is host memory,");
+}
+
 TEST(SpanHalvesPlan, IsRefusedWhereThereIsNone) {
   const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
   Problem stateless = inputs.problem;

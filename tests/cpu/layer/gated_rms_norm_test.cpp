@@ -209,6 +209,15 @@ TEST(BadGatedRmsNorm, NamesTheArgument) {
   EXPECT_EQ(refusal([](C c, G) { c.eps = NAN; }).substr(0, 4), "eps:");
   EXPECT_EQ(refusal([](C c, G) { c.activation = static_cast<Activation>(7); }),
             "activation: is 7, must be none, silu or sigmoid");
+  EXPECT_EQ(refusal([](C c, G) { c.eps = 1e39; }).substr(0, 4), "eps:");
+  EXPECT_EQ(refusal([](C c, G) { c.num_threads = -1; }).substr(0, 19), "num_threads: is -1,");
+  EXPECT_EQ(refusal([](C c, G) { c.rows[0] = c.rows[1] = int64_t{1} << 40; }),
+            "rows: their product is beyond 2^63");
+  EXPECT_EQ(refusal([](C c, G) { c.rows[0] = c.channels = int64_t{1} << 40; }),
+            "rows: with the channels their product is beyond 2^63");
+  EXPECT_EQ(refusal([](C c, G) { c.device = static_cast<DeviceKind>(7); }).substr(0, 12),
+            "device: is 7");
+  EXPECT_EQ(refusal([](C c, G) { c.eps = -1; }, true).substr(0, 4), "eps:");
   EXPECT_EQ(refusal([](C, G g) { g.dy.data = nullptr; }, true), "dy: pointer is null");
   EXPECT_EQ(refusal([](C c, G) { c.gate.data = nullptr; }, true), "dgate: needs gate");
   EXPECT_EQ(refusal([](C c, G) { c.weight.data = nullptr; }, true), "dweight: needs weight");

@@ -500,8 +500,24 @@ TEST_F(ShortConvOnGpu, NamesTheMemory) {
   EXPECT_GT(needed, 0u);
   EXPECT_EQ(short_conv_backward(call, g).message().substr(0, 35),
             "workspace: pointer is null, needs " + std::to_string(needed).substr(0, 1));
-  call.workspace = copies.workspace(needed), call.workspace_bytes = needed - 1;
+  call.workspace = copies.workspace(needed + 4), call.workspace_bytes = needed - 1;
   EXPECT_EQ(short_conv_backward(call, g).message().substr(0, 14), "workspace: has");
+  call.workspace = static_cast<char*>(call.workspace) + 1, call.workspace_bytes = needed;
+  EXPECT_EQ(short_conv_backward(call, g).message(), "workspace: pointer is not aligned to 4 bytes");
+  std::vector<float> host(needed);
+  call.workspace = host.data();
+  EXPECT_EQ(short_conv_backward(call, g).message().substr(0, 26), "workspace: is host memory,");
+  const int32_t lengths[] = {0, 4, 8}, slots[] = {0, 1};
+  EXPECT_EQ(refusal([&](ShortConv& bad) {
+              bad.batch = 1, bad.num_tokens = 8, bad.num_sequences = 2;
+              bad.cu_seqlens = lengths, bad.cu_seqlens_dtype = DType::kInt32;
+            }).substr(0, 27),
+            "cu_seqlens: is host memory,");
+  for (const bool before : {true, false})
+    EXPECT_EQ(refusal([&](ShortConv& bad) {
+                (before ? bad.initial_state : bad.final_state).indices = slots;
+              }).substr(0, 12),
+              before ? "initial_stat" : "final_state_");
 }
 
 // ---- bad calls ----------------------------------------------------------------------------------
@@ -565,12 +581,27 @@ TEST(BadShortConv, NamesTheArgument) {
            c.final_state.indices = turned;
          }),
          "final_state: overlaps initial_state");
+  // In place as another type.
+  starts(refusal([](C c) {
+           c.final_state = c.initial_state;
+           c.final_state.tensor.dtype = DType::kBFloat16;
+         }),
+         "final_state: overlaps initial_state");
   static const uint8_t mask[] = {1, 0};
   starts(refusal([](C c) {
            c.initial_state = {};
            c.has_state = mask;
          }),
          "has_state: needs initial_state");
+  starts(refusal([](C c) { c.batch = -1; }), "batch: is -1");
+  starts(refusal([](C c) { c.num_sequences = -1; }), "num_sequences: is -1");
+  starts(refusal([](C c) { c.state_width = int64_t{1} << 41; }), "state_width: is 2199023255552");
+  starts(refusal([](C c) { c.initial_state.num_slots = -1; }), "initial_state: is -1");
+  starts(refusal([](C c) { c.batch = c.num_tokens = int64_t{1} << 40; }),
+         "channels: batch x num_tokens x channels is beyond 2^63");
+  starts(refusal([](C c) { c.batch = c.channels = int64_t{1} << 40; }),
+         "channels: batch x num_tokens x channels is beyond 2^63");
+  starts(refusal([](C c) { c.device = static_cast<DeviceKind>(7); }), "device: is 7");
 }
 
 TEST(BadShortConv, Gradients) {
@@ -601,6 +632,16 @@ TEST(BadShortConv, Gradients) {
             "d_initial_state: overlaps d_final_state");
   EXPECT_EQ(refusal_of([](C, G g) { g.dy.dtype = DType::kInt32; }),
             "dy: type is int32, must be fp32, bf16 or fp16");
+  EXPECT_EQ(refusal_of([](C c, G) { c.num_threads = -1; }).substr(0, 19), "num_threads: is -1,");
+  EXPECT_EQ(refusal_of([](C c, G) { c.initial_state.num_slots = 3; }).substr(0, 24),
+            "initial_state: has 3 slo");
+  EXPECT_EQ(refusal_of([](C c, G) { c.state_width = 0; }).substr(0, 17), "state_width: is 0");
+  static const uint8_t mask[] = {1, 0};
+  EXPECT_EQ(refusal_of([](C c, G g) {
+              c.initial_state = {}, g.d_initial_state = {};
+              c.has_state = mask;
+            }),
+            "has_state: needs initial_state");
 }
 
 }  // namespace
