@@ -49,8 +49,8 @@ inline HeadBytes head_bytes(const Plan& plan) {
   return bytes;
 }
 
-/// Are gradients wanted that tokens have from states and errors? Without them the chain from right to
-/// left is all of a backward: it makes dv and the gradient of the initial states.
+/// Are gradients wanted that tokens have from states and errors? Without them the chain from right
+/// to left is all of a backward: it makes dv and the gradient of the initial states.
 inline bool wants_tokens(const Gradients& g) {
   return g.dq || g.dk || g.dg || g.dbeta || g.dA_log || g.ddt_bias;
 }
