@@ -24,4 +24,11 @@ with torch.inference_mode():
     o = libkda.decode(*tokens(3, 1), pool, on(3, 5, 0), **gate)  # a token of each; the third row is padding
     o = libkda.verify(*tokens(2, 3), pool, torch.stack([on(3, 1, 2), on(5, 4, 6)]), **gate)  # a slot a draft
 # [readme]
+
+    # A token of each through a whole layer: short convolution, KDA and gated norm, one kernel on a GPU.
+    half = lambda *shape: torch.randn(*shape, device=device, dtype=torch.bfloat16)
+    conv_pool = torch.zeros(8, 3 * H * D, 3, device=device, dtype=torch.bfloat16)
+    o = libkda.fused_decode(half(2, 3 * H * D), half(3 * H * D, 4), None, conv_pool, half(1, 2, H, D), half(1, 2, H),
+                            gate["A_log"], None, on(3, 5).int(), pool, lower_bound=-5.0, output_gate=half(2, H, D),
+                            norm_weight=torch.ones(D, device=device), state_v_first=False)
 print("o", tuple(o.shape), "states in slots", pool.flatten(1).any(1).nonzero().flatten().tolist())
