@@ -21,8 +21,13 @@ inline constexpr Types kSteps = {"int64", {ScalarType::Long, ScalarType::Long, S
 inline constexpr Types kRowsOnly = {"float32, bfloat16 or float16",
                                     {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
 
+/// `like`: its device is that of `x`.
+float* floats_of(const Tensor& x, const Tensor& like, const char* name,
+                 std::initializer_list<int64_t> shape) {
+  return static_cast<float*>(const_cast<void*>(dense_pointer(x, like, name, kFloats, shape)));
+}
 float* floats_of(const Tensor& x, const char* name, std::initializer_list<int64_t> shape) {
-  return static_cast<float*>(const_cast<void*>(dense_pointer(x, x, name, kFloats, shape)));
+  return floats_of(x, x, name, shape);
 }
 
 /// M [N, HV, K, K] of every sequence, and what it adds [N, HV, K, V]: B, or D where d_o is given.
@@ -55,26 +60,35 @@ void span_maps(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor 
   });
 }
 
-/// A forward in two halves: its problem, and the plan, which both have.
-struct Halves {
+/// A half of a forward, on the device of q and its stream: both halves have this plan.
+struct Half {
+  OnDevice on_device;
   kda_problem problem;
-  std::vector<int64_t> lengths;
-  kda_plan_options options;
+  ForwardPlan plan;
+  size_t bytes;
 
-  Halves(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-         const Tensor& o, const Tensor& final_state, const MaybeTensor& A_log,
-         const MaybeTensor& dt_bias, const Tensor& cu_seqlens, const Tensor& cu_seqlens_cpu,
-         const Modes& modes) {
+  Half(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+       const Tensor& o, const Tensor& final_state, const MaybeTensor& A_log,
+       const MaybeTensor& dt_bias, const Tensor& cu_seqlens, const Tensor& cu_seqlens_cpu,
+       const Modes& modes)
+      : on_device(q) {
     if (!q.is_cuda()) refuse("q must be on a CUDA device, got ", device_text(q));
     problem = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
     set_output(&problem, o, q);
-    lengths = set_lengths(&problem, q, cu_seqlens, cu_seqlens_cpu);
+    const std::vector<int64_t> lengths = set_lengths(&problem, q, cu_seqlens, cu_seqlens_cpu);
     describe_state(&problem.final_state, final_state, q, "final_state", modes.state_v_first,
                    problem);
-    options = options_for(q);
+    problem.stream = current_stream(q);
+    kda_plan_options options = options_for(q);
     options.spans = 1;
+    plan = forward_plan(problem, options, lengths);
+    bytes = kda_plan_workspace_bytes(plan.get());
   }
-  ForwardPlan plan() const { return forward_plan(problem, options, lengths); }
+  /// fp32 [N, HV, K, columns].
+  float* matrices(const Tensor& x, const Tensor& q, const char* name, int64_t columns) const {
+    return floats_of(x, q, name,
+                     {problem.num_sequences, problem.num_value_heads, problem.key_dim, columns});
+  }
 };
 
 /// Whether the library has such a forward for these tensors.
@@ -82,13 +96,11 @@ bool has_span_halves(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor
                      Tensor final_state, MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens,
                      Tensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                      double lower_bound, double scale, bool l2norm) {
-  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
-  const OnDevice on_device(q);
   try {
-    Halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu, modes)
-        .plan();
+    Half(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+         {gate_mode, beta_mode, lower_bound, scale, l2norm, false});
     return true;
-  } catch (const std::exception&) {
+  } catch (const std::exception&) {  // the ordinary forward says what does not fit
     return false;
   }
 }
@@ -98,26 +110,15 @@ Tensor span_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
                   MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu,
                   int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
                   bool l2norm, MaybeTensor M, MaybeTensor B) {
-  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
-  const OnDevice on_device(q);
-  Halves halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-                modes);
-  kda_problem& p = halves.problem;
-  p.stream = current_stream(q);
+  const Half half(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+                  {gate_mode, beta_mode, lower_bound, scale, l2norm, false});
   kda_maps maps;
   std::memset(&maps, 0, sizeof(maps));
   maps.struct_size = sizeof(maps);
-  const int64_t N = p.num_sequences, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
-  const auto pointer = [&](const Tensor& x, const char* name, int64_t columns) {
-    return static_cast<float*>(
-        const_cast<void*>(dense_pointer(x, q, name, kFloats, {N, HV, K, columns})));
-  };
-  if (M) maps.M = pointer(*M, "M", K);
-  if (B) maps.B = pointer(*B, "B", V);
-  const ForwardPlan plan = halves.plan();
-  const size_t bytes = kda_plan_workspace_bytes(plan.get());
-  const Tensor memory = new_workspace(bytes, q);
-  check(kda_span_begin(plan.get(), &p, &maps, workspace_in(memory), bytes));
+  if (M) maps.M = half.matrices(*M, q, "M", half.problem.key_dim);
+  if (B) maps.B = half.matrices(*B, q, "B", half.problem.value_dim);
+  const Tensor memory = new_workspace(half.bytes, q);
+  check(kda_span_begin(half.plan.get(), &half.problem, &maps, workspace_in(memory), half.bytes));
   return memory;
 }
 
@@ -125,20 +126,13 @@ void span_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, 
                  MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu,
                  int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
                  bool l2norm, Tensor states, Tensor workspace) {
-  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false};
-  const OnDevice on_device(q);
-  Halves halves(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-                modes);
-  kda_problem& p = halves.problem;
-  p.stream = current_stream(q);
-  const ForwardPlan plan = halves.plan();
-  const size_t bytes = kda_plan_workspace_bytes(plan.get());
-  if (workspace.dim() != 1 || static_cast<size_t>(workspace.size(0)) != bytes + 64)
+  const Half half(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+                  {gate_mode, beta_mode, lower_bound, scale, l2norm, false});
+  if (workspace.dim() != 1 || static_cast<size_t>(workspace.size(0)) != half.bytes + 64)
     refuse("workspace must be what span_begin has returned for the same arguments");
-  const void* starts = dense_pointer(states, q, "states", kFloats,
-                                     {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim});
-  check(kda_span_finish(plan.get(), &p, static_cast<const float*>(starts), workspace_in(workspace),
-                        bytes));
+  const float* starts = half.matrices(states, q, "states", half.problem.value_dim);
+  check(
+      kda_span_finish(half.plan.get(), &half.problem, starts, workspace_in(workspace), half.bytes));
 }
 
 /// Steps [S, 3] of (start, map, store) over maps [R, HV K (K + V)]: M, then what it adds.

@@ -202,8 +202,8 @@ class Context:
         return torch.tensor(self.offsets, dtype=torch.int32)
 
     def _lengths(self, first, last, device):
-        """cu_seqlens of spans `first` to `last` as a problem of their own, on a device and on the host; made once: a
-        graph cannot be captured over a copy."""
+        """cu_seqlens of spans `first` to `last` as a problem of their own, on a device and on the host; made once: the
+        host waits for the copy."""
         key = first, last, device
         if key not in self._lengths_on:
             cu = torch.tensor([x - self.offsets[first] for x in self.offsets[first:last + 1]], dtype=torch.int32)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of chains by wgmma: a warpgroup has 64 columns of V as rows. They are begun here; who
-// calls commits and waits.
+// What chains of a warpgroup share, which has 64 columns of V as rows: products by wgmma, which are
+// begun here (who calls commits and waits), and stores of rows.
 #pragma once
 
 #include "cuda/ptx/ptx.cuh"
@@ -33,6 +33,19 @@ __device__ __forceinline__ void multiply_tokens(float (&acc)[kTiles][4], const T
 #pragma unroll
   for (int step = 0; step < kChunk / 16; ++step)
     (ptx::wgmma_mn_major<T>(acc, x[step], ptx::next_rows(tile, step * 16)), ...);
+}
+
+/// 8 columns of a row, of which `count` exist, by the widest stores that fit.
+template <class Count>
+__device__ __forceinline__ void store_piece(uint16_t* to, uint4 piece, Count count) {
+  if (count >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    *reinterpret_cast<uint4*>(to) = piece;
+    return;
+  }
+  const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (2 * i < count) reinterpret_cast<uint32_t*>(to)[i] = pairs[i];
 }
 
 }  // namespace kda::cuda::chain

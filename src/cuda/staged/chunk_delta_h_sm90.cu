@@ -124,18 +124,6 @@ struct Kernel {
     }
   }
 
-  /// 8 columns of a row, of which `count` exist, by the widest stores that fit.
-  __device__ static void store_piece(uint16_t* to, uint4 piece, int64_t count) {
-    if (count >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-      *reinterpret_cast<uint4*>(to) = piece;
-      return;
-    }
-    const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (2 * i < count) reinterpret_cast<uint32_t*>(to)[i] = pairs[i];
-  }
-
   __device__ void store_tiles(int chunk, const S& s, int thread) const {
     const int64_t token0 = c.span.begin + chunk * kChunk;
     uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
@@ -155,7 +143,7 @@ struct Kernel {
         const int i = first + n * kStorers * 32, token = i / 8 % kChunk;
         const int v = (c.u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
         if (i < kPieces && token < count)
-          store_piece(base + token * c.a.o.stride_t + v, pieces[n], c.a.shape.V - v);
+          chain::store_piece(base + token * c.a.o.stride_t + v, pieces[n], c.a.shape.V - v);
       }
     }
   }

@@ -173,27 +173,12 @@ struct Reverse {
     reverse::copy_d_o<kColumns>(c, a.d_o, chunk, c.u_tile * kVTile, s.d_o);
   }
 
-  /// d_o^T as A operands and in fp32.
-  __device__ __forceinline__ void load_d_o(const Stage& s, uint32_t (&d_o)[4][4],
-                                           float (&x)[C::kTokenTiles][4]) const {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::ldmatrix_x4_trans(d_o[step], ptx::shared_address(c.u_piece(s.d_o, step)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = ptx::unpack<T>(d_o[step][i]);
-        x[2 * step + i / 2][i % 2 * 2] = pair.x;
-        x[2 * step + i / 2][i % 2 * 2 + 1] = pair.y;
-      }
-    }
-  }
-
   __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
     uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
     float x[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
     c.load_gammas(s.gamma, gammas);
-    load_d_o(s, d_o, x);
+    reverse::load_d_o(c, s.d_o, d_o, x);
     c.template scale_tokens<1>(s.diag, x);
     round_state(c, rounded);
     ptx::wgmma_wait<0>();  // as above
@@ -260,20 +245,9 @@ struct Reverse {
     for (int i = thread; i < kChunk * 8; i += kStorers) {
       const int token = i / 8, v = c.u_tile * kVTile + i % 8 * 8;
       const auto piece = *reinterpret_cast<const uint4*>(s.d_o + swizzled(token, i % 8));
-      if (token < count) store_piece(base + token * c.a.o.stride_t + v, piece, c.a.shape.V - v);
+      if (token < count)
+        chain::store_piece(base + token * c.a.o.stride_t + v, piece, c.a.shape.V - v);
     }
-  }
-
-  /// 8 columns of a row, of which `count` exist, by the widest stores that fit.
-  __device__ static void store_piece(uint16_t* to, uint4 piece, int count) {
-    if (count >= 8 && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-      *reinterpret_cast<uint4*>(to) = piece;
-      return;
-    }
-    const uint32_t pairs[4] = {piece.x, piece.y, piece.z, piece.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (2 * i < count) reinterpret_cast<uint32_t*>(to)[i] = pairs[i];
   }
 };
 

@@ -131,16 +131,7 @@ struct Kernel {
   /// dVn^T without the state's part: (Aqk^T d_o + diag d_o)^T. Leaves d_o^T as A operands.
   __device__ __forceinline__ void multiply_outputs(uint32_t (&d_o)[4][4],
                                                    float (&x)[kTokenTiles][4]) const {
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      ptx::ldmatrix_x4_trans(d_o[step], ptx::shared_address(c.u_piece(s.d_o, step)));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 pair = ptx::unpack<T>(d_o[step][i]);
-        x[2 * step + i / 2][i % 2 * 2] = pair.x;
-        x[2 * step + i / 2][i % 2 * 2 + 1] = pair.y;
-      }
-    }
+    reverse::load_d_o(c, s.d_o, d_o, x);
     c.template scale_tokens<1>(s.diag, x);
     multiply_lower<false>(d_o, s.Aqk, x);
   }

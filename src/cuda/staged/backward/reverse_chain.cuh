@@ -41,6 +41,22 @@ __device__ __forceinline__ void store_gradient(Chain& c, const StateView& initia
   c.store_end();
 }
 
+/// d_o^T of a chunk from shared memory: as A operands, and in fp32.
+template <class T, class Chain, int kTokenTiles>
+__device__ __forceinline__ void load_d_o(const Chain& c, const T* tile, uint32_t (&d_o)[4][4],
+                                         float (&x)[kTokenTiles][4]) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    ptx::ldmatrix_x4_trans(d_o[step], ptx::shared_address(c.u_piece(tile, step)));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = ptx::unpack<T>(d_o[step][i]);
+      x[2 * step + i / 2][i % 2 * 2] = pair.x;
+      x[2 * step + i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+  }
+}
+
 /// Copies d_o of a chunk and the columns [column, column + kColumns), which lie in one tile of V:
 /// what a warp does, by cp.async. Zeros for tokens and columns that are not there.
 template <int kColumns, class Chain>
