@@ -27,10 +27,12 @@ struct Gradients {
   std::optional<TensorDesc> d_o;            ///< in: [B, T, HV, V] bf16, fp16 or fp32
   std::optional<TensorDesc> d_final_state;  ///< in: [N, HV, K, V] in state_layout, fp32 or bf16
 
-  std::optional<TensorDesc> dq;        ///< [B, T, H, K]  bf16, fp16 or fp32
-  std::optional<TensorDesc> dk;        ///< [B, T, H, K]
-  std::optional<TensorDesc> dv;        ///< [B, T, HV, V]
-  std::optional<TensorDesc> dg;        ///< [B, T, HV, K]
+  std::optional<TensorDesc> dq;  ///< [B, T, H, K]  bf16, fp16 or fp32
+  std::optional<TensorDesc> dk;  ///< [B, T, H, K]
+  std::optional<TensorDesc> dv;  ///< [B, T, HV, V]
+  /// [B, T, HV, K]; where g has an innermost stride of 0, it may have one too: the sum over
+  /// channels, [B, T, HV] in memory.
+  std::optional<TensorDesc> dg;
   std::optional<TensorDesc> dbeta;     ///< [B, T, HV]; any innermost stride
   std::optional<TensorDesc> dA_log;    ///< [HV] fp32; only where the forward has A_log
   std::optional<TensorDesc> ddt_bias;  ///< [HV, K] fp32; only where it has dt_bias

@@ -72,6 +72,10 @@ typedef enum kda_beta_mode {
   KDA_BETA_SIGMOID = 1,
   KDA_BETA_SIGMOID2 = 2
 } kda_beta_mode;
+typedef enum kda_head_map {
+  KDA_HEADS_GROUPED = 0, /* value head j reads q/k head j / (HV / H) */
+  KDA_HEADS_TILED = 1    /* j % H */
+} kda_head_map;
 typedef enum kda_state_layout { KDA_STATE_KV = 0, KDA_STATE_VK = 1 } kda_state_layout;
 typedef enum kda_operation { KDA_FORWARD = 0, KDA_DECODE = 1 } kda_operation;
 typedef enum kda_device_kind { KDA_CPU = 0, KDA_CUDA = 1 } kda_device_kind;
@@ -93,10 +97,12 @@ typedef enum kda_intra_form {
  * described, and is refused (one fp32 element for all: set the alignment). */
 typedef struct kda_tensor {
   void* data;
-  int32_t dtype;      /* kda_dtype */
-  int32_t reserved;   /* 0 */
-  int64_t strides[4]; /* elements, outermost first; the innermost of the tensor's rank is 1 */
-  int64_t alignment;  /* bytes, power of two; 0: the largest up to 16 that the strides keep */
+  int32_t dtype;    /* kda_dtype */
+  int32_t reserved; /* 0 */
+  /* elements, outermost first; the innermost of the tensor's rank is 1, or of g 0: one gate a head
+   */
+  int64_t strides[4];
+  int64_t alignment; /* bytes, power of two; 0: the largest up to 16 that the strides keep */
 } kda_tensor;
 
 /* A buffer of states [num_slots, HV, K, V] or [num_slots, HV, V, K]. All zero: the problem has
@@ -152,6 +158,8 @@ typedef struct kda_problem {
   /* run, backward: what a plan with options.keep saves; kda_plan_saved_bytes, aligned to 64. */
   void* saved;
   size_t saved_bytes;
+  int32_t head_map;  /* kda_head_map */
+  int32_t reserved2; /* 0 */
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -251,7 +259,7 @@ typedef struct kda_gradients {
   kda_tensor d_final_state;   /* in: [N, HV, K, V] or [N, HV, V, K], fp32 or bf16 */
   kda_tensor dq, dk;          /* [B, T, H, K] */
   kda_tensor dv;              /* [B, T, HV, V] */
-  kda_tensor dg;              /* [B, T, HV, K] */
+  kda_tensor dg;              /* [B, T, HV, K]; an innermost stride of 0, as of g: summed over K */
   kda_tensor dbeta;           /* [B, T, HV] */
   kda_tensor dA_log;          /* [HV] fp32 */
   kda_tensor ddt_bias;        /* [HV, K] fp32 */

@@ -47,17 +47,21 @@ struct Problem {
   int64_t batch = 1;            ///< B; must be 1 with cu_seqlens
   int64_t num_tokens = 0;       ///< T, a row of the batch (all sequences together with cu_seqlens)
   int64_t num_heads = 1;        ///< H, heads of q and k
-  int64_t num_value_heads = 1;  ///< HV, a multiple of H; value head j reads q/k head j / (HV / H)
+  int64_t num_value_heads = 1;  ///< HV, a multiple of H; head_map says who reads which
   int64_t key_dim = 128;        ///< K, 1..256
   int64_t value_dim = 128;      ///< V, 1..256
   int64_t num_sequences = 1;    ///< N; equals B without cu_seqlens
 
-  TensorDesc q;     ///< [B, T, H, K]   bf16, fp16 or fp32
-  TensorDesc k;     ///< [B, T, H, K]
-  TensorDesc v;     ///< [B, T, HV, V]
-  TensorDesc g;     ///< [B, T, HV, K]  raw gate or log decay, see gate_mode
+  TensorDesc q;  ///< [B, T, H, K]   bf16, fp16 or fp32
+  TensorDesc k;  ///< [B, T, H, K]
+  TensorDesc v;  ///< [B, T, HV, V]
+  /// [B, T, HV, K]  raw gate or log decay, see gate_mode. An innermost stride of 0 is one gate a
+  /// head, [B, T, HV] in memory (Gated DeltaNet).
+  TensorDesc g;
   TensorDesc beta;  ///< [B, T, HV]
   TensorDesc o;     ///< [B, T, HV, V]  output
+
+  HeadMap head_map = HeadMap::kGrouped;  ///< the q/k head of a value head
 
   GateMode gate_mode = GateMode::kLog;
   double lower_bound = -5.0;  ///< of GateMode::kBounded; -1e35..-1e-35

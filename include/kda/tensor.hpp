@@ -40,4 +40,8 @@ struct TensorView {
 /// alignment up to kDefaultAlignment that its own strides keep.
 TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcept;
 
+/// Descriptor of one gate a head, [B, T, HV] in memory: as Problem::g, or its gradient.
+TensorDesc head_gates(DType dtype, int64_t batch, int64_t num_tokens,
+                      int64_t num_value_heads) noexcept;
+
 }  // namespace kda

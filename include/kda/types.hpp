@@ -29,6 +29,12 @@ enum class BetaMode : int32_t {
   kSigmoid2 = 2,  ///< 2 sigmoid(beta): negative eigenvalues allowed
 };
 
+/// Which q/k head a value head j reads, of H q/k heads and HV value heads.
+enum class HeadMap : int32_t {
+  kGrouped = 0,  ///< j / (HV / H): neighbours share one
+  kTiled = 1,    ///< j % H: those H apart share one
+};
+
 /// Memory order of a state: [.., K, V] or [.., V, K].
 enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
 
@@ -57,6 +63,7 @@ int64_t dtype_size(DType dtype) noexcept;
 const char* dtype_name(DType dtype) noexcept;
 const char* gate_mode_name(GateMode mode) noexcept;           ///< "log", "softplus", "bounded"
 const char* beta_mode_name(BetaMode mode) noexcept;           ///< "plain", "sigmoid", "sigmoid2"
+const char* head_map_name(HeadMap map) noexcept;              ///< "grouped", "tiled"
 const char* state_layout_name(StateLayout layout) noexcept;   ///< "kv", "vk"
 const char* activation_name(Activation activation) noexcept;  ///< "none", "silu", "sigmoid"
 const char* device_kind_name(DeviceKind kind) noexcept;       ///< "cpu", "cuda"

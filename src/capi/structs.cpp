@@ -75,6 +75,7 @@ Problem problem_of(const kda_problem& c) {
   p.key_dim = c.key_dim;
   p.value_dim = c.value_dim;
   p.num_sequences = c.num_sequences;
+  p.head_map = static_cast<HeadMap>(c.head_map);
   p.q = tensor_of(c.q, qk_shape(p), 4);
   p.k = tensor_of(c.k, qk_shape(p), 4);
   p.v = tensor_of(c.v, v_shape(p), 4);

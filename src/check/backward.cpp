@@ -47,6 +47,17 @@ double one_head_bound(std::string_view name) {
   return 0;
 }
 
+/// Sums over channels of a gradient [L, size].
+oracle::Gradient sums_of_rows(const oracle::Gradient& rows, int64_t size) {
+  oracle::Gradient sums;
+  sums.resize(rows.value.size() / static_cast<std::size_t>(size));
+  for (std::size_t i = 0; i < rows.value.size(); ++i) {
+    sums.value[i / static_cast<std::size_t>(size)] += rows.value[i];
+    sums.magnitude[i / static_cast<std::size_t>(size)] += rows.magnitude[i];
+  }
+  return sums;
+}
+
 void add(const oracle::Gradient& from, oracle::Gradient* to) {
   if (to->value.empty()) to->resize(from.value.size());
   for (std::size_t i = 0; i < from.value.size(); ++i) {
@@ -87,7 +98,8 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
   want(g.dq, buffers.dq, type(p.q), qk_shape(p));
   want(g.dk, buffers.dk, type(p.k), qk_shape(p));
   want(g.dv, buffers.dv, type(p.v), v_shape(p));
-  want(g.dg, buffers.dg, type(p.g), g_shape(p));
+  want(g.dg, buffers.dg, type(p.g), has_head_gate(p) ? beta_shape(p) : g_shape(p));
+  if (has_head_gate(p)) g.dg = head_gates(type(p.g), p.batch, p.num_tokens, p.num_value_heads);
   want(g.dbeta, buffers.dbeta, type(p.beta), beta_shape(p));
   g.dbeta->strides = {p.num_tokens * p.num_value_heads, p.num_value_heads, 1, 0};
   if (p.A_log) {
@@ -266,16 +278,20 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       add_error(name, n, head, *desc,
                 oracle::load_rows(p, *desc, buffer.data(), span_of(n), head, size), reference);
   };
-  const int64_t group = p.num_value_heads / p.num_heads;
   std::vector<oracle::Gradient> dA_log(static_cast<std::size_t>(p.num_value_heads));
   std::vector<oracle::Gradient> ddt_bias(static_cast<std::size_t>(p.num_value_heads));
   for (int64_t n = 0; n < p.num_sequences; ++n) {
     oracle::Gradient dq, dk;
-    for (int64_t head = 0; head < p.num_value_heads; ++head) {
+    for (int64_t idx = 0; idx < p.num_value_heads; ++idx) {
+      const int64_t q_head = idx / group_size(p), j = idx % group_size(p);
+      const int64_t head = value_head_of(p, q_head, j);
       const auto at = static_cast<std::size_t>(n * p.num_value_heads + head);
       const oracle::HeadGradients& r = truth[at];
       judge_rows("dv", g.dv, buffers.dv, n, head, p.value_dim, r.dv);
-      judge_rows("dg", g.dg, buffers.dg, n, head, p.key_dim, r.dg);
+      if (g.dg && is_a_head(p, *g.dg))
+        judge_rows("dg", g.dg, buffers.dg, n, head, 1, sums_of_rows(r.dg, p.key_dim));
+      else
+        judge_rows("dg", g.dg, buffers.dg, n, head, p.key_dim, r.dg);
       judge_rows("dbeta", g.dbeta, buffers.dbeta, n, head, 1, r.dbeta);
       if (g.d_initial_state)
         add_error("d_initial_state", n, head, *g.d_initial_state,
@@ -286,9 +302,9 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       add(r.ddt_bias, &ddt_bias[static_cast<std::size_t>(head)]);
       add(r.dq, &dq);
       add(r.dk, &dk);
-      if (head % group < group - 1) continue;
-      judge_rows("dq", g.dq, buffers.dq, n, head / group, p.key_dim, dq);
-      judge_rows("dk", g.dk, buffers.dk, n, head / group, p.key_dim, dk);
+      if (j < group_size(p) - 1) continue;
+      judge_rows("dq", g.dq, buffers.dq, n, q_head, p.key_dim, dq);
+      judge_rows("dk", g.dk, buffers.dk, n, q_head, p.key_dim, dk);
       dq = dk = {};
     }
   }

@@ -52,9 +52,23 @@ inline bool in_place(const Problem& p) {
 /// Decode in place writes zeros where no token is computed.
 inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_slot > 0; }
 
+/// Value heads of a q/k head.
+inline int64_t group_size(const Problem& p) { return p.num_value_heads / p.num_heads; }
+
 inline int64_t q_head_of(const Problem& p, int64_t value_head) {
-  return value_head / (p.num_value_heads / p.num_heads);
+  return p.head_map == HeadMap::kTiled ? value_head % p.num_heads : value_head / group_size(p);
 }
+
+/// Value head `j` of those that read a q/k head, 0 <= j < group_size().
+inline int64_t value_head_of(const Problem& p, int64_t q_head, int64_t j) {
+  return p.head_map == HeadMap::kTiled ? q_head + j * p.num_heads : q_head * group_size(p) + j;
+}
+
+/// Whether g, or its gradient, has one element a head for all channels.
+inline bool is_a_head(const Problem& p, const TensorDesc& gate) {
+  return p.key_dim > 1 && gate.strides[3] == 0;
+}
+inline bool has_head_gate(const Problem& p) { return is_a_head(p, p.g); }
 
 inline const char* at_bytes(const void* base, const TensorDesc& desc, int64_t element) {
   return static_cast<const char*>(base) + element * dtype_size(desc.dtype);

@@ -48,6 +48,7 @@ const char* gate_mode_name(GateMode mode) noexcept {
 const char* beta_mode_name(BetaMode mode) noexcept {
   return name_of(mode, {"plain", "sigmoid", "sigmoid2"});
 }
+const char* head_map_name(HeadMap map) noexcept { return name_of(map, {"grouped", "tiled"}); }
 const char* state_layout_name(StateLayout layout) noexcept { return name_of(layout, {"kv", "vk"}); }
 const char* activation_name(Activation activation) noexcept {
   return name_of(activation, {"none", "silu", "sigmoid"});
@@ -68,6 +69,13 @@ TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcep
     while (!innermost && bytes % static_cast<uint64_t>(desc.alignment) != 0) desc.alignment /= 2;
     if (__builtin_mul_overflow(stride, *extent, &stride)) stride = INT64_MAX;
   }
+  return desc;
+}
+
+TensorDesc head_gates(DType dtype, int64_t batch, int64_t num_tokens,
+                      int64_t num_value_heads) noexcept {
+  TensorDesc desc = contiguous(dtype, {batch, num_tokens, num_value_heads, 1});
+  desc.strides[3] = 0;
   return desc;
 }
 

@@ -24,6 +24,7 @@ struct TensorRules {
   int rank;
   bool output;
   bool innermost_free = false;  // beta: a column of a fused projection
+  bool one_a_head = false;      // g: an innermost stride of 0
 };
 
 bool is_float(DType dtype) {
@@ -46,8 +47,10 @@ Status check_strides(const TensorRules& rules, const TensorDesc& desc) {
     if (count <= 1) continue;
     if (stride == kUnsetStride)
       return invalid(rules.name, ": the stride of dimension ", dim, " was never set");
-    if (dim == rules.rank - 1 && stride != 1 && !rules.innermost_free)
-      return invalid(rules.name, ": innermost stride is ", stride, ", must be 1");
+    if (dim == rules.rank - 1 && stride != 1 && !rules.innermost_free &&
+        !(rules.one_a_head && stride == 0))
+      return invalid(rules.name, ": innermost stride is ", stride, ", must be 1",
+                     rules.one_a_head ? ", or 0 for one gate a head" : "");
     if (stride < 0)
       return invalid(rules.name, ": stride ", stride, " of dimension ", dim, " is negative");
     int64_t reach = 0;
@@ -68,7 +71,8 @@ Status check_injective(const TensorRules& rules, const TensorDesc& desc) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // stride, count
   for (int dim = 0; dim < rules.rank; ++dim) {
     const auto d = static_cast<std::size_t>(dim);
-    if (rules.shape[d] > 1) dims.emplace_back(desc.strides[d], rules.shape[d]);
+    const bool one_for_all = rules.one_a_head && dim == rules.rank - 1 && desc.strides[d] == 0;
+    if (rules.shape[d] > 1 && !one_for_all) dims.emplace_back(desc.strides[d], rules.shape[d]);
   }
   std::sort(dims.begin(), dims.end());
   int64_t reach = 0;
@@ -182,6 +186,8 @@ Status check_modes(const Problem& p) {
   KDA_RETURN_IF_ERROR(check_gate(p));
   if (p.beta_mode < BetaMode::kPlain || p.beta_mode > BetaMode::kSigmoid2)
     return invalid("beta_mode: value ", static_cast<int32_t>(p.beta_mode), " is unknown");
+  if (p.head_map != HeadMap::kGrouped && p.head_map != HeadMap::kTiled)
+    return invalid("head_map: value ", static_cast<int32_t>(p.head_map), " is unknown");
   if (p.state_layout != StateLayout::kKV && p.state_layout != StateLayout::kVK)
     return invalid("state_layout: value ", static_cast<int32_t>(p.state_layout), " is unknown");
   if (!p.scale) return {};
@@ -250,7 +256,7 @@ Status validate_or_throw(const Problem& p) {
   KDA_RETURN_IF_ERROR(check_io({"q", qk_shape(p), 4, false}, p.q));
   KDA_RETURN_IF_ERROR(check_io({"k", qk_shape(p), 4, false}, p.k));
   KDA_RETURN_IF_ERROR(check_io({"v", v_shape(p), 4, false}, p.v));
-  KDA_RETURN_IF_ERROR(check_io({"g", g_shape(p), 4, false}, p.g));
+  KDA_RETURN_IF_ERROR(check_io({"g", g_shape(p), 4, false, false, true}, p.g));
   KDA_RETURN_IF_ERROR(check_io({"beta", beta_shape(p), 3, false, true}, p.beta));
   KDA_RETURN_IF_ERROR(check_io({"o", v_shape(p), 4, true}, p.o));
   KDA_RETURN_IF_ERROR(check_parameter({"A_log", {p.num_value_heads, 1, 1, 1}, 1, false}, p.A_log));
@@ -290,7 +296,9 @@ Status check_gradients(const Problem& p, const Gradients& g) {
   KDA_RETURN_IF_ERROR(check_gradient({"dq", qk_shape(p), 4, true}, g.dq));
   KDA_RETURN_IF_ERROR(check_gradient({"dk", qk_shape(p), 4, true}, g.dk));
   KDA_RETURN_IF_ERROR(check_gradient({"dv", v_shape(p), 4, true}, g.dv));
-  KDA_RETURN_IF_ERROR(check_gradient({"dg", g_shape(p), 4, true}, g.dg));
+  if (g.dg && is_a_head(p, *g.dg) && !has_head_gate(p))
+    return invalid("dg: innermost stride is 0, but g has a gate a channel");
+  KDA_RETURN_IF_ERROR(check_gradient({"dg", g_shape(p), 4, true, false, true}, g.dg));
   KDA_RETURN_IF_ERROR(check_gradient({"dbeta", beta_shape(p), 3, true, true}, g.dbeta));
   if (g.dA_log && !p.A_log) return invalid("dA_log: given, but the forward has no A_log");
   if (g.ddt_bias && !p.dt_bias) return invalid("ddt_bias: given, but the forward has no dt_bias");

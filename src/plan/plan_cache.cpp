@@ -63,10 +63,11 @@ class Key {
   // A new field of Problem belongs here (and its test in tests/plan/plan_cache_test.cpp).
   void add_one(const Problem& p) {
     add(p.operation, p.batch, p.num_tokens, p.num_heads, p.num_value_heads, p.key_dim, p.value_dim,
-        p.num_sequences, p.q, p.k, p.v, p.g, p.beta, p.o, p.gate_mode, p.lower_bound, p.A_log,
-        p.dt_bias, p.beta_mode, p.qk_l2norm, p.scale, p.cu_seqlens, p.state_layout, p.initial_state,
-        p.initial_state_mask, p.final_state, p.checkpoints, p.checkpoint_every, p.first_slot,
-        p.state_index_columns, p.num_accepted_tokens, p.zero_skipped, p.batch_invariant);
+        p.num_sequences, p.head_map, p.q, p.k, p.v, p.g, p.beta, p.o, p.gate_mode, p.lower_bound,
+        p.A_log, p.dt_bias, p.beta_mode, p.qk_l2norm, p.scale, p.cu_seqlens, p.state_layout,
+        p.initial_state, p.initial_state_mask, p.final_state, p.checkpoints, p.checkpoint_every,
+        p.first_slot, p.state_index_columns, p.num_accepted_tokens, p.zero_skipped,
+        p.batch_invariant);
   }
 
   std::vector<int64_t> words_;

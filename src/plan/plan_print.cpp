@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "core/json_writer.hpp"
+#include "core/layout.hpp"
 #include "kda/plan.hpp"
 #include "plan/builder.hpp"
 
@@ -60,9 +61,11 @@ void print_problem(const Plan& plan, std::ostream& out) {
   const Problem& p = plan.problem;
   out << "problem         " << operation_name(p.operation) << "  B=" << p.batch
       << " T=" << p.num_tokens << " N=" << p.num_sequences << " H=" << p.num_heads
-      << " HV=" << p.num_value_heads << " K=" << p.key_dim << " V=" << p.value_dim << "\n"
-      << "gates           " << gate_mode_name(p.gate_mode) << ", beta "
-      << beta_mode_name(p.beta_mode) << (p.qk_l2norm ? ", q/k L2 norm" : "") << "\n"
+      << " HV=" << p.num_value_heads << " K=" << p.key_dim << " V=" << p.value_dim
+      << (p.head_map == HeadMap::kTiled ? ", q/k heads tiled" : "") << "\n"
+      << "gates           " << gate_mode_name(p.gate_mode)
+      << (has_head_gate(p) ? ", one a head" : "") << ", beta " << beta_mode_name(p.beta_mode)
+      << (p.qk_l2norm ? ", q/k L2 norm" : "") << "\n"
       << "device          " << plan.device.name << "\n"
       << "implementation  "
       << (plan.implementation.empty() ? "none in this build" : plan.implementation) << "\n"
@@ -141,6 +144,7 @@ void write_problem(const Problem& p, JsonWriter& json) {
   json.member("num_sequences", p.num_sequences).member("num_heads", p.num_heads);
   json.member("num_value_heads", p.num_value_heads);
   json.member("key_dim", p.key_dim).member("value_dim", p.value_dim);
+  json.member("head_map", head_map_name(p.head_map)).member("head_gate", has_head_gate(p));
   json.member("gate", gate_mode_name(p.gate_mode)).member("beta", beta_mode_name(p.beta_mode));
   json.member("qk_l2norm", p.qk_l2norm).member("batch_invariant", p.batch_invariant);
   json.end_object();

@@ -34,6 +34,21 @@ TEST(Validate, AcceptsBroadcastInputsAndStridedBeta) {
   EXPECT_TRUE(validate(p).ok()) << validate(p).message();
 }
 
+TEST(Validate, AcceptsOneGateAHead) {
+  Problem p = base();
+  p.g = head_gates(DType::kFloat32, 1, 16, 2);
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  BackwardProblem backward{p, {}};
+  backward.gradients.d_o = p.o;
+  backward.gradients.dg = p.g;  // the sum over channels
+  EXPECT_TRUE(validate(backward).ok()) << validate(backward).message();
+  backward.gradients.dg->strides[1] = 1;
+  EXPECT_EQ(validate(backward).message(),
+            "dg: stride 1 makes elements of this output overlap, needs at least 2");
+  backward.gradients.dg = contiguous(DType::kFloat32, {1, 16, 2, 8});
+  EXPECT_TRUE(validate(backward).ok()) << validate(backward).message();
+}
+
 TEST(Validate, AcceptsFloat64InAnyMix) {
   check::GenerateOptions options = test::shape(16, 2, 8, 8);
   options.dtype = DType::kFloat64;
@@ -82,6 +97,7 @@ TEST(Validate, NamesAndSizes) {
   EXPECT_STREQ(dtype_name(static_cast<DType>(-1)), "invalid");
   EXPECT_STREQ(gate_mode_name(GateMode::kSoftplus), "softplus");
   EXPECT_STREQ(beta_mode_name(BetaMode::kSigmoid2), "sigmoid2");
+  EXPECT_STREQ(head_map_name(HeadMap::kTiled), "tiled");
   EXPECT_STREQ(state_layout_name(StateLayout::kVK), "vk");
   EXPECT_STREQ(device_kind_name(DeviceKind::kCuda), "cuda");
   EXPECT_STREQ(status_code_name(StatusCode::kOutOfMemory), "out of memory");

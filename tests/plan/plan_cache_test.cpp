@@ -86,6 +86,7 @@ TEST(PlanCache, AnythingElseGivesAnother) {
       [](Arguments& a) { a.problem.checkpoint_every = 32; },
       [](Arguments& a) { a.problem.first_slot = 1; },
       [](Arguments& a) { a.problem.batch_invariant = true; },
+      [](Arguments& a) { a.problem.head_map = HeadMap::kTiled; },
       [](Arguments& a) { a.cu_seqlens[1] = 31; },
       [](Arguments& a) { a.device.num_sms = 78; },
       [](Arguments& a) { a.device.compute_capability = 80; },

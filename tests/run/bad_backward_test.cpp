@@ -156,6 +156,8 @@ std::vector<BadCall> bad_calls() {
        {kMembers[0], kMembers[1], kMembers[2], kMembers[5], kMembers[9]})
     plan(std::string(name) + "_innermost_stride", std::string(name) + ": innermost stride is 2",
          [member = member](Call& c) { (c.wanted().*member)->strides[3] = 2; });
+  plan("dg_of_a_gate_a_channel", "dg: innermost stride is 0, but g has a gate a channel",
+       [](Call& c) { c.wanted().dg->strides[3] = 0; });
   plan("nothing_comes_in", "d_o, d_final_state: both are absent",
        [](Call& c) { c.wanted().d_o = c.wanted().d_final_state = std::nullopt; });
   plan("nothing_is_wanted", "gradients: none is wanted", [](Call& c) {

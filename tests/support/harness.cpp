@@ -124,6 +124,33 @@ bool same_bits(const io::Buffer& a, const io::Buffer& b) {
   return a.size() == 0 || std::memcmp(a.data(), b.data(), a.size()) == 0;
 }
 
+void keep_one_gate(check::Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const Shape shape = beta_shape(p);
+  const auto size = static_cast<std::size_t>(dtype_size(p.g.dtype));
+  const auto rows = static_cast<std::size_t>(shape[0] * shape[1] * shape[2]);
+  const auto row = size * static_cast<std::size_t>(p.key_dim);
+  io::Buffer gates(rows * size);
+  for (std::size_t i = 0; i < rows; ++i)
+    std::memcpy(gates.data() + i * size, inputs->g.data() + i * row, size);
+  inputs->g = std::move(gates);
+  p.g = head_gates(p.g.dtype, shape[0], shape[1], shape[2]);
+}
+
+check::Inputs with_gates_expanded(const check::Inputs& inputs) {
+  check::Inputs expanded = inputs;
+  Problem& p = expanded.problem;
+  const Shape shape = g_shape(p);
+  const auto size = static_cast<std::size_t>(dtype_size(p.g.dtype));
+  const auto K = static_cast<std::size_t>(p.key_dim);
+  const auto rows = static_cast<std::size_t>(shape[0] * shape[1] * shape[2]);
+  expanded.g = io::Buffer(rows * K * size);
+  for (std::size_t i = 0; i < rows * K; ++i)
+    std::memcpy(expanded.g.data() + i * size, inputs.g.data() + i / K * size, size);
+  p.g = contiguous(p.g.dtype, {shape[0], shape[1], shape[2], shape[3]});
+  return expanded;
+}
+
 void restride(check::Inputs* inputs, int64_t unit) {
   Problem& p = inputs->problem;
   pad_tensor(&inputs->q, &p.q, qk_shape(p), unit);

@@ -73,6 +73,11 @@ void pad_tensor(io::Buffer* buffer, TensorDesc* desc, const Shape& shape, int64_
 /// grow by different multiples of `unit` elements; `beta` gets a strided innermost dimension.
 void restride(check::Inputs* inputs, int64_t unit = 1);
 
+/// One gate a head, that of channel 0, as [B, T, HV] in memory.
+void keep_one_gate(check::Inputs* inputs);
+/// The same gates written out for every channel.
+check::Inputs with_gates_expanded(const check::Inputs& inputs);
+
 /// Tokens [begin, end) of a one-row problem.
 check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end);
 

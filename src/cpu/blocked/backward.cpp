@@ -70,7 +70,7 @@ class GroupBackward {
         sizes_(sizes),
         scratch_(scratch),
         n_(n),
-        first_head_(q_head * sizes.group),
+        q_head_(q_head),
         begin_(args.call.sequences.begin(n)),
         length_(args.call.sequences.length(n)),
         value_dim_(static_cast<int>(p_.value_dim)),
@@ -87,6 +87,7 @@ class GroupBackward {
   }
 
  private:
+  int64_t head_of(int64_t j) const { return value_head_of(p_, q_head_, j); }
   float* d_state(int64_t j) const { return scratch_.d_states + j * sizes_.state; }
   float* state(int64_t c) const { return scratch_.states + c * sizes_.state; }
   float* start(int64_t j, int64_t w) const {  // of window w >= 1
@@ -103,7 +104,7 @@ class GroupBackward {
     const auto& desc = args_.gradients.d_final_state;
     if (!desc) return {};
     return state_ref(p_, state_desc(*desc, p_.num_sequences),
-                     const_cast<void*>(args_.tensors.d_final_state), n_, first_head_ + j);
+                     const_cast<void*>(args_.tensors.d_final_state), n_, head_of(j));
   }
 
   void load_state(const StateRef& ref, float* to) const {
@@ -118,10 +119,9 @@ class GroupBackward {
   void store_d_initial_state(int64_t j) const {
     const auto& desc = args_.gradients.d_initial_state;
     if (!desc) return;
-    if (!initial_ref(args_.call, n_, first_head_ + j).data)
-      std::memset(d_state(j), 0, state_bytes());
+    if (!initial_ref(args_.call, n_, head_of(j)).data) std::memset(d_state(j), 0, state_bytes());
     const StateRef ref = state_ref(p_, state_desc(*desc, p_.num_sequences),
-                                   args_.tensors.d_initial_state, n_, first_head_ + j);
+                                   args_.tensors.d_initial_state, n_, head_of(j));
     for (int64_t b = 0; b < sizes_.blocks; ++b)
       store_block(kernels_, p_, d_state(j) + b * block_floats(), b * kBlockV, p_.value_dim,
                   scratch_.row, ref);
@@ -158,8 +158,8 @@ class GroupBackward {
     inner_.prepare(inputs(head, token), /*keys_only=*/true, chunk);
     inner_.load_tiles(from_token(head.v, token), chunk.num_tokens, value_dim_, scratch_.tiles);
     LineList list(scratch_.lines);
-    for (const RowSource* rows : {&head.inputs.k, &head.inputs.g})
-      add_lines(*rows, token + kBackwardChunk, p_.key_dim, list);
+    add_lines(head.inputs.k, token + kBackwardChunk, p_.key_dim, list);
+    add_lines(head.inputs.g, token + kBackwardChunk, gate_columns(p_), list);
     add_lines(head.v, token + kBackwardChunk, p_.value_dim, list);
     LineQueue lines = list.queue();
     const int lines_a_block = a_block(lines);
@@ -170,9 +170,9 @@ class GroupBackward {
 
   /// The states at the starts of windows 1 .. windows - 1.
   void make_starts(int64_t j, int64_t windows) const {
-    const HeadRows head(args_, begin_, first_head_ + j);
+    const HeadRows head(args_, begin_, head_of(j));
     float* running = state(0);
-    load_state(initial_ref(args_.call, n_, first_head_ + j), running);
+    load_state(initial_ref(args_.call, n_, head_of(j)), running);
     for (int64_t token = 0; token < (windows - 1) * sizes_.window; token += kBackwardChunk) {
       advance(head, token, running, errors(0));
       const int64_t done = token + kBackwardChunk;
@@ -182,7 +182,7 @@ class GroupBackward {
   }
 
   void load_start(int64_t w, int64_t j, float* to) const {
-    const int64_t head = first_head_ + j;
+    const int64_t head = head_of(j);
     if (w == 0)
       load_state(initial_ref(args_.call, n_, head), to);
     else if (args_.kept_every > 0)
@@ -195,7 +195,7 @@ class GroupBackward {
   }
 
   void run_window(int64_t w, int64_t j) {
-    const HeadRows head(args_, begin_, first_head_ + j);
+    const HeadRows head(args_, begin_, head_of(j));
     const int64_t begin = w * sizes_.window;
     const int64_t end = std::min(begin + sizes_.window, length_);
     float* running = state(0);
@@ -238,10 +238,11 @@ class GroupBackward {
     LineList lines(scratch_.lines);
     add_lines(head.dv, token, p_.value_dim, lines);
     add_lines(head.d_o, token - kBackwardChunk, p_.value_dim, lines);
-    for (const RowSink* rows : {&head.dg, &head.dq, &head.dk})
-      add_lines(*rows, token, p_.key_dim, lines);
-    for (const RowSource* rows : {&head.inputs.q, &head.inputs.k, &head.inputs.g})
+    add_lines(head.dg, token, sums_gates() ? 1 : p_.key_dim, lines);
+    for (const RowSink* rows : {&head.dq, &head.dk}) add_lines(*rows, token, p_.key_dim, lines);
+    for (const RowSource* rows : {&head.inputs.q, &head.inputs.k})
       add_lines(*rows, token - kSpanTokens, p_.key_dim, lines);
+    add_lines(head.inputs.g, token - kSpanTokens, gate_columns(p_), lines);
     return lines.queue();
   }
 
@@ -279,15 +280,25 @@ class GroupBackward {
     kernels_.store_row(row, rows.dtype, static_cast<int>(p_.key_dim), from_token(rows, token).data);
   }
 
+  /// Whether dg is the sum over channels.
+  bool sums_gates() const { return args_.gradients.dg && is_a_head(p_, *args_.gradients.dg); }
+
+  void store_gate(const RowSink& rows, int64_t token, const float* row) const {
+    if (!rows.data || !sums_gates()) return store_row(rows, token, row);
+    double sum = 0;
+    for (int64_t d = 0; d < p_.key_dim; ++d) sum += row[d];
+    store_element(from_token(rows, token).data, rows.dtype, 0, static_cast<float>(sum));
+  }
+
   void finish_gates(const HeadRows& head, int64_t token, const PrepareArgs& args, int64_t j) {
     std::memset(scratch_.ddt_bias, 0, kRowStride * sizeof(float));
     std::memset(scratch_.dA_log, 0, kRowStride * sizeof(float));
     for (int i = 0; i < args.num_tokens; ++i) {
       inner_.undo_gate(args, i, scratch_.rows->dg[i], scratch_.ddt_bias, scratch_.dA_log);
-      store_row(head.dg, token + i, scratch_.rows->dg[i]);
+      store_gate(head.dg, token + i, scratch_.rows->dg[i]);
     }
     if (p_.gate_mode == GateMode::kLog) return;
-    double* ddt_bias = parameter_sums_ + (first_head_ + j) * 2 * p_.key_dim;
+    double* ddt_bias = parameter_sums_ + head_of(j) * 2 * p_.key_dim;
     double* dA_log = ddt_bias + p_.key_dim;
     for (int64_t d = 0; d < p_.key_dim; ++d) ddt_bias[d] += scratch_.ddt_bias[d];
     for (int64_t d = 0; d < p_.key_dim; ++d) dA_log[d] += scratch_.dA_log[d];
@@ -330,7 +341,7 @@ class GroupBackward {
   const BackwardSizes& sizes_;
   const BackwardScratch& scratch_;
   int64_t n_;
-  int64_t first_head_;
+  int64_t q_head_;
   int64_t begin_;
   int64_t length_;
   int value_dim_;

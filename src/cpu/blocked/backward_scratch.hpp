@@ -52,7 +52,7 @@ struct BackwardSizes {
     padded = (p.key_dim + kRowsPadded - 1) / kRowsPadded * kRowsPadded;
     blocks = num_blocks(p.value_dim);
     state = blocks * padded * kBlockV;
-    group = p.num_value_heads / p.num_heads;
+    group = group_size(p);
     runs = std::min(p.num_sequences, kMaxRuns);
     const int64_t longest = std::max<int64_t>(longest_sequence(plan), 1);
     window = std::min(kept_every > 0 ? kept_every : kWindowTokens,

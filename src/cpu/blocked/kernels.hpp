@@ -45,7 +45,8 @@ struct RowSource {
 struct PrepareArgs {
   RowSource q, k, g, beta;
   int key_dim = 0;
-  int num_tokens = 0;  ///< 1..kGroupTokens
+  int num_tokens = 0;     ///< 1..kGroupTokens
+  bool one_gate = false;  ///< g has one element for all channels
   GateMode gate_mode = GateMode::kLog;
   float gate_factor = 1;  ///< a = exp(A_log)
   float lower_bound = -5;

@@ -105,7 +105,7 @@ LineQueue lines_around(const Problem& p, const Pass& pass, const PrepareArgs& ar
               done, pass.num_columns * dtype_size(pass.out.dtype));
   add_inputs(args.q, done, p.key_dim);
   add_inputs(args.k, done, p.key_dim);
-  add_inputs(args.g, done, p.key_dim);
+  add_inputs(args.g, done, gate_columns(p));
   if (pass.v.data) add_inputs(pass.v, since + done, pass.num_columns);
   return lines.queue();
 }
@@ -214,6 +214,7 @@ PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head) {
   args.g = row_source(p, p.g, t.g, begin, head);
   args.beta = row_source(p, p.beta, t.beta, begin, head);
   args.key_dim = static_cast<int>(p.key_dim);
+  args.one_gate = has_head_gate(p);
   args.gate_mode = p.gate_mode;
   if (p.A_log)
     args.gate_factor = static_cast<float>(std::exp(

@@ -88,6 +88,8 @@ ThreadScratch thread_scratch(const stage::Call& call, int32_t slot);
 inline int64_t state_rows(const Problem& p) {
   return (p.key_dim + kRowTile - 1) / kRowTile * kRowTile;
 }
+/// Elements of a row of g in memory.
+inline int64_t gate_columns(const Problem& p) { return has_head_gate(p) ? 1 : p.key_dim; }
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlockV - 1) / kBlockV; }
 
 /// Source of q, k, g, beta for prepare(), from flattened token `begin`.

@@ -53,19 +53,30 @@ static inline void load_qk(const PrepareArgs& args, int first, int count, int pa
   }
 }
 
+/// Raw gate of channels [d, d + rest), rest < kWidth; zeros behind them.
+static inline F load_last_gates(const PrepareArgs& args, const char* row, int d, int rest) {
+  alignas(64) float lane[kWidth];
+  if (args.one_gate) {
+    const float gate = load_element(row, args.g.dtype, 0);
+    for (int i = 0; i < kWidth; ++i) lane[i] = i < rest ? gate : 0;
+  } else {
+    load_row(row + d * element_bytes(args.g.dtype), args.g.dtype, rest, kWidth, lane);
+  }
+  return load(lane);
+}
+
 /// Raw gate plus dt_bias of kWidth channels; zeros past key_dim.
 static inline F load_gate_input(const PrepareArgs& args, int token, int d) {
   const char* row = args.g.data + token * args.g.token_stride_bytes;
-  const int step = element_bytes(args.g.dtype);
   if (d + kWidth <= args.key_dim) {
-    const F raw = load_vector(row + d * step, args.g.dtype);
+    const F raw = args.one_gate ? set1(load_element(row, args.g.dtype, 0))
+                                : load_vector(row + d * element_bytes(args.g.dtype), args.g.dtype);
     return args.dt_bias ? raw + load(args.dt_bias + d) : raw;
   }
   const int first = d < args.key_dim ? d : args.key_dim;
   const int rest = args.key_dim - first;
   alignas(64) float lane[kWidth];
-  load_row(row + first * step, args.g.dtype, rest, kWidth, lane);
-  const F raw = load(lane);
+  const F raw = load_last_gates(args, row, first, rest);
   if (!args.dt_bias) return raw;
   load_row(args.dt_bias + first, DType::kFloat32, rest, kWidth, lane);
   return raw + load(lane);

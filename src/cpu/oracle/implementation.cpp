@@ -127,6 +127,13 @@ void store_rows(const Problem& p, const std::optional<TensorDesc>& desc, void* b
   }
 }
 
+/// Sums of rows of `size`.
+std::vector<double> row_sums(const std::vector<double>& rows, int64_t size) {
+  std::vector<double> sums(rows.size() / static_cast<std::size_t>(size));
+  for (std::size_t i = 0; i < rows.size(); ++i) sums[i / static_cast<std::size_t>(size)] += rows[i];
+  return sums;
+}
+
 void add(const std::vector<double>& from, std::vector<double>* to) {
   to->resize(from.size());
   for (std::size_t i = 0; i < from.size(); ++i) (*to)[i] += from[i];
@@ -141,12 +148,13 @@ void backward_group(const stage::Backward& args, int64_t n, int64_t q_head,
   const Gradients& g = args.gradients;
   const GradientTensors& t = args.tensors;
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
-  const int64_t group = p.num_value_heads / p.num_heads;
+  const bool sums_gates = g.dg && is_a_head(p, *g.dg);
   const auto states = [&](const TensorDesc& tensor) {
     return StateDesc{tensor, p.num_sequences, false};
   };
   std::vector<double> dq, dk;
-  for (int64_t head = q_head * group; head < (q_head + 1) * group; ++head) {
+  for (int64_t j = 0; j < group_size(p); ++j) {
+    const int64_t head = value_head_of(p, q_head, j);
     const std::vector<double> start = initial_state(call, n, head);
     std::vector<double> d_o, d_final;
     if (g.d_o) d_o = load_rows(p, *g.d_o, t.d_o, span, head, p.value_dim);
@@ -156,7 +164,8 @@ void backward_group(const stage::Backward& args, int64_t n, int64_t q_head,
     add(r.dq.value, &dq);
     add(r.dk.value, &dk);
     store_rows(p, g.dv, t.dv, span, head, r.dv.value);
-    store_rows(p, g.dg, t.dg, span, head, r.dg.value);
+    store_rows(p, g.dg, t.dg, span, head,
+               sums_gates ? row_sums(r.dg.value, p.key_dim) : r.dg.value);
     store_rows(p, g.dbeta, t.dbeta, span, head, r.dbeta.value);
     (*dA_log)[static_cast<std::size_t>(head)] += r.dA_log.value[0];
     add(r.ddt_bias.value, &(*ddt_bias)[static_cast<std::size_t>(head)]);

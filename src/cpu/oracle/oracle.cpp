@@ -46,9 +46,10 @@ double gate_bias(const Problem& p, const Tensors& t, int64_t head, int64_t chann
 std::vector<double> load_row(const Problem& p, const TensorDesc& desc, const void* base,
                              int64_t flat_token, int64_t head, int64_t size) {
   const int64_t first = row_offset(p, desc, flat_token, head);
+  const int64_t step = desc.strides[3] == 0 ? 0 : 1;  // 0: one gate for all channels
   Vector row(static_cast<std::size_t>(size));
   for (int64_t i = 0; i < size; ++i)
-    row[static_cast<std::size_t>(i)] = load_double(base, desc.dtype, first + i);
+    row[static_cast<std::size_t>(i)] = load_double(base, desc.dtype, first + i * step);
   return row;
 }
 

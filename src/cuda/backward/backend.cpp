@@ -65,7 +65,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.smxx.recurrent",
                                                   .unavailable = unavailable,
                                                   .plan = plan_backward,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks},
+                                                  .device_checks = &kDeviceChecks,
+                                                  .channel_gates_only = true},
                                          .backward = if_built<backward>()};
 
 }  // namespace kda::cuda::recurrent

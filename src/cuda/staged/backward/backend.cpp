@@ -126,7 +126,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .decline = decline,
                                                   .decline_gradients = decline_gradients,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks},
+                                                  .device_checks = &kDeviceChecks,
+                                                  .channel_gates_only = true},
                                          .backward = if_built<backward>()};
 
 }  // namespace kda::cuda::staged

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+// One gate a head (Gated DeltaNet: g with an innermost stride of 0) and q/k heads that are tiled
+// over the value heads, on every backend that serves them.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "support/backward.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+using check::Regime;
+
+struct Sizes {
+  std::vector<int64_t> lengths{0, 1, 37, 70};
+  int64_t H = 2, HV = 6, K = 40, V = 24;
+  Regime regime = Regime::kLog;
+  DType dtype = DType::kFloat32;
+};
+
+Inputs one_gate_a_head(const Sizes& s = {}) {
+  check::GenerateOptions options = test::shape(0, s.H, s.K, s.V);
+  options.num_value_heads = s.HV;
+  options.seq_lens = s.lengths;
+  options.regime = s.regime;
+  options.dtype = s.dtype;
+  options.initial_state = true;
+  options.seed = static_cast<uint64_t>(s.K);
+  Inputs inputs = check::generate(options);
+  test::keep_one_gate(&inputs);
+  return inputs;
+}
+
+/// S = exp(g) S;  S += beta k (v - S^T k)^T;  o = scale S^T q, of fp32 tensors with gate log and
+/// plain beta.
+struct Recurrence {
+  std::vector<double> o, states;  // [T, HV, V], [N, HV, K, V]
+
+  explicit Recurrence(const Inputs& inputs) {
+    const Problem& p = inputs.problem;
+    const int64_t H = p.num_heads, HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+    o.resize(static_cast<std::size_t>(p.num_tokens * HV * V));
+    states.resize(static_cast<std::size_t>(p.num_sequences * HV * K * V));
+    for (int64_t n = 0; n < p.num_sequences; ++n)
+      for (int64_t head = 0; head < HV; ++head) {
+        const int64_t q_head = p.head_map == HeadMap::kTiled ? head % H : head / (HV / H);
+        double* S = states.data() + (n * HV + head) * K * V;
+        for (int64_t i = 0; i < K * V; ++i)
+          S[i] = inputs.initial_state.as<float>()[(n * HV + head) * K * V + i];
+        for (int64_t t = inputs.cu_seqlens[static_cast<std::size_t>(n)];
+             t < inputs.cu_seqlens[static_cast<std::size_t>(n) + 1]; ++t)
+          step(inputs, t, head, q_head, S);
+      }
+  }
+
+  static std::vector<double> row(const io::Buffer& x, int64_t at, int64_t size, bool normalize) {
+    std::vector<double> values;
+    double sum = 1e-6;
+    for (int64_t i = 0; i < size; ++i) {
+      values.push_back(x.as<float>()[at * size + i]);
+      sum += values.back() * values.back();
+    }
+    for (double& value : values) value *= normalize ? 1 / std::sqrt(sum) : 1;
+    return values;
+  }
+
+  void step(const Inputs& inputs, int64_t t, int64_t head, int64_t q_head, double* S) {
+    const Problem& p = inputs.problem;
+    const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
+    const std::vector<double> q = row(inputs.q, t * p.num_heads + q_head, K, p.qk_l2norm);
+    const std::vector<double> k = row(inputs.k, t * p.num_heads + q_head, K, p.qk_l2norm);
+    const std::vector<double> v = row(inputs.v, t * HV + head, V, false);
+    const double decay = std::exp(static_cast<double>(inputs.g.as<float>()[t * HV + head]));
+    const double beta = inputs.beta.as<float>()[t * HV + head];
+    for (int64_t c = 0; c < V; ++c) {
+      const auto at = [&](int64_t d) -> double& { return S[d * V + c]; };
+      double read = 0, out = 0;
+      for (int64_t d = 0; d < K; ++d) read += (at(d) *= decay) * k[static_cast<std::size_t>(d)];
+      const double error = beta * (v[static_cast<std::size_t>(c)] - read);
+      for (int64_t d = 0; d < K; ++d)
+        out += (at(d) += k[static_cast<std::size_t>(d)] * error) * q[static_cast<std::size_t>(d)];
+      o[static_cast<std::size_t>((t * HV + head) * V + c)] = effective_scale(p) * out;
+    }
+  }
+};
+
+double distance(const io::Buffer& x, const std::vector<double>& reference) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < reference.size(); ++i) {
+    const double difference = x.as<float>()[i] - reference[i];
+    error += difference * difference;
+    norm += reference[i] * reference[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+TEST(HeadGate, IsTheRecurrenceOfOneDecayAHead) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled}) {
+    Inputs inputs = one_gate_a_head();
+    inputs.problem.head_map = map;
+    ASSERT_EQ(inputs.problem.gate_mode, GateMode::kLog);
+    if (inputs.problem.beta_mode != BetaMode::kPlain) {
+      inputs.problem.beta_mode = BetaMode::kPlain;
+      for (std::size_t i = 0; i < inputs.beta.size() / 4; ++i)
+        inputs.beta.as<float>()[i] = 1 / (1 + std::exp(-inputs.beta.as<float>()[i]));
+    }
+    const Recurrence truth(inputs);
+    std::vector<std::string> names = test::backends();
+    names.emplace_back("oracle");
+    for (const std::string& backend : names) {
+      const test::Result result = test::run_inputs(inputs, {.plan = test::with_backend(backend)});
+      EXPECT_LT(distance(result.outputs.o, truth.o), 2e-6) << backend << head_map_name(map);
+      EXPECT_LT(distance(result.outputs.final_state, truth.states), 2e-6)
+          << backend << head_map_name(map);
+    }
+  }
+}
+
+/// Sizes, gates and types of every way to load a gate.
+std::vector<Sizes> many_sizes(const std::vector<int64_t>& dims) {
+  std::vector<Sizes> all;
+  for (const int64_t K : dims)
+    for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kTrained}) {
+      Sizes s;
+      s.lengths = {21, 3};
+      s.K = K;
+      s.V = 32;
+      s.HV = 4;
+      s.regime = regime;
+      s.dtype = regime == Regime::kLog ? DType::kFloat32
+                : K % 3 == 0           ? DType::kFloat16
+                                       : DType::kBFloat16;
+      all.push_back(s);
+    }
+  return all;
+}
+
+TEST(HeadGate, HasTheBitsOfGatesWrittenOut) {
+  for (const Sizes& s : many_sizes({2, 7, 40, 64, 100, 128, 256})) {
+    Inputs inputs = one_gate_a_head(s);
+    for (const std::string& backend :
+         test::names_that_serve_all(registry::heads(Operation::kForward))) {
+      const PlanOptions plan = test::with_backend(backend);
+      const test::Result one = test::run_inputs(inputs, {.plan = plan});
+      const test::Result each = test::run_inputs(test::with_gates_expanded(inputs), {.plan = plan});
+      EXPECT_TRUE(test::same_bits(one.outputs.o, each.outputs.o)) << backend << " " << s.K;
+      EXPECT_TRUE(test::same_bits(one.outputs.final_state, each.outputs.final_state))
+          << backend << " " << s.K;
+    }
+  }
+}
+
+TEST(HeadGate, MayBeAColumnOfAProjection) {
+  Inputs inputs = one_gate_a_head();
+  const test::Result dense = test::run_inputs(inputs);
+  Problem& p = inputs.problem;
+  inputs.g =
+      test::spread_tensor(inputs.g, &p.g, beta_shape(p), {0, p.num_value_heads * 3 + 2, 3, 0});
+  EXPECT_TRUE(test::same_bits(test::run_inputs(inputs).outputs.o, dense.outputs.o));
+}
+
+struct Decoded {
+  io::Buffer pool, o;
+};
+
+Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout, DType state,
+                        const std::string& backend) {
+  Problem p = inputs.problem;
+  p.operation = Operation::kDecode;
+  p.batch = p.num_sequences = p.num_tokens / tokens;
+  p.num_tokens = tokens;
+  p.cu_seqlens.reset();
+  for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta})
+    desc->strides[0] = tokens * desc->strides[1];
+  StateDesc pool;
+  pool.num_slots = p.num_sequences;
+  p.state_layout = layout;
+  const Shape shape = state_shape(p, pool);
+  pool.tensor = contiguous(state, {shape[0], shape[1], shape[2], shape[3]});
+  p.initial_state = pool;
+  check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
+  const int64_t elems = shape[0] * shape[1] * shape[2] * shape[3];
+  Decoded result;
+  result.pool = io::Buffer(static_cast<std::size_t>(elems * dtype_size(state)));
+  for (int64_t i = 0; i < elems; ++i)
+    store_element(result.pool.data(), state, i, static_cast<float>(i % 251) / 512 - 0.25f);
+  Plan plan;
+  throw_if_error(make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan));
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  tensors.initial_state = result.pool.data();
+  throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
+  result.o = outputs.o;
+  return result;
+}
+
+TEST(HeadGate, DecodeHasTheBitsOfGatesWrittenOut) {
+  for (const int64_t K : {7, 64, 128, 256})
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        Sizes s;
+        s.K = s.V = K;
+        s.HV = 4;
+        s.lengths = {6};
+        s.dtype = dtype;
+        s.regime = dtype == DType::kFloat32 ? Regime::kLog : Regime::kSoftplus;
+        const Inputs inputs = one_gate_a_head(s);
+        for (const std::string& backend :
+             test::names_that_serve_all(registry::heads(Operation::kDecode)))
+          for (const int64_t tokens : {1, 2}) {
+            const Decoded one = decode_in_place(inputs, tokens, layout, dtype, backend);
+            const Decoded each =
+                decode_in_place(test::with_gates_expanded(inputs), tokens, layout, dtype, backend);
+            // Kernels for a gate a channel may add in another order: tests/stage/decode_test.cpp
+            // has what they must be close to.
+            EXPECT_TRUE(test::same_bits(one.o, each.o)) << backend << " " << K;
+            EXPECT_TRUE(test::same_bits(one.pool, each.pool)) << backend << " " << K;
+          }
+      }
+}
+
+/// Value heads of `inputs`, tiled over the q/k heads, in the order in which they are grouped.
+void group_heads(Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const Problem tiled = p;
+  const auto reorder = [&](io::Buffer* x, int64_t rows, std::size_t bytes) {
+    io::Buffer sorted(x->size());
+    const int64_t HV = p.num_value_heads, group = group_size(p);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t head = 0; head < HV; ++head)
+        std::memcpy(sorted.data() + static_cast<std::size_t>(row * HV + head) * bytes,
+                    x->data() + static_cast<std::size_t>(
+                                    row * HV + value_head_of(tiled, head / group, head % group)) *
+                                    bytes,
+                    bytes);
+    *x = std::move(sorted);
+  };
+  const auto size = [](const TensorDesc& desc) {
+    return static_cast<std::size_t>(dtype_size(desc.dtype));
+  };
+  const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
+  const int64_t tokens = p.batch * p.num_tokens;
+  reorder(&inputs->v, tokens, V * size(p.v));
+  reorder(&inputs->g, tokens, (has_head_gate(p) ? 1 : K) * size(p.g));
+  reorder(&inputs->beta, tokens, size(p.beta));
+  reorder(&inputs->initial_state, p.num_sequences, K * V * 4);
+  if (p.A_log) reorder(&inputs->A_log, 1, 4);
+  if (p.dt_bias) reorder(&inputs->dt_bias, 1, K * 4);
+  p.head_map = HeadMap::kGrouped;
+}
+
+TEST(HeadGate, TiledHeadsHaveTheGradientsOfGroupedOnes) {
+  for (const bool head_gate : {true, false}) {
+    Sizes s;
+    s.regime = Regime::kTrained;
+    Inputs tiled = one_gate_a_head(s);
+    if (!head_gate) tiled = test::with_gates_expanded(tiled);
+    tiled.problem.head_map = HeadMap::kTiled;
+    Inputs grouped = tiled;
+    group_heads(&grouped);
+    for (const std::string& backend : test::backward_backends()) {
+      check::GradientBuffers a = check::make_gradients(tiled, {.d_o = false});
+      check::GradientBuffers b = check::make_gradients(grouped, {.d_o = false});
+      // The gradient of every final state is 1, so that the order of heads does not matter.
+      for (check::GradientBuffers* buffers : {&a, &b})
+        for (std::size_t i = 0; i < buffers->d_final_state.size() / 4; ++i)
+          buffers->d_final_state.as<float>()[i] = 1;
+      test::run_backward(tiled, &a, {.backend = backend});
+      test::run_backward(grouped, &b, {.backend = backend});
+      EXPECT_TRUE(test::same_bits(a.dq, b.dq)) << backend;
+      EXPECT_TRUE(test::same_bits(a.dk, b.dk)) << backend;
+      Inputs sorted = tiled;  // gradients have the shapes of what they are of
+      sorted.v = a.dv;
+      sorted.g = a.dg;
+      sorted.beta = a.dbeta;
+      sorted.initial_state = a.d_initial_state;
+      sorted.A_log = a.dA_log;
+      sorted.dt_bias = a.ddt_bias;
+      group_heads(&sorted);
+      EXPECT_TRUE(test::same_bits(sorted.v, b.dv)) << backend;
+      EXPECT_TRUE(test::same_bits(sorted.g, b.dg)) << backend;
+      EXPECT_TRUE(test::same_bits(sorted.beta, b.dbeta)) << backend;
+      EXPECT_TRUE(test::same_bits(sorted.initial_state, b.d_initial_state)) << backend;
+      EXPECT_TRUE(test::same_bits(sorted.A_log, b.dA_log)) << backend;
+      EXPECT_TRUE(test::same_bits(sorted.dt_bias, b.ddt_bias)) << backend;
+    }
+  }
+}
+
+TEST(HeadGate, GradientsAreWithinTheOracles) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+    for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kTrained}) {
+      Sizes s;
+      s.regime = regime;
+      Inputs inputs = one_gate_a_head(s);
+      inputs.problem.head_map = map;
+      std::vector<cpu::oracle::HeadGradients> truths;
+      std::vector<std::string> names = test::backward_backends();
+      names.emplace_back("oracle");
+      for (const std::string& backend : names) {
+        check::GradientBuffers buffers = check::make_gradients(inputs);
+        ASSERT_EQ(buffers.dg.size(), inputs.g.size());  // the sum over channels
+        test::run_backward(inputs, &buffers, {.backend = backend});
+        const check::GradientComparison comparison =
+            check::compare_gradients(inputs, buffers, {}, &truths);
+        for (const auto& [name, errors] : comparison.errors) {
+          const check::HeadError* worst = check::worst_error(errors);
+          EXPECT_LE(worst->error, worst->tolerance) << backend << " " << name;
+        }
+      }
+    }
+}
+
+/// dg may be wanted channel by channel too.
+TEST(HeadGate, GradientsByChannelAreThoseOfGatesWrittenOut) {
+  for (const Sizes& s : many_sizes({7, 64, 100})) {
+    const Inputs inputs = one_gate_a_head(s), each = test::with_gates_expanded(inputs);
+    for (const std::string& backend : test::backward_backends()) {
+      check::GradientBuffers by_channel = test::gradients_in_fp32(each);
+      check::GradientBuffers expected = test::gradients_in_fp32(each);
+      check::GradientBuffers sums = test::gradients_in_fp32(inputs);
+      test::run_backward(inputs, &by_channel, {.backend = backend});
+      test::run_backward(each, &expected, {.backend = backend});
+      test::run_backward(inputs, &sums, {.backend = backend});
+      EXPECT_TRUE(test::same_gradients(by_channel, expected)) << backend << " " << s.K;
+      EXPECT_TRUE(test::same_bits(sums.dk, expected.dk)) << backend << " " << s.K;
+      const auto K = static_cast<std::size_t>(s.K);
+      for (std::size_t row = 0; row < sums.dg.size() / 4; ++row) {
+        double sum = 0, magnitude = 0;
+        for (std::size_t d = 0; d < K; ++d) {
+          sum += expected.dg.as<float>()[row * K + d];
+          magnitude += std::fabs(expected.dg.as<float>()[row * K + d]);
+        }
+        ASSERT_NEAR(sums.dg.as<float>()[row], sum, 1e-6 * magnitude) << backend << " " << s.K;
+      }
+    }
+  }
+}
+
+/// The kernels that load gates four or eight channels at a time leave such calls to others.
+TEST(HeadGate, TensorCoresDecline) {
+  Sizes s;
+  s.K = s.V = 128;
+  s.lengths = {64};
+  s.dtype = DType::kBFloat16;
+  Inputs inputs = one_gate_a_head(s);
+  const auto reasons = [](const Inputs& of) {
+    Plan plan;
+    throw_if_error(make_plan(of.problem, of.cu_seqlens, gpu_facts(132, 90), {}, &plan));
+    std::map<std::string, std::string> all;
+    for (const Candidate& row : plan.candidates) all[row.name] = row.reason;
+    return all;
+  };
+  for (const char* name : {"cuda.sm90.fused", "cuda.sm80.staged"})
+    EXPECT_EQ(reasons(inputs)[name], "g has one gate a head, it reads a gate a channel") << name;
+  Inputs tiled = test::with_gates_expanded(inputs);
+  tiled.problem.head_map = HeadMap::kTiled;
+  for (const char* name : {"cuda.sm90.fused", "cuda.sm80.staged"})
+    EXPECT_EQ(reasons(tiled)[name],
+              "head_map is tiled, its value heads of a q/k head are neighbours")
+        << name;
+}
+
+}  // namespace
+}  // namespace kda
