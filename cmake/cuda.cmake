@@ -27,6 +27,9 @@ message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 set(KDA_CUDA_KERNELS
   src/cuda/backward/backward.cu
   src/cuda/decode/decode.cu
+  src/cuda/head_gates/backward.cu
+  src/cuda/head_gates/decode.cu
+  src/cuda/head_gates/recurrent.cu
   src/cuda/layer/fused_decode.cu
   src/cuda/layer/gated_rms_norm.cu
   src/cuda/layer/short_conv.cu

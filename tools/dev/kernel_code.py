@@ -32,6 +32,7 @@ FAMILIES = {
     "decode": ("decode", "launch"),
     "layer": ("layer",),
     "backward": ("backward", "launch"),
+    "head_gates": ("head_gates", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
     "spans": ("spans", "launch"),  # beside those of fused
 }

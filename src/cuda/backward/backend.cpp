@@ -65,8 +65,7 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.smxx.recurrent",
                                                   .unavailable = unavailable,
                                                   .plan = plan_backward,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks,
-                                                  .channel_gates_only = true},
+                                                  .device_checks = &kDeviceChecks},
                                          .backward = if_built<backward>()};
 
 }  // namespace kda::cuda::recurrent

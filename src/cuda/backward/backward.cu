@@ -1,65 +1,52 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/backward/backward.hpp"
-
-#include <algorithm>
-
-#include "core/text.hpp"
-#include "cuda/backward/chunk_grad.cuh"
-#include "cuda/backward/gradients.cuh"
-#include "cuda/backward/reverse.cuh"
-#include "cuda/backward/states.cuh"
-#include "cuda/launch/launch.cuh"
+#include "cuda/backward/launch.cuh"
 
 namespace kda::cuda {
-namespace {
+namespace backward {
 
-using namespace backward;
-
-template <int kK, int kBV>
-Status launch(BackwardArgs args, const Launch& where) {
-  static_assert(backward_tile(kK).rows == kK && backward_tile(kK).columns == kBV);
-  static_assert(sizeof(ReverseShared<kK, kBV>) <= kMostShared);
-  static_assert(chunk_grad_bytes<kK, kBV>(kBackwardTiles * 32 / kBV) <= kMostShared);
-  const int64_t chains = args.map.num_sequences * args.shape.HV * args.sizes.tiles;
-  const auto run = [&](const char* name, auto kernel, int64_t blocks, std::size_t shared) {
-    Status status =
-        launch_kernel(name, kernel, blocks, kThreads, static_cast<int>(shared), where, args);
-    args.flags = nullptr;  // the first launch has set them
-    return status;
-  };
-  const auto states = [&](const char* name) {
-    return run(name, backward_states_kernel<kK, kBV>, chains, sizeof(StatesShared<kK, kBV>));
-  };
-  if (args.sizes.windows > 1) {
-    args.starts_only = true;
-    KDA_RETURN_IF_ERROR(states("backward_starts"));
-    args.starts_only = false;
-  }
-  for (args.index = args.sizes.windows - 1; args.index >= 0; --args.index) {
-    KDA_RETURN_IF_ERROR(states("backward_states"));
-    KDA_RETURN_IF_ERROR(run("backward_reverse", backward_reverse_kernel<kK, kBV>, chains,
-                            sizeof(ReverseShared<kK, kBV>)));
-    const int64_t low = args.index * args.sizes.window;
-    const int64_t tokens = std::min(args.sizes.window, args.num_tokens - low);
-    KDA_RETURN_IF_ERROR(run("backward_chunk_grad", backward_chunk_grad_kernel<kK, kBV>,
-                            (tokens + kTokens - 1) / kTokens * args.shape.HV,
-                            chunk_grad_bytes<kK, kBV>(args.sizes.tiles)));
-    KDA_RETURN_IF_ERROR(run("backward_gradients", backward_gradients_kernel<kK>,
-                            pieces_of(tokens) * args.shape.H, sizeof(GradientsShared<kK>)));
-  }
-  if (!args.sums) return {};
-  return run("backward_parameters", backward_parameters_kernel, parameter_blocks(args), 0);
+/// Blocks of a value head: some columns of its sums each.
+inline constexpr int kPhases = 8, kSumColumns = kThreads / kPhases;
+inline int64_t parameter_blocks(const BackwardArgs& a) {
+  return a.shape.HV * ((a.shape.K + kSumColumns) / kSumColumns);
 }
 
-}  // namespace
+/// Sums over all pieces: 8 of them, each of every eighth piece in order, then these in order.
+__global__ void __launch_bounds__(kThreads)
+    backward_parameters_kernel(const __grid_constant__ BackwardArgs a) {
+  __shared__ double totals[kPhases][kSumColumns];
+  const int K = a.shape.K, blocks = (K + kSumColumns) / kSumColumns;
+  const int64_t head = blockIdx.x / blocks, stride = a.shape.HV * (K + 1);
+  const int column = threadIdx.x % kSumColumns, phase = threadIdx.x / kSumColumns;
+  const int d = static_cast<int>(blockIdx.x % blocks) * kSumColumns + column;
+  double total = 0;
+  if (d <= K) {
+    const double* sums = a.sums + head * (K + 1) + d;
+#pragma unroll 8
+    for (int64_t piece = phase; piece < a.sizes.pieces; piece += kPhases)
+      total += sums[piece * stride];
+  }
+  totals[phase][column] = total;
+  __syncthreads();
+  if (phase > 0 || d > K) return;
+  total = 0;
+#pragma unroll
+  for (int i = 0; i < kPhases; ++i) total += totals[i][column];
+  if (d == K && a.dA_log)
+    a.dA_log[head * a.stride_dA] = static_cast<float>(total);
+  else if (d < K && a.ddt_bias)
+    a.ddt_bias[head * a.stride_ddt + d] = static_cast<float>(total);
+}
+
+}  // namespace backward
 
 Status launch_backward(const BackwardArgs& args, const Launch& where) {
-  if (args.shape.K <= 64) return launch<64, 64>(args, where);
-  if (args.shape.K <= 128) return launch<128, 64>(args, where);
-  return launch<256, 32>(args, where);
+  if (args.shape.K <= 64) return backward::launch<64, 64>(args, where);
+  if (args.shape.K <= 128) return backward::launch<128, 64>(args, where);
+  return backward::launch<256, 32>(args, where);
 }
 
 Status launch_parameters(const BackwardArgs& args, const Launch& where) {
+  using namespace backward;
   return launch_kernel("backward_parameters", backward_parameters_kernel, parameter_blocks(args),
                        kThreads, 0, where, args);
 }

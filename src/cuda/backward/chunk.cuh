@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/backward/backward.hpp"
+#include "cuda/tile/head_gates.hpp"
 #include "cuda/tile/warp.cuh"
 
 namespace kda::cuda::backward {
@@ -69,13 +70,14 @@ struct Unit {
   __device__ bool starts_here() const { return begin >= low && begin < high; }
 };
 
-__device__ inline Unit unit_of(const BackwardArgs& a, int64_t window) {
+template <class Args>
+__device__ inline Unit unit_of(const Args& a, int64_t window) {
   const auto tiles = static_cast<unsigned>(a.sizes.tiles);
   const auto HV = static_cast<unsigned>(a.shape.HV);
   Unit unit;
   unit.tile = blockIdx.x % tiles;
   unit.head = blockIdx.x / tiles % HV;
-  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
+  unit.q_head = q_head_of(a, unit.head);
   unit.sequence = blockIdx.x / tiles / HV;
   const Span span = sequence_span(a.map, unit.sequence);
   unit.begin = span.begin;
@@ -147,9 +149,9 @@ __device__ __forceinline__ void read_state(const BackwardArgs& a, const StateVie
 
 template <int kCount>
 __device__ __forceinline__ void load_row(const RowView& view, int64_t at, int size,
-                                         float (&x)[kCount]) {
+                                         float (&x)[kCount], int step = 1) {
   LaneRow<kCount> row;
-  row.load(view, at, size);
+  row.load(view, at, size, step);
   row.convert(view.type, x);
 }
 
@@ -164,10 +166,9 @@ __device__ __forceinline__ float load_beta(const BackwardArgs& a, const Unit& un
 
 /// Rows of a chunk, two tokens a warp; without kQueries q is left out. less_1: [16, kK] a - 1, or
 /// null.
-template <bool kQueries, int kK>
-__device__ __forceinline__ void load_channels(const BackwardArgs& a, const Unit& unit,
-                                              int64_t token, int count, Channels<kK>& chunk,
-                                              float* less_1) {
+template <bool kQueries, int kK, class Args>
+__device__ __forceinline__ void load_channels(const Args& a, const Unit& unit, int64_t token,
+                                              int count, Channels<kK>& chunk, float* less_1) {
   constexpr int kCount = kK / 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float rate = rate_of(a.gate, unit.head);
@@ -180,7 +181,7 @@ __device__ __forceinline__ void load_channels(const BackwardArgs& a, const Unit&
       };
       if constexpr (kQueries) load_row(a.q, offset(a.q, unit.q_head), a.shape.K, q);
       load_row(a.k, offset(a.k, unit.q_head), a.shape.K, k);
-      load_row(a.g, offset(a.g, unit.head), a.shape.K, g);
+      load_row(a.g, offset(a.g, unit.head), a.shape.K, g, gate_step(a));
     }
     float q_scale = a.gate.scale, k_scale = 1;
     if (a.gate.l2norm) {
@@ -208,8 +209,8 @@ __device__ __forceinline__ void load_channels(const BackwardArgs& a, const Unit&
   }
 }
 
-template <bool kQueries, int kK, int kBV>
-__device__ __forceinline__ void load_chunk(const BackwardArgs& a, const Unit& unit, int64_t token,
+template <bool kQueries, int kK, int kBV, class Args>
+__device__ __forceinline__ void load_chunk(const Args& a, const Unit& unit, int64_t token,
                                            int count, Chunk<kK, kBV>& chunk) {
   load_channels<kQueries, kK>(a, unit, token, count, chunk, chunk.decay_less_1(0));
   const int i = threadIdx.x;

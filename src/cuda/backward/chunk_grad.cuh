@@ -216,8 +216,8 @@ __device__ __forceinline__ void finish_channel(const ChunkGradShared<kK>& shared
   }
 }
 
-template <int kK, int kBV>
-__device__ __forceinline__ void chunk_grad(const BackwardArgs& a, Unit& unit, int64_t token,
+template <int kK, int kBV, class Args>
+__device__ __forceinline__ void chunk_grad(const Args& a, Unit& unit, int64_t token,
                                            ChunkGradShared<kK>& shared) {
   const int64_t end = unit.begin + unit.length;
   const int count = static_cast<int>(min(int64_t{kTokens}, end - token));
@@ -260,14 +260,14 @@ __device__ __forceinline__ void chunk_grad(const BackwardArgs& a, Unit& unit, in
 
 /// A block 16 tokens of the window and a value head: the chunk that begins there, or several short
 /// ones.
-template <int kK, int kBV>
+template <int kK, int kBV, class Args>
 __global__ void __launch_bounds__(kThreads)
-    backward_chunk_grad_kernel(const __grid_constant__ BackwardArgs a) {
+    backward_chunk_grad_kernel(const __grid_constant__ Args a) {
   auto& shared = *reinterpret_cast<ChunkGradShared<kK>*>(ptx::dynamic_shared());
   const auto HV = static_cast<unsigned>(a.shape.HV);
   Unit unit;
   unit.head = blockIdx.x % HV;
-  unit.q_head = static_cast<unsigned>(unit.head) / (HV / static_cast<unsigned>(a.shape.H));
+  unit.q_head = q_head_of(a, unit.head);
   unit.low = a.index * a.sizes.window;
   const int64_t token = unit.low + int64_t{blockIdx.x / HV} * kTokens;
   if (threadIdx.x < kTokens) {

@@ -45,19 +45,25 @@ __device__ __forceinline__ void load_sums(const BackwardArgs& a, const float* ro
   }
 }
 
+/// From a value head of a q/k head to the next one.
+template <class Args>
+__device__ __forceinline__ int64_t head_step(const Args& a) {
+  return has_tiled_heads(a) ? a.shape.H : 1;
+}
+
 /// dq or dk of a token: value heads added up, then the norm y = x r: dx = r (dy - x r^2 (x . dy)).
 /// In fp64: of few channels nothing but eps of dx may be left.
-template <int kK>
-__device__ __forceinline__ void finish_row(const BackwardArgs& a, const RowView& input,
-                                           const RowView& out, int64_t n, int64_t token,
-                                           int64_t q_head, float scale, const float* rows) {
+template <int kK, class Args>
+__device__ __forceinline__ void finish_row(const Args& a, const RowView& input, const RowView& out,
+                                           int64_t n, int64_t token, int64_t q_head, float scale,
+                                           const float* rows) {
   constexpr int kCount = kK / 32;
   const int lane = threadIdx.x % 32;
   const int group = static_cast<int>(a.shape.HV / a.shape.H);
   float dy[kCount] = {};
   for (int j = 0; j < group; ++j) {
     float head[kCount];
-    load_sums<kK>(a, rows + j * kRowFloats<kK>, head);
+    load_sums<kK>(a, rows + j * head_step(a) * kRowFloats<kK>, head);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) dy[i] = j == 0 ? head[i] : dy[i] + head[i];
   }
@@ -85,18 +91,28 @@ __device__ __forceinline__ void finish_row(const BackwardArgs& a, const RowView&
   }
 }
 
+/// Whether dg is the sum over channels.
+template <class Args>
+__device__ __forceinline__ bool sums_channels(const Args& a) {
+  if constexpr (kHasHeadGates<Args>)
+    return a.dgate_step == 0;
+  else
+    return false;
+}
+
 /// dg and dbeta of a token and value head; adds to the sums of the parameters.
-template <int kK>
-__device__ __forceinline__ void finish_gate(const BackwardArgs& a, int64_t n, int64_t token,
-                                            int64_t head, const float* rows,
-                                            float (&ddt_bias)[kK / 32], float& dA_log) {
+template <int kK, class Args>
+__device__ __forceinline__ void finish_gate(const Args& a, int64_t n, int64_t token, int64_t head,
+                                            const float* rows, float (&ddt_bias)[kK / 32],
+                                            float& dA_log) {
   constexpr int kCount = kK / 32;
   const int lane = threadIdx.x % 32;
   float dg[kCount], raw[kCount];
   load_sums<kK>(a, rows + 2 * kK, dg);
-  load_row(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, raw);
+  load_row(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, raw, gate_step(a));
   const float rate = rate_of(a.gate, head);
   const int64_t at = a.dg.base ? row_offset(a.dg, a.map, n, token, head) : 0;
+  double sum = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int d = lane + 32 * i;
@@ -105,7 +121,12 @@ __device__ __forceinline__ void finish_gate(const BackwardArgs& a, int64_t n, in
     const GateGradient gradient = undo_gate(a.gate, raw[i], bias, rate, dg[i]);
     ddt_bias[i] += gradient.raw;
     dA_log += gradient.A_log;
-    if (a.dg.base) store_element(a.dg.base, a.dg.type, at + d, gradient.raw);
+    if constexpr (kHasHeadGates<Args>) sum += gradient.raw;
+    if (a.dg.base && !sums_channels(a)) store_element(a.dg.base, a.dg.type, at + d, gradient.raw);
+  }
+  if (sums_channels(a)) {
+    sum = sum_of_lanes(sum);
+    if (a.dg.base && lane == 0) store_element(a.dg.base, a.dg.type, at, static_cast<float>(sum));
   }
   if (!a.dbeta.base || lane > 0) return;
   float d_beta = 0;
@@ -117,9 +138,9 @@ __device__ __forceinline__ void finish_gate(const BackwardArgs& a, int64_t n, in
 }
 
 /// A block a piece and q/k head, a warp a token.
-template <int kK>
+template <int kK, class Args>
 __global__ void __launch_bounds__(kThreads)
-    backward_gradients_kernel(const __grid_constant__ BackwardArgs a) {
+    backward_gradients_kernel(const __grid_constant__ Args a) {
   constexpr int kCount = kK / 32;
   auto& shared = *reinterpret_cast<GradientsShared<kK>*>(ptx::dynamic_shared());
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -128,6 +149,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t low = a.index * a.sizes.window;
   const int64_t first = low + int64_t{blockIdx.x / H} * kPieceTokens;
   const int64_t group = a.shape.HV / a.shape.H;
+  const int64_t first_head = has_tiled_heads(a) ? q_head : q_head * group;
+  const int64_t end_head = has_tiled_heads(a) ? a.shape.HV : (q_head + 1) * group;
   if (threadIdx.x < kMostTokens)
     shared.sequence[threadIdx.x] = sequence_of(a, first, first + threadIdx.x);
   __syncthreads();
@@ -135,12 +158,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = warp; i < kMostTokens; i += kWarps) {
     const int64_t n = shared.sequence[i], token = first + i;
     if (n < 0) continue;
-    const float* rows = rows_of(token, q_head * group);
+    const float* rows = rows_of(token, first_head);
     if (a.dq.base) finish_row<kK>(a, a.q, a.dq, n, token, q_head, a.gate.scale, rows);
     if (a.dk.base) finish_row<kK>(a, a.k, a.dk, n, token, q_head, 1, rows + kK);
   }
   if (!a.dg.base && !a.dbeta.base && !a.sums) return;
-  for (int64_t head = q_head * group; head < (q_head + 1) * group; ++head) {
+  for (int64_t head = first_head; head < end_head; head += head_step(a)) {
     float ddt_bias[kCount] = {}, dA_log = 0;
     for (int i = warp; i < kMostTokens; i += kWarps)
       if (shared.sequence[i] >= 0)
@@ -161,39 +184,6 @@ __global__ void __launch_bounds__(kThreads)
       sums[d] = total;
     }
   }
-}
-
-/// Blocks of a value head: some columns of its sums each.
-inline constexpr int kPhases = 8, kSumColumns = kThreads / kPhases;
-inline int64_t parameter_blocks(const BackwardArgs& a) {
-  return a.shape.HV * ((a.shape.K + kSumColumns) / kSumColumns);
-}
-
-/// Sums over all pieces: 8 of them, each of every eighth piece in order, then these in order.
-__global__ void __launch_bounds__(kThreads)
-    backward_parameters_kernel(const __grid_constant__ BackwardArgs a) {
-  __shared__ double totals[kPhases][kSumColumns];
-  const int K = a.shape.K, blocks = (K + kSumColumns) / kSumColumns;
-  const int64_t head = blockIdx.x / blocks, stride = a.shape.HV * (K + 1);
-  const int column = threadIdx.x % kSumColumns, phase = threadIdx.x / kSumColumns;
-  const int d = static_cast<int>(blockIdx.x % blocks) * kSumColumns + column;
-  double total = 0;
-  if (d <= K) {
-    const double* sums = a.sums + head * (K + 1) + d;
-#pragma unroll 8
-    for (int64_t piece = phase; piece < a.sizes.pieces; piece += kPhases)
-      total += sums[piece * stride];
-  }
-  totals[phase][column] = total;
-  __syncthreads();
-  if (phase > 0 || d > K) return;
-  total = 0;
-#pragma unroll
-  for (int i = 0; i < kPhases; ++i) total += totals[i][column];
-  if (d == K && a.dA_log)
-    a.dA_log[head * a.stride_dA] = static_cast<float>(total);
-  else if (d < K && a.ddt_bias)
-    a.ddt_bias[head * a.stride_ddt + d] = static_cast<float>(total);
 }
 
 }  // namespace kda::cuda::backward

@@ -85,9 +85,9 @@ __device__ __forceinline__ void step_back(const ReverseShared<kK, kBV>& shared,
   }
 }
 
-template <int kK, int kBV>
+template <int kK, int kBV, class Args>
 __global__ void __launch_bounds__(kThreads)
-    backward_reverse_kernel(const __grid_constant__ BackwardArgs a) {
+    backward_reverse_kernel(const __grid_constant__ Args a) {
   using T = Tile<kK, kBV>;
   auto& shared = *reinterpret_cast<ReverseShared<kK, kBV>*>(ptx::dynamic_shared());
   const Unit unit = unit_of(a, a.index);

@@ -67,9 +67,8 @@ __device__ __forceinline__ void advance(const StatesShared<kK, kBV>& shared,
   }
 }
 
-template <int kK, int kBV>
-__global__ void __launch_bounds__(kThreads)
-    backward_states_kernel(const __grid_constant__ BackwardArgs a) {
+template <int kK, int kBV, class Args>
+__global__ void __launch_bounds__(kThreads) backward_states_kernel(const __grid_constant__ Args a) {
   using T = Tile<kK, kBV>;
   auto& shared = *reinterpret_cast<StatesShared<kK, kBV>*>(ptx::dynamic_shared());
   if (blockIdx.x == 0 && a.flags) {

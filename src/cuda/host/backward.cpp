@@ -4,6 +4,7 @@
 
 #include "core/text.hpp"
 #include "cuda/backward/sizes.hpp"
+#include "cuda/head_gates/head_gates.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/gradients.hpp"
@@ -65,7 +66,11 @@ Status backward(const stage::Backward& b) {
   args.errors = block(block::kBackwardErrors);
   args.dz = block(block::kBackwardDz);
   args.rows = block(block::kBackwardRows);
-  return launch_backward(args, {call.stream});
+  const Problem& p = call.problem;
+  if (!needs_head_gates(p)) return launch_backward(args, {call.stream});
+  HeadGates<BackwardArgs> with = with_head_gates(p, args);
+  if (b.gradients.dg && is_a_head(p, *b.gradients.dg)) with.dgate_step = 0;
+  return head_gates::launch_backward(with, {call.stream});
 }
 
 }  // namespace recurrent

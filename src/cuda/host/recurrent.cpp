@@ -5,6 +5,7 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/decode/decode.hpp"
+#include "cuda/head_gates/head_gates.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
 #include "cuda/host/views.hpp"
@@ -18,6 +19,11 @@ RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
   return args;
+}
+
+Status launch(const Problem& p, const RecurrentArgs& args, void* stream) {
+  if (needs_head_gates(p)) return head_gates::launch_recurrent(with_head_gates(p, args), {stream});
+  return launch_recurrent(args, {stream});
 }
 
 /// Maps of packed sequences whose lengths the kernel reads itself.
@@ -39,7 +45,7 @@ Status forward(const stage::Forward& f) {
   KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
   RecurrentArgs args = recurrent_args(f.call, maps);
   args.states_in = span_states(f.call.problem, f.states_in, f.call.problem.value_dim);
-  return launch_recurrent(args, {f.call.stream});
+  return launch(f.call.problem, args, f.call.stream);
 }
 
 Status decode(const stage::Decode& d) {
@@ -67,7 +73,9 @@ Status decode(const stage::Decode& d) {
   args.num_accepted = p.num_accepted_tokens ? t.num_accepted_tokens : nullptr;
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
-  return launch_decode(args, {d.call.stream, plan.device.compute_capability >= 90});
+  const Launch where{d.call.stream, plan.device.compute_capability >= 90};
+  if (needs_head_gates(p)) return head_gates::launch_decode(with_head_gates(p, args), where);
+  return launch_decode(args, where);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
@@ -80,7 +88,7 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.skip_last = scan.skip_last;
   args.initial = args.final_state = args.checkpoints = {};
   args.flags = nullptr;
-  return launch_recurrent(args, {scan.call.stream});
+  return launch(p, args, scan.call.stream);
 }
 
 }  // namespace recurrent

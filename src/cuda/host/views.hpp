@@ -4,8 +4,10 @@
 
 #include <span>
 
+#include "core/layout.hpp"
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
+#include "cuda/tile/head_gates.hpp"
 #include "stage/forward.hpp"
 
 namespace kda::cuda {
@@ -50,6 +52,20 @@ void set_inputs(const stage::Call& call, const Maps& maps, Args* args) {
   args->g = row_view(p.g, t.g);
   args->beta = row_view(p.beta, t.beta);
   args->gate = gate_view(p, t);
+}
+
+/// Whether a call is for the kernels of src/cuda/head_gates.
+inline bool needs_head_gates(const Problem& p) {
+  return has_head_gate(p) || p.head_map != HeadMap::kGrouped;
+}
+
+/// Their arguments.
+template <class Args>
+HeadGates<Args> with_head_gates(const Problem& p, const Args& args) {
+  HeadGates<Args> with{args};
+  with.gate_step = has_head_gate(p) ? 0 : 1;
+  with.tiled = p.head_map == HeadMap::kTiled;
+  return with;
 }
 
 /// Those of a forward: o, initial and final states, checkpoints, flags.

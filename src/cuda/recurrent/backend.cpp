@@ -38,8 +38,7 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
           .unavailable = unavailable,
           .plan = plan,
           .min_compute_capability = 80,
-          .device_checks = &kDeviceChecks,
-          .channel_gates_only = true};
+          .device_checks = &kDeviceChecks};
 }
 
 }  // namespace

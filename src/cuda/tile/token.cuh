@@ -4,6 +4,7 @@
 // where they go: LaneRow, or SharedRow (for which the caller waits).
 #pragma once
 
+#include "cuda/tile/head_gates.hpp"
 #include "cuda/tile/warp.cuh"
 
 namespace kda::cuda {
@@ -57,7 +58,7 @@ struct RawGates {
 
   template <class Args>
   __device__ __forceinline__ void load(const Args& a, int64_t n, int64_t token, int64_t head) {
-    raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K);
+    raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, gate_step(a));
     if (a.gate.gate_mode == GateMode::kLog) return;
     raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
     raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0);

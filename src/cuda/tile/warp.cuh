@@ -14,18 +14,19 @@ __device__ __forceinline__ float sum_over(float x, int first_offset, int end_off
   return x;
 }
 
-/// This lane's elements of a row, lane + 32 i, as they lie in memory; 0 past `size`.
+/// This lane's elements of a row, lane + 32 i, as they lie in memory; 0 past `size`. Elements are
+/// `step` apart.
 template <int kCount>
 struct LaneRow {
   uint32_t bits[kCount];
 
-  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size) {
+  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size, int step = 1) {
     const auto load = [&](const auto* base) {
       const int lane = threadIdx.x % 32;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const int c = lane + 32 * i;
-        bits[i] = c < size ? base[at + c] : 0;
+        bits[i] = c < size ? base[at + c * step] : 0;
       }
     };
     if (view.type == Element::kFloat32)
@@ -41,19 +42,20 @@ struct LaneRow {
 };
 
 /// The same in shared memory, of rows of whole words. A warp that waits for one of its loads to
-/// registers may wait for all of them; this row is waited for alone.
+/// registers may wait for all of them; this row is waited for alone. A step of 0 is for fp32 only.
 template <int kCount>
 struct SharedRow {
   uint32_t words[32 * kCount];
 
-  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size) {
+  __device__ __forceinline__ void load(const RowView& view, int64_t at, int size, int step = 1) {
     const int lane = threadIdx.x % 32, halves = view.type != Element::kFloat32;
     const auto* row = static_cast<const uint32_t*>(view.base) + (at >> halves);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int word = lane + 32 * i;
       if (word < 32 * kCount >> halves)
-        ptx::cp_async<4>(ptx::shared_address(words + word), row + word, word << halves < size);
+        ptx::cp_async<4>(ptx::shared_address(words + word), row + word * step,
+                         word << halves < size);
     }
   }
 

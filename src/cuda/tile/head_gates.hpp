@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// One gate a head, and q/k heads that are tiled over the value heads. Kernels for them are
+// instances of their own (src/cuda/head_gates), whose arguments say more; those of other calls stay
+// as they are.
+#pragma once
+
+#include "cuda/tile/arguments.hpp"
+#include "cuda/tile/host_device.hpp"
+
+namespace kda::cuda {
+
+template <class Base>
+struct HeadGates : Base {
+  int32_t gate_step = 1;   ///< elements from one channel's gate to the next; 0: one a head
+  int32_t dgate_step = 1;  ///< the same of dg; 0: the sum over channels
+  bool tiled = false;      ///< value head j reads q/k head j % H
+};
+
+template <class Args>
+inline constexpr bool kHasHeadGates = requires(const Args& args) {
+  args.gate_step;
+};
+
+template <class Args>
+KDA_HOST_DEVICE_INLINE int gate_step(const Args& a) {
+  if constexpr (kHasHeadGates<Args>)
+    return a.gate_step;
+  else
+    return 1;
+}
+
+template <class Args>
+KDA_HOST_DEVICE_INLINE bool has_tiled_heads(const Args& a) {
+  if constexpr (kHasHeadGates<Args>)
+    return a.tiled;
+  else
+    return false;
+}
+
+/// The q/k head of a value head. 32-bit divisions: 64-bit ones take longer than a token.
+template <class Args>
+KDA_HOST_DEVICE_INLINE int64_t q_head_of(const Args& a, int64_t value_head) {
+  const auto head = static_cast<unsigned>(value_head), H = static_cast<unsigned>(a.shape.H);
+  if (has_tiled_heads(a)) return head % H;
+  return head / (static_cast<unsigned>(a.shape.HV) / H);
+}
+
+}  // namespace kda::cuda
