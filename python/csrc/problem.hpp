@@ -24,6 +24,17 @@ inline int32_t mode_of(const char* name, int64_t value, int64_t last) {
   return static_cast<int32_t>(value);
 }
 
+/// g or its gradient: [B, T, HV, K], or one gate a head, [B, T, HV].
+inline void describe_gates(kda_tensor* target, const Tensor& x, const Tensor& q, const char* name,
+                           const kda_problem& p) {
+  const int64_t B = p.batch, T = p.num_tokens, HV = p.num_value_heads;
+  expect(x, q, name, kRows);
+  if (x.dim() != 3) return describe(target, x, q, name, kRows, {B, T, HV, p.key_dim});
+  describe(target, x, q, name, kRows, {B, T, HV});
+  target->strides[3] = 0;
+  target->alignment = static_cast<int64_t>(x.element_size());
+}
+
 /// Before anything is asked of its shape.
 inline void expect_rows(const Tensor& x, const Tensor& q, const char* name) {
   expect(x, q, name, kRows);
@@ -48,7 +59,7 @@ inline kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
   describe(&p.q, q, q, "q", kRows, {B, T, H, K});
   describe(&p.k, k, q, "k", kRows, {B, T, H, K});
   describe(&p.v, v, q, "v", kRows, {B, T, HV, V});
-  describe(&p.g, g, q, "g", kRows, {B, T, HV, K});
+  describe_gates(&p.g, g, q, "g", p);
   describe(&p.beta, beta, q, "beta", kRows, {B, T, HV});
   if (A_log) describe_parameter(&p.A_log, *A_log, q, "A_log", {HV});
   if (dt_bias) describe_parameter(&p.dt_bias, *dt_bias, q, "dt_bias", {HV, K});
@@ -61,6 +72,11 @@ inline kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
   p.qk_l2norm = modes.l2norm;
   p.trusted = 1;  // expect() has looked
   return p;
+}
+
+/// Whether q/k heads are tiled over the value heads.
+inline void set_head_map(kda_problem* p, int64_t head_map) {
+  p->head_map = mode_of("head_map", head_map, KDA_HEADS_TILED);
 }
 
 inline std::vector<int64_t> values_of(const Tensor& host, const char* name, int64_t count) {

@@ -74,13 +74,17 @@ void expect_backward(const kda_problem& p, const Tensor& q, const Tensor& k, con
   backward_plan(p, gradients, options, lengths);
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward_kept(
-    Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor A_log, MaybeTensor dt_bias,
-    MaybeTensor initial_state, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu,
-    int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
-    bool state_v_first, bool output_final_state, MaybeTensor has_state, int64_t keep) {
+std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
+                                                MaybeTensor A_log, MaybeTensor dt_bias,
+                                                MaybeTensor initial_state, MaybeTensor cu_seqlens,
+                                                MaybeTensor cu_seqlens_cpu, int64_t gate_mode,
+                                                int64_t beta_mode, double lower_bound, double scale,
+                                                bool l2norm, bool state_v_first,
+                                                bool output_final_state, MaybeTensor has_state,
+                                                int64_t keep, int64_t head_map) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   set_initial_state(&p, q, initial_state, has_state, state_v_first);
   const kda_plan_options options = options_of(q, keep);
@@ -134,9 +138,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
     MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode, double lower_bound,
     double scale, bool l2norm, bool state_v_first, MaybeTensor has_state, MaybeTensor saved,
-    int64_t keep, int64_t wanted) {
+    int64_t keep, int64_t wanted, int64_t head_map) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   set_initial_state(&p, q, initial_state, has_state, state_v_first);
   const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
@@ -164,6 +169,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     const Tensor made = new_tensor(name, q, {sizes.data(), sizes.size()}, dtype_number(*x));
     if (&types == &kParameters)
       describe_parameter(target, made, q, name, shape);
+    else if (target == &gradients.dg)
+      describe_gates(target, made, q, name, p);
     else
       describe(target, made, q, name, types, shape);
     return made;
@@ -215,13 +222,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
       "forward_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, Tensor? has_state=None, int keep=0) -> (Tensor, Tensor, Tensor)");
+      "output_final_state, Tensor? has_state=None, int keep=0, int head_map=0) -> (Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "backward(Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor "
       "beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? "
       "cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm, "
-      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted) -> (Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted, int "
+      "head_map=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> bool");
 }
 

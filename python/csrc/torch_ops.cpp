@@ -50,9 +50,10 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tenso
                                    MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                                    double lower_bound, double scale, bool l2norm,
                                    bool state_v_first, bool output_final_state, bool decode,
-                                   MaybeTensor has_state) {
+                                   MaybeTensor has_state, int64_t head_map) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
   const Tensor o = new_output(&p, q, v);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const Tensor final_state = new_final_state(&p, q, state_v_first, output_final_state);
@@ -67,9 +68,10 @@ void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
                   MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
                   MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                   double lower_bound, double scale, bool l2norm, bool state_v_first,
-                  int64_t checkpoint_every, bool decode, MaybeTensor has_state) {
+                  int64_t checkpoint_every, bool decode, MaybeTensor has_state, int64_t head_map) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
   set_output(&p, o, q);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const auto describe_output = [&](kda_state* target, const MaybeTensor& x, const char* name) {
@@ -135,13 +137,14 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, bool decode=False, Tensor? has_state=None) -> (Tensor, Tensor)");
+      "output_final_state, bool decode=False, Tensor? has_state=None, int head_map=0) -> (Tensor, "
+      "Tensor)");
   m.def(
       "forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!)? "
       "final_state, Tensor(c!)? checkpoints, Tensor? A_log, Tensor? dt_bias, Tensor? "
       "initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, int beta_mode, "
       "float lower_bound, float scale, bool l2norm, bool state_v_first, int checkpoint_every=0, "
-      "bool decode=False, Tensor? has_state=None) -> ()");
+      "bool decode=False, Tensor? has_state=None, int head_map=0) -> ()");
   m.def(
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "

@@ -15,6 +15,8 @@ _NAMES = {
     "fused_recurrent_kda": "kda",
     "fused_recurrent_kda_fwd": "kda",
     "fused_kda_gate": "gate",
+    "chunk_gated_delta_rule": "gated_delta",
+    "fused_recurrent_gated_delta_rule": "gated_delta",
     "prefill": "serving",
     "decode": "serving",
     "verify": "serving",
@@ -27,7 +29,7 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "kda", "layer", "naive", "ops", "serving",
+_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving",
             "transformers")
 __all__ = ["__version__", *_NAMES]
 

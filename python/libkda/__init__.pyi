@@ -3,6 +3,7 @@ from libkda import arrays as arrays
 from libkda import compat as compat
 from libkda import fla as fla
 from libkda import gate as gate
+from libkda import gated_delta as gated_delta
 from libkda import kda as kda
 from libkda import layer as layer
 from libkda import naive as naive
@@ -10,6 +11,8 @@ from libkda import ops as ops
 from libkda import serving as serving
 from libkda import transformers as transformers
 from libkda.gate import fused_kda_gate as fused_kda_gate
+from libkda.gated_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
+from libkda.gated_delta import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule
 from libkda.kda import chunk_kda as chunk_kda
 from libkda.kda import fused_recurrent_kda as fused_recurrent_kda
 from libkda.kda import fused_recurrent_kda_fwd as fused_recurrent_kda_fwd

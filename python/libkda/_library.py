@@ -35,6 +35,7 @@ class Problem(ctypes.Structure):
         + [("stream", PTR)]
         + [(n, I32) for n in ("zero_skipped", "reserved")]
         + [("first_slot", I64), ("saved", PTR), ("saved_bytes", ctypes.c_size_t)]
+        + [(n, I32) for n in ("head_map", "reserved2")]
     )
 
 

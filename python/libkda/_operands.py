@@ -8,7 +8,8 @@ from torch.compiler import is_compiling
 
 from ._checks import computes_in_float64, expect_memory, state_type
 from ._rules import FLOATS, LENGTHS, number, refuse_type
-from .ops import BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, update
+from .ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, HEADS_GROUPED,
+                  HEADS_TILED, update)
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,6 +38,15 @@ def rows_of(x, float64=False):
     if x.dtype not in _FLOATS and not (float64 and x.dtype is torch.float64):
         x = as_type(x, torch.float32)
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 and x.is_contiguous() else dense(x)
+
+
+def gates_of(x, float64=False):
+    """The same of g, which may have one gate a head: [B, T, HV] of any strides, or a view of it expanded to K."""
+    if x.dim() == 3:
+        return x if x.dtype in _FLOATS or float64 and x.dtype is torch.float64 else as_type(x, torch.float32)
+    if x.dim() == 4 and x.stride(-1) == 0 and x.dtype in _FLOATS:
+        return x
+    return rows_of(x, float64)
 
 
 def written_rows_of(name, x, float64=False):
@@ -91,6 +101,15 @@ def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kern
             bool(use_qk_l2norm_in_kernel), bool(state_v_first))
 
 
+def head_map_of(name):
+    """The operators' number of a head_map."""
+    if name is None or name == "grouped":
+        return HEADS_GROUPED
+    if name == "tiled":
+        return HEADS_TILED
+    raise ValueError(f"head_map must be 'grouped' or 'tiled', got {name!r}")
+
+
 def call(operator, q, k, v, g, beta, *rest):
     """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
     what it refuses is looked at here, to be given again as it takes it."""
@@ -101,7 +120,7 @@ def call(operator, q, k, v, g, beta, *rest):
         except ValueError as refusal:
             error = refusal
     float64 = operator is not update and computes_in_float64(q)  # pools are fp32 or bf16
-    rows = tuple(rows_of(x, float64) for x in (q, k, v, g, beta))
+    rows = tuple((gates_of if x is g else rows_of)(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
         raise error  # not for what these tensors are: nothing is tried twice
     return operator(*rows, *rest)

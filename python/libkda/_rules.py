@@ -31,8 +31,8 @@ class FlaError(ValueError, AssertionError):
     """What FLA asserts, for callers that catch either."""
 
 
-def _inputs(types):
-    shapes = dict(q="B T H K", k="B T H K", v="B T HV V", g="B T HV K", beta="B T HV")
+def _inputs(types, gates="B T HV K|B T HV"):
+    shapes = dict(q="B T H K", k="B T H K", v="B T HV V", g=gates, beta="B T HV")
     return {name: Rule(types, shape, required=True) for name, shape in shapes.items()}
 
 
@@ -44,7 +44,7 @@ _SEQUENCES = dict(cu_seqlens=Rule(LENGTHS, "N+1", "either"), cu_seqlens_cpu=Rule
 _GATE = dict(A_log=Rule(FLOATS, "*HV"), dt_bias=Rule(FLOATS, "*HV K"))
 _MASK = dict(has_state=Rule(MASKS, "N"))
 _INPUTS = _inputs(FLOATS)
-_PLAIN = dict(_INPUTS, initial_state=Rule(FLOATS, "B HV K V"))
+_PLAIN = dict(_inputs(FLOATS, "B T HV K"), initial_state=Rule(FLOATS, "B HV K V"))
 _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
@@ -56,7 +56,7 @@ _NORM = dict(x=Rule(ROWS, ".. D", required=True), gate=Rule(ROWS, ".. D"), weigh
 # In libkda.arrays: two come in, the others go out.
 _GRADIENTS = dict(
     d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
-    **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS).items()},
+    **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS, "B T HV K").items()},
     dA_log=_output(PARAMETERS, "HV"), ddt_bias=_output(PARAMETERS, "HV K"),
     d_initial_state=_output(STATES, "N HV K V"))
 
@@ -64,6 +64,9 @@ _GRADIENTS = dict(
 RULES = {
     "chunk_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(("float32",), "N HV K V"), **_MASK),
     "fused_recurrent_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), **_MASK),
+    **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), dict(
+        _inputs(FLOATS, "B T HV"), **_SEQUENCES, A_log=_GATE["A_log"], dt_bias=Rule(FLOATS, "*HV"),
+        initial_state=Rule(FLOATS, "N HV K V"), **_MASK)),
     "fused_recurrent_kda_fwd": dict(
         _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(STATES, "slots HV K V", written=True),
         ssm_state_indices=Rule(INTEGERS, "N|N S"), num_accepted_tokens=Rule(INTEGERS, "N"), out=_output(FLOATS),
@@ -103,7 +106,7 @@ RULES = {
         A_log=Rule(PARAMETERS, "*H"), dt_bias=Rule(PARAMETERS, "*H D"), state_indices=Rule(INTEGERS, "N"),
         state=Rule(STATES, "slots H D D", written=True, required=True), out=_output(ROWS, "N T H D|1 N H D"),
         output_gate=Rule(ROWS, "N H D|N T H D|1 N H D"), norm_weight=Rule(ROWS, "D"), **_MASK),
-    "arrays": dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
+    "arrays": dict(_inputs(ROWS, "B T HV K"), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
                    **_MASK, **_GRADIENTS),

@@ -9,7 +9,8 @@ from torch.compiler import is_compiling
 
 from . import ops
 from ._checks import checked, computes_in_float64, int32_of, state_type
-from ._operands import as_type, call, dense, lengths_of, modes_of, new_states, parameter_of, rows_of, written_rows_of
+from ._operands import (as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of, rows_of,
+                        written_rows_of)
 from ._rules import LAST_SLOT, FlaError, integer, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
@@ -78,7 +79,7 @@ def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
-@checked("A_log", "dt_bias", "chunk_size", "has_state", "transpose_state_layout")
+@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "transpose_state_layout")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -107,9 +108,11 @@ def chunk_kda(
     """Kimi Delta Attention over whole sequences (FLA 0.6's chunk_kda; docs/python.md maps every argument).
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]: fp32, bf16 or fp16, each its own, any
-    strides with a contiguous last dimension, K and V up to 256, HV a multiple of H. g is the log decay a token in
-    nats, or with use_gate_in_kernel the raw gate of softplus (A_log [HV] required) or of a lower_bound; dt_bias
-    [HV * K]. beta is plain or, with use_beta_sigmoid_in_kernel, a logit (allow_neg_eigval: doubled).
+    strides with a contiguous last dimension, K and V up to 256, HV a multiple of H. A g [B, T, HV] is one gate a head
+    (Gated DeltaNet). head_map "tiled" has value head j read q/k head j % H, not j // (HV // H), as "grouped" does.
+    g is the log decay a token in nats, or with use_gate_in_kernel the raw gate of softplus (A_log [HV] required) or of
+    a lower_bound; dt_bias [HV * K]. beta is plain or, with use_beta_sigmoid_in_kernel, a logit (allow_neg_eigval:
+    doubled).
     cu_seqlens [N + 1], int32 or int64, packs N sequences into B = 1; cu_seqlens_cpu, the same on the host, lets long
     sequences be cut over the card; where both are on the host they must be equal. initial_state [N, HV, K, V] fp32
     ([N, HV, V, K] with state_v_first); has_state [N], bool: where it is False a sequence starts from zero.
@@ -157,7 +160,10 @@ def chunk_kda(
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
 
+    head_map = head_map_of(kwargs.get("head_map"))
     if cp_context is not None:
+        if head_map or g.dim() == 3:
+            raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
         modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          use_qk_l2norm_in_kernel, state_v_first)
         from .context_parallel import attention  # torch.distributed is not for everybody
@@ -177,15 +183,17 @@ def chunk_kda(
     if not return_intermediate_states:
         if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
             keep = _kept(q, disable_recompute)
-            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep)
+            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep,
+                                  head_map)
         else:
-            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state)
+            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state,
+                                  head_map)
         return as_type(o, q.dtype), final_state if output_final_state else None
     lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
     o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
     final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
     checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
-    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state)
+    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state, head_map)
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
     h = _chunk_states(checkpoints, state, lengths, chunk_size)
@@ -194,7 +202,7 @@ def chunk_kda(
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
-@checked("has_state", "transpose_state_layout")
+@checked("has_state", "head_map", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -226,7 +234,7 @@ def fused_recurrent_kda(
         _check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval, lower_bound, kwargs.get("has_state"))
+                      allow_neg_eigval, lower_bound, kwargs.get("has_state"), None, kwargs.get("head_map"))
 
 
 @checked("has_state", "first_slot", "transpose_state_layout")
@@ -325,7 +333,7 @@ def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
                use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-               has_state=None, out=None):
+               has_state=None, out=None, head_map=None):
     """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
     time."""
     float64 = computes_in_float64(q)
@@ -334,7 +342,7 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
-    decode = _decodes(q, cu_seqlens)
+    decode, head_map = _decodes(q, cu_seqlens), head_map_of(head_map)
     if has_state is not None:
         has_state = dense(has_state)
     if out is not None:
@@ -342,10 +350,10 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
         o = written_rows_of("out", out, float64)
         final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
         call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
-             *modes, 0, decode, has_state)
+             *modes, 0, decode, has_state, head_map)
         return out if o is out else out.copy_(o), final if output_final_state else None
     o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                    bool(output_final_state or decode), decode, has_state)
+                    bool(output_final_state or decode), decode, has_state, head_map)
     return as_type(o, v.dtype), final if output_final_state else None
 
 

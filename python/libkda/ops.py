@@ -36,6 +36,8 @@ if tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) < (2, 1
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
 BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2 = 0, 1, 2
 
+HEADS_GROUPED, HEADS_TILED = 0, 1
+
 KEEP_NOTHING, KEEP_STATES, KEEP_ALL = 0, 2048, -1
 
 NO_BACKWARD = ("libkda has no backward pass of {}: call it under torch.no_grad() or torch.inference_mode(), "
@@ -237,9 +239,9 @@ class _Forward(_SingleLevelFunction):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors, (*modes, output_final_state), (has_state, keep) = inputs[:10], inputs[10:17], inputs[17:]
+        tensors, (*modes, output_final_state), (has_state, keep, head_map) = inputs[:10], inputs[10:17], inputs[17:]
         ctx.save_for_backward(*tensors, has_state, output[2])
-        ctx.modes, ctx.output_final_state, ctx.keep = modes, output_final_state, keep
+        ctx.modes, ctx.output_final_state, ctx.keep, ctx.head_map = modes, output_final_state, keep, head_map
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -247,11 +249,12 @@ class _Forward(_SingleLevelFunction):
         wanted = sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed)
         if not ctx.output_final_state:
             d_final_state = None
-        rest = (None,) * 11  # of what is no float tensor
+        rest = (None,) * 12  # of what is no float tensor
         if d_o is None and d_final_state is None or not wanted:
             return (None,) * 8 + rest
         *inputs, has_state, saved = ctx.saved_tensors
-        gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted)
+        gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted,
+                              ctx.head_map)
         return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *rest
 
 
@@ -286,10 +289,10 @@ def _with_gradients(operator, function):
 
 def _forward_of_gradients(*args):
     """forward is forward_kept that keeps nothing."""
-    *operands, decode, has_state = args
+    *operands, decode, has_state, head_map = args
     if decode:
         raise NotImplementedError(NO_BACKWARD.format("a forward with decode=True"))
-    return _forward_kept(*operands, has_state, KEEP_NOTHING)[:2]
+    return _forward_kept(*operands, has_state, KEEP_NOTHING, head_map)[:2]
 
 
 def register(library, operator, written, fake, function):

@@ -7,7 +7,7 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
 
     q, k                   [B, T, H, K]     fp32, bf16 or fp16, each its own; last dimension contiguous
     v, out                 [B, T, HV, V]
-    g                      [B, T, HV, K]    log decay in nats, or raw with use_gate_in_kernel
+    g                      [B, T, HV, K]    log decay in nats, or raw with use_gate_in_kernel; [B, T, HV]: one a head
     beta                   [B, T, HV]       step size, or a logit with use_beta_sigmoid_in_kernel
     pool                   [slots, HV, K, V]   fp32 or bf16, any stride between slots; [.., V, K] with state_v_first
     slots                  [N]              any integers; verify: [N, S], the state after token t goes to slot [n, t]

@@ -97,6 +97,24 @@ TEST(CApi, SameBitsAsCpp) {
   kda_plan_destroy(plan);
 }
 
+TEST(CApi, OneGateAHeadAndTiledHeads) {
+  CCall call;
+  test::keep_one_gate(&call.inputs);
+  call.inputs.problem.head_map = HeadMap::kTiled;
+  kda_tensor& g = call.problem.g;
+  g.data = call.inputs.g.data();
+  const int64_t strides[] = {133 * 4, 4, 1, 0};
+  std::copy(strides, strides + 4, g.strides);
+  g.alignment = 0;  // the largest that the strides keep
+  call.problem.head_map = KDA_HEADS_TILED;
+  call.run();
+  const test::Result expected = test::run_inputs(call.inputs);
+  EXPECT_EQ(std::memcmp(call.o.data(), expected.outputs.o.data(), expected.outputs.o.size()), 0);
+  call.problem.head_map = 2;
+  EXPECT_EQ(kda_validate(&call.problem), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "head_map: value 2 is unknown");
+}
+
 TEST(CApi, SegmentsAndStages) {
   CCall call;
   kda_plan_options options;

@@ -31,6 +31,7 @@ TESTS = {
     "fused_decode_test": ["layer"],
     "fused_test": ["fused"],
     "gated_rms_norm_test": ["layer"],
+    "head_gate_test": ["head_gates", "recurrent", "decode", "backward"],
     "isolation_test": ["staged", "recurrent"],
     "reverse_test": ["staged_backward", "staged"],
     "segment_test": ["staged", "recurrent"],
@@ -48,7 +49,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)),
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans")
+FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "head_gates")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -112,12 +112,15 @@ TEST(HeadGate, IsTheRecurrenceOfOneDecayAHead) {
     const Recurrence truth(inputs);
     std::vector<std::string> names = test::backends();
     names.emplace_back("oracle");
-    for (const std::string& backend : names) {
-      const test::Result result = test::run_inputs(inputs, {.plan = test::with_backend(backend)});
-      EXPECT_LT(distance(result.outputs.o, truth.o), 2e-6) << backend << head_map_name(map);
-      EXPECT_LT(distance(result.outputs.final_state, truth.states), 2e-6)
-          << backend << head_map_name(map);
-    }
+    for (const std::string& backend : names)
+      for (const bool segments : {false, true}) {
+        PlanOptions plan = segments ? test::fixed_segments(2) : PlanOptions{};
+        plan.backend = backend;
+        const test::Result result = test::run_inputs(inputs, {.plan = plan});
+        EXPECT_LT(distance(result.outputs.o, truth.o), 2e-6) << backend << head_map_name(map);
+        EXPECT_LT(distance(result.outputs.final_state, truth.states), 2e-6)
+            << backend << head_map_name(map);
+      }
   }
 }
 
