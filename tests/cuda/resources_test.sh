@@ -18,7 +18,7 @@ find "$build" -name '*.cu.o.ptxas' -exec cat {} + | c++filt | sed 's/ptxas info 
     sub(/.* for ./, "", arch); sub(/.$/, "", arch)
     sub(/. for .*/, "", kernel)
     gsub(/kda::cuda::|kda::|\(anonymous namespace\)::/, "", kernel)
-    sub(/\([A-Za-z]*\)$/, "", kernel)
+    sub(/\([A-Za-z<>]*\)$/, "", kernel)
     gsub(/ /, "", kernel)
   }
   /bytes spill stores/ { spilled = $5 + 0 }

@@ -47,8 +47,17 @@ __device__ __forceinline__ void load_sums(const BackwardArgs& a, const float* ro
 
 /// From a value head of a q/k head to the next one.
 template <class Args>
-__device__ __forceinline__ int64_t head_step(const Args& a) {
-  return has_tiled_heads(a) ? a.shape.H : 1;
+__device__ __forceinline__ int head_step(const Args& a) {
+  return has_tiled_heads(a) ? static_cast<int>(a.shape.H) : 1;
+}
+/// The first of them, and one behind the last.
+template <class Args>
+__device__ __forceinline__ int64_t first_head(const Args& a, int64_t q_head, int64_t group) {
+  return has_tiled_heads(a) ? q_head : q_head * group;
+}
+template <class Args>
+__device__ __forceinline__ int64_t end_head(const Args& a, int64_t q_head, int64_t group) {
+  return has_tiled_heads(a) ? a.shape.HV : (q_head + 1) * group;
 }
 
 /// dq or dk of a token: value heads added up, then the norm y = x r: dx = r (dy - x r^2 (x . dy)).
@@ -149,8 +158,6 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t low = a.index * a.sizes.window;
   const int64_t first = low + int64_t{blockIdx.x / H} * kPieceTokens;
   const int64_t group = a.shape.HV / a.shape.H;
-  const int64_t first_head = has_tiled_heads(a) ? q_head : q_head * group;
-  const int64_t end_head = has_tiled_heads(a) ? a.shape.HV : (q_head + 1) * group;
   if (threadIdx.x < kMostTokens)
     shared.sequence[threadIdx.x] = sequence_of(a, first, first + threadIdx.x);
   __syncthreads();
@@ -158,12 +165,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = warp; i < kMostTokens; i += kWarps) {
     const int64_t n = shared.sequence[i], token = first + i;
     if (n < 0) continue;
-    const float* rows = rows_of(token, first_head);
+    const float* rows = rows_of(token, first_head(a, q_head, group));
     if (a.dq.base) finish_row<kK>(a, a.q, a.dq, n, token, q_head, a.gate.scale, rows);
     if (a.dk.base) finish_row<kK>(a, a.k, a.dk, n, token, q_head, 1, rows + kK);
   }
   if (!a.dg.base && !a.dbeta.base && !a.sums) return;
-  for (int64_t head = first_head; head < end_head; head += head_step(a)) {
+  for (int64_t head = first_head(a, q_head, group); head < end_head(a, q_head, group);
+       head += head_step(a)) {
     float ddt_bias[kCount] = {}, dA_log = 0;
     for (int i = warp; i < kMostTokens; i += kWarps)
       if (shared.sequence[i] >= 0)

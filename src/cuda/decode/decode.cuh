@@ -98,9 +98,10 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
   const unsigned groups = groups_of<kK, kDense>(a), of_all = block / groups;
   const unsigned head = a.shape.heads.remainder(of_all);
   const int64_t n = a.shape.heads.quotient(of_all);
-  const unsigned q_head =
-      has_tiled_heads(a) ? head % static_cast<unsigned>(a.shape.H) : a.shape.group.quotient(head);
-  return {n, a.lengths ? 0 : n, head, q_head, block % groups};
+  return {
+      n, a.lengths ? 0 : n, head,
+      has_tiled_heads(a) ? head % static_cast<unsigned>(a.shape.H) : a.shape.group.quotient(head),
+      block % groups};
 }
 
 // ---- the kernel --------------------------------------------------------------------------------
