@@ -77,7 +77,7 @@ __device__ inline Unit unit_of(const Args& a, int64_t window) {
   Unit unit;
   unit.tile = blockIdx.x % tiles;
   unit.head = blockIdx.x / tiles % HV;
-  unit.q_head = q_head_of(a, unit.head);
+  unit.q_head = q_head_of(a, unit.head, HV);
   unit.sequence = blockIdx.x / tiles / HV;
   const Span span = sequence_span(a.map, unit.sequence);
   unit.begin = span.begin;

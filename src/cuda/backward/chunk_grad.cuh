@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto HV = static_cast<unsigned>(a.shape.HV);
   Unit unit;
   unit.head = blockIdx.x % HV;
-  unit.q_head = q_head_of(a, unit.head);
+  unit.q_head = q_head_of(a, unit.head, HV);
   unit.low = a.index * a.sizes.window;
   const int64_t token = unit.low + int64_t{blockIdx.x / HV} * kTokens;
   if (threadIdx.x < kTokens) {

@@ -47,7 +47,7 @@ __device__ Unit unit_of(const Args& a) {
   Unit unit;
   unsigned tile = blockIdx.x % tiles;
   unit.head = blockIdx.x / tiles % HV;
-  unit.q_head = q_head_of(a, unit.head);
+  unit.q_head = q_head_of(a, unit.head, HV);
   unit.index = blockIdx.x / tiles / HV;
   unit.span = span_of(a.map, unit.index);
   unit.transition = tile >= v_tiles;

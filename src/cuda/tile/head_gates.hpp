@@ -37,12 +37,12 @@ KDA_HOST_DEVICE_INLINE bool has_tiled_heads(const Args& a) {
     return false;
 }
 
-/// The q/k head of a value head. 32-bit divisions: 64-bit ones take longer than a token.
+/// The q/k head of a value head, of HV. 32-bit divisions: 64-bit ones take longer than a token.
 template <class Args>
-KDA_HOST_DEVICE_INLINE int64_t q_head_of(const Args& a, int64_t value_head) {
-  const auto head = static_cast<unsigned>(value_head), H = static_cast<unsigned>(a.shape.H);
-  if (has_tiled_heads(a)) return head % H;
-  return head / (static_cast<unsigned>(a.shape.HV) / H);
+KDA_HOST_DEVICE_INLINE int64_t q_head_of(const Args& a, int64_t value_head, unsigned HV) {
+  if (has_tiled_heads(a))
+    return static_cast<unsigned>(value_head) % static_cast<unsigned>(a.shape.H);
+  return static_cast<unsigned>(value_head) / (HV / static_cast<unsigned>(a.shape.H));
 }
 
 }  // namespace kda::cuda
