@@ -2,7 +2,6 @@
 // make_backward_plan(): a plan over the rows that have a backward, for a forward's plan.
 #include "core/guard.hpp"
 #include "core/json_writer.hpp"
-#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "kda/backward.hpp"
 #include "plan/builder.hpp"
@@ -50,7 +49,6 @@ uint64_t plan_id(const Plan& forward) noexcept {
     hash.add(size);
   for (const TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) hash.add(desc->dtype);
   hash.add(p.head_map);
-  hash.add(has_head_gate(p));
   hash.add(p.gate_mode);
   hash.add(p.beta_mode);
   hash.add(p.qk_l2norm);
