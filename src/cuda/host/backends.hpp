@@ -64,6 +64,9 @@ Status fused_decode(const FusedDecode& call);
 /// The merge that staged and recurrent share.
 Status segment_merge(const stage::SegmentMerge& args);
 
+/// kda::fold_states() (include/kda/span.hpp), of checked arguments.
+Status fold_states(const StateFold& fold);
+
 // -- What backends plan alike
 
 /// Empty if `desc` is aligned to `needed` bytes.
