@@ -233,6 +233,17 @@ class Context:
                 f"{len(self.spans)} spans of {self.num_sequences} sequences)")
 
 
+def runs_of(indices):
+    """Neighbours among sorted indices, as (first, last + 1)."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs
+
+
 class _Direction:
     """Which spans of this rank run before the exchange, which give a map, and how maps are folded.
 
@@ -284,13 +295,26 @@ class _Direction:
                 slots[span.rank, span.place] = rank * self.rows + slot
         self.shared_slots = {index: slot - context.rank * self.rows
                              for (rank, index), slot in slots.items() if rank == context.rank}
-        base = context.ranks * self.rows
+        # Maps that stay here lie behind the shared ones, in rows of the same size (exchange.AllGather.rows).
+        self.maps_per_row = max(self.rows, 1)
         mine = [span for span in private if span.rank == context.rank]
-        self.private_slots = {span.place: i for i, span in enumerate(mine)}  # behind the shared ones
+        self.own_rows = -(-len(mine) // self.maps_per_row)
+        self.keeps_maps = bool(private)  # on some rank
+        base = (context.ranks if self.exchanges else 1) * self.maps_per_row
+        self.private_slots = {span.place: base + i for i, span in enumerate(mine)}
         slots.update({(span.rank, span.place): base + i for i, span in enumerate(mine)})
         self.steps = torch.tensor(self._steps(chains, slots, exact), dtype=torch.int64).view(-1, 3)
+        self._steps_on: dict[torch.device, torch.Tensor] = {}
         for indices in (self.at_once, self.early, self.mapped, self.meanwhile, self.after):
             indices.sort()
+
+    def steps_on(self, device):
+        """The steps in the memory of a GPU, made once: the host waits for the copy. None on a CPU."""
+        if device.type == "cpu":
+            return None
+        if device not in self._steps_on:
+            self._steps_on[device] = self.steps.to(device)
+        return self._steps_on[device]
 
     def _steps(self, chains, slots, exact):
         """(start, map, store): a state before each span of this rank but the exact ones, and with "all" behind each
@@ -315,8 +339,11 @@ class _Direction:
         return steps
 
     def row_floats(self, HV, K, V):
-        """What a rank sends: maps, states, and a flag."""
-        return self.rows * HV * K * (K + V) + self.extra_states * HV * K * V + 1
+        """What a rank sends: maps, states, and a flag, which is last; maps of all rows are aligned alike."""
+        floats = self.rows * HV * K * (K + V) + self.extra_states * HV * K * V + 1
+        if self.keeps_maps:
+            floats = max(floats, HV * K * (K + V))
+        return floats + -floats % 4
 
 
 def _borders(cu, parts, tile):
