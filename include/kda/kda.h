@@ -296,6 +296,20 @@ KDA_API kda_status kda_span_begin(const kda_plan* plan, const kda_problem* probl
 KDA_API kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem,
                                    const float* states_in, void* workspace, size_t workspace_bytes);
 
+/* The backward of spans in two halves, on a GPU, with a backward plan whose options say `spans`
+ * (include/kda/span.hpp). `D` [N, HV, K, V], the gradients of the states before the spans as long
+ * as none come from behind, or with `from_final` from d_final_state; null: not wanted. The second
+ * half reads d_final_state, and writes the gradients. */
+KDA_API kda_status kda_span_backward_begin(const kda_backward_plan* plan,
+                                           const kda_problem* problem,
+                                           const kda_gradients* gradients, float* D,
+                                           int32_t from_final, void* workspace,
+                                           size_t workspace_bytes);
+KDA_API kda_status kda_span_backward_finish(const kda_backward_plan* plan,
+                                            const kda_problem* problem,
+                                            const kda_gradients* gradients, void* workspace,
+                                            size_t workspace_bytes);
+
 /* One step: S = starts[start]; S = M[map] S + A[map]; states[store] = S. */
 typedef struct kda_fold_step {
   int64_t start; /* KDA_FOLD_NONE: goes on from S; KDA_FOLD_ZERO: from zero */

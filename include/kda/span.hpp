@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <span>
 
+#include "kda/backward.hpp"
 #include "kda/plan.hpp"
 #include "kda/run.hpp"
 #include "kda/status.hpp"
@@ -52,6 +53,29 @@ Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps
 /// must have run on the same workspace.
 Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
+
+/// What the first half of a backward leaves for other spans.
+struct SpanGradients {
+  /// [N, HV, K, V] on the device, fp32, in the kv layout, the gradients of the states before the
+  /// spans: D, or with `from_final` M^T dS_out + D. Null: not wanted.
+  float* D = nullptr;
+  bool from_final = false;  ///< d_final_state is there already
+};
+
+/// The first half of a backward of spans, on a GPU: all that does not wait for d_final_state, the
+/// gradients behind the spans. `plan`: with PlanOptions::spans; the states before the spans are its
+/// initial states. `tensors`, `workspace` and `stream` as of backward(), `gradients` too, of which
+/// d_final_state is read with `from_final` only and nothing is written. Asynchronous.
+Status span_backward_begin(const BackwardPlan& plan, const Tensors& tensors,
+                           const GradientTensors& gradients, const SpanGradients& spans,
+                           void* workspace, std::size_t workspace_bytes,
+                           void* stream = nullptr) noexcept;
+
+/// The second half: all gradients, from d_final_state. All else as it was given to
+/// span_backward_begin(), which must have run on the same workspace.
+Status span_backward_finish(const BackwardPlan& plan, const Tensors& tensors,
+                            const GradientTensors& gradients, void* workspace,
+                            std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
 /// One step of a fold: S = the start, if there is one; S = M S + A, if there is a map; S is stored,
 /// if there is a place.

@@ -16,8 +16,6 @@
 namespace kda_torch {
 namespace {
 
-inline constexpr Types kFloats = {"float32",
-                                  {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
 inline constexpr Types kSteps = {"int64", {ScalarType::Long, ScalarType::Long, ScalarType::Long}};
 inline constexpr Types kRowsOnly = {"float32, bfloat16 or float16",
                                     {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};

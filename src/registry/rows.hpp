@@ -119,6 +119,9 @@ struct DecodeRow {
 struct BackwardRow {
   Head head;
   Status (*backward)(const stage::Backward& args);
+  // A backward of spans in two halves; null: there are none.
+  Status (*begin)(const stage::SpanBackwardBegin& args) = nullptr;
+  Status (*finish)(const stage::Backward& args) = nullptr;
 };
 
 /// The operations around KDA in its layer, which have no plan: one row a device. Calls are checked

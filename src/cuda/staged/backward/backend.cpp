@@ -25,7 +25,9 @@ std::string decline_gradients(const Gradients& g) {
   return decline_alignment("d_o", *g.d_o, 16);
 }
 
-void plan_backward(plan::PlanBuilder& builder) { plan_backward_within(builder, kGroupBytes); }
+void plan_backward(plan::PlanBuilder& builder) {
+  plan_backward_within(builder, builder.requested().spans ? kSpanBytes : kGroupBytes);
+}
 
 /// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
 std::string decline_segments(const Problem& p, const Gradients& gradients) {
@@ -42,6 +44,8 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   const Plan& plan = builder.plan();
   std::string declined;
   if (builder.gradients()) declined = decline_segments(plan.problem, *builder.gradients());
+  if (builder.requested().spans && groups.count > 1)
+    declined = cat("spans: all heads at once would need more than ", kSpanBytes, " bytes");
   if (!declined.empty()) return builder.reason(std::move(declined));
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
@@ -127,6 +131,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .decline_gradients = decline_gradients,
                                                   .min_compute_capability = 80,
                                                   .device_checks = &kDeviceChecks},
-                                         .backward = if_built<backward>()};
+                                         .backward = if_built<backward>(),
+                                         .begin = if_built<span_backward_begin>(),
+                                         .finish = if_built<span_backward_finish>()};
 
 }  // namespace kda::cuda::staged
