@@ -2,6 +2,7 @@
 """chunk_kda over several ranks, forward and backward."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +16,22 @@ from .exchange import AllGather, agree, check_place, device_of
 
 
 def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | Callable[[], torch.Tensor] | None,
               modes: tuple[Any, ...], output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of)."""
+    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of). initial_state: a
+    tensor, None, or a function that makes one; what it raises is known to all ranks, as other errors of arguments are."""
     values = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     state_v_first = modes[-1]
 
     def sizes_of():
+        nonlocal initial_state
         check("chunk_kda", values)
         if computes_in_float64(q):
             raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
         check_place(context, "q", q)
         HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+        if callable(initial_state):
+            initial_state = initial_state()
         _check_initial_state(context, q, initial_state, (HV, V, K) if state_v_first else (HV, K, V))
         return HV, K, V
 
@@ -78,7 +83,7 @@ class _Call:
         alone = not direction.forward or self.by.states_alone
         self.early = direction.early if alone else []
         self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
-        self.begun: dict[tuple[int, int], maps.Begun] = {}  # by run of neighbours
+        self.begun: dict[tuple[int, int], Any] = {}  # by run of neighbours
         self.after = direction.after if alone else [i for i in direction.after if i not in direction.early]
 
     def _place(self, index):
@@ -106,13 +111,13 @@ class _Call:
         _, K, V = self.sizes
         return spans.new(K, K), spans.new(K, V)
 
-    def _give_maps(self, M, A, first, mapped):
-        """Those of spans `mapped` among neighbours from `first` on, if they are not in their places."""
-        if len(M) > 1 or not self.aligned:
-            for i in mapped:
-                place, added = self._halves(i)
-                place.copy_(M[i - first:i - first + 1])
-                added.copy_(A[i - first:i - first + 1])
+    def _give_maps(self, M, A, first, mapped, known=None):
+        """Those of spans `mapped` among neighbours from `first` on, if they are not in their places. `known`: M by span,
+        of the forward."""
+        for i in mapped:
+            for place, given in zip(self._halves(i), (known[i] if known else M[i - first], A[i - first])):
+                if place.data_ptr() != given.data_ptr():
+                    place[0].copy_(given)
 
     def give_state(self, index, state):
         """The state that leaves a span whose start is known: a map that is constant."""
@@ -146,11 +151,17 @@ class _Call:
         return maps.Spans(tuple(self.tokens(x, first, last) for x in self.rows), self.parameters,
                           self.context._lengths(first, last, self.device), self.modes, self.sizes)
 
+    def _waiting(self):
+        """Runs of spans that wait for the exchange: those that give their state early, and the others."""
+        return runs_of(self.early) + runs_of([i for i in self.after if i not in self.early])
+
+    def _mapped(self, first, last):
+        return [i for i in self.direction.mapped if first <= i < last]
+
     def begin(self, o, behind, kept):
         """Starts the forward of spans that wait for their states, where it can be started."""
-        for first, last in runs_of(self.after):
-            mapped = [i for i in self.direction.mapped if first <= i < last]
-            spans = self.spans(first, last)
+        for first, last in self._waiting():
+            mapped, spans = self._mapped(first, last), self.spans(first, last)
             M, B = self._maps(spans, first, last) if mapped else (None, None)
             begun = self.by.begin(spans, self.tokens(o, first, last), behind[first:last], M, B)
             if begun is None:
@@ -160,14 +171,38 @@ class _Call:
                 self._give_maps(M, B, first, mapped)
                 self._keep(kept, M, first, mapped)
 
-    def finish(self, run):
-        """Ends the forward of spans that waited."""
-        for first, last in runs_of(self.after):
+    def begin_backward(self, d_o, before, kept, wanted):
+        """The same of a backward. `before`: the states before all spans."""
+        for first, last in self._waiting():
+            mapped, spans, early = self._mapped(first, last), self.spans(first, last), first in self.early
+            M, D = self._maps(spans, first, last) if mapped else (None, spans.new(*self.sizes[1:]) if early else None)
+            begun = self.by.begin_backward(spans, dense(self.tokens(d_o, first, last)), self.states[first:last],
+                                           before[first:last], wanted, D, early)
+            if begun is None:
+                continue
+            self.begun[first, last] = begun
+            if mapped:
+                known = self._known(kept, mapped)
+                if known is None:
+                    self.by.transitions(spans, M)
+                self._give_maps(M, D, first, mapped, known)
+            elif early:
+                for i in range(first, last):
+                    self.give_state(i, D[i - first])
+
+    @staticmethod
+    def _known(kept, mapped):
+        """M of the forward by span; None if one is missing."""
+        return {i: kept[i] for i in mapped} if all(i in kept for i in mapped) else None
+
+    def finish(self, run, done):
+        """Ends what waited: done(first, last, begun) where it was begun, else run(spans)."""
+        for first, last in self._waiting():
             begun = self.begun.pop((first, last), None)
             if begun is None:
                 run(range(first, last))
             else:
-                begun.finish(self.states[first:last])
+                done(first, last, begun)
 
     @staticmethod
     def _keep(kept, M, first, mapped):
@@ -181,19 +216,21 @@ class _Call:
         for first, last in runs_of(mapped):
             spans = self.spans(first, last)
             M, A = self._maps(spans, first, last)
+            known = None
             if d_o is None:
                 self.by.forward_maps(spans, M, A)
                 self._keep(kept, M, first, range(first, last))
             else:
-                known = [kept.get(i) for i in range(first, last)]
-                known = None if any(one is None for one in known) else known
-                self.by.backward_maps(spans, dense(self.tokens(d_o, first, last)), M, A, known)
-            self._give_maps(M, A, first, range(first, last))
+                known = self._known(kept, range(first, last))
+                self.by.backward_maps(spans, dense(self.tokens(d_o, first, last)), None if known else M, A)
+            self._give_maps(M, A, first, range(first, last), known)
 
     def give_early(self, before, d_o=None):
         """The states that leave spans at the near end, without their outputs. `before`: of a backward, the states
         before all spans."""
         for first, last in runs_of(self.early):
+            if (first, last) in self.begun:
+                continue
             spans, known = self.spans(first, last), self.states[first:last]
             if d_o is None:
                 states = self.by.states_behind(spans, known)
@@ -203,14 +240,14 @@ class _Call:
             for i in range(first, last):
                 self.give_state(i, states[i - first])
 
-    def exchange(self, run, leaving, kept, before=None, *d_o, begin=lambda: None):
+    def exchange(self, run, begin, leaving, kept, before=None, *d_o):
         """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
         that leave them."""
         run(self.at_once)
         for index in self.at_once:
             self.give_state(index, leaving[index])
-        self.give_early(before, *d_o)
         begin()
+        self.give_early(before, *d_o)
         self.give_maps(kept, *d_o)
         self.gather.start()
         run(self.direction.meanwhile)
@@ -250,13 +287,13 @@ class _ChunkKda(torch.autograd.Function):
 
             if call.direction.extra_states:
                 call.give_extra(_states_of_empty(context, starts))
-            call.exchange(run, behind, kept, begin=lambda: call.begin(o, behind, kept))
+            call.exchange(run, lambda: call.begin(o, behind, kept), behind, kept)
         except Exception:
             call.gather.refuse()
             raise
         gathered = call.gather.finish()
         call.fold(call.states[:0])
-        call.finish(run)
+        call.finish(run, lambda first, last, begun: begun.finish(call.states[first:last]))
         final = _final_states(context, call, gathered, behind, starts)
         ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
         ctx.transitions = kept or {}
@@ -294,11 +331,18 @@ class _ChunkKda(torch.autograd.Function):
 
             def run(indices):
                 for first, last in runs_of(indices):
-                    pieces[first] = maps.run_backward(call.spans(first, last), call.tokens(d_o, first, last),
-                                                      call.states[first:last], states[first:last], wanted)
-                    before[first:last] = pieces[first][7]
+                    give(first, last, maps.run_backward(call.spans(first, last), call.tokens(d_o, first, last),
+                                                        call.states[first:last], states[first:last], wanted))
 
-            call.exchange(run, before, ctx.transitions, states, d_o)
+            def give(first, last, found):
+                pieces[first] = found
+                before[first:last] = found[7]
+
+            def done(first, last, begun):
+                give(first, last, begun.finish(call.states[first:last]))
+
+            call.exchange(run, lambda: call.begin_backward(d_o, states, ctx.transitions, wanted), before,
+                          ctx.transitions, states, d_o)
         except Exception:
             call.gather.refuse()
             raise
@@ -306,7 +350,7 @@ class _ChunkKda(torch.autograd.Function):
         if direction.all:  # every rank has had the states
             d_final = call.extra_of(gathered)
         call.fold(d_final if direction.all else call.states[:0])
-        run(call.after)
+        call.finish(run, done)
         gradients = _joined(inputs, pieces, wanted)
         d_initial = _initial_gradients(context, before, d_final, ctx.state_like, ctx.needs_input_grad[10], v_first)
         return *gradients, d_initial

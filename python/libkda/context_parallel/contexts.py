@@ -123,6 +123,7 @@ class Context:
         self._agreed: dict[str, tuple[int, ...]] = {}
         self._halos: dict[tuple[int, torch.device], Any] = {}  # by width (convolution.py)
         self._lengths_on: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._of_fla = False  # then each rank numbers sequences and tokens its own way
 
     def copy(self) -> Context:
@@ -209,6 +210,15 @@ class Context:
             cu = torch.tensor([x - self.offsets[first] for x in self.offsets[first:last + 1]], dtype=torch.int32)
             self._lengths_on[key] = (cu, None) if device.type == "cpu" else (cu.to(device), cu)
         return self._lengths_on[key]
+
+    def _table(self, name, device):
+        """`begins`, `ends`, or the sequences of the "tokens" of this rank, as a tensor; made once, as above."""
+        if (name, device) not in self._tables:
+            values = getattr(self, name, None)
+            if values is None:
+                values = [span.sequence for span in self.spans for _ in range(span.begin, span.end)]
+            self._tables[name, device] = torch.tensor(values, dtype=torch.int64).to(device)
+        return self._tables[name, device]
 
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The tokens of this rank from a tensor of all tokens."""

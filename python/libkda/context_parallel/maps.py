@@ -13,6 +13,8 @@ _span_maps = torch.ops.libkda.span_maps.default
 fold_states = torch.ops.libkda.fold_states.default
 _span_begin = torch.ops.libkda.span_begin.default
 _span_finish = torch.ops.libkda.span_finish.default
+_span_backward_begin = torch.ops.libkda.span_backward_begin.default
+_span_backward_finish = torch.ops.libkda.span_backward_finish.default
 backward = torch.ops.libkda.backward.default
 
 _INITIAL_STATE = 1 << 7  # of what a backward is asked for
@@ -55,6 +57,19 @@ class Begun:
         _span_finish(*self._call, before, self._workspace)
 
 
+class BegunBackward:
+    """A backward of which all is done that does not wait for the gradients behind its spans."""
+
+    def __init__(self, call, gradients, workspace):
+        self._call, self._workspace, self.gradients = call, workspace, gradients
+
+    def finish(self, d_behind):
+        """Gradients as run_backward() returns them."""
+        d_o, *rest = self._call
+        _span_backward_finish(d_o, d_behind, *rest, *self.gradients, self._workspace)
+        return self.gradients
+
+
 class OnCpu:
     """One pass for M and B, and one for M and D, in fp32."""
     #: whether a state alone, without outputs, is cheaper than a forward
@@ -66,11 +81,16 @@ class OnCpu:
         return None
 
     @staticmethod
+    def begin_backward(spans, d_o, d_behind, before, wanted, D, from_final):
+        """A BegunBackward, with D where it is wanted (`from_final`: from d_behind), or None as above."""
+        return None
+
+    @staticmethod
     def forward_maps(spans, M, B):
         _span_maps(*spans.rows, M, B, None, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
 
     @staticmethod
-    def backward_maps(spans, d_o, M, D, _):
+    def backward_maps(spans, d_o, M, D):
         _span_maps(*spans.rows, M, D, d_o, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
 
     @staticmethod
@@ -83,7 +103,7 @@ class OnCpu:
     def gradients_before(spans, d_o, d_behind, _):
         _, K, V = spans.sizes
         M, D = spans.new(K, K), spans.new(K, V)
-        OnCpu.backward_maps(spans, d_o, M, D, None)
+        OnCpu.backward_maps(spans, d_o, M, D)
         maps = torch.cat([M.flatten(1), D.flatten(1)], dim=1)
         states = torch.empty_like(d_behind)
         steps = torch.tensor([[i, i, i] for i in range(spans.count)])
@@ -104,6 +124,14 @@ class OnKernels:
         return Begun(call, workspace) if len(workspace) else None
 
     @staticmethod
+    def begin_backward(spans, d_o, d_behind, before, wanted, D, from_final):
+        if spans.rows[0].device.type != "cuda":
+            return None
+        call = (d_o, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.modes[:5], wanted | _INITIAL_STATE)
+        *gradients, workspace = _span_backward_begin(d_o, d_behind, *call[1:], D, from_final)
+        return BegunBackward(call, gradients, workspace) if len(workspace) else None
+
+    @staticmethod
     def transitions(spans, M):
         q, k, v, g, beta = spans.rows
         HV, K, _ = spans.sizes
@@ -117,14 +145,11 @@ class OnKernels:
         OnKernels.transitions(spans, M)
 
     @staticmethod
-    def backward_maps(spans, d_o, M, D, known):
-        """`known`: M of the forward by span, or None."""
+    def backward_maps(spans, d_o, M, D):
+        """`M`: None where the forward's are known."""
         D.copy_(OnKernels.gradients_before(spans, d_o, None, spans.new(*spans.sizes[1:]).zero_()))
-        if known is None:
+        if M is not None:
             OnKernels.transitions(spans, M)
-        else:
-            for place, one in zip(M, known):
-                place.copy_(one)
 
     @staticmethod
     def gradients_before(spans, d_o, d_behind, before):
