@@ -123,6 +123,7 @@ class Context:
         self._agreed: dict[str, tuple[int, ...]] = {}
         self._halos: dict[tuple[int, torch.device], Any] = {}  # by width (convolution.py)
         self._lengths_on: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[int, ...]] = {}  # sizes of arguments that were looked at
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._of_fla = False  # then each rank numbers sequences and tokens its own way
 
