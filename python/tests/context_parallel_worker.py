@@ -390,8 +390,8 @@ def graphs(rank, ranks):
     x = dict(q=normal(1, T, HV, K), k=normal(1, T, HV, K), v=normal(1, T, HV, K), g=normal(1, T, HV, K) - 3,
              beta=normal(1, T, HV))
     leaves = {name: context.take(t).to(DEVICE, torch.bfloat16).requires_grad_() for name, t in x.items()}
-    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0,
-                 A_log=torch.zeros(HV, device=DEVICE), cp_context=context)
+    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                 lower_bound=-5.0, A_log=torch.zeros(HV, device=DEVICE), cp_context=context)
 
     def train():
         o, _ = chunk_kda(**leaves, **flags)

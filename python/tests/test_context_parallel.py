@@ -156,14 +156,16 @@ def test_convolutions_that_do_not_fit(error, text, changes):
 
 
 def prompts(**changes):
-    x = dict(arguments(), pool=torch.zeros(3, 2, 8, 8), slots=torch.tensor([2, 0]), has_state=torch.tensor([False, True]))
+    x = dict(arguments(), pool=torch.zeros(3, 2, 8, 8), slots=torch.tensor([2, 0]),
+             has_state=torch.tensor([False, True]))
     x["context"] = x.pop("cp_context")
     return {**x, **changes}
 
 
 @pytest.mark.parametrize("error, text, changes", (
     (TypeError, "context must be a libkda.context_parallel.Context, got int", dict(context=3)),
-    (TypeError, "pool must be a float32 or bfloat16 tensor, got torch.float16", dict(pool=torch.zeros(3, 2, 8, 8).half())),
+    (TypeError, "pool must be a float32 or bfloat16 tensor, got torch.float16", dict(
+        pool=torch.zeros(3, 2, 8, 8).half())),
     (ValueError, r"pool must have shape \[slots, 2, 8, 8\]", dict(pool=torch.zeros(3, 2, 8, 9))),
     (ValueError, "with at least one slot", dict(pool=torch.zeros(0, 2, 8, 8))),
     (TypeError, "slots must be a tensor of int32 or int64, got list", dict(slots=[2, 0])),

@@ -16,10 +16,11 @@ from .exchange import AllGather, agree, check_place, device_of
 
 
 def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | Callable[[], torch.Tensor] | None,
+              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+              initial_state: torch.Tensor | Callable[[], torch.Tensor] | None,
               modes: tuple[Any, ...], output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of). initial_state: a
-    tensor, None, or a function that makes one; what it raises is known to all ranks, as other errors of arguments are."""
+    tensor, None, or a function that makes one; what it raises is known to all ranks, as other errors of arguments."""
     values = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     state_v_first = modes[-1]
 
@@ -71,8 +72,8 @@ def _row(direction, sizes, device):
 
 class _Call:
     """One direction of one call on this rank: its maps, and the states that it gives and gets. States are fp32, in the
-    kv layout. Nothing here waits for a GPU, so that a CUDA graph can hold a call; the first call of a context makes what
-    would be waited for."""
+    kv layout. Nothing here waits for a GPU, so that a CUDA graph can hold a call; the first call of a context makes
+    what would be waited for."""
 
     def __init__(self, direction, sizes, modes, rows, parameters):
         self.direction, self.context, self.sizes = direction, direction.context, sizes
@@ -120,8 +121,8 @@ class _Call:
         return spans.new(K, K), spans.new(K, V)
 
     def _give_maps(self, M, A, first, mapped, known=None):
-        """Those of spans `mapped` among neighbours from `first` on, if they are not in their places. `known`: M by span,
-        of the forward."""
+        """Those of spans `mapped` among neighbours from `first` on, if they are not in their places. `known`: M by
+        span, of the forward."""
         for i in mapped:
             for place, given in zip(self._halves(i), (known[i] if known else M[i - first], A[i - first])):
                 if place.data_ptr() != given.data_ptr():

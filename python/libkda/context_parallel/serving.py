@@ -23,13 +23,15 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     """Prompts, whole or the next piece of them, as libkda.serving.prefill computes them in one process.
 
     Rows are those of chunk_kda with `cp_context`: the tokens of this rank, B = 1. pool [slots, HV, K, V], fp32 or bf16
-    ([.., V, K] with state_v_first): each rank has one of its own. slots [N], int32 or int64, and has_state [N], bool, are
-    of all N sequences of the context, on every rank the same, where q is. Sequence n goes on from the state in slots[n]
-    of the rank that begins it, or with has_state[n] False from zero. Its final state goes to slots[n]: of the rank that
-    ends it, or with the context's final_states = "all" of every rank, so that its next piece may begin anywhere.
+    ([.., V, K] with state_v_first): each rank has one of its own. slots [N], int32 or int64, and has_state [N], bool,
+    are of all N sequences of the context, on every rank the same, where q is. Sequence n goes on from the state in
+    slots[n] of the rank that begins it, or with has_state[n] False from zero. Its final state goes to slots[n]: of the
+    rank that ends it, or with the context's final_states = "all" of every rank, so that its next piece may begin
+    anywhere.
 
     A slot below first_slot and any negative one mean none: nothing is read or written, and o is 0. On a GPU one beyond
-    the pool means none too. Other slots are of one sequence each. Returns o of q's type. Never waits for the device. There are no gradients.
+    the pool means none too. Other slots are of one sequence each. Returns o of q's type. Never waits for the device.
+    There are no gradients.
     Raises TypeError and ValueError that name the argument, on every rank, and NotImplementedError where a gradient is
     asked for; nothing is written then.
     """
