@@ -213,10 +213,9 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   return {};
 }
 
-Status no_halves(const Plan& plan, const char* operation) {
+Status no_halves(const Plan& plan, const char* operation, const std::string& why) {
   return Status(StatusCode::kUnsupported, cat("spans: ", plan.implementation, " has no ", operation,
-                                              " in two halves", plan.reasons.empty() ? "" : "; ",
-                                              plan.reasons.empty() ? "" : plan.reasons.back()));
+                                              " in two halves", why.empty() ? "" : "; ", why));
 }
 
 /// That the gradients behind sequences may come later, where they do.
@@ -225,7 +224,9 @@ Status check_backward_spans(const Plan& plan, const Gradients& gradients) {
   if (!plan.lengths_known) return invalid("spans: needs lengths that are known");
   const registry::BackwardRow* row =
       registry::find_row(registry::backward_rows(), plan.implementation);
-  return row && row->begin && plan.segmented ? Status{} : no_halves(plan, "backward");
+  if (!row || !row->decline_halves) return no_halves(plan, "backward", "");
+  const std::string why = row->decline_halves(plan);
+  return why.empty() ? Status{} : no_halves(plan, "backward", why);
 }
 
 /// That the states before sequences may come later, where they do.
@@ -240,7 +241,7 @@ Status check_spans(const Plan& plan, const Gradients* gradients) {
   if (row && row->spans && row->spans->begin && plan.segmented &&
       plan.resolved.segment_method == SegmentMethod::kOnePass)
     return {};
-  return no_halves(plan, "forward");
+  return no_halves(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
 }
 
 /// What is left to say once the row has planned.

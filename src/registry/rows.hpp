@@ -120,6 +120,7 @@ struct BackwardRow {
   Head head;
   Status (*backward)(const stage::Backward& args);
   // A backward of spans in two halves; null: there are none.
+  std::string (*decline_halves)(const Plan& plan) = nullptr;  ///< empty, or why this plan has none
   Status (*begin)(const stage::SpanBackwardBegin& args) = nullptr;
   Status (*finish)(const stage::Backward& args) = nullptr;
 };

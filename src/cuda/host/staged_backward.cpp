@@ -266,14 +266,14 @@ struct GroupLaunches {
     return args.sums ? launch_parameters(args, where) : Status{};
   }
 
-  /// What does not wait for dS behind the sequences. `tokens`: wants_tokens(). States and errors
-  /// also say what is wrong with the sequences.
-  Status begin(bool tokens) const {
-    KDA_RETURN_IF_ERROR(intra());
-    if (segments.spans == 0) return {};
-    KDA_RETURN_IF_ERROR(scan_and_merge());
-    const ChainArgs errors = errors_args();
-    return chains(tokens || args.flags ? &errors : nullptr, scan_args());
+  /// The chains of whole sequences, for D alone.
+  ReverseArgs whole_args(const SpanGradients& spans) const {
+    ReverseArgs reverse = reverse_args(args.map);
+    if (spans.from_final) reverse.d_final = args.d_final;
+    StateView D = span_states(spans.D);
+    D.num_slots = args.map.num_sequences;
+    reverse.d_initial = reverse.initial = D;
+    return reverse;
   }
 
   /// dS behind segments; behind an empty first one it is the gradient before the sequence.
@@ -281,9 +281,21 @@ struct GroupLaunches {
     return launch_reverse_merge(merge_args(d_final), where);
   }
 
-  Status finish(bool tokens) const {
+  /// What does not wait for dS behind the sequences. `halves`: there is something to wait for;
+  /// null: not. `tokens`: wants_tokens(). States and errors also say what is wrong with the
+  /// sequences.
+  Status begin(bool tokens, const SpanGradients* halves) const {
+    KDA_RETURN_IF_ERROR(intra());
+    if (segments.spans == 0 && !halves) return {};
+    if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
     const ChainArgs errors = errors_args();
-    const bool wanted = segments.spans == 0 && (tokens || args.flags);
+    return chains(tokens || args.flags ? &errors : nullptr,
+                  segments.spans > 0 ? scan_args() : whole_args(*halves));
+  }
+
+  Status finish(bool tokens, bool halves) const {
+    const ChainArgs errors = errors_args();
+    const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
     KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args()));
     return tokens ? gradients() : Status{};
@@ -326,16 +338,16 @@ Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
 
 Status backward(const stage::Backward& b) {
   return for_groups(b, false, [](const GroupLaunches& group, bool tokens) {
-    KDA_RETURN_IF_ERROR(group.begin(tokens));
-    return group.finish(tokens);
+    KDA_RETURN_IF_ERROR(group.begin(tokens, nullptr));
+    return group.finish(tokens, false);
   });
 }
 
 Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
   const stage::Call& call = begin.backward.call;
   return for_groups(begin.backward, false, [&](const GroupLaunches& group, bool tokens) {
-    KDA_RETURN_IF_ERROR(group.begin(tokens));
-    if (!begin.spans.D) return Status{};
+    KDA_RETURN_IF_ERROR(group.begin(tokens, &begin.spans));
+    if (!begin.spans.D || group.segments.spans == 0) return Status{};
     KDA_RETURN_IF_ERROR(group.merge(begin.spans.from_final ? group.args.d_final : StateView{}));
     const Shape& shape = group.args.shape;
     const int64_t floats = int64_t{shape.HV} * shape.K * shape.V;
@@ -352,8 +364,8 @@ Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
 }
 
 Status span_backward_finish(const stage::Backward& b) {
-  return for_groups(b, true,
-                    [](const GroupLaunches& group, bool tokens) { return group.finish(tokens); });
+  return for_groups(
+      b, true, [](const GroupLaunches& group, bool tokens) { return group.finish(tokens, true); });
 }
 
 }  // namespace kda::cuda::staged
