@@ -88,7 +88,8 @@ class _Call:
         if direction.all and direction.forward:
             count += self.context.num_sequences
         #: before each span of this rank (of a backward: behind it), and with "all" behind each sequence
-        self.states = torch.zeros(count, HV, K, V, device=self.device)
+        made = torch.empty if len(direction.stored) == count else torch.zeros
+        self.states = made(count, HV, K, V, dtype=torch.float32, device=self.device)
         alone = not direction.forward or self.by.states_alone
         self.early = direction.early if alone else []
         self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
@@ -282,12 +283,14 @@ class _ChunkKda(torch.autograd.Function):
         v_first = modes[-1]
         try:
             o = torch.empty(v.shape, dtype=rows[2].dtype, device=v.device)
-            starts = _starting_states(context, initial_state, sizes, v_first, q.device)
+            starts = None
+            if initial_state is not None or context.empty or call.direction.extra_states:
+                starts = _starting_states(context, initial_state, sizes, v_first, q.device)
             if initial_state is not None:
                 for span in context.spans:
                     if span.first:
                         call.states[span.place] = starts[context.begins.index(span.sequence)]
-            behind = torch.empty(len(context.spans), *call.states.shape[1:], device=q.device)
+            behind = call.states.new_empty(len(context.spans), *sizes)
 
             def run(indices):
                 for first, last in runs_of(indices):

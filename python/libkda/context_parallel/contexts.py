@@ -315,6 +315,8 @@ class _Direction:
         self.private_slots = {span.place: base + i for i, span in enumerate(mine)}
         slots.update({(span.rank, span.place): base + i for i, span in enumerate(mine)})
         self.steps = torch.tensor(self._steps(chains, slots, exact), dtype=torch.int64).view(-1, 3)
+        #: places of states that the fold fills
+        self.stored = {store for _, _, store in self.steps.tolist() if store != _NONE}
         self._steps_on: dict[torch.device, torch.Tensor] = {}
         for indices in (self.at_once, self.early, self.mapped, self.meanwhile, self.after):
             indices.sort()
