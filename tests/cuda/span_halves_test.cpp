@@ -105,6 +105,12 @@ void expect_forward(const Inputs& inputs, int64_t segments, const std::string& w
   EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
 }
 
+check::GenerateOptions shape_of_two_heads() {
+  check::GenerateOptions options = test::shape16(0, 2, 64, 64);
+  options.seq_lens = {64};
+  return options;
+}
+
 Inputs packed(int64_t K, DType dtype, check::Regime regime) {
   check::GenerateOptions options = test::shape16(0, 1, K, K, dtype);
   options.num_value_heads = 2;
@@ -252,17 +258,16 @@ TEST_F(SpanBackward, NamesWhatCannotBeUsed) {
 }
 
 TEST(SpanBackwardPlan, IsRefusedWhereThereIsNone) {
-  const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
-  check::GradientBuffers buffers = gradients_of(inputs);
+  const Inputs inputs = check::generate(shape_of_two_heads());
+  const check::GradientBuffers buffers = gradients_of(inputs);
   const auto message = [&](const Gradients& gradients, const DeviceFacts& device, bool lengths,
                            int64_t tokens) {
     Problem p = inputs.problem;
     p.num_tokens = tokens;
-    std::vector<int64_t> cu_seqlens = inputs.cu_seqlens;
-    cu_seqlens.back() = tokens;
+    check::make_outputs(&p, DType::kBFloat16);
+    const std::vector<int64_t> cu_seqlens = {0, tokens};
     Plan forward;
     BackwardPlan plan;
-    check::make_outputs(&p, DType::kBFloat16);
     throw_if_error(lengths ? make_plan(p, cu_seqlens, device, {}, &forward)
                            : make_plan_from_bounds(p, device, {}, &forward));
     PlanOptions options;
@@ -270,14 +275,16 @@ TEST(SpanBackwardPlan, IsRefusedWhereThereIsNone) {
     return make_backward_plan(forward, gradients, options, &plan).message();
   };
   const DeviceFacts gpu = gpu_facts(132, 90);
-  const int64_t T = inputs.problem.num_tokens;
-  EXPECT_EQ(message(buffers.gradients, gpu, true, T), "");
-  EXPECT_NE(message(buffers.gradients, cpu_facts(), true, T).find("no backward in two halves"),
+  const Gradients& all = buffers.gradients;
+  EXPECT_EQ(message(all, gpu, true, 64), "");
+  EXPECT_NE(message(all, cpu_facts(), true, 64).find("no backward in two halves"),
             std::string::npos);
-  EXPECT_EQ(message(buffers.gradients, gpu, false, T), "spans: needs lengths that are known");
-  Gradients without = buffers.gradients;
+  EXPECT_EQ(message(all, gpu, false, 64), "spans: needs lengths that are known");
+  Gradients without = all;
   without.d_final_state = std::nullopt;
-  EXPECT_EQ(message(without, gpu, true, T), "spans: belongs to a backward with d_final_state");
+  EXPECT_EQ(message(without, gpu, true, 64), "spans: belongs to a backward with d_final_state");
+  const std::string large = message(all, gpu, true, int64_t{1} << 23);
+  EXPECT_NE(large.find("all heads at once would need more than 12 GB"), std::string::npos) << large;
 }
 
 TEST(SpanHalvesPlan, IsRefusedWhereThereIsNone) {
