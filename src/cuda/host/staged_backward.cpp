@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: all launches of a group of heads, then those of the next one.
+#include <cmath>
+
 #include "core/text.hpp"
 #include "cuda/backward/backward.hpp"
 #include "cuda/host/backends.hpp"
@@ -12,6 +14,7 @@
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/chunk_intra_half_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -19,6 +22,7 @@
 #include "cuda/staged/chunk_delta_h.hpp"
 #include "cuda/staged/chunk_intra.hpp"
 #include "plan/ledger.hpp"
+#include "stage/segment_scan.hpp"
 
 namespace kda::cuda::staged {
 namespace {
@@ -135,6 +139,17 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
   return segments;
 }
 
+/// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where the
+/// call bounds the factors. Scores of a small scale would lose bits, and X of a large one its
+/// range. Segments begin from fp32 states of a scan, which has bf16 operands. Without d_o all that
+/// reaches d_initial_state may have decayed out of fp16's range.
+bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
+  const float scale = std::abs(args.gate.scale);
+  return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
+         args.shape.K == 128 && args.shape.V == 128 && args.d_o.base && scale >= 0x1p-8f &&
+         scale <= 0x1p4f && stage::transition_norm_never_grows(plan.problem);
+}
+
 /// The launches of a group, whose arguments `args` are.
 struct GroupLaunches {
   const Plan& plan;
@@ -142,6 +157,7 @@ struct GroupLaunches {
   const Blocks& blocks;
   const Segments& segments;
   const Launch where;
+  const bool half = has_half_chains(plan, args);
 
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
@@ -164,6 +180,7 @@ struct GroupLaunches {
     intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
     intra.gate = args.gate;
     intra.factors = blocks.factors;
+    if (half) return sm90::launch_chunk_intra_half(intra, where);
     return launch_chunk_intra(intra, /*half=*/false, /*tokens=*/false, where);
   }
 
@@ -235,7 +252,7 @@ struct GroupLaunches {
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
     if (sm90::kBuilt && plan.device.compute_capability == 90)
-      return sm90::launch_chains(errors, &reverse, where);
+      return sm90::launch_chains(errors, &reverse, half ? &args.v : nullptr, where);
     if (errors)
       KDA_RETURN_IF_ERROR(
           launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));

@@ -10,7 +10,9 @@
 namespace kda::cuda::sm90 {
 
 /// One of the two may be null. Neither chain needs anything of the other, so their blocks run
-/// beside each other where they fit the device.
-Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& launch);
+/// beside each other where they fit the device. `v`: that of the caller, with fp16 factors, which
+/// are K = 128's and have no u; else null, with bf16 factors.
+Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const RowView* v,
+                     const Launch& launch);
 
 }  // namespace kda::cuda::sm90
