@@ -9,6 +9,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/half_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
 
@@ -25,9 +26,10 @@ constexpr int kStages = 3;
 
 struct KernelArgs {
   ChainArgs errors;
-  RowView v;  // with fp16 factors
   reverse::KernelArgs reverse;
   unsigned reverse_blocks;  // the first ones: their chunks take longer
+  RowView v;                // with fp16 factors
+  uint32_t* left;
 };
 
 // ---- what both directions do -------------------------------------------------------------------
@@ -64,6 +66,12 @@ __device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4]
 #pragma unroll
   for (int step = 0; step < 4; ++step)
     ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), x[step]);
+}
+
+/// Of a block: the word of its columns among those of its sequence.
+template <class C>
+__device__ __forceinline__ int64_t left_word(const C& c) {
+  return c.tile(0) * kLeftWords + c.u_tile;
 }
 
 template <class C>
@@ -226,7 +234,10 @@ struct Reverse {
   const reverse::KernelArgs& a;
   half::Scale scale;
 
-  __device__ explicit Reverse(const KernelArgs& args) : c(args.reverse.chain), a(args.reverse) {}
+  uint32_t* const left;
+
+  __device__ explicit Reverse(const KernelArgs& args)
+      : c(args.reverse.chain), a(args.reverse), left(args.left) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
 
@@ -308,7 +319,13 @@ struct Reverse {
     if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
   }
   __device__ void finish() {
-    if constexpr (kHalf) scale.take_back(c);
+    if constexpr (kHalf) {
+      if (left && c.num_chunks > 0) {
+        const bool lost = half::has_lost(c, scale);
+        if (c.lane == 0) reinterpret_cast<uint8_t*>(left + left_word(c))[c.tile_column / 16] = lost;
+      }
+      scale.take_back(c);
+    }
     reverse::store_gradient(c, a.initial);
   }
 
@@ -418,11 +435,18 @@ struct Pipeline {
   }
 };
 
-template <class Direction>
+/// kLeft: only what is left.
+template <class Direction, bool kLeft>
 __device__ __forceinline__ void run(const KernelArgs& a) {
   Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-  pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
+  auto& c = pipeline.d.c;
+  c.template find_place<kColumns>(warp, Direction::block(a));
+  if constexpr (kLeft) {
+    if (c.num_chunks == 0) return;
+    const uint32_t* words = a.left + c.tile(0) * kLeftWords;
+    if ((words[0] | words[1]) == 0) return;
+  }
   if (threadIdx.x == 0) pipeline.init_barriers();
   __syncthreads();
   if (warp < kChainThreads / 32)
@@ -433,45 +457,64 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
     pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
 }
 
-template <class F, int kK>
+template <class F, int kK, bool kLeft>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_chains_kernel(const __grid_constant__ KernelArgs a) {
   chain::write_flags<ChainUse::kErrors>(a.errors);
   if (blockIdx.x < a.reverse_blocks)
-    run<Reverse<F, kK>>(a);
+    run<Reverse<F, kK>, kLeft>(a);
   else
-    run<Errors<F, kK>>(a);
+    run<Errors<F, kK>, kLeft>(a);
 }
 
-template <class F, int kK>
+template <class F, int kK, bool kLeft = false>
 Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
   constexpr int kBytes = std::max(sizeof(Ring<Errors<F, kK>>), sizeof(Ring<Reverse<F, kK>>));
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("backward_chains", backward_chains_kernel<F, kK>, blocks, kThreads, kBytes,
-                       where, args);
+  return launch_kernel("backward_chains", backward_chains_kernel<F, kK, kLeft>, blocks, kThreads,
+                       kBytes, where, args);
+}
+
+/// Their blocks, and what they are given.
+int64_t blocks_of(const ChainArgs* errors, const ReverseArgs* reverse, KernelArgs* args) {
+  int64_t blocks = 0;
+  if (reverse) {
+    args->reverse = reverse::kernel_args(*reverse);
+    blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(args->reverse.chain);
+    args->reverse_blocks = static_cast<unsigned>(blocks);
+  }
+  if (errors) {
+    args->errors = *errors;
+    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
+  }
+  return blocks;
 }
 
 }  // namespace
 
-Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const RowView* v,
-                     const Launch& where) {
+Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& where) {
   KernelArgs args = {};
-  int64_t blocks = 0;
-  if (reverse) {
-    args.reverse = reverse::kernel_args(*reverse);
-    blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(args.reverse.chain);
-    args.reverse_blocks = static_cast<unsigned>(blocks);
-  }
-  if (errors) {
-    args.errors = *errors;
-    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
-  }
+  const int64_t blocks = blocks_of(errors, reverse, &args);
   const int64_t K = reverse ? reverse->shape.K : errors->shape.K;
-  if (v) {
-    args.v = *v;
-    return launch<__half, 128>(args, blocks, where);
-  }
   return K <= 64 ? launch<T, 64>(args, blocks, where) : launch<T, 128>(args, blocks, where);
+}
+
+Status launch_half_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                          uint32_t* left, const Launch& where) {
+  KernelArgs args = {};
+  const int64_t blocks = blocks_of(errors, &reverse, &args);
+  args.v = v;
+  args.left = left;
+  return launch<__half, 128>(args, blocks, where);
+}
+
+Status launch_left_chains(const ChainArgs* errors, const ReverseArgs& reverse, uint32_t* left,
+                          const Launch& where) {
+  KernelArgs args = {};
+  const int64_t blocks = blocks_of(errors, &reverse, &args);
+  args.errors.flags = nullptr;  // set by the chains before
+  args.left = left;
+  return launch<T, 128, true>(args, blocks, where);
 }
 
 }  // namespace kda::cuda::sm90

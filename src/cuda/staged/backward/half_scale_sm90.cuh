@@ -18,6 +18,7 @@ namespace kda::cuda::sm90::half {
 constexpr int kTargetExponent = -3;  // of the largest number after a rescale
 constexpr int kFarthest = 120;       // powers of two: a scale and its inverse are normal floats
 constexpr int kExponentOfZeros = -1000;
+constexpr float kMostFinite = 0x1.fffffep127f;
 /// Bits of exponents of a pair: at least 2 where the first occur, else below 2^-7 without these.
 constexpr uint32_t kTooLarge = 0x40004000, kLarge = 0x60006000;
 
@@ -31,7 +32,7 @@ __device__ __forceinline__ int warp_exponent(float top) {
 }
 /// The larger one, of what is finite.
 __device__ __forceinline__ float larger(float top, float x) {
-  return fabsf(x) <= 0x1.fffffep127f ? fmaxf(top, fabsf(x)) : top;
+  return fabsf(x) <= kMostFinite ? fmaxf(top, fabsf(x)) : top;
 }
 template <int kCount>
 __device__ __forceinline__ uint32_t bits_of(const uint32_t (&x)[kCount][4]) {
@@ -45,6 +46,7 @@ __device__ __forceinline__ uint32_t bits_of(const uint32_t (&x)[kCount][4]) {
 struct Scale {
   float by = 1, back = 1;
   int exponent = 0;
+  int least = -kExponentOfZeros;  // exponent of a chunk in which anything was not zero
 
   template <class C>
   __device__ __forceinline__ void move(C& c, int to) {
@@ -90,9 +92,9 @@ __device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale,
   return bits_of(rows);
 }
 
-/// The scale that state and rows want.
+/// Takes the scale that state and rows want. False: all are zero, or nothing is finite.
 template <class C>
-__device__ __forceinline__ void rescale(C& c, Scale& scale, const __nv_bfloat16* tile) {
+__device__ __forceinline__ bool rescale(C& c, Scale& scale, const __nv_bfloat16* tile) {
   float of_state = 0, of_rows = 0;
 #pragma unroll
   for (int n = 0; n < C::kTiles; ++n)
@@ -101,7 +103,9 @@ __device__ __forceinline__ void rescale(C& c, Scale& scale, const __nv_bfloat16*
   for_each_pair(c, tile,
                 [&](int, int, float2 pair) { of_rows = larger(larger(of_rows, pair.x), pair.y); });
   const int top = max(warp_exponent(of_state), warp_exponent(of_rows) + scale.exponent);
-  if (top > kExponentOfZeros / 2) scale.move(c, scale.exponent + kTargetExponent - top);
+  if (top <= kExponentOfZeros / 2) return false;
+  scale.move(c, scale.exponent + kTargetExponent - top);
+  return true;
 }
 
 /// Rounds the state, and loads rows by load(), until both fit: at most twice. Infinities stay.
@@ -115,9 +119,28 @@ __device__ __forceinline__ void round_scaled(C& c, Scale& scale, const __nv_bflo
     return load() | bits_of(rounded);
   };
   const uint32_t bits = round();
-  if (!__any_sync(~0u, bits & kTooLarge) && __any_sync(~0u, bits & kLarge)) return;
-  rescale(c, scale, tile);
-  round();
+  if (__any_sync(~0u, bits & kTooLarge) || !__any_sync(~0u, bits & kLarge)) {
+    if (!rescale(c, scale, tile)) return;
+    round();
+  }
+  scale.least = min(scale.least, scale.exponent);
+}
+
+/// Whether the warp's state has lost what bf16 would have kept of it, or is not finite. Factors in
+/// fp16 lack up to 2^-25, and what they are multiplied by may have been as large as 2^-least.
+template <class C>
+__device__ __forceinline__ bool has_lost(const C& c, const Scale& scale) {
+  constexpr int kBits = 12;
+  float top = 0;
+  bool finite = true;
+#pragma unroll
+  for (int n = 0; n < C::kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      top = larger(top, c.state[n][i]);
+      finite = finite && fabsf(c.state[n][i]) <= kMostFinite;
+    }
+  return __any_sync(~0u, !finite) || warp_exponent(top) - scale.exponent < -kBits - scale.least;
 }
 
 /// The rounded state, in its own size, to a tile [64 columns of V, kK] of T.

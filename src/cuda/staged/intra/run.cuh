@@ -18,6 +18,7 @@ __device__ void run_intra(C& c) {
   const ChunkIntraArgs& a = c.a;
   constexpr bool kDiagonal = C::kAnchored && !kTokens;
   load_inputs<true>(c);
+  const bool grows = !C::kMakesU && has_growth(c);
   keep_pairs(c);
   find_norms<true>(c);
   scan_totals(c);
@@ -52,7 +53,7 @@ __device__ void run_intra(C& c) {
   if constexpr (C::kMakesU)
     solve<false>(c, c.s.q);
   else
-    solve_w(c);
+    solve_w(c, grows);
   if (a.factors.T) copy_square<C::kThreads, false>(c, a.factors.T, c.tid);
 }
 

@@ -232,12 +232,15 @@ __device__ void solve(const C& c, RowsOf<C>* v) {
   }
 }
 
-/// Makes w alone.
+/// Makes w alone. Factors of a chunk in which a decay grows may not fit their type: then gamma is
+/// NaN, and so become the states.
 template <class C>
-__device__ void solve_w(const C& c) {
+__device__ void solve_w(const C& c, bool grows) {
   solve_columns<1>(c, {c.s.k});
   __syncwarp();
   store_tile<false>(c, c.tile_of(c.a.factors.w, kChunk * C::kK), c.s.k, C::kK);
+  if (c.a.gate.gate_mode == GateMode::kLog && __syncthreads_or(grows) && c.tid == 0)
+    c.a.factors.gamma[c.tile() * C::kK] = __uint_as_float(0x7fc00000u);
 }
 
 }  // namespace kda::cuda::intra
