@@ -68,7 +68,7 @@ __device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4]
     ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), x[step]);
 }
 
-/// Of a block: the word of its columns among those of its sequence.
+/// Index of the word of this block's columns among those of its sequence.
 template <class C>
 __device__ __forceinline__ int64_t left_word(const C& c) {
   return c.tile(0) * kLeftWords + c.u_tile;

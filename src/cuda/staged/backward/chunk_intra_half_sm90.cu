@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   intra::run_intra<false>(context);
 }
 
-/// Of any chunk, not of the block's.
+/// Its chunk is not the block's.
 struct LeftContext : intra::IntraContext<T, kK> {
   const unsigned index;
   __device__ LeftContext(const ChunkIntraArgs& args, const ChunkTokens& tokens, unsigned tile)

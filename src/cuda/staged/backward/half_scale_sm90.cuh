@@ -42,7 +42,7 @@ __device__ __forceinline__ uint32_t bits_of(const uint32_t (&x)[kCount][4]) {
   return bits;
 }
 
-/// Of a warp: its state, and what is added to it, are times `by`.
+/// A warp holds its state, and what is added to it, times `by`.
 struct Scale {
   float by = 1, back = 1;
   int exponent = 0;
