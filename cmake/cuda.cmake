@@ -50,6 +50,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu
   src/cuda/staged/backward/chunk_grad_sm90.cu
+  src/cuda/staged/backward/chunk_intra_half_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
 set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fold.cpp

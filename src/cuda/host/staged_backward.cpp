@@ -2,6 +2,8 @@
 // The backward of cuda.sm80.staged: all launches of a group of heads, then those of the next one.
 #include <cuda_runtime_api.h>
 
+#include <cmath>
+
 #include "core/text.hpp"
 #include "cuda/backward/backward.hpp"
 #include "cuda/host/backends.hpp"
@@ -14,6 +16,7 @@
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/chunk_intra_half_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -99,10 +102,11 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
-/// Behind the rows of the group.
+/// Behind the factors and the rows of the group.
 uint32_t* left_words(const Plan& plan, const BackwardArgs& args) {
   const auto heads = static_cast<std::size_t>(args.shape.HV);
-  return reinterpret_cast<uint32_t*>(args.rows) + heads * head_bytes(plan).rows / sizeof(float);
+  return reinterpret_cast<uint32_t*>(args.rows) +
+         heads * head_bytes(plan).before_left() / sizeof(float);
 }
 
 /// What segments add; without any `spans` is 0.
@@ -137,6 +141,17 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
   return segments;
 }
 
+/// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
+/// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
+/// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
+/// states of a scan, whose factors are in bf16.
+bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
+  const float scale = std::abs(args.gate.scale);
+  return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
+         !plan.requested.spans && args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
+         args.gate.beta_mode != BetaMode::kPlain && scale >= 0x1p-8f && scale <= 0x1p4f;
+}
+
 /// The launches of a group, whose arguments `args` are.
 struct GroupLaunches {
   const Plan& plan;
@@ -144,6 +159,7 @@ struct GroupLaunches {
   const Blocks& blocks;
   const Segments& segments;
   const Launch where;
+  const bool half = has_half_chains(plan, args);
 
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
@@ -160,13 +176,18 @@ struct GroupLaunches {
     return view;
   }
 
-  Status intra() const {
+  ChunkIntraArgs intra_args() const {
     ChunkIntraArgs intra;
     intra.shape = args.shape, intra.map = args.map, intra.num_chunks = most_chunks(plan);
     intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
     intra.gate = args.gate;
     intra.factors = blocks.factors;
-    return launch_chunk_intra(intra, /*half=*/false, /*tokens=*/false, where);
+    return intra;
+  }
+
+  Status intra() const {
+    if (half) return sm90::launch_chunk_intra_half(intra_args(), where);
+    return launch_chunk_intra(intra_args(), /*half=*/false, /*tokens=*/false, where);
   }
 
   ChainArgs chain_args() const {
@@ -234,10 +255,21 @@ struct GroupLaunches {
     return reverse;
   }
 
+  /// What they may have to leave: chains with positive log gates, and d_initial_state where next to
+  /// nothing reached it.
+  Status half_chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
+    const bool leaves = args.d_initial.base || args.gate.gate_mode == GateMode::kLog;
+    uint32_t* left = leaves ? left_words(plan, args) : nullptr;
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
+    if (!leaves) return {};
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
+    return sm90::launch_left_chains(errors, reverse, left, where);
+  }
+
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
     if (sm90::kBuilt && plan.device.compute_capability == 90)
-      return sm90::launch_chains(errors, &reverse, where);
+      return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, where);
     if (errors)
       KDA_RETURN_IF_ERROR(
           launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
