@@ -152,7 +152,8 @@ def print_profile(title, call, rank, ranks):
 
 def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
     """Microseconds by "forward" and "train"; None: out of memory on some rank."""
-    fla_configs.use(c["HV"])
+    if name == "fla":
+        fla_configs.use(c["HV"])
     local = dict(c, T=c["T"] // ranks, lengths=None)
     found = {}
     for what in whats:

@@ -144,7 +144,8 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
 /// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
 /// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
 /// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
-/// states of a scan, whose factors are in bf16.
+/// states of a scan, whose factors are in bf16. Halves run chains twice on the same factors, and
+/// chains that are left have changed theirs the first time.
 bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
   const float scale = std::abs(args.gate.scale);
   return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
