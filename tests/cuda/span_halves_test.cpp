@@ -210,7 +210,7 @@ double difference(const Floats& found, const io::Buffer& expected) {
 
 TEST_F(SpanBackward, IsABackwardFromTheGradientsBehind) {
   for (const int64_t segments : {0, 3})
-    for (const int64_t K : test::in_turn<int64_t>(0, {64, 128})) {
+    for (const int64_t K : test::in_turn<int64_t>(segments == 0 ? 1 : 0, {64, 128})) {
       const Inputs inputs = packed(K, DType::kBFloat16, check::Regime::kTrained);
       check::GradientBuffers buffers = gradients_of(inputs);
       const HalvesOfBackward from_final = backward_in_halves(inputs, segments, true, &buffers);

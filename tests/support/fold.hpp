@@ -14,7 +14,7 @@ namespace kda::test {
 
 using Floats = std::vector<float>;
 
-/// Of floats that may be NaN.
+/// Equal to the bit: floats may be NaN.
 inline bool same_bits(const Floats& a, const Floats& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](float x, float y) {
     return std::bit_cast<uint32_t>(x) == std::bit_cast<uint32_t>(y);
