@@ -169,7 +169,9 @@ typedef struct kda_plan_options {
    * fp32 state after every n tokens. KDA_KEEP_CHUNKS: states and errors of every chunk; the CPU
    * takes it as KDA_KEEP_DEFAULT. */
   int32_t keep;
-  int32_t spans;    /* states before sequences come between kda_span_begin and kda_span_finish */
+  /* States before sequences come between kda_span_begin and kda_span_finish; of a backward, the
+   * gradients behind them between kda_span_backward_begin and kda_span_backward_finish. */
+  int32_t spans;
   int32_t reserved; /* 0 */
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
@@ -260,7 +262,7 @@ typedef struct kda_gradients {
 typedef struct kda_backward_plan kda_backward_plan; /* opaque */
 
 /* The backward of a forward's plan, for its device, lengths and what it keeps. Of `options` (may be
- * null) backend and num_threads count; segments are asked for as the forward was asked. */
+ * null) backend, num_threads and spans count; segments are asked for as the forward was asked. */
 KDA_API kda_status kda_backward_plan_create(const kda_plan* forward, const kda_gradients* gradients,
                                             const kda_plan_options* options,
                                             kda_backward_plan** plan);
