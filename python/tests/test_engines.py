@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import libkda.sglang
 import libkda.vllm
 from libkda._engines import Places
 from libkda._plugin import Plugin
@@ -52,26 +53,32 @@ def test_states_before_a_call_are_not_taken_for_those_behind_it(pool):
     assert not pool[5].any()
 
 
-def test_register_asks_the_environment(monkeypatch):
+ENGINES = [(libkda.vllm, "LIBKDA_VLLM", "vllm.general_plugins"),
+           (libkda.sglang, "LIBKDA_SGLANG", "sglang.srt.plugins")]
+
+
+@pytest.mark.parametrize("module, variable", [engine[:2] for engine in ENGINES])
+def test_register_asks_the_environment(monkeypatch, module, variable):
     for value in (None, "0"):
-        monkeypatch.delenv("LIBKDA_VLLM", raising=False)
+        monkeypatch.delenv(variable, raising=False)
         if value is not None:
-            monkeypatch.setenv("LIBKDA_VLLM", value)
-        libkda.vllm.register()
-        assert not libkda.vllm._plugin.enabled and libkda.vllm._places not in sys.meta_path
-    monkeypatch.setenv("LIBKDA_VLLM", "1")
-    libkda.vllm.register()
-    libkda.vllm.register()  # vLLM may do so twice
-    assert sys.meta_path.count(libkda.vllm._places) == 1
-    libkda.vllm.disable()
-    assert libkda.vllm._places not in sys.meta_path
+            monkeypatch.setenv(variable, value)
+        module.register()
+        assert not module._plugin.enabled and module._places not in sys.meta_path
+    monkeypatch.setenv(variable, "1")
+    module.register()
+    module.register()  # an engine may do so twice
+    assert sys.meta_path.count(module._places) == 1 and module.last_path() is None
+    module.disable()
+    assert module._places not in sys.meta_path
 
 
-def test_entry_point():
-    found = [point for point in importlib.metadata.entry_points(group="vllm.general_plugins") if point.name == "libkda"]
+@pytest.mark.parametrize("module, group", [engine[::2] for engine in ENGINES])
+def test_entry_points(module, group):
+    found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "libkda"]
     if not found:
         pytest.skip("this libkda was not installed from a wheel")
-    assert found[0].load() is libkda.vllm.register
+    assert found[0].load() == module.register
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import types
 import engine_sources
 import pytest
 import torch
-from common import distance
+from common import distance, reference
 
 import libkda.vllm
-from libkda import naive
 
 pytestmark = pytest.mark.skipif(engine_sources.folder_of("vllm") is None, reason="KDA_ENGINES names no folder with "
                                 "vLLM's sources: python/tests/engine_sources.py FOLDER fetches them")
@@ -180,18 +179,17 @@ class Layer:
         if self.conv:
             padded = torch.cat([x.new_zeros(W - 1, WIDTH), x])
             x = sum(padded[j:j + len(x)] * self.weight[:, j].double() for j in range(W))
-        q, k, v = (torch.nn.functional.silu(x).unflatten(1, (3, H, D)).unbind(1))
-        unit = lambda t: t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        A_log, dt_bias = self.layer.A_log, self.layer.dt_bias
-        raw = gates.view(-1, H, D)[None]
-        if self.bound is None:
-            g = naive.naive_kda_gate(raw, A_log, dt_bias, torch.float64)
-        else:
-            g = naive.naive_kda_lowerbound_gate(raw, A_log, dt_bias, self.bound, torch.float64)
-        beta = wide[:, WIDTH:WIDTH + H].sigmoid()[None]
-        o, state = naive.naive_recurrent_kda(unit(q)[None], unit(k)[None], v[None], g, beta, None,
-                                             q.new_zeros(1, H, D, D), True)
-        return o[0], state[0].mT
+        return self.core(x, gates, wide)
+
+    def core(self, x, gates, wide, state=None):
+        """Of tokens behind the convolution, in front of its SiLU, and the state behind them; from `state`."""
+        q, k, v = torch.nn.functional.silu(x.double()).unflatten(1, (3, H, D)).unbind(1)
+        rows = dict(q=q, k=k, v=v, g=gates.view(-1, H, D), beta=wide[:, WIDTH:WIDTH + H])
+        kind = "softplus" if self.bound is None else "bounded"
+        o, after = reference({name: x[None] for name, x in rows.items()},
+                             dict(A_log=self.layer.A_log, dt_bias=self.layer.dt_bias),
+                             torch.zeros(1, H, D, D) if state is None else state.mT[None], kind, self.bound)
+        return o[0], after[0].mT
 
     @property
     def tolerance(self):
@@ -457,15 +455,10 @@ def test_a_decode_step_of_the_whole_layer(engine):
     assert libkda.vllm.last_path("step") == "libkda: fused_kda_decode"
     for n, slot in enumerate((9, 3)):
         window = torch.cat([inputs[slot, SPECULATED:], wide[n:n + 1, :WIDTH]]).double()
-        x = torch.nn.functional.silu((window * requests.layer.weight.T.double()).sum(0)).unflatten(0, (3, H, D))
-        unit = lambda t: t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-        g = naive.naive_kda_lowerbound_gate(gates[n].view(1, 1, H, D).double(), layer.A_log, layer.dt_bias, BOUND,
-                                            torch.float64)
-        o, after = naive.naive_recurrent_kda(unit(x[0])[None, None], unit(x[1])[None, None], x[2][None, None], g,
-                                             wide[n, WIDTH:WIDTH + H].double().sigmoid()[None, None], None,
-                                             before[slot].mT[None].double(), True)
-        expected = o[0, 0] * (o[0, 0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.decode_norm_weight * 0.5
-        assert distance(out[n], expected) < 2e-5 and distance(state[slot], after[0].mT) < 2e-5
+        x = (window * requests.layer.weight.T.double()).sum(0)[None]
+        o, after = requests.layer.core(x, gates[n:n + 1], wide[n:n + 1], before[slot])
+        expected = o[0] * (o[0].square().mean(-1, keepdim=True) + 1e-5).rsqrt() * layer.decode_norm_weight * 0.5
+        assert distance(out[n], expected) < 2e-5 and distance(state[slot], after) < 2e-5
         assert torch.equal(conv_state[slot, -1], wide[n, :WIDTH])
     assert not out[2:].any() and untouched(requests)
 
