@@ -15,11 +15,11 @@ class Places:
     """Where a plugin's functions go: {module: {name, or class and name: (part, function)}}. A function has the
     signature of the engine's and returns no None; what it refuses is the engine's call, with arguments as `as_host`
     makes them. An engine loads its models late, and importing them for it could change what they find: a module is
-    changed when it has been loaded."""
+    changed when it has been loaded. `after`: {module: what is called with it then}."""
 
     def __init__(self, plugin: Plugin, sites: dict[str, dict[str, tuple[str, Callable]]],
-                 as_host: Callable = lambda x: x):
-        self.plugin, self.sites, self.as_host = plugin, sites, as_host
+                 as_host: Callable = lambda x: x, after: dict[str, Callable] | None = None):
+        self.plugin, self.sites, self.as_host, self.after = plugin, sites, as_host, after or {}
         self.taken: list[tuple[object, str, object, object]] = []  # place, name, what was there, libkda's
 
     def enable(self) -> None:
@@ -55,6 +55,8 @@ class Places:
                 ours = self.instead_of(original, part, function)
                 setattr(place, name, ours)
                 self.taken.append((place, name, original, ours))
+        if module.__name__ in self.after:
+            self.after[module.__name__](module)
 
     def instead_of(self, original, part, function):
         @functools.wraps(function)

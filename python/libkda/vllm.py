@@ -12,6 +12,8 @@ Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is
 from __future__ import annotations
 
 import os
+import sys
+import types
 
 import torch
 
@@ -291,19 +293,37 @@ def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_se
     return y
 
 
+def _stand_in(module):
+    """On a CPU the module where Kimi-Linear looks for its kernels, if nobody has loaded it: the packages around it are
+    made for GPUs."""
+    if not module.current_platform.is_cpu() or _KERNELS in sys.modules:
+        return
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"vLLM has no KDA on a CPU, and libkda has refused: {last_path()}")
+
+    kernels = types.ModuleType(_KERNELS)
+    for name in _places.sites[_KERNELS]:
+        setattr(kernels, name, missing)
+    sys.modules[_KERNELS] = kernels
+    _places.replace(kernels)
+
+
 # ---- their places ----------------------------------------------------------------------------------------------------
 
 _plugin = Plugin("vllm")
 _plugin.enabled = False
+_KERNELS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+_KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 _POOL = {"gather_initial_states": ("states", gather_initial_states),
          "scatter_states": ("states", scatter_states)}
 _places = Places(_plugin, {
-    "vllm.models.kimi_k3.nvidia.ops.third_party.kda": {
+    _KERNELS: {
         "chunk_kda_with_fused_gate": ("kda", chunk_kda_with_fused_gate),
         "fused_recurrent_kda": ("kda", fused_recurrent_kda),
         "fused_recurrent_kda_packed_decode": ("kda", fused_recurrent_kda_packed_decode),
     },
-    "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn": {
+    _KIMI: {
         **_POOL,
         "causal_conv1d_fn": ("conv", causal_conv1d_fn),
         "causal_conv1d_update": ("conv", causal_conv1d_update),
@@ -321,4 +341,4 @@ _places = Places(_plugin, {
         "fused_recurrent_kda": ("kda", glm_fused_recurrent_kda),
         "Glm5NextLinearAttention._flashkda_prefill": ("kda", glm_flashkda_prefill),
     },
-}, as_host=_states)
+}, as_host=_states, after={_KIMI: _stand_in})

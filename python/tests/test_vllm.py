@@ -72,7 +72,7 @@ GIVEN = {
     "vllm.model_executor.layers.mamba.ops.scatter_states": {"scatter_states": lambda state, src, indices:
                                                             state.__setitem__(indices, src)},
     CONV: {"causal_conv1d_fn": plain_conv, "causal_conv1d_update": plain_conv},
-    "vllm.platforms": {"current_platform": types.SimpleNamespace(is_rocm=lambda: False,
+    "vllm.platforms": {"current_platform": types.SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: True,
                                                                     simple_compile_backend="eager")},
     "vllm.v1.attention.backends.gdn_attn": {"GDNAttentionMetadata": Metadata},
     "vllm.models.kimi_k3.nvidia.kda_metadata": {"KimiK3KDAMetadata": Metadata},
@@ -112,7 +112,7 @@ def counted(monkeypatch):
 
     def without_copies(*args, **kwargs):
         result, found = engine_sources.copies(attempt, *args, **kwargs)
-        assert args[1] in parts or not found, (args[0], found)
+        assert result is None or args[1] in parts or not found, (args[0], found)
         return result
 
     monkeypatch.setattr(libkda.vllm._plugin, "attempt", without_copies)
@@ -470,6 +470,40 @@ def test_which_steps_of_a_layer_are_taken(engine):
     assert libkda.vllm.last_path("step").endswith("no GPU")
     assert not supported(6, 64, 4, 0, torch.bfloat16, torch.bfloat16, torch.float32)
     assert libkda.vllm.last_path("step").endswith("a step of another shape or type")
+
+
+def test_the_cpu_backend_without_kernels(engine):
+    """Where the packages around vLLM's kernels cannot be loaded; the convolution is libkda's too."""
+    libkda.vllm.disable()
+    with engine_sources.Engine("vllm", GIVEN | {OPS: None}):
+        libkda.vllm.enable()
+        requests = Requests(Layer({KIMI: importlib.import_module(KIMI)}, KIMI, "KimiGatedDeltaNetAttention", conv=True))
+        requests.start("a", 3, 4, 5)
+        requests.prefill(dict(a=20))
+        assert libkda.vllm.last_path("conv") == "libkda: causal_conv1d_fn"
+        requests.decode(["a"], padded=1)
+        assert libkda.vllm.last_path("conv") == "libkda: causal_conv1d_update"
+        requests.verify(dict(a=3), keep=dict(a=2), padded=1)
+        requests.verify(dict(a=3), keep=dict(a=1))
+        assert untouched(requests)
+        x = torch.zeros(1, 4, H, 300)
+        with pytest.raises(NotImplementedError, match="vLLM has no KDA on a CPU, and libkda has refused: vllm: chunk"):
+            sys.modules[OPS].chunk_kda_with_fused_gate(x, x, x, x, x[..., 0], None, None)
+        libkda.vllm.disable()
+    libkda.vllm.enable()
+
+
+def test_convolutions_that_are_left_to_vllm(engine):
+    """Of GPUs, and of rows that vLLM does not have here."""
+    update = engine[KIMI].causal_conv1d_update
+    x = torch.randn(2, WIDTH, 3)
+    states, weight = torch.zeros(SLOTS, WIDTH, W - 1), torch.randn(WIDTH, W)
+    assert torch.equal(update(x, states, weight), torch.nn.functional.silu(x))
+    assert libkda.vllm.last_path("conv") == "vllm: causal_conv1d_update: x of 3 dimensions"
+    update(x.to("meta"), states, weight)
+    assert libkda.vllm.last_path("conv") == "vllm: causal_conv1d_update: vLLM's own convolution serves GPUs"
+    y = update(x[..., 0].contiguous(), states, weight, activation=False, conv_state_indices=torch.tensor([3, 0]))
+    assert torch.allclose(y[0], x[0, :, 0] * weight[:, -1]) and states[3].any() and not states[0].any()
 
 
 # ---- switching ------------------------------------------------------------------------------------------------------
