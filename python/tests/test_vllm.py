@@ -447,7 +447,7 @@ def test_a_decode_step_of_the_whole_layer(engine):
     layer.decode_norm_weight = torch.randn(D)
     layer.o_norm = types.SimpleNamespace(eps=1e-5)
     layer.conv1d.bias = None
-    # Of a layer that does not speculate.
+    # This layer does not speculate.
     layer.kv_cache = conv_state[:, SPECULATED:], state
     wide, gates = requests.layer.tokens(4)
     out = requests.layer.run(wide, gates, num_decodes=4,
