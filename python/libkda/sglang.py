@@ -15,6 +15,7 @@ import itertools
 import os
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kda, ops, serving
 from ._engines import Places
@@ -28,8 +29,8 @@ _RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
 
 
 def last_path(part: str = "kda") -> str | None:
-    """Who served the last call that came by: "libkda: NAME", "sglang: NAME: REASON", or None before the first. part is
-    "kda"."""
+    """Who served the last call that came by: "libkda: NAME", "sglang: NAME: REASON", or None before the first. part:
+    "kda", or "step" for a decode step of a whole layer."""
     return _plugin.last_path(part)
 
 
@@ -178,6 +179,20 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
     return o
 
 
+_taps = WeakTensorKeyDictionary()  # of a layer's three weights, which SGLang makes once, in one tensor
+
+
+def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g,
+                     onorm_weight, ssm_states, cache_indices, scale, onorm_eps, lower_bound=None):
+    if w_q_t not in _taps:
+        _taps[w_q_t] = torch.stack([w_q_t, w_k_t, w_v_t])
+    heads = ssm_states.shape[-3:-1]
+    return serving.fused_decode(
+        mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _gates(a, ssm_states), _betas(b), A_log,
+        dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight, onorm_eps,
+        scale=scale, first_slot=_FIRST_SLOT)
+
+
 # ---- their places ----------------------------------------------------------------------------------------------------
 
 _plugin = Plugin("sglang")
@@ -195,4 +210,5 @@ _places = Places(_plugin, {
         "FlashInferKDAKernel.decode": ("kda", decode),
         "FlashInferKDAKernel.target_verify": ("kda", target_verify),
     },
+    "sglang.kernels.ops.attention.kda_fused_decode": {"kda_fused_decode": ("step", kda_fused_decode)},
 })

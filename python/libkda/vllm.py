@@ -277,14 +277,13 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv
 def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_seqlens):
     """Drafts: a page has W - 1 inputs in front of the first token of the step before, less the oldest, and then that
     step's tokens. This step begins behind `accepted` of them, and leaves the same."""
-    N, W = cu_seqlens.shape[0] - 1, weight.shape[-1]
-    slots, first = slots[:N].long(), accepted[:N].long() - 1
+    W, ends = weight.shape[-1], cu_seqlens.tolist()
     y = x.new_zeros(x.shape)
-    for n, (begin, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist())):
-        if slots[n] < _FIRST_SLOT or begin == end:
+    for slot, count, begin, end in zip(slots.tolist(), accepted.tolist(), ends, ends[1:]):
+        if slot < _FIRST_SLOT or begin == end:
             continue
-        page = pages[slots[n]]
-        before = page[:, first[n]:first[n] + W - 1].clone()
+        page = pages[slot]
+        before = page[:, count - 1:count + W - 2].clone()
         tokens = x[begin:end]
         y[begin:end] = layer.short_conv(tokens[None], weight, bias, activation=activation,
                                         initial_state=before[None])[0][0]

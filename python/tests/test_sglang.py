@@ -49,6 +49,7 @@ GIVEN = {
                                                       "causal_conv1d_update": plain_conv},
     f"{LINEAR}.utils": {"select_verify_intermediate_state_indices": lambda indices, *rest: indices},
     f"{FLA}.fla.fused_recurrent": {"fused_recurrent_kda_packed_decode": refused("packed decode")},
+    f"{FLA}.kda_fused_decode": {"covered": lambda *args: True, "kda_fused_decode": refused("fused decode")},
     f"{FLA}.fla.kda": {"chunk_kda": refused("chunk_kda")},
     f"{FLA}.linear.fused_recurrent_linear_replayssm": {"fused_recurrent_linear_replayssm_decode": refused("ring")},
     f"{FLA}.linear.fused_sigmoid_gating_recurrent": {
@@ -70,6 +71,7 @@ class Choice:
 def engine():
     with engine_sources.Engine("sglang", GIVEN):
         importlib.import_module(f"{LINEAR}.kernels.kda_flashinfer")
+        importlib.import_module(f"{FLA}.kda_fused_decode")
         libkda.sglang.enable()
         yield importlib.import_module(f"{LINEAR}.kda_backend")
         libkda.sglang.disable()
@@ -182,12 +184,13 @@ def copies_states():
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch, request):
-    """No call copies what it is given, but for the states of a tracked prompt and of drafts."""
+    """No call copies what it is given, but for the states of a tracked prompt and of drafts. On a CPU a step of a whole
+    layer is three calls."""
     attempt = libkda.sglang._plugin.attempt
 
     def without_copies(*args, **kwargs):
         result, found = engine_sources.copies(attempt, *args, **kwargs)
-        found = [made for made in found if made[1] not in states]
+        found = [made for made in found if made[1] not in states and args[1] != "step"]
         assert not found, (args[0], found, libkda.sglang.last_path())
         return result
 
@@ -361,6 +364,32 @@ def test_flashkda_extend_takes_the_pool(engine):
     requests.extend(dict(a=9))
     assert type(requests.backend.kernel_dispatcher.extend_kernel).__name__ == "FlashKDAKernel"
     assert libkda.sglang.last_path() == "libkda: extend" and requests.untouched()
+
+
+def test_a_decode_step_of_the_whole_layer(engine):
+    """Kimi-K3's, with its convolution, which is the last input alone here, and its norm; the last row is padding."""
+    requests = Requests(engine)
+    layer, pool = requests.layer, requests.pool
+    taps = torch.zeros(4, WIDTH)
+    taps[-1] = 1
+    layer._k3_fused_decode_args = (*taps.split(H * D, dim=1), None, layer.A_log.flatten(), torch.ones(D), 1e-5)
+    requests.start("a", 3)
+    requests.start("b", 7)
+    requests.extend(dict(a=20, b=3))
+    for padding in ((), (-1, 0)):
+        count = 2 + len(padding)
+        layer._k3_onorm_gate = torch.randn(count, H * D)
+        x, a, b = requests.tokens(count)
+        out = requests.step(requests.backend.forward_decode, x, a[0], b, query_start_loc=None,
+                            mamba_cache_indices=torch.tensor([7, 3, *padding], dtype=torch.int32))
+        assert libkda.sglang.last_path("step") == "libkda: kda_fused_decode" and layer._k3_onorm_consumed
+        for n, name in enumerate("ba"):
+            requests.histories[name].append((x[n:n + 1], a[:, n:n + 1], b[:, n:n + 1]))
+            o, state = requests.expected(name)
+            normed = o[-1] * (o[-1].square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+            gate = layer._k3_onorm_gate[n].view(H, D).double().sigmoid()
+            assert distance(out[n], normed * gate) < 2e-5 and distance(pool[requests.slots[name]], state) < 2e-5
+        assert not out[2:].any() and requests.untouched()
 
 
 def test_rings_are_left_to_sglang(engine):

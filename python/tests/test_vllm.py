@@ -239,20 +239,23 @@ class Requests:
             self.check(name, out[begin:begin + length])
             begin += length
 
-    def verify(self, lengths, keep, padded=0, prompts=None):
+    def verify(self, lengths, keep, padded=0, prompts=None, beyond=0):
         """A step of drafts: lengths[name] tokens, the first of them sure; keep[name] of them are accepted. Padded rows
-        have null slots and no tokens. With `prompts` beside them tokens alternate as the scheduler likes."""
+        have null slots and no tokens; those `beyond` the batch have what was there before. With `prompts` beside them
+        tokens alternate as the scheduler likes."""
         prompts = prompts or {}
         count, more = sum(lengths.values()), sum(prompts.values())
         wide, gates = self.layer.tokens(count + more)
         ends = torch.tensor([0, *lengths.values()]).cumsum(0)
-        ends = torch.cat([ends, ends[-1:].expand(padded)]).to(torch.int32)
+        ends = torch.cat([ends, ends[-1:].expand(padded + beyond)]).to(torch.int32)
         table = [self.drafts[name] for name in lengths] + [(0,) * (SPECULATED + 1)] * padded
         accepted = [self.accepted[name] for name in lengths] + [1] * padded
-        rows = dict(spec_sequence_masks=torch.ones(len(table), dtype=torch.bool), num_spec_decodes=len(table),
-                    num_spec_decode_tokens=count, spec_query_start_loc=ends,
-                    spec_state_indices_tensor=torch.tensor(table, dtype=torch.int32),
-                    num_accepted_tokens=torch.tensor(accepted, dtype=torch.int32))
+        rows = dict(spec_sequence_masks=torch.ones(len(table), dtype=torch.bool), num_spec_decodes=len(table))
+        table, accepted = table + [(99,) * (SPECULATED + 1)] * beyond, accepted + [99] * beyond
+        rows |= dict(
+            num_spec_decode_tokens=count, spec_query_start_loc=ends,
+            spec_state_indices_tensor=torch.tensor(table, dtype=torch.int32),
+            num_accepted_tokens=torch.tensor(accepted, dtype=torch.int32))
         mine, others = torch.arange(count), torch.arange(count, count + more)
         if prompts:
             mine, others = torch.randperm(count + more).split([count, more])
@@ -358,6 +361,15 @@ def test_drafts_with_null_slots(requests):
     requests.prefill(dict(a=12))
     requests.verify(dict(a=3), keep=dict(a=2), padded=1)
     requests.verify(dict(a=3), keep=dict(a=1), padded=3)
+    assert untouched(requests)
+
+
+def test_rows_of_larger_batches_behind_the_drafts(requests):
+    """vLLM's tables are as long as its longest batch; what follows the sequences of this one is old."""
+    requests.start("a", 3, 4, 5)
+    requests.prefill(dict(a=12))
+    requests.verify(dict(a=3), keep=dict(a=2), beyond=2)
+    requests.verify(dict(a=2), keep=dict(a=1), padded=1, beyond=1)
     assert untouched(requests)
 
 
