@@ -77,6 +77,16 @@ def engine():
         libkda.sglang.disable()
 
 
+@pytest.fixture(autouse=True)
+def on_the_device(device):
+    """All of a test is on a CPU, or on a GPU."""
+    if device == "cpu":
+        yield
+        return
+    with torch.device(device):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()

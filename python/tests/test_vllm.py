@@ -96,6 +96,16 @@ def engine():
         libkda.vllm.disable()
 
 
+@pytest.fixture(autouse=True)
+def on_the_device(device):
+    """All of a test is on a CPU, or on a GPU."""
+    if device == "cpu":
+        yield
+        return
+    with torch.device(device):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
@@ -125,7 +135,7 @@ class Layer:
 
     def __init__(self, engine, module, name, bound=BOUND, dtype=torch.float32, pool_dtype=torch.float32, conv=False):
         self.layer = layer = object.__new__(getattr(engine[module], name))
-        self.dtype, self.bound, self.conv = dtype, bound, conv
+        self.dtype, self.bound, self.conv = dtype, bound, conv and torch.zeros(0).device.type == "cpu"
         layer.prefix, layer.head_dim, layer.local_num_heads = "a", D, H
         layer.local_projection_size = H * D
         layer.A_log, layer.dt_bias = torch.randn(H) * 0.3, torch.randn(H * D) * 0.3
@@ -475,17 +485,24 @@ def test_a_decode_step_of_the_whole_layer(engine):
     assert not out[2:].any() and untouched(requests)
 
 
-def test_which_steps_of_a_layer_are_taken(engine):
-    """On a CPU vLLM's own answer, which is that of a GPU."""
+def test_which_steps_of_a_layer_are_taken(engine, monkeypatch):
+    """Without a GPU, or kernels for it, vLLM's own answer, which is no."""
     supported = engine[K3].is_fused_kda_decode_supported
-    assert not supported(6, 128, 4, 0, torch.bfloat16, torch.bfloat16, torch.float32)
-    assert libkda.vllm.last_path("step").endswith("no GPU")
+    cases = (False, None, "no GPU"), (True, "an old card", "an old card"), (True, None, "supported")
+    for found, refusal, end in cases:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(libkda.vllm, "cuda_refusal", lambda index: refusal)
+        assert supported(6, 128, 4, 0, torch.bfloat16, torch.bfloat16, torch.float32) == (end == "supported")
+        assert libkda.vllm.last_path("step").endswith(end)
     assert not supported(6, 64, 4, 0, torch.bfloat16, torch.bfloat16, torch.float32)
     assert libkda.vllm.last_path("step").endswith("a step of another shape or type")
 
 
-def test_the_cpu_backend_without_kernels(engine):
+def test_the_cpu_backend_without_kernels(engine, device):
     """Where the packages around vLLM's kernels cannot be loaded; the convolution is libkda's too."""
+    if device != "cpu":
+        pytest.skip("of a CPU")
     libkda.vllm.disable()
     with engine_sources.Engine("vllm", GIVEN | {OPS: None}):
         libkda.vllm.enable()
@@ -505,8 +522,10 @@ def test_the_cpu_backend_without_kernels(engine):
     libkda.vllm.enable()
 
 
-def test_convolutions_that_are_left_to_vllm(engine):
+def test_convolutions_that_are_left_to_vllm(engine, device):
     """Of GPUs, and of rows that vLLM does not have here."""
+    if device != "cpu":
+        pytest.skip("of a CPU")
     update = engine[KIMI].causal_conv1d_update
     x = torch.randn(2, WIDTH, 3)
     states, weight = torch.zeros(SLOTS, WIDTH, W - 1), torch.randn(WIDTH, W)
