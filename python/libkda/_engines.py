@@ -23,6 +23,7 @@ class Places:
         self.taken: list[tuple[object, str, object, object]] = []  # place, name, what was there, libkda's
 
     def enable(self) -> None:
+        """Serve the engine's calls in this process, in modules that are loaded and in those that come later."""
         if self.plugin.enabled:
             return
         self.plugin.enabled = True
@@ -32,6 +33,7 @@ class Places:
                 self.replace(sys.modules[name])
 
     def disable(self) -> None:
+        """Put the engine's own functions back until enable()."""
         self.plugin.enabled = False
         self.plugin.paths.clear()
         if self in sys.meta_path:
@@ -42,7 +44,7 @@ class Places:
         self.taken.clear()
 
     def names(self) -> list[str]:
-        """Where libkda's functions are now."""
+        """The names in the engine's modules where libkda's functions are now."""
         return [f"{place.__module__}.{place.__name__}.{name}" if isinstance(place, type) else
                 f"{place.__name__}.{name}" for place, name, *_ in self.taken]
 

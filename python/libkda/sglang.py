@@ -37,22 +37,7 @@ def last_path(part: str = "kda") -> str | None:
 def register() -> None:
     """What SGLang calls (entry point `libkda` of sglang.srt.plugins): enable(), if LIBKDA_SGLANG is 1."""
     if os.environ.get("LIBKDA_SGLANG") == "1":
-        enable()
-
-
-def enable() -> None:
-    """Serve SGLang's calls in this process, in modules that are loaded and in those that come later."""
-    _places.enable()
-
-
-def disable() -> None:
-    """Put SGLang's own methods back until enable()."""
-    _places.disable()
-
-
-def places() -> list[str]:
-    """The names in SGLang's modules where libkda's functions are now."""
-    return _places.names()
+        _places.enable()
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -212,3 +197,4 @@ _places = Places(_plugin, {
     },
     "sglang.kernels.ops.attention.kda_fused_decode": {"kda_fused_decode": ("step", kda_fused_decode)},
 })
+enable, disable, places = _places.enable, _places.disable, _places.names

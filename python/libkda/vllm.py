@@ -39,22 +39,7 @@ def last_path(part: str = "kda") -> str | None:
 def register() -> None:
     """What vLLM calls (entry point `libkda` of vllm.general_plugins): enable(), if LIBKDA_VLLM is 1."""
     if os.environ.get("LIBKDA_VLLM") == "1":
-        enable()
-
-
-def enable() -> None:
-    """Serve vLLM's calls in this process, in modules that are loaded and in those that come later."""
-    _places.enable()
-
-
-def disable() -> None:
-    """Put vLLM's own functions back until enable()."""
-    _places.disable()
-
-
-def places() -> list[str]:
-    """The names in vLLM's modules where libkda's functions are now."""
-    return _places.names()
+        _places.enable()
 
 
 # ---- states that stay in the pool ------------------------------------------------------------------------------------
@@ -341,3 +326,4 @@ _places = Places(_plugin, {
         "Glm5NextLinearAttention._flashkda_prefill": ("kda", glm_flashkda_prefill),
     },
 }, as_host=_states, after={_KIMI: _stand_in})
+enable, disable, places = _places.enable, _places.disable, _places.names

@@ -10,8 +10,10 @@ from common import distance, reference
 
 import libkda.sglang
 
-pytestmark = pytest.mark.skipif(engine_sources.folder_of("sglang") is None, reason="KDA_ENGINES names no folder with "
-                                "SGLang's sources: python/tests/engine_sources.py FOLDER fetches them")
+pytestmark = [
+    pytest.mark.skipif(engine_sources.folder_of("sglang") is None, reason="KDA_ENGINES names no folder with SGLang's "
+                       "sources: python/tests/engine_sources.py FOLDER fetches them"),
+    pytest.mark.usefixtures("one_thread", "on_the_device")]
 
 LINEAR = "sglang.srt.layers.attention.linear"
 H, D, SLOTS, STEPS, BOUND = 3, 32, 12, 4, -5.0
@@ -75,24 +77,6 @@ def engine():
         libkda.sglang.enable()
         yield importlib.import_module(f"{LINEAR}.kda_backend")
         libkda.sglang.disable()
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(device):
-    """All of a test is on a CPU, or on a GPU."""
-    if device == "cpu":
-        yield
-        return
-    with torch.device(device):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Requests:

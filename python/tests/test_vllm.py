@@ -11,8 +11,10 @@ from common import distance, reference
 
 import libkda.vllm
 
-pytestmark = pytest.mark.skipif(engine_sources.folder_of("vllm") is None, reason="KDA_ENGINES names no folder with "
-                                "vLLM's sources: python/tests/engine_sources.py FOLDER fetches them")
+pytestmark = [
+    pytest.mark.skipif(engine_sources.folder_of("vllm") is None, reason="KDA_ENGINES names no folder with vLLM's "
+                       "sources: python/tests/engine_sources.py FOLDER fetches them"),
+    pytest.mark.usefixtures("one_thread", "on_the_device")]
 
 OPS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
@@ -94,24 +96,6 @@ def engine():
         importlib.import_module(K3)
         yield sys.modules
         libkda.vllm.disable()
-
-
-@pytest.fixture(autouse=True)
-def on_the_device(device):
-    """All of a test is on a CPU, or on a GPU."""
-    if device == "cpu":
-        yield
-        return
-    with torch.device(device):
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,11 @@ def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta
         check("fwd", dict(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, A_log=A_log, dt_bias=dt_bias, out=out,
                           initial_state=initial_state, final_state=final_state, checkpoint_state=checkpoint_state,
                           checkpoint_offsets=checkpoint_offsets))
-        for batch, begin, offset, end, n in _sequences(q, cu_seqlens, checkpoint_state, checkpoint_offsets):
+        sequences = _sequences(q, cu_seqlens, checkpoint_state, checkpoint_offsets)
+        for name, x in (("out", out), ("final_state", final_state), ("checkpoint_state", checkpoint_state)):
+            if x is not None:  # pieces of it do not show that they overlap
+                expect_distinct(name, x)
+        for batch, begin, offset, end, n in sequences:
             state = None if initial_state is None else initial_state[n:n + 1]
             final = None if final_state is None else final_state[n:n + 1]
             if offset > 0:  # in fp32, whatever is asked for
@@ -82,16 +86,20 @@ def _sequences(q, cu_seqlens, checkpoint_state, offsets):
     if cu_seqlens is None:
         rows = [(slice(n, n + 1), 0, q.shape[1]) for n in range(q.shape[0])]
     else:
-        ends = cu_seqlens.tolist()
+        ends = _numbers(cu_seqlens)
         rows = [(slice(0, 1), begin, end) for begin, end in zip(ends, ends[1:])]
         if ends[0] != 0 or ends[-1] != q.shape[1] or any(begin > end for _, begin, end in rows):
             raise ValueError(f"cu_seqlens must go up from 0 to {q.shape[1]} beside checkpoint_offsets, got {ends}")
-    for n, ((_, begin, end), offset) in enumerate(zip(rows, offsets.tolist())):
+    offsets = _numbers(offsets)
+    for n, ((_, begin, end), offset) in enumerate(zip(rows, offsets)):
         if offset > end - begin:
             raise ValueError(f"checkpoint_offsets: entry {n} = {offset} is above {end - begin}, the length of its "
                              f"sequence")
-    return [(batch, begin, offset, end, n) for n, ((batch, begin, end), offset) in
-            enumerate(zip(rows, offsets.tolist()))]
+    return [(batch, begin, offset, end, n) for n, ((batch, begin, end), offset) in enumerate(zip(rows, offsets))]
+
+
+def _numbers(x):
+    return [0] * len(x) if x._is_zerotensor() else x.tolist()  # torch does not read what has no memory
 
 
 def _forward(q, k, v, g, beta, out, final_state, A_log, dt_bias, initial_state, cu_seqlens, modes):
