@@ -90,6 +90,8 @@ def _states(x):
 
 
 def gather_initial_states(state, indices, has_initial_state):
+    if state.device.type not in ("cpu", "cuda") or torch.version.hip:
+        raise NotImplementedError(f"states on {'ROCm' if torch.version.hip else state.device.type}")
     return PoolRows.of(state, indices, has_initial_state)
 
 
@@ -261,11 +263,12 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv
 
 def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_seqlens):
     """Drafts: a page has W - 1 inputs in front of the first token of the step before, less the oldest, and then that
-    step's tokens. This step begins behind `accepted` of them, and leaves the same."""
+    step's tokens. This step begins behind `accepted` of them, and leaves the same. A sequence is skipped if that is no
+    count of them."""
     W, ends = weight.shape[-1], cu_seqlens.tolist()
     y = x.new_zeros(x.shape)
     for slot, count, begin, end in zip(slots.tolist(), accepted.tolist(), ends, ends[1:]):
-        if slot < _FIRST_SLOT or begin == end:
+        if slot < _FIRST_SLOT or begin == end or not 1 <= count <= pages.shape[-1] - W + 2:
             continue
         page = pages[slot]
         before = page[:, count - 1:count + W - 2].clone()

@@ -136,7 +136,7 @@ class Allocations(TorchDispatchMode):
         given = {storage_of(x) for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in torch.utils._pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.is_floating_point() and storage_of(x) not in given:
-                self.made.append((str(function), x.untyped_storage().nbytes(), storage_of(x)))
+                self.made.append((str(function), x.untyped_storage().nbytes(), x))  # kept: no address comes twice
         return result
 
 
@@ -149,7 +149,7 @@ def copies(function, *args, **kwargs):
     with Allocations() as allocations:
         result = function(*args, **kwargs)
     returned = {storage_of(x) for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)}
-    return result, [made[:2] for made in allocations.made if made[2] not in returned]
+    return result, [made[:2] for made in allocations.made if storage_of(made[2]) not in returned]
 
 
 if __name__ == "__main__":
