@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA of vLLM's models on libkda's kernels: LIBKDA_VLLM=1 in the environment is all.
 
-vLLM calls register() in each of its processes, as an entry point of its general plugins. Kimi-Linear, Kimi-K3 and
-GLM-5-Next look their kernels up in modules of vLLM; functions of the same signatures take their places there, now or
-when vLLM loads the module. A call that libkda refuses goes on to vLLM's own function; last_path() says who served the
-last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets libkda's short convolution too.
+vLLM calls register() in each of its processes, as an entry point of its general plugins. Kimi-Linear, Kimi-K3,
+GLM-5-Next and Ling look their kernels up in modules of vLLM; functions of the same signatures take their places there,
+now or when vLLM loads the module. A call that libkda refuses goes on to vLLM's own function; last_path() says who
+served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets libkda's short convolution too.
 
 States stay in vLLM's pool: what gather_initial_states returns is a promise, and prefill reads and writes the slots.
 Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched.
@@ -90,6 +90,8 @@ def _states(x):
 
 
 def gather_initial_states(state, indices, has_initial_state):
+    if state.device.type not in ("cpu", "cuda") or torch.version.hip:
+        raise NotImplementedError(f"states on {'ROCm' if torch.version.hip else state.device.type}")
     return PoolRows.of(state, indices, has_initial_state)
 
 
@@ -217,6 +219,21 @@ def glm_flashkda_prefill(self, q, k, v, g, beta, initial_state, cu_seqlens, out,
                     lower_bound=self.kda_lower_bound, **_RAW)
 
 
+# ---- Ling, whose gates are computed in front -------------------------------------------------------------------------
+
+def ling_chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+                   use_qk_l2norm_in_kernel=False, cu_seqlens=None, safe_gate=None, lower_bound=None):
+    return _prefill(q, k, v, g, beta, initial_state, None, cu_seqlens, scale=scale,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+
+
+def ling_fused_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, inplace_final_state=True,
+                             use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None,
+                             num_accepted_tokens=None, safe_gate=None, lower_bound=None):
+    return glm_fused_recurrent_kda(q, k, v, g, beta, scale, initial_state, inplace_final_state,
+                                   use_qk_l2norm_in_kernel, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+
+
 # ---- the short convolution of the CPU backend ------------------------------------------------------------------------
 
 def _expect_cpu(x):
@@ -261,11 +278,12 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv
 
 def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_seqlens):
     """Drafts: a page has W - 1 inputs in front of the first token of the step before, less the oldest, and then that
-    step's tokens. This step begins behind `accepted` of them, and leaves the same."""
+    step's tokens. This step begins behind `accepted` of them, and leaves the same. A sequence is skipped if that is no
+    count of them."""
     W, ends = weight.shape[-1], cu_seqlens.tolist()
     y = x.new_zeros(x.shape)
     for slot, count, begin, end in zip(slots.tolist(), accepted.tolist(), ends, ends[1:]):
-        if slot < _FIRST_SLOT or begin == end:
+        if slot < _FIRST_SLOT or begin == end or not 1 <= count <= pages.shape[-1] - W + 2:
             continue
         page = pages[slot]
         before = page[:, count - 1:count + W - 2].clone()
@@ -324,6 +342,11 @@ _places = Places(_plugin, {
         "chunk_kda_with_fused_gate": ("kda", glm_chunk_kda_with_fused_gate),
         "fused_recurrent_kda": ("kda", glm_fused_recurrent_kda),
         "Glm5NextLinearAttention._flashkda_prefill": ("kda", glm_flashkda_prefill),
+    },
+    "vllm.model_executor.models.bailing_moe_v3": {
+        "chunk_kda": ("kda", ling_chunk_kda),
+        "fused_recurrent_kda": ("kda", ling_fused_recurrent_kda),
+        "fused_recurrent_kda_fwd": ("kda", ling_fused_recurrent_kda),
     },
 }, as_host=_states, after={_KIMI: _stand_in})
 enable, disable, places = _places.enable, _places.disable, _places.names

@@ -5,6 +5,7 @@ import importlib.abc
 import importlib.util
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ ANY_MACHINE = ["--only-binary", ":all:", "--python-version", "3.11", "--abi", "c
                "--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"]
 FILES = {
     "vllm": ["vllm/model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py", "vllm/models/kimi_k3/nvidia/kda.py",
-             "vllm/models/glm5next/common/kda.py"],
+             "vllm/models/glm5next/common/kda.py", "vllm/model_executor/models/bailing_moe_v3.py"],
     "sglang": ["sglang/srt/layers/attention/linear/kda_backend.py",
                "sglang/srt/layers/attention/linear/kernels/kda_triton.py",
                "sglang/srt/layers/attention/linear/kernels/kernel_backend.py",
@@ -36,8 +37,9 @@ def fetch(folder):
     """Into folder/NAME-VERSION; what is there is not fetched again."""
     for name, version in WHEELS.items():
         target = pathlib.Path(folder) / f"{name}-{version}"
-        if target.exists():
+        if all((target / file).exists() for file in FILES[name]):
             continue
+        shutil.rmtree(target, ignore_errors=True)
         with tempfile.TemporaryDirectory() as download:
             subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", *ANY_MACHINE,
                             "-d", download, f"{name}=={version}"], check=True)
@@ -136,7 +138,7 @@ class Allocations(TorchDispatchMode):
         given = {storage_of(x) for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for x in torch.utils._pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.is_floating_point() and storage_of(x) not in given:
-                self.made.append((str(function), x.untyped_storage().nbytes(), storage_of(x)))
+                self.made.append((str(function), x.untyped_storage().nbytes(), x))  # kept: no address comes twice
         return result
 
 
@@ -149,7 +151,7 @@ def copies(function, *args, **kwargs):
     with Allocations() as allocations:
         result = function(*args, **kwargs)
     returned = {storage_of(x) for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor)}
-    return result, [made[:2] for made in allocations.made if made[2] not in returned]
+    return result, [made[:2] for made in allocations.made if storage_of(made[2]) not in returned]
 
 
 if __name__ == "__main__":

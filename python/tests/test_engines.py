@@ -53,6 +53,24 @@ def test_states_before_a_call_are_not_taken_for_those_behind_it(pool):
     assert not pool[5].any()
 
 
+def test_states_on_other_devices(pool, monkeypatch):
+    for state, hip in ((pool.to("meta"), None), (pool, "6.0")):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        with pytest.raises(NotImplementedError, match="states on meta|states on ROCm"):
+            libkda.vllm.gather_initial_states(state, None, None)
+
+
+def test_counts_that_no_draft_has():
+    """The convolution skips such a sequence, as KDA does: its outputs are 0 and its page is left alone."""
+    x, pages, weight = torch.randn(6, 8), torch.randn(4, 8, 5), torch.randn(8, 4)  # up to 3 tokens a step
+    before = pages.clone()
+    y = libkda.vllm.causal_conv1d_update(
+        x, pages, weight, conv_state_indices=torch.tensor([1, 2, 3]), num_accepted_tokens=torch.tensor([0, 4, 3]),
+        query_start_loc=torch.tensor([0, 2, 4, 6]), out=torch.empty_like(x))
+    assert not y[:4].any() and y[4:].all() and torch.equal(pages[1:3], before[1:3])
+    assert torch.equal(pages[3, :, 2:4], x[4:].T) and torch.equal(pages[3, :, :2], before[3, :, 3:5])
+
+
 ENGINES = [(libkda.vllm, "LIBKDA_VLLM", "vllm.general_plugins"),
            (libkda.sglang, "LIBKDA_SGLANG", "sglang.srt.plugins")]
 

@@ -10,6 +10,7 @@ import torch
 from common import distance, reference
 
 import libkda.vllm
+from libkda import naive
 
 pytestmark = [
     pytest.mark.skipif(engine_sources.folder_of("vllm") is None, reason="KDA_ENGINES names no folder with vLLM's "
@@ -20,6 +21,7 @@ OPS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 K3 = "vllm.models.kimi_k3.nvidia.kda"
 GLM = "vllm.models.glm5next.common.kda"
+LING = "vllm.model_executor.models.bailing_moe_v3"
 H, D, W, SLOTS, BOUND = 3, 32, 4, 14, -5.0
 WIDTH = 3 * H * D
 SPECULATED = 2
@@ -63,6 +65,7 @@ class Exporter:
 
 
 GIVEN = {
+    "regex": {},
     "transformers": {},
     "vllm.v1.worker.workspace": {"current_workspace_manager": Workspace},
     "vllm._flashkda_C": None,
@@ -80,6 +83,8 @@ GIVEN = {
     "vllm.models.kimi_k3.nvidia.kda_metadata": {"KimiK3KDAMetadata": Metadata},
     OPS: {name: refused(name) for name in KERNELS},
     "vllm.models.glm5next.nvidia.ops.third_party.kda": {name: refused(name) for name in KERNELS[:2]},
+    "vllm.third_party.flash_linear_attention.ops.kda": {name: refused(name) for name in (
+        "chunk_kda", "fused_recurrent_kda", "fused_recurrent_kda_fwd")},
 }
 
 
@@ -94,6 +99,7 @@ def engine():
         libkda.vllm.enable()
         importlib.import_module(KIMI)
         importlib.import_module(K3)
+        importlib.import_module(LING)
         yield sys.modules
         libkda.vllm.disable()
 
@@ -124,12 +130,14 @@ class Layer:
         layer.local_projection_size = H * D
         layer.A_log, layer.dt_bias = torch.randn(H) * 0.3, torch.randn(H * D) * 0.3
         layer.gate_lower_bound = layer.kda_lower_bound = bound
-        layer.kda_safe_gate = True
+        layer.kda_safe_gate = layer.safe_gate = True
+        layer.lower_bound = bound
         layer.use_recoverssm, layer.kda_prefill_backend = False, "triton"
         layer.kda_decode_backend, layer.kda_spec_decode_backend = "triton", "native"
         layer._conv_state_dim_first = False
         self.weight = torch.randn(WIDTH, W)
-        layer.conv1d = layer.q_conv1d = types.SimpleNamespace(weight=self.weight[:, None], bias=None)
+        layer.conv1d = types.SimpleNamespace(weight=self.weight[:, None], bias=None)
+        layer.q_conv1d = layer.k_conv1d = layer.v_conv1d = layer.conv1d
         layer._merged_conv_weight = self.weight
         layer.o_norm = lambda x, gate: x
         # Pages of what a slot has before anybody used it.
@@ -140,7 +148,7 @@ class Layer:
         begin = inputs * dtype.itemsize
         self.pool = self.pages[:, begin:page - 64].view(pool_dtype).view(SLOTS, H, D, D)
         layer.kv_cache = (conv_state, self.pool)
-        self.is_glm = module == GLM
+        self.is_glm, self.is_ling = module == GLM, module == LING
 
     def tokens(self, count):
         """Projections of tokens: packed rows of q, k, v with beta behind them, and gates."""
@@ -160,7 +168,10 @@ class Layer:
         mixed, beta = wide[:, :WIDTH], wide[:, WIDTH:WIDTH + H][None]
         g1 = gates.view(1, -1, H, D)
         with torch.inference_mode():
-            if self.is_glm:
+            if self.is_ling:
+                g1 = naive.naive_kda_lowerbound_gate(g1, self.layer.A_log, self.layer.dt_bias, self.bound)
+                self.layer._forward(*mixed.split(H * D, dim=1), g1, beta.float().sigmoid(), out)
+            elif self.is_glm:
                 self.layer._forward(mixed, g1, beta, out)
             else:
                 self.layer._forward(mixed, g1, torch.zeros(rows, H, D), beta, out)
@@ -254,7 +265,8 @@ class Requests:
         if prompts:
             mine, others = torch.randperm(count + more).split([count, more])
             mine, others = mine.sort()[0], others.sort()[0]
-            rows |= dict(spec_token_indx=mine, non_spec_token_indx=others, **self.prompts(prompts))
+            rows |= self.prompts(prompts)
+        rows |= dict(spec_token_indx=mine, non_spec_token_indx=others)
         out = self.layer.run(wide, gates, **rows)
         self.check_prompts(prompts, wide[others], gates[others], out[others])
         for name, begin, end in zip(lengths, ends.tolist(), ends[1:].tolist()):
@@ -279,10 +291,11 @@ class Requests:
         return out
 
 
-@pytest.fixture(params=["kimi", "kimi softplus", "kimi bf16 pool", "kimi bf16", "k3", "glm"])
+@pytest.fixture(params=["kimi", "kimi softplus", "kimi bf16 pool", "kimi bf16", "k3", "glm", "ling"])
 def requests(request, engine):
     module, name = {"kimi": (KIMI, "KimiGatedDeltaNetAttention"), "k3": (K3, "KimiK3DeltaAttention"),
-                    "glm": (GLM, "Glm5NextLinearAttention")}[request.param.split()[0]]
+                    "glm": (GLM, "Glm5NextLinearAttention"),
+                    "ling": (LING, "BailingMoeV3KimiDeltaAttention")}[request.param.split()[0]]
     layer = Layer(engine, module, name, bound=None if "softplus" in request.param else BOUND,
                   dtype=torch.bfloat16 if request.param == "kimi bf16" else torch.float32,
                   pool_dtype=torch.bfloat16 if "pool" in request.param else torch.float32, conv=module == KIMI)
@@ -303,7 +316,7 @@ def test_prefill_takes_the_pool(requests):
     requests.prefill(dict(a=70, b=1, c=130))
     assert libkda.vllm.last_path().startswith("libkda: ")
     last = "scatter" if requests.layer.is_glm else "gather_initial"
-    assert libkda.vllm.last_path("states") == f"libkda: {last}_states"
+    assert requests.layer.is_ling or libkda.vllm.last_path("states") == f"libkda: {last}_states"
     requests.start("d", 12)
     requests.prefill(dict(b=33, d=64, a=1))
     assert untouched(requests)
@@ -311,6 +324,8 @@ def test_prefill_takes_the_pool(requests):
 
 def test_padded_sequences_of_a_prefill(requests):
     """Repeated ends and null slots: several share slot 0, which nobody reads or writes."""
+    if requests.layer.is_ling:
+        pytest.skip("vLLM's own code gathers and stores its states, those of slot 0 too")
     requests.start("a", 4)
     requests.prefill(dict(a=40), padded=3)
     assert untouched(requests)
