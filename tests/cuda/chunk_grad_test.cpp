@@ -506,40 +506,45 @@ TEST_F(ChunkGrad, SameBitsAgain) {
 
 // ---- on Hopper
 
-/// dq, dk, dg as the kernel stores them, [token, HV, K], dbeta [token, HV], and the sums of chunks
-/// [chunk, HV, K + 1]. NaN where it writes nothing.
+/// dq, dk as the kernel stores them, [token, H, K], dg [token, HV, K], dbeta [token, HV], and the
+/// sums of chunks [chunk, HV, K + 1]. NaN where it writes nothing.
 struct Finished {
   io::Buffer dq, dk, dg;
   std::vector<float> dbeta;
   std::vector<double> sums;
 };
 
-Finished run_on_hopper(const Case& x) {
+/// On few blocks each has several chunks.
+Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
   Call call(x);
-  const TensorDesc rows =
-      contiguous(DType::kBFloat16, {x.problem().batch, x.problem().num_tokens, x.HV(), x.K()});
+  const auto rows = [&](int64_t heads) {
+    return contiguous(DType::kBFloat16, {x.problem().batch, x.problem().num_tokens, heads, x.K()});
+  };
   const auto size = static_cast<std::size_t>(x.tokens() * x.HV());
+  const auto q_size = static_cast<std::size_t>(x.tokens() * x.H());
   const auto tiles = static_cast<std::size_t>(call.args.num_chunks * x.HV());
   const auto row_bytes = static_cast<std::size_t>(2 * x.K());
   const std::size_t first = call.memory.size();
-  call.args.dq = cuda::row_view(rows, call.unset(size * row_bytes));
-  call.args.dk = cuda::row_view(rows, call.unset(size * row_bytes));
-  call.args.dg = cuda::row_view(rows, call.unset(size * row_bytes));
+  call.args.dq = cuda::row_view(rows(x.H()), call.unset(q_size * row_bytes));
+  call.args.dk = cuda::row_view(rows(x.H()), call.unset(q_size * row_bytes));
+  call.args.dg = cuda::row_view(rows(x.HV()), call.unset(size * row_bytes));
   call.args.dbeta = cuda::row_view(
       contiguous(DType::kFloat32, {x.problem().batch, x.problem().num_tokens, x.HV()}),
       call.unset(4 * size));
   const auto sums = tiles * static_cast<std::size_t>(x.K() + 1);
   call.args.sums = static_cast<double*>(call.unset(8 * sums));
   call.args.left = static_cast<uint32_t*>(call.unset(4 * tiles * cuda::kLeftWords));
+  call.args.rows = static_cast<float*>(call.unset(
+      4 * std::max(call.rows(), static_cast<std::size_t>(num_blocks * cuda::kHeadSums))));
   EXPECT_TRUE(cuda::sm90::serves_chunk_grad(call.args));
   if constexpr (cuda::sm90::kBuilt)
-    throw_if_error(cuda::sm90::launch_chunk_grad(call.args, 3, {}));  // few blocks, several chunks
+    throw_if_error(cuda::sm90::launch_chunk_grad(call.args, num_blocks, {}));
   check::synchronize_device();
   Finished out;
   out.dbeta.resize(size), out.sums.resize(sums);
   std::size_t next = first;
   for (io::Buffer* buffer : {&out.dq, &out.dk, &out.dg}) {
-    *buffer = io::Buffer(size * row_bytes);
+    *buffer = io::Buffer((buffer == &out.dg ? size : q_size) * row_bytes);
     call.memory[next++].download(buffer->data(), buffer->size());
   }
   call.memory[next++].download(out.dbeta.data(), 4 * size);
@@ -572,11 +577,13 @@ struct Expected {
     for (int64_t i = 0; i < chunk.count; ++i) {
       const auto t = static_cast<std::size_t>(i);
       const int64_t at = (token0 + i) * x.HV() + head;
+      const int64_t q_at = (token0 + i) * x.H() + head / (x.HV() / x.H());
       std::vector<double> q(channels), k(q);
       for (std::size_t d = 0; d < channels; ++d) {
         const int64_t element = at * x.K() + static_cast<int64_t>(d);
-        q[d] = load_element(x.inputs.q.data(), p.q.dtype, element);
-        k[d] = load_element(x.inputs.k.data(), p.k.dtype, element);
+        const int64_t q_element = q_at * x.K() + static_cast<int64_t>(d);
+        q[d] = load_element(x.inputs.q.data(), p.q.dtype, q_element);
+        k[d] = load_element(x.inputs.k.data(), p.k.dtype, q_element);
         const double g = load_element(x.inputs.g.data(), p.g.dtype, element);
         const double bias =
             p.dt_bias ? x.inputs.dt_bias.as<float>()[head * x.K() + static_cast<int64_t>(d)] : 0;
@@ -608,22 +615,30 @@ void expect_close_on_hopper(const Case& x, const std::string& what) {
   std::vector<Sums> sums(2);
   const auto channels = static_cast<std::size_t>(x.K());
   x.for_each_chunk([&](int64_t chunk, int64_t token0, int64_t count) {
+    const auto add = [&](const io::Buffer& rows, int64_t heads, int64_t head,
+                         const Matrix& want_rows, Sums* to) {
+      for (int64_t i = 0; i < count; ++i)
+        for (std::size_t d = 0; d < channels; ++d)
+          to->add(load_element(rows.data(), DType::kBFloat16,
+                               ((token0 + i) * heads + head) * x.K() + static_cast<int64_t>(d)),
+                  want_rows[static_cast<std::size_t>(i)][d]);
+    };
+    const int64_t group = x.HV() / x.H();
+    Matrix dq, dk;  // summed over the value heads of a q/k head
     for (int64_t head = 0; head < x.HV(); ++head) {
       const Expected want(x, chunk, token0, count, head);
-      for (int64_t i = 0; i < count; ++i) {
-        const auto t = static_cast<std::size_t>(i);
-        const int64_t at = (token0 + i) * x.HV() + head;
-        const auto add = [&](const io::Buffer& rows, const std::vector<double>& row, Sums* to) {
-          for (std::size_t d = 0; d < channels; ++d)
-            to->add(
-                load_element(rows.data(), DType::kBFloat16, at * x.K() + static_cast<int64_t>(d)),
-                row[d]);
-        };
-        add(got.dq, want.raw.dq[t], &errors.dq);
-        add(got.dk, want.raw.dk[t], &errors.dk);
-        add(got.dg, want.raw.dg[t], &errors.dg);
-        errors.dbeta.add(got.dbeta[static_cast<std::size_t>(at)], want.raw.dbeta[t]);
+      if (head % group == 0) dq = dk = matrix(count, x.K());
+      for (std::size_t i = 0; i < dq.size(); ++i)
+        for (std::size_t d = 0; d < channels; ++d)
+          dq[i][d] += want.raw.dq[i][d], dk[i][d] += want.raw.dk[i][d];
+      if (head % group == group - 1) {
+        add(got.dq, x.H(), head / group, dq, &errors.dq);
+        add(got.dk, x.H(), head / group, dk, &errors.dk);
       }
+      add(got.dg, x.HV(), head, want.raw.dg, &errors.dg);
+      for (int64_t i = 0; i < count; ++i)
+        errors.dbeta.add(got.dbeta[static_cast<std::size_t>((token0 + i) * x.HV() + head)],
+                         want.raw.dbeta[static_cast<std::size_t>(i)]);
       if (x.problem().gate_mode == GateMode::kLog) continue;
       const double* of_chunk =
           got.sums.data() + static_cast<std::size_t>(chunk * x.HV() + head) * (channels + 1);
@@ -726,6 +741,77 @@ TEST_F(ChunkGradOnHopper, WithoutTheGradientOfOutputs) {
   expect_close_on_hopper(x, "no d_o");
 }
 
+check::GenerateOptions grouped(int64_t tokens, int64_t heads, int64_t group, Regime regime) {
+  check::GenerateOptions options = options_of(tokens, heads, 128, 128, regime);
+  options.num_value_heads = heads * group;
+  return options;
+}
+
+TEST_F(ChunkGradOnHopper, ValueHeadsOfAQueryHead) {
+  for (const auto& [group, regime] : {std::pair{2, Regime::kTrained},
+                                      {3, Regime::kSoftplus},
+                                      {4, Regime::kLog},
+                                      {8, Regime::kStrong}}) {
+    check::GenerateOptions options = grouped(0, 2, group, regime);
+    options.seq_lens = {1, 33, 0, 79};
+    expect_close_on_hopper(Case(check::generate(options)),
+                           "packed, groups of " + std::to_string(group));
+  }
+  check::GenerateOptions options = grouped(70, 1, 5, Regime::kTrained);
+  options.batch = 2;
+  Inputs inputs = check::generate(options);
+  inputs.problem.qk_l2norm = false;
+  inputs.problem.scale = -0.5;
+  expect_close_on_hopper(Case(inputs), "batch of 2, no norm");
+}
+
+/// Of some value heads, all of their group is done again.
+TEST_F(ChunkGradOnHopper, ValueHeadsThatAreLeft) {
+  for (const int64_t left : {0, 2, 4}) {  // of two groups of three
+    Inputs inputs = check::generate(grouped(100, 2, 3, Regime::kSoftplus));
+    for (int64_t i = 0; i < 64 * 128; ++i)
+      if (i % 37 == 0)
+        store_element(inputs.g.data(), DType::kBFloat16, (i / 128 * 6 + left) * 128 + i % 128, 60);
+    expect_close_on_hopper(Case(inputs), "softplus of value head " + std::to_string(left));
+  }
+  Inputs inputs = check::generate(grouped(100, 1, 2, Regime::kTrained));
+  inputs.problem.beta_mode = BetaMode::kPlain;
+  for (int64_t i = 0; i < 200; ++i)
+    store_element(inputs.beta.data(), inputs.problem.beta.dtype, i, i == 141 ? 0.0f : 0.5f);
+  expect_close_on_hopper(Case(inputs), "one beta of 0");
+}
+
+TEST_F(ChunkGradOnHopper, BlocksChangeNoBitOfGroups) {
+  check::GenerateOptions options = grouped(0, 2, 3, Regime::kSoftplus);
+  options.seq_lens = {70, 9};
+  const Case x(check::generate(options));
+  const Finished want = run_on_hopper(x, 1);
+  for (const int64_t blocks : {1, 4}) {
+    const Finished got = run_on_hopper(x, blocks);
+    for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk, &Finished::dg})
+      EXPECT_EQ(std::memcmp((want.*rows).data(), (got.*rows).data(), (want.*rows).size()), 0)
+          << blocks;
+    EXPECT_EQ(want.dbeta, got.dbeta) << blocks;
+    EXPECT_EQ(want.sums, got.sums) << blocks;
+  }
+}
+
+/// NaN in one value head of a chunk stays out of other chunks and q/k heads.
+TEST_F(ChunkGradOnHopper, PoisonReachesNoOtherQueryHead) {
+  const Case clean(check::generate(grouped(100, 2, 2, Regime::kTrained)));
+  Case poisoned = clean;
+  const int64_t tile = 2 * kChunk * 128;  // bytes of E
+  std::memset(poisoned.errors.data() + 1 * tile, 0xff, static_cast<std::size_t>(tile));
+  const Finished want = run_on_hopper(clean, 1), got = run_on_hopper(poisoned, 1);
+  for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk})
+    for (int64_t token = 0; token < 100; ++token)
+      for (int64_t head = 0; head < 2; ++head) {
+        const bool same = std::memcmp((want.*rows).data() + (2 * token + head) * 256,
+                                      (got.*rows).data() + (2 * token + head) * 256, 256) == 0;
+        EXPECT_EQ(same, head == 1 || token >= kChunk) << token << " " << head;
+      }
+}
+
 /// What only later tokens have reaches no earlier one: exact zeros where nothing else is.
 TEST_F(ChunkGradOnHopper, LaterTokensAreExactZerosToEarlierOnes) {
   Case x(check::generate(options_of(64, 1, 128, 128, Regime::kStrong)));
@@ -781,9 +867,12 @@ TEST_F(ChunkGradOnHopper, ServesBf16RowsOf16Bytes) {
   EXPECT_TRUE(serves([](auto&) {}));
   EXPECT_FALSE(serves([](auto& args) { args.g.type = cuda::Element::kFloat32; }));
   EXPECT_FALSE(serves([](auto& args) { args.q.stride_t += 4; }));
-  EXPECT_FALSE(serves([](auto& args) { args.shape.HV *= 2; }));
+  EXPECT_TRUE(serves([](auto& args) { args.shape.HV *= 2; }));
   EXPECT_FALSE(serves([](auto& args) { args.shape.K = 64; }));
   EXPECT_FALSE(serves([](auto& args) { args.shape.V = 64; }));
+  EXPECT_TRUE(cuda::sm90::has_units_enough(1, 4, 132));
+  EXPECT_TRUE(cuda::sm90::has_units_enough(44, 8, 132));
+  EXPECT_FALSE(cuda::sm90::has_units_enough(43, 8, 132));
 }
 
 }  // namespace

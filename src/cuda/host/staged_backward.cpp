@@ -97,10 +97,11 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
-/// Behind the rows of the group.
-uint32_t* left_words(const Plan& plan, const BackwardArgs& args) {
+/// Where Hopper's chunk_grad has the rows of the group: behind what says which chunks are left to
+/// them.
+float* rows_behind_left(const Plan& plan, const BackwardArgs& args) {
   const auto heads = static_cast<std::size_t>(args.shape.HV);
-  return reinterpret_cast<uint32_t*>(args.rows) + heads * head_bytes(plan).rows / sizeof(float);
+  return args.rows + heads * head_bytes(plan).left / sizeof(float);
 }
 
 /// What segments add; without any `spans` is 0.
@@ -242,6 +243,13 @@ struct GroupLaunches {
     return launch_chunk_reverse(reverse, narrow(), where);
   }
 
+  bool by_hopper(const FinishedGradArgs& grad) const {
+    const Problem& p = plan.problem;  // not the group's: no value depends on that
+    return sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad) &&
+           sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
+                                  plan.device.num_sms);
+  }
+
   Status gradients() const {
     FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
@@ -252,8 +260,9 @@ struct GroupLaunches {
     grad.rows = args.rows;
     grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
     grad.sums = args.sums;
-    if (sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
-      grad.left = left_words(plan, args);
+    if (by_hopper(grad)) {
+      grad.left = reinterpret_cast<uint32_t*>(args.rows);
+      grad.rows = rows_behind_left(plan, args);
       KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
       BackwardArgs by_chunks = args;
       by_chunks.sizes.pieces = grad.num_chunks;

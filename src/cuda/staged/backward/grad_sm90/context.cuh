@@ -30,6 +30,8 @@ struct Worker {
   Shared& s;
   const int tid, lane, warp;
   int turn = 0;  // chunks before this one
+  // Whether other value heads of the q/k head have their turn before and after this one.
+  bool has_earlier = false, has_later = false;
   // Addresses of this lane's 16-byte pieces. All others differ from them by constants, and by an
   // exclusive or with constants: pieces are swizzled by the last bits of their rows.
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start

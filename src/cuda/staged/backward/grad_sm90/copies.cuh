@@ -35,11 +35,11 @@ struct Pieces {
 
 /// The tokens of the chunk in a tensor; zeros past them, and without the tensor.
 __device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowView& view,
-                                          const Task& task, const Pieces& pieces) {
+                                          const Task& task, int head, const Pieces& pieces) {
   const uint32_t target = ptx::shared_address(to);
   const int rows = view.base ? task.chunk.count - pieces.row : 0;
   const auto* from = static_cast<const Element16*>(view.base) +
-                     chunk_offset(view, task.chunk, task.head) + pieces.row * view.stride_t +
+                     chunk_offset(view, task.chunk, head) + pieces.row * view.stride_t +
                      pieces.column;
 #pragma unroll 4
   for (int i = 0; i < Pieces::kCount; ++i, from += Pieces::kStep * view.stride_t)
@@ -81,13 +81,22 @@ __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const T
   if (thread == 0) numbers.rate = expf(raw.A_log), numbers.count = task.chunk.count;
 }
 
+template <bool kGrouped>
+__device__ __forceinline__ int q_head_of(const FinishedGradArgs& a, const Task& task) {
+  if constexpr (!kGrouped) return task.head;
+  return static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(task.head)));
+}
+
+template <bool kGrouped>
 __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
   const unsigned tiles = existing_tiles(a);
-  int turn = 0;
 #pragma unroll 1
-  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+  for (Turns<kGrouped> turns(a); turns.tile < tiles; turns.advance(a)) {
+    const int turn = turns.count;
+    const unsigned tile = turns.tile;
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
     const Task task(a, tile);
+    const int q_head = q_head_of<kGrouped>(a, task);
     const RawNumbers raw(a, task, thread);
     const Pieces pieces(thread);
     const auto copy_tiles = [&](auto& to, const void* base) {
@@ -95,9 +104,9 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
                          static_cast<int>(sizeof(to)), s.values_full);
     };
     wait_empty(s.d_o_empty, turn);
-    copy_rows(s.d_o, a.d_o, task, pieces);
+    copy_rows(s.d_o, a.d_o, task, task.head, pieces);
     wait_empty(s.gates_empty[turn % 2], turn / 2);
-    copy_rows(s.gates[turn % 2], a.g, task, pieces);
+    copy_rows(s.gates[turn % 2], a.g, task, task.head, pieces);
     store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
     ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
@@ -114,19 +123,19 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
     }
     ptx::mbarrier_arrive_after_copies(s.values_full);
     wait_empty(s.q_empty, turn);
-    copy_rows(s.q, a.q, task, pieces);
+    copy_rows(s.q, a.q, task, q_head, pieces);
     wait_empty(s.k_empty, turn);
-    copy_rows(s.k, a.k, task, pieces);
+    copy_rows(s.k, a.k, task, q_head, pieces);
     ptx::mbarrier_arrive_after_copies(s.rows_full);
   }
 }
 
 /// Rows of the tokens of the chunk.
 __device__ __forceinline__ void store_rows(const Tile (&from)[kHalves], const RowView& view,
-                                           const Task& task, const Pieces& pieces) {
+                                           const Task& task, int head, const Pieces& pieces) {
   if (!view.base) return;
   const auto* source = reinterpret_cast<const char*>(from);
-  auto* to = static_cast<Element16*>(view.base) + chunk_offset(view, task.chunk, task.head) +
+  auto* to = static_cast<Element16*>(view.base) + chunk_offset(view, task.chunk, head) +
              pieces.row * view.stride_t + pieces.column;
   const int rows = task.chunk.count - pieces.row;
 #pragma unroll 1
@@ -162,24 +171,28 @@ __device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums
   to[kK] = total;
 }
 
+template <bool kGrouped>
 __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared& s, int thread) {
   const Pieces pieces(thread);
   const unsigned tiles = existing_tiles(a);
-  unsigned tile = blockIdx.x;
-  int turn = 0;
+  Turns<kGrouped> turns(a);
 #pragma unroll 1
-  for (; tile < tiles; tile += gridDim.x, ++turn) {
+  for (; turns.tile < tiles; turns.advance(a)) {
+    const int turn = turns.count;
+    const unsigned tile = turns.tile;
     const Task task(a, tile);
+    const int q_head = q_head_of<kGrouped>(a, task);
+    const bool finishes = !turns.has_later(a);  // dq and dk
     const Numbers& numbers = s.numbers[turn % 2];
     wait_full(s.out_full, 0);  // two in each turn
     store_beta(a, s, numbers, task, thread);
-    store_rows(s.out, a.dq, task, pieces);
+    if (finishes) store_rows(s.out, a.dq, task, q_head, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.out_full, 1);
-    store_rows(s.out, a.dk, task, pieces);
+    if (finishes) store_rows(s.out, a.dk, task, q_head, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.gates_done[turn % 2], turn / 2);
-    store_rows(s.gates[turn % 2], a.dg, task, pieces);
+    store_rows(s.gates[turn % 2], a.dg, task, task.head, pieces);
     if (a.sums) store_sums(a, s.sums, tile, thread);
     if (thread < kLeftWords) {
       unsigned left = numbers.has_small[thread];
@@ -188,9 +201,9 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared& s,
     }
     ptx::mbarrier_arrive(s.gates_empty[turn % 2]);
   }
-  for (; tile < a.tiles; tile += gridDim.x) {
-    if (thread < kLeftWords) a.left[tile * kLeftWords + thread] = 0;
-    for (int d = thread; a.sums && d <= kK; d += kCopiers) sums_of(a, tile)[d] = 0;
+  for (; turns.tile < a.tiles; turns.advance(a)) {
+    if (thread < kLeftWords) a.left[turns.tile * kLeftWords + thread] = 0;
+    for (int d = thread; a.sums && d <= kK; d += kCopiers) sums_of(a, turns.tile)[d] = 0;
   }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chunks that were left: the sums of grad/, whose rows the same block takes back through norms,
-// gates and steps.
+// gates and steps. The value heads of a q/k head share its dq and dk, so all of them are done again
+// where one was left.
 #pragma once
 
 #include "cuda/backward/gates.cuh"
@@ -21,29 +22,38 @@ struct Four {
     return {{y.x, y.y, y.z, y.w}};
   }
 };
-__device__ __forceinline__ Four load_four(const GradContext& c, const RowView& view, int token) {
+__device__ __forceinline__ Four load_four(const GradContext& c, const RowView& view, int head,
+                                          int token) {
   const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const Element16*>(view.base) +
-                                                     chunk_offset(view, c.chunk, c.head) +
+                                                     chunk_offset(view, c.chunk, head) +
                                                      token * view.stride_t + 4 * c.lane());
   const float2 low = ptx::unpack<Element16>(bits.x), high = ptx::unpack<Element16>(bits.y);
   return {{low.x, low.y, high.x, high.y}};
 }
-__device__ __forceinline__ void store_four(const GradContext& c, const RowView& view, int token,
-                                           const Four& y) {
+__device__ __forceinline__ void store_four(const GradContext& c, const RowView& view, int head,
+                                           int token, const Four& y) {
   if (!view.base) return;
-  *reinterpret_cast<uint2*>(static_cast<Element16*>(view.base) +
-                            chunk_offset(view, c.chunk, c.head) + token * view.stride_t +
-                            4 * c.lane()) = {ptx::pack<Element16>(y.x[0], y.x[1]),
-                                             ptx::pack<Element16>(y.x[2], y.x[3])};
+  *reinterpret_cast<uint2*>(static_cast<Element16*>(view.base) + chunk_offset(view, c.chunk, head) +
+                            token * view.stride_t + 4 * c.lane()) = {
+      ptx::pack<Element16>(y.x[0], y.x[1]), ptx::pack<Element16>(y.x[2], y.x[3])};
 }
 
-/// dq or dk of a token, from the gradient by scale x / |x|, or by scale x, without the scale.
+/// dq or dk of a token, from the gradients by scale x / |x|, or by scale x, without the scale, of
+/// the value heads before `c`'s, which is the last of its q/k head, in order.
 __device__ __forceinline__ void finish_row(const GradContext& c, const RowView& input,
                                            const RowView& output, Gradient which, float scale,
                                            int token) {
-  Four dy = Four::load(cuda::grad::row_of(c, token) + which * kK + 4 * c.lane());
+  const int others = static_cast<int>(c.a.shape.group.value) - 1;
+  const float* row = cuda::grad::row_of(c, token) + which * kK + 4 * c.lane();
+  Four dy = Four::load(row - others * cuda::grad::kWideRow);
+#pragma unroll 1
+  for (int head = others - 1; head >= 0; --head) {
+    const Four more = Four::load(row - head * cuda::grad::kWideRow);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) dy.x[n] += more.x[n];
+  }
   float factor = scale, along = 0;
-  const Four x = load_four(c, input, token);
+  const Four x = load_four(c, input, c.q_head(), token);
   if (c.a.gate.l2norm) {
     float xx = 0, xdy = 0;
 #pragma unroll
@@ -54,7 +64,7 @@ __device__ __forceinline__ void finish_row(const GradContext& c, const RowView& 
   }
 #pragma unroll
   for (int n = 0; n < 4; ++n) dy.x[n] = factor * fmaf(-x.x[n], along, dy.x[n]);
-  store_four(c, output, token, dy);
+  store_four(c, output, c.q_head(), token, dy);
 }
 
 struct LeftSums {
@@ -62,8 +72,17 @@ struct LeftSums {
   double dA_log[cuda::grad::kWarps];
 };
 
-/// After a barrier; leaves shared memory in use.
-__device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const GradContext& c) {
+/// dq and dk, after the last value head of a q/k head.
+__device__ __forceinline__ void finish_rows(const FinishedGradArgs& a, const GradContext& c) {
+#pragma unroll 1
+  for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
+    finish_row(c, a.q, a.dq, cuda::grad::kQueries, a.gate.scale, token);
+    finish_row(c, a.k, a.dk, cuda::grad::kKeys, 1, token);
+  }
+}
+
+/// dg, dbeta and sums of a value head, after a barrier; leaves shared memory in use.
+__device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const GradContext& c) {
   const GateView& gate = a.gate;
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   Four bias = {}, ddt_bias = {};
@@ -74,10 +93,8 @@ __device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const Gr
 #pragma unroll 1
   for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
     const float* row = cuda::grad::row_of(c, token);
-    finish_row(c, a.q, a.dq, cuda::grad::kQueries, gate.scale, token);
-    finish_row(c, a.k, a.dk, cuda::grad::kKeys, 1, token);
     Four dg = Four::load(row + cuda::grad::kLogDecays * kK + 4 * c.lane());
-    const Four raw = load_four(c, a.g, token);
+    const Four raw = load_four(c, a.g, c.head, token);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const auto gradient = cuda::backward::undo_gate(gate, raw.x[n], bias.x[n], rate, dg.x[n]);
@@ -85,7 +102,7 @@ __device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const Gr
       dA_log += gradient.A_log;
       dg.x[n] = gradient.raw;
     }
-    store_four(c, a.dg, token, dg);
+    store_four(c, a.dg, c.head, token, dg);
     if (c.lane() == 0 && a.dbeta.base) {
       const auto at = [&](const RowView& view) {
         return chunk_offset(view, c.chunk, c.head) + token * view.stride_t;
@@ -110,23 +127,38 @@ __device__ __forceinline__ void finish_chunk(const FinishedGradArgs& a, const Gr
   }
 }
 
-/// The chunks first, .. that are left of kThreads of them.
-__device__ __forceinline__ void run_left(const FinishedGradArgs& a, unsigned first) {
-  using cuda::grad::kThreads;
-  const auto is_left = [&](unsigned tile) {
-    return tile < a.tiles && (a.left[kLeftWords * tile] | a.left[kLeftWords * tile + 1]) != 0;
-  };
-  if (!__syncthreads_or(is_left(first + threadIdx.x))) return;
+/// Those of a chunk and q/k head.
+__device__ __forceinline__ void run_value_heads(const FinishedGradArgs& a, unsigned unit) {
+  const unsigned group = a.shape.group.value;
+  const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(unit * group));
 #pragma unroll 1
-  for (unsigned tile = first; tile < min(first + kThreads, a.tiles); ++tile) {
-    if (!is_left(tile)) continue;
-    const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(tile));
+  for (unsigned tile = unit * group; tile < (unit + 1) * group; ++tile) {
     GradContext c(a, *reinterpret_cast<cuda::grad::Shared*>(ptx::dynamic_shared()), chunk, tile,
                   static_cast<int>(threadIdx.x));
     cuda::grad::run_chunk(c);
     __syncthreads();
-    finish_chunk(a, c);
+    finish_gates(a, c);
+    if (tile + 1 == (unit + 1) * group) finish_rows(a, c);
     __syncthreads();
+  }
+}
+
+/// A block looks at every gridDim.x-th chunk and q/k head, kThreads of them at once.
+__device__ __forceinline__ void run_left(const FinishedGradArgs& a) {
+  using cuda::grad::kThreads;
+  const unsigned group = a.shape.group.value, units = a.tiles / group;
+  const auto is_left = [&](unsigned unit) {
+    uint32_t any = 0;
+    for (unsigned i = 0; unit < units && i < kLeftWords * group; ++i)
+      any |= a.left[unit * group * kLeftWords + i];
+    return any != 0;
+  };
+#pragma unroll 1
+  for (unsigned first = blockIdx.x; first < units; first += gridDim.x * kThreads) {
+    if (!__syncthreads_or(is_left(first + gridDim.x * threadIdx.x))) continue;
+#pragma unroll 1
+    for (unsigned i = 0; i < kThreads; ++i)
+      if (is_left(first + gridDim.x * i)) run_value_heads(a, first + gridDim.x * i);
   }
 }
 

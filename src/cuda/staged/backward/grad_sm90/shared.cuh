@@ -101,6 +101,30 @@ __device__ __forceinline__ void wait_empty(ptx::Mbarrier& barrier, int turn) {
   ptx::mbarrier_wait(barrier, (turn & 1) ^ 1);
 }
 
+/// The chunks and value heads that a block takes, in order. Grouped: all value heads of a q/k head
+/// and chunk before the next ones.
+template <bool kGrouped>
+struct Turns {
+  unsigned tile, member = 0;  // member: of the value heads of the q/k head
+  int count = 0;              // of turns before
+
+  __device__ explicit Turns(const FinishedGradArgs& a)
+      : tile(kGrouped ? blockIdx.x * a.shape.group.value : blockIdx.x) {}
+  __device__ bool has_earlier() const { return kGrouped && member > 0; }
+  __device__ bool has_later(const FinishedGradArgs& a) const {
+    return kGrouped && member + 1 < a.shape.group.value;
+  }
+  __device__ void advance(const FinishedGradArgs& a) {
+    ++count;
+    if constexpr (kGrouped) {
+      ++tile, ++member;
+      if (member == a.shape.group.value) member = 0, tile += (gridDim.x - 1) * a.shape.group.value;
+    } else {
+      tile += gridDim.x;
+    }
+  }
+};
+
 /// Chunks and value heads that exist: they come first.
 __device__ __forceinline__ unsigned existing_tiles(const FinishedGradArgs& a) {
   if (!a.map.cu_seqlens) return a.tiles;

@@ -45,7 +45,8 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::wgmma_fence();
   begin_state(c, s.d_state, s.errors, dk);
   ptx::rename_registers(d.row, c.a.zero);
-  store_shares(c, q, queries, s.shares[0]);
+  add_earlier_heads(c, 0, queries);
+  store_shares(c, 0, q, queries, s.shares[0]);
   c.sync();
   add_shares(c, s.shares[0], factors.q_along, s.along_q);
   ptx::wgmma_wait<0>();
@@ -64,6 +65,7 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   begin_state(c, s.state, s.dz, keys);
   boundary.x = fmaf(over_chunk.x, states.x, sum_over(boundary.x, 1, 4));
   boundary.y = fmaf(over_chunk.y, states.y, sum_over(boundary.y, 1, 4));
+  add_earlier_heads(c, 1, dk);
   ptx::rename_registers(d.row, c.a.zero);
   ptx::wgmma_wait<0>();
   ptx::fence_operands(keys);
@@ -71,7 +73,7 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   ptx::mbarrier_arrive(s.q_empty);
   c.scale_tokens(factors.minus_k_state, keys);
   add_keys(c, d, columns, keys, dk, dG);
-  store_shares(c, k, dk, s.shares[1]);
+  store_shares(c, 1, k, dk, s.shares[1]);
   c.sync();
   add_shares(c, s.shares[1], factors.k_along, s.along_k);
   c.sync();
@@ -80,12 +82,16 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   store_gates<kMode>(c, dG, boundary);
 }
 
-template <GateMode kMode>
+template <GateMode kMode, bool kGrouped>
 __device__ __forceinline__ void run_workers(const FinishedGradArgs& a, Shared& s) {
   Worker c(a, s);
   const unsigned tiles = existing_tiles(a);
 #pragma unroll 1
-  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++c.turn) run_chunk<kMode>(c);
+  for (Turns<kGrouped> turns(a); turns.tile < tiles; turns.advance(a)) {
+    c.turn = turns.count;
+    c.has_earlier = turns.has_earlier(), c.has_later = turns.has_later(a);
+    run_chunk<kMode>(c);
+  }
 }
 
 }  // namespace kda::cuda::sm90::grad
