@@ -796,6 +796,65 @@ TEST_F(ChunkGradOnHopper, BlocksChangeNoBitOfGroups) {
   }
 }
 
+// ---- two value heads in a block
+
+TEST_F(ChunkGradOnHopper, PairsInEveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    expect_close_on_hopper(
+        Case(check::generate(options_of(70, 2, 64, 64, static_cast<Regime>(regime)))),
+        "K = V = 64, " + std::string(check::regime_name(static_cast<Regime>(regime))));
+}
+
+TEST_F(ChunkGradOnHopper, PairsOfAnyLengthAndNumber) {
+  for (const int64_t heads : {1, 2, 3, 5}) {  // the last one may be alone
+    check::GenerateOptions options = options_of(0, heads, 64, 64, Regime::kSoftplus);
+    options.seq_lens = {1, 33, 0, 79};
+    expect_close_on_hopper(Case(check::generate(options)),
+                           "packed, " + std::to_string(heads) + " heads of 64");
+  }
+  check::GenerateOptions options = options_of(70, 3, 64, 64, Regime::kLog);
+  options.batch = 2;
+  Inputs inputs = check::generate(options);
+  inputs.problem.qk_l2norm = false;
+  inputs.problem.scale = -0.5;
+  expect_close_on_hopper(Case(inputs), "batch of 2, no norm");
+}
+
+TEST_F(ChunkGradOnHopper, PairsOfWhichOneIsLeft) {
+  for (const int64_t left : {1, 2}) {
+    Inputs inputs = check::generate(options_of(100, 3, 64, 64, Regime::kSoftplus));
+    for (int64_t i = 0; i < 64 * 64; ++i)
+      if (i % 37 == 0)
+        store_element(inputs.g.data(), DType::kBFloat16, (i / 64 * 3 + left) * 64 + i % 64, 60);
+    expect_close_on_hopper(Case(inputs), "softplus of head " + std::to_string(left));
+  }
+  for (const BetaMode mode : {BetaMode::kPlain, BetaMode::kSigmoid2}) {
+    Inputs inputs = check::generate(options_of(100, 2, 64, 64, Regime::kTrained));
+    inputs.problem.beta_mode = mode;
+    if (mode == BetaMode::kPlain)
+      for (int64_t i = 0; i < 200; ++i)
+        store_element(inputs.beta.data(), inputs.problem.beta.dtype, i, i == 141 ? 0.0f : 0.5f);
+    expect_close_on_hopper(Case(inputs), "heads of 64, " + std::string(beta_mode_name(mode)));
+  }
+}
+
+/// NaN in one value head of a pair stays out of the other.
+TEST_F(ChunkGradOnHopper, PoisonReachesNoOtherHeadOfItsPair) {
+  const Case clean(check::generate(options_of(64, 2, 64, 64, Regime::kTrained)));
+  Case poisoned = clean;
+  for (io::Buffer* tiles : {&poisoned.errors, &poisoned.dz, &poisoned.h, &poisoned.dh})
+    std::memset(tiles->data() + 2 * kChunk * 64, 0xff, 2 * kChunk * 64);
+  const Finished want = run_on_hopper(clean), got = run_on_hopper(poisoned);
+  for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk, &Finished::dg})
+    for (int64_t token = 0; token < 64; ++token)
+      for (int64_t head = 0; head < 2; ++head) {
+        const bool same = std::memcmp((want.*rows).data() + (2 * token + head) * 128,
+                                      (got.*rows).data() + (2 * token + head) * 128, 128) == 0;
+        EXPECT_EQ(same, head == 0) << token << " " << head;
+      }
+  EXPECT_EQ(std::memcmp(want.sums.data(), got.sums.data(), 8 * 65), 0);
+}
+
 /// NaN in one value head of a chunk stays out of other chunks and q/k heads.
 TEST_F(ChunkGradOnHopper, PoisonReachesNoOtherQueryHead) {
   const Case clean(check::generate(grouped(100, 2, 2, Regime::kTrained)));
@@ -869,6 +928,9 @@ TEST_F(ChunkGradOnHopper, ServesBf16RowsOf16Bytes) {
   EXPECT_FALSE(serves([](auto& args) { args.q.stride_t += 4; }));
   EXPECT_TRUE(serves([](auto& args) { args.shape.HV *= 2; }));
   EXPECT_FALSE(serves([](auto& args) { args.shape.K = 64; }));
+  EXPECT_TRUE(serves([](auto& args) { args.shape.K = args.shape.V = 64; }));
+  EXPECT_FALSE(serves([](auto& args) { args.shape.K = args.shape.V = 64, args.shape.HV *= 2; }));
+  EXPECT_FALSE(serves([](auto& args) { args.shape.K = args.shape.V = 32; }));
   EXPECT_FALSE(serves([](auto& args) { args.shape.V = 64; }));
   EXPECT_TRUE(cuda::sm90::has_units_enough(1, 4, 132));
   EXPECT_TRUE(cuda::sm90::has_units_enough(44, 8, 132));

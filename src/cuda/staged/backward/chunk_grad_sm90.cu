@@ -16,26 +16,25 @@
 namespace kda::cuda::sm90 {
 namespace {
 
-using grad::Shared;
+using grad::Heads;
 
-/// kGrouped: several value heads a q/k head.
-template <GateMode kMode, bool kGrouped>
+template <GateMode kMode, Heads kHeads>
 __global__ void __launch_bounds__(grad::kThreads, 1)
     chunk_grad_kernel(const __grid_constant__ FinishedGradArgs a) {
-  Shared& s = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
+  auto& s = *reinterpret_cast<grad::Shared<grad::kCountOf<kHeads>>*>(ptx::dynamic_shared());
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
   if (threadIdx.x < grad::kWorkers) {
     ptx::warpgroup_reg_alloc<grad::kWorkerRegisters>();
-    grad::run_workers<kMode, kGrouped>(a, s);
+    grad::run_workers<kMode, kHeads>(a, s);
     return;
   }
   ptx::warpgroup_reg_dealloc<grad::kCopierRegisters>();
   const int thread = static_cast<int>(threadIdx.x) - grad::kWorkers;
   if (thread < grad::kCopiers)
-    grad::run_loads<kGrouped>(a, s, thread);
+    grad::run_loads<kHeads>(a, s, thread);
   else
-    grad::run_stores<kGrouped>(a, s, thread - grad::kCopiers);
+    grad::run_stores<kHeads>(a, s, thread - grad::kCopiers);
 }
 
 __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
@@ -46,13 +45,19 @@ __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
 /// Chunks and q/k heads.
 int64_t units_of(const FinishedGradArgs& args) { return args.num_chunks * args.shape.H; }
 
+template <GateMode kMode, Heads kHeads>
+Status launch(const FinishedGradArgs& args, int64_t tasks, int64_t num_sms, const Launch& where) {
+  constexpr int kBytes = sizeof(grad::Shared<grad::kCountOf<kHeads>>);
+  static_assert(kBytes <= kSharedMemory);
+  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode, kHeads>, std::min(tasks, num_sms),
+                       grad::kThreads, kBytes, where, args);
+}
 template <GateMode kMode>
 Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
-  static_assert(sizeof(Shared) <= kSharedMemory);
-  const auto kernel = args.shape.HV > args.shape.H ? chunk_grad_kernel<kMode, true>
-                                                   : chunk_grad_kernel<kMode, false>;
-  return launch_kernel("chunk_grad", kernel, std::min(units_of(args), num_sms), grad::kThreads,
-                       sizeof(Shared), where, args);
+  if (args.shape.K == 64) return launch<kMode, Heads::kPair>(args, args.pair_tasks, num_sms, where);
+  if (args.shape.HV > args.shape.H)
+    return launch<kMode, Heads::kGrouped>(args, units_of(args), num_sms, where);
+  return launch<kMode, Heads::kOne>(args, units_of(args), num_sms, where);
 }
 
 }  // namespace
@@ -60,6 +65,8 @@ Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where
 Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
   FinishedGradArgs mine = args;
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
+  mine.pairs = Divisor((args.shape.HV + 1) / 2);
+  mine.pair_tasks = static_cast<unsigned>(args.num_chunks) * mine.pairs.value;
   const auto launch_mode = [&] {
     if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);
     if (args.gate.gate_mode == GateMode::kSoftplus)

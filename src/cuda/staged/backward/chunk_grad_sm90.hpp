@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stage chunk_grad on Hopper, for K = V = 128: the sums of chunk_grad.hpp, those over the value
-// heads of a q/k head, and back through norms, gates and steps (finish.hpp) without another pass.
+// Stage chunk_grad on Hopper, for K = V = 128 or 64: the sums of chunk_grad.hpp, those over the
+// value heads of a q/k head, and back through norms, gates and steps (finish.hpp) without another
+// pass.
 #pragma once
 
 #include "cuda/staged/backward/chunk_grad.hpp"
@@ -19,8 +20,10 @@ struct FinishedGradArgs : ChunkGradArgs {
   /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.
   uint32_t* left = nullptr;
   /// Set by the launch.
-  unsigned tiles = 0;  ///< chunks and value heads
-  unsigned zero = 0;   ///< which the compiler does not know
+  unsigned tiles = 0;       ///< chunks and value heads
+  unsigned zero = 0;        ///< which the compiler does not know
+  unsigned pair_tasks = 0;  ///< chunks and pairs of value heads
+  Divisor pairs;            ///< of a chunk; the last may be one value head
 };
 
 namespace sm90 {
@@ -31,10 +34,11 @@ inline bool has_whole_pieces(const RowView& view) {
   return !view.base || (view.type == Element::kBFloat16 && steps % 8 == 0 &&
                         reinterpret_cast<uintptr_t>(view.base) % 16 == 0);
 }
-/// Whether these arguments are served: K = V = 128, and q, k, g, d_o, dq, dk, dg of bf16 with rows
-/// that begin at multiples of 16 bytes.
+/// Whether these arguments are served: K = V = 128, or K = V = 64 and a value head a q/k head; q,
+/// k, g, d_o, dq, dk, dg of bf16 with rows that begin at multiples of 16 bytes.
 inline bool serves_chunk_grad(const FinishedGradArgs& a) {
-  if (a.shape.K != 128 || a.shape.V != 128) return false;
+  if (a.shape.K != a.shape.V) return false;
+  if (a.shape.K != 128 && (a.shape.K != 64 || a.shape.H != a.shape.HV)) return false;
   for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
     if (!has_whole_pieces(*view)) return false;
   return true;

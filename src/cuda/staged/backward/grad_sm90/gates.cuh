@@ -16,8 +16,9 @@ template <GateMode kMode>
 struct Gate {
   float rate, bias[2], bound;  // bound: in units of log2
 
-  __device__ explicit Gate(const Worker& c)
-      : rate(c.numbers().rate),
+  template <class W>
+  __device__ explicit Gate(const W& c)
+      : rate(c.numbers().rate[c.head()]),
         bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
         bound(c.a.gate.lower_bound * kLog2e) {}
 
@@ -36,8 +37,8 @@ struct Gate {
 
 /// Log2 decays summed up by a product with a triangle of ones. Tells which warps have decays beyond
 /// the range of the anchors.
-template <GateMode kMode>
-__device__ __forceinline__ void find_decays(const Worker& c, Decays& d) {
+template <GateMode kMode, class W>
+__device__ __forceinline__ void find_decays(const W& c, Decays& d) {
   const Gate<kMode> gate(c);
   const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
   const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
@@ -46,7 +47,7 @@ __device__ __forceinline__ void find_decays(const Worker& c, Decays& d) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw;
-    Worker::load(gates, r, raw);
+    W::load(gates, r, raw);
     float x[2][4];
     for_each([&](int n, int i) {
       x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
@@ -84,8 +85,8 @@ __device__ __forceinline__ void find_decays(const Worker& c, Decays& d) {
 
 /// From dG, and what all tokens of the chunk share, to dg in place of the gates, and sums for
 /// parameters.
-template <GateMode kMode>
-__device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, float2 boundary) {
+template <GateMode kMode, class W>
+__device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2 boundary) {
   const Gate<kMode> gate(c);
   const float first = 2 * c.t() >= c.g() ? 1 : 0, second = 2 * c.t() + 1 >= c.g() ? 1 : 0;
   const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
@@ -94,8 +95,8 @@ __device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, f
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw, out;
-    Worker::load(gates, r, raw);
-    c.stay_in<40>(r);
+    W::load(gates, r, raw);
+    c.template stay_in<40>(r);
     float y[2][4] = {};
     const TwoParts tile0(dG[2 * r]), tile1(dG[2 * r + 1]);
     tile1.add(y[1], first, second);

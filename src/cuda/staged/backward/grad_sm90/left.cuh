@@ -14,16 +14,25 @@ namespace kda::cuda::sm90::grad {
 using cuda::grad::GradContext;
 using cuda::grad::Gradient;
 
-/// A lane's four channels of a row.
+/// A lane's four channels of a row; with K = 64 half of the lanes have some.
 struct Four {
-  float x[4];
-  __device__ static Four load(const float* row) {
-    const float4 y = *reinterpret_cast<const float4*>(row);
-    return {{y.x, y.y, y.z, y.w}};
-  }
+  float x[4] = {};
 };
+__device__ __forceinline__ bool has_channels(const GradContext& c) {
+  return 4 * c.lane() < c.a.shape.K;
+}
+/// A gradient of a token, of the value head `before` heads before c's.
+__device__ __forceinline__ Four load_row(const GradContext& c, Gradient which, int before,
+                                         int token) {
+  if (!has_channels(c)) return {};
+  const float4 y = *reinterpret_cast<const float4*>(cuda::grad::row_of(c, token) -
+                                                    before * cuda::grad::row_size(c) +
+                                                    which * c.padded_K() + 4 * c.lane());
+  return {{y.x, y.y, y.z, y.w}};
+}
 __device__ __forceinline__ Four load_four(const GradContext& c, const RowView& view, int head,
                                           int token) {
+  if (!has_channels(c)) return {};
   const uint2 bits = *reinterpret_cast<const uint2*>(static_cast<const Element16*>(view.base) +
                                                      chunk_offset(view, c.chunk, head) +
                                                      token * view.stride_t + 4 * c.lane());
@@ -32,7 +41,7 @@ __device__ __forceinline__ Four load_four(const GradContext& c, const RowView& v
 }
 __device__ __forceinline__ void store_four(const GradContext& c, const RowView& view, int head,
                                            int token, const Four& y) {
-  if (!view.base) return;
+  if (!view.base || !has_channels(c)) return;
   *reinterpret_cast<uint2*>(static_cast<Element16*>(view.base) + chunk_offset(view, c.chunk, head) +
                             token * view.stride_t + 4 * c.lane()) = {
       ptx::pack<Element16>(y.x[0], y.x[1]), ptx::pack<Element16>(y.x[2], y.x[3])};
@@ -44,11 +53,10 @@ __device__ __forceinline__ void finish_row(const GradContext& c, const RowView& 
                                            const RowView& output, Gradient which, float scale,
                                            int token) {
   const int others = static_cast<int>(c.a.shape.group.value) - 1;
-  const float* row = cuda::grad::row_of(c, token) + which * kK + 4 * c.lane();
-  Four dy = Four::load(row - others * cuda::grad::kWideRow);
+  Four dy = load_row(c, which, others, token);
 #pragma unroll 1
-  for (int head = others - 1; head >= 0; --head) {
-    const Four more = Four::load(row - head * cuda::grad::kWideRow);
+  for (int before = others - 1; before >= 0; --before) {
+    const Four more = load_row(c, which, before, token);
 #pragma unroll
     for (int n = 0; n < 4; ++n) dy.x[n] += more.x[n];
   }
@@ -87,13 +95,12 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   Four bias = {}, ddt_bias = {};
   float dA_log = 0;
-  if (gate.dt_bias)
+  if (gate.dt_bias && has_channels(c))
     for (int n = 0; n < 4; ++n)
       bias.x[n] = gate.dt_bias[c.head * gate.stride_dt + 4 * c.lane() + n];
 #pragma unroll 1
   for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
-    const float* row = cuda::grad::row_of(c, token);
-    Four dg = Four::load(row + cuda::grad::kLogDecays * kK + 4 * c.lane());
+    Four dg = load_row(c, cuda::grad::kLogDecays, 0, token);
     const Four raw = load_four(c, a.g, c.head, token);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
@@ -109,7 +116,8 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
       };
       const float raw_beta = float_of(load_bits(a.beta.base, a.beta.type, at(a.beta)), a.beta.type);
       store_element(a.dbeta.base, a.dbeta.type, at(a.dbeta),
-                    row[3 * kK] * cuda::backward::step_slope(gate, raw_beta));
+                    cuda::grad::row_of(c, token)[3 * c.padded_K()] *
+                        cuda::backward::step_slope(gate, raw_beta));
     }
   }
   if (!a.sums) return;
@@ -119,11 +127,12 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
   const double all = sum_over(dA_log, 1, 32);
   if (c.lane() == 0) sums.dA_log[c.warp()] = all;
   __syncthreads();
-  for (int d = c.tid; d <= kK; d += cuda::grad::kThreads) {
+  const int K = a.shape.K;
+  for (int d = c.tid; d <= K; d += cuda::grad::kThreads) {
     double total = 0;
     for (int warp = 0; warp < cuda::grad::kWarps; ++warp)
-      total += d < kK ? static_cast<double>(sums.ddt_bias[warp][d]) : sums.dA_log[warp];
-    a.sums[c.tile() * (kK + 1) + d] = total;
+      total += d < K ? static_cast<double>(sums.ddt_bias[warp][d]) : sums.dA_log[warp];
+    a.sums[c.tile() * (K + 1) + d] = total;
   }
 }
 

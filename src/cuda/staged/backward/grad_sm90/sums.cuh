@@ -16,14 +16,16 @@ __device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Fa
   to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
 }
 /// A number of each token of a Part.
-__device__ __forceinline__ float of_token(const Worker& c, const float (&numbers)[kChunk], int r,
-                                          int n, int i) {
+template <class W>
+__device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kChunk], int r, int n,
+                                          int i) {
   const float2 pair = c.of_tokens(numbers, 2 * r + n);
   return i % 2 ? pair.y : pair.x;
 }
 
 /// Adds earlier columns to the rows of sub-chunk r and of all later ones.
-__device__ __forceinline__ void add_earlier(const Worker& c, int which, const Operand& columns,
+template <class W>
+__device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& columns,
                                             const Decays& d, int r, Tokens& acc) {
   Operand pairs[2];  // the next ones are on their way
   c.load_rows(which, r, r, pairs[r % 2]);
@@ -36,23 +38,24 @@ __device__ __forceinline__ void add_earlier(const Worker& c, int which, const Op
 }
 
 /// From S0 d_o^T to dq, with the token itself; makes the columns.
-__device__ __forceinline__ void add_queries(const Worker& c, const Decays& d, Tokens& queries,
+template <class W>
+__device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens& queries,
                                             Columns& columns, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_q, raw_k, rows;
-    Worker::load(k, r, raw_k);
-    c.stay_in<10>(r);
+    W::load(k, r, raw_k);
+    c.template stay_in<10>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
-    Worker::load(q, r, raw_q);
+    W::load(q, r, raw_q);
     add_earlier(c, 0, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
       dG[2 * r + n][i] = element(rows, n, i) * x;
-      x = row(n, i) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_k, n, i);
+      x = row(n, i) * x + of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_k, n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
@@ -79,14 +82,15 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
 }
 
 /// From E dS^T to the columns' part of dk, with the token itself.
-__device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
-                                            const Columns& columns, Tokens& acc, Tokens& dG) {
+template <class W>
+__device__ __forceinline__ void add_columns(const W& c, const Decays& d, const Columns& columns,
+                                            Tokens& acc, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw_q, raw_k, rows_q, rows_k;
-    Worker::load(q, r, raw_q), Worker::load(k, r, raw_k);
-    c.stay_in<20>(r);
+    W::load(q, r, raw_q), W::load(k, r, raw_k);
+    c.template stay_in<20>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
 #pragma unroll
@@ -100,22 +104,24 @@ __device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
     for_each([&](int n, int i) {
       float& x = acc[2 * r + n][i];
       dG[2 * r + n][i] -= element(columns[r], n, i) * x;
-      x = ptx::rcp(row(n, i)) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_q, n, i);
+      x = ptx::rcp(row(n, i)) * x +
+          of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
 }
 
 /// From -S0 dZ^T, with the rows' part, to dk.
-__device__ __forceinline__ void add_keys(const Worker& c, const Decays& d, const Columns& columns,
+template <class W>
+__device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Columns& columns,
                                          Tokens& keys, Tokens& dk, Tokens& dG) {
   const uint32_t k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
     add_earlier(c, 1, columns[r], d, r, keys);
-    Worker::load(k, r, raw_k);
-    c.stay_in<30>(r);
+    W::load(k, r, raw_k);
+    c.template stay_in<30>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {

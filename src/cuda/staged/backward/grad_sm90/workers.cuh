@@ -10,30 +10,40 @@
 
 namespace kda::cuda::sm90::grad {
 
-template <GateMode kMode>
-__device__ __forceinline__ void run_chunk(const Worker& c) {
-  Shared& s = c.s;
-  const Factors& factors = s.factors;
+template <GateMode kMode, class W>
+__device__ __forceinline__ void run_chunk(const W& c) {
+  constexpr bool kPair = W::kHeads == 2;
+  auto& s = c.s;
+  const Factors& factors = c.factors();
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
-  Tokens pairs, queries, dG;
+  Tokens pairs, by_dz, queries, dG;  // by_dz: of a pair
   Decays d;
   wait_full(s.rows_full, c.turn);
   wait_full(s.values_full, c.turn);
   ptx::fence_async_proxy();  // d_o was not copied by it
   ptx::wgmma_fence();
-  begin_pairs(c, pairs);
+  if constexpr (kPair)
+    begin_pairs(c, s.d_o, pairs), begin_pairs(c, s.dz, by_dz);
+  else
+    begin_pairs(c, c.group() == 0 ? s.d_o : s.dz, pairs);
+  ptx::wgmma_commit();
   begin_state(c, s.state, s.d_o, queries);
   find_factors(c);
   find_decays<kMode>(c, d);
   c.sync();
-  c.stay<50>();
+  c.template stay<50>();
   ptx::wgmma_wait<1>();
   ptx::fence_operands(pairs);
-  store_pairs(c, pairs);
+  if constexpr (kPair) {
+    ptx::fence_operands(by_dz);
+    store_pairs(c, false, pairs), store_pairs(c, true, by_dz);
+  } else {
+    store_pairs(c, c.group() == 1, pairs);
+  }
   c.sync();
 
   const float2 states = multiply_states(c);
-  c.stay<51>();
+  c.template stay<51>();
   ptx::wgmma_wait<0>();
   ptx::fence_operands(queries);
   ptx::mbarrier_arrive(s.d_o_empty);
@@ -48,7 +58,7 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   add_earlier_heads(c, 0, queries);
   store_shares(c, 0, q, queries, s.shares[0]);
   c.sync();
-  add_shares(c, s.shares[0], factors.q_along, s.along_q);
+  add_shares(c, s.shares[0], factors.q_along, s.along_q[c.head()]);
   ptx::wgmma_wait<0>();
   ptx::fence_operands(dk);
   ptx::mbarrier_arrive(s.d_state_empty);
@@ -56,7 +66,7 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   float2 over_chunk;
   float2 boundary = boundary_of_columns(d, columns, dk, &over_chunk);
   c.sync();
-  store_output(c, 0, q, s.along_q, queries);
+  store_output(c, 0, q, s.along_q[c.head()], queries);
   ptx::rename_registers(d.row, c.a.zero);
   add_columns(c, d, columns, dk, dG);
 
@@ -75,19 +85,20 @@ __device__ __forceinline__ void run_chunk(const Worker& c) {
   add_keys(c, d, columns, keys, dk, dG);
   store_shares(c, 1, k, dk, s.shares[1]);
   c.sync();
-  add_shares(c, s.shares[1], factors.k_along, s.along_k);
+  add_shares(c, s.shares[1], factors.k_along, s.along_k[c.head()]);
   c.sync();
-  store_output(c, 1, k, s.along_k, dk);
+  store_output(c, 1, k, s.along_k[c.head()], dk);
   ptx::mbarrier_arrive(s.k_empty);
   store_gates<kMode>(c, dG, boundary);
 }
 
-template <GateMode kMode, bool kGrouped>
-__device__ __forceinline__ void run_workers(const FinishedGradArgs& a, Shared& s) {
-  Worker c(a, s);
-  const unsigned tiles = existing_tiles(a);
+template <GateMode kMode, Heads kHeads>
+__device__ __forceinline__ void run_workers(const FinishedGradArgs& a,
+                                            Shared<kCountOf<kHeads>>& s) {
+  Worker<kCountOf<kHeads>> c(a, s);
+  const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
-  for (Turns<kGrouped> turns(a); turns.tile < tiles; turns.advance(a)) {
+  for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {
     c.turn = turns.count;
     c.has_earlier = turns.has_earlier(), c.has_later = turns.has_later(a);
     run_chunk<kMode>(c);
