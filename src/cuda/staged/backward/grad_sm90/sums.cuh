@@ -4,16 +4,18 @@
 // to the next. What was computed from decays is computed again, not kept in registers or spilled.
 #pragma once
 
-#include "cuda/staged/backward/grad_sm90/gates.cuh"
+#include "cuda/staged/backward/grad_sm90/anchors.cuh"
 
 namespace kda::cuda::sm90::grad {
 
-/// Columns: keys of each sub-chunk, decayed back to its start.
+/// Columns: keys of each sub-chunk, decayed back to its start; by several anchors, to its end.
 using Columns = Operand[kSubchunks];
 
-template <class Factor>
-__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
-  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
+/// kAnchor times the decay of rows since their anchor.
+__device__ __forceinline__ void find_rows(const Decays& d, int r, float (&row)[2][4]) {
+  for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
+  if (d.by_anchors(r))
+    for_each([&](int n, int i) { row[n][i] = row_since(row[n][i], anchor_of(row[n][i])); });
 }
 /// A number of each token of a Part.
 template <class W>
@@ -47,10 +49,19 @@ __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens&
     Operand raw_q, raw_k, rows;
     W::load(k, r, raw_k);
     c.template stay_in<10>(r);
-    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
+    if (d.by_anchors(r)) {
+      const Logs& logs = logs_of(d, r);
+      const Ends end(c, logs);
+      scale_operand(raw_k, columns[r], [&](int n, int i) { return end.at(logs[n][i], i); });
+      add_earlier_by_anchors(c, 0, raw_k, columns[r], d, r, queries);
+    } else {
+      scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(d.row[2 * r + n][i]); });
+      add_earlier(c, 0, columns[r], d, r, queries);
+    }
     W::load(q, r, raw_q);
-    add_earlier(c, 0, columns[r], d, r, queries);
+    float of_rows[2][4];
+    find_rows(d, r, of_rows);
+    const auto row = [&](int n, int i) { return of_rows[n][i]; };
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
@@ -73,8 +84,9 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float behind = after[half];
       after[half] *= d.total[r][half];
-      share[half] = fmaf(after[half], sum[half], share[half]);
+      share[half] = fmaf(d.by_anchors(r) ? behind : after[half], sum[half], share[half]);
     }
   }
   *over_chunk = {after[0], after[1]};
@@ -91,6 +103,14 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
     Operand raw_q, raw_k, rows_q, rows_k;
     W::load(q, r, raw_q), W::load(k, r, raw_k);
     c.template stay_in<20>(r);
+    const auto own = [&](int n, int i) {
+      return of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
+    };
+    if (d.by_anchors(r)) {
+      add_columns_by_anchors(c, raw_q, raw_k, columns[r], d, r, acc, dG);
+      for_each([&](int n, int i) { acc[2 * r + n][i] += own(n, i); });
+      continue;
+    }
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
 #pragma unroll
@@ -104,8 +124,7 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
     for_each([&](int n, int i) {
       float& x = acc[2 * r + n][i];
       dG[2 * r + n][i] -= element(columns[r], n, i) * x;
-      x = ptx::rcp(row(n, i)) * x +
-          of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
+      x = ptx::rcp(row(n, i)) * x + own(n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
@@ -119,10 +138,17 @@ __device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Colu
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
-    add_earlier(c, 1, columns[r], d, r, keys);
-    W::load(k, r, raw_k);
+    if (d.by_anchors(r)) {
+      W::load(k, r, raw_k);
+      add_earlier_by_anchors(c, 1, raw_k, columns[r], d, r, keys);
+    } else {
+      add_earlier(c, 1, columns[r], d, r, keys);
+      W::load(k, r, raw_k);
+    }
     c.template stay_in<30>(r);
-    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    float of_rows[2][4];
+    find_rows(d, r, of_rows);
+    const auto row = [&](int n, int i) { return of_rows[n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {
       dG[2 * r + n][i] += element(rows, n, i) * keys[2 * r + n][i];
