@@ -16,11 +16,6 @@ __device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Fa
   to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
 }
 
-constexpr float kAnchorStep = 112;
-/// The number of a row's anchor.
-__device__ __forceinline__ float anchor_of(float log) {
-  return floorf((kLogAnchor - log) * (1 / kAnchorStep));
-}
 /// kAnchor times the decay of a row since that anchor.
 __device__ __forceinline__ float row_since(float log, float anchor) {
   return ptx::ex2(fmaf(kAnchorStep, anchor, log));
@@ -34,24 +29,12 @@ __device__ __forceinline__ const Logs& logs_of(const Decays& d, int r) {
   return reinterpret_cast<const Logs&>(d.row[2 * r]);
 }
 
-/// step(anchor) for each one that rows of the warp have.
+/// step(anchor) for each one that rows of the warp have: a bit each in `anchors`.
 template <class Step>
-__device__ __forceinline__ void for_each_anchor(const Logs& logs, Step&& step) {
-  int next = -1;
+__device__ __forceinline__ void for_each_anchor(unsigned anchors, Step&& step) {
 #pragma unroll 1
-  while (true) {
-    int least = INT32_MAX;
-    for_each([&](int n, int i) {
-      const int anchor = static_cast<int>(anchor_of(logs[n][i]));
-      if (anchor > next) least = min(least, anchor);
-    });
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2)
-      least = min(least, __shfl_xor_sync(~0u, least, offset));
-    if (least == INT32_MAX) return;
-    next = least;
-    step(static_cast<float>(next));
-  }
+  for (float anchor = 0; anchors != 0; anchors >>= 1, ++anchor)
+    if (anchors & 1) step(anchor);
 }
 
 /// Decays of columns to the end of sub-chunk r, / kAnchor.
@@ -81,7 +64,7 @@ __device__ __forceinline__ void add_earlier_by_anchors(const W& c, int which, co
   float(*const x)[4] = acc + 2 * r;
   for_each([&](int n, int i) { x[n][i] *= ptx::ex2(-kAnchorStep * anchor_of(logs[n][i])); });
   c.load_rows(which, r, r, pairs);
-  for_each_anchor(logs, [&](float anchor) {
+  for_each_anchor(d.anchors[r], [&](float anchor) {
     Operand columns;
     float sum[2][4] = {};
     scale_operand(raw_k, columns, [&](int n, int i) { return column_at(logs[n][i], anchor); });
@@ -116,7 +99,7 @@ __device__ __forceinline__ void add_columns_by_anchors(const W& c, const Operand
     x[n][i] *= end.at(logs[n][i], i);
   });
   c.load_columns(0, r, r, by_d_o), c.load_columns(1, r, r, by_dz);
-  for_each_anchor(logs, [&](float anchor) {
+  for_each_anchor(d.anchors[r], [&](float anchor) {
     const auto row = [&](int n, int i) {
       return anchor_of(logs[n][i]) == anchor ? row_since(logs[n][i], anchor) : 0.0f;
     };

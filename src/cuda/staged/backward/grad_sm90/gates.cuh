@@ -2,23 +2,33 @@
 // Gates to decays, and gradients by log decays back through the gates.
 #pragma once
 
+#include "cuda/ptx/math.cuh"
 #include "cuda/staged/backward/grad_sm90/context.cuh"
 
 namespace kda::cuda::sm90::grad {
 
 struct Decays {
   Tokens row;  // kAnchor times the decay since the start of the sub-chunk, or its log
-  float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
-  unsigned anchors;            // bit r: sub-chunk r has several anchors (anchors.cuh), and logs
-  __device__ bool by_anchors(int r) const { return anchors >> r & 1; }
+  float total[kSubchunks][2];    // over a sub-chunk, of channels g and g + 8
+  unsigned anchors[kSubchunks];  // not 0: those of its rows (anchors.cuh), a bit each; it has logs
+  __device__ bool by_anchors(int r) const { return anchors[r] != 0; }
 };
 constexpr float kLogAnchor = 24;
 static_assert(kAnchor == 0x1p24f && cuda::grad::kLeast == 0x1p-96f && cuda::grad::kMost == 0x1p88f);
 __device__ __forceinline__ bool log_in_range(float log) { return log >= -96 && log <= 88; }
 /// Decays of one token below it are 0 and without a gradient.
 constexpr float kDead = -126;
-/// Their logs, which may be infinite, stand for 0 in sums over tokens.
-constexpr float kLeastLog = -512;
+/// What counts as their log, which may be infinite, in sums over tokens: what has decayed that far
+/// is 0.
+constexpr float kLeastLog = -220;
+
+/// Between two anchors of a sub-chunk.
+constexpr float kAnchorStep = 112;
+static_assert(-kLeastLog * kSubchunk < 32 * kAnchorStep);
+/// The number of a row's anchor.
+__device__ __forceinline__ float anchor_of(float log) {
+  return floorf((kLogAnchor - log) * (1 / kAnchorStep));
+}
 
 /// The gate of this lane's two channels.
 template <GateMode kMode>
@@ -83,7 +93,6 @@ __device__ __forceinline__ void find_decays(const W& c, Decays& d) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) add_up<kMode, false>(c, gate, r, d.row + 2 * r);
   bool good = true;
-  d.anchors = 0;
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     float(*const row)[4] = d.row + 2 * r;
@@ -93,9 +102,13 @@ __device__ __forceinline__ void find_decays(const W& c, Decays& d) {
     else  // the last one is the least
       near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
     if (__any_sync(~0u, !near)) {
-      d.anchors |= 1u << r;
       good = add_up<kMode, true>(c, gate, r, row) && good;
+      unsigned anchors = 0;
+      for_each(
+          [&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
+      d.anchors[r] = ptx::redux_or(anchors);
     } else {
+      d.anchors[r] = 0;
       for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
     }
 #pragma unroll
