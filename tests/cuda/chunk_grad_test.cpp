@@ -512,7 +512,15 @@ struct Finished {
   io::Buffer dq, dk, dg;
   std::vector<float> dbeta;
   std::vector<double> sums;
+  std::vector<uint32_t> left;
 };
+/// Chunks and value heads that were left to the second launch.
+int64_t num_left(const Finished& x) {
+  int64_t count = 0;
+  for (std::size_t i = 0; i < x.left.size(); i += cuda::kLeftWords)
+    count += (x.left[i] | x.left[i + 1]) != 0;
+  return count;
+}
 
 /// On few blocks each has several chunks.
 Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
@@ -548,7 +556,9 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
     call.memory[next++].download(buffer->data(), buffer->size());
   }
   call.memory[next++].download(out.dbeta.data(), 4 * size);
-  call.memory[next].download(out.sums.data(), 8 * sums);
+  call.memory[next++].download(out.sums.data(), 8 * sums);
+  out.left.resize(tiles * cuda::kLeftWords);
+  call.memory[next].download(out.left.data(), 4 * out.left.size());
   return out;
 }
 
@@ -709,6 +719,52 @@ TEST_F(ChunkGradOnHopper, GatesOutOfTheAnchorsRange) {
   expect_close_on_hopper(Case(inputs), "softplus to -60 and below");
 }
 
+/// Gates that one anchor does not reach and several do: no chunk is left.
+TEST_F(ChunkGradOnHopper, SeveralAnchors) {
+  const auto gates = [&](const char* what, const std::function<double(int64_t, int64_t)>& f) {
+    for (const int64_t K : {128, 64}) {
+      const Case x(with_log_gates(70, K, K, DType::kBFloat16, f));
+      EXPECT_EQ(num_left(run_on_hopper(x)), 0) << what;
+      expect_close_on_hopper(x, what);
+    }
+  };
+  gates("all tokens alike", [](int64_t, int64_t channel) { return -0.2 * double(channel % 64); });
+  gates("-inf, -1000 and 0", [](int64_t token, int64_t channel) {
+    const int64_t turn = (token * 7 + channel * 3) % 11;
+    return turn == 0 ? -INFINITY : turn == 1 ? -1000.0 : 0.0;
+  });
+  gates("one sub-chunk", [](int64_t token, int64_t) { return token / 16 == 2 ? -7.0 : -0.02; });
+  gates("the last token", [](int64_t token, int64_t) { return token % 16 == 15 ? -90.0 : -0.02; });
+  gates("at anchors", [](int64_t token, int64_t) {
+    return token % 16 == 3 ? -77.5 : token % 16 == 4 ? -0.125 : -0.01;
+  });
+  for (const Regime regime : {Regime::kSoftplus, Regime::kTrainedSoftplus, Regime::kNeedle})
+    EXPECT_EQ(num_left(run_on_hopper(Case(check::generate(options_of(70, 1, 128, 128, regime))))),
+              0)
+        << check::regime_name(regime);
+}
+
+TEST_F(ChunkGradOnHopper, DeadDecaysHaveNoGradient) {
+  const auto dead = [](int64_t token, int64_t channel) { return (token + channel) % 5 == 0; };
+  Inputs softplus = check::generate(options_of(70, 1, 128, 128, Regime::kSoftplus));
+  for (int64_t i = 0; i < 70 * 128; ++i)
+    if (dead(i / 128, i % 128)) store_element(softplus.g.data(), DType::kBFloat16, i, INFINITY);
+  const Inputs log =
+      with_log_gates(70, 128, 128, DType::kBFloat16, [&](int64_t token, int64_t channel) {
+        return dead(token, channel) ? token % 2 ? -INFINITY : -120.0 : -0.1;
+      });
+  for (const Inputs& inputs : {softplus, log}) {
+    const Finished got = run_on_hopper(Case(inputs));
+    EXPECT_EQ(num_left(got), 0);
+    for (int64_t i = 0; i < 70 * 128; ++i) {
+      const float dg = load_element(got.dg.data(), DType::kBFloat16, i);
+      EXPECT_TRUE(dead(i / 128, i % 128) ? dg == 0 : std::isfinite(dg)) << i;
+    }
+    if (inputs.problem.gate_mode == GateMode::kSoftplus)
+      for (const double sum : got.sums) EXPECT_TRUE(std::isfinite(sum));
+  }
+}
+
 TEST_F(ChunkGradOnHopper, StepsAndNorms) {
   for (const BetaMode mode : {BetaMode::kPlain, BetaMode::kSigmoid, BetaMode::kSigmoid2}) {
     Inputs inputs = check::generate(options_of(100, 2, 128, 128, Regime::kTrained));
@@ -765,19 +821,30 @@ TEST_F(ChunkGradOnHopper, ValueHeadsOfAQueryHead) {
   expect_close_on_hopper(Case(inputs), "batch of 2, no norm");
 }
 
-/// Of some value heads, all of their group is done again.
+/// Gates of a value head, in the log domain, fall and grow beyond the range of anchors.
+Inputs with_growth(check::GenerateOptions options, int64_t head) {
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  const int64_t K = inputs.problem.key_dim, HV = inputs.problem.num_value_heads;
+  for (const auto& [token, gate] : {std::pair{4, -52.0f}, {5, -52.0f}, {8, 20.0f}, {9, 20.0f}})
+    for (int64_t d = 0; d < K; ++d)
+      store_element(inputs.g.data(), inputs.problem.g.dtype, (token * HV + head) * K + d, gate);
+  return inputs;
+}
+
+/// With a value head that is left all of its group is done again.
 TEST_F(ChunkGradOnHopper, ValueHeadsThatAreLeft) {
-  for (const int64_t left : {0, 2, 4}) {  // of two groups of three
-    Inputs inputs = check::generate(grouped(100, 2, 3, Regime::kSoftplus));
-    for (int64_t i = 0; i < 64 * 128; ++i)
-      if (i % 37 == 0)
-        store_element(inputs.g.data(), DType::kBFloat16, (i / 128 * 6 + left) * 128 + i % 128, 60);
-    expect_close_on_hopper(Case(inputs), "softplus of value head " + std::to_string(left));
+  for (const int64_t left : {0, 4}) {  // of two groups of three
+    const std::string what = "value head " + std::to_string(left) + " is left";
+    const Case x(with_growth(grouped(70, 2, 3, Regime::kLog), left));
+    EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
+    expect_close_on_hopper(x, what);
   }
   Inputs inputs = check::generate(grouped(100, 1, 2, Regime::kTrained));
   inputs.problem.beta_mode = BetaMode::kPlain;
   for (int64_t i = 0; i < 200; ++i)
     store_element(inputs.beta.data(), inputs.problem.beta.dtype, i, i == 141 ? 0.0f : 0.5f);
+  EXPECT_EQ(num_left(run_on_hopper(Case(inputs))), 1);
   expect_close_on_hopper(Case(inputs), "one beta of 0");
 }
 
@@ -822,11 +889,10 @@ TEST_F(ChunkGradOnHopper, PairsOfAnyLengthAndNumber) {
 
 TEST_F(ChunkGradOnHopper, PairsOfWhichOneIsLeft) {
   for (const int64_t left : {1, 2}) {
-    Inputs inputs = check::generate(options_of(100, 3, 64, 64, Regime::kSoftplus));
-    for (int64_t i = 0; i < 64 * 64; ++i)
-      if (i % 37 == 0)
-        store_element(inputs.g.data(), DType::kBFloat16, (i / 64 * 3 + left) * 64 + i % 64, 60);
-    expect_close_on_hopper(Case(inputs), "softplus of head " + std::to_string(left));
+    const std::string what = "head " + std::to_string(left) + " of 64 channels is left";
+    const Case x(with_growth(options_of(70, 3, 64, 64, Regime::kLog), left));
+    EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
+    expect_close_on_hopper(x, what);
   }
   for (const BetaMode mode : {BetaMode::kPlain, BetaMode::kSigmoid2}) {
     Inputs inputs = check::generate(options_of(100, 2, 64, 64, Regime::kTrained));
