@@ -85,6 +85,38 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
   return falls;
 }
 
+/// Whether gates of this kind get several anchors. Others rarely fall so far; a chunk in which they
+/// do is left. (The kernel takes a third longer with the code for it.)
+template <GateMode kMode>
+inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
+
+/// From logs to decays, or to the anchors of the sub-chunk. Tells whether its decays fall.
+template <GateMode kMode, class W>
+__device__ __forceinline__ bool find_anchors(const W& c, const Gate<kMode>& gate, int r,
+                                             Decays& d) {
+  float(*const row)[4] = d.row + 2 * r;
+  bool near = true, falls = true;
+  if (kMode == GateMode::kLog)
+    for_each([&](int n, int i) { near = near && log_in_range(row[n][i]); });
+  else  // the last one is the least
+    near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
+  d.anchors[r] = 0;
+  if (__any_sync(~0u, !near)) {
+    falls = add_up<kMode, true>(c, gate, r, row);
+    unsigned anchors = 0;
+    for_each([&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
+    d.anchors[r] = ptx::redux_or(anchors);
+  } else {
+    for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float last = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3);
+    d.total[r][half] = d.by_anchors(r) ? ptx::ex2(last - kLogAnchor) : last / kAnchor;
+  }
+  return falls;
+}
+
 /// Decays since the starts of their sub-chunks. Tells which warps have decays beyond the range of
 /// anchors.
 template <GateMode kMode, class W>
@@ -93,29 +125,22 @@ __device__ __forceinline__ void find_decays(const W& c, Decays& d) {
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) add_up<kMode, false>(c, gate, r, d.row + 2 * r);
   bool good = true;
+  if constexpr (kSeveralAnchors<kMode>) {
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) {
-    float(*const row)[4] = d.row + 2 * r;
-    bool near = true;
-    if (kMode == GateMode::kLog)
-      for_each([&](int n, int i) { near = near && log_in_range(row[n][i]); });
-    else  // the last one is the least
-      near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
-    if (__any_sync(~0u, !near)) {
-      good = add_up<kMode, true>(c, gate, r, row) && good;
-      unsigned anchors = 0;
-      for_each(
-          [&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
-      d.anchors[r] = ptx::redux_or(anchors);
-    } else {
-      d.anchors[r] = 0;
-      for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
-    }
+    for (int r = 0; r < kSubchunks; ++r) good = find_anchors(c, gate, r, d) && good;
+  } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float last = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3);
-      d.total[r][half] = d.by_anchors(r) ? ptx::ex2(last - kLogAnchor) : last / kAnchor;
-    }
+    for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d.row[n][i] = ptx::ex2(d.row[n][i]);
+#pragma unroll
+    for (int r = 0; r < kSubchunks; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float last = __shfl_sync(~0u, d.row[2 * r + 1][2 * half + 1], c.lane | 3);
+        good = good && in_range(last);  // which other decays fall to
+        d.total[r][half] = last / kAnchor;
+      }
   }
   const bool out = __any_sync(~0u, !good);
   if (c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = out;

@@ -12,9 +12,10 @@ namespace kda::cuda::sm90::grad {
 using Columns = Operand[kSubchunks];
 
 /// kAnchor times the decay of rows since their anchor.
+template <bool kSeveral>
 __device__ __forceinline__ void find_rows(const Decays& d, int r, float (&row)[2][4]) {
   for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
-  if (d.by_anchors(r))
+  if (kSeveral && d.by_anchors(r))
     for_each([&](int n, int i) { row[n][i] = row_since(row[n][i], anchor_of(row[n][i])); });
 }
 /// A number of each token of a Part.
@@ -40,7 +41,7 @@ __device__ __forceinline__ void add_earlier(const W& c, int which, const Operand
 }
 
 /// From S0 d_o^T to dq, with the token itself; makes the columns.
-template <class W>
+template <bool kSeveral, class W>
 __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens& queries,
                                             Columns& columns, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
@@ -49,19 +50,22 @@ __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens&
     Operand raw_q, raw_k, rows;
     W::load(k, r, raw_k);
     c.template stay_in<10>(r);
-    if (d.by_anchors(r)) {
+    const bool several = kSeveral && d.by_anchors(r);
+    float of_rows[2][4];
+    find_rows<kSeveral>(d, r, of_rows);
+    const auto row = [&](int n, int i) { return of_rows[n][i]; };
+    if (several) {
       const Logs& logs = logs_of(d, r);
       const Ends end(c, logs);
       scale_operand(raw_k, columns[r], [&](int n, int i) { return end.at(logs[n][i], i); });
-      add_earlier_by_anchors(c, 0, raw_k, columns[r], d, r, queries);
     } else {
-      scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(d.row[2 * r + n][i]); });
-      add_earlier(c, 0, columns[r], d, r, queries);
+      scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
     }
     W::load(q, r, raw_q);
-    float of_rows[2][4];
-    find_rows(d, r, of_rows);
-    const auto row = [&](int n, int i) { return of_rows[n][i]; };
+    if (several)
+      add_earlier_by_anchors(c, 0, raw_k, columns[r], d, r, queries);
+    else
+      add_earlier(c, 0, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
@@ -73,6 +77,7 @@ __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens&
 }
 
 /// What E dS^T adds to the gradient by every log decay of the chunk: of this lane's tokens.
+template <bool kSeveral>
 __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Columns& columns,
                                                       const Tokens& acc, float2* over_chunk) {
   float share[2] = {}, after[2] = {1, 1};
@@ -86,7 +91,8 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
     for (int half = 0; half < 2; ++half) {
       const float behind = after[half];
       after[half] *= d.total[r][half];
-      share[half] = fmaf(d.by_anchors(r) ? behind : after[half], sum[half], share[half]);
+      share[half] =
+          fmaf(kSeveral && d.by_anchors(r) ? behind : after[half], sum[half], share[half]);
     }
   }
   *over_chunk = {after[0], after[1]};
@@ -94,7 +100,7 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
 }
 
 /// From E dS^T to the columns' part of dk, with the token itself.
-template <class W>
+template <bool kSeveral, class W>
 __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const Columns& columns,
                                             Tokens& acc, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
@@ -106,7 +112,7 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
     const auto own = [&](int n, int i) {
       return of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
     };
-    if (d.by_anchors(r)) {
+    if (kSeveral && d.by_anchors(r)) {
       add_columns_by_anchors(c, raw_q, raw_k, columns[r], d, r, acc, dG);
       for_each([&](int n, int i) { acc[2 * r + n][i] += own(n, i); });
       continue;
@@ -131,14 +137,14 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
 }
 
 /// From -S0 dZ^T, with the rows' part, to dk.
-template <class W>
+template <bool kSeveral, class W>
 __device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Columns& columns,
                                          Tokens& keys, Tokens& dk, Tokens& dG) {
   const uint32_t k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
-    if (d.by_anchors(r)) {
+    if (kSeveral && d.by_anchors(r)) {
       W::load(k, r, raw_k);
       add_earlier_by_anchors(c, 1, raw_k, columns[r], d, r, keys);
     } else {
@@ -147,7 +153,7 @@ __device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Colu
     }
     c.template stay_in<30>(r);
     float of_rows[2][4];
-    find_rows(d, r, of_rows);
+    find_rows<kSeveral>(d, r, of_rows);
     const auto row = [&](int n, int i) { return of_rows[n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {

@@ -12,7 +12,7 @@ namespace kda::cuda::sm90::grad {
 
 template <GateMode kMode, class W>
 __device__ __forceinline__ void run_chunk(const W& c) {
-  constexpr bool kPair = W::kHeads == 2;
+  constexpr bool kPair = W::kHeads == 2, kSeveral = kSeveralAnchors<kMode>;
   auto& s = c.s;
   const Factors& factors = c.factors();
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   ptx::mbarrier_arrive(s.d_o_empty);
   c.scale_tokens(factors.q_state, queries);
   Columns columns;
-  add_queries(c, d, queries, columns, dG);
+  add_queries<kSeveral>(c, d, queries, columns, dG);
 
   Tokens dk;
   ptx::wgmma_fence();
@@ -64,11 +64,11 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   ptx::mbarrier_arrive(s.d_state_empty);
   c.scale_tokens(factors.column_state, dk);
   float2 over_chunk;
-  float2 boundary = boundary_of_columns(d, columns, dk, &over_chunk);
+  float2 boundary = boundary_of_columns<kSeveral>(d, columns, dk, &over_chunk);
   c.sync();
   store_output(c, 0, q, s.along_q[c.head()], queries);
   ptx::rename_registers(d.row, c.a.zero);
-  add_columns(c, d, columns, dk, dG);
+  add_columns<kSeveral>(c, d, columns, dk, dG);
 
   Tokens keys;
   ptx::wgmma_fence();
@@ -82,7 +82,7 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   ptx::mbarrier_arrive(s.state_empty);
   ptx::mbarrier_arrive(s.q_empty);
   c.scale_tokens(factors.minus_k_state, keys);
-  add_keys(c, d, columns, keys, dk, dG);
+  add_keys<kSeveral>(c, d, columns, keys, dk, dG);
   store_shares(c, 1, k, dk, s.shares[1]);
   c.sync();
   add_shares(c, s.shares[1], factors.k_along, s.along_k[c.head()]);
