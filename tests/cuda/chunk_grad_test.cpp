@@ -728,7 +728,8 @@ TEST_F(ChunkGradOnHopper, SeveralAnchors) {
       expect_close_on_hopper(x, what);
     }
   };
-  gates("all tokens alike", [](int64_t, int64_t channel) { return -0.2 * double(channel % 64); });
+  gates("all tokens alike",
+        [](int64_t, int64_t channel) { return -0.2 * static_cast<double>(channel % 64); });
   gates("-inf, -1000 and 0", [](int64_t token, int64_t channel) {
     const int64_t turn = (token * 7 + channel * 3) % 11;
     return turn == 0 ? -INFINITY : turn == 1 ? -1000.0 : 0.0;

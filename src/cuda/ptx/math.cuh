@@ -62,9 +62,7 @@ __device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
   return z;
 }
 /// Bits that any lane of a warp has, for all of them.
-__device__ __forceinline__ uint32_t redux_or(uint32_t x) {
-  return __reduce_or_sync(0xffffffff, x);
-}
+__device__ __forceinline__ uint32_t redux_or(uint32_t x) { return __reduce_or_sync(0xffffffff, x); }
 /// The largest x of a warp, for all of its lanes.
 __device__ __forceinline__ uint32_t redux_max(uint32_t x) {
   return __reduce_max_sync(0xffffffff, x);

@@ -18,7 +18,7 @@ struct BackwardCosts {
   double gradients_ns;  ///< SM time of a token and value head behind the chains
 };
 
-/// Hopper's own kernels (chains_sm90.cu; with K = V = 128 grad_sm90).
+/// Hopper's own kernels (chains_sm90.cu; with K = V = 128 and 64 grad_sm90).
 inline constexpr BackwardCosts kSm90Backward = {
     .errors =
         {.few_ns = 14.5, .alone_ns = 14.5, .shared_ns = 14.5, .blocks_per_sm = 1, .fixed_us = 5},
@@ -98,7 +98,8 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const bool own = in.key_dim == 128 && in.value_dim == 128;
+  const bool own =
+      in.key_dim == in.value_dim && (in.key_dim == 128 || (in.key_dim == 64 && of_each == 1));
   const double grad_ns = (own ? backward_costs_of(device) : kOtherBackward).gradients_ns;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
