@@ -8,7 +8,9 @@ from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
 from libkda import serving as serving
+from libkda import sglang as sglang
 from libkda import transformers as transformers
+from libkda import vllm as vllm
 from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.kda import chunk_kda as chunk_kda
 from libkda.kda import fused_recurrent_kda as fused_recurrent_kda

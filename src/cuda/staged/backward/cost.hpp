@@ -112,13 +112,25 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   return std::max(cuda::backward::least_us(in), us);
 }
 
-/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains.
+/// The chain from right to left alone, uncut.
+inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
+  const BackwardCosts& c = backward_costs_of(device);
+  return std::max(
+      chain_memory_us(in, c.reverse_bytes),
+      chains_us(in, c.reverse, static_cast<double>(in.lengths.size()),
+                static_cast<double>(longest_of(in)), total_tokens(in), tiles_of(in.value_dim)));
+}
+
+/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains. `halves`: uncut, a
+/// backward in two halves has that chain twice.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, int64_t num_heads,
-                                               const HeadGroups& groups, CostEstimate* cost) {
+                                               const HeadGroups& groups, bool halves,
+                                               CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups),
+  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups) +
+                                           (halves ? reverse_us(in, device) : 0),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {

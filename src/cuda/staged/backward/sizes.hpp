@@ -15,15 +15,18 @@ namespace kda::cuda::staged {
 
 /// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
 inline constexpr double kGroupBytes = 2.4e9;
+/// What all heads may take in a backward in two halves, which cannot have groups.
+inline constexpr double kSpanBytes = 12e9;
 
 /// Bytes of one value head in each block.
 struct HeadBytes {
   StageSizes buffers;  ///< of chunk_intra, h, and E as vn
   std::size_t factors = 0, rows = 0, left = 0, sums = 0;
 
-  /// The rows, and what says which chunks are left to them, lie over the factors: chunk_grad writes
-  /// them when the chains are done.
-  std::size_t factors_then_rows() const { return std::max(factors, rows + left); }
+  /// The rows lie over the factors: chunk_grad writes them when the chains are done.
+  std::size_t before_left() const { return std::max(factors, rows); }
+  /// Behind them is what says which chains, then which chunks, are left to another launch.
+  std::size_t factors_then_rows() const { return before_left() + left; }
   std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
 };
 
@@ -42,8 +45,7 @@ inline HeadBytes head_bytes(const Plan& plan) {
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
   bytes.left = static_cast<std::size_t>(most_chunks(plan)) * kLeftWords * sizeof(uint32_t);
-  bytes.left = (bytes.left + 15) / 16 * 16;  // rows begin behind it
-  if (has_parameters(p)) {                   // of pieces, or of chunks
+  if (has_parameters(p)) {  // of pieces, or of chunks
     const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
   }

@@ -206,6 +206,11 @@ __device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2
     }
     if (c.lane == 0) c.s.sums.dA_log[c.warp] = dA_log;
   }
+  // A column of 2^96 and what it is multiplied by, which is large where E and dS are: their product
+  // may have left fp32 here, and not in the second launch. All sums of dG would tell.
+  constexpr float kMost = 0x1.fffffep127f;
+  const bool overflown = !(fabsf(carry[0]) <= kMost && fabsf(carry[1]) <= kMost);
+  if (__any_sync(~0u, overflown) && c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = true;
   ptx::mbarrier_arrive(c.s.gates_done[c.turn & 1]);
 }
 
