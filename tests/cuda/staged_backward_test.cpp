@@ -337,12 +337,24 @@ TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
     EXPECT_NE(text.find("2 segments a sequence asked for"), std::string::npos) << text;
   }
   // What Hopper has a kernel of its own for; its chunks more than pieces of 64 tokens.
-  options = shape16(0, 3, 128, 128);
-  options.seq_lens = {66, 0, 5};
-  options.regime = Regime::kSoftplus;
-  inputs = check::generate(options);
-  expect_same(inputs, check::make_gradients(inputs, kBf16));
-  expect_within(inputs, kBf16, false, "K = V = 128, packed");
+  for (const int64_t value_heads : {3, 6}) {
+    options = shape16(0, 3, 128, 128);
+    options.num_value_heads = value_heads;
+    options.seq_lens = {66, 0, 5};
+    options.regime = Regime::kSoftplus;
+    inputs = check::generate(options);
+    expect_same(inputs, check::make_gradients(inputs, kBf16));
+    if (value_heads == 3) expect_within(inputs, kBf16, false, "K = V = 128, packed");
+  }
+}
+
+TEST_F(StagedBackward, ValueHeadsOfAQueryHead) {
+  // Hopper's own kernel. With many of few tokens: five of six blocks would have nothing to do.
+  for (const auto& [T, group] : {std::pair{33, 2}, {70, 4}, {65, 8}, {2, 40}}) {
+    check::GenerateOptions options = shape16(T, 1, 128, 128);
+    options.num_value_heads = group;
+    expect_within(check::generate(options), kBf16, false, "groups of " + std::to_string(group));
+  }
 }
 
 TEST_F(StagedBackward, SomeGradientsAreNotWanted) {

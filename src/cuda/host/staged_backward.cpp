@@ -277,6 +277,13 @@ struct GroupLaunches {
     return launch_chunk_reverse(reverse, narrow(), where);
   }
 
+  bool by_hopper(const FinishedGradArgs& grad) const {
+    const Problem& p = plan.problem;  // not the group's: no value depends on that
+    return sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad) &&
+           sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
+                                  plan.device.num_sms);
+  }
+
   Status gradients() const {
     FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
@@ -287,7 +294,7 @@ struct GroupLaunches {
     grad.rows = args.rows;
     grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
     grad.sums = args.sums;
-    if (sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
+    if (by_hopper(grad)) {
       grad.left = left_words(plan, args);
       KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
       BackwardArgs by_chunks = args;

@@ -100,8 +100,13 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
   if (tokens) {
     builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
+    const bool by_hopper = plan.device.compute_capability == 90 && p.key_dim == p.value_dim &&
+                           (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
     builder.stage("backward_gradients", pieces_of(p) * HV,
-                  "of each group: sums over value heads; norms, gates, steps");
+                  by_hopper
+                      ? "of each group, unless Hopper's chunk_grad serves, which does it too: "
+                        "sums over value heads; norms, gates, steps"
+                      : "of each group: sums over value heads; norms, gates, steps");
   }
   if (tokens && has_parameters(p))
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
