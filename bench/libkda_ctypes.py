@@ -118,10 +118,12 @@ class Library:
 
     def training(self, x, d_o, **rest):
         """A callable for a forward of the tensors `x` (q, k, v, g, beta, A_log, dt_bias) and its backward from d_o. It
-        returns o and the gradients by name, and takes memory for them and for its workspaces from torch each time."""
+        returns o and the gradients by name, and takes memory for them and for its workspaces from torch each time.
+        Its member `backward` is the second half alone, into memory that it has."""
         rows = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
         results = {f"d{n}": t for n, t in x.items()}
-        problem = self.problem(**rows, o=torch.empty_like(x["v"]), A_log=x["A_log"], dt_bias=x["dt_bias"], **rest)
+        parameters = {n: x.get(n) for n in ("A_log", "dt_bias")}
+        problem = self.problem(**rows, o=torch.empty_like(x["v"]), **parameters, **rest)
         options = self.options(x["q"])
         call = self.prepare(problem, options, rest.get("seq_lens"), (x, d_o))
         call.memory = None  # a workspace a call
@@ -140,27 +142,49 @@ class Library:
         forward_bytes = self.lib.kda_plan_workspace_bytes(call.handle)
         backward_bytes = self.lib.kda_backward_plan_workspace_bytes(backward)
 
-        def with_workspace(size, function):
+        def workspace(size):
             memory = torch.empty(size + 64, dtype=torch.uint8, device=d_o.device)
-            self.check(function(PTR((memory.data_ptr() + 63) // 64 * 64), ctypes.c_size_t(size)))
+            return memory, PTR((memory.data_ptr() + 63) // 64 * 64), ctypes.c_size_t(size)
 
-        def run():
-            o = torch.empty_like(x["v"])
-            self.tensor(problem.o, o)
+        def on_stream():
             if d_o.is_cuda:
                 problem.stream = torch.cuda.current_stream().cuda_stream
-            with_workspace(forward_bytes, lambda *room: self.lib.kda_run(call.handle, ctypes.byref(problem), *room))
+
+        def forward():
+            o = torch.empty_like(x["v"])
+            self.tensor(problem.o, o)
+            on_stream()
+            _, *room = workspace(forward_bytes)
+            self.check(self.lib.kda_run(call.handle, ctypes.byref(problem), *room))
+            return o
+
+        def backward_into(gradients, room):
+            on_stream()
+            self.check(self.lib.kda_backward(backward, ctypes.byref(problem), ctypes.byref(gradients), *room))
+
+        def run():
+            o = forward()
             outputs = {n: torch.empty_like(t) for n, t in results.items()}
-            gradients = pointers(outputs)
-            with_workspace(backward_bytes, lambda *room: self.lib.kda_backward(
-                backward, ctypes.byref(problem), ctypes.byref(gradients), *room))
+            _, *room = workspace(backward_bytes)
+            backward_into(pointers(outputs), room)
             return dict(outputs, o=o)
+
+        def backward_alone():
+            """A callable that returns the gradients, always in the same tensors."""
+            outputs = {n: torch.full_like(t, float("nan")) for n, t in results.items()}
+            memory, *room = workspace(backward_bytes)
+            gradients = pointers(outputs)
+
+            def again(kept_alive=memory):
+                backward_into(gradients, room)
+                return outputs
+            return again
 
         def destroy():
             self.lib.kda_backward_plan_destroy(backward)
             call.destroy()
 
-        run.destroy, run.workspace_bytes = destroy, backward_bytes
+        run.destroy, run.workspace_bytes, run.backward = destroy, backward_bytes, backward_alone
         return run
 
     def stages(self, call, without=()):

@@ -14,6 +14,7 @@ import pathlib
 import statistics
 import sys
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from gpu_cases import cases, make_inputs, relative
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
-FAMILIES = ("fused", "staged", "staged_backward", "spans")
+FAMILIES = ("fused", "staged", "staged_backward", "spans", "fold")
 ROWS = ("q", "k", "v", "g", "beta")
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0)
 CHECKED = dict(B=1, T=4096, H=4, HV=4, K=128, V=128, lengths=None, dtype=torch.bfloat16)
@@ -114,9 +115,45 @@ def median_us(call, ranks, rounds):
     return every.median().item()
 
 
-def measure(c, name, whats, rank, ranks, rounds):
+def in_graph(call):
+    """The same in a CUDA graph, its exchange too."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        graph.kept = call()
+    return graph.replay
+
+
+def print_profile(title, call, rank, ranks):
+    """Host time of a call, and its kernels, on a rank in the middle."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    call()
+    host = time.perf_counter() - began
+    if ranks > 1:
+        dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    if rank != ranks // 2:
+        return
+    rows = [(row.device_time_total, row.count, row.key) for row in profile.key_averages() if row.device_time_total > 0]
+    print(f"{title}, {ranks} GPUs, rank {rank}: host {host * 1e6:.0f} us, {sum(row[1] for row in rows)} launches, "
+          f"{sum(row[0] for row in rows):.0f} us")
+    for us, count, key in sorted(rows, reverse=True):
+        print(f"  {us:8.1f} us {count:3d} {key[:100]}", flush=True)
+
+
+def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
     """Microseconds by "forward" and "train"; None: out of memory on some rank."""
-    fla_configs.use(c["HV"])
+    if name == "fla":
+        fla_configs.use(c["HV"])
     local = dict(c, T=c["T"] // ranks, lengths=None)
     found = {}
     for what in whats:
@@ -128,6 +165,10 @@ def measure(c, name, whats, rank, ranks, rounds):
             torch.cuda.synchronize()
             if name == "fla" and rank == 0:
                 fla_configs.save(c["HV"])
+            if profile:
+                print_profile(f"{c['name']} {what}", call, rank, ranks)
+            if graphs:
+                call = in_graph(call)
         except torch.OutOfMemoryError:
             full = True
         found[what] = None if any(gathered(full, ranks)) else median_us(call, ranks, rounds)
@@ -152,8 +193,12 @@ def worker(rank, ranks, folder, args):
     rows = []
     difference = difference_from_one(rank, ranks)
     for c in cases("many_cards"):
+        if args.cases and c["name"] not in args.cases.split(","):
+            continue
         row = dict(case=c["name"], ranks=ranks, difference_from_one=difference, sent_bytes=sent_bytes(c, ranks))
-        row["libkda"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds)
+        row["libkda"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, profile=args.profile)
+        if args.graphs:
+            row["libkda_graphs"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, graphs=True)
         if args.fla:
             row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds)
         rows.append(row)
@@ -171,6 +216,9 @@ def main():
     parser.add_argument("--fla", default="forward,train",
                         help="what of FLA is timed; the kernels of its backward are tuned for minutes (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--cases", default="", help="names of cases, with commas between; all without it")
+    parser.add_argument("--graphs", action="store_true", help="calls in CUDA graphs too")
+    parser.add_argument("--profile", action="store_true", help="print host time and kernels of each call")
     parser.add_argument("--binaries", default=str(ROOT / "build"), help="folder with kernel_hashes.json")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -182,7 +230,8 @@ def main():
             mp.spawn(worker, (ranks, folder, args), nprocs=ranks)
             rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
     if args.json:
-        command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'"
+        command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
+            " --graphs" if args.graphs else "") + (f" --cases '{args.cases}'" if args.cases else "")
         report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
         evidence.write(args.json, dict(report, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())),
                                        cases=rows))

@@ -4,6 +4,10 @@
 by its own host function; that is its kernel alone, with g and beta in fp32 and states [V, K] as it takes them. libkda
 is called as a whole, with g and beta in bf16. One process, the same values, medians with a cold L2.
 
+`--what backward`: the backward alone. cuDNN's takes normalised q and k, and g and beta in fp32 that have been through gate
+and sigmoid; so it has no gradients of these steps, which libkda's has. Initial states and the gradient of the final ones
+are none for libkda, zeros for cuDNN.
+
 Needs torch, triton, nvidia-cudnn-frontend, cuda-bindings and the headers of a CUDA toolkit (CUDA_HOME).
 """
 import argparse
@@ -78,21 +82,87 @@ def measure_forward(library, sets, clock):
     return rows
 
 
+def prepared_inputs(x):
+    """What cuDNN's backward takes, from raw inputs."""
+    normalise = lambda t: torch.nn.functional.normalize(t.float(), dim=-1).to(t.dtype)
+    g = -5 * torch.sigmoid(torch.exp(x["A_log"])[:, None] * (x["g"].float() + x["dt_bias"]))
+    return dict(q=normalise(x["q"]), k=normalise(x["k"]), v=x["v"], g=g, beta=torch.sigmoid(x["beta"].float()))
+
+
+def cudnn_backward(c, x, d_o):
+    """A callable for the gradients of prepared inputs; None where it has no such kernel."""
+    from cudnn.linear_attention.hopper import cuda_bwd_host
+    if c["HV"] != c["H"] or c["K"] != 128 or c["V"] != 128:
+        return None
+    cu = cu_seqlens(c)
+    if cu is None:
+        cu = torch.arange(c["B"] + 1, device="cuda") * c["T"]
+    cu, tokens, N = cu.int(), c["B"] * c["T"], cu.numel() - 1
+    memory = torch.empty(cuda_bwd_host.workspace_bytes(tokens, c["H"], N), dtype=torch.uint8, device="cuda")
+    states = [torch.zeros(N, c["H"], 128, 128, device="cuda") for _ in range(2)]
+    outputs = {f"d{n}": torch.full_like(t, float("nan")) for n, t in x.items()}
+    d_states = torch.empty_like(states[0])
+    tensors = [d_o, *(x[n] for n in ("q", "k", "v", "g", "beta")), cu, *states, *outputs.values(), d_states]
+    addresses = [t.data_ptr() for t in tensors]
+
+    def call(kept_alive=(memory, tensors)):
+        stream = torch.cuda.current_stream().cuda_stream
+        cuda_bwd_host.launch(0, stream, memory.data_ptr(), *addresses, tokens, c["H"], N)
+        return outputs
+    return call
+
+
+def backward_differences(library, c, prepared, d_o, theirs):
+    """Both libraries' gradients of the same prepared inputs, relative."""
+    ours = library.training(prepared, d_o, seq_lens=c["lengths"])
+    found = {n: relative(t, theirs()[n].double()) for n, t in ours.backward()().items()}
+    ours.destroy()
+    return found
+
+
+def measure_backward(library, clock, name="backward_alone"):
+    rows = []
+    for c in cases(name):
+        for gates in GATES:
+            x = make_inputs(c, gates)
+            del x["h0"]
+            d_o = torch.randn_like(x["v"])
+            ours = library.training(x, d_o, gate="bounded", beta_mode="sigmoid", l2norm=True, seq_lens=c["lengths"])
+            row = dict(set=name, case=c["name"], gates=gates)
+            timed(row, "libkda", ours.backward(), clock)
+            prepared = prepared_inputs(x)
+            theirs = cudnn_backward(c, prepared, d_o)
+            if theirs:
+                timed(row, "cudnn", theirs, clock)
+                row["difference"] = backward_differences(library, c, prepared, d_o, theirs)
+                row["speedup"] = row["cudnn"] / row["libkda"]
+            rows.append(row)
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            ours.destroy()
+            del x, ours, theirs, prepared
+            gc.collect()
+    return rows
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--sets", default="cudnn10,flagship")
+    parser.add_argument("--what", choices=("forward", "backward"), default="forward")
+    parser.add_argument("--sets", default="cudnn10,flagship", help="of the forward")
     parser.add_argument("--binaries", type=pathlib.Path, default=evidence.ROOT / "build",
                         help="a folder with libkda_c.so and kernel_hashes.json")
-    parser.add_argument("--json", type=pathlib.Path, default=evidence.RESULTS / "gpu_cudnn.json")
+    parser.add_argument("--json", type=pathlib.Path, help="gpu_cudnn.json or gpu_cudnn_backward.json in bench/results")
     args = parser.parse_args()
     library = Library(args.binaries / "libkda_c.so")
-    report = evidence.header(args.binaries, ["fused", "staged"], "cudnn", "python3 bench/peers_cudnn.py")
+    backward = args.what == "backward"
+    what, families = ("cudnn_backward", ["staged_backward"]) if backward else ("cudnn", ["fused", "staged"])
+    report = evidence.header(args.binaries, families, what, "python3 bench/peers_cudnn.py" + backward * " --what backward")
     report.update(torch=torch.__version__, triton=triton.__version__, cudnn_frontend=version("nvidia-cudnn-frontend"))
-    report["errors"] = measure_errors(library)
+    if not backward:
+        report["errors"] = measure_errors(library)
     with Clock() as clock:
-        report["forward"] = measure_forward(library, args.sets.split(","), clock)
-    evidence.write(args.json, report)
+        report[args.what] = measure_backward(library, clock) if backward else measure_forward(library, args.sets.split(","), clock)
+    evidence.write(args.json or evidence.RESULTS / f"gpu_{what}.json", report)
 
 
 if __name__ == "__main__":

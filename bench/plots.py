@@ -316,6 +316,41 @@ def figure_errors():
     return figure
 
 
+def bars_of_pairs(figure, left, width, top, limit, ticks, name, rows):
+    """Bars of two times a row, (label, ours, theirs or None, their colour), in seconds."""
+    time, row = Axis(0, limit, left, left + width), 40
+    bottom = top + row * len(rows) - 6
+    figure.text(left, top - 12, name, weight="bold")
+    time_ticks(figure, time, ticks, top - 4, bottom, "time of a call")
+    for i, (label, ours, theirs, color) in enumerate(rows):
+        y = top + i * row
+        figure.text(left - 8, y + 18, label, anchor="end", size=11)
+        figure.bar(left, y + 2, time(ours) - left, 13, OURS)
+        gain = f", {theirs / ours:.2f}x" if theirs else ""
+        figure.text(time(ours) + 6, y + 13, short(ours) + gain, size=11, color=OURS)
+        if theirs:
+            figure.bar(left, y + 17, time(theirs) - left, 13, color)
+            figure.text(time(theirs) + 6, y + 28, short(theirs), size=11, color=color)
+        else:
+            figure.text(left + 6, y + 28, "declines", size=11, color=color)
+
+
+def figure_training():
+    """A backward alone beside cuDNN, and a forward with its backward beside FLA."""
+    alone, both = load("gpu_cudnn_backward"), load("gpu_peers_train")
+    most = max(len(both["cases"]), sum(r["gates"] == "trained" for r in alone["backward"]))
+    figure = Figure(860, 132 + 40 * most, "Training: the backward alone, and a forward with its backward",
+                    f'{card_of(alone)}, {max(alone["date"], both["date"])}; bf16, K = V = 128 unless said, gates as trained; '
+                    f'nvidia-cudnn-frontend {alone["cudnn_frontend"]}, FLA {both["fla"]}')
+    figure.key(150, 60, [("libkda", OURS), ("cuDNN", OTHER), ("FLA", PEER)])
+    rows = [(words_of(r["case"]), r["libkda"] * 1e-6, r["cudnn"] * 1e-6 if "cudnn" in r else None, OTHER)
+            for r in alone["backward"] if r["gates"] == "trained"]
+    bars_of_pairs(figure, 150, 230, 98, 4e-3, [i * 1e-3 for i in range(5)], "backward alone, beside cuDNN", rows)
+    rows = [(words_of(r["case"]), r["libkda"] * 1e-6, r["fla"] * 1e-6, PEER) for r in both["cases"]]
+    bars_of_pairs(figure, 590, 200, 98, 1e-2, [0, 5e-3, 1e-2], "forward and backward, beside FLA", rows)
+    return figure
+
+
 def figure_decode():
     peers, python = load("gpu_peers_decode"), load("gpu_python")
     plain = {c["case"]: c for c in load("gpu_decode")["cases"]}

@@ -253,6 +253,23 @@ def table_gpu_cudnn():
             f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{source(report)}')
 
 
+def table_gpu_cudnn_backward():
+    """Each case with every kind of gates; empty cells where cuDNN has no such kernel."""
+    report = load("gpu_cudnn_backward")
+    kinds = list(dict.fromkeys(r["gates"] for r in report["backward"]))
+    found = {(r["case"], r["gates"]): r for r in report["backward"]}
+
+    def cells(r):
+        theirs = [milliseconds(r["cudnn"] * 1e-6), f'{r["speedup"]:.2f}x'] if "cudnn" in r else ["declines", ""]
+        return [milliseconds(r["libkda"] * 1e-6), *theirs]
+
+    rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in kinds), [])]
+            for case in dict.fromkeys(r["case"] for r in report["backward"])]
+    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in kinds), [])]
+    return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
+            f'{markdown(head, rows)}{source(report)}')
+
+
 def table_gpu_peers_stages():
     def row(report, r):
         by = lambda ours, theirs: f'{r["fla_" + theirs] / r["libkda_" + ours]:.2f}x' if "fla_" + theirs in r else ""

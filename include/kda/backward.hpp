@@ -83,7 +83,7 @@ struct BackwardPlan {
 uint64_t plan_id(const Plan& forward) noexcept;
 
 /// Plans the backward of `forward`, for its device and with its lengths and what it keeps. Of
-/// `options` backend and num_threads count; segments are asked for as the forward was asked
+/// `options` backend, num_threads and spans count; segments are asked for as the forward was asked
 /// (context_parallel, num_segments). kInvalidArgument: anything that validate() refuses, a plan of
 /// decode; kUnsupported: no implementation of this build has a backward on that device.
 Status make_backward_plan(const Plan& forward, const Gradients& gradients,

@@ -177,7 +177,9 @@ typedef struct kda_plan_options {
    * fp32 state after every n tokens. KDA_KEEP_CHUNKS: states and errors of every chunk; the CPU
    * takes it as KDA_KEEP_DEFAULT. */
   int32_t keep;
-  int32_t spans;    /* states before sequences come between kda_span_begin and kda_span_finish */
+  /* States before sequences come between kda_span_begin and kda_span_finish; of a backward, the
+   * gradients behind them between kda_span_backward_begin and kda_span_backward_finish. */
+  int32_t spans;
   int32_t reserved; /* 0 */
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
@@ -268,7 +270,7 @@ typedef struct kda_gradients {
 typedef struct kda_backward_plan kda_backward_plan; /* opaque */
 
 /* The backward of a forward's plan, for its device, lengths and what it keeps. Of `options` (may be
- * null) backend and num_threads count; segments are asked for as the forward was asked. */
+ * null) backend, num_threads and spans count; segments are asked for as the forward was asked. */
 KDA_API kda_status kda_backward_plan_create(const kda_plan* forward, const kda_gradients* gradients,
                                             const kda_plan_options* options,
                                             kda_backward_plan** plan);
@@ -280,9 +282,10 @@ KDA_API kda_status kda_backward(const kda_backward_plan* plan, const kda_problem
                                 const kda_gradients* gradients, void* workspace,
                                 size_t workspace_bytes);
 
-/* The maps of spans of longer sequences, and their fold, on the CPU (include/kda/span.hpp):
+/* The maps of spans of longer sequences, and their fold (include/kda/span.hpp):
  *   S_out = M S_in + B,  dS_in = M^T dS_out + D,  each sequence of the problem a span.
- * Dense fp32 buffers in the kv layout; null: not wanted. D needs M, and d_o. */
+ * Dense fp32 buffers in the kv layout; null: not wanted. D needs M, and d_o. kda_span_maps is for
+ * the CPU. */
 typedef struct kda_maps {
   size_t struct_size;
   float* M;          /* [N, HV, K, K] */
@@ -302,6 +305,20 @@ KDA_API kda_status kda_span_begin(const kda_plan* plan, const kda_problem* probl
                                   const kda_maps* maps, void* workspace, size_t workspace_bytes);
 KDA_API kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem,
                                    const float* states_in, void* workspace, size_t workspace_bytes);
+
+/* The backward of spans in two halves, on a GPU, with a backward plan whose options say `spans`
+ * (include/kda/span.hpp). `D` [N, HV, K, V], the gradients of the states before the spans as long
+ * as none come from behind, or with `from_final` from d_final_state; null: not wanted. The second
+ * half reads d_final_state, and writes the gradients. */
+KDA_API kda_status kda_span_backward_begin(const kda_backward_plan* plan,
+                                           const kda_problem* problem,
+                                           const kda_gradients* gradients, float* D,
+                                           int32_t from_final, void* workspace,
+                                           size_t workspace_bytes);
+KDA_API kda_status kda_span_backward_finish(const kda_backward_plan* plan,
+                                            const kda_problem* problem,
+                                            const kda_gradients* gradients, void* workspace,
+                                            size_t workspace_bytes);
 
 /* One step: S = starts[start]; S = M[map] S + A[map]; states[store] = S. */
 typedef struct kda_fold_step {
@@ -326,8 +343,15 @@ typedef struct kda_fold {
   const kda_fold_step* steps;
   int32_t transposed;  /* M^T in the place of M */
   int32_t num_threads; /* 0: OMP_NUM_THREADS, else all cores */
+  /* Behind here 0 is what callers had before these were there. */
+  int64_t maps_per_row;              /* 0: all maps are map_stride apart */
+  int64_t row_stride;                /* floats from one row of maps to the next */
+  int32_t device_kind;               /* KDA_CPU, or KDA_CUDA: pointers of the current device */
+  const kda_fold_step* device_steps; /* KDA_CUDA: `steps` in its memory */
+  void* stream;                      /* cudaStream_t */
 } kda_fold;
-/* The steps in their order, in fp32, for each head. */
+/* The steps in their order, in fp32, for each head. On a GPU it is asynchronous, and no two steps
+ * store in one place. */
 KDA_API kda_status kda_fold_states(const kda_fold* fold);
 
 KDA_API kda_status kda_segment_scan(const kda_plan* plan, const kda_problem* problem,

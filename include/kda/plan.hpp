@@ -84,7 +84,9 @@ struct PlanOptions {
   /// and on a GPU works in windows of at most so many.
   int64_t kept_state_every = 0;
   /// A forward on a GPU in two halves: the states before its sequences come between span_begin()
-  /// and span_finish() (include/kda/span.hpp). The problem has no initial states.
+  /// and span_finish() (include/kda/span.hpp). The problem has no initial states. A backward
+  /// likewise: the gradients of its final states come between span_backward_begin() and
+  /// span_backward_finish(); the forward's plan is made without this.
   bool spans = false;
 };
 

@@ -8,14 +8,15 @@
 // Maps of all spans are gathered; fold_states() then gives each span its S_in or dS_out; run() and
 // backward() compute it, with these as initial state and as gradient of the final state.
 //
-// span_maps() and fold_states() are for the CPU. Results do not depend on the number of threads,
-// nor on other spans. On a GPU a forward is in two halves, with the exchange between them.
+// span_maps() is for the CPU; on a GPU a forward is in two halves, with the exchange between them.
+// fold_states() is for both. Results do not depend on the number of threads, nor on other spans.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
 
+#include "kda/backward.hpp"
 #include "kda/plan.hpp"
 #include "kda/run.hpp"
 #include "kda/status.hpp"
@@ -53,6 +54,29 @@ Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps
 Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
+/// What the first half of a backward leaves for other spans.
+struct SpanGradients {
+  /// [N, HV, K, V] on the device, fp32, in the kv layout, the gradients of the states before the
+  /// spans: D, or with `from_final` M^T dS_out + D. Null: not wanted.
+  float* D = nullptr;
+  bool from_final = false;  ///< d_final_state is there already
+};
+
+/// The first half of a backward of spans, on a GPU: all that does not wait for d_final_state, the
+/// gradients behind the spans. `plan`: with PlanOptions::spans; the states before the spans are its
+/// initial states. `tensors`, `workspace` and `stream` as of backward(), `gradients` too, of which
+/// d_final_state is read with `from_final` only and nothing is written. Asynchronous.
+Status span_backward_begin(const BackwardPlan& plan, const Tensors& tensors,
+                           const GradientTensors& gradients, const SpanGradients& spans,
+                           void* workspace, std::size_t workspace_bytes,
+                           void* stream = nullptr) noexcept;
+
+/// The second half: all gradients, from d_final_state. All else as it was given to
+/// span_backward_begin(), which must have run on the same workspace.
+Status span_backward_finish(const BackwardPlan& plan, const Tensors& tensors,
+                            const GradientTensors& gradients, void* workspace,
+                            std::size_t workspace_bytes, void* stream = nullptr) noexcept;
+
 /// One step of a fold: S = the start, if there is one; S = M S + A, if there is a map; S is stored,
 /// if there is a place.
 struct FoldStep {
@@ -64,7 +88,8 @@ struct FoldStep {
 };
 
 /// Steps over gathered maps, one after the other, for each head. Entries of M and A are
-/// `map_stride` floats apart, and so a buffer may hold both; starts and states are dense.
+/// `map_stride` floats apart, and so a buffer may hold both; starts and states are dense. Rows of a
+/// buffer, one from each rank, may have something else behind their maps (`maps_per_row`).
 struct StateFold {
   int64_t num_value_heads = 0;
   int64_t key_dim = 0;    ///< 1..256
@@ -79,11 +104,20 @@ struct StateFold {
   int64_t num_states = 0;
   float* states = nullptr;  ///< [num_states, HV, K, V]
   std::span<const FoldStep> steps;
-  int32_t num_threads = 0;  ///< 0: OMP_NUM_THREADS or the number of cores
+  int32_t num_threads = 0;   ///< 0: OMP_NUM_THREADS or the number of cores
+  int64_t maps_per_row = 0;  ///< 0: all maps are `map_stride` apart
+  int64_t row_stride = 0;    ///< floats from one row to the next; at least those of its maps
+  /// On a GPU all pointers are of the current device, and `device_steps` is `steps` in its memory.
+  DeviceKind device = DeviceKind::kCpu;
+  const FoldStep* device_steps = nullptr;
+  void* stream = nullptr;  ///< cudaStream_t
 };
 
-/// Folds in fp32, in the order of the steps. The first step has a start. Allocates host memory,
-/// about K (V + K) floats a thread. kInvalidArgument: an entry that is outside its buffer, a null
+/// Folds in the order of the steps, in fp32: S starts as A, and takes M's channels in order, one
+/// multiply-add each. So a GPU has the bits of a CPU whose vectors have them (AVX2, AVX-512). The
+/// first step has a start. On the CPU allocates host memory, about K (V + K) floats a thread. On a
+/// GPU it is one launch, asynchronous; steps with a start begin chains that run side by side, so no
+/// two may store in one place. kInvalidArgument: an entry that is outside its buffer, a null
 /// pointer, sizes outside their ranges; nothing is written then.
 Status fold_states(const StateFold& fold) noexcept;
 

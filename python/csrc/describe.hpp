@@ -71,6 +71,8 @@ inline constexpr Types kParameters = {
     "float32", {ScalarType::Float, ScalarType::Float, ScalarType::Float}, true};
 inline constexpr Types kLengths = {"int32 or int64",
                                    {ScalarType::Int, ScalarType::Long, ScalarType::Int}};
+inline constexpr Types kFloats = {"float32",
+                                  {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
 inline constexpr Types kIndices = {"int32", {ScalarType::Int, ScalarType::Int, ScalarType::Int}};
 inline constexpr Types kMasks = {"bool or uint8",
                                  {ScalarType::Bool, ScalarType::Byte, ScalarType::Bool}};

@@ -65,7 +65,8 @@ inline ForwardPlan forward_plan(const kda_problem& problem, const kda_plan_optio
   });
 }
 
-/// The backward of what forward_plan() makes of the same arguments.
+/// The backward of what forward_plan() makes of the same arguments; of spans, where `options` say
+/// so, of an ordinary forward.
 inline BackwardPlan backward_plan(const kda_problem& problem, const kda_gradients& gradients,
                                   const kda_plan_options& options,
                                   const std::vector<int64_t>& cu_seqlens) {
@@ -74,7 +75,9 @@ inline BackwardPlan backward_plan(const kda_problem& problem, const kda_gradient
   shape.forward = shape_of(problem, options);
   shape.gradients = shape_of(gradients);
   return cache.find(shape, cu_seqlens, [&] {
-    const ForwardPlan forward = forward_plan(problem, options, cu_seqlens);
+    kda_plan_options of_forward = options;
+    of_forward.spans = 0;
+    const ForwardPlan forward = forward_plan(problem, of_forward, cu_seqlens);
     kda_backward_plan* raw = nullptr;
     check(kda_backward_plan_create(forward.get(), &gradients, &options, &raw));
     return BackwardPlan(raw, kda_backward_plan_destroy);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of training: libkda::forward_kept, a forward that keeps what its backward reads;
-// libkda::backward; and libkda::has_backward. Their derivatives: python/libkda/ops.py.
+// libkda::backward; libkda::has_backward (their derivatives: python/libkda/ops.py); and the two
+// halves of a backward of spans, for python/libkda/context_parallel/maps.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -133,73 +135,155 @@ MaybeTensor kept_of(const MaybeTensor& saved, const Tensor& q) {
   return aligned(start) == start ? saved : MaybeTensor(torch::stable::clone(*saved));
 }
 
+/// What a backward is given, and its gradients.
+struct Differentiated {
+  OnDevice on_device;
+  kda_problem problem;
+  std::vector<int64_t> lengths;
+  kda_plan_options options;
+  kda_gradients gradients = no_gradients();
+  MaybeTensor d_o_rows, d_state_rows;
+  std::vector<Tensor> outputs;  ///< of q to dt_bias and of the initial state
+  BackwardPlan plan;
+
+  /// `made`: the outputs of an earlier call; empty: they are made here.
+  Differentiated(const MaybeTensor& d_o, const MaybeTensor& d_final_state, const Tensor& q,
+                 const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                 const MaybeTensor& A_log, const MaybeTensor& dt_bias,
+                 const MaybeTensor& initial_state, const MaybeTensor& cu_seqlens,
+                 const MaybeTensor& cu_seqlens_cpu, const Modes& modes,
+                 const MaybeTensor& has_state, const kda_plan_options& plan_options, int64_t wanted,
+                 std::vector<Tensor> made = {}, int64_t head_map = KDA_HEADS_GROUPED)
+      : on_device(q), options(plan_options) {
+    problem = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+    set_head_map(&problem, head_map);
+    lengths = set_lengths(&problem, q, cu_seqlens, cu_seqlens_cpu);
+    set_initial_state(&problem, q, initial_state, has_state, modes.state_v_first);
+    const kda_problem& p = problem;
+    const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
+    const int64_t K = p.key_dim, V = p.value_dim, N = p.num_sequences;
+    const int64_t rows = modes.state_v_first ? V : K, columns = modes.state_v_first ? K : V;
+    describe_dense(&problem.o, v, {B, T, HV, V});
+    if (wanted <= 0 || wanted >= 2 * kInitialState)
+      refuse("wanted must have bits 0 to 7, at least one of them, got ", wanted);
+    d_o_rows = rows_of(d_o, q, "d_o", kRows);
+    d_state_rows = rows_of(d_final_state, q, "d_final_state", kStates);
+    if (d_o_rows) describe(&gradients.d_o, *d_o_rows, q, "d_o", kRows, {B, T, HV, V});
+    if (d_state_rows)
+      describe(&gradients.d_final_state, *d_state_rows, q, "d_final_state", kStates,
+               {N, HV, rows, columns});
+    // A gradient has memory of its own and the type and shape of `x`; it is empty if not wanted.
+    const auto make = [&](kda_tensor* target, const char* name, const MaybeTensor& x, int64_t bit,
+                          const Types& types, std::initializer_list<int64_t> shape) {
+      const bool is_wanted = (wanted & bit) != 0;
+      if (is_wanted && !x) refuse("wanted: the ", name, ", which the forward has not");
+      const size_t place = outputs.size();
+      if (!made.empty()) {
+        outputs.push_back(made[place]);
+      } else if (!is_wanted) {
+        outputs.push_back(new_tensor<1>(name, q, {0}, dtype_number(x ? *x : q)));
+      } else {
+        const auto sizes = x->sizes();
+        outputs.push_back(new_tensor(name, q, {sizes.data(), sizes.size()}, dtype_number(*x)));
+      }
+      if (!is_wanted) return;
+      if (&types == &kParameters)
+        describe_parameter(target, outputs[place], q, name, shape);
+      else if (target == &gradients.dg)
+        describe_gates(target, outputs[place], q, name, p);
+      else
+        describe(target, outputs[place], q, name, types, shape);
+    };
+    make(&gradients.dq, "gradient of q", q, kQ, kRows, {B, T, H, K});
+    make(&gradients.dk, "gradient of k", k, kK, kRows, {B, T, H, K});
+    make(&gradients.dv, "gradient of v", v, kV, kRows, {B, T, HV, V});
+    make(&gradients.dg, "gradient of g", g, kG, kRows, {B, T, HV, K});
+    make(&gradients.dbeta, "gradient of beta", beta, kBeta, kRows, {B, T, HV});
+    make(&gradients.dA_log, "gradient of A_log", A_log, kALog, kParameters, {HV});
+    make(&gradients.ddt_bias, "gradient of dt_bias", dt_bias, kDtBias, kParameters, {HV, K});
+    make(&gradients.d_initial_state, "gradient of initial_state", initial_state, kInitialState,
+         kStates, {N, HV, rows, columns});
+    problem.stream = current_stream(q);
+    plan = backward_plan(problem, gradients, options, lengths);
+  }
+  size_t bytes() const { return kda_backward_plan_workspace_bytes(plan.get()); }
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     MaybeTensor d_o, MaybeTensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
     MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
     MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode, double lower_bound,
     double scale, bool l2norm, bool state_v_first, MaybeTensor has_state, MaybeTensor saved,
     int64_t keep, int64_t wanted, int64_t head_map) {
-  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
-  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
-  set_head_map(&p, head_map);
-  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
-  set_initial_state(&p, q, initial_state, has_state, state_v_first);
-  const int64_t B = p.batch, T = p.num_tokens, H = p.num_heads, HV = p.num_value_heads;
-  const int64_t K = p.key_dim, V = p.value_dim, N = p.num_sequences;
-  const int64_t rows = state_v_first ? V : K, columns = state_v_first ? K : V;
-  describe_dense(&p.o, v, {B, T, HV, V});
-  const kda_plan_options options = options_of(q, keep);
-  if (wanted <= 0 || wanted >= 2 * kInitialState)
-    refuse("wanted must have bits 0 to 7, at least one of them, got ", wanted);
-
-  kda_gradients gradients = no_gradients();
-  const MaybeTensor d_o_rows = rows_of(d_o, q, "d_o", kRows);
-  const MaybeTensor d_state_rows = rows_of(d_final_state, q, "d_final_state", kStates);
-  if (d_o_rows) describe(&gradients.d_o, *d_o_rows, q, "d_o", kRows, {B, T, HV, V});
-  if (d_state_rows)
-    describe(&gradients.d_final_state, *d_state_rows, q, "d_final_state", kStates,
-             {N, HV, rows, columns});
-  // A gradient has memory of its own and the type and shape of `x`; it is empty if not wanted.
-  const auto make = [&](kda_tensor* target, const char* name, const MaybeTensor& x, int64_t bit,
-                        const Types& types, std::initializer_list<int64_t> shape) {
-    const bool is_wanted = (wanted & bit) != 0;
-    if (is_wanted && !x) refuse("wanted: the ", name, ", which the forward has not");
-    if (!is_wanted) return new_tensor<1>(name, q, {0}, dtype_number(x ? *x : q));
-    const auto sizes = x->sizes();
-    const Tensor made = new_tensor(name, q, {sizes.data(), sizes.size()}, dtype_number(*x));
-    if (&types == &kParameters)
-      describe_parameter(target, made, q, name, shape);
-    else if (target == &gradients.dg)
-      describe_gates(target, made, q, name, p);
-    else
-      describe(target, made, q, name, types, shape);
-    return made;
-  };
-  const Tensor dq = make(&gradients.dq, "gradient of q", q, kQ, kRows, {B, T, H, K});
-  const Tensor dk = make(&gradients.dk, "gradient of k", k, kK, kRows, {B, T, H, K});
-  const Tensor dv = make(&gradients.dv, "gradient of v", v, kV, kRows, {B, T, HV, V});
-  const Tensor dg = make(&gradients.dg, "gradient of g", g, kG, kRows, {B, T, HV, K});
-  const Tensor dbeta = make(&gradients.dbeta, "gradient of beta", beta, kBeta, kRows, {B, T, HV});
-  const Tensor dA_log =
-      make(&gradients.dA_log, "gradient of A_log", A_log, kALog, kParameters, {HV});
-  const Tensor ddt_bias =
-      make(&gradients.ddt_bias, "gradient of dt_bias", dt_bias, kDtBias, kParameters, {HV, K});
-  const Tensor d_initial_state =
-      make(&gradients.d_initial_state, "gradient of initial_state", initial_state, kInitialState,
-           kStates, {N, HV, rows, columns});
-
-  const OnDevice on_device(q);
-  p.stream = current_stream(q);
-  const BackwardPlan plan = backward_plan(p, gradients, options, lengths);
+  Differentiated call(d_o, d_final_state, q, k, v, g, beta, A_log, dt_bias, initial_state,
+                      cu_seqlens, cu_seqlens_cpu,
+                      {gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first}, has_state,
+                      options_of(q, keep), wanted, {}, head_map);
   const MaybeTensor kept = kept_of(saved, q);
   if (kept && kept->numel() > 0) {
-    p.saved = const_cast<void*>(kept->const_data_ptr());
-    p.saved_bytes = static_cast<size_t>(kept->numel());
+    call.problem.saved = const_cast<void*>(kept->const_data_ptr());
+    call.problem.saved_bytes = static_cast<size_t>(kept->numel());
   }
-  with_workspace(kda_backward_plan_workspace_bytes(plan.get()), q, [&](void* room, size_t bytes) {
-    check(kda_backward(plan.get(), &p, &gradients, room, bytes));
+  with_workspace(call.bytes(), q, [&](void* room, size_t bytes) {
+    check(kda_backward(call.plan.get(), &call.problem, &call.gradients, room, bytes));
   });
-  return {dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state};
+  const std::vector<Tensor>& o = call.outputs;
+  return {o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7]};
+}
+
+kda_plan_options in_halves(const Tensor& q) {
+  kda_plan_options options = options_of(q, 0);
+  options.spans = 1;
+  return options;
+}
+
+/// The first half of a backward of spans (include/kda/span.hpp); to D [N, HV, K, V], if it is
+/// wanted, goes what leaves them. Returns room for the gradients, which span_backward_finish fills,
+/// and the workspace: an empty one where the library has no such backward for these tensors, and
+/// nothing is done.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>
+span_backward_begin(Tensor d_o, Tensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g,
+                    Tensor beta, MaybeTensor A_log, MaybeTensor dt_bias, Tensor initial_state,
+                    Tensor cu_seqlens, Tensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
+                    double lower_bound, double scale, bool l2norm, int64_t wanted, MaybeTensor D,
+                    bool from_final) {
+  if (!q.is_cuda()) refuse("q must be on a CUDA device, got ", device_text(q));
+  std::optional<Differentiated> made;
+  try {
+    made.emplace(d_o, d_final_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
+                 cu_seqlens_cpu, Modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false},
+                 MaybeTensor{}, in_halves(q), wanted);
+  } catch (const Unsupported&) {
+    const Tensor none = new_tensor<1>("workspace", q, {0}, aoti_torch_dtype_uint8());
+    return {none, none, none, none, none, none, none, none, none};
+  }
+  const kda_problem& p = made->problem;
+  float* to = nullptr;
+  if (D)
+    to = static_cast<float*>(const_cast<void*>(dense_pointer(
+        *D, q, "D", kFloats, {p.num_sequences, p.num_value_heads, p.key_dim, p.value_dim})));
+  const Tensor memory = new_workspace(made->bytes(), q);
+  check(kda_span_backward_begin(made->plan.get(), &p, &made->gradients, to, from_final ? 1 : 0,
+                                workspace_in(memory), made->bytes()));
+  const std::vector<Tensor>& o = made->outputs;
+  return {o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], memory};
+}
+
+void span_backward_finish(Tensor d_o, Tensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g,
+                          Tensor beta, MaybeTensor A_log, MaybeTensor dt_bias, Tensor initial_state,
+                          Tensor cu_seqlens, Tensor cu_seqlens_cpu, int64_t gate_mode,
+                          int64_t beta_mode, double lower_bound, double scale, bool l2norm,
+                          int64_t wanted, Tensor dq, Tensor dk, Tensor dv, Tensor dg, Tensor dbeta,
+                          Tensor dA_log, Tensor ddt_bias, Tensor d_initial_state,
+                          Tensor workspace) {
+  const Differentiated call(
+      d_o, d_final_state, q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens,
+      cu_seqlens_cpu, {gate_mode, beta_mode, lower_bound, scale, l2norm, false}, {}, in_halves(q),
+      wanted, {dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state});
+  if (workspace.dim() != 1 || static_cast<size_t>(workspace.size(0)) != call.bytes() + 64)
+    refuse("workspace must be what span_backward_begin has returned for the same arguments");
+  check(kda_span_backward_finish(call.plan.get(), &call.problem, &call.gradients,
+                                 workspace_in(workspace), call.bytes()));
 }
 
 /// Whether the library has a backward for tensors like these, whatever the options.
@@ -228,13 +312,28 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
       "backward(Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor "
       "beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? "
       "cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm, "
-      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted, int "
-      "head_map=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted, int head_map=0) "
+      "-> (Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+#define KDA_HALF                                                                                 \
+  "(Tensor d_o, Tensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "     \
+  "Tensor? "                                                                                     \
+  "A_log, Tensor? dt_bias, Tensor initial_state, Tensor cu_seqlens, Tensor cu_seqlens_cpu, int " \
+  "gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm, int wanted, "
+  m.def("span_backward_begin" KDA_HALF
+        "Tensor(a!)? D, bool from_final) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor)");
+  m.def("span_backward_finish" KDA_HALF
+        "Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dg, Tensor(e!) dbeta, Tensor(f!) "
+        "dA_log, Tensor(g!) ddt_bias, Tensor(h!) d_initial_state, Tensor(i!) workspace) -> ()");
+#undef KDA_HALF
   m.def("has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("forward_kept", TORCH_BOX(&kda_torch::forward_kept));
   m.impl("backward", TORCH_BOX(&kda_torch::backward));
+  m.impl("span_backward_begin", TORCH_BOX(&kda_torch::span_backward_begin));
+  m.impl("span_backward_finish", TORCH_BOX(&kda_torch::span_backward_finish));
   m.impl("has_backward", TORCH_BOX(&kda_torch::has_backward));
 }

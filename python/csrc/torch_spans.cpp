@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of spans of longer sequences (include/kda/span.hpp): libkda::span_maps and
-// libkda::fold_states on the CPU, libkda::span_begin and libkda::span_finish on a GPU. Who calls
-// them: python/libkda/context_parallel/maps.py.
+// The operators of spans of longer sequences (include/kda/span.hpp): libkda::span_maps on the CPU,
+// libkda::span_begin and libkda::span_finish on a GPU, libkda::fold_states on both. Who calls them:
+// python/libkda/context_parallel/maps.py.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "device.hpp"
@@ -15,8 +16,6 @@
 namespace kda_torch {
 namespace {
 
-inline constexpr Types kFloats = {"float32",
-                                  {ScalarType::Float, ScalarType::Float, ScalarType::Float}};
 inline constexpr Types kSteps = {"int64", {ScalarType::Long, ScalarType::Long, ScalarType::Long}};
 inline constexpr Types kRowsOnly = {"float32, bfloat16 or float16",
                                     {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}};
@@ -91,27 +90,20 @@ struct Half {
   }
 };
 
-/// Whether the library has such a forward for these tensors.
-bool has_span_halves(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
-                     Tensor final_state, MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens,
-                     Tensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
-                     double lower_bound, double scale, bool l2norm) {
-  try {
-    Half(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         {gate_mode, beta_mode, lower_bound, scale, l2norm, false});
-    return true;
-  } catch (const std::exception&) {  // the ordinary forward says what does not fit
-    return false;
-  }
-}
-
-/// Returns the workspace, for span_finish. The final states are not written yet.
+/// Returns the workspace, for span_finish; an empty one where the library has no such forward for
+/// these tensors, and nothing is done. The final states are not written yet.
 Tensor span_begin(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor final_state,
                   MaybeTensor A_log, MaybeTensor dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu,
                   int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
                   bool l2norm, MaybeTensor M, MaybeTensor B) {
-  const Half half(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-                  {gate_mode, beta_mode, lower_bound, scale, l2norm, false});
+  std::optional<Half> made;
+  try {
+    made.emplace(q, k, v, g, beta, o, final_state, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
+                 Modes{gate_mode, beta_mode, lower_bound, scale, l2norm, false});
+  } catch (const std::exception&) {  // the ordinary forward says what does not fit
+    return new_tensor<1>("workspace", q, {0}, aoti_torch_dtype_uint8());
+  }
+  const Half& half = *made;
   kda_maps maps;
   std::memset(&maps, 0, sizeof(maps));
   maps.struct_size = sizeof(maps);
@@ -135,33 +127,50 @@ void span_finish(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, 
       kda_span_finish(half.plan.get(), &half.problem, starts, workspace_in(workspace), half.bytes));
 }
 
-/// Steps [S, 3] of (start, map, store) over maps [R, HV K (K + V)]: M, then what it adds.
-void fold_states(Tensor maps, Tensor starts, Tensor states, Tensor steps, bool transposed) {
+/// Steps [S, 3] of (start, map, store) over rows of `maps_per_row` maps: of each M, then what it
+/// adds, HV K (K + V) floats; rows that are shorter hold none. On a GPU, `device_steps`: the steps
+/// in its memory.
+void fold_states(Tensor maps, int64_t maps_per_row, Tensor starts, Tensor states, Tensor steps,
+                 MaybeTensor device_steps, bool transposed) {
   for (const auto& [x, name] :
        {std::pair<const Tensor&, const char*>{starts, "starts"}, {states, "states"}})
     if (x.dim() != 4) refuse(name, " must have 4 dimensions, got ", x.dim());
   const int64_t HV = states.size(1), K = states.size(2), V = states.size(3);
   if (maps.dim() != 2) refuse("maps must have 2 dimensions, got ", maps.dim());
   if (steps.dim() != 2) refuse("steps must have 2 dimensions, got ", steps.dim());
-  if (!states.is_cpu()) refuse("states must be on the CPU, got ", device_text(states));
+  if (maps_per_row < 1) refuse("maps_per_row must be above 0, got ", maps_per_row);
+  const int64_t rows = maps.size(0), row = maps.size(1);
+  const OnDevice on_device(states);
   kda_fold fold;
   std::memset(&fold, 0, sizeof(fold));
   fold.struct_size = sizeof(fold);
   fold.num_value_heads = HV, fold.key_dim = K, fold.value_dim = V;
-  fold.num_maps = maps.size(0);
   fold.map_stride = HV * K * (K + V);
-  fold.M = floats_of(maps, "maps", {fold.num_maps, fold.map_stride});
+  fold.maps_per_row = maps_per_row, fold.row_stride = row;
+  fold.num_maps = row / maps_per_row < fold.map_stride ? 0 : rows * maps_per_row;
+  fold.M = floats_of(maps, states, "maps", {rows, row});
   fold.A = fold.M ? fold.M + HV * K * K : nullptr;
   fold.num_starts = starts.size(0);
-  fold.starts = floats_of(starts, "starts", {fold.num_starts, HV, K, V});
+  fold.starts = floats_of(starts, states, "starts", {fold.num_starts, HV, K, V});
   fold.num_states = states.size(0);
   fold.states = floats_of(states, "states", {fold.num_states, HV, K, V});
   fold.num_steps = steps.size(0);
   static_assert(sizeof(kda_fold_step) == 3 * sizeof(int64_t));
-  fold.steps = static_cast<const kda_fold_step*>(
-      dense_pointer(steps, states, "steps", kSteps, {fold.num_steps, 3}));
+  const auto table = [&](const Tensor& x, const Tensor& like, const char* name) {
+    return static_cast<const kda_fold_step*>(
+        dense_pointer(x, like, name, kSteps, {fold.num_steps, 3}));
+  };
+  if (!steps.is_cpu()) refuse("steps must be on the CPU, got ", device_text(steps));
+  fold.steps = table(steps, steps, "steps");
   fold.transposed = transposed;
-  fold.num_threads = options_for(states).num_threads;
+  if (states.is_cuda()) {
+    if (!device_steps) refuse("device_steps must be given where states are on a CUDA device");
+    fold.device_kind = KDA_CUDA;
+    fold.device_steps = table(*device_steps, states, "device_steps");
+    fold.stream = current_stream(states);
+  } else {
+    fold.num_threads = options_for(states).num_threads;
+  }
   check(kda_fold_states(&fold));
 }
 
@@ -174,13 +183,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
       "Tensor? d_o, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor cu_seqlens, int "
       "gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm) -> ()");
   m.def(
-      "fold_states(Tensor maps, Tensor starts, Tensor(a!) states, Tensor steps, bool transposed) "
-      "-> ()");
+      "fold_states(Tensor maps, int maps_per_row, Tensor starts, Tensor(a!) states, Tensor steps, "
+      "Tensor? device_steps, bool transposed) -> ()");
 #define KDA_HALF                                                                                  \
   "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) final_state, "  \
   "Tensor? A_log, Tensor? dt_bias, Tensor cu_seqlens, Tensor cu_seqlens_cpu, int gate_mode, int " \
   "beta_mode, float lower_bound, float scale, bool l2norm"
-  m.def("has_span_halves" KDA_HALF ") -> bool");
   m.def("span_begin" KDA_HALF ", Tensor(c!)? M, Tensor(d!)? B) -> Tensor");
   m.def("span_finish" KDA_HALF ", Tensor states, Tensor(c!) workspace) -> ()");
 #undef KDA_HALF
@@ -189,7 +197,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("span_maps", TORCH_BOX(&kda_torch::span_maps));
   m.impl("fold_states", TORCH_BOX(&kda_torch::fold_states));
-  m.impl("has_span_halves", TORCH_BOX(&kda_torch::has_span_halves));
   m.impl("span_begin", TORCH_BOX(&kda_torch::span_begin));
   m.impl("span_finish", TORCH_BOX(&kda_torch::span_finish));
 }

@@ -4,6 +4,7 @@
     from libkda import chunk_kda, fused_recurrent_kda, fused_kda_gate   # FLA 0.6's signatures
     import libkda.fla                       # FLA's own functions and layers run libkda's kernels
     import libkda.transformers              # so do transformers' Kimi-Linear, GLM-5-Next and Ling
+    LIBKDA_VLLM=1, LIBKDA_SGLANG=1          # in the environment: so do these engines
     from libkda import arrays               # NumPy and DLPack, without torch
 
 Importing the package loads neither torch nor a GPU driver; the first use of a name does.
@@ -29,8 +30,8 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving",
-            "transformers")
+_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving", "sglang",
+            "transformers", "vllm")
 __all__ = ["__version__", *_NAMES]
 
 

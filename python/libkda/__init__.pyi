@@ -9,7 +9,9 @@ from libkda import layer as layer
 from libkda import naive as naive
 from libkda import ops as ops
 from libkda import serving as serving
+from libkda import sglang as sglang
 from libkda import transformers as transformers
+from libkda import vllm as vllm
 from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.gated_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from libkda.gated_delta import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule

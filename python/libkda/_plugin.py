@@ -2,11 +2,11 @@
 """What plugins for other libraries have in common: a switch, and a note of who served the last call."""
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-PARTS = ("kda", "conv", "norm", "rms_norm")
+PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states")
 
 
 def has_tensor_cores(q: object, k: object, v: object) -> bool:
@@ -17,7 +17,7 @@ def has_tensor_cores(q: object, k: object, v: object) -> bool:
 
 
 class Plugin:
-    """The switch and the note of one plugin: libkda.fla or libkda.transformers. `host` is the library it serves."""
+    """The switch and the note of one plugin, as libkda.fla. `host` is the library it serves."""
 
     def __init__(self, host: str):
         self.host = host
@@ -32,6 +32,24 @@ class Plugin:
     def leaves(self, name: str, reason: str, part: str = "kda") -> None:
         """Notes that the host's own function `name` serves a call, and why."""
         self.paths[part] = f"{self.host}: {name}: {reason}"
+
+    def attempt(self, host_name: str, part: str, function: Callable, *args: object, **modes: object):
+        """function(*args, **modes), or None where libkda refuses the call, which is then that of the host's function
+        `host_name`; nothing has been written then."""
+        reason = self.disabled
+        if reason is None:
+            try:
+                result = function(*args, **modes)
+                self.serves(function.__name__, part)
+                return result
+            except (NotImplementedError, TypeError, ValueError) as refusal:
+                reason = str(refusal).partition("\n")[0]
+            except RuntimeError as failure:
+                reason = str(failure)
+                if "this build has no" not in reason:  # CUDA, or kernels for this card
+                    raise
+        self.leaves(host_name, reason, part)
+        return None
 
     def last_path(self, part: str) -> str | None:
         """The last note about a part of a model, one of PARTS."""

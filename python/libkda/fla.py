@@ -78,6 +78,27 @@ def _reason(name, arguments):
     return None
 
 
+_CUT_FROM = 8192  # tokens of a row: below, the few rows of a training batch are not worth cutting
+_NAMES = tuple(inspect.signature(kda.chunk_kda).parameters)
+
+
+@functools.wraps(kda.chunk_kda)
+def _chunk_kda(*args, **kwargs):
+    """Under autograd on a GPU, rows of a batch run as the same rows packed, where no length is known on the host: so
+    both forms have the same bits, as with FLA's kernels. A plan that knows the lengths may cut them."""
+    x = dict(zip(_NAMES, args), **kwargs)
+    rows = {n: x.get(n) for n in ("q", "k", "v", "g", "beta")}
+    shapes = {t.shape[:2] if isinstance(t, torch.Tensor) and t.is_cuda else None for t in rows.values()}
+    batch, tokens = shapes.pop() or (1, 0)
+    if (shapes or batch < 2 or not 0 < tokens < _CUT_FROM or not torch.is_grad_enabled()
+            or x.get("cu_seqlens") is not None or x.get("cp_context") is not None):
+        return kda.chunk_kda(*args, **kwargs)
+    ends = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=rows["q"].device)
+    packed = {n: t.flatten(0, 1)[None] for n, t in rows.items()}
+    o, final_state = kda.chunk_kda(**dict(x, **packed, cu_seqlens=ends))
+    return o[0].unflatten(0, (batch, tokens)), final_state
+
+
 def _serve(name, function):
     """A backend's method and its verifier for one of FLA's functions."""
     names = tuple(inspect.signature(function).parameters)
@@ -139,10 +160,10 @@ def _register_around(part, functions, module):
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
 _STAGES = [_around("kda", function) for function in _fla_layer.STAGES]
 if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
-    kda_registry.register(_backend((kda.chunk_kda, *_OPERATIONS), _STAGES)())
+    kda_registry.register(_backend((_chunk_kda, *_OPERATIONS), _STAGES)())
 else:
     from fla.ops.kda import chunk_kda as _fla_chunk_kda
-    register(_fla_chunk_kda)(_backend((kda.chunk_kda,)))
+    register(_fla_chunk_kda)(_backend((_chunk_kda,)))
     register("kda")(_backend(_OPERATIONS, _STAGES))
     from fla.modules.causal_conv1d import ops as _conv_ops
     from fla.modules.norm import fused_norm_gate as _norm_ops

@@ -184,7 +184,9 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _is_dense(state):
     """Whether the kernel of a whole step reads a pool of states as it lies: 16 bytes at a time."""
     pieces = 16 // state.element_size()
-    places = (state.storage_offset(), *state.stride()[:2])
+    # torch.compile knows no address while it traces; then the operator itself refuses one that is not aligned.
+    start = 0 if torch.compiler.is_compiling() else state.storage_offset()
+    places = (start, *state.stride()[:2])
     return state.dim() == 4 and state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
 
 

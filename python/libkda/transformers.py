@@ -56,16 +56,7 @@ def _serve(part, original, tensors, options, function, *args, **modes):
     then. `options`: what the model hands down."""
     reason = _reason(tensors, options, tensors[:3] if part == "kda" else ())
     if reason is None:
-        try:
-            result = function(*args, **modes)
-            _plugin.serves(function.__name__, part)
-            return result
-        except (NotImplementedError, TypeError, ValueError) as refusal:
-            reason = str(refusal).partition("\n")[0]
-        except RuntimeError as failure:
-            reason = str(failure)
-            if "this build has no" not in reason:  # CUDA, or kernels for this card
-                raise
+        return _plugin.attempt(original, part, function, *args, **modes)
     _plugin.leaves(original, reason, part)
     return None
 

@@ -23,6 +23,22 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def on_the_device(device):
+    """All that a test makes is on the device."""
+    with torch.device(device):
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tests of tensors that are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(7)

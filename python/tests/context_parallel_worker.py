@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from libkda import chunk_kda
+from libkda import chunk_kda, serving
 from libkda import context_parallel as cp
 
 CASES = 70
@@ -51,8 +51,12 @@ def main(folder, rank, ranks, kind):
         convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
     for layout in ("contiguous", "zigzag"):
         fla_interface(layout, rank, ranks)
+    for seed in range(6):
+        pools(random.Random(10 * ranks + seed), ranks)
     if kind == "cpu":
         mesh(rank, ranks, solo)
+    else:
+        graphs(rank, ranks)
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(dict(cases=cases)))
     if kind == "cpu":
@@ -334,6 +338,82 @@ def fla_interface(layout, rank, ranks):
         weight = normal(16, 3).to(DEVICE)
         rows = mine["v"].flatten(2).to(DEVICE)
         assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))
+
+
+# ---- pools of states -------------------------------------------------------------------------------------------------
+
+def pools(rng, ranks):
+    """Prompts in three pieces, each a call on other fragments, leave the pool and the outputs of one process."""
+    N, HV, K, V, count = 4, 2, 16, 8, 9
+    v_first, dtype = rng.random() < 0.5, rng.choice((torch.float32, torch.bfloat16))
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    slots = torch.tensor(rng.sample(range(1, count), N), dtype=rng.choice((torch.int32, torch.int64)))
+    slots[rng.randrange(N)] = rng.choice((-1, 0))  # first_slot is 1
+    here = normal(count, HV, *((V, K) if v_first else (K, V))).to(dtype).to(DEVICE)
+    alone, before = here.clone(), here.clone()
+    A_log = normal(HV).to(DEVICE)
+    for piece in range(3):
+        lengths = [rng.choice((0, 1, 30, 65, 100)) for _ in range(N - 1)] + [70]
+        cu = [sum(lengths[:n]) for n in range(N + 1)]
+        has_state = torch.tensor([piece > 0 or rng.random() < 0.5 for _ in range(N)])
+        x = dict(q=normal(1, cu[-1], 1, K), k=normal(1, cu[-1], 1, K), v=normal(1, cu[-1], HV, V),
+                 g=normal(1, cu[-1], HV, K), beta=normal(1, cu[-1], HV))
+        flags = dict(has_state=has_state.to(DEVICE), first_slot=1, A_log=A_log, use_gate_in_kernel=True,
+                     use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, state_v_first=v_first)
+        context = cp.Context(cu, random_table(rng, cu[-1], ranks), final_states="all")
+        mine = to(DEVICE, {name: context.take(t) for name, t in x.items()})
+        o = cp.prefill(**mine, pool=here, slots=slots.to(DEVICE), context=context, **flags)
+        o1 = serving.prefill(**to(DEVICE, x), pool=alone, slots=slots.to(DEVICE), cu_seqlens=torch.tensor(cu), **flags)
+        error = 2e-2 if dtype is torch.bfloat16 else 1e-4
+        assert torch.allclose(o, context.take(o1), rtol=error, atol=error)
+        assert torch.allclose(here.float(), alone.float(), rtol=error, atol=error)
+    others = [n for n in range(count) if n not in slots.tolist() or n == 0]
+    assert torch.equal(here[others], before[others])
+    # "last": the rank that ends a sequence has its state, the others' pools stay.
+    mine = to(DEVICE, {name: context.take(t) for name, t in x.items()})
+    last = cp.Context(cu, context.fragments)
+    pool = before.clone()
+    cp.prefill(**mine, pool=pool, slots=slots.to(DEVICE), context=last, **flags)
+    written = {int(slots[n]) for n in last.ends if 1 <= slots[n] < count}
+    others = [n for n in range(count) if n not in written]
+    assert torch.equal(pool[others], before[others])
+    assert all(not torch.equal(pool[n], before[n]) or lengths[slots.tolist().index(n)] == 0 for n in written)
+
+
+def graphs(rank, ranks):
+    """A CUDA graph holds a call, its exchange and its backward, and has the bits of calls outside it."""
+    T, HV, K = 256 * ranks, 2, 128
+    generator = torch.Generator().manual_seed(5)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    context = cp.contiguous([0, 100, T])
+    x = dict(q=normal(1, T, HV, K), k=normal(1, T, HV, K), v=normal(1, T, HV, K), g=normal(1, T, HV, K) - 3,
+             beta=normal(1, T, HV))
+    leaves = {name: context.take(t).to(DEVICE, torch.bfloat16).requires_grad_() for name, t in x.items()}
+    flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+                 lower_bound=-5.0, A_log=torch.zeros(HV, device=DEVICE), cp_context=context)
+
+    def train():
+        o, _ = chunk_kda(**leaves, **flags)
+        return o, *torch.autograd.grad(o.float().square().sum(), list(leaves.values()))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = [t.clone() for t in train()]
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        found = train()
+    for _ in range(2):
+        for t in found:
+            t.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        for a, b in zip(found, expected):
+            assert torch.equal(a, b)
+    del graph
 
 
 # ---- other dimensions of a mesh --------------------------------------------------------------------------------------

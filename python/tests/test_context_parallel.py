@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 
-from libkda import chunk_kda
+from libkda import chunk_kda, serving
 from libkda import context_parallel as cp
 
 WORKER = pathlib.Path(__file__).with_name("context_parallel_worker.py")
@@ -153,6 +153,45 @@ def test_convolutions_that_do_not_fit(error, text, changes):
     cp.causal_conv1d(**given)
     with pytest.raises(error, match=text):
         cp.causal_conv1d(**{**given, **changes})
+
+
+def prompts(**changes):
+    x = dict(arguments(), pool=torch.zeros(3, 2, 8, 8), slots=torch.tensor([2, 0]),
+             has_state=torch.tensor([False, True]))
+    x["context"] = x.pop("cp_context")
+    return {**x, **changes}
+
+
+@pytest.mark.parametrize("error, text, changes", (
+    (TypeError, "context must be a libkda.context_parallel.Context, got int", dict(context=3)),
+    (TypeError, "pool must be a float32 or bfloat16 tensor, got torch.float16", dict(
+        pool=torch.zeros(3, 2, 8, 8).half())),
+    (ValueError, r"pool must have shape \[slots, 2, 8, 8\]", dict(pool=torch.zeros(3, 2, 8, 9))),
+    (ValueError, "with at least one slot", dict(pool=torch.zeros(0, 2, 8, 8))),
+    (TypeError, "slots must be a tensor of int32 or int64, got list", dict(slots=[2, 0])),
+    (ValueError, r"slots must have shape \[2\], got \[3\]", dict(slots=torch.arange(3))),
+    (TypeError, "has_state must be a tensor of bool, got torch.int64", dict(has_state=torch.tensor([0, 1]))),
+    (ValueError, "slots must be on the device of q", dict(slots=torch.zeros(2, dtype=torch.int32, device="meta"))),
+    (ValueError, r"slots: entry 1 = 3 is outside 0..2 \(a negative one", dict(slots=torch.tensor([2, 3]))),
+    (ValueError, "first_slot", dict(first_slot=-1)),
+    (ValueError, "allow_neg_eigval", dict(allow_neg_eigval=True)),
+    (NotImplementedError, "prefill has no gradients", dict(v=torch.randn(1, 70, 2, 8, requires_grad=True)))))
+def test_prefills_that_do_not_fit(error, text, changes):
+    with pytest.raises(error, match=text):
+        cp.prefill(**prompts(**changes))
+
+
+def test_prefill_reads_and_writes_slots():
+    x = prompts()
+    x["pool"] += 1
+    before = x["pool"].clone()
+    o = cp.prefill(**x)
+    alone = {name: value for name, value in x.items() if name != "context"}
+    alone["pool"] = before.clone()
+    o1 = serving.prefill(**alone, cu_seqlens=torch.tensor([0, 30, 70]))
+    assert torch.equal(o, o1) and torch.equal(x["pool"], alone["pool"]) and torch.equal(x["pool"][1], before[1])
+    none = prompts(slots=torch.tensor([-1, -7]))
+    assert not cp.prefill(**none).any() and not none["pool"].any()
 
 
 def test_one_process_has_the_bits_of_no_context():

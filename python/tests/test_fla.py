@@ -75,6 +75,26 @@ def test_training_calls():
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="libkda cuts no batch on a CPU")
+def test_a_batch_in_training_equals_its_rows_packed():
+    """Few heads and many tokens, which a plan would cut if it knew their lengths."""
+    shape = dict(dtype=torch.bfloat16, device="cuda")
+    rows = {n: torch.randn(4, 1024, 4, 64, **shape).requires_grad_() for n in ("q", "k", "v", "g")}
+    rows["beta"] = torch.randn(4, 1024, 4, **shape).requires_grad_()
+    state = torch.randn(4, 4, 64, 64, device="cuda")
+    flags = dict(FLAGS, A_log=torch.zeros(4, device="cuda"), use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+    outputs = fla_kda.chunk_kda(**rows, initial_state=state, **flags)
+    assert libkda.fla.last_path() == "libkda: chunk_kda"
+    ends = torch.arange(0, 4097, 1024, device="cuda")
+    packed = {n: t.flatten(0, 1)[None] for n, t in rows.items()}
+    expected = fla_kda.chunk_kda(**packed, initial_state=state, cu_seqlens=ends, **flags)
+    assert torch.equal(outputs[0].flatten(0, 1), expected[0][0]) and torch.equal(outputs[1], expected[1])
+    d_o = torch.randn_like(outputs[0])
+    gradients = torch.autograd.grad(outputs[0], list(rows.values()), d_o)
+    wanted = torch.autograd.grad(expected[0], list(rows.values()), d_o.flatten(0, 1)[None])
+    assert all(torch.equal(found, other) for found, other in zip(gradients, wanted))
+
+
 @since_0_6
 def test_the_recurrent_function_is_cut_off_from_its_inputs():
     """As FLA's, which has no gradients: the call is served all the same."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's layer and model on libkda: the same tokens, from prefill and from decode."""
+import copy
 import json
 import pathlib
 import subprocess
@@ -95,3 +96,34 @@ def test_layer(dtype, length):
     assert libkda.fla.last_path().startswith("libkda")
     error = (results[1] - results[0]).norm() / results[0].norm()
     assert error < (2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+def a_training_step(model, tokens, on_libkda):
+    """The loss, the gradients by name and who served the calls."""
+    (libkda.fla.enable if on_libkda else libkda.fla.disable)()
+    model.zero_grad()
+    loss = model(tokens, labels=tokens).loss
+    path = libkda.fla.last_path()
+    loss.backward()
+    return loss.item(), {name: p.grad.double() for name, p in model.named_parameters()}, path
+
+
+@needs_cuda
+@pytest.mark.parametrize("settings", [{}, dict(num_v_heads=4), dict(safe_gate=True, lower_bound=-5.0)], ids=str)
+def test_a_training_step(settings):
+    """In bf16, where each of the two is some 1e-2 off a step in fp32, whose gradients judge both."""
+    torch.manual_seed(11)
+    config = models.KDAConfig(hidden_size=256, num_hidden_layers=2, num_heads=2, head_dim=128, vocab_size=512,
+                              **settings)
+    exact = models.KDAForCausalLM(config).cuda().train()
+    model = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(model.state_dict())  # the same weights
+    tokens = torch.randint(512, (2, 500), device="cuda")
+    wanted, reference, _ = a_training_step(exact, tokens, on_libkda=False)
+    loss, gradients, path = a_training_step(model, tokens, on_libkda=True)
+    theirs, their_gradients, _ = a_training_step(model, tokens, on_libkda=False)
+    assert path.startswith("libkda: "), path
+    assert abs(loss - wanted) < 1.05 * abs(theirs - wanted) + 1e-3
+    error = lambda found, name: ((found[name] - reference[name]).norm() / reference[name].norm()).item()
+    for name in reference:
+        assert error(gradients, name) < 1.1 * error(their_gradients, name) + 2e-3, name

@@ -47,6 +47,68 @@ def test_outputs_of_any_form(device):
     assert torch.equal(final, expected_final.bfloat16())
 
 
+def rows(x):
+    return [x[name] for name in ("q", "k", "v", "g", "beta")]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("state_type", [torch.float32, torch.bfloat16])
+def test_checkpoints(device, packed, state_type):
+    """States behind the first tokens of sequences; 0 and below are none, and the last token is one, too. The form of 16
+    arguments has a workspace in the eighth place."""
+    x, parameters, state = make(B=1 if packed else 3, T=144, dtype=torch.bfloat16, device=device, gates="bounded", N=3)
+    ends = [0, 48, 80, 144] if packed else [144] * 4
+    lengths = torch.tensor(ends).diff().tolist() if packed else ends[1:]
+    cu = torch.tensor(ends, dtype=torch.int32, device=device) if packed else None
+    state = state.mT.contiguous().to(state_type)
+    offsets = [16, -1, lengths[2]]
+    out, final, checkpoints = torch.empty_like(x["v"]), torch.empty_like(state), torch.full_like(state, float("nan"))
+    flash_kda.fwd(*rows(x), 0.1, out, torch.empty(1, dtype=torch.uint8), *parameters.values(), -5.0, state, final,
+                  cu, checkpoints, torch.tensor(offsets, device=device))
+    expected, expected_final = torch.empty_like(out), torch.empty_like(final)
+    flash_kda.fwd(*rows(x), 0.1, expected, *parameters.values(), -5.0, state, expected_final, cu)
+    assert distance(out, expected.double()) < TOLERANCE[device, torch.bfloat16]
+    assert distance(final, expected_final.double()) < (5e-3 if state_type is torch.bfloat16 else 1e-5)
+    assert checkpoints[1].isnan().all() and torch.equal(checkpoints[2], final[2])
+    first = {name: t[:1, :16] for name, t in x.items()}
+    behind = reference(first, parameters, state[:1].mT, "bounded", -5.0, 0.1)[1]
+    assert distance(checkpoints[:1].mT, behind) < 5e-3
+
+
+@pytest.mark.parametrize("change, text", [
+    (dict(checkpoint_state=None), "are given together"),
+    (dict(checkpoint_offsets=torch.tensor([16])), r"checkpoint_offsets must have shape \[N\]=\[2\]"),
+    (dict(checkpoint_offsets=torch.tensor([16, 132])), "checkpoint_offsets: entry 1 = 132 is above 131"),
+    (dict(q=torch.zeros(1, 131, 2, 64), cu_seqlens=torch.tensor([0, 5, 130])), "cu_seqlens must go up from 0 to 131"),
+])
+def test_checkpoints_that_are_refused(change, text):
+    x, parameters, state = make(gates="bounded")
+    if "cu_seqlens" in change:
+        x = {name: t[:1] for name, t in x.items()}
+    out = torch.full_like(x["v"], float("nan"))
+    call = dict(x, scale=0.1, out=out, **parameters, lower_bound=-5.0, checkpoint_state=state.mT.contiguous(),
+                checkpoint_offsets=torch.tensor([16, 16])) | change
+    with pytest.raises(ValueError, match=text):
+        flash_kda.fwd(**call)
+    assert out.isnan().all()
+
+
+def test_operators():
+    """What vLLM calls, torch.ops._flashkda_C, in a process without vLLM."""
+    flash_kda.install_operators()
+    flash_kda.install_operators()
+    assert torch.ops._flashkda_C.get_workspace_size(100, 4, 2) == 0
+    x, parameters, state = make(B=1, gates="bounded", N=2)
+    state, cu = state.mT.contiguous(), torch.tensor([0, 50, 131], dtype=torch.int32)
+    out, final, checkpoints = torch.empty_like(x["v"]), torch.empty_like(state), torch.empty_like(state)
+    expected, expected_final = torch.empty_like(out), torch.empty_like(final)
+    torch.ops._flashkda_C.fwd(*rows(x), 0.1, out, torch.empty(0, dtype=torch.uint8), *parameters.values(), -5.0,
+                              state, final, cu, checkpoints, torch.tensor([48, 0]))
+    flash_kda.fwd(*rows(x), 0.1, expected, *parameters.values(), -5.0, state, expected_final, cu)
+    assert distance(out, expected.double()) < 1e-5 and distance(final, expected_final.double()) < 1e-5
+    del sys.modules["vllm._flashkda_C"]
+
+
 def test_out_of_another_shape():
     x, parameters, state = make(gates="bounded")
     with pytest.raises(ValueError, match=r"out must have shape \[B, T, HV, V\]=\[2, 131, 4, 32\]"):

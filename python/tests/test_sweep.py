@@ -145,6 +145,11 @@ def flash(x):
                 initial_state=x["state"].mT.contiguous(), final_state=final, cu_seqlens=lengths(x))
 
 
+def flash_checkpoints(x):
+    return flash(x) | dict(checkpoint_state=nan_like(x["state"].mT.contiguous()),
+                           checkpoint_offsets=torch.tensor([2, 0], device=x["state"].device))
+
+
 def forward(x):
     cu = lengths(x)
     return dict(rows(x, True), **gate(x), initial_state=x["state"], cu_seqlens=cu, cu_seqlens_cpu=cu.cpu(), **MODES,
@@ -306,6 +311,8 @@ TARGETS = {
     "naive_chunk_kda": Target(libkda.naive_chunk_kda, naive, optional=("initial_state",)),
     "flash_kda.fwd": Target(flash_kda.fwd, flash, ("out", "final_state"),
                             (*GATE_NAMES, "initial_state", "final_state", "cu_seqlens")),
+    "flash_kda.fwd, checkpoints": Target(flash_kda.fwd, flash_checkpoints, ("out", "final_state", "checkpoint_state"),
+                                         (*GATE_NAMES, "initial_state", "final_state", "cu_seqlens")),
     # What is no tensor the dispatcher of torch refuses itself, by a RuntimeError.
     "torch.ops.libkda.forward": Target(operator_of("forward"), forward, (),
                                        ("dt_bias", *STATE_NAMES, *LENGTH_NAMES), RuntimeError),

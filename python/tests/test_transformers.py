@@ -494,7 +494,7 @@ def test_other_norms(kimi_functions, dtype):
 
 
 def test_the_parts_of_last_path():
-    with pytest.raises(ValueError, match="part must be one of 'kda', 'conv', 'norm', 'rms_norm', got 'gate'"):
+    with pytest.raises(ValueError, match="part must be one of 'kda', .*, got 'gate'"):
         libkda.transformers.last_path("gate")
 
 

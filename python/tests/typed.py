@@ -6,7 +6,9 @@ import torch
 from typing_extensions import assert_type
 
 import libkda.fla
+import libkda.sglang
 import libkda.transformers
+import libkda.vllm
 from libkda import (arrays, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, gated_rms_norm,
                     naive_recurrent_kda, short_conv, short_conv_update)
 from libkda.compat import flash_kda
@@ -26,6 +28,8 @@ assert_type(short_conv_update(x[0], x[0], x[0, 0]), torch.Tensor)
 assert_type(gated_rms_norm(x, x, eps=1e-6), torch.Tensor)
 assert_type(libkda.fla.last_path(), str | None)
 assert_type(libkda.transformers.last_path(), str | None)
+assert_type(libkda.vllm.places(), list[str])
+assert_type(libkda.sglang.last_path(), str | None)
 assert_type(libkda.__version__, str)
 assert_type(flash_kda.fwd(x, x, x, x, beta, 1.0, x, beta, beta, -5.0), None)
 assert_type(arrays.forward(x, x, x, x, beta, gate_mode="bounded"), tuple[Any, Any])

@@ -4,6 +4,7 @@
 
 #include "capi/handles.hpp"
 #include "capi/structs.hpp"
+#include "kda/span.hpp"
 
 using namespace kda::capi;
 
@@ -35,8 +36,14 @@ size_t kda_backward_plan_workspace_bytes(const kda_backward_plan* plan) {
   return plan ? plan->plan.plan.workspace_bytes : 0;
 }
 
-kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* problem,
-                        const kda_gradients* gradients, void* workspace, size_t workspace_bytes) {
+}  // extern "C"
+
+namespace {
+
+/// run(tensors, gradients, stream) of a backward's plan, once what was given is read.
+template <class Run>
+kda_status run_with(const kda_backward_plan* plan, const kda_problem* problem,
+                    const kda_gradients* gradients, Run&& run) {
   return guarded_call([&] {
     if (!plan) return kda::invalid("plan: is null");
     kda_problem c;
@@ -45,9 +52,40 @@ kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* proble
     kda_gradients g{};
     KDA_RETURN_IF_ERROR(read_struct(gradients, "gradients", &g));
     KDA_RETURN_IF_ERROR(check_gradients(plan->plan.gradients, g));
-    return kda::backward(plan->plan, tensors_of(c), gradients_of(plan->forward, g).tensors,
-                         workspace, workspace_bytes, c.stream);
+    return run(tensors_of(c), gradients_of(plan->forward, g).tensors, c.stream);
   });
+}
+
+}  // namespace
+
+extern "C" {
+
+kda_status kda_backward(const kda_backward_plan* plan, const kda_problem* problem,
+                        const kda_gradients* gradients, void* workspace, size_t workspace_bytes) {
+  return run_with(
+      plan, problem, gradients, [&](const auto& tensors, const auto& all, void* stream) {
+        return kda::backward(plan->plan, tensors, all, workspace, workspace_bytes, stream);
+      });
+}
+
+kda_status kda_span_backward_begin(const kda_backward_plan* plan, const kda_problem* problem,
+                                   const kda_gradients* gradients, float* D, int32_t from_final,
+                                   void* workspace, size_t workspace_bytes) {
+  return run_with(plan, problem, gradients,
+                  [&](const auto& tensors, const auto& all, void* stream) {
+                    return kda::span_backward_begin(plan->plan, tensors, all, {D, from_final != 0},
+                                                    workspace, workspace_bytes, stream);
+                  });
+}
+
+kda_status kda_span_backward_finish(const kda_backward_plan* plan, const kda_problem* problem,
+                                    const kda_gradients* gradients, void* workspace,
+                                    size_t workspace_bytes) {
+  return run_with(plan, problem, gradients,
+                  [&](const auto& tensors, const auto& all, void* stream) {
+                    return kda::span_backward_finish(plan->plan, tensors, all, workspace,
+                                                     workspace_bytes, stream);
+                  });
 }
 
 }  // extern "C"

@@ -65,6 +65,8 @@ kda_status kda_fold_states(const kda_fold* fold) {
     KDA_RETURN_IF_ERROR(read_struct(fold, "fold", &f));
     if (f.num_steps < 0) return kda::invalid("num_steps = ", f.num_steps, " is negative");
     if (f.num_steps > 0 && !f.steps) return kda::invalid("steps: pointer is null");
+    if (f.device_kind != KDA_CPU && f.device_kind != KDA_CUDA)
+      return kda::invalid("device_kind: value ", f.device_kind, " is unknown");
     const std::span given(f.steps, static_cast<std::size_t>(f.num_steps));
     std::vector<kda::FoldStep> steps;
     steps.reserve(given.size());
@@ -82,7 +84,12 @@ kda_status kda_fold_states(const kda_fold* fold) {
                              .num_states = f.num_states,
                              .states = f.states,
                              .steps = steps,
-                             .num_threads = f.num_threads});
+                             .num_threads = f.num_threads,
+                             .maps_per_row = f.maps_per_row,
+                             .row_stride = f.row_stride,
+                             .device = static_cast<kda::DeviceKind>(f.device_kind),
+                             .device_steps = reinterpret_cast<const kda::FoldStep*>(f.device_steps),
+                             .stream = f.stream});
   });
 }
 

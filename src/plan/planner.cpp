@@ -217,9 +217,26 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   return {};
 }
 
+Status no_halves(const Plan& plan, const char* operation, const std::string& why) {
+  return Status(StatusCode::kUnsupported, cat("spans: ", plan.implementation, " has no ", operation,
+                                              " in two halves", why.empty() ? "" : "; ", why));
+}
+
+/// That the gradients behind sequences may come later, where they do.
+Status check_backward_spans(const Plan& plan, const Gradients& gradients) {
+  if (!gradients.d_final_state) return invalid("spans: belongs to a backward with d_final_state");
+  if (!plan.lengths_known) return invalid("spans: needs lengths that are known");
+  const registry::BackwardRow* row =
+      registry::find_row(registry::backward_rows(), plan.implementation);
+  if (!row || !row->decline_halves) return no_halves(plan, "backward", "");
+  const std::string why = row->decline_halves(plan);
+  return why.empty() ? Status{} : no_halves(plan, "backward", why);
+}
+
 /// That the states before sequences may come later, where they do.
-Status check_spans(const Plan& plan) {
+Status check_spans(const Plan& plan, const Gradients* gradients) {
   if (!plan.requested.spans) return {};
+  if (gradients) return check_backward_spans(plan, *gradients);
   if (plan.problem.operation != Operation::kForward || plan.problem.initial_state)
     return invalid("spans: belongs to a forward without initial states");
   if (!plan.lengths_known) return invalid("spans: needs lengths that are known");
@@ -228,10 +245,7 @@ Status check_spans(const Plan& plan) {
   if (row && row->spans && row->spans->begin && plan.segmented &&
       plan.resolved.segment_method == SegmentMethod::kOnePass)
     return {};
-  return Status(
-      StatusCode::kUnsupported,
-      cat("spans: ", plan.implementation, " has no forward in two halves",
-          plan.reasons.empty() ? "" : "; ", plan.reasons.empty() ? "" : plan.reasons.back()));
+  return no_halves(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
 }
 
 /// What is left to say once the row has planned.
@@ -277,7 +291,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
     KDA_RETURN_IF_ERROR(builder.status());
-    KDA_RETURN_IF_ERROR(check_spans(*plan));
+    KDA_RETURN_IF_ERROR(check_spans(*plan, gradients));
     if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));
   }
   resolve_options(plan);

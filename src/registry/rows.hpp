@@ -98,10 +98,9 @@ struct ChunkStages {
 
 /// Spans of longer sequences (include/kda/span.hpp).
 struct SpanStages {
-  // Null where the backend has the two halves.
-  Status (*maps)(const stage::SpanMapsCall& args) = nullptr;
-  Status (*fold)(const StateFold& fold) = nullptr;
-  // Null where it has the two above.
+  Status (*maps)(const stage::SpanMapsCall& args) = nullptr;  ///< null where there are halves
+  Status (*fold)(const StateFold& fold) = nullptr;            ///< null: another row of the device
+  // Null where there are no halves.
   Status (*begin)(const stage::SpanMapsCall& args) = nullptr;
   Status (*finish)(const stage::SpanFinish& args) = nullptr;
 };
@@ -122,6 +121,10 @@ struct DecodeRow {
 struct BackwardRow {
   Head head;
   Status (*backward)(const stage::Backward& args);
+  // A backward of spans in two halves; null: there are none.
+  std::string (*decline_halves)(const Plan& plan) = nullptr;  ///< empty, or why this plan has none
+  Status (*begin)(const stage::SpanBackwardBegin& args) = nullptr;
+  Status (*finish)(const stage::Backward& args) = nullptr;
 };
 
 /// The operations around KDA in its layer, which have no plan: one row a device. Calls are checked

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // fold_states(): checks, then the first implementation that this machine can run.
 #include <algorithm>
+#include <utility>
 
 #include "core/guard.hpp"
 #include "core/text.hpp"
@@ -40,6 +41,11 @@ Status check_fold(const StateFold& f) {
   const int64_t least = f.num_value_heads * f.key_dim * std::max(f.key_dim, f.value_dim);
   if (f.num_maps > 1 && f.map_stride < least)
     return invalid("map_stride = ", f.map_stride, " is below the ", least, " floats of a map");
+  if (f.maps_per_row < 0) return invalid("maps_per_row = ", f.maps_per_row, " is negative");
+  if (f.maps_per_row > 0 && f.num_maps > f.maps_per_row &&
+      f.row_stride / f.maps_per_row < f.map_stride)
+    return invalid("row_stride = ", f.row_stride, " is below the ", f.maps_per_row, " maps of ",
+                   f.map_stride, " floats of a row");
   if (f.num_threads < 0) return invalid("num_threads = ", f.num_threads, " is negative");
   for (std::size_t i = 0; i < f.steps.size(); ++i) {
     const FoldStep& step = f.steps[i];
@@ -52,14 +58,35 @@ Status check_fold(const StateFold& f) {
   return {};
 }
 
+/// Pointers of a fold on a GPU.
+Status check_device_memory(const registry::Head& head, const StateFold& f) {
+  if (!head.device_checks) return {};
+  if (!f.steps.empty() && !f.device_steps) return invalid("device_steps: pointer is null");
+  for (const auto& [name, pointer] : {std::pair<const char*, const void*>{"M", f.M},
+                                      {"A", f.A},
+                                      {"starts", f.starts},
+                                      {"states", f.states},
+                                      {"device_steps", f.device_steps}})
+    KDA_RETURN_IF_ERROR(head.device_checks->pointer(name, pointer));
+  return {};
+}
+
 }  // namespace
 
 Status fold_states(const StateFold& fold) noexcept {
   return guarded([&] {
     KDA_RETURN_IF_ERROR(check_fold(fold));
-    for (const registry::ForwardRow* row : registry::forward_rows())
-      if (row->spans && !row->head.unavailable()) return row->spans->fold(fold);
-    return Status(StatusCode::kUnsupported, "no implementation of this build folds states");
+    const char* reason = "device: no implementation folds states there";
+    for (const registry::ForwardRow* row : registry::forward_rows()) {
+      if (row->head.device != fold.device || !row->spans) continue;
+      if (const char* why = row->head.unavailable()) {
+        reason = why;
+      } else if (row->spans->fold) {
+        KDA_RETURN_IF_ERROR(check_device_memory(row->head, fold));
+        return row->spans->fold(fold);
+      }
+    }
+    return Status(StatusCode::kUnsupported, reason);
   });
 }
 

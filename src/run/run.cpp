@@ -215,8 +215,13 @@ Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_
   return guarded([] { return invalid("plan: its operation is unknown"); });
 }
 
-Status backward(const BackwardPlan& plan, const Tensors& tensors, const GradientTensors& gradients,
-                void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
+namespace {
+
+/// Calls run(row, args) of a backward once all is checked.
+template <class Run>
+Status run_backward(const BackwardPlan& plan, const Tensors& tensors,
+                    const GradientTensors& gradients, void* workspace, std::size_t workspace_bytes,
+                    void* stream, Run&& run) noexcept {
   const GradientCheck check{plan.gradients, gradients};
   return checked_call(
       registry::backward_rows(), plan.plan, tensors, workspace, workspace_bytes, stream,
@@ -224,9 +229,45 @@ Status backward(const BackwardPlan& plan, const Tensors& tensors, const Gradient
         if (!row.head.device_checks) KDA_RETURN_IF_ERROR(check_mark(plan, tensors));
         const auto* kept =
             static_cast<const float*>(saved_block(plan.plan, tensors, stage::kKeptStates));
-        return row.backward({call, plan.gradients, gradients, kept, plan::kept_every(plan.plan)});
+        return run(row, {call, plan.gradients, gradients, kept, plan::kept_every(plan.plan)});
       },
       &check);
+}
+
+Status made_without_spans() {
+  return guarded([] { return invalid("plan: was made without spans in its options"); });
+}
+
+}  // namespace
+
+Status backward(const BackwardPlan& plan, const Tensors& tensors, const GradientTensors& gradients,
+                void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
+  return run_backward(plan, tensors, gradients, workspace, workspace_bytes, stream,
+                      [](const registry::BackwardRow& row, const stage::Backward& args) {
+                        return row.backward(args);
+                      });
+}
+
+Status span_backward_begin(const BackwardPlan& plan, const Tensors& tensors,
+                           const GradientTensors& gradients, const SpanGradients& spans,
+                           void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
+  if (!plan.plan.requested.spans) return made_without_spans();
+  return run_backward(plan, tensors, gradients, workspace, workspace_bytes, stream,
+                      [&](const registry::BackwardRow& row, const stage::Backward& args) {
+                        if (row.head.device_checks)
+                          KDA_RETURN_IF_ERROR(row.head.device_checks->pointer("D", spans.D));
+                        return row.begin({args, spans});
+                      });
+}
+
+Status span_backward_finish(const BackwardPlan& plan, const Tensors& tensors,
+                            const GradientTensors& gradients, void* workspace,
+                            std::size_t workspace_bytes, void* stream) noexcept {
+  if (!plan.plan.requested.spans) return made_without_spans();
+  return run_backward(plan, tensors, gradients, workspace, workspace_bytes, stream,
+                      [](const registry::BackwardRow& row, const stage::Backward& args) {
+                        return row.finish(args);
+                      });
 }
 
 Status segment_scan(const Plan& plan, const Tensors& tensors, const SegmentTensors& segments,
@@ -285,8 +326,7 @@ namespace {
 template <class Run>
 Status run_half(const Plan& plan, const Tensors& tensors, void* workspace,
                 std::size_t workspace_bytes, void* stream, Run&& run) noexcept {
-  if (!plan.requested.spans)
-    return guarded([] { return invalid("plan: was made without spans in its options"); });
+  if (!plan.requested.spans) return made_without_spans();
   return checked_call(
       registry::forward_rows(), plan, tensors, workspace, workspace_bytes, stream,
       [&](const ForwardRow& row, const stage::Call& call) { return run(row, call); });

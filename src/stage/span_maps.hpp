@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stages "span_maps" and "fold_states", "span_begin" and "span_finish" (equations: kda/span.hpp).
+// Stages "span_maps" and "fold_states", "span_begin" and "span_finish", and those of a backward
+// (equations: kda/span.hpp).
 #pragma once
 
 #include "kda/span.hpp"
+#include "stage/backward.hpp"
 #include "stage/call.hpp"
 
 namespace kda::stage {
@@ -15,6 +17,11 @@ struct SpanMapsCall {
 struct SpanFinish {
   Call call;
   const float* states_in;  ///< [N, HV, K, V]
+};
+
+struct SpanBackwardBegin {
+  const Backward& backward;
+  const SpanGradients& spans;
 };
 
 }  // namespace kda::stage

@@ -2,6 +2,7 @@
 // The C ABI's spans: the bits of the C++ calls, and errors that name what was given.
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <memory>
 #include <string>
 #include <vector>
@@ -118,6 +119,56 @@ TEST_F(SpansInC, HalvesSayWhatIsWrong) {
   EXPECT_EQ(kda_plan_create(&problem, nullptr, &options, &raw), KDA_UNSUPPORTED);
   EXPECT_NE(std::string(kda_last_error()).find("has no forward in two halves"), std::string::npos);
   EXPECT_EQ(raw, nullptr);
+}
+
+TEST_F(SpansInC, FoldOfEarlierCallersAndInRows) {
+  ASSERT_EQ(map(), KDA_OK) << kda_last_error();
+  fold.maps_per_row = -1;  // behind what an earlier struct has
+  fold.struct_size = offsetof(kda_fold, maps_per_row);
+  ASSERT_EQ(kda_fold_states(&fold), KDA_OK) << kda_last_error();
+  EXPECT_EQ(state, B);
+  fold.struct_size = sizeof(fold);
+  EXPECT_EQ(kda_fold_states(&fold), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "maps_per_row = -1 is negative");
+  fold.maps_per_row = 1;
+  fold.row_stride = fold.map_stride;
+  state.assign(state.size(), 0);
+  ASSERT_EQ(kda_fold_states(&fold), KDA_OK) << kda_last_error();
+  EXPECT_EQ(state, B);
+  fold.device_kind = 7;
+  EXPECT_EQ(kda_fold_states(&fold), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "device_kind: value 7 is unknown");
+}
+
+TEST_F(SpansInC, HalvesOfABackwardSayWhatIsWrong) {
+  kda_gradients gradients{};
+  gradients.struct_size = sizeof(gradients);
+  Floats d_state(B.size());
+  const std::vector<int64_t> rows = {1, kTokens, kHeads, kV}, states = {1, kHeads, kK, kV};
+  const auto describe = [](kda_tensor* target, Floats* data, const std::vector<int64_t>& shape) {
+    return kda_tensor_contiguous(target, data->data(), KDA_FP32, 4, shape.data());
+  };
+  ASSERT_EQ(describe(&gradients.d_o, &o, rows), KDA_OK);
+  ASSERT_EQ(describe(&gradients.dv, &o, rows), KDA_OK);
+  ASSERT_EQ(describe(&gradients.d_final_state, &d_state, states), KDA_OK);
+  kda_backward_plan* raw = nullptr;
+  ASSERT_EQ(kda_backward_plan_create(plan.get(), &gradients, nullptr, &raw), KDA_OK)
+      << kda_last_error();
+  const auto begin = [&](const kda_backward_plan* of) {
+    return kda_span_backward_begin(of, &problem, &gradients, nullptr, 0, nullptr, 0);
+  };
+  EXPECT_EQ(begin(raw), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "plan: was made without spans in its options");
+  EXPECT_EQ(kda_span_backward_finish(raw, &problem, &gradients, nullptr, 0), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "plan: was made without spans in its options");
+  EXPECT_EQ(begin(nullptr), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "plan: is null");
+  kda_backward_plan_destroy(raw);
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  options.spans = 1;
+  EXPECT_EQ(kda_backward_plan_create(plan.get(), &gradients, &options, &raw), KDA_UNSUPPORTED);
+  EXPECT_NE(std::string(kda_last_error()).find("has no backward in two halves"), std::string::npos);
 }
 
 TEST_F(SpansInC, SaysWhatIsWrong) {

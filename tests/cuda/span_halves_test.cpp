@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A forward of spans in two halves: the maps of its first half say what its second half gives, and
-// both together are a forward from these states.
+// both together are a forward from these states. A backward of spans likewise.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,6 +8,7 @@
 
 #include "check/tolerances.hpp"
 #include "kda/span.hpp"
+#include "support/backward.hpp"
 #include "support/gpu.hpp"
 
 namespace kda {
@@ -104,6 +105,12 @@ void expect_forward(const Inputs& inputs, int64_t segments, const std::string& w
   EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
 }
 
+check::GenerateOptions shape_of_two_heads() {
+  check::GenerateOptions options = test::shape16(0, 2, 64, 64);
+  options.seq_lens = {64};
+  return options;
+}
+
 Inputs packed(int64_t K, DType dtype, check::Regime regime) {
   check::GenerateOptions options = test::shape16(0, 1, K, K, dtype);
   options.num_value_heads = 2;
@@ -156,6 +163,128 @@ TEST_F(SpanHalves, NameWhatCannotBeUsed) {
   };
   EXPECT_EQ(finish(nullptr), "states_in: pointer is null");
   EXPECT_EQ(finish(host.data()).substr(0, 26), "states_in: is host memory,");
+}
+
+class SpanBackward : public test::GpuTest {};
+
+check::GradientBuffers gradients_of(const Inputs& inputs) {
+  return check::make_gradients(inputs, {.d_o_dtype = DType::kBFloat16});
+}
+
+struct HalvesOfBackward {
+  BackwardPlan plan;
+  Floats D;
+};
+
+/// A backward in two halves: d_final_state comes in between, unless D is wanted from it.
+HalvesOfBackward backward_in_halves(const Inputs& inputs, int64_t segments, bool from_final,
+                                    check::GradientBuffers* buffers) {
+  test::BackwardCall call(inputs, buffers->gradients,
+                          {.backend = "staged", .segments = segments, .spans = true});
+  check::DeviceTensors tensors(call.plan.plan, call.tensors);
+  const check::DeviceGradients given(call.plan, buffers->tensors());
+  GradientTensors first = given.tensors();
+  check::DeviceBuffer unknown(buffers->d_final_state.size()), D(unknown.size());
+  unknown.fill(0xff), D.fill(0xff);
+  if (!from_final) first.d_final_state = unknown.data();
+  check::DeviceBuffer workspace(call.plan.plan.workspace_bytes);
+  workspace.fill(0xff);
+  throw_if_error(span_backward_begin(call.plan, tensors.tensors(), first,
+                                     {static_cast<float*>(D.data()), from_final}, workspace.data(),
+                                     workspace.size()));
+  throw_if_error(span_backward_finish(call.plan, tensors.tensors(), given.tensors(),
+                                      workspace.data(), workspace.size()));
+  check::synchronize_device();
+  const_cast<check::DeviceGradients&>(given).download();
+  return {call.plan, download(D)};
+}
+
+double difference(const Floats& found, const io::Buffer& expected) {
+  double worst = 0, largest = 0;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    worst = std::max(worst, std::abs(double{found[i]} - expected.as<float>()[i]));
+    largest = std::max(largest, std::abs(double{expected.as<float>()[i]}));
+  }
+  return worst / largest;
+}
+
+TEST_F(SpanBackward, IsABackwardFromTheGradientsBehind) {
+  for (const int64_t segments : {0, 3})
+    for (const int64_t K : test::in_turn<int64_t>(segments == 0 ? 1 : 0, {64, 128})) {
+      const Inputs inputs = packed(K, DType::kBFloat16, check::Regime::kTrained);
+      check::GradientBuffers buffers = gradients_of(inputs);
+      const HalvesOfBackward from_final = backward_in_halves(inputs, segments, true, &buffers);
+      const check::GradientComparison comparison =
+          check::compare_gradients(inputs, buffers,
+                                   {.operands = check::operands_of(from_final.plan.plan),
+                                    .num_threads = test::oracle_threads()});
+      for (const auto& [name, errors] : comparison.errors) {
+        const check::HeadError* worst = check::worst_error(errors);
+        EXPECT_LE(worst->error, worst->tolerance) << "K " << K << ": " << name;
+      }
+      EXPECT_LE(difference(from_final.D, buffers.d_initial_state), 1e-2) << K << " " << segments;
+      // D is the gradient when none comes from behind.
+      check::GradientBuffers again = gradients_of(inputs), alone = gradients_of(inputs);
+      const Floats D = backward_in_halves(inputs, segments, false, &again).D;
+      EXPECT_TRUE(test::same_gradients(buffers, again)) << K << " " << segments;
+      alone.d_final_state.fill(0);
+      test::run_backward(inputs, &alone, {.backend = "staged"});
+      EXPECT_LE(difference(D, alone.d_initial_state), 1e-2) << K << " " << segments;
+    }
+}
+
+TEST_F(SpanBackward, NamesWhatCannotBeUsed) {
+  const Inputs inputs = packed(64, DType::kBFloat16, check::Regime::kTrained);
+  check::GradientBuffers buffers = gradients_of(inputs);
+  Floats host(1);
+  for (const bool spans : {false, true}) {
+    test::BackwardCall call(inputs, buffers.gradients, {.backend = "staged", .spans = spans});
+    check::DeviceTensors tensors(call.plan.plan, call.tensors);
+    const check::DeviceGradients given(call.plan, buffers.tensors());
+    check::DeviceBuffer workspace(call.plan.plan.workspace_bytes);
+    const Status begin =
+        span_backward_begin(call.plan, tensors.tensors(), given.tensors(), {host.data(), false},
+                            workspace.data(), workspace.size());
+    if (spans) {
+      EXPECT_EQ(begin.message().substr(0, 18), "D: is host memory,");
+    } else {
+      EXPECT_EQ(begin.message(), "plan: was made without spans in its options");
+      EXPECT_EQ(span_backward_finish(call.plan, tensors.tensors(), given.tensors(),
+                                     workspace.data(), workspace.size())
+                    .message(),
+                begin.message());
+    }
+  }
+}
+
+TEST(SpanBackwardPlan, IsRefusedWhereThereIsNone) {
+  const Inputs inputs = check::generate(shape_of_two_heads());
+  const check::GradientBuffers buffers = gradients_of(inputs);
+  const auto message = [&](const Gradients& gradients, const DeviceFacts& device, bool lengths,
+                           int64_t tokens) {
+    Problem p = inputs.problem;
+    p.num_tokens = tokens;
+    check::make_outputs(&p, DType::kBFloat16);
+    const std::vector<int64_t> cu_seqlens = {0, tokens};
+    Plan forward;
+    BackwardPlan plan;
+    throw_if_error(lengths ? make_plan(p, cu_seqlens, device, {}, &forward)
+                           : make_plan_from_bounds(p, device, {}, &forward));
+    PlanOptions options;
+    options.spans = true;
+    return make_backward_plan(forward, gradients, options, &plan).message();
+  };
+  const DeviceFacts gpu = gpu_facts(132, 90);
+  const Gradients& all = buffers.gradients;
+  EXPECT_EQ(message(all, gpu, true, 64), "");
+  EXPECT_NE(message(all, cpu_facts(), true, 64).find("no backward in two halves"),
+            std::string::npos);
+  EXPECT_EQ(message(all, gpu, false, 64), "spans: needs lengths that are known");
+  Gradients without = all;
+  without.d_final_state = std::nullopt;
+  EXPECT_EQ(message(without, gpu, true, 64), "spans: belongs to a backward with d_final_state");
+  const std::string large = message(all, gpu, true, int64_t{1} << 23);
+  EXPECT_NE(large.find("all heads at once would need more than 12 GB"), std::string::npos) << large;
 }
 
 TEST(SpanHalvesPlan, IsRefusedWhereThereIsNone) {

@@ -3,9 +3,14 @@
 // of its bf16 operands, against the oracle; groups of heads; what it declines. (What holds for both
 // backwards: tests/stage/backward_test.cpp, tests/cuda/backward_cuda_test.cpp.)
 #include <cmath>
+#include <cstring>
+#include <functional>
+#include <span>
+#include <tuple>
 
 #include "check/tolerances.hpp"
 #include "cuda/host/backends.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "plan/planner.hpp"
 #include "support/backward.hpp"
@@ -23,11 +28,15 @@ constexpr const char* kName = "cuda.sm80.staged";
 
 class StagedBackward : public test::GpuTest {};
 
+bool has_half_chains(const Inputs& inputs) {
+  const Problem& p = inputs.problem;
+  return test::device().compute_capability == 90 && p.key_dim == 128 && p.value_dim == 128;
+}
+
 /// Every head within its tolerance and, if `many`, all heads together within the bounds. The sum
-/// over tokens of dA_log may cancel in all of a few heads.
-void expect_within(const Inputs& inputs, const check::GradientOptions& options, bool many,
-                   const std::string& what, const test::BackwardRun& run = {}) {
-  GradientBuffers buffers = check::make_gradients(inputs, options);
+/// over tokens of dA_log may cancel in all of a few heads. `buffers` have d_o.
+void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool many,
+                           const std::string& what, const test::BackwardRun& run = {}) {
   test::BackwardCall call(inputs, buffers.gradients, run);
   ASSERT_EQ(call.plan.plan.implementation, kName) << what;
   throw_if_error(call.run(&buffers));
@@ -41,15 +50,24 @@ void expect_within(const Inputs& inputs, const check::GradientOptions& options, 
     EXPECT_LE(worst->error, worst->tolerance)
         << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
   }
-  for (const check::GradientBound& bound : check::kBf16Gradients) {
-    const auto found = comparison.all_heads.find(bound.name);
-    if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
-      EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
+  const auto expect_all = [&](std::span<const check::GradientBound> bounds) {
+    for (const check::GradientBound& bound : bounds) {
+      const auto found = comparison.all_heads.find(bound.name);
+      if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
+        EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
+      }
     }
-  }
+  };
+  expect_all(check::kBf16Gradients);
+  if (has_half_chains(inputs)) expect_all(check::kHalfChainGradients);
   if (std::getenv("KDA_TEST_VERBOSE"))
     for (const auto& [name, error] : comparison.all_heads)
       std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
+}
+
+void expect_within(const Inputs& inputs, const check::GradientOptions& options, bool many,
+                   const std::string& what, const test::BackwardRun& run = {}) {
+  expect_buffers_within(inputs, check::make_gradients(inputs, options), many, what, run);
 }
 
 constexpr check::GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
@@ -79,6 +97,65 @@ TEST_F(StagedBackward, GradientThatDecayedOnItsWay) {
   check::GenerateOptions options = shape16(32, 32, 32, 40);
   options.regime = Regime::kStrong;
   expect_within(check::generate(options), {.d_o = false}, false, "decayed");
+}
+
+// ---- fp16 operands of the chains on Hopper
+
+void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
+  const auto count =
+      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
+  for (int64_t i = 0; i < count; ++i)
+    store_element(tensor->data(), type, i,
+                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
+}
+
+TEST_F(StagedBackward, ValuesAndGradientsOfAnySize) {
+  check::GenerateOptions options = shape16(150, 1, 128, 128);
+  options.regime = Regime::kSlow;
+  const Inputs inputs = check::generate(options);
+  const GradientBuffers buffers = check::make_gradients(inputs, kBf16);
+  const auto everywhere = [](double x) { return [x](int64_t) { return x; }; };
+  const auto spread = [](int64_t i) {
+    return 1e-9 * std::ldexp(1.0, -static_cast<int>(i / 128 % 25));
+  };
+  for (const auto& [of_d_o, of_v, of_states] :
+       {std::tuple{0x1p30, 0x1p-40, 0x1p-60}, std::tuple{0x1p-90, 0x1p60, 0x1p50},
+        std::tuple{0.0, 1.0, 0x1p100}}) {
+    Inputs x = inputs;
+    GradientBuffers y = buffers;
+    scale_by(&x.v, DType::kBFloat16, everywhere(of_v));
+    scale_by(&x.initial_state, DType::kFloat32, everywhere(of_states));
+    scale_by(&y.d_o, DType::kBFloat16,
+             of_d_o == 0 ? std::function<double(int64_t)>(spread) : everywhere(of_d_o));
+    scale_by(&y.d_final_state, DType::kFloat32, everywhere(of_d_o));
+    expect_buffers_within(x, y, false, "d_o times " + std::to_string(of_d_o));
+  }
+}
+
+TEST_F(StagedBackward, WhatFp16DoesNotHoldIsMadeAgain) {
+  // Next to nothing of d_final_state reaches the start.
+  check::GenerateOptions strong = shape16(24, 2, 128, 128);
+  strong.regime = Regime::kStrong;
+  expect_within(check::generate(strong), {.d_o = false}, false, "decayed");
+  // States that grow by exp(36) in the second of three sequences.
+  check::GenerateOptions options = shape16(0, 1, 128, 128);
+  options.seq_lens = {70, 90, 33};
+  options.regime = Regime::kLog;
+  const Inputs falling = check::generate(options);
+  Inputs growing = falling;
+  for (int64_t i = 80 * 128; i < 98 * 128; ++i)
+    store_element(growing.g.data(), DType::kBFloat16, i, 2.0f);
+  expect_within(growing, kBf16, false, "growing");
+  GradientBuffers a = check::make_gradients(falling, kBf16), b = a;
+  test::run_backward(falling, &a);
+  test::run_backward(growing, &b);
+  const auto same = [&](int64_t token, int64_t count) {
+    const auto at = static_cast<std::size_t>(token * 128 * 2);
+    return std::memcmp(a.dk.data() + at, b.dk.data() + at, static_cast<std::size_t>(count * 256)) ==
+           0;
+  };
+  EXPECT_TRUE(same(0, 70) && same(160, 33));
+  EXPECT_FALSE(same(70, 90));
 }
 
 TEST_F(StagedBackward, HeadSizes) {
@@ -260,12 +337,24 @@ TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
     EXPECT_NE(text.find("2 segments a sequence asked for"), std::string::npos) << text;
   }
   // What Hopper has a kernel of its own for; its chunks more than pieces of 64 tokens.
-  options = shape16(0, 3, 128, 128);
-  options.seq_lens = {66, 0, 5};
-  options.regime = Regime::kSoftplus;
-  inputs = check::generate(options);
-  expect_same(inputs, check::make_gradients(inputs, kBf16));
-  expect_within(inputs, kBf16, false, "K = V = 128, packed");
+  for (const int64_t value_heads : {3, 6}) {
+    options = shape16(0, 3, 128, 128);
+    options.num_value_heads = value_heads;
+    options.seq_lens = {66, 0, 5};
+    options.regime = Regime::kSoftplus;
+    inputs = check::generate(options);
+    expect_same(inputs, check::make_gradients(inputs, kBf16));
+    if (value_heads == 3) expect_within(inputs, kBf16, false, "K = V = 128, packed");
+  }
+}
+
+TEST_F(StagedBackward, ValueHeadsOfAQueryHead) {
+  // Hopper's own kernel. With many of few tokens: five of six blocks would have nothing to do.
+  for (const auto& [T, group] : {std::pair{33, 2}, {70, 4}, {65, 8}, {2, 40}}) {
+    check::GenerateOptions options = shape16(T, 1, 128, 128);
+    options.num_value_heads = group;
+    expect_within(check::generate(options), kBf16, false, "groups of " + std::to_string(group));
+  }
 }
 
 TEST_F(StagedBackward, SomeGradientsAreNotWanted) {

@@ -9,6 +9,7 @@
 #include "check/tolerances.hpp"
 #include "core/layout.hpp"
 #include "support/backward.hpp"
+#include "support/fold.hpp"
 
 namespace kda {
 namespace {
@@ -191,43 +192,7 @@ TEST_F(Spans, NeedAForwardOfTheCpuAndPointers) {
   EXPECT_EQ(B, Floats(256, 7));
 }
 
-struct FoldCase {
-  Floats maps, starts, states;
-  std::vector<FoldStep> steps;
-  StateFold fold;
-
-  FoldCase(int64_t K, int64_t V, bool transposed) {
-    const int64_t heads = 3, count = 4;
-    const int64_t stride = heads * K * (K + V);
-    maps.resize(static_cast<std::size_t>(count * stride));
-    starts.resize(static_cast<std::size_t>(2 * heads * K * V));
-    states.assign(static_cast<std::size_t>(4 * heads * K * V), NAN);
-    uint32_t seed = 1;
-    for (Floats* all : {&maps, &starts})
-      for (float& x : *all) {
-        seed = seed * 1664525 + 1013904223;
-        x = (static_cast<float>(seed >> 8) * 0x1p-23f - 1) / static_cast<float>(K);
-      }
-    steps = {{.start = 1, .store = 0},
-             {.map = 2},
-             {.map = 0, .store = 2},
-             {.start = FoldStep::kZero, .map = 3, .store = 1}};
-    fold = {.num_value_heads = heads,
-            .key_dim = K,
-            .value_dim = V,
-            .num_maps = count,
-            .map_stride = stride,
-            .M = maps.data(),
-            .A = maps.data() + heads * K * K,
-            .transposed = transposed,
-            .num_starts = 2,
-            .starts = starts.data(),
-            .num_states = 4,
-            .states = states.data(),
-            .steps = steps,
-            .num_threads = 2};
-  }
-};
+using test::FoldCase;
 
 TEST(FoldStates, AppliesMapsInOrder) {
   for (const auto& [K, V] : {std::pair{128, 128}, {33, 50}, {1, 3}, {256, 16}})
@@ -257,6 +222,16 @@ TEST(FoldStates, AppliesMapsInOrder) {
     }
 }
 
+TEST(FoldStates, RowsMayHaveSomethingBehindTheirMaps) {
+  for (const bool transposed : {false, true}) {
+    FoldCase dense(20, 12, transposed), rows(20, 12, transposed);
+    rows.put_in_rows(3, 5);
+    ASSERT_TRUE(fold_states(dense.fold).ok());
+    ASSERT_TRUE(fold_states(rows.fold).ok());
+    EXPECT_TRUE(test::same_bits(dense.states, rows.states));
+  }
+}
+
 TEST(FoldStates, SaysWhatIsWrong) {
   FoldCase c(8, 8, false);
   const auto message = [&](auto change) {
@@ -278,6 +253,9 @@ TEST(FoldStates, SaysWhatIsWrong) {
   EXPECT_EQ(message([](StateFold& f) { f.map_stride = 191; }),
             "map_stride = 191 is below the 192 floats of a map");
   EXPECT_EQ(message([](StateFold& f) { f.num_threads = -1; }), "num_threads = -1 is negative");
+  EXPECT_EQ(message([](StateFold& f) { f.maps_per_row = -1; }), "maps_per_row = -1 is negative");
+  EXPECT_EQ(message([](StateFold& f) { f.maps_per_row = 2, f.row_stride = 767; }),
+            "row_stride = 767 is below the 2 maps of 384 floats of a row");
   EXPECT_EQ(message([&](StateFold& f) { f.steps = f.steps.subspan(1); }),
             "steps: the first step has no start");
   EXPECT_EQ(steps({.start = 2}), "steps: start of step 1 is 2, outside -2..1");

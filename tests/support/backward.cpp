@@ -52,6 +52,7 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
     throw_if_error(kda::run(forward, tensors, room.data(), room.size()));
   }
   tensors.o = nullptr;  // no output of the forward is looked at
+  options.spans = run.spans;
   throw_if_error(make_backward_plan(forward, gradients, options, &plan));
   workspace = io::Buffer(plan.plan.workspace_bytes);
   workspace.fill(0xff);

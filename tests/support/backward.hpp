@@ -19,6 +19,7 @@ struct BackwardRun {
   int64_t kept_every = 0;
   bool from_bounds = false;  ///< the plan does not know cu_seqlens
   int64_t segments = 0;      ///< of each sequence, as far as it has chunks; 0: as the planner likes
+  bool spans = false;        ///< a backward in two halves
   const int32_t* state_indices = nullptr;
   const uint8_t* state_mask = nullptr;
 };

@@ -34,6 +34,7 @@ FAMILIES = {
     "backward": ("backward", "launch"),
     "head_gates": ("head_gates", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
+    "fold": ("fold",),
     "spans": ("spans", "launch"),  # beside those of fused
 }
 HOPPER = ("fused", "spans")  # these have no kernels but those of sm_90a

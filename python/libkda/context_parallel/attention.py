@@ -2,6 +2,7 @@
 """chunk_kda over several ranks, forward and backward."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,22 +11,31 @@ from .. import ops
 from .._checks import check, computes_in_float64
 from .._operands import as_type, dense, parameter_of, rows_of
 from . import maps
+from .contexts import runs_of
 from .exchange import AllGather, agree, check_place, device_of
 
 
 def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, initial_state: torch.Tensor | None,
+              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
+              initial_state: torch.Tensor | Callable[[], torch.Tensor] | None,
               modes: tuple[Any, ...], output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of)."""
+    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of). initial_state: a
+    tensor, None, or a function that makes one; what it raises is known to all ranks, as other errors of arguments."""
     values = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     state_v_first = modes[-1]
 
     def sizes_of():
-        check("chunk_kda", values)
-        if computes_in_float64(q):
-            raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
-        check_place(context, "q", q)
-        HV, K, V = v.shape[2], q.shape[3], v.shape[3]
+        nonlocal initial_state
+        alike = tuple(_alike(x) for x in values.values())
+        if alike not in context._seen:  # looking costs more than launching
+            check("chunk_kda", values)
+            if computes_in_float64(q):
+                raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
+            check_place(context, "q", q)
+            context._seen[alike] = v.shape[2], q.shape[3], v.shape[3]
+        HV, K, V = context._seen[alike]
+        if callable(initial_state):
+            initial_state = initial_state()
         _check_initial_state(context, q, initial_state, (HV, V, K) if state_v_first else (HV, K, V))
         return HV, K, V
 
@@ -33,6 +43,11 @@ def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g
                   lambda known: _row(context._forward, known, device_of(context.group, q)).refuse())
     o, final_state = _ChunkKda.apply(context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state)
     return as_type(o, q.dtype), final_state if output_final_state else None
+
+
+def _alike(x):
+    """What the checks of an argument look at."""
+    return (x.shape, x.dtype, x.device, x.layout) if isinstance(x, torch.Tensor) else type(x)
 
 
 def _check_initial_state(context, q, state, shape):
@@ -51,159 +66,208 @@ def _check_initial_state(context, q, state, shape):
 
 
 def _row(direction, sizes, device):
-    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges, device)
-
-
-def _runs(indices):
-    """Neighbours among sorted indices, as (first, last + 1)."""
-    start = None
-    for i, index in enumerate(indices):
-        if start is None:
-            start = index
-        if i + 1 == len(indices) or indices[i + 1] != index + 1:
-            yield start, index + 1
-            start = None
+    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges, device,
+                     own=direction.own_rows)
 
 
 class _Call:
     """One direction of one call on this rank: its maps, and the states that it gives and gets. States are fp32, in the
-    kv layout."""
+    kv layout. Nothing here waits for a GPU, so that a CUDA graph can hold a call; the first call of a context makes
+    what would be waited for."""
 
     def __init__(self, direction, sizes, modes, rows, parameters):
         self.direction, self.context, self.sizes = direction, direction.context, sizes
         self.modes, self.rows, self.parameters = modes, rows, parameters
-        device = rows[0].device
-        self.by = maps.of_device(device)
-        self.gather = _row(direction, sizes, device)
+        self.device = rows[0].device
+        self.by = maps.of_device(self.device)
+        self.gather = _row(direction, sizes, self.device)
         HV, K, V = sizes
-        self.map_floats = HV * K * (K + V)
-        self.private = torch.zeros(len(direction.private_slots), self.map_floats, device=device)
+        self.M_floats, self.map_floats = HV * K * K, HV * K * (K + V)
+        self.aligned = self.M_floats % 4 == self.map_floats % 4 == 0  # kernels write 16 bytes at a time
         count = len(self.context.spans)
         if direction.all and direction.forward:
             count += self.context.num_sequences
         #: before each span of this rank (of a backward: behind it), and with "all" behind each sequence
-        self.states = torch.zeros(count, HV, K, V, device=device)
+        made = torch.empty if len(direction.stored) == count else torch.zeros
+        self.states = made(count, HV, K, V, dtype=torch.float32, device=self.device)
         alone = not direction.forward or self.by.states_alone
         self.early = direction.early if alone else []
         self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
-        self.begun: dict[tuple[int, int], maps.Begun] = {}  # by run of neighbours
+        self.begun: dict[tuple[int, int], Any] = {}  # by run of neighbours
         self.after = direction.after if alone else [i for i in direction.after if i not in direction.early]
 
     def _place(self, index):
         """Where the map of a span goes; None if nobody needs it."""
         direction = self.direction
         if index in direction.private_slots:
-            return self.private[direction.private_slots[index]]
-        if index not in direction.shared_slots:
+            row, slot = divmod(direction.private_slots[index], direction.maps_per_row)
+            row = self.gather.rows[row]
+        elif index in direction.shared_slots:
+            row, slot = self.gather.mine, direction.shared_slots[index]
+        else:
             return None
-        begin = direction.shared_slots[index] * self.map_floats
-        return self.gather.mine[begin:begin + self.map_floats]
+        return row[slot * self.map_floats:(slot + 1) * self.map_floats]
+
+    def _halves(self, index):
+        """Where M of a span goes, and what it adds."""
+        HV, K, V = self.sizes
+        place = self._place(index)
+        return place[:self.M_floats].view(1, HV, K, K), place[self.M_floats:].view(1, HV, K, V)
+
+    def _maps(self, spans, first, last):
+        """What kernels write M and the rest of spans `first` to `last` to: the places of a single span, if they fit."""
+        if last - first == 1 and self.aligned:
+            return self._halves(first)
+        _, K, V = self.sizes
+        return spans.new(K, K), spans.new(K, V)
+
+    def _give_maps(self, M, A, first, mapped, known=None):
+        """Those of spans `mapped` among neighbours from `first` on, if they are not in their places. `known`: M by
+        span, of the forward."""
+        for i in mapped:
+            for place, given in zip(self._halves(i), (known[i] if known else M[i - first], A[i - first])):
+                if place.data_ptr() != given.data_ptr():
+                    place[0].copy_(given)
 
     def give_state(self, index, state):
         """The state that leaves a span whose start is known: a map that is constant."""
         place = self._place(index)
         if place is not None:
-            place[-state.numel():] = state.flatten()
+            place[:self.M_floats].zero_()
+            place[self.M_floats:].copy_(state.flatten())
 
     def give_extra(self, states):
         """States that travel beside the maps, with final_states = "all"."""
         if self.direction.extra_states:
-            self.gather.mine[self.direction.rows * self.map_floats:-1] = states.flatten()
+            begin = self.direction.rows * self.map_floats
+            self.gather.mine[begin:begin + states.numel()] = states.flatten()
 
     def extra_of(self, gathered):
         """Their sums over the ranks, in the order of these."""
-        rows = gathered[:, self.direction.rows * self.map_floats:]
+        HV, K, V = self.sizes
+        begin = self.direction.rows * self.map_floats
+        rows = gathered[:, begin:begin + self.direction.extra_states * HV * K * V]
         total = rows[0].clone()
         for row in rows[1:]:
             total += row
-        return total.view(-1, *self.states.shape[1:])
+        return total.view(-1, HV, K, V)
 
-    def tokens(self, first, last):
-        return self.context.offsets[first], self.context.offsets[last]
+    def tokens(self, x, first, last):
+        """Those of spans in a tensor of all tokens of this rank."""
+        begin, end = self.context.offsets[first], self.context.offsets[last]
+        return x if end - begin == self.context.num_tokens else x[:, begin:end]
 
     def spans(self, first, last):
-        begin, end = self.tokens(first, last)
-        return maps.Spans(tuple(x[:, begin:end] for x in self.rows), self.parameters,
-                          self.context._lengths(first, last, self.rows[0].device), self.modes, self.sizes)
+        return maps.Spans(tuple(self.tokens(x, first, last) for x in self.rows), self.parameters,
+                          self.context._lengths(first, last, self.device), self.modes, self.sizes)
 
-    def begin(self, o, behind):
+    def _waiting(self):
+        """Runs of spans that wait for the exchange: those that give their state early, and the others."""
+        return runs_of(self.early) + runs_of([i for i in self.after if i not in self.early])
+
+    def _mapped(self, first, last):
+        return [i for i in self.direction.mapped if first <= i < last]
+
+    def begin(self, o, behind, kept):
         """Starts the forward of spans that wait for their states, where it can be started."""
-        for first, last in _runs(self.after):
-            begin, end = self.tokens(first, last)
-            wanted = any(first <= index < last for index in self.direction.mapped)
-            begun = self.by.begin(self.spans(first, last), o[:, begin:end], behind[first:last], wanted)
-            if begun is not None:
-                self.begun[first, last] = begun
+        for first, last in self._waiting():
+            mapped, spans = self._mapped(first, last), self.spans(first, last)
+            M, B = self._maps(spans, first, last) if mapped else (None, None)
+            begun = self.by.begin(spans, self.tokens(o, first, last), behind[first:last], M, B)
+            if begun is None:
+                continue
+            self.begun[first, last] = begun
+            if mapped:
+                self._give_maps(M, B, first, mapped)
+                self._keep(kept, M, first, mapped)
 
-    def finish(self, run):
-        """Ends the forward of spans that waited."""
-        for first, last in _runs(self.after):
+    def begin_backward(self, d_o, before, kept, wanted):
+        """The same of a backward. `before`: the states before all spans."""
+        for first, last in self._waiting():
+            mapped, spans, early = self._mapped(first, last), self.spans(first, last), first in self.early
+            M, D = self._maps(spans, first, last) if mapped else (None, spans.new(*self.sizes[1:]) if early else None)
+            begun = self.by.begin_backward(spans, dense(self.tokens(d_o, first, last)), self.states[first:last],
+                                           before[first:last], wanted, D, early)
+            if begun is None:
+                continue
+            self.begun[first, last] = begun
+            if mapped:
+                known = self._known(kept, mapped)
+                if known is None:
+                    self.by.transitions(spans, M)
+                self._give_maps(M, D, first, mapped, known)
+            elif early:
+                for i in range(first, last):
+                    self.give_state(i, D[i - first])
+
+    @staticmethod
+    def _known(kept, mapped):
+        """M of the forward by span; None if one is missing."""
+        return {i: kept[i] for i in mapped} if all(i in kept for i in mapped) else None
+
+    def finish(self, run, done):
+        """Ends what waited: done(first, last, begun) where it was begun, else run(spans)."""
+        for first, last in self._waiting():
             begun = self.begun.pop((first, last), None)
             if begun is None:
                 run(range(first, last))
             else:
-                begun.finish(self.states[first:last])
+                done(first, last, begun)
+
+    @staticmethod
+    def _keep(kept, M, first, mapped):
+        """M for the backward; a copy, where it is in a row of the exchange."""
+        if kept is not None:
+            kept.update((i, M[i - first].clone() if len(M) == 1 else M[i - first]) for i in mapped)
 
     def give_maps(self, kept, d_o=None):
-        """M and what it adds, B or D. `kept`: the M of spans by index, of a forward for its backward."""
-        mapped = self.direction.mapped
-        for (first, last), begun in self.begun.items():
-            for i in mapped:
-                if first <= i < last:
-                    kept[i] = begun.M[i - first]
-                    self._give_map(i, kept[i], begun.B[i - first])
-            mapped = [i for i in mapped if not first <= i < last]
-        for first, last in _runs(mapped):
+        """M and what it adds, B or D. `kept`: the M of spans by index, of a forward for its backward, or None."""
+        mapped = [i for i in self.direction.mapped if not any(first <= i < last for first, last in self.begun)]
+        for first, last in runs_of(mapped):
             spans = self.spans(first, last)
+            M, A = self._maps(spans, first, last)
+            known = None
             if d_o is None:
-                M, A = self.by.forward_maps(spans)
-                kept.update(zip(range(first, last), M))
+                self.by.forward_maps(spans, M, A)
+                self._keep(kept, M, first, range(first, last))
             else:
-                begin, end = self.tokens(first, last)
-                known = [kept.get(i) for i in range(first, last)]
-                known = None if any(M is None for M in known) else torch.stack(known)
-                M, A = self.by.backward_maps(spans, dense(d_o[:, begin:end]), known)
-            for i in range(first, last):
-                self._give_map(i, M[i - first], A[i - first])
-
-    def _give_map(self, index, M, A):
-        place = self._place(index)
-        place[:M.numel()] = M.flatten()
-        place[M.numel():] = A.flatten()
+                known = self._known(kept, range(first, last))
+                self.by.backward_maps(spans, dense(self.tokens(d_o, first, last)), None if known else M, A)
+            self._give_maps(M, A, first, range(first, last), known)
 
     def give_early(self, before, d_o=None):
         """The states that leave spans at the near end, without their outputs. `before`: of a backward, the states
         before all spans."""
-        for first, last in _runs(self.early):
+        for first, last in runs_of(self.early):
+            if (first, last) in self.begun:
+                continue
             spans, known = self.spans(first, last), self.states[first:last]
             if d_o is None:
                 states = self.by.states_behind(spans, known)
             else:
-                begin, end = self.tokens(first, last)
-                states = self.by.gradients_before(spans, dense(d_o[:, begin:end]), known, before[first:last])
+                d_o_here = dense(self.tokens(d_o, first, last))
+                states = self.by.gradients_before(spans, d_o_here, known, before[first:last])
             for i in range(first, last):
                 self.give_state(i, states[i - first])
 
-    def exchange(self, run, leaving, kept, before=None, *d_o, begin=lambda: None):
+    def exchange(self, run, begin, leaving, kept, before=None, *d_o):
         """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
         that leave them."""
         run(self.at_once)
         for index in self.at_once:
             self.give_state(index, leaving[index])
-        self.give_early(before, *d_o)
         begin()
+        self.give_early(before, *d_o)
         self.give_maps(kept, *d_o)
         self.gather.start()
         run(self.direction.meanwhile)
 
-    def fold(self, gathered, starts):
+    def fold(self, starts):
         """Fills the states of spans that were not known before the exchange."""
         direction = self.direction
-        if not len(direction.steps):
-            return
-        shared = direction.rows * self.map_floats
-        every_map = torch.cat([gathered[:, :shared].reshape(-1, self.map_floats), self.private])
-        self.by.fold(every_map, starts, self.states, direction.steps, not direction.forward)
+        if len(direction.steps):
+            maps.fold_states(self.gather.rows, direction.maps_per_row, starts, self.states, direction.steps,
+                             direction.steps_on(self.device), not direction.forward)
 
 
 class _ChunkKda(torch.autograd.Function):
@@ -213,34 +277,38 @@ class _ChunkKda(torch.autograd.Function):
     def forward(ctx, context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
         rows = [rows_of(x) for x in (q, k, v, g, beta)]
         parameters = tuple(parameter_of(x) for x in (A_log, dt_bias))
-        kept = {}
         call = _Call(context._forward, sizes, modes, rows, parameters)
+        # On a CPU they come with D at no cost.
+        kept = {} if call.by is maps.OnKernels and any(ctx.needs_input_grad) else None
         v_first = modes[-1]
         try:
             o = torch.empty(v.shape, dtype=rows[2].dtype, device=v.device)
-            starts = _starting_states(context, initial_state, sizes, v_first, q.device)
-            for span in context.spans:
-                if span.first:
-                    call.states[span.place] = starts[context.begins.index(span.sequence)]
-            behind = torch.zeros(len(context.spans), *call.states.shape[1:], device=q.device)
+            starts = None
+            if initial_state is not None or context.empty or call.direction.extra_states:
+                starts = _starting_states(context, initial_state, sizes, v_first, q.device)
+            if initial_state is not None:
+                for span in context.spans:
+                    if span.first:
+                        call.states[span.place] = starts[context.begins.index(span.sequence)]
+            behind = call.states.new_empty(len(context.spans), *sizes)
 
             def run(indices):
-                for first, last in _runs(indices):
-                    begin, end = call.tokens(first, last)
-                    maps.run_forward(call.spans(first, last), o[:, begin:end], behind[first:last],
+                for first, last in runs_of(indices):
+                    maps.run_forward(call.spans(first, last), call.tokens(o, first, last), behind[first:last],
                                      call.states[first:last])
 
-            call.give_extra(_states_of_empty(context, starts))
-            call.exchange(run, behind, kept, begin=lambda: call.begin(o, behind))
+            if call.direction.extra_states:
+                call.give_extra(_states_of_empty(context, starts))
+            call.exchange(run, lambda: call.begin(o, behind, kept), behind, kept)
         except Exception:
             call.gather.refuse()
             raise
         gathered = call.gather.finish()
-        call.fold(gathered, call.states[:0])
-        call.finish(run)
+        call.fold(call.states[:0])
+        call.finish(run, lambda first, last, begun: begun.finish(call.states[first:last]))
         final = _final_states(context, call, gathered, behind, starts)
         ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
-        ctx.transitions = kept if call.by is maps.OnKernels else {}  # on a CPU they come with D at no cost
+        ctx.transitions = kept or {}
         ctx.state_like = None if initial_state is None else (initial_state.shape, initial_state.dtype)
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, call.states[:len(context.spans)])
         return o, final.mT.contiguous() if v_first else final
@@ -274,21 +342,27 @@ class _ChunkKda(torch.autograd.Function):
                         call.states[span.place] = d_final[context.ends.index(span.sequence)]
 
             def run(indices):
-                for first, last in _runs(indices):
-                    begin, end = call.tokens(first, last)
-                    pieces[first] = maps.run_backward(call.spans(first, last), d_o[:, begin:end],
-                                                      call.states[first:last], states[first:last], wanted)
-                    before[first:last] = pieces[first][7]
+                for first, last in runs_of(indices):
+                    give(first, last, maps.run_backward(call.spans(first, last), call.tokens(d_o, first, last),
+                                                        call.states[first:last], states[first:last], wanted))
 
-            call.exchange(run, before, ctx.transitions, states, d_o)
+            def give(first, last, found):
+                pieces[first] = found
+                before[first:last] = found[7]
+
+            def done(first, last, begun):
+                give(first, last, begun.finish(call.states[first:last]))
+
+            call.exchange(run, lambda: call.begin_backward(d_o, states, ctx.transitions, wanted), before,
+                          ctx.transitions, states, d_o)
         except Exception:
             call.gather.refuse()
             raise
         gathered = call.gather.finish()
         if direction.all:  # every rank has had the states
             d_final = call.extra_of(gathered)
-        call.fold(gathered, d_final if direction.all else call.states[:0])
-        run(call.after)
+        call.fold(d_final if direction.all else call.states[:0])
+        call.finish(run, done)
         gradients = _joined(inputs, pieces, wanted)
         d_initial = _initial_gradients(context, before, d_final, ctx.state_like, ctx.needs_input_grad[10], v_first)
         return *gradients, d_initial
@@ -359,7 +433,8 @@ def _joined(inputs, pieces, wanted):
         elif not ordered:
             yield torch.zeros_like(x)
         elif i < 5:
-            yield torch.cat([piece[i] for piece in ordered], dim=1).to(x.dtype)
+            rows = [piece[i] for piece in ordered]
+            yield (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).to(x.dtype)
         else:
             yield sum(piece[i].double() for piece in ordered).view(x.shape).to(x.dtype)
 

@@ -123,6 +123,8 @@ class Context:
         self._agreed: dict[str, tuple[int, ...]] = {}
         self._halos: dict[tuple[int, torch.device], Any] = {}  # by width (convolution.py)
         self._lengths_on: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._seen: dict[tuple[Any, ...], tuple[int, ...]] = {}  # sizes of arguments that were looked at
+        self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._of_fla = False  # then each rank numbers sequences and tokens its own way
 
     def copy(self) -> Context:
@@ -210,6 +212,15 @@ class Context:
             self._lengths_on[key] = (cu, None) if device.type == "cpu" else (cu.to(device), cu)
         return self._lengths_on[key]
 
+    def _table(self, name, device):
+        """`begins`, `ends`, or the sequences of the "tokens" of this rank, as a tensor; made once, as above."""
+        if (name, device) not in self._tables:
+            values = getattr(self, name, None)
+            if values is None:
+                values = [span.sequence for span in self.spans for _ in range(span.begin, span.end)]
+            self._tables[name, device] = torch.tensor(values, dtype=torch.int64).to(device)
+        return self._tables[name, device]
+
     def take(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The tokens of this rank from a tensor of all tokens."""
         parts = [x.narrow(dim, begin, end - begin) for begin, end in self.fragments[self.rank]]
@@ -231,6 +242,17 @@ class Context:
     def __repr__(self):
         return (f"Context(rank {self.rank} of {self.ranks}, {self.num_tokens} of {self.cu_seqlens_whole[-1]} tokens, "
                 f"{len(self.spans)} spans of {self.num_sequences} sequences)")
+
+
+def runs_of(indices):
+    """Neighbours among sorted indices, as (first, last + 1)."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index:
+            runs[-1] = runs[-1][0], index + 1
+        else:
+            runs.append((index, index + 1))
+    return runs
 
 
 class _Direction:
@@ -284,13 +306,28 @@ class _Direction:
                 slots[span.rank, span.place] = rank * self.rows + slot
         self.shared_slots = {index: slot - context.rank * self.rows
                              for (rank, index), slot in slots.items() if rank == context.rank}
-        base = context.ranks * self.rows
+        # Maps that stay here lie behind the shared ones, in rows of the same size (exchange.AllGather.rows).
+        self.maps_per_row = max(self.rows, 1)
         mine = [span for span in private if span.rank == context.rank]
-        self.private_slots = {span.place: i for i, span in enumerate(mine)}  # behind the shared ones
+        self.own_rows = -(-len(mine) // self.maps_per_row)
+        self.keeps_maps = bool(private)  # on some rank
+        base = (context.ranks if self.exchanges else 1) * self.maps_per_row
+        self.private_slots = {span.place: base + i for i, span in enumerate(mine)}
         slots.update({(span.rank, span.place): base + i for i, span in enumerate(mine)})
         self.steps = torch.tensor(self._steps(chains, slots, exact), dtype=torch.int64).view(-1, 3)
+        #: places of states that the fold fills
+        self.stored = {store for _, _, store in self.steps.tolist() if store != _NONE}
+        self._steps_on: dict[torch.device, torch.Tensor] = {}
         for indices in (self.at_once, self.early, self.mapped, self.meanwhile, self.after):
             indices.sort()
+
+    def steps_on(self, device):
+        """The steps in the memory of a GPU, made once: the host waits for the copy. None on a CPU."""
+        if device.type == "cpu":
+            return None
+        if device not in self._steps_on:
+            self._steps_on[device] = self.steps.to(device)
+        return self._steps_on[device]
 
     def _steps(self, chains, slots, exact):
         """(start, map, store): a state before each span of this rank but the exact ones, and with "all" behind each
@@ -315,8 +352,11 @@ class _Direction:
         return steps
 
     def row_floats(self, HV, K, V):
-        """What a rank sends: maps, states, and a flag."""
-        return self.rows * HV * K * (K + V) + self.extra_states * HV * K * V + 1
+        """What a rank sends: maps, states, and a flag, which is last; maps of all rows are aligned alike."""
+        floats = self.rows * HV * K * (K + V) + self.extra_states * HV * K * V + 1
+        if self.keeps_maps:
+            floats = max(floats, HV * K * (K + V))
+        return floats + -floats % 4
 
 
 def _borders(cu, parts, tile):

@@ -30,29 +30,30 @@ def gather_integers(group, ranks, row, device):
 class AllGather:
     """One row of every rank, the same number of floats, the last of them a flag: a rank that cannot go on says so, and
     no rank waits for it. Nothing is sent where there is nothing to tell. Nobody waits for a GPU to look at flags: there
-    such a rank sends NaN."""
+    such a rank sends NaN. `own`: rows of this rank's own behind those of all ranks."""
 
-    def __init__(self, context, floats, exchanges, device, dtype=torch.float32):
+    def __init__(self, context, floats, exchanges, device, dtype=torch.float32, own=0):
         self.context, self.exchanges = context, exchanges and context.ranks > 1
-        self.mine = torch.zeros(floats, dtype=dtype, device=device)
+        ranks, rank = (context.ranks, context.rank) if self.exchanges else (1, 0)
+        #: [ranks + own, floats]; without an exchange one row of a rank
+        self.rows = torch.empty(ranks + own, floats, dtype=dtype, device=device)
+        self.mine = self.rows[rank].zero_()
+        self._received = self.rows[:ranks] if own else self.rows
         self._started, self._work = False, None
 
     def start(self):
         self._started = True
         if self.exchanges:
-            self.rows = self.mine.new_empty(self.context.ranks * self.mine.numel())
             self._work = waited("an exchange", lambda: dist.all_gather_into_tensor(
-                self.rows, self.mine, group=self.context.group, async_op=True))
+                self._received.view(-1), self.mine, group=self.context.group, async_op=True))
 
     def finish(self):
         """[ranks, floats - 1]"""
-        if not self.exchanges:
-            return self.mine.view(1, -1)[:, :-1]
-        waited("an exchange", self._work.wait)
-        rows = self.rows.view(self.context.ranks, -1)
-        if rows.device.type == "cpu":
-            _expect_no_flag(rows[:, -1])
-        return rows[:, :-1]
+        if self.exchanges:
+            waited("an exchange", self._work.wait)
+            if self.rows.device.type == "cpu":
+                _expect_no_flag(self._received[:, -1])
+        return self._received[:, :-1]
 
     def refuse(self):
         """Tells the others that this rank has an error, which is raised here: they may be gone."""

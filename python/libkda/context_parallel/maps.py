@@ -8,16 +8,15 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from .contexts import _NONE, _ZERO
 
 _span_maps = torch.ops.libkda.span_maps.default
-_fold_states = torch.ops.libkda.fold_states.default
-_has_span_halves = torch.ops.libkda.has_span_halves.default
+fold_states = torch.ops.libkda.fold_states.default
 _span_begin = torch.ops.libkda.span_begin.default
 _span_finish = torch.ops.libkda.span_finish.default
+_span_backward_begin = torch.ops.libkda.span_backward_begin.default
+_span_backward_finish = torch.ops.libkda.span_backward_finish.default
 backward = torch.ops.libkda.backward.default
 
-_FLOATS_AT_ONCE = 1 << 26  # of maps, that are converted together: fewer launches
 _INITIAL_STATE = 1 << 7  # of what a backward is asked for
 
 
@@ -51,18 +50,24 @@ def run_backward(spans, d_o, d_behind, before, wanted):
 class Begun:
     """A forward of which all is done that does not wait for the states before its spans."""
 
-    def __init__(self, spans, o, behind, maps_wanted):
-        HV, K, V = spans.sizes
-        self.M, self.B = (spans.new(K, K), spans.new(K, V)) if maps_wanted else (None, None)
-        self._call = _half(spans, o, behind)
-        self._workspace = _span_begin(*self._call, self.M, self.B)
+    def __init__(self, call, workspace):
+        self._call, self._workspace = call, workspace
 
     def finish(self, before):
         _span_finish(*self._call, before, self._workspace)
 
 
-def _half(spans, o, behind):
-    return *spans.rows, o, behind, *spans.parameters, *spans.lengths, *spans.modes[:5]
+class BegunBackward:
+    """A backward of which all is done that does not wait for the gradients behind its spans."""
+
+    def __init__(self, call, gradients, workspace):
+        self._call, self._workspace, self.gradients = call, workspace, gradients
+
+    def finish(self, d_behind):
+        """Gradients as run_backward() returns them."""
+        d_o, *rest = self._call
+        _span_backward_finish(d_o, d_behind, *rest, *self.gradients, self._workspace)
+        return self.gradients
 
 
 class OnCpu:
@@ -71,23 +76,22 @@ class OnCpu:
     states_alone = True
 
     @staticmethod
-    def begin(spans, o, behind, maps_wanted):
-        """A Begun, or None where a forward waits for the states."""
+    def begin(spans, o, behind, M, B):
+        """A Begun, with M and B where they are wanted, or None where a forward waits for the states."""
         return None
 
     @staticmethod
-    def forward_maps(spans):
-        _, K, V = spans.sizes
-        M, B = spans.new(K, K), spans.new(K, V)
-        _span_maps(*spans.rows, M, B, None, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
-        return M, B
+    def begin_backward(spans, d_o, d_behind, before, wanted, D, from_final):
+        """A BegunBackward, with D where it is wanted (`from_final`: from d_behind), or None as above."""
+        return None
 
     @staticmethod
-    def backward_maps(spans, d_o, _):
-        _, K, V = spans.sizes
-        M, D = spans.new(K, K), spans.new(K, V)
+    def forward_maps(spans, M, B):
+        _span_maps(*spans.rows, M, B, None, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
+
+    @staticmethod
+    def backward_maps(spans, d_o, M, D):
         _span_maps(*spans.rows, M, D, d_o, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
-        return M, D
 
     @staticmethod
     def states_behind(spans, before):
@@ -97,16 +101,14 @@ class OnCpu:
 
     @staticmethod
     def gradients_before(spans, d_o, d_behind, _):
-        M, D = OnCpu.backward_maps(spans, d_o, None)
+        _, K, V = spans.sizes
+        M, D = spans.new(K, K), spans.new(K, V)
+        OnCpu.backward_maps(spans, d_o, M, D)
+        maps = torch.cat([M.flatten(1), D.flatten(1)], dim=1)
         states = torch.empty_like(d_behind)
-        for i in range(spans.count):
-            maps = torch.cat([M[i].flatten(), D[i].flatten()])[None]
-            _fold_states(maps, d_behind[i:i + 1], states[i:i + 1], torch.tensor([[0, 0, 0]]), True)
+        steps = torch.tensor([[i, i, i] for i in range(spans.count)])
+        fold_states(maps, 1, d_behind, states, steps, None, True)
         return states
-
-    @staticmethod
-    def fold(maps, starts, states, steps, transposed):
-        _fold_states(maps, starts, states, steps, transposed)
 
 
 class OnKernels:
@@ -114,54 +116,44 @@ class OnKernels:
     states_alone = False
 
     @staticmethod
-    def begin(spans, o, behind, maps_wanted):
-        if spans.rows[0].device.type != "cuda" or not _has_span_halves(*_half(spans, o, behind)):
+    def begin(spans, o, behind, M, B):
+        if spans.rows[0].device.type != "cuda":
             return None
-        return Begun(spans, o, behind, maps_wanted)
+        call = *spans.rows, o, behind, *spans.parameters, *spans.lengths, *spans.modes[:5]
+        workspace = _span_begin(*call, M, B)
+        return Begun(call, workspace) if len(workspace) else None
 
     @staticmethod
-    def transitions(spans):
+    def begin_backward(spans, d_o, d_behind, before, wanted, D, from_final):
+        if spans.rows[0].device.type != "cuda":
+            return None
+        call = (d_o, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.modes[:5], wanted | _INITIAL_STATE)
+        *gradients, workspace = _span_backward_begin(d_o, d_behind, *call[1:], D, from_final)
+        return BegunBackward(call, gradients, workspace) if len(workspace) else None
+
+    @staticmethod
+    def transitions(spans, M):
         q, k, v, g, beta = spans.rows
         HV, K, _ = spans.sizes
         no_values = v.new_zeros(*v.shape[:3], K)
         start = torch.eye(K, dtype=torch.float32, device=q.device).expand(spans.count, HV, K, K).contiguous()
-        M = torch.empty_like(start)
         run_forward(spans._replace(rows=(q, k, no_values, g, beta)), torch.empty_like(no_values), M, start)
-        return M
 
     @staticmethod
-    def forward_maps(spans):
-        B = spans.new(*spans.sizes[1:])
+    def forward_maps(spans, M, B):
         run_forward(spans, torch.empty_like(spans.rows[2], memory_format=torch.contiguous_format), B, None)
-        return OnKernels.transitions(spans), B
+        OnKernels.transitions(spans, M)
 
     @staticmethod
-    def backward_maps(spans, d_o, M):
-        """`M`: those of the forward, or None."""
-        D = OnKernels.gradients_before(spans, d_o, None, spans.new(*spans.sizes[1:]).zero_())
-        return OnKernels.transitions(spans) if M is None else M, D
+    def backward_maps(spans, d_o, M, D):
+        """`M`: None where the forward's are known."""
+        D.copy_(OnKernels.gradients_before(spans, d_o, None, spans.new(*spans.sizes[1:]).zero_()))
+        if M is not None:
+            OnKernels.transitions(spans, M)
 
     @staticmethod
     def gradients_before(spans, d_o, d_behind, before):
         return run_backward(spans, d_o, d_behind, before, 0)[7]
-
-    @staticmethod
-    def fold(maps, starts, states, steps, transposed):
-        """In float64: what torch allows products of fp32 to lose is no matter here."""
-        HV, K, V = states.shape[1:]
-        if maps.numel() <= _FLOATS_AT_ONCE:
-            maps = maps.double()
-        M, A = maps[:, :HV * K * K].view(-1, HV, K, K), maps[:, HV * K * K:].view(-1, HV, K, V)
-        state = None  # zero
-        for start, index, place in steps.tolist():
-            if start != _NONE:
-                state = None if start == _ZERO else starts[start].double()
-            if index != _NONE:
-                step = M[index].double()
-                term = A[index].double()
-                state = term if state is None else torch.baddbmm(term, step.mT if transposed else step, state)
-            if place != _NONE:
-                states[place] = 0 if state is None else state
 
 
 def of_device(device):

@@ -134,6 +134,12 @@ void write_block(const float* block, int64_t rows, int64_t columns, int64_t colu
     std::copy_n(block + d * kBlockV, width, state + d * columns + column);
 }
 
+/// Floats from M, and from A, to those of map `i`.
+int64_t map_offset(const StateFold& fold, int64_t i) {
+  if (fold.maps_per_row == 0) return i * fold.map_stride;
+  return i / fold.maps_per_row * fold.row_stride + i % fold.maps_per_row * fold.map_stride;
+}
+
 /// All columns of one head: a map is read, and transposed, once.
 void fold_head(const Kernels& kernels, const StateFold& fold, int64_t head, float* memory) {
   const int64_t K = fold.key_dim, V = fold.value_dim, heads = fold.num_value_heads;
@@ -144,7 +150,8 @@ void fold_head(const Kernels& kernels, const StateFold& fold, int64_t head, floa
   for (const FoldStep& step : fold.steps) {
     const float* start =
         step.start >= 0 ? fold.starts + (step.start * heads + head) * K * V : nullptr;
-    const float* M = step.map >= 0 ? fold.M + step.map * fold.map_stride + head * K * K : nullptr;
+    const int64_t offset = step.map >= 0 ? map_offset(fold, step.map) : 0;
+    const float* M = step.map >= 0 ? fold.M + offset + head * K * K : nullptr;
     if (M && fold.transposed) {
       transpose(M, K, K, K, flipped, padded_rows(K));
       M = flipped;
@@ -157,7 +164,7 @@ void fold_head(const Kernels& kernels, const StateFold& fold, int64_t head, floa
       else if (step.start == FoldStep::kZero)
         std::memset(block, 0, sizeof(float) * static_cast<std::size_t>(block_floats));
       if (M) {
-        read_block(fold.A + step.map * fold.map_stride + head * K * V, K, V, column, next);
+        read_block(fold.A + offset + head * K * V, K, V, column, next);
         kernels.matmul_block(M, fold.transposed ? padded_rows(K) : K, static_cast<int>(K),
                              static_cast<int>(K), block, next);
         std::copy_n(next, block_floats, block);

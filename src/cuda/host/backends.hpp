@@ -35,6 +35,8 @@ Status recompute_w_u(const stage::RecomputeWU& args);
 Status chunk_delta_h(const stage::ChunkDeltaH& args);
 Status chunk_o(const stage::ChunkO& args);
 Status backward(const stage::Backward& args);
+Status span_backward_begin(const stage::SpanBackwardBegin& args);
+Status span_backward_finish(const stage::Backward& args);
 /// Plans the backward in groups of heads of so many bytes, or of one q/k head. The row's own plans
 /// have kGroupBytes (staged/backward/sizes.hpp).
 void plan_backward_within(plan::PlanBuilder& builder, double group_bytes);
@@ -63,6 +65,9 @@ Status fused_decode(const FusedDecode& call);
 
 /// The merge that staged and recurrent share.
 Status segment_merge(const stage::SegmentMerge& args);
+
+/// kda::fold_states() (include/kda/span.hpp), of checked arguments.
+Status fold_states(const StateFold& fold);
 
 // -- What backends plan alike
 

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: all launches of a group of heads, then those of the next one.
+#include <cuda_runtime_api.h>
+
+#include <cmath>
+
 #include "core/text.hpp"
 #include "cuda/backward/backward.hpp"
 #include "cuda/host/backends.hpp"
@@ -12,6 +16,7 @@
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/chunk_intra_half_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -97,10 +102,11 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
           block(block::kBackwardErrors), block(block::kBackwardDz)};
 }
 
-/// Behind the rows of the group.
+/// Behind the factors and the rows of the group.
 uint32_t* left_words(const Plan& plan, const BackwardArgs& args) {
   const auto heads = static_cast<std::size_t>(args.shape.HV);
-  return reinterpret_cast<uint32_t*>(args.rows) + heads * head_bytes(plan).rows / sizeof(float);
+  return reinterpret_cast<uint32_t*>(args.rows) +
+         heads * head_bytes(plan).before_left() / sizeof(float);
 }
 
 /// What segments add; without any `spans` is 0.
@@ -135,6 +141,18 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
   return segments;
 }
 
+/// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
+/// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
+/// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
+/// states of a scan, whose factors are in bf16. Halves run chains twice on the same factors, and
+/// chains that are left have changed theirs the first time.
+bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
+  const float scale = std::abs(args.gate.scale);
+  return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
+         !plan.requested.spans && args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
+         args.gate.beta_mode != BetaMode::kPlain && scale >= 0x1p-8f && scale <= 0x1p4f;
+}
+
 /// The launches of a group, whose arguments `args` are.
 struct GroupLaunches {
   const Plan& plan;
@@ -142,6 +160,7 @@ struct GroupLaunches {
   const Blocks& blocks;
   const Segments& segments;
   const Launch where;
+  const bool half = has_half_chains(plan, args);
 
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
@@ -158,13 +177,18 @@ struct GroupLaunches {
     return view;
   }
 
-  Status intra() const {
+  ChunkIntraArgs intra_args() const {
     ChunkIntraArgs intra;
     intra.shape = args.shape, intra.map = args.map, intra.num_chunks = most_chunks(plan);
     intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
     intra.gate = args.gate;
     intra.factors = blocks.factors;
-    return launch_chunk_intra(intra, /*half=*/false, /*tokens=*/false, where);
+    return intra;
+  }
+
+  Status intra() const {
+    if (half) return sm90::launch_chunk_intra_half(intra_args(), where);
+    return launch_chunk_intra(intra_args(), /*half=*/false, /*tokens=*/false, where);
   }
 
   ChainArgs chain_args() const {
@@ -232,14 +256,32 @@ struct GroupLaunches {
     return reverse;
   }
 
+  /// What they may have to leave: chains with positive log gates, and d_initial_state where next to
+  /// nothing reached it.
+  Status half_chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
+    const bool leaves = args.d_initial.base || args.gate.gate_mode == GateMode::kLog;
+    uint32_t* left = leaves ? left_words(plan, args) : nullptr;
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
+    if (!leaves) return {};
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
+    return sm90::launch_left_chains(errors, reverse, left, where);
+  }
+
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
     if (sm90::kBuilt && plan.device.compute_capability == 90)
-      return sm90::launch_chains(errors, &reverse, where);
+      return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, where);
     if (errors)
       KDA_RETURN_IF_ERROR(
           launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
     return launch_chunk_reverse(reverse, narrow(), where);
+  }
+
+  bool by_hopper(const FinishedGradArgs& grad) const {
+    const Problem& p = plan.problem;  // not the group's: no value depends on that
+    return sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad) &&
+           sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
+                                  plan.device.num_sms);
   }
 
   Status gradients() const {
@@ -252,7 +294,7 @@ struct GroupLaunches {
     grad.rows = args.rows;
     grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
     grad.sums = args.sums;
-    if (sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad)) {
+    if (by_hopper(grad)) {
       grad.left = left_words(plan, args);
       KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
       BackwardArgs by_chunks = args;
@@ -264,37 +306,51 @@ struct GroupLaunches {
     return args.sums ? launch_parameters(args, where) : Status{};
   }
 
-  /// `tokens`: wants_tokens(). States and errors also say what is wrong with the sequences.
-  Status all(bool tokens) const {
+  /// The chains of whole sequences, for D alone.
+  ReverseArgs whole_args(const SpanGradients& spans) const {
+    ReverseArgs reverse = reverse_args(args.map);
+    if (spans.from_final) reverse.d_final = args.d_final;
+    StateView D = span_states(spans.D);
+    D.num_slots = args.map.num_sequences;
+    reverse.d_initial = reverse.initial = D;
+    return reverse;
+  }
+
+  /// dS behind segments; behind an empty first one it is the gradient before the sequence.
+  Status merge(const StateView& d_final) const {
+    return launch_reverse_merge(merge_args(d_final), where);
+  }
+
+  /// What does not wait for dS behind the sequences. `halves`: there is something to wait for;
+  /// null: not. `tokens`: wants_tokens(). States and errors also say what is wrong with the
+  /// sequences.
+  Status begin(bool tokens, const SpanGradients* halves) const {
     KDA_RETURN_IF_ERROR(intra());
+    if (segments.spans == 0 && !halves) return {};
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
     const ChainArgs errors = errors_args();
-    const ChainArgs* wanted = tokens || args.flags ? &errors : nullptr;
-    if (segments.spans > 0) {
-      KDA_RETURN_IF_ERROR(chains(wanted, scan_args()));
-      KDA_RETURN_IF_ERROR(launch_reverse_merge(merge_args(args.d_final), where));
-      wanted = nullptr;
-    }
-    KDA_RETURN_IF_ERROR(chains(wanted, last_args()));
+    return chains(tokens || args.flags ? &errors : nullptr,
+                  segments.spans > 0 ? scan_args() : whole_args(*halves));
+  }
+
+  Status finish(bool tokens, bool halves) const {
+    const ChainArgs errors = errors_args();
+    const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
+    if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
+    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args()));
     return tokens ? gradients() : Status{};
   }
 };
 
-Status launch_group(const stage::Backward& b, const BackwardArgs& args, const Segments& segments) {
-  const Blocks blocks = blocks_of(b.call, args);
-  return GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}}.all(
-      wants_tokens(b.gradients));
-}
-
-}  // namespace
-
-Status backward(const stage::Backward& b) {
+/// Calls body(launches, tokens) for each group. `prepared`: an earlier call has made the maps.
+template <class Body>
+Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
   Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(b.call, b.call.plan->segments, false, &maps));
+  KDA_RETURN_IF_ERROR(make_maps(b.call, b.call.plan->segments, prepared, &maps));
   BackwardArgs all;
   set_gradients(b, maps, &all);
   const Segments segments = segments_of(b.call, maps);
-  if (segments.spans > 0) {
+  if (segments.spans > 0 && !prepared) {
     SegmentSequencesArgs made;
     made.map = maps.map;
     made.initial = all.initial;
@@ -309,11 +365,47 @@ Status backward(const stage::Backward& b) {
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
-    KDA_RETURN_IF_ERROR(
-        launch_group(b, group_at(all.shape, first, groups.heads).of(all), segments));
+    const BackwardArgs args = group_at(all.shape, first, groups.heads).of(all);
+    const Blocks blocks = blocks_of(b.call, args);
+    KDA_RETURN_IF_ERROR(body(GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}},
+                             wants_tokens(b.gradients)));
     all.flags = nullptr;  // the first group has set them
   }
   return {};
+}
+
+}  // namespace
+
+Status backward(const stage::Backward& b) {
+  return for_groups(b, false, [](const GroupLaunches& group, bool tokens) {
+    KDA_RETURN_IF_ERROR(group.begin(tokens, nullptr));
+    return group.finish(tokens, false);
+  });
+}
+
+Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
+  const stage::Call& call = begin.backward.call;
+  return for_groups(begin.backward, false, [&](const GroupLaunches& group, bool tokens) {
+    KDA_RETURN_IF_ERROR(group.begin(tokens, &begin.spans));
+    if (!begin.spans.D || group.segments.spans == 0) return Status{};
+    KDA_RETURN_IF_ERROR(group.merge(begin.spans.from_final ? group.args.d_final : StateView{}));
+    const Shape& shape = group.args.shape;
+    const int64_t floats = int64_t{shape.HV} * shape.K * shape.V;
+    for (int64_t n = 0; n < call.problem.num_sequences; ++n) {
+      const int64_t first = call.plan->segment_offsets[static_cast<std::size_t>(n)];
+      KDA_RETURN_IF_ERROR(call_status(
+          cudaMemcpyAsync(begin.spans.D + n * floats, group.segments.states + first * floats,
+                          static_cast<std::size_t>(floats) * sizeof(float),
+                          cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(call.stream)),
+          "cudaMemcpyAsync"));
+    }
+    return Status{};
+  });
+}
+
+Status span_backward_finish(const stage::Backward& b) {
+  return for_groups(
+      b, true, [](const GroupLaunches& group, bool tokens) { return group.finish(tokens, true); });
 }
 
 }  // namespace kda::cuda::staged

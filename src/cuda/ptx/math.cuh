@@ -61,6 +61,8 @@ __device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+/// Bits that any lane of a warp has, for all of them.
+__device__ __forceinline__ uint32_t redux_or(uint32_t x) { return __reduce_or_sync(0xffffffff, x); }
 /// The largest x of a warp, for all of its lanes.
 __device__ __forceinline__ uint32_t redux_max(uint32_t x) {
   return __reduce_max_sync(0xffffffff, x);

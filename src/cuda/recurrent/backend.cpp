@@ -48,7 +48,8 @@ const registry::ForwardRow kForward = {
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<cuda::segment_merge>()},
-    .chunk_stages = {}};
+    .chunk_stages = {},
+    .spans = registry::SpanStages{.fold = if_built<cuda::fold_states>()}};
 
 const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = if_built<decode>()};
 

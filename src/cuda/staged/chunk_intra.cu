@@ -3,59 +3,12 @@
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/clock.cuh"
-#include "cuda/staged/intra/blocks.cuh"
-#include "cuda/staged/intra/context.cuh"
-#include "cuda/staged/intra/fine.cuh"
-#include "cuda/staged/intra/inputs.cuh"
-#include "cuda/staged/intra/inverse.cuh"
-#include "cuda/staged/intra/scores.cuh"
-#include "cuda/staged/intra/solve.cuh"
-#include "cuda/staged/intra/tokens.cuh"
+#include "cuda/staged/intra/run.cuh"
 
 namespace kda::cuda {
 namespace {
 
-// ---- the two stages as sequences of steps
-
-template <bool kTokens, class C>
-__device__ void run_intra(C& c) {
-  const ChunkIntraArgs& a = c.a;
-  constexpr bool kDiagonal = C::kAnchored && !kTokens;
-  intra::load_inputs<true>(c);
-  intra::keep_pairs(c);
-  intra::find_norms<true>(c);
-  intra::scan_totals(c);
-  __syncthreads();  // decayed rows take the place of raw ones
-  intra::block_operands<kDiagonal>(c);
-  __syncthreads();
-  c.forget_index();
-  intra::Accumulators<C> scores;
-  intra::block_products<kDiagonal>(c, scores);
-  __syncthreads();  // operands give way to decays or squares
-  if constexpr (kTokens) {
-    intra::token_operands(c);
-    __syncthreads();
-    intra::token_products(c, scores);
-    __syncthreads();
-    intra::store_tokens(c, scores);
-  }
-  intra::store_scalars(c);
-  intra::store_blocks<kDiagonal>(c, scores);
-  if constexpr (!kTokens) intra::fine_levels(c);
-  c.forget_index();
-  intra::decayed_rows<true>(c);
-  __syncthreads();
-  c.forget_index();
-  intra::load_rows(c, c.s.q, a.v, c.head, 0, a.shape.V);
-  intra::invert_pairs(c);
-  if (C::kWarps == 4 || c.warp() >= 4) intra::copy_square<128, true>(c, a.factors.Aqk, c.tid % 128);
-  __syncthreads();
-  intra::invert_halves(c);
-  ptx::cp_async_wait<0>();
-  __syncthreads();
-  intra::solve<false>(c, c.s.q);
-  if (a.factors.T) intra::copy_square<C::kThreads, false>(c, a.factors.T, c.tid);
-}
+// ---- the other stage
 
 template <class C>
 __device__ void run_recompute(C& c) {
@@ -107,7 +60,7 @@ __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
   if constexpr (kForm == Form::kRecompute)
     run_recompute(context);
   else
-    run_intra<kForm == Form::kToken>(context);
+    intra::run_intra<kForm == Form::kToken>(context);
 }
 
 template <Form kForm, class T, int kK>

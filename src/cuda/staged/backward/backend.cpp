@@ -25,7 +25,15 @@ std::string decline_gradients(const Gradients& g) {
   return decline_alignment("d_o", *g.d_o, 16);
 }
 
-void plan_backward(plan::PlanBuilder& builder) { plan_backward_within(builder, kGroupBytes); }
+void plan_backward(plan::PlanBuilder& builder) {
+  plan_backward_within(builder, builder.requested().spans ? kSpanBytes : kGroupBytes);
+}
+
+/// A workspace in two halves holds all heads.
+std::string decline_halves(const Plan& plan) {
+  if (groups_of(plan).count == 1) return {};
+  return cat("all heads at once would need more than ", kSpanBytes / 1e9, " GB");
+}
 
 /// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
 std::string decline_segments(const Problem& p, const Gradients& gradients) {
@@ -46,9 +54,13 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
                      return auto_backward_partition(work, plan.device, plan.problem.num_heads,
-                                                    groups, cost);
+                                                    groups, builder.requested().spans, cost);
                    },
                .unit = kChunk});
+  // Empty segments alone are not worth it: D is of the chains of whole sequences then.
+  if (static_cast<int64_t>(plan.segments.size()) == 2 * plan.problem.num_sequences &&
+      builder.requested().spans)
+    builder.drop_segments();
   if (plan.segmented) builder.set_segment_method(SegmentMethod::kScanMergeForward);
 }
 
@@ -88,8 +100,13 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
   if (tokens) {
     builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
+    const bool by_hopper = plan.device.compute_capability == 90 && p.key_dim == p.value_dim &&
+                           (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
     builder.stage("backward_gradients", pieces_of(p) * HV,
-                  "of each group: sums over value heads; norms, gates, steps");
+                  by_hopper
+                      ? "of each group, unless Hopper's chunk_grad serves, which does it too: "
+                        "sums over value heads; norms, gates, steps"
+                      : "of each group: sums over value heads; norms, gates, steps");
   }
   if (tokens && has_parameters(p))
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
@@ -128,6 +145,9 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .min_compute_capability = 80,
                                                   .device_checks = &kDeviceChecks,
                                                   .channel_gates_only = true},
-                                         .backward = if_built<backward>()};
+                                         .backward = if_built<backward>(),
+                                         .decline_halves = decline_halves,
+                                         .begin = if_built<span_backward_begin>(),
+                                         .finish = if_built<span_backward_finish>()};
 
 }  // namespace kda::cuda::staged

@@ -9,12 +9,14 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/staged/backward/chunk_grad.hpp"
+#include "cuda/staged/backward/half_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
 
 namespace kda::cuda::sm90 {
 namespace {
 
-using T = __nv_bfloat16;  // of the factors, and of what is handed on
+using T = __nv_bfloat16;  // of what is handed on, and of the caller's rows
 
 constexpr int kColumns = 64;        // of V, of a block
 constexpr int kChainThreads = 128;  // the first ones
@@ -26,6 +28,8 @@ struct KernelArgs {
   ChainArgs errors;
   reverse::KernelArgs reverse;
   unsigned reverse_blocks;  // the first ones: their chunks take longer
+  RowView v;                // with fp16 factors
+  uint32_t* left;
 };
 
 // ---- what both directions do -------------------------------------------------------------------
@@ -64,6 +68,12 @@ __device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4]
     ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), x[step]);
 }
 
+/// Index of the word of this block's columns among those of its sequence.
+template <class C>
+__device__ __forceinline__ int64_t left_word(const C& c) {
+  return c.tile(0) * kLeftWords + c.u_tile;
+}
+
 template <class C>
 __device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::kSteps][4]) {
 #pragma unroll
@@ -73,7 +83,7 @@ __device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::k
 
 // ---- from left to right: states and errors -----------------------------------------------------
 
-template <int kK>
+template <class, int kK>
 struct Errors {
   using C = chain::Chain<T, kK, ChainUse::kErrors>;
   static constexpr bool kRows = false;  // nothing is copied by cp.async
@@ -137,24 +147,97 @@ struct Errors {
   __device__ void store_rows(int, const Stage&, int) const {}
 };
 
-// ---- from right to left: dS and dZ -------------------------------------------------------------
-
+/// With fp16 factors there is no u: E = T' v - w S. State, v and errors are times a power of two.
 template <int kK>
-struct Reverse {
-  using C = chain::Chain<T, kK, ChainUse::kReverse>;
+struct Errors<__half, kK> {
+  using C = chain::Chain<__half, kK, ChainUse::kErrors>;
   static constexpr bool kRows = true;
 
   struct alignas(1024) Stage {
-    T kg[kChunk * kK];  // then dS behind the chunk
-    T w[kChunk * kK], qg[kChunk * kK], Aqk[kChunk * kChunk], inverse[kChunk * kChunk];
+    __half w[kChunk * kK], kg[kChunk * kK], inverse[kChunk * kChunk];
+    T v[kChunk * kVTile];  // then E
+    T state[kVTile * kK];  // before the chunk
+    float gamma[kK], beta[kChunk];
+  };
+
+  C c;
+  const RowView& v;
+  half::Scale scale;
+
+  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), v(args.v) {}
+  __device__ int chunk_at(int turn) const { return turn; }
+  __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
+
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, Stage& s, Visit&& visit) const {
+    visit_factor(c, chunk, s.w, c.a.factors.w, visit);
+    visit_factor(c, chunk, s.inverse, c.a.factors.T, visit);
+    visit_factor(c, chunk, s.beta, c.a.factors.beta, visit);
+    visit_factor(c, chunk, s.gamma, c.a.factors.gamma, visit);
+    visit_factor(c, chunk, s.kg, c.a.factors.kg, visit);
+  }
+  __device__ void copy_rows(int chunk, Stage& s) const {
+    reverse::copy_d_o<kColumns>(c, v, chunk, c.u_tile * kVTile, s.v);
+  }
+
+  __device__ __forceinline__ void run_chunk(int, Stage& s) {
+    uint32_t rounded[C::kSteps][4], minus_v[4][4], tokens[4][4];
+    float error[C::kTokenTiles][4];
+    float2 gammas[C::kTiles];
+    ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    half::round_scaled(c, scale, s.v, rounded,
+                       [&] { return half::load_rows<-1>(c, scale, s.v, minus_v); });
+    c.load_gammas(s.gamma, gammas);
+    ptx::wgmma_fence();
+    chain::multiply_rows<false>(rounded, s.w, error);
+    chain::multiply_rows<true>(minus_v, s.inverse, error);  // -E^T
+    ptx::wgmma_commit();
+    half::put_state<T>(c, scale, rounded, s.state);
+    c.decay_state(gammas);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(error);
+    half::round_tokens<T>(error, -scale.back, tokens);
+    put_tokens(c, tokens, s.v);
+    c.template scale_tokens<-1>(s.beta, error);
+    c.round_tokens(error, tokens);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    chain::multiply_tokens(c.state, s.kg, tokens);
+    ptx::wgmma_commit();
+  }
+  __device__ void finish() {}
+
+  __device__ void begin_stores(int chunk, const Stage& s) const {
+    ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.state, sizeof(s.state));
+    ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.v, sizeof(s.v));
+  }
+  __device__ void store_rows(int, const Stage&, int) const {}
+};
+
+// ---- from right to left: dS and dZ -------------------------------------------------------------
+
+/// F: of the factors. With fp16 state, d_o, X and dZ are times a power of two.
+template <class F, int kK>
+struct Reverse {
+  using C = chain::Chain<F, kK, ChainUse::kReverse>;
+  static constexpr bool kRows = true;
+  static constexpr bool kHalf = std::is_same_v<F, __half>;
+
+  struct alignas(1024) Stage {
+    F kg[kChunk * kK];  // then dS behind the chunk
+    F w[kChunk * kK], qg[kChunk * kK], Aqk[kChunk * kChunk], inverse[kChunk * kChunk];
     T d_o[kChunk * kVTile];  // then dZ
     float gamma[kK], beta[kChunk], diag[kChunk];
   };
 
   C c;  // its state is dS
   const reverse::KernelArgs& a;
+  half::Scale scale;
 
-  __device__ explicit Reverse(const KernelArgs& args) : c(args.reverse.chain), a(args.reverse) {}
+  uint32_t* const left;
+
+  __device__ explicit Reverse(const KernelArgs& args)
+      : c(args.reverse.chain), a(args.reverse), left(args.left) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
 
@@ -177,11 +260,19 @@ struct Reverse {
     uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
     float x[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
-    c.load_gammas(s.gamma, gammas);
-    reverse::load_d_o(c, s.d_o, d_o, x);
-    c.template scale_tokens<1>(s.diag, x);
-    round_state(c, rounded);
-    ptx::wgmma_wait<0>();  // as above
+    if constexpr (kHalf) {
+      ptx::wgmma_wait<0>();  // as above
+      half::round_scaled(c, scale, s.d_o, rounded,
+                         [&] { return half::load_rows<1>(c, scale, s.d_o, d_o, x); });
+      c.load_gammas(s.gamma, gammas);
+      c.template scale_tokens<1>(s.diag, x);
+    } else {
+      c.load_gammas(s.gamma, gammas);
+      reverse::load_d_o(c, s.d_o, d_o, x);
+      c.template scale_tokens<1>(s.diag, x);
+      round_state(c, rounded);
+      ptx::wgmma_wait<0>();  // as above
+    }
     ptx::fence_operands(x);
     ptx::wgmma_fence();
     chain::multiply_tokens(x, s.Aqk, d_o);
@@ -201,7 +292,7 @@ struct Reverse {
     for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 pair = ptx::unpack<T>(minus_X[step][i]);
+        const float2 pair = ptx::unpack<F>(minus_X[step][i]);
         x[2 * step + i / 2][i % 2 * 2] -= pair.x;
         x[2 * step + i / 2][i % 2 * 2 + 1] -= pair.y;
       }
@@ -212,19 +303,31 @@ struct Reverse {
     chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
-    put_state(c, rounded, s.kg);
+    if constexpr (kHalf)
+      half::put_state<T>(c, scale, rounded, reinterpret_cast<T*>(s.kg));
+    else
+      put_state(c, rounded, s.kg);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(x);
 #pragma unroll
     for (int n = 0; n < C::kTokenTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] = -x[n][i];
+      for (int i = 0; i < 4; ++i) x[n][i] = kHalf ? x[n][i] * -scale.back : -x[n][i];
     uint32_t dz[4][4];
-    c.round_tokens(x, dz);
+    half::round_tokens<T>(x, 1, dz);
     put_tokens(c, dz, s.d_o);
     if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
   }
-  __device__ void finish() { reverse::store_gradient(c, a.initial); }
+  __device__ void finish() {
+    if constexpr (kHalf) {
+      if (left && c.num_chunks > 0) {
+        const bool lost = half::has_lost(c, scale);
+        if (c.lane == 0) reinterpret_cast<uint8_t*>(left + left_word(c))[c.tile_column / 16] = lost;
+      }
+      scale.take_back(c);
+    }
+    reverse::store_gradient(c, a.initial);
+  }
 
   /// Whether rows of dv are what dZ is.
   __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
@@ -332,11 +435,18 @@ struct Pipeline {
   }
 };
 
-template <class Direction>
+/// kLeft: only what is left.
+template <class Direction, bool kLeft>
 __device__ __forceinline__ void run(const KernelArgs& a) {
   Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-  pipeline.d.c.template find_place<kColumns>(warp, Direction::block(a));
+  auto& c = pipeline.d.c;
+  c.template find_place<kColumns>(warp, Direction::block(a));
+  if constexpr (kLeft) {
+    if (c.num_chunks == 0) return;
+    const uint32_t* words = a.left + c.tile(0) * kLeftWords;
+    if ((words[0] | words[1]) == 0) return;
+  }
   if (threadIdx.x == 0) pipeline.init_barriers();
   __syncthreads();
   if (warp < kChainThreads / 32)
@@ -347,40 +457,64 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
     pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
 }
 
-template <int kK>
+template <class F, int kK, bool kLeft>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_chains_kernel(const __grid_constant__ KernelArgs a) {
   chain::write_flags<ChainUse::kErrors>(a.errors);
   if (blockIdx.x < a.reverse_blocks)
-    run<Reverse<kK>>(a);
+    run<Reverse<F, kK>, kLeft>(a);
   else
-    run<Errors<kK>>(a);
+    run<Errors<F, kK>, kLeft>(a);
 }
 
-template <int kK>
+template <class F, int kK, bool kLeft = false>
 Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
-  constexpr int kBytes = std::max(sizeof(Ring<Errors<kK>>), sizeof(Ring<Reverse<kK>>));
+  constexpr int kBytes = std::max(sizeof(Ring<Errors<F, kK>>), sizeof(Ring<Reverse<F, kK>>));
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("backward_chains", backward_chains_kernel<kK>, blocks, kThreads, kBytes,
-                       where, args);
+  return launch_kernel("backward_chains", backward_chains_kernel<F, kK, kLeft>, blocks, kThreads,
+                       kBytes, where, args);
+}
+
+/// Their blocks, and what they are given.
+int64_t blocks_of(const ChainArgs* errors, const ReverseArgs* reverse, KernelArgs* args) {
+  int64_t blocks = 0;
+  if (reverse) {
+    args->reverse = reverse::kernel_args(*reverse);
+    blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(args->reverse.chain);
+    args->reverse_blocks = static_cast<unsigned>(blocks);
+  }
+  if (errors) {
+    args->errors = *errors;
+    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
+  }
+  return blocks;
 }
 
 }  // namespace
 
 Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& where) {
   KernelArgs args = {};
-  int64_t blocks = 0;
-  if (reverse) {
-    args.reverse = reverse::kernel_args(*reverse);
-    blocks = chain::blocks_of<ChainUse::kReverse, kColumns>(args.reverse.chain);
-    args.reverse_blocks = static_cast<unsigned>(blocks);
-  }
-  if (errors) {
-    args.errors = *errors;
-    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
-  }
+  const int64_t blocks = blocks_of(errors, reverse, &args);
   const int64_t K = reverse ? reverse->shape.K : errors->shape.K;
-  return K <= 64 ? launch<64>(args, blocks, where) : launch<128>(args, blocks, where);
+  return K <= 64 ? launch<T, 64>(args, blocks, where) : launch<T, 128>(args, blocks, where);
+}
+
+Status launch_half_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                          uint32_t* left, const Launch& where) {
+  KernelArgs args = {};
+  const int64_t blocks = blocks_of(errors, &reverse, &args);
+  args.v = v;
+  args.left = left;
+  return launch<__half, 128>(args, blocks, where);
+}
+
+Status launch_left_chains(const ChainArgs* errors, const ReverseArgs& reverse, uint32_t* left,
+                          const Launch& where) {
+  KernelArgs args = {};
+  const int64_t blocks = blocks_of(errors, &reverse, &args);
+  args.errors.flags = nullptr;  // set by the chains before
+  args.left = left;
+  return launch<T, 128, true>(args, blocks, where);
 }
 
 }  // namespace kda::cuda::sm90

@@ -13,4 +13,13 @@ namespace kda::cuda::sm90 {
 /// beside each other where they fit the device.
 Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& launch);
 
+/// With the fp16 factors of launch_chunk_intra_half(); v: the caller's. `left`: null, or workspace,
+/// kLeftWords of each chunk and value head; those of the first chunk of a sequence tell whether its
+/// chains have to be made again.
+Status launch_half_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                          uint32_t* left, const Launch& launch);
+/// Makes these again, with bf16 factors.
+Status launch_left_chains(const ChainArgs* errors, const ReverseArgs& reverse, uint32_t* left,
+                          const Launch& launch);
+
 }  // namespace kda::cuda::sm90

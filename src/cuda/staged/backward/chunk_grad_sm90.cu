@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunk gradients with wgmma: a block takes one chunk and value head after the other. Two
-// warpgroups multiply, all channels at once; warps beside them load the next chunk and store the
-// one before.
+// Chunk gradients with wgmma: a block takes one chunk and value head after the other, all value
+// heads of a q/k head before the next one. Two warpgroups multiply, all channels at once; warps
+// beside them load the next chunk and store the one before.
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
 
 #include <algorithm>
@@ -16,41 +16,48 @@
 namespace kda::cuda::sm90 {
 namespace {
 
-using grad::Shared;
+using grad::Heads;
 
-template <GateMode kMode>
+template <GateMode kMode, Heads kHeads>
 __global__ void __launch_bounds__(grad::kThreads, 1)
     chunk_grad_kernel(const __grid_constant__ FinishedGradArgs a) {
-  Shared& s = *reinterpret_cast<Shared*>(ptx::dynamic_shared());
+  auto& s = *reinterpret_cast<grad::Shared<grad::kCountOf<kHeads>>*>(ptx::dynamic_shared());
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
   if (threadIdx.x < grad::kWorkers) {
     ptx::warpgroup_reg_alloc<grad::kWorkerRegisters>();
-    grad::run_workers<kMode>(a, s);
+    grad::run_workers<kMode, kHeads>(a, s);
     return;
   }
   ptx::warpgroup_reg_dealloc<grad::kCopierRegisters>();
   const int thread = static_cast<int>(threadIdx.x) - grad::kWorkers;
   if (thread < grad::kCopiers)
-    grad::run_loads(a, s, thread);
+    grad::run_loads<kHeads>(a, s, thread);
   else
-    grad::run_stores(a, s, thread - grad::kCopiers);
+    grad::run_stores<kHeads>(a, s, thread - grad::kCopiers);
 }
 
 __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
     left_chunks_kernel(const __grid_constant__ FinishedGradArgs a) {
-  const unsigned step = gridDim.x * cuda::grad::kThreads;
-#pragma unroll 1
-  for (unsigned first = blockIdx.x * cuda::grad::kThreads; first < a.tiles; first += step)
-    grad::run_left(a, first);
+  grad::run_left(a);
 }
 
+/// Chunks and q/k heads.
+int64_t units_of(const FinishedGradArgs& args) { return args.num_chunks * args.shape.H; }
+
+template <GateMode kMode, Heads kHeads>
+Status launch(const FinishedGradArgs& args, int64_t tasks, int64_t num_sms, const Launch& where) {
+  constexpr int kBytes = sizeof(grad::Shared<grad::kCountOf<kHeads>>);
+  static_assert(kBytes <= kSharedMemory);
+  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode, kHeads>, std::min(tasks, num_sms),
+                       grad::kThreads, kBytes, where, args);
+}
 template <GateMode kMode>
 Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
-  static_assert(sizeof(Shared) <= kSharedMemory);
-  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode>,
-                       std::min<int64_t>(args.tiles, num_sms), grad::kThreads, sizeof(Shared),
-                       where, args);
+  if (args.shape.K == 64) return launch<kMode, Heads::kPair>(args, args.pair_tasks, num_sms, where);
+  if (args.shape.HV > args.shape.H)
+    return launch<kMode, Heads::kGrouped>(args, units_of(args), num_sms, where);
+  return launch<kMode, Heads::kOne>(args, units_of(args), num_sms, where);
 }
 
 }  // namespace
@@ -58,6 +65,8 @@ Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where
 Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
   FinishedGradArgs mine = args;
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
+  mine.pairs = Divisor((args.shape.HV + 1) / 2);
+  mine.pair_tasks = static_cast<unsigned>(args.num_chunks) * mine.pairs.value;
   const auto launch_mode = [&] {
     if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);
     if (args.gate.gate_mode == GateMode::kSoftplus)
@@ -66,7 +75,7 @@ Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const La
   };
   KDA_RETURN_IF_ERROR(launch_mode());
   return launch_kernel("chunk_grad, what is left", left_chunks_kernel,
-                       std::min<int64_t>(mine.tiles, 2 * num_sms), cuda::grad::kThreads,
+                       std::min(units_of(mine), 2 * num_sms), cuda::grad::kThreads,
                        sizeof(cuda::grad::Shared), where, mine);
 }
 

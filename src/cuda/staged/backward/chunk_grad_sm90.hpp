@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stage chunk_grad on Hopper, for K = V = 128 and as many q/k heads as value heads: the sums of
-// chunk_grad.hpp, and back through norms, gates and steps (finish.hpp) without another pass.
+// Stage chunk_grad on Hopper, for K = V = 128 or 64: the sums of chunk_grad.hpp, those over the
+// value heads of a q/k head, and back through norms, gates and steps (finish.hpp) without another
+// pass.
 #pragma once
 
 #include "cuda/staged/backward/chunk_grad.hpp"
 
 namespace kda::cuda {
+
+/// With several value heads a q/k head the first launch keeps sums over those that a block has done
+/// in `rows`: so many floats of each block, of which there are at most as many as chunks and q/k
+/// heads. (The factors of these, over which the rows lie, take more.)
+inline constexpr int64_t kHeadSums = 2 * 64 * 128;
 
 struct FinishedGradArgs : ChunkGradArgs {
   RowView dq, dk, dg, dbeta;  ///< no base: not wanted
@@ -14,8 +20,10 @@ struct FinishedGradArgs : ChunkGradArgs {
   /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.
   uint32_t* left = nullptr;
   /// Set by the launch.
-  unsigned tiles = 0;  ///< chunks and value heads
-  unsigned zero = 0;   ///< which the compiler does not know
+  unsigned tiles = 0;       ///< chunks and value heads
+  unsigned zero = 0;        ///< which the compiler does not know
+  unsigned pair_tasks = 0;  ///< chunks and pairs of value heads
+  Divisor pairs;            ///< of a chunk; the last may be one value head
 };
 
 namespace sm90 {
@@ -26,13 +34,21 @@ inline bool has_whole_pieces(const RowView& view) {
   return !view.base || (view.type == Element::kBFloat16 && steps % 8 == 0 &&
                         reinterpret_cast<uintptr_t>(view.base) % 16 == 0);
 }
-/// Whether these arguments are served: K = V = 128, H = HV, and q, k, g, d_o, dq, dk, dg of bf16
-/// with rows that begin at multiples of 16 bytes.
+/// Whether these arguments are served: K = V = 128, or K = V = 64 and a value head a q/k head; q,
+/// k, g, d_o, dq, dk, dg of bf16 with rows that begin at multiples of 16 bytes.
 inline bool serves_chunk_grad(const FinishedGradArgs& a) {
-  if (a.shape.K != 128 || a.shape.V != 128 || a.shape.H != a.shape.HV) return false;
+  if (a.shape.K != a.shape.V) return false;
+  if (a.shape.K != 128 && (a.shape.K != 64 || a.shape.H != a.shape.HV)) return false;
   for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
     if (!has_whole_pieces(*view)) return false;
   return true;
+}
+
+/// Whether blocks that take all value heads of a q/k head and chunk in turn, `units` of them, end
+/// before the portable kernel, which has a block for each value head and needs 2.9 times the time
+/// of an SM. Up to four turns take less than one of its blocks.
+inline bool has_units_enough(int64_t units, int64_t value_heads_of_each, int64_t num_sms) {
+  return value_heads_of_each <= 4 || 3 * units >= num_sms;
 }
 
 /// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those

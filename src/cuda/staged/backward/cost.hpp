@@ -15,12 +15,10 @@ struct BackwardCosts {
   bool beside;  ///< one launch has the chains of both directions
   /// Bytes a token and value head that each direction reads and writes; 0: not what bounds it.
   double errors_bytes, reverse_bytes;
-  double chunk_grad_ns;       ///< SM time of a token and value head
-  double gradients_ns;        ///< the same of the last pass
-  bool last_pass_for_groups;  ///< which only grouped heads have
+  double gradients_ns;  ///< SM time of a token and value head behind the chains
 };
 
-/// Hopper's own kernels (chains_sm90.cu, grad_sm90).
+/// Hopper's own kernels (chains_sm90.cu; with K = V = 128 and 64 grad_sm90).
 inline constexpr BackwardCosts kSm90Backward = {
     .errors =
         {.few_ns = 14.5, .alone_ns = 14.5, .shared_ns = 14.5, .blocks_per_sm = 1, .fixed_us = 5},
@@ -29,9 +27,7 @@ inline constexpr BackwardCosts kSm90Backward = {
     .beside = true,
     .errors_bytes = 1536,
     .reverse_bytes = 2304,
-    .chunk_grad_ns = 156,
-    .gradients_ns = 103,
-    .last_pass_for_groups = true};
+    .gradients_ns = 156};
 
 /// Other GPUs, measured on an H200 too. Blocks that share an SM are taken to run in turn.
 inline constexpr BackwardCosts kOtherBackward = {
@@ -40,9 +36,7 @@ inline constexpr BackwardCosts kOtherBackward = {
     .beside = false,
     .errors_bytes = 0,
     .reverse_bytes = 0,
-    .chunk_grad_ns = 343,
-    .gradients_ns = 103,
-    .last_pass_for_groups = false};
+    .gradients_ns = 343 + 103};  // chunk_grad and the last pass
 
 inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
   return device.compute_capability == 90 ? kSm90Backward : kOtherBackward;
@@ -101,12 +95,12 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
 /// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut.
 inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
                           const HeadGroups& groups, int64_t segment_tokens = 0) {
-  const BackwardCosts& c = backward_costs_of(device);
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const double grad_ns =
-      c.chunk_grad_ns + (c.last_pass_for_groups && of_each == 1 ? 0 : c.gradients_ns);
+  const bool own =
+      in.key_dim == in.value_dim && (in.key_dim == 128 || (in.key_dim == 64 && of_each == 1));
+  const double grad_ns = (own ? backward_costs_of(device) : kOtherBackward).gradients_ns;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
                                                    size * grad_ns * 1e-3;
@@ -118,13 +112,25 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   return std::max(cuda::backward::least_us(in), us);
 }
 
-/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains.
+/// The chain from right to left alone, uncut.
+inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
+  const BackwardCosts& c = backward_costs_of(device);
+  return std::max(
+      chain_memory_us(in, c.reverse_bytes),
+      chains_us(in, c.reverse, static_cast<double>(in.lengths.size()),
+                static_cast<double>(longest_of(in)), total_tokens(in), tiles_of(in.value_dim)));
+}
+
+/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains. `halves`: uncut, a
+/// backward in two halves has that chain twice.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, int64_t num_heads,
-                                               const HeadGroups& groups, CostEstimate* cost) {
+                                               const HeadGroups& groups, bool halves,
+                                               CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups),
+  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups) +
+                                           (halves ? reverse_us(in, device) : 0),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {

@@ -15,15 +15,18 @@ namespace kda::cuda::staged {
 
 /// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
 inline constexpr double kGroupBytes = 2.4e9;
+/// What all heads may take in a backward in two halves, which cannot have groups.
+inline constexpr double kSpanBytes = 12e9;
 
 /// Bytes of one value head in each block.
 struct HeadBytes {
   StageSizes buffers;  ///< of chunk_intra, h, and E as vn
   std::size_t factors = 0, rows = 0, left = 0, sums = 0;
 
-  /// The rows, and what says which chunks are left to them, lie over the factors: chunk_grad writes
-  /// them when the chains are done.
-  std::size_t factors_then_rows() const { return std::max(factors, rows + left); }
+  /// The rows lie over the factors: chunk_grad writes them when the chains are done.
+  std::size_t before_left() const { return std::max(factors, rows); }
+  /// Behind them is what says which chains, then which chunks, are left to another launch.
+  std::size_t factors_then_rows() const { return before_left() + left; }
   std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
 };
 

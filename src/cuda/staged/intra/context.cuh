@@ -15,11 +15,13 @@ namespace kda::cuda::intra {
 /// Elementwise work is a thread's own: one channel pair of one sub-chunk of 16 tokens, whose decays
 /// it keeps. All factors are running products of decays: no difference of sums, one exponential a
 /// token and channel. Indices are functions of the thread: in registers they made others spill.
-template <class ElementT, int kChannels>
+template <class ElementT, int kChannels, class FactorT = ElementT>
 struct IntraContext {
-  using T = ElementT;  // of q, k, v and the factors
+  using T = ElementT;  // of q, k and v, and of what scores are products of
+  using F = FactorT;   // of the factors; u is not made where it is another type
   static constexpr int kK = kChannels;
-  using S = Shared<T, kK>;
+  static constexpr bool kMakesU = std::is_same_v<T, F>;
+  using S = Shared<T, kK, F>;
   static constexpr int kStride = S::kStride;
   static constexpr int kPairs = kK / 2;
   static constexpr int kThreads = kPairs * kSubchunks;
@@ -52,8 +54,8 @@ struct IntraContext {
   __device__ void forget_index() { ptx::make_opaque(tid); }
 
   __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head
-  __device__ T* tile_of(void* base, int64_t elements) const {
-    return static_cast<T*>(base) + tile() * elements;
+  __device__ F* tile_of(void* base, int64_t elements) const {
+    return static_cast<F*>(base) + tile() * elements;
   }
 };
 

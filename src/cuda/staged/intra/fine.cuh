@@ -52,7 +52,7 @@ __device__ void store_level(const C& c, const float (&acc)[4]) {
   } else {  // the column before the diagonal
     if (n != r && n + 1 != r) return;
     const float q = n == r ? acc[0] : acc[1], k = n == r ? acc[2] : acc[3];
-    s.after.Aqk[i][i - 1] = static_cast<typename C::T>(q * (s.q_norm[i] * s.k_norm[i - 1]));
+    s.after.Aqk[i][i - 1] = static_cast<typename C::F>(q * (s.q_norm[i] * s.k_norm[i - 1]));
     s.after.N[i][i - 1] = k * (s.k_norm[i] * s.k_beta[i - 1]);
   }
 }

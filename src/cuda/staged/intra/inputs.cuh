@@ -138,6 +138,16 @@ __device__ void keep_pairs(C& c) {
     c.q[i] = raw_pair(c, c.s.q, i), c.k[i] = raw_pair(c, c.s.k, i);
 }
 
+/// Whether a log gate of this thread is positive, or NaN; other gates never are.
+template <class C>
+__device__ bool has_growth(const C& c) {
+  bool grows = false;
+  if (c.a.gate.gate_mode == GateMode::kLog)
+#pragma unroll
+    for (int i = 0; i < kSubchunk; ++i) grows = grows || !(c.decay[i].x <= 1 && c.decay[i].y <= 1);
+  return grows;
+}
+
 // ---- norms
 
 /// Norms of rows that come normalised; find_norms() otherwise.

@@ -25,7 +25,7 @@ __device__ void invert_diagonal(const C& c, int at) {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       s.after.N[at + i][at + j] = column[i];
-      s.after.inverse[at + i][at + j] = static_cast<typename C::T>(column[i]);
+      s.after.inverse[at + i][at + j] = static_cast<typename C::F>(column[i]);
     }
   __syncwarp();
 }
@@ -76,7 +76,7 @@ __device__ void store_block(const C& c, int row, int column, const float (&out)[
       const float2 pair{out[n][2 * half], out[n][2 * half + 1]};
       if constexpr (kExact) *reinterpret_cast<float2*>(&c.s.after.N[i][j]) = pair;
       *reinterpret_cast<uint32_t*>(&c.s.after.inverse[i][j]) =
-          ptx::pack<typename C::T>(pair.x, pair.y);
+          ptx::pack<typename C::F>(pair.x, pair.y);
     }
 }
 

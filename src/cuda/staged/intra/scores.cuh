@@ -28,7 +28,7 @@ __device__ PairNorms pair_norms(const C& c, int j) {
 template <class C>
 __device__ void put_A(const C& c, int i, int j, float x, float y, RowNorms row, PairNorms pair) {
   *reinterpret_cast<uint32_t*>(&c.s.after.Aqk[i][j]) =
-      ptx::pack<typename C::T>(x * (row.q * pair.k.x), y * (row.q * pair.k.y));
+      ptx::pack<typename C::F>(x * (row.q * pair.k.x), y * (row.q * pair.k.y));
 }
 /// Stores neighbours j, j + 1 of row i of L.
 template <class C>

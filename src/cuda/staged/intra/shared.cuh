@@ -27,7 +27,7 @@ struct BlockOperands {
 
 /// Scores and what becomes of them.
 template <class T, int kStride>
-struct Squares {
+struct Squares {  // T: of the factors
   union {
     float N[kChunk][kScoreStride];  // L = N diag(beta), then T' in place, but for its last quarter
     T v[kChunk][kStride];           // recompute: a tile of v
@@ -38,7 +38,7 @@ struct Squares {
 
 /// Shared memory of one chunk and head: two of them on an SM (three of recompute_w_u) hide each
 /// other's barriers. Rows are padded by 16 bytes against bank conflicts.
-template <class T, int kK>
+template <class T, int kK, class F = T>
 struct Shared {
   static constexpr int kStride = kK + 8;
   T q[kChunk][kStride];                // raw; then decayed rows; later a tile of v
@@ -53,11 +53,11 @@ struct Shared {
   union {
     BlockOperands<T, kStride> blocks;
     float decay[kChunk][kK];  // token form: of each token
-    Squares<T, kStride> after;
+    Squares<F, kStride> after;
   };
 
   static constexpr std::size_t bytes(bool scores) {
-    using S = Squares<T, kStride>;
+    using S = Squares<F, kStride>;
     return scores ? sizeof(Shared) : offsetof(Shared, after) + offsetof(S, Aqk);
   }
 };

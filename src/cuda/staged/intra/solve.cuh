@@ -41,6 +41,7 @@ __device__ float2 decay_over(const C& c, bool before) {
 template <bool kKept, class C>
 __device__ void decayed_rows(const C& c) {
   using T = typename C::T;
+  using F = typename C::F;
   constexpr int kK = C::kK;
   auto& s = c.s;
   const auto& a = c.a;
@@ -48,14 +49,14 @@ __device__ void decayed_rows(const C& c) {
   const auto k_pair = [&](int i) { return ptx::unpack<T>(kKept ? c.k[i] : raw_pair(c, s.k, i)); };
   const unsigned column = c.channel() % 64;
   const int64_t row0 = swizzled(c.subchunk() * kSubchunk, c.channel() / 64 * 8);
-  T* qg = a.factors.qg ? c.tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
-  T* kg = a.factors.kg ? c.tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
-  const auto pair_at = [&](T* rows, unsigned i) {  // as swizzled() has it
+  F* qg = a.factors.qg ? c.tile_of(a.factors.qg, kChunk * kK) + row0 : nullptr;
+  F* kg = a.factors.kg ? c.tile_of(a.factors.kg, kChunk * kK) + row0 : nullptr;
+  const auto pair_at = [&](F* rows, unsigned i) {  // as swizzled() has it
     return reinterpret_cast<uint32_t*>(rows + (column ^ i % 8 * 8) + i * 64);
   };
   // The L2 gives up large qg and kg last: recompute_w_u takes up to 1.5% less on an H200. Small
   // ones would cost it 1 to 2% (docs/log/2026-11.md).
-  constexpr unsigned kLarge = (128 << 20) / (kChunk * kK * 2 * sizeof(T));
+  constexpr unsigned kLarge = (128 << 20) / (kChunk * kK * 2 * sizeof(F));
   const uint64_t policy = ptx::createpolicy_evict_last(gridDim.x > kLarge);
   const auto store = [&](uint32_t* to, uint32_t pair) {
     if constexpr (kKept)
@@ -64,7 +65,7 @@ __device__ void decayed_rows(const C& c) {
       ptx::st_cache_hint(policy, to, pair);
   };
   const auto scaled = [](float2 x, float2 factor, float norm) {
-    return ptx::pack<T>(x.x * (factor.x * norm), x.y * (factor.y * norm));
+    return ptx::pack<F>(x.x * (factor.x * norm), x.y * (factor.y * norm));
   };
   if (kg) {
     float2 factor = decay_over<kKept>(c, false);
@@ -117,7 +118,7 @@ __device__ __forceinline__ uint32_t kept(uint32_t pair, int count) {
 /// diagonal, or in the blocks above it.
 template <int kCopiers, bool kScores, class C>
 __device__ void copy_square(const C& c, void* target, int thread) {
-  typename C::T* base = c.tile_of(target, kChunk * kChunk);
+  typename C::F* base = c.tile_of(target, kChunk * kChunk);
 #pragma unroll
   for (int i = 0; i < kChunk * 8 / kCopiers; ++i) {
     const int row = thread / 8 + i * (kCopiers / 8), piece = thread % 8;
@@ -131,7 +132,7 @@ __device__ void copy_square(const C& c, void* target, int thread) {
 /// Loads blocks of T' on and below the diagonal: all that anything reads.
 template <class C>
 __device__ void load_inverse(const C& c) {
-  const typename C::T* stored = c.tile_of(c.a.factors.T, kChunk * kChunk);
+  const typename C::F* stored = c.tile_of(c.a.factors.T, kChunk * kChunk);
 #pragma unroll
   for (int i = 0; i < kChunk * 8 / C::kThreads; ++i) {
     const int row = c.tid / 8 + i * (C::kThreads / 8), piece = c.tid % 8;
@@ -147,7 +148,7 @@ __device__ void load_inverse(const C& c) {
 /// read once for all.
 template <int kCount, class C>
 __device__ void solve_columns(const C& c, RowsOf<C>* const (&tiles)[kCount]) {
-  using T = typename C::T;
+  using F = typename C::F;
   static_assert(C::kWarps * 16 == C::kK);
   const int column = c.warp() * 16;
   uint32_t right[kCount][4][4];  // 16 tokens x 16 columns
@@ -170,8 +171,8 @@ __device__ void solve_columns(const C& c, RowsOf<C>* const (&tiles)[kCount]) {
                     &c.s.after.inverse[m * 16 + c.lane() % 16][step * 16 + c.lane() / 16 * 8]));
 #pragma unroll
       for (int n = 0; n < kCount; ++n) {
-        ptx::mma_16816<T>(acc[n][0], left, right[n][step][0], right[n][step][1]);
-        ptx::mma_16816<T>(acc[n][1], left, right[n][step][2], right[n][step][3]);
+        ptx::mma_16816<F>(acc[n][0], left, right[n][step][0], right[n][step][1]);
+        ptx::mma_16816<F>(acc[n][1], left, right[n][step][2], right[n][step][3]);
       }
     }
 #pragma unroll
@@ -180,7 +181,7 @@ __device__ void solve_columns(const C& c, RowsOf<C>* const (&tiles)[kCount]) {
       for (int i = 0; i < 4; ++i)
         *reinterpret_cast<uint32_t*>(
             &tiles[n][m * 16 + i % 2 * 8 + c.lane() / 4][column + i / 2 * 8 + c.lane() % 4 * 2]) =
-            ptx::pack<T>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1]);
+            ptx::pack<F>(acc[n][i / 2][i % 2 * 2], acc[n][i / 2][i % 2 * 2 + 1]);
   }
 }
 
@@ -188,7 +189,7 @@ __device__ void solve_columns(const C& c, RowsOf<C>* const (&tiles)[kCount]) {
 /// threads, which wait for each other; else a warp's own 16. Lines that come in parts cost memory
 /// more, and recompute_w_u waits for memory; chunk_intra does not, and would wait for the barrier.
 template <bool kLines, class C>
-__device__ void store_tile(const C& c, typename C::T* target, const RowsOf<C>* rows, int columns) {
+__device__ void store_tile(const C& c, typename C::F* target, const RowsOf<C>* rows, int columns) {
   static_assert(C::kThreads * 4 == kChunk * C::kVectors);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -215,7 +216,7 @@ __device__ void solve(const C& c, RowsOf<C>* v) {
   constexpr int kK = C::kK;
   const auto& a = c.a;
   const int padded = (a.shape.V + kVTile - 1) / kVTile * kVTile;
-  typename C::T* u = c.tile_of(a.factors.u, static_cast<int64_t>(padded) * kChunk);
+  typename C::F* u = c.tile_of(a.factors.u, static_cast<int64_t>(padded) * kChunk);
   solve_columns<2>(c, {c.s.k, v});
   wait_for_tile<kLines>();
   store_tile<kLines>(c, c.tile_of(a.factors.w, kChunk * kK), c.s.k, kK);
@@ -229,6 +230,17 @@ __device__ void solve(const C& c, RowsOf<C>* v) {
     wait_for_tile<kLines>();
     store_tile<kLines>(c, u + column0 * kChunk, v, padded - column0);
   }
+}
+
+/// Makes w alone. Factors of a chunk in which a decay grows may not fit their type: then gamma is
+/// NaN, and so become the states.
+template <class C>
+__device__ void solve_w(const C& c, bool grows) {
+  solve_columns<1>(c, {c.s.k});
+  __syncwarp();
+  store_tile<false>(c, c.tile_of(c.a.factors.w, kChunk * C::kK), c.s.k, C::kK);
+  if (c.a.gate.gate_mode == GateMode::kLog && __syncthreads_or(grows) && c.tid == 0)
+    c.a.factors.gamma[c.tile() * C::kK] = __uint_as_float(0x7fc00000u);
 }
 
 }  // namespace kda::cuda::intra

@@ -82,7 +82,7 @@ __device__ void store_tokens(const C& c, const Accumulators<C>& scores) {
     const int i = token_of(c, pass), j = i / kBlock * kBlock + c.lane() % 16;
     if (j >= i) continue;
     s.after.Aqk[i][j] =
-        static_cast<typename C::T>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
+        static_cast<typename C::F>(scores.token_q[pass] * (s.q_norm[i] * s.k_norm[j]));
     s.after.N[i][j] = scores.token_k[pass] * (s.k_norm[i] * s.k_beta[j]);
   }
 }

@@ -25,17 +25,22 @@ using cuda::grad::Tokens;
 
 constexpr int kSubchunkBytes = kSubchunk * 128;  // of a tile
 
+template <int kOfBlock>
 struct Worker {
+  static constexpr int kHeads = kOfBlock;          // that the block has at once
+  static constexpr int kSteps = kK / kHeads / 16;  // of products over V
   const FinishedGradArgs& a;
-  Shared& s;
+  Shared<kHeads>& s;
   const int tid, lane, warp;
   int turn = 0;  // chunks before this one
+  // Whether other value heads of the q/k head have their turn before and after this one.
+  bool has_earlier = false, has_later = false;
   // Addresses of this lane's 16-byte pieces. All others differ from them by constants, and by an
   // exclusive or with constants: pieces are swizzled by the last bits of their rows.
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
   const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
 
-  __device__ Worker(const FinishedGradArgs& args, Shared& shared)
+  __device__ Worker(const FinishedGradArgs& args, Shared<kHeads>& shared)
       : a(args),
         s(shared),
         tid(static_cast<int>(threadIdx.x)),
@@ -43,15 +48,18 @@ struct Worker {
         warp(__shfl_sync(~0u, tid / 32, 0)),
         transposed(warp / 4 * static_cast<int>(sizeof(Tile)) +
                    2 * swizzled(lane % 8 + lane / 16 * 8, warp % 4 * 2 + lane / 8 % 2)),
-        by_rows(ptx::shared_address(shared.pairs) +
+        by_rows(ptx::shared_address(shared.pairs[head()]) +
                 2 * swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2)),
-        by_columns(ptx::shared_address(shared.pairs) + 2 * swizzled(lane % 16, lane / 16)) {}
+        by_columns(ptx::shared_address(shared.pairs[head()]) + 2 * swizzled(lane % 16, lane / 16)) {
+  }
 
-  __device__ int group() const { return warp / 4; }  // warpgroup
+  __device__ int group() const { return warp / 4; }                  // warpgroup
+  __device__ int head() const { return kHeads == 2 ? group() : 0; }  // of those of the block
   __device__ int g() const { return lane / 4; }
   __device__ int t() const { return lane % 4; }
   __device__ int channel() const { return 16 * warp + g(); }
-  __device__ const Numbers& numbers() const { return s.numbers[turn & 1]; }
+  __device__ const Numbers<kHeads>& numbers() const { return s.numbers[turn & 1]; }
+  __device__ const Factors& factors() const { return s.factors[head()]; }
   /// The compiler moves nothing over it; each has a number of its own.
   template <unsigned kNumber>
   __device__ __forceinline__ void stay() const {
@@ -65,7 +73,10 @@ struct Worker {
     if (subchunk == 2) stay<kNumber + 2>();
     if (subchunk == 3) stay<kNumber + 3>();
   }
-  __device__ __forceinline__ void sync() const { ptx::bar_sync<kWorkers>(kWorkerBarrier); }
+  /// The threads of a value head.
+  __device__ __forceinline__ void sync() const {
+    ptx::bar_sync<kWorkers / kHeads>(kWorkerBarrier + head());
+  }
 
   /// The warp's channels of the tokens of a sub-chunk, as an A operand.
   __device__ __forceinline__ uint32_t channels_of(const Tile (&rows)[kHalves]) const {

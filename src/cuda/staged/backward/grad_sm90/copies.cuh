@@ -9,18 +9,33 @@
 
 namespace kda::cuda::sm90::grad {
 
-/// A chunk and value head of those that the block takes.
+/// A chunk, and a value head or two: the last of an odd number is alone.
+template <int kHeads>
 struct Task {
-  unsigned tile;
+  unsigned tile;  // of the chunk and first value head
   ChunkTokens chunk;
   int head;
-  __device__ Task(const FinishedGradArgs& a, unsigned index)
+  __device__ Task(const FinishedGradArgs& a, unsigned index) : Task(a, index, of_chunk(a)) {}
+  /// Whether the first (0) or second is there.
+  __device__ bool has(const FinishedGradArgs& a, int i) const {
+    return kHeads == 1 || head + i < a.shape.HV;
+  }
+
+ private:
+  __device__ static const Divisor& of_chunk(const FinishedGradArgs& a) {
+    return kHeads == 2 ? a.pairs : a.shape.heads;
+  }
+  __device__ Task(const FinishedGradArgs& a, unsigned index, const Divisor& of_each)
       : tile(index),
-        chunk(chunk_tokens(a.map, a.shape.heads.quotient(index))),
-        head(static_cast<int>(a.shape.heads.remainder(index))) {}
+        chunk(chunk_tokens(a.map, of_each.quotient(index))),
+        head(kHeads * static_cast<int>(of_each.remainder(index))) {
+    if (kHeads == 2) tile = of_each.quotient(index) * static_cast<unsigned>(a.shape.HV) + head;
+  }
 };
 
-/// A thread's pieces of rows of 128 elements: the same piece of every fourth row.
+/// A thread's pieces of rows of 128 elements, or of rows of 64 of two value heads: the same piece
+/// of every fourth row.
+template <int kHeads>
 struct Pieces {
   static constexpr int kStep = 4, kCount = kChunk / kStep;
   int row, column;  // the first; elements
@@ -31,79 +46,118 @@ struct Pieces {
         at(static_cast<uint32_t>(2 * swizzled(row, thread % 16))) {}
   /// Four rows on, a row's last bits differ in one from those before.
   __device__ uint32_t place(int i) const { return (at ^ i % 2 * 64) + i * kStep * 128; }
-};
-
-/// The tokens of the chunk in a tensor; zeros past them, and without the tensor.
-__device__ __forceinline__ void copy_rows(const Tile (&to)[kHalves], const RowView& view,
-                                          const Task& task, const Pieces& pieces) {
-  const uint32_t target = ptx::shared_address(to);
-  const int rows = view.base ? task.chunk.count - pieces.row : 0;
-  const auto* from = static_cast<const Element16*>(view.base) +
-                     chunk_offset(view, task.chunk, task.head) + pieces.row * view.stride_t +
-                     pieces.column;
-#pragma unroll 4
-  for (int i = 0; i < Pieces::kCount; ++i, from += Pieces::kStep * view.stride_t)
-    ptx::cp_async<16>(target + pieces.place(i), from, i * Pieces::kStep < rows);
-}
-
-/// A thread has a token and two channels; they are on their way while it waits.
-struct RawNumbers {
-  uint32_t beta = 0;
-  float bias[2] = {}, A_log = 0;
-  __device__ RawNumbers(const FinishedGradArgs& a, const Task& task, int thread) {
-    const GateView& gate = a.gate;
-    if (thread < task.chunk.count)
-      beta = load_bits(a.beta.base, a.beta.type,
-                       chunk_offset(a.beta, task.chunk, task.head) + thread * a.beta.stride_t);
-    if (gate.dt_bias)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        bias[i] = gate.dt_bias[task.head * gate.stride_dt + thread + kCopiers * i];
-    if (gate.A_log) A_log = gate.A_log[task.head * gate.stride_A];
+  __device__ int head() const { return kHeads == 2 ? column / 64 : 0; }
+  /// Of the first one, from the chunk's tokens of the first value head on.
+  __device__ int64_t from(const RowView& view) const {
+    const int64_t rows = row * view.stride_t;
+    return kHeads == 2 ? rows + head() * view.stride_h + column % 64 : rows + column;
+  }
+  __device__ int count(const FinishedGradArgs& a, const Task<kHeads>& task) const {
+    return task.has(a, head()) ? task.chunk.count - row : 0;
   }
 };
 
-__device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const Task& task,
-                                              int thread, const RawNumbers& raw, Numbers& numbers) {
-  const GateView& gate = a.gate;
-  const bool exists = thread < task.chunk.count;
-  const float raw_beta = float_of(raw.beta, a.beta.type);
-  const float beta = exists ? beta_value(gate, raw_beta) : 0;
-  const bool plain = gate.beta_mode == BetaMode::kPlain;
-  const bool small = plain && exists && !(fabsf(beta) >= cuda::grad::kSmallBeta);
-  const bool has_small = __any_sync(~0u, small);
-  if (thread % 32 == 0) numbers.has_small[thread / 32] = has_small;
-  numbers.beta[thread] = beta;
-  // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
-  numbers.dbeta[thread] = plain ? 1 / beta : 1 / (1 + expf(raw_beta));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) numbers.bias[thread + kCopiers * i] = raw.bias[i];
-  if (thread == 0) numbers.rate = expf(raw.A_log), numbers.count = task.chunk.count;
+/// The tokens of the chunk in a tensor; zeros past them, and without the tensor.
+template <int kHeads>
+__device__ __forceinline__ void copy_rows(const FinishedGradArgs& a, const Tile (&to)[kHalves],
+                                          const RowView& view, const Task<kHeads>& task, int head,
+                                          const Pieces<kHeads>& pieces) {
+  constexpr int kStep = Pieces<kHeads>::kStep;
+  const uint32_t target = ptx::shared_address(to);
+  const int rows = view.base ? pieces.count(a, task) : 0;
+  const auto* from = static_cast<const Element16*>(view.base) +
+                     chunk_offset(view, task.chunk, head) + pieces.from(view);
+#pragma unroll 4
+  for (int i = 0; i < Pieces<kHeads>::kCount; ++i, from += kStep * view.stride_t)
+    ptx::cp_async<16>(target + pieces.place(i), from, i * kStep < rows);
 }
 
-__device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, int thread) {
-  const unsigned tiles = existing_tiles(a);
-  int turn = 0;
+/// A thread has two channels, and of each value head a token; they are on their way while it waits.
+template <int kHeads>
+struct RawNumbers {
+  uint32_t beta[kHeads] = {};
+  float bias[2] = {}, A_log[kHeads] = {};
+  __device__ RawNumbers(const FinishedGradArgs& a, const Task<kHeads>& task, int thread) {
+    const GateView& gate = a.gate;
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+      if (thread < task.chunk.count && task.has(a, i))
+        beta[i] =
+            load_bits(a.beta.base, a.beta.type,
+                      chunk_offset(a.beta, task.chunk, task.head + i) + thread * a.beta.stride_t);
+    if (gate.dt_bias)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (task.has(a, i))
+          bias[i] = kHeads == 2 ? gate.dt_bias[(task.head + i) * gate.stride_dt + thread]
+                                : gate.dt_bias[task.head * gate.stride_dt + thread + kCopiers * i];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+      if (gate.A_log && task.has(a, i)) A_log[i] = gate.A_log[(task.head + i) * gate.stride_A];
+  }
+};
+
+template <int kHeads>
+__device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const Task<kHeads>& task,
+                                              int thread, const RawNumbers<kHeads>& raw,
+                                              Numbers<kHeads>& numbers) {
+  const GateView& gate = a.gate;
+  const bool plain = gate.beta_mode == BetaMode::kPlain;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const bool exists = thread < task.chunk.count && task.has(a, i);
+    const float raw_beta = float_of(raw.beta[i], a.beta.type);
+    const float beta = exists ? beta_value(gate, raw_beta) : 0;
+    const bool small = plain && exists && !(fabsf(beta) >= cuda::grad::kSmallBeta);
+    const bool has_small = __any_sync(~0u, small);
+    if (thread % 32 == 0) numbers.has_small[i][thread / 32] = has_small;
+    numbers.beta[i][thread] = beta;
+    // Through the sigmoid beta cancels: beta' = beta sigmoid(-raw).
+    numbers.dbeta[i][thread] = plain ? 1 / beta : 1 / (1 + expf(raw_beta));
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) numbers.bias[thread + kCopiers * i] = raw.bias[i];
+  if (thread > 0) return;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) numbers.rate[i] = expf(raw.A_log[i]);
+  numbers.count = task.chunk.count;
+}
+
+template <Heads kHeads, class T>
+__device__ __forceinline__ int q_head_of(const FinishedGradArgs& a, const T& task) {
+  if constexpr (kHeads != Heads::kGrouped) return task.head;
+  return static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(task.head)));
+}
+
+template <Heads kHeads>
+__device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared<kCountOf<kHeads>>& s,
+                                          int thread) {
+  constexpr int kCount = kCountOf<kHeads>;
+  const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
-  for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, ++turn) {
+  for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {
+    const int turn = turns.count;
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
-    const Task task(a, tile);
-    const RawNumbers raw(a, task, thread);
-    const Pieces pieces(thread);
+    const Task<kCount> task(a, turns.task);
+    const int q_head = q_head_of<kHeads>(a, task);
+    const RawNumbers<kCount> raw(a, task, thread);
+    const Pieces<kCount> pieces(thread);
+    // Tiles of a pair lie behind each other. A value head that is alone leaves the second half.
+    const int parts = task.has(a, kCount - 1) ? 1 : 2;
     const auto copy_tiles = [&](auto& to, const void* base) {
-      ptx::cp_async_bulk(&to, static_cast<const char*>(base) + tile * sizeof(to),
-                         static_cast<int>(sizeof(to)), s.values_full);
+      ptx::cp_async_bulk(&to, static_cast<const char*>(base) + task.tile * (sizeof(to) / kCount),
+                         static_cast<int>(sizeof(to)) / parts, s.values_full);
     };
     wait_empty(s.d_o_empty, turn);
-    copy_rows(s.d_o, a.d_o, task, pieces);
+    copy_rows(a, s.d_o, a.d_o, task, task.head, pieces);
     wait_empty(s.gates_empty[turn % 2], turn / 2);
-    copy_rows(s.gates[turn % 2], a.g, task, pieces);
+    copy_rows(a, s.gates[turn % 2], a.g, task, task.head, pieces);
     store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
     ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
     if (thread == 0) {
-      ptx::mbarrier_arrive_expect_tx(s.values_full,
-                                     static_cast<int>(2 * sizeof(s.state) + 2 * sizeof(s.errors)));
+      ptx::mbarrier_arrive_expect_tx(
+          s.values_full, static_cast<int>(2 * sizeof(s.state) + 2 * sizeof(s.errors)) / parts);
       copy_tiles(s.d_state, a.dh);
       copy_tiles(s.errors, a.errors);
     }
@@ -114,83 +168,111 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared& s, 
     }
     ptx::mbarrier_arrive_after_copies(s.values_full);
     wait_empty(s.q_empty, turn);
-    copy_rows(s.q, a.q, task, pieces);
+    copy_rows(a, s.q, a.q, task, q_head, pieces);
     wait_empty(s.k_empty, turn);
-    copy_rows(s.k, a.k, task, pieces);
+    copy_rows(a, s.k, a.k, task, q_head, pieces);
     ptx::mbarrier_arrive_after_copies(s.rows_full);
   }
 }
 
 /// Rows of the tokens of the chunk.
-__device__ __forceinline__ void store_rows(const Tile (&from)[kHalves], const RowView& view,
-                                           const Task& task, const Pieces& pieces) {
+template <int kHeads>
+__device__ __forceinline__ void store_rows(const FinishedGradArgs& a, const Tile (&from)[kHalves],
+                                           const RowView& view, const Task<kHeads>& task, int head,
+                                           const Pieces<kHeads>& pieces) {
   if (!view.base) return;
+  constexpr int kStep = Pieces<kHeads>::kStep;
   const auto* source = reinterpret_cast<const char*>(from);
-  auto* to = static_cast<Element16*>(view.base) + chunk_offset(view, task.chunk, task.head) +
-             pieces.row * view.stride_t + pieces.column;
-  const int rows = task.chunk.count - pieces.row;
+  auto* to =
+      static_cast<Element16*>(view.base) + chunk_offset(view, task.chunk, head) + pieces.from(view);
+  const int rows = pieces.count(a, task);
 #pragma unroll 1
-  for (int first = 0; first < Pieces::kCount; first += 4) {
+  for (int first = 0; first < Pieces<kHeads>::kCount; first += 4) {
     uint4 x[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       x[i] = *reinterpret_cast<const uint4*>(source + pieces.place(first + i));
 #pragma unroll
-    for (int i = 0; i < 4; ++i, to += Pieces::kStep * view.stride_t)
-      if ((first + i) * Pieces::kStep < rows) *reinterpret_cast<uint4*>(to) = x[i];
+    for (int i = 0; i < 4; ++i, to += kStep * view.stride_t)
+      if ((first + i) * kStep < rows) *reinterpret_cast<uint4*>(to) = x[i];
   }
 }
 
-__device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shared& s,
-                                           const Numbers& numbers, const Task& task, int token) {
+template <int kHeads>
+__device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shared<kHeads>& s,
+                                           const Numbers<kHeads>& numbers, const Task<kHeads>& task,
+                                           int token) {
   if (!a.dbeta.base || token >= task.chunk.count) return;
-  store_element(a.dbeta.base, a.dbeta.type,
-                chunk_offset(a.dbeta, task.chunk, task.head) + token * a.dbeta.stride_t,
-                s.products[token] * numbers.dbeta[token]);
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i)
+    if (task.has(a, i))
+      store_element(a.dbeta.base, a.dbeta.type,
+                    chunk_offset(a.dbeta, task.chunk, task.head + i) + token * a.dbeta.stride_t,
+                    s.products[i][token] * numbers.dbeta[i][token]);
 }
 
+template <int kHeads>
 __device__ __forceinline__ double* sums_of(const FinishedGradArgs& a, unsigned tile) {
-  return a.sums + int64_t{tile} * (kK + 1);
+  return a.sums + int64_t{tile} * (kK / kHeads + 1);
 }
+template <int kHeads>
 __device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums& sums,
-                                           unsigned tile, int thread) {
-  double* to = sums_of(a, tile);
-  for (int i = 0; i < 2; ++i) to[thread + kCopiers * i] = sums.ddt_bias[thread + kCopiers * i];
+                                           const Task<kHeads>& task, int thread) {
+  constexpr int kWarps = kWorkerWarps / kHeads;
+  for (int i = 0; i < 2; ++i)
+    if (task.has(a, i)) {
+      double* to = kHeads == 2 ? sums_of<2>(a, task.tile + i) + thread
+                               : sums_of<1>(a, task.tile) + thread + kCopiers * i;
+      *to = sums.ddt_bias[thread + kCopiers * i];
+    }
   if (thread > 0) return;
-  double total = 0;
-  for (int warp = 0; warp < kWorkerWarps; ++warp) total += static_cast<double>(sums.dA_log[warp]);
-  to[kK] = total;
+  for (int i = 0; i < kHeads && task.has(a, i); ++i) {
+    double total = 0;
+    for (int warp = 0; warp < kWarps; ++warp)
+      total += static_cast<double>(sums.dA_log[kWarps * i + warp]);
+    sums_of<kHeads>(a, task.tile + i)[kK / kHeads] = total;
+  }
 }
 
-__device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared& s, int thread) {
-  const Pieces pieces(thread);
-  const unsigned tiles = existing_tiles(a);
-  unsigned tile = blockIdx.x;
-  int turn = 0;
+template <Heads kHeads>
+__device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCountOf<kHeads>>& s,
+                                           int thread) {
+  constexpr int kCount = kCountOf<kHeads>, kWarps = kWorkerWarps / kCount;
+  const Pieces<kCount> pieces(thread);
+  const unsigned tasks = existing_tasks<kHeads>(a);
+  Turns<kHeads> turns(a);
 #pragma unroll 1
-  for (; tile < tiles; tile += gridDim.x, ++turn) {
-    const Task task(a, tile);
-    const Numbers& numbers = s.numbers[turn % 2];
+  for (; turns.task < tasks; turns.advance(a)) {
+    const int turn = turns.count;
+    const Task<kCount> task(a, turns.task);
+    const int q_head = q_head_of<kHeads>(a, task);
+    const bool finishes = !turns.has_later(a);  // dq and dk
+    const Numbers<kCount>& numbers = s.numbers[turn % 2];
     wait_full(s.out_full, 0);  // two in each turn
     store_beta(a, s, numbers, task, thread);
-    store_rows(s.out, a.dq, task, pieces);
+    if (finishes) store_rows(a, s.out, a.dq, task, q_head, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.out_full, 1);
-    store_rows(s.out, a.dk, task, pieces);
+    if (finishes) store_rows(a, s.out, a.dk, task, q_head, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.gates_done[turn % 2], turn / 2);
-    store_rows(s.gates[turn % 2], a.dg, task, pieces);
-    if (a.sums) store_sums(a, s.sums, tile, thread);
-    if (thread < kLeftWords) {
-      unsigned left = numbers.has_small[thread];
-      for (int i = 0; i < kWorkerWarps; ++i) left |= s.out_of_range[turn % 2][i];
-      a.left[tile * kLeftWords + thread] = left;
+    store_rows(a, s.gates[turn % 2], a.dg, task, task.head, pieces);
+    if (a.sums) store_sums(a, s.sums, task, thread);
+    if (const int head = thread / kLeftWords; head < kCount && task.has(a, head)) {
+      unsigned left = numbers.has_small[head][thread % kLeftWords];
+      for (int i = 0; i < kWarps; ++i) left |= s.out_of_range[turn % 2][kWarps * head + i];
+      a.left[task.tile * kLeftWords + thread] = left;
     }
     ptx::mbarrier_arrive(s.gates_empty[turn % 2]);
   }
-  for (; tile < a.tiles; tile += gridDim.x) {
-    if (thread < kLeftWords) a.left[tile * kLeftWords + thread] = 0;
-    for (int d = thread; a.sums && d <= kK; d += kCopiers) sums_of(a, tile)[d] = 0;
+  for (; turns.task < all_tasks<kHeads>(a); turns.advance(a)) {
+    const Task<kCount> task(a, turns.task);
+    for (int i = 0; i < kCount && task.has(a, i); ++i) {
+      const unsigned tile = task.tile + i;
+      if (thread < kLeftWords) a.left[tile * kLeftWords + thread] = 0;
+      for (int d = thread; a.sums && d <= kK / kCount; d += kCopiers)
+        sums_of<kCount>(a, tile)[d] = 0;
+    }
   }
 }
 

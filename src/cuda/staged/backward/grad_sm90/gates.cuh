@@ -2,22 +2,42 @@
 // Gates to decays, and gradients by log decays back through the gates.
 #pragma once
 
+#include "cuda/ptx/math.cuh"
 #include "cuda/staged/backward/grad_sm90/context.cuh"
 
 namespace kda::cuda::sm90::grad {
 
 struct Decays {
-  Tokens row;                  // kAnchor times the decay since the start of the sub-chunk
-  float total[kSubchunks][2];  // over a sub-chunk, of channels g and g + 8
+  Tokens row;  // kAnchor times the decay since the start of the sub-chunk, or its log
+  float total[kSubchunks][2];    // over a sub-chunk, of channels g and g + 8
+  unsigned anchors[kSubchunks];  // not 0: those of its rows (anchors.cuh), a bit each; it has logs
+  __device__ bool by_anchors(int r) const { return anchors[r] != 0; }
 };
+constexpr float kLogAnchor = 24;
+static_assert(kAnchor == 0x1p24f && cuda::grad::kLeast == 0x1p-96f && cuda::grad::kMost == 0x1p88f);
+__device__ __forceinline__ bool log_in_range(float log) { return log >= -96 && log <= 88; }
+/// Decays of one token below it are 0 and without a gradient.
+constexpr float kDead = -126;
+/// What counts as their log, which may be infinite, in sums over tokens: what has decayed that far
+/// is 0.
+constexpr float kLeastLog = -220;
+
+/// Between two anchors of a sub-chunk.
+constexpr float kAnchorStep = 112;
+static_assert(-kLeastLog * kSubchunk < 32 * kAnchorStep);
+/// The number of a row's anchor.
+__device__ __forceinline__ float anchor_of(float log) {
+  return floorf((kLogAnchor - log) * (1 / kAnchorStep));
+}
 
 /// The gate of this lane's two channels.
 template <GateMode kMode>
 struct Gate {
   float rate, bias[2], bound;  // bound: in units of log2
 
-  __device__ explicit Gate(const Worker& c)
-      : rate(c.numbers().rate),
+  template <class W>
+  __device__ explicit Gate(const W& c)
+      : rate(c.numbers().rate[c.head()]),
         bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
         bound(c.a.gate.lower_bound * kLog2e) {}
 
@@ -34,58 +54,102 @@ struct Gate {
   }
 };
 
-/// Log2 decays summed up by a product with a triangle of ones. Tells which warps have decays beyond
-/// the range of the anchors.
-template <GateMode kMode>
-__device__ __forceinline__ void find_decays(const Worker& c, Decays& d) {
-  const Gate<kMode> gate(c);
+/// Log2 decays of a sub-chunk summed up by a product with a triangle of ones, times kAnchor. kFar:
+/// decays of 0 count as kLeastLog. Tells whether no token's decay is above 1, or NaN.
+template <GateMode kMode, bool kFar, class W>
+__device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int r,
+                                       float (*sums)[4]) {
   const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
-  const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
   const int count = c.numbers().count;
-  bool good = true;
-#pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) {
-    Operand raw;
-    Worker::load(gates, r, raw);
-    float x[2][4];
+  Operand raw;
+  W::load(c.channels_of(c.s.gates[c.turn & 1]), r, raw);
+  float x[2][4];
+  for_each([&](int n, int i) {
+    x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
+    sums[n][i] = kLogAnchor;
+  });
+  if ((r + 1) * kSubchunk > count)  // past the end of the sequence: after the gate, which is not 0
     for_each([&](int n, int i) {
-      x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
-      d.row[2 * r + n][i] = 24;
+      if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) x[n][i] = 0;
     });
-    if ((r + 1) * kSubchunk >
-        count)  // past the end of the sequence: after the gate, which is not 0
-      for_each([&](int n, int i) {
-        if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) x[n][i] = 0;
-      });
-    const TwoParts tile0(x[0]), tile1(x[1]);
-    tile0.add(d.row[2 * r], first, second);
-    tile1.add(d.row[2 * r + 1], first, second);
-    tile0.add(d.row[2 * r + 1], 1, 1);
+  bool falls = true;
+  if (kFar)
+    for_each([&](int n, int i) {
+      falls = falls && x[n][i] <= 0;
+      if (x[n][i] < kLeastLog) x[n][i] = kLeastLog;
+    });
+  const TwoParts tile0(x[0]), tile1(x[1]);
+  tile0.add(sums[0], first, second);
+  tile1.add(sums[1], first, second);
+  tile0.add(sums[1], 1, 1);
+  return falls;
+}
+
+/// Whether gates of this kind get several anchors. Others rarely fall so far; a chunk in which they
+/// do is left. (The kernel takes a third longer with the code for it.)
+template <GateMode kMode>
+inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
+
+/// From logs to decays, or to the anchors of the sub-chunk. Tells whether its decays fall.
+template <GateMode kMode, class W>
+__device__ __forceinline__ bool find_anchors(const W& c, const Gate<kMode>& gate, int r,
+                                             Decays& d) {
+  float(*const row)[4] = d.row + 2 * r;
+  bool near = true, falls = true;
+  if (kMode == GateMode::kLog)
+    for_each([&](int n, int i) { near = near && log_in_range(row[n][i]); });
+  else  // the last one is the least
+    near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
+  d.anchors[r] = 0;
+  if (__any_sync(~0u, !near)) {
+    falls = add_up<kMode, true>(c, gate, r, row);
+    unsigned anchors = 0;
+    for_each([&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
+    d.anchors[r] = ptx::redux_or(anchors);
+  } else {
+    for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
   }
-  static_assert(kAnchor == 0x1p24f);
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n)
+  for (int half = 0; half < 2; ++half) {
+    const float last = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3);
+    d.total[r][half] = d.by_anchors(r) ? ptx::ex2(last - kLogAnchor) : last / kAnchor;
+  }
+  return falls;
+}
+
+/// Decays since the starts of their sub-chunks. Tells which warps have decays beyond the range of
+/// anchors.
+template <GateMode kMode, class W>
+__device__ __forceinline__ void find_decays(const W& c, Decays& d) {
+  const Gate<kMode> gate(c);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      d.row[n][i] = ptx::ex2(d.row[n][i]);
-      if (kMode == GateMode::kLog) good = good && in_range(d.row[n][i]);
-    }
+  for (int r = 0; r < kSubchunks; ++r) add_up<kMode, false>(c, gate, r, d.row + 2 * r);
+  bool good = true;
+  if constexpr (kSeveralAnchors<kMode>) {
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r)
+    for (int r = 0; r < kSubchunks; ++r) good = find_anchors(c, gate, r, d) && good;
+  } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float last = __shfl_sync(~0u, d.row[2 * r + 1][2 * half + 1], c.lane | 3);
-      good = good && in_range(last);  // which other gates fall to
-      d.total[r][half] = last / kAnchor;
-    }
+    for (int n = 0; n < kTokenTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) d.row[n][i] = ptx::ex2(d.row[n][i]);
+#pragma unroll
+    for (int r = 0; r < kSubchunks; ++r)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float last = __shfl_sync(~0u, d.row[2 * r + 1][2 * half + 1], c.lane | 3);
+        good = good && in_range(last);  // which other decays fall to
+        d.total[r][half] = last / kAnchor;
+      }
+  }
   const bool out = __any_sync(~0u, !good);
   if (c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = out;
 }
 
 /// From dG, and what all tokens of the chunk share, to dg in place of the gates, and sums for
 /// parameters.
-template <GateMode kMode>
-__device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, float2 boundary) {
+template <GateMode kMode, class W>
+__device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2 boundary) {
   const Gate<kMode> gate(c);
   const float first = 2 * c.t() >= c.g() ? 1 : 0, second = 2 * c.t() + 1 >= c.g() ? 1 : 0;
   const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
@@ -94,8 +158,8 @@ __device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, f
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw, out;
-    Worker::load(gates, r, raw);
-    c.stay_in<40>(r);
+    W::load(gates, r, raw);
+    c.template stay_in<40>(r);
     float y[2][4] = {};
     const TwoParts tile0(dG[2 * r]), tile1(dG[2 * r + 1]);
     tile1.add(y[1], first, second);
@@ -111,15 +175,19 @@ __device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, f
         if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) y[n][i] = 0;
       });
     for_each([&](int n, int i) {
-      const float x = element(raw, n, i), dg = y[n][i];
+      const float x = element(raw, n, i);
+      const bool dead = kMode != GateMode::kBounded && gate.log2_decay(x, i / 2) < kDead;
+      const float dg = dead ? 0 : y[n][i];
       if constexpr (kMode == GateMode::kBounded) {
         const float sigmoid = gate.sigmoid(x, i / 2);
         const float d = dg * (gate.rate * c.a.gate.lower_bound) * (sigmoid - sigmoid * sigmoid);
         dA_log = fmaf(d, d == 0 ? 0 : x, dA_log);  // gates may be infinite there
         y[n][i] = d;
       } else if constexpr (kMode == GateMode::kSoftplus) {
-        dA_log = fmaf(dg, gate.log2_decay(x, i / 2) / kLog2e, dA_log);
+        if (!dead) dA_log = fmaf(dg, gate.log2_decay(x, i / 2) / kLog2e, dA_log);
         y[n][i] = -gate.rate * gate.sigmoid(x, i / 2) * dg;
+      } else {
+        y[n][i] = dg;
       }
       ddt_bias[i / 2] += y[n][i];
     });
@@ -138,6 +206,11 @@ __device__ __forceinline__ void store_gates(const Worker& c, const Tokens& dG, f
     }
     if (c.lane == 0) c.s.sums.dA_log[c.warp] = dA_log;
   }
+  // A column of 2^96 and what it is multiplied by, which is large where E and dS are: their product
+  // may have left fp32 here, and not in the second launch. All sums of dG would tell.
+  constexpr float kMost = 0x1.fffffep127f;
+  const bool overflown = !(fabsf(carry[0]) <= kMost && fabsf(carry[1]) <= kMost);
+  if (__any_sync(~0u, overflown) && c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = true;
   ptx::mbarrier_arrive(c.s.gates_done[c.turn & 1]);
 }
 

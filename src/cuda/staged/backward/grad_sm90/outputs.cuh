@@ -1,16 +1,45 @@
 // SPDX-License-Identifier: Apache-2.0
-// Back through the L2 norm, y = x r: dx = r dy - x r^2 (x . r dy). The gradients here have their
-// factor r; of x . dx all warps have a share.
+// Sums over the value heads of a q/k head, then back through the L2 norm, y = x r: dx = r dy - x
+// r^2 (x . r dy). The gradients here have their factor r, which these value heads share; of x . dx
+// all warps have a share.
 #pragma once
 
 #include "cuda/staged/backward/grad_sm90/context.cuh"
 
 namespace kda::cuda::sm90::grad {
 
+/// Where a thread keeps dq (0) or dk (1) of its channels and tokens, as Tokens has them, for the
+/// next value head of the q/k head. Nobody else reads or writes it.
+template <class W>
+__device__ __forceinline__ float4* sum_over_heads(const W& c, int which) {
+  static_assert(kHeadSums == 2 * 4 * kTokenTiles * kWorkers);
+  return reinterpret_cast<float4*>(c.a.rows) + (2 * blockIdx.x + which) * (kTokenTiles * kWorkers) +
+         c.tid;
+}
+template <class W>
+__device__ __forceinline__ void add_earlier_heads(const W& c, int which, Tokens& x) {
+  if (!c.has_earlier) return;
+  const float4* from = sum_over_heads(c, which);
+  float4 sums[kTokenTiles];  // on their way together
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) sums[n] = from[n * kWorkers];
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) {
+    x[n][0] += sums[n].x, x[n][1] += sums[n].y;
+    x[n][2] += sums[n].z, x[n][3] += sums[n].w;
+  }
+}
+template <class W>
+__device__ __forceinline__ void keep_for_later_heads(const W& c, int which, const Tokens& x) {
+  float4* to = sum_over_heads(c, which);
+#pragma unroll
+  for (int n = 0; n < kTokenTiles; ++n) to[n * kWorkers] = {x[n][0], x[n][1], x[n][2], x[n][3]};
+}
+
 /// A lane keeps one half of 2 kKept numbers, summed with those of the lane 2 kKept away.
 /// (A selection between elements of an array would put it in local memory.)
-template <int kKept>
-__device__ __forceinline__ void halve(const Worker& c, float (&x)[16]) {
+template <int kKept, class W>
+__device__ __forceinline__ void halve(const W& c, float (&x)[16]) {
   const bool upper = c.lane & 2 * kKept;
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
@@ -19,14 +48,16 @@ __device__ __forceinline__ void halve(const Worker& c, float (&x)[16]) {
   }
 }
 
-/// The warp's share of x . y of each token, x from shared memory.
-__device__ __forceinline__ void store_shares(const Worker& c, uint32_t x, const Tokens& y,
+/// The warp's share of x . y of each token, x from shared memory; or y for the next value head.
+template <class W>
+__device__ __forceinline__ void store_shares(const W& c, int which, uint32_t x, const Tokens& y,
                                              float (&shares)[kChunk][kWorkerWarps + 1]) {
+  if (c.has_later) return keep_for_later_heads(c, which, y);
   float sums[16];
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw;
-    Worker::load(x, r, raw);
+    W::load(x, r, raw);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -41,25 +72,31 @@ __device__ __forceinline__ void store_shares(const Worker& c, uint32_t x, const 
 }
 
 /// The sum of the warps' shares, times 1 / |x|^2.
-__device__ __forceinline__ void add_shares(const Worker& c,
+template <class W>
+__device__ __forceinline__ void add_shares(const W& c,
                                            const float (&shares)[kChunk][kWorkerWarps + 1],
                                            const float (&along)[kChunk], float (&sums)[kChunk]) {
-  if (c.tid >= kChunk) return;
+  constexpr int kWarps = kWorkerWarps / W::kHeads;  // of a value head
+  const int token = c.tid % (32 * kWarps);
+  if (c.has_later || token >= kChunk) return;
   float sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kWorkerWarps; ++warp) sum += shares[c.tid][warp];
-  sums[c.tid] = sum * along[c.tid];
+  for (int warp = 0; warp < kWarps; ++warp) sum += shares[token][kWarps * c.head() + warp];
+  sums[token] = sum * along[token];
 }
 
-/// y - along x, dq (0) or dk (1), to the warps that store.
-__device__ __forceinline__ void store_output(const Worker& c, int which, uint32_t x,
+/// y - along x, dq (0) or dk (1), to the warps that store; nothing before the last value head of a
+/// q/k head, but in turn with them: they store numbers of the chunk, too.
+template <class W>
+__device__ __forceinline__ void store_output(const W& c, int which, uint32_t x,
                                              const float (&along)[kChunk], const Tokens& y) {
   wait_empty(c.s.out_empty, which);  // two in each turn
+  if (c.has_later) return ptx::mbarrier_arrive(c.s.out_full);
   const uint32_t out = c.channels_of(c.s.out);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw, rounded;
-    Worker::load(x, r, raw);
+    W::load(x, r, raw);
     const float2 pairs[2] = {c.of_tokens(along, 2 * r), c.of_tokens(along, 2 * r + 1)};
     to_operand(rounded, [&](int n, int i) {
       return y[2 * r + n][i] - (i % 2 ? pairs[n].y : pairs[n].x) * element(raw, n, i);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What pairs of tokens weigh: dP = scale beta P below the diagonal, for raw q and k, so with the
-// norms of both tokens; dN = -beta R alike. The first warpgroup has the one, the second the other.
+// norms of both tokens; dN = -beta R alike. Of one value head the first warpgroup has the one, the
+// second the other; of two each has both of its own.
 #pragma once
 
 #include "cuda/staged/backward/grad/states.cuh"
@@ -10,16 +11,17 @@ namespace kda::cuda::sm90::grad {
 
 /// Norms and what is made of them: a warp has 16 tokens of q or of k. The sum of squares is the
 /// diagonal of a product of 16 x 16 tokens.
-__device__ __forceinline__ void find_factors(const Worker& c) {
-  const bool of_k = c.group() == 1, l2norm = c.a.gate.l2norm;
+template <class W>
+__device__ __forceinline__ void find_factors_of(const W& c, bool of_k) {
+  const bool l2norm = c.a.gate.l2norm;
   const int block = c.warp % 4;
   float2 norms = {1, 1};
   if (l2norm) {
-    const uint32_t rows = ptx::shared_address(of_k ? c.s.k : c.s.q) + block * kSubchunkBytes +
-                          2 * swizzled(c.lane % 16, c.lane / 16);
+    const uint32_t rows = ptx::shared_address((of_k ? c.s.k : c.s.q)[c.head()]) +
+                          block * kSubchunkBytes + 2 * swizzled(c.lane % 16, c.lane / 16);
     float acc[2][4] = {};
 #pragma unroll
-    for (int step = 0; step < kK / 16; ++step) {
+    for (int step = 0; step < kK / W::kHeads / 16; ++step) {
       Operand x;
       ptx::ldmatrix_x4(x, (rows ^ step % 4 * 32) + step / 4 * static_cast<int>(sizeof(Tile)));
       multiply(acc, x, {x[0], x[2], x[1], x[3]});
@@ -30,9 +32,9 @@ __device__ __forceinline__ void find_factors(const Worker& c) {
   if (c.t() > 1) return;
   const int token = 16 * block + c.g() + 8 * c.t();
   const float norm = c.t() == 0 ? norms.x : norms.y, along = l2norm ? norm * norm : 0;
-  Factors& factors = c.s.factors;
+  Factors& factors = c.s.factors[c.head()];
   if (of_k) {
-    const float column = c.numbers().beta[token] * norm;
+    const float column = c.numbers().beta[c.head()][token] * norm;
     factors.minus_k_row[token] = -norm, factors.minus_k_state[token] = -norm / kAnchor;
     factors.column[token] = column, factors.column_state[token] = column * kAnchor;
     factors.k_along[token] = along;
@@ -42,17 +44,24 @@ __device__ __forceinline__ void find_factors(const Worker& c) {
     factors.q_along[token] = along;
   }
 }
+template <class W>
+__device__ __forceinline__ void find_factors(const W& c) {
+  if constexpr (W::kHeads == 2)
+    find_factors_of(c, false), find_factors_of(c, true);
+  else
+    find_factors_of(c, c.group() == 1);
+}
 
 /// A warp stores its 16 rows: later tokens. The diagonals stay in fp32.
-__device__ __forceinline__ void store_pairs(const Worker& c, const Tokens& products) {
-  const bool by_dz = c.group() == 1;
+template <class W>
+__device__ __forceinline__ void store_pairs(const W& c, bool by_dz, const Tokens& products) {
   const int block = c.warp % 4, i0 = 16 * block + c.g();
-  const Factors& factors = c.s.factors;
+  const Factors& factors = c.factors();
   const float* of_rows = by_dz ? factors.minus_k_row : factors.q_row;
   const float row[2] = {of_rows[i0], of_rows[i0 + 8]};
-  float* diagonal = by_dz ? c.s.products : c.s.own_pair;
+  float* diagonal = by_dz ? c.s.products[c.head()] : c.s.own_pair[c.head()];
   const uint32_t to =
-      c.by_columns + c.group() * static_cast<int>(sizeof(Tile)) + block * kSubchunkBytes;
+      c.by_columns + by_dz * static_cast<int>(sizeof(Tile)) + block * kSubchunkBytes;
 #pragma unroll
   for (int b = 0; b < kSubchunks; ++b) {
     if (b > block) continue;

@@ -15,24 +15,34 @@ namespace kda::cuda::sm90::grad {
 using cuda::grad::Element16;
 using cuda::grad::Tile;
 
-constexpr int kK = 128;           // of K and of V
-constexpr int kHalves = kK / 64;  // tiles of 64 columns
+constexpr int kK = 128;           // channels, and columns of V, that a block has at once
+constexpr int kHalves = kK / 64;  // tiles of 64 of them
 constexpr int kWorkers = 256;     // threads that compute: two warpgroups
 constexpr int kWorkerWarps = kWorkers / 32;
 constexpr int kCopiers = 64;  // threads that load, and as many that store
 constexpr int kThreads = kWorkers + 2 * kCopiers;
 /// Registers of a thread: two warpgroups of workers and one of copies share 3 x 168.
 constexpr int kWorkerRegisters = 224, kCopierRegisters = 56;
-constexpr unsigned kWorkerBarrier = 1;
+constexpr unsigned kWorkerBarrier = 1;  // the second warpgroup of a pair has the next one
 
-/// What a chunk has one of for each token, channel or alone, from the warps that load.
+/// What a block has at once.
+enum class Heads {
+  kOne,      // a value head, K = V = 128
+  kGrouped,  // the same; all value heads of a q/k head in turn
+  kPair,     // two value heads, K = V = 64: each half and each warpgroup is one, alone
+};
+template <Heads kHeads>
+inline constexpr int kCountOf = kHeads == Heads::kPair ? 2 : 1;
+
+/// What a chunk has one of for each token, channel or value head, from the warps that load.
+template <int kHeads>
 struct Numbers {
-  float beta[kChunk];
-  float dbeta[kChunk];  // gradient by the raw beta for dZ . E = 1
+  float beta[kHeads][kChunk];
+  float dbeta[kHeads][kChunk];  // gradient by the raw beta for dZ . E = 1
   float bias[kK];
-  float rate;
-  int count;                          // of tokens
-  unsigned has_small[kCopiers / 32];  // plain betas near 0
+  float rate[kHeads];
+  int count;                                  // of tokens
+  unsigned has_small[kHeads][kCopiers / 32];  // plain betas near 0
 };
 
 /// Factors of tokens, from the warps that compute. Without the norm |q| and |k| stand for 1.
@@ -50,19 +60,25 @@ struct Sums {
   float ddt_bias[kK], dA_log[kWorkerWarps];
 };
 
+/// S0^T or dS^T: halves of V, then of K.
+template <int kHeads>
+using State = Tile[kHalves / kHeads][kHalves];
+
+/// Halves are those of a value head or two value heads.
+template <int kHeads>
 struct alignas(1024) Shared {
-  Tile d_o[kHalves], errors[kHalves], dz[kHalves];          // halves of V
-  Tile state[kHalves][kHalves], d_state[kHalves][kHalves];  // S0^T, dS^T: halves of V, then of K
-  Tile q[kHalves], k[kHalves];                              // halves of K
-  Tile gates[2][kHalves];                                   // dg takes their place
-  Tile pairs[2];                                            // by d_o, by dZ: [later, earlier]
-  Tile out[kHalves];                                        // dq, then dk
-  float shares[2][kChunk][kWorkerWarps + 1];                // of q . dq and k . dk, by warp
-  float along_q[kChunk], along_k[kChunk];                   // their sums, / |q|^2 and / |k|^2
-  float own_pair[kChunk];                                   // of a token with itself
-  float products[kChunk];                                   // dZ . E
-  Numbers numbers[2];
-  Factors factors;
+  Tile d_o[kHalves], errors[kHalves], dz[kHalves];  // halves of V
+  State<kHeads> state, d_state;
+  Tile q[kHalves], k[kHalves];                             // halves of K
+  Tile gates[2][kHalves];                                  // dg takes their place
+  Tile pairs[kHeads][2];                                   // by d_o, by dZ: [later, earlier]
+  Tile out[kHalves];                                       // dq, then dk
+  float shares[2][kChunk][kWorkerWarps + 1];               // of q . dq and k . dk, by warp
+  float along_q[kHeads][kChunk], along_k[kHeads][kChunk];  // their sums, / |q|^2 and / |k|^2
+  float own_pair[kHeads][kChunk];                          // of a token with itself
+  float products[kHeads][kChunk];                          // dZ . E
+  Numbers<kHeads> numbers[2];
+  Factors factors[kHeads];
   Sums sums;
   unsigned out_of_range[2][kWorkerWarps];
   // Full: by the warps that load.
@@ -73,11 +89,12 @@ struct alignas(1024) Shared {
   ptx::Mbarrier out_full, out_empty;            // dq, dk
   ptx::Mbarrier gates_done[2], gates_empty[2];  // dg is there; it is stored
 };
-static_assert(sizeof(Shared) <= 227 * 1024);
+static_assert(sizeof(Shared<1>) <= 227 * 1024 && sizeof(Shared<2>) <= 227 * 1024);
 
 /// Called by one thread. Every other thread arrives for itself: racecheck does not follow
 /// __syncwarp() to one that arrives.
-__device__ __forceinline__ void init_barriers(Shared& s) {
+template <int kHeads>
+__device__ __forceinline__ void init_barriers(Shared<kHeads>& s) {
   ptx::mbarrier_init(s.values_full, kCopiers + 1);
   ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
   for (ptx::Mbarrier* empty :
@@ -101,11 +118,42 @@ __device__ __forceinline__ void wait_empty(ptx::Mbarrier& barrier, int turn) {
   ptx::mbarrier_wait(barrier, (turn & 1) ^ 1);
 }
 
-/// Chunks and value heads that exist: they come first.
-__device__ __forceinline__ unsigned existing_tiles(const FinishedGradArgs& a) {
-  if (!a.map.cu_seqlens) return a.tiles;
-  const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
-  return static_cast<unsigned>(min(chunks * a.shape.HV, static_cast<int64_t>(a.tiles)));
+/// Chunks and value heads, or pairs of value heads; all of them, and those that exist, which come
+/// first.
+template <Heads kHeads>
+__device__ __forceinline__ unsigned all_tasks(const FinishedGradArgs& a) {
+  return kHeads == Heads::kPair ? a.pair_tasks : a.tiles;
 }
+template <Heads kHeads>
+__device__ __forceinline__ unsigned existing_tasks(const FinishedGradArgs& a) {
+  const unsigned all = all_tasks<kHeads>(a);
+  if (!a.map.cu_seqlens) return all;
+  const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
+  const int64_t of_each = kHeads == Heads::kPair ? a.pairs.value : a.shape.HV;
+  return static_cast<unsigned>(min(chunks * of_each, static_cast<int64_t>(all)));
+}
+
+/// Those that a block takes, in order.
+template <Heads kHeads>
+struct Turns {
+  unsigned task, member = 0;  // member: of the value heads of a q/k head
+  int count = 0;              // of turns before
+
+  __device__ explicit Turns(const FinishedGradArgs& a)
+      : task(kHeads == Heads::kGrouped ? blockIdx.x * a.shape.group.value : blockIdx.x) {}
+  __device__ bool has_earlier() const { return kHeads == Heads::kGrouped && member > 0; }
+  __device__ bool has_later(const FinishedGradArgs& a) const {
+    return kHeads == Heads::kGrouped && member + 1 < a.shape.group.value;
+  }
+  __device__ void advance(const FinishedGradArgs& a) {
+    ++count;
+    if constexpr (kHeads == Heads::kGrouped) {
+      ++task, ++member;
+      if (member == a.shape.group.value) member = 0, task += (gridDim.x - 1) * a.shape.group.value;
+    } else {
+      task += gridDim.x;
+    }
+  }
+};
 
 }  // namespace kda::cuda::sm90::grad

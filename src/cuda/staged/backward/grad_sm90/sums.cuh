@@ -4,26 +4,31 @@
 // to the next. What was computed from decays is computed again, not kept in registers or spilled.
 #pragma once
 
-#include "cuda/staged/backward/grad_sm90/gates.cuh"
+#include "cuda/staged/backward/grad_sm90/anchors.cuh"
 
 namespace kda::cuda::sm90::grad {
 
-/// Columns: keys of each sub-chunk, decayed back to its start.
+/// Columns: keys of each sub-chunk, decayed back to its start; by several anchors, to its end.
 using Columns = Operand[kSubchunks];
 
-template <class Factor>
-__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
-  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
+/// kAnchor times the decay of rows since their anchor.
+template <bool kSeveral>
+__device__ __forceinline__ void find_rows(const Decays& d, int r, float (&row)[2][4]) {
+  for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
+  if (kSeveral && d.by_anchors(r))
+    for_each([&](int n, int i) { row[n][i] = row_since(row[n][i], anchor_of(row[n][i])); });
 }
 /// A number of each token of a Part.
-__device__ __forceinline__ float of_token(const Worker& c, const float (&numbers)[kChunk], int r,
-                                          int n, int i) {
+template <class W>
+__device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kChunk], int r, int n,
+                                          int i) {
   const float2 pair = c.of_tokens(numbers, 2 * r + n);
   return i % 2 ? pair.y : pair.x;
 }
 
 /// Adds earlier columns to the rows of sub-chunk r and of all later ones.
-__device__ __forceinline__ void add_earlier(const Worker& c, int which, const Operand& columns,
+template <class W>
+__device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& columns,
                                             const Decays& d, int r, Tokens& acc) {
   Operand pairs[2];  // the next ones are on their way
   c.load_rows(which, r, r, pairs[r % 2]);
@@ -36,29 +41,43 @@ __device__ __forceinline__ void add_earlier(const Worker& c, int which, const Op
 }
 
 /// From S0 d_o^T to dq, with the token itself; makes the columns.
-__device__ __forceinline__ void add_queries(const Worker& c, const Decays& d, Tokens& queries,
+template <bool kSeveral, class W>
+__device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens& queries,
                                             Columns& columns, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_q, raw_k, rows;
-    Worker::load(k, r, raw_k);
-    c.stay_in<10>(r);
-    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
-    Worker::load(q, r, raw_q);
-    add_earlier(c, 0, columns[r], d, r, queries);
+    W::load(k, r, raw_k);
+    c.template stay_in<10>(r);
+    const bool several = kSeveral && d.by_anchors(r);
+    float of_rows[2][4];
+    find_rows<kSeveral>(d, r, of_rows);
+    const auto row = [&](int n, int i) { return of_rows[n][i]; };
+    if (several) {
+      const Logs& logs = logs_of(d, r);
+      const Ends end(c, logs);
+      scale_operand(raw_k, columns[r], [&](int n, int i) { return end.at(logs[n][i], i); });
+    } else {
+      scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
+    }
+    W::load(q, r, raw_q);
+    if (several)
+      add_earlier_by_anchors(c, 0, raw_k, columns[r], d, r, queries);
+    else
+      add_earlier(c, 0, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
       dG[2 * r + n][i] = element(rows, n, i) * x;
-      x = row(n, i) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_k, n, i);
+      x = row(n, i) * x + of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_k, n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
 }
 
 /// What E dS^T adds to the gradient by every log decay of the chunk: of this lane's tokens.
+template <bool kSeveral>
 __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Columns& columns,
                                                       const Tokens& acc, float2* over_chunk) {
   float share[2] = {}, after[2] = {1, 1};
@@ -70,8 +89,10 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const float behind = after[half];
       after[half] *= d.total[r][half];
-      share[half] = fmaf(after[half], sum[half], share[half]);
+      share[half] =
+          fmaf(kSeveral && d.by_anchors(r) ? behind : after[half], sum[half], share[half]);
     }
   }
   *over_chunk = {after[0], after[1]};
@@ -79,14 +100,23 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
 }
 
 /// From E dS^T to the columns' part of dk, with the token itself.
-__device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
-                                            const Columns& columns, Tokens& acc, Tokens& dG) {
+template <bool kSeveral, class W>
+__device__ __forceinline__ void add_columns(const W& c, const Decays& d, const Columns& columns,
+                                            Tokens& acc, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw_q, raw_k, rows_q, rows_k;
-    Worker::load(q, r, raw_q), Worker::load(k, r, raw_k);
-    c.stay_in<20>(r);
+    W::load(q, r, raw_q), W::load(k, r, raw_k);
+    c.template stay_in<20>(r);
+    const auto own = [&](int n, int i) {
+      return of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
+    };
+    if (kSeveral && d.by_anchors(r)) {
+      add_columns_by_anchors(c, raw_q, raw_k, columns[r], d, r, acc, dG);
+      for_each([&](int n, int i) { acc[2 * r + n][i] += own(n, i); });
+      continue;
+    }
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
 #pragma unroll
@@ -100,23 +130,31 @@ __device__ __forceinline__ void add_columns(const Worker& c, const Decays& d,
     for_each([&](int n, int i) {
       float& x = acc[2 * r + n][i];
       dG[2 * r + n][i] -= element(columns[r], n, i) * x;
-      x = ptx::rcp(row(n, i)) * x + of_token(c, c.s.own_pair, r, n, i) * element(raw_q, n, i);
+      x = ptx::rcp(row(n, i)) * x + own(n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
 }
 
 /// From -S0 dZ^T, with the rows' part, to dk.
-__device__ __forceinline__ void add_keys(const Worker& c, const Decays& d, const Columns& columns,
+template <bool kSeveral, class W>
+__device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Columns& columns,
                                          Tokens& keys, Tokens& dk, Tokens& dG) {
   const uint32_t k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
-    add_earlier(c, 1, columns[r], d, r, keys);
-    Worker::load(k, r, raw_k);
-    c.stay_in<30>(r);
-    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    if (kSeveral && d.by_anchors(r)) {
+      W::load(k, r, raw_k);
+      add_earlier_by_anchors(c, 1, raw_k, columns[r], d, r, keys);
+    } else {
+      add_earlier(c, 1, columns[r], d, r, keys);
+      W::load(k, r, raw_k);
+    }
+    c.template stay_in<30>(r);
+    float of_rows[2][4];
+    find_rows<kSeveral>(d, r, of_rows);
+    const auto row = [&](int n, int i) { return of_rows[n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {
       dG[2 * r + n][i] += element(rows, n, i) * keys[2 * r + n][i];

@@ -36,6 +36,10 @@ inline uint32_t cvt_satfinite_f16x2(float low, float high) {
 inline uint32_t max_u16x2(uint32_t x, uint32_t y) {
   return std::max(x & 0xffff, y & 0xffff) | std::max(x >> 16, y >> 16) << 16;
 }
+inline uint32_t redux_or(uint32_t x) {
+  for (int step = 16; step > 0; step /= 2) x |= __shfl_xor_sync(0xffffffff, x, step);
+  return x;
+}
 inline uint32_t redux_max(uint32_t x) {
   for (int step = 16; step > 0; step /= 2) x = std::max(x, __shfl_xor_sync(0xffffffff, x, step));
   return x;

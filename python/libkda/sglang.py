@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA of SGLang's models on libkda's kernels: LIBKDA_SGLANG=1 in the environment is all.
+
+SGLang calls register() in each of its processes, as an entry point of its plugins. Methods of the same signatures take
+the places of those of its kernel classes: of the Triton one, which is the default, and of FlashKDA's and FlashInfer's
+where they are asked for. A call that libkda refuses goes on to SGLang's own method; last_path() says who served the
+last one, and why.
+
+States are read and written in SGLang's pool. Slot 0 is that of padded rows: it and negative ones are none, their
+outputs are 0 and nothing else is touched.
+"""
+from __future__ import annotations
+
+import itertools
+import os
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import kda, ops, serving
+from ._engines import Places
+from ._operands import lengths_of, modes_of, new_states, parameter_of
+from ._plugin import Plugin
+
+_FIRST_SLOT = 1  # SGLang's allocators never give slot 0 away
+_CHUNK = 64  # what track_chunk_idx counts
+_NORMED = dict(use_qk_l2norm_in_kernel=True, state_v_first=True)
+_RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
+
+
+def last_path(part: str = "kda") -> str | None:
+    """Who served the last call that came by: "libkda: NAME", "sglang: NAME: REASON", or None before the first. part:
+    "kda", or "step" for a decode step of a whole layer."""
+    return _plugin.last_path(part)
+
+
+def register() -> None:
+    """What SGLang calls (entry point `libkda` of sglang.srt.plugins): enable(), if LIBKDA_SGLANG is 1."""
+    if os.environ.get("LIBKDA_SGLANG") == "1":
+        _places.enable()
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+def _gates(a, states):
+    """Raw gates [1, T, HV, K] of rows in any of SGLang's shapes."""
+    HV, _, K = states.shape[1:]
+    if a.shape[-1] != K:
+        a = a.unflatten(-1, (HV, K))
+    return a.flatten(0, -3)[None]
+
+
+def _betas(b):
+    return b.flatten(0, -2)[None]
+
+
+def _refuse_rings(values):
+    if any(x is not None for name, x in values.items() if name.startswith("replayssm_")):
+        raise NotImplementedError("ReplaySSM's rings")
+
+
+def _parameters(A_log, dt_bias, lower_bound):
+    return dict(A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound)
+
+
+# ---- the methods -----------------------------------------------------------------------------------------------------
+
+def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim,
+                  lower_bound=None, **rings):
+    _refuse_rings(rings)
+    B, K = mixed_qkv.shape[0], ssm_states.shape[-1]
+    values = num_v_heads * head_v_dim
+    keys = (mixed_qkv.shape[1] - values) // 2
+    q, k, v = mixed_qkv.split([keys, keys, values], dim=-1)
+    o = serving.decode(
+        q.unflatten(1, (-1, K))[:, None], k.unflatten(1, (-1, K))[:, None], v.unflatten(1, (num_v_heads, -1))[:, None],
+        _gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
+        first_slot=_FIRST_SLOT, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+    return o.transpose(0, 1)
+
+
+def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, lower_bound=None,
+           **others):
+    o, _ = kda.fused_recurrent_kda_fwd(
+        q, k, v, _gates(a, ssm_states), _betas(b), initial_state=ssm_states, cu_seqlens=query_start_loc,
+        ssm_state_indices=cache_indices[:query_start_loc.shape[0] - 1], first_slot=_FIRST_SLOT,
+        **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+    return o
+
+
+def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, A_log=None, dt_bias=None,
+           lower_bound=None, beta_is_raw=False, return_intermediate_states=False, track_state=None,
+           track_chunk_idx=None, track_ssm_h_src=None, extend_seq_lens_cpu=None, **others):
+    if return_intermediate_states and track_state is None and (track_ssm_h_src is None or track_ssm_h_src.numel()):
+        raise NotImplementedError("the states of all chunks")
+    slots = cache_indices[:query_start_loc.shape[0] - 1]
+    modes = dict(_NORMED, use_gate_in_kernel=A_log is not None, use_beta_sigmoid_in_kernel=beta_is_raw,
+                 **_parameters(A_log, dt_bias, lower_bound if A_log is not None else None))
+    if track_state is None:
+        o = serving.prefill(q, k, v, g, beta, ssm_states, slots, cu_seqlens=query_start_loc, first_slot=_FIRST_SLOT,
+                            **modes)
+    else:
+        o = _tracked(q, k, v, g, beta, ssm_states, slots, query_start_loc, extend_seq_lens_cpu, track_state,
+                     track_chunk_idx, **modes)
+    return (o, None) if return_intermediate_states else o
+
+
+def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, lengths, track_state, chunk, A_log, dt_bias, lower_bound,
+             **modes):
+    """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative.
+    Nothing waits for the device, so the states of all chunks are made, and those of the sequences are gathered."""
+    ops.refuse_gradients("extend", q, k, v, g, beta, A_log, dt_bias)
+    if cu_seqlens.device.type == "cpu":
+        lengths = cu_seqlens.diff().tolist()
+    if lengths is None:
+        raise NotImplementedError("tracked states without lengths on the host")
+    lengths = [*lengths, *[0] * (len(slots) - len(lengths))]
+    cu, cpu = lengths_of(cu_seqlens, torch.tensor([0, *itertools.accumulate(lengths)], dtype=cu_seqlens.dtype), q)
+    has_slot = slots >= _FIRST_SLOT
+    at = torch.where(has_slot, slots, 0).long()
+    first = pool[at].float()
+    o, final = torch.zeros(v.shape, dtype=v.dtype, device=v.device), new_states(q, v, True, len(slots))
+    states = new_states(q, v, True, sum(length // _CHUNK for length in lengths))
+    modes = modes_of(q, None, lower_bound, allow_neg_eigval=False, **modes)
+    ops.forward_into(q, k, v, g, beta, o, final, states, parameter_of(A_log), parameter_of(dt_bias), first, cu, cpu,
+                     *modes, _CHUNK, False, has_slot)
+    wide = lambda mask: mask[:, None, None, None]
+    front = torch.where(wide(has_slot), first, 0)  # chunk 0 is behind it, the others behind a full chunk
+    if len(states):
+        full = cu.diff() // _CHUNK
+        behind = (full.cumsum(0) - full + chunk - 1).clamp(0, len(states) - 1).long()
+        front = torch.where(wide(chunk > 0), states[behind], front)
+    track_state.copy_(torch.where(wide(chunk >= 0), front, track_state))
+    pool[at] = torch.where(wide(has_slot), final.to(pool.dtype), pool[:1])
+    kda._zero_without_slot(o, slots, _FIRST_SLOT, cu)
+    return o
+
+
+def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc,
+                  intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token,
+                  lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None, **rings):
+    _refuse_rings(rings)
+    scratch = intermediate_states_buffer
+    if retrieve_parent_token is not None or scratch is None:
+        raise NotImplementedError("drafts that are a tree, or no states behind them")
+    if scratch.stride(0) != scratch.shape[1] * scratch.stride(1):
+        raise NotImplementedError("states of drafts that are not in one pool")
+    N, steps = query_start_loc.shape[0] - 1, scratch.shape[1]
+    slots, accepted = fused_accept_state_indices, fused_accept_num_accepted
+    if slots is None:
+        committed, rows = cache_indices[:N], intermediate_state_indices[:N]
+        has_slot = committed >= _FIRST_SLOT
+        slots = torch.arange(cache_steps, dtype=torch.int32, device=rows.device) + (rows * steps)[:, None]
+        slots = torch.where(has_slot[:, None], slots, -1)
+        # A step begins in the committed state, which goes where the state behind its first token will be.
+        scratch[rows.long(), 0] = ssm_states[committed.clamp(min=0).long()].to(scratch.dtype)
+        accepted = None
+    if cache_steps == 1:
+        slots, accepted = slots.flatten(), None
+    o, _ = kda.fused_recurrent_kda_fwd(
+        q, k, v, _gates(a, ssm_states), _betas(b), initial_state=scratch.flatten(0, 1), cu_seqlens=query_start_loc,
+        ssm_state_indices=slots[:N], num_accepted_tokens=None if accepted is None else accepted[:N],
+        **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+    return o
+
+
+_taps = WeakTensorKeyDictionary()  # of a layer's three weights, which SGLang makes once, in one tensor
+
+
+def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bias, A_log, dt_bias, onorm_g,
+                     onorm_weight, ssm_states, cache_indices, scale, onorm_eps, lower_bound=None):
+    if w_q_t not in _taps:
+        _taps[w_q_t] = torch.stack([w_q_t, w_k_t, w_v_t])
+    heads = ssm_states.shape[-3:-1]
+    return serving.fused_decode(
+        mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _gates(a, ssm_states), _betas(b), A_log,
+        dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight, onorm_eps,
+        scale=scale, first_slot=_FIRST_SLOT)
+
+
+# ---- their places ----------------------------------------------------------------------------------------------------
+
+_plugin = Plugin("sglang")
+_plugin.enabled = False
+_KERNELS = "sglang.srt.layers.attention.linear.kernels"
+_places = Places(_plugin, {
+    f"{_KERNELS}.kda_triton": {
+        "TritonKDAKernel.packed_decode": ("kda", packed_decode),
+        "TritonKDAKernel.decode": ("kda", decode),
+        "TritonKDAKernel.extend": ("kda", extend),
+        "TritonKDAKernel.target_verify": ("kda", target_verify),
+    },
+    f"{_KERNELS}.kda_flashkda": {"FlashKDAKernel.extend": ("kda", extend)},
+    f"{_KERNELS}.kda_flashinfer": {
+        "FlashInferKDAKernel.decode": ("kda", decode),
+        "FlashInferKDAKernel.target_verify": ("kda", target_verify),
+    },
+    "sglang.kernels.ops.attention.kda_fused_decode": {"kda_fused_decode": ("step", kda_fused_decode)},
+})
+enable, disable, places = _places.enable, _places.disable, _places.names

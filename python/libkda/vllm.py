@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA of vLLM's models on libkda's kernels: LIBKDA_VLLM=1 in the environment is all.
+
+vLLM calls register() in each of its processes, as an entry point of its general plugins. Kimi-Linear, Kimi-K3,
+GLM-5-Next and Ling look their kernels up in modules of vLLM; functions of the same signatures take their places there,
+now or when vLLM loads the module. A call that libkda refuses goes on to vLLM's own function; last_path() says who
+served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets libkda's short convolution too.
+
+States stay in vLLM's pool: what gather_initial_states returns is a promise, and prefill reads and writes the slots.
+Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import types
+
+import torch
+
+from . import kda, layer, serving
+from ._engines import Places
+from ._library import cuda_refusal
+from ._plugin import Plugin
+from .compat import flash_kda
+
+_FIRST_SLOT = 1  # vLLM's null block is 0
+_STATES = (torch.float32, torch.bfloat16)
+_NORMED = dict(use_qk_l2norm_in_kernel=True, state_v_first=True)
+_RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
+
+
+def last_path(part: str = "kda") -> str | None:
+    """Who served the last call that came by: "libkda: NAME", "vllm: NAME: REASON", or None before the first. part:
+    "kda", "step" for a decode step of a whole layer, "states" for what goes between it and the pool, or "conv" for the
+    short convolution of the CPU backend."""
+    return _plugin.last_path(part)
+
+
+def register() -> None:
+    """What vLLM calls (entry point `libkda` of vllm.general_plugins): enable(), if LIBKDA_VLLM is 1."""
+    if os.environ.get("LIBKDA_VLLM") == "1":
+        _places.enable()
+
+
+# ---- states that stay in the pool ------------------------------------------------------------------------------------
+
+class PoolRows(torch.Tensor):
+    """States [N, HV, V, K] of sequences in a pool that nobody has gathered: shape and type without memory of its own.
+    libkda's functions take the slots; whatever else is done with it is done with the states themselves."""
+
+    @staticmethod
+    def of(pool, slots, has_state, updated=False):
+        shape = (slots.shape[0], *pool.shape[1:])
+        rows = pool.as_strided(shape, (0,) * pool.dim()).as_subclass(PoolRows)
+        rows.pool, rows.slots, rows.has_state, rows.updated, rows.gathered = pool, slots, has_state, updated, None
+        return rows
+
+    def states(self):
+        """Those in front of the call, or behind it if it has updated the pool."""
+        if self.gathered is None:
+            self.gathered = self.pool[self.slots.long().clamp(min=0)]
+            if not self.updated:  # an old state may hold anything
+                self.gathered.masked_fill_(~self.has_state[:, None, None, None], 0)
+        return self.gathered
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _ABOUT:
+                return function(*args, **kwargs)
+            if function is torch.Tensor.to and not kwargs and args[1:] == (args[0].dtype,):
+                return args[0]
+            if function is torch.Tensor.__setitem__:
+                pool, slots, rows = args
+                if isinstance(rows, cls) and rows.updated and pool is rows.pool and slots is rows.slots:
+                    return None  # that is where they are
+            return function(*map(_states, args), **{name: _states(x) for name, x in kwargs.items()})
+
+
+_ABOUT = {torch.Tensor.shape.__get__, torch.Tensor.dtype.__get__, torch.Tensor.device.__get__, torch.Tensor.dim,
+          torch.Tensor.size, torch.Tensor.numel, torch.Tensor.__len__}
+
+
+def _states(x):
+    """A promise kept; anything else as it is."""
+    if isinstance(x, PoolRows):
+        return x.states()
+    return type(x)(map(_states, x)) if type(x) in (tuple, list) else x
+
+
+def gather_initial_states(state, indices, has_initial_state):
+    if state.device.type not in ("cpu", "cuda") or torch.version.hip:
+        raise NotImplementedError(f"states on {'ROCm' if torch.version.hip else state.device.type}")
+    return PoolRows.of(state, indices, has_initial_state)
+
+
+def scatter_states(state, src, indices):
+    if not isinstance(src, PoolRows):
+        raise NotImplementedError("states that are not in the pool")
+    state[indices] = src
+    return state
+
+
+def _prefill(q, k, v, g, beta, initial_state, out, cu_seqlens, **modes):
+    """(o, final states): in the pool where the first ones are, else in a tensor that is returned."""
+    if isinstance(initial_state, PoolRows):
+        rows = initial_state
+        o = serving.prefill(q, k, v, g, beta, rows.pool, rows.slots, cu_seqlens=cu_seqlens, has_state=rows.has_state,
+                            first_slot=_FIRST_SLOT, out=out, **modes)
+        return o, PoolRows.of(rows.pool, rows.slots, rows.has_state, updated=True)
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is None:
+        states = q.new_zeros((N, *v.shape[2:], q.shape[-1]), dtype=torch.float32)
+    else:
+        states = initial_state.clone(memory_format=torch.contiguous_format)
+    slots = torch.arange(N, dtype=torch.int32, device=q.device)
+    return serving.prefill(q, k, v, g, beta, states, slots, cu_seqlens=cu_seqlens, out=out, **modes), states
+
+
+# ---- Kimi-Linear and Kimi-K3 -----------------------------------------------------------------------------------------
+
+def chunk_kda_with_fused_gate(q, k, v, raw_g, raw_beta, A_log, g_bias, scale=None, initial_state=None,
+                              output_final_state=False, lower_bound=None, use_qk_l2norm_in_kernel=False,
+                              cu_seqlens=None, out=None):
+    modes = _RAW | dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+    return _prefill(q, k, v, raw_g, raw_beta, initial_state, out, cu_seqlens, A_log=A_log, dt_bias=g_bias, scale=scale,
+                    lower_bound=lower_bound, **modes)
+
+
+def _on_the_pool(q, k, v, g, beta, pool, cu_seqlens, slots, accepted, **modes):
+    """vLLM pads its tables to the longest batch: they are cut to the sequences of this one."""
+    N = cu_seqlens.shape[0] - 1
+    return kda.fused_recurrent_kda_fwd(
+        q, k, v, g, beta, initial_state=pool, cu_seqlens=cu_seqlens, ssm_state_indices=slots[:N],
+        num_accepted_tokens=None if accepted is None else accepted[:N], first_slot=_FIRST_SLOT, **modes)
+
+
+def fused_recurrent_kda(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens,
+                        ssm_state_indices, num_accepted_tokens=None, out=None, fuse_gate=None):
+    return _on_the_pool(q, k, v, raw_g, raw_beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
+                        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, out=out, **_RAW)
+
+
+def fused_recurrent_kda_packed_decode(mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state,
+                                      state_indices, scale=None, out=None):
+    HV, V, K = initial_state.shape[1:]
+    q, k, v = (x.unflatten(1, (HV, -1)).unsqueeze(1) for x in mixed_qkv.split([HV * K, HV * K, HV * V], dim=-1))
+    if out is None:
+        out = mixed_qkv.new_empty((1, mixed_qkv.shape[0], HV, V))
+    serving.decode(q, k, v, raw_g.transpose(0, 1), raw_beta.transpose(0, 1), initial_state, state_indices,
+                   first_slot=_FIRST_SLOT, out=out.transpose(0, 1), A_log=A_log, dt_bias=dt_bias, scale=scale,
+                   lower_bound=lower_bound, **_RAW)
+    return out, initial_state
+
+
+def _flashkda_prefill(q, k, v, g, beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, out, final_state,
+                      workspace, checkpoint_state=None, checkpoint_offsets=None):
+    if checkpoint_state is None:
+        return _prefill(q, k, v, g, beta, initial_state, out, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+                        lower_bound=lower_bound, **_RAW)
+    # The caller reads final_state itself then.
+    flash_kda.fwd(q, k, v, g, beta, q.shape[-1] ** -0.5, out, A_log, dt_bias, lower_bound, _states(initial_state),
+                  final_state, cu_seqlens, checkpoint_state, checkpoint_offsets)
+    return out, final_state
+
+
+def _flashinfer_kda_prefill(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens, out,
+                            seq_order=None, prefill_workspace=None):
+    return _prefill(q, k, v, raw_g, raw_beta, initial_state, out, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+                    lower_bound=lower_bound, **_RAW)
+
+
+def fused_kda_decode(x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out=None,
+                     lower_bound=None, output_gate=None, norm_weight=None, norm_eps=1e-5):
+    return serving.fused_decode(x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out,
+                                lower_bound, output_gate, norm_weight, norm_eps)
+
+
+def is_fused_kda_decode_supported(num_heads, head_dim, conv_width, num_spec, input_dtype, conv_state_dtype,
+                                  recurrent_state_dtype):
+    """Of a layer that is being made: any number of heads, where vLLM's kernel has four."""
+    if num_spec or head_dim != 128 or not 2 <= conv_width <= 4 or recurrent_state_dtype not in _STATES:
+        raise NotImplementedError("a step of another shape or type")
+    if not torch.cuda.is_available():
+        raise NotImplementedError("no GPU")
+    if refusal := cuda_refusal(torch.cuda.current_device()):
+        raise NotImplementedError(refusal)
+    return True
+
+
+# ---- GLM-5-Next ------------------------------------------------------------------------------------------------------
+
+def glm_chunk_kda_with_fused_gate(q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None,
+                                  output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+                                  safe_gate=False, lower_bound=-5.0):
+    return _prefill(q, k, v, raw_g, beta, initial_state, None, cu_seqlens, A_log=A_log, dt_bias=g_bias, scale=scale,
+                    lower_bound=lower_bound if safe_gate else None, use_gate_in_kernel=True,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+
+
+def glm_fused_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, inplace_final_state=True,
+                            use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None,
+                            num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None,
+                            compute_gate=False, lower_bound=-5.0):
+    if not inplace_final_state or cu_seqlens is None or ssm_state_indices is None:
+        raise NotImplementedError("states that are not in a pool")
+    return _on_the_pool(q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
+                        A_log=a_log, dt_bias=g_bias, scale=scale, lower_bound=lower_bound, out=out,
+                        use_gate_in_kernel=compute_gate, use_beta_sigmoid_in_kernel=sigmoid_beta,
+                        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+
+
+def glm_flashkda_prefill(self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None,
+                         conv_state=None, recurrent_state=None):
+    if checkpoint is not None:
+        raise NotImplementedError("checkpoints in the workspace of the layer")
+    return _prefill(q, k, v, g, beta, initial_state, out, cu_seqlens, A_log=self.A_log.view(-1), dt_bias=self.dt_bias,
+                    lower_bound=self.kda_lower_bound, **_RAW)
+
+
+# ---- Ling, whose gates are computed in front -------------------------------------------------------------------------
+
+def ling_chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+                   use_qk_l2norm_in_kernel=False, cu_seqlens=None, safe_gate=None, lower_bound=None):
+    return _prefill(q, k, v, g, beta, initial_state, None, cu_seqlens, scale=scale,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+
+
+def ling_fused_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, inplace_final_state=True,
+                             use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None,
+                             num_accepted_tokens=None, safe_gate=None, lower_bound=None):
+    return glm_fused_recurrent_kda(q, k, v, g, beta, scale, initial_state, inplace_final_state,
+                                   use_qk_l2norm_in_kernel, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+
+
+# ---- the short convolution of the CPU backend ------------------------------------------------------------------------
+
+def _expect_cpu(x):
+    if x.device.type != "cpu":
+        raise NotImplementedError("vLLM's own convolution serves GPUs")
+
+
+def _window(states, weight):
+    """The inputs that vLLM keeps where nothing is speculated: the first of a page that may be wider."""
+    return states[..., :weight.shape[-1] - 1]
+
+
+def _activation(activation):
+    return ("silu" if activation else None) if isinstance(activation, bool) else activation
+
+
+def causal_conv1d_fn(x, weight, bias, conv_states, query_start_loc, cache_indices=None, has_initial_state=None,
+                     activation="silu", pad_slot_id=-1, null_block_id=0, metadata=None, validate_data=False):
+    _expect_cpu(x)
+    y = layer.short_conv_update(x.transpose(0, 1)[None], _window(conv_states, weight), weight, bias,
+                                activation=_activation(activation), cu_seqlens=query_start_loc, indices=cache_indices,
+                                has_state=has_initial_state, first_slot=_FIRST_SLOT)
+    return y[0].transpose(0, 1)
+
+
+def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv_state_indices=None,
+                         num_accepted_tokens=None, query_start_loc=None, max_query_len=-1, null_block_id=0,
+                         validate_data=False, out=None):
+    _expect_cpu(x)
+    if x.dim() != 2:
+        raise NotImplementedError(f"x of {x.dim()} dimensions")
+    activation = _activation(activation)
+    if num_accepted_tokens is not None:
+        y = _speculative_conv(x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens,
+                              query_start_loc)
+    else:
+        rows, lengths = (x[:, None], None) if query_start_loc is None else (x[None], query_start_loc)
+        y = layer.short_conv_update(rows, _window(conv_state, weight), weight, bias, activation=activation,
+                                    cu_seqlens=lengths, indices=conv_state_indices, first_slot=_FIRST_SLOT)
+    return (x if out is None else out).copy_(y.view(x.shape))
+
+
+def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_seqlens):
+    """Drafts: a page has W - 1 inputs in front of the first token of the step before, less the oldest, and then that
+    step's tokens. This step begins behind `accepted` of them, and leaves the same. A sequence is skipped if that is no
+    count of them."""
+    W, ends = weight.shape[-1], cu_seqlens.tolist()
+    y = x.new_zeros(x.shape)
+    for slot, count, begin, end in zip(slots.tolist(), accepted.tolist(), ends, ends[1:]):
+        if slot < _FIRST_SLOT or begin == end or not 1 <= count <= pages.shape[-1] - W + 2:
+            continue
+        page = pages[slot]
+        before = page[:, count - 1:count + W - 2].clone()
+        tokens = x[begin:end]
+        y[begin:end] = layer.short_conv(tokens[None], weight, bias, activation=activation,
+                                        initial_state=before[None])[0][0]
+        page[:, :W - 2] = before[:, 1:]
+        page[:, W - 2:W - 2 + end - begin] = tokens.transpose(0, 1)
+    return y
+
+
+def _stand_in(module):
+    """On a CPU the module where Kimi-Linear looks for its kernels, if nobody has loaded it: the packages around it are
+    made for GPUs."""
+    if not module.current_platform.is_cpu() or _KERNELS in sys.modules:
+        return
+
+    def missing(*args, **kwargs):
+        raise NotImplementedError(f"vLLM has no KDA on a CPU, and libkda has refused: {last_path()}")
+
+    kernels = types.ModuleType(_KERNELS)
+    for name in _places.sites[_KERNELS]:
+        setattr(kernels, name, missing)
+    sys.modules[_KERNELS] = kernels
+    _places.replace(kernels)
+
+
+# ---- their places ----------------------------------------------------------------------------------------------------
+
+_plugin = Plugin("vllm")
+_plugin.enabled = False
+_KERNELS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
+_KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+_POOL = {"gather_initial_states": ("states", gather_initial_states),
+         "scatter_states": ("states", scatter_states)}
+_places = Places(_plugin, {
+    _KERNELS: {
+        "chunk_kda_with_fused_gate": ("kda", chunk_kda_with_fused_gate),
+        "fused_recurrent_kda": ("kda", fused_recurrent_kda),
+        "fused_recurrent_kda_packed_decode": ("kda", fused_recurrent_kda_packed_decode),
+    },
+    _KIMI: {
+        **_POOL,
+        "causal_conv1d_fn": ("conv", causal_conv1d_fn),
+        "causal_conv1d_update": ("conv", causal_conv1d_update),
+    },
+    "vllm.models.kimi_k3.nvidia.kda": {
+        **_POOL,
+        "is_fused_kda_decode_supported": ("step", is_fused_kda_decode_supported),
+        "_flashkda_prefill": ("kda", _flashkda_prefill),
+        "_flashinfer_kda_prefill": ("kda", _flashinfer_kda_prefill),
+    },
+    "vllm._custom_ops": {"fused_kda_decode": ("step", fused_kda_decode)},
+    "vllm.models.glm5next.common.kda": {
+        **_POOL,
+        "chunk_kda_with_fused_gate": ("kda", glm_chunk_kda_with_fused_gate),
+        "fused_recurrent_kda": ("kda", glm_fused_recurrent_kda),
+        "Glm5NextLinearAttention._flashkda_prefill": ("kda", glm_flashkda_prefill),
+    },
+    "vllm.model_executor.models.bailing_moe_v3": {
+        "chunk_kda": ("kda", ling_chunk_kda),
+        "fused_recurrent_kda": ("kda", ling_fused_recurrent_kda),
+        "fused_recurrent_kda_fwd": ("kda", ling_fused_recurrent_kda),
+    },
+}, as_host=_states, after={_KIMI: _stand_in})
+enable, disable, places = _places.enable, _places.disable, _places.names
