@@ -39,7 +39,7 @@ struct Unit {
 };
 
 template <int kBV, class Args>
-__device__ Unit unit_of(const Args& a) {
+__device__ __forceinline__ Unit unit_of(const Args& a) {
   // 32-bit divisions, as in q_head_of().
   const unsigned v_tiles = (a.shape.V + kBV - 1) / kBV;
   const unsigned tiles = v_tiles + (a.M.base ? (a.shape.K + kBV - 1) / kBV : 0);
