@@ -305,6 +305,9 @@ def table_gpu_summary():
     worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
     d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
     trained = next(r for r in train["cases"] if r["case"] == flagship["case"])
+    cudnn = load("gpu_cudnn_backward")
+    alone = next(r for r in cudnn["backward"] if r["case"] == flagship["case"] and r["gates"] == "trained")
+    elsewhere = lambda report: f', on an {report["device"]}' if report["device"] != forward["device"] else ""
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     lowest = lambda *names: min((r for r in peers["cases"] if r["case"] in names), key=lambda r: r["speedup"])
     def compared(report, r):
@@ -320,10 +323,11 @@ def table_gpu_summary():
             ["forward, 65,536 tokens, 4 heads", *cut(few)],
             ["forward, 262,144 tokens, 8 heads", *cut(long)],
             ["forward and backward, 8,192 tokens, 64 heads", milliseconds(1e-6 * trained["libkda"]),
-             compared(train, trained)],
+             compared(train, trained) + elsewhere(train)],
+            ["a backward alone, the same tokens and heads", milliseconds(1e-6 * alone["libkda"]),
+             f'{alone["speedup"]:.2f}x as fast as cuDNN\'s, in one run ({milliseconds(1e-6 * alone["cudnn"])})' + elsewhere(cudnn)],
             ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
-             f"{of_copy(decode, d)} of the rate of a copy"
-             + (f', on an {decode["device"]}' if decode["device"] != forward["device"] else "")],
+             f"{of_copy(decode, d)} of the rate of a copy" + elsewhere(decode)],
             ["relative error of bf16 o against float64, largest of three kinds of gates", f'{worst["libkda"]:.1e}',
              f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
     return markdown([forward["device"], "measured", "compared with"], rows)
@@ -361,10 +365,18 @@ def table_gpu_loss_curve():
             + markdown(["", *(f"step {step}" for step in steps), "a step takes"], rows) + source(report))
 
 
+def case_in_short(case):
+    """A case as it is written, or how many sequences it has."""
+    lengths = [int(n) for n in case.split()[1].split(",")] if case.count(",") > 6 else []
+    if not lengths:
+        return f"`{case}`"
+    return f'{len(lengths)} sequences of {min(lengths)} to {max(lengths):,} tokens, {sum(lengths):,} in all, `{case[case.index("--heads"):]}`'
+
+
 def table_gpu_peers_train():
     report = load("gpu_peers_train")
     gigabytes = lambda size: f"{1e-9 * size:.2f} GB"
-    rows = [[f'`{c["case"]}`', milliseconds(c["libkda"] * 1e-6), milliseconds(c["fla"] * 1e-6), f'{c["speedup"]:.2f}x',
+    rows = [[case_in_short(c["case"]), milliseconds(c["libkda"] * 1e-6), milliseconds(c["fla"] * 1e-6), f'{c["speedup"]:.2f}x',
              gigabytes(c["libkda_peak_bytes"]), gigabytes(c["fla_peak_bytes"])] for c in report["cases"]]
     header = ["case", "libkda", f'FLA {report["fla"]}', "FLA / libkda", "peak memory of libkda", "of FLA"]
     return gpu_head(report) + markdown(header, rows) + source(report)

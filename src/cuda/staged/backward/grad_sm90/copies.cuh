@@ -47,7 +47,7 @@ struct Pieces {
   /// Four rows on, a row's last bits differ in one from those before.
   __device__ uint32_t place(int i) const { return (at ^ i % 2 * 64) + i * kStep * 128; }
   __device__ int head() const { return kHeads == 2 ? column / 64 : 0; }
-  /// Of the first one, from the chunk's tokens of the first value head on.
+  /// The offset of the first row from the chunk's tokens of the first value head on.
   __device__ int64_t from(const RowView& view) const {
     const int64_t rows = row * view.stride_t;
     return kHeads == 2 ? rows + head() * view.stride_h + column % 64 : rows + column;
