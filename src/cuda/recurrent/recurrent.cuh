@@ -9,6 +9,7 @@
 #include "cuda/tile/token.cuh"
 
 namespace kda::cuda::recurrent {
+namespace {  // each source that launches it has kernels of its own
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
@@ -279,4 +280,5 @@ Status launch(void (*kernel)(Args), const Args& args, const Launch& where) {
   return launch_kernel("recurrent", kernel, blocks, kThreads, 0, where, args);
 }
 
+}  // namespace
 }  // namespace kda::cuda::recurrent
