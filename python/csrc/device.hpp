@@ -27,6 +27,7 @@ inline kda_plan_options cuda_options(int32_t ordinal) {
 }
 
 inline kda_plan_options options_for(const Tensor& x) {
+  if (!x.defined()) refuse("q must be a tensor, got None");
   if (x.is_cuda()) return cuda_options(x.get_device_index());
   if (!x.is_cpu()) refuse("q must be on the CPU or on a CUDA device, got ", device_text(x));
   kda_plan_options options;

@@ -247,6 +247,7 @@ span_backward_begin(Tensor d_o, Tensor d_final_state, Tensor q, Tensor k, Tensor
                     Tensor cu_seqlens, Tensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                     double lower_bound, double scale, bool l2norm, int64_t wanted, MaybeTensor D,
                     bool from_final) {
+  if (!q.defined()) refuse("q must be a tensor, got None");
   if (!q.is_cuda()) refuse("q must be on a CUDA device, got ", device_text(q));
   std::optional<Differentiated> made;
   try {
