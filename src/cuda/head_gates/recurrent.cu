@@ -17,6 +17,7 @@ Status launch(const Args& args, const Launch& where) {
 }  // namespace
 
 Status launch_recurrent(const Args& args, const Launch& where) {
+  if (args.shape.K <= 64) return launch<64, 128>(args, where);
   if (args.shape.K <= 128) return launch<128, 128>(args, where);
   return launch<256, 64>(args, where);
 }
