@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -163,6 +164,32 @@ TEST_F(SpansInC, HalvesOfABackwardSayWhatIsWrong) {
   EXPECT_STREQ(kda_last_error(), "plan: was made without spans in its options");
   EXPECT_EQ(begin(nullptr), KDA_INVALID_ARGUMENT);
   EXPECT_STREQ(kda_last_error(), "plan: is null");
+  using Call =
+      std::function<kda_status(const kda_backward_plan*, const kda_problem*, const kda_gradients*)>;
+  const std::vector<Call> calls = {[](const auto* of, const auto* p, const auto* g) {
+                                     return kda_backward(of, p, g, nullptr, 0);
+                                   },
+                                   [](const auto* of, const auto* p, const auto* g) {
+                                     return kda_span_backward_begin(of, p, g, nullptr, 0, nullptr,
+                                                                    0);
+                                   },
+                                   [](const auto* of, const auto* p, const auto* g) {
+                                     return kda_span_backward_finish(of, p, g, nullptr, 0);
+                                   }};
+  for (const Call& call : calls) {
+    EXPECT_EQ(call(nullptr, &problem, &gradients), KDA_INVALID_ARGUMENT);
+    EXPECT_STREQ(kda_last_error(), "plan: is null");
+    EXPECT_EQ(call(raw, nullptr, &gradients), KDA_INVALID_ARGUMENT);
+    EXPECT_STREQ(kda_last_error(), "problem: is null");
+    EXPECT_EQ(call(raw, &problem, nullptr), KDA_INVALID_ARGUMENT);
+    EXPECT_STREQ(kda_last_error(), "gradients: is null");
+    kda_problem other = problem;
+    other.num_tokens += 1;
+    EXPECT_EQ(call(raw, &other, &gradients), KDA_INVALID_ARGUMENT);
+    kda_gradients more = gradients;
+    more.d_o = kda_tensor{};
+    EXPECT_EQ(call(raw, &problem, &more), KDA_INVALID_ARGUMENT);
+  }
   kda_backward_plan_destroy(raw);
   kda_plan_options options;
   kda_plan_options_init(&options);

@@ -246,6 +246,11 @@ TEST(FoldStates, SaysWhatIsWrong) {
   };
   EXPECT_EQ(message([](StateFold& f) { f.key_dim = 257; }), "key_dim = 257 is outside 1..256");
   EXPECT_EQ(message([](StateFold& f) { f.value_dim = 0; }), "value_dim = 0 is outside 1..256");
+  EXPECT_EQ(message([](StateFold& f) { f.num_value_heads = 0; }),
+            "num_value_heads = 0 is outside 1..65535");
+  EXPECT_EQ(message([](StateFold& f) { f.starts = nullptr; }), "starts: pointer is null");
+  EXPECT_EQ(message([](StateFold& f) { f.num_starts = -1; }), "num_starts = -1 is negative");
+  EXPECT_EQ(message([](StateFold& f) { f.num_states = -1; }), "num_states = -1 is negative");
   EXPECT_EQ(message([](StateFold& f) { f.M = nullptr; }), "M: pointer is null");
   EXPECT_EQ(message([](StateFold& f) { f.A = nullptr; }), "A: pointer is null");
   EXPECT_EQ(message([](StateFold& f) { f.num_maps = -1; }), "num_maps = -1 is negative");
