@@ -78,7 +78,7 @@ def _reason(name, arguments):
     return None
 
 
-_CUT_FROM = 8192  # tokens of a row: below, the few rows of a training batch are not worth cutting
+_CUT_FROM = 8192  # tokens of a row: below, the bits of packed rows come before cutting a batch; above, its time
 _NAMES = tuple(inspect.signature(kda.chunk_kda).parameters)
 
 

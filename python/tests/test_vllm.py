@@ -501,7 +501,7 @@ def test_which_steps_of_a_layer_are_taken(engine, monkeypatch):
 def test_the_cpu_backend_without_kernels(engine, device):
     """Where the packages around vLLM's kernels cannot be loaded; the convolution is libkda's too."""
     if device != "cpu":
-        pytest.skip("of a CPU")
+        pytest.skip("it tests what serves tensors on a CPU")
     libkda.vllm.disable()
     with engine_sources.Engine("vllm", GIVEN | {OPS: None}):
         libkda.vllm.enable()
@@ -524,7 +524,7 @@ def test_the_cpu_backend_without_kernels(engine, device):
 def test_convolutions_that_are_left_to_vllm(engine, device):
     """Of GPUs, and of rows that vLLM does not have here."""
     if device != "cpu":
-        pytest.skip("of a CPU")
+        pytest.skip("it tests what serves tensors on a CPU")
     update = engine[KIMI].causal_conv1d_update
     x = torch.randn(2, WIDTH, 3)
     states, weight = torch.zeros(SLOTS, WIDTH, W - 1), torch.randn(WIDTH, W)

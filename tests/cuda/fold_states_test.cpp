@@ -95,7 +95,7 @@ TEST_F(FoldOnGpu, NamesWhatCannotBeUsed) {
 }
 
 TEST(FoldWithoutGpu, SaysWhy) {
-  if (test::on_cuda()) GTEST_SKIP() << "there is one";
+  if (test::on_cuda()) GTEST_SKIP() << "it tests a machine without a GPU";
   FoldCase c(16, 16, false);
   c.fold.device = DeviceKind::kCuda;
   EXPECT_FALSE(fold_states(c.fold).ok());

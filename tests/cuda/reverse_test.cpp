@@ -591,7 +591,7 @@ void expect_close(const io::Buffer& a, const io::Buffer& b, DType dtype, const c
 
 /// Element by element: the forms differ in the order of sums alone.
 TEST_P(Reverse, IsThatOfMmaSync) {
-  if (form == Form::kMmaSync) GTEST_SKIP() << "Wgmma compares itself with this form";
+  if (form == Form::kMmaSync) GTEST_SKIP() << "the run of the other form compares both";
   for (const auto& [K, V] : {std::pair{64, 72}, std::pair{128, 64}}) {
     const Case c(case_of({150, 64}, K, V, Regime::kMixed));
     const Result wgmma = run(c);
