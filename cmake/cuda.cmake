@@ -27,6 +27,7 @@ message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 set(KDA_CUDA_KERNELS
   src/cuda/backward/backward.cu
   src/cuda/decode/decode.cu
+  src/cuda/drafts/decode.cu
   src/cuda/fold/fold_states.cu
   src/cuda/head_gates/backward.cu
   src/cuda/head_gates/decode.cu

@@ -55,6 +55,7 @@ enum MetadataFlag : int32_t {
   kBadCheckpointIndex = 8,    ///< checkpoint_indices too large: checkpoint not stored
   kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
   kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
+  kBadTokenParents = 64,  ///< token_parents[n, t] not below t, or without a slot: as if negative
 };
 
 /// Bytes of one element.

@@ -14,6 +14,9 @@ int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequen
 /// Two state buffers that are one pool: the same memory, looked at the same way.
 bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base);
 
+/// Whether decode skips sequence n, which has no slot. Its num_accepted_tokens is in range.
+bool is_skipped(const Problem& problem, const Tensors& tensors, int64_t n);
+
 /// The workspace has the marks of slots, where the plan needs them. All indices are in range.
 Status check_slots(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,
                    void* workspace);

@@ -28,6 +28,7 @@ TESTS = {
     "chunk_grad_test": ["staged_backward"],
     "decode_test": ["decode"],
     "determinism_test": ["staged", "recurrent"],
+    "drafts_test": ["drafts"],
     "fold_states_test": ["fold"],
     "fused_decode_test": ["layer"],
     "fused_test": ["fused"],
@@ -51,7 +52,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
 FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "fold",
-            "head_gates")
+            "head_gates", "drafts")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

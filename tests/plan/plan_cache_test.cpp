@@ -133,8 +133,9 @@ TEST(PlanCache, AnythingElseOfDecodeGivesAnother) {
   const Found plan = find(cache, decode([](Problem&) {}));
   EXPECT_NE(find(cache, decode([](Problem& p) { p.state_index_columns = 3; })), plan);
   EXPECT_NE(find(cache, decode([](Problem& p) { p.num_accepted_tokens = true; })), plan);
+  EXPECT_NE(find(cache, decode([](Problem& p) { p.token_parents = true; })), plan);
   EXPECT_NE(find(cache, decode([](Problem& p) { p.zero_skipped = true; })), plan);
-  EXPECT_EQ(cache.size(), 4u);
+  EXPECT_EQ(cache.size(), 5u);
 }
 
 TEST(PlanCache, BoundsAreNotLengths) {

@@ -30,6 +30,7 @@ FAMILIES = {
     "staged": ("staged", "segments", "launch"),
     "recurrent": ("recurrent", "segments", "launch"),
     "decode": ("decode", "launch"),
+    "drafts": ("drafts", "launch"),
     "layer": ("layer",),
     "backward": ("backward", "launch"),
     "head_gates": ("head_gates", "launch"),
