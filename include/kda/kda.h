@@ -164,7 +164,8 @@ typedef struct kda_problem {
   int32_t reserved2;            /* 0 */
   const int32_t* token_parents; /* decode, [num_sequences, state_index_columns]: a tree of drafts */
   int32_t has_token_parents;
-  int32_t reserved3; /* 0 */
+  int32_t has_checkpoint_offsets;
+  const int32_t* checkpoint_offsets; /* [num_sequences]; checkpoints.indices is, too */
 } kda_problem;
 
 typedef struct kda_plan_options {

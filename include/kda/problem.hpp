@@ -84,6 +84,10 @@ struct Problem {
   /// Multiple of 16: the state after every so many tokens of a sequence; sequence n has
   /// floor(length / checkpoint_every) of them, sequences in order.
   int64_t checkpoint_every = 0;
+  /// int32 [N]: one checkpoint a sequence, the state after its first checkpoint_offsets[n] tokens,
+  /// a multiple of checkpoint_every up to its length; 0 or less: none. checkpoints must be indexed;
+  /// its index array is [N] then.
+  bool checkpoint_offsets = false;
 
   /// The first slot that an index array can name, at most the num_slots of each indexed buffer: 1
   /// where slot 0 is the null block of padded rows, as in vLLM. A sequence that has no slot starts

@@ -35,7 +35,8 @@ struct Tensors {
   void* final_state = nullptr;
   const int32_t* final_state_indices = nullptr;  ///< [N]; decode [N, S], row-major
   void* checkpoints = nullptr;
-  const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
+  const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints], with offsets [N]
+  const int32_t* checkpoint_offsets = nullptr;  ///< [N]
 
   /// The blocks of Plan::saved: at least plan.saved_bytes, aligned to kWorkspaceAlignment; may be
   /// null if the plan saves nothing.

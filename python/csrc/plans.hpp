@@ -39,7 +39,7 @@ inline ForwardShape shape_of(const kda_problem& given, const kda_plan_options& o
   problem.saved_bytes = 0;
   problem.initial_state_mask = nullptr;
   problem.num_accepted_tokens = nullptr;
-  problem.token_parents = nullptr;
+  problem.token_parents = problem.checkpoint_offsets = nullptr;
   return shape;
 }
 

@@ -120,7 +120,9 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
   if (indices) set_indices(&p.initial_state, &p, *indices, q, "indices");
-  if (states.size(0) == 0 && p.num_sequences > 0) refuse("states has no slots");
+  const auto has_slots = [&](const Tensor& x) { return x.size(0) > 0 || p.num_sequences == 0; };
+  if (!has_slots(states)) refuse("states has no slots");
+  if (drafts && !has_slots(*drafts)) refuse("drafts has no slots");
   p.first_slot = first_slot;
   if (!decode) p.final_state = p.initial_state;
   if (drafts) {

@@ -37,7 +37,8 @@ class Problem(ctypes.Structure):
         + [("first_slot", I64), ("saved", PTR), ("saved_bytes", ctypes.c_size_t)]
         + [(n, I32) for n in ("head_map", "reserved2")]
         + [("token_parents", PTR)]
-        + [(n, I32) for n in ("has_token_parents", "reserved3")]
+        + [(n, I32) for n in ("has_token_parents", "has_checkpoint_offsets")]
+        + [("checkpoint_offsets", PTR)]
     )
 
 

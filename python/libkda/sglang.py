@@ -141,20 +141,28 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
                   lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None, **rings):
     _refuse_rings(rings)
     scratch = intermediate_states_buffer
-    if retrieve_parent_token is not None or scratch is None:
-        raise NotImplementedError("drafts that are a tree, or no states behind them")
+    if scratch is None:
+        raise NotImplementedError("drafts without states behind them")
     if scratch.stride(0) != scratch.shape[1] * scratch.stride(1):
         raise NotImplementedError("states of drafts that are not in one pool")
     N, steps = query_start_loc.shape[0] - 1, scratch.shape[1]
     slots, accepted = fused_accept_state_indices, fused_accept_num_accepted
+    tree = retrieve_parent_token is not None and cache_steps > 1
     if slots is None:
         committed, rows = cache_indices[:N], intermediate_state_indices[:N]
         has_slot = committed >= _FIRST_SLOT
         slots = torch.arange(cache_steps, dtype=torch.int32, device=rows.device) + (rows * steps)[:, None]
+        if cache_steps > 1:
+            return serving.verify(
+                q, k, v, _gates(a, ssm_states), _betas(b), ssm_states, torch.where(has_slot, committed, -1),
+                cu_seqlens=query_start_loc, drafts=scratch.flatten(0, 1), draft_slots=slots,
+                parents=retrieve_parent_token[:N] if tree else None, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+        # The step begins in the committed state, which goes where the state behind its token will be.
         slots = torch.where(has_slot[:, None], slots, -1)
-        # A step begins in the committed state, which goes where the state behind its first token will be.
         scratch[rows.long(), 0] = ssm_states[committed.clamp(min=0).long()].to(scratch.dtype)
         accepted = None
+    if tree:
+        raise NotImplementedError("drafts that are a tree, beside accepted lengths")
     if cache_steps == 1:
         slots, accepted = slots.flatten(), None
     o, _ = kda.fused_recurrent_kda_fwd(

@@ -83,6 +83,24 @@ def test_drafts_go_on_from_the_accepted_one(device):
         assert distance(pool[slots[n, 1]][None], state) < 1e-5
 
 
+def test_trees_of_drafts(device):
+    """Two branches behind a root, with states in a buffer of their own; a sequence that is shorter; padding."""
+    torch.manual_seed(3)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    drafts, start = torch.full((9, HV, K, V), float("nan"), device=device), pool.clone()
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1], [9, 9, 9, 9]], device=device)
+    rows = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [0, 0, 0, 0]], device=device)
+    x, slots = tokens(4, device, batch=3), torch.tensor([4, 2, -1], device=device)
+    o = libkda.verify(**x, pool=pool, slots=slots, drafts=drafts, draft_slots=rows, parents=parents, **options)
+    assert torch.equal(pool, start)
+    for n, path in ((0, [0, 1, 3]), (0, [0, 2]), (1, [0, 1])):
+        branch = {name: t[n:n + 1, path] for name, t in x.items()}
+        expected, state = exact(branch, options, start[slots[n]][None])
+        assert distance(o[n:n + 1, path], expected) < 1e-5
+        assert distance(drafts[rows[n, path[-1]]][None], state) < 1e-5
+    assert not o[1, 2:].any() and not o[2].any() and drafts[6:].isnan().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_layouts(device, dtype):
     """The caller's memory, states with V first, in a pool whose slots are padded."""
@@ -99,6 +117,7 @@ def test_out_and_layouts(device, dtype):
     assert not room[:, HV * V * K:].any()
 
 
+DRAFTS = dict(slots=torch.tensor([1]), drafts=torch.zeros(4, HV, K, V), draft_slots=torch.tensor([[2, 3]]))
 BAD = {
     "prefill": [(dict(slots=None), "slots must be a torch.Tensor"), (dict(pool=None), "pool must be a torch.Tensor"),
                 (dict(slots=torch.tensor([[1, 2]])), r"slots must have shape \[N\]=\[1\], got \[1, 2\]"),
@@ -109,7 +128,15 @@ BAD = {
                 (dict(slots=torch.tensor([9])), "slots"), (dict(first_slot=-1), "first_slot must be 0 to"),
                 (dict(allow_neg_eigval=True, use_beta_sigmoid_in_kernel=False), "`allow_neg_eigval=True` requires")],
     "decode": [(dict(tokens(9, "cpu")), "q must have at most 8 tokens a sequence for decode, got 9; prefill")],
-    "verify": [(dict(slots=torch.tensor([1])), r"slots must have shape \[N, S\], got \[1\]"),
+    "verify": [(dict(slots=torch.tensor([1])), r"slots must have 2 dimensions, got \[1\]"),
+               (dict(parents=torch.zeros(1, 3, dtype=torch.int32)), r"parents must have shape \[N, S\]=\[1, 2\]"),
+               (dict(parents=torch.tensor([[0, 1]])), "parents: entry 0, 1 = 1 is not below 1"),
+               (dict(drafts=torch.zeros(4, HV, K, V)), "drafts and draft_slots are given together"),
+               (dict(DRAFTS, slots=torch.tensor([[1, 2]])), r"slots must have 1 dimensions"),
+               (dict(DRAFTS, draft_slots=torch.tensor([[1, 4]])), "draft_slots: entry 1 = 4 is outside"),
+               (dict(DRAFTS, draft_slots=torch.tensor([[1]])), "draft_slots must have at least 2 columns"),
+               (dict(DRAFTS, drafts=torch.zeros(4, HV, K, 9)), r"drafts must have shape .* got \[4, 4, 32, 9\]"),
+               (dict(DRAFTS, num_accepted_tokens=torch.tensor([1])), "num_accepted_tokens counts columns of slots"),
                (dict(slots=torch.tensor([[1]])), "slots must have at least 2 columns for verify"),
                (dict(num_accepted_tokens=torch.tensor([1.0])), "num_accepted_tokens must be int32")]}
 

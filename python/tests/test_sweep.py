@@ -115,6 +115,12 @@ def serve_verify(x):
                 num_accepted_tokens=torch.tensor([1, 2], device=x["q"].device), out=nan_like(some["v"]))
 
 
+def serve_tree(x):
+    arguments, on = serve_verify(x), dict(device=x["q"].device)
+    return dict(arguments, num_accepted_tokens=None, slots=torch.tensor([3, 1], **on), drafts=x["pool"].clone(),
+                draft_slots=torch.tensor([[0, 1], [2, 3]], **on), parents=torch.tensor([[0, 0], [0, 0]], **on))
+
+
 def speculative(x):
     indices = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=x["q"].device)
     some = {n: t[:, :2].contiguous() for n, t in rows(x).items()}
@@ -303,6 +309,8 @@ TARGETS = {
     "decode": Target(libkda.decode, serve_decode, ("pool", "out"), ("dt_bias", "out", "has_state")),
     "verify": Target(libkda.verify, serve_verify, ("pool", "out"),
                      ("dt_bias", "num_accepted_tokens", "out", "has_state")),
+    "verify, a tree": Target(libkda.verify, serve_tree, ("drafts", "out"),
+                             ("dt_bias", "num_accepted_tokens", "out", "has_state", "parents")),
     "fused_kda_gate": Target(libkda.fused_kda_gate, raw_gate, optional=("dt_bias",)),
     "fused_kda_gate, bounded": Target(libkda.fused_kda_gate, bounded_gate, optional=GATE_NAMES),
     "naive_kda_gate": Target(libkda.naive_kda_gate, raw_gate, optional=("dt_bias",)),

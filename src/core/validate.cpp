@@ -220,6 +220,8 @@ Status check_forward_states(const Problem& p) {
       (p.checkpoint_every < kCheckpointMultiple || p.checkpoint_every % kCheckpointMultiple != 0))
     return invalid("checkpoint_every: ", p.checkpoint_every, " is not a positive multiple of ",
                    kCheckpointMultiple);
+  if (p.checkpoint_offsets && !(p.checkpoints && p.checkpoints->indexed))
+    return invalid("checkpoint_offsets: needs checkpoints with indices");
   if (p.initial_state_mask && !p.initial_state)
     return invalid("initial_state_mask: given without initial_state");
   if (p.state_index_columns != 1 || p.num_accepted_tokens || p.token_parents)
@@ -240,7 +242,8 @@ Status check_decode_states(const Problem& p) {
                    "indices no token is skipped");
   if (p.initial_state_mask && !p.initial_state)
     return invalid("initial_state_mask: given without initial_state");
-  if (p.checkpoints) return invalid("checkpoints: belong to forward");
+  if (p.checkpoints || p.checkpoint_offsets)
+    return invalid("checkpoints, checkpoint_offsets: belong to forward");
   KDA_RETURN_IF_ERROR(check_range("state_index_columns: S", p.state_index_columns, 1, 65535));
   if (p.state_index_columns != 1 && !(p.final_state ? p.final_state : p.initial_state)->indexed)
     return invalid("state_index_columns: S = ", p.state_index_columns, " needs indexed states");

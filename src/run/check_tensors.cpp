@@ -162,6 +162,8 @@ class Checker {
                                     indexed(p_.checkpoints) && p_.checkpoints->num_slots > 0,
                                     t_.checkpoint_indices));
     KDA_RETURN_IF_ERROR(
+        check_array("checkpoint_offsets", N > 0 && p_.checkpoint_offsets, t_.checkpoint_offsets));
+    KDA_RETURN_IF_ERROR(
         check_array("initial_state_mask", N > 0 && p_.initial_state_mask, t_.initial_state_mask));
     KDA_RETURN_IF_ERROR(check_array("num_accepted_tokens", N > 0 && p_.num_accepted_tokens,
                                     t_.num_accepted_tokens));
@@ -258,8 +260,9 @@ class Checker {
                                       N * final_columns(p_), p_.final_state->num_slots));
     if (p_.checkpoints && p_.checkpoints->indexed)
       KDA_RETURN_IF_ERROR(check_index("checkpoint_indices", t_.checkpoint_indices,
-                                      total_checkpoints(p_, sequences_),
+                                      num_checkpoint_indices(p_, sequences_),
                                       p_.checkpoints->num_slots));
+    KDA_RETURN_IF_ERROR(check_offsets());
     const bool accepted = p_.num_accepted_tokens && N > 0;
     if (accepted && !t_.num_accepted_tokens) return invalid("num_accepted_tokens: pointer is null");
     for (int64_t n = 0; accepted && n < N; ++n)
@@ -267,6 +270,22 @@ class Checker {
         return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
                        " is outside 1..", S);
     return check_parents();
+  }
+
+  Status check_offsets() const {
+    const int64_t N = p_.num_sequences;
+    if (!p_.checkpoint_offsets || N == 0) return {};
+    if (!t_.checkpoint_offsets) return invalid("checkpoint_offsets: pointer is null");
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t offset = t_.checkpoint_offsets[n];
+      if (offset > 0 && offset % p_.checkpoint_every != 0)
+        return invalid("checkpoint_offsets: entry ", n, " = ", offset, " is not a multiple of ",
+                       p_.checkpoint_every);
+      if (offset > sequences_.length(n))
+        return invalid("checkpoint_offsets: entry ", n, " = ", offset, " is above ",
+                       sequences_.length(n), ", the length of its sequence");
+    }
+    return {};
   }
 
   Status check_parents() const {

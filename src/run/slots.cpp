@@ -86,10 +86,12 @@ class SlotChecker {
                          state_slot(p_, *p_.final_state, t_.final_state_indices, n * S + t),
                          static_cast<int32_t>(n + 1)));
     }
-    const int64_t count = total_checkpoints(p_, sequences_);
-    for (int64_t c = 0; c < count; ++c)
+    const int64_t count = num_checkpoint_indices(p_, sequences_);
+    for (int64_t c = 0; c < count; ++c) {
+      if (p_.checkpoint_offsets && t_.checkpoint_offsets[c] <= 0) continue;
       KDA_RETURN_IF_ERROR(checkpoints.write(
           "checkpoint_indices", state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, c), -1));
+    }
     if (!p_.initial_state) return {};
     if (p_.final_state &&
         same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
@@ -124,6 +126,10 @@ int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequen
   for (int64_t n = 0; problem.checkpoints && n < problem.num_sequences; ++n)
     total += num_checkpoints(problem, sequences.length(n));
   return total;
+}
+
+int64_t num_checkpoint_indices(const Problem& problem, const stage::Sequences& sequences) {
+  return problem.checkpoint_offsets ? problem.num_sequences : total_checkpoints(problem, sequences);
 }
 
 bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base) {

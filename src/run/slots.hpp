@@ -8,8 +8,11 @@
 
 namespace kda {
 
-/// Checkpoints of all sequences.
+/// Checkpoints of all sequences, where each has one every so many tokens.
 int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequences);
+
+/// Entries of checkpoint_indices.
+int64_t num_checkpoint_indices(const Problem& problem, const stage::Sequences& sequences);
 
 /// Two state buffers that are one pool: the same memory, looked at the same way.
 bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base);

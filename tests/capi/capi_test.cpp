@@ -309,6 +309,27 @@ TEST(CApi, DecodeCountsAcceptedTokensThatAreGiven) {
   for (int i = 0; i < 4 * 24; ++i) ASSERT_TRUE(std::isfinite(call.o[static_cast<std::size_t>(i)]));
 }
 
+/// One checkpoint a sequence, of the second one after 32 of its tokens: as of every 32.
+TEST(CApi, CheckpointsAtOffsets) {
+  CCall call;
+  kda_problem& p = call.problem;
+  std::vector<float> every(4 * 4 * 16 * 24), at(2 * 4 * 16 * 24);
+  const int64_t shape[] = {4, 4, 16, 24}, one_each[] = {2, 4, 16, 24};
+  kda_tensor_contiguous(&p.checkpoints.tensor, every.data(), KDA_FP32, 4, shape);
+  p.checkpoints.num_slots = 4;
+  p.checkpoint_every = 32;
+  call.run();
+  const int32_t offsets[] = {0, 32}, slots[] = {1, 0};
+  kda_tensor_contiguous(&p.checkpoints.tensor, at.data(), KDA_FP32, 4, one_each);
+  p.checkpoints.num_slots = 2;
+  p.checkpoints.indices = slots;
+  p.checkpoint_offsets = offsets;
+  call.run();
+  constexpr std::ptrdiff_t kState = 4 * 16 * 24;
+  EXPECT_TRUE(std::equal(at.begin(), at.begin() + kState, every.begin() + 3 * kState));
+  EXPECT_TRUE(std::all_of(at.begin() + kState, at.end(), [](float x) { return x == 0; }));
+}
+
 /// Two drafts behind one token: the states after them go to slots of final_state.
 TEST(CApi, TreesOfDrafts) {
   CCall call;
@@ -361,6 +382,8 @@ TEST(CApi, WhatThePlanDoesNotHaveIsRefused) {
        [](kda_problem& p, const int32_t*, const uint8_t* given) { p.initial_state_mask = given; }},
       {"num_accepted_tokens: given", [](kda_problem& p, const int32_t* indices,
                                         const uint8_t*) { p.num_accepted_tokens = indices; }},
+      {"checkpoint_offsets: given", [](kda_problem& p, const int32_t* indices,
+                                       const uint8_t*) { p.checkpoint_offsets = indices; }},
       {"token_parents: given",
        [](kda_problem& p, const int32_t* indices, const uint8_t*) { p.token_parents = indices; }},
   };

@@ -84,6 +84,7 @@ TEST(PlanCache, AnythingElseGivesAnother) {
       [](Arguments& a) { a.problem.final_state->num_slots = 5; },
       [](Arguments& a) { a.problem.checkpoints->tensor.strides[0] += 4; },
       [](Arguments& a) { a.problem.checkpoint_every = 32; },
+      [](Arguments& a) { a.problem.checkpoint_offsets = true; },
       [](Arguments& a) { a.problem.first_slot = 1; },
       [](Arguments& a) { a.problem.batch_invariant = true; },
       [](Arguments& a) { a.problem.head_map = HeadMap::kTiled; },

@@ -23,7 +23,7 @@ struct Call {
   std::vector<int32_t> cu_narrow, initial_idx = {0, 1, 2}, final_idx = {3, 4, 5},
                                   checkpoint_idx = {6, 7};
   std::vector<uint8_t> mask = {1, 1, 1};
-  std::vector<int32_t> accepted = {1, 1, 1}, parents;
+  std::vector<int32_t> accepted = {1, 1, 1}, parents, offsets;
   io::Buffer pool, checkpoints, o, room;
   PlanOptions options;
   Tensors tensors;
@@ -107,6 +107,7 @@ struct Call {
     tensors.checkpoint_indices = checkpoint_idx.empty() ? nullptr : checkpoint_idx.data();
     tensors.initial_state_mask = mask.empty() ? nullptr : mask.data();
     tensors.num_accepted_tokens = accepted.empty() ? nullptr : accepted.data();
+    tensors.checkpoint_offsets = offsets.empty() ? nullptr : offsets.data();
     tensors.token_parents = parents.empty() ? nullptr : parents.data();
     const Status planned = from_bounds
                                ? make_plan_from_bounds(problem, cpu_facts(), options, &plan)
@@ -314,7 +315,7 @@ const BadCall kBadProblems[] = {
        c.make_decode();
        c.problem.checkpoints = s;
      },
-     "checkpoints: belong to forward"},
+     "checkpoints, checkpoint_offsets: belong to forward"},
     {"decode_too_many_tokens",
      [](C& c) {
        c.make_decode();
@@ -590,6 +591,28 @@ const BadCall kBadRuns[] = {
        c.final_idx[5] = 0;  // of sequence 2, and read by sequence 0
      },
      "initial_state_indices: slot 0 of sequence 0 would be written by another"},
+    {"offsets_null", [](C& c) { c.problem.checkpoint_offsets = true; },
+     "checkpoint_offsets: pointer is null"},
+    {"offsets_without_indices",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.problem.checkpoints->indexed = false;
+       c.problem.checkpoints->num_slots = 2;
+     },
+     "checkpoint_offsets: needs checkpoints with indices"},
+    {"offsets_in_decode",
+     [](C& c) {
+       c.make_decode();
+       c.problem.checkpoint_offsets = true;
+     },
+     "checkpoints, checkpoint_offsets: belong to forward"},
+    {"offsets_in_one_slot",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.offsets = {16, 0, 16};
+       c.checkpoint_idx = {6, 6, 6};
+     },
+     "checkpoint_indices: slot 6 would be written twice"},
     {"parents_null",
      [](C& c) {
        c.make_drafts();

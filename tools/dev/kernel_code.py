@@ -29,6 +29,7 @@ FAMILIES = {
     "fused": ("fused", "segments", "launch"),
     "staged": ("staged", "segments", "launch"),
     "recurrent": ("recurrent", "segments", "launch"),
+    "checkpoints": ("checkpoints",),
     "decode": ("decode", "launch"),
     "drafts": ("drafts", "launch"),
     "layer": ("layer",),
