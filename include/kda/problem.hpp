@@ -86,7 +86,7 @@ struct Problem {
   int64_t checkpoint_every = 0;
   /// int32 [N]: one checkpoint a sequence, the state after its first checkpoint_offsets[n] tokens,
   /// a multiple of checkpoint_every up to its length; 0 or less: none. checkpoints must be indexed;
-  /// its index array is [N] then.
+  /// its index array is [N] then, and where it names no slot the offset is not looked at.
   bool checkpoint_offsets = false;
 
   /// The first slot that an index array can name, at most the num_slots of each indexed buffer: 1

@@ -101,7 +101,9 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             MaybeTensor dt_bias, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
             int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
             bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot,
-            MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents) {
+            MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents,
+            MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
+            int64_t checkpoint_every) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
@@ -115,7 +117,10 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
     refuse("drafts need decode, and draft_indices [N, S] with S above 1");
   if (drafts && indices && indices->dim() != 1)
     refuse("indices must have one dimension beside drafts, got ", indices->dim());
-  decode = decode && (state_a_token || few_tokens(lengths));
+  if (checkpoints.has_value() != checkpoint_offsets.has_value() ||
+      checkpoints.has_value() != checkpoint_indices.has_value())
+    refuse("checkpoints, checkpoint_offsets and checkpoint_indices are given together");
+  decode = decode && !checkpoints && (state_a_token || few_tokens(lengths));
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
   p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
@@ -123,6 +128,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   const auto has_slots = [&](const Tensor& x) { return x.size(0) > 0 || p.num_sequences == 0; };
   if (!has_slots(states)) refuse("states has no slots");
   if (drafts && !has_slots(*drafts)) refuse("drafts has no slots");
+  if (checkpoints && !has_slots(*checkpoints)) refuse("checkpoints has no slots");
   p.first_slot = first_slot;
   if (!decode) p.final_state = p.initial_state;
   if (drafts) {
@@ -133,6 +139,16 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
     p.token_parents = static_cast<const int32_t*>(
         dense_pointer(*parents, q, "parents", kIndices, {p.num_sequences, p.state_index_columns}));
     p.has_token_parents = 1;
+  }
+  if (checkpoints) {
+    describe_state(&p.checkpoints, *checkpoints, q, "checkpoints", state_v_first, p);
+    p.checkpoints.indices = static_cast<const int32_t*>(
+        dense_pointer(*checkpoint_indices, q, "checkpoint_indices", kIndices, {p.num_sequences}));
+    p.checkpoints.indexed = 1;
+    p.checkpoint_offsets = static_cast<const int32_t*>(
+        dense_pointer(*checkpoint_offsets, q, "checkpoint_offsets", kIndices, {p.num_sequences}));
+    p.has_checkpoint_offsets = 1;
+    p.checkpoint_every = checkpoint_every;
   }
   set_mask(&p, q, has_state);
   if (num_accepted_tokens) {
@@ -171,7 +187,8 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
       "float lower_bound, float scale, bool l2norm, bool state_v_first, bool zero_skipped=False, "
       "Tensor? has_state=None, int first_slot=0, Tensor(c!)? drafts=None, Tensor? "
-      "draft_indices=None, Tensor? parents=None) -> ()");
+      "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
+      "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

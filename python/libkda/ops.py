@@ -49,7 +49,7 @@ NO_SECOND = ("libkda has no second derivatives: gradients of chunk_kda cannot be
 NO_TANGENT = "libkda has no forward-mode derivative (torch.func.jvp, dual tensors)"
 
 # Places of what an operator writes.
-_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6, 23), "forward_kept": (), "backward": ()}
+_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6, 23, 26), "forward_kept": (), "backward": ()}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     drafts                 [rows, HV, K, V]   as pool; with it verify leaves pool as it is
     draft_slots            [N, S]           any integers: rows of drafts, in the place of [N, S] slots
     parents                [N, S]           any integers: the tokens of a sequence are a tree
+    checkpoints            [rows, HV, K, V]   as pool
+    checkpoint_offsets, checkpoint_slots   [N]   any integers
     cu_seqlens             [N + 1]          int32 or int64, where q is or on the host; repeated values: no tokens
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
     num_accepted_tokens    [N]              any integers
@@ -44,14 +46,14 @@ from .kda import _MOST_DECODE_TOKENS, _check_beta, _update_pool
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
          lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-         state_v_first, *drafts):
+         state_v_first, *more):
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
                         first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, *drafts)
+                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, *more)
 
 
 @checked()
@@ -61,13 +63,24 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
             lower_bound: float | None = None, use_gate_in_kernel: bool = False,
             use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
+            checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
+            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
-    False from zero, and leaves its final state there. Shapes: the table of this module."""
+    False from zero, and leaves its final state there.
+
+    checkpoints: the state behind the first checkpoint_offsets[n] tokens of sequence n goes to
+    checkpoints[checkpoint_slots[n]], which may be the pool. Offsets are multiples of checkpoint_every, itself one of
+    16, up to the length of the sequence; 0 and below: none. On a GPU nothing waits for them, any other one is none, and
+    a checkpoint_every of 64 or more is the fastest. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
+    given = [x is not None for x in (checkpoints, checkpoint_offsets, checkpoint_slots)]
+    if any(given) and not all(given):
+        raise ValueError("checkpoints, checkpoint_offsets and checkpoint_slots are given together")
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first)
+                use_qk_l2norm_in_kernel, state_v_first, None, None, None, checkpoints, checkpoint_offsets,
+                checkpoint_slots, checkpoint_every)
 
 
 @checked()

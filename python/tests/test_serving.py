@@ -101,6 +101,24 @@ def test_trees_of_drafts(device):
     assert not o[1, 2:].any() and not o[2].any() and drafts[6:].isnan().all()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpoints_of_a_prefill(device, own):
+    """One a prompt, in bf16 rows of their own or in slots of the pool; a prompt without one, and padding."""
+    torch.manual_seed(4)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    rows = torch.zeros(5, HV, K, V, device=device, dtype=torch.bfloat16) if own else pool
+    x, on = tokens(120, device), dict(device=device)
+    cu, offsets = torch.tensor([0, 50, 50, 100, 120], **on), torch.tensor([48, 16, 16, 0], **on)
+    slots, to = torch.tensor([3, 0, 5, 6], **on), torch.tensor([1, 0, 4, 2], **on)
+    kept, start = rows[2].clone(), pool.clone()
+    libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=rows, checkpoint_offsets=offsets,
+                   checkpoint_slots=to, **options)
+    for begin, offset, slot, row in ((0, 48, 3, 1), (50, 16, 5, 4)):
+        _, state = exact(part(x, begin, begin + offset), options, start[slot][None])
+        assert distance(rows[row][None].float(), state) < (5e-3 if own else 1e-5)
+    assert torch.equal(rows[2], kept) and torch.equal(pool[0], start[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_layouts(device, dtype):
     """The caller's memory, states with V first, in a pool whose slots are padded."""
@@ -117,6 +135,8 @@ def test_out_and_layouts(device, dtype):
     assert not room[:, HV * V * K:].any()
 
 
+CHECKPOINTS = dict(checkpoints=torch.zeros(3, HV, K, V), checkpoint_offsets=torch.tensor([0]),
+                   checkpoint_slots=torch.tensor([1]))
 DRAFTS = dict(slots=torch.tensor([1]), drafts=torch.zeros(4, HV, K, V), draft_slots=torch.tensor([[2, 3]]))
 BAD = {
     "prefill": [(dict(slots=None), "slots must be a torch.Tensor"), (dict(pool=None), "pool must be a torch.Tensor"),
@@ -125,6 +145,12 @@ BAD = {
                 (dict(pool=torch.zeros(3, HV, K, V + 8)), r"pool must have shape .* got \[3, 4, 32, 24\]"),
                 (dict(pool=torch.zeros(3, HV, K, V, dtype=torch.float16)), "pool must be float32 or bfloat16"),
                 (dict(out=torch.zeros(1)), r"out must have shape .*, got \[1\]"),
+                (dict(checkpoints=torch.zeros(3, HV, K, V)), "checkpoint_offsets and checkpoint_slots are given together"),
+                (dict(CHECKPOINTS, checkpoint_offsets=torch.tensor([2])), "checkpoint_offsets: entry 0 = 2 is not a mul"),
+                (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([3])), "checkpoint_slots: entry 0 = 3 is outside"),
+                (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([1, 2])), r"checkpoint_slots must have shape \[N\]"),
+                (dict(CHECKPOINTS, checkpoint_every=24), "checkpoint_every: 24 is not a positive multiple of 16"),
+                (dict(CHECKPOINTS, checkpoints=torch.zeros(0, HV, K, V)), "checkpoints has no slots"),
                 (dict(slots=torch.tensor([9])), "slots"), (dict(first_slot=-1), "first_slot must be 0 to"),
                 (dict(allow_neg_eigval=True, use_beta_sigmoid_in_kernel=False), "`allow_neg_eigval=True` requires")],
     "decode": [(dict(tokens(9, "cpu")), "q must have at most 8 tokens a sequence for decode, got 9; prefill")],

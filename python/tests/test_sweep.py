@@ -105,6 +105,12 @@ def serve_prefill(x):
     return dict(arguments, out=nan_like(arguments["v"]))
 
 
+def serve_checkpoints(x):
+    on = dict(device=x["q"].device)
+    return dict(serve_prefill(x), checkpoints=x["pool"].clone(), checkpoint_offsets=torch.tensor([0, 0], **on),
+                checkpoint_slots=torch.tensor([0, 2], **on))
+
+
 def serve_decode(x):
     return serving(x, slots=torch.tensor([3, 1], device=x["q"].device), first_slot=1)
 
@@ -306,6 +312,8 @@ TARGETS = {
     "fused_recurrent_kda_fwd, out": Target(libkda.fused_recurrent_kda_fwd, with_out, ("out",),
                                            ("dt_bias", "initial_state", "out")),
     "prefill": Target(libkda.prefill, serve_prefill, ("pool", "out"), ("dt_bias", "out", "has_state", "cu_seqlens")),
+    "prefill, checkpoints": Target(libkda.prefill, serve_checkpoints, ("pool", "out", "checkpoints"),
+                                   ("dt_bias", "out", "has_state", "cu_seqlens")),
     "decode": Target(libkda.decode, serve_decode, ("pool", "out"), ("dt_bias", "out", "has_state")),
     "verify": Target(libkda.verify, serve_verify, ("pool", "out"),
                      ("dt_bias", "num_accepted_tokens", "out", "has_state")),

@@ -278,6 +278,7 @@ class Checker {
     if (!t_.checkpoint_offsets) return invalid("checkpoint_offsets: pointer is null");
     for (int64_t n = 0; n < N; ++n) {
       const int64_t offset = t_.checkpoint_offsets[n];
+      if (state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, n) < 0) continue;
       if (offset > 0 && offset % p_.checkpoint_every != 0)
         return invalid("checkpoint_offsets: entry ", n, " = ", offset, " is not a multiple of ",
                        p_.checkpoint_every);

@@ -322,6 +322,7 @@ TEST(States, CheckpointsAtOffsets) {
       for (const bool from_bounds : {false, true}) {
         Offsets some(type);
         some.inputs.problem.first_slot = 1;  // the last sequence has none
+        some.offsets[3] = 1000000;
         ASSERT_TRUE(some.run(backend, from_bounds).ok()) << backend;
         EXPECT_EQ(some.flags, 0);
         Offsets all(type);  // a slot every 16 tokens: 2 + 2 + 3 + 4 of them

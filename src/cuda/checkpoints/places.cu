@@ -14,7 +14,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t n = blockIdx.x, first = checkpoints_before(a.map, a.every, n);
   const Span span = sequence_span(a.map, n);
   const int64_t count = (span.end - span.begin) / a.every, offset = a.offsets[n];
-  const bool none = offset <= 0, bad = !none && (offset % a.every != 0 || offset > count * a.every);
+  const bool none = offset <= 0 || a.slots[n] < a.first_slot;
+  const bool bad = !none && (offset % a.every != 0 || offset > count * a.every);
   // A bad one is flagged by the kernel that finds its slot outside of the buffer.
   const int64_t due = none ? -1 : bad ? 0 : offset / a.every - 1;
   const int32_t slot = bad ? INT32_MAX : a.slots[n];
