@@ -101,6 +101,27 @@ def test_trees_of_drafts(device):
     assert not o[1, 2:].any() and not o[2].any() and drafts[6:].isnan().all()
 
 
+def test_rows_are_the_records_of_drafts(device):
+    """As RecoverSSM has it: a verify that stores no state, then, once lengths are accepted, a commit from the same rows
+    that reads and writes each state once. Nothing waits for the lengths."""
+    torch.manual_seed(5)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    x, slots, start = tokens(4, device, batch=3), torch.tensor([4, 2, 0], device=device), pool.clone()
+    none = dict(drafts=torch.zeros_like(pool), draft_slots=torch.full((3, 4), -1, device=device))
+    o = libkda.verify(**x, pool=pool, slots=slots, first_slot=1, **none, **options)
+    assert torch.equal(pool, start) and not o[2].any()
+    accepted, column = torch.tensor([3, 1, 2], device=device), torch.arange(4, device=device)
+    last = torch.where(column == accepted[:, None] - 1, slots[:, None], -1)
+    chain = torch.where(column < accepted[:, None], column - 1, -1)
+    libkda.verify(**x, pool=pool, slots=last, num_accepted_tokens=accepted, parents=chain, first_slot=1, **options)
+    for n, count in enumerate((3, 1)):
+        expected, state = exact({name: y[n:n + 1, :count] for name, y in x.items()}, options, start[slots[n]][None])
+        assert distance(o[n:n + 1, :count], expected) < 1e-5
+        assert distance(pool[slots[n]][None], state) < 1e-5
+    untouched = [0, 1, 3, 5, 6]
+    assert torch.equal(pool[untouched], start[untouched])
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_checkpoints_of_a_prefill(device, own):
     """One a prompt, in bf16 rows of their own or in slots of the pool; a prompt without one, and padding."""
@@ -111,8 +132,8 @@ def test_checkpoints_of_a_prefill(device, own):
     cu, offsets = torch.tensor([0, 50, 50, 100, 120], **on), torch.tensor([48, 16, 16, 0], **on)
     slots, to = torch.tensor([3, 0, 5, 6], **on), torch.tensor([1, 0, 4, 2], **on)
     kept, start = rows[2].clone(), pool.clone()
-    libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=rows, checkpoint_offsets=offsets,
-                   checkpoint_slots=to, **options)
+    libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=rows,
+                   checkpoint_offsets=offsets, checkpoint_slots=to, **options)
     for begin, offset, slot, row in ((0, 48, 3, 1), (50, 16, 5, 4)):
         _, state = exact(part(x, begin, begin + offset), options, start[slot][None])
         assert distance(rows[row][None].float(), state) < (5e-3 if own else 1e-5)
@@ -145,8 +166,8 @@ BAD = {
                 (dict(pool=torch.zeros(3, HV, K, V + 8)), r"pool must have shape .* got \[3, 4, 32, 24\]"),
                 (dict(pool=torch.zeros(3, HV, K, V, dtype=torch.float16)), "pool must be float32 or bfloat16"),
                 (dict(out=torch.zeros(1)), r"out must have shape .*, got \[1\]"),
-                (dict(checkpoints=torch.zeros(3, HV, K, V)), "checkpoint_offsets and checkpoint_slots are given together"),
-                (dict(CHECKPOINTS, checkpoint_offsets=torch.tensor([2])), "checkpoint_offsets: entry 0 = 2 is not a mul"),
+                (dict(checkpoints=torch.zeros(3, HV, K, V)), "checkpoints, checkpoint_offsets and checkp"),
+                (dict(CHECKPOINTS, checkpoint_offsets=torch.tensor([2])), "checkpoint_offsets: entry 0 = 2 is not"),
                 (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([3])), "checkpoint_slots: entry 0 = 3 is outside"),
                 (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([1, 2])), r"checkpoint_slots must have shape \[N\]"),
                 (dict(CHECKPOINTS, checkpoint_every=24), "checkpoint_every: 24 is not a positive multiple of 16"),

@@ -133,7 +133,7 @@ int64_t num_checkpoint_indices(const Problem& problem, const stage::Sequences& s
 }
 
 bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base) {
-  return a_base == b_base && a.tensor.dtype == b.tensor.dtype &&
+  return a_base == b_base && a.num_slots == b.num_slots && a.tensor.dtype == b.tensor.dtype &&
          a.tensor.strides == b.tensor.strides;
 }
 

@@ -591,6 +591,8 @@ const BadCall kBadRuns[] = {
        c.final_idx[5] = 0;  // of sequence 2, and read by sequence 0
      },
      "initial_state_indices: slot 0 of sequence 0 would be written by another"},
+    {"pool_of_two_sizes", [](C& c) { c.problem.final_state->num_slots = 6; },
+     "final_state: overlaps initial_state in memory"},
     {"offsets_null", [](C& c) { c.problem.checkpoint_offsets = true; },
      "checkpoint_offsets: pointer is null"},
     {"offsets_without_indices",
