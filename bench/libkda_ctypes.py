@@ -22,6 +22,11 @@ INTRA_FORMS = {"auto": 0, "tensor": 1, "token": 2}
 POLICIES = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}
 
 
+def results_like(t):
+    """Memory for a gradient of t. That of one gate a head, whose last stride is 0, is one a head too."""
+    return torch.empty_like(t) if t.stride(-1) else torch.empty_like(t[..., 0])[..., None].expand_as(t)
+
+
 class Library:
     def __init__(self, path):
         self.lib = ctypes.CDLL(str(path))
@@ -136,7 +141,7 @@ class Library:
             return gradients
 
         backward = PTR()
-        shapes = pointers({n: torch.empty_like(t) for n, t in results.items()})
+        shapes = pointers({n: results_like(t) for n, t in results.items()})
         self.check(self.lib.kda_backward_plan_create(call.handle, ctypes.byref(shapes), ctypes.byref(options),
                                                      ctypes.byref(backward)))
         forward_bytes = self.lib.kda_plan_workspace_bytes(call.handle)
@@ -164,7 +169,7 @@ class Library:
 
         def run():
             o = forward()
-            outputs = {n: torch.empty_like(t) for n, t in results.items()}
+            outputs = {n: results_like(t) for n, t in results.items()}
             _, *room = workspace(backward_bytes)
             backward_into(pointers(outputs), room)
             return dict(outputs, o=o)
