@@ -5,7 +5,8 @@
     python3 bench/gated_delta.py [--tokens 8192] [--heads 16] [--value-heads 32] [--binaries build] [--without-fla]
 
 Inputs are those of a layer of Qwen3-Next: q, k, v and beta in bf16, g [B, T, HV] in fp32 as logarithms, norms by the
-call. Times are medians with a cold L2 (triton.testing.do_bench). "written out" has g of K channels in memory.
+call. Times are medians with a cold L2 (triton.testing.do_bench). "written_out" has g of K channels
+in memory, "recurrent" the kernels of every problem, in fp32.
 """
 import argparse
 import json
@@ -44,8 +45,8 @@ def forward_call(library, x, written_out=False, backend=None):
     return call, o, state
 
 
-def training_call(library, x, d_o, written_out=False):
-    return library.training(dict(x, g=for_all_channels(x["g"], written_out)), d_o, l2norm=True)
+def training_call(library, x, d_o, written_out=False, backend=None):
+    return library.training(dict(x, g=for_all_channels(x["g"], written_out)), d_o, backend, l2norm=True)
 
 
 def fla_calls(x, d_o):
@@ -80,9 +81,10 @@ def main():
     each = forward_call(library, x, written_out=True)[0]
     by_tokens = forward_call(library, x, backend="recurrent")[0]
     training, each_training = (training_call(library, x, d_o, written_out) for written_out in (False, True))
+    training_by_tokens = training_call(library, x, d_o, backend="recurrent")
     row.update(implementation=one.plan["implementation"], forward=microseconds(one), written_out=microseconds(each),
                recurrent=microseconds(by_tokens), training=microseconds(training),
-               training_written_out=microseconds(each_training))
+               training_written_out=microseconds(each_training), training_recurrent=microseconds(training_by_tokens))
     if not args.without_fla:
         fla_forward, fla_training = fla_calls(x, d_o)
         row.update(fla_forward=microseconds(fla_forward), fla_training=microseconds(fla_training))

@@ -121,7 +121,7 @@ class Library:
         return self.prepare(problem, self.options(q, policy, threads, backend, intra_form),
                             rest.get("seq_lens"), (q, k, v, g, beta, o, rest))
 
-    def training(self, x, d_o, **rest):
+    def training(self, x, d_o, backend=None, **rest):
         """A callable for a forward of the tensors `x` (q, k, v, g, beta, A_log, dt_bias) and its backward from d_o. It
         returns o and the gradients by name, and takes memory for them and for its workspaces from torch each time.
         Its member `backward` is the second half alone, into memory that it has."""
@@ -129,7 +129,7 @@ class Library:
         results = {f"d{n}": t for n, t in x.items()}
         parameters = {n: x.get(n) for n in ("A_log", "dt_bias")}
         problem = self.problem(**rows, o=torch.empty_like(x["v"]), **parameters, **rest)
-        options = self.options(x["q"])
+        options = self.options(x["q"], backend=backend)
         call = self.prepare(problem, options, rest.get("seq_lens"), (x, d_o))
         call.memory = None  # a workspace a call
 
