@@ -106,7 +106,7 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
 
 // ---- drafts that are a tree (src/cuda/drafts) --------------------------------------------------
 
-/// Of `tokens` of a sequence those that are computed.
+/// How many of `tokens` of a sequence are computed.
 __device__ __forceinline__ int64_t most_in_tree(const DecodeArgs&, int64_t, int64_t tokens) {
   return tokens;
 }
