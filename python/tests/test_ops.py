@@ -79,6 +79,28 @@ def test_opcheck_update_of_drafts_and_checkpoints(device):
                                    None, None, None, drafts, torch.full((N,), 16, **int32), slots))
 
 
+@pytest.mark.parametrize("change, text", [
+    (dict(draft_indices=None), "drafts and draft_indices are given together"),
+    (dict(decode=False), "drafts need decode, and draft_indices"),
+    (dict(draft_indices=torch.tensor([[0], [1]], dtype=torch.int32)), "drafts need decode, and draft_indices"),
+    (dict(indices=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)), "indices must have one dimension beside drafts"),
+    (dict(drafts=torch.zeros(0, 4, 64, 32)), "drafts has no slots"),
+    (dict(checkpoint_offsets=torch.tensor([0, 0], dtype=torch.int32)), "checkpoint_indices are given together"),
+])
+def test_what_belongs_together_in_a_pool(change, text):
+    x, _, state = make(T=2)
+    rows = {n: x[n] for n in ("q", "k", "v", "g", "beta")}
+    int32 = dict(dtype=torch.int32)
+    given = dict(rows, o=torch.empty_like(x["v"]), states=state, indices=torch.tensor([0, 1], **int32),
+                 num_accepted_tokens=None, A_log=None, dt_bias=None, cu_seqlens=None, cu_seqlens_cpu=None, decode=True,
+                 gate_mode=ops.GATE_LOG, beta_mode=ops.BETA_SIGMOID, lower_bound=-5.0, scale=0.125, l2norm=True,
+                 state_v_first=False, drafts=state.repeat(2, 1, 1, 1),
+                 draft_indices=torch.tensor([[0, 1], [2, 3]], **int32))
+    torch.ops.libkda.update(**given)
+    with pytest.raises(ValueError, match=text):
+        torch.ops.libkda.update(**(given | change))
+
+
 @pytest.mark.parametrize("name", ["drafts", "checkpoints"])
 def test_what_is_written_beside_the_pool_raises_its_version(device, name):
     x, _, state = make(T=32, device=device)
