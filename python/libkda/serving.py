@@ -127,7 +127,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     if drafts is not None and num_accepted_tokens is not None:
         raise ValueError("num_accepted_tokens counts columns of slots in the pool; with drafts, slots names the state "
                          "to start from")
-    name, columns = ("slots", slots) if drafts is None else ("draft_slots", draft_slots)
+    name, columns = ("slots", slots) if draft_slots is None else ("draft_slots", draft_slots)
     _expect_dimensions(slots, 2 if drafts is None else 1)
     if columns.dim() == 2 and columns.shape[1] < 2:
         raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
