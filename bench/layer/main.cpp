@@ -3,9 +3,10 @@
 // of as many bytes. A line of JSON each. Calls go around buffers that are together far larger than
 // the L2 cache, and are launched as one CUDA graph.
 //
-//   kda_layer_bench [convolution | norm | decode]
+//   kda_layer_bench [convolution | norm | decode [HEADS]]
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -295,8 +296,8 @@ Call separate(Memory& memory, int64_t N, int64_t H) {
   };
 }
 
-void decode() {
-  for (const int64_t H : {3, 6, 12, 24, 32, 48, 96})
+void decode(const std::vector<int64_t>& heads) {
+  for (const int64_t H : heads)
     for (const int64_t N : {1, 4, 16, 64, 256, 512}) {
       const double bytes = static_cast<double>(N * H) * (2 * 65536 + kD * 2 * (3 * 7 + 3));
       if (bytes > 8e9) continue;
@@ -327,7 +328,9 @@ int main(int argc, char** argv) {
   try {
     if (wanted("convolution")) kda::convolution();
     if (wanted("norm")) kda::norm();
-    if (wanted("decode")) kda::decode();
+    if (wanted("decode"))
+      kda::decode(argc > 2 ? std::vector<int64_t>{std::atoi(argv[2])}
+                           : std::vector<int64_t>{3, 6, 12, 24, 32, 48, 96});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kda_layer_bench: %s\n", error.what());
     return 1;
