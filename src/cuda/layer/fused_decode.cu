@@ -59,6 +59,12 @@ class Elements {
     const int size = type_ == Element::kFloat32 ? 4 : 2;
     first_ = static_cast<char*>(view.base) + at * size, step_ = stride * size;
   }
+  Elements() = default;
+  __device__ __forceinline__ Elements moved(int64_t elements) const {
+    Elements to = *this;
+    to.first_ += elements * (type_ == Element::kFloat32 ? 4 : 2);
+    return to;
+  }
   __device__ __forceinline__ uint32_t bits(int i) const {
     return load_bits(first_ + i * step_, type_, 0);
   }
@@ -91,8 +97,8 @@ class Conv {
         c_(channel % kD),
         first_tap_(kTaps - a.width) {}
 
-  /// Asks for weights and bias.
-  __device__ __forceinline__ void load_weights() {
+  /// Asks for weights and bias, and finds all of the way to the state but for its slot.
+  __device__ __forceinline__ void load_weights(const FusedDecodeArgs& a) {
     const View& view = part_.weight;
     const Elements weight(view, channel_ * view.strides[0], view.strides[1]);
 #pragma unroll
@@ -100,16 +106,16 @@ class Conv {
       if (j >= first_tap_) weight_[j] = weight.bits(j - first_tap_);
     if (part_.bias.base)
       bias_ = load_bits(part_.bias.base, part_.bias.type, channel_ * part_.bias.strides[0]);
+    before_slot_ = state_of(0).moved((a.state_width - kBefore) * part_.state.strides[2]);
   }
   /// Asks for the input of token `t`.
   __device__ __forceinline__ void load(int t) { next_ = x().bits(t); }
   /// Asks for the inputs before the first token.
-  __device__ __forceinline__ void load_before(const FusedDecodeArgs& a, int slot, bool has_state) {
-    const Elements state = state_of(slot);
-    const int behind = static_cast<int>(a.state_width) - kBefore;
+  __device__ __forceinline__ void load_before(int slot, bool has_state) {
+    const Elements state = before_slot_.moved(slot * part_.state.strides[0]);
 #pragma unroll
     for (int j = 0; j < kBefore; ++j)
-      if (j >= first_tap_) before_[j] = has_state ? state.bits(behind + j) : 0;
+      if (j >= first_tap_) before_[j] = has_state ? state.bits(j) : 0;
   }
   /// Waits for all of that.
   __device__ __forceinline__ void begin() {
@@ -167,6 +173,7 @@ class Conv {
   const DecodePart& part_;
   Taps& taps_;
   const int n_, channel_, c_, first_tap_;
+  Elements before_slot_;
   uint32_t weight_[kTaps], before_[kBefore], bias_, next_;
 };
 
@@ -221,20 +228,53 @@ class Gates {
   uint32_t weight_, g_, beta_, output_;
 };
 
-/// The state that a block behind the running ones will read, for the L2.
-__device__ __forceinline__ void prefetch_ahead(const FusedDecodeArgs& a) {
-  const unsigned block = blockIdx.x + a.ahead;
-  if (threadIdx.x != 0 || a.ahead == 0 || block >= gridDim.x) return;
-  const int64_t n = a.heads.quotient(block);
-  const int64_t slot = state_slot(a.states, n);
-  if (slot < 0) return;
-  const int size = a.states.bf16 ? 2 : 4;
-  ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.states.base) +
-          static_cast<uintptr_t>(state_offset(a.states, slot, a.heads.remainder(block), 0, 0) *
-                                 size),
-      kD * kD * size);
-}
+/// What a later block will read, for the L2: one warp asks for its state and for a row of the rest
+/// a lane. Memory that is busy with stores of others answers late, and a block has nothing else to
+/// do.
+class Ahead {
+ public:
+  __device__ __forceinline__ explicit Ahead(const FusedDecodeArgs& a) {
+    const unsigned block = blockIdx.x + a.ahead;
+    if (a.ahead == 0 || block >= gridDim.x || threadIdx.x < kThreads - 32) return;
+    n_ = static_cast<int>(a.heads.quotient(block));
+    head_ = static_cast<int>(a.heads.remainder(block));
+    slot_ = a.states.indices ? a.states.indices[n_] : n_;
+  }
+  __device__ __forceinline__ void prefetch(const FusedDecodeArgs& a) const {
+    if (slot_ < a.states.first_slot || slot_ >= a.states.num_slots) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < 9) {
+      const View& view = a.parts[lane / 3].state;
+      const int64_t entry = a.state_width - kBefore + lane % 3;
+      if (entry >= 0)
+        row(view, slot_ * view.strides[0] + entry * view.strides[2], head_ * kD, view.strides[1]);
+    } else if (lane < 12) {
+      const View& view = a.parts[lane - 9].x;
+      row(view, n_ * view.strides[0], head_ * kD, view.strides[2]);
+    } else if (lane < 14) {
+      const View& view = lane == 12 ? a.g : a.output_gate;
+      if (view.base) row(view, n_ * view.strides[0] + head_ * view.strides[2], 0, view.strides[3]);
+    } else if (lane == 14) {
+      const int size = a.states.bf16 ? 2 : 4;
+      ptx::cp_async_bulk_prefetch_l2(
+          reinterpret_cast<uintptr_t>(a.states.base) +
+              static_cast<uintptr_t>(state_offset(a.states, slot_, head_, 0, 0) * size),
+          kD * kD * size);
+    }
+  }
+
+ private:
+  /// Channels that lie side by side.
+  __device__ __forceinline__ static void row(const View& view, int64_t at, int channel,
+                                             int64_t stride) {
+    const int size = view.type == Element::kFloat32 ? 4 : 2;
+    if (stride == 1)
+      ptx::cp_async_bulk_prefetch_l2(
+          reinterpret_cast<uintptr_t>(view.base) + static_cast<uintptr_t>((at + channel) * size),
+          kD * size);
+  }
+  int n_ = 0, head_ = 0, slot_ = -1;
+};
 
 template <Access kAccess>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -248,6 +288,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int head = static_cast<int>(a.heads.remainder(blockIdx.x));
   const int slot = a.states.indices ? a.states.indices[n] : n;
   const bool has_state = !a.states.mask || a.states.mask[n] != 0;
+  const Ahead ahead(a);
   const int first = has_qk ? kQ : kV;
   Conv q_or_v(a, a.parts[first], shared.taps[first], n, head * kD + c);
   Conv k(a, a.parts[kK], shared.taps[kK], n, head * kD + c);
@@ -256,13 +297,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     q_or_v.load(t);
     has_qk ? k.load(t) : gates.load(t);
   };
-  q_or_v.load_weights();
-  has_qk ? k.load_weights() : gates.load_parameters();
+  q_or_v.load_weights(a);
+  has_qk ? k.load_weights(a) : gates.load_parameters();
   load_token(0);  // before the slot is there
   if (slot < a.states.first_slot || slot >= a.states.num_slots) {
     for (int t = 0; t < a.num_tokens && has_y; ++t) row_of(a.y, n, head, c).store(t, 0.0f);
     return;
   }
+  q_or_v.load_before(slot, has_state);
+  if (has_qk) k.load_before(slot, has_state);
   kda::cuda::Shape shape;
   shape.K = shape.V = kD;
   Tile tile(warp * (kD * 32 / kThreads));
@@ -272,9 +315,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     tile.template load<true>(a.states, shape, slot, head);
   else
     tile.template load<false>(a.states, shape, slot, head);
-  q_or_v.load_before(a, slot, has_state);
-  if (has_qk) k.load_before(a, slot, has_state);
-  prefetch_ahead(a);
+  ahead.prefetch(a);
   q_or_v.begin();
   has_qk ? k.begin() : gates.begin();
   for (int t = 0; t < a.num_tokens; ++t) {
