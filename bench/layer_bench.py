@@ -34,6 +34,7 @@ STEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 UNFUSED_BATCHES = (1, 2, 4, 8, 16)
 COLD_BYTES = 300e6  # of the calls of a graph, together: several times the L2 cache
 MOST_CALLS = 256  # of a graph
+COPY_BYTES = 256 << 20  # of a copy in one piece; those of more than half a gigabyte are slow
 HIDDEN, HEADS = 2304, 32  # Kimi-Linear's
 PASSES = 7
 
@@ -57,7 +58,7 @@ def graph_of(calls):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
-        graph.kept = [call() for call in calls]
+        graph.kept = calls, [call() for call in calls]  # a replay reads what these own
     return graph.replay
 
 
@@ -87,6 +88,11 @@ def medians(launches, calls):
 def step_bytes(N, H):
     """What a step must read and write: states, inputs of the convolution before and behind it, rows of a token."""
     return N * H * (2 * D * D * 4 + (2 * 3 * (W - 1) + 3 + 3) * D * 2)
+
+
+def copy(to, source):
+    for target, piece in zip(to.split(COPY_BYTES), source.split(COPY_BYTES)):
+        target.copy_(piece)
 
 
 def step_inputs(N, H, generator):
@@ -162,7 +168,7 @@ def step_row(N, H):
     half = bytes_ // 2
     copies = [torch.empty(2, half, device="cuda", dtype=torch.uint8) for _ in range(calls)]
     rounds = -(-8 // calls)  # a graph is long beside its launch
-    launches = dict(copy=graph_of([functools.partial(to.copy_, source) for to, source in copies] * rounds))
+    launches = dict(copy=graph_of([functools.partial(copy, *pair) for pair in copies] * rounds))
     launches |= {name: graph_of([make(a) for a in layers] * rounds) for name, make in makers.items()}
     row.update(medians(launches, calls * rounds))
     print({k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
@@ -286,8 +292,8 @@ def make_layer(gate):
 def prefill_calls(gate, T):
     layer = make_layer(gate)
     x = torch.randn(1, T, HIDDEN, device="cuda").bfloat16()
-    ours = LibkdaLayer(layer)
-    return {"fla": lambda: layer(x, past_key_values=Cache(), use_cache=True)[0], "libkda": lambda: ours.prefill(x)[0]}
+    fla, ours = lambda: layer(x, past_key_values=Cache(), use_cache=True)[0], LibkdaLayer(layer)
+    return {"fla": fla, "libkda_fla": fla, "libkda": lambda: ours.prefill(x)[0]}
 
 
 def decode_calls(gate, N):
@@ -296,71 +302,74 @@ def decode_calls(gate, N):
     x = torch.randn(N, 1, HIDDEN, device="cuda").bfloat16()
     state = torch.randn(N, HEADS, D, D, device="cuda") * 0.1
     inputs = torch.randn(N, 3 * HEADS * D, W, device="cuda").bfloat16()
-    cache = Cache(dict(recurrent_state=state.clone(), conv_state=tuple(c.contiguous() for c in inputs.chunk(3, 1))))
+
+    def fla():
+        cache = Cache(dict(recurrent_state=state.clone(), conv_state=tuple(c.clone() for c in inputs.chunk(3, 1))))
+        return lambda: layer(x, past_key_values=cache, use_cache=True)[0]
     ours = LibkdaLayer(layer)
     pool = torch.zeros(N + 1, HEADS, D, D, device="cuda")
     conv_pool = torch.zeros(N + 1, W - 1, 3 * HEADS * D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
     pool[1:], conv_pool[1:] = state, inputs[..., 1:]
     slots = torch.arange(1, N + 1, device="cuda", dtype=torch.int32)
-    return {"fla": lambda: layer(x, past_key_values=cache, use_cache=True)[0],
-            "libkda": lambda: ours.decode(x, conv_pool, pool, slots)}
+    return {"fla": fla(), "libkda_fla": fla(), "libkda": lambda: ours.decode(x, conv_pool, pool, slots)}
 
 
 LAYER_SIZES = {"prefill": (1024, 8192), "decode": (1, 16, 64)}  # tokens; sequences
-LAYER_CASES = [(gate, kind, size) for gate in GATES for kind, sizes in LAYER_SIZES.items() for size in sizes]
 
 
-def eager_us(call, count=40):
+def switch(way):
+    """libkda behind FLA's functions, or not."""
+    import libkda.fla
+    (libkda.fla.enable if way == "libkda_fla" else libkda.fla.disable)()
+
+
+def eager_us(call, count=30):
     """A call from Python, until the device is done; never a full queue."""
-    call()
-    samples = []
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def layer_row(gate, kind, size):
+    """Of each way, in turns: us of calls from Python, of decode in a CUDA graph too; distances from FLA's outputs."""
+    import libkda.fla
+    torch.manual_seed(1)
+    calls = (prefill_calls if kind == "prefill" else decode_calls)(gate, size)
+    samples, outputs, graphs = {way: [] for way in calls}, {}, {}
+    for way, call in calls.items():
+        switch(way)
+        outputs[way] = call().double()
+        if way == "libkda_fla" and not str(libkda.fla.last_path()).startswith("libkda"):
+            raise RuntimeError(f"FLA's layer was not served: {libkda.fla.last_path()}")
+    time_of = eager_us if kind == "decode" else lambda call: microseconds(call, rep=50)
     for _ in range(PASSES):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(count):
-            call()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) / count * 1e6)
-    return statistics.median(samples)
-
-
-def layer_times(call, kind):
-    """us of a call: eager, and of decode in a CUDA graph."""
-    if kind == "prefill":
-        return dict(eager=microseconds(call, rep=100))
-    eager = eager_us(call)
-    return dict(eager=eager, graph=medians(dict(it=graph_of([call] * 8)), 8)["it"])
-
-
-def layer_passes(rows, outputs, column, name):
-    """Times of the calls `name` of all cases, to row[column]; outputs of the first call are kept or compared."""
-    for row, (gate, kind, size) in zip(rows, LAYER_CASES):
-        torch.manual_seed(1)
-        call = (prefill_calls if kind == "prefill" else decode_calls)(gate, size)[name]
-        first = call().double()
-        reference = outputs.setdefault((gate, kind, size), first)
-        if reference is not first:
-            row.setdefault("difference", {})[column] = relative(first, reference)
-        row[column] = layer_times(call, kind)
-        print(row, flush=True)
-        del call, first
-        torch.cuda.empty_cache()
+        for way, call in calls.items():
+            switch(way)
+            samples[way].append(time_of(call))
+    row = dict(gate=gate, kind=kind, size=size,
+               **{way: dict(eager=statistics.median(us)) for way, us in samples.items()},
+               difference={way: relative(outputs[way], outputs["fla"]) for way in ("libkda_fla", "libkda")})
+    if kind == "decode":
+        for way, call in calls.items():
+            switch(way)
+            graphs[way] = graph_of([call] * 8)
+        for way, us in medians(graphs, 8).items():
+            row[way]["graph"] = us
+    print(row, flush=True)
+    return row
 
 
 def measure_layers():
-    """FLA's before libkda stands in front of its functions; then its module with libkda behind it, and libkda's own
-    functions."""
-    rows, outputs = [dict(gate=gate, kind=kind, size=size) for gate, kind, size in LAYER_CASES], {}
+    rows = []
     fla_configs.use(HEADS)
-    layer_passes(rows, outputs, "fla", "fla")
-    fla_configs.save(HEADS)
-    import libkda.fla
-    libkda.fla.enable()
-    layer_passes(rows, outputs, "libkda_fla", "fla")
-    if not str(libkda.fla.last_path()).startswith("libkda"):
-        raise RuntimeError(f"FLA's layer was not served: {libkda.fla.last_path()}")
-    libkda.fla.disable()
-    layer_passes(rows, outputs, "libkda", "libkda")
+    for gate in GATES:
+        for kind, sizes in LAYER_SIZES.items():
+            for size in sizes:
+                rows.append(layer_row(gate, kind, size))
+                torch.cuda.empty_cache()
     return rows
 
 
