@@ -92,7 +92,8 @@ double error_of_maps(const Inputs& inputs, const Halves& halves) {
   return worst / largest;
 }
 
-void expect_forward(const Inputs& inputs, int64_t segments, const std::string& what) {
+/// Returns the plan.
+Plan expect_forward(const Inputs& inputs, int64_t segments, const std::string& what) {
   const Halves halves = run_in_halves(inputs, cut_in(segments), inputs.problem.q.dtype);
   const check::Comparison comparison = check::compare(
       inputs, halves.result.problem, halves.result.outputs,
@@ -103,6 +104,7 @@ void expect_forward(const Inputs& inputs, int64_t segments, const std::string& w
       << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
       << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
   EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
+  return halves.result.plan;
 }
 
 check::GenerateOptions shape_of_two_heads() {
@@ -132,6 +134,16 @@ TEST_F(SpanHalves, EveryRegime) {
   for (const auto regime : {check::Regime::kLog, check::Regime::kSlow, check::Regime::kSoftplus,
                             check::Regime::kTrainedSoftplus})
     expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
+}
+
+/// Of two heads the first one has strong gates; the other one's transitions run on.
+TEST_F(SpanHalves, TransitionsThatStop) {
+  check::GenerateOptions options = test::shape16(0, 1, 64, 64);
+  options.num_value_heads = 2;
+  options.seq_lens = {4300};
+  options.initial_state = true;
+  options.regime = check::Regime::kMixed;
+  EXPECT_TRUE(expect_forward(check::generate(options), 2, "transitions that stop").early_exit);
 }
 
 TEST_F(SpanHalves, HaveTheSameBitsEveryTime) {
