@@ -3,6 +3,7 @@
 """One sequence over the GPUs of a machine: libkda's context parallelism beside FLA's, and beside one GPU.
 
     python3 bench/many_cards.py --binaries build --json bench/results/gpu_many_cards.json
+    python3 bench/many_cards.py --tune    first, on one GPU: configs of FLA's kernels (fla_configs.py)
 
 Every number of GPUs in --ranks is a group of processes of its own (NCCL). A time is the median over rounds of the
 slowest rank's, from a barrier on, by CUDA events. The outputs and gradients of a short sequence are compared first with
@@ -12,6 +13,7 @@ import argparse
 import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -177,6 +179,34 @@ def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
     return found
 
 
+def tune_fla(heads, part, parts):
+    """Tunes every FLA kernel of a rank in the middle of four, whose group is none; a part of several is a worker's,
+    which compiles its share."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    import fla.ops.cp  # noqa: F401
+    import fla.ops.kda  # noqa: F401
+    fla_configs.use(heads)
+    if parts > 1:
+        fla_configs.take_part(part, parts)
+    c = dict(CHECKED, T=8192, H=heads, HV=heads)
+    x, d_o = inputs_of(c, seed=0)
+    calls_of("fla", x, d_o, contexts_of("fla", 4 * c["T"], ranks=4))["train"]()
+    torch.cuda.synchronize()
+    if parts == 1:
+        fla_configs.save(heads)
+
+
+def tune_all(heads, workers):
+    """Workers compile what is tuned then."""
+    for n in heads:
+        parts = [subprocess.Popen([sys.executable, __file__, "--tune", n, "--part", f"{i}/{workers}"],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(workers)]
+        for part in parts:
+            part.wait()
+        subprocess.run([sys.executable, __file__, "--tune", n, "--part", "0/1"], check=True)
+
+
 def sent_bytes(c, ranks):
     from libkda import context_parallel
     if ranks == 1:
@@ -221,9 +251,16 @@ def main():
     parser.add_argument("--profile", action="store_true", help="print host time and kernels of each call")
     parser.add_argument("--binaries", default=str(ROOT / "build"), help="folder with kernel_hashes.json")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--tune", nargs="?", const="64,16", metavar="HEADS",
+                        help="tune FLA's kernels on one GPU, and do nothing else (%(const)s)")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("FLA_FLASH_KDA", "0")
     os.environ.setdefault("FLA_INTRACARD_CP", "0")
+    if args.part:
+        return tune_fla(int(args.tune), *(int(n) for n in args.part.split("/")))
+    if args.tune:
+        return tune_all(args.tune.split(","), workers=os.cpu_count())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (int(n) for n in args.ranks.split(",")):
