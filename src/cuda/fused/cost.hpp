@@ -52,8 +52,8 @@ inline constexpr OnePassCosts kOnePassCosts = {
     .minimum_step = 0.985,
     .memory_tokens = 8192,
     .most_loss = 1.2,
-    .span_loss = 1.1,
-    .compose_step_us = 7};
+    .span_loss = 1.15,
+    .compose_step_us = 4};
 
 inline double clusters_of(const CostInput& in, const Costs& c) {
   return std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
@@ -206,7 +206,8 @@ inline plan::Partition span_partition(const plan::Workload& work, const DeviceFa
     const auto exit_us = [&](int64_t after) {
       return early_exit_us(in, c, 0, tokens, after, check_tokens);
     };
-    if (tokens > 2 * check_tokens && exit_us(tokens) <= one.most_loss * in_line.us)
+    // None would stop much before a shorter segment ends.
+    if (2 * tokens > one.memory_tokens && exit_us(tokens) <= one.most_loss * in_line.us)
       keep_less(segments, exit_us(one.memory_tokens), &early);
   }
   plan::Partition partition;
