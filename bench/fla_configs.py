@@ -69,6 +69,12 @@ def save(heads):
     cache.load_config_file.cache_clear()
 
 
+def take_one():
+    """Leaves every kernel one config to try: the first with four warps and two stages, if there is one."""
+    for tuner in _tuners():
+        tuner.configs = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages == 2][:1] or tuner.configs[:1]
+
+
 def take_part(part, parts):
     """Leaves every kernel only its share of the configs to try: a worker that compiles them ahead."""
     for tuner in _tuners():

@@ -152,10 +152,13 @@ def print_profile(title, call, rank, ranks):
         print(f"  {us:8.1f} us {count:3d} {key[:100]}", flush=True)
 
 
-def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
+def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False, search=True):
     """Microseconds by "forward" and "train"; None: out of memory on some rank."""
     if name == "fla":
+        import fla.ops.cp  # noqa: F401
         fla_configs.use(c["HV"])
+        if not search:
+            fla_configs.take_one()
     local = dict(c, T=c["T"] // ranks, lengths=None)
     found = {}
     for what in whats:
@@ -165,7 +168,7 @@ def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
             call = calls_of(name, x, d_o, contexts_of(name, c["T"], ranks))[what]
             call()
             torch.cuda.synchronize()
-            if name == "fla" and rank == 0:
+            if name == "fla" and rank == 0 and search:
                 fla_configs.save(c["HV"])
             if profile:
                 print_profile(f"{c['name']} {what}", call, rank, ranks)
@@ -229,13 +232,12 @@ def worker(rank, ranks, folder, args):
         row["libkda"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, profile=args.profile)
         if args.graphs:
             row["libkda_graphs"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, graphs=True)
-        if args.fla:
-            row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds)
+        if args.fla and ranks > 1:
+            row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds, search=not args.no_search)
         rows.append(row)
         if rank == 0:
             print(row, flush=True)
-    if rank == 0:
-        torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
+            torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -244,7 +246,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of GPUs")
     parser.add_argument("--fla", default="forward,train",
-                        help="what of FLA is timed; the kernels of its backward are tuned for minutes (%(default)s)")
+                        help="what of FLA is timed on several GPUs (%(default)s)")
+    parser.add_argument("--no-search", action="store_true",
+                        help="kernels of FLA that --tune has not seen take one config of theirs, unsearched")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--cases", default="", help="names of cases, with commas between; all without it")
     parser.add_argument("--graphs", action="store_true", help="calls in CUDA graphs too")
@@ -268,10 +272,14 @@ def main():
             rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
     if args.json:
         command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
-            " --graphs" if args.graphs else "") + (f" --cases '{args.cases}'" if args.cases else "")
+            " --graphs" if args.graphs else "") + (" --no-search" if args.no_search else "") + (
+            f" --cases '{args.cases}'" if args.cases else "")
         report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
-        evidence.write(args.json, dict(report, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())),
-                                       cases=rows))
+        report.update(torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())), cases=rows)
+        if args.fla:
+            from importlib.metadata import version
+            report["fla"] = version("fla-core")
+        evidence.write(args.json, report)
 
 
 if __name__ == "__main__":
