@@ -136,7 +136,7 @@ TEST_F(SpanHalves, EveryRegime) {
     expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
 }
 
-/// Of two heads the first one has strong gates; the other one's transitions run on.
+/// The first of two heads has strong gates; the transitions of the other one run on.
 TEST_F(SpanHalves, TransitionsThatStop) {
   check::GenerateOptions options = test::shape16(0, 1, 64, 64);
   options.num_value_heads = 2;
