@@ -146,6 +146,8 @@ Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int6
   args->clusters =
       sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
   args->fp16_operands = has_fp16_operands(p);
+  args->head_gate = has_head_gate(p);
+  args->tiled = p.head_map == HeadMap::kTiled;
   args->handoff_states = find<float>(call, block::kHandoffStates);
   args->handoff_flags = find<uint64_t>(call, block::kHandoffFlags);
   args->handoff_epoch = new_handoff_epoch();

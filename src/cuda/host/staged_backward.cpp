@@ -59,7 +59,7 @@ struct Group {
     return view;
   }
 
-  BackwardArgs of(BackwardArgs args) const {
+  HeadGates<BackwardArgs> of(HeadGates<BackwardArgs> args) const {
     args.shape = shape;
     for (RowView* view : {&args.q, &args.k, &args.dq, &args.dk}) *view = qk(*view);
     for (RowView* view : {&args.v, &args.g, &args.beta, &args.d_o, &args.dv, &args.dg, &args.dbeta})
@@ -155,7 +155,7 @@ bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
 /// The launches of a group, whose arguments `args` are.
 struct GroupLaunches {
   const Plan& plan;
-  const BackwardArgs& args;
+  const HeadGates<BackwardArgs>& args;
   const Blocks& blocks;
   const Segments& segments;
   const Launch where;
@@ -176,12 +176,13 @@ struct GroupLaunches {
     return view;
   }
 
-  ChunkIntraArgs intra_args() const {
-    ChunkIntraArgs intra;
+  HeadGates<ChunkIntraArgs> intra_args() const {
+    HeadGates<ChunkIntraArgs> intra;
     intra.shape = args.shape, intra.map = args.map, intra.num_chunks = most_chunks(plan);
     intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
     intra.gate = args.gate;
     intra.factors = blocks.factors;
+    intra.gate_step = args.gate_step, intra.tiled = args.tiled;
     return intra;
   }
 
@@ -293,7 +294,8 @@ struct GroupLaunches {
 
   bool by_hopper(const FinishedGradArgs& grad) const {
     const Problem& p = plan.problem;  // not the group's: no value depends on that
-    return sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad) &&
+    return sm90::kBuilt && plan.device.compute_capability == 90 && !needs_head_gates(p) &&
+           sm90::serves_chunk_grad(grad) &&
            sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
                                   plan.device.num_sms);
   }
@@ -315,7 +317,9 @@ struct GroupLaunches {
       by_chunks.sizes.pieces = grad.num_chunks;
       return args.sums ? launch_parameters(by_chunks, where) : Status{};
     }
-    KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
+    HeadGates<ChunkGradArgs> portable{grad};
+    portable.gate_step = args.gate_step, portable.tiled = args.tiled;
+    KDA_RETURN_IF_ERROR(launch_chunk_grad(portable, where));
     KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
     return args.sums ? launch_parameters(args, where) : Status{};
   }
@@ -362,8 +366,9 @@ template <class Body>
 Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(b.call, b.call.plan->segments, prepared, &maps));
-  BackwardArgs all;
-  set_gradients(b, maps, &all);
+  BackwardArgs given;
+  set_gradients(b, maps, &given);
+  HeadGates<BackwardArgs> all = with_head_gates(b, given);
   const Segments segments = segments_of(b.call, maps);
   if (segments.spans > 0 && !prepared) {
     SegmentSequencesArgs made;
@@ -380,7 +385,7 @@ Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
-    const BackwardArgs args = group_at(all.shape, first, groups.heads).of(all);
+    const HeadGates<BackwardArgs> args = group_at(all.shape, first, groups.heads).of(all);
     const Blocks blocks = blocks_of(b.call, args);
     KDA_RETURN_IF_ERROR(body(GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}},
                              wants_tokens(b.gradients)));

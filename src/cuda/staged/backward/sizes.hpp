@@ -66,9 +66,11 @@ struct HeadGroups {
   int64_t count = 1;
 };
 
-/// As few groups as `bytes` allow, of as even sizes as there are.
+/// As few groups as `bytes` allow, of as even sizes as there are. Value heads of tiled q/k heads
+/// are no neighbours: they are one group.
 inline HeadGroups groups_within(const Plan& plan, double bytes) {
   const Problem& p = plan.problem;
+  if (p.head_map == HeadMap::kTiled) return {p.num_heads, 1};
   const double head = static_cast<double>(head_bytes(plan).all()) *
                       static_cast<double>(p.num_value_heads) / static_cast<double>(p.num_heads);
   const auto fit = static_cast<int64_t>(
