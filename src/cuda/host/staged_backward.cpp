@@ -144,12 +144,11 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
 /// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
 /// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
 /// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
-/// states of a scan, whose factors are in bf16. Halves run chains twice on the same factors, and
-/// chains that are left have changed theirs the first time.
+/// states of a scan, whose factors are in bf16.
 bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
   const float scale = std::abs(args.gate.scale);
   return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
-         !plan.requested.spans && args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
+         args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
          args.gate.beta_mode != BetaMode::kPlain && scale >= 0x1p-8f && scale <= 0x1p4f;
 }
 
@@ -257,15 +256,30 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// What they may have to leave: chains with positive log gates, and d_initial_state where next to
-  /// nothing reached it.
+  /// What they may have to leave: chains with positive log gates, and d_initial_state, or D, where
+  /// next to nothing reached it.
   Status half_chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
-    const bool leaves = args.d_initial.base || args.gate.gate_mode == GateMode::kLog;
+    const bool leaves =
+        args.d_initial.base || args.gate.gate_mode == GateMode::kLog || plan.requested.spans;
     uint32_t* left = leaves ? left_words(plan, args) : nullptr;
     KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
     if (!leaves) return {};
     KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
     return sm90::launch_left_chains(errors, reverse, left, where);
+  }
+
+  /// The chain from right to left once more, with the factors of a first half, which are bf16 where
+  /// that one has left chains: what those give here is made again, whatever it is. Chains that are
+  /// left now had their states and errors from other factors.
+  Status half_chains_again(const ReverseArgs& reverse) const {
+    uint32_t* before = left_words(plan, args);
+    uint32_t* left = before + static_cast<std::size_t>(args.shape.HV) * head_bytes(plan).left /
+                                  (2 * sizeof(uint32_t));
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(nullptr, reverse, args.v, left, where));
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
+    const ChainArgs errors = errors_args();
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chains(&errors, reverse, left, where));
+    return sm90::launch_left_chains(nullptr, reverse, before, where);
   }
 
   /// Two chains that need nothing of each other; null: not wanted.
@@ -341,7 +355,8 @@ struct GroupLaunches {
     const ChainArgs errors = errors_args();
     const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
-    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args()));
+    KDA_RETURN_IF_ERROR(half && halves ? half_chains_again(last_args())
+                                       : chains(wanted ? &errors : nullptr, last_args()));
     return tokens ? gradients() : Status{};
   }
 };
