@@ -23,7 +23,7 @@ enum Part { kQ, kK, kV };
 
 // A thread reads what it has written itself: these take no registers while the state does.
 
-/// Of a convolution, fp32.
+/// What a convolution keeps, fp32.
 struct Taps {
   float weight[kTaps][kD], bias[kD];
   float inputs[kBefore][kD];  // before the token
@@ -45,7 +45,7 @@ struct Shared {
 __device__ __forceinline__ float sum_of(const float (&parts)[kWarps]) {
   return (parts[0] + parts[1]) + (parts[2] + parts[3]);
 }
-/// Of all channels, of which a lane has 4.
+/// Sums over all channels, of which a lane has 4.
 __device__ __forceinline__ float sum_of_squares(const float (&x)[kD]) {
   const float4 y = reinterpret_cast<const float4*>(x)[threadIdx.x % 32];
   return sum_over(fmaf(y.x, y.x, y.y * y.y) + fmaf(y.z, y.z, y.w * y.w), 1, 32);
