@@ -7,11 +7,13 @@
 
 namespace kda::cuda::sm90::grad {
 
+/// With several anchors (anchors.cuh) the last bits of a decay are the number of its anchor.
 struct Decays {
-  Tokens row;  // kAnchor times the decay since the start of the sub-chunk, or its log
-  float total[kSubchunks][2];    // over a sub-chunk, of channels g and g + 8
-  unsigned anchors[kSubchunks];  // not 0: those of its rows (anchors.cuh), a bit each; it has logs
-  __device__ bool by_anchors(int r) const { return anchors[r] != 0; }
+  Tokens row;  // kAnchor times the decay since the row's anchor
+  // Decays of channels g and g + 8 to the end of a sub-chunk, since the anchor of its last row.
+  float total[kSubchunks][2];
+  unsigned anchors[kSubchunks];  // those of the warp's rows, a bit each
+  __device__ bool has_one(int r) const { return anchors[r] == 1; }
 };
 constexpr float kLogAnchor = 24;
 static_assert(kAnchor == 0x1p24f && cuda::grad::kLeast == 0x1p-96f && cuda::grad::kMost == 0x1p88f);
@@ -24,10 +26,14 @@ constexpr float kLeastLog = -220;
 
 /// Between two anchors of a sub-chunk.
 constexpr float kAnchorStep = 112;
+constexpr float kAnchorDecay = 0x1p-112f;  // the same
+constexpr unsigned kAnchorBits = 31;       // of a decay
 static_assert(-kLeastLog * kSubchunk < 32 * kAnchorStep);
-/// The number of a row's anchor.
-__device__ __forceinline__ float anchor_of(float log) {
-  return floorf((kLogAnchor - log) * (1 / kAnchorStep));
+__device__ __forceinline__ unsigned anchor_of(float decay) {
+  return __float_as_uint(decay) & kAnchorBits;
+}
+__device__ __forceinline__ float with_anchor(float decay, unsigned anchor) {
+  return __uint_as_float((__float_as_uint(decay) & ~kAnchorBits) | anchor);
 }
 
 /// The gate of this lane's two channels.
@@ -106,8 +112,7 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
   return falls;
 }
 
-/// From logs to decays, or to the anchors of the sub-chunk. `falls` is of its log gates. Tells
-/// whether its decays are in range.
+/// From logs to decays since anchors. `falls` is of its log gates. Tells whether all is in range.
 template <GateMode kMode, class W>
 __device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Decays& d) {
   float(*const row)[4] = d.row + 2 * r;
@@ -116,20 +121,23 @@ __device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Deca
     for_each([&](int n, int i) { near = near && log_in_range(row[n][i]); });
   else  // the last one is the least
     near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
-  d.anchors[r] = 0;
+  d.anchors[r] = 1;
   if (__any_sync(~0u, !near)) {
     good = falls && row[1][1] <= kLogAnchor && row[1][3] <= kLogAnchor;  // and not NaN
     unsigned anchors = 0;
-    for_each([&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
+    for_each([&](int n, int i) {
+      const float number = floorf((kLogAnchor - row[n][i]) * (1 / kAnchorStep));
+      const unsigned anchor = static_cast<unsigned>(static_cast<int>(number)) & kAnchorBits;
+      anchors |= 1u << anchor;
+      row[n][i] = with_anchor(ptx::ex2(fmaf(kAnchorStep, number, row[n][i])), anchor);
+    });
     d.anchors[r] = ptx::redux_or(anchors);
   } else {
-    for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
+    for_each([&](int n, int i) { row[n][i] = with_anchor(ptx::ex2(row[n][i]), 0); });
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float last = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3);
-    d.total[r][half] = d.by_anchors(r) ? ptx::ex2(last - kLogAnchor) : last / kAnchor;
-  }
+  for (int half = 0; half < 2; ++half)
+    d.total[r][half] = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3) / kAnchor;
   return good;
 }
 
