@@ -242,9 +242,9 @@ struct GroupLaunches {
     return reverse;
   }
 
-  ReverseArgs last_args() const {
+  ReverseArgs last_args(bool tokens) const {
     ReverseArgs reverse = reverse_args(segments.spans > 0 ? segments.sequences : args.map);
-    reverse.dv = args.dv;
+    if (!tokens || !grad_args().dv.base) reverse.dv = args.dv;
     reverse.d_final = args.d_final;
     reverse.d_initial = args.d_initial, reverse.initial = args.initial;
     if (segments.spans > 0) {
@@ -284,7 +284,8 @@ struct GroupLaunches {
                                   plan.device.num_sms);
   }
 
-  Status gradients() const {
+  /// Hopper's kernel stores dv too where it is dZ: the chains have more to write than it has.
+  FinishedGradArgs grad_args() const {
     FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
     grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
@@ -294,6 +295,12 @@ struct GroupLaunches {
     grad.rows = args.rows;
     grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
     grad.sums = args.sums;
+    if (by_hopper(grad) && sm90::has_whole_pieces(args.dv)) grad.dv = args.dv;
+    return grad;
+  }
+
+  Status gradients() const {
+    FinishedGradArgs grad = grad_args();
     if (by_hopper(grad)) {
       grad.left = left_words(plan, args);
       KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
@@ -337,7 +344,7 @@ struct GroupLaunches {
     const ChainArgs errors = errors_args();
     const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
-    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args()));
+    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args(tokens)));
     return tokens ? gradients() : Status{};
   }
 };
