@@ -162,6 +162,7 @@ struct GroupLaunches {
   const Launch where;
   const bool half = has_half_chains(plan, args);
 
+  bool on_hopper() const { return sm90::kBuilt && plan.device.compute_capability == 90; }
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
   bool narrow() const {
@@ -234,10 +235,17 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// Chains of segments from zero, for dS behind them. What they leave in dh and dz is written
+  /// Chains for D alone. Hopper's leave nothing else; what others leave in dh and dz is written
   /// again.
+  ReverseArgs d_args(const SequenceMap& map) const {
+    ReverseArgs reverse = reverse_args(map);
+    if (on_hopper()) reverse.dh = reverse.dz = nullptr;
+    return reverse;
+  }
+
+  /// Chains of segments from zero, for dS behind them.
   ReverseArgs scan_args() const {
-    ReverseArgs reverse = reverse_args(segments.sequences);
+    ReverseArgs reverse = d_args(segments.sequences);
     reverse.d_initial = reverse.initial = span_states(segments.B);
     return reverse;
   }
@@ -269,7 +277,7 @@ struct GroupLaunches {
 
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
-    if (sm90::kBuilt && plan.device.compute_capability == 90)
+    if (on_hopper())
       return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, where);
     if (errors)
       KDA_RETURN_IF_ERROR(
@@ -279,7 +287,7 @@ struct GroupLaunches {
 
   bool by_hopper(const FinishedGradArgs& grad) const {
     const Problem& p = plan.problem;  // not the group's: no value depends on that
-    return sm90::kBuilt && plan.device.compute_capability == 90 && sm90::serves_chunk_grad(grad) &&
+    return on_hopper() && sm90::serves_chunk_grad(grad) &&
            sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
                                   plan.device.num_sms);
   }
@@ -315,7 +323,7 @@ struct GroupLaunches {
 
   /// The chains of whole sequences, for D alone.
   ReverseArgs whole_args(const SpanGradients& spans) const {
-    ReverseArgs reverse = reverse_args(args.map);
+    ReverseArgs reverse = d_args(args.map);
     if (spans.from_final) reverse.d_final = args.d_final;
     StateView D = span_states(spans.D);
     D.num_slots = args.map.num_sequences;
