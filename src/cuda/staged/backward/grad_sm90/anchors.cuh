@@ -1,108 +1,103 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sub-chunks whose decays go beyond the range of one anchor have several, kAnchorStep powers of two
-// apart: a row takes the last one that its decay since the start of the sub-chunk has passed. For
-// one anchor after the other its rows meet columns: those of the same anchor as they are, those of
-// the one before after kAnchorDecay. All others are 0 there, and so is, outside of the sub-chunk,
-// what decays over an anchor.
+// apart: a row takes the last one that its decay since the start of the sub-chunk has passed, and
+// so does a column. A product is made for each anchor, of the columns or the rows that have it;
+// what has been added up before decays by kAnchorDecay from anchor to anchor. Outside of the
+// sub-chunk counts as 0 what decays over an anchor.
 #pragma once
 
 #include "cuda/staged/backward/grad_sm90/gates.cuh"
 
 namespace kda::cuda::sm90::grad {
 
-template <class Factor>
-__device__ __forceinline__ void scale_operand(const Operand& x, Operand& out, Factor&& factor) {
-  to_operand(out, [&](int n, int i) { return element(x, n, i) * factor(n, i); });
-}
-
 /// The decay of a channel over the whole sub-chunk.
 __device__ __forceinline__ float decay_over(float total) {
   return anchor_of(total) == 0 ? total : 0.0f;
 }
 
-/// step(anchor, columns) for each anchor of a sub-chunk. own(n, i): a column as its own has it.
-template <class Own, class Step>
-__device__ __forceinline__ void for_each_anchor(const Decays& d, int r, Own&& own, Step&& step) {
-  float columns[2][4] = {};
-  unsigned anchors = d.anchors[r];
-#pragma unroll 1
-  for (unsigned anchor = 0; anchors != 0; anchors >>= 1, ++anchor) {
-    for_each([&](int n, int i) {
-      const bool starts = anchor_of(d.row[2 * r + n][i]) == anchor;
-      columns[n][i] = starts ? own(n, i) : columns[n][i] * kAnchorDecay;
-    });
-    step(anchor, columns);
+/// Numbers of a sub-chunk's anchors, in pairs as its operands have them.
+struct Anchors {
+  Operand pairs;
+  __device__ __forceinline__ Anchors(const Decays& d, int r) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* row = d.row[2 * r + i / 2] + i % 2 * 2;
+      pairs[i] = anchor_of(row[0]) | anchor_of(row[1]) << 16;
+    }
+  }
+  /// x where the anchor is this one, else 0.
+  __device__ __forceinline__ void take(unsigned anchor, const Operand& x, Operand& out) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = x[i] & ptx::equal_u16x2(pairs[i], anchor * 0x10001u);
+  }
+};
+
+/// Columns in front of their own anchors, to that of the last row.
+__device__ __forceinline__ void find_ends(const Decays& d, int r, Operand& columns) {
+  const Anchors anchors(d, r);
+  Operand decayed;
+  to_operand(decayed, [&](int n, int i) { return element(columns, n, i) * kAnchorDecay; });
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const unsigned last = anchor_of(d.total[r][i % 2]) * 0x10001u;
+    columns[i] = (columns[i] & ptx::equal_u16x2(anchors.pairs[i], last)) |
+                 (decayed[i] & ptx::equal_u16x2(anchors.pairs[i] + 0x10001u, last));
   }
 }
 
-/// Adds the columns of sub-chunk r to its own rows. `ends`, if wanted: the columns as the anchor of
-/// the last row has them.
-template <bool kEnds, class W>
-__device__ __forceinline__ void add_by_anchors(const W& c, int which, const Operand& raw_k,
-                                               const Decays& d, int r, float (*acc)[4],
-                                               Operand& ends) {
-  const auto own = [&](int n, int i) {
-    return element(raw_k, n, i) * ptx::rcp(d.row[2 * r + n][i]);
-  };
-  float last[2][4];
+/// Adds columns in front of their own anchors to the rows of the same sub-chunk.
+template <class W>
+__device__ __forceinline__ void add_by_anchors(const W& c, int which, const Operand& columns,
+                                               const Decays& d, int r, float (*acc)[4]) {
+  const Anchors anchors(d, r);
   Operand pairs;
   c.load_rows(which, r, r, pairs);
-  for_each_anchor(d, r, own, [&](unsigned anchor, const float(&columns)[2][4]) {
-    Operand operand;
-    float sum[2][4] = {};
-    to_operand(operand, [&](int n, int i) { return columns[n][i]; });
-    multiply(sum, operand, pairs);
-    for_each([&](int n, int i) {
-      if (anchor_of(d.row[2 * r + n][i]) == anchor)
-        acc[n][i] = (anchor == 0 ? acc[n][i] : 0.0f) + sum[n][i];
-      if (kEnds && anchor_of(d.total[r][i / 2]) == anchor) last[n][i] = columns[n][i];
-    });
-  });
-  if (kEnds) to_operand(ends, [&](int n, int i) { return last[n][i]; });
+  unsigned rest = d.anchors[r];
+#pragma unroll 1
+  for (unsigned anchor = 0; rest != 0; rest >>= 1, ++anchor) {
+    if (anchor > 0)
+      for_each([&](int n, int i) {
+        if (anchor_of(d.row[2 * r + n][i]) >= anchor) acc[n][i] *= kAnchorDecay;
+      });
+    Operand taken;
+    anchors.take(anchor, columns, taken);
+    multiply(acc, taken, pairs);
+  }
 }
 
-/// What add_columns() does in such a sub-chunk, but for the tokens with themselves.
+/// Adds rows behind their own anchors to the columns of the same sub-chunk and of all earlier ones.
 template <class W>
-__device__ __forceinline__ void add_columns_by_anchors(const W& c, const Operand& raw_q,
-                                                       const Operand& raw_k, const Decays& d, int r,
-                                                       Tokens& acc, Tokens& dG) {
-  Operand rows_q, rows_k, by_d_o, by_dz;
-  const auto find_rows = [&](unsigned anchor) {
-    const auto row = [&](int n, int i) {
-      const float x = d.row[2 * r + n][i];
-      return anchor_of(x) == anchor ? x : 0.0f;
-    };
-    scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
+__device__ __forceinline__ void add_rows_by_anchors(const W& c, const Operand& rows_q,
+                                                    const Operand& rows_k, const Decays& d, int r,
+                                                    Tokens& acc) {
+  const Anchors anchors(d, r);
+  Operand taken_q, taken_k, by_d_o, by_dz;
+  const auto take = [&](unsigned anchor) {
+    anchors.take(anchor, rows_q, taken_q), anchors.take(anchor, rows_k, taken_k);
   };
-  find_rows(0);
+  take(0);
   const float over[2] = {decay_over(d.total[r][0]), decay_over(d.total[r][1])};
 #pragma unroll
   for (int earlier = r - 1; earlier >= 0; --earlier) {
     c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
     decay_part(acc + 2 * earlier, over);
-    multiply(acc + 2 * earlier, rows_q, by_d_o);
-    multiply(acc + 2 * earlier, rows_k, by_dz);
+    multiply(acc + 2 * earlier, taken_q, by_d_o);
+    multiply(acc + 2 * earlier, taken_k, by_dz);
   }
+  c.load_columns(0, r, r, by_d_o), c.load_columns(1, r, r, by_dz);
   float(*const x)[4] = acc + 2 * r;
   decay_part(x, d.total[r]);
-  c.load_columns(0, r, r, by_d_o), c.load_columns(1, r, r, by_dz);
-  const auto own = [&](int n, int i) { return ptx::rcp(d.row[2 * r + n][i]); };
-  float all[2][4] = {};
-  for_each_anchor(d, r, own, [&](unsigned anchor, const float(&columns)[2][4]) {
-    Operand operand;
-    float sum[2][4];
-    for_each(
-        [&](int n, int i) { sum[n][i] = anchor_of(d.total[r][i / 2]) == anchor ? x[n][i] : 0.0f; });
-    if (anchor > 0) find_rows(anchor);
-    multiply(sum, rows_q, by_d_o);
-    multiply(sum, rows_k, by_dz);
-    scale_operand(raw_k, operand, [&](int n, int i) { return columns[n][i]; });
+#pragma unroll 1
+  for (int anchor = ptx::highest_bit(d.anchors[r]); anchor >= 0; --anchor) {
+    const auto number = static_cast<unsigned>(anchor);
+    const bool decays[2] = {number < anchor_of(d.total[r][0]), number < anchor_of(d.total[r][1])};
     for_each([&](int n, int i) {
-      dG[2 * r + n][i] -= element(operand, n, i) * sum[n][i];
-      all[n][i] = fmaf(columns[n][i], sum[n][i], all[n][i]);
+      if (decays[i / 2] && anchor_of(d.row[2 * r + n][i]) <= number) x[n][i] *= kAnchorDecay;
     });
-  });
-  for_each([&](int n, int i) { x[n][i] = all[n][i]; });
+    take(number);
+    multiply(x, taken_q, by_d_o);
+    multiply(x, taken_k, by_dz);
+  }
 }
 
 }  // namespace kda::cuda::sm90::grad

@@ -20,14 +20,21 @@ __device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kCh
   return i % 2 ? pair.y : pair.x;
 }
 
-/// Adds the columns of sub-chunk r to its rows and to those of all later ones. kFindEnds: by
-/// several anchors it makes the columns first.
-template <bool kSeveral, bool kFindEnds, class W>
+/// The factor that brings a column in front of its row's anchor.
+__device__ __forceinline__ auto inverses(const Decays& d, int r) {
+  return [&d, r](int n, int i) { return ptx::rcp(d.row[2 * r + n][i]); };
+}
+
+/// Adds the columns of sub-chunk r to its rows and to those of all later ones.
+template <bool kSeveral, class W>
 __device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& raw_k,
-                                            Operand& columns, const Decays& d, int r, Tokens& acc) {
+                                            const Operand& columns, const Decays& d, int r,
+                                            Tokens& acc) {
   const bool several = kSeveral && !d.has_one(r);
   if (several) {
-    add_by_anchors<kFindEnds>(c, which, raw_k, d, r, acc + 2 * r, columns);
+    Operand own;
+    scale_operand(raw_k, own, inverses(d, r));
+    add_by_anchors(c, which, own, d, r, acc + 2 * r);
     const float kept[2] = {anchor_of(d.total[r][0]) == 0 ? 1.0f : 0.0f,
                            anchor_of(d.total[r][1]) == 0 ? 1.0f : 0.0f};
 #pragma unroll
@@ -54,9 +61,10 @@ __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens&
     W::load(k, r, raw_k);
     c.template stay_in<10>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
-    scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
+    scale_operand(raw_k, columns[r], inverses(d, r));
+    if (kSeveral && !d.has_one(r)) find_ends(d, r, columns[r]);
     W::load(q, r, raw_q);
-    add_earlier<kSeveral, true>(c, 0, raw_k, columns[r], d, r, queries);
+    add_earlier<kSeveral>(c, 0, raw_k, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
@@ -99,28 +107,29 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
     Operand raw_q, raw_k, rows_q, rows_k;
     W::load(q, r, raw_q), W::load(k, r, raw_k);
     c.template stay_in<20>(r);
-    const auto own = [&](int n, int i) {
-      return of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
-    };
-    if (kSeveral && !d.has_one(r)) {
-      add_columns_by_anchors(c, raw_q, raw_k, d, r, acc, dG);
-      for_each([&](int n, int i) { acc[2 * r + n][i] += own(n, i); });
-      continue;
-    }
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
+    Operand own;
 #pragma unroll
-    for (int earlier = r; earlier >= 0; --earlier) {
-      Operand by_d_o, by_dz;
-      c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
-      decay_part(acc + 2 * earlier, d.total[r]);
-      multiply(acc + 2 * earlier, rows_q, by_d_o);
-      multiply(acc + 2 * earlier, rows_k, by_dz);
+    for (int i = 0; i < 4; ++i) own[i] = columns[r][i];
+    if (kSeveral && !d.has_one(r)) {
+      scale_operand(raw_k, own, inverses(d, r));
+      add_rows_by_anchors(c, rows_q, rows_k, d, r, acc);
+    } else {
+#pragma unroll
+      for (int earlier = r; earlier >= 0; --earlier) {
+        Operand by_d_o, by_dz;
+        c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
+        decay_part(acc + 2 * earlier, d.total[r]);
+        multiply(acc + 2 * earlier, rows_q, by_d_o);
+        multiply(acc + 2 * earlier, rows_k, by_dz);
+      }
     }
     for_each([&](int n, int i) {
       float& x = acc[2 * r + n][i];
-      dG[2 * r + n][i] -= element(columns[r], n, i) * x;
-      x = ptx::rcp(row(n, i)) * x + own(n, i);
+      dG[2 * r + n][i] -= element(own, n, i) * x;
+      x = ptx::rcp(row(n, i)) * x +
+          of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
@@ -128,14 +137,14 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
 
 /// From -S0 dZ^T, with the rows' part, to dk.
 template <bool kSeveral, class W>
-__device__ __forceinline__ void add_keys(const W& c, const Decays& d, Columns& columns,
+__device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Columns& columns,
                                          Tokens& keys, Tokens& dk, Tokens& dG) {
   const uint32_t k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
     if (kSeveral) W::load(k, r, raw_k);
-    add_earlier<kSeveral, false>(c, 1, raw_k, columns[r], d, r, keys);
+    add_earlier<kSeveral>(c, 1, raw_k, columns[r], d, r, keys);
     if (!kSeveral) W::load(k, r, raw_k);
     c.template stay_in<30>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
