@@ -9,7 +9,6 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
-#include "cuda/ptx/wgmma_small.cuh"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/half_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
@@ -31,15 +30,7 @@ struct KernelArgs {
   unsigned reverse_blocks;  // the first ones: their chunks take longer
   RowView v;                // with fp16 factors
   uint32_t* left;
-  unsigned zero;  // which the compiler does not know
 };
-
-/// The compiler moves nothing back over it, in front of products that could begin; each has a
-/// number of its own.
-template <unsigned kNumber>
-__device__ __forceinline__ void stay(const KernelArgs& a) {
-  ptx::compiler_fence(a.zero == kNumber);
-}
 
 // ---- what both directions do -------------------------------------------------------------------
 
@@ -106,9 +97,8 @@ struct Errors {
   };
 
   C c;
-  const KernelArgs& all;
 
-  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), all(args) {}
+  __device__ explicit Errors(const KernelArgs& args) : c(args.errors) {}
   __device__ int chunk_at(int turn) const { return turn; }
   __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
 
@@ -132,7 +122,6 @@ struct Errors {
     ptx::wgmma_fence();
     chain::multiply_rows<false>(rounded, s.w, error);
     ptx::wgmma_commit();
-    stay<1>(all);
     put_state(c, rounded, s.state);
     c.decay_state(gammas);
     ptx::wgmma_wait<0>();
@@ -172,10 +161,10 @@ struct Errors<__half, kK> {
   };
 
   C c;
-  const KernelArgs& all;
+  const RowView& v;
   half::Scale scale;
 
-  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), all(args) {}
+  __device__ explicit Errors(const KernelArgs& args) : c(args.errors), v(args.v) {}
   __device__ int chunk_at(int turn) const { return turn; }
   __device__ static unsigned block(const KernelArgs& a) { return blockIdx.x - a.reverse_blocks; }
 
@@ -188,7 +177,7 @@ struct Errors<__half, kK> {
     visit_factor(c, chunk, s.kg, c.a.factors.kg, visit);
   }
   __device__ void copy_rows(int chunk, Stage& s) const {
-    reverse::copy_d_o<kColumns>(c, all.v, chunk, c.u_tile * kVTile, s.v);
+    reverse::copy_d_o<kColumns>(c, v, chunk, c.u_tile * kVTile, s.v);
   }
 
   __device__ __forceinline__ void run_chunk(int, Stage& s) {
@@ -203,7 +192,6 @@ struct Errors<__half, kK> {
     chain::multiply_rows<false>(rounded, s.w, error);
     chain::multiply_rows<true>(minus_v, s.inverse, error);  // -E^T
     ptx::wgmma_commit();
-    stay<1>(all);
     half::put_state<T>(c, scale, rounded, s.state);
     c.decay_state(gammas);
     ptx::wgmma_wait<0>();
@@ -243,12 +231,13 @@ struct Reverse {
   };
 
   C c;  // its state is dS
-  const KernelArgs& all;
   const reverse::KernelArgs& a;
   half::Scale scale;
 
+  uint32_t* const left;
+
   __device__ explicit Reverse(const KernelArgs& args)
-      : c(args.reverse.chain), all(args), a(args.reverse) {}
+      : c(args.reverse.chain), a(args.reverse), left(args.left) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
 
@@ -289,7 +278,6 @@ struct Reverse {
     chain::multiply_tokens(x, s.Aqk, d_o);
     chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
     ptx::wgmma_commit();
-    stay<2>(all);
     c.decay_state(gammas);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
@@ -315,7 +303,6 @@ struct Reverse {
     chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
-    stay<3>(all);
     if constexpr (kHalf)
       half::put_state<T>(c, scale, rounded, reinterpret_cast<T*>(s.kg));
     else
@@ -333,10 +320,9 @@ struct Reverse {
   }
   __device__ void finish() {
     if constexpr (kHalf) {
-      if (all.left && c.num_chunks > 0) {
+      if (left && c.num_chunks > 0) {
         const bool lost = half::has_lost(c, scale);
-        if (c.lane == 0)
-          reinterpret_cast<uint8_t*>(all.left + left_word(c))[c.tile_column / 16] = lost;
+        if (c.lane == 0) reinterpret_cast<uint8_t*>(left + left_word(c))[c.tile_column / 16] = lost;
       }
       scale.take_back(c);
     }
