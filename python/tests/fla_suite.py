@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's own tests of KDA, unchanged, with libkda behind FLA's functions.
 
-    python fla_suite.py FLA_CHECKOUT [--device cpu|cuda] [--json FILE] [PYTEST ARGUMENT ...]
+    python fla_suite.py FLA_CHECKOUT [--device cpu|cuda] [--tests FILE] [--json FILE] [PYTEST ARGUMENT ...]
 
 FLA_CHECKOUT is a clone of FLA's repository: its tests are in no package. fla-core, libkda and pytest are those of this
-Python. Says of every test who served its calls. One that passes though FLA served a call is "handed back", and one
-that the memory of the machine does not hold "out of memory". Exit code 1 if a test failed or was handed back, or if
-none passed.
+Python. Says of every test who served its calls of KDA. One that passes though FLA served such a call is "handed back",
+and one that the memory of the machine does not hold "out of memory". Exit code 1 if a test failed or was handed back,
+or if none passed.
 """
 import argparse
 import collections
@@ -24,11 +24,12 @@ import tempfile
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
+KDA_TESTS = "tests/ops/test_kda.py"
 
 
 # ---- in pytest's process (-p fla_suite) ------------------------------------------------------------------------------
 
-seen: list[str] = []  # every path that libkda.fla notes
+seen: list[str] = []  # every path of a call of KDA that libkda.fla notes
 
 
 def keep_paths(plugin, keep):
@@ -36,7 +37,7 @@ def keep_paths(plugin, keep):
         def call(*args, **part):
             plugin.paths.clear()
             note(*args, **part)
-            keep(plugin.paths.values())
+            keep([path for part, path in plugin.paths.items() if part == "kda"])
         return call
     plugin.serves, plugin.leaves = kept(plugin.serves), kept(plugin.leaves)
 
@@ -153,6 +154,16 @@ def run_pytest(checkout, tests, device, memory, extra):
         return json.loads(report.read_text()) if report.exists() else {"tests": {}}
 
 
+def header_of(args):
+    """What bench/evidence.py says of a result on a GPU."""
+    sys.path.append(str(HERE.parent.parent / "bench"))
+    import evidence
+    families = ["fused", "staged", "recurrent", "decode", "backward", "staged_backward"]
+    tests = "" if args.tests == KDA_TESTS else f" --tests {args.tests}"
+    return evidence.header(args.binaries, families, f"gpu_fla_{'models' if tests else 'suite'}",
+                           f"python3 python/tests/fla_suite.py FLA_CHECKOUT --device cuda{tests}")
+
+
 def verdict(row):
     if row["outcome"] == "passed" and any(path.startswith("fla: ") for path in row["paths"]):
         return "handed back"
@@ -172,12 +183,15 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--memory", type=float, metavar="GIB", default=None,
                         help="of a test on the CPU, at most (nine tenths of what is free)")
-    parser.add_argument("--tests", default="tests/ops/test_kda.py", help="file in the checkout")
+    parser.add_argument("--tests", default=KDA_TESTS, help="file in the checkout")
     parser.add_argument("--json", type=pathlib.Path, help="write the report to this file")
+    parser.add_argument("--binaries", type=pathlib.Path, metavar="BUILD",
+                        help="the build that libkda is of: the report names its GPU kernels (kernel_hashes.json)")
     args, extra = parser.parse_known_args()
     if not (args.checkout / args.tests).is_file():
         parser.error(f"{args.checkout} has no {args.tests}: give a clone of FLA's repository")
-    report = {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device,
+    header = header_of(args) if args.binaries else {}
+    report = header | {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device,
                                                               args.memory or free_memory(), extra)
     for row in report["tests"].values():
         row["verdict"] = verdict(row)

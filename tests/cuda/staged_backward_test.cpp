@@ -132,6 +132,23 @@ TEST_F(StagedBackward, ValuesAndGradientsOfAnySize) {
   }
 }
 
+TEST_F(StagedBackward, StatesSmallerThanTheirChunkKeepTheirBits) {
+  // d_o of the first token is 2^20 of dS behind its chunk, and without a value it changes dv alone.
+  check::GenerateOptions options = shape16(65, 1, 128, 128);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 65 * 128; ++i)
+    store_element(inputs.g.data(), DType::kBFloat16, i, i < 128 ? 0.0f : -5.0f);
+  scale_by(&inputs.v, DType::kBFloat16, [](int64_t i) { return i / 128 % 64 == 0 ? 0 : 1; });
+  scale_by(&inputs.initial_state, DType::kFloat32, [](int64_t) { return 0; });
+  GradientBuffers buffers = check::make_gradients(inputs, kBf16);
+  scale_by(&buffers.d_o, DType::kBFloat16, [](int64_t i) {
+    return i < 128 ? 0x1p6 : i < 64 * 128 ? 0 : 1;
+  });
+  scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  expect_buffers_within(inputs, buffers, false, "dS smaller than d_o");
+}
+
 TEST_F(StagedBackward, WhatFp16DoesNotHoldIsMadeAgain) {
   // Next to nothing of d_final_state reaches the start.
   check::GenerateOptions strong = shape16(24, 2, 128, 128);

@@ -74,11 +74,17 @@ __device__ __forceinline__ int64_t left_word(const C& c) {
   return c.tile(0) * kLeftWords + c.u_tile;
 }
 
+/// `factor` times the state in pairs, as A operands.
 template <class C>
-__device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::kSteps][4]) {
+__device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::kSteps][4],
+                                            float factor = 1) {
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step)
-    chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = c.state[2 * step + i / 2] + i % 2 * 2;
+      rounded[step][i] = ptx::pack<T>(factor * pair[0], factor * pair[1]);
+    }
 }
 
 // ---- from left to right: states and errors -----------------------------------------------------
@@ -181,7 +187,7 @@ struct Errors<__half, kK> {
   }
 
   __device__ __forceinline__ void run_chunk(int, Stage& s) {
-    uint32_t rounded[C::kSteps][4], minus_v[4][4], tokens[4][4];
+    uint32_t rounded[C::kSteps][4], to_memory[C::kSteps][4], minus_v[4][4], tokens[4][4];
     float error[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
@@ -192,7 +198,8 @@ struct Errors<__half, kK> {
     chain::multiply_rows<false>(rounded, s.w, error);
     chain::multiply_rows<true>(minus_v, s.inverse, error);  // -E^T
     ptx::wgmma_commit();
-    half::put_state<T>(c, scale, rounded, s.state);
+    round_state(c, to_memory, scale.back);
+    put_state(c, to_memory, s.state);
     c.decay_state(gammas);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(error);
@@ -257,7 +264,7 @@ struct Reverse {
   }
 
   __device__ __forceinline__ void run_chunk(int chunk, Stage& s) {
-    uint32_t rounded[C::kSteps][4], d_o[4][4], minus_X[4][4];
+    uint32_t rounded[C::kSteps][4], to_memory[C::kSteps][4], d_o[4][4], minus_X[4][4];
     float x[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
     if constexpr (kHalf) {
@@ -278,6 +285,7 @@ struct Reverse {
     chain::multiply_tokens(x, s.Aqk, d_o);
     chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
     ptx::wgmma_commit();
+    if constexpr (kHalf) round_state(c, to_memory, scale.back);
     c.decay_state(gammas);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
@@ -304,7 +312,7 @@ struct Reverse {
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
     if constexpr (kHalf)
-      half::put_state<T>(c, scale, rounded, reinterpret_cast<T*>(s.kg));
+      put_state(c, to_memory, reinterpret_cast<T*>(s.kg));
     else
       put_state(c, rounded, s.kg);
     ptx::wgmma_wait<0>();

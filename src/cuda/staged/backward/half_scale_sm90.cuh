@@ -143,23 +143,6 @@ __device__ __forceinline__ bool has_lost(const C& c, const Scale& scale) {
   return __any_sync(~0u, !finite) || warp_exponent(top) - scale.exponent < -kBits - scale.least;
 }
 
-/// The rounded state, in its own size, to a tile [64 columns of V, kK] of T.
-template <class T, class C>
-__device__ __forceinline__ void put_state(const C& c, const Scale& scale,
-                                          const uint32_t (&rounded)[C::kSteps][4], T* tile) {
-  const int row = c.tile_column + c.lane % 16;
-#pragma unroll
-  for (int step = 0; step < C::kSteps; ++step) {
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = ptx::unpack<__half>(rounded[step][i]);
-      pairs[i] = ptx::pack<T>(x.x * scale.back, x.y * scale.back);
-    }
-    ptx::stmatrix_x4(ptx::shared_address(tile + swizzled(row, step * 2 + c.lane / 16)), pairs);
-  }
-}
-
 /// `factor` x^T of 64 tokens as A operands of T.
 template <class T, int kTokenTiles>
 __device__ __forceinline__ void round_tokens(const float (&x)[kTokenTiles][4], float factor,
