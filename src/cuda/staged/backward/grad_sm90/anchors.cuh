@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sub-chunks whose decays go beyond the range of one anchor have several, kAnchorStep powers of two
 // apart: a row takes the last one that its decay since the start of the sub-chunk has passed, and
-// so does a column. A product is made for each anchor, of the columns or the rows that have it;
-// what has been added up before decays by kAnchorDecay from anchor to anchor. Outside of the
-// sub-chunk counts as 0 what decays over an anchor.
+// so does a column; later ones never take an earlier one. A product is made for each anchor, of the
+// columns or the rows that have it; what has been added up before decays by kAnchorDecay from
+// anchor to anchor. Outside of the sub-chunk counts as 0 what decays over an anchor.
 #pragma once
 
 #include "cuda/staged/backward/grad_sm90/gates.cuh"

@@ -112,30 +112,6 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
   return falls;
 }
 
-/// Rounding may have let a log rise by its last bit. No row has an anchor before that of an earlier
-/// one.
-template <class W>
-__device__ __forceinline__ void keep_order(const W& c, unsigned (&number)[2][4]) {
-  unsigned before = 0;  // of both channels
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const unsigned first = number[n][0] | number[n][2] << 16;
-    const unsigned own = ptx::max_u16x2(first, number[n][1] | number[n][3] << 16);
-    unsigned most = own;
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const unsigned earlier = __shfl_sync(~0u, most, c.lane - min(step, c.t()));
-      most = ptx::max_u16x2(most, earlier);
-    }
-    const unsigned up = __shfl_sync(~0u, most, c.lane - min(1, c.t()));
-    if (c.t() > 0) before = ptx::max_u16x2(before, up);
-    const unsigned even = ptx::max_u16x2(first, before), odd = ptx::max_u16x2(own, before);
-    number[n][0] = even & 0xffff, number[n][2] = even >> 16;
-    number[n][1] = odd & 0xffff, number[n][3] = odd >> 16;
-    before = __shfl_sync(~0u, odd, c.lane | 3);
-  }
-}
-
 /// From logs to decays since anchors. `falls` is of its log gates. Tells whether all is in range.
 template <GateMode kMode, class W>
 __device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Decays& d) {
@@ -148,16 +124,13 @@ __device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Deca
   d.anchors[r] = 1;
   if (__any_sync(~0u, !near)) {
     good = falls && row[1][1] <= kLogAnchor && row[1][3] <= kLogAnchor;  // and not NaN
-    unsigned number[2][4], anchors = 0;
+    unsigned anchors = 0;
     for_each([&](int n, int i) {
-      number[n][i] = static_cast<unsigned>((kLogAnchor - row[n][i]) * (1 / kAnchorStep));
-    });
-    keep_order(c, number);
-    for_each([&](int n, int i) {
-      const unsigned anchor = number[n][i] & kAnchorBits;
+      float& x = row[n][i];
+      const unsigned anchor =
+          static_cast<unsigned>((kLogAnchor - x) * (1 / kAnchorStep)) & kAnchorBits;
       anchors |= 1u << anchor;
-      row[n][i] =
-          with_anchor(ptx::ex2(fmaf(kAnchorStep, static_cast<float>(anchor), row[n][i])), anchor);
+      x = with_anchor(ptx::ex2(fmaf(kAnchorStep, static_cast<float>(anchor), x)), anchor);
     });
     d.anchors[r] = ptx::redux_or(anchors);
   } else {

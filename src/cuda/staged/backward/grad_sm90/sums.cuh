@@ -113,8 +113,8 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
 #pragma unroll
     for (int i = 0; i < 4; ++i) own[i] = columns[r][i];
     if (kSeveral && !d.has_one(r)) {
-      scale_operand(raw_k, own, inverses(d, r));
       add_rows_by_anchors(c, rows_q, rows_k, d, r, acc);
+      scale_operand(raw_k, own, inverses(d, r));
     } else {
 #pragma unroll
       for (int earlier = r; earlier >= 0; --earlier) {
