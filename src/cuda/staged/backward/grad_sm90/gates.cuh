@@ -76,7 +76,7 @@ struct Gate {
 };
 
 /// Whether gates of this kind get several anchors. Others rarely fall so far; a chunk in which they
-/// do is left. (The kernel takes a third longer with the code for it.)
+/// do is left. (The kernel takes longer with the code for it.)
 template <GateMode kMode>
 inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
 
