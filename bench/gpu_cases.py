@@ -110,6 +110,21 @@ def recurrence(c, x):
     return o, torch.stack(states)
 
 
+def recurrence_of_log_gates(x):
+    """The definition in float64 of one row of tokens with one log decay a head and plain beta: o [1, T, HV, V]."""
+    q, k, v, g, beta = (x[n][0].double() for n in ("q", "k", "v", "g", "beta"))
+    unit = lambda t: (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(
+        v.shape[1] // q.shape[1], 1)
+    q, k, o = unit(q), unit(k), torch.empty_like(v)
+    S = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
+    for t in range(len(v)):
+        S = S * torch.exp(g[t])[:, None, None]
+        error = v[t] - torch.einsum("hk,hkv->hv", k[t], S)
+        S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
+        o[t] = torch.einsum("hk,hkv->hv", q[t], S) * k.shape[2] ** -0.5
+    return o[None]
+
+
 def relative(x, reference):
     return ((x.double().reshape(reference.shape) - reference).norm() / reference.norm()).item()
 

@@ -22,6 +22,11 @@ INTRA_FORMS = {"auto": 0, "tensor": 1, "token": 2}
 POLICIES = {"auto": 0, "off": 1, "flashkda": 3, "cula": 4}
 
 
+def results_like(t):
+    """Memory for a gradient of t. That of one gate a head, whose last stride is 0, is one a head too."""
+    return torch.empty_like(t) if t.stride(-1) else torch.empty_like(t[..., 0])[..., None].expand_as(t)
+
+
 class Library:
     def __init__(self, path):
         self.lib = ctypes.CDLL(str(path))
@@ -116,7 +121,7 @@ class Library:
         return self.prepare(problem, self.options(q, policy, threads, backend, intra_form),
                             rest.get("seq_lens"), (q, k, v, g, beta, o, rest))
 
-    def training(self, x, d_o, **rest):
+    def training(self, x, d_o, backend=None, **rest):
         """A callable for a forward of the tensors `x` (q, k, v, g, beta, A_log, dt_bias) and its backward from d_o. It
         returns o and the gradients by name, and takes memory for them and for its workspaces from torch each time.
         Its member `backward` is the second half alone, into memory that it has."""
@@ -124,7 +129,7 @@ class Library:
         results = {f"d{n}": t for n, t in x.items()}
         parameters = {n: x.get(n) for n in ("A_log", "dt_bias")}
         problem = self.problem(**rows, o=torch.empty_like(x["v"]), **parameters, **rest)
-        options = self.options(x["q"])
+        options = self.options(x["q"], backend=backend)
         call = self.prepare(problem, options, rest.get("seq_lens"), (x, d_o))
         call.memory = None  # a workspace a call
 
@@ -136,7 +141,7 @@ class Library:
             return gradients
 
         backward = PTR()
-        shapes = pointers({n: torch.empty_like(t) for n, t in results.items()})
+        shapes = pointers({n: results_like(t) for n, t in results.items()})
         self.check(self.lib.kda_backward_plan_create(call.handle, ctypes.byref(shapes), ctypes.byref(options),
                                                      ctypes.byref(backward)))
         forward_bytes = self.lib.kda_plan_workspace_bytes(call.handle)
@@ -164,7 +169,7 @@ class Library:
 
         def run():
             o = forward()
-            outputs = {n: torch.empty_like(t) for n, t in results.items()}
+            outputs = {n: results_like(t) for n, t in results.items()}
             _, *room = workspace(backward_bytes)
             backward_into(pointers(outputs), room)
             return dict(outputs, o=o)

@@ -27,7 +27,7 @@ def recurrence(q, k, v, g, beta, state, heads):
         S = S * g[:, t].exp()[..., None, None]
         error = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t]))
         S = S + k[:, t, :, :, None] * error[:, :, None]
-        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * K ** -0.5)
+        rows.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t]) * q.shape[-1] ** -0.5)
     return torch.stack(rows, 1), S
 
 
@@ -73,6 +73,29 @@ def test_gradients(head_map):
     assert found[3].shape == (B, T, HV)
     for x, expected in zip(found, gradients(*recurrence(*rows, HEADS[head_map]))):
         torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_map", HEADS)
+def test_rows_of_a_layer(device, head_map):
+    """As a layer of Qwen3-Next passes them: bf16, gates in fp32, K = V = 128. On a GPU the tensor cores serve them."""
+    rounded = [torch.nn.functional.normalize(torch.randn(B, 70, H, 128), dim=-1).bfloat16() for _ in "qk"]
+    rounded += [torch.randn(B, 70, HV, 128).bfloat16(), torch.nn.functional.logsigmoid(torch.randn(B, 70, HV) + 2),
+                torch.rand(B, 70, HV).bfloat16(), torch.randn(B, HV, 128, 128)]
+    weights = torch.randn(B, 70, HV, 128).bfloat16()
+
+    def results(function, rows):
+        rows = [x.detach().requires_grad_() for x in rows]
+        o, final = function(*rows)
+        gradients = torch.autograd.grad((o * weights.to(o)).sum(), rows)
+        return {name: x.detach().cpu().double() for name, x in zip(("o", "final", "q", "k", "v", "g", "beta", "state"),
+                                                                   (o, final, *gradients))}
+
+    expected = results(lambda *rows: recurrence(*rows, HEADS[head_map]), [x.double() for x in rounded])
+    found = results(lambda q, k, v, g, beta, state: libkda.chunk_gated_delta_rule(
+        q, k, v, g, beta, None, state, True, head_map=head_map), [x.to(device) for x in rounded])
+    for name, x in found.items():
+        assert x.shape == expected[name].shape
+        assert (x - expected[name]).norm() < 1.5e-2 * expected[name].norm(), name
 
 
 def test_gradient_of_an_expanded_view():

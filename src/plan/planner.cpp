@@ -85,10 +85,6 @@ std::string decline_reason(const Head& row, const Request& request) {
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
-  if (row.channel_gates_only && has_head_gate(request.problem))
-    return "g has one gate a head, it reads a gate a channel";
-  if (row.channel_gates_only && request.problem.head_map != HeadMap::kGrouped)
-    return "head_map is tiled, its value heads of a q/k head are neighbours";
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
   if (reason.empty() && row.decline_gradients && request.gradients)
     reason = row.decline_gradients(*request.gradients);

@@ -73,8 +73,6 @@ struct Head {
   int32_t max_compute_capability = INT32_MAX;
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
-  /// Serves a gate a channel and grouped q/k heads only (include/kda/problem.hpp).
-  bool channel_gates_only = false;
   bool keeps_states = false;  ///< serves a KeepPolicy other than kInputs
   bool float64 = false;       ///< serves tensors in fp64
 };

@@ -295,7 +295,7 @@ struct Call {
 /// Runs the kernel; `rows` as it leaves them, NaN where it writes nothing.
 std::vector<float> run(const Case& x) {
   Call call(x);
-  throw_if_error(cuda::launch_chunk_grad(call.args, {}));
+  throw_if_error(cuda::launch_chunk_grad({call.args}, {}));
   check::synchronize_device();
   return call.download_last<float>(call.rows());
 }

@@ -32,7 +32,7 @@ TESTS = {
     "fused_decode_test": ["layer"],
     "fused_test": ["fused"],
     "gated_rms_norm_test": ["layer"],
-    "head_gate_test": ["head_gates", "recurrent", "decode", "backward"],
+    "head_gate_test": ["head_gates", "recurrent", "decode", "backward", "fused", "staged", "staged_backward"],
     "isolation_test": ["staged", "recurrent"],
     "reverse_test": ["staged_backward", "staged"],
     "segment_test": ["staged", "recurrent"],

@@ -269,7 +269,7 @@ Result run(const Case& c, const Options& options = {}) {
   factors.beta = static_cast<float*>(make(tiles * 64 * 4));
   factors.diag = static_cast<float*>(make(tiles * 64 * 4));
 
-  cuda::ChunkIntraArgs intra;
+  cuda::HeadGates<cuda::ChunkIntraArgs> intra;
   intra.shape = cuda::shape_of(p);
   intra.map = map;
   intra.num_chunks = num_chunks;

@@ -9,6 +9,7 @@
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "support/backward.hpp"
+#include "support/gpu.hpp"
 
 namespace kda {
 namespace {
@@ -36,8 +37,7 @@ Inputs one_gate_a_head(const Sizes& s = {}) {
   return inputs;
 }
 
-/// S = exp(g) S;  S += beta k (v - S^T k)^T;  o = scale S^T q, of fp32 tensors with gate log and
-/// plain beta.
+/// S = exp(g) S;  S += beta k (v - S^T k)^T;  o = scale S^T q, with gate log and plain beta.
 struct Recurrence {
   std::vector<double> o, states;  // [T, HV, V], [N, HV, K, V]
 
@@ -58,11 +58,12 @@ struct Recurrence {
       }
   }
 
-  static std::vector<double> row(const io::Buffer& x, int64_t at, int64_t size, bool normalize) {
+  static std::vector<double> row(const io::Buffer& x, DType type, int64_t at, int64_t size,
+                                 bool normalize) {
     std::vector<double> values;
     double sum = 1e-6;
     for (int64_t i = 0; i < size; ++i) {
-      values.push_back(x.as<float>()[at * size + i]);
+      values.push_back(load_double(x.data(), type, at * size + i));
       sum += values.back() * values.back();
     }
     for (double& value : values) value *= normalize ? 1 / std::sqrt(sum) : 1;
@@ -72,11 +73,12 @@ struct Recurrence {
   void step(const Inputs& inputs, int64_t t, int64_t head, int64_t q_head, double* S) {
     const Problem& p = inputs.problem;
     const int64_t HV = p.num_value_heads, K = p.key_dim, V = p.value_dim;
-    const std::vector<double> q = row(inputs.q, t * p.num_heads + q_head, K, p.qk_l2norm);
-    const std::vector<double> k = row(inputs.k, t * p.num_heads + q_head, K, p.qk_l2norm);
-    const std::vector<double> v = row(inputs.v, t * HV + head, V, false);
-    const double decay = std::exp(static_cast<double>(inputs.g.as<float>()[t * HV + head]));
-    const double beta = inputs.beta.as<float>()[t * HV + head];
+    const int64_t qk = t * p.num_heads + q_head;
+    const std::vector<double> q = row(inputs.q, p.q.dtype, qk, K, p.qk_l2norm);
+    const std::vector<double> k = row(inputs.k, p.k.dtype, qk, K, p.qk_l2norm);
+    const std::vector<double> v = row(inputs.v, p.v.dtype, t * HV + head, V, false);
+    const double decay = std::exp(load_double(inputs.g.data(), p.g.dtype, t * HV + head));
+    const double beta = load_double(inputs.beta.data(), p.beta.dtype, t * HV + head);
     for (int64_t c = 0; c < V; ++c) {
       const auto at = [&](int64_t d) -> double& { return S[d * V + c]; };
       double read = 0, out = 0;
@@ -89,14 +91,27 @@ struct Recurrence {
   }
 };
 
-double distance(const io::Buffer& x, const std::vector<double>& reference) {
+double distance(const io::Buffer& x, const std::vector<double>& reference,
+                DType type = DType::kFloat32) {
   double error = 0, norm = 0;
   for (std::size_t i = 0; i < reference.size(); ++i) {
-    const double difference = x.as<float>()[i] - reference[i];
+    const double difference = load_double(x.data(), type, static_cast<int64_t>(i)) - reference[i];
     error += difference * difference;
     norm += reference[i] * reference[i];
   }
   return std::sqrt(error / norm);
+}
+
+/// Betas as a recurrence has them, in place of raw ones.
+void make_betas_plain(Inputs* inputs) {
+  Problem& p = inputs->problem;
+  if (p.beta_mode == BetaMode::kPlain) return;
+  p.beta_mode = BetaMode::kPlain;
+  for (int64_t i = 0; i < p.batch * p.num_tokens * p.num_value_heads; ++i) {
+    const double raw = load_double(inputs->beta.data(), p.beta.dtype, i);
+    store_element(inputs->beta.data(), p.beta.dtype, i,
+                  static_cast<float>(1 / (1 + std::exp(-raw))));
+  }
 }
 
 TEST(HeadGate, IsTheRecurrenceOfOneDecayAHead) {
@@ -104,11 +119,7 @@ TEST(HeadGate, IsTheRecurrenceOfOneDecayAHead) {
     Inputs inputs = one_gate_a_head();
     inputs.problem.head_map = map;
     ASSERT_EQ(inputs.problem.gate_mode, GateMode::kLog);
-    if (inputs.problem.beta_mode != BetaMode::kPlain) {
-      inputs.problem.beta_mode = BetaMode::kPlain;
-      for (std::size_t i = 0; i < inputs.beta.size() / 4; ++i)
-        inputs.beta.as<float>()[i] = 1 / (1 + std::exp(-inputs.beta.as<float>()[i]));
-    }
+    make_betas_plain(&inputs);
     const Recurrence truth(inputs);
     std::vector<std::string> names = test::backends();
     names.emplace_back("oracle");
@@ -259,16 +270,17 @@ void group_heads(Inputs* inputs) {
   p.head_map = HeadMap::kGrouped;
 }
 
-TEST(HeadGate, TiledHeadsHaveTheGradientsOfGroupedOnes) {
+void expect_tiled_gradients_as_grouped(DType dtype, const std::vector<std::string>& backends) {
   for (const bool head_gate : {true, false}) {
     Sizes s;
     s.regime = Regime::kTrained;
+    s.dtype = dtype;
     Inputs tiled = one_gate_a_head(s);
     if (!head_gate) tiled = test::with_gates_expanded(tiled);
     tiled.problem.head_map = HeadMap::kTiled;
     Inputs grouped = tiled;
     group_heads(&grouped);
-    for (const std::string& backend : test::backward_backends()) {
+    for (const std::string& backend : backends) {
       check::GradientBuffers a = check::make_gradients(tiled, {.d_o = false});
       check::GradientBuffers b = check::make_gradients(grouped, {.d_o = false});
       // The gradient of every final state is 1, so that the order of heads does not matter.
@@ -295,6 +307,10 @@ TEST(HeadGate, TiledHeadsHaveTheGradientsOfGroupedOnes) {
       EXPECT_TRUE(test::same_bits(sorted.dt_bias, b.ddt_bias)) << backend;
     }
   }
+}
+
+TEST(HeadGate, TiledHeadsHaveTheGradientsOfGroupedOnes) {
+  expect_tiled_gradients_as_grouped(DType::kFloat32, test::backward_backends());
 }
 
 TEST(HeadGate, GradientsAreWithinTheOracles) {
@@ -347,28 +363,225 @@ TEST(HeadGate, GradientsByChannelAreThoseOfGatesWrittenOut) {
   }
 }
 
-/// The kernels that load gates four or eight channels at a time leave such calls to others.
-TEST(HeadGate, TensorCoresDecline) {
+// ---- the tensor cores
+
+constexpr const char *kFused = "cuda.sm90.fused", *kStaged = "cuda.sm80.staged";
+
+class HeadGateOnTensorCores : public test::GpuTest {
+ protected:
+  static bool has(const char* backend) {
+    return backend == kStaged || test::device().compute_capability == 90;
+  }
+};
+
+void make_gates_fp32(Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const int64_t count = p.batch * p.num_tokens * p.num_value_heads;
+  io::Buffer gates(static_cast<std::size_t>(count) * sizeof(float));
+  for (int64_t i = 0; i < count; ++i)
+    gates.as<float>()[i] = static_cast<float>(load_double(inputs->g.data(), p.g.dtype, i));
+  inputs->g = std::move(gates);
+  p.g = head_gates(DType::kFloat32, p.batch, p.num_tokens, p.num_value_heads);
+}
+
+/// As Qwen3-Next's layers: bf16, gates in fp32 as logarithms.
+Sizes layer_sizes() {
   Sizes s;
-  s.K = s.V = 128;
-  s.lengths = {64};
+  s.H = 2, s.HV = 4, s.K = s.V = 128;
+  s.lengths = {0, 1, 37, 150};
   s.dtype = DType::kBFloat16;
+  return s;
+}
+Inputs layer_inputs(const Sizes& s = layer_sizes()) {
   Inputs inputs = one_gate_a_head(s);
-  const auto reasons = [](const Inputs& of) {
-    Plan plan;
-    throw_if_error(make_plan(of.problem, of.cu_seqlens, gpu_facts(132, 90), {}, &plan));
-    std::map<std::string, std::string> all;
-    for (const Candidate& row : plan.candidates) all[row.name] = row.reason;
-    return all;
-  };
-  for (const char* name : {"cuda.sm90.fused", "cuda.sm80.staged"})
-    EXPECT_EQ(reasons(inputs)[name], "g has one gate a head, it reads a gate a channel") << name;
-  Inputs tiled = test::with_gates_expanded(inputs);
-  tiled.problem.head_map = HeadMap::kTiled;
-  for (const char* name : {"cuda.sm90.fused", "cuda.sm80.staged"})
-    EXPECT_EQ(reasons(tiled)[name],
-              "head_map is tiled, its value heads of a q/k head are neighbours")
-        << name;
+  make_gates_fp32(&inputs);
+  return inputs;
+}
+
+test::Result run_on(const std::string& backend, const Inputs& inputs, PlanOptions plan = {}) {
+  plan.backend = backend;
+  test::Result result =
+      test::run_inputs(inputs, {.plan = plan, .out_dtype = inputs.problem.q.dtype});
+  EXPECT_EQ(result.plan.implementation, backend);
+  return result;
+}
+
+TEST_F(HeadGateOnTensorCores, IsTheRecurrenceOfOneDecayAHead) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled}) {
+    Inputs inputs = layer_inputs();
+    inputs.problem.head_map = map;
+    make_betas_plain(&inputs);
+    const Recurrence truth(inputs);
+    for (const char* backend : {kFused, kStaged})
+      for (const bool segments : {false, true}) {
+        if (!has(backend)) continue;
+        const test::Result result =
+            run_on(backend, inputs, segments ? test::fixed_segments(2) : PlanOptions{});
+        EXPECT_LT(distance(result.outputs.o, truth.o, DType::kBFloat16), 8e-3)
+            << backend << head_map_name(map);
+        EXPECT_LT(distance(result.outputs.final_state, truth.states), 8e-3)
+            << backend << head_map_name(map);
+      }
+  }
+}
+
+void expect_bits_of_gates_written_out(const std::string& backend, const Inputs& inputs,
+                                      const PlanOptions& plan = {}) {
+  const test::Result one = run_on(backend, inputs, plan);
+  const test::Result each = run_on(backend, test::with_gates_expanded(inputs), plan);
+  EXPECT_TRUE(test::same_bits(one.outputs.o, each.outputs.o)) << backend;
+  EXPECT_TRUE(test::same_bits(one.outputs.final_state, each.outputs.final_state)) << backend;
+}
+
+/// Every type of a gate, and every mode.
+TEST_F(HeadGateOnTensorCores, StagedHasTheBitsOfGatesWrittenOut) {
+  for (const int64_t K : {40, 128})
+    for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kTrained})
+      for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+        Sizes s = layer_sizes();
+        s.lengths = {70, 3};
+        s.K = s.V = K;
+        s.regime = regime;
+        s.dtype = dtype;
+        Inputs inputs = one_gate_a_head(s);
+        expect_bits_of_gates_written_out(kStaged, inputs);
+        make_gates_fp32(&inputs);
+        PlanOptions by_tokens;
+        by_tokens.intra_form = IntraForm::kToken;
+        expect_bits_of_gates_written_out(kStaged, inputs, by_tokens);
+      }
+}
+
+/// Gates near 0, gates that take every row out of range, and such as are positive.
+TEST_F(HeadGateOnTensorCores, FusedHasTheBitsOfGatesWrittenOut) {
+  if (!has(kFused)) GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  for (const float factor : {1.0f, 1e-3f, 60.0f, -0.02f}) {
+    Inputs inputs = layer_inputs();
+    for (std::size_t i = 0; i < inputs.g.size() / 4; ++i) inputs.g.as<float>()[i] *= factor;
+    expect_bits_of_gates_written_out(kFused, inputs);
+    expect_bits_of_gates_written_out(kFused, inputs,
+                                     test::fixed_segments(3, SegmentMethod::kOnePass));
+  }
+}
+
+TEST_F(HeadGateOnTensorCores, MayBeAColumnOfAProjection) {
+  const Inputs dense = layer_inputs();
+  Inputs inputs = dense;
+  Problem& p = inputs.problem;
+  inputs.g =
+      test::spread_tensor(inputs.g, &p.g, beta_shape(p), {0, p.num_value_heads * 3 + 2, 3, 0});
+  for (const char* backend : {kFused, kStaged})
+    if (has(backend)) {
+      EXPECT_TRUE(
+          test::same_bits(run_on(backend, inputs).outputs.o, run_on(backend, dense).outputs.o))
+          << backend;
+    }
+}
+
+TEST_F(HeadGateOnTensorCores, TiledHeadsHaveTheGradientsOfGroupedOnes) {
+  expect_tiled_gradients_as_grouped(DType::kBFloat16, {kStaged});
+}
+
+/// Gates in bf16 and in fp32, chains in fp16 and in bf16 on Hopper, segments.
+TEST_F(HeadGateOnTensorCores, GradientsAreWithinTheOracles) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+    for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kTrained}) {
+      Sizes s = layer_sizes();
+      s.lengths = {5, 130};
+      if (regime == Regime::kSoftplus) s.K = 72, s.V = 40;
+      s.regime = regime;
+      Inputs inputs = regime == Regime::kLog ? layer_inputs(s) : one_gate_a_head(s);
+      inputs.problem.head_map = map;
+      check::GradientBuffers buffers =
+          check::make_gradients(inputs, {.d_o_dtype = DType::kBFloat16});
+      ASSERT_EQ(buffers.dg.size(), inputs.g.size());  // the sum over channels
+      test::BackwardRun run;
+      run.backend = kStaged;
+      run.segments = regime == Regime::kTrained ? 2 : 0;
+      test::BackwardCall call(inputs, buffers.gradients, run);
+      throw_if_error(call.run(&buffers));
+      const check::GradientComparison comparison = check::compare_gradients(
+          inputs, buffers,
+          {.operands = check::operands_of(call.plan.plan), .num_threads = test::oracle_threads()});
+      for (const auto& [name, errors] : comparison.errors) {
+        const check::HeadError* worst = check::worst_error(errors);
+        EXPECT_LE(worst->error, worst->tolerance)
+            << name << " " << check::regime_name(regime) << head_map_name(map);
+      }
+    }
+}
+
+/// Gates in fp32, which Hopper's own chunk_grad leaves to the kernel of all GPUs.
+TEST_F(HeadGateOnTensorCores, GradientsByChannelAreThoseOfGatesWrittenOut) {
+  for (const int64_t K : {40, 128}) {
+    Sizes s = layer_sizes();
+    s.lengths = {70, 3};
+    s.K = s.V = K;
+    const Inputs inputs = layer_inputs(s), each = test::with_gates_expanded(inputs);
+    check::GradientBuffers by_channel = test::gradients_in_fp32(each);
+    check::GradientBuffers expected = test::gradients_in_fp32(each);
+    check::GradientBuffers sums = test::gradients_in_fp32(inputs);
+    test::run_backward(inputs, &by_channel, {.backend = kStaged});
+    test::run_backward(each, &expected, {.backend = kStaged});
+    test::run_backward(inputs, &sums, {.backend = kStaged});
+    EXPECT_TRUE(test::same_gradients(by_channel, expected)) << K;
+    EXPECT_TRUE(test::same_bits(sums.dk, expected.dk)) << K;
+    for (std::size_t row = 0; row < sums.dg.size() / 4; ++row) {
+      double sum = 0, magnitude = 0;
+      for (std::size_t d = row * static_cast<std::size_t>(K);
+           d < (row + 1) * static_cast<std::size_t>(K); ++d) {
+        sum += expected.dg.as<float>()[d];
+        magnitude += std::fabs(expected.dg.as<float>()[d]);
+      }
+      ASSERT_NEAR(sums.dg.as<float>()[row], sum, 1e-6 * magnitude) << K;
+    }
+  }
+}
+
+std::string reason_of(const char* backend, const Problem& p) {
+  Plan plan;
+  throw_if_error(make_plan(p, {}, gpu_facts(132, 90), {}, &plan));
+  for (const Candidate& row : plan.candidates)
+    if (row.name == backend) return row.reason;
+  return "no such backend";
+}
+
+Problem layer_problem(int64_t K = 128) {
+  Sizes s = layer_sizes();
+  s.K = s.V = K;
+  s.lengths = {64};
+  Problem p = layer_inputs(s).problem;
+  p.cu_seqlens.reset();
+  return p;
+}
+
+TEST(HeadGate, TensorCoresServe) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled}) {
+    Problem p = layer_problem();
+    p.head_map = map;
+    EXPECT_EQ(reason_of(kFused, p), "");
+    p.g = head_gates(DType::kBFloat16, p.batch, p.num_tokens, p.num_value_heads);
+    p.g.alignment = 2;
+    EXPECT_EQ(reason_of(kStaged, p), "");
+  }
+}
+
+TEST(HeadGate, FusedDeclines) {
+  Problem p = layer_problem();
+  p.gate_mode = GateMode::kSoftplus;
+  p.A_log = contiguous(DType::kFloat32, {p.num_value_heads});
+  EXPECT_EQ(reason_of(kFused, p), "g has one gate a head, gate softplus; needs log");
+  p = layer_problem();
+  p.g = head_gates(DType::kBFloat16, p.batch, p.num_tokens, p.num_value_heads);
+  EXPECT_EQ(reason_of(kFused, p), "g has one gate a head, in bf16; needs fp32");
+  EXPECT_EQ(reason_of(kFused, layer_problem(64)), "g has one gate a head and K = 64; needs 128");
+  p = layer_problem();
+  p.head_map = HeadMap::kTiled;
+  p.g = contiguous(DType::kFloat32, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+  EXPECT_EQ(
+      reason_of(kFused, p),
+      "head_map is tiled; with a gate a channel its value heads of a q/k head are neighbours");
+  EXPECT_EQ(reason_of(kStaged, p), "");
 }
 
 }  // namespace

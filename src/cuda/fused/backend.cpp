@@ -4,6 +4,7 @@
 #include <cmath>
 #include <tuple>
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/fused_prefill.hpp"
@@ -39,6 +40,16 @@ std::string decline_types(const Problem& p) {
   return {};
 }
 
+/// Why its kernel of one gate a head does not serve.
+std::string decline_head_gate(const Problem& p) {
+  if (p.key_dim != 128) return cat("g has one gate a head and K = ", p.key_dim, "; needs 128");
+  if (p.g.dtype != DType::kFloat32)
+    return cat("g has one gate a head, in ", dtype_name(p.g.dtype), "; needs fp32");
+  if (p.gate_mode != GateMode::kLog)
+    return cat("g has one gate a head, gate ", gate_mode_name(p.gate_mode), "; needs log");
+  return {};
+}
+
 std::string decline(const Problem& p) {
   if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
   if (std::string reason = decline_types(p); !reason.empty()) return reason;
@@ -47,9 +58,15 @@ std::string decline(const Problem& p) {
   if (p.checkpoints && p.checkpoint_every % sm90::kSubchunk != 0)
     return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of ",
                sm90::kSubchunk);
-  for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v},
-                                   std::pair{"g", &p.g}, std::pair{"o", &p.o}})
-    if (std::string reason = decline_alignment(name, *desc, 16); !reason.empty()) return reason;
+  if (has_head_gate(p)) {
+    if (std::string reason = decline_head_gate(p); !reason.empty()) return reason;
+  } else if (p.head_map != HeadMap::kGrouped) {
+    return "head_map is tiled; with a gate a channel its value heads of a q/k head are neighbours";
+  }
+  for (const auto& [name, desc, needed] :
+       {std::tuple{"q", &p.q, 16}, std::tuple{"k", &p.k, 16}, std::tuple{"v", &p.v, 16},
+        std::tuple{"g", &p.g, has_head_gate(p) ? 4 : 16}, std::tuple{"o", &p.o, 16}})
+    if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
   return {};
 }
 
@@ -156,12 +173,13 @@ void cut_where_it_gains(plan::PlanBuilder& builder) {
   if (builder.requested().context_parallel == SegmentPolicy::kAuto && declined.empty()) {
     builder.cut({.automatic =
                      [&](const plan::Workload& work, CostEstimate* cost) {
-                       return auto_partition(work, plan.device, check_tokens_of(plan.problem),
-                                             cost);
+                       const int64_t check_tokens = check_tokens_of(plan.problem);
+                       return plan.requested.spans
+                                  ? span_partition(work, plan.device, check_tokens, cost)
+                                  : auto_partition(work, plan.device, check_tokens, cost);
                      },
                  .unit = kChunk});
-    builder.set_early_exit(plan.requested.spans ? could_exit_early(plan)
-                                                : plan.early_exit && transitions_fit(plan));
+    builder.set_early_exit(plan.early_exit && transitions_fit(plan));
     if (plan.segmented) builder.set_segment_method(SegmentMethod::kOnePass);
   } else {
     builder.predict(predict(builder.workload(), plan.device));
@@ -255,8 +273,7 @@ const registry::ForwardRow kForward = {
              .defer = defer,
              .min_compute_capability = 90,
              .max_compute_capability = 90,
-             .device_checks = &kDeviceChecks,
-             .channel_gates_only = true},
+             .device_checks = &kDeviceChecks},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<segment_merge>(),

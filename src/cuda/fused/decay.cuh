@@ -58,7 +58,9 @@ __device__ void load_gates(const P& p, float2 (&gate)[kSubchunk]) {
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i) {
     const unsigned pair = i * (P::kK / 2) + p.thread;
-    if constexpr (std::is_same_v<typename P::E, float>)
+    if constexpr (P::kOneAHead)
+      gate[i].x = gate[i].y = reinterpret_cast<const typename P::Gate*>(p.own.raw.g)[i];
+    else if constexpr (std::is_same_v<typename P::E, float>)
       gate[i] = reinterpret_cast<const float2*>(p.own.raw.g)[pair];
     else
       gate[i] = ptx::unpack<typename P::E>(reinterpret_cast<const uint32_t*>(p.own.raw.g)[pair]);

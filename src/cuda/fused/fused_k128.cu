@@ -11,16 +11,20 @@
 namespace kda::cuda::sm90 {
 
 using fused::ArgsOf;
+using fused::launch_head_gates;
 using fused::launch_prefill;
 using fused::UnitArgs;
 
 extern template Status fused::launch_prefill<64, false>(const FusedPrefillArgs&, const Launch&);
 extern template Status fused::launch_prefill<64, true>(const UnitArgs&, const Launch&);
+extern template Status fused::launch_head_gates<false>(const FusedPrefillArgs&, const Launch&);
+extern template Status fused::launch_head_gates<true>(const UnitArgs&, const Launch&);
 
 namespace {
 
 template <bool kSegments>
 Status launch_size(const ArgsOf<kSegments>& args, const Launch& where) {
+  if (args.head_gate) return launch_head_gates<kSegments>(args, where);
   return args.shape.K == 64 ? launch_prefill<64, kSegments>(args, where)
                             : launch_prefill<128, kSegments>(args, where);
 }

@@ -25,14 +25,20 @@ template <class P>
 __device__ void begin_pointers(P& p, const WorkItem& item, int subchunk) {
   p.left = static_cast<int>(item.span.end - item.span.begin) - subchunk * kSubchunk;
   const auto head = static_cast<int>(item.head);
-  const auto q_head = static_cast<int>(p.a.shape.group.quotient(static_cast<unsigned>(head)));
+  auto q_head = static_cast<int>(p.a.shape.group.quotient(static_cast<unsigned>(head)));
+  if constexpr (P::kOneAHead)
+    if (p.a.tiled) q_head = head % static_cast<int>(p.a.shape.H);
   const int beta_size = p.a.beta.type == Element::kFloat32 ? 4 : 2;
   const int row = p.warp() * P::kWarpRows + p.lane() / 8, warp_row = p.lane() / 8,
             piece = p.column() * 16;
   const int mine = subchunk + p.rank;
   p.q = place_of(p, item, p.a.q, q_head, mine, row, piece, sizeof(Bits));
   p.k = place_of(p, item, p.a.k, q_head, mine, row, piece, sizeof(Bits));
-  p.g = place_of(p, item, p.a.g, head, mine, row, piece, sizeof(typename P::E));
+  if constexpr (P::kOneAHead)
+    p.g = place_of(p, item, p.a.g, head, mine, static_cast<int>(p.thread % kSubchunk), 0,
+                   sizeof(typename P::Gate));
+  else
+    p.g = place_of(p, item, p.a.g, head, mine, row, piece, sizeof(typename P::E));
   p.v = place_of(p, item, p.a.v, head, subchunk, warp_row, p.rank * 128 + piece, sizeof(Bits));
   RowView outputs = p.a.o;
   if (P::kSegments && item.state == FusedState::kTransition) outputs.base = p.a.Qt;
@@ -56,6 +62,15 @@ __device__ void copy_rows(const P& p, void* target, const RowView& view, char*& 
                         from + row_step(view, sizeof(Item), row) + byte, row < rows - first_row);
   from += row_step(view, sizeof(Item), kGroups * kSubchunk);
 }
+/// The same of one gate a head: a thread has a token.
+template <class P>
+__device__ void copy_head_gates(P& p, int rows) {
+  constexpr int kBytes = sizeof(typename P::Gate);
+  if (p.thread < kSubchunk)
+    ptx::cp_async<kBytes>(ptx::shared_address(p.own.raw.g) + p.thread * kBytes, p.g,
+                          static_cast<int>(p.thread) < rows);
+  p.g += row_step(p.a.g, kBytes, kGroups * kSubchunk);
+}
 /// Starts copies of the raw rows of this group's next sub-chunk. `tokens`: what the item has from
 /// the group's sub-chunks on; none are copied past its end.
 template <class P>
@@ -64,7 +79,10 @@ __device__ void load_raw(P& p, int tokens) {
   if (tokens > 0) {
     copy_rows<Bits, true>(p, p.own.raw.q, p.a.q, p.q, rows);
     copy_rows<Bits, true>(p, p.own.raw.k, p.a.k, p.k, rows);
-    copy_rows<typename P::E, false>(p, p.own.raw.g, p.a.g, p.g, rows);
+    if constexpr (P::kOneAHead)
+      copy_head_gates(p, rows);
+    else
+      copy_rows<typename P::E, false>(p, p.own.raw.g, p.a.g, p.g, rows);
   }
   ptx::cp_async_commit();
 }

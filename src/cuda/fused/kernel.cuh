@@ -221,4 +221,9 @@ Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
                                           : launch_mode<kK, __nv_bfloat16, kSegments>(args, where);
 }
 
+/// Launches the kernel of one gate a head, in fp32 and as a logarithm, and of K = V = 128
+/// (head_gates/fused_sm90.cu).
+template <bool kSegments>
+Status launch_head_gates(const ArgsOf<kSegments>& args, const Launch& where);
+
 }  // namespace kda::cuda::sm90::fused

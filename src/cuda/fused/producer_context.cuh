@@ -33,6 +33,8 @@ struct ProducerContext {
   using Operand = OperandType;
   using E = GateElement;
   using T = InputOf<E>;
+  using Gate = typename GateOf<E>::Value;
+  static constexpr bool kOneAHead = GateOf<E>::kOneAHead;
   static constexpr GateMode kGateMode = kMode;
   static constexpr bool kSegments = kUnits;
   static constexpr int kBlocks = fused::kBlocks<kK>, kWarps = kGroupWarps<kK>;

@@ -30,6 +30,24 @@ constexpr int kProducerWarps = 8;     // of a block
 static_assert(kBlockGroups<64> * kGroupWarps<64> == kProducerWarps);
 static_assert(kBlockGroups<128> * kGroupWarps<128> == kProducerWarps);
 
+/// In place of the type E of a gate: one a head, for all channels.
+template <class E>
+struct OneAHead {};
+template <class E>
+struct GateOf {
+  using Value = E;
+  static constexpr bool kOneAHead = false;
+};
+template <class E>
+struct GateOf<OneAHead<E>> {
+  using Value = E;
+  static constexpr bool kOneAHead = true;
+};
+/// Bytes of the gates of a token.
+template <int kK, class E>
+constexpr int kGateBytes = (GateOf<E>::kOneAHead ? 1 : kK) *
+                           static_cast<int>(sizeof(typename GateOf<E>::Value));
+
 /// Type of q, k, v and o where gates have type E.
 template <class E>
 using InputOf = std::conditional_t<std::is_same_v<E, __half>, __half, __nv_bfloat16>;
@@ -105,13 +123,13 @@ template <int kK>
 using Tile = Bits[kSubchunk][kStride<kK>];
 template <int kK>
 using SwizzledTile = Bits[kSubchunk * kK];  // [16, 64] for each 64 channels
-/// Rows as they came, kGateBytes an element of g. The 8 pieces of each 128 bytes of q and k are
+/// Rows as they came, kRowBytes of g a token. The 8 pieces of each 128 bytes of q and k are
 /// permuted as in tile/swizzle.hpp, but rows of 256 bytes stay whole: in rows kStride apart their
 /// copies take 2.6 times as many wavefronts.
-template <int kK, int kGateBytes>
+template <int kK, int kRowBytes>
 struct RawRows {
   Bits q[kSubchunk][kK], k[kSubchunk][kK];
-  unsigned char g[kSubchunk * kK * kGateBytes];
+  unsigned char g[kSubchunk * kRowBytes];
 };
 /// What scores need. With operands in bf16 the rows of a stage make scores too.
 template <int kK, class Operand>
@@ -133,7 +151,7 @@ struct ScoreScratch<kK, __half> {
 template <int kK, class Operand, class E>
 struct ProducerStorage {
   union {
-    alignas(128) RawRows<kK, sizeof(E)> raw;
+    alignas(128) RawRows<kK, kGateBytes<kK, E>> raw;
     // Once raw q and k are in registers (g lies behind; levels reach into it once it is read too):
     Tile<kK> levels[2];  // rows of dyadic levels, as operands
     struct {

@@ -66,11 +66,8 @@ Status backward(const stage::Backward& b) {
   args.errors = block(block::kBackwardErrors);
   args.dz = block(block::kBackwardDz);
   args.rows = block(block::kBackwardRows);
-  const Problem& p = call.problem;
-  if (!needs_head_gates(p)) return launch_backward(args, {call.stream});
-  HeadGates<BackwardArgs> with = with_head_gates(p, args);
-  if (b.gradients.dg && is_a_head(p, *b.gradients.dg)) with.dgate_step = 0;
-  return head_gates::launch_backward(with, {call.stream});
+  if (!needs_head_gates(call.problem)) return launch_backward(args, {call.stream});
+  return head_gates::launch_backward(with_head_gates(b, args), {call.stream});
 }
 
 }  // namespace recurrent

@@ -36,12 +36,13 @@ bool by_tokens(const stage::Call& call) {
 
 bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
 
-ChunkIntraArgs intra_args(const stage::Call& call, const Maps& maps, const Factors& factors) {
+HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const Maps& maps,
+                                     const Factors& factors) {
   ChunkIntraArgs args;
   set_inputs(call, maps, &args);
   args.num_chunks = most_chunks(*call.plan);
   args.factors = factors;
-  return args;
+  return with_head_gates(call.problem, args);
 }
 
 Status launch_intra(const stage::Call& call, const Maps& maps) {
@@ -127,13 +128,13 @@ Status run_delta(const Stage& stage, ChainUse use) {
 
 Status chunk_intra(const stage::ChunkIntra& stage) {
   const stage::Call& call = stage.call;
-  return run_intra(stage, [&](const ChunkIntraArgs& args) {
+  return run_intra(stage, [&](const HeadGates<ChunkIntraArgs>& args) {
     return launch_chunk_intra(args, is_half(call.problem), by_tokens(call), {call.stream});
   });
 }
 
 Status recompute_w_u(const stage::RecomputeWU& stage) {
-  return run_intra(stage, [&](const ChunkIntraArgs& args) {
+  return run_intra(stage, [&](const HeadGates<ChunkIntraArgs>& args) {
     return launch_recompute_w_u(args, is_half(stage.call.problem), {stage.call.stream});
   });
 }

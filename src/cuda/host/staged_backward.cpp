@@ -59,7 +59,7 @@ struct Group {
     return view;
   }
 
-  BackwardArgs of(BackwardArgs args) const {
+  HeadGates<BackwardArgs> of(HeadGates<BackwardArgs> args) const {
     args.shape = shape;
     for (RowView* view : {&args.q, &args.k, &args.dq, &args.dk}) *view = qk(*view);
     for (RowView* view : {&args.v, &args.g, &args.beta, &args.d_o, &args.dv, &args.dg, &args.dbeta})
@@ -144,19 +144,18 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
 /// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
 /// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
 /// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
-/// states of a scan, whose factors are in bf16. Halves run chains twice on the same factors, and
-/// chains that are left have changed theirs the first time.
+/// states of a scan, whose factors are in bf16.
 bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
   const float scale = std::abs(args.gate.scale);
   return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
-         !plan.requested.spans && args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
+         args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
          args.gate.beta_mode != BetaMode::kPlain && scale >= 0x1p-8f && scale <= 0x1p4f;
 }
 
 /// The launches of a group, whose arguments `args` are.
 struct GroupLaunches {
   const Plan& plan;
-  const BackwardArgs& args;
+  const HeadGates<BackwardArgs>& args;
   const Blocks& blocks;
   const Segments& segments;
   const Launch where;
@@ -178,12 +177,13 @@ struct GroupLaunches {
     return view;
   }
 
-  ChunkIntraArgs intra_args() const {
-    ChunkIntraArgs intra;
+  HeadGates<ChunkIntraArgs> intra_args() const {
+    HeadGates<ChunkIntraArgs> intra;
     intra.shape = args.shape, intra.map = args.map, intra.num_chunks = most_chunks(plan);
     intra.q = args.q, intra.k = args.k, intra.v = args.v, intra.g = args.g, intra.beta = args.beta;
     intra.gate = args.gate;
     intra.factors = blocks.factors;
+    intra.gate_step = args.gate_step, intra.tiled = args.tiled;
     return intra;
   }
 
@@ -264,15 +264,30 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// What they may have to leave: chains with positive log gates, and d_initial_state where next to
-  /// nothing reached it.
+  /// What they may have to leave: chains with positive log gates, and d_initial_state, or D, where
+  /// next to nothing reached it.
   Status half_chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
-    const bool leaves = args.d_initial.base || args.gate.gate_mode == GateMode::kLog;
+    const bool leaves =
+        args.d_initial.base || args.gate.gate_mode == GateMode::kLog || plan.requested.spans;
     uint32_t* left = leaves ? left_words(plan, args) : nullptr;
     KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
     if (!leaves) return {};
     KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
     return sm90::launch_left_chains(errors, reverse, left, where);
+  }
+
+  /// The chain from right to left once more, with the factors of a first half, which are bf16 where
+  /// that one has left chains: what those give here is made again, whatever it is. Chains that are
+  /// left now had their states and errors from other factors.
+  Status half_chains_again(const ReverseArgs& reverse) const {
+    uint32_t* before = left_words(plan, args);
+    uint32_t* left = before + static_cast<std::size_t>(args.shape.HV) * head_bytes(plan).left /
+                                  (2 * sizeof(uint32_t));
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(nullptr, reverse, args.v, left, where));
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
+    const ChainArgs errors = errors_args();
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chains(&errors, reverse, left, where));
+    return sm90::launch_left_chains(nullptr, reverse, before, where);
   }
 
   /// Two chains that need nothing of each other; null: not wanted.
@@ -287,7 +302,7 @@ struct GroupLaunches {
 
   bool by_hopper(const FinishedGradArgs& grad) const {
     const Problem& p = plan.problem;  // not the group's: no value depends on that
-    return on_hopper() && sm90::serves_chunk_grad(grad) &&
+    return on_hopper() && !needs_head_gates(p) && sm90::serves_chunk_grad(grad) &&
            sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
                                   plan.device.num_sms);
   }
@@ -316,7 +331,9 @@ struct GroupLaunches {
       by_chunks.sizes.pieces = grad.num_chunks;
       return args.sums ? launch_parameters(by_chunks, where) : Status{};
     }
-    KDA_RETURN_IF_ERROR(launch_chunk_grad(grad, where));
+    HeadGates<ChunkGradArgs> portable{grad};
+    portable.gate_step = args.gate_step, portable.tiled = args.tiled;
+    KDA_RETURN_IF_ERROR(launch_chunk_grad(portable, where));
     KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
     return args.sums ? launch_parameters(args, where) : Status{};
   }
@@ -352,7 +369,9 @@ struct GroupLaunches {
     const ChainArgs errors = errors_args();
     const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
-    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args(tokens)));
+    const ReverseArgs reverse = last_args(tokens);
+    KDA_RETURN_IF_ERROR(half && halves ? half_chains_again(reverse)
+                                       : chains(wanted ? &errors : nullptr, reverse));
     return tokens ? gradients() : Status{};
   }
 };
@@ -362,8 +381,9 @@ template <class Body>
 Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(b.call, b.call.plan->segments, prepared, &maps));
-  BackwardArgs all;
-  set_gradients(b, maps, &all);
+  BackwardArgs given;
+  set_gradients(b, maps, &given);
+  HeadGates<BackwardArgs> all = with_head_gates(b, given);
   const Segments segments = segments_of(b.call, maps);
   if (segments.spans > 0 && !prepared) {
     SegmentSequencesArgs made;
@@ -380,7 +400,7 @@ Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
-    const BackwardArgs args = group_at(all.shape, first, groups.heads).of(all);
+    const HeadGates<BackwardArgs> args = group_at(all.shape, first, groups.heads).of(all);
     const Blocks blocks = blocks_of(b.call, args);
     KDA_RETURN_IF_ERROR(body(GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}},
                              wants_tokens(b.gradients)));

@@ -2,6 +2,7 @@
 // Backend cuda.sm80.staged: what it serves and how it plans. Its launches: cuda/host/staged.cpp.
 #include <tuple>
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/device.hpp"
@@ -17,9 +18,10 @@ std::string decline_inputs(const Problem& p) {
   if (p.key_dim > kMaxStagedK) return cat("K = ", p.key_dim, " is above ", kMaxStagedK);
   if (p.key_dim % 8 != 0) return cat("K = ", p.key_dim, " is not a multiple of 8");
   if (p.value_dim % 8 != 0) return cat("V = ", p.value_dim, " is not a multiple of 8");
+  const int64_t gates = (has_head_gate(p) ? 1 : 2) * dtype_size(p.g.dtype);
   for (const auto& [name, desc, needed] :
        {std::tuple{"q", &p.q, int64_t{16}}, std::tuple{"k", &p.k, int64_t{16}},
-        std::tuple{"v", &p.v, int64_t{16}}, std::tuple{"g", &p.g, 2 * dtype_size(p.g.dtype)}})
+        std::tuple{"v", &p.v, int64_t{16}}, std::tuple{"g", &p.g, gates}})
     if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
   return {};
 }
@@ -83,8 +85,7 @@ const registry::ForwardRow kForward = {
              .plan = plan_forward,
              .decline = decline,
              .min_compute_capability = 80,
-             .device_checks = &kDeviceChecks,
-             .channel_gates_only = true},
+             .device_checks = &kDeviceChecks},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<cuda::segment_merge>()},

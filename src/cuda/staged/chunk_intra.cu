@@ -50,7 +50,7 @@ __device__ void begin_apart() {
 
 template <class T, int kK, Form kForm>
 __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
-    chunk_intra_kernel(const __grid_constant__ ChunkIntraArgs a) {
+    chunk_intra_kernel(const __grid_constant__ HeadGates<ChunkIntraArgs> a) {
   if constexpr (kForm == Form::kRecompute) begin_apart<blocks_of(kForm, kK)>();
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(2 * kK, blocks_of(kForm, kK))
 }
 
 template <Form kForm, class T, int kK>
-Status launch(const ChunkIntraArgs& args, const Launch& where) {
+Status launch(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
   constexpr auto kBytes = static_cast<int>(intra::Shared<T, kK>::bytes(kForm != Form::kRecompute));
   static_assert(kBytes <= kMostShared);
   return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u" : "chunk_intra",
@@ -73,7 +73,7 @@ Status launch(const ChunkIntraArgs& args, const Launch& where) {
 }
 
 template <Form kForm>
-Status launch_any(const ChunkIntraArgs& args, bool fp16, const Launch& where) {
+Status launch_any(const HeadGates<ChunkIntraArgs>& args, bool fp16, const Launch& where) {
   if (args.shape.K <= 64)
     return fp16 ? launch<kForm, __half, 64>(args, where)
                 : launch<kForm, __nv_bfloat16, 64>(args, where);
@@ -83,12 +83,13 @@ Status launch_any(const ChunkIntraArgs& args, bool fp16, const Launch& where) {
 
 }  // namespace
 
-Status launch_chunk_intra(const ChunkIntraArgs& args, bool fp16, bool tokens, const Launch& where) {
+Status launch_chunk_intra(const HeadGates<ChunkIntraArgs>& args, bool fp16, bool tokens,
+                          const Launch& where) {
   return tokens ? launch_any<Form::kToken>(args, fp16, where)
                 : launch_any<Form::kTensor>(args, fp16, where);
 }
 
-Status launch_recompute_w_u(const ChunkIntraArgs& args, bool fp16, const Launch& where) {
+Status launch_recompute_w_u(const HeadGates<ChunkIntraArgs>& args, bool fp16, const Launch& where) {
   return launch_any<Form::kRecompute>(args, fp16, where);
 }
 

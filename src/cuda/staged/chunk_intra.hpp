@@ -8,6 +8,7 @@
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
 #include "cuda/tile/factors.hpp"
+#include "cuda/tile/head_gates.hpp"
 
 namespace kda::cuda {
 
@@ -23,10 +24,11 @@ struct ChunkIntraArgs {
 /// `half`: q, k, v and the factors are fp16, else bf16. `tokens`: diagonal blocks of 16 tokens pair
 /// by pair in fp32 (IntraForm::kToken), else on the tensor cores. factors.qg and factors.kg may be
 /// null.
-Status launch_chunk_intra(const ChunkIntraArgs& args, bool half, bool tokens, const Launch& launch);
+Status launch_chunk_intra(const HeadGates<ChunkIntraArgs>& args, bool half, bool tokens,
+                          const Launch& launch);
 
 /// Stage recompute_w_u: w, u (and qg, kg) again from the inputs and a stored factors.T; nothing
 /// else is written. What the backward pass needs instead of four stored tensors.
-Status launch_recompute_w_u(const ChunkIntraArgs& args, bool half, const Launch& launch);
+Status launch_recompute_w_u(const HeadGates<ChunkIntraArgs>& args, bool half, const Launch& launch);
 
 }  // namespace kda::cuda

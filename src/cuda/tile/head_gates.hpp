@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One gate a head, and q/k heads that are tiled over the value heads. Kernels for them are
-// instances of their own (src/cuda/head_gates), whose arguments say more; those of other calls stay
-// as they are.
+// One gate a head, and q/k heads that are tiled over the value heads. Of decode, the recurrence,
+// their backward and the fused forward, kernels for them are instances of their own
+// (src/cuda/head_gates), whose arguments say more. Those of stages ask at run time.
 #pragma once
 
 #include "cuda/tile/arguments.hpp"
@@ -43,6 +43,14 @@ KDA_HOST_DEVICE_INLINE int64_t q_head_of(const Args& a, int64_t value_head, unsi
   if (has_tiled_heads(a))
     return static_cast<unsigned>(value_head) % static_cast<unsigned>(a.shape.H);
   return static_cast<unsigned>(value_head) / (HV / static_cast<unsigned>(a.shape.H));
+}
+
+/// The same by the divisor of the shape.
+template <class Args>
+KDA_HOST_DEVICE_INLINE int q_head_of(const Args& a, int value_head) {
+  const auto head = static_cast<unsigned>(value_head);
+  return static_cast<int>(has_tiled_heads(a) ? head % static_cast<unsigned>(a.shape.H)
+                                             : a.shape.group.quotient(head));
 }
 
 }  // namespace kda::cuda

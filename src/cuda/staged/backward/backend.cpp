@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
 // cuda/host/staged_backward.cpp.
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/device.hpp"
@@ -100,7 +101,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
   if (tokens) {
     builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-    const bool by_hopper = plan.device.compute_capability == 90 && p.key_dim == p.value_dim &&
+    const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
+                           p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
                            (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
     builder.stage("backward_gradients", pieces_of(p) * HV,
                   by_hopper
@@ -143,8 +145,7 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .decline = decline,
                                                   .decline_gradients = decline_gradients,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks,
-                                                  .channel_gates_only = true},
+                                                  .device_checks = &kDeviceChecks},
                                          .backward = if_built<backward>(),
                                          .decline_halves = decline_halves,
                                          .begin = if_built<span_backward_begin>(),

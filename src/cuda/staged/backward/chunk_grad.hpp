@@ -14,7 +14,7 @@
 #pragma once
 
 #include "cuda/launch/launch.hpp"
-#include "cuda/tile/arguments.hpp"
+#include "cuda/tile/head_gates.hpp"
 
 namespace kda::cuda {
 
@@ -42,6 +42,6 @@ struct ChunkGradArgs {
 inline constexpr int kLeftWords = 2;
 
 /// For bf16 q, k.
-Status launch_chunk_grad(const ChunkGradArgs& args, const Launch& launch);
+Status launch_chunk_grad(const HeadGates<ChunkGradArgs>& args, const Launch& launch);
 
 }  // namespace kda::cuda

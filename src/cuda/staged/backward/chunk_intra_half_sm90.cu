@@ -15,7 +15,7 @@ using HalfContext = intra::IntraContext<T, kK, __half>;
 constexpr int kThreads = HalfContext::kThreads;
 
 __global__ void __launch_bounds__(kThreads, 2)
-    chunk_intra_half_kernel(const __grid_constant__ ChunkIntraArgs a) {
+    chunk_intra_half_kernel(const __grid_constant__ HeadGates<ChunkIntraArgs> a) {
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(blockIdx.x));
   if (chunk.count == 0) return;
   HalfContext context(a, *reinterpret_cast<HalfContext::S*>(ptx::dynamic_shared()), chunk,
@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 /// Its chunk is not the block's.
 struct LeftContext : intra::IntraContext<T, kK> {
   const unsigned index;
-  __device__ LeftContext(const ChunkIntraArgs& args, const ChunkTokens& tokens, unsigned tile)
+  __device__ LeftContext(const HeadGates<ChunkIntraArgs>& args, const ChunkTokens& tokens,
+                         unsigned tile)
       : IntraContext(args, *reinterpret_cast<S*>(ptx::dynamic_shared()), tokens,
                      static_cast<int>(args.shape.heads.remainder(tile)), threadIdx.x),
         index(tile) {}
@@ -36,7 +37,7 @@ struct LeftContext : intra::IntraContext<T, kK> {
   }
 };
 
-struct LeftArgs : ChunkIntraArgs {
+struct LeftArgs : HeadGates<ChunkIntraArgs> {
   const uint32_t* left;
   unsigned tiles;
 
@@ -67,13 +68,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 }  // namespace
 
-Status launch_chunk_intra_half(const ChunkIntraArgs& args, const Launch& where) {
+Status launch_chunk_intra_half(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
   static_assert(sizeof(HalfContext::S) <= kSharedMemory / 2);
   return launch_kernel("chunk_intra", chunk_intra_half_kernel, args.num_chunks * args.shape.HV,
                        kThreads, static_cast<int>(sizeof(HalfContext::S)), where, args);
 }
 
-Status launch_left_chunk_intra(const ChunkIntraArgs& args, const uint32_t* left,
+Status launch_left_chunk_intra(const HeadGates<ChunkIntraArgs>& args, const uint32_t* left,
                                const Launch& where) {
   const LeftArgs mine{args, left, static_cast<unsigned>(args.num_chunks * args.shape.HV)};
   return launch_kernel("chunk_intra, what is left", left_chunk_intra_kernel,

@@ -37,32 +37,35 @@ struct Shared {
 };
 
 /// A lane's part of the work: kLanes lanes have a token. kPairs: all rows of q, k, g, dq, dk, dg
-/// are bf16 and begin at multiples of two elements.
+/// are bf16 and begin at multiples of two elements, but for gates of one a head.
 template <int kLanes, bool kPairs>
 struct Place {
   static constexpr int kTeams = kThreads / kLanes;  // of a block
   static constexpr int kChannels = 4 * kLanes;
   static constexpr int kRow = backward_row(kChannels);
 
-  const BackwardArgs& a;
+  const HeadGates<BackwardArgs>& a;
   const Offsets& offsets;
   const int64_t first;  // token of the piece
-  const int head, q_head, in_group;
+  const int head, q_head;
+  const int head_step, first_head;  // of the value heads of a q/k head
   const int team, channel;
   const bool inside;  // the lane's channels exist
 
-  __device__ Place(const BackwardArgs& args, const Offsets& found)
+  __device__ Place(const HeadGates<BackwardArgs>& args, const Offsets& found)
       : a(args),
         offsets(found),
         first(int64_t{blockIdx.x / static_cast<unsigned>(args.shape.HV)} * kPieceTokens),
         head(static_cast<int>(args.shape.heads.remainder(blockIdx.x))),
-        q_head(static_cast<int>(args.shape.group.quotient(static_cast<unsigned>(head)))),
-        in_group(head - q_head * group()),
+        q_head(q_head_of(args, head)),
+        head_step(args.tiled ? static_cast<int>(args.shape.H) : 1),
+        first_head(args.tiled ? q_head : q_head * group()),
         team(static_cast<int>(threadIdx.x) / kLanes),
         channel(static_cast<int>(threadIdx.x) % kLanes * 4),
         inside(channel < args.shape.K) {}
 
   __device__ int group() const { return static_cast<int>(a.shape.HV / a.shape.H); }
+  __device__ int in_group() const { return (head - first_head) / head_step; }
   /// A gradient of a token and value head, in the rows of chunk_grad.
   __device__ const float* row(int token, int value_head, int which) const {
     return a.rows + ((first + token) * a.shape.HV + value_head) * kRow + which * kChannels;
@@ -100,6 +103,16 @@ struct Place {
     }
     return out;
   }
+  /// One gate a head is that of all channels.
+  __device__ void load_gate(int64_t at, Bits& bits) const {
+    if (a.gate_step != 0) return load(a.g, at, bits);
+    bits[0] = load_bits(a.g.base, a.g.type, at);
+  }
+  __device__ Four convert_gate(const Bits& bits) const {
+    if (a.gate_step != 0) return convert(a.g, bits);
+    const float x = float_of(bits[0], a.g.type);
+    return {{x, x, x, x}};
+  }
   __device__ void store(const RowView& view, int64_t at, const Four& y) const {
     if (!inside) return;
     if constexpr (kPairs) {
@@ -110,6 +123,17 @@ struct Place {
 #pragma unroll
       for (int n = 0; n < 4; ++n) store_element(view.base, view.type, at + channel + n, y.x[n]);
     }
+  }
+  /// dg of a token that is `there`. Where it is one a head, it is summed over the channels, in an
+  /// order that is always the same; all lanes of the warp take part.
+  __device__ void store_gate(int token, bool there, const Four& y) const {
+    if (a.dgate_step != 0) {
+      if (there) store(a.dg, offsets.at[kDg][token], y);
+      return;
+    }
+    const float own = inside && there ? (y.x[0] + y.x[1]) + (y.x[2] + y.x[3]) : 0.0f;
+    const float sum = sum_over(own, 1, kLanes);
+    if (there && channel == 0) store_element(a.dg.base, a.dg.type, offsets.at[kDg][token], sum);
   }
   /// Tokens token0, token0 + step, .. of which there are kAtOnce; beyond the last one it again.
   __device__ int token(int token0, int i, int step) const {
@@ -142,25 +166,26 @@ __device__ void find_offsets(const BackwardArgs& a, int64_t first, int head, int
 template <class P>
 __device__ void finish_rows(const P& p, View in, const RowView& input, View out,
                             const RowView& output, int which, float scale) {
-  const BackwardArgs& a = p.a;
+  const HeadGates<BackwardArgs>& a = p.a;
   const Offsets& offsets = p.offsets;
-  const int group = p.group(), step = group * P::kTeams;
+  const int group = p.group(), in_group = p.in_group(), step = group * P::kTeams;
 #pragma unroll 1
   for (int base = offsets.first; base < offsets.last; base += kAtOnce * step) {
-    const int token0 = base + p.in_group + group * p.team;  // a warp's teams stay together
+    const int token0 = base + in_group + group * p.team;  // a warp's teams stay together
     Four dy[kAtOnce];
     Bits bits[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = p.token(token0, i, step);
-      dy[i] = p.load_row(p.row(token, p.q_head * group, which));
+      dy[i] = p.load_row(p.row(token, p.first_head, which));
       if (a.gate.l2norm) p.load(input, offsets.at[in][token], bits[i]);
     }
 #pragma unroll 1
     for (int j = 1; j < group; ++j)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const Four more = p.load_row(p.row(p.token(token0, i, step), p.q_head * group + j, which));
+        const Four more =
+            p.load_row(p.row(p.token(token0, i, step), p.first_head + j * p.head_step, which));
 #pragma unroll
         for (int n = 0; n < 4; ++n) dy[i].x[n] += more.x[n];
       }
@@ -189,7 +214,7 @@ __device__ void finish_rows(const P& p, View in, const RowView& input, View out,
 /// dbeta of a token.
 template <class P>
 __device__ __forceinline__ void finish_beta(const P& p, int token) {
-  const BackwardArgs& a = p.a;
+  const HeadGates<BackwardArgs>& a = p.a;
   const float raw =
       float_of(load_bits(a.beta.base, a.beta.type, p.offsets.at[kBeta][token]), a.beta.type);
   store_element(a.dbeta.base, a.dbeta.type, p.offsets.at[kDbeta][token],
@@ -199,7 +224,7 @@ __device__ __forceinline__ void finish_beta(const P& p, int token) {
 /// dg of the piece's tokens, and this team's share of the sums.
 template <GateMode kMode, class P>
 __device__ void finish_gates(const P& p, Four& ddt_bias, float& dA_log) {
-  const BackwardArgs& a = p.a;
+  const HeadGates<BackwardArgs>& a = p.a;
   const Offsets& offsets = p.offsets;
   GateView gate = a.gate;
   gate.gate_mode = kMode;  // known to the compiler
@@ -217,21 +242,23 @@ __device__ void finish_gates(const P& p, Four& ddt_bias, float& dA_log) {
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = p.token(token0, i, P::kTeams);
       dg[i] = p.load_row(p.row(token, p.head, 2));
-      p.load(a.g, offsets.at[kG][token], bits[i]);
+      p.load_gate(offsets.at[kG][token], bits[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int token = token0 + i * P::kTeams;
-      if (token >= offsets.last || !p.inside) continue;
-      const Four raw = p.convert(a.g, bits[i]);
+      const bool there = token < offsets.last;
+      if (there && p.inside) {
+        const Four raw = p.convert_gate(bits[i]);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const GateGradient gradient = undo_gate(gate, raw.x[n], bias.x[n], rate, dg[i].x[n]);
-        ddt_bias.x[n] += gradient.raw;
-        dA_log += gradient.A_log;
-        dg[i].x[n] = gradient.raw;
+        for (int n = 0; n < 4; ++n) {
+          const GateGradient gradient = undo_gate(gate, raw.x[n], bias.x[n], rate, dg[i].x[n]);
+          ddt_bias.x[n] += gradient.raw;
+          dA_log += gradient.A_log;
+          dg[i].x[n] = gradient.raw;
+        }
       }
-      if (a.dg.base) p.store(a.dg, offsets.at[kDg][token], dg[i]);
+      if (a.dg.base) p.store_gate(token, there, dg[i]);
     }
   }
 }
@@ -239,7 +266,7 @@ __device__ void finish_gates(const P& p, Four& ddt_bias, float& dA_log) {
 /// The sums of the piece from those of the teams, in order.
 template <class P, class S>
 __device__ void store_sums(const P& p, S& s, const Four& ddt_bias, float dA_log) {
-  const BackwardArgs& a = p.a;
+  const HeadGates<BackwardArgs>& a = p.a;
 #pragma unroll
   for (int n = 0; n < 4; ++n) s.ddt_bias[p.team][p.channel + n] = ddt_bias.x[n];
   double sum = dA_log;
@@ -261,7 +288,7 @@ __device__ void store_sums(const P& p, S& s, const Four& ddt_bias, float dA_log)
 /// its q/k head.
 template <int kLanes, bool kPairs>
 __global__ void __launch_bounds__(kThreads, 3)
-    finish_gradients_kernel(const __grid_constant__ BackwardArgs a) {
+    finish_gradients_kernel(const __grid_constant__ HeadGates<BackwardArgs> a) {
   auto& s = *reinterpret_cast<Shared<kLanes>*>(ptx::dynamic_shared());
   const Place<kLanes, kPairs> place(a, s.offsets);
   find_offsets(a, place.first, place.head, place.q_head, s.offsets);
@@ -286,23 +313,25 @@ bool is_pairs(const RowView& view) {
 }
 
 template <int kLanes, bool kPairs>
-Status launch(const BackwardArgs& args, const Launch& where) {
+Status launch(const HeadGates<BackwardArgs>& args, const Launch& where) {
   return launch_kernel("backward_gradients", finish_gradients_kernel<kLanes, kPairs>,
                        pieces_of(args.num_tokens) * args.shape.HV, kThreads, sizeof(Shared<kLanes>),
                        where, args);
 }
 
 template <int kLanes>
-Status launch(const BackwardArgs& args, const Launch& where) {
+Status launch(const HeadGates<BackwardArgs>& args, const Launch& where) {
   bool pairs = true;
-  for (const RowView* view : {&args.q, &args.k, &args.g, &args.dq, &args.dk, &args.dg})
+  for (const RowView* view : {&args.q, &args.k, &args.dq, &args.dk})
     pairs = pairs && is_pairs(*view);
+  if (args.gate_step != 0) pairs = pairs && is_pairs(args.g);
+  if (args.dgate_step != 0) pairs = pairs && is_pairs(args.dg);
   return pairs ? launch<kLanes, true>(args, where) : launch<kLanes, false>(args, where);
 }
 
 }  // namespace
 
-Status launch_finish_gradients(const BackwardArgs& args, const Launch& where) {
+Status launch_finish_gradients(const HeadGates<BackwardArgs>& args, const Launch& where) {
   return args.shape.K <= 64 ? launch<16>(args, where) : launch<32>(args, where);
 }
 

@@ -6,11 +6,13 @@
 #pragma once
 
 #include "cuda/backward/backward.hpp"
+#include "cuda/tile/head_gates.hpp"
 
 namespace kda::cuda {
 
-/// Reads q, k, g, beta, gate, rows; writes dq, dk, dg, dbeta, sums. q, k and g have rows that begin
-/// at multiples of two elements, K is a multiple of 4 and at most 128.
-Status launch_finish_gradients(const BackwardArgs& args, const Launch& launch);
+/// Reads q, k, g, beta, gate, rows; writes dq, dk, dg, dbeta, sums. q, k, and g of a gate a
+/// channel, have rows that begin at multiples of two elements; K is a multiple of 4 and at most
+/// 128.
+Status launch_finish_gradients(const HeadGates<BackwardArgs>& args, const Launch& launch);
 
 }  // namespace kda::cuda

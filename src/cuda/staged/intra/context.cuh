@@ -34,7 +34,7 @@ struct IntraContext {
   static constexpr bool kAnchored = std::is_same_v<T, __nv_bfloat16>;
   static constexpr float kAnchor = kAnchored ? 0x1p48f : 1.0f, kLeast = 0x1p-96f;
 
-  const ChunkIntraArgs& a;
+  const HeadGates<ChunkIntraArgs>& a;
   S& s;
   const ChunkTokens& chunk;
   const int head;
@@ -42,8 +42,8 @@ struct IntraContext {
   float2 decay[kSubchunk];              // of each token; 1 past the sequence
   uint32_t q[kSubchunk], k[kSubchunk];  // of each token, as they came; after keep_pairs()
 
-  __device__ IntraContext(const ChunkIntraArgs& args, S& shared, const ChunkTokens& tokens,
-                          int value_head, int thread)
+  __device__ IntraContext(const HeadGates<ChunkIntraArgs>& args, S& shared,
+                          const ChunkTokens& tokens, int value_head, int thread)
       : a(args), s(shared), chunk(tokens), head(value_head), tid(thread) {}
 
   __device__ int warp() const { return tid / 32; }

@@ -28,19 +28,32 @@ __device__ void load_rows(const C& c, RowsOf<C>* target, const RowView& view, in
 
 // ---- gates
 
-/// Gates of this thread's tokens and channels as they lie in memory; 0 past the sequence.
-template <class C, class Pair>
+__device__ __forceinline__ float2 twice(float x) { return {x, x}; }
+__device__ __forceinline__ uint32_t twice(uint16_t bits) { return bits * 0x10001u; }
+
+/// Gates of this thread's tokens and channels as they lie in memory; 0 past the sequence. One a
+/// head is the gate of both channels.
+template <class Gate, class C, class Pair>
 __device__ void load_gate_bits(const C& c, Pair (&raw)[kSubchunk]) {
+  static_assert(sizeof(Pair) == 2 * sizeof(Gate));
   const RowView& g = c.a.g;
   const int row0 = c.subchunk() * kSubchunk;
-  const int64_t at = chunk_offset(g, c.chunk, c.head) + row0 * g.stride_t + c.channel();
-  const char* source = static_cast<const char*>(g.base) + at * (sizeof(Pair) / 2);
+  const int64_t at =
+      chunk_offset(g, c.chunk, c.head) + row0 * g.stride_t + c.channel() * gate_step(c.a);
+  const Gate* source = static_cast<const Gate*>(g.base) + at;
   const int count = c.channel() < c.a.shape.K ? c.chunk.count - row0 : 0;
+  if (gate_step(c.a) == 0) {
+    Gate gates[kSubchunk];
 #pragma unroll
-  for (int i = 0; i < kSubchunk; ++i) {
-    raw[i] = i < count ? *reinterpret_cast<const Pair*>(source) : Pair{};
-    source += g.stride_t * static_cast<int64_t>(sizeof(Pair) / 2);
+    for (int i = 0; i < kSubchunk; ++i, source += g.stride_t)
+      gates[i] = i < count ? *source : Gate{};
+#pragma unroll
+    for (int i = 0; i < kSubchunk; ++i) raw[i] = twice(gates[i]);
+    return;
   }
+#pragma unroll
+  for (int i = 0; i < kSubchunk; ++i, source += g.stride_t)
+    raw[i] = i < count ? *reinterpret_cast<const Pair*>(source) : Pair{};
 }
 template <class E>
 __device__ void unpack_all(const uint32_t (&raw)[kSubchunk], float2 (&gates)[kSubchunk]) {
@@ -50,9 +63,9 @@ __device__ void unpack_all(const uint32_t (&raw)[kSubchunk], float2 (&gates)[kSu
 /// All of them are asked for before the first is converted, which waits for it.
 template <class C>
 __device__ void load_gates(const C& c, float2 (&gates)[kSubchunk]) {
-  if (c.a.g.type == Element::kFloat32) return load_gate_bits(c, gates);
+  if (c.a.g.type == Element::kFloat32) return load_gate_bits<float>(c, gates);
   uint32_t raw[kSubchunk];
-  load_gate_bits(c, raw);
+  load_gate_bits<uint16_t>(c, raw);
   c.a.g.type == Element::kFloat16 ? unpack_all<__half>(raw, gates)
                                   : unpack_all<__nv_bfloat16>(raw, gates);
 }
@@ -96,9 +109,9 @@ __device__ void transform_gates(C& c, const float2 (&raw)[kSubchunk], float2 bia
 /// needs q.
 template <bool kScores, class C>
 __device__ void load_inputs(C& c) {
-  const ChunkIntraArgs& a = c.a;
+  const HeadGates<ChunkIntraArgs>& a = c.a;
   const int head = c.head;
-  const auto q_head = static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
+  const int q_head = q_head_of(a, head);
   if (kScores || a.factors.qg) load_rows(c, c.s.q, a.q, q_head, 0, a.shape.K);
   load_rows(c, c.s.k, a.k, q_head, 0, a.shape.K);
   uint32_t raw_beta = 0;

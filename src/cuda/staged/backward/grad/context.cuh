@@ -27,15 +27,20 @@ struct GradContext {
   Shared& s;
   const ChunkTokens& chunk;
   const int head;
+  const int gate_step;  // as of HeadGates
+  const bool tiled;
   mutable int tid;
   int current_round = 0;
 
   __device__ GradContext(const ChunkGradArgs& args, Shared& shared, const ChunkTokens& tokens,
-                         unsigned chunk_and_head, int thread)
+                         unsigned chunk_and_head, int thread, int step = 1,
+                         bool tiled_heads = false)
       : a(args),
         s(shared),
         chunk(tokens),
         head(static_cast<int>(args.shape.heads.remainder(chunk_and_head))),
+        gate_step(step),
+        tiled(tiled_heads),
         tid(thread),
         tile_(chunk_and_head),
         warp_(__shfl_sync(~0u, thread / 32, 0)) {}
@@ -50,7 +55,9 @@ struct GradContext {
   __device__ int padded_K() const { return rounds() * kChannels; }
   __device__ int v_tiles() const { return (a.shape.V + kVTile - 1) / kVTile; }
   __device__ int q_head() const {
-    return static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(head)));
+    const auto value_head = static_cast<unsigned>(head);
+    return static_cast<int>(tiled ? value_head % static_cast<unsigned>(a.shape.H)
+                                  : a.shape.group.quotient(value_head));
   }
   /// This lane's channel g, of all.
   __device__ int channel() const { return current_round * kChannels + warp() * 16 + g(); }

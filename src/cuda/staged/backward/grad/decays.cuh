@@ -68,7 +68,7 @@ __device__ __forceinline__ void for_each_gate(const GradContext& c, F&& f) {
     for (int i = 0; i < 4; ++i) f(n, i, 8 * n + i % 2 < of_channel[i / 2]);
 }
 
-/// All channels, to the L2: two threads a token.
+/// All gates, to the L2: two threads a token.
 __device__ __forceinline__ void prefetch_gates(const GradContext& c) {
   const RowView& view = c.a.g;
   const int size = view.type == Element::kFloat32 ? 4 : 2, row = c.tid / 2;
@@ -76,18 +76,18 @@ __device__ __forceinline__ void prefetch_gates(const GradContext& c) {
   if (row >= c.chunk.count) return;
   const char* first = static_cast<const char*>(view.base) +
                       (chunk_offset(view, c.chunk, c.head) + row * view.stride_t) * size;
-  for (int byte = c.tid % 2 * 128; byte < c.a.shape.K * size; byte += 256)
-    ptx::prefetch_l2(first + byte);
+  const int bytes = (c.gate_step == 0 ? 1 : c.a.shape.K) * size;
+  for (int byte = c.tid % 2 * 128; byte < bytes; byte += 256) ptx::prefetch_l2(first + byte);
 }
 
 template <class Bits>
 __device__ __forceinline__ void load_gate_bits(const GradContext& c, RawGates& raw) {
   const RowView& view = c.a.g;
   const auto* even = static_cast<const Bits*>(view.base) + chunk_offset(view, c.chunk, c.head) +
-                     c.channel() + 2 * c.t() * view.stride_t;
+                     c.channel() * c.gate_step + 2 * c.t() * view.stride_t;
   const auto* odd = even + view.stride_t;
   for_each_gate(c, [&](int n, int i, bool there) {
-    raw[n][i] = there ? (i % 2 ? odd : even)[i / 2 * 8] : 0;
+    raw[n][i] = there ? (i % 2 ? odd : even)[i / 2 * 8 * c.gate_step] : 0;
     if (i == 3) even += 8 * view.stride_t, odd += 8 * view.stride_t;
   });
 }
