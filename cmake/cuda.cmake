@@ -26,7 +26,9 @@ message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 
 set(KDA_CUDA_KERNELS
   src/cuda/backward/backward.cu
+  src/cuda/checkpoints/places.cu
   src/cuda/decode/decode.cu
+  src/cuda/drafts/decode.cu
   src/cuda/fold/fold_states.cu
   src/cuda/head_gates/backward.cu
   src/cuda/head_gates/decode.cu
@@ -57,7 +59,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/staged/backward/chunk_intra_half_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
-set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/device.cpp src/cuda/host/fold.cpp
+set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/checkpoints.cpp src/cuda/host/device.cpp src/cuda/host/fold.cpp
                   src/cuda/host/fused.cpp src/cuda/host/layer.cpp src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
                   src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp)

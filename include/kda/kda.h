@@ -110,9 +110,11 @@ typedef struct kda_tensor {
 typedef struct kda_state {
   kda_tensor tensor;
   int64_t num_slots;
-  const int32_t* indices; /* with `indexed`: slot of each sequence; below first_slot: none */
-  int32_t present;        /* 1: there is such a buffer, though nothing else says so yet */
-  int32_t indexed;        /* 1: `indices` picks the slots, though it may be null yet */
+  /* With `indexed`: slot of each sequence; below first_slot: none. [num_sequences,
+   * state_index_columns] of what decode writes. */
+  const int32_t* indices;
+  int32_t present; /* 1: there is such a buffer, though nothing else says so yet */
+  int32_t indexed; /* 1: `indices` picks the slots, though it may be null yet */
 } kda_state;
 
 typedef struct kda_problem {
@@ -158,8 +160,12 @@ typedef struct kda_problem {
   /* run, backward: what a plan with options.keep saves; kda_plan_saved_bytes, aligned to 64. */
   void* saved;
   size_t saved_bytes;
-  int32_t head_map;  /* kda_head_map */
-  int32_t reserved2; /* 0 */
+  int32_t head_map;             /* kda_head_map */
+  int32_t reserved2;            /* 0 */
+  const int32_t* token_parents; /* decode, [num_sequences, state_index_columns]: a tree of drafts */
+  int32_t has_token_parents;
+  int32_t has_checkpoint_offsets;
+  const int32_t* checkpoint_offsets; /* [num_sequences]; checkpoints.indices is, too */
 } kda_problem;
 
 typedef struct kda_plan_options {

@@ -84,6 +84,10 @@ struct Problem {
   /// Multiple of 16: the state after every so many tokens of a sequence; sequence n has
   /// floor(length / checkpoint_every) of them, sequences in order.
   int64_t checkpoint_every = 0;
+  /// int32 [N]: one checkpoint a sequence, the state after its first checkpoint_offsets[n] tokens,
+  /// a multiple of checkpoint_every up to its length; 0 or less: none. checkpoints must be indexed;
+  /// its index array is [N] then, and where it names no slot the offset is not looked at.
+  bool checkpoint_offsets = false;
 
   /// The first slot that an index array can name, at most the num_slots of each indexed buffer: 1
   /// where slot 0 is the null block of padded rows, as in vLLM. A sequence that has no slot starts
@@ -96,11 +100,21 @@ struct Problem {
   /// that has no slot. Columns of its index array [N, S]: 1: the state after the last token is
   /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (none skips it),
   /// and the state is read from slot [n, num_accepted_tokens[n] - 1].
+  /// Decode with final_state and S > 1, drafts that commit nothing: the state is read from the slot
+  /// of initial_state that its index array [N] names, a sequence without one is skipped, and the
+  /// state after token t goes to slot [n, t] of final_state, whose index array is [N, S]. No token
+  /// changes initial_state, unless both are one pool and share a slot.
   int64_t state_index_columns = 1;
-  bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1
-  /// Decode in place: o is 0 where no token is computed, of a skipped sequence, or behind the
-  /// sequences that a device's cu_seqlens tell. Else such rows of o are left alone. A first_slot
-  /// above 0 implies it.
+  bool num_accepted_tokens = false;  ///< int32 [N], values 1..S; absent: all 1; in place only
+  /// S > 1: int32 [N, S], the drafts of a sequence are a tree. Token t > 0 follows token
+  /// token_parents[n, t] < t in the place of token t - 1; the entry of token 0 is not looked at. A
+  /// negative one ends the sequence before token t: no token from there on is computed, or stored.
+  /// The state of a parent that is not token t - 1 is read from where it was stored, so that it
+  /// needs a slot; in a buffer of bf16 it has been rounded.
+  bool token_parents = false;
+  /// Decode in place or with S > 1: o is 0 where no token is computed, of a skipped sequence, or
+  /// behind the sequences that a device's cu_seqlens tell. Else such rows of o are left alone. A
+  /// first_slot above 0 implies it.
   bool zero_skipped = false;
 
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).

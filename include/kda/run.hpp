@@ -26,15 +26,17 @@ struct Tensors {
 
   /// Read-only; but decode without a final_state writes into this pool.
   void* initial_state = nullptr;
-  const int32_t* initial_state_indices = nullptr;  ///< forward [N]; decode [N, S], row-major
+  const int32_t* initial_state_indices = nullptr;  ///< [N]; decode in place [N, S], row-major
   const uint8_t* initial_state_mask = nullptr;     ///< [N]
   const int32_t* num_accepted_tokens = nullptr;    ///< [N]
+  const int32_t* token_parents = nullptr;          ///< [N, S]
 
   void* o = nullptr;
   void* final_state = nullptr;
-  const int32_t* final_state_indices = nullptr;  ///< [N]
+  const int32_t* final_state_indices = nullptr;  ///< [N]; decode [N, S], row-major
   void* checkpoints = nullptr;
-  const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints]
+  const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints], with offsets [N]
+  const int32_t* checkpoint_offsets = nullptr;  ///< [N]
 
   /// The blocks of Plan::saved: at least plan.saved_bytes, aligned to kWorkspaceAlignment; may be
   /// null if the plan saves nothing.

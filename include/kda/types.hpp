@@ -49,12 +49,15 @@ enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 
 /// Bits of the workspace block "device_flags" after a CUDA call (see run()).
 enum MetadataFlag : int32_t {
-  kBadSequences = 1,          ///< cu_seqlens decreases or leaves 0..T: clamped (docs/operation.md)
-  kBadInitialIndex = 2,       ///< initial_state_indices too large: starts from zero, or skipped
-  kBadFinalIndex = 4,         ///< final_state_indices too large: state not stored
-  kBadCheckpointIndex = 8,    ///< checkpoint_indices too large: checkpoint not stored
+  kBadSequences = 1,     ///< cu_seqlens decreases or leaves 0..T: clamped (docs/operation.md)
+  kBadInitialIndex = 2,  ///< initial_state_indices too large: starts from zero, or skipped
+  kBadFinalIndex = 4,    ///< final_state_indices too large: state not stored
+  /// checkpoint_indices too large, or of a sequence of at least checkpoint_every tokens an entry of
+  /// checkpoint_offsets that is no checkpoint of it: checkpoint not stored
+  kBadCheckpointIndex = 8,
   kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
   kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
+  kBadTokenParents = 64,  ///< token_parents[n, t] not below t, or without a slot: as if negative
 };
 
 /// Bytes of one element.

@@ -28,16 +28,24 @@ template <typename... Parts>
   throw std::invalid_argument(text.str());
 }
 
-/// The C ABI's text, whose first word is an argument, in the words of the operators. `pool`: the
-/// initial states are the operator's `states`.
-inline std::string in_words_of_operators(std::string text, bool pool) {
+/// What an operator's states are: initial_state and final_state; `states`; the same, and `drafts`
+/// that are written.
+enum class States { kOwn, kPool, kDrafts };
+
+/// The C ABI's text, whose first word is an argument, in the words of the operators.
+inline std::string in_words_of_operators(std::string text, States states) {
   const size_t end = text.find_first_of(": ");
   const std::string name = text.substr(0, end);
   const auto rename = [&](const char* word) { return word + text.substr(end); };
   if (name == "initial_state_mask") return rename("has_state");
+  const bool drafts = states == States::kDrafts;
+  if (name == "final_state_indices" && drafts) return rename("draft_indices");
   if (name == "initial_state_indices" || name == "final_state_indices") return rename("indices");
+  if (name == "token_parents") return rename("parents");
+  if (name == "final_state" && drafts) return rename("drafts");
   if (name == "num_accepted_tokens") return text + " (columns of indices)";
-  if (pool && (name == "initial_state" || name == "final_state")) return rename("states");
+  if (states != States::kOwn && (name == "initial_state" || name == "final_state"))
+    return rename("states");
   return text;
 }
 
@@ -46,9 +54,9 @@ struct Unsupported : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-inline void check(kda_status status, bool pool = false) {
+inline void check(kda_status status, States states = States::kOwn) {
   if (status == KDA_OK) return;
-  const std::string text = in_words_of_operators(kda_last_error(), pool);
+  const std::string text = in_words_of_operators(kda_last_error(), states);
   if (status == KDA_INVALID_ARGUMENT) refuse(text);
   if (status == KDA_UNSUPPORTED) throw Unsupported("libkda: " + text);
   throw std::runtime_error("libkda: " + text);

@@ -39,6 +39,7 @@ inline ForwardShape shape_of(const kda_problem& given, const kda_plan_options& o
   problem.saved_bytes = 0;
   problem.initial_state_mask = nullptr;
   problem.num_accepted_tokens = nullptr;
+  problem.token_parents = problem.checkpoint_offsets = nullptr;
   return shape;
 }
 
@@ -54,7 +55,8 @@ inline kda_gradients shape_of(const kda_gradients& given) {
 
 /// `cu_seqlens`: on the host, empty to plan from bounds. `pool`: for the words of an error.
 inline ForwardPlan forward_plan(const kda_problem& problem, const kda_plan_options& options,
-                                const std::vector<int64_t>& cu_seqlens, bool pool = false) {
+                                const std::vector<int64_t>& cu_seqlens,
+                                States pool = States::kOwn) {
   static PlanCache<ForwardShape, kda_plan> cache;
   return cache.find(shape_of(problem, options), cu_seqlens, [&] {
     kda_plan* raw = nullptr;

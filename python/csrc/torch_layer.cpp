@@ -177,7 +177,7 @@ Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bia
   call.first_slot = first_slot;
   const Tensor y = new_like("y", x);
   call.y = tensor_of(y);
-  check(kda_short_conv(&call), true);
+  check(kda_short_conv(&call), States::kPool);
   return y;
 }
 

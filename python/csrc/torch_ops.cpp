@@ -16,7 +16,7 @@ namespace kda_torch {
 namespace {
 
 void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_seqlens,
-         bool pool = false) {
+         States pool = States::kOwn) {
   const OnDevice on_device(q);
   problem->stream = current_stream(q);
   const ForwardPlan plan = forward_plan(*problem, options_for(q), cu_seqlens, pool);
@@ -85,13 +85,14 @@ void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
 }
 
 /// One index a sequence, or [N, S] with one a token.
-void set_indices(kda_state* state, kda_problem* p, const Tensor& indices, const Tensor& q) {
+void set_indices(kda_state* state, kda_problem* p, const Tensor& indices, const Tensor& q,
+                 const char* name) {
   const bool many = indices.dim() == 2;
   p->state_index_columns = many ? indices.size(1) : 1;
   const int64_t N = p->num_sequences;
   state->indices = static_cast<const int32_t*>(
-      many ? dense_pointer(indices, q, "indices", kIndices, {N, indices.size(1)})
-           : dense_pointer(indices, q, "indices", kIndices, {N}));
+      many ? dense_pointer(indices, q, name, kIndices, {N, indices.size(1)})
+           : dense_pointer(indices, q, name, kIndices, {N}));
   state->indexed = 1;
 }
 
@@ -99,28 +100,63 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             MaybeTensor indices, MaybeTensor num_accepted_tokens, MaybeTensor A_log,
             MaybeTensor dt_bias, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
             int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale, bool l2norm,
-            bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot) {
+            bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot,
+            MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents,
+            MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
+            int64_t checkpoint_every) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
   set_output(&p, o, q);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
-  const bool state_a_token = indices && indices->dim() == 2 && indices->size(1) > 1;
-  decode = decode && (state_a_token || few_tokens(lengths));
+  if (drafts.has_value() != draft_indices.has_value())
+    refuse("drafts and draft_indices are given together");
+  const MaybeTensor& columns = drafts ? draft_indices : indices;
+  const bool state_a_token = columns && columns->dim() == 2 && columns->size(1) > 1;
+  if (drafts && (!state_a_token || !decode))
+    refuse("drafts need decode, and draft_indices [N, S] with S above 1");
+  if (drafts && indices && indices->dim() != 1)
+    refuse("indices must have one dimension beside drafts, got ", indices->dim());
+  if (checkpoints.has_value() != checkpoint_offsets.has_value() ||
+      checkpoints.has_value() != checkpoint_indices.has_value())
+    refuse("checkpoints, checkpoint_offsets and checkpoint_indices are given together");
+  decode = decode && !checkpoints && (state_a_token || few_tokens(lengths));
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
   p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
-  if (indices) set_indices(&p.initial_state, &p, *indices, q);
-  if (states.size(0) == 0 && p.num_sequences > 0) refuse("states has no slots");
+  if (indices) set_indices(&p.initial_state, &p, *indices, q, "indices");
+  const auto has_slots = [&](const Tensor& x) { return x.size(0) > 0 || p.num_sequences == 0; };
+  if (!has_slots(states)) refuse("states has no slots");
+  if (drafts && !has_slots(*drafts)) refuse("drafts has no slots");
+  if (checkpoints && !has_slots(*checkpoints)) refuse("checkpoints has no slots");
   p.first_slot = first_slot;
   if (!decode) p.final_state = p.initial_state;
+  if (drafts) {
+    describe_state(&p.final_state, *drafts, q, "drafts", state_v_first, p);
+    set_indices(&p.final_state, &p, *draft_indices, q, "draft_indices");
+  }
+  if (parents) {
+    p.token_parents = static_cast<const int32_t*>(
+        dense_pointer(*parents, q, "parents", kIndices, {p.num_sequences, p.state_index_columns}));
+    p.has_token_parents = 1;
+  }
+  if (checkpoints) {
+    describe_state(&p.checkpoints, *checkpoints, q, "checkpoints", state_v_first, p);
+    p.checkpoints.indices = static_cast<const int32_t*>(
+        dense_pointer(*checkpoint_indices, q, "checkpoint_indices", kIndices, {p.num_sequences}));
+    p.checkpoints.indexed = 1;
+    p.checkpoint_offsets = static_cast<const int32_t*>(
+        dense_pointer(*checkpoint_offsets, q, "checkpoint_offsets", kIndices, {p.num_sequences}));
+    p.has_checkpoint_offsets = 1;
+    p.checkpoint_every = checkpoint_every;
+  }
   set_mask(&p, q, has_state);
   if (num_accepted_tokens) {
     p.num_accepted_tokens = static_cast<const int32_t*>(
         dense_pointer(*num_accepted_tokens, q, "num_accepted_tokens", kIndices, {p.num_sequences}));
     p.has_num_accepted_tokens = 1;
   }
-  run(&p, q, lengths, true);
+  run(&p, q, lengths, drafts ? States::kDrafts : States::kPool);
 }
 
 }  // namespace
@@ -150,7 +186,9 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "
       "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
       "float lower_bound, float scale, bool l2norm, bool state_v_first, bool zero_skipped=False, "
-      "Tensor? has_state=None, int first_slot=0) -> ()");
+      "Tensor? has_state=None, int first_slot=0, Tensor(c!)? drafts=None, Tensor? "
+      "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
+      "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

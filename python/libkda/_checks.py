@@ -22,8 +22,8 @@ _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-_STATES = ("initial_state", "final_state", "states", "pool", "checkpoints", "d_final_state")
-_DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints")
+_STATES = ("initial_state", "final_state", "states", "pool", "checkpoints", "drafts", "d_final_state")
+_DENSE = ("q", "k", "v", "g", "o", "initial_state", "final_state", "states", "checkpoints", "drafts")
 
 
 def check(function, values, *, v_first=False, dense_rows=False):

@@ -36,6 +36,9 @@ class Problem(ctypes.Structure):
         + [(n, I32) for n in ("zero_skipped", "reserved")]
         + [("first_slot", I64), ("saved", PTR), ("saved_bytes", ctypes.c_size_t)]
         + [(n, I32) for n in ("head_map", "reserved2")]
+        + [("token_parents", PTR)]
+        + [(n, I32) for n in ("has_token_parents", "has_checkpoint_offsets")]
+        + [("checkpoint_offsets", PTR)]
     )
 
 

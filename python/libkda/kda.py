@@ -296,18 +296,27 @@ def fused_recurrent_kda_fwd(
 
 def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
                  first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first):
-    """o of sequences whose states are slots of `pool`, which is updated; arguments by place, since names cost a call
-    of few tokens time. `slots_name`: what the caller's `slots` are called."""
+                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, drafts=None, draft_slots=None, parents=None,
+                 checkpoints=None, offsets=None, checkpoint_slots=None, every=16):
+    """o of sequences whose states are slots of `pool`, which is updated, or with drafts only read; arguments by place,
+    since names cost a call of few tokens time. `slots_name`: what the caller's `slots` are called."""
     A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     slots, state_a_token = _slots_of(slots_name, slots)
+    more = ()
+    if drafts is not None or parents is not None:
+        if drafts is not None:
+            draft_slots, state_a_token = _slots_of("draft_slots", draft_slots)
+        more = drafts, draft_slots, None if parents is None else int32_of("parents", parents)
+    if checkpoints is not None:
+        more = (None, None, None, checkpoints, int32_of("checkpoint_offsets", offsets),
+                int32_of("checkpoint_slots", checkpoint_slots), integer("checkpoint_every", every, 16, LAST_SLOT))
     accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
     if type(first_slot) is not int or first_slot:
         first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
-    decode = state_a_token or _decodes(q, cu_seqlens)
+    decode = state_a_token or checkpoints is None and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
     zero_skipped = out is None and skips and decode
     if out is not None:
@@ -315,7 +324,7 @@ def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens,
     else:
         o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
     call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot)
+         decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot, *more)
     if slots is not None and not state_a_token and (not decode or cu_seqlens is not None and not cu_seqlens.is_cuda):
         _zero_without_slot(o, slots, first_slot, cu_seqlens)
     if out is None:

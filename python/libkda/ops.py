@@ -3,9 +3,9 @@
 
 They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
 without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
-strides with a contiguous last dimension; `update` writes o and the pool of states in place. has_state [N], bool: where
-it is False a sequence starts from zero. first_slot: a smaller index means no slot. What an operator does not take is a
-ValueError that names the argument; nothing is written then.
+strides with a contiguous last dimension; `update` writes o and the pool of states in place, or with `drafts` the states
+after tokens there. has_state [N], bool: where it is False a sequence starts from zero. first_slot: a smaller index
+means no slot. What an operator does not take is a ValueError that names the argument; nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
 with keep = 0 (on a GPU always), with KEEP_STATES the fp32 state after every so many tokens, with KEEP_ALL all that
@@ -49,7 +49,7 @@ NO_SECOND = ("libkda has no second derivatives: gradients of chunk_kda cannot be
 NO_TANGENT = "libkda has no forward-mode derivative (torch.func.jvp, dual tensors)"
 
 # Places of what an operator writes.
-_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6), "forward_kept": (), "backward": ()}
+_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6, 23, 26), "forward_kept": (), "backward": ()}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _above_autograd(operator, written):
                 if not reason:
                     raise
                 raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
-        increment_version([args[i] for i in written if args[i] is not None])
+        increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
         return result
     return call
 
@@ -351,5 +351,5 @@ def _call(operator, written, name, args):
     with torch._C._AutoDispatchBelowADInplaceOrView():
         result = operator(*args)
     if written:
-        increment_version([args[i] for i in written if args[i] is not None])
+        increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
     return result

@@ -11,6 +11,11 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     beta                   [B, T, HV]       step size, or a logit with use_beta_sigmoid_in_kernel
     pool                   [slots, HV, K, V]   fp32 or bf16, any stride between slots; [.., V, K] with state_v_first
     slots                  [N]              any integers; verify: [N, S], the state after token t goes to slot [n, t]
+    drafts                 [rows, HV, K, V]   as pool; with it verify leaves pool as it is
+    draft_slots            [N, S]           any integers: rows of drafts, in the place of [N, S] slots
+    parents                [N, S]           any integers: the tokens of a sequence are a tree
+    checkpoints            [rows, HV, K, V]   as pool
+    checkpoint_offsets, checkpoint_slots   [N]   any integers
     cu_seqlens             [N + 1]          int32 or int64, where q is or on the host; repeated values: no tokens
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
     num_accepted_tokens    [N]              any integers
@@ -41,14 +46,14 @@ from .kda import _MOST_DECODE_TOKENS, _check_beta, _update_pool
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
          lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-         state_v_first):
+         state_v_first, *more):
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None and out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
     return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
                         first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first)
+                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, *more)
 
 
 @checked()
@@ -58,13 +63,24 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
             lower_bound: float | None = None, use_gate_in_kernel: bool = False,
             use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
+            checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
+            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
-    False from zero, and leaves its final state there. Shapes: the table of this module."""
+    False from zero, and leaves its final state there.
+
+    checkpoints: the state behind the first checkpoint_offsets[n] tokens of sequence n goes to
+    checkpoints[checkpoint_slots[n]], which may be the pool. Offsets are multiples of checkpoint_every, itself one of
+    16, up to the length of the sequence; 0 and below: none. On a GPU nothing waits for them, any other one is none, and
+    a checkpoint_every of 64 or more is the fastest. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
+    given = [x is not None for x in (checkpoints, checkpoint_offsets, checkpoint_slots)]
+    if any(given) and not all(given):
+        raise ValueError("checkpoints, checkpoint_offsets and checkpoint_slots are given together")
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first)
+                use_qk_l2norm_in_kernel, state_v_first, None, None, None, checkpoints, checkpoint_offsets,
+                checkpoint_slots, checkpoint_every)
 
 
 @checked()
@@ -94,18 +110,30 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            out: torch.Tensor | None = None, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
            scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
+           draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None) -> torch.Tensor:
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
     included, and 1 if num_accepted_tokens is None. A sequence is skipped if its count is outside of 1 to S, or its
-    start no slot. Shapes: the table of this module."""
-    _expect_dimensions(slots, 2)
-    if slots.shape[1] < 2:
-        raise ValueError(f"slots must have at least 2 columns for verify, got {list(slots.shape)}; decode takes one")
+    start no slot.
+
+    drafts: it starts from slots[n] of [N], the pool stays as it is, and the state after token t goes to
+    drafts[draft_slots[n, t]]. parents: token t > 0 follows token parents[n, t] < t of its sequence, whose state must
+    have a slot unless it is token t - 1; parents[n, 0] is not looked at, and a negative one ends the sequence before
+    that token. On a GPU any other parent ends it too. Shapes: the table of this module."""
+    if (drafts is None) != (draft_slots is None):
+        raise ValueError("drafts and draft_slots are given together")
+    if drafts is not None and num_accepted_tokens is not None:
+        raise ValueError("num_accepted_tokens counts columns of slots in the pool; with drafts, slots names the state "
+                         "to start from")
+    name, columns = ("slots", slots) if drafts is None else ("draft_slots", draft_slots)
+    _expect_dimensions(slots, 2 if drafts is None else 1)
+    if columns.dim() == 2 and columns.shape[1] < 2:
+        raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
     return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
                 dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first)
+                use_qk_l2norm_in_kernel, state_v_first, drafts, draft_slots, parents)
 
 
 @checked()

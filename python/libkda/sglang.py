@@ -11,15 +11,13 @@ outputs are 0 and nothing else is touched.
 """
 from __future__ import annotations
 
-import itertools
 import os
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import kda, ops, serving
+from . import kda, serving
 from ._engines import Places
-from ._operands import lengths_of, modes_of, new_states, parameter_of
 from ._plugin import Plugin
 
 _FIRST_SLOT = 1  # SGLang's allocators never give slot 0 away
@@ -90,7 +88,7 @@ def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, qu
 
 def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, A_log=None, dt_bias=None,
            lower_bound=None, beta_is_raw=False, return_intermediate_states=False, track_state=None,
-           track_chunk_idx=None, track_ssm_h_src=None, extend_seq_lens_cpu=None, **others):
+           track_chunk_idx=None, track_ssm_h_src=None, **others):
     if return_intermediate_states and track_state is None and (track_ssm_h_src is None or track_ssm_h_src.numel()):
         raise NotImplementedError("the states of all chunks")
     slots = cache_indices[:query_start_loc.shape[0] - 1]
@@ -100,39 +98,21 @@ def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc
         o = serving.prefill(q, k, v, g, beta, ssm_states, slots, cu_seqlens=query_start_loc, first_slot=_FIRST_SLOT,
                             **modes)
     else:
-        o = _tracked(q, k, v, g, beta, ssm_states, slots, query_start_loc, extend_seq_lens_cpu, track_state,
-                     track_chunk_idx, **modes)
+        o = _tracked(q, k, v, g, beta, ssm_states, slots, query_start_loc, track_state, track_chunk_idx, **modes)
     return (o, None) if return_intermediate_states else o
 
 
-def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, lengths, track_state, chunk, A_log, dt_bias, lower_bound,
-             **modes):
-    """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative.
-    Nothing waits for the device, so the states of all chunks are made, and those of the sequences are gathered."""
-    ops.refuse_gradients("extend", q, k, v, g, beta, A_log, dt_bias)
-    if cu_seqlens.device.type == "cpu":
-        lengths = cu_seqlens.diff().tolist()
-    if lengths is None:
-        raise NotImplementedError("tracked states without lengths on the host")
-    lengths = [*lengths, *[0] * (len(slots) - len(lengths))]
-    cu, cpu = lengths_of(cu_seqlens, torch.tensor([0, *itertools.accumulate(lengths)], dtype=cu_seqlens.dtype), q)
+def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, track_state, chunk, **modes):
+    """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative."""
     has_slot = slots >= _FIRST_SLOT
-    at = torch.where(has_slot, slots, 0).long()
-    first = pool[at].float()
-    o, final = torch.zeros(v.shape, dtype=v.dtype, device=v.device), new_states(q, v, True, len(slots))
-    states = new_states(q, v, True, sum(length // _CHUNK for length in lengths))
-    modes = modes_of(q, None, lower_bound, allow_neg_eigval=False, **modes)
-    ops.forward_into(q, k, v, g, beta, o, final, states, parameter_of(A_log), parameter_of(dt_bias), first, cu, cpu,
-                     *modes, _CHUNK, False, has_slot)
     wide = lambda mask: mask[:, None, None, None]
-    front = torch.where(wide(has_slot), first, 0)  # chunk 0 is behind it, the others behind a full chunk
-    if len(states):
-        full = cu.diff() // _CHUNK
-        behind = (full.cumsum(0) - full + chunk - 1).clamp(0, len(states) - 1).long()
-        front = torch.where(wide(chunk > 0), states[behind], front)
-    track_state.copy_(torch.where(wide(chunk >= 0), front, track_state))
-    pool[at] = torch.where(wide(has_slot), final.to(pool.dtype), pool[:1])
-    kda._zero_without_slot(o, slots, _FIRST_SLOT, cu)
+    # In front of chunk 0 is the state that a sequence starts from; its slot will hold another one.
+    first = pool[torch.where(has_slot & (chunk == 0), slots, 0).long()].float()
+    rows = torch.arange(len(slots), device=slots.device)
+    o = serving.prefill(q, k, v, g, beta, pool, torch.where(has_slot, slots, -1), cu_seqlens=cu_seqlens,
+                        checkpoints=track_state, checkpoint_offsets=chunk * _CHUNK, checkpoint_every=_CHUNK,
+                        checkpoint_slots=torch.where(has_slot & (chunk > 0), rows, -1), **modes)
+    track_state.copy_(torch.where(wide(chunk == 0), torch.where(wide(has_slot), first, 0), track_state))
     return o
 
 
@@ -141,20 +121,26 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
                   lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None, **rings):
     _refuse_rings(rings)
     scratch = intermediate_states_buffer
-    if retrieve_parent_token is not None or scratch is None:
-        raise NotImplementedError("drafts that are a tree, or no states behind them")
+    if scratch is None:
+        raise NotImplementedError("drafts without states behind them")
     if scratch.stride(0) != scratch.shape[1] * scratch.stride(1):
         raise NotImplementedError("states of drafts that are not in one pool")
     N, steps = query_start_loc.shape[0] - 1, scratch.shape[1]
     slots, accepted = fused_accept_state_indices, fused_accept_num_accepted
+    tree = retrieve_parent_token is not None and cache_steps > 1
     if slots is None:
         committed, rows = cache_indices[:N], intermediate_state_indices[:N]
         has_slot = committed >= _FIRST_SLOT
         slots = torch.arange(cache_steps, dtype=torch.int32, device=rows.device) + (rows * steps)[:, None]
         slots = torch.where(has_slot[:, None], slots, -1)
-        # A step begins in the committed state, which goes where the state behind its first token will be.
-        scratch[rows.long(), 0] = ssm_states[committed.clamp(min=0).long()].to(scratch.dtype)
-        accepted = None
+        if cache_steps == 1:
+            slots = torch.nn.functional.pad(slots, (0, 1), value=-1)  # of a second draft that is not there
+        return serving.verify(
+            q, k, v, _gates(a, ssm_states), _betas(b), ssm_states, torch.where(has_slot, committed, -1),
+            cu_seqlens=query_start_loc, drafts=scratch.flatten(0, 1), draft_slots=slots,
+            parents=retrieve_parent_token[:N] if tree else None, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+    if tree:
+        raise NotImplementedError("drafts that are a tree, beside accepted lengths")
     if cache_steps == 1:
         slots, accepted = slots.flatten(), None
     o, _ = kda.fused_recurrent_kda_fwd(

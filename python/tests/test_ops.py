@@ -6,6 +6,7 @@ import pytest
 import torch
 from common import FLAGS, make
 
+import libkda
 from libkda import chunk_kda, fused_recurrent_kda, fused_recurrent_kda_fwd, ops
 
 FORWARD, FORWARD_INTO, UPDATE, KEPT = (getattr(torch.ops.libkda, name).default
@@ -62,6 +63,35 @@ def test_opcheck_update(device):
     for slots in (None, torch.tensor([0] + [-1] * (len(state) - 1), dtype=torch.int32, device=device)):
         torch.library.opcheck(UPDATE, (*rows, torch.empty_like(x["v"]), state, slots, None, None, None, None, None,
                                            True, *TAIL, slots is not None))
+
+
+def test_opcheck_update_of_drafts_and_checkpoints(device):
+    x, _, state = make(T=32, device=device)
+    N, int32 = len(state), dict(dtype=torch.int32, device=device)
+    slots, drafts = torch.arange(N, **int32), state.repeat(2, 1, 1, 1)
+    rows = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    some = [y[:, :2].contiguous() for y in rows]
+    tail = None, None, None, None, None
+    of_drafts = drafts, torch.arange(2 * N, **int32).view(N, 2), torch.zeros(N, 2, **int32)
+    torch.library.opcheck(UPDATE, (*some, torch.empty_like(some[2]), state, slots, *tail, True, *TAIL, True, None, 0,
+                                   *of_drafts))
+    torch.library.opcheck(UPDATE, (*rows, torch.empty_like(rows[2]), state, slots, *tail, False, *TAIL, False, None, 0,
+                                   None, None, None, drafts, torch.full((N,), 16, **int32), slots))
+
+
+@pytest.mark.parametrize("name", ["drafts", "checkpoints"])
+def test_what_is_written_beside_the_pool_raises_its_version(device, name):
+    x, _, state = make(T=32, device=device)
+    N, given = len(state), state.repeat(2, 1, 1, 1)
+    slots, rows = torch.arange(N, device=device), torch.arange(2 * N, device=device)
+    with torch.no_grad():
+        if name == "drafts":
+            libkda.verify(**{n: y[:, :2].contiguous() for n, y in x.items()}, pool=state, slots=slots, drafts=given,
+                          draft_slots=rows.view(N, 2))
+        else:
+            libkda.prefill(**x, pool=state, slots=slots, checkpoints=given, checkpoint_offsets=slots * 0 + 16,
+                           checkpoint_slots=slots)
+    assert given._version == 1
 
 
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
@@ -307,6 +337,43 @@ def test_cuda_graph_with_new_data(T, shape):
         graph.replay()
         expected = call()
     assert torch.equal(o, expected[0]) and torch.equal(final, expected[1])
+
+
+@needs_cuda
+def test_a_graph_of_drafts_and_checkpoints_with_new_data():
+    """Trees, slots, offsets and rows of padding are read when the graph runs."""
+    N, S, on = 3, 4, dict(device="cuda")
+    x, _, state = make(B=N, T=S, N=N, device="cuda", dtype=torch.bfloat16, K=128, V=128)
+    long, _, _ = make(B=1, T=200, device="cuda", dtype=torch.bfloat16, K=128, V=128)
+    pool, drafts = state.repeat(3, 1, 1, 1), state.repeat(5, 1, 1, 1)
+    slots, parents = torch.tensor([4, 2, 0], **on), torch.tensor([[0, 0, 0, 1], [0, 0, 1, -1], [0, 0, 0, 0]], **on)
+    rows, cu = torch.arange(1, 1 + N * S, **on).view(N, S), torch.tensor([0, 100, 200, 200], **on)
+    offsets, to = torch.tensor([64, 0, 0], **on), torch.tensor([1, 2, 0], **on)
+    o, p = torch.zeros_like(x["v"]), torch.zeros_like(long["v"])
+
+    def step(pool, drafts):
+        libkda.verify(**x, pool=pool, slots=slots, first_slot=1, drafts=drafts, draft_slots=rows, parents=parents,
+                      out=o)
+        libkda.prefill(**long, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=drafts,
+                       checkpoint_offsets=offsets, checkpoint_slots=to, checkpoint_every=64, out=p)
+
+    with torch.inference_mode():
+        step(pool.clone(), drafts.clone())
+        graph, captured = torch.cuda.CUDAGraph(), (pool.clone(), drafts.clone())
+        with torch.cuda.graph(graph):
+            step(*captured)
+        slots.copy_(torch.tensor([1, 0, 3]))
+        parents.copy_(parents.flip(0))
+        offsets.copy_(torch.tensor([0, 64, 0]))
+        for y in (*x.values(), *long.values()):
+            y.copy_(y.flip(1))
+        for made, y in zip(captured, (pool, drafts)):
+            made.copy_(y)
+        graph.replay()
+        found = [y.clone() for y in (o, p, *captured)]
+        eager = pool.clone(), drafts.clone()
+        step(*eager)
+    assert all(torch.equal(a, b) for a, b in zip(found, (o, p, *eager)))
 
 
 @needs_cuda

@@ -107,6 +107,63 @@ def test_drafts_go_on_from_the_accepted_one(device):
         assert distance(pool[slots[n, 1]][None], state) < 1e-5
 
 
+def test_trees_of_drafts(device):
+    """Two branches behind a root, with states in a buffer of their own; a sequence that is shorter; padding."""
+    torch.manual_seed(3)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    drafts, start = torch.full((9, HV, K, V), float("nan"), device=device), pool.clone()
+    parents = torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1], [9, 9, 9, 9]], device=device)
+    rows = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [0, 0, 0, 0]], device=device)
+    x, slots = tokens(4, device, batch=3), torch.tensor([4, 2, -1], device=device)
+    o = libkda.verify(**x, pool=pool, slots=slots, drafts=drafts, draft_slots=rows, parents=parents, **options)
+    assert torch.equal(pool, start)
+    for n, path in ((0, [0, 1, 3]), (0, [0, 2]), (1, [0, 1])):
+        branch = {name: t[n:n + 1, path] for name, t in x.items()}
+        expected, state = exact(branch, options, start[slots[n]][None])
+        assert distance(o[n:n + 1, path], expected) < 1e-5
+        assert distance(drafts[rows[n, path[-1]]][None], state) < 1e-5
+    assert not o[1, 2:].any() and not o[2].any() and drafts[6:].isnan().all()
+
+
+def test_rows_are_the_records_of_drafts(device):
+    """As RecoverSSM has it: a verify that stores no state, then, once lengths are accepted, a commit from the same rows
+    that reads and writes each state once. Nothing waits for the lengths."""
+    torch.manual_seed(5)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    x, slots, start = tokens(4, device, batch=3), torch.tensor([4, 2, 0], device=device), pool.clone()
+    none = dict(drafts=torch.zeros_like(pool), draft_slots=torch.full((3, 4), -1, device=device))
+    o = libkda.verify(**x, pool=pool, slots=slots, first_slot=1, **none, **options)
+    assert torch.equal(pool, start) and not o[2].any()
+    accepted, column = torch.tensor([3, 1, 2], device=device), torch.arange(4, device=device)
+    last = torch.where(column == accepted[:, None] - 1, slots[:, None], -1)
+    chain = torch.where(column < accepted[:, None], column - 1, -1)
+    libkda.verify(**x, pool=pool, slots=last, num_accepted_tokens=accepted, parents=chain, first_slot=1, **options)
+    for n, count in enumerate((3, 1)):
+        expected, state = exact({name: y[n:n + 1, :count] for name, y in x.items()}, options, start[slots[n]][None])
+        assert distance(o[n:n + 1, :count], expected) < 1e-5
+        assert distance(pool[slots[n]][None], state) < 1e-5
+    untouched = [0, 1, 3, 5, 6]
+    assert torch.equal(pool[untouched], start[untouched])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_checkpoints_of_a_prefill(device, own):
+    """One a prompt, in bf16 rows of their own or in slots of the pool; a prompt without one, and padding."""
+    torch.manual_seed(4)
+    options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)
+    rows = torch.zeros(5, HV, K, V, device=device, dtype=torch.bfloat16) if own else pool
+    x, on = tokens(120, device), dict(device=device)
+    cu, offsets = torch.tensor([0, 50, 50, 100, 120], **on), torch.tensor([48, 16, 16, 0], **on)
+    slots, to = torch.tensor([3, 0, 5, 6], **on), torch.tensor([1, 0, 4, 2], **on)
+    kept, start = rows[2].clone(), pool.clone()
+    libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=rows,
+                   checkpoint_offsets=offsets, checkpoint_slots=to, **options)
+    for begin, offset, slot, row in ((0, 48, 3, 1), (50, 16, 5, 4)):
+        _, state = exact(part(x, begin, begin + offset), options, start[slot][None])
+        assert distance(rows[row][None].float(), state) < (5e-3 if own else 1e-5)
+    assert torch.equal(rows[2], kept) and torch.equal(pool[0], start[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_out_and_layouts(device, dtype):
     """The caller's memory, states with V first, in a pool whose slots are padded."""
@@ -123,6 +180,9 @@ def test_out_and_layouts(device, dtype):
     assert not room[:, HV * V * K:].any()
 
 
+CHECKPOINTS = dict(checkpoints=torch.zeros(3, HV, K, V), checkpoint_offsets=torch.tensor([0]),
+                   checkpoint_slots=torch.tensor([1]))
+DRAFTS = dict(slots=torch.tensor([1]), drafts=torch.zeros(4, HV, K, V), draft_slots=torch.tensor([[2, 3]]))
 BAD = {
     "prefill": [(dict(slots=None), "slots must be a torch.Tensor"), (dict(pool=None), "pool must be a torch.Tensor"),
                 (dict(slots=torch.tensor([[1, 2]])), r"slots must have shape \[N\]=\[1\], got \[1, 2\]"),
@@ -130,10 +190,24 @@ BAD = {
                 (dict(pool=torch.zeros(3, HV, K, V + 8)), r"pool must have shape .* got \[3, 4, 32, 24\]"),
                 (dict(pool=torch.zeros(3, HV, K, V, dtype=torch.float16)), "pool must be float32 or bfloat16"),
                 (dict(out=torch.zeros(1)), r"out must have shape .*, got \[1\]"),
+                (dict(checkpoints=torch.zeros(3, HV, K, V)), "checkpoints, checkpoint_offsets and checkp"),
+                (dict(CHECKPOINTS, checkpoint_offsets=torch.tensor([2])), "checkpoint_offsets: entry 0 = 2 is not"),
+                (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([3])), "checkpoint_slots: entry 0 = 3 is outside"),
+                (dict(CHECKPOINTS, checkpoint_slots=torch.tensor([1, 2])), r"checkpoint_slots must have shape \[N\]"),
+                (dict(CHECKPOINTS, checkpoint_every=24), "checkpoint_every: 24 is not a positive multiple of 16"),
+                (dict(CHECKPOINTS, checkpoints=torch.zeros(0, HV, K, V)), "checkpoints has no slots"),
                 (dict(slots=torch.tensor([9])), "slots"), (dict(first_slot=-1), "first_slot must be 0 to"),
                 (dict(allow_neg_eigval=True, use_beta_sigmoid_in_kernel=False), "`allow_neg_eigval=True` requires")],
     "decode": [(dict(tokens(9, "cpu")), "q must have at most 8 tokens a sequence for decode, got 9; prefill")],
-    "verify": [(dict(slots=torch.tensor([1])), r"slots must have shape \[N, S\], got \[1\]"),
+    "verify": [(dict(slots=torch.tensor([1])), r"slots must have 2 dimensions, got \[1\]"),
+               (dict(parents=torch.zeros(1, 3, dtype=torch.int32)), r"parents must have shape \[N, S\]=\[1, 2\]"),
+               (dict(parents=torch.tensor([[0, 1]])), "parents: entry 0, 1 = 1 is not below 1"),
+               (dict(drafts=torch.zeros(4, HV, K, V)), "drafts and draft_slots are given together"),
+               (dict(DRAFTS, slots=torch.tensor([[1, 2]])), r"slots must have 1 dimensions"),
+               (dict(DRAFTS, draft_slots=torch.tensor([[1, 4]])), "draft_slots: entry 1 = 4 is outside"),
+               (dict(DRAFTS, draft_slots=torch.tensor([[1]])), "draft_slots must have at least 2 columns"),
+               (dict(DRAFTS, drafts=torch.zeros(4, HV, K, 9)), r"drafts must have shape .* got \[4, 4, 32, 9\]"),
+               (dict(DRAFTS, num_accepted_tokens=torch.tensor([1])), "num_accepted_tokens counts columns of slots"),
                (dict(slots=torch.tensor([[1]])), "slots must have at least 2 columns for verify"),
                (dict(num_accepted_tokens=torch.tensor([1.0])), "num_accepted_tokens must be int32")]}
 

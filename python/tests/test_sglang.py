@@ -290,7 +290,6 @@ def verify(requests, names, count=STEPS, padding=(), **metadata):
     return out[len(names) * count:]
 
 
-@pytest.mark.usefixtures("copies_states")
 def test_target_verify(requests):
     """The committed state is read, and those behind drafts go to the scratch."""
     requests.start("a", 3)
@@ -303,13 +302,27 @@ def test_target_verify(requests):
     assert requests.scratch[3:, 2:].isnan().all() and requests.untouched()
 
 
-@pytest.mark.usefixtures("copies_states")
 def test_drafts_that_are_a_tree(requests):
-    """They are SGLang's own."""
+    """Each goes on from its parent; states go to the scratch, and the pool keeps what it has."""
     requests.start("a", 3)
     requests.extend(dict(a=20))
-    with pytest.raises(AssertionError, match="SGLang's own recurrent kernel was called: sglang: target_verify: drafts"):
-        verify(requests, ["a"], retrieve_parent_token=torch.zeros(1, STEPS))
+    x, a, b = requests.tokens(STEPS)
+    mode = types.SimpleNamespace(is_target_verify=lambda: True)
+    spec = types.SimpleNamespace(draft_token_num=STEPS, ragged_verify_layout=None)
+    out = requests.step(
+        requests.backend.forward_extend, x, a, b,
+        dict(forward_mode=mode, spec_info=spec, req_pool_indices=torch.arange(1)),
+        query_start_loc=torch.tensor([0, STEPS], dtype=torch.int32), mamba_cache_indices=torch.tensor([3]),
+        retrieve_parent_token=torch.tensor([[-1, 0, 0, 1]]))
+    assert libkda.sglang.last_path() == "libkda: target_verify"
+    history = list(requests.histories["a"])
+    for path in ([0, 1, 3], [0, 2]):
+        requests.histories["a"] = history + [(x[t:t + 1], a[:, t:t + 1], b[:, t:t + 1]) for t in path]
+        o, state = requests.expected("a")
+        assert distance(out[path], o[-len(path):]) < requests.tolerance
+        assert distance(requests.scratch[0, path[-1]], state) < requests.tolerance
+    requests.histories["a"] = history
+    assert distance(requests.pool[3], requests.expected("a")[1]) < requests.tolerance
 
 
 def test_drafts_of_flashinfer(engine):

@@ -105,6 +105,12 @@ def serve_prefill(x):
     return dict(arguments, out=nan_like(arguments["v"]))
 
 
+def serve_checkpoints(x):
+    on = dict(device=x["q"].device)
+    return dict(serve_prefill(x), checkpoints=x["pool"].clone(), checkpoint_offsets=torch.tensor([0, 0], **on),
+                checkpoint_slots=torch.tensor([0, 2], **on))
+
+
 def serve_decode(x):
     return serving(x, slots=torch.tensor([3, 1], device=x["q"].device), first_slot=1)
 
@@ -113,6 +119,12 @@ def serve_verify(x):
     some = {n: t[:, :2].contiguous() for n, t in rows(x).items()}
     return dict(serving(x) | some, slots=torch.tensor([[0, 1], [2, 3]], device=x["q"].device),
                 num_accepted_tokens=torch.tensor([1, 2], device=x["q"].device), out=nan_like(some["v"]))
+
+
+def serve_tree(x):
+    arguments, on = serve_verify(x), dict(device=x["q"].device)
+    return dict(arguments, num_accepted_tokens=None, slots=torch.tensor([3, 1], **on), drafts=x["pool"].clone(),
+                draft_slots=torch.tensor([[0, 1], [2, 3]], **on), parents=torch.tensor([[0, 0], [0, 0]], **on))
 
 
 def speculative(x):
@@ -300,9 +312,13 @@ TARGETS = {
     "fused_recurrent_kda_fwd, out": Target(libkda.fused_recurrent_kda_fwd, with_out, ("out",),
                                            ("dt_bias", "initial_state", "out")),
     "prefill": Target(libkda.prefill, serve_prefill, ("pool", "out"), ("dt_bias", "out", "has_state", "cu_seqlens")),
+    "prefill, checkpoints": Target(libkda.prefill, serve_checkpoints, ("pool", "out", "checkpoints"),
+                                   ("dt_bias", "out", "has_state", "cu_seqlens")),
     "decode": Target(libkda.decode, serve_decode, ("pool", "out"), ("dt_bias", "out", "has_state")),
     "verify": Target(libkda.verify, serve_verify, ("pool", "out"),
                      ("dt_bias", "num_accepted_tokens", "out", "has_state")),
+    "verify, a tree": Target(libkda.verify, serve_tree, ("drafts", "out"),
+                             ("dt_bias", "num_accepted_tokens", "out", "has_state", "parents")),
     "fused_kda_gate": Target(libkda.fused_kda_gate, raw_gate, optional=("dt_bias",)),
     "fused_kda_gate, bounded": Target(libkda.fused_kda_gate, bounded_gate, optional=GATE_NAMES),
     "naive_kda_gate": Target(libkda.naive_kda_gate, raw_gate, optional=("dt_bias",)),

@@ -53,6 +53,8 @@ bool has_mask(const kda_problem& c) { return c.has_initial_state_mask || c.initi
 bool has_accepted(const kda_problem& c) {
   return c.has_num_accepted_tokens || c.num_accepted_tokens;
 }
+bool has_offsets(const kda_problem& c) { return c.has_checkpoint_offsets || c.checkpoint_offsets; }
+bool has_parents(const kda_problem& c) { return c.has_token_parents || c.token_parents; }
 
 std::optional<StateDesc> state_of(const Problem& p, const kda_state& given) {
   if (!is_given(given)) return std::nullopt;
@@ -97,8 +99,10 @@ Problem problem_of(const kda_problem& c) {
   p.final_state = state_of(p, c.final_state);
   p.checkpoints = state_of(p, c.checkpoints);
   p.checkpoint_every = c.checkpoint_every;
+  p.checkpoint_offsets = has_offsets(c);
   p.state_index_columns = c.state_index_columns == 0 ? 1 : c.state_index_columns;
   p.num_accepted_tokens = has_accepted(c);
+  p.token_parents = has_parents(c);
   p.zero_skipped = c.zero_skipped != 0;
   p.first_slot = c.first_slot;
   p.batch_invariant = c.batch_invariant != 0;
@@ -120,10 +124,12 @@ Tensors tensors_of(const kda_problem& c) {
   t.initial_state_indices = c.initial_state.indices;
   t.initial_state_mask = c.initial_state_mask;
   t.num_accepted_tokens = c.num_accepted_tokens;
+  t.token_parents = c.token_parents;
   t.final_state = c.final_state.tensor.data;
   t.final_state_indices = c.final_state.indices;
   t.checkpoints = c.checkpoints.tensor.data;
   t.checkpoint_indices = c.checkpoints.indices;
+  t.checkpoint_offsets = c.checkpoint_offsets;
   t.saved = c.saved;
   t.saved_bytes = c.saved_bytes;
   t.trusted = c.trusted != 0;
@@ -156,6 +162,8 @@ Status check_call(const Problem& planned, const kda_problem& c) {
   if (c.cu_seqlens && !planned.cu_seqlens) return unplanned("cu_seqlens");
   if (has_mask(c) && !planned.initial_state_mask) return unplanned("initial_state_mask");
   if (has_accepted(c) && !planned.num_accepted_tokens) return unplanned("num_accepted_tokens");
+  if (has_offsets(c) && !planned.checkpoint_offsets) return unplanned("checkpoint_offsets");
+  if (has_parents(c) && !planned.token_parents) return unplanned("token_parents");
   return {};
 }
 

@@ -176,11 +176,16 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     m.add(host.final_state, state_extent(p, p.final_state), true);
     m.add(host.checkpoints, state_extent(p, p.checkpoints), true);
     const auto columns = static_cast<std::size_t>(p.state_index_columns);
-    m.add(host.initial_state_indices, N * columns * sizeof(int32_t));
+    m.add(host.initial_state_indices,
+          N * static_cast<std::size_t>(initial_columns(p)) * sizeof(int32_t));
     m.add(host.initial_state_mask, N);
     m.add(host.num_accepted_tokens, N * sizeof(int32_t));
-    m.add(host.final_state_indices, N * sizeof(int32_t));
-    if (host.checkpoint_indices)
+    if (p.token_parents) m.add(host.token_parents, N * columns * sizeof(int32_t));
+    m.add(host.final_state_indices, N * columns * sizeof(int32_t));
+    if (p.checkpoint_offsets) m.add(host.checkpoint_offsets, N * sizeof(int32_t));
+    if (host.checkpoint_indices && p.checkpoint_offsets)
+      m.add(host.checkpoint_indices, N * sizeof(int32_t));
+    else if (host.checkpoint_indices)
       m.add(host.checkpoint_indices,
             static_cast<std::size_t>(total_checkpoints(plan, host.cu_seqlens)) * sizeof(int32_t));
     m.upload();
@@ -194,8 +199,9 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     m.replace(*pointer);
   for (void** pointer : {&t.o, &t.initial_state, &t.final_state, &t.checkpoints})
     m.replace(*pointer);
-  for (const int32_t** pointer : {&t.initial_state_indices, &t.num_accepted_tokens,
-                                  &t.final_state_indices, &t.checkpoint_indices})
+  for (const int32_t** pointer :
+       {&t.initial_state_indices, &t.num_accepted_tokens, &t.token_parents, &t.final_state_indices,
+        &t.checkpoint_indices, &t.checkpoint_offsets})
     m.replace(*pointer);
   m.replace(t.initial_state_mask);
 }

@@ -49,8 +49,24 @@ inline bool in_place(const Problem& p) {
   return p.operation == Operation::kDecode && !p.final_state;
 }
 
-/// Decode in place writes zeros where no token is computed.
+/// Columns of the index arrays of initial_state, and of final_state.
+inline int64_t initial_columns(const Problem& p) { return in_place(p) ? p.state_index_columns : 1; }
+inline int64_t final_columns(const Problem& p) { return p.state_index_columns; }
+
+/// Decode skips a sequence whose initial_state has no slot: in place, and where it stores a state a
+/// token.
+inline bool skips_sequences(const Problem& p) { return in_place(p) || p.state_index_columns > 1; }
+/// It writes zeros where no token is computed.
 inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_slot > 0; }
+
+/// Tokens of sequence n that are computed, of `length`: those before the first one that its tree
+/// leaves out. `parents`: [N, S], or null.
+inline int64_t computed_tokens(const Problem& p, const int32_t* parents, int64_t n,
+                               int64_t length) {
+  for (int64_t t = 1; p.token_parents && t < length; ++t)
+    if (parents[n * p.state_index_columns + t] < 0) return t;
+  return length;
+}
 
 /// Value heads of a q/k head.
 inline int64_t group_size(const Problem& p) { return p.num_value_heads / p.num_heads; }

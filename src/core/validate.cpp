@@ -220,10 +220,12 @@ Status check_forward_states(const Problem& p) {
       (p.checkpoint_every < kCheckpointMultiple || p.checkpoint_every % kCheckpointMultiple != 0))
     return invalid("checkpoint_every: ", p.checkpoint_every, " is not a positive multiple of ",
                    kCheckpointMultiple);
+  if (p.checkpoint_offsets && !(p.checkpoints && p.checkpoints->indexed))
+    return invalid("checkpoint_offsets: needs checkpoints with indices");
   if (p.initial_state_mask && !p.initial_state)
     return invalid("initial_state_mask: given without initial_state");
-  if (p.state_index_columns != 1 || p.num_accepted_tokens)
-    return invalid("state_index_columns, num_accepted_tokens: belong to decode");
+  if (p.state_index_columns != 1 || p.num_accepted_tokens || p.token_parents)
+    return invalid("state_index_columns, num_accepted_tokens, token_parents: belong to decode");
   if (p.zero_skipped) return invalid("zero_skipped: belongs to decode, forward skips no token");
   return {};
 }
@@ -232,18 +234,21 @@ Status check_decode_states(const Problem& p) {
   if (!p.initial_state && !p.final_state)
     return invalid("initial_state: decode needs the state pool, or final_state to write to");
   KDA_RETURN_IF_ERROR(check_state("final_state", p, p.final_state, true));
-  if (p.final_state && (p.state_index_columns != 1 || p.num_accepted_tokens))
-    return invalid("final_state: with state_index_columns or num_accepted_tokens decode writes ",
-                   "into the pool of initial_state");
-  if (p.final_state && p.zero_skipped)
-    return invalid(
-        "zero_skipped: belongs to decode in place, with final_state no token is skipped");
+  if (p.final_state && p.num_accepted_tokens)
+    return invalid("final_state: with num_accepted_tokens decode writes into the pool of ",
+                   "initial_state");
+  if (p.final_state && p.zero_skipped && p.state_index_columns == 1)
+    return invalid("zero_skipped: belongs to decode in place, with final_state and one column of ",
+                   "indices no token is skipped");
   if (p.initial_state_mask && !p.initial_state)
     return invalid("initial_state_mask: given without initial_state");
-  if (p.checkpoints) return invalid("checkpoints: belong to forward");
+  if (p.checkpoints || p.checkpoint_offsets)
+    return invalid("checkpoints, checkpoint_offsets: belong to forward");
   KDA_RETURN_IF_ERROR(check_range("state_index_columns: S", p.state_index_columns, 1, 65535));
-  if (p.state_index_columns != 1 && !p.initial_state->indexed)
+  if (p.state_index_columns != 1 && !(p.final_state ? p.final_state : p.initial_state)->indexed)
     return invalid("state_index_columns: S = ", p.state_index_columns, " needs indexed states");
+  if (p.token_parents && p.state_index_columns == 1)
+    return invalid("token_parents: needs a state a token, state_index_columns = 1");
   if (!p.cu_seqlens && p.num_tokens > kMaxDecodeTokens)
     return invalid("num_tokens: decode takes 1..", kMaxDecodeTokens, " tokens a sequence, got ",
                    p.num_tokens);

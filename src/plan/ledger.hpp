@@ -17,6 +17,8 @@ namespace block {
 inline constexpr const char* kThreadScratch = "thread_scratch";
 inline constexpr const char* kFinalSlotMarks = "final_slot_marks";
 inline constexpr const char* kCheckpointSlotMarks = "checkpoint_slot_marks";
+/// int32, a slot every checkpoint_every tokens of each sequence, from checkpoint_offsets.
+inline constexpr const char* kCheckpointPlaces = "checkpoint_places";
 }  // namespace block
 
 /// Appends a block (nothing for 0 bytes) to blocks that take `total` bytes so far. False if the

@@ -66,8 +66,8 @@ class Key {
         p.num_sequences, p.head_map, p.q, p.k, p.v, p.g, p.beta, p.o, p.gate_mode, p.lower_bound,
         p.A_log, p.dt_bias, p.beta_mode, p.qk_l2norm, p.scale, p.cu_seqlens, p.state_layout,
         p.initial_state, p.initial_state_mask, p.final_state, p.checkpoints, p.checkpoint_every,
-        p.first_slot, p.state_index_columns, p.num_accepted_tokens, p.zero_skipped,
-        p.batch_invariant);
+        p.checkpoint_offsets, p.first_slot, p.state_index_columns, p.num_accepted_tokens,
+        p.token_parents, p.zero_skipped, p.batch_invariant);
   }
 
   std::vector<int64_t> words_;

@@ -8,6 +8,7 @@
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
 #include "plan/builder.hpp"
+#include "plan/ledger.hpp"
 #include "plan/planner.hpp"
 
 namespace kda {
@@ -180,6 +181,19 @@ Status check_plan_lengths(const Plan& plan) {
   return {};
 }
 
+void book_checkpoint_places(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  if (!p.checkpoint_offsets) return;
+  int64_t places = p.batch * p.num_tokens / p.checkpoint_every;  // at most, without lengths
+  if (plan.lengths_known) {
+    places = 0;
+    for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
+      places += num_checkpoints(p, plan.cu_seqlens[n + 1] - plan.cu_seqlens[n]);
+  }
+  builder.book(plan::block::kCheckpointPlaces, static_cast<std::size_t>(places), sizeof(int32_t));
+}
+
 void count_chunks(Plan* plan) {
   plan->chunk_offsets.assign(plan->cu_seqlens.size(), 0);
   for (std::size_t n = 0; n + 1 < plan->cu_seqlens.size(); ++n) {
@@ -286,6 +300,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     plan->implementation = chosen->name;
     plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
+    if (gradients == nullptr) book_checkpoint_places(builder);
     KDA_RETURN_IF_ERROR(builder.status());
     KDA_RETURN_IF_ERROR(check_spans(*plan, gradients));
     if (const char* tensor = float64_tensor(request)) builder.reason(float64_reason(tensor));

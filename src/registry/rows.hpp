@@ -109,6 +109,9 @@ struct ForwardRow {
   std::optional<SegmentStages> segments;
   std::optional<ChunkStages> chunk_stages;
   std::optional<SpanStages> spans = {};
+  /// Fills the plan's block checkpoint_places from checkpoint_offsets; null: run() does, on the
+  /// host.
+  Status (*place_checkpoints)(const stage::Call& call, int32_t* places) = nullptr;
 };
 
 struct DecodeRow {

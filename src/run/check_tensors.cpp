@@ -162,9 +162,12 @@ class Checker {
                                     indexed(p_.checkpoints) && p_.checkpoints->num_slots > 0,
                                     t_.checkpoint_indices));
     KDA_RETURN_IF_ERROR(
+        check_array("checkpoint_offsets", N > 0 && p_.checkpoint_offsets, t_.checkpoint_offsets));
+    KDA_RETURN_IF_ERROR(
         check_array("initial_state_mask", N > 0 && p_.initial_state_mask, t_.initial_state_mask));
     KDA_RETURN_IF_ERROR(check_array("num_accepted_tokens", N > 0 && p_.num_accepted_tokens,
                                     t_.num_accepted_tokens));
+    KDA_RETURN_IF_ERROR(check_array("token_parents", N > 0 && p_.token_parents, t_.token_parents));
     return check_aliasing();
   }
 
@@ -250,21 +253,58 @@ class Checker {
     if (p_.initial_state_mask && N > 0 && !t_.initial_state_mask)
       return invalid("initial_state_mask: pointer is null");
     if (p_.initial_state && p_.initial_state->indexed)
-      KDA_RETURN_IF_ERROR(check_index("initial_state_indices", t_.initial_state_indices, N * S,
-                                      p_.initial_state->num_slots));
+      KDA_RETURN_IF_ERROR(check_index("initial_state_indices", t_.initial_state_indices,
+                                      N * initial_columns(p_), p_.initial_state->num_slots));
     if (p_.final_state && p_.final_state->indexed)
-      KDA_RETURN_IF_ERROR(
-          check_index("final_state_indices", t_.final_state_indices, N, p_.final_state->num_slots));
+      KDA_RETURN_IF_ERROR(check_index("final_state_indices", t_.final_state_indices,
+                                      N * final_columns(p_), p_.final_state->num_slots));
     if (p_.checkpoints && p_.checkpoints->indexed)
       KDA_RETURN_IF_ERROR(check_index("checkpoint_indices", t_.checkpoint_indices,
-                                      total_checkpoints(p_, sequences_),
+                                      num_checkpoint_indices(p_, sequences_),
                                       p_.checkpoints->num_slots));
-    if (!p_.num_accepted_tokens) return {};
-    if (N > 0 && !t_.num_accepted_tokens) return invalid("num_accepted_tokens: pointer is null");
-    for (int64_t n = 0; n < N; ++n)
+    KDA_RETURN_IF_ERROR(check_offsets());
+    const bool accepted = p_.num_accepted_tokens && N > 0;
+    if (accepted && !t_.num_accepted_tokens) return invalid("num_accepted_tokens: pointer is null");
+    for (int64_t n = 0; accepted && n < N; ++n)
       if (t_.num_accepted_tokens[n] < 1 || t_.num_accepted_tokens[n] > S)
         return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
                        " is outside 1..", S);
+    return check_parents();
+  }
+
+  Status check_offsets() const {
+    const int64_t N = p_.num_sequences;
+    if (!p_.checkpoint_offsets || N == 0) return {};
+    if (!t_.checkpoint_offsets) return invalid("checkpoint_offsets: pointer is null");
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t offset = t_.checkpoint_offsets[n];
+      if (state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, n) < 0) continue;
+      if (offset > 0 && offset % p_.checkpoint_every != 0)
+        return invalid("checkpoint_offsets: entry ", n, " = ", offset, " is not a multiple of ",
+                       p_.checkpoint_every);
+      if (offset > sequences_.length(n))
+        return invalid("checkpoint_offsets: entry ", n, " = ", offset, " is above ",
+                       sequences_.length(n), ", the length of its sequence");
+    }
+    return {};
+  }
+
+  Status check_parents() const {
+    const int64_t N = p_.num_sequences, S = p_.state_index_columns;
+    if (!p_.token_parents || N == 0) return {};
+    if (!t_.token_parents) return invalid("token_parents: pointer is null");
+    const StateDesc& stored = p_.final_state ? *p_.final_state : *p_.initial_state;
+    const int32_t* slots = p_.final_state ? t_.final_state_indices : t_.initial_state_indices;
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t t = 1; t < sequences_.length(n) && !is_skipped(p_, t_, n); ++t) {
+        const int64_t parent = t_.token_parents[n * S + t];
+        if (parent < 0) break;
+        if (parent >= t)
+          return invalid("token_parents: entry ", n, ", ", t, " = ", parent, " is not below ", t);
+        if (parent != t - 1 && state_slot(p_, stored, slots, n * S + parent) < 0)
+          return invalid("token_parents: entry ", n, ", ", t, " = ", parent,
+                         ", a token whose state has no slot");
+      }
     return {};
   }
 

@@ -4,8 +4,10 @@
 
 #include <cstring>
 #include <tuple>
+#include <type_traits>
 
 #include "core/guard.hpp"
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "plan/builder.hpp"
 #include "plan/ledger.hpp"
@@ -65,13 +67,46 @@ Status call_on(const Head* head, const Plan& plan, const Given& given,
   });
 }
 
+void place_checkpoints(const stage::Call& call, int32_t* places) {
+  const Problem& p = call.problem;
+  for (int64_t n = 0; n < p.num_sequences; ++n) {
+    const int64_t count = num_checkpoints(p, call.sequences.length(n));
+    const int64_t due = call.tensors.checkpoint_offsets[n] / p.checkpoint_every - 1;
+    for (int64_t i = 0; i < count; ++i)
+      *places++ = i == due ? call.tensors.checkpoint_indices[n] : -1;
+  }
+}
+
+/// Calls body(call). With checkpoint_offsets it sees checkpoint_indices as without them: one every
+/// checkpoint_every tokens, of which most are none.
+template <class Body>
+Status with_checkpoints(const ForwardRow& row, const stage::Call& call, Body&& body) {
+  if (!call.problem.checkpoint_offsets) return body(call);
+  auto* places = static_cast<int32_t*>(
+      plan::find_block(*call.plan, call.workspace, plan::block::kCheckpointPlaces));
+  if (places && row.place_checkpoints) {
+    KDA_RETURN_IF_ERROR(row.place_checkpoints(call, places));
+  } else if (places) {
+    place_checkpoints(call, places);
+  }
+  Tensors tensors = call.tensors;
+  tensors.checkpoint_indices = places;
+  return body({call.problem, tensors, call.sequences, call.num_threads, call.scratch, call.plan,
+               call.workspace, call.stream});
+}
+
 /// Finds the plan's row, and calls body(row, call) once all is checked.
 template <class Row, class Body>
 Status checked_call(std::span<const Row* const> rows, const Plan& plan, const Tensors& tensors,
                     void* workspace, std::size_t workspace_bytes, void* stream, Body&& body,
                     const GradientCheck* backward = nullptr) noexcept {
   const Row* row = registry::find_row(rows, plan.implementation);
-  auto run = [&](const stage::Call& call) { return body(*row, call); };
+  auto run = [&](const stage::Call& call) -> Status {
+    if constexpr (std::is_same_v<Row, ForwardRow>)
+      return with_checkpoints(*row, call, [&](const stage::Call& c) { return body(*row, c); });
+    else
+      return body(*row, call);
+  };
   return call_on(
       row ? &row->head : nullptr, plan, {tensors, workspace, workspace_bytes, stream, backward},
       [](void* context, const stage::Call& call) {

@@ -51,7 +51,7 @@ class SlotChecker {
     };
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
       const int64_t source = slot(n, accepted(n) - 1);
-      const int64_t written = S == 1 ? 1 : sequences_.length(n);
+      const int64_t written = S == 1 ? 1 : computed(n);
       if (source < 0 || sequences_.length(n) == 0) continue;
       for (int64_t t = 0; t < written; ++t)
         KDA_RETURN_IF_ERROR(
@@ -61,6 +61,9 @@ class SlotChecker {
       KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
                                      static_cast<int32_t>(n + 1)));
     return {};
+  }
+  int64_t computed(int64_t n) const {
+    return computed_tokens(p_, t_.token_parents, n, sequences_.length(n));
   }
   int64_t accepted(int64_t n) const {
     return p_.num_accepted_tokens ? t_.num_accepted_tokens[n] : 1;
@@ -74,15 +77,21 @@ class SlotChecker {
     const bool shared = p_.final_state && p_.checkpoints &&
                         same_pool(*p_.final_state, t_.final_state, *p_.checkpoints, t_.checkpoints);
     SlotMarks& checkpoints = shared ? finals : others;
-    if (p_.final_state)
-      for (int64_t n = 0; n < p_.num_sequences; ++n)
-        KDA_RETURN_IF_ERROR(finals.write("final_state_indices",
-                                         state_slot(p_, *p_.final_state, t_.final_state_indices, n),
-                                         static_cast<int32_t>(n + 1)));
-    const int64_t count = total_checkpoints(p_, sequences_);
-    for (int64_t c = 0; c < count; ++c)
+    const int64_t S = final_columns(p_);
+    for (int64_t n = 0; p_.final_state && n < p_.num_sequences; ++n) {
+      const int64_t written = S == 1 ? 1 : is_skipped(p_, t_, n) ? 0 : computed(n);
+      for (int64_t t = 0; t < written; ++t)
+        KDA_RETURN_IF_ERROR(
+            finals.write("final_state_indices",
+                         state_slot(p_, *p_.final_state, t_.final_state_indices, n * S + t),
+                         static_cast<int32_t>(n + 1)));
+    }
+    const int64_t count = num_checkpoint_indices(p_, sequences_);
+    for (int64_t c = 0; c < count; ++c) {
+      if (p_.checkpoint_offsets && t_.checkpoint_offsets[c] <= 0) continue;
       KDA_RETURN_IF_ERROR(checkpoints.write(
           "checkpoint_indices", state_slot(p_, *p_.checkpoints, t_.checkpoint_indices, c), -1));
+    }
     if (!p_.initial_state) return {};
     if (p_.final_state &&
         same_pool(*p_.initial_state, t_.initial_state, *p_.final_state, t_.final_state))
@@ -119,9 +128,20 @@ int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequen
   return total;
 }
 
+int64_t num_checkpoint_indices(const Problem& problem, const stage::Sequences& sequences) {
+  return problem.checkpoint_offsets ? problem.num_sequences : total_checkpoints(problem, sequences);
+}
+
 bool same_pool(const StateDesc& a, const void* a_base, const StateDesc& b, const void* b_base) {
-  return a_base == b_base && a.tensor.dtype == b.tensor.dtype &&
+  return a_base == b_base && a.num_slots == b.num_slots && a.tensor.dtype == b.tensor.dtype &&
          a.tensor.strides == b.tensor.strides;
+}
+
+bool is_skipped(const Problem& p, const Tensors& t, int64_t n) {
+  if (!p.initial_state || !skips_sequences(p)) return false;
+  const int64_t column = p.num_accepted_tokens ? t.num_accepted_tokens[n] - 1 : 0;
+  return state_slot(p, *p.initial_state, t.initial_state_indices, n * initial_columns(p) + column) <
+         0;
 }
 
 Status check_slots(const Plan& plan, const Tensors& tensors, const stage::Sequences& sequences,

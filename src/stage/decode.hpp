@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stage "decode": a few tokens a sequence, one read and one write of a state (one write a token
-// with state_index_columns > 1). With a final_state of its own the states are those of forward:
+// with state_index_columns S > 1). With a final_state of its own the states are those of forward:
 //   sequence n reads initial_state (absent, masked or no slot: zeros), writes final_state
+//   S > 1: without a slot it is skipped; the state after token t goes to slot [n, t] of final_state
 // In place:
 //   sequence n reads slot idx[n, num_accepted[n] - 1]; without a slot it is skipped
 //   S = 1: writes the state after the last token to the slot that was read

@@ -309,6 +309,61 @@ TEST(CApi, DecodeCountsAcceptedTokensThatAreGiven) {
   for (int i = 0; i < 4 * 24; ++i) ASSERT_TRUE(std::isfinite(call.o[static_cast<std::size_t>(i)]));
 }
 
+/// One checkpoint a sequence, of the second one after 32 of its tokens: as of every 32.
+TEST(CApi, CheckpointsAtOffsets) {
+  CCall call;
+  kda_problem& p = call.problem;
+  std::vector<float> every(4 * 4 * 16 * 24), at(2 * 4 * 16 * 24);
+  const int64_t shape[] = {4, 4, 16, 24}, one_each[] = {2, 4, 16, 24};
+  kda_tensor_contiguous(&p.checkpoints.tensor, every.data(), KDA_FP32, 4, shape);
+  p.checkpoints.num_slots = 4;
+  p.checkpoint_every = 32;
+  call.run();
+  const int32_t offsets[] = {0, 32}, slots[] = {1, 0};
+  kda_tensor_contiguous(&p.checkpoints.tensor, at.data(), KDA_FP32, 4, one_each);
+  p.checkpoints.num_slots = 2;
+  p.checkpoints.indices = slots;
+  p.checkpoint_offsets = offsets;
+  call.run();
+  constexpr std::ptrdiff_t kState = 4 * 16 * 24;
+  EXPECT_TRUE(std::equal(at.begin(), at.begin() + kState, every.begin() + 3 * kState));
+  EXPECT_TRUE(std::all_of(at.begin() + kState, at.end(), [](float x) { return x == 0; }));
+}
+
+/// Two drafts behind one token: the states after them go to slots of final_state.
+TEST(CApi, TreesOfDrafts) {
+  CCall call;
+  kda_problem& p = call.problem;
+  p.operation = KDA_DECODE;
+  p.num_tokens = 3;
+  p.num_sequences = 1;
+  p.has_cu_seqlens = 0;
+  const int64_t shape[] = {3, 4, 16, 24};
+  std::vector<float> drafts(3 * 4 * 16 * 24), chain = drafts;
+  p.final_state = {};
+  kda_tensor_contiguous(&p.final_state.tensor, drafts.data(), KDA_FP32, 4, shape);
+  const int32_t slots[] = {0, 1, 2}, parents[] = {-1, 0, 0};
+  p.final_state.num_slots = 3;
+  p.final_state.indices = slots;
+  p.state_index_columns = 3;
+  p.token_parents = parents;
+  call.run();
+  const std::vector<float> of_tree = call.o;
+  p.token_parents = nullptr;
+  p.final_state.tensor.data = chain.data();
+  call.run();
+  const auto equal = [&](std::size_t token) {
+    return std::equal(of_tree.begin() + static_cast<std::ptrdiff_t>(token * 96),
+                      of_tree.begin() + static_cast<std::ptrdiff_t>((token + 1) * 96),
+                      call.o.begin() + static_cast<std::ptrdiff_t>(token * 96));
+  };
+  EXPECT_TRUE(equal(0) && equal(1));
+  EXPECT_FALSE(equal(2));  // it follows the first token, not the second
+  constexpr std::ptrdiff_t kState = 4 * 16 * 24;
+  EXPECT_TRUE(std::equal(drafts.begin(), drafts.begin() + 2 * kState, chain.begin()));
+  EXPECT_FALSE(std::equal(drafts.begin() + 2 * kState, drafts.end(), chain.begin() + 2 * kState));
+}
+
 /// A call that gives more than its plan was made for is refused: it would be left out.
 TEST(CApi, WhatThePlanDoesNotHaveIsRefused) {
   const int32_t slots[] = {0, 1};
@@ -327,6 +382,10 @@ TEST(CApi, WhatThePlanDoesNotHaveIsRefused) {
        [](kda_problem& p, const int32_t*, const uint8_t* given) { p.initial_state_mask = given; }},
       {"num_accepted_tokens: given", [](kda_problem& p, const int32_t* indices,
                                         const uint8_t*) { p.num_accepted_tokens = indices; }},
+      {"checkpoint_offsets: given", [](kda_problem& p, const int32_t* indices,
+                                       const uint8_t*) { p.checkpoint_offsets = indices; }},
+      {"token_parents: given",
+       [](kda_problem& p, const int32_t* indices, const uint8_t*) { p.token_parents = indices; }},
   };
   for (const auto& row : rows) {
     CCall call;

@@ -28,6 +28,7 @@ TESTS = {
     "chunk_grad_test": ["staged_backward"],
     "decode_test": ["decode"],
     "determinism_test": ["staged", "recurrent"],
+    "drafts_test": ["drafts"],
     "fold_states_test": ["fold"],
     "fused_decode_test": ["layer"],
     "fused_test": ["fused"],
@@ -40,7 +41,7 @@ TESTS = {
     "span_halves_test": ["spans", "fused"],
     "staged_backward_test": ["staged_backward", "staged", "backward"],
     "staged_test": ["staged"],
-    "states_test": ["staged", "recurrent"],
+    "states_test": ["staged", "recurrent", "checkpoints"],
     "streams_test": ["fused", "staged", "recurrent", "decode"],
 }
 CHUNKED = ("staged", "recurrent")
@@ -51,7 +52,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
 FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "fold",
-            "head_gates")
+            "head_gates", "drafts", "checkpoints")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

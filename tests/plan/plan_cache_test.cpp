@@ -84,6 +84,7 @@ TEST(PlanCache, AnythingElseGivesAnother) {
       [](Arguments& a) { a.problem.final_state->num_slots = 5; },
       [](Arguments& a) { a.problem.checkpoints->tensor.strides[0] += 4; },
       [](Arguments& a) { a.problem.checkpoint_every = 32; },
+      [](Arguments& a) { a.problem.checkpoint_offsets = true; },
       [](Arguments& a) { a.problem.first_slot = 1; },
       [](Arguments& a) { a.problem.batch_invariant = true; },
       [](Arguments& a) { a.problem.head_map = HeadMap::kTiled; },
@@ -133,8 +134,9 @@ TEST(PlanCache, AnythingElseOfDecodeGivesAnother) {
   const Found plan = find(cache, decode([](Problem&) {}));
   EXPECT_NE(find(cache, decode([](Problem& p) { p.state_index_columns = 3; })), plan);
   EXPECT_NE(find(cache, decode([](Problem& p) { p.num_accepted_tokens = true; })), plan);
+  EXPECT_NE(find(cache, decode([](Problem& p) { p.token_parents = true; })), plan);
   EXPECT_NE(find(cache, decode([](Problem& p) { p.zero_skipped = true; })), plan);
-  EXPECT_EQ(cache.size(), 4u);
+  EXPECT_EQ(cache.size(), 5u);
 }
 
 TEST(PlanCache, BoundsAreNotLengths) {

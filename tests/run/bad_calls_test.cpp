@@ -23,7 +23,7 @@ struct Call {
   std::vector<int32_t> cu_narrow, initial_idx = {0, 1, 2}, final_idx = {3, 4, 5},
                                   checkpoint_idx = {6, 7};
   std::vector<uint8_t> mask = {1, 1, 1};
-  std::vector<int32_t> accepted = {1, 1, 1};
+  std::vector<int32_t> accepted = {1, 1, 1}, parents, offsets;
   io::Buffer pool, checkpoints, o, room;
   PlanOptions options;
   Tensors tensors;
@@ -57,6 +57,11 @@ struct Call {
     cu_narrow.assign(cu_seqlens.begin(), cu_seqlens.end());
   }
 
+  void make_drafts() {
+    make_decode_with_final_state();
+    problem.state_index_columns = 2;
+    final_idx = {2, 3, 4, 5, 6, 7};
+  }
   void make_decode_with_final_state() {
     const auto final_state = problem.final_state;
     make_decode();
@@ -102,6 +107,8 @@ struct Call {
     tensors.checkpoint_indices = checkpoint_idx.empty() ? nullptr : checkpoint_idx.data();
     tensors.initial_state_mask = mask.empty() ? nullptr : mask.data();
     tensors.num_accepted_tokens = accepted.empty() ? nullptr : accepted.data();
+    tensors.checkpoint_offsets = offsets.empty() ? nullptr : offsets.data();
+    tensors.token_parents = parents.empty() ? nullptr : parents.data();
     const Status planned = from_bounds
                                ? make_plan_from_bounds(problem, cpu_facts(), options, &plan)
                                : make_plan(problem, cu_seqlens, cpu_facts(), options, &plan);
@@ -286,14 +293,29 @@ const BadCall kBadProblems[] = {
        c.make_decode_with_final_state();
        c.problem.num_accepted_tokens = true;
      },
-     "final_state: with state_index_columns or num_accepted_tokens"},
+     "final_state: with num_accepted_tokens"},
+    {"drafts_unindexed",
+     [](C& c) {
+       c.make_drafts();
+       c.problem.final_state->indexed = false;
+       c.problem.final_state->num_slots = 3;
+     },
+     "state_index_columns: S = 2 needs indexed states"},
+    {"parents_of_one_column",
+     [](C& c) {
+       c.make_decode();
+       c.problem.token_parents = true;
+     },
+     "token_parents: needs a state a token"},
+    {"parents_in_forward", [](C& c) { c.problem.token_parents = true; },
+     "token_parents: belong to decode"},
     {"decode_checkpoints",
      [](C& c) {
        const auto s = c.problem.checkpoints;
        c.make_decode();
        c.problem.checkpoints = s;
      },
-     "checkpoints: belong to forward"},
+     "checkpoints, checkpoint_offsets: belong to forward"},
     {"decode_too_many_tokens",
      [](C& c) {
        c.make_decode();
@@ -551,6 +573,61 @@ const BadCall kBadRuns[] = {
        c.accepted = {1, 2, 1};
      },
      "num_accepted_tokens: entry 1 = 2 is outside 1..1"},
+    {"drafts_slot_twice",
+     [](C& c) {
+       c.make_drafts();
+       c.final_idx[3] = 2;
+     },
+     "final_state_indices: slot 2 would be written twice"},
+    {"drafts_slot_outside",
+     [](C& c) {
+       c.make_drafts();
+       c.final_idx[5] = Call::kSlots;
+     },
+     "final_state_indices: entry 5 = 8 is outside"},
+    {"drafts_written_while_read",
+     [](C& c) {
+       c.make_drafts();
+       c.final_idx[5] = 0;  // of sequence 2, and read by sequence 0
+     },
+     "initial_state_indices: slot 0 of sequence 0 would be written by another"},
+    {"pool_of_two_sizes", [](C& c) { c.problem.final_state->num_slots = 6; },
+     "final_state: overlaps initial_state in memory"},
+    {"offsets_null", [](C& c) { c.problem.checkpoint_offsets = true; },
+     "checkpoint_offsets: pointer is null"},
+    {"offsets_without_indices",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.problem.checkpoints->indexed = false;
+       c.problem.checkpoints->num_slots = 2;
+     },
+     "checkpoint_offsets: needs checkpoints with indices"},
+    {"offsets_in_decode",
+     [](C& c) {
+       c.make_decode();
+       c.problem.checkpoint_offsets = true;
+     },
+     "checkpoints, checkpoint_offsets: belong to forward"},
+    {"offsets_in_one_slot",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.offsets = {16, 0, 16};
+       c.checkpoint_idx = {6, 6, 6};
+     },
+     "checkpoint_indices: slot 6 would be written twice"},
+    {"parents_null",
+     [](C& c) {
+       c.make_drafts();
+       c.problem.token_parents = true;
+     },
+     "token_parents: pointer is null"},
+    {"parents_not_below",
+     [](C& c) {
+       c.make_drafts();
+       c.problem.token_parents = true;
+       c.parents = {0, 0, 0, 1, 0, 0};
+     },
+     "token_parents: entry 1, 1 = 1 is not below 1"},
     {"decode_written_while_read",
      [](C& c) {
        c.make_decode();

@@ -52,13 +52,15 @@ Call::Call(const Problem& problem, const std::vector<int64_t>& lengths, bool fro
   o_ = Memory(bytes_of(p.o, v_shape(p)));
   if (p.cu_seqlens)
     cu_seqlens_ = Memory((N + 1) * static_cast<std::size_t>(dtype_size(*p.cu_seqlens)));
-  read_ = Memory(N * static_cast<std::size_t>(p.state_index_columns) * 4);
-  write_ = Memory(N * 4);
+  read_ = Memory(N * static_cast<std::size_t>(initial_columns(p)) * 4);
+  write_ = Memory(N * static_cast<std::size_t>(final_columns(p)) * 4);
+  parents_ = Memory(N * static_cast<std::size_t>(p.state_index_columns) * 4);
   std::size_t checkpoints = 0;
   for (std::size_t n = 0; p.checkpoints && n < N; ++n)
     checkpoints += static_cast<std::size_t>(
         num_checkpoints(p, p.cu_seqlens ? lengths[n + 1] - lengths[n] : p.num_tokens));
-  checkpoints_ = Memory(checkpoints * 4);
+  checkpoints_ = Memory((p.checkpoint_offsets ? N : checkpoints) * 4);
+  offsets_ = Memory(N * 4);
   mask_ = Memory(N);
   accepted_ = Memory(N * 4);
   workspace_ = Memory(plan_.workspace_bytes);
@@ -78,6 +80,8 @@ Call::Call(const Problem& problem, const std::vector<int64_t>& lengths, bool fro
   tensors_.checkpoint_indices = static_cast<const int32_t*>(checkpoints_.at());
   tensors_.initial_state_mask = static_cast<const uint8_t*>(mask_.at());
   tensors_.num_accepted_tokens = static_cast<const int32_t*>(accepted_.at());
+  tensors_.checkpoint_offsets = static_cast<const int32_t*>(offsets_.at());
+  tensors_.token_parents = static_cast<const int32_t*>(parents_.at());
 }
 
 Tensors Call::host_tensors() const {
@@ -90,6 +94,7 @@ Tensors Call::host_tensors() const {
 }
 
 void Call::fill_indices(const std::vector<Row>& rows) {
+  const auto initial = static_cast<std::size_t>(initial_columns(problem_));
   const auto S = static_cast<std::size_t>(problem_.state_index_columns);
   int64_t end = 0;
   std::size_t checkpoint = 0;
@@ -103,10 +108,15 @@ void Call::fill_indices(const std::vector<Row>& rows) {
     const Row& row = rows[n];
     end += row.tokens;
     set_end(n + 1);
-    std::copy_n(row.read.begin(), S, read_.host().as<int32_t>() + n * S);
-    write_.host().as<int32_t>()[n] = row.write;
+    std::copy_n(row.read.begin(), initial, read_.host().as<int32_t>() + n * initial);
+    if (S == 1) write_.host().as<int32_t>()[n] = row.write;
+    if (S > 1 && problem_.final_state)
+      std::copy_n(row.drafts.begin(), S, write_.host().as<int32_t>() + n * S);
+    if (problem_.token_parents)
+      std::copy_n(row.parents.begin(), S, parents_.host().as<int32_t>() + n * S);
     for (const int32_t slot : row.checkpoints)
       checkpoints_.host().as<int32_t>()[checkpoint++] = slot;
+    offsets_.host().as<int32_t>()[n] = static_cast<int32_t>(row.offset);
     mask_.host().as<uint8_t>()[n] = row.has_state ? 1 : 0;
     accepted_.host().as<int32_t>()[n] = row.accepted;
   }
@@ -116,7 +126,8 @@ void Call::run(const std::vector<Row>& rows, [[maybe_unused]] bool in_graph) {
   fill_indices(rows);
   o_.host().fill(0xff);
   for (Memory& memory : inputs_) memory.upload();
-  for (Memory* memory : {&o_, &cu_seqlens_, &read_, &write_, &checkpoints_, &mask_, &accepted_})
+  for (Memory* memory : {&o_, &cu_seqlens_, &read_, &write_, &checkpoints_, &mask_, &accepted_,
+                         &parents_, &offsets_})
     memory->upload();
   const auto run_on = [&](void* stream) {
     throw_if_error(kda::run(plan_, tensors_, workspace_.at(), plan_.workspace_bytes, stream));

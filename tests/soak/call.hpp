@@ -32,11 +32,14 @@ class Memory {
 /// One row of a call: a sequence. Slots may name none.
 struct Row {
   int64_t tokens = 0;
-  std::vector<int32_t> read;  ///< initial_state_indices: 1, or a state_index_column each
-  int32_t write = -1;         ///< final_state_indices
-  bool has_state = true;      ///< of the mask
+  std::vector<int32_t> read;    ///< initial_state_indices: 1, or in place a state_index_column each
+  int32_t write = -1;           ///< final_state_indices
+  std::vector<int32_t> drafts;  ///< the same of drafts, a state_index_column each
+  std::vector<int32_t> parents;  ///< token_parents, a state_index_column each
+  bool has_state = true;         ///< of the mask
   int32_t accepted = 1;
   std::vector<int32_t> checkpoints;
+  int64_t offset = 0;  ///< with checkpoint_offsets
 };
 
 class Call {
@@ -65,7 +68,8 @@ class Call {
   Plan plan_;
   Memory* pool_;
   std::array<Memory, kNumInputs> inputs_;
-  Memory o_, cu_seqlens_, read_, write_, checkpoints_, mask_, accepted_, workspace_;
+  Memory o_, cu_seqlens_, read_, write_, checkpoints_, mask_, accepted_, parents_, offsets_,
+      workspace_;
   Tensors tensors_;
 #ifdef KDA_WITH_CUDA
   std::unique_ptr<test::Stream> stream_;

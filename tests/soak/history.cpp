@@ -109,6 +109,8 @@ History::History(uint64_t seed, int64_t number) : random_(mixed(seed, number)) {
   for (int64_t slot = p.first_slot; slot < pool.num_slots; ++slot)
     free_.push_back(static_cast<int32_t>(slot));
   backends_ = test::backends();
+  graph_has_trees_ = random_.chance(0.5);
+  graph_has_drafts_ = random_.chance(0.5);
 }
 
 std::string History::describe() const {
@@ -309,14 +311,20 @@ std::string History::forward() {
   if (!across && random_.chance(0.4)) {
     p.checkpoints = p.initial_state;
     p.checkpoint_every = int64_t{16} << random_.below(3);
-    for (Row& row : rows)
-      for (int64_t c = 0; c < row.tokens / p.checkpoint_every; ++c) {
+    p.checkpoint_offsets = random_.chance(0.5);
+    for (Row& row : rows) {
+      const int64_t places = row.tokens / p.checkpoint_every;
+      row.offset = p.checkpoint_every * (random_.below(places + 2) - 1);
+      if (row.offset > row.tokens) row.offset = 0;
+      for (int64_t c = 0; c < (p.checkpoint_offsets ? 1 : places); ++c) {
         row.checkpoints.push_back(none());
-        if (free_.size() < 3 || random_.chance(0.5)) continue;
+        const bool due = !p.checkpoint_offsets || row.offset > 0;
+        if (!due || free_.size() < 3 || random_.chance(0.5)) continue;
         row.checkpoints.back() = free_.back();
         saved_.push_back(free_.back());
         free_.pop_back();
       }
+    }
   }
   const bool masked =
       std::any_of(rows.begin(), rows.end(), [](const Row& row) { return !row.has_state; });
@@ -334,9 +342,10 @@ std::string History::forward() {
   const bool bounds =
       packed && options.context_parallel != SegmentPolicy::kFixed && random_.chance(0.3);
   Call call(p, lengths, bounds, options, &pool_);
-  return play(across          ? "decode across"
-              : p.checkpoints ? "forward with checkpoints"
-                              : "forward",
+  return play(across                 ? "decode across"
+              : p.checkpoint_offsets ? "forward with checkpoints at offsets"
+              : p.checkpoints        ? "forward with checkpoints"
+                                     : "forward",
               &call, rows, false);
 }
 
@@ -367,10 +376,31 @@ std::string History::decode() {
   return play("decode", decode_graph_.get(), rows, true);
 }
 
+/// Any parents that have a slot, now and then none.
+void History::grow(Row* row) {
+  row->parents = {static_cast<int32_t>(random_.below(9)) - 4};
+  for (std::size_t t = 1; t < row->read.size(); ++t) {
+    const auto parent = static_cast<std::size_t>(random_.below(static_cast<int64_t>(t)));
+    const bool stored = parent + 1 == t || !is_none(row->read[parent]);
+    row->parents.push_back(random_.chance(0.1) ? -1
+                                               : static_cast<int32_t>(stored ? parent : t - 1));
+  }
+}
+
+/// Tokens of a row that are computed.
+int64_t History::tokens_of(const Row& row) {
+  for (int64_t t = 1; !row.parents.empty() && t < row.tokens; ++t)
+    if (row.parents[static_cast<std::size_t>(t)] < 0) return t;
+  return row.tokens;
+}
+
 /// Drafts: a state a token, read from the last one accepted. The next call says how many were.
 std::string History::verify() {
   const int64_t S = base_.state_index_columns, most = std::min(S, kMaxDecodeTokens);
   const bool in_graph = random_.chance(0.5), fits = !in_graph || !test::on_cuda();
+  // In a graph the form is that of the history.
+  const bool tree = in_graph ? graph_has_trees_ : random_.chance(0.5);
+  const bool apart = in_graph ? graph_has_drafts_ : random_.chance(0.5);
   std::vector<Row> rows(static_cast<std::size_t>(in_graph ? kRows : 1 + random_.below(kRows)));
   // In a graph T is fixed. The CPU wants sequences to fill it; a GPU takes padding behind them.
   const int64_t T = in_graph ? kRows * most - 1 : 0;
@@ -390,6 +420,11 @@ std::string History::verify() {
       row.read.push_back(stored ? request->slots[s] : none());
     }
     if (request) row.accepted = static_cast<int32_t>(request->current) + 1;
+    if (tree) grow(&row);
+    if (!apart) continue;
+    row.drafts = row.read;
+    row.read = {request ? request->slot() : none()};
+    row.has_state = !request || random_.chance(0.9);
   }
   Call* call = verify_graph_.get();
   std::unique_ptr<Call> own;
@@ -397,7 +432,10 @@ std::string History::verify() {
     std::vector<Row> planned = rows;
     if (in_graph) planned.front().tokens += left;
     Problem p = problem_for(Operation::kDecode, planned, true);
-    p.num_accepted_tokens = true;
+    p.num_accepted_tokens = !apart;
+    p.token_parents = tree;
+    if (apart) p.final_state = p.initial_state;
+    p.initial_state_mask = apart;
     p.zero_skipped = random_.chance(0.5);
     std::vector<int64_t> lengths = {0};
     for (const Row& row : rows) lengths.push_back(lengths.back() + row.tokens);
@@ -407,13 +445,17 @@ std::string History::verify() {
     call = own.get();
     if (in_graph) verify_graph_ = std::move(own);
   }
-  std::string failure = play("verify", call, rows, in_graph);
+  std::string failure = play(tree    ? apart ? "verify a tree from another slot" : "verify a tree"
+                             : apart ? "verify from another slot"
+                                     : "verify",
+                             call, rows, in_graph);
   for (std::size_t n = 0; n < rows.size(); ++n) {
     if (!requests[n]) continue;
     std::vector<std::size_t> stored;
-    for (std::size_t t = 0; t < static_cast<std::size_t>(rows[n].tokens); ++t)
-      if (!is_none(rows[n].read[t])) stored.push_back(t);
-    const bool kept = static_cast<int64_t>(requests[n]->current) >= rows[n].tokens;
+    const int64_t computed = tokens_of(rows[n]);
+    for (std::size_t t = 0; t < static_cast<std::size_t>(computed); ++t)
+      if (!is_none((apart ? rows[n].drafts : rows[n].read)[t])) stored.push_back(t);
+    const bool kept = static_cast<int64_t>(requests[n]->current) >= computed;
     if (stored.empty() || (kept && random_.chance(0.2))) continue;  // nothing was accepted
     requests[n]->current =
         stored[static_cast<std::size_t>(random_.below(static_cast<int64_t>(stored.size())))];
@@ -447,19 +489,34 @@ std::string History::play(const char* what, Call* call, const std::vector<Row>& 
   return failure.empty() ? "" : fmt::format("{}: {}", name, failure);
 }
 
+/// A token's ancestors and itself.
+std::vector<int64_t> History::path_to(const Row& row, int64_t token) {
+  std::vector<int64_t> path;
+  for (int64_t t = token; t >= 0;
+       t = t == 0 || row.parents.empty() ? t - 1 : row.parents[static_cast<std::size_t>(t)])
+    path.insert(path.begin(), t);
+  return path;
+}
+
 std::vector<History::Store> History::stores_of(const Problem& p, const Row& row) const {
   std::vector<Store> stores;
   const auto add = [&](int32_t slot, int64_t tokens) {
-    if (!is_none(slot)) stores.push_back({slot, tokens});
+    if (is_none(slot)) return;
+    stores.push_back({slot, {}});
+    for (int64_t t = 0; t < tokens; ++t) stores.back().path.push_back(t);
   };
   for (std::size_t c = 0; c < row.checkpoints.size(); ++c)
-    add(row.checkpoints[c], (static_cast<int64_t>(c) + 1) * p.checkpoint_every);
-  if (p.final_state)
+    add(row.checkpoints[c],
+        p.checkpoint_offsets ? row.offset : (static_cast<int64_t>(c) + 1) * p.checkpoint_every);
+  if (p.state_index_columns > 1)
+    for (int64_t t = 0; t < tokens_of(row); ++t) {
+      const int32_t slot = (p.final_state ? row.drafts : row.read)[static_cast<std::size_t>(t)];
+      if (!is_none(slot)) stores.push_back({slot, path_to(row, t)});
+    }
+  else if (p.final_state)
     add(row.write, row.tokens);
-  else if (p.state_index_columns == 1 && row.tokens > 0)
+  else if (row.tokens > 0)
     add(row.read[0], row.tokens);
-  else if (p.state_index_columns > 1)
-    for (int64_t t = 0; t < row.tokens; ++t) add(row.read[static_cast<std::size_t>(t)], t + 1);
   return stores;
 }
 
@@ -479,11 +536,48 @@ bool rows_are(const Call& call, int64_t begin, int64_t end, bool zero) {
   return true;
 }
 
+/// Some tokens of a call, one after the other, as a call of their own.
+struct Tokens {
+  Problem problem;
+  Tensors tensors;
+  std::array<io::Buffer, 5> rows;
+
+  Tokens(const Problem& p, const Tensors& t, int64_t begin, const std::vector<int64_t>& path)
+      : problem(p), tensors(t) {
+    problem.batch = 1;
+    problem.num_tokens = static_cast<int64_t>(path.size());
+    problem.cu_seqlens.reset();
+    const struct {
+      TensorDesc& desc;
+      const void*& data;
+      int64_t heads, size;
+    } inputs[] = {{problem.q, tensors.q, p.num_heads, p.key_dim},
+                  {problem.k, tensors.k, p.num_heads, p.key_dim},
+                  {problem.v, tensors.v, p.num_value_heads, p.value_dim},
+                  {problem.g, tensors.g, p.num_value_heads, p.key_dim},
+                  {problem.beta, tensors.beta, p.num_value_heads, 1}};
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const auto& [desc, data, heads, size] = inputs[i];
+      const auto bytes = static_cast<std::size_t>(heads * size * dtype_size(desc.dtype));
+      rows[i] = io::Buffer(path.size() * bytes);
+      for (std::size_t n = 0; n < path.size(); ++n)
+        std::memcpy(rows[i].data() + n * bytes,
+                    at_bytes(data, desc, row_offset(p, desc, begin + path[n], 0)), bytes);
+      desc.strides[1] = heads * size;
+      data = rows[i].data();
+    }
+  }
+  oracle::HeadResult run(int64_t head, const std::vector<double>& start, bool keep = false) const {
+    return oracle::run_head(problem, tensors, {0, problem.num_tokens}, head, start, keep);
+  }
+};
+
 /// What the largest decay leaves of an error.
-double contraction(const Problem& p, const Tensors& t, oracle::Span span, int64_t head) {
+double contraction(const Tokens& tokens, int64_t head) {
+  const Problem& p = tokens.problem;
   double product = 1;
-  for (int64_t token = span.begin; token < span.end; ++token) {
-    const std::vector<double> g = oracle::log_decay(p, t, token, head);
+  for (int64_t token = 0; token < p.num_tokens; ++token) {
+    const std::vector<double> g = oracle::log_decay(p, tokens.tensors, token, head);
     product *= std::exp(*std::max_element(g.begin(), g.end()));
   }
   return product;
@@ -497,64 +591,85 @@ std::string History::compare_row(const Call& call, const Row& row, int64_t begin
   const Problem& p = call.problem();
   const Tensors t = call.host_tensors();
   const StateDesc& pool = *base_.initial_state;
-  const oracle::Span span{begin, begin + row.tokens};
+  const int64_t computed = tokens_of(row);
   const int32_t source = row.read[in_place(p) ? static_cast<std::size_t>(row.accepted) - 1 : 0];
-  if (in_place(p) && is_none(source))
-    return rows_are(call, span.begin, span.end, zeroes_skipped(p)) ? ""
-                                                                   : "rows of o without a slot";
+  const bool skipped = skips_sequences(p) && is_none(source);
+  if (skips_sequences(p) &&
+      !rows_are(call, begin + (skipped ? 0 : computed), begin + row.tokens, zeroes_skipped(p)))
+    return skipped ? "rows of o without a slot" : "rows of o behind the tree";
+  if (skipped) return "";
   const bool from_zero = is_none(source) || !row.has_state;
   const check::CompareOptions options{.operands = check::operands_of(call.plan())};
   const bool rounds_each = pool.tensor.dtype == DType::kBFloat16 && p.state_index_columns > 1;
   const std::vector<Store> stores = stores_of(p, row);
   counts_["tokens"] += row.tokens;
+  // The paths that outputs lie on, then those that end in another state.
+  std::vector<std::vector<int64_t>> paths;
+  for (int64_t last = row.parents.empty() ? computed - 1 : 0; last >= 0 && last < computed; ++last)
+    paths.push_back(path_to(row, last));
+  const std::size_t outputs = paths.size();
+  for (const Store& store : stores)
+    if (std::find(paths.begin(), paths.end(), store.path) == paths.end())
+      paths.push_back(store.path);
+  std::vector<Tokens> inputs;
+  for (const auto& path : paths) inputs.emplace_back(p, t, begin, path);
+  const auto scale_of = [](const std::vector<double>& ref, const std::vector<double>& magnitude) {
+    return std::max({norm(ref), 1e-3 * norm(magnitude), 1e-30});
+  };
   for (int64_t head = 0; head < p.num_value_heads; ++head) {
     const std::vector<double> start =
         from_zero ? std::vector<double>{}
                   : oracle::load_state(p, pool, before.data(), source, head);
     const Truth truth = from_zero ? Truth{} : truth_.at(source)[static_cast<std::size_t>(head)];
-    const oracle::HeadResult whole = oracle::run_head(p, t, span, head, start, rounds_each);
-    // Where a state a token is stored in bf16, the next token may start from the rounded one.
-    double rounded = 0;
-    for (int64_t i = 0; rounds_each && i < row.tokens; ++i) {
-      const auto first = whole.token_states.begin() + i * p.key_dim * p.value_dim;
-      rounded += kBf16Rounding * norm({first, first + p.key_dim * p.value_dim});
+    std::vector<oracle::HeadResult> results;
+    std::vector<double> rounded;  // what a path may lose where each of its states is stored in bf16
+    for (const Tokens& tokens : inputs) {
+      results.push_back(tokens.run(head, start, rounds_each));
+      rounded.push_back(0);
+      for (int64_t i = 0; rounds_each && i < tokens.problem.num_tokens; ++i) {
+        const auto first = results.back().token_states.begin() + i * p.key_dim * p.value_dim;
+        rounded.back() += kBf16Rounding * norm({first, first + p.key_dim * p.value_dim});
+      }
     }
-    const auto scale_of = [](const std::vector<double>& ref, const std::vector<double>& magnitude) {
-      return std::max({norm(ref), 1e-3 * norm(magnitude), 1e-30});
-    };
-    if (row.tokens > 0) {
+    for (std::size_t i = 0; i < outputs; ++i) {
+      const auto length = static_cast<int64_t>(paths[i].size());
+      const int64_t skip = row.parents.empty() ? 0 : length - 1;  // another path's
       std::vector<double> o;
-      for (int64_t token = span.begin; token < span.end; ++token)
-        for (int64_t c = 0; c < p.value_dim; ++c)
+      for (int64_t j = skip; j < length; ++j)
+        for (int64_t c = 0; c < p.value_dim; ++c) {
+          const int64_t token = begin + paths[i][static_cast<std::size_t>(j)];
           o.push_back(
               load_element(call.o().data(), p.o.dtype, row_offset(p, p.o, token, head) + c));
-      check::HeadError error =
-          check::judge(o, whole.o, whole.o_magnitude, p.o.dtype, row.tokens, options);
-      error.tolerance += std::sqrt(static_cast<double>(row.tokens)) *
-                         std::fabs(effective_scale(p)) * rounded /
-                         scale_of(whole.o, whole.o_magnitude);
+        }
+      const auto from = skip * p.value_dim;
+      const std::vector<double> ref(results[i].o.begin() + from, results[i].o.end()),
+          magnitude(results[i].o_magnitude.begin() + from, results[i].o_magnitude.end());
+      check::HeadError error = check::judge(o, ref, magnitude, p.o.dtype, length, options);
+      error.tolerance += std::sqrt(static_cast<double>(length - skip)) *
+                         std::fabs(effective_scale(p)) * rounded[i] / scale_of(ref, magnitude);
       if (!(error.error <= error.tolerance))
         return fmt::format("o of head {}: {:.2e} of {:.2e}, {} tokens", head, error.error,
-                           error.tolerance, row.tokens);
+                           error.tolerance, length);
     }
-    for (const auto& [slot, tokens] : stores) {
-      const oracle::Span part{begin, begin + tokens};
-      const oracle::HeadResult there =
-          tokens == row.tokens ? whole : oracle::run_head(p, t, part, head, start);
-      const oracle::HeadResult chain = oracle::run_head(p, t, part, head, truth.S);
+    for (const auto& [slot, path] : stores) {
+      const auto i =
+          static_cast<std::size_t>(std::find(paths.begin(), paths.end(), path) - paths.begin());
+      const oracle::HeadResult& there = results[i];
+      const oracle::HeadResult chain = inputs[i].run(head, truth.S);
       const std::vector<double> stored =
           oracle::load_state(p, pool, pool_.host().data(), slot, head);
       const double scale = scale_of(there.state, there.state_magnitude);
-      check::HeadError error = check::judge(stored, there.state, there.state_magnitude,
-                                            pool.tensor.dtype, tokens, options);
-      error.tolerance += rounded / scale;
+      check::HeadError error =
+          check::judge(stored, there.state, there.state_magnitude, pool.tensor.dtype,
+                       static_cast<int64_t>(path.size()), options);
+      error.tolerance += rounded[i] / scale;
       if (!(error.error <= error.tolerance))
         return fmt::format("slot {} of head {} after {} of {} tokens: {:.2e} of {:.2e}", slot, head,
-                           tokens, row.tokens, error.error, error.tolerance);
-      const double bound = truth.bound * contraction(p, t, part, head) + error.tolerance * scale;
+                           path.size(), row.tokens, error.error, error.tolerance);
+      const double bound = truth.bound * contraction(inputs[i], head) + error.tolerance * scale;
       double drift = 0;
-      for (std::size_t i = 0; i < stored.size(); ++i)
-        drift += (stored[i] - chain.state[i]) * (stored[i] - chain.state[i]);
+      for (std::size_t j = 0; j < stored.size(); ++j)
+        drift += (stored[j] - chain.state[j]) * (stored[j] - chain.state[j]);
       if (!(std::sqrt(drift) <= bound * (1 + 1e-9)))
         return fmt::format("slot {} of head {} is {:.2e} from the state machine's, {:.2e} allowed",
                            slot, head, std::sqrt(drift), bound);

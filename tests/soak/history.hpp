@@ -44,10 +44,10 @@ class History {
     bool busy = false;           ///< in the call that is being put together
     int32_t slot() const { return slots[current]; }
   };
-  /// A state that a row stores: after so many of its tokens.
+  /// A state that a row stores: after these of its tokens.
   struct Store {
     int32_t slot;
-    int64_t tokens;
+    std::vector<int64_t> path;
   };
 
   bool is_none(int32_t slot) const { return slot < base_.first_slot; }
@@ -69,6 +69,9 @@ class History {
   std::string forward();
   std::string decode();
   std::string verify();
+  void grow(Row* row);
+  static int64_t tokens_of(const Row& row);
+  static std::vector<int64_t> path_to(const Row& row, int64_t token);
   /// Runs and compares.
   std::string play(const char* what, Call* call, const std::vector<Row>& rows, bool in_graph);
   std::string compare(const Call& call, const std::vector<Row>& rows, const io::Buffer& before);
@@ -89,6 +92,7 @@ class History {
   std::vector<int32_t> free_, saved_;
   std::map<int32_t, std::vector<Truth>> truth_;  ///< of the slots that hold a state, by head
   std::unique_ptr<Call> decode_graph_, verify_graph_;
+  bool graph_has_trees_ = false, graph_has_drafts_ = false;
   std::map<std::string, int64_t> counts_;
 };
 

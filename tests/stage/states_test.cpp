@@ -5,6 +5,8 @@
 #include <cstring>
 
 #include "core/convert.hpp"
+#include "core/guard.hpp"
+#include "plan/ledger.hpp"
 #include "support/harness.hpp"
 
 namespace kda {
@@ -271,6 +273,99 @@ TEST(States, CheckpointsIntoSlots) {
             0);
   for (const int64_t unused : {1, 2, 4})
     EXPECT_EQ(outputs.checkpoints.as<unsigned char>()[unused * kStateElems * 4], 0xcd);
+}
+
+/// Four sequences with one checkpoint each at most, in a pool of `type`: offsets and their slots.
+struct Offsets {
+  check::Inputs inputs;
+  std::vector<int32_t> offsets = {16, 0, 48, 64}, slots = {4, 1, 2, 0};
+  check::Outputs outputs;
+  int32_t flags = 0;
+
+  explicit Offsets(DType type) {
+    check::GenerateOptions options = test::shape(0, kHeads, kK, kV);
+    options.seq_lens = {40, 33, 50, 70};
+    inputs = check::generate(options);
+    Problem& p = inputs.problem;
+    p.checkpoints = pool_of(5);
+    p.checkpoints->tensor.dtype = type;
+    p.checkpoint_every = 16;
+    p.checkpoint_offsets = true;
+    outputs = check::make_outputs(&p, DType::kFloat32);
+    outputs.checkpoints.fill(0xcd);
+  }
+  Status run(const std::string& backend, bool from_bounds) {
+    Plan plan;
+    const DeviceFacts device = test::device_of(backend);
+    const PlanOptions options = test::with_backend(backend);
+    KDA_RETURN_IF_ERROR(from_bounds
+                            ? make_plan_from_bounds(inputs.problem, device, options, &plan)
+                            : make_plan(inputs.problem, inputs.cu_seqlens, device, options, &plan));
+    io::Buffer workspace(plan.workspace_bytes);
+    Tensors t = inputs.tensors();
+    if (from_bounds) t.cu_seqlens = inputs.cu_seqlens.data();
+    outputs.attach(&t);
+    t.checkpoint_offsets = offsets.data();
+    t.checkpoint_indices = slots.data();
+    KDA_RETURN_IF_ERROR(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
+    if (const void* word = plan::find_block(plan, workspace.data(), "device_flags"))
+      std::memcpy(&flags, word, sizeof flags);
+    return {};
+  }
+};
+
+TEST(States, CheckpointsAtOffsets) {
+  std::vector<std::string> backends = test::backends();
+  backends.emplace_back("oracle");
+  for (const std::string& backend : backends)
+    for (const DType type : {DType::kFloat32, DType::kBFloat16})
+      for (const bool from_bounds : {false, true}) {
+        Offsets some(type);
+        some.inputs.problem.first_slot = 1;  // the last sequence has none
+        some.offsets[3] = 1000000;
+        ASSERT_TRUE(some.run(backend, from_bounds).ok()) << backend;
+        EXPECT_EQ(some.flags, 0);
+        Offsets all(type);  // a slot every 16 tokens: 2 + 2 + 3 + 4 of them
+        all.inputs.problem.checkpoint_offsets = false;
+        all.inputs.problem.checkpoints->num_slots = 11;
+        all.inputs.problem.checkpoints->indexed = false;
+        all.outputs = check::make_outputs(&all.inputs.problem, DType::kFloat32);
+        ASSERT_TRUE(all.run(backend, from_bounds).ok()) << backend;
+        EXPECT_TRUE(test::same_bits(some.outputs.o, all.outputs.o)) << backend;
+        const auto bytes = static_cast<std::size_t>(kStateElems * dtype_size(type));
+        for (const auto& [slot, checkpoint] : {std::pair{4, 0}, std::pair{2, 6}})
+          EXPECT_EQ(std::memcmp(some.outputs.checkpoints.data() + bytes * slot,
+                                all.outputs.checkpoints.data() + bytes * checkpoint, bytes),
+                    0)
+              << backend << " slot " << slot;
+        for (const std::size_t unused : {0, 1, 3})
+          for (std::size_t i = 0; i < bytes; ++i)
+            ASSERT_EQ(some.outputs.checkpoints.as<unsigned char>()[unused * bytes + i], 0xcd)
+                << backend << " slot " << unused;
+      }
+}
+
+/// What the CPU refuses a GPU takes as no checkpoint, and flags.
+TEST(States, OffsetsThatAreNoCheckpoints) {
+  const struct {
+    int32_t offset;
+    const char* message;
+  } rows[] = {{24, "checkpoint_offsets: entry 2 = 24 is not a multiple of 16"},
+              {64, "checkpoint_offsets: entry 2 = 64 is above 50, the length of its sequence"}};
+  for (const auto& row : rows)
+    for (const std::string& backend : test::backends()) {
+      Offsets o(DType::kFloat32);
+      o.offsets[2] = row.offset;
+      const Status status = o.run(backend, false);
+      if (!test::on_cuda()) {
+        EXPECT_EQ(status.message(), row.message);
+        continue;
+      }
+      ASSERT_TRUE(status.ok()) << status.message();
+      EXPECT_EQ(o.flags, kBadCheckpointIndex) << backend;
+      EXPECT_EQ(o.outputs.checkpoints.as<unsigned char>()[2 * kStateElems * 4], 0xcd) << backend;
+      EXPECT_NE(o.outputs.checkpoints.as<unsigned char>()[4 * kStateElems * 4], 0xcd) << backend;
+    }
 }
 
 TEST(States, OracleBackendAgreesOnPoolsMasksAndSkips) {

@@ -11,10 +11,20 @@
 namespace kda::cpu::blocked {
 namespace {
 
-int64_t pool_slot(const stage::Call& call, int64_t n, int64_t column) {
+StateRef initial_slot(const stage::Call& call, int64_t n, int64_t column, int64_t head) {
   const Problem& p = call.problem;
-  return state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
-                    n * p.state_index_columns + column);
+  const int64_t slot = state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
+                                  n * initial_columns(p) + column);
+  return state_ref(p, *p.initial_state, call.tensors.initial_state, slot, head);
+}
+
+/// Where the state after token t goes.
+StateRef token_slot(const stage::Call& call, int64_t n, int64_t t, int64_t head) {
+  if (in_place(call.problem)) return initial_slot(call, n, t, head);
+  const Problem& p = call.problem;
+  const int64_t slot =
+      state_slot(p, *p.final_state, call.tensors.final_state_indices, n * final_columns(p) + t);
+  return state_ref(p, *p.final_state, call.tensors.final_state, slot, head);
 }
 
 /// A state of zeros to start from: one row for all.
@@ -95,41 +105,52 @@ void decode_across(const Kernels& kernels, const stage::Call& call, int64_t n, i
   decode_chunk(kernels, call, call.sequences.begin(n), count, head, in, out, scratch);
 }
 
-void zero_outputs(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
-                  const ThreadScratch& scratch) {
+/// o is 0 from the sequence's token `first` on, or left alone.
+void skip_tokens(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t first,
+                 int64_t head, const ThreadScratch& scratch) {
+  if (!zeroes_skipped(call.problem)) return;
   std::fill_n(scratch.decode, num_blocks(call.problem.value_dim) * kBlockV, 0.0f);
-  for (int64_t i = 0; i < call.sequences.length(n); ++i)
+  for (int64_t i = first; i < call.sequences.length(n); ++i)
     move_rows(kernels, call, call.sequences.begin(n) + i, 1, head, false, scratch.decode);
 }
 
-void decode_in_place(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
-                     const ThreadScratch& scratch) {
+/// A state a token, from that of its parent. A token whose state is not stored leaves it in scratch
+/// for the next one.
+void decode_drafts(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
+                   const StateRef& start, const ThreadScratch& scratch) {
   const Problem& p = call.problem;
-  const auto slot_ref = [&](int64_t column) {
-    return state_ref(p, *p.initial_state, call.tensors.initial_state, pool_slot(call, n, column),
-                     head);
-  };
-  const int64_t accepted = p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] : 1;
-  const StateRef source = slot_ref(accepted - 1);
-  const int64_t begin = call.sequences.begin(n);
-  const int64_t count = call.sequences.length(n);
-  if (!source.data && zeroes_skipped(p)) zero_outputs(kernels, call, n, head, scratch);
-  if (!source.data || count == 0) return;
-  const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
-  StateRef state = masked ? zero_ref(p, scratch) : source;
-  if (p.state_index_columns == 1)
-    return decode_chunk(kernels, call, begin, count, head, state, source, scratch);
-
-  // A state a token. A token whose state is not stored leaves it in scratch for the next one.
-  StateRef kept = source;
-  kept.data = reinterpret_cast<char*>(scratch.states);
-  kept.row_stride_bytes = (kept.transposed ? p.key_dim : p.value_dim) * dtype_size(kept.dtype);
+  const int32_t* parents = p.token_parents ? call.tensors.token_parents : nullptr;
+  const int64_t count = computed_tokens(p, parents, n, call.sequences.length(n));
+  const DType stored = (in_place(p) ? p.initial_state : p.final_state)->tensor.dtype;
+  const bool transposed = p.state_layout == StateLayout::kVK;
+  const StateRef kept = {reinterpret_cast<char*>(scratch.states), stored,
+                         (transposed ? p.key_dim : p.value_dim) * dtype_size(stored), transposed};
+  StateRef state = start;
   for (int64_t t = 0; t < count; ++t) {
-    StateRef out = slot_ref(t);
+    const int64_t parent = parents && t > 0 ? parents[n * p.state_index_columns + t] : t - 1;
+    if (parent < t - 1) state = token_slot(call, n, parent, head);
+    StateRef out = token_slot(call, n, t, head);
     if (!out.data) out = kept;
-    decode_chunk(kernels, call, begin + t, 1, head, state, out, scratch);
+    decode_chunk(kernels, call, call.sequences.begin(n) + t, 1, head, state, out, scratch);
     state = out;
   }
+  skip_tokens(kernels, call, n, count, head, scratch);
+}
+
+/// Sequences without a slot are skipped.
+void decode_from_slot(const Kernels& kernels, const stage::Call& call, int64_t n, int64_t head,
+                      const ThreadScratch& scratch) {
+  const Problem& p = call.problem;
+  if (!p.initial_state) return decode_drafts(kernels, call, n, head, zero_ref(p, scratch), scratch);
+  const int64_t accepted = p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] : 1;
+  const StateRef source = initial_slot(call, n, accepted - 1, head);
+  if (!source.data) return skip_tokens(kernels, call, n, 0, head, scratch);
+  const int64_t count = call.sequences.length(n);
+  if (count == 0) return;
+  const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
+  const StateRef start = masked ? zero_ref(p, scratch) : source;
+  if (p.state_index_columns > 1) return decode_drafts(kernels, call, n, head, start, scratch);
+  decode_chunk(kernels, call, call.sequences.begin(n), count, head, start, source, scratch);
 }
 
 }  // namespace
@@ -139,7 +160,7 @@ Status decode(const Kernels& kernels, const stage::Decode& args) {
   const int64_t heads = call.problem.num_value_heads;
   auto task = [&](int64_t idx, int32_t slot) {
     const FloatMode mode;
-    (call.problem.final_state ? decode_across : decode_in_place)(
+    (skips_sequences(call.problem) ? decode_from_slot : decode_across)(
         kernels, call, idx / heads, idx % heads, thread_scratch(call, slot));
   };
   return parallel_tasks(call.sequences.count() * heads, call.num_threads, task);

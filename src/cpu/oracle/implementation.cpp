@@ -71,34 +71,59 @@ void forward_head(const stage::Call& call, int64_t n, int64_t head) {
                 result.state.data());
 }
 
-/// In place. With a final_state of its own, decode is forward.
+/// o is 0 where no token is computed, or left alone.
+void skip_tokens(const stage::Call& call, Span span, int64_t head) {
+  const auto count = static_cast<std::size_t>((span.end - span.begin) * call.problem.value_dim);
+  if (zeroes_skipped(call.problem)) store_outputs(call, span, head, std::vector<double>(count));
+}
+
+/// A state a token, each of its parent's.
+void decode_drafts(const stage::Call& call, int64_t n, int64_t head) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  const int64_t S = p.state_index_columns,
+                column = p.num_accepted_tokens ? t.num_accepted_tokens[n] - 1 : 0;
+  const Span span{call.sequences.begin(n), call.sequences.end(n)};
+  const int64_t source = p.initial_state ? state_slot(p, *p.initial_state, t.initial_state_indices,
+                                                      n * initial_columns(p) + column)
+                                         : -1;
+  if (p.initial_state && source < 0) return skip_tokens(call, span, head);
+  const int64_t count = computed_tokens(p, t.token_parents, n, span.end - span.begin);
+  const bool zero = source < 0 || (p.initial_state_mask && t.initial_state_mask[n] == 0);
+  const std::vector<double> start =
+      zero ? std::vector<double>{} : load_state(p, *p.initial_state, t.initial_state, source, head);
+  const StateDesc& target = in_place(p) ? *p.initial_state : *p.final_state;
+  void* const base = in_place(p) ? t.initial_state : t.final_state;
+  const int32_t* slots = in_place(p) ? t.initial_state_indices : t.final_state_indices;
+  std::vector<HeadResult> tokens;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t parent = p.token_parents && i > 0 ? t.token_parents[n * S + i] : i - 1;
+    const Span token{span.begin + i, span.begin + i + 1};
+    tokens.push_back(run_head(p, t, token, head,
+                              i == 0 ? start : tokens[static_cast<std::size_t>(parent)].state));
+    store_outputs(call, token, head, tokens.back().o);
+    store_state(p, target, base, state_slot(p, target, slots, n * S + i), head,
+                tokens.back().state.data());
+  }
+  skip_tokens(call, {span.begin + count, span.end}, head);
+}
+
+/// In place, a state a sequence. With a final_state of its own, decode is forward.
 void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const Problem& p = call.problem;
+  if (p.state_index_columns > 1) return decode_drafts(call, n, head);
   if (p.final_state) return forward_head(call, n, head);
-  const int64_t columns = p.state_index_columns;
-  const auto slot = [&](int64_t column) -> int64_t {
-    return state_slot(p, *p.initial_state, call.tensors.initial_state_indices,
-                      n * columns + column);
-  };
-  const int64_t source = slot(p.num_accepted_tokens ? call.tensors.num_accepted_tokens[n] - 1 : 0);
+  const int64_t source = state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
-  if (source < 0) {
-    const auto count = static_cast<std::size_t>((span.end - span.begin) * p.value_dim);
-    if (zeroes_skipped(p)) store_outputs(call, span, head, std::vector<double>(count));
-    return;
-  }
+  if (source < 0) return skip_tokens(call, span, head);
   if (span.begin == span.end) return;
   const bool zero = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
   const HeadResult result =
       run_head(p, call.tensors, span, head,
                zero ? std::vector<double>{}
-                    : load_state(p, *p.initial_state, call.tensors.initial_state, source, head),
-               true);
+                    : load_state(p, *p.initial_state, call.tensors.initial_state, source, head));
   store_outputs(call, span, head, result.o);
-  const int64_t last = span.end - span.begin - 1;
-  for (int64_t t = columns == 1 ? last : 0; t <= last; ++t)
-    store_state(p, *p.initial_state, call.tensors.initial_state, columns == 1 ? source : slot(t),
-                head, result.token_states.data() + t * p.key_dim * p.value_dim);
+  store_state(p, *p.initial_state, call.tensors.initial_state, source, head, result.state.data());
 }
 
 Status forward(const stage::Forward& args) {

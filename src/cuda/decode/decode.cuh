@@ -104,6 +104,16 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
       block % groups};
 }
 
+// ---- drafts that are a tree (src/cuda/drafts) --------------------------------------------------
+
+/// How many of `tokens` of a sequence are computed.
+__device__ __forceinline__ int64_t most_in_tree(const DecodeArgs&, int64_t, int64_t tokens) {
+  return tokens;
+}
+/// Makes the tile that of the parent of the sequence's token `i`, of which it is the one before.
+template <class Tile>
+__device__ __forceinline__ void restore_parent(const DecodeArgs&, const Unit&, int64_t, Tile*) {}
+
 // ---- the kernel --------------------------------------------------------------------------------
 
 template <class Tile>
@@ -194,7 +204,8 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Unit unit = unit_of<kK, kDense>(a, blockIdx.x);
   const Span span = tokens_of(a, unit.n);
-  const int64_t begin = span.begin, end = begin + min(span.end - begin, most_tokens(a));
+  const int64_t begin = span.begin,
+                end = begin + most_in_tree(a, unit.n, min(span.end - begin, most_tokens(a)));
   const Slots slots = slots_of(a, unit.n);
   const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
   if (slots.skip || (a.in_place && begin >= end)) {
@@ -239,6 +250,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   };
   if (begin >= end && mine) store(slots.target);  // an empty sequence keeps its state
   for (int64_t t = begin; t < end; ++t) {
+    if (mine) restore_parent(a, unit, t - begin, &tile);
     Token<kK>& token = shared.tokens[(t - begin) % 2];
     prepare(token);
     __syncthreads();

@@ -281,6 +281,7 @@ const registry::ForwardRow kForward = {
                                         .one_pass_rows = stage::SegmentRows::kBehindFirst},
     .chunk_stages = {},
     .spans =
-        registry::SpanStages{.begin = if_built<span_begin>(), .finish = if_built<span_finish>()}};
+        registry::SpanStages{.begin = if_built<span_begin>(), .finish = if_built<span_finish>()},
+    .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
 }  // namespace kda::cuda::fused

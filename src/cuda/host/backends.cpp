@@ -21,9 +21,9 @@ void book_maps(plan::PlanBuilder& builder) {
   const bool reads_lengths = p.operation == Operation::kDecode && !plan.lengths_known;
   std::size_t words = p.cu_seqlens && !reads_lengths ? 2 * (N + 1) : 0;
   if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
-  const bool indices = (p.initial_state && p.initial_state->indexed) ||
-                       (p.final_state && p.final_state->indexed) ||
-                       (p.checkpoints && p.checkpoints->indexed) || p.num_accepted_tokens;
+  const bool indices =
+      (p.initial_state && p.initial_state->indexed) || (p.final_state && p.final_state->indexed) ||
+      (p.checkpoints && p.checkpoints->indexed) || p.num_accepted_tokens || p.token_parents;
   const bool flags = indices || (p.cu_seqlens && !plan.lengths_known);
   builder.book(block::kSequenceMap, words, sizeof(int64_t));
   builder.book(block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));

@@ -83,6 +83,9 @@ int64_t v_splits(const Plan& plan);
 /// Chunks of 64 tokens in the batch: exact with known lengths, else at most.
 int64_t most_chunks(const Plan& plan);
 
+/// All rows of forward have it.
+Status place_checkpoints(const stage::Call& call, int32_t* places);
+
 extern const registry::DeviceChecks kDeviceChecks;
 
 /// `function` where this build has CUDA kernels, else null: rows of a build without CUDA are never

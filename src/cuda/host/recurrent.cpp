@@ -5,6 +5,7 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/decode/decode.hpp"
+#include "cuda/drafts/drafts.hpp"
 #include "cuda/head_gates/head_gates.hpp"
 #include "cuda/host/backends.hpp"
 #include "cuda/host/blocks.hpp"
@@ -74,6 +75,9 @@ Status decode(const stage::Decode& d) {
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
   const Launch where{d.call.stream, plan.device.compute_capability >= 90};
+  if (args.index_columns > 1 && (!args.in_place || p.token_parents))
+    return drafts::launch_decode(
+        {with_head_gates(p, args), p.token_parents ? t.token_parents : nullptr}, where);
   if (needs_head_gates(p)) return head_gates::launch_decode(with_head_gates(p, args), where);
   return launch_decode(args, where);
 }

@@ -49,7 +49,8 @@ const registry::ForwardRow kForward = {
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<cuda::segment_merge>()},
     .chunk_stages = {},
-    .spans = registry::SpanStages{.fold = if_built<cuda::fold_states>()}};
+    .spans = registry::SpanStages{.fold = if_built<cuda::fold_states>()},
+    .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
 const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = if_built<decode>()};
 

@@ -93,6 +93,8 @@ const registry::ForwardRow kForward = {
                                           .recompute_w_u = if_built<recompute_w_u>(),
                                           .chunk_delta_h = if_built<chunk_delta_h>(),
                                           .chunk_o = if_built<chunk_o>(),
-                                          .sizes = sizes_of}};
+                                          .sizes = sizes_of},
+    .spans = {},
+    .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
 }  // namespace kda::cuda::staged

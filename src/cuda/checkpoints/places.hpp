@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// From one checkpoint a sequence, at an offset that the device knows, to what kernels of a forward
+// take: a slot every so many tokens, most of them none.
+#pragma once
+
+#include "cuda/launch/launch.hpp"
+#include "cuda/tile/arguments.hpp"
+
+namespace kda::cuda {
+
+struct CheckpointPlacesArgs {
+  SequenceMap map;
+  int64_t every = 16;
+  int64_t first_slot = 0;
+  const int32_t* offsets = nullptr;  ///< [N]
+  const int32_t* slots = nullptr;    ///< [N]
+  int32_t* places = nullptr;  ///< out: those of all sequences; beyond every buffer for a bad offset
+};
+
+/// A block a sequence.
+Status launch_checkpoint_places(const CheckpointPlacesArgs& args, const Launch& launch);
+
+}  // namespace kda::cuda

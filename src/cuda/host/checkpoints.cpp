@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/text.hpp"
+#include "cuda/checkpoints/places.hpp"
+#include "cuda/host/backends.hpp"
+#include "cuda/host/views.hpp"
+
+namespace kda::cuda {
+
+Status place_checkpoints(const stage::Call& call, int32_t* places) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  return launch_checkpoint_places(
+      {maps.map, call.problem.checkpoint_every, call.problem.first_slot,
+       call.tensors.checkpoint_offsets, call.tensors.checkpoint_indices, places},
+      {call.stream});
+}
+
+}  // namespace kda::cuda
