@@ -4,6 +4,8 @@
 FLA tunes every kernel anew for each head count, type and layout, minutes each. Here they are tuned at
 T = 8192 with 64 and with 16 heads (FLA's own search, every config), saved in the format of FLA's own
 config cache (FLA_CONFIG_DIR), and taken from there for every other shape: the nearer head count.
+The kernels of its context parallelism have no such cache (bench/many_cards.py --tune): they are kept
+beside, and a kernel that has a config there is left no other one.
 """
 import gc
 import json
@@ -33,6 +35,19 @@ def use(heads):
     cache.AutotuneKey.fuzzy_matches = lambda self, entry: True
     for tuner in _tuners():
         tuner.cache.clear()
+        if not isinstance(tuner, cache.CachedAutotuner):
+            _take_kept(tuner, directory(heads) / f"{_name_of(tuner)}.json")
+
+
+def _take_kept(tuner, path):
+    """Of a kernel without FLA's cache: the config kept, or all of them where there is none."""
+    tuner.every_config = getattr(tuner, "every_config", tuner.configs)
+    tuner.configs = tuner.every_config
+    if path.exists():
+        (entry,) = json.loads(path.read_text())["autotune_entries"].values()
+        config = entry["config"]
+        tuner.configs = [triton.Config(config["kwargs"], num_warps=config["num_warps"],
+                                       num_stages=config["num_stages"], num_ctas=config["num_ctas"])]
 
 
 def save(heads):
@@ -41,7 +56,7 @@ def save(heads):
     target = directory(heads)
     target.mkdir(parents=True, exist_ok=True)
     for tuner in _tuners():
-        path = target / f"{tuner.kernel_name}.json"
+        path = target / f"{_name_of(tuner)}.json"
         if path.exists() or not tuner.cache:
             continue
         key, config = next(iter(tuner.cache.items()))
@@ -49,9 +64,15 @@ def save(heads):
                  "config": {"kwargs": config.kwargs, "num_warps": config.num_warps,
                             "num_stages": config.num_stages, "num_ctas": config.num_ctas}}
         path.write_text(json.dumps(
-            {"kernel_name": tuner.kernel_name, "triton_version": triton.__version__,
+            {"kernel_name": _name_of(tuner), "triton_version": triton.__version__,
              "autotune_entries": {cache.AutotuneKey.key_hash(key): entry}}, indent=1) + "\n")
     cache.load_config_file.cache_clear()
+
+
+def take_one():
+    """Leaves every kernel one config to try: the first with four warps and two stages, if there is one."""
+    for tuner in _tuners():
+        tuner.configs = [c for c in tuner.configs if c.num_warps == 4 and c.num_stages == 2][:1] or tuner.configs[:1]
 
 
 def take_part(part, parts):
@@ -60,8 +81,15 @@ def take_part(part, parts):
         tuner.configs = tuner.configs[part::parts] or tuner.configs[:1]
 
 
+def _name_of(tuner):
+    return getattr(tuner, "kernel_name", None) or tuner.fn.fn.__name__
+
+
 def _tuners():
+    """FLA's, and of those without its cache the ones of context parallelism."""
     from fla.ops.utils.cache import CachedAutotuner
+    from triton.runtime.autotuner import Autotuner
     with warnings.catch_warnings():  # looking at every object wakes deprecated ones of torch
         warnings.simplefilter("ignore")
-        return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner)]
+        return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner) or isinstance(o, Autotuner)
+                and getattr(o.fn, "__module__", "").startswith("fla.ops.cp.")]

@@ -3,6 +3,7 @@
 """One sequence over the GPUs of a machine: libkda's context parallelism beside FLA's, and beside one GPU.
 
     python3 bench/many_cards.py --binaries build --json bench/results/gpu_many_cards.json
+    python3 bench/many_cards.py --tune    first, on one GPU: configs of FLA's kernels (fla_configs.py)
 
 Every number of GPUs in --ranks is a group of processes of its own (NCCL). A time is the median over rounds of the
 slowest rank's, from a barrier on, by CUDA events. The outputs and gradients of a short sequence are compared first with
@@ -12,6 +13,7 @@ import argparse
 import os
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -150,10 +152,13 @@ def print_profile(title, call, rank, ranks):
         print(f"  {us:8.1f} us {count:3d} {key[:100]}", flush=True)
 
 
-def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
+def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False, search=True):
     """Microseconds by "forward" and "train"; None: out of memory on some rank."""
     if name == "fla":
+        import fla.ops.cp  # noqa: F401
         fla_configs.use(c["HV"])
+        if not search:
+            fla_configs.take_one()
     local = dict(c, T=c["T"] // ranks, lengths=None)
     found = {}
     for what in whats:
@@ -163,7 +168,7 @@ def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
             call = calls_of(name, x, d_o, contexts_of(name, c["T"], ranks))[what]
             call()
             torch.cuda.synchronize()
-            if name == "fla" and rank == 0:
+            if name == "fla" and rank == 0 and search:
                 fla_configs.save(c["HV"])
             if profile:
                 print_profile(f"{c['name']} {what}", call, rank, ranks)
@@ -175,6 +180,34 @@ def measure(c, name, whats, rank, ranks, rounds, graphs=False, profile=False):
         x = d_o = call = None
         torch.cuda.empty_cache()
     return found
+
+
+def tune_fla(heads, part, parts):
+    """Tunes every FLA kernel of a rank in the middle of four, whose group is none; a part of several is a worker's,
+    which compiles its share."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    import fla.ops.cp  # noqa: F401
+    import fla.ops.kda  # noqa: F401
+    fla_configs.use(heads)
+    if parts > 1:
+        fla_configs.take_part(part, parts)
+    c = dict(CHECKED, T=8192, H=heads, HV=heads)
+    x, d_o = inputs_of(c, seed=0)
+    calls_of("fla", x, d_o, contexts_of("fla", 4 * c["T"], ranks=4))["train"]()
+    torch.cuda.synchronize()
+    if parts == 1:
+        fla_configs.save(heads)
+
+
+def tune_all(heads, workers):
+    """Workers compile what is tuned then."""
+    for n in heads:
+        parts = [subprocess.Popen([sys.executable, __file__, "--tune", n, "--part", f"{i}/{workers}"],
+                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(workers)]
+        for part in parts:
+            part.wait()
+        subprocess.run([sys.executable, __file__, "--tune", n, "--part", "0/1"], check=True)
 
 
 def sent_bytes(c, ranks):
@@ -199,13 +232,12 @@ def worker(rank, ranks, folder, args):
         row["libkda"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, profile=args.profile)
         if args.graphs:
             row["libkda_graphs"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, graphs=True)
-        if args.fla:
-            row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds)
+        if args.fla and ranks > 1:
+            row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds, search=not args.no_search)
         rows.append(row)
         if rank == 0:
             print(row, flush=True)
-    if rank == 0:
-        torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
+            torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -214,16 +246,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of GPUs")
     parser.add_argument("--fla", default="forward,train",
-                        help="what of FLA is timed; the kernels of its backward are tuned for minutes (%(default)s)")
+                        help="what of FLA is timed on several GPUs (%(default)s)")
+    parser.add_argument("--no-search", action="store_true",
+                        help="kernels of FLA that --tune has not seen take one config of theirs, unsearched")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--cases", default="", help="names of cases, with commas between; all without it")
     parser.add_argument("--graphs", action="store_true", help="calls in CUDA graphs too")
     parser.add_argument("--profile", action="store_true", help="print host time and kernels of each call")
     parser.add_argument("--binaries", default=str(ROOT / "build"), help="folder with kernel_hashes.json")
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--tune", nargs="?", const="64,16", metavar="HEADS",
+                        help="tune FLA's kernels on one GPU, and do nothing else (%(const)s)")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("FLA_FLASH_KDA", "0")
     os.environ.setdefault("FLA_INTRACARD_CP", "0")
+    if args.part:
+        return tune_fla(int(args.tune), *(int(n) for n in args.part.split("/")))
+    if args.tune:
+        return tune_all(args.tune.split(","), workers=os.cpu_count())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (int(n) for n in args.ranks.split(",")):
@@ -231,10 +272,14 @@ def main():
             rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
     if args.json:
         command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
-            " --graphs" if args.graphs else "") + (f" --cases '{args.cases}'" if args.cases else "")
+            " --graphs" if args.graphs else "") + (" --no-search" if args.no_search else "") + (
+            f" --cases '{args.cases}'" if args.cases else "")
         report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
-        evidence.write(args.json, dict(report, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())),
-                                       cases=rows))
+        report.update(torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())), cases=rows)
+        if args.fla:
+            from importlib.metadata import version
+            report["fla"] = version("fla-core")
+        evidence.write(args.json, report)
 
 
 if __name__ == "__main__":

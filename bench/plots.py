@@ -404,6 +404,39 @@ def figure_loss():
     return figure
 
 
+def figure_many_cards():
+    report = load("gpu_many_cards")
+    found = {(c["case"], c["ranks"]): c for c in report["cases"]}
+    cases = dict.fromkeys(c["case"] for c in report["cases"])
+    ranks = sorted({c["ranks"] for c in report["cases"]} - {1})
+    forms = [(key, name, color) for key, name, color in (
+        ("libkda", "call by call", LIGHT), ("libkda_graphs", "in a CUDA graph", OURS)) if key in report["cases"][0]]
+    step = 8 + 13 * len(forms)
+    top, height = 104, len(cases) * (len(ranks) * step + 6)
+    figure = Figure(860, top + height + 42, "One sequence over several GPUs",
+                    f'{card_of(report)}, {report["date"]}; bf16, K = V = 128, gates as trained; speed against one GPU')
+    figure.key(0, 62, [(name, color) for _, name, color in forms] + [("as many times as GPUs", ROOF)])
+    for x, what, title in ((210, "forward", "forward"), (550, "train", "forward and backward")):
+        speed, y = Axis(0, max(ranks), x, x + 250), top
+        figure.text(x, top - 12, title, weight="bold")
+        for tick in range(max(ranks) + 1):
+            figure.line(speed(tick), top - 4, speed(tick), top + height - 6, opacity=0.35)
+            figure.text(speed(tick), top + height + 10, f"{tick}x", anchor="middle", size=11)
+        for case in cases:
+            for n in ranks:
+                if what == "forward":
+                    figure.text(x - 10, y + step / 2, f"{words_of(case)}, {n} GPUs", anchor="end", size=11)
+                for i, (key, _, color) in enumerate(forms):
+                    one, us = (found[case, m][key][what] for m in (1, n))
+                    if one and us:
+                        figure.bar(x, y + 13 * i, speed(one / us) - x, 11, color)
+                        figure.text(speed(one / us) + 5, y + 13 * i + 9, f"{100 * one / us / n:.0f}%", size=11)
+                figure.line(speed(n), y - 2, speed(n), y + 13 * len(forms), ROOF, 3.0)
+                y += step
+            y += 6
+    return figure
+
+
 FIGURE_FUNCTIONS = {name[len("figure_"):]: function for name, function in list(globals().items())
                     if name.startswith("figure_")}
 

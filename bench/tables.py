@@ -386,17 +386,24 @@ def table_gpu_peers_train():
 def table_gpu_many_cards():
     """By case and number of GPUs, with the part of the time on one GPU divided by their number."""
     report = load("gpu_many_cards")
-    alone = {c["case"]: c["libkda"] for c in report["cases"] if c["ranks"] == 1}
-    def cells(c, what):
-        us, one = c["libkda"][what], alone[c["case"]][what]
+    found = {(c["case"], c["ranks"]): c for c in report["cases"]}
+    forms = [key for key in ("libkda", "libkda_graphs") if key in report["cases"][0]]
+    def cells(c, key, what):
+        us, one = c[key][what], found[c["case"], 1][key][what]
         if us is None:
-            return ["out of memory", ""]
-        return [milliseconds(us * 1e-6), "" if c["ranks"] == 1 or one is None else f'{100 * one / us / c["ranks"]:.0f}%']
-    order = list(alone)
-    rows = [[f'`{c["case"]}`', str(c["ranks"]), *cells(c, "forward"), *cells(c, "train"),
+            return "out of memory"
+        part = "" if c["ranks"] == 1 or one is None else f' ({100 * one / us / c["ranks"]:.0f}%)'
+        return milliseconds(us * 1e-6) + part
+    fla = [what for what in ("forward", "train") if any(what in c.get("fla", {}) for c in report["cases"])]
+    of_fla = lambda c, what: milliseconds(c["fla"][what] * 1e-6) if c.get("fla", {}).get(what) else ""
+    order = list(dict.fromkeys(c["case"] for c in report["cases"]))
+    rows = [[f'`{c["case"]}`', str(c["ranks"]), *(cells(c, key, what) for what in ("forward", "train") for key in forms),
+             *(of_fla(c, what) for what in fla),
              " and ".join(f"{size / 2**20:.1f} MiB" for size in c["sent_bytes"]) if c["ranks"] > 1 else ""]
             for c in sorted(report["cases"], key=lambda c: (order.index(c["case"]), c["ranks"]))]
-    header = ["case", "GPUs", "forward", "of ideal", "forward and backward", "of ideal", "a rank sends"]
+    names = {"forward": "forward", "train": "forward and backward"}
+    header = ["case", "GPUs", *(name + (" in a graph" if key != "libkda" else "") for name in names.values() for key in forms),
+              *(f'FLA {report["fla"]}, {names[what]}' for what in fla), "a rank sends"]
     return f'{gpu_of(report)}; torch {report["torch"]}, NCCL {report["nccl"]}\n\n' + markdown(header, rows) + source(report)
 
 

@@ -3,9 +3,10 @@
 // of as many bytes. A line of JSON each. Calls go around buffers that are together far larger than
 // the L2 cache, and are launched as one CUDA graph.
 //
-//   kda_layer_bench [convolution | norm | decode]
+//   kda_layer_bench [convolution | norm | decode [HEADS]]
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <vector>
@@ -66,7 +67,10 @@ double time_of(const std::vector<Call>& calls, int rounds) {
 
 int turns_of(double bytes) { return static_cast<int>(std::clamp(kColdBytes / bytes, 1.0, 40.0)); }
 
-/// A copy that reads and writes `bytes` together.
+constexpr std::size_t kPiece = std::size_t{256} << 20;
+
+/// A copy that reads and writes `bytes` together, in pieces: one of more than half a gigabyte is
+/// slow.
 double copy_us(double bytes) {
   const auto half = static_cast<std::size_t>(bytes / 2);
   std::vector<DeviceBuffer> buffers;
@@ -74,10 +78,13 @@ double copy_us(double bytes) {
   const int turns = turns_of(bytes);
   for (int i = 0; i < 2 * turns; ++i) buffers.emplace_back(half);
   for (int i = 0; i < turns; ++i)
-    calls.push_back([to = buffers[2 * i].data(), from = buffers[2 * i + 1].data(), half](void* s) {
-      test::throw_if_cuda_error(
-          cudaMemcpyAsync(to, from, half, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(s)),
-          "copy");
+    calls.push_back([to = static_cast<char*>(buffers[2 * i].data()),
+                     from = static_cast<const char*>(buffers[2 * i + 1].data()), half](void* s) {
+      for (std::size_t at = 0; at < half; at += kPiece)
+        test::throw_if_cuda_error(
+            cudaMemcpyAsync(to + at, from + at, std::min(kPiece, half - at),
+                            cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(s)),
+            "copy");
       return Status{};
     });
   return time_of(calls, turns < 10 ? 4 : 1);
@@ -295,8 +302,8 @@ Call separate(Memory& memory, int64_t N, int64_t H) {
   };
 }
 
-void decode() {
-  for (const int64_t H : {3, 6, 12, 24, 32, 48, 96})
+void decode(const std::vector<int64_t>& heads) {
+  for (const int64_t H : heads)
     for (const int64_t N : {1, 4, 16, 64, 256, 512}) {
       const double bytes = static_cast<double>(N * H) * (2 * 65536 + kD * 2 * (3 * 7 + 3));
       if (bytes > 8e9) continue;
@@ -327,7 +334,9 @@ int main(int argc, char** argv) {
   try {
     if (wanted("convolution")) kda::convolution();
     if (wanted("norm")) kda::norm();
-    if (wanted("decode")) kda::decode();
+    if (wanted("decode"))
+      kda::decode(argc > 2 ? std::vector<int64_t>{std::atoi(argv[2])}
+                           : std::vector<int64_t>{3, 6, 12, 24, 32, 48, 96});
   } catch (const std::exception& error) {
     std::fprintf(stderr, "kda_layer_bench: %s\n", error.what());
     return 1;

@@ -21,6 +21,7 @@ from libkda import context_parallel as cp
 
 CASES = 70
 ON_KERNELS = 24  # of these, by the maps of other devices
+IN_HALVES = 12  # of those, begun before the exchange
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TIMEOUT = 4  # seconds, of the group in which a rank stays away
 
@@ -42,7 +43,10 @@ def main(folder, rank, ranks, kind):
     cases = [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS)]
     by_device = cp.maps.of_device
     cp.maps.of_device = lambda _: cp.maps.OnKernels
-    cases += [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS, CASES)]
+    cases += [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS, CASES - IN_HALVES)]
+    cp.maps.of_device = lambda _: InHalves
+    cases += [play(Case(ranks, i), rank) for i in range(CASES - IN_HALVES, CASES)]
+    cp.maps.of_device = lambda _: cp.maps.OnKernels
     tiles(random.Random(ranks), rank, ranks, solo)
     cp.maps.of_device = by_device
     for i in range(6):
@@ -64,6 +68,31 @@ def main(folder, rank, ranks, kind):
         absent(rank, ranks)
         dead(rank, ranks)
     dist.destroy_process_group()
+
+
+class InHalves(cp.maps.OnKernels):
+    """What a GPU begins before the exchange, by the CPU's kernels; every second run of spans has no such kernels."""
+    runs = 0
+
+    @classmethod
+    def begin(cls, spans, o, behind, M, B):
+        cls.runs += 1
+        if cls.runs % 2:
+            return None
+        if B is not None:
+            K = spans.sizes[1]
+            cp.maps.OnCpu.forward_maps(spans, spans.new(K, K) if M is None else M, B)
+        return types.SimpleNamespace(finish=lambda before: cp.maps.run_forward(spans, o, behind, before))
+
+    @classmethod
+    def begin_backward(cls, spans, d_o, d_behind, before, wanted, D, from_final):
+        cls.runs += 1
+        if cls.runs % 2:
+            return None
+        if D is not None:
+            D.copy_(cls.gradients_before(spans, d_o, d_behind if from_final else None, before))
+        return types.SimpleNamespace(
+            finish=lambda d_behind: cp.maps.run_backward(spans, d_o, d_behind, before, wanted))
 
 
 def to(device, x):

@@ -191,8 +191,9 @@ def main():
     if not (args.checkout / args.tests).is_file():
         parser.error(f"{args.checkout} has no {args.tests}: give a clone of FLA's repository")
     header = header_of(args) if args.binaries else {}
-    report = header | {"commit": commit_of(args.checkout)} | run_pytest(args.checkout.resolve(), args.tests, args.device,
-                                                              args.memory or free_memory(), extra)
+    memory = args.memory or free_memory()
+    report = header | {"commit": commit_of(args.checkout)}
+    report |= run_pytest(args.checkout.resolve(), args.tests, args.device, memory, extra)
     for row in report["tests"].values():
         row["verdict"] = verdict(row)
     report["counts"] = dict(collections.Counter(row["verdict"] for row in report["tests"].values()))

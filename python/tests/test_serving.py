@@ -71,6 +71,30 @@ def test_a_history_of_requests(device):
     assert pool[0].isnan().all()  # nobody's
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [True, False])
+@pytest.mark.parametrize("size", [64, 128])
+def test_prefill_from_a_pool_has_the_bits_of_gathered_states(device, dtype, pool_dtype, v_first, size):
+    """Packed prompts, of which one is new, with a pool, and with its states gathered in front and stored behind."""
+    normal = lambda *shape: torch.randn(*shape, device=device)
+    lengths, heads = [65, 3, 200, 32], 2
+    x = {n: normal(1, sum(lengths), heads, size).to(dtype) for n in "qkvg"} | {
+        "beta": normal(1, sum(lengths), heads).to(dtype)}
+    options = dict(A_log=0.3 * normal(heads), dt_bias=normal(heads * size), state_v_first=v_first, **OPTIONS)
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    slots = torch.tensor([5, 1, 6, 3], dtype=torch.int32, device=device)
+    has_state = torch.tensor([True, True, False, True], device=device)
+    pool = normal(SLOTS, heads, size, size).to(pool_dtype)
+    after = pool.clone()
+    o = libkda.prefill(**x, pool=after, slots=slots, cu_seqlens=cu, has_state=has_state, **options)
+    states = torch.where(has_state[:, None, None, None], pool[slots].float(), 0)
+    expected, final = libkda.chunk_kda(**x, initial_state=states, output_final_state=True, cu_seqlens=cu, **options)
+    assert torch.equal(o, expected)
+    pool[slots] = final.to(pool_dtype)
+    assert torch.equal(after, pool)
+
+
 def test_drafts_go_on_from_the_accepted_one(device):
     torch.manual_seed(1)
     options, pool = gate(device), torch.randn(SLOTS, HV, K, V, device=device)

@@ -92,7 +92,8 @@ double error_of_maps(const Inputs& inputs, const Halves& halves) {
   return worst / largest;
 }
 
-void expect_forward(const Inputs& inputs, int64_t segments, const std::string& what) {
+/// Returns the plan.
+Plan expect_forward(const Inputs& inputs, int64_t segments, const std::string& what) {
   const Halves halves = run_in_halves(inputs, cut_in(segments), inputs.problem.q.dtype);
   const check::Comparison comparison = check::compare(
       inputs, halves.result.problem, halves.result.outputs,
@@ -103,6 +104,7 @@ void expect_forward(const Inputs& inputs, int64_t segments, const std::string& w
       << what << ": o " << (o ? o->error : 0) << " of " << (o ? o->tolerance : 0)
       << ", final state " << (state ? state->error : 0) << " of " << (state ? state->tolerance : 0);
   EXPECT_LE(error_of_maps(inputs, halves), 1e-3) << what;
+  return halves.result.plan;
 }
 
 check::GenerateOptions shape_of_two_heads() {
@@ -132,6 +134,16 @@ TEST_F(SpanHalves, EveryRegime) {
   for (const auto regime : {check::Regime::kLog, check::Regime::kSlow, check::Regime::kSoftplus,
                             check::Regime::kTrainedSoftplus})
     expect_forward(packed(128, DType::kBFloat16, regime), 2, check::regime_name(regime));
+}
+
+/// The first of two heads has strong gates; the transitions of the other one run on.
+TEST_F(SpanHalves, TransitionsThatStop) {
+  check::GenerateOptions options = test::shape16(0, 1, 64, 64);
+  options.num_value_heads = 2;
+  options.seq_lens = {4300};
+  options.initial_state = true;
+  options.regime = check::Regime::kMixed;
+  EXPECT_TRUE(expect_forward(check::generate(options), 2, "transitions that stop").early_exit);
 }
 
 TEST_F(SpanHalves, HaveTheSameBitsEveryTime) {
@@ -231,6 +243,33 @@ TEST_F(SpanBackward, IsABackwardFromTheGradientsBehind) {
       test::run_backward(inputs, &alone, {.backend = "staged"});
       EXPECT_LE(difference(D, alone.d_initial_state), 1e-2) << K << " " << segments;
     }
+}
+
+/// Chains with operands in fp16 run on the factors of a first half again. The first of two heads
+/// has strong gates. So next to nothing reaches D of the first sequence, where one token has a
+/// gradient, and the first half leaves the chain, with other factors. What comes from behind the
+/// second sequence is large, and does not reach its start: that is for the second half to see.
+TEST_F(SpanBackward, LeavesChainsInEitherHalf) {
+  constexpr int64_t kHeads = 2, K = 128, kTokens = 130;
+  check::GenerateOptions options = test::shape16(0, 1, K, K);
+  options.num_value_heads = kHeads;
+  options.seq_lens = {kTokens, kTokens};
+  options.regime = check::Regime::kMixed;
+  options.initial_state = true;
+  const Inputs inputs = check::generate(options);
+  const auto changed = [&] {
+    check::GradientBuffers buffers = gradients_of(inputs);
+    auto* d_o = buffers.d_o.as<uint16_t>();
+    for (int64_t i = 0; i < kTokens * kHeads * K; ++i)
+      if (i / (kHeads * K) != 9) d_o[i] = 0;
+    auto* d_final = buffers.d_final_state.as<float>();
+    for (int64_t i = 0; i < 2 * kHeads * K * K; ++i) d_final[i] *= i < kHeads * K * K ? 0 : 0x1p30f;
+    return buffers;
+  };
+  check::GradientBuffers halves = changed(), whole = changed();
+  backward_in_halves(inputs, 0, false, &halves);
+  test::run_backward(inputs, &whole, {.backend = "staged"});
+  EXPECT_TRUE(test::same_gradients(whole, halves));
 }
 
 TEST_F(SpanBackward, NamesWhatCannotBeUsed) {

@@ -476,6 +476,35 @@ TEST(Planner, TransitionsStopWhereSegmentsAreLongAndTheirNormNeverGrows) {
 }
 
 /// What a cut sequence takes does not grow with short ones beside it: those have no states.
+TEST(Planner, SpansTakeSegmentsThatFillTheCardWithTransitionsThatMayStop) {
+  const auto plan_of = [](const std::vector<int64_t>& lengths, int64_t heads, bool may_stop) {
+    std::vector<int64_t> cu;
+    Problem p = packed(lengths, heads, &cu);
+    p.gate_mode = GateMode::kBounded;
+    p.beta_mode = may_stop ? BetaMode::kSigmoid : BetaMode::kPlain;
+    p.qk_l2norm = true;
+    PlanOptions options;
+    options.spans = true;
+    Plan plan;
+    throw_if_error(make_plan(p, cu, gpu_facts(132), options, &plan));
+    return plan;
+  };
+  // Behind the empty one: a chain a cluster, of which there are 66.
+  for (const auto& [tokens, heads, segments] :
+       {std::tuple<int64_t, int64_t, std::size_t>{32768, 16, 4}, {8192, 64, 1}, {65536, 16, 4}}) {
+    const Plan plan = plan_of({tokens}, heads, true);
+    ASSERT_EQ(plan.segments.size(), segments + 1) << tokens << " " << heads;
+    EXPECT_EQ(plan.segments[0].begin, plan.segments[0].end);
+    EXPECT_TRUE(plan.early_exit) << tokens << " " << heads;
+    EXPECT_FALSE(plan_of({tokens}, heads, false).early_exit) << tokens << " " << heads;
+  }
+  // In line, where those that stop would leave a quarter of the card idle, or are short.
+  EXPECT_FALSE(plan_of({8192}, 48, true).early_exit);
+  EXPECT_FALSE(plan_of({2048}, 4, true).early_exit);
+  // No tokens, no segments but one of each kind.
+  EXPECT_EQ(plan_of({0}, 4, true).segments.size(), 2u);
+}
+
 TEST(Planner, UncutSequencesTakeNoStates) {
   const auto bytes_of = [](const std::string& lengths) {
     PlanOptions options = test::fixed_segments(3, SegmentMethod::kOnePass);

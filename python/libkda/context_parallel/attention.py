@@ -75,7 +75,8 @@ class _Call:
     kv layout. Nothing here waits for a GPU, so that a CUDA graph can hold a call; the first call of a context makes
     what would be waited for."""
 
-    def __init__(self, direction, sizes, modes, rows, parameters):
+    def __init__(self, direction, sizes, modes, rows, parameters, from_zero=False):
+        """from_zero: a forward without initial states."""
         self.direction, self.context, self.sizes = direction, direction.context, sizes
         self.modes, self.rows, self.parameters = modes, rows, parameters
         self.device = rows[0].device
@@ -90,11 +91,17 @@ class _Call:
         #: before each span of this rank (of a backward: behind it), and with "all" behind each sequence
         made = torch.empty if len(direction.stored) == count else torch.zeros
         self.states = made(count, HV, K, V, dtype=torch.float32, device=self.device)
-        alone = not direction.forward or self.by.states_alone
-        self.early = direction.early if alone else []
-        self.at_once = direction.at_once if alone else sorted(direction.at_once + direction.early)
+        self.early, self.at_once, self.after = direction.early, direction.at_once, direction.after
+        if direction.forward and not (from_zero or self.by.states_alone):
+            self._run_at_once(self.early)
         self.begun: dict[tuple[int, int], Any] = {}  # by run of neighbours
-        self.after = direction.after if alone else [i for i in direction.after if i not in direction.early]
+        self.in_place: set[int] = set()  # spans whose maps kernels write where they are sent from
+        self.to_keep: list[tuple[int, torch.Tensor]] = []  # M by span, for the backward
+
+    def _run_at_once(self, early):
+        """With their outputs, since no kernels make their states alone."""
+        self.at_once = sorted([*self.at_once, *early])
+        self.early, self.after = ([i for i in indices if i not in early] for indices in (self.early, self.after))
 
     def _place(self, index):
         """Where the map of a span goes; None if nobody needs it."""
@@ -117,6 +124,7 @@ class _Call:
     def _maps(self, spans, first, last):
         """What kernels write M and the rest of spans `first` to `last` to: the places of a single span, if they fit."""
         if last - first == 1 and self.aligned:
+            self.in_place.add(first)
             return self._halves(first)
         _, K, V = self.sizes
         return spans.new(K, K), spans.new(K, V)
@@ -125,9 +133,11 @@ class _Call:
         """Those of spans `mapped` among neighbours from `first` on, if they are not in their places. `known`: M by
         span, of the forward."""
         for i in mapped:
-            for place, given in zip(self._halves(i), (known[i] if known else M[i - first], A[i - first])):
-                if place.data_ptr() != given.data_ptr():
+            if i not in self.in_place:
+                for place, given in zip(self._halves(i), (known[i] if known else M[i - first], A[i - first])):
                     place[0].copy_(given)
+            elif known:
+                M[0].copy_(known[i])
 
     def give_state(self, index, state):
         """The state that leaves a span whose start is known: a map that is constant."""
@@ -135,6 +145,10 @@ class _Call:
         if place is not None:
             place[:self.M_floats].zero_()
             place[self.M_floats:].copy_(state.flatten())
+
+    def _give_states(self, states, first, last):
+        for i in range(first, last):
+            self.give_state(i, states[i - first])
 
     def give_extra(self, states):
         """States that travel beside the maps, with final_states = "all"."""
@@ -168,18 +182,22 @@ class _Call:
     def _mapped(self, first, last):
         return [i for i in self.direction.mapped if first <= i < last]
 
-    def begin(self, o, behind, kept):
+    def begin(self, o, behind):
         """Starts the forward of spans that wait for their states, where it can be started."""
         for first, last in self._waiting():
-            mapped, spans = self._mapped(first, last), self.spans(first, last)
-            M, B = self._maps(spans, first, last) if mapped else (None, None)
+            mapped, spans, early = self._mapped(first, last), self.spans(first, last), first in self.early
+            M, B = self._maps(spans, first, last) if mapped else (None, spans.new(*self.sizes[1:]) if early else None)
             begun = self.by.begin(spans, self.tokens(o, first, last), behind[first:last], M, B)
             if begun is None:
+                if early and not self.by.states_alone:
+                    self._run_at_once(range(first, last))
                 continue
             self.begun[first, last] = begun
             if mapped:
                 self._give_maps(M, B, first, mapped)
-                self._keep(kept, M, first, mapped)
+                self._keep(M, first, mapped)
+            elif early:
+                self._give_states(B, first, last)
 
     def begin_backward(self, d_o, before, kept, wanted):
         """The same of a backward. `before`: the states before all spans."""
@@ -197,8 +215,7 @@ class _Call:
                     self.by.transitions(spans, M)
                 self._give_maps(M, D, first, mapped, known)
             elif early:
-                for i in range(first, last):
-                    self.give_state(i, D[i - first])
+                self._give_states(D, first, last)
 
     @staticmethod
     def _known(kept, mapped):
@@ -214,11 +231,13 @@ class _Call:
             else:
                 done(first, last, begun)
 
-    @staticmethod
-    def _keep(kept, M, first, mapped):
+    def _keep(self, M, first, mapped):
+        self.to_keep += ((i, M[i - first]) for i in mapped)
+
+    def _kept(self, kept):
         """M for the backward; a copy, where it is in a row of the exchange."""
         if kept is not None:
-            kept.update((i, M[i - first].clone() if len(M) == 1 else M[i - first]) for i in mapped)
+            kept.update((i, M.clone() if i in self.in_place else M) for i, M in self.to_keep)
 
     def give_maps(self, kept, d_o=None):
         """M and what it adds, B or D. `kept`: the M of spans by index, of a forward for its backward, or None."""
@@ -229,7 +248,7 @@ class _Call:
             known = None
             if d_o is None:
                 self.by.forward_maps(spans, M, A)
-                self._keep(kept, M, first, range(first, last))
+                self._keep(M, first, range(first, last))
             else:
                 known = self._known(kept, range(first, last))
                 self.by.backward_maps(spans, dense(self.tokens(d_o, first, last)), None if known else M, A)
@@ -247,19 +266,19 @@ class _Call:
             else:
                 d_o_here = dense(self.tokens(d_o, first, last))
                 states = self.by.gradients_before(spans, d_o_here, known, before[first:last])
-            for i in range(first, last):
-                self.give_state(i, states[i - first])
+            self._give_states(states, first, last)
 
     def exchange(self, run, begin, leaving, kept, before=None, *d_o):
-        """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills the states
-        that leave them."""
+        """Starts the all-gather, and runs what does not wait for it. run(indices) computes spans, and fills `leaving`:
+        by span the state that leaves it."""
+        begin()
         run(self.at_once)
         for index in self.at_once:
             self.give_state(index, leaving[index])
-        begin()
         self.give_early(before, *d_o)
         self.give_maps(kept, *d_o)
         self.gather.start()
+        self._kept(kept)
         run(self.direction.meanwhile)
 
     def fold(self, starts):
@@ -277,7 +296,7 @@ class _ChunkKda(torch.autograd.Function):
     def forward(ctx, context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
         rows = [rows_of(x) for x in (q, k, v, g, beta)]
         parameters = tuple(parameter_of(x) for x in (A_log, dt_bias))
-        call = _Call(context._forward, sizes, modes, rows, parameters)
+        call = _Call(context._forward, sizes, modes, rows, parameters, from_zero=initial_state is None)
         # On a CPU they come with D at no cost.
         kept = {} if call.by is maps.OnKernels and any(ctx.needs_input_grad) else None
         v_first = modes[-1]
@@ -299,7 +318,7 @@ class _ChunkKda(torch.autograd.Function):
 
             if call.direction.extra_states:
                 call.give_extra(_states_of_empty(context, starts))
-            call.exchange(run, lambda: call.begin(o, behind, kept), behind, kept)
+            call.exchange(run, lambda: call.begin(o, behind), behind, kept)
         except Exception:
             call.gather.refuse()
             raise
@@ -333,7 +352,7 @@ class _ChunkKda(torch.autograd.Function):
             d_o, d_final = dense(d_o), (d_final.mT if v_first else d_final).float().contiguous()
             wanted = sum(1 << i for i, x in enumerate(inputs) if x is not None and ctx.needs_input_grad[3 + i])
             pieces = {}
-            before = torch.zeros_like(states)
+            before = {}  # by span
             if direction.all:
                 call.give_extra(d_final)
             else:
@@ -348,7 +367,7 @@ class _ChunkKda(torch.autograd.Function):
 
             def give(first, last, found):
                 pieces[first] = found
-                before[first:last] = found[7]
+                before.update((i, found[7][i - first]) for i in range(first, last))
 
             def done(first, last, begun):
                 give(first, last, begun.finish(call.states[first:last]))
@@ -364,7 +383,8 @@ class _ChunkKda(torch.autograd.Function):
         call.fold(d_final if direction.all else call.states[:0])
         call.finish(run, done)
         gradients = _joined(inputs, pieces, wanted)
-        d_initial = _initial_gradients(context, before, d_final, ctx.state_like, ctx.needs_input_grad[10], v_first)
+        d_initial = _initial_gradients(context, before, d_final, states.device, ctx.state_like,
+                                       ctx.needs_input_grad[10], v_first)
         return *gradients, d_initial
 
 
@@ -439,12 +459,12 @@ def _joined(inputs, pieces, wanted):
             yield sum(piece[i].double() for piece in ordered).view(x.shape).to(x.dtype)
 
 
-def _initial_gradients(context, before, d_final, like, wanted, v_first):
+def _initial_gradients(context, before, d_final, device, like, wanted, v_first):
     if not wanted:
         return None
     shape, dtype = like
     kv = (*shape[:2], shape[3], shape[2]) if v_first else shape
-    d_initial = torch.zeros(kv, device=before.device)
+    d_initial = torch.zeros(kv, device=device)
     here = shape[0] == len(context.begins)
     place = lambda n: context.begins.index(n) if here else n
     for span in context.spans:

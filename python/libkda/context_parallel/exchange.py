@@ -30,14 +30,17 @@ def gather_integers(group, ranks, row, device):
 class AllGather:
     """One row of every rank, the same number of floats, the last of them a flag: a rank that cannot go on says so, and
     no rank waits for it. Nothing is sent where there is nothing to tell. Nobody waits for a GPU to look at flags: there
-    such a rank sends NaN. `own`: rows of this rank's own behind those of all ranks."""
+    such a rank sends NaN, and what nobody writes is anything. `own`: rows of this rank's own behind those of all
+    ranks."""
 
     def __init__(self, context, floats, exchanges, device, dtype=torch.float32, own=0):
         self.context, self.exchanges = context, exchanges and context.ranks > 1
         ranks, rank = (context.ranks, context.rank) if self.exchanges else (1, 0)
         #: [ranks + own, floats]; without an exchange one row of a rank
         self.rows = torch.empty(ranks + own, floats, dtype=dtype, device=device)
-        self.mine = self.rows[rank].zero_()
+        self.mine = self.rows[rank]
+        if device.type == "cpu":
+            self.mine.zero_()
         self._received = self.rows[:ranks] if own else self.rows
         self._started, self._work = False, None
 

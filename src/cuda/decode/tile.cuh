@@ -14,18 +14,18 @@ constexpr int kElements = kK == 64 ? 64 : 128;
 template <int kK>
 constexpr int kColumns = 32 * kElements<kK> / kK;
 
-/// kDense: both buffers have rows of exactly kK elements and K = V = kK, so that there are neither
-/// bounds to look at nor addresses to compute: both cost more instructions than the recurrence.
-/// Rows of tokens are of whole words.
+/// kCount elements of a lane. kDense: both buffers have rows of exactly kK elements and K = V = kK,
+/// so that there are neither bounds to look at nor addresses to compute: both cost more
+/// instructions than the recurrence. Rows of tokens are of whole words.
 
 /// Tile of a buffer whose rows are columns of values: a lane has 4 neighbouring values of kQuads
 /// quads of channels.
-template <int kK, bool kDense, bool kVectors>
+template <int kK, bool kDense, bool kVectors, int kCount = kElements<kK>>
 struct TileKV {
   static constexpr int kOwned = 4;  // values of v and o, a lane
-  static constexpr int kColumnLanes = kColumns<kK> / 4;
+  static constexpr int kColumnLanes = 32 * kCount / kK / 4;
   static constexpr int kGroups = 32 / kColumnLanes;
-  static constexpr int kQuads = kElements<kK> / 16;
+  static constexpr int kQuads = kCount / 16;
   float S[kQuads][4][4];
   const int lane;
   const int column0;
@@ -33,7 +33,7 @@ struct TileKV {
   __device__ explicit TileKV(int first)
       : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
   __device__ void clear() {
-    for (float& x : reinterpret_cast<float(&)[kElements<kK>]>(S)) x = 0;
+    for (float& x : reinterpret_cast<float(&)[kCount]>(S)) x = 0;
   }
 
   __device__ int channel(int j) const { return (j * kGroups + lane / kColumnLanes) * 4; }
@@ -121,12 +121,12 @@ struct TileKV {
 };
 
 /// Tile of a buffer whose rows are columns of keys: a lane has its own channels of kRows values.
-template <int kK, bool kDense>
+template <int kK, bool kDense, int kCount = kElements<kK>>
 struct TileVK {
   static constexpr int kLanes = kK / 4 < 32 ? kK / 4 : 32;  // of a row
   static constexpr int kQuads = kK / 4 / kLanes;
   static constexpr int kWidth = 4 * kQuads;  // channels of a lane
-  static constexpr int kRows = kElements<kK> / kWidth;
+  static constexpr int kRows = kCount / kWidth;
   static constexpr int kOwned = kRows > kLanes ? kRows / kLanes : 1;
   static constexpr int kShare = kLanes > kRows ? kLanes / kRows : 1;  // lanes that own a row
   static constexpr int kStep = 32 / kLanes;
@@ -137,7 +137,7 @@ struct TileVK {
   __device__ explicit TileVK(int first)
       : lane(static_cast<int>(threadIdx.x) % 32), column0(first) {}
   __device__ void clear() {
-    for (float& x : reinterpret_cast<float(&)[kElements<kK>]>(S)) x = 0;
+    for (float& x : reinterpret_cast<float(&)[kCount]>(S)) x = 0;
   }
 
   __device__ int channel(int quad) const { return (lane % kLanes + quad * kLanes) * 4; }
@@ -214,13 +214,13 @@ struct TileVK {
   }
 };
 
-template <int kK, Access kAccess, bool kDense>
+template <int kK, Access kAccess, bool kDense, int kCount = kElements<kK>>
 struct TileOf {
-  using Type = TileKV<kK, kDense, kAccess == Access::kVectorsKV>;
+  using Type = TileKV<kK, kDense, kAccess == Access::kVectorsKV, kCount>;
 };
-template <int kK, bool kDense>
-struct TileOf<kK, Access::kVectorsVK, kDense> {
-  using Type = TileVK<kK, kDense>;
+template <int kK, bool kDense, int kCount>
+struct TileOf<kK, Access::kVectorsVK, kDense, kCount> {
+  using Type = TileVK<kK, kDense, kCount>;
 };
 
 }  // namespace kda::cuda

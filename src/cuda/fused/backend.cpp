@@ -173,12 +173,13 @@ void cut_where_it_gains(plan::PlanBuilder& builder) {
   if (builder.requested().context_parallel == SegmentPolicy::kAuto && declined.empty()) {
     builder.cut({.automatic =
                      [&](const plan::Workload& work, CostEstimate* cost) {
-                       return auto_partition(work, plan.device, check_tokens_of(plan.problem),
-                                             cost);
+                       const int64_t check_tokens = check_tokens_of(plan.problem);
+                       return plan.requested.spans
+                                  ? span_partition(work, plan.device, check_tokens, cost)
+                                  : auto_partition(work, plan.device, check_tokens, cost);
                      },
                  .unit = kChunk});
-    builder.set_early_exit(plan.requested.spans ? could_exit_early(plan)
-                                                : plan.early_exit && transitions_fit(plan));
+    builder.set_early_exit(plan.early_exit && transitions_fit(plan));
     if (plan.segmented) builder.set_segment_method(SegmentMethod::kOnePass);
   } else {
     builder.predict(predict(builder.workload(), plan.device));

@@ -7,6 +7,7 @@
 // of bench/results has them. What is a choice and no measurement says so below.
 #pragma once
 
+#include "core/text.hpp"
 #include "cuda/host/cost_model.hpp"
 #include "cuda/staged/cost.hpp"
 
@@ -39,6 +40,8 @@ struct OnePassCosts {
   int64_t memory_tokens;           ///< after which transitions that may exit early do, as a rule:
                                    ///< slow heads of trained layers took 7,000 to 10,000
   double most_loss;                ///< of the time without, where none does; a choice
+  double span_loss;                ///< the same of spans, after memory_tokens; a choice
+  double compose_step_us;          ///< maps of a span's segments multiplied, a segment
 };
 
 inline constexpr OnePassCosts kOnePassCosts = {
@@ -48,7 +51,9 @@ inline constexpr OnePassCosts kOnePassCosts = {
     .correct_fixed_us = 6.5,
     .minimum_step = 0.985,
     .memory_tokens = 8192,
-    .most_loss = 1.2};
+    .most_loss = 1.2,
+    .span_loss = 1.15,
+    .compose_step_us = 4};
 
 inline double clusters_of(const CostInput& in, const Costs& c) {
   return std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
@@ -106,9 +111,9 @@ inline double one_pass_us(const CostInput& in, const Costs& c, int64_t first_tok
 
 /// The same with transitions after all else, a cluster each, that exit after `memory_tokens`; their
 /// norm is checked after every `check_tokens`. Infinite where there are more of them than clusters.
-inline double early_exit_us(const CostInput& in, const Costs& c, int64_t segment_tokens,
-                            int64_t memory_tokens, int64_t check_tokens) {
-  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
+inline double early_exit_us(const CostInput& in, const Costs& c, int64_t first_tokens,
+                            int64_t segment_tokens, int64_t memory_tokens, int64_t check_tokens) {
+  const Cut cut = cut_of(in, first_tokens, segment_tokens);
   if (cut.behind * static_cast<double>(in.num_value_heads) > clusters_of(in, c)) return HUGE_VAL;
   const auto run = static_cast<double>(std::min(segment_tokens, memory_tokens));
   const double chains =
@@ -156,9 +161,9 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
       const int64_t length = (chunks + segments - 1) / segments;
       const int64_t tokens = length * plan::kAutoChunk;
       if (tokens <= one.memory_tokens) break;
-      const double time = early_exit_us(in, c, tokens, one.memory_tokens, check_tokens);
+      const double time = early_exit_us(in, c, tokens, tokens, one.memory_tokens, check_tokens);
       if (time >= one.minimum_step * best ||
-          early_exit_us(in, c, tokens, tokens, check_tokens) > most)
+          early_exit_us(in, c, tokens, tokens, tokens, check_tokens) > most)
         continue;
       best = time;
       partition->segment_chunks = length;
@@ -169,6 +174,53 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
   };
   if (check_tokens > 0) search.refine = let_exit;
   return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+/// The same of spans, behind an empty first segment, so that every segment with tokens has a
+/// transition. In line these cost what the segments do, however many there are. So transitions that
+/// may exit early are taken where they lose next to nothing if they run on.
+inline plan::Partition span_partition(const plan::Workload& work, const DeviceFacts& device,
+                                      int64_t check_tokens, CostEstimate* cost) {
+  const CostInput in = cost_input(work, device);
+  if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
+  const Costs& c = costs_of(work.key_dim);
+  const OnePassCosts& one = kOnePassCosts;
+  *cost = predict(work, device);
+  const int64_t chunks = plan::ceil_div(longest_of(in), plan::kAutoChunk);
+  struct {
+    int64_t segment_chunks = 0;
+    double us = HUGE_VAL;
+  } in_line, early;
+  const auto keep_less = [&](int64_t segments, double us, auto* best) {
+    us += static_cast<double>(segments - 1) * one.compose_step_us;
+    if (us < one.minimum_step * best->us) *best = {plan::ceil_div(chunks, segments), us};
+  };
+  const int64_t most = std::min(plan::kAutoMaxSegments, chunks);
+  const auto tokens_of = [&](int64_t segments) {
+    return plan::ceil_div(chunks, segments) * plan::kAutoChunk;
+  };
+  for (int64_t segments = 1; segments <= most; ++segments)
+    keep_less(segments, one_pass_us(in, c, 0, tokens_of(segments)), &in_line);
+  for (int64_t segments = 1; check_tokens > 0 && segments <= most; ++segments) {
+    const int64_t tokens = tokens_of(segments);
+    const auto exit_us = [&](int64_t after) {
+      return early_exit_us(in, c, 0, tokens, after, check_tokens);
+    };
+    // None would stop much before a shorter segment ends.
+    if (2 * tokens > one.memory_tokens && exit_us(tokens) <= one.most_loss * in_line.us)
+      keep_less(segments, exit_us(one.memory_tokens), &early);
+  }
+  plan::Partition partition;
+  partition.on = true;
+  partition.early_exit = early.us <= one.span_loss * in_line.us;
+  const auto& best = partition.early_exit ? early : in_line;
+  cost->segmented_us = best.us;
+  partition.segment_chunks = best.segment_chunks;
+  partition.reasons.push_back(cat("auto: segments of ", best.segment_chunks,
+                                  " chunks of 64 tokens, all with transitions",
+                                  partition.early_exit ? ", which stop where they are small" : "",
+                                  ", ", std::llround(best.us), " us predicted"));
+  return partition;
 }
 
 }  // namespace kda::cuda::fused

@@ -30,7 +30,7 @@ constexpr int kWarpTokens = 16, kTokens = kWarps * kWarpTokens;
 template <int kK>
 constexpr int kFinalParts = kK / kTokens*(kK / kGroup);  // blocks of a final state
 constexpr int kBlocksPerSm = 3;
-constexpr int64_t kTypicalExit = 8192;           // tokens after which transitions exit
+constexpr int64_t kTypicalExit = 4096;           // tokens after which most transitions exit
 static_assert(kNormCheckTokens % kTokens == 0);  // all rows of a step have their Qt, or none
 
 template <int kK>

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
 // their transitions as chains of their own (stage/segment_scan.hpp).
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -254,21 +252,6 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   return not_built();
 }
 
-namespace {
-
-/// Dense fp32 [N, HV, K, columns]; `to` null: not wanted.
-Status copy_states(const stage::Call& call, float* to, const float* from, int64_t columns) {
-  const Problem& p = call.problem;
-  const auto floats =
-      static_cast<std::size_t>(p.num_sequences * p.num_value_heads * p.key_dim * columns);
-  if (!to || floats == 0) return {};
-  return call_status(cudaMemcpyAsync(to, from, floats * sizeof(float), cudaMemcpyDeviceToDevice,
-                                     static_cast<cudaStream_t>(call.stream)),
-                     "cudaMemcpyAsync");
-}
-
-}  // namespace
-
 Status span_begin(const stage::SpanMapsCall& span) {
   const stage::Call& call = span.call;
   auto* M = find<float>(call, stage::kSegmentM.name);
@@ -280,18 +263,13 @@ Status span_begin(const stage::SpanMapsCall& span) {
                                     .rows = stage::SegmentRows::kBehindFirst,
                                     .Qt = find<void>(call, stage::kTransitionOutput.name),
                                     .exit_token = exit_tokens_of(call)}));
-  const int64_t N = call.problem.num_sequences;
-  if (static_cast<int64_t>(call.plan->segments.size()) == 2 * N) {  // one with tokens in each
-    KDA_RETURN_IF_ERROR(copy_states(call, span.maps.M, M, call.problem.key_dim));
-    return copy_states(call, span.maps.B, B, call.problem.value_dim);
-  }
   SegmentComposeArgs args;
   args.shape = shape_of(call.problem);
-  args.num_sequences = N;
+  args.num_sequences = call.problem.num_sequences;
   args.offsets = offsets_behind_first(call);
   args.M = M, args.B = B;
   args.M_out = span.maps.M, args.B_out = span.maps.B;
-  if constexpr (sm90::kBuilt) return launch_segment_compose(args, {call.stream});
+  if constexpr (sm90::kBuilt) return launch_segment_compose(args, {call.stream, true});
   return not_built();
 }
 
@@ -310,7 +288,7 @@ Status span_finish(const stage::SpanFinish& finish) {
   place.starts = finish.states_in;
   place.states_in = states;
   if constexpr (!sm90::kBuilt) return not_built();
-  KDA_RETURN_IF_ERROR(launch_segment_place(place, {call.stream}));
+  KDA_RETURN_IF_ERROR(launch_segment_place(place, {call.stream, true}));
   KDA_RETURN_IF_ERROR(segment_merge(
       {.call = call, .segments = segments, .M = M, .B = B, .states_in = states, .rows = kRows}));
   return segment_correct({.call = call,

@@ -190,7 +190,7 @@ Status fused_decode(const FusedDecode& call) {
   a.num_sequences = N, a.num_tokens = static_cast<int32_t>(T);
   a.width = static_cast<int32_t>(call.width);
   a.heads = Divisor(H);
-  a.q = part(call.q), a.k = part(call.k), a.v = part(call.v);
+  a.parts[0] = part(call.q), a.parts[1] = part(call.k), a.parts[2] = part(call.v);
   a.state_width = call.state_width;
   a.g = view_of(call.g, heads), a.beta = view_of(call.beta, {N, T, H, 1});
   a.gate.gate_mode = call.gate_mode, a.gate.beta_mode = call.beta_mode;

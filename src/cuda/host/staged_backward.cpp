@@ -144,12 +144,11 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
 /// Whether the chains of this backward have operands in fp16: on Hopper, at K = V = 128, where
 /// norms and sigmoids bound the factors. (A log gate may be positive: such chains are left.) Scores
 /// of a small scale would lose bits, and X of a large one might not fit. Segments begin from the
-/// states of a scan, whose factors are in bf16. Halves run chains twice on the same factors, and
-/// chains that are left have changed theirs the first time.
+/// states of a scan, whose factors are in bf16.
 bool has_half_chains(const Plan& plan, const BackwardArgs& args) {
   const float scale = std::abs(args.gate.scale);
   return sm90::kBuilt && plan.device.compute_capability == 90 && !plan.segmented &&
-         !plan.requested.spans && args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
+         args.shape.K == 128 && args.shape.V == 128 && args.gate.l2norm &&
          args.gate.beta_mode != BetaMode::kPlain && scale >= 0x1p-8f && scale <= 0x1p4f;
 }
 
@@ -162,6 +161,7 @@ struct GroupLaunches {
   const Launch where;
   const bool half = has_half_chains(plan, args);
 
+  bool on_hopper() const { return sm90::kBuilt && plan.device.compute_capability == 90; }
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
   bool narrow() const {
@@ -235,17 +235,24 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// Chains of segments from zero, for dS behind them. What they leave in dh and dz is written
+  /// Chains for D alone. Hopper's leave nothing else; what others leave in dh and dz is written
   /// again.
+  ReverseArgs d_args(const SequenceMap& map) const {
+    ReverseArgs reverse = reverse_args(map);
+    if (on_hopper()) reverse.dh = reverse.dz = nullptr;
+    return reverse;
+  }
+
+  /// Chains of segments from zero, for dS behind them.
   ReverseArgs scan_args() const {
-    ReverseArgs reverse = reverse_args(segments.sequences);
+    ReverseArgs reverse = d_args(segments.sequences);
     reverse.d_initial = reverse.initial = span_states(segments.B);
     return reverse;
   }
 
-  ReverseArgs last_args() const {
+  ReverseArgs last_args(bool tokens) const {
     ReverseArgs reverse = reverse_args(segments.spans > 0 ? segments.sequences : args.map);
-    reverse.dv = args.dv;
+    if (!tokens || !grad_args().dv.base) reverse.dv = args.dv;
     reverse.d_final = args.d_final;
     reverse.d_initial = args.d_initial, reverse.initial = args.initial;
     if (segments.spans > 0) {
@@ -257,10 +264,11 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// What they may have to leave: chains with positive log gates, and d_initial_state where next to
-  /// nothing reached it.
+  /// What they may have to leave: chains with positive log gates, and d_initial_state, or D, where
+  /// next to nothing reached it.
   Status half_chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
-    const bool leaves = args.d_initial.base || args.gate.gate_mode == GateMode::kLog;
+    const bool leaves =
+        args.d_initial.base || args.gate.gate_mode == GateMode::kLog || plan.requested.spans;
     uint32_t* left = leaves ? left_words(plan, args) : nullptr;
     KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
     if (!leaves) return {};
@@ -268,9 +276,23 @@ struct GroupLaunches {
     return sm90::launch_left_chains(errors, reverse, left, where);
   }
 
+  /// The chain from right to left once more, with the factors of a first half, which are bf16 where
+  /// that one has left chains: what those give here is made again, whatever it is. Chains that are
+  /// left now had their states and errors from other factors.
+  Status half_chains_again(const ReverseArgs& reverse) const {
+    uint32_t* before = left_words(plan, args);
+    uint32_t* left = before + static_cast<std::size_t>(args.shape.HV) * head_bytes(plan).left /
+                                  (2 * sizeof(uint32_t));
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(nullptr, reverse, args.v, left, where));
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
+    const ChainArgs errors = errors_args();
+    KDA_RETURN_IF_ERROR(sm90::launch_left_chains(&errors, reverse, left, where));
+    return sm90::launch_left_chains(nullptr, reverse, before, where);
+  }
+
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
-    if (sm90::kBuilt && plan.device.compute_capability == 90)
+    if (on_hopper())
       return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, where);
     if (errors)
       KDA_RETURN_IF_ERROR(
@@ -280,13 +302,13 @@ struct GroupLaunches {
 
   bool by_hopper(const FinishedGradArgs& grad) const {
     const Problem& p = plan.problem;  // not the group's: no value depends on that
-    return sm90::kBuilt && plan.device.compute_capability == 90 && !needs_head_gates(p) &&
-           sm90::serves_chunk_grad(grad) &&
+    return on_hopper() && !needs_head_gates(p) && sm90::serves_chunk_grad(grad) &&
            sm90::has_units_enough(grad.num_chunks * p.num_heads, p.num_value_heads / p.num_heads,
                                   plan.device.num_sms);
   }
 
-  Status gradients() const {
+  /// Hopper's kernel stores dv too where it is dZ: the chains have more to write than it has.
+  FinishedGradArgs grad_args() const {
     FinishedGradArgs grad;
     grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(plan);
     grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
@@ -296,6 +318,12 @@ struct GroupLaunches {
     grad.rows = args.rows;
     grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
     grad.sums = args.sums;
+    if (by_hopper(grad) && sm90::has_whole_pieces(args.dv)) grad.dv = args.dv;
+    return grad;
+  }
+
+  Status gradients() const {
+    FinishedGradArgs grad = grad_args();
     if (by_hopper(grad)) {
       grad.left = left_words(plan, args);
       KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
@@ -312,7 +340,7 @@ struct GroupLaunches {
 
   /// The chains of whole sequences, for D alone.
   ReverseArgs whole_args(const SpanGradients& spans) const {
-    ReverseArgs reverse = reverse_args(args.map);
+    ReverseArgs reverse = d_args(args.map);
     if (spans.from_final) reverse.d_final = args.d_final;
     StateView D = span_states(spans.D);
     D.num_slots = args.map.num_sequences;
@@ -341,7 +369,9 @@ struct GroupLaunches {
     const ChainArgs errors = errors_args();
     const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
     if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
-    KDA_RETURN_IF_ERROR(chains(wanted ? &errors : nullptr, last_args()));
+    const ReverseArgs reverse = last_args(tokens);
+    KDA_RETURN_IF_ERROR(half && halves ? half_chains_again(reverse)
+                                       : chains(wanted ? &errors : nullptr, reverse));
     return tokens ? gradients() : Status{};
   }
 };

@@ -93,7 +93,7 @@ struct FusedDecodeArgs {
   int64_t num_sequences = 0;
   int32_t num_tokens = 1, width = 4;
   Divisor heads;
-  DecodePart q, k, v;
+  DecodePart parts[3];  ///< q, k, v
   int64_t state_width = 3;
   View g, beta;  ///< [sequence, token, head, channel]
   GateView gate;

@@ -61,6 +61,15 @@ __device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
 }
+/// All bits of a half where two pairs of small integers, below 1,024, are equal in it: as fp16 they
+/// are denormals.
+__device__ __forceinline__ uint32_t equal_u16x2(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+/// The number of the highest bit that is set; one is.
+__device__ __forceinline__ int highest_bit(uint32_t x) { return 31 - __clz(static_cast<int>(x)); }
 /// Bits that any lane of a warp has, for all of them.
 __device__ __forceinline__ uint32_t redux_or(uint32_t x) { return __reduce_or_sync(0xffffffff, x); }
 /// The largest x of a warp, for all of its lanes.

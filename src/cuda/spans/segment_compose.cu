@@ -2,77 +2,103 @@
 #include "cuda/spans/segment_compose.hpp"
 
 #include "cuda/launch/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace kda::cuda {
 namespace {
 
-/// Columns of [M | B] that a block carries through the segments of a sequence.
-constexpr int kColumns = 8;
-/// Floats from one row of a state to the next: the two lanes of a row read without bank conflicts.
-constexpr int kRowFloats = 12;
+/// Columns of [M | B] that a block carries through the segments of a sequence, in groups of four.
+constexpr int kColumns = 16, kGroups = kColumns / 4;
+constexpr int kRows = 2;  // of a thread
 
-__device__ void add(float (&sum)[kColumns], float m, const float* row) {
-  const float4 low = *reinterpret_cast<const float4*>(row);
-  const float4 high = *reinterpret_cast<const float4*>(row + 4);
-  sum[0] = fmaf(m, low.x, sum[0]), sum[1] = fmaf(m, low.y, sum[1]);
-  sum[2] = fmaf(m, low.z, sum[2]), sum[3] = fmaf(m, low.w, sum[3]);
-  sum[4] = fmaf(m, high.x, sum[4]), sum[5] = fmaf(m, high.y, sum[5]);
-  sum[6] = fmaf(m, high.z, sum[6]), sum[7] = fmaf(m, high.w, sum[7]);
+/// Where a row's columns of a group are: the four lanes that read rows of different channels at
+/// once read different banks.
+__device__ float4& at(float4* states, int row, int group) {
+  return states[row * kGroups + (group ^ row / 4 % kGroups)];
+}
+__device__ void add(float (&sum)[4], float m, const float4& s) {
+  sum[0] = fmaf(m, s.x, sum[0]), sum[1] = fmaf(m, s.y, sum[1]);
+  sum[2] = fmaf(m, s.z, sum[2]), sum[3] = fmaf(m, s.w, sum[3]);
+}
+/// Sums of two lanes that are `apart`: each keeps its half of the groups.
+template <int kHalf>
+__device__ void keep_half(float (&kept)[kHalf][4], const float (&sums)[2 * kHalf][4], int apart) {
+  const bool upper = static_cast<int>(threadIdx.x) & apart;
+#pragma unroll
+  for (int group = 0; group < kHalf; ++group)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float low = sums[group][c], high = sums[kHalf + group][c];
+      kept[group][c] = (upper ? high : low) + __shfl_xor_sync(~0u, upper ? low : high, apart);
+    }
 }
 
-/// Two lanes have a row: every other four channels of its sums, then four columns each.
+/// Four lanes have the same rows: every fourth four channels of their sums, then a group each.
 template <int kK>
-__global__ void __launch_bounds__(2 * kK)
+__global__ void __launch_bounds__(2 * kK, 256 / kK)
     segment_compose_kernel(const __grid_constant__ SegmentComposeArgs a) {
-  __shared__ __align__(16) float states[2][kK * kRowFloats];
-  const int row = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2;
+  __shared__ float4 states[2][kK * kGroups];
+  ptx::griddepcontrol_wait();
+  const int lane = static_cast<int>(threadIdx.x) % 4, pair = static_cast<int>(threadIdx.x) / 4;
   const int columns_of_M = a.M_out ? kK : 0;
   const int tiles = (columns_of_M + (a.B_out ? kK : 0)) / kColumns;
   const int head = static_cast<int>(blockIdx.x) / tiles % a.shape.HV;
   const int64_t n = static_cast<int64_t>(blockIdx.x) / tiles / a.shape.HV;
   const int column = static_cast<int>(blockIdx.x) % tiles * kColumns;
   const bool of_M = column < columns_of_M;
-  const int own = (of_M ? column : column - columns_of_M) + half * 4;  // of the four columns
-  const auto at = [&](int64_t entry) {
-    return ((entry * a.shape.HV + head) * kK + row) * static_cast<int64_t>(kK);
+  const int own = (of_M ? column : column - columns_of_M) + lane * 4;
+  const auto row = [&](int r) { return pair + r * kK / kRows; };
+  const auto place = [&](int64_t entry, int r) {
+    return ((entry * a.shape.HV + head) * kK + row(r)) * static_cast<int64_t>(kK);
   };
+  const auto read = [](const float* from) { return *reinterpret_cast<const float4*>(from); };
 
-  float4 x{};  // from the identity, or from zero
-  if (of_M)
-    x = {float(row == own), float(row == own + 1), float(row == own + 2), float(row == own + 3)};
-  int parity = 0;
-  const auto put = [&] {
-    *reinterpret_cast<float4*>(&states[parity][row * kRowFloats + half * 4]) = x;
+  int64_t segment = a.offsets[n];
+  float4 x[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) x[r] = read((of_M ? a.M : a.B) + place(segment, r) + own);
+  for (int parity = 0; ++segment < a.offsets[n + 1]; parity ^= 1) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) at(states[parity], row(r), lane) = x[r];
     __syncthreads();  // the state is complete; that of two steps ago has been read
-  };
-  put();
-  for (int64_t segment = a.offsets[n]; segment < a.offsets[n + 1]; ++segment) {
-    float sum[kColumns] = {};
+    float sums[kRows][kGroups][4] = {};
+#pragma unroll kK / 32
+    for (int j = 0; j < kK / 16; ++j) {
+      const int channel = (4 * j + lane) * 4;
+      float m[kRows][4];
 #pragma unroll
-    for (int j = 0; j < kK / 8; ++j) {
-      const int channel = (2 * j + half) * 4;
-      const float4 m = *reinterpret_cast<const float4*>(a.M + at(segment) + channel);
-      const float* state = &states[parity][channel * kRowFloats];
-      add(sum, m.x, state), add(sum, m.y, state + kRowFloats);
-      add(sum, m.z, state + 2 * kRowFloats), add(sum, m.w, state + 3 * kRowFloats);
+      for (int r = 0; r < kRows; ++r)
+        *reinterpret_cast<float4*>(m[r]) = read(a.M + place(segment, r) + channel);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+          const float4 s = at(states[parity], channel + i, group);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) add(sums[r][group], m[r][i], s);
+        }
     }
 #pragma unroll
-    for (float& value : sum) value += __shfl_xor_sync(~0u, value, 1);
-    x = half ? float4{sum[4], sum[5], sum[6], sum[7]} : float4{sum[0], sum[1], sum[2], sum[3]};
-    if (!of_M) {
-      const float4 b = *reinterpret_cast<const float4*>(a.B + at(segment) + own);
-      x.x += b.x, x.y += b.y, x.z += b.z, x.w += b.w;
+    for (int r = 0; r < kRows; ++r) {
+      float half[2][4], mine[1][4];
+      keep_half(half, sums[r], 2);
+      keep_half(mine, half, 1);
+      x[r] = {mine[0][0], mine[0][1], mine[0][2], mine[0][3]};
+      if (of_M) continue;
+      const float4 b = read(a.B + place(segment, r) + own);
+      x[r].x += b.x, x[r].y += b.y, x[r].z += b.z, x[r].w += b.w;
     }
-    parity ^= 1;
-    put();
   }
-  *reinterpret_cast<float4*>((of_M ? a.M_out : a.B_out) + at(n) + own) = x;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r)
+    *reinterpret_cast<float4*>((of_M ? a.M_out : a.B_out) + place(n, r) + own) = x[r];
 }
 
 constexpr int kPlaceThreads = 256;
 
 __global__ void __launch_bounds__(kPlaceThreads)
     segment_place_kernel(const __grid_constant__ SegmentPlaceArgs a) {
+  ptx::griddepcontrol_wait();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kPlaceThreads + threadIdx.x;
   if (i >= a.num_sequences * a.state_floats) return;
   const int64_t n = i / a.state_floats;

@@ -21,6 +21,7 @@ struct SegmentComposeArgs {
   float* B_out = nullptr;            ///< [N, HV, K, V]; null: not wanted
 };
 
+/// A sequence has at least one row.
 Status launch_segment_compose(const SegmentComposeArgs& args, const Launch& launch);
 
 struct SegmentPlaceArgs {

@@ -341,6 +341,7 @@ struct Reverse {
   __device__ bool dv_is_dz() const { return c.a.o.type == Element::kBFloat16 && c.a.o.whole_words; }
 
   __device__ void begin_stores(int chunk, const Stage& s) const {
+    if (!c.a.h) return;  // the gradient before the sequence is all
     ptx::cp_async_bulk_store(tile_of<kVTile * kK>(c, c.a.h, chunk), s.kg, sizeof(s.kg));
     ptx::cp_async_bulk_store(tile_of<kChunk * kVTile>(c, c.a.vn, chunk), s.d_o, sizeof(s.d_o));
   }

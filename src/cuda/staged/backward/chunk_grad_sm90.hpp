@@ -15,6 +15,7 @@ inline constexpr int64_t kHeadSums = 2 * 64 * 128;
 
 struct FinishedGradArgs : ChunkGradArgs {
   RowView dq, dk, dg, dbeta;  ///< no base: not wanted
+  RowView dv;                 ///< which is dZ; no base: not wanted, or the chains have stored it
   /// [chunk of the batch, HV, K + 1]: ddt_bias and dA_log of a chunk; null: not wanted.
   double* sums = nullptr;
   /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.

@@ -13,9 +13,11 @@ namespace kda::cuda::staged {
 struct BackwardCosts {
   ChainCosts errors, reverse;
   bool beside;  ///< one launch has the chains of both directions
-  /// Bytes a token and value head that each direction reads and writes; 0: not what bounds it.
-  double errors_bytes, reverse_bytes;
+  /// Bytes a token and value head that each direction reads and writes, and one for D alone; 0: not
+  /// what bounds it.
+  double errors_bytes, reverse_bytes, d_bytes;
   double gradients_ns;  ///< SM time of a token and value head behind the chains
+  double minimum_step;  ///< of the time with fewer segments, for more of them
 };
 
 /// Hopper's own kernels (chains_sm90.cu; with K = V = 128 and 64 grad_sm90).
@@ -26,8 +28,11 @@ inline constexpr BackwardCosts kSm90Backward = {
         {.few_ns = 22.5, .alone_ns = 22.5, .shared_ns = 22.5, .blocks_per_sm = 1, .fixed_us = 5},
     .beside = true,
     .errors_bytes = 1536,
-    .reverse_bytes = 2304,
-    .gradients_ns = 156};
+    .reverse_bytes = 2048,
+    .d_bytes = 1280,
+    .gradients_ns = 156,
+    // 8, 11 and 12 segments of 32,768 tokens and 4 heads took up to 2% more than predicted.
+    .minimum_step = 0.97};
 
 /// Other GPUs, measured on an H200 too. Blocks that share an SM are taken to run in turn.
 inline constexpr BackwardCosts kOtherBackward = {
@@ -36,7 +41,9 @@ inline constexpr BackwardCosts kOtherBackward = {
     .beside = false,
     .errors_bytes = 0,
     .reverse_bytes = 0,
-    .gradients_ns = 343 + 103};  // chunk_grad and the last pass
+    .d_bytes = 0,
+    .gradients_ns = 343 + 103,  // chunk_grad and the last pass
+    .minimum_step = kOtherCosts.minimum_step};
 
 inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
   return device.compute_capability == 90 ? kSm90Backward : kOtherBackward;
@@ -51,7 +58,9 @@ inline constexpr double kGroupUs = 13;
 /// The part of the card's bandwidth that chains reach.
 inline constexpr double kChainBandwidth = 0.9;
 
-/// Chains of both directions, errors and reverse, of the same spans.
+/// Chains of both directions, errors and reverse, of the same spans. In one launch they take as
+/// long as the longer ones, or twice that where not all blocks fit at once, as segments were
+/// measured to.
 inline double both_chains_us(const CostInput& in, const BackwardCosts& c, double chains,
                              double longest) {
   const double total = total_tokens(in);
@@ -59,8 +68,8 @@ inline double both_chains_us(const CostInput& in, const BackwardCosts& c, double
   const double errors = chains_us(in, c.errors, chains, longest, total, tiles);
   const double reverse = chains_us(in, c.reverse, chains, longest, total, tiles);
   const double blocks = 2 * chains * static_cast<double>(in.num_value_heads * tiles);
-  const bool fit = c.beside && blocks <= static_cast<double>(in.num_sms);
-  return fit ? std::max(errors, reverse) : errors + reverse;
+  if (!c.beside) return errors + reverse;
+  return std::max(errors, reverse) * (blocks <= static_cast<double>(in.num_sms) ? 1 : 2);
 }
 
 /// What memory needs for `bytes` a token and value head at K = V = 128.
@@ -74,10 +83,10 @@ inline double chain_memory_us(const CostInput& in, double bytes) {
 inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& device,
                                     int64_t segment_tokens) {
   const BackwardCosts& c = backward_costs_of(device);
-  const double memory = chain_memory_us(in, c.errors_bytes + c.reverse_bytes);
   if (segment_tokens == 0)
-    return std::max(memory, both_chains_us(in, c, static_cast<double>(in.lengths.size()),
-                                           static_cast<double>(longest_of(in))));
+    return std::max(chain_memory_us(in, c.errors_bytes + c.reverse_bytes),
+                    both_chains_us(in, c, static_cast<double>(in.lengths.size()),
+                                   static_cast<double>(longest_of(in))));
   const Costs& costs = costs_of(device);
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto longest = static_cast<double>(segment_tokens);
@@ -87,7 +96,8 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
   };
   // Chains from zero go beside the errors; then those from their gradients.
   return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) +
-         std::max(memory, both_chains_us(in, c, cut.segments, longest)) +
+         std::max(chain_memory_us(in, c.errors_bytes + c.d_bytes),
+                  both_chains_us(in, c, cut.segments, longest)) +
          std::max(chain_memory_us(in, c.reverse_bytes), us(c.reverse, tiles)) +
          merge_us(in, costs.merge, cut.most - 1) + merge_us(in, kReverseMerge, cut.most - 1);
 }
@@ -132,7 +142,7 @@ inline plan::Partition auto_backward_partition(const plan::Workload& work,
   const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups) +
                                            (halves ? reverse_us(in, device) : 0),
                                .minimum_gain = kMinimumGain,
-                               .minimum_step = costs_of(device).minimum_step,
+                               .minimum_step = backward_costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {
                                  return backward_us(in, device, num_heads, groups, segment_tokens);
                                }};

@@ -26,7 +26,8 @@ struct ReverseArgs {
   StateView d_initial;
   StateView initial;  ///< of the forward: which sequences have one
 
-  // Workspace, bf16, swizzled like the factors; index of a tile: chunk of the batch * HV + head.
+  // Workspace, bf16, swizzled like the factors; index of a tile: chunk of the batch * HV + head. On
+  // Hopper both may be null: not wanted.
   void* dh = nullptr;  ///< dS^T behind each chunk, [tiles, V tiles, 64, Kp]
   void* dz = nullptr;  ///< dZ, [tiles, V tiles, 64 tokens, 64]
 };

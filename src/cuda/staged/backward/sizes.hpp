@@ -25,7 +25,8 @@ struct HeadBytes {
 
   /// The rows lie over the factors: chunk_grad writes them when the chains are done.
   std::size_t before_left() const { return std::max(factors, rows); }
-  /// Behind them is what says which chains, then which chunks, are left to another launch.
+  /// Behind them is what says which chains, then which chunks, are left to another launch; in two
+  /// halves also which chains the second one leaves.
   std::size_t factors_then_rows() const { return before_left() + left; }
   std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
 };
@@ -45,7 +46,8 @@ inline HeadBytes head_bytes(const Plan& plan) {
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
   bytes.left = static_cast<std::size_t>(most_chunks(plan)) * kLeftWords * sizeof(uint32_t);
-  if (has_parameters(p)) {  // of pieces, or of chunks
+  if (plan.requested.spans) bytes.left *= 2;  // of each half
+  if (has_parameters(p)) {                    // of pieces, or of chunks
     const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
   }

@@ -20,6 +20,7 @@ using cuda::grad::kSubchunk;
 using cuda::grad::kSubchunks;
 using cuda::grad::kTokenTiles;
 using cuda::grad::Operand;
+using cuda::grad::scale_operand;
 using cuda::grad::to_operand;
 using cuda::grad::Tokens;
 

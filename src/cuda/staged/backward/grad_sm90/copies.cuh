@@ -248,6 +248,9 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCo
     const int q_head = q_head_of<kHeads>(a, task);
     const bool finishes = !turns.has_later(a);  // dq and dk
     const Numbers<kCount>& numbers = s.numbers[turn % 2];
+    wait_full(s.values_full, turn);
+    store_rows(a, s.dz, a.dv, task, task.head, pieces);
+    ptx::mbarrier_arrive(s.state_empty);
     wait_full(s.out_full, 0);  // two in each turn
     store_beta(a, s, numbers, task, thread);
     if (finishes) store_rows(a, s.out, a.dq, task, q_head, pieces);

@@ -7,11 +7,13 @@
 
 namespace kda::cuda::sm90::grad {
 
+/// With several anchors (anchors.cuh) the last bits of a decay are the number of its anchor.
 struct Decays {
-  Tokens row;  // kAnchor times the decay since the start of the sub-chunk, or its log
-  float total[kSubchunks][2];    // over a sub-chunk, of channels g and g + 8
-  unsigned anchors[kSubchunks];  // not 0: those of its rows (anchors.cuh), a bit each; it has logs
-  __device__ bool by_anchors(int r) const { return anchors[r] != 0; }
+  Tokens row;  // kAnchor times the decay since the row's anchor
+  // Decays of channels g and g + 8 to the end of a sub-chunk, since the anchor of its last row.
+  float total[kSubchunks][2];
+  unsigned anchors[kSubchunks];  // those of the warp's rows, a bit each
+  __device__ bool has_one(int r) const { return anchors[r] == 1; }
 };
 constexpr float kLogAnchor = 24;
 static_assert(kAnchor == 0x1p24f && cuda::grad::kLeast == 0x1p-96f && cuda::grad::kMost == 0x1p88f);
@@ -23,11 +25,15 @@ constexpr float kDead = -126;
 constexpr float kLeastLog = -220;
 
 /// Between two anchors of a sub-chunk.
-constexpr float kAnchorStep = 112;
+constexpr float kAnchorStep = 120;
+constexpr float kAnchorDecay = 0x1p-120f;  // the same
+constexpr unsigned kAnchorBits = 31;       // of a decay
 static_assert(-kLeastLog * kSubchunk < 32 * kAnchorStep);
-/// The number of a row's anchor.
-__device__ __forceinline__ float anchor_of(float log) {
-  return floorf((kLogAnchor - log) * (1 / kAnchorStep));
+__device__ __forceinline__ unsigned anchor_of(float decay) {
+  return __float_as_uint(decay) & kAnchorBits;
+}
+__device__ __forceinline__ float with_anchor(float decay, unsigned anchor) {
+  return __uint_as_float((__float_as_uint(decay) & ~kAnchorBits) | anchor);
 }
 
 /// The gate of this lane's two channels.
@@ -41,22 +47,43 @@ struct Gate {
         bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
         bound(c.a.gate.lower_bound * kLog2e) {}
 
-  /// 1 / (1 + exp(-x)) of the raw gate, which bounded gates and the slope of softplus are made of.
+  /// 1 / (1 + exp(-x)) of the raw gate, which bounded gates are made of.
   __device__ __forceinline__ float sigmoid(float raw, int half) const {
-    const float slope = kMode == GateMode::kBounded ? -rate * kLog2e : -kLog2e;
+    const float slope = -rate * kLog2e;
     return ptx::rcp(1.0f + ptx::ex2(fmaf(raw, slope, bias[half] * slope)));
+  }
+  /// Softplus of the raw gate in units of log2, and its slope, from one exponential.
+  struct Softplus {
+    float log2, slope;
+  };
+  /// kSmall: to the last bits where it is small, too. Else to 2^-22, which is enough for decays.
+  template <bool kSmall>
+  __device__ __forceinline__ Softplus softplus(float raw, int half) const {
+    const float x = raw + bias[half];
+    const float e = ptx::ex2(-fabsf(x) * kLog2e), sum = 1.0f + e;
+    float log2 = ptx::lg2(sum);
+    if (kSmall && e < 0x1p-6f) log2 = e * (kLog2e - e * (kLog2e / 2 - e * (kLog2e / 3)));
+    return {fmaf(fmaxf(x, 0.0f), kLog2e, log2), ptx::rcp(sum) * (x < 0 ? e : 1.0f)};
   }
   __device__ __forceinline__ float log2_decay(float raw, int half) const {
     if constexpr (kMode == GateMode::kBounded)
       return bound * sigmoid(raw, half);
+    else if constexpr (kMode == GateMode::kSoftplus)
+      return -rate * softplus<false>(raw, half).log2;
     else
-      return log2_decay_fast<kMode>(raw, bias[half], rate);
+      return raw * kLog2e;
   }
 };
 
-/// Log2 decays of a sub-chunk summed up by a product with a triangle of ones, times kAnchor. kFar:
-/// decays of 0 count as kLeastLog. Tells whether no token's decay is above 1, or NaN.
-template <GateMode kMode, bool kFar, class W>
+/// Whether gates of this kind get several anchors. Others rarely fall so far; a chunk in which they
+/// do is left. (The kernel takes longer with the code for it.)
+template <GateMode kMode>
+inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
+
+/// Log2 decays of a sub-chunk summed up by a product with a triangle of ones, times kAnchor. Where
+/// several anchors can serve them, decays of 0 count as kLeastLog. Tells whether no log gate is
+/// above 0, or NaN.
+template <GateMode kMode, class W>
 __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int r,
                                        float (*sums)[4]) {
   const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
@@ -73,9 +100,9 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
       if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) x[n][i] = 0;
     });
   bool falls = true;
-  if (kFar)
+  if constexpr (kSeveralAnchors<kMode>)
     for_each([&](int n, int i) {
-      falls = falls && x[n][i] <= 0;
+      if (kMode == GateMode::kLog) falls = falls && x[n][i] <= 0;
       if (x[n][i] < kLeastLog) x[n][i] = kLeastLog;
     });
   const TwoParts tile0(x[0]), tile1(x[1]);
@@ -85,36 +112,34 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
   return falls;
 }
 
-/// Whether gates of this kind get several anchors. Others rarely fall so far; a chunk in which they
-/// do is left. (The kernel takes a third longer with the code for it.)
-template <GateMode kMode>
-inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
-
-/// From logs to decays, or to the anchors of the sub-chunk. Tells whether its decays fall.
+/// From logs to decays since anchors. `falls` is of its log gates. Tells whether all is in range.
 template <GateMode kMode, class W>
-__device__ __forceinline__ bool find_anchors(const W& c, const Gate<kMode>& gate, int r,
-                                             Decays& d) {
+__device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Decays& d) {
   float(*const row)[4] = d.row + 2 * r;
-  bool near = true, falls = true;
+  bool near = true, good = true;
   if (kMode == GateMode::kLog)
     for_each([&](int n, int i) { near = near && log_in_range(row[n][i]); });
   else  // the last one is the least
     near = log_in_range(row[1][1]) && log_in_range(row[1][3]);
-  d.anchors[r] = 0;
+  d.anchors[r] = 1;
   if (__any_sync(~0u, !near)) {
-    falls = add_up<kMode, true>(c, gate, r, row);
+    good = falls && row[1][1] <= kLogAnchor && row[1][3] <= kLogAnchor;  // and not NaN
     unsigned anchors = 0;
-    for_each([&](int n, int i) { anchors |= 1u << (static_cast<int>(anchor_of(row[n][i])) & 31); });
+    for_each([&](int n, int i) {
+      float& x = row[n][i];
+      const unsigned anchor =
+          static_cast<unsigned>((kLogAnchor - x) * (1 / kAnchorStep)) & kAnchorBits;
+      anchors |= 1u << anchor;
+      x = with_anchor(ptx::ex2(fmaf(kAnchorStep, static_cast<float>(anchor), x)), anchor);
+    });
     d.anchors[r] = ptx::redux_or(anchors);
   } else {
-    for_each([&](int n, int i) { row[n][i] = ptx::ex2(row[n][i]); });
+    for_each([&](int n, int i) { row[n][i] = with_anchor(ptx::ex2(row[n][i]), 0); });
   }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float last = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3);
-    d.total[r][half] = d.by_anchors(r) ? ptx::ex2(last - kLogAnchor) : last / kAnchor;
-  }
-  return falls;
+  for (int half = 0; half < 2; ++half)
+    d.total[r][half] = __shfl_sync(~0u, row[1][2 * half + 1], c.lane | 3) / kAnchor;
+  return good;
 }
 
 /// Decays since the starts of their sub-chunks. Tells which warps have decays beyond the range of
@@ -122,12 +147,12 @@ __device__ __forceinline__ bool find_anchors(const W& c, const Gate<kMode>& gate
 template <GateMode kMode, class W>
 __device__ __forceinline__ void find_decays(const W& c, Decays& d) {
   const Gate<kMode> gate(c);
+  bool falls[kSubchunks], good = true;
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) add_up<kMode, false>(c, gate, r, d.row + 2 * r);
-  bool good = true;
+  for (int r = 0; r < kSubchunks; ++r) falls[r] = add_up(c, gate, r, d.row + 2 * r);
   if constexpr (kSeveralAnchors<kMode>) {
 #pragma unroll
-    for (int r = 0; r < kSubchunks; ++r) good = find_anchors(c, gate, r, d) && good;
+    for (int r = 0; r < kSubchunks; ++r) good = find_anchors<kMode>(c, r, falls[r], d) && good;
   } else {
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n)
@@ -175,19 +200,20 @@ __device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2
         if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) y[n][i] = 0;
       });
     for_each([&](int n, int i) {
-      const float x = element(raw, n, i);
-      const bool dead = kMode != GateMode::kBounded && gate.log2_decay(x, i / 2) < kDead;
-      const float dg = dead ? 0 : y[n][i];
+      const float x = element(raw, n, i), dg = y[n][i];
       if constexpr (kMode == GateMode::kBounded) {
         const float sigmoid = gate.sigmoid(x, i / 2);
         const float d = dg * (gate.rate * c.a.gate.lower_bound) * (sigmoid - sigmoid * sigmoid);
         dA_log = fmaf(d, d == 0 ? 0 : x, dA_log);  // gates may be infinite there
         y[n][i] = d;
       } else if constexpr (kMode == GateMode::kSoftplus) {
-        if (!dead) dA_log = fmaf(dg, gate.log2_decay(x, i / 2) / kLog2e, dA_log);
-        y[n][i] = -gate.rate * gate.sigmoid(x, i / 2) * dg;
-      } else {
-        y[n][i] = dg;
+        const auto softplus = gate.template softplus<true>(x, i / 2);
+        const float log2_decay = -gate.rate * softplus.log2;
+        const bool dead = log2_decay < kDead;
+        if (!dead) dA_log = fmaf(dg, log2_decay, dA_log);
+        y[n][i] = dead ? 0 : -gate.rate * softplus.slope * dg;
+      } else if (gate.log2_decay(x, i / 2) < kDead) {
+        y[n][i] = 0;
       }
       ddt_bias[i / 2] += y[n][i];
     });
@@ -198,6 +224,7 @@ __device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2
   if constexpr (kMode != GateMode::kLog) {
     if (kMode == GateMode::kBounded)
       dA_log += gate.bias[0] * ddt_bias[0] + gate.bias[1] * ddt_bias[1];
+    if (kMode == GateMode::kSoftplus) dA_log *= static_cast<float>(1 / double{kLog2e});
     dA_log = sum_over(dA_log, 1, 32);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -84,7 +84,7 @@ struct alignas(1024) Shared {
   // Full: by the warps that load.
   ptx::Mbarrier values_full;  // d_o, E, dZ, S0, dS
   ptx::Mbarrier rows_full;    // q, k, gates, numbers
-  // Empty: by the warps that compute.
+  // Empty: by the warps that compute; state_empty also by those that store, which read dZ.
   ptx::Mbarrier d_o_empty, d_state_empty, state_empty, q_empty, k_empty;
   ptx::Mbarrier out_full, out_empty;            // dq, dk
   ptx::Mbarrier gates_done[2], gates_empty[2];  // dg is there; it is stored
@@ -97,9 +97,9 @@ template <int kHeads>
 __device__ __forceinline__ void init_barriers(Shared<kHeads>& s) {
   ptx::mbarrier_init(s.values_full, kCopiers + 1);
   ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
-  for (ptx::Mbarrier* empty :
-       {&s.d_o_empty, &s.d_state_empty, &s.state_empty, &s.q_empty, &s.k_empty})
+  for (ptx::Mbarrier* empty : {&s.d_o_empty, &s.d_state_empty, &s.q_empty, &s.k_empty})
     ptx::mbarrier_init(*empty, kWorkers);
+  ptx::mbarrier_init(s.state_empty, kWorkers + kCopiers);
   ptx::mbarrier_init(s.out_full, kWorkers);
   ptx::mbarrier_init(s.out_empty, kCopiers);
   for (int i = 0; i < 2; ++i) {

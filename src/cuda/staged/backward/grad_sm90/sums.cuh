@@ -8,16 +8,10 @@
 
 namespace kda::cuda::sm90::grad {
 
-/// Columns: keys of each sub-chunk, decayed back to its start; by several anchors, to its end.
+/// Columns: keys of each sub-chunk, decayed back to its start; or back, or on, to the anchor of its
+/// last row.
 using Columns = Operand[kSubchunks];
 
-/// kAnchor times the decay of rows since their anchor.
-template <bool kSeveral>
-__device__ __forceinline__ void find_rows(const Decays& d, int r, float (&row)[2][4]) {
-  for_each([&](int n, int i) { row[n][i] = d.row[2 * r + n][i]; });
-  if (kSeveral && d.by_anchors(r))
-    for_each([&](int n, int i) { row[n][i] = row_since(row[n][i], anchor_of(row[n][i])); });
-}
 /// A number of each token of a Part.
 template <class W>
 __device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kChunk], int r, int n,
@@ -26,16 +20,32 @@ __device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kCh
   return i % 2 ? pair.y : pair.x;
 }
 
-/// Adds earlier columns to the rows of sub-chunk r and of all later ones.
-template <class W>
-__device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& columns,
-                                            const Decays& d, int r, Tokens& acc) {
+/// The factor that brings a column in front of its row's anchor.
+__device__ __forceinline__ auto inverses(const Decays& d, int r) {
+  return [&d, r](int n, int i) { return ptx::rcp(d.row[2 * r + n][i]); };
+}
+
+/// Adds the columns of sub-chunk r to its rows and to those of all later ones.
+template <bool kSeveral, class W>
+__device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& raw_k,
+                                            const Operand& columns, const Decays& d, int r,
+                                            Tokens& acc) {
+  const bool several = kSeveral && !d.has_one(r);
+  if (several) {
+    Operand own;
+    scale_operand(raw_k, own, inverses(d, r));
+    add_by_anchors(c, which, own, d, r, acc + 2 * r);
+    const float kept[2] = {anchor_of(d.total[r][0]) == 0 ? 1.0f : 0.0f,
+                           anchor_of(d.total[r][1]) == 0 ? 1.0f : 0.0f};
+#pragma unroll
+    for (int later = r + 1; later < kSubchunks; ++later) decay_part(acc + 2 * later, kept);
+  }
   Operand pairs[2];  // the next ones are on their way
   c.load_rows(which, r, r, pairs[r % 2]);
 #pragma unroll
   for (int later = r; later < kSubchunks; ++later) {
     if (later + 1 < kSubchunks) c.load_rows(which, later + 1, r, pairs[(later + 1) % 2]);
-    multiply(acc + 2 * later, columns, pairs[later % 2]);
+    if (later > r || !several) multiply(acc + 2 * later, columns, pairs[later % 2]);
     if (later > r) decay_part(acc + 2 * later, d.total[r]);
   }
 }
@@ -50,22 +60,11 @@ __device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens&
     Operand raw_q, raw_k, rows;
     W::load(k, r, raw_k);
     c.template stay_in<10>(r);
-    const bool several = kSeveral && d.by_anchors(r);
-    float of_rows[2][4];
-    find_rows<kSeveral>(d, r, of_rows);
-    const auto row = [&](int n, int i) { return of_rows[n][i]; };
-    if (several) {
-      const Logs& logs = logs_of(d, r);
-      const Ends end(c, logs);
-      scale_operand(raw_k, columns[r], [&](int n, int i) { return end.at(logs[n][i], i); });
-    } else {
-      scale_operand(raw_k, columns[r], [&](int n, int i) { return ptx::rcp(row(n, i)); });
-    }
+    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
+    scale_operand(raw_k, columns[r], inverses(d, r));
+    if (kSeveral && !d.has_one(r)) find_ends(d, r, columns[r]);
     W::load(q, r, raw_q);
-    if (several)
-      add_earlier_by_anchors(c, 0, raw_k, columns[r], d, r, queries);
-    else
-      add_earlier(c, 0, columns[r], d, r, queries);
+    add_earlier<kSeveral>(c, 0, raw_k, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
       float& x = queries[2 * r + n][i];
@@ -89,10 +88,9 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
     });
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float behind = after[half];
       after[half] *= d.total[r][half];
-      share[half] =
-          fmaf(kSeveral && d.by_anchors(r) ? behind : after[half], sum[half], share[half]);
+      share[half] = fmaf(after[half], sum[half], share[half]);
+      if (kSeveral && anchor_of(d.total[r][half]) != 0) after[half] = 0;
     }
   }
   *over_chunk = {after[0], after[1]};
@@ -109,28 +107,29 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
     Operand raw_q, raw_k, rows_q, rows_k;
     W::load(q, r, raw_q), W::load(k, r, raw_k);
     c.template stay_in<20>(r);
-    const auto own = [&](int n, int i) {
-      return of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
-    };
-    if (kSeveral && d.by_anchors(r)) {
-      add_columns_by_anchors(c, raw_q, raw_k, columns[r], d, r, acc, dG);
-      for_each([&](int n, int i) { acc[2 * r + n][i] += own(n, i); });
-      continue;
-    }
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
+    Operand own;
 #pragma unroll
-    for (int earlier = r; earlier >= 0; --earlier) {
-      Operand by_d_o, by_dz;
-      c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
-      decay_part(acc + 2 * earlier, d.total[r]);
-      multiply(acc + 2 * earlier, rows_q, by_d_o);
-      multiply(acc + 2 * earlier, rows_k, by_dz);
+    for (int i = 0; i < 4; ++i) own[i] = columns[r][i];
+    if (kSeveral && !d.has_one(r)) {
+      add_rows_by_anchors(c, rows_q, rows_k, d, r, acc);
+      scale_operand(raw_k, own, inverses(d, r));
+    } else {
+#pragma unroll
+      for (int earlier = r; earlier >= 0; --earlier) {
+        Operand by_d_o, by_dz;
+        c.load_columns(0, r, earlier, by_d_o), c.load_columns(1, r, earlier, by_dz);
+        decay_part(acc + 2 * earlier, d.total[r]);
+        multiply(acc + 2 * earlier, rows_q, by_d_o);
+        multiply(acc + 2 * earlier, rows_k, by_dz);
+      }
     }
     for_each([&](int n, int i) {
       float& x = acc[2 * r + n][i];
-      dG[2 * r + n][i] -= element(columns[r], n, i) * x;
-      x = ptx::rcp(row(n, i)) * x + own(n, i);
+      dG[2 * r + n][i] -= element(own, n, i) * x;
+      x = ptx::rcp(row(n, i)) * x +
+          of_token(c, c.s.own_pair[c.head()], r, n, i) * element(raw_q, n, i);
     });
     ptx::fence_operands(reinterpret_cast<float(&)[2][4]>(dG[2 * r]));
   }
@@ -144,17 +143,11 @@ __device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Colu
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
-    if (kSeveral && d.by_anchors(r)) {
-      W::load(k, r, raw_k);
-      add_earlier_by_anchors(c, 1, raw_k, columns[r], d, r, keys);
-    } else {
-      add_earlier(c, 1, columns[r], d, r, keys);
-      W::load(k, r, raw_k);
-    }
+    if (kSeveral) W::load(k, r, raw_k);
+    add_earlier<kSeveral>(c, 1, raw_k, columns[r], d, r, keys);
+    if (!kSeveral) W::load(k, r, raw_k);
     c.template stay_in<30>(r);
-    float of_rows[2][4];
-    find_rows<kSeveral>(d, r, of_rows);
-    const auto row = [&](int n, int i) { return of_rows[n][i]; };
+    const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {
       dG[2 * r + n][i] += element(rows, n, i) * keys[2 * r + n][i];

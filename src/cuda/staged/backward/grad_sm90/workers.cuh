@@ -68,6 +68,7 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   c.sync();
   store_output(c, 0, q, s.along_q[c.head()], queries);
   ptx::rename_registers(d.row, c.a.zero);
+  if (kSeveral) ptx::rename_registers(reinterpret_cast<float(&)[kSubchunks][4]>(columns), c.a.zero);
   add_columns<kSeveral>(c, d, columns, dk, dG);
 
   Tokens keys;

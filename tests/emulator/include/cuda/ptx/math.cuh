@@ -33,9 +33,13 @@ inline uint32_t cvt_satfinite_f16x2(float low, float high) {
   };
   return pack<__half>(finite(low), finite(high));
 }
+inline uint32_t equal_u16x2(uint32_t x, uint32_t y) {
+  return ((x ^ y) & 0xffff ? 0 : 0xffffu) | ((x ^ y) >> 16 ? 0 : 0xffff0000u);
+}
 inline uint32_t max_u16x2(uint32_t x, uint32_t y) {
   return std::max(x & 0xffff, y & 0xffff) | std::max(x >> 16, y >> 16) << 16;
 }
+inline int highest_bit(uint32_t x) { return 31 - __builtin_clz(x); }
 inline uint32_t redux_or(uint32_t x) {
   for (int step = 16; step > 0; step /= 2) x |= __shfl_xor_sync(0xffffffff, x, step);
   return x;
