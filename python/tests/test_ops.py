@@ -372,12 +372,13 @@ def test_a_graph_of_drafts_and_checkpoints_with_new_data():
     rows, cu = torch.arange(1, 1 + N * S, **on).view(N, S), torch.tensor([0, 100, 200, 200], **on)
     offsets, to = torch.tensor([64, 0, 0], **on), torch.tensor([1, 2, 0], **on)
     o, p = torch.zeros_like(x["v"]), torch.zeros_like(long["v"])
+    modes = dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)  # or 200 tokens end in NaN
 
     def step(pool, drafts):
         libkda.verify(**x, pool=pool, slots=slots, first_slot=1, drafts=drafts, draft_slots=rows, parents=parents,
-                      out=o)
+                      out=o, **modes)
         libkda.prefill(**long, pool=pool, slots=slots, cu_seqlens=cu, first_slot=1, checkpoints=drafts,
-                       checkpoint_offsets=offsets, checkpoint_slots=to, checkpoint_every=64, out=p)
+                       checkpoint_offsets=offsets, checkpoint_slots=to, checkpoint_every=64, out=p, **modes)
 
     with torch.inference_mode():
         step(pool.clone(), drafts.clone())
