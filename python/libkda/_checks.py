@@ -12,8 +12,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, FlaError, Sizes,
-                     check_heads, in_words_of, refuse_type)
+from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
+                     Sizes, check_heads, in_words_of, refuse_type)
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8,
@@ -137,8 +137,11 @@ def checked_first(function: Callable[Parameters, Result]) -> Callable[Parameters
 
 
 def _rules_for(name, values):
-    in_place = name != "fused_recurrent_kda_fwd" or values.get("inplace_final_state", True)
-    return name if in_place else f"{name}, not in place"
+    if name == "fused_recurrent_kda_fwd" and not values.get("inplace_final_state", True):
+        return f"{name}, not in place"
+    if name == "verify" and (values.get("drafts") is not None or values.get("draft_slots") is not None):
+        return f"{name}, with drafts"
+    return name
 
 
 def _explained(error, name, values):
@@ -147,14 +150,15 @@ def _explained(error, name, values):
     if values.get("cp_context") is not None:  # which says what sequences and states there are
         values = {name: x for name, x in values.items() if name not in ("initial_state", "cu_seqlens",
                                                                                   "has_state")}
+    rules = _rules_for(name, values)
     try:
-        check(_rules_for(name, values), values, v_first=v_first)
+        check(rules, values, v_first=v_first)
     except (TypeError, ValueError) as refusal:
         return refusal
     text = str(error)
     if not text.startswith("libkda: "):
         return error
-    text = in_words_of(name, text)
+    text = in_words_of(rules if rules in WORDS else name, text)
     if " cannot be allocated: " in text and "CUDA" in text:
         return torch.OutOfMemoryError(text)
     return type(error)(text)

@@ -12,7 +12,8 @@ PARAMETERS = ("float32",)
 LENGTHS = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
-IN_PLACE = ("update", "fused_recurrent_kda_fwd", "prefill", "decode", "verify")  # on pools of states, never in float64
+# On pools of states, never in float64.
+IN_PLACE = ("update", "fused_recurrent_kda_fwd", "prefill", "decode", "verify", "verify, with drafts")
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
@@ -77,9 +78,11 @@ RULES = {
                     checkpoints=Rule(STATES, "rows HV K V", written=True), checkpoint_offsets=Rule(INTEGERS, "N"),
                     checkpoint_slots=Rule(INTEGERS, "N")),
     "decode": dict(_POOL, slots=Rule(INTEGERS, "N", required=True)),
-    "verify": dict(_POOL, slots=Rule(INTEGERS, "N S|N", required=True), num_accepted_tokens=Rule(INTEGERS, "N"),
-                   drafts=Rule(STATES, "rows HV K V", written=True), draft_slots=Rule(INTEGERS, "N S"),
+    "verify": dict(_POOL, slots=Rule(INTEGERS, "N S", required=True), num_accepted_tokens=Rule(INTEGERS, "N"),
                    parents=Rule(INTEGERS, "N S")),
+    "verify, with drafts": dict(
+        _POOL, slots=Rule(INTEGERS, "N", required=True), drafts=Rule(STATES, "rows HV K V", written=True),
+        draft_slots=Rule(INTEGERS, "N S"), parents=Rule(INTEGERS, "N S")),
     "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
                 initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K"),
                 checkpoint_state=_output(FLOATS, "N HV V K"), checkpoint_offsets=Rule(INTEGERS, "N", "either")),
@@ -123,16 +126,18 @@ RULES = {
 # What the C ABI and the operators say, and what a caller wrote.
 _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",
               initial_state_mask="has_state")
+_POOL_WORDS = dict(
+    _SIZES, states="pool", initial_state="pool", final_state="pool", indices="slots", draft_indices="draft_slots",
+    checkpoint_indices="checkpoint_slots", initial_state_indices="slots", final_state_indices="slots",
+    state_index_columns="slots", o="out")
 WORDS = {
     "fused_recurrent_kda_fwd": dict(
         _SIZES, states="initial_state", indices="ssm_state_indices", initial_state_indices="ssm_state_indices",
         final_state_indices="ssm_state_indices", final_state="initial_state", state_index_columns="ssm_state_indices",
         o="out"),
     "fwd": dict(_SIZES, o="out"),
-    **dict.fromkeys(("prefill", "decode", "verify"), dict(
-        _SIZES, states="pool", initial_state="pool", final_state="pool", indices="slots", draft_indices="draft_slots",
-        checkpoint_indices="checkpoint_slots",
-        initial_state_indices="slots", final_state_indices="slots", state_index_columns="slots", o="out")),
+    **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
+    "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),
     **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x")),
     "gated_rms_norm": dict(channels="x", rows="x"),
     "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
@@ -203,6 +208,8 @@ class Sizes(dict):
         return " " + ", ".join(name for name in names if name not in (None, self._name))
 
     def _meet(self, size, n):
+        if size.isdigit():
+            return n == int(size)
         if size == "N+1":
             size, n = "N", n - 1
             if n < 0:
@@ -212,8 +219,9 @@ class Sizes(dict):
         return self[size] == n
 
     def _known(self, form):
-        values = [self.get(size) if size != "N+1" else self["N"] + 1 if "N" in self else None for size in form]
-        return "" if None in values else f"={values}"
+        known = dict(self, **({"N+1": self["N"] + 1} if "N" in self else {}))
+        values = ", ".join(str(known.get(size, size)) for size in form)
+        return f"=[{values}]" if known.keys() & form else ""
 
     def _expect_elements(self, name, form, shape):
         count = 1

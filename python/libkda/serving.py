@@ -11,14 +11,15 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     beta                   [B, T, HV]       step size, or a logit with use_beta_sigmoid_in_kernel
     pool                   [slots, HV, K, V]   fp32 or bf16, any stride between slots; [.., V, K] with state_v_first
     slots                  [N]              any integers; verify: [N, S], the state after token t goes to slot [n, t]
-    drafts                 [rows, HV, K, V]   as pool; with it verify leaves pool as it is
-    draft_slots            [N, S]           any integers: rows of drafts, in the place of [N, S] slots
+    drafts                 [rows, HV, K, V]   as pool, of a type of its own; with it verify leaves pool as it is
+    draft_slots            [N, S]           any integers: rows of drafts; slots is [N] then
     parents                [N, S]           any integers: the tokens of a sequence are a tree
-    checkpoints            [rows, HV, K, V]   as pool
-    checkpoint_offsets, checkpoint_slots   [N]   any integers
+    checkpoints            [rows, HV, K, V]   as pool, of a type of its own; it may be the pool
+    checkpoint_offsets     [N]              any integers: tokens of the sequence in front of its checkpoint
+    checkpoint_slots       [N]              any integers: rows of checkpoints
     cu_seqlens             [N + 1]          int32 or int64, where q is or on the host; repeated values: no tokens
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
-    num_accepted_tokens    [N]              any integers
+    num_accepted_tokens    [N]              any integers, 1 to S
     A_log, dt_bias         [HV], [HV * K]
 
 K and V are at most 256, HV is a multiple of H, scale is K ** -0.5 unless it is given. A slot is written by one sequence
@@ -26,8 +27,9 @@ of a call, and read by no other one.
 
 A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0. Any
 number of sequences may name such a slot, as the padded rows of a CUDA graph do. In an `out` of the caller's, decode
-and verify leave the rows of such a sequence as they were, unless first_slot is above 0. On a GPU a slot beyond the pool
-means none too. Tensors as in the table are read as they lie, and nothing is gathered.
+and verify leave the rows of such a sequence as they were, unless first_slot is above 0. A draft_slots or
+checkpoint_slots below first_slot, or a negative one, stores no state. On a GPU a slot beyond its buffer means none too.
+Tensors as in the table are read as they lie, and nothing is gathered.
 
 gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, which needs A_log, or with lower_bound a
 bounded one. Each returns o [B, T, HV, V] of v's type, or `out`, of its own type. TypeError and ValueError name the
@@ -72,11 +74,10 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     checkpoints: the state behind the first checkpoint_offsets[n] tokens of sequence n goes to
     checkpoints[checkpoint_slots[n]], which may be the pool. Offsets are multiples of checkpoint_every, itself one of
     16, up to the length of the sequence; 0 and below: none. On a GPU nothing waits for them, any other one is none, and
-    a checkpoint_every of 64 or more is the fastest. Shapes: the table of this module."""
+    a checkpoint_every of 64 or more is the fastest. A sequence without a slot starts from zero; its checkpoint is
+    stored unless its checkpoint_slots is none too. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
-    given = [x is not None for x in (checkpoints, checkpoint_offsets, checkpoint_slots)]
-    if any(given) and not all(given):
-        raise ValueError("checkpoints, checkpoint_offsets and checkpoint_slots are given together")
+    _expect_together(checkpoints=checkpoints, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots)
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                 use_qk_l2norm_in_kernel, state_v_first, None, None, None, checkpoints, checkpoint_offsets,
@@ -115,15 +116,16 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
-    included, and 1 if num_accepted_tokens is None. A sequence is skipped if its count is outside of 1 to S, or its
-    start no slot.
+    included, and 1 if num_accepted_tokens is None. A sequence is skipped if its start is no slot. A count outside of 1
+    to S is refused, or on a GPU skips the sequence.
 
     drafts: it starts from slots[n] of [N], the pool stays as it is, and the state after token t goes to
     drafts[draft_slots[n, t]]. parents: token t > 0 follows token parents[n, t] < t of its sequence, whose state must
     have a slot unless it is token t - 1; parents[n, 0] is not looked at, and a negative one ends the sequence before
-    that token. On a GPU any other parent ends it too. Shapes: the table of this module."""
-    if (drafts is None) != (draft_slots is None):
-        raise ValueError("drafts and draft_slots are given together")
+    that token: rows of o from there on are those of a skipped sequence. Any other parent is refused, or on a GPU ends
+    it too. The next call goes on from the column of the last accepted token: its num_accepted_tokens is that column + 1
+    where slots is [N, S]. Shapes: the table of this module."""
+    _expect_together(drafts=drafts, draft_slots=draft_slots)
     if drafts is not None and num_accepted_tokens is not None:
         raise ValueError("num_accepted_tokens counts columns of slots in the pool; with drafts, slots names the state "
                          "to start from")
@@ -216,6 +218,13 @@ def _is_dense(state):
     start = 0 if torch.compiler.is_compiling() else state.storage_offset()
     places = (start, *state.stride()[:2])
     return state.dim() == 4 and state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
+
+
+def _expect_together(**arguments):
+    missing = [name for name, x in arguments.items() if x is None]
+    if missing and len(missing) < len(arguments):
+        *names, last = arguments
+        raise ValueError(f"{', '.join(names)} and {last} are given together, got no {' and no '.join(missing)}")
 
 
 def _expect_dimensions(slots, dimensions):

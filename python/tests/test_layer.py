@@ -228,7 +228,7 @@ def test_bad_convolutions():
     assert refusal(conv, [1], weight).startswith("x must be a torch.Tensor, got list")
     assert refusal(conv, x.double(), weight) == "x must be float32, bfloat16 or float16, got torch.float64"
     assert refusal(conv, x[0], weight).startswith("x must have shape [B, T, D], got [6, 4]")
-    assert refusal(conv, x, weight.T.contiguous()).startswith("weight must have shape [D, W], got [3, 4] (sizes of x")
+    assert refusal(conv, x, weight.T.contiguous()).startswith("weight must have shape [D, W]=[4, W], got [3, 4]")
     assert "weight must have 2 to 4 taps, got 5" in refusal(conv, x, torch.randn(4, 5))
     assert refusal(conv, x, weight, torch.randn(3)).startswith("bias must have shape [D]=[4], got [3]")
     assert refusal(conv, x, weight, activation="gelu").startswith("activation must be one of None, 'silu', 'swish'")
