@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of an engine on one pool of states: prompts packed after each other, tokens, drafts."""
+"""The steps of an engine on one pool of states: prompts packed after each other, tokens, drafts, a checkpoint."""
 # [readme]
 import torch
 import libkda
@@ -23,6 +23,13 @@ with torch.inference_mode():
     o = libkda.prefill(*tokens(1, 1000), pool, on(3, 5), cu_seqlens=on(0, 700, 1000), has_state=on(0, 0).bool(), **gate)
     o = libkda.decode(*tokens(3, 1), pool, on(3, 5, 0), **gate)  # a token of each; the third row is padding
     o = libkda.verify(*tokens(2, 3), pool, torch.stack([on(3, 1, 2), on(5, 4, 6)]), **gate)  # a slot a draft
+    # A tree of drafts behind a sure token, with states in rows of their own: the pool keeps what it has.
+    drafts, rows = torch.zeros(7, H, D, D, device=device), torch.stack([on(1, 2, 3), on(4, 5, 6)])
+    tree = torch.stack([on(-1, 0, 0), on(-1, 0, 1)])  # the token that each one follows: two branches; a chain
+    o = libkda.verify(*tokens(2, 3), pool, on(3, 5), drafts=drafts, draft_slots=rows, parents=tree, **gate)
+    # The next piece of a prompt, and for a prefix cache its state behind 512 tokens, in slot 7.
+    o = libkda.prefill(*tokens(1, 600), pool, on(3), checkpoints=pool, checkpoint_offsets=on(512),
+                       checkpoint_slots=on(7), checkpoint_every=64, **gate)
 # [readme]
 
     # A token of each through a whole layer: short convolution, KDA and gated norm, one kernel on a GPU.
