@@ -40,7 +40,7 @@ def use(heads):
 
 
 def _take_kept(tuner, path):
-    """Of a kernel without FLA's cache: the config kept, or all of them where there is none."""
+    """Leaves a kernel without FLA's cache the config that is kept, or all of them where there is none."""
     tuner.every_config = getattr(tuner, "every_config", tuner.configs)
     tuner.configs = tuner.every_config
     if path.exists():

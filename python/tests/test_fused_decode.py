@@ -117,7 +117,7 @@ def test_refusals(device):
     state, conv = a["state"].clone(), a["conv_state"].clone()
     for change, error, text in (
             (dict(raw_beta=a["raw_beta"][..., :1]), ValueError, "raw_beta must have shape"),
-            (dict(raw_g=a["raw_g"].expand(2, -1, -1, -1)), ValueError, r"raw_g must have shape .* got \[2, 3, 2, 128\]"),
+            (dict(raw_g=a["raw_g"].expand(2, -1, -1, -1)), ValueError, r"raw_g must have shape .* got \[2, 3, "),
             (dict(state=a["state"].half()), TypeError, "state must be float32 or bfloat16, got torch.float16"),
             (dict(norm_weight=None), ValueError, "output_gate needs norm_weight"),
             (dict(A_log=None, lower_bound=None), ValueError, "A_log is required by a softplus gate"),
