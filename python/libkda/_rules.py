@@ -219,9 +219,8 @@ class Sizes(dict):
         return self[size] == n
 
     def _known(self, form):
-        known = dict(self, **({"N+1": self["N"] + 1} if "N" in self else {}))
-        values = ", ".join(str(known.get(size, size)) for size in form)
-        return f"=[{values}]" if known.keys() & form else ""
+        values = [self.get(size, size) if size != "N+1" else self["N"] + 1 if "N" in self else size for size in form]
+        return "" if values == form else f"=[{', '.join(map(str, values))}]"
 
     def _expect_elements(self, name, form, shape):
         count = 1

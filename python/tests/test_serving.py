@@ -223,6 +223,30 @@ def test_errors_name_the_argument(name, change, text):
     assert torch.equal(pool, torch.ones_like(pool))
 
 
+def test_drafts_and_checkpoints_compile():
+    """As one graph, with the same bits; what has a wrong shape is refused while the graph is made."""
+    options, pool, x = gate("cpu"), torch.randn(SLOTS, HV, K, V), tokens(2, "cpu")
+    drafts, long = dict(DRAFTS, drafts=torch.zeros(4, HV, K, V), parents=torch.tensor([[-1, 0]])), tokens(20, "cpu")
+    kept = dict(CHECKPOINTS, checkpoints=torch.zeros(3, HV, K, V), checkpoint_offsets=torch.tensor([16]))
+
+    def steps(pool, drafts, kept):
+        return (libkda.verify(**x, pool=pool, **drafts, **options),
+                libkda.prefill(**long, pool=pool, slots=drafts["slots"], **kept, **options))
+
+    compiled = torch.compile(steps, backend="aot_eager", fullgraph=True)
+    wrong = dict(drafts, slots=torch.tensor([[1, 2]]))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
+        compiled(pool, wrong, kept)
+
+    def results(run):
+        written = [y.clone() for y in (pool, drafts["drafts"], kept["checkpoints"])]
+        outputs = run(written[0], dict(drafts, drafts=written[1]), dict(kept, checkpoints=written[2]))
+        assert written[1].any() and written[2].any()
+        return [*written, *outputs]
+
+    assert all(torch.equal(a, b) for a, b in zip(results(compiled), results(steps)))
+
+
 def test_two_sequences_in_one_slot_are_refused():
     x, pool = tokens(2, "cpu", batch=2), torch.ones(SLOTS, HV, K, V)
     with pytest.raises(ValueError, match="slots: slot 3 would be written twice"):
