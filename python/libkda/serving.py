@@ -72,7 +72,8 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     checkpoints: the state behind the first checkpoint_offsets[n] tokens of sequence n goes to
     checkpoints[checkpoint_slots[n]], which may be the pool. Offsets are multiples of checkpoint_every, itself one of
     16, up to the length of the sequence; 0 and below: none. On a GPU nothing waits for them, any other one is none, and
-    a checkpoint_every of 64 or more is the fastest. Shapes: the table of this module."""
+    a checkpoint_every of 64 or more is the fastest. A sequence without a slot in `slots` has its checkpoint too, from
+    zero. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
     given = [x is not None for x in (checkpoints, checkpoint_offsets, checkpoint_slots)]
     if any(given) and not all(given):

@@ -475,7 +475,6 @@ TEST(Planner, TransitionsStopWhereSegmentsAreLongAndTheirNormNeverGrows) {
   EXPECT_FALSE(stop(262144, 16, [](Problem* p) { p->batch_invariant = true; }));
 }
 
-/// What a cut sequence takes does not grow with short ones beside it: those have no states.
 TEST(Planner, SpansTakeSegmentsThatFillTheCardWithTransitionsThatMayStop) {
   const auto plan_of = [](const std::vector<int64_t>& lengths, int64_t heads, bool may_stop) {
     std::vector<int64_t> cu;
@@ -511,6 +510,7 @@ TEST(Planner, SpansTakeSegmentsThatFillTheCardWithTransitionsThatMayStop) {
   EXPECT_EQ(plan_of({0}, 4, true).segments.size(), 2u);
 }
 
+/// What a cut sequence takes does not grow with short ones beside it: those have no states.
 TEST(Planner, UncutSequencesTakeNoStates) {
   const auto bytes_of = [](const std::string& lengths) {
     PlanOptions options = test::fixed_segments(3, SegmentMethod::kOnePass);
