@@ -110,8 +110,8 @@ typedef struct kda_tensor {
 typedef struct kda_state {
   kda_tensor tensor;
   int64_t num_slots;
-  /* With `indexed`: slot of each sequence; below first_slot: none. [num_sequences,
-   * state_index_columns] of what decode writes. */
+  /* With `indexed`: slot of each sequence; below first_slot: none. Where decode writes, it is
+   * [num_sequences, state_index_columns]. */
   const int32_t* indices;
   int32_t present; /* 1: there is such a buffer, though nothing else says so yet */
   int32_t indexed; /* 1: `indices` picks the slots, though it may be null yet */

@@ -16,6 +16,7 @@ Problem inputs_of(const Problem& forward) {
   p.final_state.reset();
   p.checkpoints.reset();
   p.checkpoint_every = 0;
+  p.checkpoint_offsets = false;
   if (!p.initial_state || !p.initial_state->indexed) p.first_slot = 0;
   return p;
 }

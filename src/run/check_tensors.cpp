@@ -158,8 +158,9 @@ class Checker {
         check_array("initial_state_indices", indexed(p_.initial_state), t_.initial_state_indices));
     KDA_RETURN_IF_ERROR(
         check_array("final_state_indices", indexed(p_.final_state), t_.final_state_indices));
-    KDA_RETURN_IF_ERROR(check_array("checkpoint_indices",
-                                    indexed(p_.checkpoints) && p_.checkpoints->num_slots > 0,
+    // With offsets each sequence has an entry; else there are as many as checkpoints, maybe none.
+    const bool has_indices = p_.checkpoint_offsets || (p_.checkpoints && p_.checkpoints->num_slots);
+    KDA_RETURN_IF_ERROR(check_array("checkpoint_indices", indexed(p_.checkpoints) && has_indices,
                                     t_.checkpoint_indices));
     KDA_RETURN_IF_ERROR(
         check_array("checkpoint_offsets", N > 0 && p_.checkpoint_offsets, t_.checkpoint_offsets));

@@ -159,17 +159,19 @@ TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
   states.tensor = contiguous(DType::kFloat32, {3, 2, 64, 64});
   p.initial_state = p.final_state = p.checkpoints = states;
   p.checkpoint_every = 64;
+  p.checkpoint_offsets = true;
   p.initial_state_mask = true;
   check::Outputs outputs = check::make_outputs(&p, DType::kBFloat16);
   Plan plan;
   throw_if_error(make_plan_from_bounds(p, test::device(), {}, &plan));
   const int64_t cu[] = {0, 130, 194, 201};
-  const int32_t slots[] = {0, 1, 2};
+  const int32_t slots[] = {0, 1, 2}, offsets[] = {128, 64, 0};
   const uint8_t mask[] = {1, 1, 1};
   Tensors host = inputs.tensors();
   outputs.attach(&host);
   host.cu_seqlens = cu;
   host.initial_state_indices = host.final_state_indices = host.checkpoint_indices = slots;
+  host.checkpoint_offsets = offsets;
   host.initial_state_mask = mask;
   check::DeviceTensors memory(plan, host);
   DeviceBuffer workspace(plan.workspace_bytes);
@@ -182,6 +184,8 @@ TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
        [&](Tensors* t, bool null) { t->final_state_indices = null ? nullptr : slots; }},
       {"checkpoint_indices",
        [&](Tensors* t, bool null) { t->checkpoint_indices = null ? nullptr : slots; }},
+      {"checkpoint_offsets",
+       [&](Tensors* t, bool null) { t->checkpoint_offsets = null ? nullptr : offsets; }},
       {"initial_state_mask",
        [&](Tensors* t, bool null) { t->initial_state_mask = null ? nullptr : mask; }}};
   for (const auto& [name, change] : rows)
@@ -194,6 +198,14 @@ TEST_F(Calls, ArraysOfMetadataAreCheckedByName) {
                 0u)
           << status.message();
     }
+  // Slots are read with their offsets, of a buffer without any too.
+  p.checkpoints->num_slots = 0;
+  throw_if_error(make_plan_from_bounds(p, test::device(), {}, &plan));
+  DeviceBuffer room(plan.workspace_bytes);
+  Tensors tensors = memory.tensors();
+  tensors.checkpoint_indices = nullptr;
+  EXPECT_EQ(run(plan, tensors, room.data(), room.size()).message(),
+            "checkpoint_indices: pointer is null");
 }
 
 /// A trusted caller's pointers are not asked about; what needs no driver is looked at all the same.

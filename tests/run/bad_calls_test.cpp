@@ -593,7 +593,11 @@ const BadCall kBadRuns[] = {
      "initial_state_indices: slot 0 of sequence 0 would be written by another"},
     {"pool_of_two_sizes", [](C& c) { c.problem.final_state->num_slots = 6; },
      "final_state: overlaps initial_state in memory"},
-    {"offsets_null", [](C& c) { c.problem.checkpoint_offsets = true; },
+    {"offsets_null",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.checkpoint_idx = {5, 6, 7};
+     },
      "checkpoint_offsets: pointer is null"},
     {"offsets_without_indices",
      [](C& c) {

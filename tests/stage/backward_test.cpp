@@ -437,6 +437,26 @@ TEST(Backward, MasksAndPoolsOfInitialStates) {
   }
 }
 
+TEST(Backward, LeavesCheckpointsToItsForward) {
+  Inputs inputs = check::generate(test::shape(40, 1, 16, 24));
+  const GradientBuffers buffers = test::gradients_in_fp32(inputs);
+  StateDesc pool;
+  pool.num_slots = 2;
+  pool.indexed = true;
+  pool.tensor = contiguous(DType::kFloat32, {2, 1, 16, 24});
+  inputs.problem.checkpoints = pool;
+  inputs.problem.checkpoint_every = 16;
+  for (const bool offsets : {false, true}) {
+    inputs.problem.checkpoint_offsets = offsets;
+    Plan forward;
+    throw_if_error(make_plan(inputs.problem, {}, test::device(), {}, &forward));
+    BackwardPlan plan;
+    const Status status = make_backward_plan(forward, buffers.gradients, {}, &plan);
+    ASSERT_TRUE(status.ok()) << status.message();
+    EXPECT_FALSE(plan.plan.problem.checkpoints || plan.plan.problem.checkpoint_offsets);
+  }
+}
+
 /// Dot product of rows t of two fp32 tensors.
 double dot(const io::Buffer& a, const io::Buffer& b, int64_t t, int64_t size) {
   double sum = 0;

@@ -279,6 +279,7 @@ TEST(States, CheckpointsIntoSlots) {
 struct Offsets {
   check::Inputs inputs;
   std::vector<int32_t> offsets = {16, 0, 48, 64}, slots = {4, 1, 2, 0};
+  std::vector<int32_t> from = {-1, -1, -1, -1};  ///< slots of initial states, where there are any
   check::Outputs outputs;
   int32_t flags = 0;
 
@@ -305,6 +306,12 @@ struct Offsets {
     Tensors t = inputs.tensors();
     if (from_bounds) t.cu_seqlens = inputs.cu_seqlens.data();
     outputs.attach(&t);
+    io::Buffer pool(5 * kStateElems * 4);
+    pool.fill(0xff);  // NaN
+    if (inputs.problem.initial_state) {
+      t.initial_state = pool.data();
+      t.initial_state_indices = from.data();
+    }
     t.checkpoint_offsets = offsets.data();
     t.checkpoint_indices = slots.data();
     KDA_RETURN_IF_ERROR(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
@@ -343,6 +350,21 @@ TEST(States, CheckpointsAtOffsets) {
             ASSERT_EQ(some.outputs.checkpoints.as<unsigned char>()[unused * bytes + i], 0xcd)
                 << backend << " slot " << unused;
       }
+}
+
+/// They start from zero, and their checkpoints are stored all the same.
+TEST(States, CheckpointsOfSequencesWithoutASlot) {
+  std::vector<std::string> backends = test::backends();
+  backends.emplace_back("oracle");
+  for (const std::string& backend : backends) {
+    Offsets zero(DType::kFloat32), pooled = zero;
+    pooled.inputs.problem.initial_state = pool_of(5);
+    ASSERT_TRUE(zero.run(backend, false).ok()) << backend;
+    ASSERT_TRUE(pooled.run(backend, false).ok()) << backend;
+    EXPECT_TRUE(test::same_bits(zero.outputs.o, pooled.outputs.o)) << backend;
+    EXPECT_TRUE(test::same_bits(zero.outputs.checkpoints, pooled.outputs.checkpoints)) << backend;
+    EXPECT_NE(pooled.outputs.checkpoints.as<unsigned char>()[4 * kStateElems * 4], 0xcd) << backend;
+  }
 }
 
 /// What the CPU refuses a GPU takes as no checkpoint, and flags.

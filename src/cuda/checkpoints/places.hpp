@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// From one checkpoint a sequence, at an offset that the device knows, to what kernels of a forward
-// take: a slot every so many tokens, most of them none.
+// Kernels of a forward take a slot every so many tokens. Where a sequence has one checkpoint, at an
+// offset that the device knows, this makes them: all others name no slot.
 #pragma once
 
 #include "cuda/launch/launch.hpp"

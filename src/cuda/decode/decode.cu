@@ -7,7 +7,7 @@ namespace {
 template <int kK>
 Status launch(const DecodeArgs& args, const Launch& where) {
   if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
-  const bool dense = decode::is_dense<kK>(args) && args.g.whole_words;
+  const bool dense = decode::is_dense<kK>(args);
   if (args.target.vk)
     return dense ? decode::launch<kK, Access::kVectorsVK, true>(args, where)
                  : decode::launch<kK, Access::kVectorsVK, false>(args, where);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of decode.cu and, with other arguments, of src/cuda/head_gates.
+// The kernel of decode.cu and, with other arguments, of src/cuda/head_gates and src/cuda/drafts.
 #pragma once
 
 #include <algorithm>
@@ -110,7 +110,7 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
 __device__ __forceinline__ int64_t most_in_tree(const DecodeArgs&, int64_t, int64_t tokens) {
   return tokens;
 }
-/// Makes the tile that of the parent of the sequence's token `i`, of which it is the one before.
+/// The tile is the state after the token before the sequence's token `i`; then after its parent.
 template <class Tile>
 __device__ __forceinline__ void restore_parent(const DecodeArgs&, const Unit&, int64_t, Tile*) {}
 
@@ -272,12 +272,14 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
 
 // ---- its launch --------------------------------------------------------------------------------
 
-/// Whether both buffers have rows of kK elements without gaps, and q and k are of whole words.
-template <int kK>
-bool is_dense(const DecodeArgs& args) {
+/// Whether both buffers have rows of kK elements without gaps, and q, k and gates are of whole
+/// words. One gate a head is a word of its own in fp32 only.
+template <int kK, class Args>
+bool is_dense(const Args& args) {
   const StateView& from = args.initial.base ? args.initial : args.target;
+  const bool words = gate_step(args) == 0 ? args.g.type == Element::kFloat32 : args.g.whole_words;
   return args.shape.K == kK && args.shape.V == kK && from.stride_row == kK &&
-         args.target.stride_row == kK && args.q.whole_words && args.k.whole_words;
+         args.target.stride_row == kK && args.q.whole_words && args.k.whole_words && words;
 }
 
 /// Whether states are read and written four elements at a time.

@@ -82,9 +82,7 @@ __device__ inline void write_flags(const DraftArgs& a) {
 /// Kernels for dense buffers are those of kK = 128 alone. One kernel takes states one by one, of
 /// any size.
 Status launch_decode(const DraftArgs& args, const Launch& where) {
-  // One gate is a word of its own in fp32 only.
-  const bool words = args.gate_step == 0 ? args.g.type == Element::kFloat32 : args.g.whole_words;
-  if (!words || !decode::has_vectors(args) || !decode::is_dense<128>(args))
+  if (!decode::has_vectors(args) || !decode::is_dense<128>(args))
     return decode::launch<256, Access::kScalar, false>(args, where);
   return args.target.vk ? decode::launch<128, Access::kVectorsVK, true>(args, where)
                         : decode::launch<128, Access::kVectorsKV, true>(args, where);

@@ -105,11 +105,10 @@ constexpr int64_t fused_clusters(int64_t chains, int64_t num_sms, int64_t K) {
 using FusedWords = std::span<const int64_t>;
 
 /// Takes q, k, v, o in bf16 with g in bf16 or fp32, or all five in fp16 (then fp16_operands, and no
-/// gates as logarithms); one gate a head in fp32, of K = V = 128 and
-/// gates as logarithms, with the other tensors in bf16. Rows are aligned to 16 bytes, K = V = 64 or
-/// 128, and checkpoints lie at multiples of kSubchunk tokens. Up to 256 words travel in the
-/// kernel's parameters, and the kernel writes them for kernels after it; more are uploaded before
-/// it.
+/// gates as logarithms). One gate a head is a logarithm in fp32, with the other tensors in bf16 and
+/// K = V = 128. Rows are aligned to 16 bytes, K = V = 64 or 128, and checkpoints lie at multiples
+/// of kSubchunk tokens. Up to 256 words travel in the kernel's parameters, and the kernel writes
+/// them for kernels after it; more are uploaded before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
 
 }  // namespace kda::cuda::sm90

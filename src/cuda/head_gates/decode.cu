@@ -11,13 +11,10 @@ using Args = HeadGates<DecodeArgs>;
 template <int kK>
 Status launch(const Args& args, const Launch& where) {
   if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
-  if constexpr (kK == 128) {
-    // One gate is a word of its own in fp32 only.
-    const bool words = args.gate_step == 0 ? args.g.type == Element::kFloat32 : args.g.whole_words;
-    if (words && decode::is_dense<kK>(args))
+  if constexpr (kK == 128)
+    if (decode::is_dense<kK>(args))
       return args.target.vk ? decode::launch<kK, Access::kVectorsVK, true>(args, where)
                             : decode::launch<kK, Access::kVectorsKV, true>(args, where);
-  }
   return args.target.vk ? decode::launch<kK, Access::kVectorsVK, false>(args, where)
                         : decode::launch<kK, Access::kVectorsKV, false>(args, where);
 }

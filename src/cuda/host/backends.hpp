@@ -83,7 +83,7 @@ int64_t v_splits(const Plan& plan);
 /// Chunks of 64 tokens in the batch: exact with known lengths, else at most.
 int64_t most_chunks(const Plan& plan);
 
-/// All rows of forward have it.
+/// ForwardRow::place_checkpoints of all rows.
 Status place_checkpoints(const stage::Call& call, int32_t* places);
 
 extern const registry::DeviceChecks kDeviceChecks;

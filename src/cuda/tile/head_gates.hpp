@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One gate a head, and q/k heads that are tiled over the value heads. Of decode, the recurrence,
-// their backward and the fused forward, kernels for them are instances of their own
-// (src/cuda/head_gates), whose arguments say more. Those of stages ask at run time.
+// One gate a head, and q/k heads that are tiled over the value heads. Decode, the recurrence, their
+// backward and the fused forward have instances of their own for them (src/cuda/head_gates), whose
+// arguments say more. Kernels of stages ask at run time.
 #pragma once
 
 #include "cuda/tile/arguments.hpp"
