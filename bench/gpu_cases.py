@@ -88,41 +88,40 @@ def timed(row, name, call, clock):
     row[name + "_mhz"] = clock.since(begin)
 
 
+def unit_rows(x, value_heads):
+    """q or k of tokens [T, H, K], normed, for each value head."""
+    return (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(value_heads // x.shape[1], 1)
+
+
+def recurrence_of_rows(q, k, v, decay, beta, S):
+    """The definition for the tokens of one sequence, [T, HV, ..], from the states S [HV, K, V]: o and the final S."""
+    o = torch.empty_like(v)
+    for t in range(len(v)):
+        S = S * decay[t][..., None]
+        error = v[t] - torch.einsum("hk,hkv->hv", k[t], S)
+        S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
+        o[t] = torch.einsum("hk,hkv->hv", q[t], S) * k.shape[2] ** -0.5
+    return o, S
+
+
 def recurrence(c, x):
     """The definition in float64: o [T, HV, V] and the final states [N, HV, K, V]."""
-    G = c["HV"] // c["H"]
     rows = {n: x[n].reshape(-1, *x[n].shape[2:]).double() for n in ("q", "k", "v", "g", "beta")}
-    unit = lambda t: t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)
-    q, k = (unit(rows[n]).repeat_interleave(G, 1) for n in ("q", "k"))
     decay = torch.exp(-5 * torch.sigmoid(torch.exp(x["A_log"].double())[:, None] *
                                          (rows["g"] + x["dt_bias"].double())))
-    beta = torch.sigmoid(rows["beta"])
-    o, states, t = torch.empty_like(rows["v"]), [], 0
-    for n, length in enumerate(c["lengths"] or [c["T"]] * c["B"]):
-        S = x["h0"][n].double()
-        for _ in range(length):
-            S = S * decay[t][..., None]
-            error = rows["v"][t] - torch.einsum("hk,hkv->hv", k[t], S)
-            S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
-            o[t] = torch.einsum("hk,hkv->hv", q[t], S) * c["K"] ** -0.5
-            t += 1
-        states.append(S)
-    return o, torch.stack(states)
+    tokens = (*(unit_rows(rows[n], c["HV"]) for n in ("q", "k")), rows["v"], decay, torch.sigmoid(rows["beta"]))
+    lengths = c["lengths"] or [c["T"]] * c["B"]
+    sequences = zip(*(part.split(lengths) for part in tokens), x["h0"].double())
+    outputs, states = zip(*(recurrence_of_rows(*sequence) for sequence in sequences))
+    return torch.cat(outputs), torch.stack(states)
 
 
 def recurrence_of_log_gates(x):
     """The definition in float64 of one row of tokens with one log decay a head and plain beta: o [1, T, HV, V]."""
     q, k, v, g, beta = (x[n][0].double() for n in ("q", "k", "v", "g", "beta"))
-    unit = lambda t: (t * torch.rsqrt((t * t).sum(-1, keepdim=True) + 1e-6)).repeat_interleave(
-        v.shape[1] // q.shape[1], 1)
-    q, k, o = unit(q), unit(k), torch.empty_like(v)
-    S = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-    for t in range(len(v)):
-        S = S * torch.exp(g[t])[:, None, None]
-        error = v[t] - torch.einsum("hk,hkv->hv", k[t], S)
-        S = S + torch.einsum("hk,hv->hkv", beta[t][:, None] * k[t], error)
-        o[t] = torch.einsum("hk,hkv->hv", q[t], S) * k.shape[2] ** -0.5
-    return o[None]
+    HV, K, V = v.shape[1], k.shape[2], v.shape[2]
+    return recurrence_of_rows(unit_rows(q, HV), unit_rows(k, HV), v, torch.exp(g)[..., None], beta,
+                              v.new_zeros(HV, K, V))[0][None]
 
 
 def relative(x, reference):

@@ -205,48 +205,47 @@ std::vector<Shapes> all_shapes() {
   return shapes;
 }
 
-TEST(Drafts, AChainIntoABufferOfItsOwn) {
+/// Of every backend and shape: `change` is made, then the first `computed[n]` tokens of each
+/// sequence are right, and no other place is written.
+template <class Change>
+void expect_right_everywhere(const std::vector<int64_t>& computed, const Change& change) {
   for (const std::string& backend : all_backends())
     for (const Shapes& s : all_shapes()) {
       Drafts d = make_drafts(s);
-      d.to[3] = -1;  // the next token goes on from it all the same
+      change(s, d);
       const Drafts before = d;
       ASSERT_TRUE(run(&d, backend)) << d.message;
-      expect_right(d, before, {6, 6, 0, 6}, backend);
+      expect_right(d, before, computed, backend);
     }
 }
 
+TEST(Drafts, AChainIntoABufferOfItsOwn) {
+  expect_right_everywhere({6, 6, 0, 6}, [](const Shapes&, Drafts& d) {
+    d.to[3] = -1;  // the next token goes on from it all the same
+  });
+}
+
 TEST(Drafts, TreesIntoABufferOfTheirOwn) {
-  for (const std::string& backend : all_backends())
-    for (const Shapes& s : all_shapes()) {
-      Drafts d = make_drafts(s);
-      d.problem().token_parents = true;
-      d.problem().zero_skipped = true;
-      d.parents[4] = -1;  // shorter than the others
-      d.to[9] = -1;       // in the chain, so that nobody reads it back
-      const Drafts before = d;
-      ASSERT_TRUE(run(&d, backend)) << d.message;
-      expect_right(d, before, {4, 6, 0, 6}, backend);
-    }
+  expect_right_everywhere({4, 6, 0, 6}, [](const Shapes&, Drafts& d) {
+    d.problem().token_parents = true;
+    d.problem().zero_skipped = true;
+    d.parents[4] = -1;  // shorter than the others
+    d.to[9] = -1;       // in the chain, so that nobody reads it back
+  });
 }
 
 /// From the accepted node of the tree before, into slots of the same pool.
 TEST(Drafts, TreesInPlace) {
-  for (const std::string& backend : all_backends())
-    for (const Shapes& s : all_shapes()) {
-      Drafts d = make_drafts(s);
-      Problem& p = d.problem();
-      p.initial_state = states(p, s.pool, kDrafts, &d.pool, 3);
-      p.final_state.reset();
-      p.token_parents = p.num_accepted_tokens = true;
-      p.first_slot = 2;  // implies zero_skipped
-      d.from = d.to;
-      for (const std::size_t i : {12, 14, 20}) d.from[i] = i == 12 ? 1 : -3;
-      d.accepted = {3, 1, 1, 6};
-      const Drafts before = d;
-      ASSERT_TRUE(run(&d, backend)) << d.message;
-      expect_right(d, before, {6, 6, 0, 6}, backend);
-    }
+  expect_right_everywhere({6, 6, 0, 6}, [](const Shapes& s, Drafts& d) {
+    Problem& p = d.problem();
+    p.initial_state = states(p, s.pool, kDrafts, &d.pool, 3);
+    p.final_state.reset();
+    p.token_parents = p.num_accepted_tokens = true;
+    p.first_slot = 2;  // implies zero_skipped
+    d.from = d.to;
+    for (const std::size_t i : {12, 14, 20}) d.from[i] = i == 12 ? 1 : -3;
+    d.accepted = {3, 1, 1, 6};
+  });
 }
 
 /// A chain by token_parents, one without them, and one in place have the same bits in fp32.

@@ -98,12 +98,15 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
     builder.stage("reverse_merge", p.num_sequences * HV,
                   "of each group: dS behind segments, right to left");
   }
-  builder.stage("chunk_reverse", chains, "of each group: dS behind chunks, dv, right to left");
+  const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
+                         p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
+                         (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
+  builder.stage("chunk_reverse", chains,
+                by_hopper ? "of each group: dS behind chunks, right to left; dv, unless Hopper's "
+                            "chunk_grad stores it"
+                          : "of each group: dS behind chunks, dv, right to left");
   if (tokens) {
     builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-    const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
-                           p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
-                           (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
     builder.stage("backward_gradients", pieces_of(p) * HV,
                   by_hopper
                       ? "of each group, unless Hopper's chunk_grad serves, which does it too: "
