@@ -205,8 +205,8 @@ std::vector<Shapes> all_shapes() {
   return shapes;
 }
 
-/// Of every backend and shape: `change` is made, then the first `computed[n]` tokens of each
-/// sequence are right, and no other place is written.
+/// On every backend and shape, after `change`: the first `computed[n]` tokens of each sequence are
+/// right, and no other place is written.
 template <class Change>
 void expect_right_everywhere(const std::vector<int64_t>& computed, const Change& change) {
   for (const std::string& backend : all_backends())
