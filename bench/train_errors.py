@@ -66,6 +66,7 @@ CASES = {regime: (regime, None) for regime in REGIMES} | {
 def fla_gradients(x, modes):
     """chunk_kda of FLA with autograd: gradients by the names of `kda run --backward`."""
     from fla.ops.kda import chunk_kda
+    from fla_untuned import one_config_each
     names = [n for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state") if n in x]
     leaves = {n: x[n].cuda().requires_grad_() for n in names}
     bounded, raw = modes["gate"] == "bounded", modes["gate"] != "log"
@@ -73,10 +74,11 @@ def fla_gradients(x, modes):
     if raw:
         options = dict(A_log=leaves["A_log"], dt_bias=leaves["dt_bias"].reshape(-1), use_gate_in_kernel=True,
                        safe_gate=bounded, lower_bound=float(modes["lower_bound"]) if bounded else None)
-    o, state = chunk_kda(*(leaves[n] for n in ("q", "k", "v", "g", "beta")), initial_state=leaves["initial_state"],
-                         output_final_state=True, use_qk_l2norm_in_kernel=modes["qk_l2norm"] == "1",
-                         use_beta_sigmoid_in_kernel=True, allow_neg_eigval=modes["beta"] == "sigmoid2", **options)
-    torch.autograd.backward([o, state], [x["do"].cuda(), x["d_final_state"].cuda()])
+    with one_config_each():
+        o, state = chunk_kda(*(leaves[n] for n in ("q", "k", "v", "g", "beta")), initial_state=leaves["initial_state"],
+                             output_final_state=True, use_qk_l2norm_in_kernel=modes["qk_l2norm"] == "1",
+                             use_beta_sigmoid_in_kernel=True, allow_neg_eigval=modes["beta"] == "sigmoid2", **options)
+        torch.autograd.backward([o, state], [x["do"].cuda(), x["d_final_state"].cuda()])
     return {"d_initial_state" if n == "initial_state" else "d" + n: leaf.grad.cpu() for n, leaf in leaves.items()}
 
 
