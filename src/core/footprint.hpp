@@ -39,6 +39,12 @@ inline Footprint footprint(const void* pointer, DType dtype, const Shape& shape,
   return print;
 }
 
+/// `bytes` from `pointer` on.
+inline Footprint dense_footprint(const void* pointer, int64_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(pointer);
+  return {.begin = begin, .end = begin + static_cast<std::uintptr_t>(bytes)};
+}
+
 /// Ranges may cross and still not touch: two column groups of one row-strided buffer.
 inline bool overlap(const Footprint& a, const Footprint& b) {
   if (a.end <= b.begin || b.end <= a.begin) return false;

@@ -92,6 +92,18 @@ Status check_overlaps(std::span<const NamedView> views) {
   return {};
 }
 
+Status check_overlaps(std::span<const NamedView> views, std::span<const NamedArray> arrays) {
+  for (const NamedView& given : views) {
+    const TensorView& view = *given.view;
+    if (!given.written || !view.data || is_empty(given.shape)) continue;
+    const Footprint out = footprint(view.data, view.dtype, given.shape, view.strides);
+    for (const NamedArray& array : arrays)
+      if (array.data && overlap(out, dense_footprint(array.data, array.bytes)))
+        return invalid(given.name, ": overlaps ", array.name);
+  }
+  return {};
+}
+
 Status check_count(const char* name, int64_t value, int64_t least) {
   constexpr int64_t kMost = int64_t{1} << 40;  // sums and products of two such stay far from 2^63
   if (value >= least && value <= kMost) return {};

@@ -26,6 +26,15 @@ Status check_each(std::span<const NamedView> views);
 /// refused must not make them meet by chance.
 Status check_overlaps(std::span<const NamedView> views);
 
+/// Integers that a call reads: `bytes` from `data` on, which may be null.
+struct NamedArray {
+  const char* name = "";
+  const void* data = nullptr;
+  int64_t bytes = 0;
+};
+/// That no written view lies over one of them.
+Status check_overlaps(std::span<const NamedView> views, std::span<const NamedArray> arrays);
+
 /// Whether two have memory in common.
 bool share_memory(const NamedView& a, const NamedView& b);
 

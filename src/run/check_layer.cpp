@@ -127,6 +127,17 @@ Status check_metadata(const ShortConv& call, const Memory& memory) {
   return memory.check("has_state", call.has_state);
 }
 
+/// That `written` lies apart from the integers of the call.
+Status check_arrays(const ShortConv& call, std::span<const NamedView> written) {
+  const int64_t N = num_sequences(call);
+  return check_overlaps(
+      written, std::array{NamedArray{"cu_seqlens", call.cu_seqlens,
+                                     (N + 1) * dtype_size(call.cu_seqlens_dtype)},
+                          NamedArray{kInitialNames.indices, call.initial_state.indices, N * 4},
+                          NamedArray{kFinalNames.indices, call.final_state.indices, N * 4},
+                          NamedArray{"has_state", call.has_state, N}});
+}
+
 }  // namespace
 
 Status check_short_conv(const ShortConv& call, const Memory& memory) {
@@ -144,6 +155,7 @@ Status check_short_conv(const ShortConv& call, const Memory& memory) {
   KDA_RETURN_IF_ERROR(check_metadata(call, memory));
   KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, before, y}));
   KDA_RETURN_IF_ERROR(check_overlaps(std::array{x, weight, bias, y, after}));
+  KDA_RETURN_IF_ERROR(check_arrays(call, std::array{y, after}));
   return check_in_place(call);
 }
 
@@ -172,7 +184,8 @@ Status check_short_conv_backward(const ShortConv& call, const ShortConvGradients
                              {"d_initial_state", &g.d_initial_state, states, true}};
   KDA_RETURN_IF_ERROR(memory.check_each(views));
   KDA_RETURN_IF_ERROR(check_metadata(call, memory));
-  return check_overlaps(views);
+  KDA_RETURN_IF_ERROR(check_overlaps(views));
+  return check_arrays(call, views);
 }
 
 // ---- gated RMS norm -----------------------------------------------------------------------------
@@ -341,6 +354,9 @@ Status check_fused_decode(const FusedDecode& call, const Memory& memory) {
     KDA_RETURN_IF_ERROR(check_overlaps(views));
     views.pop_back();
   }
+  const NamedArray arrays[] = {{"slots", call.slots, N * 4}, {"has_state", call.has_state, N}};
+  KDA_RETURN_IF_ERROR(check_overlaps(views, arrays));
+  KDA_RETURN_IF_ERROR(check_overlaps(inputs, arrays));
   return N == 0 || call.num_slots == 0 ? Status{} : check_decode_state(call);
 }
 

@@ -341,8 +341,47 @@ class Checker {
           return invalid(entries_[i].name, ": overlaps ", entries_[j].name, " in memory");
       }
     }
+    return check_arrays();
+  }
+
+  /// That no output lies over integers that kernels read while they write it.
+  Status check_arrays() const {
+    const int64_t N = p_.num_sequences, S = p_.state_index_columns;
+    const auto indexed = [](const std::optional<StateDesc>& state) {
+      return state && state->indexed;
+    };
+    // How many checkpoints there are only the lengths say.
+    const int64_t checkpoints = p_.checkpoint_offsets ? N
+                                : plan_.lengths_known || device_ == nullptr
+                                    ? total_checkpoints(p_, sequences_)
+                                    : 0;
+    const ArrayRange arrays[] = {
+        {"cu_seqlens", p_.cu_seqlens ? t_.cu_seqlens : nullptr,
+         p_.cu_seqlens ? (N + 1) * dtype_size(*p_.cu_seqlens) : 0},
+        {"initial_state_indices", indexed(p_.initial_state) ? t_.initial_state_indices : nullptr,
+         N * initial_columns(p_) * 4},
+        {"final_state_indices", indexed(p_.final_state) ? t_.final_state_indices : nullptr,
+         N * final_columns(p_) * 4},
+        {"checkpoint_indices", indexed(p_.checkpoints) ? t_.checkpoint_indices : nullptr,
+         checkpoints * 4},
+        {"checkpoint_offsets", p_.checkpoint_offsets ? t_.checkpoint_offsets : nullptr, N * 4},
+        {"initial_state_mask", p_.initial_state_mask ? t_.initial_state_mask : nullptr, N},
+        {"num_accepted_tokens", p_.num_accepted_tokens ? t_.num_accepted_tokens : nullptr, N * 4},
+        {"token_parents", p_.token_parents ? t_.token_parents : nullptr, N * S * 4}};
+    for (std::size_t i = 0; i < count_; ++i) {
+      if (!entries_[i].output || !entries_[i].pointer) continue;
+      const Footprint out = footprint(entries_[i]);
+      for (const ArrayRange& array : arrays)
+        if (array.pointer && overlap(out, dense_footprint(array.pointer, array.bytes)))
+          return invalid(entries_[i].name, ": overlaps ", array.name, " in memory");
+    }
     return {};
   }
+  struct ArrayRange {
+    const char* name;
+    const void* pointer;
+    int64_t bytes;
+  };
 
   /// State buffers may be one pool; then slots are checked instead of ranges.
   bool pooled(const Entry& a, const Entry& b) const {

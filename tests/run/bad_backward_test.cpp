@@ -266,6 +266,11 @@ std::vector<BadCall> bad_calls() {
       [](Call& c) { c.gradients.d_initial_state = const_cast<void*>(c.gradients.d_final_state); });
   run("d_initial_state_in_the_pool", "d_initial_state: overlaps initial_state",
       [](Call& c) { c.gradients.d_initial_state = c.inputs.initial_state.data(); });
+  run("dq_over_slots", "dq: overlaps initial_state_indices in memory", [](Call& c) {
+    c.slots.resize(1 << 16);
+    c.tensors.initial_state_indices = c.slots.data();
+    c.gradients.dq = c.slots.data();
+  });
   run("dA_log_is_A_log", "dA_log: overlaps A_log",
       [](Call& c) { c.gradients.dA_log = c.inputs.A_log.as<float>(); });
   return calls;

@@ -497,6 +497,74 @@ const BadCall kBadRuns[] = {
     {"final_over_k", [](C& c) { c.tensors.final_state = c.inputs.k.data(); }, "final_state"},
     {"final_over_shifted_pool", [](C& c) { c.tensors.final_state = c.pool.data() + 16; },
      "final_state: overlaps"},
+    // Vectors that are long enough for an output; what is read of them is legal.
+    {"o_over_slots",
+     [](C& c) {
+       c.initial_idx.resize(1024);
+       c.tensors.o = c.initial_idx.data();
+     },
+     "o: overlaps initial_state_indices in memory"},
+    {"o_over_final_slots",
+     [](C& c) {
+       c.final_idx.resize(1024);
+       c.tensors.o = c.final_idx.data();
+     },
+     "o: overlaps final_state_indices in memory"},
+    {"o_over_checkpoint_slots",
+     [](C& c) {
+       c.checkpoint_idx.resize(1024);
+       c.tensors.o = c.checkpoint_idx.data();
+     },
+     "o: overlaps checkpoint_indices in memory"},
+    {"o_over_mask",
+     [](C& c) {
+       c.mask.resize(4096);
+       c.tensors.o = c.mask.data();
+     },
+     "o: overlaps initial_state_mask in memory"},
+    {"o_over_lengths",
+     [](C& c) {
+       c.from_bounds = true;
+       c.cu_seqlens.resize(1024);
+       c.tensors.o = c.cu_seqlens.data();
+       c.tensors.cu_seqlens = c.cu_seqlens.data();
+     },
+     "o: overlaps cu_seqlens in memory"},
+    {"o_over_offsets",
+     [](C& c) {
+       c.problem.checkpoint_offsets = true;
+       c.checkpoint_idx = {5, 6, 7};
+       c.offsets = {16, 0, 16};
+       c.offsets.resize(1024);
+       c.tensors.o = c.offsets.data();
+     },
+     "o: overlaps checkpoint_offsets in memory"},
+    {"o_over_accepted",
+     [](C& c) {
+       c.make_decode();
+       c.initial_idx = {0, 1, 2, 3, 4, 5};
+       c.problem.state_index_columns = 2;
+       c.problem.num_accepted_tokens = true;
+       c.accepted.resize(1024);
+       c.tensors.o = c.accepted.data();
+     },
+     "o: overlaps num_accepted_tokens in memory"},
+    {"drafts_over_parents",
+     [](C& c) {
+       c.make_drafts();
+       c.tensors.checkpoints = nullptr;
+       c.problem.token_parents = true;
+       c.parents.resize(4096);
+       c.tensors.final_state = c.parents.data();
+     },
+     "final_state: overlaps token_parents in memory"},
+    {"pool_over_slots",
+     [](C& c) {
+       c.make_decode();
+       c.initial_idx.resize(4096);
+       c.tensors.initial_state = c.initial_idx.data();
+     },
+     "initial_state: overlaps initial_state_indices in memory"},
     {"checkpoints_over_o", [](C& c) { c.tensors.checkpoints = c.o.data(); },
      "o: overlaps checkpoints"},
     {"workspace_null", [](C& c) { c.null_workspace = true; }, "workspace: is null"},

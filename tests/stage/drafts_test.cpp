@@ -21,10 +21,11 @@ namespace oracle = cpu::oracle;
 constexpr int64_t kSequences = 4, kTokens = 6, kPool = 7, kDrafts = kSequences * kTokens + 3;
 
 struct Shapes {
-  int64_t K = 32, V = 48, heads = 2;
+  int64_t K = 32, V = 48, heads = 2, shared = 1;  ///< shared: value heads of a q/k head
   StateLayout layout = StateLayout::kKV;
   DType pool = DType::kFloat32, drafts = DType::kFloat32, rows = DType::kFloat32;
   bool one_gate = false;  ///< a head
+  HeadMap map = HeadMap::kGrouped;
 };
 
 /// Four sequences of six tokens: from slots 5 and 2, one without a slot, one that is masked.
@@ -58,6 +59,7 @@ Drafts make_drafts(const Shapes& s) {
   Drafts d;
   check::GenerateOptions options = test::shape(kTokens, s.heads, s.K, s.V);
   options.batch = kSequences;
+  options.num_value_heads = s.heads * s.shared;
   options.dtype = s.rows;
   d.inputs = check::generate(options);
   Problem& p = d.problem();
@@ -65,8 +67,9 @@ Drafts make_drafts(const Shapes& s) {
   p.state_layout = s.layout;
   p.state_index_columns = kTokens;
   p.initial_state_mask = true;
+  p.head_map = s.map;
   if (s.one_gate) {
-    p.g.strides = {kTokens * s.heads, s.heads, 1, 0};
+    p.g.strides = {kTokens * s.heads * s.shared, s.heads * s.shared, 1, 0};
     p.g.alignment = dtype_size(s.rows);
   }
   p.initial_state = states(p, s.pool, kPool, &d.pool, 1);
@@ -79,14 +82,20 @@ Drafts make_drafts(const Shapes& s) {
   return d;
 }
 
-bool run(Drafts* d, const std::string& backend = "") {
+/// `known`: the plan has the lengths of packed sequences.
+bool run(Drafts* d, const std::string& backend = "", bool known = true) {
   Plan plan;
-  Status status =
-      make_plan(d->problem(), {}, test::device_of(backend), test::with_backend(backend), &plan);
+  const DeviceFacts device = test::device_of(backend);
+  const PlanOptions options = test::with_backend(backend);
+  const auto& ends = d->inputs.cu_seqlens;
+  const std::vector<int32_t> narrow(ends.begin(), ends.end());
+  Status status = known ? make_plan(d->problem(), ends, device, options, &plan)
+                        : make_plan_from_bounds(d->problem(), device, options, &plan);
   io::Buffer workspace(plan.workspace_bytes);
   if (status.ok()) {
     Tensors t = d->inputs.tensors();
     t.o = d->outputs.o.data();
+    t.cu_seqlens = known ? nullptr : narrow.data();
     t.initial_state = d->pool.data();
     t.initial_state_indices = d->from.data();
     t.initial_state_mask = d->mask.data();
@@ -202,6 +211,9 @@ std::vector<Shapes> all_shapes() {
   }
   shapes.push_back({.K = 128, .V = 128, .heads = 1, .pool = kBf16, .drafts = kBf16});
   shapes.push_back({.K = 256, .V = 64, .heads = 1, .pool = kFp32, .one_gate = true});
+  shapes.push_back({.shared = 3});
+  shapes.push_back({.shared = 3, .map = HeadMap::kTiled});
+  shapes.push_back({.K = 128, .V = 128, .shared = 2, .one_gate = true, .map = HeadMap::kTiled});
   return shapes;
 }
 
@@ -296,34 +308,74 @@ TEST(Drafts, WithoutInitialStatesTheyStartFromZero) {
   }
 }
 
-TEST(Drafts, PackedSequencesOfDifferentLengths) {
-  for (const std::string& backend : all_backends()) {
-    Drafts rows = make_drafts({}), packed = rows;
-    for (Drafts* d : {&rows, &packed}) {
-      d->problem().token_parents = true;
-      d->problem().zero_skipped = true;
-    }
-    Problem& p = packed.problem();
-    p.batch = 1;
-    p.num_tokens = kSequences * kTokens;
-    p.cu_seqlens = DType::kInt32;
-    packed.inputs.cu_seqlens = {0, 6, 12, 18, 24};
-    Plan plan;
-    ASSERT_TRUE(make_plan(p, packed.inputs.cu_seqlens, test::device_of(backend),
-                          test::with_backend(backend), &plan)
-                    .ok());
-    io::Buffer workspace(plan.workspace_bytes);
-    Tensors t = packed.inputs.tensors();
-    t.o = packed.outputs.o.data();
-    t.initial_state = packed.pool.data(), t.initial_state_indices = packed.from.data();
-    t.initial_state_mask = packed.mask.data(), t.token_parents = packed.parents.data();
-    t.final_state = packed.drafts.data(), t.final_state_indices = packed.to.data();
-    const Status status = check::run_and_wait(plan, t, workspace.data(), workspace.size());
-    ASSERT_TRUE(status.ok()) << status.message();
-    ASSERT_TRUE(run(&rows, backend)) << rows.message;
-    EXPECT_TRUE(test::same_bits(rows.drafts, packed.drafts)) << backend;
-    EXPECT_TRUE(test::same_bits(rows.outputs.o, packed.outputs.o)) << backend;
+/// The first lengths[n] tokens of each row of `rows`, packed.
+Drafts packed_from(const Drafts& rows, const std::vector<int64_t>& lengths) {
+  Drafts d = rows;
+  Problem& p = d.problem();
+  p.batch = 1;
+  p.cu_seqlens = DType::kInt32;
+  auto& ends = d.inputs.cu_seqlens;
+  ends = {0};
+  for (const int64_t length : lengths) ends.push_back(ends.back() + length);
+  p.num_tokens = ends.back();
+  const std::pair<const io::Buffer*, io::Buffer*> buffers[] = {{&rows.inputs.q, &d.inputs.q},
+                                                               {&rows.inputs.k, &d.inputs.k},
+                                                               {&rows.inputs.v, &d.inputs.v},
+                                                               {&rows.inputs.g, &d.inputs.g},
+                                                               {&rows.inputs.beta, &d.inputs.beta}};
+  for (const auto& [from, to] : buffers) {
+    const std::size_t token = from->size() / (kSequences * kTokens);
+    for (std::size_t n = 0; n < lengths.size(); ++n)
+      std::memcpy(to->data() + static_cast<std::size_t>(ends[n]) * token,
+                  from->data() + n * kTokens * token, static_cast<std::size_t>(lengths[n]) * token);
   }
+  return d;
+}
+
+/// Lengths that the plan knows, and such as lie on the device alone.
+TEST(Drafts, PackedSequencesOfDifferentLengths) {
+  const std::vector<int64_t> lengths = {6, 4, 3, 1};
+  for (const std::string& backend : all_backends())
+    for (const int64_t K : {32, 128})
+      for (const bool known : {true, false}) {
+        Drafts rows = make_drafts({.K = K, .V = K});
+        rows.problem().token_parents = true;
+        rows.problem().zero_skipped = true;
+        Drafts packed = packed_from(rows, lengths);
+        for (std::size_t n = 0; n < lengths.size(); ++n)  // rows end where packed sequences do
+          if (lengths[n] < kTokens)
+            rows.parents[n * kTokens + static_cast<std::size_t>(lengths[n])] = -1;
+        ASSERT_TRUE(run(&packed, backend, known)) << packed.message;
+        EXPECT_EQ(packed.flags, 0) << backend;
+        ASSERT_TRUE(run(&rows, backend)) << rows.message;
+        EXPECT_TRUE(test::same_bits(rows.drafts, packed.drafts)) << backend << known;
+        const std::size_t token = rows.outputs.o.size() / (kSequences * kTokens);
+        for (std::size_t n = 0; n < lengths.size(); ++n)
+          EXPECT_EQ(std::memcmp(rows.outputs.o.data() + n * kTokens * token,
+                                packed.outputs.o.data() +
+                                    static_cast<std::size_t>(packed.inputs.cu_seqlens[n]) * token,
+                                static_cast<std::size_t>(lengths[n]) * token),
+                    0)
+              << backend << known << " sequence " << n;
+      }
+}
+
+/// Every sequence is skipped, as one is whose slot is none; such a pool has no memory.
+TEST(Drafts, APoolWithoutSlotsHasNoState) {
+  for (const std::string& backend : all_backends())
+    for (const bool tree : {true, false}) {
+      Drafts d = make_drafts({});
+      d.problem().token_parents = tree;
+      d.problem().initial_state->num_slots = 0;
+      d.from = {-1, -1, -1, -1};
+      d.pool = io::Buffer();
+      const Drafts before = d;
+      ASSERT_TRUE(run(&d, backend)) << d.message;
+      expect_right(d, before, {0, 0, 0, 0}, backend);
+      d.problem().zero_skipped = true;
+      ASSERT_TRUE(run(&d, backend)) << d.message;
+      expect_right(d, before, {0, 0, 0, 0}, backend);
+    }
 }
 
 /// What the CPU refuses a GPU takes as the end of the sequence, and flags.

@@ -593,6 +593,11 @@ TEST(BadShortConv, NamesTheArgument) {
            c.has_state = mask;
          }),
          "has_state: needs initial_state");
+  // Integers that lie under an output.
+  starts(refusal([](C c) { c.final_state.indices = static_cast<const int32_t*>(c.y.data); }),
+         "y: overlaps final_state_indices");
+  starts(refusal([](C c) { c.has_state = static_cast<const uint8_t*>(c.final_state.tensor.data); }),
+         "final_state: overlaps has_state");
   starts(refusal([](C c) { c.batch = -1; }), "batch: is -1");
   starts(refusal([](C c) { c.num_sequences = -1; }), "num_sequences: is -1");
   starts(refusal([](C c) { c.state_width = int64_t{1} << 41; }), "state_width: is 2199023255552");
