@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators around KDA in its layer: libkda::short_conv, short_conv_update and gated_rms_norm,
-// with short_conv_backward and gated_rms_norm_backward, and libkda::fused_decode, on CUDA. What
+// each with a twin ..._into that writes to a tensor of the caller's; short_conv_backward and
+// gated_rms_norm_backward; and libkda::fused_decode, on CUDA. What
 // they compute: include/kda/short_conv.hpp, gated_rms_norm.hpp and fused_decode.hpp; derivatives:
 // python/libkda/_layer_ops.py.
 #include <torch/csrc/stable/library.h>
@@ -131,33 +132,50 @@ Tensor new_like(const char* name, const Tensor& x) {
   return new_tensor(name, x, {sizes.data(), sizes.size()}, dtype_number(x));
 }
 
-std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, MaybeTensor bias,
-                                      MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu,
-                                      int64_t state_width) {
-  const OnDevice on_device(expect_device(x));
-  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+/// A tensor of the caller's that the outputs go to.
+kda_tensor out_of(const Tensor& out, const Tensor& x, const kda_short_conv_call& call) {
+  return tensor_of(out, x, "out", {call.batch, call.num_tokens, call.channels}, "x");
+}
+
+/// Computes a call that has its y, and returns the final state.
+Tensor run_conv(kda_short_conv_call call, const Tensor& x, const MaybeTensor& initial_state,
+                int64_t state_width) {
   const int64_t N = call.num_sequences;
   if (initial_state)
     describe_states(&call.initial_state, &call, x, *initial_state, "initial_state", N);
   if (state_width != 0 && initial_state && state_width != call.state_width)
     refuse("state_width must be that of initial_state, ", call.state_width, ", got ", state_width);
   if (state_width < 0) refuse("state_width must not be negative, got ", state_width);
-  const Tensor y = new_like("y", x);
   const bool wanted = state_width != 0;
   const Tensor final_state =
       new_tensor<3>("final_state", x, {wanted ? N : 0, call.channels, state_width},
                     dtype_number(initial_state ? *initial_state : x));
   if (wanted) describe_states(&call.final_state, &call, x, final_state, "final_state", N);
-  call.y = tensor_of(y);
   check(kda_short_conv(&call));
-  return {y, final_state};
+  return final_state;
 }
 
-Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bias,
-                         MaybeTensor cu_seqlens, MaybeTensor indices, MaybeTensor has_state,
-                         bool silu, int64_t first_slot) {
+std::tuple<Tensor, Tensor> short_conv(Tensor x, Tensor weight, MaybeTensor bias,
+                                      MaybeTensor initial_state, MaybeTensor cu_seqlens, bool silu,
+                                      int64_t state_width) {
   const OnDevice on_device(expect_device(x));
   kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  const Tensor y = new_like("y", x);
+  call.y = tensor_of(y);
+  return {y, run_conv(call, x, initial_state, state_width)};
+}
+
+Tensor short_conv_into(Tensor x, Tensor weight, MaybeTensor bias, MaybeTensor initial_state,
+                       MaybeTensor cu_seqlens, bool silu, int64_t state_width, Tensor out) {
+  const OnDevice on_device(expect_device(x));
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  call.y = out_of(out, x, call);
+  return run_conv(call, x, initial_state, state_width);
+}
+
+/// Computes a call that has its y, in place in `states`.
+void run_conv_update(kda_short_conv_call call, const Tensor& x, const Tensor& states,
+                     const MaybeTensor& indices, const MaybeTensor& has_state, int64_t first_slot) {
   const int64_t N = call.num_sequences;
   const int64_t slots = indices && states.dim() > 0 ? states.size(0) : N;
   describe_states(&call.initial_state, &call, x, states, "states", slots);
@@ -175,10 +193,27 @@ Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bia
     call.has_state = static_cast<const uint8_t*>(pointer(*has_state, "has_state", kMasks));
   call.final_state = call.initial_state;
   call.first_slot = first_slot;
+  check(kda_short_conv(&call), States::kPool);
+}
+
+Tensor short_conv_update(Tensor x, Tensor states, Tensor weight, MaybeTensor bias,
+                         MaybeTensor cu_seqlens, MaybeTensor indices, MaybeTensor has_state,
+                         bool silu, int64_t first_slot) {
+  const OnDevice on_device(expect_device(x));
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
   const Tensor y = new_like("y", x);
   call.y = tensor_of(y);
-  check(kda_short_conv(&call), States::kPool);
+  run_conv_update(call, x, states, indices, has_state, first_slot);
   return y;
+}
+
+void short_conv_update_into(Tensor x, Tensor states, Tensor weight, MaybeTensor bias,
+                            MaybeTensor cu_seqlens, MaybeTensor indices, MaybeTensor has_state,
+                            bool silu, int64_t first_slot, Tensor out) {
+  const OnDevice on_device(expect_device(x));
+  kda_short_conv_call call = conv_of(x, weight, bias, cu_seqlens, silu);
+  call.y = out_of(out, x, call);
+  run_conv_update(call, x, states, indices, has_state, first_slot);
 }
 
 /// Bits of `wanted`, in the order of what a backward returns.
@@ -286,6 +321,15 @@ Tensor gated_rms_norm(Tensor x, MaybeTensor gate, MaybeTensor weight, double eps
   return y;
 }
 
+void gated_rms_norm_into(Tensor x, MaybeTensor gate, MaybeTensor weight, double eps,
+                         int64_t activation, Tensor out) {
+  const OnDevice on_device(expect_device(x));
+  kda_gated_rms_norm_call call = norm_of(x, gate, weight, eps, activation);
+  expect_same_shape(out, "out", x);
+  call.y = rows_of(out);
+  check(kda_gated_rms_norm(&call));
+}
+
 std::tuple<Tensor, Tensor, Tensor> gated_rms_norm_backward(Tensor d_y, Tensor x, MaybeTensor gate,
                                                            MaybeTensor weight, double eps,
                                                            int64_t activation, int64_t wanted) {
@@ -386,6 +430,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
       "short_conv(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? "
       "cu_seqlens, bool silu, int state_width) -> (Tensor, Tensor)");
   m.def(
+      "short_conv_into(Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? "
+      "cu_seqlens, bool silu, int state_width, Tensor(a!) out) -> Tensor");
+  m.def(
+      "short_conv_update_into(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias, Tensor? "
+      "cu_seqlens, Tensor? indices, Tensor? has_state, bool silu, int first_slot, Tensor(b!) out) "
+      "-> ()");
+  m.def(
+      "gated_rms_norm_into(Tensor x, Tensor? gate, Tensor? weight, float eps, int activation, "
+      "Tensor(a!) out) -> ()");
+  m.def(
       "short_conv_update(Tensor x, Tensor(a!) states, Tensor weight, Tensor? bias, Tensor? "
       "cu_seqlens, Tensor? indices, Tensor? has_state, bool silu, int first_slot) -> Tensor");
   m.def(
@@ -408,7 +462,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("short_conv", TORCH_BOX(&kda_torch::short_conv));
+  m.impl("short_conv_into", TORCH_BOX(&kda_torch::short_conv_into));
   m.impl("short_conv_update", TORCH_BOX(&kda_torch::short_conv_update));
+  m.impl("short_conv_update_into", TORCH_BOX(&kda_torch::short_conv_update_into));
+  m.impl("gated_rms_norm_into", TORCH_BOX(&kda_torch::gated_rms_norm_into));
   m.impl("short_conv_backward", TORCH_BOX(&kda_torch::short_conv_backward));
   m.impl("gated_rms_norm", TORCH_BOX(&kda_torch::gated_rms_norm));
   m.impl("gated_rms_norm_backward", TORCH_BOX(&kda_torch::gated_rms_norm_backward));

@@ -43,6 +43,10 @@ class Places:
                 setattr(place, name, original)
         self.taken.clear()
 
+    def original(self, place: object, name: str) -> Callable:
+        """What was there before libkda's function."""
+        return next(original for where, known, original, _ in self.taken if where is place and known == name)
+
     def names(self) -> list[str]:
         """The names in the engine's modules where libkda's functions are now."""
         return [f"{place.__module__}.{place.__name__}.{name}" if isinstance(place, type) else

@@ -2,7 +2,9 @@
 """torch.ops.libkda.short_conv, gated_rms_norm and their kin: fake kernels and derivatives.
 
 They are declared in python/csrc/torch_layer.cpp. `short_conv` returns (y, final_state), the latter without states
-unless state_width is above 0; `short_conv_update` writes `states` in place and returns y; y is contiguous. The
+unless state_width is above 0; `short_conv_update` writes `states` in place and returns y; y is contiguous.
+`short_conv_into`, `short_conv_update_into` and `gated_rms_norm_into` write `out` in the place of y, any strides (of the
+norm with a contiguous last dimension), without gradients; the first returns final_state. The
 backwards return the gradients whose bits `wanted` has, in the order of x, weight, bias, initial_state and of x, gate,
 weight, the others empty. `fused_decode` writes both states and `out` in place, on CUDA alone. `activation` is a number
 of ACTIVATIONS.
@@ -26,10 +28,15 @@ NO_SECOND = ("libkda has no second derivatives of {}: leave out create_graph=Tru
 _short_conv = torch.ops.libkda.short_conv.default
 _short_conv_update = torch.ops.libkda.short_conv_update.default
 _short_conv_backward = torch.ops.libkda.short_conv_backward.default
+_short_conv_into = torch.ops.libkda.short_conv_into.default
+_short_conv_update_into = torch.ops.libkda.short_conv_update_into.default
+_gated_rms_norm_into = torch.ops.libkda.gated_rms_norm_into.default
 _gated_rms_norm = torch.ops.libkda.gated_rms_norm.default
 _gated_rms_norm_backward = torch.ops.libkda.gated_rms_norm_backward.default
 _fused_decode = torch.ops.libkda.fused_decode.default
-_WRITTEN = {_short_conv_update: (1,), _fused_decode: (3, 9, 10)}
+_WRITTEN = {_short_conv_into: (7,), _short_conv_update: (1,), _short_conv_update_into: (1, 9),
+            _gated_rms_norm_into: (5,), _fused_decode: (3, 9, 10)}
+_WITHOUT_TAPS = (_gated_rms_norm, _gated_rms_norm_into, _gated_rms_norm_backward, _fused_decode)
 
 
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
@@ -43,16 +50,24 @@ def _check(operator, args):
         raise ValueError(f"x must be on the CPU or on a CUDA device, got {x.device}")
     check(ops._name_of(operator), values)
     weight = values["weight"]
-    if operator not in (_gated_rms_norm, _gated_rms_norm_backward, _fused_decode) and not 2 <= weight.shape[1] <= 4:
+    if operator not in _WITHOUT_TAPS and not 2 <= weight.shape[1] <= 4:
         raise ValueError(f"weight must have 2 to 4 taps, got {weight.shape[1]}")
+
+
+def _fake_final_state(x, weight, bias, initial_state, cu_seqlens, silu, state_width):
+    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    like = x if initial_state is None else initial_state
+    return like.new_empty((N if state_width else 0, x.shape[2], state_width))
 
 
 def _fake_short_conv(*args):
     _check(_short_conv, args)
-    x, _, _, initial_state, cu_seqlens, _, state_width = args
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    like = x if initial_state is None else initial_state
-    return x.new_empty(x.shape), like.new_empty((N if state_width else 0, x.shape[2], state_width))
+    return args[0].new_empty(args[0].shape), _fake_final_state(*args)
+
+
+def _fake_short_conv_into(*args):
+    _check(_short_conv_into, args)
+    return _fake_final_state(*args[:7])
 
 
 def _fake_short_conv_update(*args):
@@ -152,6 +167,9 @@ if ops._is_first:
     for _operator, _fake, _function in (
             (_short_conv, _fake_short_conv, _ShortConv.apply),
             (_short_conv_update, _fake_short_conv_update, None),
+            (_short_conv_into, _fake_short_conv_into, None),
+            (_short_conv_update_into, lambda *args: _check(_short_conv_update_into, args), None),
+            (_gated_rms_norm_into, lambda *args: _check(_gated_rms_norm_into, args), None),
             (_short_conv_backward, _fake_gradients(_short_conv_backward, 2, 6), _once(_short_conv_backward,
                                                                                       "short_conv")),
             (_gated_rms_norm, _fake_gated_rms_norm, _GatedRmsNorm.apply),
@@ -190,24 +208,36 @@ def gated_rms_norm_backward(*args):
     return _call(_gated_rms_norm_backward, args)
 
 
-def short_conv_update(*args):
-    """torch.ops.libkda.short_conv_update; raises NotImplementedError where a derivative is asked for."""
+def _write(operator, what, args):
+    """An operator that writes what it is given; raises NotImplementedError where a derivative is asked for."""
     if is_grad_enabled() or forward_ad._current_level >= 0:
-        ops.refuse_gradients("states that are updated in place", *args)
+        ops.refuse_gradients(what, *args)
     if is_compiling():
-        return _short_conv_update(*args)
+        return operator(*args)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        y = _short_conv_update(*args)
-    increment_version([args[1]])
-    return y
+        result = operator(*args)
+    increment_version([args[i] for i in _WRITTEN[operator]])
+    return result
+
+
+_IN_PLACE, _INTO = "states that are updated in place", "what is written into given tensors"
+
+
+def short_conv_update(*args):
+    """torch.ops.libkda.short_conv_update, or with `out` behind its arguments short_conv_update_into."""
+    return _write(_short_conv_update if len(args) == 9 else _short_conv_update_into, _IN_PLACE, args)
+
+
+def short_conv_into(*args):
+    """torch.ops.libkda.short_conv_into."""
+    return _write(_short_conv_into, _INTO, args)
+
+
+def gated_rms_norm_into(*args):
+    """torch.ops.libkda.gated_rms_norm_into."""
+    _write(_gated_rms_norm_into, _INTO, args)
 
 
 def fused_decode(*args):
-    """torch.ops.libkda.fused_decode, likewise."""
-    if is_grad_enabled() or forward_ad._current_level >= 0:
-        ops.refuse_gradients("states that are updated in place", *args)
-    if is_compiling():
-        return _fused_decode(*args)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        _fused_decode(*args)
-    increment_version([args[i] for i in _WRITTEN[_fused_decode]])
+    """torch.ops.libkda.fused_decode."""
+    _write(_fused_decode, _IN_PLACE, args)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states")
+PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states", "records", "commit")
 
 
 def has_tensor_cores(q: object, k: object, v: object) -> bool:

@@ -63,11 +63,13 @@ _GRADIENTS = dict(
 
 # By function; the order is that of the checks. K and V of a state change places with the v-first layout.
 RULES = {
-    "chunk_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(("float32",), "N HV K V"), **_MASK),
-    "fused_recurrent_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), **_MASK),
+    "chunk_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(("float32",), "N HV K V"), **_MASK,
+                      out=_output(FLOATS)),
+    "fused_recurrent_kda": dict(_INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), **_MASK,
+                                out=_output(FLOATS)),
     **dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"), dict(
         _inputs(FLOATS, "B T HV"), **_SEQUENCES, A_log=_GATE["A_log"], dt_bias=Rule(FLOATS, "*HV"),
-        initial_state=Rule(FLOATS, "N HV K V"), **_MASK)),
+        initial_state=Rule(FLOATS, "N HV K V"), **_MASK, out=_output(FLOATS))),
     "fused_recurrent_kda_fwd": dict(
         _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(STATES, "slots HV K V", written=True),
         ssm_state_indices=Rule(INTEGERS, "N|N S"), num_accepted_tokens=Rule(INTEGERS, "N"), out=_output(FLOATS),
@@ -103,12 +105,14 @@ RULES = {
                    drafts=Rule(STATES, "rows HV K V", written=True), draft_indices=Rule(("int32",), "N S"),
                    parents=Rule(("int32",), "N S"), checkpoints=Rule(STATES, "rows HV K V", written=True),
                    checkpoint_offsets=Rule(("int32",), "N"), checkpoint_indices=Rule(("int32",), "N")),
-    "short_conv": dict(_CONV, initial_state=Rule(ROWS, "N D S")),
-    "short_conv_update": dict(_CONV, states=Rule(ROWS, "slots D S", written=True, required=True),
-                              indices=Rule(INTEGERS, "N"), has_state=Rule(MASKS, "N")),
+    **dict.fromkeys(("short_conv", "short_conv_into"), dict(
+        _CONV, initial_state=Rule(ROWS, "N D S"), out=_output(ROWS, "B T D"))),
+    **dict.fromkeys(("short_conv_update", "short_conv_update_into"), dict(
+        _CONV, states=Rule(ROWS, "slots D S", written=True, required=True), indices=Rule(INTEGERS, "N"),
+        has_state=Rule(MASKS, "N"), out=_output(ROWS, "B T D"))),
     "short_conv_backward": dict(_CONV, initial_state=Rule(ROWS, "N D S"), d_y=Rule(ROWS, "B T D"),
                                 d_final_state=Rule(ROWS, "N D S")),
-    "gated_rms_norm": _NORM,
+    **dict.fromkeys(("gated_rms_norm", "gated_rms_norm_into"), dict(_NORM, out=_output(ROWS, ".. D"))),
     "gated_rms_norm_backward": dict(_NORM, d_y=Rule(ROWS, ".. D", required=True)),
     "fused_decode": dict(
         x=Rule(ROWS, "N C|N T C", required=True), weight=Rule(ROWS, "C W|3 W E", required=True), bias=Rule(ROWS, "C"),
@@ -138,8 +142,10 @@ WORDS = {
     "fwd": dict(_SIZES, o="out"),
     **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
     "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),
-    **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x")),
-    "gated_rms_norm": dict(channels="x", rows="x"),
+    **dict.fromkeys(("chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+                    dict(_SIZES, o="out")),
+    **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x", y="out")),
+    "gated_rms_norm": dict(channels="x", rows="x", y="out"),
     "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
     "arrays.backward": dict(_SIZES, saved="kept"),
 }

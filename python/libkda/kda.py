@@ -55,6 +55,16 @@ def _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs):
     return context_of(cp_context, "q", q)
 
 
+def _expect_shape_of_v(out, v):
+    if out.shape != v.shape:
+        raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
+
+
+def _written(out, rows):
+    """`out`, to which `rows` go if they are a copy of it (written_rows_of)."""
+    return out if rows is out else out.copy_(rows)
+
+
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
 def _kept(q, disable_recompute):
@@ -79,7 +89,7 @@ def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
-@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "transpose_state_layout")
+@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "out", "transpose_state_layout")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,7 +128,8 @@ def chunk_kda(
     ([N, HV, V, K] with state_v_first); has_state [N], bool: where it is False a sequence starts from zero.
 
     Returns (o [B, T, HV, V] of q's type, final state fp32 or None), with return_intermediate_states also
-    h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens.
+    h [B, NT, HV, K, V] of k's type, the states before each chunk of chunk_size tokens. out, a keyword: o goes there,
+    of v's shape and its own type, any strides; it shares no memory with an input, and no gradient is taken then.
 
     A q in fp64 on the CPU has the call computed in float64, token by token, for gradient checks: states and parameters
     may be fp64 then, and final states are. Else fp64 is computed in fp32.
@@ -147,7 +158,9 @@ def chunk_kda(
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
     A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
                                       float64)
-    chunk_size = kwargs.pop("chunk_size", 64)
+    chunk_size, out = kwargs.pop("chunk_size", 64), kwargs.get("out")
+    if out is not None:
+        _expect_shape_of_v(out, v)
     if chunk_size not in (32, 64):
         raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
     if safe_gate and use_gate_in_kernel:
@@ -164,6 +177,8 @@ def chunk_kda(
     if cp_context is not None:
         if head_map or g.dim() == 3:
             raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
+        if out is not None:
+            raise NotImplementedError("`out` is not taken with `cp_context`.")
         modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          use_qk_l2norm_in_kernel, state_v_first)
         from .context_parallel import attention  # torch.distributed is not for everybody
@@ -180,7 +195,7 @@ def chunk_kda(
     has_state = kwargs.get("has_state")
     if has_state is not None:
         has_state = dense(has_state)
-    if not return_intermediate_states:
+    if not return_intermediate_states and out is None:
         if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
             keep = _kept(q, disable_recompute)
             o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep,
@@ -189,20 +204,29 @@ def chunk_kda(
             o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state,
                                   head_map)
         return as_type(o, q.dtype), final_state if output_final_state else None
+    if out is not None:
+        o = written_rows_of("out", out, float64)
+    if not return_intermediate_states:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        final_state = new_states(q, v, state_v_first, N) if output_final_state else None
+        call(ops.forward_into, q, k, v, g, beta, o, final_state, None, *rest, 0, False, has_state, head_map)
+        return _written(out, o), final_state
     lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
-    o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
     final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
+    if out is None:
+        o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
     checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
     call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state, head_map)
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
     h = _chunk_states(checkpoints, state, lengths, chunk_size)
-    return as_type(o, q.dtype), final_state, h.to(k.dtype).unflatten(0, (q.shape[0], len(h) // max(q.shape[0], 1)))
+    o = as_type(o, q.dtype) if out is None else _written(out, o)
+    return o, final_state, h.to(k.dtype).unflatten(0, (q.shape[0], len(h) // max(q.shape[0], 1)))
 
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
-@checked("has_state", "head_map", "transpose_state_layout")
+@checked("has_state", "head_map", "out", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -228,13 +252,16 @@ def fused_recurrent_kda(
     kernel: fp32 arithmetic, one read and one write of the state; more take chunk_kda's kernels."""
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
+        if kwargs.get("out") is not None:
+            _expect_shape_of_v(kwargs["out"], v)
     if cu_seqlens is not None:
         _check_sequences(q)
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                       cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval, lower_bound, kwargs.get("has_state"), None, kwargs.get("head_map"))
+                      allow_neg_eigval, lower_bound, kwargs.get("has_state"), kwargs.get("out"),
+                      kwargs.get("head_map"))
 
 
 @checked("has_state", "first_slot", "transpose_state_layout")
@@ -278,8 +305,8 @@ def fused_recurrent_kda_fwd(
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
-    if out is not None and out.shape != v.shape:
-        raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
+    if out is not None:
+        _expect_shape_of_v(out, v)
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
@@ -329,7 +356,7 @@ def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens,
         _zero_without_slot(o, slots, first_slot, cu_seqlens)
     if out is None:
         return as_type(o, v.dtype)
-    return out if o is out else out.copy_(o)
+    return _written(out, o)
 
 
 def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
@@ -360,7 +387,7 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
         final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
         call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
              *modes, 0, decode, has_state, head_map)
-        return out if o is out else out.copy_(o), final if output_final_state else None
+        return _written(out, o), final if output_final_state else None
     o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
                     bool(output_final_state or decode), decode, has_state, head_map)
     return as_type(o, v.dtype), final if output_final_state else None

@@ -27,7 +27,7 @@ def chunk_kda(
     cp_context: Any = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
-    **kwargs: Any,  # A_log, dt_bias, chunk_size, has_state, head_map
+    **kwargs: Any,  # A_log, dt_bias, chunk_size, has_state, head_map, out
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def chunk_kda(
@@ -75,7 +75,7 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    **kwargs: Any,  # has_state, head_map
+    **kwargs: Any,  # has_state, head_map, out
 ) -> tuple[Tensor, Tensor | None]: ...
 
 def fused_recurrent_kda_fwd(

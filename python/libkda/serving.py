@@ -41,9 +41,9 @@ import torch
 
 from . import _layer_ops, layer
 from ._checks import check, checked, int32_of
-from ._rules import LAST_SLOT, FlaError, integer, number
+from ._rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
-from .kda import _MOST_DECODE_TOKENS, _check_beta, _update_pool
+from .kda import _MOST_DECODE_TOKENS, _check_beta, _expect_shape_of_v, _update_pool
 
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
@@ -51,8 +51,8 @@ def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_s
          state_v_first, *more):
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
-    if out is not None and out.shape != v.shape:
-        raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
+    if out is not None:
+        _expect_shape_of_v(out, v)
     return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
                         first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
                         allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, *more)
@@ -174,6 +174,10 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if not 1 <= T <= _MOST_DECODE_TOKENS:
         raise ValueError(f"x must have 1 to {_MOST_DECODE_TOKENS} tokens a sequence, got {T}")
     H, D = raw_g.shape[-2:]
+    for name, given, sizes in (("raw_g", raw_g, (H, D)), ("raw_beta", raw_beta, (H,)),
+                               ("output_gate", output_gate, (H, D)), ("out", out, (H, D))):
+        if given is not None:
+            _expect_tokens(name, given, N, T, sizes, x)
     if out is None:
         out = x.new_empty(raw_g.shape)
     if A_log is None and lower_bound is None:
@@ -209,6 +213,17 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         y = layer.gated_rms_norm(y, output_gate, norm_weight, eps=norm_eps, activation=activation)
     o.copy_(y)
     return out
+
+
+def _expect_tokens(name, given, N, T, sizes, x):
+    """That a tensor has an entry for each token of x: [N, T, *sizes], or of one token a row [1, N, *sizes], or for
+    output_gate [N, *sizes]."""
+    forms = [(N, T, *sizes)] + ([(1, N, *sizes)] if T == 1 else [])
+    if name == "output_gate" and T == 1:
+        forms.append((N, *sizes))
+    if tuple(given.shape) not in forms:
+        raise ValueError(f"{name} must have shape {' or '.join(str(list(form)) for form in forms)} (tokens of x, "
+                         f"{list(x.shape)}), got {list(given.shape)}")
 
 
 def _is_dense(state):

@@ -31,8 +31,9 @@ _RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "vllm: NAME: REASON", or None before the first. part:
-    "kda", "step" for a decode step of a whole layer, "states" for what goes between it and the pool, or "conv" for the
-    short convolution of the CPU backend."""
+    "kda", "step" for a decode step of a whole layer, "states" for what goes between it and the pool, "commit" for the
+    accepted drafts of RecoverSSM and "records" for their states, or "conv" for the short convolution of the CPU
+    backend."""
     return _plugin.last_path(part)
 
 
@@ -189,6 +190,114 @@ def is_fused_kda_decode_supported(num_heads, head_dim, conv_width, num_spec, inp
     return True
 
 
+# ---- RecoverSSM of Kimi-K3: drafts without a state each -----------------------------------------------------------------
+
+class _Records:
+    """The rows of a step, packed, in the memory of one layer's KDARecoverSSMRecords: k and raw gates in key_gate, values
+    in correction, and beside them betas. From these rows verify's kernel makes the states that it did not store, bit for
+    bit; vLLM's own kernels keep differences in the place of values."""
+
+    def __init__(self, records, beta):
+        correction, key_gate = records.correction, records.key_gate
+        R, H, Q, V = correction.shape
+        self.window, heads = Q, (R * Q, H, -1)
+        self.k, self.g = (half.view(heads) for half in key_gate.view(2, -1))
+        self.v = correction.view(-1).view(heads)
+        self.beta = beta.new_zeros(R * Q, H)
+
+    @staticmethod
+    def of(records, beta):
+        """Those of a layer; a graph that is replayed finds them where they were."""
+        correction = records.correction
+        kept = getattr(correction, "libkda_kept", None)
+        if kept is None or kept.beta.dtype is not beta.dtype:
+            kept = correction.libkda_kept = _Records(records, beta)
+        return kept
+
+    def keep(self, k, v, g, beta):
+        for rows, given in ((self.k, k), (self.v, v), (self.g, g), (self.beta, beta)):
+            rows[:given.shape[1]].copy_(given[0])
+
+    def rows(self, T):
+        return tuple(x[None, :T] for x in (self.k, self.v, self.g, self.beta))
+
+
+def kda_recoverssm_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records,
+                          query_start_loc, state_indices, spec_query_len, out=None):
+    correction, key_gate = records.correction, records.key_gate
+    correction.libkda_records = None  # those that are there are vLLM's, unless this call is served
+    if not 2 <= spec_query_len <= 8:
+        raise NotImplementedError(f"a window of {spec_query_len} tokens")
+    if not {k.dtype, raw_g.dtype} == {key_gate.dtype}:
+        raise NotImplementedError("records of another type than keys and gates")
+    if f"{_RECOVERSSM}.cute_recoverssm_commit" not in places():
+        raise NotImplementedError("a version of vLLM without a fold of records to replace")
+    if q.shape[1] > correction.shape[0] * correction.shape[2] or not (correction.is_contiguous()
+                                                                     and key_gate.is_contiguous()):
+        raise NotImplementedError("records without room for the rows of this step")
+    kept = _Records.of(records, raw_beta)
+    none = torch.full((state_indices.shape[0], spec_query_len), -1, dtype=torch.int32, device=q.device)
+    out = serving.verify(q, k, v, raw_g, raw_beta, checkpoint_state, state_indices, cu_seqlens=query_start_loc,
+                         first_slot=_FIRST_SLOT, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                         drafts=checkpoint_state, draft_slots=none, **_RAW)
+    kept.keep(k, v, raw_g, raw_beta)
+    correction.libkda_records = kept
+    return out
+
+
+def recoverssm_commit(context, num_accepted_tokens, state_indices, query_start_loc, *rest, **more):
+    """KDARecoverSSMCommitContext.commit: its plan and the states of convolutions are vLLM's own, the states of KDA are
+    those of cute_recoverssm_commit, below. Returns True, for None means that libkda has refused."""
+    kept = [getattr(x, "libkda_records", None) for x in context.correction_caches]
+    if all(x is None for x in kept):
+        raise NotImplementedError("records of vLLM's own verify")
+    if any(x is None for x in kept):
+        raise RuntimeError("libkda: some layers' records are of vLLM's own verify, and others of libkda's")
+    commit = _places.original(type(context), "commit")
+    backend, context.backend, context.libkda_starts = context.backend, "cute", query_start_loc
+    try:
+        commit(context, num_accepted_tokens, state_indices, query_start_loc, *rest, **more)
+    finally:
+        context.backend = backend
+    return True
+
+
+def cute_recoverssm_commit(context, state_indices, batch, align):
+    """The states behind commit_lens tokens to final_state_indices, and where blocks of a prefix cache are aligned those
+    behind boundary_recovery_lens tokens to boundary_state_indices: one call a layer, which reads and writes each state
+    once. Returns True."""
+    kept = [getattr(x, "libkda_records", None) for x in context.correction_caches]
+    if any(x is None for x in kept):
+        raise NotImplementedError("records of vLLM's own verify")
+    try:
+        _fold_records(context, kept, state_indices[:batch], context.libkda_starts[:batch + 1], align)
+    except (NotImplementedError, TypeError, ValueError) as refusal:  # vLLM's own would read other records
+        raise RuntimeError(f"libkda: the states of accepted drafts cannot be made: {refusal}") from refusal
+    return True
+
+
+def _fold_records(context, kept, source, starts, align):
+    N, window = source.shape[0], kept[0].window
+    lengths, last = context.commit_lens[:N, None], context.final_state_indices[:N]
+    column = torch.arange(window, dtype=torch.int32, device=source.device)
+    slots = torch.where(column == lengths - 1, last[:, None], -1)
+    if align:
+        boundary = context.boundary_recovery_lens[:N, None] - 1
+        slots = torch.where((column == boundary) & (column != lengths - 1),
+                            context.boundary_state_indices[:N, None], slots)
+    chain = torch.where(column < lengths, column - 1, -1)
+    source = torch.where((lengths[:, 0] > 0) & (last >= _FIRST_SLOT), source, -1)
+    # What lies on a GPU nobody reads: rows behind the last sequence are none.
+    T = N * window if starts.is_cuda else int(starts[-1])
+    out = None
+    for layer, (records, pool) in enumerate(zip(kept, context.checkpoints)):
+        k, v, g, beta = records.rows(T)
+        out = k.new_empty(v.shape) if out is None else out
+        serving.verify(k, k, v, g, beta, pool, source, cu_seqlens=starts, first_slot=_FIRST_SLOT, out=out,
+                       A_log=context.A_log[layer], dt_bias=context.dt_bias[layer], lower_bound=context.lower_bound,
+                       drafts=pool, draft_slots=slots, parents=chain, **_RAW)
+
+
 # ---- GLM-5-Next ------------------------------------------------------------------------------------------------------
 
 def glm_chunk_kda_with_fused_gate(q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None,
@@ -317,6 +426,7 @@ _plugin = Plugin("vllm")
 _plugin.enabled = False
 _KERNELS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 _KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
+_RECOVERSSM = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
 _POOL = {"gather_initial_states": ("states", gather_initial_states),
          "scatter_states": ("states", scatter_states)}
 _places = Places(_plugin, {
@@ -335,6 +445,11 @@ _places = Places(_plugin, {
         "is_fused_kda_decode_supported": ("step", is_fused_kda_decode_supported),
         "_flashkda_prefill": ("kda", _flashkda_prefill),
         "_flashinfer_kda_prefill": ("kda", _flashinfer_kda_prefill),
+        "kda_recoverssm_verify": ("kda", kda_recoverssm_verify),
+    },
+    _RECOVERSSM: {
+        "cute_recoverssm_commit": ("records", cute_recoverssm_commit),
+        "KDARecoverSSMCommitContext.commit": ("commit", recoverssm_commit),
     },
     "vllm._custom_ops": {"fused_kda_decode": ("step", fused_kda_decode)},
     "vllm.models.glm5next.common.kda": {

@@ -118,6 +118,11 @@ def test_refusals(device):
     for change, error, text in (
             (dict(raw_beta=a["raw_beta"][..., :1]), ValueError, "raw_beta must have shape"),
             (dict(raw_g=a["raw_g"].expand(2, -1, -1, -1)), ValueError, r"raw_g must have shape .* got \[2, 3, "),
+            (dict(raw_g=a["raw_g"][0, :, None].expand(-1, 5, -1, -1)), ValueError,
+             r"raw_g must have shape \[3, 1, 2, 128\] or \[1, 3, 2, 128\] \(tokens of x, \[3, 768\]\), got \[3, 5, "),
+            (dict(raw_beta=a["raw_beta"][0, :, None].expand(-1, 2, -1)), ValueError, r"raw_beta must have shape \[3, 1, "),
+            (dict(output_gate=a["output_gate"][:, None].expand(-1, 2, -1, -1)), ValueError, "output_gate must have sha"),
+            (dict(out=torch.empty(3, 2, 2, 128, device=device)), ValueError, r"out must have shape .* got \[3, 2, 2, 128"),
             (dict(state=a["state"].half()), TypeError, "state must be float32 or bfloat16, got torch.float16"),
             (dict(norm_weight=None), ValueError, "output_gate needs norm_weight"),
             (dict(A_log=None, lower_bound=None), ValueError, "A_log is required by a softplus gate"),

@@ -12,6 +12,8 @@ from common import distance, reference
 import libkda.vllm
 from libkda import naive
 
+triton = pytest.importorskip("triton")  # vLLM's own kernels around RecoverSSM's states; by its interpreter on a CPU
+
 pytestmark = [
     pytest.mark.skipif(engine_sources.folder_of("vllm") is None, reason="KDA_ENGINES names no folder with vLLM's "
                        "sources: python/tests/engine_sources.py FOLDER fetches them"),
@@ -21,6 +23,7 @@ OPS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 K3 = "vllm.models.kimi_k3.nvidia.kda"
 GLM = "vllm.models.glm5next.common.kda"
+RECOVERSSM = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
 LING = "vllm.model_executor.models.bailing_moe_v3"
 H, D, W, SLOTS, BOUND = 3, 32, 4, 14, -5.0
 WIDTH = 3 * H * D
@@ -69,6 +72,9 @@ GIVEN = {
     "transformers": {},
     "vllm.v1.worker.workspace": {"current_workspace_manager": Workspace},
     "vllm._flashkda_C": None,
+    "vllm.triton_utils": {"triton": triton, "tl": triton.language},
+    "vllm.v1.attention.backends.utils": {"NULL_BLOCK_ID": 0},
+    "vllm.models.kimi_k3.nvidia.recoverssm.kernels": {"cute_recoverssm_commit": refused("cute_recoverssm_commit")},
     "vllm._custom_ops": {"fused_kda_decode": refused("fused_kda_decode")},
     "vllm.forward_context": {"get_forward_context": lambda: context},
     "vllm.model_executor.layers.mamba.mamba_utils": {"is_conv_state_dim_first": lambda: False},
@@ -93,6 +99,7 @@ def engine():
     """vLLM's modules: one is loaded when libkda is enabled, the others later."""
     with engine_sources.Engine("vllm", GIVEN), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda **options: lambda function: function)
+        patch.setattr(triton.knobs.runtime, "interpret", not torch.cuda.is_available())
         importlib.import_module(OPS)
         importlib.import_module("vllm._custom_ops")
         importlib.import_module(GLM)
@@ -107,8 +114,8 @@ def engine():
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
     """No call of KDA copies what it is given. On a CPU a step of a whole layer is three calls, and a convolution has a
-    result of its own."""
-    attempt, parts = libkda.vllm._plugin.attempt, ("conv", "step")
+    result of its own; so have the kernels of a commit."""
+    attempt, parts = libkda.vllm._plugin.attempt, ("conv", "step", "commit", "records")
 
     def without_copies(*args, **kwargs):
         result, found = engine_sources.copies(attempt, *args, **kwargs)
@@ -534,6 +541,153 @@ def test_convolutions_that_are_left_to_vllm(engine, device):
     assert libkda.vllm.last_path("conv") == "vllm: causal_conv1d_update: vLLM's own convolution serves GPUs"
     y = update(x[..., 0].contiguous(), states, weight, activation=False, conv_state_indices=torch.tensor([3, 0]))
     assert torch.allclose(y[0], x[0, :, 0] * weight[:, -1]) and states[3].any() and not states[0].any()
+
+
+# ---- RecoverSSM ------------------------------------------------------------------------------------------------------
+
+class Speculation:
+    """Layers of Kimi-K3 that verify with records in the place of states, and the commit of what is accepted, as
+    KimiK3KDAMetadata.commit_recoverssm_state calls it."""
+
+    WINDOW = SPECULATED + 1
+
+    def __init__(self, engine, dtype=torch.float32, pool_dtype=torch.float32, bound=BOUND, requests=8):
+        self.requests = [Requests(Layer(engine, K3, "KimiK3DeltaAttention", bound, dtype, pool_dtype))
+                         for _ in range(2)]
+        module = engine[RECOVERSSM]
+        for each in self.requests:
+            layer = each.layer.layer
+            layer.use_recoverssm, layer.recoverssm_backend, layer.spec_query_len = True, "triton", self.WINDOW
+            layer.recoverssm_records = module.KDARecoverSSMRecords.allocate(
+                requests, H, self.WINDOW, D, dtype, each.layer.pool.device)
+            for record in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate):
+                record.fill_(float("nan"))
+            libkda.vllm._Records.of(layer.recoverssm_records, torch.zeros(0, dtype=dtype))  # once a layer
+        # Layers differ in the base of their gates, not in its bound.
+        self.context = module.KDARecoverSSMCommitContext.create(
+            [each.layer.layer for each in self.requests], spec_query_len=self.WINDOW, max_num_reqs=requests)
+
+    def start(self, **slots):
+        for each in self.requests:
+            for name, slot in slots.items():
+                each.start(name, slot)
+            each.prefill({name: 5 + slot for name, slot in slots.items()})
+
+    def verify(self, lengths, keep, padded=0, order=None, align=None):
+        """A step of `lengths` tokens a request, of which keep[name] are accepted. Until the commit states are as they
+        were. `order`: the requests' places in num_accepted_tokens; `align`: (block_table, num_computed_tokens,
+        block_size), with a slot a block, in which `self.slots` of requests move."""
+        names = list(lengths)
+        ends = torch.tensor([0, *lengths.values()] + [0] * padded).cumsum(0).to(torch.int32)
+        table = torch.tensor([[self.requests[0].slots[name]] for name in names] + [[0]] * padded, dtype=torch.int32)
+        rows = dict(spec_sequence_masks=torch.ones(len(table), dtype=torch.bool), num_spec_decodes=len(table),
+                    num_spec_decode_tokens=int(ends[-1]), spec_query_start_loc=ends, spec_state_indices_tensor=table,
+                    num_accepted_tokens=torch.ones(len(table), dtype=torch.int32),
+                    spec_token_indx=torch.arange(int(ends[-1])), non_spec_token_indx=torch.arange(0))
+        for each in self.requests:
+            before = each.layer.pool.clone()
+            wide, gates = each.layer.tokens(int(ends[-1]))
+            out = each.layer.run(wide, gates, **rows)
+            assert libkda.vllm.last_path() == "libkda: kda_recoverssm_verify"
+            assert same_bytes(each.layer.pool, before)
+            for name, begin, end in zip(names, ends.tolist(), ends[1:].tolist()):
+                for t in range(begin, end):
+                    each.extend(name, wide[t:t + 1], gates[t:t + 1])
+                o, _ = each.layer.expected(each.histories[name])
+                assert distance(out[begin:end], o[begin - end:]) < each.layer.tolerance
+                del each.histories[name][len(each.histories[name]) - (end - begin) + keep[name]:]
+        accepted = torch.tensor([keep[name] for name in names] + [7] * padded, dtype=torch.int32)
+        indices = None
+        if order is not None:
+            indices = torch.tensor(order, dtype=torch.int32)
+            scattered = torch.full((max(order) + 1,), 99, dtype=torch.int32)
+            scattered[indices.long()] = accepted
+            accepted = scattered
+        self.context.commit(accepted, table[:, 0], ends, indices, *(align or (None, None, None)))
+        assert libkda.vllm.last_path("records") == "libkda: cute_recoverssm_commit"
+        assert self.context.backend == "triton"
+
+    def check(self, *names):
+        for each in self.requests:
+            for name in names:
+                _, state = each.layer.expected(each.histories[name])
+                assert distance(each.layer.pool[each.slots[name]], state) < each.layer.tolerance
+
+
+def same_bytes(x, y):
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kinds", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32),
+                                   (torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("bound", [BOUND, None])
+def test_records_of_drafts(engine, kinds, bound):
+    """Verify leaves the pool as it is; the commit makes the states of what is accepted, of all layers."""
+    steps = Speculation(engine, *kinds, bound)
+    steps.start(a=3, b=9)
+    steps.verify(dict(a=3, b=3), keep=dict(a=2, b=3))
+    steps.check("a", "b")
+    steps.verify(dict(b=2, a=3), keep=dict(a=1, b=2), padded=2)
+    steps.check("a", "b")
+    steps.verify(dict(a=3, b=1), keep=dict(a=3, b=0), order=[4, 1])
+    steps.check("a", "b")
+    steps.requests[0].decode(["a"])
+    assert all(untouched(each) for each in steps.requests)
+
+
+def test_records_at_a_boundary_of_blocks(engine):
+    """A prefix cache in blocks of 4 tokens: the state at the end of a block stays in its slot, and the request goes on
+    in the next one; at the end itself they are one."""
+    steps = Speculation(engine)
+    steps.start(a=3)
+    before = {id(each): [x for x in each.histories["a"]] for each in steps.requests}
+    # 3 tokens are in the block of slot 3; the fourth ends it, and two more go to slot 6.
+    blocks = torch.tensor([[3, 6, 7]], dtype=torch.int32)
+    computed = torch.tensor([3], dtype=torch.int32)
+    steps.verify(dict(a=3), keep=dict(a=3), align=(blocks, computed, 4))
+    for each in steps.requests:
+        _, state = each.layer.expected(each.histories["a"][:len(before[id(each)]) + 1])
+        assert distance(each.layer.pool[3], state) < each.layer.tolerance
+        each.slots["a"] = 6
+    steps.check("a")
+    steps.verify(dict(a=2), keep=dict(a=2), align=(blocks, torch.tensor([6], dtype=torch.int32), 4))
+    steps.check("a")  # at the end of the block of slot 6, whose state is that of the request
+    assert all((each.layer.pages[7] == 255).all() for each in steps.requests)
+
+
+def test_records_that_are_left_to_vllm(engine, monkeypatch):
+    """Verify and commit are vLLM's both, or libkda's both."""
+    calls = []
+    steps = Speculation(engine)
+    steps.start(a=3)
+    libkda.vllm.disable()
+    monkeypatch.setattr(engine[K3], "kda_recoverssm_verify", lambda **x: calls.append("verify") or x["out"])
+    monkeypatch.setattr(engine[RECOVERSSM].KDARecoverSSMCommitContext, "commit",
+                        lambda *args: calls.append("commit"))
+    libkda.vllm.enable()
+    layer = steps.requests[0].layer
+    arguments = dict(q=torch.zeros(1, 2, H, D), k=torch.zeros(1, 2, H, D).half(), v=torch.zeros(1, 2, H, D),
+                     raw_g=torch.zeros(1, 2, H, D), raw_beta=torch.zeros(1, 2, H), A_log=layer.layer.A_log,
+                     dt_bias=layer.layer.dt_bias, lower_bound=BOUND, checkpoint_state=layer.pool,
+                     records=layer.layer.recoverssm_records, query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+                     state_indices=torch.tensor([3], dtype=torch.int32), spec_query_len=3, out=torch.zeros(1, 2, H, D))
+    commit = torch.tensor([1], dtype=torch.int32), arguments["state_indices"], arguments["query_start_loc"]
+    for change, reason in ((dict(), "records of another type than keys and gates"),
+                           (dict(k=arguments["q"], spec_query_len=9), "a window of 9 tokens"),
+                           (dict(k=arguments["q"], state_indices=torch.tensor([99])), "state_indices|slots")):
+        calls.clear()
+        engine[K3].kda_recoverssm_verify(**arguments | change)
+        assert libkda.vllm.last_path().startswith("vllm: kda_recoverssm_verify: ")
+        steps.context.commit(*commit)
+        assert calls == ["verify", "commit"], reason
+        assert libkda.vllm.last_path("commit") == "vllm: recoverssm_commit: records of vLLM's own verify"
+    engine[K3].kda_recoverssm_verify(**arguments | dict(k=arguments["q"]))
+    assert libkda.vllm.last_path() == "libkda: kda_recoverssm_verify"
+    with pytest.raises(RuntimeError, match="some layers' records are of vLLM's own verify"):
+        steps.context.commit(*commit)
+    libkda.vllm.disable()
+    monkeypatch.undo()
+    libkda.vllm.enable()
 
 
 # ---- switching ------------------------------------------------------------------------------------------------------
