@@ -117,6 +117,7 @@ def arguments(**changes):
     (ValueError, "`cu_seqlens` is part of `cp_context`", dict(cu_seqlens=torch.tensor([0, 70]))),
     (NotImplementedError, "return_intermediate_states", dict(return_intermediate_states=True)),
     (NotImplementedError, "has_state", dict(has_state=torch.ones(2, dtype=torch.bool))),
+    (NotImplementedError, "`out` is not taken with `cp_context`", dict(out=torch.zeros(1, 70, 2, 8))),
     (TypeError, "cp_context must be a libkda", dict(cp_context=3)),
     (TypeError, "q must be float32, bfloat16 or float16 with cp_context", dict(
         q=torch.randn(1, 70, 1, 8, dtype=torch.float64))),

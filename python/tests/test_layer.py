@@ -193,6 +193,11 @@ def test_operators():
     torch.library.opcheck(ops.short_conv_update.default,
                           (plain[0], plain[3], *plain[1:3], None, None, None, True, 0),
                           test_utils=("test_schema", "test_faketensor"))
+    y = torch.empty(2, 6, 4)
+    for operator, args in ((ops.short_conv_into, (*plain, None, True, 3, y)),
+                           (ops.short_conv_update_into, (plain[0], plain[3], *plain[1:3], None, None, None, True, 0, y)),
+                           (ops.gated_rms_norm_into, (plain[0], None, None, 1e-5, 1, y))):
+        torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_compiled():
@@ -294,6 +299,102 @@ def test_a_device(device, channels, dtype):
         for one, other in zip(found, gradients(libkda.gated_rms_norm(conv(*leaves)[0], leaves[0], leaves[2]), leaves,
                                                upstream)):
             assert torch.equal(one, other)
+
+
+# ---- into the caller's memory ----------------------------------------------------------------------------------------
+
+def outs(shape, device, dtype):
+    """Views of that shape in buffers of NaN, and the buffers: dense; with gaps between rows; channels first."""
+    nan = lambda *sizes: torch.full(sizes, float("nan"), device=device, dtype=dtype)
+    *rows, D = shape
+    dense, wide, first = nan(*shape), nan(*rows, D + 5), nan(*rows[:-1], D, rows[-1])
+    return (dense, dense), (wide[..., 2:-3], wide), (first.transpose(-1, -2), first)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("D", [256, 37])
+def test_out_of_convolutions(device, dtype, D):
+    """The bits of a result of its own, in any memory and type, and nothing beside it."""
+    x, weight = torch.randn(2, 30, D, device=device).to(dtype), torch.randn(D, 4, device=device)
+    state = torch.randn(2, D, 3, device=device)
+    options = dict(activation="silu", initial_state=state, output_final_state=True)
+    y, final = libkda.short_conv(x, weight, **options)
+    pools = state.clone(), state.clone()
+    stepped = libkda.short_conv_update(x[:, :1], pools[0], weight, activation="silu")
+    for (out, buffer), (step, _) in zip(outs(y.shape, device, dtype), outs(stepped.shape, device, dtype)):
+        version = out._version
+        found, behind = libkda.short_conv(x, weight, out=out, **options)
+        assert found is out and out._version > version
+        assert torch.equal(out, y) and torch.equal(behind, final)
+        assert buffer.isnan().sum() == buffer.numel() - out.numel()
+        pool = state.clone()
+        assert libkda.short_conv_update(x[:, :1], pool, weight, activation="silu", out=step) is step
+        assert torch.equal(step, stepped) and torch.equal(pool, pools[0])
+    wide = torch.empty(2, 30, D, device=device)
+    exact = conv_in_torch(x.double(), weight.double(), None, True, state.double())[0]
+    assert close(libkda.short_conv(x, weight, out=wide, **options)[0], exact)  # fp32, whatever x is
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(7,), (3, 128), (2, 3, 5, 40), (2, 1, 2, 3, 8)], ids=str)
+def test_out_of_norms(device, dtype, shape):
+    x, gate = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], device=device)
+    y = libkda.gated_rms_norm(x, gate, weight)
+    views = outs(shape, device, dtype)[:1 if len(shape) > 4 else 2] if len(shape) > 1 else [(torch.empty_like(x),) * 2]
+    for out, buffer in views:
+        assert libkda.gated_rms_norm(x, gate, weight, out=out) is out
+        assert torch.equal(out, y) and (out is buffer or buffer.isnan().sum() == buffer.numel() - out.numel())
+    wide = torch.empty(shape, device=device)
+    libkda.gated_rms_norm(x, gate, weight, out=wide)
+    assert close(wide, norm_in_torch(x.double(), gate.double(), weight.double()))
+
+
+def test_bad_outs(device):
+    normal = lambda *shape: torch.randn(*shape, device=device)
+    x, weight, state = normal(2, 6, 4), normal(4, 3), normal(2, 4, 3)
+    conv = lambda out, **more: libkda.short_conv(x, weight, out=out, **more)
+    update = lambda out, states=state: libkda.short_conv_update(x, states, weight, out=out)
+    norm = lambda out, rows=x: libkda.gated_rms_norm(rows, out=out)
+    kept = x.clone(), weight.clone(), state.clone()
+    for call, name in ((conv, r"[B, T, D]=[2, 6, 4]"), (update, r"[B, T, D]=[2, 6, 4]")):
+        assert f"out must have shape {name}, got [2, 6, 5]" in refusal(call, normal(2, 6, 5))
+    assert refusal(norm, normal(3, 6, 4)) == "out must have the shape of x, [2, 6, 4], got [3, 6, 4]"
+    assert refusal(norm, normal(2, 6, 5)).startswith("out must have shape [.., D]=[.., 4], got [5]")
+    for call in (conv, update, norm):
+        assert refusal(call, [1]).startswith("out must be a torch.Tensor, got list")
+        assert refusal(call, x.double()) == "out must be float32, bfloat16 or float16, got torch.float64"
+        assert refusal(call, x) == "out: overlaps x"
+        assert refusal(call, normal(2, 6, 1).expand(2, 6, 4)).startswith("out: is written, and its elements overlap")
+        assert refusal(call, x.to("meta")).startswith("out must be on the device of x")
+        with pytest.raises(NotImplementedError, match="no backward pass of (states that are|what is written)"):
+            call(torch.empty_like(x).requires_grad_())
+    assert refusal(norm, normal(2, 4, 6).mT) == "out: innermost stride is 6, must be 1"
+    six = normal(1, 2, 3, 2, 4, 4)
+    assert refusal(norm, normal(1, 2, 3, 2, 4, 8)[..., :4], six) == "out must be contiguous where it has 6 dimensions"
+    room = normal(2, 200)
+    assert refusal(update, room.flatten()[:48].view(2, 6, 4), room[:, :12].view(2, 4, 3)).startswith("out: overlaps")
+    slots = torch.zeros(48, dtype=torch.int32, device=device)
+    assert refusal(libkda.short_conv_update, x, state, weight, indices=slots[:2].add_(torch.tensor([0, 1]).to(slots)),
+                   out=slots.view(torch.float32).view(2, 6, 4)) == "out: overlaps indices"
+    assert all(torch.equal(*pair) for pair in zip(kept, (x, weight, state)))
+
+
+def test_outs_compile():
+    x, weight = torch.randn(2, 30, 8), torch.randn(8, 4)
+
+    def layer(x, states, y, z, u):
+        libkda.short_conv(x, weight, out=y)
+        libkda.short_conv_update(x, states, weight, out=z)
+        return libkda.gated_rms_norm(y, z, out=u) * 2
+
+    make = lambda: [torch.zeros(2, 8, 3), *(torch.zeros(2, 30, 8) for _ in range(3))]
+    found, expected = make(), make()
+    with torch.no_grad():
+        result = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, *found)
+        assert torch.equal(result, layer(x, *expected))
+    assert all(torch.equal(*pair) and pair[0].any() for pair in zip(found, expected))
+    torch._dynamo.reset()
 
 
 def test_threads_do_not_matter():

@@ -75,9 +75,13 @@ Status decode(const stage::Decode& d) {
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
   const Launch where{d.call.stream, plan.device.compute_capability >= 90};
-  if (args.index_columns > 1 && (!args.in_place || p.token_parents))
+  if (args.index_columns > 1 && (!args.in_place || p.token_parents)) {
+    // A pool without slots may have no memory, and is a pool all the same: nobody reads from here.
+    if (p.initial_state && !args.initial.base)
+      args.initial.base = const_cast<int32_t*>(t.initial_state_indices);
     return drafts::launch_decode(
         {with_head_gates(p, args), p.token_parents ? t.token_parents : nullptr}, where);
+  }
   if (needs_head_gates(p)) return head_gates::launch_decode(with_head_gates(p, args), where);
   return launch_decode(args, where);
 }
