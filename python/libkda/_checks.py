@@ -158,7 +158,7 @@ def _explained(error, name, values):
     text = str(error)
     if not text.startswith("libkda: "):
         return error
-    text = in_words_of(rules if rules in WORDS else name, text)
+    text = in_words_of(rules if rules in WORDS else name, text, values.get("out") is not None)
     if " cannot be allocated: " in text and "CUDA" in text:
         return torch.OutOfMemoryError(text)
     return type(error)(text)

@@ -142,18 +142,21 @@ WORDS = {
     "fwd": dict(_SIZES, o="out"),
     **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
     "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),
-    **dict.fromkeys(("chunk_kda", "fused_recurrent_kda", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
-                    dict(_SIZES, o="out")),
-    **dict.fromkeys(("short_conv", "short_conv_update"), dict(channels="x", num_tokens="x", y="out")),
-    "gated_rms_norm": dict(channels="x", rows="x", y="out"),
+    "short_conv": dict(channels="x", num_tokens="x"),
+    "short_conv_update": dict(channels="x", num_tokens="x", initial_state="states", final_state="states",
+                              initial_state_indices="indices", final_state_indices="indices"),
+    "gated_rms_norm": dict(channels="x", rows="x"),
     "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
     "arrays.backward": dict(_SIZES, saved="kept"),
 }
 
 
-def in_words_of(function, text):
-    """The text of a refusal with the argument's name, which is its first word, as the caller wrote it."""
+def in_words_of(function, text, with_out=False):
+    """The text of a refusal with the argument's name, which is its first word, as the caller wrote it. `with_out`: the
+    outputs are an argument."""
     words = WORDS.get(function, _SIZES)
+    if with_out:
+        words = words | dict(o="out", y="out")
     head, separator, rest = text.removeprefix("libkda: ").partition(" overlaps ")
     for name, end in ((head, ":"), (head, " ")):
         first = name.partition(end)[0]

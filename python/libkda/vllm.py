@@ -190,12 +190,12 @@ def is_fused_kda_decode_supported(num_heads, head_dim, conv_width, num_spec, inp
     return True
 
 
-# ---- RecoverSSM of Kimi-K3: drafts without a state each -----------------------------------------------------------------
+# ---- RecoverSSM of Kimi-K3: drafts without a state each --------------------------------------------------------------
 
 class _Records:
-    """The rows of a step, packed, in the memory of one layer's KDARecoverSSMRecords: k and raw gates in key_gate, values
-    in correction, and beside them betas. From these rows verify's kernel makes the states that it did not store, bit for
-    bit; vLLM's own kernels keep differences in the place of values."""
+    """The rows of a step, packed, in the memory of one layer's KDARecoverSSMRecords: k and raw gates in key_gate,
+    values in correction, and beside them betas. From these rows verify's kernel makes the states that it did not store,
+    bit for bit; vLLM's own kernels keep differences in the place of values."""
 
     def __init__(self, records, beta):
         correction, key_gate = records.correction, records.key_gate
@@ -292,12 +292,12 @@ def _fold_records(context, kept, source, starts, align):
     # What lies on a GPU nobody reads: rows behind the last sequence are none.
     T = N * window if starts.is_cuda else int(starts[-1])
     out = None
-    for layer, (records, pool) in enumerate(zip(kept, context.checkpoints)):
+    for records, pool, A_log, dt_bias in zip(kept, context.checkpoints, context.A_log, context.dt_bias):
         k, v, g, beta = records.rows(T)
         out = k.new_empty(v.shape) if out is None else out
         serving.verify(k, k, v, g, beta, pool, source, cu_seqlens=starts, first_slot=_FIRST_SLOT, out=out,
-                       A_log=context.A_log[layer], dt_bias=context.dt_bias[layer], lower_bound=context.lower_bound,
-                       drafts=pool, draft_slots=slots, parents=chain, **_RAW)
+                       A_log=A_log, dt_bias=dt_bias, lower_bound=context.lower_bound, drafts=pool, draft_slots=slots,
+                       parents=chain, **_RAW)
 
 
 # ---- GLM-5-Next ------------------------------------------------------------------------------------------------------
