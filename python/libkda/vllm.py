@@ -7,7 +7,8 @@ now or when vLLM loads the module. A call that libkda refuses goes on to vLLM's 
 served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets libkda's short convolution too.
 
 States stay in vLLM's pool: what gather_initial_states returns is a promise, and prefill reads and writes the slots.
-Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched.
+Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched. RecoverSSM's records of a step
+are its rows, from which verify's kernel makes the states of accepted drafts.
 """
 from __future__ import annotations
 
