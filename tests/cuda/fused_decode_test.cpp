@@ -311,8 +311,8 @@ TEST_F(FusedDecodeTest, NamesTheArgument) {
   EXPECT_EQ(refusal([](C c) { c.y.data = c.g.data; }).substr(0, 11), "y: overlaps");
   EXPECT_EQ(refusal([](C c) { c.slots = static_cast<const int32_t*>(c.y.data); }),
             "y: overlaps slots");
-  EXPECT_EQ(refusal([](C c) { c.has_state = static_cast<const uint8_t*>(c.k.state.data); }),
-            "k.state: overlaps has_state");
+  EXPECT_EQ(refusal([](C c) { c.has_state = static_cast<const uint8_t*>(c.q.state.data); }),
+            "q.state: overlaps has_state");
   EXPECT_EQ(refusal([](C c) { c.state.strides[2] = 132; }).substr(0, 6), "state:");
   EXPECT_EQ(refusal([](C c) { c.device = DeviceKind::kCpu; }).substr(0, 22),
             "device: is the CPU, wh");
