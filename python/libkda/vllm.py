@@ -227,8 +227,11 @@ def kda_recoverssm_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound,
                           query_start_loc, state_indices, spec_query_len, out=None):
     correction, key_gate = records.correction, records.key_gate
     correction.libkda_records = None  # those that are there are vLLM's, unless this call is served
-    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 10:
-        raise NotImplementedError("vLLM's CuTe kernels write the same records without a word to libkda")
+    if q.is_cuda:
+        if os.environ.get("LIBKDA_VLLM_RECOVERSSM") != "1":
+            raise NotImplementedError("on GPUs vLLM's own kernels are faster; LIBKDA_VLLM_RECOVERSSM=1 asks for these")
+        if torch.cuda.get_device_capability(q.device)[0] == 10:
+            raise NotImplementedError("vLLM's CuTe kernels write the same records without a word to libkda")
     if not 2 <= spec_query_len <= 8:
         raise NotImplementedError(f"a window of {spec_query_len} tokens")
     if not {k.dtype, raw_g.dtype} == {key_gate.dtype}:

@@ -344,7 +344,8 @@ def test_out_of_norms(device, dtype, shape):
     views = outs(shape, device, dtype)[:1 if len(shape) > 4 else 2] if len(shape) > 1 else [(torch.empty_like(x),) * 2]
     for out, buffer in views:
         assert libkda.gated_rms_norm(x, gate, weight, out=out) is out
-        assert torch.equal(out, y) and (out is buffer or buffer.isnan().sum() == buffer.numel() - out.numel())
+        assert torch.equal(out, y) if out is buffer else close(out, y, dtype)  # a GPU adds rows by their alignment
+        assert out is buffer or buffer.isnan().sum() == buffer.numel() - out.numel()
     wide = torch.empty(shape, device=device)
     libkda.gated_rms_norm(x, gate, weight, out=wide)
     assert close(wide, norm_in_torch(x.double(), gate.double(), weight.double()))

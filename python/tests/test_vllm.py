@@ -100,6 +100,7 @@ def engine():
     with engine_sources.Engine("vllm", GIVEN), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda **options: lambda function: function)
         patch.setattr(triton.knobs.runtime, "interpret", not torch.cuda.is_available())
+        patch.setenv("LIBKDA_VLLM_RECOVERSSM", "1")
         importlib.import_module(OPS)
         importlib.import_module("vllm._custom_ops")
         importlib.import_module(GLM)
@@ -674,14 +675,20 @@ def test_records_that_are_left_to_vllm(engine, monkeypatch):
     commit = torch.tensor([1], dtype=torch.int32), arguments["state_indices"], arguments["query_start_loc"]
     for change, reason in ((dict(), "records of another type than keys and gates"),
                            (dict(k=arguments["q"], spec_query_len=9), "a window of 9 tokens"),
-                           (dict(k=arguments["q"], state_indices=torch.tensor([99])), "state_indices|slots")):
+                           (dict(k=arguments["q"], out=torch.zeros(1, 3, H, D)), "out must have ")):
         calls.clear()
         engine[K3].kda_recoverssm_verify(**arguments | change)
-        assert libkda.vllm.last_path().startswith("vllm: kda_recoverssm_verify: ")
+        assert libkda.vllm.last_path().startswith(f"vllm: kda_recoverssm_verify: {reason}")
         steps.context.commit(*commit)
-        assert calls == ["verify", "commit"], reason
+        assert calls == ["verify", "commit"]
         assert libkda.vllm.last_path("commit") == "vllm: recoverssm_commit: records of vLLM's own verify"
-    engine[K3].kda_recoverssm_verify(**arguments | dict(k=arguments["q"]))
+    arguments["k"] = arguments["q"]
+    if arguments["q"].is_cuda:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("LIBKDA_VLLM_RECOVERSSM")
+            engine[K3].kda_recoverssm_verify(**arguments)
+            assert libkda.vllm.last_path().startswith("vllm: kda_recoverssm_verify: on GPUs vLLM's own kernels are fa")
+    engine[K3].kda_recoverssm_verify(**arguments)
     assert libkda.vllm.last_path() == "libkda: kda_recoverssm_verify"
     with pytest.raises(RuntimeError, match="some layers' records are of vLLM's own verify"):
         steps.context.commit(*commit)
