@@ -2,12 +2,17 @@
 """What the GPU comparisons with other libraries share: cases of bench/cases, inputs, the float64 recurrence, times."""
 import math
 import pathlib
+import statistics
 import time
 
 import torch
 import triton
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+COLD_BYTES = 300e6  # of the calls of a graph, together: several times the L2 cache
+MOST_CALLS = 256  # of a graph
+COPY_BYTES = 256 << 20  # of a copy in one piece; those of more than half a gigabyte are slow
+PASSES = 7
 
 
 def parse_lengths(text):
@@ -86,6 +91,46 @@ def timed(row, name, call, clock):
     begin = time.monotonic()
     row[name] = microseconds(call)
     row[name + "_mhz"] = clock.since(begin)
+
+
+def graph_of(calls):
+    """A function that launches all calls as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        graph.kept = calls, [call() for call in calls]  # a replay reads what these own
+    return graph.replay
+
+
+def device_us(launch):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    launch()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def medians(launches, calls):
+    """Microseconds of one of the calls of each launch, by name; the launches take turns."""
+    samples = {name: [] for name in launches}
+    for turn in range(PASSES + 1):
+        for name, launch in launches.items():
+            us = device_us(launch) / calls
+            if turn:
+                samples[name].append(us)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def copy(to, source):
+    """Of bytes [N]."""
+    for target, piece in zip(to.split(COPY_BYTES), source.split(COPY_BYTES)):
+        target.copy_(piece)
 
 
 def unit_rows(x, value_heads):

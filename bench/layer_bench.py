@@ -25,18 +25,14 @@ import evidence
 import fla_configs  # before fla: it sets FLA's cache mode
 import torch
 
-from gpu_cases import microseconds, relative
+from gpu_cases import COLD_BYTES, MOST_CALLS, PASSES, copy, graph_of, medians, microseconds, relative
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 D, W, BOUND, EPS = 128, 4, -5.0, 1e-5
 STEP_HEADS = (3, 6, 12, 24, 32, 48, 96)
 STEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 UNFUSED_BATCHES = (1, 2, 4, 8, 16)
-COLD_BYTES = 300e6  # of the calls of a graph, together: several times the L2 cache
-MOST_CALLS = 256  # of a graph
-COPY_BYTES = 256 << 20  # of a copy in one piece; those of more than half a gigabyte are slow
 HIDDEN, HEADS = 2304, 32  # Kimi-Linear's
-PASSES = 7
 
 
 def borrow_configs(folder):
@@ -49,50 +45,11 @@ def borrow_configs(folder):
     return card
 
 
-def graph_of(calls):
-    """A function that launches all calls as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side):
-        graph.kept = calls, [call() for call in calls]  # a replay reads what these own
-    return graph.replay
-
-
-def device_us(launch):
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    launch()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
-def medians(launches, calls):
-    """Microseconds of one of the calls of each launch, by name; the launches take turns."""
-    samples = {name: [] for name in launches}
-    for turn in range(PASSES + 1):
-        for name, launch in launches.items():
-            us = device_us(launch) / calls
-            if turn:
-                samples[name].append(us)
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
 # ---- a decode step ---------------------------------------------------------------------------------------------------
 
 def step_bytes(N, H):
     """What a step must read and write: states, inputs of the convolution before and behind it, rows of a token."""
     return N * H * (2 * D * D * 4 + (2 * 3 * (W - 1) + 3 + 3) * D * 2)
-
-
-def copy(to, source):
-    for target, piece in zip(to.split(COPY_BYTES), source.split(COPY_BYTES)):
-        target.copy_(piece)
 
 
 def step_inputs(N, H, generator):
