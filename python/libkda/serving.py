@@ -155,7 +155,8 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raw_g, out    [1, N, H, D] or [N, T, H, D]
         raw_beta      [1, N, H] or [N, T, H]
         A_log, dt_bias  [H], [H * D], fp32
-        state_indices [N]                                   slots of both pools; below first_slot: none, and out is 0
+        state_indices [N]                                   slots of both pools; below first_slot: none, and out is 0.
+                                                            Without them sequence n has slot n
         state         [slots, H, D, D]                      [.., V, K], without state_v_first [.., K, V]; fp32 or bf16
         output_gate   [N, H, D], [1, N, H, D] or [N, T, H, D]; activation: "sigmoid", "silu" or None
         norm_weight   [D]; without it there is neither norm nor gate
@@ -169,7 +170,7 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         raise ValueError("output_gate needs norm_weight")
     gate = layer._activation(activation, ("sigmoid", "silu", "swish", None))
     norm_eps = number("norm_eps", norm_eps)
-    first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
+    first_slot = 0 if state_indices is None else integer("first_slot", first_slot, 0, LAST_SLOT)
     N, T = x.shape[0], x.shape[1] if x.dim() == 3 else 1
     if not 1 <= T <= _MOST_DECODE_TOKENS:
         raise ValueError(f"x must have 1 to {_MOST_DECODE_TOKENS} tokens a sequence, got {T}")
@@ -202,7 +203,6 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if weight.dim() == 3:
         weight = weight.transpose(1, 2).flatten(0, 1)
     slots = torch.arange(N, dtype=torch.int32, device=x.device) if indices is None else indices
-    first_slot = 0 if indices is None else first_slot
     qkv = layer.short_conv_update(rows, conv_state, weight, bias, activation="silu", indices=slots, has_state=has_state,
                                   first_slot=first_slot)
     q, k, v = qkv.view(N, T, 3, H, D).unbind(2)

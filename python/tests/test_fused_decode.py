@@ -99,6 +99,12 @@ def test_new_sequences_and_no_slots(device):
     slots = torch.tensor([-7, 0, 1], dtype=torch.int32, device=device)
     expect_right(a | dict(state_indices=slots), BOUND[torch.float32], first_slot=0,
                  has_state=torch.tensor([True, False, True], device=device))
+    slots = torch.arange(3, device=device, dtype=torch.int32)
+    a = make(device, dtype=torch.float32)
+    b = {name: x.clone() if name in ("state", "conv_state") else x for name, x in a.items()}
+    out = libkda.fused_decode(**a | dict(state_indices=None))
+    assert torch.equal(out, libkda.fused_decode(**b | dict(state_indices=slots), first_slot=0)) and out[:, 0].any()
+    assert torch.equal(a["state"], b["state"]) and torch.equal(a["conv_state"], b["conv_state"])
     none = make(device)
     before = none["state"].clone(), none["conv_state"].clone()
     assert not libkda.fused_decode(**none | dict(state_indices=torch.zeros(3, dtype=torch.int64, device=device))).any()
