@@ -299,8 +299,9 @@ def layer_row(gate, kind, size):
     for way, call in calls.items():
         switch(way)
         outputs[way] = call().double()
-        if way == "libkda_fla" and not str(libkda.fla.last_path()).startswith("libkda"):
-            raise RuntimeError(f"FLA's layer was not served: {libkda.fla.last_path()}")
+        path = libkda.fla.last_path("step" if kind == "decode" else "kda")
+        if way == "libkda_fla" and not path.startswith("libkda"):
+            raise RuntimeError(f"FLA's layer was not served: {path}")
     time_of = eager_us if kind == "decode" else lambda call: microseconds(call, rep=50)
     for _ in range(PASSES):
         for way, call in calls.items():

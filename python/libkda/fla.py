@@ -3,8 +3,9 @@
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
 others. Calls that libkda does not serve (gradients on a GPU of other rows than bf16 with K up to 128, unless
-enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why.
-FLA_LIBKDA=0 or disable() switch it off.
+enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why. On a GPU a
+decode step of FLA's KimiDeltaAttention is one kernel behind its projections; the states of its cache are updated in
+place. FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import inspect
 
 import torch
 
-from . import _fla_layer, gate, kda, ops
+from . import _fla_layer, _fla_step, gate, kda, ops
 from ._library import cuda_refusal
 from ._plugin import Plugin
 
@@ -35,6 +36,8 @@ def enable(*, train_on_gpu: bool = False) -> None:
     whose q, k, v are not bf16 with K up to 128, K and V multiples of 8. libkda's backward of those is exact for every
     gate, but slow (docs/design/backward.md)."""
     _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
+    if register is not None:
+        _fla_step.serve(_plugin)
 
 
 def disable() -> None:
@@ -44,7 +47,8 @@ def disable() -> None:
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first.
-    part: "kda", "conv" for the short convolution, or "norm" for the gated norm."""
+    part: "kda", "conv" for the short convolution, "norm" for the gated norm, or "step" for a decode step of a whole
+    layer."""
     return _plugin.last_path(part)
 
 
@@ -169,3 +173,4 @@ else:
     from fla.modules.norm import fused_norm_gate as _norm_ops
     _register_around("conv", _fla_layer.CONVOLUTIONS, _conv_ops)
     _register_around("norm", _fla_layer.NORMS, _norm_ops)
+    _fla_step.serve(_plugin)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLA's short convolution, gated norm and KDA layer on a CPU, where Triton has no kernels."""
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,3 +129,91 @@ def test_layer(settings):
         optimizer.step()
         losses.append(loss.item())
     assert losses[1] < losses[0]
+
+
+# ---- a decode step of the whole layer, which a GPU has in one kernel -------------------------------------------------
+
+@pytest.fixture
+def layer_with_cache(monkeypatch):
+    """A layer whose steps are served on a CPU too, and a cache behind a prefill; the number of its steps so far."""
+    layers = pytest.importorskip("fla.layers", reason="flash-linear-attention has them, fla-core has not")
+    utils = pytest.importorskip("fla.models.utils")
+    monkeypatch.setattr("libkda._fla_step._DEVICES", ("cpu", "cuda"))
+
+    def make(**settings):
+        torch.manual_seed(0)
+        layer = layers.KimiDeltaAttention(hidden_size=32, head_dim=128, num_heads=2, layer_idx=0, **settings).eval()
+        cache = utils.Cache()
+        with torch.no_grad():
+            layer(torch.randn(3, 9, 32), past_key_values=cache, use_cache=True)
+        return layer, cache
+    return make
+
+
+def steps(layer, cache, count=3, change=lambda cache: None, **arguments):
+    """Outputs of steps of the same tokens, and the states behind them."""
+    torch.manual_seed(1)
+    outputs = []
+    with torch.no_grad():
+        for _ in range(count):
+            outputs.append(layer(torch.randn(3, 1, 32), past_key_values=cache, use_cache=True, **arguments)[0])
+            change(cache)
+    return torch.cat(outputs, 1), cache[0]["recurrent_state"].clone(), torch.cat(cache[0]["conv_state"], 1)
+
+
+@pytest.mark.parametrize("settings", [{}, dict(safe_gate=True, lower_bound=-5.0, conv_bias=True)], ids=str)
+def test_a_step_of_the_layer(layer_with_cache, monkeypatch, settings):
+    """As the layer's own forward has it, on caches that have been joined, and on those that beam search has moved."""
+    reorder = lambda cache: cache.reorder_cache(torch.tensor([2, 0, 1]))
+    for change in (lambda cache: None, reorder):
+        found = steps(*layer_with_cache(**settings), change=change)
+        assert libkda.fla.last_path("step") == "libkda: fused_decode"
+        with monkeypatch.context() as patch:
+            patch.setattr("libkda._fla_step._DEVICES", ())
+            expected = steps(*layer_with_cache(**settings), change=change)
+        assert "tensors on cpu" in libkda.fla.last_path("step")
+        for mine, right in zip(found, expected):
+            assert mine.shape == right.shape and distance(mine, right.double()) < CLOSE
+
+
+def test_a_step_keeps_caches_together(layer_with_cache, monkeypatch):
+    """No copies from the second step on; the count of tokens goes on, and changed weights are seen."""
+    layer, cache = layer_with_cache()
+    steps(layer, cache, 1)
+    first, state = cache[0]["conv_state"], cache[0]["recurrent_state"]
+    steps(layer, cache, 1, attention_mask=torch.ones(3, 11))
+    assert libkda.fla.last_path("step") == "libkda: fused_decode"
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(first, cache[0]["conv_state"]))
+    assert cache[0]["recurrent_state"] is state and cache.get_seq_length() == 11
+    with torch.no_grad():
+        layer.k_conv1d.weight.mul_(2)
+    before = copy.deepcopy(cache)
+    found = steps(layer, cache, 1)
+    monkeypatch.setattr("libkda._fla_step._DEVICES", ())
+    for mine, right in zip(found, steps(layer, before, 1)):
+        assert distance(mine, right.double()) < CLOSE
+
+
+def test_steps_that_stay_with_the_layer(layer_with_cache, monkeypatch):
+    layer, cache = layer_with_cache()
+    x, call = torch.randn(3, 1, 32), dict(past_key_values=cache, use_cache=True)
+    path = lambda: libkda.fla.last_path("step")
+    layer(x, **call)
+    assert "gradients" in path()
+    with torch.no_grad():
+        layer(x.expand(-1, 2, -1), **call)
+        assert "one token" in path()
+        layer(x, attention_mask=torch.tensor([[1, 1], [1, 0], [1, 1]]))
+        assert "no token" in path()
+        layer(x)
+        assert "without states" in path()
+        monkeypatch.setenv("FLA_LIBKDA", "0")
+        with pytest.raises(Exception):  # Triton has no driver for a CPU
+            layer(x, **call)
+        assert "FLA_LIBKDA is 0" in path()
+        monkeypatch.delenv("FLA_LIBKDA")
+        for settings, reason in ((dict(num_v_heads=4), "value heads"), (dict(use_short_conv=False), "convolutions"),
+                                 (dict(allow_neg_eigval=True), "allow_neg_eigval")):
+            other, states = layer_with_cache(**settings)
+            other(x, past_key_values=states, use_cache=True)
+            assert reason in path()

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decode step of FLA's KimiDeltaAttention on a GPU: its convolutions, KDA, gate and norm by one call of fused_decode.
+FLA asks its registry for each of these functions alone, five launches, so the layer's forward is what is replaced."""
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+
+import torch
+from torch.compiler import is_compiling
+
+from . import serving
+from ._library import cuda_refusal
+from ._plugin import Plugin
+
+_LAYERS = "fla.layers.kda"
+_DEVICES = ("cuda",)  # one kernel there; elsewhere it would be the same three calls
+_taps = weakref.WeakKeyDictionary()  # of layers
+
+
+def _stamp(x):
+    """Changes with the values of a parameter. One that was made under inference_mode counts no changes."""
+    return x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version
+
+
+def _weights_of(layer):
+    """Taps [3, W, H * D] in fp32, and the bias; made once for the values that the parameters have."""
+    convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
+    stamp = [_stamp(x) for conv in convs for x in (conv.weight, conv.bias) if x is not None]
+    kept = _taps.get(layer)
+    if kept is None or kept[0] != stamp:
+        taps = torch.stack([conv.weight[:, 0].T.float() for conv in convs])
+        bias = None if convs[0].bias is None else torch.cat([conv.bias for conv in convs])
+        kept = stamp, taps, bias
+        if not (taps.is_cuda and torch.cuda.is_current_stream_capturing()):  # else they have no values yet
+            _taps[layer] = kept
+    return kept[1:]
+
+
+def _joined(caches):
+    """The inputs of the three convolutions as one tensor [N, 3 * H * D, W], and its three parts: `caches` themselves
+    from the second step on."""
+    first, (N, D, W) = caches[0], caches[0].shape
+    strides, begin = (3 * D * W, W, 1), first.storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    if any(x.stride() != strides or x.storage_offset() != begin + i * D * W
+           or x.untyped_storage().data_ptr() != memory for i, x in enumerate(caches)):
+        caches = torch.cat(caches, 1).chunk(3, 1)
+        begin = 0
+    return caches[0].as_strided((N, 3 * D, W), strides, begin), tuple(caches)
+
+
+def _layer_reason(layer):
+    """Why a layer is none of those that fused_decode computes; None if it is one."""
+    if not layer.use_short_conv:
+        return "a layer without convolutions"
+    if layer.num_v_heads != layer.num_heads or not layer.head_k_dim == layer.head_v_dim == 128:
+        return "value heads of their own number, or of other than 128 channels"
+    if layer.allow_neg_eigval:
+        return "allow_neg_eigval"
+    convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
+    if any(conv.activation not in ("silu", "swish") or not 2 <= conv.kernel_size[0] <= 4 for conv in convs):
+        return "a convolution without SiLU, or of other than 2 to 4 taps"
+    if layer.o_norm.weight is None or layer.o_norm.bias is not None:
+        return "a norm without a weight, or with a bias"
+    return None
+
+
+def _call_reason(layer, x, attention_mask, cu_seqlens):
+    if x.device.type not in _DEVICES:
+        return f"tensors on {x.device.type}"
+    if x.is_cuda and (refusal := cuda_refusal(x.device.index)):
+        return refusal
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"rows of {x.dtype}"
+    if x.shape[1] != 1 or cu_seqlens is not None:
+        return "no step of one token a sequence"
+    if layer.training or torch.is_grad_enabled() or is_compiling():
+        return "a call with gradients, or torch.compile"
+    if attention_mask is not None and not attention_mask[:, -1].all():
+        return "a sequence of the batch has no token"
+    return _layer_reason(layer)
+
+
+def _state_of(layer, cache):
+    there = cache is not None and layer.layer_idx is not None and len(cache) > layer.layer_idx
+    return cache[layer.layer_idx] if there else None
+
+
+def _state_reason(state):
+    if state is None or state.get("recurrent_state") is None or not state.get("conv_state"):
+        return "a cache without states"
+    S = state["recurrent_state"]
+    if S.dtype is not torch.float32 or not S.is_contiguous():
+        return "a state that is not dense fp32"
+    return None
+
+
+def _step(layer, x, state, past_key_values):
+    N, H, D = x.shape[0], layer.num_heads, layer.head_k_dim
+    taps, bias = _weights_of(layer)
+    inputs, caches = _joined(state["conv_state"])
+    rows = torch.cat([project(x) for project in (layer.q_proj, layer.k_proj, layer.v_proj)], -1)
+    heads = lambda rows: rows.view(N, 1, H, D)
+    o = serving.fused_decode(rows, taps, bias, inputs, heads(layer.f_proj(x)), layer.b_proj(x), layer.A_log.float(),
+                             layer.dt_bias.float(), None, state["recurrent_state"], None, layer.lower_bound,
+                             heads(layer.g_proj(x)), layer.o_norm.weight, layer.o_norm.eps,
+                             activation=layer.o_norm.activation)
+    past_key_values.update(layer_idx=layer.layer_idx, recurrent_state=state["recurrent_state"], conv_state=caches,
+                           offset=1)
+    return layer.o_proj(o.view(N, 1, H * D)), None, past_key_values
+
+
+def _disabled(plugin):
+    return plugin.disabled or ("FLA_LIBKDA is 0" if os.environ.get("FLA_LIBKDA") == "0" else None)
+
+
+def _forward(original, plugin):
+    @functools.wraps(original)
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
+                output_attentions=False, **kwargs):
+        """The layer's own forward, or a decode step on the states of its cache, which are updated in place."""
+        reason, state = _disabled(plugin), None
+        if reason is None:
+            reason = _call_reason(self, hidden_states, attention_mask, kwargs.get("cu_seqlens"))
+        if reason is None:
+            state = _state_of(self, past_key_values) if use_cache else None
+            reason = _state_reason(state)
+        if reason is None:
+            plugin.serves("fused_decode", "step")
+            plugin.serves("fused_decode")
+            return _step(self, hidden_states, state, past_key_values)
+        plugin.leaves("KimiDeltaAttention", reason, "step")
+        return original(self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions, **kwargs)
+
+    forward.of_libkda = True
+    return forward
+
+
+def serve(plugin: Plugin) -> None:
+    """Puts the step into FLA's layer, if FLA's layers have been imported; they come with flash-linear-attention."""
+    layers = sys.modules.get(_LAYERS)
+    layer = getattr(layers, "KimiDeltaAttention", None)
+    if layer is not None and not hasattr(layer.forward, "of_libkda"):
+        layer.forward = _forward(layer.forward, plugin)
