@@ -261,8 +261,15 @@ def decode_calls(gate, N):
     inputs = torch.randn(N, 3 * HEADS * D, W, device="cuda").bfloat16()
 
     def fla():
-        cache = Cache(dict(recurrent_state=state.clone(), conv_state=tuple(c.clone() for c in inputs.chunk(3, 1))))
-        return lambda: layer(x, past_key_values=cache, use_cache=True)[0]
+        """Every step begins with the same recurrent state: a graph must not read what a later step has freed."""
+        states = dict(recurrent_state=state.clone(), conv_state=tuple(c.clone() for c in inputs.chunk(3, 1)))
+
+        def call():
+            cache = Cache(dict(states))
+            out = layer(x, past_key_values=cache, use_cache=True)[0]
+            states["conv_state"] = cache.states["conv_state"]  # of libkda they are parts of one tensor by then
+            return out
+        return call
     ours = LibkdaLayer(layer)
     pool = torch.zeros(N + 1, HEADS, D, D, device="cuda")
     conv_pool = torch.zeros(N + 1, W - 1, 3 * HEADS * D, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
