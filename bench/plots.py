@@ -378,6 +378,68 @@ def figure_decode():
     return figure
 
 
+def bars_of_ways(figure, left, width, top, limit, ticks, name, rows):
+    """Bars of three times a row: (label, FLA, its module on libkda, libkda), in seconds."""
+    time, row = Axis(0, limit, left, left + width), 44
+    bottom = top + row * len(rows) - 6
+    figure.text(left, top - 12, name, weight="bold")
+    time_ticks(figure, time, ticks, top - 4, bottom, "time of a call")
+    for i, (label, *times) in enumerate(rows):
+        y = top + i * row
+        figure.text(left - 8, y + 22, label, anchor="end", size=11)
+        for j, (seconds, color) in enumerate(zip(times, (PEER, LIGHT, OURS))):
+            figure.bar(left, y + 1 + 12 * j, time(seconds) - left, 10, color)
+            gain = f", {times[0] / seconds:.2f}x" if j else ""
+            figure.text(time(seconds) + 5, y + 10 + 12 * j, short(seconds) + gain, size=10, color=color)
+
+
+def dots_of_steps(figure, left, top, xs, ticks, limit, name, points, begin, mark):
+    """A dot for each (sequences x heads, value); from `begin` on, a line at the value that is asked for."""
+    width, height = 350, 170
+    across, up = Axis(xs[0] * 0.8, xs[-1] * 1.25, left, left + width, log=True), Axis(0, limit, top + height, top)
+    figure.text(left, top - 12, name, weight="bold")
+    for value, label in ticks:
+        figure.line(left, up(value), left + width, up(value), opacity=0.25)
+        figure.text(left - 6, up(value) + 4, label, anchor="end", size=11)
+    for x in xs:
+        figure.text(across(x), top + height + 16, f"{x:,}", anchor="middle", size=11)
+    figure.text(left + width / 2, top + height + 34, "sequences x heads", anchor="middle")
+    figure.line(across(begin), up(mark), left + width, up(mark), ROOF, 2.0, "5 4")
+    for x, y in points:
+        figure.dot(across(x), up(y), OURS, 3.0)
+
+
+def figure_layer():
+    """A layer beside FLA's, and the fused decode step beside a copy and beside kernels that are not fused."""
+    report, steps = load("gpu_layer"), load("gpu_fused_decode")
+    figure = Figure(860, 690, "A whole KDA layer: hidden size 2,304, 32 heads of 128, bf16",
+                    f'{card_of(report)}, {report["date"]}; FLA {report["fla"]} KimiDeltaAttention in one run')
+    figure.key(110, 60, [("FLA's layer", PEER), ("the same module on libkda", LIGHT), ("libkda's functions", OURS)], step=190)
+    ways = ("fla", "libkda_fla", "libkda")
+    form = {"prefill": "eager", "decode": "graph"}
+    rows = {kind: [(f'{c["gate"]}, {c["size"]:,}', *(c[way][form[kind]] * 1e-6 for way in ways))
+                   for c in report["cases"] if c["kind"] == kind] for kind in form}
+    for kind, left, width, name in (("prefill", 110, 230, "prefill of 1,024 and 8,192 tokens, from Python"),
+                                    ("decode", 530, 230, "decode of 1, 16, 64 sequences, in a CUDA graph")):
+        step, count = step_of(max(max(times) for _, *times in rows[kind]))
+        bars_of_ways(figure, left, width, 98, step * count, [i * step for i in range(count + 1)], name, rows[kind])
+    size = lambda c: c["heads"] * c["batch"]
+    dots_of_steps(figure, 60, 462, [3, 16, 64, 256, 2048, 8192, 49152], [(i / 4, f"{25 * i}%") for i in range(5)], 1.1,
+                  f"fused decode step: rate of a copy ({card_of(steps)})",
+                  [(size(c), c["copy"] / c["libkda"]) for c in steps["cases"]], 2048, 0.9)
+    dots_of_steps(figure, 500, 462, [3, 16, 64, 256, 1536], [(i, f"{i}x") for i in range(3)], 2.3,
+                  "fused step: gain over the faster of unfused ones",
+                  [(size(c), min(c["libkda_unfused"], c["fla"]) / c["libkda"]) for c in steps["cases"] if "fla" in c], 3, 1.3)
+    return figure
+
+
+def step_of(most):
+    """A round distance of ticks, and how many reach `most`."""
+    step = 10.0 ** math.floor(math.log10(most))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if s * 5 >= most)
+    return step, math.ceil(most / step)
+
+
 def figure_loss():
     report = load("gpu_loss_curve")
     rows = {r["implementation"]: r for r in report["cases"]}

@@ -439,6 +439,71 @@ def table_gpu_python():
             + source(report))
 
 
+def versions_head(report):
+    return f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}\n\n'
+
+
+def table_gpu_fused_decode():
+    """A row of heads, a column of sequences: beside a copy, then beside what is not fused."""
+    report = load("gpu_fused_decode")
+    found = {(c["heads"], c["batch"]): c for c in report["cases"]}
+    heads, batches = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    unfused = [n for n in batches if "fla" in found[heads[0], n]]
+    us = lambda c, name: f"{c[name]:.1f}" if c[name] < 99.95 else f"{c[name]:,.0f}"
+    def of_a_copy(c):
+        return f'{us(c, "libkda")} ({100 * c["copy"] / c["libkda"]:.0f}%)'
+    def of_others(c):
+        best = min(("libkda_unfused", "fla"), key=c.get)
+        return f'{us(c, best)}{" F" if best == "fla" else ""} ({c[best] / c["libkda"]:.2f}x)'
+    def rows(columns, cell):
+        return [[str(h), *(cell(found[h, n]) for n in columns)] for h in heads]
+    full = [100 * c["copy"] / c["libkda"] for c in found.values() if c["heads"] * c["batch"] >= 2048]
+    gains = [min(c["libkda_unfused"], c["fla"]) / c["libkda"] for c in found.values() if "fla" in c]
+    return (versions_head(report) + "A step in us, and in percent of the rate of a copy of its bytes:\n\n"
+            + markdown(["heads", *(f"batch {n}" for n in batches)], rows(batches, of_a_copy))
+            + f"\n\nWhere batch times heads is 2,048 or more: {min(full):.0f}% to {max(full):.0f}%. The same step by kernels "
+            "that are not fused,\nthe faster of libkda's and FLA's (F), and its time divided by that of the fused step:\n\n"
+            + markdown(["heads", *(f"batch {n}" for n in unfused)], rows(unfused, of_others))
+            + f"\n\nLeast {min(gains):.2f}x, most {max(gains):.2f}x." + source(report))
+
+
+def table_gpu_layer():
+    """FLA's layer, the same module served by libkda, and libkda's own functions."""
+    report, rows = load("gpu_layer"), []
+    ways = ("fla", "libkda_fla", "libkda")
+    for c in report["cases"]:
+        what = f'prefill of {c["size"]:,} tokens' if c["kind"] == "prefill" else f'decode, batch {c["size"]}'
+        for form, words in (("eager", ""), ("graph", ", in a CUDA graph")):
+            if form not in c["fla"]:
+                continue
+            us = {way: c[way][form] for way in ways}
+            rows.append([c["gate"], what + words, *(milliseconds(us[way] * 1e-6) for way in ways),
+                         f'{us["fla"] / us["libkda_fla"]:.2f}x', f'{us["fla"] / us["libkda"]:.2f}x'])
+    header = ["gate", "call", f'FLA {report["fla"]}', "FLA's module on libkda", "libkda", "FLA / its module on libkda",
+              "FLA / libkda"]
+    return versions_head(report) + markdown(header, rows) + source(report)
+
+
+def table_gpu_gated_delta():
+    report = load("gpu_gated_delta")
+    us = lambda x: milliseconds(x * 1e-6)
+    rows = []
+    for name, words in (("forward", "forward"), ("training", "forward and backward")):
+        for c in report["cases"]:
+            t = c[name]
+            theirs = [us(t["fla"]), f'{t["fla"] / t["libkda"]:.2f}x'] if "fla" in t else ["refuses", ""]
+            rows.append([f'{words}, {c["tokens"]:,} tokens', us(t["libkda"]), *theirs, us(t["written_out"])])
+    rows += [[f'decode, batch {c["batch"]}', us(c["libkda"]), us(c["fla"]), f'{c["fla"] / c["libkda"]:.2f}x', ""]
+             for c in report["decode"]]
+    errors = next(c["error"] for c in report["cases"] if "error" in c)
+    refusals = dict.fromkeys(c["refusal"] for c in report["cases"] if "refusal" in c)
+    header = ["call", "libkda", f'FLA {report["fla"]}', "FLA / libkda", "libkda, gates written out"]
+    return (versions_head(report) + markdown(header, rows)
+            + f'\n\nErrors of o against float64: libkda {errors["libkda"]:.1e}, FLA {errors["fla"]:.1e}.'
+            + "".join(f"\nFLA says:\n\n{textwrap.fill(text, 150, initial_indent='> ', subsequent_indent='> ')}" for text in refusals)
+            + source(report))
+
+
 def table_gpu_fuzz():
     """Random problems above the bound; the last rows are those of the GPU tests."""
     report, tested = load("gpu_fuzz"), load("gpu_test")
