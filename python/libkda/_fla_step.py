@@ -77,8 +77,8 @@ def _call_reason(layer, x, attention_mask, cu_seqlens):
         return f"rows of {x.dtype}"
     if x.shape[1] != 1 or cu_seqlens is not None:
         return "no step of one token a sequence"
-    if layer.training or torch.is_grad_enabled() or is_compiling():
-        return "a call with gradients, or torch.compile"
+    if layer.training or torch.is_grad_enabled():
+        return "a call with gradients"
     if attention_mask is not None and not attention_mask[:, -1].all():
         return "a sequence of the batch has no token"
     return _layer_reason(layer)
@@ -122,6 +122,9 @@ def _forward(original, plugin):
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
                 output_attentions=False, **kwargs):
         """The layer's own forward, or a decode step on the states of its cache, which are updated in place."""
+        if is_compiling():
+            return original(self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions,
+                            **kwargs)
         reason, state = _disabled(plugin), None
         if reason is None:
             reason = _call_reason(self, hidden_states, attention_mask, kwargs.get("cu_seqlens"))
