@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS [cuda]`. Rank 0 writes what it
-finds to FOLDER/found.json; every rank fails with a traceback. With "cuda" each rank has a GPU, and no rank fails: NCCL
+"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS [cuda]`. Rank 0 writes the errors
+of random problems to FOLDER/found.json, and each rank the parts that it has done to FOLDER/doneRANK; every rank fails
+with a traceback. With "cuda" each rank has a GPU, and no rank fails: NCCL
 ends a process whose group has an error."""
+import contextlib
 import datetime
 import json
 import os
@@ -40,34 +42,64 @@ def main(folder, rank, ranks, kind):
     dist.init_process_group("gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
                             world_size=ranks, timeout=datetime.timedelta(seconds=120))
     solo = [dist.new_group([r]) for r in range(ranks)][rank]
-    cases = [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS)]
-    by_device = cp.maps.of_device
-    cp.maps.of_device = lambda _: cp.maps.OnKernels
-    cases += [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS, CASES - IN_HALVES)]
-    cp.maps.of_device = lambda _: InHalves
-    cases += [play(Case(ranks, i), rank) for i in range(CASES - IN_HALVES, CASES)]
-    cp.maps.of_device = lambda _: cp.maps.OnKernels
-    tiles(random.Random(ranks), rank, ranks, solo)
-    cp.maps.of_device = by_device
-    for i in range(6):
-        tiles(random.Random(100 * ranks + i), rank, ranks, solo)
-    for width in (2, 3, 4):
-        convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
-    for layout in ("contiguous", "zigzag"):
-        fla_interface(layout, rank, ranks)
-    for seed in range(6):
-        pools(random.Random(10 * ranks + seed), ranks)
+    for name, part in parts_of(folder, rank, ranks, kind, solo):
+        part()
+        with open(folder / f"done{rank}", "a", encoding="utf-8") as done:
+            done.write(f"{name}\n")
     if kind == "cpu":
-        mesh(rank, ranks, solo)
-    else:
-        graphs(rank, ranks)
+        os._exit(0)  # a rank has died: the group cannot be ended in order any more
+    dist.destroy_process_group()
+
+
+def parts_of(folder, rank, ranks, kind, solo):
+    """Name and work, in the order in which all ranks do it."""
+    yield "fragments", lambda: fragments(folder, rank, ranks)
+    yield "tiles", lambda: every_tile(rank, ranks, solo)
+    for width in (2, 3, 4):
+        yield f"convolution{width}", lambda: convolution(random.Random(10 * ranks + width), rank, ranks, solo, width)
+    for layout in ("contiguous", "zigzag"):
+        yield f"fla_{layout}", lambda: fla_interface(layout, rank, ranks)
+    yield "batch_rows", lambda: batch_rows(rank, ranks)
+    for seed in range(6):
+        yield f"pools{seed}", lambda: pools(random.Random(10 * ranks + seed), ranks)
+    if kind == "cuda":
+        yield "graphs", lambda: graphs(rank, ranks)
+        return
+    yield "layer", lambda: layer(rank, ranks, solo)
+    if ranks == 4:
+        yield "mesh_and_fsdp", lambda: mesh(rank, ranks, solo)
+    yield "refusals", lambda: refusals(rank, ranks)
+    yield "absent", lambda: absent(rank, ranks)
+    yield "dead", lambda: dead(folder, rank, ranks)
+
+
+def fragments(folder, rank, ranks):
+    """Random problems, by the maps of every device. Rank 0 writes their errors to FOLDER/found.json."""
+    cases = [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS)]
+    with by_maps(cp.maps.OnKernels):
+        cases += [play(Case(ranks, i), rank) for i in range(CASES - ON_KERNELS, CASES - IN_HALVES)]
+    with by_maps(InHalves):
+        cases += [play(Case(ranks, i), rank) for i in range(CASES - IN_HALVES, CASES)]
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(dict(cases=cases)))
-    if kind == "cpu":
-        refusals(rank, ranks)
-        absent(rank, ranks)
-        dead(rank, ranks)
-    dist.destroy_process_group()
+
+
+def every_tile(rank, ranks, solo):
+    with by_maps(cp.maps.OnKernels):
+        tiles(random.Random(ranks), rank, ranks, solo)
+    for i in range(6):
+        tiles(random.Random(100 * ranks + i), rank, ranks, solo)
+
+
+@contextlib.contextmanager
+def by_maps(maps):
+    """Instead of those of the device."""
+    by_device = cp.maps.of_device
+    cp.maps.of_device = lambda _: maps
+    try:
+        yield
+    finally:
+        cp.maps.of_device = by_device
 
 
 class InHalves(cp.maps.OnKernels):
@@ -201,6 +233,22 @@ def added_up(x, group=None):
     return x
 
 
+@contextlib.contextmanager
+def counted_bytes():
+    """What this rank gives to all-gathers of floats."""
+    all_gather, given = dist.all_gather_into_tensor, []
+
+    def counted(out, mine, *rest, **keywords):
+        if mine.dtype.is_floating_point:
+            given.append(mine.numel() * mine.element_size())
+        return all_gather(out, mine, *rest, **keywords)
+    dist.all_gather_into_tensor = counted
+    try:
+        yield given
+    finally:
+        dist.all_gather_into_tensor = all_gather
+
+
 def play(case, rank):
     """Errors and norms by tensor: of the ranks together, of one process, of the float64 result."""
     context = case.context()
@@ -208,8 +256,11 @@ def play(case, rank):
     if case.states == "begins":
         mine["initial_state"] = case.x["initial_state"][context.begins]
     wanted = case.d_final[rank] if case.final_states == "all" else case.d_final[0][context.ends]
-    here = differentiated(chunk_kda, mine, context.take(case.d_o), lambda _: wanted,
-                          dict(case.flags, cp_context=context))
+    with counted_bytes() as given:
+        here = differentiated(chunk_kda, mine, context.take(case.d_o), lambda _: wanted,
+                              dict(case.flags, cp_context=context))
+    planned = context.exchange(mine["v"].shape[2], case.K, case.V)
+    assert sum(given) == planned.forward_bytes + planned.backward_bytes, f"{case.name}: {given}, planned {planned}"
     for name, x in here.items():
         if name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
             x = spread(x, context, case.T)
@@ -369,6 +420,33 @@ def fla_interface(layout, rank, ranks):
         assert torch.equal(cp.causal_conv1d(rows, weight, context=context), cp.causal_conv1d(rows, weight, context=fla))
 
 
+def batch_rows(rank, ranks):
+    """NeMo's call: each row of a batch by itself, its documents numbered by token and padding a document too, on even
+    shards. What comes out is that of one process for the whole batch."""
+    T, H, D = 30 * ranks, 2, 16
+    generator = torch.Generator().manual_seed(11)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)
+    x = dict(q=normal(2, T, H, D), k=normal(2, T, H, D), v=normal(2, T, H, D), g=normal(2, T, H, D),
+             beta=normal(2, T, H).sigmoid())
+    d_o, A_log, dt_bias = normal(2, T, H, D), normal(H) * 0.3, normal(H * D) * 0.3
+    documents = torch.zeros(2, T, dtype=torch.int64)
+    for row, borders in enumerate(((7, 40, T - 5), (1, T // 2))):
+        for border in borders:
+            documents[row, border:] += 1
+    flags = dict(A_log=A_log.to(DEVICE), dt_bias=dt_bias.to(DEVICE), use_qk_l2norm_in_kernel=True,
+                 use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
+    for row in range(2):
+        cu = [0, *((documents[row].diff() != 0).nonzero().flatten() + 1).tolist(), T]
+        context = cp.contiguous(torch.tensor(cu))
+        one = {name: t[row:row + 1] for name, t in x.items()}
+        run = lambda leaves, d_o, **where: differentiated(chunk_kda, leaves, d_o, None, dict(flags, **where))
+        here = run({name: context.take(t) for name, t in one.items()}, context.take(d_o[row:row + 1]),
+                   cp_context=context)
+        alone = run(one, d_o[row:row + 1], cu_seqlens=torch.tensor(cu))
+        for name in ("o", "dq", "dk", "dv", "dg", "dbeta"):
+            assert torch.allclose(here[name], context.take(alone[name]), rtol=1e-3, atol=1e-4), (row, name)
+
+
 # ---- pools of states -------------------------------------------------------------------------------------------------
 
 def pools(rng, ranks):
@@ -448,7 +526,7 @@ def graphs(rank, ranks):
 # ---- other dimensions of a mesh --------------------------------------------------------------------------------------
 
 class Layer(torch.nn.Module):
-    """Projections around chunk_kda."""
+    """Projections and a short convolution around chunk_kda."""
     H, D = 2, 8
 
     def __init__(self):
@@ -456,18 +534,39 @@ class Layer(torch.nn.Module):
         self.into = torch.nn.Linear(16, self.H * (4 * self.D + 1))
         self.out = torch.nn.Linear(self.H * self.D, 16)
         self.A_log = torch.nn.Parameter(torch.zeros(self.H))
+        self.taps = torch.nn.Parameter(torch.randn(3 * self.H * self.D, 4) * 0.5)
 
     def forward(self, x, context):
-        *rows, beta = self.into(x).split([self.H * self.D] * 4 + [self.H], -1)
-        q, k, v, g = (row.unflatten(-1, (self.H, self.D)) for row in rows)
+        width = self.H * self.D
+        rows, g, beta = self.into(x).split([3 * width, width, self.H], -1)
+        rows = cp.causal_conv1d(rows, self.taps, context=context, activation="silu")
+        q, k, v, g = (row.unflatten(-1, (self.H, self.D)) for row in (*rows.split(width, -1), g))
         flags = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
         return self.out(chunk_kda(q, k, v, g, beta, A_log=self.A_log, cp_context=context, **flags)[0].flatten(2))
 
 
+def layer(rank, ranks, solo):
+    """A whole layer on fragments has the outputs and gradients of one process, with libkda's operators alone."""
+    T = 90
+    generator = torch.Generator().manual_seed(9)
+    x, weight = (torch.randn(1, T, 16, generator=generator) for _ in range(2))
+    context = cp.zigzag([0, 40, 41, T])
+    found = []
+    for where in (context, cp.Context([0, 40, 41, T], [[(0, T)]], solo)):
+        torch.manual_seed(7)
+        module, mine = Layer(), where.take(x).clone().requires_grad_()
+        y = module(mine, where)
+        (y * where.take(weight)).sum().backward()
+        found.append((y.detach(), mine.grad, [p.grad for p in module.parameters()]))
+    (y, d_x, d_parameters), (y1, d_x1, d_parameters1) = found
+    assert torch.allclose(y, context.take(y1), rtol=1e-4, atol=1e-5)
+    assert torch.allclose(d_x, context.take(d_x1), rtol=1e-4, atol=1e-5)
+    for a, b in zip(d_parameters, d_parameters1):
+        assert torch.allclose(added_up(a).float(), b, rtol=1e-3, atol=1e-4)
+
+
 def mesh(rank, ranks, solo):
     """Each row of a 2-D mesh has a sequence of its own over its ranks; FSDP shards the layer over all of them."""
-    if ranks != 4:
-        return
     dp, group = rank // 2, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))["cp"].get_group()
     generator = torch.Generator().manual_seed(7)
     x, weight = (torch.randn(2, 1, 90, 16, generator=generator) for _ in range(2))
@@ -572,18 +671,19 @@ def absent(rank, ranks):
     dist.barrier()
 
 
-def dead(rank, ranks):
+def dead(folder, rank, ranks):
     """A rank that dies is an error of the others at once."""
     context = cp.contiguous([0, 10 * ranks])
     chunk_kda(**small(context), cp_context=context)
     dist.barrier()  # the group's timeout is 120 s: the error comes from the broken connection
     if rank == ranks - 1:
+        with open(folder / f"done{rank}", "a", encoding="utf-8") as done:
+            done.write("dead\n")
         os._exit(0)
     start = time.monotonic()
     error = raised(lambda: chunk_kda(**small(context), cp_context=context))
     assert "A rank has ended, or has not made this call" in str(error), error
     assert time.monotonic() - start < 20
-    os._exit(0)  # the group cannot be ended in order any more
 
 
 if __name__ == "__main__":

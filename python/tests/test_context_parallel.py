@@ -21,6 +21,8 @@ FLOOR_OF_A_LOG = 1e-6  # a sum over all tokens, whose terms cancel
 # On a GPU maps come from kernels that multiply in the type of the rows, where one process may not.
 FLOOR_ON_GPUS = {"torch.float32": 2e-7, "torch.bfloat16": 6e-3, "torch.float16": 1e-3}
 RANKS = (2, 3, 4)
+PARTS = ("fragments", "tiles", "convolution2", "convolution3", "convolution4", "fla_contiguous", "fla_zigzag",
+         "batch_rows", *(f"pools{seed}" for seed in range(6)), "layer", "refusals", "absent", "dead")
 
 
 def start(folder, ranks, kind):
@@ -28,35 +30,65 @@ def start(folder, ranks, kind):
                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(ranks)]
 
 
+class Launched:
+    """The ranks of a group, each a process."""
+
+    def __init__(self, folder, ranks, kind):
+        self.folder, self.ranks, self.workers = folder, ranks, start(folder, ranks, kind)
+        self.texts = None
+
+    def finish(self):
+        """What each has printed."""
+        if self.texts is None:
+            self.texts = [worker.communicate(timeout=200)[0] for worker in self.workers]
+        return self.texts
+
+    def expect_done(self, part):
+        texts = self.finish()
+        for rank, text in enumerate(texts):
+            done = self.folder / f"done{rank}"
+            assert done.exists() and part in done.read_text().splitlines(), f"rank {rank} of {self.ranks}:\n{text}"
+
+    def expect_no_failure(self):
+        texts = self.finish()
+        failed = [text for worker, text in zip(self.workers, texts) if worker.returncode != 0]
+        assert not failed, "\n".join(failed)
+
+
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """Workers by number of ranks, all at once: they wait for each other's timeouts in some tests."""
-    folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in RANKS}
-    workers = {ranks: start(folder, ranks, "cpu") for ranks, folder in folders.items()}
-    yield folders, workers
-    for worker in sum(workers.values(), []):
+    """By number of ranks, all at once: they wait for each other's timeouts in some tests."""
+    groups = {ranks: Launched(tmp_path_factory.mktemp(f"ranks{ranks}"), ranks, "cpu") for ranks in RANKS}
+    yield groups
+    for worker in sum((group.workers for group in groups.values()), []):
         worker.kill()
         worker.wait()
 
 
+@pytest.mark.parametrize("part,ranks", [*((part, ranks) for part in PARTS for ranks in RANKS), ("mesh_and_fsdp", 4)])
+def test_several_processes(launched, part, ranks):
+    """A part that the ranks do together: the function of its name in context_parallel_worker.py."""
+    launched[ranks].expect_done(part)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_errors_are_those_of_one_process(launched, ranks):
-    """Tiles, the convolution, FLA's contexts and failures are looked at by the worker."""
-    folders, workers = launched
-    expect_errors(folders[ranks], workers[ranks], FLOOR, FLOOR_OF_A_LOG)
+    """Of outputs and gradients, over random tables of fragments."""
+    launched[ranks].expect_no_failure()
+    expect_errors(launched[ranks].folder, FLOOR, FLOOR_OF_A_LOG)
 
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_errors_on_gpus(tmp_path, ranks):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    expect_errors(tmp_path, start(tmp_path, ranks, "cuda"), FLOOR_ON_GPUS, 1e-2)
+    group = Launched(tmp_path, ranks, "cuda")
+    group.expect_no_failure()
+    group.expect_done("graphs")
+    expect_errors(tmp_path, FLOOR_ON_GPUS, 1e-2)
 
 
-def expect_errors(folder, workers, floors, floor_of_A_log):
-    texts = [worker.communicate(timeout=200)[0] for worker in workers]
-    failed = [text for worker, text in zip(workers, texts) if worker.returncode != 0]
-    assert not failed, "\n".join(failed)
+def expect_errors(folder, floors, floor_of_A_log):
     found = json.loads((folder / "found.json").read_text())
     assert len(found["cases"]) == 70
     worse = []
