@@ -16,7 +16,7 @@ namespace kda::cuda::staged {
 /// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
 inline constexpr double kGroupBytes = 2.4e9;
 /// What all heads may take in a backward in two halves, which cannot have groups.
-inline constexpr double kSpanBytes = 12e9;
+inline constexpr double kSpanBytes = 16e9;
 
 /// Bytes of one value head in each block.
 struct HeadBytes {
