@@ -5,9 +5,10 @@
     python3 bench/many_cards.py --binaries build --json bench/results/gpu_many_cards.json
     python3 bench/many_cards.py --tune    first, on one GPU: configs of FLA's kernels (fla_configs.py)
 
-Every number of GPUs in --ranks is a group of processes of its own (NCCL). A time is the median over rounds of the
-slowest rank's, from a barrier on, by CUDA events. The outputs and gradients of a short sequence are compared first with
-those of one GPU. Needs torch, libkda and fla-core.
+Every number of GPUs in --ranks is a group of processes of its own (NCCL), which times libkda first, all cases, and FLA
+then. A time is the median over rounds of the slowest rank's, from an all-reduce on, by CUDA events. The outputs and
+gradients of a short sequence are compared first with those of one GPU, and the bytes that a rank gives to exchanges are
+counted. Needs torch, libkda and fla-core.
 """
 import argparse
 import os
@@ -96,15 +97,19 @@ def gathered(value, ranks):
 
 
 def median_us(call, ranks, rounds):
-    """Of the slowest rank."""
+    """Of the slowest rank. Ranks begin at once, on their GPUs: their hosts go on while these wait for each other."""
     for _ in range(2):
         call()
-    times = []
+    together, times = torch.zeros(1, device="cuda"), []
     for _ in range(rounds):
         if ranks > 1:
             dist.barrier()
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if ranks > 1:
+            dist.all_reduce(together)
+        else:
+            together += 1
         begin.record()
         call()
         end.record()
@@ -194,23 +199,26 @@ def tune_fla(heads, part, parts):
         fla_configs.take_part(part, parts)
     c = dict(CHECKED, T=8192, H=heads, HV=heads)
     x, d_o = inputs_of(c, seed=0)
-    calls_of("fla", x, d_o, contexts_of("fla", 4 * c["T"], ranks=4))["train"]()
-    torch.cuda.synchronize()
-    if parts == 1:
-        fla_configs.save(heads)
+    calls = calls_of("fla", x, d_o, contexts_of("fla", 4 * c["T"], ranks=4))
+    for what in ("forward", "train"):
+        calls[what]()
+        torch.cuda.synchronize()
+        if parts == 1:
+            fla_configs.save(heads)
 
 
 def tune_all(heads, workers):
     """Workers compile what is tuned then."""
     for n in heads:
         parts = [subprocess.Popen([sys.executable, __file__, "--tune", n, "--part", f"{i}/{workers}"],
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for i in range(workers)]
-        for part in parts:
-            part.wait()
+                                  stdout=subprocess.DEVNULL, stderr=None if i == 0 else subprocess.DEVNULL)
+                 for i in range(workers)]
+        failed = sum(part.wait() != 0 for part in parts)
+        print(f"{n} heads: {workers} workers have compiled, {failed} failed", flush=True)
         subprocess.run([sys.executable, __file__, "--tune", n, "--part", "0/1"], check=True)
 
 
-def sent_bytes(c, ranks):
+def planned_bytes(c, ranks):
     from libkda import context_parallel
     if ranks == 1:
         return [0, 0]
@@ -218,26 +226,68 @@ def sent_bytes(c, ranks):
     return [exchange.forward_bytes, exchange.backward_bytes]
 
 
+def given_bytes(c, rank, ranks):
+    """What a rank gives to all-gathers in a forward, and in its backward, once its context is known."""
+    x, d_o = inputs_of(dict(c, T=c["T"] // ranks, lengths=None), seed=rank)
+    calls = calls_of("libkda", x, d_o, contexts_of("libkda", c["T"], ranks))
+    all_gather, given = dist.all_gather_into_tensor, []
+
+    def counted(out, mine, *rest, **keywords):
+        given.append(mine.numel() * mine.element_size())
+        return all_gather(out, mine, *rest, **keywords)
+    calls["train"]()
+    dist.all_gather_into_tensor = counted
+    try:
+        calls["forward"]()
+        forward = sum(given)
+        calls["train"]()
+    finally:
+        dist.all_gather_into_tensor = all_gather
+    return [forward, sum(given) - 2 * forward]
+
+
+def parts_us(c, rank, ranks, rounds):
+    """Of a call of one span a rank: its exchange alone, and the fold of all maps but the last."""
+    from libkda.context_parallel import maps
+    HV, K, V = c["HV"], c["K"], c["V"]
+    rows = torch.full((ranks, planned_bytes(c, ranks)[0] // 4), 0.01, device="cuda")
+    exchange = lambda: dist.all_gather_into_tensor(rows.view(-1), rows[rank])
+    steps = torch.tensor([(-1, i, -1) for i in range(ranks - 1)])
+    steps[0, 0], steps[-1, 2] = -2, 0  # from zero to the state before the last rank
+    on_device, states = steps.cuda(), torch.empty(1, HV, K, V, device="cuda")
+    fold = lambda: maps.fold_states(rows, 1, states[:0], states, steps, on_device, False)
+    return dict(exchange=median_us(in_graph(exchange), ranks, rounds), fold=median_us(in_graph(fold), ranks, rounds))
+
+
 def worker(rank, ranks, folder, args):
     torch.cuda.set_device(rank)
     if ranks > 1:
         store = dist.FileStore(str(pathlib.Path(folder) / f"store{ranks}"), ranks)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    rows = []
     difference = difference_from_one(rank, ranks)
-    for c in cases("many_cards"):
-        if args.cases and c["name"] not in args.cases.split(","):
-            continue
-        row = dict(case=c["name"], ranks=ranks, difference_from_one=difference, sent_bytes=sent_bytes(c, ranks))
-        row["libkda"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, profile=args.profile)
-        if args.graphs:
-            row["libkda_graphs"] = measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, graphs=True)
-        if args.fla and ranks > 1:
-            row["fla"] = measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds, search=not args.no_search)
-        rows.append(row)
+    chosen = [c for c in cases("many_cards") if not args.cases or c["name"] in args.cases.split(",")]
+    rows = {c["name"]: dict(case=c["name"], ranks=ranks, difference_from_one=difference,
+                            sent_bytes=planned_bytes(c, ranks)) for c in chosen}
+
+    def keep(c, key, found):
+        rows[c["name"]][key] = found
         if rank == 0:
-            print(row, flush=True)
-            torch.save(rows, pathlib.Path(folder) / f"rows{ranks}")
+            print(f"{c['name']}, {ranks} GPUs, {key}: {found}", flush=True)
+            torch.save(list(rows.values()), pathlib.Path(folder) / f"rows{ranks}")
+    for c in chosen:
+        keep(c, "libkda", measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, profile=args.profile))
+        if args.graphs:
+            keep(c, "libkda_graphs",
+                 measure(c, "libkda", ("forward", "train"), rank, ranks, args.rounds, graphs=True))
+    if ranks > 1:
+        for c in chosen:
+            keep(c, "given_bytes", max(gathered(given_bytes(c, rank, ranks), ranks)))
+            keep(c, "parts", parts_us(c, rank, ranks, args.rounds))
+    began = time.monotonic()
+    for c in chosen if args.fla and ranks > 1 else []:
+        if any(gathered(args.seconds is not None and time.monotonic() - began > args.seconds, ranks)):
+            break
+        keep(c, "fla", measure(c, "fla", args.fla.split(","), rank, ranks, args.rounds, search=not args.no_search))
     if ranks > 1:
         dist.destroy_process_group()
 
@@ -253,10 +303,13 @@ def main():
     parser.add_argument("--cases", default="", help="names of cases, with commas between; all without it")
     parser.add_argument("--graphs", action="store_true", help="calls in CUDA graphs too")
     parser.add_argument("--profile", action="store_true", help="print host time and kernels of each call")
+    parser.add_argument("--seconds", type=float, help="of FLA for a number of GPUs; no case begins later")
     parser.add_argument("--binaries", default=str(ROOT / "build"), help="folder with kernel_hashes.json")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--tune", nargs="?", const="64,16", metavar="HEADS",
                         help="tune FLA's kernels on one GPU, and do nothing else (%(const)s)")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)),
+                        help="that compile for --tune (one a processor)")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.environ.setdefault("FLA_FLASH_KDA", "0")
@@ -264,23 +317,33 @@ def main():
     if args.part:
         return tune_fla(int(args.tune), *(int(n) for n in args.part.split("/")))
     if args.tune:
-        return tune_all(args.tune.split(","), workers=os.cpu_count())
-    rows = []
+        return tune_all(args.tune.split(","), args.workers)
+    rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (int(n) for n in args.ranks.split(",")):
-            mp.spawn(worker, (ranks, folder, args), nprocs=ranks)
-            rows += torch.load(pathlib.Path(folder) / f"rows{ranks}")
-    if args.json:
-        command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
-            " --graphs" if args.graphs else "") + (" --no-search" if args.no_search else "") + (
-            f" --cases '{args.cases}'" if args.cases else "")
-        report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
-        report.update(torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())), cases=rows)
-        if args.fla:
-            from importlib.metadata import version
-            report["fla"] = version("fla-core")
-        evidence.write(args.json, report)
+            try:
+                mp.spawn(worker, (ranks, folder, args), nprocs=ranks)
+            except Exception as error:  # what other numbers of GPUs found is kept
+                print(f"{ranks} GPUs: {error}", file=sys.stderr, flush=True)
+                failed = True
+            found = pathlib.Path(folder) / f"rows{ranks}"
+            rows += torch.load(found) if found.exists() else []
+            if args.json:
+                write(args, rows)
+    return int(failed)
+
+
+def write(args, rows):
+    command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
+        " --graphs" if args.graphs else "") + (" --no-search" if args.no_search else "") + (
+        f" --cases '{args.cases}'" if args.cases else "")
+    report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
+    report.update(torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())), cases=rows)
+    if args.fla:
+        from importlib.metadata import version
+        report["fla"] = version("fla-core")
+    evidence.write(args.json, report)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

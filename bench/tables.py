@@ -10,6 +10,7 @@ Standard library only.
 import json
 import math
 import pathlib
+import statistics
 import re
 import sys
 import textwrap
@@ -388,23 +389,145 @@ def table_gpu_many_cards():
     report = load("gpu_many_cards")
     found = {(c["case"], c["ranks"]): c for c in report["cases"]}
     forms = [key for key in ("libkda", "libkda_graphs") if key in report["cases"][0]]
-    def cells(c, key, what):
-        us, one = c[key][what], found[c["case"], 1][key][what]
-        if us is None:
-            return "out of memory"
-        part = "" if c["ranks"] == 1 or one is None else f' ({100 * one / us / c["ranks"]:.0f}%)'
-        return milliseconds(us * 1e-6) + part
-    fla = [what for what in ("forward", "train") if any(what in c.get("fla", {}) for c in report["cases"])]
-    of_fla = lambda c, what: milliseconds(c["fla"][what] * 1e-6) if c.get("fla", {}).get(what) else ""
-    order = list(dict.fromkeys(c["case"] for c in report["cases"]))
-    rows = [[f'`{c["case"]}`', str(c["ranks"]), *(cells(c, key, what) for what in ("forward", "train") for key in forms),
-             *(of_fla(c, what) for what in fla),
-             " and ".join(f"{size / 2**20:.1f} MiB" for size in c["sent_bytes"]) if c["ranks"] > 1 else ""]
-            for c in sorted(report["cases"], key=lambda c: (order.index(c["case"]), c["ranks"]))]
+    with_fla = [what for what in ("forward", "train") if any(what in c.get("fla", {}) for c in report["cases"])]
     names = {"forward": "forward", "train": "forward and backward"}
+    rows = []
+    for case in dict.fromkeys(c["case"] for c in report["cases"]):
+        for c in sorted((c for c in report["cases"] if c["case"] == case), key=lambda c: c["ranks"]):
+            rows.append([f"`{case}`", str(c["ranks"]),
+                         *(part_of_ideal(c, found[case, 1], key, what) for what in names for key in forms),
+                         *(fla_on_cards(c, forms, what) for what in with_fla), bytes_of_rank(c)])
     header = ["case", "GPUs", *(name + (" in a graph" if key != "libkda" else "") for name in names.values() for key in forms),
-              *(f'FLA {report["fla"]}, {names[what]}' for what in fla), "a rank sends"]
+              *(f'FLA {report["fla"]}, {names[what]}' for what in with_fla), "a rank sends"]
     return f'{gpu_of(report)}; torch {report["torch"]}, NCCL {report["nccl"]}\n\n' + markdown(header, rows) + source(report)
+
+
+def part_of_ideal(c, alone, key, what):
+    """A time, and on several GPUs the part of the ideal."""
+    us, one = c[key][what], alone[key][what]
+    if us is None:
+        return "out of memory"
+    part = "" if c["ranks"] == 1 or one is None else f' ({100 * one / us / c["ranks"]:.0f}%)'
+    return milliseconds(us * 1e-6) + part
+
+
+def fla_on_cards(c, forms, what):
+    """FLA's time over that of libkda, both call by call."""
+    if c["ranks"] == 1:
+        return ""
+    if what not in c.get("fla", {}):
+        return "not timed"
+    us, ours = c["fla"][what], c[forms[0]][what]
+    if us is None:
+        return "out of memory"
+    return milliseconds(us * 1e-6) + (f" ({us / ours:.1f}x)" if ours else "")
+
+
+def bytes_of_rank(c):
+    """As planned; where they were counted and are others, both."""
+    if c["ranks"] == 1:
+        return ""
+    mib = lambda sizes: " and ".join(f"{size / 2**20:.1f} MiB" for size in sizes)
+    given = c.get("given_bytes", c["sent_bytes"])
+    return mib(c["sent_bytes"]) + ("" if given == c["sent_bytes"] else f" planned, {mib(given)} counted")
+
+
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second and card, one direction
+
+
+class CardModel:
+    """Times of many cards, us: those of one card over their number, what a span adds whatever its length (fitted by
+    number of heads), and what the exchange and the fold of each direction take."""
+
+    def __init__(self, report):
+        self.cases = {(c["case"], c["ranks"]): c for c in report["cases"]}
+        self.key = "libkda_graphs" if "libkda_graphs" in report["cases"][0] else "libkda"
+        self.added = {}
+        for what in ("forward", "train"):
+            rest = {}
+            for (case, ranks), c in self.cases.items():
+                if ranks > 1 and self.measured(case, ranks, what):
+                    rest.setdefault(self.heads(case), []).append(
+                        self.measured(case, ranks, what) - self.shared(case, ranks, what))
+            self.added[what] = {heads: max(statistics.median(us), 0.0) for heads, us in rest.items()}
+
+    @staticmethod
+    def heads(case):
+        return int(case.split("--heads ")[1].split()[0])
+
+    def measured(self, case, ranks, what):
+        return self.cases[case, ranks][self.key][what]
+
+    def exchange_and_fold(self, case, ranks):
+        """Measured alone; without that what the links need."""
+        c = self.cases[case, ranks]
+        parts = c.get("parts")
+        return (parts["exchange"], parts["fold"]) if parts else (1e6 * c["sent_bytes"][0] * (ranks - 1) / NVLINK, 0.0)
+
+    def shared(self, case, ranks, what):
+        """All but what a span adds."""
+        directions = 1 if what == "forward" else 2
+        return self.measured(case, 1, what) / ranks + directions * sum(self.exchange_and_fold(case, ranks))
+
+    def predicted(self, case, ranks, what):
+        return self.shared(case, ranks, what) + self.added[what][self.heads(case)]
+
+
+def table_many_cards_model():
+    """The model beside what was measured."""
+    report = load("gpu_many_cards")
+    model, rows, worst = CardModel(report), [], 0.0
+    for case, ranks in sorted(model.cases, key=lambda c: (model.heads(c[0]), c[0], c[1])):
+        if ranks == 1:
+            continue
+        cells = [milliseconds(us * 1e-6) for us in model.exchange_and_fold(case, ranks)]
+        for what in ("forward", "train"):
+            found, said = model.measured(case, ranks, what), model.predicted(case, ranks, what)
+            cells.append(f"{milliseconds(said * 1e-6)}, {milliseconds(found * 1e-6)} ({100 * (said / found - 1):+.0f}%)")
+            worst = max(worst, abs(said / found - 1))
+        rows.append([f"`{case}`", str(ranks), *cells])
+    header = ["case", "GPUs", "exchange", "fold", "forward: model, measured", "forward and backward: model, measured"]
+    added = "; ".join(f"{heads} heads {milliseconds(us * 1e-6)} and {milliseconds(model.added['train'][heads] * 1e-6)}"
+                      for heads, us in sorted(model.added["forward"].items()))
+    return (f"{gpu_of(report)}\n\n{markdown(header, rows)}\n\nA span adds, in a forward and in both: {added}. "
+            f"The largest difference is {100 * worst:.0f}%.{source(report)}")
+
+
+def levels(model, case, cards):
+    """Exchange and fold of a direction, us, in one level and in two, machines having eight cards: what a rank receives
+    over its slowest link, and the maps that the last rank folds, at the rate of the measured fold."""
+    most = max(ranks for name, ranks in model.cases if name == case)
+    sent = model.cases[case, most]["sent_bytes"][0]
+    exchange, fold = model.exchange_and_fold(case, most)
+    inside, a_map = sent * (most - 1) / exchange, fold / (most - 1)  # bytes a us, us
+    rate = lambda n: inside if n <= 8 else INFINIBAND / 1e6
+    one = sent * (cards - 1) / rate(cards), (cards - 1) * a_map
+    if cards <= 8:
+        return one, one
+    machines = cards // 8
+    # Maps of a machine are products of its cards' (each has K + V columns, where a state has V), a card for 1/8 of the
+    # heads; then those of the machines before, and at last the cards before in the machine.
+    received = sent * 7 / inside + sent / 8 * (machines - 1) / rate(cards) + sent / 2 / inside
+    folds = 2 * 7 * a_map / 8 + (machines - 1) * a_map / 8 + 7 * a_map
+    return one, (received, folds)
+
+
+def table_many_cards_beyond():
+    """What the model says of more cards than were measured."""
+    report = load("gpu_many_cards")
+    model, case, rows = CardModel(report), "--seq-lens 128K --heads 16", []
+    one = {what: model.measured(case, 1, what) / 4 for what in ("forward", "train")}
+    for cards in (8, 16, 64, 256, 1024):
+        cells = []
+        for level in levels(model, case, cards)[:1 if cards == 8 else 2]:
+            cells.append(" and ".join(milliseconds(us * 1e-6) for us in level))
+            for what, directions in (("forward", 1), ("train", 2)):
+                us = one[what] + model.added[what][16] + directions * sum(level)
+                cells.append(f"{milliseconds(us * 1e-6)} ({100 * one[what] / us:.0f}%)")
+        rows.append([f"{cards:,}", *cells, *[""] * (6 - len(cells))])
+    header = ["cards", "one level: exchange and fold", "forward", "forward and backward",
+              "two levels: exchange and fold", "forward", "forward and backward"]
+    return markdown(header, rows) + source(report)
 
 
 def table_gpu_decode():

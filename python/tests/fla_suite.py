@@ -159,8 +159,10 @@ def header_of(args):
     sys.path.append(str(HERE.parent.parent / "bench"))
     import evidence
     families = ["fused", "staged", "recurrent", "decode", "backward", "staged_backward"]
+    families += ["spans", "fold"] * ("context_parallel" in args.tests)
     tests = "" if args.tests == KDA_TESTS else f" --tests {args.tests}"
-    return evidence.header(args.binaries, families, f"gpu_fla_{'models' if tests else 'suite'}",
+    what = "context_parallel" if "context_parallel" in tests else "models" if tests else "suite"
+    return evidence.header(args.binaries, families, f"gpu_fla_{what}",
                            f"python3 python/tests/fla_suite.py FLA_CHECKOUT --device cuda{tests}")
 
 
