@@ -56,10 +56,11 @@ struct State {
 /// S -> S' = Diag(decay) S
 void decay_state(const Token& x, State* S) {
   const std::size_t V = x.v.size();
-  for (std::size_t i = 0; i < S->value.size(); ++i) {
-    S->value[i] *= x.decay[i / V];
-    S->magnitude[i] *= x.decay[i / V];
-  }
+  for (std::size_t d = 0; d < x.decay.size(); ++d)
+    for (std::size_t c = 0; c < V; ++c) {
+      S->value[d * V + c] *= x.decay[d];
+      S->magnitude[d * V + c] *= x.decay[d];
+    }
 }
 
 /// e = v - S'^T k
@@ -132,6 +133,19 @@ double step_slope(const Problem& p, double raw) {
 /// Rows of a gradient [L, size].
 double* row(Vector& x, std::size_t i, std::size_t size) { return x.data() + i * size; }
 
+/// Adds a sum over columns, and that of its magnitudes; four partial sums of each, else every
+/// addition would wait for the one before it.
+template <class Term>
+void add_row(std::size_t columns, Term term, double* value, double* magnitude) {
+  double values[4] = {}, magnitudes[4] = {};
+  std::size_t c = 0;
+  for (; c + 4 <= columns; c += 4)
+    for (std::size_t i = 0; i < 4; ++i) term(c + i, &values[i], &magnitudes[i]);
+  for (; c < columns; ++c) term(c, &values[0], &magnitudes[0]);
+  *value += (values[0] + values[1]) + (values[2] + values[3]);
+  *magnitude += (magnitudes[0] + magnitudes[1]) + (magnitudes[2] + magnitudes[3]);
+}
+
 /// Gradients by q, k, v, log decay and step size of one token. `before` is the decayed state before
 /// it (S'), `dS` the gradient of the state after it, which becomes that of the state before it.
 void token_gradients(const Token& x, const Vector& d_o, double scale, std::size_t i,
@@ -154,24 +168,33 @@ void token_gradients(const Token& x, const Vector& d_o, double scale, std::size_
     dv[c] = x.beta * dv_new[c];
     out->dv.magnitude[i * V + c] = std::fabs(x.beta) * dv_new_magnitude[c];
   }
-  for (std::size_t d = 0; d < K; ++d)
-    for (std::size_t c = 0; c < V; ++c) {
-      const std::size_t at = d * V + c;
-      const double update = x.k[d] * v_new[c];  // S = S' + k v_new^T
-      out->dq.value[i * K + d] += scale * (before.value[at] + update) * d_o[c];
-      out->dq.magnitude[i * K + d] +=
-          std::fabs(scale * d_o[c]) * (before.magnitude[at] + std::fabs(update));
-      out->dk.value[i * K + d] += dS->value[at] * v_new[c] - before.value[at] * dv[c];
-      out->dk.magnitude[i * K + d] +=
-          dS->magnitude[at] * std::fabs(v_new[c]) + before.magnitude[at] * std::fabs(dv[c]);
-    }
+  for (std::size_t d = 0; d < K; ++d) {
+    const double k = x.k[d];
+    const double* S = &before.value[d * V];
+    const double* S_magnitude = &before.magnitude[d * V];
+    const double* dS_row = &dS->value[d * V];
+    const double* dS_magnitude = &dS->magnitude[d * V];
+    const auto add_dq = [&](std::size_t c, double* value, double* magnitude) {
+      const double update = k * v_new[c];  // S = S' + k v_new^T
+      *value += scale * (S[c] + update) * d_o[c];
+      *magnitude += std::fabs(scale * d_o[c]) * (S_magnitude[c] + std::fabs(update));
+    };
+    const auto add_dk = [&](std::size_t c, double* value, double* magnitude) {
+      *value += dS_row[c] * v_new[c] - S[c] * dv[c];
+      *magnitude += dS_magnitude[c] * std::fabs(v_new[c]) + S_magnitude[c] * std::fabs(dv[c]);
+    };
+    add_row(V, add_dq, &out->dq.value[i * K + d], &out->dq.magnitude[i * K + d]);
+    add_row(V, add_dk, &out->dk.value[i * K + d], &out->dk.magnitude[i * K + d]);
+  }
   add_outer(scaled(x.k, -1), Vector(dv, dv + V), dS);
-  for (std::size_t d = 0; d < K; ++d)
-    for (std::size_t c = 0; c < V; ++c) {
-      const std::size_t at = d * V + c;
-      out->dg.value[i * K + d] += before.value[at] * dS->value[at];
-      out->dg.magnitude[i * K + d] += before.magnitude[at] * dS->magnitude[at];
-    }
+  for (std::size_t d = 0; d < K; ++d) {
+    const std::size_t first = d * V;
+    const auto add_dg = [&](std::size_t c, double* value, double* magnitude) {
+      *value += before.value[first + c] * dS->value[first + c];
+      *magnitude += before.magnitude[first + c] * dS->magnitude[first + c];
+    };
+    add_row(V, add_dg, &out->dg.value[i * K + d], &out->dg.magnitude[i * K + d]);
+  }
   decay_state(x, dS);
 }
 
