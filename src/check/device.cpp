@@ -188,6 +188,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     else if (host.checkpoint_indices)
       m.add(host.checkpoint_indices,
             static_cast<std::size_t>(total_checkpoints(plan, host.cu_seqlens)) * sizeof(int32_t));
+    m.add(host.saved, plan.saved_bytes, true);
     m.upload();
   } catch (...) {
     delete memory_;
@@ -197,7 +198,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
   for (const void** pointer :
        {&t.q, &t.k, &t.v, &t.g, &t.beta, &t.A_log, &t.dt_bias, &t.cu_seqlens})
     m.replace(*pointer);
-  for (void** pointer : {&t.o, &t.initial_state, &t.final_state, &t.checkpoints})
+  for (void** pointer : {&t.o, &t.initial_state, &t.final_state, &t.checkpoints, &t.saved})
     m.replace(*pointer);
   for (const int32_t** pointer :
        {&t.initial_state_indices, &t.num_accepted_tokens, &t.token_parents, &t.final_state_indices,

@@ -73,7 +73,7 @@ class DeviceGradients {
 Status run_and_wait(const Plan& plan, const Tensors& host, void* workspace,
                     std::size_t workspace_bytes);
 
-/// backward() likewise, for a forward that keeps nothing where the plan is for CUDA.
+/// backward() likewise; what the forward has kept is host memory too.
 Status run_backward_and_wait(const BackwardPlan& plan, const Tensors& host,
                              const GradientTensors& gradients, void* workspace,
                              std::size_t workspace_bytes);

@@ -49,6 +49,7 @@ uint64_t plan_id(const Plan& forward) noexcept {
                              p.value_dim, p.num_sequences, plan::kept_every(forward)})
     hash.add(size);
   for (const TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) hash.add(desc->dtype);
+  hash.add(forward.resolved.keep);
   hash.add(p.head_map);
   hash.add(p.gate_mode);
   hash.add(p.beta_mode);

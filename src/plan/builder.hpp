@@ -112,9 +112,9 @@ double bytes_a_token(const Plan& plan, std::size_t bytes);
 /// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
 /// reads.
 void save_states(PlanBuilder& builder);
-/// Tokens between the states that are kept; 0: none are.
+/// Tokens between the states that KeepPolicy::kStates keeps; 0: none are.
 inline int64_t kept_every(const Plan& plan) {
-  return plan.resolved.keep == KeepPolicy::kInputs ? 0 : plan.resolved.kept_state_every;
+  return plan.resolved.keep == KeepPolicy::kStates ? plan.resolved.kept_state_every : 0;
 }
 /// M, B and states_in, for so many rows (stage::SegmentRows).
 void book_segments(PlanBuilder& builder, std::size_t rows);

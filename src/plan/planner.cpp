@@ -79,14 +79,18 @@ std::string decline_reason(const Head& row, const Request& request) {
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
-  if (options.keep != KeepPolicy::kInputs && !row.keeps_states)
+  if (options.keep != KeepPolicy::kInputs && !row.keeps_states && !row.decline_keep)
     return "keeps nothing for a backward";
+  if (options.keep == KeepPolicy::kStates && !row.keeps_states)
+    return "keeps states and errors of all chunks, or nothing";
   if (const char* tensor = row.float64 ? nullptr : float64_tensor(request))
     return float64_reason(tensor);
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
+  if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kKeep)
+    reason = row.decline_keep(request.problem);
   if (reason.empty() && row.decline_gradients && request.gradients)
     reason = row.decline_gradients(*request.gradients);
   if (reason.empty() && row.defer && options.backend.empty()) reason = row.defer(request);

@@ -73,7 +73,9 @@ struct Head {
   int32_t max_compute_capability = INT32_MAX;
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
-  bool keeps_states = false;  ///< serves a KeepPolicy other than kInputs
+  bool keeps_states = false;  ///< serves every KeepPolicy
+  /// Empty if it serves KeepPolicy::kKeep for the problem, else why not. Null: as keeps_states.
+  std::string (*decline_keep)(const Problem& problem) = nullptr;
   bool float64 = false;       ///< serves tensors in fp64
 };
 

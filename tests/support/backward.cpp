@@ -34,9 +34,11 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
   options.backend = run.backend;
   options.kept_state_every = run.kept_every;
   if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;
+  if (run.keep_chunks) options.keep = KeepPolicy::kKeep;
   Problem p = inputs.problem;
   check::Outputs outputs = check::make_outputs(&p, check::state_type(p));
-  const DeviceFacts facts = device_of(run.backend);
+  DeviceFacts facts = device_of(run.backend);
+  if (run.num_sms > 0) facts.num_sms = run.num_sms;
   throw_if_error(run.from_bounds ? make_plan_from_bounds(p, facts, options, &forward)
                                  : make_plan(p, inputs.cu_seqlens, facts, options, &forward));
   if (run.from_bounds) tensors.cu_seqlens = inputs.cu_seqlens.data();
@@ -49,7 +51,7 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
   if (forward.saved_bytes > 0) {
     io::Buffer room(forward.workspace_bytes);
     outputs.attach(&tensors);
-    throw_if_error(kda::run(forward, tensors, room.data(), room.size()));
+    throw_if_error(check::run_and_wait(forward, tensors, room.data(), room.size()));
   }
   tensors.o = nullptr;  // no output of the forward is looked at
   options.spans = run.spans;

@@ -13,6 +13,9 @@
 namespace kda::cuda::recurrent {
 namespace {
 
+/// It makes states and errors itself, in fp32, whatever a forward has kept.
+std::string decline_keep(const Problem&) { return {}; }
+
 void plan_backward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
@@ -65,7 +68,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.smxx.recurrent",
                                                   .unavailable = unavailable,
                                                   .plan = plan_backward,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks},
+                                                  .device_checks = &kDeviceChecks,
+                                                  .decline_keep = decline_keep},
                                          .backward = if_built<backward>()};
 
 }  // namespace kda::cuda::recurrent

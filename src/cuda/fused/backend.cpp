@@ -106,7 +106,16 @@ double typical_us_in_stages(const plan::Workload& work, const DeviceFacts& devic
   return cost.segmented_us > 0 ? cost.segmented_us : cost.serial_us;
 }
 
+/// Its kernels that keep are of the problems that cuda.sm80.staged has a backward for.
+std::string decline_keep(const Problem& p) {
+  if (p.q.dtype != DType::kBFloat16)
+    return cat("q is ", dtype_name(p.q.dtype), "; keeps states and errors of bf16 alone");
+  if (has_head_gate(p)) return "g has one gate a head; keeps states and errors of a gate a channel";
+  return {};
+}
+
 std::string defer(const registry::Request& request) {
+  if (request.options.keep == KeepPolicy::kKeep) return {};  // no other row keeps
   if (plan::asks_for_segments(request.options)) return "context_parallel asks for segments";
   if (request.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const Problem& p = request.problem;
@@ -237,11 +246,24 @@ void book_handoffs(plan::PlanBuilder& builder) {
   builder.book(block::kHandoffFlags, handoffs, sm90::handoff_flag_bytes(p.key_dim));
 }
 
+/// What is kept is of the chains of whole sequences.
+void keep_whole(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  builder.predict(predict(builder.workload(), plan.device));
+  builder.reason("keep: states and errors need the true start state; not cut");
+  builder.set_v_splits(tiles_of(plan.problem.value_dim));
+}
+
+void cut(plan::PlanBuilder& builder) {
+  if (builder.requested().keep == KeepPolicy::kKeep) return keep_whole(builder);
+  plan::asks_for_segments(builder.requested()) ? cut_as_asked(builder)
+                                               : cut_where_it_gains(builder);
+}
+
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  if (plan.lengths_known)
-    plan::asks_for_segments(builder.requested()) ? cut_as_asked(builder)
-                                                 : cut_where_it_gains(builder);
+  if (plan.lengths_known) cut(builder);
+  if (builder.requested().keep == KeepPolicy::kKeep) staged::save_chunks(builder);
   const bool one_pass = joins_in_one_pass(plan);
   if (one_pass)
     list_one_pass(builder);
@@ -273,7 +295,8 @@ const registry::ForwardRow kForward = {
              .defer = defer,
              .min_compute_capability = 90,
              .max_compute_capability = 90,
-             .device_checks = &kDeviceChecks},
+             .device_checks = &kDeviceChecks,
+             .decline_keep = decline_keep},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<segment_merge>(),

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/fused/consumer_context.cuh"
+#include "cuda/fused/kept.cuh"
 #include "cuda/fused/state_scale.cuh"
 #include "cuda/fused/state_transfer.cuh"
 #include "cuda/ptx/wgmma_small.cuh"
@@ -203,6 +204,8 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
   if constexpr (kFp16<Operand>) scale_in_place(c, v);
   float error[2][4];
   multiply_rows(c, ptx::tile_descriptor<2 * kSubchunk>(at + offsetof(Tiles, rows)), pq);
+  if constexpr (C::kKeeps)
+    if (c.begins_chunk()) keep_state(c, piece);  // while products run
   ptx::compiler_fence(fences.after_products);
   float4 gamma[C::kTiles / 2];
   load_gammas<0>(c, factors, gamma);
@@ -220,6 +223,8 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
   [[maybe_unused]] uint32_t low[4];  // in bf16: what vn lacks; the state takes both parts
   round_errors<Operand>(error, z);
   add_product<Operand>(error, z, inverse);  // T' - I: `error` is there already
+  [[maybe_unused]] uint32_t kept[4];
+  if constexpr (C::kKeeps) round_kept(c, error, kept);
   ptx::compiler_fence(fences.after_errors);
   decay_state(c, gamma);
   multiply(error, k_beta);
@@ -242,6 +247,7 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
   if (C::kHasResidual && outputs == Outputs::kWithResidual)
     ptx::compiler_fence(fences.after_update);
 
+  if constexpr (C::kKeeps) keep_errors(c, piece, kept);
   put_outputs(c, outputs, &pq[2], error, q_norm, diag, piece);
   const bool more = !kFp16<Operand> || consume_headroom(c, largest_v(c, v));
   ptx::wgmma_wait<0>();
@@ -299,6 +305,7 @@ __device__ void repair_overflow(C& c, Outputs outputs, uint32_t at, uint32_t fac
 #pragma unroll
   for (int i = 0; i < 8; ++i) exact[i / 4][i % 4] = error[i / 4][i % 4];
   add_lacking<Operand>(exact, lacking, square);
+  if constexpr (C::kKeeps) keep_errors_again(c, piece_of(c, values), exact);
 
   const TokenFactors k_beta(factors + offsetof(Factors, k_beta), c.lane);
   multiply(error, k_beta);
@@ -358,6 +365,7 @@ __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
   s.in_item = true;
   s.num_subchunks = s.left = subchunks_of<C::kBlocks>(item);
   if (c.a.checkpoints.base) find_checkpoint(c, s);
+  if constexpr (C::kKeeps) begin_kept(c);
   if (C::kSegments && item.exit_interval > 0) return;  // the state goes on
   if constexpr (C::kHasResidual) begin_residual(c, item);
   c.scale = {};
@@ -406,6 +414,8 @@ __device__ int stop(C& c, SchedulerState& scheduler, ConsumerState& shared,
       const WorkItem item = scheduler.item;
       const bool interval = C::kSegments && item.exit_interval != WorkItem::kNoInterval;
       if (s.in_item && interval) put_norm(c, item, norm_check);
+      if constexpr (C::kKeeps)
+        if (s.in_item) end_kept(c);
       more = next_item<C::kSegments>(c.a, scheduler, norm_check);
       if (s.in_item && !(interval && more)) place = end_item(c, item);
     }

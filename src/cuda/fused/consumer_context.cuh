@@ -33,6 +33,7 @@ struct ConsumerContext {
   using T = InputT;
   using Operand = OperandType;
   static constexpr bool kSegments = kUnits;
+  static constexpr bool kKeeps = false;  // states and errors for a backward (kept.cuh)
   static constexpr int kBlocks = fused::kBlocks<kK>;
   static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
   static constexpr int kSteps = kK / 16;  // k16 steps over channels

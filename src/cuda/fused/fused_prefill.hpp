@@ -47,7 +47,7 @@ inline constexpr int64_t kWorkUnitWords = sizeof(WorkUnit) / sizeof(int64_t);
 inline constexpr int64_t kWorkUnitCost = 1;
 
 /// The members of ChainArgs that belong to stages of their own (factors, skip_last, h, vn,
-/// num_chunks) keep their defaults.
+/// num_chunks) keep their defaults, the last three but in KeepArgs.
 struct FusedPrefillArgs : ChainArgs {
   unsigned cluster() const { return static_cast<unsigned>(fused_blocks(shape.K)); }  ///< blocks
   RowView q, k, v, g, beta;
@@ -81,6 +81,13 @@ struct FusedPrefillArgs : ChainArgs {
   uint64_t* handoff_flags = nullptr;
   uint64_t handoff_epoch = 0;  ///< of this launch: a value that no word has before
 };
+/// Arguments of a forward that keeps the state before each chunk and the errors of its tokens, in
+/// bf16, for a backward (fused/kept.cuh): h and vn of ChainArgs are where they go, num_chunks counts
+/// the chunks of the batch. A backward takes groups of heads, so the tiles of a group follow those
+/// of the one before, in each group in the order of chunks. It has no units.
+struct KeepArgs : FusedPrefillArgs {
+  int64_t group_heads = 0;  ///< value heads of a group; the last group may have fewer
+};
 /// Bytes of one cluster's handoff state, and of its flags.
 constexpr std::size_t handoff_state_bytes(int64_t K) {
   return static_cast<std::size_t>(fused_blocks(K) * (64 * K + 2 * 128)) * sizeof(float);
@@ -110,5 +117,8 @@ using FusedWords = std::span<const int64_t>;
 /// of kSubchunk tokens. Up to 256 words travel in the kernel's parameters, and the kernel writes
 /// them for kernels after it; more are uploaded before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
+
+/// The same, and keeps. Takes q, k, v and o in bf16 and gates a channel.
+Status launch_fused_keep(const KeepArgs& args, Launch launch);
 
 }  // namespace kda::cuda::sm90

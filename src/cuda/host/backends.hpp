@@ -40,6 +40,10 @@ Status span_backward_finish(const stage::Backward& args);
 /// Plans the backward in groups of heads of so many bytes, or of one q/k head. The row's own plans
 /// have kGroupBytes (staged/backward/sizes.hpp).
 void plan_backward_within(plan::PlanBuilder& builder, double group_bytes);
+/// What KeepPolicy::kKeep keeps, in `saved`: states before chunks and errors, of all value heads.
+void save_chunks(plan::PlanBuilder& builder);
+/// Value heads of a group of the backward, whose tiles lie together in these blocks.
+int64_t kept_group_heads(const Plan& plan);
 }  // namespace staged
 
 /// In fp32, token by token (the backward in chunks of 16): every problem; the only one for decode.

@@ -13,6 +13,9 @@ inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
+// Blocks that it saves for a backward.
+inline constexpr const char* kKeptChunkStates = "kept_chunk_states";
+inline constexpr const char* kKeptErrors = "kept_errors";
 // Blocks of both backwards.
 inline constexpr const char* kBackwardErrors = "backward_errors";
 inline constexpr const char* kBackwardDz = "backward_dz";

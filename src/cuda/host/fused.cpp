@@ -131,18 +131,9 @@ uint64_t new_handoff_epoch() {
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
 
-/// An empty schedule: each sequence as it is. `apart`: transitions at its end that the scheduler
-/// does not spread over clusters.
-Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int64_t apart,
-              FusedPrefillArgs* args) {
+/// What each launch has, of so many units.
+void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
-  std::vector<int64_t> words;
-  if ((args->num_units = schedule.size()) > 0) {
-    args->units = units_of(call);
-    args->num_scheduled = args->num_units - apart;
-    words = words_of(call, schedule.close());
-  }
-  const int64_t units = args->units ? args->num_units : p.num_sequences;
   args->clusters =
       sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
   args->fp16_operands = has_fp16_operands(p);
@@ -151,14 +142,44 @@ Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int6
   args->handoff_states = find<float>(call, block::kHandoffStates);
   args->handoff_flags = find<uint64_t>(call, block::kHandoffFlags);
   args->handoff_epoch = new_handoff_epoch();
+}
+
+/// An empty schedule: each sequence as it is. `apart`: transitions at its end that the scheduler
+/// does not spread over clusters.
+Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int64_t apart,
+              FusedPrefillArgs* args) {
+  std::vector<int64_t> words;
+  if ((args->num_units = schedule.size()) > 0) {
+    args->units = units_of(call);
+    args->num_scheduled = args->num_units - apart;
+    words = words_of(call, schedule.close());
+  }
+  set_launch(call, args->units ? args->num_units : call.problem.num_sequences, args);
   if constexpr (sm90::kBuilt)
     return sm90::launch_fused_prefill(*args, words, launch_after(call, maps));
+  return not_built();
+}
+
+/// A forward that keeps states before chunks and errors for its backward.
+Status keep(const stage::Call& call) {
+  Maps maps;
+  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  sm90::KeepArgs args;
+  set_inputs(call, maps, &args);
+  set_outputs(call, maps, &args);
+  set_launch(call, call.problem.num_sequences, &args);
+  args.h = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptChunkStates);
+  args.vn = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptErrors);
+  args.num_chunks = most_chunks(*call.plan);
+  args.group_heads = staged::kept_group_heads(*call.plan);
+  if constexpr (sm90::kBuilt) return sm90::launch_fused_keep(args, launch_after(call, maps));
   return not_built();
 }
 
 }  // namespace
 
 Status forward(const stage::Forward& f) {
+  if (f.call.plan->resolved.keep == KeepPolicy::kKeep) return keep(f.call);
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
   FusedPrefillArgs args;

@@ -85,9 +85,11 @@ Group group_at(const Shape& all, int64_t first, int64_t heads) {
 struct Blocks {
   Factors factors;
   void *h, *dh, *errors, *dz;
+  bool kept;  ///< h and errors are the forward's, in `saved`
 };
 
-Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
+/// `first_value_head`: of the group.
+Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t first_value_head) {
   const auto block = [&](const char* name) {
     return plan::find_block(*call.plan, call.workspace, name);
   };
@@ -98,8 +100,18 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args) {
     at[i] = next;
     next += static_cast<std::size_t>(args.shape.HV) * bytes.buffers.*stage::kChunkBuffers[i].bytes;
   }
-  return {factors_at(at), block(block::kChunkStates), block(block::kChunkDStates),
-          block(block::kBackwardErrors), block(block::kBackwardDz)};
+  const auto kept_or = [&](const char* saved, const char* made, std::size_t bytes) -> void* {
+    char* kept = call.tensors.saved ? static_cast<char*>(plan::find_block(
+                                          call.plan->saved, call.tensors.saved, saved))
+                                    : nullptr;
+    return kept ? kept + static_cast<std::size_t>(first_value_head) * bytes : block(made);
+  };
+  return {factors_at(at),
+          kept_or(block::kKeptChunkStates, block::kChunkStates, bytes.buffers.h),
+          block(block::kChunkDStates),
+          kept_or(block::kKeptErrors, block::kBackwardErrors, bytes.buffers.vn),
+          block(block::kBackwardDz),
+          call.plan->resolved.keep == KeepPolicy::kKeep};
 }
 
 /// Behind the factors and the rows of the group.
@@ -217,11 +229,12 @@ struct GroupLaunches {
     return launch_merge(merge_args(args.initial), plan.device, where);
   }
 
+  /// Where the forward has kept states and errors, flags alone are to be written.
   ChainArgs errors_args() const {
     ChainArgs chain = chain_args();
     chain.initial = args.initial;
     if (segments.spans > 0) chain.states_in = segments.states;
-    chain.h = blocks.h, chain.vn = blocks.errors;
+    if (!blocks.kept) chain.h = blocks.h, chain.vn = blocks.errors;
     chain.flags = args.flags, chain.accumulate_flags = args.accumulate_flags;
     return chain;
   }
@@ -400,8 +413,9 @@ Status for_groups(const stage::Backward& b, bool prepared, Body&& body) {
       plan::find_block(*b.call.plan, b.call.workspace, block::kFactorsThenRows));
   const HeadGroups groups = groups_of(*b.call.plan);
   for (int64_t first = 0; first < all.shape.H; first += groups.heads) {
-    const HeadGates<BackwardArgs> args = group_at(all.shape, first, groups.heads).of(all);
-    const Blocks blocks = blocks_of(b.call, args);
+    const Group group = group_at(all.shape, first, groups.heads);
+    const HeadGates<BackwardArgs> args = group.of(all);
+    const Blocks blocks = blocks_of(b.call, args, group.first_value_head);
     KDA_RETURN_IF_ERROR(body(GroupLaunches{*b.call.plan, args, blocks, segments, {b.call.stream}},
                              wants_tokens(b.gradients)));
     all.flags = nullptr;  // the first group has set them

@@ -26,12 +26,18 @@ std::string decline_gradients(const Gradients& g) {
   return decline_alignment("d_o", *g.d_o, 16);
 }
 
+bool keeps_chunks(const Plan& plan) { return plan.requested.keep == KeepPolicy::kKeep; }
+
+/// It reads what a forward keeps, whatever the problem.
+std::string decline_keep(const Problem&) { return {}; }
+
 void plan_backward(plan::PlanBuilder& builder) {
   plan_backward_within(builder, builder.requested().spans ? kSpanBytes : kGroupBytes);
 }
 
 /// A workspace in two halves holds all heads.
 std::string decline_halves(const Plan& plan) {
+  if (keeps_chunks(plan)) return "the forward keeps states and errors of chunks, of whole sequences";
   if (groups_of(plan).count == 1) return {};
   return cat("all heads at once would need more than ", kSpanBytes / 1e9, " GB");
 }
@@ -55,7 +61,8 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
                      return auto_backward_partition(work, plan.device, plan.problem.num_heads,
-                                                    groups, builder.requested().spans, cost);
+                                                    groups, builder.requested().spans,
+                                                    keeps_chunks(plan), cost);
                    },
                .unit = kChunk});
   // Empty segments alone are not worth it: D is of the chains of whole sequences then.
@@ -66,6 +73,20 @@ void cut(plan::PlanBuilder& builder, const HeadGroups& groups) {
 }
 
 }  // namespace
+
+int64_t kept_group_heads(const Plan& plan) {
+  const Problem& p = plan.problem;
+  return groups_within(plan, kGroupBytes).heads * (p.num_value_heads / p.num_heads);
+}
+
+void save_chunks(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const StageSizes bytes = head_bytes(plan).buffers;
+  const auto heads = static_cast<std::size_t>(plan.problem.num_value_heads);
+  builder.set_keep(KeepPolicy::kKeep);
+  builder.save(block::kKeptChunkStates, heads, bytes.h);
+  builder.save(block::kKeptErrors, heads, bytes.vn);
+}
 
 void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const Plan& plan = builder.plan();
@@ -91,7 +112,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
                   "of each group: states before segments, in order");
   }
   const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
-  if (tokens)
+  const bool kept = keeps_chunks(plan);
+  if (tokens && !kept)
     builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
   if (plan.segmented) {
     builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
@@ -117,9 +139,14 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
     builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());
-  builder.book(block::kChunkStates, heads, bytes.buffers.h);
+  if (kept) {
+    builder.reason("keep: the forward has kept states before chunks and errors");
+    save_chunks(builder);
+  } else {
+    builder.book(block::kChunkStates, heads, bytes.buffers.h);
+    builder.book(block::kBackwardErrors, heads, bytes.buffers.vn);
+  }
   builder.book(block::kChunkDStates, heads, bytes.buffers.h);
-  builder.book(block::kBackwardErrors, heads, bytes.buffers.vn);
   builder.book(block::kBackwardDz, heads, bytes.buffers.vn);
   builder.book(block::kParameterSums, heads, bytes.sums);
   if (plan.segmented) {
@@ -136,7 +163,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const CostInput in = cost_input(builder.workload(), plan.device);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p.num_heads, groups),
+                   .serial_us = backward_us(in, plan.device, p.num_heads, groups, 0, kept),
                    .segmented_us = plan.cost.segmented_us});
 }
 
@@ -148,7 +175,8 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .decline = decline,
                                                   .decline_gradients = decline_gradients,
                                                   .min_compute_capability = 80,
-                                                  .device_checks = &kDeviceChecks},
+                                                  .device_checks = &kDeviceChecks,
+                                                  .decline_keep = decline_keep},
                                          .backward = if_built<backward>(),
                                          .decline_halves = decline_halves,
                                          .begin = if_built<span_backward_begin>(),

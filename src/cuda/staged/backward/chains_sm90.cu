@@ -494,7 +494,7 @@ int64_t blocks_of(const ChainArgs* errors, const ReverseArgs* reverse, KernelArg
   }
   if (errors) {
     args->errors = *errors;
-    blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
+    if (errors->h) blocks += chain::blocks_of<ChainUse::kErrors, kColumns>(*errors);
   }
   return blocks;
 }

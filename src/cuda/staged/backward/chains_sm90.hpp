@@ -10,7 +10,8 @@
 namespace kda::cuda::sm90 {
 
 /// One of the two may be null. Neither chain needs anything of the other, so their blocks run
-/// beside each other where they fit the device.
+/// beside each other where they fit the device. Errors without h are there already: of these
+/// arguments only flags are written.
 Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& launch);
 
 /// With the fp16 factors of launch_chunk_intra_half(); v: the caller's. `left`: null, or workspace,

@@ -60,13 +60,14 @@ inline constexpr double kChainBandwidth = 0.9;
 
 /// Chains of both directions, errors and reverse, of the same spans. In one launch they take as
 /// long as the longer ones, or twice that where not all blocks fit at once, as segments were
-/// measured to.
+/// measured to. `kept`: errors are there.
 inline double both_chains_us(const CostInput& in, const BackwardCosts& c, double chains,
-                             double longest) {
+                             double longest, bool kept) {
   const double total = total_tokens(in);
   const int64_t tiles = tiles_of(in.value_dim);
   const double errors = chains_us(in, c.errors, chains, longest, total, tiles);
   const double reverse = chains_us(in, c.reverse, chains, longest, total, tiles);
+  if (kept) return reverse;
   const double blocks = 2 * chains * static_cast<double>(in.num_value_heads * tiles);
   if (!c.beside) return errors + reverse;
   return std::max(errors, reverse) * (blocks <= static_cast<double>(in.num_sms) ? 1 : 2);
@@ -81,12 +82,13 @@ inline double chain_memory_us(const CostInput& in, double bytes) {
 
 /// The chains of a group of heads, whose CostInput `in` is; `segment_tokens` 0: uncut.
 inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& device,
-                                    int64_t segment_tokens) {
+                                    int64_t segment_tokens, bool kept) {
   const BackwardCosts& c = backward_costs_of(device);
+  const double errors_bytes = kept ? 0 : c.errors_bytes;
   if (segment_tokens == 0)
-    return std::max(chain_memory_us(in, c.errors_bytes + c.reverse_bytes),
+    return std::max(chain_memory_us(in, errors_bytes + c.reverse_bytes),
                     both_chains_us(in, c, static_cast<double>(in.lengths.size()),
-                                   static_cast<double>(longest_of(in))));
+                                   static_cast<double>(longest_of(in)), kept));
   const Costs& costs = costs_of(device);
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto longest = static_cast<double>(segment_tokens);
@@ -96,15 +98,17 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
   };
   // Chains from zero go beside the errors; then those from their gradients.
   return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) +
-         std::max(chain_memory_us(in, c.errors_bytes + c.d_bytes),
-                  both_chains_us(in, c, cut.segments, longest)) +
+         std::max(chain_memory_us(in, errors_bytes + c.d_bytes),
+                  both_chains_us(in, c, cut.segments, longest, kept)) +
          std::max(chain_memory_us(in, c.reverse_bytes), us(c.reverse, tiles)) +
          merge_us(in, costs.merge, cut.most - 1) + merge_us(in, kReverseMerge, cut.most - 1);
 }
 
-/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut.
+/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut. `kept`: the
+/// forward has kept states and errors.
 inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
-                          const HeadGroups& groups, int64_t segment_tokens = 0) {
+                          const HeadGroups& groups, int64_t segment_tokens = 0,
+                          bool kept = false) {
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
@@ -117,7 +121,7 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   CostInput group = in;
   for (int64_t first = 0; first < num_heads; first += groups.heads) {
     group.num_value_heads = std::min(groups.heads, num_heads - first) * of_each;
-    us += chains_of_backward_us(group, device, segment_tokens) + kGroupUs;
+    us += chains_of_backward_us(group, device, segment_tokens, kept) + kGroupUs;
   }
   return std::max(cuda::backward::least_us(in), us);
 }
@@ -136,15 +140,16 @@ inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, int64_t num_heads,
                                                const HeadGroups& groups, bool halves,
-                                               CostEstimate* cost) {
+                                               bool kept, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups) +
+  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups, 0, kept) +
                                            (halves ? reverse_us(in, device) : 0),
                                .minimum_gain = kMinimumGain,
                                .minimum_step = backward_costs_of(device).minimum_step,
                                .time_us = [&](int64_t, int64_t segment_tokens) {
-                                 return backward_us(in, device, num_heads, groups, segment_tokens);
+                                 return backward_us(in, device, num_heads, groups, segment_tokens,
+                                                    kept);
                                }};
   return plan::best_partition(work, search, &cost->segmented_us);
 }

@@ -87,7 +87,7 @@ inline HeadGroups groups_of(const Plan& plan) {
   const Problem& p = plan.problem;
   HeadGroups groups{p.num_heads, 1};
   for (const WorkspaceBlock& block : plan.workspace)
-    if (block.name == block::kChunkStates)
+    if (block.name == block::kChunkDStates)
       groups.heads = static_cast<int64_t>(block.bytes / head_bytes(plan).buffers.h) * p.num_heads /
                      p.num_value_heads;
   groups.count = (p.num_heads + groups.heads - 1) / groups.heads;

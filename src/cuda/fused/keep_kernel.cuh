@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused forward that keeps states and errors for its backward (kept.cuh): kernels of their own,
+// so that the others have the code that they are measured with.
+#pragma once
+
+#include "cuda/fused/kernel.cuh"
+
+namespace kda::cuda::sm90::fused {
+
+template <int kK, class Operand, class E, GateMode kGateMode>
+__global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
+    fused_prefill_keep_kernel(const __grid_constant__ KeepArgs a) {
+  run_block<KeepingContext<kK, __nv_bfloat16, Operand>, kK, Operand, E, kGateMode>(a);
+}
+
+template <int kK, class Operand, class E, GateMode kGateMode>
+Status launch_keep_kernel(const KeepArgs& args, const Launch& where) {
+  return launch_kernel("fused_prefill_keep", fused_prefill_keep_kernel<kK, Operand, E, kGateMode>,
+                       args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>),
+                       where, args);
+}
+
+/// As launch_operand().
+template <int kK, class E, GateMode kGateMode>
+Status launch_keep_operand(const KeepArgs& args, const Launch& where) {
+  if constexpr (kGateMode != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
+    if (args.fp16_operands) return launch_keep_kernel<kK, __half, E, kGateMode>(args, where);
+  return launch_keep_kernel<kK, __nv_bfloat16, E, kGateMode>(args, where);
+}
+
+template <int kK, class E>
+Status launch_keep_mode(const KeepArgs& args, const Launch& where) {
+  switch (args.gate.gate_mode) {
+    case GateMode::kLog: return launch_keep_operand<kK, E, GateMode::kLog>(args, where);
+    case GateMode::kSoftplus: return launch_keep_operand<kK, E, GateMode::kSoftplus>(args, where);
+    case GateMode::kBounded: return launch_keep_operand<kK, E, GateMode::kBounded>(args, where);
+  }
+  return unknown_gate();
+}
+
+/// Launches the kernel of kK channels for the gates of the call.
+template <int kK>
+Status launch_keep(const KeepArgs& args, const Launch& where) {
+  return args.g.type == Element::kFloat32 ? launch_keep_mode<kK, float>(args, where)
+                                          : launch_keep_mode<kK, __nv_bfloat16>(args, where);
+}
+
+}  // namespace kda::cuda::sm90::fused
