@@ -36,7 +36,8 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
   if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;
   if (run.keep_chunks) options.keep = KeepPolicy::kKeep;
   Problem p = inputs.problem;
-  check::Outputs outputs = check::make_outputs(&p, check::state_type(p));
+  check::Outputs outputs =
+      check::make_outputs(&p, run.keep_chunks ? p.v.dtype : check::state_type(p));
   DeviceFacts facts = device_of(run.backend);
   if (run.num_sms > 0) facts.num_sms = run.num_sms;
   throw_if_error(run.from_bounds ? make_plan_from_bounds(p, facts, options, &forward)
