@@ -21,7 +21,7 @@ BENCHMARKS = {
     "delta-h": (["intra"], ["staged"]),
     "context-parallel": (["context_parallel"], ["fused", "staged"]),
     "decode": (["decode_gpu"], ["decode"]),
-    "backward": (["flagship", "gva"], ["staged_backward", "staged", "backward"]),
+    "backward": (["flagship", "gva"], ["staged_backward", "staged", "backward", "keep"]),
     "fused": (["flagship", "gva", "cudnn10", "streams", "gates", "sizes"], ["fused", "staged"]),
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.

@@ -337,9 +337,14 @@ def table_gpu_summary():
 
 def table_gpu_backward():
     report = load("gpu_backward")
-    rows = [[f'`{c["case"]}`', milliseconds(f["median_s"]), milliseconds(c["median_s"]), milliseconds(c["copy_s"])]
-            for c, f in ((b, a) for a, b in pairs(report).values())]
-    return gpu_head(report) + markdown(["case", "forward", "backward", "copy of the backward's bytes"], rows) + source(report)
+    found = {(c["case"], c["what"]): c for c in report["cases"]}
+    time = lambda case, what: milliseconds(found[case, what]["median_s"]) if (case, what) in found else ""
+    columns = ["forward", "backward"]
+    if any("keep" in what for _, what in found):
+        columns += ["forward, keep", "backward, keep"]
+    rows = [[f"`{case}`", *(time(case, what) for what in columns), milliseconds(found[case, "backward"]["copy_s"])]
+            for case in dict.fromkeys(case for case, _ in found)]
+    return gpu_head(report) + markdown(["case", *columns, "copy of the backward's bytes"], rows) + source(report)
 
 
 def table_gpu_train_errors():

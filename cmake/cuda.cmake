@@ -50,10 +50,10 @@ set(KDA_CUDA_KERNELS
 set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/fused_k128.cu
   src/cuda/fused/fused_k64.cu
-  src/cuda/fused/fused_keep_k128.cu
-  src/cuda/fused/fused_keep_k64.cu
   src/cuda/fused/segment_correct.cu
   src/cuda/head_gates/fused_sm90.cu
+  src/cuda/keep/fused_k128.cu
+  src/cuda/keep/fused_k64.cu
   src/cuda/spans/segment_compose.cu
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu

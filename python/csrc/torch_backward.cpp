@@ -34,15 +34,21 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
   kda_plan_options options = options_for(q);
   if (keep < KDA_KEEP_CHUNKS || keep > INT32_MAX)
     refuse("keep must be -1, 0 or tokens, got ", keep);
-  if (keep != 0 && q.is_cuda()) refuse("keep must be 0 on a GPU, got ", keep);
+  if (keep > 0 && q.is_cuda()) refuse("keep must be 0 or -1 on a GPU, got ", keep);
   options.keep = static_cast<int32_t>(keep);
   return options;
 }
 
 /// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
-/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most.
-int64_t room_for_saved(const kda_problem& p, int64_t keep) {
+/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most. On a
+/// GPU every chunk of 64 tokens has a state and errors, in 16 bits.
+int64_t room_for_saved(const kda_problem& p, int64_t keep, bool on_gpu) {
   if (keep == 0) return 0;
+  if (on_gpu) {
+    const int64_t chunks = p.has_cu_seqlens ? p.num_tokens / 64 + p.num_sequences
+                                            : p.batch * ((p.num_tokens + 63) / 64);
+    return 128 + chunks * p.num_value_heads * (p.key_dim + 64) * p.value_dim * 2;
+  }
   const int64_t every = keep > 0 ? keep : KDA_KEEP_DEFAULT;
   const int64_t states = p.batch * p.num_tokens / every;
   return 128 + states * p.num_value_heads * p.key_dim * p.value_dim * 4;
@@ -101,8 +107,9 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
   } catch (const Unsupported& error) {
     refuse("no backward pass: ", error.what() + sizeof("libkda: ") - 1);
   }
-  Tensor saved = new_tensor<1>("saved", q, {room_for_saved(p, keep)}, aoti_torch_dtype_uint8());
-  if (keep != 0)
+  Tensor saved = new_tensor<1>("saved", q, {room_for_saved(p, keep, q.is_cuda())},
+                               aoti_torch_dtype_uint8());
+  if (keep != 0 && !q.is_cuda())
     torch::stable::zero_(saved);  // what it has room for beyond: equal calls, equal bits
   const auto start = reinterpret_cast<uintptr_t>(saved.const_data_ptr());
   if (keep != 0) {

@@ -9,8 +9,8 @@ starts from zero. first_slot: a smaller index means no slot. What an operator do
 the argument; nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
-with keep = 0 (on a GPU always), with KEEP_STATES the fp32 state after every so many tokens, with KEEP_ALL all that
-spares work.
+with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_ALL all that spares
+work: on a Hopper GPU states and errors of every chunk, in 16 bits; a ValueError where there is no kernel for it.
 `backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
 empty; `has_backward` says whether the library has one for such tensors.
 """
@@ -194,7 +194,8 @@ def _fake_forward_kept(*args):
     _check(_forward_kept, args)
     q, v = args[0], args[2]
     keep = args[18] if len(args) > 18 else KEEP_NOTHING
-    return *_outputs(*args[:17]), q.new_empty(_saved_bytes(q, v, keep), dtype=torch.uint8)
+    packed = 0 if args[8] is None else args[8].shape[0] - 1
+    return *_outputs(*args[:17]), q.new_empty(_saved_bytes(q, v, keep, packed), dtype=torch.uint8)
 
 
 def _outputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, gate_mode, beta_mode,
@@ -206,11 +207,14 @@ def _outputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seq
     return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=state_type(q))
 
 
-def _saved_bytes(q, v, keep):
-    """room_for_saved() of torch_backward.cpp."""
+def _saved_bytes(q, v, keep, packed):
+    """room_for_saved() of torch_backward.cpp. packed: sequences of cu_seqlens, 0 without."""
     if keep == KEEP_NOTHING:
         return 0
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+    if q.is_cuda:
+        chunks = T // 64 + packed if packed else B * ((T + 63) // 64)
+        return 128 + chunks * HV * (K + 64) * V * 2
     return 128 + B * T // (KEEP_STATES if keep == KEEP_ALL else keep) * HV * K * V * 4
 
 

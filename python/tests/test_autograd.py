@@ -647,6 +647,46 @@ def test_a_gpu_has_the_gradients_of_the_cpu_in_bf16(gates):
         assert distance(found.cpu().double(), expected[name].double()) < most, name
 
 
+def is_hopper():
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
+@pytest.mark.parametrize("sizes, cu_seqlens", [
+    (dict(T=300), None), (dict(B=1, T=300, N=3), torch.tensor([0, 1, 200, 300])), (dict(T=70, K=64, V=64), None)])
+def test_a_hopper_keeps_states_and_errors(gates, sizes, cu_seqlens):
+    sizes = dict(dict(K=128, V=128), **sizes)
+    rounded = {name: t.detach().bfloat16() if name in ROWS else t.detach()
+               for name, t in problem(gates, **sizes).items()}
+    leaves = {name: t.clone().requires_grad_() for name, t in rounded.items()}
+    on_gpu = {name: t.cuda().requires_grad_() for name, t in rounded.items()}
+    kept = []
+    packed = {} if cu_seqlens is None else dict(cu_seqlens=cu_seqlens)
+    expected = gradients(chunk_kda, leaves, **flags_of(gates), **packed)
+    packed = {name: x.cuda() for name, x in packed.items()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        outputs = chunk_kda(**on_gpu, **flags_of(gates), **packed, disable_recompute=True)
+    B, T, HV, V = outputs[0].shape
+    chunks = B * ((T + 63) // 64) if cu_seqlens is None else T // 64 + 3
+    assert max(x.numel() for x in kept if x.dtype is torch.uint8) == 128 + chunks * HV * V * 2 * (sizes["K"] + 64)
+    for name, found in gradients(chunk_kda, on_gpu, **flags_of(gates), **packed, disable_recompute=True).items():
+        most = 5e-2 if name == "A_log" else 1.5e-2  # one sum a head, whose terms may cancel
+        assert distance(found.cpu().double(), expected[name].double()) < most, name
+
+
+@pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+def test_what_a_gpu_does_not_keep():
+    rows = {name: t.detach().cuda() for name, t in problem(T=70).items()}  # K = 24 or so, in fp32
+    with pytest.raises(ValueError, match="keep must be 0 or -1 on a GPU, got 64"):
+        through_operator(64)(**rows)
+    with pytest.raises(ValueError, match="no backward pass: forward: its plan has no implementation that keeps"):
+        through_operator(ops.KEEP_ALL)(**rows)
+    leaves = {name: t.requires_grad_() for name, t in rows.items()}
+    same = gradients(chunk_kda, leaves, **FLAGS), gradients(chunk_kda, leaves, **FLAGS, disable_recompute=True)
+    assert all(torch.equal(same[0][name], same[1][name]) for name in leaves)  # it keeps nothing then
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_training_on_a_gpu_compiles():
     leaves = {name: t.detach().cuda().requires_grad_() for name, t in problem().items()}

@@ -72,7 +72,10 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
     if (!plan) return invalid("plan: is null");
     KDA_RETURN_IF_ERROR(validate(BackwardProblem{forward.problem, gradients}));
     if (forward.implementation.empty())
-      return Status(StatusCode::kUnsupported, "forward: its plan has no implementation");
+      return Status(StatusCode::kUnsupported, cat("forward: its plan has no implementation",
+                                                  forward.requested.keep == KeepPolicy::kInputs
+                                                      ? ""
+                                                      : " that keeps what was asked for"));
     PlanOptions wanted;
     wanted.backend = options.backend;
     wanted.num_threads = options.num_threads;

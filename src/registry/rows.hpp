@@ -76,7 +76,7 @@ struct Head {
   bool keeps_states = false;  ///< serves every KeepPolicy
   /// Empty if it serves KeepPolicy::kKeep for the problem, else why not. Null: as keeps_states.
   std::string (*decline_keep)(const Problem& problem) = nullptr;
-  bool float64 = false;       ///< serves tensors in fp64
+  bool float64 = false;  ///< serves tensors in fp64
 };
 
 /// Segments of a sequence side by side (include/kda/run.hpp).

@@ -35,6 +35,7 @@ TESTS = {
     "gated_rms_norm_test": ["layer"],
     "head_gate_test": ["head_gates", "recurrent", "decode", "backward", "fused", "staged", "staged_backward"],
     "isolation_test": ["staged", "recurrent"],
+    "keep_test": ["keep", "fused", "staged_backward", "staged"],
     "reverse_test": ["staged_backward", "staged"],
     "segment_test": ["staged", "recurrent"],
     "short_conv_test": ["layer"],
@@ -52,7 +53,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
 FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "fold",
-            "head_gates", "drafts", "checkpoints")
+            "head_gates", "drafts", "checkpoints", "keep")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

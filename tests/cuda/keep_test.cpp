@@ -111,7 +111,7 @@ TEST_F(Keep, PackedSequencesRowsAndGroupedHeads) {
     GradientBuffers made = check::make_gradients(inputs, kBf16), kept = made;
     test::run_backward(inputs, &made, {.state_mask = mask});
     test::run_backward(inputs, &kept, {.keep_chunks = true, .state_mask = mask});
-    // Of the sequence without an initial state, and of all others, up to roundings of S0 and E.
+    // A sequence without an initial state too; what is left are roundings of S0 and E.
     const auto count = static_cast<int64_t>(made.dk.size() / 2);
     double off = 0, all = 0;
     for (int64_t i = 0; i < count; ++i) {

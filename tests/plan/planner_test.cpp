@@ -603,6 +603,85 @@ TEST(Planner, JsonSaysWhatAForwardKeeps) {
   }
 }
 
+TEST(Planner, HopperKeepsStatesAndErrorsOfChunks) {
+  const auto plan_of = [](KeepPolicy keep, int32_t capability, int64_t heads, auto&& change) {
+    std::vector<int64_t> cu;
+    Problem p = packed({8192, 100}, heads, &cu);
+    PlanOptions options;
+    options.keep = keep;
+    change(&p, &options);
+    Plan plan;
+    throw_if_error(make_plan(p, cu, gpu_facts(132, capability), options, &plan));
+    return plan;
+  };
+  const auto nothing = [](Problem*, PlanOptions*) {};
+  const auto says = [](const Plan& plan, const char* text) {
+    return plan.implementation.empty() && plan.to_text(true).find(text) != std::string::npos;
+  };
+  const Plan kept = plan_of(KeepPolicy::kKeep, 90, 64, nothing);
+  EXPECT_EQ(kept.implementation, "cuda.sm90.fused");
+  EXPECT_EQ(kept.resolved.keep, KeepPolicy::kKeep);
+  EXPECT_EQ(kept.saved_bytes, (8192u + 128u) * 64u * 768u);  // 128 tokens are two chunks
+  // Few heads: nothing is cut, and no other backend is better, since none keeps.
+  const Plan few = plan_of(KeepPolicy::kKeep, 90, 1, nothing);
+  EXPECT_EQ(few.implementation, "cuda.sm90.fused");
+  EXPECT_FALSE(few.segmented);
+  EXPECT_NE(few.to_text(true).find("states and errors need the true start state"),
+            std::string::npos);
+  EXPECT_TRUE(says(plan_of(KeepPolicy::kStates, 90, 64, nothing),
+                   "keeps states and errors of all chunks, or nothing"));
+  EXPECT_TRUE(says(plan_of(KeepPolicy::kKeep, 80, 64, nothing), "keeps nothing for a backward"));
+  const auto half = [](Problem* p, PlanOptions*) {
+    for (TensorDesc* desc : {&p->q, &p->k, &p->v, &p->g, &p->o}) desc->dtype = DType::kFloat16;
+    p->gate_mode = GateMode::kBounded, p->beta_mode = BetaMode::kSigmoid, p->qk_l2norm = true;
+  };
+  EXPECT_TRUE(says(plan_of(KeepPolicy::kKeep, 90, 64, half), "keeps states and errors of bf16"));
+  const auto spans = [](Problem*, PlanOptions* options) { options->spans = true; };
+  try {
+    plan_of(KeepPolicy::kKeep, 90, 4, spans);
+    ADD_FAILURE() << "a forward in two halves that keeps";
+  } catch (const std::exception& refused) {
+    EXPECT_NE(std::string(refused.what()).find("no forward in two halves; keep"), std::string::npos)
+        << refused.what();
+  }
+}
+
+TEST(Planner, ABackwardOfWhatWasKeptSparesItsMemory) {
+  const auto plan_of = [](KeepPolicy keep, bool spans, DType d_o, BackwardPlan* plan) {
+    std::vector<int64_t> cu;
+    const Problem p = packed({8192}, 16, &cu);
+    PlanOptions options;
+    options.keep = keep;
+    Plan forward;
+    throw_if_error(make_plan(p, cu, gpu_facts(132, 90), options, &forward));
+    Gradients gradients;
+    gradients.d_o = p.o, gradients.dq = p.q, gradients.dk = p.k, gradients.dv = p.v;
+    gradients.d_o->dtype = d_o;
+    if (spans) gradients.d_final_state = contiguous(DType::kFloat32, {1, 16, 128, 128});
+    PlanOptions backward;
+    backward.spans = spans;
+    return make_backward_plan(forward, gradients, backward, plan);
+  };
+  BackwardPlan kept, bare, other;
+  throw_if_error(plan_of(KeepPolicy::kKeep, false, DType::kBFloat16, &kept));
+  throw_if_error(plan_of(KeepPolicy::kInputs, false, DType::kBFloat16, &bare));
+  EXPECT_EQ(kept.plan.implementation, "cuda.sm80.staged");
+  EXPECT_EQ(kept.plan.saved_bytes, 8192u * 16u * 768u);
+  EXPECT_EQ(bare.plan.saved_bytes, 0u);
+  EXPECT_EQ(bare.plan.workspace_bytes - kept.plan.workspace_bytes, kept.plan.saved_bytes);
+  EXPECT_EQ(kept.to_text(true).find("chunk_delta_h"), std::string::npos);
+  EXPECT_NE(bare.to_text(true).find("chunk_delta_h"), std::string::npos);
+  EXPECT_NE(kept.forward_id, bare.forward_id);
+  // Gradients that the stages do not take: the other backward reads nothing of it.
+  throw_if_error(plan_of(KeepPolicy::kKeep, false, DType::kFloat32, &other));
+  EXPECT_EQ(other.plan.implementation, "cuda.smxx.recurrent");
+  EXPECT_EQ(other.plan.saved_bytes, 0u);
+  const Status halves = plan_of(KeepPolicy::kKeep, true, DType::kBFloat16, &other);
+  EXPECT_NE(halves.message().find("no backward in two halves; the forward keeps"),
+            std::string::npos)
+      << halves.message();
+}
+
 /// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.
 TEST(Planner, GoldenPlans) {
   const struct {

@@ -35,11 +35,12 @@ FAMILIES = {
     "layer": ("layer",),
     "backward": ("backward", "launch"),
     "head_gates": ("head_gates", "launch"),
+    "keep": ("keep", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
     "fold": ("fold",),
     "spans": ("spans", "launch"),  # beside those of fused
 }
-HOPPER = ("fused", "spans")  # these have no kernels but those of sm_90a
+HOPPER = ("fused", "keep", "spans")  # these have no kernels but those of sm_90a
 
 Kernel = collections.namedtuple("Kernel", "file arch name digest registers shared code")
 

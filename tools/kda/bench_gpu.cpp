@@ -61,6 +61,12 @@ check::Inputs long_inputs(check::GenerateOptions options) {
   return inputs;
 }
 
+Tensors with_saved(Tensors tensors, const check::DeviceBuffer& saved) {
+  tensors.saved = saved.size() > 0 ? saved.data() : nullptr;
+  tensors.saved_bytes = saved.size();
+  return tensors;
+}
+
 double total_bytes(const check::Inputs& inputs, const check::Outputs& outputs) {
   double bytes = 0;
   for (const io::Buffer* buffer : {&inputs.q, &inputs.k, &inputs.v, &inputs.g, &inputs.beta})
@@ -116,18 +122,21 @@ GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOpti
   Plan plan;
   throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, options, &plan));
   check::DeviceTensors copies(plan, c.tensors());
-  check::DeviceBuffer workspace(plan.workspace_bytes);
+  check::DeviceBuffer workspace(plan.workspace_bytes), saved(plan.saved_bytes);
+  const Tensors tensors = with_saved(copies.tensors(), saved);
   GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0, 0};
   row.segments = static_cast<int64_t>(plan.segments.size());
-  row.timing = time(
-      [&] { throw_if_error(run(plan, copies.tensors(), workspace.data(), workspace.size())); });
+  row.bytes += static_cast<double>(saved.size());
+  row.timing =
+      time([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); });
   return row;
 }
 
-/// All gradients, from d_o, for a forward that keeps nothing.
-GpuRow GpuBench::time_backward(const Case& c, const PlanOptions& options) {
+/// All gradients, from d_o, for a forward that keeps what `options` say.
+GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const PlanOptions& options) {
   Plan forward;
   PlanOptions segments;
+  segments.keep = options.keep;
   segments.context_parallel = options.context_parallel;
   segments.num_segments = options.num_segments;
   throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, segments, &forward));
@@ -135,19 +144,44 @@ GpuRow GpuBench::time_backward(const Case& c, const PlanOptions& options) {
       c.inputs, {.d_final_state = false, .d_o_dtype = c.inputs.problem.v.dtype});
   BackwardPlan plan;
   throw_if_error(make_backward_plan(forward, gradients.gradients, options, &plan));
+  check::DeviceBuffer saved(forward.saved_bytes);
+  if (saved.size() > 0) {
+    check::DeviceTensors with_outputs(forward, c.tensors());
+    check::DeviceBuffer room(forward.workspace_bytes);
+    throw_if_error(
+        run(forward, with_saved(with_outputs.tensors(), saved), room.data(), room.size()));
+    check::synchronize_device();
+  }
   check::DeviceTensors copies(plan.plan, c.inputs.tensors());
   check::DeviceGradients outputs(plan, gradients.tensors());
   check::DeviceBuffer workspace(plan.plan.workspace_bytes);
-  GpuRow row{c.name, "backward", plan.plan.implementation, {}, total_bytes(c.inputs, {}), 0, 0};
+  const Tensors tensors = with_saved(copies.tensors(), saved);
+  GpuRow row{c.name, what, plan.plan.implementation, {}, total_bytes(c.inputs, {}), 0, 0};
   row.segments = static_cast<int64_t>(plan.plan.segments.size());
   for (const io::Buffer* buffer : {&gradients.d_o, &gradients.dq, &gradients.dk, &gradients.dv,
                                    &gradients.dg, &gradients.dbeta})
     row.bytes += static_cast<double>(buffer->size());
+  row.bytes += static_cast<double>(saved.size());
   row.timing = time([&] {
-    throw_if_error(
-        backward(plan, copies.tensors(), outputs.tensors(), workspace.data(), workspace.size()));
+    throw_if_error(backward(plan, tensors, outputs.tensors(), workspace.data(), workspace.size()));
   });
   return row;
+}
+
+/// A forward and its backward; where a forward can keep states and errors of chunks, both once
+/// more.
+std::vector<GpuRow> GpuBench::time_both(const Case& c, const PlanOptions& options) {
+  std::vector<GpuRow> rows = {time_run(c, "forward", {}), time_backward(c, "backward", options)};
+  PlanOptions keep = options;
+  keep.keep = KeepPolicy::kKeep;
+  Plan plan;
+  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, keep, &plan));
+  if (plan.implementation.empty()) return rows;
+  PlanOptions forward;
+  forward.keep = keep.keep;
+  rows.push_back(time_run(c, "forward, keep", forward));
+  rows.push_back(time_backward(c, "backward, keep", keep));
+  return rows;
 }
 
 std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string& name,
@@ -166,7 +200,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   check::want_final_state(&p);
   c.outputs = check::make_outputs(&p, p.v.dtype);
   if (what == "forward") return {time_run(c, what, plan_options)};
-  if (what == "backward") return {time_run(c, "forward", {}), time_backward(c, plan_options)};
+  if (what == "backward") return time_both(c, plan_options);
   PlanOptions off = plan_options;
   off.context_parallel = SegmentPolicy::kOff;
   if (what == "context-parallel") return {time_run(c, "off", off), time_run(c, "on", plan_options)};

@@ -43,7 +43,8 @@ class GpuBench {
   struct Case;
   Timing time(const std::function<void()>& call);
   GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options);
-  GpuRow time_backward(const Case& c, const PlanOptions& options);
+  GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options);
+  std::vector<GpuRow> time_both(const Case& c, const PlanOptions& options);
 
   DeviceFacts device_;
   struct Flush;

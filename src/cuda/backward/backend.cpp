@@ -17,6 +17,7 @@ namespace {
 std::string decline_keep(const Problem&) { return {}; }
 
 void plan_backward(plan::PlanBuilder& builder) {
+  builder.set_keep(KeepPolicy::kInputs);
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const BackwardSizes sizes = backward_sizes(plan);

@@ -82,9 +82,9 @@ struct FusedPrefillArgs : ChainArgs {
   uint64_t handoff_epoch = 0;  ///< of this launch: a value that no word has before
 };
 /// Arguments of a forward that keeps the state before each chunk and the errors of its tokens, in
-/// bf16, for a backward (fused/kept.cuh): h and vn of ChainArgs are where they go, num_chunks counts
-/// the chunks of the batch. A backward takes groups of heads, so the tiles of a group follow those
-/// of the one before, in each group in the order of chunks. It has no units.
+/// bf16, for a backward (fused/kept.cuh): h and vn of ChainArgs are where they go, num_chunks
+/// counts the chunks of the batch. A backward takes groups of heads, so the tiles of a group follow
+/// those of the one before, in each group in the order of chunks. It has no units.
 struct KeepArgs : FusedPrefillArgs {
   int64_t group_heads = 0;  ///< value heads of a group; the last group may have fewer
 };

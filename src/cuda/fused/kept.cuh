@@ -48,13 +48,13 @@ __device__ void begin_kept(C& c) {
   const int64_t tile = place * C::kBlocks + c.column / kVTile;
   c.chunk_tiles = static_cast<int>(heads) * C::kBlocks;
   c.kept_state = static_cast<char*>(a.h) + tile * C::kStateBytes;
-  c.kept_errors = static_cast<char*>(a.vn) + piece_offset(c) +
-                  (tile + 1 - c.chunk_tiles) * C::kErrorBytes;
+  c.kept_errors =
+      static_cast<char*>(a.vn) + piece_offset(c) + (tile + 1 - c.chunk_tiles) * C::kErrorBytes;
   c.turn = 0;
 }
 
-/// Turns 16 x 16 numbers in pairs at `piece`, this lane's: it gets 8 of a row. kTransposed: rows are
-/// tokens, else columns of V.
+/// Turns 16 x 16 numbers in pairs at `piece`, this lane's: it gets 8 of a row. kTransposed: rows
+/// are tokens, else columns of V.
 template <bool kTransposed>
 __device__ __forceinline__ float4 exchange(uint32_t piece, const uint32_t (&pairs)[4]) {
   __syncwarp();  // all have read what was there

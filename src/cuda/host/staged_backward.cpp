@@ -100,11 +100,12 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t firs
     at[i] = next;
     next += static_cast<std::size_t>(args.shape.HV) * bytes.buffers.*stage::kChunkBuffers[i].bytes;
   }
-  const auto kept_or = [&](const char* saved, const char* made, std::size_t bytes) -> void* {
-    char* kept = call.tensors.saved ? static_cast<char*>(plan::find_block(
-                                          call.plan->saved, call.tensors.saved, saved))
-                                    : nullptr;
-    return kept ? kept + static_cast<std::size_t>(first_value_head) * bytes : block(made);
+  const auto kept_or = [&](const char* saved, const char* made, std::size_t head) -> void* {
+    char* kept =
+        call.tensors.saved
+            ? static_cast<char*>(plan::find_block(call.plan->saved, call.tensors.saved, saved))
+            : nullptr;
+    return kept ? kept + static_cast<std::size_t>(first_value_head) * head : block(made);
   };
   return {factors_at(at),
           kept_or(block::kKeptChunkStates, block::kChunkStates, bytes.buffers.h),

@@ -37,7 +37,8 @@ void plan_backward(plan::PlanBuilder& builder) {
 
 /// A workspace in two halves holds all heads.
 std::string decline_halves(const Plan& plan) {
-  if (keeps_chunks(plan)) return "the forward keeps states and errors of chunks, of whole sequences";
+  if (keeps_chunks(plan))
+    return "the forward keeps states and errors of chunks, of whole sequences";
   if (groups_of(plan).count == 1) return {};
   return cat("all heads at once would need more than ", kSpanBytes / 1e9, " GB");
 }

@@ -107,8 +107,7 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
 /// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut. `kept`: the
 /// forward has kept states and errors.
 inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
-                          const HeadGroups& groups, int64_t segment_tokens = 0,
-                          bool kept = false) {
+                          const HeadGroups& groups, int64_t segment_tokens = 0, bool kept = false) {
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
@@ -139,8 +138,8 @@ inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
 /// backward in two halves has that chain twice.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, int64_t num_heads,
-                                               const HeadGroups& groups, bool halves,
-                                               bool kept, CostEstimate* cost) {
+                                               const HeadGroups& groups, bool halves, bool kept,
+                                               CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups, 0, kept) +

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of K = V = 128 that keep states and errors, and the launch of any size.
-#include "cuda/fused/keep_kernel.cuh"
+#include "cuda/keep/kernel.cuh"
 
 namespace kda::cuda::sm90 {
 
