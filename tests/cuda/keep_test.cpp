@@ -254,5 +254,83 @@ TEST_F(Keep, LengthsOfTheDeviceGiveTheSameBits) {
   EXPECT_TRUE(test::same_gradients(known, bounds));
 }
 
+/// 96 heads that share all rows; each has step sizes of its own, [tokens, 96].
+Inputs of_many_heads(const Inputs& one, const io::Buffer& beta, int64_t tokens) {
+  constexpr int64_t kHeads = 96;
+  Inputs many = one;
+  Problem& p = many.problem;
+  p.num_heads = p.num_value_heads = kHeads;
+  for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g}) desc->strides = {tokens * 128, 128, 0, 1};
+  p.beta = contiguous(DType::kBFloat16, {1, tokens, kHeads});
+  many.beta = beta;
+  many.A_log = io::Buffer(kHeads * sizeof(float));
+  many.dt_bias = io::Buffer(kHeads * one.dt_bias.size());
+  for (std::size_t i = 0; i < kHeads; ++i) {
+    many.A_log.as<float>()[i] = one.A_log.as<float>()[0];
+    std::memcpy(many.dt_bias.data() + i * one.dt_bias.size(), one.dt_bias.data(),
+                one.dt_bias.size());
+  }
+  return many;
+}
+
+TEST_F(Keep, HeadsOfTwoGroupsHaveTheBitsThatTheyHaveAlone) {
+  constexpr int64_t T = 8192, kHeads = 96;  // what the backward takes in two groups
+  const bool runs = !test::emulated();      // a plan alone where that would take an hour
+  check::GenerateOptions options = shape16(runs ? T : 64, 1, 128, 128);
+  options.initial_state = false;
+  options.regime = Regime::kTrained;
+  Inputs one = check::generate(options);
+  if (!runs) {
+    const Problem like = one.problem;
+    one.problem.num_tokens = T;
+    for (TensorDesc* desc : {&one.problem.q, &one.problem.k, &one.problem.v, &one.problem.g})
+      *desc = contiguous(like.q.dtype, {1, T, 1, 128});
+  }
+  io::Buffer beta(static_cast<std::size_t>(T * kHeads) * 2);
+  for (int64_t i = 0; i < T * kHeads; ++i)
+    store_element(beta.data(), DType::kBFloat16, i, static_cast<float>(i % 1009) / 200.0f - 2.5f);
+  const Inputs many = of_many_heads(one, beta, T);
+  check::GradientOptions wanted = kBf16;
+  wanted.d_final_state = false;
+  if (!runs) {
+    PlanOptions keep;
+    keep.keep = KeepPolicy::kKeep;
+    Problem p = many.problem;
+    p.o = contiguous(DType::kBFloat16, {1, T, kHeads, 128});
+    Plan forward;
+    throw_if_error(make_plan(p, {}, test::device(), keep, &forward));
+    Gradients gradients;
+    gradients.d_o = p.o, gradients.dq = p.o;
+    BackwardPlan plan;
+    throw_if_error(make_backward_plan(forward, gradients, {}, &plan));
+    EXPECT_NE(plan.to_text(true).find("2 groups of 48 of 96 q/k heads"), std::string::npos)
+        << plan.to_text(true);
+    return;
+  }
+  GradientBuffers all = check::make_gradients(many, wanted);
+  test::BackwardCall call(many, all.gradients, kKept);
+  ASSERT_NE(call.plan.to_text(true).find("2 groups of 48 of 96 q/k heads"), std::string::npos);
+  throw_if_error(call.run(&all));
+  for (const int64_t head : {0, 47, 48, 95}) {
+    Inputs alone = one;
+    alone.beta = io::Buffer(static_cast<std::size_t>(T) * 2);
+    GradientBuffers expected = check::make_gradients(alone, wanted);
+    for (int64_t t = 0; t < T; ++t) {
+      std::memcpy(alone.beta.data() + t * 2, beta.data() + (t * kHeads + head) * 2, 2);
+      std::memcpy(expected.d_o.data() + t * 256, all.d_o.data() + (t * kHeads + head) * 256, 256);
+    }
+    test::run_backward(alone, &expected, {.keep_chunks = true, .whole = true});
+    int64_t others = 0;
+    for (const auto& [of_all, of_one] : {std::pair{&all.dq, &expected.dq},
+                                         {&all.dk, &expected.dk},
+                                         {&all.dv, &expected.dv},
+                                         {&all.dg, &expected.dg}})
+      for (int64_t t = 0; t < T; ++t)
+        others += std::memcmp(of_all->data() + (t * kHeads + head) * 256, of_one->data() + t * 256,
+                              256) != 0;
+    EXPECT_EQ(others, 0) << "rows of head " << head;
+  }
+}
+
 }  // namespace
 }  // namespace kda

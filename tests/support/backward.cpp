@@ -30,6 +30,7 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
                            const BackwardRun& run)
     : tensors(inputs.tensors()) {
   PlanOptions options = run.segments > 0 ? fixed_segments(run.segments) : PlanOptions{};
+  if (run.whole) options.context_parallel = SegmentPolicy::kOff;
   options.num_threads = run.num_threads;
   options.backend = run.backend;
   options.kept_state_every = run.kept_every;

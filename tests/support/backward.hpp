@@ -21,6 +21,7 @@ struct BackwardRun {
   int32_t num_sms = 0;       ///< that plans count on; 0: those of the device
   bool from_bounds = false;  ///< the plan does not know cu_seqlens
   int64_t segments = 0;      ///< of each sequence, as far as it has chunks; 0: as the planner likes
+  bool whole = false;        ///< no sequence is cut
   bool spans = false;        ///< a backward in two halves
   const int32_t* state_indices = nullptr;
   const uint8_t* state_mask = nullptr;

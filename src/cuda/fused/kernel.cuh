@@ -139,10 +139,9 @@ __device__ void init_barriers(Storage& storage) {
   ptx::mbarrier_init_fence();
 }
 
-/// A block, from its first to its last instruction. Consumer: the context of its consumer warps.
-template <class Consumer, int kK, class Operand, class E, GateMode kGateMode, class Args>
-__device__ __forceinline__ void run_block(const Args& a) {
-  constexpr bool kSegments = Consumer::kSegments;
+template <int kK, class Operand, class E, GateMode kGateMode, bool kSegments>
+__global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
+    fused_prefill_kernel(const __grid_constant__ ArgsOf<kSegments> a) {
   auto& storage = *reinterpret_cast<SharedStorage<kK, Operand, E>*>(ptx::dynamic_shared());
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) init_barriers<kK>(storage);
@@ -157,7 +156,7 @@ __device__ __forceinline__ void run_block(const Args& a) {
   __syncwarp();
   if (warp < 4) {  // consumer
     set_registers<kConsumerRegisters<kK>>();
-    Consumer context(a);
+    ConsumerContext<kK, InputOf<E>, Operand, kSegments> context(a);
     run_consumer(context, storage, scheduler, warp);
   } else {  // producer
     set_registers<kProducerRegisters<kK>>();
@@ -167,12 +166,6 @@ __device__ __forceinline__ void run_block(const Args& a) {
     run_producer(context, scheduler);
   }
   ptx::cluster_sync();  // the other block may still write here
-}
-
-template <int kK, class Operand, class E, GateMode kGateMode, bool kSegments>
-__global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
-    fused_prefill_kernel(const __grid_constant__ ArgsOf<kSegments> a) {
-  run_block<ConsumerContext<kK, InputOf<E>, Operand, kSegments>, kK, Operand, E, kGateMode>(a);
 }
 
 template <int kK, class Operand, class E, GateMode kGateMode, bool kSegments>

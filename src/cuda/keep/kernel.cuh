@@ -7,10 +7,34 @@
 
 namespace kda::cuda::sm90::fused {
 
+/// As fused_prefill_kernel(), with another consumer. (One body for both gave other code to one of
+/// those kernels.)
 template <int kK, class Operand, class E, GateMode kGateMode>
 __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
     fused_prefill_keep_kernel(const __grid_constant__ KeepArgs a) {
-  run_block<KeepingContext<kK, __nv_bfloat16, Operand>, kK, Operand, E, kGateMode>(a);
+  auto& storage = *reinterpret_cast<SharedStorage<kK, Operand, E>*>(ptx::dynamic_shared());
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) init_barriers<kK>(storage);
+  ptx::griddepcontrol_wait();
+  chain::write_flags<ChainUse::kForward>(a);
+  find_range<kBlocks<kK>, false>(a, storage.range, storage.longest);
+  ptx::cluster_sync();
+  SchedulerState& scheduler = storage.schedulers[warp];
+  if (threadIdx.x % 32 == 0)
+    scheduler.range = storage.range, scheduler.item.exit_interval = WorkItem::kNoInterval;
+  __syncwarp();
+  if (warp < 4) {  // consumer
+    set_registers<kConsumerRegisters<kK>>();
+    KeepingContext<kK, __nv_bfloat16, Operand> context(a);
+    run_consumer(context, storage, scheduler, warp);
+  } else {  // producer
+    set_registers<kProducerRegisters<kK>>();
+    constexpr int kWarps = kGroupWarps<kK>;
+    ProducerContext<kK, Operand, E, kGateMode, false> context(
+        a, storage, ptx::cluster_rank(), (warp - 4) / kWarps, threadIdx.x % (kWarps * 32));
+    run_producer(context, scheduler);
+  }
+  ptx::cluster_sync();  // the other block may still write here
 }
 
 template <int kK, class Operand, class E, GateMode kGateMode>
