@@ -262,8 +262,9 @@ void cut(plan::PlanBuilder& builder) {
 
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
+  const bool keeps = builder.requested().keep == KeepPolicy::kKeep;
   if (plan.lengths_known) cut(builder);
-  if (builder.requested().keep == KeepPolicy::kKeep) staged::save_chunks(builder);
+  if (keeps) staged::save_chunks(builder);
   const bool one_pass = joins_in_one_pass(plan);
   if (one_pass)
     list_one_pass(builder);
@@ -271,7 +272,7 @@ void plan_forward(plan::PlanBuilder& builder) {
     plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
   book_maps(builder);
   if (plan.segmented) book_units(builder);
-  if (plan.requested.spans)
+  if (plan.requested.spans && !keeps)
     builder.reason("spans: an empty segment in front of each sequence, whose start comes later");
   book_handoffs(builder);
   if (plan.segmented)
