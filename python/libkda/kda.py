@@ -67,10 +67,12 @@ def _written(out, rows):
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
 
-def _can_keep_chunks(q, k, v, g, head_map):
-    """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused)."""
-    rows, K = (q, k, v, g), q.shape[-1]
-    if head_map or torch.cuda.get_device_capability(q.device) != (9, 0):
+def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
+    """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused), and the call
+    chains for three quarters of it: with fewer a forward that cuts them is worth more."""
+    rows, K, card = (q, k, v, g), q.shape[-1], torch.cuda.get_device_properties(q.device)
+    chains = (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1) * v.shape[2]
+    if head_map or (card.major, card.minor) != (9, 0) or chains * (K // 64) * 4 < card.multi_processor_count * 3:
         return False
     if any(x.dtype != torch.bfloat16 for x in rows[:3]) or g.dtype not in (torch.bfloat16, torch.float32):
         return False
@@ -79,11 +81,12 @@ def _can_keep_chunks(q, k, v, g, head_map):
     return all(step * x.element_size() % 16 == 0 for x in rows for step in (x.storage_offset(), *x.stride()[:-1]))
 
 
-def _kept(q, k, v, g, head_map, disable_recompute):
+def _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute):
     """What a forward keeps for its backward: nothing up to 4,096 tokens, where little is spared, and on a GPU, unless
     disable_recompute asks for it."""
     if q.is_cuda:
-        return ops.KEEP_ALL if disable_recompute and _can_keep_chunks(q, k, v, g, head_map) else ops.KEEP_NOTHING
+        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, cu_seqlens, head_map)
+        return ops.KEEP_ALL if keeps else ops.KEEP_NOTHING
     if disable_recompute:
         return ops.KEEP_ALL
     return ops.KEEP_STATES if q.shape[1] > 4096 else ops.KEEP_NOTHING
@@ -149,9 +152,9 @@ def chunk_kda(
 
     Gradients of all float tensors, each of the type of its tensor, are exact to the rounding of that type
     (docs/python.md, "Training"). A forward keeps its inputs for them; on the CPU also the fp32 state after every 2,048
-    tokens, beyond 4,096 tokens or with disable_recompute; on a Hopper GPU with disable_recompute the state before every
-    64 tokens and the errors of all, 768 bytes a token and head of 128. There are no second and no forward-mode
-    derivatives.
+    tokens, beyond 4,096 tokens or with disable_recompute; on a Hopper GPU that it fills, with disable_recompute, the
+    state before every 64 tokens and the errors of all, 768 bytes a token and head of 128. There are no second and no
+    forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
     cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes.
@@ -212,7 +215,7 @@ def chunk_kda(
         has_state = dense(has_state)
     if not return_intermediate_states and out is None:
         if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
-            keep = _kept(q, k, v, g, head_map, disable_recompute)
+            keep = _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute)
             o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep,
                                   head_map)
         else:

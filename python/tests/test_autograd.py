@@ -653,8 +653,9 @@ def is_hopper():
 
 @pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
 @pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
-@pytest.mark.parametrize("sizes, cu_seqlens", [
-    (dict(T=300), None), (dict(B=1, T=300, N=3), torch.tensor([0, 1, 200, 300])), (dict(T=70, K=64, V=64), None)])
+@pytest.mark.parametrize("sizes, cu_seqlens", [  # chains enough
+    (dict(T=150, H=16, HV=32), None), (dict(B=1, T=300, N=3, H=20, HV=20), torch.tensor([0, 1, 200, 300])),
+    (dict(T=70, H=64, HV=64, K=64, V=64), None)])
 def test_a_hopper_keeps_states_and_errors(gates, sizes, cu_seqlens):
     sizes = dict(dict(K=128, V=128), **sizes)
     rounded = {name: t.detach().bfloat16() if name in ROWS else t.detach()
@@ -685,6 +686,12 @@ def test_what_a_gpu_does_not_keep():
     leaves = {name: t.requires_grad_() for name, t in rows.items()}
     same = gradients(chunk_kda, leaves, **FLAGS), gradients(chunk_kda, leaves, **FLAGS, disable_recompute=True)
     assert all(torch.equal(same[0][name], same[1][name]) for name in leaves)  # it keeps nothing then
+    few = {name: (t.detach().bfloat16() if name in ROWS else t.detach()).cuda().requires_grad_()
+           for name, t in problem(T=70, K=128, V=128).items()}
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+        chunk_kda(**few, **FLAGS, disable_recompute=True)
+    assert all(x.numel() == 0 for x in saved if x.dtype is torch.uint8)  # chains for a tenth of the card
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
