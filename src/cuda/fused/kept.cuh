@@ -74,24 +74,18 @@ __device__ __forceinline__ void take_scale_back(const C& c, uint32_t (&pairs)[4]
       pair = ptx::mul_x2<__nv_bfloat16>(pair,
                                         static_cast<uint32_t>(127 - c.scale.exponent) * 0x800080);
 }
-/// Keeps the state before a chunk. `piece`: of the chunk's first sub-chunk. A store waits for what
-/// its lane took back: it comes when more are on their way.
+/// Keeps the state before a chunk. `piece`: of the chunk's first sub-chunk.
 template <class C>
 __device__ __forceinline__ void keep_state(C& c, uint32_t piece) {
   const int row = c.lane % 16, column = c.lane / 16;
-  constexpr int kBehind = 3;
-  float4 taken[kBehind];
 #pragma unroll
-  for (int step = 0; step < C::kSteps + kBehind; ++step) {
-    const int stored = step - kBehind;
-    if (stored >= 0)
-      *reinterpret_cast<float4*>(c.kept_state + 2 * swizzled_from(c.tile_column, 2 * stored, row,
-                                                                  column)) = taken[step % kBehind];
-    if (step >= C::kSteps) continue;
+  for (int step = 0; step < C::kSteps; ++step) {
     uint32_t pairs[4];
     chain::round_pairs<__nv_bfloat16>(c.state[2 * step], c.state[2 * step + 1], pairs);
     take_scale_back(c, pairs);
-    taken[step % kBehind] = exchange<false>(piece, pairs);
+    *reinterpret_cast<float4*>(c.kept_state +
+                               2 * swizzled_from(c.tile_column, 2 * step, row, column)) =
+        exchange<false>(piece, pairs);
   }
   c.kept_state += static_cast<int64_t>(c.chunk_tiles) * C::kStateBytes;
   c.kept_errors += static_cast<int64_t>(c.chunk_tiles - 1) * C::kErrorBytes;
