@@ -40,8 +40,8 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
 }
 
 /// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
-/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most. On a
-/// GPU every chunk of 64 tokens has a state and errors, in 16 bits.
+/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most. On
+/// a GPU every chunk of 64 tokens has a state and errors, in 16 bits.
 int64_t room_for_saved(const kda_problem& p, int64_t keep, bool on_gpu) {
   if (keep == 0) return 0;
   if (on_gpu) {
@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
   } catch (const Unsupported& error) {
     refuse("no backward pass: ", error.what() + sizeof("libkda: ") - 1);
   }
-  Tensor saved = new_tensor<1>("saved", q, {room_for_saved(p, keep, q.is_cuda())},
-                               aoti_torch_dtype_uint8());
+  Tensor saved =
+      new_tensor<1>("saved", q, {room_for_saved(p, keep, q.is_cuda())}, aoti_torch_dtype_uint8());
   if (keep != 0 && !q.is_cuda())
     torch::stable::zero_(saved);  // what it has room for beyond: equal calls, equal bits
   const auto start = reinterpret_cast<uintptr_t>(saved.const_data_ptr());
