@@ -56,6 +56,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/keep/fused_k64.cu
   src/cuda/spans/segment_compose.cu
   src/cuda/segments/segment_merge_sm90.cu
+  src/cuda/staged/backward/both_merges_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu
   src/cuda/staged/backward/chunk_grad_sm90.cu
   src/cuda/staged/backward/chunk_intra_half_sm90.cu

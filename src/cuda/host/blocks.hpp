@@ -25,6 +25,8 @@ inline constexpr const char* kFactorsThenRows = "factors_then_rows";
 inline constexpr const char* kChunkStates = "chunk_states";
 inline constexpr const char* kChunkDStates = "chunk_d_states";
 inline constexpr const char* kSegmentSequences = "segment_sequences";
+inline constexpr const char* kSegmentD = "segment_D";
+inline constexpr const char* kSegmentDStates = "segment_d_states";
 // Blocks of the backward of cuda.smxx.recurrent.
 inline constexpr const char* kBackwardStates = "backward_states";
 inline constexpr const char* kBackwardDStates = "backward_d_states";

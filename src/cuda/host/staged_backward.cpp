@@ -13,6 +13,7 @@
 #include "cuda/host/staged.hpp"
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/both_merges_sm90.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
@@ -128,8 +129,9 @@ struct Segments {
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
   SequenceMap sequences;             ///< each segment a sequence
   int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [spans]
-  /// These are a group's. D lies over B, and dS behind segments over the states before them.
-  float *M = nullptr, *B = nullptr, *states = nullptr;
+  /// These are a group's.
+  float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
+  float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
 };
 
 Segments segments_of(const stage::Call& call, const Maps& maps) {
@@ -151,6 +153,8 @@ Segments segments_of(const stage::Call& call, const Maps& maps) {
   segments.M = static_cast<float*>(block(stage::kSegmentM.name));
   segments.B = static_cast<float*>(block(stage::kSegmentB.name));
   segments.states = static_cast<float*>(block(stage::kSegmentStates.name));
+  segments.D = static_cast<float*>(block(block::kSegmentD));
+  segments.d_states = static_cast<float*>(block(block::kSegmentDStates));
   return segments;
 }
 
@@ -212,22 +216,37 @@ struct GroupLaunches {
     return chain;
   }
 
-  SegmentMergeArgs merge_args(const StateView& initial) const {
+  SegmentMergeArgs merge_args(const StateView& initial, const float* B, float* states) const {
     SegmentMergeArgs merge;
     merge.shape = args.shape, merge.map = args.map;
     merge.segment_offsets = segments.offsets;
     merge.initial = initial;
-    merge.M = segments.M, merge.B = segments.B, merge.states_in = segments.states;
+    merge.M = segments.M, merge.B = B, merge.states_in = states;
     return merge;
   }
+  /// For states before segments.
+  SegmentMergeArgs states_args() const {
+    return merge_args(args.initial, segments.B, segments.states);
+  }
+  /// For dS behind segments; behind an empty first one it is the gradient before the sequence.
+  SegmentMergeArgs d_states_args(const StateView& d_final) const {
+    return merge_args(d_final, segments.D, segments.d_states);
+  }
 
-  /// States before segments.
-  Status scan_and_merge() const {
+  /// M and B of segments.
+  Status scan() const {
     ChainArgs chain = chain_args();
     chain.M = segments.M, chain.B = segments.B;
-    KDA_RETURN_IF_ERROR(launch_chain(chain, ChainUse::kScan, /*fp16=*/false, plan.device, spans(),
-                                     args.shape.V + args.shape.K, where));
-    return launch_merge(merge_args(args.initial), plan.device, where);
+    return launch_chain(chain, ChainUse::kScan, /*fp16=*/false, plan.device, spans(),
+                        args.shape.V + args.shape.K, where);
+  }
+
+  Status both_merges() const {
+    const int64_t K = args.shape.K;
+    if (on_hopper() && (K == 64 || K == 128))
+      return sm90::launch_both_merges(states_args(), d_states_args(args.d_final), where);
+    KDA_RETURN_IF_ERROR(launch_merge(states_args(), plan.device, where));
+    return launch_reverse_merge(d_states_args(args.d_final), where);
   }
 
   /// Where the forward has kept states and errors, flags alone are to be written.
@@ -260,7 +279,7 @@ struct GroupLaunches {
   /// Chains of segments from zero, for dS behind them.
   ReverseArgs scan_args() const {
     ReverseArgs reverse = d_args(segments.sequences);
-    reverse.d_initial = reverse.initial = span_states(segments.B);
+    reverse.d_initial = reverse.initial = span_states(segments.D);
     return reverse;
   }
 
@@ -270,7 +289,7 @@ struct GroupLaunches {
     reverse.d_final = args.d_final;
     reverse.d_initial = args.d_initial, reverse.initial = args.initial;
     if (segments.spans > 0) {
-      reverse.d_final = span_states(segments.states);
+      reverse.d_final = span_states(segments.d_states);
       reverse.d_initial.indices = segments.sequence_slots;
       reverse.initial.indices = segments.initial_slots;
       reverse.initial.mask = nullptr;
@@ -362,18 +381,18 @@ struct GroupLaunches {
     return reverse;
   }
 
-  /// dS behind segments; behind an empty first one it is the gradient before the sequence.
-  Status merge(const StateView& d_final) const {
-    return launch_reverse_merge(merge_args(d_final), where);
+  Status reverse_merge(const StateView& d_final) const {
+    return launch_reverse_merge(d_states_args(d_final), where);
   }
 
   /// What does not wait for dS behind the sequences. `halves`: there is something to wait for;
-  /// null: not. `tokens`: wants_tokens(). States and errors also say what is wrong with the
-  /// sequences.
+  /// null: not, and states and errors are left to finish(). `tokens`: wants_tokens(). States and
+  /// errors also say what is wrong with the sequences.
   Status begin(bool tokens, const SpanGradients* halves) const {
     KDA_RETURN_IF_ERROR(intra());
-    if (segments.spans == 0 && !halves) return {};
-    if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan_and_merge());
+    if (segments.spans > 0) KDA_RETURN_IF_ERROR(scan());
+    if (!halves) return segments.spans > 0 ? chains(nullptr, scan_args()) : Status{};
+    if (segments.spans > 0) KDA_RETURN_IF_ERROR(launch_merge(states_args(), plan.device, where));
     const ChainArgs errors = errors_args();
     return chains(tokens || args.flags ? &errors : nullptr,
                   segments.spans > 0 ? scan_args() : whole_args(*halves));
@@ -381,8 +400,9 @@ struct GroupLaunches {
 
   Status finish(bool tokens, bool halves) const {
     const ChainArgs errors = errors_args();
-    const bool wanted = segments.spans == 0 && !halves && (tokens || args.flags);
-    if (segments.spans > 0) KDA_RETURN_IF_ERROR(merge(args.d_final));
+    const bool wanted = !halves && (tokens || args.flags);
+    if (segments.spans > 0)
+      KDA_RETURN_IF_ERROR(halves ? reverse_merge(args.d_final) : both_merges());
     const ReverseArgs reverse = last_args(tokens);
     KDA_RETURN_IF_ERROR(half && halves ? half_chains_again(reverse)
                                        : chains(wanted ? &errors : nullptr, reverse));
@@ -438,13 +458,14 @@ Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
   return for_groups(begin.backward, false, [&](const GroupLaunches& group, bool tokens) {
     KDA_RETURN_IF_ERROR(group.begin(tokens, &begin.spans));
     if (!begin.spans.D || group.segments.spans == 0) return Status{};
-    KDA_RETURN_IF_ERROR(group.merge(begin.spans.from_final ? group.args.d_final : StateView{}));
+    KDA_RETURN_IF_ERROR(
+        group.reverse_merge(begin.spans.from_final ? group.args.d_final : StateView{}));
     const Shape& shape = group.args.shape;
     const int64_t floats = int64_t{shape.HV} * shape.K * shape.V;
     for (int64_t n = 0; n < call.problem.num_sequences; ++n) {
       const int64_t first = call.plan->segment_offsets[static_cast<std::size_t>(n)];
       KDA_RETURN_IF_ERROR(call_status(
-          cudaMemcpyAsync(begin.spans.D + n * floats, group.segments.states + first * floats,
+          cudaMemcpyAsync(begin.spans.D + n * floats, group.segments.d_states + first * floats,
                           static_cast<std::size_t>(floats) * sizeof(float),
                           cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(call.stream)),
           "cudaMemcpyAsync"));

@@ -30,11 +30,10 @@ struct Place {
   int64_t sequence, head;
   int column0;
 };
-__device__ inline Place place_of(const SegmentMergeArgs& a) {
+__device__ inline Place place_of(const SegmentMergeArgs& a, unsigned block) {
   const unsigned tiles = (a.shape.V + kColumns - 1) / kColumns;
   const auto HV = static_cast<unsigned>(a.shape.HV);
-  return {blockIdx.x / tiles / HV, blockIdx.x / tiles % HV,
-          static_cast<int>(blockIdx.x % tiles) * kColumns};
+  return {block / tiles / HV, block / tiles % HV, static_cast<int>(block % tiles) * kColumns};
 }
 inline int64_t blocks_of(const SegmentMergeArgs& args) {
   return args.map.num_sequences * args.shape.HV * ((args.shape.V + kColumns - 1) / kColumns);

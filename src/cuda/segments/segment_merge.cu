@@ -33,7 +33,7 @@ struct Merge {
   __device__ Merge(const SegmentMergeArgs& args, State* shared)
       : a(args),
         states(shared),
-        place(merge::place_of(args)),
+        place(merge::place_of(args, blockIdx.x)),
         lane_row(static_cast<int>(threadIdx.x) / 32 * 32 + static_cast<int>(threadIdx.x) % 32 / 4),
         quad(static_cast<int>(threadIdx.x) % 4),
         row(lane_row + quad * 8) {}

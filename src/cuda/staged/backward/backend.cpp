@@ -156,6 +156,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
     builder.book(stage::kSegmentM.name, states, K * K * sizeof(float));
     builder.book(stage::kSegmentB.name, states, K * V * sizeof(float));
     builder.book(stage::kSegmentStates.name, states, K * V * sizeof(float));
+    builder.book(block::kSegmentD, states, K * V * sizeof(float));
+    builder.book(block::kSegmentDStates, states, K * V * sizeof(float));
     builder.book(block::kSegmentSequences, 1,
                  (2 * (plan.segments.size() + 1)) * sizeof(int64_t) +
                      2 * plan.segments.size() * sizeof(int32_t));

@@ -32,7 +32,7 @@ struct ReverseMerge {
   __device__ ReverseMerge(const SegmentMergeArgs& args, Shared& shared)
       : a(args),
         s(shared),
-        place(merge::place_of(args)),
+        place(merge::place_of(args, blockIdx.x)),
         row(static_cast<int>(threadIdx.x) % kK),
         part(static_cast<int>(threadIdx.x) / kK),
         own{args, place.head, row, place.column0 + part * 4} {}
