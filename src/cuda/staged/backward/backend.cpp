@@ -109,18 +109,16 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   builder.stage("chunk_intra", tiles, "of each group: factors of one (chunk, value head) a task");
   if (plan.segmented) {
     builder.stage("segment_scan", 2 * segments * HV, "of each group: B and M of every segment");
+    builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
     builder.stage("segment_merge", p.num_sequences * HV,
                   "of each group: states before segments, in order");
+    builder.stage("reverse_merge", p.num_sequences * HV,
+                  "of each group: dS behind segments, right to left");
   }
   const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
   const bool kept = keeps_chunks(plan);
   if (tokens && !kept)
     builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
-  if (plan.segmented) {
-    builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
-    builder.stage("reverse_merge", p.num_sequences * HV,
-                  "of each group: dS behind segments, right to left");
-  }
   const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
                          p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
                          (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
@@ -166,7 +164,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   if (!plan.lengths_known || p.num_sequences == 0) return;
   const CostInput in = cost_input(builder.workload(), plan.device);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
-                   .serial_us = backward_us(in, plan.device, p.num_heads, groups, 0, kept),
+                   .serial_us = backward_us(in, plan.device, p.num_heads, groups, {.kept = kept}),
                    .segmented_us = plan.cost.segmented_us});
 }
 

@@ -11,17 +11,20 @@
 namespace kda::cuda::staged {
 
 struct BackwardCosts {
-  ChainCosts errors, reverse;
+  ChainCosts scan, errors, reverse;
   bool beside;  ///< one launch has the chains of both directions
   /// Bytes a token and value head that each direction reads and writes, and one for D alone; 0: not
   /// what bounds it.
   double errors_bytes, reverse_bytes, d_bytes;
   double gradients_ns;  ///< SM time of a token and value head behind the chains
+  double group_us;      ///< launches of a group, and what they take to fill the card
   double minimum_step;  ///< of the time with fewer segments, for more of them
 };
 
 /// Hopper's own kernels (chains_sm90.cu; with K = V = 128 and 64 grad_sm90).
 inline constexpr BackwardCosts kSm90Backward = {
+    .scan =
+        {.few_ns = 13.5, .alone_ns = 13.5, .shared_ns = 10.2, .blocks_per_sm = 2, .fixed_us = 3},
     .errors =
         {.few_ns = 14.5, .alone_ns = 14.5, .shared_ns = 14.5, .blocks_per_sm = 1, .fixed_us = 5},
     .reverse =
@@ -31,11 +34,13 @@ inline constexpr BackwardCosts kSm90Backward = {
     .reverse_bytes = 2048,
     .d_bytes = 1280,
     .gradients_ns = 156,
-    // 8, 11 and 12 segments of 32,768 tokens and 4 heads took up to 2% more than predicted.
-    .minimum_step = 0.97};
+    .group_us = 40,
+    // 8 to 32 segments of 32,768 tokens and 4 heads took from 2% less to 3% more than predicted.
+    .minimum_step = 0.99};
 
 /// Other GPUs, measured on an H200 too. Blocks that share an SM are taken to run in turn.
 inline constexpr BackwardCosts kOtherBackward = {
+    .scan = kOtherCosts.scan,
     .errors = {.few_ns = 31, .alone_ns = 46, .shared_ns = 46, .blocks_per_sm = 2, .fixed_us = 6},
     .reverse = {.few_ns = 32, .alone_ns = 55, .shared_ns = 55, .blocks_per_sm = 2, .fixed_us = 8},
     .beside = false,
@@ -43,6 +48,7 @@ inline constexpr BackwardCosts kOtherBackward = {
     .reverse_bytes = 0,
     .d_bytes = 0,
     .gradients_ns = 343 + 103,  // chunk_grad and the last pass
+    .group_us = 13,
     .minimum_step = kOtherCosts.minimum_step};
 
 inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
@@ -53,8 +59,6 @@ inline constexpr MergeCosts kReverseMerge = {
     .step_us = 2.9, .columns = 8, .blocks_per_sm = 2, .fixed_us = 6};
 /// The maps of segments, and launches that end before the next ones begin.
 inline constexpr double kSegmentsUs = 12;
-/// Launches of a group.
-inline constexpr double kGroupUs = 13;
 /// The part of the card's bandwidth that chains reach.
 inline constexpr double kChainBandwidth = 0.9;
 
@@ -80,34 +84,57 @@ inline double chain_memory_us(const CostInput& in, double bytes) {
          (kChainBandwidth * in.bytes_per_second) * 1e6;
 }
 
-/// The chains of a group of heads, whose CostInput `in` is; `segment_tokens` 0: uncut.
+/// States before segments and dS behind them. One launch has both on Hopper, but not in two halves.
+inline double merges_us(const CostInput& in, const DeviceFacts& device, int64_t steps,
+                        bool halves) {
+  const MergeCosts& merge = costs_of(device).merge;
+  if (halves || !backward_costs_of(device).beside)
+    return merge_us(in, merge, steps) + merge_us(in, kReverseMerge, steps);
+  CostInput both = in;
+  both.num_value_heads *= 2;
+  return merge_us(both, merge, steps);
+}
+
+/// How a backward is cut; 0 tokens: not at all.
+struct BackwardCut {
+  int64_t segment_tokens = 0;
+  bool halves = false;  ///< of a backward in two halves: states and errors are in the first one
+  bool kept = false;    ///< the forward has kept states and errors
+};
+
+/// The chains of a group of heads, whose CostInput `in` is.
 inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& device,
-                                    int64_t segment_tokens, bool kept) {
+                                    const BackwardCut& how) {
   const BackwardCosts& c = backward_costs_of(device);
-  const double errors_bytes = kept ? 0 : c.errors_bytes;
-  if (segment_tokens == 0)
+  const double errors_bytes = how.kept ? 0 : c.errors_bytes;
+  if (how.segment_tokens == 0)
     return std::max(chain_memory_us(in, errors_bytes + c.reverse_bytes),
                     both_chains_us(in, c, static_cast<double>(in.lengths.size()),
-                                   static_cast<double>(longest_of(in)), kept));
-  const Costs& costs = costs_of(device);
-  const Cut cut = cut_of(in, segment_tokens, segment_tokens);
-  const auto longest = static_cast<double>(segment_tokens);
+                                   static_cast<double>(longest_of(in)), how.kept));
+  const Cut cut = cut_of(in, how.segment_tokens, how.segment_tokens);
+  const auto longest = static_cast<double>(how.segment_tokens);
   const int64_t tiles = tiles_of(in.value_dim);
   const auto us = [&](const ChainCosts& chain, int64_t of_tiles) {
     return chains_us(in, chain, cut.segments, longest, total_tokens(in), of_tiles);
   };
-  // Chains from zero go beside the errors; then those from their gradients.
-  return kSegmentsUs + us(costs.scan, tiles + tiles_of(in.key_dim)) +
-         std::max(chain_memory_us(in, errors_bytes + c.d_bytes),
-                  both_chains_us(in, c, cut.segments, longest, kept)) +
-         std::max(chain_memory_us(in, c.reverse_bytes), us(c.reverse, tiles)) +
-         merge_us(in, costs.merge, cut.most - 1) + merge_us(in, kReverseMerge, cut.most - 1);
+  // Chains for D and those from right to left; states and errors go beside the latter, or in two
+  // halves beside the former.
+  const auto beside = [&](double bytes) {
+    return std::max(chain_memory_us(in, errors_bytes + bytes),
+                    both_chains_us(in, c, cut.segments, longest, how.kept));
+  };
+  const auto alone = [&](double bytes) {
+    return std::max(chain_memory_us(in, bytes), us(c.reverse, tiles));
+  };
+  const double chains = how.halves ? beside(c.d_bytes) + alone(c.reverse_bytes)
+                                   : alone(c.d_bytes) + beside(c.reverse_bytes);
+  return kSegmentsUs + us(c.scan, tiles + tiles_of(in.key_dim)) + chains +
+         merges_us(in, device, cut.most - 1, how.halves);
 }
 
-/// Groups one after the other, in segments of at most `segment_tokens`; 0: uncut. `kept`: the
-/// forward has kept states and errors.
+/// Groups one after the other.
 inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_t num_heads,
-                          const HeadGroups& groups, int64_t segment_tokens = 0, bool kept = false) {
+                          const HeadGroups& groups, const BackwardCut& how = {}) {
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
@@ -120,7 +147,7 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   CostInput group = in;
   for (int64_t first = 0; first < num_heads; first += groups.heads) {
     group.num_value_heads = std::min(groups.heads, num_heads - first) * of_each;
-    us += chains_of_backward_us(group, device, segment_tokens, kept) + kGroupUs;
+    us += chains_of_backward_us(group, device, how) + backward_costs_of(device).group_us;
   }
   return std::max(cuda::backward::least_us(in), us);
 }
@@ -142,14 +169,14 @@ inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const plan::CutSearch search{.whole_us = backward_us(in, device, num_heads, groups, 0, kept) +
-                                           (halves ? reverse_us(in, device) : 0),
-                               .minimum_gain = kMinimumGain,
-                               .minimum_step = backward_costs_of(device).minimum_step,
-                               .time_us = [&](int64_t, int64_t segment_tokens) {
-                                 return backward_us(in, device, num_heads, groups, segment_tokens,
-                                                    kept);
-                               }};
+  const plan::CutSearch search{
+      .whole_us = backward_us(in, device, num_heads, groups, {.kept = kept}) +
+                  (halves ? reverse_us(in, device) : 0),
+      .minimum_gain = kMinimumGain,
+      .minimum_step = backward_costs_of(device).minimum_step,
+      .time_us = [&](int64_t, int64_t segment_tokens) {
+        return backward_us(in, device, num_heads, groups, {segment_tokens, halves, kept});
+      }};
   return plan::best_partition(work, search, &cost->segmented_us);
 }
 
