@@ -202,10 +202,10 @@ TEST(Planner, SegmentsOfABackwardAreThoseAskedOfTheForward) {
   EXPECT_EQ(off.segments.size(), 0u);
   EXPECT_NE(off.to_text(true).find("off: asked for"), std::string::npos) << off.to_text(true);
   EXPECT_EQ(plan_of(32768, 4, test::fixed_segments(5)).segments.size(), 5u);
-  // M, B and states of 4 heads, and some words a segment.
+  // M, B, D and two states of 4 heads, and some words a segment.
   const std::size_t n = few.segments.size(), more = few.workspace_bytes - off.workspace_bytes;
-  EXPECT_GE(more, n * 4 * 3 * 128 * 128 * 4);
-  EXPECT_LE(more, n * 4 * 3 * 128 * 128 * 4 + n * 100 + 1024);
+  EXPECT_GE(more, n * 4 * 5 * 128 * 128 * 4);
+  EXPECT_LE(more, n * 4 * 5 * 128 * 128 * 4 + n * 100 + 1024);
   for (const auto& [T, heads] : {std::pair{8192, 64}, std::pair{256, 8}, std::pair{64, 1}}) {
     const Plan declined = plan_of(T, heads);
     EXPECT_FALSE(declined.segmented) << T;
