@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/backward/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 
 namespace kda::cuda {
 namespace backward {
@@ -14,6 +15,7 @@ inline int64_t parameter_blocks(const BackwardArgs& a) {
 __global__ void __launch_bounds__(kThreads)
     backward_parameters_kernel(const __grid_constant__ BackwardArgs a) {
   __shared__ double totals[kPhases][kSumColumns];
+  ptx::griddepcontrol_wait();
   const int K = a.shape.K, blocks = (K + kSumColumns) / kSumColumns;
   const int64_t head = blockIdx.x / blocks, stride = a.shape.HV * (K + 1);
   const int column = threadIdx.x % kSumColumns, phase = threadIdx.x / kSumColumns;

@@ -178,6 +178,8 @@ struct GroupLaunches {
   const Launch where;
   const bool half = has_half_chains(plan, args);
 
+  /// For kernels that wait for those before them (ptx/pdl.cuh).
+  Launch early() const { return {where.stream, plan.device.compute_capability >= 90}; }
   bool on_hopper() const { return sm90::kBuilt && plan.device.compute_capability == 90; }
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
@@ -244,7 +246,7 @@ struct GroupLaunches {
   Status both_merges() const {
     const int64_t K = args.shape.K;
     if (on_hopper() && (K == 64 || K == 128))
-      return sm90::launch_both_merges(states_args(), d_states_args(args.d_final), where);
+      return sm90::launch_both_merges(states_args(), d_states_args(args.d_final), early());
     KDA_RETURN_IF_ERROR(launch_merge(states_args(), plan.device, where));
     return launch_reverse_merge(d_states_args(args.d_final), where);
   }
@@ -303,7 +305,7 @@ struct GroupLaunches {
     const bool leaves =
         args.d_initial.base || args.gate.gate_mode == GateMode::kLog || plan.requested.spans;
     uint32_t* left = leaves ? left_words(plan, args) : nullptr;
-    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, where));
+    KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, args.v, left, early()));
     if (!leaves) return {};
     KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_args(), left, where));
     return sm90::launch_left_chains(errors, reverse, left, where);
@@ -326,7 +328,7 @@ struct GroupLaunches {
   /// Two chains that need nothing of each other; null: not wanted.
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
     if (on_hopper())
-      return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, where);
+      return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, early());
     if (errors)
       KDA_RETURN_IF_ERROR(
           launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
@@ -359,16 +361,16 @@ struct GroupLaunches {
     FinishedGradArgs grad = grad_args();
     if (by_hopper(grad)) {
       grad.left = left_words(plan, args);
-      KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, where));
+      KDA_RETURN_IF_ERROR(sm90::launch_chunk_grad(grad, plan.device.num_sms, early()));
       BackwardArgs by_chunks = args;
       by_chunks.sizes.pieces = grad.num_chunks;
-      return args.sums ? launch_parameters(by_chunks, where) : Status{};
+      return args.sums ? launch_parameters(by_chunks, early()) : Status{};
     }
     HeadGates<ChunkGradArgs> portable{grad};
     portable.gate_step = args.gate_step, portable.tiled = args.tiled;
     KDA_RETURN_IF_ERROR(launch_chunk_grad(portable, where));
     KDA_RETURN_IF_ERROR(launch_finish_gradients(args, where));
-    return args.sums ? launch_parameters(args, where) : Status{};
+    return args.sums ? launch_parameters(args, early()) : Status{};
   }
 
   /// The chains of whole sequences, for D alone.

@@ -22,6 +22,7 @@ constexpr int kThreads = Direction<kK, false>::kMultipliers + Direction<kK, fals
 template <int kK>
 __global__ void __launch_bounds__(kThreads<kK>)
     both_merges_kernel(const __grid_constant__ KernelArgs a) {
+  ptx::griddepcontrol_wait();
   void* const shared = ptx::dynamic_shared();
   using Forward = Direction<kK, false>;
   using Reverse = Direction<kK, true>;

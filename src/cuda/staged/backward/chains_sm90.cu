@@ -9,6 +9,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/half_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
@@ -223,8 +224,9 @@ struct Errors<__half, kK> {
 
 // ---- from right to left: dS and dZ -------------------------------------------------------------
 
-/// F: of the factors. With fp16 state, d_o, X and dZ are times a power of two.
-template <class F, int kK>
+/// F: of the factors. With fp16 state, d_o, X and dZ are times a power of two. kAlone: the gradient
+/// before the sequence is all; there is no dZ.
+template <class F, int kK, bool kAlone = false>
 struct Reverse {
   using C = chain::Chain<F, kK, ChainUse::kReverse>;
   static constexpr bool kRows = true;
@@ -257,7 +259,7 @@ struct Reverse {
     visit_factor(c, chunk, s.gamma, c.a.factors.gamma, visit);
     visit_factor(c, chunk, s.qg, c.a.factors.qg, visit);
     visit_factor(c, chunk, s.w, c.a.factors.w, visit);
-    visit_factor(c, chunk, s.inverse, c.a.factors.T, visit);
+    if constexpr (!kAlone) visit_factor(c, chunk, s.inverse, c.a.factors.T, visit);
   }
   __device__ void copy_rows(int chunk, Stage& s) const {
     reverse::copy_d_o<kColumns>(c, a.d_o, chunk, c.u_tile * kVTile, s.d_o);
@@ -295,6 +297,20 @@ struct Reverse {
     ptx::fence_operands(x);
     c.template scale_tokens<-1>(s.beta, x);
     c.round_tokens(x, minus_X);
+    if constexpr (kAlone) {
+      ptx::fence_operands(c.state);
+      ptx::wgmma_fence();
+      chain::multiply_tokens(c.state, s.w, minus_X);
+      ptx::wgmma_commit();
+    } else {
+      make_dz(chunk, s, kHalf ? to_memory : rounded, minus_X, x);
+    }
+  }
+  /// And what X adds to dS. `behind`: the rounded dS behind the chunk.
+  __device__ __forceinline__ void make_dz(int chunk, Stage& s,
+                                          const uint32_t (&behind)[C::kSteps][4],
+                                          const uint32_t (&minus_X)[4][4],
+                                          float (&x)[C::kTokenTiles][4]) {
     // T' has ones on its diagonal: they add the rounded -X to what rounding left of it.
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -311,10 +327,7 @@ struct Reverse {
     chain::multiply_tokens(x, s.inverse, minus_X);  // -dZ^T
     ptx::wgmma_commit();
     ptx::bar_sync<kChainThreads>(1);  // all warps have read kg
-    if constexpr (kHalf)
-      put_state(c, to_memory, reinterpret_cast<T*>(s.kg));
-    else
-      put_state(c, rounded, s.kg);
+    put_state(c, behind, reinterpret_cast<T*>(s.kg));
     ptx::wgmma_wait<0>();
     ptx::fence_operands(x);
 #pragma unroll
@@ -469,6 +482,7 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
 template <class F, int kK, bool kLeft>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_chains_kernel(const __grid_constant__ KernelArgs a) {
+  ptx::griddepcontrol_wait();
   chain::write_flags<ChainUse::kErrors>(a.errors);
   if (blockIdx.x < a.reverse_blocks)
     run<Reverse<F, kK>, kLeft>(a);
@@ -482,6 +496,19 @@ Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
   static_assert(kBytes <= kSharedMemory);
   return launch_kernel("backward_chains", backward_chains_kernel<F, kK, kLeft>, blocks, kThreads,
                        kBytes, where, args);
+}
+
+template <int kK>
+__global__ void __launch_bounds__(kThreads, 1)
+    d_chains_kernel(const __grid_constant__ KernelArgs a) {
+  ptx::griddepcontrol_wait();
+  run<Reverse<T, kK, /*kAlone=*/true>, false>(a);
+}
+
+template <int kK>
+Status launch_alone(const KernelArgs& args, int64_t blocks, const Launch& where) {
+  return launch_kernel("d_chains", d_chains_kernel<kK>, blocks, kThreads,
+                       sizeof(Ring<Reverse<T, kK, true>>), where, args);
 }
 
 /// Their blocks, and what they are given.
@@ -505,6 +532,8 @@ Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const 
   KernelArgs args = {};
   const int64_t blocks = blocks_of(errors, reverse, &args);
   const int64_t K = reverse ? reverse->shape.K : errors->shape.K;
+  if (!errors && !reverse->dh && !reverse->dv.base)
+    return K <= 64 ? launch_alone<64>(args, blocks, where) : launch_alone<128>(args, blocks, where);
   return K <= 64 ? launch<T, 64>(args, blocks, where) : launch<T, 128>(args, blocks, where);
 }
 

@@ -9,6 +9,7 @@
 #include "core/text.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "cuda/staged/backward/grad_sm90/copies.cuh"
 #include "cuda/staged/backward/grad_sm90/left.cuh"
 #include "cuda/staged/backward/grad_sm90/workers.cuh"
@@ -24,6 +25,7 @@ __global__ void __launch_bounds__(grad::kThreads, 1)
   auto& s = *reinterpret_cast<grad::Shared<grad::kCountOf<kHeads>>*>(ptx::dynamic_shared());
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
+  ptx::griddepcontrol_wait();
   if (threadIdx.x < grad::kWorkers) {
     ptx::warpgroup_reg_alloc<grad::kWorkerRegisters>();
     grad::run_workers<kMode, kHeads>(a, s);
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(grad::kThreads, 1)
 
 __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
     left_chunks_kernel(const __grid_constant__ FinishedGradArgs a) {
+  ptx::griddepcontrol_wait();
   grad::run_left(a);
 }
 
