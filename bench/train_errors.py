@@ -117,8 +117,8 @@ def measure(kda, case, folder, args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--value-heads", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--value-heads", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="sm80.staged", help="of libkda (%(default)s)")
     parser.add_argument("--without-fla", action="store_true", help="libkda alone, which needs no GPU library of Python")
