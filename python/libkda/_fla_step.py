@@ -17,26 +17,20 @@ from ._plugin import Plugin
 
 _LAYERS = "fla.layers.kda"
 _DEVICES = ("cuda",)  # one kernel there; elsewhere it would be the same three calls
-_taps = weakref.WeakKeyDictionary()  # of layers
+_VERSIONS = ("0.6.",)  # of FLA whose layer this is
+_last_mask = [None, 0, False]  # a weak reference, its count of changes, whether all sequences have a token
 
 
-def _stamp(x):
-    """Changes with the values of a parameter. One that was made under inference_mode counts no changes."""
-    return x.data_ptr(), x.dtype, 0 if x.is_inference() else x._version
+def _parts(layer):
+    """The modules whose forward a step does without."""
+    return layer.q_conv1d, layer.k_conv1d, layer.v_conv1d, layer.o_norm
 
 
 def _weights_of(layer):
-    """Taps [3, W, H * D] in fp32, and the bias; made once for the values that the parameters have."""
-    convs = (layer.q_conv1d, layer.k_conv1d, layer.v_conv1d)
-    stamp = [_stamp(x) for conv in convs for x in (conv.weight, conv.bias) if x is not None]
-    kept = _taps.get(layer)
-    if kept is None or kept[0] != stamp:
-        taps = torch.stack([conv.weight[:, 0].T.float() for conv in convs])
-        bias = None if convs[0].bias is None else torch.cat([conv.bias for conv in convs])
-        kept = stamp, taps, bias
-        if not (taps.is_cuda and torch.cuda.is_current_stream_capturing()):  # else they have no values yet
-            _taps[layer] = kept
-    return kept[1:]
+    """Weights [3 * H * D, W] and the bias. Made at every step: a parameter's values may change unseen, behind .data."""
+    convs = _parts(layer)[:3]
+    bias = None if convs[0].bias is None else torch.cat([conv.bias for conv in convs])
+    return torch.cat([conv.weight for conv in convs])[:, 0], bias
 
 
 def _joined(caches):
@@ -68,7 +62,25 @@ def _layer_reason(layer):
     return None
 
 
-def _call_reason(layer, x, attention_mask, cu_seqlens):
+def _is_changed(module, device):
+    """Whether a call of a module is more than its class says: hooks, a wrapper, parameters that come for the call."""
+    return (not type(module).__module__.startswith("fla.") or "forward" in vars(module) or module._forward_hooks
+            or module._forward_pre_hooks or any(x.device != device for x in module.parameters()))
+
+
+def _all_have_a_token(mask):
+    """Whether the last token of no sequence is masked. The layers of a model ask of one mask; the first one waits."""
+    version = None if mask.is_inference() else mask._version
+    kept, of, answer = _last_mask
+    if version is None or kept is None or kept() is not mask or of != version:
+        answer = bool(mask[:, -1].all())
+        _last_mask[:] = weakref.ref(mask), version, answer
+    return answer
+
+
+def _call_reason(layer, x, cu_seqlens):
+    if type(layer) is not sys.modules[_LAYERS].KimiDeltaAttention:
+        return f"a layer of class {type(layer).__name__}"
     if x.device.type not in _DEVICES:
         return f"tensors on {x.device.type}"
     if x.is_cuda and (refusal := cuda_refusal(x.device.index)):
@@ -79,9 +91,19 @@ def _call_reason(layer, x, attention_mask, cu_seqlens):
         return "no step of one token a sequence"
     if layer.training or torch.is_grad_enabled():
         return "a call with gradients"
-    if attention_mask is not None and not attention_mask[:, -1].all():
-        return "a sequence of the batch has no token"
-    return _layer_reason(layer)
+    reason = _layer_reason(layer)
+    if reason is None and any(_is_changed(module, x.device) for module in _parts(layer)):
+        reason = "a convolution or norm with hooks, a forward of its own, or parameters elsewhere"
+    return reason
+
+
+def _mask_reason(mask):
+    """Asked last: it waits for the GPU."""
+    if mask is None:
+        return None
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a mask while a CUDA graph is captured"
+    return None if _all_have_a_token(mask) else "a sequence of the batch has no token"
 
 
 def _state_of(layer, cache):
@@ -122,20 +144,20 @@ def _forward(original, plugin):
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
                 output_attentions=False, **kwargs):
         """The layer's own forward, or a decode step on the states of its cache, which are updated in place."""
-        if is_compiling():
-            return original(self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions,
-                            **kwargs)
-        reason, state = _disabled(plugin), None
-        if reason is None:
-            reason = _call_reason(self, hidden_states, attention_mask, kwargs.get("cu_seqlens"))
-        if reason is None:
+        if not is_compiling():
             state = _state_of(self, past_key_values) if use_cache else None
-            reason = _state_reason(state)
-        if reason is None:
-            plugin.serves("fused_decode", "step")
-            plugin.serves("fused_decode")
-            return _step(self, hidden_states, state, past_key_values)
-        plugin.leaves("KimiDeltaAttention", reason, "step")
+            reason = (_disabled(plugin) or _call_reason(self, hidden_states, kwargs.get("cu_seqlens"))
+                      or _state_reason(state) or _mask_reason(attention_mask))
+            if reason is None:
+                try:
+                    result = _step(self, hidden_states, state, past_key_values)
+                except (NotImplementedError, TypeError, ValueError) as error:  # before anything is written
+                    reason = str(error)
+                else:
+                    plugin.serves("fused_decode", "step")
+                    plugin.serves("fused_decode")
+                    return result
+            plugin.leaves("KimiDeltaAttention", reason, "step")
         return original(self, hidden_states, attention_mask, past_key_values, use_cache, output_attentions, **kwargs)
 
     forward.of_libkda = True
@@ -146,5 +168,10 @@ def serve(plugin: Plugin) -> None:
     """Puts the step into FLA's layer, if FLA's layers have been imported; they come with flash-linear-attention."""
     layers = sys.modules.get(_LAYERS)
     layer = getattr(layers, "KimiDeltaAttention", None)
-    if layer is not None and not hasattr(layer.forward, "of_libkda"):
+    if layer is None or hasattr(layer.forward, "of_libkda"):
+        return
+    version = sys.modules["fla"].__version__
+    if version.startswith(_VERSIONS):
         layer.forward = _forward(layer.forward, plugin)
+    else:
+        plugin.leaves("KimiDeltaAttention", f"the layer of FLA {version} is not known", "step")

@@ -70,6 +70,8 @@ def _written(out, rows):
 def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
     """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused), and the call
     chains for three quarters of it: with fewer a forward that cuts them is worth more."""
+    if not torch.cuda.is_available():  # tensors without memory, as of torch.export
+        return False
     rows, K, card = (q, k, v, g), q.shape[-1], torch.cuda.get_device_properties(q.device)
     chains = (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1) * v.shape[2]
     if head_map or (card.major, card.minor) != (9, 0) or chains * (K // 64) * 4 < card.multi_processor_count * 3:
@@ -78,7 +80,8 @@ def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
         return False
     if K not in (64, 128) or v.shape[-1] != K or g.dim() != 4 or any(x.stride(-1) != 1 for x in rows):
         return False  # one gate a head has a stride of 0
-    return all(step * x.element_size() % 16 == 0 for x in rows for step in (x.storage_offset(), *x.stride()[:-1]))
+    begin = lambda x: x.storage_offset() * x.element_size() if is_compiling() else x.data_ptr()
+    return all(begin(x) % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1]) for x in rows)
 
 
 def _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute):

@@ -186,8 +186,7 @@ def test_a_step_keeps_caches_together(layer_with_cache, monkeypatch):
     assert libkda.fla.last_path("step") == "libkda: fused_decode"
     assert all(a.data_ptr() == b.data_ptr() for a, b in zip(first, cache[0]["conv_state"]))
     assert cache[0]["recurrent_state"] is state and cache.get_seq_length() == 11
-    with torch.no_grad():
-        layer.k_conv1d.weight.mul_(2)
+    layer.k_conv1d.weight.data.mul_(2)  # no count of changes sees it
     before = copy.deepcopy(cache)
     found = steps(layer, cache, 1)
     monkeypatch.setattr("libkda._fla_step._DEVICES", ())
@@ -204,8 +203,22 @@ def test_steps_that_stay_with_the_layer(layer_with_cache, monkeypatch):
     with torch.no_grad():
         layer(x.expand(-1, 2, -1), **call)
         assert "one token" in path()
-        layer(x, attention_mask=torch.tensor([[1, 1], [1, 0], [1, 1]]))
+        mask = torch.ones(3, 2, dtype=torch.int32)
+        layer(x, attention_mask=mask, **call)
+        assert path() == "libkda: fused_decode"
+        mask[1, 1] = 0  # the same tensor, other values
+        layer(x, attention_mask=mask, **call)
         assert "no token" in path()
+        hook = layer.k_conv1d.register_forward_hook(lambda *args: None)
+        layer(x, **call)
+        assert "hooks" in path()
+        hook.remove()
+        layer.o_norm.forward = layer.o_norm.forward
+        layer(x, **call)
+        assert "forward of its own" in path()
+        del layer.o_norm.forward
+        layer(x, **call)
+        assert path() == "libkda: fused_decode"
         layer(x)
         assert "without states" in path()
         monkeypatch.setenv("FLA_LIBKDA", "0")

@@ -47,7 +47,7 @@ inline Footprint dense_footprint(const void* pointer, int64_t bytes) {
 
 /// Ranges may cross and still not touch: two column groups of one row-strided buffer.
 inline bool overlap(const Footprint& a, const Footprint& b) {
-  if (a.end <= b.begin || b.end <= a.begin) return false;
+  if (a.end <= b.begin || b.end <= a.begin || a.begin == a.end || b.begin == b.end) return false;
   if (a.period == 0 || a.period != b.period) return true;
   const auto distance = static_cast<int64_t>(b.begin - a.begin) % a.period;
   const int64_t shift = distance < 0 ? distance + a.period : distance;

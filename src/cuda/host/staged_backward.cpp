@@ -179,7 +179,7 @@ struct GroupLaunches {
   const bool half = has_half_chains(plan, args);
 
   /// For kernels that wait for those before them (ptx/pdl.cuh).
-  Launch early() const { return {where.stream, plan.device.compute_capability >= 90}; }
+  Launch early() const { return {where.stream, on_hopper()}; }
   bool on_hopper() const { return sm90::kBuilt && plan.device.compute_capability == 90; }
   /// What chains run over: sequences or segments.
   int64_t spans() const { return segments.spans > 0 ? segments.spans : args.map.num_sequences; }
