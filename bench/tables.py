@@ -72,14 +72,16 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows) + source(report)
 
 
-def of_earlier_kernels(report):
-    """The result of the tests is the reference: CI tells whether it is of this tree."""
-    tested = load("gpu_test")["families"]
+def of_other_kernels(report):
+    """The results of the tests are the reference: CI tells whether they are of this tree."""
+    tested = {}
+    for path in sorted(RESULTS.glob("gpu_test*.json")):
+        tested |= json.loads(path.read_text())["families"]
     return any(tested.get(family, kernels) != kernels for family, kernels in report["families"].items())
 
 
 def gpu_of(report):
-    earlier = "\n(kernels before those that the tests ran)" if of_earlier_kernels(report) else ""
+    earlier = "\n(other kernels than those of the last test run)" if of_other_kernels(report) else ""
     return f'{report["device"]}, driver {report["driver"]}, CUDA {report["toolkit"]}, {report["date"]}{earlier}'
 
 
@@ -313,7 +315,7 @@ def table_gpu_summary():
     # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
     lowest = lambda *names: min((r for r in peers["cases"] if r["case"] in names), key=lambda r: r["speedup"])
     def compared(report, r):
-        run = "a run of earlier kernels" if of_earlier_kernels(report) else "one run"
+        run = "a run of earlier kernels" if of_other_kernels(report) else "one run"
         both = f'{milliseconds(1e-6 * r["libkda"])} beside {milliseconds(1e-6 * r["fla"])}'
         return f'{r["speedup"]:.1f}x as fast as FLA\'s chunk_kda, in {run} ({both})'
     fla = lambda *names: compared(peers, lowest(*names))
