@@ -44,8 +44,9 @@ class Places:
         self.taken.clear()
 
     def original(self, place: object, name: str) -> Callable:
-        """What was there before libkda's function."""
-        return next(original for where, known, original, _ in self.taken if where is place and known == name)
+        """What was there before libkda's function; of a class, or of one that it is made from."""
+        bases = getattr(place, "__mro__", (place,))
+        return next(original for where, known, original, _ in self.taken if where in bases and known == name)
 
     def names(self) -> list[str]:
         """The names in the engine's modules where libkda's functions are now."""
