@@ -7,15 +7,14 @@ config cache (FLA_CONFIG_DIR), and taken from there for every other shape: the n
 The kernels of its context parallelism have no such cache (bench/many_cards.py --tune): they are kept
 beside, and a kernel that has a config there is left no other one.
 """
-import gc
 import json
 import os
 import pathlib
 import re
-import warnings
 
 os.environ["FLA_CACHE_MODE"] = "fuzzy"
 
+import fla_untuned
 import torch
 import triton
 
@@ -90,8 +89,5 @@ def _name_of(tuner):
 def _tuners():
     """FLA's, and of those without its cache the ones of context parallelism."""
     from fla.ops.utils.cache import CachedAutotuner
-    from triton.runtime.autotuner import Autotuner
-    with warnings.catch_warnings():  # looking at every object wakes deprecated ones of torch
-        warnings.simplefilter("ignore")
-        return [o for o in gc.get_objects() if isinstance(o, CachedAutotuner) or isinstance(o, Autotuner)
-                and getattr(o.fn, "__module__", "").startswith("fla.ops.cp.")]
+    return [tuner for tuner in fla_untuned.tuners() if isinstance(tuner, CachedAutotuner)
+            or getattr(tuner.fn, "__module__", "").startswith("fla.ops.cp.")]

@@ -45,13 +45,8 @@ struct Kind {
   DType dtype;
 };
 
-class Fused : public test::GpuTest, public ::testing::WithParamInterface<Kind> {
+class Fused : public test::HopperTest, public ::testing::WithParamInterface<Kind> {
  protected:
-  void SetUp() override {
-    test::GpuTest::SetUp();
-    if (!IsSkipped() && test::device().compute_capability != 90)
-      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
-  }
   check::GenerateOptions shape_of(int64_t tokens, int64_t heads) const {
     return test::shape16(tokens, heads, K, K, dtype);
   }

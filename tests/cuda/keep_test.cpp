@@ -5,7 +5,8 @@
 // on clusters or on what the memory held.
 #include <cmath>
 #include <cstring>
-#include <limits>
+#include <functional>
+#include <utility>
 
 #include "check/tolerances.hpp"
 #include "cuda/launch/built.hpp"
@@ -23,46 +24,17 @@ using test::shape16;
 constexpr check::GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
 constexpr test::BackwardRun kKept{.keep_chunks = true};
 
-class Keep : public test::GpuTest {
- protected:
-  void SetUp() override {
-    test::GpuTest::SetUp();
-    if (!IsSkipped() && test::device().compute_capability != 90)
-      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
-  }
-};
+class Keep : public test::HopperTest {};
 
-/// Every head within its tolerance; if `many`, all heads together within the bounds too.
+/// As test::expect_gradients_within(), by a fused forward that keeps and the staged backward.
 void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool many,
                            const std::string& what, const test::BackwardRun& run = kKept) {
   test::BackwardCall call(inputs, buffers.gradients, run);
   ASSERT_EQ(call.forward.implementation, "cuda.sm90.fused") << what;
   ASSERT_EQ(call.plan.plan.implementation, "cuda.sm80.staged") << what;
   ASSERT_EQ(call.plan.plan.resolved.keep, KeepPolicy::kKeep) << what;
-  throw_if_error(call.run(&buffers));
-  const check::GradientComparison comparison =
-      check::compare_gradients(inputs, buffers,
-                               {.marginal = check::is_marginal(inputs),
-                                .operands = check::operands_of(call.plan.plan),
-                                .num_threads = test::oracle_threads()});
-  for (const auto& [name, errors] : comparison.errors) {
-    const check::HeadError* worst = check::worst_error(errors);
-    EXPECT_LE(worst->error, worst->tolerance)
-        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
-  }
-  const auto expect_all = [&](std::span<const check::GradientBound> bounds) {
-    for (const check::GradientBound& bound : bounds) {
-      const auto found = comparison.all_heads.find(bound.name);
-      if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
-        EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
-      }
-    }
-  };
-  expect_all(check::kBf16Gradients);
-  if (inputs.problem.key_dim == 128) expect_all(check::kHalfChainGradients);
-  if (std::getenv("KDA_TEST_VERBOSE"))
-    for (const auto& [name, error] : comparison.all_heads)
-      std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
+  test::expect_gradients_within(inputs, std::move(buffers), &call, many,
+                                inputs.problem.key_dim == 128, what);
 }
 
 void expect_within(const Inputs& inputs, bool many, const std::string& what,

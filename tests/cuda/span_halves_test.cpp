@@ -17,14 +17,7 @@ namespace {
 using check::Inputs;
 using Floats = std::vector<float>;
 
-class SpanHalves : public test::GpuTest {
- protected:
-  void SetUp() override {
-    test::GpuTest::SetUp();
-    if (!IsSkipped() && test::device().compute_capability != 90)
-      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
-  }
-};
+class SpanHalves : public test::HopperTest {};
 
 PlanOptions on_fused() { return test::with_backend("fused"); }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <span>
 #include <tuple>
+#include <utility>
 
 #include "check/tolerances.hpp"
 #include "cuda/host/backends.hpp"
@@ -33,36 +34,13 @@ bool has_half_chains(const Inputs& inputs) {
   return test::device().compute_capability == 90 && p.key_dim == 128 && p.value_dim == 128;
 }
 
-/// Every head within its tolerance and, if `many`, all heads together within the bounds. The sum
-/// over tokens of dA_log may cancel in all of a few heads. `buffers` have d_o.
+/// As test::expect_gradients_within(), by the staged backward. `buffers` have d_o.
 void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool many,
                            const std::string& what, const test::BackwardRun& run = {}) {
   test::BackwardCall call(inputs, buffers.gradients, run);
   ASSERT_EQ(call.plan.plan.implementation, kName) << what;
-  throw_if_error(call.run(&buffers));
-  const check::GradientComparison comparison =
-      check::compare_gradients(inputs, buffers,
-                               {.marginal = check::is_marginal(inputs),
-                                .operands = check::operands_of(call.plan.plan),
-                                .num_threads = test::oracle_threads()});
-  for (const auto& [name, errors] : comparison.errors) {
-    const check::HeadError* worst = check::worst_error(errors);
-    EXPECT_LE(worst->error, worst->tolerance)
-        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
-  }
-  const auto expect_all = [&](std::span<const check::GradientBound> bounds) {
-    for (const check::GradientBound& bound : bounds) {
-      const auto found = comparison.all_heads.find(bound.name);
-      if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
-        EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
-      }
-    }
-  };
-  expect_all(check::kBf16Gradients);
-  if (has_half_chains(inputs)) expect_all(check::kHalfChainGradients);
-  if (std::getenv("KDA_TEST_VERBOSE"))
-    for (const auto& [name, error] : comparison.all_heads)
-      std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
+  test::expect_gradients_within(inputs, std::move(buffers), &call, many, has_half_chains(inputs),
+                                what);
 }
 
 void expect_within(const Inputs& inputs, const check::GradientOptions& options, bool many,

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "support/backward.hpp"
 
+#include <cstdio>
+#include <cstdlib>
+#include <span>
+
+#include "check/tolerances.hpp"
 #include "core/layout.hpp"
+#include "support/gpu.hpp"
 
 namespace kda::test {
 
@@ -70,6 +76,34 @@ Status BackwardCall::run(check::GradientBuffers* buffers) {
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run) {
   throw_if_error(BackwardCall(inputs, buffers->gradients, run).run(buffers));
+}
+
+void expect_gradients_within(const check::Inputs& inputs, check::GradientBuffers buffers,
+                             BackwardCall* call, bool many, bool half, const std::string& what) {
+  throw_if_error(call->run(&buffers));
+  const check::GradientComparison comparison =
+      check::compare_gradients(inputs, buffers,
+                               {.marginal = check::is_marginal(inputs),
+                                .operands = check::operands_of(call->plan.plan),
+                                .num_threads = oracle_threads()});
+  for (const auto& [name, errors] : comparison.errors) {
+    const check::HeadError* worst = check::worst_error(errors);
+    EXPECT_LE(worst->error, worst->tolerance)
+        << what << ": " << name << " of sequence " << worst->sequence << ", head " << worst->head;
+  }
+  const auto expect_all = [&](std::span<const check::GradientBound> bounds) {
+    for (const check::GradientBound& bound : bounds) {
+      const auto found = comparison.all_heads.find(bound.name);
+      if (many && found != comparison.all_heads.end() && found->first != "dA_log") {
+        EXPECT_LE(found->second, bound.all_heads) << what << ": " << bound.name;
+      }
+    }
+  };
+  expect_all(check::kBf16Gradients);
+  if (half) expect_all(check::kHalfChainGradients);
+  if (std::getenv("KDA_TEST_VERBOSE"))
+    for (const auto& [name, error] : comparison.all_heads)
+      std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);
 }
 
 void restride_gradients(const Problem& p, check::GradientBuffers* buffers, int64_t unit) {

@@ -58,6 +58,13 @@ struct BackwardCall {
 void run_backward(const check::Inputs& inputs, check::GradientBuffers* buffers,
                   const BackwardRun& run = {});
 
+/// Runs a planned call and compares its gradients with the oracle's: every head within its
+/// tolerance; if `many`, all heads together within the bounds of bf16 operands, and of fp16 chains
+/// too if `half`. (The sum over tokens of dA_log may cancel in all of a few heads.)
+/// KDA_TEST_VERBOSE prints the errors.
+void expect_gradients_within(const check::Inputs& inputs, check::GradientBuffers buffers,
+                             BackwardCall* call, bool many, bool half, const std::string& what);
+
 /// Replaces d_o and every gradient of tokens by copies with padded strides, those of d_o multiples
 /// of `unit`, dbeta with a strided innermost dimension.
 void restride_gradients(const Problem& problem, check::GradientBuffers* buffers, int64_t unit = 1);

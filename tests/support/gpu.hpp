@@ -24,6 +24,16 @@ class GpuTest : public testing::Test {
   }
 };
 
+/// For kernels of Hopper alone.
+class HopperTest : public GpuTest {
+ protected:
+  void SetUp() override {
+    GpuTest::SetUp();
+    if (!IsSkipped() && device().compute_capability != 90)
+      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+  }
+};
+
 /// Tokens of a long case.
 inline int64_t long_case(int64_t tokens) { return emulated() ? tokens / 4 : tokens; }
 
