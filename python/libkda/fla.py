@@ -34,8 +34,8 @@ _plugin = Plugin("fla")
 def enable(*, train_on_gpu: bool = False) -> None:
     """Serve FLA's calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for and
     whose q, k, v are not bf16 with K up to 128, K and V multiples of 8. libkda's backward of those is exact for every
-    gate, but slow (docs/design/backward.md). Where fla.layers is imported after libkda.fla, call it again: it puts the
-    decode step into them."""
+    gate, but slow (docs/design/backward_fp32.md). Where fla.layers is imported after libkda.fla, call it again: it puts
+    the decode step into them."""
     _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
     if register is not None:
         _fla_step.serve(_plugin)

@@ -233,7 +233,7 @@ _places: list = []  # while enabled: the model file or class, the name, what was
 def enable(*, train_on_gpu: bool = False) -> None:
     """Serve the models' calls (the state after import). train_on_gpu: also calls on a GPU whose gradients are asked for
     and whose q, k, v are not bf16 with K up to 128, K and V multiples of 8. libkda's backward of those is exact for
-    every gate, but slow (docs/design/backward.md)."""
+    every gate, but slow (docs/design/backward_fp32.md)."""
     _plugin.train_on_gpu = train_on_gpu
     if _places:
         return
