@@ -172,23 +172,6 @@ def by_heads(cases, cells_of):
     return [[f"`--seq-lens {lengths}`", *sum((of.get(h, empty) for h in (4, 8, 16)), [])] for lengths, of in found.items()]
 
 
-def table_gpu_segments():
-    report, gains = load("gpu_context_parallel"), []
-
-    def cells(pair):
-        off, on = pair
-        gain = off["median_s"] / on["median_s"]
-        gains.extend([gain] if on["segments"] else [])
-        auto = f'{milliseconds(on["median_s"])} ({on["segments"]})' if on["segments"] else "declined"
-        return [milliseconds(off["median_s"]), auto, f"{gain:.2f}x"]
-
-    rows = by_heads(pairs(report).items(), cells)
-    mean = math.exp(sum(map(math.log, gains)) / len(gains))
-    header = ["case", *sum(([f"{h} heads: off", "auto (segments)", "gain"] for h in (4, 8, 16)), [])]
-    return (gpu_head(report) + markdown(header, rows)
-            + f"\n\nGeometric mean of the {len(gains)} cases that `auto` splits: {mean:.2f}x." + source(report))
-
-
 def table_gpu_profile():
     report, rows = load("gpu_profile"), []
     for case in report["cases"]:
@@ -227,19 +210,33 @@ def table_gpu_peers_batches():
     return gpu_head(report) + markdown(header, [[case, *cells] for case, cells in rows.items()]) + source(report)
 
 
-def table_gpu_peers_segments():
-    """Against the faster of FLA's two."""
+def table_gpu_segments():
+    """Every case with and without segments; FLA, the faster of its two, from a run of both. A case that only that run has is from there."""
     us = lambda x: milliseconds(x * 1e-6)
-    report = load("gpu_peers_forward")
-    first = {r["case"]: r for r in reversed(report["cases"])}  # sets overlap
-    names = dict.fromkeys(r["case"] for name in ("context_parallel", "cp") for r in report["cases"] if r["set"] == name)
+    report, peers, gains = load("gpu_context_parallel"), load("gpu_peers_forward"), []
+    ours = pairs(report)
+    theirs = {r["case"]: r for r in reversed(peers["cases"])}  # sets overlap
+    named = [r["case"] for name in ("context_parallel", "cp") for r in peers["cases"] if r["set"] == name]
 
-    def cells(r):
-        theirs = min(filter(None, (r["fla"], r.get("fla_intracard"))))
-        return [us(r["libkda_off"]), us(r["libkda"]), us(theirs), f'{theirs / r["libkda"]:.2f}x']
+    def times(case):
+        if case not in ours:
+            r = theirs[case]
+            return us(r["libkda_off"]), us(r["libkda"]), r["segments"]
+        off, on = ours[case]
+        gains.extend([off["median_s"] / on["median_s"]] if on["segments"] else [])
+        return milliseconds(off["median_s"]), milliseconds(on["median_s"]), on["segments"]
 
-    header = ["case", *sum(([f"{h} heads: off", "auto", "FLA", "FLA / auto"] for h in (4, 8, 16)), [])]
-    return gpu_head(report) + markdown(header, by_heads(((n, first[n]) for n in names), cells)) + source(report)
+    def cells(case):
+        off, on, segments = times(case)
+        fla = min(filter(None, (theirs[case]["fla"], theirs[case].get("fla_intracard"))))
+        return [off, f"{on} ({segments or 'none'})", us(fla), f'{fla / theirs[case]["libkda"]:.2f}x']
+
+    rows = by_heads(((case, case) for case in dict.fromkeys([*ours, *named])), cells)
+    mean = math.exp(sum(map(math.log, gains)) / len(gains))
+    header = ["case", *sum(([f"{h} heads: off", "auto (segments)", "FLA", "FLA / libkda"] for h in (4, 8, 16)), [])]
+    return (gpu_heads(report, peers) + markdown(header, rows)
+            + f"\n\nWithout segments the {len(gains)} cases that `auto` splits take {mean:.2f} times as long (geometric mean)."
+            + source(report, peers))
 
 
 def table_gpu_cudnn():
