@@ -192,8 +192,8 @@ def table_gpu_stages():
         states, outputs = pairs(delta)[case]
         rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu),
                                                             (delta, states), (delta, outputs))
-                                     for cell in (milliseconds(c["median_s"]), of_copies(report, c))])
-    head = ["case"] + [cell for name in ("chunk_intra", "FLA / libkda without kg, qg", "recompute_w_u", "the same without kg, qg",
+                                     for cell in (milliseconds(c["median_s"]), of_copy(report, c))])
+    head = ["case"] + [cell for name in ("chunk_intra", "the same without kg, qg", "recompute_w_u", "the same without kg, qg",
                                          "chunk_delta_h (h and v_new)", "chunk_o") for cell in (name, "of copy")]
     return gpu_heads(intra, wu, delta) + markdown(head, rows) + source(intra, wu, delta)
 
@@ -275,12 +275,11 @@ def table_gpu_peers_stages():
     def row(report, r):
         by = lambda ours, theirs: f'{r["fla_" + theirs] / r["libkda_" + ours]:.2f}x' if "fla_" + theirs in r else ""
         us = lambda name: milliseconds(r[name] * 1e-6)
-        return [f'`{r["case"]}`', us("libkda_chunk_intra"), us("fla_intra"), by("chunk_intra", "intra"),
-                by("chunk_intra_bare", "intra_bare"), by("chunk_intra", "intra_token_parallel"),
-                us("libkda_recompute_w_u"), us("fla_wu"), by("recompute_w_u", "wu"), by("recompute_w_u", "wu_expanded")]
+        return [f'`{r["case"]}`', us("fla_intra"), by("chunk_intra", "intra"), by("chunk_intra_bare", "intra_bare"),
+                by("chunk_intra", "intra_token_parallel"), us("fla_wu"), by("recompute_w_u", "wu"), by("recompute_w_u", "wu_expanded")]
     report = load("gpu_peers_intra")
-    return gpu_head(report) + markdown(["case", "chunk_intra", "FLA", "FLA / libkda", "the same without kg, qg",
-                                         "FLA token parallel / libkda", "recompute_w_u", "FLA", "FLA / libkda",
+    return gpu_head(report) + markdown(["case", "FLA's chunk_intra", "FLA / libkda", "the same without kg, qg",
+                                         "FLA token parallel / libkda", "FLA's recompute_w_u", "FLA / libkda",
                                          "FLA with q, k expanded / libkda"],
                                        [row(report, r) for r in report["cases"]]) + source(report)
 
@@ -436,7 +435,6 @@ def bytes_of_rank(c):
     return mib(c["sent_bytes"]) + ("" if given == c["sent_bytes"] else f" planned, {mib(given)} counted")
 
 
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second and card, one direction
 
 
 class CardModel:
@@ -497,43 +495,6 @@ def table_many_cards_model():
             f"The largest difference is {100 * worst:.0f}%.{source(report)}")
 
 
-def levels(model, case, cards):
-    """Exchange and fold of a direction, us, in one level and in two, machines having eight cards: what a rank receives
-    over its slowest link, and the maps that the last rank folds, at the rate of the measured fold."""
-    most = max(ranks for name, ranks in model.cases if name == case)
-    sent = model.cases[case, most]["sent_bytes"][0]
-    exchange, fold = model.exchange_and_fold(case, most)
-    inside, a_map = sent * (most - 1) / exchange, fold / (most - 1)  # bytes a us, us
-    rate = lambda n: inside if n <= 8 else INFINIBAND / 1e6
-    one = sent * (cards - 1) / rate(cards), (cards - 1) * a_map
-    if cards <= 8:
-        return one, one
-    machines = cards // 8
-    # Maps of a machine are products of its cards' (each has K + V columns, where a state has V), a card for 1/8 of the
-    # heads; then those of the machines before, and at last the cards before in the machine.
-    received = sent * 7 / inside + sent / 8 * (machines - 1) / rate(cards) + sent / 2 / inside
-    folds = 2 * 7 * a_map / 8 + (machines - 1) * a_map / 8 + 7 * a_map
-    return one, (received, folds)
-
-
-def table_many_cards_beyond():
-    """What the model says of more cards than were measured."""
-    report = load("gpu_many_cards")
-    model, case, rows = CardModel(report), "--seq-lens 128K --heads 16", []
-    one = {what: model.measured(case, 1, what) / 4 for what in ("forward", "train")}
-    for cards in (8, 16, 64, 256, 1024):
-        cells = []
-        for level in levels(model, case, cards)[:1 if cards == 8 else 2]:
-            cells.append(" and ".join(milliseconds(us * 1e-6) for us in level))
-            for what, directions in (("forward", 1), ("train", 2)):
-                us = one[what] + model.added[what][16] + directions * sum(level)
-                cells.append(f"{milliseconds(us * 1e-6)} ({100 * one[what] / us:.0f}%)")
-        rows.append([f"{cards:,}", *cells, *[""] * (6 - len(cells))])
-    header = ["cards", "one level: exchange and fold", "forward", "forward and backward",
-              "two levels: exchange and fold", "forward", "forward and backward"]
-    return markdown(header, rows) + source(report)
-
-
 def table_gpu_decode():
     """The kernel's time, and FLA's kernel beside it in another run."""
     report, peers = load("gpu_decode"), load("gpu_peers_decode")
@@ -575,7 +536,8 @@ def table_gpu_fused_decode():
     report = load("gpu_fused_decode")
     found = {(c["heads"], c["batch"]): c for c in report["cases"]}
     heads, batches = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
-    unfused = [n for n in batches if "fla" in found[heads[0], n]]
+    shown = batches[::2] + batches[-1:]  # the file has all powers of two
+    unfused = [n for n in shown if "fla" in found[heads[0], n]]
     us = lambda c, name: f"{c[name]:.1f}" if c[name] < 99.95 else f"{c[name]:,.0f}"
     def of_a_copy(c):
         return f'{us(c, "libkda")} ({100 * c["copy"] / c["libkda"]:.0f}%)'
@@ -587,7 +549,7 @@ def table_gpu_fused_decode():
     full = [100 * c["copy"] / c["libkda"] for c in found.values() if c["heads"] * c["batch"] >= 2048]
     gains = [min(c["libkda_unfused"], c["fla"]) / c["libkda"] for c in found.values() if "fla" in c]
     return (versions_head(report) + "A step in us, and in percent of the rate of a copy of its bytes:\n\n"
-            + markdown(["heads", *(f"batch {n}" for n in batches)], rows(batches, of_a_copy))
+            + markdown(["heads", *(f"batch {n}" for n in shown)], rows(shown, of_a_copy))
             + f"\n\nWhere batch times heads is 2,048 or more: {min(full):.0f}% to {max(full):.0f}%. The same step by kernels "
             "that are not fused,\nthe faster of libkda's and FLA's (F), and its time divided by that of the fused step:\n\n"
             + markdown(["heads", *(f"batch {n}" for n in unfused)], rows(unfused, of_others))
@@ -632,10 +594,15 @@ def table_gpu_gated_delta():
 
 
 def table_gpu_fuzz():
-    """Random problems above the bound; the last rows are those of the GPU tests."""
+    """Random problems above the bound, of each backend's last day; the last row is that of the GPU tests."""
     report, tested = load("gpu_fuzz"), load("gpu_test")
     rows = []
+    last = {r["backend"]: r["date"] for r in report["rows"]}  # rows are by date
+    earlier = [r for r in report["rows"] if r["date"] < last[r["backend"]]]
+    above = sum(e["count"] for r in earlier for e in r["exceed"])
     for r in report["rows"]:
+        if r in earlier:
+            continue
         kinds = []
         for e in r["exceed"]:
             worst = f'{e["of"]} {e["worst"]:g}x'.strip() if e["worst"] else ""
@@ -649,7 +616,8 @@ def table_gpu_fuzz():
     names = ", ".join(f'`{r["name"].removeprefix("kda_fuzz ")}`' for r in fuzzed)
     rows.append([tested["date"], tested["device"].removeprefix("NVIDIA ").split(" 80GB")[0], f"all: {names}", "default",
                  f'{sum(r["cases"] for r in fuzzed):,}', "0" if all(r["ok"] for r in fuzzed) else "some", "", f'`{tested["command"]}`'])
-    return markdown(["date", "card", "kernels: flags", "seeds", "problems", "above the bound", "what they are (largest error / bound)", "note"], rows)
+    return markdown(["date", "card", "kernels: flags", "seeds", "problems", "above the bound", "what they are (largest error / bound)", "note"], rows) + (
+        f"\n\nEarlier kernels, {earlier[0]['date']} to {earlier[-1]['date']}: {sum(r['count'] for r in earlier):,} problems, {above} above the bound.")
 
 
 def table_rivals():
