@@ -435,6 +435,7 @@ def bytes_of_rank(c):
     return mib(c["sent_bytes"]) + ("" if given == c["sent_bytes"] else f" planned, {mib(given)} counted")
 
 
+NVLINK = 450e9  # bytes a second and card, one direction
 
 
 class CardModel:
