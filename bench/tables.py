@@ -295,44 +295,6 @@ def table_gpu_errors():
                                                 "FLA", "cuDNN"], rows) + source(report, cudnn)
 
 
-def table_gpu_summary():
-    forward, fused, peers, errors, decode, train = (
-        load(f"gpu_{n}") for n in ("forward", "fused", "peers_forward", "peers_errors", "decode", "peers_train"))
-    flagship = next(c for c in forward["cases"] if c["case"] == "--tokens 8192 --heads 64")
-    softplus = next(c for c in fused["cases"] if c["case"].endswith("--regime trained-softplus"))
-    few, long = (next(r for r in peers["cases"] if r["case"] == name)
-                 for name in ("--seq-lens 64K --heads 4", "--seq-lens 256K --heads 8"))
-    worst = {who: max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16") for who in ("libkda", "fla")}
-    d = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
-    trained = next(r for r in train["cases"] if r["case"] == flagship["case"])
-    cudnn = load("gpu_cudnn_backward")
-    alone = next(r for r in cudnn["backward"] if r["case"] == flagship["case"] and r["gates"] == "trained")
-    elsewhere = lambda report: f', on an {report["device"]}' if report["device"] != forward["device"] else ""
-    # The same call under two names: the lower ratio, since FLA's time is the host's where that is slow.
-    lowest = lambda *names: min((r for r in peers["cases"] if r["case"] in names), key=lambda r: r["speedup"])
-    def compared(report, r):
-        run = "a run of earlier kernels" if of_other_kernels(report) else "one run"
-        both = f'{milliseconds(1e-6 * r["libkda"])} beside {milliseconds(1e-6 * r["fla"])}'
-        return f'{r["speedup"]:.1f}x as fast as FLA\'s chunk_kda, in {run} ({both})'
-    fla = lambda *names: compared(peers, lowest(*names))
-    cut = lambda r: [milliseconds(1e-6 * r["libkda"]), f'{r["segments"]} segments; {fla(r["case"])}']
-    rows = [["forward, 8,192 tokens, 64 heads, K = V = 128, bf16, bounded gates as in trained layers", milliseconds(flagship["median_s"]),
-             fla(flagship["case"], "--tokens 8192 --batch 1 --heads 64")],
-            ["the same, softplus gates as in trained layers", milliseconds(softplus["median_s"]),
-             f'{softplus["median_s"] / flagship["median_s"]:.2f} times the time above'],
-            ["forward, 65,536 tokens, 4 heads", *cut(few)],
-            ["forward, 262,144 tokens, 8 heads", *cut(long)],
-            ["forward and backward, 8,192 tokens, 64 heads", milliseconds(1e-6 * trained["libkda"]),
-             compared(train, trained) + elsewhere(train)],
-            ["a backward alone, the same tokens and heads", milliseconds(1e-6 * alone["libkda"]),
-             f'{alone["speedup"]:.2f}x as fast as cuDNN\'s, in one run ({milliseconds(1e-6 * alone["cudnn"])})' + elsewhere(cudnn)],
-            ["decode, batch 512, 32 heads, fp32 states", milliseconds(d["median_s"]),
-             f"{of_copy(decode, d)} of the rate of a copy" + elsewhere(decode)],
-            ["relative error of bf16 o against float64, largest of three kinds of gates", f'{worst["libkda"]:.1e}',
-             f'FLA {errors["fla"]}: {worst["fla"]:.1e}']]
-    return markdown([forward["device"], "measured", "compared with"], rows)
-
-
 def table_gpu_backward():
     report = load("gpu_backward")
     found = {(c["case"], c["what"]): c for c in report["cases"]}
@@ -643,22 +605,50 @@ def table_peers():
 
 
 def table_summary():
-    forward, decode, rivals, peers, accuracy = (
-        load(f"cpu_{n}") for n in ("forward", "decode", "rivals", "peers", "accuracy"))
-    case = forward["cases"][0]
-    best = {r["method"]: r for r in rivals["rows"] if r["isa"] == rivals["rows"][0]["isa"]}
-    ggml = best["ggml: separate sweeps"]
-    naive = next(r for r in peers["rows"] if "naive_chunk" in r["name"])
-    d = decode["cases"][0]
-    rows = [
-        [f'forward, {case["tokens"]:.0f} tokens, 4 heads of 128, fp32', milliseconds(case["median_s"]),
-         f'{percent_of_peak(forward, case):.0f}% of peak fp32; {ggml["libkda_speedup"]:.1f}x as fast as ggml\'s method, {naive["speedup"]:.0f}x as fast as FLA\'s naive_chunk_kda'],
-        ['decode, batch 64, 32 heads, fp32 states', milliseconds(d["median_s"]),
-         f'{100 * d["bytes"] / d["median_s"] / decode["memory_bytes_per_second"]:.0f}% of the memory rate'],
-        ["relative error of o against float64, any gate, fp32, on any x86", f'{accuracy["fp32_o_median"]:.1e}',
-         f'median over {accuracy["count"]} random problems; worst {accuracy["fp32_o_worst"]:.0e}'],
-    ]
-    return markdown([f'{forward["threads"]} cores of an {forward["cpu"]}', "measured", "compared with"], rows)
+    """A case a row; libkda on each card, and who is compared with it there."""
+    us = lambda x: milliseconds(1e-6 * x)
+    case_of = lambda cases, name: next(c for c in cases if c["case"] == name)
+    flagship, size = "--tokens 8192 --heads 64", "8,192 tokens, 64 heads"
+    rows, columns, earlier = {}, {}, []
+
+    def add(report, label, number, who="", other=None):
+        card = report.get("device", "").split(" 80GB")[0] or f'{report["threads"]} cores of an {report["cpu"]}'
+        for name, value in (("libkda", number), (who, other)):
+            if value is not None:
+                columns.setdefault(card, {})[name] = None
+                rows.setdefault(label, {})[card, name] = value
+        if "families" in report and of_other_kernels(report):
+            earlier.append(label)
+
+    forward, fused, segments, peers = (load(f"gpu_{n}") for n in ("forward", "fused", "context_parallel", "peers_forward"))
+    fla = f'FLA {peers["fla"]}'
+    theirs = lambda case: min(x for x in map(case_of(peers["cases"], case).get, ("fla", "fla_intracard")) if x)
+    median = lambda case: milliseconds(case["median_s"])
+    add(forward, f"forward, {size}", median(case_of(forward["cases"], flagship)), fla, us(theirs(flagship)))
+    add(fused, "the same, softplus gates", median(case_of(fused["cases"], f"{flagship} --regime trained-softplus")))
+    for lengths, words in (("64K --heads 4", "65,536 tokens, 4 heads"), ("256K --heads 8", "262,144 tokens, 8 heads")):
+        case = f"--seq-lens {lengths}"
+        add(segments, f"forward, {words}", median(pairs(segments)[case][1]), fla, us(theirs(case)))
+    decode, others = load("gpu_decode"), load("gpu_peers_decode")
+    step = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
+    add(decode, "decode, batch 512, 32 heads", median(step), fla, us(case_of(others["cases"], step["case"])["fla"]))
+    errors = load("gpu_peers_errors")
+    worst = lambda who: f'{max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16"):.1e}'
+    add(errors, "relative error of o", worst("libkda"), fla, worst("fla"))
+    train, cudnn = load("gpu_peers_train"), load("gpu_cudnn_backward")
+    both = case_of(train["cases"], flagship)
+    add(train, f"forward and backward, {size}", us(both["libkda"]), f'FLA {train["fla"]}', us(both["fla"]))
+    alone = next(r for r in cudnn["backward"] if r["case"] == flagship and r["gates"] == "trained")
+    add(cudnn, f"backward alone, {size}", us(alone["libkda"]), "cuDNN", us(alone["cudnn"]))
+    cpu, cpu_decode, rivals = (load(f"cpu_{n}") for n in ("forward", "decode", "rivals"))
+    ggml = next(r for r in rivals["rows"] if r["method"].startswith("ggml"))
+    case = cpu["cases"][0]
+    add(cpu, f'forward in fp32, {case["tokens"]:,.0f} tokens, 4 heads', median(case), "ggml's method", median(ggml))
+    add(cpu_decode, "decode, batch 64, 32 heads", median(cpu_decode["cases"][0]))
+    keys = [(card, name) for card, names in columns.items() for name in names]
+    header = ["", *(f"{card}: {name}" for card, name in keys)]
+    table = markdown(header, [[label, *(found.get(key, "") for key in keys)] for label, found in rows.items()])
+    return table + (f"\n\nMeasured with earlier kernels: {'; '.join(earlier)}." if earlier else "")
 
 
 def table_cpu_transformers():
