@@ -184,10 +184,17 @@ def table_gpu_profile():
          "longest stalls, cycles"], rows) + source(report)
 
 
+def is_between(case):
+    """Lengths of stages that the tables leave out."""
+    return re.match(r"--tokens (1024|4096|16384) --batch 2 ", case)
+
+
 def table_gpu_stages():
     intra, wu, delta = load("gpu_intra"), load("gpu_recompute_wu"), load("gpu_delta_h")
     rows = []
     for case, (bare, full) in pairs(intra).items():
+        if is_between(case):
+            continue
         bare_wu, full_wu = pairs(wu)[case]
         states, outputs = pairs(delta)[case]
         rows.append([f"`{case}`"] + [cell for report, c in ((intra, full), (intra, bare), (wu, full_wu), (wu, bare_wu),
@@ -231,7 +238,8 @@ def table_gpu_segments():
         fla = min(filter(None, (theirs[case]["fla"], theirs[case].get("fla_intracard"))))
         return [off, f"{on} ({segments or 'none'})", us(fla), f'{fla / theirs[case]["libkda"]:.2f}x']
 
-    rows = by_heads(((case, case) for case in dict.fromkeys([*ours, *named])), cells)
+    rows = [row for row in by_heads(((case, case) for case in dict.fromkeys([*ours, *named])), cells)
+            if not re.search(r" (28K,4K|128K,1K|128K,2x1K|128K,5x1K|64K,2x1K)`", row[0])]  # much as their neighbours
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     header = ["case", *sum(([f"{h} heads: off", "auto (segments)", "FLA", "FLA / libkda"] for h in (4, 8, 16)), [])]
     return (gpu_heads(report, peers) + markdown(header, rows)
@@ -240,35 +248,34 @@ def table_gpu_segments():
 
 
 def table_gpu_cudnn():
-    """Each case: libkda, cuDNN and their ratio with each kind of gates."""
+    """Each case: libkda, cuDNN and their ratio with strong gates, and with trained ones, which slow ones are like."""
     report = load("gpu_cudnn")
     kinds = list(dict.fromkeys(r["gates"] for r in report["forward"]))
     found = {(r["case"], r["gates"]): r for r in report["forward"]}
     cells = lambda r: [milliseconds(r["libkda"] * 1e-6), milliseconds(r["cudnn"] * 1e-6), f'{r["speedup"]:.2f}x']
-    rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in kinds), [])]
+    shown = [kind for kind in kinds if kind != "slow"]
+    rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in shown), [])]
             for case in dict.fromkeys(r["case"] for r in report["forward"])]
     ratios = {kind: [r["speedup"] for r in report["forward"] if r["gates"] == kind and r["set"] == "cudnn10"] for kind in kinds}
     means = ", ".join(f"{kind} {math.exp(sum(map(math.log, ratios[kind])) / len(ratios[kind])):.2f}x" for kind in kinds)
-    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in kinds), [])]
+    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in shown), [])]
     return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
             f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{source(report)}')
 
 
 def table_gpu_cudnn_backward():
-    """Each case with every kind of gates; empty cells where cuDNN has no such kernel."""
+    """Trained gates; how little others differ; empty cells where cuDNN has no such kernel."""
     report = load("gpu_cudnn_backward")
-    kinds = list(dict.fromkeys(r["gates"] for r in report["backward"]))
-    found = {(r["case"], r["gates"]): r for r in report["backward"]}
+    trained = {r["case"]: r for r in report["backward"] if r["gates"] == "trained"}
+    most = max(abs(r[who] / trained[r["case"]][who] - 1) for r in report["backward"] for who in ("libkda", "cudnn") if who in r)
 
     def cells(r):
         theirs = [milliseconds(r["cudnn"] * 1e-6), f'{r["speedup"]:.2f}x'] if "cudnn" in r else ["declines", ""]
         return [milliseconds(r["libkda"] * 1e-6), *theirs]
 
-    rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in kinds), [])]
-            for case in dict.fromkeys(r["case"] for r in report["backward"])]
-    head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in kinds), [])]
-    return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
-            f'{markdown(head, rows)}{source(report)}')
+    table = markdown(["case", "libkda", "cuDNN", "cuDNN / libkda"], [[f"`{case}`", *cells(r)] for case, r in trained.items()])
+    return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n{table}\n\n'
+            f'Trained gates; with strong and slow ones all times are within {math.ceil(100 * most)}% of these.{source(report)}')
 
 
 def table_gpu_peers_stages():
@@ -281,7 +288,7 @@ def table_gpu_peers_stages():
     return gpu_head(report) + markdown(["case", "FLA's chunk_intra", "FLA / libkda", "the same without kg, qg",
                                          "FLA token parallel / libkda", "FLA's recompute_w_u", "FLA / libkda",
                                          "FLA with q, k expanded / libkda"],
-                                       [row(report, r) for r in report["cases"]]) + source(report)
+                                       [row(report, r) for r in report["cases"] if not is_between(r["case"])]) + source(report)
 
 
 def table_gpu_errors():
@@ -363,7 +370,7 @@ def table_gpu_many_cards():
                          *(part_of_ideal(c, found[case, 1], key, what) for what in names for key in forms),
                          *(fla_on_cards(c, forms, what) for what in with_fla), bytes_of_rank(c)])
     header = ["case", "GPUs", *(name + (" in a graph" if key != "libkda" else "") for name in names.values() for key in forms),
-              *(f'FLA {report["fla"]}, {names[what]}' for what in with_fla), "a rank sends"]
+              *(f'FLA {report["fla"]}, {names[what]}' for what in with_fla), "a rank sends a direction"]
     return f'{gpu_of(report)}; torch {report["torch"]}, NCCL {report["nccl"]}\n\n' + markdown(header, rows) + source(report)
 
 
@@ -392,7 +399,7 @@ def bytes_of_rank(c):
     """As planned; where they were counted and are others, both."""
     if c["ranks"] == 1:
         return ""
-    mib = lambda sizes: " and ".join(f"{size / 2**20:.1f} MiB" for size in sizes)
+    mib = lambda sizes: " and ".join(dict.fromkeys(f"{size / 2**20:.1f} MiB" for size in sizes))
     given = c.get("given_bytes", c["sent_bytes"])
     return mib(c["sent_bytes"]) + ("" if given == c["sent_bytes"] else f" planned, {mib(given)} counted")
 
@@ -475,8 +482,8 @@ def table_gpu_python():
     report = load("gpu_python")
     us = lambda x: f"{x:.0f} us"
     heads = list(dict.fromkeys(r["heads"] for r in report["host"]))
-    calls = {}
-    for r in report["host"]:
+    heads, calls = [heads[0], heads[-1]], {}
+    for r in filter(lambda r: r["heads"] in heads, report["host"]):
         calls.setdefault(f'{r["function"]}, T {r["tokens"]}', []).extend(
             [us(r["libkda"]), us(r["fla"]), f'{r["fla"] / r["libkda"]:.1f}x'])
     host = [[name, *cells] for name, cells in calls.items()]
@@ -499,6 +506,7 @@ def table_gpu_fused_decode():
     report = load("gpu_fused_decode")
     found = {(c["heads"], c["batch"]): c for c in report["cases"]}
     heads, batches = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    heads = heads[::2]
     shown = batches[::2] + batches[-1:]  # the file has all powers of two
     unfused = [n for n in shown if "fla" in found[heads[0], n]]
     us = lambda c, name: f"{c[name]:.1f}" if c[name] < 99.95 else f"{c[name]:,.0f}"
@@ -524,6 +532,8 @@ def table_gpu_layer():
     report, rows = load("gpu_layer"), []
     ways = ("fla", "libkda_fla", "libkda")
     for c in report["cases"]:
+        if c["kind"] != "prefill" and c["size"] == 16:
+            continue
         what = f'prefill of {c["size"]:,} tokens' if c["kind"] == "prefill" else f'decode, batch {c["size"]}'
         for form, words in (("eager", ""), ("graph", ", in a CUDA graph")):
             if form not in c["fla"]:
