@@ -94,7 +94,7 @@ inline constexpr double kCancelledOperands = 0.1;
 /// values have these scores as common factors. So their errors do not average, and they add up
 /// from token to token. A score is a sum over a few channels, which may cancel; its operands and
 /// their decays are rounded to bf16. Of 2,500 heads of 12 to 32 tokens one in 65 had an error above
-/// 2.4e-2, one in 1,000 above 9.8e-2, and the worst had 1.6e-1 (docs/design/backward.md).
+/// 2.4e-2, one in 1,000 above 9.8e-2, and the worst had 1.6e-1 (docs/log/2026-11.md).
 inline constexpr double kDecayed = 1e-6;
 inline constexpr double kDecayedOperands = 16;
 
