@@ -139,10 +139,10 @@ def table_gpu_forward():
             continue
         on, (fused, staged), fla = auto.get(case), whole.get(case, (None, None)), theirs.get(case)
         cells = [milliseconds(on["median_s"]), str(on["segments"] or ""), of_copy(report, on)] if on else ["", "", ""]
-        cells += [milliseconds(fused["median_s"]), of_copy(beside, fused), milliseconds(staged["median_s"])] if fused else [""] * 3
+        cells += [milliseconds(fused["median_s"]), milliseconds(staged["median_s"])] if fused else [""] * 2
         cells += [milliseconds(fla["fla"] * 1e-6), f'{fla["speedup"]:.2f}x'] if fla else ["", ""]
         rows.append([f"`{case}`", *cells])
-    header = ["case", "auto", "segments", "of copy", "off", "of copy", "staged, off", "FLA chunk_kda", "FLA / libkda"]
+    header = ["case", "auto", "segments", "of copy", "off", "staged, off", "FLA chunk_kda", "FLA / libkda"]
     mhz = [r["libkda_mhz"] for r in peers["cases"] if r.get("libkda_mhz")]
     return (gpu_heads(report, beside, peers) + markdown(header, rows) + source(report, beside, peers)
             + f"\nIn the run with FLA the SMs ran at {min(mhz):.0f} to {max(mhz):.0f} MHz.")
@@ -320,7 +320,10 @@ def table_gpu_train_errors():
     def cell(r, name):
         show = lambda e: "not finite" if e is None else f"{1e3 * e:.2f}"
         return f'{show(r["libkda"][name])} ({show(r["fla"][name])})' if name in r["libkda"] else ""
-    rows = [[r["case"], *(cell(r, name) for name in names)] for r in report["cases"]]
+    found = {}
+    for r in report["cases"]:
+        found.setdefault(tuple(cell(r, name) for name in names), []).append(r["case"])
+    rows = [["; ".join(cases), *cells] for cells, cases in found.items()]
     head = (f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}, fla-core {report["fla"]}\n\n'
             f'{report["tokens"]:,} tokens, {report["heads"]} heads, K = V = 128, bf16. Relative errors, 1e-3: libkda (FLA).\n\n')
     return head + markdown(["gates", *names], rows) + source(report)
@@ -404,7 +407,7 @@ def bytes_of_rank(c):
     return mib(c["sent_bytes"]) + ("" if given == c["sent_bytes"] else f" planned, {mib(given)} counted")
 
 
-NVLINK = 450e9  # bytes a second and card, one direction
+NVLINK, INFINIBAND = 450e9, 50e9  # bytes a second and card, one direction
 
 
 class CardModel:
@@ -463,6 +466,43 @@ def table_many_cards_model():
                       for heads, us in sorted(model.added["forward"].items()))
     return (f"{gpu_of(report)}\n\n{markdown(header, rows)}\n\nA span adds, in a forward and in both: {added}. "
             f"The largest difference is {100 * worst:.0f}%.{source(report)}")
+
+
+def levels(model, case, cards):
+    """Exchange and fold of a direction, us, in one level and in two, machines having eight cards: what a rank receives
+    over its slowest link, and the maps that the last rank folds, at the rate of the measured fold."""
+    most = max(ranks for name, ranks in model.cases if name == case)
+    sent = model.cases[case, most]["sent_bytes"][0]
+    exchange, fold = model.exchange_and_fold(case, most)
+    inside, a_map = sent * (most - 1) / exchange, fold / (most - 1)  # bytes a us, us
+    rate = lambda n: inside if n <= 8 else INFINIBAND / 1e6
+    one = sent * (cards - 1) / rate(cards), (cards - 1) * a_map
+    if cards <= 8:
+        return one, one
+    machines = cards // 8
+    # Maps of a machine are products of its cards' (each has K + V columns, where a state has V), a card for 1/8 of the
+    # heads; then those of the machines before, and at last the cards before in the machine.
+    received = sent * 7 / inside + sent / 8 * (machines - 1) / rate(cards) + sent / 2 / inside
+    folds = 2 * 7 * a_map / 8 + (machines - 1) * a_map / 8 + 7 * a_map
+    return one, (received, folds)
+
+
+def table_many_cards_beyond():
+    """What the model says of more cards than were measured."""
+    report = load("gpu_many_cards")
+    model, case, rows = CardModel(report), "--seq-lens 128K --heads 16", []
+    one = {what: model.measured(case, 1, what) / 4 for what in ("forward", "train")}
+    for cards in (8, 16, 64, 256, 1024):
+        cells = []
+        for level in levels(model, case, cards)[:1 if cards == 8 else 2]:
+            cells.append(" and ".join(milliseconds(us * 1e-6) for us in level))
+            for what, directions in (("forward", 1), ("train", 2)):
+                us = one[what] + model.added[what][16] + directions * sum(level)
+                cells.append(f"{milliseconds(us * 1e-6)} ({100 * one[what] / us:.0f}%)")
+        rows.append([f"{cards:,}", *cells, *[""] * (6 - len(cells))])
+    header = ["cards", "one level: exchange and fold", "forward", "forward and backward",
+              "two levels: exchange and fold", "forward", "forward and backward"]
+    return markdown(header, rows) + source(report)
 
 
 def table_gpu_decode():
@@ -528,21 +568,21 @@ def table_gpu_fused_decode():
 
 
 def table_gpu_layer():
-    """FLA's layer, the same module served by libkda, and libkda's own functions."""
+    """FLA's layer, the same module served by libkda, and libkda's own functions; as calls, then in a CUDA graph."""
     report, rows = load("gpu_layer"), []
     ways = ("fla", "libkda_fla", "libkda")
+
+    def cells(c, form):
+        if form not in c["fla"]:
+            return [""] * 5
+        us = {way: c[way][form] for way in ways}
+        return [*(milliseconds(us[way] * 1e-6) for way in ways), *(f'{us["fla"] / us[way]:.2f}x' for way in ways[1:])]
+
     for c in report["cases"]:
-        if c["kind"] != "prefill" and c["size"] == 16:
-            continue
         what = f'prefill of {c["size"]:,} tokens' if c["kind"] == "prefill" else f'decode, batch {c["size"]}'
-        for form, words in (("eager", ""), ("graph", ", in a CUDA graph")):
-            if form not in c["fla"]:
-                continue
-            us = {way: c[way][form] for way in ways}
-            rows.append([c["gate"], what + words, *(milliseconds(us[way] * 1e-6) for way in ways),
-                         f'{us["fla"] / us["libkda_fla"]:.2f}x', f'{us["fla"] / us["libkda"]:.2f}x'])
-    header = ["gate", "call", f'FLA {report["fla"]}', "FLA's module on libkda", "libkda", "FLA / its module on libkda",
-              "FLA / libkda"]
+        rows.append([f'{c["gate"]}, {what}', *cells(c, "eager"), *cells(c, "graph")])
+    names = [f'FLA {report["fla"]}', "its module on libkda", "libkda", "FLA / its module", "FLA / libkda"]
+    header = ["gate, call", *names, f"in a graph: {names[0]}", *names[1:]]
     return versions_head(report) + markdown(header, rows) + source(report)
 
 
