@@ -206,11 +206,11 @@ def table_gpu_stages():
 
 
 def table_gpu_peers_batches():
-    """The cases of cuLA's comparison."""
+    """The cases of cuLA's comparison that are not in the table of forwards."""
     report, rows = load("gpu_peers_forward"), {}
     for r in report["cases"]:
-        if r["set"] == "cula":
-            tokens = re.match(r"--tokens (\d+) ", r["case"]).group(1)
+        tokens = re.match(r"--tokens (\d+) ", r["case"]).group(1) if r["set"] == "cula" else None
+        if tokens and tokens != "8192":
             rows.setdefault(f"`--tokens {tokens} --heads 64`", []).extend(
                 [milliseconds(r["libkda"] * 1e-6), milliseconds(r["fla"] * 1e-6), f'{r["speedup"]:.2f}x'])
     header = ["case", *sum(([f"batch {b}: libkda", "FLA", "FLA / libkda"] for b in (1, 2)), [])]
