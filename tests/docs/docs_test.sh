@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # docs_test.sh KDA: every path and heading that the documents link to exists, every kda command in
 # them runs, their tables, figures and code are those of bench/results and examples, every script
-# option exists, and the documents keep to their form.
+# option exists, a log lists its sections, and the documents keep to their form.
 set -uo pipefail
 kda=$(readlink -f "$1")
 cd "$(dirname "$(readlink -f "$0")")/../.." || exit 1
@@ -70,6 +70,11 @@ at_most 130 docs/operation.md
 at_most 250 docs/performance.md
 at_most 110 docs/planning.md
 at_most 130 docs/accuracy.md
+for log in docs/log/*.md; do
+  for heading in $(anchors_of <(grep '^## ' "$log")); do
+    grep -qF "](#$heading)" "$log" || complain "$log does not list its section #$heading"
+  done
+done
 for figure in docs/figures/*.svg; do
   # shellcheck disable=SC2086
   grep -qF "figures/${figure##*/}" $documents || complain "no document shows $figure"
