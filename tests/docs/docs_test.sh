@@ -66,9 +66,10 @@ done
 at_most() { # LINES FILE
   [ "$(wc -l <"$2")" -le "$1" ] || complain "$2 has more than $1 lines"
 }
+at_most 100 README.md
 at_most 130 docs/operation.md
 at_most 250 docs/performance.md
-at_most 110 docs/planning.md
+at_most 80 docs/planning.md
 at_most 130 docs/accuracy.md
 for log in docs/log/*.md; do
   for heading in $(anchors_of <(grep '^## ' "$log")); do
