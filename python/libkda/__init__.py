@@ -10,6 +10,7 @@
 Importing the package loads neither torch nor a GPU driver; the first use of a name does.
 """
 import importlib
+import pathlib
 
 _NAMES = {
     "chunk_kda": "kda",
@@ -32,7 +33,12 @@ _NAMES = {
 }
 _MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving", "sglang",
             "transformers", "vllm")
-__all__ = ["__version__", *_NAMES]
+__all__ = ["__version__", "get_include", *_NAMES]
+
+
+def get_include():
+    """The folder of the C and C++ headers (kda/kda.h), which are those of the libkda_c.so beside them."""
+    return str(pathlib.Path(__file__).resolve().parent / "include")
 
 
 def __getattr__(name):

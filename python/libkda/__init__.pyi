@@ -31,3 +31,5 @@ from libkda.serving import prefill as prefill
 from libkda.serving import verify as verify
 
 __version__: str
+
+def get_include() -> str: ...
