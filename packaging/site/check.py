@@ -24,7 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import links
 
 SITE, SOURCE = "https://site.invalid/", "https://source.invalid/"
-SEARCHES = {"state pool": "operation.html"}  # what a reader types, and the page that is to be found first
+SEARCHES = {"state pool": "engines.html", "determinism causality": "accuracy.html"}  # what a reader types, and the page that shows it
 
 
 class Page(html.parser.HTMLParser):
