@@ -56,7 +56,7 @@ Status not_served(const Plan& forward) {
   std::string reasons;
   for (const registry::Head* row : registry::heads(forward.problem.operation))
     if (row->device == device.kind) least = std::min(least, row->min_compute_capability);
-  if (device.kind == DeviceKind::kCuda && device.compute_capability < least)
+  if (device.compute_capability < least)
     return Status(StatusCode::kUnsupported,
                   cat("compute_capability: ", device.compute_capability,
                       " is served by no forward; ", least, " and above are"));
