@@ -37,6 +37,10 @@ def markdown(header, rows):
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
+def microseconds(seconds):
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-4 else milliseconds(seconds)
+
+
 def milliseconds(seconds):
     return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
@@ -70,6 +74,19 @@ def table_decode():
              f'{100 * c["bytes"] / c["median_s"] / report["memory_bytes_per_second"]:.0f}%']
             for c in report["cases"]]
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows) + source(report)
+
+
+def table_decode_ggml():
+    report = load("cpu_decode_ggml")
+    head = f'A token a sequence, K = V = 128, fp32, {report["rows"][0]["implementation"]}, {report["cpu"]}; ggml {report["ggml"]}\n\n'
+    found = {(r["batch"], r["heads"], r["threads"]): r for r in report["rows"]}
+    threads = sorted({r["threads"] for r in report["rows"]})
+    rows = [[str(batch), str(heads), *(cell for t in threads for cell in (
+                 microseconds(found[batch, heads, t]["median_s"]), microseconds(found[batch, heads, t]["ggml_median_s"]),
+                 f'{found[batch, heads, t]["of_ggml"]:.2f}'))]
+            for batch, heads in dict.fromkeys((r["batch"], r["heads"]) for r in report["rows"])]
+    header = ["batch", "heads", *(cell for t in threads for cell in (f'{t} thread{"s" if t > 1 else ""}', "ggml", "libkda / ggml"))]
+    return head + markdown(header, rows) + source(report)
 
 
 def of_other_kernels(report):

@@ -24,14 +24,15 @@ class _DLTensor(ctypes.Structure):
                 ("byte_offset", ctypes.c_uint64)]
 
 
-_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
-_pointer_of.restype, _pointer_of.argtypes = PTR, [ctypes.py_object, ctypes.c_char_p]
+pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+pointer_of.restype, pointer_of.argtypes = PTR, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _is_numpy_bfloat16(array):
+def is_numpy_bfloat16(array):
     """ml_dtypes' bfloat16 in a NumPy array, as JAX hands it to callbacks: DLPack of NumPy does not take it."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(array, numpy.ndarray) and array.dtype.name == "bfloat16"
+    return numpy is not None and isinstance(array, numpy.ndarray) and array.dtype.kind == "V" and \
+        array.dtype.name == "bfloat16"
 
 
 class View:
@@ -41,7 +42,7 @@ class View:
         self.name = name
         if not hasattr(array, "__dlpack__"):
             raise TypeError(f"{name} must be an array with __dlpack__ (NumPy, JAX, CuPy), got {type(array).__name__}")
-        bfloat16 = _is_numpy_bfloat16(array)
+        bfloat16 = is_numpy_bfloat16(array)
         if bfloat16:
             array = array.view("uint16")
         if getattr(array, "is_neg", bool)():  # torch exports the memory of such a view, whose values are others
@@ -54,7 +55,7 @@ class View:
             self.owner = array, array.__dlpack__()
         except Exception as refusal:  # each library has its own
             raise TypeError(f"{name} cannot be exported by DLPack: {refusal}") from None
-        x = _DLTensor.from_address(_pointer_of(self.owner[1], b"dltensor"))
+        x = _DLTensor.from_address(pointer_of(self.owner[1], b"dltensor"))
         self.shape = tuple(x.shape[i] for i in range(x.ndim))
         self.device = x.device_type, x.device_id
         self.dtype = BF16 if bfloat16 else _DTYPES.get((x.code, x.bits)) if x.lanes == 1 else None
@@ -85,7 +86,8 @@ class View:
         for i, (n, stride, step) in enumerate(zip(self.shape, self.strides, self._row_major())):
             target.strides[i] = stride if n > 1 else max(step, 1)  # some libraries have 0 there
         size = 4 if self.dtype == FP32 else 2
-        steps = [self.data, *(s * size for s in self.strides[:-1])]
+        whole_rows = len(shape) == 4 or self.name not in ("g", "dg")  # gates a head are read one by one
+        steps = [self.data, *(s * size for s in (self.strides[:-1] if whole_rows else self.strides))]
         target.alignment = max(size, min(16, *(step & -step or 16 for step in steps)))
 
     def is_dense(self):

@@ -72,6 +72,7 @@ def library():
         raise ImportError("libkda: the Python files and libkda_c.so are of different versions; reinstall the package")
     for sizes in (lib.kda_plan_workspace_bytes, lib.kda_plan_saved_bytes, lib.kda_backward_plan_workspace_bytes):
         sizes.restype, sizes.argtypes = ctypes.c_size_t, [PTR]
+    lib.kda_run.argtypes = [PTR, PTR, PTR, ctypes.c_size_t]
     lib.kda_plan_destroy.argtypes = lib.kda_backward_plan_destroy.argtypes = [PTR]
     return lib
 

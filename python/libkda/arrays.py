@@ -19,8 +19,10 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
+from . import _repeats
 from ._dlpack import CPU, CUDA, FP32, View, new_numpy
 from ._library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem, plan_cache
+from ._repeats import Memory, Plan
 from ._rules import LAST_SLOT, RULES, in_words_of, integer, number
 
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
@@ -61,7 +63,7 @@ class Kept:
         self.every = integer("every", every, 64, LAST_SLOT)
         if self.every % 64 != 0:
             raise ValueError(f"every must be a multiple of 64, got {self.every}")
-        self._memory: _Memory | None = None
+        self._memory: Memory | None = None
 
 
 def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
@@ -73,7 +75,8 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
             num_threads: int = 0, has_state: Array | None = None, kept: Kept | None = None) -> tuple[Any, Any]:
     """The forward pass; formulas and modes as in docs/operation.md.
 
-    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K]; beta [B, T, HV]; float32, float16 or bfloat16, each its own.
+    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], or [B, T, HV]: one gate a head; beta [B, T, HV]; float32,
+    float16 or bfloat16, each its own.
     A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
     has_state [N], bool: where it is False a sequence starts from zero. cu_seqlens [N + 1], integers on the host: packs
     N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward().
@@ -82,6 +85,15 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does
     not fit; nothing is written then.
     """
+    key = None
+    given: dict[str, Any] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
+                                 initial_state=initial_state, has_state=has_state, o=o, final_state=final_state)
+    if cu_seqlens is None and kept is None:
+        key = _repeats.key_of("forward", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
+                                                 output_final_state, stream, num_threads))
+        done = _repeats.run(key, given)
+        if done is not None:
+            return done["o"], done["final_state"]
     call = _Call("forward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
                  qk_l2norm, state_layout)
     if call.on_gpu and (o is None or workspace is None or (output_final_state and final_state is None)):
@@ -95,6 +107,8 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
     if final_state is not None:
         call.set_state("final_state", call.written("final_state", final_state), call.sequences)
     call.run(workspace, stream, num_threads, kept)
+    made = {name: array for name, array in dict(o=o, final_state=final_state).items() if array is not given[name]}
+    call.remember(key, given, made)
     return o, final_state
 
 
@@ -143,6 +157,15 @@ def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *,
     On a GPU: o, workspace (of workspace_bytes(..., state=state)) and stream.
     Returns o [B, T, HV, V] of v's type. Errors as of forward().
     """
+    key = None
+    given: dict[str, Any] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, state=state,
+                                 indices=indices, has_state=has_state, o=o)
+    if cu_seqlens is None:
+        key = _repeats.key_of("decode", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
+                                                stream, num_threads, first_slot))
+        done = _repeats.run(key, given)
+        if done is not None:
+            return done["o"]
     call = _Call("decode", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
                  qk_l2norm, state_layout)
     if call.on_gpu and (o is None or workspace is None):
@@ -153,6 +176,7 @@ def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *,
     if o is None and indices is not None:
         out[...] = 0
     call.run(workspace, stream, num_threads)
+    call.remember(key, given, {} if out is o else dict(o=out))
     return out
 
 
@@ -178,8 +202,7 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
     if output_final_state:
         _describe_dense(p.final_state.tensor, FP32, call.states(call.sequences))
         p.final_state.num_slots, p.final_state.present = call.sequences, 1
-    with call.plan(call.options(0)) as plan:
-        return plan.workspace_bytes
+    return call.plan(call.options(0)).workspace_bytes
 
 
 class _Call:
@@ -198,7 +221,8 @@ class _Call:
         self.output, self.problem, self.cu = (B, T, HV, V), new_problem(), None
         p = self.problem
         p.batch, p.num_tokens, p.num_heads, p.num_value_heads, p.key_dim, p.value_dim = B, T, H, HV, K, V
-        shapes = dict(q=(B, T, H, K), k=(B, T, H, K), v=self.output, g=(B, T, HV, K), beta=(B, T, HV))
+        gates = (B, T, HV) if len(g.shape) == 3 else (B, T, HV, K)  # a head's innermost stride is 0
+        shapes = dict(q=(B, T, H, K), k=(B, T, H, K), v=self.output, g=gates, beta=(B, T, HV))
         for name, shape in shapes.items():
             self.views[name].describe(getattr(p, name), shape)
         for name, array, shape in (("A_log", A_log, (HV,)), ("dt_bias", dt_bias, (HV, K))):
@@ -308,24 +332,28 @@ class _Call:
         return options
 
     def plan(self, options):
-        return _Plan("plan", self.words, library().kda_plan_cache_find, plan_cache(), ctypes.byref(self.problem),
+        return Plan("plan", self.words, library().kda_plan_cache_find, plan_cache(), ctypes.byref(self.problem),
                      self.cu, ctypes.byref(options))
 
     def run(self, workspace, stream, num_threads, kept=None):
         self.problem.stream = integer("stream", stream, 0, 2**64 - 1)
-        with self.plan(self.options(num_threads, kept)) as plan:
-            if self.on_gpu:
-                memory = self.view("workspace", workspace)
-                start, given = memory.data, memory.bytes
-            else:
-                memory = _Memory("workspace", plan.workspace_bytes)
-                start, given = memory.start, memory.bytes
-            saved = None if kept is None else _Memory("kept", plan.saved_bytes)
-            self._set_saved(saved)
-            status = library().kda_run(plan.handle, ctypes.byref(self.problem), PTR(start), ctypes.c_size_t(given))
-            check(status, self.words)
+        plan = self.made_plan = self.plan(self.options(num_threads, kept))
+        if self.on_gpu:
+            memory = self.view("workspace", workspace)
+            start, size = memory.data, memory.bytes
+        else:
+            memory = _repeats.workspace_of(plan.workspace_bytes)
+            start, size = memory.start, memory.bytes
+        saved = None if kept is None else Memory("kept", plan.saved_bytes)
+        self._set_saved(saved)
+        check(library().kda_run(plan.handle, ctypes.byref(self.problem), start, size), self.words)
         if kept is not None:
             kept._memory = saved
+
+    def remember(self, key, given, made):
+        """For calls like this one that may follow. `made`: the outputs that it allocated."""
+        if key is not None and not self.on_gpu:
+            _repeats.remember(key, given, made, self.problem, self.made_plan, self.words)
 
     def run_backward(self, given, wanted, out, kept, num_threads):
         gradients = GradientTensors(struct_size=ctypes.sizeof(GradientTensors))
@@ -348,17 +376,17 @@ class _Call:
             self.written(name, found[name]).describe(getattr(gradients, name), shape)
         _describe_dense(self.problem.o, self.views["v"].dtype, self.output)
         options = self.options(num_threads, kept)
-        with self.plan(options) as forward:
-            if kept is not None:
-                if kept._memory is None:
-                    raise ValueError("kept holds nothing: give it to the forward() first")
-                self._set_saved(kept._memory)
-            with _Plan("backward_plan", self.words, library().kda_backward_plan_create, forward.handle,
-                       ctypes.byref(gradients), ctypes.byref(options)) as plan:
-                memory = _Memory("workspace", plan.workspace_bytes)
-                status = library().kda_backward(plan.handle, ctypes.byref(self.problem), ctypes.byref(gradients),
-                                                PTR(memory.start), ctypes.c_size_t(memory.bytes))
-                check(status, self.words)
+        forward = self.plan(options)
+        if kept is not None:
+            if kept._memory is None:
+                raise ValueError("kept holds nothing: give it to the forward() first")
+            self._set_saved(kept._memory)
+        plan = Plan("backward_plan", self.words, library().kda_backward_plan_create, forward.handle,
+                    ctypes.byref(gradients), ctypes.byref(options))
+        memory = Memory("workspace", plan.workspace_bytes)
+        status = library().kda_backward(plan.handle, ctypes.byref(self.problem), ctypes.byref(gradients),
+                                        PTR(memory.start), ctypes.c_size_t(memory.bytes))
+        check(status, self.words)
         return Gradients(*(found.get(name) for name in Gradients._fields))
 
     def _wanted(self, wanted):
@@ -389,43 +417,6 @@ class _Call:
     def _set_saved(self, memory):
         if memory is not None:
             self.problem.saved, self.problem.saved_bytes = memory.start, memory.bytes
-
-
-class _Memory:
-    """Memory of this process, as the C ABI wants it aligned."""
-
-    def __init__(self, name, size):
-        try:
-            self._buffer = ctypes.create_string_buffer(size + 64)
-        except (MemoryError, OverflowError):
-            raise MemoryError(f"{name}: {size} bytes cannot be allocated") from None
-        self.start, self.bytes = (ctypes.addressof(self._buffer) + 63) // 64 * 64, size
-
-
-class _Plan:
-    """A plan of the C ABI while a call lasts. `kind`: "plan", or "backward_plan" of a forward's; `make`: what gives it
-    for `arguments`."""
-
-    def __init__(self, kind, words, make, *arguments):
-        self._kind, self.handle = kind, PTR()
-        check(make(*arguments, ctypes.byref(self.handle)), words)
-
-    def _function(self, name):
-        return getattr(library(), f"kda_{self._kind}_{name}")
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._function("destroy")(self.handle)
-
-    @property
-    def workspace_bytes(self):
-        return self._function("workspace_bytes")(self.handle)
-
-    @property
-    def saved_bytes(self):
-        return self._function("saved_bytes")(self.handle)
 
 
 def _argument_of(gradient):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+import concurrent.futures
 import os
 import sys
+import time
+import weakref
 
 import pytest
 import torch
 from common import distance, make, reference
 
-from libkda import arrays
+from libkda import _repeats, arrays
 
 np = pytest.importorskip("numpy")
 
@@ -241,6 +244,164 @@ def test_workspace_bytes():
 
 
 GATES = [("log", None), ("softplus", None), ("bounded", -5.0)]
+
+
+@pytest.fixture
+def remembered(monkeypatch):
+    """What calls leave for those that repeat them, empty at first."""
+    monkeypatch.setattr(_repeats, "_remembered", {})
+    return _repeats._remembered
+
+
+def calls_with(dtype=torch.float32):
+    """forward() and decode() with every argument that they may have, by NumPy; a new copy of the states each time."""
+    torch.manual_seed(0)
+    x, parameters, state, arguments, _ = numpy_inputs(dtype=dtype, gates="softplus")
+    modes = dict(gate_mode="softplus", A_log=parameters["A_log"].numpy(),
+                 dt_bias=parameters["dt_bias"].view(4, 64).numpy(), qk_l2norm=True, beta_mode="sigmoid")
+    token = {name: np.ascontiguousarray(array[:, :1]) for name, array in arguments.items()}
+    pool = np.concatenate([state.numpy()] * 2)
+    mask = np.array([True, False])
+
+    def forward(**more):
+        return arrays.forward(**dict(arguments, **modes, initial_state=state.numpy(), has_state=mask,
+                                     output_final_state=True) | more)
+
+    def decode(**more):
+        states = pool.copy()
+        o = arrays.decode(**dict(token, **modes, state=states, has_state=mask,
+                                 indices=np.array([2, -1], np.int32)) | more)
+        return o, states
+    return forward, decode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_repeated_call_is_the_same_call(remembered, monkeypatch, dtype):
+    """The same bits, from other addresses too, with its plan kept; and no description anew."""
+    first, again = calls_with(dtype), calls_with(dtype)
+    expected = [call() for call in first]
+    assert len(remembered) == 2
+    monkeypatch.setattr(arrays, "_Call", None)
+    for calls in (first, again):
+        for call, wanted in zip(calls, expected):
+            assert all(np.array_equal(x, y) for x, y in zip(call(), wanted))
+    monkeypatch.undo()
+    o = np.full_like(expected[0][0], np.nan)
+    for _ in range(2):
+        o[:] = np.nan
+        assert again[0](o=o)[0] is o and np.array_equal(o, expected[0][0])
+
+
+@pytest.mark.parametrize("change", [
+    dict(scale=0.2), dict(qk_l2norm=False), dict(beta_mode="sigmoid2"), dict(has_state=None), dict(state_layout="vk"),
+    dict(gate_mode="bounded"), dict(gate_mode="bounded", lower_bound=-1.0), dict(num_threads=1),
+])
+def test_an_option_makes_another_call(remembered, change):
+    if change.get("state_layout"):
+        change = change | dict(initial_state=calls_with()[0]()[1].swapaxes(2, 3).copy())
+    forward, _ = calls_with()
+    forward()
+    found = forward(**change)
+    remembered.clear()
+    assert all(np.array_equal(x, y) for x, y in zip(found, forward(**change)))
+
+
+def test_what_repeats_is_checked_as_before(remembered):
+    """Read-only and unaligned memory, options of another type, overlaps: as if no call had come before."""
+    forward, decode = calls_with()
+    expected, _ = forward(), decode()
+    assert len(remembered) == 2
+    with pytest.raises(TypeError, match="^num_threads must be"):
+        forward(num_threads=0.0)
+    with pytest.raises(ValueError, match="^gate_mode must be one of"):
+        forward(gate_mode=["softplus"])
+    torch.manual_seed(0)
+    arguments = numpy_inputs(gates="softplus")[3]
+    o = np.empty_like(arguments["v"])
+    forward(o=o)
+    o.flags.writeable = False
+    with pytest.raises(ValueError, match="^o is read-only"):
+        forward(o=o)
+    v = arguments["v"].copy()
+    forward(v=v, o=np.empty_like(v))
+    with pytest.raises(ValueError, match="^o: overlaps v"):
+        forward(v=v, o=v)
+    q = np.empty(arguments["q"].nbytes + 4, np.uint8)[4:].view(np.float32).reshape(arguments["q"].shape)
+    q[:] = arguments["q"]
+    assert np.array_equal(forward(q=q)[0], expected[0])
+    q.flags.writeable = False
+    assert np.array_equal(forward(q=q)[0], expected[0])
+
+
+def test_few_calls_are_remembered(remembered, monkeypatch):
+    """The oldest is forgotten, with its plan."""
+    forward, _ = calls_with()
+    monkeypatch.setattr(_repeats, "_MOST", 3)
+    freed = []
+    for i in range(8):
+        forward(scale=0.1 + i)
+        weakref.finalize(list(remembered.values())[-1]._plan, freed.append, i)
+    assert len(remembered) == 3 and freed == [0, 1, 2, 3, 4]
+
+
+def test_calls_of_many_threads_repeat(remembered):
+    """Each with states of its own and sizes that the others have too."""
+    calls = [calls_with() for _ in range(16)]
+
+    def run(pair):
+        forward, decode = pair
+        return [(*forward(scale=0.1 * (1 + i % 3)), *decode(scale=0.1 * (1 + i % 3))) for i in range(12)]
+
+    expected = run(calls[0])
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for found in threads.map(run, calls):
+            assert all(np.array_equal(x, y) for a, b in zip(found, expected) for x, y in zip(a, b))
+
+
+def test_time_of_a_repeated_call(remembered):
+    """A step of a few heads is not for the most part Python: describing it anew takes several times as long."""
+    _, _, _, arguments, _ = numpy_inputs(B=1, T=1, H=1, HV=1, K=16, V=16)
+    state = np.zeros((1, 1, 16, 16), np.float32)
+
+    def best(before):
+        times = []
+        for _ in range(200):
+            before()
+            start = time.perf_counter()
+            arrays.decode(**arguments, state=state)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert best(lambda: None) < 0.5 * best(remembered.clear)
+
+
+@pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
+def test_one_gate_a_head(gates):
+    """g [B, T, HV] is a gate that is alike in all channels; so is its gradient."""
+    x, parameters, state, arguments, _ = numpy_inputs(gates=gates)
+    modes = modes_of(gates, parameters)
+    g = np.ascontiguousarray(arguments["g"][..., 0])
+    wide = dict(arguments, g=np.repeat(g[..., None], 64, -1))
+    narrow = dict(arguments, g=g)
+    d_o = torch.randn_like(x["v"]).numpy()
+    found, expected = ([*arrays.forward(**inputs, **modes, initial_state=state.numpy(), output_final_state=True)]
+                       for inputs in (narrow, wide))
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+    pools = [state.numpy().copy(), state.numpy().copy()]
+    tokens = [{name: array[:, :3] for name, array in inputs.items()} for inputs in (narrow, wide)]
+    assert np.array_equal(*(arrays.decode(**token, state=pool, **modes) for token, pool in zip(tokens, pools)))
+    assert np.array_equal(*pools)
+    found, expected = (arrays.backward(**inputs, **modes, d_o=d_o) for inputs in (narrow, wide))
+    assert found.dg.shape == g.shape
+    assert distance(as_double(found.dg), as_double(expected.dg).sum(-1)) < 1e-5
+    assert distance(as_double(found.dk), as_double(expected.dk)) < 1e-5
+    out = np.full((2, 131, 4), np.nan, np.float32)
+    assert arrays.backward(**narrow, **modes, d_o=d_o, wanted="dg", out=dict(dg=out)).dg is out
+    assert np.array_equal(out, found.dg)
+    with pytest.raises(ValueError, match=r"^g must have shape \[2, 131, 4\], got \[2, 131, 2\]"):
+        arrays.forward(**dict(arguments, g=g[..., :2]), **modes)
+    with pytest.raises(ValueError, match="^dg must have shape"):
+        arrays.backward(**narrow, **modes, d_o=d_o, out=dict(dg=np.empty_like(wide["g"])))
 
 
 def modes_of(gates, parameters, HV=4, K=64):

@@ -190,7 +190,7 @@ io::SafetensorsFile file_from_gradients(const Problem& p, const GradientBuffers&
 bool GradientComparison::within() const {
   return std::all_of(errors.begin(), errors.end(), [](const auto& entry) {
     return std::all_of(entry.second.begin(), entry.second.end(),
-                       [](const HeadError& head) { return head.error <= head.tolerance; });
+                       [](const HeadError& head) { return head.within(); });
   });
 }
 

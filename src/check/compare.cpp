@@ -20,16 +20,31 @@ namespace oracle = cpu::oracle;
 /// Below this a norm is fp32's underflow, not a result.
 constexpr double kUnderflow = 1e-30;
 
+/// `value` once it was stored.
+double as_stored(double value, DType stored) {
+  uint64_t bits = 0;
+  store_double(&bits, stored, 0, value);
+  return load_double(&bits, stored, 0);
+}
+
+/// The largest |ref|, if the type has no finite number for it; NaN where float64 overflows; else 0.
+double overflow_of(const std::vector<double>& ref, const std::vector<double>& magnitude,
+                   DType stored) {
+  if (!std::isfinite(norm(magnitude))) return std::numeric_limits<double>::quiet_NaN();
+  double largest = 0;
+  for (const double value : ref) {
+    if (std::isnan(value)) return value;
+    largest = std::max(largest, std::abs(value));
+  }
+  return std::isfinite(as_stored(largest, stored)) ? 0 : largest;
+}
+
 /// Error that storing the exact result costs.
 double rounding_error(const std::vector<double>& ref, const std::vector<double>& magnitude,
                       DType stored) {
   if (dtype_size(stored) > 2) return 0;
   std::vector<double> rounded;
-  for (const double value : ref) {
-    uint32_t bits = 0;
-    store_element(&bits, stored, 0, static_cast<float>(value));
-    rounded.push_back(load_element(&bits, stored, 0));
-  }
+  for (const double value : ref) rounded.push_back(as_stored(value, stored));
   return relative_error(rounded, ref, magnitude);
 }
 
@@ -57,9 +72,12 @@ HeadError judge(const std::vector<double>& x, const std::vector<double>& ref,
                 const CompareOptions& options) {
   const auto values = static_cast<int64_t>(ref.size());
   HeadError entry;
-  entry.error = relative_error(x, ref, magnitude);
-  entry.tolerance =
-      forward_tolerance(rounding_error(ref, magnitude, stored), values, tokens, options.marginal);
+  entry.overflow = overflow_of(ref, magnitude, stored);
+  const bool overflows = entry.overflow != 0;
+  entry.error =
+      overflows ? std::numeric_limits<double>::infinity() : relative_error(x, ref, magnitude);
+  entry.tolerance = forward_tolerance(overflows ? 0 : rounding_error(ref, magnitude, stored),
+                                      values, tokens, options.marginal);
   if (options.operands)
     entry.tolerance +=
         operand_tolerance(*options.operands == DType::kFloat16, values, options.marginal);
@@ -74,6 +92,12 @@ const HeadError* worst_error(const std::vector<HeadError>& errors) {
   return found == errors.end() ? nullptr : &*found;
 }
 
+double largest_error(const std::vector<HeadError>& errors) {
+  double largest = 0;
+  for (const HeadError& entry : errors) largest = std::max(largest, entry.error);
+  return largest;
+}
+
 double median_error(const std::vector<HeadError>& errors) {
   if (errors.empty()) return 0;
   std::vector<double> values;
@@ -85,7 +109,7 @@ double median_error(const std::vector<HeadError>& errors) {
 }
 
 bool Comparison::within() const {
-  const auto good = [](const HeadError& entry) { return entry.error <= entry.tolerance; };
+  const auto good = [](const HeadError& entry) { return entry.within(); };
   return std::all_of(o.begin(), o.end(), good) &&
          std::all_of(final_state.begin(), final_state.end(), good);
 }

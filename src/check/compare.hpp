@@ -16,8 +16,13 @@ namespace kda::check {
 struct HeadError {
   int64_t sequence = 0;
   int64_t head = 0;
-  double error = 0;  ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
-  double tolerance = 0;
+  double error = 0;      ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
+  double tolerance = 0;  ///< finite
+  /// The largest |ref|, where the type that it is stored in cannot hold it; NaN where float64
+  /// overflows too; else 0. Nothing can be compared then: the error is infinite.
+  double overflow = 0;
+
+  bool within() const { return error <= tolerance; }
 };
 
 struct Comparison {
@@ -30,7 +35,9 @@ struct Comparison {
 };
 
 double median_error(const std::vector<HeadError>& errors);
-/// Nearest to or farthest past its tolerance; null if there are none.
+double largest_error(const std::vector<HeadError>& errors);
+/// Nearest to or farthest past its tolerance, which is not always the largest; null if there are
+/// none.
 const HeadError* worst_error(const std::vector<HeadError>& errors);
 
 struct CompareOptions {

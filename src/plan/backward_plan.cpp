@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // make_backward_plan(): a plan over the rows that have a backward, for a forward's plan.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
 #include "core/guard.hpp"
 #include "core/json_writer.hpp"
 #include "core/text.hpp"
@@ -19,6 +24,45 @@ Problem inputs_of(const Problem& forward) {
   p.checkpoint_offsets = false;
   if (!p.initial_state || !p.initial_state->indexed) p.first_slot = 0;
   return p;
+}
+
+/// What a forward of this problem can keep on its device, in words; empty: no forward runs there.
+std::string kept_there(const Plan& forward) {
+  std::vector<std::string> names;
+  for (const KeepPolicy policy : {KeepPolicy::kInputs, KeepPolicy::kStates, KeepPolicy::kKeep}) {
+    PlanOptions options = forward.requested;
+    options.keep = policy;
+    const bool lengths = forward.lengths_known && forward.problem.cu_seqlens;
+    Plan other;
+    const Status status =
+        lengths ? make_plan(forward.problem, forward.cu_seqlens, forward.device, options, &other)
+                : make_plan_from_bounds(forward.problem, forward.device, options, &other);
+    if (status.ok() && !other.implementation.empty()) names.emplace_back(plan::keep_name(policy));
+  }
+  std::string text;
+  for (std::size_t i = 0; i < names.size(); ++i)
+    text += cat(i == 0 ? "" : i + 1 < names.size() ? ", " : " and ", names[i]);
+  return text;
+}
+
+/// Why a forward's plan has no implementation: the option, its value, and what is served.
+Status not_served(const Plan& forward) {
+  const DeviceFacts& device = forward.device;
+  if (const std::string others = kept_there(forward); !others.empty())
+    return Status(StatusCode::kUnsupported,
+                  cat("keep: ", plan::keep_name(forward.requested.keep),
+                      " cannot be kept for this problem on ", device.name, "; ", others, " can"));
+  int32_t least = INT32_MAX;
+  std::string reasons;
+  for (const registry::Head* row : registry::heads(forward.problem.operation))
+    if (row->device == device.kind) least = std::min(least, row->min_compute_capability);
+  if (device.compute_capability < least)
+    return Status(StatusCode::kUnsupported,
+                  cat("compute_capability: ", device.compute_capability,
+                      " is served by no forward; ", least, " and above are"));
+  for (const Candidate& row : forward.candidates) reasons += cat("; ", row.name, " ", row.reason);
+  return Status(StatusCode::kUnsupported,
+                cat("forward: no implementation serves it on ", device.name, reasons));
 }
 
 class Hash {  // FNV-1a
@@ -71,11 +115,7 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
   return guarded([&] {
     if (!plan) return invalid("plan: is null");
     KDA_RETURN_IF_ERROR(validate(BackwardProblem{forward.problem, gradients}));
-    if (forward.implementation.empty())
-      return Status(StatusCode::kUnsupported, cat("forward: its plan has no implementation",
-                                                  forward.requested.keep == KeepPolicy::kInputs
-                                                      ? ""
-                                                      : " that keeps what was asked for"));
+    if (forward.implementation.empty()) return not_served(forward);
     PlanOptions wanted;
     wanted.backend = options.backend;
     wanted.num_threads = options.num_threads;

@@ -41,6 +41,30 @@ TEST(Compare, SeesAWrongStateAndANaN) {
   EXPECT_FALSE(compare(inputs, result.problem, result.outputs).within());
 }
 
+/// The right result of a type that cannot hold it is no result: the tolerance stays finite,
+/// whatever the type, and the error does not.
+TEST(Compare, NothingThatOverflowsIsWithin) {
+  const struct {
+    DType stored;
+    double value;
+    bool overflows;
+  } rows[] = {{DType::kFloat16, 65504, false},  {DType::kFloat16, 65520, true},
+              {DType::kBFloat16, 3e38, false},  {DType::kBFloat16, 3.4e38, true},
+              {DType::kFloat32, 3.4e38, false}, {DType::kFloat32, 1e39, true},
+              {DType::kFloat64, 1e39, false},   {DType::kFloat64, INFINITY, true},
+              {DType::kFloat16, NAN, true}};
+  for (const auto& row : rows)
+    for (const double x : {row.value, static_cast<double>(INFINITY), 1.0}) {
+      const std::vector<double> ref = {1, row.value}, magnitude = {1, std::abs(row.value)};
+      const HeadError entry = judge({1, x}, ref, magnitude, row.stored, 8, {});
+      EXPECT_TRUE(std::isfinite(entry.tolerance)) << dtype_name(row.stored) << row.value;
+      EXPECT_EQ(entry.overflow != 0, row.overflows) << dtype_name(row.stored) << row.value;
+      if (row.overflows) EXPECT_TRUE(std::isinf(entry.error));
+      EXPECT_EQ(entry.within(), !row.overflows && x == row.value) << dtype_name(row.stored) << x;
+    }
+  EXPECT_FALSE(judge({1}, {1}, {1e200}, DType::kFloat32, 8, {}).within());
+}
+
 TEST(Compare, TruthsOfOneComparisonServeTheNext) {
   check::GenerateOptions shape = test::shape(0, 2, 8, 8);
   shape.seq_lens = {5, 0, 20};
@@ -67,6 +91,9 @@ TEST(Compare, TruthsOfOneComparisonServeTheNext) {
 TEST(Compare, MedianAndEmptyProblems) {
   EXPECT_EQ(median_error({}), 0);
   EXPECT_EQ(median_error({{0, 0, 3, 1}, {0, 0, 1, 1}, {0, 0, 2, 1}}), 2);
+  EXPECT_EQ(largest_error({}), 0);
+  EXPECT_EQ(largest_error({{0, 0, 3, 9}, {0, 1, 1, 1}}), 3);
+  EXPECT_EQ(worst_error({{0, 0, 3, 9}, {0, 1, 1, 1}})->head, 1);
   const Comparison nothing;
   EXPECT_TRUE(nothing.within());
   EXPECT_EQ(nothing.worst_o(), nullptr);

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <thread>
 #include <vector>
@@ -57,6 +58,31 @@ TEST(ThreadPool, ManyCallersAtOnce) {
     });
   for (std::thread& caller : callers) caller.join();
   EXPECT_EQ(total, 16 * 20 * 4950);
+}
+
+/// Whether every task of a job of so much work ran on this thread. Each gives others time to come.
+bool runs_alone(double microseconds) {
+  const std::thread::id caller = std::this_thread::get_id();
+  std::atomic<bool> alone{true};
+  auto task = [&](int64_t, int32_t) {
+    if (std::this_thread::get_id() != caller) alone = false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  };
+  EXPECT_TRUE(parallel_tasks(10, 2, task, microseconds).ok());
+  return alone;
+}
+
+TEST(ThreadPool, ShortJobsStayOnTheirThread) {
+  EXPECT_FALSE(runs_alone(kLongWork));
+  EXPECT_FALSE(runs_alone(kWorthWaking));
+  EXPECT_TRUE(runs_alone(9));  // two threads would have less than 5 us each
+  // A longer one wakes nobody either, if none came shortly before it.
+  int alone = 0;
+  for (int i = 0; i < 10; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    alone += runs_alone(kWorthWaking - 1) ? 1 : 0;
+  }
+  EXPECT_GT(alone, 0);  // not all: a worker that lost its core may still be looking
 }
 
 #if !defined(__SANITIZE_THREAD__)  // the sanitizer's runtime does not survive threads after fork

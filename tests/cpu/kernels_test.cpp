@@ -3,14 +3,20 @@
 #include "cpu/blocked/kernels.hpp"
 
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <fstream>
+#include <initializer_list>
 #include <memory>
+#include <string>
 
 #include "check/generate.hpp"
 #include "core/convert.hpp"
+#include "cpu/blocked/blocked.hpp"
 #include "cpu/float_mode.hpp"
 #include "io/buffer.hpp"
 
@@ -193,6 +199,38 @@ TEST(CpuFeatures, BestTableIsRunnable) {
   EXPECT_NE(portable_kernels(), nullptr);
   EXPECT_TRUE(!cpu_has_avx512() || cpu_has_avx2());
 }
+
+#if defined(__x86_64__) && defined(__linux__)
+/// Whatever the compiler's runtime says: the kernel's list is the truth.
+TEST(CpuFeatures, AreThoseThatTheKernelLists) {
+  std::ifstream file("/proc/cpuinfo");
+  std::string line, flags;
+  while (flags.empty() && std::getline(file, line))
+    if (line.rfind("flags", 0) == 0) flags = line.substr(line.find(':') + 1) + " ";
+  ASSERT_FALSE(flags.empty());
+  const auto has = [&](std::initializer_list<const char*> names) {
+    return std::all_of(names.begin(), names.end(), [&](const char* name) {
+      return flags.find(" " + std::string(name) + " ") != std::string::npos;
+    });
+  };
+  EXPECT_EQ(cpu_has_avx2(), has({"avx2", "fma", "f16c"}));
+  EXPECT_EQ(cpu_has_avx512(),
+            has({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"}));
+}
+
+/// CPUID leaves a virtual machine, for 8 us or more: it is asked once a process. The kernel can
+/// make it a fault, on most processors.
+TEST(CpuFeatures, AreAskedOnce) {
+  constexpr int kSetCpuid = 0x1012;
+  const bool asked = cpu_has_avx512();
+  if (syscall(SYS_arch_prctl, kSetCpuid, 0) != 0) GTEST_SKIP() << "CPUID cannot be made a fault";
+  const bool again = cpu_has_avx512() || cpu_has_avx2();
+  const char* best = best_kernels().name;
+  ASSERT_EQ(syscall(SYS_arch_prctl, kSetCpuid, 1), 0);
+  EXPECT_TRUE(again || !asked);
+  EXPECT_EQ(best, best_kernels().name);
+}
+#endif
 
 TEST(FloatMode, RestoresTheCallersMode) {
   volatile float tiny = 1e-39f;

@@ -15,22 +15,29 @@ cmake --install "$build" --prefix "$work/prefix" >/dev/null
 echo "find_package"
 cmake -S "$here/consumer" -B "$work/found" -DCMAKE_PREFIX_PATH="$work/prefix" >/dev/null
 cmake --build "$work/found" >/dev/null
-"$work/found/consumer"
-"$work/found/consumer_c"
+run_consumers() { "$1/consumer" && "$1/consumer_c" && "$1/consumer_cxx11"; }
+run_consumers "$work/found"
 
 echo "add_subdirectory"
-# No build type: neither optimised nor with symbols, which compiles fastest.
-cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DKDA_CUDA=OFF >/dev/null
+# No build type, as in many a project: libkda's own sources are optimised all the same.
+cmake -S "$here/consumer" -B "$work/sub" -DLIBKDA_SOURCE_DIR="$root" -DKDA_CUDA=OFF -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+  >/dev/null
+commands=$work/sub/compile_commands.json
+sources=$(grep -c "\"file\": \"$root/src/" "$commands")
+optimised=$(grep "\"command\": .* -c $root/src/" "$commands" | grep -cE -- ' -O[23] ')
+if [ "$sources" -lt 40 ] || [ "$sources" != "$optimised" ]; then
+  echo "package_test: $optimised of $sources sources are optimised in a project without a build type"
+  exit 1
+fi
 cmake --build "$work/sub" -j2 >/dev/null
-"$work/sub/consumer"
-"$work/sub/consumer_c"
+run_consumers "$work/sub"
 [ ! -e "$work/sub/libkda/bin/kda" ] || { echo "a subproject must not build the tools"; exit 1; }
 
 echo "pkg-config"
 PKG_CONFIG_PATH=$(dirname "$(find "$work/prefix" -name kda.pc)")
 export PKG_CONFIG_PATH
 # shellcheck disable=SC2046
-g++ -std=c++20 "$here/consumer/consumer.cpp" $(pkg-config --cflags --libs kda) -o "$work/static"
+g++ "$here/consumer/consumer.cpp" $(pkg-config --cflags --libs kda) -o "$work/static"
 "$work/static"
 # shellcheck disable=SC2046
 gcc "$here/consumer/consumer.c" $(pkg-config --cflags --libs kda_c) -o "$work/shared"

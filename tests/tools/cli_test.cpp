@@ -58,6 +58,10 @@ class Cli : public test::TemporaryFolder {
   }
 };
 
+void expect_has(const std::string& text, const std::string& part) {
+  EXPECT_NE(text.find(part), std::string::npos) << text;
+}
+
 TEST_F(Cli, GenRunCheckInspect) {
   gen("--tokens 200 --heads 2 --value-heads 4 --key-dim 32 --value-dim 16 --regime softplus");
   const Ran run = kda("run x.safetensors -o y.safetensors");
@@ -130,7 +134,21 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_EQ(windows.exit_code, 0) << windows.err;
   EXPECT_NE(windows.out.find("backward_starts"), std::string::npos) << windows.out;
   EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
-  EXPECT_EQ(kda(gpu + " --keep states").exit_code, 2);  // no GPU keeps any
+  const std::pair<const char*, const char*> refused[] = {
+      {" --keep states",
+       "kda: --keep: states cannot be kept for this problem on sm_90, 132 SMs; inputs and keep "
+       "can\n"},
+      {" --keep keep --compute-capability 80",
+       "kda: --keep: keep cannot be kept for this problem on sm_80, 132 SMs; inputs can\n"},
+      {" --compute-capability 75",
+       "kda: --compute-capability: 75 is served by no forward; 80 and above are\n"},
+      {" --keep keep --compute-capability 75",
+       "kda: --compute-capability: 75 is served by no forward; 80 and above are\n"}};
+  for (const auto& [flags, message] : refused) {
+    const Ran ran = kda(gpu + flags);
+    EXPECT_EQ(ran.exit_code, 2) << flags;
+    EXPECT_EQ(ran.err, message);
+  }
   const Ran bench = kda(
       "bench backward --milliseconds 1 --case '--tokens 100 --heads 1 --key-dim 16 --dtype fp32'");
   EXPECT_EQ(bench.exit_code, 0) << bench.err;
@@ -255,6 +273,41 @@ TEST_F(Cli, CheckExitsWithOneOutsideTolerance) {
   EXPECT_EQ(kda("check x.safetensors").exit_code, 1);
 }
 
+/// A 16-bit result that cannot hold its reference is no result, whatever is stored there.
+TEST_F(Cli, CheckNamesWhatOverflows) {
+  gen("--tokens 256 --heads 1 --gradients");
+  const std::string check = "check x.safetensors --gate log --no-qk-l2norm";
+  for (const std::string command :
+       {check + " --backward", check + " --backward --out-dtype fp32", check + " --out-dtype bf16",
+        check + " --out-dtype fp16", check + " --out-dtype fp32"}) {
+    const Ran ran = kda(command);
+    EXPECT_EQ(ran.exit_code, 1) << command << ran.out;
+    expect_has(ran.out, "OUTSIDE");
+    expect_has(ran.out, command.find("backward") == std::string::npos
+                            ? "\no overflows: the reference of sequence 0, head 0 "
+                            : "\ndq overflows: the reference of sequence 0, head 0 ");
+    const nlohmann::json report = nlohmann::json::parse(kda(command + " --json").out);
+    EXPECT_FALSE(report["within"]);
+    for (const auto& part : report)
+      if (part.is_object())
+        for (const auto& head : part["heads"]) EXPECT_TRUE(head["tolerance"].is_number()) << part;
+  }
+}
+
+TEST_F(Cli, CheckPrintsTheLargestErrorAndTheWorst) {
+  gen("--tokens 256 --heads 2 --gradients");
+  for (const char* command : {"check x.safetensors", "check x.safetensors --backward"}) {
+    expect_has(kda(command).out, "median error  largest error  worst error  tolerance");
+    const nlohmann::json report = nlohmann::json::parse(kda(std::string(command) + " --json").out);
+    for (const auto& part : report) {
+      if (!part.is_object()) continue;
+      EXPECT_GE(part["largest"], part["median"]);
+      EXPECT_GE(part["largest"], part["worst"]);
+    }
+  }
+  expect_has(kda("check --help").out, "the worst is nearest to it");
+}
+
 TEST_F(Cli, PlanTextAndReasons) {
   const Ran plan = kda("plan --heads 8 --seq-lens 65536 --sms 132 --explain");
   EXPECT_EQ(plan.exit_code, 0);
@@ -318,10 +371,6 @@ TEST_F(Cli, BenchPrintsRates) {
       kda("bench context-parallel --milliseconds 1 --context-parallel 2 --case "
           "'--tokens 256 --heads 1 --key-dim 16 --value-dim 16' --group-size 2");
   EXPECT_NE(cp.out.find("on / off"), std::string::npos) << cp.err;
-}
-
-void expect_has(const std::string& text, const std::string& part) {
-  EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
 TEST_F(Cli, PipesCarryFiles) {

@@ -16,6 +16,7 @@
 #include "cpu/blocked/backward_scratch.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/blocked/pass.hpp"
+#include "cpu/blocked/work.hpp"
 #include "cpu/float_mode.hpp"
 
 namespace kda::cpu::blocked {
@@ -398,7 +399,8 @@ Status backward(const Kernels& kernels, const stage::Backward& args) {
                     sums ? sums + run * p.num_value_heads * 2 * p.key_dim : nullptr)
           .run();
   };
-  KDA_RETURN_IF_ERROR(parallel_tasks(sizes.runs * p.num_heads, call.num_threads, task));
+  KDA_RETURN_IF_ERROR(parallel_tasks(sizes.runs * p.num_heads, call.num_threads, task,
+                                     backward_microseconds(call)));
   store_parameters(args, sizes, sums);
   return {};
 }

@@ -6,6 +6,7 @@
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/blocked/pass.hpp"
+#include "cpu/blocked/work.hpp"
 #include "cpu/float_mode.hpp"
 
 namespace kda::cpu::blocked {
@@ -163,7 +164,8 @@ Status decode(const Kernels& kernels, const stage::Decode& args) {
     (skips_sequences(call.problem) ? decode_from_slot : decode_across)(
         kernels, call, idx / heads, idx % heads, thread_scratch(call, slot));
   };
-  return parallel_tasks(call.sequences.count() * heads, call.num_threads, task);
+  return parallel_tasks(call.sequences.count() * heads, call.num_threads, task,
+                        decode_microseconds(call));
 }
 
 }  // namespace kda::cpu::blocked

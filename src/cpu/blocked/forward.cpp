@@ -5,6 +5,7 @@
 #include "core/thread_pool.hpp"
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/blocked/pass.hpp"
+#include "cpu/blocked/work.hpp"
 #include "cpu/float_mode.hpp"
 
 namespace kda::cpu::blocked {
@@ -87,7 +88,9 @@ Status forward(const Kernels& kernels, const stage::Forward& args) {
       args.segments.empty() ? call.sequences.count() : static_cast<int64_t>(args.segments.size());
   const int64_t heads = p.num_value_heads;
   const int64_t blocks = num_blocks(p.value_dim);
-  const int64_t parts = choose_v_parts(spans * heads, blocks, call.num_threads);
+  const double work = forward_microseconds(call);
+  const int32_t threads = work < kWorthWaking ? 1 : call.num_threads;
+  const int64_t parts = choose_v_parts(spans * heads, blocks, threads);
   const int64_t part_columns = (blocks + parts - 1) / parts * kBlockV;
 
   auto task = [&](int64_t idx, int32_t slot) {
@@ -99,7 +102,7 @@ Status forward(const Kernels& kernels, const stage::Forward& args) {
     if (pass.first_column < pass.last_column)
       run_pass(kernels, call, pass, thread_scratch(call, slot));
   };
-  return parallel_tasks(spans * heads * parts, call.num_threads, task);
+  return parallel_tasks(spans * heads * parts, call.num_threads, task, work);
 }
 
 }  // namespace kda::cpu::blocked
