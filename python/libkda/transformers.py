@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 
 import torch
 
 from . import kda, layer
 from ._plugin import Plugin
+from ._switches import switch
 
 try:
     import transformers
@@ -255,7 +255,7 @@ def disable() -> None:
     _places.clear()
 
 
-if os.environ.get("LIBKDA_TRANSFORMERS") != "0":
+if switch("LIBKDA_TRANSFORMERS", True):
     enable()
 else:
     disable()
