@@ -121,6 +121,7 @@ def _checked(function, keywords):
                 raise
         raise better from None
 
+    call.__code__ = call.__code__.replace(co_name=name)  # torch.compile of 2.15 takes it for the function's __name__
     return call
 
 

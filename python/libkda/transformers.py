@@ -29,7 +29,8 @@ _plugin = Plugin("transformers")
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "transformers: NAME: REASON", or None before the first.
-    part: "kda", "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for a model's other norms."""
+    Models of other families than Kimi-Linear, GLM-5-Next and Ling, such as Qwen3-Next, do not come by. part: "kda",
+    "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for a model's other norms."""
     return _plugin.last_path(part)
 
 
