@@ -19,13 +19,28 @@ namespace kda_torch {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+/// Begins the text of a refusal and of nothing else: from torch 2.15 on the type of an exception
+/// does not reach Python, so libkda/_refusals.py knows a refusal by it.
+inline constexpr char kRefusal[] = "libkda: ";
+inline constexpr char kFailure[] = "libkda failed: ";
+
+template <typename... Parts>
+std::string text_of(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
+}
+
 /// What a caller got wrong: ValueError in Python. The text alone: no file, no line.
 template <typename... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
-  std::ostringstream text;
-  text << "libkda: ";
-  (text << ... << parts);
-  throw std::invalid_argument(text.str());
+  throw std::invalid_argument(text_of(kRefusal, parts...));
+}
+
+/// What went wrong in a call that is right: RuntimeError in Python.
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  throw std::runtime_error(text_of(kFailure, parts...));
 }
 
 /// What an operator's states are: initial_state and final_state; `states`; the same, and `drafts`
@@ -58,8 +73,8 @@ inline void check(kda_status status, States states = States::kOwn) {
   if (status == KDA_OK) return;
   const std::string text = in_words_of_operators(kda_last_error(), states);
   if (status == KDA_INVALID_ARGUMENT) refuse(text);
-  if (status == KDA_UNSUPPORTED) throw Unsupported("libkda: " + text);
-  throw std::runtime_error("libkda: " + text);
+  if (status == KDA_UNSUPPORTED) throw Unsupported(kRefusal + text);
+  fail(text);
 }
 
 // ---- what an argument may be --------------------------------------------------------------------

@@ -57,11 +57,9 @@ inline void* current_stream(const Tensor& x) {
     return reinterpret_cast<Function>(library ? dlsym(library, "aoti_torch_get_current_cuda_stream")
                                               : nullptr);
   }();
-  if (!function)
-    throw std::runtime_error("libkda: this torch has no CUDA streams (libtorch_cuda.so)");
+  if (!function) fail("this torch has no CUDA streams (libtorch_cuda.so)");
   void* stream = nullptr;
-  if (function(x.get_device_index(), &stream) != 0)
-    throw std::runtime_error("libkda: no current CUDA stream");
+  if (function(x.get_device_index(), &stream) != 0) fail("no current CUDA stream");
   return stream;
 }
 

@@ -26,8 +26,7 @@ inline void expect_memory(const char* name, int64_t bytes, const Tensor& like) {
   char text[2048] = "";
   if (memory_probe(bytes, like.is_cuda() ? 1 : 0, like.get_device_index(), text, sizeof(text)) == 0)
     return;
-  throw std::runtime_error("libkda: " + std::string(name) + ": " + std::to_string(bytes) +
-                           " bytes cannot be allocated: " + text);
+  fail(name, ": ", bytes, " bytes cannot be allocated: ", text);
 }
 
 /// An uninitialised contiguous tensor where `like` is, without a way through the dispatcher.

@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
     plan = forward_plan(p, options, lengths);
     expect_backward(p, q, k, v, g, beta, options, lengths);
   } catch (const Unsupported& error) {
-    refuse("no backward pass: ", error.what() + sizeof("libkda: ") - 1);
+    refuse("no backward pass: ", error.what() + sizeof(kRefusal) - 1);
   }
   Tensor saved =
       new_tensor<1>("saved", q, {room_for_saved(p, keep, q.is_cuda())}, aoti_torch_dtype_uint8());
@@ -113,9 +113,9 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
     torch::stable::zero_(saved);  // what it has room for beyond: equal calls, equal bits
   const auto start = reinterpret_cast<uintptr_t>(saved.const_data_ptr());
   if (keep != 0) {
-    if (aligned(start) != start) throw std::runtime_error("libkda: memory is not aligned to 64");
+    if (aligned(start) != start) fail("memory is not aligned to 64");
     if (kda_plan_saved_bytes(plan.get()) > static_cast<size_t>(saved.numel()))
-      throw std::runtime_error("libkda: a plan keeps more than there is room for");
+      fail("a plan keeps more than there is room for");
     p.saved = reinterpret_cast<void*>(start);
     p.saved_bytes = static_cast<size_t>(saved.numel());
   }

@@ -7,7 +7,27 @@
     LIBKDA_VLLM=1, LIBKDA_SGLANG=1          # in the environment: so do these engines
     from libkda import arrays               # NumPy and DLPack, without torch
 
-Importing the package loads neither torch nor a GPU driver; the first use of a name does.
+Functions on torch tensors, which need torch 2.10 or later:
+
+    chunk_kda, fused_recurrent_kda      KDA over sequences, with gradients; over a few tokens
+    fused_kda_gate                      the gate of KDA by itself, with gradients
+    chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+                                        Gated DeltaNet, which has one gate a head: the same two
+    prefill, decode, verify             serving: sequences, tokens and drafts on a pool of states
+    fused_decode                        serving: a decode step of a whole layer
+    short_conv, short_conv_update       the short convolution in front of KDA: with gradients; on a pool of states
+    gated_rms_norm                      the gated norm behind KDA, with gradients
+    naive_recurrent_kda, naive_chunk_kda, naive_kda_gate, naive_kda_lowerbound_gate
+                                        references in plain torch
+
+Modules beside them:
+
+    libkda.context_parallel             context parallelism: sequences over several processes
+    libkda.compat.flash_kda             FlashKDA's interface on libkda's kernels
+    libkda.ops                          the operators, torch.ops.libkda
+
+Importing the package loads neither torch nor a GPU driver; the first use of a name does. help(libkda) changes nothing
+in other packages: it loads no plugin.
 """
 import importlib
 import pathlib
@@ -31,8 +51,12 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving", "sglang",
-            "transformers", "vllm")
+_MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops",
+            "serving", "sglang", "transformers", "vllm")
+_WITHOUT_TORCH = ("arrays", "compat")
+# dir() is without them: who looks at each of its names, as help() does, loads them. Two put functions of libkda into
+# other packages, or say that these are missing; the third needs torch.distributed.
+_BY_NAME_ALONE = ("context_parallel", "fla", "sglang", "transformers", "vllm")
 __all__ = ["__version__", "get_include", *_NAMES]
 
 
@@ -46,13 +70,40 @@ def __getattr__(name):
         from ._library import version
         return version()
     if name in _NAMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+        value = getattr(_module(_NAMES[name], name), name)
         globals()[name] = value
         return value
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return _module(name, name)
     raise AttributeError(f"module 'libkda' has no attribute {name!r}")
 
 
+def _module(module, name):
+    try:
+        return importlib.import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"libkda.{name} needs torch 2.10 or later (pip install 'torch>=2.10'); libkda.arrays works "
+                          "without it") from error
+
+
+def _has_torch():
+    """Whether there is a torch that libkda takes, without loading it."""
+    import importlib.metadata
+    import importlib.util
+    operators = pathlib.Path(__file__).parent / "lib" / "libkda_torch.so"
+    if importlib.util.find_spec("torch") is None or not operators.exists():
+        return False
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # torch in its own build folder
+        return True
+    return tuple(int(x) for x in version.split(".")[:2]) >= (2, 10)
+
+
 def __dir__():
-    return sorted([*globals(), *_NAMES, *_MODULES])
+    late = [name for name in (*_NAMES, *_MODULES) if name not in _BY_NAME_ALONE]
+    if not _has_torch():
+        late = [name for name in late if name in _WITHOUT_TORCH]
+    return sorted({*globals(), "__version__", *late})

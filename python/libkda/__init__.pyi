@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from libkda import arrays as arrays
 from libkda import compat as compat
+from libkda import context_parallel as context_parallel
 from libkda import fla as fla
 from libkda import gate as gate
 from libkda import gated_delta as gated_delta

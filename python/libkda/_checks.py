@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
+from ._refusals import FAILURE, REFUSAL
 from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
                      Sizes, check_heads, in_words_of, refuse_type)
 
@@ -120,6 +121,7 @@ def _checked(function, keywords):
                 raise
         raise better from None
 
+    call.__code__ = call.__code__.replace(co_name=name)  # torch.compile of 2.15 takes it for the function's __name__
     return call
 
 
@@ -156,9 +158,9 @@ def _explained(error, name, values):
     except (TypeError, ValueError) as refusal:
         return refusal
     text = str(error)
-    if not text.startswith("libkda: "):
+    if not text.startswith((REFUSAL, FAILURE)):
         return error
-    text = in_words_of(rules if rules in WORDS else name, text, values.get("out") is not None)
+    text = in_words_of(rules if rules in WORDS else name, text.removeprefix(FAILURE), values.get("out") is not None)
     if " cannot be allocated: " in text and "CUDA" in text:
         return torch.OutOfMemoryError(text)
     return type(error)(text)

@@ -4,7 +4,6 @@ FLA asks its registry for each of these functions alone, five launches, so the l
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import weakref
 
@@ -14,6 +13,7 @@ from torch.compiler import is_compiling
 from . import serving
 from ._library import cuda_refusal
 from ._plugin import Plugin
+from ._switches import switch
 
 _LAYERS = "fla.layers.kda"
 _DEVICES = ("cuda",)  # one kernel there; elsewhere it would be the same three calls
@@ -136,7 +136,7 @@ def _step(layer, x, state, past_key_values):
 
 
 def _disabled(plugin):
-    return plugin.disabled or ("FLA_LIBKDA is 0" if os.environ.get("FLA_LIBKDA") == "0" else None)
+    return plugin.disabled or (None if switch("FLA_LIBKDA", True) else "FLA_LIBKDA is off")
 
 
 def _forward(original, plugin):

@@ -17,6 +17,7 @@ import torch
 from . import _fla_layer, _fla_step, gate, kda, ops
 from ._library import cuda_refusal
 from ._plugin import Plugin
+from ._switches import switch
 
 try:
     from fla.backends import BaseBackend, register
@@ -126,7 +127,8 @@ def _serve(name, function):
 
 
 def _backend_of(methods):
-    members = {"backend_type": "libkda", "env_var": "FLA_LIBKDA", "priority": 1, **methods}
+    members = {"backend_type": "libkda", "env_var": "FLA_LIBKDA", "priority": 1, **methods,
+               "is_enabled": staticmethod(lambda: switch("FLA_LIBKDA", True))}  # FLA takes all but "0" for on
     return type("LibkdaBackend", (BaseBackend,), members)
 
 

@@ -25,13 +25,14 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
+from . import _refusals
 from ._library import FOLDER, version
 
 _PATH = FOLDER / "libkda_torch.so"
 if not _PATH.exists():
     raise ImportError("libkda: this build has no torch operators (it was built without torch); "
                       "build it with torch 2.10 or later installed, or use libkda.arrays")
-if tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2]) < (2, 10):
+if _refusals.version_of_torch() < (2, 10):
     raise ImportError(f"libkda needs torch 2.10 or later, found {torch.__version__}; libkda.arrays works without torch")
 
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
@@ -78,6 +79,7 @@ def _load():
         loaded = "a version that does not say", "a file that does not say"
     if loaded is None:
         torch.ops.load_library(str(_PATH))
+        _refusals.keep_types("libkda")
         ctypes.CDLL(str(_PATH)).kda_torch_set_memory_probe(_memory_probe)
         torch.ops.libkda.loaded_by = version(), str(_PATH)
         torch.ops.libkda.kept = [_memory_probe]  # as long as the operators, whatever becomes of this module
@@ -140,7 +142,7 @@ def _above_autograd(operator, written):
             try:
                 result = operator(*args, **kwargs)
             except ValueError as error:  # that the library has no backward is no fault of an argument
-                reason = str(error).partition("libkda: no backward pass: ")[2]
+                reason = str(error).partition(f"{_refusals.REFUSAL}no backward pass: ")[2]
                 if not reason:
                     raise
                 raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None

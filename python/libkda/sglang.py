@@ -11,14 +11,13 @@ outputs are 0 and nothing else is touched.
 """
 from __future__ import annotations
 
-import os
-
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kda, serving
 from ._engines import Places
 from ._plugin import Plugin
+from ._switches import switch
 
 _FIRST_SLOT = 1  # SGLang's allocators never give slot 0 away
 _CHUNK = 64  # what track_chunk_idx counts
@@ -34,7 +33,7 @@ def last_path(part: str = "kda") -> str | None:
 
 def register() -> None:
     """What SGLang calls (entry point `libkda` of sglang.srt.plugins): enable(), if LIBKDA_SGLANG is 1."""
-    if os.environ.get("LIBKDA_SGLANG") == "1":
+    if switch("LIBKDA_SGLANG", False):
         _places.enable()
 
 

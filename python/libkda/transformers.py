@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 
 import torch
 
 from . import kda, layer
 from ._plugin import Plugin
+from ._switches import switch
 
 try:
     import transformers
@@ -29,7 +29,8 @@ _plugin = Plugin("transformers")
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "transformers: NAME: REASON", or None before the first.
-    part: "kda", "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for a model's other norms."""
+    Models of other families than Kimi-Linear, GLM-5-Next and Ling, such as Qwen3-Next, do not come by. part: "kda",
+    "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for a model's other norms."""
     return _plugin.last_path(part)
 
 
@@ -255,7 +256,7 @@ def disable() -> None:
     _places.clear()
 
 
-if os.environ.get("LIBKDA_TRANSFORMERS") != "0":
+if switch("LIBKDA_TRANSFORMERS", True):
     enable()
 else:
     disable()

@@ -12,7 +12,6 @@ are its rows, from which verify's kernel makes the states of accepted drafts.
 """
 from __future__ import annotations
 
-import os
 import sys
 import types
 
@@ -22,6 +21,7 @@ from . import kda, layer, serving
 from ._engines import Places
 from ._library import cuda_refusal
 from ._plugin import Plugin
+from ._switches import switch
 from .compat import flash_kda
 
 _FIRST_SLOT = 1  # vLLM's null block is 0
@@ -40,7 +40,7 @@ def last_path(part: str = "kda") -> str | None:
 
 def register() -> None:
     """What vLLM calls (entry point `libkda` of vllm.general_plugins): enable(), if LIBKDA_VLLM is 1."""
-    if os.environ.get("LIBKDA_VLLM") == "1":
+    if switch("LIBKDA_VLLM", False):
         _places.enable()
 
 
@@ -228,7 +228,7 @@ def kda_recoverssm_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound,
     correction, key_gate = records.correction, records.key_gate
     correction.libkda_records = None  # those that are there are vLLM's, unless this call is served
     if q.is_cuda:
-        if os.environ.get("LIBKDA_VLLM_RECOVERSSM") != "1":
+        if not switch("LIBKDA_VLLM_RECOVERSSM", False):
             raise NotImplementedError("on GPUs vLLM's own kernels are faster; LIBKDA_VLLM_RECOVERSSM=1 asks for these")
         if torch.cuda.get_device_capability(q.device)[0] == 10:
             raise NotImplementedError("vLLM's CuTe kernels write the same records without a word to libkda")

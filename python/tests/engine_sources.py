@@ -18,7 +18,16 @@ try:
 except ImportError:  # to fetch
     TorchDispatchMode = object
 
-WHEELS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+
+
+def pinned(section):
+    """{package: version} of a section of versions.txt."""
+    text = pathlib.Path(__file__).resolve().parents[1].joinpath("versions.txt").read_text()
+    lines = text.partition(f"[{section}]\n")[2].partition("\n[")[0].splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+WHEELS = pinned("engines")
 # Their Python files are for every machine.
 ANY_MACHINE = ["--only-binary", ":all:", "--python-version", "3.11", "--abi", "cp311", "--abi", "abi3",
                "--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"]

@@ -224,7 +224,7 @@ def test_steps_that_stay_with_the_layer(layer_with_cache, monkeypatch):
         monkeypatch.setenv("FLA_LIBKDA", "0")
         with contextlib.suppress(Exception):  # Triton has no driver for a CPU
             layer(x, **call)
-        assert "FLA_LIBKDA is 0" in path()
+        assert "FLA_LIBKDA is off" in path()
         monkeypatch.delenv("FLA_LIBKDA")
         for settings, reason in ((dict(num_v_heads=4), "value heads"), (dict(use_short_conv=False), "convolutions"),
                                  (dict(allow_neg_eigval=True), "allow_neg_eigval")):

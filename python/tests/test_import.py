@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package in interpreters of its own."""
 import ast
+import importlib.metadata
 import pathlib
 import shutil
 import subprocess
 import sys
+
+import pytest
 
 import libkda
 
@@ -30,7 +33,48 @@ try:
 except ImportError as error:
     print("no torch:", error)
 """)
-    assert out.startswith("(1, 3, 1, 8) 0.") and "no torch" in out
+    assert out.startswith("(1, 3, 1, 8) 0.")
+    assert "no torch: libkda.chunk_kda needs torch 2.10 or later (pip install 'torch>=2.10'); libkda.arrays" in out
+
+
+HELP = """
+import inspect, pydoc, libkda
+text = pydoc.render_doc(libkda, renderer=pydoc.plaintext)
+members = dict(inspect.getmembers(libkda))
+for line in {lines!r}:
+    assert line in text, line
+assert ("chunk_kda" in members) == ("chunk_kda" in dir(libkda)) == ("chunk_kda(q:" in text) == {torch}
+loaded = [name for name in ("fla", "transformers", "vllm", "sglang") if sys.modules.get(name)]
+plugins = [name for name in libkda._BY_NAME_ALONE if "libkda." + name in sys.modules]
+assert not loaded and not plugins, (loaded, plugins)
+"""
+LINES = ["short_conv, short_conv_update       the short convolution",
+         "gated_rms_norm                      the gated norm",
+         "Gated DeltaNet, which has one gate a head", "prefill, decode, verify             serving",
+         "libkda.context_parallel             context parallelism"]
+
+
+@pytest.mark.parametrize("missing, torch", [
+    (["torch"], False), (["fla", "transformers"], True), ([], True)], ids=["no torch", "no host", "all"])
+def test_help_changes_nothing(missing, torch):
+    """help(), inspect.getmembers() and dir() look at all names of the package; plugins have to be imported."""
+    python("import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in missing)
+           + HELP.format(lines=LINES, torch=torch))
+
+
+def test_help_beside_an_old_torch():
+    python("""
+import importlib.metadata, sys
+importlib.metadata.version = lambda name: "2.9.1+cu128"
+""" + HELP.format(lines=LINES, torch=False))
+
+
+def test_the_extra_has_the_bound():
+    try:
+        needed = importlib.metadata.requires("libkda")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("this libkda was not installed from a wheel")
+    assert "torch>=2.10; extra == 'torch'" in [line.replace('"', "'") for line in needed]
 
 
 def test_import_is_quick_and_lazy():

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches in the environment."""
+import os
+import warnings
+
+_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+_warned: set[tuple[str, str]] = set()
+
+
+def switch(name: str, default: bool) -> bool:
+    """Whether the environment variable `name` is on; `default` where it is not set or empty, and with a warning where
+    it is neither on nor off."""
+    text = os.environ.get(name, "")
+    if text == "":
+        return default
+    value = _WORDS.get(text.strip().lower())
+    if value is not None:
+        return value
+    if (name, text) not in _warned:
+        _warned.add((name, text))
+        warnings.warn(f"{name} must be 0, false, no or off, or 1, true, yes or on, got {text!r}: it is taken as "
+                      f"{'1' if default else '0'}", stacklevel=2)
+    return default
