@@ -10,11 +10,10 @@ from torch.compiler import is_compiling
 
 from . import ops
 from ._checks import checked, computes_in_float64, int32_of, state_type
-from ._operands import (as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of, rows_of,
-                        written_rows_of)
+from ._operands import (NO_A_LOG, as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of,
+                        rows_of, written_rows_of)
 from ._rules import LAST_SLOT, FlaError, integer, number
 
-NO_A_LOG = "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
 

@@ -9,8 +9,7 @@ import torch
 
 from .. import ops
 from .._checks import check, computes_in_float64
-from .._operands import as_type, dense, parameter_of, rows_of
-from ..kda import NO_A_LOG
+from .._operands import NO_A_LOG, as_type, dense, parameter_of, rows_of
 from . import maps
 from .contexts import runs_of
 from .exchange import Agreed, AllGather, agree, check_place
@@ -96,7 +95,7 @@ def _try_values(context, values, modes, sizes):
     spans = maps.Spans(rows, (parameter_of(values["A_log"]), parameter_of(values["dt_bias"])),
                        context._no_tokens(rows[0].device), modes, sizes)
     with torch.no_grad():
-        maps.run_forward(spans, rows[2].contiguous(), spans.new(*sizes[1:]), None)
+        maps.run_forward(spans, rows[2].new_empty(rows[2].shape), spans.new(*sizes[1:]), None)
 
 
 def _alike(x):
