@@ -9,7 +9,7 @@ import pytest
 import torch
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "bench" / "repeated_key.py"
-# Of the state, a token: with values that repeat, and that do not.
+# A token adds at most this to the error of the state: where values repeat, and where they do not.
 MOST = {"cpu": (3e-8, 1e-8), "cuda": (1e-4, 2e-5)}
 
 
