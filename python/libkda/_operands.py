@@ -11,6 +11,7 @@ from ._rules import FLOATS, LENGTHS, number, refuse_type
 from .ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, HEADS_GROUPED,
                   HEADS_TILED, update)
 
+NO_A_LOG = "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from . import ops
 from ._checks import checked, computes_in_float64, int32_of, state_type
-from ._operands import (as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of, rows_of,
-                        written_rows_of)
+from ._operands import (NO_A_LOG, as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of,
+                        rows_of, written_rows_of)
 from ._rules import LAST_SLOT, FlaError, integer, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
@@ -41,20 +42,6 @@ def _check_beta(use_beta_sigmoid_in_kernel):
         raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
 
 
-def _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs):
-    """The Context of a call, which knows its sequences. FLA's callers give cu_seqlens beside theirs, to no effect."""
-    from .context_parallel.fla import Context, context_of  # torch.distributed is not for everybody
-    if is_compiling():
-        raise NotImplementedError("`cp_context` is not for torch.compile: put the call into torch.compiler.disable().")
-    if return_intermediate_states:
-        raise NotImplementedError("`return_intermediate_states` is not taken with `cp_context`.")
-    if kwargs.get("has_state") is not None:
-        raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
-    if cu_seqlens is not None and isinstance(cp_context, Context):
-        raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
-    return context_of(cp_context, "q", q)
-
-
 def _expect_shape_of_v(out, v):
     if out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
@@ -66,6 +53,62 @@ def _written(out, rows):
 
 
 # ---- chunk_kda -------------------------------------------------------------------------------------------------------
+
+class _ChunkOptions(NamedTuple):
+    """What chunk_kda's options say, once they have been looked at."""
+    chunk_size: int
+    out: torch.Tensor | None
+    head_map: int
+    modes: tuple[Any, ...]  # of modes_of
+
+
+def _chunk_options(q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                   use_qk_l2norm_in_kernel, state_v_first, safe_gate, return_intermediate_states, kwargs):
+    chunk_size, out = kwargs.get("chunk_size", 64), kwargs.get("out")
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    if chunk_size not in (32, 64):
+        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
+    if safe_gate and use_gate_in_kernel:
+        if lower_bound is None:
+            raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
+        if not (-5 <= number("lower_bound", lower_bound) < 0):
+            raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
+    if allow_neg_eigval:
+        _check_beta(use_beta_sigmoid_in_kernel)
+    if return_intermediate_states and not torch.is_inference_mode_enabled():
+        raise FlaError("return_intermediate_states is only allowed in inference mode")
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    return _ChunkOptions(chunk_size, out, head_map_of(kwargs.get("head_map")), modes)
+
+
+def _over_ranks(cp_context, q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, kwargs,
+                return_intermediate_states, options_of):
+    """chunk_kda with `cp_context`, which knows its sequences. All but the context is looked at where ranks compare what
+    they were given, so that a refusal on one rank is an error on all of them. FLA's callers give cu_seqlens beside
+    their context, to no effect."""
+    from .context_parallel import attention, fla  # torch.distributed is not for everybody
+    if is_compiling():
+        raise NotImplementedError("`cp_context` is not for torch.compile: put the call into torch.compiler.disable().")
+    context = fla.context_of(cp_context, "q", q)
+
+    def read():
+        if return_intermediate_states:
+            raise NotImplementedError("`return_intermediate_states` is not taken with `cp_context`.")
+        if kwargs.get("has_state") is not None:
+            raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
+        if cu_seqlens is not None and cp_context is context:
+            raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
+        options = options_of()
+        if options.head_map or g.dim() == 3:
+            raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
+        if options.out is not None:
+            raise NotImplementedError("`out` is not taken with `cp_context`.")
+        return attention.Options(kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, options.modes,
+                                 bool(output_final_state))
+    return attention.chunk_kda(context, q, k, v, g, beta, read)
+
 
 def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
     """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused), and the call
@@ -167,51 +210,29 @@ def chunk_kda(
     NotImplementedError for derivatives that there are not; nothing is written then. A keyword
     argument that nobody knows is ignored, with one warning.
     """
+    if cp_context is not None:
+        return _over_ranks(
+            cp_context, q, k, v, g, beta, initial_state, output_final_state, cu_seqlens, kwargs,
+            return_intermediate_states, lambda: _chunk_options(
+                q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                use_qk_l2norm_in_kernel, _rename_layout(state_v_first, kwargs), safe_gate, False, kwargs))
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
-    if cp_context is not None:
-        cp_context = _context_of(cp_context, q, cu_seqlens, return_intermediate_states, kwargs)
-        cu_seqlens = cu_seqlens_cpu = None
     if cu_seqlens is not None:
         _check_sequences(q)
     float64 = computes_in_float64(q)
-    if initial_state is not None and cp_context is None and initial_state.dtype not in (torch.float32, state_type(q)):
+    if initial_state is not None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
     A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
                                       float64)
-    chunk_size, out = kwargs.pop("chunk_size", 64), kwargs.get("out")
-    if out is not None:
-        _expect_shape_of_v(out, v)
-    if chunk_size not in (32, 64):
-        raise ValueError(f"`chunk_size` must be either 32 or 64 for KDA, got {chunk_size}.")
-    if safe_gate and use_gate_in_kernel:
-        if lower_bound is None:
-            raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
-        if not (-5 <= number("lower_bound", lower_bound) < 0):
-            raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    if return_intermediate_states and not torch.is_inference_mode_enabled():
-        raise FlaError("return_intermediate_states is only allowed in inference mode")
-
-    head_map = head_map_of(kwargs.get("head_map"))
-    if cp_context is not None:
-        if head_map or g.dim() == 3:
-            raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
-        if out is not None:
-            raise NotImplementedError("`out` is not taken with `cp_context`.")
-        modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                         use_qk_l2norm_in_kernel, state_v_first)
-        from .context_parallel import attention  # torch.distributed is not for everybody
-        return attention.chunk_kda(cp_context, q, k, v, g, beta, A_log, dt_bias, initial_state, modes,
-                                          bool(output_final_state))
+    chunk_size, out, head_map, modes = _chunk_options(
+        q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        use_qk_l2norm_in_kernel, state_v_first, safe_gate, return_intermediate_states, kwargs)
     if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
     state = None if initial_state is None else dense(initial_state)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
     rest = A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes
     has_state = kwargs.get("has_state")
     if has_state is not None:
@@ -384,7 +405,7 @@ def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
     if not use_gate_in_kernel:
         return None, None
     if A_log is None and lower_bound is None:
-        raise ValueError("`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set.")
+        raise ValueError(NO_A_LOG)
     return parameter_of(A_log, float64), parameter_of(dt_bias, float64)
 
 

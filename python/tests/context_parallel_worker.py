@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS [cuda]`. Rank 0 writes the errors
-of random problems to FOLDER/found.json, and each rank the parts that it has done to FOLDER/doneRANK; every rank fails
-with a traceback. With "cuda" each rank has a GPU, and no rank fails: NCCL
-ends a process whose group has an error."""
+"""One rank of test_context_parallel.py: `context_parallel_worker.py FOLDER RANK RANKS cpu|cuda [PART...]`. Rank 0
+writes the errors of random problems to FOLDER/found.json, and each rank the parts that it has done to FOLDER/doneRANK.
+A rank that fails prints a traceback and ends at once; one that waits too long in a part prints where. With "cuda" each
+rank has a GPU, and no rank stays away or dies: NCCL ends a process whose group has an error."""
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import pathlib
 import random
 import sys
 import time
+import traceback
 import types
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,15 +29,16 @@ ON_KERNELS = 24  # of these, by the maps of other devices
 IN_HALVES = 12  # of those, begun before the exchange
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 TIMEOUT = 4  # seconds, of the group in which a rank stays away
-
+PART_SECONDS = dict(cpu=170, cuda=60)  # after which a rank prints where it is, and ends
 
 DEVICE = torch.device("cpu")
 
 
-def main(folder, rank, ranks, kind):
+def main(folder, rank, ranks, kind, *chosen):
     global DEVICE
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
+    faulthandler.dump_traceback_later(PART_SECONDS[kind], exit=True)
     if kind == "cuda":
         DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(DEVICE)
@@ -43,12 +47,18 @@ def main(folder, rank, ranks, kind):
                             world_size=ranks, timeout=datetime.timedelta(seconds=120))
     solo = [dist.new_group([r]) for r in range(ranks)][rank]
     for name, part in parts_of(folder, rank, ranks, kind, solo):
+        if chosen and name not in chosen:
+            continue
+        faulthandler.dump_traceback_later(PART_SECONDS[kind], exit=True)
+        start = time.monotonic()
         part()
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
         with open(folder / f"done{rank}", "a", encoding="utf-8") as done:
             done.write(f"{name}\n")
     if kind == "cpu":
         os._exit(0)  # a rank has died: the group cannot be ended in order any more
     dist.destroy_process_group()
+    print("the group has ended", flush=True)
 
 
 def parts_of(folder, rank, ranks, kind, solo):
@@ -62,13 +72,18 @@ def parts_of(folder, rank, ranks, kind, solo):
     yield "batch_rows", lambda: batch_rows(rank, ranks)
     for seed in range(6):
         yield f"pools{seed}", lambda: pools(random.Random(10 * ranks + seed), ranks)
+    for name in FUNCTIONS:
+        yield f"one_is_wrong_{name}", lambda: one_is_wrong(name, rank, ranks)
     if kind == "cuda":
+        yield "wrong_device", lambda: wrong_device(rank, ranks)
         yield "graphs", lambda: graphs(rank, ranks)
         return
     yield "layer", lambda: layer(rank, ranks, solo)
     if ranks == 4:
         yield "mesh_and_fsdp", lambda: mesh(rank, ranks, solo)
     yield "refusals", lambda: refusals(rank, ranks)
+    yield "wrong_fla_contexts", lambda: wrong_fla_contexts(rank, ranks)
+    yield "failing_kernels", lambda: failing_kernels(rank, ranks)
     yield "absent", lambda: absent(rank, ranks)
     yield "dead", lambda: dead(folder, rank, ranks)
 
@@ -103,7 +118,8 @@ def by_maps(maps):
 
 
 class InHalves(cp.maps.OnKernels):
-    """What a GPU begins before the exchange, by the CPU's kernels; every second run of spans has no such kernels."""
+    """What some GPUs begin before the exchange, by maps of any device; every second run of spans has no such kernels.
+    """
     runs = 0
 
     @classmethod
@@ -113,7 +129,7 @@ class InHalves(cp.maps.OnKernels):
             return None
         if B is not None:
             K = spans.sizes[1]
-            cp.maps.OnCpu.forward_maps(spans, spans.new(K, K) if M is None else M, B)
+            cls.forward_maps(spans, spans.new(K, K) if M is None else M, B)
         return types.SimpleNamespace(finish=lambda before: cp.maps.run_forward(spans, o, behind, before))
 
     @classmethod
@@ -520,7 +536,8 @@ def graphs(rank, ranks):
         torch.cuda.synchronize()
         for a, b in zip(found, expected):
             assert torch.equal(a, b)
-    del graph
+    graph.reset()  # NCCL does not end a group while a graph holds its exchanges
+    torch.cuda.synchronize()
 
 
 # ---- other dimensions of a mesh --------------------------------------------------------------------------------------
@@ -592,7 +609,13 @@ def small(context, **changes):
     HV = changes.pop("HV", 2)
     x = dict(q=torch.ones(1, T, 1, 4), k=torch.ones(1, T, 1, 4), v=torch.ones(1, T, HV, 4),
              g=-torch.ones(1, T, HV, 4), beta=torch.ones(1, T, HV))
-    return {**x, **changes}
+    return to_device({**x, **changes})
+
+
+def to_device(arguments):
+    """Those that lie on the host as a GPU's, if there is one."""
+    return {name: t.to(DEVICE) if isinstance(t, torch.Tensor) and t.device.type == "cpu" else t
+            for name, t in arguments.items()}
 
 
 def raised(function):
@@ -603,8 +626,211 @@ def raised(function):
     raise AssertionError("no error was raised")
 
 
+SECONDS = 20  # in which every rank has its error; the group waits for 120
+
+
+def raised_by_all(odd, call, changes, own, others, kind=Exception):
+    """call(**changes) where this rank is the odd one, and call() elsewhere, with an error on each of them."""
+    start = time.monotonic()
+    error = raised(lambda: call(**changes) if odd else call())
+    expected = own if odd else others
+    assert expected in str(error), f"{list(changes)}: expected {expected!r}, {type(error).__name__}: {error}"
+    assert isinstance(error, kind), type(error)
+    assert time.monotonic() - start < SECONDS, f"{list(changes)}: {time.monotonic() - start} s"
+
+
+def on_cpus(*cases):
+    """What is not looked at on a GPU, or is taken there."""
+    return cases if DEVICE.type == "cpu" else ()
+
+
+def chunk_kda_calls(context):
+    """A call; what one rank alone gives it, with the text of its refusal; options that one rank alone has, with both
+    values."""
+    T = context.num_tokens
+    gate = dict(use_gate_in_kernel=True, A_log=torch.zeros(2))
+    rows = small(context)
+    half = lambda name: {name: rows[name].bfloat16()}
+    call = lambda **changes: chunk_kda(**small(context, **changes), cp_context=context)
+    bad = (
+        (dict(T=7), "q has 7 tokens, and cp_context has 10 on rank 1"),
+        (dict(q=None), "q must be a torch.Tensor"),
+        (dict(q=rows["q"].to("meta")), "k must be on the device of q, meta"),
+        (dict(k=torch.ones(1, T, 1, 5)), "k must have"),
+        (dict(v=torch.ones(1, T + 1, 2, 4)), "v must have"),
+        (dict(g=torch.ones(1, T, 2)), "One gate a head"),
+        (dict(beta=torch.ones(1, T, 3)), "beta must have"),
+        (dict(initial_state=torch.ones(2, 2, 4, 4)), "initial_state must have shape"),
+        (dict(initial_state=torch.ones(1, 2, 4, 4).double()), "initial_state must be"),
+        (dict(scale=float("inf")), "scale must be finite"),
+        (dict(scale="one"), "scale must be a number"),
+        (dict(use_gate_in_kernel=True), "`A_log` must be provided"),
+        (dict(use_gate_in_kernel=True, lower_bound=3.0), "lower_bound: 3 is not"),
+        (dict(use_gate_in_kernel=True, lower_bound=-9.0, safe_gate=True), "must be in the safe range"),
+        (dict(gate, A_log=torch.zeros(3)), "A_log must have"),
+        (dict(gate, A_log=[0.0, 0.0]), "A_log must be a torch.Tensor"),
+        (dict(gate, dt_bias=torch.zeros(3)), "dt_bias must have"),
+        (dict(allow_neg_eigval=True), "requires `use_beta_sigmoid_in_kernel=True`"),
+        (dict(chunk_size=7), "`chunk_size` must be"),
+        (dict(head_map="tiled"), "tiled heads are not taken"),
+        (dict(head_map="none"), "head_map must be"),
+        (dict(out=torch.ones(1, T, 2, 4)), "`out` is not taken"),
+        (dict(has_state=torch.ones(1, dtype=torch.bool)), "`has_state` is not taken"),
+        (dict(return_intermediate_states=True), "`return_intermediate_states` is not taken"),
+        (dict(cu_seqlens=torch.tensor([0, T])), "`cu_seqlens` is part of `cp_context`"),
+        (dict(state_v_first=True, transpose_state_layout=True), "Cannot pass both"),
+        *on_cpus((dict(q=rows["q"].double()), "q must be float32"),
+                 (dict(gate, A_log=torch.full((2,), 99.0)), "A_log: entry 0 = 99")))
+    different = (
+        (dict(scale=0.2), "scale", "0.5", "0.2"),
+        (dict(use_qk_l2norm_in_kernel=True), "use_qk_l2norm_in_kernel", "False", "True"),
+        (dict(gate), "use_gate_in_kernel", "False", "True"),
+        (dict(use_beta_sigmoid_in_kernel=True), "use_beta_sigmoid_in_kernel", "False", "True"),
+        (dict(state_v_first=True), "state_v_first", "False", "True"),
+        (dict(output_final_state=True), "output_final_state", "False", "True"),
+        (dict(beta=rows["beta"].requires_grad_()), "gradients asked for", "False", "True"),
+        (dict(q=torch.ones(1, T, 2, 4), k=torch.ones(1, T, 2, 4)), "the number of heads of q", "1", "2"),
+        *((half(name), f"the type of {name}", "torch.float32", "torch.bfloat16") for name in ("q", "k", "v", "g")))
+    return call, bad, different
+
+
+def prefill_calls(context):
+    pool = torch.zeros(4, 2, 4, 4, device=DEVICE)
+
+    def call(**changes):
+        x = dict(pool=pool, slots=torch.tensor([2, 1]), has_state=torch.tensor([False, False]))
+        return cp.prefill(**small(context, **{**x, **changes}), context=context)
+    bad = (
+        (dict(pool=torch.zeros(4, 2, 4, 5)), "pool must have shape"),
+        (dict(pool=pool.half()), "pool must be"),
+        (dict(pool=pool[:1].expand(4, 2, 4, 4)), "its elements overlap"),
+        (dict(slots=[2, 1]), "slots must be a tensor"),
+        (dict(slots=torch.tensor([2])), "slots must have shape"),
+        (dict(has_state=torch.ones(2)), "has_state must be"),
+        (dict(first_slot=-1), "first_slot must be"),
+        (dict(allow_neg_eigval=True), "requires `use_beta_sigmoid_in_kernel=True`"),
+        (dict(beta=torch.ones(1, context.num_tokens, 2, requires_grad=True)), "prefill has no gradients"),
+        *on_cpus((dict(slots=torch.tensor([2, 4])), "slots: entry 1 = 4"),
+                 (dict(slots=torch.tensor([2, 2])), "slots: slot 2 would be written twice")))
+    different = (
+        (dict(first_slot=1), "first_slot", "0", "1"),
+        (dict(pool=pool.bfloat16()), "the type of pool", "torch.float32", "torch.bfloat16"),
+        (dict(scale=0.2), "scale", "0.5", "0.2"))
+    return call, bad, different
+
+
+def convolution_calls(context):
+    x = torch.ones(1, context.num_tokens, 3)
+    given = dict(x=x, weight=torch.ones(3, 4), context=context)
+    call = lambda **changes: cp.causal_conv1d(**to_device({**given, **changes}))
+    bad = (
+        (dict(x=torch.ones(1, 7, 3)), "x has 7 tokens"),
+        (dict(x=x.double()), "x must be float32"),
+        (dict(weight=torch.ones(4, 4)), "weight must have shape"),
+        (dict(bias=torch.ones(4)), "bias must have shape"),
+        (dict(activation="relu"), "activation must be"))
+    different = (
+        (dict(activation="silu"), "activation", "None", "silu"),
+        (dict(bias=torch.ones(3)), "the type of bias", "None", "torch.float32"),
+        (dict(weight=torch.ones(3, 4).bfloat16()), "the type of weight", "torch.float32", "torch.bfloat16"),
+        (dict(x=x.clone().requires_grad_()), "a gradient of x asked for", "False", "True"))
+    return call, bad, different
+
+
+FUNCTIONS = dict(chunk_kda=(chunk_kda_calls, lambda ranks: [0, 10 * ranks]),
+                 prefill=(prefill_calls, lambda ranks: [0, 13, 10 * ranks]),
+                 causal_conv1d=(convolution_calls, lambda ranks: [0, 10 * ranks]))
+
+
+def one_is_wrong(name, rank, ranks):
+    """A bad argument, or another option, on rank 1 alone: an error of every rank within seconds, in the first call of a
+    context, and in a later one. The next call works."""
+    calls, lengths = FUNCTIONS[name]
+    context = cp.contiguous(lengths(ranks))
+    call, bad, different = calls(context)
+    for changes, own in bad:
+        raised_by_all(rank == 1, call, changes, own, "rank 1 was given arguments that do not fit")
+    for changes, option, usual, odd in different:
+        raised_by_all(rank == 1, call, changes, f"rank 0 was called with {option} = {usual}, and rank 1 with {odd}",
+                      f"rank 1 was called with {option} = {odd}, and rank {rank} with {usual}", ValueError)
+    good = call()
+    for changes, own in bad:
+        if DEVICE.type == "cpu":
+            raised_by_all(rank == 1, call, changes, own, "rank 1 could not take part in this call")
+        else:
+            raised_by_one(rank, call, changes, own)
+    for changes, option, usual, odd in on_cpus(*different):
+        raised_by_all(rank == 1, call, changes, f"rank 0 was called with {option} = {usual}, and rank 1 with {odd}",
+                      f"rank 1 was called with {option} = {odd}, and rank {rank} with {usual}", ValueError)
+    again = call()
+    assert all(torch.equal(a, b) for a, b in zip(again, good) if a is not None)
+    for changes, *_ in different:  # every rank with the same other option
+        call(**changes)
+
+
+def raised_by_one(rank, call, changes, own):
+    """A later call on GPUs: rank 1 raises its error, and what the rank behind it computes is NaN."""
+    start = time.monotonic()
+    if rank == 1:
+        error = raised(lambda: call(**changes))
+        assert own in str(error), f"{list(changes)}: expected {own!r}, {type(error).__name__}: {error}"
+    else:
+        o = call()
+        o = o[0] if isinstance(o, tuple) else o
+        assert rank != 2 or o.isnan().any()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < SECONDS
+
+
+def wrong_device(rank, ranks):
+    """A rank whose tensors are on the host, where the others' are on GPUs, does not wait in another exchange."""
+    context = cp.contiguous([0, 10 * ranks])
+    rows = small(context)
+    call = lambda rows: chunk_kda(**rows, cp_context=context)
+    on_host = dict(rows={name: t.cpu() for name, t in rows.items()})
+    usual = lambda **changes: call(**{"rows": rows, **changes})
+    raised_by_all(rank == 1, usual, on_host, "rank 0 was called with device = cuda, and rank 1 with cpu",
+                  f"rank 1 was called with device = cpu, and rank {rank} with cuda", ValueError)
+    usual()
+    raised_by_one(rank, usual, on_host, "calls with device = cuda, got cpu")
+
+
+def wrong_fla_contexts(rank, ranks):
+    """What rank 1 alone cannot make of FLA's context is an error of every rank."""
+    rows = small(cp.contiguous([0, 10 * ranks]))
+    contiguous = lambda: fla_context([0, 10 * ranks], rank, ranks, "contiguous")
+    call = lambda fla=None, **changes: chunk_kda(**{**rows, **changes}, cp_context=fla or contiguous())
+    striped = types.SimpleNamespace(**{**vars(contiguous()), "layout": "striped"})
+    elsewhere = rows["q"].to("meta")
+    for changes, own in ((dict(fla=striped), "layout must be"), (dict(q=elsewhere), "k must be on the device of q")):
+        raised_by_all(rank == 1, call, changes, own, "rank 1 was given arguments that do not fit")
+    call()
+
+
+def failing_kernels(rank, ranks):
+    """A kernel that fails on one rank before its exchange, forward and backward: an error of every rank."""
+    context = cp.contiguous([0, 10 * ranks])
+    leaves = {name: t.requires_grad_() for name, t in small(context).items()}
+    forward = lambda: chunk_kda(**leaves, cp_context=context)[0]
+
+    def fails(*_):
+        raise MemoryError("there is none")
+    forward().sum().backward()
+    # Rank 0 has the near end of a forward, and rank 1 something to give in a backward.
+    for odd, names, make in ((rank == 0, ("run_forward", "_span_maps"), lambda: forward),
+                             (rank == 1, ("backward", "_span_maps"), lambda: forward().sum().backward)):
+        step = make()
+        with contextlib.ExitStack() as patches:
+            if odd:
+                for name in names:
+                    patches.enter_context(mock.patch.object(cp.maps, name, fails))
+                patches.enter_context(mock.patch.object(cp.attention, "_try_values"))  # it calls run_forward
+            raised_by_all(odd, step, {}, "there is none", "could not take part")
+        forward().sum().backward()
+
+
 def refusals(rank, ranks):
-    """Every rank raises where one cannot go on, and goes on with the next call."""
+    """Sizes and contexts that are not the same on all ranks."""
     cu = [0, 10 * ranks]
     odd = rank == 1
     call = lambda context, **changes: chunk_kda(**small(context, **changes), cp_context=context)
@@ -612,48 +838,14 @@ def refusals(rank, ranks):
     def expect(error, own, other):
         assert (own if odd else other) in str(error), f"{type(error).__name__}: {error}"
 
-    # the first call of a context
     context = cp.contiguous(cu)
-    error = raised(lambda: call(context, T=7 if odd else 10))
-    expect(error, "q has 7 tokens, and cp_context has 10 on rank 1", "rank 1 was given tensors that do not fit")
-    assert isinstance(error, ValueError)
-    expect(raised(lambda: call(context, k=torch.ones(1, 10, 1, 5) if odd else torch.ones(1, 10, 1, 4))), "k must have",
-           "rank 1 was given tensors that do not fit")
     expect(raised(lambda: call(context, HV=3 if odd else 2)), "and rank 1 (3, 4, 4)", "and rank")
-    expect(raised(lambda: call(context, initial_state=torch.ones(2, 2, 4, 4) if odd else None)),
-           "initial_state must have shape", "rank 1 was given tensors")
-    # contexts that are not one
     other = cp.Context([0, 3, *cu[1:]], context.fragments) if odd else context
     expect(raised(lambda: call(other)), "were given different contexts", "were given different contexts")
-    # a later call, in the exchange
-    context = cp.contiguous(cu)
     good = call(context)[0]
-    error = raised(lambda: call(context, T=7 if odd else 10))
-    expect(error, "q has 7 tokens", "rank 1 could not take part")
-    assert torch.equal(call(context)[0], good)
     expect(raised(lambda: call(context, HV=3 if odd else 2)), "a copy serves others", "rank 1 could not take part")
+    assert torch.equal(call(context)[0], good)
     call(context.copy(), HV=3)
-    # a backward
-    leaves = {name: t.requires_grad_() for name, t in small(context).items()}
-    backward, cp_kernel = lambda: chunk_kda(**leaves, cp_context=context)[0].sum().backward(), cp.maps.backward
-    backward()
-    o = chunk_kda(**leaves, cp_context=context)[0]
-
-    def fails(*_):
-        raise MemoryError("there is none")
-    if odd:
-        cp.maps.backward = cp.maps._span_maps = fails
-    expect(raised(lambda: o.sum().backward()), "there is none", "rank 1 could not take part")
-    if odd:
-        cp.maps.backward, cp.maps._span_maps = cp_kernel, torch.ops.libkda.span_maps.default
-    backward()
-    # the convolution
-    tokens = context.num_tokens
-    conv = lambda rows: cp.causal_conv1d(torch.ones(1, rows, 3), torch.ones(3, 4), context=context)
-    expect(raised(lambda: conv(7 if odd else tokens)), "x has 7 tokens", "rank 1 was given tensors")
-    conv(tokens)
-    expect(raised(lambda: conv(7 if odd else tokens)), "x has 7 tokens", "rank 1 could not take part")
-    conv(tokens)
 
 
 def absent(rank, ranks):
@@ -687,4 +879,9 @@ def dead(folder, rank, ranks):
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "cpu")
+    try:
+        main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an orderly exit waits for the group, in which other ranks may wait for this one

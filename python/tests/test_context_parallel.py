@@ -6,6 +6,7 @@ import math
 import pathlib
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -22,26 +23,39 @@ FLOOR_OF_A_LOG = 1e-6  # a sum over all tokens, whose terms cancel
 FLOOR_ON_GPUS = {"torch.float32": 2e-7, "torch.bfloat16": 6e-3, "torch.float16": 1e-3}
 RANKS = (2, 3, 4)
 PARTS = ("fragments", "tiles", "convolution2", "convolution3", "convolution4", "fla_contiguous", "fla_zigzag",
-         "batch_rows", *(f"pools{seed}" for seed in range(6)), "layer", "refusals", "absent", "dead")
-
-
-def start(folder, ranks, kind):
-    return [subprocess.Popen([sys.executable, WORKER, folder, str(rank), str(ranks), kind], text=True,
-                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(ranks)]
+         "batch_rows", *(f"pools{seed}" for seed in range(6)), "layer", "refusals", "one_is_wrong_chunk_kda",
+         "one_is_wrong_prefill", "one_is_wrong_causal_conv1d", "wrong_fla_contexts", "failing_kernels", "absent",
+         "dead")
 
 
 class Launched:
     """The ranks of a group, each a process."""
+    SECONDS = 300
+    GRACE = 15  # for the others, once a rank has failed: on GPUs they would wait for it
 
     def __init__(self, folder, ranks, kind):
-        self.folder, self.ranks, self.workers = folder, ranks, start(folder, ranks, kind)
-        self.texts = None
+        self.folder, self.ranks = folder, ranks
+        self.logs = [folder / f"log{rank}" for rank in range(ranks)]
+        self.workers = []
+        for rank, log in enumerate(self.logs):
+            with log.open("w") as out:
+                self.workers.append(subprocess.Popen([sys.executable, WORKER, folder, str(rank), str(ranks), kind],
+                                                     stdout=out, stderr=subprocess.STDOUT))
 
     def finish(self):
-        """What each has printed."""
-        if self.texts is None:
-            self.texts = [worker.communicate(timeout=200)[0] for worker in self.workers]
-        return self.texts
+        """What each has printed, once all have ended."""
+        end = time.monotonic() + self.SECONDS
+        while any(worker.poll() is None for worker in self.workers) and time.monotonic() < end:
+            if any(worker.returncode for worker in self.workers):
+                end = min(end, time.monotonic() + self.GRACE)
+            time.sleep(0.1)
+        self.end()
+        return [log.read_text() for log in self.logs]
+
+    def end(self):
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
 
     def expect_done(self, part):
         texts = self.finish()
@@ -51,7 +65,8 @@ class Launched:
 
     def expect_no_failure(self):
         texts = self.finish()
-        failed = [text for worker, text in zip(self.workers, texts) if worker.returncode != 0]
+        failed = [f"rank {rank} of {self.ranks}, exit code {worker.returncode}:\n{text}"
+                  for rank, (worker, text) in enumerate(zip(self.workers, texts)) if worker.returncode != 0]
         assert not failed, "\n".join(failed)
 
 
@@ -60,9 +75,8 @@ def launched(tmp_path_factory):
     """By number of ranks, all at once: they wait for each other's timeouts in some tests."""
     groups = {ranks: Launched(tmp_path_factory.mktemp(f"ranks{ranks}"), ranks, "cpu") for ranks in RANKS}
     yield groups
-    for worker in sum((group.workers for group in groups.values()), []):
-        worker.kill()
-        worker.wait()
+    for group in groups.values():
+        group.end()
 
 
 @pytest.mark.parametrize("part,ranks", [*((part, ranks) for part in PARTS for ranks in RANKS), ("mesh_and_fsdp", 4)])
@@ -84,7 +98,8 @@ def test_errors_on_gpus(tmp_path, ranks):
         pytest.skip(f"needs {ranks} GPUs")
     group = Launched(tmp_path, ranks, "cuda")
     group.expect_no_failure()
-    group.expect_done("graphs")
+    for part in (*(part for part in PARTS if part.startswith("one_is_wrong")), "wrong_device", "graphs"):
+        group.expect_done(part)
     expect_errors(tmp_path, FLOOR_ON_GPUS, 1e-2)
 
 
@@ -206,12 +221,19 @@ def prompts(**changes):
     (TypeError, "has_state must be a tensor of bool, got torch.int64", dict(has_state=torch.tensor([0, 1]))),
     (ValueError, "slots must be on the device of q", dict(slots=torch.zeros(2, dtype=torch.int32, device="meta"))),
     (ValueError, r"slots: entry 1 = 3 is outside 0..2 \(a negative one", dict(slots=torch.tensor([2, 3]))),
+    (ValueError, "slots: slot 2 would be written twice", dict(slots=torch.tensor([2, 2]))),
+    (ValueError, "slots: slot 2 would be written twice", dict(
+        slots=torch.tensor([2, 2]), context=cp.contiguous([0, 30, 70], final_states="all"))),
+    (ValueError, "pool is written, and its elements overlap", dict(pool=torch.zeros(1, 2, 8, 8).expand(3, 2, 8, 8))),
     (ValueError, "first_slot", dict(first_slot=-1)),
     (ValueError, "allow_neg_eigval", dict(allow_neg_eigval=True)),
     (NotImplementedError, "prefill has no gradients", dict(v=torch.randn(1, 70, 2, 8, requires_grad=True)))))
 def test_prefills_that_do_not_fit(error, text, changes):
+    x = prompts(**changes)
+    before = x["pool"].clone() if x["pool"].device.type == "cpu" else None
     with pytest.raises(error, match=text):
-        cp.prefill(**prompts(**changes))
+        cp.prefill(**x)
+    assert before is None or torch.equal(x["pool"], before)
 
 
 def test_prefill_reads_and_writes_slots():
@@ -223,7 +245,7 @@ def test_prefill_reads_and_writes_slots():
     alone["pool"] = before.clone()
     o1 = serving.prefill(**alone, cu_seqlens=torch.tensor([0, 30, 70]))
     assert torch.equal(o, o1) and torch.equal(x["pool"], alone["pool"]) and torch.equal(x["pool"][1], before[1])
-    none = prompts(slots=torch.tensor([-1, -7]))
+    none = prompts(slots=torch.tensor([-1, -1]))
     assert not cp.prefill(**none).any() and not none["pool"].any()
 
 

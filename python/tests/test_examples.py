@@ -36,6 +36,17 @@ def test_long_context(processes, tmp_path):
     assert (found["sent_bytes"] > 0) == (processes > 1) and found["relative_error"] < 1e-3
 
 
+def test_context_parallel_over_processes():
+    """The example has the same outputs on two processes as on one."""
+    example = ROOT / "examples" / "python" / "context_parallel.py"
+    sums = []
+    for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]):
+        run = subprocess.run([sys.executable, *launcher, example], capture_output=True, text=True, check=False)
+        assert run.returncode == 0, run.stderr
+        sums.append(sum(float(x) for x in re.findall(r"sum of squares ([\d.]+)", run.stdout)))
+    assert sums[0] > 1 and abs(sums[1] - sums[0]) < 1e-3 * sums[0]
+
+
 def test_engines_table():
     """Every line of docs/engines.md names a file that the tests run, and that file has what the line says to write."""
     rows = re.findall(r"^\| (.*) \| (.*) \| .* \| \[.*\]\((\S+)\) \|$", (ROOT / "docs/engines.md").read_text(), re.M)

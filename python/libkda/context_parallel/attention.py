@@ -3,46 +3,99 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import ops
 from .._checks import check, computes_in_float64
-from .._operands import as_type, dense, parameter_of, rows_of
+from .._operands import NO_A_LOG, as_type, dense, parameter_of, rows_of
 from . import maps
 from .contexts import runs_of
-from .exchange import AllGather, agree, check_place, device_of
+from .exchange import Agreed, AllGather, agree, check_place
+
+
+class Options(NamedTuple):
+    """What a call asks for beside its rows, as it was given."""
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    initial_state: torch.Tensor | None
+    modes: tuple[Any, ...]  # of _operands.modes_of
+    output_final_state: bool
+    more: tuple[tuple[str, Any], ...] = ()  # names and values of a function's own, the same on all ranks
 
 
 def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
-              A_log: torch.Tensor | None, dt_bias: torch.Tensor | None,
-              initial_state: torch.Tensor | Callable[[], torch.Tensor] | None,
-              modes: tuple[Any, ...], output_final_state: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """libkda.chunk_kda with cp_context, once its options are read (`modes`: of _operands.modes_of). initial_state: a
-    tensor, None, or a function that makes one; what it raises is known to all ranks, as other errors of arguments."""
-    values = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
-    state_v_first = modes[-1]
+              read: Callable[[], Options]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """libkda.chunk_kda with cp_context. `read` looks at the options of this rank: what it raises is known to all ranks,
+    as other errors of arguments are."""
+    rows = dict(q=q, k=k, v=v, g=g, beta=beta)
+    options: Any = None
 
-    def sizes_of():
-        nonlocal initial_state
-        alike = tuple(_alike(x) for x in values.values())
-        if alike not in context._seen:  # looking costs more than launching
-            check("chunk_kda", values)
-            if computes_in_float64(q):
-                raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
-            check_place(context, "q", q)
-            context._seen[alike] = v.shape[2], q.shape[3], v.shape[3]
-        HV, K, V = context._seen[alike]
-        if callable(initial_state):
-            initial_state = initial_state()
-        _check_initial_state(context, q, initial_state, (HV, V, K) if state_v_first else (HV, K, V))
-        return HV, K, V
+    def look():
+        nonlocal options
+        check("chunk_kda", rows)
+        check_place(context, "q", q)
+        options = _with_gate(read())
+        return _look(context, rows, options)
 
-    sizes = agree(context, "HV, K, V", q, sizes_of,
-                  lambda known: _row(context._forward, known, device_of(context.group, q)).refuse())
-    o, final_state = _ChunkKda.apply(context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return as_type(o, q.dtype), final_state if output_final_state else None
+    agreed = agree(context, "HV, K, V", look, lambda known: _row(context._forward, known))
+    o, final_state = _ChunkKda.apply(context, agreed, options.modes, q, k, v, g, beta, options.A_log, options.dt_bias,
+                                     options.initial_state)
+    return as_type(o, q.dtype), final_state if options.output_final_state else None
+
+
+def _with_gate(options):
+    """Without parameters where the gate is none that has them."""
+    gate = options.modes[0]
+    if gate == ops.GATE_LOG:
+        return options._replace(A_log=None, dt_bias=None)
+    if gate == ops.GATE_SOFTPLUS and options.A_log is None:
+        raise ValueError(NO_A_LOG)
+    return options
+
+
+def _look(context, rows, options):
+    """Agreed of arguments that fit."""
+    q, v = rows["q"], rows["v"]
+    values = dict(rows, A_log=options.A_log, dt_bias=options.dt_bias)
+    gradients = ops.differentiates(*values.values(), options.initial_state)
+    alike = (*map(_alike, values.values()), options.modes, options.output_final_state, gradients, options.more)
+    if alike not in context._seen:  # looking costs more than launching
+        check("chunk_kda", values)
+        if computes_in_float64(q):
+            raise TypeError("q must be float32, bfloat16 or float16 with cp_context, got float64")
+        sizes = v.shape[2], q.shape[3], v.shape[3]
+        _try_values(context, values, options.modes, sizes)
+        context._seen[alike] = Agreed.of(context, sizes, _named(values, options, gradients), q.device)
+    elif q.device.type == "cpu":  # A_log may have changed
+        _try_values(context, values, options.modes, context._seen[alike].sizes)
+    agreed = context._seen[alike]
+    HV, K, V = agreed.sizes
+    _check_initial_state(context, q, options.initial_state, (HV, V, K) if options.modes[-1] else (HV, K, V))
+    return agreed
+
+
+def _named(values, options, gradients):
+    """Options by the names of the caller's arguments."""
+    gate, beta, lower_bound, scale, l2norm, state_v_first = options.modes
+    return {
+        "function": "chunk_kda", "use_gate_in_kernel": gate != ops.GATE_LOG,
+        "lower_bound": lower_bound if gate == ops.GATE_BOUNDED else None, "scale": scale,
+        "use_beta_sigmoid_in_kernel": beta != ops.BETA_PLAIN, "allow_neg_eigval": beta == ops.BETA_SIGMOID2,
+        "use_qk_l2norm_in_kernel": l2norm, "state_v_first": state_v_first,
+        "output_final_state": options.output_final_state, "the number of heads of q": values["q"].shape[2],
+        **{f"the type of {name}": None if x is None else x.dtype for name, x in values.items()},
+        "gradients asked for": gradients, **dict(options.more)}
+
+
+def _try_values(context, values, modes, sizes):
+    """The forward of no tokens, which refuses values of options that no forward takes, before anything is sent."""
+    rows = tuple(rows_of(values[name][:, :0]) for name in ("q", "k", "v", "g", "beta"))
+    spans = maps.Spans(rows, (parameter_of(values["A_log"]), parameter_of(values["dt_bias"])),
+                       context._no_tokens(rows[0].device), modes, sizes)
+    with torch.no_grad():
+        maps.run_forward(spans, rows[2].new_empty(rows[2].shape), spans.new(*sizes[1:]), None)
 
 
 def _alike(x):
@@ -65,9 +118,8 @@ def _check_initial_state(context, q, state, shape):
                          f"those that begin on this rank), got {list(state.shape)}")
 
 
-def _row(direction, sizes, device):
-    return AllGather(direction.context, direction.row_floats(*sizes), direction.exchanges, device,
-                     own=direction.own_rows)
+def _row(direction, agreed):
+    return AllGather(agreed, direction.row_floats(*agreed.sizes), direction.exchanges, own=direction.own_rows)
 
 
 class _Call:
@@ -75,14 +127,14 @@ class _Call:
     kv layout. Nothing here waits for a GPU, so that a CUDA graph can hold a call; the first call of a context makes
     what would be waited for."""
 
-    def __init__(self, direction, sizes, modes, rows, parameters, from_zero=False):
+    def __init__(self, direction, agreed, modes, rows, parameters, from_zero=False):
         """from_zero: a forward without initial states."""
-        self.direction, self.context, self.sizes = direction, direction.context, sizes
+        self.direction, self.context, self.sizes = direction, direction.context, agreed.sizes
         self.modes, self.rows, self.parameters = modes, rows, parameters
         self.device = rows[0].device
         self.by = maps.of_device(self.device)
-        self.gather = _row(direction, sizes, self.device)
-        HV, K, V = sizes
+        self.gather = _row(direction, agreed)
+        HV, K, V = self.sizes
         self.M_floats, self.map_floats = HV * K * K, HV * K * (K + V)
         self.aligned = self.M_floats % 4 == self.map_floats % 4 == 0  # kernels write 16 bytes at a time
         count = len(self.context.spans)
@@ -293,10 +345,11 @@ class _ChunkKda(torch.autograd.Function):
     """(o of v's type, final states fp32) of the tokens of this rank."""
 
     @staticmethod
-    def forward(ctx, context, sizes, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
+    def forward(ctx, context, agreed, modes, q, k, v, g, beta, A_log, dt_bias, initial_state):
+        sizes = agreed.sizes
         rows = [rows_of(x) for x in (q, k, v, g, beta)]
         parameters = tuple(parameter_of(x) for x in (A_log, dt_bias))
-        call = _Call(context._forward, sizes, modes, rows, parameters, from_zero=initial_state is None)
+        call = _Call(context._forward, agreed, modes, rows, parameters, from_zero=initial_state is None)
         # On a CPU they come with D at no cost.
         kept = {} if call.by is maps.OnKernels and any(ctx.needs_input_grad) else None
         v_first = modes[-1]
@@ -326,7 +379,7 @@ class _ChunkKda(torch.autograd.Function):
         call.fold(call.states[:0])
         call.finish(run, lambda first, last, begun: begun.finish(call.states[first:last]))
         final = _final_states(context, call, gathered, behind, starts)
-        ctx.context, ctx.sizes, ctx.modes = context, sizes, modes
+        ctx.context, ctx.agreed, ctx.modes = context, agreed, modes
         ctx.transitions = kept or {}
         ctx.state_like = None if initial_state is None else (initial_state.shape, initial_state.dtype)
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, call.states[:len(context.spans)])
@@ -346,7 +399,7 @@ class _ChunkKda(torch.autograd.Function):
         context, v_first = ctx.context, ctx.modes[-1]
         *inputs, states = ctx.saved_tensors
         rows, parameters = [rows_of(x) for x in inputs[:5]], tuple(parameter_of(x) for x in inputs[5:])
-        call = _Call(context._backward, ctx.sizes, ctx.modes, rows, parameters)
+        call = _Call(context._backward, ctx.agreed, ctx.modes, rows, parameters)
         direction = call.direction
         try:
             d_o, d_final = dense(d_o), (d_final.mT if v_first else d_final).float().contiguous()

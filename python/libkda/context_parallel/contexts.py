@@ -101,7 +101,8 @@ class Context:
     "all": all of them on every rank. Initial states are given for all N sequences, or for those in `begins` alone;
     those of sequences that begin elsewhere are not looked at.
 
-    One context serves calls of one HV, K and V: the first call fixes them. copy() serves others.
+    One context serves calls of one HV, K and V: the first call fixes them. copy() serves others. That call compares all
+    options between the ranks too; on CPUs later calls do as well.
     Raises TypeError and ValueError that name the argument, on every rank alike.
     """
 
@@ -120,10 +121,10 @@ class Context:
         if len(self.fragments) != self.ranks:
             raise ValueError(f"fragments are of {len(self.fragments)} ranks, and the group has {self.ranks}")
         self._plan()
-        self._agreed: dict[str, tuple[int, ...]] = {}
+        self._agreed: dict[str, Any] = {}  # exchange.Agreed of the first call, by purpose
         self._halos: dict[tuple[int, torch.device], Any] = {}  # by width (convolution.py)
         self._lengths_on: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._seen: dict[tuple[Any, ...], tuple[int, ...]] = {}  # sizes of arguments that were looked at
+        self._seen: dict[tuple[Any, ...], Any] = {}  # exchange.Agreed of arguments that were looked at
         self._tables: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._of_fla = False  # then each rank numbers sequences and tokens its own way
 
@@ -208,8 +209,14 @@ class Context:
         host waits for the copy."""
         key = first, last, device
         if key not in self._lengths_on:
-            cu = torch.tensor([x - self.offsets[first] for x in self.offsets[first:last + 1]], dtype=torch.int32)
-            self._lengths_on[key] = (cu, None) if device.type == "cpu" else (cu.to(device), cu)
+            self._lengths_on[key] = _on_device([x - self.offsets[first] for x in self.offsets[first:last + 1]], device)
+        return self._lengths_on[key]
+
+    def _no_tokens(self, device):
+        """The same of one sequence without tokens."""
+        key = 0, 0, device
+        if key not in self._lengths_on:
+            self._lengths_on[key] = _on_device([0, 0], device)
         return self._lengths_on[key]
 
     def _table(self, name, device):
@@ -242,6 +249,11 @@ class Context:
     def __repr__(self):
         return (f"Context(rank {self.rank} of {self.ranks}, {self.num_tokens} of {self.cu_seqlens_whole[-1]} tokens, "
                 f"{len(self.spans)} spans of {self.num_sequences} sequences)")
+
+
+def _on_device(cu_seqlens, device):
+    cu = torch.tensor(cu_seqlens, dtype=torch.int32)
+    return (cu, None) if device.type == "cpu" else (cu.to(device), cu)
 
 
 def runs_of(indices):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from .. import ops
 from ..layer import short_conv
 from .contexts import Span
-from .exchange import AllGather, agree, check_place, device_of, waited
+from .exchange import Agreed, AllGather, agree, check_place, waited
 from .fla import context_of
 
 
@@ -62,10 +63,10 @@ class _Tails(torch.autograd.Function):
     """The rows of all ranks that _Halo reads, [ranks * rows * reach, D]."""
 
     @staticmethod
-    def forward(ctx, context, halo, x):
-        ctx.context, ctx.halo, ctx.tokens = context, halo, len(x)
+    def forward(ctx, agreed, halo, x):
+        ctx.context, ctx.halo, ctx.tokens = agreed.context, halo, len(x)
         D = x.shape[1]
-        gather = _tail_row(context, halo, D, x.device, x.dtype)
+        gather = _tail_row(agreed, halo, x.dtype)
         gather.mine[:-1] = torch.cat([x, x.new_zeros(1, D)]).index_select(0, halo.sent).flatten()
         gather.start()
         return gather.finish().reshape(-1, D)
@@ -87,8 +88,8 @@ class _Tails(torch.autograd.Function):
         return None, None, d_x[:-1]
 
 
-def _tail_row(context, halo, D, device, dtype=torch.float32):
-    return AllGather(context, halo.rows * halo.reach * D + 1, halo.rows > 0, device, dtype)
+def _tail_row(agreed, halo, dtype):
+    return AllGather(agreed, halo.rows * halo.reach * agreed.sizes[0] + 1, halo.rows > 0, dtype)
 
 
 def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, context: Any,
@@ -104,19 +105,23 @@ def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     """
     context = context_of(context, "x", x)
 
-    def sizes_of():
+    def look():
         D, W = _conv_sizes(context, x, weight, bias)
         if activation not in (None, "silu", "swish"):
             raise ValueError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
-        return D, W, x.dtype.itemsize
+        options = {"function": "causal_conv1d", "activation": activation and "silu",
+                   **{f"the type of {name}": None if given is None else given.dtype
+                      for name, given in (("x", x), ("weight", weight), ("bias", bias))},
+                   "a gradient of x asked for": ops.differentiates(x)}
+        return Agreed.of(context, (D, W, x.dtype.itemsize), options, x.device)
 
-    device = device_of(context.group, x)
-    D, W, _ = agree(context, "D, W, bytes of x", x, sizes_of, lambda known: _tail_row(
-        context, _halo_of(context, known[1], device), known[0], device,
-        torch.float32 if known[2] == 4 else torch.bfloat16).refuse())
+    agreed = agree(context, "D, W, bytes of x", look, lambda known: _tail_row(
+        known, _halo_of(context, known.sizes[1], known.device),
+        torch.float32 if known.sizes[2] == 4 else torch.bfloat16))
+    D, W, _ = agreed.sizes
     halo = _halo_of(context, W, x.device)
     tokens = x[0]
-    rows = torch.cat([tokens, _Tails.apply(context, halo, tokens), tokens.new_zeros(1, D)]).index_select(0, halo.read)
+    rows = torch.cat([tokens, _Tails.apply(agreed, halo, tokens), tokens.new_zeros(1, D)]).index_select(0, halo.read)
     y, _ = short_conv(rows[None], weight.reshape(D, W), bias, activation=activation)
     return y.index_select(1, halo.outputs)
 

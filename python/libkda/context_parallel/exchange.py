@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 HEADER = 16  # integers that the first call of a context exchanges
+_REFUSED = 1  # of a flag; others are of options, and at least 2
 
 
 def waited(what, work):
@@ -19,8 +22,9 @@ def waited(what, work):
                            ) from error
 
 
-def gather_integers(group, ranks, row, device):
+def gather_integers(group, ranks, row):
     """Waits for them."""
+    device = _place_of_integers(group)
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     rows = torch.empty(ranks * len(row), dtype=torch.int64, device=device)
     waited("the first exchange of a context", lambda: dist.all_gather_into_tensor(rows, mine, group=group))
@@ -33,8 +37,9 @@ class AllGather:
     such a rank sends NaN, and what nobody writes is anything. `own`: rows of this rank's own behind those of all
     ranks."""
 
-    def __init__(self, context, floats, exchanges, device, dtype=torch.float32, own=0):
-        self.context, self.exchanges = context, exchanges and context.ranks > 1
+    def __init__(self, agreed, floats, exchanges, dtype=torch.float32, own=0):
+        context, device = agreed.context, agreed.device
+        self.agreed, self.context, self.exchanges = agreed, context, exchanges and context.ranks > 1
         ranks, rank = (context.ranks, context.rank) if self.exchanges else (1, 0)
         #: [ranks + own, floats]; without an exchange one row of a rank
         self.rows = torch.empty(ranks + own, floats, dtype=dtype, device=device)
@@ -45,6 +50,11 @@ class AllGather:
         self._started, self._work = False, None
 
     def start(self):
+        if self.rows.device.type == "cpu":
+            self.mine[-1] = _flag_of(self.agreed.digest, self.rows.dtype)
+        self._start()
+
+    def _start(self):
         self._started = True
         if self.exchanges:
             self._work = waited("an exchange", lambda: dist.all_gather_into_tensor(
@@ -55,8 +65,16 @@ class AllGather:
         if self.exchanges:
             waited("an exchange", self._work.wait)
             if self.rows.device.type == "cpu":
-                _expect_no_flag(self._received[:, -1])
+                self._expect_one_flag(self._received[:, -1].tolist())
         return self._received[:, :-1]
+
+    def _expect_one_flag(self, flags):
+        """All ranks see the same flags, so all of them refuse, or ask each other which option it is."""
+        if _REFUSED in flags:
+            raise RuntimeError(f"context parallelism: rank {flags.index(_REFUSED)} could not take part in this call; "
+                               f"its own error says why")
+        if any(flag != flags[0] for flag in flags):
+            tell_difference(self.context, self.agreed.options)
 
     def refuse(self):
         """Tells the others that this rank has an error, which is raised here: they may be gone."""
@@ -65,68 +83,115 @@ class AllGather:
         try:
             if not self._started:
                 self.mine.fill_(float("nan"))
-                self.mine[-1] = 1
-                self.start()
+                self.mine[-1] = _REFUSED
+                self._start()
             if self._work is not None:
                 self._work.wait()
         except RuntimeError:
             pass
 
 
-def _expect_no_flag(flags):
-    refused = flags.nonzero().flatten().tolist()
-    if refused:
-        raise RuntimeError(f"context parallelism: rank {refused[0]} could not take part in this call; its own "
-                           f"error says why")
+def _digest_of(x):
+    return int.from_bytes(hashlib.sha256(repr(x).encode()).digest()[:7], "big")
 
 
-def agree(context, purpose, x, sizes_of, refuse):
-    """The sizes of a call, which `sizes_of` finds in the arguments of this rank, and which are the same on every rank.
-    The first call asks the others, where tensor `x` is. Later ones know what is exchanged: `refuse(sizes)` tells them
-    there."""
+def _flag_of(digest, dtype):
+    """An integer that `dtype` holds."""
+    most = {torch.float32: 2**24, torch.float16: 2**11, torch.bfloat16: 2**8}[dtype]
+    return digest % (most - _REFUSED) + _REFUSED + 1
+
+
+class Agreed(NamedTuple):
+    """What a call has in common with those of the other ranks."""
+    context: Any
+    sizes: tuple[int, ...]  # of a row that is exchanged
+    options: dict[str, Any]  # by the names of the caller's arguments
+    digest: int  # of the options
+    device: torch.device
+
+    @classmethod
+    def of(cls, context, sizes, options, device):
+        options = dict(options, device=device.type)
+        return cls(context, sizes, options, _digest_of(options), device)
+
+
+def agree(context, purpose, look, row_of):
+    """look(): the Agreed of this rank's arguments; what it raises is known to all ranks. The first call with a purpose
+    asks the others. Later ones know what is exchanged: `row_of(agreed)` is an AllGather that says there that this rank
+    cannot go on."""
     known = context._agreed.get(purpose)
-    error, sizes = None, ()
+    error = found = None
     try:
-        sizes = sizes_of()
-        if known is not None and sizes != known:
-            raise ValueError(f"cp_context is of calls with {purpose} = {known}, got {sizes}; a copy serves others")
+        found = look()
+        if known is not None:
+            _expect_known(purpose, known, found)
+        elif found.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("cp_context: a CUDA graph cannot hold the first call, in which ranks compare what they "
+                               "were given; make one before the capture")
     except Exception as refusal:
         error = refusal
     if known is None and context.ranks > 1:
-        _first_call(context, purpose, x, sizes, error)
+        _first_call(context, purpose, found, error)
     elif error is not None and known is not None:
-        refuse(known)
+        row_of(known).refuse()
     if error is not None:
         raise error
-    context._agreed[purpose] = sizes
-    return sizes
+    context._agreed.setdefault(purpose, found)
+    return found
 
 
-def _first_call(context, purpose, x, sizes, error):
+def _expect_known(purpose, known, found):
+    """That a later call exchanges rows of the same size at the same place."""
+    for what, before, now in ((purpose, known.sizes, found.sizes),
+                              ("device", known.device.type, found.device.type)):
+        if before != now:
+            raise ValueError(f"cp_context is of calls with {what} = {before}, got {now}; a copy serves others")
+
+
+def _first_call(context, purpose, found, error):
     """Raises on every rank what does not fit on one; this rank's own error is the caller's."""
     table = (context.tile, context.final_states)
     if not context._of_fla:
         table += (context.cu_seqlens_whole, context.fragments)
-    digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:7], "big")
-    row = [int(error is not None), digest, *sizes]
+    sizes, options = (found.sizes, found.digest) if error is None else ((), 0)
+    row = [int(error is not None), _digest_of(table), options, *sizes]
     try:
-        rows = gather_integers(context.group, context.ranks, row + [0] * (HEADER - len(row)),
-                               device_of(context.group, x))
+        rows = gather_integers(context.group, context.ranks, row + [0] * (HEADER - len(row)))
     except RuntimeError:
         if error is None:
             raise
         return
-    if error is not None:
+    for rank, other in enumerate(rows):
+        if other[0] and error is None:
+            raise ValueError(f"cp_context: rank {rank} was given arguments that do not fit; its own error says which")
+    if any(other[0] for other in rows):
         return
     for rank, other in enumerate(rows):
-        if other[0]:
-            raise ValueError(f"cp_context: rank {rank} was given tensors that do not fit; its own error says which")
-        if other[1] != digest:
+        if other[1] != row[1]:
             raise ValueError(f"cp_context: ranks {context.rank} and {rank} were given different contexts (cu_seqlens, "
                              f"fragments, tile or final_states)")
-        if tuple(other[2:2 + len(sizes)]) != sizes:
-            raise ValueError(f"cp_context: rank {rank} has {purpose} = {tuple(other[2:2 + len(sizes)])}, and rank "
-                             f"{context.rank} {sizes}")
+    for rank, other in enumerate(rows):
+        theirs = tuple(other[3:3 + len(sizes)])
+        if theirs != sizes:
+            raise ValueError(f"cp_context: rank {rank} has {purpose} = {theirs}, and rank {context.rank} {sizes}")
+    if any(other[2:] != rows[0][2:] for other in rows):
+        tell_difference(context, found.options)
+
+
+def tell_difference(context, options):
+    """Raises which option this rank has otherwise than another, once they have told each other all of them. Every rank
+    calls it."""
+    mine = json.dumps({name: str(value) for name, value in options.items()}).encode()
+    longest = max(length for length, in gather_integers(context.group, context.ranks, [len(mine)]))
+    rows = gather_integers(context.group, context.ranks, list(mine.ljust(longest)))
+    mine = json.loads(mine)
+    for rank, row in enumerate(rows):
+        theirs = json.loads(bytes(row))
+        for name in dict.fromkeys((*mine, *theirs)):
+            if theirs.get(name) != mine.get(name):
+                raise ValueError(f"cp_context: rank {rank} was called with {name} = {theirs.get(name)}, and rank "
+                                 f"{context.rank} with {mine.get(name)}")
+    raise ValueError("cp_context: the options of this call differ between other ranks; their errors say which")
 
 
 def _devices_of(group):
@@ -135,11 +200,11 @@ def _devices_of(group):
     return tuple(sorted(device.type for device in (dist.group.WORLD if group is None else group)._device_types))
 
 
-def device_of(group, x):
-    """Where ranks tell each other integers: where `x` is, if the group has a way there."""
-    device = x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
+def _place_of_integers(group):
+    """Where ranks tell each other integers. The group alone decides, since a rank may have been given tensors that are
+    elsewhere, or none."""
     devices = _devices_of(group)
-    return device if device.type in devices else torch.device(devices[0])
+    return torch.device("cpu" if "cpu" in devices else devices[0])
 
 
 def expect_device(group, name, x):

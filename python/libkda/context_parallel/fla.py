@@ -24,18 +24,41 @@ def _parts_of(fla):
     return [(part, not fla.is_first_by_part[i], not fla.is_last_by_part[i]) for i, part in enumerate((front, back))]
 
 
-def from_fla(fla: Any, device: torch.device) -> Context:
-    """The Context of an FLACPContext (fla.ops.cp.build_cp_context). It knows its own sequences only: the ranks tell
-    each other, once and on `device`, which of them go on. Sequences that other ranks have whole are not counted."""
+def _told_parts(fla, name, x):
+    """Parts of this rank, and what each rank says about its own. A rank that has an error tells the others."""
+    rank, ranks = group_of(fla.group)
+    parts, error = [], None
+    try:
+        expect_device(fla.group, name, x)
+        parts = _parts_of(fla)
+    except Exception as refusal:
+        error = refusal
+    header = [number for cu, before, after in parts for number in (cu[-1], before, after, len(cu) - 1)]
+    row = [len(parts), *header, *[0] * (HEADER - 1 - len(header))]
+    try:
+        rows = gather_integers(fla.group, ranks, row) if ranks > 1 else [row]
+    except RuntimeError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    for other, row in enumerate(rows):
+        if row[0] == 0:
+            raise ValueError(f"cp_context: rank {other} was given arguments that do not fit; its own error says which")
+        if row[0] != len(parts):
+            raise ValueError(f"cp_context: ranks {rank} and {other} have contexts of different layouts")
+    return parts, rows
+
+
+def from_fla(fla: Any, name: str, x: torch.Tensor) -> Context:
+    """The Context of an FLACPContext (fla.ops.cp.build_cp_context), for a call with tensor `x`. It knows its own
+    sequences only: the ranks tell each other, once, which of them go on. Sequences that other ranks have whole are not
+    counted."""
     known = getattr(fla, "_libkda_context", None)
     if known is not None:
         return known
-    parts = _parts_of(fla)
     rank, ranks = group_of(fla.group)
-    header = [number for cu, before, after in parts for number in (cu[-1], before, after, len(cu) - 1)]
-    rows = gather_integers(fla.group, ranks, [len(parts), *header, *[0] * (HEADER - 1 - len(header))], device)
-    if any(row[0] != len(parts) for row in rows):
-        raise ValueError("cp_context: ranks have contexts of different layouts")
+    parts, rows = _told_parts(fla, name, x)
     order = [(r, 0) for r in range(ranks)] + [(r, 1) for r in reversed(range(ranks))] * (len(parts) - 1)
     cu_seqlens = [0]
     fragments: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
@@ -61,7 +84,6 @@ def context_of(context: Any, name: str, x: Any) -> Context:
     if isinstance(context, Context):
         return context
     if all(hasattr(context, name) for name in ("group", "cu_seqlens", "layout")):
-        expect_device(context.group, name, x)  # before ranks ask each other there
-        return from_fla(context, x.device)
+        return from_fla(context, name, x)
     raise TypeError(f"cp_context must be a libkda.context_parallel.Context or an FLACPContext, got "
                     f"{type(context).__name__}")

@@ -2,12 +2,14 @@
 """Prompts over several ranks, on pools of states that are updated in place."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .. import ops
-from .._operands import as_type, modes_of
-from .._rules import integer
-from ..kda import _check_beta, _gate_parameters
+from .._operands import as_type, expect_distinct, modes_of
+from .._rules import LAST_SLOT, integer
+from ..kda import _check_beta
 from . import attention
 from .contexts import Context
 
@@ -30,40 +32,45 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     anywhere.
 
     A slot below first_slot and any negative one mean none: nothing is read or written, and o is 0. On a GPU one beyond
-    the pool means none too. Other slots are of one sequence each. Returns o of q's type. Never waits for the device.
-    There are no gradients.
+    the pool means none too. Other slots are of one sequence each, which is looked at where they are on a CPU. Returns
+    o of q's type. Never waits for the device. There are no gradients.
     Raises TypeError and ValueError that name the argument, on every rank, and NotImplementedError where a gradient is
     asked for; nothing is written then.
     """
     if not isinstance(context, Context):
         raise TypeError(f"context must be a libkda.context_parallel.Context, got {type(context).__name__}")
-    if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, pool):
-        raise NotImplementedError("libkda: prefill has no gradients; chunk_kda has, with `cp_context`")
-    first_slot = integer("first_slot", first_slot, 0, 2**31 - 1)
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
-    valid = slots  # which of them are slots, once it is known what they are
+    valid: Any = None  # which of `slots` are slots
 
-    def starting_states():
+    def read():
         nonlocal valid
-        _expect(context, q, v, pool, slots, has_state, state_v_first)
-        valid = (slots >= first_slot) & (slots < len(pool))
-        read = valid if has_state is None else valid & has_state
-        begins = context._table("begins", q.device)
-        read, mine = read[begins], torch.where(valid, slots, 0)[begins]
-        # An old state may hold anything.
-        return torch.where(read[:, None, None, None], pool.index_select(0, mine).float(), 0.0)
+        if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, pool):
+            raise NotImplementedError("libkda: prefill has no gradients; chunk_kda has, with `cp_context`")
+        first = integer("first_slot", first_slot, 0, LAST_SLOT)
+        if allow_neg_eigval:
+            _check_beta(use_beta_sigmoid_in_kernel)
+        modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                         use_qk_l2norm_in_kernel, state_v_first)
+        _expect(context, q, v, pool, slots, has_state, state_v_first, first)
+        valid = (slots >= first) & (slots < len(pool))
+        states = _starting_states(context, pool, slots, valid if has_state is None else valid & has_state)
+        more = ("function", "prefill"), ("the type of pool", pool.dtype), ("first_slot", first)
+        return attention.Options(A_log, dt_bias, states, modes, True, more)
 
-    o, final = attention.chunk_kda(context, q, k, v, g, beta, A_log, dt_bias, starting_states, modes, True)
+    o, final = attention.chunk_kda(context, q, k, v, g, beta, read)
     written = slice(None) if context.final_states == "all" else context._table("ends", q.device)
     _store(pool, slots[written], valid[written], final)
     return as_type(o.masked_fill_(~valid[context._table("tokens", q.device)][None, :, None, None], 0), q.dtype)
 
 
-def _expect(context, q, v, pool, slots, has_state, state_v_first):
+def _starting_states(context, pool, slots, read):
+    """Of the sequences that begin on this rank; `read`: which of all sequences go on from their slots."""
+    begins = context._table("begins", slots.device)
+    read, mine = read[begins], torch.where(read, slots, 0)[begins]
+    # An old state may hold anything.
+    return torch.where(read[:, None, None, None], pool.index_select(0, mine).float(), 0.0)
+
+
+def _expect(context, q, v, pool, slots, has_state, state_v_first, first_slot):
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     shape = (HV, V, K) if state_v_first else (HV, K, V)
     if not isinstance(pool, torch.Tensor) or pool.dtype not in (torch.float32, torch.bfloat16):
@@ -82,11 +89,16 @@ def _expect(context, q, v, pool, slots, has_state, state_v_first):
     for name, x in (("pool", pool), ("slots", slots), ("has_state", has_state)):
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    expect_distinct("pool", pool)
     if slots.device.type == "cpu":
         beyond = (slots >= len(pool)).nonzero().flatten().tolist()
         if beyond:
             raise ValueError(f"slots: entry {beyond[0]} = {slots[beyond[0]]} is outside 0..{len(pool) - 1} (a negative "
                              f"one means none)")
+        used = sorted(slots[slots >= first_slot].tolist())
+        twice = [slot for slot, next_slot in zip(used, used[1:]) if slot == next_slot]
+        if twice:
+            raise ValueError(f"slots: slot {twice[0]} would be written twice")
 
 
 def _store(pool, slots, valid, states):

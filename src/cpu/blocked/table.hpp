@@ -40,7 +40,8 @@ static constexpr BackwardKernels kBackwardKernels = {
     undo_norm,          undo_gate,        step_slope};
 
 static constexpr layer::Kernels kLayerKernels = {
-    load_tile, store_tile, convolve, convolve_slopes, convolve_sums, norm, norm_backward};
+    load_tile, store_tile,    convolve, convolve_slopes, convolve_sums,
+    norm,      norm_backward, kWidth,   norm_narrow,     norm_narrow_backward};
 
 static constexpr Kernels make_kernels(const char* name) {
   return {name,     prepare,   sweep,    matmul_block,      decode_kv,     decode_vk,

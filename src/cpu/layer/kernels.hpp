@@ -54,6 +54,11 @@ struct NormRowGradients {
   DType dy_dtype = DType::kFloat32, dx_dtype = DType::kFloat32, dgate_dtype = DType::kFloat32;
 };
 
+/// From one row to the next, in elements. `y`: of dy in a backward.
+struct NormSteps {
+  int64_t x = 0, gate = 0, y = 0, dx = 0, dgate = 0;
+};
+
 struct Kernels {
   void (*load_tile)(const Patch& source, int tokens, int channels, float* tile);
   void (*store_tile)(const Patch& target, int tokens, int channels, const float* tile);
@@ -70,6 +75,13 @@ struct Kernels {
 
   void (*norm)(const NormRow& row, char* y, DType y_dtype);
   void (*norm_backward)(const NormRow& row, const NormRowGradients& gradients);
+
+  /// The same of `count` rows from `first` on, of fewer channels than a vector has.
+  int vector_width;
+  void (*norm_narrow)(const NormRow& first, const NormSteps& steps, int64_t count, char* y,
+                      DType y_dtype);
+  void (*norm_narrow_backward)(const NormRow& first, const NormSteps& steps, int64_t count,
+                               const NormRowGradients& gradients);
 };
 
 }  // namespace kda::cpu::layer

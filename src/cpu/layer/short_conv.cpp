@@ -144,23 +144,76 @@ void store_final(const Kernels& kernels, const ShortConv& call, const Sequence& 
   }
 }
 
-void forward_block(const Kernels& kernels, const ShortConv& call, const Sequence& s,
-                   const Block& block) {
-  Weights weights;
-  alignas(64) float in[(kTileTokens + kMaxWidth - 1) * kRow];
-  alignas(64) float out[kTileTokens * kRow];
-  const Taps taps = weights.load(kernels, call, block);
-  const int before = taps.width - 1;
-  load_before(kernels, call, s, block, in);
-  for (int64_t first = 0; first < s.length; first += kTileTokens) {
-    const int tokens = tile_tokens(s.length - first);
-    kernels.load_tile(rows_at(call.x, s, first, block), tokens, block.count, in + before * kRow);
-    kernels.convolve(taps, in, tokens, block.count, out);
-    kernels.store_tile(rows_at(call.y, s, first, block), tokens, block.count, out);
-    carry_rows(in, tokens, before);
+class ForwardBlock {
+ public:
+  ForwardBlock(const Kernels& kernels, const ShortConv& call, const Sequence& s, const Block& block)
+      : kernels_(kernels), call_(call), s_(s), block_(block) {
+    taps_ = weights_.load(kernels, call, block);
+    before_ = taps_.width - 1;
   }
-  store_final(kernels, call, s, block, out);
-}
+
+  void run() {
+    load_before(kernels_, call_, s_, block_, in_);
+    run_tokens(0, std::min<int64_t>(kTileTokens, s_.length));
+    int64_t done = kTileTokens;
+    if (block_.count == 1) {
+      done = run_pieces(done);
+      if (done < s_.length) load(done - before_, before_, in_);
+    }
+    run_tokens(done, s_.length);
+    store_final(kernels_, call_, s_, block_, out_);
+  }
+
+ private:
+  void load(int64_t token, int tokens, float* tile) {
+    kernels_.load_tile(rows_at(call_.x, s_, token, block_), tokens, block_.count, tile);
+  }
+
+  /// Tokens that follow those in front of in_.
+  void run_tokens(int64_t begin, int64_t end) {
+    for (int64_t first = begin; first < end; first += kTileTokens) {
+      const int tokens = tile_tokens(end - first);
+      load(first, tokens, in_ + before_ * kRow);
+      kernels_.convolve(taps_, in_, tokens, block_.count, out_);
+      kernels_.store_tile(rows_at(call_.y, s_, first, block_), tokens, block_.count, out_);
+      carry_rows(in_, tokens, before_);
+    }
+  }
+
+  /// One channel leaves a tile empty. So columns are pieces of the sequence, kTileTokens tokens
+  /// each, with the tokens in front of them. Returns the first token behind whole pieces.
+  int64_t run_pieces(int64_t begin) {
+    const int64_t pieces = std::max<int64_t>(0, s_.length - begin) / kTileTokens;
+    if (pieces < 2) return begin;
+    for (int row = 0; row <= before_; ++row)
+      std::fill_n(weights_.weight + row * kRow, kRow, weights_.weight[row * kRow]);
+    if (taps_.bias) std::fill_n(weights_.bias, kRow, weights_.bias[0]);
+    const auto side_by_side = [](Patch patch) {
+      patch.channel_stride = kTileTokens * patch.token_stride;
+      return patch;
+    };
+    for (int64_t piece = 0; piece < pieces; piece += kTileChannels) {
+      const int columns = static_cast<int>(std::min<int64_t>(kTileChannels, pieces - piece));
+      const int64_t first = begin + piece * kTileTokens;
+      kernels_.load_tile(side_by_side(rows_at(call_.x, s_, first - before_, block_)),
+                         kTileTokens + before_, columns, in_);
+      kernels_.convolve(taps_, in_, kTileTokens, columns, out_);
+      kernels_.store_tile(side_by_side(rows_at(call_.y, s_, first, block_)), kTileTokens, columns,
+                          out_);
+    }
+    return begin + pieces * kTileTokens;
+  }
+
+  const Kernels& kernels_;
+  const ShortConv& call_;
+  const Sequence& s_;
+  const Block block_;
+  Taps taps_;
+  int before_ = 0;
+  Weights weights_;
+  alignas(64) float in_[(kTileTokens + kMaxWidth - 1) * kRow];
+  alignas(64) float out_[kTileTokens * kRow];
+};
 
 // ---- backward -----------------------------------------------------------------------------------
 
@@ -279,8 +332,8 @@ Status short_conv(const Kernels& kernels, const ShortConv& call) noexcept {
     const Blocks blocks(call, num_sequences(call), threads);
     auto body = [&](int64_t task, int32_t) noexcept {
       const FloatMode mode;
-      forward_block(kernels, call, sequence_of(call, task / blocks.count()),
-                    blocks.at(task % blocks.count()));
+      const Sequence s = sequence_of(call, task / blocks.count());
+      ForwardBlock(kernels, call, s, blocks.at(task % blocks.count())).run();
     };
     return parallel_tasks(num_sequences(call) * blocks.count(), threads, body);
   });

@@ -115,12 +115,30 @@ void expect_right(LayerTarget target, const Options& options) {
   EXPECT_TRUE(c.dgate.gaps_are_untouched());
 }
 
+void expect_threads_do_not_matter(LayerTarget target, int64_t D) {
+  Options o{.shape = {1, 3000, 1, D}};
+  Case one(o);
+  ASSERT_TRUE(run_on(target, one.call()).ok());
+  ASSERT_TRUE(run_on(target, one.call(), one.gradients()).ok());
+  for (const int32_t threads : {2, 3}) {
+    o.threads = threads;
+    Case many(o);
+    ASSERT_TRUE(run_on(target, many.call()).ok());
+    ASSERT_TRUE(run_on(target, many.call(), many.gradients()).ok());
+    EXPECT_EQ(one.y, many.y);
+    EXPECT_EQ(one.dx, many.dx);
+    EXPECT_EQ(one.dgate, many.dgate);
+    EXPECT_EQ(one.dweight, many.dweight);
+  }
+}
+
 class GatedRmsNormTest : public LayerTest {};
 INSTANTIATE_TEST_SUITE_P(On, GatedRmsNormTest, testing::ValuesIn(layer_targets()), target_name);
 
 TEST_P(GatedRmsNormTest, EverySize) {
-  for (const int64_t D : {1, 2, 15, 16, 17, 63, 128, 259})
-    ASSERT_NO_FATAL_FAILURE(expect_right(target(), {.shape = {1, 3, 2, D}}));
+  for (const int64_t D : {1, 2, 3, 4, 7, 8, 15, 16, 17, 63, 128, 259})
+    for (const int64_t rows : {3, 41})  // fewer than a vector has lanes, and more
+      ASSERT_NO_FATAL_FAILURE(expect_right(target(), {.shape = {1, rows, 2, D}}));
   for (const Shape& shape : {Shape{0, 3, 2, 8}, Shape{1, 0, 2, 8}, Shape{7, 1, 100, 8}})
     ASSERT_NO_FATAL_FAILURE(expect_right(target(), {.shape = shape}));
 }
@@ -140,28 +158,33 @@ TEST_P(GatedRmsNormTest, EveryTypeAndStride) {
     for (const DType g : types)
       for (const DType w : types)
         for (const DType y : types) {
-          Options o{.shape = {2, 3, 4, 37}, .x = x, .g = g, .w = w, .y = y, .gap = 3};
-          ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
-          o.order = {2, 0, 1, 3};
-          ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
+          for (const int64_t D : {5, 37}) {
+            Options o{.shape = {2, 11, 3, D}, .x = x, .g = g, .w = w, .y = y, .gap = 3};
+            ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
+            o.order = {2, 0, 1, 3};
+            ASSERT_NO_FATAL_FAILURE(expect_right(target(), o));
+          }
         }
 }
 
-TEST_P(GatedRmsNormTest, ThreadsDoNotMatter) {
-  Options o{.shape = {1, 3000, 1, 40}};
-  Case one(o);
-  ASSERT_TRUE(run_on(target(), one.call()).ok());
-  ASSERT_TRUE(run_on(target(), one.call(), one.gradients()).ok());
-  for (const int32_t threads : {2, 3}) {
-    o.threads = threads;
-    Case many(o);
-    ASSERT_TRUE(run_on(target(), many.call()).ok());
-    ASSERT_TRUE(run_on(target(), many.call(), many.gradients()).ok());
-    EXPECT_EQ(one.y, many.y);
-    EXPECT_EQ(one.dx, many.dx);
-    EXPECT_EQ(one.dgate, many.dgate);
-    EXPECT_EQ(one.dweight, many.dweight);
+TEST_P(GatedRmsNormTest, OtherRowsDoNotMatter) {
+  if (!target()) GTEST_SKIP() << "a GPU loads rows by their alignment";
+  for (const int64_t D : {1, 5, 20}) {
+    Case all({.shape = {1, 40, 1, D}}), alone = all;
+    ASSERT_TRUE(run_on(target(), all.call()).ok());
+    for (int64_t row = 0; row < 40; ++row) {
+      GatedRmsNorm call = alone.call();
+      call.rows = {1, 1, 1};
+      for (TensorView* view : {&call.x, &call.gate, &call.y})
+        view->data = static_cast<float*>(view->data) + row * view->strides[1];
+      ASSERT_TRUE(run_on(target(), call).ok());
+    }
+    EXPECT_EQ(all.y, alone.y) << D;
   }
+}
+
+TEST_P(GatedRmsNormTest, ThreadsDoNotMatter) {
+  for (const int64_t D : {3, 40}) expect_threads_do_not_matter(target(), D);
 }
 
 TEST_P(GatedRmsNormTest, NaNOfAnInputStays) {

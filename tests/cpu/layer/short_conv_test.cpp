@@ -186,6 +186,15 @@ TEST_P(ShortConvTest, EverySize) {
           expect_forward(target(), {.lengths = {length, length}, .channels = channels}));
 }
 
+TEST_P(ShortConvTest, OneChannelInPieces) {
+  for (const int64_t width : {2, 3, 4})
+    for (const int64_t length : {47, 48, 49, 80, 1000, 4096 + 31, 8200})
+      for (const bool packed : {false, true})
+        ASSERT_NO_FATAL_FAILURE(expect_forward(
+            target(),
+            {.lengths = {length, length}, .packed = packed, .channels = 1, .width = width}));
+}
+
 TEST_P(ShortConvTest, EveryTypeAndLayout) {
   const DType types[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
   const std::array<int, 4> orders[] = {kChannelsLast, kChannelsFirst, kBatchInnermost};
