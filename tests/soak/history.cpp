@@ -359,7 +359,7 @@ std::string History::decode() {
     row.tokens = packed ? random_.below(4) : same;
     row.read = {none()};
     Request* request = random_.chance(0.8) ? idle_request() : nullptr;
-    if (!request && row.tokens > 0 && (request = new_request())) row.has_state = false;
+    if (!request && (request = new_request())) row.has_state = false;
     if (request) row.read = {request->slot()};
   }
   if (in_graph && decode_graph_) return play("decode", decode_graph_.get(), rows, true);
