@@ -114,13 +114,18 @@ kda_short_conv_call conv_of(const Tensor& x, const Tensor& weight, const MaybeTe
   return call;
 }
 
+/// Where the number of sequences comes from.
+const char* sources_of(const kda_short_conv_call& call) {
+  return call.cu_seqlens ? "x, cu_seqlens" : "x";
+}
+
 /// [slots, D, S] with S inputs that the convolution needs, or more.
 void describe_states(kda_state* target, kda_short_conv_call* call, const Tensor& x,
                      const Tensor& states, const char* name, int64_t slots) {
   expect(states, x, name, kElements, "x");
   if (states.dim() != 3)
     refuse(name, " must have shape [slots, D, S], got ", states.dim(), " dimensions");
-  expect_shape(states, name, {slots, call->channels, states.size(2)}, "x, cu_seqlens");
+  expect_shape(states, name, {slots, call->channels, states.size(2)}, sources_of(*call));
   if (states.size(2) < call->width - 1)
     refuse(name, " must hold at least ", call->width - 1, " inputs (taps of weight), got ",
            states.size(2));
@@ -184,7 +189,7 @@ void run_conv_update(kda_short_conv_call call, const Tensor& x, const Tensor& st
   if (slots == 0 && N > 0) refuse("states has no slots");
   const auto pointer = [&](const Tensor& given, const char* name, const Types& types) {
     expect(given, x, name, types, "x");
-    expect_shape(given, name, {N}, "x, cu_seqlens");
+    expect_shape(given, name, {N}, sources_of(call));
     if (!given.is_contiguous()) refuse(name, " must be contiguous");
     return given.const_data_ptr();
   };

@@ -516,7 +516,7 @@ std::vector<History::Store> History::stores_of(const Problem& p, const Row& row)
     }
   else if (p.final_state)
     add(row.write, row.tokens);
-  else if (row.tokens > 0)
+  else if (row.tokens > 0 || !row.has_state)
     add(row.read[0], row.tokens);
   return stores;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import ops
-from .._operands import as_type, modes_of
+from .._operands import as_type, expect_distinct, modes_of
 from .._rules import integer
 from ..kda import _check_beta, _gate_parameters
 from . import attention
@@ -49,7 +49,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
 
     def starting_states():
         nonlocal valid
-        _expect(context, q, v, pool, slots, has_state, state_v_first)
+        _expect(context, q, v, pool, slots, has_state, first_slot, state_v_first)
         valid = (slots >= first_slot) & (slots < len(pool))
         read = valid if has_state is None else valid & has_state
         begins = context._table("begins", q.device)
@@ -63,7 +63,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     return as_type(o.masked_fill_(~valid[context._table("tokens", q.device)][None, :, None, None], 0), q.dtype)
 
 
-def _expect(context, q, v, pool, slots, has_state, state_v_first):
+def _expect(context, q, v, pool, slots, has_state, first_slot, state_v_first):
     HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     shape = (HV, V, K) if state_v_first else (HV, K, V)
     if not isinstance(pool, torch.Tensor) or pool.dtype not in (torch.float32, torch.bfloat16):
@@ -71,6 +71,9 @@ def _expect(context, q, v, pool, slots, has_state, state_v_first):
     if pool.dim() != 4 or tuple(pool.shape[1:]) != shape or len(pool) == 0:
         raise ValueError(f"pool must have shape [slots, {', '.join(map(str, shape))}] with at least one slot, got "
                          f"{list(pool.shape)}")
+    expect_distinct("pool", pool)
+    if first_slot > len(pool):
+        raise ValueError(f"first_slot = {first_slot} is above {len(pool)}, the number of slots of pool")
     for name, x, types in (("slots", slots, _INTEGERS), ("has_state", has_state, (torch.bool,))):
         if x is None and name == "has_state":
             continue
