@@ -65,8 +65,9 @@ struct FusedDecode {
   bool trusted = false;  ///< vouches that pointers and stream belong to the current device
 };
 
-/// Writes y and the states. Arithmetic is fp32. kUnsupported on a CPU and for other sizes and
-/// layouts than the above. Errors name the field; slots and has_state are not read by the host.
+/// Writes y and the states. Arithmetic is fp32. A call whose arguments are right is kUnsupported on
+/// a CPU and for other sizes and layouts than the above. Errors name the field; nothing is written
+/// then. slots, has_state and A_log are read by the host where `device` is the CPU.
 Status fused_decode(const FusedDecode& call) noexcept;
 
 }  // namespace kda

@@ -97,9 +97,11 @@ struct Problem {
   int64_t first_slot = 0;
 
   /// Decode without final_state works in place, in the pool initial_state, and skips a sequence
-  /// that has no slot. Columns of its index array [N, S]: 1: the state after the last token is
-  /// stored in its slot. S > 1: the state after token t is stored in slot [n, t] (none skips it),
-  /// and the state is read from slot [n, num_accepted_tokens[n] - 1].
+  /// that has no slot. Columns of its index array [N, S]: 1: the final state is stored in its slot;
+  /// that of a sequence without tokens is its initial state, zero where initial_state_mask is 0.
+  /// S > 1: the state after token t is stored in slot [n, t] (none skips it), so that a sequence
+  /// without tokens stores nothing, and the state is read from slot
+  /// [n, num_accepted_tokens[n] - 1].
   /// Decode with final_state and S > 1, drafts that commit nothing: the state is read from the slot
   /// of initial_state that its index array [N] names, a sequence without one is skipped, and the
   /// state after token t goes to slot [n, t] of final_state, whose index array is [N, S]. No token

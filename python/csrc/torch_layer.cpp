@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators around KDA in its layer: libkda::short_conv, short_conv_update and gated_rms_norm,
 // each with a twin ..._into that writes to a tensor of the caller's; short_conv_backward and
-// gated_rms_norm_backward; and libkda::fused_decode, on CUDA. What
+// gated_rms_norm_backward; and libkda::fused_decode. What
 // they compute: include/kda/short_conv.hpp, gated_rms_norm.hpp and fused_decode.hpp; derivatives:
 // python/libkda/_layer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <tuple>
@@ -15,6 +16,7 @@
 #include "describe.hpp"
 #include "device.hpp"
 #include "memory.hpp"
+#include "plans.hpp"
 
 namespace kda_torch {
 namespace {
@@ -112,13 +114,18 @@ kda_short_conv_call conv_of(const Tensor& x, const Tensor& weight, const MaybeTe
   return call;
 }
 
+/// Where the number of sequences comes from.
+const char* sources_of(const kda_short_conv_call& call) {
+  return call.cu_seqlens ? "x, cu_seqlens" : "x";
+}
+
 /// [slots, D, S] with S inputs that the convolution needs, or more.
 void describe_states(kda_state* target, kda_short_conv_call* call, const Tensor& x,
                      const Tensor& states, const char* name, int64_t slots) {
   expect(states, x, name, kElements, "x");
   if (states.dim() != 3)
     refuse(name, " must have shape [slots, D, S], got ", states.dim(), " dimensions");
-  expect_shape(states, name, {slots, call->channels, states.size(2)}, "x, cu_seqlens");
+  expect_shape(states, name, {slots, call->channels, states.size(2)}, sources_of(*call));
   if (states.size(2) < call->width - 1)
     refuse(name, " must hold at least ", call->width - 1, " inputs (taps of weight), got ",
            states.size(2));
@@ -182,7 +189,7 @@ void run_conv_update(kda_short_conv_call call, const Tensor& x, const Tensor& st
   if (slots == 0 && N > 0) refuse("states has no slots");
   const auto pointer = [&](const Tensor& given, const char* name, const Types& types) {
     expect(given, x, name, types, "x");
-    expect_shape(given, name, {N}, "x, cu_seqlens");
+    expect_shape(given, name, {N}, sources_of(call));
     if (!given.is_contiguous()) refuse(name, " must be contiguous");
     return given.const_data_ptr();
   };
@@ -363,6 +370,123 @@ kda_tensor from_channel(const kda_tensor& x, const Tensor& of, int64_t first, si
   return moved;
 }
 
+/// A tensor whose rows kernels read: `x`, or a dense copy of it.
+Tensor with_dense_rows(const Tensor& x) {
+  const auto sizes = x.sizes(), strides = x.strides();
+  const size_t last = sizes.size() - 1;
+  return strides[last] == 1 || sizes[last] == 1 ? x : torch::stable::contiguous(x);
+}
+
+/// The step that `call` describes where no kernel has it whole: three convolutions, decode and the
+/// norm, with fp32 between them. kda_fused_decode() has looked at the call. What may still fail,
+/// memory and the plan, comes before anything is written.
+class StepByStep {
+ public:
+  StepByStep(const kda_fused_decode_call& call, const Tensor& x, const Tensor& raw_g,
+             const Tensor& state, const MaybeTensor& output_gate, const MaybeTensor& norm_weight,
+             const Tensor& out)
+      : call_(call), x_(x), state_(state), g_(with_dense_rows(raw_g)), out_(out) {
+    for (Tensor& row : qkv_) row = new_rows("rows of a convolution");
+    if (output_gate) gate_ = with_dense_rows(*output_gate);
+    if (norm_weight) norm_weight_ = with_dense_rows(*norm_weight);
+    y_ = call.norm ? new_rows("y") : with_dense_rows(out);
+    if (call.norm && !writes_out_rows()) normed_ = new_rows("y");
+  }
+
+  void run() {
+    kda_problem p = problem();
+    const ForwardPlan plan = forward_plan(p, options_for(x_), {}, States::kPool);
+    with_workspace(kda_plan_workspace_bytes(plan.get()), x_, [&](void* workspace, size_t bytes) {
+      for (size_t part = 0; part < 3; ++part)
+        convolve(*std::array{&call_.q, &call_.k, &call_.v}[part], qkv_[part]);
+      check(kda_run(plan.get(), &p, workspace, bytes), States::kPool);
+    });
+    if (call_.norm) norm();
+    Tensor out = out_;
+    const Tensor& result = call_.norm ? (normed_ ? *normed_ : out_) : y_;
+    if (result.const_data_ptr() != out.const_data_ptr()) torch::stable::copy_(out, result);
+  }
+
+ private:
+  Tensor new_rows(const char* name) const {
+    return new_tensor<4>(name, x_,
+                         {call_.num_sequences, call_.num_tokens, call_.num_heads, call_.head_dim},
+                         aoti_torch_dtype_float32());
+  }
+  bool writes_out_rows() const { return out_.strides()[3] == 1 || call_.head_dim == 1; }
+
+  kda_state state_of(const kda_tensor& tensor) const {
+    kda_state state{};
+    state.tensor = tensor;
+    state.indices = call_.slots, state.indexed = call_.slots != nullptr;
+    state.num_slots = call_.num_slots, state.present = 1;
+    return state;
+  }
+
+  void convolve(const kda_fused_decode_part& part, const Tensor& y) const {
+    kda_short_conv_call c{};
+    c.struct_size = sizeof(c);
+    c.batch = c.num_sequences = call_.num_sequences, c.num_tokens = call_.num_tokens;
+    c.channels = call_.num_heads * call_.head_dim;
+    c.width = static_cast<int32_t>(call_.width), c.state_width = call_.state_width;
+    c.x = part.x, c.weight = part.weight, c.bias = part.bias;
+    c.y = tensor_of(y);
+    c.y.strides[2] = 1;  // heads and channels are one dimension
+    c.initial_state = c.final_state = state_of(part.state);
+    c.has_state = call_.has_state, c.first_slot = call_.first_slot;
+    c.activation = KDA_ACTIVATION_SILU;
+    set_place(&c, x_);
+    check(kda_short_conv(&c), States::kPool);
+  }
+
+  kda_problem problem() const {
+    kda_problem p;
+    kda_problem_init(&p);
+    const int64_t N = call_.num_sequences, T = call_.num_tokens, H = call_.num_heads,
+                  D = call_.head_dim;
+    p.operation = KDA_DECODE;
+    p.batch = p.num_sequences = N, p.num_tokens = T;
+    p.num_heads = p.num_value_heads = H, p.key_dim = p.value_dim = D;
+    const auto rows = [&](kda_tensor* target, const Tensor& tensor, const char* name) {
+      describe(target, tensor, x_, name, kRows, {N, T, H, D});
+    };
+    rows(&p.q, qkv_[0], "q"), rows(&p.k, qkv_[1], "k"), rows(&p.v, qkv_[2], "v");
+    rows(&p.g, g_, "raw_g"), rows(&p.o, y_, "out");
+    p.beta = call_.beta, p.A_log = call_.A_log, p.dt_bias = call_.dt_bias;
+    if (p.dt_bias.data) p.dt_bias.strides[0] = D, p.dt_bias.strides[1] = 1;  // [H D] as [H, D]
+    p.gate_mode = call_.gate_mode, p.beta_mode = call_.beta_mode;
+    p.lower_bound = call_.lower_bound, p.scale = call_.scale, p.has_scale = 1;
+    p.qk_l2norm = call_.qk_l2norm, p.state_layout = call_.state_layout;
+    describe_state(&p.initial_state, state_, x_, "state", call_.state_layout == KDA_STATE_VK, p);
+    p.initial_state.indices = call_.slots, p.initial_state.indexed = call_.slots != nullptr;
+    p.initial_state.num_slots = call_.num_slots;
+    p.first_slot = call_.first_slot, p.zero_skipped = 1;
+    if (call_.has_state) p.initial_state_mask = call_.has_state, p.has_initial_state_mask = 1;
+    if (x_.is_cuda()) p.stream = call_.stream;
+    p.trusted = 1;
+    return p;
+  }
+
+  void norm() const {
+    kda_gated_rms_norm_call c{};
+    c.struct_size = sizeof(c);
+    c.rows[0] = call_.num_sequences, c.rows[1] = call_.num_tokens, c.rows[2] = call_.num_heads;
+    c.channels = call_.head_dim;
+    c.eps = call_.norm_eps, c.activation = call_.activation;
+    c.x = rows_of(y_), c.y = rows_of(normed_ ? *normed_ : out_);
+    if (gate_) c.gate = rows_of(*gate_);
+    if (norm_weight_) c.weight = tensor_of(*norm_weight_);
+    set_place(&c, x_);
+    check(kda_gated_rms_norm(&c));
+  }
+
+  const kda_fused_decode_call& call_;
+  const Tensor &x_, &state_;
+  std::array<Tensor, 3> qkv_;
+  Tensor g_, y_, out_;
+  MaybeTensor gate_, norm_weight_, normed_;
+};
+
 void fused_decode(Tensor x, Tensor weight, MaybeTensor bias, Tensor conv_state, Tensor raw_g,
                   Tensor raw_beta, MaybeTensor A_log, MaybeTensor dt_bias,
                   MaybeTensor state_indices, Tensor state, Tensor out, MaybeTensor output_gate,
@@ -380,7 +504,8 @@ void fused_decode(Tensor x, Tensor weight, MaybeTensor bias, Tensor conv_state, 
   const int64_t W = weight.size(1), slots = conv_state.size(0), S = conv_state.size(2);
   constexpr const char* kSources = "x, raw_g, weight, conv_state";
   call.num_sequences = N, call.num_tokens = T, call.num_heads = H, call.head_dim = D;
-  call.width = W, call.state_width = S, call.num_slots = slots;
+  call.width = W, call.state_width = S;
+  call.num_slots = state_indices ? slots : std::min(slots, N);  // slot n of sequence n
   const kda_tensor rows = tensor_of(x, x, "x", {N, T, 3 * H * D}, kSources);
   const kda_tensor taps = tensor_of(weight, x, "weight", {3, W, H * D}, kSources);
   const kda_tensor states = tensor_of(conv_state, x, "conv_state", {slots, 3 * H * D, S}, kSources);
@@ -418,8 +543,12 @@ void fused_decode(Tensor x, Tensor weight, MaybeTensor bias, Tensor conv_state, 
   if (output_gate)
     call.output_gate = tensor_of(*output_gate, x, "output_gate", {N, T, H, D}, kSources);
   call.y = tensor_of(out, x, "out", {N, T, H, D}, kSources);
+  if (scale == 0) refuse("scale must not be 0, which stands for the default in C");
+  if (output_gate && !norm_weight) refuse("output_gate needs norm_weight");
   if (x.is_cuda()) call.device = KDA_CUDA, call.stream = current_stream(x), call.trusted = 1;
-  check(kda_fused_decode(&call));
+  const kda_status status = kda_fused_decode(&call);
+  if (status != KDA_UNSUPPORTED) return check(status);
+  StepByStep(call, x, raw_g, state, output_gate, norm_weight, out).run();
 }
 
 }  // namespace

@@ -103,9 +103,10 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot,
             MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents,
             MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
-            int64_t checkpoint_every) {
+            int64_t checkpoint_every, int64_t head_map) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
   if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
   set_output(&p, o, q);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
@@ -188,7 +189,8 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "float lower_bound, float scale, bool l2norm, bool state_v_first, bool zero_skipped=False, "
       "Tensor? has_state=None, int first_slot=0, Tensor(c!)? drafts=None, Tensor? "
       "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
-      "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16) -> ()");
+      "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16, int "
+      "head_map=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from ._refusals import FAILURE, REFUSAL
-from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
+from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MEANT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
                      Sizes, check_heads, in_words_of, refuse_type)
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
@@ -96,7 +96,8 @@ def _check_place(name, rule, x, first, device):
 def checked(*keywords: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """A function with errors that name its argument. A call that nothing is wrong with pays for no check of Python's:
     kernels and operators refuse what they do not take, and what they refuse is looked at here. `keywords`: what it
-    knows of its **kwargs; what nobody knows is ignored, as FLA's functions do, with one warning."""
+    knows of its **kwargs. What another function knows is refused; what nobody knows is ignored, as FLA's functions do, with
+    one warning."""
     return lambda function: _checked(function, keywords)
 
 
@@ -107,8 +108,10 @@ def _checked(function, keywords):
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if keywords and not known.issuperset(kwargs) and not is_compiling():
-            _warn_of_keywords(name, known, kwargs)
+        if keywords and not known.issuperset(kwargs):
+            _refuse_keywords(name, known, kwargs)
+            if not is_compiling():
+                _warn_of_keywords(name, known, kwargs)
         if is_compiling():  # nothing but a fake kernel looks
             values = dict(zip(names, args), **kwargs)
             check(_rules_for(name, values), values, v_first=bool(values.get("state_v_first")))
@@ -202,6 +205,14 @@ def check_rates(A_log):
         return
     if A_log.numel() and A_log.detach().max() > MOST_A_LOG:
         raise ValueError(f"A_log must be at most {MOST_A_LOG}, where its exp leaves fp32, got {A_log.max().item()}")
+
+
+def _refuse_keywords(function, known, given):
+    """What another function of the package would have honoured. None, False and the default of each ask for nothing."""
+    for name, value in given.items():
+        nothing = value is None or isinstance(value, (bool, int, str)) and value in (False, "grouped")
+        if name in MEANT and name not in known and not nothing:
+            raise TypeError(f"{function} has no argument `{name}`, which other functions of libkda have")
 
 
 _warned: set[tuple[str, str]] = set()

@@ -6,7 +6,7 @@ unless state_width is above 0; `short_conv_update` writes `states` in place and 
 `short_conv_into`, `short_conv_update_into` and `gated_rms_norm_into` write `out` in the place of y, any strides (of the
 norm with a contiguous last dimension), without gradients; the first returns final_state. The
 backwards return the gradients whose bits `wanted` has, in the order of x, weight, bias, initial_state and of x, gate,
-weight, the others empty. `fused_decode` writes both states and `out` in place, on CUDA alone. `activation` is a number
+weight, the others empty. `fused_decode` writes both states and `out` in place. `activation` is a number
 of ACTIVATIONS.
 """
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 ROWS = ("float32", "bfloat16", "float16")
@@ -127,6 +128,10 @@ RULES = {
                    **_MASK, **_GRADIENTS),
 }
 
+# Keywords that change a result: where one function has them, another that has not refuses them (_checks.py).
+MEANT = frozenset(name for rules in RULES.values() for name in rules if name != "cu_seqlens_cpu") | {
+    "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every"}
+
 # What the C ABI and the operators say, and what a caller wrote.
 _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",
               initial_state_mask="has_state")
@@ -146,26 +151,29 @@ WORDS = {
     "short_conv_update": dict(channels="x", num_tokens="x", initial_state="states", final_state="states",
                               initial_state_indices="indices", final_state_indices="indices"),
     "gated_rms_norm": dict(channels="x", rows="x"),
+    "fused_decode": dict(
+        num_sequences="sequences of x", num_tokens="tokens of x", num_heads="heads of raw_g", head_dim="channels of raw_g",
+        width="taps of weight", state_width="inputs of conv_state", num_slots="slots of state", slots="state_indices", g="raw_g", beta="raw_beta", y="out", states="state",
+        initial_state="state", **{f"{part}.{field}": name for part in "qkv" for field, name in (
+            ("x", "x"), ("weight", "weight"), ("bias", "bias"), ("state", "conv_state"))}),
     "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),
     "arrays.backward": dict(_SIZES, saved="kept"),
 }
 
 
 def in_words_of(function, text, with_out=False):
-    """The text of a refusal with the argument's name, which is its first word, as the caller wrote it. `with_out`: the
-    outputs are an argument."""
+    """The text of a refusal with its arguments as the caller wrote them: its first word, that behind "overlaps", and
+    wherever they stand the names that are no words of English. `with_out`: the outputs are an argument."""
     words = WORDS.get(function, _SIZES)
     if with_out:
         words = words | dict(o="out", y="out")
     head, separator, rest = text.removeprefix("libkda: ").partition(" overlaps ")
-    for name, end in ((head, ":"), (head, " ")):
-        first = name.partition(end)[0]
-        if first in words:
-            head = words[first] + name[len(first):]
-            break
-    other = rest.partition(" ")[0]
-    text = head + separator + words.get(other, other) + rest[len(other):]
-    return text.replace("(columns of indices)", f"(columns of {words.get('indices', 'indices')})")
+    first = re.match(r"[\w.]*", head)[0]
+    other = re.match(r"[\w.]*", rest)[0]
+    text = words.get(first, first) + head[len(first):] + separator + words.get(other, other) + rest[len(other):]
+    text = re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda name: words.get(name[0], name[0]), text)
+    text = text.replace("(columns of indices)", f"(columns of {words.get('indices', 'indices')})")
+    return text.replace("decode takes", f"{function.partition(',')[0].removeprefix('arrays.')} takes")
 
 
 def listed(names):
@@ -209,7 +217,11 @@ class Sizes(dict):
                                f"(initial_state,{self._sources('N')}).")
         texts = [f"[{', '.join(form)}]{self._known(form)}" for form in forms]
         raise FlaError(f"{name} must have shape {' or '.join(texts)}, got {list(shape)}"
-                       f" (sizes of{self._sources(*forms[0])})")
+                       f"{self._said_by(*forms[0])}")
+
+    def _said_by(self, *sizes):
+        sources = self._sources(*sizes)
+        return f" (sizes of{sources})" if sources.strip() else ""
 
     def _sources(self, *sizes):
         """Where they come from."""
@@ -240,7 +252,7 @@ class Sizes(dict):
             given *= size
         if given != count:
             raise FlaError(f"{name} must have {' * '.join(form)} = {count} elements, "
-                           f"got {list(shape)} (sizes of{self._sources(*form)})")
+                           f"got {list(shape)}{self._said_by(*form)}")
 
 
 def check_heads(sizes):

@@ -28,11 +28,13 @@ from ._rules import LAST_SLOT, RULES, in_words_of, integer, number
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
 BETA_MODES = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
 STATE_LAYOUTS = {"kv": 0, "vk": 1}
+HEAD_MAPS = {"grouped": 0, "tiled": 1}
 _DECODE, _INT64 = 1, 4  # of kda.h
 
 GateMode = Literal["log", "softplus", "bounded"]
 BetaMode = Literal["plain", "sigmoid", "sigmoid2"]
 StateLayout = Literal["kv", "vk"]
+HeadMap = Literal["grouped", "tiled"]
 
 
 class Array(Protocol):
@@ -72,14 +74,16 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
             beta_mode: BetaMode = "plain", lower_bound: float = -5.0, qk_l2norm: bool = False,
             state_layout: StateLayout = "kv", output_final_state: bool = False, o: Array | None = None,
             final_state: Array | None = None, workspace: Array | None = None, stream: int = 0,
-            num_threads: int = 0, has_state: Array | None = None, kept: Kept | None = None) -> tuple[Any, Any]:
+            num_threads: int = 0, has_state: Array | None = None, kept: Kept | None = None,
+            head_map: HeadMap = "grouped") -> tuple[Any, Any]:
     """The forward pass; formulas and modes as in docs/operation.md.
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], or [B, T, HV]: one gate a head; beta [B, T, HV]; float32,
     float16 or bfloat16, each its own.
     A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
     has_state [N], bool: where it is False a sequence starts from zero. cu_seqlens [N + 1], integers on the host: packs
-    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward().
+    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward(). head_map "tiled": value head j reads
+    q/k head j % H, not j // (HV // H) as with "grouped".
     On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
     aligned to 64) and stream (an integer handle).
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does
@@ -90,12 +94,12 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
                                  initial_state=initial_state, has_state=has_state, o=o, final_state=final_state)
     if cu_seqlens is None and kept is None:
         key = _repeats.key_of("forward", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
-                                                 output_final_state, stream, num_threads))
+                                                 output_final_state, stream, num_threads, head_map))
         done = _repeats.run(key, given)
         if done is not None:
             return done["o"], done["final_state"]
     call = _Call("forward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
-                 qk_l2norm, state_layout)
+                 qk_l2norm, state_layout, head_map)
     if call.on_gpu and (o is None or workspace is None or (output_final_state and final_state is None)):
         raise ValueError("on a GPU o, workspace and the final_state that is asked for must be given")
     if initial_state is not None:
@@ -118,7 +122,8 @@ def backward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, d_o: Array 
              scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
              lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
              has_state: Array | None = None, wanted: Iterable[str] | None = None,
-             out: Mapping[str, Array] | None = None, kept: Kept | None = None, num_threads: int = 0) -> Gradients:
+             out: Mapping[str, Array] | None = None, kept: Kept | None = None, num_threads: int = 0,
+             head_map: HeadMap = "grouped") -> Gradients:
     """Gradients of a loss with respect to the arguments of a forward(), as they were given (raw gates and step sizes,
     q and k before their norm). On the CPU; formulas in docs/operation.md.
 
@@ -131,7 +136,7 @@ def backward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, d_o: Array 
     Returns Gradients. Errors as of forward().
     """
     call = _Call("backward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
-                 qk_l2norm, state_layout)
+                 qk_l2norm, state_layout, head_map)
     if call.device[0] != CPU:
         raise ValueError("q must be on the CPU: backward() of arrays does not run on a GPU yet")
     if initial_state is not None:
@@ -147,13 +152,13 @@ def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *,
            scale: float | None = None, gate_mode: GateMode = "log", beta_mode: BetaMode = "plain",
            lower_bound: float = -5.0, qk_l2norm: bool = False, state_layout: StateLayout = "kv",
            o: Array | None = None, workspace: Array | None = None, stream: int = 0, num_threads: int = 0,
-           has_state: Array | None = None, first_slot: int = 0) -> Any:
+           has_state: Array | None = None, first_slot: int = 0, head_map: HeadMap = "grouped") -> Any:
     """The next 1 to 8 tokens of every sequence; the states are read and written in place.
 
     Arguments as of forward(), T counting the new tokens. state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or
     bfloat16, or a pool of more slots with indices [N], int32, dense, where q is: the slot of each sequence. A negative
-    index, or one below first_slot, is none: its tokens are skipped. They are 0 in an o that is made here and where
-    first_slot is above 0, else as they were in the o that is given. has_state as of forward().
+    index, or one below first_slot, is none: its tokens are skipped, and o is 0. A sequence without tokens leaves its
+    initial state in its slot. has_state and head_map as of forward().
     On a GPU: o, workspace (of workspace_bytes(..., state=state)) and stream.
     Returns o [B, T, HV, V] of v's type. Errors as of forward().
     """
@@ -162,22 +167,20 @@ def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *,
                                  indices=indices, has_state=has_state, o=o)
     if cu_seqlens is None:
         key = _repeats.key_of("decode", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
-                                                stream, num_threads, first_slot))
+                                                stream, num_threads, first_slot, head_map))
         done = _repeats.run(key, given)
         if done is not None:
             return done["o"]
     call = _Call("decode", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
-                 qk_l2norm, state_layout)
+                 qk_l2norm, state_layout, head_map)
     if call.on_gpu and (o is None or workspace is None):
         raise ValueError("on a GPU o and workspace must be given")
     call.set_pool(call.written("state", state), indices, first_slot)
     call.set_mask(has_state, state)
-    out = call.set_output(o)
-    if o is None and indices is not None:
-        out[...] = 0
+    o = call.set_output(o)
     call.run(workspace, stream, num_threads)
-    call.remember(key, given, {} if out is o else dict(o=out))
-    return out
+    call.remember(key, given, {} if given["o"] is o else dict(o=o))
+    return o
 
 
 def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array | None = None,
@@ -186,10 +189,10 @@ def workspace_bytes(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_lo
                     gate_mode: GateMode = "log", beta_mode: BetaMode = "plain", lower_bound: float = -5.0,
                     qk_l2norm: bool = False, state_layout: StateLayout = "kv", output_final_state: bool = False,
                     state: Array | None = None, indices: Array | None = None, has_state: Array | None = None,
-                    first_slot: int = 0) -> int:
+                    first_slot: int = 0, head_map: HeadMap = "grouped") -> int:
     """Bytes of workspace that forward() of the same arguments takes on a GPU, or decode() if `state` is given."""
     call = _Call("forward" if state is None else "decode", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale,
-                 gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout)
+                 gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout, head_map)
     p = call.problem
     if state is not None:
         if initial_state is not None:
@@ -209,7 +212,7 @@ class _Call:
     """The problem of a call, and what it points to."""
 
     def __init__(self, function, q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
-                 qk_l2norm, state_layout):
+                 qk_l2norm, state_layout, head_map):
         self.words = functools.partial(in_words_of, f"arrays.{function}")
         self.views, self.device = {}, None
         q, k, v, g, beta = (self.view(n, x) for n, x in dict(q=q, k=k, v=v, g=g, beta=beta).items())
@@ -233,6 +236,7 @@ class _Call:
         p.gate_mode = _choice("gate_mode", gate_mode, GATE_MODES)
         p.beta_mode = _choice("beta_mode", beta_mode, BETA_MODES)
         p.state_layout = _choice("state_layout", state_layout, STATE_LAYOUTS)
+        p.head_map = _choice("head_map", head_map, HEAD_MAPS)
         p.lower_bound, p.qk_l2norm = number("lower_bound", lower_bound), int(bool(qk_l2norm))
         if scale is not None:
             p.scale, p.has_scale = number("scale", scale), 1
@@ -283,7 +287,7 @@ class _Call:
 
     def set_pool(self, view, indices, first_slot):
         """States in place: one a sequence, or where `indices` say."""
-        self.problem.operation = _DECODE
+        self.problem.operation, self.problem.zero_skipped = _DECODE, 1
         slots = self.sequences if indices is None or not view.shape else view.shape[0]
         self.set_state("initial_state", view, slots)
         if slots == 0 and self.sequences > 0:

@@ -306,7 +306,7 @@ def fused_recurrent_kda(
                       kwargs.get("head_map"))
 
 
-@checked("has_state", "first_slot", "transpose_state_layout")
+@checked("has_state", "first_slot", "head_map", "transpose_state_layout")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -338,8 +338,7 @@ def fused_recurrent_kda_fwd(
     state after token t goes to slot [n, t], and is read from slot [n, num_accepted_tokens[n] - 1]. has_state [N], bool:
     where it is False (a new request, whose slot may hold an old state) a sequence starts from zero. A negative index,
     or one below first_slot (0; 1 where slot 0 is the null block of padded rows, as in vLLM), means no slot: nothing
-    is read or written of the pool, and o is 0 (an `out` that is given is left as it was by decode steps, unless
-    first_slot is above 0).
+    is read or written of the pool, and o is 0. head_map as of chunk_kda.
     Returns (o, the final states: the pool itself, fp32 [N, ...], or None).
     """
     if kwargs:
@@ -354,19 +353,20 @@ def fused_recurrent_kda_fwd(
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
         return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
                           cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                          allow_neg_eigval, lower_bound, has_state, out)
+                          allow_neg_eigval, lower_bound, has_state, out, kwargs.get("head_map"))
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
     o = _update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
                      A_log, dt_bias, cu_seqlens, has_state, first_slot, out, scale, lower_bound, use_gate_in_kernel,
-                     use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first)
+                     use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
+                     kwargs.get("head_map"))
     return o, initial_state
 
 
 def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
                  first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, drafts=None, draft_slots=None, parents=None,
-                 checkpoints=None, offsets=None, checkpoint_slots=None, every=16):
+                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map=None, drafts=None,
+                 draft_slots=None, parents=None, checkpoints=None, offsets=None, checkpoint_slots=None, every=16):
     """o of sequences whose states are slots of `pool`, which is updated, or with drafts only read; arguments by place,
     since names cost a call of few tokens time. `slots_name`: what the caller's `slots` are called."""
     A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
@@ -374,27 +374,31 @@ def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens,
                      use_qk_l2norm_in_kernel, state_v_first)
     cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     slots, state_a_token = _slots_of(slots_name, slots)
+    head_map = head_map_of(head_map)
     more = ()
-    if drafts is not None or parents is not None:
-        if drafts is not None:
-            draft_slots, state_a_token = _slots_of("draft_slots", draft_slots)
-        more = drafts, draft_slots, None if parents is None else int32_of("parents", parents)
+    if drafts is not None:
+        draft_slots, state_a_token = _slots_of("draft_slots", draft_slots)
+    if parents is not None:
+        parents = int32_of("parents", parents)
     if checkpoints is not None:
-        more = (None, None, None, checkpoints, int32_of("checkpoint_offsets", offsets),
-                int32_of("checkpoint_slots", checkpoint_slots), integer("checkpoint_every", every, 16, LAST_SLOT))
+        offsets, checkpoint_slots = int32_of("checkpoint_offsets", offsets), int32_of("checkpoint_slots", checkpoint_slots)
+        every = integer("checkpoint_every", every, 16, LAST_SLOT)
+    if head_map or drafts is not None or parents is not None or checkpoints is not None:
+        more = drafts, draft_slots, parents, checkpoints, offsets, checkpoint_slots, every, head_map
     accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
     if type(first_slot) is not int or first_slot:
         first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
     decode = state_a_token or checkpoints is None and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
-    zero_skipped = out is None and skips and decode
     if out is not None:
         o = written_rows_of("out", out)
     else:
         o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
     call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, zero_skipped, None if has_state is None else dense(has_state), first_slot, *more)
-    if slots is not None and not state_a_token and (not decode or cu_seqlens is not None and not cu_seqlens.is_cuda):
+         decode, *modes, skips and decode, None if has_state is None else dense(has_state), first_slot, *more)
+    # The operator takes prefill's kernels where it knows of a longer sequence.
+    known = cu_seqlens is not None and (cu_seqlens_cpu is not None or not cu_seqlens.is_cuda)
+    if slots is not None and not state_a_token and (known or not decode):
         _zero_without_slot(o, slots, first_slot, cu_seqlens)
     if out is None:
         return as_type(o, v.dtype)

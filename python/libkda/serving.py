@@ -22,12 +22,12 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     num_accepted_tokens    [N]              any integers, 1 to S
     A_log, dt_bias         [HV], [HV * K]
 
-K and V are at most 256, HV is a multiple of H, scale is K ** -0.5 unless it is given. A slot is written by one sequence
-of a call, and read by no other one.
+K and V are at most 256, HV is a multiple of H (head_map as of libkda.chunk_kda), scale is K ** -0.5 unless it is given.
+A slot is written by one sequence of a call, and read by no other one. A sequence without tokens leaves its initial
+state in its slot, zero where has_state is False.
 
-A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0. Any
-number of sequences may name such a slot, as the padded rows of a CUDA graph do. In an `out` of the caller's, decode
-and verify leave the rows of such a sequence as they were, unless first_slot is above 0. A draft_slots or
+A slot below first_slot, and any negative one, means none: nothing is read or written of the pool and o is 0, in an
+`out` too. Any number of sequences may name such a slot, as the padded rows of a CUDA graph do. A draft_slots or
 checkpoint_slots below first_slot, or a negative one, stores no state. On a GPU a slot beyond its buffer means none too.
 Tensors as in the table are read as they lie, and nothing is gathered.
 
@@ -40,7 +40,8 @@ from __future__ import annotations
 import torch
 
 from . import _layer_ops, layer
-from ._checks import check, checked, int32_of
+from ._checks import checked, int32_of
+from ._operands import dense, parameter_of
 from ._rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from .kda import _MOST_DECODE_TOKENS, _check_beta, _expect_shape_of_v, _update_pool
@@ -48,14 +49,14 @@ from .kda import _MOST_DECODE_TOKENS, _check_beta, _expect_shape_of_v, _update_p
 
 def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
          lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-         state_v_first, *more):
+         state_v_first, head_map, *more):
     if allow_neg_eigval:
         _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None:
         _expect_shape_of_v(out, v)
     return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
                         first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, *more)
+                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map, *more)
 
 
 @checked()
@@ -67,7 +68,8 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
             use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
             checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
-            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16) -> torch.Tensor:
+            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16,
+            head_map: str | None = None) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
     False from zero, and leaves its final state there.
 
@@ -80,7 +82,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     _expect_together(checkpoints=checkpoints, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots)
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, None, None, None, checkpoints, checkpoint_offsets,
+                use_qk_l2norm_in_kernel, state_v_first, head_map, None, None, None, checkpoints, checkpoint_offsets,
                 checkpoint_slots, checkpoint_every)
 
 
@@ -91,17 +93,16 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False) -> torch.Tensor:
+           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
+           head_map: str | None = None) -> torch.Tensor:
     """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
-    if cu_seqlens is None and q.shape[1] > _MOST_DECODE_TOKENS:
-        raise ValueError(f"q must have at most {_MOST_DECODE_TOKENS} tokens a sequence for decode, got {q.shape[1]}; "
-                         f"prefill takes any number")
+    _expect_few_tokens("decode", q, cu_seqlens, _MOST_DECODE_TOKENS, "prefill takes any number")
     return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
                 lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first)
+                use_qk_l2norm_in_kernel, state_v_first, head_map)
 
 
 @checked()
@@ -112,12 +113,14 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
-           draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None) -> torch.Tensor:
+           draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None,
+           head_map: str | None = None) -> torch.Tensor:
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
     included, and 1 if num_accepted_tokens is None. A sequence is skipped if its start is no slot. A count outside of 1
-    to S is refused, or on a GPU skips the sequence.
+    to S is refused, or on a GPU skips the sequence. A sequence without tokens stores nothing, whatever its has_state: a
+    new request in an old slot has has_state False until a call has a token of it.
 
     drafts: it starts from slots[n] of [N], the pool stays as it is, and the state after token t goes to
     drafts[draft_slots[n, t]]. parents: token t > 0 follows token parents[n, t] < t of its sequence, whose state must
@@ -133,9 +136,10 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     _expect_dimensions(slots, 2 if drafts is None else 1)
     if columns.dim() == 2 and columns.shape[1] < 2:
         raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
+    _expect_few_tokens("verify", q, cu_seqlens, _MOST_DECODE_TOKENS, f"{name} has a column a token")
     return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
                 dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, drafts, draft_slots, parents)
+                use_qk_l2norm_in_kernel, state_v_first, head_map, drafts, draft_slots, parents)
 
 
 @checked()
@@ -163,11 +167,9 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         has_state     [N], bool; False: from zero
 
     Other tensors are fp32, bf16 or fp16, each its own. Without lower_bound the gate is softplus. One kernel on a GPU
-    where D is 128 and the heads of `state` are dense; elsewhere short_conv_update, decode and gated_rms_norm, one after
-    the other. Returns out, by default of x's type and raw_g's shape.
+    where D is 128 and the heads of `state` are dense; elsewhere three convolutions, decode and the norm, one after the
+    other, with fp32 between them. Returns out, by default of x's type and raw_g's shape.
     """
-    if output_gate is not None and norm_weight is None:
-        raise ValueError("output_gate needs norm_weight")
     gate = layer._activation(activation, ("sigmoid", "silu", "swish", None))
     norm_eps = number("norm_eps", norm_eps)
     first_slot = 0 if state_indices is None else integer("first_slot", first_slot, 0, LAST_SLOT)
@@ -183,35 +185,21 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         out = x.new_empty(raw_g.shape)
     if A_log is None and lower_bound is None:
         raise ValueError("A_log is required by a softplus gate")
-    indices = None if state_indices is None else int32_of("state_indices", state_indices)
-    rows, g, beta = x.reshape(N, T, -1), raw_g.reshape(N, T, H, D), raw_beta.reshape(N, T, H)
+    mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
+    bound = -5.0 if lower_bound is None else number("lower_bound", lower_bound)
+    scale = D ** -0.5 if scale is None else number("scale", scale)
+    slots = None if state_indices is None else int32_of("state_indices", state_indices)
+    taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
     o = out.view(N, T, H, D)
-    output_gate = None if output_gate is None else output_gate.reshape(N, T, H, D)
-    if x.device.type == "cuda" and D == 128 and _is_dense(state):
-        taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
-        mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
-        bound = 0.0 if lower_bound is None else number("lower_bound", lower_bound)
-        _layer_ops.fused_decode(rows, taps, bias, conv_state, g, beta, A_log, dt_bias, indices, state, o, output_gate,
-                                norm_weight, has_state, mode, BETA_SIGMOID, bound,
-                                0.0 if scale is None else number("scale", scale), True, norm_eps, gate, first_slot,
-                                state_v_first)
-        return out
-    # All of it is looked at before the first state is written.
-    check("fused_decode", dict(x=x, weight=weight, bias=bias, conv_state=conv_state, raw_g=raw_g, raw_beta=raw_beta,
-                               A_log=A_log, dt_bias=dt_bias, state_indices=state_indices, state=state, out=out,
-                               output_gate=output_gate, norm_weight=norm_weight, has_state=has_state))
-    if weight.dim() == 3:
-        weight = weight.transpose(1, 2).flatten(0, 1)
-    slots = torch.arange(N, dtype=torch.int32, device=x.device) if indices is None else indices
-    qkv = layer.short_conv_update(rows, conv_state, weight, bias, activation="silu", indices=slots, has_state=has_state,
-                                  first_slot=first_slot)
-    q, k, v = qkv.view(N, T, 3, H, D).unbind(2)
-    y = decode(q, k, v, g, beta, state, slots, has_state=has_state, first_slot=first_slot, A_log=A_log, dt_bias=dt_bias,
-               scale=scale, lower_bound=lower_bound, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-               use_qk_l2norm_in_kernel=True, state_v_first=state_v_first)
-    if norm_weight is not None:
-        y = layer.gated_rms_norm(y, output_gate, norm_weight, eps=norm_eps, activation=activation)
-    o.copy_(y)
+    _layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
+                            raw_beta.reshape(N, T, H), parameter_of(A_log), parameter_of(dt_bias), slots, state, o,
+                            None if output_gate is None else output_gate.reshape(N, T, H, D), norm_weight,
+                            None if has_state is None else dense(has_state), mode, BETA_SIGMOID, bound, scale, True,
+                            norm_eps, gate, first_slot, state_v_first)
+    if slots is not None and norm_weight is not None and not _is_one_kernel(state):
+        # The norm and its gate make of the zeros of a sequence without a slot what they are.
+        without = (slots < first_slot) | (slots >= len(state))
+        o.masked_fill_(without[:, None, None, None], 0)
     return out
 
 
@@ -226,13 +214,20 @@ def _expect_tokens(name, given, N, T, sizes, x):
                          f"{list(x.shape)}), got {list(given.shape)}")
 
 
-def _is_dense(state):
-    """Whether the kernel of a whole step reads a pool of states as it lies: 16 bytes at a time."""
+def _is_one_kernel(state):
+    """Whether one kernel has a step on this pool, where its rows are dense and lie on 16 bytes."""
+    if state.device.type != "cuda" or state.shape[-1] != 128:
+        return False
     pieces = 16 // state.element_size()
-    # torch.compile knows no address while it traces; then the operator itself refuses one that is not aligned.
+    # torch.compile knows no address while it traces.
     start = 0 if torch.compiler.is_compiling() else state.storage_offset()
     places = (start, *state.stride()[:2])
-    return state.dim() == 4 and state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
+    return state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
+
+
+def _expect_few_tokens(function, q, cu_seqlens, most, hint):
+    if cu_seqlens is None and q.shape[1] > most:
+        raise ValueError(f"q must have at most {most} tokens a sequence for {function}, got {q.shape[1]}; {hint}")
 
 
 def _expect_together(**arguments):

@@ -132,7 +132,7 @@ def test_refusals(device):
             (dict(state=a["state"].half()), TypeError, "state must be float32 or bfloat16, got torch.float16"),
             (dict(norm_weight=None), ValueError, "output_gate needs norm_weight"),
             (dict(A_log=None, lower_bound=None), ValueError, "A_log is required by a softplus gate"),
-            (dict(weight=a["weight"][:, :1]), ValueError, "weight must have 2 to 4 taps, got 1|width: is 1"),
+            (dict(weight=a["weight"][:, :1]), ValueError, "taps of weight: is 1, must be 2 to 4"),
             (dict(conv_state=a["conv_state"][1:]), ValueError, "must have shape"),
             (dict(x=a["x"][None].expand(9, 3, -1).transpose(0, 1)), ValueError, "x must have 1 to 8 tokens")):
         with pytest.raises(error, match=text):
@@ -151,13 +151,17 @@ def test_compiled(device):
     assert torch.equal(b["state"], a["state"]) and torch.equal(b["conv_state"], a["conv_state"])
 
 
-def test_the_kernel_is_of_a_gpu():
-    a = make("cpu")
+def test_the_operator(device):
+    a = make(device)
     g, beta = a["raw_g"].transpose(0, 1), a["raw_beta"].transpose(0, 1)
     rows = [a["x"][:, None], a["weight"], None, a["conv_state"], g, beta, a["A_log"], a["dt_bias"],
-            a["state_indices"], a["state"], torch.empty(3, 1, 2, 128), None, None, None]
-    modes = [2, 1, -5.0, 0.0, True, 1e-5, 2, 1, True]
-    with pytest.raises(ValueError, match="device: is the CPU, where a step is short_conv, decode and gated_rms_norm"):
-        torch.ops.libkda.fused_decode(*rows, *modes)
+            a["state_indices"], a["state"], torch.empty(3, 1, 2, 128, device=device), None, None, None]
+    modes = [2, 1, -5.0, 1.0, True, 1e-5, 2, 1, True]
     with pytest.raises(ValueError, match="weight must have shape"):
-        torch.ops.libkda.fused_decode(rows[0], a["weight"][:2], *rows[2:], *modes)
+        torch.ops.libkda.fused_decode(*rows[:1], a["weight"][:2], *rows[2:], *modes)
+    with pytest.raises(ValueError, match="scale must not be 0"):
+        torch.ops.libkda.fused_decode(*rows, *modes[:3], 0.0, *modes[4:])
+    with pytest.raises(ValueError, match="output_gate needs norm_weight"):
+        torch.ops.libkda.fused_decode(*rows[:11], g, *rows[12:], *modes)
+    torch.ops.libkda.fused_decode(*rows, *modes)
+    assert rows[10].isfinite().all() and rows[10].any()

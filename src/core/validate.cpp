@@ -7,6 +7,7 @@
 
 #include "core/guard.hpp"
 #include "core/layout.hpp"
+#include "core/modes.hpp"
 #include "core/text.hpp"
 #include "kda/backward.hpp"
 #include "kda/problem.hpp"
@@ -158,10 +159,6 @@ Status check_sizes(const Problem& p) {
   return {};
 }
 
-/// Numbers that stay finite and keep their digits as fp32, also times the gates' and norms'
-/// factors.
-bool fits_fp32(double x) { return std::fabs(x) >= 1e-35 && std::fabs(x) <= 1e35; }
-
 Status check_gate(const Problem& p) {
   switch (p.gate_mode) {
     case GateMode::kLog:
@@ -171,13 +168,7 @@ Status check_gate(const Problem& p) {
     case GateMode::kSoftplus:
       if (!p.A_log) return invalid("A_log: required by gate softplus");
       return {};
-    case GateMode::kBounded:
-      if (!(std::isfinite(p.lower_bound) && p.lower_bound < 0))
-        return invalid("lower_bound: ", p.lower_bound, " is not a finite number below 0");
-      if (!fits_fp32(p.lower_bound))
-        return invalid("lower_bound: ", p.lower_bound,
-                       " is outside -1e35..-1e-35, fp32 is computed in");
-      return {};
+    case GateMode::kBounded: return check_lower_bound(p.lower_bound);
   }
   return invalid("gate_mode: value ", static_cast<int32_t>(p.gate_mode), " is unknown");
 }
@@ -190,11 +181,7 @@ Status check_modes(const Problem& p) {
     return invalid("head_map: value ", static_cast<int32_t>(p.head_map), " is unknown");
   if (p.state_layout != StateLayout::kKV && p.state_layout != StateLayout::kVK)
     return invalid("state_layout: value ", static_cast<int32_t>(p.state_layout), " is unknown");
-  if (!p.scale) return {};
-  if (!std::isfinite(*p.scale)) return invalid("scale: ", *p.scale, " is not finite");
-  if (*p.scale != 0 && !fits_fp32(*p.scale))
-    return invalid("scale: the size of ", *p.scale, " is outside 1e-35..1e35, fp32 is computed in");
-  return {};
+  return p.scale ? check_scale(*p.scale) : Status{};
 }
 
 Status check_first_slot(const Problem& p) {
@@ -207,8 +194,8 @@ Status check_first_slot(const Problem& p) {
     if (!*state || !(*state)->indexed) continue;
     indexed = true;
     if (p.first_slot > (*state)->num_slots)
-      return invalid("first_slot = ", p.first_slot, " is above num_slots = ", (*state)->num_slots,
-                     " of ", name);
+      return invalid("first_slot = ", p.first_slot, " is above ", (*state)->num_slots,
+                     ", the number of slots of ", name);
   }
   return indexed ? Status{} : invalid("first_slot = ", p.first_slot, " needs indexed states");
 }

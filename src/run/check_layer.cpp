@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/modes.hpp"
 #include "stage/short_conv.hpp"
 
 namespace kda {
@@ -43,6 +44,29 @@ Status check_lengths(const ShortConv& call) {
   return {};
 }
 
+Status check_first_slot(int64_t first_slot, int64_t num_slots) {
+  if (first_slot >= 0 && first_slot <= num_slots) return {};
+  return invalid("first_slot: is ", first_slot, ", must be 0 to the number of slots, ", num_slots);
+}
+
+/// Slots of `N` sequences that the host can read, or null: each in the pool or none, none twice
+/// where they are written.
+Status check_slot_values(const char* name, const int32_t* slots, int64_t N, int64_t first_slot,
+                         int64_t num_slots, bool written) {
+  std::vector<int32_t> taken;
+  for (int64_t n = 0; slots && n < N; ++n) {
+    if (slots[n] < first_slot) continue;
+    if (slots[n] >= num_slots)
+      return invalid(name, ": entry ", n, " = ", slots[n], " must be below the number of slots, ",
+                     num_slots);
+    if (written) taken.push_back(slots[n]);
+  }
+  std::sort(taken.begin(), taken.end());
+  const auto twice = std::adjacent_find(taken.begin(), taken.end());
+  if (twice == taken.end()) return {};
+  return invalid(name, ": slot ", *twice, " would be written twice");
+}
+
 struct StateNames {
   const char *state, *indices;
 };
@@ -63,19 +87,10 @@ Status check_slots(const ShortConv& call, const ConvState& state, const StateNam
     return invalid(names.state, ": has ", state.num_slots, " slots, must have one for each of the ",
                    N, " sequences, or indices");
   }
+  KDA_RETURN_IF_ERROR(check_first_slot(call.first_slot, state.num_slots));
   if (call.device != DeviceKind::kCpu) return {};
-  std::vector<int32_t> taken;
-  for (int64_t n = 0; n < N; ++n) {
-    if (slot_of(call, state, n) < 0) continue;
-    if (state.indices[n] >= state.num_slots)
-      return invalid(names.indices, ": entry ", n, " = ", state.indices[n],
-                     " must be below the number of slots, ", state.num_slots);
-    if (written) taken.push_back(state.indices[n]);
-  }
-  std::sort(taken.begin(), taken.end());
-  const auto twice = std::adjacent_find(taken.begin(), taken.end());
-  if (twice == taken.end()) return {};
-  return invalid(names.indices, ": slot ", *twice, " would be written twice");
+  return check_slot_values(names.indices, state.indices, N, call.first_slot, state.num_slots,
+                           written);
 }
 
 Shape state_shape(const ShortConv& call, const ConvState& state) {
@@ -275,8 +290,8 @@ Status check_decode_sizes(const FusedDecode& call) {
   if (call.width < 2 || call.width > stage::kMaxConvWidth)
     return invalid("width: is ", call.width, ", must be 2 to ", stage::kMaxConvWidth);
   KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, call.width - 1));
-  if (call.head_dim != 128)
-    return unsupported(cat("head_dim: is ", call.head_dim, ", one kernel has 128 alone"));
+  if (call.head_dim < 1 || call.head_dim > kMaxHeadDim)
+    return invalid("head_dim: is ", call.head_dim, ", must be 1 to ", kMaxHeadDim);
   if (!call.slots && call.num_slots != call.num_sequences)
     return invalid("num_slots: is ", call.num_slots, ", must be N = ", call.num_sequences,
                    " without slots");
@@ -292,24 +307,23 @@ Status check_decode_sizes(const FusedDecode& call) {
                    ", must be none, silu or sigmoid");
   if (call.gate_mode == GateMode::kSoftplus && !call.A_log.data)
     return invalid("A_log: required by gate softplus");
-  if (call.gate_mode == GateMode::kBounded && !(call.lower_bound < 0))
-    return invalid("lower_bound: is ", call.lower_bound, ", must be negative");
+  if (call.gate_mode == GateMode::kBounded)
+    KDA_RETURN_IF_ERROR(check_lower_bound(call.lower_bound));
+  KDA_RETURN_IF_ERROR(check_scale(call.scale));
+  KDA_RETURN_IF_ERROR(check_first_slot(call.first_slot, call.num_slots));
   if (!(call.norm_eps >= 0 && std::isfinite(static_cast<float>(call.norm_eps))))
     return invalid("norm_eps: is ", call.norm_eps, ", must be finite in fp32 and not negative");
   return {};
 }
 
-/// What the kernel reads 16 bytes at a time.
-Status check_decode_state(const FusedDecode& call) {
-  const TensorView& state = call.state;
-  if (state.dtype == DType::kFloat16) return invalid("state: type is fp16, must be fp32 or bf16");
-  const int64_t D = call.head_dim, vector = 16 / dtype_size(state.dtype);
-  const bool aligned = reinterpret_cast<std::uintptr_t>(state.data) % 16 == 0 &&
-                       (call.num_slots == 1 || state.strides[0] % vector == 0) &&
-                       (call.num_heads == 1 || state.strides[1] % vector == 0);
-  if (state.strides[3] != 1 || state.strides[2] != D || !aligned)
-    return unsupported("state: heads must be dense and aligned to 16 bytes for one kernel");
-  return {};
+/// What the host can read of a call: rates and slots.
+Status check_decode_values(const FusedDecode& call) {
+  if (call.device != DeviceKind::kCpu) return {};
+  if (call.A_log.data)
+    KDA_RETURN_IF_ERROR(check_rates(call.gate_mode, call.A_log.data, call.A_log.dtype,
+                                    call.A_log.strides[0], call.num_heads));
+  return check_slot_values("slots", call.slots, call.num_sequences, call.first_slot, call.num_slots,
+                           true);
 }
 
 }  // namespace
@@ -357,7 +371,23 @@ Status check_fused_decode(const FusedDecode& call, const Memory& memory) {
   const NamedArray arrays[] = {{"slots", call.slots, N * 4}, {"has_state", call.has_state, N}};
   KDA_RETURN_IF_ERROR(check_overlaps(views, arrays));
   KDA_RETURN_IF_ERROR(check_overlaps(inputs, arrays));
-  return N == 0 || call.num_slots == 0 ? Status{} : check_decode_state(call);
+  if (call.state.dtype == DType::kFloat16 && call.state.data)
+    return invalid("state: type is fp16, must be fp32 or bf16");
+  return check_decode_values(call);
+}
+
+Status decline_fused_decode(const FusedDecode& call) {
+  if (call.head_dim != 128)
+    return unsupported(cat("head_dim: is ", call.head_dim, ", one kernel has 128 alone"));
+  if (call.num_sequences == 0 || call.num_slots == 0) return {};
+  const TensorView& state = call.state;
+  const int64_t D = call.head_dim, vector = 16 / dtype_size(state.dtype);
+  const bool aligned = reinterpret_cast<std::uintptr_t>(state.data) % 16 == 0 &&
+                       (call.num_slots == 1 || state.strides[0] % vector == 0) &&
+                       (call.num_heads == 1 || state.strides[1] % vector == 0);
+  if (state.strides[3] != 1 || state.strides[2] != D || !aligned)
+    return unsupported("state: heads must be dense and aligned to 16 bytes for one kernel");
+  return {};
 }
 
 }  // namespace kda

@@ -36,5 +36,7 @@ Status check_gated_rms_norm(const GatedRmsNorm& call, const Memory& memory);
 Status check_gated_rms_norm_backward(const GatedRmsNorm& call,
                                      const GatedRmsNormGradients& gradients, const Memory& memory);
 Status check_fused_decode(const FusedDecode& call, const Memory& memory);
+/// kUnsupported where no kernel has the whole of a step that check_fused_decode() has passed.
+Status decline_fused_decode(const FusedDecode& call);
 
 }  // namespace kda

@@ -8,6 +8,7 @@
 #include "core/convert.hpp"
 #include "core/footprint.hpp"
 #include "core/layout.hpp"
+#include "core/modes.hpp"
 #include "core/text.hpp"
 #include "run/slots.hpp"
 
@@ -309,25 +310,10 @@ class Checker {
     return {};
   }
 
-  /// The greatest A_log whose exp() fp32 can hold, and does not multiply what underflowed there.
-  double most_a_log() const {
-    switch (p_.gate_mode) {
-      case GateMode::kLog: break;  // it has none
-      case GateMode::kSoftplus: return 70;
-      case GateMode::kBounded: return 88;
-    }
-    return 0;
-  }
-
   Status check_rates() const {
     if (!p_.A_log) return {};
-    const double most = most_a_log();
-    for (int64_t j = 0; j < p_.num_value_heads; ++j)
-      if (const double a_log = load_double(t_.A_log, p_.A_log->dtype, j * p_.A_log->strides[0]);
-          a_log > most)
-        return invalid("A_log: entry ", j, " = ", a_log, " is above ", most, " with gate ",
-                       gate_mode_name(p_.gate_mode));
-    return {};
+    return kda::check_rates(p_.gate_mode, t_.A_log, p_.A_log->dtype, p_.A_log->strides[0],
+                            p_.num_value_heads);
   }
 
   Status check_aliasing() {

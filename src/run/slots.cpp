@@ -52,15 +52,19 @@ class SlotChecker {
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
       const int64_t source = slot(n, accepted(n) - 1);
       const int64_t written = S == 1 ? 1 : computed(n);
-      if (source < 0 || sequences_.length(n) == 0) continue;
+      if (source < 0) continue;
       for (int64_t t = 0; t < written; ++t)
         KDA_RETURN_IF_ERROR(
             marks.write("initial_state_indices", slot(n, t), static_cast<int32_t>(n + 1)));
     }
     for (int64_t n = 0; n < p_.num_sequences; ++n)
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
-                                     static_cast<int32_t>(n + 1)));
+      if (reads_state(n))
+        KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
+                                       static_cast<int32_t>(n + 1)));
     return {};
+  }
+  bool reads_state(int64_t n) const {
+    return !p_.initial_state_mask || t_.initial_state_mask[n] != 0;
   }
   int64_t computed(int64_t n) const {
     return computed_tokens(p_, t_.token_parents, n, sequences_.length(n));
@@ -104,10 +108,10 @@ class SlotChecker {
 
   Status check_reads(const SlotMarks& marks) {
     for (int64_t n = 0; n < p_.num_sequences; ++n) {
-      if (p_.initial_state_mask && t_.initial_state_mask[n] == 0) continue;
-      KDA_RETURN_IF_ERROR(marks.read("initial_state_indices",
-                                     state_slot(p_, *p_.initial_state, t_.initial_state_indices, n),
-                                     static_cast<int32_t>(n + 1)));
+      if (reads_state(n))
+        KDA_RETURN_IF_ERROR(marks.read(
+            "initial_state_indices", state_slot(p_, *p_.initial_state, t_.initial_state_indices, n),
+            static_cast<int32_t>(n + 1)));
     }
     return {};
   }

@@ -148,6 +148,14 @@ TEST(LayerInC, WorkspacesOfBackwards) {
 TEST(LayerInC, FusedDecodeIsOfAGpu) {
   kda_fused_decode_call c{};
   c.struct_size = sizeof(c);
+  EXPECT_EQ(kda_fused_decode(&c), KDA_INVALID_ARGUMENT);  // on a CPU a call is looked at too
+  EXPECT_STREQ(kda_last_error(), "num_heads: is 0, must be 1 to 2^40");
+  const std::vector<float> taps(static_cast<std::size_t>(128 * 4));
+  c.num_tokens = c.num_heads = 1, c.head_dim = 128, c.width = 4, c.state_width = 3;
+  for (kda_fused_decode_part* part : {&c.q, &c.k, &c.v}) {
+    part->weight.data = const_cast<float*>(taps.data());
+    part->weight.strides[0] = 4, part->weight.strides[1] = 1;
+  }
   EXPECT_EQ(kda_fused_decode(&c), KDA_UNSUPPORTED);
   EXPECT_STREQ(kda_last_error(),
                "device: is the CPU, where a step is short_conv, decode and gated_rms_norm");

@@ -356,7 +356,7 @@ const BadCall kBadProblems[] = {
     {"first_slot_huge", [](C& c) { c.problem.first_slot = int64_t{1} << 32; },
      "first_slot = 4294967296 is outside 0.."},
     {"first_slot_above_pool", [](C& c) { c.problem.first_slot = 9; },
-     "first_slot = 9 is above num_slots = 8 of initial_state"},
+     "first_slot = 9 is above 8, the number of slots of initial_state"},
     {"first_slot_without_indices",
      [](C& c) {
        c.make_decode();

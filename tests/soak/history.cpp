@@ -359,7 +359,7 @@ std::string History::decode() {
     row.tokens = packed ? random_.below(4) : same;
     row.read = {none()};
     Request* request = random_.chance(0.8) ? idle_request() : nullptr;
-    if (!request && row.tokens > 0 && (request = new_request())) row.has_state = false;
+    if (!request && (request = new_request())) row.has_state = false;
     if (request) row.read = {request->slot()};
   }
   if (in_graph && decode_graph_) return play("decode", decode_graph_.get(), rows, true);
@@ -516,7 +516,7 @@ std::vector<History::Store> History::stores_of(const Problem& p, const Row& row)
     }
   else if (p.final_state)
     add(row.write, row.tokens);
-  else if (row.tokens > 0)
+  else if (row.tokens > 0 || !row.has_state)
     add(row.read[0], row.tokens);
   return stores;
 }

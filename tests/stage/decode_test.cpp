@@ -29,6 +29,7 @@ struct Decode {
 struct DecodeShape {
   int64_t sequences = 3, tokens = 1, heads = 2, K = 32, V = 48, slots = 5;
   int64_t columns = 1;
+  std::vector<int64_t> lengths;  // packed, in the place of `sequences` and `tokens`
   StateLayout layout = StateLayout::kKV;
   DType state_dtype = DType::kFloat32;
   DType dtype = DType::kFloat32;
@@ -46,7 +47,8 @@ const std::vector<float>& normals(int64_t count) {
 Decode make_decode(const DecodeShape& s) {
   Decode d;
   check::GenerateOptions options = test::shape(s.tokens, s.heads, s.K, s.V);
-  options.batch = s.sequences;
+  options.batch = s.lengths.empty() ? s.sequences : 1;
+  options.seq_lens = s.lengths;
   options.dtype = s.dtype;
   options.seed = static_cast<uint64_t>(s.tokens * 100 + s.K);
   d.inputs = check::generate(options);
@@ -465,6 +467,44 @@ TEST(Decode, InPlaceAMaskedSequenceStartsFromZero) {
     EXPECT_TRUE(test::same_bits(d.pool, zeroed.pool)) << backend;
     EXPECT_TRUE(test::same_bits(d.outputs.o, zeroed.outputs.o)) << backend;
   }
+}
+
+/// An empty sequence has its initial state behind it; the mask makes that zero. A state a token
+/// stores none.
+TEST(Decode, InPlaceAnEmptyMaskedSequenceIsZero) {
+  for (const std::string& backend : test::backends())
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const DType state_dtype : {DType::kFloat32, DType::kBFloat16})
+        for (const auto& [K, V] : {std::pair{77, 131}, std::pair{64, 64}, std::pair{128, 128}})
+          for (const std::vector<int64_t>& lengths :
+               {std::vector<int64_t>{2, 0, 0, 1},
+                std::vector<int64_t>{}})  // or rows without tokens
+            for (const int64_t columns : {1, 2}) {
+              DecodeShape s;
+              s.sequences = 4, s.tokens = 0, s.lengths = lengths, s.slots = 9, s.columns = columns;
+              s.layout = layout, s.state_dtype = state_dtype, s.K = K, s.V = V;
+              Decode d = make_decode(s);
+              d.problem().initial_state_mask = true;
+              const uint8_t mask[] = {1, 0, 1, 1};
+              d.mask = mask;
+              d.indices = columns == 1 ? std::vector<int32_t>{4, 3, 0, 2}
+                                       : std::vector<int32_t>{4, 5, 3, 6, 0, 7, 2, 8};
+              d.accepted.assign(4, 1);
+              const io::Buffer before = d.pool;
+              ASSERT_TRUE(run_decode(&d, backend).ok());
+              const std::size_t slot = before.size() / 9;
+              const auto unchanged = [&](std::size_t i) {
+                return std::memcmp(d.pool.as<char>() + i * slot, before.as<char>() + i * slot,
+                                   slot) == 0;
+              };
+              const std::vector<char> zeros(slot);
+              EXPECT_TRUE(columns == 1
+                              ? std::memcmp(d.pool.as<char>() + 3 * slot, zeros.data(), slot) == 0
+                              : unchanged(3) && unchanged(6))
+                  << backend;
+              EXPECT_TRUE(unchanged(0) && unchanged(1)) << backend;
+              EXPECT_EQ(unchanged(4), lengths.empty()) << backend;
+            }
 }
 
 /// Lengths that only the device knows may be longer: all of their tokens are computed.

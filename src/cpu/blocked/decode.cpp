@@ -147,8 +147,11 @@ void decode_from_slot(const Kernels& kernels, const stage::Call& call, int64_t n
   const StateRef source = initial_slot(call, n, accepted - 1, head);
   if (!source.data) return skip_tokens(kernels, call, n, 0, head, scratch);
   const int64_t count = call.sequences.length(n);
-  if (count == 0) return;
   const bool masked = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
+  if (count == 0) {
+    if (masked && p.state_index_columns == 1) copy_state(kernels, p, {}, source, scratch);
+    return;
+  }
   const StateRef start = masked ? zero_ref(p, scratch) : source;
   if (p.state_index_columns > 1) return decode_drafts(kernels, call, n, head, start, scratch);
   decode_chunk(kernels, call, call.sequences.begin(n), count, head, start, source, scratch);

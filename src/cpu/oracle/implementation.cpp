@@ -116,8 +116,8 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
   const int64_t source = state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n);
   const Span span{call.sequences.begin(n), call.sequences.end(n)};
   if (source < 0) return skip_tokens(call, span, head);
-  if (span.begin == span.end) return;
   const bool zero = p.initial_state_mask && call.tensors.initial_state_mask[n] == 0;
+  if (span.begin == span.end && !zero) return;
   const HeadResult result =
       run_head(p, call.tensors, span, head,
                zero ? std::vector<double>{}

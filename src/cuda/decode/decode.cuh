@@ -207,8 +207,10 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   const int64_t begin = span.begin,
                 end = begin + most_in_tree(a, unit.n, min(span.end - begin, most_tokens(a)));
   const Slots slots = slots_of(a, unit.n);
+  // In place an empty sequence has its state where it is, unless that is made zero.
+  const bool stays = a.in_place && (slots.source >= 0 || a.index_columns > 1);
   const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
-  if (slots.skip || (a.in_place && begin >= end)) {
+  if (slots.skip || (stays && begin >= end)) {
     if (a.zero_skipped) zero_rows<kK>(a, unit, span, begin, column0);
     return;
   }
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     else
       tile.template store<false>(a.target, a.shape, slot, unit.head);
   };
-  if (begin >= end && mine) store(slots.target);  // an empty sequence keeps its state
+  if (begin >= end && mine) store(slots.target);  // the final state of an empty sequence
   for (int64_t t = begin; t < end; ++t) {
     if (mine) restore_parent(a, unit, t - begin, &tile);
     Token<kK>& token = shared.tokens[(t - begin) % 2];
