@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/convert.hpp"
 #include "support/backward.hpp"
 #include "support/gpu.hpp"
 #include "support/graph.hpp"
@@ -46,6 +47,14 @@ Inputs padded(const Options& o, std::vector<int64_t> lengths) {
   Inputs inputs = test::with_rows_behind(check::generate(options));
   inputs.problem.head_map = o.heads;
   if (o.one_gate) test::keep_one_gate(&inputs);
+  if (o.one_gate && o.backend == "fused") {  // which takes such gates in fp32
+    Problem& p = inputs.problem;
+    io::Buffer gates(static_cast<std::size_t>(p.num_tokens * p.num_value_heads) * sizeof(float));
+    for (int64_t i = 0; i < p.num_tokens * p.num_value_heads; ++i)
+      gates.as<float>()[i] = load_element(inputs.g.data(), p.g.dtype, i);
+    inputs.g = std::move(gates);
+    p.g = head_gates(DType::kFloat32, 1, p.num_tokens, p.num_value_heads);
+  }
   return inputs;
 }
 
@@ -62,7 +71,7 @@ std::vector<Options> forwards() {
   if (on_hopper()) {
     all.push_back({"fused"});
     all.push_back({"fused", DType::kBFloat16, 128, 128});
-    all.push_back({"fused", DType::kBFloat16, 64, 64, true, HeadMap::kTiled});
+    all.push_back({"fused", DType::kBFloat16, 128, 128, true, HeadMap::kTiled});
     all.push_back({"fused", DType::kBFloat16, 64, 64, false, HeadMap::kGrouped, true});
   }
   return all;
@@ -83,8 +92,10 @@ void expect_forward(const Options& o, const Inputs& inputs, bool final_state = t
                        .out_dtype = o.dtype,
                        .final_state = final_state,
                        .from_bounds = true};
+  Inputs shorter = test::without_rows_behind(inputs);  // a copy: decode writes into the pool
   const test::Result whole = test::run_inputs(inputs, run);
-  const test::Result alone = test::run_inputs(test::without_rows_behind(inputs), run);
+  const test::Result alone = test::run_inputs(shorter, run);
+  EXPECT_TRUE(test::same_bits(inputs.initial_state, shorter.initial_state));
   ASSERT_EQ(whole.plan.implementation, alone.plan.implementation);
   const Problem& p = inputs.problem;
   expect_rows(whole.outputs.o, alone.outputs.o, p.num_tokens, inputs.cu_seqlens.back(), "o");
@@ -114,7 +125,8 @@ TEST_F(ZeroRows, OfDecode) {
 
 TEST_F(ZeroRows, OfABackward) {
   for (const Options& o : forwards()) {
-    if (o.backend == "fused" && !o.keep) continue;  // it has no backward of its own
+    const bool served = o.backend != "staged" || o.dtype == DType::kBFloat16;
+    if (!served || (o.backend == "fused" && !o.keep)) continue;  // no backward of its own
     SCOPED_TRACE(o.text());
     const Inputs inputs = padded(o, {40, 0, 60, 33});
     const auto gradients = [&](const Inputs& of) {
@@ -150,12 +162,9 @@ TEST_F(ZeroRows, OfStridedGradients) {
   GradientBuffers dense = test::gradients_in_fp32(inputs), strided = dense;
   const Problem& p = inputs.problem;
   test::restride_gradients(p, &strided);
-  GradientBuffers expected = strided;
   test::run_backward(inputs, &dense, {.from_bounds = true});
   test::run_backward(inputs, &strided, {.from_bounds = true});
-  expected.dq = dense.dq, expected.dk = dense.dk, expected.dv = dense.dv;
-  expected.dg = dense.dg, expected.dbeta = dense.dbeta;
-  expected.gradients = dense.gradients;
+  GradientBuffers expected = dense;
   test::restride_gradients(p, &expected);
   EXPECT_TRUE(test::same_gradients(strided, expected));
 }
