@@ -3,12 +3,11 @@ import json
 import os
 import pathlib
 
+import nan_memory
 import pytest
 
 torch = pytest.importorskip("torch")
 torch.set_flush_denormal(True)  # else the references crawl where states decay
-
-import nan_memory
 
 if nan_memory.is_on():
     nan_memory.watch()

@@ -24,8 +24,8 @@ def build(library):
     """The library to preload. Another process may be at it too."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = pathlib.Path(folder) / library.name
-        subprocess.run([os.environ.get("CC", "cc"), "-O2", "-fPIC", "-shared", "-fno-builtin-malloc", "-o", made, SOURCE,
-                        "-ldl"], check=True)
+        compiler = [os.environ.get("CC", "cc"), "-O2", "-fPIC", "-shared", "-fno-builtin-malloc"]
+        subprocess.run([*compiler, "-o", made, SOURCE, "-ldl"], check=True)
         os.replace(made, library)
 
 
@@ -104,6 +104,10 @@ def watch():
                 setattr(module, name, Watched(value))
 
 
+POOLS = ("states", "conv_state", "state")  # read and written
+PLACES = ("drafts", "checkpoints")  # of which some rows are nobody's
+
+
 class Watched:
     """An operator of libkda that raises AssertionError where a NaN comes out of what had none."""
 
@@ -125,34 +129,29 @@ class Watched:
         if torch.compiler.is_compiling() or kwargs or not _can_be_read(args):
             return self.operator(*args, **kwargs)
         named = {argument.name: x for argument, x in zip(self.arguments, args)}
-        written = {argument.name for argument in self.arguments if argument.alias_info}
-        outputs = {name for name in written if name not in ("states", "conv_state", "state")}  # others are read too
-        finite = all(is_finite(x) for name, x in named.items() if name not in outputs)
-        before = {name: named[name].isnan() for name in written - outputs if finite and is_float(named[name])}
+        written = [argument.name for argument in self.arguments if argument.alias_info and argument.name in named]
+        # NaN that pools hold before the call: they are read too, all but what others own.
+        before = {name: named[name].isnan() for name in written if name in POOLS and is_float(named[name])}
         result = self.operator(*args)
-        if not finite:
-            return result
         returned = result if isinstance(result, tuple) else (result,)
-        for i, x in enumerate(returned):
-            self.expect(f"result {i}", x)
-        for name in written & named.keys():
-            if name in ("drafts", "checkpoints") or name == "o" and self.leaves_rows(named):
-                continue  # rows of them are nobody's
-            self.expect(name, named[name], before.get(name))
+        found = [(f"result {i}", x, None) for i, x in enumerate(returned)]
+        found += [(name, named[name], before.get(name)) for name in written
+                  if name not in PLACES and not (name == "o" and self.leaves_rows(named))]
+        for name, x, old in found:
+            nan = x.isnan() if is_float(x) else None
+            nan = nan & ~old if nan is not None and old is not None else nan
+            if nan is not None and nan.any() and self.read_finite(named, written, before):
+                raise AssertionError(f"{self.operator._schema.name}: {name} {list(x.shape)} has {int(nan.sum())} NaN, "
+                                     f"the first at {nan.nonzero()[0].tolist()}, though nothing that it reads has one")
         return result
+
+    def read_finite(self, named, written, before):
+        inputs = [x for name, x in named.items() if name not in written]
+        return all(x.isfinite().all() for x in inputs if is_float(x)) and not any(x.any() for x in before.values())
 
     def leaves_rows(self, named):
         """Whether rows of o stay as they were where a sequence is skipped."""
         return named.get("decode") and "zero_skipped" in named and not named["zero_skipped"] and not named["first_slot"]
-
-    def expect(self, name, x, before=None):
-        if not is_float(x):
-            return
-        found = x.isnan() if before is None else x.isnan() & ~before
-        if found.any():
-            first = found.nonzero()[0].tolist()
-            raise AssertionError(f"{self.operator._schema.name}: {name} {list(x.shape)} has {int(found.sum())} NaN, the "
-                                 f"first at {first}, though nothing that it reads has one")
 
 
 def _can_be_read(args):
@@ -166,12 +165,12 @@ def _can_be_read(args):
 
 
 def is_float(x):
+    """Of a tensor that holds numbers: what tests of refusals give may have no memory."""
     import torch
-    return isinstance(x, torch.Tensor) and x.is_floating_point() and x.numel() > 0
-
-
-def is_finite(x):
-    return not is_float(x) or bool(x.isfinite().all())
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.numel() == 0 or x._is_zerotensor():
+        return False
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
+    return x.untyped_storage().nbytes() >= (last + 1) * x.element_size()
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ def test_a_row_that_a_kernel_leaves_is_found(device, broken):
 
 @inside
 def test_memory_is_nan(device):
-    for made in (torch.empty(33, 5, device=device), torch.empty_like(torch.ones(9, 9, device=device, dtype=torch.bfloat16)),
-                 torch.ones(2, device=device).new_empty(1 << 18), torch.empty_strided((4, 5), (1, 4), device=device)):
+    like = torch.ones(9, 9, device=device, dtype=torch.bfloat16)
+    for made in (torch.empty(33, 5, device=device), torch.empty_like(like), like.new_empty(1 << 18),
+                 torch.empty_strided((4, 5), (1, 4), device=device)):
         assert made.isnan().all()
 
 
@@ -59,7 +60,7 @@ def test_operators_take_nan_from_torch(device):
 
 @pytest.mark.skipif(nan_memory.is_on(), reason="this process is one")
 def test_in_a_process_of_its_own():
-    command = [sys.executable, nan_memory.__file__, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, nan_memory.__file__, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout + done.stderr

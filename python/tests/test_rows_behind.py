@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import libkda
-from libkda import compat, gated_delta, layer
+from libkda import gated_delta, layer
+from libkda.compat import flash_kda
 
 CU = [0, 40, 40, 100]
 T = 128
@@ -83,6 +84,10 @@ def test_without_gradients(dtype, out, integers):
         pool = torch.randn(6, 2, 64, 64, device="cuda")
         fill_free_memory()
         expect("chunk_kda", libkda.chunk_kda(**x, cu_seqlens=cu, **given(x["v"]))[0])
+        o = torch.full_like(x["v"], float("nan"))
+        flash_kda.fwd(**x, scale=0.1, out=o, A_log=torch.zeros(2, device="cuda"), dt_bias=None, lower_bound=-5.0,
+                      cu_seqlens=cu)
+        expect("flash_kda.fwd", o)
         expect("fused_recurrent_kda", libkda.fused_recurrent_kda(**x, cu_seqlens=cu)[0])
         slots = torch.tensor([1, -1, 4], device="cuda", dtype=integers)
         expect("prefill", libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, **given(x["v"])))
