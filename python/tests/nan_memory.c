@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Memory that nobody has written holds NaN: a library for LD_PRELOAD, which nan_memory.py builds.
- * Every byte that the C library hands out is 0xff, a NaN in fp16, bf16, fp32 and fp64: so is what
+ * Every byte that the C library hands out is 0xff, a NaN in fp16, bf16, fp32 and fp64. So is what
  * torch's CPU allocator, NumPy and libkda get of it. The operators of libkda take their tensors,
  * outputs and workspaces alike, from aoti_torch_empty_strided(): those on a GPU are filled there,
  * on the current stream, in a graph too. (torch.empty on a GPU: nan_memory.py.) */
@@ -15,11 +15,21 @@
 extern void* __libc_malloc(size_t);
 extern void* __libc_memalign(size_t, size_t);
 
+static int fills_malloc = 0; /* else aligned memory alone, as torch takes it for tensors */
+
+__attribute__((constructor)) static void read_switch(void) {
+  const char* value = getenv("KDA_NAN_MEMORY");
+  fills_malloc = value && strcmp(value, "1") == 0;
+}
+
 static void* filled(void* memory, size_t bytes) {
   return memory ? memset(memory, 0xff, bytes) : NULL;
 }
 
-void* malloc(size_t bytes) { return filled(__libc_malloc(bytes), bytes); }
+void* malloc(size_t bytes) {
+  void* memory = __libc_malloc(bytes);
+  return fills_malloc ? filled(memory, bytes) : memory;
+}
 void* memalign(size_t alignment, size_t bytes) {
   return filled(__libc_memalign(alignment, bytes), bytes);
 }

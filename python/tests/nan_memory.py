@@ -6,7 +6,8 @@
 Outputs, gradients and workspaces are full of NaN before a kernel runs (nan_memory.c; torch.empty and its kin on a GPU:
 here). Processes that tests start inherit this. Where conftest.py finds it, it also looks at the tensors of every
 operator of libkda: a NaN that comes out although nothing that went in was infinite or NaN is an error, also in rows
-that no test looks at. --library FILE is where the library is built, by default beside other temporary files.
+that no test looks at. --library FILE is where the library is built, by default beside other temporary files. With
+--tensors malloc is as always, for programs that do not bear it: tensors are filled alone.
 """
 import ctypes
 import functools
@@ -31,18 +32,21 @@ def build(library):
 
 def main(arguments):
     library = pathlib.Path(tempfile.gettempdir()) / f"kda_nan_memory_{os.getuid()}.so"
+    what = "1"
     if arguments[:1] == ["--library"]:
         library, arguments = pathlib.Path(arguments[1]).absolute(), arguments[2:]
+    if arguments[:1] == ["--tensors"]:
+        what, arguments = "tensors", arguments[1:]
     if not arguments:
         raise SystemExit(__doc__)
     build(library)
     preloaded = [str(library), *filter(None, [os.environ.get("LD_PRELOAD")])]
-    os.environ |= {"LD_PRELOAD": ":".join(preloaded), SWITCH: "1"}
+    os.environ |= {"LD_PRELOAD": ":".join(preloaded), SWITCH: what}
     os.execvp(arguments[0], arguments)
 
 
 def is_on():
-    return os.environ.get(SWITCH) == "1"
+    return os.environ.get(SWITCH) in ("1", "tensors")
 
 
 FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "head_gates", "drafts",
@@ -158,8 +162,8 @@ def _can_be_read(args):
     """Whether these are plain tensors, and no graph is captured, whose kernels have not run."""
     import torch
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x)
-           for x in tensors):
+    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or
+           torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors):
         return False
     return not (any(x.is_cuda for x in tensors) and torch.cuda.is_current_stream_capturing())
 
