@@ -38,6 +38,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/layer/short_conv.cu
   src/cuda/launch/sequence_map.cu
   src/cuda/recurrent/recurrent.cu
+  src/cuda/rows/zero_rows.cu
   src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
   src/cuda/staged/backward/chunk_grad.cu
@@ -65,7 +66,7 @@ set(KDA_CUDA_KERNELS_SM90A
 set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/checkpoints.cpp src/cuda/host/device.cpp src/cuda/host/fold.cpp
                   src/cuda/host/fused.cpp src/cuda/host/layer.cpp src/cuda/host/recurrent.cpp
                   src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
-                  src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp)
+                  src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp src/cuda/host/zero_rows.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)

@@ -73,7 +73,9 @@ struct Problem {
   bool qk_l2norm = false;       ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
   std::optional<double> scale;  ///< of the outputs; 0 or 1e-35..1e35 in size; default K^-1/2
 
-  /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start.
+  /// int32 or int64 [N + 1], first 0, last T; sequences are chunked from their own start. Where
+  /// only a device knows it, the last may be below T: rows of o, dq, dk, dv, dg and dbeta behind it
+  /// are 0.
   std::optional<DType> cu_seqlens;
 
   StateLayout state_layout = StateLayout::kKV;  ///< of every state of this problem
@@ -114,9 +116,8 @@ struct Problem {
   /// The state of a parent that is not token t - 1 is read from where it was stored, so that it
   /// needs a slot; in a buffer of bf16 it has been rounded.
   bool token_parents = false;
-  /// Decode in place or with S > 1: o is 0 where no token is computed, of a skipped sequence, or
-  /// behind the sequences that a device's cu_seqlens tell. Else such rows of o are left alone. A
-  /// first_slot above 0 implies it.
+  /// Decode in place or with S > 1: o is 0 where no token of a sequence is computed, as of a
+  /// skipped one. Else such rows of o are left alone. A first_slot above 0 implies it.
   bool zero_skipped = false;
 
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).

@@ -56,7 +56,8 @@ struct Tensors {
 /// (null: the default stream). Kernels are launched and the call returns: no synchronisation, no
 /// copy from the device, capturable in a CUDA graph. Indices and cu_seqlens cannot be looked at
 /// from the host: bad entries are skipped or clamped and set MetadataFlag bits in the workspace
-/// block "device_flags" (int32). On the CPU `stream` is unused.
+/// block "device_flags" (int32). Rows of outputs and gradients that no sequence of the device's
+/// cu_seqlens has become 0. On the CPU `stream` is unused.
 Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
            void* stream = nullptr) noexcept;
 

@@ -41,7 +41,8 @@ struct ShortConv {
   TensorView weight;  ///< [D, W], the same types, any strides
   TensorView bias;    ///< [D] or none
 
-  /// [num_sequences + 1] int32 or int64, from 0 to T. Null: each row of the batch is a sequence.
+  /// [num_sequences + 1] int32 or int64, from 0 to T. Null: each row of the batch is a sequence. On
+  /// CUDA the last may be below T: rows of y and dx behind it are 0.
   const void* cu_seqlens = nullptr;
   DType cu_seqlens_dtype = DType::kInt64;
   int64_t num_sequences = 0;  ///< N, with cu_seqlens

@@ -390,16 +390,13 @@ def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens,
         first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
     decode = state_a_token or checkpoints is None and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
-    if out is not None:
-        o = written_rows_of("out", out)
-    else:
-        o = (torch.zeros_like if skips and not decode else torch.empty_like)(rows_of(v))
+    o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
     call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
          decode, *modes, skips and decode, None if has_state is None else dense(has_state), first_slot, *more)
     # The operator takes prefill's kernels where it knows of a longer sequence.
     known = cu_seqlens is not None and (cu_seqlens_cpu is not None or not cu_seqlens.is_cuda)
     if slots is not None and not state_a_token and (known or not decode):
-        _zero_without_slot(o, slots, first_slot, cu_seqlens)
+        _zero_without_slot(o, slots, first_slot, len(pool), cu_seqlens)
     if out is None:
         return as_type(o, v.dtype)
     return _written(out, o)
@@ -439,9 +436,11 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     return as_type(o, v.dtype), final if output_final_state else None
 
 
-def _zero_without_slot(o, slots, first_slot, cu_seqlens):
+def _zero_without_slot(o, slots, first_slot, num_slots, cu_seqlens):
     """The prefill kernels compute such sequences too, from zero."""
     without = slots < first_slot if first_slot else slots < 0
+    if o.is_cuda:  # elsewhere it is refused
+        without |= slots >= num_slots
     if cu_seqlens is None:
         o.masked_fill_(without[:, None, None, None], 0)
     elif len(slots):

@@ -3,10 +3,14 @@ import json
 import os
 import pathlib
 
+import nan_memory
 import pytest
 
 torch = pytest.importorskip("torch")
 torch.set_flush_denormal(True)  # else the references crawl where states decay
+
+if nan_memory.is_on():
+    nan_memory.watch()
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -16,6 +20,8 @@ def pytest_addoption(parser):
                      help="where test_sweep.py has its tensors (or KDA_TEST_DEVICE)")
     parser.addoption("--sweep-json", default=os.environ.get("KDA_SWEEP_JSON"), metavar="FILE",
                      help="where test_sweep.py writes a summary (or KDA_SWEEP_JSON)")
+    parser.addoption("--nan-json", metavar="FILE", help="where a run of nan_memory.py on a GPU writes what it showed")
+    parser.addoption("--binaries", metavar="FOLDER", help="the build of the package, with its kernel_hashes.json")
 
 
 @pytest.fixture(params=DEVICES)
@@ -42,6 +48,12 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(7)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--nan-json") and nan_memory.is_on():
+        nan_memory.write_evidence(config.getoption("--nan-json"), config.getoption("--binaries"),
+                                  terminalreporter.stats, config.invocation_params.args)
 
 
 def pytest_sessionfinish(session):

@@ -44,13 +44,24 @@ struct Request {
   const Gradients* gradients = nullptr;  ///< of a backward
 };
 
-/// Checks of memory that the host cannot read, before anything is launched.
+/// A [B, T, heads, size] tensor that a call writes; without memory it is left out.
+struct WrittenRows {
+  const TensorDesc& desc;
+  void* data;
+  int64_t heads, size;
+};
+
+/// What memory that the host cannot read needs: checks before anything is launched, and zeros where
+/// only the device knows that no sequence has a row.
 struct DeviceChecks {
   /// The current device is one that `plan` was made for; `stream` and `workspace` belong to it,
   /// which a trusted caller vouches for.
   Status (*call)(const Plan& plan, bool trusted, const void* workspace, void* stream);
   /// `pointer` (may be null) is memory of the current device; `name` is for the message.
   Status (*pointer)(const char* name, const void* pointer);
+  /// Zeros in the rows of `written` that no sequence of the device's cu_seqlens has, after the
+  /// kernels of `call`.
+  Status (*zero_rows)(const stage::Call& call, std::span<const WrittenRows> written);
 };
 
 /// What rows of all operations have in common.

@@ -126,6 +126,33 @@ stage::Forward with_kept(stage::Forward args) {
   return args;
 }
 
+/// Zeros in rows of `written` that belong to no sequence, where only the device knows of them.
+Status zero_rows(const Head& head, const stage::Call& call,
+                 std::initializer_list<registry::WrittenRows> written) {
+  if (!head.device_checks || !call.problem.cu_seqlens || call.plan->lengths_known) return {};
+  return head.device_checks->zero_rows(call, {written.begin(), written.size()});
+}
+
+Status zero_outputs(const Head& head, const stage::Call& call) {
+  const Problem& p = call.problem;
+  return zero_rows(head, call, {{p.o, call.tensors.o, p.num_value_heads, p.value_dim}});
+}
+
+Status zero_gradients(const Head& head, const stage::Backward& b) {
+  const Problem& p = b.call.problem;
+  const Gradients& g = b.gradients;
+  const GradientTensors& t = b.tensors;
+  const TensorDesc none;
+  const auto rows = [&](const std::optional<TensorDesc>& desc, void* data, const Shape& shape) {
+    return registry::WrittenRows{desc ? *desc : none, desc ? data : nullptr, shape[2], shape[3]};
+  };
+  const bool sum = g.dg && is_a_head(p, *g.dg);
+  return zero_rows(
+      head, b.call,
+      {rows(g.dq, t.dq, qk_shape(p)), rows(g.dk, t.dk, qk_shape(p)), rows(g.dv, t.dv, v_shape(p)),
+       rows(g.dg, t.dg, sum ? beta_shape(p) : g_shape(p)), rows(g.dbeta, t.dbeta, beta_shape(p))});
+}
+
 /// Says in what was kept, where the host can write there, which plan has kept it.
 Status mark_kept(const Head& head, const Plan& plan, const Tensors& tensors) {
   void* mark = saved_block(plan, tensors, stage::kKeptMark);
@@ -224,15 +251,20 @@ Status forward(std::span<const ForwardRow* const> rows, const Plan& plan, const 
   return checked_call(rows, plan, tensors, workspace, workspace_bytes, stream,
                       [&](const ForwardRow& row, const stage::Call& call) {
                         KDA_RETURN_IF_ERROR(run_forward(row, call));
+                        KDA_RETURN_IF_ERROR(zero_outputs(row.head, call));
                         return mark_kept(row.head, plan, tensors);
                       });
 }
 
 Status decode(std::span<const DecodeRow* const> rows, const Plan& plan, const Tensors& tensors,
               void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
-  return checked_call(
-      rows, plan, tensors, workspace, workspace_bytes, stream,
-      [&](const DecodeRow& row, const stage::Call& call) { return row.decode({call}); });
+  return checked_call(rows, plan, tensors, workspace, workspace_bytes, stream,
+                      [&](const DecodeRow& row, const stage::Call& call) {
+                        KDA_RETURN_IF_ERROR(row.decode({call}));
+                        if (zeroes_skipped(call.problem))
+                          return Status{};  // these rows with others
+                        return zero_outputs(row.head, call);
+                      });
 }
 
 }  // namespace run_rows
@@ -279,7 +311,8 @@ Status backward(const BackwardPlan& plan, const Tensors& tensors, const Gradient
                 void* workspace, std::size_t workspace_bytes, void* stream) noexcept {
   return run_backward(plan, tensors, gradients, workspace, workspace_bytes, stream,
                       [](const registry::BackwardRow& row, const stage::Backward& args) {
-                        return row.backward(args);
+                        KDA_RETURN_IF_ERROR(row.backward(args));
+                        return zero_gradients(row.head, args);
                       });
 }
 
@@ -424,7 +457,8 @@ Status run_chunk_stage(Status (*registry::ChunkStages::*function)(const Stage&),
           return Status(StatusCode::kUnsupported,
                         cat("plan: ", row.head.name, " has no chunk stages (backend staged has)"));
         KDA_RETURN_IF_ERROR(check_buffers(row, which, buffers));
-        return ((*row.chunk_stages).*function)(Stage{call, buffers});
+        KDA_RETURN_IF_ERROR(((*row.chunk_stages).*function)(Stage{call, buffers}));
+        return which == stage::kO ? zero_outputs(row.head, call) : Status{};
       });
 }
 

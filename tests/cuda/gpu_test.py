@@ -44,6 +44,7 @@ TESTS = {
     "staged_test": ["staged"],
     "states_test": ["staged", "recurrent", "checkpoints"],
     "streams_test": ["fused", "staged", "recurrent", "decode"],
+    "zero_rows_test": ["rows", "fused", "staged", "recurrent", "decode", "backward", "staged_backward", "keep"],
 }
 CHUNKED = ("staged", "recurrent")
 BACKWARD = ("backward", "staged_backward", "staged")
@@ -53,7 +54,7 @@ FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"]
         ("backward", ["--tensor-cores"], BACKWARD))
 FUZZED = 300  # random problems, each
 FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "fold",
-            "head_gates", "drafts", "checkpoints", "keep")
+            "head_gates", "drafts", "checkpoints", "keep", "rows")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -180,6 +180,7 @@ Kept run_forward(const Inputs& inputs, KeepPolicy keep, int32_t num_sms, int byt
   run.saved.fill(static_cast<unsigned char>(byte));
   tensors.saved = run.saved.data(), tensors.saved_bytes = run.saved.size();
   io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
   throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
   return run;
 }

@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstring>
 #include <mutex>
 
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
 #include "core/text.hpp"
 #include "fuzz/fuzz.hpp"
+#include "support/padded.hpp"
 
 namespace kda::fuzz {
 namespace {
@@ -148,6 +150,21 @@ void vary_options(Inputs* inputs, Random& random, int64_t unit, bool plain) {
   if (random.chance(0.25)) test::restride(inputs, unit);
 }
 
+bool add_rows_behind(const Options& options, int64_t index, Inputs* inputs) {
+  Random random = random_of(options, ~index);
+  if (!test::on_cuda() || inputs->problem.num_sequences < 2 || !inputs->problem.cu_seqlens ||
+      random.chance(0.7))
+    return false;
+  *inputs = test::with_rows_behind(*inputs);
+  return true;
+}
+
+void leave_last_row(int64_t rows, io::Buffer* buffer) {
+  if (rows == 0) throw Error(Status(StatusCode::kInternal, "there is no row to leave"));
+  const std::size_t row = buffer->size() / static_cast<std::size_t>(rows);
+  std::memset(buffer->data() + buffer->size() - row, 0xff, row);
+}
+
 namespace {
 
 /// Errors of the fp32 cases, for the medians of the report.
@@ -209,6 +226,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   if (options.fused) fit_fused(&shape);
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
   Inputs inputs = check::generate(shape);
+  const bool behind = add_rows_behind(options, index, &inputs);
   const bool fused_fp16 = options.fused && shape.dtype == DType::kFloat16;
   vary_options(&inputs, random, options.fused ? 8 : 1, !fused_fp16);
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
@@ -219,9 +237,18 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
     run.num_sms = static_cast<int32_t>(2 + random.below(20));  // streams are cut between clusters
   }
   run.out_dtype = options.fused || random.chance(0.7) ? shape.dtype : DType::kFloat32;
-  const bool marginal = check::is_marginal(inputs);
-  const test::Result result = test::run_inputs(inputs, run);
+  run.from_bounds = behind;
+  test::Result result = test::run_inputs(inputs, run);
   totals->count(result.plan);
+  const int64_t tokens = inputs.problem.batch * inputs.problem.num_tokens;
+  if (options.unwritten) leave_last_row(tokens, &result.outputs.o);
+  if (behind) {
+    if (!test::rows_are_zero(result.outputs.o, tokens, inputs.cu_seqlens.back(), tokens))
+      return fmt::format("{}: rows of o behind the last sequence are not 0",
+                         result.plan.implementation);
+    inputs = test::without_rows_behind(inputs);
+  }
+  const bool marginal = check::is_marginal(inputs);
   digest->add(index, {&result.outputs.o, &result.outputs.final_state});
   const check::Comparison comparison =
       check::compare(inputs, result.problem, result.outputs,

@@ -10,6 +10,7 @@
 #include "core/layout.hpp"
 #include "fuzz/fuzz.hpp"
 #include "support/backward.hpp"
+#include "support/padded.hpp"
 
 namespace kda::fuzz {
 namespace {
@@ -53,6 +54,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   }
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase);
   Inputs inputs = check::generate(shape);
+  const bool behind = add_rows_behind(options, index, &inputs);
   vary_options(&inputs, random, options.tensor_cores ? 8 : 1, true);
   check::GradientOptions wanted;
   wanted.seed = random.next();
@@ -61,8 +63,8 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   wanted.d_o_dtype = options.tensor_cores || random.chance(0.5) ? shape.dtype : DType::kFloat32;
   if (random.chance(0.5)) wanted.out_dtype = DType::kFloat32;
   check::GradientBuffers buffers = check::make_gradients(inputs, wanted);
-  if (random.chance(0.25))
-    test::restride_gradients(inputs.problem, &buffers, options.tensor_cores ? 8 : 1);
+  const bool strided = random.chance(0.25);
+  if (strided) test::restride_gradients(inputs.problem, &buffers, options.tensor_cores ? 8 : 1);
   test::BackwardRun run;
   const auto backends = test::backward_backends();
   if (random.chance(0.4) && !options.tensor_cores)
@@ -70,8 +72,19 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
         backends[static_cast<std::size_t>(random.below(static_cast<int64_t>(backends.size())))];
   if (random.chance(0.5)) run.kept_every = 64 * (1 + random.below(4));
   if (test::on_cuda() && random.chance(0.4)) run.segments = 2 + random.below(7);
+  run.from_bounds = behind;
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));
+  const int64_t tokens = inputs.problem.batch * inputs.problem.num_tokens;
+  if (options.unwritten) leave_last_row(tokens, &buffers.dv);
+  if (behind) {
+    const auto found = test::gradient_outputs(buffers);
+    for (std::size_t i = 0; i < 5 && !strided; ++i)  // those of tokens
+      if (!test::rows_are_zero(*found[i], tokens, inputs.cu_seqlens.back(), tokens))
+        return fmt::format("{}: rows of {} behind the last sequence are not 0",
+                           call.plan.plan.implementation, check::kGradientNames[i]);
+    inputs = test::without_rows_behind(inputs);
+  }
   const bool marginal = check::is_marginal(inputs);
   const std::optional<DType> operands = check::operands_of(call.plan.plan);
   const check::GradientComparison comparison =

@@ -22,6 +22,7 @@ struct Options {
   bool tensor_cores = false;  ///< only sizes and types that the staged kernels take
   bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
   bool hard = false;          ///< and those of them that may exceed the tolerance
+  bool unwritten = false;     ///< accuracy, backward: leaves rows unwritten; every case must fail
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)
 };
 
@@ -68,6 +69,12 @@ void limit_work(check::GenerateOptions* shape, double limit);
 /// Options that the regimes leave alone. Without the norm, keys are made |k| <= 1. `unit`: strides
 /// are multiples of it. `plain`: steps and keys may come as they are used.
 void vary_options(check::Inputs* inputs, check::Random& random, int64_t unit, bool plain);
+/// On a GPU some packed problems of `index` get tokens behind their last sequence, which only the
+/// device knows; their rows are still dense. Says whether `inputs` has them.
+bool add_rows_behind(const Options& options, int64_t index, check::Inputs* inputs);
+/// The last token's row of a buffer becomes what it was before the call, as of a kernel that has
+/// not written it.
+void leave_last_row(int64_t rows, io::Buffer* buffer);
 /// Sorts `values`; 0 if there are none.
 double quantile(std::vector<double>& values, double share);
 

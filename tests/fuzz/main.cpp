@@ -2,6 +2,7 @@
 // kda_fuzz accuracy|backward|causality|files|problems --seed S --first I --count N
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -64,6 +65,9 @@ int main(int argc, char** argv) {
        kda::test::flag("--hard", &options.hard,
                        "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
                        "(docs/accuracy.md)"),
+       kda::test::flag("--unwritten", &options.unwritten,
+                       "accuracy, backward: leave a row of o or dv as it was before the call, as a "
+                       "broken kernel would; every case must fail"),
        kda::test::flag("--digest", &digest,
                        "accuracy, problems: print a hash of all outputs, equal for builds that "
                        "agree to the bit"),
@@ -89,5 +93,10 @@ int main(int argc, char** argv) {
   if (digest) fmt::print("digest {:016x}\n", report.digest);
   fmt::print("{}{}{} cases, {} failed\n", report.summary, report.summary.empty() ? "" : "\n",
              options.count, report.failures.size());
+  if (options.unwritten) {
+    const auto cases = std::ranges::count_if(
+        report.failures, [](const std::string& text) { return text.starts_with("--first"); });
+    return cases == options.count ? 0 : 1;
+  }
   return report.failures.empty() ? 0 : 1;
 }

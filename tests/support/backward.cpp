@@ -58,6 +58,7 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
   tensors.saved_bytes = saved.size();
   if (forward.saved_bytes > 0) {
     io::Buffer room(forward.workspace_bytes);
+    room.fill(0xff);
     outputs.attach(&tensors);
     throw_if_error(check::run_and_wait(forward, tensors, room.data(), room.size()));
   }

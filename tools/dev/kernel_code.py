@@ -38,6 +38,7 @@ FAMILIES = {
     "keep": ("keep", "launch"),
     "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
     "fold": ("fold",),
+    "rows": ("rows",),
     "spans": ("spans", "launch"),  # beside those of fused
 }
 HOPPER = ("fused", "keep", "spans")  # these have no kernels but those of sm_90a

@@ -47,6 +47,7 @@ int64_t most_chunks(const Plan& plan) {
 }
 
 const registry::DeviceChecks kDeviceChecks = {.call = if_built<check_device>(),
-                                              .pointer = if_built<check_pointer>()};
+                                              .pointer = if_built<check_pointer>(),
+                                              .zero_rows = if_built<zero_rows>()};
 
 }  // namespace kda::cuda

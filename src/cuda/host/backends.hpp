@@ -90,6 +90,9 @@ int64_t most_chunks(const Plan& plan);
 /// ForwardRow::place_checkpoints of all rows.
 Status place_checkpoints(const stage::Call& call, int32_t* places);
 
+/// DeviceChecks::zero_rows.
+Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written);
+
 extern const registry::DeviceChecks kDeviceChecks;
 
 /// `function` where this build has CUDA kernels, else null: rows of a build without CUDA are never

@@ -8,9 +8,12 @@
 #include "cuda/host/backends.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/sizes.hpp"
+#include "cuda/rows/zero_rows.hpp"
 
 namespace kda::cuda::layer {
 namespace {
+
+constexpr int64_t kZeroBlocks = 256;  // two for each SM of a large GPU
 
 /// Strides of dimensions of size 1 are never used, whatever they are.
 View view_of(const TensorView& given, const kda::Shape& shape) {
@@ -53,6 +56,22 @@ ShortConvArgs conv_args(const ShortConv& call) {
   a.has_state = call.has_state;
   a.first_slot = call.first_slot;
   return a;
+}
+
+/// Zeros in the rows of `written` [row, token, channel] that no sequence has, after the kernels of
+/// a call.
+Status zero_rows(const ShortConv& call, const View& written) {
+  if (!call.cu_seqlens) return {};
+  ZeroRowsArgs args;
+  args.lengths = call.cu_seqlens;
+  args.wide_lengths = call.cu_seqlens_dtype == DType::kInt64;
+  args.num_sequences = call.num_sequences, args.num_tokens = call.num_tokens;
+  args.add({.base = written.base,
+            .stride_t = written.strides[1],
+            .stride_c = written.strides[2],
+            .size = call.channels,
+            .bytes = written.type == Element::kFloat32 ? 4 : 2});
+  return launch_zero_rows(args, kZeroBlocks, {call.stream});
 }
 
 void set_runs(const ShortConv& call, int64_t run, Runs* runs) {
@@ -114,7 +133,8 @@ Status short_conv(const ShortConv& call) {
                     fits(a.y, 3, call.channels, kWideForward);
   if (wide) set_wide(kWideForward, &a);
   set_runs(call, forward_run(call, wide ? kWideForward : 1), &a.runs);
-  return launch_short_conv(a, wide, {call.stream});
+  KDA_RETURN_IF_ERROR(launch_short_conv(a, wide, {call.stream}));
+  return zero_rows(call, a.y);
 }
 
 Status short_conv_backward(const ShortConv& call, const ShortConvGradients& g) {
@@ -131,6 +151,7 @@ Status short_conv_backward(const ShortConv& call, const ShortConvGradients& g) {
   if (wide) set_wide(kWideBackward, &a.forward);
   set_runs(call, backward_run(call), &a.forward.runs);
   KDA_RETURN_IF_ERROR(launch_short_conv_backward(a, wide, {call.stream}));
+  KDA_RETURN_IF_ERROR(zero_rows(call, a.dx));
   if (!sums) return {};
   SumArgs sum;
   sum.parts = a.parts;

@@ -483,6 +483,38 @@ TEST_F(ShortConvOnGpu, BadLengthsStayInside) {
   }
 }
 
+/// Tokens behind the last sequence and before the first one: zeros, and NaN there reaches no sum.
+TEST_F(ShortConvOnGpu, RowsOfNoSequenceAreZero) {
+  for (const bool in_channels : {false, true})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      Options o{.lengths = {3, 0, 20, 7}, .packed = true, .channels = 24, .gap = 3};
+      o.x = o.y = dtype;
+      if (in_channels) o.x_order = o.y_order = kChannelsFirst;
+      Case c(o);
+      c.cu_seqlens = {2, 3, 3, 23, 23};
+      const auto of_none = [&](int64_t t) { return t < 2 || t >= 23; };
+      Upstream u(c);
+      for (int64_t t = 0; t < c.T; ++t)
+        for (int64_t d = 0; d < o.channels && of_none(t); ++d)
+          for (StridedArray* array : {&c.x, &c.y, &u.dy, &u.dx}) array->set({0, t, d, 0}, NAN);
+      ASSERT_TRUE(run_on(nullptr, c.call()).ok());
+      ShortConv call = c.call();
+      call.final_state = {}, call.y = {};
+      ASSERT_TRUE(run_on(nullptr, call, u.gradients(c.o)).ok());
+      for (int64_t d = 0; d < o.channels; ++d) {
+        for (int64_t t = 0; t < c.T; ++t)
+          for (const StridedArray* array : {&c.y, &u.dx}) {
+            const double value = array->get({0, t, d, 0});
+            ASSERT_TRUE(of_none(t) ? value == 0 : std::isfinite(value)) << "token " << t;
+          }
+        for (int64_t j = 0; j < o.width; ++j)
+          ASSERT_TRUE(std::isfinite(u.dweight.get({d, j, 0, 0})));
+      }
+      EXPECT_TRUE(c.y.gaps_are_untouched());
+      EXPECT_TRUE(u.dx.gaps_are_untouched());
+    }
+}
+
 TEST_F(ShortConvOnGpu, NamesTheMemory) {
   Case c({.lengths = {4, 4}, .channels = 8});
   const auto refusal = [&](const std::function<void(ShortConv&)>& change) {
