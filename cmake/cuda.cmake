@@ -40,6 +40,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/recurrent/recurrent.cu
   src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
+  src/cuda/staged/backward/chunk_delta_h_errors_sm80.cu
   src/cuda/staged/backward/chunk_grad.cu
   src/cuda/staged/backward/finish.cu
   src/cuda/staged/backward/reverse.cu

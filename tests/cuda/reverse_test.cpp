@@ -13,6 +13,7 @@
 #include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
+#include "cuda/staged/backward/chunk_delta_h_errors.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/chunk_delta_h.hpp"
 #include "cuda/staged/chunk_intra.hpp"
@@ -333,7 +334,7 @@ Result run(const Case& c, const Options& options = {}) {
   reverse.dh = dh.data();
   reverse.dz = dz.data();
   if (Reverse::form == Form::kMmaSync) {
-    throw_if_error(launch_chunk_delta_h(chain, cuda::ChainUse::kErrors, false, options.narrow, {}));
+    throw_if_error(launch_chunk_delta_h_errors(chain, options.narrow, {}));
     throw_if_error(launch_chunk_reverse(reverse, options.narrow, {}));
   } else if constexpr (cuda::sm90::kBuilt) {
     if (options.one_launch) {
@@ -612,9 +613,9 @@ INSTANTIATE_TEST_SUITE_P(Chains, Reverse, ::testing::Values(Form::kMmaSync, Form
                            return of.param == Form::kMmaSync ? "MmaSync" : "Wgmma";
                          });
 
-TEST(ReverseArguments, ErrorsAreOfBf16Factors) {
+TEST(ReverseArguments, ErrorsHaveALaunchOfTheirOwn) {
   const Status status =
-      cuda::launch_chunk_delta_h({}, cuda::ChainUse::kErrors, /*fp16=*/true, false, {});
+      cuda::launch_chunk_delta_h({}, cuda::ChainUse::kErrors, /*fp16=*/false, false, {});
   EXPECT_EQ(status.code(), StatusCode::kInternal);
 }
 

@@ -15,6 +15,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/staged/backward/both_merges_sm90.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
+#include "cuda/staged/backward/chunk_delta_h_errors.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/backward/chunk_intra_half_sm90.hpp"
@@ -329,9 +330,7 @@ struct GroupLaunches {
   Status chains(const ChainArgs* errors, const ReverseArgs& reverse) const {
     if (on_hopper())
       return half ? half_chains(errors, reverse) : sm90::launch_chains(errors, &reverse, early());
-    if (errors)
-      KDA_RETURN_IF_ERROR(
-          launch_chunk_delta_h(*errors, ChainUse::kErrors, /*fp16=*/false, narrow(), where));
+    if (errors) KDA_RETURN_IF_ERROR(launch_chunk_delta_h_errors(*errors, narrow(), where));
     return launch_chunk_reverse(reverse, narrow(), where);
   }
 
