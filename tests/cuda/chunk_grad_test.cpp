@@ -9,9 +9,9 @@
 
 #ifdef KDA_WITH_CUDA
 
-#include "cuda/backward/backward.hpp"
-#include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/views.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "cuda/tile/swizzle.hpp"

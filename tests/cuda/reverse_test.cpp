@@ -10,8 +10,8 @@
 
 #ifdef KDA_WITH_CUDA
 
-#include "cuda/host/views.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/views.hpp"
 #include "cuda/staged/backward/chains_sm90.hpp"
 #include "cuda/staged/backward/chunk_delta_h_errors.hpp"
 #include "cuda/staged/backward/reverse.hpp"

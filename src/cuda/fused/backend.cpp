@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.sm90.fused: what it serves and how it plans. Its launches: cuda/host/fused.cpp.
+// Backend cuda.sm90.fused: what it serves and how it plans. Its launches: cuda/fused/launches.cpp.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/fused_prefill.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/blocks.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/device.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::fused {

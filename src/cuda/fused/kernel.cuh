@@ -222,7 +222,7 @@ Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
 }
 
 /// Launches the kernel of one gate a head, in fp32 and as a logarithm, and of K = V = 128
-/// (head_gates/fused_sm90.cu).
+/// (fused/head_gates.cu).
 template <bool kSegments>
 Status launch_head_gates(const ArgsOf<kSegments>& args, const Launch& where);
 

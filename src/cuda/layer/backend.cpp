@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the operations around KDA on CUDA.
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/device.hpp"
 #include "cuda/layer/sizes.hpp"
 
 namespace kda::cuda::layer {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent: how it plans; it serves everything. Its launches:
-// cuda/host/recurrent.cpp.
+// cuda/recurrent/launches.cpp.
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/device.hpp"
 #include "cuda/staged/cost.hpp"
 #include "cuda/tile/chunk.hpp"
 

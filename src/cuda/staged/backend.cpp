@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.sm80.staged: what it serves and how it plans. Its launches: cuda/host/staged.cpp.
+// Backend cuda.sm80.staged: what it serves and how it plans. Its launches:
+// cuda/staged/launches.cpp.
 #include <tuple>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/device.hpp"
 #include "cuda/staged/cost.hpp"
 #include "cuda/tile/chunk.hpp"
 

@@ -6,7 +6,7 @@
 // choice.
 #pragma once
 
-#include "cuda/host/cost_model.hpp"
+#include "cuda/common/cost_model.hpp"
 
 namespace kda::cuda::staged {
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
-// cuda/host/staged_backward.cpp.
+// cuda/staged/backward/launches.cpp.
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/device.hpp"
 #include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"

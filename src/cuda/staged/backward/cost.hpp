@@ -4,7 +4,7 @@
 // backward on Hopper").
 #pragma once
 
-#include "cuda/backward/cost.hpp"
+#include "cuda/recurrent/backward/cost.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/cost.hpp"
 

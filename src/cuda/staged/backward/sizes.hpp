@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "cuda/backward/backward.hpp"
-#include "cuda/backward/sizes.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/blocks.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
+#include "cuda/recurrent/backward/sizes.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "stage/buffers.hpp"
 

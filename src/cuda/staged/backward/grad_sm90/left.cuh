@@ -4,7 +4,7 @@
 // where one was left.
 #pragma once
 
-#include "cuda/backward/gates.cuh"
+#include "cuda/recurrent/backward/gates.cuh"
 #include "cuda/staged/backward/grad/chunk.cuh"
 #include "cuda/staged/backward/grad_sm90/shared.cuh"
 #include "cuda/tile/warp.cuh"
