@@ -63,7 +63,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/staged/backward/chunk_intra_half_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
-set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp src/cuda/segments/fold_launch.cpp
+set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp 
                   src/cuda/fused/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
                   src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp)

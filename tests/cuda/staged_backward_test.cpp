@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "check/tolerances.hpp"
-#include "cuda/common/common.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "plan/planner.hpp"

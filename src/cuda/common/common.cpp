@@ -3,6 +3,7 @@
 
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/tile/chunk.hpp"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of decode.cu and, with other arguments, of src/cuda/head_gates and src/cuda/drafts.
+// The kernel of decode.cu and, with other arguments, of head_gates.cu and drafts.cu.
 #pragma once
 
 #include <algorithm>
@@ -104,7 +104,7 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
       block % groups};
 }
 
-// ---- drafts that are a tree (src/cuda/drafts) --------------------------------------------------
+// ---- drafts that are a tree (drafts.hpp) -------------------------------------------------------
 
 /// How many of `tokens` of a sequence are computed.
 __device__ __forceinline__ int64_t most_in_tree(const DecodeArgs&, int64_t, int64_t tokens) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/decode/decode.cuh"
-#include "cuda/recurrent/head_gates.hpp"
+#include "cuda/decode/head_gates.hpp"
 
 namespace kda::cuda::head_gates {
 namespace {

@@ -9,9 +9,14 @@
 #include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/fused_prefill.hpp"
+#include "cuda/fused/kernels.hpp"
+#include "cuda/fused/launches.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::fused {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.fused: everything in one kernel. Segments go through it too: from zero, and
 // their transitions as chains of their own (stage/segment_scan.hpp).
+#include "cuda/fused/launches.hpp"
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -10,12 +12,15 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/fused/fused_prefill.hpp"
+#include "cuda/fused/kernels.hpp"
 #include "cuda/fused/segment_correct.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
+#include "cuda/segments/launches.hpp"
 #include "cuda/segments/segment_compose.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "plan/ledger.hpp"
 

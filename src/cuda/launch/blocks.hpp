@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Names of the CUDA backends' own blocks in the workspace. What they hold and how large they are is
-// said where they are booked: backend.cpp of their owner, or backends.cpp for those that all have.
+// said where they are booked: backend.cpp of their owner, or common.cpp for those that all have.
 #pragma once
 
 namespace kda::cuda::block {

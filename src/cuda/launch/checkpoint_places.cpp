@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/launch/checkpoint_places.hpp"
 #include "core/text.hpp"
-#include "cuda/common/common.hpp"
 #include "cuda/launch/views.hpp"
 
 namespace kda::cuda {

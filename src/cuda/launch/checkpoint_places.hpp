@@ -5,6 +5,7 @@
 
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
+#include "stage/call.hpp"
 
 namespace kda::cuda {
 
@@ -19,5 +20,8 @@ struct CheckpointPlacesArgs {
 
 /// A block a sequence.
 Status launch_checkpoint_places(const CheckpointPlacesArgs& args, const Launch& launch);
+
+/// ForwardRow::place_checkpoints of all rows.
+Status place_checkpoints(const stage::Call& call, int32_t* places);
 
 }  // namespace kda::cuda

@@ -54,7 +54,7 @@ void set_inputs(const stage::Call& call, const Maps& maps, Args* args) {
   args->gate = gate_view(p, t);
 }
 
-/// Whether a call is for the kernels of src/cuda/head_gates.
+/// Whether a call is for the kernels of HeadGates arguments (head_gates.cu of each folder).
 inline bool needs_head_gates(const Problem& p) {
   return has_head_gate(p) || p.head_map != HeadMap::kGrouped;
 }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operations around KDA: from their calls, which are checked, to launches.
+#include "cuda/layer/launches.hpp"
+
 #include <cmath>
 #include <utility>
 
 #include "core/text.hpp"
 #include "core/views.hpp"
-#include "cuda/common/common.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/sizes.hpp"
 

@@ -3,7 +3,12 @@
 // cuda/recurrent/launches.cpp.
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/recurrent/launches.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/segments/launches.hpp"
 #include "cuda/staged/cost.hpp"
 #include "cuda/tile/chunk.hpp"
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent, and what both backends share: decode, the merge of segments.
+#include "cuda/recurrent/launches.hpp"
+
 #include "cuda/recurrent/recurrent.hpp"
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/common/common.hpp"
 #include "cuda/decode/decode.hpp"
 #include "cuda/decode/drafts.hpp"
+#include "cuda/decode/head_gates.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/recurrent/head_gates.hpp"

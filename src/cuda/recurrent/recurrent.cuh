@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of recurrent.cu and, with other arguments, of src/cuda/head_gates.
+// The kernel of recurrent.cu and, with other arguments, of head_gates.cu.
 #pragma once
 
 #include "cuda/launch/launch.cuh"

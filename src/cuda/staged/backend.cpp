@@ -6,8 +6,14 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/segments/launches.hpp"
+#include "cuda/staged/backend.hpp"
 #include "cuda/staged/cost.hpp"
+#include "cuda/staged/launches.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::staged {

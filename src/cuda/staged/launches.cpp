@@ -5,6 +5,7 @@
 #include "cuda/common/common.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
+#include "cuda/rows.hpp"
 #include "cuda/staged/chunk_delta_h.hpp"
 #include "cuda/staged/chunk_delta_h_sm90.hpp"
 #include "cuda/staged/chunk_intra.hpp"

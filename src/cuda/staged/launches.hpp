@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the forward and the backward of cuda.sm80.staged share.
+// Launches of the staged forward, from checked calls: the functions of its row, and what its
+// backward shares.
 #pragma once
 
 #include "cuda/chain/chain.hpp"
@@ -8,6 +9,12 @@
 #include "cuda/tile/factors.hpp"
 #include "kda/plan.hpp"
 #include "stage/buffers.hpp"
+#include "stage/chunk_delta_h.hpp"
+#include "stage/chunk_intra.hpp"
+#include "stage/chunk_o.hpp"
+#include "stage/forward.hpp"
+#include "stage/recompute_w_u.hpp"
+#include "stage/segment_scan.hpp"
 
 namespace kda::cuda::staged {
 
@@ -29,6 +36,13 @@ inline Factors factors_at(const stage::ChunkPointers& at) {
 inline bool narrow_tiles(int64_t num_sms, int64_t chains, int64_t columns) {
   return 2 * chains * ((columns + kVTile - 1) / kVTile) <= num_sms;
 }
+
+Status forward(const stage::Forward& args);
+Status segment_scan(const stage::SegmentScan& args);
+Status chunk_intra(const stage::ChunkIntra& args);
+Status recompute_w_u(const stage::RecomputeWU& args);
+Status chunk_delta_h(const stage::ChunkDeltaH& args);
+Status chunk_o(const stage::ChunkO& args);
 
 /// kForward or kScan of chunk_delta_h in the form of the device, on `columns` columns of the state
 /// of each span.

@@ -6,9 +6,12 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/recurrent/backward/cost.hpp"
+#include "cuda/recurrent/backward/launches.hpp"
 #include "cuda/recurrent/backward/sizes.hpp"
+#include "cuda/rows.hpp"
 
 namespace kda::cuda::recurrent {
 namespace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/backward/launch.cuh"
-#include "cuda/recurrent/head_gates.hpp"
 
 namespace kda::cuda::head_gates {
 

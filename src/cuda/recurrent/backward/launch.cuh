@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of backward.cu and, with other arguments, of src/cuda/head_gates.
+// The launches of backward.cu and, with other arguments, of head_gates.cu.
 #pragma once
 
 #include <algorithm>

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.smxx.recurrent, and what both backwards are given.
+#include "cuda/recurrent/backward/launches.hpp"
+
 #include "cuda/recurrent/backward/backward.hpp"
 
 #include "core/text.hpp"
-#include "cuda/common/common.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/recurrent/backward/gradients.hpp"
+#include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/backward/sizes.hpp"
-#include "cuda/recurrent/head_gates.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
 // cuda/staged/backward/launches.cpp.
+#include "cuda/staged/backend.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
 #include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/launches.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
 

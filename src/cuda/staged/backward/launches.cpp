@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: all launches of a group of heads, then those of the next one.
+#include "cuda/staged/backward/launches.hpp"
+
 #include <cuda_runtime_api.h>
 
 #include <cmath>
