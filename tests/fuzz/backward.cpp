@@ -44,7 +44,7 @@ struct Totals {
   }
 };
 
-std::string run_case(const Options& options, int64_t index, Totals* totals) {
+std::string run_case(const Options& options, int64_t index, Totals* totals, Digest* digest) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
   if (options.tensor_cores) {
@@ -72,6 +72,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   if (test::on_cuda() && random.chance(0.4)) run.segments = 2 + random.below(7);
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));
+  digest->add(index, test::gradient_outputs(buffers));
   const bool marginal = check::is_marginal(inputs);
   const std::optional<DType> operands = check::operands_of(call.plan.plan);
   const check::GradientComparison comparison =
@@ -101,8 +102,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
 
 Report fuzz_backward(const Options& options) {
   Totals totals;
+  Digest digest;
   Report report =
-      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals, &digest); });
+  report.digest = digest.value();
   for (auto& [name, errors] : totals.by_name) {
     const double median = quantile(errors, 0.5);
     report.figures["fp32_" + name + "_median"] = median;

@@ -64,9 +64,10 @@ int main(int argc, char** argv) {
        kda::test::flag("--hard", &options.hard,
                        "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
                        "(docs/accuracy.md)"),
-       kda::test::flag("--digest", &digest,
-                       "accuracy, problems: print a hash of all outputs, equal for builds that "
-                       "agree to the bit"),
+       kda::test::flag(
+           "--digest", &digest,
+           "accuracy, backward, problems: print a hash of all outputs, equal for builds that "
+           "agree to the bit"),
        kda::test::text("--dump", &options.dump,
                        "accuracy, --count 1: also write the inputs to a file")});
   if (ends) return *ends;

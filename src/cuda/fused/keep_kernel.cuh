@@ -39,9 +39,10 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
 
 template <int kK, class Operand, class E, GateMode kGateMode>
 Status launch_keep_kernel(const KeepArgs& args, const Launch& where) {
-  return launch_kernel("fused_prefill_keep", fused_prefill_keep_kernel<kK, Operand, E, kGateMode>,
-                       args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>),
-                       where, args);
+  return launch_kernel(
+      std::is_same_v<Operand, __half> ? "fused_prefill_keep_fp16" : "fused_prefill_keep",
+      fused_prefill_keep_kernel<kK, Operand, E, kGateMode>, args.clusters * kBlocks<kK>, kThreads,
+      sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
 /// As launch_operand().

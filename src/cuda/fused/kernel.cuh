@@ -168,11 +168,16 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();  // the other block may still write here
 }
 
+template <class Operand, class E>
+constexpr const char* kName = std::is_same_v<Operand, __half> ? "fused_prefill_fp16"
+                              : GateOf<E>::kOneAHead          ? "fused_prefill_head_gate"
+                                                              : "fused_prefill";
+
 template <int kK, class Operand, class E, GateMode kGateMode, bool kSegments>
 Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
-  return launch_kernel("fused_prefill", fused_prefill_kernel<kK, Operand, E, kGateMode, kSegments>,
-                       args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>),
-                       where, args);
+  return launch_kernel(
+      kName<Operand, E>, fused_prefill_kernel<kK, Operand, E, kGateMode, kSegments>,
+      args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
 /// Operands are fp16 where factors are bounded: not those of gates that come as logarithms. With

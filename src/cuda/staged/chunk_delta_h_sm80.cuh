@@ -255,7 +255,10 @@ template <class T, int kK, int kWarps, ChainUse kUse>
 Status launch(const ChainArgs& args, const Launch& where) {
   constexpr int kShared = sizeof(typename Kernel<T, kK, kWarps, kUse>::S);
   static_assert(kShared <= kMostShared);
-  return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kWarps, kUse>,
+  return launch_kernel(kUse == ChainUse::kScan      ? "segment_scan"
+                       : kUse == ChainUse::kOutputs ? "chunk_o"
+                                                    : "chunk_delta_h",
+                       chunk_delta_h_kernel<T, kK, kWarps, kUse>,
                        chain::blocks_of<kUse, kWarps * 16>(args), kBlockThreads<kWarps, kUse>,
                        kShared, where, args);
 }

@@ -257,7 +257,8 @@ template <class T, int kK, int kGroups, ChainUse kUse>
 Status launch(const ChainArgs& args, const Launch& where) {
   using K = Kernel<T, kK, kGroups, kUse>;
   static_assert(sizeof(typename K::R) <= kSharedMemory);
-  return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kGroups, kUse>,
+  return launch_kernel(kUse == ChainUse::kScan ? "segment_scan_sm90" : "chunk_delta_h_sm90",
+                       chunk_delta_h_kernel<T, kK, kGroups, kUse>,
                        chain::blocks_of<kUse, kGroups * 64>(args), K::kThreads,
                        sizeof(typename K::R), where, args);
 }

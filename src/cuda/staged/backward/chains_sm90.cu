@@ -494,8 +494,10 @@ template <class F, int kK, bool kLeft = false>
 Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
   constexpr int kBytes = std::max(sizeof(Ring<Errors<F, kK>>), sizeof(Ring<Reverse<F, kK>>));
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("backward_chains", backward_chains_kernel<F, kK, kLeft>, blocks, kThreads,
-                       kBytes, where, args);
+  return launch_kernel(kLeft                       ? "backward_chains, fallback"
+                       : std::is_same_v<F, __half> ? "backward_chains_fp16"
+                                                   : "backward_chains",
+                       backward_chains_kernel<F, kK, kLeft>, blocks, kThreads, kBytes, where, args);
 }
 
 template <int kK>

@@ -52,8 +52,8 @@ template <GateMode kMode, Heads kHeads>
 Status launch(const FinishedGradArgs& args, int64_t tasks, int64_t num_sms, const Launch& where) {
   constexpr int kBytes = sizeof(grad::Shared<grad::kCountOf<kHeads>>);
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode, kHeads>, std::min(tasks, num_sms),
-                       grad::kThreads, kBytes, where, args);
+  return launch_kernel("chunk_grad_sm90", chunk_grad_kernel<kMode, kHeads>,
+                       std::min(tasks, num_sms), grad::kThreads, kBytes, where, args);
 }
 template <GateMode kMode>
 Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
@@ -77,7 +77,7 @@ Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const La
     return launch<GateMode::kBounded>(mine, num_sms, where);
   };
   KDA_RETURN_IF_ERROR(launch_mode());
-  return launch_kernel("chunk_grad, what is left", left_chunks_kernel,
+  return launch_kernel("chunk_grad_sm90, fallback", left_chunks_kernel,
                        std::min(units_of(mine), 2 * num_sms), cuda::grad::kThreads,
                        sizeof(cuda::grad::Shared), where, mine);
 }

@@ -70,14 +70,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 Status launch_chunk_intra_half(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
   static_assert(sizeof(HalfContext::S) <= kSharedMemory / 2);
-  return launch_kernel("chunk_intra", chunk_intra_half_kernel, args.num_chunks * args.shape.HV,
+  return launch_kernel("chunk_intra_fp16", chunk_intra_half_kernel, args.num_chunks * args.shape.HV,
                        kThreads, static_cast<int>(sizeof(HalfContext::S)), where, args);
 }
 
 Status launch_left_chunk_intra(const HeadGates<ChunkIntraArgs>& args, const uint32_t* left,
                                const Launch& where) {
   const LeftArgs mine{args, left, static_cast<unsigned>(args.num_chunks * args.shape.HV)};
-  return launch_kernel("chunk_intra, what is left", left_chunk_intra_kernel,
+  return launch_kernel("chunk_intra, fallback", left_chunk_intra_kernel,
                        (mine.tiles + kThreads - 1) / kThreads, kThreads,
                        static_cast<int>(sizeof(LeftContext::S)), where, mine);
 }
