@@ -66,7 +66,7 @@ set(KDA_CUDA_KERNELS_SM90A
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp 
                   src/cuda/fused/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
-                  src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp)
+                  src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)

@@ -114,6 +114,14 @@ struct StagePlan {
   std::string what;
 };
 
+/// A kernel that a plan launches, in the order of the launches; a GPU's alone. Helpers that make
+/// maps of sequences are not listed.
+struct KernelChoice {
+  std::string stage;   ///< of StagePlan; what several stages share is listed with each
+  std::string kernel;  ///< as errors of launches name it
+  std::string why;     ///< and not another one; empty: there is no other
+};
+
 /// A named piece of the caller's workspace, or of the memory that it keeps (Plan::saved).
 struct WorkspaceBlock {
   std::string name;
@@ -164,6 +172,7 @@ struct Plan {
 
   CostEstimate cost;
   std::vector<StagePlan> stages;
+  std::vector<KernelChoice> kernels;  ///< on a GPU
   std::vector<WorkspaceBlock> workspace;
   std::size_t workspace_bytes = 0;
   /// What a run() writes for a later call (Tensors::saved). The caller owns this memory and keeps

@@ -74,6 +74,11 @@ class PlanBuilder {
     plan_->stages.push_back({name, num_tasks, std::move(what)});
   }
 
+  /// A launch of that stage.
+  void kernel(const char* stage, const char* name, std::string why = {}) {
+    plan_->kernels.push_back({stage, name, std::move(why)});
+  }
+
   /// A block of the workspace, of count * size bytes; nothing for 0. Its name is booked once.
   void book(std::string_view name, std::size_t count, std::size_t size);
   /// A block that the caller keeps between this call and a later one (Plan::saved).

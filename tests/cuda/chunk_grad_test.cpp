@@ -544,7 +544,6 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
   call.args.left = static_cast<uint32_t*>(call.unset(4 * tiles * cuda::kLeftWords));
   call.args.rows = static_cast<float*>(call.unset(
       4 * std::max(call.rows(), static_cast<std::size_t>(num_blocks * cuda::kHeadSums))));
-  EXPECT_TRUE(cuda::sm90::serves_chunk_grad(call.args));
   if constexpr (cuda::sm90::kBuilt)
     throw_if_error(cuda::sm90::launch_chunk_grad(call.args, num_blocks, {}));
   check::synchronize_device();
@@ -982,28 +981,6 @@ TEST_F(ChunkGradOnHopper, SameBitsAgain) {
     EXPECT_EQ(std::memcmp((first.*rows).data(), (second.*rows).data(), (first.*rows).size()), 0);
   EXPECT_EQ(first.dbeta, second.dbeta);
   EXPECT_EQ(first.sums, second.sums);
-}
-
-TEST_F(ChunkGradOnHopper, ServesBf16RowsOf16Bytes) {
-  const Case x(check::generate(options_of(64, 1, 128, 128, Regime::kTrained)));
-  const Call call(x);
-  const auto serves = [&](const std::function<void(cuda::FinishedGradArgs&)>& change) {
-    cuda::FinishedGradArgs args = call.args;
-    change(args);
-    return cuda::sm90::serves_chunk_grad(args);
-  };
-  EXPECT_TRUE(serves([](auto&) {}));
-  EXPECT_FALSE(serves([](auto& args) { args.g.type = cuda::Element::kFloat32; }));
-  EXPECT_FALSE(serves([](auto& args) { args.q.stride_t += 4; }));
-  EXPECT_TRUE(serves([](auto& args) { args.shape.HV *= 2; }));
-  EXPECT_FALSE(serves([](auto& args) { args.shape.K = 64; }));
-  EXPECT_TRUE(serves([](auto& args) { args.shape.K = args.shape.V = 64; }));
-  EXPECT_FALSE(serves([](auto& args) { args.shape.K = args.shape.V = 64, args.shape.HV *= 2; }));
-  EXPECT_FALSE(serves([](auto& args) { args.shape.K = args.shape.V = 32; }));
-  EXPECT_FALSE(serves([](auto& args) { args.shape.V = 64; }));
-  EXPECT_TRUE(cuda::sm90::has_units_enough(1, 4, 132));
-  EXPECT_TRUE(cuda::sm90::has_units_enough(44, 8, 132));
-  EXPECT_FALSE(cuda::sm90::has_units_enough(43, 8, 132));
 }
 
 }  // namespace

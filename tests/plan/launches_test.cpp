@@ -6,6 +6,7 @@
 
 #include <fstream>
 #include <random>
+#include <set>
 #include <sstream>
 
 #include "core/text.hpp"
@@ -300,6 +301,38 @@ class Launches : public ::testing::Test {
  protected:
   int32_t capability_ = 0;
 };
+
+/// Makes maps of sequences, or checkpoints' places: no stage of a plan.
+bool is_helper(const std::string& kernel) {
+  return kernel == "upload" || kernel == "sequence_map" || kernel == "checkpoint_places";
+}
+
+/// Names of kernels, each once.
+template <class Rows, class Name>
+std::set<std::string> names_of(const Rows& rows, Name&& name) {
+  std::set<std::string> names;
+  for (const auto& row : rows)
+    if (!is_helper(name(row))) names.insert(name(row));
+  return names;
+}
+
+/// A plan of two halves lists the kernels of both.
+TEST_F(Launches, AreThoseThatThePlanLists) {
+  std::set<std::string> earlier;
+  for_each([&](const Case& x, const char* what, const Plan& plan,
+               const std::vector<emulator::Launched>& launches) {
+    const auto listed =
+        names_of(plan.kernels, [](const KernelChoice& choice) { return choice.kernel; });
+    auto launched =
+        names_of(launches, [](const emulator::Launched& launch) { return launch.kernel; });
+    if (std::string(what).starts_with("first half")) {
+      earlier = launched;
+      return;
+    }
+    if (std::string(what).starts_with("second half")) launched.merge(earlier);
+    EXPECT_EQ(listed, launched) << text_of(x) << "\n" << what << "\n" << plan.to_text(true);
+  });
+}
 
 /// Golden launches: tests/plan/golden/launches_<capability>.txt; KDA_UPDATE_GOLDEN=1 writes them
 /// anew.

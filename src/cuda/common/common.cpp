@@ -14,6 +14,18 @@ std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t 
   return cat(name, " is aligned to ", desc.alignment, " bytes, needs ", needed);
 }
 
+bool has_hopper_kernels(const DeviceFacts& device) {
+  return device.compute_capability == 90 && (sm90::kBuilt || !built());
+}
+
+bool has_device_flags(const Plan& plan) {
+  const Problem& p = plan.problem;
+  const bool indices =
+      (p.initial_state && p.initial_state->indexed) || (p.final_state && p.final_state->indexed) ||
+      (p.checkpoints && p.checkpoints->indexed) || p.num_accepted_tokens || p.token_parents;
+  return indices || (p.cu_seqlens && !plan.lengths_known);
+}
+
 void book_maps(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
@@ -22,12 +34,8 @@ void book_maps(plan::PlanBuilder& builder) {
   const bool reads_lengths = p.operation == Operation::kDecode && !plan.lengths_known;
   std::size_t words = p.cu_seqlens && !reads_lengths ? 2 * (N + 1) : 0;
   if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
-  const bool indices =
-      (p.initial_state && p.initial_state->indexed) || (p.final_state && p.final_state->indexed) ||
-      (p.checkpoints && p.checkpoints->indexed) || p.num_accepted_tokens || p.token_parents;
-  const bool flags = indices || (p.cu_seqlens && !plan.lengths_known);
   builder.book(block::kSequenceMap, words, sizeof(int64_t));
-  builder.book(block::kDeviceFlags, flags ? 1 : 0, sizeof(int32_t));
+  builder.book(block::kDeviceFlags, has_device_flags(plan) ? 1 : 0, sizeof(int32_t));
 }
 
 int64_t v_splits(const Plan& plan) {

@@ -7,8 +7,15 @@
 
 namespace kda::cuda {
 
+/// Whether kernels of sm_90a run on a device. A build without CUDA launches nothing, and plans as
+/// one that has them.
+bool has_hopper_kernels(const DeviceFacts& device);
+
 /// Empty if `desc` is aligned to `needed` bytes.
 std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed);
+
+/// Whether kernels flag bad metadata, which the host cannot look at.
+bool has_device_flags(const Plan& plan);
 
 /// Books the maps of sequences and segments, and the flags of bad metadata.
 void book_maps(plan::PlanBuilder& builder);

@@ -275,6 +275,7 @@ void plan_forward(plan::PlanBuilder& builder) {
     list_one_pass(builder);
   else
     plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  list_kernels(builder);
   book_maps(builder);
   if (plan.segmented) book_units(builder);
   if (plan.requested.spans && !keeps)
@@ -286,10 +287,6 @@ void plan_forward(plan::PlanBuilder& builder) {
 }
 
 }  // namespace
-
-bool has_fp16_operands(const Problem& problem) {
-  return stage::transition_norm_never_grows(problem) && problem.g.dtype == problem.q.dtype;
-}
 
 const registry::ForwardRow kForward = {
     .head = {.name = "cuda.sm90.fused",

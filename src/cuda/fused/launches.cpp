@@ -141,8 +141,9 @@ void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) 
   const Problem& p = call.problem;
   args->clusters =
       sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
-  args->fp16_operands = has_fp16_operands(p);
-  args->head_gate = has_head_gate(p);
+  const Kernels kernels = kernels_of(*call.plan);
+  args->fp16_operands = kernels.fp16_operands;
+  args->head_gate = kernels.head_gate;
   args->tiled = p.head_map == HeadMap::kTiled;
   args->handoff_states = find<float>(call, block::kHandoffStates);
   args->handoff_flags = find<uint64_t>(call, block::kHandoffFlags);
@@ -184,7 +185,7 @@ Status keep(const stage::Call& call) {
 }  // namespace
 
 Status forward(const stage::Forward& f) {
-  if (f.call.plan->resolved.keep == KeepPolicy::kKeep) return keep(f.call);
+  if (kernels_of(*f.call.plan).keeps) return keep(f.call);
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
   FusedPrefillArgs args;
@@ -256,7 +257,7 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.shape = shape_of(p);
   args.map = maps.map;
   args.o = row_view(p.o, call.tensors.o);
-  args.fp16_operands = has_fp16_operands(p);
+  args.fp16_operands = kernels_of(*call.plan).fp16_operands;
   args.Qt = correct.Qt;
   args.qt_exponent = qt_exponent(p);
   args.residual = find<uint32_t>(call, block::kOutputResidual);

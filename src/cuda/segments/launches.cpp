@@ -8,6 +8,7 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/segments/fold_states.hpp"
+#include "cuda/segments/kernels.hpp"
 #include "cuda/segments/segment_merge_sm90.hpp"
 
 namespace kda::cuda {
@@ -24,13 +25,13 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  return launch_merge(args, call.plan->device, {call.stream});
+  return launch_merge(args, merges_on_hopper(call.plan->device, call.problem.key_dim),
+                      {call.stream});
 }
 
-Status launch_merge(const SegmentMergeArgs& args, const DeviceFacts& device, const Launch& where) {
-  const int64_t K = args.shape.K;
-  if (sm90::kBuilt && device.compute_capability == 90 && (K == 64 || K == 128))
-    return sm90::launch_segment_merge({args}, where);
+Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where) {
+  if constexpr (sm90::kBuilt)
+    if (hopper) return sm90::launch_segment_merge({args}, where);
   return launch_segment_merge(args, where);
 }
 

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "cuda/segments/segment_merge.hpp"
-#include "kda/plan.hpp"
 #include "kda/span.hpp"
 #include "stage/segment_merge.hpp"
 
@@ -12,8 +11,8 @@ namespace kda::cuda {
 /// The stage of staged and recurrent.
 Status segment_merge(const stage::SegmentMerge& args);
 
-/// segment_merge in the form of the device.
-Status launch_merge(const SegmentMergeArgs& args, const DeviceFacts& device, const Launch& where);
+/// segment_merge; `hopper`: merges_on_hopper() (segments/kernels.hpp).
+Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where);
 
 /// kda::fold_states() (include/kda/span.hpp), of checked arguments.
 Status fold_states(const StateFold& fold);

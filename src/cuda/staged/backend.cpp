@@ -13,6 +13,7 @@
 #include "cuda/segments/launches.hpp"
 #include "cuda/staged/backend.hpp"
 #include "cuda/staged/cost.hpp"
+#include "cuda/staged/kernels.hpp"
 #include "cuda/staged/launches.hpp"
 #include "cuda/tile/chunk.hpp"
 
@@ -77,6 +78,7 @@ void plan_forward(plan::PlanBuilder& builder) {
                 by_tokens ? "factors of one (chunk, value head) a task, by tokens"
                           : "factors of one (chunk, value head) a task");
   plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  list_kernels(builder);
   book_maps(builder);
   book_factors(builder);
   if (plan.segmented) book_segments(builder, plan.segments.size());

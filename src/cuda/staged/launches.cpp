@@ -31,12 +31,6 @@ Factors factors_of(const stage::Call& call) {
   return factors_at(at);
 }
 
-bool by_tokens(const stage::Call& call) {
-  return call.plan->resolved.intra_form == IntraForm::kToken;
-}
-
-bool is_half(const Problem& p) { return p.q.dtype == DType::kFloat16; }
-
 HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const Maps& maps,
                                      const Factors& factors) {
   ChunkIntraArgs args;
@@ -46,9 +40,9 @@ HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const Maps& maps,
   return with_head_gates(call.problem, args);
 }
 
-Status launch_intra(const stage::Call& call, const Maps& maps) {
-  return launch_chunk_intra(intra_args(call, maps, factors_of(call)), is_half(call.problem),
-                            by_tokens(call), {call.stream});
+Status launch_intra(const stage::Call& call, const Maps& maps, const ForwardKernels& kernels) {
+  return launch_chunk_intra(intra_args(call, maps, factors_of(call)), kernels.fp16, kernels.tokens,
+                            {call.stream});
 }
 
 ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
@@ -62,38 +56,36 @@ ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
 
 }  // namespace
 
-Status launch_chain(const ChainArgs& args, ChainUse use, bool fp16, const DeviceFacts& device,
-                    int64_t spans, int64_t columns, const Launch& where) {
-  if (sm90::kBuilt && device.compute_capability == 90)
-    return sm90::launch_chunk_delta_h(args, use, fp16, device.num_sms, where);
-  const bool narrow = narrow_tiles(device.num_sms, spans * args.shape.HV, columns);
-  return launch_chunk_delta_h(args, use, fp16, narrow, where);
+Status launch_chain(const ChainArgs& args, ChainUse use, const ChainKernel& kernel,
+                    const Launch& where) {
+  if constexpr (sm90::kBuilt)
+    if (kernel.hopper)
+      return sm90::launch_chunk_delta_h(args, use, kernel.fp16, kernel.num_sms, where);
+  return launch_chunk_delta_h(args, use, kernel.fp16, kernel.narrow, where);
 }
 
 Status forward(const stage::Forward& f) {
   const stage::Call& call = f.call;
+  const ForwardKernels kernels = kernels_of(*call.plan);
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
-  if (!f.prepared) KDA_RETURN_IF_ERROR(launch_intra(call, maps));
+  if (!f.prepared) KDA_RETURN_IF_ERROR(launch_intra(call, maps, kernels));
   ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
-  const int64_t spans = f.segments.empty() ? call.problem.num_sequences : maps.map.num_spans;
-  return launch_chain(args, ChainUse::kForward, is_half(call.problem), call.plan->device, spans,
-                      call.problem.value_dim, {call.stream});
+  return launch_chain(args, ChainUse::kForward, kernels.chains, {call.stream});
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
+  const ForwardKernels kernels = kernels_of(*call.plan);
   Maps maps;
   KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
-  KDA_RETURN_IF_ERROR(launch_intra(call, maps));
+  KDA_RETURN_IF_ERROR(launch_intra(call, maps, kernels));
   ChainArgs args = delta_args(call, maps);
   args.M = scan.M;
   args.B = scan.B;
   args.skip_last = scan.skip_last;
-  const Problem& p = call.problem;
-  return launch_chain(args, ChainUse::kScan, is_half(p), call.plan->device, maps.map.num_spans,
-                      p.value_dim + p.key_dim, {call.stream});
+  return launch_chain(args, ChainUse::kScan, kernels.scan, {call.stream});
 }
 
 // Single stages, on buffers of the caller. Segments of the plan are of no concern here.
@@ -122,21 +114,22 @@ Status run_delta(const Stage& stage, ChainUse use) {
   const Problem& p = call.problem;
   const bool narrow =
       narrow_tiles(call.plan->device.num_sms, p.num_sequences * p.num_value_heads, p.value_dim);
-  return launch_chunk_delta_h(args, use, is_half(p), narrow, {call.stream});
+  return launch_chunk_delta_h(args, use, kernels_of(*call.plan).fp16, narrow, {call.stream});
 }
 
 }  // namespace
 
 Status chunk_intra(const stage::ChunkIntra& stage) {
   const stage::Call& call = stage.call;
+  const ForwardKernels kernels = kernels_of(*call.plan);
   return run_intra(stage, [&](const HeadGates<ChunkIntraArgs>& args) {
-    return launch_chunk_intra(args, is_half(call.problem), by_tokens(call), {call.stream});
+    return launch_chunk_intra(args, kernels.fp16, kernels.tokens, {call.stream});
   });
 }
 
 Status recompute_w_u(const stage::RecomputeWU& stage) {
   return run_intra(stage, [&](const HeadGates<ChunkIntraArgs>& args) {
-    return launch_recompute_w_u(args, is_half(stage.call.problem), {stage.call.stream});
+    return launch_recompute_w_u(args, kernels_of(*stage.call.plan).fp16, {stage.call.stream});
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/chain/chain.hpp"
 #include "cuda/launch/launch.hpp"
+#include "cuda/staged/kernels.hpp"
 #include "cuda/tile/chunk.hpp"
 #include "cuda/tile/factors.hpp"
 #include "kda/plan.hpp"
@@ -31,12 +32,6 @@ inline Factors factors_at(const stage::ChunkPointers& at) {
           static_cast<float*>(at[8])};
 }
 
-/// Narrow tiles of V while that gives idle SMs work. The values do not depend on it. `chains`: of
-/// `columns` columns of a state each.
-inline bool narrow_tiles(int64_t num_sms, int64_t chains, int64_t columns) {
-  return 2 * chains * ((columns + kVTile - 1) / kVTile) <= num_sms;
-}
-
 Status forward(const stage::Forward& args);
 Status segment_scan(const stage::SegmentScan& args);
 Status chunk_intra(const stage::ChunkIntra& args);
@@ -44,9 +39,8 @@ Status recompute_w_u(const stage::RecomputeWU& args);
 Status chunk_delta_h(const stage::ChunkDeltaH& args);
 Status chunk_o(const stage::ChunkO& args);
 
-/// kForward or kScan of chunk_delta_h in the form of the device, on `columns` columns of the state
-/// of each span.
-Status launch_chain(const ChainArgs& args, ChainUse use, bool fp16, const DeviceFacts& device,
-                    int64_t spans, int64_t columns, const Launch& where);
+/// kForward or kScan of chunk_delta_h by that kernel.
+Status launch_chain(const ChainArgs& args, ChainUse use, const ChainKernel& kernel,
+                    const Launch& where);
 
 }  // namespace kda::cuda::staged

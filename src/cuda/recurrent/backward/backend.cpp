@@ -42,6 +42,7 @@ void plan_backward(plan::PlanBuilder& builder) {
                 "of all windows: sums over value heads; norms, gates, steps");
   if (has_parameters(p))
     builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
+  for (const StagePlan& stage : plan.stages) builder.kernel(stage.name.c_str(), stage.name.c_str());
   const auto book = [&](const char* name, int64_t floats) {
     builder.book(name, static_cast<std::size_t>(floats), sizeof(float));
   };

@@ -10,6 +10,7 @@
 #include "cuda/rows.hpp"
 #include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/launches.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
@@ -100,10 +101,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const HeadBytes bytes = head_bytes(plan);
   const HeadGroups groups = groups_within(plan, group_bytes);
   cut(builder, groups);
-  const auto segments = static_cast<int64_t>(plan.segments.size());
-  const int64_t HV = p.num_value_heads, tiles = most_chunks(plan) * HV;
-  const int64_t chains =
-      (plan.segmented ? segments : p.num_sequences) * HV * ((p.value_dim + kVTile - 1) / kVTile);
+  const int64_t HV = p.num_value_heads;
+  const bool kept = keeps_chunks(plan);
   builder.set_intra_form(IntraForm::kTensor);
   if (groups.count > 1) {
     builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ", p.num_heads,
@@ -111,36 +110,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   } else {
     builder.reason("heads: one group, the workspace holds all of them");
   }
-  builder.stage("chunk_intra", tiles, "of each group: factors of one (chunk, value head) a task");
-  if (plan.segmented) {
-    builder.stage("segment_scan", 2 * segments * HV, "of each group: B and M of every segment");
-    builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
-    builder.stage("segment_merge", p.num_sequences * HV,
-                  "of each group: states before segments, in order");
-    builder.stage("reverse_merge", p.num_sequences * HV,
-                  "of each group: dS behind segments, right to left");
-  }
-  const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
-  const bool kept = keeps_chunks(plan);
-  if (tokens && !kept)
-    builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
-  const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
-                         p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
-                         (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
-  builder.stage("chunk_reverse", chains,
-                by_hopper ? "of each group: dS behind chunks, right to left; dv, unless Hopper's "
-                            "chunk_grad stores it"
-                          : "of each group: dS behind chunks, dv, right to left");
-  if (tokens) {
-    builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-    builder.stage("backward_gradients", pieces_of(p) * HV,
-                  by_hopper
-                      ? "of each group, unless Hopper's chunk_grad serves, which does it too: "
-                        "sums over value heads; norms, gates, steps"
-                      : "of each group: sums over value heads; norms, gates, steps");
-  }
-  if (tokens && has_parameters(p))
-    builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
+  list_backward(builder, kernels_of(plan, *builder.gradients()));
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());
   if (kept) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/recurrent/backward/cost.hpp"
+#include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/cost.hpp"
 
@@ -52,7 +53,7 @@ inline constexpr BackwardCosts kOtherBackward = {
     .minimum_step = kOtherCosts.minimum_step};
 
 inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
-  return device.compute_capability == 90 ? kSm90Backward : kOtherBackward;
+  return has_hopper_kernels(device) ? kSm90Backward : kOtherBackward;
 }
 
 inline constexpr MergeCosts kReverseMerge = {
@@ -138,8 +139,8 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const bool own =
-      in.key_dim == in.value_dim && (in.key_dim == 128 || (in.key_dim == 64 && of_each == 1));
+  // By sizes: where types and strides ask for the portable kernel, the cut is the same.
+  const bool own = has_hopper_grad(in.key_dim, in.value_dim, of_each);
   const double grad_ns = (own ? backward_costs_of(device) : kOtherBackward).gradients_ns;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
