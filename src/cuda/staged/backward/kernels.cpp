@@ -141,8 +141,7 @@ void list_chains(plan::PlanBuilder& builder, const BackwardKernels& kernels, int
   switch (kernels.chains) {
     case BackwardKernels::Chains::kPortable:
       if (kernels.errors)
-        builder.kernel("chunk_delta_h", "chunk_delta_h",
-                       makes_errors ? "" : "flags bad metadata alone");
+        builder.kernel(stage, "chunk_delta_h", makes_errors ? "" : "flags bad metadata alone");
       builder.kernel("chunk_reverse", "chunk_reverse");
       return;
     case BackwardKernels::Chains::kWgmma:
