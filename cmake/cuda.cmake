@@ -60,7 +60,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/staged/backward/both_merges_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu
   src/cuda/staged/backward/chunk_grad_sm90.cu
-  src/cuda/staged/backward/chunk_intra_half_sm90.cu
+  src/cuda/staged/backward/chunk_intra_fp16_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp 

@@ -73,7 +73,7 @@ Status make_backward_plan(const Plan& forward, const Gradients& gradients,
     KDA_RETURN_IF_ERROR(validate(BackwardProblem{forward.problem, gradients}));
     if (forward.implementation.empty())
       return Status(StatusCode::kUnsupported, cat("forward: its plan has no implementation",
-                                                  forward.requested.keep == KeepPolicy::kInputs
+                                                  forward.requested.keep == KeepPolicy::kNothing
                                                       ? ""
                                                       : " that keeps what was asked for"));
     PlanOptions wanted;

@@ -110,7 +110,7 @@ void list_scan_merge_forward(PlanBuilder& builder);
 void list_decode(PlanBuilder& builder);
 /// The reason why intra_form is not heeded, where one was asked for.
 void note_one_intra_form(PlanBuilder& builder);
-/// "inputs", "states", "keep"
+/// "nothing", "states", "chunks"
 const char* keep_name(KeepPolicy policy);
 /// `bytes` divided by the tokens and value heads of the plan's problem.
 double bytes_a_token(const Plan& plan, std::size_t bytes);

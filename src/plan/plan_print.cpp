@@ -13,7 +13,7 @@
 namespace kda {
 
 const char* plan::keep_name(KeepPolicy policy) {
-  static constexpr const char* kNames[] = {"inputs", "states", "keep"};
+  static constexpr const char* kNames[] = {"nothing", "states", "chunks"};
   return kNames[static_cast<std::size_t>(policy)];
 }
 

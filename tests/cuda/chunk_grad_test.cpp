@@ -512,13 +512,13 @@ struct Finished {
   io::Buffer dq, dk, dg;
   std::vector<float> dbeta;
   std::vector<double> sums;
-  std::vector<uint32_t> left;
+  std::vector<uint32_t> fallback;
 };
 /// Chunks and value heads that were left to the second launch.
 int64_t num_left(const Finished& x) {
   int64_t count = 0;
-  for (std::size_t i = 0; i < x.left.size(); i += cuda::kLeftWords)
-    count += (x.left[i] | x.left[i + 1]) != 0;
+  for (std::size_t i = 0; i < x.fallback.size(); i += cuda::kFallbackWords)
+    count += (x.fallback[i] | x.fallback[i + 1]) != 0;
   return count;
 }
 
@@ -541,7 +541,7 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
       call.unset(4 * size));
   const auto sums = tiles * static_cast<std::size_t>(x.K() + 1);
   call.args.sums = static_cast<double*>(call.unset(8 * sums));
-  call.args.left = static_cast<uint32_t*>(call.unset(4 * tiles * cuda::kLeftWords));
+  call.args.fallback = static_cast<uint32_t*>(call.unset(4 * tiles * cuda::kFallbackWords));
   call.args.rows = static_cast<float*>(call.unset(
       4 * std::max(call.rows(), static_cast<std::size_t>(num_blocks * cuda::kHeadSums))));
   if constexpr (cuda::sm90::kBuilt)
@@ -556,8 +556,8 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
   }
   call.memory[next++].download(out.dbeta.data(), 4 * size);
   call.memory[next++].download(out.sums.data(), 8 * sums);
-  out.left.resize(tiles * cuda::kLeftWords);
-  call.memory[next].download(out.left.data(), 4 * out.left.size());
+  out.fallback.resize(tiles * cuda::kFallbackWords);
+  call.memory[next].download(out.fallback.data(), 4 * out.fallback.size());
   return out;
 }
 
@@ -836,9 +836,9 @@ Inputs with_growth(check::GenerateOptions options, int64_t head) {
 
 /// With a value head that is left all of its group is done again.
 TEST_F(ChunkGradOnHopper, ValueHeadsThatAreLeft) {
-  for (const int64_t left : {0, 4}) {  // of two groups of three
-    const std::string what = "value head " + std::to_string(left) + " is left";
-    const Case x(with_growth(grouped(70, 2, 3, Regime::kLog), left));
+  for (const int64_t fallback : {0, 4}) {  // of two groups of three
+    const std::string what = "value head " + std::to_string(fallback) + " is fallback";
+    const Case x(with_growth(grouped(70, 2, 3, Regime::kLog), fallback));
     EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
     expect_close_on_hopper(x, what);
   }
@@ -890,9 +890,9 @@ TEST_F(ChunkGradOnHopper, PairsOfAnyLengthAndNumber) {
 }
 
 TEST_F(ChunkGradOnHopper, PairsOfWhichOneIsLeft) {
-  for (const int64_t left : {1, 2}) {
-    const std::string what = "head " + std::to_string(left) + " of 64 channels is left";
-    const Case x(with_growth(options_of(70, 3, 64, 64, Regime::kLog), left));
+  for (const int64_t fallback : {1, 2}) {
+    const std::string what = "head " + std::to_string(fallback) + " of 64 channels is fallback";
+    const Case x(with_growth(options_of(70, 3, 64, 64, Regime::kLog), fallback));
     EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
     expect_close_on_hopper(x, what);
   }

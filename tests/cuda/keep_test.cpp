@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A forward on Hopper that keeps states before chunks and errors (KeepPolicy::kKeep), and its
+// A forward on Hopper that keeps states before chunks and errors (KeepPolicy::kChunks), and its
 // backward, which reads them: against the float64 adjoint, within the bounds of a backward that
 // makes them itself; tails, lengths, states, heads, values of any size; bits that must not depend
 // on clusters or on what the memory held.
@@ -32,7 +32,7 @@ void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool m
   test::BackwardCall call(inputs, buffers.gradients, run);
   ASSERT_EQ(call.forward.implementation, "cuda.sm90.fused") << what;
   ASSERT_EQ(call.plan.plan.implementation, "cuda.sm80.staged") << what;
-  ASSERT_EQ(call.plan.plan.resolved.keep, KeepPolicy::kKeep) << what;
+  ASSERT_EQ(call.plan.plan.resolved.keep, KeepPolicy::kChunks) << what;
   test::expect_gradients_within(inputs, std::move(buffers), &call, many,
                                 inputs.problem.key_dim == 128, what);
 }
@@ -192,13 +192,13 @@ TEST_F(Keep, OutputsAreThoseOfAForwardThatKeepsNothing) {
       options.seq_lens = {130, 0, 77, 64};
       options.regime = regime;
       const Inputs inputs = check::generate(options);
-      const Kept kept = run_forward(inputs, KeepPolicy::kKeep, 132);
-      const Kept bare = run_forward(inputs, KeepPolicy::kInputs, 132);
+      const Kept kept = run_forward(inputs, KeepPolicy::kChunks, 132);
+      const Kept bare = run_forward(inputs, KeepPolicy::kNothing, 132);
       EXPECT_TRUE(test::same_bits(kept.outputs.o, bare.outputs.o)) << check::regime_name(regime);
       EXPECT_TRUE(test::same_bits(kept.outputs.final_state, bare.outputs.final_state));
       EXPECT_EQ(bare.saved.size(), 0u);
       // Every byte is written, the same with fewer clusters, which share chains.
-      const Kept again = run_forward(inputs, KeepPolicy::kKeep, 4, 0x11);
+      const Kept again = run_forward(inputs, KeepPolicy::kChunks, 4, 0x11);
       EXPECT_TRUE(test::same_bits(kept.saved, again.saved)) << check::regime_name(regime);
     }
 }
@@ -266,7 +266,7 @@ TEST_F(Keep, HeadsOfTwoGroupsHaveTheBitsThatTheyHaveAlone) {
   wanted.d_final_state = false;
   if (!runs) {
     PlanOptions keep;
-    keep.keep = KeepPolicy::kKeep;
+    keep.keep = KeepPolicy::kChunks;
     Problem p = many.problem;
     p.o = contiguous(DType::kBFloat16, {1, T, kHeads, 128});
     Plan forward;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A forward of spans in two halves: the maps of its first half say what its second half gives, and
+// A forward of spans in two phases: the maps of its first half say what its second half gives, and
 // both together are a forward from these states. A backward of spans likewise.
 #include <gtest/gtest.h>
 
@@ -181,7 +181,7 @@ struct HalvesOfBackward {
   Floats D;
 };
 
-/// A backward in two halves: d_final_state comes in between, unless D is wanted from it.
+/// A backward in two phases: d_final_state comes in between, unless D is wanted from it.
 HalvesOfBackward backward_in_halves(const Inputs& inputs, int64_t segments, bool from_final,
                                     check::GradientBuffers* buffers) {
   test::BackwardCall call(inputs, buffers->gradients,
@@ -309,7 +309,7 @@ TEST(SpanBackwardPlan, IsRefusedWhereThereIsNone) {
   const DeviceFacts gpu = gpu_facts(132, 90);
   const Gradients& all = buffers.gradients;
   EXPECT_EQ(message(all, gpu, true, 64), "");
-  EXPECT_NE(message(all, cpu_facts(), true, 64).find("no backward in two halves"),
+  EXPECT_NE(message(all, cpu_facts(), true, 64).find("no backward in two phases"),
             std::string::npos);
   EXPECT_EQ(message(all, gpu, false, 64), "spans: needs lengths that are known");
   Gradients without = all;
@@ -333,8 +333,8 @@ TEST(SpanHalvesPlan, IsRefusedWhereThereIsNone) {
     return make_plan(problem, inputs.cu_seqlens, device, options, &plan).message();
   };
   const std::string refused = message(stateless, cpu_facts(), "");
-  EXPECT_NE(refused.find("has no forward in two halves"), std::string::npos) << refused;
-  EXPECT_NE(message(stateless, gpu_facts(132, 90), "staged").find("no forward in two halves"),
+  EXPECT_NE(refused.find("has no forward in two phases"), std::string::npos) << refused;
+  EXPECT_NE(message(stateless, gpu_facts(132, 90), "staged").find("no forward in two phases"),
             std::string::npos);
   Problem with_states = inputs.problem;
   check::make_outputs(&with_states, DType::kBFloat16);

@@ -106,7 +106,7 @@ Case random_case(Choices& c, int32_t capability) {
   if (x.options.context_parallel == SegmentPolicy::kFixed) x.options.num_segments = 4;
   if (c.one_in(4)) x.options.backend = c.of({"sm80.staged", "recurrent"});
   if (c.one_in(6)) x.options.intra_form = IntraForm::kToken;
-  if (c.one_in(4)) x.options.keep = KeepPolicy::kKeep;
+  if (c.one_in(4)) x.options.keep = KeepPolicy::kChunks;
   x.device = gpu_facts(c.of({8, 78, 132, 132}), capability);
 
   Gradients& g = x.gradients;
@@ -149,7 +149,7 @@ std::string text_of(const Case& x) {
   if (p.scale) text += cat(" scale=", *p.scale);
   text +=
       cat(p.initial_state ? " S0" : "", p.final_state ? " S1" : "",
-          x.options.keep == KeepPolicy::kKeep ? " keep" : "",
+          x.options.keep == KeepPolicy::kChunks ? " keep" : "",
           x.options.intra_form == IntraForm::kToken ? " tokens" : "",
           " policy=", static_cast<int>(x.options.context_parallel), " backend=", x.options.backend,
           " SMs=", x.device.num_sms, " |", row_text("d_o", g.d_o, p.value_dim));
@@ -260,7 +260,7 @@ class Launches : public ::testing::Test {
   template <class See>
   void run_spans(const Case& x, See&& see) const {
     PlanOptions options = x.options;
-    options.keep = KeepPolicy::kInputs;
+    options.keep = KeepPolicy::kNothing;
     Addresses at;
     Problem p = x.problem;
     Plan forward;

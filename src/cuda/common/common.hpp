@@ -20,7 +20,7 @@ bool has_device_flags(const Plan& plan);
 /// Books the maps of sequences and segments, and the flags of bad metadata.
 void book_maps(plan::PlanBuilder& builder);
 
-/// Parts of V: halves go to two SMs while that fills idle ones.
+/// Parts of V: each of two goes to an SM of its own while that fills idle ones.
 int64_t v_splits(const Plan& plan);
 
 /// Chunks of 64 tokens in the batch: exact with known lengths, else at most.

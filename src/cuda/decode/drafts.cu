@@ -65,9 +65,9 @@ __device__ inline void write_flags(const DraftArgs& a) {
   bool bad_parent = false, many = false;
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     if (slots_of(a, n).skip) continue;
-    const Span span = decode::tokens_of(a, n);
-    many |= span.end - span.begin > S;
-    for (int64_t i = 1; a.parents && i < min(S, span.end - span.begin); ++i) {
+    const TokenRange tokens = decode::tokens_of(a, n);
+    many |= tokens.end - tokens.begin > S;
+    for (int64_t i = 1; a.parents && i < min(S, tokens.end - tokens.begin); ++i) {
       if (a.parents[n * S + i] < 0) break;
       bad_parent |= !has_parent(a, n, i);
     }

@@ -120,7 +120,7 @@ std::string decline_keep(const Problem& p) {
 }
 
 std::string defer(const registry::Request& request) {
-  if (request.options.keep == KeepPolicy::kKeep) return {};  // no other row keeps
+  if (request.options.keep == KeepPolicy::kChunks) return {};  // no other row keeps
   if (plan::asks_for_segments(request.options)) return "context_parallel asks for segments";
   if (request.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const Problem& p = request.problem;
@@ -260,14 +260,14 @@ void keep_whole(plan::PlanBuilder& builder) {
 }
 
 void cut(plan::PlanBuilder& builder) {
-  if (builder.requested().keep == KeepPolicy::kKeep) return keep_whole(builder);
+  if (builder.requested().keep == KeepPolicy::kChunks) return keep_whole(builder);
   plan::asks_for_segments(builder.requested()) ? cut_as_asked(builder)
                                                : cut_where_it_gains(builder);
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  const bool keeps = builder.requested().keep == KeepPolicy::kKeep;
+  const bool keeps = builder.requested().keep == KeepPolicy::kChunks;
   if (plan.lengths_known) cut(builder);
   if (keeps) staged::save_chunks(builder);
   const bool one_pass = joins_in_one_pass(plan);

@@ -25,7 +25,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   __syncwarp();
   if (warp < 4) {  // consumer
     set_registers<kConsumerRegisters<kK>>();
-    KeepingContext<kK, __nv_bfloat16, Operand> context(a);
+    ChunkKeepingContext<kK, __nv_bfloat16, Operand> context(a);
     run_consumer(context, storage, scheduler, warp);
   } else {  // producer
     set_registers<kProducerRegisters<kK>>();

@@ -16,7 +16,7 @@ bool has_fp16_operands(const Problem& problem) {
 Kernels kernels_of(const Plan& plan) {
   return {.fp16_operands = has_fp16_operands(plan.problem),
           .head_gate = has_head_gate(plan.problem),
-          .keeps = plan.resolved.keep == KeepPolicy::kKeep};
+          .keeps = plan.resolved.keep == KeepPolicy::kChunks};
 }
 
 namespace {

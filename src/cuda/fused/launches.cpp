@@ -152,7 +152,7 @@ void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) 
 
 /// An empty schedule: each sequence as it is. `apart`: transitions at its end that the scheduler
 /// does not spread over clusters.
-Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int64_t apart,
+Status launch(const stage::Call& call, const SequenceMaps& maps, Schedule schedule, int64_t apart,
               FusedPrefillArgs* args) {
   std::vector<int64_t> words;
   if ((args->num_units = schedule.size()) > 0) {
@@ -168,8 +168,8 @@ Status launch(const stage::Call& call, const Maps& maps, Schedule schedule, int6
 
 /// A forward that keeps states before chunks and errors for its backward.
 Status keep(const stage::Call& call) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
   sm90::KeepArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -186,8 +186,8 @@ Status keep(const stage::Call& call) {
 
 Status forward(const stage::Forward& f) {
   if (kernels_of(*f.call.plan).keeps) return keep(f.call);
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(f.call, f.segments, f.prepared, &maps));
   FusedPrefillArgs args;
   set_inputs(f.call, maps, &args);
   set_outputs(f.call, maps, &args);
@@ -200,11 +200,11 @@ Status forward(const stage::Forward& f) {
 
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
-  Maps maps;
+  SequenceMaps maps;
   // Neither a scan with outputs nor a kernel after it reads maps, but for what it flags.
   const std::span<const Segment> mapped = scan.Qt ? std::span<const Segment>() : scan.segments;
   const bool unread = scan.Qt && !find<int32_t>(call, block::kDeviceFlags);
-  KDA_RETURN_IF_ERROR(make_maps(call, mapped, unread, &maps));
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, mapped, unread, &maps));
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -231,8 +231,8 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
   args.begun = true;
   args.most_segments = most_behind_first(*call.plan);
   if (args.most_segments < 2) return {};
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, true, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, true, &maps));
   args.shape = shape_of(call.problem);
   args.map = maps.map;
   args.segment_offsets = offsets_behind_first(call);
@@ -251,8 +251,8 @@ Status segment_merge(const stage::SegmentMerge& merge) {
 Status segment_correct(const stage::SegmentCorrect& correct) {
   const stage::Call& call = correct.call;
   const Problem& p = call.problem;
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, true, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, true, &maps));
   sm90::SegmentCorrectArgs args;
   args.shape = shape_of(p);
   args.map = maps.map;

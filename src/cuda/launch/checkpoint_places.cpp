@@ -6,8 +6,8 @@
 namespace kda::cuda {
 
 Status place_checkpoints(const stage::Call& call, int32_t* places) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
   return launch_checkpoint_places(
       {maps.map, call.problem.checkpoint_every, call.problem.first_slot,
        call.tensors.checkpoint_offsets, call.tensors.checkpoint_indices, places},

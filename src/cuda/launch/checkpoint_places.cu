@@ -12,8 +12,8 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     places_kernel(const __grid_constant__ CheckpointPlacesArgs a) {
   const int64_t n = blockIdx.x, first = checkpoints_before(a.map, a.every, n);
-  const Span span = sequence_span(a.map, n);
-  const int64_t count = (span.end - span.begin) / a.every, offset = a.offsets[n];
+  const TokenRange tokens = sequence_range(a.map, n);
+  const int64_t count = (tokens.end - tokens.begin) / a.every, offset = a.offsets[n];
   const bool none = offset <= 0 || a.slots[n] < a.first_slot;
   const bool bad = !none && (offset % a.every != 0 || offset > count * a.every);
   // A bad one is flagged by the kernel that finds its slot outside of the buffer.

@@ -13,7 +13,7 @@ namespace {
 Element element_of(DType dtype) { return static_cast<Element>(static_cast<int32_t>(dtype)); }
 static_assert(static_cast<int>(Element::kBFloat16) == static_cast<int>(DType::kBFloat16));
 static_assert(static_cast<int>(Element::kFloat16) == static_cast<int>(DType::kFloat16));
-static_assert(sizeof(Span) == sizeof(Segment) && sizeof(Span) == 3 * sizeof(int64_t));
+static_assert(sizeof(TokenRange) == sizeof(Segment) && sizeof(TokenRange) == 3 * sizeof(int64_t));
 
 }  // namespace
 
@@ -81,8 +81,8 @@ StateView initial_view(const Problem& p, const Tensors& t) {
                     p.initial_state_mask ? t.initial_state_mask : nullptr);
 }
 
-Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                 Maps* maps) {
+Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
+                          SequenceMaps* maps) {
   const Plan& plan = *call.plan;
   const Problem& p = call.problem;
   const Launch launch{call.stream};
@@ -116,15 +116,15 @@ Status make_maps(const stage::Call& call, std::span<const Segment> segments, boo
   }
   if (!segments.empty()) {
     maps->segment_offsets = piece(plan.segment_offsets.data(), N + 1);
-    maps->map.num_spans = static_cast<int64_t>(segments.size());
+    maps->map.num_segments = static_cast<int64_t>(segments.size());
     maps->map.segments =
-        reinterpret_cast<const Span*>(piece(segments.data(), 3 * maps->map.num_spans));
+        reinterpret_cast<const TokenRange*>(piece(segments.data(), 3 * maps->map.num_segments));
   }
   maps->launched = !prepared && pieces.pieces > 0;
   return prepared ? Status{} : launch_upload(words, pieces, launch);
 }
 
-Launch launch_after(const stage::Call& call, const Maps& maps) {
+Launch launch_after(const stage::Call& call, const SequenceMaps& maps) {
   return {call.stream, maps.launched && call.plan->device.compute_capability >= 90};
 }
 

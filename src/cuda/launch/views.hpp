@@ -22,7 +22,7 @@ Shape shape_of(const Problem& p);
 StateView initial_view(const Problem& p, const Tensors& t);
 
 /// The maps of a call, uploaded or made on the device in the workspace.
-struct Maps {
+struct SequenceMaps {
   SequenceMap map;
   const int64_t* segment_offsets = nullptr;
   int32_t* flags = nullptr;       ///< null: no device metadata to flag
@@ -32,16 +32,16 @@ struct Maps {
 
 /// Launches what makes the maps: nothing for a plain batch; one kernel for cu_seqlens or segments
 /// (a few for thousands of sequences). `prepared`: an earlier stage of this run() has made them.
-Status make_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
-                 Maps* maps);
+Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
+                          SequenceMaps* maps);
 
 /// Launches a kernel that itself waits for those before it (ptx/pdl.cuh): with PDL behind one of
 /// `maps`.
-Launch launch_after(const stage::Call& call, const Maps& maps);
+Launch launch_after(const stage::Call& call, const SequenceMaps& maps);
 
 /// The members that kernels of tokens share: shape, map, q, k, v, g, beta, gate.
 template <class Args>
-void set_inputs(const stage::Call& call, const Maps& maps, Args* args) {
+void set_inputs(const stage::Call& call, const SequenceMaps& maps, Args* args) {
   const Problem& p = call.problem;
   const Tensors& t = call.tensors;
   args->shape = shape_of(p);
@@ -70,7 +70,7 @@ HeadGates<Args> with_head_gates(const Problem& p, const Args& args) {
 
 /// Those of a forward: o, initial and final states, checkpoints, flags.
 template <class Args>
-void set_outputs(const stage::Call& call, const Maps& maps, Args* args) {
+void set_outputs(const stage::Call& call, const SequenceMaps& maps, Args* args) {
   const Problem& p = call.problem;
   const Tensors& t = call.tensors;
   args->o = row_view(p.o, t.o);

@@ -17,7 +17,7 @@
 namespace kda::cuda {
 namespace {
 
-RecurrentArgs recurrent_args(const stage::Call& call, const Maps& maps) {
+RecurrentArgs recurrent_args(const stage::Call& call, const SequenceMaps& maps) {
   RecurrentArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -30,8 +30,8 @@ Status launch(const Problem& p, const RecurrentArgs& args, void* stream) {
 }
 
 /// Maps of packed sequences whose lengths the kernel reads itself.
-Maps one_row(const stage::Call& call) {
-  Maps maps;
+SequenceMaps one_row(const stage::Call& call) {
+  SequenceMaps maps;
   maps.map.num_sequences = call.problem.num_sequences;
   maps.map.num_tokens = call.problem.num_tokens;
   maps.flags =
@@ -44,8 +44,8 @@ Maps one_row(const stage::Call& call) {
 namespace recurrent {
 
 Status forward(const stage::Forward& f) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(f.call, f.segments, f.prepared, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(f.call, f.segments, f.prepared, &maps));
   RecurrentArgs args = recurrent_args(f.call, maps);
   args.states_in = span_states(f.call.problem, f.states_in, f.call.problem.value_dim);
   return launch(f.call.problem, args, f.call.stream);
@@ -56,13 +56,13 @@ Status decode(const stage::Decode& d) {
   const Problem& p = d.call.problem;
   const Tensors& t = d.call.tensors;
   DecodeArgs args;
-  Maps maps;
+  SequenceMaps maps;
   if (p.cu_seqlens && !plan.lengths_known) {
     args.lengths = t.cu_seqlens;
     args.wide_lengths = p.cu_seqlens == DType::kInt64;
     maps = one_row(d.call);
   } else {
-    KDA_RETURN_IF_ERROR(make_maps(d.call, {}, false, &maps));
+    KDA_RETURN_IF_ERROR(make_sequence_maps(d.call, {}, false, &maps));
   }
   set_inputs(d.call, maps, &args);
   args.o = row_view(p.o, t.o);
@@ -89,8 +89,8 @@ Status decode(const stage::Decode& d) {
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(scan.call, scan.segments, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(scan.call, scan.segments, false, &maps));
   RecurrentArgs args = recurrent_args(scan.call, maps);
   const Problem& p = scan.call.problem;
   args.M = span_states(p, scan.M, p.key_dim);

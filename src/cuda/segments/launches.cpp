@@ -15,8 +15,8 @@ namespace kda::cuda {
 
 Status segment_merge(const stage::SegmentMerge& merge) {
   const stage::Call& call = merge.call;
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, merge.segments, merge.prepared, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
   SegmentMergeArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;

@@ -31,7 +31,7 @@ Factors factors_of(const stage::Call& call) {
   return factors_at(at);
 }
 
-HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const Maps& maps,
+HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps,
                                      const Factors& factors) {
   ChunkIntraArgs args;
   set_inputs(call, maps, &args);
@@ -40,12 +40,13 @@ HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const Maps& maps,
   return with_head_gates(call.problem, args);
 }
 
-Status launch_intra(const stage::Call& call, const Maps& maps, const ForwardKernels& kernels) {
+Status launch_intra(const stage::Call& call, const SequenceMaps& maps,
+                    const ForwardKernels& kernels) {
   return launch_chunk_intra(intra_args(call, maps, factors_of(call)), kernels.fp16, kernels.tokens,
                             {call.stream});
 }
 
-ChainArgs delta_args(const stage::Call& call, const Maps& maps) {
+ChainArgs delta_args(const stage::Call& call, const SequenceMaps& maps) {
   ChainArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
@@ -67,8 +68,8 @@ Status launch_chain(const ChainArgs& args, ChainUse use, const ChainKernel& kern
 Status forward(const stage::Forward& f) {
   const stage::Call& call = f.call;
   const ForwardKernels kernels = kernels_of(*call.plan);
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, f.segments, f.prepared, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, f.segments, f.prepared, &maps));
   if (!f.prepared) KDA_RETURN_IF_ERROR(launch_intra(call, maps, kernels));
   ChainArgs args = delta_args(call, maps);
   args.states_in = f.states_in;
@@ -78,8 +79,8 @@ Status forward(const stage::Forward& f) {
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
   const ForwardKernels kernels = kernels_of(*call.plan);
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, scan.segments, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, scan.segments, false, &maps));
   KDA_RETURN_IF_ERROR(launch_intra(call, maps, kernels));
   ChainArgs args = delta_args(call, maps);
   args.M = scan.M;
@@ -95,8 +96,8 @@ namespace {
 /// chunk_intra and recompute_w_u: `launch` gets the arguments.
 template <class Stage, class LaunchIntra>
 Status run_intra(const Stage& stage, LaunchIntra&& launch) {
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(stage.call, {}, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(stage.call, {}, false, &maps));
   return launch(intra_args(stage.call, maps, factors_at(stage::chunk_pointers(stage.buffers))));
 }
 
@@ -104,8 +105,8 @@ Status run_intra(const Stage& stage, LaunchIntra&& launch) {
 template <class Stage>
 Status run_delta(const Stage& stage, ChainUse use) {
   const stage::Call& call = stage.call;
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
   ChainArgs args = delta_args(call, maps);
   args.factors = factors_at(stage::chunk_pointers(stage.buffers));
   args.h = stage.buffers.h;

@@ -20,7 +20,7 @@ namespace {
 std::string decline_keep(const Problem&) { return {}; }
 
 void plan_backward(plan::PlanBuilder& builder) {
-  builder.set_keep(KeepPolicy::kInputs);
+  builder.set_keep(KeepPolicy::kNothing);
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   const BackwardSizes sizes = backward_sizes(plan);

@@ -79,9 +79,9 @@ __device__ inline Unit unit_of(const Args& a, int64_t window) {
   unit.head = blockIdx.x / tiles % HV;
   unit.q_head = q_head_of(a, unit.head, HV);
   unit.sequence = blockIdx.x / tiles / HV;
-  const Span span = sequence_span(a.map, unit.sequence);
-  unit.begin = span.begin;
-  unit.length = span.end - span.begin;
+  const TokenRange tokens = sequence_range(a.map, unit.sequence);
+  unit.begin = tokens.begin;
+  unit.length = tokens.end - tokens.begin;
   unit.chunks = (unit.length + kTokens - 1) / kTokens;
   unit.low = window * a.sizes.window;
   // The last window also has the empty sequences behind the last token.

@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t token = unit.low + int64_t{blockIdx.x / HV} * kTokens;
   if (threadIdx.x < kTokens) {
     const int64_t t = token + threadIdx.x, n = sequence_at(a, t);
-    const bool begins = n >= 0 && (t - sequence_span(a.map, n).begin) % kTokens == 0;
+    const bool begins = n >= 0 && (t - sequence_range(a.map, n).begin) % kTokens == 0;
     shared.sequence[threadIdx.x] = begins ? n : -1;
   }
   __syncthreads();
@@ -280,8 +280,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < kTokens; ++i) {
     unit.sequence = shared.sequence[i];
     if (unit.sequence < 0) continue;
-    const Span span = sequence_span(a.map, unit.sequence);
-    unit.begin = span.begin, unit.length = span.end - span.begin;
+    const TokenRange tokens = sequence_range(a.map, unit.sequence);
+    unit.begin = tokens.begin, unit.length = tokens.end - tokens.begin;
     chunk_grad<kK, kBV>(a, unit, token + i, shared);
     __syncthreads();  // before the next one
   }

@@ -22,7 +22,7 @@ __device__ __forceinline__ double sum_of_lanes(double x) {
 __device__ inline int64_t sequence_of(const BackwardArgs& a, int64_t first, int64_t t) {
   const int64_t n = sequence_at(a, t);
   if (n < 0) return -1;
-  const int64_t chunk = t - (t - sequence_span(a.map, n).begin) % kTokens;
+  const int64_t chunk = t - (t - sequence_range(a.map, n).begin) % kTokens;
   return chunk >= first && chunk < first + kPieceTokens ? n : -1;
 }
 

@@ -13,7 +13,7 @@
 
 namespace kda::cuda {
 
-void set_gradients(const stage::Backward& b, const Maps& maps, BackwardArgs* args) {
+void set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
   const stage::Call& call = b.call;
   const Problem& p = call.problem;
   const Gradients& g = b.gradients;
@@ -52,8 +52,8 @@ namespace recurrent {
 
 Status backward(const stage::Backward& b) {
   const stage::Call& call = b.call;
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(call, {}, false, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
   BackwardArgs args;
   set_gradients(b, maps, &args);
   args.sizes = backward_sizes(*call.plan);

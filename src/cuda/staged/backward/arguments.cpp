@@ -73,9 +73,9 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t firs
     at[i] = next;
     next += static_cast<std::size_t>(args.shape.HV) * bytes.buffers.*stage::kChunkBuffers[i].bytes;
   }
-  auto* left =
-      reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(args.rows) +
-                                  static_cast<std::size_t>(args.shape.HV) * bytes.before_left());
+  auto* fallback = reinterpret_cast<uint32_t*>(reinterpret_cast<char*>(args.rows) +
+                                               static_cast<std::size_t>(args.shape.HV) *
+                                                   bytes.before_fallback());
   const auto kept_or = [&](const char* saved, const char* made, std::size_t head) -> void* {
     char* kept =
         call.tensors.saved
@@ -83,14 +83,15 @@ Blocks blocks_of(const stage::Call& call, const BackwardArgs& args, int64_t firs
             : nullptr;
     return kept ? kept + static_cast<std::size_t>(first_value_head) * head : block(made);
   };
-  return {factors_at(at),
-          kept_or(block::kKeptChunkStates, block::kChunkStates, bytes.buffers.h),
-          block(block::kChunkDStates),
-          kept_or(block::kKeptErrors, block::kBackwardErrors, bytes.buffers.vn),
-          block(block::kBackwardDz),
-          call.plan->resolved.keep == KeepPolicy::kKeep,
-          left,
-          left + static_cast<std::size_t>(args.shape.HV) * bytes.left / (2 * sizeof(uint32_t))};
+  return {
+      factors_at(at),
+      kept_or(block::kKeptChunkStates, block::kChunkStates, bytes.buffers.h),
+      block(block::kChunkDStates),
+      kept_or(block::kKeptErrors, block::kBackwardErrors, bytes.buffers.vn),
+      block(block::kBackwardDz),
+      call.plan->resolved.keep == KeepPolicy::kChunks,
+      fallback,
+      fallback + static_cast<std::size_t>(args.shape.HV) * bytes.fallback / (2 * sizeof(uint32_t))};
 }
 
 StateView segment_states(const Group& group, float* base) {
@@ -139,13 +140,13 @@ ReverseArgs D_over(const Group& group, const SequenceMap& map) {
 
 }  // namespace
 
-SegmentBlocks segments_of(const stage::Call& call, const Maps& maps) {
+SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps) {
   SegmentBlocks segments;
   if (!call.plan->segmented) return segments;
   const auto block = [&](std::string_view name) {
     return plan::find_block(*call.plan, call.workspace, name);
   };
-  segments.count = maps.map.num_spans;
+  segments.count = maps.map.num_segments;
   segments.offsets = maps.segment_offsets;
   auto* words = static_cast<int64_t*>(block(block::kSegmentSequences));
   segments.sequences = maps.map;
@@ -261,7 +262,7 @@ FinishedGradArgs grad_arguments(const Group& group) {
   grad.dq = args.dq, grad.dk = args.dk, grad.dg = args.dg, grad.dbeta = args.dbeta;
   if (group.kernels.grad_stores_dv) grad.dv = args.dv;
   grad.sums = args.sums;
-  grad.left = blocks.left;
+  grad.fallback = blocks.fallback;
   return grad;
 }
 

@@ -20,9 +20,9 @@ namespace kda::cuda::staged {
 struct Blocks {
   Factors factors;
   void *h, *dh, *errors, *dz;
-  bool kept;         ///< h and errors are the forward's, in `saved`
-  uint32_t* left;    ///< behind the factors and the rows
-  uint32_t* left_2;  ///< of the second phase
+  bool kept;             ///< h and errors are the forward's, in `saved`
+  uint32_t* fallback;    ///< behind the factors and the rows
+  uint32_t* fallback_2;  ///< of the second phase
 };
 
 /// What segments add; without any `count` is 0.
@@ -35,7 +35,7 @@ struct SegmentBlocks {
   float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
   float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
 };
-SegmentBlocks segments_of(const stage::Call& call, const Maps& maps);
+SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps);
 
 /// A group of heads, which is a problem of its own: its tensors begin further on.
 struct Group {

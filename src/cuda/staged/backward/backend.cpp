@@ -32,21 +32,21 @@ std::string decline_gradients(const Gradients& g) {
   return decline_alignment("d_o", *g.d_o, 16);
 }
 
-bool keeps_chunks(const Plan& plan) { return plan.requested.keep == KeepPolicy::kKeep; }
+bool keeps_chunks(const Plan& plan) { return plan.requested.keep == KeepPolicy::kChunks; }
 
 /// It reads what a forward keeps, whatever the problem.
 std::string decline_keep(const Problem&) { return {}; }
 
 void plan_backward(plan::PlanBuilder& builder) {
-  plan_backward_within(builder, builder.requested().spans ? kSpanBytes : kGroupBytes);
+  plan_backward_within(builder, builder.requested().spans ? kTwoPhaseBytes : kGroupBytes);
 }
 
-/// A workspace in two halves holds all heads.
-std::string decline_halves(const Plan& plan) {
+/// A workspace in two phases holds all heads.
+std::string decline_phases(const Plan& plan) {
   if (keeps_chunks(plan))
     return "the forward keeps states and errors of chunks, of whole sequences";
   if (groups_of(plan).count == 1) return {};
-  return cat("all heads at once would need more than ", kSpanBytes / 1e9, " GB");
+  return cat("all heads at once would need more than ", kTwoPhaseBytes / 1e9, " GB");
 }
 
 /// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
@@ -90,7 +90,7 @@ void save_chunks(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const StageSizes bytes = head_bytes(plan).buffers;
   const auto heads = static_cast<std::size_t>(plan.problem.num_value_heads);
-  builder.set_keep(KeepPolicy::kKeep);
+  builder.set_keep(KeepPolicy::kChunks);
   builder.save(block::kKeptChunkStates, heads, bytes.h);
   builder.save(block::kKeptErrors, heads, bytes.vn);
 }
@@ -154,7 +154,7 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .device_checks = &kDeviceChecks,
                                                   .decline_keep = decline_keep},
                                          .backward = if_built<backward>(),
-                                         .decline_halves = decline_halves,
+                                         .decline_phases = decline_phases,
                                          .begin = if_built<span_backward_begin>(),
                                          .finish = if_built<span_backward_finish>()};
 

@@ -11,7 +11,7 @@ namespace kda::cuda::staged {
 void plan_backward_within(plan::PlanBuilder& builder, double group_bytes);
 
 /// Books in `saved` the states before chunks and the errors, of all value heads
-/// (KeepPolicy::kKeep).
+/// (KeepPolicy::kChunks).
 void save_chunks(plan::PlanBuilder& builder);
 
 /// Value heads of a group of the backward, whose tiles lie together in these blocks.

@@ -18,8 +18,8 @@ struct FinishedGradArgs : ChunkGradArgs {
   RowView dv;                 ///< which is dZ; no base: not wanted, or the chains have stored it
   /// [chunk of the batch, HV, K + 1]: ddt_bias and dA_log of a chunk; null: not wanted.
   double* sums = nullptr;
-  /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.
-  uint32_t* left = nullptr;
+  /// Workspace, kFallbackWords of each chunk and value head: which fall back to the second launch.
+  uint32_t* fallback = nullptr;
   /// Set by the launch.
   unsigned tiles = 0;       ///< chunks and value heads
   unsigned zero = 0;        ///< which the compiler does not know
@@ -32,9 +32,9 @@ namespace sm90 {
 /// K = V = 128, or K = V = 64 and a value head a q/k head; q, k, g, d_o, dq, dk, dg of bf16 with
 /// rows that begin at multiples of 16 bytes, dv the same or none.
 ///
-/// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those
-/// with plain betas near 0, to the second, which has the sums of the other GPUs' kernel. `rows` is
-/// for these.
+/// Two launches. Chunks fall back from the first whose decays go beyond the range of its anchors,
+/// and those with plain betas near 0, to the second, which has the sums of the other GPUs' kernel.
+/// `rows` is for these.
 Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& launch);
 
 }  // namespace sm90

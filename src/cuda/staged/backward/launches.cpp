@@ -17,7 +17,7 @@
 #include "cuda/staged/backward/chunk_delta_h_errors.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/chunk_grad_sm90.hpp"
-#include "cuda/staged/backward/chunk_intra_half_sm90.hpp"
+#include "cuda/staged/backward/chunk_intra_fp16_sm90.hpp"
 #include "cuda/staged/backward/finish.hpp"
 #include "cuda/staged/backward/reverse.hpp"
 #include "cuda/staged/backward/reverse_merge.hpp"
@@ -42,7 +42,7 @@ struct Stream {
 Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
-    return sm90::launch_chunk_intra_half(args, on.after);
+    return sm90::launch_chunk_intra_fp16(args, on.after);
   return launch_chunk_intra(args, /*fp16=*/false, /*tokens=*/false, on.after);
 }
 
@@ -72,11 +72,12 @@ Status run_merges(const Group& group, const Stream& on) {
 /// gates, and d_initial_state, or D, where next to nothing reached it.
 Status run_fp16_chains(const Group& group, const ChainArgs* errors, const ReverseArgs& reverse,
                        const Stream& on) {
-  uint32_t* left = group.kernels.may_fall_back ? group.blocks.left : nullptr;
-  KDA_RETURN_IF_ERROR(sm90::launch_half_chains(errors, reverse, group.args.v, left, on.early));
-  if (!left) return {};
-  KDA_RETURN_IF_ERROR(sm90::launch_left_chunk_intra(intra_arguments(group), left, on.after));
-  return sm90::launch_left_chains(errors, reverse, left, on.after);
+  uint32_t* fallback = group.kernels.may_fall_back ? group.blocks.fallback : nullptr;
+  KDA_RETURN_IF_ERROR(sm90::launch_fp16_chains(errors, reverse, group.args.v, fallback, on.early));
+  if (!fallback) return {};
+  KDA_RETURN_IF_ERROR(
+      sm90::launch_fallback_chunk_intra(intra_arguments(group), fallback, on.after));
+  return sm90::launch_fallback_chains(errors, reverse, fallback, on.after);
 }
 
 /// Errors from left to right, null: not wanted, and dS from right to left. Neither needs anything
@@ -100,12 +101,12 @@ Status run_chains_again(const Group& group, const ReverseArgs& reverse, const St
     return run_chains(group, nullptr, reverse, on);
   const Blocks& blocks = group.blocks;
   KDA_RETURN_IF_ERROR(
-      sm90::launch_half_chains(nullptr, reverse, group.args.v, blocks.left_2, on.after));
+      sm90::launch_fp16_chains(nullptr, reverse, group.args.v, blocks.fallback_2, on.after));
   KDA_RETURN_IF_ERROR(
-      sm90::launch_left_chunk_intra(intra_arguments(group), blocks.left_2, on.after));
+      sm90::launch_fallback_chunk_intra(intra_arguments(group), blocks.fallback_2, on.after));
   const ChainArgs errors = errors_arguments(group);
-  KDA_RETURN_IF_ERROR(sm90::launch_left_chains(&errors, reverse, blocks.left_2, on.after));
-  return sm90::launch_left_chains(nullptr, reverse, blocks.left, on.after);
+  KDA_RETURN_IF_ERROR(sm90::launch_fallback_chains(&errors, reverse, blocks.fallback_2, on.after));
+  return sm90::launch_fallback_chains(nullptr, reverse, blocks.fallback, on.after);
 }
 
 Status run_grad(const Group& group, const Stream& on) {
@@ -176,8 +177,8 @@ template <class Run>
 Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
   const Plan& plan = *b.call.plan;
   const BackwardKernels kernels = kernels_of(plan, b.gradients);
-  Maps maps;
-  KDA_RETURN_IF_ERROR(make_maps(b.call, plan.segments, prepared, &maps));
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(b.call, plan.segments, prepared, &maps));
   BackwardArgs given;
   set_gradients(b, maps, &given);
   HeadGates<BackwardArgs> all = with_head_gates(b, given);

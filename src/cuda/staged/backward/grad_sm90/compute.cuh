@@ -10,9 +10,9 @@
 
 namespace kda::cuda::sm90::grad {
 
-template <GateMode kMode, class W>
-__device__ __forceinline__ void run_chunk(const W& c) {
-  constexpr bool kPair = W::kHeads == 2, kSeveral = kSeveralAnchors<kMode>;
+template <GateMode kMode, class C>
+__device__ __forceinline__ void run_chunk(const C& c) {
+  constexpr bool kPair = C::kHeads == 2, kSeveral = kSeveralAnchors<kMode>;
   auto& s = c.s;
   const Factors& factors = c.factors();
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   find_factors(c);
   find_decays<kMode>(c, d);
   c.sync();
-  c.template stay<50>();
+  c.template fence<Fence::kBeforePairs>();
   ptx::wgmma_wait<1>();
   ptx::fence_operands(pairs);
   if constexpr (kPair) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void run_chunk(const W& c) {
   c.sync();
 
   const float2 states = multiply_states(c);
-  c.template stay<51>();
+  c.template fence<Fence::kBeforeQueries>();
   ptx::wgmma_wait<0>();
   ptx::fence_operands(queries);
   ptx::mbarrier_arrive(s.d_o_empty);
@@ -94,9 +94,9 @@ __device__ __forceinline__ void run_chunk(const W& c) {
 }
 
 template <GateMode kMode, Heads kHeads>
-__device__ __forceinline__ void run_workers(const FinishedGradArgs& a,
+__device__ __forceinline__ void run_compute(const FinishedGradArgs& a,
                                             Shared<kCountOf<kHeads>>& s) {
-  Worker<kCountOf<kHeads>> c(a, s);
+  ComputeContext<kCountOf<kHeads>> c(a, s);
   const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
   for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Chunks that were left: the sums of grad/, whose rows the same block takes back through norms,
+// Chunks that fell back: the sums of grad/, whose rows the same block takes back through norms,
 // gates and steps. The value heads of a q/k head share its dq and dk, so all of them are done again
-// where one was left.
+// where one fell back.
 #pragma once
 
 #include "cuda/recurrent/backward/gates.cuh"
@@ -153,13 +153,13 @@ __device__ __forceinline__ void run_value_heads(const FinishedGradArgs& a, unsig
 }
 
 /// A block looks at every gridDim.x-th chunk and q/k head, kThreads of them at once.
-__device__ __forceinline__ void run_left(const FinishedGradArgs& a) {
+__device__ __forceinline__ void run_fallback(const FinishedGradArgs& a) {
   using cuda::grad::kThreads;
   const unsigned group = a.shape.group.value, units = a.tiles / group;
   const auto is_left = [&](unsigned unit) {
     uint32_t any = 0;
-    for (unsigned i = 0; unit < units && i < kLeftWords * group; ++i)
-      any |= a.left[unit * group * kLeftWords + i];
+    for (unsigned i = 0; unit < units && i < kFallbackWords * group; ++i)
+      any |= a.fallback[unit * group * kFallbackWords + i];
     return any != 0;
   };
 #pragma unroll 1

@@ -13,7 +13,7 @@
 #include "cuda/chain/chain.cuh"
 #include "cuda/ptx/math.cuh"
 
-namespace kda::cuda::sm90::half {
+namespace kda::cuda::sm90::fp16_chain {
 
 constexpr int kTargetExponent = -3;  // of the largest number after a rescale
 constexpr int kFarthest = 120;       // powers of two: a scale and its inverse are normal floats
@@ -156,4 +156,4 @@ __device__ __forceinline__ void round_tokens(const float (&x)[kTokenTiles][4], f
     }
 }
 
-}  // namespace kda::cuda::sm90::half
+}  // namespace kda::cuda::sm90::fp16_chain
