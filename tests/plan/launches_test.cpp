@@ -227,15 +227,16 @@ class Launches : public ::testing::Test {
   template <class See>
   void for_each(See&& see) const {
     Choices choices(7);
-    for (int i = 0; i < 300; ++i) {
+    for (int i = 0; i < 400; ++i) {
       const Case x = random_case(choices, capability_);
       if (x.spans) {
         run_spans(x, see);
         continue;
       }
       Plan forward;
-      throw_if_error(make_plan(x.problem, x.cu_seqlens, x.device, x.options, &forward));
-      if (forward.implementation.empty()) continue;
+      if (!make_plan(x.problem, x.cu_seqlens, x.device, x.options, &forward).ok() ||
+          forward.implementation.empty())
+        continue;  // a backend that was asked for declines it
       Addresses at;
       const Tensors tensors = tensors_of(x.problem, forward, at);
       void* workspace = at.next();
