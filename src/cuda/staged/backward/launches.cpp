@@ -1,7 +1,50 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of cuda.sm80.staged: all launches of a group of heads, then those of the next one.
+// clang-format off
+// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward.md
+// says why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
+// arguments.hpp makes what each is given; this file is the order in which they run.
 //
-// @FIRST_PAGE@
+// Words: of a chunk of 64 tokens and a value head, each [64, .] or [K, V]
+//   S0, dS            state before the chunk, gradient of the state behind it (blocks h and dh, transposed)
+//   w, u, kg, qg,     factors of the chunk (tile/factors.hpp): E = u - w S0, u = T' v; kg and qg are decayed
+//   Aqk, T', gamma    keys and queries, Aqk the scores, T' the inverse, gamma the decay of the chunk
+//   E                 errors: what the state gets wrong of v; beta E is what a forward calls vn
+//   dZ                gradient of Z = v - (what the state says): dZ = T'^T X (reverse.hpp). It is dv
+//   D                 of a segment: gradient before it if that behind it is zero
+//   group             q/k heads with their value heads, as many as the workspace holds
+//   fallback          what a fast kernel could not finish in its range, done by a second launch
+//
+// A call on Hopper in bf16, K = V = 128, gates softplus or bounded, q and k normalised, beta a sigmoid, all
+// gradients but d_initial_state. With 8,192 tokens and 64 heads that is one group, not cut: five launches.
+// Bytes are of a token and value head; what two blocks of one chunk both read is counted once (L2).
+//
+//   launch                     reads                                      writes               B read + written
+//   chunk_intra_fp16           q, k, g, beta                              w, kg, qg, Aqk, T',         770 + 1040
+//                                                                         gamma, beta, diag
+//   backward_chains_fp16       w, kg, T', v, beta, gamma                  S0, E                       908 +  768
+//     both directions in one:  w, kg, qg, Aqk, T', d_o, beta, gamma, diag dS, dZ                     1296 +  768
+//   chunk_grad_sm90            q, k, g, beta, d_o, S0, E, dS, dZ          dq, dk, dg, dv, dbeta,     2562 + 1042
+//                                                                         sums of a chunk
+//   chunk_grad_sm90, fallback  a word a chunk; then as chunk_grad         gradients of chunks whose decays or betas
+//                                                                         were out of its range
+//   backward_parameters        sums of chunks                             dA_log, ddt_bias              16 +    0
+//
+// Also launched, and when
+//   chunk_intra, fallback        d_initial_state is wanted, gates are logarithms, or the call is in two phases:
+//   backward_chains, fallback    chains that fp16 could not finish, with bf16 factors
+//   backward_chains              no fp16: K, V other than 128, no norm, plain beta, an extreme scale, segments
+//   segment_sequences            segments, once a call: each as a sequence
+//   segment_scan_sm90, d_chains  segments: M, B; then D
+//   both_merges                  segments, one phase: states before them and dS behind them
+//   segment_merge_sm90,          the same in two phases, where they cannot be at once
+//   reverse_merge
+//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, fp32 rows, K = 64 with several
+//   backward_gradients           value heads a q/k head, rows not aligned to 16 bytes
+//   chunk_delta_h, chunk_reverse other GPUs: chains as a launch a direction; with chunk_intra, segment_scan,
+//                                segment_merge, reverse_merge, chunk_grad, backward_gradients
+// Without gradients that tokens have from states (dq, dk, dg, dbeta and those of parameters) chunk_grad and what
+// is behind it do not run, nor the chains of S0 and E. What a forward has kept, S0 and E, is not made again.
+// clang-format on
 #include "cuda/staged/backward/launches.hpp"
 
 #include <cuda_runtime_api.h>

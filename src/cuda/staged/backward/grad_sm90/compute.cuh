@@ -1,5 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that compute: all chunks of the block.
+// clang-format off
+// chunk_grad on Hopper: the warps that compute, over all chunks of the block. Start here; the other files are
+// its steps, a file a topic. docs/design/backward.md says why, chunk_grad.hpp has the formulas.
+//
+// Roles: 384 threads, one block an SM
+//   warps 0 to 7      compute (224 registers): two warpgroups. A warp has 16 of 128 channels and all 64 tokens.
+//                     K = V = 64: a value head a warpgroup
+//   warps 8, 9        load (56 registers): rows by cp.async, tiles of the workspace by bulk copies (copies.cuh)
+//   warps 10, 11      store: dv, dq, dk, dg, dbeta, sums, which chunks fall back (copies.cuh)
+//
+// Barriers: arrivals of a turn, a turn is a chunk and value head (init_barriers() in shared.cuh)
+//   name              who arrives (count)           who waits        what it protects
+//   rows_full         load, twice (128)             compute          q, k, gates, beta and bias are there
+//   values_full       load (64), bulk copies (1)    compute, store   d_o, E, dZ, S0, dS are there
+//   d_o_empty         compute (256)                 load             d_o was read
+//   d_state_empty     compute (256)                 load             dS and E were read
+//   state_empty       compute (256), store (64)     load             S0 and dZ were read; store reads dZ for dv
+//   q_empty, k_empty  compute (256)                 load             raw q; raw k were read
+//   out_full          compute (256), twice          store            dq, then dk, is in `out`
+//   out_empty         store (64), twice             compute          `out` was stored
+//   gates_done[2]     compute (256)                 store            dg is where the gates were; sums are there
+//   gates_empty[2]    store (64)                    load             dg was stored: gates of the turn after next
+//   bar.sync 1 (2)    compute of a value head       the same         factors, pairs, shares that warps share
+//
+// Shared memory (Shared in shared.cuh): one place for d_o, E, dZ, S0, dS, q, k; two for gates and numbers;
+// pairs (P and R, 16-bit), out, shares of sums by warp, factors of tokens.
+//
+// One turn, run_chunk(), in order (D(j, i): product of the decays of tokens j + 1 to i)
+//   begin_pairs       P = d_o E^T by one warpgroup, -R = dZ E^T by the other (wgmma); of a pair each has both
+//   begin_state       S0 d_o^T, beside:
+//   find_factors      norms of q and k, beta: factors of rows and columns
+//   find_decays       gates to log decays, summed from the start of each sub-chunk of 16 tokens; which are out of
+//                     range falls back
+//   store_pairs       pairs below the diagonal, scaled, to shared memory; dZ_j . E_j, from which dbeta is
+//   multiply_states   rowsum over V of S0 dS, for dg
+//   add_queries       dq_i = D(start, i) S0 d_o_i + sum_j<=i P_ij beta_j D(j, i) k_j
+//   begin_state       dS E^T, beside: shares of q . dq for the norm, then dq to `out`
+//   add_columns       columns_j = D(j, end) dS E_j + sum_i>=j P_ij D(j, i) scale q_i + sum_i>j R_ij D(j, i) k_i
+//   begin_state       S0 dZ^T
+//   add_keys          dk_j = -D(start, j) S0 dZ_j + sum_i<j R_ji beta_i D(i, j) k_i + beta_j columns_j
+//   store_output      back through the norm of k, dk to `out`
+//   store_gates       dg_j = sum of dG_i over i >= j + what all tokens of the chunk share, through the gate
+// clang-format on
 #pragma once
 
 #include "cuda/staged/backward/grad_sm90/gates.cuh"
