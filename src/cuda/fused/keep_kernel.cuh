@@ -45,7 +45,7 @@ Status launch_keep_kernel(const KeepArgs& args, const Launch& where) {
       sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
-/// As launch_operand().
+/// Takes fp16 operands where launch_operand() does.
 template <int kK, class E, GateMode kGateMode>
 Status launch_keep_operand(const KeepArgs& args, const Launch& where) {
   if constexpr (kGateMode != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
@@ -55,12 +55,8 @@ Status launch_keep_operand(const KeepArgs& args, const Launch& where) {
 
 template <int kK, class E>
 Status launch_keep_mode(const KeepArgs& args, const Launch& where) {
-  switch (args.gate.gate_mode) {
-    case GateMode::kLog: return launch_keep_operand<kK, E, GateMode::kLog>(args, where);
-    case GateMode::kSoftplus: return launch_keep_operand<kK, E, GateMode::kSoftplus>(args, where);
-    case GateMode::kBounded: return launch_keep_operand<kK, E, GateMode::kBounded>(args, where);
-  }
-  return unknown_gate();
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode,
+                       [&](auto mode) { return launch_keep_operand<kK, E, mode()>(args, where); });
 }
 
 /// Launches the kernel of kK channels for the gates of the call.

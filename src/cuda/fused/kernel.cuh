@@ -189,33 +189,22 @@ Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
   return launch<kK, __nv_bfloat16, E, kGateMode, kSegments>(args, where);
 }
 
-inline Status unknown_gate() {
-  return Status(StatusCode::kUnsupported, "gate_mode: cuda.sm90.fused has no kernel for its value");
-}
-
 template <int kK, class E, bool kSegments>
 Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
-  switch (args.gate.gate_mode) {
-    case GateMode::kLog: return launch_operand<kK, E, GateMode::kLog, kSegments>(args, where);
-    case GateMode::kSoftplus:
-      return launch_operand<kK, E, GateMode::kSoftplus, kSegments>(args, where);
-    case GateMode::kBounded:
-      return launch_operand<kK, E, GateMode::kBounded, kSegments>(args, where);
-  }
-  return unknown_gate();
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
+    return launch_operand<kK, E, mode(), kSegments>(args, where);
+  });
 }
 
 /// For q in fp16, which the backend declines with gates as logarithms.
 template <int kK, bool kSegments>
 Status launch_mode_of_fp16(const ArgsOf<kSegments>& args, const Launch& where) {
-  switch (args.gate.gate_mode) {
-    case GateMode::kLog: break;
-    case GateMode::kSoftplus:
-      return launch<kK, __half, __half, GateMode::kSoftplus, kSegments>(args, where);
-    case GateMode::kBounded:
-      return launch<kK, __half, __half, GateMode::kBounded, kSegments>(args, where);
-  }
-  return unknown_gate();
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
+    if constexpr (mode() == GateMode::kLog)
+      return unknown_gate_mode("cuda.sm90.fused of fp16");
+    else
+      return launch<kK, __half, __half, mode(), kSegments>(args, where);
+  });
 }
 
 /// Launches the kernel of kK channels for the types and gates of the call.

@@ -68,6 +68,11 @@ Status launch_status(int error, const char* kernel, int64_t blocks, int threads,
                                               ", ", cudaGetErrorString(code)));
 }
 
+Status unknown_gate_mode(const char* kernel) {
+  return Status(StatusCode::kUnsupported,
+                cat("gate_mode: ", kernel, " has no kernel for its value"));
+}
+
 Status call_status(int error, const char* call) {
   if (error == cudaSuccess) return {};
   const auto code = static_cast<cudaError_t>(error);

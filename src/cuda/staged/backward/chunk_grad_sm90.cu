@@ -70,13 +70,9 @@ Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const La
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
   mine.pairs = Divisor((args.shape.HV + 1) / 2);
   mine.pair_tasks = static_cast<unsigned>(args.num_chunks) * mine.pairs.value;
-  const auto launch_mode = [&] {
-    if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);
-    if (args.gate.gate_mode == GateMode::kSoftplus)
-      return launch<GateMode::kSoftplus>(mine, num_sms, where);
-    return launch<GateMode::kBounded>(mine, num_sms, where);
-  };
-  KDA_RETURN_IF_ERROR(launch_mode());
+  KDA_RETURN_IF_ERROR(for_gate_mode("chunk_grad", args.gate.gate_mode, [&](auto mode) {
+    return launch<mode()>(mine, num_sms, where);
+  }));
   return launch_kernel("chunk_grad_sm90, fallback", fallback_chunks_kernel,
                        std::min(units_of(mine), 2 * num_sms), cuda::grad::kThreads,
                        sizeof(cuda::grad::Shared), where, mine);
