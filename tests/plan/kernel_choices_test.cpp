@@ -25,7 +25,7 @@ struct Call {
   TensorDesc rows(int64_t heads, int64_t columns) const {
     return contiguous(DType::kBFloat16, {1, problem.num_tokens, heads, columns});
   }
-  /// Of tensors by the sizes of the problem, all gradients wanted.
+  /// Describes tensors by the sizes of the problem; all gradients are wanted.
   void describe() {
     Problem& p = problem;
     p.q = p.k = rows(p.num_heads, p.key_dim);

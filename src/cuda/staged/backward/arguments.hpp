@@ -46,7 +46,7 @@ struct Group {
   Blocks blocks;
 };
 
-/// Of the q/k heads from `first` on `heads`, or those that are left of all.
+/// The q/k heads from `first` on: `heads` of them, or fewer at the end.
 Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
                const BackwardKernels& kernels, const SegmentBlocks& segments, int64_t first,
                int64_t heads);

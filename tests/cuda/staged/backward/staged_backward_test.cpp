@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged on a GPU: regimes, sizes, options and states within the bounds
 // of its bf16 operands, against the oracle; groups of heads; what it declines. (What holds for both
-// backwards: tests/stage/backward_test.cpp, tests/cuda/backward_cuda_test.cpp.)
+// backwards: tests/stage/backward_test.cpp, tests/cuda/recurrent/backward/backward_cuda_test.cpp.)
 #include <cmath>
 #include <cstring>
 #include <functional>
