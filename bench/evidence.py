@@ -9,6 +9,22 @@ import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+# Kernel family -> patterns of its sources in src/cuda ("kernels"), and the test programs, fuzzed problems and
+# benchmarks (their result files, without gpu_) that run it. Some launch kernels of other families too.
+FAMILIES = json.loads((ROOT / "bench" / "families.json").read_text())
+
+
+def families_of(kind, name):
+    """The families that a benchmark, a test program or a fuzzed problem runs."""
+    families = [family for family, row in FAMILIES.items() if name in row[kind]]
+    if not families:
+        raise SystemExit(f"bench/families.json: no family names {name} among its {kind}")
+    return families
+
+
+def all_of(kind):
+    """Every test program, fuzzed problem or benchmark that a family names."""
+    return sorted({name for row in FAMILIES.values() for name in row[kind]})
 
 
 def architecture(built, capability):
@@ -20,8 +36,10 @@ def architecture(built, capability):
     return max(there, default=None)
 
 
-def header(binaries, families, what, command):
-    """`command`: as anyone would run it, without the paths of this machine."""
+def header(binaries, what, command, families=None):
+    """`what`: a benchmark, with or without gpu_, or with `families` anything. `command`: as anyone would run it,
+    without the paths of this machine."""
+    families = families or families_of("benchmarks", what.removeprefix("gpu_"))
     built = json.loads((pathlib.Path(binaries) / "kernel_hashes.json").read_text())
     device, driver, capability = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"],

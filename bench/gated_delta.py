@@ -36,7 +36,6 @@ TOKENS = (2048, 8192, 32768)
 CHECKED = 8192  # tokens of the case that is compared with the recurrence in float64
 BATCHES = (1, 4, 16, 64, 256)
 NAMES = ("q", "k", "v", "g", "beta")
-FAMILIES = ["head_gates", "staged", "staged_backward", "backward"]
 
 
 def make_inputs(args, B, T):
@@ -209,7 +208,7 @@ def main():
     import fla
     import triton
     library = Library(args.binaries / "libkda_c.so")
-    report = evidence.header(args.binaries, FAMILIES, "gpu_gated_delta", "python3 bench/gated_delta.py")
+    report = evidence.header(args.binaries, "gpu_gated_delta", "python3 bench/gated_delta.py")
     report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, heads=args.heads,
                   value_heads=args.value_heads)
     report["cases"] = [sequence_row(library, args, T) for T in TOKENS]

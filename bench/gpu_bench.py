@@ -13,16 +13,16 @@ import tempfile
 import evidence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Benchmark -> its case sets, the kernel families that it times.
+# Benchmark -> its case sets. The kernel families that it times: families.json.
 BENCHMARKS = {
-    "forward": (["flagship", "gva", "cudnn10", "sizes"], ["fused", "staged"]),
-    "intra": (["intra"], ["staged"]),
-    "recompute-wu": (["intra"], ["staged"]),
-    "delta-h": (["intra"], ["staged"]),
-    "context-parallel": (["context_parallel"], ["fused", "staged"]),
-    "decode": (["decode_gpu"], ["decode"]),
-    "backward": (["flagship", "gva"], ["staged_backward", "staged", "backward", "keep"]),
-    "fused": (["flagship", "gva", "cudnn10", "streams", "gates", "sizes"], ["fused", "staged"]),
+    "forward": ["flagship", "gva", "cudnn10", "sizes"],
+    "intra": ["intra"],
+    "recompute-wu": ["intra"],
+    "delta-h": ["intra"],
+    "context-parallel": ["context_parallel"],
+    "decode": ["decode_gpu"],
+    "backward": ["flagship", "gva"],
+    "fused": ["flagship", "gva", "cudnn10", "streams", "gates", "sizes"],
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
@@ -71,10 +71,8 @@ def main():
     args = parser.parse_args()
     kda = args.binaries.resolve() / "bin" / "kda"
     for what in args.what or BENCHMARKS:
-        sets, families = BENCHMARKS[what]
         name = f"gpu_{what.replace('-', '_')}"
-        report = evidence.header(
-            args.binaries, families, name, f"./dev gpu-bench {what}") | run_bench(kda, what, sets)
+        report = evidence.header(args.binaries, name, f"./dev gpu-bench {what}") | run_bench(kda, what, BENCHMARKS[what])
         evidence.write(args.results / file_name(report, args.beside), report)
     return 0
 

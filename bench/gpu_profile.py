@@ -55,7 +55,7 @@ def main():
     if not ncu:
         sys.exit("ncu is not on the PATH: it comes with the CUDA toolkit (nsight-compute)")
     kda = args.binaries.resolve() / "bin" / "kda"
-    report = evidence.header(args.binaries, ["fused"], "profile", "python3 bench/gpu_profile.py")
+    report = evidence.header(args.binaries, "profile", "python3 bench/gpu_profile.py")
     evidence.write(args.json, report | {"cases": [profile(ncu, kda, case) for case in CASES]})
     return 0
 

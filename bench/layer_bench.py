@@ -347,13 +347,13 @@ def main():
     args = parser.parse_args()
     import fla
     import triton
-    results = {"step": ("gpu_fused_decode", ["layer", "decode"], measure_steps),
-               "layer": ("gpu_layer", ["layer", "decode", "fused", "staged"], measure_layers)}
+    results = {"step": ("gpu_fused_decode", measure_steps),
+               "layer": ("gpu_layer", measure_layers)}
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
         card = borrow_configs(folder)
         for what in args.what.split(","):
-            name, families, measure = results[what]
-            report = evidence.header(args.binaries, families, name, f"python3 bench/layer_bench.py --what {what}")
+            name, measure = results[what]
+            report = evidence.header(args.binaries, name, f"python3 bench/layer_bench.py --what {what}")
             report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, fla_configs=card)
             evidence.write(args.results / f"{name}.json", report | {"cases": measure()})
 

@@ -80,7 +80,7 @@ def main():
         rows.append({"implementation": name, "seconds_a_step": seconds, "losses": history})
         print(f"{name}: {history[0]:.3f} .. {history[-1]:.3f} bits a byte, {seconds * 1e3:.2f} ms a step", flush=True)
     if args.results:
-        report = evidence.header(args.binaries, ["fused", "staged", "staged_backward"], "loss_curve",
+        report = evidence.header(args.binaries, "loss_curve",
                                  "python3 bench/loss_curve.py")
         options = ("steps", "batch", "tokens", "width", "layers", "seed", "rate")
         report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,

@@ -29,7 +29,6 @@ from gpu_cases import cases, make_inputs, relative
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
-FAMILIES = ("fused", "staged", "staged_backward", "spans", "fold")
 ROWS = ("q", "k", "v", "g", "beta")
 FLAGS = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, lower_bound=-5.0)
 CHECKED = dict(B=1, T=4096, H=4, HV=4, K=128, V=128, lengths=None, dtype=torch.bfloat16)
@@ -337,7 +336,7 @@ def write(args, rows):
     command = f"python3 bench/many_cards.py --ranks {args.ranks} --fla '{args.fla}'" + (
         " --graphs" if args.graphs else "") + (" --no-search" if args.no_search else "") + (
         f" --cases '{args.cases}'" if args.cases else "")
-    report = evidence.header(args.binaries, FAMILIES, "gpu_many_cards", command)
+    report = evidence.header(args.binaries, "gpu_many_cards", command)
     report.update(torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())), cases=rows)
     if args.fla:
         from importlib.metadata import version

@@ -358,19 +358,16 @@ def main():
     run_workers([])
     library = Library(str(args.binaries / "libkda_c.so"))
     import fla
-    chunked = ["fused", "staged"]
-    # What -> the kernel families that it times, and how.
-    parts = {"errors": (chunked, lambda: measure_errors(library)),
-             "intra": (["staged"], lambda: measure_intra(library, ("intra", "intra_fp16"))),
-             "decode": (["decode"], lambda: measure_decode(library)),
-             "train": ([*chunked, "staged_backward", "backward"], lambda: measure_train(library)),
-             "forward": (chunked, lambda: measure_forward(library, args.sets.split(","), args.gates))}
+    parts = {"errors": lambda: measure_errors(library),
+             "intra": lambda: measure_intra(library, ("intra", "intra_fp16")),
+             "decode": lambda: measure_decode(library),
+             "train": lambda: measure_train(library),
+             "forward": lambda: measure_forward(library, args.sets.split(","), args.gates)}
     copied = copy_rate()
     for name in args.what.split(","):
-        families, measure = parts[name]
-        report = evidence.header(args.binaries, families, f"peers_{name}",
+        report = evidence.header(args.binaries, f"peers_{name}",
                                  f"python3 bench/peers.py --device cuda --what {name}")
         report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
-                      gates=args.gates, copy_bytes_per_second=copied, cases=measure())
+                      gates=args.gates, copy_bytes_per_second=copied, cases=parts[name]())
         if args.results:
             evidence.write(args.results / f"gpu_peers_{name}.json", report)

@@ -155,8 +155,8 @@ def main():
     args = parser.parse_args()
     library = Library(args.binaries / "libkda_c.so")
     backward = args.what == "backward"
-    what, families = ("cudnn_backward", ["staged_backward"]) if backward else ("cudnn", ["fused", "staged"])
-    report = evidence.header(args.binaries, families, what, "python3 bench/peers_cudnn.py" + backward * " --what backward")
+    what = "cudnn_backward" if backward else "cudnn"
+    report = evidence.header(args.binaries, what, "python3 bench/peers_cudnn.py" + backward * " --what backward")
     report.update(torch=torch.__version__, triton=triton.__version__, cudnn_frontend=version("nvidia-cudnn-frontend"))
     if not backward:
         report["errors"] = measure_errors(library)

@@ -136,7 +136,7 @@ def main():
     import fla
     import fla.ops.kda as fla_kda
     import libkda
-    report = evidence.header(args.binaries, ["fused", "staged", "recurrent", "decode"], "python",
+    report = evidence.header(args.binaries, "python",
                              "python3 bench/python_bench.py")
     report.update(torch=torch.__version__, fla=fla.__version__, libkda=libkda.__version__)
     with torch.inference_mode():

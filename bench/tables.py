@@ -15,16 +15,16 @@ import re
 import sys
 import textwrap
 
+import evidence
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
 
 loaded = set()
 # Results that are no numbers.
-EVIDENCE = {"gpu_fla_models", "gpu_fla_suite", "gpu_nan_memory", "gpu_sanitizer", "gpu_sanitizer_backward",
-            "gpu_sanitizer_fused", "gpu_sanitizer_staged_backward", "gpu_sweep",
-            "gpu_test_backward", "gpu_test_checkpoints", "gpu_test_drafts", "gpu_test_fold",
-            "gpu_test_head_gates", "gpu_test_keep", "gpu_test_layer", "gpu_test_rows", "gpu_test_spans", "gpu_test_staged_backward"}
+EVIDENCE = {"gpu_fla_models", "gpu_fla_suite", "gpu_nan_memory", "gpu_sanitizer", "gpu_sweep",
+            *(f"gpu_{of}_{family}" for of in ("test", "sanitizer") for family in evidence.FAMILIES)}
 
 
 def load(name):

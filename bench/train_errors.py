@@ -135,7 +135,7 @@ def main():
             print({k: {d: e if e is None else float(f"{e:.2e}") for d, e in v.items()} if k != "case" else v
                    for k, v in rows[-1].items()}, flush=True)
     if args.results:
-        report = evidence.header(args.binaries, ["staged", "staged_backward"], "train_errors",
+        report = evidence.header(args.binaries, "train_errors",
                                  "python3 bench/train_errors.py")
         if not args.without_fla:
             import fla

@@ -25,22 +25,23 @@ endif()
 message(STATUS "kda: CUDA ${KDA_WITH_CUDA}")
 
 set(KDA_CUDA_KERNELS
-  src/cuda/backward/backward.cu
-  src/cuda/checkpoints/places.cu
+  src/cuda/recurrent/backward/backward.cu
+  src/cuda/launch/checkpoint_places.cu
   src/cuda/decode/decode.cu
-  src/cuda/drafts/decode.cu
-  src/cuda/fold/fold_states.cu
-  src/cuda/head_gates/backward.cu
-  src/cuda/head_gates/decode.cu
-  src/cuda/head_gates/recurrent.cu
+  src/cuda/decode/drafts.cu
+  src/cuda/segments/fold_states.cu
+  src/cuda/recurrent/backward/head_gates.cu
+  src/cuda/decode/head_gates.cu
+  src/cuda/recurrent/head_gates.cu
   src/cuda/layer/fused_decode.cu
   src/cuda/layer/gated_rms_norm.cu
   src/cuda/layer/short_conv.cu
   src/cuda/launch/sequence_map.cu
   src/cuda/recurrent/recurrent.cu
-  src/cuda/rows/zero_rows.cu
+  src/cuda/launch/zero_rows.cu
   src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
+  src/cuda/staged/backward/chunk_delta_h_errors_sm80.cu
   src/cuda/staged/backward/chunk_grad.cu
   src/cuda/staged/backward/finish.cu
   src/cuda/staged/backward/reverse.cu
@@ -52,21 +53,22 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/fused_k128.cu
   src/cuda/fused/fused_k64.cu
   src/cuda/fused/segment_correct.cu
-  src/cuda/head_gates/fused_sm90.cu
-  src/cuda/keep/fused_k128.cu
-  src/cuda/keep/fused_k64.cu
-  src/cuda/spans/segment_compose.cu
+  src/cuda/fused/head_gates.cu
+  src/cuda/fused/keep_k128.cu
+  src/cuda/fused/keep_k64.cu
+  src/cuda/segments/segment_compose.cu
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/backward/both_merges_sm90.cu
   src/cuda/staged/backward/chains_sm90.cu
   src/cuda/staged/backward/chunk_grad_sm90.cu
-  src/cuda/staged/backward/chunk_intra_half_sm90.cu
+  src/cuda/staged/backward/chunk_intra_fp16_sm90.cu
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
-set(KDA_CUDA_HOST src/cuda/host/backward.cpp src/cuda/host/checkpoints.cpp src/cuda/host/device.cpp src/cuda/host/fold.cpp
-                  src/cuda/host/fused.cpp src/cuda/host/layer.cpp src/cuda/host/recurrent.cpp
-                  src/cuda/host/segment_merge.cpp src/cuda/host/staged.cpp
-                  src/cuda/host/staged_backward.cpp src/cuda/host/views.cpp src/cuda/host/zero_rows.cpp)
+set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp
+                  src/cuda/fused/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
+                  src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
+                  src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp
+                  src/cuda/launch/zero_rows.cpp)
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
@@ -149,8 +151,8 @@ function(kda_add_cuda target)
   get_target_property(cuda_sources ${target} SOURCES)
   list(FILTER cuda_sources INCLUDE REGEX "^src/(cuda|registry)/")
   if(NOT KDA_WITH_CUDA)
-    target_sources(${target} PRIVATE src/cuda/host/no_cuda.cpp)
-    set_property(SOURCE ${cuda_sources} src/cuda/host/no_cuda.cpp APPEND PROPERTY
+    target_sources(${target} PRIVATE src/cuda/launch/no_cuda.cpp)
+    set_property(SOURCE ${cuda_sources} src/cuda/launch/no_cuda.cpp APPEND PROPERTY
                  COMPILE_DEFINITIONS KDA_NO_CUDA)
     return()
   endif()

@@ -306,7 +306,7 @@ typedef struct kda_maps {
 KDA_API kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem,
                                  const kda_maps* maps, void* workspace, size_t workspace_bytes);
 
-/* The forward of spans in two halves, on a GPU, with a plan whose options say `spans`
+/* The forward of spans in two phases, on a GPU, with a plan whose options say `spans`
  * (include/kda/span.hpp): M and B of `maps`, then o and final states from `states_in`
  * [N, HV, K, V]. In between `workspace` and o stay as they are. */
 KDA_API kda_status kda_span_begin(const kda_plan* plan, const kda_problem* problem,
@@ -314,7 +314,7 @@ KDA_API kda_status kda_span_begin(const kda_plan* plan, const kda_problem* probl
 KDA_API kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem,
                                    const float* states_in, void* workspace, size_t workspace_bytes);
 
-/* The backward of spans in two halves, on a GPU, with a backward plan whose options say `spans`
+/* The backward of spans in two phases, on a GPU, with a backward plan whose options say `spans`
  * (include/kda/span.hpp). `D` [N, HV, K, V], the gradients of the states before the spans as long
  * as none come from behind, or with `from_final` from d_final_state; null: not wanted. The second
  * half reads d_final_state, and writes the gradients. */

@@ -64,11 +64,12 @@ enum class IntraForm : int32_t {
 
 /// What a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
 enum class KeepPolicy : int32_t {
-  kInputs = 0,  ///< nothing: states of more than 4,096 tokens (on a GPU, a window) are made twice
+  kNothing =
+      0,  ///< but the inputs: states of more than 4,096 tokens (on a GPU, a window) are made twice
   kStates = 1,  ///< the fp32 state after every kept_state_every tokens of a sequence; CPU alone
   /// States before chunks of 64 tokens and errors, in bf16; the backward has one pass less. GPUs of
   /// compute capability 9.0 do, for bf16 and K = V = 64 or 128. The CPU takes it as kStates.
-  kKeep = 2,
+  kChunks = 2,
 };
 
 inline constexpr int64_t kKeptStateEvery = 2048;   ///< default of PlanOptions::kept_state_every
@@ -81,11 +82,11 @@ struct PlanOptions {
   IntraForm intra_form = IntraForm::kAuto;
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
   int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
-  KeepPolicy keep = KeepPolicy::kInputs;  ///< forward only
+  KeepPolicy keep = KeepPolicy::kNothing;  ///< forward only
   /// Tokens; 0: kKeptStateEvery. Set it on the forward: its backward takes it over,
   /// and on a GPU works in windows of at most so many.
   int64_t kept_state_every = 0;
-  /// A forward on a GPU in two halves: the states before its sequences come between span_begin()
+  /// A forward on a GPU in two phases: the states before its sequences come between span_begin()
   /// and span_finish() (include/kda/span.hpp). The problem has no initial states. A backward
   /// likewise: the gradients of its final states come between span_backward_begin() and
   /// span_backward_finish(); the forward's plan is made without this.
@@ -112,6 +113,14 @@ struct StagePlan {
   std::string name;
   int64_t num_tasks = 0;
   std::string what;
+};
+
+/// A kernel that a plan launches, in the order of the launches; a GPU's alone. Helpers that make
+/// maps of sequences are not listed.
+struct KernelChoice {
+  std::string stage;   ///< of StagePlan; what several stages share is listed with each
+  std::string kernel;  ///< as errors of launches name it
+  std::string why;     ///< and not another one; empty: there is no other
 };
 
 /// A named piece of the caller's workspace, or of the memory that it keeps (Plan::saved).
@@ -164,6 +173,7 @@ struct Plan {
 
   CostEstimate cost;
   std::vector<StagePlan> stages;
+  std::vector<KernelChoice> kernels;  ///< on a GPU
   std::vector<WorkspaceBlock> workspace;
   std::size_t workspace_bytes = 0;
   /// What a run() writes for a later call (Tensors::saved). The caller owns this memory and keeps

@@ -8,7 +8,7 @@
 // Maps of all spans are gathered; fold_states() then gives each span its S_in or dS_out; run() and
 // backward() compute it, with these as initial state and as gradient of the final state.
 //
-// span_maps() is for the CPU; on a GPU a forward is in two halves, with the exchange between them.
+// span_maps() is for the CPU; on a GPU a forward is in two phases, with the exchange between them.
 // fold_states() is for both. Results do not depend on the number of threads, nor on other spans.
 #pragma once
 
@@ -42,19 +42,19 @@ struct SpanMaps {
 Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
                  std::size_t workspace_bytes) noexcept;
 
-/// The first half of a forward of spans, on a GPU: outputs from zero stay in o and the workspace, M
-/// and B [N, HV, K, K or V] go to `maps`, on the device; null: not wanted. D is not made here.
+/// The first phase of a forward of spans, on a GPU: outputs from zero stay in o and the workspace,
+/// M and B [N, HV, K, K or V] go to `maps`, on the device; null: not wanted. D is not made here.
 /// `plan`: with PlanOptions::spans; `tensors`, `workspace` and `stream` as of run(). Asynchronous.
 Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps, void* workspace,
                   std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
-/// The second half: o and final states, from the states before the spans, `states_in` [N, HV, K, V]
-/// in fp32 on the device, dense, in the kv layout. All else as it was given to span_begin(), which
-/// must have run on the same workspace.
+/// The second phase: o and final states, from the states before the spans, `states_in` [N, HV, K,
+/// V] in fp32 on the device, dense, in the kv layout. All else as it was given to span_begin(),
+/// which must have run on the same workspace.
 Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
-/// What the first half of a backward leaves for other spans.
+/// What the first phase of a backward leaves for other spans.
 struct SpanGradients {
   /// [N, HV, K, V] on the device, fp32, in the kv layout, the gradients of the states before the
   /// spans: D, or with `from_final` M^T dS_out + D. Null: not wanted.
@@ -62,7 +62,7 @@ struct SpanGradients {
   bool from_final = false;  ///< d_final_state is there already
 };
 
-/// The first half of a backward of spans, on a GPU: all that does not wait for d_final_state, the
+/// The first phase of a backward of spans, on a GPU: all that does not wait for d_final_state, the
 /// gradients behind the spans. `plan`: with PlanOptions::spans; the states before the spans are its
 /// initial states. `tensors`, `workspace` and `stream` as of backward(), `gradients` too, of which
 /// d_final_state is read with `from_final` only and nothing is written. Asynchronous.
@@ -71,7 +71,7 @@ Status span_backward_begin(const BackwardPlan& plan, const Tensors& tensors,
                            void* workspace, std::size_t workspace_bytes,
                            void* stream = nullptr) noexcept;
 
-/// The second half: all gradients, from d_final_state. All else as it was given to
+/// The second phase: all gradients, from d_final_state. All else as it was given to
 /// span_backward_begin(), which must have run on the same workspace.
 Status span_backward_finish(const BackwardPlan& plan, const Tensors& tensors,
                             const GradientTensors& gradients, void* workspace,

@@ -132,9 +132,9 @@ def _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute):
     disable_recompute asks for it."""
     if q.is_cuda:
         keeps = disable_recompute and _can_keep_chunks(q, k, v, g, cu_seqlens, head_map)
-        return ops.KEEP_ALL if keeps else ops.KEEP_NOTHING
+        return ops.KEEP_CHUNKS if keeps else ops.KEEP_NOTHING
     if disable_recompute:
-        return ops.KEEP_ALL
+        return ops.KEEP_CHUNKS
     return ops.KEEP_STATES if q.shape[1] > 4096 else ops.KEEP_NOTHING
 
 

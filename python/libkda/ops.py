@@ -9,7 +9,7 @@ starts from zero. first_slot: a smaller index means no slot. What an operator do
 the argument; nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
-with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_ALL all that spares
+with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares
 work: on a Hopper GPU states and errors of every chunk, in 16 bits; a ValueError where there is no kernel for it.
 `backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
 empty; `has_backward` says whether the library has one for such tensors.
@@ -40,7 +40,7 @@ BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2 = 0, 1, 2
 
 HEADS_GROUPED, HEADS_TILED = 0, 1
 
-KEEP_NOTHING, KEEP_STATES, KEEP_ALL = 0, 2048, -1
+KEEP_NOTHING, KEEP_STATES, KEEP_CHUNKS = 0, 2048, -1
 
 NO_BACKWARD = ("libkda has no backward pass of {}: call it under torch.no_grad() or torch.inference_mode(), "
                "or train with libkda.chunk_kda")
@@ -217,7 +217,7 @@ def _saved_bytes(q, v, keep, packed):
     if q.is_cuda:
         chunks = T // 64 + packed if packed else B * ((T + 63) // 64)
         return 128 + chunks * HV * (K + 64) * V * 2
-    return 128 + B * T // (KEEP_STATES if keep == KEEP_ALL else keep) * HV * K * V * 4
+    return 128 + B * T // (KEEP_STATES if keep == KEEP_CHUNKS else keep) * HV * K * V * 4
 
 
 def _fake_backward(*args):

@@ -235,7 +235,7 @@ def test_a_long_sequence_keeps_states():
 def test_kept_states():
     leaves = problem(T=200)
     expected = expected_gradients(leaves)
-    for keep in (64, 128, ops.KEEP_STATES, ops.KEEP_ALL):
+    for keep in (64, 128, ops.KEEP_STATES, ops.KEEP_CHUNKS):
         expect_near(gradients(through_operator(keep), leaves), expected, leaves)
 
 
@@ -383,7 +383,7 @@ def test_memory_that_held_nan():
 
 # ---- under torch's machinery -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("keep", [ops.KEEP_NOTHING, ops.KEEP_STATES, ops.KEEP_ALL])
+@pytest.mark.parametrize("keep", [ops.KEEP_NOTHING, ops.KEEP_STATES, ops.KEEP_CHUNKS])
 def test_opcheck_forward_kept(keep):
     leaves = problem(T=70)
     rows = [leaves[name] for name in ROWS]
@@ -681,8 +681,8 @@ def test_what_a_gpu_does_not_keep():
     rows = {name: t.detach().cuda() for name, t in problem(T=70).items()}  # K = 24 or so, in fp32
     with pytest.raises(ValueError, match="keep must be 0 or -1 on a GPU, got 64"):
         through_operator(64)(**rows)
-    with pytest.raises(NotImplementedError, match="^keep: keep cannot be kept for this problem on .*; inputs can"):
-        through_operator(ops.KEEP_ALL)(**rows)
+    with pytest.raises(NotImplementedError, match="^keep: chunks cannot be kept for this problem on .*; nothing can"):
+        through_operator(ops.KEEP_CHUNKS)(**rows)
     leaves = {name: t.requires_grad_() for name, t in rows.items()}
     same = gradients(chunk_kda, leaves, **FLAGS), gradients(chunk_kda, leaves, **FLAGS, disable_recompute=True)
     assert all(torch.equal(same[0][name], same[1][name]) for name in leaves)  # it keeps nothing then

@@ -191,7 +191,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
   if (c.keep != 0)
-    options->keep = c.keep == KDA_KEEP_CHUNKS ? KeepPolicy::kKeep : KeepPolicy::kStates;
+    options->keep = c.keep == KDA_KEEP_CHUNKS ? KeepPolicy::kChunks : KeepPolicy::kStates;
   if (c.keep != KDA_KEEP_CHUNKS) options->kept_state_every = c.keep;
   return {};
 }

@@ -29,7 +29,7 @@ Problem inputs_of(const Problem& forward) {
 /// What a forward of this problem can keep on its device, in words; empty: no forward runs there.
 std::string kept_there(const Plan& forward) {
   std::vector<std::string> names;
-  for (const KeepPolicy policy : {KeepPolicy::kInputs, KeepPolicy::kStates, KeepPolicy::kKeep}) {
+  for (const KeepPolicy policy : {KeepPolicy::kNothing, KeepPolicy::kStates, KeepPolicy::kChunks}) {
     PlanOptions options = forward.requested;
     options.keep = policy;
     const bool lengths = forward.lengths_known && forward.problem.cu_seqlens;

@@ -167,7 +167,7 @@ void save_states(PlanBuilder& builder) {
   const Problem& p = plan.problem;
   const int64_t every = kept_every(plan);
   if (every == 0) return;
-  if (plan.requested.keep == KeepPolicy::kKeep)
+  if (plan.requested.keep == KeepPolicy::kChunks)
     builder.reason("keep: the CPU keeps states and makes the errors again");
   int64_t count = p.batch * p.num_tokens / every;  // at most, without lengths
   if (plan.lengths_known) {

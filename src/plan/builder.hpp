@@ -74,6 +74,11 @@ class PlanBuilder {
     plan_->stages.push_back({name, num_tasks, std::move(what)});
   }
 
+  /// A launch of that stage.
+  void kernel(const char* stage, const char* name, std::string why = {}) {
+    plan_->kernels.push_back({stage, name, std::move(why)});
+  }
+
   /// A block of the workspace, of count * size bytes; nothing for 0. Its name is booked once.
   void book(std::string_view name, std::size_t count, std::size_t size);
   /// A block that the caller keeps between this call and a later one (Plan::saved).
@@ -105,7 +110,7 @@ void list_scan_merge_forward(PlanBuilder& builder);
 void list_decode(PlanBuilder& builder);
 /// The reason why intra_form is not heeded, where one was asked for.
 void note_one_intra_form(PlanBuilder& builder);
-/// "inputs", "states", "keep"
+/// "nothing", "states", "chunks"
 const char* keep_name(KeepPolicy policy);
 /// `bytes` divided by the tokens and value heads of the plan's problem.
 double bytes_a_token(const Plan& plan, std::size_t bytes);

@@ -13,7 +13,7 @@
 namespace kda {
 
 const char* plan::keep_name(KeepPolicy policy) {
-  static constexpr const char* kNames[] = {"inputs", "states", "keep"};
+  static constexpr const char* kNames[] = {"nothing", "states", "chunks"};
   return kNames[static_cast<std::size_t>(policy)];
 }
 
@@ -101,6 +101,11 @@ void print_explanation(const Plan& plan, std::ostream& out) {
   for (const std::string& reason : plan.reasons) out << "  - " << reason << "\n";
   for (const Candidate& row : plan.candidates)
     out << "  - " << row.name << ": " << (row.chosen ? "chosen" : row.reason) << "\n";
+  if (!plan.kernels.empty()) out << "\nkernels\n";
+  for (const KernelChoice& choice : plan.kernels) {
+    out << "  " << std::left << std::setw(20) << choice.stage << "  " << choice.kernel;
+    out << (choice.why.empty() ? "" : ": ") << choice.why << std::right << "\n";
+  }
   if (plan.cost.serial_us > 0) {
     out << "\npredicted (constants of an H200)\n"
         << std::fixed << std::setprecision(1) << "  roofline   " << plan.cost.roofline_us << " us\n"
@@ -233,6 +238,14 @@ void write_execution(const Plan& plan, JsonWriter& json) {
         .member("name", stage.name)
         .member("tasks", stage.num_tasks)
         .member("what", stage.what)
+        .end_object();
+  json.end_array();
+  json.key("kernels").begin_array();
+  for (const KernelChoice& choice : plan.kernels)
+    json.begin_object()
+        .member("stage", choice.stage)
+        .member("kernel", choice.kernel)
+        .member("why", choice.why)
         .end_object();
   json.end_array();
   json.member("workspace_bytes", plan.workspace_bytes);

@@ -79,7 +79,7 @@ std::string decline_reason(const Head& row, const Request& request) {
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
-  if (options.keep != KeepPolicy::kInputs && !row.keeps_states && !row.decline_keep)
+  if (options.keep != KeepPolicy::kNothing && !row.keeps_states && !row.decline_keep)
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)
     return "keeps states and errors of all chunks, or nothing";
@@ -89,7 +89,7 @@ std::string decline_reason(const Head& row, const Request& request) {
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
-  if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kKeep)
+  if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kChunks)
     reason = row.decline_keep(request.problem);
   if (reason.empty() && row.decline_gradients && request.gradients)
     reason = row.decline_gradients(*request.gradients);
@@ -219,7 +219,7 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   if (form < 0 || form > static_cast<int32_t>(IntraForm::kToken))
     return invalid("intra_form: value ", form, " is unknown");
   const auto keep = static_cast<int32_t>(options.keep);
-  if (keep < 0 || keep > static_cast<int32_t>(KeepPolicy::kKeep))
+  if (keep < 0 || keep > static_cast<int32_t>(KeepPolicy::kChunks))
     return invalid("keep: value ", keep, " is unknown");
   const int64_t every = options.kept_state_every;
   if (every < 0 || every > INT32_MAX || every % kKeptStateMultiple != 0)
@@ -231,9 +231,9 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   return {};
 }
 
-Status no_halves(const Plan& plan, const char* operation, const std::string& why) {
+Status no_phases(const Plan& plan, const char* operation, const std::string& why) {
   return Status(StatusCode::kUnsupported, cat("spans: ", plan.implementation, " has no ", operation,
-                                              " in two halves", why.empty() ? "" : "; ", why));
+                                              " in two phases", why.empty() ? "" : "; ", why));
 }
 
 /// That the gradients behind sequences may come later, where they do.
@@ -242,9 +242,9 @@ Status check_backward_spans(const Plan& plan, const Gradients& gradients) {
   if (!plan.lengths_known) return invalid("spans: needs lengths that are known");
   const registry::BackwardRow* row =
       registry::find_row(registry::backward_rows(), plan.implementation);
-  if (!row || !row->decline_halves) return no_halves(plan, "backward", "");
-  const std::string why = row->decline_halves(plan);
-  return why.empty() ? Status{} : no_halves(plan, "backward", why);
+  if (!row || !row->decline_phases) return no_phases(plan, "backward", "");
+  const std::string why = row->decline_phases(plan);
+  return why.empty() ? Status{} : no_phases(plan, "backward", why);
 }
 
 /// That the states before sequences may come later, where they do.
@@ -259,7 +259,7 @@ Status check_spans(const Plan& plan, const Gradients* gradients) {
   if (row && row->spans && row->spans->begin && plan.segmented &&
       plan.resolved.segment_method == SegmentMethod::kOnePass)
     return {};
-  return no_halves(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
+  return no_phases(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
 }
 
 /// What is left to say once the row has planned.
@@ -280,14 +280,14 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
                   const Gradients* gradients) {
   KDA_RETURN_IF_ERROR(validate(problem));
   KDA_RETURN_IF_ERROR(check_options(device, options));
-  if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kInputs)
+  if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kNothing)
     return invalid("keep: belongs to forward, decode has no backward");
   plan->problem = problem;
   plan->requested = plan->resolved = options;
   plan->device = device;
   plan->num_threads = options.num_threads > 0 ? options.num_threads : default_num_threads();
   plan->resolved.num_threads = plan->num_threads;
-  if (options.keep == KeepPolicy::kKeep) plan->resolved.keep = KeepPolicy::kStates;
+  if (options.keep == KeepPolicy::kChunks) plan->resolved.keep = KeepPolicy::kStates;
   if (options.kept_state_every == 0) plan->resolved.kept_state_every = kKeptStateEvery;
   const Head* chosen = nullptr;
   const Request request{problem, device, options, gradients};

@@ -5,7 +5,7 @@
 #include "cpu/blocked/blocked.hpp"
 #include "cpu/layer/layer.hpp"
 #include "cpu/oracle/implementation.hpp"
-#include "cuda/host/backends.hpp"
+#include "cuda/rows.hpp"
 #include "registry/rows.hpp"
 
 namespace kda::registry {

@@ -85,7 +85,7 @@ struct Head {
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
   bool keeps_states = false;  ///< serves every KeepPolicy
-  /// Empty if it serves KeepPolicy::kKeep for the problem, else why not. Null: as keeps_states.
+  /// Empty if it serves KeepPolicy::kChunks for the problem, else why not. Null: as keeps_states.
   std::string (*decline_keep)(const Problem& problem) = nullptr;
   bool float64 = false;  ///< serves tensors in fp64
 };
@@ -109,9 +109,9 @@ struct ChunkStages {
 
 /// Spans of longer sequences (include/kda/span.hpp).
 struct SpanStages {
-  Status (*maps)(const stage::SpanMapsCall& args) = nullptr;  ///< null where there are halves
+  Status (*maps)(const stage::SpanMapsCall& args) = nullptr;  ///< null where there are phases
   Status (*fold)(const StateFold& fold) = nullptr;            ///< null: another row of the device
-  // Null where there are no halves.
+  // Null where there are no phases.
   Status (*begin)(const stage::SpanMapsCall& args) = nullptr;
   Status (*finish)(const stage::SpanFinish& args) = nullptr;
 };
@@ -135,8 +135,8 @@ struct DecodeRow {
 struct BackwardRow {
   Head head;
   Status (*backward)(const stage::Backward& args);
-  // A backward of spans in two halves; null: there are none.
-  std::string (*decline_halves)(const Plan& plan) = nullptr;  ///< empty, or why this plan has none
+  // A backward of spans in two phases; null: there are none.
+  std::string (*decline_phases)(const Plan& plan) = nullptr;  ///< empty, or why this plan has none
   Status (*begin)(const stage::SpanBackwardBegin& args) = nullptr;
   Status (*finish)(const stage::Backward& args) = nullptr;
 };

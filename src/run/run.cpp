@@ -120,7 +120,7 @@ void* saved_block(const Plan& plan, const Tensors& tensors, const char* name) {
 }
 
 stage::Forward with_kept(stage::Forward args) {
-  args.kept_states =
+  args.kept_every_states =
       static_cast<float*>(saved_block(*args.call.plan, args.call.tensors, stage::kKeptStates));
   args.kept_every = plan::kept_every(*args.call.plan);
   return args;

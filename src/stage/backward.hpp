@@ -32,7 +32,7 @@ struct Backward {
   const GradientTensors& tensors;
   /// fp32 [states, HV, K, V]: the state after every `kept_every` tokens of a sequence, floor(length
   /// / kept_every) of them, sequences in order. Null where there are none.
-  const float* kept_states = nullptr;
+  const float* kept_every_states = nullptr;
   /// A multiple of kKeptStateMultiple. 0: the forward has kept nothing.
   int64_t kept_every = 0;
 };

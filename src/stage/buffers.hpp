@@ -88,7 +88,7 @@ inline constexpr BufferSpec kSegmentStates = {
     "segment_states", ElementType::kFloat, {kDimRows, kDimHV, kDimK, kDimV}};
 inline constexpr BufferSpec kOutputFromZero = {
     "output_from_zero", ElementType::kFloat, {kDimTokens, kDimHV, kDimV}};
-/// Qt. The fused kernel's has rows of its own (cuda/host/blocks.hpp).
+/// Qt. The fused kernel's has rows of its own (cuda/launch/blocks.hpp).
 inline constexpr BufferSpec kTransitionOutput = {
     "transition_output", ElementType::kFloat, {kDimTokens, kDimHV, kDimK}};
 inline constexpr BufferSpec kExitToken = {"exit_token", ElementType::kInt64, {kDimRows, kDimHV}};

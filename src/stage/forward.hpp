@@ -16,7 +16,7 @@ struct Forward {
   /// The scan of the same run() has left what this stage needs in the workspace.
   bool prepared = false;
   /// Where the states for a backward go (stage/backward.hpp); null: nowhere.
-  float* kept_states = nullptr;
+  float* kept_every_states = nullptr;
   int64_t kept_every = 0;
 };
 

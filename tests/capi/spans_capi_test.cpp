@@ -118,7 +118,7 @@ TEST_F(SpansInC, HalvesSayWhatIsWrong) {
   options.spans = 1;
   kda_plan* raw = nullptr;
   EXPECT_EQ(kda_plan_create(&problem, nullptr, &options, &raw), KDA_UNSUPPORTED);
-  EXPECT_NE(std::string(kda_last_error()).find("has no forward in two halves"), std::string::npos);
+  EXPECT_NE(std::string(kda_last_error()).find("has no forward in two phases"), std::string::npos);
   EXPECT_EQ(raw, nullptr);
 }
 
@@ -195,7 +195,7 @@ TEST_F(SpansInC, HalvesOfABackwardSayWhatIsWrong) {
   kda_plan_options_init(&options);
   options.spans = 1;
   EXPECT_EQ(kda_backward_plan_create(plan.get(), &gradients, &options, &raw), KDA_UNSUPPORTED);
-  EXPECT_NE(std::string(kda_last_error()).find("has no backward in two halves"), std::string::npos);
+  EXPECT_NE(std::string(kda_last_error()).find("has no backward in two phases"), std::string::npos);
 }
 
 TEST_F(SpansInC, SaysWhatIsWrong) {

@@ -18,50 +18,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 import evidence
 
-# Test program -> the kernel families that it runs.
-TESTS = {
-    "accuracy_test": ["staged", "recurrent"],
-    "backward_cuda_test": ["backward", "staged_backward", "staged"],
-    "backward_test": ["backward", "staged_backward", "staged"],
-    "calls_test": ["fused", "staged", "recurrent"],
-    "causality_test": ["staged", "recurrent"],
-    "chunk_grad_test": ["staged_backward"],
-    "decode_test": ["decode"],
-    "determinism_test": ["staged", "recurrent"],
-    "drafts_test": ["drafts"],
-    "fold_states_test": ["fold"],
-    "fused_decode_test": ["layer"],
-    "fused_test": ["fused"],
-    "gated_rms_norm_test": ["layer"],
-    "head_gate_test": ["head_gates", "recurrent", "decode", "backward", "fused", "staged", "staged_backward"],
-    "isolation_test": ["staged", "recurrent"],
-    "keep_test": ["keep", "fused", "staged_backward", "staged"],
-    "reverse_test": ["staged_backward", "staged"],
-    "segment_test": ["staged", "recurrent"],
-    "short_conv_test": ["layer"],
-    "span_halves_test": ["spans", "fused"],
-    "staged_backward_test": ["staged_backward", "staged", "backward"],
-    "staged_test": ["staged"],
-    "states_test": ["staged", "recurrent", "checkpoints"],
-    "streams_test": ["fused", "staged", "recurrent", "decode"],
-    "zero_rows_test": ["rows", "fused", "staged", "recurrent", "decode", "backward", "staged_backward", "keep"],
-}
-CHUNKED = ("staged", "recurrent")
-BACKWARD = ("backward", "staged_backward", "staged")
-# What is fuzzed with which flags, and the kernel families that it runs.
-FUZZ = (("accuracy", [], CHUNKED + ("decode",)), ("accuracy", ["--tensor-cores"], CHUNKED),
-        ("accuracy", ["--fused"], ("fused",)), ("causality", [], CHUNKED), ("backward", [], ("backward",)),
-        ("backward", ["--tensor-cores"], BACKWARD))
+# Test programs, fuzzed problems and the kernel families that they run: bench/families.json.
 FUZZED = 300  # random problems, each
-FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "spans", "fold",
-            "head_gates", "drafts", "checkpoints", "keep", "rows")
 # Histories of a pool of states, with CUDA graphs between; they run kernels of every family.
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
-# What is fuzzed with which flags, random problems for each tool, and families.
-SANITIZED = (("accuracy", [], 20, CHUNKED), ("accuracy", ["--tensor-cores"], 72, CHUNKED),
-             ("accuracy", ["--fused"], 30, ("fused",)), ("backward", [], 50, ("backward",)),
-             ("backward", ["--tensor-cores"], 50, BACKWARD))
+# What is fuzzed, random problems for each tool.
+SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "backward": 50,
+             "backward --tensor-cores": 50}
 
 
 def what_it_reports(done):
@@ -92,15 +56,16 @@ def run_gtest(program, environment, prefix=()):
                   "skipped_names": [f'{c["classname"]}.{c["name"]}' for c in skipped]}
 
 
-def run_fuzz(program, what, count, environment, prefix=(), flags=()):
+def run_fuzz(program, what, count, environment, prefix=()):
+    """`what`: the problems and their flags, as families.json has them."""
     started = time.time()
     with tempfile.NamedTemporaryFile(suffix=".json") as figures:
-        done = subprocess.run([*prefix, program, what, *flags, "--count", str(count), "--json",
+        done = subprocess.run([*prefix, program, *what.split(), "--count", str(count), "--json",
                                figures.name], env=environment, capture_output=True, text=True)
         found = pathlib.Path(figures.name).read_text()
     if done.returncode != 0:
         print(done.stdout[-4000:], done.stderr[-2000:])
-    row = {"name": " ".join(["kda_fuzz", what, *flags]), "cases": count, "ok": done.returncode == 0,
+    row = {"name": f"kda_fuzz {what}", "cases": count, "ok": done.returncode == 0,
            "seconds": round(time.time() - started, 1)}
     if found and json.loads(found).get("staged"):
         row["staged"] = int(json.loads(found)["staged"])  # of the cases
@@ -122,7 +87,7 @@ def run_soak(program, seed, environment):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--family", choices=(*FAMILIES, "soak"),
+    parser.add_argument("--family", choices=(*evidence.FAMILIES, "soak"),
                         help="tests of one kernel family only, or the histories of a pool of states")
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
                         help="a build folder, or a copy of its tests/, bin/, kernel_hashes.json")
@@ -133,12 +98,15 @@ def main():
     if args.sanitize and args.family == "soak":
         parser.error("--sanitize runs random shapes, not histories")
     soak = args.family in (None, "soak")
-    families = [args.family] if args.family in FAMILIES else list(FAMILIES)
+    families = [args.family] if args.family in evidence.FAMILIES else list(evidence.FAMILIES)
     environment = dict(os.environ, KDA_TEST_DEVICE="cuda")
     tests = args.binaries.resolve() / "tests"
     fuzz = tests / "kda_fuzz"
     suffix = f"_{args.family}" if args.family else ""
     rows = []
+
+    def chosen(kind, names):
+        return [name for name in names if set(evidence.families_of(kind, name)) & set(families)]
 
     def add(row):
         rows.append(row)
@@ -148,10 +116,8 @@ def main():
     if args.sanitize:
         what = "gpu_sanitizer" + suffix
         prefix = lambda tool: ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-        jobs = [(tool, lambda tool, w=name, f=flags, n=count:
-                 run_fuzz(fuzz, w, n, environment, prefix(tool), f))
-                for tool in args.sanitize.split(",") for name, flags, count, speaks_for in SANITIZED
-                if set(speaks_for) & set(families)]
+        jobs = [(tool, lambda tool, w=name: run_fuzz(fuzz, w, SANITIZED[w], environment, prefix(tool)))
+                for tool in args.sanitize.split(",") for name in chosen("fuzz", SANITIZED)]
         if "decode" in families:
             jobs += [(tool, lambda tool: run_gtest(tests / "decode_test", environment, prefix(tool)))
                      for tool in args.sanitize.split(",")]
@@ -161,19 +127,17 @@ def main():
     else:
         what = "gpu_test" + suffix
         if args.family != "soak":
-            for name, speaks_for in TESTS.items():
-                if set(speaks_for) & set(families):
-                    add(run_gtest(tests / name, environment))
-            for name, flags, speaks_for in FUZZ:
-                if set(speaks_for) & set(families):
-                    add(run_fuzz(fuzz, name, FUZZED, environment, flags=flags))
+            for name in chosen("tests", evidence.all_of("tests")):
+                add(run_gtest(tests / name, environment))
+            for name in chosen("fuzz", evidence.all_of("fuzz")):
+                add(run_fuzz(fuzz, name, FUZZED, environment))
         if soak:
             with concurrent.futures.ThreadPoolExecutor() as side_by_side:
                 for row in side_by_side.map(lambda seed: run_soak(tests / "kda_soak", seed, environment), SOAK_SEEDS):
                     add(row)
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
                *(["--sanitize", args.sanitize] if args.sanitize else [])]
-    report = evidence.header(args.binaries, families, what, " ".join(command))
+    report = evidence.header(args.binaries, what, " ".join(command), families)
     report |= {"ok": all(row["ok"] for row in rows), "seconds": round(time.time() - started, 1),
                "rows": rows}
     evidence.write(args.json or evidence.RESULTS / f"{what}.json", report)

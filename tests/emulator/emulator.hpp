@@ -20,6 +20,8 @@
 #include <functional>
 #include <vector>
 
+#include "recording.hpp"
+
 #undef __global__
 #undef __device__
 #undef __shared__
@@ -167,15 +169,27 @@ T atomicMax(T* target, T value) {
   return old;
 }
 
+namespace emulator {
+
 template <class Args>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args),
-                               const Args& args) {
+cudaError_t launch_named(const char* name, const cudaLaunchConfig_t* config, void (*kernel)(Args),
+                         const Args& args) {
+  if (Recording* recorded = recording()) {
+    recorded->launches.push_back(
+        {name, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes});
+    return cudaSuccess;
+  }
   unsigned of_cluster = 1;
   if constexpr (requires { args.cluster(); }) of_cluster = args.cluster();
   emulator::launch(config->gridDim, config->blockDim, of_cluster, config->dynamicSmemBytes,
                    [kernel, args] { kernel(args); });
   return cudaSuccess;
 }
+
+}  // namespace emulator
+
+/// Its one caller, launch_kernel() of cuda/launch/launch.cuh, has the name of the kernel.
+#define cudaLaunchKernelEx(config, kernel, args) emulator::launch_named(name, config, kernel, args)
 template <class Args>
 cudaError_t cudaFuncSetAttribute(void (*)(Args), cudaFuncAttribute, int) {
   return cudaSuccess;

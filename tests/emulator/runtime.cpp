@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "emulator.hpp"
+#include "recording.hpp"
 
 #include <cstdlib>
 #include <cstring>
@@ -14,7 +15,10 @@ namespace {
 std::mutex mutex;
 std::map<const char*, std::size_t> allocations;
 
+thread_local emulator::Recording* current_recording = nullptr;
+
 bool is_device_memory(const void* pointer) {
+  if (current_recording) return true;
   const std::lock_guard lock(mutex);
   const auto* p = static_cast<const char*>(pointer);
   auto next = allocations.upper_bound(p);
@@ -24,6 +28,14 @@ bool is_device_memory(const void* pointer) {
 }
 
 }  // namespace
+
+namespace emulator {
+
+Recording::Recording() { current_recording = this; }
+Recording::~Recording() { current_recording = nullptr; }
+Recording* recording() { return current_recording; }
+
+}  // namespace emulator
 
 extern "C" {
 
@@ -75,7 +87,8 @@ cudaError_t cudaMemset(void* target, int value, size_t bytes) {
   return std::memset(target, value, bytes), cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
-  return std::memcpy(target, source, bytes), cudaSuccess;
+  if (!current_recording) std::memcpy(target, source, bytes);
+  return cudaSuccess;
 }
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t) {

@@ -45,7 +45,7 @@ struct Totals {
   }
 };
 
-std::string run_case(const Options& options, int64_t index, Totals* totals) {
+std::string run_case(const Options& options, int64_t index, Totals* totals, Digest* digest) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
   if (options.tensor_cores) {
@@ -75,6 +75,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
   run.from_bounds = behind;
   test::BackwardCall call(inputs, buffers.gradients, run);
   throw_if_error(call.run(&buffers));
+  digest->add(index, test::gradient_outputs(buffers));
   const int64_t tokens = inputs.problem.batch * inputs.problem.num_tokens;
   if (options.unwritten) leave_last_row(tokens, &buffers.dv);
   if (behind) {
@@ -114,8 +115,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals) {
 
 Report fuzz_backward(const Options& options) {
   Totals totals;
+  Digest digest;
   Report report =
-      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals); });
+      run_cases(options, [&](int64_t index) { return run_case(options, index, &totals, &digest); });
+  report.digest = digest.value();
   for (auto& [name, errors] : totals.by_name) {
     const double median = quantile(errors, 0.5);
     report.figures["fp32_" + name + "_median"] = median;

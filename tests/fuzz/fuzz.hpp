@@ -49,7 +49,7 @@ struct Report {
   std::vector<std::string> failures;
   std::string summary;
   std::map<std::string, double> figures;  ///< what --json writes
-  uint64_t digest = 0;                    ///< accuracy, problems: of all outputs
+  uint64_t digest = 0;                    ///< accuracy, backward, problems: of all outputs
 };
 
 /// Random numbers of one case.

@@ -68,9 +68,10 @@ int main(int argc, char** argv) {
        kda::test::flag("--unwritten", &options.unwritten,
                        "accuracy, backward: leave a row of o or dv as it was before the call, as a "
                        "broken kernel would; every case must fail"),
-       kda::test::flag("--digest", &digest,
-                       "accuracy, problems: print a hash of all outputs, equal for builds that "
-                       "agree to the bit"),
+       kda::test::flag(
+           "--digest", &digest,
+           "accuracy, backward, problems: print a hash of all outputs, equal for builds that "
+           "agree to the bit"),
        kda::test::text("--dump", &options.dump,
                        "accuracy, --count 1: also write the inputs to a file")});
   if (ends) return *ends;

@@ -48,7 +48,7 @@ TEST(StagedBackwardCost, TakesTheSegmentsThatWereMeasuredToBeBest) {
   const auto cut = [&](const char* lengths, int64_t heads) {
     CostEstimate cost;
     return staged::auto_backward_partition(work_of(lengths, heads), device, heads, {heads, 1},
-                                           /*halves=*/false, /*kept=*/false, &cost);
+                                           /*phases=*/false, /*kept=*/false, &cost);
   };
   EXPECT_EQ(cut("32K", 4).segment_chunks, 32);
   EXPECT_FALSE(cut("8K", 16).on);

@@ -354,7 +354,7 @@ TEST(Planner, OracleKeepsNothing) {
   options.keep = KeepPolicy::kStates;
   const Plan plan = plan_for("5000", 2, cpu_facts(), options);
   EXPECT_EQ(plan.saved_bytes, 0u);
-  EXPECT_EQ(plan.resolved.keep, KeepPolicy::kInputs);
+  EXPECT_EQ(plan.resolved.keep, KeepPolicy::kNothing);
   EXPECT_EQ(plan.reasons.back(), "keep: cpu.oracle keeps nothing and makes the states again");
 }
 
@@ -491,8 +491,8 @@ TEST(Planner, SpansTakeSegmentsThatFillTheCardWithTransitionsThatMayStop) {
   try {
     plan_of({64}, 1, true);
   } catch (const std::exception& refused) {
-    ASSERT_NE(std::string(refused.what()).find("no forward in two halves"), std::string::npos);
-    GTEST_SKIP() << "a build without CUDA has no halves of a forward";
+    ASSERT_NE(std::string(refused.what()).find("no forward in two phases"), std::string::npos);
+    GTEST_SKIP() << "a build without CUDA has no phases of a forward";
   }
   // Behind the empty one: a chain a cluster, of which there are 66.
   for (const auto& [tokens, heads, segments] :
@@ -587,9 +587,9 @@ TEST(Planner, JsonHoldsWhatTheTextSays) {
 
 TEST(Planner, JsonSaysWhatAForwardKeeps) {
   for (const auto& [keep, asked, resolved] :
-       {std::tuple{KeepPolicy::kInputs, "inputs", "inputs"},
+       {std::tuple{KeepPolicy::kNothing, "nothing", "nothing"},
         std::tuple{KeepPolicy::kStates, "states", "states"},
-        std::tuple{KeepPolicy::kKeep, "keep", "states"}}) {  // the CPU takes it so
+        std::tuple{KeepPolicy::kChunks, "chunks", "states"}}) {  // the CPU takes it so
     PlanOptions options;
     options.keep = keep;
     if (keep == KeepPolicy::kStates) options.kept_state_every = 128;
@@ -618,30 +618,30 @@ TEST(Planner, HopperKeepsStatesAndErrorsOfChunks) {
   const auto says = [](const Plan& plan, const char* text) {
     return plan.implementation.empty() && plan.to_text(true).find(text) != std::string::npos;
   };
-  const Plan kept = plan_of(KeepPolicy::kKeep, 90, 64, nothing);
+  const Plan kept = plan_of(KeepPolicy::kChunks, 90, 64, nothing);
   EXPECT_EQ(kept.implementation, "cuda.sm90.fused");
-  EXPECT_EQ(kept.resolved.keep, KeepPolicy::kKeep);
+  EXPECT_EQ(kept.resolved.keep, KeepPolicy::kChunks);
   EXPECT_EQ(kept.saved_bytes, (8192u + 128u) * 64u * 768u);  // 128 tokens are two chunks
   // Few heads: nothing is cut, and no other backend is better, since none keeps.
-  const Plan few = plan_of(KeepPolicy::kKeep, 90, 1, nothing);
+  const Plan few = plan_of(KeepPolicy::kChunks, 90, 1, nothing);
   EXPECT_EQ(few.implementation, "cuda.sm90.fused");
   EXPECT_FALSE(few.segmented);
   EXPECT_NE(few.to_text(true).find("states and errors need the true start state"),
             std::string::npos);
   EXPECT_TRUE(says(plan_of(KeepPolicy::kStates, 90, 64, nothing),
                    "keeps states and errors of all chunks, or nothing"));
-  EXPECT_TRUE(says(plan_of(KeepPolicy::kKeep, 80, 64, nothing), "keeps nothing for a backward"));
+  EXPECT_TRUE(says(plan_of(KeepPolicy::kChunks, 80, 64, nothing), "keeps nothing for a backward"));
   const auto half = [](Problem* p, PlanOptions*) {
     for (TensorDesc* desc : {&p->q, &p->k, &p->v, &p->g, &p->o}) desc->dtype = DType::kFloat16;
     p->gate_mode = GateMode::kBounded, p->beta_mode = BetaMode::kSigmoid, p->qk_l2norm = true;
   };
-  EXPECT_TRUE(says(plan_of(KeepPolicy::kKeep, 90, 64, half), "keeps states and errors of bf16"));
+  EXPECT_TRUE(says(plan_of(KeepPolicy::kChunks, 90, 64, half), "keeps states and errors of bf16"));
   const auto spans = [](Problem*, PlanOptions* options) { options->spans = true; };
   try {
-    plan_of(KeepPolicy::kKeep, 90, 4, spans);
-    ADD_FAILURE() << "a forward in two halves that keeps";
+    plan_of(KeepPolicy::kChunks, 90, 4, spans);
+    ADD_FAILURE() << "a forward in two phases that keeps";
   } catch (const std::exception& refused) {
-    EXPECT_NE(std::string(refused.what()).find("no forward in two halves; keep"), std::string::npos)
+    EXPECT_NE(std::string(refused.what()).find("no forward in two phases; keep"), std::string::npos)
         << refused.what();
   }
 }
@@ -663,8 +663,8 @@ TEST(Planner, ABackwardOfWhatWasKeptSparesItsMemory) {
     return make_backward_plan(forward, gradients, backward, plan);
   };
   BackwardPlan kept, bare, other;
-  throw_if_error(plan_of(KeepPolicy::kKeep, false, DType::kBFloat16, &kept));
-  throw_if_error(plan_of(KeepPolicy::kInputs, false, DType::kBFloat16, &bare));
+  throw_if_error(plan_of(KeepPolicy::kChunks, false, DType::kBFloat16, &kept));
+  throw_if_error(plan_of(KeepPolicy::kNothing, false, DType::kBFloat16, &bare));
   EXPECT_EQ(kept.plan.implementation, "cuda.sm80.staged");
   EXPECT_EQ(kept.plan.saved_bytes, 8192u * 16u * 768u);
   EXPECT_EQ(bare.plan.saved_bytes, 0u);
@@ -673,11 +673,11 @@ TEST(Planner, ABackwardOfWhatWasKeptSparesItsMemory) {
   EXPECT_NE(bare.to_text(true).find("chunk_delta_h"), std::string::npos);
   EXPECT_NE(kept.forward_id, bare.forward_id);
   // Gradients that the stages do not take: the other backward reads nothing of it.
-  throw_if_error(plan_of(KeepPolicy::kKeep, false, DType::kFloat32, &other));
+  throw_if_error(plan_of(KeepPolicy::kChunks, false, DType::kFloat32, &other));
   EXPECT_EQ(other.plan.implementation, "cuda.smxx.recurrent");
   EXPECT_EQ(other.plan.saved_bytes, 0u);
-  const Status halves = plan_of(KeepPolicy::kKeep, true, DType::kBFloat16, &other);
-  EXPECT_NE(halves.message().find("no backward in two halves; the forward keeps"),
+  const Status halves = plan_of(KeepPolicy::kChunks, true, DType::kBFloat16, &other);
+  EXPECT_NE(halves.message().find("no backward in two phases; the forward keeps"),
             std::string::npos)
       << halves.message();
 }

@@ -336,7 +336,7 @@ TEST(BadForward, SavedIsTheWorkspace) {
 TEST(GoodBackward, DecodeHasNone) {
   Call call;
   call.problem().operation = Operation::kDecode;
-  call.options.keep = KeepPolicy::kInputs;
+  call.options.keep = KeepPolicy::kNothing;
   call.plan.forward_id = 7;
   Plan decode;
   decode.problem = call.problem();
@@ -379,10 +379,10 @@ TEST(GoodBackward, PlansSayWhatIsKept) {
   EXPECT_NE(text.find("backward, keep states"), std::string::npos) << text;
   EXPECT_NE(text.find("kept_states"), std::string::npos) << text;
   EXPECT_NE(call.plan.to_json().find("\"saved_bytes\""), std::string::npos);
-  call.options.keep = KeepPolicy::kInputs;
+  call.options.keep = KeepPolicy::kNothing;
   ASSERT_TRUE(call.plan_it().ok());
   EXPECT_EQ(call.forward.saved_bytes, 0u);
-  call.options.keep = KeepPolicy::kKeep;
+  call.options.keep = KeepPolicy::kChunks;
   ASSERT_TRUE(call.plan_it().ok());
   EXPECT_EQ(call.forward.resolved.keep, KeepPolicy::kStates);
 }

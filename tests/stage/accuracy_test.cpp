@@ -170,7 +170,7 @@ TEST(Accuracy, BoundedGateWithoutParameters) {
 }
 
 TEST(Accuracy, NoMoreThanRoundingInBf16) {
-  if (test::on_cuda()) GTEST_SKIP() << "16-bit operands: tests/cuda/staged_test.cpp";
+  if (test::on_cuda()) GTEST_SKIP() << "16-bit operands: tests/cuda/staged/staged_test.cpp";
   // Storing o in bf16 alone costs 1.66e-3.
   check::GenerateOptions options = test::shape(1024, 2, 128, 128);
   options.dtype = DType::kBFloat16;

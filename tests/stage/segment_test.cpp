@@ -58,7 +58,7 @@ TEST_P(Segments, Bf16StaysWithinATenthMore) {
   options.regime = regime();
   options.dtype = DType::kBFloat16;
   const Inputs inputs = check::generate(options);
-  // On a GPU one backend for both; cuda.sm90.fused is in tests/cuda/fused_test.cpp.
+  // On a GPU one backend for both; cuda.sm90.fused is in tests/cuda/fused/fused_test.cpp.
   const std::string backend = test::on_cuda() ? "staged" : "";
   const test::RunOptions run{.plan = test::with_backend(backend), .out_dtype = DType::kBFloat16};
   std::vector<cpu::oracle::HeadResult> truths;

@@ -41,7 +41,7 @@ BackwardCall::BackwardCall(const check::Inputs& inputs, const Gradients& gradien
   options.backend = run.backend;
   options.kept_state_every = run.kept_every;
   if (run.kept_every > 0 && !on_cuda()) options.keep = KeepPolicy::kStates;
-  if (run.keep_chunks) options.keep = KeepPolicy::kKeep;
+  if (run.keep_chunks) options.keep = KeepPolicy::kChunks;
   Problem p = inputs.problem;
   check::Outputs outputs =
       check::make_outputs(&p, run.keep_chunks ? p.v.dtype : check::state_type(p));
@@ -101,7 +101,7 @@ void expect_gradients_within(const check::Inputs& inputs, check::GradientBuffers
     }
   };
   expect_all(check::kBf16Gradients);
-  if (half) expect_all(check::kHalfChainGradients);
+  if (half) expect_all(check::kFp16ChainGradients);
   if (std::getenv("KDA_TEST_VERBOSE"))
     for (const auto& [name, error] : comparison.all_heads)
       std::printf("  %-28s %-16s %.2e\n", what.c_str(), name.c_str(), error);

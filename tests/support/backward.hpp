@@ -17,12 +17,12 @@ struct BackwardRun {
   /// The forward keeps a state every so many tokens; on CUDA, where it keeps none, windows have so
   /// many. 0: no states, the windows of the plan.
   int64_t kept_every = 0;
-  bool keep_chunks = false;  ///< KeepPolicy::kKeep
+  bool keep_chunks = false;  ///< KeepPolicy::kChunks
   int32_t num_sms = 0;       ///< that plans count on; 0: those of the device
   bool from_bounds = false;  ///< the plan does not know cu_seqlens
   int64_t segments = 0;      ///< of each sequence, as far as it has chunks; 0: as the planner likes
   bool whole = false;        ///< no sequence is cut
-  bool spans = false;        ///< a backward in two halves
+  bool spans = false;        ///< a backward in two phases
   const int32_t* state_indices = nullptr;
   const uint8_t* state_mask = nullptr;
 };

@@ -123,7 +123,7 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
                           "\n  states                               32.0  1.0 MB",
                           "\n  keep (as states)                     32.0  1.0 MB"})
     EXPECT_NE(states.out.find(row), std::string::npos) << row << states.out;
-  EXPECT_NE(kda(plan + " --keep inputs").out.find("keep inputs: 0 bytes"), std::string::npos);
+  EXPECT_NE(kda(plan + " --keep nothing").out.find("keep nothing: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
   const std::string gpu = "plan --heads 64 --seq-lens 8192 --backward --device cuda --explain";
   const Ran groups = kda(gpu);

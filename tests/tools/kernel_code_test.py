@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT / "tools" / "dev"))
 import evidence
 import kernel_code
 
-FOLDERS = sorted({folder for folders in kernel_code.FAMILIES.values() for folder in folders})
+# A source for each pattern of a family.
+SOURCES = sorted({pattern.replace("*", "a") for row in kernel_code.FAMILIES.values() for pattern in row["kernels"]})
 
 
 def cubin(kernels, arch, banks=False):
@@ -63,12 +64,12 @@ class KernelCode(unittest.TestCase):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def build(self, name, kernels, arch=80):
-        """A build folder with an object a folder of sources, all with the same kernels."""
-        for source in FOLDERS:
-            path = self.folder / name / "CMakeFiles" / "src" / "cuda" / source / "a.cu.o.0.cubin"
+        """A build folder with an object a source, all with the same kernels."""
+        for source in SOURCES:
+            path = self.folder / name / "CMakeFiles" / "src" / "cuda" / f"{source}.o.0.cubin"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(cubin(kernels, arch))
-            path.with_name("a.cu.o").touch()
+            path.with_name(pathlib.Path(source).name + ".o").touch()
         return self.folder / name
 
     def hashes(self, *kernels, arch=80):
@@ -88,20 +89,33 @@ class KernelCode(unittest.TestCase):
         self.assertEqual(list(self.hashes(A, arch=90)["fused"]), ["sm_90"])
         self.assertNotEqual(self.hashes(A, arch=90)["fused"]["sm_90"], self.hashes(A)["fused"]["sm_80"])
 
-    def test_the_chain_of_a_backward_is_no_part_of_the_forwards(self):
-        kernels = [kernel_code.Kernel("staged/chunk_delta_h_sm80.cu", "sm_80", f"_ZN3kernelILN3kda4cuda8ChainUseE{use}EE",
-                                      "digest", 0, 0, b"") for use in (2, 4)]
-        self.assertEqual([kernel_code.folder_of(k) for k in kernels], ["staged", "staged/backward"])
-        self.assertEqual(kernel_code.folder_of(kernels[0]._replace(file="staged/backward/a.cu")), "staged/backward")
-        chain, errors = ("chain_8ChainUseE0E", *A[1:]), ("chain_8ChainUseE4E", *B[1:])
+    def test_a_source_is_of_a_family_folder_by_folder(self):
+        kernel = kernel_code.Kernel("staged/backward/a.cu", "sm_80", "a", "digest", 0, 0, b"")
+        self.assertTrue(kernel_code.is_of(kernel, "staged/backward/*.cu"))
+        for pattern in ("staged/*.cu", "backward/*.cu", "*.cu", "staged/backward/b*.cu"):
+            self.assertFalse(kernel_code.is_of(kernel, pattern), pattern)
+
+    def test_kernels_beside_one_do_not_count(self):
         digest = lambda *rows: next(k.digest for k in kernel_code.kernels_of(cubin(rows, 80, True), "a.cu")
-                                    if k.name == chain[0])
-        self.assertEqual(digest(chain, A), digest(errors, chain, A))
-        self.assertNotEqual(digest(chain, A), digest(A, chain))  # numbers of other kernels count
+                                    if k.name == A[0])
+        self.assertEqual(digest(A), digest(B, A))
+
+    def test_every_source_has_a_family_and_every_family_is_tested(self):
+        sources = [str(path.relative_to(ROOT / "src" / "cuda")) for path in (ROOT / "src" / "cuda").rglob("*.cu")]
+        patterns = [pattern for row in kernel_code.FAMILIES.values() for pattern in row["kernels"]]
+        kernel = lambda source: kernel_code.Kernel(source, "sm_80", "a", "digest", 0, 0, b"")
+        for source in sources:
+            self.assertTrue(any(kernel_code.is_of(kernel(source), p) for p in patterns), source)
+        for pattern in patterns:
+            self.assertTrue(any(kernel_code.is_of(kernel(source), pattern) for source in sources), pattern)
+        programs = {path.stem for path in (ROOT / "tests").rglob("*_test.cpp")}
+        for family, row in kernel_code.FAMILIES.items():
+            self.assertTrue(row["tests"], family)
+            self.assertLessEqual(set(row["tests"]), programs, family)
 
     def test_a_missing_object_is_an_error(self):
         folder = self.build("x", [A])
-        next(folder.rglob("decode/a.cu.o.0.cubin")).unlink()
+        next(folder.rglob("decode/*.cu.o.0.cubin")).unlink()
         with self.assertRaisesRegex(SystemExit, "family decode: no kernels of decode/"):
             kernel_code.family_hashes(kernel_code.read_build(folder))
         with self.assertRaisesRegex(SystemExit, "a build with CUDA leaves them"):

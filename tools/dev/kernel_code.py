@@ -15,6 +15,7 @@ chooses kernels and fills their arguments.
 import argparse
 import collections
 import difflib
+import fnmatch
 import hashlib
 import json
 import pathlib
@@ -24,24 +25,8 @@ import struct
 import subprocess
 import sys
 
-# Kernel family -> the folders of src/cuda (folder_of) whose kernels it launches.
-FAMILIES = {
-    "fused": ("fused", "segments", "launch"),
-    "staged": ("staged", "segments", "launch"),
-    "recurrent": ("recurrent", "segments", "launch"),
-    "checkpoints": ("checkpoints",),
-    "decode": ("decode", "launch"),
-    "drafts": ("drafts", "launch"),
-    "layer": ("layer",),
-    "backward": ("backward", "launch"),
-    "head_gates": ("head_gates", "launch"),
-    "keep": ("keep", "launch"),
-    "staged_backward": ("staged/backward", "launch"),  # beside those of staged and backward that it launches too
-    "fold": ("fold",),
-    "rows": ("rows",),
-    "spans": ("spans", "launch"),  # beside those of fused
-}
-HOPPER = ("fused", "keep", "spans")  # these have no kernels but those of sm_90a
+# Kernel families: the sources of each, as patterns.
+FAMILIES = json.loads((pathlib.Path(__file__).resolve().parents[2] / "bench" / "families.json").read_text())
 
 Kernel = collections.namedtuple("Kernel", "file arch name digest registers shared code")
 
@@ -111,19 +96,9 @@ def attributes(section):
         at += 4 + length
 
 
-# Attributes: the number of the symbol of a kernel's constant bank, then what it holds; numbers of symbols; registers.
+# Attributes: the number of the symbol of a kernel's constant bank, which depends on the kernels beside it, then what it
+# holds; numbers of symbols; registers.
 CONSTANT_BANK, EXTERNS, REGISTERS = 0x0a, 0x0f, 0x2f
-# The chain of a backward, ChainUse::kErrors, is in one file with chains of forwards, and no part of their family.
-OF_BACKWARD = "8ChainUseE4E"
-
-
-def number_without(elf, number):
-    """The number that a symbol would have without the symbols of OF_BACKWARD."""
-    def left_out(symbol):
-        name, section, _ = symbol
-        owner = elf.sections[section].name if section < len(elf.sections) else ""
-        return OF_BACKWARD in name or OF_BACKWARD in owner
-    return number - sum(map(left_out, elf.symbols[:number]))
 
 
 def kernels_of(cubin, file):
@@ -162,8 +137,7 @@ def kernels_of(cubin, file):
                 shared = other.size if kind == "nv.shared" else shared
             elif kind == "nv.info":
                 rows = [(attribute, value) for attribute, value in attributes(other) if attribute != EXTERNS]
-                bank = lambda value: struct.pack("<I", number_without(elf, *struct.unpack_from("<I", value))) + value[4:]
-                add(kind, [(attribute, (bank(value) if attribute == CONSTANT_BANK else value).hex())
+                add(kind, [(attribute, (value[4:] if attribute == CONSTANT_BANK else value).hex())
                            for attribute, value in rows])
         add("relocations", elf.relocations(section.name))
         found.append(Kernel(file, arch, name, digest.hexdigest(), registers, shared, section.data))
@@ -184,24 +158,22 @@ def read_build(folder):
     return kernels
 
 
-def folder_of(kernel):
-    """The folder of a kernel for FAMILIES."""
-    if kernel.file.startswith("staged/backward/") or OF_BACKWARD in kernel.name:
-        return "staged/backward"
-    return kernel.file.split("/")[0]
+def is_of(kernel, pattern):
+    """Whether the source of a kernel matches a pattern of FAMILIES, folder by folder."""
+    parts, wanted = kernel.file.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def family_hashes(kernels):
     """{family: {"sm_80": hash}}; sm_90 stands for code of sm_90a too."""
     hashes = {}
-    there = {folder_of(k) for k in kernels}
-    for family, folders in FAMILIES.items():
-        missing = set(folders) - there - set(HOPPER)
-        if missing:
-            raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(sorted(missing))}/")
+    for family, row in FAMILIES.items():
+        missing = [p for p in row["kernels"] if not any(is_of(k, p) for k in kernels)]
+        if missing and not row.get("sm_90a_only"):  # a build may be without
+            raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(missing)}")
         digests = collections.defaultdict(list)
         for kernel in kernels:
-            if folder_of(kernel) in folders:
+            if any(is_of(kernel, p) for p in row["kernels"]):
                 digests[kernel.arch].append(kernel.digest)
         hashes[family] = {arch: hashlib.sha256("\n".join(sorted(each)).encode()).hexdigest()[:16]
                           for arch, each in sorted(digests.items())}

@@ -173,7 +173,7 @@ GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const Pla
 std::vector<GpuRow> GpuBench::time_both(const Case& c, const PlanOptions& options) {
   std::vector<GpuRow> rows = {time_run(c, "forward", {}), time_backward(c, "backward", options)};
   PlanOptions keep = options;
-  keep.keep = KeepPolicy::kKeep;
+  keep.keep = KeepPolicy::kChunks;
   Plan plan;
   throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, keep, &plan));
   if (plan.implementation.empty()) return rows;

@@ -16,7 +16,7 @@
 namespace kda::tools {
 namespace {
 
-constexpr KeepPolicy kPolicies[] = {KeepPolicy::kInputs, KeepPolicy::kStates, KeepPolicy::kKeep};
+constexpr KeepPolicy kPolicies[] = {KeepPolicy::kNothing, KeepPolicy::kStates, KeepPolicy::kChunks};
 
 struct PlanCommand {
   std::vector<int64_t> lengths;
@@ -142,7 +142,7 @@ void add_plan(CLI::App& app) {
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
-  add_choice(*sub, "--keep", &c->keep, {"inputs", "states", "keep"},
+  add_choice(*sub, "--keep", &c->keep, {"nothing", "states", "chunks"},
              "What the forward keeps for its backward; on a GPU inputs, unless this says else")
       ->needs(backward)
       ->default_str(c->keep);
@@ -152,7 +152,7 @@ void add_plan(CLI::App& app) {
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
   sub->callback([c, sub] {
     if (c->backward && sub->count("--device") == 0) c->device = "cpu";
-    if (c->device == "cuda" && sub->count("--keep") == 0) c->keep = "inputs";
+    if (c->device == "cuda" && sub->count("--keep") == 0) c->keep = "nothing";
     (*c)();
   });
 }

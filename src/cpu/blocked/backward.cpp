@@ -187,7 +187,7 @@ class GroupBackward {
     if (w == 0)
       load_state(initial_ref(args_.call, n_, head), to);
     else if (args_.kept_every > 0)
-      load_state(dense_ref(p_, args_.kept_states,
+      load_state(dense_ref(p_, args_.kept_every_states,
                            args_.call.sequences.states_before(n_, args_.kept_every) + w - 1, head,
                            p_.value_dim),
                  to);

@@ -69,9 +69,10 @@ Pass make_pass(const stage::Forward& args, int64_t span_idx, int64_t head) {
   if (p.checkpoints)
     pass.checkpoints = {p.checkpoint_every, begin,
                         call.sequences.states_before(span.sequence, p.checkpoint_every)};
-  if (args.kept_states)
+  if (args.kept_every_states)
     pass.kept = {args.kept_every, begin,
-                 call.sequences.states_before(span.sequence, args.kept_every), args.kept_states};
+                 call.sequences.states_before(span.sequence, args.kept_every),
+                 args.kept_every_states};
   return pass;
 }
 

@@ -226,8 +226,8 @@ Status backward(const stage::Backward& args) {
 }
 
 void drop_kept_states(plan::PlanBuilder& builder) {
-  if (builder.requested().keep == KeepPolicy::kInputs) return;
-  builder.set_keep(KeepPolicy::kInputs);
+  if (builder.requested().keep == KeepPolicy::kNothing) return;
+  builder.set_keep(KeepPolicy::kNothing);
   builder.reason(cat("keep: ", builder.name(), " keeps nothing and makes the states again"));
 }
 

@@ -60,7 +60,7 @@ struct Chain {
   const int lane;
 
   int64_t head, unit;
-  Span span;
+  TokenRange tokens;
   bool transition;  // columns of M instead of B
   int column;       // first state column of this warp: of V, or of K for M
   int u_tile;       // first tile of u that holds columns of this block
@@ -90,24 +90,25 @@ struct Chain {
     if constexpr (kUse == ChainUse::kOutputs) {
       const ChunkTokens chunk = chunk_tokens(a.map, static_cast<unsigned>(unit));
       if (chunk.count == 0) return false;
-      span = {chunk.sequence, chunk.begin, chunk.begin + chunk.count};
+      tokens = {chunk.sequence, chunk.begin, chunk.begin + chunk.count};
     } else {
-      span = span_of(a.map, unit);
+      tokens = range_of(a.map, unit);
     }
     if (kUse == ChainUse::kScan && a.skip_last &&
-        span.end == sequence_span(a.map, span.sequence).end)
+        tokens.end == sequence_range(a.map, tokens.sequence).end)
       return false;
     transition = kUse == ChainUse::kScan && block >= v_blocks;
     if (transition) block -= v_blocks;
     column = block * kColumns + warp * 16;
     u_tile = block * kColumns / kVTile;
     tile_column = column % kVTile;
-    chunk0 = kUse == ChainUse::kOutputs ? unit : first_chunk(a.map, span);
-    num_chunks = static_cast<int>(chunks_of(span.end - span.begin));
+    chunk0 = kUse == ChainUse::kOutputs ? unit : first_chunk(a.map, tokens);
+    num_chunks = static_cast<int>(chunks_of(tokens.end - tokens.begin));
     if constexpr (kUse == ChainUse::kForward || kUse == ChainUse::kStates)
       if (a.checkpoints.base)
-        checkpoint = checkpoints_before(a.map, a.checkpoint_every, span.sequence) +
-                     (span.begin - sequence_span(a.map, span.sequence).begin) / a.checkpoint_every;
+        checkpoint =
+            checkpoints_before(a.map, a.checkpoint_every, tokens.sequence) +
+            (tokens.begin - sequence_range(a.map, tokens.sequence).begin) / a.checkpoint_every;
     return true;
   }
 
@@ -162,7 +163,7 @@ struct Chain {
       for_each_state(a.states_in + matrix * a.shape.K * a.shape.V, a.shape.V, 1, load);
       return;
     }
-    const int64_t slot = state_slot(a.initial, span.sequence);
+    const int64_t slot = state_slot(a.initial, tokens.sequence);
     if (slot < 0) return;
     if (!a.initial.bf16) return for_each_state<const float>(a.initial, slot, load);
     // Converting an element waits for it: not before all are asked for.
@@ -189,16 +190,16 @@ struct Chain {
       for_each_state((transition ? a.M : a.B) + matrix * a.shape.K * columns(), columns(), 1,
                      [](float x, float& to) { to = x; });
     } else if (kUse != ChainUse::kErrors && a.final_state.base &&
-               span.end == sequence_span(a.map, span.sequence).end) {
-      store_to(a.final_state, state_slot(a.final_state, span.sequence));
+               tokens.end == sequence_range(a.map, tokens.sequence).end) {
+      store_to(a.final_state, state_slot(a.final_state, tokens.sequence));
     }
   }
 
   /// After chunk `chunk`: its state, where a checkpoint is due.
   __device__ __forceinline__ void store_checkpoint(int chunk) {
     if (kUse == ChainUse::kScan || kUse == ChainUse::kErrors || !a.checkpoints.base) return;
-    const int64_t done = min(span.end, span.begin + (chunk + 1) * kChunk) -
-                         sequence_span(a.map, span.sequence).begin;
+    const int64_t done = min(tokens.end, tokens.begin + (chunk + 1) * kChunk) -
+                         sequence_range(a.map, tokens.sequence).begin;
     if (done % a.checkpoint_every == 0)
       store_to(a.checkpoints, state_slot(a.checkpoints, checkpoint++));
   }
@@ -395,9 +396,9 @@ struct Chain {
   // ---- rows of the caller ----------------------------------------------------------------------
 
   __device__ void store_outputs(int chunk, const float (&o)[kTokenTiles][4]) const {
-    const int64_t token0 = span.begin + chunk * kChunk;
-    const int64_t base = row_offset(a.o, a.map, span.sequence, token0, head);
-    const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), span.end - token0));
+    const int64_t token0 = tokens.begin + chunk * kChunk;
+    const int64_t base = row_offset(a.o, a.map, tokens.sequence, token0, head);
+    const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), tokens.end - token0));
     constexpr bool kAnyRows = kUse == ChainUse::kReverse;  // else of whole words
     if (a.o.type == Element::kFloat32 || (kAnyRows && !a.o.whole_words)) {
 #pragma unroll
@@ -451,7 +452,7 @@ int64_t blocks_of(const ChainArgs& args) {
     return (columns + kCover - 1) / kCover * (kCover / kColumns);
   };
   const int64_t spans = kUse == ChainUse::kOutputs ? args.num_chunks
-                        : args.map.segments        ? args.map.num_spans
+                        : args.map.segments        ? args.map.num_segments
                                                    : args.map.num_sequences;
   return spans * args.shape.HV *
          (of(args.shape.V) + (kUse == ChainUse::kScan ? of(args.shape.K) : 0));

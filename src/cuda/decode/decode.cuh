@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of decode.cu and, with other arguments, of src/cuda/head_gates and src/cuda/drafts.
+// The kernel of decode.cu and, with other arguments, of head_gates.cu and drafts.cu.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +27,8 @@ __device__ __forceinline__ int64_t raw_length(const DecodeArgs& a, int64_t i) {
 __device__ __forceinline__ int64_t length_of(const DecodeArgs& a, int64_t i) {
   return max(int64_t{0}, min(raw_length(a, i), a.map.num_tokens));
 }
-__device__ __forceinline__ Span tokens_of(const DecodeArgs& a, int64_t n) {
-  if (!a.lengths) return sequence_span(a.map, n);
+__device__ __forceinline__ TokenRange tokens_of(const DecodeArgs& a, int64_t n) {
+  if (!a.lengths) return sequence_range(a.map, n);
   const int64_t begin = length_of(a, n);
   return {n, begin, max(begin, length_of(a, n + 1))};
 }
@@ -44,8 +44,8 @@ __device__ inline void write_flags(const DecodeArgs& a) {
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     const int64_t begin = raw_length(a, n), end = raw_length(a, n + 1);
     bad |= begin < 0 || end < begin || end > T;
-    const Span span = tokens_of(a, n);
-    many |= span.end - span.begin > most_tokens(a);
+    const TokenRange tokens = tokens_of(a, n);
+    many |= tokens.end - tokens.begin > most_tokens(a);
   }
   const int any_bad = __syncthreads_or(bad), any_many = __syncthreads_or(many);
   if (threadIdx.x == 0)
@@ -104,7 +104,7 @@ __device__ __forceinline__ Unit unit_of(const Args& a, unsigned block) {
       block % groups};
 }
 
-// ---- drafts that are a tree (src/cuda/drafts) --------------------------------------------------
+// ---- drafts that are a tree (drafts.hpp) -------------------------------------------------------
 
 /// How many of `tokens` of a sequence are computed.
 __device__ __forceinline__ int64_t most_in_tree(const DecodeArgs&, int64_t, int64_t tokens) {
@@ -129,8 +129,8 @@ __device__ __forceinline__ void store_values(const DecodeArgs& a, const Unit& un
 /// Rows of o that no token is computed for: of this sequence, [end, span.end); of none, every N-th
 /// of those before the first sequence and behind the last one.
 template <int kK>
-__device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const Span& span, int64_t end,
-                          int column0) {
+__device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const TokenRange& tokens,
+                          int64_t end, int column0) {
   const auto zero = [&](int64_t first, int64_t last, int64_t step) {
     for (int64_t t = first; t < last; t += step) {
       const int64_t at = row_offset(a.o, a.map, unit.row, t, unit.head);
@@ -139,7 +139,7 @@ __device__ void zero_rows(const DecodeArgs& a, const Unit& unit, const Span& spa
         store_element(a.o.base, a.o.type, at + c, 0.0f);
     }
   };
-  zero(end, span.end, 1);
+  zero(end, tokens.end, 1);
   if (!a.lengths) return;
   const int64_t N = a.map.num_sequences;
   zero(unit.n, length_of(a, 0), N);
@@ -203,15 +203,15 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
   if (blockIdx.x == blocks) return write_flags(a);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
   const Unit unit = unit_of<kK, kDense>(a, blockIdx.x);
-  const Span span = tokens_of(a, unit.n);
-  const int64_t begin = span.begin,
-                end = begin + most_in_tree(a, unit.n, min(span.end - begin, most_tokens(a)));
+  const TokenRange tokens = tokens_of(a, unit.n);
+  const int64_t begin = tokens.begin,
+                end = begin + most_in_tree(a, unit.n, min(tokens.end - begin, most_tokens(a)));
   const Slots slots = slots_of(a, unit.n);
   // In place an empty sequence has its state where it is, unless that is made zero.
   const bool stays = a.in_place && (slots.source >= 0 || a.index_columns > 1);
   const int column0 = (static_cast<int>(unit.group) * warps + warp) * kColumns<kK>;
   if (slots.skip || (stays && begin >= end)) {
-    if (a.zero_skipped) zero_rows<kK>(a, unit, span, begin, column0);
+    if (a.zero_skipped) zero_rows<kK>(a, unit, tokens, begin, column0);
     return;
   }
   const bool mine = kDense || column0 < a.shape.V;  // else the warp only helps with the tokens
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, 4)
     store_values(a, unit, t, tile, o);
     store(target_slot(a, unit.n, t - begin, t + 1 == end, slots));
   }
-  if (a.zero_skipped) zero_rows<kK>(a, unit, span, end, column0);
+  if (a.zero_skipped) zero_rows<kK>(a, unit, tokens, end, column0);
 }
 
 // ---- its launch --------------------------------------------------------------------------------

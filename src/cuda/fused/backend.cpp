@@ -1,17 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.sm90.fused: what it serves and how it plans. Its launches: cuda/host/fused.cpp.
+// Backend cuda.sm90.fused: what it serves and how it plans. Its launches: cuda/fused/launches.cpp.
 #include <algorithm>
 #include <cmath>
 #include <tuple>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
+#include "cuda/common/common.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/fused_prefill.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/blocks.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/fused/kernels.hpp"
+#include "cuda/fused/launches.hpp"
+#include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::fused {
@@ -115,7 +120,7 @@ std::string decline_keep(const Problem& p) {
 }
 
 std::string defer(const registry::Request& request) {
-  if (request.options.keep == KeepPolicy::kKeep) return {};  // no other row keeps
+  if (request.options.keep == KeepPolicy::kChunks) return {};  // no other row keeps
   if (plan::asks_for_segments(request.options)) return "context_parallel asks for segments";
   if (request.options.intra_form != IntraForm::kAuto) return "intra_form asks for a form of stages";
   const Problem& p = request.problem;
@@ -255,14 +260,14 @@ void keep_whole(plan::PlanBuilder& builder) {
 }
 
 void cut(plan::PlanBuilder& builder) {
-  if (builder.requested().keep == KeepPolicy::kKeep) return keep_whole(builder);
+  if (builder.requested().keep == KeepPolicy::kChunks) return keep_whole(builder);
   plan::asks_for_segments(builder.requested()) ? cut_as_asked(builder)
                                                : cut_where_it_gains(builder);
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  const bool keeps = builder.requested().keep == KeepPolicy::kKeep;
+  const bool keeps = builder.requested().keep == KeepPolicy::kChunks;
   if (plan.lengths_known) cut(builder);
   if (keeps) staged::save_chunks(builder);
   const bool one_pass = joins_in_one_pass(plan);
@@ -270,6 +275,7 @@ void plan_forward(plan::PlanBuilder& builder) {
     list_one_pass(builder);
   else
     plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  list_kernels(builder);
   book_maps(builder);
   if (plan.segmented) book_units(builder);
   if (plan.requested.spans && !keeps)
@@ -281,10 +287,6 @@ void plan_forward(plan::PlanBuilder& builder) {
 }
 
 }  // namespace
-
-bool has_fp16_operands(const Problem& problem) {
-  return stage::transition_norm_never_grows(problem) && problem.g.dtype == problem.q.dtype;
-}
 
 const registry::ForwardRow kForward = {
     .head = {.name = "cuda.sm90.fused",

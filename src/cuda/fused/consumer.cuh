@@ -118,9 +118,9 @@ __device__ Outputs outputs_of(const C& c, const WorkItem& item) {
 template <class C>
 __device__ void begin_residual(C& c, const WorkItem& item) {
   if (outputs_of(c, item) != Outputs::kWithResidual) return;
-  c.residual =
-      reinterpret_cast<char*>(c.a.residual + c.column / 16 * kResidualLanes + c.lane +
-                              residual_place<C::kK>(c.a.shape, item.segment, c.span.begin, c.head));
+  c.residual = reinterpret_cast<char*>(
+      c.a.residual + c.column / 16 * kResidualLanes + c.lane +
+      residual_place<C::kK>(c.a.shape, item.segment, c.tokens.begin, c.head));
 }
 /// Stores q_norm (sum + diag error) at `piece` in shared memory, and its residual in device memory.
 template <class C>
@@ -339,25 +339,25 @@ template <class C>
 __device__ void find_checkpoint(const C& c, ConsumerState& s) {
   const int64_t every = c.a.checkpoint_every;
   if (!c.a.map.cu_seqlens) {
-    s.before = c.span.sequence * (c.a.map.num_tokens / every);
+    s.before = c.tokens.sequence * (c.a.map.num_tokens / every);
   } else {
     int64_t more = 0;
-    for (int64_t n = s.counted + c.lane; n < c.span.sequence; n += 32)
+    for (int64_t n = s.counted + c.lane; n < c.tokens.sequence; n += 32)
       more += (c.a.map.cu_seqlens[n + 1] - c.a.map.cu_seqlens[n]) / every;
     for (int step = 16; step > 0; step /= 2) more += __shfl_xor_sync(0xffffffff, more, step);
     s.before += more;
-    s.counted = c.span.sequence;
+    s.counted = c.tokens.sequence;
   }
-  const int64_t done = c.span.begin - sequence_span(c.a.map, c.span.sequence).begin;
+  const int64_t done = c.tokens.begin - sequence_range(c.a.map, c.tokens.sequence).begin;
   s.checkpoint = s.before + done / every;
   s.to_checkpoint = to_subchunks(every - done % every);
 }
 /// The next checkpoint's place; none where the last sub-chunk lacks tokens.
 template <class C>
 __device__ StatePlace next_checkpoint(const C& c, ConsumerState& s) {
-  const int64_t done = c.span.begin + static_cast<int64_t>(s.num_subchunks - s.left) * kSubchunk;
+  const int64_t done = c.tokens.begin + static_cast<int64_t>(s.num_subchunks - s.left) * kSubchunk;
   s.to_checkpoint = to_subchunks(c.a.checkpoint_every);
-  return done <= c.span.end ? place_in(c, c.a.checkpoints, s.checkpoint++) : StatePlace{};
+  return done <= c.tokens.end ? place_in(c, c.a.checkpoints, s.checkpoint++) : StatePlace{};
 }
 template <class C>
 __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
@@ -378,7 +378,7 @@ __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
 template <class C>
 __device__ void put_norm(C& c, const WorkItem& item, NormCheck<C::kBlocks>& norm_check) {
   const int64_t unit = c.a.num_scheduled + range_number<C::kBlocks>() / c.a.shape.HV;
-  if (unit_of(c.a, unit).span.end > item.span.end) {
+  if (unit_of(c.a, unit).tokens.end > item.tokens.end) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < C::kTiles * 4; ++i)
@@ -391,7 +391,7 @@ __device__ void put_norm(C& c, const WorkItem& item, NormCheck<C::kBlocks>& norm
     if (kFp16<typename C::Operand> && sum < 0x1p-10f) c.scale.headroom = 0;
   }
   if (c.column == 0 && c.lane == 0)
-    c.a.exit_tokens[item.segment * c.a.shape.HV + c.head] = item.span.end;
+    c.a.exit_tokens[item.segment * c.a.shape.HV + c.head] = item.tokens.end;
 }
 /// A stop: before the first item, after the last sub-chunk of one, or after a sub-chunk that a
 /// checkpoint is due after. Returns the sub-chunks until the next stop; 0: all is done.

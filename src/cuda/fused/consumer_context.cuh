@@ -44,7 +44,7 @@ struct ConsumerContext {
 
   const FusedPrefillArgs& a;
   int64_t head, unit;  // unit: index into states_in (WorkItem::segment), not of the work unit
-  Span span;
+  TokenRange tokens;
   int column;       // first state column of this warp, of V
   int tile_column;  // the same within the block's 64 columns
   float state[kTiles][4];
@@ -60,7 +60,7 @@ struct ConsumerContext {
   __device__ void take(const WorkItem& item) {
     head = item.head;
     unit = item.segment;
-    span = item.span;
+    tokens = item.tokens;
   }
 };
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "core/text.hpp"
-#include "cuda/host/cost_model.hpp"
+#include "cuda/common/cost_model.hpp"
 #include "cuda/staged/cost.hpp"
 
 namespace kda::cuda::fused {

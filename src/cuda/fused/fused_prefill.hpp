@@ -34,7 +34,7 @@ constexpr int fused_blocks(int64_t K) { return static_cast<int>(K / 64); }
 
 /// A sequence, or a segment of one. A cluster works on one value head of it at a time.
 struct WorkUnit {
-  Span span;
+  TokenRange tokens;
   int64_t segment;  ///< index into states_in, M and B
   FusedState state;
   int64_t before;  ///< cost of the units before this one, one head (fused/scheduler.cuh)

@@ -11,8 +11,8 @@ namespace kda::cuda::sm90::fused {
 template <class P>
 __device__ char* place_of(const P& p, const WorkItem& item, const RowView& view, int view_head,
                           int subchunk, int row, int bytes, int size) {
-  const int64_t element = row_offset(view, p.a.map, item.span.sequence,
-                                     item.span.begin + subchunk * kSubchunk + row, view_head);
+  const int64_t element = row_offset(view, p.a.map, item.tokens.sequence,
+                                     item.tokens.begin + subchunk * kSubchunk + row, view_head);
   return static_cast<char*>(view.base) + element * size + bytes;
 }
 /// Bytes between a row and the one `rows` further.
@@ -23,7 +23,7 @@ __device__ inline int64_t row_step(const RowView& view, int size, int rows) {
 /// Points the context at an item, from this group's first sub-chunk of it on.
 template <class P>
 __device__ void begin_pointers(P& p, const WorkItem& item, int subchunk) {
-  p.left = static_cast<int>(item.span.end - item.span.begin) - subchunk * kSubchunk;
+  p.left = static_cast<int>(item.tokens.end - item.tokens.begin) - subchunk * kSubchunk;
   const auto head = static_cast<int>(item.head);
   auto q_head = static_cast<int>(p.a.shape.group.quotient(static_cast<unsigned>(head)));
   if constexpr (P::kOneAHead)

@@ -15,7 +15,7 @@ namespace kda::cuda::sm90::fused {
 
 /// A consumer that keeps them.
 template <int kChannels, class InputT, class OperandType>
-struct KeepingContext : ConsumerContext<kChannels, InputT, OperandType, false> {
+struct ChunkKeepingContext : ConsumerContext<kChannels, InputT, OperandType, false> {
   static constexpr bool kKeeps = true;
   static constexpr int kStateBytes = kVTile * kChannels * 2, kErrorBytes = kChunk * kVTile * 2;
   static constexpr int kSubchunkBytes = kSubchunk * kVTile * 2;
@@ -25,7 +25,7 @@ struct KeepingContext : ConsumerContext<kChannels, InputT, OperandType, false> {
   int chunk_tiles;    // tiles from a chunk to the next one
   int turn;           // sub-chunks of the item that are done
 
-  __device__ explicit KeepingContext(const KeepArgs& args)
+  __device__ explicit ChunkKeepingContext(const KeepArgs& args)
       : ConsumerContext<kChannels, InputT, OperandType, false>(args) {}
   __device__ bool begins_chunk() const {  // a vote: branches stay uniform
     return __any_sync(0xffffffff, turn % (kChunk / kSubchunk) == 0);
@@ -44,7 +44,8 @@ __device__ void begin_kept(C& c) {
   const auto& a = static_cast<const KeepArgs&>(c.a);
   const int64_t first = c.head / a.group_heads * a.group_heads;
   const int64_t heads = min(a.group_heads, a.shape.HV - first);
-  const int64_t place = first * a.num_chunks + first_chunk(a.map, c.span) * heads + c.head - first;
+  const int64_t place =
+      first * a.num_chunks + first_chunk(a.map, c.tokens) * heads + c.head - first;
   const int64_t tile = place * C::kBlocks + c.column / kVTile;
   c.chunk_tiles = static_cast<int>(heads) * C::kBlocks;
   c.kept_state = static_cast<char*>(a.h) + tile * C::kStateBytes;

@@ -168,11 +168,16 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   ptx::cluster_sync();  // the other block may still write here
 }
 
+template <class Operand, class E>
+constexpr const char* kName = std::is_same_v<Operand, __half> ? "fused_prefill_fp16"
+                              : GateOf<E>::kOneAHead          ? "fused_prefill_head_gate"
+                                                              : "fused_prefill";
+
 template <int kK, class Operand, class E, GateMode kGateMode, bool kSegments>
 Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
-  return launch_kernel("fused_prefill", fused_prefill_kernel<kK, Operand, E, kGateMode, kSegments>,
-                       args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>),
-                       where, args);
+  return launch_kernel(
+      kName<Operand, E>, fused_prefill_kernel<kK, Operand, E, kGateMode, kSegments>,
+      args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
 /// Operands are fp16 where factors are bounded: not those of gates that come as logarithms. With
@@ -184,33 +189,22 @@ Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
   return launch<kK, __nv_bfloat16, E, kGateMode, kSegments>(args, where);
 }
 
-inline Status unknown_gate() {
-  return Status(StatusCode::kUnsupported, "gate_mode: cuda.sm90.fused has no kernel for its value");
-}
-
 template <int kK, class E, bool kSegments>
 Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
-  switch (args.gate.gate_mode) {
-    case GateMode::kLog: return launch_operand<kK, E, GateMode::kLog, kSegments>(args, where);
-    case GateMode::kSoftplus:
-      return launch_operand<kK, E, GateMode::kSoftplus, kSegments>(args, where);
-    case GateMode::kBounded:
-      return launch_operand<kK, E, GateMode::kBounded, kSegments>(args, where);
-  }
-  return unknown_gate();
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
+    return launch_operand<kK, E, mode(), kSegments>(args, where);
+  });
 }
 
 /// For q in fp16, which the backend declines with gates as logarithms.
 template <int kK, bool kSegments>
 Status launch_mode_of_fp16(const ArgsOf<kSegments>& args, const Launch& where) {
-  switch (args.gate.gate_mode) {
-    case GateMode::kLog: break;
-    case GateMode::kSoftplus:
-      return launch<kK, __half, __half, GateMode::kSoftplus, kSegments>(args, where);
-    case GateMode::kBounded:
-      return launch<kK, __half, __half, GateMode::kBounded, kSegments>(args, where);
-  }
-  return unknown_gate();
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
+    if constexpr (mode() == GateMode::kLog)
+      return unknown_gate_mode("cuda.sm90.fused of fp16");
+    else
+      return launch<kK, __half, __half, mode(), kSegments>(args, where);
+  });
 }
 
 /// Launches the kernel of kK channels for the types and gates of the call.
@@ -222,7 +216,7 @@ Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
 }
 
 /// Launches the kernel of one gate a head, in fp32 and as a logarithm, and of K = V = 128
-/// (head_gates/fused_sm90.cu).
+/// (fused/head_gates.cu).
 template <bool kSegments>
 Status launch_head_gates(const ArgsOf<kSegments>& args, const Launch& where);
 

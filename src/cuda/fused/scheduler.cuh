@@ -34,7 +34,7 @@ namespace kda::cuda::sm90::fused {
 
 /// The part of a chain that a cluster runs at once.
 struct WorkItem {
-  Span span;
+  TokenRange tokens;
   int64_t segment, head;
   FusedState state;
   bool takes_state, stores_state;  // by a handoff: from another cluster, for another cluster
@@ -124,10 +124,10 @@ __device__ inline int64_t chain_cost(const FusedPrefillArgs& a, int64_t n) {
 template <bool kSegments>
 __device__ inline WorkItem whole_chain(const FusedPrefillArgs& a, int64_t n, int64_t head) {
   if constexpr (!kSegments)
-    return {sequence_span(a.map, n), n, head, FusedState::kGiven, false, false,
+    return {sequence_range(a.map, n), n, head, FusedState::kGiven, false, false,
             WorkItem::kNoInterval};
   const WorkUnit& unit = unit_of(a, n);
-  return {unit.span, unit.segment, head, unit.state, false, false, WorkItem::kNoInterval};
+  return {unit.tokens, unit.segment, head, unit.state, false, false, WorkItem::kNoInterval};
 }
 /// Number of this cluster's range.
 template <int kBlocks>
@@ -167,7 +167,7 @@ __device__ inline void find_range(const FusedPrefillArgs& a, WorkRange& range, i
 template <int kBlocks>
 __device__ __forceinline__ int subchunks_of(const WorkItem& item) {
   constexpr int kTokens = kBlocks * kSubchunk;
-  return static_cast<int>((item.span.end - item.span.begin + kTokens - 1) / kTokens * kBlocks);
+  return static_cast<int>((item.tokens.end - item.tokens.begin + kTokens - 1) / kTokens * kBlocks);
 }
 
 /// Where a warp is. It lies in shared memory: while the warp works on an item, none of this is in
@@ -186,18 +186,18 @@ __device__ inline bool next_interval(const FusedPrefillArgs& a, SchedulerState& 
   const int64_t number = range_number<kBlocks>(), unit = a.num_scheduled + number / a.shape.HV;
   __syncwarp();
   if (unit >= a.num_units) return false;
-  const int64_t end = unit_of(a, unit).span.end;
+  const int64_t end = unit_of(a, unit).tokens.end;
   if (item.exit_interval == WorkItem::kNoInterval) {
     item = whole_chain<true>(a, unit, number % a.shape.HV);
     item.exit_interval = 0;
   } else {
-    if (item.span.end == end ||
+    if (item.tokens.end == end ||
         (item.exit_interval > 0 && norm_check.small_after(item.exit_interval - 1)))
       return false;
-    item.span.begin = item.span.end;
+    item.tokens.begin = item.tokens.end;
     ++item.exit_interval;
   }
-  item.span.end = min(end, item.span.begin + kNormCheckTokens);
+  item.tokens.end = min(end, item.tokens.begin + kNormCheckTokens);
   if (threadIdx.x % 32 == 0) scheduler.item = item;
   __syncwarp();
   return true;
@@ -222,8 +222,8 @@ __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& sche
     WorkItem item = whole_chain<kSegments>(a, range.unit, range.head);
     item.takes_state = first > 0;
     item.stores_state = last < chunks;
-    item.span.end = min(item.span.end, item.span.begin + last * kChunk);
-    item.span.begin += first * kChunk;
+    item.tokens.end = min(item.tokens.end, item.tokens.begin + last * kChunk);
+    item.tokens.begin += first * kChunk;
     range.left -= rest;
     range.before = 0;
     if (++range.head == a.shape.HV) range.head = 0, ++range.unit;

@@ -143,7 +143,7 @@ struct Correct {
   /// S_in by all threads of a block.
   __device__ StartState load_state(const float* from) const {
     const uint32_t at = place_of_eight(thread / kEights, thread % kEights);
-    uint32_t tops = 0;  // of rounded numbers without signs, in both halves
+    uint32_t tops = 0;  // of rounded numbers without signs, in both 16 bits of a word
     for_each_eight(from, [&](int n, int i, const Eight& x) {
       const uint4 pairs = put_state(at, n, i, x, 1);
       for (const uint32_t pair : {pairs.x, pairs.y, pairs.z, pairs.w})
@@ -219,14 +219,14 @@ struct Correct {
     int64_t at[2], residual_at;
     bool valid[2];
     __device__ Rows(const Correct& c, const WorkUnit& unit, int64_t head, int64_t first) {
-      const Span span = unit.span;
+      const TokenRange tokens = unit.tokens;
       const int64_t run = first + c.warp * kWarpTokens, token = run + c.lane / 4;
-      at[0] = row_offset(c.a.o, c.a.map, span.sequence, token, head) + c.lane % 4 * 8;
+      at[0] = row_offset(c.a.o, c.a.map, tokens.sequence, token, head) + c.lane % 4 * 8;
       at[1] = at[0] + 8 * c.a.o.stride_t;
       residual_at = kHasResidual ? fused::residual_place<kV>(c.a.shape, unit.segment, run, head) +
                                        c.lane % 4 / 2 * fused::kResidualLanes + c.lane / 4 * 4
                                  : 0;
-      valid[0] = token < span.end, valid[1] = token + 8 < span.end;
+      valid[0] = token < tokens.end, valid[1] = token + 8 < tokens.end;
     }
     __device__ void load(const void* base, uint4 (&x)[kGroups][2], bool there = true) const {
 #pragma unroll
@@ -272,9 +272,9 @@ struct Correct {
   __device__ void run(int64_t place) const {
     const int64_t HV = a.shape.HV, head = place % HV;
     const WorkUnit unit = a.units[place / HV % a.num_units];
-    const Span span = unit.span;
-    int64_t first = span.begin + place / HV / a.num_units * a.block_tokens;
-    const int64_t end = min(first + a.block_tokens, span.end);
+    const TokenRange tokens = unit.tokens;
+    int64_t first = tokens.begin + place / HV / a.num_units * a.block_tokens;
+    const int64_t end = min(first + a.block_tokens, tokens.end);
     if (first >= end) return;
     const int64_t exit = kEarlyExit ? a.exit_tokens[unit.segment * HV + head] : end;
     uint4 q[kGroups][2], o[kGroups][2], residual[kGroups]{};

@@ -76,7 +76,7 @@ __device__ void load_start(C& c, const WorkItem& item) {
              identity = C::kSegments && item.state == FusedState::kTransition;
   const StatePlace place = zero || identity ? StatePlace{}
                            : c.a.states_in  ? place_in(c, c.a.states_in, c.unit)
-                                            : place_in(c, c.a.initial, c.span.sequence);
+                                            : place_in(c, c.a.initial, c.tokens.sequence);
   if (place.at) return load_state_from(c, place);
   if (!identity) c.scale.headroom = kHeadroomOfZeros;
   const int difference = c.column + c.lane / 4 - c.lane % 4 * 2;  // of column and channel
@@ -138,8 +138,8 @@ __device__ StatePlace end_item(const C& c, const WorkItem& item) {
   if (C::kSegments && item.state == FusedState::kFirst)
     return place_in(c, c.a.starts, item.segment + 1);
   const bool last = (C::kSegments && item.state == FusedState::kWhole) ||  // without a map
-                    c.span.end == sequence_span(c.a.map, c.span.sequence).end;
-  return last ? place_in(c, c.a.final_state, c.span.sequence) : StatePlace{};
+                    c.tokens.end == sequence_range(c.a.map, c.tokens.sequence).end;
+  return last ? place_in(c, c.a.final_state, c.tokens.sequence) : StatePlace{};
 }
 
 }  // namespace kda::cuda::sm90::fused

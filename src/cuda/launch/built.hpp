@@ -1,6 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whether the kernels of this folder are there, and what they may take.
+// Which kernels this build has, and what those of sm_90a may take.
 #pragma once
+
+namespace kda::cuda {
+
+/// `function` where this build has CUDA kernels, else null: rows of a build without CUDA are never
+/// run, and link to nothing.
+template <auto kFunction>
+constexpr auto if_built() {
+#ifdef KDA_NO_CUDA
+  return decltype(kFunction){nullptr};
+#else
+  return kFunction;
+#endif
+}
+
+}  // namespace kda::cuda
 
 namespace kda::cuda::sm90 {
 

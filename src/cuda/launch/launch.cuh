@@ -4,12 +4,27 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
+#include "core/text.hpp"
 #include "cuda/launch/launch.hpp"
+#include "kda/types.hpp"
 
 namespace kda::cuda {
 
 /// What every GPU from sm_80 on gives a block: 99 KB (sm_86, sm_89, sm_120).
 inline constexpr int kMostShared = 99 * 1024;
+
+/// Calls run() with a gate mode as a constant of the compiler.
+template <class Run>
+Status for_gate_mode(const char* kernel, GateMode mode, Run&& run) {
+  switch (mode) {
+    case GateMode::kLog: return run(std::integral_constant<GateMode, GateMode::kLog>{});
+    case GateMode::kSoftplus: return run(std::integral_constant<GateMode, GateMode::kSoftplus>{});
+    case GateMode::kBounded: return run(std::integral_constant<GateMode, GateMode::kBounded>{});
+  }
+  return unknown_gate_mode(kernel);
+}
 
 /// Launches `kernel` on `blocks` blocks; nothing for 0 blocks. Shared memory above 48 KB is asked
 /// for on every launch: the attribute belongs to the current device, and setting it is cheap.
@@ -17,6 +32,8 @@ template <class Args>
 Status launch_kernel(const char* name, void (*kernel)(Args), int64_t blocks, int threads,
                      int shared_bytes, const Launch& launch, const Args& args) {
   if (blocks == 0) return {};
+  if constexpr (requires { args.gate.gate_mode; })  // kernels that look at the mode themselves
+    KDA_RETURN_IF_ERROR(for_gate_mode(name, args.gate.gate_mode, [](auto) { return Status(); }));
   if (blocks > INT32_MAX)
     return launch_status(cudaErrorInvalidConfiguration, name, blocks, threads, shared_bytes);
   cudaError_t error = cudaSuccess;

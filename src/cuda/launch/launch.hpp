@@ -18,5 +18,7 @@ struct Launch {
 /// Ok, or the CUDA error of `call` as a message with the launch shape.
 Status launch_status(int error, const char* kernel, int64_t blocks, int threads, int shared_bytes);
 Status call_status(int error, const char* call);
+/// The answer of every kernel to a gate mode that it has no formula for.
+Status unknown_gate_mode(const char* kernel);
 
 }  // namespace kda::cuda

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The row of the operations around KDA on CUDA.
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/layer/launches.hpp"
 #include "cuda/layer/sizes.hpp"
+#include "cuda/rows.hpp"
 
 namespace kda::cuda::layer {
 namespace {

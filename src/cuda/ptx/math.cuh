@@ -30,7 +30,7 @@ __device__ __forceinline__ float rsqrt_approx(float x) {
   return y;
 }
 
-/// The largest absolute values of pairs, of the low and of the high halves; NaN where one is.
+/// The largest absolute values of pairs, of the low and of the high 16 bits; NaN where one is.
 template <class T>
 __device__ __forceinline__ uint32_t max_abs_x2(const uint32_t (&x)[4]) {
   uint32_t y;
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint32_t cvt_satfinite_f16x2(float low, float high) {
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
 }
-/// The larger of two unsigned integers of 16 bits, in both halves (sm_90).
+/// The larger of two unsigned integers of 16 bits, in both 16 bits of a word (sm_90).
 __device__ __forceinline__ uint32_t max_u16x2(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));

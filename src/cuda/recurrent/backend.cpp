@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent: how it plans; it serves everything. Its launches:
-// cuda/host/recurrent.cpp.
+// cuda/recurrent/launches.cpp.
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/recurrent/launches.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/segments/kernels.hpp"
+#include "cuda/segments/launches.hpp"
 #include "cuda/staged/cost.hpp"
 #include "cuda/tile/chunk.hpp"
 
@@ -22,12 +28,18 @@ void plan_forward(plan::PlanBuilder& builder) {
   note_one_intra_form(builder);
   if (plan.lengths_known) builder.set_v_splits(v_splits(plan));
   plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  if (plan.segmented) {
+    builder.kernel("segment_scan", "recurrent");
+    builder.kernel("segment_merge", merge_kernel(plan.device, plan.problem.key_dim));
+  }
+  builder.kernel("forward", "recurrent");
   book_maps(builder);
   if (plan.segmented) book_segments(builder, plan.segments.size());
 }
 
 void plan_decode(plan::PlanBuilder& builder) {
   list_decode(builder);
+  builder.kernel("decode", "decode");
   book_maps(builder);
 }
 

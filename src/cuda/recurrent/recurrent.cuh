@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel of recurrent.cu and, with other arguments, of src/cuda/head_gates.
+// The kernel of recurrent.cu and, with other arguments, of head_gates.cu.
 #pragma once
 
 #include "cuda/launch/launch.cuh"
@@ -32,7 +32,7 @@ struct alignas(16) Shared {
 };
 
 struct Unit {
-  Span span;
+  TokenRange tokens;
   int64_t index = 0, head = 0, q_head = 0;
   int column = 0;   // first column of the tile
   int columns = 0;  // V, or K for the columns of M
@@ -50,7 +50,7 @@ __device__ __forceinline__ Unit unit_of(const Args& a) {
   unit.head = blockIdx.x / tiles % HV;
   unit.q_head = q_head_of(a, unit.head, HV);
   unit.index = blockIdx.x / tiles / HV;
-  unit.span = span_of(a.map, unit.index);
+  unit.tokens = range_of(a.map, unit.index);
   unit.transition = tile >= v_tiles;
   if (unit.transition) tile -= v_tiles;
   unit.column = static_cast<int>(tile) * kBV;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void load_token(const Args& a, const Unit& unit, int6
                                            int64_t count, RawToken<kK, kBV>& raw) {
   const int warp = threadIdx.x / 32;
   if (warp >= count) return;
-  const int64_t n = unit.span.sequence, token = first + warp;
+  const int64_t n = unit.tokens.sequence, token = first + warp;
   raw.qk.load(a, n, token, unit.q_head);
   raw.gates.load(a, n, token, unit.head);
   // The columns of M have values 0.
@@ -189,7 +189,7 @@ __device__ __forceinline__ void step(const RecurrentArgs& a, const Unit& unit, i
       const float4 part = *reinterpret_cast<const float4*>(&shared.output[parity][y][tx * 4]);
       o[0] += part.x, o[1] += part.y, o[2] += part.z, o[3] += part.w;
     }
-    const int64_t at = row_offset(a.o, a.map, unit.span.sequence, token, unit.head) + column;
+    const int64_t at = row_offset(a.o, a.map, unit.tokens.sequence, token, unit.head) + column;
 #pragma unroll
     for (int c = 0; c < 4; ++c)
       if (column + c < unit.columns)
@@ -215,16 +215,17 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(const __grid_con
     __syncthreads();
   }
   const Unit unit = unit_of<kBV>(a);
-  const int64_t n = unit.span.sequence;
+  const int64_t n = unit.tokens.sequence;
   const int row0 = static_cast<int>(threadIdx.x) / L::kColumnThreads * L::kRows;
   const int column0 = unit.column + static_cast<int>(threadIdx.x) % L::kColumnThreads * 4;
   const int K = a.shape.K;
-  const bool last = unit.span.end == sequence_span(a.map, n).end;
+  const bool last = unit.tokens.end == sequence_range(a.map, n).end;
   if (a.M.base && a.skip_last && last) return;
 
   // The first tokens before the state: what they take part in waits for both.
   RawToken<kK, kBV> raw;
-  load_token(a, unit, unit.span.begin, min(int64_t{kBatch}, unit.span.end - unit.span.begin), raw);
+  load_token(a, unit, unit.tokens.begin, min(int64_t{kBatch}, unit.tokens.end - unit.tokens.begin),
+             raw);
   float S[L::kRows][4] = {};
   const StateView& start_view = a.states_in.base ? a.states_in : a.initial;
   const int64_t start = a.states_in.base ? unit.index : a.M.base ? -1 : state_slot(a.initial, n);
@@ -242,17 +243,17 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(const __grid_con
 
   int64_t checkpoint = 0, sequence_begin = 0;
   if (a.checkpoints.base) {
-    sequence_begin = sequence_span(a.map, n).begin;
+    sequence_begin = sequence_range(a.map, n).begin;
     checkpoint = checkpoints_before(a.map, a.checkpoint_every, n) +
-                 (unit.span.begin - sequence_begin) / a.checkpoint_every;
+                 (unit.tokens.begin - sequence_begin) / a.checkpoint_every;
   }
   int parity = 0;
-  for (int64_t first = unit.span.begin; first < unit.span.end; first += kBatch) {
-    const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), unit.span.end - first));
+  for (int64_t first = unit.tokens.begin; first < unit.tokens.end; first += kBatch) {
+    const int count = static_cast<int>(min(static_cast<int64_t>(kBatch), unit.tokens.end - first));
     __syncthreads();  // the tokens before are done with
     prepare_token(a, count, raw, shared);
     __syncthreads();
-    load_token(a, unit, first + count, min(int64_t{kBatch}, unit.span.end - first - count), raw);
+    load_token(a, unit, first + count, min(int64_t{kBatch}, unit.tokens.end - first - count), raw);
     for (int i = 0; i < count; ++i, parity ^= 1) {
       step<kK, kBV>(a, unit, first + i, i, parity, shared, S);
       const int64_t done = first + i + 1;
@@ -274,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, 2) recurrent_kernel(const __grid_con
 template <int kBV, class Args>
 Status launch(void (*kernel)(Args), const Args& args, const Launch& where) {
   const auto tiles = [](int64_t columns) { return (columns + kBV - 1) / kBV; };
-  const int64_t spans = args.map.segments ? args.map.num_spans : args.map.num_sequences;
+  const int64_t spans = args.map.segments ? args.map.num_segments : args.map.num_sequences;
   const int64_t blocks =
       spans * args.shape.HV * (tiles(args.shape.V) + (args.M.base ? tiles(args.shape.K) : 0));
   return launch_kernel("recurrent", kernel, blocks, kThreads, 0, where, args);

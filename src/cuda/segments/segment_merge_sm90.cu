@@ -19,8 +19,9 @@ template <int kK, int kStages>
 Status launch(const BegunMergeArgs& args, const Launch& where) {
   using M = Merge<kK, kStages>;
   static_assert(sizeof(typename M::Shared) <= kSharedMemory);
-  return launch_kernel("segment_merge", segment_merge_kernel<kK, kStages>, merge::blocks_of(args),
-                       M::kMultipliers + M::kCopiers, sizeof(typename M::Shared), where, args);
+  return launch_kernel("segment_merge_sm90", segment_merge_kernel<kK, kStages>,
+                       merge::blocks_of(args), M::kMultipliers + M::kCopiers,
+                       sizeof(typename M::Shared), where, args);
 }
 
 template <int kK>

@@ -1,12 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backend cuda.sm80.staged: what it serves and how it plans. Its launches: cuda/host/staged.cpp.
+// Backend cuda.sm80.staged: what it serves and how it plans. Its launches:
+// cuda/staged/launches.cpp.
 #include <tuple>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/segments/launches.hpp"
+#include "cuda/staged/backend.hpp"
 #include "cuda/staged/cost.hpp"
+#include "cuda/staged/kernels.hpp"
+#include "cuda/staged/launches.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::staged {
@@ -70,6 +78,7 @@ void plan_forward(plan::PlanBuilder& builder) {
                 by_tokens ? "factors of one (chunk, value head) a task, by tokens"
                           : "factors of one (chunk, value head) a task");
   plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
+  list_kernels(builder);
   book_maps(builder);
   book_factors(builder);
   if (plan.segmented) book_segments(builder, plan.segments.size());

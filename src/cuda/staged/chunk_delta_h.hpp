@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stages chunk_delta_h and chunk_o: the serial part, chunk by chunk, with the state in registers.
 //   E = u - w S;  vn = beta E;  o = qg S + Aqk vn + diag vn;  S = Diag(gamma) S + kg^T vn
-// One kernel serves the uses of ChainUse but kReverse.
+// One kernel serves all uses of ChainUse but kReverse; staged/backward/chunk_delta_h_errors.hpp has
+// kErrors.
 #pragma once
 
 #include "cuda/chain/chain.hpp"
@@ -9,7 +10,7 @@
 
 namespace kda::cuda {
 
-/// `fp16`: factors are fp16, else bf16 (kErrors: bf16 alone). `narrow`: a block has 32 columns of V
+/// `fp16`: factors are fp16, else bf16. `narrow`: a block has 32 columns of V
 /// instead of 64, for few heads.
 Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool fp16, bool narrow,
                             const Launch& launch);

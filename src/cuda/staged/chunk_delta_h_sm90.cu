@@ -125,10 +125,10 @@ struct Kernel {
   }
 
   __device__ void store_tiles(int chunk, const S& s, int thread) const {
-    const int64_t token0 = c.span.begin + chunk * kChunk;
+    const int64_t token0 = c.tokens.begin + chunk * kChunk;
     uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
-                     row_offset(c.a.o, c.a.map, c.span.sequence, token0, c.head);
-    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
+                     row_offset(c.a.o, c.a.map, c.tokens.sequence, token0, c.head);
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
     constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
     for (int first = thread; first < kPieces; first += kAtOnce * kStorers * 32) {
       uint4 pieces[kAtOnce];
@@ -257,7 +257,8 @@ template <class T, int kK, int kGroups, ChainUse kUse>
 Status launch(const ChainArgs& args, const Launch& where) {
   using K = Kernel<T, kK, kGroups, kUse>;
   static_assert(sizeof(typename K::R) <= kSharedMemory);
-  return launch_kernel("chunk_delta_h", chunk_delta_h_kernel<T, kK, kGroups, kUse>,
+  return launch_kernel(kUse == ChainUse::kScan ? "segment_scan_sm90" : "chunk_delta_h_sm90",
+                       chunk_delta_h_kernel<T, kK, kGroups, kUse>,
                        chain::blocks_of<kUse, kGroups * 64>(args), K::kThreads,
                        sizeof(typename K::R), where, args);
 }

@@ -67,7 +67,9 @@ template <Form kForm, class T, int kK>
 Status launch(const HeadGates<ChunkIntraArgs>& args, const Launch& where) {
   constexpr auto kBytes = static_cast<int>(intra::Shared<T, kK>::bytes(kForm != Form::kRecompute));
   static_assert(kBytes <= kMostShared);
-  return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u" : "chunk_intra",
+  return launch_kernel(kForm == Form::kRecompute ? "recompute_w_u"
+                       : kForm == Form::kToken   ? "chunk_intra_tokens"
+                                                 : "chunk_intra",
                        chunk_intra_kernel<T, kK, kForm>, args.num_chunks * args.shape.HV,
                        intra::IntraContext<T, kK>::kThreads, kBytes, where, args);
 }

@@ -6,7 +6,8 @@
 // choice.
 #pragma once
 
-#include "cuda/host/cost_model.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/common/cost_model.hpp"
 
 namespace kda::cuda::staged {
 
@@ -55,7 +56,7 @@ inline constexpr Costs kOtherCosts = {
     .minimum_step = kSm90Costs.minimum_step};
 
 inline const Costs& costs_of(const DeviceFacts& device) {
-  return device.compute_capability == 90 ? kSm90Costs : kOtherCosts;
+  return has_hopper_kernels(device) ? kSm90Costs : kOtherCosts;
 }
 
 /// Time of chunk_intra. At K = V = 64 it was measured to be six tenths of that at K = V = 128.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels are given: plain structs, filled by src/cuda/host and passed by value.
+// What kernels are given: plain structs, filled by launches.cpp of a backend and passed by value.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ struct GateView {
 };
 
 /// Tokens of a sequence or of a part of it.
-struct Span {
+struct TokenRange {
   int64_t sequence = 0;
   int64_t begin = 0;
   int64_t end = 0;
@@ -58,8 +58,8 @@ struct SequenceMap {
   int64_t num_tokens = 0;                  ///< T
   const int64_t* cu_seqlens = nullptr;     ///< [N + 1]
   const int64_t* chunk_offsets = nullptr;  ///< [N + 1] chunks of 64 tokens before each sequence
-  const Span* segments = nullptr;          ///< [num_spans]; null: one span a sequence
-  int64_t num_spans = 0;
+  const TokenRange* segments = nullptr;    ///< [num_segments]; null: one span a sequence
+  int64_t num_segments = 0;
   Divisor chunks;  ///< without cu_seqlens: of each sequence
 };
 

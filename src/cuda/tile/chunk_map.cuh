@@ -35,10 +35,10 @@ __device__ inline ChunkTokens chunk_tokens(const SequenceMap& map, unsigned c) {
       const int64_t middle = (low + high) / 2;
       (map.chunk_offsets[middle] <= c ? low : high) = middle;
     }
-    const Span span = sequence_span(map, low);
+    const TokenRange tokens = sequence_range(map, low);
     chunk.sequence = low;
-    chunk.begin = chunk.row = span.begin + (c - map.chunk_offsets[low]) * kChunk;
-    end = span.end;
+    chunk.begin = chunk.row = tokens.begin + (c - map.chunk_offsets[low]) * kChunk;
+    end = tokens.end;
   }
   chunk.count = static_cast<int>(min(static_cast<int64_t>(kChunk), end - chunk.row));
   return chunk;
@@ -51,11 +51,11 @@ __device__ __forceinline__ int64_t chunk_offset(const RowView& view, const Chunk
 }
 
 /// First chunk of a span that begins at a chunk boundary of its sequence.
-__device__ __forceinline__ int64_t first_chunk(const SequenceMap& map, const Span& span) {
-  const Span whole = sequence_span(map, span.sequence);
-  const int64_t before =
-      map.cu_seqlens ? map.chunk_offsets[span.sequence] : span.sequence * chunks_of(map.num_tokens);
-  return before + (span.begin - whole.begin) / kChunk;
+__device__ __forceinline__ int64_t first_chunk(const SequenceMap& map, const TokenRange& tokens) {
+  const TokenRange whole = sequence_range(map, tokens.sequence);
+  const int64_t before = map.cu_seqlens ? map.chunk_offsets[tokens.sequence]
+                                        : tokens.sequence * chunks_of(map.num_tokens);
+  return before + (tokens.begin - whole.begin) / kChunk;
 }
 
 }  // namespace kda::cuda

@@ -43,13 +43,13 @@ __device__ __forceinline__ int64_t row_offset(const RowView& view, const Sequenc
   return token * view.stride_t + head * view.stride_h;
 }
 
-__device__ __forceinline__ Span sequence_span(const SequenceMap& map, int64_t n) {
+__device__ __forceinline__ TokenRange sequence_range(const SequenceMap& map, int64_t n) {
   if (!map.cu_seqlens) return {n, n * map.num_tokens, (n + 1) * map.num_tokens};
   return {n, map.cu_seqlens[n], map.cu_seqlens[n + 1]};
 }
 
-__device__ __forceinline__ Span span_of(const SequenceMap& map, int64_t unit) {
-  return map.segments ? map.segments[unit] : sequence_span(map, unit);
+__device__ __forceinline__ TokenRange range_of(const SequenceMap& map, int64_t unit) {
+  return map.segments ? map.segments[unit] : sequence_range(map, unit);
 }
 
 /// Slot that sequence n uses, or -1: none.

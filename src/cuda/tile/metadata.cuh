@@ -38,8 +38,8 @@ __device__ inline void write_metadata_flags(const MetadataArgs& m, const StateVi
   for (int64_t n = threadIdx.x; n < N; n += blockDim.x) {
     if (m.num_accepted && (m.num_accepted[n] < 1 || m.num_accepted[n] > m.index_columns))
       mine |= kBadAcceptedTokens;
-    const Span span = sequence_span(m.map, n);
-    if (span.end - span.begin > m.most_tokens) mine |= kTooManyDecodeTokens;
+    const TokenRange tokens = sequence_range(m.map, n);
+    if (tokens.end - tokens.begin > m.most_tokens) mine |= kTooManyDecodeTokens;
   }
   int32_t all = 0;
   for (int bit = 1; bit <= kTooManyDecodeTokens; bit <<= 1)

@@ -48,14 +48,14 @@ struct SharedRow {
   uint32_t words[32 * kCount];
 
   __device__ __forceinline__ void load(const RowView& view, int64_t at, int size, int step = 1) {
-    const int lane = threadIdx.x % 32, halves = view.type != Element::kFloat32;
-    const auto* row = static_cast<const uint32_t*>(view.base) + (at >> halves);
+    const int lane = threadIdx.x % 32, two_a_word = view.type != Element::kFloat32;
+    const auto* row = static_cast<const uint32_t*>(view.base) + (at >> two_a_word);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int word = lane + 32 * i;
-      if (word < 32 * kCount >> halves)
+      if (word < 32 * kCount >> two_a_word)
         ptx::cp_async<4>(ptx::shared_address(words + word), row + word * step,
-                         word << halves < size);
+                         word << two_a_word < size);
     }
   }
 

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
-// cuda/host/staged_backward.cpp.
+// cuda/staged/backward/launches.cpp.
+#include "cuda/staged/backend.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/device.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/cost.hpp"
+#include "cuda/staged/backward/kernels.hpp"
+#include "cuda/staged/backward/launches.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/tile/chunk.hpp"
 
@@ -26,21 +32,21 @@ std::string decline_gradients(const Gradients& g) {
   return decline_alignment("d_o", *g.d_o, 16);
 }
 
-bool keeps_chunks(const Plan& plan) { return plan.requested.keep == KeepPolicy::kKeep; }
+bool keeps_chunks(const Plan& plan) { return plan.requested.keep == KeepPolicy::kChunks; }
 
 /// It reads what a forward keeps, whatever the problem.
 std::string decline_keep(const Problem&) { return {}; }
 
 void plan_backward(plan::PlanBuilder& builder) {
-  plan_backward_within(builder, builder.requested().spans ? kSpanBytes : kGroupBytes);
+  plan_backward_within(builder, builder.requested().spans ? kTwoPhaseBytes : kGroupBytes);
 }
 
-/// A workspace in two halves holds all heads.
-std::string decline_halves(const Plan& plan) {
+/// A workspace in two phases holds all heads.
+std::string decline_phases(const Plan& plan) {
   if (keeps_chunks(plan))
     return "the forward keeps states and errors of chunks, of whole sequences";
   if (groups_of(plan).count == 1) return {};
-  return cat("all heads at once would need more than ", kSpanBytes / 1e9, " GB");
+  return cat("all heads at once would need more than ", kTwoPhaseBytes / 1e9, " GB");
 }
 
 /// Why sequences cannot be cut; empty if they can. Segments are sequences of one row of tokens.
@@ -84,7 +90,7 @@ void save_chunks(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const StageSizes bytes = head_bytes(plan).buffers;
   const auto heads = static_cast<std::size_t>(plan.problem.num_value_heads);
-  builder.set_keep(KeepPolicy::kKeep);
+  builder.set_keep(KeepPolicy::kChunks);
   builder.save(block::kKeptChunkStates, heads, bytes.h);
   builder.save(block::kKeptErrors, heads, bytes.vn);
 }
@@ -95,10 +101,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   const HeadBytes bytes = head_bytes(plan);
   const HeadGroups groups = groups_within(plan, group_bytes);
   cut(builder, groups);
-  const auto segments = static_cast<int64_t>(plan.segments.size());
-  const int64_t HV = p.num_value_heads, tiles = most_chunks(plan) * HV;
-  const int64_t chains =
-      (plan.segmented ? segments : p.num_sequences) * HV * ((p.value_dim + kVTile - 1) / kVTile);
+  const int64_t HV = p.num_value_heads;
+  const bool kept = keeps_chunks(plan);
   builder.set_intra_form(IntraForm::kTensor);
   if (groups.count > 1) {
     builder.reason(cat("heads: ", groups.count, " groups of ", groups.heads, " of ", p.num_heads,
@@ -106,36 +110,7 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   } else {
     builder.reason("heads: one group, the workspace holds all of them");
   }
-  builder.stage("chunk_intra", tiles, "of each group: factors of one (chunk, value head) a task");
-  if (plan.segmented) {
-    builder.stage("segment_scan", 2 * segments * HV, "of each group: B and M of every segment");
-    builder.stage("chunk_reverse", chains, "of each group: D of every segment, from dS = 0");
-    builder.stage("segment_merge", p.num_sequences * HV,
-                  "of each group: states before segments, in order");
-    builder.stage("reverse_merge", p.num_sequences * HV,
-                  "of each group: dS behind segments, right to left");
-  }
-  const bool tokens = !builder.gradients() || wants_tokens(*builder.gradients());
-  const bool kept = keeps_chunks(plan);
-  if (tokens && !kept)
-    builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
-  const bool by_hopper = plan.device.compute_capability == 90 && !has_head_gate(p) &&
-                         p.head_map == HeadMap::kGrouped && p.key_dim == p.value_dim &&
-                         (p.key_dim == 128 || (p.key_dim == 64 && p.num_heads == HV));
-  builder.stage("chunk_reverse", chains,
-                by_hopper ? "of each group: dS behind chunks, right to left; dv, unless Hopper's "
-                            "chunk_grad stores it"
-                          : "of each group: dS behind chunks, dv, right to left");
-  if (tokens) {
-    builder.stage("chunk_grad", tiles, "of each group: dq, dk, dg, dbeta of a chunk");
-    builder.stage("backward_gradients", pieces_of(p) * HV,
-                  by_hopper
-                      ? "of each group, unless Hopper's chunk_grad serves, which does it too: "
-                        "sums over value heads; norms, gates, steps"
-                      : "of each group: sums over value heads; norms, gates, steps");
-  }
-  if (tokens && has_parameters(p))
-    builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
+  list_backward(builder, kernels_of(plan, *builder.gradients()));
   const auto heads = static_cast<std::size_t>(groups.heads * (HV / p.num_heads));
   builder.book(block::kFactorsThenRows, heads, bytes.factors_then_rows());
   if (kept) {
@@ -179,7 +154,7 @@ const registry::BackwardRow kBackward = {.head = {.name = "cuda.sm80.staged",
                                                   .device_checks = &kDeviceChecks,
                                                   .decline_keep = decline_keep},
                                          .backward = if_built<backward>(),
-                                         .decline_halves = decline_halves,
+                                         .decline_phases = decline_phases,
                                          .begin = if_built<span_backward_begin>(),
                                          .finish = if_built<span_backward_finish>()};
 

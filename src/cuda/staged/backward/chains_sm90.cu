@@ -11,7 +11,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/staged/backward/chunk_grad.hpp"
-#include "cuda/staged/backward/half_scale_sm90.cuh"
+#include "cuda/staged/backward/fp16_scale_sm90.cuh"
 #include "cuda/staged/backward/reverse_chain.cuh"
 
 namespace kda::cuda::sm90 {
@@ -30,7 +30,7 @@ struct KernelArgs {
   reverse::KernelArgs reverse;
   unsigned reverse_blocks;  // the first ones: their chunks take longer
   RowView v;                // with fp16 factors
-  uint32_t* left;
+  uint32_t* fallback;
 };
 
 // ---- what both directions do -------------------------------------------------------------------
@@ -71,8 +71,8 @@ __device__ __forceinline__ void put_tokens(const C& c, const uint32_t (&x)[4][4]
 
 /// Index of the word of this block's columns among those of its sequence.
 template <class C>
-__device__ __forceinline__ int64_t left_word(const C& c) {
-  return c.tile(0) * kLeftWords + c.u_tile;
+__device__ __forceinline__ int64_t fallback_word(const C& c) {
+  return c.tile(0) * kFallbackWords + c.u_tile;
 }
 
 /// `factor` times the state in pairs, as A operands.
@@ -169,7 +169,7 @@ struct Errors<__half, kK> {
 
   C c;
   const RowView& v;
-  half::Scale scale;
+  fp16_chain::Scale scale;
 
   __device__ explicit Errors(const KernelArgs& args) : c(args.errors), v(args.v) {}
   __device__ int chunk_at(int turn) const { return turn; }
@@ -192,8 +192,8 @@ struct Errors<__half, kK> {
     float error[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
-    half::round_scaled(c, scale, s.v, rounded,
-                       [&] { return half::load_rows<-1>(c, scale, s.v, minus_v); });
+    fp16_chain::round_scaled(c, scale, s.v, rounded,
+                             [&] { return fp16_chain::load_rows<-1>(c, scale, s.v, minus_v); });
     c.load_gammas(s.gamma, gammas);
     ptx::wgmma_fence();
     chain::multiply_rows<false>(rounded, s.w, error);
@@ -204,7 +204,7 @@ struct Errors<__half, kK> {
     c.decay_state(gammas);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(error);
-    half::round_tokens<T>(error, -scale.back, tokens);
+    fp16_chain::round_tokens<T>(error, -scale.back, tokens);
     put_tokens(c, tokens, s.v);
     c.template scale_tokens<-1>(s.beta, error);
     c.round_tokens(error, tokens);
@@ -230,7 +230,7 @@ template <class F, int kK, bool kAlone = false>
 struct Reverse {
   using C = chain::Chain<F, kK, ChainUse::kReverse>;
   static constexpr bool kRows = true;
-  static constexpr bool kHalf = std::is_same_v<F, __half>;
+  static constexpr bool kFp16 = std::is_same_v<F, __half>;
 
   struct alignas(1024) Stage {
     F kg[kChunk * kK];  // then dS behind the chunk
@@ -241,12 +241,12 @@ struct Reverse {
 
   C c;  // its state is dS
   const reverse::KernelArgs& a;
-  half::Scale scale;
+  fp16_chain::Scale scale;
 
-  uint32_t* const left;
+  uint32_t* const fallback;
 
   __device__ explicit Reverse(const KernelArgs& args)
-      : c(args.reverse.chain), a(args.reverse), left(args.left) {}
+      : c(args.reverse.chain), a(args.reverse), fallback(args.fallback) {}
   __device__ int chunk_at(int turn) const { return c.num_chunks - 1 - turn; }
   __device__ static unsigned block(const KernelArgs&) { return blockIdx.x; }
 
@@ -269,10 +269,10 @@ struct Reverse {
     uint32_t rounded[C::kSteps][4], to_memory[C::kSteps][4], d_o[4][4], minus_X[4][4];
     float x[C::kTokenTiles][4];
     float2 gammas[C::kTiles];
-    if constexpr (kHalf) {
+    if constexpr (kFp16) {
       ptx::wgmma_wait<0>();  // as above
-      half::round_scaled(c, scale, s.d_o, rounded,
-                         [&] { return half::load_rows<1>(c, scale, s.d_o, d_o, x); });
+      fp16_chain::round_scaled(c, scale, s.d_o, rounded,
+                               [&] { return fp16_chain::load_rows<1>(c, scale, s.d_o, d_o, x); });
       c.load_gammas(s.gamma, gammas);
       c.template scale_tokens<1>(s.diag, x);
     } else {
@@ -287,7 +287,7 @@ struct Reverse {
     chain::multiply_tokens(x, s.Aqk, d_o);
     chain::multiply_rows<true>(rounded, s.kg, x);  // dVn^T
     ptx::wgmma_commit();
-    if constexpr (kHalf) round_state(c, to_memory, scale.back);
+    if constexpr (kFp16) round_state(c, to_memory, scale.back);
     c.decay_state(gammas);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
@@ -303,7 +303,7 @@ struct Reverse {
       chain::multiply_tokens(c.state, s.w, minus_X);
       ptx::wgmma_commit();
     } else {
-      make_dz(chunk, s, kHalf ? to_memory : rounded, minus_X, x);
+      make_dz(chunk, s, kFp16 ? to_memory : rounded, minus_X, x);
     }
   }
   /// And what X adds to dS. `behind`: the rounded dS behind the chunk.
@@ -333,17 +333,18 @@ struct Reverse {
 #pragma unroll
     for (int n = 0; n < C::kTokenTiles; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[n][i] = kHalf ? x[n][i] * -scale.back : -x[n][i];
+      for (int i = 0; i < 4; ++i) x[n][i] = kFp16 ? x[n][i] * -scale.back : -x[n][i];
     uint32_t dz[4][4];
-    half::round_tokens<T>(x, 1, dz);
+    fp16_chain::round_tokens<T>(x, 1, dz);
     put_tokens(c, dz, s.d_o);
     if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
   }
   __device__ void finish() {
-    if constexpr (kHalf) {
-      if (left && c.num_chunks > 0) {
-        const bool lost = half::has_lost(c, scale);
-        if (c.lane == 0) reinterpret_cast<uint8_t*>(left + left_word(c))[c.tile_column / 16] = lost;
+    if constexpr (kFp16) {
+      if (fallback && c.num_chunks > 0) {
+        const bool lost = fp16_chain::has_lost(c, scale);
+        if (c.lane == 0)
+          reinterpret_cast<uint8_t*>(fallback + fallback_word(c))[c.tile_column / 16] = lost;
       }
       scale.take_back(c);
     }
@@ -362,10 +363,10 @@ struct Reverse {
   /// Rows of dv, by three warps.
   __device__ void store_rows(int chunk, const Stage& s, int thread) const {
     if (!c.a.o.base || !dv_is_dz()) return;
-    const int64_t token0 = c.span.begin + chunk * kChunk;
+    const int64_t token0 = c.tokens.begin + chunk * kChunk;
     uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
-                     row_offset(c.a.o, c.a.map, c.span.sequence, token0, c.head);
-    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
+                     row_offset(c.a.o, c.a.map, c.tokens.sequence, token0, c.head);
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
 #pragma unroll 2
     for (int i = thread; i < kChunk * 8; i += kStorers) {
       const int token = i / 8, v = c.u_tile * kVTile + i % 8 * 8;
@@ -457,16 +458,16 @@ struct Pipeline {
   }
 };
 
-/// kLeft: only what is left.
-template <class Direction, bool kLeft>
+/// kFallback: only chains that the fp16 kernel could not finish.
+template <class Direction, bool kFallback>
 __device__ __forceinline__ void run(const KernelArgs& a) {
   Pipeline<Direction> pipeline(a, *reinterpret_cast<Ring<Direction>*>(ptx::dynamic_shared()));
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   auto& c = pipeline.d.c;
   c.template find_place<kColumns>(warp, Direction::block(a));
-  if constexpr (kLeft) {
+  if constexpr (kFallback) {
     if (c.num_chunks == 0) return;
-    const uint32_t* words = a.left + c.tile(0) * kLeftWords;
+    const uint32_t* words = a.fallback + c.tile(0) * kFallbackWords;
     if ((words[0] | words[1]) == 0) return;
   }
   if (threadIdx.x == 0) pipeline.init_barriers();
@@ -479,23 +480,26 @@ __device__ __forceinline__ void run(const KernelArgs& a) {
     pipeline.run_stores(static_cast<int>(threadIdx.x) - (kThreads - kStorers));
 }
 
-template <class F, int kK, bool kLeft>
+template <class F, int kK, bool kFallback>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_chains_kernel(const __grid_constant__ KernelArgs a) {
   ptx::griddepcontrol_wait();
   chain::write_flags<ChainUse::kErrors>(a.errors);
   if (blockIdx.x < a.reverse_blocks)
-    run<Reverse<F, kK>, kLeft>(a);
+    run<Reverse<F, kK>, kFallback>(a);
   else
-    run<Errors<F, kK>, kLeft>(a);
+    run<Errors<F, kK>, kFallback>(a);
 }
 
-template <class F, int kK, bool kLeft = false>
+template <class F, int kK, bool kFallback = false>
 Status launch(const KernelArgs& args, int64_t blocks, const Launch& where) {
   constexpr int kBytes = std::max(sizeof(Ring<Errors<F, kK>>), sizeof(Ring<Reverse<F, kK>>));
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("backward_chains", backward_chains_kernel<F, kK, kLeft>, blocks, kThreads,
-                       kBytes, where, args);
+  return launch_kernel(kFallback                   ? "backward_chains, fallback"
+                       : std::is_same_v<F, __half> ? "backward_chains_fp16"
+                                                   : "backward_chains",
+                       backward_chains_kernel<F, kK, kFallback>, blocks, kThreads, kBytes, where,
+                       args);
 }
 
 template <int kK>
@@ -537,21 +541,21 @@ Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const 
   return K <= 64 ? launch<T, 64>(args, blocks, where) : launch<T, 128>(args, blocks, where);
 }
 
-Status launch_half_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
-                          uint32_t* left, const Launch& where) {
+Status launch_fp16_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                          uint32_t* fallback, const Launch& where) {
   KernelArgs args = {};
   const int64_t blocks = blocks_of(errors, &reverse, &args);
   args.v = v;
-  args.left = left;
+  args.fallback = fallback;
   return launch<__half, 128>(args, blocks, where);
 }
 
-Status launch_left_chains(const ChainArgs* errors, const ReverseArgs& reverse, uint32_t* left,
-                          const Launch& where) {
+Status launch_fallback_chains(const ChainArgs* errors, const ReverseArgs& reverse,
+                              uint32_t* fallback, const Launch& where) {
   KernelArgs args = {};
   const int64_t blocks = blocks_of(errors, &reverse, &args);
   args.errors.flags = nullptr;  // set by the chains before
-  args.left = left;
+  args.fallback = fallback;
   return launch<T, 128, true>(args, blocks, where);
 }
 

@@ -14,13 +14,13 @@ namespace kda::cuda::sm90 {
 /// arguments only flags are written.
 Status launch_chains(const ChainArgs* errors, const ReverseArgs* reverse, const Launch& launch);
 
-/// With the fp16 factors of launch_chunk_intra_half(); v: the caller's. `left`: null, or workspace,
-/// kLeftWords of each chunk and value head; those of the first chunk of a sequence tell whether its
-/// chains have to be made again.
-Status launch_half_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
-                          uint32_t* left, const Launch& launch);
-/// Makes these again, with bf16 factors.
-Status launch_left_chains(const ChainArgs* errors, const ReverseArgs& reverse, uint32_t* left,
-                          const Launch& launch);
+/// With the fp16 factors of launch_chunk_intra_fp16(); v: the caller's. `fallback`: null, or
+/// workspace, kFallbackWords of each chunk and value head; those of the first chunk of a sequence
+/// tell whether its chains have to be made again.
+Status launch_fp16_chains(const ChainArgs* errors, const ReverseArgs& reverse, const RowView& v,
+                          uint32_t* fallback, const Launch& launch);
+/// Makes again the chains that the fp16 kernel could not finish, with bf16 factors.
+Status launch_fallback_chains(const ChainArgs* errors, const ReverseArgs& reverse,
+                              uint32_t* fallback, const Launch& launch);
 
 }  // namespace kda::cuda::sm90

@@ -39,7 +39,7 @@ struct ChunkGradArgs {
 };
 
 /// What chunk_grad_sm90.hpp keeps of each chunk and value head beside the rows.
-inline constexpr int kLeftWords = 2;
+inline constexpr int kFallbackWords = 2;
 
 /// For bf16 q, k.
 Status launch_chunk_grad(const HeadGates<ChunkGradArgs>& args, const Launch& launch);

@@ -10,9 +10,9 @@
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/staged/backward/grad_sm90/compute.cuh"
 #include "cuda/staged/backward/grad_sm90/copies.cuh"
-#include "cuda/staged/backward/grad_sm90/left.cuh"
-#include "cuda/staged/backward/grad_sm90/workers.cuh"
+#include "cuda/staged/backward/grad_sm90/fallback.cuh"
 
 namespace kda::cuda::sm90 {
 namespace {
@@ -26,13 +26,13 @@ __global__ void __launch_bounds__(grad::kThreads, 1)
   if (threadIdx.x == 0) grad::init_barriers(s);
   __syncthreads();
   ptx::griddepcontrol_wait();
-  if (threadIdx.x < grad::kWorkers) {
-    ptx::warpgroup_reg_alloc<grad::kWorkerRegisters>();
-    grad::run_workers<kMode, kHeads>(a, s);
+  if (threadIdx.x < grad::kComputeThreads) {
+    ptx::warpgroup_reg_alloc<grad::kComputeRegisters>();
+    grad::run_compute<kMode, kHeads>(a, s);
     return;
   }
   ptx::warpgroup_reg_dealloc<grad::kCopierRegisters>();
-  const int thread = static_cast<int>(threadIdx.x) - grad::kWorkers;
+  const int thread = static_cast<int>(threadIdx.x) - grad::kComputeThreads;
   if (thread < grad::kCopiers)
     grad::run_loads<kHeads>(a, s, thread);
   else
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(grad::kThreads, 1)
 }
 
 __global__ void __launch_bounds__(cuda::grad::kThreads, 2)
-    left_chunks_kernel(const __grid_constant__ FinishedGradArgs a) {
+    fallback_chunks_kernel(const __grid_constant__ FinishedGradArgs a) {
   ptx::griddepcontrol_wait();
-  grad::run_left(a);
+  grad::run_fallback(a);
 }
 
 /// Chunks and q/k heads.
@@ -52,8 +52,8 @@ template <GateMode kMode, Heads kHeads>
 Status launch(const FinishedGradArgs& args, int64_t tasks, int64_t num_sms, const Launch& where) {
   constexpr int kBytes = sizeof(grad::Shared<grad::kCountOf<kHeads>>);
   static_assert(kBytes <= kSharedMemory);
-  return launch_kernel("chunk_grad", chunk_grad_kernel<kMode, kHeads>, std::min(tasks, num_sms),
-                       grad::kThreads, kBytes, where, args);
+  return launch_kernel("chunk_grad_sm90", chunk_grad_kernel<kMode, kHeads>,
+                       std::min(tasks, num_sms), grad::kThreads, kBytes, where, args);
 }
 template <GateMode kMode>
 Status launch(const FinishedGradArgs& args, int64_t num_sms, const Launch& where) {
@@ -70,14 +70,10 @@ Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const La
   mine.tiles = static_cast<unsigned>(args.num_chunks * args.shape.HV);
   mine.pairs = Divisor((args.shape.HV + 1) / 2);
   mine.pair_tasks = static_cast<unsigned>(args.num_chunks) * mine.pairs.value;
-  const auto launch_mode = [&] {
-    if (args.gate.gate_mode == GateMode::kLog) return launch<GateMode::kLog>(mine, num_sms, where);
-    if (args.gate.gate_mode == GateMode::kSoftplus)
-      return launch<GateMode::kSoftplus>(mine, num_sms, where);
-    return launch<GateMode::kBounded>(mine, num_sms, where);
-  };
-  KDA_RETURN_IF_ERROR(launch_mode());
-  return launch_kernel("chunk_grad, what is left", left_chunks_kernel,
+  KDA_RETURN_IF_ERROR(for_gate_mode("chunk_grad", args.gate.gate_mode, [&](auto mode) {
+    return launch<mode()>(mine, num_sms, where);
+  }));
+  return launch_kernel("chunk_grad_sm90, fallback", fallback_chunks_kernel,
                        std::min(units_of(mine), 2 * num_sms), cuda::grad::kThreads,
                        sizeof(cuda::grad::Shared), where, mine);
 }

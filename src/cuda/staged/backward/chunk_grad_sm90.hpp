@@ -18,8 +18,8 @@ struct FinishedGradArgs : ChunkGradArgs {
   RowView dv;                 ///< which is dZ; no base: not wanted, or the chains have stored it
   /// [chunk of the batch, HV, K + 1]: ddt_bias and dA_log of a chunk; null: not wanted.
   double* sums = nullptr;
-  /// Workspace, kLeftWords of each chunk and value head: which are left to the second launch.
-  uint32_t* left = nullptr;
+  /// Workspace, kFallbackWords of each chunk and value head: which fall back to the second launch.
+  uint32_t* fallback = nullptr;
   /// Set by the launch.
   unsigned tiles = 0;       ///< chunks and value heads
   unsigned zero = 0;        ///< which the compiler does not know
@@ -29,32 +29,12 @@ struct FinishedGradArgs : ChunkGradArgs {
 
 namespace sm90 {
 
-/// bf16, rows at multiples of 16 bytes; or nothing.
-inline bool has_whole_pieces(const RowView& view) {
-  const int64_t steps = view.stride_b | view.stride_t | view.stride_h;
-  return !view.base || (view.type == Element::kBFloat16 && steps % 8 == 0 &&
-                        reinterpret_cast<uintptr_t>(view.base) % 16 == 0);
-}
-/// Whether these arguments are served: K = V = 128, or K = V = 64 and a value head a q/k head; q,
-/// k, g, d_o, dq, dk, dg of bf16 with rows that begin at multiples of 16 bytes.
-inline bool serves_chunk_grad(const FinishedGradArgs& a) {
-  if (a.shape.K != a.shape.V) return false;
-  if (a.shape.K != 128 && (a.shape.K != 64 || a.shape.H != a.shape.HV)) return false;
-  for (const RowView* view : {&a.q, &a.k, &a.g, &a.d_o, &a.dq, &a.dk, &a.dg})
-    if (!has_whole_pieces(*view)) return false;
-  return true;
-}
-
-/// Whether blocks that take all value heads of a q/k head and chunk in turn, `units` of them, end
-/// before the portable kernel, which has a block for each value head and needs 2.9 times the time
-/// of an SM. Up to four turns take less than one of its blocks.
-inline bool has_units_enough(int64_t units, int64_t value_heads_of_each, int64_t num_sms) {
-  return value_heads_of_each <= 4 || 3 * units >= num_sms;
-}
-
-/// Two launches. The first leaves chunks whose decays go beyond the range of its anchors, and those
-/// with plain betas near 0, to the second, which has the sums of the other GPUs' kernel. `rows` is
-/// for these.
+/// K = V = 128, or K = V = 64 and a value head a q/k head; q, k, g, d_o, dq, dk, dg of bf16 with
+/// rows that begin at multiples of 16 bytes, dv the same or none.
+///
+/// Two launches. Chunks fall back from the first whose decays go beyond the range of its anchors,
+/// and those with plain betas near 0, to the second, which has the sums of the other GPUs' kernel.
+/// `rows` is for these.
 Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& launch);
 
 }  // namespace sm90

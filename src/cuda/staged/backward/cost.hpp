@@ -4,7 +4,8 @@
 // backward on Hopper").
 #pragma once
 
-#include "cuda/backward/cost.hpp"
+#include "cuda/recurrent/backward/cost.hpp"
+#include "cuda/staged/backward/kernels.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "cuda/staged/cost.hpp"
 
@@ -52,7 +53,7 @@ inline constexpr BackwardCosts kOtherBackward = {
     .minimum_step = kOtherCosts.minimum_step};
 
 inline const BackwardCosts& backward_costs_of(const DeviceFacts& device) {
-  return device.compute_capability == 90 ? kSm90Backward : kOtherBackward;
+  return has_hopper_kernels(device) ? kSm90Backward : kOtherBackward;
 }
 
 inline constexpr MergeCosts kReverseMerge = {
@@ -84,11 +85,11 @@ inline double chain_memory_us(const CostInput& in, double bytes) {
          (kChainBandwidth * in.bytes_per_second) * 1e6;
 }
 
-/// States before segments and dS behind them. One launch has both on Hopper, but not in two halves.
+/// States before segments and dS behind them. One launch has both on Hopper, but not in two phases.
 inline double merges_us(const CostInput& in, const DeviceFacts& device, int64_t steps,
-                        bool halves) {
+                        bool phases) {
   const MergeCosts& merge = costs_of(device).merge;
-  if (halves || !backward_costs_of(device).beside)
+  if (phases || !backward_costs_of(device).beside)
     return merge_us(in, merge, steps) + merge_us(in, kReverseMerge, steps);
   CostInput both = in;
   both.num_value_heads *= 2;
@@ -98,7 +99,7 @@ inline double merges_us(const CostInput& in, const DeviceFacts& device, int64_t 
 /// How a backward is cut; 0 tokens: not at all.
 struct BackwardCut {
   int64_t segment_tokens = 0;
-  bool halves = false;  ///< of a backward in two halves: states and errors are in the first one
+  bool phases = false;  ///< of a backward in two phases: states and errors are in the first one
   bool kept = false;    ///< the forward has kept states and errors
 };
 
@@ -118,7 +119,7 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
     return chains_us(in, chain, cut.segments, longest, total_tokens(in), of_tiles);
   };
   // Chains for D and those from right to left; states and errors go beside the latter, or in two
-  // halves beside the former.
+  // phases beside the former.
   const auto beside = [&](double bytes) {
     return std::max(chain_memory_us(in, errors_bytes + bytes),
                     both_chains_us(in, c, cut.segments, longest, how.kept));
@@ -126,10 +127,10 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
   const auto alone = [&](double bytes) {
     return std::max(chain_memory_us(in, bytes), us(c.reverse, tiles));
   };
-  const double chains = how.halves ? beside(c.d_bytes) + alone(c.reverse_bytes)
+  const double chains = how.phases ? beside(c.d_bytes) + alone(c.reverse_bytes)
                                    : alone(c.d_bytes) + beside(c.reverse_bytes);
   return kSegmentsUs + us(c.scan, tiles + tiles_of(in.key_dim)) + chains +
-         merges_us(in, device, cut.most - 1, how.halves);
+         merges_us(in, device, cut.most - 1, how.phases);
 }
 
 /// Groups one after the other.
@@ -138,8 +139,8 @@ inline double backward_us(const CostInput& in, const DeviceFacts& device, int64_
   const int64_t of_each = in.num_value_heads / num_heads;
   const auto sms = static_cast<double>(in.num_sms);
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
-  const bool own =
-      in.key_dim == in.value_dim && (in.key_dim == 128 || (in.key_dim == 64 && of_each == 1));
+  // By sizes: where types and strides ask for the portable kernel, the cut is the same.
+  const bool own = has_hopper_grad(in.key_dim, in.value_dim, of_each);
   const double grad_ns = (own ? backward_costs_of(device) : kOtherBackward).gradients_ns;
   double us = intra_us(in, costs_of(device)) + total_tokens(in) *
                                                    static_cast<double>(in.num_value_heads) / sms *
@@ -161,21 +162,21 @@ inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
                 static_cast<double>(longest_of(in)), total_tokens(in), tiles_of(in.value_dim)));
 }
 
-/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains. `halves`: uncut, a
-/// backward in two halves has that chain twice.
+/// SegmentPolicy::kAuto: the cut with the least predicted time, if it gains. `phases`: uncut, a
+/// backward in two phases has that chain twice.
 inline plan::Partition auto_backward_partition(const plan::Workload& work,
                                                const DeviceFacts& device, int64_t num_heads,
-                                               const HeadGroups& groups, bool halves, bool kept,
+                                               const HeadGroups& groups, bool phases, bool kept,
                                                CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   const plan::CutSearch search{
       .whole_us = backward_us(in, device, num_heads, groups, {.kept = kept}) +
-                  (halves ? reverse_us(in, device) : 0),
+                  (phases ? reverse_us(in, device) : 0),
       .minimum_gain = kMinimumGain,
       .minimum_step = backward_costs_of(device).minimum_step,
       .time_us = [&](int64_t, int64_t segment_tokens) {
-        return backward_us(in, device, num_heads, groups, {segment_tokens, halves, kept});
+        return backward_us(in, device, num_heads, groups, {segment_tokens, phases, kept});
       }};
   return plan::best_partition(work, search, &cost->segmented_us);
 }

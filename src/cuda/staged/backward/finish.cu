@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/staged/backward/finish.hpp"
 
-#include "cuda/backward/gates.cuh"
-#include "cuda/backward/sequence.cuh"
 #include "cuda/launch/launch.cuh"
+#include "cuda/recurrent/backward/gates.cuh"
+#include "cuda/recurrent/backward/sequence.cuh"
 #include "cuda/tile/warp.cuh"
 
 namespace kda::cuda {

@@ -5,7 +5,7 @@
 // A_log and dt_bias over every 64 tokens go to `sums`.
 #pragma once
 
-#include "cuda/backward/backward.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/tile/head_gates.hpp"
 
 namespace kda::cuda {

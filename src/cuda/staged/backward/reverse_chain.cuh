@@ -33,7 +33,7 @@ inline KernelArgs kernel_args(const ReverseArgs& args) {
 /// d_initial. Without an initial state its gradient is zero.
 template <class Chain>
 __device__ __forceinline__ void store_gradient(Chain& c, const StateView& initial) {
-  if (state_slot(initial, c.span.sequence) < 0)
+  if (state_slot(initial, c.tokens.sequence) < 0)
 #pragma unroll
     for (int n = 0; n < Chain::kTiles; ++n)
 #pragma unroll
@@ -64,12 +64,12 @@ __device__ __forceinline__ void copy_d_o(const Chain& c, const RowView& d_o, int
                                          int first_column, __nv_bfloat16* target) {
   constexpr int kPieces = kColumns / 8, kRowStep = 32 / kPieces;
   const int row0 = c.lane / kPieces, column = first_column + c.lane % kPieces * 8;
-  const int64_t token0 = c.span.begin + chunk * kChunk;
-  const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.span.end - token0));
+  const int64_t token0 = c.tokens.begin + chunk * kChunk;
+  const int count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
   const bool inside = d_o.base && column < c.a.shape.V;
   const __nv_bfloat16* source = static_cast<const __nv_bfloat16*>(d_o.base) + column +
                                 row0 * d_o.stride_t +
-                                row_offset(d_o, c.a.map, c.span.sequence, token0, c.head);
+                                row_offset(d_o, c.a.map, c.tokens.sequence, token0, c.head);
 #pragma unroll
   for (int row = row0; row < kChunk; row += kRowStep, source += kRowStep * d_o.stride_t)
     ptx::cp_async<16>(ptx::shared_address(target + swizzled(row, column % kVTile / 8)), source,

@@ -108,18 +108,18 @@ constexpr int kSequenceThreads = 128;
 __global__ void __launch_bounds__(kSequenceThreads)
     segment_sequences_kernel(const __grid_constant__ SegmentSequencesArgs a) {
   const int64_t s = static_cast<int64_t>(blockIdx.x) * kSequenceThreads + threadIdx.x;
-  if (s >= a.map.num_spans) return;
-  const Span span = a.map.segments[s];
-  const int64_t before = first_chunk(a.map, span);
-  const bool first = span.begin == sequence_span(a.map, span.sequence).begin;
+  if (s >= a.map.num_segments) return;
+  const TokenRange tokens = a.map.segments[s];
+  const int64_t before = first_chunk(a.map, tokens);
+  const bool first = tokens.begin == sequence_range(a.map, tokens.sequence).begin;
   // A sequence without tokens has one segment; such segments begin where the next one does.
-  a.cu_seqlens[s] = span.begin;
+  a.cu_seqlens[s] = tokens.begin;
   a.chunk_offsets[s] = before;
-  a.initial_slots[s] = first ? static_cast<int32_t>(state_slot(a.initial, span.sequence)) : -1;
-  a.sequence_slots[s] = first ? static_cast<int32_t>(span.sequence) : -1;
-  if (s < a.map.num_spans - 1) return;
-  a.cu_seqlens[s + 1] = span.end;
-  a.chunk_offsets[s + 1] = before + chunks_of(span.end - span.begin);
+  a.initial_slots[s] = first ? static_cast<int32_t>(state_slot(a.initial, tokens.sequence)) : -1;
+  a.sequence_slots[s] = first ? static_cast<int32_t>(tokens.sequence) : -1;
+  if (s < a.map.num_segments - 1) return;
+  a.cu_seqlens[s + 1] = tokens.end;
+  a.chunk_offsets[s + 1] = before + chunks_of(tokens.end - tokens.begin);
 }
 
 }  // namespace
@@ -129,7 +129,7 @@ Status launch_reverse_merge(const SegmentMergeArgs& args, const Launch& where) {
 }
 
 Status launch_segment_sequences(const SegmentSequencesArgs& args, const Launch& where) {
-  const int64_t blocks = (args.map.num_spans + kSequenceThreads - 1) / kSequenceThreads;
+  const int64_t blocks = (args.map.num_segments + kSequenceThreads - 1) / kSequenceThreads;
   return launch_kernel("segment_sequences", segment_sequences_kernel, blocks, kSequenceThreads, 0,
                        where, args);
 }

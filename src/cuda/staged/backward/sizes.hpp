@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "cuda/backward/backward.hpp"
-#include "cuda/backward/sizes.hpp"
-#include "cuda/host/backends.hpp"
-#include "cuda/host/blocks.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
+#include "cuda/recurrent/backward/sizes.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "stage/buffers.hpp"
 
@@ -15,19 +15,19 @@ namespace kda::cuda::staged {
 
 /// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
 inline constexpr double kGroupBytes = 2.4e9;
-/// What all heads may take in a backward in two halves, which cannot have groups.
-inline constexpr double kSpanBytes = 16e9;
+/// What all heads may take in a backward in two phases, which cannot have groups.
+inline constexpr double kTwoPhaseBytes = 16e9;
 
 /// Bytes of one value head in each block.
 struct HeadBytes {
   StageSizes buffers;  ///< of chunk_intra, h, and E as vn
-  std::size_t factors = 0, rows = 0, left = 0, sums = 0;
+  std::size_t factors = 0, rows = 0, fallback = 0, sums = 0;
 
   /// The rows lie over the factors: chunk_grad writes them when the chains are done.
-  std::size_t before_left() const { return std::max(factors, rows); }
-  /// Behind them is what says which chains, then which chunks, are left to another launch; in two
-  /// halves also which chains the second one leaves.
-  std::size_t factors_then_rows() const { return before_left() + left; }
+  std::size_t before_fallback() const { return std::max(factors, rows); }
+  /// Behind them is what says which chains, then which chunks, fall back to another launch; in two
+  /// phases also which chains of the second one do.
+  std::size_t factors_then_rows() const { return before_fallback() + fallback; }
   std::size_t all() const { return factors_then_rows() + 2 * (buffers.h + buffers.vn) + sums; }
 };
 
@@ -45,9 +45,9 @@ inline HeadBytes head_bytes(const Plan& plan) {
     bytes.factors += bytes.buffers.*stage::kChunkBuffers[i].bytes;
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
-  bytes.left = static_cast<std::size_t>(most_chunks(plan)) * kLeftWords * sizeof(uint32_t);
-  if (plan.requested.spans) bytes.left *= 2;  // of each half
-  if (has_parameters(p)) {                    // of pieces, or of chunks
+  bytes.fallback = static_cast<std::size_t>(most_chunks(plan)) * kFallbackWords * sizeof(uint32_t);
+  if (plan.requested.spans) bytes.fallback *= 2;  // of each half
+  if (has_parameters(p)) {                        // of pieces, or of chunks
     const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);
   }

@@ -2,7 +2,7 @@
 // The rows of gradients in device memory.
 #pragma once
 
-#include "cuda/backward/backward.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
 #include "cuda/staged/backward/grad/context.cuh"
 
 namespace kda::cuda::grad {

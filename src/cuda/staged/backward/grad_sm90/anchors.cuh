@@ -46,8 +46,8 @@ __device__ __forceinline__ void find_ends(const Decays& d, int r, Operand& colum
 }
 
 /// Adds columns in front of their own anchors to the rows of the same sub-chunk.
-template <class W>
-__device__ __forceinline__ void add_by_anchors(const W& c, int which, const Operand& columns,
+template <class C>
+__device__ __forceinline__ void add_by_anchors(const C& c, int which, const Operand& columns,
                                                const Decays& d, int r, float (*acc)[4]) {
   const Anchors anchors(d, r);
   Operand pairs;
@@ -66,8 +66,8 @@ __device__ __forceinline__ void add_by_anchors(const W& c, int which, const Oper
 }
 
 /// Adds rows behind their own anchors to the columns of the same sub-chunk and of all earlier ones.
-template <class W>
-__device__ __forceinline__ void add_rows_by_anchors(const W& c, const Operand& rows_q,
+template <class C>
+__device__ __forceinline__ void add_rows_by_anchors(const C& c, const Operand& rows_q,
                                                     const Operand& rows_k, const Decays& d, int r,
                                                     Tokens& acc) {
   const Anchors anchors(d, r);

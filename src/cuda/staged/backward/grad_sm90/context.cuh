@@ -26,8 +26,19 @@ using cuda::grad::Tokens;
 
 constexpr int kSubchunkBytes = kSubchunk * 128;  // of a tile
 
+/// Places over which the compiler moves nothing, by numbers that differ: those in a loop over
+/// sub-chunks have four each.
+enum class Fence : unsigned {
+  kQueries = 10,        // add_queries(), in each sub-chunk
+  kColumns = 20,        // add_columns()
+  kKeys = 30,           // add_keys()
+  kGates = 40,          // store_gates()
+  kBeforePairs = 50,    // decays are there before pairs are waited for
+  kBeforeQueries = 51,  // products of states are there before those for dq are waited for
+};
+
 template <int kOfBlock>
-struct Worker {
+struct ComputeContext {
   static constexpr int kHeads = kOfBlock;          // that the block has at once
   static constexpr int kSteps = kK / kHeads / 16;  // of products over V
   const FinishedGradArgs& a;
@@ -41,7 +52,7 @@ struct Worker {
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
   const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
 
-  __device__ Worker(const FinishedGradArgs& args, Shared<kHeads>& shared)
+  __device__ ComputeContext(const FinishedGradArgs& args, Shared<kHeads>& shared)
       : a(args),
         s(shared),
         tid(static_cast<int>(threadIdx.x)),
@@ -61,22 +72,27 @@ struct Worker {
   __device__ int channel() const { return 16 * warp + g(); }
   __device__ const Numbers<kHeads>& numbers() const { return s.numbers[turn & 1]; }
   __device__ const Factors& factors() const { return s.factors[head()]; }
-  /// The compiler moves nothing over it; each has a number of its own.
-  template <unsigned kNumber>
-  __device__ __forceinline__ void stay() const {
-    ptx::compiler_fence(a.zero == kNumber);
+  /// The compiler moves nothing over it.
+  template <Fence kFence>
+  __device__ __forceinline__ void fence() const {
+    fence_of_number<static_cast<unsigned>(kFence)>();
   }
   /// One in each sub-chunk of an unrolled loop.
+  template <Fence kFence>
+  __device__ __forceinline__ void fence_in(int subchunk) const {
+    constexpr auto kNumber = static_cast<unsigned>(kFence);
+    if (subchunk == 0) fence_of_number<kNumber>();
+    if (subchunk == 1) fence_of_number<kNumber + 1>();
+    if (subchunk == 2) fence_of_number<kNumber + 2>();
+    if (subchunk == 3) fence_of_number<kNumber + 3>();
+  }
   template <unsigned kNumber>
-  __device__ __forceinline__ void stay_in(int subchunk) const {
-    if (subchunk == 0) stay<kNumber>();
-    if (subchunk == 1) stay<kNumber + 1>();
-    if (subchunk == 2) stay<kNumber + 2>();
-    if (subchunk == 3) stay<kNumber + 3>();
+  __device__ __forceinline__ void fence_of_number() const {
+    ptx::compiler_fence(a.zero == kNumber);
   }
   /// The threads of a value head.
   __device__ __forceinline__ void sync() const {
-    ptx::bar_sync<kWorkers / kHeads>(kWorkerBarrier + head());
+    ptx::bar_sync<kComputeThreads / kHeads>(kComputeBarrier + head());
   }
 
   /// The warp's channels of the tokens of a sub-chunk, as an A operand.

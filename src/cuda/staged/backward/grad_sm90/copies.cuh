@@ -218,7 +218,7 @@ __device__ __forceinline__ double* sums_of(const FinishedGradArgs& a, unsigned t
 template <int kHeads>
 __device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums& sums,
                                            const Task<kHeads>& task, int thread) {
-  constexpr int kWarps = kWorkerWarps / kHeads;
+  constexpr int kWarps = kComputeWarps / kHeads;
   for (int i = 0; i < 2; ++i)
     if (task.has(a, i)) {
       double* to = kHeads == 2 ? sums_of<2>(a, task.tile + i) + thread
@@ -237,7 +237,7 @@ __device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums
 template <Heads kHeads>
 __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCountOf<kHeads>>& s,
                                            int thread) {
-  constexpr int kCount = kCountOf<kHeads>, kWarps = kWorkerWarps / kCount;
+  constexpr int kCount = kCountOf<kHeads>, kWarps = kComputeWarps / kCount;
   const Pieces<kCount> pieces(thread);
   const unsigned tasks = existing_tasks<kHeads>(a);
   Turns<kHeads> turns(a);
@@ -261,10 +261,10 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCo
     wait_full(s.gates_done[turn % 2], turn / 2);
     store_rows(a, s.gates[turn % 2], a.dg, task, task.head, pieces);
     if (a.sums) store_sums(a, s.sums, task, thread);
-    if (const int head = thread / kLeftWords; head < kCount && task.has(a, head)) {
-      unsigned left = numbers.has_small[head][thread % kLeftWords];
-      for (int i = 0; i < kWarps; ++i) left |= s.out_of_range[turn % 2][kWarps * head + i];
-      a.left[task.tile * kLeftWords + thread] = left;
+    if (const int head = thread / kFallbackWords; head < kCount && task.has(a, head)) {
+      unsigned fallback = numbers.has_small[head][thread % kFallbackWords];
+      for (int i = 0; i < kWarps; ++i) fallback |= s.out_of_range[turn % 2][kWarps * head + i];
+      a.fallback[task.tile * kFallbackWords + thread] = fallback;
     }
     ptx::mbarrier_arrive(s.gates_empty[turn % 2]);
   }
@@ -272,7 +272,7 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCo
     const Task<kCount> task(a, turns.task);
     for (int i = 0; i < kCount && task.has(a, i); ++i) {
       const unsigned tile = task.tile + i;
-      if (thread < kLeftWords) a.left[tile * kLeftWords + thread] = 0;
+      if (thread < kFallbackWords) a.fallback[tile * kFallbackWords + thread] = 0;
       for (int d = thread; a.sums && d <= kK / kCount; d += kCopiers)
         sums_of<kCount>(a, tile)[d] = 0;
     }

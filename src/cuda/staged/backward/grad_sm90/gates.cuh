@@ -41,8 +41,8 @@ template <GateMode kMode>
 struct Gate {
   float rate, bias[2], bound;  // bound: in units of log2
 
-  template <class W>
-  __device__ explicit Gate(const W& c)
+  template <class C>
+  __device__ explicit Gate(const C& c)
       : rate(c.numbers().rate[c.head()]),
         bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
         bound(c.a.gate.lower_bound * kLog2e) {}
@@ -83,13 +83,13 @@ inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
 /// Log2 decays of a sub-chunk summed up by a product with a triangle of ones, times kAnchor. Where
 /// several anchors can serve them, decays of 0 count as kLeastLog. Tells whether no log gate is
 /// above 0, or NaN.
-template <GateMode kMode, class W>
-__device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int r,
+template <GateMode kMode, class C>
+__device__ __forceinline__ bool add_up(const C& c, const Gate<kMode>& gate, int r,
                                        float (*sums)[4]) {
   const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
   const int count = c.numbers().count;
   Operand raw;
-  W::load(c.channels_of(c.s.gates[c.turn & 1]), r, raw);
+  C::load(c.channels_of(c.s.gates[c.turn & 1]), r, raw);
   float x[2][4];
   for_each([&](int n, int i) {
     x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
@@ -113,8 +113,8 @@ __device__ __forceinline__ bool add_up(const W& c, const Gate<kMode>& gate, int 
 }
 
 /// From logs to decays since anchors. `falls` is of its log gates. Tells whether all is in range.
-template <GateMode kMode, class W>
-__device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Decays& d) {
+template <GateMode kMode, class C>
+__device__ __forceinline__ bool find_anchors(const C& c, int r, bool falls, Decays& d) {
   float(*const row)[4] = d.row + 2 * r;
   bool near = true, good = true;
   if (kMode == GateMode::kLog)
@@ -144,8 +144,8 @@ __device__ __forceinline__ bool find_anchors(const W& c, int r, bool falls, Deca
 
 /// Decays since the starts of their sub-chunks. Tells which warps have decays beyond the range of
 /// anchors.
-template <GateMode kMode, class W>
-__device__ __forceinline__ void find_decays(const W& c, Decays& d) {
+template <GateMode kMode, class C>
+__device__ __forceinline__ void find_decays(const C& c, Decays& d) {
   const Gate<kMode> gate(c);
   bool falls[kSubchunks], good = true;
 #pragma unroll
@@ -173,8 +173,8 @@ __device__ __forceinline__ void find_decays(const W& c, Decays& d) {
 
 /// From dG, and what all tokens of the chunk share, to dg in place of the gates, and sums for
 /// parameters.
-template <GateMode kMode, class W>
-__device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2 boundary) {
+template <GateMode kMode, class C>
+__device__ __forceinline__ void store_gates(const C& c, const Tokens& dG, float2 boundary) {
   const Gate<kMode> gate(c);
   const float first = 2 * c.t() >= c.g() ? 1 : 0, second = 2 * c.t() + 1 >= c.g() ? 1 : 0;
   const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
@@ -183,8 +183,8 @@ __device__ __forceinline__ void store_gates(const W& c, const Tokens& dG, float2
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw, out;
-    W::load(gates, r, raw);
-    c.template stay_in<40>(r);
+    C::load(gates, r, raw);
+    c.template fence_in<Fence::kGates>(r);
     float y[2][4] = {};
     const TwoParts tile0(dG[2 * r]), tile1(dG[2 * r + 1]);
     tile1.add(y[1], first, second);

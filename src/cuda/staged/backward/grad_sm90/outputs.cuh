@@ -10,36 +10,37 @@ namespace kda::cuda::sm90::grad {
 
 /// Where a thread keeps dq (0) or dk (1) of its channels and tokens, as Tokens has them, for the
 /// next value head of the q/k head. Nobody else reads or writes it.
-template <class W>
-__device__ __forceinline__ float4* sum_over_heads(const W& c, int which) {
-  static_assert(kHeadSums == 2 * 4 * kTokenTiles * kWorkers);
-  return reinterpret_cast<float4*>(c.a.rows) + (2 * blockIdx.x + which) * (kTokenTiles * kWorkers) +
-         c.tid;
+template <class C>
+__device__ __forceinline__ float4* sum_over_heads(const C& c, int which) {
+  static_assert(kHeadSums == 2 * 4 * kTokenTiles * kComputeThreads);
+  return reinterpret_cast<float4*>(c.a.rows) +
+         (2 * blockIdx.x + which) * (kTokenTiles * kComputeThreads) + c.tid;
 }
-template <class W>
-__device__ __forceinline__ void add_earlier_heads(const W& c, int which, Tokens& x) {
+template <class C>
+__device__ __forceinline__ void add_earlier_heads(const C& c, int which, Tokens& x) {
   if (!c.has_earlier) return;
   const float4* from = sum_over_heads(c, which);
   float4 sums[kTokenTiles];  // on their way together
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) sums[n] = from[n * kWorkers];
+  for (int n = 0; n < kTokenTiles; ++n) sums[n] = from[n * kComputeThreads];
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     x[n][0] += sums[n].x, x[n][1] += sums[n].y;
     x[n][2] += sums[n].z, x[n][3] += sums[n].w;
   }
 }
-template <class W>
-__device__ __forceinline__ void keep_for_later_heads(const W& c, int which, const Tokens& x) {
+template <class C>
+__device__ __forceinline__ void keep_for_later_heads(const C& c, int which, const Tokens& x) {
   float4* to = sum_over_heads(c, which);
 #pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) to[n * kWorkers] = {x[n][0], x[n][1], x[n][2], x[n][3]};
+  for (int n = 0; n < kTokenTiles; ++n)
+    to[n * kComputeThreads] = {x[n][0], x[n][1], x[n][2], x[n][3]};
 }
 
 /// A lane keeps one half of 2 kKept numbers, summed with those of the lane 2 kKept away.
 /// (A selection between elements of an array would put it in local memory.)
-template <int kKept, class W>
-__device__ __forceinline__ void halve(const W& c, float (&x)[16]) {
+template <int kKept, class C>
+__device__ __forceinline__ void halve(const C& c, float (&x)[16]) {
   const bool upper = c.lane & 2 * kKept;
 #pragma unroll
   for (int i = 0; i < kKept; ++i) {
@@ -49,15 +50,15 @@ __device__ __forceinline__ void halve(const W& c, float (&x)[16]) {
 }
 
 /// The warp's share of x . y of each token, x from shared memory; or y for the next value head.
-template <class W>
-__device__ __forceinline__ void store_shares(const W& c, int which, uint32_t x, const Tokens& y,
-                                             float (&shares)[kChunk][kWorkerWarps + 1]) {
+template <class C>
+__device__ __forceinline__ void store_shares(const C& c, int which, uint32_t x, const Tokens& y,
+                                             float (&shares)[kChunk][kComputeWarps + 1]) {
   if (c.has_later) return keep_for_later_heads(c, which, y);
   float sums[16];
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw;
-    W::load(x, r, raw);
+    C::load(x, r, raw);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -72,11 +73,11 @@ __device__ __forceinline__ void store_shares(const W& c, int which, uint32_t x, 
 }
 
 /// The sum of the warps' shares, times 1 / |x|^2.
-template <class W>
-__device__ __forceinline__ void add_shares(const W& c,
-                                           const float (&shares)[kChunk][kWorkerWarps + 1],
+template <class C>
+__device__ __forceinline__ void add_shares(const C& c,
+                                           const float (&shares)[kChunk][kComputeWarps + 1],
                                            const float (&along)[kChunk], float (&sums)[kChunk]) {
-  constexpr int kWarps = kWorkerWarps / W::kHeads;  // of a value head
+  constexpr int kWarps = kComputeWarps / C::kHeads;  // of a value head
   const int token = c.tid % (32 * kWarps);
   if (c.has_later || token >= kChunk) return;
   float sum = 0;
@@ -87,8 +88,8 @@ __device__ __forceinline__ void add_shares(const W& c,
 
 /// y - along x, dq (0) or dk (1), to the warps that store; nothing before the last value head of a
 /// q/k head, but in turn with them: they store numbers of the chunk, too.
-template <class W>
-__device__ __forceinline__ void store_output(const W& c, int which, uint32_t x,
+template <class C>
+__device__ __forceinline__ void store_output(const C& c, int which, uint32_t x,
                                              const float (&along)[kChunk], const Tokens& y) {
   wait_empty(c.s.out_empty, which);  // two in each turn
   if (c.has_later) return ptx::mbarrier_arrive(c.s.out_full);
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store_output(const W& c, int which, uint32_t x,
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw, rounded;
-    W::load(x, r, raw);
+    C::load(x, r, raw);
     const float2 pairs[2] = {c.of_tokens(along, 2 * r), c.of_tokens(along, 2 * r + 1)};
     to_operand(rounded, [&](int n, int i) {
       return y[2 * r + n][i] - (i % 2 ? pairs[n].y : pairs[n].x) * element(raw, n, i);

@@ -11,8 +11,8 @@ namespace kda::cuda::sm90::grad {
 
 /// Norms and what is made of them: a warp has 16 tokens of q or of k. The sum of squares is the
 /// diagonal of a product of 16 x 16 tokens.
-template <class W>
-__device__ __forceinline__ void find_factors_of(const W& c, bool of_k) {
+template <class C>
+__device__ __forceinline__ void find_factors_of(const C& c, bool of_k) {
   const bool l2norm = c.a.gate.l2norm;
   const int block = c.warp % 4;
   float2 norms = {1, 1};
@@ -21,7 +21,7 @@ __device__ __forceinline__ void find_factors_of(const W& c, bool of_k) {
                           block * kSubchunkBytes + 2 * swizzled(c.lane % 16, c.lane / 16);
     float acc[2][4] = {};
 #pragma unroll
-    for (int step = 0; step < kK / W::kHeads / 16; ++step) {
+    for (int step = 0; step < kK / C::kHeads / 16; ++step) {
       Operand x;
       ptx::ldmatrix_x4(x, (rows ^ step % 4 * 32) + step / 4 * static_cast<int>(sizeof(Tile)));
       multiply(acc, x, {x[0], x[2], x[1], x[3]});
@@ -44,17 +44,17 @@ __device__ __forceinline__ void find_factors_of(const W& c, bool of_k) {
     factors.q_along[token] = along;
   }
 }
-template <class W>
-__device__ __forceinline__ void find_factors(const W& c) {
-  if constexpr (W::kHeads == 2)
+template <class C>
+__device__ __forceinline__ void find_factors(const C& c) {
+  if constexpr (C::kHeads == 2)
     find_factors_of(c, false), find_factors_of(c, true);
   else
     find_factors_of(c, c.group() == 1);
 }
 
 /// A warp stores its 16 rows: later tokens. The diagonals stay in fp32.
-template <class W>
-__device__ __forceinline__ void store_pairs(const W& c, bool by_dz, const Tokens& products) {
+template <class C>
+__device__ __forceinline__ void store_pairs(const C& c, bool by_dz, const Tokens& products) {
   const int block = c.warp % 4, i0 = 16 * block + c.g();
   const Factors& factors = c.factors();
   const float* of_rows = by_dz ? factors.minus_k_row : factors.q_row;

@@ -15,15 +15,15 @@ namespace kda::cuda::sm90::grad {
 using cuda::grad::Element16;
 using cuda::grad::Tile;
 
-constexpr int kK = 128;           // channels, and columns of V, that a block has at once
-constexpr int kHalves = kK / 64;  // tiles of 64 of them
-constexpr int kWorkers = 256;     // threads that compute: two warpgroups
-constexpr int kWorkerWarps = kWorkers / 32;
+constexpr int kK = 128;               // channels, and columns of V, that a block has at once
+constexpr int kHalves = kK / 64;      // tiles of 64 of them
+constexpr int kComputeThreads = 256;  // threads that compute: two warpgroups
+constexpr int kComputeWarps = kComputeThreads / 32;
 constexpr int kCopiers = 64;  // threads that load, and as many that store
-constexpr int kThreads = kWorkers + 2 * kCopiers;
-/// Registers of a thread: two warpgroups of workers and one of copies share 3 x 168.
-constexpr int kWorkerRegisters = 224, kCopierRegisters = 56;
-constexpr unsigned kWorkerBarrier = 1;  // the second warpgroup of a pair has the next one
+constexpr int kThreads = kComputeThreads + 2 * kCopiers;
+/// Registers of a thread: two warpgroups that compute and one that copies share 3 x 168.
+constexpr int kComputeRegisters = 224, kCopierRegisters = 56;
+constexpr unsigned kComputeBarrier = 1;  // the second warpgroup of a pair has the next one
 
 /// What a block has at once.
 enum class Heads {
@@ -57,30 +57,30 @@ struct Factors {
 
 /// Sums of a chunk for parameters.
 struct Sums {
-  float ddt_bias[kK], dA_log[kWorkerWarps];
+  float ddt_bias[kK], dA_log[kComputeWarps];
 };
 
-/// S0^T or dS^T: halves of V, then of K.
+/// S0^T or dS^T: tiles of V, then of K.
 template <int kHeads>
 using State = Tile[kHalves / kHeads][kHalves];
 
 /// Halves are those of a value head or two value heads.
 template <int kHeads>
 struct alignas(1024) Shared {
-  Tile d_o[kHalves], errors[kHalves], dz[kHalves];  // halves of V
+  Tile d_o[kHalves], errors[kHalves], dz[kHalves];  // tiles of V
   State<kHeads> state, d_state;
-  Tile q[kHalves], k[kHalves];                             // halves of K
+  Tile q[kHalves], k[kHalves];                             // tiles of K
   Tile gates[2][kHalves];                                  // dg takes their place
   Tile pairs[kHeads][2];                                   // by d_o, by dZ: [later, earlier]
   Tile out[kHalves];                                       // dq, then dk
-  float shares[2][kChunk][kWorkerWarps + 1];               // of q . dq and k . dk, by warp
+  float shares[2][kChunk][kComputeWarps + 1];              // of q . dq and k . dk, by warp
   float along_q[kHeads][kChunk], along_k[kHeads][kChunk];  // their sums, / |q|^2 and / |k|^2
   float own_pair[kHeads][kChunk];                          // of a token with itself
   float products[kHeads][kChunk];                          // dZ . E
   Numbers<kHeads> numbers[2];
   Factors factors[kHeads];
   Sums sums;
-  unsigned out_of_range[2][kWorkerWarps];
+  unsigned out_of_range[2][kComputeWarps];
   // Full: by the warps that load.
   ptx::Mbarrier values_full;  // d_o, E, dZ, S0, dS
   ptx::Mbarrier rows_full;    // q, k, gates, numbers
@@ -98,12 +98,12 @@ __device__ __forceinline__ void init_barriers(Shared<kHeads>& s) {
   ptx::mbarrier_init(s.values_full, kCopiers + 1);
   ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
   for (ptx::Mbarrier* empty : {&s.d_o_empty, &s.d_state_empty, &s.q_empty, &s.k_empty})
-    ptx::mbarrier_init(*empty, kWorkers);
-  ptx::mbarrier_init(s.state_empty, kWorkers + kCopiers);
-  ptx::mbarrier_init(s.out_full, kWorkers);
+    ptx::mbarrier_init(*empty, kComputeThreads);
+  ptx::mbarrier_init(s.state_empty, kComputeThreads + kCopiers);
+  ptx::mbarrier_init(s.out_full, kComputeThreads);
   ptx::mbarrier_init(s.out_empty, kCopiers);
   for (int i = 0; i < 2; ++i) {
-    ptx::mbarrier_init(s.gates_done[i], kWorkers);
+    ptx::mbarrier_init(s.gates_done[i], kComputeThreads);
     ptx::mbarrier_init(s.gates_empty[i], kCopiers);
   }
   ptx::mbarrier_init_fence();

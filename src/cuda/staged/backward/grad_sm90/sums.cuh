@@ -13,8 +13,8 @@ namespace kda::cuda::sm90::grad {
 using Columns = Operand[kSubchunks];
 
 /// A number of each token of a Part.
-template <class W>
-__device__ __forceinline__ float of_token(const W& c, const float (&numbers)[kChunk], int r, int n,
+template <class C>
+__device__ __forceinline__ float of_token(const C& c, const float (&numbers)[kChunk], int r, int n,
                                           int i) {
   const float2 pair = c.of_tokens(numbers, 2 * r + n);
   return i % 2 ? pair.y : pair.x;
@@ -26,8 +26,8 @@ __device__ __forceinline__ auto inverses(const Decays& d, int r) {
 }
 
 /// Adds the columns of sub-chunk r to its rows and to those of all later ones.
-template <bool kSeveral, class W>
-__device__ __forceinline__ void add_earlier(const W& c, int which, const Operand& raw_k,
+template <bool kSeveral, class C>
+__device__ __forceinline__ void add_earlier(const C& c, int which, const Operand& raw_k,
                                             const Operand& columns, const Decays& d, int r,
                                             Tokens& acc) {
   const bool several = kSeveral && !d.has_one(r);
@@ -51,19 +51,19 @@ __device__ __forceinline__ void add_earlier(const W& c, int which, const Operand
 }
 
 /// From S0 d_o^T to dq, with the token itself; makes the columns.
-template <bool kSeveral, class W>
-__device__ __forceinline__ void add_queries(const W& c, const Decays& d, Tokens& queries,
+template <bool kSeveral, class C>
+__device__ __forceinline__ void add_queries(const C& c, const Decays& d, Tokens& queries,
                                             Columns& columns, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_q, raw_k, rows;
-    W::load(k, r, raw_k);
-    c.template stay_in<10>(r);
+    C::load(k, r, raw_k);
+    c.template fence_in<Fence::kQueries>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_k, columns[r], inverses(d, r));
     if (kSeveral && !d.has_one(r)) find_ends(d, r, columns[r]);
-    W::load(q, r, raw_q);
+    C::load(q, r, raw_q);
     add_earlier<kSeveral>(c, 0, raw_k, columns[r], d, r, queries);
     scale_operand(raw_q, rows, row);
     for_each([&](int n, int i) {
@@ -98,15 +98,15 @@ __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Col
 }
 
 /// From E dS^T to the columns' part of dk, with the token itself.
-template <bool kSeveral, class W>
-__device__ __forceinline__ void add_columns(const W& c, const Decays& d, const Columns& columns,
+template <bool kSeveral, class C>
+__device__ __forceinline__ void add_columns(const C& c, const Decays& d, const Columns& columns,
                                             Tokens& acc, Tokens& dG) {
   const uint32_t q = c.channels_of(c.s.q), k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     Operand raw_q, raw_k, rows_q, rows_k;
-    W::load(q, r, raw_q), W::load(k, r, raw_k);
-    c.template stay_in<20>(r);
+    C::load(q, r, raw_q), C::load(k, r, raw_k);
+    c.template fence_in<Fence::kColumns>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_q, rows_q, row), scale_operand(raw_k, rows_k, row);
     Operand own;
@@ -136,17 +136,17 @@ __device__ __forceinline__ void add_columns(const W& c, const Decays& d, const C
 }
 
 /// From -S0 dZ^T, with the rows' part, to dk.
-template <bool kSeveral, class W>
-__device__ __forceinline__ void add_keys(const W& c, const Decays& d, const Columns& columns,
+template <bool kSeveral, class C>
+__device__ __forceinline__ void add_keys(const C& c, const Decays& d, const Columns& columns,
                                          Tokens& keys, Tokens& dk, Tokens& dG) {
   const uint32_t k = c.channels_of(c.s.k);
 #pragma unroll
   for (int r = 0; r < kSubchunks; ++r) {
     Operand raw_k, rows;
-    if (kSeveral) W::load(k, r, raw_k);
+    if (kSeveral) C::load(k, r, raw_k);
     add_earlier<kSeveral>(c, 1, raw_k, columns[r], d, r, keys);
-    if (!kSeveral) W::load(k, r, raw_k);
-    c.template stay_in<30>(r);
+    if (!kSeveral) C::load(k, r, raw_k);
+    c.template fence_in<Fence::kKeys>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_operand(raw_k, rows, row);
     for_each([&](int n, int i) {

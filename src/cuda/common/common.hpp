@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What CUDA backends plan alike.
+#pragma once
+
+#include "plan/builder.hpp"
+#include "registry/rows.hpp"
+
+namespace kda::cuda {
+
+/// Whether kernels of sm_90a run on a device. A build without CUDA launches nothing, and plans as
+/// one that has them.
+bool has_hopper_kernels(const DeviceFacts& device);
+
+/// Empty if `desc` is aligned to `needed` bytes.
+std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t needed);
+
+/// Whether kernels flag bad metadata, which the host cannot look at.
+bool has_device_flags(const Plan& plan);
+
+/// Books the maps of sequences and segments, and the flags of bad metadata.
+void book_maps(plan::PlanBuilder& builder);
+
+/// Parts of V: each of two goes to an SM of its own while that fills idle ones.
+int64_t v_splits(const Plan& plan);
+
+/// Chunks of 64 tokens in the batch: exact with known lengths, else at most.
+int64_t most_chunks(const Plan& plan);
+
+extern const registry::DeviceChecks kDeviceChecks;
+
+}  // namespace kda::cuda

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/decode/decode.cuh"
+#include "cuda/decode/head_gates.hpp"
+
+namespace kda::cuda::head_gates {
+namespace {
+
+using Args = HeadGates<DecodeArgs>;
+
+/// As of decode.cu; kernels for dense buffers are those of kK = 128 alone.
+template <int kK>
+Status launch(const Args& args, const Launch& where) {
+  if (!decode::has_vectors(args)) return decode::launch<kK, Access::kScalar, false>(args, where);
+  if constexpr (kK == 128)
+    if (decode::is_dense<kK>(args))
+      return args.target.vk ? decode::launch<kK, Access::kVectorsVK, true>(args, where)
+                            : decode::launch<kK, Access::kVectorsKV, true>(args, where);
+  return args.target.vk ? decode::launch<kK, Access::kVectorsVK, false>(args, where)
+                        : decode::launch<kK, Access::kVectorsKV, false>(args, where);
+}
+
+}  // namespace
+
+Status launch_decode(const Args& args, const Launch& where) {
+  if (args.shape.K <= 64) return launch<64>(args, where);
+  if (args.shape.K <= 128) return launch<128>(args, where);
+  return launch<256>(args, where);
+}
+
+}  // namespace kda::cuda::head_gates

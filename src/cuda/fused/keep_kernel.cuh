@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused forward that keeps states and errors for its backward (kept.cuh): kernels of their own,
+// so that the others have the code that they are measured with.
+#pragma once
+
+#include "cuda/fused/kernel.cuh"
+
+namespace kda::cuda::sm90::fused {
+
+/// As fused_prefill_kernel(), with another consumer. (One body for both gave other code to one of
+/// those kernels.)
+template <int kK, class Operand, class E, GateMode kGateMode>
+__global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
+    fused_prefill_keep_kernel(const __grid_constant__ KeepArgs a) {
+  auto& storage = *reinterpret_cast<SharedStorage<kK, Operand, E>*>(ptx::dynamic_shared());
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) init_barriers<kK>(storage);
+  ptx::griddepcontrol_wait();
+  chain::write_flags<ChainUse::kForward>(a);
+  find_range<kBlocks<kK>, false>(a, storage.range, storage.longest);
+  ptx::cluster_sync();
+  SchedulerState& scheduler = storage.schedulers[warp];
+  if (threadIdx.x % 32 == 0)
+    scheduler.range = storage.range, scheduler.item.exit_interval = WorkItem::kNoInterval;
+  __syncwarp();
+  if (warp < 4) {  // consumer
+    set_registers<kConsumerRegisters<kK>>();
+    ChunkKeepingContext<kK, __nv_bfloat16, Operand> context(a);
+    run_consumer(context, storage, scheduler, warp);
+  } else {  // producer
+    set_registers<kProducerRegisters<kK>>();
+    constexpr int kWarps = kGroupWarps<kK>;
+    ProducerContext<kK, Operand, E, kGateMode, false> context(
+        a, storage, ptx::cluster_rank(), (warp - 4) / kWarps, threadIdx.x % (kWarps * 32));
+    run_producer(context, scheduler);
+  }
+  ptx::cluster_sync();  // the other block may still write here
+}
+
+template <int kK, class Operand, class E, GateMode kGateMode>
+Status launch_keep_kernel(const KeepArgs& args, const Launch& where) {
+  return launch_kernel(
+      std::is_same_v<Operand, __half> ? "fused_prefill_keep_fp16" : "fused_prefill_keep",
+      fused_prefill_keep_kernel<kK, Operand, E, kGateMode>, args.clusters * kBlocks<kK>, kThreads,
+      sizeof(SharedStorage<kK, Operand, E>), where, args);
+}
+
+/// Takes fp16 operands where launch_operand() does.
+template <int kK, class E, GateMode kGateMode>
+Status launch_keep_operand(const KeepArgs& args, const Launch& where) {
+  if constexpr (kGateMode != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
+    if (args.fp16_operands) return launch_keep_kernel<kK, __half, E, kGateMode>(args, where);
+  return launch_keep_kernel<kK, __nv_bfloat16, E, kGateMode>(args, where);
+}
+
+template <int kK, class E>
+Status launch_keep_mode(const KeepArgs& args, const Launch& where) {
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode,
+                       [&](auto mode) { return launch_keep_operand<kK, E, mode()>(args, where); });
+}
+
+/// Launches the kernel of kK channels for the gates of the call.
+template <int kK>
+Status launch_keep(const KeepArgs& args, const Launch& where) {
+  return args.g.type == Element::kFloat32 ? launch_keep_mode<kK, float>(args, where)
+                                          : launch_keep_mode<kK, __nv_bfloat16>(args, where);
+}
+
+}  // namespace kda::cuda::sm90::fused

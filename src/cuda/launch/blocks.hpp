@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Names of the CUDA backends' own blocks in the workspace. What they hold and how large they are is
+// said where they are booked: backend.cpp of their owner, or common.cpp for those that all have.
+#pragma once
+
+namespace kda::cuda::block {
+
+// Blocks that every backend books.
+inline constexpr const char* kSequenceMap = "sequence_map";
+inline constexpr const char* kDeviceFlags = "device_flags";
+// Blocks of cuda.sm90.fused.
+inline constexpr const char* kSegmentUnits = "segment_units";
+inline constexpr const char* kOutputResidual = "output_residual";
+inline constexpr const char* kHandoffStates = "handoff_states";
+inline constexpr const char* kHandoffFlags = "handoff_flags";
+// Blocks that it saves for a backward.
+inline constexpr const char* kKeptChunkStates = "kept_chunk_states";
+inline constexpr const char* kKeptErrors = "kept_errors";
+// Blocks of both backwards.
+inline constexpr const char* kBackwardErrors = "backward_errors";
+inline constexpr const char* kBackwardDz = "backward_dz";
+inline constexpr const char* kParameterSums = "parameter_sums";
+// Blocks of the backward of cuda.sm80.staged.
+inline constexpr const char* kFactorsThenRows = "factors_then_rows";
+inline constexpr const char* kChunkStates = "chunk_states";
+inline constexpr const char* kChunkDStates = "chunk_d_states";
+inline constexpr const char* kSegmentSequences = "segment_sequences";
+inline constexpr const char* kSegmentD = "segment_D";
+inline constexpr const char* kSegmentDStates = "segment_d_states";
+// Blocks of the backward of cuda.smxx.recurrent.
+inline constexpr const char* kBackwardStates = "backward_states";
+inline constexpr const char* kBackwardDStates = "backward_d_states";
+inline constexpr const char* kBackwardStarts = "backward_starts";
+inline constexpr const char* kBackwardCarry = "backward_carry";
+inline constexpr const char* kBackwardRows = "backward_rows";
+
+}  // namespace kda::cuda::block

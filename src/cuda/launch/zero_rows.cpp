@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/launch/zero_rows.hpp"
+
+#include "core/text.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cuda {
+
+Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written) {
+  const Problem& p = call.problem;
+  ZeroRowsArgs args;
+  args.lengths = call.tensors.cu_seqlens;
+  args.wide_lengths = p.cu_seqlens == DType::kInt64;
+  // A map is clamped: with wrong offsets too it says which rows the kernels have taken.
+  if (const void* map = plan::find_block(*call.plan, call.workspace, block::kSequenceMap))
+    args.lengths = map, args.wide_lengths = 1;
+  args.num_sequences = p.num_sequences;
+  args.num_tokens = p.num_tokens;
+  for (const registry::WrittenRows& rows : written) {
+    const TensorDesc& desc = rows.desc;
+    args.add({rows.data, desc.strides[1], desc.strides[2], desc.strides[3], rows.heads, rows.size,
+              static_cast<int32_t>(dtype_size(desc.dtype))});
+  }
+  const DeviceFacts& device = call.plan->device;
+  return launch_zero_rows(args, 2 * device.num_sms, {call.stream, device.compute_capability >= 90});
+}
+
+}  // namespace kda::cuda

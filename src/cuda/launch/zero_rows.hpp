@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Zeros in the rows that belong to no sequence. Where only the device knows cu_seqlens, the last
+// offset may lie before the last token (a padded batch in a CUDA graph). Other kernels write rows
+// of sequences alone; this one writes the rest.
+#pragma once
+
+#include "cuda/launch/launch.hpp"
+#include "cuda/tile/arguments.hpp"
+#include "registry/rows.hpp"
+#include "stage/call.hpp"
+
+namespace kda::cuda {
+
+/// A [T, heads, size] tensor; strides are in elements.
+struct WrittenTensor {
+  void* base = nullptr;
+  int64_t stride_t = 0, stride_h = 0, stride_c = 0;
+  int64_t heads = 1, size = 1;
+  int32_t bytes = 2;  ///< of an element: 2 or 4
+};
+
+struct ZeroRowsArgs {
+  static constexpr int kMost = 5;
+  const void* lengths = nullptr;  ///< [N + 1] cu_seqlens on the device, of any values
+  int32_t wide_lengths = 0;       ///< int64
+  int64_t num_sequences = 0;      ///< N
+  int64_t num_tokens = 0;         ///< T
+  WrittenTensor tensors[kMost];
+  int count = 0;
+
+  /// Left out where it has no memory or no elements.
+  void add(const WrittenTensor& tensor) {
+    if (tensor.base && tensor.heads > 0 && tensor.size > 0) tensors[count++] = tensor;
+  }
+};
+
+/// Rows before the first offset and from the last one on. `blocks`: at most.
+Status launch_zero_rows(const ZeroRowsArgs& args, int64_t blocks, const Launch& launch);
+
+/// DeviceChecks::zero_rows.
+Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written);
+
+}  // namespace kda::cuda

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward in fp32 of one gate a head, or of q/k heads that are tiled over the value heads: the
+// kernels beside it with other arguments, in a source of their own, so that the others keep their
+// machine code.
+#pragma once
+
+#include "cuda/recurrent/backward/backward.hpp"
+#include "cuda/tile/head_gates.hpp"
+
+namespace kda::cuda::head_gates {
+
+Status launch_backward(const HeadGates<BackwardArgs>& args, const Launch& launch);
+
+}  // namespace kda::cuda::head_gates

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launches of cuda.smxx.recurrent, from checked calls: the functions of its rows.
+#pragma once
+
+#include "stage/decode.hpp"
+#include "stage/forward.hpp"
+#include "stage/segment_scan.hpp"
+
+namespace kda::cuda::recurrent {
+
+Status forward(const stage::Forward& args);
+Status decode(const stage::Decode& args);
+Status segment_scan(const stage::SegmentScan& args);
+
+}  // namespace kda::cuda::recurrent

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// From a checked backward to the arguments of its kernels, a function a struct. Which kernels there
+// are to be has been decided (kernels.hpp); in which order they run is in launches.cpp.
+#pragma once
+
+#include "cuda/chain/chain.hpp"
+#include "cuda/launch/views.hpp"
+#include "cuda/recurrent/backward/backward.hpp"
+#include "cuda/segments/segment_merge.hpp"
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
+#include "cuda/staged/backward/kernels.hpp"
+#include "cuda/staged/backward/reverse.hpp"
+#include "cuda/staged/backward/reverse_merge.hpp"
+#include "cuda/staged/chunk_intra.hpp"
+#include "stage/span_maps.hpp"
+
+namespace kda::cuda::staged {
+
+/// The workspace of a group of heads.
+struct Blocks {
+  Factors factors;
+  void *h, *dh, *errors, *dz;
+  bool kept;             ///< h and errors are the forward's, in `saved`
+  uint32_t* fallback;    ///< behind the factors and the rows
+  uint32_t* fallback_2;  ///< of the second phase
+};
+
+/// What segments add; without any `count` is 0.
+struct SegmentBlocks {
+  int64_t count = 0;
+  const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
+  SequenceMap sequences;             ///< each segment a sequence
+  int32_t *initial_slots = nullptr, *sequence_slots = nullptr;  ///< [count]
+  /// These are a group's.
+  float *M = nullptr, *B = nullptr, *states = nullptr;  ///< states before segments
+  float *D = nullptr, *d_states = nullptr;              ///< dS behind segments
+};
+SegmentBlocks segments_of(const stage::Call& call, const SequenceMaps& maps);
+
+/// A group of heads, which is a problem of its own: its tensors begin further on.
+struct Group {
+  const Plan& plan;
+  const BackwardKernels& kernels;
+  const SegmentBlocks& segments;
+  HeadGates<BackwardArgs> args;
+  Blocks blocks;
+};
+
+/// The q/k heads from `first` on: `heads` of them, or fewer at the end.
+Group group_at(const stage::Call& call, const HeadGates<BackwardArgs>& all,
+               const BackwardKernels& kernels, const SegmentBlocks& segments, int64_t first,
+               int64_t heads);
+
+/// chunk_intra.
+HeadGates<ChunkIntraArgs> intra_arguments(const Group& group);
+
+/// M and B of segments.
+ChainArgs scan_arguments(const Group& group);
+/// States before segments.
+SegmentMergeArgs states_arguments(const Group& group);
+/// dS behind segments, from `d_final`; behind an empty first one it is the gradient before the
+/// sequence.
+SegmentMergeArgs d_states_arguments(const Group& group, const StateView& d_final);
+SegmentSequencesArgs sequences_arguments(const SequenceMap& map, const StateView& initial,
+                                         const SegmentBlocks& segments);
+
+/// States and errors from left to right. Where the forward has kept them, flags alone are to be
+/// written.
+ChainArgs errors_arguments(const Group& group);
+/// dS and dZ from right to left, all that is wanted of it.
+ReverseArgs reverse_arguments(const Group& group);
+/// Segments from zero, for D behind none. Hopper's chains leave nothing else; what others leave in
+/// dh and dz is written again.
+ReverseArgs segments_D_arguments(const Group& group);
+/// The same of whole sequences, for other spans.
+ReverseArgs sequences_D_arguments(const Group& group, const SpanGradients& spans);
+
+/// chunk_grad, of either kernel.
+FinishedGradArgs grad_arguments(const Group& group);
+HeadGates<ChunkGradArgs> portable_grad_arguments(const Group& group);
+/// The sums for A_log and dt_bias, of as many parts as chunk_grad has left.
+BackwardArgs parameter_arguments(const Group& group);
+
+}  // namespace kda::cuda::staged

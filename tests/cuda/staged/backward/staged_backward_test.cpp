@@ -1,0 +1,376 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward of cuda.sm80.staged on a GPU: regimes, sizes, options and states within the bounds
+// of its bf16 operands, against the oracle; groups of heads; what it declines. (What holds for both
+// backwards: tests/stage/backward_test.cpp, tests/cuda/recurrent/backward/backward_cuda_test.cpp.)
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <span>
+#include <tuple>
+#include <utility>
+
+#include "check/tolerances.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/backend.hpp"
+#include "cuda/staged/backward/sizes.hpp"
+#include "plan/planner.hpp"
+#include "support/backward.hpp"
+#include "support/gpu.hpp"
+
+namespace kda {
+namespace {
+
+using check::GradientBuffers;
+using check::Inputs;
+using check::Regime;
+using test::shape16;
+
+constexpr const char* kName = "cuda.sm80.staged";
+
+class StagedBackward : public test::GpuTest {};
+
+bool has_half_chains(const Inputs& inputs) {
+  const Problem& p = inputs.problem;
+  return test::device().compute_capability == 90 && p.key_dim == 128 && p.value_dim == 128;
+}
+
+/// As test::expect_gradients_within(), by the staged backward. `buffers` have d_o.
+void expect_buffers_within(const Inputs& inputs, GradientBuffers buffers, bool many,
+                           const std::string& what, const test::BackwardRun& run = {}) {
+  test::BackwardCall call(inputs, buffers.gradients, run);
+  ASSERT_EQ(call.plan.plan.implementation, kName) << what;
+  test::expect_gradients_within(inputs, std::move(buffers), &call, many, has_half_chains(inputs),
+                                what);
+}
+
+void expect_within(const Inputs& inputs, const check::GradientOptions& options, bool many,
+                   const std::string& what, const test::BackwardRun& run = {}) {
+  expect_buffers_within(inputs, check::make_gradients(inputs, options), many, what, run);
+}
+
+constexpr check::GradientOptions kBf16{.d_o_dtype = DType::kBFloat16};
+
+TEST_F(StagedBackward, EveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime)
+    for (const int64_t K : {128, 64}) {
+      if (K == 64 && test::emulated() && regime % 3 > 0) continue;
+      // Roundings average over heads: there are many where that takes no minutes.
+      check::GenerateOptions options =
+          shape16(test::long_case(800), test::emulated() ? 2 : 12, K, K);
+      options.regime = static_cast<Regime>(regime);
+      options.seed = static_cast<uint64_t>(regime);
+      const Inputs inputs = check::generate(options);
+      expect_within(inputs, kBf16, K == 128 && options.regime != Regime::kEqualKeys,
+                    std::string(check::regime_name(options.regime)) + " K " + std::to_string(K));
+    }
+}
+
+TEST_F(StagedBackward, LengthsAroundChunks) {
+  for (const int64_t T : {1, 2, 15, 16, 17, 33, 63, 64, 65, 127, 129, 191})
+    expect_within(check::generate(shape16(T, 1, 64, 64)), kBf16, false, "T " + std::to_string(T));
+}
+
+TEST_F(StagedBackward, GradientThatDecayedOnItsWay) {
+  // What is left of d_final_state at the start went through scores alone, which are rounded.
+  check::GenerateOptions options = shape16(32, 32, 32, 40);
+  options.regime = Regime::kStrong;
+  expect_within(check::generate(options), {.d_o = false}, false, "decayed");
+}
+
+// ---- fp16 operands of the chains on Hopper
+
+void scale_by(io::Buffer* tensor, DType type, const std::function<double(int64_t)>& factor) {
+  const auto count =
+      static_cast<int64_t>(tensor->size() / static_cast<std::size_t>(dtype_size(type)));
+  for (int64_t i = 0; i < count; ++i)
+    store_element(tensor->data(), type, i,
+                  static_cast<float>(factor(i) * load_double(tensor->data(), type, i)));
+}
+
+TEST_F(StagedBackward, ValuesAndGradientsOfAnySize) {
+  check::GenerateOptions options = shape16(150, 1, 128, 128);
+  options.regime = Regime::kSlow;
+  const Inputs inputs = check::generate(options);
+  const GradientBuffers buffers = check::make_gradients(inputs, kBf16);
+  const auto everywhere = [](double x) { return [x](int64_t) { return x; }; };
+  const auto spread = [](int64_t i) {
+    return 1e-9 * std::ldexp(1.0, -static_cast<int>(i / 128 % 25));
+  };
+  for (const auto& [of_d_o, of_v, of_states] :
+       {std::tuple{0x1p30, 0x1p-40, 0x1p-60}, std::tuple{0x1p-90, 0x1p60, 0x1p50},
+        std::tuple{0.0, 1.0, 0x1p100}}) {
+    Inputs x = inputs;
+    GradientBuffers y = buffers;
+    scale_by(&x.v, DType::kBFloat16, everywhere(of_v));
+    scale_by(&x.initial_state, DType::kFloat32, everywhere(of_states));
+    scale_by(&y.d_o, DType::kBFloat16,
+             of_d_o == 0 ? std::function<double(int64_t)>(spread) : everywhere(of_d_o));
+    scale_by(&y.d_final_state, DType::kFloat32, everywhere(of_d_o));
+    expect_buffers_within(x, y, false, "d_o times " + std::to_string(of_d_o));
+  }
+}
+
+TEST_F(StagedBackward, StatesSmallerThanTheirChunkKeepTheirBits) {
+  // d_o of the first token is 2^20 of dS behind its chunk, and without a value it changes dv alone.
+  check::GenerateOptions options = shape16(65, 1, 128, 128);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  for (int64_t i = 0; i < 65 * 128; ++i)
+    store_element(inputs.g.data(), DType::kBFloat16, i, i < 128 ? 0.0f : -5.0f);
+  scale_by(&inputs.v, DType::kBFloat16, [](int64_t i) { return i / 128 % 64 == 0 ? 0 : 1; });
+  scale_by(&inputs.initial_state, DType::kFloat32, [](int64_t) { return 0; });
+  GradientBuffers buffers = check::make_gradients(inputs, kBf16);
+  scale_by(&buffers.d_o, DType::kBFloat16, [](int64_t i) {
+    return i < 128 ? 0x1p6 : i < 64 * 128 ? 0 : 1;
+  });
+  scale_by(&buffers.d_final_state, DType::kFloat32, [](int64_t) { return 0; });
+  expect_buffers_within(inputs, buffers, false, "dS smaller than d_o");
+}
+
+TEST_F(StagedBackward, WhatFp16DoesNotHoldIsMadeAgain) {
+  // Next to nothing of d_final_state reaches the start.
+  check::GenerateOptions strong = shape16(24, 2, 128, 128);
+  strong.regime = Regime::kStrong;
+  expect_within(check::generate(strong), {.d_o = false}, false, "decayed");
+  // States that grow by exp(36) in the second of three sequences.
+  check::GenerateOptions options = shape16(0, 1, 128, 128);
+  options.seq_lens = {70, 90, 33};
+  options.regime = Regime::kLog;
+  const Inputs falling = check::generate(options);
+  Inputs growing = falling;
+  for (int64_t i = 80 * 128; i < 98 * 128; ++i)
+    store_element(growing.g.data(), DType::kBFloat16, i, 2.0f);
+  expect_within(growing, kBf16, false, "growing");
+  GradientBuffers a = check::make_gradients(falling, kBf16), b = a;
+  test::run_backward(falling, &a);
+  test::run_backward(growing, &b);
+  const auto same = [&](int64_t token, int64_t count) {
+    const auto at = static_cast<std::size_t>(token * 128 * 2);
+    return std::memcmp(a.dk.data() + at, b.dk.data() + at, static_cast<std::size_t>(count * 256)) ==
+           0;
+  };
+  EXPECT_TRUE(same(0, 70) && same(160, 33));
+  EXPECT_FALSE(same(70, 90));
+}
+
+TEST_F(StagedBackward, HeadSizes) {
+  std::size_t turn = 0;
+  for (const int64_t K : {8, 40, 64, 72, 120, 128})
+    for (const int64_t V : test::in_turn<int64_t>(turn++, {8, 64, 72, 128, 200, 256}))
+      expect_within(check::generate(shape16(70, 1, K, V)), kBf16, false,
+                    std::to_string(K) + " " + std::to_string(V));
+}
+
+TEST_F(StagedBackward, GroupedHeadsAndTypes) {
+  // Packed sequences, states in the other layout, types of their own for gates and results.
+  for (const int64_t group : {1, 2, 3}) {
+    check::GenerateOptions options = shape16(0, 2, 64, 64);
+    options.num_value_heads = 2 * group;
+    options.seq_lens = {70, 0, 1, 100};
+    Inputs inputs = check::generate(options);
+    inputs.problem.state_layout = StateLayout::kVK;
+    for (const DType out : test::in_turn<DType>(
+             static_cast<std::size_t>(group), {DType::kFloat32, DType::kBFloat16, DType::kFloat16}))
+      expect_within(inputs, {.d_o_dtype = DType::kBFloat16, .out_dtype = out}, false,
+                    std::to_string(group) + " " + dtype_name(out));
+  }
+}
+
+TEST_F(StagedBackward, GatesAndSteps) {
+  for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kSlow})
+    for (const BetaMode beta : {BetaMode::kPlain, BetaMode::kSigmoid, BetaMode::kSigmoid2}) {
+      check::GenerateOptions options = shape16(100, 1, 64, 64);
+      options.regime = regime;
+      Inputs inputs = check::generate(options);
+      inputs.problem.beta_mode = beta;
+      if (beta ==
+          BetaMode::kPlain)  // 0, 1/2 and 1: what is divided by beta has another form near 0
+        for (int64_t t = 0; t < 100; ++t)
+          store_element(inputs.beta.data(), DType::kBFloat16, t, static_cast<float>(t % 3) * 0.5f);
+      expect_within(
+          inputs, kBf16, false,
+          std::string(gate_mode_name(inputs.problem.gate_mode)) + " " + beta_mode_name(beta));
+    }
+}
+
+TEST_F(StagedBackward, WithoutTheNorm) {
+  check::GenerateOptions options = shape16(100, 1, 64, 64);
+  options.regime = Regime::kLog;
+  Inputs inputs = check::generate(options);
+  inputs.problem.qk_l2norm = false;
+  for (int64_t i = 0; i < 100 * 64; ++i)
+    store_element(inputs.k.data(), DType::kBFloat16, i,
+                  0.1f * static_cast<float>(load_double(inputs.k.data(), DType::kBFloat16, i)));
+  for (const double scale : {0.0, -0.5}) {
+    inputs.problem.scale = scale;
+    expect_within(inputs, kBf16, false, "scale " + std::to_string(scale));
+  }
+}
+
+TEST_F(StagedBackward, StatesInBf16) {
+  Inputs inputs = check::generate(shape16(100, 2, 64, 64));
+  TensorDesc& desc = inputs.problem.initial_state->tensor;
+  const auto count = static_cast<int64_t>(inputs.initial_state.size() / sizeof(float));
+  io::Buffer rounded(inputs.initial_state.size() / 2);
+  for (int64_t i = 0; i < count; ++i)
+    store_element(rounded.data(), DType::kBFloat16, i, inputs.initial_state.as<float>()[i]);
+  inputs.initial_state = rounded;
+  desc = contiguous(DType::kBFloat16, {1, 2, 64, 64});
+  expect_within(inputs, kBf16, false, "bf16 states");
+}
+
+// ---- segments
+
+Inputs packed16(std::vector<int64_t> lengths, int64_t K, int64_t V, Regime regime = Regime::kSlow) {
+  check::GenerateOptions options = shape16(0, 1, K, V);
+  options.num_value_heads = 2;
+  options.seq_lens = std::move(lengths);
+  options.regime = regime;
+  return check::generate(options);
+}
+
+TEST_F(StagedBackward, Segments) {
+  // Slow gates: what passes from segment to segment does not fade.
+  std::size_t turn = 0;
+  for (const auto& [K, V] : {std::pair{64, 72}, std::pair{128, 64}, std::pair{40, 8}})
+    for (const int64_t segments : test::in_turn<int64_t>(turn++, {2, 3, 100})) {
+      const std::string what = std::to_string(segments) + " segments, K " + std::to_string(K);
+      expect_within(packed16({0, 200, 64, 1, 333, 0}, K, V), kBf16, false, what,
+                    {.segments = segments});
+    }
+  for (const Regime regime : {Regime::kTrained, Regime::kStrong, Regime::kNeedle})
+    expect_within(packed16({300}, 64, 64, regime), kBf16, false, check::regime_name(regime),
+                  {.segments = 4});
+  check::GenerateOptions rows = shape16(200, 2, 64, 64);
+  rows.batch = 3;
+  expect_within(check::generate(rows), kBf16, false, "rows", {.segments = 3});
+}
+
+TEST_F(StagedBackward, SegmentsOfStatesOfAnyKind) {
+  const std::vector<int64_t> lengths = {130, 0, 250, 70};
+  for (const bool vk : {false, true}) {
+    Inputs inputs = packed16(lengths, 64, 40);
+    if (vk) inputs.problem.state_layout = StateLayout::kVK;
+    const uint8_t mask[] = {1, 1, 0, 1};
+    inputs.problem.initial_state_mask = true;
+    const test::BackwardRun whole{.state_mask = mask}, cut{.segments = 3, .state_mask = mask};
+    GradientBuffers expected = test::gradients_in_fp32(inputs), got = expected;
+    test::run_backward(inputs, &expected, whole);
+    test::run_backward(inputs, &got, cut);
+    const auto* a = got.d_initial_state.as<float>();
+    const auto* b = expected.d_initial_state.as<float>();
+    const int64_t of_one = 2 * 64 * 40;
+    for (int64_t i = 0; i < 4 * of_one; ++i) {
+      if (i / of_one == 2) {
+        EXPECT_EQ(a[i], 0) << i;
+      } else {
+        EXPECT_NEAR(a[i], b[i], 0.05 + 0.02 * std::fabs(b[i])) << i;
+      }
+    }
+  }
+  Inputs none = packed16(lengths, 64, 40);
+  none.problem.initial_state.reset();
+  expect_within(none, kBf16, false, "no states", {.segments = 3});
+  expect_within(packed16(lengths, 64, 40), {.d_o = false}, false, "no d_o", {.segments = 2});
+  expect_within(packed16(lengths, 64, 40), {.d_final_state = false, .d_o_dtype = DType::kBFloat16},
+                false, "no d_final_state", {.segments = 2});
+}
+
+/// On a plan by `plan_groups`, whose text is wanted.
+GradientBuffers run_in_groups(const Inputs& inputs, GradientBuffers buffers,
+                              void (*plan_groups)(plan::PlanBuilder&), std::string* text,
+                              const test::BackwardRun& run = {}) {
+  test::BackwardCall call(inputs, buffers.gradients, run);
+  registry::Head head = cuda::staged::kBackward.head;
+  head.plan = plan_groups;
+  const registry::Head* const heads[] = {&head};
+  const Plan whole = call.plan.plan;
+  const std::span<const int64_t> lengths = whole.problem.cu_seqlens
+                                               ? std::span<const int64_t>(whole.cu_seqlens)
+                                               : std::span<const int64_t>();
+  throw_if_error(plan::plan_with(heads, whole.problem, &lengths, whole.device, whole.requested,
+                                 &call.plan.plan, &buffers.gradients));
+  *text = call.plan.to_text(true);
+  call.workspace = io::Buffer(call.plan.plan.workspace_bytes);
+  call.workspace.fill(0xff);
+  throw_if_error(call.run(&buffers));
+  return buffers;
+}
+
+void one_head(plan::PlanBuilder& builder) { cuda::staged::plan_backward_within(builder, 1); }
+/// Two of three q/k heads in a group, one in the last.
+void two_heads(plan::PlanBuilder& builder) {
+  const Problem& p = builder.plan().problem;
+  const double head = static_cast<double>(cuda::staged::head_bytes(builder.plan()).all()) *
+                      static_cast<double>(p.num_value_heads / p.num_heads);
+  cuda::staged::plan_backward_within(builder, 2.5 * head);
+}
+
+TEST_F(StagedBackward, GroupsOfHeadsChangeNoBit) {
+  check::GenerateOptions options = shape16(0, 3, 64, 72);
+  options.num_value_heads = 6;
+  options.seq_lens = {66, 0, 5};
+  Inputs inputs = check::generate(options);
+  const auto expect_same = [](const Inputs& of, const GradientBuffers& buffers) {
+    GradientBuffers whole = buffers;
+    test::run_backward(of, &whole);
+    std::string text;
+    EXPECT_TRUE(test::same_gradients(run_in_groups(of, buffers, one_head, &text), whole));
+    EXPECT_NE(text.find("heads: 3 groups of 1 of 3 q/k heads"), std::string::npos) << text;
+    EXPECT_TRUE(test::same_gradients(run_in_groups(of, buffers, two_heads, &text), whole));
+    EXPECT_NE(text.find("heads: 2 groups of 2 of 3 q/k heads"), std::string::npos) << text;
+  };
+  for (const bool strided : {false, true}) {
+    if (strided) test::restride(&inputs, 8);
+    expect_same(inputs, test::gradients_in_fp32(inputs));
+    const GradientBuffers buffers = test::gradients_in_fp32(inputs);
+    GradientBuffers cut = buffers;
+    test::run_backward(inputs, &cut, {.segments = 2});
+    std::string text;
+    EXPECT_TRUE(test::same_gradients(
+        run_in_groups(inputs, buffers, two_heads, &text, {.segments = 2}), cut));
+    EXPECT_NE(text.find("2 segments a sequence asked for"), std::string::npos) << text;
+  }
+  // What Hopper has a kernel of its own for; its chunks more than pieces of 64 tokens.
+  for (const int64_t value_heads : {3, 6}) {
+    options = shape16(0, 3, 128, 128);
+    options.num_value_heads = value_heads;
+    options.seq_lens = {66, 0, 5};
+    options.regime = Regime::kSoftplus;
+    inputs = check::generate(options);
+    expect_same(inputs, check::make_gradients(inputs, kBf16));
+    if (value_heads == 3) expect_within(inputs, kBf16, false, "K = V = 128, packed");
+  }
+}
+
+TEST_F(StagedBackward, ValueHeadsOfAQueryHead) {
+  // Hopper's own kernel. With many of few tokens: five of six blocks would have nothing to do.
+  for (const auto& [T, group] : {std::pair{33, 2}, {70, 4}, {65, 8}, {2, 40}}) {
+    check::GenerateOptions options = shape16(T, 1, 128, 128);
+    options.num_value_heads = group;
+    expect_within(check::generate(options), kBf16, false, "groups of " + std::to_string(group));
+  }
+}
+
+TEST_F(StagedBackward, SomeGradientsAreNotWanted) {
+  const Inputs inputs = check::generate(shape16(70, 1, 128, 128));
+  const GradientBuffers unwritten = check::make_gradients(inputs, kBf16);
+  GradientBuffers all = unwritten;
+  test::run_backward(inputs, &all);
+  const std::pair<std::optional<TensorDesc> Gradients::*, io::Buffer GradientBuffers::*> each[] = {
+      {&Gradients::dq, &GradientBuffers::dq},
+      {&Gradients::dk, &GradientBuffers::dk},
+      {&Gradients::dg, &GradientBuffers::dg},
+      {&Gradients::dbeta, &GradientBuffers::dbeta},
+      {&Gradients::dA_log, &GradientBuffers::dA_log}};
+  for (const auto& [desc, buffer] : each) {
+    GradientBuffers got = unwritten, want = all;
+    (got.gradients.*desc).reset();
+    want.*buffer = unwritten.*buffer;
+    test::run_backward(inputs, &got);
+    EXPECT_TRUE(test::same_gradients(got, want));
+  }
+}
+
+}  // namespace
+}  // namespace kda
