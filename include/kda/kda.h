@@ -256,7 +256,8 @@ KDA_API int64_t kda_plan_num_segments(const kda_plan* plan);   /* 0: not segment
 KDA_API const char* kda_plan_json(const kda_plan* plan);
 KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none can run it */
 
-/* `problem` gives the pointers; its shapes, types and options must be those of the plan. */
+/* `problem` gives the pointers; its shapes, types and options must be those of the plan. Rows of
+ * outputs and gradients that no sequence of a device's cu_seqlens has become 0. */
 KDA_API kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
                            size_t workspace_bytes);
 

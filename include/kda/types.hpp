@@ -50,7 +50,7 @@ enum class DeviceKind : int32_t { kCpu = 0, kCuda = 1 };
 /// Bits of the workspace block "device_flags" after a CUDA call (see run()).
 enum MetadataFlag : int32_t {
   /// cu_seqlens decreases or leaves 0..T: clamped; or it does not begin with 0 and end with T: rows
-  /// of no sequence are 0 (docs/operation.md)
+  /// of no sequence are 0 (docs/planning.md)
   kBadSequences = 1,
   kBadInitialIndex = 2,  ///< initial_state_indices too large: starts from zero, or skipped
   kBadFinalIndex = 4,    ///< final_state_indices too large: state not stored

@@ -58,7 +58,8 @@ ShortConvArgs conv_args(const ShortConv& call) {
   return a;
 }
 
-/// Of `written` [row, token, channel] the rows that no sequence has, after the kernels of a call.
+/// Zeros in the rows of `written` [row, token, channel] that no sequence has, after the kernels of
+/// a call.
 Status zero_rows(const ShortConv& call, const View& written) {
   if (!call.cu_seqlens) return {};
   ZeroRowsArgs args;
