@@ -305,7 +305,8 @@ TEST_F(FusedDecodeTest, NamesTheArgument) {
             "beta_mode: is -1, must be 0 to 2");
   EXPECT_EQ(refusal([](C c) { c.activation = static_cast<Activation>(7); }),
             "activation: is 7, must be none, silu or sigmoid");
-  EXPECT_EQ(refusal([](C c) { c.lower_bound = 1; }), "lower_bound: 1 is not a finite number below 0");
+  EXPECT_EQ(refusal([](C c) { c.lower_bound = 1; }),
+            "lower_bound: 1 is not a finite number below 0");
   EXPECT_EQ(refusal([](C c) { c.slots = nullptr; }),
             "num_slots: is 7, must be N = 3 without slots");
   EXPECT_EQ(refusal([](C c) { c.y.data = c.g.data; }).substr(0, 11), "y: overlaps");
