@@ -381,7 +381,8 @@ def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens,
     if parents is not None:
         parents = int32_of("parents", parents)
     if checkpoints is not None:
-        offsets, checkpoint_slots = int32_of("checkpoint_offsets", offsets), int32_of("checkpoint_slots", checkpoint_slots)
+        offsets = int32_of("checkpoint_offsets", offsets)
+        checkpoint_slots = int32_of("checkpoint_slots", checkpoint_slots)
         every = integer("checkpoint_every", every, 16, LAST_SLOT)
     if head_map or drafts is not None or parents is not None or checkpoints is not None:
         more = drafts, draft_slots, parents, checkpoints, offsets, checkpoint_slots, every, head_map
