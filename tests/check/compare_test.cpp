@@ -65,6 +65,22 @@ TEST(Compare, NothingThatOverflowsIsWithin) {
   EXPECT_FALSE(judge({1}, {1}, {1e200}, DType::kFloat32, 8, {}).within());
 }
 
+/// For problems made at random: the infinity that storing a reference gives, and the rest as
+/// always.
+TEST(Compare, InfinitiesMayBeRight) {
+  const auto within = [](std::vector<double> x, double reference) {
+    const CompareOptions options{.infinities = true};
+    return judge(x, {1, reference}, {1, std::abs(reference)}, DType::kFloat16, 8, options).within();
+  };
+  EXPECT_TRUE(within({1, INFINITY}, 1e5));
+  EXPECT_TRUE(within({1, -INFINITY}, -1e5));
+  EXPECT_FALSE(within({1, -INFINITY}, 1e5));
+  EXPECT_FALSE(within({1, 65504}, 1e5));
+  EXPECT_FALSE(within({1, NAN}, 1e5));
+  EXPECT_FALSE(within({1.01, INFINITY}, 1e5));
+  EXPECT_FALSE(within({1, INFINITY}, NAN));
+}
+
 TEST(Compare, TruthsOfOneComparisonServeTheNext) {
   check::GenerateOptions shape = test::shape(0, 2, 8, 8);
   shape.seq_lens = {5, 0, 20};
