@@ -45,7 +45,7 @@ KDA_HOST_DEVICE_INLINE int64_t q_head_of(const Args& a, int64_t value_head, unsi
   return static_cast<unsigned>(value_head) / (HV / static_cast<unsigned>(a.shape.H));
 }
 
-/// The same by the divisor of the shape.
+/// Finds it by the divisor of the shape.
 template <class Args>
 KDA_HOST_DEVICE_INLINE int q_head_of(const Args& a, int value_head) {
   const auto head = static_cast<unsigned>(value_head);
