@@ -356,7 +356,7 @@ def _call(operator, written, name, args):
     if is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        result = operator(*args)
+        result = operator._op(*args)  # what operator() calls
     if written:
         increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
     return result
