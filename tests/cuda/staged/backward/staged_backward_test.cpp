@@ -10,8 +10,8 @@
 #include <utility>
 
 #include "check/tolerances.hpp"
-#include "cuda/staged/backward/backend.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "plan/planner.hpp"
 #include "support/backward.hpp"
