@@ -141,7 +141,7 @@ def problems_of_addresses():
     for kind in ("site", "source"):
         address = known.get(kind)
         if not address or "example.org" in address or ".invalid" in address:
-            yield f"packaging/addresses: {kind} is {address or 'not set'}; the wheel's links would lead nowhere"
+            yield f"packaging/addresses.txt: {kind} is {address or 'not set'}; the wheel's links would lead nowhere"
 
 
 def main():

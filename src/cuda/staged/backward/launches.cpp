@@ -25,7 +25,7 @@
 //     both directions in one:  w, kg, qg, Aqk, T', d_o, beta, gamma, diag dS, dZ                     1296 +  768
 //   chunk_grad_sm90            q, k, g, beta, d_o, S0, E, dS, dZ          dq, dk, dg, dv, dbeta,     2562 + 1042
 //                                                                         sums of a chunk
-//   chunk_grad_sm90, fallback  a word a chunk; then as chunk_grad         gradients of chunks whose decays or betas
+//   chunk_grad_sm90, fallback  two words a chunk, then as chunk_grad      gradients of chunks whose decays or betas
 //                                                                         were out of its range
 //   backward_parameters        sums of chunks                             dA_log, ddt_bias              16 +    0
 //
