@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward.md
-// says why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
+// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
+// and backward_portable.md say why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
 // arguments.hpp makes what each is given; this file is the order in which they run.
 //
 // Words: of a chunk of 64 tokens and a value head, each [64, .] or [K, V]
@@ -16,7 +16,8 @@
 //
 // A call on Hopper in bf16, K = V = 128, gates softplus or bounded, q and k normalised, beta a sigmoid, all
 // gradients but d_initial_state. With 8,192 tokens and 64 heads that is one group, not cut: five launches.
-// Bytes are of a token and value head; what two blocks of one chunk both read is counted once (L2).
+// Bytes are of a token and value head; what both blocks of a chunk and direction (64 columns of V each) read
+// is counted once, the directions apart.
 //
 //   launch                     reads                                      writes               B read + written
 //   chunk_intra_fp16           q, k, g, beta                              w, kg, qg, Aqk, T',         770 + 1040
@@ -25,8 +26,8 @@
 //     both directions in one:  w, kg, qg, Aqk, T', d_o, beta, gamma, diag dS, dZ                     1296 +  768
 //   chunk_grad_sm90            q, k, g, beta, d_o, S0, E, dS, dZ          dq, dk, dg, dv, dbeta,     2562 + 1042
 //                                                                         sums of a chunk
-//   chunk_grad_sm90, fallback  two words a chunk, then as chunk_grad      gradients of chunks whose decays or betas
-//                                                                         were out of its range
+//   chunk_grad_sm90, fallback  two words a chunk and value head, then     gradients of chunks whose decays or betas
+//                              as chunk_grad_sm90                         were out of its range
 //   backward_parameters        sums of chunks                             dA_log, ddt_bias              16 +    0
 //
 // Also launched, and when
@@ -38,8 +39,9 @@
 //   both_merges                  segments, one phase: states before them and dS behind them
 //   segment_merge_sm90,          the same in two phases, where they cannot be at once
 //   reverse_merge
-//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, fp32 rows, K = 64 with several
-//   backward_gradients           value heads a q/k head, rows not aligned to 16 bytes
+//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, tiled heads, fp32 g or gradients,
+//   backward_gradients           other sizes than K = V = 128, or 64 with one value head a q/k head, too few chunks,
+//                                rows not aligned to 16 bytes
 //   chunk_delta_h, chunk_reverse other GPUs: chains as a launch a direction; with chunk_intra, segment_scan,
 //                                segment_merge, reverse_merge, chunk_grad, backward_gradients
 // Without gradients that tokens have from states (dq, dk, dg, dbeta and those of parameters) chunk_grad and what
