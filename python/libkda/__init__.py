@@ -6,6 +6,7 @@
     import libkda.transformers              # so do transformers' Kimi-Linear, GLM-5-Next and Ling
     LIBKDA_VLLM=1, LIBKDA_SGLANG=1          # in the environment: so do these engines
     from libkda import arrays               # NumPy and DLPack, without torch
+    from libkda import jax                  # JAX, by XLA's FFI
 
 Importing the package loads neither torch nor a GPU driver; the first use of a name does.
 """
@@ -30,8 +31,8 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops", "serving", "sglang",
-            "transformers", "vllm")
+_MODULES = ("arrays", "compat", "fla", "gate", "gated_delta", "jax", "kda", "layer", "naive", "ops", "serving",
+            "sglang", "transformers", "vllm")
 __all__ = ["__version__", *_NAMES]
 
 
