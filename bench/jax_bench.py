@@ -3,7 +3,7 @@
 """Times of libkda.jax on a CPU beside libkda.arrays in place, beside jax.pure_callback around libkda.arrays, and beside
 a scan in JAX: forward, gradients, decode and vmap, in milliseconds. The methods take turns; the medians count.
 
-    PYTHONPATH=FOLDER_WITH_JAX bench/jax_bench.py [--seconds 2] [--json FILE]
+    PYTHONPATH=FOLDER_WITH_JAX bench/jax_bench.py [--seconds 2] [--only TEXT] [--json FILE]
 """
 import argparse
 import functools
@@ -151,17 +151,18 @@ ROWS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2, help="for each method of each row")
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it")
     parser.add_argument("--json", metavar="FILE", help="where the rows are written")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     print(f"libkda {__version__}, JAX {jax.__version__}, D = {D}, float32; medians in ms")
     rows = {}
     for name, measure in ROWS.items():
+        if arguments.only not in name:
+            continue
         rows[name] = row = measure(arguments.seconds)
-        print(f"{name:46}", *(f"{key} {value:.3g}" for key, value in row.items()), sep="  ", flush=True)
-    decode, longest = rows["decode, batch 1, 4 heads"], rows["forward, 4,096 tokens, 4 heads"]
-    print(f"decode of 4 heads takes {decode['ffi'] / decode['callback']:.2f} of pure_callback's time; a forward of "
-          f"4,096 tokens {longest['ffi'] / longest['arrays']:.2f} of that of libkda.arrays in place")
+        ratios = (f"{row['ffi'] / row[key]:.2f} of {key}" for key in ("arrays", "callback") if key in row)
+        print(f"{name:46}", *(f"{key} {value:.3g}" for key, value in row.items()), *ratios, sep="  ", flush=True)
     if arguments.json:
         found = {"command": "bench/jax_bench.py", "libkda": __version__, "jax": jax.__version__, "rows": rows}
         pathlib.Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")

@@ -88,12 +88,7 @@ def _in_place(kind, q, k, v, g, beta, state, indices, first_slot, has_state, cu_
                          cu_seqlens=cu_seqlens, state=state, indices=indices, has_state=has_state)
     first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
     options = _options(kind, first_slot, scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout)
-    floats, integers = _operands(arguments, "state")
-    q, k, v, g, beta, A_log, dt_bias, state = floats
-    state = _with_every_batch(state, *(x for x in (*floats[:-1], *integers) if x is not None))
-    floats = q, k, v, g, beta, A_log, dt_bias, state
-    return _call("libkda_run", options, floats, integers, (_like(v), _like(state)),
-                 aliases={sum(x is not None for x in floats) - 1: 1})
+    return _update(options, *_operands(arguments, "state"))
 
 
 def _checked(function, state_layout, **values):
@@ -185,8 +180,24 @@ def _backward(options, inputs, cotangents):
 _forward.defvjp(_forward_and_inputs, _backward)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _update(options, floats, integers):
+    others, state = floats[:-1], floats[-1]
+    state = _batched_as_any(state, *(x for x in (*others, *integers) if x is not None))
+    return _call("libkda_run", options, (*others, state), integers, (_like(floats[2]), _like(state)),
+                 aliases={sum(x is not None for x in floats) - 1: 1})
+
+
+def _refuse_gradients(*_):
+    raise NotImplementedError("decode() and prefill() of libkda.jax have no gradients: forward() has them")
+
+
+_update.defvjp(_refuse_gradients, _refuse_gradients)
+
+
 @jax.custom_batching.custom_vmap
 def _batched_as_any(state, *others):
+    """A state that is written has an entry for every one of a vmap, whichever argument that is over."""
     return state
 
 
@@ -195,13 +206,6 @@ def _batch_state(axis_size, batched, state, *others):
     if not batched[0]:
         state = jnp.broadcast_to(state, (axis_size, *state.shape))
     return _batched_as_any(state, *others), True
-
-
-def _with_every_batch(state, *others):
-    """A state that is written has an entry for every one of a vmap, whichever argument it is over."""
-    if any(isinstance(x, jax.core.Tracer) for x in others):
-        return _batched_as_any(state, *others)
-    return state
 
 
 @functools.cache
