@@ -33,6 +33,17 @@ except ImportError as error:
     assert out.startswith("(1, 3, 1, 8) 0.") and "no torch" in out
 
 
+def test_without_jax():
+    assert "libkda.jax needs JAX (pip install libkda[jax])" in python("""
+import sys
+sys.modules["jax"] = None
+try:
+    from libkda import jax
+except ImportError as error:
+    print(error)
+""")
+
+
 def test_import_is_quick_and_lazy():
     seconds = float(python("""
 import sys, time

@@ -287,7 +287,11 @@ TEST(Call, AWorkspaceGrowsAndMoves) {
   throw_if_error(c.reserve(64));
   c = std::move(b);
   EXPECT_EQ(c.data(), start);
-  for (const std::size_t bytes : {std::size_t{1} << 60, std::numeric_limits<std::size_t>::max()}) {
+  std::vector<std::size_t> too_many = {std::numeric_limits<std::size_t>::max()};
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they end the process
+  too_many.push_back(std::size_t{1} << 60);
+#endif
+  for (const std::size_t bytes : too_many) {
     const Status status = c.reserve(bytes);
     EXPECT_EQ(status.code(), StatusCode::kOutOfMemory);
     EXPECT_EQ(status.message().rfind("workspace: ", 0), 0u) << status.message();
