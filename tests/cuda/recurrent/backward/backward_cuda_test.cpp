@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The backward on a GPU: windows, lengths and slots that only the device knows, graphs, streams,
 // memory of the wrong device. Problems in fp32 are those of cuda.smxx.recurrent, in bf16 of
-// cuda.sm80.staged. (Numbers: tests/stage/backward_test.cpp, tests/cuda/staged/backward/staged_backward_test.cpp.)
+// cuda.sm80.staged. (Numbers: tests/stage/backward_test.cpp,
+// tests/cuda/staged/backward/staged_backward_test.cpp.)
 #include <cstring>
 #include <thread>
 
