@@ -288,7 +288,9 @@ TEST_F(Streams, GraphsOfCallsInTheCallersMemory) {
                         state * sizeof(float)),
             0);
   for (std::size_t i = 0; i < pool.size(); ++i)
-    if (i / state != 2) ASSERT_TRUE(std::isnan(pool[i])) << i;
+    if (i / state != 2) {
+      ASSERT_TRUE(std::isnan(pool[i])) << i;
+    }
   // A workspace that is too small is refused.
   std::size_t few = bytes - 64;
   EXPECT_EQ(kda_call_on(&call.problem, nullptr, &options, workspace.data(), &few),
