@@ -277,7 +277,7 @@ TEST_F(Cli, CheckExitsWithOneOutsideTolerance) {
 TEST_F(Cli, CheckNamesWhatOverflows) {
   gen("--tokens 256 --heads 1 --gradients");
   const std::string check = "check x.safetensors --gate log --no-qk-l2norm";
-  for (const std::string command :
+  for (const std::string& command :
        {check + " --backward", check + " --backward --out-dtype fp32", check + " --out-dtype bf16",
         check + " --out-dtype fp16", check + " --out-dtype fp32"}) {
     const Ran ran = kda(command);
@@ -288,9 +288,10 @@ TEST_F(Cli, CheckNamesWhatOverflows) {
                             : "\ndq overflows: the reference of sequence 0, head 0 ");
     const nlohmann::json report = nlohmann::json::parse(kda(command + " --json").out);
     EXPECT_FALSE(report["within"]);
-    for (const auto& part : report)
-      if (part.is_object())
-        for (const auto& head : part["heads"]) EXPECT_TRUE(head["tolerance"].is_number()) << part;
+    for (const auto& part : report) {
+      if (!part.is_object()) continue;
+      for (const auto& head : part["heads"]) EXPECT_TRUE(head["tolerance"].is_number()) << part;
+    }
   }
 }
 
