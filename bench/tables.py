@@ -680,7 +680,7 @@ def table_summary():
     case_of = lambda cases, name: next(c for c in cases if c["case"] == name)
     flagship, size = "--tokens 8192 --heads 64", "8,192 tokens, 64 heads"
     cards, names, earlier = {}, {"libkda": None}, []
-    cpu, cpu_decode, rivals = (load(f"cpu_{n}") for n in ("forward", "decode", "rivals"))
+    cpu, rivals = load("cpu_forward"), load("cpu_rivals")
     on_cpu = f'{cpu["threads"]} cores of an {cpu["cpu"]}'
 
     def add(report, label, number, who="", other=None):
@@ -690,13 +690,12 @@ def table_summary():
         if "families" in report and of_other_kernels(report):
             earlier.append(label)
 
-    fused, peers = load("gpu_fused"), load("gpu_peers_forward")
+    peers = load("gpu_peers_forward")
     fla = f'FLA {peers["fla"]}'
     theirs = lambda case: min(x for x in map(case_of(peers["cases"], case).get, ("fla", "fla_intracard")) if x)
     median = lambda case: milliseconds(case["median_s"])
     ours = lambda case: us(case_of(peers["cases"], case)["libkda"])
     add(peers, f"forward, {size}", ours(flagship), fla, us(theirs(flagship)))
-    add(fused, "the same, softplus gates", median(case_of(fused["cases"], f"{flagship} --regime trained-softplus")))
     for lengths, words in (("64K --heads 4", "65,536 tokens, 4 heads"), ("256K --heads 8", "262,144 tokens, 8 heads")):
         case = f"--seq-lens {lengths}"
         add(peers, f"forward, {words}", ours(case), fla, us(theirs(case)))
@@ -714,7 +713,6 @@ def table_summary():
     ggml = next(r for r in rivals["rows"] if r["method"].startswith("ggml"))
     best = next(r for r in rivals["rows"] if r["method"].startswith("libkda"))
     add(rivals, f'forward in fp32, {rivals["tokens"]:,.0f} tokens, {rivals["heads"]} heads', median(best), "ggml's method", median(ggml))
-    add(cpu_decode, "decode, batch 64, 32 heads", median(cpu_decode["cases"][0]))
     rows = []
     for card, found in cards.items():
         rows.append([f"**{card}**", *("" for _ in names)])

@@ -32,7 +32,6 @@ Importing the package loads neither torch nor a GPU driver; the first use of a n
 in other packages: it loads no plugin.
 """
 import importlib
-import pathlib
 
 _NAMES = {
     "chunk_kda": "kda",
@@ -64,6 +63,7 @@ __all__ = ["__version__", "get_include", *_NAMES]
 
 def get_include():
     """The folder of the C and C++ headers (kda/kda.h), which are those of the libkda_c.so beside them."""
+    import pathlib
     return str(pathlib.Path(__file__).resolve().parent / "include")
 
 
@@ -94,6 +94,7 @@ def _has_torch():
     """Whether there is a torch that libkda takes, without loading it."""
     import importlib.metadata
     import importlib.util
+    import pathlib
     operators = pathlib.Path(__file__).parent / "lib" / "libkda_torch.so"
     if importlib.util.find_spec("torch") is None or not operators.exists():
         return False
