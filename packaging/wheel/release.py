@@ -150,7 +150,7 @@ def main():
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--cuda", help="version of the CUDA runtime that is linked into the wheels")
     parser.add_argument("--published", action="store_true", help="refuse addresses that nobody has set")
-    parser.add_argument("--build-path", action="append", default=[], help="a folder that no file may name; may be repeated")
+    parser.add_argument("--build-path", action="append", default=[], help="a folder that no file may name")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.out, ignore_errors=True)
     arguments.out.mkdir(parents=True)

@@ -34,6 +34,7 @@ except ImportError as error:
     raise ImportError(f"libkda.jax needs JAX (pip install libkda[jax]): {error}") from error
 
 from ._library import FOLDER
+from ._library import library as c_abi
 from ._rules import LAST_SLOT, RULES, Sizes, check_heads, integer, number, refuse_type
 from .arrays import BETA_MODES, GATE_MODES, STATE_LAYOUTS, BetaMode, GateMode, StateLayout, _choice
 
@@ -215,6 +216,7 @@ def _register():
     if not path.exists():
         raise ImportError(f"libkda: {path} is missing: this package was built where there was no jaxlib; "
                           "install jax, then build it anew with pip install --no-build-isolation .")
+    c_abi()  # the handlers need it by a name that only a loaded library has
     library: Any = ctypes.CDLL(str(path))
     for device, platform in (("cpu", "cpu"), ("cuda", "CUDA")):
         for name in ("run", "backward"):
