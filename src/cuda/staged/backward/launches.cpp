@@ -88,7 +88,7 @@ Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
     return sm90::launch_chunk_intra_fp16(args, on.after);
-  return launch_chunk_intra(args, /*fp16=*/false, /*tokens=*/false, on.after);
+  return launch_chunk_intra(args, /*half=*/false, /*tokens=*/false, on.after);
 }
 
 Status run_scan(const Group& group, const Stream& on) {
@@ -186,7 +186,7 @@ Status run_segmented(const Group& group, const Stream& on) {
   const ChainArgs errors = errors_arguments(group);
   KDA_RETURN_IF_ERROR(run_intra(group, on));
   KDA_RETURN_IF_ERROR(run_scan(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, nullptr, segments_D_arguments(group), on));
+  KDA_RETURN_IF_ERROR(run_chains(group, nullptr, segments_d_arguments(group), on));
   KDA_RETURN_IF_ERROR(run_merges(group, on));
   KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), reverse_arguments(group), on));
   KDA_RETURN_IF_ERROR(run_grad(group, on));
@@ -198,10 +198,10 @@ Status run_first_phase(const Group& group, const SpanGradients& spans, const Str
   const ChainArgs errors = errors_arguments(group);
   KDA_RETURN_IF_ERROR(run_intra(group, on));
   if (group.segments.count == 0)
-    return run_chains(group, wanted(group, errors), sequences_D_arguments(group, spans), on);
+    return run_chains(group, wanted(group, errors), sequences_d_arguments(group, spans), on);
   KDA_RETURN_IF_ERROR(run_scan(group, on));
   KDA_RETURN_IF_ERROR(run_states_merge(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), segments_D_arguments(group), on));
+  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), segments_d_arguments(group), on));
   if (!spans.D) return {};
   return run_d_states_merge(group, spans.from_final ? group.args.d_final : StateView{}, on);
 }
@@ -243,7 +243,7 @@ Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
 }
 
 /// D of sequences: dS before their empty first segments.
-Status copy_D(const Group& group, float* D, const Stream& on) {
+Status copy_d(const Group& group, float* D, const Stream& on) {
   const Shape& shape = group.args.shape;
   const int64_t floats = int64_t{shape.HV} * shape.K * shape.V;
   for (int64_t n = 0; n < group.plan.problem.num_sequences; ++n) {
@@ -269,7 +269,7 @@ Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
   const SpanGradients& spans = begin.spans;
   return for_groups(begin.backward, false, [&](const Group& group, const Stream& on) {
     KDA_RETURN_IF_ERROR(run_first_phase(group, spans, on));
-    return spans.D && group.segments.count > 0 ? copy_D(group, spans.D, on) : Status{};
+    return spans.D && group.segments.count > 0 ? copy_d(group, spans.D, on) : Status{};
   });
 }
 
