@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/host_device.hpp"
+
 namespace kda::cuda {
 
 struct CutHeader {
@@ -24,7 +26,7 @@ constexpr int64_t device_cut_words(int64_t most_cut, int64_t N) {
 }
 /// Which sequences are cut, in order.
 template <class Cut>
-constexpr auto* cut_sequences(Cut* cut) {
+KDA_HOST_DEVICE constexpr auto* cut_sequences(Cut* cut) {
   return &cut[1].num_segments;
 }
 
