@@ -26,7 +26,7 @@ constexpr int kCounts = kAutoMaxSegments - 1;  // 2 segments to kAutoMaxSegments
 constexpr int kFirsts = fused::kNumFirstSegments;
 static_assert(kCounts * (kFirsts + 1) <= kThreads, "a thread a candidate");
 
-/// What the walk takes.
+/// The cut that the walk takes.
 struct Chosen {
   bool on, early_exit;
   plan::CutLengths lengths;
@@ -74,7 +74,7 @@ struct Cutter {
     begin = plan::smaller(t * run, N + 1), end = plan::smaller(begin + run, N + 1);
   }
 
-  /// Of the values of all threads before this one, and of all.
+  /// Sums of the values of all threads before this one, and of all; or their largest.
   struct Scan {
     int64_t before, all;
   };
