@@ -15,25 +15,74 @@
 
 namespace kda::plan {
 
-KDA_HOST_DEVICE inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-KDA_HOST_DEVICE inline constexpr int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-KDA_HOST_DEVICE inline constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+// The planner counts in int64_t, the kernel in int: divisions of those are a third of the code.
 
+template <class A, class B>
+KDA_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+template <class A, class B>
+KDA_HOST_DEVICE constexpr auto larger(A a, B b) {
+  return a > b ? a : b;
+}
+template <class A, class B>
+KDA_HOST_DEVICE constexpr auto smaller(A a, B b) {
+  return a < b ? a : b;
+}
+
+/// Segments must win by this factor: a choice, about the error of predicted times.
+inline constexpr double kMinimumGain = 1.12;
 inline constexpr int64_t kAutoChunk = 64;  ///< tokens; searched cuts lie at multiples of it
 inline constexpr int64_t kAutoMaxSegments = 64;
 
+/// Sums over lengths that predicted times depend on: integers, so that their order does not matter.
+template <class Int>
+struct LengthSums {
+  Int sequences = 0;    ///< all of them
+  Int with_tokens = 0;  ///< those that are not empty
+  Int tokens = 0;
+  Int longest = 0;
+
+  KDA_HOST_DEVICE void add(Int length) {
+    ++sequences;
+    with_tokens += length > 0 ? 1 : 0;
+    tokens += length;
+    longest = larger(longest, length);
+  }
+};
+
 /// Lengths of the segments of a sequence that is cut, in chunks.
+template <class Int>
 struct CutLengths {
-  int64_t first = 0, others = 0;
+  Int first = 0, others = 0;
 };
 
 /// The cut of `chunks` chunks into `segments`, the first of which is `first` times as long as the
 /// others.
-KDA_HOST_DEVICE inline CutLengths cut_lengths(int64_t chunks, int64_t segments, double first) {
-  const auto others = static_cast<int64_t>(
+template <class Int>
+KDA_HOST_DEVICE CutLengths<Int> cut_lengths(Int chunks, Int segments, double first) {
+  const auto others = static_cast<Int>(
       ceil(static_cast<double>(chunks) / (static_cast<double>(segments - 1) + first)));
   return {larger(others, chunks - (segments - 1) * others), others};
 }
+
+/// Sums over sequences that are cut: segments of at most `segment_tokens` behind first ones of
+/// `first_tokens`.
+template <class Int>
+struct Cut {
+  Int segments = 0;                   ///< of sequences with tokens
+  Int behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence
+  Int most = 1;                       ///< of a sequence
+
+  KDA_HOST_DEVICE void add(Int length, Int first_tokens, Int segment_tokens) {
+    const Int after_first = larger(Int{0}, length - first_tokens);
+    const Int more = ceil_div(after_first, segment_tokens);
+    most = larger(most, more + 1);
+    segments += more + (length > 0 ? 1 : 0);
+    behind += more;
+    tokens_behind += after_first;
+  }
+};
 
 /// The walk over numbers of segments.
 struct CutWalk {
@@ -44,7 +93,7 @@ struct CutWalk {
 
   /// Whether no cut into so many or more is looked at.
   KDA_HOST_DEVICE bool is_over(int64_t number) const {
-    return number > larger(segments, 1) + patience;
+    return number > larger(segments, int64_t{1}) + patience;
   }
   /// Whether the best cut into `number` segments, which takes `time`, is taken.
   KDA_HOST_DEVICE bool take(int64_t number, double time) {
@@ -56,19 +105,19 @@ struct CutWalk {
 };
 
 /// Segments of a sequence of `chunks` chunks. A first length of 0: as the others.
-KDA_HOST_DEVICE inline int64_t num_segments_of(const CutLengths& lengths, int64_t chunks) {
-  if (chunks <= 1) return 1;
-  if (lengths.first == 0) return ceil_div(chunks, lengths.others);
-  return 1 + ceil_div(larger(0, chunks - lengths.first), lengths.others);
+template <class Int>
+KDA_HOST_DEVICE Int num_segments_of(const CutLengths<Int>& lengths, Int chunks) {
+  const Int first = lengths.first == 0 ? lengths.others : lengths.first;
+  return chunks <= first ? 1 : 1 + ceil_div(chunks - first, lengths.others);
 }
 
 /// Chunks of a sequence before segment `s` of `count`: the first one as long as it was asked for
 /// (0: as the others), the others as even as they go.
-KDA_HOST_DEVICE inline int64_t chunks_before(int64_t s, int64_t count, int64_t chunks,
-                                             int64_t first) {
-  if (count == 1 || s == 0) return s == 0 ? 0 : chunks;
-  const int64_t even = count - (first > 0 ? 1 : 0);
-  return first == 0 ? chunks * s / even : first + (chunks - first) * (s - 1) / even;
+template <class Int>
+KDA_HOST_DEVICE Int chunks_before(Int s, Int count, Int chunks, Int first) {
+  if (s == 0) return 0;
+  if (s == count) return chunks;
+  return first == 0 ? chunks * s / count : first + (chunks - first) * (s - 1) / (count - 1);
 }
 
 }  // namespace kda::plan

@@ -138,10 +138,10 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
     if (walk.is_over(segments)) break;
     struct {
       double us = HUGE_VAL;
-      CutLengths lengths;
+      CutLengths<int64_t> lengths;
     } least;
     for (const double first : even ? std::span<const double>(kEven) : search.first_segments) {
-      const CutLengths lengths = cut_lengths(chunks, segments, first);
+      const CutLengths<int64_t> lengths = cut_lengths(chunks, segments, first);
       const double us = search.time_us((even ? lengths.others : lengths.first) * kAutoChunk,
                                        lengths.others * kAutoChunk);
       if (us < least.us) least = {us, lengths};
@@ -169,7 +169,7 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
 int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments) {
   const int64_t chunks = ceil_div(tokens, partition.chunk_tokens);
   if (fixed_segments > 0) return chunks <= 1 ? 1 : std::min(fixed_segments, chunks);
-  return num_segments_of({partition.first_chunks, partition.segment_chunks}, chunks);
+  return num_segments_of<int64_t>({partition.first_chunks, partition.segment_chunks}, chunks);
 }
 
 }  // namespace kda::plan

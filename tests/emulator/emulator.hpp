@@ -34,6 +34,7 @@
 #define __device__
 #define __shared__ static thread_local
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(...)

@@ -71,11 +71,14 @@ TEST(FusedCost, NoCutTakesLessThanTheLeast) {
         plan::Workload work = work_of(lengths, heads);
         work.key_dim = work.value_dim = K;
         const CostInput in = cost_input(work, gpu_facts(132));
-        const double least = fused::least_us(in, costs);
-        EXPECT_GE(fused::forward_us(in, costs), least) << what;
+        const fused::CutModel model = fused::model_of(in, costs);
+        const double least = fused::least_us(model, in.sums);
+        EXPECT_GE(fused::forward_us(model, in.sums), least) << what;
         for (const int64_t segment : {64, 512, 4096})
           for (const int64_t first : {1, 2})
-            EXPECT_GE(fused::one_pass_us(in, costs, first * segment, segment), least)
+            EXPECT_GE(fused::one_pass_us(model, in.sums, cut_of(in, first * segment, segment),
+                                         first * segment),
+                      least)
                 << what << ", segments of " << segment;
       }
 }

@@ -233,6 +233,9 @@ OnePassBytes one_pass_bytes(const Problem& p, int64_t behind) {
           .states = 3 * rows * matrix};
 }
 
+/// It counts tokens, twice over, in 32 bits.
+constexpr int64_t kMostDeviceCutTokens = int64_t{1} << 30;
+
 /// Why a kernel that knows the lengths does not cut; empty: it cuts where that is predicted to
 /// gain. By bounds alone, so that lengths never change the kernels.
 std::string decline_device_cut(const Plan& plan) {
@@ -241,13 +244,14 @@ std::string decline_device_cut(const Plan& plan) {
   if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
   if (std::string declined = decline_one_pass(p); !declined.empty())
     return cat("one pass declined: ", declined, "; not cut");
-  const CostInput bounds = bounds_of(plan.problem, plan.device);
-  const Costs& costs = costs_of(p.key_dim);
-  if (most_behind(bounds, costs) == 0)
+  const CutModel model = model_from_bounds(p, plan.device, check_tokens_of(p));
+  if (model.most_behind == 0)
     return cat(p.num_value_heads, " value heads are more than all clusters take; not cut");
-  if (!may_cut(bounds, costs))
+  if (p.num_tokens > kMostDeviceCutTokens)
+    return cat(p.num_tokens, " tokens are more than a kernel counts; not cut");
+  if (!may_cut(model, p.num_tokens, p.num_sequences))
     return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
-  const std::size_t bytes = one_pass_bytes(p, most_behind(bounds, costs)).all();
+  const std::size_t bytes = one_pass_bytes(p, model.most_behind).all();
   const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
   if (bytes > most)
     return cat("auto: a cut on the device takes ", bytes,
@@ -261,8 +265,7 @@ void cut_on_device(plan::PlanBuilder& builder) {
   if (plan::asks_for_segments(plan.requested)) return;
   const std::string declined = decline_device_cut(plan);
   if (!declined.empty()) return builder.reason(declined);
-  const CostInput bounds = bounds_of(plan.problem, plan.device);
-  const int64_t behind = most_behind(bounds, costs_of(plan.problem.key_dim));
+  const int64_t behind = model_from_bounds(plan.problem, plan.device, 0).most_behind;
   builder.cut_on_device(behind);
   builder.reason(cat("auto: a kernel cuts where that is predicted to gain, at most ", behind,
                      " segments behind first ones"));

@@ -7,8 +7,12 @@
 // of bench/results has them. What is a choice and no measurement says so below.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "core/text.hpp"
 #include "cuda/common/cost_model.hpp"
+#include "cuda/fused/cut_model.hpp"
 #include "cuda/staged/cost.hpp"
 
 namespace kda::cuda::fused {
@@ -66,102 +70,41 @@ inline constexpr Costs kK64Costs = {.few_ns = 29.9,
 
 inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs : kK128Costs; }
 
-/// In one pass a first segment has no transition, so it may be longer than the others: so many
-/// times.
-inline constexpr int kNumFirstSegments = 6;
-KDA_HOST_DEVICE inline double first_segment(int candidate) {
-  constexpr double kFirstSegments[kNumFirstSegments] = {1, 1.15, 1.3, 1.5, 1.75, 2};
-  return kFirstSegments[candidate];
-}
-inline constexpr int64_t kCutPatience = 8;  ///< of CutWalk
 /// Transitions of a cluster at most, counted by value heads: they bound the workspace where only
 /// the GPU knows the lengths. Hardly any cut is the best one with more.
 inline constexpr int64_t kMostTransitions = 2;
 
-KDA_HOST_DEVICE inline double clusters_of(const CostInput& in, const Costs& c) {
-  return most_of(1.0, floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
-}
-/// Segments behind first ones that a cut may have.
-KDA_HOST_DEVICE inline int64_t most_behind(const CostInput& in, const Costs& c) {
-  return kMostTransitions * static_cast<int64_t>(clusters_of(in, c)) / in.num_value_heads;
-}
-
-/// Whether transitions that exit early can run at the end, one chain a cluster.
-KDA_HOST_DEVICE inline bool transitions_fit(int64_t chains, int64_t num_sms) {
-  return 2 * chains <= num_sms;
-}
-
-/// Every cluster has its share of all tokens and chains, none less than the longest chain.
-KDA_HOST_DEVICE inline double chains_us(const CostInput& in, const Costs& c, int64_t units,
-                                        int64_t tokens, int64_t longest) {
-  const auto heads = static_cast<double>(in.num_value_heads);
-  const double chains = static_cast<double>(units) * heads;
-  const double clusters = clusters_of(in, c);
-  const double token_us = (2 * chains <= clusters ? c.few_ns : c.full_ns) * 1e-3;
-  const double alone = static_cast<double>(longest) * token_us + c.chain_us + c.fixed_us;
-  if (chains <= clusters) return alone;
-  const double shared =
-      (static_cast<double>(tokens) * heads * token_us + chains * c.chain_us) / clusters +
-      c.fixed_us;
-  return most_of(alone, shared) + c.handoff_us;
-}
-
-/// Uncut.
-KDA_HOST_DEVICE inline double forward_us(const CostInput& in, const Costs& c) {
-  return most_of(roofline_us(in),
-                 chains_us(in, c, in.sums.sequences, in.sums.tokens, in.sums.longest));
-}
-
-/// However it is cut: all tokens and chains, as if no cluster were ever idle.
-KDA_HOST_DEVICE inline double least_us(const CostInput& in, const Costs& c) {
-  const double of_head =
-      total_tokens(in) * c.few_ns * 1e-3 + static_cast<double>(in.sums.with_tokens) * c.chain_us;
-  return of_head * static_cast<double>(in.num_value_heads) / clusters_of(in, c) + c.fixed_us;
-}
-
-/// Merge, where a sequence has a third segment, and correction of so many tokens a value head.
-KDA_HOST_DEVICE inline double join_us(const CostInput& in, const Costs& c, const Cut& cut,
-                                      int64_t tokens) {
+/// `check_tokens` (0: none may): transitions may exit early, looked at so often.
+inline CutModel model_of(const CostInput& in, const Costs& c, int64_t check_tokens = 0) {
   const OnePassCosts& one = c.one_pass;
+  const auto heads = static_cast<double>(in.num_value_heads);
+  const double clusters =
+      std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
   const double size = static_cast<double>(in.value_dim) / 128;
-  const double correct = static_cast<double>(tokens) * static_cast<double>(in.num_value_heads) *
-                             size * one.correct_bytes_per_token /
-                             (one.correct_bandwidth * in.bytes_per_second) * 1e6 +
-                         one.correct_fixed_us;
-  return correct + (cut.most > 2 ? merge_us(in, one.merge, cut.most - 2) : 0);
-}
-
-/// In one pass: transitions are chains of their own.
-KDA_HOST_DEVICE inline double one_pass_us(const CostInput& in, const Costs& c, const Cut& cut,
-                                          int64_t first_tokens, int64_t segment_tokens) {
-  const double chains =
-      chains_us(in, c, cut.segments + cut.behind, in.sums.tokens + cut.tokens_behind,
-                plan::larger(first_tokens, segment_tokens));
-  return most_of(roofline_us(in), chains + join_us(in, c, cut, cut.tokens_behind));
-}
-inline double one_pass_us(const CostInput& in, const Costs& c, int64_t first_tokens,
-                          int64_t segment_tokens) {
-  return one_pass_us(in, c, cut_of(in, first_tokens, segment_tokens), first_tokens, segment_tokens);
-}
-
-/// Time of one pass with transitions after all else, a cluster each, that exit after
-/// `memory_tokens`; their norm is checked after every `check_tokens`. Infinite where there are more
-/// of them than clusters.
-KDA_HOST_DEVICE inline double early_exit_us(const CostInput& in, const Costs& c, const Cut& cut,
-                                            int64_t segment_tokens, int64_t memory_tokens,
-                                            int64_t check_tokens) {
-  if (static_cast<double>(cut.behind * in.num_value_heads) > clusters_of(in, c)) return HUGE_VAL;
-  const int64_t run = plan::smaller(segment_tokens, memory_tokens);
-  const double chains = chains_us(in, c, cut.segments, in.sums.tokens, segment_tokens);
-  const double transitions = static_cast<double>(run) * c.full_ns * 1e-3 +
-                             static_cast<double>(plan::ceil_div(run, check_tokens)) * c.chain_us;
-  const int64_t tokens = plan::smaller(cut.tokens_behind, cut.behind * run);
-  return most_of(roofline_us(in), chains + transitions + join_us(in, c, cut, tokens));
-}
-inline double early_exit_us(const CostInput& in, const Costs& c, int64_t first_tokens,
-                            int64_t segment_tokens, int64_t memory_tokens, int64_t check_tokens) {
-  return early_exit_us(in, c, cut_of(in, first_tokens, segment_tokens), segment_tokens,
-                       memory_tokens, check_tokens);
+  CostInput token = in;
+  token.sums.tokens = 1;
+  return {.heads = heads,
+          .clusters = clusters,
+          .heads_a_cluster = heads / clusters,
+          .few_us = c.few_ns * 1e-3,
+          .full_us = c.full_ns * 1e-3,
+          .chain_us = c.chain_us,
+          .fixed_us = c.fixed_us,
+          .handoff_us = c.handoff_us,
+          .roofline_us = roofline_us(token),
+          .correct_us = heads * size * one.correct_bytes_per_token /
+                        (one.correct_bandwidth * in.bytes_per_second) * 1e6,
+          .correct_fixed_us = one.correct_fixed_us,
+          .merge_step_us = merge_us(in, one.merge, 1) - one.merge.fixed_us,
+          .merge_fixed_us = one.merge.fixed_us,
+          .minimum_step = one.minimum_step,
+          .most_loss = one.most_loss,
+          .value_heads = static_cast<int32_t>(in.num_value_heads),
+          .num_sms = static_cast<int32_t>(in.num_sms),
+          .most_behind = static_cast<int32_t>(kMostTransitions * static_cast<int64_t>(clusters) /
+                                              in.num_value_heads),
+          .memory_tokens = static_cast<int32_t>(one.memory_tokens),
+          .check_tokens = static_cast<int32_t>(check_tokens)};
 }
 
 /// Roofline, uncut in stages and in this kernel.
@@ -170,7 +113,7 @@ inline CostEstimate predict(const plan::Workload& work, const DeviceFacts& devic
   if (total_tokens(in) == 0) return {};
   return {.roofline_us = roofline_us(in),
           .serial_us = staged::serial_us(in, staged::costs_of(device)),
-          .fused_us = forward_us(in, costs_of(work.key_dim))};
+          .fused_us = forward_us(model_of(in, costs_of(work.key_dim)), in.sums)};
 }
 
 // -- The cut with the least predicted time, where it gains
@@ -179,93 +122,63 @@ inline CostEstimate predict(const plan::Workload& work, const DeviceFacts& devic
 /// against the least time cut, each in one sequence. It reads no lengths, so that a plan from
 /// bounds says the same as one from lengths. (Of 220,000 random tables for which it is false, three
 /// would be cut if nobody asked.)
-inline bool may_cut(const CostInput& in, const Costs& c) {
-  const OnePassCosts& one = c.one_pass;
-  const double tokens = total_tokens(in), clusters = clusters_of(in, c);
-  const auto heads = static_cast<double>(in.num_value_heads);
-  const bool handoff = static_cast<double>(in.sums.sequences) * heads > clusters;
-  const double uncut =
-      tokens * c.full_ns * 1e-3 + c.chain_us + c.fixed_us + (handoff ? c.handoff_us : 0);
+inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences) {
+  const auto tokens = static_cast<double>(num_tokens);
+  const bool handoff = static_cast<double>(num_sequences) * m.heads > m.clusters;
+  const double uncut = tokens * m.full_us + m.chain_us + m.fixed_us + (handoff ? m.handoff_us : 0);
   double chain = HUGE_VAL;
   for (int64_t s = 2; s <= plan::kAutoMaxSegments; ++s)
-    chain = least_of(chain, tokens / static_cast<double>(s) * c.few_ns * 1e-3 +
-                                (s > 2 ? merge_us(in, one.merge, s - 2) : 0));
-  const double fixed = c.fixed_us + one.correct_fixed_us;
+    chain = std::min(chain, tokens / static_cast<double>(s) * m.few_us + join_us(m, s, int64_t{0}) -
+                                m.correct_fixed_us);
+  const double fixed = m.fixed_us + m.correct_fixed_us;
   const double cut =
-      most_of(chain + c.chain_us + fixed, tokens * heads * c.few_ns * 1e-3 / clusters + fixed);
+      std::max(chain + m.chain_us + fixed, tokens * m.few_us * m.heads_a_cluster + fixed);
   return uncut >= kMinimumGain * cut;
 }
 
-/// The input of which may_cut() is asked where lengths are not known.
-inline CostInput bounds_of(const Problem& p, const DeviceFacts& device) {
-  return {.sums = {p.num_sequences, p.num_sequences, p.num_tokens, p.num_tokens},
-          .num_value_heads = p.num_value_heads,
-          .key_dim = p.key_dim,
-          .value_dim = p.value_dim,
-          .num_sms = device.num_sms,
-          .bytes_per_second = device.memory_bytes_per_second,
-          .lengths = {}};
+/// The model where lengths are not known.
+inline CutModel model_from_bounds(const Problem& p, const DeviceFacts& device,
+                                  int64_t check_tokens) {
+  const CostInput in{.sums = {},
+                     .num_value_heads = p.num_value_heads,
+                     .key_dim = p.key_dim,
+                     .value_dim = p.value_dim,
+                     .num_sms = device.num_sms,
+                     .bytes_per_second = device.memory_bytes_per_second,
+                     .lengths = {}};
+  return model_of(in, costs_of(p.key_dim), check_tokens);
 }
-
-/// A candidate of the search: segments with their transitions in the schedule. Infinite where it
-/// has more transitions than a cut may have.
-KDA_HOST_DEVICE inline double candidate_us(const CostInput& in, const Costs& c, const Cut& cut,
-                                           const plan::CutLengths& lengths) {
-  if (cut.behind > most_behind(in, c)) return HUGE_VAL;
-  return one_pass_us(in, c, cut, lengths.first * plan::kAutoChunk,
-                     lengths.others * plan::kAutoChunk);
-}
-
-/// The walk over even cuts whose transitions exit early. They are predicted to gain where these
-/// exit as they do as a rule, and not to lose much where they never do.
-struct EarlyExitWalk {
-  double best;  ///< time of what is taken
-  double most;  ///< the time if no transition exits
-  double minimum_step;
-  bool took = false;
-
-  KDA_HOST_DEVICE EarlyExitWalk(const Costs& c, double best_us)
-      : best(best_us),
-        most(c.one_pass.most_loss * best_us),
-        minimum_step(c.one_pass.minimum_step) {}
-  KDA_HOST_DEVICE bool take(double time, double without_exit) {
-    if (time >= minimum_step * best || without_exit > most) return false;
-    best = time;
-    return took = true;
-  }
-};
 
 /// SegmentPolicy::kAuto in one pass of this kernel: the cut with the least predicted time, if it
-/// gains. `check_tokens` (0: they must not): transitions may exit early, looked at so often. The
-/// kernel of fused/device_cut.cu makes the same cut.
+/// gains. The kernel of fused/device_cut.cu makes the same cut.
 inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
                                       int64_t check_tokens, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const Costs& c = costs_of(work.key_dim);
+  const CutModel m = model_of(in, costs_of(work.key_dim), check_tokens);
   *cost = predict(work, device);
   double first_segments[kNumFirstSegments];
   for (int i = 0; i < kNumFirstSegments; ++i) first_segments[i] = first_segment(i);
-  plan::CutSearch search{
-      .whole_us = cost->fused_us,
-      .least_us = least_us(in, c),
-      .may_gain = may_cut(in, c),
-      .minimum_gain = kMinimumGain,
-      .minimum_step = c.one_pass.minimum_step,
-      .patience = kCutPatience,
-      .first_segments = first_segments,
-      .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
-        return candidate_us(in, c, cut_of(in, first_tokens, segment_tokens),
-                            {first_tokens / plan::kAutoChunk, segment_tokens / plan::kAutoChunk});
-      }};
+  plan::CutSearch search{.whole_us = cost->fused_us,
+                         .least_us = least_us(m, in.sums),
+                         .may_gain = may_cut(m, in.sums.tokens, in.sums.sequences),
+                         .minimum_gain = kMinimumGain,
+                         .minimum_step = m.minimum_step,
+                         .patience = kCutPatience,
+                         .first_segments = first_segments,
+                         .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
+                           const Cut cut = cut_of(in, first_tokens, segment_tokens);
+                           return candidate_us(m, in.sums, cut, first_tokens);
+                         }};
   const auto let_exit = [&](int64_t chunks, double best, plan::Partition* partition) {
-    EarlyExitWalk walk(c, best);
-    const int64_t memory = c.one_pass.memory_tokens;
+    EarlyExitWalk walk(m, best);
+    const int64_t memory = m.memory_tokens;
     for (int64_t segments = 2; segments <= plan::kAutoMaxSegments; ++segments) {
       const int64_t length = plan::ceil_div(chunks, segments), tokens = length * plan::kAutoChunk;
       if (tokens <= memory) break;
-      if (!walk.take(early_exit_us(in, c, tokens, tokens, memory, check_tokens),
-                     early_exit_us(in, c, tokens, tokens, tokens, check_tokens)))
+      const Cut cut = cut_of(in, tokens, tokens);
+      if (!walk.take(early_exit_us(m, in.sums, cut, tokens, memory),
+                     early_exit_us(m, in.sums, cut, tokens, tokens)))
         continue;
       partition->segment_chunks = length;
       partition->first_chunks = 0;
@@ -284,8 +197,8 @@ inline plan::Partition span_partition(const plan::Workload& work, const DeviceFa
                                       int64_t check_tokens, CostEstimate* cost) {
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
-  const Costs& c = costs_of(work.key_dim);
-  const OnePassCosts& one = c.one_pass;
+  const OnePassCosts& one = costs_of(work.key_dim).one_pass;
+  const CutModel m = model_of(in, costs_of(work.key_dim), check_tokens);
   *cost = predict(work, device);
   const int64_t chunks = plan::ceil_div(longest_of(in), plan::kAutoChunk);
   struct {
@@ -301,11 +214,13 @@ inline plan::Partition span_partition(const plan::Workload& work, const DeviceFa
     return plan::ceil_div(chunks, segments) * plan::kAutoChunk;
   };
   for (int64_t segments = 1; segments <= most; ++segments)
-    keep_less(segments, one_pass_us(in, c, 0, tokens_of(segments)), &in_line);
+    keep_less(segments,
+              one_pass_us(m, in.sums, cut_of(in, 0, tokens_of(segments)), tokens_of(segments)),
+              &in_line);
   for (int64_t segments = 1; check_tokens > 0 && segments <= most; ++segments) {
     const int64_t tokens = tokens_of(segments);
     const auto exit_us = [&](int64_t after) {
-      return early_exit_us(in, c, 0, tokens, after, check_tokens);
+      return early_exit_us(m, in.sums, cut_of(in, 0, tokens), tokens, after);
     };
     // None would stop much before a shorter segment ends.
     if (2 * tokens > one.memory_tokens && exit_us(tokens) <= one.most_loss * in_line.us)

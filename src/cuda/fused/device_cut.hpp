@@ -4,7 +4,7 @@
 // functions. It takes the place of the kernel that makes the maps of sequences.
 #pragma once
 
-#include "cuda/fused/cost.hpp"
+#include "cuda/fused/cut_model.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/launch/sequence_map.hpp"
 #include "cuda/segments/device_cut.hpp"
@@ -12,12 +12,9 @@
 namespace kda::cuda::sm90 {
 
 struct DeviceCutArgs {
-  SequenceMapArgs map;
-  /// The problem and the card; the kernel fills in what follows from lengths.
-  CostInput input;
-  fused::Costs costs;
-  int64_t check_tokens = 0;  ///< transitions may exit early, looked at so often; 0: they must not
-  CutHeader* cut = nullptr;  ///< out
+  SequenceMapArgs map;  ///< of less than 2^30 tokens
+  fused::CutModel model;
+  CutHeader* cut = nullptr;           ///< out
   int64_t* offsets_behind = nullptr;  ///< out [N + 1] segments behind first ones before a sequence
   WorkUnit* units = nullptr;  ///< out: segments, then transitions, then where the schedule ends
   int64_t* exit_tokens = nullptr;  ///< out [num_behind, HV] ends of segments, without early exit

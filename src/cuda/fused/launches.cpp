@@ -196,9 +196,7 @@ Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
   maps->launched = true;
   sm90::DeviceCutArgs args;
   args.map = sequence_map_args(call, *maps);
-  args.input = bounds_of(p, plan.device);
-  args.costs = costs_of(p.key_dim);
-  args.check_tokens = check_tokens_of(p);
+  args.model = model_from_bounds(p, plan.device, check_tokens_of(p));
   args.cut = cut_of(call);
   args.offsets_behind = offsets_behind_first(call);
   args.units = units_of(call);

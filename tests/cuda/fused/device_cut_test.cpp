@@ -81,6 +81,11 @@ Table random_table(check::Random* random) {
   return table;
 }
 
+cuda::fused::CutModel model_of(const Table& table) {
+  return cuda::fused::model_from_bounds(table.problem(), gpu_facts(table.sms),
+                                        table.early_exit ? cuda::sm90::kNormCheckTokens : 0);
+}
+
 /// What the kernel makes of a table. The rest of its memory stays as it was.
 struct CutOnDevice {
   CutHeader cut;
@@ -89,14 +94,10 @@ struct CutOnDevice {
   int32_t flags = -1;
 
   CutOnDevice(const Table& table, const std::vector<int64_t>& given) {
-    const Problem p = table.problem();
-    const DeviceFacts facts = gpu_facts(table.sms);
     const int64_t N = table.num_sequences();
     cuda::sm90::DeviceCutArgs args;
-    args.input = cuda::fused::bounds_of(p, facts);
-    args.costs = cuda::fused::costs_of(p.key_dim);
-    args.check_tokens = table.early_exit ? cuda::sm90::kNormCheckTokens : 0;
-    const int64_t most = cuda::fused::most_behind(args.input, args.costs);
+    args.model = model_of(table);
+    const int64_t most = args.model.most_behind;
     DeviceBuffer raw(given.size() * 8), map(size(N + 1) * 16), flag(4),
         header(size(cuda::device_cut_words(most, N)) * 8), offsets(size(N + 1) * 8),
         all_units(size(N + 2 * most + 1) * sizeof(WorkUnit)),
@@ -225,8 +226,7 @@ TEST_F(DeviceCut, EqualsThePlanOfTheSameLengths) {
   for (int i = 0; i < wanted;) {
     const Table table = random_table(&random);
     if (table.cu_seqlens.back() == 0) continue;
-    const cuda::CostInput bounds = cuda::fused::bounds_of(table.problem(), gpu_facts(table.sms));
-    if (!cuda::fused::may_cut(bounds, cuda::fused::costs_of(table.dim))) continue;
+    if (!may_cut(model_of(table), table.cu_seqlens.back(), table.num_sequences())) continue;
     ++i;
     const Plan plan = plan_of(table);
     cut += plan.segmented ? 1 : 0;
@@ -314,11 +314,14 @@ TEST_P(DeviceCutResults, HaveTheBitsOfHostLengths) {
 }
 
 /// Transitions that exit early are not in the schedule.
-TEST_P(DeviceCutResults, TransitionsThatMayExitEarly) {
-  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 40,000 tokens";
-  Inputs inputs = check::generate(options({40000, 300}, 2));
-  test::RunOptions where = run();
-  where.num_sms = 132;
+TEST_F(DeviceCut, TransitionsThatMayExitEarly) {
+  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 60,000 tokens";
+  check::GenerateOptions some = test::shape16(0, 2, 128, 128);
+  some.seq_lens = {60000, 300};
+  const Inputs inputs = check::generate(some);
+  test::RunOptions where{.plan = test::with_backend("cuda.sm90.fused"),
+                         .out_dtype = DType::kBFloat16};
+  where.num_sms = 16;
   const test::Result host = test::run_inputs(inputs, where);
   ASSERT_TRUE(host.plan.early_exit);
   where.from_bounds = true;
