@@ -164,7 +164,7 @@ function(kda_add_cuda target)
     kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
     set_property(SOURCE ${cuda_sources} APPEND PROPERTY COMPILE_DEFINITIONS KDA_WITH_SM90A)
   endif()
-  # Beside the binaries: which kernels they hold (bench/evidence.py).
+  # Beside the binaries: which kernels they hold (bench/report/evidence.py).
   find_package(Python3 COMPONENTS Interpreter QUIET)
   if(Python3_FOUND)
     set(hashes ${PROJECT_BINARY_DIR}/kernel_hashes.json)
