@@ -45,7 +45,6 @@ enum class SegmentPolicy : int32_t {
   kFlashKda = 3,  ///< FlashKDA's published rule
   kCula = 4,      ///< cuLA's published guards
 };
-using ContextParallel [[deprecated("use SegmentPolicy")]] = SegmentPolicy;
 
 /// How the segments are joined (docs/algorithm.md); both are exact. Segments of kAuto in
 /// cuda.sm90.fused are joined in one pass.
@@ -136,8 +135,6 @@ struct CostEstimate {
   double serial_us = 0;     ///< in stages, uncut
   double segmented_us = 0;  ///< of the chosen partition; 0 when there is none
   double fused_us = 0;      ///< of cuda.sm90.fused, uncut, where the plan is its own
-
-  double one_kernel_us = 0;  ///< deprecated, until the next release: fused_us
 };
 
 struct Plan {
@@ -180,10 +177,6 @@ struct Plan {
   /// it until that call. Only plans that were asked to save something have such blocks.
   std::vector<WorkspaceBlock> saved;
   std::size_t saved_bytes = 0;
-
-  // Deprecated, until the next release. (With the attribute every copy of a Plan would warn.)
-  PlanOptions options;            ///< requested, with the segment_method of resolved
-  bool transitions_stop = false;  ///< early_exit
 
   std::string to_text(bool explain = false) const;
   std::string to_json() const;

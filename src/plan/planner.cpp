@@ -269,10 +269,6 @@ void resolve_options(Plan* plan) {
     plan->resolved.context_parallel = SegmentPolicy::kOff;
     plan->resolved.num_segments = 0;
   }
-  plan->cost.one_kernel_us = plan->cost.fused_us;
-  plan->transitions_stop = plan->early_exit;
-  plan->options = plan->requested;
-  plan->options.segment_method = plan->resolved.segment_method;
 }
 
 Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,
