@@ -14,8 +14,8 @@
 
 namespace kda {
 
-/// What the planner may know of a device. Plain data, so that a plan for any device can be made
-/// on any machine.
+/// Facts that the planner may know of a device. Plain data, so that a plan for any device can be
+/// made on any machine.
 struct DeviceFacts {
   DeviceKind kind = DeviceKind::kCpu;
   std::string name = "cpu";
@@ -61,7 +61,7 @@ enum class IntraForm : int32_t {
   kToken = 2,   ///< token by token, exponents of pairs, in fp32
 };
 
-/// What a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
+/// Data that a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
 enum class KeepPolicy : int32_t {
   kNothing =
       0,  ///< but the inputs: states of more than 4,096 tokens (on a GPU, a window) are made twice
@@ -173,8 +173,8 @@ struct Plan {
   std::vector<KernelChoice> kernels;  ///< on a GPU
   std::vector<WorkspaceBlock> workspace;
   std::size_t workspace_bytes = 0;
-  /// What a run() writes for a later call (Tensors::saved). The caller owns this memory and keeps
-  /// it until that call. Only plans that were asked to save something have such blocks.
+  /// Blocks that a run() writes for a later call (Tensors::saved). The caller owns this memory and
+  /// keeps it until that call. Only plans that were asked to save something have such blocks.
   std::vector<WorkspaceBlock> saved;
   std::size_t saved_bytes = 0;
 

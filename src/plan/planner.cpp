@@ -257,7 +257,7 @@ Status check_spans(const Plan& plan, const Gradients* gradients) {
   return no_phases(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
 }
 
-/// What is left to say once the row has planned.
+/// Says what is left to say once the row has planned.
 void resolve_options(Plan* plan) {
   plan->resolved.backend = plan->implementation;
   if (!plan->segmented) {

@@ -310,7 +310,7 @@ Status check_decode_sizes(const FusedDecode& call) {
   return check_eps("norm_eps", call.norm_eps);
 }
 
-/// What the host can read of a call: rates and slots.
+/// Checks what the host can read of a call: rates and slots.
 Status check_decode_values(const FusedDecode& call) {
   if (call.device != DeviceKind::kCpu) return {};
   if (call.A_log.data)
@@ -357,7 +357,7 @@ Status check_fused_decode(const FusedDecode& call, const Memory& memory) {
   KDA_RETURN_IF_ERROR(memory.check_each(inputs));
   KDA_RETURN_IF_ERROR(memory.check("slots", call.slots));
   KDA_RETURN_IF_ERROR(memory.check("has_state", call.has_state));
-  // Those of q, k and v lie between each other where channels are innermost.
+  // States of q, k and v lie between each other where channels are innermost.
   for (const NamedView& state : inputs) {
     views.push_back(state);
     KDA_RETURN_IF_ERROR(check_overlaps(views));
