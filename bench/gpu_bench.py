@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the CUDA benchmarks of `kda bench` on this machine's GPU and writes one result file a
 benchmark under bench/results/ (./dev gpu-bench): gpu_forward.json; --beside: with the card's name,
-gpu_decode_h100_80gb_hbm3.json. Peers: bench/peers.py --device cuda."""
+gpu_decode_h100_80gb_hbm3.json. Peers: bench/peers/peers.py --device cuda."""
 import argparse
 import json
 import pathlib
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-import evidence
+from report import evidence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Benchmark -> its case sets. The kernel families that it times: families.json.

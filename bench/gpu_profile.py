@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 
-import evidence
+from report import evidence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CASES = ("--tokens 8192 --heads 64", "--tokens 8192 --heads 16", "--tokens 8192 --heads 64 --regime softplus")

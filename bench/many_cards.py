@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import evidence
+from report import evidence
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent / "peers"))
 import fla_configs  # before fla: it sets FLA's cache mode
 from gpu_cases import cases, make_inputs, relative
 

@@ -12,9 +12,12 @@ import functools
 import itertools
 import pathlib
 import statistics
+import sys
 import time
 
-import evidence
+from report import evidence
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parent / "peers"))
 import fla_configs  # before fla: it reads its cache mode when it is imported
 import torch
 

@@ -41,12 +41,16 @@ set(KDA_CUDA_KERNELS
   src/cuda/launch/zero_rows.cu
   src/cuda/staged/backward/reverse_merge.cu
   src/cuda/segments/segment_merge.cu
-  src/cuda/staged/backward/chunk_delta_h_errors_sm80.cu
   src/cuda/staged/backward/chunk_grad.cu
   src/cuda/staged/backward/finish.cu
-  src/cuda/staged/backward/reverse.cu
   src/cuda/staged/chunk_delta_h_sm80.cu
   src/cuda/staged/chunk_intra.cu)
+
+# Chains that Hopper has kernels of its own for: no code for sm_90 where those are built.
+set(KDA_CUDA_KERNELS_PORTABLE_CHAINS
+  src/cuda/staged/backward/chunk_delta_h_errors_sm80.cu
+  src/cuda/staged/backward/reverse.cu
+  src/cuda/staged/chunk_delta_h_chains_sm80.cu)
 
 # Hopper's own instructions: machine code for sm_90a and nothing else.
 set(KDA_CUDA_KERNELS_SM90A
@@ -73,13 +77,13 @@ set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/check
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
-  set_source_files_properties(${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_SM90A} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
+  set(kernels ${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_PORTABLE_CHAINS} ${KDA_CUDA_KERNELS_SM90A})
+  set_source_files_properties(${kernels} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
     "-x;c++;-w;-O2;-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
   set_source_files_properties(tests/emulator/emulator.cpp tests/emulator/runtime.cpp PROPERTIES COMPILE_OPTIONS
     "-O3;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
   target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)
-  target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_SM90A}
-                 tests/emulator/emulator.cpp tests/emulator/runtime.cpp)
+  target_sources(${target} PRIVATE ${KDA_CUDA_HOST} ${kernels} tests/emulator/emulator.cpp tests/emulator/runtime.cpp)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
 endfunction()
 
@@ -161,21 +165,32 @@ function(kda_add_cuda target)
   list(APPEND cuda_sources ${KDA_CUDA_HOST})
   kda_include_cuda(${KDA_CUDA_HOST})
   kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
+  set(KDA_CUDA_OBJECTS kda_cuda_objects)
+  set(portable "${KDA_CUDA_ARCHITECTURES}")
   if(KDA_CUDA_ARCHITECTURES MATCHES "90|all|native")
     kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
     # Its times are the planner's, bit for bit (src/plan/cut_search.hpp).
     set_property(SOURCE src/cuda/fused/device_cut.cu APPEND PROPERTY COMPILE_OPTIONS -fmad=false)
+    list(APPEND KDA_CUDA_OBJECTS kda_cuda_objects_sm90a)
     set_property(SOURCE ${cuda_sources} APPEND PROPERTY COMPILE_DEFINITIONS KDA_WITH_SM90A)
+    list(REMOVE_ITEM portable 90-real)
   endif()
-  # Beside the binaries: which kernels they hold (bench/evidence.py).
+  if(portable)
+    kda_add_kernels(kda_cuda_objects_portable_chains "${portable}" ${KDA_CUDA_KERNELS_PORTABLE_CHAINS})
+    list(APPEND KDA_CUDA_OBJECTS kda_cuda_objects_portable_chains)
+  else()
+    target_sources(${target} PRIVATE src/cuda/staged/backward/hopper_alone.cpp)
+  endif()
+  list(TRANSFORM KDA_CUDA_OBJECTS REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>")
+  set(KDA_CUDA_OBJECTS ${KDA_CUDA_OBJECTS} PARENT_SCOPE)
+  # Beside the binaries: which kernels they hold (bench/report/evidence.py).
   find_package(Python3 COMPONENTS Interpreter QUIET)
   if(Python3_FOUND)
     set(hashes ${PROJECT_BINARY_DIR}/kernel_hashes.json)
     add_custom_command(OUTPUT ${hashes}
       COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py hash ${PROJECT_BINARY_DIR}
               --toolkit ${CMAKE_CUDA_COMPILER_VERSION} --output ${hashes}
-      DEPENDS ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py $<TARGET_OBJECTS:kda_cuda_objects>
-              $<$<TARGET_EXISTS:kda_cuda_objects_sm90a>:$<TARGET_OBJECTS:kda_cuda_objects_sm90a>>
+      DEPENDS ${PROJECT_SOURCE_DIR}/tools/dev/kernel_code.py ${KDA_CUDA_OBJECTS}
       COMMENT "" VERBATIM)
     add_custom_target(kda_kernel_hashes ALL DEPENDS ${hashes})
   endif()
@@ -188,10 +203,7 @@ function(kda_link_cuda library)
   if(NOT KDA_WITH_CUDA)
     return()
   endif()
-  target_sources(${library} PRIVATE $<TARGET_OBJECTS:kda_cuda_objects>)
-  if(TARGET kda_cuda_objects_sm90a)
-    target_sources(${library} PRIVATE $<TARGET_OBJECTS:kda_cuda_objects_sm90a>)
-  endif()
+  target_sources(${library} PRIVATE ${KDA_CUDA_OBJECTS})
   target_link_libraries(${library} PRIVATE CUDA::cudart_static)
 endfunction()
 

@@ -38,9 +38,9 @@ inline void check(kda_status status) {
 struct Problem : kda_problem {
   Problem() noexcept { kda_problem_init(this); }
 
-  /// As kda_tokens(): after the sizes are set.
+  /// Calls kda_tokens(): after the sizes are set.
   void tokens(kda_dtype dtype, const kda_rows& rows) { check(kda_tokens(this, dtype, &rows)); }
-  /// As kda_states(), of this problem's initial_state, final_state or checkpoints.
+  /// Calls kda_states() for this problem's initial_state, final_state or checkpoints.
   void states(kda_state kda_problem::*state, void* data, kda_dtype dtype, int64_t num_slots,
               const int32_t* indices = nullptr) {
     check(kda_states(this, &(this->*state), data, dtype, num_slots, indices));
@@ -49,7 +49,7 @@ struct Problem : kda_problem {
 
 struct PlanOptions : kda_plan_options {
   PlanOptions() noexcept { kda_plan_options_init(this); }
-  /// Those of a CUDA device of this machine. Error with KDA_UNAVAILABLE if there is none.
+  /// Returns those of a CUDA device of this machine. Error with KDA_UNAVAILABLE if there is none.
   static PlanOptions cuda(int32_t ordinal = 0) {
     PlanOptions options;
     check(kda_plan_options_cuda(&options, ordinal));
@@ -60,7 +60,7 @@ struct PlanOptions : kda_plan_options {
 /// Host memory, aligned to 64 bytes, that grows to the most that it was asked for.
 class Workspace {
  public:
-  /// What it held is lost where it grows. std::bad_alloc.
+  /// Makes room for so many bytes; what it held is lost where it grows. std::bad_alloc.
   void reserve(std::size_t bytes) {
     if (bytes <= size_) return;
     memory_.reset();
@@ -84,7 +84,7 @@ class Workspace {
 
 class Plan {
  public:
-  /// As kda_plan_create().
+  /// Calls kda_plan_create().
   explicit Plan(const kda_problem& problem, const int64_t* cu_seqlens = nullptr,
                 const kda_plan_options* options = nullptr) {
     kda_plan* made = nullptr;
@@ -100,7 +100,7 @@ class Plan {
   const char* json() const noexcept { return kda_plan_json(get()); }
   kda_plan* get() const noexcept { return plan_.get(); }
 
-  /// As kda_run(), in memory of the plan's device.
+  /// Calls kda_run(), in memory of the plan's device.
   void run(const kda_problem& problem, void* workspace, std::size_t workspace_bytes) const {
     check(kda_run(get(), &problem, workspace, workspace_bytes));
   }
@@ -119,7 +119,7 @@ class Plan {
 
 class BackwardPlan {
  public:
-  /// As kda_backward_plan_create().
+  /// Calls kda_backward_plan_create().
   BackwardPlan(const Plan& forward, const kda_gradients& gradients,
                const kda_plan_options* options = nullptr) {
     kda_backward_plan* made = nullptr;
@@ -130,7 +130,7 @@ class BackwardPlan {
   std::size_t workspace_bytes() const noexcept { return kda_backward_plan_workspace_bytes(get()); }
   kda_backward_plan* get() const noexcept { return plan_.get(); }
 
-  /// As kda_backward(), in memory of the plan's device.
+  /// Calls kda_backward(), in memory of the plan's device.
   void run(const kda_problem& problem, const kda_gradients& gradients, void* workspace,
            std::size_t workspace_bytes) const {
     check(kda_backward(get(), &problem, &gradients, workspace, workspace_bytes));
@@ -148,17 +148,18 @@ class BackwardPlan {
   std::unique_ptr<kda_backward_plan, Destroy> plan_;
 };
 
-/// As kda_call(): on the CPU, with a remembered plan and the thread's workspace.
+/// Calls kda_call(): on the CPU, with a remembered plan and the thread's workspace.
 inline void call(const kda_problem& problem, const int64_t* cu_seqlens = nullptr) {
   check(kda_call(&problem, cu_seqlens));
 }
-/// As kda_call_on(): the bytes that call_on() takes, and the call in that memory.
+/// Returns the bytes that call_on() takes.
 inline std::size_t workspace_bytes(const kda_problem& problem, const kda_plan_options& options,
                                    const int64_t* cu_seqlens = nullptr) {
   std::size_t bytes = 0;
   check(kda_call_on(&problem, cu_seqlens, &options, nullptr, &bytes));
   return bytes;
 }
+/// Calls kda_call_on() in memory of the caller.
 inline void call_on(const kda_problem& problem, const kda_plan_options& options, void* workspace,
                     std::size_t workspace_bytes, const int64_t* cu_seqlens = nullptr) {
   if (!workspace) throw std::invalid_argument("workspace: is null");

@@ -179,10 +179,10 @@ typedef struct kda_plan_options {
   int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */
   const char* backend;        /* null or "": the best available */
   int32_t intra_form;         /* kda_intra_form */
-  /* What a forward keeps for its backward. 0: nothing. n, a multiple of 64 (KDA_KEEP_DEFAULT): the
-   * fp32 state after every n tokens, on a CPU. KDA_KEEP_CHUNKS: states before chunks of 64 tokens
-   * and errors, in bf16, on a Hopper GPU; the CPU takes it as KDA_KEEP_DEFAULT. A plan that cannot
-   * keep has no implementation. */
+  /* States that a forward keeps for its backward. 0: none. n, a multiple of 64 (KDA_KEEP_DEFAULT):
+   * the fp32 state after every n tokens, on a CPU. KDA_KEEP_CHUNKS: states before chunks of 64
+   * tokens and errors, in bf16, on a Hopper GPU; the CPU takes it as KDA_KEEP_DEFAULT. A plan that
+   * cannot keep has no implementation. */
   int32_t keep;
   /* States before sequences come between kda_span_begin and kda_span_finish; of a backward, the
    * gradients behind them between kda_span_backward_begin and kda_span_backward_finish. */

@@ -14,8 +14,8 @@
 
 namespace kda {
 
-/// What the planner may know of a device. Plain data, so that a plan for any device can be made
-/// on any machine.
+/// Facts that the planner may know of a device. Plain data, so that a plan for any device can be
+/// made on any machine.
 struct DeviceFacts {
   DeviceKind kind = DeviceKind::kCpu;
   std::string name = "cpu";
@@ -45,7 +45,6 @@ enum class SegmentPolicy : int32_t {
   kFlashKda = 3,  ///< FlashKDA's published rule
   kCula = 4,      ///< cuLA's published guards
 };
-using ContextParallel [[deprecated("use SegmentPolicy")]] = SegmentPolicy;
 
 /// How the segments are joined (docs/algorithm.md); both are exact. Segments of kAuto in
 /// cuda.sm90.fused are joined in one pass.
@@ -62,7 +61,7 @@ enum class IntraForm : int32_t {
   kToken = 2,   ///< token by token, exponents of pairs, in fp32
 };
 
-/// What a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
+/// Data that a forward keeps for its backward (include/kda/backward.hpp), in Plan::saved.
 enum class KeepPolicy : int32_t {
   kNothing =
       0,  ///< but the inputs: states of more than 4,096 tokens (on a GPU, a window) are made twice
@@ -149,8 +148,6 @@ struct CostEstimate {
   double serial_us = 0;     ///< in stages, uncut
   double segmented_us = 0;  ///< of the chosen partition; 0 when there is none
   double fused_us = 0;      ///< of cuda.sm90.fused, uncut, where the plan is its own
-
-  double one_kernel_us = 0;  ///< deprecated, until the next release: fused_us
 };
 
 struct Plan {
@@ -190,14 +187,10 @@ struct Plan {
   std::vector<KernelChoice> kernels;  ///< on a GPU
   std::vector<WorkspaceBlock> workspace;
   std::size_t workspace_bytes = 0;
-  /// What a run() writes for a later call (Tensors::saved). The caller owns this memory and keeps
-  /// it until that call. Only plans that were asked to save something have such blocks.
+  /// Blocks that a run() writes for a later call (Tensors::saved). The caller owns this memory and
+  /// keeps it until that call. Only plans that were asked to save something have such blocks.
   std::vector<WorkspaceBlock> saved;
   std::size_t saved_bytes = 0;
-
-  // Deprecated, until the next release. (With the attribute every copy of a Plan would warn.)
-  PlanOptions options;            ///< requested, with the segment_method of resolved
-  bool transitions_stop = false;  ///< early_exit
 
   std::string to_text(bool explain = false) const;
   std::string to_json() const;

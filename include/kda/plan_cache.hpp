@@ -20,11 +20,12 @@ class PlanCache {
   PlanCache(const PlanCache&) = delete;
   PlanCache& operator=(const PlanCache&) = delete;
 
-  /// As make_plan(), or the plan that the same arguments gave before. A failure is not kept.
+  /// Calls make_plan(), or returns the plan that the same arguments gave before. A failure is not
+  /// kept.
   Status find(const Problem& problem, std::span<const int64_t> cu_seqlens,
               const DeviceFacts& device, const PlanOptions& options,
               std::shared_ptr<const Plan>* plan) noexcept;
-  /// As make_plan_from_bounds().
+  /// Does so for make_plan_from_bounds().
   Status find_from_bounds(const Problem& problem, const DeviceFacts& device,
                           const PlanOptions& options, std::shared_ptr<const Plan>* plan) noexcept;
 

@@ -54,7 +54,7 @@ Status span_begin(const Plan& plan, const Tensors& tensors, const SpanMaps& maps
 Status span_finish(const Plan& plan, const Tensors& tensors, const float* states_in,
                    void* workspace, std::size_t workspace_bytes, void* stream = nullptr) noexcept;
 
-/// What the first phase of a backward leaves for other spans.
+/// Gradients that the first phase of a backward leaves for other spans.
 struct SpanGradients {
   /// [N, HV, K, V] on the device, fp32, in the kv layout, the gradients of the states before the
   /// spans: D, or with `from_final` M^T dS_out + D. Null: not wanted.

@@ -10,7 +10,7 @@
 
 namespace kda {
 
-/// What went wrong. Values are part of the C ABI: the list only grows.
+/// A kind of failure. Values are part of the C ABI: the list only grows.
 enum class StatusCode : int32_t {
   kOk = 0,
   kInvalidArgument = 1,  ///< an argument contradicts the documented contract; the message names it

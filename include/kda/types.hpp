@@ -38,7 +38,7 @@ enum class HeadMap : int32_t {
 /// Memory order of a state: [.., K, V] or [.., V, K].
 enum class StateLayout : int32_t { kKV = 0, kVK = 1 };
 
-/// What a short convolution's output or the gate of a norm goes through.
+/// A function that a short convolution's output or the gate of a norm goes through.
 enum class Activation : int32_t {
   kNone = 0,     ///< x
   kSilu = 1,     ///< x sigmoid(x), also called swish

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import datetime
 import json
 import os
 import pathlib
@@ -34,6 +35,20 @@ def on_the_device(device):
     """All that a test makes is on the device."""
     with torch.device(device):
         yield
+
+
+@pytest.fixture
+def a_card(tmp_path, monkeypatch):
+    """An H200, as nvidia-smi names one. Returns a build for it, and what a result then says of both."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA H200, 580.1, 9.0\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    names = json.loads((pathlib.Path(__file__).resolve().parents[2] / "bench" / "families.json").read_text())
+    hashes = {name: {"sm_90": f"hash of {name}"} for name in names}
+    (tmp_path / "kernel_hashes.json").write_text(json.dumps({"toolkit": "13.0", "families": hashes}))
+    return tmp_path, {"architecture": "sm_90", "device": "NVIDIA H200", "driver": "580.1", "toolkit": "13.0",
+                      "date": datetime.date.today().isoformat()}
 
 
 @pytest.fixture(scope="module")

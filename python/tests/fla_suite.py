@@ -155,14 +155,12 @@ def run_pytest(checkout, tests, device, memory, extra):
 
 
 def header_of(args):
-    """What bench/evidence.py says of a result on a GPU."""
-    sys.path.append(str(HERE.parent.parent / "bench"))
+    """What bench/report/evidence.py says of a result on a GPU."""
+    sys.path.append(str(HERE.parent.parent / "bench" / "report"))
     import evidence
-    families = ["fused", "staged", "recurrent", "decode", "backward", "staged_backward"]
-    families += ["spans", "fold"] * ("context_parallel" in args.tests)
     tests = "" if args.tests == KDA_TESTS else f" --tests {args.tests}"
     what = "context_parallel" if "context_parallel" in tests else "models" if tests else "suite"
-    return evidence.header(args.binaries, families, f"gpu_fla_{what}",
+    return evidence.header(args.binaries, f"gpu_fla_{what}",
                            f"python3 python/tests/fla_suite.py FLA_CHECKOUT --device cuda{tests}")
 
 

@@ -49,18 +49,14 @@ def is_on():
     return os.environ.get(SWITCH) in ("1", "tensors")
 
 
-FAMILIES = ("fused", "staged", "recurrent", "decode", "layer", "backward", "staged_backward", "head_gates", "drafts",
-            "checkpoints", "keep", "rows")
-
-
 def write_evidence(path, binaries, stats, arguments):
     """What a run of pytest showed; `binaries`: the build of the package, whose kernels it speaks for."""
     import torch
-    sys.path.append(str(SOURCE.parent.parent.parent / "bench"))
+    sys.path.append(str(SOURCE.parent.parent.parent / "bench" / "report"))
     import evidence
     given = [argument for argument in arguments if not argument.startswith(("--nan-json", "--binaries"))]
     command = " ".join(["python3 python/tests/nan_memory.py python3 -m pytest", *given])
-    report = evidence.header(binaries, FAMILIES, "gpu_nan_memory", command)
+    report = evidence.header(binaries, "gpu_nan_memory", command, list(evidence.FAMILIES))
     counts = {outcome: len(stats.get(outcome, ())) for outcome in ("passed", "failed", "error", "skipped")}
     failed = [x.nodeid for outcome in ("failed", "error") for x in stats.get(outcome, ())]
     evidence.write(path, report | {"torch": torch.__version__, **counts, "failures": failed,

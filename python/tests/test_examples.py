@@ -61,7 +61,7 @@ def test_engines_table():
 
 
 def test_training_is_faster_than_autograd_through_the_reference(tmp_path):
-    bench = pathlib.Path(__file__).resolve().parents[2] / "bench" / "train_bench.py"
+    bench = pathlib.Path(__file__).resolve().parents[2] / "bench" / "train" / "train_bench.py"
     rows = tmp_path / "rows.json"
     run = subprocess.run([sys.executable, bench, "--tokens", "256", "--heads", "2", "--dim", "64", "--rounds", "1",
                           "--json", rows], capture_output=True, text=True, check=False)

@@ -31,7 +31,7 @@ def switched_back():
 
 @pytest.fixture
 def untuned():
-    sys.path.append(str(pathlib.Path(__file__).parents[2] / "bench"))
+    sys.path.append(str(pathlib.Path(__file__).parents[2] / "bench" / "peers"))
     from fla_untuned import one_config_each
     with one_config_each():
         yield

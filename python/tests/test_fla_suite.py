@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fla_suite.py on a folder that looks like FLA's repository: what passes, fails, is served by FLA."""
+import argparse
 import json
 import os
 import pathlib
@@ -83,6 +84,18 @@ def test_a_checkout(tmp_path):
     assert "failed: " in run.stdout and "test_wrong" in run.stdout
     assert "handed back: " in run.stdout and "switched off by disable()" in run.stdout
     assert report["device"] == "cpu" and report["fla"] and report["torch"] and report["libkda"]
+
+
+def test_a_result_on_a_card_names_it_and_its_kernels(a_card):
+    build, says = a_card
+    for tests, what, flags in [(fla_suite.KDA_TESTS, "suite", ""), ("tests/models", "models", " --tests tests/models"),
+                               ("tests/context_parallel", "context_parallel", " --tests tests/context_parallel")]:
+        found = fla_suite.header_of(argparse.Namespace(binaries=build, tests=tests))
+        families = found.pop("families")
+        assert found == says | {"what": f"gpu_fla_{what}",
+                                "command": f"python3 python/tests/fla_suite.py FLA_CHECKOUT --device cuda{flags}"}
+        assert families["staged_backward"] == "hash of staged_backward"
+        assert ("spans" in families) == (what == "context_parallel")
 
 
 def test_verdicts():

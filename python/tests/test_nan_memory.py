@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """That nan_memory.py finds what it is for: rows that a kernel leaves unwritten."""
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def test_operators_take_nan_from_torch(device):
     assert o.isfinite().all()
     made = nan_memory.tensors_on_a_gpu() - before
     assert made >= 3 if device == "cuda" else made == 0  # o, the final state, the workspace
+
+
+def test_a_result_names_every_family(a_card, tmp_path, monkeypatch):
+    build, says = a_card
+    monkeypatch.setattr(nan_memory, "tensors_on_a_gpu", lambda: 7)
+    nan_memory.write_evidence(tmp_path / "result.json", build, {"passed": [1, 2]},
+                              ["python/tests", "--nan-json=result.json", "--binaries=build"])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert says.items() <= found.items() and (found["passed"], found["tensors_filled"]) == (2, 7)
+    assert found["command"] == "python3 python/tests/nan_memory.py python3 -m pytest python/tests"
+    hashes = json.loads((build / "kernel_hashes.json").read_text())["families"]
+    assert found["families"] == {name: of["sm_90"] for name, of in hashes.items()}
 
 
 @pytest.mark.skipif(nan_memory.is_on(), reason="this process is one")

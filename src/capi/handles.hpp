@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the opaque structs of kda.h hold, and how a call reports.
+// The opaque structs of kda.h, and how a call reports.
 #pragma once
 
 #include <memory>

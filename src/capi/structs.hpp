@@ -40,9 +40,9 @@ bool is_described(const kda_tensor& given);
 Problem problem_of(const kda_problem& c);
 Tensors tensors_of(const kda_problem& c);
 
-/// Over the defaults of kda_problem_init().
+/// Reads a problem over the defaults of kda_problem_init().
 Status read_problem(const kda_problem* given, kda_problem* current);
-/// The same for a call with a plan: it gives nothing that its plan was made without.
+/// Reads that of a call with a plan, which gives nothing that the plan was made without.
 Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current);
 /// The plan of `given`, which `current` has then. `cache` null: a plan of its own.
 Status find_plan(PlanCache* cache, const kda_problem* given, const int64_t* cu_seqlens,
@@ -62,7 +62,7 @@ struct GradientsOf {
   GradientTensors tensors;
 };
 GradientsOf gradients_of(const Problem& p, const kda_gradients& c);
-/// As check_call().
+/// Refuses gradients that the plan was made without.
 Status check_gradients(const Gradients& planned, const kda_gradients& c);
 
 }  // namespace kda::capi

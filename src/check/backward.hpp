@@ -18,7 +18,7 @@ namespace kda::check {
 inline constexpr const char* kGradientNames[] = {"dq",    "dk",     "dv",       "dg",
                                                  "dbeta", "dA_log", "ddt_bias", "d_initial_state"};
 
-/// What a backward is given, and where its results go; row-major.
+/// Inputs of a backward, and room for its results; row-major.
 struct GradientBuffers {
   Gradients gradients;
   io::Buffer d_o, d_final_state;
@@ -44,8 +44,8 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
 /// The tensors that a backward starts from, as a file has them: `do` and `d_final_state`.
 void add_gradients_to_file(const Problem& problem, const GradientBuffers& buffers,
                            io::SafetensorsFile* file);
-/// What a file has of them, and room for every gradient that the problem has. Throws kda::Error: a
-/// file with neither, wrong shapes or types.
+/// Reads what a file has of them, and makes room for every gradient that the problem has. Throws
+/// kda::Error: a file with neither, wrong shapes or types.
 GradientBuffers gradients_from_file(const io::SafetensorsFile& file, const Inputs& inputs,
                                     std::optional<DType> out_dtype = std::nullopt);
 /// Output file: every gradient, under the names of kGradientNames.

@@ -62,7 +62,7 @@ std::pair<double, double> error_of(const std::vector<double>& x, const std::vect
                             static_cast<int64_t>(ref.size()), tokens, options.marginal)};
 }
 
-/// The same where some overflow: each must be the infinity that storing it gives.
+/// Compares where some overflow: each must be the infinity that storing it gives.
 std::pair<double, double> error_beside_infinities(const std::vector<double>& x,
                                                   const std::vector<double>& ref,
                                                   const std::vector<double>& magnitude,

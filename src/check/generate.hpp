@@ -10,7 +10,7 @@
 
 namespace kda::check {
 
-/// What the gates are built to provoke; docs/files.md has the table.
+/// A difficulty that gates are built to provoke; docs/files.md has the table.
 enum class Regime : int32_t {
   kStrong,
   kSlow,

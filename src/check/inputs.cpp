@@ -122,7 +122,7 @@ void read_lengths(const io::SafetensorsFile& file, Inputs* inputs) {
                                                             : cu->data.as<int32_t>()[i]);
 }
 
-/// What validate() allows, before sizes are multiplied: without tokens a file may claim any.
+/// Refuses what validate() does, before sizes are multiplied: without tokens a file may claim any.
 void check_sizes(const Problem& p) {
   const auto check = [](const char* name, int64_t size, int64_t most) {
     if (size > most) fail(name, " = ", size, " is above ", most);

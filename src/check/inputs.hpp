@@ -42,7 +42,7 @@ DType state_type(const Problem& problem);
 /// Asks for the final state, one slot a sequence.
 void want_final_state(Problem* problem);
 
-/// What may override a file's __metadata__; unset fields leave it alone.
+/// Options that override a file's __metadata__; unset fields leave it alone.
 struct Overrides {
   std::optional<std::string> gate, beta, state_layout;
   std::optional<double> lower_bound, scale;

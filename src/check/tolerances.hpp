@@ -81,12 +81,12 @@ inline constexpr GradientBound kBf16Gradients[] = {
     {"dv", 4.0e-3, 1.2e-2},       {"dg", 4.8e-3, 1.5e-2},
     {"dbeta", 4.8e-3, 1.5e-2},    {"dA_log", 5.0e-3, 1.5e-2},
     {"ddt_bias", 4.0e-3, 1.2e-2}, {"d_initial_state", 2.9e-3, 1.3e-2}};
-/// The same where the chains have fp16 operands: K = V = 128 on Hopper. Sums of a parameter are as
+/// Bounds where the chains have fp16 operands: K = V = 128 on Hopper. Sums of a parameter are as
 /// above.
 inline constexpr GradientBound kFp16ChainGradients[] = {
     {"dq", 3.5e-3, 1.3e-2}, {"dk", 3.5e-3, 1.3e-2},    {"dv", 2.4e-3, 1.2e-2},
     {"dg", 4.0e-3, 1.5e-2}, {"dbeta", 3.6e-3, 1.5e-2}, {"d_initial_state", 1.0e-3, 1.3e-2}};
-/// What roundings leave of terms that cancel: a share of their magnitude.
+/// The share of their magnitude that roundings leave of terms that cancel.
 inline constexpr double kCancelledOperands = 0.1;
 
 /// The gradient of an initial state that strong gates leave below this share of d_final_state. What

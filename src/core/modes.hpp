@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the numbers among a call's options may be, for calls with a plan and without one.
+// Ranges of the numbers among a call's options, for calls with a plan and without one.
 #pragma once
 
 #include <cmath>

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "core/footprint.hpp"
 #include "core/text.hpp"
 
 namespace kda {
@@ -92,14 +91,19 @@ Status check_overlaps(std::span<const NamedView> views) {
   return {};
 }
 
+const NamedArray* first_overlap(const Footprint& tensor, std::span<const NamedArray> arrays) {
+  for (const NamedArray& array : arrays)
+    if (array.data && overlap(tensor, dense_footprint(array.data, array.bytes))) return &array;
+  return nullptr;
+}
+
 Status check_overlaps(std::span<const NamedView> views, std::span<const NamedArray> arrays) {
   for (const NamedView& given : views) {
     const TensorView& view = *given.view;
     if (!given.written || !view.data || is_empty(given.shape)) continue;
     const Footprint out = footprint(view.data, view.dtype, given.shape, view.strides);
-    for (const NamedArray& array : arrays)
-      if (array.data && overlap(out, dense_footprint(array.data, array.bytes)))
-        return invalid(given.name, ": overlaps ", array.name);
+    if (const NamedArray* array = first_overlap(out, arrays))
+      return invalid(given.name, ": overlaps ", array->name);
   }
   return {};
 }

@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "core/footprint.hpp"
 #include "core/layout.hpp"
 #include "kda/status.hpp"
 #include "kda/tensor.hpp"
@@ -32,6 +33,8 @@ struct NamedArray {
   const void* data = nullptr;
   int64_t bytes = 0;
 };
+/// The first that a tensor lies over; null: none.
+const NamedArray* first_overlap(const Footprint& tensor, std::span<const NamedArray> arrays);
 /// That no written view lies over one of them.
 Status check_overlaps(std::span<const NamedView> views, std::span<const NamedArray> arrays);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU backends plan alike.
+// Parts that the CPU backends plan alike.
 #pragma once
 
 #include "core/layout.hpp"

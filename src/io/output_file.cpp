@@ -60,7 +60,7 @@ class Temporaries {
       now.sa_handler = &on_signal;
       sigfillset(&now.sa_mask);
       ::sigaction(kSignals[i], nullptr, &before_[i]);
-      // What the process ignores or handles itself does not end it here.
+      // A signal that the process ignores or handles itself does not end it here.
       if (before_[i].sa_handler == SIG_DFL) ::sigaction(kSignals[i], &now, nullptr);
     }
   }

@@ -33,7 +33,7 @@ struct SafetensorsFile {
 /// standard input.
 SafetensorsFile read_safetensors(const std::string& path,
                                  const std::vector<std::string>& wanted = {});
-/// The same for a file in memory (fuzzing).
+/// Reads a file in memory (fuzzing).
 SafetensorsFile parse_safetensors(const char* bytes, std::size_t size,
                                   const std::vector<std::string>& wanted = {});
 

@@ -15,7 +15,7 @@
 namespace kda {
 namespace {
 
-/// What the backward reads of a forward's problem: no outputs.
+/// Returns what the backward reads of a forward's problem: no outputs.
 Problem inputs_of(const Problem& forward) {
   Problem p = forward;
   p.final_state.reset();
@@ -26,7 +26,7 @@ Problem inputs_of(const Problem& forward) {
   return p;
 }
 
-/// What a forward of this problem can keep on its device, in words; empty: no forward runs there.
+/// Says what a forward of this problem can keep on its device; empty: no forward runs there.
 std::string kept_there(const Plan& forward) {
   std::vector<std::string> names;
   for (const KeepPolicy policy : {KeepPolicy::kNothing, KeepPolicy::kStates, KeepPolicy::kChunks}) {

@@ -42,7 +42,7 @@ class PlanBuilder {
   PlanBuilder(const registry::Head& head, const Gradients* gradients, Plan* plan)
       : head_(head), gradients_(gradients), plan_(plan) {}
 
-  /// What is planned so far.
+  /// Returns what is planned so far.
   const Plan& plan() const { return *plan_; }
   const Problem& problem() const { return plan_->problem; }
   const PlanOptions& requested() const { return plan_->requested; }
@@ -116,8 +116,7 @@ void note_one_intra_form(PlanBuilder& builder);
 const char* keep_name(KeepPolicy policy);
 /// `bytes` divided by the tokens and value heads of the plan's problem.
 double bytes_a_token(const Plan& plan, std::size_t bytes);
-/// What the policy `keep` says, in `saved`: of a forward what it writes, of a backward what it
-/// reads.
+/// Books in `saved` what the policy `keep` says: a forward writes it, a backward reads it.
 void save_states(PlanBuilder& builder);
 /// Tokens between the states that KeepPolicy::kStates keeps; 0: none are.
 inline int64_t kept_every(const Plan& plan) {

@@ -14,7 +14,7 @@
 
 namespace kda::plan {
 
-/// What a rule looks at.
+/// The facts that a rule looks at.
 struct Workload {
   std::vector<int64_t> lengths;  ///< tokens of each sequence
   int64_t num_value_heads = 1;
@@ -42,10 +42,10 @@ Partition flashkda_partition(const Workload& work);
 /// cuLA: chunk 64, 2 V blocks, at least 16 chunks a segment, five guards (docs/planning.md).
 Partition cula_partition(const Workload& work);
 
-/// The same number of segments for every sequence, chunk `chunk_tokens`, at least one chunk each.
+/// Cuts every sequence into as many segments, chunk `chunk_tokens`, at least one chunk each.
 Partition fixed_partition(const Workload& work, int64_t num_segments);
 
-/// What a search for the best cut compares: times that a backend predicts, in microseconds.
+/// Times that a search for the best cut compares: a backend predicts them, in microseconds.
 struct CutSearch {
   double whole_us = 0;      ///< uncut
   double least_us = 0;      ///< however it is cut; 0: not known

@@ -5,6 +5,7 @@
 
 #include "core/guard.hpp"
 #include "core/layout.hpp"
+#include "core/lengths.hpp"
 #include "core/text.hpp"
 #include "core/thread_pool.hpp"
 #include "plan/builder.hpp"
@@ -152,15 +153,9 @@ Status set_lengths(std::span<const int64_t> cu_seqlens, Plan* plan) {
   }
   if (cu_seqlens.size() != N + 1)
     return invalid("cu_seqlens: has ", cu_seqlens.size(), " entries, needs N + 1 = ", N + 1);
-  if (cu_seqlens.front() != 0)
-    return invalid("cu_seqlens: starts with ", cu_seqlens.front(), ", must start with 0");
-  for (std::size_t n = 0; n < N; ++n)
-    if (cu_seqlens[n + 1] < cu_seqlens[n])
-      return invalid("cu_seqlens: entry ", n + 1, " = ", cu_seqlens[n + 1], " is below entry ", n,
-                     " = ", cu_seqlens[n]);
-  if (cu_seqlens.back() != p.num_tokens)
-    return invalid("cu_seqlens: ends with ", cu_seqlens.back(),
-                   ", must end with T = ", p.num_tokens);
+  KDA_RETURN_IF_ERROR(check_lengths(p.num_sequences, p.num_tokens, [&](int64_t n) {
+    return cu_seqlens[static_cast<std::size_t>(n)];
+  }));
   plan->cu_seqlens.assign(cu_seqlens.begin(), cu_seqlens.end());
   return {};
 }
@@ -264,17 +259,13 @@ Status check_spans(const Plan& plan, const Gradients* gradients) {
   return no_phases(plan, "forward", plan.reasons.empty() ? "" : plan.reasons.back());
 }
 
-/// What is left to say once the row has planned.
+/// Says what is left to say once the row has planned.
 void resolve_options(Plan* plan) {
   plan->resolved.backend = plan->implementation;
   if (!plan->segmented) {
     plan->resolved.context_parallel = SegmentPolicy::kOff;
     plan->resolved.num_segments = 0;
   }
-  plan->cost.one_kernel_us = plan->cost.fused_us;
-  plan->transitions_stop = plan->early_exit;
-  plan->options = plan->requested;
-  plan->options.segment_method = plan->resolved.segment_method;
 }
 
 Status build_plan(Heads rows, const Problem& problem, const std::span<const int64_t>* cu_seqlens,

@@ -8,8 +8,8 @@
 
 namespace kda::plan {
 
-/// As make_plan(); `rows` best first. `cu_seqlens` null: the plan is made from bounds. `gradients`:
-/// those of a backward.
+/// Plans as make_plan() does; `rows` best first. `cu_seqlens` null: from bounds. `gradients`: those
+/// of a backward.
 Status plan_with(std::span<const registry::Head* const> rows, const Problem& problem,
                  const std::span<const int64_t>* cu_seqlens, const DeviceFacts& device,
                  const PlanOptions& options, Plan* plan,

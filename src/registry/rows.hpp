@@ -36,7 +36,7 @@ class PlanBuilder;
 
 namespace kda::registry {
 
-/// What a row is asked about before it plans.
+/// A question to a row before it plans.
 struct Request {
   const Problem& problem;
   const DeviceFacts& device;
@@ -51,7 +51,7 @@ struct WrittenRows {
   int64_t heads, size;
 };
 
-/// What memory that the host cannot read needs: checks before anything is launched, and zeros where
+/// Care for memory that the host cannot read: checks before anything is launched, and zeros where
 /// only the device knows that no sequence has a row.
 struct DeviceChecks {
   /// The current device is one that `plan` was made for; `stream` and `workspace` belong to it,
@@ -64,7 +64,7 @@ struct DeviceChecks {
   Status (*zero_rows)(const stage::Call& call, std::span<const WrittenRows> written);
 };
 
-/// What rows of all operations have in common.
+/// The part that rows of all operations have in common.
 struct Head {
   const char* name;  ///< dotted, e.g. "cpu.blocked.avx2"
   DeviceKind device;
@@ -75,7 +75,7 @@ struct Head {
   void (*plan)(plan::PlanBuilder& builder);
   /// Empty if it serves the problem, else why not. Null: it serves all that validate() accepts.
   std::string (*decline)(const Problem& problem) = nullptr;
-  /// The same of a backward's gradients.
+  /// Empty if it serves a backward's gradients, else why not. Null: it serves all.
   std::string (*decline_gradients)(const Gradients& gradients) = nullptr;
   /// Why the next row should serve what this one can, where no backend is asked for; empty if it
   /// should not. Null: it never should.

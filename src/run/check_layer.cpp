@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/lengths.hpp"
 #include "core/modes.hpp"
+#include "run/slots.hpp"
 #include "stage/short_conv.hpp"
 
 namespace kda {
@@ -21,6 +24,16 @@ using stage::length_entry;
 using stage::num_sequences;
 using stage::slot_of;
 
+Status check_width(int64_t width) {
+  if (width >= 2 && width <= stage::kMaxConvWidth) return {};
+  return invalid("width: is ", width, ", must be 2 to ", stage::kMaxConvWidth);
+}
+
+Status check_eps(const char* name, double eps) {
+  if (eps >= 0 && std::isfinite(static_cast<float>(eps))) return {};
+  return invalid(name, ": is ", eps, ", must be finite in fp32 and not negative");
+}
+
 Status check_lengths(const ShortConv& call) {
   if (!call.cu_seqlens) return {};
   if (call.cu_seqlens_dtype != DType::kInt32 && call.cu_seqlens_dtype != DType::kInt64)
@@ -29,19 +42,8 @@ Status check_lengths(const ShortConv& call) {
   if (call.batch != 1) return invalid("batch: is ", call.batch, ", must be 1 with cu_seqlens");
   KDA_RETURN_IF_ERROR(check_count("num_sequences", call.num_sequences, 0));
   if (call.device != DeviceKind::kCpu) return {};  // the kernels clamp
-  int64_t before = 0;
-  for (int64_t n = 0; n <= call.num_sequences; ++n) {
-    const int64_t entry = length_entry(call, n);
-    if (n == 0 && entry != 0)
-      return invalid("cu_seqlens: starts with ", entry, ", must start with 0");
-    if (entry < before)
-      return invalid("cu_seqlens: entry ", n, " = ", entry, " is below entry ", n - 1, " = ",
-                     before);
-    before = entry;
-  }
-  if (before != call.num_tokens)
-    return invalid("cu_seqlens: ends with ", before, ", must end with T = ", call.num_tokens);
-  return {};
+  return kda::check_lengths(call.num_sequences, call.num_tokens,
+                            [&](int64_t n) { return length_entry(call, n); });
 }
 
 Status check_first_slot(int64_t first_slot, int64_t num_slots) {
@@ -49,18 +51,15 @@ Status check_first_slot(int64_t first_slot, int64_t num_slots) {
   return invalid("first_slot: is ", first_slot, ", must be 0 to the number of slots, ", num_slots);
 }
 
-/// Slots of `N` sequences that the host can read, or null: each in the pool or none, none twice
-/// where they are written.
+/// Refuses slots of `N` sequences, which the host can read, beyond the pool, or twice where they
+/// are written.
 Status check_slot_values(const char* name, const int32_t* slots, int64_t N, int64_t first_slot,
                          int64_t num_slots, bool written) {
+  KDA_RETURN_IF_ERROR(check_index(name, slots, N, num_slots));
+  if (!written) return {};
   std::vector<int32_t> taken;
-  for (int64_t n = 0; slots && n < N; ++n) {
-    if (slots[n] < first_slot) continue;
-    if (slots[n] >= num_slots)
-      return invalid(name, ": entry ", n, " = ", slots[n], " must be below the number of slots, ",
-                     num_slots);
-    if (written) taken.push_back(slots[n]);
-  }
+  std::copy_if(slots, slots + N, std::back_inserter(taken),
+               [&](int32_t slot) { return slot >= first_slot; });
   std::sort(taken.begin(), taken.end());
   const auto twice = std::adjacent_find(taken.begin(), taken.end());
   if (twice == taken.end()) return {};
@@ -117,8 +116,7 @@ Status check_sizes(const ShortConv& call) {
   KDA_RETURN_IF_ERROR(check_count("num_tokens", call.num_tokens, 0));
   KDA_RETURN_IF_ERROR(check_count("channels", call.channels, 1));
   KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
-  if (call.width < 2 || call.width > stage::kMaxConvWidth)
-    return invalid("width: is ", call.width, ", must be 2 to ", stage::kMaxConvWidth);
+  KDA_RETURN_IF_ERROR(check_width(call.width));
   if (call.activation != Activation::kNone && call.activation != Activation::kSilu)
     return invalid("activation: is ", activation_name(call.activation), ", must be none or silu");
   int64_t elements = 0;
@@ -222,8 +220,7 @@ Status check_norm_sizes(const GatedRmsNorm& call) {
   if (__builtin_mul_overflow(rows, call.channels, &rows))
     return invalid("rows: with the channels their product is beyond 2^63");
   KDA_RETURN_IF_ERROR(check_count("num_threads", call.num_threads, 0));
-  if (!(call.eps >= 0 && std::isfinite(static_cast<float>(call.eps))))
-    return invalid("eps: is ", call.eps, ", must be finite in fp32 and not negative");
+  KDA_RETURN_IF_ERROR(check_eps("eps", call.eps));
   if (call.activation != Activation::kNone && call.activation != Activation::kSilu &&
       call.activation != Activation::kSigmoid)
     return invalid("activation: is ", static_cast<int>(call.activation),
@@ -287,8 +284,7 @@ Status check_decode_sizes(const FusedDecode& call) {
   KDA_RETURN_IF_ERROR(check_count("num_slots", call.num_slots, 0));
   if (call.num_tokens < 1 || call.num_tokens > 8)
     return invalid("num_tokens: is ", call.num_tokens, ", must be 1 to 8");
-  if (call.width < 2 || call.width > stage::kMaxConvWidth)
-    return invalid("width: is ", call.width, ", must be 2 to ", stage::kMaxConvWidth);
+  KDA_RETURN_IF_ERROR(check_width(call.width));
   KDA_RETURN_IF_ERROR(check_count("state_width", call.state_width, call.width - 1));
   if (call.head_dim < 1 || call.head_dim > kMaxHeadDim)
     return invalid("head_dim: is ", call.head_dim, ", must be 1 to ", kMaxHeadDim);
@@ -311,17 +307,16 @@ Status check_decode_sizes(const FusedDecode& call) {
     KDA_RETURN_IF_ERROR(check_lower_bound(call.lower_bound));
   KDA_RETURN_IF_ERROR(check_scale(call.scale));
   KDA_RETURN_IF_ERROR(check_first_slot(call.first_slot, call.num_slots));
-  if (!(call.norm_eps >= 0 && std::isfinite(static_cast<float>(call.norm_eps))))
-    return invalid("norm_eps: is ", call.norm_eps, ", must be finite in fp32 and not negative");
-  return {};
+  return check_eps("norm_eps", call.norm_eps);
 }
 
-/// What the host can read of a call: rates and slots.
+/// Checks what the host can read of a call: rates and slots.
 Status check_decode_values(const FusedDecode& call) {
   if (call.device != DeviceKind::kCpu) return {};
   if (call.A_log.data)
     KDA_RETURN_IF_ERROR(check_rates(call.gate_mode, call.A_log.data, call.A_log.dtype,
                                     call.A_log.strides[0], call.num_heads));
+  if (!call.slots) return {};
   return check_slot_values("slots", call.slots, call.num_sequences, call.first_slot, call.num_slots,
                            true);
 }
@@ -362,7 +357,7 @@ Status check_fused_decode(const FusedDecode& call, const Memory& memory) {
   KDA_RETURN_IF_ERROR(memory.check_each(inputs));
   KDA_RETURN_IF_ERROR(memory.check("slots", call.slots));
   KDA_RETURN_IF_ERROR(memory.check("has_state", call.has_state));
-  // Those of q, k and v lie between each other where channels are innermost.
+  // States of q, k and v lie between each other where channels are innermost.
   for (const NamedView& state : inputs) {
     views.push_back(state);
     KDA_RETURN_IF_ERROR(check_overlaps(views));

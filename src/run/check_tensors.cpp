@@ -8,8 +8,10 @@
 #include "core/convert.hpp"
 #include "core/footprint.hpp"
 #include "core/layout.hpp"
+#include "core/lengths.hpp"
 #include "core/modes.hpp"
 #include "core/text.hpp"
+#include "core/views.hpp"
 #include "run/slots.hpp"
 
 namespace kda {
@@ -97,19 +99,6 @@ Status check_pointer(const Entry& entry) {
   return {};
 }
 
-Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
-  if (count > 0 && !indices) return invalid(name, ": pointer is null");
-  for (int64_t i = 0; i < count; ++i)
-    if (indices[i] >= num_slots) {
-      if (num_slots == 0)
-        return invalid(name, ": entry ", i, " = ", indices[i],
-                       ", but the buffer has num_slots = 0");
-      return invalid(name, ": entry ", i, " = ", indices[i], " is outside 0..", num_slots - 1,
-                     " (a negative one means none)");
-    }
-  return {};
-}
-
 constexpr std::size_t kNumGradients = 10;
 
 class Checker {
@@ -183,19 +172,12 @@ class Checker {
     if (plan_.lengths_known) return check_known_lengths();
     if (!t_.cu_seqlens) return invalid("cu_seqlens: pointer is null");
     const int64_t N = p_.num_sequences;
-    if (sequences_.begin(0) != 0)
-      return invalid("cu_seqlens: starts with ", sequences_.begin(0), ", must start with 0");
-    for (int64_t n = 0; n < N; ++n) {
-      if (sequences_.end(n) < sequences_.begin(n))
-        return invalid("cu_seqlens: entry ", n + 1, " = ", sequences_.end(n), " is below entry ", n,
-                       " = ", sequences_.begin(n));
-      if (p_.operation == Operation::kDecode && sequences_.length(n) > decode_limit())
+    KDA_RETURN_IF_ERROR(
+        kda::check_lengths(N, p_.num_tokens, [&](int64_t n) { return sequences_.begin(n); }));
+    for (int64_t n = 0; p_.operation == Operation::kDecode && n < N; ++n)
+      if (sequences_.length(n) > decode_limit())
         return invalid("cu_seqlens: decode takes at most ", decode_limit(),
                        " tokens a sequence, sequence ", n, " has ", sequences_.length(n));
-    }
-    if (sequences_.begin(N) != p_.num_tokens)
-      return invalid("cu_seqlens: ends with ", sequences_.begin(N),
-                     ", must end with T = ", p_.num_tokens);
     const int64_t expected = total_checkpoints(p_, sequences_);
     if (p_.checkpoints && !p_.checkpoints->indexed && p_.checkpoints->num_slots != expected)
       return invalid("checkpoints: num_slots = ", p_.checkpoints->num_slots,
@@ -341,7 +323,7 @@ class Checker {
                                 : plan_.lengths_known || device_ == nullptr
                                     ? total_checkpoints(p_, sequences_)
                                     : 0;
-    const ArrayRange arrays[] = {
+    const NamedArray arrays[] = {
         {"cu_seqlens", p_.cu_seqlens ? t_.cu_seqlens : nullptr,
          p_.cu_seqlens ? (N + 1) * dtype_size(*p_.cu_seqlens) : 0},
         {"initial_state_indices", indexed(p_.initial_state) ? t_.initial_state_indices : nullptr,
@@ -357,17 +339,11 @@ class Checker {
     for (std::size_t i = 0; i < count_; ++i) {
       if (!entries_[i].output || !entries_[i].pointer) continue;
       const Footprint out = footprint(entries_[i]);
-      for (const ArrayRange& array : arrays)
-        if (array.pointer && overlap(out, dense_footprint(array.pointer, array.bytes)))
-          return invalid(entries_[i].name, ": overlaps ", array.name, " in memory");
+      if (const NamedArray* array = first_overlap(out, arrays))
+        return invalid(entries_[i].name, ": overlaps ", array->name, " in memory");
     }
     return {};
   }
-  struct ArrayRange {
-    const char* name;
-    const void* pointer;
-    int64_t bytes;
-  };
 
   /// State buffers may be one pool; then slots are checked instead of ranges.
   bool pooled(const Entry& a, const Entry& b) const {

@@ -12,7 +12,7 @@ namespace kda {
 Status check_workspace(const Plan& plan, const void* workspace, std::size_t workspace_bytes);
 Status check_saved(const Plan& plan, const Tensors& tensors, const void* workspace);
 
-/// What a backward has beside the inputs of the forward.
+/// Gradients that a backward has beside the inputs of the forward.
 struct GradientCheck {
   const Gradients& gradients;
   const GradientTensors& tensors;

@@ -39,7 +39,7 @@ Status check_call(const Head& head, const Plan& plan, const Tensors& tensors,
   return check_tensors(plan, tensors, sequences, workspace, checks, backward);
 }
 
-/// What a caller gives beside the plan.
+/// Arguments of a caller beside the plan.
 struct Given {
   const Tensors& tensors;
   void* workspace;

@@ -8,7 +8,7 @@
 
 namespace kda::run_rows {
 
-/// As run() for plans of that operation; the plan's implementation is one of `rows`.
+/// Runs a plan of that operation, as run() does; the plan's implementation is one of `rows`.
 Status forward(std::span<const registry::ForwardRow* const> rows, const Plan& plan,
                const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
                void* stream) noexcept;

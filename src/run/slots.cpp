@@ -125,6 +125,19 @@ class SlotChecker {
 
 }  // namespace
 
+Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots) {
+  if (count > 0 && !indices) return invalid(name, ": pointer is null");
+  for (int64_t i = 0; i < count; ++i)
+    if (indices[i] >= num_slots) {
+      if (num_slots == 0)
+        return invalid(name, ": entry ", i, " = ", indices[i],
+                       ", but the buffer has num_slots = 0");
+      return invalid(name, ": entry ", i, " = ", indices[i], " is outside 0..", num_slots - 1,
+                     " (a negative one means none)");
+    }
+  return {};
+}
+
 int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequences) {
   int64_t total = 0;
   for (int64_t n = 0; problem.checkpoints && n < problem.num_sequences; ++n)

@@ -8,6 +8,9 @@
 
 namespace kda {
 
+/// Refuses an index beyond a pool of `num_slots` slots.
+Status check_index(const char* name, const int32_t* indices, int64_t count, int64_t num_slots);
+
 /// Checkpoints of all sequences, where each has one every so many tokens.
 int64_t total_checkpoints(const Problem& problem, const stage::Sequences& sequences);
 

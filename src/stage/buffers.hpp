@@ -39,7 +39,7 @@ struct BufferSpec {
   Dims shape;
 };
 
-/// What the symbols of shapes stand for in one plan.
+/// Numbers that the symbols of shapes stand for in one plan.
 struct DimValues {
   std::size_t rows = 0, tokens = 0, tiles = 0;
   std::size_t K = 0, V = 0, HV = 0;

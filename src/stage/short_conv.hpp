@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call of the short convolution says of its sequences. Its contract is
+// Sequences of a call of the short convolution. Its contract is
 // include/kda/short_conv.hpp.
 #pragma once
 

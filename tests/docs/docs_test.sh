@@ -51,8 +51,8 @@ grep -hE '^    (build/bin/)?kda (gen|run|check|inspect|plan|info)' $documents | 
 
 # Tables, figures, and code between markers. Where there is no Python, .ci/evidence looks at them.
 if command -v python3 >/dev/null; then
-  python3 bench/tables.py --check || complain "documents differ from bench/results or examples"
-  python3 bench/plots.py --check || complain "figures differ from bench/results"
+  python3 bench/report/tables.py --check || complain "documents differ from bench/results or examples"
+  python3 bench/report/plots.py --check || complain "figures differ from bench/results"
 fi
 
 # Form: lines that fit a screen (tables may be wider), one page of performance, and numbers without a

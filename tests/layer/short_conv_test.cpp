@@ -613,7 +613,8 @@ TEST(BadShortConv, NamesTheArgument) {
   starts(refusal([](C c) { c.cu_seqlens = lacking; }), "cu_seqlens: ends with 4, must end with T");
   starts(refusal([](C c) { c.cu_seqlens_dtype = DType::kFloat32; }), "cu_seqlens: type is fp32");
   static const int32_t far[] = {1, 4}, twice[] = {3, 3};
-  starts(refusal([](C c) { c.initial_state.indices = far; }), "initial_state_indices: entry 1 = 4");
+  starts(refusal([](C c) { c.initial_state.indices = far; }),
+         "initial_state_indices: entry 1 = 4 is outside 0..3 (a negative one means none)");
   starts(refusal([](C c) { c.final_state.indices = twice; }), "final_state_indices: slot 3 would");
   // In place with other slots: one sequence would read what another writes.
   static const int32_t turned[] = {2, 1};

@@ -26,7 +26,7 @@ inline constexpr int kBackwardChunk = 16;
 inline constexpr int kMaxRows = 256;    ///< largest K
 inline constexpr int kRowsPadded = 16;  ///< rows of K in scratch are a multiple of this
 
-/// What prepare() makes of the inputs of a chunk; rows past the last token are zero, decays 1.
+/// Operands that prepare() makes of a chunk; rows past the last token are zero, decays 1.
 struct alignas(64) BackwardChunk {
   float q[kBackwardChunk][kRowStride];  ///< scale q, after the norm
   float k[kBackwardChunk][kRowStride];

@@ -190,7 +190,7 @@ struct Channels {
   F decayed[kBackwardChunk];  // the key of one token, decayed to each later one
 };
 
-/// What the tokens give to the state before the chunk, and take from that behind it.
+/// Adds what the tokens give to the state before the chunk, and take from that behind it.
 static inline void state_terms(const BackwardSums& sums, int d, Channels& x) {
   alignas(64) float U[kBackwardChunk][kWidth], W[kBackwardChunk][kWidth], X[kBackwardChunk][kWidth];
   for (int i = 0; i < kBackwardChunk; i += kWidth) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the running CPU and its operating system support; compiled for the baseline.
+// Instruction sets that the running CPU and its operating system support; compiled for the
+// baseline.
 #include "cpu/blocked/kernels.hpp"
 
 #if defined(__x86_64__)

@@ -56,7 +56,7 @@ struct PrepareArgs {
   float scale = 1;
 };
 
-/// What prepare() leaves for sweep(), chunk by chunk; rows past the last token are zero.
+/// Operands that prepare() leaves for sweep(), chunk by chunk; rows past the last token are zero.
 struct alignas(64) Group {
   float kgam[kGroupTokens][kRowStride];
   float qgam[kGroupTokens][kRowStride];
@@ -132,7 +132,7 @@ const Kernels* portable_kernels() noexcept;
 const Kernels* avx2_kernels() noexcept;
 const Kernels* avx512_kernels() noexcept;
 
-/// What the running CPU can execute.
+/// Says what the running CPU can execute.
 bool cpu_has_avx2() noexcept;
 bool cpu_has_avx512() noexcept;
 

@@ -76,7 +76,7 @@ struct Kernels {
   void (*norm)(const NormRow& row, char* y, DType y_dtype);
   void (*norm_backward)(const NormRow& row, const NormRowGradients& gradients);
 
-  /// The same of `count` rows from `first` on, of fewer channels than a vector has.
+  /// Norms `count` rows from `first` on, of fewer channels than a vector has.
   int vector_width;
   void (*norm_narrow)(const NormRow& first, const NormSteps& steps, int64_t count, char* y,
                       DType y_dtype);

@@ -17,7 +17,7 @@ constexpr std::size_t kStoredEvery = 64;
 /// 0 wins over infinity: a decay of 0 passes nothing on, whatever stands behind it.
 double product(double a, double b) { return a == 0 || b == 0 ? 0 : a * b; }
 
-/// What one token brings to the recurrence, and what its transforms need to be undone.
+/// Operands of the recurrence that a token brings, and what its transforms need to be undone.
 struct Token {
   Vector q, k;  // after the norm
   double q_factor = 1, k_factor = 1;

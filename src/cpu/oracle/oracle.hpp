@@ -40,7 +40,7 @@ HeadResult run_head(const Problem& problem, const Tensors& tensors, Span span, i
 std::vector<double> load_row(const Problem& problem, const TensorDesc& desc, const void* base,
                              int64_t flat_token, int64_t head, int64_t size);
 
-/// The same of the rows of `span`, one after the other.
+/// Loads the rows of `span`, one after the other.
 std::vector<double> load_rows(const Problem& problem, const TensorDesc& desc, const void* base,
                               Span span, int64_t head, int64_t size);
 

@@ -45,25 +45,12 @@ Status launch_keep_kernel(const KeepArgs& args, const Launch& where) {
       sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
-/// Takes fp16 operands where launch_operand() does.
-template <int kK, class E, GateMode kGateMode>
-Status launch_keep_operand(const KeepArgs& args, const Launch& where) {
-  if constexpr (kGateMode != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
-    if (args.fp16_operands) return launch_keep_kernel<kK, __half, E, kGateMode>(args, where);
-  return launch_keep_kernel<kK, __nv_bfloat16, E, kGateMode>(args, where);
-}
-
-template <int kK, class E>
-Status launch_keep_mode(const KeepArgs& args, const Launch& where) {
-  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode,
-                       [&](auto mode) { return launch_keep_operand<kK, E, mode()>(args, where); });
-}
-
 /// Launches the kernel of kK channels for the gates of the call.
 template <int kK>
 Status launch_keep(const KeepArgs& args, const Launch& where) {
-  return args.g.type == Element::kFloat32 ? launch_keep_mode<kK, float>(args, where)
-                                          : launch_keep_mode<kK, __nv_bfloat16>(args, where);
+  return dispatch(args, [&]<class Operand, class E, GateMode kGateMode>() {
+    return launch_keep_kernel<kK, Operand, E, kGateMode>(args, where);
+  });
 }
 
 }  // namespace kda::cuda::sm90::fused

@@ -180,20 +180,23 @@ Status launch(const ArgsOf<kSegments>& args, const Launch& where) {
       args.clusters * kBlocks<kK>, kThreads, sizeof(SharedStorage<kK, Operand, E>), where, args);
 }
 
-/// Operands are fp16 where factors are bounded: not those of gates that come as logarithms. With
-/// gates in fp32 there is no room for another set of rows.
-template <int kK, class E, GateMode kGateMode, bool kSegments>
-Status launch_operand(const ArgsOf<kSegments>& args, const Launch& where) {
-  if constexpr (kGateMode != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
-    if (args.fp16_operands) return launch<kK, __half, E, kGateMode, kSegments>(args, where);
-  return launch<kK, __nv_bfloat16, E, kGateMode, kSegments>(args, where);
+/// Calls launcher<Operand, E, kGateMode>() as gates that are E ask for. Operands are fp16 where
+/// factors are bounded: not those of gates that come as logarithms. With gates in fp32 there is no
+/// room for another set of rows.
+template <class E, class Args, class Launcher>
+Status dispatch_gates(const Args& args, const Launcher& launcher) {
+  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
+    if constexpr (mode() != GateMode::kLog && std::is_same_v<E, __nv_bfloat16>)
+      if (args.fp16_operands) return launcher.template operator()<__half, E, mode()>();
+    return launcher.template operator()<__nv_bfloat16, E, mode()>();
+  });
 }
 
-template <int kK, class E, bool kSegments>
-Status launch_mode(const ArgsOf<kSegments>& args, const Launch& where) {
-  return for_gate_mode("cuda.sm90.fused", args.gate.gate_mode, [&](auto mode) {
-    return launch_operand<kK, E, mode(), kSegments>(args, where);
-  });
+/// Does so for the gates of a call with q in bf16.
+template <class Args, class Launcher>
+Status dispatch(const Args& args, const Launcher& launcher) {
+  return args.g.type == Element::kFloat32 ? dispatch_gates<float>(args, launcher)
+                                          : dispatch_gates<__nv_bfloat16>(args, launcher);
 }
 
 /// For q in fp16, which the backend declines with gates as logarithms.
@@ -211,8 +214,9 @@ Status launch_mode_of_fp16(const ArgsOf<kSegments>& args, const Launch& where) {
 template <int kK, bool kSegments>
 Status launch_prefill(const ArgsOf<kSegments>& args, const Launch& where) {
   if (args.q.type == Element::kFloat16) return launch_mode_of_fp16<kK, kSegments>(args, where);
-  return args.g.type == Element::kFloat32 ? launch_mode<kK, float, kSegments>(args, where)
-                                          : launch_mode<kK, __nv_bfloat16, kSegments>(args, where);
+  return dispatch(args, [&]<class Operand, class E, GateMode kGateMode>() {
+    return launch<kK, Operand, E, kGateMode, kSegments>(args, where);
+  });
 }
 
 /// Launches the kernel of one gate a head, in fp32 and as a logarithm, and of K = V = 128

@@ -6,33 +6,33 @@
 namespace kda::cuda {
 namespace {
 
-template <class T, int kK, int kWarps>
-Status launch_use(const ChainArgs& args, ChainUse use, const Launch& where) {
-  switch (use) {
-    case ChainUse::kForward: return launch<T, kK, kWarps, ChainUse::kForward>(args, where);
-    case ChainUse::kScan: return launch<T, kK, kWarps, ChainUse::kScan>(args, where);
-    case ChainUse::kStates: return launch<T, kK, kWarps, ChainUse::kStates>(args, where);
-    case ChainUse::kOutputs: return launch<T, kK, 4, ChainUse::kOutputs>(args, where);
-    case ChainUse::kErrors:  // staged/backward/chunk_delta_h_errors_sm80.cu
-    case ChainUse::kReverse: break;
-  }
-  return {StatusCode::kInternal, "chunk_delta_h has no such use"};
+template <class T, int kK>
+Status launch_states(const ChainArgs& args, bool narrow, const Launch& where) {
+  return narrow ? launch<T, kK, 2, ChainUse::kStates>(args, where)
+                : launch<T, kK, 4, ChainUse::kStates>(args, where);
 }
 
 template <class T, int kK>
-Status launch_width(const ChainArgs& args, ChainUse use, bool narrow, const Launch& where) {
-  return narrow ? launch_use<T, kK, 2>(args, use, where) : launch_use<T, kK, 4>(args, use, where);
+Status launch_outputs(const ChainArgs& args, const Launch& where) {
+  return launch<T, kK, 4, ChainUse::kOutputs>(args, where);
 }
 
 }  // namespace
 
-Status launch_chunk_delta_h(const ChainArgs& args, ChainUse use, bool fp16, bool narrow,
-                            const Launch& where) {
+Status launch_chunk_states(const ChainArgs& args, bool fp16, bool narrow, const Launch& where) {
   if (args.shape.K <= 64)
-    return fp16 ? launch_width<__half, 64>(args, use, narrow, where)
-                : launch_width<__nv_bfloat16, 64>(args, use, narrow, where);
-  return fp16 ? launch_width<__half, 128>(args, use, narrow, where)
-              : launch_width<__nv_bfloat16, 128>(args, use, narrow, where);
+    return fp16 ? launch_states<__half, 64>(args, narrow, where)
+                : launch_states<__nv_bfloat16, 64>(args, narrow, where);
+  return fp16 ? launch_states<__half, 128>(args, narrow, where)
+              : launch_states<__nv_bfloat16, 128>(args, narrow, where);
+}
+
+Status launch_chunk_outputs(const ChainArgs& args, bool fp16, const Launch& where) {
+  if (args.shape.K <= 64)
+    return fp16 ? launch_outputs<__half, 64>(args, where)
+                : launch_outputs<__nv_bfloat16, 64>(args, where);
+  return fp16 ? launch_outputs<__half, 128>(args, where)
+              : launch_outputs<__nv_bfloat16, 128>(args, where);
 }
 
 }  // namespace kda::cuda

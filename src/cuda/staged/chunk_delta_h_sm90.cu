@@ -6,9 +6,9 @@
 
 #include "cuda/chain/chain.cuh"
 #include "cuda/chain/products_sm90.cuh"
+#include "cuda/chain/ring_sm90.cuh"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace kda::cuda::sm90 {
@@ -28,22 +28,14 @@ struct alignas(1024) Stage : OutputOperands<T, kK, kForward> {
   float gamma[kK], beta[kChunk], diag[kChunk];
 };
 
-template <class T, int kK, int kGroups, bool kForward>
-struct Ring {
-  using S = Stage<T, kK, kGroups, kForward>;
-  static constexpr int kStages = kForward ? 3 : 4;
-  S stages[kStages];
-  ptx::Mbarrier full[kStages], outputs[kStages], empty[kStages];
-};
-
 template <class T, int kK, int kGroups, ChainUse kUse>
 struct Kernel {
   using C = chain::Chain<T, kK, kUse>;
   static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
 
   static constexpr bool kForward = kUse == ChainUse::kForward;
-  using R = Ring<T, kK, kGroups, kForward>;
-  using S = typename R::S;
+  using R = chain::Ring<Stage<T, kK, kGroups, kForward>, kForward ? 3 : 4>;
+  using S = typename R::Stage;
   static constexpr int kWarps = 4 * kGroups;          // of the chain
   static constexpr int kStorers = kForward ? 3 : 0;   // warps, after the one that copies
   static constexpr int kThreads = 32 * kWarps + 128;  // whole warpgroups
@@ -59,15 +51,7 @@ struct Kernel {
 
   // ---- copies ----------------------------------------------------------------------------------
 
-  /// Every thread arrives for itself: racecheck does not follow __syncwarp() to one that arrives.
-  __device__ void init_barriers() const {
-    for (int i = 0; i < R::kStages; ++i) {
-      ptx::mbarrier_init(ring.full[i], 1);
-      ptx::mbarrier_init(ring.outputs[i], kWarps * 32);
-      ptx::mbarrier_init(ring.empty[i], (kWarps + kStorers) * 32);
-    }
-    ptx::mbarrier_init_fence();
-  }
+  __device__ void init_barriers() const { ring.init_barriers(1, kWarps * 32, kStorers * 32); }
 
   /// visit(where it goes, where it lies, bytes) for each factor of a chunk that this block needs.
   template <class Visit>
@@ -95,14 +79,9 @@ struct Kernel {
   __device__ void run_copies() const {
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
-      if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
+      ring.wait_until_free(i, round);
       S& s = ring.stages[i];
-      int bytes = 0;
-      for_each_factor(chunk, s, [&](void*, const void*, int size) { bytes += size; });
-      ptx::mbarrier_arrive_expect_tx(ring.full[i], bytes);
-      for_each_factor(chunk, s, [&](void* to, const void* from, int size) {
-        ptx::cp_async_bulk(to, from, size, ring.full[i]);
-      });
+      ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
     }
   }
 
@@ -150,19 +129,18 @@ struct Kernel {
 
   __device__ void run_stores(int thread) const {
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
-      const int i = chunk % R::kStages;
-      ptx::mbarrier_wait(ring.outputs[i], chunk / R::kStages % 2);
-      if (c.a.o.type != Element::kFloat32) store_tiles(chunk, ring.stages[i], thread);
+      const S& s = ring.stage(chunk);
+      ring.wait_for_results(chunk);
+      if (c.a.o.type != Element::kFloat32) store_tiles(chunk, s, thread);
       ptx::fence_async_proxy();  // what was put in place of u goes before the next u
-      ptx::mbarrier_arrive(ring.empty[i]);
+      ring.is_read(chunk);
     }
   }
 
   // ---- one chunk -------------------------------------------------------------------------------
 
   __device__ void wait_for_factors(int chunk) const {
-    if (chunk < c.num_chunks)
-      ptx::mbarrier_wait(ring.full[chunk % R::kStages], chunk / R::kStages % 2);
+    if (chunk < c.num_chunks) ring.wait_for_operands(chunk);
   }
 
   /// Products run while the warps do something else; only the first is waited for at once.
@@ -211,7 +189,7 @@ struct Kernel {
         c.store_outputs(chunk, o);
       else
         put_outputs(o, s.u[warp / 4]);
-      ptx::mbarrier_arrive(ring.outputs[chunk % R::kStages]);
+      ring.results_are_there(chunk);
     }
     wait_for_factors(chunk + 1);
     ptx::wgmma_wait<0>();
@@ -222,8 +200,8 @@ struct Kernel {
     c.load_start();
     wait_for_factors(0);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
-      run_chunk(chunk, ring.stages[chunk % R::kStages]);
-      ptx::mbarrier_arrive(ring.empty[chunk % R::kStages]);
+      run_chunk(chunk, ring.stage(chunk));
+      ring.is_read(chunk);
       c.store_checkpoint(chunk);
     }
     c.store_end();

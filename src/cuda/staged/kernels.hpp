@@ -16,7 +16,7 @@ inline bool narrow_tiles(int64_t num_sms, int64_t chains, int64_t columns) {
 
 /// A launch of chunk_delta_h.
 struct ChainKernel {
-  bool hopper = false;  ///< chunk_delta_h_sm90.cu, else chunk_delta_h_sm80.cu
+  bool hopper = false;  ///< chunk_delta_h_sm90.cu, else chunk_delta_h_chains_sm80.cu
   bool fp16 = false;    ///< type of the factors, else bf16
   bool narrow = false;  ///< a block has 32 columns of V, else 64; Hopper's has its own widths
   int64_t num_sms = 0;

@@ -101,9 +101,9 @@ Status run_intra(const Stage& stage, LaunchIntra&& launch) {
   return launch(intra_args(stage.call, maps, factors_at(stage::chunk_pointers(stage.buffers))));
 }
 
-/// chunk_delta_h and chunk_o.
-template <class Stage>
-Status run_delta(const Stage& stage, ChainUse use) {
+/// chunk_delta_h and chunk_o: `launch` gets the arguments.
+template <class Stage, class LaunchDelta>
+Status run_delta(const Stage& stage, LaunchDelta&& launch) {
   const stage::Call& call = stage.call;
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
@@ -112,10 +112,7 @@ Status run_delta(const Stage& stage, ChainUse use) {
   args.h = stage.buffers.h;
   args.vn = stage.buffers.vn;
   args.num_chunks = most_chunks(*call.plan);
-  const Problem& p = call.problem;
-  const bool narrow =
-      narrow_tiles(call.plan->device.num_sms, p.num_sequences * p.num_value_heads, p.value_dim);
-  return launch_chunk_delta_h(args, use, kernels_of(*call.plan).fp16, narrow, {call.stream});
+  return launch(args, kernels_of(*call.plan).fp16);
 }
 
 }  // namespace
@@ -135,9 +132,18 @@ Status recompute_w_u(const stage::RecomputeWU& stage) {
 }
 
 Status chunk_delta_h(const stage::ChunkDeltaH& stage) {
-  return run_delta(stage, ChainUse::kStates);
+  return run_delta(stage, [&](const ChainArgs& args, bool fp16) {
+    const Problem& p = stage.call.problem;
+    const bool narrow = narrow_tiles(stage.call.plan->device.num_sms,
+                                     p.num_sequences * p.num_value_heads, p.value_dim);
+    return launch_chunk_states(args, fp16, narrow, {stage.call.stream});
+  });
 }
 
-Status chunk_o(const stage::ChunkO& stage) { return run_delta(stage, ChainUse::kOutputs); }
+Status chunk_o(const stage::ChunkO& stage) {
+  return run_delta(stage, [&](const ChainArgs& args, bool fp16) {
+    return launch_chunk_outputs(args, fp16, {stage.call.stream});
+  });
+}
 
 }  // namespace kda::cuda::staged

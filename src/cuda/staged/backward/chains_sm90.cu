@@ -6,9 +6,9 @@
 #include "cuda/staged/backward/chains_sm90.hpp"
 
 #include "cuda/chain/products_sm90.cuh"
+#include "cuda/chain/ring_sm90.cuh"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
-#include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/staged/backward/chunk_grad.hpp"
 #include "cuda/staged/backward/fp16_scale_sm90.cuh"
@@ -380,11 +380,7 @@ struct Reverse {
 // ---- one block ---------------------------------------------------------------------------------
 
 template <class Direction>
-struct Ring {
-  typename Direction::Stage stages[kStages];
-  // A stage has its operands; has its results; is free.
-  ptx::Mbarrier full[kStages], done[kStages], empty[kStages];
-};
+using Ring = chain::Ring<typename Direction::Stage, kStages>;
 
 template <class Direction>
 struct Pipeline {
@@ -393,66 +389,52 @@ struct Pipeline {
 
   __device__ Pipeline(const KernelArgs& args, Ring<Direction>& shared) : d(args), ring(shared) {}
 
-  /// Every thread arrives for itself: racecheck does not follow __syncwarp() to one that arrives.
   __device__ void init_barriers() const {
-    for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(ring.full[i], Direction::kRows ? 33 : 1);
-      ptx::mbarrier_init(ring.done[i], kChainThreads);
-      ptx::mbarrier_init(ring.empty[i], kChainThreads + kStorers);
-    }
-    ptx::mbarrier_init_fence();
+    ring.init_barriers(Direction::kRows ? 33 : 1, kChainThreads, kStorers);
   }
 
   /// A warp.
   __device__ void run_copies() const {
     for (int turn = 0; turn < d.c.num_chunks; ++turn) {
       const int i = turn % kStages, round = turn / kStages, chunk = d.chunk_at(turn);
-      if (round > 0) ptx::mbarrier_wait(ring.empty[i], (round - 1) % 2);
+      ring.wait_until_free(i, round);
       auto& s = ring.stages[i];
-      if (d.c.lane == 0) {
-        int bytes = 0;
-        d.for_each_factor(chunk, s, [&](void*, const void*, int size) { bytes += size; });
-        ptx::mbarrier_arrive_expect_tx(ring.full[i], bytes);
-        d.for_each_factor(chunk, s, [&](void* to, const void* from, int size) {
-          ptx::cp_async_bulk(to, from, size, ring.full[i]);
-        });
-      }
+      if (d.c.lane == 0) ring.copy(i, [&](auto&& visit) { d.for_each_factor(chunk, s, visit); });
       if constexpr (Direction::kRows) {
         d.copy_rows(chunk, s);
-        ptx::mbarrier_arrive_after_copies(ring.full[i]);
+        ring.arrive_after_copies(i);
       }
     }
   }
 
   __device__ void run_stores(int thread) const {
     for (int turn = 0; turn < d.c.num_chunks; ++turn) {
-      const int i = turn % kStages, chunk = d.chunk_at(turn);
-      const auto& s = ring.stages[i];
-      ptx::mbarrier_wait(ring.done[i], turn / kStages % 2);
+      const int chunk = d.chunk_at(turn);
+      const auto& s = ring.stage(turn);
+      ring.wait_for_results(turn);
       if (thread == 0) d.begin_stores(chunk, s);
       d.store_rows(chunk, s, thread);
       if (thread == 0) ptx::cp_async_bulk_wait_read();
       ptx::fence_async_proxy();  // what was read here goes before the next copies
-      ptx::mbarrier_arrive(ring.empty[i]);
+      ring.is_read(turn);
     }
   }
 
   __device__ void wait_for_operands(int turn) const {
-    if (turn < d.c.num_chunks) ptx::mbarrier_wait(ring.full[turn % kStages], turn / kStages % 2);
+    if (turn < d.c.num_chunks) ring.wait_for_operands(turn);
   }
 
   __device__ void run_chain() {
     d.c.load_start();
     wait_for_operands(0);
     for (int turn = 0; turn < d.c.num_chunks; ++turn) {
-      const int i = turn % kStages;
-      d.run_chunk(d.chunk_at(turn), ring.stages[i]);  // products may pend
-      ptx::fence_async_proxy();                       // results go by bulk copies
-      ptx::mbarrier_arrive(ring.done[i]);
+      d.run_chunk(d.chunk_at(turn), ring.stage(turn));  // products may pend
+      ptx::fence_async_proxy();                         // results go by bulk copies
+      ring.results_are_there(turn);
       wait_for_operands(turn + 1);
       ptx::wgmma_wait<0>();
       ptx::fence_operands(d.c.state);
-      ptx::mbarrier_arrive(ring.empty[i]);
+      ring.is_read(turn);
     }
     d.finish();
   }

@@ -47,7 +47,7 @@ inline HeadBytes head_bytes(const Plan& plan) {
   const auto row = static_cast<std::size_t>(backward_row(backward_tile(p.key_dim).rows));
   bytes.rows = static_cast<std::size_t>(p.batch * p.num_tokens) * row * sizeof(float);
   bytes.fallback = static_cast<std::size_t>(most_chunks(plan)) * kFallbackWords * sizeof(uint32_t);
-  if (plan.requested.spans) bytes.fallback *= 2;  // of each half
+  if (plan.requested.spans) bytes.fallback *= 2;  // of each phase
   if (has_parameters(p)) {                        // of pieces, or of chunks
     const int64_t parts = std::max({pieces_of(p), most_chunks(plan), int64_t{1}});
     bytes.sums = static_cast<std::size_t>(parts * (p.key_dim + 1)) * sizeof(double);

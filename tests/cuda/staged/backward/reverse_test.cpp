@@ -31,13 +31,19 @@ using Doubles = std::vector<double>;
 /// Which kernels run: those of sm_80, or both chains in one launch on Hopper.
 enum class Form { kMmaSync, kWgmma };
 
+bool on_hopper() { return cuda::sm90::kBuilt && test::device().compute_capability == 90; }
+
+/// Where Hopper's chains serve, those of sm_80 have no code, but on the emulator.
+bool has(Form form) {
+  return form == Form::kWgmma ? on_hopper() : test::emulated() || !on_hopper();
+}
+
 class Reverse : public test::GpuTest, public ::testing::WithParamInterface<Form> {
  protected:
   void SetUp() override {
     test::GpuTest::SetUp();
-    if (!IsSkipped() && GetParam() == Form::kWgmma &&
-        !(cuda::sm90::kBuilt && test::device().compute_capability == 90))
-      GTEST_SKIP() << "needs a GPU of compute capability 9.0";
+    if (!IsSkipped() && !has(GetParam()))
+      GTEST_SKIP() << "this build has no such chains for this GPU";
     form = GetParam();
   }
 
@@ -593,6 +599,7 @@ void expect_close(const io::Buffer& a, const io::Buffer& b, DType dtype, const c
 /// Element by element: the forms differ in the order of sums alone.
 TEST_P(Reverse, IsThatOfMmaSync) {
   if (form == Form::kMmaSync) GTEST_SKIP() << "the run of the other form compares both";
+  if (!has(Form::kMmaSync)) GTEST_SKIP() << "a GPU has one of the two forms";
   for (const auto& [K, V] : {std::pair{64, 72}, std::pair{128, 64}}) {
     const Case c(case_of({150, 64}, K, V, Regime::kMixed));
     const Result wgmma = run(c);
@@ -616,7 +623,8 @@ INSTANTIATE_TEST_SUITE_P(Chains, Reverse, ::testing::Values(Form::kMmaSync, Form
 TEST(ReverseArguments, ErrorsHaveALaunchOfTheirOwn) {
   const Status status =
       cuda::launch_chunk_delta_h({}, cuda::ChainUse::kErrors, /*fp16=*/false, false, {});
-  EXPECT_EQ(status.code(), StatusCode::kInternal);
+  EXPECT_TRUE(status.code() == StatusCode::kInternal || status.code() == StatusCode::kUnavailable)
+      << status.message();  // the latter in a build for Hopper alone
 }
 
 }  // namespace

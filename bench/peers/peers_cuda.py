@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libkda beside FLA on a GPU (bench/peers.py --device cuda): same inputs, one process, medians with a
+"""libkda beside FLA on a GPU (bench/peers/peers.py --device cuda): same inputs, one process, medians with a
 cold L2 (triton.testing.do_bench). Cases are those of bench/cases. Needs torch, triton and fla-core."""
 import argparse
 import gc
@@ -10,6 +10,7 @@ import sys
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
 import evidence
 import fla_configs  # before fla: it sets FLA's cache mode
 import torch
@@ -20,7 +21,7 @@ from gpu_cases import (cases, cu_seqlens, error_cases, libkda_call, make_inputs,
                        timed)
 from libkda_ctypes import Library
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 WHAT = ("errors", "intra", "decode", "train", "forward")  # the longest last: each has a result of its own
 FORWARD_SETS = ("flagship", "cudnn10", "cula", "cp", "gva", "context_parallel")
 INTRACARD_SETS = ("cp", "context_parallel")
@@ -87,7 +88,7 @@ def warm_fla(args, part, parts):
 
 def run_workers(extra, count=max(1, min(15, os.cpu_count() - 1))):
     """This script, `count` times side by side, with a share of the work each."""
-    command = [sys.executable, str(ROOT / "bench" / "peers.py"), *sys.argv[1:]]
+    command = [sys.executable, str(ROOT / "bench" / "peers" / "peers.py"), *sys.argv[1:]]
     workers = [subprocess.Popen(command + extra + ["--part", f"{i}/{count}"]) for i in range(count)]
     for worker in workers:
         if worker.wait() != 0:
@@ -366,7 +367,7 @@ def main():
     copied = copy_rate()
     for name in args.what.split(","):
         report = evidence.header(args.binaries, f"peers_{name}",
-                                 f"python3 bench/peers.py --device cuda --what {name}")
+                                 f"python3 bench/peers/peers.py --device cuda --what {name}")
         report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
                       gates=args.gates, copy_bytes_per_second=copied, cases=parts[name]())
         if args.results:

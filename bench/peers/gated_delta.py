@@ -3,7 +3,7 @@
 """Gated DeltaNet on a GPU: libkda beside FLA's chunk_gated_delta_rule and fused_recurrent_gated_delta_rule on the same
 inputs, in one process. The result is gpu_gated_delta.json.
 
-    python3 bench/gated_delta.py [--heads 16] [--value-heads 32] [--binaries build] [--results bench/results]
+    python3 bench/peers/gated_delta.py [--heads 16] [--value-heads 32] [--binaries build] [--results bench/results]
 
 Inputs are those of a layer of Qwen3-Next: q, k, v and beta in bf16, g [B, T, HV] in fp32 as logarithms, norms by the
 call. A forward returns its final state too. Times of whole sequences are medians with a cold L2
@@ -20,6 +20,7 @@ import sys
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
 import evidence
 import fla_configs  # before fla
 import torch
@@ -30,7 +31,7 @@ from gpu_cases import (COLD_BYTES, MOST_CALLS, copy, graph_of, medians, microsec
                        relative)
 from libkda_ctypes import Library
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 K = V = 128
 TOKENS = (2048, 8192, 32768)
 CHECKED = 8192  # tokens of the case that is compared with the recurrence in float64
@@ -208,7 +209,7 @@ def main():
     import fla
     import triton
     library = Library(args.binaries / "libkda_c.so")
-    report = evidence.header(args.binaries, "gpu_gated_delta", "python3 bench/gated_delta.py")
+    report = evidence.header(args.binaries, "gpu_gated_delta", "python3 bench/peers/gated_delta.py")
     report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, heads=args.heads,
                   value_heads=args.value_heads)
     report["cases"] = [sequence_row(library, args, T) for T in TOKENS]

@@ -8,7 +8,7 @@ import time
 import torch
 import triton
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 COLD_BYTES = 300e6  # of the calls of a graph, together: several times the L2 cache
 MOST_CALLS = 256  # of a graph
 COPY_BYTES = 256 << 20  # of a copy in one piece; those of more than half a gigabyte are slow

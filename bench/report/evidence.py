@@ -7,7 +7,7 @@ import json
 import pathlib
 import subprocess
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 # Kernel family -> patterns of its sources in src/cuda ("kernels"), and the test programs, fuzzed problems and
 # benchmarks (their result files, without gpu_) that run it. Some launch kernels of other families too.

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """libkda beside Python peers, in one process, on the same inputs.
 
-    python3 bench/peers.py [--tokens 4096] [--heads 4] [--threads 2] [--json FILE]
-    python3 bench/peers.py --device cuda [--what errors,intra,decode,train,forward] [--results FOLDER]
+    python3 bench/peers/peers.py [--tokens 4096] [--heads 4] [--threads 2] [--json FILE]
+    python3 bench/peers/peers.py --device cuda [--what errors,intra,decode,train,forward] [--results FOLDER]
 
 Needs torch and fla-core from PyPI, and build/libkda_c.so (./dev build). libkda is called through
 its C ABI with ctypes, as any other language would.
@@ -20,7 +20,7 @@ import torch
 
 from libkda_ctypes import Library
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 K = V = 128
 
 
@@ -77,7 +77,7 @@ def main():
         print(f'{row["name"]:38} {row["median_s"] * 1e3:10.2f} ms   {row["speedup"]:7.1f}x   {row["error"]:.1e}')
     if args.json:
         report = {"what": "peers", "date": datetime.date.today().isoformat(), "cpu": cpu_model(),
-                  "command": " ".join(["python3 bench/peers.py", *sys.argv[1:]]), "tokens": args.tokens, "heads": args.heads, "threads": args.threads,
+                  "command": " ".join(["python3 bench/peers/peers.py", *sys.argv[1:]]), "tokens": args.tokens, "heads": args.heads, "threads": args.threads,
                   "torch": torch.__version__, "fla": fla.__version__, "rows": rows}
         pathlib.Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the figures of docs/figures from bench/results/*.json.
 
-    bench/plots.py           write the figures whose content changed
-    bench/plots.py --check   exit 1 if a figure would change
+    bench/report/plots.py           write the figures whose content changed
+    bench/report/plots.py --check   exit 1 if a figure would change
 
 Standard library only: the same results give the same bytes on every machine.
 """
@@ -13,7 +13,7 @@ import pathlib
 import sys
 import xml.sax.saxutils
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 FIGURES = ROOT / "docs" / "figures"
 
@@ -510,7 +510,7 @@ def main():
         if path.exists() and path.read_text() == new:
             continue
         if "--check" in sys.argv:
-            print(f"{path.relative_to(ROOT)}: not what bench/results gives; run bench/plots.py")
+            print(f"{path.relative_to(ROOT)}: not what bench/results gives; run bench/report/plots.py")
             stale = True
         else:
             FIGURES.mkdir(parents=True, exist_ok=True)
@@ -518,7 +518,7 @@ def main():
             print(f"{path.relative_to(ROOT)}: written")
     for path in sorted(FIGURES.glob("*.svg")):
         if path.stem not in FIGURE_FUNCTIONS:
-            print(f"{path.relative_to(ROOT)}: bench/plots.py does not draw it")
+            print(f"{path.relative_to(ROOT)}: bench/report/plots.py does not draw it")
             stale = True
     return 1 if stale else 0
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of every gradient on a GPU, beside FLA's on the same inputs, by gate regime (docs/files.md).
 
-    python3 bench/train_errors.py [--binaries build] [--results bench/results]
+    python3 bench/train/train_errors.py [--binaries build] [--results bench/results]
 
 The reference is backend oracle, which computes in float64. An error is the norm of the difference divided by the norm
 of the gradient, over all heads. Needs torch and fla-core from PyPI, and build/bin/kda (./dev build).
@@ -18,10 +18,11 @@ import tempfile
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
+sys.path += [str(pathlib.Path(__file__).resolve().parents[1] / folder) for folder in ("report", "peers")]
 import evidence
 import torch
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 REGIMES = ("strong", "slow", "mixed", "trained", "softplus", "trained-softplus", "needle", "structured", "equal-keys")
 TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "d_initial_state")
@@ -136,7 +137,7 @@ def main():
                    for k, v in rows[-1].items()}, flush=True)
     if args.results:
         report = evidence.header(args.binaries, "train_errors",
-                                 "python3 bench/train_errors.py")
+                                 "python3 bench/train/train_errors.py")
         if not args.without_fla:
             import fla
             import triton

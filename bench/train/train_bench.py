@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A forward and a backward of chunk_kda on the CPU, beside torch's autograd through a chunked reference.
 
-    python3 bench/train_bench.py --tokens 1024 --heads 4 --threads 2
+    python3 bench/train/train_bench.py --tokens 1024 --heads 4 --threads 2
 
 The reference is FLA's naive_chunk_kda if fla-core is installed, else libkda's. It keeps [64, 64, K] decays of every
 chunk for its backward, so 1,024 tokens stand for the 4,096 of the other benchmarks: both take time in proportion to

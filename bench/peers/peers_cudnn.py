@@ -13,8 +13,10 @@ Needs torch, triton, nvidia-cudnn-frontend, cuda-bindings and the headers of a C
 import argparse
 import gc
 import pathlib
+import sys
 from importlib.metadata import version
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
 import evidence
 import torch
 import triton
@@ -156,7 +158,7 @@ def main():
     library = Library(args.binaries / "libkda_c.so")
     backward = args.what == "backward"
     what = "cudnn_backward" if backward else "cudnn"
-    report = evidence.header(args.binaries, what, "python3 bench/peers_cudnn.py" + backward * " --what backward")
+    report = evidence.header(args.binaries, what, "python3 bench/peers/peers_cudnn.py" + backward * " --what backward")
     report.update(torch=torch.__version__, triton=triton.__version__, cudnn_frontend=version("nvidia-cudnn-frontend"))
     if not backward:
         report["errors"] = measure_errors(library)

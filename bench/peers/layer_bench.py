@@ -3,7 +3,7 @@
 """A whole KDA layer on a GPU: libkda's fused decode step beside a copy of its bytes and beside kernels that are not
 fused, and the layer beside FLA's. One result each: gpu_fused_decode.json, gpu_layer.json.
 
-    python3 bench/layer_bench.py [--what step,layer] [--binaries build] [--results bench/results]
+    python3 bench/peers/layer_bench.py [--what step,layer] [--binaries build] [--results bench/results]
 
 Needs the libkda package, triton, einops and fla-core with flash-linear-attention.
 """
@@ -21,13 +21,14 @@ import types
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
 import evidence
 import fla_configs  # before fla: it sets FLA's cache mode
 import torch
 
 from gpu_cases import COLD_BYTES, MOST_CALLS, PASSES, copy, graph_of, medians, microseconds, relative
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 D, W, BOUND, EPS = 128, 4, -5.0, 1e-5
 STEP_HEADS = (3, 6, 12, 24, 32, 48, 96)
 STEP_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -353,7 +354,7 @@ def main():
         card = borrow_configs(folder)
         for what in args.what.split(","):
             name, measure = results[what]
-            report = evidence.header(args.binaries, name, f"python3 bench/layer_bench.py --what {what}")
+            report = evidence.header(args.binaries, name, f"python3 bench/peers/layer_bench.py --what {what}")
             report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__, fla_configs=card)
             evidence.write(args.results / f"{name}.json", report | {"cases": measure()})
 

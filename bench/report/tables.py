@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the tables and code between the markers of README.md and of all documents under docs/.
 
-    bench/tables.py           rewrite them from bench/results/*.json and examples/
-    bench/tables.py --check   exit 1 if a file would change, or a result feeds no table
+    bench/report/tables.py           rewrite them from bench/results/*.json and examples/
+    bench/report/tables.py --check   exit 1 if a file would change, or a result feeds no table
 
 Standard library only.
 """
@@ -17,7 +17,7 @@ import textwrap
 
 import evidence
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 
 
@@ -117,9 +117,15 @@ def gpu_heads(*reports):
     return f"{cards}{versions}; a copy moves {rate} TB/s\n\n"
 
 
+def as_it_runs(command):
+    """The command of a result with its script where it is today: scripts have moved since some were written."""
+    found = lambda match: next((ROOT / "bench").rglob(match[1]), ROOT / match[0]).relative_to(ROOT).as_posix()
+    return re.sub(r"\bbench/(\w+\.py)\b", found, command)
+
+
 def source(*reports):
     """Where the numbers of a table are from: files of bench/results, and the commands that wrote them."""
-    sources = [f'`{r["file"]}` (`{r["command"]}`)' for r in reports]
+    sources = [f'`{r["file"]}` (`{as_it_runs(r["command"])}`)' for r in reports]
     line = f"\n\nFrom {', '.join(sources)}."
     return line if len(line) < 160 else line.replace("`), `", "`),\n`")
 
@@ -785,7 +791,7 @@ def main():
         old = path.read_text()
         new = fill(old)
         if new != old and "--check" in sys.argv:
-            print(f"{path.relative_to(ROOT)}: its tables are not those of bench/results; run bench/tables.py")
+            print(f"{path.relative_to(ROOT)}: its tables are not those of bench/results; run bench/report/tables.py")
             stale = True
         elif new != old:
             path.write_text(new)

@@ -3,7 +3,7 @@
 """Losses of examples/language_model while it trains on a GPU: libkda's chunk_kda beside FLA's, from the same first
 weights, on the same pieces of text, in bf16 under torch.autocast.
 
-    python3 bench/loss_curve.py [--steps 300] [--results bench/results]
+    python3 bench/train/loss_curve.py [--steps 300] [--results bench/results]
 
 Needs torch, safetensors and fla-core from PyPI, and libkda's Python package.
 """
@@ -17,11 +17,12 @@ import types
 
 os.environ.setdefault("FLA_FLASH_KDA", "0")  # FLA's own kernels, not another library behind it
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
 import evidence
 import torch
 import torch.nn.functional as F
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "language_model"))
 import train  # noqa: E402
 from model import LanguageModel  # noqa: E402
@@ -81,7 +82,7 @@ def main():
         print(f"{name}: {history[0]:.3f} .. {history[-1]:.3f} bits a byte, {seconds * 1e3:.2f} ms a step", flush=True)
     if args.results:
         report = evidence.header(args.binaries, "loss_curve",
-                                 "python3 bench/loss_curve.py")
+                                 "python3 bench/train/loss_curve.py")
         options = ("steps", "batch", "tokens", "width", "layers", "seed", "rate")
         report.update(torch=torch.__version__, triton=triton.__version__, fla=fla.__version__,
                       text_bytes=len(data), **{n: getattr(args, n) for n in options}, cases=rows)

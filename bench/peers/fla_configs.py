@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton configs for FLA's kernels, tuned once and kept under bench/fla_configs/<GPU>/<heads>/.
+"""Triton configs for FLA's kernels, tuned once and kept under bench/peers/fla_configs/<GPU>/<heads>/.
 
 FLA tunes every kernel anew for each head count, type and layout, minutes each. Here they are tuned at
 T = 8192 with 64 and with 16 heads (FLA's own search, every config), saved in the format of FLA's own
