@@ -43,8 +43,8 @@ def other(tmp_path_factory):
 
 
 def python(code, other, environment=None):
-    run = subprocess.run([sys.executable, "-c", f"OTHER = {str(other)!r}\n{LOAD}\n{code}"], capture_output=True, text=True,
-                         check=False, env=environment)
+    run = subprocess.run([sys.executable, "-c", f"OTHER = {str(other)!r}\n{LOAD}\n{code}"], capture_output=True,
+                         text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     return run.stdout.split()
 
@@ -77,7 +77,8 @@ before = first.chunk_kda(x, x, x, -x, x[..., 0])[0]
 try:
     second.chunk_kda(x, x, x, -x, x[..., 0])
 except ImportError as error:
-    assert f"libkda {{second.__version__}} (" in str(error) and f"beside libkda {{first.__version__}} (" in str(error), error
+    for words in (f"libkda {{second.__version__}} (", f"beside libkda {{first.__version__}} ("):
+        assert words in str(error), error
 else:
     raise SystemExit("not refused")
 assert torch.equal(first.chunk_kda(x, x, x, -x, x[..., 0])[0], before)
@@ -128,5 +129,6 @@ x = torch.rand(1, 5, 2, 16)
 load_this().chunk_kda(x, x, x, -x, x[..., 0])
 """, other, environment)
     lines = "".join(path.read_text() for path in tmp_path.glob("bindings.*"))
-    bound = set(re.findall(r"binding file \S+/libkda_torch\.so \[0\] to (\S+) \[0\]: normal symbol `(?!kda_torch_)kda_", lines))
+    of_the_operators = r"binding file \S+/libkda_torch\.so \[0\] to (\S+) \[0\]: normal symbol `(?!kda_torch_)kda_"
+    bound = set(re.findall(of_the_operators, lines))
     assert bound == {str(HERE / "lib" / "libkda_c.so")}
