@@ -48,7 +48,8 @@ class Report(unittest.TestCase):
                 path.chmod(0o755)
             done = subprocess.run(
                 [sys.executable, HERE / "gpu_test.py", "--family", "decode", "--binaries", build, *flags], text=True,
-                env=dict(os.environ, PATH=f"{build}/smi:{os.environ['PATH']}"), cwd=folder, capture_output=True, check=False)
+                env=dict(os.environ, PATH=f"{build}/smi:{os.environ['PATH']}"), cwd=folder, capture_output=True,
+                check=False)
             file = build / "gpu_report.json"
             return done, json.loads(file.read_text()) if file.exists() else None
 
