@@ -22,7 +22,10 @@ RECIPES = ("debian/rules", "conan/conanfile.py", "conda/recipe.yaml", "vcpkg/por
 
 def versions():
     listed = subprocess.run(["git", "-C", PACKAGING, "ls-files", "--cached", "--others", "--exclude-standard"],
-                            capture_output=True, text=True, check=True).stdout.split()
+                            capture_output=True, text=True, check=False).stdout.split()
+    if not listed:  # sources without a repository
+        listed = [path.relative_to(PACKAGING).as_posix() for path in PACKAGING.rglob("*")
+                  if path.is_file() and path.suffix != ".pyc"]
     assert WRITTEN.keys() <= set(listed), listed
     for name in listed:
         text = (PACKAGING / name).read_text()
