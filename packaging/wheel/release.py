@@ -26,7 +26,8 @@ import links
 
 NEWEST_TAG = (2, 34)  # RHEL 9, Debian 12, Ubuntu 22.04 and what is younger
 MOST_BYTES = {".whl": 30 << 20, ".gz": 4 << 20}
-FROM_TORCH = "libtorch_cpu.so"  # torch has loaded it before libkda_torch.so is
+# Loaded by Python before those that need them: torch's own library, and ours under the name that has its version.
+LOADED_BEFORE = ("libtorch_cpu.so", "libkda_c-*.so")
 # What is compiled into the command, and its licence; the CUDA runtime comes with CUDA kernels.
 LINKED = (("fmt", "/usr/share/doc/libfmt-dev", "MIT"), ("CLI11", "/usr/share/doc/libcli11-dev", "BSD-3-Clause"),
           ("nlohmann-json", "/usr/share/doc/nlohmann-json3-dev", "MIT"))
@@ -157,7 +158,8 @@ def main():
     found = [*problems_of_addresses()] if arguments.published else []
     for file in arguments.files:
         if file.suffix == ".whl":
-            run("auditwheel", "repair", "--exclude", FROM_TORCH, "-w", arguments.out, file, stderr=subprocess.DEVNULL)
+            excluded = [word for name in LOADED_BEFORE for word in ("--exclude", name)]
+            run("auditwheel", "repair", *excluded, "-w", arguments.out, file)
         else:
             shutil.copy(file, arguments.out)
     for wheel in sorted(arguments.out.glob("*.whl")):

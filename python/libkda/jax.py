@@ -224,5 +224,8 @@ def _register():
             try:
                 jax.ffi.register_ffi_target(f"libkda_{name}", handler, platform=platform)
             except jax.errors.JaxRuntimeError as refusal:
+                if "Duplicate FFI handler" in str(refusal):
+                    raise ImportError(f"libkda: {path} cannot serve JAX beside another copy of libkda, whose handlers "
+                                      "JAX has under the same names. Import one of the two") from None
                 raise ImportError(f"libkda: JAX {jax.__version__} does not take the handlers of libkda_jax.so, which "
                                   f"were built with a newer one: {refusal}") from None

@@ -17,6 +17,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "bench" / "report"))
 import evidence
+import gpu_bench
 
 # Test programs, fuzzed problems and the kernel families that they run: bench/families.json.
 FUZZED = 300  # random problems, each
@@ -26,6 +27,8 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What is fuzzed, random problems for each tool.
 SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "backward": 50,
              "backward --tensor-cores": 50}
+# What --report times, each beside a copy of as many bytes.
+REPORTED = ("forward", "decode", "backward")
 
 
 def what_it_reports(done):
@@ -84,6 +87,27 @@ def run_soak(program, seed, environment):
         json.loads(found) if found else {"seed": seed})
 
 
+def times(kda):
+    """{benchmark: its times, or why it has none}; a card on which one fails has the others."""
+    found = {}
+    for what in REPORTED:
+        try:
+            found[what] = gpu_bench.run_bench(kda, what, gpu_bench.BENCHMARKS[what])
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            found[what] = {"failed": str(error)}
+    return found
+
+
+def card_report(kda, tested):
+    """One file about a card: which kernels ran, which tests passed, times. `tested`: what main() found."""
+    timed = times(kda)
+    info = subprocess.run([kda, "info"], capture_output=True, text=True, check=False)
+    ran = {case["implementation"] for row in timed.values() for case in row.get("cases", [])}
+    passed = tested["ok"] and not any("failed" in row for row in timed.values())
+    return tested | {"what": "card report", "ok": passed, "kernels_that_ran": sorted(ran), "times": timed,
+                     "info": (info.stdout + info.stderr).splitlines()}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -93,8 +117,12 @@ def main():
                         help="a build folder, or a copy of its tests/, bin/, kernel_hashes.json")
     parser.add_argument("--sanitize", nargs="?", const=",".join(SANITIZERS), metavar="TOOLS",
                         help="compute-sanitizer over random shapes instead of the tests")
+    parser.add_argument("--report", nargs="?", type=pathlib.Path, const=pathlib.Path("gpu_report.json"), metavar="FILE",
+                        help="tests and times of this card in one file to send")
     parser.add_argument("--json", type=pathlib.Path, help="evidence file; under bench/results/")
     args = parser.parse_args()
+    if args.report and (args.sanitize or args.json):
+        parser.error("--report is the tests and the times in one file: without --sanitize and --json")
     if args.sanitize and args.family == "soak":
         parser.error("--sanitize runs random shapes, not histories")
     soak = args.family in (None, "soak")
@@ -136,11 +164,13 @@ def main():
                 for row in side_by_side.map(lambda seed: run_soak(tests / "kda_soak", seed, environment), SOAK_SEEDS):
                     add(row)
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
-               *(["--sanitize", args.sanitize] if args.sanitize else [])]
+               *(["--sanitize", args.sanitize] if args.sanitize else []), *(["--report"] if args.report else [])]
     report = evidence.header(args.binaries, what, " ".join(command), families)
     report |= {"ok": all(row["ok"] for row in rows), "seconds": round(time.time() - started, 1),
                "rows": rows}
-    evidence.write(args.json or evidence.RESULTS / f"{what}.json", report)
+    if args.report:
+        report = card_report(args.binaries.resolve() / "bin" / "kda", report)
+    evidence.write(args.report or args.json or evidence.RESULTS / f"{what}.json", report)
     return 0 if report["ok"] else 1
 
 

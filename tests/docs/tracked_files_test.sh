@@ -9,17 +9,19 @@ cd "$(dirname "$(readlink -f "$0")")/../.." || exit 1
 names='\.ci|\.clang-format|\.clang-tidy|\.gitignore|\.pre-commit-config\.yaml|CHANGELOG\.md|CMakeLists\.txt|CMakePresets\.json|CONTRIBUTING\.md|LICENSE|README\.md|dev|pyproject\.toml'
 folders='bench|cmake|data|docs|examples|include|packaging|python|src|tests|tools'
 endings='abi|c|cmake|cpp|cu|cuh|h|hpp|in|inc|json|map|md|py|pyi|safetensors|sh|svg|typed|txt|xml|yml'
+# Debian and rattler-build look for these names.
+packages='debian/(changelog|control|copyright|rules|source/format|[a-z0-9-]+\.install)|conda/recipe\.yaml'
 most_bytes=4000000
 
 # Prints the names on stdin that do not belong.
-strays() { grep -vE "^($names)$|^\.ci/[a-z]+$|^($folders)/([A-Za-z0-9_-]+/)*[A-Za-z0-9_-]+(\.[a-z0-9_-]+)?\.($endings)$"; }
+strays() { grep -vE "^($names)$|^\.ci/[a-z]+$|^packaging/($packages)$|^($folders)/([A-Za-z0-9_-]+/)*[A-Za-z0-9_-]+(\.[a-z0-9_-]+)?\.($endings)$"; }
 
 failed=0
 complain() { echo "tracked_files_test: $*"; failed=1; }
 
 # The list itself: it must refuse these.
 for stray in nothing-0.0.3-py2.py3-none-any.whl a.out core y.tmp.123 src/io/file.o tests/.kda-12.tmp \
-  src/x.cpp.orig 'src/a b.cpp' .env venv/bin/python out/y.safetensors python/libkda/lib/libkda.so; do
+  src/x.cpp.orig packaging/debian/files packaging/conda/build 'src/a b.cpp' .env venv/bin/python out/y.safetensors python/libkda/lib/libkda.so; do
   printf '%s\n' "$stray" | strays >/dev/null || complain "the list lets $stray in"
 done
 

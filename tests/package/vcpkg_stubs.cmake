@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+# Runs a port without vcpkg: cmake -DPORTFILE=... -DWORK=FOLDER [-DFEATURES=cuda] [-DBUILD=ON] -P vcpkg_stubs.cmake
+# What vcpkg's functions get is checked. With BUILD they do their work: the package is then in WORK/package.
+cmake_minimum_required(VERSION 3.24)
+set(CURRENT_PACKAGES_DIR ${WORK}/package)
+file(REMOVE_RECURSE ${WORK}/package)
+
+function(run)
+  if(BUILD)
+    execute_process(COMMAND ${ARGN} COMMAND_ERROR_IS_FATAL ANY OUTPUT_QUIET)
+  endif()
+endfunction()
+
+function(expect_file file)
+  if(NOT EXISTS ${file})
+    message(FATAL_ERROR "the port names ${file}, which does not exist")
+  endif()
+endfunction()
+
+function(vcpkg_check_features)
+  cmake_parse_arguments(given "" "OUT_FEATURE_OPTIONS" "FEATURES" ${ARGN})
+  set(options "")
+  while(given_FEATURES)
+    list(POP_FRONT given_FEATURES feature option)
+    if(feature IN_LIST FEATURES)
+      list(APPEND options -D${option}=ON)
+    else()
+      list(APPEND options -D${option}=OFF)
+    endif()
+  endwhile()
+  set(${given_OUT_FEATURE_OPTIONS} ${options} PARENT_SCOPE)
+endfunction()
+
+function(vcpkg_cmake_configure)
+  cmake_parse_arguments(given "" "SOURCE_PATH" "OPTIONS" ${ARGN})
+  expect_file(${given_SOURCE_PATH}/CMakeLists.txt)
+  file(READ ${given_SOURCE_PATH}/CMakeLists.txt known)
+  foreach(option ${given_OPTIONS})
+    message("option ${option}")
+    string(REGEX MATCH "KDA_[A-Z_]+" name ${option})
+    if(name AND NOT known MATCHES "(option|set)\\(${name} ")
+      message(FATAL_ERROR "the port sets ${option}, which CMakeLists.txt does not have")
+    endif()
+  endforeach()
+  run(${CMAKE_COMMAND} -S ${given_SOURCE_PATH} -B ${WORK}/build -G Ninja -DCMAKE_BUILD_TYPE=Release
+      -DCMAKE_INSTALL_PREFIX=${CURRENT_PACKAGES_DIR} -DCMAKE_INSTALL_LIBDIR=lib ${given_OPTIONS})
+endfunction()
+
+function(vcpkg_cmake_install)
+  run(${CMAKE_COMMAND} --build ${WORK}/build --target install)
+endfunction()
+
+function(vcpkg_cmake_config_fixup)
+  cmake_parse_arguments(given "" "PACKAGE_NAME;CONFIG_PATH" "" ${ARGN})
+  if(BUILD)
+    expect_file(${CURRENT_PACKAGES_DIR}/${given_CONFIG_PATH}/${given_PACKAGE_NAME}-config.cmake)
+    file(COPY ${CURRENT_PACKAGES_DIR}/${given_CONFIG_PATH}/ DESTINATION ${CURRENT_PACKAGES_DIR}/share/${given_PACKAGE_NAME})
+  endif()
+endfunction()
+
+function(vcpkg_fixup_pkgconfig)
+  if(BUILD)
+    expect_file(${CURRENT_PACKAGES_DIR}/lib/pkgconfig/kda.pc)
+  endif()
+endfunction()
+
+function(vcpkg_install_copyright)
+  cmake_parse_arguments(given "" "" "FILE_LIST" ${ARGN})
+  expect_file(${given_FILE_LIST})
+endfunction()
+
+include(${PORTFILE})
+message("the port ran")
