@@ -164,7 +164,7 @@ TEST_F(BackwardChoices, HoppersChunkGradTakesGatesOfAnyKind) {
     Problem& p = c.problem;
     p.g = head_gates(DType::kFloat32, 1, p.num_tokens, p.num_value_heads);
   };
-  EXPECT_EQ(gates(a_head), GradGates::kHead);  // dg by channel
+  EXPECT_EQ(gates(a_head), GradGates::kRows);  // dg has a gradient a channel
   for (const auto& [heads, size] : {std::pair{8, 128}, std::pair{16, 64}})
     EXPECT_EQ(gates(
                   [&](Call& c) {
@@ -201,8 +201,9 @@ TEST_F(BackwardChoices, StandInTheTextsOfThePlan) {
   const std::string rows = text_of([](Call& c) { c.problem.g.dtype = DType::kFloat32; });
   EXPECT_NE(rows.find("chunk_grad_sm90, gates by rows"), std::string::npos) << rows;
   EXPECT_NE(rows.find("; g is not of bf16 rows aligned to 16 bytes"), std::string::npos) << rows;
-  const std::string a_head = text_of(
-      [](Call& c) { c.problem.g = head_gates(DType::kFloat32, 1, c.problem.num_tokens, 64); });
+  const std::string a_head = text_of([](Call& c) {
+    c.gradients.dg = c.problem.g = head_gates(DType::kFloat32, 1, c.problem.num_tokens, 64);
+  });
   EXPECT_NE(a_head.find("chunk_grad_sm90, a gate a head"), std::string::npos) << a_head;
   Call plain = usual();
   plain.problem.beta_mode = BetaMode::kPlain;

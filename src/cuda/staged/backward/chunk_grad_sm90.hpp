@@ -30,8 +30,8 @@ struct FinishedGradArgs : ChunkGradArgs {
 /// Where the kernel has the gates of a chunk while it works on it, and dg.
 enum class GradGates {
   kTiles,  ///< g, dg of bf16 with rows at multiples of 16 bytes, grouped heads: shared memory
-  kRows,   ///< any g and dg with a gate a channel: read and stored where they lie
-  kHead,   ///< one gate a head: numbers of a token, and dg their sums over channels, or any dg
+  kRows,   ///< any g and dg with a gradient a channel: read and stored where they lie
+  kHead,   ///< one gate a head: a number a token, and dg its sums over channels
 };
 /// The name of the first launch.
 constexpr const char* grad_kernel(GradGates gates) {

@@ -66,7 +66,7 @@ std::string decline_gate_tiles(const Problem& p, const Gradients& gradients) {
 }
 
 GradGates grad_gates_of(const Problem& p, const Gradients& gradients) {
-  if (has_head_gate(p)) return GradGates::kHead;
+  if (has_head_gate(p) && (!gradients.dg || is_a_head(p, *gradients.dg))) return GradGates::kHead;
   return decline_gate_tiles(p, gradients).empty() ? GradGates::kTiles : GradGates::kRows;
 }
 

@@ -41,7 +41,7 @@
 //   reverse_merge
 //   chunk_grad_sm90,             in place of chunk_grad_sm90: g or dg of fp32, of fp16 or of rows not aligned to 16
 //   gates by rows                bytes, tiled heads
-//   chunk_grad_sm90,             in place of chunk_grad_sm90: one gate a head
+//   chunk_grad_sm90,             in place of chunk_grad_sm90: one gate a head, and dg too
 //   a gate a head
 //   chunk_grad,                  Hopper's chunk_grad does not serve: other sizes than K = V = 128, or 64 with one value
 //   backward_gradients           head a q/k head, too few chunks, q, k, d_o, dq or dk not of bf16 rows aligned to 16

@@ -48,7 +48,7 @@ int64_t num_left(const Finished& x) {
 }
 
 GradGates gates_of(const Problem& p, const How& how) {
-  if (has_head_gate(p)) return GradGates::kHead;
+  if (has_head_gate(p)) return how.dg_by_channel ? GradGates::kRows : GradGates::kHead;
   const bool tiles = p.g.dtype == DType::kBFloat16 && how.dg_dtype == DType::kBFloat16 &&
                      how.dg_gap == 0 && p.head_map == HeadMap::kGrouped && !how.by_rows;
   return tiles ? GradGates::kTiles : GradGates::kRows;

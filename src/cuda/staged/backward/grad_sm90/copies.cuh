@@ -111,13 +111,13 @@ __device__ __forceinline__ void store_gate_numbers(const Args& a, const Task<kHe
                                                    GateNumbers<kHeads, kGates>& numbers) {
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    if constexpr (kGates == GradGates::kHead)
+    if constexpr (kGates == GradGates::kHead) {
       numbers.gate[i][thread] = float_of(raw.g[i], a.g.type);
-    if (thread > 0) continue;
-    if constexpr (kGates == GradGates::kRows)
+    } else if (thread == 0) {
       numbers.g_first[i] = chunk_offset(a.g, task.chunk, task.head + i);
-    numbers.dg_first[i] = chunk_offset(a.dg, task.chunk, task.head + i);
-    numbers.rows[i] = task.has(a, i) ? task.chunk.count : 0;
+      numbers.dg_first[i] = chunk_offset(a.dg, task.chunk, task.head + i);
+      numbers.rows[i] = task.has(a, i) ? task.chunk.count : 0;
+    }
   }
 }
 
@@ -161,11 +161,12 @@ __device__ __forceinline__ void prefetch_gates(const Args& a, const Task<kHeads>
                                                int thread) {
   if (thread >= task.chunk.count) return;
   const int size = a.g.type == Element::kFloat32 ? 4 : 2;
+  const int bytes = (a.gate_step == 0 ? 1 : kK / kHeads) * size;
 #pragma unroll
   for (int i = 0; i < kHeads && task.has(a, i); ++i) {
     const char* row = static_cast<const char*>(a.g.base) +
                       (chunk_offset(a.g, task.chunk, task.head + i) + thread * a.g.stride_t) * size;
-    for (int byte = 0; byte < kK / kHeads * size; byte += 128) ptx::prefetch_l2(row + byte);
+    for (int byte = 0; byte < bytes; byte += 128) ptx::prefetch_l2(row + byte);
   }
 }
 
@@ -281,7 +282,7 @@ template <int kHeads>
 __device__ __forceinline__ void store_head_gates(const Args& a,
                                                  const Shared<kHeads, GradGates::kHead>& s,
                                                  const Task<kHeads>& task, int token) {
-  if (!a.dg.base || a.dgate_step != 0 || token >= task.chunk.count) return;
+  if (!a.dg.base || token >= task.chunk.count) return;
   constexpr int kWarps = kComputeWarps / kHeads;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {

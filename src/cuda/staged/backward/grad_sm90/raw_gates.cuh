@@ -21,20 +21,21 @@ __device__ __forceinline__ int channel_of_head(const C& c) {
   return c.channel() - c.head() * (kK / C::kHeads);
 }
 
-/// kWhole: all tokens of the chunk are there.
+/// kWhole: all tokens of the chunk are there, with a gate a channel.
 template <class Bits, bool kWhole, class C>
 __device__ __forceinline__ void load_rows(const C& c, RawGates<GradGates::kRows>& raw) {
   const RowView& view = c.a.g;
   const int tokens = c.numbers().rows[c.head()] - 2 * c.t();  // from the lane's first on
+  const int step = kWhole ? 1 : c.a.gate_step;
   const auto* even = static_cast<const Bits*>(view.base) + c.numbers().g_first[c.head()] +
-                     channel_of_head(c) + 2 * c.t() * view.stride_t;
+                     channel_of_head(c) * step + 2 * c.t() * view.stride_t;
   const auto* odd = even + view.stride_t;
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool there = kWhole || 8 * n + i % 2 < tokens;
-      raw.bits[n][i] = there ? (i % 2 ? odd : even)[i / 2 * 8] : 0;
+      raw.bits[n][i] = there ? (i % 2 ? odd : even)[i / 2 * 8 * step] : 0;
     }
     even += 8 * view.stride_t, odd += 8 * view.stride_t;
   }
@@ -44,7 +45,7 @@ __device__ __forceinline__ void load_rows(const C& c, RawGates<GradGates::kRows>
 template <class C>
 __device__ __forceinline__ void begin_gates(const C& c, RawGates<C::kGates>& raw) {
   if constexpr (C::kGates == GradGates::kRows) {
-    const bool whole = c.numbers().rows[c.head()] == kChunk;
+    const bool whole = c.numbers().rows[c.head()] == kChunk && c.a.gate_step == 1;
     if (c.a.g.type == Element::kFloat32)
       whole ? load_rows<uint32_t, true>(c, raw) : load_rows<uint32_t, false>(c, raw);
     else
@@ -124,7 +125,7 @@ __device__ __forceinline__ void put_gradients(const C& c, int r, const float (&y
     Operand out;
     to_operand(out, [&](int n, int i) { return y[n][i]; });
     ptx::stmatrix_x4_trans(c.channels_of(c.s.gates.of_turn[c.turn & 1]) + r * kSubchunkBytes, out);
-  } else if (C::kGates == GradGates::kRows || c.a.dgate_step != 0) {
+  } else if constexpr (C::kGates == GradGates::kRows) {
     store_rows(c, r, y);
   } else {
 #pragma unroll
@@ -137,8 +138,7 @@ __device__ __forceinline__ void put_gradients(const C& c, int r, const float (&y
 /// After all sub-chunks: the warp's sums over channels.
 template <class C>
 __device__ __forceinline__ void finish_gradients(const C& c, ChannelSums& sums) {
-  if constexpr (C::kGates == GradGates::kHead)
-    if (c.a.dgate_step == 0) store_token_sums(c, sums, c.s.gates.dg);
+  if constexpr (C::kGates == GradGates::kHead) store_token_sums(c, sums, c.s.gates.dg);
 }
 
 }  // namespace kda::cuda::sm90::grad

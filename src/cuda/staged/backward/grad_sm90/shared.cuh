@@ -46,8 +46,6 @@ struct GateNumbers<kHeads, GradGates::kRows> {
 template <int kHeads>
 struct GateNumbers<kHeads, GradGates::kHead> {
   float gate[kHeads][kChunk];  // raw; 0 past the sequence
-  int64_t dg_first[kHeads];    // where dg has a gradient a channel
-  int rows[kHeads];
 };
 
 /// Numbers of a chunk, one for each token, channel or value head, from the warps that load.
