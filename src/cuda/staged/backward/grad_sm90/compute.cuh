@@ -21,10 +21,12 @@
 //   out_empty         store (64), twice             compute          `out` was stored
 //   gates_done[2]     compute (256)                 store            dg is where the gates were; sums are there
 //   gates_empty[2]    store (64)                    load             dg was stored: gates of the turn after next
+//   numbers_full      load (64)                     compute          with rows of gates: where they are is known
 //   bar.sync 1 (2)    compute of a value head       the same         factors, pairs, shares that warps share
 //
 // Shared memory (Shared in shared.cuh): one place for d_o, E, dZ, S0, dS, q, k; two for gates and numbers;
-// pairs (P and R, 16-bit), out, shares of sums by warp, factors of tokens.
+// pairs (P and R, 16-bit), out, shares of sums by warp, factors of tokens. Gates have no place where they are
+// read by rows or are a number of each token (GradGates): then dg leaves by rows, or as sums of the warps.
 //
 // One turn, run_chunk(), in order (D(j, i): product of the decays of tokens j + 1 to i)
 //   begin_pairs       P = d_o E^T by one warpgroup, -R = dZ E^T by the other (wgmma); of a pair each has both
