@@ -3,16 +3,57 @@
 is made clear by _checks.checked; what would go through with another meaning is refused."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.compiler import is_compiling
 
-from ._checks import computes_in_float64, expect_memory, state_type
-from ._rules import FLOATS, LENGTHS, number, refuse_type
+from . import ops
+from ._checks import computes_in_float64, expect_memory, int32_of, state_type
+from ._rules import FLOATS, LAST_SLOT, LENGTHS, integer, number, refuse_type
 from .ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, HEADS_GROUPED,
-                  HEADS_TILED, update)
+                  HEADS_TILED)
 
 NO_A_LOG = "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Modes(NamedTuple):
+    """How a call reads g, beta, q, k and its states: as the operators take it, in their order."""
+    gate_mode: int
+    beta_mode: int
+    lower_bound: float
+    scale: float
+    l2norm: bool
+    state_v_first: bool
+
+    @property
+    def without_layout(self) -> tuple[int, int, float, float, bool]:
+        """All but that of states, for operators that have them in the kv layout or take it at another place."""
+        return self[:-1]
+
+
+class Beside(NamedTuple):
+    """Where else states of a call go, and the tree that its tokens are: arguments of the operator update, in their
+    order."""
+    drafts: torch.Tensor | None = None
+    draft_indices: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
+    checkpoints: torch.Tensor | None = None
+    checkpoint_offsets: torch.Tensor | None = None
+    checkpoint_indices: torch.Tensor | None = None
+    checkpoint_every: int = 16
+
+
+class Slots(NamedTuple):
+    """A pool of states, and where in it the sequences of a call find and leave theirs: arguments of the operator
+    update."""
+    states: torch.Tensor
+    indices: torch.Tensor | None
+    num_accepted_tokens: torch.Tensor | None
+    has_state: torch.Tensor | None
+    first_slot: int
+    beside: Beside | None  # None: nothing, as in most calls
 
 
 def dense(x):
@@ -88,8 +129,20 @@ def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
     return dense(cu_seqlens), None if cu_seqlens_cpu is None else dense(cu_seqlens_cpu)
 
 
+def parameters_of(A_log, dt_bias, modes, float64=False):
+    """A_log and dt_bias as the kernels read them; none where the gate has no parameters."""
+    if modes.gate_mode == GATE_LOG:
+        return None, None
+    if A_log is None and modes.gate_mode == GATE_SOFTPLUS:
+        raise ValueError(NO_A_LOG)
+    return parameter_of(A_log, float64), parameter_of(dt_bias, float64)
+
+
 def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
              use_qk_l2norm_in_kernel, state_v_first):
+    """Modes of a call that was given these options, FLA's by their names."""
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
     gate, beta, bound = GATE_LOG, BETA_PLAIN, -5.0
     if use_gate_in_kernel:
         if lower_bound is None:
@@ -98,8 +151,42 @@ def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kern
             gate, bound = GATE_BOUNDED, number("lower_bound", lower_bound)
     if use_beta_sigmoid_in_kernel:
         beta = BETA_SIGMOID2 if allow_neg_eigval else BETA_SIGMOID
-    return (gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else number("scale", scale),
-            bool(use_qk_l2norm_in_kernel), bool(state_v_first))
+    return Modes(gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else number("scale", scale),
+                 bool(use_qk_l2norm_in_kernel), bool(state_v_first))
+
+
+def slots_of(name, states, indices, num_accepted_tokens, has_state, first_slot, beside=None):
+    """Slots of a call that was given these. `name`: what the caller calls `indices`."""
+    if num_accepted_tokens is not None:
+        num_accepted_tokens = int32_of("num_accepted_tokens", num_accepted_tokens)
+    if type(first_slot) is not int or first_slot:
+        first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
+    has_state = None if has_state is None else dense(has_state)
+    return Slots(states, _indices_of(name, indices), num_accepted_tokens, has_state, first_slot, beside)
+
+
+def beside_of(drafts=None, draft_slots=None, parents=None, checkpoints=None, checkpoint_offsets=None,
+              checkpoint_slots=None, checkpoint_every=16):
+    """Likewise; None where nothing is given."""
+    if drafts is None and parents is None and checkpoints is None:
+        return None
+    if drafts is not None:
+        draft_slots = _indices_of("draft_slots", draft_slots)
+    if parents is not None:
+        parents = int32_of("parents", parents)
+    if checkpoints is not None:
+        checkpoint_offsets = int32_of("checkpoint_offsets", checkpoint_offsets)
+        checkpoint_slots = int32_of("checkpoint_slots", checkpoint_slots)
+        checkpoint_every = integer("checkpoint_every", checkpoint_every, 16, LAST_SLOT)
+    return Beside(drafts, draft_slots, parents, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
+
+
+def _indices_of(name, indices):
+    """Slots as the operators take them: [N], or [N, S] with S above 1, one a token."""
+    if indices is None:
+        return None
+    indices = int32_of(name, indices)
+    return indices.flatten() if indices.dim() == 2 and indices.shape[1] <= 1 else indices
 
 
 def head_map_of(name):
@@ -120,11 +207,42 @@ def call(operator, q, k, v, g, beta, *rest):
             return operator(q, k, v, g, beta, *rest)
         except ValueError as refusal:
             error = refusal
-    float64 = operator is not update and computes_in_float64(q)  # pools are fp32 or bf16
+    float64 = operator is not ops.update and computes_in_float64(q)  # pools are fp32 or bf16
     rows = tuple((gates_of if x is g else rows_of)(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
         raise error  # not for what these tensors are: nothing is tried twice
     return operator(*rows, *rest)
+
+
+# The operators, by what calls hand on: here, and nowhere else, it is taken apart. `parameters`: of parameters_of;
+# `lengths`: of lengths_of, or a pair of None.
+
+def forward(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, decode, has_state, head_map):
+    """o and the final state, without gradients."""
+    return call(ops.forward, q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state, decode,
+                has_state, head_map)
+
+
+def forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, has_state, keep, head_map):
+    """o and the final state, with gradients."""
+    return call(ops.forward_kept, q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state,
+                has_state, keep, head_map)
+
+
+def forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, checkpoint_every=0,
+                 decode=False, has_state=None, head_map=HEADS_GROUPED):
+    """Writes o, and the final state and checkpoints where they are given."""
+    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *parameters, state, *lengths, *modes,
+         checkpoint_every, decode, has_state, head_map)
+
+
+def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map):
+    """Writes o and the states of `slots`."""
+    states, indices, accepted, has_state, first_slot, beside = slots
+    # Defaults cost a call of few tokens time.
+    more = () if beside is None and head_map == HEADS_GROUPED else (*(beside or Beside()), head_map)
+    call(ops.update, q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
+         zero_skipped, has_state, first_slot, *more)
 
 
 def new_states(q, v, state_v_first, slots):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from . import ops
-from ._checks import checked, computes_in_float64, int32_of, state_type
-from ._operands import (NO_A_LOG, as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of,
-                        rows_of, written_rows_of)
-from ._rules import LAST_SLOT, FlaError, integer, number
+from ._checks import checked, computes_in_float64, state_type
+from ._operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
+                        modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
+from ._rules import FlaError, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
@@ -37,11 +37,6 @@ def _check_sequences(q):
                          f"Please flatten variable-length inputs before processing.")
 
 
-def _check_beta(use_beta_sigmoid_in_kernel):
-    if not use_beta_sigmoid_in_kernel:
-        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
-
-
 def _expect_shape_of_v(out, v):
     if out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
@@ -59,7 +54,7 @@ class _ChunkOptions(NamedTuple):
     chunk_size: int
     out: torch.Tensor | None
     head_map: int
-    modes: tuple[Any, ...]  # of modes_of
+    modes: Modes
 
 
 def _chunk_options(q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -74,8 +69,6 @@ def _chunk_options(q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoi
             raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
         if not (-5 <= number("lower_bound", lower_bound) < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -223,45 +216,46 @@ def chunk_kda(
     float64 = computes_in_float64(q)
     if initial_state is not None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
-                                      float64)
     chunk_size, out, head_map, modes = _chunk_options(
         q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         use_qk_l2norm_in_kernel, state_v_first, safe_gate, return_intermediate_states, kwargs)
+    parameters = parameters_of(kwargs.get("A_log"), kwargs.get("dt_bias"), modes, float64)
     if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
+    lengths = cu_seqlens, cu_seqlens_cpu
     state = None if initial_state is None else dense(initial_state)
-    rest = A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes
     has_state = kwargs.get("has_state")
     if has_state is not None:
         has_state = dense(has_state)
     if not return_intermediate_states and out is None:
-        if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
+        if ops.differentiates(q, k, v, g, beta, *parameters, state):
             keep = _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute)
-            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep,
-                                  head_map)
+            o, final_state = forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
+                                          has_state, keep, head_map)
         else:
-            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state,
-                                  head_map)
+            o, final_state = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
+                                     False, has_state, head_map)
         return as_type(o, q.dtype), final_state if output_final_state else None
     if out is not None:
         o = written_rows_of("out", out, float64)
     if not return_intermediate_states:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final_state = new_states(q, v, state_v_first, N) if output_final_state else None
-        call(ops.forward_into, q, k, v, g, beta, o, final_state, None, *rest, 0, False, has_state, head_map)
+        forward_into(q, k, v, g, beta, o, final_state, None, parameters, state, lengths, modes, 0, False, has_state,
+                     head_map)
         return _written(out, o), final_state
-    lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
-    final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
+    counts = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
+    final_state = new_states(q, v, state_v_first, len(counts)) if output_final_state else None
     if out is None:
         o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
-    checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
-    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state, head_map)
+    checkpoints = new_states(q, v, state_v_first, sum(count // chunk_size for count in counts))
+    forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, chunk_size, False,
+                 has_state, head_map)
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
-    h = _chunk_states(checkpoints, state, lengths, chunk_size)
+    h = _chunk_states(checkpoints, state, counts, chunk_size)
     o = as_type(o, q.dtype) if out is None else _written(out, o)
     return o, final_state, h.to(k.dtype).unflatten(0, (q.shape[0], len(h) // max(q.shape[0], 1)))
 
@@ -298,12 +292,10 @@ def fused_recurrent_kda(
             _expect_shape_of_v(kwargs["out"], v)
     if cu_seqlens is not None:
         _check_sequences(q)
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
-                      cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval, lower_bound, kwargs.get("has_state"), kwargs.get("out"),
-                      kwargs.get("head_map"))
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
+                      kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"))
 
 
 @checked("has_state", "first_slot", "head_map", "transpose_state_layout")
@@ -344,82 +336,48 @@ def fused_recurrent_kda_fwd(
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None:
         _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
-        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
-                          cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                          allow_neg_eigval, lower_bound, has_state, out, kwargs.get("head_map"))
+        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
+                          has_state, out, kwargs.get("head_map"))
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    o = _update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
-                     A_log, dt_bias, cu_seqlens, has_state, first_slot, out, scale, lower_bound, use_gate_in_kernel,
-                     use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
+    slots = slots_of("ssm_state_indices", initial_state, ssm_state_indices, num_accepted_tokens, has_state, first_slot)
+    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out,
                      kwargs.get("head_map"))
     return o, initial_state
 
 
-def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
-                 first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map=None, drafts=None,
-                 draft_slots=None, parents=None, checkpoints=None, offsets=None, checkpoint_slots=None, every=16):
-    """o of sequences whose states are slots of `pool`, which is updated, or with drafts only read; arguments by place,
-    since names cost a call of few tokens time. `slots_name`: what the caller's `slots` are called."""
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    slots, state_a_token = _slots_of(slots_name, slots)
-    head_map = head_map_of(head_map)
-    more = ()
-    if drafts is not None:
-        draft_slots, state_a_token = _slots_of("draft_slots", draft_slots)
-    if parents is not None:
-        parents = int32_of("parents", parents)
-    if checkpoints is not None:
-        offsets, checkpoint_slots = int32_of("checkpoint_offsets", offsets), int32_of("checkpoint_slots", checkpoint_slots)
-        every = integer("checkpoint_every", every, 16, LAST_SLOT)
-    if head_map or drafts is not None or parents is not None or checkpoints is not None:
-        more = drafts, draft_slots, parents, checkpoints, offsets, checkpoint_slots, every, head_map
-    accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
-    if type(first_slot) is not int or first_slot:
-        first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
-    decode = state_a_token or checkpoints is None and _decodes(q, cu_seqlens)
-    skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
+def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out=None, head_map=None):
+    """o of sequences whose states are in a pool, which is updated, or with drafts only read."""
+    parameters = parameters_of(A_log, dt_bias, modes)
+    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    indices, beside = slots.indices, slots.beside
+    columns = indices if beside is None or beside.drafts is None else beside.draft_indices
+    state_a_token = columns is not None and columns.dim() == 2
+    decode = state_a_token or (beside is None or beside.checkpoints is None) and _decodes(q, cu_seqlens)
+    skips = cu_seqlens is not None or indices is not None  # zeros where no token is, or no slot
     o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
-    call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, skips and decode, None if has_state is None else dense(has_state), first_slot, *more)
+    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map))
     # The operator takes prefill's kernels where it knows of a longer sequence.
-    known = cu_seqlens is not None and (cu_seqlens_cpu is not None or not cu_seqlens.is_cuda)
-    if slots is not None and not state_a_token and (known or not decode):
-        _zero_without_slot(o, slots, first_slot, len(pool), cu_seqlens)
+    if indices is not None and not state_a_token and not (decode and cu_seqlens is None):
+        _zero_without_slot(o, slots, lengths, decode)
     if out is None:
         return as_type(o, v.dtype)
     return _written(out, o)
 
 
-def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
-    if not use_gate_in_kernel:
-        return None, None
-    if A_log is None and lower_bound is None:
-        raise ValueError(NO_A_LOG)
-    return parameter_of(A_log, float64), parameter_of(dt_bias, float64)
-
-
-def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
-               use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-               has_state=None, out=None, head_map=None):
-    """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
-    time."""
+def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens, has_state=None,
+               out=None, head_map=None):
+    """fused_recurrent_kda, into `out` if that is given."""
     float64 = computes_in_float64(q)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    parameters = parameters_of(A_log, dt_bias, modes, float64)
+    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
     decode, head_map = _decodes(q, cu_seqlens), head_map_of(head_map)
     if has_state is not None:
@@ -427,25 +385,30 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_fi
     if out is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         o = written_rows_of("out", out, float64)
-        final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
-        call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
-             *modes, 0, decode, has_state, head_map)
+        final = new_states(q, v, modes.state_v_first, N) if output_final_state or decode else None
+        forward_into(q, k, v, g, beta, o, final, None, parameters, state, lengths, modes, 0, decode, has_state,
+                     head_map)
         return _written(out, o), final if output_final_state else None
-    o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                    bool(output_final_state or decode), decode, has_state, head_map)
+    o, final = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state or decode), decode,
+                       has_state, head_map)
     return as_type(o, v.dtype), final if output_final_state else None
 
 
-def _zero_without_slot(o, slots, first_slot, num_slots, cu_seqlens):
-    """The prefill kernels compute such sequences too, from zero."""
-    without = slots < first_slot if first_slot else slots < 0
+def _zero_without_slot(o, slots, lengths, decode):
+    """The prefill kernels compute such sequences too, from zero. They are not taken where nobody on the host knows
+    of a sequence that is too long for decode."""
+    cu_seqlens, cu_seqlens_cpu = lengths
+    if decode and cu_seqlens_cpu is None and cu_seqlens.is_cuda:
+        return
+    indices = slots.indices
+    without = indices < slots.first_slot
     if o.is_cuda:  # elsewhere it is refused
-        without |= slots >= num_slots
+        without |= indices >= len(slots.states)
     if cu_seqlens is None:
         o.masked_fill_(without[:, None, None, None], 0)
-    elif len(slots):
+    elif len(indices):
         tokens = torch.arange(o.shape[1], device=o.device)
-        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(slots) - 1)
+        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(indices) - 1)
         o.masked_fill_(without[sequences][None, :, None, None], 0)
 
 
@@ -455,12 +418,3 @@ def _decodes(q, cu_seqlens):
     if cu_seqlens is None:
         return q.shape[1] <= _MOST_DECODE_TOKENS
     return q.shape[1] == cu_seqlens.shape[0] - 1
-
-
-def _slots_of(name, indices):
-    """Slots as the operators take them, and whether there is one a token."""
-    if indices is None:
-        return None, False
-    many = indices.dim() == 2 and indices.shape[1] > 1
-    indices = int32_of(name, indices)
-    return indices.flatten() if indices.dim() == 2 and not many else indices, many

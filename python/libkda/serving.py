@@ -41,22 +41,10 @@ import torch
 
 from . import _layer_ops, layer
 from ._checks import checked, int32_of
-from ._operands import dense, parameter_of
+from ._operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
 from ._rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
-from .kda import _MOST_DECODE_TOKENS, _check_beta, _expect_shape_of_v, _update_pool
-
-
-def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-         lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-         state_v_first, head_map, *more):
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    if out is not None:
-        _expect_shape_of_v(out, v)
-    return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
-                        first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map, *more)
+from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
 
 
 @checked()
@@ -80,10 +68,13 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     stored unless its checkpoint_slots is none too. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
     _expect_together(checkpoints=checkpoints, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots)
-    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map, None, None, None, checkpoints, checkpoint_offsets,
-                checkpoint_slots, checkpoint_every)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    beside = beside_of(None, None, None, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
+    slots = slots_of("slots", pool, slots, None, has_state, first_slot, beside)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
 
 
 @checked()
@@ -100,9 +91,12 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
     _expect_few_tokens("decode", q, cu_seqlens, _MOST_DECODE_TOKENS, "prefill takes any number")
-    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    slots = slots_of("slots", pool, slots, None, has_state, first_slot)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
 
 
 @checked()
@@ -137,9 +131,13 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     if columns.dim() == 2 and columns.shape[1] < 2:
         raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
     _expect_few_tokens("verify", q, cu_seqlens, _MOST_DECODE_TOKENS, f"{name} has a column a token")
-    return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
-                dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map, drafts, draft_slots, parents)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    beside = beside_of(drafts, draft_slots, parents)
+    slots = slots_of("slots", pool, slots, num_accepted_tokens, has_state, first_slot, beside)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
 
 
 @checked()
@@ -185,17 +183,17 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         out = x.new_empty(raw_g.shape)
     if A_log is None and lower_bound is None:
         raise ValueError("A_log is required by a softplus gate")
-    mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
-    bound = -5.0 if lower_bound is None else number("lower_bound", lower_bound)
-    scale = D ** -0.5 if scale is None else number("scale", scale)
+    modes = Modes(GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED, BETA_SIGMOID,
+                  -5.0 if lower_bound is None else number("lower_bound", lower_bound),
+                  D ** -0.5 if scale is None else number("scale", scale), True, bool(state_v_first))
     slots = None if state_indices is None else int32_of("state_indices", state_indices)
     taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
     o = out.view(N, T, H, D)
     _layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
                             raw_beta.reshape(N, T, H), parameter_of(A_log), parameter_of(dt_bias), slots, state, o,
                             None if output_gate is None else output_gate.reshape(N, T, H, D), norm_weight,
-                            None if has_state is None else dense(has_state), mode, BETA_SIGMOID, bound, scale, True,
-                            norm_eps, gate, first_slot, state_v_first)
+                            None if has_state is None else dense(has_state), *modes.without_layout,
+                            norm_eps, gate, first_slot, modes.state_v_first)
     if slots is not None and norm_weight is not None and not _is_one_kernel(state):
         # The norm and its gate make of the zeros of a sequence without a slot what they are.
         without = (slots < first_slot) | (slots >= len(state))
