@@ -96,8 +96,8 @@ def _check_place(name, rule, x, first, device):
 def checked(*keywords: str) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
     """A function with errors that name its argument. A call that nothing is wrong with pays for no check of Python's:
     kernels and operators refuse what they do not take, and what they refuse is looked at here. `keywords`: what it
-    knows of its **kwargs. What another function knows is refused; what nobody knows is ignored, as FLA's functions do, with
-    one warning."""
+    knows of its **kwargs. What another function knows is refused; what nobody knows is ignored, as FLA's functions
+    do, with one warning."""
     return lambda function: _checked(function, keywords)
 
 

@@ -184,7 +184,7 @@ def _call(operator, args):
     if is_compiling() or (is_grad_enabled() or forward_ad._current_level >= 0) and ops.differentiates(*args):
         return operator(*args)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return operator(*args)
+        return operator._op(*args)  # what operator() calls
 
 
 def short_conv(*args):
@@ -214,7 +214,7 @@ def _write(operator, what, args):
     if is_compiling():
         return operator(*args)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        result = operator(*args)
+        result = operator._op(*args)
     increment_version([args[i] for i in _WRITTEN[operator]])
     return result
 

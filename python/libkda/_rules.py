@@ -152,8 +152,9 @@ WORDS = {
                               initial_state_indices="indices", final_state_indices="indices"),
     "gated_rms_norm": dict(channels="x", rows="x"),
     "fused_decode": dict(
-        num_sequences="sequences of x", num_tokens="tokens of x", num_heads="heads of raw_g", head_dim="channels of raw_g",
-        width="taps of weight", state_width="inputs of conv_state", num_slots="slots of state", slots="state_indices", g="raw_g", beta="raw_beta", y="out", states="state",
+        num_sequences="sequences of x", num_tokens="tokens of x", num_heads="heads of raw_g",
+        head_dim="channels of raw_g", width="taps of weight", state_width="inputs of conv_state",
+        num_slots="slots of state", slots="state_indices", g="raw_g", beta="raw_beta", y="out", states="state",
         initial_state="state", **{f"{part}.{field}": name for part in "qkv" for field, name in (
             ("x", "x"), ("weight", "weight"), ("bias", "bias"), ("state", "conv_state"))}),
     "arrays.decode": dict(_SIZES, initial_state="state", initial_state_indices="indices"),

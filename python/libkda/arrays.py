@@ -82,8 +82,8 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
     float16 or bfloat16, each its own.
     A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
     has_state [N], bool: where it is False a sequence starts from zero. cu_seqlens [N + 1], integers on the host: packs
-    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward(). head_map "tiled": value head j reads
-    q/k head j % H, not j // (HV // H) as with "grouped".
+    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward(). head_map "tiled": value head j
+    reads q/k head j % H, not j // (HV // H) as with "grouped".
     On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
     aligned to 64) and stream (an integer handle).
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does

@@ -100,5 +100,5 @@ def fused_recurrent_kda_fwd(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     out: Tensor | None = None,
-    **kwargs: Any,  # has_state, first_slot
+    **kwargs: Any,  # has_state, first_slot, head_map
 ) -> tuple[Tensor, Tensor | None]: ...

@@ -370,7 +370,7 @@ def _called(operator, what):
         if is_compiling():
             return operator(*args)
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            result = operator(*args)
+            result = operator._op(*args)  # what operator() calls
         if written:
             increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
         return result

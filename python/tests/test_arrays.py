@@ -661,3 +661,33 @@ def test_arrays_on_a_gpu(source):
     expected = reference({name: t[:, :1] for name, t in x.items()}, parameters, state)
     assert distance(torch.from_numpy(next_o.get()), expected[0]) < 1e-3
     assert distance(torch.from_numpy(states.get()), expected[1]) < 2e-6
+
+
+def test_head_map():
+    """"tiled" is that of q and k with a head for each value head, in each function."""
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
+    q, k, v = normal(2, 5, 2, 16), normal(2, 5, 2, 16), normal(2, 5, 4, 8)
+    g, beta = -abs(normal(2, 5, 4, 16)), normal(2, 5, 4)
+    each = [np.tile(x, (1, 1, 2, 1)) for x in (q, k)]
+    modes = dict(beta_mode="sigmoid", qk_l2norm=True)
+    o, final = arrays.forward(q, k, v, g, beta, output_final_state=True, head_map="tiled", **modes)
+    expected, final_expected = arrays.forward(*each, v, g, beta, output_final_state=True, **modes)
+    assert np.allclose(o, expected, atol=1e-6) and np.allclose(final, final_expected, atol=1e-6)
+    assert np.allclose(arrays.decode(q, k, v, g, beta, final, head_map="tiled", **modes),
+                       arrays.decode(*each, v, g, beta, final_expected, **modes), atol=1e-6)
+    found = arrays.backward(q, k, v, g, beta, d_o=o, head_map="tiled", **modes)
+    wanted = arrays.backward(*each, v, g, beta, d_o=o, **modes)
+    assert np.allclose(found.dq, wanted.dq.reshape(2, 5, 2, 2, 16).sum(2), atol=1e-5)
+    assert np.allclose(found.dv, wanted.dv, atol=1e-5)
+    with pytest.raises(ValueError, match="head_map must be one of grouped, tiled, got 'striped'"):
+        arrays.forward(q, k, v, g, beta, head_map="striped")
+
+
+def test_rows_without_a_slot_are_zero():
+    rng = np.random.default_rng(4)
+    normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
+    o, state = np.full((2, 1, 2, 8), np.nan, np.float32), normal(3, 2, 16, 8)
+    rows = normal(2, 1, 2, 16), normal(2, 1, 2, 16), normal(2, 1, 2, 8), -abs(normal(2, 1, 2, 16)), normal(2, 1, 2)
+    arrays.decode(*rows, state, indices=np.array([-1, 2], np.int32), o=o)
+    assert not o[0].any() and o[1].any()

@@ -154,8 +154,8 @@ def test_places(places, late):
 @pytest.mark.parametrize("function", [libkda.chunk_kda, libkda.fused_recurrent_kda])
 def test_the_note_of_a_compiled_call(function):
     plugin, x = Plugin("host"), torch.rand(1, 3, 1, 16)
-    compiled = torch.compile(lambda x: plugin.attempt("own", "kda", function, x, x, x, -x, x[..., 0])[0], backend="eager",
-                             fullgraph=True)
+    served = lambda x: plugin.attempt("own", "kda", function, x, x, x, -x, x[..., 0])[0]
+    compiled = torch.compile(served, backend="eager", fullgraph=True)
     with torch.no_grad():
         assert compiled(x).shape == x.shape
     assert plugin.last_path("kda") == f"libkda: {function.__name__}"

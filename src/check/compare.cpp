@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
+#include <tuple>
+#include <utility>
 
 #include "check/tolerances.hpp"
 #include "core/convert.hpp"
@@ -48,6 +50,39 @@ double rounding_error(const std::vector<double>& ref, const std::vector<double>&
   return relative_error(rounded, ref, magnitude);
 }
 
+constexpr double kInfinite = std::numeric_limits<double>::infinity();
+
+/// Error and tolerance of values that fit into their type.
+std::pair<double, double> error_of(const std::vector<double>& x, const std::vector<double>& ref,
+                                   const std::vector<double>& magnitude, DType stored,
+                                   int64_t tokens, const CompareOptions& options) {
+  return {relative_error(x, ref, magnitude),
+          forward_tolerance(rounding_error(ref, magnitude, stored),
+                            static_cast<int64_t>(ref.size()), tokens, options.marginal)};
+}
+
+/// The same where some overflow: each must be the infinity that storing it gives.
+std::pair<double, double> error_beside_infinities(const std::vector<double>& x,
+                                                  const std::vector<double>& ref,
+                                                  const std::vector<double>& magnitude,
+                                                  DType stored, int64_t tokens,
+                                                  const CompareOptions& options) {
+  std::vector<double> values, references, magnitudes;
+  bool right = true;
+  for (std::size_t i = 0; i < ref.size(); ++i) {
+    const double infinity = as_stored(ref[i], stored);
+    if (!std::isfinite(infinity)) {
+      right = right && x[i] == infinity;
+      continue;
+    }
+    values.push_back(x[i]);
+    references.push_back(ref[i]);
+    magnitudes.push_back(magnitude[i]);
+  }
+  auto [error, tolerance] = error_of(values, references, magnitudes, stored, tokens, options);
+  return {right ? error : kInfinite, tolerance};
+}
+
 }  // namespace
 
 double norm(const std::vector<double>& x) {
@@ -60,7 +95,7 @@ double relative_error(const std::vector<double>& x, const std::vector<double>& r
                       const std::vector<double>& magnitude) {
   double sum = 0;
   for (std::size_t i = 0; i < x.size(); ++i) {
-    if (!std::isfinite(x[i])) return std::numeric_limits<double>::infinity();
+    if (!std::isfinite(x[i])) return kInfinite;
     sum += (x[i] - ref[i]) * (x[i] - ref[i]);
   }
   const double floor = kUnderflow * std::sqrt(static_cast<double>(x.size() + 1));
@@ -73,11 +108,15 @@ HeadError judge(const std::vector<double>& x, const std::vector<double>& ref,
   const auto values = static_cast<int64_t>(ref.size());
   HeadError entry;
   entry.overflow = overflow_of(ref, magnitude, stored);
-  const bool overflows = entry.overflow != 0;
-  entry.error =
-      overflows ? std::numeric_limits<double>::infinity() : relative_error(x, ref, magnitude);
-  entry.tolerance = forward_tolerance(overflows ? 0 : rounding_error(ref, magnitude, stored),
-                                      values, tokens, options.marginal);
+  if (entry.overflow == 0)
+    std::tie(entry.error, entry.tolerance) = error_of(x, ref, magnitude, stored, tokens, options);
+  else if (options.infinities && std::isfinite(entry.overflow))
+    std::tie(entry.error, entry.tolerance) =
+        error_beside_infinities(x, ref, magnitude, stored, tokens, options);
+  else
+    entry = {.error = kInfinite,
+             .tolerance = forward_tolerance(0, values, tokens, options.marginal),
+             .overflow = entry.overflow};
   if (options.operands)
     entry.tolerance +=
         operand_tolerance(*options.operands == DType::kFloat16, values, options.marginal);

@@ -19,7 +19,8 @@ struct HeadError {
   double error = 0;      ///< |x - ref| / max(|ref|, 1e-3 magnitude); infinite for a NaN or Inf
   double tolerance = 0;  ///< finite
   /// The largest |ref|, where the type that it is stored in cannot hold it; NaN where float64
-  /// overflows too; else 0. Nothing can be compared then: the error is infinite.
+  /// overflows too; else 0. Nothing can be compared then: the error is infinite, unless
+  /// CompareOptions say otherwise.
   double overflow = 0;
 
   bool within() const { return error <= tolerance; }
@@ -42,6 +43,9 @@ const HeadError* worst_error(const std::vector<HeadError>& errors);
 
 struct CompareOptions {
   bool marginal = false;  ///< inputs that amplify errors; see tolerances.hpp
+  /// Where a reference overflows its type, the infinity that storing it gives is right: for
+  /// problems made at random.
+  bool infinities = false;
   /// Type of the operands of matrix products, if they are rounded: operands_of().
   std::optional<DType> operands;
   int32_t num_threads = 1;

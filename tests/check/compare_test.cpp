@@ -59,10 +59,26 @@ TEST(Compare, NothingThatOverflowsIsWithin) {
       const HeadError entry = judge({1, x}, ref, magnitude, row.stored, 8, {});
       EXPECT_TRUE(std::isfinite(entry.tolerance)) << dtype_name(row.stored) << row.value;
       EXPECT_EQ(entry.overflow != 0, row.overflows) << dtype_name(row.stored) << row.value;
-      if (row.overflows) EXPECT_TRUE(std::isinf(entry.error));
+      EXPECT_TRUE(!row.overflows || std::isinf(entry.error));
       EXPECT_EQ(entry.within(), !row.overflows && x == row.value) << dtype_name(row.stored) << x;
     }
   EXPECT_FALSE(judge({1}, {1}, {1e200}, DType::kFloat32, 8, {}).within());
+}
+
+/// For problems made at random: the infinity that storing a reference gives, and the rest as
+/// always.
+TEST(Compare, InfinitiesMayBeRight) {
+  const auto within = [](std::vector<double> x, double reference) {
+    const CompareOptions options{.infinities = true};
+    return judge(x, {1, reference}, {1, std::abs(reference)}, DType::kFloat16, 8, options).within();
+  };
+  EXPECT_TRUE(within({1, INFINITY}, 1e5));
+  EXPECT_TRUE(within({1, -INFINITY}, -1e5));
+  EXPECT_FALSE(within({1, -INFINITY}, 1e5));
+  EXPECT_FALSE(within({1, 65504}, 1e5));
+  EXPECT_FALSE(within({1, NAN}, 1e5));
+  EXPECT_FALSE(within({1.01, INFINITY}, 1e5));
+  EXPECT_FALSE(within({1, INFINITY}, NAN));
 }
 
 TEST(Compare, TruthsOfOneComparisonServeTheNext) {

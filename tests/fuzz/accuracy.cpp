@@ -250,9 +250,9 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   }
   const bool marginal = check::is_marginal(inputs);
   digest->add(index, {&result.outputs.o, &result.outputs.final_state});
-  const check::Comparison comparison =
-      check::compare(inputs, result.problem, result.outputs,
-                     {.marginal = marginal, .operands = check::operands_of(result.plan)});
+  const check::Comparison comparison = check::compare(
+      inputs, result.problem, result.outputs,
+      {.marginal = marginal, .infinities = true, .operands = check::operands_of(result.plan)});
   if (!marginal) totals->add(comparison, inputs, run.out_dtype);
   if (comparison.within()) return "";
   const check::HeadError* o = comparison.worst_o();

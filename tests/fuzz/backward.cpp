@@ -88,8 +88,8 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   }
   const bool marginal = check::is_marginal(inputs);
   const std::optional<DType> operands = check::operands_of(call.plan.plan);
-  const check::GradientComparison comparison =
-      check::compare_gradients(inputs, buffers, {.marginal = marginal, .operands = operands});
+  const check::GradientComparison comparison = check::compare_gradients(
+      inputs, buffers, {.marginal = marginal, .infinities = true, .operands = operands});
   if (operands)
     totals->add_staged(comparison);
   else if (!marginal)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of the chain of chunks share: which columns of which state a warp holds, where
-// they begin and end, and the arithmetic of a chunk, with its products by mma.sync.
+// Parts that the kernels of the chain of chunks share: which columns of which state a warp holds,
+// where they begin and end, and the arithmetic of a chunk, with its products by mma.sync.
 #pragma once
 
 #include <type_traits>
@@ -23,8 +23,8 @@ __device__ __forceinline__ void round_pairs(const float (&x)[4], const float (&y
   out[3] = ptx::pack<T>(y[2], y[3]);
 }
 
-/// What thread `tid` of kThreads copies of kBytes to shared memory, in order: tiles lie in the
-/// workspace as they are used here.
+/// Copies the part of kBytes that thread `tid` of kThreads has to shared memory, in order: tiles
+/// lie in the workspace as they are used here.
 template <int kBytes, int kThreads>
 __device__ void copy_tile(void* target, const void* source, int64_t index, int tid) {
   const char* from = static_cast<const char*>(source) + index * kBytes + tid * 16;
@@ -255,7 +255,8 @@ struct Chain {
     for (int step = 0; step < 4; ++step) round_pairs<T>(x[2 * step], x[2 * step + 1], out[step]);
   }
 
-  /// What `kept`, an error rounded to 16 bits, lacks of it, as 16 bits: A operand of 16 tokens.
+  /// Returns what `kept`, an error rounded to 16 bits, lacks of it, as 16 bits: A operand of 16
+  /// tokens.
   __device__ __forceinline__ static void rests(const float (&error)[kTokenTiles][4], int step,
                                                const uint32_t (&kept)[4], uint32_t (&out)[4]) {
 #pragma unroll
@@ -370,7 +371,7 @@ struct Chain {
         visit(rounded[step][i], reinterpret_cast<uint32_t*>(h + at + lane % 4 * 2));
       }
   }
-  /// The same for vn^T; in memory vn has tokens as rows.
+  /// Visits stored vn^T likewise; in memory vn has tokens as rows.
   template <class Visit>
   __device__ void for_each_stored_error(int chunk, uint32_t (&vn)[4][4], Visit&& visit) const {
     T* to = static_cast<T*>(a.vn) + (tile(chunk) * v_tiles() + u_tile) * kChunk * kVTile;

@@ -8,7 +8,7 @@
 
 namespace kda::cuda {
 
-/// What a launch of chunk_delta_h computes.
+/// Results of a launch of chunk_delta_h.
 enum class ChainUse {
   kForward,  ///< both stages at once: outputs and the final state
   kScan,     ///< M and B of segments

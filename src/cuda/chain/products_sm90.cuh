@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What chains of a warpgroup share, which has 64 columns of V as rows: products by wgmma, which are
-// begun here (who calls commits and waits), and stores of rows.
+// Products that chains of a warpgroup share, which has 64 columns of V as rows: products by wgmma,
+// which are begun here (who calls commits and waits), and stores of rows.
 #pragma once
 
 #include "cuda/ptx/ptx.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CUDA backends plan alike.
+// Parts of a plan that CUDA backends make alike.
 #pragma once
 
 #include "plan/builder.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the predictions of the CUDA backends share: the work, its roofline, cuts, the merge of
+// Parts that the predictions of the CUDA backends share: the work, its roofline, cuts, the merge of
 // segments. The constants of a backend are in its cost.hpp.
 #pragma once
 
@@ -56,7 +56,7 @@ inline double roofline_us(const CostInput& in) {
          in.bytes_per_second * 1e6;
 }
 
-/// What segments of at most `segment_tokens` behind first ones of `first_tokens` give.
+/// Segments of at most `segment_tokens` behind first ones of `first_tokens`.
 struct Cut {
   double segments = 0, behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence
   int64_t most = 1;                                    ///< of a sequence

@@ -86,7 +86,7 @@ __device__ __forceinline__ unsigned groups_of(const DecodeArgs& a) {
   return (tiles + warps - 1) / warps;
 }
 
-/// What a block computes.
+/// Work of a block.
 struct Unit {
   int64_t n;    // sequence
   int64_t row;  // of the batch: packed sequences have one

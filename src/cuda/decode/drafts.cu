@@ -2,7 +2,8 @@
 #include "cuda/decode/decode.cuh"
 #include "cuda/decode/drafts.hpp"
 
-// What the kernel finds by the type of its arguments; the others are in cuda/decode/decode.cuh.
+// Functions that the kernel finds by the type of its arguments; the others are in
+// cuda/decode/decode.cuh.
 namespace kda::cuda::drafts {
 
 using decode::Slots;

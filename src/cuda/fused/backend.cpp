@@ -219,7 +219,7 @@ void list_one_pass(plan::PlanBuilder& builder) {
   builder.stage("segment_correct", behind * heads, "o += Qt S_in; final states");
 }
 
-/// What segments need: their units and, in one pass, outputs of transitions.
+/// Books what segments need: their units and, in one pass, outputs of transitions.
 void book_units(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
@@ -251,7 +251,7 @@ void book_handoffs(plan::PlanBuilder& builder) {
   builder.book(block::kHandoffFlags, handoffs, sm90::handoff_flag_bytes(p.key_dim));
 }
 
-/// What is kept is of the chains of whole sequences.
+/// Keeps the chains of whole sequences.
 void keep_whole(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   builder.predict(predict(builder.workload(), plan.device));

@@ -259,8 +259,8 @@ __device__ __forceinline__ bool consume_subchunk(C& c, Outputs outputs,
 
 /// The type of what fp16 does not hold.
 using Wide = __nv_bfloat16;
-/// What `rounded`, errors as consume_subchunk() multiplied them, lacks of `exact`: nothing where
-/// errors fit fp16.
+/// Returns what `rounded`, errors as consume_subchunk() multiplied them, lacks of `exact`: nothing
+/// where errors fit fp16.
 template <class Operand>
 __device__ void find_lacking(const float (&exact)[2][4], const float (&error)[2][4],
                              const uint32_t (&rounded)[4], uint32_t (&lacking)[4]) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a consumer thread knows: its part of the state, and what scales it. The steps of its work
+// Knowledge of a consumer thread: its part of the state, and what scales it. The steps of its work
 // are functions of this context: state_scale.cuh, state_transfer.cuh, consumer.cuh.
 #pragma once
 
@@ -19,7 +19,7 @@ namespace kda::cuda::sm90::fused {
 /// power of two. Each has a loop of its own: as questions in one loop they cost 4 to 10%.
 enum class Outputs { kRounded, kWithResidual, kQt };
 
-/// What scales the state of a warp (state_scale.cuh).
+/// Scale of a warp's state (state_scale.cuh).
 struct StateScale {
   int exponent = 0;    // the state is times 2 to this
   float headroom = 0;  // |v| of this lane that may add up until its warp looks at its state

@@ -109,8 +109,9 @@ inline double one_pass_us(const CostInput& in, const Costs& c, int64_t first_tok
   return std::max(roofline_us(in), chains + join_us(in, cut, cut.tokens_behind));
 }
 
-/// The same with transitions after all else, a cluster each, that exit after `memory_tokens`; their
-/// norm is checked after every `check_tokens`. Infinite where there are more of them than clusters.
+/// Time of one pass with transitions after all else, a cluster each, that exit after
+/// `memory_tokens`; their norm is checked after every `check_tokens`. Infinite where there are more
+/// of them than clusters.
 inline double early_exit_us(const CostInput& in, const Costs& c, int64_t first_tokens,
                             int64_t segment_tokens, int64_t memory_tokens, int64_t check_tokens) {
   const Cut cut = cut_of(in, first_tokens, segment_tokens);
@@ -176,7 +177,7 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
   return plan::best_partition(work, search, &cost->segmented_us);
 }
 
-/// The same of spans, behind an empty first segment, so that every segment with tokens has a
+/// Cuts spans likewise, behind an empty first segment, so that every segment with tokens has a
 /// transition. In line these cost what the segments do, however many there are. So transitions that
 /// may exit early are taken where they lose next to nothing if they run on.
 inline plan::Partition span_partition(const plan::Workload& work, const DeviceFacts& device,

@@ -158,15 +158,15 @@ template <class P>
 __device__ bool in_range(float2 x) {
   return x.x >= P::kLeast && x.y >= P::kLeast;
 }
-/// The same by bits; else the compiler keeps comparisons for it, and there are seven predicates.
+/// Compares by bits; else the compiler keeps comparisons for it, and there are seven predicates.
 template <class P>
 __device__ bool in_range_bits(float2 x) {
   return __float_as_uint(x.x) >= __float_as_uint(P::kLeast) &&
          __float_as_uint(x.y) >= __float_as_uint(P::kLeast);
 }
-/// What add_logs() does, from logarithms of products, which are off by 2^-22 where they are small.
-/// Products may leave fp32, and large rates make that error large: then own.needs_rescale is set,
-/// and the sub-chunk is made again.
+/// Does what add_logs() does, from logarithms of products, which are off by 2^-22 where they are
+/// small. Products may leave fp32, and large rates make that error large: then own.needs_rescale is
+/// set, and the sub-chunk is made again.
 template <class P>
 __device__ float2 multiply_powers(const P& p, float2 (&factor)[kSubchunk], int rows) {
   powers_of(p, factor, rows);

@@ -118,7 +118,8 @@ using FusedWords = std::span<const int64_t>;
 /// them for kernels after it; more are uploaded before it.
 Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
 
-/// The same, and keeps. Takes q, k, v and o in bf16 and gates a channel.
+/// Keeps beside all that launch_fused_prefill() does. Takes q, k, v and o in bf16 and gates a
+/// channel.
 Status launch_fused_keep(const KeepArgs& args, Launch launch);
 
 }  // namespace kda::cuda::sm90

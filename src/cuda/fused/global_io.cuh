@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a producer group copies: raw rows of the sub-chunks that it makes, v and o of this block's
+// Copies of a producer group: raw rows of the sub-chunks that it makes, v and o of this block's
 // columns.
 #pragma once
 
@@ -62,7 +62,7 @@ __device__ void copy_rows(const P& p, void* target, const RowView& view, char*& 
                         from + row_step(view, sizeof(Item), row) + byte, row < rows - first_row);
   from += row_step(view, sizeof(Item), kGroups * kSubchunk);
 }
-/// The same of one gate a head: a thread has a token.
+/// Copies gates of one a head: a thread has a token.
 template <class P>
 __device__ void copy_head_gates(P& p, int rows) {
   constexpr int kBytes = sizeof(typename P::Gate);

@@ -7,8 +7,8 @@
 
 namespace kda::cuda::sm90::fused {
 
-/// As fused_prefill_kernel(), with another consumer. (One body for both gave other code to one of
-/// those kernels.)
+/// The kernel of fused_prefill_kernel() with another consumer. (One body for both gave other code
+/// to one of those kernels.)
 template <int kK, class Operand, class E, GateMode kGateMode>
 __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
     fused_prefill_keep_kernel(const __grid_constant__ KeepArgs a) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a forward keeps for its backward: of every chunk of 64 tokens the state before it, and the
-// errors E of its tokens, in bf16, as the staged backward's chunk_grad reads them (the tiles that
-// staged/backward/chains_sm90.cu makes otherwise).
+// Memory that a forward keeps for its backward: of every chunk of 64 tokens the state before it,
+// and the errors E of its tokens, in bf16, as the staged backward's chunk_grad reads them (the
+// tiles that staged/backward/chains_sm90.cu makes otherwise).
 //
 // A consumer warp has its state and E in registers, as accumulators lie: rows of V, 4 bytes a lane.
 // Shared memory is full. So both go 512 bytes at a time through the place of this warp's own v,

@@ -111,7 +111,7 @@ int64_t most_behind_first(const Plan& plan) {
   return most;
 }
 
-/// Those offsets and the units.
+/// Offsets of segments behind first ones, then the units.
 std::vector<int64_t> words_of(const stage::Call& call, const std::vector<WorkUnit>& units) {
   std::vector<int64_t> words = call.plan->segment_offsets;
   for (std::size_t n = 0; n < words.size(); ++n) words[n] -= static_cast<int64_t>(n);
@@ -120,8 +120,8 @@ std::vector<int64_t> words_of(const stage::Call& call, const std::vector<WorkUni
   return words;
 }
 
-/// What a workspace does not hold by chance, and no launch of this process had before: the steps of
-/// a counter from anywhere, mixed one to one (Steele, Lea and Flood, 2014).
+/// Returns what a workspace does not hold by chance, and no launch of this process had before: the
+/// steps of a counter from anywhere, mixed one to one (Steele, Lea and Flood, 2014).
 uint64_t new_handoff_epoch() {
   static std::atomic<uint64_t> counter = [] {
     std::random_device random;
@@ -136,7 +136,7 @@ uint64_t new_handoff_epoch() {
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
 
-/// What each launch has, of so many units.
+/// Sets the members that each launch has, of so many units.
 void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
   args->clusters =

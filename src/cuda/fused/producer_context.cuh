@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a producer thread knows. The steps of its work are functions of this context, a file a
+// Knowledge of a producer thread. The steps of its work are functions of this context, a file a
 // topic: global_io.cuh, decay.cuh, norms.cuh, anchored_scores.cuh, dyadic_scores.cuh, inverse.cuh.
 // producer.cuh calls them in order.
 //
@@ -92,7 +92,8 @@ struct ProducerContext {
   __device__ int warp() const { return kWarps == 1 ? 0 : static_cast<int>(thread / 32); }
   __device__ bool is_first() const { return kWarps == 1 || warp() == 0; }
   __device__ bool is_last() const { return kWarps == 1 || warp() == 1; }
-  /// What the first and the last warp of a group do at the same time; one warp alone does both.
+  /// Calls what the first and the last warp of a group do at the same time; one warp alone does
+  /// both.
   template <class First, class Last>
   __device__ __forceinline__ void on_each_warp(First&& first_does, Last&& last_does) const {
     if constexpr (kWarps == 1)
@@ -129,7 +130,8 @@ struct ProducerContext {
   __device__ void sync_end() const {
     if constexpr (kWarps > 1) ptx::mbarrier_wait(own.rows_ready, kParity);
   }
-  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  /// Numbers that were computed from the thread's index are computed again, not kept in registers
+  /// or spilled.
   __device__ void forget_index() { ptx::make_opaque(thread); }
 };
 

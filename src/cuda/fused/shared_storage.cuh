@@ -131,7 +131,7 @@ struct RawRows {
   Bits q[kSubchunk][kK], k[kSubchunk][kK];
   unsigned char g[kSubchunk * kRowBytes];
 };
-/// What scores need. With operands in bf16 the rows of a stage make scores too.
+/// Operands of scores. With operands in bf16 the rows of a stage make scores too.
 template <int kK, class Operand>
 struct ScoreScratch {
   // N diag(beta); then the diagonal blocks of 8 are those of T'.
@@ -147,7 +147,7 @@ struct ScoreScratch<kK, __half> {
     float L[kSubchunk][kSubchunk + 4];
   };
 };
-/// What a producer group has for itself.
+/// Memory of a producer group alone.
 template <int kK, class Operand, class E>
 struct ProducerStorage {
   union {
@@ -169,7 +169,7 @@ struct ProducerStorage {
   ptx::Mbarrier scores_done;  // the first warp has done its part of a sub-chunk
 };
 
-/// What a consumer warp keeps from one stop to the next.
+/// Memory of a consumer warp from one stop to the next.
 struct ConsumerState {
   bool in_item;
   int num_subchunks, left;   // sub-chunks of the item

@@ -35,7 +35,7 @@ constexpr int kFarthestExponent = 96;                  // v up to 2^32 is finite
 constexpr int kExponentOfZeros = -1000;
 constexpr uint32_t kBitsOfOne = 127u << 23;
 
-/// What takes a scaled number back, times a power of two of which these are the bits.
+/// Factor that takes a scaled number back, times a power of two of which these are the bits.
 template <class C>
 __device__ float scale_back(const C& c, uint32_t one = kBitsOfOne) {
   return __uint_as_float(one - (static_cast<uint32_t>(c.scale.exponent) << 23));

@@ -12,7 +12,7 @@
 
 namespace kda::cuda {
 
-/// What every GPU from sm_80 on gives a block: 99 KB (sm_86, sm_89, sm_120).
+/// Bytes that every GPU from sm_80 on gives a block: 99 KB (sm_86, sm_89, sm_120).
 inline constexpr int kMostShared = 99 * 1024;
 
 /// Calls run() with a gate mode as a constant of the compiler.

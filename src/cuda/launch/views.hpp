@@ -68,7 +68,7 @@ HeadGates<Args> with_head_gates(const Problem& p, const Args& args) {
   return with;
 }
 
-/// Those of a forward: o, initial and final states, checkpoints, flags.
+/// Sets the outputs of a forward: o, initial and final states, checkpoints, flags.
 template <class Args>
 void set_outputs(const stage::Call& call, const SequenceMaps& maps, Args* args) {
   const Problem& p = call.problem;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels around KDA are given: plain structs, filled by src/cuda/layer/launches.cpp.
+// Arguments of the kernels around KDA: plain structs, filled by src/cuda/layer/launches.cpp.
 #pragma once
 
 #include "cuda/launch/launch.hpp"

@@ -23,7 +23,7 @@ enum Part { kQ, kK, kV };
 
 // A thread reads what it has written itself: these take no registers while the state does.
 
-/// What a convolution keeps, fp32.
+/// Inputs that a convolution keeps, fp32.
 struct Taps {
   float weight[kTaps][kD], bias[kD];
   float inputs[kBefore][kD];  // before the token
@@ -212,7 +212,7 @@ class Gates {
   __device__ __forceinline__ float beta() const {
     return beta_value(a_.gate, float_of(beta_, a_.beta.type));
   }
-  /// What the normed o is multiplied by.
+  /// Returns the factor of the normed o.
   __device__ __forceinline__ float of_output() const {
     const float weight = parameters_.norm_weight[c_];
     return a_.output_gate.base
@@ -228,9 +228,9 @@ class Gates {
   uint32_t weight_, g_, beta_, output_;
 };
 
-/// What a later block will read, for the L2: one warp asks for its state and for a row of the rest
-/// a lane. Memory that is busy with stores of others answers late, and a block has nothing else to
-/// do.
+/// Prefetches what a later block will read to the L2: one warp asks for its state and for a row of
+/// the rest a lane. Memory that is busy with stores of others answers late, and a block has nothing
+/// else to do.
 class Ahead {
  public:
   __device__ __forceinline__ explicit Ahead(const FusedDecodeArgs& a) {

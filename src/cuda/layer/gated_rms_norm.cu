@@ -49,7 +49,7 @@ __device__ __forceinline__ float squares_of(const float (&x)[kVector]) {
   return sum;
 }
 
-/// The same of what a lane has of a row behind its first vector.
+/// Adds the squares that a lane has of a row behind its first vector.
 template <int kVector>
 __device__ __forceinline__ float squares_behind(const NormArgs& a, const Place<kVector>& place,
                                                 int64_t x_row) {

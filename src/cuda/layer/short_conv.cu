@@ -190,7 +190,7 @@ __device__ __forceinline__ void load_rows(const View& view, int64_t at, int64_t 
     if (i < count) rows[i].load(view, at + i * view.strides[1]);
 }
 
-/// What a block computes: a run, and some of the channels.
+/// Work of a block: a run, and some of the channels.
 struct Unit {
   int64_t run, first_channel;
 };

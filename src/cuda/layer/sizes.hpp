@@ -49,7 +49,7 @@ inline std::size_t short_conv_workspace(const ShortConv& call) noexcept {
 
 /// Groups of rows of the norm: of many rows a group has several.
 inline int64_t forward_groups(int64_t rows) { return rows < (1 << 15) ? rows : (rows + 3) / 4; }
-/// Those of its backward, each with sums of its own.
+/// Groups of its backward, each with sums of its own.
 inline int64_t norm_groups(const GatedRmsNorm& call) {
   const int64_t rows = call.rows[0] * call.rows[1] * call.rows[2];
   return std::clamp<int64_t>((int64_t{1} << 21) / std::max<int64_t>(call.channels, 1), 64,

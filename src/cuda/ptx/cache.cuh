@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the L2 keeps. Results never depend on it.
+// Hints for what the L2 keeps. Results never depend on it.
 #pragma once
 
 #include <cstdint>

@@ -54,7 +54,7 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   }
 }
 
-/// What this thread wrote to shared memory comes before copies that are begun after it.
+/// Orders what this thread wrote to shared memory before copies that are begun after it.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

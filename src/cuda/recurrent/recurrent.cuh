@@ -130,7 +130,7 @@ __device__ __forceinline__ void load_token(const Args& a, const Unit& unit, int6
                   unit.transition ? 0 : unit.columns - unit.column);
 }
 
-/// What load_token() has asked for, to shared memory.
+/// Stores what load_token() has asked for to shared memory.
 template <int kK, int kBV>
 __device__ __forceinline__ void prepare_token(const RecurrentArgs& a, int64_t count,
                                               const RawToken<kK, kBV>& raw,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of segment_merge share: the 8 columns of a state that a block has, 4 at a time.
+// Parts that the kernels of segment_merge share: the 8 columns of a state that a block has, 4 at a
+// time.
 #pragma once
 
 #include "cuda/segments/segment_merge.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the forward and the backward of cuda.sm80.staged serve alike.
+// Inputs that the forward and the backward of cuda.sm80.staged serve.
 #pragma once
 
 #include <string>

@@ -15,7 +15,7 @@
 namespace kda::cuda::staged {
 namespace {
 
-/// Those of run(), in the workspace.
+/// Factors of run(), in the workspace.
 Factors factors_of(const stage::Call& call) {
   const StageSizes sizes = kForward.chunk_stages->sizes(*call.plan);
   stage::ChunkPointers at = {};

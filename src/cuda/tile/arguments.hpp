@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels are given: plain structs, filled by launches.cpp of a backend and passed by value.
+// Arguments of kernels: plain structs, filled by launches.cpp of a backend and passed by value.
 #pragma once
 
 #include <cstdint>

@@ -105,7 +105,7 @@ __device__ __forceinline__ float log2_decay_exact(const GateView& gate, float ra
   return log_decay_exact(gate, raw, bias, rate) * kLog2e;
 }
 
-/// The same with the fast units: relative error below 2^-18, also for the slowest channels (no
+/// The log decay with the fast units: relative error below 2^-18, also for the slowest channels (no
 /// tanh, no log of a number near 1).
 template <GateMode kGateMode>
 __device__ __forceinline__ float log2_decay_fast(float raw, float bias, float rate) {

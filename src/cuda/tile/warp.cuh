@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the lanes of a warp do together: rows and sums.
+// Work that the lanes of a warp do together: rows and sums.
 #pragma once
 
 #include "cuda/ptx/ptx.cuh"
@@ -41,7 +41,7 @@ struct LaneRow {
   }
 };
 
-/// The same in shared memory, of rows of whole words. A warp that waits for one of its loads to
+/// Copies to shared memory, of rows of whole words. A warp that waits for one of its loads to
 /// registers may wait for all of them; this row is waited for alone. A step of 0 is for fp32 only.
 template <int kCount>
 struct SharedRow {

@@ -40,7 +40,8 @@ void plan_backward(plan::PlanBuilder& builder) {
                 "of all windows: dq, dk, dg of 16 tokens and a value head");
   builder.stage("backward_gradients", sizes.pieces * p.num_heads,
                 "of all windows: sums over value heads; norms, gates, steps");
-  if (has_parameters(p))
+  const Gradients* wanted = builder.gradients();
+  if (has_parameters(p) && (!wanted || wanted->dA_log || wanted->ddt_bias))
     builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
   for (const StagePlan& stage : plan.stages) builder.kernel(stage.name.c_str(), stage.name.c_str());
   const auto book = [&](const char* name, int64_t floats) {

@@ -34,7 +34,7 @@ struct Tile {
 template <int kBV>
 using TokenTile = float[kTokens][kBV + 4];
 
-/// What a chunk's rows become.
+/// Rows of a chunk, transformed.
 template <int kK>
 struct alignas(16) Channels {
   float q[kTokens][kK];  ///< normalised and scaled; zero past the last token

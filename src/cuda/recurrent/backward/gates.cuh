@@ -22,7 +22,7 @@ __device__ __forceinline__ float step_slope(const GateView& gate, float raw) {
   return (gate.beta_mode == BetaMode::kSigmoid2 ? 2.0f : 1.0f) * sigmoid_slope(raw);
 }
 
-/// What a gradient by the log decay means.
+/// Gradients by what a log decay is made from.
 struct GateGradient {
   float raw;    ///< by the raw gate, and by dt_bias
   float A_log;  ///< by A_log

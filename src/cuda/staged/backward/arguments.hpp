@@ -25,7 +25,7 @@ struct Blocks {
   uint32_t* fallback_2;  ///< of the second phase
 };
 
-/// What segments add; without any `count` is 0.
+/// Memory that segments add; without any `count` is 0.
 struct SegmentBlocks {
   int64_t count = 0;
   const int64_t* offsets = nullptr;  ///< [N + 1] segments before each sequence
@@ -72,7 +72,7 @@ ReverseArgs reverse_arguments(const Group& group);
 /// Segments from zero, for D behind none. Hopper's chains leave nothing else; what others leave in
 /// dh and dz is written again.
 ReverseArgs segments_D_arguments(const Group& group);
-/// The same of whole sequences, for other spans.
+/// Whole sequences from zero, for D, which other spans need.
 ReverseArgs sequences_D_arguments(const Group& group, const SpanGradients& spans);
 
 /// chunk_grad, of either kernel.

@@ -38,7 +38,7 @@ struct ChunkGradArgs {
   float* rows = nullptr;
 };
 
-/// What chunk_grad_sm90.hpp keeps of each chunk and value head beside the rows.
+/// Words that chunk_grad_sm90.hpp keeps of each chunk and value head beside the rows.
 inline constexpr int kFallbackWords = 2;
 
 /// For bf16 q, k.

@@ -78,7 +78,7 @@ inline double both_chains_us(const CostInput& in, const BackwardCosts& c, double
   return std::max(errors, reverse) * (blocks <= static_cast<double>(in.num_sms) ? 1 : 2);
 }
 
-/// What memory needs for `bytes` a token and value head at K = V = 128.
+/// Time that memory needs for `bytes` a token and value head at K = V = 128.
 inline double chain_memory_us(const CostInput& in, double bytes) {
   const double size = static_cast<double>(in.key_dim + in.value_dim) / 256;
   return total_tokens(in) * static_cast<double>(in.num_value_heads) * bytes * size /

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels of chunk_reverse share.
+// Parts that the kernels of chunk_reverse share.
 #pragma once
 
 #include "cuda/chain/chain.cuh"
@@ -7,7 +7,7 @@
 
 namespace kda::cuda::reverse {
 
-/// What a kernel is given. The chain's state is dS: it begins with d_final as `initial` and ends as
+/// Arguments of a kernel. The chain's state is dS: it begins with d_final as `initial` and ends as
 /// d_initial, `final_state`. dh is its `h`, dZ its `vn`, dv its `o`.
 struct KernelArgs {
   ChainArgs chain;

@@ -13,9 +13,10 @@
 
 namespace kda::cuda::staged {
 
-/// What a group of heads may take, where one q/k head does not take more. Chosen, not measured.
+/// Bytes that a group of heads may take, where one q/k head does not take more. Chosen, not
+/// measured.
 inline constexpr double kGroupBytes = 2.4e9;
-/// What all heads may take in a backward in two phases, which cannot have groups.
+/// Bytes that all heads may take in a backward in two phases, which cannot have groups.
 inline constexpr double kTwoPhaseBytes = 16e9;
 
 /// Bytes of one value head in each block.
@@ -82,7 +83,7 @@ inline HeadGroups groups_within(const Plan& plan, double bytes) {
   return groups;
 }
 
-/// Those that the plan has booked blocks for.
+/// Groups that the plan has booked blocks for.
 inline HeadGroups groups_of(const Plan& plan) {
   const Problem& p = plan.problem;
   HeadGroups groups{p.num_heads, 1};

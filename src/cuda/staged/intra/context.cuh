@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread of chunk_intra and recompute_w_u knows. The steps are functions of this context, a
-// file a topic; chunk_intra.cu calls them in order.
+// Knowledge of a thread of chunk_intra and recompute_w_u. The steps are functions of this context,
+// a file a topic; chunk_intra.cu calls them in order.
 #pragma once
 
 #include <type_traits>
@@ -50,7 +50,8 @@ struct IntraContext {
   __device__ int lane() const { return tid % 32; }
   __device__ int subchunk() const { return tid / kPairs; }     // of this thread's tokens
   __device__ int channel() const { return tid % kPairs * 2; }  // first of its pair
-  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  /// Numbers that were computed from the thread's index are computed again, not kept in registers
+  /// or spilled.
   __device__ void forget_index() { ptx::make_opaque(tid); }
 
   __device__ static int64_t tile() { return blockIdx.x; }  // chunk and head

@@ -6,7 +6,7 @@
 
 namespace kda::cuda::intra {
 
-/// What scores of row i, and of neighbours j and j + 1, are multiplied by. To be read before
+/// Factors of scores of row i, and of neighbours j and j + 1. To be read before
 /// anything is stored: the compiler keeps their order.
 struct RowNorms {
   float q, k;
@@ -55,7 +55,7 @@ __device__ void store_tiles(const C& c, const float (*acc)[4], int i, int j, flo
   }
 }
 
-/// What lies on and above the diagonal is not zero; nothing reads it.
+/// Elements on and above the diagonal are not zero; nothing reads them.
 template <bool kDiagonal, class C>
 __device__ void store_blocks(const C& c, const Accumulators<C>& scores) {
   using W = Tasks<C>;

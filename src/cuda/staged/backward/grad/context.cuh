@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread of chunk_grad knows. The steps are functions of this context, a file a topic;
+// Knowledge of a thread of chunk_grad. The steps are functions of this context, a file a topic;
 // chunk_grad.cu calls them in order.
 //
 // Accumulators are [channels, tokens]: a warp has 16 channels and all 64 tokens, a lane the
@@ -45,7 +45,8 @@ struct GradContext {
         tile_(chunk_and_head),
         warp_(__shfl_sync(~0u, thread / 32, 0)) {}
 
-  /// What was computed from the thread's index is computed again, not kept in registers or spilled.
+  /// Numbers that were computed from the thread's index are computed again, not kept in registers
+  /// or spilled.
   __device__ void forget_index() const { ptx::make_opaque(tid); }
   __device__ int warp() const { return warp_; }  // known to be the same in its lanes
   __device__ int lane() const { return tid & 31; }
@@ -90,13 +91,13 @@ __device__ __forceinline__ void load_rows(const GradContext& c, const Tile& tile
                                           int step, Operand& x) {
   ptx::ldmatrix_x4(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
 }
-/// The same as B operands of two n8 tiles, which the rows are: x[0], x[1] and x[2], x[3].
+/// Loads B operands of two n8 tiles, which the rows are: x[0], x[1] and x[2], x[3].
 __device__ __forceinline__ void load_columns(const GradContext& c, const Tile& tile, int block,
                                              int step, Operand& x) {
   const int row = c.lane() % 8 + c.lane() / 16 * 8;
   ptx::ldmatrix_x4(x, part_of(tile, row, c.lane() / 8 % 2, block, step));
 }
-/// The same with rows [16 block, + 16) to be summed over, and n8 tiles of the columns.
+/// Loads B operands with rows [16 block, + 16) to be summed over, and n8 tiles of the columns.
 __device__ __forceinline__ void load_columns_transposed(const GradContext& c, const Tile& tile,
                                                         int block, int step, Operand& x) {
   ptx::ldmatrix_x4_trans(x, part_of(tile, c.lane() % 16, c.lane() / 16, block, step));
@@ -141,7 +142,7 @@ __device__ __forceinline__ float2 of_tokens(const GradContext& c, const float (&
                                             int n) {
   return *reinterpret_cast<const float2*>(&numbers[8 * n + 2 * c.t()]);
 }
-/// The same for the tiles of a sub-chunk.
+/// Decays the tiles of a sub-chunk.
 struct TokenPair {
   float2 tile[2];
   __device__ TokenPair(const GradContext& c, const float (&numbers)[kChunk], int subchunk)

@@ -247,7 +247,7 @@ __device__ __forceinline__ void level_factors(const GradContext& c, const Part& 
     }
 }
 
-/// What stands for h where all pairs of a sub-chunk are of one level.
+/// Stands for h where all pairs of a sub-chunk are of one level.
 constexpr int kOneLevel = 0;
 
 /// Masks a B operand of a diagonal block, in which a lane has tokens 8 n + g, with sums over tokens

@@ -124,7 +124,7 @@ __device__ __forceinline__ void add_rows(const GradContext& c, Decays& d, Tokens
 
 // ---- columns: sums over later tokens
 
-/// What the products with dS add to the gradient by every log decay of the chunk.
+/// Adds what the products with dS give to the gradient by every log decay of the chunk.
 __device__ __forceinline__ float2 boundary_of_columns(const Decays& d,
                                                       const Operand (&ends)[kSubchunks],
                                                       const Tokens& columns) {

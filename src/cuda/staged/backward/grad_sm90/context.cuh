@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a thread that computes knows. A warp has 16 of the 128 channels and all 64 tokens, as in
+// Knowledge of a thread that computes. A warp has 16 of the 128 channels and all 64 tokens, as in
 // grad/context.cuh: a lane the channels g and g + 8 and of every 8 tokens 2 t and 2 t + 1.
 #pragma once
 

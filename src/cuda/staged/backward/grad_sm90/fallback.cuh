@@ -136,7 +136,7 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
   }
 }
 
-/// Those of a chunk and q/k head.
+/// Does the chunks of a q/k head.
 __device__ __forceinline__ void run_value_heads(const FinishedGradArgs& a, unsigned unit) {
   const unsigned group = a.shape.group.value;
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(unit * group));

@@ -20,8 +20,8 @@ static_assert(kAnchor == 0x1p24f && cuda::grad::kLeast == 0x1p-96f && cuda::grad
 __device__ __forceinline__ bool log_in_range(float log) { return log >= -96 && log <= 88; }
 /// Decays of one token below it are 0 and without a gradient.
 constexpr float kDead = -126;
-/// What counts as their log, which may be infinite, in sums over tokens: what has decayed that far
-/// is 0.
+/// Returns what counts as their log, which may be infinite, in sums over tokens: what has decayed
+/// that far is 0.
 constexpr float kLeastLog = -220;
 
 /// Between two anchors of a sub-chunk.

@@ -25,7 +25,7 @@ constexpr int kThreads = kComputeThreads + 2 * kCopiers;
 constexpr int kComputeRegisters = 224, kCopierRegisters = 56;
 constexpr unsigned kComputeBarrier = 1;  // the second warpgroup of a pair has the next one
 
-/// What a block has at once.
+/// Value heads that a block has at once.
 enum class Heads {
   kOne,      // a value head, K = V = 128
   kGrouped,  // the same; all value heads of a q/k head in turn
@@ -34,7 +34,7 @@ enum class Heads {
 template <Heads kHeads>
 inline constexpr int kCountOf = kHeads == Heads::kPair ? 2 : 1;
 
-/// What a chunk has one of for each token, channel or value head, from the warps that load.
+/// Numbers of a chunk, one for each token, channel or value head, from the warps that load.
 template <int kHeads>
 struct Numbers {
   float beta[kHeads][kChunk];
@@ -50,7 +50,7 @@ struct Factors {
   float q_row[kChunk];        // scale / |q|
   float minus_k_row[kChunk];  // -1 / |k|
   float column[kChunk];       // beta / |k|
-  // The same for products with the states, beside decays that are held times kAnchor.
+  // Factors for products with the states, beside decays that are held times kAnchor.
   float q_state[kChunk], minus_k_state[kChunk], column_state[kChunk];
   float q_along[kChunk], k_along[kChunk];  // 1 / |q|^2 and 1 / |k|^2; 0 without the norm
 };
@@ -133,7 +133,7 @@ __device__ __forceinline__ unsigned existing_tasks(const FinishedGradArgs& a) {
   return static_cast<unsigned>(min(chunks * of_each, static_cast<int64_t>(all)));
 }
 
-/// Those that a block takes, in order.
+/// Tasks that a block takes, in order.
 template <Heads kHeads>
 struct Turns {
   unsigned task, member = 0;  // member: of the value heads of a q/k head

@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_queries(const C& c, const Decays& d, Tokens&
   }
 }
 
-/// What E dS^T adds to the gradient by every log decay of the chunk: of this lane's tokens.
+/// Returns what E dS^T adds to the gradient by every log decay of the chunk: of this lane's tokens.
 template <bool kSeveral>
 __device__ __forceinline__ float2 boundary_of_columns(const Decays& d, const Columns& columns,
                                                       const Tokens& acc, float2* over_chunk) {
