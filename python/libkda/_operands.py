@@ -16,6 +16,7 @@ from .ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LO
 
 NO_A_LOG = "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_made = tuple.__new__  # of a NamedTuple and its fields, in half the time that its own takes
 
 
 class Modes(NamedTuple):
@@ -151,8 +152,8 @@ def modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kern
             gate, bound = GATE_BOUNDED, number("lower_bound", lower_bound)
     if use_beta_sigmoid_in_kernel:
         beta = BETA_SIGMOID2 if allow_neg_eigval else BETA_SIGMOID
-    return Modes(gate, beta, bound, q.shape[-1] ** -0.5 if scale is None else number("scale", scale),
-                 bool(use_qk_l2norm_in_kernel), bool(state_v_first))
+    scale = q.shape[-1] ** -0.5 if scale is None else number("scale", scale)
+    return _made(Modes, (gate, beta, bound, scale, bool(use_qk_l2norm_in_kernel), bool(state_v_first)))
 
 
 def slots_of(name, states, indices, num_accepted_tokens, has_state, first_slot, beside=None):
@@ -161,8 +162,11 @@ def slots_of(name, states, indices, num_accepted_tokens, has_state, first_slot, 
         num_accepted_tokens = int32_of("num_accepted_tokens", num_accepted_tokens)
     if type(first_slot) is not int or first_slot:
         first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
-    has_state = None if has_state is None else dense(has_state)
-    return Slots(states, _indices_of(name, indices), num_accepted_tokens, has_state, first_slot, beside)
+    if has_state is not None:
+        has_state = dense(has_state)
+    if indices is not None:
+        indices = _indices_of(name, indices)
+    return _made(Slots, (states, indices, num_accepted_tokens, has_state, first_slot, beside))
 
 
 def beside_of(drafts=None, draft_slots=None, parents=None, checkpoints=None, checkpoint_offsets=None,
@@ -183,8 +187,6 @@ def beside_of(drafts=None, draft_slots=None, parents=None, checkpoints=None, che
 
 def _indices_of(name, indices):
     """Slots as the operators take them: [N], or [N, S] with S above 1, one a token."""
-    if indices is None:
-        return None
     indices = int32_of(name, indices)
     return indices.flatten() if indices.dim() == 2 and indices.shape[1] <= 1 else indices
 
@@ -198,15 +200,16 @@ def head_map_of(name):
     raise ValueError(f"head_map must be 'grouped' or 'tiled', got {name!r}")
 
 
-def call(operator, q, k, v, g, beta, *rest):
-    """operator(q, k, v, g, beta, *rest). It looks at what it is given before anything else, faster than Python can:
-    what it refuses is looked at here, to be given again as it takes it."""
+def _call(operator, args):
+    """operator(*args), whose first five are q, k, v, g and beta. It looks at what it is given before anything else,
+    faster than Python can: what it refuses is looked at here, to be given again as it takes it."""
     error = None
     if not is_compiling():  # a graph holds one call
         try:
-            return operator(q, k, v, g, beta, *rest)
+            return operator(*args)
         except ValueError as refusal:
             error = refusal
+    q, k, v, g, beta, *rest = args
     float64 = operator is not ops.update and computes_in_float64(q)  # pools are fp32 or bf16
     rows = tuple((gates_of if x is g else rows_of)(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
@@ -219,30 +222,30 @@ def call(operator, q, k, v, g, beta, *rest):
 
 def forward(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, decode, has_state, head_map):
     """o and the final state, without gradients."""
-    return call(ops.forward, q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state, decode,
-                has_state, head_map)
+    return _call(ops.forward, (q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state, decode,
+                               has_state, head_map))
 
 
 def forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, has_state, keep, head_map):
     """o and the final state, with gradients."""
-    return call(ops.forward_kept, q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state,
-                has_state, keep, head_map)
+    return _call(ops.forward_kept, (q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state,
+                                    has_state, keep, head_map))
 
 
 def forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, checkpoint_every=0,
                  decode=False, has_state=None, head_map=HEADS_GROUPED):
     """Writes o, and the final state and checkpoints where they are given."""
-    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *parameters, state, *lengths, *modes,
-         checkpoint_every, decode, has_state, head_map)
+    _call(ops.forward_into, (q, k, v, g, beta, o, final_state, checkpoints, *parameters, state, *lengths, *modes,
+                             checkpoint_every, decode, has_state, head_map))
 
 
 def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map):
     """Writes o and the states of `slots`."""
     states, indices, accepted, has_state, first_slot, beside = slots
     # Defaults cost a call of few tokens time.
-    more = () if beside is None and head_map == HEADS_GROUPED else (*(beside or Beside()), head_map)
-    call(ops.update, q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
-         zero_skipped, has_state, first_slot, *more)
+    more = () if beside is None and not head_map else (*(beside or Beside()), head_map)
+    _call(ops.update, (q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
+                       zero_skipped, has_state, first_slot, *more))
 
 
 def new_states(q, v, state_v_first, slots):

@@ -358,9 +358,11 @@ def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out
     parameters = parameters_of(A_log, dt_bias, modes)
     lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     indices, beside = slots.indices, slots.beside
-    columns = indices if beside is None or beside.drafts is None else beside.draft_indices
+    columns, decode = indices, True
+    if beside is not None:
+        columns, decode = indices if beside.drafts is None else beside.draft_indices, beside.checkpoints is None
     state_a_token = columns is not None and columns.dim() == 2
-    decode = state_a_token or (beside is None or beside.checkpoints is None) and _decodes(q, cu_seqlens)
+    decode = state_a_token or decode and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or indices is not None  # zeros where no token is, or no slot
     o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
     update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map))
