@@ -26,7 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
 from . import _refusals
-from ._library import FOLDER, version
+from ._library import FOLDER, library, version
 
 _PATH = FOLDER / "libkda_torch.so"
 if not _PATH.exists():
@@ -78,6 +78,7 @@ def _load():
     if loaded is None and hasattr(torch.ops.libkda, "forward"):
         loaded = "a version that does not say", "a file that does not say"
     if loaded is None:
+        library()  # the operators need it by a name that the loader finds once it is there
         torch.ops.load_library(str(_PATH))
         _refusals.keep_types("libkda")
         ctypes.CDLL(str(_PATH)).kda_torch_set_memory_probe(_memory_probe)
