@@ -20,7 +20,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 /// Begins the text of a refusal and of nothing else: from torch 2.15 on the type of an exception
-/// does not reach Python, so libkda/_refusals.py knows a refusal by it.
+/// does not reach Python, so libkda/_binding/refusals.py knows a refusal by it.
 inline constexpr char kRefusal[] = "libkda: ";
 inline constexpr char kFailure[] = "libkda failed: ";
 

@@ -67,7 +67,7 @@ def get_include():
 
 def __getattr__(name):
     if name == "__version__":
-        from ._library import version
+        from ._binding.library import version
         return version()
     if name in _NAMES:
         value = getattr(_module(_NAMES[name], name), name)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import checked, state_type
-from ._operands import as_type
+from ._binding.checks import checked, state_type
+from ._binding.operands import as_type
 from .kda import chunk_kda, fused_recurrent_kda
 
 

@@ -9,10 +9,10 @@ import torch
 from torch.compiler import is_compiling
 
 from . import ops
-from ._checks import checked, computes_in_float64, state_type
-from ._operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
-                        modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
-from ._rules import FlaError, number
+from ._binding.checks import checked, computes_in_float64, state_type
+from ._binding.operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
+                                modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
+from ._binding.rules import FlaError, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 

@@ -25,14 +25,14 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from . import _refusals
-from ._library import FOLDER, library, version
+from ._binding import refusals
+from ._binding.library import FOLDER, library, version
 
 _PATH = FOLDER / "libkda_torch.so"
 if not _PATH.exists():
     raise ImportError("libkda: this build has no torch operators (it was built without torch); "
                       "build it with torch 2.10 or later installed, or use libkda.arrays")
-if _refusals.version_of_torch() < (2, 10):
+if refusals.version_of_torch() < (2, 10):
     raise ImportError(f"libkda needs torch 2.10 or later, found {torch.__version__}; libkda.arrays works without torch")
 
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
@@ -80,7 +80,7 @@ def _load():
     if loaded is None:
         library()  # the operators need it by a name that the loader finds once it is there
         torch.ops.load_library(str(_PATH))
-        _refusals.keep_types("libkda")
+        refusals.keep_types("libkda")
         ctypes.CDLL(str(_PATH)).kda_torch_set_memory_probe(_memory_probe)
         torch.ops.libkda.loaded_by = version(), str(_PATH)
         torch.ops.libkda.kept = [_memory_probe]  # as long as the operators, whatever becomes of this module
@@ -163,7 +163,7 @@ def _above_autograd(operator, written):
             try:
                 result = operator(*args, **kwargs)
             except ValueError as error:  # that the library has no backward is no fault of an argument
-                reason = str(error).partition(f"{_refusals.REFUSAL}no backward pass: ")[2]
+                reason = str(error).partition(f"{refusals.REFUSAL}no backward pass: ")[2]
                 if not reason:
                     raise
                 raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
@@ -203,7 +203,7 @@ def _nested(operator):
 
 def _checked(operator, args):
     """A call's arguments by name, with the checks that kernels make of real tensors."""
-    from ._checks import check
+    from ._binding.checks import check
     given = named(operator, args)
     check(_name_of(operator), given, v_first=given["state_v_first"], dense_rows=True)
     return given
@@ -222,7 +222,7 @@ def _fake_forward_kept(*args):
 
 
 def _outputs(given):
-    from ._checks import state_type
+    from ._binding.checks import state_type
     q, v, lengths = given["q"], given["v"], given["cu_seqlens"]
     K, (HV, V) = q.shape[-1], v.shape[2:]
     N = q.shape[0] if lengths is None else lengths.shape[0] - 1

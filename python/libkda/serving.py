@@ -39,10 +39,11 @@ from __future__ import annotations
 
 import torch
 
-from . import _layer_ops, layer
-from ._checks import checked, int32_of
-from ._operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
-from ._rules import LAST_SLOT, integer, number
+from . import layer
+from ._binding import layer_ops
+from ._binding.checks import checked, int32_of
+from ._binding.operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
+from ._binding.rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
 
@@ -189,7 +190,7 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     slots = None if state_indices is None else int32_of("state_indices", state_indices)
     taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
     o = out.view(N, T, H, D)
-    _layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
+    layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
                             raw_beta.reshape(N, T, H), parameter_of(A_log), parameter_of(dt_bias), slots, state, o,
                             None if output_gate is None else output_gate.reshape(N, T, H, D), norm_weight,
                             None if has_state is None else dense(has_state), *modes.without_layout,

@@ -15,9 +15,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kda, serving
-from ._engines import Places
-from ._plugin import Plugin
-from ._switches import switch
+from ._plugins.places import Places
+from ._plugins.plugin import Plugin
+from ._plugins.switches import switch
 
 _FIRST_SLOT = 1  # SGLang's allocators never give slot 0 away
 _CHUNK = 64  # what track_chunk_idx counts

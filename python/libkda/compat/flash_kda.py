@@ -15,10 +15,10 @@ from typing import ParamSpec
 import torch
 
 from .. import ops
-from .._checks import check, checked
-from .._operands import (Modes, as_type, expect_distinct, forward_into, lengths_of, new_states, parameter_of, rows_of,
-                         written_rows_of)
-from .._rules import number
+from .._binding.checks import check, checked
+from .._binding.operands import (Modes, as_type, expect_distinct, forward_into, lengths_of, new_states, parameter_of,
+                                 rows_of, written_rows_of)
+from .._binding.rules import number
 
 Parameters = ParamSpec("Parameters")
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from .._checks import check, computes_in_float64
-from .._operands import NO_A_LOG, Modes, as_type, dense, parameter_of, rows_of
+from .._binding.checks import check, computes_in_float64
+from .._binding.operands import NO_A_LOG, Modes, as_type, dense, parameter_of, rows_of
 from . import maps
 from .contexts import runs_of
 from .exchange import Agreed, AllGather, agree, check_place

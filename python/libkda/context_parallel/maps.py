@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._operands import Modes, forward_into
+from .._binding.operands import Modes, forward_into
 
 _span_maps = torch.ops.libkda.span_maps.default
 fold_states = torch.ops.libkda.fold_states.default

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .. import ops
-from .._operands import as_type, expect_distinct, modes_of, parameters_of
-from .._rules import LAST_SLOT, integer
+from .._binding.operands import as_type, expect_distinct, modes_of, parameters_of
+from .._binding.rules import LAST_SLOT, integer
 from . import attention
 from .contexts import Context
 

@@ -18,8 +18,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from . import ops
-from ._checks import check
+from .. import ops
+from .checks import check
 
 ACTIVATIONS = {None: 0, "none": 0, "silu": 1, "swish": 1, "sigmoid": 2}
 NO_SECOND = ("libkda has no second derivatives of {}: leave out create_graph=True, or compute it with torch's own "

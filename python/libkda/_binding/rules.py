@@ -128,7 +128,7 @@ RULES = {
                    **_MASK, **_GRADIENTS),
 }
 
-# Keywords that change a result: where one function has them, another that has not refuses them (_checks.py).
+# Keywords that change a result: where one function has them, another that has not refuses them (checks.py).
 MEANT = frozenset(name for rules in RULES.values() for name in rules if name != "cu_seqlens_cpu") | {
     "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every"}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From FLA's arguments to what torch.ops.libkda takes. What a call gives here may be anything: an error that it makes
-is made clear by _checks.checked; what would go through with another meaning is refused."""
+is made clear by checks.checked; what would go through with another meaning is refused."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from . import ops
-from ._checks import computes_in_float64, expect_memory, int32_of, state_type
-from ._rules import FLOATS, LAST_SLOT, LENGTHS, integer, number, refuse_type
-from .ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, HEADS_GROUPED,
+from .. import ops
+from ..ops import (BETA_PLAIN, BETA_SIGMOID, BETA_SIGMOID2, GATE_BOUNDED, GATE_LOG, GATE_SOFTPLUS, HEADS_GROUPED,
                   HEADS_TILED)
+from .checks import computes_in_float64, expect_memory, int32_of, state_type
+from .rules import FLOATS, LAST_SLOT, LENGTHS, integer, number, refuse_type
 
 NO_A_LOG = "`A_log` must be provided when `use_gate_in_kernel=True` and `lower_bound` is not set."
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -17,12 +17,12 @@ import types
 
 import torch
 
-from . import kda, layer, serving
-from ._engines import Places
-from ._library import cuda_refusal
-from ._plugin import Plugin
-from ._switches import switch
-from .compat import flash_kda
+from .. import kda, layer, serving
+from .._plugins.places import Places
+from .._binding.library import cuda_refusal
+from .._plugins.plugin import Plugin
+from .._plugins.switches import switch
+from ..compat import flash_kda
 
 _FIRST_SLOT = 1  # vLLM's null block is 0
 _STATES = (torch.float32, torch.bfloat16)
