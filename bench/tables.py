@@ -675,33 +675,33 @@ def table_peers():
 
 
 def table_summary():
-    """A case a row; libkda on each card, and who is compared with it there."""
+    """A case a row, under its card; the numbers of a row are of one run."""
     us = lambda x: milliseconds(1e-6 * x)
     case_of = lambda cases, name: next(c for c in cases if c["case"] == name)
     flagship, size = "--tokens 8192 --heads 64", "8,192 tokens, 64 heads"
-    rows, columns, earlier = {}, {}, []
+    cards, names, earlier = {}, {"libkda": None}, []
+    cpu, rivals = load("cpu_forward"), load("cpu_rivals")
+    on_cpu = f'{cpu["threads"]} cores of an {cpu["cpu"]}'
 
     def add(report, label, number, who="", other=None):
-        card = report.get("device", "").split(" 80GB")[0] or f'{report["threads"]} cores of an {report["cpu"]}'
-        for name, value in (("libkda", number), (who, other)):
-            if value is not None:
-                columns.setdefault(card, {})[name] = None
-                rows.setdefault(label, {})[card, name] = value
+        card = report.get("device", "").split(" 80GB")[0] or on_cpu
+        names.setdefault(who or "libkda")
+        cards.setdefault(card, []).append((label, {"libkda": number, who: other}))
         if "families" in report and of_other_kernels(report):
             earlier.append(label)
 
-    forward, fused, segments, peers = (load(f"gpu_{n}") for n in ("forward", "fused", "context_parallel", "peers_forward"))
+    peers = load("gpu_peers_forward")
     fla = f'FLA {peers["fla"]}'
     theirs = lambda case: min(x for x in map(case_of(peers["cases"], case).get, ("fla", "fla_intracard")) if x)
     median = lambda case: milliseconds(case["median_s"])
-    add(forward, f"forward, {size}", median(case_of(forward["cases"], flagship)), fla, us(theirs(flagship)))
-    add(fused, "the same, softplus gates", median(case_of(fused["cases"], f"{flagship} --regime trained-softplus")))
+    ours = lambda case: us(case_of(peers["cases"], case)["libkda"])
+    add(peers, f"forward, {size}", ours(flagship), fla, us(theirs(flagship)))
     for lengths, words in (("64K --heads 4", "65,536 tokens, 4 heads"), ("256K --heads 8", "262,144 tokens, 8 heads")):
         case = f"--seq-lens {lengths}"
-        add(segments, f"forward, {words}", median(pairs(segments)[case][1]), fla, us(theirs(case)))
-    decode, others = load("gpu_decode"), load("gpu_peers_decode")
-    step = next(c for c in decode["cases"] if c["case"].startswith("--batch 512"))
-    add(decode, "decode, batch 512, 32 heads", median(step), fla, us(case_of(others["cases"], step["case"])["fla"]))
+        add(peers, f"forward, {words}", ours(case), fla, us(theirs(case)))
+    others = load("gpu_peers_decode")
+    step = next(c for c in others["cases"] if c["case"].startswith("--batch 512"))
+    add(others, "decode, batch 512, 32 heads", us(step["libkda"]), fla, us(step["fla"]))
     errors = load("gpu_peers_errors")
     worst = lambda who: f'{max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16"):.1e}'
     add(errors, "relative error of o", worst("libkda"), fla, worst("fla"))
@@ -710,15 +710,15 @@ def table_summary():
     add(train, f"forward and backward, {size}", us(both["libkda"]), f'FLA {train["fla"]}', us(both["fla"]))
     alone = next(r for r in cudnn["backward"] if r["case"] == flagship and r["gates"] == "trained")
     add(cudnn, f"backward alone, {size}", us(alone["libkda"]), "cuDNN", us(alone["cudnn"]))
-    cpu, cpu_decode, rivals = (load(f"cpu_{n}") for n in ("forward", "decode", "rivals"))
     ggml = next(r for r in rivals["rows"] if r["method"].startswith("ggml"))
-    case = cpu["cases"][0]
-    add(cpu, f'forward in fp32, {case["tokens"]:,.0f} tokens, 4 heads', median(case), "ggml's method", median(ggml))
-    add(cpu_decode, "decode, batch 64, 32 heads", median(cpu_decode["cases"][0]))
-    keys = [(card, name) for card, names in columns.items() for name in names]
-    header = ["", *(f"{card}: {name}" for card, name in keys)]
-    table = markdown(header, [[label, *(found.get(key, "") for key in keys)] for label, found in rows.items()])
-    return table + (f"\n\nMeasured with earlier kernels: {'; '.join(earlier)}." if earlier else "")
+    best = next(r for r in rivals["rows"] if r["method"].startswith("libkda"))
+    add(rivals, f'forward in fp32, {rivals["tokens"]:,.0f} tokens, {rivals["heads"]} heads', median(best), "ggml's method", median(ggml))
+    rows = []
+    for card, found in cards.items():
+        rows.append([f"**{card}**", *("" for _ in names)])
+        rows += [[label, *(values.get(name) or "" for name in names)] for label, values in found]
+    table = markdown(["", *names], rows)
+    return table + (f"\n\nMeasured before the last change of their kernels: {'; '.join(earlier)}." if earlier else "")
 
 
 def table_cpu_transformers():

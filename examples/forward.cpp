@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward in C++: one sequence of 1,000 tokens, 2 heads.
 #include <cstdio>
-#include <cstdlib>
 #include <vector>
 
 #include "kda/kda.hpp"
@@ -18,9 +17,6 @@ int main() {
   problem.beta_mode = kda::BetaMode::kSigmoid;
   problem.qk_l2norm = true;
 
-  kda::Plan plan;
-  kda::throw_if_error(kda::make_plan(problem, {}, kda::cpu_facts(), {}, &plan));
-
   std::vector<float> qk(T * H * K, 0.1f), v(T * H * V, 1.0f), g(T * H * K, -0.01f),
       beta(T * H, 0.0f);
   std::vector<float> o(T * H * V);
@@ -30,10 +26,10 @@ int main() {
   tensors.g = g.data();
   tensors.beta = beta.data();
   tensors.o = o.data();
-  void* workspace = std::aligned_alloc(kda::kWorkspaceAlignment, plan.workspace_bytes);
-  kda::throw_if_error(kda::run(plan, tensors, workspace, plan.workspace_bytes));
+  kda::Workspace workspace;  // grows to what calls need
+  kda::throw_if_error(kda::forward(problem, tensors, workspace));
   // [readme]
-  std::printf("%s: o[last] = %f\n", plan.implementation.c_str(), static_cast<double>(o.back()));
-  std::free(workspace);
+  std::printf("%zu bytes of workspace, o[last] = %f\n", workspace.size(),
+              static_cast<double>(o.back()));
   return o.back() > 0.05f && o.back() < 0.1f ? 0 : 1;  // near scale * |q| * v
 }

@@ -13,8 +13,8 @@ LINK = re.compile(r"\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
 
 
 def addresses():
-    """{"site": ..., "source": ...} of packaging/addresses; an address that nobody has set is not there."""
-    lines = (ROOT / "packaging" / "addresses").read_text().splitlines()
+    """{"site": ..., "source": ...} of packaging/addresses.txt; an address that nobody has set is not there."""
+    lines = (ROOT / "packaging" / "addresses.txt").read_text().splitlines()
     rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
     return {row[0]: row[1].rstrip("/") + "/" for row in rows if len(row) == 2}
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata of the wheel that pyproject.toml leaves to the build (scikit-build-core calls it): on an index there are no
-files beside README, so its links lead to the site and the repository, wherever packaging/addresses says that these are."""
+files beside README, so its links lead to the site and the repository, wherever packaging/addresses.txt says that
+these are."""
 import importlib.util
 import pathlib
 

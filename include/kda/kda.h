@@ -261,6 +261,34 @@ KDA_API const char* kda_plan_implementation(const kda_plan* plan); /* "" if none
 KDA_API kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
                            size_t workspace_bytes);
 
+/* Calls without a plan of the caller's: the last 256 plans of all threads are remembered. */
+
+/* On the CPU, in a workspace that the thread keeps: as much as its largest call has needed, until
+ * the thread ends. `cu_seqlens` as of kda_plan_create. */
+KDA_API kda_status kda_call(const kda_problem* problem, const int64_t* cu_seqlens);
+/* On the device of `options` (kda_plan_options_cuda; null: the CPU). With `workspace` null nothing
+ * runs: *workspace_bytes becomes what the call takes, never 0. Else it runs in `workspace`, memory
+ * of the device of *workspace_bytes bytes, aligned to 64, which is the call's until its stream has
+ * done it. No device memory is allocated. */
+KDA_API kda_status kda_call_on(const kda_problem* problem, const int64_t* cu_seqlens,
+                               const kda_plan_options* options, void* workspace,
+                               size_t* workspace_bytes);
+
+/* Describes q, k, v, g, beta and o: dense, of one type, of the sizes that the problem has. Other
+ * tensors of the problem stay. A pointer may be null while planning. */
+typedef struct kda_rows {
+  const void *q, *k; /* [B, T, H, K] */
+  const void* v;     /* [B, T, HV, V] */
+  const void* g;     /* [B, T, HV, K] */
+  const void* beta;  /* [B, T, HV] */
+  void* o;           /* [B, T, HV, V] */
+} kda_rows;
+KDA_API kda_status kda_tokens(kda_problem* problem, kda_dtype dtype, const kda_rows* rows);
+/* Describes a buffer of states of the sizes and the layout that the problem has, dense: `state` is
+ * its initial_state, final_state or checkpoints. `indices` null: state n is that of sequence n. */
+KDA_API kda_status kda_states(const kda_problem* problem, kda_state* state, void* data,
+                              kda_dtype dtype, int64_t num_slots, const int32_t* indices);
+
 /* Gradients (include/kda/backward.hpp). A tensor that is all zero is absent: of d_o and
  * d_final_state at least one is there, of the others those that are wanted. */
 typedef struct kda_gradients {

@@ -16,3 +16,4 @@
 #include "kda/tensor.hpp"
 #include "kda/types.hpp"
 #include "kda/version.h"
+#include "kda/workspace.hpp"

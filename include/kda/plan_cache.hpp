@@ -35,4 +35,7 @@ class PlanCache {
   std::unique_ptr<Plans> plans_;
 };
 
+/// The plans that forward(), decode(), kda_call() and kda_call_on() remember, of all threads.
+PlanCache& shared_plans();
+
 }  // namespace kda

@@ -128,6 +128,10 @@ struct Problem {
 /// combinations. The message names the first offending field.
 Status validate(const Problem& problem) noexcept;
 
+/// A dense buffer of `num_slots` states of the sizes and the layout of `problem`.
+StateDesc states(const Problem& problem, DType dtype, int64_t num_slots,
+                 bool indexed = false) noexcept;
+
 /// The scale in effect: problem.scale or K^-1/2.
 double effective_scale(const Problem& problem) noexcept;
 

@@ -5,9 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kda/plan.hpp"
 #include "kda/status.hpp"
+#include "kda/workspace.hpp"
 
 namespace kda {
 
@@ -60,6 +62,14 @@ struct Tensors {
 /// cu_seqlens has become 0. On the CPU `stream` is unused.
 Status run(const Plan& plan, const Tensors& tensors, void* workspace, std::size_t workspace_bytes,
            void* stream = nullptr) noexcept;
+
+/// Plan and run in one call, on the CPU, whatever problem.operation says. The plan is made once and
+/// remembered (shared_plans()), `workspace` grows to what it takes. `cu_seqlens` and `options` as
+/// of make_plan(); a problem with cu_seqlens is planned from bounds where none are given here.
+Status forward(Problem problem, const Tensors& tensors, Workspace& workspace,
+               std::span<const int64_t> cu_seqlens = {}, const PlanOptions& options = {}) noexcept;
+Status decode(Problem problem, const Tensors& tensors, Workspace& workspace,
+              std::span<const int64_t> cu_seqlens = {}, const PlanOptions& options = {}) noexcept;
 
 /// The stages of context parallelism as calls of their own, on dense fp32 buffers in the kv
 /// layout, one entry a segment of `plan` (which must be segmented):

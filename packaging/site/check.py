@@ -15,16 +15,15 @@ import http.server
 import json
 import pathlib
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import links
 
 SITE, SOURCE = "https://site.invalid/", "https://source.invalid/"
-SEARCHES = {"state pool": "engines.html", "determinism causality": "accuracy.html"}  # what a reader types, and the page that shows it
+# What a reader types, and the page that shows it.
+SEARCHES = {"state pool": "engines.html", "determinism causality": "accuracy.html"}
 
 
 class Page(html.parser.HTMLParser):
@@ -101,7 +100,8 @@ def headless():
 def asked_for(browser):
     """Every address that the pages asked for."""
     events = (json.loads(entry["message"])["message"] for entry in browser.get_log("performance"))
-    return sorted({event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"})
+    return sorted({event["params"]["request"]["url"] for event in events
+                   if event["method"] == "Network.requestWillBeSent"})
 
 
 def first_result(browser, address, words):

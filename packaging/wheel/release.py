@@ -141,7 +141,7 @@ def problems_of_addresses():
     for kind in ("site", "source"):
         address = known.get(kind)
         if not address or "example.org" in address or ".invalid" in address:
-            yield f"packaging/addresses: {kind} is {address or 'not set'}; the wheel's links would lead nowhere"
+            yield f"packaging/addresses.txt: {kind} is {address or 'not set'}; the wheel's links would lead nowhere"
 
 
 def main():
@@ -150,7 +150,7 @@ def main():
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     parser.add_argument("--cuda", help="version of the CUDA runtime that is linked into the wheels")
     parser.add_argument("--published", action="store_true", help="refuse addresses that nobody has set")
-    parser.add_argument("--build-path", action="append", default=[], help="a folder that no file may name; may be repeated")
+    parser.add_argument("--build-path", action="append", default=[], help="a folder that no file may name")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.out, ignore_errors=True)
     arguments.out.mkdir(parents=True)

@@ -6,6 +6,7 @@
     import libkda.transformers              # so do transformers' Kimi-Linear, GLM-5-Next and Ling
     LIBKDA_VLLM=1, LIBKDA_SGLANG=1          # in the environment: so do these engines
     from libkda import arrays               # NumPy and DLPack, without torch
+    from libkda import jax                  # JAX, by XLA's FFI
 
 Functions on torch tensors, which need torch 2.10 or later:
 
@@ -23,6 +24,7 @@ Functions on torch tensors, which need torch 2.10 or later:
 Modules beside them:
 
     libkda.context_parallel             context parallelism: sequences over several processes
+    libkda.jax                          forward with gradients, decode and prefill in JAX, without torch
     libkda.compat.flash_kda             FlashKDA's interface on libkda's kernels
     libkda.ops                          the operators, torch.ops.libkda
 
@@ -30,7 +32,6 @@ Importing the package loads neither torch nor a GPU driver; the first use of a n
 in other packages: it loads no plugin.
 """
 import importlib
-import pathlib
 
 _NAMES = {
     "chunk_kda": "kda",
@@ -51,17 +52,18 @@ _NAMES = {
     "naive_kda_gate": "naive",
     "naive_kda_lowerbound_gate": "naive",
 }
-_MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "kda", "layer", "naive", "ops",
+_MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "jax", "kda", "layer", "naive", "ops",
             "serving", "sglang", "transformers", "vllm")
-_WITHOUT_TORCH = ("arrays", "compat")
+_WITHOUT_TORCH = ("arrays", "compat", "jax")
 # dir() is without them: who looks at each of its names, as help() does, loads them. Two put functions of libkda into
-# other packages, or say that these are missing; the third needs torch.distributed.
-_BY_NAME_ALONE = ("context_parallel", "fla", "sglang", "transformers", "vllm")
+# other packages, or say that these are missing; the others need torch.distributed and JAX.
+_BY_NAME_ALONE = ("context_parallel", "fla", "jax", "sglang", "transformers", "vllm")
 __all__ = ["__version__", "get_include", *_NAMES]
 
 
 def get_include():
     """The folder of the C and C++ headers (kda/kda.h), which are those of the libkda_c.so beside them."""
+    import pathlib
     return str(pathlib.Path(__file__).resolve().parent / "include")
 
 
@@ -92,6 +94,7 @@ def _has_torch():
     """Whether there is a torch that libkda takes, without loading it."""
     import importlib.metadata
     import importlib.util
+    import pathlib
     operators = pathlib.Path(__file__).parent / "lib" / "libkda_torch.so"
     if importlib.util.find_spec("torch") is None or not operators.exists():
         return False

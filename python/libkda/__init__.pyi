@@ -5,6 +5,7 @@ from libkda import context_parallel as context_parallel
 from libkda import fla as fla
 from libkda import gate as gate
 from libkda import gated_delta as gated_delta
+from libkda import jax as jax
 from libkda import kda as kda
 from libkda import layer as layer
 from libkda import naive as naive

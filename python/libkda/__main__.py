@@ -32,7 +32,8 @@ def _typical(decode):
     problem.operation, problem.gate_mode, problem.beta_mode, problem.qk_l2norm = _DECODE * decode, 2, 1, 1
 
     def describe(tensor, dtype, *shape):
-        library.check(lib.kda_tensor_contiguous(ctypes.byref(tensor), None, dtype, len(shape), (I64 * len(shape))(*shape)))
+        sizes = (I64 * len(shape))(*shape)
+        library.check(lib.kda_tensor_contiguous(ctypes.byref(tensor), None, dtype, len(shape), sizes))
     for name in ("q", "k", "v", "g", "o"):
         describe(getattr(problem, name), _BF16, 1, tokens, 16, 128)
     describe(problem.beta, _BF16, 1, tokens, 16)
@@ -117,7 +118,8 @@ def _as_text(found):
              for n, gpu in enumerate(found["gpus"])]
     if found["no gpu because"]:
         rows.append(("gpu", found["no gpu because"]))
-    rows.append(("packages", ", ".join(f"{k} {v}" for k, v in found["packages"].items() if v) or "none of those it serves"))
+    installed = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    rows.append(("packages", installed or "none of those it serves"))
     rows.append(("environment", " ".join(f"{k}={v}" for k, v in found["environment"].items()) or "no switches set"))
     return "\n".join(f"{name:12}{text}" for name, text in rows)
 

@@ -77,6 +77,17 @@ def test_the_extra_has_the_bound():
     assert "torch>=2.10; extra == 'torch'" in [line.replace('"', "'") for line in needed]
 
 
+def test_without_jax():
+    assert "libkda.jax needs JAX (pip install libkda[jax])" in python("""
+import sys
+sys.modules["jax"] = None
+try:
+    from libkda import jax
+except ImportError as error:
+    print(error)
+""")
+
+
 def test_import_is_quick_and_lazy():
     seconds = float(python("""
 import sys, time

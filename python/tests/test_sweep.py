@@ -643,6 +643,8 @@ def expect_refusal(target, argument, error):
         return  # a gradient is of the call, not of an argument
     if "saved: was not written by a run of the forward that this plan is for" in str(error):
         return  # another forward would have kept other states
+    if argument == "cu_seqlens" and str(error).endswith("(sizes of x)"):
+        return  # lengths that nobody gave are not named
     assert re.search(rf"\b{argument}\b", str(error)), f"the text has no {argument}: {error}"
     for path in (".cpp", ".hpp", os.sep + "csrc"):
         assert path not in str(error), error

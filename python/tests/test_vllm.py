@@ -8,6 +8,7 @@ import engine_sources
 import pytest
 import torch
 from common import distance, reference
+from packaging.version import Version
 
 import libkda.vllm
 from libkda import naive
@@ -636,6 +637,8 @@ def test_records_of_drafts(engine, kinds, bound):
     assert all(untouched(each) for each in steps.requests)
 
 
+@pytest.mark.skipif(Version(triton.__version__) >= Version("3.9") and not torch.cuda.is_available(),
+                    reason="vLLM takes Triton 3.8; the interpreter of 3.9 refuses a mask in vLLM's own commit kernel")
 def test_records_at_a_boundary_of_blocks(engine):
     """A prefix cache in blocks of 4 tokens: the state at the end of a block stays in its slot, and the request goes on
     in the next one; at the end itself they are one."""

@@ -20,35 +20,60 @@ namespace {
 
 thread_local Status last_error;
 
-/// `cache` null: a plan of its own.
 Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int64_t* cu_seqlens,
                    const kda_plan_options* options, kda_plan** plan) {
   if (!plan) return invalid("plan: is null");
   *plan = nullptr;
   kda_problem c;
-  KDA_RETURN_IF_ERROR(read_problem(problem, &c));
-  DeviceFacts device;
-  PlanOptions plan_options;
-  KDA_RETURN_IF_ERROR(read_options(options, &device, &plan_options));
-  const Problem p = problem_of(c);
-  KDA_RETURN_IF_ERROR(validate(p));
-  const bool bounds = p.cu_seqlens && !cu_seqlens;
-  std::span<const int64_t> lengths;
-  if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
   auto made = std::make_unique<kda_plan>();
-  if (cache) {
-    KDA_RETURN_IF_ERROR(bounds ? cache->plans.find_from_bounds(p, device, plan_options, &made->plan)
-                               : cache->plans.find(p, lengths, device, plan_options, &made->plan));
-  } else {
-    auto own = std::make_shared<Plan>();
-    KDA_RETURN_IF_ERROR(bounds ? make_plan_from_bounds(p, device, plan_options, own.get())
-                               : make_plan(p, lengths, device, plan_options, own.get()));
-    made->plan = std::move(own);
-  }
+  KDA_RETURN_IF_ERROR(
+      find_plan(cache ? &cache->plans : nullptr, problem, cu_seqlens, options, &c, &made->plan));
   *plan = made.release();
   return {};
 }
 }  // namespace
+
+Status find_plan(PlanCache* cache, const kda_problem* given, const int64_t* cu_seqlens,
+                 const kda_plan_options* options, kda_problem* current,
+                 std::shared_ptr<const Plan>* plan) {
+  KDA_RETURN_IF_ERROR(read_problem(given, current));
+  DeviceFacts device;
+  PlanOptions plan_options;
+  KDA_RETURN_IF_ERROR(read_options(options, &device, &plan_options));
+  const Problem p = problem_of(*current);
+  KDA_RETURN_IF_ERROR(validate(p));
+  const bool bounds = p.cu_seqlens && !cu_seqlens;
+  std::span<const int64_t> lengths;
+  if (cu_seqlens) lengths = {cu_seqlens, static_cast<std::size_t>(p.num_sequences) + 1};
+  if (cache)
+    return bounds ? cache->find_from_bounds(p, device, plan_options, plan)
+                  : cache->find(p, lengths, device, plan_options, plan);
+  auto own = std::make_shared<Plan>();
+  KDA_RETURN_IF_ERROR(bounds ? make_plan_from_bounds(p, device, plan_options, own.get())
+                             : make_plan(p, lengths, device, plan_options, own.get()));
+  *plan = std::move(own);
+  return {};
+}
+
+Status describe_contiguous(kda_tensor* tensor, const void* data, int32_t dtype, int32_t rank,
+                           const int64_t* shape) {
+  if (!tensor) return invalid("tensor: is null");
+  if (!shape) return invalid("shape: is null");
+  if (rank < 1 || rank > 4) return invalid("rank: ", rank, " is outside 1..4");
+  kda_tensor made{};
+  made.data = const_cast<void*>(data);
+  made.dtype = dtype;
+  int64_t stride = 1;
+  for (int32_t dim = rank - 1; dim >= 0; --dim) {
+    made.strides[dim] = stride;
+    if (shape[dim] < 0) return invalid("shape: dimension ", dim, " is negative");
+    if (__builtin_mul_overflow(stride, shape[dim], &stride))
+      return invalid("shape: its size overflows");
+    if (stride == 0) stride = 1;
+  }
+  *tensor = made;
+  return {};
+}
 
 kda_status report(Status status) noexcept {
   const auto code = static_cast<kda_status>(status.code());
@@ -115,23 +140,7 @@ kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal) {
 
 kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype, int32_t rank,
                                  const int64_t* shape) {
-  return guarded_call([&] {
-    if (!tensor) return kda::invalid("tensor: is null");
-    if (!shape) return kda::invalid("shape: is null");
-    if (rank < 1 || rank > 4) return kda::invalid("rank: ", rank, " is outside 1..4");
-    std::memset(tensor, 0, sizeof(*tensor));
-    tensor->data = data;
-    tensor->dtype = dtype;
-    int64_t stride = 1;
-    for (int32_t dim = rank - 1; dim >= 0; --dim) {
-      tensor->strides[dim] = stride;
-      if (shape[dim] < 0) return kda::invalid("shape: dimension ", dim, " is negative");
-      if (__builtin_mul_overflow(stride, shape[dim], &stride))
-        return kda::invalid("shape: its size overflows");
-      if (stride == 0) stride = 1;
-    }
-    return kda::Status{};
-  });
+  return guarded_call([&] { return describe_contiguous(tensor, data, dtype, rank, shape); });
 }
 
 kda_status kda_validate(const kda_problem* problem) {

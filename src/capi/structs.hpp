@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 
 #include "capi/handles.hpp"
 #include "core/text.hpp"
@@ -43,6 +44,13 @@ Tensors tensors_of(const kda_problem& c);
 Status read_problem(const kda_problem* given, kda_problem* current);
 /// The same for a call with a plan: it gives nothing that its plan was made without.
 Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current);
+/// The plan of `given`, which `current` has then. `cache` null: a plan of its own.
+Status find_plan(PlanCache* cache, const kda_problem* given, const int64_t* cu_seqlens,
+                 const kda_plan_options* options, kda_problem* current,
+                 std::shared_ptr<const Plan>* plan);
+/// Row-major strides of a tensor of up to 4 dimensions.
+Status describe_contiguous(kda_tensor* tensor, const void* data, int32_t dtype, int32_t rank,
+                           const int64_t* shape);
 /// The call gives nothing that its plan was made without: it would be left out without a word.
 Status check_call(const Problem& planned, const kda_problem& c);
 /// `given` may be null.

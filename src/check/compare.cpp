@@ -46,6 +46,7 @@ double rounding_error(const std::vector<double>& ref, const std::vector<double>&
                       DType stored) {
   if (dtype_size(stored) > 2) return 0;
   std::vector<double> rounded;
+  rounded.reserve(ref.size());
   for (const double value : ref) rounded.push_back(as_stored(value, stored));
   return relative_error(rounded, ref, magnitude);
 }

@@ -315,6 +315,14 @@ Status validate(const Problem& problem) noexcept {
   return guarded([&] { return validate_or_throw(problem); });
 }
 
+StateDesc states(const Problem& problem, DType dtype, int64_t num_slots, bool indexed) noexcept {
+  const bool v_first = problem.state_layout == StateLayout::kVK;
+  const int64_t rows = v_first ? problem.value_dim : problem.key_dim;
+  const int64_t columns = v_first ? problem.key_dim : problem.value_dim;
+  return {contiguous(dtype, {num_slots, problem.num_value_heads, rows, columns}), num_slots,
+          indexed};
+}
+
 double effective_scale(const Problem& problem) noexcept {
   return problem.scale ? *problem.scale : 1.0 / std::sqrt(static_cast<double>(problem.key_dim));
 }

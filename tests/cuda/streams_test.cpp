@@ -3,8 +3,10 @@
 // each, several GPUs in a process, and the same bits every time.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 
+#include "kda/kda.h"
 #include "support/gpu.hpp"
 #include "support/graph.hpp"
 
@@ -210,6 +212,90 @@ TEST_F(Streams, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
       EXPECT_EQ(parallel[static_cast<std::size_t>(t)], serial[static_cast<std::size_t>(t)])
           << mine[0].name << " thread " << t;
   }
+}
+
+/// A prefill of one prompt into a pool, in C and in device memory.
+struct PoolCall {
+  static constexpr int64_t kTokens = 70, kHeads = 2, kDim = 64, kSlots = 4;
+  check::Inputs inputs;
+  check::DeviceBuffer q, k, v, g, beta, o, pool, slot;
+  kda_problem problem;
+
+  explicit PoolCall(uint64_t seed) {
+    check::GenerateOptions options = test::shape(kTokens, kHeads, kDim, kDim);
+    options.regime = check::Regime::kLog;
+    options.seed = seed;
+    inputs = check::generate(options);
+    const auto copy = [](check::DeviceBuffer* to, const io::Buffer& from) {
+      *to = check::DeviceBuffer(from.size());
+      to->upload(from.data(), from.size());
+    };
+    copy(&q, inputs.q);
+    copy(&k, inputs.k);
+    copy(&v, inputs.v);
+    copy(&g, inputs.g);
+    copy(&beta, inputs.beta);
+    o = check::DeviceBuffer(inputs.v.size());
+    pool = check::DeviceBuffer(kSlots * kHeads * kDim * kDim * sizeof(float));
+    const int32_t used = 2;
+    slot = check::DeviceBuffer(sizeof(used));
+    slot.upload(&used, sizeof(used));
+    o.fill(0xff);
+    pool.fill(0xff);
+    kda_problem_init(&problem);
+    problem.num_tokens = kTokens;
+    problem.num_heads = problem.num_value_heads = kHeads;
+    problem.key_dim = problem.value_dim = kDim;
+    problem.gate_mode = static_cast<int32_t>(inputs.problem.gate_mode);
+    problem.beta_mode = static_cast<int32_t>(inputs.problem.beta_mode);
+    problem.qk_l2norm = inputs.problem.qk_l2norm;
+    const kda_rows rows = {q.data(), k.data(), v.data(), g.data(), beta.data(), o.data()};
+    EXPECT_EQ(kda_tokens(&problem, KDA_FP32, &rows), KDA_OK) << kda_last_error();
+    EXPECT_EQ(kda_states(&problem, &problem.final_state, pool.data(), KDA_FP32, kSlots,
+                         static_cast<const int32_t*>(slot.data())),
+              KDA_OK);
+  }
+};
+
+TEST_F(Streams, GraphsOfCallsInTheCallersMemory) {
+  PoolCall call(5);
+  ASSERT_FALSE(call.inputs.problem.A_log.has_value());
+  kda_plan_options options;
+  kda_plan_options_init(&options);
+  ASSERT_EQ(kda_plan_options_cuda(&options, 0), KDA_OK) << kda_last_error();
+  std::size_t bytes = 0;
+  ASSERT_EQ(kda_call_on(&call.problem, nullptr, &options, nullptr, &bytes), KDA_OK)
+      << kda_last_error();
+  check::DeviceBuffer workspace(bytes);
+  workspace.fill(0xff);
+  const Stream stream;
+  call.problem.stream = stream.stream;
+  // Nothing may be allocated, and nothing waited for, while a stream is captured.
+  const Graph graph(stream, [&] {
+    EXPECT_EQ(kda_call_on(&call.problem, nullptr, &options, workspace.data(), &bytes), KDA_OK)
+        << kda_last_error();
+  });
+  graph.launch(stream);
+  check::synchronize_device();
+
+  const test::Result expected = test::run_inputs(call.inputs);
+  std::vector<float> o(call.o.size() / sizeof(float)), pool(call.pool.size() / sizeof(float));
+  call.o.download(o.data(), call.o.size());
+  call.pool.download(pool.data(), call.pool.size());
+  EXPECT_EQ(std::memcmp(o.data(), expected.outputs.o.data(), call.o.size()), 0);
+  const std::size_t state = pool.size() / PoolCall::kSlots;
+  EXPECT_EQ(std::memcmp(pool.data() + 2 * state, expected.outputs.final_state.data(),
+                        state * sizeof(float)),
+            0);
+  for (std::size_t i = 0; i < pool.size(); ++i)
+    if (i / state != 2) {
+      ASSERT_TRUE(std::isnan(pool[i])) << i;
+    }
+  // A workspace that is too small is refused.
+  std::size_t few = bytes - 64;
+  EXPECT_EQ(kda_call_on(&call.problem, nullptr, &options, workspace.data(), &few),
+            KDA_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(kda_last_error()).rfind("workspace", 0), 0u) << kda_last_error();
 }
 
 TEST_F(Streams, TwoGpusInOneProcess) {

@@ -7,8 +7,8 @@ cd "$(dirname "$(readlink -f "$0")")/../.." || exit 1
 
 # Names in the root, then endings that files in its folders may have; those without one by name.
 names='\.ci|\.clang-format|\.clang-tidy|\.gitignore|\.pre-commit-config\.yaml|CHANGELOG\.md|CMakeLists\.txt|CMakePresets\.json|CONTRIBUTING\.md|LICENSE|README\.md|dev|pyproject\.toml'
-folders='bench|cmake|data|docs|examples|include|python|src|tests|tools'
-endings='abi|c|cmake|cpp|cu|cuh|h|hpp|in|inc|json|map|md|py|pyi|safetensors|sh|svg|typed|txt|xml'
+folders='bench|cmake|data|docs|examples|include|packaging|python|src|tests|tools'
+endings='abi|c|cmake|cpp|cu|cuh|h|hpp|in|inc|json|map|md|py|pyi|safetensors|sh|svg|typed|txt|xml|yml'
 most_bytes=4000000
 
 # Prints the names on stdin that do not belong.

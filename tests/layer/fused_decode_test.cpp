@@ -315,7 +315,12 @@ TEST_F(FusedDecodeTest, NamesTheArgument) {
   EXPECT_EQ(refusal([](C c) { c.has_state = static_cast<const uint8_t*>(c.q.state.data); }),
             "q.state: overlaps has_state");
   EXPECT_EQ(refusal([](C c) { c.state.strides[2] = 132; }).substr(0, 6), "state:");
-  EXPECT_EQ(refusal([](C c) { c.device = DeviceKind::kCpu; }).substr(0, 22),
+  // On a CPU rates and slots are read, which lie on the device here.
+  EXPECT_EQ(refusal([](C c) {
+              c.device = DeviceKind::kCpu;
+              c.gate_mode = GateMode::kBounded, c.A_log = {};
+              c.slots = nullptr, c.num_slots = c.num_sequences;
+            }).substr(0, 22),
             "device: is the CPU, wh");
   EXPECT_EQ(refusal([](C c) { c.num_sequences = -1; }).substr(0, 20), "num_sequences: is -1");
   EXPECT_EQ(refusal([](C c) { c.num_heads = 0; }).substr(0, 15), "num_heads: is 0");

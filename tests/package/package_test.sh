@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # package_test.sh BUILD: installs into a temporary prefix and builds the consumer three ways:
-# find_package, add_subdirectory, pkg-config (C++ static and C shared).
+# find_package, add_subdirectory, pkg-config (C++ static; C99 and C++17 shared).
 set -euo pipefail
 build=$(readlink -f "$1")
 here=$(dirname "$(readlink -f "$0")")
@@ -40,6 +40,11 @@ export PKG_CONFIG_PATH
 g++ "$here/consumer/consumer.cpp" $(pkg-config --cflags --libs kda) -o "$work/static"
 "$work/static"
 # shellcheck disable=SC2046
-gcc "$here/consumer/consumer.c" $(pkg-config --cflags --libs kda_c) -o "$work/shared"
-LD_LIBRARY_PATH=$(pkg-config --variable=libdir kda_c) "$work/shared"
+gcc -std=c99 -pedantic -Wall -Wextra -Werror "$here/consumer/consumer.c" $(pkg-config --cflags --libs kda_c) -o "$work/shared"
+# shellcheck disable=SC2046
+g++ -std=c++17 -pedantic -Wall -Wextra -Werror "$here/consumer/consumer17.cpp" $(pkg-config --cflags --libs kda_c) -o "$work/shared17"
+LD_LIBRARY_PATH=$(pkg-config --variable=libdir kda_c)
+export LD_LIBRARY_PATH
+"$work/shared"
+"$work/shared17"
 echo "package_test: good"

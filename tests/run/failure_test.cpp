@@ -133,9 +133,10 @@ TEST(FailureInjection, EveryAllocationOfTheCAbi) {
 
 #if KDA_TEST_THREAD_FAILURE
 TEST(FailureInjection, EveryThreadStart) {
-  const check::Inputs inputs = check::generate(test::shape(64, 8, 16, 16));
+  const check::Inputs inputs = check::generate(test::shape(256, 8, 64, 64));
   const test::Result expected = test::run_inputs(inputs, {.plan = test::with_threads(1)});
-  // Each round wants more threads than any before, so some must be started.
+  test::run_inputs(inputs, {.plan = test::with_threads(2)});
+  // Each round wants one thread more than any before, which must be started.
   for (int32_t threads = 3; threads <= 8; ++threads) {
     thread_starts_left = 0;
     try {

@@ -90,13 +90,15 @@ inline void note(const std::string& what, double o, double state) {
     std::printf("  %-28s o %.2e  final state %.2e\n", what.c_str(), o, state);
 }
 
-/// Runs on `implementation`, within what its operands allow.
+/// Runs on `implementation`, within what its operands allow. An infinity must be that of the stored
+/// reference.
 inline void expect_within(const check::Inputs& inputs, const RunOptions& options,
                           const std::string& implementation, const std::string& what) {
   const Result result = run_inputs(inputs, options);
   ASSERT_EQ(result.plan.implementation, implementation) << what;
   const check::Comparison comparison = check::compare(inputs, result.problem, result.outputs,
                                                       {.marginal = check::is_marginal(inputs),
+                                                       .infinities = true,
                                                        .operands = check::operands_of(result.plan),
                                                        .num_threads = oracle_threads()});
   const auto* o = comparison.worst_o();

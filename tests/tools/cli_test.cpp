@@ -119,9 +119,9 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_NE(states.out.find("keep states: 32"), std::string::npos) << states.out;
   EXPECT_NE(states.out.find("kept_states"), std::string::npos) << states.out;
   // What each policy keeps: an fp32 state [128, 128] every 2,048 tokens is 32 bytes a token.
-  for (const char* row : {"\n  inputs                                0.0  0.0 MB",
-                          "\n  states                               32.0  1.0 MB",
-                          "\n  keep (as states)                     32.0  1.0 MB"})
+  for (const char* row : {"\n  nothing                                0.0  0.0 MB",
+                          "\n  states                                32.0  1.0 MB",
+                          "\n  chunks (as states)                    32.0  1.0 MB"})
     EXPECT_NE(states.out.find(row), std::string::npos) << row << states.out;
   EXPECT_NE(kda(plan + " --keep nothing").out.find("keep nothing: 0 bytes"), std::string::npos);
   EXPECT_EQ(nlohmann::json::parse(kda(plan + " --json").out)["keep"], "states");
@@ -136,13 +136,13 @@ TEST_F(Cli, PlansAndTimesOfABackward) {
   EXPECT_NE(windows.out.find("windows: "), std::string::npos) << windows.out;
   const std::pair<const char*, const char*> refused[] = {
       {" --keep states",
-       "kda: --keep: states cannot be kept for this problem on sm_90, 132 SMs; inputs and keep "
-       "can\n"},
-      {" --keep keep --compute-capability 80",
-       "kda: --keep: keep cannot be kept for this problem on sm_80, 132 SMs; inputs can\n"},
+       "kda: --keep: states cannot be kept for this problem on sm_90, 132 SMs; nothing and "
+       "chunks can\n"},
+      {" --keep chunks --compute-capability 80",
+       "kda: --keep: chunks cannot be kept for this problem on sm_80, 132 SMs; nothing can\n"},
       {" --compute-capability 75",
        "kda: --compute-capability: 75 is served by no forward; 80 and above are\n"},
-      {" --keep keep --compute-capability 75",
+      {" --keep chunks --compute-capability 75",
        "kda: --compute-capability: 75 is served by no forward; 80 and above are\n"}};
   for (const auto& [flags, message] : refused) {
     const Ran ran = kda(gpu + flags);
@@ -277,7 +277,7 @@ TEST_F(Cli, CheckExitsWithOneOutsideTolerance) {
 TEST_F(Cli, CheckNamesWhatOverflows) {
   gen("--tokens 256 --heads 1 --gradients");
   const std::string check = "check x.safetensors --gate log --no-qk-l2norm";
-  for (const std::string command :
+  for (const std::string& command :
        {check + " --backward", check + " --backward --out-dtype fp32", check + " --out-dtype bf16",
         check + " --out-dtype fp16", check + " --out-dtype fp32"}) {
     const Ran ran = kda(command);
@@ -288,9 +288,10 @@ TEST_F(Cli, CheckNamesWhatOverflows) {
                             : "\ndq overflows: the reference of sequence 0, head 0 ");
     const nlohmann::json report = nlohmann::json::parse(kda(command + " --json").out);
     EXPECT_FALSE(report["within"]);
-    for (const auto& part : report)
-      if (part.is_object())
-        for (const auto& head : part["heads"]) EXPECT_TRUE(head["tolerance"].is_number()) << part;
+    for (const auto& part : report) {
+      if (!part.is_object()) continue;
+      for (const auto& head : part["heads"]) EXPECT_TRUE(head["tolerance"].is_number()) << part;
+    }
   }
 }
 

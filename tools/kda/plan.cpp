@@ -143,7 +143,7 @@ void add_plan(CLI::App& app) {
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
   add_choice(*sub, "--keep", &c->keep, {"nothing", "states", "chunks"},
-             "What the forward keeps for its backward; on a GPU inputs, unless this says else")
+             "What the forward keeps for its backward; on a GPU nothing, unless this says else")
       ->needs(backward)
       ->default_str(c->keep);
   sub->footer(R"(Examples:

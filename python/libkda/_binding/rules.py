@@ -55,6 +55,9 @@ _POOL = dict(_INPUTS, cu_seqlens=_SEQUENCES["cu_seqlens"], **_GATE,
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
              cu_seqlens=Rule(LENGTHS, "N+1"))
 _NORM = dict(x=Rule(ROWS, ".. D", required=True), gate=Rule(ROWS, ".. D"), weight=Rule(ROWS, "D"))
+# In libkda.jax.
+_JAX = dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K|HV"),
+            cu_seqlens=Rule(LENGTHS, "N+1"))
 # In libkda.arrays: two come in, the others go out.
 _GRADIENTS = dict(
     d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
@@ -122,6 +125,10 @@ RULES = {
         A_log=Rule(PARAMETERS, "*H"), dt_bias=Rule(PARAMETERS, "*H D"), state_indices=Rule(INTEGERS, "N"),
         state=Rule(STATES, "slots H D D", written=True, required=True), out=_output(ROWS, "N T H D|1 N H D"),
         output_gate=Rule(ROWS, "N H D|N T H D|1 N H D"), norm_weight=Rule(ROWS, "D"), **_MASK),
+    "jax.forward": dict(_JAX, initial_state=Rule(STATES, "N HV K V"), has_state=Rule(("bool",), "N")),
+    "jax.decode": dict(_JAX, state=Rule(STATES, "N HV K V", required=True), has_state=Rule(("bool",), "N")),
+    "jax.pool": dict(_JAX, state=Rule(STATES, "slots HV K V", required=True), has_state=Rule(("bool",), "N"),
+                     indices=Rule(("int32",), "N", required=True)),
     "arrays": dict(_inputs(ROWS, "B T HV K"), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),

@@ -61,6 +61,15 @@ class Fused : public test::HopperTest, public ::testing::WithParamInterface<Kind
   void expect_within(const Inputs& inputs, const std::string& what) const {
     test::expect_within(inputs, on_fused(), "cuda.sm90.fused", what);
   }
+  /// Where o is beyond its type.
+  void expect_states_within(const Inputs& inputs, const std::string& what) const {
+    const test::Result result = test::run_inputs(inputs, on_fused());
+    const check::Comparison comparison = check::compare(
+        inputs, result.problem, result.outputs, {.operands = check::operands_of(result.plan)});
+    const check::HeadError* state = comparison.worst_final_state();
+    ASSERT_NE(state, nullptr) << what;
+    EXPECT_LE(state->error, state->tolerance) << what;
+  }
 
   // Inputs in fp16 need gates that the call computes, as narrow as they are, and hold less.
   std::vector<Regime> regimes() const {
@@ -392,7 +401,8 @@ TEST_P(Fused, ValuesAndStatesOfAnySize) {
       Inputs changed = inputs;
       multiply(&changed.v, dtype, 0, 140 * 2 * K, held(by));
       if (state) multiply(&changed.initial_state, DType::kFloat32, 0, 2 * K * K, by);
-      expect_within(changed, "v by " + std::to_string(by) + (state ? ", the state too" : ""));
+      const std::string what = "v by " + std::to_string(by) + (state ? ", the state too" : "");
+      fp16&& state&& by > 1e4f ? expect_states_within(changed, what) : expect_within(changed, what);
     }
 }
 

@@ -132,7 +132,7 @@ ReverseArgs reverse_over(const Group& group, const SequenceMap& map) {
   return reverse;
 }
 
-ReverseArgs D_over(const Group& group, const SequenceMap& map) {
+ReverseArgs d_over(const Group& group, const SequenceMap& map) {
   ReverseArgs reverse = reverse_over(group, map);
   if (group.kernels.on_hopper()) reverse.dh = reverse.dz = nullptr;
   return reverse;
@@ -234,14 +234,14 @@ ReverseArgs reverse_arguments(const Group& group) {
   return reverse;
 }
 
-ReverseArgs segments_D_arguments(const Group& group) {
-  ReverseArgs reverse = D_over(group, group.segments.sequences);
+ReverseArgs segments_d_arguments(const Group& group) {
+  ReverseArgs reverse = d_over(group, group.segments.sequences);
   reverse.d_initial = reverse.initial = segment_states(group, group.segments.D);
   return reverse;
 }
 
-ReverseArgs sequences_D_arguments(const Group& group, const SpanGradients& spans) {
-  ReverseArgs reverse = D_over(group, group.args.map);
+ReverseArgs sequences_d_arguments(const Group& group, const SpanGradients& spans) {
+  ReverseArgs reverse = d_over(group, group.args.map);
   if (spans.from_final) reverse.d_final = group.args.d_final;
   StateView D = segment_states(group, spans.D);
   D.num_slots = group.args.map.num_sequences;

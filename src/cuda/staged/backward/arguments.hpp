@@ -71,9 +71,9 @@ ChainArgs errors_arguments(const Group& group);
 ReverseArgs reverse_arguments(const Group& group);
 /// Segments from zero, for D behind none. Hopper's chains leave nothing else; what others leave in
 /// dh and dz is written again.
-ReverseArgs segments_D_arguments(const Group& group);
+ReverseArgs segments_d_arguments(const Group& group);
 /// Whole sequences from zero, for D, which other spans need.
-ReverseArgs sequences_D_arguments(const Group& group, const SpanGradients& spans);
+ReverseArgs sequences_d_arguments(const Group& group, const SpanGradients& spans);
 
 /// chunk_grad, of either kernel.
 FinishedGradArgs grad_arguments(const Group& group);

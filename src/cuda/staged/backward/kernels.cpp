@@ -109,7 +109,7 @@ void list_segments(plan::PlanBuilder& builder, const BackwardKernels& kernels, i
   builder.stage("segment_merge", p.num_sequences * HV,
                 "of each group: states before segments, in order");
   builder.stage("reverse_merge", p.num_sequences * HV,
-                "of each group: dS behind segments, right to fallback");
+                "of each group: dS behind segments, right to left");
   builder.kernel("segment_scan", "segment_sequences", "each segment as a sequence, once a call");
   builder.kernel("segment_scan", kernels.scan.hopper ? "segment_scan_sm90" : "segment_scan");
   if (kernels.one_merge) {
@@ -135,8 +135,8 @@ void list_chains(plan::PlanBuilder& builder, const BackwardKernels& kernels, int
   if (makes_errors)
     builder.stage("chunk_delta_h", chains, "of each group: states before chunks and their errors");
   builder.stage("chunk_reverse", chains,
-                kernels.grad_stores_dv ? "of each group: dS behind chunks, dZ, right to fallback"
-                                       : "of each group: dS behind chunks, dv, right to fallback");
+                kernels.grad_stores_dv ? "of each group: dS behind chunks, dZ, right to left"
+                                       : "of each group: dS behind chunks, dv, right to left");
   const char* stage = makes_errors ? "chunk_delta_h" : "chunk_reverse";
   switch (kernels.chains) {
     case BackwardKernels::Chains::kPortable:

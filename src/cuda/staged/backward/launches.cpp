@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward.md
-// says why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
+// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
+// and backward_portable.md say why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
 // arguments.hpp makes what each is given; this file is the order in which they run.
 //
 // Words: of a chunk of 64 tokens and a value head, each [64, .] or [K, V]
@@ -16,7 +16,8 @@
 //
 // A call on Hopper in bf16, K = V = 128, gates softplus or bounded, q and k normalised, beta a sigmoid, all
 // gradients but d_initial_state. With 8,192 tokens and 64 heads that is one group, not cut: five launches.
-// Bytes are of a token and value head; what two blocks of one chunk both read is counted once (L2).
+// Bytes are of a token and value head; what both blocks of a chunk and direction (64 columns of V each) read
+// is counted once, the directions apart.
 //
 //   launch                     reads                                      writes               B read + written
 //   chunk_intra_fp16           q, k, g, beta                              w, kg, qg, Aqk, T',         770 + 1040
@@ -25,8 +26,8 @@
 //     both directions in one:  w, kg, qg, Aqk, T', d_o, beta, gamma, diag dS, dZ                     1296 +  768
 //   chunk_grad_sm90            q, k, g, beta, d_o, S0, E, dS, dZ          dq, dk, dg, dv, dbeta,     2562 + 1042
 //                                                                         sums of a chunk
-//   chunk_grad_sm90, fallback  a word a chunk; then as chunk_grad         gradients of chunks whose decays or betas
-//                                                                         were out of its range
+//   chunk_grad_sm90, fallback  two words a chunk and value head, then     gradients of chunks whose decays or betas
+//                              as chunk_grad_sm90                         were out of its range
 //   backward_parameters        sums of chunks                             dA_log, ddt_bias              16 +    0
 //
 // Also launched, and when
@@ -38,8 +39,9 @@
 //   both_merges                  segments, one phase: states before them and dS behind them
 //   segment_merge_sm90,          the same in two phases, where they cannot be at once
 //   reverse_merge
-//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, fp32 rows, K = 64 with several
-//   backward_gradients           value heads a q/k head, rows not aligned to 16 bytes
+//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, tiled heads, fp32 g or gradients,
+//   backward_gradients           other sizes than K = V = 128, or 64 with one value head a q/k head, too few chunks,
+//                                rows not aligned to 16 bytes
 //   chunk_delta_h, chunk_reverse other GPUs: chains as a launch a direction; with chunk_intra, segment_scan,
 //                                segment_merge, reverse_merge, chunk_grad, backward_gradients
 // Without gradients that tokens have from states (dq, dk, dg, dbeta and those of parameters) chunk_grad and what
@@ -86,7 +88,7 @@ Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
     return sm90::launch_chunk_intra_fp16(args, on.after);
-  return launch_chunk_intra(args, /*fp16=*/false, /*tokens=*/false, on.after);
+  return launch_chunk_intra(args, /*half=*/false, /*tokens=*/false, on.after);
 }
 
 Status run_scan(const Group& group, const Stream& on) {
@@ -184,7 +186,7 @@ Status run_segmented(const Group& group, const Stream& on) {
   const ChainArgs errors = errors_arguments(group);
   KDA_RETURN_IF_ERROR(run_intra(group, on));
   KDA_RETURN_IF_ERROR(run_scan(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, nullptr, segments_D_arguments(group), on));
+  KDA_RETURN_IF_ERROR(run_chains(group, nullptr, segments_d_arguments(group), on));
   KDA_RETURN_IF_ERROR(run_merges(group, on));
   KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), reverse_arguments(group), on));
   KDA_RETURN_IF_ERROR(run_grad(group, on));
@@ -196,10 +198,10 @@ Status run_first_phase(const Group& group, const SpanGradients& spans, const Str
   const ChainArgs errors = errors_arguments(group);
   KDA_RETURN_IF_ERROR(run_intra(group, on));
   if (group.segments.count == 0)
-    return run_chains(group, wanted(group, errors), sequences_D_arguments(group, spans), on);
+    return run_chains(group, wanted(group, errors), sequences_d_arguments(group, spans), on);
   KDA_RETURN_IF_ERROR(run_scan(group, on));
   KDA_RETURN_IF_ERROR(run_states_merge(group, on));
-  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), segments_D_arguments(group), on));
+  KDA_RETURN_IF_ERROR(run_chains(group, wanted(group, errors), segments_d_arguments(group), on));
   if (!spans.D) return {};
   return run_d_states_merge(group, spans.from_final ? group.args.d_final : StateView{}, on);
 }
@@ -241,7 +243,7 @@ Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
 }
 
 /// D of sequences: dS before their empty first segments.
-Status copy_D(const Group& group, float* D, const Stream& on) {
+Status copy_d(const Group& group, float* D, const Stream& on) {
   const Shape& shape = group.args.shape;
   const int64_t floats = int64_t{shape.HV} * shape.K * shape.V;
   for (int64_t n = 0; n < group.plan.problem.num_sequences; ++n) {
@@ -267,7 +269,7 @@ Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
   const SpanGradients& spans = begin.spans;
   return for_groups(begin.backward, false, [&](const Group& group, const Stream& on) {
     KDA_RETURN_IF_ERROR(run_first_phase(group, spans, on));
-    return spans.D && group.segments.count > 0 ? copy_D(group, spans.D, on) : Status{};
+    return spans.D && group.segments.count > 0 ? copy_d(group, spans.D, on) : Status{};
   });
 }
 

@@ -340,7 +340,7 @@ Inputs with_growth(check::GenerateOptions options, int64_t head) {
 /// With a value head that is left all of its group is done again.
 TEST_F(ChunkGradOnHopper, ValueHeadsThatAreLeft) {
   for (const int64_t fallback : {0, 4}) {  // of two groups of three
-    const std::string what = "value head " + std::to_string(fallback) + " is fallback";
+    const std::string what = "value head " + std::to_string(fallback) + " falls back";
     const Case x(with_growth(grouped(70, 2, 3, Regime::kLog), fallback));
     EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
     expect_close_on_hopper(x, what);
@@ -394,7 +394,7 @@ TEST_F(ChunkGradOnHopper, PairsOfAnyLengthAndNumber) {
 
 TEST_F(ChunkGradOnHopper, PairsOfWhichOneIsLeft) {
   for (const int64_t fallback : {1, 2}) {
-    const std::string what = "head " + std::to_string(fallback) + " of 64 channels is fallback";
+    const std::string what = "head " + std::to_string(fallback) + " of 64 channels falls back";
     const Case x(with_growth(options_of(70, 3, 64, 64, Regime::kLog), fallback));
     EXPECT_EQ(num_left(run_on_hopper(x)), 1) << what;
     expect_close_on_hopper(x, what);

@@ -11,6 +11,7 @@
 
 #include "check/tolerances.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/rows.hpp"
 #include "cuda/staged/backward/backend.hpp"
 #include "cuda/staged/backward/sizes.hpp"
 #include "plan/planner.hpp"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
 // chunk_grad on Hopper: the warps that compute, over all chunks of the block. Start here; the other files are
-// its steps, a file a topic. docs/design/backward.md says why, chunk_grad.hpp has the formulas.
+// its steps, a file a topic. docs/design/backward_hopper.md says why, chunk_grad.hpp has the formulas.
 //
 // Roles: 384 threads, one block an SM
 //   warps 0 to 7      compute (224 registers): two warpgroups. A warp has 16 of 128 channels and all 64 tokens.
