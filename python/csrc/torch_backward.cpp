@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of training: libkda::forward_kept, a forward that keeps what its backward reads;
-// libkda::backward; libkda::has_backward (their derivatives: python/libkda/ops.py); and the two
-// halves of a backward of spans, for python/libkda/context_parallel/maps.py.
+// libkda::backward; libkda::has_backward and keeps_chunks (derivatives: python/libkda/ops.py); and
+// the two halves of a backward of spans, for python/libkda/context_parallel/maps.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -40,8 +40,8 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
 }
 
 /// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
-/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most. On
-/// a GPU every chunk of 64 tokens has a state and errors, in 16 bits.
+/// saved_bytes() of libkda/_binding/kernels.py. A sequence of n tokens has n / every states, and so
+/// have all at most. On a GPU every chunk of 64 tokens has a state and errors, in 16 bits.
 int64_t room_for_saved(const kda_problem& p, int64_t keep, bool on_gpu) {
   if (keep == 0) return 0;
   if (on_gpu) {
@@ -306,6 +306,22 @@ bool has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) {
   return true;
 }
 
+/// Whether a forward of tensors like these has kernels that keep states and errors of its chunks,
+/// and gains by it. What does not fit is for the forward to say.
+bool keeps_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor cu_seqlens,
+                  int64_t head_map) {
+  try {
+    kda_problem p = problem_of(q, k, v, g, beta, {}, {}, Modes{0, 0, -5.0, 1.0, false, false});
+    set_head_map(&p, head_map);
+    set_lengths(&p, q, cu_seqlens, {});
+    describe_dense(&p.o, v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+    const kda_plan_options options = options_of(q, KDA_KEEP_CHUNKS);
+    return kda_supported(&p, &options) == KDA_OK;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
 }  // namespace
 }  // namespace kda_torch
 
@@ -336,6 +352,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
         "dA_log, Tensor(g!) ddt_bias, Tensor(h!) d_initial_state, Tensor(i!) workspace) -> ()");
 #undef KDA_HALF
   m.def("has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> bool");
+  m.def(
+      "keeps_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? cu_seqlens, int "
+      "head_map) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
@@ -344,4 +363,5 @@ STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("span_backward_begin", TORCH_BOX(&kda_torch::span_backward_begin));
   m.impl("span_backward_finish", TORCH_BOX(&kda_torch::span_backward_finish));
   m.impl("has_backward", TORCH_BOX(&kda_torch::has_backward));
+  m.impl("keeps_chunks", TORCH_BOX(&kda_torch::keeps_chunks));
 }

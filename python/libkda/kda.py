@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_compiling
 
 from . import ops
+from ._binding import kernels
 from ._binding.checks import checked, computes_in_float64, state_type
 from ._binding.operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
                                 modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
@@ -103,28 +104,21 @@ def _over_ranks(cp_context, q, k, v, g, beta, initial_state, output_final_state,
     return attention.chunk_kda(context, q, k, v, g, beta, read)
 
 
-def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
-    """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused), and the call
-    chains for three quarters of it: with fewer a forward that cuts them is worth more."""
+def _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map):
+    """Whether a GPU has kernels of the forward that keep states and errors of chunks, and it is worth it."""
+    if type(q) is torch.Tensor and not (is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(q)):
+        return ops.keeps_chunks(q, k, v, g, beta, cu_seqlens, head_map)
     if not torch.cuda.is_available():  # tensors without memory, as of torch.export
         return False
-    rows, K, card = (q, k, v, g), q.shape[-1], torch.cuda.get_device_properties(q.device)
-    chains = (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1) * v.shape[2]
-    if head_map or (card.major, card.minor) != (9, 0) or chains * (K // 64) * 4 < card.multi_processor_count * 3:
-        return False
-    if any(x.dtype != torch.bfloat16 for x in rows[:3]) or g.dtype not in (torch.bfloat16, torch.float32):
-        return False
-    if K not in (64, 128) or v.shape[-1] != K or g.dim() != 4 or any(x.stride(-1) != 1 for x in rows):
-        return False  # one gate a head has a stride of 0
-    begin = lambda x: x.storage_offset() * x.element_size() if is_compiling() else x.data_ptr()
-    return all(begin(x) % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1]) for x in rows)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return kernels.keeps_chunks(q, k, v, g, sequences, head_map, torch.cuda.get_device_properties(q.device))
 
 
-def _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute):
+def _kept(q, k, v, g, beta, cu_seqlens, head_map, disable_recompute):
     """What a forward keeps for its backward: nothing up to 4,096 tokens, where little is spared, and on a GPU, unless
     disable_recompute asks for it."""
     if q.is_cuda:
-        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, cu_seqlens, head_map)
+        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map)
         return ops.KEEP_CHUNKS if keeps else ops.KEEP_NOTHING
     if disable_recompute:
         return ops.KEEP_CHUNKS
@@ -231,7 +225,7 @@ def chunk_kda(
         has_state = dense(has_state)
     if not return_intermediate_states and out is None:
         if ops.differentiates(q, k, v, g, beta, *parameters, state):
-            keep = _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute)
+            keep = _kept(q, k, v, g, beta, cu_seqlens, head_map, disable_recompute)
             o, final_state = forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
                                           has_state, keep, head_map)
         else:

@@ -12,7 +12,7 @@ the argument; nothing is written then.
 with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares
 work: on a Hopper GPU states and errors of every chunk, in 16 bits; a ValueError where there is no kernel for it.
 `backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
-empty; `has_backward` says whether the library has one for such tensors.
+empty; `has_backward` says whether the library has one for such tensors, `keeps_chunks` whether KEEP_CHUNKS is worth it.
 """
 import ctypes
 import functools
@@ -98,6 +98,7 @@ _update = torch.ops.libkda.update.default
 _forward_kept = torch.ops.libkda.forward_kept.default
 _backward = torch.ops.libkda.backward.default
 has_backward = torch.ops.libkda.has_backward.default
+keeps_chunks = torch.ops.libkda.keeps_chunks.default
 
 
 # ---- what has no derivative ------------------------------------------------------------------------------------------
@@ -214,10 +215,11 @@ def _fake_forward(*args):
 
 
 def _fake_forward_kept(*args):
+    from ._binding.kernels import saved_bytes
     given = _checked(_forward_kept, args)
     q, lengths = given["q"], given["cu_seqlens"]
     packed = 0 if lengths is None else lengths.shape[0] - 1
-    saved = q.new_empty(_saved_bytes(q, given["v"], given["keep"], packed), dtype=torch.uint8)
+    saved = q.new_empty(saved_bytes(q, given["v"], given["keep"], packed), dtype=torch.uint8)
     return *_outputs(given), saved
 
 
@@ -230,17 +232,6 @@ def _outputs(given):
         N = 0
     matrix = (V, K) if given["state_v_first"] else (K, V)
     return v.new_empty(v.shape), q.new_empty((N, HV, *matrix), dtype=state_type(q))
-
-
-def _saved_bytes(q, v, keep, packed):
-    """room_for_saved() of torch_backward.cpp. packed: sequences of cu_seqlens, 0 without."""
-    if keep == KEEP_NOTHING:
-        return 0
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    if q.is_cuda:
-        chunks = T // 64 + packed if packed else B * ((T + 63) // 64)
-        return 128 + chunks * HV * (K + 64) * V * 2
-    return 128 + B * T // (KEEP_STATES if keep == KEEP_CHUNKS else keep) * HV * K * V * 4
 
 
 def fake_of_none(operator, checked):

@@ -42,6 +42,7 @@ import torch
 from . import layer
 from ._binding import layer_ops
 from ._binding.checks import checked, int32_of
+from ._binding.kernels import is_one_kernel
 from ._binding.operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
 from ._binding.rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
@@ -195,7 +196,7 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
                             None if output_gate is None else output_gate.reshape(N, T, H, D), norm_weight,
                             None if has_state is None else dense(has_state), *modes.without_layout,
                             norm_eps, gate, first_slot, modes.state_v_first)
-    if slots is not None and norm_weight is not None and not _is_one_kernel(state):
+    if slots is not None and norm_weight is not None and not (state.is_cuda and is_one_kernel(state)):
         # The norm and its gate make of the zeros of a sequence without a slot what they are.
         without = (slots < first_slot) | (slots >= len(state))
         o.masked_fill_(without[:, None, None, None], 0)
@@ -211,17 +212,6 @@ def _expect_tokens(name, given, N, T, sizes, x):
     if tuple(given.shape) not in forms:
         raise ValueError(f"{name} must have shape {' or '.join(str(list(form)) for form in forms)} (tokens of x, "
                          f"{list(x.shape)}), got {list(given.shape)}")
-
-
-def _is_one_kernel(state):
-    """Whether one kernel has a step on this pool, where its rows are dense and lie on 16 bytes."""
-    if state.device.type != "cuda" or state.shape[-1] != 128:
-        return False
-    pieces = 16 // state.element_size()
-    # torch.compile knows no address while it traces.
-    start = 0 if torch.compiler.is_compiling() else state.storage_offset()
-    places = (start, *state.stride()[:2])
-    return state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
 
 
 def _expect_few_tokens(function, q, cu_seqlens, most, hint):
