@@ -396,15 +396,12 @@ def _zero_without_slot(o, slots, lengths, decode):
     cu_seqlens, cu_seqlens_cpu = lengths
     if decode and cu_seqlens_cpu is None and cu_seqlens.is_cuda:
         return
-    indices = slots.indices
-    without = indices < slots.first_slot
-    if o.is_cuda:  # elsewhere it is refused
-        without |= indices >= len(slots.states)
+    without = slots.missing
     if cu_seqlens is None:
         o.masked_fill_(without[:, None, None, None], 0)
-    elif len(indices):
+    elif len(without):
         tokens = torch.arange(o.shape[1], device=o.device)
-        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(indices) - 1)
+        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(without) - 1)
         o.masked_fill_(without[sequences][None, :, None, None], 0)
 
 
