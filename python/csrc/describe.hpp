@@ -73,6 +73,8 @@ inline void check(kda_status status, States states = States::kOwn) {
   if (status == KDA_OK) return;
   const std::string text = in_words_of_operators(kda_last_error(), states);
   if (status == KDA_INVALID_ARGUMENT) refuse(text);
+  // An option of the caller that cannot be had; other causes are this build's.
+  if (status == KDA_UNAVAILABLE && text.rfind("backend: ", 0) == 0) refuse(text);
   if (status == KDA_UNSUPPORTED) throw Unsupported(kRefusal + text);
   fail(text);
 }

@@ -13,6 +13,7 @@ from ._binding import kernels
 from ._binding.checks import checked, computes_in_float64, state_type
 from ._binding.operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
                                 modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
+from ._binding.options import number_of, refuse_beside
 from ._binding.rules import FlaError, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
@@ -94,31 +95,35 @@ def _over_ranks(cp_context, q, k, v, g, beta, initial_state, output_final_state,
             raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
         if cu_seqlens is not None and cp_context is context:
             raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
-        options = options_of()
-        if options.head_map or g.dim() == 3:
+        refuse_beside("cp_context", kwargs.get("plan_options"))
+        chunk = options_of()
+        if chunk.head_map or g.dim() == 3:
             raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
-        if options.out is not None:
+        if chunk.out is not None:
             raise NotImplementedError("`out` is not taken with `cp_context`.")
-        return attention.Options(kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, options.modes,
+        return attention.Options(kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, chunk.modes,
                                  bool(output_final_state))
     return attention.chunk_kda(context, q, k, v, g, beta, read)
 
 
-def _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map):
+def _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map, options):
     """Whether a GPU has kernels of the forward that keep states and errors of chunks, and it is worth it."""
     if type(q) is torch.Tensor and not (is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(q)):
-        return ops.keeps_chunks(q, k, v, g, beta, cu_seqlens, head_map)
-    if not torch.cuda.is_available():  # tensors without memory, as of torch.export
+        try:
+            return ops.keeps_chunks(q, k, v, g, beta, cu_seqlens, head_map, options)
+        except ValueError:
+            return False  # the forward says what does not fit, or converts it
+    if options or not torch.cuda.is_available():  # the latter: tensors without memory, as of torch.export
         return False
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return kernels.keeps_chunks(q, k, v, g, sequences, head_map, torch.cuda.get_device_properties(q.device))
 
 
-def _kept(q, k, v, g, beta, cu_seqlens, head_map, disable_recompute):
+def _kept(q, k, v, g, beta, cu_seqlens, head_map, options, disable_recompute):
     """What a forward keeps for its backward: nothing up to 4,096 tokens, where little is spared, and on a GPU, unless
     disable_recompute asks for it."""
     if q.is_cuda:
-        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map)
+        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map, options)
         return ops.KEEP_CHUNKS if keeps else ops.KEEP_NOTHING
     if disable_recompute:
         return ops.KEEP_CHUNKS
@@ -138,7 +143,7 @@ def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
-@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "out", "transpose_state_layout")
+@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -190,6 +195,7 @@ def chunk_kda(
     forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
+    plan_options: a libkda.Options, how the library plans the call; by default those of libkda.options().
     cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes.
     The context has their lengths; it says which states are given and returned (docs/python.md).
 
@@ -218,19 +224,19 @@ def chunk_kda(
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
-    lengths = cu_seqlens, cu_seqlens_cpu
+    lengths, options = (cu_seqlens, cu_seqlens_cpu), number_of(kwargs.get("plan_options"))
     state = None if initial_state is None else dense(initial_state)
     has_state = kwargs.get("has_state")
     if has_state is not None:
         has_state = dense(has_state)
     if not return_intermediate_states and out is None:
         if ops.differentiates(q, k, v, g, beta, *parameters, state):
-            keep = _kept(q, k, v, g, beta, cu_seqlens, head_map, disable_recompute)
+            keep = _kept(q, k, v, g, beta, cu_seqlens, head_map, options, disable_recompute)
             o, final_state = forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
-                                          has_state, keep, head_map)
+                                          has_state, keep, head_map, options)
         else:
             o, final_state = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
-                                     False, has_state, head_map)
+                                     False, has_state, head_map, options)
         return as_type(o, q.dtype), final_state if output_final_state else None
     if out is not None:
         o = written_rows_of("out", out, float64)
@@ -238,7 +244,7 @@ def chunk_kda(
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final_state = new_states(q, v, state_v_first, N) if output_final_state else None
         forward_into(q, k, v, g, beta, o, final_state, None, parameters, state, lengths, modes, 0, False, has_state,
-                     head_map)
+                     head_map, options)
         return _written(out, o), final_state
     counts = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
     final_state = new_states(q, v, state_v_first, len(counts)) if output_final_state else None
@@ -246,7 +252,7 @@ def chunk_kda(
         o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
     checkpoints = new_states(q, v, state_v_first, sum(count // chunk_size for count in counts))
     forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, chunk_size, False,
-                 has_state, head_map)
+                 has_state, head_map, options)
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
     h = _chunk_states(checkpoints, state, counts, chunk_size)
@@ -256,7 +262,7 @@ def chunk_kda(
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
-@checked("has_state", "head_map", "out", "transpose_state_layout")
+@checked("has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -289,10 +295,10 @@ def fused_recurrent_kda(
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
-                      kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"))
+                      kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"), kwargs.get("plan_options"))
 
 
-@checked("has_state", "first_slot", "head_map", "transpose_state_layout")
+@checked("has_state", "first_slot", "head_map", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -338,16 +344,17 @@ def fused_recurrent_kda_fwd(
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
         return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
-                          has_state, out, kwargs.get("head_map"))
+                          has_state, out, kwargs.get("head_map"), kwargs.get("plan_options"))
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
     slots = slots_of("ssm_state_indices", initial_state, ssm_state_indices, num_accepted_tokens, has_state, first_slot)
-    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out,
-                     kwargs.get("head_map"))
+    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, kwargs.get("head_map"),
+                     kwargs.get("plan_options"))
     return o, initial_state
 
 
-def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out=None, head_map=None):
+def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out=None, head_map=None,
+                 plan_options=None):
     """o of sequences whose states are in a pool, which is updated, or with drafts only read."""
     parameters = parameters_of(A_log, dt_bias, modes)
     lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
@@ -359,7 +366,8 @@ def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out
     decode = state_a_token or decode and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or indices is not None  # zeros where no token is, or no slot
     o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
-    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map))
+    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map),
+           number_of(plan_options))
     # The operator takes prefill's kernels where it knows of a longer sequence.
     if indices is not None and not state_a_token and not (decode and cu_seqlens is None):
         _zero_without_slot(o, slots, lengths, decode)
@@ -369,13 +377,13 @@ def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out
 
 
 def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens, has_state=None,
-               out=None, head_map=None):
+               out=None, head_map=None, plan_options=None):
     """fused_recurrent_kda, into `out` if that is given."""
     float64 = computes_in_float64(q)
     parameters = parameters_of(A_log, dt_bias, modes, float64)
     lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
-    decode, head_map = _decodes(q, cu_seqlens), head_map_of(head_map)
+    decode, head_map, options = _decodes(q, cu_seqlens), head_map_of(head_map), number_of(plan_options)
     if has_state is not None:
         has_state = dense(has_state)
     if out is not None:
@@ -383,10 +391,10 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_fi
         o = written_rows_of("out", out, float64)
         final = new_states(q, v, modes.state_v_first, N) if output_final_state or decode else None
         forward_into(q, k, v, g, beta, o, final, None, parameters, state, lengths, modes, 0, decode, has_state,
-                     head_map)
+                     head_map, options)
         return _written(out, o), final if output_final_state else None
     o, final = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state or decode), decode,
-                       has_state, head_map)
+                       has_state, head_map, options)
     return as_type(o, v.dtype), final if output_final_state else None
 
 

@@ -4,8 +4,9 @@
 They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
 without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
 strides with a contiguous last dimension; `update` writes o and the pool of states in place, or with `drafts` the states
-after tokens there, and a state of each sequence to `checkpoints`. What arguments mean: include/kda/problem.hpp. What an
-operator does not take is a ValueError that names the argument; nothing is written then.
+after tokens there, and a state of each sequence to `checkpoints`. What arguments mean: include/kda/problem.hpp; options
+is the number of a libkda.Options. What an operator does not take is a ValueError that names the argument; nothing is
+written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
 with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares
@@ -267,7 +268,7 @@ class _Forward(_SingleLevelFunction):
     @staticmethod
     def setup_context(ctx, inputs, output):
         (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, *ctx.modes,
-         ctx.output_final_state, has_state, ctx.keep, ctx.head_map) = inputs
+         ctx.output_final_state, has_state, ctx.keep, ctx.head_map, ctx.options) = inputs
         _, _, saved = output
         ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, has_state,
                               saved)
@@ -280,11 +281,11 @@ class _Forward(_SingleLevelFunction):
             d_final_state = None
         if d_o is None and d_final_state is None or not wanted:
             return (None,) * len(ctx.needs_input_grad)
-        rest = (None,) * (len(ctx.needs_input_grad) - len(_DIFFERENTIABLE))  # of what is no float tensor
+        none = (None,) * (len(ctx.needs_input_grad) - len(_DIFFERENTIABLE))  # of what is no float tensor
         *inputs, has_state, saved = ctx.saved_tensors
         gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted,
-                              ctx.head_map)
-        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *rest
+                              ctx.head_map, ctx.options)
+        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *none
 
 
 class _Backward(_SingleLevelFunction):
@@ -318,10 +319,10 @@ def _with_gradients(operator, function):
 
 def _forward_of_gradients(*args):
     """forward is forward_kept that keeps nothing."""
-    *operands, decode, has_state, head_map = args
+    *operands, decode, has_state, head_map, options = args
     if decode:
         raise NotImplementedError(NO_BACKWARD.format("a forward with decode=True"))
-    return _forward_kept(*operands, has_state, KEEP_NOTHING, head_map)[:2]
+    return _forward_kept(*operands, has_state, KEEP_NOTHING, head_map, options)[:2]
 
 
 def register(library, operator, fake, function):

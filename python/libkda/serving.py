@@ -34,6 +34,7 @@ Tensors as in the table are read as they lie, and nothing is gathered.
 gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, which needs A_log, or with lower_bound a
 bounded one. Each returns o [B, T, HV, V] of v's type, or `out`, of its own type. TypeError and ValueError name the
 argument; nothing is written then. NotImplementedError: a gradient is asked for, of which there are none.
+plan_options: as of libkda.chunk_kda.
 """
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ from ._binding import layer_ops
 from ._binding.checks import checked, int32_of
 from ._binding.kernels import is_one_kernel
 from ._binding.operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
+from ._binding.options import Options
 from ._binding.rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
@@ -59,7 +61,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
             checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
             checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16,
-            head_map: str | None = None) -> torch.Tensor:
+            head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
     False from zero, and leaves its final state there.
 
@@ -76,7 +78,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
                      use_qk_l2norm_in_kernel, state_v_first)
     beside = beside_of(None, None, None, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot, beside)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()
@@ -87,7 +89,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
-           head_map: str | None = None) -> torch.Tensor:
+           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
@@ -98,7 +100,7 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()
@@ -110,7 +112,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
            draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None,
-           head_map: str | None = None) -> torch.Tensor:
+           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
@@ -139,7 +141,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
                      use_qk_l2norm_in_kernel, state_v_first)
     beside = beside_of(drafts, draft_slots, parents)
     slots = slots_of("slots", pool, slots, num_accepted_tokens, has_state, first_slot, beside)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()

@@ -100,7 +100,9 @@ def test_the_operator_says_where_chunks_are_kept():
     given = [torch.zeros(1, 5, 2, 8) for _ in range(4)] + [torch.zeros(1, 5, 2)]
     assert ops.keeps_chunks(*given, None, 0)  # a CPU keeps for any call
     assert ops.keeps_chunks(*given, torch.tensor([0, 2, 5]), 1)
-    assert not ops.keeps_chunks(*given, None, 7) and not ops.keeps_chunks(*given[:2], given[4], *given[3:], None, 0)
+    assert not ops.keeps_chunks(given[0].mT.contiguous().mT, *given[1:], None, 0)  # rows that no kernel reads
+    with pytest.raises(ValueError, match="head_map must be 0 to 1, got 7$"):
+        ops.keeps_chunks(*given, None, 7)
 
 
 @pytest.mark.parametrize("device, keep", [(CPU, 64), (CPU, 2048), (CPU, -1), (CUDA, -1), (CPU, 0)])

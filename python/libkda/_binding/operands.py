@@ -224,32 +224,36 @@ def _call(operator, args):
 
 
 # The operators, by what calls hand on: here, and nowhere else, it is taken apart. `parameters`: of parameters_of;
-# `lengths`: of lengths_of, or a pair of None.
+# `lengths`: of lengths_of, or a pair of None; `options`: of number_of.
 
-def forward(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, decode, has_state, head_map):
+def forward(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, decode, has_state, head_map,
+            options):
     """o and the final state, without gradients."""
     return _call(ops.forward, (q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state, decode,
-                               has_state, head_map))
+                               has_state, head_map, options))
 
 
-def forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, has_state, keep, head_map):
+def forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, output_final_state, has_state, keep, head_map,
+                 options):
     """o and the final state, with gradients."""
     return _call(ops.forward_kept, (q, k, v, g, beta, *parameters, state, *lengths, *modes, output_final_state,
-                                    has_state, keep, head_map))
+                                    has_state, keep, head_map, options))
 
 
 def forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, checkpoint_every=0,
-                 decode=False, has_state=None, head_map=HEADS_GROUPED):
+                 decode=False, has_state=None, head_map=HEADS_GROUPED, options=0):
     """Writes o, and the final state and checkpoints where they are given."""
     _call(ops.forward_into, (q, k, v, g, beta, o, final_state, checkpoints, *parameters, state, *lengths, *modes,
-                             checkpoint_every, decode, has_state, head_map))
+                             checkpoint_every, decode, has_state, head_map, options))
 
 
-def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map):
+def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_skipped, head_map, options):
     """Writes o and the states of `slots`."""
     states, indices, accepted, has_state, first_slot, beside = slots
     # Defaults cost a call of few tokens time.
-    more = () if beside is None and not head_map else (*(beside or Beside()), head_map)
+    more = ()
+    if beside is not None or head_map or options:
+        more = (*(beside or Beside()), head_map, options)
     _call(ops.update, (q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
                        zero_skipped, has_state, first_slot, *more))
 

@@ -18,6 +18,7 @@ from .. import ops
 from .._binding.checks import check, checked
 from .._binding.operands import (Modes, as_type, expect_distinct, forward_into, lengths_of, new_states, parameter_of,
                                  rows_of, written_rows_of)
+from .._binding.options import number_of
 from .._binding.rules import number
 
 Parameters = ParamSpec("Parameters")
@@ -113,7 +114,8 @@ def _forward(q, k, v, g, beta, out, final_state, A_log, dt_bias, initial_state, 
         if final is not final_state:
             expect_distinct("final_state", final_state)
     forward_into(*inputs, o, final, None, (parameter_of(A_log), parameter_of(dt_bias)),
-                 None if initial_state is None else _state(initial_state), lengths, modes)
+                 None if initial_state is None else _state(initial_state), lengths, modes,
+                 options=number_of(None))
     _copy_back(out, o)
     _copy_back(final_state, final)
 

@@ -8,6 +8,7 @@ import torch
 
 from .. import ops
 from .._binding.operands import as_type, expect_distinct, modes_of, parameters_of
+from .._binding.options import refuse_beside
 from .._binding.rules import LAST_SLOT, integer
 from . import attention
 from .contexts import Context
@@ -44,6 +45,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
         nonlocal valid
         if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, pool):
             raise NotImplementedError("libkda: prefill has no gradients; chunk_kda has, with `cp_context`")
+        refuse_beside("context", None)
         first = integer("first_slot", first_slot, 0, LAST_SLOT)
         modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          use_qk_l2norm_in_kernel, state_v_first)
