@@ -20,6 +20,7 @@ BENCHMARKS = {
     "recompute-wu": ["intra"],
     "delta-h": ["intra"],
     "context-parallel": ["context_parallel"],
+    "lengths": ["lengths"],
     "decode": ["decode_gpu"],
     "backward": ["flagship", "gva"],
     "fused": ["flagship", "gva", "cudnn10", "streams", "gates", "sizes"],

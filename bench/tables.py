@@ -264,6 +264,15 @@ def table_gpu_segments():
             + source(report, peers))
 
 
+def cudnn_means(report):
+    """Of cuDNN's time / libkda's over the cases of cuDNN's own comparison, by gates."""
+    ratios = {}
+    for r in report["forward"]:
+        if r["set"] == "cudnn10":
+            ratios.setdefault(r["gates"], []).append(r["speedup"])
+    return ", ".join(f"{kind} {math.exp(sum(map(math.log, of)) / len(of)):.2f}x" for kind, of in ratios.items())
+
+
 def table_gpu_cudnn():
     """Each case: libkda, cuDNN and their ratio with strong gates, and with trained ones, which slow ones are like."""
     report = load("gpu_cudnn")
@@ -273,11 +282,9 @@ def table_gpu_cudnn():
     shown = [kind for kind in kinds if kind != "slow"]
     rows = [[f"`{case}`", *sum((cells(found[case, kind]) for kind in shown), [])]
             for case in dict.fromkeys(r["case"] for r in report["forward"])]
-    ratios = {kind: [r["speedup"] for r in report["forward"] if r["gates"] == kind and r["set"] == "cudnn10"] for kind in kinds}
-    means = ", ".join(f"{kind} {math.exp(sum(map(math.log, ratios[kind])) / len(ratios[kind])):.2f}x" for kind in kinds)
     head = ["case", *sum(([f"{kind}: libkda", "cuDNN", "cuDNN / libkda"] for kind in shown), [])]
     return (f'{gpu_of(report)}; torch {report["torch"]}, nvidia-cudnn-frontend {report["cudnn_frontend"]}\n\n'
-            f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {means}.{source(report)}')
+            f'{markdown(head, rows)}\n\nGeometric means of the ten cases of cuDNN\'s own comparison: {cudnn_means(report)}.{source(report)}')
 
 
 def table_gpu_cudnn_backward():
@@ -675,18 +682,18 @@ def table_peers():
 
 
 def table_summary():
-    """A case a row, under its card; the numbers of a row are of one run."""
+    """A case a row; the numbers of a row are of one run."""
     us = lambda x: milliseconds(1e-6 * x)
     case_of = lambda cases, name: next(c for c in cases if c["case"] == name)
     flagship, size = "--tokens 8192 --heads 64", "8,192 tokens, 64 heads"
-    cards, names, earlier = {}, {"libkda": None}, []
+    found, names, earlier = [], {"libkda": None}, []
     cpu, rivals = load("cpu_forward"), load("cpu_rivals")
     on_cpu = f'{cpu["threads"]} cores of an {cpu["cpu"]}'
 
     def add(report, label, number, who="", other=None):
         card = report.get("device", "").split(" 80GB")[0] or on_cpu
         names.setdefault(who or "libkda")
-        cards.setdefault(card, []).append((label, {"libkda": number, who: other}))
+        found.append((label, card.removeprefix("NVIDIA "), {"libkda": number, who: other}))
         if "families" in report and of_other_kernels(report):
             earlier.append(label)
 
@@ -713,12 +720,14 @@ def table_summary():
     ggml = next(r for r in rivals["rows"] if r["method"].startswith("ggml"))
     best = next(r for r in rivals["rows"] if r["method"].startswith("libkda"))
     add(rivals, f'forward in fp32, {rivals["tokens"]:,.0f} tokens, {rivals["heads"]} heads', median(best), "ggml's method", median(ggml))
-    rows = []
-    for card, found in cards.items():
-        rows.append([f"**{card}**", *("" for _ in names)])
-        rows += [[label, *(values.get(name) or "" for name in names)] for label, values in found]
-    table = markdown(["", *names], rows)
-    return table + (f"\n\nMeasured before the last change of their kernels: {'; '.join(earlier)}." if earlier else "")
+    rows = [[label, card, *(values.get(name) or "" for name in names)] for label, card, values in found]
+    files = ", ".join(f'`{r["file"]}`' for r in (peers, others, errors, train, cudnn, rivals))
+    notes = (f"From {files}. cuDNN's forward alone, its time / libkda's by gates: {cudnn_means(load('gpu_cudnn'))} "
+             "(geometric means of [ten cases](docs/performance.md#beside-cudnn)).")
+    if earlier:
+        rows_of = ", ".join(f'the row "{label}"' for label in earlier)
+        notes += f" Measured before the last change of the kernels: {rows_of}."
+    return markdown(["", "on", *names], rows) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
 
 def table_cpu_transformers():

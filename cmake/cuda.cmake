@@ -50,6 +50,7 @@ set(KDA_CUDA_KERNELS
 
 # Hopper's own instructions: machine code for sm_90a and nothing else.
 set(KDA_CUDA_KERNELS_SM90A
+  src/cuda/fused/device_cut.cu
   src/cuda/fused/fused_k128.cu
   src/cuda/fused/fused_k64.cu
   src/cuda/fused/segment_correct.cu
@@ -162,6 +163,8 @@ function(kda_add_cuda target)
   kda_add_kernels(kda_cuda_objects "${KDA_CUDA_ARCHITECTURES}" ${KDA_CUDA_KERNELS})
   if(KDA_CUDA_ARCHITECTURES MATCHES "90|all|native")
     kda_add_kernels(kda_cuda_objects_sm90a 90a-real ${KDA_CUDA_KERNELS_SM90A})
+    # Its times are the planner's, bit for bit (src/plan/cut_search.hpp).
+    set_property(SOURCE src/cuda/fused/device_cut.cu APPEND PROPERTY COMPILE_OPTIONS -fmad=false)
     set_property(SOURCE ${cuda_sources} APPEND PROPERTY COMPILE_DEFINITIONS KDA_WITH_SM90A)
   endif()
   # Beside the binaries: which kernels they hold (bench/evidence.py).

@@ -188,6 +188,9 @@ typedef struct kda_plan_options {
    * gradients behind them between kda_span_backward_begin and kda_span_backward_finish. */
   int32_t spans;
   int32_t reserved; /* 0 */
+  /* Bytes that segments may take in the workspace of a plan from bounds, on top of a run of whole
+   * sequences; with more such a plan never cuts. By tokens and heads, never by lengths. */
+  int64_t most_cut_bytes;
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
 #define KDA_KEEP_CHUNKS (-1)

@@ -75,6 +75,8 @@ enum class KeepPolicy : int32_t {
 inline constexpr int64_t kKeptStateEvery = 2048;   ///< default of PlanOptions::kept_state_every
 inline constexpr int64_t kKeptStateMultiple = 64;  ///< which is a multiple of this
 
+inline constexpr int64_t kMostCutBytes = int64_t{1} << 30;  ///< default of most_cut_bytes
+
 struct PlanOptions {
   SegmentPolicy context_parallel = SegmentPolicy::kAuto;
   int64_t num_segments = 0;  ///< for kFixed
@@ -91,6 +93,10 @@ struct PlanOptions {
   /// likewise: the gradients of its final states come between span_backward_begin() and
   /// span_backward_finish(); the forward's plan is made without this.
   bool spans = false;
+  /// Bytes that segments may take in the workspace of a plan from bounds, on top of a run of whole
+  /// sequences; with more such a plan never cuts. It depends on tokens and heads, never on lengths.
+  /// A plan from lengths needs no such limit: it books what its cut takes.
+  int64_t most_cut_bytes = kMostCutBytes;
 };
 
 /// Tokens [begin, end) of a sequence, counted from the start of the flattened [B * T] tokens.
@@ -99,6 +105,13 @@ struct Segment {
   int64_t begin = 0;
   int64_t end = 0;
   bool operator==(const Segment&) const = default;
+};
+
+/// The cut of a plan from bounds: a kernel of the call makes it, from the lengths on the device. It
+/// is the cut that a plan from these lengths has, and results have the same bits.
+struct DeviceCut {
+  bool on = false;          ///< false: sequences run whole, whatever their lengths
+  int64_t most_behind = 0;  ///< segments behind the first ones of their sequences, of all sequences
 };
 
 /// An implementation that was considered: chosen, or declined with a reason.
@@ -169,6 +182,7 @@ struct Plan {
   std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.
   std::vector<int64_t> segment_offsets;
+  DeviceCut device_cut;  ///< of a plan from bounds
   std::vector<std::string> reasons;  ///< why the schedule is what it is, one sentence each
 
   CostEstimate cost;
@@ -196,7 +210,8 @@ inline constexpr std::size_t kWorkspaceAlignment = 64;
 Status make_plan(const Problem& problem, std::span<const int64_t> cu_seqlens,
                  const DeviceFacts& device, const PlanOptions& options, Plan* plan) noexcept;
 
-/// Plans from the bounds (T, N) alone; run() then reads Tensors::cu_seqlens. Never segmented.
+/// Plans from the bounds (T, N) alone; run() then reads Tensors::cu_seqlens. Never
+/// segmented by the plan; Plan::device_cut says whether a kernel cuts.
 Status make_plan_from_bounds(const Problem& problem, const DeviceFacts& device,
                              const PlanOptions& options, Plan* plan) noexcept;
 

@@ -56,7 +56,15 @@ def pytest_terminal_summary(terminalreporter, config):
                                   terminalreporter.stats, config.invocation_params.args)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """A process of pytest-xdist has ended."""
+    nan_memory.FILLED_BY_WORKERS.append(getattr(node, "workeroutput", {}).get("tensors_filled", 0))
+
+
 def pytest_sessionfinish(session):
+    if nan_memory.is_on() and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tensors_filled"] = nan_memory.tensors_on_a_gpu()
     path = session.config.getoption("--sweep-json")
     found = getattr(session.config, "sweep", None)
     if path and found:

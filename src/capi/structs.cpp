@@ -188,6 +188,7 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   options->intra_form = static_cast<IntraForm>(c.intra_form);
   options->num_segments = c.num_segments;
   options->spans = c.spans != 0;
+  options->most_cut_bytes = c.most_cut_bytes;
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
   if (c.keep != 0)

@@ -57,15 +57,9 @@ void PlanBuilder::cut_sequence(std::size_t n, const Partition& partition, int64_
   const int64_t chunk = count > 1 ? std::max(partition.chunk_tokens, unit) : partition.chunk_tokens;
   const int64_t chunks = ceil_div(end - begin, chunk);
   if (count > 1) count = std::min(count, chunks);
-  // The first one as it is asked for, the others as even as they go.
-  const int64_t first = count > 1 && !spans ? partition.first_chunks : 0,
-                even = count - (first > 0);
+  const int64_t first = spans ? 0 : partition.first_chunks;
   const auto boundary = [&](int64_t s) {
-    if (s == count) return end;
-    const int64_t before = first == 0 ? chunks * s / even
-                           : s == 0   ? 0
-                                      : first + (chunks - first) * (s - 1) / even;
-    return begin + before * chunk;
+    return s == count ? end : begin + chunks_before(s, count, chunks, first) * chunk;
   };
   plan_->segment_offsets.push_back(static_cast<int64_t>(plan_->segments.size()));
   if (spans) plan_->segments.push_back({static_cast<int64_t>(n), begin, begin});

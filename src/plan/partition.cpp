@@ -129,27 +129,30 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
     return declined(partition, cat("auto: serial ", std::llround(whole),
                                    " us predicted, no segments take less than ",
                                    std::llround(search.least_us), " us"));
+  if (!search.may_gain)
+    return declined(partition, cat("auto: serial ", std::llround(whole),
+                                   " us predicted, no cut of so many tokens gains"));
   const bool even = search.first_segments.empty();
-  double best = whole;
-  int64_t best_segments = 0;
+  CutWalk walk{whole, search.minimum_step, search.patience};
   for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks); ++segments) {
-    if (segments > std::max<int64_t>(best_segments, 1) + search.patience) break;
+    if (walk.is_over(segments)) break;
+    struct {
+      double us = HUGE_VAL;
+      CutLengths lengths;
+    } least;
     for (const double first : even ? std::span<const double>(kEven) : search.first_segments) {
-      const auto length = static_cast<int64_t>(
-          std::ceil(static_cast<double>(chunks) / (static_cast<double>(segments - 1) + first)));
-      const int64_t rest = std::max(length, chunks - (segments - 1) * length);
-      const double time = search.time_us((even ? length : rest) * kAutoChunk, length * kAutoChunk);
-      // More segments take more memory: they must be predicted to gain more than nothing.
-      const bool more = best_segments > 0 && segments > best_segments;
-      if (time >= (more ? search.minimum_step : 1) * best) continue;
-      best = time;
-      best_segments = segments;
-      partition.segment_chunks = length;
-      if (!even) partition.first_chunks = rest;
+      const CutLengths lengths = cut_lengths(chunks, segments, first);
+      const double us = search.time_us((even ? lengths.others : lengths.first) * kAutoChunk,
+                                       lengths.others * kAutoChunk);
+      if (us < least.us) least = {us, lengths};
     }
+    if (!walk.take(segments, least.us)) continue;
+    partition.segment_chunks = least.lengths.others;
+    if (!even) partition.first_chunks = least.lengths.first;
   }
-  if (best_segments > 0 && search.refine) best = search.refine(chunks, best, &partition);
-  if (best_segments == 0 || whole < search.minimum_gain * best)
+  double best = walk.best;
+  if (walk.segments > 0 && search.refine) best = search.refine(chunks, best, &partition);
+  if (walk.segments == 0 || whole < search.minimum_gain * best)
     return declined(partition,
                     cat("auto: serial ", std::llround(whole), " us predicted, segments would take ",
                         std::llround(best), " us"));
@@ -165,12 +168,8 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
 
 int64_t num_segments_of(const Partition& partition, int64_t tokens, int64_t fixed_segments) {
   const int64_t chunks = ceil_div(tokens, partition.chunk_tokens);
-  if (chunks <= 1) return 1;
-  if (fixed_segments > 0) return std::min(fixed_segments, chunks);
-  if (partition.first_chunks > 0)
-    return 1 + ceil_div(std::max<int64_t>(0, chunks - partition.first_chunks),
-                        partition.segment_chunks);
-  return ceil_div(chunks, partition.segment_chunks);
+  if (fixed_segments > 0) return chunks <= 1 ? 1 : std::min(fixed_segments, chunks);
+  return num_segments_of({partition.first_chunks, partition.segment_chunks}, chunks);
 }
 
 }  // namespace kda::plan

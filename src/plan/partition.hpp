@@ -10,10 +10,9 @@
 #include <vector>
 
 #include "kda/plan.hpp"
+#include "plan/cut_search.hpp"
 
 namespace kda::plan {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// What a rule looks at.
 struct Workload {
@@ -50,6 +49,7 @@ Partition fixed_partition(const Workload& work, int64_t num_segments);
 struct CutSearch {
   double whole_us = 0;      ///< uncut
   double least_us = 0;      ///< however it is cut; 0: not known
+  bool may_gain = true;     ///< whether any table of so many tokens and sequences can gain
   double minimum_gain = 1;  ///< a cut must win by this factor
   double minimum_step = 1;  ///< of the time with fewer segments, for more of them
   int64_t patience = 64;    ///< so many segments more without a gain: still more have none either
@@ -61,9 +61,6 @@ struct CutSearch {
   /// what it leaves. Null: it stays. `chunks`: of the longest sequence.
   std::function<double(int64_t chunks, double best_us, Partition*)> refine;
 };
-
-inline constexpr int64_t kAutoChunk = 64;  ///< tokens; searched cuts lie at multiples of it
-inline constexpr int64_t kAutoMaxSegments = 64;
 
 /// The segment length with the least predicted time, if it gains: its time in `segmented_us`.
 Partition best_partition(const Workload& work, const CutSearch& search, double* segmented_us);

@@ -24,7 +24,8 @@ class Key {
     add(p);
     add(device.kind, device.compute_capability, device.num_sms, device.memory_bytes_per_second);
     add(options.context_parallel, options.num_segments, options.segment_method, options.intra_form,
-        options.num_threads, options.keep, options.kept_state_every, options.spans);
+        options.num_threads, options.keep, options.kept_state_every, options.spans,
+        options.most_cut_bytes);
     add_text(device.name);
     add_text(options.backend);
     add(cu_seqlens != nullptr);

@@ -75,7 +75,7 @@ void print_problem(const Plan& plan, std::ostream& out) {
 }
 
 void print_segments(const Plan& plan, std::ostream& out) {
-  out << "context parallel " << (plan.segmented ? "on" : "off") << " (policy "
+  out << "context parallel " << (plan.segmented || plan.device_cut.on ? "on" : "off") << " (policy "
       << policy_name(plan.requested.context_parallel) << ")";
   if (plan.segmented) {
     const auto split = split_sequences(plan);
@@ -84,6 +84,9 @@ void print_segments(const Plan& plan, std::ostream& out) {
     out << ", " << plan.segments.size() << " segments, " << most << " in the longest, "
         << method_name(plan.resolved.segment_method) << (plan.early_exit ? ", early exit" : "");
   }
+  if (plan.device_cut.on)
+    out << ", by lengths on the device, at most " << plan.device_cut.most_behind
+        << " segments behind first ones";
   out << "\n";
   if (plan.num_v_splits > 1) out << "V split         " << plan.num_v_splits << "\n";
 }
@@ -182,6 +185,11 @@ void write_segments(const Plan& plan, JsonWriter& json) {
   json.member("early_exit", plan.early_exit);
   json.member("segment_chunks", plan.segment_chunks);
   json.member("num_segments", plan.segments.size());
+  if (plan.device_cut.on)
+    json.key("device_cut")
+        .begin_object()
+        .member("most_behind", plan.device_cut.most_behind)
+        .end_object();
   json.key("reasons").begin_array();
   for (const std::string& reason : plan.reasons) json.value(reason);
   json.end_array().end_object();
@@ -213,6 +221,8 @@ void write_options(const char* key, const PlanOptions& options, JsonWriter& json
   json.member("keep", plan::keep_name(options.keep));
   json.member("kept_state_every", options.kept_state_every);
   if (options.spans) json.member("spans", true);
+  if (options.most_cut_bytes != kMostCutBytes)
+    json.member("most_cut_bytes", options.most_cut_bytes);
   json.end_object();
 }
 

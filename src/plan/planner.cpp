@@ -234,6 +234,8 @@ Status check_options(const Problem& problem, const DeviceFacts& device,
   if (every < 0 || every > INT32_MAX || every % kKeptStateMultiple != 0)
     return invalid("kept_state_every: ", every, " is not a positive multiple of ",
                    kKeptStateMultiple, " (0: ", kKeptStateEvery, ")");
+  if (options.most_cut_bytes < 0)
+    return invalid("most_cut_bytes: ", options.most_cut_bytes, " is negative");
   if (options.context_parallel == SegmentPolicy::kFixed &&
       (options.num_segments < 1 || options.num_segments > plan::kMaxSegments))
     return invalid("num_segments: ", options.num_segments, " is outside 1..", plan::kMaxSegments);
@@ -307,12 +309,13 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
     count_chunks(plan);
   } else {
-    plan->reasons.push_back("planned from bounds: lengths unknown, so nothing is cut");
+    plan->reasons.push_back("planned from bounds: lengths unknown");
   }
   if (chosen) {
     plan->implementation = chosen->name;
     plan::PlanBuilder builder(*chosen, gradients, plan);
     chosen->plan(builder);
+    if (!plan->lengths_known && !plan->device_cut.on) builder.reason("nothing is cut");
     if (gradients == nullptr) book_checkpoint_places(builder);
     KDA_RETURN_IF_ERROR(builder.status());
     KDA_RETURN_IF_ERROR(check_spans(*plan, gradients));

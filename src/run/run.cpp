@@ -223,6 +223,7 @@ Status check_maps(const Problem& p, const SpanMaps& maps) {
 }
 
 Status run_forward(const ForwardRow& row, const stage::Call& call) {
+  if (call.plan->device_cut.on) return run_one_pass(row, call);
   if (!call.plan->segmented) return row.forward(with_kept({call, {}, nullptr}));
   return call.plan->resolved.segment_method == SegmentMethod::kOnePass
              ? run_one_pass(row, call)

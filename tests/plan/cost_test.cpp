@@ -53,7 +53,8 @@ TEST(StagedBackwardCost, TakesTheSegmentsThatWereMeasuredToBeBest) {
   EXPECT_EQ(cut("32K", 4).segment_chunks, 32);
   EXPECT_FALSE(cut("8K", 16).on);
   EXPECT_FALSE(cut("8K", 64).on);
-  const CostInput in = cost_input(work_of("32K", 4), device);
+  const plan::Workload work = work_of("32K", 4);
+  const CostInput in = cost_input(work, device);
   for (const auto& [segments, us] : {std::pair{8, 612}, {11, 611}, {16, 577}}) {
     const int64_t tokens = (32768 / 64 + segments - 1) / segments * 64;
     EXPECT_NEAR(staged::backward_us(in, device, 4, {4, 1}, {tokens}), us, 0.03 * us) << segments;

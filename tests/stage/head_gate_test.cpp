@@ -406,6 +406,24 @@ test::Result run_on(const std::string& backend, const Inputs& inputs, PlanOption
   return result;
 }
 
+/// The kernel of one gate a head, cut by lengths that the host knows or not.
+TEST_F(HeadGateOnTensorCores, LengthsOnTheDeviceAlone) {
+  if (test::device().compute_capability != 90) GTEST_SKIP() << "cuda.sm90.fused alone";
+  Sizes s = layer_sizes();
+  s.lengths = {1100, 60, 500};
+  s.H = s.HV = 1;
+  const Inputs inputs = layer_inputs(s);
+  test::RunOptions run{.plan = test::with_backend("cuda.sm90.fused"),
+                       .out_dtype = inputs.problem.q.dtype};
+  run.num_sms = 32;
+  const test::Result host = test::run_inputs(inputs, run);
+  run.from_bounds = true;
+  const test::Result device = test::run_inputs(inputs, run);
+  EXPECT_TRUE(host.plan.segmented && device.plan.device_cut.on);
+  EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o));
+  EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state));
+}
+
 TEST_F(HeadGateOnTensorCores, IsTheRecurrenceOfOneDecayAHead) {
   for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled}) {
     Inputs inputs = layer_inputs();

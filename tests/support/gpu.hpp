@@ -60,8 +60,12 @@ struct OnDevice {
     if (problem.operation == Operation::kForward && !problem.final_state)
       check::want_final_state(&problem);
     outputs = check::make_outputs(&problem, options.out_dtype);
-    throw_if_error(make_plan(problem, inputs.cu_seqlens, device_for(options), options.plan, &plan));
+    const DeviceFacts facts = device_for(options);
+    throw_if_error(options.from_bounds
+                       ? make_plan_from_bounds(problem, facts, options.plan, &plan)
+                       : make_plan(problem, inputs.cu_seqlens, facts, options.plan, &plan));
     Tensors host = inputs.tensors();
+    if (options.from_bounds) host.cu_seqlens = inputs.cu_seqlens.data();
     outputs.attach(&host);
     memory = std::make_unique<check::DeviceTensors>(plan, host);
     workspace = check::DeviceBuffer(plan.workspace_bytes);

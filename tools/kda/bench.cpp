@@ -57,6 +57,9 @@ struct BenchCommand {
       throw Error(Status(StatusCode::kUnavailable,
                          "recompute-wu: a stage of the CUDA pipeline (--device cuda); the CPU "
                          "backend never forms w and u"));
+    if (what == "lengths")
+      throw Error(Status(StatusCode::kUnavailable,
+                         "lengths: where they are makes a difference on a GPU (--device cuda)"));
     const std::vector<std::string> texts = cases();
     for (const std::string& text : texts) case_options(text);
     BenchFiles files(json_path, csv_path);
@@ -77,6 +80,7 @@ struct BenchCommand {
     const std::string name = !set.empty()                 ? set
                              : what == "decode"           ? "decode"
                              : what == "context-parallel" ? "cula"
+                             : what == "lengths"          ? "lengths"
                              : gpu                        ? "cudnn10"
                                                           : "cpu";
     for (const CaseFile& file : kCaseFiles)
@@ -157,10 +161,10 @@ void add_bench(CLI::App& app, const std::string& command) {
   auto* sub = app.add_subcommand("bench", "Time the operation or one of its stages");
   auto c = std::make_shared<BenchCommand>();
   c->command = command;
-  add_choice(
-      *sub, "what", &c->what,
-      {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h", "context-parallel"},
-      "What to time")
+  add_choice(*sub, "what", &c->what,
+             {"forward", "backward", "decode", "intra", "recompute-wu", "delta-h",
+              "context-parallel", "lengths"},
+             "What to time")
       ->required();
   auto* set = add_choice(*sub, "--set", &c->set, BenchCommand::set_names(),
                          "A named set of cases (bench/cases)");
@@ -179,7 +183,8 @@ void add_bench(CLI::App& app, const std::string& command) {
   add_path(*sub, "--csv", &c->csv_path, "Also write the table to this file");
   sub->footer(cat(
       R"(forward: the whole operation; backward: all its gradients; intra: gates, norms, in-chunk scores; delta-h: the state
-recurrence without outputs; context-parallel: segments on against off; decode: bandwidth.
+recurrence without outputs; context-parallel: segments on against off; decode: bandwidth; lengths: cu_seqlens on
+the host, on the GPU alone, and there without a cut.
 GFLOP/s count the multiply-adds of the chunked form at chunk 16 (docs/performance.md).
 On a GPU: % of copy is of the rate of a large copy; "as many copied" is what copying as many
 bytes takes, timed the same way.

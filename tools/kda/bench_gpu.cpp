@@ -118,10 +118,15 @@ double GpuBench::copy_seconds(double bytes) {
   return time([&] { check::copy_on_device(flush_->from, &flush_->to, half); }).median;
 }
 
-GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOptions& options) {
+GpuRow GpuBench::time_run(const Case& c, const std::string& what, const PlanOptions& options,
+                          bool bounds) {
+  const Problem& p = c.inputs.problem;
   Plan plan;
-  throw_if_error(make_plan(c.inputs.problem, c.inputs.cu_seqlens, device_, options, &plan));
-  check::DeviceTensors copies(plan, c.tensors());
+  throw_if_error(bounds ? make_plan_from_bounds(p, device_, options, &plan)
+                        : make_plan(p, c.inputs.cu_seqlens, device_, options, &plan));
+  Tensors host = c.tensors();
+  if (bounds) host.cu_seqlens = c.inputs.cu_seqlens.data();
+  check::DeviceTensors copies(plan, host);
   check::DeviceBuffer workspace(plan.workspace_bytes), saved(plan.saved_bytes);
   const Tensors tensors = with_saved(copies.tensors(), saved);
   GpuRow row{c.name, what, plan.implementation, {}, total_bytes(c.inputs, c.outputs), 0, 0};
@@ -168,6 +173,16 @@ GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const Pla
   return row;
 }
 
+/// Lengths on the host, on the device alone, and there without a cut.
+std::vector<GpuRow> GpuBench::time_lengths(const Case& c, const PlanOptions& options) {
+  if (!c.inputs.problem.cu_seqlens)
+    throw Error(invalid("lengths: '", c.name, "' has no --seq-lens"));
+  PlanOptions uncut = options;
+  uncut.context_parallel = SegmentPolicy::kOff;
+  return {time_run(c, "on the host", options), time_run(c, "on the device", options, true),
+          time_run(c, "on the device, not cut", uncut, true)};
+}
+
 /// A forward and its backward; where a forward can keep states and errors of chunks, both once
 /// more.
 std::vector<GpuRow> GpuBench::time_both(const Case& c, const PlanOptions& options) {
@@ -200,6 +215,7 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
   check::want_final_state(&p);
   c.outputs = check::make_outputs(&p, p.v.dtype);
   if (what == "forward") return {time_run(c, what, plan_options)};
+  if (what == "lengths") return time_lengths(c, plan_options);
   if (what == "backward") return time_both(c, plan_options);
   PlanOptions off = plan_options;
   off.context_parallel = SegmentPolicy::kOff;

@@ -42,7 +42,10 @@ class GpuBench {
  private:
   struct Case;
   Timing time(const std::function<void()>& call);
-  GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options);
+  /// `bounds`: the plan does not know the lengths.
+  GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options,
+                  bool bounds = false);
+  std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
   GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options);
   std::vector<GpuRow> time_both(const Case& c, const PlanOptions& options);
 

@@ -26,7 +26,7 @@ struct PlanCommand {
   OperationFlags operation;
   ScheduleFlags schedule;
   std::string keep = "states";
-  bool explain = false, json = false, backward = false;
+  bool explain = false, json = false, backward = false, bounds = false;
 
   /// A packed forward of dense tensors. Gates and beta come as logits, unless gates are log decays;
   /// q and k are normalised unless that is turned off.
@@ -110,9 +110,11 @@ struct PlanCommand {
     const DeviceFacts facts =
         device == "cpu" ? cpu_facts() : gpu_facts(num_sms, compute_capability);
     if (backward) return plan_backward(cu_seqlens, facts);
+    const Problem p = problem(cu_seqlens.back());
+    const PlanOptions options = schedule.plan_options();
     Plan plan;
-    throw_if_error(
-        make_plan(problem(cu_seqlens.back()), cu_seqlens, facts, schedule.plan_options(), &plan));
+    throw_if_error(bounds ? make_plan_from_bounds(p, facts, options, &plan)
+                          : make_plan(p, cu_seqlens, facts, options, &plan));
     print_report((json ? plan.to_json() : plan.to_text(explain)) + "\n");
   }
 };
@@ -142,6 +144,9 @@ void add_plan(CLI::App& app) {
   add_switch(*sub, "--json", &c->json, "The whole plan as JSON");
   auto* backward = add_switch(*sub, "--backward", &c->backward,
                               "Plan the backward, on this CPU unless --device says else");
+  add_switch(*sub, "--bounds", &c->bounds,
+             "Plan as if lengths were on the device alone: from their number and their sum")
+      ->excludes(backward);
   add_choice(*sub, "--keep", &c->keep, {"nothing", "states", "chunks"},
              "What the forward keeps for its backward; on a GPU nothing, unless this says else")
       ->needs(backward)
@@ -149,6 +154,7 @@ void add_plan(CLI::App& app) {
   sub->footer(R"(Examples:
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
+  kda plan --heads 8 --seq-lens 32K,1K --bounds --explain
   kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
   sub->callback([c, sub] {
     if (c->backward && sub->count("--device") == 0) c->device = "cpu";

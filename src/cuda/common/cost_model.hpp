@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Parts that the predictions of the CUDA backends share: the work, its roofline, cuts, the merge of
-// segments. The constants of a backend are in its cost.hpp.
+// segments. The constants of a backend are in its cost.hpp. What is marked for the device is also
+// called by the kernel that cuts there (cuda/fused/device_cut.cu).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
+#include <span>
 
+#include "core/host_device.hpp"
 #include "plan/partition.hpp"
 
 namespace kda::cuda {
@@ -25,32 +27,56 @@ struct MergeCosts {
   double fixed_us;  ///< with the launches that segments add
 };
 
+/// Sums over lengths that a prediction reads: integers, so that their order does not matter.
+struct LengthSums {
+  int64_t sequences = 0;    ///< all of them
+  int64_t with_tokens = 0;  ///< those that are not empty
+  int64_t tokens = 0;
+  int64_t longest = 0;
+
+  KDA_HOST_DEVICE void add(int64_t length) {
+    ++sequences;
+    with_tokens += length > 0 ? 1 : 0;
+    tokens += length;
+    longest = plan::larger(longest, length);
+  }
+};
+
 struct CostInput {
-  std::vector<int64_t> lengths;  ///< tokens of each sequence
+  LengthSums sums;
   int64_t num_value_heads;
   int64_t key_dim, value_dim;
   int64_t num_sms;
   double bytes_per_second;
+  std::span<const int64_t> lengths;  ///< tokens of each sequence; the workload's
 };
 
 inline CostInput cost_input(const plan::Workload& work, const DeviceFacts& device) {
-  return {work.lengths,   work.num_value_heads, work.key_dim,
-          work.value_dim, work.num_sms,         device.memory_bytes_per_second};
+  CostInput in{.sums = {},
+               .num_value_heads = work.num_value_heads,
+               .key_dim = work.key_dim,
+               .value_dim = work.value_dim,
+               .num_sms = work.num_sms,
+               .bytes_per_second = device.memory_bytes_per_second,
+               .lengths = work.lengths};
+  for (const int64_t length : work.lengths) in.sums.add(length);
+  return in;
 }
+CostInput cost_input(plan::Workload&& work,
+                     const DeviceFacts& device) = delete;  // its lengths stay
 
+KDA_HOST_DEVICE inline double most_of(double a, double b) { return a < b ? b : a; }
+KDA_HOST_DEVICE inline double least_of(double a, double b) { return b < a ? b : a; }
 inline int64_t tiles_of(int64_t columns) { return (columns + 63) / 64; }
-inline double rounds_of(double blocks, double at_once) { return std::ceil(blocks / at_once); }
-
-inline double total_tokens(const CostInput& in) {
-  double total = 0;
-  for (const int64_t length : in.lengths) total += static_cast<double>(length);
-  return total;
+KDA_HOST_DEVICE inline double rounds_of(double blocks, double at_once) {
+  return ceil(blocks / at_once);
 }
-inline int64_t longest_of(const CostInput& in) {
-  return *std::max_element(in.lengths.begin(), in.lengths.end());
+KDA_HOST_DEVICE inline double total_tokens(const CostInput& in) {
+  return static_cast<double>(in.sums.tokens);
 }
+KDA_HOST_DEVICE inline int64_t longest_of(const CostInput& in) { return in.sums.longest; }
 
-inline double roofline_us(const CostInput& in) {
+KDA_HOST_DEVICE inline double roofline_us(const CostInput& in) {
   const double rows = static_cast<double>(in.key_dim + in.value_dim) / 256;
   return total_tokens(in) * static_cast<double>(in.num_value_heads) * kBytesPerToken * rows /
          in.bytes_per_second * 1e6;
@@ -58,26 +84,28 @@ inline double roofline_us(const CostInput& in) {
 
 /// Segments of at most `segment_tokens` behind first ones of `first_tokens`.
 struct Cut {
-  double segments = 0, behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence
-  int64_t most = 1;                                    ///< of a sequence
+  int64_t segments = 0;                   ///< of sequences with tokens
+  int64_t behind = 0, tokens_behind = 0;  ///< behind the first one of their sequence
+  int64_t most = 1;                       ///< of a sequence
+
+  KDA_HOST_DEVICE void add(int64_t length, int64_t first_tokens, int64_t segment_tokens) {
+    const int64_t after_first = plan::larger(0, length - first_tokens);
+    const int64_t more = plan::ceil_div(after_first, segment_tokens);
+    most = plan::larger(most, more + 1);
+    segments += more + (length > 0 ? 1 : 0);
+    behind += more;
+    tokens_behind += after_first;
+  }
 };
 inline Cut cut_of(const CostInput& in, int64_t first_tokens, int64_t segment_tokens) {
   Cut cut;
-  for (const int64_t length : in.lengths) {
-    const int64_t tokens_behind = std::max<int64_t>(0, length - first_tokens);
-    const int64_t behind = (tokens_behind + segment_tokens - 1) / segment_tokens;
-    cut.most = std::max(cut.most, behind + 1);
-    cut.segments += static_cast<double>(behind + (length > 0));
-    cut.behind += static_cast<double>(behind);
-    cut.tokens_behind += static_cast<double>(tokens_behind);
-  }
+  for (const int64_t length : in.lengths) cut.add(length, first_tokens, segment_tokens);
   return cut;
 }
 
-inline double merge_us(const CostInput& in, const MergeCosts& c, int64_t steps) {
-  const double blocks =
-      static_cast<double>(in.num_value_heads) *
-      std::ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.columns));
+KDA_HOST_DEVICE inline double merge_us(const CostInput& in, const MergeCosts& c, int64_t steps) {
+  const double blocks = static_cast<double>(in.num_value_heads) *
+                        ceil(static_cast<double>(in.value_dim) / static_cast<double>(c.columns));
   const double size = static_cast<double>(in.key_dim * in.key_dim) / (128.0 * 128.0);
   return static_cast<double>(steps) * c.step_us * size *
              rounds_of(blocks, static_cast<double>(in.num_sms * c.blocks_per_sm)) +

@@ -16,6 +16,7 @@
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
+#include "cuda/segments/device_cut.hpp"
 #include "cuda/staged/backward/backend.hpp"
 #include "cuda/tile/chunk.hpp"
 
@@ -151,19 +152,13 @@ std::string defer(const registry::Request& request) {
 
 // -- How it plans
 
-/// Tokens between checks of a transition's norm; 0 where none may exit early, or where whether it
-/// does would depend on what else is in the batch.
-int64_t check_tokens_of(const Problem& p) {
-  return stage::transition_norm_never_grows(p) && !p.batch_invariant ? sm90::kNormCheckTokens : 0;
-}
-
 int64_t num_behind_first(const Plan& plan) {
   return static_cast<int64_t>(plan.segments.size()) - plan.problem.num_sequences;
 }
 
-/// Transitions that exit early run at the end, one chain a cluster.
 bool transitions_fit(const Plan& plan) {
-  return 2 * num_behind_first(plan) * plan.problem.num_value_heads <= plan.device.num_sms;
+  return fused::transitions_fit(num_behind_first(plan) * plan.problem.num_value_heads,
+                                plan.device.num_sms);
 }
 
 /// Where segments were asked for: some transition could exit before its segment ends.
@@ -230,23 +225,102 @@ void list_one_pass(plan::PlanBuilder& builder) {
   builder.stage("segment_correct", behind * heads, "o += Qt S_in; final states");
 }
 
-/// Books what segments need: their units and, in one pass, outputs of transitions.
-void book_units(plan::PlanBuilder& builder) {
-  const Plan& plan = builder.plan();
-  const Problem& p = plan.problem;
-  const auto N = static_cast<std::size_t>(p.num_sequences);
+/// Bytes that segments behind first ones need, `behind` of them: outputs of transitions with their
+/// residuals, states and maps.
+struct OnePassBytes {
+  std::size_t output = 0, residual = 0, states = 0;
+  std::size_t all() const { return output + residual + states; }
+};
+OnePassBytes one_pass_bytes(const Problem& p, int64_t behind) {
   const auto heads = static_cast<std::size_t>(p.num_value_heads);
   const auto tokens = static_cast<std::size_t>(p.batch * p.num_tokens);
-  const auto behind = static_cast<std::size_t>(num_behind_first(plan));
-  builder.book(block::kSegmentUnits, N + 1 + (2 * plan.segments.size() + 1) * sm90::kWorkUnitWords,
-               sizeof(int64_t));
-  if (!joins_in_one_pass(plan)) return;
-  builder.book(stage::kExitToken.name, plan.early_exit ? behind * heads : 0, sizeof(int64_t));
-  builder.book(stage::kTransitionOutput.name, tokens * heads, sm90::fused_row_bytes(p.value_dim));
+  const auto rows = static_cast<std::size_t>(behind) * heads;
   const bool residuals = has_fp16_operands(p) && p.o.dtype == DType::kBFloat16;
-  const std::size_t subchunks = tokens / sm90::kSubchunk + 2 * (behind + 1);  // output_residual.cuh
-  builder.book(block::kOutputResidual, residuals ? subchunks * heads : 0,
-               sm90::residual_bytes(p.value_dim));
+  const std::size_t subchunks =  // fused/output_residual.cuh
+      residuals ? tokens / sm90::kSubchunk + 2 * (static_cast<std::size_t>(behind) + 1) : 0;
+  const auto matrix = static_cast<std::size_t>(p.key_dim * p.value_dim) * sizeof(float);
+  return {.output = tokens * heads * sm90::fused_row_bytes(p.value_dim),
+          .residual = subchunks * heads * sm90::residual_bytes(p.value_dim),
+          .states = 3 * rows * matrix};
+}
+
+/// Why a kernel that knows the lengths does not cut; empty: it cuts where that is predicted to
+/// gain. By bounds alone, so that lengths never change the kernels.
+std::string decline_device_cut(const Plan& plan) {
+  const Problem& p = plan.problem;
+  if (plan.requested.context_parallel == SegmentPolicy::kOff) return "off: asked for";
+  if (p.batch_invariant) return "batch_invariant: not cut where only the device knows the lengths";
+  if (std::string declined = decline_one_pass(p); !declined.empty())
+    return cat("one pass declined: ", declined, "; not cut");
+  const CostInput bounds = bounds_of(plan.problem, plan.device);
+  const Costs& costs = costs_of(p.key_dim);
+  if (most_behind(bounds, costs) == 0)
+    return cat(p.num_value_heads, " value heads are more than all clusters take; not cut");
+  if (!may_cut(bounds, costs))
+    return cat("auto: no table of ", p.num_tokens, " tokens gains by a cut");
+  const std::size_t bytes = one_pass_bytes(p, most_behind(bounds, costs)).all();
+  const auto most = static_cast<std::size_t>(plan.requested.most_cut_bytes);
+  if (bytes > most)
+    return cat("auto: a cut on the device takes ", bytes,
+               " bytes, more than most_cut_bytes = ", most, "; not cut");
+  return {};
+}
+
+/// Lets the device cut, with room for all that it may cut.
+void cut_on_device(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  if (plan::asks_for_segments(plan.requested)) return;
+  const std::string declined = decline_device_cut(plan);
+  if (!declined.empty()) return builder.reason(declined);
+  const CostInput bounds = bounds_of(plan.problem, plan.device);
+  const int64_t behind = most_behind(bounds, costs_of(plan.problem.key_dim));
+  builder.cut_on_device(behind);
+  builder.reason(cat("auto: a kernel cuts where that is predicted to gain, at most ", behind,
+                     " segments behind first ones"));
+}
+
+void list_device_cut(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const int64_t heads = plan.problem.num_value_heads, behind = plan.device_cut.most_behind;
+  builder.stage("segment_cut", 1, "segments by lengths on the device");
+  builder.stage("segment_scan", (plan.problem.num_sequences + 2 * behind) * heads,
+                "at most; outputs from zero, and M with its outputs behind first segments");
+  builder.stage("segment_merge", behind * heads,
+                "at most; start states of third segments on, in order");
+  builder.stage("segment_correct", behind * heads, "at most; o += Qt S_in; final states");
+}
+
+/// Books the units of so many segments, `behind` of them behind first ones and each of these with a
+/// transition.
+void book_units(plan::PlanBuilder& builder, int64_t segments, int64_t transitions) {
+  const auto units = static_cast<std::size_t>(segments + transitions + 1);
+  const auto N = static_cast<std::size_t>(builder.problem().num_sequences);
+  builder.book(block::kSegmentUnits, N + 1 + units * sm90::kWorkUnitWords, sizeof(int64_t));
+}
+
+/// Books outputs of transitions, in one pass.
+void book_one_pass(plan::PlanBuilder& builder, int64_t behind, bool early_exit) {
+  const Problem& p = builder.problem();
+  const OnePassBytes bytes = one_pass_bytes(p, behind);
+  builder.book(stage::kExitToken.name,
+               early_exit ? static_cast<std::size_t>(behind * p.num_value_heads) : 0,
+               sizeof(int64_t));
+  builder.book(stage::kTransitionOutput.name, bytes.output, 1);
+  builder.book(block::kOutputResidual, bytes.residual, 1);
+}
+
+void book_cut(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const int64_t N = plan.problem.num_sequences, most = plan.device_cut.most_behind;
+  if (plan.device_cut.on) {
+    builder.book(block::kDeviceCut, static_cast<std::size_t>(device_cut_words(most, N)),
+                 sizeof(int64_t));
+    book_units(builder, N + most, most);
+    return book_one_pass(builder, most, /*early_exit=*/true);
+  }
+  const auto segments = static_cast<int64_t>(plan.segments.size());
+  book_units(builder, segments, segments);
+  if (joins_in_one_pass(plan)) book_one_pass(builder, num_behind_first(plan), plan.early_exit);
 }
 
 /// States that one cluster hands to the next, where there are more chains than clusters.
@@ -255,7 +329,7 @@ void book_handoffs(plan::PlanBuilder& builder) {
   const Problem& p = plan.problem;
   const auto units =
       plan.segmented ? 2 * static_cast<int64_t>(plan.segments.size()) : p.num_sequences;
-  const int64_t chains = units * p.num_value_heads;
+  const int64_t chains = plan.device_cut.on ? INT64_MAX : units * p.num_value_heads;
   const int64_t clusters = sm90::fused_clusters(chains, plan.device.num_sms, p.key_dim);
   const auto handoffs = static_cast<std::size_t>(clusters < chains ? clusters : 0);
   builder.book(block::kHandoffStates, handoffs, sm90::handoff_state_bytes(p.key_dim));
@@ -279,19 +353,26 @@ void cut(plan::PlanBuilder& builder) {
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const bool keeps = builder.requested().keep == KeepPolicy::kChunks;
-  if (plan.lengths_known) cut(builder);
+  if (plan.lengths_known)
+    cut(builder);
+  else if (!keeps)
+    cut_on_device(builder);
   if (keeps) staged::save_chunks(builder);
   const bool one_pass = joins_in_one_pass(plan);
-  if (one_pass)
+  if (plan.device_cut.on)
+    list_device_cut(builder);
+  else if (one_pass)
     list_one_pass(builder);
   else
     plan.segmented ? list_scan_merge_forward(builder) : list_forward(builder);
   list_kernels(builder);
   book_maps(builder);
-  if (plan.segmented) book_units(builder);
+  if (plan.segmented || plan.device_cut.on) book_cut(builder);
   if (plan.requested.spans && !keeps)
     builder.reason("spans: an empty segment in front of each sequence, whose start comes later");
   book_handoffs(builder);
+  if (plan.device_cut.on)
+    book_segments(builder, static_cast<std::size_t>(plan.device_cut.most_behind));
   if (plan.segmented)
     book_segments(builder, one_pass ? static_cast<std::size_t>(num_behind_first(plan))
                                     : plan.segments.size());

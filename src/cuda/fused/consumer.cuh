@@ -377,7 +377,7 @@ __device__ void begin_item(C& c, const WorkItem& item, ConsumerState& s) {
 /// Tells all blocks the norm of this warp's part of M, after an exit interval.
 template <class C>
 __device__ void put_norm(C& c, const WorkItem& item, NormCheck<C::kBlocks>& norm_check) {
-  const int64_t unit = c.a.num_scheduled + range_number<C::kBlocks>() / c.a.shape.HV;
+  const int64_t unit = num_units<true>(c.a).scheduled + range_number<C::kBlocks>() / c.a.shape.HV;
   if (unit_of(c.a, unit).tokens.end > item.tokens.end) {
     float sum = 0;
 #pragma unroll

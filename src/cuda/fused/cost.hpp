@@ -13,22 +13,6 @@
 
 namespace kda::cuda::fused {
 
-struct Costs {
-  double few_ns;      ///< a token, while half of the SMs are idle
-  double full_ns;     ///< a token
-  double chain_us;    ///< a chain besides
-  double fixed_us;    ///< launch, first loads, last stores
-  double handoff_us;  ///< where clusters hand states on: parts of chains, waits
-  int64_t sms;        ///< of a cluster
-};
-
-inline constexpr Costs kK128Costs = {
-    .few_ns = 33.9, .full_ns = 35.2, .chain_us = 2.6, .fixed_us = 8.7, .handoff_us = 5, .sms = 2};
-inline constexpr Costs kK64Costs = {
-    .few_ns = 29.9, .full_ns = 33, .chain_us = 2.7, .fixed_us = 8.7, .handoff_us = 5, .sms = 1};
-
-inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs : kK128Costs; }
-
 /// Segments in one pass: their merge and correction, which are launched early.
 struct OnePassCosts {
   MergeCosts merge;
@@ -55,74 +39,129 @@ inline constexpr OnePassCosts kOnePassCosts = {
     .span_loss = 1.15,
     .compose_step_us = 4};
 
-inline double clusters_of(const CostInput& in, const Costs& c) {
-  return std::max(1.0, std::floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
+struct Costs {
+  double few_ns;      ///< a token, while half of the SMs are idle
+  double full_ns;     ///< a token
+  double chain_us;    ///< a chain besides
+  double fixed_us;    ///< launch, first loads, last stores
+  double handoff_us;  ///< where clusters hand states on: parts of chains, waits
+  int64_t sms;        ///< of a cluster
+  OnePassCosts one_pass;
+};
+
+inline constexpr Costs kK128Costs = {.few_ns = 33.9,
+                                     .full_ns = 35.2,
+                                     .chain_us = 2.6,
+                                     .fixed_us = 8.7,
+                                     .handoff_us = 5,
+                                     .sms = 2,
+                                     .one_pass = kOnePassCosts};
+inline constexpr Costs kK64Costs = {.few_ns = 29.9,
+                                    .full_ns = 33,
+                                    .chain_us = 2.7,
+                                    .fixed_us = 8.7,
+                                    .handoff_us = 5,
+                                    .sms = 1,
+                                    .one_pass = kOnePassCosts};
+
+inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs : kK128Costs; }
+
+/// In one pass a first segment has no transition, so it may be longer than the others: so many
+/// times.
+inline constexpr int kNumFirstSegments = 6;
+KDA_HOST_DEVICE inline double first_segment(int candidate) {
+  constexpr double kFirstSegments[kNumFirstSegments] = {1, 1.15, 1.3, 1.5, 1.75, 2};
+  return kFirstSegments[candidate];
+}
+inline constexpr int64_t kCutPatience = 8;  ///< of CutWalk
+/// Transitions of a cluster at most, counted by value heads: they bound the workspace where only
+/// the GPU knows the lengths. Hardly any cut is the best one with more.
+inline constexpr int64_t kMostTransitions = 2;
+
+KDA_HOST_DEVICE inline double clusters_of(const CostInput& in, const Costs& c) {
+  return most_of(1.0, floor(static_cast<double>(in.num_sms) / static_cast<double>(c.sms)));
+}
+/// Segments behind first ones that a cut may have.
+KDA_HOST_DEVICE inline int64_t most_behind(const CostInput& in, const Costs& c) {
+  return kMostTransitions * static_cast<int64_t>(clusters_of(in, c)) / in.num_value_heads;
+}
+
+/// Whether transitions that exit early can run at the end, one chain a cluster.
+KDA_HOST_DEVICE inline bool transitions_fit(int64_t chains, int64_t num_sms) {
+  return 2 * chains <= num_sms;
 }
 
 /// Every cluster has its share of all tokens and chains, none less than the longest chain.
-inline double chains_us(const CostInput& in, const Costs& c, double units, double tokens,
-                        double longest) {
+KDA_HOST_DEVICE inline double chains_us(const CostInput& in, const Costs& c, int64_t units,
+                                        int64_t tokens, int64_t longest) {
   const auto heads = static_cast<double>(in.num_value_heads);
-  const double chains = units * heads;
+  const double chains = static_cast<double>(units) * heads;
   const double clusters = clusters_of(in, c);
   const double token_us = (2 * chains <= clusters ? c.few_ns : c.full_ns) * 1e-3;
-  const double alone = longest * token_us + c.chain_us + c.fixed_us;
+  const double alone = static_cast<double>(longest) * token_us + c.chain_us + c.fixed_us;
   if (chains <= clusters) return alone;
-  const double shared = (tokens * heads * token_us + chains * c.chain_us) / clusters + c.fixed_us;
-  return std::max(alone, shared) + c.handoff_us;
+  const double shared =
+      (static_cast<double>(tokens) * heads * token_us + chains * c.chain_us) / clusters +
+      c.fixed_us;
+  return most_of(alone, shared) + c.handoff_us;
 }
 
 /// Uncut.
-inline double forward_us(const CostInput& in, const Costs& c) {
-  return std::max(roofline_us(in),
-                  chains_us(in, c, static_cast<double>(in.lengths.size()), total_tokens(in),
-                            static_cast<double>(longest_of(in))));
+KDA_HOST_DEVICE inline double forward_us(const CostInput& in, const Costs& c) {
+  return most_of(roofline_us(in),
+                 chains_us(in, c, in.sums.sequences, in.sums.tokens, in.sums.longest));
 }
 
 /// However it is cut: all tokens and chains, as if no cluster were ever idle.
-inline double least_us(const CostInput& in, const Costs& c) {
-  const auto sequences = std::count_if(in.lengths.begin(), in.lengths.end(),
-                                       [](int64_t length) { return length > 0; });
+KDA_HOST_DEVICE inline double least_us(const CostInput& in, const Costs& c) {
   const double of_head =
-      total_tokens(in) * c.few_ns * 1e-3 + static_cast<double>(sequences) * c.chain_us;
+      total_tokens(in) * c.few_ns * 1e-3 + static_cast<double>(in.sums.with_tokens) * c.chain_us;
   return of_head * static_cast<double>(in.num_value_heads) / clusters_of(in, c) + c.fixed_us;
 }
 
 /// Merge, where a sequence has a third segment, and correction of so many tokens a value head.
-inline double join_us(const CostInput& in, const Cut& cut, double tokens) {
-  const OnePassCosts& one = kOnePassCosts;
+KDA_HOST_DEVICE inline double join_us(const CostInput& in, const Costs& c, const Cut& cut,
+                                      int64_t tokens) {
+  const OnePassCosts& one = c.one_pass;
   const double size = static_cast<double>(in.value_dim) / 128;
-  const double correct = tokens * static_cast<double>(in.num_value_heads) * size *
-                             one.correct_bytes_per_token /
+  const double correct = static_cast<double>(tokens) * static_cast<double>(in.num_value_heads) *
+                             size * one.correct_bytes_per_token /
                              (one.correct_bandwidth * in.bytes_per_second) * 1e6 +
                          one.correct_fixed_us;
   return correct + (cut.most > 2 ? merge_us(in, one.merge, cut.most - 2) : 0);
 }
 
 /// In one pass: transitions are chains of their own.
+KDA_HOST_DEVICE inline double one_pass_us(const CostInput& in, const Costs& c, const Cut& cut,
+                                          int64_t first_tokens, int64_t segment_tokens) {
+  const double chains =
+      chains_us(in, c, cut.segments + cut.behind, in.sums.tokens + cut.tokens_behind,
+                plan::larger(first_tokens, segment_tokens));
+  return most_of(roofline_us(in), chains + join_us(in, c, cut, cut.tokens_behind));
+}
 inline double one_pass_us(const CostInput& in, const Costs& c, int64_t first_tokens,
                           int64_t segment_tokens) {
-  const Cut cut = cut_of(in, first_tokens, segment_tokens);
-  const double chains =
-      chains_us(in, c, cut.segments + cut.behind, total_tokens(in) + cut.tokens_behind,
-                static_cast<double>(std::max(first_tokens, segment_tokens)));
-  return std::max(roofline_us(in), chains + join_us(in, cut, cut.tokens_behind));
+  return one_pass_us(in, c, cut_of(in, first_tokens, segment_tokens), first_tokens, segment_tokens);
 }
 
 /// Time of one pass with transitions after all else, a cluster each, that exit after
 /// `memory_tokens`; their norm is checked after every `check_tokens`. Infinite where there are more
 /// of them than clusters.
+KDA_HOST_DEVICE inline double early_exit_us(const CostInput& in, const Costs& c, const Cut& cut,
+                                            int64_t segment_tokens, int64_t memory_tokens,
+                                            int64_t check_tokens) {
+  if (static_cast<double>(cut.behind * in.num_value_heads) > clusters_of(in, c)) return HUGE_VAL;
+  const int64_t run = plan::smaller(segment_tokens, memory_tokens);
+  const double chains = chains_us(in, c, cut.segments, in.sums.tokens, segment_tokens);
+  const double transitions = static_cast<double>(run) * c.full_ns * 1e-3 +
+                             static_cast<double>(plan::ceil_div(run, check_tokens)) * c.chain_us;
+  const int64_t tokens = plan::smaller(cut.tokens_behind, cut.behind * run);
+  return most_of(roofline_us(in), chains + transitions + join_us(in, c, cut, tokens));
+}
 inline double early_exit_us(const CostInput& in, const Costs& c, int64_t first_tokens,
                             int64_t segment_tokens, int64_t memory_tokens, int64_t check_tokens) {
-  const Cut cut = cut_of(in, first_tokens, segment_tokens);
-  if (cut.behind * static_cast<double>(in.num_value_heads) > clusters_of(in, c)) return HUGE_VAL;
-  const auto run = static_cast<double>(std::min(segment_tokens, memory_tokens));
-  const double chains =
-      chains_us(in, c, cut.segments, total_tokens(in), static_cast<double>(segment_tokens));
-  const double transitions =
-      run * c.full_ns * 1e-3 + std::ceil(run / static_cast<double>(check_tokens)) * c.chain_us;
-  const double tokens = std::min(cut.tokens_behind, cut.behind * run);
-  return std::max(roofline_us(in), chains + transitions + join_us(in, cut, tokens));
+  return early_exit_us(in, c, cut_of(in, first_tokens, segment_tokens), segment_tokens,
+                       memory_tokens, check_tokens);
 }
 
 /// Roofline, uncut in stages and in this kernel.
@@ -134,44 +173,105 @@ inline CostEstimate predict(const plan::Workload& work, const DeviceFacts& devic
           .fused_us = forward_us(in, costs_of(work.key_dim))};
 }
 
+// -- The cut with the least predicted time, where it gains
+
+/// Whether any table of so many tokens and sequences can gain by a cut: the longest time uncut
+/// against the least time cut, each in one sequence. It reads no lengths, so that a plan from
+/// bounds says the same as one from lengths. (Of 220,000 random tables for which it is false, three
+/// would be cut if nobody asked.)
+inline bool may_cut(const CostInput& in, const Costs& c) {
+  const OnePassCosts& one = c.one_pass;
+  const double tokens = total_tokens(in), clusters = clusters_of(in, c);
+  const auto heads = static_cast<double>(in.num_value_heads);
+  const bool handoff = static_cast<double>(in.sums.sequences) * heads > clusters;
+  const double uncut =
+      tokens * c.full_ns * 1e-3 + c.chain_us + c.fixed_us + (handoff ? c.handoff_us : 0);
+  double chain = HUGE_VAL;
+  for (int64_t s = 2; s <= plan::kAutoMaxSegments; ++s)
+    chain = least_of(chain, tokens / static_cast<double>(s) * c.few_ns * 1e-3 +
+                                (s > 2 ? merge_us(in, one.merge, s - 2) : 0));
+  const double fixed = c.fixed_us + one.correct_fixed_us;
+  const double cut =
+      most_of(chain + c.chain_us + fixed, tokens * heads * c.few_ns * 1e-3 / clusters + fixed);
+  return uncut >= kMinimumGain * cut;
+}
+
+/// The input of which may_cut() is asked where lengths are not known.
+inline CostInput bounds_of(const Problem& p, const DeviceFacts& device) {
+  return {.sums = {p.num_sequences, p.num_sequences, p.num_tokens, p.num_tokens},
+          .num_value_heads = p.num_value_heads,
+          .key_dim = p.key_dim,
+          .value_dim = p.value_dim,
+          .num_sms = device.num_sms,
+          .bytes_per_second = device.memory_bytes_per_second,
+          .lengths = {}};
+}
+
+/// A candidate of the search: segments with their transitions in the schedule. Infinite where it
+/// has more transitions than a cut may have.
+KDA_HOST_DEVICE inline double candidate_us(const CostInput& in, const Costs& c, const Cut& cut,
+                                           const plan::CutLengths& lengths) {
+  if (cut.behind > most_behind(in, c)) return HUGE_VAL;
+  return one_pass_us(in, c, cut, lengths.first * plan::kAutoChunk,
+                     lengths.others * plan::kAutoChunk);
+}
+
+/// The walk over even cuts whose transitions exit early. They are predicted to gain where these
+/// exit as they do as a rule, and not to lose much where they never do.
+struct EarlyExitWalk {
+  double best;  ///< time of what is taken
+  double most;  ///< the time if no transition exits
+  double minimum_step;
+  bool took = false;
+
+  KDA_HOST_DEVICE EarlyExitWalk(const Costs& c, double best_us)
+      : best(best_us),
+        most(c.one_pass.most_loss * best_us),
+        minimum_step(c.one_pass.minimum_step) {}
+  KDA_HOST_DEVICE bool take(double time, double without_exit) {
+    if (time >= minimum_step * best || without_exit > most) return false;
+    best = time;
+    return took = true;
+  }
+};
+
 /// SegmentPolicy::kAuto in one pass of this kernel: the cut with the least predicted time, if it
-/// gains. `check_tokens` (0: they must not): transitions may exit early, looked at so often.
+/// gains. `check_tokens` (0: they must not): transitions may exit early, looked at so often. The
+/// kernel of fused/device_cut.cu makes the same cut.
 inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFacts& device,
                                       int64_t check_tokens, CostEstimate* cost) {
-  // In one pass a first segment has no transition, so it may be longer than the others.
-  static constexpr double kFirstSegments[] = {1, 1.15, 1.3, 1.5, 1.75, 2};
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   const Costs& c = costs_of(work.key_dim);
-  const OnePassCosts& one = kOnePassCosts;
   *cost = predict(work, device);
-  plan::CutSearch search{.whole_us = cost->fused_us,
-                         .least_us = least_us(in, c),
-                         .minimum_gain = kMinimumGain,
-                         .minimum_step = one.minimum_step,
-                         .patience = 8,
-                         .first_segments = kFirstSegments,
-                         .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
-                           return one_pass_us(in, c, first_tokens, segment_tokens);
-                         }};
-  // Even segments whose transitions exit early: predicted to gain where they exit as they do as a
-  // rule, and not to lose much where they never do.
+  double first_segments[kNumFirstSegments];
+  for (int i = 0; i < kNumFirstSegments; ++i) first_segments[i] = first_segment(i);
+  plan::CutSearch search{
+      .whole_us = cost->fused_us,
+      .least_us = least_us(in, c),
+      .may_gain = may_cut(in, c),
+      .minimum_gain = kMinimumGain,
+      .minimum_step = c.one_pass.minimum_step,
+      .patience = kCutPatience,
+      .first_segments = first_segments,
+      .time_us = [&](int64_t first_tokens, int64_t segment_tokens) {
+        return candidate_us(in, c, cut_of(in, first_tokens, segment_tokens),
+                            {first_tokens / plan::kAutoChunk, segment_tokens / plan::kAutoChunk});
+      }};
   const auto let_exit = [&](int64_t chunks, double best, plan::Partition* partition) {
-    const double most = one.most_loss * best;
+    EarlyExitWalk walk(c, best);
+    const int64_t memory = c.one_pass.memory_tokens;
     for (int64_t segments = 2; segments <= plan::kAutoMaxSegments; ++segments) {
-      const int64_t length = (chunks + segments - 1) / segments;
-      const int64_t tokens = length * plan::kAutoChunk;
-      if (tokens <= one.memory_tokens) break;
-      const double time = early_exit_us(in, c, tokens, tokens, one.memory_tokens, check_tokens);
-      if (time >= one.minimum_step * best ||
-          early_exit_us(in, c, tokens, tokens, tokens, check_tokens) > most)
+      const int64_t length = plan::ceil_div(chunks, segments), tokens = length * plan::kAutoChunk;
+      if (tokens <= memory) break;
+      if (!walk.take(early_exit_us(in, c, tokens, tokens, memory, check_tokens),
+                     early_exit_us(in, c, tokens, tokens, tokens, check_tokens)))
         continue;
-      best = time;
       partition->segment_chunks = length;
       partition->first_chunks = 0;
       partition->early_exit = true;
     }
-    return best;
+    return walk.best;
   };
   if (check_tokens > 0) search.refine = let_exit;
   return plan::best_partition(work, search, &cost->segmented_us);
@@ -185,7 +285,7 @@ inline plan::Partition span_partition(const plan::Workload& work, const DeviceFa
   const CostInput in = cost_input(work, device);
   if (total_tokens(in) == 0) return plan::uncut("auto: no tokens");
   const Costs& c = costs_of(work.key_dim);
-  const OnePassCosts& one = kOnePassCosts;
+  const OnePassCosts& one = c.one_pass;
   *cost = predict(work, device);
   const int64_t chunks = plan::ceil_div(longest_of(in), plan::kAutoChunk);
   struct {

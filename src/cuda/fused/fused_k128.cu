@@ -31,9 +31,10 @@ Status launch_size(const ArgsOf<kSegments>& args, const Launch& where) {
 
 }  // namespace
 
-Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch where) {
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const CutHeader* cut,
+                            Launch where) {
   if (!args.units) return launch_size<false>(args, where);
-  UnitArgs with_units{args, static_cast<int64_t>(words.size()), {}};
+  UnitArgs with_units{args, cut, static_cast<int64_t>(words.size()), {}};
   if (with_units.num_words <= UnitArgs::kMostWords) {
     std::copy(words.begin(), words.end(), with_units.words);
   } else {

@@ -11,6 +11,7 @@
 
 #include "cuda/chain/chain.hpp"
 #include "cuda/launch/launch.hpp"
+#include "cuda/segments/device_cut.hpp"
 
 namespace kda::cuda::sm90 {
 
@@ -116,7 +117,9 @@ using FusedWords = std::span<const int64_t>;
 /// K = V = 128. Rows are aligned to 16 bytes, K = V = 64 or 128, and checkpoints lie at multiples
 /// of kSubchunk tokens. Up to 256 words travel in the kernel's parameters, and the kernel writes
 /// them for kernels after it; more are uploaded before it.
-Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, Launch launch);
+/// `cut`: units, no words, as many as it says; null: the host knows them.
+Status launch_fused_prefill(const FusedPrefillArgs& args, FusedWords words, const CutHeader* cut,
+                            Launch launch);
 
 /// Keeps beside all that launch_fused_prefill() does. Takes q, k, v and o in bf16 and gates a
 /// channel.

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/layout.hpp"
+#include "cuda/fused/fused_prefill.hpp"
 #include "cuda/segments/kernels.hpp"
 #include "stage/segment_scan.hpp"
 
@@ -11,6 +12,12 @@ namespace kda::cuda::fused {
 
 bool has_fp16_operands(const Problem& problem) {
   return stage::transition_norm_never_grows(problem) && problem.g.dtype == problem.q.dtype;
+}
+
+int64_t check_tokens_of(const Problem& problem) {
+  return stage::transition_norm_never_grows(problem) && !problem.batch_invariant
+             ? sm90::kNormCheckTokens
+             : 0;
 }
 
 Kernels kernels_of(const Plan& plan) {
@@ -49,6 +56,13 @@ void list_kernels(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const Kernels kernels = kernels_of(plan);
   const char* name = name_of(kernels);
+  if (plan.device_cut.on) {
+    builder.kernel("segment_cut", "device_cut");
+    builder.kernel("segment_scan", name, why_of(kernels, plan.problem));
+    builder.kernel("segment_merge", "segment_merge_walking", "sequences that are cut, if any");
+    return builder.kernel("segment_correct", "segment_correct_walking",
+                          "sequences that are cut, if any");
+  }
   const bool one_pass = plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
   builder.kernel(plan.segmented ? "segment_scan" : "forward", name, why_of(kernels, plan.problem));
   if (!plan.segmented) return;

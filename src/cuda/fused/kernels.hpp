@@ -10,6 +10,10 @@ namespace kda::cuda::fused {
 /// Are operands fp16? No factor and no decay is above 1 then.
 bool has_fp16_operands(const Problem& problem);
 
+/// Returns the tokens between checks of a transition's norm; 0 where none may exit early, or where
+/// whether it does would depend on what else is in the batch.
+int64_t check_tokens_of(const Problem& problem);
+
 struct Kernels {
   bool fp16_operands = false;  ///< else bf16
   bool head_gate = false;      ///< of one gate a head, in a source of its own

@@ -11,6 +11,8 @@
 
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/fused/cost.hpp"
+#include "cuda/fused/device_cut.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/fused/kernels.hpp"
 #include "cuda/fused/segment_correct.hpp"
@@ -98,9 +100,16 @@ WorkUnit* units_of(const stage::Call& call) {
   return reinterpret_cast<WorkUnit*>(offsets_behind_first(call) + call.problem.num_sequences + 1);
 }
 
+/// The cut that a kernel of the call makes; null: the plan has made it.
+CutHeader* cut_of(const stage::Call& call) {
+  return call.plan->device_cut.on ? find<CutHeader>(call, block::kDeviceCut) : nullptr;
+}
+
 /// Where transitions that may exit early say at which token they did; null if none may.
 int64_t* exit_tokens_of(const stage::Call& call) {
-  return call.plan->early_exit ? find<int64_t>(call, stage::kExitToken.name) : nullptr;
+  return call.plan->early_exit || call.plan->device_cut.on
+             ? find<int64_t>(call, stage::kExitToken.name)
+             : nullptr;
 }
 
 /// The most segments that a sequence has behind its first one.
@@ -136,11 +145,10 @@ uint64_t new_handoff_epoch() {
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }
 
-/// Sets the members that each launch has, of so many units.
-void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) {
+/// Sets the members that each launch has, of so many chains.
+void set_launch(const stage::Call& call, int64_t chains, FusedPrefillArgs* args) {
   const Problem& p = call.problem;
-  args->clusters =
-      sm90::fused_clusters(units * p.num_value_heads, call.plan->device.num_sms, p.key_dim);
+  args->clusters = sm90::fused_clusters(chains, call.plan->device.num_sms, p.key_dim);
   const Kernels kernels = kernels_of(*call.plan);
   args->fp16_operands = kernels.fp16_operands;
   args->head_gate = kernels.head_gate;
@@ -150,20 +158,63 @@ void set_launch(const stage::Call& call, int64_t units, FusedPrefillArgs* args) 
   args->handoff_epoch = new_handoff_epoch();
 }
 
+Status launch(const stage::Call& call, const SequenceMaps& maps, sm90::FusedWords words,
+              FusedPrefillArgs* args) {
+  if constexpr (sm90::kBuilt)
+    return sm90::launch_fused_prefill(*args, words, cut_of(call), launch_after(call, maps));
+  return not_built();
+}
+
 /// An empty schedule: each sequence as it is. `apart`: transitions at its end that the scheduler
 /// does not spread over clusters.
-Status launch(const stage::Call& call, const SequenceMaps& maps, Schedule schedule, int64_t apart,
-              FusedPrefillArgs* args) {
+Status launch_schedule(const stage::Call& call, const SequenceMaps& maps, Schedule schedule,
+                       int64_t apart, FusedPrefillArgs* args) {
   std::vector<int64_t> words;
   if ((args->num_units = schedule.size()) > 0) {
     args->units = units_of(call);
     args->num_scheduled = args->num_units - apart;
     words = words_of(call, schedule.close());
   }
-  set_launch(call, args->units ? args->num_units : call.problem.num_sequences, args);
-  if constexpr (sm90::kBuilt)
-    return sm90::launch_fused_prefill(*args, words, launch_after(call, maps));
+  const int64_t units = args->units ? args->num_units : call.problem.num_sequences;
+  set_launch(call, units * call.problem.num_value_heads, args);
+  return launch(call, maps, words, args);
+}
+
+/// A schedule that only the device knows: as many clusters as fit.
+Status launch_device_cut(const stage::Call& call, const SequenceMaps& maps,
+                         FusedPrefillArgs* args) {
+  args->units = units_of(call);
+  set_launch(call, INT64_MAX, args);
+  return launch(call, maps, {}, args);
+}
+
+/// Makes the maps and the cut where only the device knows the lengths.
+Status cut_on_device(const stage::Call& call, SequenceMaps* maps) {
+  const Plan& plan = *call.plan;
+  const Problem& p = call.problem;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, /*prepared=*/true, maps));
+  maps->launched = true;
+  sm90::DeviceCutArgs args;
+  args.map = sequence_map_args(call, *maps);
+  args.input = bounds_of(p, plan.device);
+  args.costs = costs_of(p.key_dim);
+  args.check_tokens = check_tokens_of(p);
+  args.cut = cut_of(call);
+  args.offsets_behind = offsets_behind_first(call);
+  args.units = units_of(call);
+  args.exit_tokens = exit_tokens_of(call);
+  if constexpr (sm90::kBuilt) return sm90::launch_device_cut(args, {call.stream, true});
   return not_built();
+}
+
+/// The maps of a scan. Neither a scan with outputs nor a kernel after it reads maps of segments,
+/// nor other ones but for what it flags.
+Status make_scan_maps(const stage::SegmentScan& scan, SequenceMaps* maps) {
+  const stage::Call& call = scan.call;
+  if (call.plan->device_cut.on) return cut_on_device(call, maps);
+  const std::span<const Segment> mapped = scan.Qt ? std::span<const Segment>() : scan.segments;
+  const bool unread = scan.Qt && !find<int32_t>(call, block::kDeviceFlags);
+  return make_sequence_maps(call, mapped, unread, maps);
 }
 
 /// A forward that keeps states before chunks and errors for its backward.
@@ -173,7 +224,7 @@ Status keep(const stage::Call& call) {
   sm90::KeepArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
-  set_launch(call, call.problem.num_sequences, &args);
+  set_launch(call, call.problem.num_sequences * call.problem.num_value_heads, &args);
   args.h = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptChunkStates);
   args.vn = plan::find_block(call.plan->saved, call.tensors.saved, block::kKeptErrors);
   args.num_chunks = most_chunks(*call.plan);
@@ -195,16 +246,13 @@ Status forward(const stage::Forward& f) {
   for (std::size_t n = 0; n < f.segments.size(); ++n)
     schedule.add(f.segments[n], static_cast<int64_t>(n), FusedState::kGiven);
   args.states_in = f.states_in;
-  return launch(f.call, maps, std::move(schedule), 0, &args);
+  return launch_schedule(f.call, maps, std::move(schedule), 0, &args);
 }
 
 Status segment_scan(const stage::SegmentScan& scan) {
   const stage::Call& call = scan.call;
   SequenceMaps maps;
-  // Neither a scan with outputs nor a kernel after it reads maps, but for what it flags.
-  const std::span<const Segment> mapped = scan.Qt ? std::span<const Segment>() : scan.segments;
-  const bool unread = scan.Qt && !find<int32_t>(call, block::kDeviceFlags);
-  KDA_RETURN_IF_ERROR(make_sequence_maps(call, mapped, unread, &maps));
+  KDA_RETURN_IF_ERROR(make_scan_maps(scan, &maps));
   FusedPrefillArgs args;
   set_inputs(call, maps, &args);
   set_outputs(call, maps, &args);
@@ -219,8 +267,10 @@ Status segment_scan(const stage::SegmentScan& scan) {
   args.Qt_scale_bits = static_cast<uint32_t>(127 + qt_exponent(call.problem)) << 23;
   args.starts = find<float>(call, stage::kSegmentStates.name);
   args.exit_tokens = exit_tokens_of(call);
+  if (call.plan->device_cut.on) return launch_device_cut(call, maps, &args);
   const int64_t behind = static_cast<int64_t>(scan.segments.size()) - call.problem.num_sequences;
-  return launch(call, maps, scan_schedule(scan), scan.Qt && args.exit_tokens ? behind : 0, &args);
+  return launch_schedule(call, maps, scan_schedule(scan), scan.Qt && args.exit_tokens ? behind : 0,
+                         &args);
 }
 
 /// After a scan with outputs, which has written the start states of second segments: nothing to do
@@ -229,8 +279,9 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
   const stage::Call& call = merge.call;
   sm90::BegunMergeArgs args;
   args.begun = true;
+  args.cut = cut_of(call);
   args.most_segments = most_behind_first(*call.plan);
-  if (args.most_segments < 2) return {};
+  if (!args.cut && args.most_segments < 2) return {};
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, true, &maps));
   args.shape = shape_of(call.problem);
@@ -239,7 +290,10 @@ Status merge_behind_first(const stage::SegmentMerge& merge) {
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  if constexpr (sm90::kBuilt) return sm90::launch_segment_merge(args, {call.stream, true});
+  const Launch where{call.stream, true};
+  if constexpr (sm90::kBuilt)
+    return args.cut ? sm90::launch_walking_merge(args, call.plan->device.num_sms, where)
+                    : sm90::launch_segment_merge(args, where);
   return not_built();
 }
 
@@ -269,6 +323,7 @@ Status segment_correct(const stage::SegmentCorrect& correct) {
   args.final_state =
       state_view(p, p.final_state, call.tensors.final_state, call.tensors.final_state_indices, {});
   const auto segments = static_cast<int64_t>(correct.segments.size());
+  args.cut = cut_of(call);
   args.units = units_of(call) + segments;  // those of transitions
   args.num_units = segments - p.num_sequences;
   for (std::size_t n = 0; n < correct.segments.size(); ++n)

@@ -28,6 +28,7 @@
 
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/ptx/cluster.cuh"
+#include "cuda/segments/device_cut.hpp"
 #include "cuda/tile/chunk_map.cuh"
 
 namespace kda::cuda::sm90::fused {
@@ -78,6 +79,9 @@ struct WorkRange {
 
 /// Arguments of a kernel with units. Few units travel with the arguments.
 struct UnitArgs : FusedPrefillArgs {
+  /// A cut that only the device knows: num_units and num_scheduled are then those of `cut`, and
+  /// there are no words.
+  const CutHeader* cut = nullptr;
   static constexpr int64_t kMostWords = 256;  // 41 units of one sequence
   int64_t num_words = 0;                      // 0: units are in device memory
   int64_t words[kMostWords];
@@ -103,10 +107,18 @@ __device__ inline const WorkUnit& unit_of(const FusedPrefillArgs& a, int64_t n) 
   return static_cast<const UnitArgs&>(a).unit(n);
 }
 
-/// Units in the schedule. kSegments: the call has units; else each sequence is one.
+/// How many units there are, and how many of them are in the schedule.
+struct NumUnits {
+  int64_t all, scheduled;
+};
+/// kSegments: the call has units; else each sequence is one.
 template <bool kSegments>
-__device__ inline int64_t scheduled_units(const FusedPrefillArgs& a) {
-  return kSegments ? a.num_scheduled : a.map.num_sequences;
+__device__ inline NumUnits num_units(const FusedPrefillArgs& a) {
+  if constexpr (!kSegments) return {a.map.num_sequences, a.map.num_sequences};
+  const CutHeader* cut = static_cast<const UnitArgs&>(a).cut;
+  if (!cut) return {a.num_units, a.num_scheduled};
+  const int64_t all = cut->num_segments + cut->num_behind;
+  return {all, cut->early_exit ? cut->num_segments : all};
 }
 /// Cost of the units before `n`, one head.
 template <bool kSegments>
@@ -138,13 +150,13 @@ __device__ inline int64_t range_number() {
 /// Called by all threads of a block; `range` and `longest` are in shared memory.
 template <int kBlocks, bool kSegments>
 __device__ inline void find_range(const FusedPrefillArgs& a, WorkRange& range, int& longest) {
-  const int64_t N = scheduled_units<kSegments>(a), HV = a.shape.HV,
+  const int64_t N = num_units<kSegments>(a).scheduled, HV = a.shape.HV,
                 number = range_number<kBlocks>(),
                 ranges = gridDim.x / static_cast<unsigned>(kBlocks);
   if (threadIdx.x == 0) range = {N, 0, 0, 0}, longest = 0;
   __syncthreads();
-  if (N * HV <= ranges) {  // a chain each
-    if (threadIdx.x == 0)
+  if (N * HV <= ranges) {  // a chain each, where there is one
+    if (threadIdx.x == 0 && number < N * HV)
       range = {number / HV, number % HV, 0, chain_cost<kSegments>(a, number / HV)};
     __syncthreads();
     return;
@@ -183,9 +195,10 @@ template <int kBlocks>
 __device__ inline bool next_interval(const FusedPrefillArgs& a, SchedulerState& scheduler,
                                      NormCheck<kBlocks>& norm_check) {
   WorkItem item = scheduler.item;
-  const int64_t number = range_number<kBlocks>(), unit = a.num_scheduled + number / a.shape.HV;
+  const NumUnits units = num_units<true>(a);
+  const int64_t number = range_number<kBlocks>(), unit = units.scheduled + number / a.shape.HV;
   __syncwarp();
-  if (unit >= a.num_units) return false;
+  if (unit >= units.all) return false;
   const int64_t end = unit_of(a, unit).tokens.end;
   if (item.exit_interval == WorkItem::kNoInterval) {
     item = whole_chain<true>(a, unit, number % a.shape.HV);
@@ -211,8 +224,9 @@ template <bool kSegments, int kBlocks>
 __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& scheduler,
                                  NormCheck<kBlocks>& norm_check) {
   WorkRange range = scheduler.range;
+  const NumUnits units = num_units<kSegments>(a);
   __syncwarp();
-  while (range.left > 0 && range.unit < scheduled_units<kSegments>(a)) {
+  while (range.left > 0 && range.unit < units.scheduled) {
     const int64_t length = chain_cost<kSegments>(a, range.unit), chunks = length - kWorkUnitCost;
     const int64_t rest = length - range.before;
     const bool cut = rest > range.left;
@@ -228,12 +242,12 @@ __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& sche
     range.before = 0;
     if (++range.head == a.shape.HV) range.head = 0, ++range.unit;
     if (cut && first == last) continue;
-    if (threadIdx.x % 32 == 0) scheduler = {range, item};
+    if (threadIdx.x % 32 == 0) scheduler.range = range, scheduler.item = item;
     __syncwarp();
     return true;
   }
   if constexpr (kSegments)
-    if (a.num_scheduled < a.num_units) return next_interval(a, scheduler, norm_check);
+    if (units.scheduled < units.all) return next_interval(a, scheduler, norm_check);
   return false;
 }
 

@@ -11,14 +11,13 @@
 // follows from its largest number where that is far from 1.
 #include "cuda/fused/segment_correct.hpp"
 
-#include <algorithm>
-
 #include "cuda/fused/output_residual.cuh"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/math.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/shared_memory.cuh"
 #include "cuda/tile/elements.cuh"
+#include "plan/cut_search.hpp"
 
 namespace kda::cuda::sm90 {
 namespace {
@@ -39,6 +38,20 @@ struct alignas(kK * 2) SharedState {
   uint32_t tops[kWarps];
 };
 
+/// The transitions whose segments are corrected, and how many of their tokens a block corrects.
+struct CorrectWork {
+  const WorkUnit* units;
+  int64_t num_units, block_tokens;
+};
+/// Loading S_in costs a block as much as 85 tokens: a block has as many as leave one round of
+/// blocks. Returns that, in tokens.
+KDA_HOST_DEVICE inline int64_t tokens_of_block(int64_t longest, int64_t chains, int64_t at_once,
+                                               bool early_exit) {
+  const int64_t typical = early_exit ? plan::smaller(longest, kTypicalExit) : longest;
+  return plan::larger(2, plan::ceil_div(plan::ceil_div(typical, kTokens) * chains, at_once)) *
+         kTokens;
+}
+
 /// kEarlyExit: transitions may have exited before their segments end. T is the type of o, Operand
 /// that of Qt and S_in.
 template <int kK, class T, class Operand, bool kEarlyExit>
@@ -49,6 +62,7 @@ struct Correct {
   static constexpr bool kHasResidual = kFp16 && std::is_same_v<T, __nv_bfloat16>;
   const SegmentCorrectArgs& a;
   SharedState<kK>& shared;
+  const CorrectWork work;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
 
   /// Neighbours in a row, as they come and as two parts of 16 bits.
@@ -271,10 +285,10 @@ struct Correct {
 
   __device__ void run(int64_t place) const {
     const int64_t HV = a.shape.HV, head = place % HV;
-    const WorkUnit unit = a.units[place / HV % a.num_units];
+    const WorkUnit unit = work.units[place / HV % work.num_units];
     const TokenRange tokens = unit.tokens;
-    int64_t first = tokens.begin + place / HV / a.num_units * a.block_tokens;
-    const int64_t end = min(first + a.block_tokens, tokens.end);
+    int64_t first = tokens.begin + place / HV / work.num_units * work.block_tokens;
+    const int64_t end = min(first + work.block_tokens, tokens.end);
     if (first >= end) return;
     const int64_t exit = kEarlyExit ? a.exit_tokens[unit.segment * HV + head] : end;
     uint4 q[kGroups][2], o[kGroups][2], residual[kGroups]{};
@@ -313,8 +327,10 @@ struct Correct {
   /// 64 rows and 32 columns of the final state of a sequence that is cut: M S_in + B of its last
   /// segment.
   __device__ void make_final(int64_t place) const {
-    const int64_t matrix_place = place / kFinalParts<kK>, head = matrix_place % a.shape.HV,
-                  sequence = matrix_place / a.shape.HV;
+    make_final(place / kFinalParts<kK> / a.shape.HV, place);
+  }
+  __device__ void make_final(int64_t sequence, int64_t place) const {
+    const int64_t head = place / kFinalParts<kK> % a.shape.HV;
     const int64_t slot = state_slot(a.final_state, sequence), last = a.offsets[sequence + 1] - 1;
     if (slot < 0 || last < a.offsets[sequence]) return;
     const int part = static_cast<int>(place % kFinalParts<kK>), columns = part % kGroups * kGroup;
@@ -372,7 +388,9 @@ template <int kK, class T, class Operand, bool kEarlyExit>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     segment_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
   const Correct<kK, T, Operand, kEarlyExit> correct{
-      a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared())};
+      a,
+      *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()),
+      {a.units, a.num_units, a.block_tokens}};
   const int64_t place = blockIdx.x, state_place = place - (gridDim.x - state_blocks<kK>(a));
   ptx::griddepcontrol_wait();
   if (state_place >= 0)
@@ -381,9 +399,38 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     correct.run(place);
 }
 
-/// `blocks`: how many correct outputs.
+/// Blocks walk over what a cut on the device leaves to do: as many blocks as are there at once.
+template <int kK, class T, class Operand>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    walking_correct_kernel(const __grid_constant__ SegmentCorrectArgs a) {
+  ptx::griddepcontrol_wait();
+  const CutHeader& cut = *a.cut;
+  if (cut.num_behind == 0) return;
+  const int64_t chains = cut.num_behind * a.shape.HV;
+  const CorrectWork work{
+      a.units + cut.num_segments, cut.num_behind,
+      tokens_of_block(cut.longest_behind, chains, gridDim.x, cut.early_exit != 0)};
+  const Correct<kK, T, Operand, /*kEarlyExit=*/true> correct{
+      a, *reinterpret_cast<SharedState<kK>*>(ptx::dynamic_shared()), work};
+  const int64_t outputs = chains * plan::ceil_div(cut.longest_behind, work.block_tokens),
+                of_sequence = a.shape.HV * kFinalParts<kK>;
+  const int64_t all = outputs + (a.final_state.base ? cut.num_cut * of_sequence : 0);
+  for (int64_t place = blockIdx.x; place < all; place += gridDim.x) {
+    if (place < outputs)
+      correct.run(place);
+    else
+      correct.make_final(cut_sequences(&cut)[(place - outputs) / of_sequence],
+                         (place - outputs) % of_sequence);
+    __syncthreads();  // the next one has its state in the same place
+  }
+}
+
+/// `blocks`: how many correct outputs, or walk.
 template <int kK, class T, class Operand>
 Status launch(const SegmentCorrectArgs& args, int64_t blocks, const Launch& where) {
+  if (args.cut)
+    return launch_kernel("segment_correct_walking", walking_correct_kernel<kK, T, Operand>, blocks,
+                         kThreads, sizeof(SharedState<kK>), where, args);
   return launch_kernel("segment_correct",
                        args.exit_tokens ? segment_correct_kernel<kK, T, Operand, true>
                                         : segment_correct_kernel<kK, T, Operand, false>,
@@ -401,13 +448,12 @@ Status launch_size(const SegmentCorrectArgs& args, int64_t blocks, const Launch&
 }  // namespace
 
 Status launch_segment_correct(SegmentCorrectArgs args, int64_t num_sms, const Launch& where) {
-  // Loading S_in costs a block as much as 85 tokens: a block has as many as leave one round of
-  // blocks.
-  const int64_t chains = args.num_units * args.shape.HV;
-  const int64_t longest = args.exit_tokens ? std::min(args.longest, kTypicalExit) : args.longest;
-  const int64_t tiles = (longest + kTokens - 1) / kTokens;
   const int64_t at_once = num_sms * kBlocksPerSm;
-  args.block_tokens = std::max<int64_t>(2, (tiles * chains + at_once - 1) / at_once) * kTokens;
+  if (args.cut)
+    return args.shape.K == 64 ? launch_size<64>(args, at_once, where)
+                              : launch_size<128>(args, at_once, where);
+  const int64_t chains = args.num_units * args.shape.HV;
+  args.block_tokens = tokens_of_block(args.longest, chains, at_once, args.exit_tokens != nullptr);
   const int64_t parts = (args.longest + args.block_tokens - 1) / args.block_tokens;
   return args.shape.K == 64 ? launch_size<64>(args, chains * parts, where)
                             : launch_size<128>(args, chains * parts, where);

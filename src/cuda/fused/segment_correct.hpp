@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/fused/fused_prefill.hpp"
+#include "cuda/segments/device_cut.hpp"
 
 namespace kda::cuda::sm90 {
 
@@ -27,6 +28,10 @@ struct SegmentCorrectArgs {
   /// [segments, HV] tokens before which Qt is there; behind them it counts as zeros. Null: all.
   const int64_t* exit_tokens = nullptr;
   StateView final_state;
+
+  /// A cut that only the device knows: units, num_units and longest are then those of `cut`, with
+  /// `units` the first of all, and exit_tokens are there.
+  const CutHeader* cut = nullptr;
 
   int64_t block_tokens = 0;  ///< tokens that a block corrects: set by the launch
 };

@@ -9,6 +9,7 @@ namespace kda::cuda::block {
 inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
 // Blocks of cuda.sm90.fused.
+inline constexpr const char* kDeviceCut = "device_cut";
 inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";

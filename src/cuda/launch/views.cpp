@@ -81,6 +81,16 @@ StateView initial_view(const Problem& p, const Tensors& t) {
                     p.initial_state_mask ? t.initial_state_mask : nullptr);
 }
 
+SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps) {
+  return {call.tensors.cu_seqlens,
+          call.problem.cu_seqlens == DType::kInt64,
+          call.problem.num_sequences,
+          call.problem.num_tokens,
+          const_cast<int64_t*>(maps.map.cu_seqlens),
+          const_cast<int64_t*>(maps.map.chunk_offsets),
+          maps.flags};
+}
+
 Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                           SequenceMaps* maps) {
   const Plan& plan = *call.plan;
@@ -98,9 +108,7 @@ Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segm
     maps->accumulate_flags = true;
     if (prepared) return {};
     maps->launched = true;
-    return launch_sequence_map({call.tensors.cu_seqlens, p.cu_seqlens == DType::kInt64, N,
-                                p.num_tokens, words, words + N + 1, maps->flags},
-                               launch);
+    return launch_sequence_map(sequence_map_args(call, *maps), launch);
   }
   WordPieces pieces;
   int64_t at = 0;

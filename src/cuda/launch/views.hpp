@@ -6,6 +6,7 @@
 
 #include "core/layout.hpp"
 #include "cuda/launch/launch.hpp"
+#include "cuda/launch/sequence_map.hpp"
 #include "cuda/tile/arguments.hpp"
 #include "cuda/tile/head_gates.hpp"
 #include "stage/forward.hpp"
@@ -34,6 +35,10 @@ struct SequenceMaps {
 /// (a few for thousands of sequences). `prepared`: an earlier stage of this run() has made them.
 Status make_sequence_maps(const stage::Call& call, std::span<const Segment> segments, bool prepared,
                           SequenceMaps* maps);
+
+/// Arguments of a kernel that makes the maps of lengths that only the device knows; `maps` says
+/// where they are.
+SequenceMapArgs sequence_map_args(const stage::Call& call, const SequenceMaps& maps);
 
 /// Launches a kernel that itself waits for those before it (ptx/pdl.cuh): with PDL behind one of
 /// `maps`.

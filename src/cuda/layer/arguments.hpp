@@ -4,7 +4,7 @@
 
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
-#include "cuda/tile/host_device.hpp"
+#include "core/host_device.hpp"
 
 namespace kda::cuda::layer {
 

@@ -3,6 +3,7 @@
 // time.
 #pragma once
 
+#include "core/host_device.hpp"
 #include "cuda/segments/segment_merge.hpp"
 #include "cuda/tile/elements.cuh"
 
@@ -36,8 +37,11 @@ __device__ inline Place place_of(const SegmentMergeArgs& a, unsigned block) {
   const auto HV = static_cast<unsigned>(a.shape.HV);
   return {block / tiles / HV, block / tiles % HV, static_cast<int>(block % tiles) * kColumns};
 }
+KDA_HOST_DEVICE inline int64_t places_of_sequence(const SegmentMergeArgs& args) {
+  return args.shape.HV * ((args.shape.V + kColumns - 1) / kColumns);
+}
 inline int64_t blocks_of(const SegmentMergeArgs& args) {
-  return args.map.num_sequences * args.shape.HV * ((args.shape.V + kColumns - 1) / kColumns);
+  return args.map.num_sequences * places_of_sequence(args);
 }
 
 /// 4 columns from `column` on of one row of B and of the states; zeros where there is nothing.

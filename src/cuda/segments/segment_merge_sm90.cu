@@ -15,6 +15,33 @@ __global__ void __launch_bounds__(Merge<kK, kStages>::kMultipliers + Merge<kK, k
   M(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared()), blockIdx.x).run();
 }
 
+/// Blocks walk over columns of heads of the sequences that are cut.
+template <int kK>
+__global__ void __launch_bounds__(Merge<kK, 3>::kMultipliers + Merge<kK, 3>::kCopiers)
+    walking_merge_kernel(const __grid_constant__ BegunMergeArgs a) {
+  using M = Merge<kK, 3>;
+  auto& shared = *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared());
+  ptx::griddepcontrol_wait();
+  if (a.cut->most_behind < 2) return;
+  M::init(shared);
+  const int64_t places = merge::places_of_sequence(a), all = a.cut->num_cut * places;
+  int64_t steps = 0;
+  for (int64_t i = blockIdx.x; i < all; i += gridDim.x) {
+    merge::Place place = merge::place_of(a, static_cast<unsigned>(i));
+    place.sequence = cut_sequences(a.cut)[place.sequence];
+    const M merge(a, shared, place, steps);
+    merge.walk();
+    steps += merge.last - merge.first;
+  }
+}
+
+template <int kK>
+Status launch_walking(const BegunMergeArgs& args, int64_t num_sms, const Launch& where) {
+  using M = Merge<kK, 3>;
+  return launch_kernel("segment_merge_walking", walking_merge_kernel<kK>, num_sms,
+                       M::kMultipliers + M::kCopiers, sizeof(typename M::Shared), where, args);
+}
+
 template <int kK, int kStages>
 Status launch(const BegunMergeArgs& args, const Launch& where) {
   using M = Merge<kK, kStages>;
@@ -33,6 +60,11 @@ Status launch_ring(const BegunMergeArgs& args, const Launch& where) {
 
 Status launch_segment_merge(const BegunMergeArgs& args, const Launch& where) {
   return args.shape.K == 64 ? launch_ring<64>(args, where) : launch_ring<128>(args, where);
+}
+
+Status launch_walking_merge(const BegunMergeArgs& args, int64_t num_sms, const Launch& where) {
+  return args.shape.K == 64 ? launch_walking<64>(args, num_sms, where)
+                            : launch_walking<128>(args, num_sms, where);
 }
 
 }  // namespace kda::cuda::sm90

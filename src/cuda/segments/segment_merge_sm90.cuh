@@ -40,18 +40,21 @@ struct Merge {
   const merge::Place place;
   const int thread;
   int64_t first, last;
+  /// Steps that this block has made at places before: barriers and stages go on from them.
+  const int64_t steps_before;
 
-  __device__ Merge(const BegunMergeArgs& args, Shared& shared, unsigned block)
-      : a(args),
-        s(shared),
-        place(merge::place_of(args, block)),
-        thread(static_cast<int>(threadIdx.x)) {
+  __device__ Merge(const BegunMergeArgs& args, Shared& shared, const merge::Place& at,
+                   int64_t steps = 0)
+      : a(args), s(shared), place(at), thread(static_cast<int>(threadIdx.x)), steps_before(steps) {
     const int64_t* offsets = a.segment_offsets + place.sequence;
     first = offsets[0], last = offsets[1] - 1;
   }
+  __device__ Merge(const BegunMergeArgs& args, Shared& shared, unsigned block)
+      : Merge(args, shared, merge::place_of(args, block)) {}
 
+  __device__ int64_t step_of(int64_t segment) const { return steps_before + segment - first; }
   __device__ int stage_of(int64_t segment) const {
-    return static_cast<int>((segment - first) % kStages);
+    return static_cast<int>(step_of(segment) % kStages);
   }
 
   /// Each of the copying threads brings a row, and arrives for it.
@@ -118,15 +121,21 @@ struct Merge {
     return x;
   }
 
-  /// Both kinds of threads meet at the same barriers: two loops, one for each, would do, but not
-  /// for compute-sanitizer's synccheck.
-  __device__ void run() const {
-    if (last < first) return;
-    if (thread == 0) {
+  __device__ static void init(Shared& s) {
+    if (threadIdx.x == 0) {
       for (ptx::Mbarrier& full : s.full) ptx::mbarrier_init(full, kCopiers);
       ptx::mbarrier_init_fence();
     }
     __syncthreads();
+  }
+  __device__ void run() const {
+    if (last < first) return;
+    init(s);
+    walk();
+  }
+  /// Both kinds of threads meet at the same barriers: two loops, one for each, would do, but not
+  /// for compute-sanitizer's synccheck.
+  __device__ void walk() const {
     const bool copies = thread >= kMultipliers;
     const int row = thread / 2 % kK, column = thread % 2 * 4;
     const merge::Row own{a, place.head, row, place.column0 + column};
@@ -147,7 +156,7 @@ struct Merge {
         if (kStages > 1) fetch(segment + kAhead);
       } else {
         ptx::mbarrier_wait(s.full[stage_of(segment)],
-                           static_cast<int>((segment - first) / kStages % 2));
+                           static_cast<int>(step_of(segment) / kStages % 2));
         multiply(segment);
       }
       __syncthreads();

@@ -107,7 +107,7 @@ inline double forward_us(const CostInput& in, const Costs& c, double chains, dou
 }
 
 inline double serial_us(const CostInput& in, const Costs& c) {
-  const double forward = forward_us(in, c, static_cast<double>(in.lengths.size()),
+  const double forward = forward_us(in, c, static_cast<double>(in.sums.sequences),
                                     static_cast<double>(longest_of(in)));
   return std::max(roofline_us(in), intra_us(in, c) + forward);
 }
@@ -116,9 +116,10 @@ inline double serial_us(const CostInput& in, const Costs& c) {
 inline double segmented_us(const CostInput& in, const Costs& c, int64_t segment_tokens) {
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto longest = static_cast<double>(segment_tokens);
-  const double scan = chains_us(in, c.scan, cut.behind, longest, cut.tokens_behind,
+  const double scan = chains_us(in, c.scan, static_cast<double>(cut.behind), longest,
+                                static_cast<double>(cut.tokens_behind),
                                 tiles_of(in.value_dim) + tiles_of(in.key_dim));
-  const double forward = forward_us(in, c, cut.segments, longest);
+  const double forward = forward_us(in, c, static_cast<double>(cut.segments), longest);
   return std::max(roofline_us(in),
                   intra_us(in, c) + scan + merge_us(in, c.merge, cut.most - 1) + forward);
 }

@@ -7,7 +7,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "cuda/tile/host_device.hpp"
+#include "core/host_device.hpp"
 
 namespace kda::cuda {
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "cuda/tile/arguments.hpp"
-#include "cuda/tile/host_device.hpp"
+#include "core/host_device.hpp"
 
 namespace kda::cuda {
 

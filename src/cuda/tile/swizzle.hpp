@@ -2,7 +2,7 @@
 // The order of a tile's 16-byte pieces, the same in the workspace and in shared memory.
 #pragma once
 
-#include "cuda/tile/host_device.hpp"
+#include "core/host_device.hpp"
 
 namespace kda::cuda {
 

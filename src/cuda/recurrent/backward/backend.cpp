@@ -61,7 +61,8 @@ void plan_backward(plan::PlanBuilder& builder) {
                  static_cast<std::size_t>(p.key_dim + 1) * sizeof(double));
   book_maps(builder);
   if (!plan.lengths_known || p.num_sequences == 0) return;
-  const CostInput in = cost_input(builder.workload(), plan.device);
+  const plan::Workload work = builder.workload();
+  const CostInput in = cost_input(work, plan.device);
   builder.predict({.roofline_us = kda::cuda::backward::least_us(in),
                    .serial_us = kda::cuda::backward::serial_us(in, sizes)});
 }

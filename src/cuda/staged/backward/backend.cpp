@@ -137,7 +137,8 @@ void plan_backward_within(plan::PlanBuilder& builder, double group_bytes) {
   }
   book_maps(builder);
   if (!plan.lengths_known || p.num_sequences == 0) return;
-  const CostInput in = cost_input(builder.workload(), plan.device);
+  const plan::Workload work = builder.workload();
+  const CostInput in = cost_input(work, plan.device);
   builder.predict({.roofline_us = cuda::backward::least_us(in),
                    .serial_us = backward_us(in, plan.device, p.num_heads, groups, {.kept = kept}),
                    .segmented_us = plan.cost.segmented_us});

@@ -110,19 +110,20 @@ inline double chains_of_backward_us(const CostInput& in, const DeviceFacts& devi
   const double errors_bytes = how.kept ? 0 : c.errors_bytes;
   if (how.segment_tokens == 0)
     return std::max(chain_memory_us(in, errors_bytes + c.reverse_bytes),
-                    both_chains_us(in, c, static_cast<double>(in.lengths.size()),
+                    both_chains_us(in, c, static_cast<double>(in.sums.sequences),
                                    static_cast<double>(longest_of(in)), how.kept));
   const Cut cut = cut_of(in, how.segment_tokens, how.segment_tokens);
   const auto longest = static_cast<double>(how.segment_tokens);
   const int64_t tiles = tiles_of(in.value_dim);
   const auto us = [&](const ChainCosts& chain, int64_t of_tiles) {
-    return chains_us(in, chain, cut.segments, longest, total_tokens(in), of_tiles);
+    return chains_us(in, chain, static_cast<double>(cut.segments), longest, total_tokens(in),
+                     of_tiles);
   };
   // Chains for D and those from right to left; states and errors go beside the latter, or in two
   // phases beside the former.
   const auto beside = [&](double bytes) {
     return std::max(chain_memory_us(in, errors_bytes + bytes),
-                    both_chains_us(in, c, cut.segments, longest, how.kept));
+                    both_chains_us(in, c, static_cast<double>(cut.segments), longest, how.kept));
   };
   const auto alone = [&](double bytes) {
     return std::max(chain_memory_us(in, bytes), us(c.reverse, tiles));
@@ -158,7 +159,7 @@ inline double reverse_us(const CostInput& in, const DeviceFacts& device) {
   const BackwardCosts& c = backward_costs_of(device);
   return std::max(
       chain_memory_us(in, c.reverse_bytes),
-      chains_us(in, c.reverse, static_cast<double>(in.lengths.size()),
+      chains_us(in, c.reverse, static_cast<double>(in.sums.sequences),
                 static_cast<double>(longest_of(in)), total_tokens(in), tiles_of(in.value_dim)));
 }
 

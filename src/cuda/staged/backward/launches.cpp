@@ -14,10 +14,10 @@
 //   group             q/k heads with their value heads, as many as the workspace holds
 //   fallback          what a fast kernel could not finish in its range, done by a second launch
 //
-// A call on Hopper in bf16, K = V = 128, gates softplus or bounded, q and k normalised, beta a sigmoid, all
-// gradients but d_initial_state. With 8,192 tokens and 64 heads that is one group, not cut: five launches.
-// Bytes are of a token and value head; what both blocks of a chunk and direction (64 columns of V each) read
-// is counted once, the directions apart.
+// A layer's call on Hopper in bf16, K = V = 128, gates softplus or bounded, q and k normalised, beta a sigmoid,
+// all gradients but d_initial_state. With 8,192 tokens and 64 heads that is one group, not cut: five launches,
+// in the words of `kda plan`. Bytes are of a token and value head; what both blocks of a chunk and direction
+// (64 columns of V each) read is counted once, the directions apart.
 //
 //   launch                     reads                                      writes               B read + written
 //   chunk_intra_fp16           q, k, g, beta                              w, kg, qg, Aqk, T',         770 + 1040
@@ -30,7 +30,17 @@
 //                              as chunk_grad_sm90                         were out of its range
 //   backward_parameters        sums of chunks                             dA_log, ddt_bias              16 +    0
 //
+// A call without flags (chunk_kda() alone: log gates, plain beta, no norm): four launches, the chains in bf16
+//   chunk_intra                q, k, v, g, beta                           w, u, kg, qg, Aqk, T',     1026 + 1296
+//                                                                         gamma, beta, diag
+//   backward_chains            w, u, kg, beta, gamma                      S0, E                       780 +  768
+//     both directions in one:  as above                                   dS, dZ                     1296 +  768
+//   chunk_grad_sm90, and its   as above                                   as above, without sums     2562 + 1026
+//   fallback
+//
 // Also launched, and when
+//   upload                       first: a map of packed sequences or of segments, from lengths on the host
+//   sequence_map, zero_rows      first and last, where only the GPU knows the lengths (zero_rows: run/run.cpp)
 //   chunk_intra, fallback        d_initial_state is wanted, gates are logarithms, or the call is in two phases:
 //   backward_chains, fallback    chains that fp16 could not finish, with bf16 factors
 //   backward_chains              no fp16: K, V other than 128, no norm, plain beta, an extreme scale, segments

@@ -30,13 +30,14 @@
 //   begin_pairs       P = d_o E^T by one warpgroup, -R = dZ E^T by the other (wgmma); of a pair each has both
 //   begin_state       S0 d_o^T, beside:
 //   find_factors      norms of q and k, beta: factors of rows and columns
-//   find_decays       gates to log decays, summed from the start of each sub-chunk of 16 tokens; which are out of
-//                     range falls back
+//   find_decays       gates to log decays, summed from the start of each sub-chunk of 16 tokens; a chunk with one
+//                     out of range falls back
 //   store_pairs       pairs below the diagonal, scaled, to shared memory; dZ_j . E_j, from which dbeta is
 //   multiply_states   rowsum over V of S0 dS, for dg
 //   add_queries       dq_i = D(start, i) S0 d_o_i + sum_j<=i P_ij beta_j D(j, i) k_j
 //   begin_state       dS E^T, beside: shares of q . dq for the norm, then dq to `out`
-//   add_columns       columns_j = D(j, end) dS E_j + sum_i>=j P_ij D(j, i) scale q_i + sum_i>j R_ij D(j, i) k_i
+//   add_columns       beta_j columns_j, with beta_j in column_state and in the pairs; columns_j = D(j, end) dS E_j
+//                     + sum_i>=j P_ij D(j, i) scale q_i + sum_i>j R_ij D(j, i) k_i
 //   begin_state       S0 dZ^T
 //   add_keys          dk_j = -D(start, j) S0 dZ_j + sum_i<j R_ji beta_i D(i, j) k_i + beta_j columns_j
 //   store_output      back through the norm of k, dk to `out`

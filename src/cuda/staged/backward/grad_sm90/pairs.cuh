@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weights of pairs of tokens: dP = scale beta P below the diagonal, for raw q and k, so with the
-// norms of both tokens; dN = -beta R alike. Of one value head the first warpgroup has the one, the
-// second the other; of two each has both of its own.
+// norms of both tokens; dN = beta R alike, from the product -R = dZ E^T. Of one value head the
+// first warpgroup has the one, the second the other; of two each has both of its own.
 #pragma once
 
 #include "cuda/staged/backward/grad/states.cuh"

@@ -1,0 +1,389 @@
+// SPDX-License-Identifier: Apache-2.0
+// The cut that the device makes where the host does not know the lengths: the planner's, for tables
+// of every kind, and results with the bits of a call with host lengths.
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "support/gpu.hpp"
+#include "support/graph.hpp"
+
+#ifdef KDA_WITH_CUDA
+
+#include "cuda/fused/cost.hpp"
+#include "cuda/fused/device_cut.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda {
+namespace {
+
+using check::DeviceBuffer;
+using check::Inputs;
+using check::Regime;
+using cuda::CutHeader;
+using cuda::sm90::FusedState;
+using cuda::sm90::WorkUnit;
+
+std::size_t size(int64_t count) { return static_cast<std::size_t>(count); }
+
+template <class T>
+std::vector<T> read(const DeviceBuffer& from, int64_t count) {
+  std::vector<T> values(size(count));
+  from.download(values.data(), values.size() * sizeof(T));
+  return values;
+}
+
+/// A problem that the planner may cut, as far as a cut depends on it.
+struct Table {
+  std::vector<int64_t> cu_seqlens = {0};
+  int64_t heads = 1, dim = 128;
+  int32_t sms = 132;
+  bool early_exit = true;
+
+  int64_t num_sequences() const { return static_cast<int64_t>(cu_seqlens.size()) - 1; }
+  void add(int64_t tokens) { cu_seqlens.push_back(cu_seqlens.back() + tokens); }
+
+  Problem problem() const {
+    Problem p;
+    const int64_t T = cu_seqlens.back();
+    p.num_tokens = T, p.num_sequences = num_sequences();
+    p.cu_seqlens = DType::kInt64;
+    p.num_heads = p.num_value_heads = heads;
+    p.key_dim = p.value_dim = dim;
+    p.q = p.k = p.v = p.g = p.o = contiguous(DType::kBFloat16, {1, T, heads, dim});
+    p.beta = contiguous(DType::kBFloat16, {1, T, heads});
+    if (early_exit) {
+      p.qk_l2norm = true;
+      p.gate_mode = GateMode::kBounded, p.beta_mode = BetaMode::kSigmoid;
+      p.A_log = contiguous(DType::kFloat32, {heads});
+    }
+    return p;
+  }
+};
+
+/// Lengths of a call, from short ones of a batch to one long document.
+Table random_table(check::Random* random) {
+  constexpr int64_t kHeads[] = {1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64};
+  Table table;
+  table.heads = kHeads[random->below(11)];
+  table.dim = random->below(3) == 0 ? 64 : 128;
+  table.sms = static_cast<int32_t>(20 + random->below(141));
+  table.early_exit = random->below(2) == 0;
+  const int64_t count = random->below(4) == 0 ? 1 + random->below(200) : 1 + random->below(6);
+  for (int64_t n = 0; n < count; ++n) {
+    const double power = random->uniform() * (n == 0 ? 19 : 13);
+    table.add(random->below(8) == 0 ? random->below(2) : static_cast<int64_t>(std::exp2(power)));
+  }
+  return table;
+}
+
+/// What the kernel makes of a table. The rest of its memory stays as it was.
+struct CutOnDevice {
+  CutHeader cut;
+  std::vector<int64_t> cut_sequences, offsets_behind, cu_seqlens, chunk_offsets, exit_tokens;
+  std::vector<WorkUnit> units;
+  int32_t flags = -1;
+
+  CutOnDevice(const Table& table, const std::vector<int64_t>& given) {
+    const Problem p = table.problem();
+    const DeviceFacts facts = gpu_facts(table.sms);
+    const int64_t N = table.num_sequences();
+    cuda::sm90::DeviceCutArgs args;
+    args.input = cuda::fused::bounds_of(p, facts);
+    args.costs = cuda::fused::costs_of(p.key_dim);
+    args.check_tokens = table.early_exit ? cuda::sm90::kNormCheckTokens : 0;
+    const int64_t most = cuda::fused::most_behind(args.input, args.costs);
+    DeviceBuffer raw(given.size() * 8), map(size(N + 1) * 16), flag(4),
+        header(size(cuda::device_cut_words(most, N)) * 8), offsets(size(N + 1) * 8),
+        all_units(size(N + 2 * most + 1) * sizeof(WorkUnit)),
+        exits(std::max<std::size_t>(size(most * table.heads) * 8, 8));
+    for (DeviceBuffer* buffer : {&map, &flag, &header, &offsets, &all_units, &exits})
+      buffer->fill(0xff);
+    raw.upload(given.data(), given.size() * 8);
+    auto* words = static_cast<int64_t*>(map.data());
+    args.map = {raw.data(),
+                true,
+                N,
+                table.cu_seqlens.back(),
+                words,
+                words + N + 1,
+                static_cast<int32_t*>(flag.data())};
+    args.cut = static_cast<CutHeader*>(header.data());
+    args.offsets_behind = static_cast<int64_t*>(offsets.data());
+    args.units = static_cast<WorkUnit*>(all_units.data());
+    args.exit_tokens = static_cast<int64_t*>(exits.data());
+    EXPECT_TRUE(cuda::sm90::launch_device_cut(args, {}).ok());
+    check::synchronize_device();
+    const std::vector<int64_t> head = read<int64_t>(header, cuda::device_cut_words(most, N));
+    std::copy_n(head.data(), sizeof(cut) / 8, &cut.num_segments);
+    cut_sequences.assign(head.begin() + sizeof(cut) / 8,
+                         head.begin() + sizeof(cut) / 8 + cut.num_cut);
+    offsets_behind = read<int64_t>(offsets, N + 1);
+    cu_seqlens = read<int64_t>(map, N + 1);
+    chunk_offsets = read<int64_t>(map, 2 * (N + 1));
+    chunk_offsets.erase(chunk_offsets.begin(), chunk_offsets.begin() + N + 1);
+    units = read<WorkUnit>(all_units, cut.num_segments + cut.num_behind + 1);
+    exit_tokens = read<int64_t>(exits, most * table.heads);
+    flags = read<int32_t>(flag, 1)[0];
+  }
+};
+
+/// The segments of a plan from lengths; one a sequence where nothing is cut.
+std::vector<Segment> segments_of(const Plan& plan) {
+  if (plan.segmented) return plan.segments;
+  std::vector<Segment> all;
+  for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n)
+    all.push_back({static_cast<int64_t>(n), plan.cu_seqlens[n], plan.cu_seqlens[n + 1]});
+  return all;
+}
+
+Plan plan_of(const Table& table) {
+  PlanOptions options;
+  options.backend = "cuda.sm90.fused";
+  Plan plan;
+  throw_if_error(
+      make_plan(table.problem(), table.cu_seqlens, gpu_facts(table.sms), options, &plan));
+  return plan;
+}
+
+std::string describe(const Table& table) {
+  std::string text = cat("heads ", table.heads, ", K ", table.dim, ", SMs ", table.sms,
+                         table.early_exit ? ", early exit" : "", ", lengths");
+  for (int64_t n = 0; n < std::min<int64_t>(table.num_sequences(), 12); ++n)
+    text += cat(" ", table.cu_seqlens[size(n + 1)] - table.cu_seqlens[size(n)]);
+  return text;
+}
+
+void expect_same_cut(const Plan& plan, const CutOnDevice& device, int64_t heads) {
+  const std::vector<Segment> segments = segments_of(plan);
+  const auto count = static_cast<int64_t>(segments.size()), N = plan.problem.num_sequences;
+  ASSERT_EQ(device.cut.num_segments, count);
+  ASSERT_EQ(device.cut.num_behind, count - N);
+  EXPECT_EQ(device.cut.early_exit, plan.early_exit ? 1 : 0);
+  EXPECT_EQ(device.flags, 0);
+  EXPECT_EQ(device.chunk_offsets, plan.chunk_offsets);
+  int64_t before = 0, transition = 0, most = 0, behind = 0;
+  const auto expect_unit = [&](int64_t at, const Segment& segment, int64_t number,
+                               FusedState state) {
+    const WorkUnit& unit = device.units[size(at)];
+    EXPECT_EQ(unit.tokens.sequence, segment.sequence) << at;
+    EXPECT_EQ(unit.tokens.begin, segment.begin) << at;
+    EXPECT_EQ(unit.tokens.end, segment.end) << at;
+    EXPECT_EQ(unit.segment, number) << at;
+    EXPECT_EQ(unit.state, state) << at;
+    EXPECT_EQ(unit.before, before) << at;
+    before += (segment.end - segment.begin + 63) / 64 + cuda::sm90::kWorkUnitCost;
+  };
+  std::vector<int64_t> cut;
+  for (int64_t n = 0; n < count; ++n) {
+    const Segment& segment = segments[size(n)];
+    const bool first = n == 0 || segments[size(n - 1)].sequence != segment.sequence;
+    const bool last = n + 1 == count || segments[size(n + 1)].sequence != segment.sequence;
+    if (first) {
+      EXPECT_EQ(device.offsets_behind[size(segment.sequence)], n - segment.sequence);
+      behind = 0;
+      if (!last) cut.push_back(segment.sequence);
+    } else {
+      most = std::max(most, ++behind);
+      EXPECT_LE(segment.end - segment.begin, device.cut.longest_behind);
+    }
+    expect_unit(n, segment, n - segment.sequence - 1,
+                !first ? FusedState::kZero
+                : last ? FusedState::kWhole
+                       : FusedState::kFirst);
+  }
+  for (int64_t n = 1; n < count; ++n) {
+    const Segment& segment = segments[size(n)];
+    if (segments[size(n - 1)].sequence != segment.sequence) continue;
+    expect_unit(count + transition, segment, transition, FusedState::kTransition);
+    for (int64_t head = 0; head < heads && !plan.early_exit; ++head)
+      EXPECT_EQ(device.exit_tokens[size(transition * heads + head)], segment.end);
+    ++transition;
+  }
+  EXPECT_EQ(device.units[size(count + transition)].before, before);
+  EXPECT_EQ(device.offsets_behind[size(N)], count - N);
+  EXPECT_EQ(device.cut.most_behind, most);
+  EXPECT_EQ(device.cut_sequences, cut);
+}
+
+class DeviceCut : public test::HopperTest {};
+
+/// KDA_TEST_TABLES: another number of tables.
+int num_tables() {
+  const char* wanted = std::getenv("KDA_TEST_TABLES");
+  return wanted ? std::atoi(wanted) : test::emulated() ? 1500 : 5000;
+}
+
+TEST_F(DeviceCut, EqualsThePlanOfTheSameLengths) {
+  check::Random random(11);
+  const int wanted = num_tables();
+  int cut = 0, exits = 0;
+  for (int i = 0; i < wanted;) {
+    const Table table = random_table(&random);
+    if (table.cu_seqlens.back() == 0) continue;
+    const cuda::CostInput bounds = cuda::fused::bounds_of(table.problem(), gpu_facts(table.sms));
+    if (!cuda::fused::may_cut(bounds, cuda::fused::costs_of(table.dim))) continue;
+    ++i;
+    const Plan plan = plan_of(table);
+    cut += plan.segmented ? 1 : 0;
+    exits += plan.early_exit ? 1 : 0;
+    expect_same_cut(plan, CutOnDevice(table, table.cu_seqlens), table.heads);
+    ASSERT_FALSE(HasFailure()) << describe(table);
+  }
+  EXPECT_GE(cut, wanted / 4);
+  EXPECT_GE(exits, wanted / 100);
+}
+
+/// Whatever the caller gives: nothing is written outside, every token is in one segment at most,
+/// and it is flagged.
+TEST_F(DeviceCut, BadLengthsAreClampedAndFlagged) {
+  check::Random random(12);
+  for (int i = 0; i < 200; ++i) {
+    Table table;
+    table.heads = 1 + random.below(4);
+    table.add(20000 + random.below(50000));
+    for (int64_t n = random.below(20); n > 0; --n) table.add(random.below(3000));
+    std::vector<int64_t> given = table.cu_seqlens;
+    const int64_t at = random.below(static_cast<int64_t>(given.size()));
+    constexpr int64_t kWrong[] = {-1, INT64_MIN, INT64_MAX, 1 << 30};
+    given[size(at)] = kWrong[random.below(4)];
+    const CutOnDevice device(table, given);
+    EXPECT_EQ(device.flags, kBadSequences);
+    const int64_t T = table.cu_seqlens.back();
+    int64_t end = 0;
+    for (int64_t n = 0; n < device.cut.num_segments; ++n) {
+      const auto& tokens = device.units[size(n)].tokens;
+      ASSERT_GE(tokens.begin, end);
+      ASSERT_GE(tokens.end, tokens.begin);
+      ASSERT_LE(tokens.end, T);
+      end = tokens.end;
+    }
+  }
+}
+
+// ---- results
+
+/// The type of q, k, v, o, and K, which V equals.
+struct Kind {
+  int64_t K;
+  DType dtype;
+};
+
+class DeviceCutResults : public test::HopperTest, public ::testing::WithParamInterface<Kind> {
+ protected:
+  check::GenerateOptions options(std::vector<int64_t> lengths, int64_t heads) const {
+    check::GenerateOptions options =
+        test::shape16(0, heads, GetParam().K, GetParam().K, GetParam().dtype);
+    options.seq_lens = std::move(lengths);
+    return options;
+  }
+  test::RunOptions run() const {
+    test::RunOptions run{.plan = test::with_backend("cuda.sm90.fused"),
+                         .out_dtype = GetParam().dtype};
+    run.num_sms = static_cast<int32_t>(16 * GetParam().K / 64);
+    return run;
+  }
+  /// Lengths on the host and on the device alone: the same bits.
+  void expect_same_bits(const Inputs& inputs, const std::string& what, bool segmented = true) {
+    test::RunOptions where = run();
+    const test::Result host = test::run_inputs(inputs, where);
+    where.from_bounds = true;
+    const test::Result device = test::run_inputs(inputs, where);
+    EXPECT_EQ(host.plan.segmented, segmented) << what;
+    EXPECT_TRUE(device.plan.device_cut.on) << what;
+    EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o)) << what;
+    EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state)) << what;
+  }
+};
+
+TEST_P(DeviceCutResults, HaveTheBitsOfHostLengths) {
+  check::GenerateOptions some = options({1100, 70, 0, 600}, 1);
+  for (const Regime regime :
+       test::in_turn(static_cast<std::size_t>(GetParam().K / 64),
+                     std::vector{Regime::kTrained, Regime::kStructured, Regime::kSoftplus})) {
+    some.regime = regime;
+    const std::string name = check::regime_name(regime);
+    expect_same_bits(check::generate(some), name);
+  }
+  some.initial_state = false;
+  expect_same_bits(check::generate(some), "no initial state");
+}
+
+/// Transitions that exit early are not in the schedule.
+TEST_P(DeviceCutResults, TransitionsThatMayExitEarly) {
+  if (test::emulated()) GTEST_SKIP() << "takes minutes there: 40,000 tokens";
+  Inputs inputs = check::generate(options({40000, 300}, 2));
+  test::RunOptions where = run();
+  where.num_sms = 132;
+  const test::Result host = test::run_inputs(inputs, where);
+  ASSERT_TRUE(host.plan.early_exit);
+  where.from_bounds = true;
+  const test::Result device = test::run_inputs(inputs, where);
+  EXPECT_TRUE(test::same_bits(host.outputs.o, device.outputs.o));
+  EXPECT_TRUE(test::same_bits(host.outputs.final_state, device.outputs.final_state));
+}
+
+/// One graph, other lengths at each replay: nothing is chosen when it is captured.
+TEST_P(DeviceCutResults, OneGraphServesManyTables) {
+  constexpr int64_t kTokens = 1100;
+  Inputs inputs = check::generate(options({kTokens, 0, 0, 0, 0}, 1));
+  test::RunOptions where = run();
+  where.from_bounds = true;
+  test::OnDevice call(inputs, where);
+  ASSERT_TRUE(call.plan.device_cut.on);
+  const test::Stream stream;
+  const test::Graph graph(stream, [&] { EXPECT_TRUE(call.run(stream.stream).ok()); });
+  check::Random random(3);
+  where.from_bounds = false;
+  int cut = 0;
+  const int tables = test::emulated() ? 3 : 50;
+  for (int i = 0; i < tables; ++i) {
+    if (i > 0) {
+      auto& ends = inputs.cu_seqlens;
+      for (std::size_t n = 1; n + 1 < ends.size(); ++n)
+        ends[n] = i % 2 == 0 ? kTokens : random.below(kTokens + 1);
+      if (i % 4 == 2) ends[1] = random.below(300);
+      std::sort(ends.begin(), ends.end());
+    }
+    ASSERT_EQ(
+        cudaMemcpy(const_cast<void*>(call.memory->tensors().cu_seqlens), inputs.cu_seqlens.data(),
+                   inputs.cu_seqlens.size() * sizeof(int64_t), cudaMemcpyHostToDevice),
+        cudaSuccess);
+    check::synchronize_device();
+    graph.launch(stream);
+    call.read();
+    const test::Result host = test::run_inputs(inputs, where);
+    cut += host.plan.segmented ? 1 : 0;
+    ASSERT_TRUE(test::same_bits(host.outputs.o, call.outputs.o)) << i;
+    ASSERT_TRUE(test::same_bits(host.outputs.final_state, call.outputs.final_state)) << i;
+  }
+  EXPECT_GE(cut, 1);
+}
+
+TEST_P(DeviceCutResults, TablesThatAreNotCutRunWhole) {
+  expect_same_bits(check::generate(options({300, 0, 200, 64, 1, 350, 320, 300}, 3)), "whole",
+                   false);
+}
+
+TEST_P(DeviceCutResults, GroupedValueHeads) {
+  check::GenerateOptions grouped = options({1500, 3}, 1);
+  grouped.num_value_heads = 2;
+  expect_same_bits(check::generate(grouped), "two value heads a head");
+}
+
+INSTANTIATE_TEST_SUITE_P(Kinds, DeviceCutResults,
+                         ::testing::Values(Kind{128, DType::kBFloat16}, Kind{64, DType::kBFloat16},
+                                           Kind{128, DType::kFloat16}, Kind{64, DType::kFloat16}),
+                         [](const auto& kind) {
+                           return cat("K", kind.param.K,
+                                      kind.param.dtype == DType::kFloat16 ? "_fp16" : "_bf16");
+                         });
+
+}  // namespace
+}  // namespace kda
+
+#endif
