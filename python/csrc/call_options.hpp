@@ -57,7 +57,7 @@ class CallOptionsTable {
 
 inline CallOptionsTable call_options;
 
-/// Of a call that was given number `number`.
+/// Sets the options of a call that was given `number`.
 inline void apply_options(int64_t number, kda_problem* problem, kda_plan_options* options) {
   if (number != 0) call_options.at(number).apply(problem, options);
 }
