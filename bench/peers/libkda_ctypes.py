@@ -13,7 +13,7 @@ import sys
 import torch
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "python"))
-from libkda._library import I64, PTR, GradientTensors, PlanOptions, Problem  # noqa: E402
+from libkda._binding.library import I64, PTR, GradientTensors, PlanOptions, Problem  # noqa: E402
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int64: 4}
 GATES = {"log": 0, "softplus": 1, "bounded": 2}

@@ -232,7 +232,9 @@ KDA_API kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dty
 
 KDA_API kda_status kda_validate(const kda_problem* problem);
 /* KDA_OK if an implementation of this build serves the problem; else kda_last_error() says why
- * each declines. `options` may be null; only its device is read. */
+ * each declines. `options` may be null; its device, backend and keep are read. With keep and
+ * without a backend KDA_UNSUPPORTED also says that keeping is slower than keeping nothing; a plan
+ * that is asked to keep does so all the same. */
 KDA_API kda_status kda_supported(const kda_problem* problem, const kda_plan_options* options);
 
 /* `cu_seqlens`: host, [num_sequences + 1]; null plans from bounds if the problem has cu_seqlens.

@@ -208,8 +208,12 @@ Status make_plan(const Problem& problem, std::span<const int64_t> cu_seqlens,
 Status make_plan_from_bounds(const Problem& problem, const DeviceFacts& device,
                              const PlanOptions& options, Plan* plan) noexcept;
 
-/// Ok if some implementation of this build serves `problem` on `device`; otherwise why not.
-Status supported(const Problem& problem, const DeviceFacts& device) noexcept;
+/// Ok if some implementation of this build serves `problem` on `device`; otherwise why not. It
+/// reads backend, keep and kept_state_every of `options`. Where no backend is asked for,
+/// kUnsupported also says that keeping is slower than keeping nothing; a plan that is asked to keep
+/// does so all the same.
+Status supported(const Problem& problem, const DeviceFacts& device,
+                 const PlanOptions& options = {}) noexcept;
 
 /// Every implementation known to this build, best first, with why it is unavailable here, if so.
 std::vector<Candidate> implementations();

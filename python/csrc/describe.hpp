@@ -20,7 +20,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 /// Begins the text of a refusal and of nothing else: from torch 2.15 on the type of an exception
-/// does not reach Python, so libkda/_refusals.py knows a refusal by it.
+/// does not reach Python, so libkda/_binding/refusals.py knows a refusal by it.
 inline constexpr char kRefusal[] = "libkda: ";
 inline constexpr char kFailure[] = "libkda failed: ";
 
@@ -73,6 +73,8 @@ inline void check(kda_status status, States states = States::kOwn) {
   if (status == KDA_OK) return;
   const std::string text = in_words_of_operators(kda_last_error(), states);
   if (status == KDA_INVALID_ARGUMENT) refuse(text);
+  // An option of the caller that cannot be had; other causes are this build's.
+  if (status == KDA_UNAVAILABLE && text.rfind("backend: ", 0) == 0) refuse(text);
   if (status == KDA_UNSUPPORTED) throw Unsupported(kRefusal + text);
   fail(text);
 }

@@ -81,7 +81,13 @@ inline BackwardPlan backward_plan(const kda_problem& problem, const kda_gradient
     of_forward.spans = 0;
     const ForwardPlan forward = forward_plan(problem, of_forward, cu_seqlens);
     kda_backward_plan* raw = nullptr;
-    check(kda_backward_plan_create(forward.get(), &gradients, &options, &raw));
+    kda_status status = kda_backward_plan_create(forward.get(), &gradients, &options, &raw);
+    if (status == KDA_UNAVAILABLE && options.backend) {  // it has no such backward: the best one
+      kda_plan_options any = options;
+      any.backend = nullptr;
+      status = kda_backward_plan_create(forward.get(), &gradients, &any, &raw);
+    }
+    check(status);
     return BackwardPlan(raw, kda_backward_plan_destroy);
   });
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operators of training: libkda::forward_kept, a forward that keeps what its backward reads;
-// libkda::backward; libkda::has_backward (their derivatives: python/libkda/ops.py); and the two
-// halves of a backward of spans, for python/libkda/context_parallel/maps.py.
+// libkda::backward; libkda::has_backward and keeps_chunks (derivatives: python/libkda/ops.py); and
+// the two halves of a backward of spans, for python/libkda/context_parallel/maps.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -10,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "call_options.hpp"
 #include "device.hpp"
 #include "memory.hpp"
 #include "plans.hpp"
@@ -40,8 +41,8 @@ kda_plan_options options_of(const Tensor& q, int64_t keep) {
 }
 
 /// Room for what a plan keeps, from sizes alone, since a compiled graph knows no lengths: as
-/// _saved_bytes of ops.py. A sequence of n tokens has n / every states, and so have all at most. On
-/// a GPU every chunk of 64 tokens has a state and errors, in 16 bits.
+/// saved_bytes() of libkda/_binding/kernels.py. A sequence of n tokens has n / every states, and so
+/// have all at most. On a GPU every chunk of 64 tokens has a state and errors, in 16 bits.
 int64_t room_for_saved(const kda_problem& p, int64_t keep, bool on_gpu) {
   if (keep == 0) return 0;
   if (on_gpu) {
@@ -89,21 +90,22 @@ std::tuple<Tensor, Tensor, Tensor> forward_kept(Tensor q, Tensor k, Tensor v, Te
                                                 int64_t beta_mode, double lower_bound, double scale,
                                                 bool l2norm, bool state_v_first,
                                                 bool output_final_state, MaybeTensor has_state,
-                                                int64_t keep, int64_t head_map) {
+                                                int64_t keep, int64_t head_map, int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   set_head_map(&p, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   set_initial_state(&p, q, initial_state, has_state, state_v_first);
-  const kda_plan_options options = options_of(q, keep);
+  kda_plan_options plan_options = options_of(q, keep);
+  apply_options(options, &p, &plan_options);
   const Tensor o = new_output(&p, q, v);
   const Tensor final_state = new_final_state(&p, q, state_v_first, output_final_state);
   const OnDevice on_device(q);
   p.stream = current_stream(q);
   ForwardPlan plan;
   try {
-    plan = forward_plan(p, options, lengths);
-    expect_backward(p, q, k, v, g, beta, options, lengths);
+    plan = forward_plan(p, plan_options, lengths);
+    expect_backward(p, q, k, v, g, beta, plan_options, lengths);
   } catch (const Unsupported& error) {
     refuse("no backward pass: ", error.what() + sizeof(kRefusal) - 1);
   }
@@ -160,7 +162,8 @@ struct Differentiated {
                  const MaybeTensor& initial_state, const MaybeTensor& cu_seqlens,
                  const MaybeTensor& cu_seqlens_cpu, const Modes& modes,
                  const MaybeTensor& has_state, const kda_plan_options& plan_options, int64_t wanted,
-                 std::vector<Tensor> made = {}, int64_t head_map = KDA_HEADS_GROUPED)
+                 std::vector<Tensor> made = {}, int64_t head_map = KDA_HEADS_GROUPED,
+                 int64_t options_number = 0)
       : on_device(q), options(plan_options) {
     problem = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
     set_head_map(&problem, head_map);
@@ -211,6 +214,7 @@ struct Differentiated {
     make(&gradients.d_initial_state, "gradient of initial_state", initial_state, kInitialState,
          kStates, {N, HV, rows, columns});
     problem.stream = current_stream(q);
+    apply_options(options_number, &problem, &options);
     plan = backward_plan(problem, gradients, options, lengths);
   }
   size_t bytes() const { return kda_backward_plan_workspace_bytes(plan.get()); }
@@ -221,11 +225,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     MaybeTensor A_log, MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
     MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode, double lower_bound,
     double scale, bool l2norm, bool state_v_first, MaybeTensor has_state, MaybeTensor saved,
-    int64_t keep, int64_t wanted, int64_t head_map) {
+    int64_t keep, int64_t wanted, int64_t head_map, int64_t options) {
   Differentiated call(d_o, d_final_state, q, k, v, g, beta, A_log, dt_bias, initial_state,
                       cu_seqlens, cu_seqlens_cpu,
                       {gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first}, has_state,
-                      options_of(q, keep), wanted, {}, head_map);
+                      options_of(q, keep), wanted, {}, head_map, options);
   const MaybeTensor kept = kept_of(saved, q);
   if (kept && kept->numel() > 0) {
     call.problem.saved = const_cast<void*>(kept->const_data_ptr());
@@ -306,6 +310,19 @@ bool has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) {
   return true;
 }
 
+/// Whether a forward of tensors like these has kernels that keep states and errors of its chunks,
+/// and gains by it.
+bool keeps_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, MaybeTensor cu_seqlens,
+                  int64_t head_map, int64_t options) {
+  kda_problem p = problem_of(q, k, v, g, beta, {}, {}, Modes{0, 0, -5.0, 1.0, false, false});
+  set_head_map(&p, head_map);
+  set_lengths(&p, q, cu_seqlens, {});
+  describe_dense(&p.o, v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
+  kda_plan_options plan_options = options_of(q, KDA_KEEP_CHUNKS);
+  apply_options(options, &p, &plan_options);
+  return kda_supported(&p, &plan_options) == KDA_OK;
+}
+
 }  // namespace
 }  // namespace kda_torch
 
@@ -314,15 +331,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
       "forward_kept(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, Tensor? has_state=None, int keep=0, int head_map=0) -> (Tensor, Tensor, "
-      "Tensor)");
+      "output_final_state, Tensor? has_state=None, int keep=0, int head_map=0, int options=0) -> "
+      "(Tensor, Tensor, Tensor)");
   m.def(
       "backward(Tensor? d_o, Tensor? d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor "
       "beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? "
       "cu_seqlens_cpu, int gate_mode, int beta_mode, float lower_bound, float scale, bool l2norm, "
-      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted, int head_map=0) "
-      "-> (Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool state_v_first, Tensor? has_state, Tensor? saved, int keep, int wanted, int "
+      "head_map=0, int options=0) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
 #define KDA_HALF                                                                                 \
   "(Tensor d_o, Tensor d_final_state, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "     \
   "Tensor? "                                                                                     \
@@ -336,6 +353,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(libkda, m) {
         "dA_log, Tensor(g!) ddt_bias, Tensor(h!) d_initial_state, Tensor(i!) workspace) -> ()");
 #undef KDA_HALF
   m.def("has_backward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta) -> bool");
+  m.def(
+      "keeps_chunks(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? cu_seqlens, int "
+      "head_map, int options=0) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
@@ -344,4 +364,5 @@ STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("span_backward_begin", TORCH_BOX(&kda_torch::span_backward_begin));
   m.impl("span_backward_finish", TORCH_BOX(&kda_torch::span_backward_finish));
   m.impl("has_backward", TORCH_BOX(&kda_torch::has_backward));
+  m.impl("keeps_chunks", TORCH_BOX(&kda_torch::keeps_chunks));
 }

@@ -3,7 +3,7 @@
 // each with a twin ..._into that writes to a tensor of the caller's; short_conv_backward and
 // gated_rms_norm_backward; and libkda::fused_decode. What
 // they compute: include/kda/short_conv.hpp, gated_rms_norm.hpp and fused_decode.hpp; derivatives:
-// python/libkda/_layer_ops.py.
+// python/libkda/_binding/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 

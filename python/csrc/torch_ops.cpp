@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "call_options.hpp"
 #include "device.hpp"
 #include "memory.hpp"
 #include "plans.hpp"
@@ -16,10 +17,12 @@ namespace kda_torch {
 namespace {
 
 void run(kda_problem* problem, const Tensor& q, const std::vector<int64_t>& cu_seqlens,
-         States pool = States::kOwn) {
+         int64_t options, States pool = States::kOwn) {
   const OnDevice on_device(q);
   problem->stream = current_stream(q);
-  const ForwardPlan plan = forward_plan(*problem, options_for(q), cu_seqlens, pool);
+  kda_plan_options plan_options = options_for(q);
+  apply_options(options, problem, &plan_options);
+  const ForwardPlan plan = forward_plan(*problem, plan_options, cu_seqlens, pool);
   with_workspace(kda_plan_workspace_bytes(plan.get()), q, [&](void* workspace, size_t bytes) {
     check(kda_run(plan.get(), problem, workspace, bytes), pool);
   });
@@ -38,10 +41,10 @@ bool few_tokens(const std::vector<int64_t>& cu_seqlens) {
 /// `p` with its outputs described: initial states and whether decode serves it are all that lacks.
 void run_forward(kda_problem* p, const Tensor& q, const std::vector<int64_t>& lengths,
                  const MaybeTensor& initial_state, const MaybeTensor& has_state, bool state_v_first,
-                 bool decode) {
+                 bool decode, int64_t options) {
   set_initial_state(p, q, initial_state, has_state, state_v_first);
   if (decode && few_tokens(lengths)) p->operation = KDA_DECODE;
-  run(p, q, lengths);
+  run(p, q, lengths, options);
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta,
@@ -50,14 +53,14 @@ std::tuple<Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, Tensor g, Tenso
                                    MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                                    double lower_bound, double scale, bool l2norm,
                                    bool state_v_first, bool output_final_state, bool decode,
-                                   MaybeTensor has_state, int64_t head_map) {
+                                   MaybeTensor has_state, int64_t head_map, int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   set_head_map(&p, head_map);
   const Tensor o = new_output(&p, q, v);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const Tensor final_state = new_final_state(&p, q, state_v_first, output_final_state);
-  run_forward(&p, q, lengths, initial_state, has_state, state_v_first, decode);
+  run_forward(&p, q, lengths, initial_state, has_state, state_v_first, decode, options);
   return {o, final_state};
 }
 
@@ -68,7 +71,8 @@ void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
                   MaybeTensor dt_bias, MaybeTensor initial_state, MaybeTensor cu_seqlens,
                   MaybeTensor cu_seqlens_cpu, int64_t gate_mode, int64_t beta_mode,
                   double lower_bound, double scale, bool l2norm, bool state_v_first,
-                  int64_t checkpoint_every, bool decode, MaybeTensor has_state, int64_t head_map) {
+                  int64_t checkpoint_every, bool decode, MaybeTensor has_state, int64_t head_map,
+                  int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   set_head_map(&p, head_map);
@@ -81,7 +85,7 @@ void forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o,
   describe_output(&p.checkpoints, checkpoints, "checkpoints");
   p.checkpoint_every = checkpoint_every;
   run_forward(&p, q, lengths, initial_state, has_state, state_v_first,
-              decode && final_state && !checkpoints);
+              decode && final_state && !checkpoints, options);
 }
 
 /// One index a sequence, or [N, S] with one a token.
@@ -103,7 +107,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             bool state_v_first, bool zero_skipped, MaybeTensor has_state, int64_t first_slot,
             MaybeTensor drafts, MaybeTensor draft_indices, MaybeTensor parents,
             MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
-            int64_t checkpoint_every, int64_t head_map) {
+            int64_t checkpoint_every, int64_t head_map, int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
   kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
   set_head_map(&p, head_map);
@@ -157,7 +161,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
         dense_pointer(*num_accepted_tokens, q, "num_accepted_tokens", kIndices, {p.num_sequences}));
     p.has_num_accepted_tokens = 1;
   }
-  run(&p, q, lengths, drafts ? States::kDrafts : States::kPool);
+  run(&p, q, lengths, options, drafts ? States::kDrafts : States::kPool);
 }
 
 }  // namespace
@@ -169,19 +173,29 @@ extern "C" __attribute__((visibility("default"))) void kda_torch_set_memory_prob
   kda_torch::memory_probe = probe;
 }
 
+/// The number of these options, which have been looked at. Called by
+/// python/libkda/_binding/options.py.
+extern "C" __attribute__((visibility("default"))) int64_t kda_torch_number_of_options(
+    int32_t context_parallel, int64_t num_segments, int32_t intra_form, const char* backend,
+    int32_t batch_invariant) {
+  return kda_torch::call_options.number_of(
+      {context_parallel, num_segments, intra_form, backend, batch_invariant != 0});
+}
+
 STABLE_TORCH_LIBRARY(libkda, m) {
   m.def(
       "forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? "
       "dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, "
       "int beta_mode, float lower_bound, float scale, bool l2norm, bool state_v_first, bool "
-      "output_final_state, bool decode=False, Tensor? has_state=None, int head_map=0) -> (Tensor, "
-      "Tensor)");
+      "output_final_state, bool decode=False, Tensor? has_state=None, int head_map=0, int "
+      "options=0) "
+      "-> (Tensor, Tensor)");
   m.def(
       "forward_into(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!)? "
       "final_state, Tensor(c!)? checkpoints, Tensor? A_log, Tensor? dt_bias, Tensor? "
       "initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, int gate_mode, int beta_mode, "
       "float lower_bound, float scale, bool l2norm, bool state_v_first, int checkpoint_every=0, "
-      "bool decode=False, Tensor? has_state=None, int head_map=0) -> ()");
+      "bool decode=False, Tensor? has_state=None, int head_map=0, int options=0) -> ()");
   m.def(
       "update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, Tensor(b!) "
       "states, Tensor? indices, Tensor? num_accepted_tokens, Tensor? A_log, Tensor? dt_bias, "
@@ -190,7 +204,7 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "Tensor? has_state=None, int first_slot=0, Tensor(c!)? drafts=None, Tensor? "
       "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
       "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16, int "
-      "head_map=0) -> ()");
+      "head_map=0, int options=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {

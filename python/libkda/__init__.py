@@ -18,6 +18,7 @@ Functions on torch tensors, which need torch 2.10 or later:
     fused_decode                        serving: a decode step of a whole layer
     short_conv, short_conv_update       the short convolution in front of KDA: with gradients; on a pool of states
     gated_rms_norm                      the gated norm behind KDA, with gradients
+    Options, options                    how calls are planned: a value for plan_options=, and `with` for a thread
     naive_recurrent_kda, naive_chunk_kda, naive_kda_gate, naive_kda_lowerbound_gate
                                         references in plain torch
 
@@ -47,6 +48,8 @@ _NAMES = {
     "short_conv": "layer",
     "short_conv_update": "layer",
     "gated_rms_norm": "layer",
+    "Options": "_binding.options",
+    "options": "_binding.options",
     "naive_recurrent_kda": "naive",
     "naive_chunk_kda": "naive",
     "naive_kda_gate": "naive",
@@ -69,7 +72,7 @@ def get_include():
 
 def __getattr__(name):
     if name == "__version__":
-        from ._library import version
+        from ._binding.library import version
         return version()
     if name in _NAMES:
         value = getattr(_module(_NAMES[name], name), name)

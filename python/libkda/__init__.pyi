@@ -14,6 +14,8 @@ from libkda import serving as serving
 from libkda import sglang as sglang
 from libkda import transformers as transformers
 from libkda import vllm as vllm
+from libkda._binding.options import Options as Options
+from libkda._binding.options import options as options
 from libkda.gate import fused_kda_gate as fused_kda_gate
 from libkda.gated_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from libkda.gated_delta import fused_recurrent_gated_delta_rule as fused_recurrent_gated_delta_rule

@@ -13,8 +13,8 @@ import pathlib
 import platform
 import sys
 
-from . import _library
-from ._library import I64, PTR
+from ._binding import library
+from ._binding.library import I64, PTR
 
 # Packages that libkda serves or stands on, by their names on the index.
 PACKAGES = ("torch", "triton", "numpy", "jax", "transformers", "fla-core", "flash-linear-attention", "vllm", "sglang")
@@ -24,7 +24,7 @@ _BF16, _FP32, _DECODE = 2, 0, 1  # of kda.h
 
 def _typical(decode):
     """A call as trained layers make it: bf16, 16 heads of 128 channels, bounded gates, a pool of fp32 states."""
-    lib, problem = _library.library(), _library.new_problem()
+    lib, problem = library.library(), library.new_problem()
     tokens = 1 if decode else 8192
     problem.batch, problem.num_tokens, problem.num_sequences = 1, tokens, 1
     problem.num_heads = problem.num_value_heads = 16
@@ -33,7 +33,7 @@ def _typical(decode):
 
     def describe(tensor, dtype, *shape):
         sizes = (I64 * len(shape))(*shape)
-        _library.check(lib.kda_tensor_contiguous(ctypes.byref(tensor), None, dtype, len(shape), sizes))
+        library.check(lib.kda_tensor_contiguous(ctypes.byref(tensor), None, dtype, len(shape), sizes))
     for name in ("q", "k", "v", "g", "o"):
         describe(getattr(problem, name), _BF16, 1, tokens, 16, 128)
     describe(problem.beta, _BF16, 1, tokens, 16)
@@ -47,26 +47,26 @@ def _typical(decode):
 
 def _kernels(options):
     """{what: the implementation that a typical call gets} on the device of `options`."""
-    lib, found = _library.library(), {}
+    lib, found = library.library(), {}
     lib.kda_plan_implementation.restype = ctypes.c_char_p
     for what, decode in (("prefill", False), ("decode", True)):
         plan = PTR()
         problem = _typical(decode)
-        _library.check(lib.kda_plan_create(ctypes.byref(problem), None, ctypes.byref(options), ctypes.byref(plan)))
+        library.check(lib.kda_plan_create(ctypes.byref(problem), None, ctypes.byref(options), ctypes.byref(plan)))
         found[what] = lib.kda_plan_implementation(plan).decode() or "none"
         lib.kda_plan_destroy(plan)
     return found
 
 
 def _options():
-    options = _library.PlanOptions()
-    _library.library().kda_plan_options_init(ctypes.byref(options))
+    options = library.PlanOptions()
+    library.library().kda_plan_options_init(ctypes.byref(options))
     return options
 
 
 def _gpus():
     """What each GPU gets; and why there is none, where that is so."""
-    lib, found = _library.library(), []
+    lib, found = library.library(), []
     while True:
         options = _options()
         if lib.kda_plan_options_cuda(ctypes.byref(options), len(found)) != 0:
@@ -95,9 +95,9 @@ def report():
     """The report as plain values. It imports no other package and starts no GPU work."""
     gpus, refusal = _gpus()
     return {
-        "libkda": _library.version(),
-        "folder": str(_library.FOLDER.parent),
-        "torch operators": (_library.FOLDER / "libkda_torch.so").exists(),
+        "libkda": library.version(),
+        "folder": str(library.FOLDER.parent),
+        "torch operators": (library.FOLDER / "libkda_torch.so").exists(),
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "kernels": _kernels(_options())},
@@ -126,7 +126,7 @@ def _as_text(found):
 
 def command():
     """The kda command, which is in libkda_c.so where the wheel was built with it."""
-    run = getattr(_library.library(), "kda_command_main", None)
+    run = getattr(library.library(), "kda_command_main", None)
     if run is None:
         sys.exit("kda: this build of libkda has no kda command (it was built with KDA_BUILD_TOOLS=OFF, as pip does from"
                  " sources); ./dev build makes one, and python -m libkda says what runs here")

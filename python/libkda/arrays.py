@@ -19,11 +19,11 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, SupportsIndex
 
-from . import _repeats
-from ._dlpack import CPU, CUDA, FP32, View, new_numpy
-from ._library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem, plan_cache
-from ._repeats import Memory, Plan
-from ._rules import LAST_SLOT, RULES, in_words_of, integer, number
+from ._binding import repeats
+from ._binding.dlpack import CPU, CUDA, FP32, View, new_numpy
+from ._binding.library import I64, PTR, GradientTensors, PlanOptions, check, library, new_problem, plan_cache
+from ._binding.repeats import Memory, Plan
+from ._binding.rules import LAST_SLOT, RULES, in_words_of, integer, number
 
 GATE_MODES = {"log": 0, "softplus": 1, "bounded": 2}
 BETA_MODES = {"plain": 0, "sigmoid": 1, "sigmoid2": 2}
@@ -93,9 +93,9 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
     given: dict[str, Any] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
                                  initial_state=initial_state, has_state=has_state, o=o, final_state=final_state)
     if cu_seqlens is None and kept is None:
-        key = _repeats.key_of("forward", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
+        key = repeats.key_of("forward", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
                                                  output_final_state, stream, num_threads, head_map))
-        done = _repeats.run(key, given)
+        done = repeats.run(key, given)
         if done is not None:
             return done["o"], done["final_state"]
     call = _Call("forward", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
@@ -166,9 +166,9 @@ def decode(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array, *,
     given: dict[str, Any] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, state=state,
                                  indices=indices, has_state=has_state, o=o)
     if cu_seqlens is None:
-        key = _repeats.key_of("decode", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
+        key = repeats.key_of("decode", given, (scale, gate_mode, beta_mode, lower_bound, qk_l2norm, state_layout,
                                                 stream, num_threads, first_slot, head_map))
-        done = _repeats.run(key, given)
+        done = repeats.run(key, given)
         if done is not None:
             return done["o"]
     call = _Call("decode", q, k, v, g, beta, A_log, dt_bias, cu_seqlens, scale, gate_mode, beta_mode, lower_bound,
@@ -346,7 +346,7 @@ class _Call:
             memory = self.view("workspace", workspace)
             start, size = memory.data, memory.bytes
         else:
-            memory = _repeats.workspace_of(plan.workspace_bytes)
+            memory = repeats.workspace_of(plan.workspace_bytes)
             start, size = memory.start, memory.bytes
         saved = None if kept is None else Memory("kept", plan.saved_bytes)
         self._set_saved(saved)
@@ -357,7 +357,7 @@ class _Call:
     def remember(self, key, given, made):
         """For calls like this one that may follow. `made`: the outputs that it allocated."""
         if key is not None and not self.on_gpu:
-            _repeats.remember(key, given, made, self.problem, self.made_plan, self.words)
+            repeats.remember(key, given, made, self.problem, self.made_plan, self.words)
 
     def run_backward(self, given, wanted, out, kept, num_threads):
         gradients = GradientTensors(struct_size=ctypes.sizeof(GradientTensors))

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ._checks import check_rates, checked_first
-from ._rules import number
+from ._binding.checks import check_rates, checked_first
+from ._binding.rules import number
 
 
 def _with_bias(g, dt_bias):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import checked, state_type
-from ._operands import as_type
+from ._binding.checks import checked, state_type
+from ._binding.operands import as_type
 from .kda import chunk_kda, fused_recurrent_kda
 
 
@@ -24,7 +24,7 @@ def _state(initial_state, q):
     return None if initial_state is None else as_type(initial_state, state_type(q))
 
 
-@checked("A_log", "dt_bias", "use_gate_in_kernel", "has_state", "head_map", "out",
+@checked("A_log", "dt_bias", "use_gate_in_kernel", "has_state", "head_map", "out", "plan_options",
          "transpose_state_layout")
 def chunk_gated_delta_rule(
     q: torch.Tensor,
@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
                      state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
 
 
-@checked("has_state", "head_map", "out", "transpose_state_layout")
+@checked("has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -33,9 +33,9 @@ try:
 except ImportError as error:
     raise ImportError(f"libkda.jax needs JAX (pip install libkda[jax]): {error}") from error
 
-from ._library import FOLDER
-from ._library import library as c_abi
-from ._rules import LAST_SLOT, RULES, Sizes, check_heads, integer, number, refuse_type
+from ._binding.library import FOLDER
+from ._binding.library import library as c_abi
+from ._binding.rules import LAST_SLOT, RULES, Sizes, check_heads, integer, number, refuse_type
 from .arrays import BETA_MODES, GATE_MODES, STATE_LAYOUTS, BetaMode, GateMode, StateLayout, _choice
 
 _FORWARD, _DECODE, _PREFILL = range(3)

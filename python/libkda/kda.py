@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from . import ops
-from ._checks import checked, computes_in_float64, int32_of, state_type
-from ._operands import (NO_A_LOG, as_type, call, dense, head_map_of, lengths_of, modes_of, new_states, parameter_of,
-                        rows_of, written_rows_of)
-from ._rules import LAST_SLOT, FlaError, integer, number
+from ._binding import kernels
+from ._binding.checks import checked, computes_in_float64, state_type
+from ._binding.operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
+                                modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
+from ._binding.options import number_of, refuse_beside
+from ._binding.rules import FlaError, number
 
 _MOST_DECODE_TOKENS = 8  # of a sequence in one call of the decode kernel
 
@@ -37,11 +39,6 @@ def _check_sequences(q):
                          f"Please flatten variable-length inputs before processing.")
 
 
-def _check_beta(use_beta_sigmoid_in_kernel):
-    if not use_beta_sigmoid_in_kernel:
-        raise ValueError("`allow_neg_eigval=True` requires `use_beta_sigmoid_in_kernel=True`.")
-
-
 def _expect_shape_of_v(out, v):
     if out.shape != v.shape:
         raise FlaError(f"out must have the shape of v, {list(v.shape)}, got {list(out.shape)}")
@@ -59,7 +56,7 @@ class _ChunkOptions(NamedTuple):
     chunk_size: int
     out: torch.Tensor | None
     head_map: int
-    modes: tuple[Any, ...]  # of modes_of
+    modes: Modes
 
 
 def _chunk_options(q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -74,8 +71,6 @@ def _chunk_options(q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoi
             raise ValueError("`lower_bound` must be specified when `safe_gate=True` and `use_gate_in_kernel=True`.")
         if not (-5 <= number("lower_bound", lower_bound) < 0):
             raise ValueError(f"`lower_bound` must be in the safe range [-5, 0), got {lower_bound}.")
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
     if return_intermediate_states and not torch.is_inference_mode_enabled():
         raise FlaError("return_intermediate_states is only allowed in inference mode")
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -100,38 +95,35 @@ def _over_ranks(cp_context, q, k, v, g, beta, initial_state, output_final_state,
             raise NotImplementedError("`has_state` is not taken with `cp_context`: give zeros in `initial_state`.")
         if cu_seqlens is not None and cp_context is context:
             raise ValueError("`cu_seqlens` is part of `cp_context`, and is not taken beside it.")
-        options = options_of()
-        if options.head_map or g.dim() == 3:
+        refuse_beside("cp_context", kwargs.get("plan_options"))
+        chunk = options_of()
+        if chunk.head_map or g.dim() == 3:
             raise NotImplementedError("One gate a head and tiled heads are not taken with `cp_context`.")
-        if options.out is not None:
+        if chunk.out is not None:
             raise NotImplementedError("`out` is not taken with `cp_context`.")
-        return attention.Options(kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, options.modes,
+        return attention.Options(kwargs.get("A_log"), kwargs.get("dt_bias"), initial_state, chunk.modes,
                                  bool(output_final_state))
     return attention.chunk_kda(context, q, k, v, g, beta, read)
 
 
-def _can_keep_chunks(q, k, v, g, cu_seqlens, head_map):
-    """Whether a GPU has kernels of the forward that keep states and errors of chunks (cuda.sm90.fused), and the call
-    chains for three quarters of it: with fewer a forward that cuts them is worth more."""
-    if not torch.cuda.is_available():  # tensors without memory, as of torch.export
+def _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map, options):
+    """Whether a GPU has kernels of the forward that keep states and errors of chunks, and it is worth it."""
+    if type(q) is torch.Tensor and not (is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(q)):
+        try:
+            return ops.keeps_chunks(q, k, v, g, beta, cu_seqlens, head_map, options)
+        except ValueError:
+            return False  # the forward says what does not fit, or converts it
+    if options or not torch.cuda.is_available():  # the latter: tensors without memory, as of torch.export
         return False
-    rows, K, card = (q, k, v, g), q.shape[-1], torch.cuda.get_device_properties(q.device)
-    chains = (q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1) * v.shape[2]
-    if head_map or (card.major, card.minor) != (9, 0) or chains * (K // 64) * 4 < card.multi_processor_count * 3:
-        return False
-    if any(x.dtype != torch.bfloat16 for x in rows[:3]) or g.dtype not in (torch.bfloat16, torch.float32):
-        return False
-    if K not in (64, 128) or v.shape[-1] != K or g.dim() != 4 or any(x.stride(-1) != 1 for x in rows):
-        return False  # one gate a head has a stride of 0
-    begin = lambda x: x.storage_offset() * x.element_size() if is_compiling() else x.data_ptr()
-    return all(begin(x) % 16 == 0 and all(step * x.element_size() % 16 == 0 for step in x.stride()[:-1]) for x in rows)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return kernels.keeps_chunks(q, k, v, g, sequences, head_map, torch.cuda.get_device_properties(q.device))
 
 
-def _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute):
+def _kept(q, k, v, g, beta, cu_seqlens, head_map, options, disable_recompute):
     """What a forward keeps for its backward: nothing up to 4,096 tokens, where little is spared, and on a GPU, unless
     disable_recompute asks for it."""
     if q.is_cuda:
-        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, cu_seqlens, head_map)
+        keeps = disable_recompute and _can_keep_chunks(q, k, v, g, beta, cu_seqlens, head_map, options)
         return ops.KEEP_CHUNKS if keeps else ops.KEEP_NOTHING
     if disable_recompute:
         return ops.KEEP_CHUNKS
@@ -151,7 +143,7 @@ def _chunk_states(checkpoints, initial_state, lengths, chunk_size):
     return torch.cat(pieces) if pieces else checkpoints[:0]
 
 
-@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "out", "transpose_state_layout")
+@checked("A_log", "dt_bias", "chunk_size", "has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -203,6 +195,7 @@ def chunk_kda(
     forward-mode derivatives.
 
     safe_gate, use_graph and max_num_seqs change nothing: every gate is exact, and a call never waits for the device.
+    plan_options: a libkda.Options, how the library plans the call; by default those of libkda.options().
     cp_context: a context_parallel.Context, or an FLACPContext: sequences are on several processes.
     The context has their lengths; it says which states are given and returned (docs/python.md).
 
@@ -223,52 +216,53 @@ def chunk_kda(
     float64 = computes_in_float64(q)
     if initial_state is not None and initial_state.dtype not in (torch.float32, state_type(q)):
         raise FlaError(f"initial_state must be in float32. Got {initial_state.dtype}")
-    A_log, dt_bias = _gate_parameters(kwargs.get("A_log"), kwargs.get("dt_bias"), use_gate_in_kernel, lower_bound,
-                                      float64)
     chunk_size, out, head_map, modes = _chunk_options(
         q, v, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         use_qk_l2norm_in_kernel, state_v_first, safe_gate, return_intermediate_states, kwargs)
+    parameters = parameters_of(kwargs.get("A_log"), kwargs.get("dt_bias"), modes, float64)
     if cu_seqlens is not None:
         cu_seqlens, cu_seqlens_cpu = lengths_of(cu_seqlens, cu_seqlens_cpu, q)
     if return_intermediate_states and cu_seqlens is not None and cu_seqlens_cpu is None:
         cu_seqlens_cpu = cu_seqlens.cpu()  # the number of chunks is needed on the host, as in FLA
+    lengths, options = (cu_seqlens, cu_seqlens_cpu), number_of(kwargs.get("plan_options"))
     state = None if initial_state is None else dense(initial_state)
-    rest = A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes
     has_state = kwargs.get("has_state")
     if has_state is not None:
         has_state = dense(has_state)
     if not return_intermediate_states and out is None:
-        if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, state):
-            keep = _kept(q, k, v, g, cu_seqlens, head_map, disable_recompute)
-            o, final_state = call(ops.forward_kept, q, k, v, g, beta, *rest, bool(output_final_state), has_state, keep,
-                                  head_map)
+        if ops.differentiates(q, k, v, g, beta, *parameters, state):
+            keep = _kept(q, k, v, g, beta, cu_seqlens, head_map, options, disable_recompute)
+            o, final_state = forward_kept(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
+                                          has_state, keep, head_map, options)
         else:
-            o, final_state = call(ops.forward, q, k, v, g, beta, *rest, bool(output_final_state), False, has_state,
-                                  head_map)
+            o, final_state = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state),
+                                     False, has_state, head_map, options)
         return as_type(o, q.dtype), final_state if output_final_state else None
     if out is not None:
         o = written_rows_of("out", out, float64)
     if not return_intermediate_states:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         final_state = new_states(q, v, state_v_first, N) if output_final_state else None
-        call(ops.forward_into, q, k, v, g, beta, o, final_state, None, *rest, 0, False, has_state, head_map)
+        forward_into(q, k, v, g, beta, o, final_state, None, parameters, state, lengths, modes, 0, False, has_state,
+                     head_map, options)
         return _written(out, o), final_state
-    lengths = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
-    final_state = new_states(q, v, state_v_first, len(lengths)) if output_final_state else None
+    counts = [q.shape[1]] * q.shape[0] if cu_seqlens is None else cu_seqlens_cpu.diff().tolist()
+    final_state = new_states(q, v, state_v_first, len(counts)) if output_final_state else None
     if out is None:
         o = torch.empty(v.shape, dtype=rows_of(v, float64).dtype, device=v.device)
-    checkpoints = new_states(q, v, state_v_first, sum(length // chunk_size for length in lengths))
-    call(ops.forward_into, q, k, v, g, beta, o, final_state, checkpoints, *rest, chunk_size, False, has_state, head_map)
+    checkpoints = new_states(q, v, state_v_first, sum(count // chunk_size for count in counts))
+    forward_into(q, k, v, g, beta, o, final_state, checkpoints, parameters, state, lengths, modes, chunk_size, False,
+                 has_state, head_map, options)
     if has_state is not None:
         state = torch.where(has_state.bool()[:, None, None, None], state, 0)  # an old state may hold anything
-    h = _chunk_states(checkpoints, state, lengths, chunk_size)
+    h = _chunk_states(checkpoints, state, counts, chunk_size)
     o = as_type(o, q.dtype) if out is None else _written(out, o)
     return o, final_state, h.to(k.dtype).unflatten(0, (q.shape[0], len(h) // max(q.shape[0], 1)))
 
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
-@checked("has_state", "head_map", "out", "transpose_state_layout")
+@checked("has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -298,15 +292,13 @@ def fused_recurrent_kda(
             _expect_shape_of_v(kwargs["out"], v)
     if cu_seqlens is not None:
         _check_sequences(q)
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
-                      cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                      allow_neg_eigval, lower_bound, kwargs.get("has_state"), kwargs.get("out"),
-                      kwargs.get("head_map"))
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
+                      kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"), kwargs.get("plan_options"))
 
 
-@checked("has_state", "first_slot", "head_map", "transpose_state_layout")
+@checked("has_state", "first_slot", "head_map", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -344,109 +336,80 @@ def fused_recurrent_kda_fwd(
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
     if out is not None:
         _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
-        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first,
-                          cu_seqlens, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                          allow_neg_eigval, lower_bound, has_state, out, kwargs.get("head_map"))
+        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
+                          has_state, out, kwargs.get("head_map"), kwargs.get("plan_options"))
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
-    o = _update_pool(q, k, v, g, beta, initial_state, "ssm_state_indices", ssm_state_indices, num_accepted_tokens,
-                     A_log, dt_bias, cu_seqlens, has_state, first_slot, out, scale, lower_bound, use_gate_in_kernel,
-                     use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first,
-                     kwargs.get("head_map"))
+    slots = slots_of("ssm_state_indices", initial_state, ssm_state_indices, num_accepted_tokens, has_state, first_slot)
+    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, kwargs.get("head_map"),
+                     kwargs.get("plan_options"))
     return o, initial_state
 
 
-def _update_pool(q, k, v, g, beta, pool, slots_name, slots, num_accepted_tokens, A_log, dt_bias, cu_seqlens, has_state,
-                 first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                 allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map=None, drafts=None,
-                 draft_slots=None, parents=None, checkpoints=None, offsets=None, checkpoint_slots=None, every=16):
-    """o of sequences whose states are slots of `pool`, which is updated, or with drafts only read; arguments by place,
-    since names cost a call of few tokens time. `slots_name`: what the caller's `slots` are called."""
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
-    slots, state_a_token = _slots_of(slots_name, slots)
-    head_map = head_map_of(head_map)
-    more = ()
-    if drafts is not None:
-        draft_slots, state_a_token = _slots_of("draft_slots", draft_slots)
-    if parents is not None:
-        parents = int32_of("parents", parents)
-    if checkpoints is not None:
-        offsets = int32_of("checkpoint_offsets", offsets)
-        checkpoint_slots = int32_of("checkpoint_slots", checkpoint_slots)
-        every = integer("checkpoint_every", every, 16, LAST_SLOT)
-    if head_map or drafts is not None or parents is not None or checkpoints is not None:
-        more = drafts, draft_slots, parents, checkpoints, offsets, checkpoint_slots, every, head_map
-    accepted = None if num_accepted_tokens is None else int32_of("num_accepted_tokens", num_accepted_tokens)
-    if type(first_slot) is not int or first_slot:
-        first_slot = integer("first_slot", first_slot, 0, LAST_SLOT)
-    decode = state_a_token or checkpoints is None and _decodes(q, cu_seqlens)
-    skips = cu_seqlens is not None or slots is not None  # zeros where no token is, or no slot
+def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out=None, head_map=None,
+                 plan_options=None):
+    """o of sequences whose states are in a pool, which is updated, or with drafts only read."""
+    parameters = parameters_of(A_log, dt_bias, modes)
+    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    indices, beside = slots.indices, slots.beside
+    columns, decode = indices, True
+    if beside is not None:
+        columns, decode = indices if beside.drafts is None else beside.draft_indices, beside.checkpoints is None
+    state_a_token = columns is not None and columns.dim() == 2
+    decode = state_a_token or decode and _decodes(q, cu_seqlens)
+    skips = cu_seqlens is not None or indices is not None  # zeros where no token is, or no slot
     o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
-    call(ops.update, q, k, v, g, beta, o, pool, slots, accepted, A_log, dt_bias, cu_seqlens, cu_seqlens_cpu,
-         decode, *modes, skips and decode, None if has_state is None else dense(has_state), first_slot, *more)
+    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map),
+           number_of(plan_options))
     # The operator takes prefill's kernels where it knows of a longer sequence.
-    known = cu_seqlens is not None and (cu_seqlens_cpu is not None or not cu_seqlens.is_cuda)
-    if slots is not None and not state_a_token and (known or not decode):
-        _zero_without_slot(o, slots, first_slot, len(pool), cu_seqlens)
+    if indices is not None and not state_a_token and not (decode and cu_seqlens is None):
+        _zero_without_slot(o, slots, lengths, decode)
     if out is None:
         return as_type(o, v.dtype)
     return _written(out, o)
 
 
-def _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64):
-    if not use_gate_in_kernel:
-        return None, None
-    if A_log is None and lower_bound is None:
-        raise ValueError(NO_A_LOG)
-    return parameter_of(A_log, float64), parameter_of(dt_bias, float64)
-
-
-def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, scale, output_final_state, state_v_first, cu_seqlens,
-               use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound,
-               has_state=None, out=None, head_map=None):
-    """fused_recurrent_kda, into `out` if that is given; arguments by place, since names cost a call of few tokens
-    time."""
+def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens, has_state=None,
+               out=None, head_map=None, plan_options=None):
+    """fused_recurrent_kda, into `out` if that is given."""
     float64 = computes_in_float64(q)
-    A_log, dt_bias = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, float64)
-    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                     use_qk_l2norm_in_kernel, state_v_first)
-    cu_seqlens, cu_seqlens_cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    parameters = parameters_of(A_log, dt_bias, modes, float64)
+    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
-    decode, head_map = _decodes(q, cu_seqlens), head_map_of(head_map)
+    decode, head_map, options = _decodes(q, cu_seqlens), head_map_of(head_map), number_of(plan_options)
     if has_state is not None:
         has_state = dense(has_state)
     if out is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         o = written_rows_of("out", out, float64)
-        final = new_states(q, v, state_v_first, N) if output_final_state or decode else None
-        call(ops.forward_into, q, k, v, g, beta, o, final, None, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu,
-             *modes, 0, decode, has_state, head_map)
+        final = new_states(q, v, modes.state_v_first, N) if output_final_state or decode else None
+        forward_into(q, k, v, g, beta, o, final, None, parameters, state, lengths, modes, 0, decode, has_state,
+                     head_map, options)
         return _written(out, o), final if output_final_state else None
-    o, final = call(ops.forward, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, cu_seqlens_cpu, *modes,
-                    bool(output_final_state or decode), decode, has_state, head_map)
+    o, final = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state or decode), decode,
+                       has_state, head_map, options)
     return as_type(o, v.dtype), final if output_final_state else None
 
 
-def _zero_without_slot(o, slots, first_slot, num_slots, cu_seqlens):
-    """The prefill kernels compute such sequences too, from zero."""
-    without = slots < first_slot if first_slot else slots < 0
-    if o.is_cuda:  # elsewhere it is refused
-        without |= slots >= num_slots
+def _zero_without_slot(o, slots, lengths, decode):
+    """The prefill kernels compute such sequences too, from zero. They are not taken where nobody on the host knows
+    of a sequence that is too long for decode."""
+    cu_seqlens, cu_seqlens_cpu = lengths
+    if decode and cu_seqlens_cpu is None and cu_seqlens.is_cuda:
+        return
+    without = slots.missing
     if cu_seqlens is None:
         o.masked_fill_(without[:, None, None, None], 0)
-    elif len(slots):
+    elif len(without):
         tokens = torch.arange(o.shape[1], device=o.device)
-        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(slots) - 1)
+        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(without) - 1)
         o.masked_fill_(without[sequences][None, :, None, None], 0)
 
 
@@ -456,12 +419,3 @@ def _decodes(q, cu_seqlens):
     if cu_seqlens is None:
         return q.shape[1] <= _MOST_DECODE_TOKENS
     return q.shape[1] == cu_seqlens.shape[0] - 1
-
-
-def _slots_of(name, indices):
-    """Slots as the operators take them, and whether there is one a token."""
-    if indices is None:
-        return None, False
-    many = indices.dim() == 2 and indices.shape[1] > 1
-    indices = int32_of(name, indices)
-    return indices.flatten() if indices.dim() == 2 and not many else indices, many

@@ -27,7 +27,7 @@ def chunk_kda(
     cp_context: Any = None,
     use_graph: bool = False,
     max_num_seqs: int | None = None,
-    **kwargs: Any,  # A_log, dt_bias, chunk_size, has_state, head_map, out
+    **kwargs: Any,  # A_log, dt_bias, chunk_size, has_state, head_map, out, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...
 @overload
 def chunk_kda(
@@ -75,7 +75,7 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    **kwargs: Any,  # has_state, head_map, out
+    **kwargs: Any,  # has_state, head_map, out, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...
 
 def fused_recurrent_kda_fwd(
@@ -100,5 +100,5 @@ def fused_recurrent_kda_fwd(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     out: Tensor | None = None,
-    **kwargs: Any,  # has_state, first_slot, head_map
+    **kwargs: Any,  # has_state, first_slot, head_map, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import torch
 
-from . import _layer_ops
-from ._checks import checked, int32_of
-from ._operands import dense
-from ._rules import LAST_SLOT, integer, number
+from ._binding import layer_ops
+from ._binding.checks import checked, int32_of
+from ._binding.operands import dense
+from ._binding.rules import LAST_SLOT, integer, number
 
 
 def _activation(activation, allowed):
     if activation not in allowed:
         raise ValueError(f"activation must be one of {', '.join(map(repr, allowed))}, got {activation!r}")
-    return _layer_ops.ACTIVATIONS[activation]
+    return layer_ops.ACTIVATIONS[activation]
 
 
 def _silu(activation):
@@ -55,9 +55,9 @@ def short_conv(
         cu_seqlens = dense(cu_seqlens)
     call = x, weight, bias, initial_state, cu_seqlens, _silu(activation), width
     if out is None:
-        y, final_state = _layer_ops.short_conv(*call)
+        y, final_state = layer_ops.short_conv(*call)
     else:
-        y, final_state = out, _layer_ops.short_conv_into(*call, out)
+        y, final_state = out, layer_ops.short_conv_into(*call, out)
     return y, final_state if output_final_state else None
 
 
@@ -90,8 +90,8 @@ def short_conv_update(
     call = (x, states, weight, bias, None if cu_seqlens is None else dense(cu_seqlens), indices,
             None if has_state is None else dense(has_state), _silu(activation), first_slot)
     if out is None:
-        return _layer_ops.short_conv_update(*call)
-    _layer_ops.short_conv_update(*call, out)
+        return layer_ops.short_conv_update(*call)
+    layer_ops.short_conv_update(*call, out)
     return out
 
 
@@ -119,12 +119,12 @@ def gated_rms_norm(
         weight = dense(weight)
     eps = number("eps", eps)
     if out is None:
-        return _layer_ops.gated_rms_norm(x, gate, weight, eps, kind).view(shape)
+        return layer_ops.gated_rms_norm(x, gate, weight, eps, kind).view(shape)
     if out.shape != shape:
         raise ValueError(f"out must have the shape of x, {list(shape)}, got {list(out.shape)}")
     if out.dim() > 4 and not out.is_contiguous():
         raise ValueError(f"out must be contiguous where it has {out.dim()} dimensions")
-    _layer_ops.gated_rms_norm_into(x, gate, weight, eps, kind, out.view(x.shape))
+    layer_ops.gated_rms_norm_into(x, gate, weight, eps, kind, out.view(x.shape))
     return out
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ._checks import checked_first
-from ._rules import LAST_SLOT, integer
+from ._binding.checks import checked_first
+from ._binding.rules import LAST_SLOT, integer
 from .gate import bounded_gate, softplus_gate
 
 

@@ -4,15 +4,15 @@
 They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
 without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
 strides with a contiguous last dimension; `update` writes o and the pool of states in place, or with `drafts` the states
-after tokens there, and a state of each sequence to `checkpoints`. has_state [N], bool: where it is False a sequence
-starts from zero. first_slot: a smaller index means no slot. What an operator does not take is a ValueError that names
-the argument; nothing is written then.
+after tokens there, and a state of each sequence to `checkpoints`. What arguments mean: include/kda/problem.hpp; options
+is the number of a libkda.Options. What an operator does not take is a ValueError that names the argument; nothing is
+written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
 with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares
 work: on a Hopper GPU states and errors of every chunk, in 16 bits; a ValueError where there is no kernel for it.
 `backward` returns the gradients whose bits `wanted` has, in the order of its arguments q to initial_state, the others
-empty; `has_backward` says whether the library has one for such tensors.
+empty; `has_backward` says whether the library has one for such tensors, `keeps_chunks` whether KEEP_CHUNKS is worth it.
 """
 import ctypes
 import functools
@@ -25,14 +25,14 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from . import _refusals
-from ._library import FOLDER, library, version
+from ._binding import refusals
+from ._binding.library import FOLDER, library, version
 
 _PATH = FOLDER / "libkda_torch.so"
 if not _PATH.exists():
     raise ImportError("libkda: this build has no torch operators (it was built without torch); "
                       "build it with torch 2.10 or later installed, or use libkda.arrays")
-if _refusals.version_of_torch() < (2, 10):
+if refusals.version_of_torch() < (2, 10):
     raise ImportError(f"libkda needs torch 2.10 or later, found {torch.__version__}; libkda.arrays works without torch")
 
 GATE_LOG, GATE_SOFTPLUS, GATE_BOUNDED = 0, 1, 2
@@ -42,6 +42,9 @@ HEADS_GROUPED, HEADS_TILED = 0, 1
 
 KEEP_NOTHING, KEEP_STATES, KEEP_CHUNKS = 0, 2048, -1
 
+# What a backward has gradients of, in the order of its bits and of the arguments of both operators.
+_DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+
 NO_BACKWARD = ("libkda has no backward pass of {}: call it under torch.no_grad() or torch.inference_mode(), "
                "or train with libkda.chunk_kda")
 NO_BACKWARD_HERE = ("libkda has no backward pass here ({}): call it under torch.no_grad() or torch.inference_mode(), "
@@ -49,9 +52,6 @@ NO_BACKWARD_HERE = ("libkda has no backward pass here ({}): call it under torch.
 NO_SECOND = ("libkda has no second derivatives: gradients of chunk_kda cannot be differentiated again. Leave out "
              "create_graph=True, or take libkda.naive_chunk_kda, which torch differentiates any number of times")
 NO_TANGENT = "libkda has no forward-mode derivative (torch.func.jvp, dual tensors)"
-
-# Places of what an operator writes.
-_WRITTEN = {"forward": (), "forward_into": (5, 6, 7), "update": (5, 6, 23, 26), "forward_kept": (), "backward": ()}
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def _load():
     if loaded is None:
         library()  # the operators need it by a name that the loader finds once it is there
         torch.ops.load_library(str(_PATH))
-        _refusals.keep_types("libkda")
+        refusals.keep_types("libkda")
         ctypes.CDLL(str(_PATH)).kda_torch_set_memory_probe(_memory_probe)
         torch.ops.libkda.loaded_by = version(), str(_PATH)
         torch.ops.libkda.kept = [_memory_probe]  # as long as the operators, whatever becomes of this module
@@ -98,6 +98,7 @@ _update = torch.ops.libkda.update.default
 _forward_kept = torch.ops.libkda.forward_kept.default
 _backward = torch.ops.libkda.backward.default
 has_backward = torch.ops.libkda.has_backward.default
+keeps_chunks = torch.ops.libkda.keeps_chunks.default
 
 
 # ---- what has no derivative ------------------------------------------------------------------------------------------
@@ -133,6 +134,26 @@ def _name_of(operator):
     return operator._schema.name.partition("::")[2]
 
 
+@functools.cache
+def _names_of(operator):
+    """The names of its arguments, and the defaults of those that have one."""
+    arguments = operator._schema.arguments
+    return (tuple(argument.name for argument in arguments),
+            {argument.name: argument.default_value for argument in arguments if argument.has_default_value()})
+
+
+def written_by(operator):
+    """Places of the arguments that it writes, by the marks of its schema."""
+    marks = [argument.alias_info for argument in operator._schema.arguments]
+    return tuple(place for place, mark in enumerate(marks) if mark is not None and mark.is_write)
+
+
+def named(operator, args):
+    """A call's arguments by name; the dispatcher takes away what is a default."""
+    names, defaults = _names_of(operator)
+    return defaults | dict(zip(names, args))
+
+
 def _above_autograd(operator, written):
     """What a direct call of an operator takes first; the functions below have done it when they call."""
     expect = functools.partial(refuse_gradients, _name_of(operator)) if written else differentiates
@@ -143,7 +164,7 @@ def _above_autograd(operator, written):
             try:
                 result = operator(*args, **kwargs)
             except ValueError as error:  # that the library has no backward is no fault of an argument
-                reason = str(error).partition(f"{_refusals.REFUSAL}no backward pass: ")[2]
+                reason = str(error).partition(f"{refusals.REFUSAL}no backward pass: ")[2]
                 if not reason:
                     raise
                 raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
@@ -154,7 +175,7 @@ def _above_autograd(operator, written):
 
 def _materialized(operator, written):
     """Tensors whose memory holds something else than their values: read through a copy, never written."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names, _ = _names_of(operator)
 
     def call(*args, **kwargs):
         plain = list(args)
@@ -171,60 +192,59 @@ def _materialized(operator, written):
 
 def _nested(operator):
     def call(*args, **kwargs):
-        for argument, x in zip(operator._schema.arguments, args):
+        names, _ = _names_of(operator)
+        for name, x in zip(names, args):
             if isinstance(x, torch.Tensor) and x.is_nested:
-                raise TypeError(f"libkda: {argument.name} must be a dense tensor, got a nested one")
+                raise TypeError(f"libkda: {name} must be a dense tensor, got a nested one")
         raise AssertionError("no nested tensor")
     return call
 
 
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
 
-def _check(operator, args):
-    """What the kernels look at in real tensors."""
-    from ._checks import check
-    names = [argument.name for argument in operator._schema.arguments]
-    values = dict(zip(names, args))
-    check(operator._schema.name.partition("::")[2], values, v_first=values["state_v_first"], dense_rows=True)
+def _checked(operator, args):
+    """A call's arguments by name, with the checks that kernels make of real tensors."""
+    from ._binding.checks import check
+    given = named(operator, args)
+    check(_name_of(operator), given, v_first=given["state_v_first"], dense_rows=True)
+    return given
 
 
 def _fake_forward(*args):
-    _check(_forward, args)
-    return _outputs(*args[:17])
+    return _outputs(_checked(_forward, args))
 
 
 def _fake_forward_kept(*args):
-    _check(_forward_kept, args)
-    q, v = args[0], args[2]
-    keep = args[18] if len(args) > 18 else KEEP_NOTHING
-    packed = 0 if args[8] is None else args[8].shape[0] - 1
-    return *_outputs(*args[:17]), q.new_empty(_saved_bytes(q, v, keep, packed), dtype=torch.uint8)
+    from ._binding.kernels import saved_bytes
+    given = _checked(_forward_kept, args)
+    q, lengths = given["q"], given["cu_seqlens"]
+    packed = 0 if lengths is None else lengths.shape[0] - 1
+    saved = q.new_empty(saved_bytes(q, given["v"], given["keep"], packed), dtype=torch.uint8)
+    return *_outputs(given), saved
 
 
-def _outputs(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, gate_mode, beta_mode,
-             lower_bound, scale, l2norm, state_v_first, output_final_state):
+def _outputs(given):
+    from ._binding.checks import state_type
+    q, v, lengths = given["q"], given["v"], given["cu_seqlens"]
     K, (HV, V) = q.shape[-1], v.shape[2:]
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    matrix = (V, K) if state_v_first else (K, V)
-    from ._checks import state_type
-    return v.new_empty(v.shape), q.new_empty((N if output_final_state else 0, HV, *matrix), dtype=state_type(q))
+    N = q.shape[0] if lengths is None else lengths.shape[0] - 1
+    if not given["output_final_state"]:
+        N = 0
+    matrix = (V, K) if given["state_v_first"] else (K, V)
+    return v.new_empty(v.shape), q.new_empty((N, HV, *matrix), dtype=state_type(q))
 
 
-def _saved_bytes(q, v, keep, packed):
-    """room_for_saved() of torch_backward.cpp. packed: sequences of cu_seqlens, 0 without."""
-    if keep == KEEP_NOTHING:
-        return 0
-    (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
-    if q.is_cuda:
-        chunks = T // 64 + packed if packed else B * ((T + 63) // 64)
-        return 128 + chunks * HV * (K + 64) * V * 2
-    return 128 + B * T // (KEEP_STATES if keep == KEEP_CHUNKS else keep) * HV * K * V * 4
+def fake_of_none(operator, checked):
+    """The fake kernel of an operator that returns nothing, and whose arguments checked(operator, args) looks at."""
+    def fake(*args):
+        checked(operator, args)
+    return fake
 
 
 def _fake_backward(*args):
-    _check(_backward, args)
-    inputs, wanted = args[2:10], args[21]
-    return tuple(x.new_empty(x.shape) if wanted >> i & 1 else (args[2] if x is None else x).new_empty(0)
+    given = _checked(_backward, args)
+    wanted, inputs = given["wanted"], [given[name] for name in _DIFFERENTIABLE]
+    return tuple(x.new_empty(x.shape) if wanted >> i & 1 else (given["q"] if x is None else x).new_empty(0)
                  for i, x in enumerate(inputs))
 
 
@@ -247,23 +267,25 @@ class _Forward(_SingleLevelFunction):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors, (*modes, output_final_state), (has_state, keep, head_map) = inputs[:10], inputs[10:17], inputs[17:]
-        ctx.save_for_backward(*tensors, has_state, output[2])
-        ctx.modes, ctx.output_final_state, ctx.keep, ctx.head_map = modes, output_final_state, keep, head_map
+        (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, *ctx.modes,
+         ctx.output_final_state, has_state, ctx.keep, ctx.head_map, ctx.options) = inputs
+        _, _, saved = output
+        ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu, has_state,
+                              saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, d_o, d_final_state, _):
-        wanted = sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:8]) if needed)
+        wanted = sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:len(_DIFFERENTIABLE)]) if needed)
         if not ctx.output_final_state:
             d_final_state = None
-        rest = (None,) * 12  # of what is no float tensor
         if d_o is None and d_final_state is None or not wanted:
-            return (None,) * 8 + rest
+            return (None,) * len(ctx.needs_input_grad)
+        none = (None,) * (len(ctx.needs_input_grad) - len(_DIFFERENTIABLE))  # of what is no float tensor
         *inputs, has_state, saved = ctx.saved_tensors
         gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted,
-                              ctx.head_map)
-        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *rest
+                              ctx.head_map, ctx.options)
+        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *none
 
 
 class _Backward(_SingleLevelFunction):
@@ -297,16 +319,15 @@ def _with_gradients(operator, function):
 
 def _forward_of_gradients(*args):
     """forward is forward_kept that keeps nothing."""
-    *operands, decode, has_state, head_map = args
+    *operands, decode, has_state, head_map, options = args
     if decode:
         raise NotImplementedError(NO_BACKWARD.format("a forward with decode=True"))
-    return _forward_kept(*operands, has_state, KEEP_NOTHING, head_map)[:2]
+    return _forward_kept(*operands, has_state, KEEP_NOTHING, head_map, options)[:2]
 
 
-def register(library, operator, written, fake, function):
-    """What an operator does at every key but the kernel's. `written`: the places of what it writes; `function`: its
-    autograd, None without derivatives."""
-    name = _name_of(operator)
+def register(library, operator, fake, function):
+    """What an operator does at every key but the kernel's. `function`: its autograd, None without derivatives."""
+    name, written = _name_of(operator), written_by(operator)
     library.impl(name, _above_autograd(operator, written), "ADInplaceOrView")
     for key in ("Negative", "Conjugate", "ZeroTensor"):
         library.impl(name, _materialized(operator, written), key)
@@ -322,42 +343,40 @@ if _is_first:
     torch.ops.libkda.kept.append(_library)
     for _operator, _fake, _function in (
             (_forward, _fake_forward, _forward_of_gradients),
-            (_forward_into, lambda *args: _check(_forward_into, args), None),
-            (_update, lambda *args: _check(_update, args), None),
+            (_forward_into, fake_of_none(_forward_into, _checked), None),
+            (_update, fake_of_none(_update, _checked), None),
             (_forward_kept, _fake_forward_kept, _Forward.apply),
             (_backward, _fake_backward, _Backward.apply)):
-        register(_library, _operator, _WRITTEN[_name_of(_operator)], _fake, _function)
+        register(_library, _operator, _fake, _function)
 
 
 # ---- without autograd's part, which is slow --------------------------------------------------------------------------
 
-def forward(*args):
-    """torch.ops.libkda.forward; raises NotImplementedError where a derivative is asked for."""
-    return _call(_forward, (), "fused_recurrent_kda (nor has FLA)", args)
+def _called(operator, what):
+    """A call of an operator; raises NotImplementedError where a derivative is asked for, which `what` says."""
+    written = written_by(operator)
+
+    def call(*args):
+        if is_grad_enabled() or forward_ad._current_level >= 0:
+            refuse_gradients(what, *args)
+        if is_compiling():
+            return operator(*args)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            result = operator._op(*args)  # what operator() calls
+        if written:
+            increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
+        return result
+
+    call.__name__ = _name_of(operator)
+    call.__doc__ = f"torch.ops.libkda.{call.__name__}; raises NotImplementedError where a derivative is asked for."
+    return call
 
 
-def forward_into(*args):
-    """torch.ops.libkda.forward_into, likewise."""
-    return _call(_forward_into, _WRITTEN["forward_into"], "what is written into given tensors", args)
-
-
-def update(*args):
-    """torch.ops.libkda.update, likewise."""
-    return _call(_update, _WRITTEN["update"], "states that are updated in place", args)
+forward = _called(_forward, "fused_recurrent_kda (nor has FLA)")
+forward_into = _called(_forward_into, "what is written into given tensors")
+update = _called(_update, "states that are updated in place")
 
 
 def forward_kept(*args):
     """The outputs of torch.ops.libkda.forward_kept, with gradients."""
     return _forward_kept(*args)[:2]
-
-
-def _call(operator, written, name, args):
-    if is_grad_enabled() or forward_ad._current_level >= 0:
-        refuse_gradients(name, *args)
-    if is_compiling():
-        return operator(*args)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        result = operator._op(*args)  # what operator() calls
-    if written:
-        increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
-    return result

@@ -34,29 +34,21 @@ Tensors as in the table are read as they lie, and nothing is gathered.
 gate: use_gate_in_kernel takes g raw, A_log and dt_bias: a softplus gate, which needs A_log, or with lower_bound a
 bounded one. Each returns o [B, T, HV, V] of v's type, or `out`, of its own type. TypeError and ValueError name the
 argument; nothing is written then. NotImplementedError: a gradient is asked for, of which there are none.
+plan_options: as of libkda.chunk_kda.
 """
 from __future__ import annotations
 
 import torch
 
-from . import _layer_ops, layer
-from ._checks import checked, int32_of
-from ._operands import dense, parameter_of
-from ._rules import LAST_SLOT, integer, number
+from . import layer
+from ._binding import layer_ops
+from ._binding.checks import checked, int32_of
+from ._binding.kernels import is_one_kernel
+from ._binding.operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
+from ._binding.options import Options
+from ._binding.rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
-from .kda import _MOST_DECODE_TOKENS, _check_beta, _expect_shape_of_v, _update_pool
-
-
-def _run(q, k, v, g, beta, pool, slots, accepted, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-         lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, use_qk_l2norm_in_kernel,
-         state_v_first, head_map, *more):
-    if allow_neg_eigval:
-        _check_beta(use_beta_sigmoid_in_kernel)
-    if out is not None:
-        _expect_shape_of_v(out, v)
-    return _update_pool(q, k, v, g, beta, pool, "slots", slots, accepted, A_log, dt_bias, cu_seqlens, has_state,
-                        first_slot, out, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-                        allow_neg_eigval, use_qk_l2norm_in_kernel, state_v_first, head_map, *more)
+from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
 
 
 @checked()
@@ -69,7 +61,7 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
             checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
             checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16,
-            head_map: str | None = None) -> torch.Tensor:
+            head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
     False from zero, and leaves its final state there.
 
@@ -80,10 +72,13 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     stored unless its checkpoint_slots is none too. Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
     _expect_together(checkpoints=checkpoints, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots)
-    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map, None, None, None, checkpoints, checkpoint_offsets,
-                checkpoint_slots, checkpoint_every)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    beside = beside_of(None, None, None, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
+    slots = slots_of("slots", pool, slots, None, has_state, first_slot, beside)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()
@@ -94,15 +89,18 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
-           head_map: str | None = None) -> torch.Tensor:
+           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
     prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
     _expect_dimensions(slots, 1)
     _expect_few_tokens("decode", q, cu_seqlens, _MOST_DECODE_TOKENS, "prefill takes any number")
-    return _run(q, k, v, g, beta, pool, slots, None, cu_seqlens, has_state, first_slot, out, A_log, dt_bias, scale,
-                lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    slots = slots_of("slots", pool, slots, None, has_state, first_slot)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()
@@ -114,7 +112,7 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
            draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None,
-           head_map: str | None = None) -> torch.Tensor:
+           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
@@ -137,9 +135,13 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     if columns.dim() == 2 and columns.shape[1] < 2:
         raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
     _expect_few_tokens("verify", q, cu_seqlens, _MOST_DECODE_TOKENS, f"{name} has a column a token")
-    return _run(q, k, v, g, beta, pool, slots, num_accepted_tokens, cu_seqlens, has_state, first_slot, out, A_log,
-                dt_bias, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-                use_qk_l2norm_in_kernel, state_v_first, head_map, drafts, draft_slots, parents)
+    if out is not None:
+        _expect_shape_of_v(out, v)
+    modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+                     use_qk_l2norm_in_kernel, state_v_first)
+    beside = beside_of(drafts, draft_slots, parents)
+    slots = slots_of("slots", pool, slots, num_accepted_tokens, has_state, first_slot, beside)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
 
 
 @checked()
@@ -185,18 +187,18 @@ def fused_decode(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
         out = x.new_empty(raw_g.shape)
     if A_log is None and lower_bound is None:
         raise ValueError("A_log is required by a softplus gate")
-    mode = GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED
-    bound = -5.0 if lower_bound is None else number("lower_bound", lower_bound)
-    scale = D ** -0.5 if scale is None else number("scale", scale)
+    modes = Modes(GATE_SOFTPLUS if lower_bound is None else GATE_BOUNDED, BETA_SIGMOID,
+                  -5.0 if lower_bound is None else number("lower_bound", lower_bound),
+                  D ** -0.5 if scale is None else number("scale", scale), True, bool(state_v_first))
     slots = None if state_indices is None else int32_of("state_indices", state_indices)
     taps = weight if weight.dim() == 3 else weight.unflatten(0, (3, -1)).transpose(1, 2)
     o = out.view(N, T, H, D)
-    _layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
+    layer_ops.fused_decode(x.reshape(N, T, -1), taps, bias, conv_state, raw_g.reshape(N, T, H, D),
                             raw_beta.reshape(N, T, H), parameter_of(A_log), parameter_of(dt_bias), slots, state, o,
                             None if output_gate is None else output_gate.reshape(N, T, H, D), norm_weight,
-                            None if has_state is None else dense(has_state), mode, BETA_SIGMOID, bound, scale, True,
-                            norm_eps, gate, first_slot, state_v_first)
-    if slots is not None and norm_weight is not None and not _is_one_kernel(state):
+                            None if has_state is None else dense(has_state), *modes.without_layout,
+                            norm_eps, gate, first_slot, modes.state_v_first)
+    if slots is not None and norm_weight is not None and not (state.is_cuda and is_one_kernel(state)):
         # The norm and its gate make of the zeros of a sequence without a slot what they are.
         without = (slots < first_slot) | (slots >= len(state))
         o.masked_fill_(without[:, None, None, None], 0)
@@ -212,17 +214,6 @@ def _expect_tokens(name, given, N, T, sizes, x):
     if tuple(given.shape) not in forms:
         raise ValueError(f"{name} must have shape {' or '.join(str(list(form)) for form in forms)} (tokens of x, "
                          f"{list(x.shape)}), got {list(given.shape)}")
-
-
-def _is_one_kernel(state):
-    """Whether one kernel has a step on this pool, where its rows are dense and lie on 16 bytes."""
-    if state.device.type != "cuda" or state.shape[-1] != 128:
-        return False
-    pieces = 16 // state.element_size()
-    # torch.compile knows no address while it traces.
-    start = 0 if torch.compiler.is_compiling() else state.storage_offset()
-    places = (start, *state.stride()[:2])
-    return state.stride()[2:] == (128, 1) and all(place % pieces == 0 for place in places)
 
 
 def _expect_few_tokens(function, q, cu_seqlens, most, hint):

@@ -15,11 +15,10 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import kda, serving
-from ._engines import Places
-from ._plugin import Plugin
-from ._switches import switch
+from ._plugins.places import Places
+from ._plugins.plugin import ENGINE_SLOTS, FIRST_SLOT, Plugin
+from ._plugins.switches import switch
 
-_FIRST_SLOT = 1  # SGLang's allocators never give slot 0 away
 _CHUNK = 64  # what track_chunk_idx counts
 _NORMED = dict(use_qk_l2norm_in_kernel=True, state_v_first=True)
 _RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
@@ -72,7 +71,7 @@ def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, c
     o = serving.decode(
         q.unflatten(1, (-1, K))[:, None], k.unflatten(1, (-1, K))[:, None], v.unflatten(1, (num_v_heads, -1))[:, None],
         _gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
-        first_slot=_FIRST_SLOT, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
+        **ENGINE_SLOTS, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o.transpose(0, 1)
 
 
@@ -80,7 +79,7 @@ def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, qu
            **others):
     o, _ = kda.fused_recurrent_kda_fwd(
         q, k, v, _gates(a, ssm_states), _betas(b), initial_state=ssm_states, cu_seqlens=query_start_loc,
-        ssm_state_indices=cache_indices[:query_start_loc.shape[0] - 1], first_slot=_FIRST_SLOT,
+        ssm_state_indices=cache_indices[:query_start_loc.shape[0] - 1], **ENGINE_SLOTS,
         **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o
 
@@ -94,7 +93,7 @@ def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc
     modes = dict(_NORMED, use_gate_in_kernel=A_log is not None, use_beta_sigmoid_in_kernel=beta_is_raw,
                  **_parameters(A_log, dt_bias, lower_bound if A_log is not None else None))
     if track_state is None:
-        o = serving.prefill(q, k, v, g, beta, ssm_states, slots, cu_seqlens=query_start_loc, first_slot=_FIRST_SLOT,
+        o = serving.prefill(q, k, v, g, beta, ssm_states, slots, cu_seqlens=query_start_loc, **ENGINE_SLOTS,
                             **modes)
     else:
         o = _tracked(q, k, v, g, beta, ssm_states, slots, query_start_loc, track_state, track_chunk_idx, **modes)
@@ -103,7 +102,7 @@ def extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc
 
 def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, track_state, chunk, **modes):
     """extend, with the fp32 state in front of chunk[n] of sequence n in track_state[n], where that is not negative."""
-    has_slot = slots >= _FIRST_SLOT
+    has_slot = slots >= FIRST_SLOT
     wide = lambda mask: mask[:, None, None, None]
     # In front of chunk 0 is the state that a sequence starts from; its slot will hold another one.
     first = pool[torch.where(has_slot & (chunk == 0), slots, 0).long()].float()
@@ -129,7 +128,7 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
     tree = retrieve_parent_token is not None and cache_steps > 1
     if slots is None:
         committed, rows = cache_indices[:N], intermediate_state_indices[:N]
-        has_slot = committed >= _FIRST_SLOT
+        has_slot = committed >= FIRST_SLOT
         slots = torch.arange(cache_steps, dtype=torch.int32, device=rows.device) + (rows * steps)[:, None]
         slots = torch.where(has_slot[:, None], slots, -1)
         if cache_steps == 1:
@@ -160,7 +159,7 @@ def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bia
     return serving.fused_decode(
         mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _gates(a, ssm_states), _betas(b), A_log,
         dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight, onorm_eps,
-        scale=scale, first_slot=_FIRST_SLOT)
+        scale=scale, **ENGINE_SLOTS)
 
 
 # ---- their places ----------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import inspect
 import torch
 
 from . import kda, layer
-from ._plugin import Plugin
-from ._switches import switch
+from ._plugins.plugin import Plugin
+from ._plugins.switches import switch
 
 try:
     import transformers

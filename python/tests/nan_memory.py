@@ -97,9 +97,10 @@ def watch():
         if torch.cuda.is_available():
             for name in names:
                 setattr(owner, name, filling(getattr(owner, name)))
-    from libkda import _layer_ops, ops
+    from libkda import ops
+    from libkda._binding import layer_ops
     from libkda.context_parallel import maps
-    for module in (ops, _layer_ops, maps):
+    for module in (ops, layer_ops, maps):
         for name, value in list(vars(module).items()):
             if not isinstance(value, torch._ops.OpOverload) or value.namespace != "libkda":
                 continue

@@ -9,7 +9,8 @@ import pytest
 import torch
 from common import distance, make, reference
 
-from libkda import _repeats, arrays
+from libkda import arrays
+from libkda._binding import repeats
 
 np = pytest.importorskip("numpy")
 
@@ -249,8 +250,8 @@ GATES = [("log", None), ("softplus", None), ("bounded", -5.0)]
 @pytest.fixture
 def remembered(monkeypatch):
     """What calls leave for those that repeat them, empty at first."""
-    monkeypatch.setattr(_repeats, "_remembered", {})
-    return _repeats._remembered
+    monkeypatch.setattr(repeats, "_remembered", {})
+    return repeats._remembered
 
 
 def calls_with(dtype=torch.float32):
@@ -336,7 +337,7 @@ def test_what_repeats_is_checked_as_before(remembered):
 def test_few_calls_are_remembered(remembered, monkeypatch):
     """The oldest is forgotten, with its plan."""
     forward, _ = calls_with()
-    monkeypatch.setattr(_repeats, "_MOST", 3)
+    monkeypatch.setattr(repeats, "_MOST", 3)
     freed = []
     for i in range(8):
         forward(scale=0.1 + i)

@@ -9,8 +9,8 @@ import torch
 
 import libkda.sglang
 import libkda.vllm
-from libkda._engines import Places
-from libkda._plugin import Plugin
+from libkda._plugins.places import Places
+from libkda._plugins.plugin import Plugin
 from libkda.vllm import PoolRows
 
 

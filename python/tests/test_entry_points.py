@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from common import distance, reference
 
@@ -104,8 +105,14 @@ def call_of(entry, lengths, device, packed=True):
                 dict(initial_state=states, output_final_state=True))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_group_is_left():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def group_of_one():
-    import torch.distributed as dist
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.group.WORLD

@@ -7,7 +7,8 @@ import pytest
 import torch
 from common import make
 
-from libkda import _checks, chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_kda_gate
+from libkda import chunk_kda, fused_kda_gate, fused_recurrent_kda, fused_recurrent_kda_fwd, naive_kda_gate
+from libkda._binding import checks
 
 CASES = [
     (dict(cu_seqlens=[0, 131]), ValueError, "The batch size is expected to be 1 rather than 2 when using `cu_seqlens`."
@@ -224,7 +225,7 @@ def test_unknown_keywords_are_ignored_with_one_warning():
 @pytest.mark.parametrize("function", [chunk_kda, fused_recurrent_kda])
 def test_a_warning_of_a_keyword_names_one_that_is_near_and_the_line_of_the_call(function, name, hint):
     x, _, _ = make(T=3)
-    _checks._warned.discard((function.__name__, name))
+    checks._warned.discard((function.__name__, name))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         line = inspect.currentframe().f_lineno + 1

@@ -8,7 +8,7 @@ from common import FLAGS, distance, make, reference
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import libkda
-from libkda import _library
+from libkda._binding import library
 
 fla = pytest.importorskip("fla")
 fla_kda = pytest.importorskip("fla.ops.kda")
@@ -195,9 +195,9 @@ def test_training_on_a_gpu(monkeypatch):
 
 def test_what_a_build_says_of_a_gpu():
     if torch.cuda.is_available():
-        assert _library.cuda_refusal(0) is None
+        assert library.cuda_refusal(0) is None
     else:
-        assert "cuda" in _library.cuda_refusal(0).lower()
+        assert "cuda" in library.cuda_refusal(0).lower()
 
 
 @since_0_6

@@ -81,15 +81,15 @@ def test_gated_norm(activation):
 
 
 def test_what_stays_with_fla():
-    from libkda import _fla_layer
+    from libkda.fla import layer
     x, weight = torch.randn(1, 5, 8), torch.randn(8, 4)
-    conv = lambda **changes: _fla_layer.refusal("causal_conv1d_fwd", dict(x=x, weight=weight, **changes))
+    conv = lambda **changes: layer.refusal("causal_conv1d_fwd", dict(x=x, weight=weight, **changes))
     assert conv() is None
     assert conv(residual=x.double()) == "residual of torch.float64"
     assert conv(initial_state=torch.empty(1, 8, 4, device="meta")) == "initial_state on meta"
-    assert "2 to 4 taps" in _fla_layer.refusal("causal_conv1d_update", dict(x=x, weight=torch.randn(8, 6)))
+    assert "2 to 4 taps" in layer.refusal("causal_conv1d_update", dict(x=x, weight=torch.randn(8, 6)))
     good = dict(x=x[0], g=x[0], is_rms_norm=True)
-    norm = lambda **changes: _fla_layer.refusal("layer_norm_gated_fwd", good | changes)
+    norm = lambda **changes: layer.refusal("layer_norm_gated_fwd", good | changes)
     assert norm() is None
     assert "a mean or a bias" in norm(is_rms_norm=False) and "a mean or a bias" in norm(bias=weight[0])
     assert "residual" in norm(residual=x[0]) and "two types" in norm(residual_dtype=torch.bfloat16)
@@ -139,7 +139,7 @@ def layer_with_cache(monkeypatch, on_the_device):
     """Makes a layer whose steps are served on a CPU too, and its cache behind a prefill."""
     layers = pytest.importorskip("fla.layers", reason="flash-linear-attention has them, fla-core has not")
     utils = pytest.importorskip("fla.models.utils")
-    monkeypatch.setattr("libkda._fla_step._DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr("libkda.fla.step._DEVICES", ("cpu", "cuda"))
 
     def make(**settings):
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ def test_a_step_of_the_layer(layer_with_cache, monkeypatch, settings):
         found = steps(*layer_with_cache(**settings), change=change)
         assert libkda.fla.last_path("step") == "libkda: fused_decode"
         with monkeypatch.context() as patch:
-            patch.setattr("libkda._fla_step._DEVICES", ())
+            patch.setattr("libkda.fla.step._DEVICES", ())
             expected = steps(*layer_with_cache(**settings), change=change)
         assert "tensors on c" in libkda.fla.last_path("step")
         for mine, right in zip(found, expected):
@@ -189,7 +189,7 @@ def test_a_step_keeps_caches_together(layer_with_cache, monkeypatch):
     layer.k_conv1d.weight.data.mul_(2)  # no count of changes sees it
     before = copy.deepcopy(cache)
     found = steps(layer, cache, 1)
-    monkeypatch.setattr("libkda._fla_step._DEVICES", ())
+    monkeypatch.setattr("libkda.fla.step._DEVICES", ())
     for mine, right in zip(found, steps(layer, before, 1)):
         assert distance(mine, right.double()) < 1e-5
 

@@ -155,7 +155,7 @@ assert state._version == 1 and state.abs().sum() > 0
 def test_a_copy_of_another_version_is_refused(tmp_path):
     here = pathlib.Path(libkda.__file__).parent
     shutil.copytree(here, tmp_path / "second")
-    library = tmp_path / "second" / "_library.py"
+    library = tmp_path / "second" / "_binding" / "library.py"
     library.write_text(library.read_text() + "\n\ndef version():\n    return '9.9.9'\n")
     python(COPIES.format(folder=str(here)) + f"""
 second = load("second", {str(tmp_path / "second")!r})

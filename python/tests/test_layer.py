@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import libkda
-from libkda import _layer_ops
+from libkda._binding import layer_ops
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -275,7 +275,7 @@ def test_a_gpu_has_fake_kernels():
         assert libkda.short_conv_update(x, weight.expand(2, 8, 4).clone(), weight).shape == (2, 4, 8)
         assert libkda.gated_rms_norm(x.bfloat16(), x).dtype is torch.bfloat16
         with pytest.raises(ValueError, match="x must be on the CPU or on a CUDA device, got meta"):
-            _layer_ops._short_conv(x.to("meta"), weight.to("meta"), None, None, None, False, 0)
+            layer_ops._short_conv(x.to("meta"), weight.to("meta"), None, None, None, False, 0)
 
 
 @pytest.mark.parametrize("channels, dtype", [(512, torch.bfloat16), (40, torch.float32), (37, torch.float16)])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from common import make
 
-from libkda import _refusals, chunk_kda, fused_recurrent_kda_fwd, ops
+from libkda import chunk_kda, fused_recurrent_kda_fwd, ops
+from libkda._binding import refusals
 
 # The ordinary forward says what does not fit in its place.
 LEFT_OUT = {"libkda::span_begin"}
@@ -30,7 +31,7 @@ def test_every_operator(name, mode):
 
 
 def test_all_operators_are_tried():
-    assert len(OPERATORS) == 20 and "libkda::update" in OPERATORS
+    assert len(OPERATORS) == 21 and "libkda::update" in OPERATORS
 
 
 def rows_of(x):
@@ -82,7 +83,7 @@ def test_the_mark(error, is_refusal):
     def operator(*args, **kwargs):
         raise error
     with pytest.raises(ValueError if is_refusal else type(error)) as raised:
-        _refusals._refusing(operator)(1, x=2)
+        refusals._refusing(operator)(1, x=2)
     assert str(raised.value) == str(error) and (raised.value is error) != is_refusal
 
 

@@ -10,7 +10,8 @@ import warnings
 import pytest
 
 import libkda
-from libkda import _switches, sglang, vllm
+from libkda import sglang, vllm
+from libkda._plugins import switches
 
 ON, OFF = ["1", "true", "True", "YES", "on", " on "], ["0", "false", "No", "off", "OFF "]
 
@@ -20,27 +21,27 @@ def test_words(monkeypatch, default):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         monkeypatch.delenv("LIBKDA_X", raising=False)
-        assert _switches.switch("LIBKDA_X", default) is default
+        assert switches.switch("LIBKDA_X", default) is default
         for text, value in [("", default), *((text, True) for text in ON), *((text, False) for text in OFF)]:
             monkeypatch.setenv("LIBKDA_X", text)
-            assert _switches.switch("LIBKDA_X", default) is value
+            assert switches.switch("LIBKDA_X", default) is value
 
 
 def test_another_word_is_one_warning(monkeypatch):
-    _switches._warned.clear()
+    switches._warned.clear()
     monkeypatch.setenv("LIBKDA_X", "2")
     with pytest.warns(UserWarning, match="LIBKDA_X must be 0, false, no or off, or 1, true, yes or on, got '2'"):
-        assert not _switches.switch("LIBKDA_X", False)
+        assert not switches.switch("LIBKDA_X", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _switches.switch("LIBKDA_X", True)
+        assert switches.switch("LIBKDA_X", True)
 
 
 def test_no_other_file_reads_the_environment():
     """But for the report, which prints it, and the number of threads, which is OpenMP's."""
     package = pathlib.Path(libkda.__file__).parent
     readers = {path.name for path in package.rglob("*.py") if re.search(r"os\.environ|getenv", path.read_text())}
-    assert readers == {"_switches.py", "_repeats.py", "__main__.py"}
+    assert readers == {"switches.py", "repeats.py", "__main__.py"}
 
 
 @pytest.mark.parametrize("module, variable", [(vllm, "LIBKDA_VLLM"), (sglang, "LIBKDA_SGLANG")])
@@ -72,6 +73,6 @@ def test_fla(text, enabled):
     code = """
 import torch, libkda.fla
 made = libkda.fla._backend_of({})
-print(made.can_use(), libkda.fla._fla_step._disabled(libkda.fla._plugin) is None)
+print(made.can_use(), libkda.fla.step._disabled(libkda.fla._plugin) is None)
 """
     assert python(code, FLA_LIBKDA=text) == [enabled, enabled]

@@ -438,7 +438,7 @@ def test_flashkda_prefill_takes_the_pool(flashkda):
 def test_checkpoints_of_a_prefill(flashkda, monkeypatch):
     """States in front of the end of a prompt: by the operators of 16 arguments for GLM, which libkda defines."""
     libkda.compat.flash_kda.install_operators()
-    monkeypatch.setattr(libkda.vllm._plugin, "attempt", types.MethodType(libkda._plugin.Plugin.attempt,
+    monkeypatch.setattr(libkda.vllm._plugin, "attempt", types.MethodType(libkda._plugins.plugin.Plugin.attempt,
                                                                          libkda.vllm._plugin))
     flashkda.start("a", 3)
     flashkda.start("b", 9)

@@ -31,6 +31,11 @@ assert_type(libkda.transformers.last_path(), str | None)
 assert_type(libkda.vllm.places(), list[str])
 assert_type(libkda.sglang.last_path(), str | None)
 assert_type(libkda.__version__, str)
+assert_type(libkda.Options(context_parallel=3).context_parallel, str | int)
+with libkda.options(backend="oracle") as in_force:
+    assert_type(in_force, libkda.Options)
+libkda.Options(batch_invariant="yes")  # type: ignore[arg-type]
+libkda.decode(x, x, x, x, beta, x, beta, plan_options="oracle")  # type: ignore[arg-type]
 assert_type(flash_kda.fwd(x, x, x, x, beta, 1.0, x, beta, beta, -5.0), None)
 assert_type(arrays.forward(x, x, x, x, beta, gate_mode="bounded"), tuple[Any, Any])
 assert_type(arrays.backward(x, x, x, x, beta, d_o=x, kept=arrays.Kept()), arrays.Gradients)

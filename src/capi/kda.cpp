@@ -156,9 +156,9 @@ kda_status kda_supported(const kda_problem* problem, const kda_plan_options* opt
     kda_problem c;
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
     kda::DeviceFacts device;
-    kda::PlanOptions unused;
-    KDA_RETURN_IF_ERROR(read_options(options, &device, &unused));
-    return kda::supported(problem_of(c), device);
+    kda::PlanOptions asked;
+    KDA_RETURN_IF_ERROR(read_options(options, &device, &asked));
+    return kda::supported(problem_of(c), device, asked);
   });
 }
 

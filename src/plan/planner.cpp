@@ -139,6 +139,14 @@ Status choose(Heads rows, const Request& request, std::vector<Candidate>* candid
   return {};
 }
 
+/// Ok where keeping what the request asks for is worth it.
+Status reason_to_keep_nothing(const Head& row, const Request& request) {
+  const PlanOptions& options = request.options;
+  if (options.keep != KeepPolicy::kChunks || !options.backend.empty() || !row.defer_keep) return {};
+  const std::string reason = row.defer_keep(request);
+  return reason.empty() ? Status{} : Status(StatusCode::kUnsupported, cat("keep: ", reason));
+}
+
 Status set_lengths(std::span<const int64_t> cu_seqlens, Plan* plan) {
   const Problem& p = plan->problem;
   const auto N = static_cast<std::size_t>(p.num_sequences);
@@ -202,7 +210,8 @@ void count_chunks(Plan* plan) {
   }
 }
 
-Status check_options(const DeviceFacts& device, const PlanOptions& options) {
+Status check_options(const Problem& problem, const DeviceFacts& device,
+                     const PlanOptions& options) {
   if (device.num_sms < 1 || device.num_sms > 65535)
     return invalid("device: num_sms = ", device.num_sms, " is outside 1..65535");
   if (options.num_threads < 0 || options.num_threads > 1024)
@@ -225,6 +234,8 @@ Status check_options(const DeviceFacts& device, const PlanOptions& options) {
   if (options.context_parallel == SegmentPolicy::kFixed &&
       (options.num_segments < 1 || options.num_segments > plan::kMaxSegments))
     return invalid("num_segments: ", options.num_segments, " is outside 1..", plan::kMaxSegments);
+  if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kNothing)
+    return invalid("keep: belongs to forward, decode has no backward");
   return {};
 }
 
@@ -272,9 +283,7 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
                   const DeviceFacts& device, const PlanOptions& options, Plan* plan,
                   const Gradients* gradients) {
   KDA_RETURN_IF_ERROR(validate(problem));
-  KDA_RETURN_IF_ERROR(check_options(device, options));
-  if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kNothing)
-    return invalid("keep: belongs to forward, decode has no backward");
+  KDA_RETURN_IF_ERROR(check_options(problem, device, options));
   plan->problem = problem;
   plan->requested = plan->resolved = options;
   plan->device = device;
@@ -350,14 +359,19 @@ Status make_plan_from_bounds(const Problem& problem, const DeviceFacts& device,
                          problem.cu_seqlens ? nullptr : &none, device, options, plan);
 }
 
-Status supported(const Problem& problem, const DeviceFacts& device) noexcept {
+Status supported(const Problem& problem, const DeviceFacts& device,
+                 const PlanOptions& options) noexcept {
   return guarded([&] {
     KDA_RETURN_IF_ERROR(validate(problem));
+    PlanOptions asked;
+    asked.backend = options.backend;
+    asked.keep = options.keep, asked.kept_state_every = options.kept_state_every;
+    KDA_RETURN_IF_ERROR(check_options(problem, device, asked));
+    const Request request{problem, device, asked};
     std::vector<Candidate> candidates;
     const Head* chosen = nullptr;
-    KDA_RETURN_IF_ERROR(
-        choose(registry::heads(problem.operation), {problem, device, {}}, &candidates, &chosen));
-    if (chosen) return Status{};
+    KDA_RETURN_IF_ERROR(choose(registry::heads(problem.operation), request, &candidates, &chosen));
+    if (chosen) return reason_to_keep_nothing(*chosen, request);
     std::string reasons;
     for (const Candidate& row : candidates) reasons += cat("; ", row.name, " ", row.reason);
     return Status(StatusCode::kUnsupported,

@@ -87,6 +87,10 @@ struct Head {
   bool keeps_states = false;  ///< serves every KeepPolicy
   /// Empty if it serves KeepPolicy::kChunks for the problem, else why not. Null: as keeps_states.
   std::string (*decline_keep)(const Problem& problem) = nullptr;
+  /// Why a forward should keep nothing where this row can keep, if no backend is asked for; empty
+  /// if it should not. Null: it never should. supported() asks it; a plan does what it was asked
+  /// to.
+  std::string (*defer_keep)(const Request& request) = nullptr;
   bool float64 = false;  ///< serves tensors in fp64
 };
 

@@ -90,10 +90,10 @@ Status gated_rms_norm_backward(const GatedRmsNorm& call,
 Status fused_decode(const FusedDecode& call) noexcept {
   return on_row(call, [&](const registry::LayerRow& row, const Memory& memory) {
     KDA_RETURN_IF_ERROR(check_fused_decode(call, memory));
+    KDA_RETURN_IF_ERROR(decline_fused_decode(call));
     if (!row.fused_decode)
       return Status(StatusCode::kUnsupported,
                     "device: is the CPU, where a step is short_conv, decode and gated_rms_norm");
-    KDA_RETURN_IF_ERROR(decline_fused_decode(call));
     return row.fused_decode(call);
   });
 }

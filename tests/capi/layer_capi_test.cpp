@@ -159,6 +159,9 @@ TEST(LayerInC, FusedDecodeIsOfAGpu) {
   EXPECT_EQ(kda_fused_decode(&c), KDA_UNSUPPORTED);
   EXPECT_STREQ(kda_last_error(),
                "device: is the CPU, where a step is short_conv, decode and gated_rms_norm");
+  c.head_dim = 64;  // what no device has in one kernel is said on all of them
+  EXPECT_EQ(kda_fused_decode(&c), KDA_UNSUPPORTED);
+  EXPECT_STREQ(kda_last_error(), "head_dim: is 64, one kernel has 128 alone");
   EXPECT_EQ(kda_fused_decode(nullptr), KDA_INVALID_ARGUMENT);
 }
 

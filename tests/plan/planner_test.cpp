@@ -408,6 +408,39 @@ TEST(Planner, SupportedSaysWhyNot) {
   EXPECT_EQ(supported(bad, cpu_facts()).code(), StatusCode::kInvalidArgument);
 }
 
+TEST(Planner, SupportedReadsBackendAndKeep) {
+  const auto why = [](int64_t heads, const PlanOptions& options, const DeviceFacts& device) {
+    std::vector<int64_t> cu;
+    return supported(packed({512}, heads, &cu), device, options);
+  };
+  PlanOptions keep, fused;
+  keep.keep = KeepPolicy::kChunks, fused.backend = "fused";
+  const DeviceFacts hopper = gpu_facts(132);
+  EXPECT_TRUE(why(50, keep, hopper).ok());  // 100 of 132 SMs
+  const Status few = why(49, keep, hopper);
+  EXPECT_EQ(few.code(), StatusCode::kUnsupported);
+  EXPECT_EQ(few.message(),
+            "keep: 49 chains of K = 128 keep 98 of 132 SMs busy, fewer than three quarters; a "
+            "forward that cuts them gains more");
+  EXPECT_TRUE(why(49, {}, hopper).ok());
+  EXPECT_TRUE(why(1, keep, cpu_facts()).ok());
+  EXPECT_EQ(why(50, keep, gpu_facts(132, 80)).code(), StatusCode::kUnsupported);
+  keep.backend = "fused";  // who names one has made up his mind
+  EXPECT_TRUE(why(49, keep, hopper).ok());
+  EXPECT_TRUE(why(1, fused, hopper).ok());
+  EXPECT_EQ(why(1, fused, gpu_facts(108, 80)).code(), StatusCode::kUnavailable);
+  keep.kept_state_every = 7;
+  EXPECT_EQ(why(50, keep, hopper).code(), StatusCode::kInvalidArgument);
+  // A plan that is asked to keep does so.
+  std::vector<int64_t> cu;
+  const Problem p = packed({512}, 1, &cu);
+  PlanOptions asked;
+  asked.keep = KeepPolicy::kChunks;
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, cu, hopper, asked, &plan).ok());
+  EXPECT_GT(plan.saved_bytes, 0u);
+}
+
 // Times of both forms on an H200: `./dev gpu-bench fused`.
 TEST(Planner, TakesOneKernelWhereSegmentsCanBeJoinedOrHeadsFillTheCard) {
   const auto chosen = [](const char* lengths, int64_t heads, const PlanOptions& options = {}) {

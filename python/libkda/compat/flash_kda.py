@@ -15,9 +15,11 @@ from typing import ParamSpec
 import torch
 
 from .. import ops
-from .._checks import check, checked
-from .._operands import as_type, expect_distinct, lengths_of, new_states, parameter_of, rows_of, written_rows_of
-from .._rules import number
+from .._binding.checks import check, checked
+from .._binding.operands import (Modes, as_type, expect_distinct, forward_into, lengths_of, new_states, parameter_of,
+                                 rows_of, written_rows_of)
+from .._binding.options import number_of
+from .._binding.rules import number
 
 Parameters = ParamSpec("Parameters")
 
@@ -55,7 +57,8 @@ def fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta
     """
     ops.refuse_gradients("flash_kda.fwd", q, k, v, g, beta, A_log, dt_bias, initial_state, out, final_state,
                          checkpoint_state)
-    modes = (ops.GATE_BOUNDED, ops.BETA_SIGMOID, number("lower_bound", lower_bound), number("scale", scale), True, True)
+    modes = Modes(ops.GATE_BOUNDED, ops.BETA_SIGMOID, number("lower_bound", lower_bound), number("scale", scale), True,
+                  True)
     with torch.no_grad():
         if checkpoint_offsets is None and checkpoint_state is None:
             _forward(q, k, v, g, beta, out, final_state, A_log, dt_bias, initial_state, cu_seqlens, modes)
@@ -103,15 +106,16 @@ def _numbers(x):
 
 
 def _forward(q, k, v, g, beta, out, final_state, A_log, dt_bias, initial_state, cu_seqlens, modes):
-    cu, cpu = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
     inputs = (rows_of(x) for x in (q, k, v, g, beta))
     o, final = written_rows_of("out", out), None
     if final_state is not None:
         final = _state(final_state)
         if final is not final_state:
             expect_distinct("final_state", final_state)
-    ops.forward_into(*inputs, o, final, None, parameter_of(A_log), parameter_of(dt_bias),
-                     None if initial_state is None else _state(initial_state), cu, cpu, *modes)
+    forward_into(*inputs, o, final, None, (parameter_of(A_log), parameter_of(dt_bias)),
+                 None if initial_state is None else _state(initial_state), lengths, modes,
+                 options=number_of(None))
     _copy_back(out, o)
     _copy_back(final_state, final)
 

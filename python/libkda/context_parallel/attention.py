@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
-from .._checks import check, computes_in_float64
-from .._operands import NO_A_LOG, as_type, dense, parameter_of, rows_of
+from .._binding.checks import check, computes_in_float64
+from .._binding.operands import NO_A_LOG, Modes, as_type, dense, parameter_of, rows_of
 from . import maps
 from .contexts import runs_of
 from .exchange import Agreed, AllGather, agree, check_place
@@ -20,7 +20,7 @@ class Options(NamedTuple):
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
     initial_state: torch.Tensor | None
-    modes: tuple[Any, ...]  # of _operands.modes_of
+    modes: Modes
     output_final_state: bool
     more: tuple[tuple[str, Any], ...] = ()  # names and values of a function's own, the same on all ranks
 
@@ -47,7 +47,7 @@ def chunk_kda(context: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g
 
 def _with_gate(options):
     """Without parameters where the gate is none that has them."""
-    gate = options.modes[0]
+    gate = options.modes.gate_mode
     if gate == ops.GATE_LOG:
         return options._replace(A_log=None, dt_bias=None)
     if gate == ops.GATE_SOFTPLUS and options.A_log is None:
@@ -72,18 +72,19 @@ def _look(context, rows, options):
         _try_values(context, values, options.modes, context._seen[alike].sizes)
     agreed = context._seen[alike]
     HV, K, V = agreed.sizes
-    _check_initial_state(context, q, options.initial_state, (HV, V, K) if options.modes[-1] else (HV, K, V))
+    _check_initial_state(context, q, options.initial_state, (HV, V, K) if options.modes.state_v_first else (HV, K, V))
     return agreed
 
 
 def _named(values, options, gradients):
     """Options by the names of the caller's arguments."""
-    gate, beta, lower_bound, scale, l2norm, state_v_first = options.modes
+    modes = options.modes
     return {
-        "function": "chunk_kda", "use_gate_in_kernel": gate != ops.GATE_LOG,
-        "lower_bound": lower_bound if gate == ops.GATE_BOUNDED else None, "scale": scale,
-        "use_beta_sigmoid_in_kernel": beta != ops.BETA_PLAIN, "allow_neg_eigval": beta == ops.BETA_SIGMOID2,
-        "use_qk_l2norm_in_kernel": l2norm, "state_v_first": state_v_first,
+        "function": "chunk_kda", "use_gate_in_kernel": modes.gate_mode != ops.GATE_LOG,
+        "lower_bound": modes.lower_bound if modes.gate_mode == ops.GATE_BOUNDED else None, "scale": modes.scale,
+        "use_beta_sigmoid_in_kernel": modes.beta_mode != ops.BETA_PLAIN,
+        "allow_neg_eigval": modes.beta_mode == ops.BETA_SIGMOID2,
+        "use_qk_l2norm_in_kernel": modes.l2norm, "state_v_first": modes.state_v_first,
         "output_final_state": options.output_final_state, "the number of heads of q": values["q"].shape[2],
         **{f"the type of {name}": None if x is None else x.dtype for name, x in values.items()},
         "gradients asked for": gradients, **dict(options.more)}
@@ -352,7 +353,7 @@ class _ChunkKda(torch.autograd.Function):
         call = _Call(context._forward, agreed, modes, rows, parameters, from_zero=initial_state is None)
         # On a CPU they come with D at no cost.
         kept = {} if call.by is maps.OnKernels and any(ctx.needs_input_grad) else None
-        v_first = modes[-1]
+        v_first = modes.state_v_first
         try:
             o = torch.empty(v.shape, dtype=rows[2].dtype, device=v.device)
             starts = None
@@ -396,7 +397,7 @@ class _ChunkKda(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx, d_o, d_final):
-        context, v_first = ctx.context, ctx.modes[-1]
+        context, v_first = ctx.context, ctx.modes.state_v_first
         *inputs, states = ctx.saved_tensors
         rows, parameters = [rows_of(x) for x in inputs[:5]], tuple(parameter_of(x) for x in inputs[5:])
         call = _Call(context._backward, ctx.agreed, ctx.modes, rows, parameters)

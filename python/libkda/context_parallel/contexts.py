@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._rules import integer, number
+from .._binding.rules import integer, number
 
 _NONE, _ZERO = -1, -2  # of a step of a fold
 

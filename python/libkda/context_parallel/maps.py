@@ -3,11 +3,11 @@
 elsewhere by the ordinary forward and backward."""
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .. import ops
+from .._binding.operands import Modes, forward_into
 
 _span_maps = torch.ops.libkda.span_maps.default
 fold_states = torch.ops.libkda.fold_states.default
@@ -25,12 +25,16 @@ class Spans(NamedTuple):
     rows: tuple[torch.Tensor, ...]  # q, k, v, g, beta of their tokens
     parameters: tuple[torch.Tensor | None, ...]
     lengths: tuple[torch.Tensor, torch.Tensor | None]  # cu_seqlens, and on the host
-    modes: tuple[Any, ...]
+    modes: Modes  # states of spans are in the kv layout, whatever the call has
     sizes: tuple[int, int, int]  # HV, K, V
 
     @property
     def count(self):
         return len(self.lengths[0]) - 1
+
+    @property
+    def kv_modes(self):
+        return self.modes.without_layout
 
     def new(self, *shape):
         return self.rows[0].new_empty((self.count, self.sizes[0], *shape), dtype=torch.float32)
@@ -38,12 +42,13 @@ class Spans(NamedTuple):
 
 def run_forward(spans, o, behind, before):
     """o, and the states behind the spans, from those before them (None: zero)."""
-    ops.forward_into(*spans.rows, o, behind, None, *spans.parameters, before, *spans.lengths, *spans.modes[:5], False)
+    forward_into(*spans.rows, o, behind, None, spans.parameters, before, spans.lengths,
+                 spans.modes._replace(state_v_first=False))
 
 
 def run_backward(spans, d_o, d_behind, before, wanted):
     """Gradients of q to dt_bias, and of the states before the spans."""
-    return backward(d_o, d_behind, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.modes[:5], False,
+    return backward(d_o, d_behind, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.kv_modes, False,
                     None, None, 0, wanted | _INITIAL_STATE)
 
 
@@ -87,16 +92,16 @@ class OnCpu:
 
     @staticmethod
     def forward_maps(spans, M, B):
-        _span_maps(*spans.rows, M, B, None, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
+        _span_maps(*spans.rows, M, B, None, *spans.parameters, None, spans.lengths[0], *spans.kv_modes)
 
     @staticmethod
     def backward_maps(spans, d_o, M, D):
-        _span_maps(*spans.rows, M, D, d_o, *spans.parameters, None, spans.lengths[0], *spans.modes[:5])
+        _span_maps(*spans.rows, M, D, d_o, *spans.parameters, None, spans.lengths[0], *spans.kv_modes)
 
     @staticmethod
     def states_behind(spans, before):
         states = torch.empty_like(before)
-        _span_maps(*spans.rows, None, states, None, *spans.parameters, before, spans.lengths[0], *spans.modes[:5])
+        _span_maps(*spans.rows, None, states, None, *spans.parameters, before, spans.lengths[0], *spans.kv_modes)
         return states
 
     @staticmethod
@@ -119,7 +124,7 @@ class OnKernels:
     def begin(spans, o, behind, M, B):
         if spans.rows[0].device.type != "cuda":
             return None
-        call = *spans.rows, o, behind, *spans.parameters, *spans.lengths, *spans.modes[:5]
+        call = *spans.rows, o, behind, *spans.parameters, *spans.lengths, *spans.kv_modes
         workspace = _span_begin(*call, M, B)
         return Begun(call, workspace) if len(workspace) else None
 
@@ -127,7 +132,7 @@ class OnKernels:
     def begin_backward(spans, d_o, d_behind, before, wanted, D, from_final):
         if spans.rows[0].device.type != "cuda":
             return None
-        call = (d_o, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.modes[:5], wanted | _INITIAL_STATE)
+        call = (d_o, *spans.rows, *spans.parameters, before, *spans.lengths, *spans.kv_modes, wanted | _INITIAL_STATE)
         *gradients, workspace = _span_backward_begin(d_o, d_behind, *call[1:], D, from_final)
         return BegunBackward(call, gradients, workspace) if len(workspace) else None
 

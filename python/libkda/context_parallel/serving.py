@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from .. import ops
-from .._operands import as_type, expect_distinct, modes_of
-from .._rules import LAST_SLOT, integer
-from ..kda import _check_beta, _gate_parameters
+from .._binding.operands import as_type, expect_distinct, modes_of, parameters_of
+from .._binding.options import refuse_beside
+from .._binding.rules import LAST_SLOT, integer
 from . import attention
 from .contexts import Context
 
@@ -45,17 +45,15 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
         nonlocal valid
         if ops.differentiates(q, k, v, g, beta, A_log, dt_bias, pool):
             raise NotImplementedError("libkda: prefill has no gradients; chunk_kda has, with `cp_context`")
+        refuse_beside("context", None)
         first = integer("first_slot", first_slot, 0, LAST_SLOT)
-        if allow_neg_eigval:
-            _check_beta(use_beta_sigmoid_in_kernel)
-        gates = _gate_parameters(A_log, dt_bias, use_gate_in_kernel, lower_bound, False)
         modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                          use_qk_l2norm_in_kernel, state_v_first)
         _expect(context, q, v, pool, slots, has_state, state_v_first, first)
         valid = (slots >= first) & (slots < len(pool))
         states = _starting_states(context, pool, slots, valid if has_state is None else valid & has_state)
         more = ("function", "prefill"), ("the type of pool", pool.dtype), ("first_slot", first)
-        return attention.Options(*gates, states, modes, True, more)
+        return attention.Options(*parameters_of(A_log, dt_bias, modes), states, modes, True, more)
 
     o, final = attention.chunk_kda(context, q, k, v, g, beta, read)
     written = slice(None) if context.final_states == "all" else context._table("ends", q.device)

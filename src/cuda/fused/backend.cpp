@@ -120,6 +120,17 @@ std::string decline_keep(const Problem& p) {
   return {};
 }
 
+/// It keeps whole chains. Where they leave much of the card idle, a forward that cuts sequences,
+/// and so keeps nothing, gains more than the backward loses.
+std::string defer_keep(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const int64_t chains = p.num_sequences * p.num_value_heads;
+  const int64_t busy = chains * tiles_of(p.key_dim), sms = request.device.num_sms;
+  if (busy * 4 >= sms * 3) return {};
+  return cat(chains, " chains of K = ", p.key_dim, " keep ", busy, " of ", sms,
+             " SMs busy, fewer than three quarters; a forward that cuts them gains more");
+}
+
 std::string defer(const registry::Request& request) {
   if (request.options.keep == KeepPolicy::kChunks) return {};  // no other row keeps
   if (plan::asks_for_segments(request.options)) return "context_parallel asks for segments";
@@ -383,7 +394,8 @@ const registry::ForwardRow kForward = {
              .min_compute_capability = 90,
              .max_compute_capability = 90,
              .device_checks = &kDeviceChecks,
-             .decline_keep = decline_keep},
+             .decline_keep = decline_keep,
+             .defer_keep = defer_keep},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
                                         .merge = if_built<segment_merge>(),

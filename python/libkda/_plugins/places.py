@@ -8,7 +8,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable
 
-from ._plugin import Plugin
+from .plugin import Plugin
 
 
 class Places:

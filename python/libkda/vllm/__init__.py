@@ -17,14 +17,13 @@ import types
 
 import torch
 
-from . import kda, layer, serving
-from ._engines import Places
-from ._library import cuda_refusal
-from ._plugin import Plugin
-from ._switches import switch
-from .compat import flash_kda
+from .. import kda, layer, serving
+from .._plugins.places import Places
+from .._binding.library import cuda_refusal
+from .._plugins.plugin import ENGINE_SLOTS, FIRST_SLOT, Plugin
+from .._plugins.switches import switch
+from ..compat import flash_kda
 
-_FIRST_SLOT = 1  # vLLM's null block is 0
 _STATES = (torch.float32, torch.bfloat16)
 _NORMED = dict(use_qk_l2norm_in_kernel=True, state_v_first=True)
 _RAW = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, **_NORMED)
@@ -109,7 +108,7 @@ def _prefill(q, k, v, g, beta, initial_state, out, cu_seqlens, **modes):
     if isinstance(initial_state, PoolRows):
         rows = initial_state
         o = serving.prefill(q, k, v, g, beta, rows.pool, rows.slots, cu_seqlens=cu_seqlens, has_state=rows.has_state,
-                            first_slot=_FIRST_SLOT, out=out, **modes)
+                            **ENGINE_SLOTS, out=out, **modes)
         return o, PoolRows.of(rows.pool, rows.slots, rows.has_state, updated=True)
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is None:
@@ -135,7 +134,7 @@ def _on_the_pool(q, k, v, g, beta, pool, cu_seqlens, slots, accepted, **modes):
     N = cu_seqlens.shape[0] - 1
     return kda.fused_recurrent_kda_fwd(
         q, k, v, g, beta, initial_state=pool, cu_seqlens=cu_seqlens, ssm_state_indices=slots[:N],
-        num_accepted_tokens=None if accepted is None else accepted[:N], first_slot=_FIRST_SLOT, **modes)
+        num_accepted_tokens=None if accepted is None else accepted[:N], **ENGINE_SLOTS, **modes)
 
 
 def fused_recurrent_kda(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens,
@@ -151,7 +150,7 @@ def fused_recurrent_kda_packed_decode(mixed_qkv, raw_g, raw_beta, A_log, dt_bias
     if out is None:
         out = mixed_qkv.new_empty((1, mixed_qkv.shape[0], HV, V))
     serving.decode(q, k, v, raw_g.transpose(0, 1), raw_beta.transpose(0, 1), initial_state, state_indices,
-                   first_slot=_FIRST_SLOT, out=out.transpose(0, 1), A_log=A_log, dt_bias=dt_bias, scale=scale,
+                   **ENGINE_SLOTS, out=out.transpose(0, 1), A_log=A_log, dt_bias=dt_bias, scale=scale,
                    lower_bound=lower_bound, **_RAW)
     return out, initial_state
 
@@ -244,7 +243,7 @@ def kda_recoverssm_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound,
     kept = _Records.of(records, raw_beta)
     none = torch.full((state_indices.shape[0], spec_query_len), -1, dtype=torch.int32, device=q.device)
     out = serving.verify(q, k, v, raw_g, raw_beta, checkpoint_state, state_indices, cu_seqlens=query_start_loc,
-                         first_slot=_FIRST_SLOT, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
+                         **ENGINE_SLOTS, out=out, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound,
                          drafts=checkpoint_state, draft_slots=none, **_RAW)
     kept.keep(k, v, raw_g, raw_beta)
     correction.libkda_records = kept
@@ -292,14 +291,14 @@ def _fold_records(context, kept, source, starts, align):
         slots = torch.where((column == boundary) & (column != lengths - 1),
                             context.boundary_state_indices[:N, None], slots)
     chain = torch.where(column < lengths, column - 1, -1)
-    source = torch.where((lengths[:, 0] > 0) & (last >= _FIRST_SLOT), source, -1)
+    source = torch.where((lengths[:, 0] > 0) & (last >= FIRST_SLOT), source, -1)
     # What lies on a GPU nobody reads: rows behind the last sequence are none.
     T = N * window if starts.is_cuda else int(starts[-1])
     out = None
     for records, pool, A_log, dt_bias in zip(kept, context.checkpoints, context.A_log, context.dt_bias):
         k, v, g, beta = records.rows(T)
         out = k.new_empty(v.shape) if out is None else out
-        serving.verify(k, k, v, g, beta, pool, source, cu_seqlens=starts, first_slot=_FIRST_SLOT, out=out,
+        serving.verify(k, k, v, g, beta, pool, source, cu_seqlens=starts, **ENGINE_SLOTS, out=out,
                        A_log=A_log, dt_bias=dt_bias, lower_bound=context.lower_bound, drafts=pool, draft_slots=slots,
                        parents=chain, **_RAW)
 
@@ -370,7 +369,7 @@ def causal_conv1d_fn(x, weight, bias, conv_states, query_start_loc, cache_indice
     _expect_cpu(x)
     y = layer.short_conv_update(x.transpose(0, 1)[None], _window(conv_states, weight), weight, bias,
                                 activation=_activation(activation), cu_seqlens=query_start_loc, indices=cache_indices,
-                                has_state=has_initial_state, first_slot=_FIRST_SLOT)
+                                has_state=has_initial_state, **ENGINE_SLOTS)
     return y[0].transpose(0, 1)
 
 
@@ -387,7 +386,7 @@ def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv
     else:
         rows, lengths = (x[:, None], None) if query_start_loc is None else (x[None], query_start_loc)
         y = layer.short_conv_update(rows, _window(conv_state, weight), weight, bias, activation=activation,
-                                    cu_seqlens=lengths, indices=conv_state_indices, first_slot=_FIRST_SLOT)
+                                    cu_seqlens=lengths, indices=conv_state_indices, **ENGINE_SLOTS)
     return (x if out is None else out).copy_(y.view(x.shape))
 
 
@@ -398,7 +397,7 @@ def _speculative_conv(x, pages, weight, bias, activation, slots, accepted, cu_se
     W, ends = weight.shape[-1], cu_seqlens.tolist()
     y = x.new_zeros(x.shape)
     for slot, count, begin, end in zip(slots.tolist(), accepted.tolist(), ends, ends[1:]):
-        if slot < _FIRST_SLOT or begin == end or not 1 <= count <= pages.shape[-1] - W + 2:
+        if slot < FIRST_SLOT or begin == end or not 1 <= count <= pages.shape[-1] - W + 2:
             continue
         page = pages[slot]
         before = page[:, count - 1:count + W - 2].clone()

@@ -14,10 +14,11 @@ import inspect
 
 import torch
 
-from . import _fla_layer, _fla_step, gate, kda, ops
-from ._library import cuda_refusal
-from ._plugin import Plugin
-from ._switches import switch
+from .. import gate, kda, ops
+from . import layer, step
+from .._binding.library import cuda_refusal
+from .._plugins.plugin import Plugin
+from .._plugins.switches import switch
 
 try:
     from fla.backends import BaseBackend, register
@@ -39,7 +40,7 @@ def enable(*, train_on_gpu: bool = False) -> None:
     the decode step into them."""
     _plugin.enabled, _plugin.train_on_gpu = True, train_on_gpu
     if register is not None:
-        _fla_step.serve(_plugin)
+        step.serve(_plugin)
 
 
 def disable() -> None:
@@ -141,7 +142,7 @@ def _around(part, function):
         return function(*args, **kwargs)
 
     def verifier(self, *args, **kwargs):
-        reason = _plugin.disabled or _fla_layer.refusal(name, dict(zip(names, args), **kwargs))
+        reason = _plugin.disabled or layer.refusal(name, dict(zip(names, args), **kwargs))
         if reason is not None:
             _plugin.leaves(name, reason, part)
         return reason is None, reason
@@ -165,7 +166,7 @@ def _register_around(part, functions, module):
 
 
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
-_STAGES = [_around("kda", function) for function in _fla_layer.STAGES]
+_STAGES = [_around("kda", function) for function in layer.STAGES]
 if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
     kda_registry.register(_backend((_chunk_kda, *_OPERATIONS), _STAGES)())
 else:
@@ -174,6 +175,6 @@ else:
     register("kda")(_backend(_OPERATIONS, _STAGES))
     from fla.modules.causal_conv1d import ops as _conv_ops
     from fla.modules.norm import fused_norm_gate as _norm_ops
-    _register_around("conv", _fla_layer.CONVOLUTIONS, _conv_ops)
-    _register_around("norm", _fla_layer.NORMS, _norm_ops)
-    _fla_step.serve(_plugin)
+    _register_around("conv", layer.CONVOLUTIONS, _conv_ops)
+    _register_around("norm", layer.NORMS, _norm_ops)
+    step.serve(_plugin)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from . import _layer_ops, gate, layer
+from .. import gate, layer
+from .._binding import layer_ops
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,7 +28,7 @@ def causal_conv1d_fwd(x, weight, bias, residual, initial_state=None, output_fina
 def causal_conv1d_bwd(x, dy, dht, weight=None, bias=None, residual=None, initial_state=None, activation=None,
                       cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, chunk_size=64, layout_fallback=False):
     wanted = 3 | (bias is not None) << 2 | (initial_state is not None) << 3
-    dx, dw, db, dh0 = _layer_ops.short_conv_backward(
+    dx, dw, db, dh0 = layer_ops.short_conv_backward(
         _rows(dy, weight), dht, _rows(x, weight), weight, bias, initial_state, cu_seqlens, activation is not None,
         wanted)
     return (dx.view(x.shape), dw, None if bias is None else db, None if residual is None else dy,
@@ -49,7 +50,7 @@ def layer_norm_gated_fwd(x, g, weight, bias, activation="swish", eps=1e-5, resid
 def layer_norm_gated_bwd(dy, x, g, weight, bias, activation="swish", eps=1e-5, mean=None, rstd=None, dresidual=None,
                          has_residual=False, is_rms_norm=False, x_dtype=None, recompute_output=False):
     wanted = 3 | (weight is not None) << 2
-    dx, dg, dw = _layer_ops.gated_rms_norm_backward(dy, x, g, weight, eps, _layer_ops.ACTIVATIONS[activation], wanted)
+    dx, dg, dw = layer_ops.gated_rms_norm_backward(dy, x, g, weight, eps, layer_ops.ACTIVATIONS[activation], wanted)
     return dx, dg, None if weight is None else dw, None, None
 
 

@@ -4,6 +4,13 @@ import os
 import warnings
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def text_of(name: str) -> str:
+    """The environment variable `name`; empty where it is not set."""
+    return os.environ.get(name, "").strip()
+
+
 _warned: set[tuple[str, str]] = set()
 
 

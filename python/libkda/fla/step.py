@@ -10,10 +10,10 @@ import weakref
 import torch
 from torch.compiler import is_compiling
 
-from . import serving
-from ._library import cuda_refusal
-from ._plugin import Plugin
-from ._switches import switch
+from .. import serving
+from .._binding.library import cuda_refusal
+from .._plugins.plugin import Plugin
+from .._plugins.switches import switch
 
 _LAYERS = "fla.layers.kda"
 _DEVICES = ("cuda",)  # one kernel there; elsewhere it would be the same three calls

@@ -6,8 +6,8 @@ import ctypes
 import math
 import sys
 
-from ._library import I64, PTR
-from ._rules import refuse_type
+from .library import I64, PTR
+from .rules import refuse_type
 
 CPU, CUDA = 1, 2  # of DLPack
 FP32, BF16, FP16, INT32, INT64 = range(5)  # of kda.h

@@ -135,9 +135,10 @@ RULES = {
                    **_MASK, **_GRADIENTS),
 }
 
-# Keywords that change a result: where one function has them, another that has not refuses them (_checks.py).
+# Keywords that change a result: where one function has them, another that has not refuses them (checks.py).
 MEANT = frozenset(name for rules in RULES.values() for name in rules if name != "cu_seqlens_cpu") | {
-    "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every"}
+    "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every",
+    "plan_options"}
 
 # What the C ABI and the operators say, and what a caller wrote.
 _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",

@@ -18,8 +18,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from . import ops
-from ._checks import check
+from .. import ops
+from .checks import check
 
 ACTIVATIONS = {None: 0, "none": 0, "silu": 1, "swish": 1, "sigmoid": 2}
 NO_SECOND = ("libkda has no second derivatives of {}: leave out create_graph=True, or compute it with torch's own "
@@ -34,17 +34,16 @@ _gated_rms_norm_into = torch.ops.libkda.gated_rms_norm_into.default
 _gated_rms_norm = torch.ops.libkda.gated_rms_norm.default
 _gated_rms_norm_backward = torch.ops.libkda.gated_rms_norm_backward.default
 _fused_decode = torch.ops.libkda.fused_decode.default
-_WRITTEN = {_short_conv_into: (7,), _short_conv_update: (1,), _short_conv_update_into: (1, 9),
-            _gated_rms_norm_into: (5,), _fused_decode: (3, 9, 10)}
+_WRITTEN = {operator: ops.written_by(operator) for operator in (
+    _short_conv_into, _short_conv_update, _short_conv_update_into, _gated_rms_norm_into, _fused_decode)}
 _WITHOUT_TAPS = (_gated_rms_norm, _gated_rms_norm_into, _gated_rms_norm_backward, _fused_decode)
 
 
 # ---- fake kernels ----------------------------------------------------------------------------------------------------
 
-def _check(operator, args):
-    """What the kernels look at in real tensors."""
-    names = [argument.name for argument in operator._schema.arguments]
-    values = dict(zip(names, args))
+def _checked(operator, args):
+    """A call's arguments by name, with the checks that kernels make of real tensors."""
+    values = ops.named(operator, args)
     x = values["x"]
     if x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"x must be on the CPU or on a CUDA device, got {x.device}")
@@ -52,41 +51,38 @@ def _check(operator, args):
     weight = values["weight"]
     if operator not in _WITHOUT_TAPS and not 2 <= weight.shape[1] <= 4:
         raise ValueError(f"weight must have 2 to 4 taps, got {weight.shape[1]}")
+    return values
 
 
-def _fake_final_state(x, weight, bias, initial_state, cu_seqlens, silu, state_width):
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    like = x if initial_state is None else initial_state
-    return like.new_empty((N if state_width else 0, x.shape[2], state_width))
+def _fake_y(operator):
+    """The fake kernel of an operator that returns what x becomes."""
+    def fake(*args):
+        x = _checked(operator, args)["x"]
+        return x.new_empty(x.shape)
+    return fake
+
+
+def _fake_final_state(given):
+    x, lengths, initial, width = (given[name] for name in ("x", "cu_seqlens", "initial_state", "state_width"))
+    N = x.shape[0] if lengths is None else lengths.shape[0] - 1
+    return (x if initial is None else initial).new_empty((N if width else 0, x.shape[2], width))
 
 
 def _fake_short_conv(*args):
-    _check(_short_conv, args)
-    return args[0].new_empty(args[0].shape), _fake_final_state(*args)
+    given = _checked(_short_conv, args)
+    return given["x"].new_empty(given["x"].shape), _fake_final_state(given)
 
 
 def _fake_short_conv_into(*args):
-    _check(_short_conv_into, args)
-    return _fake_final_state(*args[:7])
+    return _fake_final_state(_checked(_short_conv_into, args))
 
 
-def _fake_short_conv_update(*args):
-    _check(_short_conv_update, args)
-    return args[0].new_empty(args[0].shape)
-
-
-def _fake_gated_rms_norm(*args):
-    _check(_gated_rms_norm, args)
-    return args[0].new_empty(args[0].shape)
-
-
-def _fake_gradients(operator, first, last):
-    """Of a backward: its arguments from `first` on have gradients."""
+def _fake_gradients(operator, names):
+    """The fake kernel of a backward, of the gradients of its arguments `names`."""
     def fake(*args):
-        _check(operator, args)
-        x, wanted = args[first], args[-1]
-        return tuple(t.new_empty(t.shape) if wanted >> i & 1 else (x if t is None else t).new_empty(0)
-                     for i, t in enumerate(args[first:last]))
+        given = _checked(operator, args)
+        return tuple(t.new_empty(t.shape) if given["wanted"] >> i & 1 else (given["x"] if t is None else t).new_empty(0)
+                     for i, t in enumerate(given[name] for name in names))
     return fake
 
 
@@ -98,6 +94,9 @@ def _wanted(ctx, count):
 
 def _only(gradients, wanted):
     return tuple(x if wanted >> i & 1 else None for i, x in enumerate(gradients))
+
+
+_CONV_INPUTS, _NORM_INPUTS = ("x", "weight", "bias", "initial_state"), ("x", "gate", "weight")
 
 
 class _ShortConv(_SingleLevelFunction):
@@ -115,7 +114,7 @@ class _ShortConv(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, d_y, d_final_state):
-        wanted = _wanted(ctx, 4)
+        wanted = _wanted(ctx, len(_CONV_INPUTS))
         if ctx.state_width == 0:
             d_final_state = None
         if d_y is None and d_final_state is None or not wanted:
@@ -138,7 +137,7 @@ class _GatedRmsNorm(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, d_y):
-        wanted = _wanted(ctx, 3)
+        wanted = _wanted(ctx, len(_NORM_INPUTS))
         if not wanted:
             return (None,) * 5
         return *_only(_gated_rms_norm_backward(d_y, *ctx.saved_tensors, *ctx.modes, wanted), wanted), None, None
@@ -166,17 +165,17 @@ if ops._is_first:
     torch.ops.libkda.kept.append(_library)
     for _operator, _fake, _function in (
             (_short_conv, _fake_short_conv, _ShortConv.apply),
-            (_short_conv_update, _fake_short_conv_update, None),
+            (_short_conv_update, _fake_y(_short_conv_update), None),
             (_short_conv_into, _fake_short_conv_into, None),
-            (_short_conv_update_into, lambda *args: _check(_short_conv_update_into, args), None),
-            (_gated_rms_norm_into, lambda *args: _check(_gated_rms_norm_into, args), None),
-            (_short_conv_backward, _fake_gradients(_short_conv_backward, 2, 6), _once(_short_conv_backward,
-                                                                                      "short_conv")),
-            (_gated_rms_norm, _fake_gated_rms_norm, _GatedRmsNorm.apply),
-            (_gated_rms_norm_backward, _fake_gradients(_gated_rms_norm_backward, 1, 4),
+            (_short_conv_update_into, ops.fake_of_none(_short_conv_update_into, _checked), None),
+            (_gated_rms_norm_into, ops.fake_of_none(_gated_rms_norm_into, _checked), None),
+            (_short_conv_backward, _fake_gradients(_short_conv_backward, _CONV_INPUTS),
+             _once(_short_conv_backward, "short_conv")),
+            (_gated_rms_norm, _fake_y(_gated_rms_norm), _GatedRmsNorm.apply),
+            (_gated_rms_norm_backward, _fake_gradients(_gated_rms_norm_backward, _NORM_INPUTS),
              _once(_gated_rms_norm_backward, "gated_rms_norm")),
-            (_fused_decode, lambda *args: _check(_fused_decode, args), None)):
-        ops.register(_library, _operator, _WRITTEN.get(_operator, ()), _fake, _function)
+            (_fused_decode, ops.fake_of_none(_fused_decode, _checked), None)):
+        ops.register(_library, _operator, _fake, _function)
 
 
 # ---- without autograd's part, which is slow --------------------------------------------------------------------------

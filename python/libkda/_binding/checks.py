@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of functions on torch tensors against their rules (_rules.py)."""
+"""Arguments of functions on torch tensors against their rules (rules.py)."""
 from __future__ import annotations
 
 import difflib
@@ -12,8 +12,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch.compiler import is_compiling
 
-from ._refusals import FAILURE, REFUSAL
-from ._rules import (IN_PLACE, INTEGERS, LAST_SLOT, MEANT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
+from .refusals import FAILURE, REFUSAL
+from .rules import (IN_PLACE, INTEGERS, LAST_SLOT, MEANT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
                      Sizes, check_heads, in_words_of, refuse_type)
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from .._binding.kernels import has_tensor_cores
+
+FIRST_SLOT = 1  # slot 0 of engines is the one of padded rows, which no sequence gets
+ENGINE_SLOTS = {"first_slot": FIRST_SLOT}
+
 PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states", "records", "commit")
-
-
-def has_tensor_cores(q: object, k: object, v: object) -> bool:
-    """Whether the backward of such rows on a GPU is that of the tensor cores (src/cuda/staged/backward/backend.cpp);
-    it has as fast a one for no others. By what a traced tensor knows."""
-    rows = [x for x in (q, k, v) if isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype is torch.bfloat16]
-    return len(rows) == 3 and all(x.shape[-1] % 8 == 0 for x in rows) and rows[0].shape[-1] <= 128
 
 
 class Plugin:

@@ -9,8 +9,8 @@ import sys
 import threading
 import weakref
 
-from ._dlpack import is_numpy_bfloat16, pointer_of
-from ._library import PTR, Problem, State, check, library
+from .dlpack import is_numpy_bfloat16, pointer_of
+from .library import PTR, Problem, State, check, library
 
 _MOST = 256  # calls that are remembered; the oldest is forgotten first
 _MOST_WORKSPACE = 8 << 20  # bytes that a thread keeps between calls

@@ -4,7 +4,7 @@ import ctypes
 import functools
 import pathlib
 
-FOLDER = pathlib.Path(__file__).resolve().parent / "lib"
+FOLDER = pathlib.Path(__file__).resolve().parent.parent / "lib"
 
 I32, I64, PTR = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
