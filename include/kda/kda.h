@@ -189,11 +189,13 @@ typedef struct kda_plan_options {
   int32_t spans;
   int32_t reserved; /* 0 */
   /* Bytes that segments may take in the workspace of a plan from bounds, on top of a run of whole
-   * sequences; with more such a plan never cuts. By tokens and heads, never by lengths. */
+   * sequences; with more such a plan never cuts. By tokens and heads, never by lengths. 0: 1 GiB;
+   * KDA_NEVER_CUT: no such plan cuts. */
   int64_t most_cut_bytes;
 } kda_plan_options;
 #define KDA_KEEP_DEFAULT 2048
 #define KDA_KEEP_CHUNKS (-1)
+#define KDA_NEVER_CUT (-1)
 
 typedef struct kda_plan kda_plan; /* opaque */
 

@@ -17,6 +17,7 @@ struct CallOptions {
   int32_t intra_form = KDA_INTRA_AUTO;
   std::string backend;
   bool batch_invariant = false;
+  int64_t most_cut_bytes = int64_t{1} << 30;
 
   bool operator==(const CallOptions&) const = default;
 
@@ -28,6 +29,7 @@ struct CallOptions {
       options->num_segments = num_segments;
     }
     options->intra_form = intra_form;
+    options->most_cut_bytes = most_cut_bytes == 0 ? KDA_NEVER_CUT : most_cut_bytes;
     options->backend = backend.empty() ? nullptr : backend.c_str();
   }
 };

@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
                      state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
 
 
-@checked("has_state", "head_map", "out", "plan_options", "transpose_state_layout")
+@checked("cu_seqlens_cpu", "has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def fused_recurrent_gated_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,

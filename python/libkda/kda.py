@@ -262,7 +262,7 @@ def chunk_kda(
 
 # ---- fused_recurrent_kda ---------------------------------------------------------------------------------------------
 
-@checked("has_state", "head_map", "out", "plan_options", "transpose_state_layout")
+@checked("cu_seqlens_cpu", "has_state", "head_map", "out", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -294,11 +294,11 @@ def fused_recurrent_kda(
         _check_sequences(q)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
-                      kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"), kwargs.get("plan_options"))
+    return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state,
+                      (cu_seqlens, kwargs.get("cu_seqlens_cpu")), kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"), kwargs.get("plan_options"))
 
 
-@checked("has_state", "first_slot", "head_map", "plan_options", "transpose_state_layout")
+@checked("cu_seqlens_cpu", "has_state", "first_slot", "head_map", "plan_options", "transpose_state_layout")
 def fused_recurrent_kda_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -336,6 +336,7 @@ def fused_recurrent_kda_fwd(
     if kwargs:
         state_v_first = _rename_layout(state_v_first, kwargs)
     has_state, first_slot = kwargs.get("has_state"), kwargs.get("first_slot", 0)
+    lengths = cu_seqlens, kwargs.get("cu_seqlens_cpu")
     if out is not None:
         _expect_shape_of_v(out, v)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -343,21 +344,22 @@ def fused_recurrent_kda_fwd(
     if not inplace_final_state:
         if ssm_state_indices is not None:
             raise NotImplementedError("libkda takes `ssm_state_indices` with `inplace_final_state=True` only.")
-        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens,
+        return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, lengths,
                           has_state, out, kwargs.get("head_map"), kwargs.get("plan_options"))
     if initial_state is None:
         raise FlaError("initial_state must be given with `inplace_final_state=True`: it is the pool that is updated.")
     slots = slots_of("ssm_state_indices", initial_state, ssm_state_indices, num_accepted_tokens, has_state, first_slot)
-    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, kwargs.get("head_map"),
+    o = _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, lengths, modes, out, kwargs.get("head_map"),
                      kwargs.get("plan_options"))
     return o, initial_state
 
 
-def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out=None, head_map=None,
+def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, lengths, modes, out=None, head_map=None,
                  plan_options=None):
-    """o of sequences whose states are in a pool, which is updated, or with drafts only read."""
+    """o of sequences whose states are in a pool, which is updated, or with drafts only read. lengths: cu_seqlens, and
+    a copy of it on the host or None."""
     parameters = parameters_of(A_log, dt_bias, modes)
-    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    cu_seqlens, _ = lengths = lengths_of(*lengths, q)
     indices, beside = slots.indices, slots.beside
     columns, decode = indices, True
     if beside is not None:
@@ -376,12 +378,12 @@ def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out
     return _written(out, o)
 
 
-def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, cu_seqlens, has_state=None,
+def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state, lengths, has_state=None,
                out=None, head_map=None, plan_options=None):
     """fused_recurrent_kda, into `out` if that is given."""
     float64 = computes_in_float64(q)
     parameters = parameters_of(A_log, dt_bias, modes, float64)
-    lengths = (None, None) if cu_seqlens is None else lengths_of(cu_seqlens, None, q)
+    cu_seqlens, _ = lengths = lengths_of(*lengths, q)
     state = None if initial_state is None else dense(as_type(initial_state, state_type(q)))
     decode, head_map, options = _decodes(q, cu_seqlens), head_map_of(head_map), number_of(plan_options)
     if has_state is not None:

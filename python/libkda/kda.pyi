@@ -75,7 +75,7 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    **kwargs: Any,  # has_state, head_map, out, plan_options
+    **kwargs: Any,  # cu_seqlens_cpu, has_state, head_map, out, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...
 
 def fused_recurrent_kda_fwd(
@@ -100,5 +100,5 @@ def fused_recurrent_kda_fwd(
     allow_neg_eigval: bool = False,
     lower_bound: float | None = None,
     out: Tensor | None = None,
-    **kwargs: Any,  # has_state, first_slot, head_map, plan_options
+    **kwargs: Any,  # cu_seqlens_cpu, has_state, first_slot, head_map, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...

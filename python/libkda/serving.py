@@ -18,6 +18,7 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     checkpoint_offsets     [N]              any integers: tokens of the sequence in front of its checkpoint
     checkpoint_slots       [N]              any integers: rows of checkpoints
     cu_seqlens             [N + 1]          int32 or int64, where q is or on the host; repeated values: no tokens
+    cu_seqlens_cpu         [N + 1]          the same on the host, where a copy is at hand: the call has a launch less
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
     num_accepted_tokens    [N]              any integers, 1 to S
     A_log, dt_bias         [HV], [HV * K]
@@ -54,7 +55,7 @@ from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
 @checked()
 def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
             pool: torch.Tensor, slots: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
-            has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
+            cu_seqlens_cpu: torch.Tensor | None = None, has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
             A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
             lower_bound: float | None = None, use_gate_in_kernel: bool = False,
             use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
@@ -78,13 +79,14 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
                      use_qk_l2norm_in_kernel, state_v_first)
     beside = beside_of(None, None, None, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot, beside)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
+                        modes, out, head_map, plan_options)
 
 
 @checked()
 def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
            pool: torch.Tensor, slots: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None,
-           has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
+           cu_seqlens_cpu: torch.Tensor | None = None, has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None,
            A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None, scale: float | None = None,
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
@@ -100,14 +102,15 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
+                        modes, out, head_map, plan_options)
 
 
 @checked()
 def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
            pool: torch.Tensor, slots: torch.Tensor, num_accepted_tokens: torch.Tensor | None = None, *,
-           cu_seqlens: torch.Tensor | None = None, has_state: torch.Tensor | None = None, first_slot: int = 0,
-           out: torch.Tensor | None = None, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
+           cu_seqlens: torch.Tensor | None = None, cu_seqlens_cpu: torch.Tensor | None = None,
+           has_state: torch.Tensor | None = None, first_slot: int = 0, out: torch.Tensor | None = None, A_log: torch.Tensor | None = None, dt_bias: torch.Tensor | None = None,
            scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
@@ -141,7 +144,8 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
                      use_qk_l2norm_in_kernel, state_v_first)
     beside = beside_of(drafts, draft_slots, parents)
     slots = slots_of("slots", pool, slots, num_accepted_tokens, has_state, first_slot, beside)
-    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, cu_seqlens, modes, out, head_map, plan_options)
+    return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
+                        modes, out, head_map, plan_options)
 
 
 @checked()

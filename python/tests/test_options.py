@@ -55,7 +55,9 @@ def test_each_of_them_is_exact_and_has_bits_of_its_own():
     ("intra_form", 1, TypeError, "one of 'auto', 'tensor', 'token', got 1"),
     ("backend", None, TypeError, "a name as `kda info` lists it, or '', got None"),
     ("backend", "sm90\0", ValueError, "a name as `kda info` lists it, got 'sm90\\x00'"),
-    ("batch_invariant", 1, TypeError, "a bool, got 1")])
+    ("batch_invariant", 1, TypeError, "a bool, got 1"),
+    ("most_cut_bytes", True, TypeError, "a number of bytes, got True"),
+    ("most_cut_bytes", -1, ValueError, "0 to 2^63 - 1 bytes, got -1")])
 def test_bad_values_are_refused_by_name(name, value, error, allowed):
     for make in (Options, lambda **given: libkda.options(**given).__enter__()):
         with pytest.raises(error) as refused:
@@ -79,10 +81,10 @@ def test_a_form_of_a_backend_that_has_one():
 def test_equal_options_have_one_number():
     assert Options().number == 0
     made = [Options(), THREE, FIVE, ORACLE, Options(context_parallel="off"), Options(intra_form="token"),
-            Options(intra_form="tensor"), Options(batch_invariant=True), Options("off", batch_invariant=True)]
+            Options(intra_form="tensor"), Options(batch_invariant=True), Options("off", batch_invariant=True), Options(most_cut_bytes=0)]
     assert len({x.number for x in made}) == len(made)
     for x in made:
-        same = Options(x.context_parallel, x.intra_form, x.backend, x.batch_invariant)
+        same = Options(x.context_parallel, x.intra_form, x.backend, x.batch_invariant, x.most_cut_bytes)
         assert same == x and hash(same) == hash(x) and same.number == x.number
     with pytest.raises(AttributeError):
         THREE.backend = "oracle"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "capi/structs.hpp"
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -188,7 +189,9 @@ Status read_options(const kda_plan_options* given, DeviceFacts* device, PlanOpti
   options->intra_form = static_cast<IntraForm>(c.intra_form);
   options->num_segments = c.num_segments;
   options->spans = c.spans != 0;
-  options->most_cut_bytes = c.most_cut_bytes;
+  if (c.most_cut_bytes < KDA_NEVER_CUT)
+    return invalid("most_cut_bytes: ", c.most_cut_bytes, " is neither a number of bytes nor -1");
+  if (c.most_cut_bytes != 0) options->most_cut_bytes = std::max<int64_t>(c.most_cut_bytes, 0);
   options->num_threads = c.num_threads;
   if (c.backend) options->backend = c.backend;
   if (c.keep != 0)

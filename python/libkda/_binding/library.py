@@ -56,7 +56,7 @@ class PlanOptions(ctypes.Structure):
         + [(n, I32) for n in ("device_kind", "num_sms", "context_parallel", "one_pass")]
         + [("num_segments", I64), ("num_threads", I32), ("compute_capability", I32), ("backend", ctypes.c_char_p),
            ("intra_form", I32), ("keep", I32), ("spans", I32),
-           ("reserved", I32)]
+           ("reserved", I32), ("most_cut_bytes", I64)]
     )
 
 

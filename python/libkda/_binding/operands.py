@@ -124,7 +124,11 @@ def parameter_of(x, float64=False):
 
 
 def lengths_of(cu_seqlens, cu_seqlens_cpu, q):
-    """cu_seqlens where q is, and on the host if that costs no wait."""
+    """cu_seqlens where q is, and on the host if that costs no wait; none of either without packed rows."""
+    if cu_seqlens is None:
+        if cu_seqlens_cpu is not None:
+            raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens, got no cu_seqlens")
+        return None, None
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise refuse_type("cu_seqlens", LENGTHS, cu_seqlens.dtype)
     if cu_seqlens.device.type == "cpu" and q.device.type == "cuda":

@@ -32,12 +32,15 @@ class Options:
     intra_form: "tensor" or "token", of backend cuda.sm80.staged. backend: the name of an implementation, or a part of
     it between dots ("sm90.fused", "avx2"; `kda info` lists them); a backward that it has not is of the best one.
     batch_invariant: a sequence has the same bits whatever else is in the batch.
+    most_cut_bytes: memory that segments may take where only the GPU knows the lengths; a call that would take more is
+    not cut. By tokens and heads, never by lengths. Lengths on the host have no limit.
 
     TypeError and ValueError name the option. A backend that cannot serve a call is a ValueError of the call."""
     context_parallel: str | int = "auto"
     intra_form: str = "auto"
     backend: str = ""
     batch_invariant: bool = False
+    most_cut_bytes: int = 1 << 30
     number: int = dataclasses.field(init=False, repr=False, compare=False)  # what operators are given
 
     def __post_init__(self):
@@ -59,20 +62,25 @@ class Options:
                              f"{self.backend!r}")
         if not isinstance(self.batch_invariant, bool):
             raise TypeError(f"batch_invariant must be a bool, got {self.batch_invariant!r}")
+        if isinstance(self.most_cut_bytes, bool) or not isinstance(self.most_cut_bytes, int):
+            raise TypeError(f"most_cut_bytes must be a number of bytes, got {self.most_cut_bytes!r}")
+        if not 0 <= self.most_cut_bytes < 1 << 63:
+            raise ValueError(f"most_cut_bytes must be 0 to 2^63 - 1 bytes, got {self.most_cut_bytes!r}")
         policy, segments = (_POLICIES[cut], 0) if isinstance(cut, str) else (_FIXED, cut)
         number = _number_of_options()(policy, segments, _FORMS[self.intra_form], self.backend.encode(),
-                                      self.batch_invariant)
+                                      self.batch_invariant, self.most_cut_bytes)
         object.__setattr__(self, "number", number)
 
     def __reduce__(self):  # numbers are of this process
-        return Options, (self.context_parallel, self.intra_form, self.backend, self.batch_invariant)
+        return Options, (self.context_parallel, self.intra_form, self.backend, self.batch_invariant, self.most_cut_bytes)
 
 
 @functools.cache
 def _number_of_options():
     function = ctypes.CDLL(torch.ops.libkda.loaded_by[1]).kda_torch_number_of_options
     function.restype = ctypes.c_int64
-    function.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32]
+    function.argtypes = [ctypes.c_int32, ctypes.c_int64, ctypes.c_int32, ctypes.c_char_p, ctypes.c_int32,
+                         ctypes.c_int64]
     return function
 
 

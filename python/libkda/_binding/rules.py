@@ -50,7 +50,7 @@ _PLAIN = dict(_inputs(FLOATS, "B T HV K"), initial_state=Rule(FLOATS, "B HV K V"
 _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
-_POOL = dict(_INPUTS, cu_seqlens=_SEQUENCES["cu_seqlens"], **_GATE,
+_POOL = dict(_INPUTS, **_SEQUENCES, **_GATE,
              pool=Rule(STATES, "slots HV K V", written=True, required=True), out=_output(FLOATS), **_MASK)
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
              cu_seqlens=Rule(LENGTHS, "N+1"))
