@@ -64,6 +64,18 @@ static void expect(int failed, const char* call) {
 #define TORCH "libtorch_cpu.so"
 #define TORCH_CUDA "libtorch_cuda.so"
 
+/* The driver's calls want a context, which a thread that calls CUDA for the first time has not. */
+static void have_a_context(int32_t device) {
+  int (*get)(void**) = function_of("libcuda.so.1", "cuCtxGetCurrent");
+  int (*retain)(void**, int) = function_of("libcuda.so.1", "cuDevicePrimaryCtxRetain");
+  int (*set)(void*) = function_of("libcuda.so.1", "cuCtxSetCurrent");
+  void* context = NULL;
+  expect(get(&context), "cuCtxGetCurrent");
+  if (context) return;
+  expect(retain(&context, device), "cuDevicePrimaryCtxRetain");
+  expect(set(context), "cuCtxSetCurrent");
+}
+
 static void fill_on_a_gpu(void* tensor, int32_t device) {
   int32_t (*data_of)(void*, void**) = function_of(TORCH, "aoti_torch_get_data_ptr");
   int32_t (*bytes_of)(void*, int64_t*) = function_of(TORCH, "aoti_torch_get_storage_size");
@@ -79,6 +91,7 @@ static void fill_on_a_gpu(void* tensor, int32_t device) {
   expect(bytes_of(tensor, &bytes), "aoti_torch_get_storage_size");
   if (bytes == 0) return;
   expect(begin(device, &guard), "aoti_torch_create_cuda_guard");
+  have_a_context(device);
   expect(stream_of(device, &stream), "aoti_torch_get_current_cuda_stream");
   expect(fill((uintptr_t)data, 0xff, (size_t)bytes, stream), "cuMemsetD8Async");
   expect(end(guard), "aoti_torch_delete_cuda_guard");

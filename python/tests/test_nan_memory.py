@@ -56,7 +56,7 @@ def test_operators_take_nan_from_torch(device):
     o, _ = libkda.chunk_kda(**x, **FLAGS)
     assert o.isfinite().all()
     made = nan_memory.tensors_on_a_gpu() - before
-    assert made >= 3 if device == "cuda" else made == 0  # o, the final state, the workspace
+    assert made >= 2 if device == "cuda" else made == 0  # o and the final state; not every plan has a workspace
 
 
 def test_a_result_names_every_family(a_card, tmp_path, monkeypatch):
