@@ -88,18 +88,20 @@ struct Cut {
 struct CutWalk {
   double best;          ///< time of what is taken; uncut at first
   double minimum_step;  ///< of that time, for more segments: they take more memory
-  int64_t patience;     ///< so many segments more without a gain: still more have none either
-  int64_t segments = 0;
+  int patience;         ///< so many segments more without a gain: still more have none either
+  int segments = 0;     ///< of what is taken; 0: nothing is
+  double below = best;  ///< less time than this is taken
 
   /// Whether no cut into so many or more is looked at.
-  KDA_HOST_DEVICE bool is_over(int64_t number) const {
-    return number > larger(segments, int64_t{1}) + patience;
+  KDA_HOST_DEVICE bool is_over(int number) const {
+    return number > (segments > 1 ? segments : 1) + patience;
   }
   /// Whether the best cut into `number` segments, which takes `time`, is taken.
-  KDA_HOST_DEVICE bool take(int64_t number, double time) {
-    if (!(time < (segments > 0 ? minimum_step : 1) * best)) return false;
+  KDA_HOST_DEVICE bool take(int number, double time) {
+    if (!(time < below)) return false;
     best = time;
     segments = number;
+    below = minimum_step * best;
     return true;
   }
 };

@@ -134,14 +134,15 @@ Partition best_partition(const Workload& work, const CutSearch& search, double* 
                                    " us predicted, no cut of so many tokens gains"));
   const bool even = search.first_segments.empty();
   CutWalk walk{whole, search.minimum_step, search.patience};
-  for (int64_t segments = 2; segments <= std::min(kAutoMaxSegments, chunks); ++segments) {
+  const auto most = static_cast<int>(std::min(kAutoMaxSegments, chunks));
+  for (int segments = 2; segments <= most; ++segments) {
     if (walk.is_over(segments)) break;
     struct {
       double us = HUGE_VAL;
       CutLengths<int64_t> lengths;
     } least;
     for (const double first : even ? std::span<const double>(kEven) : search.first_segments) {
-      const CutLengths<int64_t> lengths = cut_lengths(chunks, segments, first);
+      const CutLengths<int64_t> lengths = cut_lengths<int64_t>(chunks, segments, first);
       const double us = search.time_us((even ? lengths.others : lengths.first) * kAutoChunk,
                                        lengths.others * kAutoChunk);
       if (us < least.us) least = {us, lengths};

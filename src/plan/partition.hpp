@@ -52,7 +52,7 @@ struct CutSearch {
   bool may_gain = true;     ///< whether any table of so many tokens and sequences can gain
   double minimum_gain = 1;  ///< a cut must win by this factor
   double minimum_step = 1;  ///< of the time with fewer segments, for more of them
-  int64_t patience = 64;    ///< so many segments more without a gain: still more have none either
+  int patience = 64;        ///< so many segments more without a gain: still more have none either
   /// Lengths of a first segment to try, in lengths of the others. Empty: all are even.
   std::span<const double> first_segments;
   /// With segments of `segment_tokens` behind first ones of `first_tokens`.

@@ -18,7 +18,7 @@ KDA_HOST_DEVICE inline double first_segment(int candidate) {
   constexpr double kFirstSegments[kNumFirstSegments] = {1, 1.15, 1.3, 1.5, 1.75, 2};
   return kFirstSegments[candidate];
 }
-inline constexpr int64_t kCutPatience = 8;  ///< of CutWalk
+inline constexpr int kCutPatience = 8;  ///< of CutWalk
 
 /// All that times depend on but lengths: a problem and a card. Made on the host.
 struct CutModel {
@@ -127,13 +127,18 @@ struct EarlyExitWalk {
   double best;  ///< time of what is taken
   double most;  ///< the time if no transition exits
   double minimum_step;
+  double below;  ///< less time than this is taken
   bool took = false;
 
   KDA_HOST_DEVICE EarlyExitWalk(const CutModel& m, double best_us)
-      : best(best_us), most(m.most_loss * best_us), minimum_step(m.minimum_step) {}
+      : best(best_us),
+        most(m.most_loss * best_us),
+        minimum_step(m.minimum_step),
+        below(minimum_step * best) {}
   KDA_HOST_DEVICE bool take(double time, double without_exit) {
-    if (time >= minimum_step * best || without_exit > most) return false;
+    if (time >= below || without_exit > most) return false;
     best = time;
+    below = minimum_step * best;
     return took = true;
   }
 };
