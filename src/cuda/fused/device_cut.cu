@@ -58,7 +58,7 @@ struct Shared {
   CutHeader cut;
 };
 
-/// Of the values of all threads before this one, and of all: sums, or with kLargest the largest.
+/// Sums of the values of all threads before this one, and of all; with kLargest the largest of them.
 struct Scan {
   uint64_t before, all;
 };
