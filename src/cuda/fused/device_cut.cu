@@ -58,7 +58,8 @@ struct Shared {
   CutHeader cut;
 };
 
-/// Sums of the values of all threads before this one, and of all; with kLargest the largest of them.
+/// Sums of the values of all threads before this one, and of all; with kLargest the largest of
+/// them.
 struct Scan {
   uint64_t before, all;
 };
