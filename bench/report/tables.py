@@ -270,17 +270,6 @@ def table_gpu_segments():
             + source(report, peers))
 
 
-def table_gpu_lengths():
-    """Lengths on the host, on the device alone, and there without a cut."""
-    report = load("gpu_lengths")
-    rows = []
-    for host, device, whole in zip(*(iter(report["cases"]),) * 3):
-        times = [r["median_s"] for r in (host, device, whole)]
-        rows.append([f"`{host['case']}`", *map(milliseconds, times), f"{times[1] / times[0]:.2f}", host["segments"] or "none"])
-    header = ["case", "cu_seqlens on the host", "on the GPU alone", "there, not cut", "GPU / host", "segments"]
-    return gpu_head(report) + markdown(header, rows) + source(report)
-
-
 def cudnn_means(report):
     """Of cuDNN's time / libkda's over the cases of cuDNN's own comparison, by gates."""
     ratios = {}

@@ -249,7 +249,7 @@ def test_bad_convolutions():
     assert refusal(conv, x[..., :0], weight[:0]).startswith("x: is 0, must be 1")
     before = state.clone()
     assert "indices: slot 1 would be written twice" in refusal(update, x, state, weight, indices=torch.tensor([1, 1]))
-    assert "indices: entry 1 = 2 must be below" in refusal(update, x, state, weight, indices=torch.tensor([1, 2]))
+    assert "indices: entry 1 = 2 is outside 0..1" in refusal(update, x, state, weight, indices=torch.tensor([1, 2]))
     assert refusal(update, x, state, weight, indices=torch.tensor([1])).startswith("indices must have shape [N]=[2]")
     assert refusal(update, x, state, weight, first_slot=-1).startswith("first_slot must be 0 to")
     assert refusal(update, x, state, weight, has_state=torch.zeros(2)).startswith("has_state must be bool or uint8")

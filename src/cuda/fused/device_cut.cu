@@ -7,9 +7,8 @@
 //   units       a thread a work unit, with the end of its transition
 //
 // Compiled without contraction of products and sums, as the planner is: times are compared, and the
-// cut has to be the planner's. The time of one block is latency: of divisions, so that it counts in
-// 32 bits; of what comes from memory, so that tables of up to kCached sequences stay in shared
-// memory; and of its code, which is run once, so that loops stay loops.
+// cut has to be the planner's. Most of the time of a kernel like this one is its code, which comes
+// from memory and is run once: so it counts in 32 bits, and loops stay loops.
 #include "cuda/fused/device_cut.hpp"
 
 #include "cuda/launch/launch.cuh"
@@ -27,64 +26,45 @@ constexpr int kTokens = static_cast<int>(plan::kAutoChunk);  // of a chunk
 constexpr int kMost = static_cast<int>(plan::kAutoMaxSegments);
 constexpr int kCounts = kMost - 1;  // 2 segments to kMost
 constexpr int kFirsts = fused::kNumFirstSegments;
-constexpr int kKinds = kFirsts + 2;  // of early exit the last two: as a rule, and if none exits
-static_assert(kCounts * kKinds <= kThreads, "a thread a candidate");
+static_assert(kCounts * (kFirsts + 1) <= kThreads, "a thread a candidate");
 static_assert(kTokens == kChunk);
-constexpr int kCached = kThreads - 1;  // sequences
-
-/// [N + 1] numbers of sequences, in device memory, and in shared memory where they are few.
-struct Column {
-  int64_t* memory;
-  int* cache;  // null: too many
-  __device__ int operator[](int i) const { return cache ? cache[i] : static_cast<int>(memory[i]); }
-  __device__ void put(int i, int value) const {
-    memory[i] = value;
-    if (cache) cache[i] = value;
-  }
-};
 
 struct Shared {
   uint64_t sums[kWarps];
-  int cached[4][kCached + 1];
-  int longest;                         // of all sequences
-  int num_lengths, lengths[kThreads];  // of a tile, those that some candidate cuts
-  int short_ones;                      // sequences with tokens that none cuts
-  double us[kCounts][kKinds];
-  double best_us[kCounts];          // without early exit
-  int best[kCounts];                // first segment of that candidate
+  int first_token, last_token, longest;  // of all sequences
+  int num_lengths, lengths[kThreads];    // of a tile, those that some candidate cuts
+  int short_ones;                        // sequences with tokens that none cuts
+  double us[kCounts][kFirsts + 2];       // of early exit the last two
+  double best_us[kCounts];               // without early exit
+  Lengths best[kCounts];
   int most_behind, longest_behind;  // segments, tokens
   bool is_cut, early_exit;
   Lengths chosen;
   CutHeader cut;
 };
 
-/// Sums of the values of all threads before this one, and of all; with kLargest the largest of
-/// them.
+/// Sums or maxima of the values of all threads before this one, and of all.
 struct Scan {
   uint64_t before, all;
 };
-template <bool kLargest>
-__device__ Scan scan(uint64_t value, uint64_t* sums) {
+__device__ __noinline__ Scan scan(uint64_t value, bool largest, uint64_t* sums) {
   const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-  const auto both = [](uint64_t a, uint64_t b) { return kLargest ? max(a, b) : a + b; };
-  const auto scan_warp = [&](uint64_t x) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const uint64_t other = __shfl_sync(0xffffffff, x, (lane - step) & 31);
-      if (lane >= step) x = both(x, other);
-    }
-    return x;
-  };
-  value = scan_warp(value);
+  const auto both = [&](uint64_t a, uint64_t b) { return largest ? max(a, b) : a + b; };
+#pragma unroll 1
+  for (int step = 1; step < 32; step *= 2) {
+    const uint64_t other = __shfl_sync(0xffffffff, value, (lane - step) & 31);
+    if (lane >= step) value = both(value, other);
+  }
   const uint64_t left = __shfl_sync(0xffffffff, value, (lane - 1) & 31);
+  Scan result{lane > 0 ? left : 0, 0};
   if (lane == 31) sums[warp] = value;
   __syncthreads();
-  if (warp == 0) {
-    const uint64_t sum = scan_warp(lane < kWarps ? sums[lane] : 0);
-    if (lane < kWarps) sums[lane] = sum;
+#pragma unroll 1
+  for (int i = 0; i < kWarps; ++i) {
+    const uint64_t sum = sums[i];
+    if (i < warp) result.before = both(result.before, sum);
+    result.all = both(result.all, sum);
   }
-  __syncthreads();
-  const Scan result{both(lane > 0 ? left : 0, warp > 0 ? sums[warp - 1] : 0), sums[kWarps - 1]};
   __syncthreads();
   return result;
 }
@@ -97,27 +77,16 @@ struct Cutter {
   // Each thread owns a run of entries of cu_seqlens; entry i ends sequence i - 1.
   int begin, end;
   plan::LengthSums<int> sums;
-  int num_chunks;                       // of the longest sequence
-  const Column offsets, chunk_offsets;  // of sequences, in tokens and in chunks
-  /// Segments behind first ones before a sequence, and their chunks.
-  const Column behind, chunks_behind;
+  int num_chunks;  // of the longest sequence
 
   __device__ Cutter(const DeviceCutArgs& args, Shared& shared)
       : a(args),
         s(shared),
         t(static_cast<int>(threadIdx.x)),
-        N(static_cast<int>(args.map.num_sequences)),
-        offsets(column(0, args.map.cu_seqlens)),
-        chunk_offsets(column(1, args.map.chunk_offsets)),
-        behind(column(2, args.offsets_behind)),
-        chunks_behind(column(3, cut_sequences(args.cut) + args.model.most_behind)) {
+        N(static_cast<int>(args.map.num_sequences)) {
     const int run = (N + kThreads) / kThreads;
     begin = plan::smaller(t * run, N + 1), end = plan::smaller(begin + run, N + 1);
     if (t == 0) s.longest = s.short_ones = s.most_behind = s.longest_behind = 0;
-  }
-
-  __device__ Column column(int i, int64_t* memory) const {
-    return {memory, N <= kCached ? s.cached[i] : nullptr};
   }
 
   // ---- map
@@ -129,8 +98,10 @@ struct Cutter {
   __device__ int64_t clamped(int i) const {
     return plan::larger(int64_t{0}, plan::smaller(raw(i), a.map.num_tokens));
   }
-  __device__ int length(int n) const { return offsets[n + 1] - offsets[n]; }
-  __device__ int chunks(int n) const { return chunk_offsets[n + 1] - chunk_offsets[n]; }
+  __device__ int offset(int n) const { return static_cast<int>(a.map.cu_seqlens[n]); }
+  __device__ int chunks(int n) const {
+    return static_cast<int>(a.map.chunk_offsets[n + 1] - a.map.chunk_offsets[n]);
+  }
 
   /// Offsets never go back and stay within the tokens; where the caller's do not, that is flagged.
   __device__ void make_map() {
@@ -143,29 +114,38 @@ struct Cutter {
     }
     const bool any_bad = __syncthreads_or(bad);
     if (t == 0 && a.map.flags) *a.map.flags = any_bad ? kBadSequences : 0;
-    int floor = begin > 0 && begin < end ? static_cast<int>(raw(begin - 1)) : 0;
-    if (any_bad) floor = static_cast<int>(scan<true>(static_cast<uint64_t>(top), s.sums).before);
-    int previous = floor, longest = 0;
+    int64_t floor = begin > 0 && begin < end ? raw(begin - 1) : 0;
+    if (any_bad)
+      floor = static_cast<int64_t>(scan(static_cast<uint64_t>(top), true, s.sums).before);
+    int64_t previous = floor;
+    int longest = 0;
     uint64_t counts = 0;  // chunks, and in the upper half sequences with tokens
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      const int value = plan::larger(previous, static_cast<int>(clamped(i)));
-      offsets.put(i, value);
-      const int tokens = i > 0 ? value - previous : 0;
-      longest = plan::larger(longest, tokens);
-      counts += static_cast<uint64_t>(plan::ceil_div(tokens, kTokens));
-      if (tokens > 0) counts += uint64_t{1} << 32;
+      const int64_t value = plan::larger(previous, clamped(i));
+      a.map.cu_seqlens[i] = value;
+      if (i == 0) s.first_token = static_cast<int>(value);
+      if (i == N) s.last_token = static_cast<int>(value);
+      const int length = i > 0 ? static_cast<int>(value - previous) : 0;
+      longest = plan::larger(longest, length);
+      counts += static_cast<uint64_t>(plan::ceil_div(length, kTokens));
+      if (length > 0) counts += uint64_t{1} << 32;
       previous = value;
     }
-    if (longest > 0) atomicMax(&s.longest, longest);
-    const Scan scanned = scan<false>(counts, s.sums);  // and offsets are there
-    auto chunk = static_cast<int>(scanned.before & 0xffffffff);
+    atomicMax(&s.longest, longest);
+    const Scan scanned = scan(counts, false, s.sums);
+    auto offset = static_cast<uint32_t>(scanned.before);
+    previous = floor;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      if (i > 0) chunk += plan::ceil_div(length(i - 1), kTokens);
-      chunk_offsets.put(i, chunk);
+      const int64_t value = a.map.cu_seqlens[i];
+      if (i > 0)
+        offset +=
+            static_cast<uint32_t>(plan::ceil_div(static_cast<int>(value - previous), kTokens));
+      a.map.chunk_offsets[i] = offset;
+      previous = value;
     }
-    sums = {N, static_cast<int>(scanned.all >> 32), offsets[N] - offsets[0], s.longest};
+    sums = {N, static_cast<int>(scanned.all >> 32), s.last_token - s.first_token, s.longest};
     num_chunks = plan::ceil_div(sums.longest, kTokens);
     __syncthreads();
   }
@@ -181,7 +161,7 @@ struct Cutter {
     for (int first = 0; first < N; first += kThreads) {
       if (t == 0) s.num_lengths = 0;
       __syncthreads();
-      const int n = first + t, own = n < N ? length(n) : 0;
+      const int n = first + t, own = n < N ? offset(n + 1) - offset(n) : 0;
       if (own > shortest)
         s.lengths[atomicAdd(&s.num_lengths, 1)] = own;
       else if (own > 0)
@@ -196,10 +176,10 @@ struct Cutter {
     return cut;
   }
   /// Threads by number of segments, of each first those whose transitions are in the schedule, by
-  /// first segment, then two of early exit.
+  /// first segment, then one of early exit.
   __device__ void time_candidates() {
-    const int index = t / kKinds, kind = t % kKinds, segments = index + 2;
-    const bool early = kind >= kFirsts;
+    const int index = t / (kFirsts + 1), kind = t % (kFirsts + 1), segments = index + 2;
+    const bool early = kind == kFirsts;
     bool exists = segments <= plan::smaller(kMost, num_chunks);
     Lengths lengths{1, 1};
     if (exists)
@@ -210,26 +190,27 @@ struct Cutter {
           exists && a.model.check_tokens > 0 && lengths.others * kTokens > a.model.memory_tokens;
     }
     const plan::Cut<int> cut = cut_of(lengths, exists);
+    if (!exists) return;
+    double* us = s.us[index];
+    if (!early) {
+      us[kind] = fused::candidate_us(a.model, sums, cut, lengths.first * kTokens);
+      return;
+    }
     const int tokens = lengths.others * kTokens;
-    if (index >= kCounts) return;
-    if (!exists)
-      s.us[index][kind] = HUGE_VAL;
-    else if (!early)
-      s.us[index][kind] = fused::candidate_us(a.model, sums, cut, lengths.first * kTokens);
-    else
-      s.us[index][kind] = fused::early_exit_us(a.model, sums, cut, tokens,
-                                               kind == kFirsts ? a.model.memory_tokens : tokens);
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i)  // as they exit as a rule, and if none does
+      us[kFirsts + i] =
+          fused::early_exit_us(a.model, sums, cut, tokens, i == 0 ? a.model.memory_tokens : tokens);
   }
   /// The best candidate of each number of segments.
   __device__ void find_best() const {
-    if (t >= kCounts) return;
+    if (t >= kCounts || t + 2 > plan::smaller(kMost, num_chunks)) return;
     int best = 0;
-    double least = s.us[t][0];
-#pragma unroll
+#pragma unroll 1
     for (int first = 1; first < kFirsts; ++first)
-      if (s.us[t][first] < least) best = first, least = s.us[t][first];
-    s.best_us[t] = least;
-    s.best[t] = best;
+      if (s.us[t][first] < s.us[t][best]) best = first;
+    s.best_us[t] = s.us[t][best];
+    s.best[t] = plan::cut_lengths(num_chunks, t + 2, fused::first_segment(best));
   }
 
   // ---- walk
@@ -237,27 +218,23 @@ struct Cutter {
   __device__ void walk(double whole) const {
     const int most = plan::smaller(kMost, num_chunks);
     plan::CutWalk walk{whole, a.model.minimum_step, fused::kCutPatience};
-#pragma unroll 2
+#pragma unroll 1
     for (int segments = 2; segments <= most && !walk.is_over(segments); ++segments)
-      walk.take(segments, s.best_us[segments - 2]);
+      if (walk.take(segments, s.best_us[segments - 2])) s.chosen = s.best[segments - 2];
     double best = walk.best;
-    int exits = 0;  // segments of a cut whose transitions exit early
     if (walk.segments > 0 && a.model.check_tokens > 0) {
       fused::EarlyExitWalk early(a.model, best);
-#pragma unroll 2
-      for (int segments = 2; segments <= most; ++segments) {
+#pragma unroll 1
+      for (int segments = 2; segments <= kMost; ++segments) {
+        const int length = plan::ceil_div(num_chunks, segments);
+        if (length * kTokens <= a.model.memory_tokens) break;
         const double* us = s.us[segments - 2] + kFirsts;
-        if (us[1] == HUGE_VAL) break;  // no transition is longer than what it remembers
-        if (early.take(us[0], us[1])) exits = segments;
+        if (early.take(us[0], us[1])) s.chosen = {0, length};
       }
       best = early.best;
+      s.early_exit = early.took;
     }
-    s.early_exit = exits > 0;
     s.is_cut = walk.segments > 0 && !(whole < plan::kMinimumGain * best);
-    if (!s.is_cut) return;
-    s.chosen = exits > 0 ? Lengths{0, plan::ceil_div(num_chunks, exits)}
-                         : plan::cut_lengths(num_chunks, walk.segments,
-                                             fused::first_segment(s.best[walk.segments - 2]));
   }
   __device__ void choose() {
     const double whole = fused::forward_us(a.model, sums);
@@ -284,18 +261,21 @@ struct Cutter {
     const int all = chunks(n), count = plan::num_segments_of(s.chosen, all);
     return {count, count > 1 ? plan::chunks_before(1, count, all, s.chosen.first) : all};
   }
+  /// [N + 1] chunks of segments behind first ones before a sequence.
+  __device__ int64_t* chunks_behind() const { return cut_sequences(a.cut) + a.model.most_behind; }
+
   __device__ void make_offsets() {
     uint64_t own = 0;  // chunks behind first segments; from bit 32 segments, from 48 sequences
 #pragma unroll 1
     for (int i = plan::larger(begin, 1); s.is_cut && i < end; ++i) {
       const Segments of = segments_of(i - 1);
       if (of.count == 1) continue;
-      const int more = of.count - 1, after = chunks(i - 1) - of.first;
-      own += uint64_t{1} << 48 | static_cast<uint64_t>(more) << 32 | static_cast<uint32_t>(after);
-      atomicMax(&s.most_behind, more);
-      atomicMax(&s.longest_behind, plan::ceil_div(after, more) * kTokens);
+      const int behind = of.count - 1, after = chunks(i - 1) - of.first;
+      own += uint64_t{1} << 48 | static_cast<uint64_t>(behind) << 32 | static_cast<uint32_t>(after);
+      atomicMax(&s.most_behind, behind);
+      atomicMax(&s.longest_behind, plan::ceil_div(after, behind) * kTokens);
     }
-    const Scan scanned = scan<false>(own, s.sums);
+    const Scan scanned = scan(own, false, s.sums);
     uint64_t before = scanned.before;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
@@ -305,15 +285,15 @@ struct Cutter {
         before += uint64_t{1} << 48 | static_cast<uint64_t>(of.count - 1) << 32 |
                   static_cast<uint32_t>(chunks(i - 1) - of.first);
       }
-      behind.put(i, static_cast<int>(before >> 32 & 0xffff));
-      chunks_behind.put(i, static_cast<int>(before & 0xffffffff));
+      a.offsets_behind[i] = static_cast<int64_t>(before >> 32 & 0xffff);
+      chunks_behind()[i] = static_cast<uint32_t>(before);
     }
     if (t == 0) {
-      const auto num_behind = static_cast<int64_t>(scanned.all >> 32 & 0xffff);
+      const auto behind = static_cast<int64_t>(scanned.all >> 32 & 0xffff);
       const bool early =
-          s.early_exit && fused::transitions_fit(num_behind * a.model.value_heads, a.model.num_sms);
-      *a.cut = s.cut = {N + num_behind,
-                        num_behind,
+          s.early_exit && fused::transitions_fit(behind * a.model.value_heads, a.model.num_sms);
+      *a.cut = s.cut = {N + behind,
+                        behind,
                         s.most_behind,
                         s.longest_behind,
                         static_cast<int64_t>(scanned.all >> 48),
@@ -332,31 +312,33 @@ struct Cutter {
 #pragma unroll 1
     while (high - n > 1) {
       const int middle = (n + high) / 2;
-      (behind[middle] + (transition ? 0 : middle) <= place ? n : high) = middle;
+      const int before = static_cast<int>(a.offsets_behind[middle]) + (transition ? 0 : middle);
+      (before <= place ? n : high) = middle;
     }
-    const int before = behind[n], count = behind[n + 1] - before + 1;
+    const int before = static_cast<int>(a.offsets_behind[n]), all = chunks(n),
+              first = s.chosen.first;
+    const int count = static_cast<int>(a.offsets_behind[n + 1]) - before + 1;
     const int number = transition ? place - before + 1 : place - n - before;
-    const int all = chunks(n), first = s.chosen.first;
     const auto chunks_to = [&](int of) { return plan::chunks_before(of, count, all, first); };
     const int begins = chunks_to(number);
-    int64_t cost = chunk_offsets[transition ? N : n] + begins + i * kWorkUnitCost;
-    if (transition) cost += chunks_behind[n] - chunks_to(1);
-    const int token = offsets[n];
+    int64_t cost = a.map.chunk_offsets[transition ? N : n] + begins + i * kWorkUnitCost;
+    if (transition) cost += chunks_behind()[n] - chunks_to(1);
+    const int token = offset(n);
     const FusedState state = transition    ? FusedState::kTransition
                              : count == 1  ? FusedState::kWhole
                              : number == 0 ? FusedState::kFirst
                                            : FusedState::kZero;
     return {{n, token + begins * kTokens,
-             number + 1 == count ? offsets[n + 1] : token + chunks_to(number + 1) * kTokens},
+             number + 1 == count ? offset(n + 1) : token + chunks_to(number + 1) * kTokens},
             transition ? place : place - n - 1,
             state,
             cost};
   }
   __device__ void make_units() const {
     const int segments = static_cast<int>(s.cut.num_segments),
-              all = segments + static_cast<int>(s.cut.num_behind);
+              behind = static_cast<int>(s.cut.num_behind);
 #pragma unroll 1
-    for (int i = t; i < all; i += kThreads) {
+    for (int i = t; i < segments + behind; i += kThreads) {
       const WorkUnit made = unit(i, segments);
       a.units[i] = made;
       if (i < segments || s.cut.early_exit) continue;
@@ -365,8 +347,11 @@ struct Cutter {
         a.exit_tokens[(i - segments) * a.model.value_heads + head] = made.tokens.end;
     }
     if (t == 0)
-      a.units[all] = {
-          {}, 0, FusedState::kGiven, chunk_offsets[N] + chunks_behind[N] + all * kWorkUnitCost};
+      a.units[segments + behind] = {
+          {},
+          0,
+          FusedState::kGiven,
+          a.map.chunk_offsets[N] + chunks_behind()[N] + (segments + behind) * kWorkUnitCost};
   }
 };
 
