@@ -179,7 +179,7 @@ struct Plan {
   std::vector<Segment> segments;  ///< all of them when segmented, in order
   /// [N + 1] when segmented: segments before each sequence.
   std::vector<int64_t> segment_offsets;
-  DeviceCut device_cut;  ///< of a plan from bounds
+  DeviceCut device_cut;              ///< of a plan from bounds
   std::vector<std::string> reasons;  ///< why the schedule is what it is, one sentence each
 
   CostEstimate cost;

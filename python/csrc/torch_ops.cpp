@@ -178,8 +178,8 @@ extern "C" __attribute__((visibility("default"))) void kda_torch_set_memory_prob
 extern "C" __attribute__((visibility("default"))) int64_t kda_torch_number_of_options(
     int32_t context_parallel, int64_t num_segments, int32_t intra_form, const char* backend,
     int32_t batch_invariant, int64_t most_cut_bytes) {
-  return kda_torch::call_options.number_of({context_parallel, num_segments, intra_form, backend,
-                                            batch_invariant != 0, most_cut_bytes});
+  return kda_torch::call_options.number_of(
+      {context_parallel, num_segments, intra_form, backend, batch_invariant != 0, most_cut_bytes});
 }
 
 STABLE_TORCH_LIBRARY(libkda, m) {

@@ -295,7 +295,8 @@ def fused_recurrent_kda(
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     return _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_final_state,
-                      (cu_seqlens, kwargs.get("cu_seqlens_cpu")), kwargs.get("has_state"), kwargs.get("out"), kwargs.get("head_map"), kwargs.get("plan_options"))
+                      (cu_seqlens, kwargs.get("cu_seqlens_cpu")), kwargs.get("has_state"), kwargs.get("out"),
+                      kwargs.get("head_map"), kwargs.get("plan_options"))
 
 
 @checked("cu_seqlens_cpu", "has_state", "first_slot", "head_map", "plan_options", "transpose_state_layout")

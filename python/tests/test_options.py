@@ -81,7 +81,8 @@ def test_a_form_of_a_backend_that_has_one():
 def test_equal_options_have_one_number():
     assert Options().number == 0
     made = [Options(), THREE, FIVE, ORACLE, Options(context_parallel="off"), Options(intra_form="token"),
-            Options(intra_form="tensor"), Options(batch_invariant=True), Options("off", batch_invariant=True), Options(most_cut_bytes=0)]
+            Options(intra_form="tensor"), Options(batch_invariant=True), Options("off", batch_invariant=True),
+            Options(most_cut_bytes=0)]
     assert len({x.number for x in made}) == len(made)
     for x in made:
         same = Options(x.context_parallel, x.intra_form, x.backend, x.batch_invariant, x.most_cut_bytes)

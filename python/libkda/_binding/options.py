@@ -72,7 +72,8 @@ class Options:
         object.__setattr__(self, "number", number)
 
     def __reduce__(self):  # numbers are of this process
-        return Options, (self.context_parallel, self.intra_form, self.backend, self.batch_invariant, self.most_cut_bytes)
+        return Options, (self.context_parallel, self.intra_form, self.backend, self.batch_invariant,
+                         self.most_cut_bytes)
 
 
 @functools.cache

@@ -2,9 +2,9 @@
 // Arguments of the kernels around KDA: plain structs, filled by src/cuda/layer/launches.cpp.
 #pragma once
 
+#include "core/host_device.hpp"
 #include "cuda/launch/launch.hpp"
 #include "cuda/tile/arguments.hpp"
-#include "core/host_device.hpp"
 
 namespace kda::cuda::layer {
 

@@ -4,8 +4,8 @@
 // arguments say more. Kernels of stages ask at run time.
 #pragma once
 
-#include "cuda/tile/arguments.hpp"
 #include "core/host_device.hpp"
+#include "cuda/tile/arguments.hpp"
 
 namespace kda::cuda {
 
