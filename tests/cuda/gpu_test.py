@@ -15,7 +15,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT / "bench" / "report"))
+sys.path[:0] = [str(ROOT / "bench" / "report"), str(ROOT / "bench")]
 import evidence
 import gpu_bench
 
