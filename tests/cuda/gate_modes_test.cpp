@@ -80,7 +80,8 @@ TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
        [] { return sm90::launch_chunk_grad(chunked<FinishedGradArgs>(), 132, {}); }},
       {"fused",
        [] {
-         return sm90::launch_fused_prefill(static_cast<sm90::FusedPrefillArgs>(keeping()), {}, {});
+         return sm90::launch_fused_prefill(static_cast<sm90::FusedPrefillArgs>(keeping()), {},
+                                           nullptr, {});
        }},
       {"keep", [] { return sm90::launch_fused_keep(keeping(), {}); }},
   };
