@@ -47,10 +47,18 @@ struct Gate {
         bias{c.numbers().bias[c.channel()], c.numbers().bias[c.channel() + 8]},
         bound(c.a.gate.lower_bound * kLog2e) {}
 
-  /// 1 / (1 + exp(-x)) of the raw gate, which bounded gates are made of.
-  __device__ __forceinline__ float sigmoid(float raw, int half) const {
+  /// -rate (raw + bias) in units of log2; bounded gates are made of its sigmoid.
+  __device__ __forceinline__ float exponent(float raw, int half) const {
     const float slope = -rate * kLog2e;
-    return ptx::rcp(1.0f + ptx::ex2(fmaf(raw, slope, bias[half] * slope)));
+    return fmaf(raw, slope, bias[half] * slope);
+  }
+  __device__ __forceinline__ float sigmoid(float raw, int half) const {
+    return ptx::rcp(1.0f + ptx::ex2(exponent(raw, half)));
+  }
+  /// s(x) s(-x), which loses nothing where s is near 1.
+  __device__ __forceinline__ float sigmoid_slope(float raw, int half) const {
+    const float e = ptx::ex2(-fabsf(exponent(raw, half))), larger = ptx::rcp(1.0f + e);
+    return e * larger * larger;
   }
   /// Softplus of the raw gate in units of log2, and its slope, from one exponential.
   struct Softplus {
@@ -202,8 +210,7 @@ __device__ __forceinline__ void store_gates(const C& c, RawGates<C::kGates>& all
     for_each([&](int n, int i) {
       const float x = raw(n, i), dg = y[n][i];
       if constexpr (kMode == GateMode::kBounded) {
-        const float sigmoid = gate.sigmoid(x, i / 2);
-        const float d = dg * (gate.rate * c.a.gate.lower_bound) * (sigmoid - sigmoid * sigmoid);
+        const float d = dg * (gate.rate * c.a.gate.lower_bound) * gate.sigmoid_slope(x, i / 2);
         dA_log = fmaf(d, d == 0 ? 0 : x, dA_log);  // gates may be infinite there
         y[n][i] = d;
       } else if constexpr (kMode == GateMode::kSoftplus) {
