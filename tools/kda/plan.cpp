@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <memory>
 
 #include "plan/builder.hpp"
@@ -81,11 +80,11 @@ struct PlanCommand {
   }
 
   void plan_backward(const std::vector<int64_t>& cu_seqlens, const DeviceFacts& facts) const {
-    const auto chosen =
-        std::find_if(std::begin(kPolicies), std::end(kPolicies),
-                     [&](KeepPolicy policy) { return plan::keep_name(policy) == keep; });
+    KeepPolicy chosen = KeepPolicy::kNothing;
+    for (const KeepPolicy policy : kPolicies)
+      if (plan::keep_name(policy) == keep) chosen = policy;
     BackwardPlan plan;
-    throw_if_error(backward_plan(cu_seqlens, facts, *chosen, &plan));
+    throw_if_error(backward_plan(cu_seqlens, facts, chosen, &plan));
     if (json || !explain) return print_report((json ? plan.to_json() : plan.to_text()) + "\n");
     std::vector<std::vector<std::string>> rows = {
         {"kept by a forward", "bytes a token and head", "kept", "workspace", "together"}};
