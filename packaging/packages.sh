@@ -7,7 +7,7 @@ cd "$(dirname "$(readlink -f "$0")")/.."
 root=$PWD work=$PWD/build-packages
 mkdir -p "$work"
 
-# What builds from sources has no network: it could clone them otherwise.
+# A recipe that builds from sources runs without a network, so that it cannot clone them.
 offline() {
   if unshare -rn true 2>/dev/null; then unshare -rn "$@"; else "$@"; fi
 }

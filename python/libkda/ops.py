@@ -42,7 +42,7 @@ HEADS_GROUPED, HEADS_TILED = 0, 1
 
 KEEP_NOTHING, KEEP_STATES, KEEP_CHUNKS = 0, 2048, -1
 
-# What a backward has gradients of, in the order of its bits and of the arguments of both operators.
+# Inputs that a backward has gradients of, in the order of its bits and of the arguments of both operators.
 _DIFFERENTIABLE = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 
 NO_BACKWARD = ("libkda has no backward pass of {}: call it under torch.no_grad() or torch.inference_mode(), "

@@ -15,7 +15,7 @@
 
 namespace kda::plan {
 
-// The planner counts in int64_t, the kernel in int: divisions of those are a third of the code.
+// The planner counts in int64_t, the kernel in int, whose divisions take less code and time.
 
 template <class A, class B>
 KDA_HOST_DEVICE constexpr auto ceil_div(A a, B b) {

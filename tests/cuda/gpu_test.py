@@ -27,7 +27,7 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What is fuzzed, random problems for each tool.
 SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "backward": 50,
              "backward --tensor-cores": 50}
-# What --report times, each beside a copy of as many bytes.
+# Cases that --report times, each beside a copy of as many bytes.
 REPORTED = ("forward", "decode", "backward")
 
 

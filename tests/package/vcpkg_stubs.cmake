@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs a port without vcpkg: cmake -DPORTFILE=... -DWORK=FOLDER [-DFEATURES=cuda] [-DBUILD=ON] -P vcpkg_stubs.cmake
-# What vcpkg's functions get is checked. With BUILD they do their work: the package is then in WORK/package.
+# Each function checks the arguments that vcpkg's own would get. With BUILD they do their work: the package is then in WORK/package.
 cmake_minimum_required(VERSION 3.24)
 set(CURRENT_PACKAGES_DIR ${WORK}/package)
 file(REMOVE_RECURSE ${WORK}/package)

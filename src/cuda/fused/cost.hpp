@@ -71,7 +71,7 @@ inline constexpr Costs kK64Costs = {.few_ns = 29.9,
 inline const Costs& costs_of(int64_t key_dim) { return key_dim <= 64 ? kK64Costs : kK128Costs; }
 
 /// Transitions of a cluster at most, counted by value heads: they bound the workspace where only
-/// the GPU knows the lengths. Hardly any cut is the best one with more.
+/// the GPU knows the lengths.
 inline constexpr int64_t kMostTransitions = 2;
 
 /// `check_tokens` (0: none may): transitions may exit early, looked at so often.
@@ -120,8 +120,7 @@ inline CostEstimate predict(const plan::Workload& work, const DeviceFacts& devic
 
 /// Whether any table of so many tokens and sequences can gain by a cut: the longest time uncut
 /// against the least time cut, each in one sequence. It reads no lengths, so that a plan from
-/// bounds says the same as one from lengths. (Of 220,000 random tables for which it is false, three
-/// would be cut if nobody asked.)
+/// bounds says the same as one from lengths.
 inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences) {
   const auto tokens = static_cast<double>(num_tokens);
   const bool handoff = static_cast<double>(num_sequences) * m.heads > m.clusters;

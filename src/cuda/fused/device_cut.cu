@@ -7,8 +7,8 @@
 //   units       a thread a work unit, with the end of its transition
 //
 // Compiled without contraction of products and sums, as the planner is: times are compared, and the
-// cut has to be the planner's. Most of the time of a kernel like this one is its code, which comes
-// from memory and is run once: so it counts in 32 bits, and loops stay loops.
+// cut has to be the planner's. Nothing hides the latency of one block: so it counts in 32 bits, and
+// loops stay loops, since less code was faster (docs/log/2026-11.md, "Lengths on the GPU").
 #include "cuda/fused/device_cut.hpp"
 
 #include "cuda/launch/launch.cuh"

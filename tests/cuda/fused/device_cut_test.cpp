@@ -86,7 +86,7 @@ cuda::fused::CutModel model_of(const Table& table) {
                                         table.early_exit ? cuda::sm90::kNormCheckTokens : 0);
 }
 
-/// What the kernel makes of a table. The rest of its memory stays as it was.
+/// The outputs of the kernel for a table, read back.
 struct CutOnDevice {
   CutHeader cut;
   std::vector<int64_t> cut_sequences, offsets_behind, cu_seqlens, chunk_offsets, exit_tokens;
