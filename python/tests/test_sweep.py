@@ -722,7 +722,7 @@ def test_size(request):
     """That the table is not cut short, and that good calls are good."""
     cases = sum(len(kinds_of(value)) for _, _, value in arrays_given(device_of(request.config)))
     print(f"{cases} cases")
-    # Of libkda.arrays a GPU is given tensors, which have fewer kinds than arrays of NumPy.
+    # On a GPU libkda.arrays is given tensors, which have fewer kinds than arrays of NumPy.
     assert cases >= (10900 if device_of(request.config) == "cpu" else 10800)
     device = device_of(request.config)
     if device == "cuda" and not torch.cuda.is_available():
