@@ -17,7 +17,7 @@ THIS = libkda.__version__
 OTHER = "9" + THIS[1:]  # as long, so that it can be written over the version in a library
 LOAD = f"""
 import importlib.util, pathlib, sys
-sys.path = [path for path in sys.path if not (pathlib.Path(path) / "libkda").exists()]
+sys.modules["libkda"] = None  # a copy that is installed too is not imported
 def load(name, folder):
     spec = importlib.util.spec_from_file_location(name, folder + "/__init__.py", submodule_search_locations=[folder])
     sys.modules[name] = importlib.util.module_from_spec(spec)
