@@ -52,6 +52,10 @@ sm90::KeepArgs keeping() {
   return args;
 }
 
+Status launch_grad(GradGates gates) {
+  return sm90::launch_chunk_grad(chunked<HeadGates<FinishedGradArgs>>(), gates, 132, {});
+}
+
 TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
   using Launches = std::vector<std::pair<const char*, std::function<Status()>>>;
   const Launches families = {
@@ -76,8 +80,9 @@ TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
       {"chunk_grad", [] { return launch_chunk_grad(chunked<HeadGates<ChunkGradArgs>>(), {}); }},
       {"backward_gradients",
        [] { return launch_finish_gradients(of_backward<HeadGates<BackwardArgs>>(), {}); }},
-      {"chunk_grad_sm90",
-       [] { return sm90::launch_chunk_grad(chunked<FinishedGradArgs>(), 132, {}); }},
+      {"chunk_grad_sm90", [] { return launch_grad(GradGates::kTiles); }},
+      {"chunk_grad_sm90, rows", [] { return launch_grad(GradGates::kRows); }},
+      {"chunk_grad_sm90, head gates", [] { return launch_grad(GradGates::kHead); }},
       {"fused",
        [] {
          return sm90::launch_fused_prefill(static_cast<sm90::FusedPrefillArgs>(keeping()), {},

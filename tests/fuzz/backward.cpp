@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "check/tolerances.hpp"
+#include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "fuzz/fuzz.hpp"
 #include "support/backward.hpp"
@@ -45,6 +46,24 @@ struct Totals {
   }
 };
 
+/// Some cases: gates in fp32, one gate a head, tiled heads. By numbers of their own, so that the
+/// other cases of a seed stay.
+void vary_gates(const Options& options, int64_t index, Inputs* inputs) {
+  Problem& p = inputs->problem;
+  Random random = random_of(options, index ^ int64_t{1} << 40);
+  if (random.chance(0.25) && p.g.dtype != DType::kFloat32) {
+    const auto count = static_cast<int64_t>(inputs->g.size() / 2);
+    io::Buffer gates(inputs->g.size() * 2);
+    for (int64_t i = 0; i < count; ++i)
+      gates.as<float>()[i] = static_cast<float>(load_double(inputs->g.data(), p.g.dtype, i));
+    inputs->g = std::move(gates);
+    const Shape shape = g_shape(p);
+    p.g = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
+  }
+  if (random.chance(0.25) && p.key_dim > 1) test::keep_one_gate(inputs);
+  if (random.chance(0.1)) p.head_map = HeadMap::kTiled;
+}
+
 std::string run_case(const Options& options, int64_t index, Totals* totals, Digest* digest) {
   Random random = random_of(options, index);
   check::GenerateOptions shape = random_shape(random);
@@ -55,6 +74,7 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase);
   Inputs inputs = check::generate(shape);
   const bool behind = add_rows_behind(options, index, &inputs);
+  if (!behind) vary_gates(options, index, &inputs);
   vary_options(&inputs, random, options.tensor_cores ? 8 : 1, true);
   check::GradientOptions wanted;
   wanted.seed = random.next();
@@ -96,11 +116,13 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
     totals->add(comparison, buffers.gradients.dq->dtype == DType::kFloat32);
   if (comparison.within()) return "";
   std::string failure = fmt::format(
-      "{} {} T={} N={} H={} HV={} K={} V={} {} {} norm={} beta={} kept={} "
+      "{} {} T={} N={} H={} HV={}{} K={} V={} {} {} {}{} norm={} beta={} kept={} "
       "segments={}:",
       call.plan.plan.implementation, check::regime_name(shape.regime), inputs.problem.num_tokens,
-      inputs.problem.num_sequences, shape.num_heads, shape.num_value_heads, shape.key_dim,
-      shape.value_dim, dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode),
+      inputs.problem.num_sequences, shape.num_heads, shape.num_value_heads,
+      inputs.problem.head_map == HeadMap::kTiled ? " tiled" : "", shape.key_dim, shape.value_dim,
+      dtype_name(shape.dtype), gate_mode_name(inputs.problem.gate_mode),
+      dtype_name(inputs.problem.g.dtype), has_head_gate(inputs.problem) ? " a head" : "",
       inputs.problem.qk_l2norm, beta_mode_name(inputs.problem.beta_mode), run.kept_every,
       call.plan.plan.segments.size());
   for (const auto& [name, heads] : comparison.errors) {

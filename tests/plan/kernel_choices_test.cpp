@@ -117,15 +117,8 @@ TEST_F(BackwardChoices, ChainsInFp16NeedBoundsOfFactors) {
 
 TEST_F(BackwardChoices, HoppersChunkGradNeedsBf16RowsOf16Bytes) {
   const auto grad = [](const std::function<void(Call&)>& change) { return changed(change).grad; };
-  EXPECT_EQ(grad([](Call& c) { c.problem.g.dtype = DType::kFloat32; }), Grad::kPortable);
   EXPECT_EQ(grad([](Call& c) { c.gradients.dq->dtype = DType::kFloat32; }), Grad::kPortable);
   EXPECT_EQ(grad([](Call& c) { c.gradients.dk->alignment = 8; }), Grad::kPortable);
-  EXPECT_EQ(grad([](Call& c) { c.problem.g.alignment = 4; }), Grad::kPortable);
-  EXPECT_EQ(grad([](Call& c) {
-              c.gradients.dg->strides[1] += 4;
-              c.gradients.dg->alignment = 8;
-            }),
-            Grad::kPortable);
   EXPECT_EQ(grad([](Call& c) { c.gradients.dq.reset(); }), Grad::kHopper);
   EXPECT_EQ(grad([](Call& c) { c.device = gpu_facts(132, 100); }), Grad::kPortable);
   EXPECT_EQ(usual(64, 64, 64).kernels().grad, Grad::kHopper);
@@ -146,6 +139,42 @@ TEST_F(BackwardChoices, HoppersChunkGradNeedsBf16RowsOf16Bytes) {
   EXPECT_FALSE(stores_dv(only_dv));
 }
 
+TEST_F(BackwardChoices, HoppersChunkGradTakesGatesOfAnyKind) {
+  const auto gates = [](const std::function<void(Call&)>& change, Call call = usual()) {
+    const BackwardKernels kernels = changed(change, std::move(call));
+    EXPECT_EQ(kernels.grad, Grad::kHopper);
+    return kernels.grad_gates;
+  };
+  using cuda::GradGates;
+  EXPECT_EQ(gates([](Call&) {}), GradGates::kTiles);
+  EXPECT_EQ(gates([](Call& c) { c.gradients.dg.reset(); }), GradGates::kTiles);
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16}) {
+    EXPECT_EQ(gates([&](Call& c) { c.problem.g.dtype = dtype; }), GradGates::kRows);
+    EXPECT_EQ(gates([&](Call& c) { c.gradients.dg->dtype = dtype; }), GradGates::kRows);
+  }
+  EXPECT_EQ(gates([](Call& c) { c.problem.g.alignment = 4; }), GradGates::kRows);
+  EXPECT_EQ(gates([](Call& c) {
+              c.gradients.dg->strides[1] += 4;
+              c.gradients.dg->alignment = 8;
+            }),
+            GradGates::kRows);
+  const auto tiled = [](Call& c) { c.problem.head_map = HeadMap::kTiled; };
+  EXPECT_EQ(gates(tiled, usual(8, 16)), GradGates::kRows);
+  const auto a_head = [](Call& c) {
+    Problem& p = c.problem;
+    p.g = head_gates(DType::kFloat32, 1, p.num_tokens, p.num_value_heads);
+  };
+  EXPECT_EQ(gates(a_head), GradGates::kRows);  // dg has a gradient a channel
+  for (const auto& [heads, size] : {std::pair{8, 128}, std::pair{16, 64}})
+    EXPECT_EQ(gates(
+                  [&](Call& c) {
+                    a_head(c), tiled(c);
+                    c.gradients.dg = c.problem.g;
+                  },
+                  usual(heads, 16, size)),
+              GradGates::kHead);
+}
+
 TEST_F(BackwardChoices, FewLongTurnsAreLeftToThePortableKernel) {
   using cuda::staged::has_units_enough;
   EXPECT_TRUE(has_units_enough(1, 4, 132));
@@ -164,6 +193,18 @@ TEST_F(BackwardChoices, StandInTheTextsOfThePlan) {
        {"chunk_intra_fp16", "backward_chains_fp16", "chunk_grad_sm90", "kernels\n"})
     EXPECT_NE(text.find(name), std::string::npos) << name << "\n" << text;
   EXPECT_EQ(text.find("unless"), std::string::npos) << text;
+  const auto text_of = [](const std::function<void(Call&)>& change) {
+    Call call = usual();
+    change(call);
+    return call.plan().to_text(true);
+  };
+  const std::string rows = text_of([](Call& c) { c.problem.g.dtype = DType::kFloat32; });
+  EXPECT_NE(rows.find("chunk_grad_sm90, gates by rows"), std::string::npos) << rows;
+  EXPECT_NE(rows.find("; g is not of bf16 rows aligned to 16 bytes"), std::string::npos) << rows;
+  const std::string a_head = text_of([](Call& c) {
+    c.gradients.dg = c.problem.g = head_gates(DType::kFloat32, 1, c.problem.num_tokens, 64);
+  });
+  EXPECT_NE(a_head.find("chunk_grad_sm90, a gate a head"), std::string::npos) << a_head;
   Call plain = usual();
   plain.problem.beta_mode = BetaMode::kPlain;
   EXPECT_NE(plain.plan().to_text(true).find("bf16: no sigmoid bounds beta"), std::string::npos);

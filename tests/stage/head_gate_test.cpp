@@ -270,11 +270,9 @@ void group_heads(Inputs* inputs) {
   p.head_map = HeadMap::kGrouped;
 }
 
-void expect_tiled_gradients_as_grouped(DType dtype, const std::vector<std::string>& backends) {
+void expect_tiled_gradients_as_grouped(Sizes s, const std::vector<std::string>& backends) {
+  s.regime = Regime::kTrained;
   for (const bool head_gate : {true, false}) {
-    Sizes s;
-    s.regime = Regime::kTrained;
-    s.dtype = dtype;
     Inputs tiled = one_gate_a_head(s);
     if (!head_gate) tiled = test::with_gates_expanded(tiled);
     tiled.problem.head_map = HeadMap::kTiled;
@@ -310,7 +308,7 @@ void expect_tiled_gradients_as_grouped(DType dtype, const std::vector<std::strin
 }
 
 TEST(HeadGate, TiledHeadsHaveTheGradientsOfGroupedOnes) {
-  expect_tiled_gradients_as_grouped(DType::kFloat32, test::backward_backends());
+  expect_tiled_gradients_as_grouped({}, test::backward_backends());
 }
 
 TEST(HeadGate, GradientsAreWithinTheOracles) {
@@ -497,7 +495,11 @@ TEST_F(HeadGateOnTensorCores, MayBeAColumnOfAProjection) {
 }
 
 TEST_F(HeadGateOnTensorCores, TiledHeadsHaveTheGradientsOfGroupedOnes) {
-  expect_tiled_gradients_as_grouped(DType::kBFloat16, {kStaged});
+  Sizes s;
+  s.dtype = DType::kBFloat16;
+  expect_tiled_gradients_as_grouped(s, {kStaged});
+  s.K = s.V = 128;
+  expect_tiled_gradients_as_grouped(s, {kStaged});
 }
 
 /// Gates in bf16 and in fp32, chains in fp16 and in bf16 on Hopper, segments.
@@ -529,16 +531,21 @@ TEST_F(HeadGateOnTensorCores, GradientsAreWithinTheOracles) {
     }
 }
 
-/// Gates in fp32, which Hopper's own chunk_grad leaves to the kernel of all GPUs.
+/// Gates in fp32; dq and dk in fp32, which Hopper's own chunk_grad leaves to the kernel of all
+/// GPUs, and in bf16.
 TEST_F(HeadGateOnTensorCores, GradientsByChannelAreThoseOfGatesWrittenOut) {
-  for (const int64_t K : {40, 128}) {
+  for (const auto& [K, fp32] : {std::pair{40, true}, {128, true}, {128, false}}) {
     Sizes s = layer_sizes();
     s.lengths = {70, 3};
     s.K = s.V = K;
     const Inputs inputs = layer_inputs(s), each = test::with_gates_expanded(inputs);
-    check::GradientBuffers by_channel = test::gradients_in_fp32(each);
-    check::GradientBuffers expected = test::gradients_in_fp32(each);
-    check::GradientBuffers sums = test::gradients_in_fp32(inputs);
+    const auto buffers_of = [fp32 = fp32](const Inputs& of) {
+      return fp32 ? test::gradients_in_fp32(of)
+                  : check::make_gradients(of, {.d_o_dtype = DType::kBFloat16});
+    };
+    check::GradientBuffers by_channel = buffers_of(each);
+    check::GradientBuffers expected = buffers_of(each);
+    check::GradientBuffers sums = buffers_of(inputs);
     test::run_backward(inputs, &by_channel, {.backend = kStaged});
     test::run_backward(each, &expected, {.backend = kStaged});
     test::run_backward(inputs, &sums, {.backend = kStaged});

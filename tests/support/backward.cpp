@@ -113,10 +113,13 @@ void restride_gradients(const Problem& p, check::GradientBuffers* buffers, int64
   pad_tensor(&buffers->dq, &*g.dq, qk_shape(p), 1);
   pad_tensor(&buffers->dk, &*g.dk, qk_shape(p), 1);
   pad_tensor(&buffers->dv, &*g.dv, v_shape(p), 1);
-  pad_tensor(&buffers->dg, &*g.dg, g_shape(p), 1);
   const Shape beta = beta_shape(p);
-  buffers->dbeta = spread_tensor(buffers->dbeta, &*g.dbeta, beta,
-                                 {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0});
+  const std::array<int64_t, 4> spread{beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0};
+  if (is_a_head(p, *g.dg))
+    buffers->dg = spread_tensor(buffers->dg, &*g.dg, beta, spread);
+  else
+    pad_tensor(&buffers->dg, &*g.dg, g_shape(p), 1);
+  buffers->dbeta = spread_tensor(buffers->dbeta, &*g.dbeta, beta, spread);
 }
 
 std::vector<const io::Buffer*> gradient_outputs(const check::GradientBuffers& buffers) {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/layout.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/recurrent/backward/backward.hpp"
@@ -72,6 +73,12 @@ struct Case {
     int64_t count = 0;
     for_each_chunk([&](int64_t, int64_t, int64_t) { ++count; });
     return count;
+  }
+  /// The raw gate of a token of the batch, as its strides say.
+  double gate(int64_t token, int64_t head, int64_t channel) const {
+    const TensorDesc& g = problem().g;
+    return load_element(inputs.g.data(), g.dtype,
+                        row_offset(problem(), g, token, head) + channel * g.strides[3]);
   }
   /// Element of a tile [rows, columns].
   int64_t at(int64_t chunk, int64_t head, bool state, int64_t token_or_channel, int64_t v) const {
@@ -138,7 +145,7 @@ struct Chunk {
     const auto bf16 = [](const io::Buffer& from, int64_t at) {
       return static_cast<double>(load_element(from.data(), DType::kBFloat16, at));
     };
-    const int64_t q_head = head / (x.HV() / x.H());
+    const int64_t q_head = q_head_of(p, head);
     for (int64_t i = 0; i < tokens; ++i) {
       const auto t = static_cast<std::size_t>(i);
       const int64_t at = (token0 + i) * x.HV() + head, q_at = (token0 + i) * x.H() + q_head;
@@ -148,8 +155,7 @@ struct Chunk {
         k[t][c] = load_element(x.inputs.k.data(), p.k.dtype, q_at * x.K() + d);
         const double A_log = p.A_log ? x.inputs.A_log.as<float>()[head] : 0;
         const double bias = p.dt_bias ? x.inputs.dt_bias.as<float>()[head * x.K() + d] : 0;
-        decay[t][c] = std::exp(
-            log_decay(p, load_element(x.inputs.g.data(), p.g.dtype, at * x.K() + d), bias, A_log));
+        decay[t][c] = std::exp(log_decay(p, x.gate(token0 + i, head, d), bias, A_log));
       }
       normalise(p, effective_scale(p), &q[t]);
       normalise(p, 1, &k[t]);
@@ -234,7 +240,7 @@ inline Gradients expected(const Chunk& c) {
 struct Call {
   const Case& x;
   std::vector<check::DeviceBuffer> memory;
-  cuda::FinishedGradArgs args;
+  cuda::HeadGates<cuda::FinishedGradArgs> args;
 
   explicit Call(const Case& of) : x(of) {
     const Problem& p = x.problem();
@@ -261,6 +267,8 @@ struct Call {
     args.q = cuda::row_view(p.q, tensors.q), args.k = cuda::row_view(p.k, tensors.k);
     args.g = cuda::row_view(p.g, tensors.g), args.beta = cuda::row_view(p.beta, tensors.beta);
     args.gate = cuda::gate_view(p, tensors);
+    args.gate_step = args.dgate_step = has_head_gate(p) ? 0 : 1;
+    args.tiled = p.head_map == HeadMap::kTiled;
     if (x.with_d_o) {
       const TensorDesc desc = contiguous(DType::kBFloat16, {p.batch, p.num_tokens, x.HV(), x.V()});
       args.d_o = cuda::row_view(desc, upload(x.d_o));

@@ -249,10 +249,10 @@ ReverseArgs sequences_d_arguments(const Group& group, const SpanGradients& spans
   return reverse;
 }
 
-FinishedGradArgs grad_arguments(const Group& group) {
+HeadGates<FinishedGradArgs> grad_arguments(const Group& group) {
   const HeadGates<BackwardArgs>& args = group.args;
   const Blocks& blocks = group.blocks;
-  FinishedGradArgs grad;
+  HeadGates<FinishedGradArgs> grad;
   grad.shape = args.shape, grad.map = args.map, grad.num_chunks = most_chunks(group.plan);
   grad.q = args.q, grad.k = args.k, grad.g = args.g, grad.beta = args.beta;
   grad.gate = args.gate;
@@ -263,6 +263,7 @@ FinishedGradArgs grad_arguments(const Group& group) {
   if (group.kernels.grad_stores_dv) grad.dv = args.dv;
   grad.sums = args.sums;
   grad.fallback = blocks.fallback;
+  grad.gate_step = args.gate_step, grad.dgate_step = args.dgate_step, grad.tiled = args.tiled;
   return grad;
 }
 

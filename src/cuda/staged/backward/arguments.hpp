@@ -76,7 +76,7 @@ ReverseArgs segments_d_arguments(const Group& group);
 ReverseArgs sequences_d_arguments(const Group& group, const SpanGradients& spans);
 
 /// chunk_grad, of either kernel.
-FinishedGradArgs grad_arguments(const Group& group);
+HeadGates<FinishedGradArgs> grad_arguments(const Group& group);
 HeadGates<ChunkGradArgs> portable_grad_arguments(const Group& group);
 /// The sums for A_log and dt_bias, of as many parts as chunk_grad has left.
 BackwardArgs parameter_arguments(const Group& group);

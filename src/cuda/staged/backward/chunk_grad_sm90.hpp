@@ -27,15 +27,29 @@ struct FinishedGradArgs : ChunkGradArgs {
   Divisor pairs;            ///< of a chunk; the last may be one value head
 };
 
+/// Where the kernel has the gates of a chunk while it works on it, and dg.
+enum class GradGates {
+  kTiles,  ///< g, dg of bf16 with rows at multiples of 16 bytes, grouped heads: shared memory
+  kRows,   ///< any g and dg with a gradient a channel: read and stored where they lie
+  kHead,   ///< one gate a head: a number a token, and dg its sums over channels
+};
+/// The name of the first launch.
+constexpr const char* grad_kernel(GradGates gates) {
+  return gates == GradGates::kTiles  ? "chunk_grad_sm90"
+         : gates == GradGates::kRows ? "chunk_grad_sm90, gates by rows"
+                                     : "chunk_grad_sm90, a gate a head";
+}
+
 namespace sm90 {
 
-/// K = V = 128, or K = V = 64 and a value head a q/k head; q, k, g, d_o, dq, dk, dg of bf16 with
-/// rows that begin at multiples of 16 bytes, dv the same or none.
+/// K = V = 128, or K = V = 64 and a value head a q/k head; q, k, d_o, dq, dk of bf16 with rows that
+/// begin at multiples of 16 bytes, dv the same or none.
 ///
 /// Two launches. Chunks fall back from the first whose decays go beyond the range of its anchors,
 /// and those with plain betas near 0, to the second, which has the sums of the other GPUs' kernel.
 /// `rows` is for these.
-Status launch_chunk_grad(const FinishedGradArgs& args, int64_t num_sms, const Launch& launch);
+Status launch_chunk_grad(const HeadGates<FinishedGradArgs>& args, GradGates gates, int64_t num_sms,
+                         const Launch& launch);
 
 }  // namespace sm90
 }  // namespace kda::cuda

@@ -42,21 +42,32 @@ bool has_whole_rows(const std::optional<TensorDesc>& desc) {
 std::string decline_hopper_grad(const Plan& plan, const Gradients& gradients) {
   const Problem& p = plan.problem;
   const int64_t of_each = p.num_value_heads / p.num_heads;
-  if (has_head_gate(p)) return "g has one gate a head";
-  if (p.head_map != HeadMap::kGrouped) return "q/k heads are tiled";
   if (!has_hopper_grad(p.key_dim, p.value_dim, of_each))
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, ", HV / H = ", of_each,
                "; Hopper's needs 128, or 64 with one value head a q/k head");
-  for (const auto& [name, desc] :
-       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"g", &p.g}})
+  for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}})
     if (!has_whole_rows(*desc)) return cat(name, " is not of bf16 rows aligned to 16 bytes");
   for (const auto& [name, desc] : {std::pair{"d_o", &gradients.d_o}, std::pair{"dq", &gradients.dq},
-                                   std::pair{"dk", &gradients.dk}, std::pair{"dg", &gradients.dg}})
+                                   std::pair{"dk", &gradients.dk}})
     if (!has_whole_rows(*desc)) return cat(name, " is not of bf16 rows aligned to 16 bytes");
   if (!has_units_enough(most_chunks(plan) * p.num_heads, of_each, plan.device.num_sms))
     return cat(most_chunks(plan) * p.num_heads, " chunks of q/k heads are too few for ",
                plan.device.num_sms, " SMs");
   return {};
+}
+
+/// Why gates have no tiles in Hopper's chunk_grad; empty if they have.
+std::string decline_gate_tiles(const Problem& p, const Gradients& gradients) {
+  if (has_head_gate(p)) return "g has one gate a head";
+  if (p.head_map != HeadMap::kGrouped) return "q/k heads are tiled";
+  if (!has_whole_rows(p.g)) return "g is not of bf16 rows aligned to 16 bytes";
+  if (!has_whole_rows(gradients.dg)) return "dg is not of bf16 rows aligned to 16 bytes";
+  return {};
+}
+
+GradGates grad_gates_of(const Problem& p, const Gradients& gradients) {
+  if (has_head_gate(p) && (!gradients.dg || is_a_head(p, *gradients.dg))) return GradGates::kHead;
+  return decline_gate_tiles(p, gradients).empty() ? GradGates::kTiles : GradGates::kRows;
 }
 
 /// The most value heads of a group whose chains of `columns` columns leave SMs idle in blocks
@@ -80,6 +91,7 @@ BackwardKernels kernels_of(const Plan& plan, const Gradients& gradients) {
   if (tokens)
     kernels.grad =
         hopper && decline_hopper_grad(plan, gradients).empty() ? Grad::kHopper : Grad::kPortable;
+  kernels.grad_gates = grad_gates_of(p, gradients);
   kernels.errors = tokens || has_device_flags(plan);
   kernels.grad_stores_dv =
       kernels.grad == Grad::kHopper && gradients.dv && has_whole_rows(gradients.dv);
@@ -166,7 +178,9 @@ void list_grad(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
     builder.stage("chunk_grad", tiles,
                   cat("of each group: dq, dk, dg, dbeta", kernels.grad_stores_dv ? ", dv" : "",
                       " of a chunk, with norms, gates, steps"));
-    builder.kernel("chunk_grad", "chunk_grad_sm90", "Hopper's, which finishes them");
+    const std::string gates = decline_gate_tiles(p, *builder.gradients());
+    builder.kernel("chunk_grad", grad_kernel(kernels.grad_gates),
+                   cat("Hopper's, which finishes them", gates.empty() ? "" : "; ", gates));
     builder.kernel("chunk_grad", "chunk_grad_sm90, fallback",
                    "chunks with decays beyond its anchors or betas near 0");
   } else {

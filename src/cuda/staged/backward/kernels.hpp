@@ -3,6 +3,7 @@
 // The plan lists them, its costs and its launches read them.
 #pragma once
 
+#include "cuda/staged/backward/chunk_grad_sm90.hpp"
 #include "cuda/staged/kernels.hpp"
 
 namespace kda::cuda::staged {
@@ -23,6 +24,7 @@ struct BackwardKernels {
 
   Chains chains = Chains::kPortable;
   Grad grad = Grad::kNone;
+  GradGates grad_gates = GradGates::kTiles;  ///< of kHopper
   bool errors = false;  ///< states and errors are made, or flags are to be written by their chains
   bool grad_stores_dv = false;  ///< chunk_grad stores dv, which is dZ; else the chains do
   bool parameters = false;      ///< dA_log or ddt_bias is wanted

@@ -49,9 +49,13 @@
 //   both_merges                  segments, one phase: states before them and dS behind them
 //   segment_merge_sm90,          the same in two phases, where they cannot be at once
 //   reverse_merge
-//   chunk_grad,                  Hopper's chunk_grad does not serve: a gate a head, tiled heads, fp32 g or gradients,
-//   backward_gradients           other sizes than K = V = 128, or 64 with one value head a q/k head, too few chunks,
-//                                rows not aligned to 16 bytes
+//   chunk_grad_sm90,             in place of chunk_grad_sm90: g or dg of fp32, of fp16 or of rows not aligned to 16
+//   gates by rows                bytes, tiled heads
+//   chunk_grad_sm90,             in place of chunk_grad_sm90: one gate a head, and dg too
+//   a gate a head
+//   chunk_grad,                  Hopper's chunk_grad does not serve: other sizes than K = V = 128, or 64 with one value
+//   backward_gradients           head a q/k head, too few chunks, q, k, d_o, dq or dk not of bf16 rows aligned to 16
+//                                bytes
 //   chunk_delta_h, chunk_reverse other GPUs: chains as a launch a direction; with chunk_intra, segment_scan,
 //                                segment_merge, reverse_merge, chunk_grad, backward_gradients
 // Without gradients that tokens have from states (dq, dk, dg, dbeta and those of parameters) chunk_grad and what
@@ -167,7 +171,8 @@ Status run_chains_again(const Group& group, const ReverseArgs& reverse, const St
 Status run_grad(const Group& group, const Stream& on) {
   if (group.kernels.grad == Grad::kNone) return {};
   if (sm90::kBuilt && group.kernels.grad == Grad::kHopper)
-    return sm90::launch_chunk_grad(grad_arguments(group), group.plan.device.num_sms, on.early);
+    return sm90::launch_chunk_grad(grad_arguments(group), group.kernels.grad_gates,
+                                   group.plan.device.num_sms, on.early);
   KDA_RETURN_IF_ERROR(launch_chunk_grad(portable_grad_arguments(group), on.after));
   return launch_finish_gradients(group.args, on.after);
 }

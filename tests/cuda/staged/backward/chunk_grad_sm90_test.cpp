@@ -9,10 +9,32 @@
 namespace kda::chunk_grad {
 namespace {
 
-/// dq, dk as the kernel stores them, [token, H, K], dg [token, HV, K], dbeta [token, HV], and the
+using cuda::GradGates;
+
+/// How a kernel is run.
+struct How {
+  int64_t num_blocks = 3;  ///< few: each has several chunks
+  DType dg_dtype = DType::kBFloat16;
+  bool dg_by_channel = false;  ///< where g has one gate a head
+  int64_t dg_gap = 0;          ///< elements between rows of dg, which nobody writes
+  bool by_rows = false;        ///< gates that could be in tiles are not
+  bool no_dg = false;
+};
+
+/// dg as a caller may want it.
+TensorDesc dg_of(const Problem& p, const How& how) {
+  const bool a_head = has_head_gate(p) && !how.dg_by_channel;
+  TensorDesc dg = contiguous(how.dg_dtype, {p.batch, p.num_tokens, p.num_value_heads,
+                                            (a_head ? 1 : p.key_dim) + how.dg_gap});
+  dg.strides[3] = a_head ? 0 : 1;
+  return dg;
+}
+
+/// dq, dk as the kernel stores them, [token, H, K], dg as described, dbeta [token, HV], and the
 /// sums of chunks [chunk, HV, K + 1]. NaN where it writes nothing.
 struct Finished {
   io::Buffer dq, dk, dg;
+  TensorDesc dg_desc;
   std::vector<float> dbeta;
   std::vector<double> sums;
   std::vector<uint32_t> fallback;
@@ -25,9 +47,16 @@ int64_t num_left(const Finished& x) {
   return count;
 }
 
-/// On few blocks each has several chunks.
-Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
+GradGates gates_of(const Problem& p, const How& how) {
+  if (has_head_gate(p)) return how.dg_by_channel ? GradGates::kRows : GradGates::kHead;
+  const bool tiles = p.g.dtype == DType::kBFloat16 && how.dg_dtype == DType::kBFloat16 &&
+                     how.dg_gap == 0 && p.head_map == HeadMap::kGrouped && !how.by_rows;
+  return tiles ? GradGates::kTiles : GradGates::kRows;
+}
+
+Finished run_on_hopper(const Case& x, const How& how = {}) {
   Call call(x);
+  const int64_t num_blocks = how.num_blocks;
   const auto rows = [&](int64_t heads) {
     return contiguous(DType::kBFloat16, {x.problem().batch, x.problem().num_tokens, heads, x.K()});
   };
@@ -38,7 +67,13 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
   const std::size_t first = call.memory.size();
   call.args.dq = cuda::row_view(rows(x.H()), call.unset(q_size * row_bytes));
   call.args.dk = cuda::row_view(rows(x.H()), call.unset(q_size * row_bytes));
-  call.args.dg = cuda::row_view(rows(x.HV()), call.unset(size * row_bytes));
+  Finished out;
+  out.dg_desc = dg_of(x.problem(), how);
+  out.dg = io::Buffer(static_cast<std::size_t>(x.tokens() * x.HV() * out.dg_desc.strides[2] *
+                                               dtype_size(how.dg_dtype)));
+  call.args.dg = cuda::row_view(out.dg_desc, call.unset(out.dg.size()));
+  if (how.no_dg) call.args.dg.base = nullptr;
+  call.args.dgate_step = static_cast<int32_t>(out.dg_desc.strides[3]);
   call.args.dbeta = cuda::row_view(
       contiguous(DType::kFloat32, {x.problem().batch, x.problem().num_tokens, x.HV()}),
       call.unset(4 * size));
@@ -48,13 +83,13 @@ Finished run_on_hopper(const Case& x, int64_t num_blocks = 3) {
   call.args.rows = static_cast<float*>(call.unset(
       4 * std::max(call.rows(), static_cast<std::size_t>(num_blocks * cuda::kHeadSums))));
   if constexpr (cuda::sm90::kBuilt)
-    throw_if_error(cuda::sm90::launch_chunk_grad(call.args, num_blocks, {}));
+    throw_if_error(
+        cuda::sm90::launch_chunk_grad(call.args, gates_of(x.problem(), how), num_blocks, {}));
   check::synchronize_device();
-  Finished out;
   out.dbeta.resize(size), out.sums.resize(sums);
   std::size_t next = first;
   for (io::Buffer* buffer : {&out.dq, &out.dk, &out.dg}) {
-    *buffer = io::Buffer((buffer == &out.dg ? size : q_size) * row_bytes);
+    if (buffer != &out.dg) *buffer = io::Buffer(q_size * row_bytes);
     call.memory[next++].download(buffer->data(), buffer->size());
   }
   call.memory[next++].download(out.dbeta.data(), 4 * size);
@@ -89,14 +124,13 @@ struct Expected {
     for (int64_t i = 0; i < chunk.count; ++i) {
       const auto t = static_cast<std::size_t>(i);
       const int64_t at = (token0 + i) * x.HV() + head;
-      const int64_t q_at = (token0 + i) * x.H() + head / (x.HV() / x.H());
+      const int64_t q_at = (token0 + i) * x.H() + q_head_of(p, head);
       std::vector<double> q(channels), k(q);
       for (std::size_t d = 0; d < channels; ++d) {
-        const int64_t element = at * x.K() + static_cast<int64_t>(d);
         const int64_t q_element = q_at * x.K() + static_cast<int64_t>(d);
         q[d] = load_element(x.inputs.q.data(), p.q.dtype, q_element);
         k[d] = load_element(x.inputs.k.data(), p.k.dtype, q_element);
-        const double g = load_element(x.inputs.g.data(), p.g.dtype, element);
+        const double g = x.gate(token0 + i, head, static_cast<int64_t>(d));
         const double bias =
             p.dt_bias ? x.inputs.dt_bias.as<float>()[head * x.K() + static_cast<int64_t>(d)] : 0;
         double& dg = raw.dg[t][d];
@@ -122,8 +156,26 @@ struct Expected {
   }
 };
 
-void expect_close_on_hopper(const Case& x, const std::string& what) {
-  const Finished got = run_on_hopper(x);
+/// dg of the kernel beside the expected one, and nothing but 0xff between its rows.
+void add_dg(const Case& x, const Finished& got, int64_t token, int64_t head,
+            const std::vector<double>& want, Sums* to) {
+  const TensorDesc& desc = got.dg_desc;
+  const int64_t at = row_offset(x.problem(), desc, token, head);
+  const auto element = [&](int64_t i) { return load_element(got.dg.data(), desc.dtype, at + i); };
+  const int64_t row = desc.strides[3] == 0 ? 1 : x.K();
+  if (desc.strides[3] == 0) {
+    double sum = 0;
+    for (const double channel : want) sum += channel;
+    to->add(element(0), sum);
+  } else {
+    for (std::size_t d = 0; d < want.size(); ++d)
+      to->add(element(static_cast<int64_t>(d)), want[d]);
+  }
+  for (int64_t i = row; i < desc.strides[2]; ++i) EXPECT_TRUE(std::isnan(element(i))) << i;
+}
+
+void expect_close_on_hopper(const Case& x, const std::string& what, const How& how = {}) {
+  const Finished got = run_on_hopper(x, how);
   Errors errors;
   std::vector<Sums> sums(2);
   const auto channels = static_cast<std::size_t>(x.K());
@@ -138,17 +190,19 @@ void expect_close_on_hopper(const Case& x, const std::string& what) {
     };
     const int64_t group = x.HV() / x.H();
     Matrix dq, dk;  // summed over the value heads of a q/k head
-    for (int64_t head = 0; head < x.HV(); ++head) {
+    for (int64_t turn = 0; turn < x.HV(); ++turn) {
+      const int64_t head = value_head_of(x.problem(), turn / group, turn % group);
       const Expected want(x, chunk, token0, count, head);
-      if (head % group == 0) dq = dk = matrix(count, x.K());
+      if (turn % group == 0) dq = dk = matrix(count, x.K());
       for (std::size_t i = 0; i < dq.size(); ++i)
         for (std::size_t d = 0; d < channels; ++d)
           dq[i][d] += want.raw.dq[i][d], dk[i][d] += want.raw.dk[i][d];
-      if (head % group == group - 1) {
-        add(got.dq, x.H(), head / group, dq, &errors.dq);
-        add(got.dk, x.H(), head / group, dk, &errors.dk);
+      if (turn % group == group - 1) {
+        add(got.dq, x.H(), turn / group, dq, &errors.dq);
+        add(got.dk, x.H(), turn / group, dk, &errors.dk);
       }
-      add(got.dg, x.HV(), head, want.raw.dg, &errors.dg);
+      for (int64_t i = 0; i < count; ++i)
+        add_dg(x, got, token0 + i, head, want.raw.dg[static_cast<std::size_t>(i)], &errors.dg);
       for (int64_t i = 0; i < count; ++i)
         errors.dbeta.add(got.dbeta[static_cast<std::size_t>((token0 + i) * x.HV() + head)],
                          want.raw.dbeta[static_cast<std::size_t>(i)]);
@@ -166,7 +220,8 @@ void expect_close_on_hopper(const Case& x, const std::string& what) {
   // A rounding to bf16 more than the rows have.
   EXPECT_LT(errors.dq.relative(), 4.5e-3) << what;
   EXPECT_LT(errors.dk.relative(), 4.5e-3) << what;
-  EXPECT_LT(errors.dg.relative(), 4.8e-3) << what;
+  // One a head is a sum over channels, whose terms cancel.
+  EXPECT_LT(errors.dg.relative(), got.dg_desc.strides[3] == 0 ? 8e-3 : 4.8e-3) << what;
   EXPECT_LT(errors.dbeta.relative(), 4.8e-3) << what;
   EXPECT_LT(sums[0].relative(), 5e-3) << what;
   EXPECT_LT(sums[1].relative(), 2e-2) << what;  // one number a chunk, whose terms cancel
@@ -358,9 +413,9 @@ TEST_F(ChunkGradOnHopper, BlocksChangeNoBitOfGroups) {
   check::GenerateOptions options = grouped(0, 2, 3, Regime::kSoftplus);
   options.seq_lens = {70, 9};
   const Case x(check::generate(options));
-  const Finished want = run_on_hopper(x, 1);
+  const Finished want = run_on_hopper(x, {.num_blocks = 1});
   for (const int64_t blocks : {1, 4}) {
-    const Finished got = run_on_hopper(x, blocks);
+    const Finished got = run_on_hopper(x, {.num_blocks = blocks});
     for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk, &Finished::dg})
       EXPECT_EQ(std::memcmp((want.*rows).data(), (got.*rows).data(), (want.*rows).size()), 0)
           << blocks;
@@ -433,7 +488,8 @@ TEST_F(ChunkGradOnHopper, PoisonReachesNoOtherQueryHead) {
   Case poisoned = clean;
   const int64_t tile = 2 * kChunk * 128;  // bytes of E
   std::memset(poisoned.errors.data() + 1 * tile, 0xff, static_cast<std::size_t>(tile));
-  const Finished want = run_on_hopper(clean, 1), got = run_on_hopper(poisoned, 1);
+  const Finished want = run_on_hopper(clean, {.num_blocks = 1}),
+                 got = run_on_hopper(poisoned, {.num_blocks = 1});
   for (io::Buffer Finished::*rows : {&Finished::dq, &Finished::dk})
     for (int64_t token = 0; token < 100; ++token)
       for (int64_t head = 0; head < 2; ++head) {
@@ -501,6 +557,209 @@ TEST_F(ChunkGradOnHopper, SameBitsAgain) {
     EXPECT_EQ(std::memcmp((first.*rows).data(), (second.*rows).data(), (first.*rows).size()), 0);
   EXPECT_EQ(first.dbeta, second.dbeta);
   EXPECT_EQ(first.sums, second.sums);
+}
+
+// ---- gates that are in no tile
+
+/// Gates in fp32 that are no bf16 numbers.
+Inputs with_fp32_gates(Inputs inputs) {
+  Problem& p = inputs.problem;
+  const Shape shape = has_head_gate(p) ? beta_shape(p) : g_shape(p);
+  const int64_t count = shape[0] * shape[1] * shape[2] * shape[3];
+  io::Buffer gates(static_cast<std::size_t>(4 * count));
+  for (int64_t i = 0; i < count; ++i)
+    gates.as<float>()[i] =
+        load_element(inputs.g.data(), p.g.dtype, i) * (1 + 0x1p-9f * static_cast<float>(i % 3));
+  inputs.g = std::move(gates);
+  p.g.dtype = DType::kFloat32;
+  p.g.alignment = 4;
+  return inputs;
+}
+Inputs with_head_gates(Inputs inputs) {
+  test::keep_one_gate(&inputs);
+  return inputs;
+}
+constexpr How kFp32{.dg_dtype = DType::kFloat32};
+
+void expect_same_but_dg(const Finished& a, const Finished& b, const std::string& what) {
+  EXPECT_TRUE(test::same_bits(a.dq, b.dq)) << what;
+  EXPECT_TRUE(test::same_bits(a.dk, b.dk)) << what;
+  EXPECT_EQ(a.dbeta, b.dbeta) << what;
+  EXPECT_EQ(std::memcmp(a.sums.data(), b.sums.data(), 8 * a.sums.size()), 0) << what;
+  EXPECT_EQ(a.fallback, b.fallback) << what;
+}
+
+/// The sizes that have kernels of their own: a value head, several of a q/k head, pairs of heads.
+std::vector<check::GenerateOptions> every_form(Regime regime) {
+  check::GenerateOptions one = options_of(0, 1, 128, 128, regime),
+                         several = options_of(0, 2, 128, 128, regime),
+                         pairs = options_of(0, 3, 64, 64, regime);
+  several.num_value_heads = 4;
+  std::vector<check::GenerateOptions> all{one, several, pairs};
+  for (check::GenerateOptions& options : all) options.seq_lens = {1, 0, 79};
+  return all;
+}
+
+TEST_F(ChunkGradOnHopper, GatesInFp32InEveryRegime) {
+  for (int regime = 0; regime < check::kNumRegimes; ++regime) {
+    const auto of = static_cast<Regime>(regime);
+    const Inputs inputs = check::generate(options_of(130, 1, 128, 128, of));
+    expect_close_on_hopper(Case(with_fp32_gates(inputs)),
+                           "fp32 gates, " + std::string(check::regime_name(of)), kFp32);
+    expect_close_on_hopper(Case(with_fp32_gates(with_head_gates(inputs))),
+                           "a gate a head, " + std::string(check::regime_name(of)), kFp32);
+  }
+}
+
+TEST_F(ChunkGradOnHopper, GatesInFp32OfEveryForm) {
+  for (const Regime regime : {Regime::kSoftplus, Regime::kTrained, Regime::kLog})
+    for (const check::GenerateOptions& options : every_form(regime)) {
+      const Inputs inputs = check::generate(options);
+      const std::string what = std::string(check::regime_name(regime)) + ", " +
+                               std::to_string(inputs.problem.num_value_heads) + " heads";
+      expect_close_on_hopper(Case(with_fp32_gates(inputs)), "fp32 gates, " + what, kFp32);
+      expect_close_on_hopper(Case(with_fp32_gates(with_head_gates(inputs))),
+                             "a gate a head, " + what, kFp32);
+    }
+}
+
+TEST_F(ChunkGradOnHopper, LengthsOfGatesInNoTile) {
+  for (const Regime regime : {Regime::kStrong, Regime::kSoftplus, Regime::kLog}) {
+    check::GenerateOptions options = options_of(0, 2, 128, 128, regime);
+    options.seq_lens = {1, 15, 0, 16, 17, 63, 64, 65};
+    Inputs packed = check::generate(options);
+    options.seq_lens.clear();
+    options.batch = 2, options.num_tokens = 79;
+    Inputs rows = check::generate(options);
+    for (const Inputs& inputs : {packed, rows}) {
+      expect_close_on_hopper(Case(with_fp32_gates(inputs)), "fp32 gates", kFp32);
+      expect_close_on_hopper(Case(with_fp32_gates(with_head_gates(inputs))), "a gate a head",
+                             kFp32);
+    }
+  }
+}
+
+/// The kernel of rows has the sums of the kernel of tiles.
+TEST_F(ChunkGradOnHopper, RowsOfGatesHaveTheBitsOfTiles) {
+  for (const Regime regime : {Regime::kSoftplus, Regime::kTrained, Regime::kLog})
+    for (const check::GenerateOptions& options : every_form(regime)) {
+      const Case x(check::generate(options));
+      const std::string what = check::regime_name(regime);
+      const Finished want = run_on_hopper(x), got = run_on_hopper(x, {.by_rows = true});
+      expect_same_but_dg(got, want, what);
+      EXPECT_TRUE(test::same_bits(got.dg, want.dg)) << what;
+      const Finished in_fp32 = run_on_hopper(x, kFp32);
+      expect_same_but_dg(in_fp32, want, what);
+      for (int64_t i = 0; i < static_cast<int64_t>(want.dg.size() / 2); ++i) {
+        char rounded[2];
+        store_element(rounded, DType::kBFloat16, 0, in_fp32.dg.as<float>()[i]);
+        ASSERT_EQ(std::memcmp(rounded, want.dg.data() + 2 * i, 2), 0) << what << " " << i;
+      }
+    }
+}
+
+TEST_F(ChunkGradOnHopper, GatesOfAnyTypeAndStrides) {
+  check::GenerateOptions options = grouped(70, 2, 2, Regime::kTrained);
+  options.batch = 2;
+  const Inputs inputs = check::generate(options);
+  for (const bool a_head : {false, true})
+    for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+      Inputs dense = a_head ? with_head_gates(inputs) : inputs;
+      Problem& p = dense.problem;
+      const Shape shape = a_head ? beta_shape(p) : g_shape(p);
+      const int64_t count = shape[0] * shape[1] * shape[2] * shape[3];
+      io::Buffer gates(static_cast<std::size_t>(count * dtype_size(dtype)));
+      for (int64_t i = 0; i < count; ++i)
+        store_element(gates.data(), dtype, i, load_element(dense.g.data(), p.g.dtype, i));
+      dense.g = std::move(gates);
+      p.g.dtype = dtype;
+      const Finished want = run_on_hopper(Case(dense), kFp32);
+      const int64_t K = shape[3], heads = shape[2], tokens = shape[1];
+      for (const auto& strides :
+           {std::array<int64_t, 4>{tokens * (heads * (K + 3) + 1) + 5, heads * (K + 3) + 1, K + 3,
+                                   a_head ? 0 : 1},
+            std::array<int64_t, 4>{tokens * heads * K, K, tokens * K, a_head ? 0 : 1}}) {
+        Inputs spread = dense;
+        spread.g = test::spread_tensor(dense.g, &spread.problem.g, shape, strides);
+        const std::string what =
+            cat(dtype_name(dtype), a_head ? " a head" : "", ", rows ", strides[1], " apart");
+        expect_close_on_hopper(Case(spread), what, {.dg_dtype = dtype, .dg_gap = 5});
+        const Finished got = run_on_hopper(Case(spread), kFp32);
+        expect_same_but_dg(got, want, what);
+        EXPECT_TRUE(test::same_bits(got.dg, want.dg)) << what;
+      }
+    }
+}
+
+TEST_F(ChunkGradOnHopper, OneGateAHeadHasTheBitsOfGatesWrittenOut) {
+  for (const Regime regime : {Regime::kSoftplus, Regime::kTrained, Regime::kLog})
+    for (const check::GenerateOptions& options : every_form(regime)) {
+      const Inputs inputs = with_fp32_gates(with_head_gates(check::generate(options)));
+      const Finished each = run_on_hopper(Case(test::with_gates_expanded(inputs)), kFp32);
+      const Finished by_channel =
+          run_on_hopper(Case(inputs), {.dg_dtype = DType::kFloat32, .dg_by_channel = true});
+      const Finished sums = run_on_hopper(Case(inputs), kFp32);
+      const std::string what = check::regime_name(regime);
+      expect_same_but_dg(by_channel, each, what);
+      expect_same_but_dg(sums, each, what);
+      EXPECT_TRUE(test::same_bits(by_channel.dg, each.dg)) << what;
+      const auto K = static_cast<std::size_t>(inputs.problem.key_dim);
+      for (std::size_t row = 0; row < sums.dg.size() / 4; ++row) {
+        double sum = 0, magnitude = 0;
+        for (std::size_t d = row * K; d < (row + 1) * K; ++d) {
+          sum += each.dg.as<float>()[d];
+          magnitude += std::fabs(each.dg.as<float>()[d]);
+        }
+        ASSERT_NEAR(sums.dg.as<float>()[row], sum, 1e-6 * magnitude) << what << " " << row;
+      }
+    }
+}
+
+TEST_F(ChunkGradOnHopper, TiledHeads) {
+  for (const bool a_head : {false, true})
+    for (const Regime regime : {Regime::kLog, Regime::kSoftplus}) {
+      check::GenerateOptions options = grouped(0, 2, 3, regime);
+      options.seq_lens = {70, 0, 9};
+      Inputs inputs = check::generate(options);
+      if (a_head) inputs = with_head_gates(inputs);
+      inputs.problem.head_map = HeadMap::kTiled;
+      expect_close_on_hopper(Case(inputs), a_head ? "tiled, a gate a head" : "tiled");
+    }
+}
+
+TEST_F(ChunkGradOnHopper, GatesInNoTileThatAreLeft) {
+  for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+    for (const bool a_head : {false, true}) {
+      Inputs inputs = with_growth(grouped(70, 2, 3, Regime::kLog), 1);
+      inputs.problem.head_map = map;
+      const Case x(with_fp32_gates(a_head ? with_head_gates(inputs) : inputs));
+      const std::string what = cat(head_map_name(map), a_head ? ", a gate a head" : "");
+      EXPECT_EQ(num_left(run_on_hopper(x, kFp32)), 1) << what;
+      expect_close_on_hopper(x, what, kFp32);
+      if (a_head)
+        expect_close_on_hopper(x, what + ", dg by channel",
+                               {.dg_dtype = DType::kBFloat16, .dg_by_channel = true, .dg_gap = 1});
+    }
+  for (const BetaMode mode : {BetaMode::kPlain, BetaMode::kSigmoid2}) {  // all of them small
+    Inputs inputs = check::generate(options_of(70, 3, 64, 64, Regime::kSoftplus));
+    inputs.problem.beta_mode = mode;
+    if (mode == BetaMode::kPlain)
+      for (int64_t i = 0; i < 210; ++i)
+        store_element(inputs.beta.data(), inputs.problem.beta.dtype, i, 0x1p-10f);
+    for (const bool a_head : {false, true})
+      expect_close_on_hopper(Case(with_fp32_gates(a_head ? with_head_gates(inputs) : inputs)),
+                             cat("pairs, ", beta_mode_name(mode)), kFp32);
+  }
+}
+
+TEST_F(ChunkGradOnHopper, DgThatIsNotWanted) {
+  for (const bool a_head : {false, true}) {
+    const Inputs inputs = check::generate(options_of(70, 1, 128, 128, Regime::kSoftplus));
+    const Case x(with_fp32_gates(a_head ? with_head_gates(inputs) : inputs));
+    const Finished want = run_on_hopper(x, kFp32), got = run_on_hopper(x, {.no_dg = true});
+    expect_same_but_dg(got, want, "no dg");
+    for (std::size_t i = 0; i < got.dg.size(); ++i) ASSERT_EQ(got.dg.data()[i], std::byte{0xff});
+  }
 }
 
 }  // namespace

@@ -353,6 +353,30 @@ TEST_F(StagedBackward, ValueHeadsOfAQueryHead) {
   }
 }
 
+/// Gates that are no bf16 numbers. Hopper's own kernel, with one gate a head too.
+TEST_F(StagedBackward, GatesInFp32) {
+  for (const Regime regime : {Regime::kLog, Regime::kSoftplus, Regime::kTrained})
+    for (const bool a_head : {false, true}) {
+      check::GenerateOptions options = shape16(0, 1, 128, 128);
+      options.num_value_heads = 2;
+      options.seq_lens = {70, 0, 1, 90};
+      options.regime = regime;
+      Inputs inputs = check::generate(options);
+      Problem& p = inputs.problem;
+      io::Buffer gates(2 * inputs.g.size());
+      for (int64_t i = 0; i < static_cast<int64_t>(gates.size() / sizeof(float)); ++i)
+        gates.as<float>()[i] =
+            load_element(inputs.g.data(), p.g.dtype, i) * (1 + 0x1p-9f * static_cast<float>(i % 3));
+      inputs.g = std::move(gates);
+      p.g = contiguous(DType::kFloat32, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+      if (a_head) test::keep_one_gate(&inputs);
+      const std::string what = std::string(check::regime_name(regime)) + (a_head ? ", a head" : "");
+      expect_within(inputs, kBf16, false, what);
+      test::restride(&inputs, 8);
+      expect_within(inputs, kBf16, false, what + ", strided");
+    }
+}
+
 TEST_F(StagedBackward, SomeGradientsAreNotWanted) {
   const Inputs inputs = check::generate(shape16(70, 1, 128, 128));
   const GradientBuffers unwritten = check::make_gradients(inputs, kBf16);

@@ -21,10 +21,12 @@
 //   out_empty         store (64), twice             compute          `out` was stored
 //   gates_done[2]     compute (256)                 store            dg is where the gates were; sums are there
 //   gates_empty[2]    store (64)                    load             dg was stored: gates of the turn after next
+//   numbers_full      load (64)                     compute          with rows of gates: where they are is known
 //   bar.sync 1 (2)    compute of a value head       the same         factors, pairs, shares that warps share
 //
 // Shared memory (Shared in shared.cuh): one place for d_o, E, dZ, S0, dS, q, k; two for gates and numbers;
-// pairs (P and R, 16-bit), out, shares of sums by warp, factors of tokens.
+// pairs (P and R, 16-bit), out, shares of sums by warp, factors of tokens. Gates have no place where they are
+// read by rows or are a number of each token (GradGates): then dg leaves by rows, or as sums of the warps.
 //
 // One turn, run_chunk(), in order (D(j, i): product of the decays of tokens j + 1 to i)
 //   begin_pairs       P = d_o E^T by one warpgroup, -R = dZ E^T by the other (wgmma); of a pair each has both
@@ -61,6 +63,9 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   const uint32_t q = c.channels_of(s.q), k = c.channels_of(s.k);
   Tokens pairs, by_dz, queries, dG;  // by_dz: of a pair
   Decays d;
+  RawGates<C::kGates> gates;
+  if constexpr (C::kGates == GradGates::kRows) wait_full(s.gates.numbers_full, c.turn);
+  begin_gates(c, gates);
   wait_full(s.rows_full, c.turn);
   wait_full(s.values_full, c.turn);
   ptx::fence_async_proxy();  // d_o was not copied by it
@@ -72,7 +77,7 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   ptx::wgmma_commit();
   begin_state(c, s.state, s.d_o, queries);
   find_factors(c);
-  find_decays<kMode>(c, d);
+  find_decays<kMode>(c, gates, d);
   c.sync();
   c.template fence<Fence::kBeforePairs>();
   ptx::wgmma_wait<1>();
@@ -127,19 +132,19 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   ptx::mbarrier_arrive(s.q_empty);
   c.scale_tokens(factors.minus_k_state, keys);
   add_keys<kSeveral>(c, d, columns, keys, dk, dG);
+  begin_gates(c, gates);
   store_shares(c, 1, k, dk, s.shares[1]);
   c.sync();
   add_shares(c, s.shares[1], factors.k_along, s.along_k[c.head()]);
   c.sync();
   store_output(c, 1, k, s.along_k[c.head()], dk);
   ptx::mbarrier_arrive(s.k_empty);
-  store_gates<kMode>(c, dG, boundary);
+  store_gates<kMode>(c, gates, dG, boundary);
 }
 
-template <GateMode kMode, Heads kHeads>
-__device__ __forceinline__ void run_compute(const FinishedGradArgs& a,
-                                            Shared<kCountOf<kHeads>>& s) {
-  ComputeContext<kCountOf<kHeads>> c(a, s);
+template <GateMode kMode, Heads kHeads, GradGates kGates>
+__device__ __forceinline__ void run_compute(const Args& a, SharedOf<kHeads, kGates>& s) {
+  ComputeContext<kCountOf<kHeads>, kGates> c(a, s);
   const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
   for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {

@@ -37,12 +37,13 @@ enum class Fence : unsigned {
   kBeforeQueries = 51,  // products of states are there before those for dq are waited for
 };
 
-template <int kOfBlock>
+template <int kOfBlock, GradGates kOf>
 struct ComputeContext {
-  static constexpr int kHeads = kOfBlock;          // that the block has at once
+  static constexpr int kHeads = kOfBlock;  // that the block has at once
+  static constexpr GradGates kGates = kOf;
   static constexpr int kSteps = kK / kHeads / 16;  // of products over V
-  const FinishedGradArgs& a;
-  Shared<kHeads>& s;
+  const Args& a;
+  Shared<kHeads, kGates>& s;
   const int tid, lane, warp;
   int turn = 0;  // chunks before this one
   // Whether other value heads of the q/k head have their turn before and after this one.
@@ -52,7 +53,7 @@ struct ComputeContext {
   const uint32_t transposed;  // of its warp's channels in a pair of tiles, from their start
   const uint32_t by_rows, by_columns;  // of pairs: to be summed over earlier, over later tokens
 
-  __device__ ComputeContext(const FinishedGradArgs& args, Shared<kHeads>& shared)
+  __device__ ComputeContext(const Args& args, Shared<kHeads, kGates>& shared)
       : a(args),
         s(shared),
         tid(static_cast<int>(threadIdx.x)),
@@ -70,7 +71,7 @@ struct ComputeContext {
   __device__ int g() const { return lane / 4; }
   __device__ int t() const { return lane % 4; }
   __device__ int channel() const { return 16 * warp + g(); }
-  __device__ const Numbers<kHeads>& numbers() const { return s.numbers[turn & 1]; }
+  __device__ const Numbers<kHeads, kGates>& numbers() const { return s.numbers[turn & 1]; }
   __device__ const Factors& factors() const { return s.factors[head()]; }
   /// The compiler moves nothing over it.
   template <Fence kFence>

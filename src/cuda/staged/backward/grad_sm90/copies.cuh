@@ -15,17 +15,15 @@ struct Task {
   unsigned tile;  // of the chunk and first value head
   ChunkTokens chunk;
   int head;
-  __device__ Task(const FinishedGradArgs& a, unsigned index) : Task(a, index, of_chunk(a)) {}
+  __device__ Task(const Args& a, unsigned index) : Task(a, index, of_chunk(a)) {}
   /// Whether the first (0) or second is there.
-  __device__ bool has(const FinishedGradArgs& a, int i) const {
-    return kHeads == 1 || head + i < a.shape.HV;
-  }
+  __device__ bool has(const Args& a, int i) const { return kHeads == 1 || head + i < a.shape.HV; }
 
  private:
-  __device__ static const Divisor& of_chunk(const FinishedGradArgs& a) {
+  __device__ static const Divisor& of_chunk(const Args& a) {
     return kHeads == 2 ? a.pairs : a.shape.heads;
   }
-  __device__ Task(const FinishedGradArgs& a, unsigned index, const Divisor& of_each)
+  __device__ Task(const Args& a, unsigned index, const Divisor& of_each)
       : tile(index),
         chunk(chunk_tokens(a.map, of_each.quotient(index))),
         head(kHeads * static_cast<int>(of_each.remainder(index))) {
@@ -52,14 +50,14 @@ struct Pieces {
     const int64_t rows = row * view.stride_t;
     return kHeads == 2 ? rows + head() * view.stride_h + column % 64 : rows + column;
   }
-  __device__ int count(const FinishedGradArgs& a, const Task<kHeads>& task) const {
+  __device__ int count(const Args& a, const Task<kHeads>& task) const {
     return task.has(a, head()) ? task.chunk.count - row : 0;
   }
 };
 
 /// The tokens of the chunk in a tensor; zeros past them, and without the tensor.
 template <int kHeads>
-__device__ __forceinline__ void copy_rows(const FinishedGradArgs& a, const Tile (&to)[kHalves],
+__device__ __forceinline__ void copy_rows(const Args& a, const Tile (&to)[kHalves],
                                           const RowView& view, const Task<kHeads>& task, int head,
                                           const Pieces<kHeads>& pieces) {
   constexpr int kStep = Pieces<kHeads>::kStep;
@@ -73,18 +71,19 @@ __device__ __forceinline__ void copy_rows(const FinishedGradArgs& a, const Tile 
 }
 
 /// A thread has two channels, and of each value head a token; they are on their way while it waits.
-template <int kHeads>
+template <int kHeads, GradGates kGates>
 struct RawNumbers {
-  uint32_t beta[kHeads] = {};
+  uint32_t beta[kHeads] = {}, g[kHeads] = {};  // g: one gate a head
   float bias[2] = {}, A_log[kHeads] = {};
-  __device__ RawNumbers(const FinishedGradArgs& a, const Task<kHeads>& task, int thread) {
+  __device__ RawNumbers(const Args& a, const Task<kHeads>& task, int thread) {
     const GateView& gate = a.gate;
 #pragma unroll
     for (int i = 0; i < kHeads; ++i)
-      if (thread < task.chunk.count && task.has(a, i))
-        beta[i] =
-            load_bits(a.beta.base, a.beta.type,
-                      chunk_offset(a.beta, task.chunk, task.head + i) + thread * a.beta.stride_t);
+      if (thread < task.chunk.count && task.has(a, i)) beta[i] = bits_of(a.beta, task, i, thread);
+    if constexpr (kGates == GradGates::kHead)
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i)
+        if (thread < task.chunk.count && task.has(a, i)) g[i] = bits_of(a.g, task, i, thread);
     if (gate.dt_bias)
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -95,12 +94,37 @@ struct RawNumbers {
     for (int i = 0; i < kHeads; ++i)
       if (gate.A_log && task.has(a, i)) A_log[i] = gate.A_log[(task.head + i) * gate.stride_A];
   }
+
+ private:
+  __device__ static __forceinline__ uint32_t bits_of(const RowView& view, const Task<kHeads>& task,
+                                                     int i, int token) {
+    return load_bits(view.base, view.type,
+                     chunk_offset(view, task.chunk, task.head + i) + token * view.stride_t);
+  }
 };
 
-template <int kHeads>
-__device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const Task<kHeads>& task,
-                                              int thread, const RawNumbers<kHeads>& raw,
-                                              Numbers<kHeads>& numbers) {
+/// Numbers of gates that are in no tile.
+template <int kHeads, GradGates kGates>
+__device__ __forceinline__ void store_gate_numbers(const Args& a, const Task<kHeads>& task,
+                                                   int thread,
+                                                   const RawNumbers<kHeads, kGates>& raw,
+                                                   GateNumbers<kHeads, kGates>& numbers) {
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    if constexpr (kGates == GradGates::kHead) {
+      numbers.gate[i][thread] = float_of(raw.g[i], a.g.type);
+    } else if (thread == 0) {
+      numbers.g_first[i] = chunk_offset(a.g, task.chunk, task.head + i);
+      numbers.dg_first[i] = chunk_offset(a.dg, task.chunk, task.head + i);
+      numbers.rows[i] = task.has(a, i) ? task.chunk.count : 0;
+    }
+  }
+}
+
+template <int kHeads, GradGates kGates>
+__device__ __forceinline__ void store_numbers(const Args& a, const Task<kHeads>& task, int thread,
+                                              const RawNumbers<kHeads, kGates>& raw,
+                                              Numbers<kHeads, kGates>& numbers) {
   const GateView& gate = a.gate;
   const bool plain = gate.beta_mode == BetaMode::kPlain;
 #pragma unroll
@@ -117,30 +141,47 @@ __device__ __forceinline__ void store_numbers(const FinishedGradArgs& a, const T
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) numbers.bias[thread + kCopiers * i] = raw.bias[i];
+  if constexpr (kGates != GradGates::kTiles) store_gate_numbers(a, task, thread, raw, numbers);
   if (thread > 0) return;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) numbers.rate[i] = expf(raw.A_log[i]);
   numbers.count = task.chunk.count;
 }
 
-template <Heads kHeads, class T>
-__device__ __forceinline__ int q_head_of(const FinishedGradArgs& a, const T& task) {
+template <Heads kHeads, GradGates kGates, class T>
+__device__ __forceinline__ int q_head_of(const Args& a, const T& task) {
   if constexpr (kHeads != Heads::kGrouped) return task.head;
+  if constexpr (kGates != GradGates::kTiles) return cuda::q_head_of(a, task.head);
   return static_cast<int>(a.shape.group.quotient(static_cast<unsigned>(task.head)));
 }
 
-template <Heads kHeads>
-__device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared<kCountOf<kHeads>>& s,
-                                          int thread) {
+/// Rows of gates, to the L2: a thread has a token.
+template <int kHeads>
+__device__ __forceinline__ void prefetch_gates(const Args& a, const Task<kHeads>& task,
+                                               int thread) {
+  if (thread >= task.chunk.count) return;
+  const int size = a.g.type == Element::kFloat32 ? 4 : 2;
+  const int bytes = (a.gate_step == 0 ? 1 : kK / kHeads) * size;
+#pragma unroll
+  for (int i = 0; i < kHeads && task.has(a, i); ++i) {
+    const char* row = static_cast<const char*>(a.g.base) +
+                      (chunk_offset(a.g, task.chunk, task.head + i) + thread * a.g.stride_t) * size;
+    for (int byte = 0; byte < bytes; byte += 128) ptx::prefetch_l2(row + byte);
+  }
+}
+
+template <Heads kHeads, GradGates kGates>
+__device__ __forceinline__ void run_loads(const Args& a, SharedOf<kHeads, kGates>& s, int thread) {
   constexpr int kCount = kCountOf<kHeads>;
   const unsigned tasks = existing_tasks<kHeads>(a);
 #pragma unroll 1
   for (Turns<kHeads> turns(a); turns.task < tasks; turns.advance(a)) {
     const int turn = turns.count;
     ptx::make_opaque(thread);  // addresses are computed again, not spilled
-    const Task<kCount> task(a, turns.task);
-    const int q_head = q_head_of<kHeads>(a, task);
-    const RawNumbers<kCount> raw(a, task, thread);
+    const Task<kCount> task(a, tile_of<kHeads, kGates>(a, turns.task));
+    const int q_head = q_head_of<kHeads, kGates>(a, task);
+    const RawNumbers<kCount, kGates> raw(a, task, thread);
+    if constexpr (kGates == GradGates::kRows) prefetch_gates(a, task, thread);
     const Pieces<kCount> pieces(thread);
     // Tiles of a pair lie behind each other. A value head that is alone leaves the second half.
     const int parts = task.has(a, kCount - 1) ? 1 : 2;
@@ -151,8 +192,10 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared<kCou
     wait_empty(s.d_o_empty, turn);
     copy_rows(a, s.d_o, a.d_o, task, task.head, pieces);
     wait_empty(s.gates_empty[turn % 2], turn / 2);
-    copy_rows(a, s.gates[turn % 2], a.g, task, task.head, pieces);
+    if constexpr (kGates == GradGates::kTiles)
+      copy_rows(a, s.gates.of_turn[turn % 2], a.g, task, task.head, pieces);
     store_numbers(a, task, thread, raw, s.numbers[turn % 2]);
+    if constexpr (kGates == GradGates::kRows) ptx::mbarrier_arrive(s.gates.numbers_full);
     ptx::mbarrier_arrive(s.rows_full);
     wait_empty(s.d_state_empty, turn);
     if (thread == 0) {
@@ -177,7 +220,7 @@ __device__ __forceinline__ void run_loads(const FinishedGradArgs& a, Shared<kCou
 
 /// Rows of the tokens of the chunk.
 template <int kHeads>
-__device__ __forceinline__ void store_rows(const FinishedGradArgs& a, const Tile (&from)[kHalves],
+__device__ __forceinline__ void store_rows(const Args& a, const Tile (&from)[kHalves],
                                            const RowView& view, const Task<kHeads>& task, int head,
                                            const Pieces<kHeads>& pieces) {
   if (!view.base) return;
@@ -198,10 +241,10 @@ __device__ __forceinline__ void store_rows(const FinishedGradArgs& a, const Tile
   }
 }
 
-template <int kHeads>
-__device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shared<kHeads>& s,
-                                           const Numbers<kHeads>& numbers, const Task<kHeads>& task,
-                                           int token) {
+template <int kHeads, GradGates kGates>
+__device__ __forceinline__ void store_beta(const Args& a, const Shared<kHeads, kGates>& s,
+                                           const Numbers<kHeads, kGates>& numbers,
+                                           const Task<kHeads>& task, int token) {
   if (!a.dbeta.base || token >= task.chunk.count) return;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i)
@@ -212,11 +255,11 @@ __device__ __forceinline__ void store_beta(const FinishedGradArgs& a, const Shar
 }
 
 template <int kHeads>
-__device__ __forceinline__ double* sums_of(const FinishedGradArgs& a, unsigned tile) {
+__device__ __forceinline__ double* sums_of(const Args& a, unsigned tile) {
   return a.sums + int64_t{tile} * (kK / kHeads + 1);
 }
 template <int kHeads>
-__device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums& sums,
+__device__ __forceinline__ void store_sums(const Args& a, const Sums& sums,
                                            const Task<kHeads>& task, int thread) {
   constexpr int kWarps = kComputeWarps / kHeads;
   for (int i = 0; i < 2; ++i)
@@ -234,9 +277,26 @@ __device__ __forceinline__ void store_sums(const FinishedGradArgs& a, const Sums
   }
 }
 
-template <Heads kHeads>
-__device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCountOf<kHeads>>& s,
-                                           int thread) {
+/// dg of one gate a head: the sums of the warps, in order.
+template <int kHeads>
+__device__ __forceinline__ void store_head_gates(const Args& a,
+                                                 const Shared<kHeads, GradGates::kHead>& s,
+                                                 const Task<kHeads>& task, int token) {
+  if (!a.dg.base || token >= task.chunk.count) return;
+  constexpr int kWarps = kComputeWarps / kHeads;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) sum += s.gates.dg[token][kWarps * i + warp];
+    if (task.has(a, i))
+      store_element(a.dg.base, a.dg.type,
+                    chunk_offset(a.dg, task.chunk, task.head + i) + token * a.dg.stride_t, sum);
+  }
+}
+
+template <Heads kHeads, GradGates kGates>
+__device__ __forceinline__ void run_stores(const Args& a, SharedOf<kHeads, kGates>& s, int thread) {
   constexpr int kCount = kCountOf<kHeads>, kWarps = kComputeWarps / kCount;
   const Pieces<kCount> pieces(thread);
   const unsigned tasks = existing_tasks<kHeads>(a);
@@ -244,10 +304,10 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCo
 #pragma unroll 1
   for (; turns.task < tasks; turns.advance(a)) {
     const int turn = turns.count;
-    const Task<kCount> task(a, turns.task);
-    const int q_head = q_head_of<kHeads>(a, task);
+    const Task<kCount> task(a, tile_of<kHeads, kGates>(a, turns.task));
+    const int q_head = q_head_of<kHeads, kGates>(a, task);
     const bool finishes = !turns.has_later(a);  // dq and dk
-    const Numbers<kCount>& numbers = s.numbers[turn % 2];
+    const Numbers<kCount, kGates>& numbers = s.numbers[turn % 2];
     wait_full(s.values_full, turn);
     store_rows(a, s.dz, a.dv, task, task.head, pieces);
     ptx::mbarrier_arrive(s.state_empty);
@@ -259,7 +319,9 @@ __device__ __forceinline__ void run_stores(const FinishedGradArgs& a, Shared<kCo
     if (finishes) store_rows(a, s.out, a.dk, task, q_head, pieces);
     ptx::mbarrier_arrive(s.out_empty);
     wait_full(s.gates_done[turn % 2], turn / 2);
-    store_rows(a, s.gates[turn % 2], a.dg, task, task.head, pieces);
+    if constexpr (kGates == GradGates::kTiles)
+      store_rows(a, s.gates.of_turn[turn % 2], a.dg, task, task.head, pieces);
+    if constexpr (kGates == GradGates::kHead) store_head_gates(a, s, task, thread);
     if (a.sums) store_sums(a, s.sums, task, thread);
     if (const int head = thread / kFallbackWords; head < kCount && task.has(a, head)) {
       unsigned fallback = numbers.has_small[head][thread % kFallbackWords];

@@ -21,7 +21,7 @@ struct Four {
 __device__ __forceinline__ bool has_channels(const GradContext& c) {
   return 4 * c.lane() < c.a.shape.K;
 }
-/// A gradient of a token, of the value head `before` heads before c's.
+/// A gradient of a token, of the value head `before` heads before c's in memory.
 __device__ __forceinline__ Four load_row(const GradContext& c, Gradient which, int before,
                                          int token) {
   if (!has_channels(c)) return {};
@@ -47,16 +47,46 @@ __device__ __forceinline__ void store_four(const GradContext& c, const RowView& 
       ptx::pack<Element16>(y.x[0], y.x[1]), ptx::pack<Element16>(y.x[2], y.x[3])};
 }
 
+/// Gates of any type, and one a head.
+__device__ __forceinline__ Four load_gates(const GradContext& c, const RowView& view, int token) {
+  Four y;
+  if (!has_channels(c)) return y;
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    y.x[n] = float_of(load_bits(view.base, view.type,
+                                chunk_offset(view, c.chunk, c.head) + token * view.stride_t +
+                                    (4 * c.lane() + n) * c.gate_step),
+                      view.type);
+  return y;
+}
+/// dg of a channel, or the sum over channels. All lanes take part.
+__device__ __forceinline__ void store_gates(const GradContext& c, const RowView& view, int step,
+                                            int token, const Four& y) {
+  if (!view.base) return;
+  const int64_t at = chunk_offset(view, c.chunk, c.head) + token * view.stride_t;
+  if (step == 0) {
+    const float own = has_channels(c) ? (y.x[0] + y.x[1]) + (y.x[2] + y.x[3]) : 0.0f;
+    const float sum = sum_over(own, 1, 32);
+    if (c.lane() == 0) store_element(view.base, view.type, at, sum);
+  } else if (has_channels(c)) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) store_element(view.base, view.type, at + 4 * c.lane() + n, y.x[n]);
+  }
+}
+
 /// dq or dk of a token, from the gradients by scale x / |x|, or by scale x, without the scale, of
 /// the value heads before `c`'s, which is the last of its q/k head, in order.
+template <GradGates kGates>
 __device__ __forceinline__ void finish_row(const GradContext& c, const RowView& input,
                                            const RowView& output, Gradient which, float scale,
                                            int token) {
   const int others = static_cast<int>(c.a.shape.group.value) - 1;
-  Four dy = load_row(c, which, others, token);
+  const int step = kGates != GradGates::kTiles && c.tiled ? static_cast<int>(c.a.shape.H)
+                                                          : 1;  // to the next one
+  Four dy = load_row(c, which, others * step, token);
 #pragma unroll 1
   for (int before = others - 1; before >= 0; --before) {
-    const Four more = load_row(c, which, before, token);
+    const Four more = load_row(c, which, before * step, token);
 #pragma unroll
     for (int n = 0; n < 4; ++n) dy.x[n] += more.x[n];
   }
@@ -81,16 +111,18 @@ struct LeftSums {
 };
 
 /// dq and dk, after the last value head of a q/k head.
-__device__ __forceinline__ void finish_rows(const FinishedGradArgs& a, const GradContext& c) {
+template <GradGates kGates>
+__device__ __forceinline__ void finish_rows(const Args& a, const GradContext& c) {
 #pragma unroll 1
   for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
-    finish_row(c, a.q, a.dq, cuda::grad::kQueries, a.gate.scale, token);
-    finish_row(c, a.k, a.dk, cuda::grad::kKeys, 1, token);
+    finish_row<kGates>(c, a.q, a.dq, cuda::grad::kQueries, a.gate.scale, token);
+    finish_row<kGates>(c, a.k, a.dk, cuda::grad::kKeys, 1, token);
   }
 }
 
 /// dg, dbeta and sums of a value head, after a barrier; leaves shared memory in use.
-__device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const GradContext& c) {
+template <GradGates kGates>
+__device__ __forceinline__ void finish_gates(const Args& a, const GradContext& c) {
   const GateView& gate = a.gate;
   const float rate = gate.A_log ? expf(gate.A_log[c.head * gate.stride_A]) : 1.0f;
   Four bias = {}, ddt_bias = {};
@@ -101,7 +133,8 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
 #pragma unroll 1
   for (int token = c.warp(); token < c.chunk.count; token += cuda::grad::kWarps) {
     Four dg = load_row(c, cuda::grad::kLogDecays, 0, token);
-    const Four raw = load_four(c, a.g, c.head, token);
+    const Four raw =
+        kGates == GradGates::kTiles ? load_four(c, a.g, c.head, token) : load_gates(c, a.g, token);
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const auto gradient = cuda::backward::undo_gate(gate, raw.x[n], bias.x[n], rate, dg.x[n]);
@@ -109,7 +142,10 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
       dA_log += gradient.A_log;
       dg.x[n] = gradient.raw;
     }
-    store_four(c, a.dg, c.head, token, dg);
+    if constexpr (kGates == GradGates::kTiles)
+      store_four(c, a.dg, c.head, token, dg);
+    else
+      store_gates(c, a.dg, a.dgate_step, token, dg);
     if (c.lane() == 0 && a.dbeta.base) {
       const auto at = [&](const RowView& view) {
         return chunk_offset(view, c.chunk, c.head) + token * view.stride_t;
@@ -137,29 +173,45 @@ __device__ __forceinline__ void finish_gates(const FinishedGradArgs& a, const Gr
 }
 
 /// Does the chunks of a q/k head.
-__device__ __forceinline__ void run_value_heads(const FinishedGradArgs& a, unsigned unit) {
+template <GradGates kGates>
+__device__ __forceinline__ void run_value_heads(const Args& a, unsigned unit) {
   const unsigned group = a.shape.group.value;
   const ChunkTokens chunk = chunk_tokens(a.map, a.shape.heads.quotient(unit * group));
 #pragma unroll 1
-  for (unsigned tile = unit * group; tile < (unit + 1) * group; ++tile) {
-    GradContext c(a, *reinterpret_cast<cuda::grad::Shared*>(ptx::dynamic_shared()), chunk, tile,
-                  static_cast<int>(threadIdx.x));
+  for (unsigned turn = unit * group; turn < (unit + 1) * group; ++turn) {
+    constexpr bool kAny = kGates != GradGates::kTiles;
+    GradContext c(a, *reinterpret_cast<cuda::grad::Shared*>(ptx::dynamic_shared()), chunk,
+                  tile_of<Heads::kGrouped, kGates>(a, turn), static_cast<int>(threadIdx.x),
+                  kAny ? a.gate_step : 1, kAny && a.tiled);
     cuda::grad::run_chunk(c);
     __syncthreads();
-    finish_gates(a, c);
-    if (tile + 1 == (unit + 1) * group) finish_rows(a, c);
+    finish_gates<kGates>(a, c);
+    if (turn + 1 == (unit + 1) * group) finish_rows<kGates>(a, c);
     __syncthreads();
   }
 }
 
+/// Word i of those of a chunk and the value heads of a q/k head.
+template <GradGates kGates>
+__device__ __forceinline__ uint32_t fallback_word(const Args& a, unsigned unit, unsigned i) {
+  const unsigned group = a.shape.group.value;
+  if constexpr (kGates == GradGates::kTiles)
+    return a.fallback[unit * group * kFallbackWords + i];
+  else
+    return a.fallback[tile_of<Heads::kGrouped, kGates>(a, unit * group + i / kFallbackWords) *
+                          kFallbackWords +
+                      i % kFallbackWords];
+}
+
 /// A block looks at every gridDim.x-th chunk and q/k head, kThreads of them at once.
-__device__ __forceinline__ void run_fallback(const FinishedGradArgs& a) {
+template <GradGates kGates>
+__device__ __forceinline__ void run_fallback(const Args& a) {
   using cuda::grad::kThreads;
   const unsigned group = a.shape.group.value, units = a.tiles / group;
   const auto is_left = [&](unsigned unit) {
     uint32_t any = 0;
     for (unsigned i = 0; unit < units && i < kFallbackWords * group; ++i)
-      any |= a.fallback[unit * group * kFallbackWords + i];
+      any |= fallback_word<kGates>(a, unit, i);
     return any != 0;
   };
 #pragma unroll 1
@@ -167,7 +219,7 @@ __device__ __forceinline__ void run_fallback(const FinishedGradArgs& a) {
     if (!__syncthreads_or(is_left(first + gridDim.x * threadIdx.x))) continue;
 #pragma unroll 1
     for (unsigned i = 0; i < kThreads; ++i)
-      if (is_left(first + gridDim.x * i)) run_value_heads(a, first + gridDim.x * i);
+      if (is_left(first + gridDim.x * i)) run_value_heads<kGates>(a, first + gridDim.x * i);
   }
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/ptx/math.cuh"
-#include "cuda/staged/backward/grad_sm90/context.cuh"
+#include "cuda/staged/backward/grad_sm90/raw_gates.cuh"
 
 namespace kda::cuda::sm90::grad {
 
@@ -92,15 +92,14 @@ inline constexpr bool kSeveralAnchors = kMode != GateMode::kBounded;
 /// several anchors can serve them, decays of 0 count as kLeastLog. Tells whether no log gate is
 /// above 0, or NaN.
 template <GateMode kMode, class C>
-__device__ __forceinline__ bool add_up(const C& c, const Gate<kMode>& gate, int r,
-                                       float (*sums)[4]) {
+__device__ __forceinline__ bool add_up(const C& c, const Gate<kMode>& gate,
+                                       const RawGates<C::kGates>& all, int r, float (*sums)[4]) {
   const float first = 2 * c.t() <= c.g() ? 1 : 0, second = 2 * c.t() + 1 <= c.g() ? 1 : 0;
   const int count = c.numbers().count;
-  Operand raw;
-  C::load(c.channels_of(c.s.gates[c.turn & 1]), r, raw);
+  const auto raw = gates_of(c, all, r);
   float x[2][4];
   for_each([&](int n, int i) {
-    x[n][i] = gate.log2_decay(element(raw, n, i), i / 2);
+    x[n][i] = gate.log2_decay(raw(n, i), i / 2);
     sums[n][i] = kLogAnchor;
   });
   if ((r + 1) * kSubchunk > count)  // past the end of the sequence: after the gate, which is not 0
@@ -153,11 +152,12 @@ __device__ __forceinline__ bool find_anchors(const C& c, int r, bool falls, Deca
 /// Decays since the starts of their sub-chunks. Tells which warps have decays beyond the range of
 /// anchors.
 template <GateMode kMode, class C>
-__device__ __forceinline__ void find_decays(const C& c, Decays& d) {
+__device__ __forceinline__ void find_decays(const C& c, RawGates<C::kGates>& raw, Decays& d) {
   const Gate<kMode> gate(c);
+  convert_gates(c, raw);
   bool falls[kSubchunks], good = true;
 #pragma unroll
-  for (int r = 0; r < kSubchunks; ++r) falls[r] = add_up(c, gate, r, d.row + 2 * r);
+  for (int r = 0; r < kSubchunks; ++r) falls[r] = add_up(c, gate, raw, r, d.row + 2 * r);
   if constexpr (kSeveralAnchors<kMode>) {
 #pragma unroll
     for (int r = 0; r < kSubchunks; ++r) good = find_anchors<kMode>(c, r, falls[r], d) && good;
@@ -179,19 +179,19 @@ __device__ __forceinline__ void find_decays(const C& c, Decays& d) {
   if (c.lane == 0) c.s.out_of_range[c.turn & 1][c.warp] = out;
 }
 
-/// From dG, and what all tokens of the chunk share, to dg in place of the gates, and sums for
-/// parameters.
+/// From dG, and what all tokens of the chunk share, to dg and sums for parameters.
 template <GateMode kMode, class C>
-__device__ __forceinline__ void store_gates(const C& c, const Tokens& dG, float2 boundary) {
+__device__ __forceinline__ void store_gates(const C& c, RawGates<C::kGates>& all, const Tokens& dG,
+                                            float2 boundary) {
   const Gate<kMode> gate(c);
+  convert_gates(c, all);
   const float first = 2 * c.t() >= c.g() ? 1 : 0, second = 2 * c.t() + 1 >= c.g() ? 1 : 0;
-  const uint32_t gates = c.channels_of(c.s.gates[c.turn & 1]);
   const int count = c.numbers().count;
+  ChannelSums sums;
   float carry[2] = {boundary.x, boundary.y}, ddt_bias[2] = {}, dA_log = 0;
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
-    Operand raw, out;
-    C::load(gates, r, raw);
+    const auto raw = gates_of(c, all, r);
     c.template fence_in<Fence::kGates>(r);
     float y[2][4] = {};
     const TwoParts tile0(dG[2 * r]), tile1(dG[2 * r + 1]);
@@ -208,7 +208,7 @@ __device__ __forceinline__ void store_gates(const C& c, const Tokens& dG, float2
         if (16 * r + 8 * n + 2 * c.t() + i % 2 >= count) y[n][i] = 0;
       });
     for_each([&](int n, int i) {
-      const float x = element(raw, n, i), dg = y[n][i];
+      const float x = raw(n, i), dg = y[n][i];
       if constexpr (kMode == GateMode::kBounded) {
         const float d = dg * (gate.rate * c.a.gate.lower_bound) * gate.sigmoid_slope(x, i / 2);
         dA_log = fmaf(d, d == 0 ? 0 : x, dA_log);  // gates may be infinite there
@@ -224,10 +224,10 @@ __device__ __forceinline__ void store_gates(const C& c, const Tokens& dG, float2
       }
       ddt_bias[i / 2] += y[n][i];
     });
-    to_operand(out, [&](int n, int i) { return y[n][i]; });
-    ptx::stmatrix_x4_trans(gates + r * kSubchunkBytes, out);
+    put_gradients(c, r, y, sums);
     carry[0] += sum[0], carry[1] += sum[1];
   }
+  finish_gradients(c, sums);
   if constexpr (kMode != GateMode::kLog) {
     if (kMode == GateMode::kBounded)
       dA_log += gate.bias[0] * ddt_bias[0] + gate.bias[1] * ddt_bias[1];

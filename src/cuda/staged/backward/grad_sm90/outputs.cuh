@@ -49,6 +49,17 @@ __device__ __forceinline__ void halve(const C& c, float (&x)[16]) {
   }
 }
 
+/// Numbers of a lane's tokens, in order, summed over the lanes that have other channels of them, to
+/// the place of the warp.
+template <class C>
+__device__ __forceinline__ void store_token_sums(const C& c, float (&sums)[16],
+                                                 float (&shares)[kChunk][kComputeWarps + 1]) {
+  halve<8>(c, sums), halve<4>(c, sums), halve<2>(c, sums);
+  const int n = (c.lane & 16) / 4 + (c.lane & 8) / 4 + (c.lane & 4) / 4;  // the tile that is left
+  const int token = 8 * n + 2 * c.t();
+  shares[token][c.warp] = sums[0], shares[token + 1][c.warp] = sums[1];
+}
+
 /// The warp's share of x . y of each token, x from shared memory; or y for the next value head.
 template <class C>
 __device__ __forceinline__ void store_shares(const C& c, int which, uint32_t x, const Tokens& y,
@@ -66,10 +77,7 @@ __device__ __forceinline__ void store_shares(const C& c, int which, uint32_t x, 
         sums[2 * (2 * r + n) + i] =
             element(raw, n, i) * y[2 * r + n][i] + element(raw, n, i + 2) * y[2 * r + n][i + 2];
   }
-  halve<8>(c, sums), halve<4>(c, sums), halve<2>(c, sums);
-  const int n = (c.lane & 16) / 4 + (c.lane & 8) / 4 + (c.lane & 4) / 4;  // the tile that is left
-  const int token = 8 * n + 2 * c.t();
-  shares[token][c.warp] = sums[0], shares[token + 1][c.warp] = sums[1];
+  store_token_sums(c, sums, shares);
 }
 
 /// The sum of the warps' shares, times 1 / |x|^2.

@@ -14,6 +14,7 @@ namespace kda::cuda::sm90::grad {
 
 using cuda::grad::Element16;
 using cuda::grad::Tile;
+using Args = HeadGates<FinishedGradArgs>;
 
 constexpr int kK = 128;               // channels, and columns of V, that a block has at once
 constexpr int kHalves = kK / 64;      // tiles of 64 of them
@@ -34,9 +35,22 @@ enum class Heads {
 template <Heads kHeads>
 inline constexpr int kCountOf = kHeads == Heads::kPair ? 2 : 1;
 
-/// Numbers of a chunk, one for each token, channel or value head, from the warps that load.
+/// Numbers for gates that are in no tile, from the warps that load.
+template <int kHeads, GradGates kGates>
+struct GateNumbers {};
 template <int kHeads>
-struct Numbers {
+struct GateNumbers<kHeads, GradGates::kRows> {
+  int64_t g_first[kHeads], dg_first[kHeads];  // elements before the rows of the chunk
+  int rows[kHeads];                           // of tokens; none without the value head
+};
+template <int kHeads>
+struct GateNumbers<kHeads, GradGates::kHead> {
+  float gate[kHeads][kChunk];  // raw; 0 past the sequence
+};
+
+/// Numbers of a chunk, one for each token, channel or value head, from the warps that load.
+template <int kHeads, GradGates kGates>
+struct Numbers : GateNumbers<kHeads, kGates> {
   float beta[kHeads][kChunk];
   float dbeta[kHeads][kChunk];  // gradient by the raw beta for dZ . E = 1
   float bias[kK];
@@ -64,20 +78,38 @@ struct Sums {
 template <int kHeads>
 using State = Tile[kHalves / kHeads][kHalves];
 
+/// Shared memory that gates need, beside numbers.
+template <GradGates kGates>
+struct GatePlaces;
+template <>
+struct GatePlaces<GradGates::kTiles> {
+  Tile of_turn[2][kHalves];  // dg takes their place
+};
+template <>
+struct alignas(1024) GatePlaces<GradGates::kRows> {
+  ptx::Mbarrier numbers_full;  // rows are read before q and k are there
+};
+template <>
+struct alignas(1024) GatePlaces<GradGates::kHead> {
+  float dg[kChunk][kComputeWarps + 1];  // sums over channels, by warp
+};
+
 /// Halves are those of a value head or two value heads.
-template <int kHeads>
+template <int kOfBlock, GradGates kOf>
 struct alignas(1024) Shared {
+  static constexpr int kHeads = kOfBlock;
+  static constexpr GradGates kGates = kOf;
   Tile d_o[kHalves], errors[kHalves], dz[kHalves];  // tiles of V
   State<kHeads> state, d_state;
-  Tile q[kHalves], k[kHalves];                             // tiles of K
-  Tile gates[2][kHalves];                                  // dg takes their place
+  Tile q[kHalves], k[kHalves];  // tiles of K
+  GatePlaces<kGates> gates;
   Tile pairs[kHeads][2];                                   // by d_o, by dZ: [later, earlier]
   Tile out[kHalves];                                       // dq, then dk
   float shares[2][kChunk][kComputeWarps + 1];              // of q . dq and k . dk, by warp
   float along_q[kHeads][kChunk], along_k[kHeads][kChunk];  // their sums, / |q|^2 and / |k|^2
   float own_pair[kHeads][kChunk];                          // of a token with itself
   float products[kHeads][kChunk];                          // dZ . E
-  Numbers<kHeads> numbers[2];
+  Numbers<kHeads, kGates> numbers[2];
   Factors factors[kHeads];
   Sums sums;
   unsigned out_of_range[2][kComputeWarps];
@@ -89,12 +121,13 @@ struct alignas(1024) Shared {
   ptx::Mbarrier out_full, out_empty;            // dq, dk
   ptx::Mbarrier gates_done[2], gates_empty[2];  // dg is there; it is stored
 };
-static_assert(sizeof(Shared<1>) <= 227 * 1024 && sizeof(Shared<2>) <= 227 * 1024);
+template <Heads kHeads, GradGates kGates>
+using SharedOf = Shared<kCountOf<kHeads>, kGates>;
 
 /// Called by one thread. Every other thread arrives for itself: racecheck does not follow
 /// __syncwarp() to one that arrives.
-template <int kHeads>
-__device__ __forceinline__ void init_barriers(Shared<kHeads>& s) {
+template <class S>
+__device__ __forceinline__ void init_barriers(S& s) {
   ptx::mbarrier_init(s.values_full, kCopiers + 1);
   ptx::mbarrier_init(s.rows_full, 2 * kCopiers);
   for (ptx::Mbarrier* empty : {&s.d_o_empty, &s.d_state_empty, &s.q_empty, &s.k_empty})
@@ -106,6 +139,7 @@ __device__ __forceinline__ void init_barriers(Shared<kHeads>& s) {
     ptx::mbarrier_init(s.gates_done[i], kComputeThreads);
     ptx::mbarrier_init(s.gates_empty[i], kCopiers);
   }
+  if constexpr (S::kGates == GradGates::kRows) ptx::mbarrier_init(s.gates.numbers_full, kCopiers);
   ptx::mbarrier_init_fence();
 }
 
@@ -121,16 +155,25 @@ __device__ __forceinline__ void wait_empty(ptx::Mbarrier& barrier, int turn) {
 /// Chunks and value heads, or pairs of value heads; all of them, and those that exist, which come
 /// first.
 template <Heads kHeads>
-__device__ __forceinline__ unsigned all_tasks(const FinishedGradArgs& a) {
+__device__ __forceinline__ unsigned all_tasks(const Args& a) {
   return kHeads == Heads::kPair ? a.pair_tasks : a.tiles;
 }
 template <Heads kHeads>
-__device__ __forceinline__ unsigned existing_tasks(const FinishedGradArgs& a) {
+__device__ __forceinline__ unsigned existing_tasks(const Args& a) {
   const unsigned all = all_tasks<kHeads>(a);
   if (!a.map.cu_seqlens) return all;
   const int64_t chunks = a.map.chunk_offsets[a.map.num_sequences];
   const int64_t of_each = kHeads == Heads::kPair ? a.pairs.value : a.shape.HV;
   return static_cast<unsigned>(min(chunks * of_each, static_cast<int64_t>(all)));
+}
+
+/// The tile of a task. Tiled value heads of a q/k head are no neighbours, but their tasks are.
+template <Heads kHeads, GradGates kGates>
+__device__ __forceinline__ unsigned tile_of(const Args& a, unsigned task) {
+  if (kHeads != Heads::kGrouped || kGates == GradGates::kTiles || !a.tiled) return task;
+  const unsigned head = a.shape.heads.remainder(task);
+  return task - head + a.shape.group.quotient(head) +
+         a.shape.group.remainder(head) * static_cast<unsigned>(a.shape.H);
 }
 
 /// Tasks that a block takes, in order.
@@ -139,13 +182,13 @@ struct Turns {
   unsigned task, member = 0;  // member: of the value heads of a q/k head
   int count = 0;              // of turns before
 
-  __device__ explicit Turns(const FinishedGradArgs& a)
+  __device__ explicit Turns(const Args& a)
       : task(kHeads == Heads::kGrouped ? blockIdx.x * a.shape.group.value : blockIdx.x) {}
   __device__ bool has_earlier() const { return kHeads == Heads::kGrouped && member > 0; }
-  __device__ bool has_later(const FinishedGradArgs& a) const {
+  __device__ bool has_later(const Args& a) const {
     return kHeads == Heads::kGrouped && member + 1 < a.shape.group.value;
   }
-  __device__ void advance(const FinishedGradArgs& a) {
+  __device__ void advance(const Args& a) {
     ++count;
     if constexpr (kHeads == Heads::kGrouped) {
       ++task, ++member;
