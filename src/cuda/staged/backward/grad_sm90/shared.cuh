@@ -24,6 +24,8 @@ constexpr int kCopiers = 64;  // threads that load, and as many that store
 constexpr int kThreads = kComputeThreads + 2 * kCopiers;
 /// Registers of a thread: two warpgroups that compute and one that copies share 3 x 168.
 constexpr int kComputeRegisters = 224, kCopierRegisters = 56;
+/// Numbers of tokens are read in pairs: a place is aligned as a pair has to be.
+constexpr int kPairBytes = 2 * sizeof(float);
 constexpr unsigned kComputeBarrier = 1;  // the second warpgroup of a pair has the next one
 
 /// Value heads that a block has at once.
@@ -45,7 +47,7 @@ struct GateNumbers<kHeads, GradGates::kRows> {
 };
 template <int kHeads>
 struct GateNumbers<kHeads, GradGates::kHead> {
-  float gate[kHeads][kChunk];  // raw; 0 past the sequence
+  alignas(kPairBytes) float gate[kHeads][kChunk];  // raw; 0 past the sequence
 };
 
 /// Numbers of a chunk, one for each token, channel or value head, from the warps that load.
@@ -60,7 +62,7 @@ struct Numbers : GateNumbers<kHeads, kGates> {
 };
 
 /// Factors of tokens, from the warps that compute. Without the norm |q| and |k| stand for 1.
-struct Factors {
+struct alignas(kPairBytes) Factors {
   float q_row[kChunk];        // scale / |q|
   float minus_k_row[kChunk];  // -1 / |k|
   float column[kChunk];       // beta / |k|
@@ -103,12 +105,13 @@ struct alignas(1024) Shared {
   State<kHeads> state, d_state;
   Tile q[kHalves], k[kHalves];  // tiles of K
   GatePlaces<kGates> gates;
-  Tile pairs[kHeads][2];                                   // by d_o, by dZ: [later, earlier]
-  Tile out[kHalves];                                       // dq, then dk
-  float shares[2][kChunk][kComputeWarps + 1];              // of q . dq and k . dk, by warp
-  float along_q[kHeads][kChunk], along_k[kHeads][kChunk];  // their sums, / |q|^2 and / |k|^2
-  float own_pair[kHeads][kChunk];                          // of a token with itself
-  float products[kHeads][kChunk];                          // dZ . E
+  Tile pairs[kHeads][2];                               // by d_o, by dZ: [later, earlier]
+  Tile out[kHalves];                                   // dq, then dk
+  float shares[2][kChunk][kComputeWarps + 1];          // of q . dq and k . dk, by warp
+  alignas(kPairBytes) float along_q[kHeads][kChunk];   // their sums, / |q|^2
+  alignas(kPairBytes) float along_k[kHeads][kChunk];   // and / |k|^2
+  alignas(kPairBytes) float own_pair[kHeads][kChunk];  // of a token with itself
+  float products[kHeads][kChunk];                      // dZ . E
   Numbers<kHeads, kGates> numbers[2];
   Factors factors[kHeads];
   Sums sums;
