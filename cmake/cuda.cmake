@@ -79,9 +79,12 @@ set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/check
 
 function(kda_add_emulated_cuda target)
   set(emulator ${PROJECT_SOURCE_DIR}/tests/emulator)
+  # A GPU refuses addresses that are not multiples of the size of what is read or written.
+  set(aligned -fsanitize=alignment -fno-sanitize-recover=alignment)
+  target_link_options(${target} PUBLIC ${aligned})
   set(kernels ${KDA_CUDA_KERNELS} ${KDA_CUDA_KERNELS_PORTABLE_CHAINS} ${KDA_CUDA_KERNELS_SM90A})
   set_source_files_properties(${kernels} PROPERTIES LANGUAGE CXX COMPILE_OPTIONS
-    "-x;c++;-w;-O2;-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
+    "-x;c++;-w;-O2;${aligned};-fno-profile-arcs;-fno-test-coverage;-iquote;${emulator}/include;-I${emulator}/include;-I${emulator};-include;${emulator}/emulator.hpp")
   set_source_files_properties(tests/emulator/emulator.cpp tests/emulator/runtime.cpp PROPERTIES COMPILE_OPTIONS
     "-O3;-fno-profile-arcs;-fno-test-coverage;-I${emulator}/include")
   target_compile_definitions(${target} PRIVATE KDA_WITH_SM90A)

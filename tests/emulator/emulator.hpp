@@ -2,9 +2,9 @@
 // CUDA kernels on the CPU, for machines without a GPU: the .cu files are compiled as C++, every
 // thread of a block is a fiber, and whatever threads do together (shuffles, mma, barriers, copies)
 // is done by the last of them to arrive. Blocks, or clusters of them, run one after the other. What
-// it finds: wrong results, wrong indices, reads before a copy was waited for, barriers that do not
-// match (a deadlock is reported). What it does not: races that need another order of instructions,
-// and time.
+// it finds: wrong results, wrong indices, misaligned addresses, reads before a copy was waited for,
+// barriers that do not match (a deadlock is reported). What it does not: races that need another
+// order of instructions, and time.
 //
 // Included first in every kernel (-include). include/cuda/ptx/ replaces src/cuda/ptx/.
 #pragma once

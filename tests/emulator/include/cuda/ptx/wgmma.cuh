@@ -9,6 +9,7 @@ namespace kda::cuda::ptx {
 
 template <int kRows = 64>
 uint64_t tile_descriptor(uint32_t shared_address) {
+  emulator::shared_pointer(shared_address, 1024);  // aligned as swizzled pieces have to be
   return shared_address;
 }
 template <int kRows = 64>
