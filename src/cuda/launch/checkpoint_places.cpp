@@ -8,10 +8,12 @@ namespace kda::cuda {
 Status place_checkpoints(const stage::Call& call, int32_t* places) {
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  const StateView checkpoints =
+      state_view(p, p.checkpoints, t.checkpoints, t.checkpoint_indices, nullptr);
   return launch_checkpoint_places(
-      {maps.map, call.problem.checkpoint_every, call.problem.first_slot,
-       call.tensors.checkpoint_offsets, call.tensors.checkpoint_indices, places},
-      {call.stream});
+      {maps.map, p.checkpoint_every, checkpoints, t.checkpoint_offsets, places}, {call.stream});
 }
 
 }  // namespace kda::cuda

@@ -12,9 +12,8 @@ namespace kda::cuda {
 struct CheckpointPlacesArgs {
   SequenceMap map;
   int64_t every = 16;
-  int64_t first_slot = 0;
+  StateView checkpoints;             ///< with an index a sequence
   const int32_t* offsets = nullptr;  ///< [N]
-  const int32_t* slots = nullptr;    ///< [N]
   int32_t* places = nullptr;  ///< out: those of all sequences; beyond every buffer for a bad offset
 };
 

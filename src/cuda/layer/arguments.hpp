@@ -21,6 +21,7 @@ struct ConvStates {
   View view;
   int64_t num_slots = 0;
   const int32_t* indices = nullptr;  ///< null: sequence n has slot n
+  int64_t first_slot = 0;            ///< an index below it means none
 };
 
 /// Tokens in runs of `run`, each for the threads of some blocks. Rows of the batch are sequences,
@@ -43,7 +44,6 @@ struct ShortConvArgs {
   ConvStates initial, final_state;
   int64_t state_width = 0;
   const uint8_t* has_state = nullptr;
-  int64_t first_slot = 0;
 };
 
 struct ShortConvBackwardArgs {

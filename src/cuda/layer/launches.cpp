@@ -41,7 +41,7 @@ ShortConvArgs conv_args(const ShortConv& call) {
   const kda::Shape rows = {call.batch, call.num_tokens, D, 1};
   const auto states = [&](const ConvState& given) {
     return ConvStates{view_of(given.tensor, {given.num_slots, D, call.state_width, 1}),
-                      given.num_slots, given.indices};
+                      given.num_slots, given.indices, call.first_slot};
   };
   a.runs.num_sequences = N, a.runs.num_tokens = call.num_tokens;
   a.runs.lengths = call.cu_seqlens;
@@ -55,7 +55,6 @@ ShortConvArgs conv_args(const ShortConv& call) {
   a.initial = states(call.initial_state), a.final_state = states(call.final_state);
   a.state_width = call.state_width;
   a.has_state = call.has_state;
-  a.first_slot = call.first_slot;
   return a;
 }
 

@@ -8,6 +8,7 @@
 #include "cuda/launch/launch.cuh"
 
 #include "cuda/layer/vectors.cuh"
+#include "cuda/tile/elements.cuh"
 
 namespace kda::cuda::layer {
 namespace {
@@ -27,21 +28,20 @@ __device__ __forceinline__ int64_t length_of(const Runs& r, int64_t i) {
   return max(int64_t{0}, min(entry, r.num_tokens));
 }
 
-__device__ __forceinline__ int64_t slot_of(const ConvStates& states, int64_t first_slot,
-                                           int64_t n) {
+__device__ __forceinline__ int64_t slot_of(const ConvStates& states, int64_t n) {
   if (!states.view.base) return -1;
   if (!states.indices) return n;
   const int64_t slot = states.indices[n];
-  return slot < first_slot || slot >= states.num_slots ? -1 : slot;
+  return has_slot(states, slot) ? slot : -1;
 }
 
 __device__ __forceinline__ Sequence sequence_of(const ShortConvArgs& a, int64_t n) {
-  Sequence s{n, n, 0, a.runs.num_tokens, -1, slot_of(a.final_state, a.first_slot, n)};
+  Sequence s{n, n, 0, a.runs.num_tokens, -1, slot_of(a.final_state, n)};
   if (a.runs.lengths) {
     s.row = 0, s.begin = length_of(a.runs, n);
     s.length = max(int64_t{0}, length_of(a.runs, n + 1) - s.begin);
   }
-  if (!a.has_state || a.has_state[n]) s.initial = slot_of(a.initial, a.first_slot, n);
+  if (!a.has_state || a.has_state[n]) s.initial = slot_of(a.initial, n);
   return s;
 }
 
