@@ -65,7 +65,7 @@ __device__ __forceinline__ Slots slots_of(const DecodeArgs& a, int64_t n) {
   if (accepted < 1 || accepted > a.index_columns) return {-1, -1, true};
   const int64_t slot =
       a.initial.indices ? a.initial.indices[n * a.index_columns + accepted - 1] : n;
-  if (!has_slot(a.initial, slot)) return {-1, -1, true};
+  if (lacks_slot(a.initial, slot)) return {-1, -1, true};
   return {a.initial.mask && a.initial.mask[n] == 0 ? -1 : slot, slot, false};
 }
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ int64_t target_slot(const DecodeArgs& a, int64_t n, i
                                                const Slots& slots) {
   if (a.index_columns == 1) return last ? slots.target : -1;
   const int64_t slot = a.target.indices[n * a.index_columns + i];
-  return has_slot(a.target, slot) ? slot : -1;
+  return lacks_slot(a.target, slot) ? -1 : slot;
 }
 
 /// Blocks of a head.

@@ -14,7 +14,7 @@ __device__ __forceinline__ Slots slots_of(const DraftArgs& a, int64_t n) {
   if (a.in_place) return decode::slots_of(base, n);
   if (!a.initial.base) return {};
   const int64_t slot = a.initial.indices ? a.initial.indices[n] : n;
-  if (!has_slot(a.initial, slot)) return {-1, -1, true};
+  if (lacks_slot(a.initial, slot)) return {-1, -1, true};
   return {a.initial.mask && a.initial.mask[n] == 0 ? -1 : slot, -1, false};
 }
 

@@ -241,7 +241,7 @@ class Ahead {
     slot_ = a.states.indices ? a.states.indices[n_] : n_;
   }
   __device__ __forceinline__ void prefetch(const FusedDecodeArgs& a) const {
-    if (!has_slot(a.states, slot_)) return;
+    if (lacks_slot(a.states, slot_)) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (lane < 9) {
       const View& view = a.parts[lane / 3].state;
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   q_or_v.load_weights(a);
   has_qk ? k.load_weights(a) : gates.load_parameters();
   load_token(0);  // before the slot is there
-  if (!has_slot(a.states, slot)) {
+  if (lacks_slot(a.states, slot)) {
     for (int t = 0; t < a.num_tokens && has_y; ++t) row_of(a.y, n, head, c).store(t, 0.0f);
     return;
   }

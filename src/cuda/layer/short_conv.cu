@@ -32,7 +32,7 @@ __device__ __forceinline__ int64_t slot_of(const ConvStates& states, int64_t n) 
   if (!states.view.base) return -1;
   if (!states.indices) return n;
   const int64_t slot = states.indices[n];
-  return has_slot(states, slot) ? slot : -1;
+  return lacks_slot(states, slot) ? -1 : slot;
 }
 
 __device__ __forceinline__ Sequence sequence_of(const ShortConvArgs& a, int64_t n) {

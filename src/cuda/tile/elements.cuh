@@ -58,17 +58,18 @@ __device__ __forceinline__ bool is_none(const States& states, int64_t slot) {
   return slot < states.first_slot;
 }
 
-/// Whether the buffer has such a slot.
+/// Whether the buffer has no such slot.
 template <class States>
-__device__ __forceinline__ bool has_slot(const States& states, int64_t slot) {
-  return !is_none(states, slot) && slot < states.num_slots;
+__device__ __forceinline__ bool lacks_slot(const States& states, int64_t slot) {
+  return is_none(states, slot) || slot >= states.num_slots;
 }
 
 /// Slot that sequence n uses, or -1: none.
 __device__ __forceinline__ int64_t state_slot(const StateView& view, int64_t n) {
   if (!view.base || (view.mask && view.mask[n] == 0)) return -1;
   const int64_t slot = view.indices ? view.indices[n] : n;
-  return has_slot(view, slot) ? slot : -1;
+  // As lacks_slot() has it, but written out: the compilers order the code of most kernels by this.
+  return slot < view.first_slot || slot >= view.num_slots ? -1 : slot;
 }
 
 __device__ __forceinline__ int64_t state_offset(const StateView& view, int64_t slot, int64_t head,
