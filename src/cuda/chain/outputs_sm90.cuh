@@ -8,7 +8,8 @@
 
 namespace kda::cuda::chain {
 
-/// o of this warp's columns in 16 bits, to its columns of a tile [64 tokens, 64], which it has read.
+/// o of this warp's columns in 16 bits, to its columns of a tile [64 tokens, 64], which it has
+/// read.
 template <class C, class T>
 __device__ __forceinline__ void put_outputs(const C& c, const float (&o)[C::kTokenTiles][4],
                                             T* tile) {

@@ -37,7 +37,8 @@ std::string decline_sizes(const Problem& p) {
 std::string decline(const Problem& p) {
   if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
   if (std::string reason = decline_gates(p); !reason.empty()) return reason;
-  for (const auto& [name, desc] : {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}})
+  for (const auto& [name, desc] :
+       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}})
     if (desc->dtype != DType::kBFloat16)
       return cat(name, " is ", dtype_name(desc->dtype), "; needs bf16");
   if (std::string reason = decline_sizes(p); !reason.empty()) return reason;
@@ -80,22 +81,21 @@ void plan_forward(plan::PlanBuilder& builder) {
 
 }  // namespace
 
-const registry::ForwardRow kForward = {
-    .head = {.name = "cuda.sm90.gdn",
-             .device = DeviceKind::kCuda,
-             .chunk_size = kChunk,
-             .unavailable = sm90::unavailable,
-             .plan = plan_forward,
-             .decline = decline,
-             .decline_options = decline_options,
-             .only_by_name = true,  // until it is measured
-             .min_compute_capability = 90,
-             .max_compute_capability = 90,
-             .device_checks = &kDeviceChecks},
-    .forward = if_built<forward>(),
-    .segments = {},
-    .chunk_stages = {},
-    .spans = {},
-    .place_checkpoints = if_built<cuda::place_checkpoints>()};
+const registry::ForwardRow kForward = {.head = {.name = "cuda.sm90.gdn",
+                                                .device = DeviceKind::kCuda,
+                                                .chunk_size = kChunk,
+                                                .unavailable = sm90::unavailable,
+                                                .plan = plan_forward,
+                                                .decline = decline,
+                                                .decline_options = decline_options,
+                                                .only_by_name = true,  // until it is measured
+                                                .min_compute_capability = 90,
+                                                .max_compute_capability = 90,
+                                                .device_checks = &kDeviceChecks},
+                                       .forward = if_built<forward>(),
+                                       .segments = {},
+                                       .chunk_stages = {},
+                                       .spans = {},
+                                       .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
 }  // namespace kda::cuda::gdn

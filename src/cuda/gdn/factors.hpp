@@ -26,8 +26,8 @@ static_assert(sizeof(Numbers) % 16 == 0);
 /// Squares are strictly lower, 16-bit, swizzled (tile/swizzle.hpp), with zeros elsewhere.
 inline constexpr int kSquare = kChunk * kChunk;
 struct Factors {
-  void* inverse = nullptr;  ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
-  void* scores = nullptr;   ///< low(D o Q K^T), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
+  void* inverse = nullptr;     ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
+  void* scores = nullptr;      ///< low(D o Q K^T), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
   Numbers* numbers = nullptr;  ///< [tiles]
 };
 

@@ -137,7 +137,8 @@ __device__ void multiply_rows(const C& c, Scores& scores) {
   for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (c.column(n) + i % 2 == c.row() + i / 2 * 8) c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
+        c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
 }
 
 // ---- gates and steps of a value head, by a warp
@@ -196,10 +197,9 @@ __device__ void prepare_tokens(const C& c, const RawTokens& raw, TokenSums& sums
     const float x = exists ? log2_decay(c, raw.gate[i], rate) : 0;
     whole[i] = rintf(x);
     part[i] = x - whole[i];
-    sums.beta[token] =
-        exists ? beta_value(c.a.gate, float_of(raw.beta[i], c.a.beta.type)) : 0.0f;
+    sums.beta[token] = exists ? beta_value(c.a.gate, float_of(raw.beta[i], c.a.beta.type)) : 0.0f;
   }
-  const auto put = [&](float (&target)[kChunk], const float (&x)[2]) {
+  const auto put = [&](float(&target)[kChunk], const float(&x)[2]) {
     const float first = sum_before(x[0] + x[1], c.lane()) + x[0];
     target[c.lane() * 2] = first;
     target[c.lane() * 2 + 1] = first + x[1];
@@ -226,8 +226,8 @@ __device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, in
   const float2 norm = *reinterpret_cast<const float2*>(&s.k_norm[j]);
   const float2 beta = *reinterpret_cast<const float2*>(&sums.beta[j]);
   const float2 column{d0 * norm.x, d1 * norm.y};
-  *reinterpret_cast<uint32_t*>(&s.after.Aqk[i][j]) = ptx::pack<typename C::T>(
-      q0 * (s.q_norm[i] * column.x), q1 * (s.q_norm[i] * column.y));
+  *reinterpret_cast<uint32_t*>(&s.after.Aqk[i][j]) =
+      ptx::pack<typename C::T>(q0 * (s.q_norm[i] * column.x), q1 * (s.q_norm[i] * column.y));
   *reinterpret_cast<float2*>(&s.after.N[i][j]) = {k0 * (s.k_norm[i] * column.x * beta.x),
                                                   k1 * (s.k_norm[i] * column.y * beta.y)};
 }
@@ -256,7 +256,7 @@ __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   if (i == kChunk - 1) to->last[0] = since_start;
 }
 
-/// What lies below the diagonal; zeros elsewhere, where nothing was written.
+/// Stores what lies below the diagonal; zeros elsewhere, where nothing was written.
 template <class T>
 __device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T* to, int thread) {
 #pragma unroll

@@ -19,7 +19,7 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* rows, int64_t stride
   const int row0 = thread / kPieces, piece = thread % kPieces;
   const bool inside = piece * 8 < columns;
   const T* from = rows + row0 * stride + piece * 8;
-#pragma unroll
+#pragma unroll 4
   for (int row = row0, i = 0; i < kChunk / kStep; ++i, row += kStep, from += kStep * stride)
     ptx::cp_async<16>(ptx::shared_address(tile + swizzled(row, piece)), from,
                       inside && row < count);

@@ -168,12 +168,12 @@ void expect_factors(const test::gdn::Options& options) {
         const std::string what = std::string(test::gdn::name_of(options.gates)) + ", " +
                                  std::to_string(truth.tokens) + " tokens, head " +
                                  std::to_string(head) + ": ";
-        expect_square(truth, truth.inverse,
-                      [&](int64_t i, int64_t j) { return factors.inverse(tile, i, j); },
-                      what + "T' ");
-        expect_square(truth, truth.scores,
-                      [&](int64_t i, int64_t j) { return factors.scores(tile, i, j); },
-                      what + "A ");
+        expect_square(
+            truth, truth.inverse, [&](int64_t i, int64_t j) { return factors.inverse(tile, i, j); },
+            what + "T' ");
+        expect_square(
+            truth, truth.scores, [&](int64_t i, int64_t j) { return factors.scores(tile, i, j); },
+            what + "A ");
         expect_numbers(truth, factors.numbers(tile), what);
       }
       ++chunk;
@@ -202,7 +202,9 @@ TEST_F(Gdn, FactorsOfGatesOfEveryType) {
 /// Errors over all heads.
 test::WorstErrors errors_of(const Inputs& inputs, const test::Result& result) {
   Doubles o, true_o, states, true_states;
-  const auto append = [](Doubles& to, const Doubles& x) { to.insert(to.end(), x.begin(), x.end()); };
+  const auto append = [](Doubles& to, const Doubles& x) {
+    to.insert(to.end(), x.begin(), x.end());
+  };
   for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
     for (int64_t head = 0; head < inputs.problem.num_value_heads; ++head) {
       const auto at = static_cast<std::size_t>(n);
@@ -225,8 +227,10 @@ struct Bound {
   Gates gates;
   double o, state;
 };
-constexpr Bound kBounds[] = {{Gates::kFirst, 3.22e-3, 0.45e-3}, {Gates::kTrained, 3.22e-3, 0.83e-3},
-                             {Gates::kStrong, 1.96e-3, 0.4e-3}, {Gates::kZero, 3.22e-3, 1.61e-3},
+constexpr Bound kBounds[] = {{Gates::kFirst, 3.22e-3, 0.45e-3},
+                             {Gates::kTrained, 3.22e-3, 0.83e-3},
+                             {Gates::kStrong, 1.96e-3, 0.4e-3},
+                             {Gates::kZero, 3.22e-3, 1.61e-3},
                              {Gates::kNeedle, 3.21e-3, 0.49e-3}};
 
 TEST_F(Gdn, ErrorsOfOperandsInBf16) {
@@ -281,9 +285,8 @@ TEST_F(Gdn, EverySize) {
 TEST_F(Gdn, EveryGroupOfHeads) {
   for (const int64_t group : {1, 2, 3, 4, 8})
     for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
-      expect_within(
-          test::gdn::inputs_of({.lengths = {66}, .H = 2, .HV = 2 * group, .map = map}),
-          std::to_string(group) + " value heads a q/k head");
+      expect_within(test::gdn::inputs_of({.lengths = {66}, .H = 2, .HV = 2 * group, .map = map}),
+                    std::to_string(group) + " value heads a q/k head");
 }
 
 TEST_F(Gdn, StepsOfZeroAndTwo) {
@@ -527,9 +530,9 @@ TEST(GdnPlan, SaysWhichOptionsAndDevicesItDeclines) {
     PlanOptions named = options;
     named.backend = kName;
     Plan plan;
-    return std::string(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, capability),
-                                 named, &plan)
-                           .message());
+    return std::string(
+        make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, capability), named, &plan)
+            .message());
   };
   const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
   EXPECT_EQ(refused(test::fixed_segments(2)),

@@ -21,8 +21,9 @@ enum class Gates {
   kNeedle,   ///< log: slow, but for tokens of -200, -inf and 0
   kPositive  ///< log: slow, of either sign
 };
-inline constexpr Gates kAllGates[] = {Gates::kFirst, Gates::kTrained, Gates::kStrong, Gates::kBounded,
-                                      Gates::kSlow,  Gates::kZero,    Gates::kNeedle, Gates::kPositive};
+inline constexpr Gates kAllGates[] = {Gates::kFirst,   Gates::kTrained, Gates::kStrong,
+                                      Gates::kBounded, Gates::kSlow,    Gates::kZero,
+                                      Gates::kNeedle,  Gates::kPositive};
 inline const char* name_of(Gates gates) {
   constexpr const char* kNames[] = {"first weights", "trained", "strong", "bounded",
                                     "slow",          "zero",    "needle", "positive"};
