@@ -157,12 +157,12 @@ void restride(check::Inputs* inputs, int64_t unit) {
   pad_tensor(&inputs->k, &p.k, qk_shape(p), unit);
   pad_tensor(&inputs->v, &p.v, v_shape(p), unit);
   const Shape beta = beta_shape(p);
-  const std::array<int64_t, 4> columns = {beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0};
-  inputs->beta = spread_tensor(inputs->beta, &p.beta, beta, columns);
+  const std::array<int64_t, 4> spread{beta[1] * (beta[2] * 3 + 2) + 1, beta[2] * 3 + 2, 3, 0};
   if (has_head_gate(p))
-    inputs->g = spread_tensor(inputs->g, &p.g, beta, columns);
+    inputs->g = spread_tensor(inputs->g, &p.g, beta, spread);
   else
     pad_tensor(&inputs->g, &p.g, g_shape(p), unit);
+  inputs->beta = spread_tensor(inputs->beta, &p.beta, beta, spread);
   if (p.dt_bias)
     inputs->dt_bias = spread_tensor(inputs->dt_bias, &*p.dt_bias,
                                     {p.num_value_heads, p.key_dim, 1, 1}, {p.key_dim + 9, 1, 0, 0});
