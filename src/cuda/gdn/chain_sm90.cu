@@ -164,6 +164,7 @@ struct Kernel {
   __device__ __forceinline__ void run_chunk(int chunk, S& s) {
     uint32_t rounded[kSteps][4], x[4][4];
     float z[kTokenTiles][4], o[kTokenTiles][4];
+    c.forget_lane();
     const float last = s.numbers.last[0];  // before products that would keep shared memory busy
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -232,11 +233,11 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups>::kThreads, 1)
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x) - K::kChainThreads;
   if (thread < 0) {
-    if constexpr (kGroups > 1) ptx::warpgroup_reg_alloc<216>();
+    if constexpr (kGroups > 1) ptx::warpgroup_reg_alloc<224>();
     kernel.run_chain();
     return;
   }
-  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<72>();
+  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<56>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
   else
