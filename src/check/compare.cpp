@@ -203,7 +203,7 @@ Comparison compare(const Inputs& inputs, const Problem& p, const Outputs& output
 }
 
 std::optional<DType> operands_of(const Plan& plan) {
-  for (const char* name : {"staged", "fused"})
+  for (const char* name : {"staged", "fused", "gdn"})
     if (plan.implementation.find(name) != std::string::npos) return plan.problem.q.dtype;
   return std::nullopt;
 }

@@ -33,6 +33,7 @@ class Generator {
     make_qkv();
     make_gate_parameters();
     make_gates();
+    if (o_.head_gates) keep_one_gate();
     make_beta();
     if (o_.initial_state) make_initial_state();
     throw_if_error(validate(p_));
@@ -188,6 +189,23 @@ class Generator {
       for (int64_t head = 0; head < HV; ++head)
         for (int64_t d = 0; d < p_.key_dim; ++d)
           store_double(inputs_.g.data(), o_.dtype, at++, gate(t, head, d, pace));
+  }
+
+  /// Keeps that of a channel which is like most, its bias inside.
+  void keep_one_gate() {
+    const int64_t rows = tokens() * p_.num_value_heads, K = p_.key_dim, channel = K > 1 ? 1 : 0;
+    io::Buffer gates = floats(rows, DType::kFloat32);
+    for (int64_t i = 0; i < rows; ++i) {
+      double x = load_double(inputs_.g.data(), p_.g.dtype, i * K + channel);
+      if (p_.dt_bias)
+        x += load_double(inputs_.dt_bias.data(), p_.dt_bias->dtype,
+                         i % p_.num_value_heads * K + channel);
+      store_double(gates.data(), DType::kFloat32, i, x);
+    }
+    inputs_.g = std::move(gates);
+    p_.g = head_gates(DType::kFloat32, p_.batch, p_.num_tokens, p_.num_value_heads);
+    p_.dt_bias.reset();
+    inputs_.dt_bias = {};
   }
 
   void make_beta() {

@@ -40,6 +40,7 @@ struct GenerateOptions {
   Regime regime = Regime::kTrained;
   uint64_t seed = 0;
   bool initial_state = false;
+  bool head_gates = false;  ///< one gate a head in fp32, without dt_bias: Gated DeltaNet
 };
 
 /// Row-major inputs with the options and modes of the regime. Throws kda::Error on bad sizes.

@@ -48,9 +48,9 @@ inline double forward_tolerance(double rounding, int64_t values, int64_t tokens,
   return rounding > 0 ? rounding + 2 * arithmetic : arithmetic;
 }
 
-/// Pipelines whose matrix products take 16-bit operands (cuda.sm80.staged, cuda.sm90.fused): the
-/// rounding of every factor and of the state as an operand comes on top of the output's
-/// (docs/accuracy.md).
+/// Pipelines whose matrix products take 16-bit operands (cuda.sm80.staged, cuda.sm90.fused,
+/// cuda.sm90.gdn): the rounding of every factor and of the state as an operand comes on top of the
+/// output's (docs/accuracy.md).
 inline constexpr double kBf16Operands = 8e-3;
 inline constexpr double kFp16Operands = 1e-3;
 /// beta near 2 on equal keys: the entries of T' are near 2 and alternate, so that what its rounding

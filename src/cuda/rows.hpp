@@ -13,6 +13,11 @@ namespace fused {
 extern const registry::ForwardRow kForward;
 }  // namespace fused
 
+/// Gated DeltaNet on Hopper (sm_90a): one gate a head, bf16, K <= 128.
+namespace gdn {
+extern const registry::ForwardRow kForward;
+}  // namespace gdn
+
 /// Chunked, tensor cores, 16-bit q, k, v (the backward: bf16); K <= 128.
 namespace staged {
 extern const registry::ForwardRow kForward;

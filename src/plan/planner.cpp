@@ -34,6 +34,11 @@ bool name_matches(std::string_view name, std::string_view wanted) {
   return starts && (end == name.size() || name[end] == '.');
 }
 
+/// Whether `wanted` has the last part of a name.
+bool names_last_part(std::string_view name, std::string_view wanted) {
+  return name_matches(wanted, name.substr(name.rfind('.') + 1));
+}
+
 /// The first tensor in fp64; null: there is none.
 const char* float64_tensor(const Request& request) {
   const Problem& p = request.problem;
@@ -80,6 +85,8 @@ std::string decline_reason(const Head& row, const Request& request) {
                device.compute_capability);
   if (!name_matches(row.name, options.backend))
     return cat("backend ", options.backend, " asked for");
+  if (row.only_by_name && !names_last_part(row.name, options.backend))
+    return "not measured yet: it serves callers who name it";
   if (options.keep != KeepPolicy::kNothing && !row.keeps_states && !row.decline_keep)
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)
@@ -90,6 +97,7 @@ std::string decline_reason(const Head& row, const Request& request) {
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
+  if (reason.empty() && row.decline_options) reason = row.decline_options(options);
   if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kChunks)
     reason = row.decline_keep(request.problem);
   if (reason.empty() && row.decline_gradients && request.gradients)

@@ -115,6 +115,20 @@ TEST(Generate, EqualKeysAreMarginal) {
   EXPECT_EQ(inputs.k.as<float>()[5], inputs.k.as<float>()[100 * 128 + 5]);
 }
 
+TEST(Generate, OneGateAHeadHasItsBiasInside) {
+  GenerateOptions options = test::shape(20, 2);
+  options.regime = Regime::kSoftplus;
+  const Inputs each = generate(options);
+  options.head_gates = true;
+  const Inputs one = generate(options);
+  EXPECT_TRUE(has_head_gate(one.problem));
+  EXPECT_FALSE(one.problem.dt_bias);
+  for (int64_t t = 0; t < 20; ++t)
+    for (int64_t head = 0; head < 2; ++head)
+      EXPECT_NEAR(cpu::oracle::log_decay(one.problem, one.tensors(), t, head)[5],
+                  cpu::oracle::log_decay(each.problem, each.tensors(), t, head)[1], 1e-6);
+}
+
 TEST(Generate, RefusesBadSizes) {
   GenerateOptions options = test::shape(10, 2);
   options.num_value_heads = 3;

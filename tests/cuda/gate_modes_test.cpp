@@ -7,6 +7,7 @@
 #include "cuda/decode/drafts.hpp"
 #include "cuda/decode/head_gates.hpp"
 #include "cuda/fused/fused_prefill.hpp"
+#include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/head_gates.hpp"
 #include "cuda/staged/backward/chunk_grad.hpp"
@@ -88,6 +89,7 @@ TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
          return sm90::launch_fused_prefill(static_cast<sm90::FusedPrefillArgs>(keeping()), {},
                                            nullptr, {});
        }},
+      {"gdn", [] { return gdn::launch_intra(chunked<HeadGates<gdn::IntraArgs>>(), {}); }},
       {"keep", [] { return sm90::launch_fused_keep(keeping(), {}); }},
   };
   for (const auto& [name, launch] : families) {

@@ -84,6 +84,13 @@ void fit_fused(check::GenerateOptions* o) {
   if (log || o->dtype == DType::kFloat32) o->dtype = DType::kBFloat16;
 }
 
+/// The nearest that Gated DeltaNet's kernels take.
+void fit_gdn(check::GenerateOptions* o) {
+  fit_tensor_cores(o, /*hard=*/false);
+  o->dtype = DType::kBFloat16;
+  o->head_gates = true;
+}
+
 double work_of(const check::GenerateOptions& o) {
   double tokens = static_cast<double>(o.batch * o.num_tokens);
   for (const int64_t length : o.seq_lens) tokens += static_cast<double>(length);
@@ -224,17 +231,23 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   check::GenerateOptions shape = random_shape(random);
   if (options.tensor_cores) fit_tensor_cores(&shape, options.hard);
   if (options.fused) fit_fused(&shape);
+  if (options.gdn) fit_gdn(&shape);
   limit_work(&shape, index % 50 == 0 ? kWorkOfALargeCase : kWorkOfACase / 2);
   Inputs inputs = check::generate(shape);
   const bool behind = add_rows_behind(options, index, &inputs);
   const bool fused_fp16 = options.fused && shape.dtype == DType::kFloat16;
-  vary_options(&inputs, random, options.fused ? 8 : 1, !fused_fp16);
+  vary_options(&inputs, random, options.fused || options.gdn ? 8 : 1, !fused_fp16);
   if (!options.dump.empty()) io::write_safetensors(options.dump, check::file_from_inputs(inputs));
   test::RunOptions run;
   run.plan = random_plan(random, !options.tensor_cores);
   if (options.fused) {
     run.plan.backend = "fused";
     run.num_sms = static_cast<int32_t>(2 + random.below(20));  // streams are cut between clusters
+  }
+  if (options.gdn) {
+    run.plan = test::with_backend("gdn");
+    run.num_sms = static_cast<int32_t>(1 + random.below(8));  // blocks of 64 and of 128 columns
+    if (random.chance(0.5)) inputs.problem.head_map = HeadMap::kTiled;
   }
   run.out_dtype = options.fused || random.chance(0.7) ? shape.dtype : DType::kFloat32;
   run.from_bounds = behind;

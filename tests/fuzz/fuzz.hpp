@@ -21,6 +21,7 @@ struct Options {
   int32_t num_threads = 2;
   bool tensor_cores = false;  ///< only sizes and types that the staged kernels take
   bool fused = false;         ///< accuracy: only problems that the fused kernel takes, on it
+  bool gdn = false;           ///< accuracy: only problems that cuda.sm90.gdn takes, on it
   bool hard = false;          ///< and those of them that may exceed the tolerance
   bool unwritten = false;     ///< accuracy, backward: leaves rows unwritten; every case must fail
   std::string dump;  ///< accuracy: write the inputs of each case to this file (for --count 1)

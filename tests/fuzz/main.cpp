@@ -62,6 +62,8 @@ int main(int argc, char** argv) {
                        "of 8, no equal keys"),
        kda::test::flag("--fused", &options.fused,
                        "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused"),
+       kda::test::flag("--gdn", &options.gdn,
+                       "accuracy: one gate a head, bf16, K up to 128, on cuda.sm90.gdn"),
        kda::test::flag("--hard", &options.hard,
                        "with --tensor-cores: K from 8, and equal keys; some exceed the tolerance "
                        "(docs/accuracy.md)"),
@@ -77,7 +79,8 @@ int main(int argc, char** argv) {
   if (ends) return *ends;
 
   const std::string flags = std::string(options.tensor_cores ? " --tensor-cores" : "") +
-                            (options.fused ? " --fused" : "") + (options.hard ? " --hard" : "");
+                            (options.fused ? " --fused" : "") + (options.gdn ? " --gdn" : "") +
+                            (options.hard ? " --hard" : "");
   fmt::print("kda_fuzz {}{} --seed {} --first {} --count {}\n", what, flags, options.seed,
              options.first, options.count);
   const Report report = fuzzers.at(what)(options);

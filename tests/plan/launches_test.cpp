@@ -335,6 +335,34 @@ TEST_F(Launches, AreThoseThatThePlanLists) {
   });
 }
 
+/// A backend that serves callers who name it.
+TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
+  if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
+  Choices choices(11);
+  int served = 0;
+  for (int i = 0; i < 60; ++i) {
+    Case x = random_case(choices, capability_);
+    Problem& p = x.problem;
+    p.g = head_gates(DType::kFloat32, p.batch, p.num_tokens, p.num_value_heads);
+    p.dt_bias.reset();
+    x.options = test::with_backend("gdn");
+    Plan plan;
+    if (!make_plan(p, x.cu_seqlens, x.device, x.options, &plan).ok()) continue;
+    ++served;
+    Addresses at;
+    const Tensors tensors = tensors_of(p, plan, at);
+    const auto launches =
+        launches_of([&] { return run(plan, tensors, at.next(), plan.workspace_bytes); });
+    ASSERT_GE(launches.size(), 2U);
+    EXPECT_EQ(launches[launches.size() - 2].kernel, "gdn_intra_sm90") << text_of(x);
+    EXPECT_EQ(launches.back().kernel, "gdn_chain_sm90") << text_of(x);
+    ASSERT_EQ(plan.kernels.size(), 2U);
+    EXPECT_EQ(plan.kernels[0].kernel, "gdn_intra_sm90");
+    EXPECT_EQ(plan.kernels[1].kernel, "gdn_chain_sm90");
+  }
+  EXPECT_GE(served, 30);
+}
+
 /// Golden launches: tests/plan/golden/launches_<capability>.txt; KDA_UPDATE_GOLDEN=1 writes them
 /// anew.
 TEST_F(Launches, AreThoseOfTheGoldenText) {

@@ -178,6 +178,13 @@ std::size_t row_bytes(const TensorDesc& desc, int64_t heads, int64_t size) {
   return static_cast<std::size_t>(heads * size * dtype_size(desc.dtype));
 }
 
+namespace {
+
+/// Elements of g of a token and head.
+int64_t gate_channels(const Problem& p) { return has_head_gate(p) ? 1 : p.key_dim; }
+
+}  // namespace
+
 check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end) {
   check::Inputs part = inputs;
   Problem& p = part.problem;
@@ -190,7 +197,7 @@ check::Inputs slice(const check::Inputs& inputs, int64_t begin, int64_t end) {
   cut(part.q, p.q, p.num_heads, p.key_dim);
   cut(part.k, p.k, p.num_heads, p.key_dim);
   cut(part.v, p.v, p.num_value_heads, p.value_dim);
-  cut(part.g, p.g, p.num_value_heads, p.key_dim);
+  cut(part.g, p.g, p.num_value_heads, gate_channels(p));
   cut(part.beta, p.beta, p.num_value_heads, 1);
   part.cu_seqlens.clear();
   p.cu_seqlens.reset();
@@ -239,7 +246,7 @@ void scramble_from(check::Inputs* inputs, int64_t token, uint64_t seed) {
   change(inputs->q, p.q.dtype, p.num_heads * p.key_dim);
   change(inputs->k, p.k.dtype, p.num_heads * p.key_dim);
   change(inputs->v, p.v.dtype, p.num_value_heads * p.value_dim);
-  change(inputs->g, p.g.dtype, p.num_value_heads * p.key_dim);
+  change(inputs->g, p.g.dtype, p.num_value_heads * gate_channels(p));
   change(inputs->beta, p.beta.dtype, p.num_value_heads);
 }
 
@@ -253,7 +260,7 @@ void poison_rows(check::Inputs* inputs, int64_t begin, int64_t end) {
   poison(inputs->q, p.q.dtype, p.num_heads * p.key_dim);
   poison(inputs->k, p.k.dtype, p.num_heads * p.key_dim);
   poison(inputs->v, p.v.dtype, p.num_value_heads * p.value_dim);
-  poison(inputs->g, p.g.dtype, p.num_value_heads * p.key_dim);
+  poison(inputs->g, p.g.dtype, p.num_value_heads * gate_channels(p));
   poison(inputs->beta, p.beta.dtype, p.num_value_heads);
 }
 

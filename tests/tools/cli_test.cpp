@@ -336,6 +336,9 @@ TEST_F(Cli, PlanTakesTheFlagsOfRun) {
   EXPECT_EQ(plan("--dtype fp32")["implementation"], "cuda.smxx.recurrent");
   EXPECT_EQ(plan("--out-dtype fp32")["implementation"], "cuda.sm80.staged");
   EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");
+  EXPECT_EQ(plan("--head-gates")["problem"]["head_gate"], true);
+  EXPECT_EQ(plan("--head-gates --backend gdn")["implementation"], "cuda.sm90.gdn");
+  EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend gdn").exit_code, 3);
   EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
   EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");
   EXPECT_EQ(plan("")["problem"]["beta"], "sigmoid");
@@ -667,6 +670,19 @@ TEST_F(CliOnGpu, InfoNamesIt) {
   const nlohmann::json info = nlohmann::json::parse(kda("info --json").out);
   EXPECT_GE(info["gpus"].size(), 1u);
   EXPECT_GT(info["gpus"][0]["num_sms"], 0);
+}
+
+TEST_F(CliOnGpu, TimesGatedDeltaNet) {
+  const std::string forward =
+      "bench forward --case '--tokens 70 --heads 1 --value-heads 2 --key-dim 64 --regime log' "
+      "--backend gdn --device cuda --json r.json";
+  EXPECT_EQ(kda(forward).exit_code, 3);  // it takes no gate a channel
+  const Ran ran = kda(forward + " --head-gates");
+  const bool hopper = test::device().compute_capability == 90;
+  ASSERT_EQ(ran.exit_code, hopper ? 0 : 3) << ran.err;
+  if (!hopper) return;
+  const nlohmann::json row = nlohmann::json::parse(read("r.json"))["cases"][0];
+  EXPECT_EQ(row["implementation"], "cuda.sm90.gdn");
 }
 
 TEST_F(CliOnGpu, TimesEveryStage) {

@@ -49,7 +49,10 @@ check::Inputs long_inputs(check::GenerateOptions options) {
   shape(p.q, H, p.key_dim);
   shape(p.k, H, p.key_dim);
   shape(p.v, HV, p.value_dim);
-  shape(p.g, HV, p.key_dim);
+  if (whole.head_gates)
+    p.g = head_gates(p.g.dtype, p.batch, T, HV);
+  else
+    shape(p.g, HV, p.key_dim);
   p.beta = contiguous(p.beta.dtype, {p.batch, T, HV});
   if (!whole.seq_lens.empty()) {
     p.cu_seqlens = DType::kInt64;

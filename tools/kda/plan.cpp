@@ -25,7 +25,7 @@ struct PlanCommand {
   OperationFlags operation;
   ScheduleFlags schedule;
   std::string keep = "states";
-  bool explain = false, json = false, backward = false, bounds = false;
+  bool explain = false, json = false, backward = false, bounds = false, one_gate_a_head = false;
 
   /// A packed forward of dense tensors. Gates and beta come as logits, unless gates are log decays;
   /// q and k are normalised unless that is turned off.
@@ -50,8 +50,8 @@ struct PlanCommand {
     const DType type = check::parse_dtype(dtype);
     p.q = p.k = contiguous(type, {1, T, num_heads, key_dim});
     p.v = contiguous(type, {1, T, HV, value_dim});
-    p.g =
-        contiguous(gate_dtype.empty() ? type : check::parse_dtype(gate_dtype), {1, T, HV, key_dim});
+    const DType gates = gate_dtype.empty() ? type : check::parse_dtype(gate_dtype);
+    p.g = one_gate_a_head ? head_gates(gates, 1, T, HV) : contiguous(gates, {1, T, HV, key_dim});
     p.beta = contiguous(type, {1, T, HV});
     p.o = contiguous(operation.output_dtype(p), {1, T, HV, value_dim});
     return p;
@@ -136,6 +136,7 @@ void add_plan(CLI::App& app) {
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
   add_choice(*sub, "--dtype", &c->dtype, kFloatTypes, "Of q, k, v, g, beta")->default_str(c->dtype);
+  add_switch(*sub, "--head-gates", &c->one_gate_a_head, "One gate a head (Gated DeltaNet)");
   add_choice(*sub, "--gate-dtype", &c->gate_dtype, kFloatTypes, "Of g (default that of q)");
   c->operation.add_to(*sub);
   c->schedule.add_options_to(*sub);

@@ -57,7 +57,7 @@ struct Chain {
   static constexpr bool kFromConstants = kUse == ChainUse::kErrors || kUse == ChainUse::kReverse;
 
   const ChainArgs& a;
-  const int lane;
+  int lane;
 
   int64_t head, unit;
   TokenRange tokens;
@@ -73,6 +73,9 @@ struct Chain {
 
   __device__ explicit Chain(const ChainArgs& args)
       : a(args), lane(static_cast<int>(threadIdx.x % 32)) {}
+
+  /// Offsets that were computed from the lane are computed again, not kept in registers or spilled.
+  __device__ void forget_lane() { ptx::make_opaque(lane); }
 
   // ---- places ----------------------------------------------------------------------------------
 

@@ -15,6 +15,11 @@ std::string decline_alignment(const char* name, const TensorDesc& desc, int64_t 
   return cat(name, " is aligned to ", desc.alignment, " bytes, needs ", needed);
 }
 
+const char* sm90::unavailable() noexcept {
+  if (const char* reason = cuda::unavailable()) return reason;
+  return kBuilt ? nullptr : kNoSm90a;
+}
+
 bool has_hopper_kernels(const DeviceFacts& device) {
   return device.compute_capability == 90 && (sm90::kBuilt || !built());
 }

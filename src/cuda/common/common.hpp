@@ -7,6 +7,13 @@
 
 namespace kda::cuda {
 
+inline constexpr const char* kNoSm90a = "this build has no kernels of sm_90a";
+
+namespace sm90 {
+/// Null if kernels of sm_90a can be used here, else why not.
+const char* unavailable() noexcept;
+}  // namespace sm90
+
 /// Whether kernels of sm_90a run on a device. A build without CUDA launches nothing, and plans as
 /// one that has them.
 bool has_hopper_kernels(const DeviceFacts& device);

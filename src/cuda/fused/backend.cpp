@@ -23,13 +23,6 @@
 namespace kda::cuda::fused {
 namespace {
 
-constexpr const char* kNoSm90a = "this build has no kernels of sm_90a";
-
-const char* fused_unavailable() noexcept {
-  if (const char* reason = unavailable()) return reason;
-  return sm90::kBuilt ? nullptr : kNoSm90a;
-}
-
 // -- What it serves
 
 std::string decline_types(const Problem& p) {
@@ -387,7 +380,7 @@ const registry::ForwardRow kForward = {
     .head = {.name = "cuda.sm90.fused",
              .device = DeviceKind::kCuda,
              .chunk_size = kChunk,
-             .unavailable = fused_unavailable,
+             .unavailable = sm90::unavailable,
              .plan = plan_forward,
              .decline = decline,
              .defer = defer,

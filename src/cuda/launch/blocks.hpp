@@ -14,7 +14,11 @@ inline constexpr const char* kSegmentUnits = "segment_units";
 inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
-// Blocks that it saves for a backward.
+// Blocks of cuda.sm90.gdn.
+inline constexpr const char* kGdnInverse = "gdn_inverse";
+inline constexpr const char* kGdnScores = "gdn_scores";
+inline constexpr const char* kGdnNumbers = "gdn_numbers";
+// Blocks that cuda.sm90.fused saves for a backward.
 inline constexpr const char* kKeptChunkStates = "kept_chunk_states";
 inline constexpr const char* kKeptErrors = "kept_errors";
 // Blocks of both backwards.

@@ -5,6 +5,7 @@
 #include "cuda/staged/chunk_delta_h_sm90.hpp"
 
 #include "cuda/chain/chain.cuh"
+#include "cuda/chain/outputs_sm90.cuh"
 #include "cuda/chain/products_sm90.cuh"
 #include "cuda/chain/ring_sm90.cuh"
 #include "cuda/launch/built.hpp"
@@ -87,51 +88,11 @@ struct Kernel {
 
   // ---- outputs ---------------------------------------------------------------------------------
 
-  /// o of this warp's columns in 16 bits, in place of the u that it has read.
-  __device__ __forceinline__ void put_outputs(const float (&o)[kTokenTiles][4], T* tile) const {
-    const bool bf16 = c.a.o.type == Element::kBFloat16;
-    __syncwarp();
-#pragma unroll
-    for (int step = 0; step < kChunk / 16; ++step) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* x = o[2 * step + i / 2] + i % 2 * 2;
-        pairs[i] = bf16 ? ptx::pack<__nv_bfloat16>(x[0], x[1]) : ptx::pack<__half>(x[0], x[1]);
-      }
-      ptx::stmatrix_x4_trans(ptx::shared_address(c.u_piece(tile, step)), pairs);
-    }
-  }
-
-  __device__ void store_tiles(int chunk, const S& s, int thread) const {
-    const int64_t token0 = c.tokens.begin + chunk * kChunk;
-    uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
-                     row_offset(c.a.o, c.a.map, c.tokens.sequence, token0, c.head);
-    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
-    constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
-    for (int first = thread; first < kPieces; first += kAtOnce * kStorers * 32) {
-      uint4 pieces[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int i = min(first + n * kStorers * 32, kPieces - 1);
-        pieces[n] = *reinterpret_cast<const uint4*>(s.u[i / (8 * kChunk)] +
-                                                    swizzled(i / 8 % kChunk, i % 8));
-      }
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const int i = first + n * kStorers * 32, token = i / 8 % kChunk;
-        const int v = (c.u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
-        if (i < kPieces && token < count)
-          chain::store_piece(base + token * c.a.o.stride_t + v, pieces[n], c.a.shape.V - v);
-      }
-    }
-  }
-
   __device__ void run_stores(int thread) const {
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const S& s = ring.stage(chunk);
       ring.wait_for_results(chunk);
-      if (c.a.o.type != Element::kFloat32) store_tiles(chunk, s, thread);
+      if (c.a.o.type != Element::kFloat32) chain::store_tiles<kStorers * 32>(c, chunk, s.u, thread);
       ptx::fence_async_proxy();  // what was put in place of u goes before the next u
       ring.is_read(chunk);
     }
@@ -188,7 +149,7 @@ struct Kernel {
       if (c.a.o.type == Element::kFloat32)
         c.store_outputs(chunk, o);
       else
-        put_outputs(o, s.u[warp / 4]);
+        chain::put_outputs(c, o, s.u[warp / 4]);
       ring.results_are_there(chunk);
     }
     wait_for_factors(chunk + 1);

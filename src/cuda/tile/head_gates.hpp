@@ -53,4 +53,11 @@ KDA_HOST_DEVICE_INLINE int q_head_of(const Args& a, int value_head) {
                                              : a.shape.group.quotient(head));
 }
 
+/// Value head `i` of those that read a q/k head.
+template <class Args>
+KDA_HOST_DEVICE_INLINE int value_head_of(const Args& a, int q_head, int i) {
+  return has_tiled_heads(a) ? q_head + i * static_cast<int>(a.shape.H)
+                            : q_head * static_cast<int>(a.shape.group.value) + i;
+}
+
 }  // namespace kda::cuda

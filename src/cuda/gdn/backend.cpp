@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.sm90.gdn: what it serves and how it plans. Its launches: cuda/gdn/launches.cpp.
+#include <tuple>
+
+#include "core/layout.hpp"
+#include "core/text.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/common/cost_model.hpp"
+#include "cuda/gdn/factors.hpp"
+#include "cuda/gdn/launches.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/checkpoint_places.hpp"
+#include "cuda/launch/device.hpp"
+#include "cuda/rows.hpp"
+#include "cuda/tile/chunk.hpp"
+
+namespace kda::cuda::gdn {
+namespace {
+
+std::string decline_gates(const Problem& p) {
+  if (!has_head_gate(p)) return "g has a gate a channel; needs one gate a head";
+  if (p.dt_bias) return "dt_bias has a bias a channel; needs one gate a head, with its bias";
+  return decline_alignment("g", p.g, dtype_size(p.g.dtype));
+}
+
+std::string decline_sizes(const Problem& p) {
+  if (p.key_dim > kMostK) return cat("K = ", p.key_dim, " is above ", kMostK);
+  for (const auto& [name, size] : {std::pair{"K", p.key_dim}, std::pair{"V", p.value_dim}})
+    if (size % 8 != 0) return cat(name, " = ", size, " is not a multiple of 8");
+  if (p.checkpoints && p.checkpoint_every % kChunk != 0)
+    return cat("checkpoint_every = ", p.checkpoint_every, " is not a multiple of the chunk ",
+               kChunk);
+  return {};
+}
+
+std::string decline(const Problem& p) {
+  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
+  if (std::string reason = decline_gates(p); !reason.empty()) return reason;
+  for (const auto& [name, desc] :
+       {std::pair{"q", &p.q}, std::pair{"k", &p.k}, std::pair{"v", &p.v}})
+    if (desc->dtype != DType::kBFloat16)
+      return cat(name, " is ", dtype_name(desc->dtype), "; needs bf16");
+  if (std::string reason = decline_sizes(p); !reason.empty()) return reason;
+  for (const auto& [name, desc, needed] : {std::tuple{"q", &p.q, 16}, std::tuple{"k", &p.k, 16},
+                                           std::tuple{"v", &p.v, 16}, std::tuple{"o", &p.o, 4}})
+    if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
+  return {};
+}
+
+/// Sequences run whole: what asks for something else is another row's.
+std::string decline_options(const PlanOptions& options) {
+  if (plan::asks_for_segments(options)) return "context_parallel asks for segments; it has none";
+  if (options.intra_form != IntraForm::kAuto) return "intra_form asks for a form; it has one";
+  return {};
+}
+
+void plan_forward(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const Problem& p = plan.problem;
+  const int64_t chunks = most_chunks(plan);
+  const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
+  if (plan.lengths_known) {
+    CostEstimate cost;
+    const plan::Workload work = builder.workload();
+    cost.roofline_us = roofline_us(cost_input(work, plan.device));
+    builder.predict(cost);
+    builder.reason("not cut: it has no segments");
+  }
+  builder.set_v_splits(tiles_of(p.value_dim));
+  builder.stage("chunk_intra", chunks * p.num_heads,
+                "factors of one chunk and all value heads of a q/k head a task");
+  list_forward(builder);
+  builder.kernel("chunk_intra", "gdn_intra_sm90");
+  builder.kernel("forward", "gdn_chain_sm90");
+  book_maps(builder);
+  builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
+  builder.book(block::kGdnScores, tiles, kSquare * sizeof(uint16_t));
+  builder.book(block::kGdnNumbers, tiles, sizeof(Numbers));
+}
+
+}  // namespace
+
+const registry::ForwardRow kForward = {.head = {.name = "cuda.sm90.gdn",
+                                                .device = DeviceKind::kCuda,
+                                                .chunk_size = kChunk,
+                                                .unavailable = sm90::unavailable,
+                                                .plan = plan_forward,
+                                                .decline = decline,
+                                                .decline_options = decline_options,
+                                                .only_by_name = true,  // until it is measured
+                                                .min_compute_capability = 90,
+                                                .max_compute_capability = 90,
+                                                .device_checks = &kDeviceChecks},
+                                       .forward = if_built<forward>(),
+                                       .segments = {},
+                                       .chunk_stages = {},
+                                       .spans = {},
+                                       .place_checkpoints = if_built<cuda::place_checkpoints>()};
+
+}  // namespace kda::cuda::gdn

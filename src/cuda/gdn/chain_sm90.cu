@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+// A block has 64 or 128 columns of V of one value head of a sequence, a warpgroup for each 64: it
+// holds S^T in its accumulators and does all products of a chunk by wgmma. Of one more warpgroup
+// two warps copy the next chunks into a ring of stages (rows of the caller by cp.async, factors by
+// bulk copies), and two write outputs, which lie in a stage in place of v.
+//
+// A stage is full when 64 threads' rows and the factors are there; it has its results when the
+// outputs are in place of v; it is free when the chain and those who write have read it.
+#include "cuda/gdn/chain_sm90.hpp"
+
+#include "cuda/chain/outputs_sm90.cuh"
+#include "cuda/chain/products_sm90.cuh"
+#include "cuda/chain/ring_sm90.cuh"
+#include "cuda/gdn/rows.cuh"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace kda::cuda::gdn {
+namespace {
+
+/// wgmma wants tiles aligned to 1024 bytes.
+template <class T, int kK, int kGroups>
+struct alignas(1024) Stage {
+  T k[kChunk * kK], q[kChunk * kK];
+  T inverse[kSquare], scores[kSquare];
+  T v[kGroups][kChunk * kVTile];  // then o
+  Numbers numbers;
+};
+
+template <class T, int kK, int kGroups>
+struct Kernel {
+  using C = chain::Chain<T, kK, ChainUse::kForward>;
+  static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
+
+  using R = chain::Ring<Stage<T, kK, kGroups>, 3>;
+  using S = typename R::Stage;
+  static constexpr int kColumns = kGroups * kVTile;
+  static constexpr int kChainThreads = 128 * kGroups;  // the first ones
+  static constexpr int kCopiers = 64, kStorers = 64;   // the next ones
+  static constexpr int kThreads = kChainThreads + kCopiers + kStorers;
+
+  const HeadGates<ChainArgs>& a;
+  C c;  // the state and where it belongs
+  R& ring;
+  const int warp;
+
+  __device__ Kernel(const HeadGates<ChainArgs>& args, R& shared)
+      : a(args),
+        c(args),
+        ring(shared),
+        warp(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0)) {}
+
+  __device__ void init_barriers() const {
+    ring.init_barriers(kCopiers + 1, kChainThreads, kStorers);
+  }
+
+  // ---- copies ----------------------------------------------------------------------------------
+
+  /// visit(where it goes, where it lies, bytes) for each factor of a chunk.
+  template <class Visit>
+  __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
+    const auto whole = [&](auto& target, const void* source) {
+      visit(&target, static_cast<const char*>(source) + c.tile(chunk) * sizeof(target),
+            static_cast<int>(sizeof(target)));
+    };
+    whole(s.numbers, a.made.numbers);
+    whole(s.inverse, a.made.inverse);
+    whole(s.scores, a.made.scores);
+  }
+
+  /// Columns of a chunk's rows, from `column` on; zeros for tokens and columns that are not there.
+  template <int kCount>
+  __device__ void copy(T* tile, const RowView& view, int64_t head, int chunk, int column, int size,
+                       int thread) const {
+    const int64_t token0 = c.tokens.begin + chunk * kChunk;
+    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
+    const T* rows = static_cast<const T*>(view.base) + column +
+                    row_offset(view, a.map, c.tokens.sequence, token0, head);
+    copy_rows<kCount, kCopiers>(tile, rows, view.stride_t, count, size - column, thread);
+  }
+
+  __device__ void run_copies(int thread) const {
+    const int q_head = q_head_of(a, static_cast<int>(c.head));
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
+      const int i = chunk % R::kStages, round = chunk / R::kStages;
+      ring.wait_until_free(i, round);
+      S& s = ring.stages[i];
+      if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
+      copy<kK>(s.k, a.k, q_head, chunk, 0, a.shape.K, thread);
+      copy<kK>(s.q, a.q, q_head, chunk, 0, a.shape.K, thread);
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group)
+        copy<kVTile>(s.v[group], a.v, c.head, chunk, (c.u_tile + group) * kVTile, a.shape.V,
+                     thread);
+      ring.arrive_after_copies(i);
+    }
+  }
+
+  // ---- outputs ---------------------------------------------------------------------------------
+
+  __device__ void run_stores(int thread) const {
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
+      const S& s = ring.stage(chunk);
+      ring.wait_for_results(chunk);
+      if (a.o.type != Element::kFloat32) chain::store_tiles<kStorers>(c, chunk, s.v, thread);
+      ring.is_read(chunk);
+    }
+  }
+
+  // ---- one chunk -------------------------------------------------------------------------------
+
+  __device__ void wait_for_operands(int chunk) const {
+    if (chunk >= c.num_chunks) return;
+    ring.wait_for_operands(chunk);
+    ptx::fence_async_proxy();  // rows were not copied by it, and products read by it
+  }
+
+  /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T.
+  __device__ __forceinline__ void subtract_from_v(const S& s, float (&z)[kTokenTiles][4]) const {
+#pragma unroll
+    for (int step = 0; step < kChunk / 16; ++step) {
+      uint32_t v[4];  // tokens step*16..+7 and +8..15, columns 0..7 and 8..15 of this warp
+      ptx::ldmatrix_x4_trans(v, ptx::shared_address(c.u_piece(s.v[warp / 4], step)));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = 2 * step + i / 2;
+        const float2 factor =
+            *reinterpret_cast<const float2*>(&s.numbers.row_k[n * 8 + c.lane % 4 * 2]);
+        const float2 value = ptx::unpack<T>(v[i]);
+        float* x = z[n] + i % 2 * 2;
+        x[0] = value.x - factor.x * x[0];
+        x[1] = value.y - factor.y * x[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void decay_state(float factor) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c.state[n][i] *= factor;
+  }
+
+  /// S^T += (col_k vn)^T k, in the operands' type twice where that keeps the sum's digits.
+  __device__ __forceinline__ void add_to_state(const S& s, float (&vn)[kTokenTiles][4]) {
+    uint32_t x[4][4], rest[4][4];
+    c.template scale_tokens<1>(s.numbers.col_k, vn);
+    c.round_tokens(vn, x);
+    if constexpr (C::kTwoParts)
+#pragma unroll
+      for (int step = 0; step < 4; ++step) c.rests(vn, step, x[step], rest[step]);
+    ptx::fence_operands(c.state);
+    ptx::wgmma_fence();
+    if constexpr (C::kTwoParts)
+      chain::multiply_tokens(c.state, s.k, x, rest);
+    else
+      chain::multiply_tokens(c.state, s.k, x);
+    ptx::wgmma_commit();
+  }
+
+  /// Products run while the warps do something else; Z and E are waited for.
+  __device__ __forceinline__ void run_chunk(int chunk, S& s) {
+    uint32_t rounded[kSteps][4], x[4][4];
+    float z[kTokenTiles][4], o[kTokenTiles][4];
+    c.forget_lane();
+    const float last = s.numbers.last[0];  // before products that would keep shared memory busy
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
+    ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    ptx::wgmma_fence();
+    chain::multiply_rows<false>(rounded, s.k, z);
+    ptx::wgmma_commit();
+    chain::multiply_rows<false>(rounded, s.q, o);
+    ptx::wgmma_commit();
+    decay_state(last);
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(z);
+    subtract_from_v(s, z);
+    c.round_tokens(z, x);
+    ptx::fence_operands(z);
+    ptx::wgmma_fence();
+    chain::multiply_rows<true>(x, s.inverse, z);  // E^T: the diagonal of T' is Z in fp32
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(o);
+    c.template scale_tokens<1>(s.numbers.row_q, o);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(z);
+    c.template scale_tokens<1>(s.numbers.beta, z);
+    c.round_tokens(z, x);
+    c.add_diagonal(z, s.numbers.diag, o);
+    ptx::fence_operands(o);
+    ptx::wgmma_fence();
+    chain::multiply_rows<true>(x, s.scores, o);
+    ptx::wgmma_commit();
+    add_to_state(s, z);
+    ptx::wgmma_wait<1>();
+    ptx::fence_operands(o);
+    if (a.o.type == Element::kFloat32)
+      c.store_outputs(chunk, o);
+    else
+      chain::put_outputs(c, o, s.v[warp / 4]);
+    ring.results_are_there(chunk);
+    wait_for_operands(chunk + 1);
+    ptx::wgmma_wait<0>();
+    ptx::fence_operands(c.state);
+  }
+
+  __device__ void run_chain() {
+    c.load_start();
+    wait_for_operands(0);
+    for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
+      run_chunk(chunk, ring.stage(chunk));
+      ring.is_read(chunk);
+      c.store_checkpoint(chunk);
+    }
+    c.store_end();
+  }
+};
+
+template <class T, int kK, int kGroups>
+__global__ void __launch_bounds__(Kernel<T, kK, kGroups>::kThreads, 1)
+    gdn_chain_kernel(const __grid_constant__ HeadGates<ChainArgs> a) {
+  using K = Kernel<T, kK, kGroups>;
+  ptx::griddepcontrol_wait();
+  chain::write_flags<ChainUse::kForward>(a);
+  K kernel(a, *reinterpret_cast<typename K::R*>(ptx::dynamic_shared()));
+  if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if (threadIdx.x == 0) kernel.init_barriers();
+  __syncthreads();
+  const auto thread = static_cast<int>(threadIdx.x) - K::kChainThreads;
+  if (thread < 0) {
+    if constexpr (kGroups > 1) ptx::warpgroup_reg_alloc<224>();
+    kernel.run_chain();
+    return;
+  }
+  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<56>();
+  if (thread < K::kCopiers)
+    kernel.run_copies(thread);
+  else
+    kernel.run_stores(thread - K::kCopiers);
+}
+
+template <class T, int kK, int kGroups>
+Status launch(const HeadGates<ChainArgs>& args, const Launch& where) {
+  using K = Kernel<T, kK, kGroups>;
+  static_assert(sizeof(typename K::R) <= sm90::kSharedMemory);
+  return launch_kernel("gdn_chain_sm90", gdn_chain_kernel<T, kK, kGroups>,
+                       chain::blocks_of<ChainUse::kForward, K::kColumns>(args), K::kThreads,
+                       sizeof(typename K::R), where, args);
+}
+
+template <class T, int kK>
+Status launch_width(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
+  // Two warpgroups on an SM share all operands but v: worth it where one for each is too many.
+  const bool wide =
+      args.shape.V % 128 == 0 && chain::blocks_of<ChainUse::kForward, 64>(args) > num_sms;
+  return wide ? launch<T, kK, 2>(args, where) : launch<T, kK, 1>(args, where);
+}
+
+}  // namespace
+
+Status launch_chain(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
+  return args.shape.K <= 64 ? launch_width<__nv_bfloat16, 64>(args, num_sms, where)
+                            : launch_width<__nv_bfloat16, 128>(args, num_sms, where);
+}
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Factors of a chunk of Gated DeltaNet, as its first kernel hands them on through the workspace
+// (docs/design/gdn.md). One tile a (chunk of the batch, value head), index chunk * HV + head.
+//
+// G_i is the sum of gates from the start of the chunk to token i, n_i and m_i are the factors that
+// normalise k_i and q_i (m_i with the scale of the outputs), beta_i is the step size.
+#pragma once
+
+#include "cuda/tile/chunk.hpp"
+
+namespace kda::cuda::gdn {
+
+inline constexpr int kMostK = 128;  ///< of the kernels; V is cut into blocks, and may be any size
+
+/// Numbers of tokens. Past the end of a sequence beta is 0, and rows of k are zeros.
+struct Numbers {
+  float row_k[kChunk];  ///< exp(G_i) n_i
+  float row_q[kChunk];  ///< exp(G_i) m_i
+  float col_k[kChunk];  ///< exp(G_end - G_i) n_i
+  float beta[kChunk];
+  float diag[kChunk];  ///< m_i n_i q_i . k_i
+  float last[4];       ///< exp(G_end), then nothing: copies are of whole 16 bytes
+};
+static_assert(sizeof(Numbers) % 16 == 0);
+
+/// Squares are strictly lower, 16-bit, swizzled (tile/swizzle.hpp), with zeros elsewhere.
+inline constexpr int kSquare = kChunk * kChunk;
+struct Factors {
+  void* inverse = nullptr;     ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
+  void* scores = nullptr;      ///< low(D o Q K^T), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
+  Numbers* numbers = nullptr;  ///< [tiles]
+};
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// A warpgroup a (chunk, q/k head). It copies q and k, multiplies [q; k] k^T by wgmma and keeps
+// both squares in registers, rows of 16 tokens a warp. Then value heads one after the other: sums
+// of gates, decayed scores, the inverse, the stores. Of four value heads each warp has prepared
+// the gates of one.
+#include "cuda/gdn/intra_sm90.hpp"
+
+#include "cuda/chain/products_sm90.cuh"
+#include "cuda/gdn/rows.cuh"
+#include "cuda/launch/launch.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/staged/intra/inverse.cuh"
+#include "cuda/staged/intra/solve.cuh"
+#include "cuda/tile/chunk_map.cuh"
+
+namespace kda::cuda::gdn {
+namespace {
+
+constexpr int kThreads = 128, kWarpsOfBlock = 4;
+constexpr int kScoreTiles = kChunk / 8;  // n8 tiles of a warp's 16 rows
+
+/// Beyond it a decay is 0 or infinite. 64 times as much is still exact in fp32.
+constexpr float kMostLog2 = 0x1p17f;
+
+/// Gates and steps of a value head. The sum of log2 decays to a token is `whole` + `part`:
+/// differences of whole numbers are exact, so a decay of nearly 0 costs later tokens nothing.
+struct TokenSums {
+  float whole[kChunk], part[kChunk];
+  float beta[kChunk];
+};
+
+/// Operands give way to squares once they are multiplied.
+template <class T, int kK>
+struct alignas(1024) Shared {
+  union {
+    struct {
+      T q[kChunk * kK], k[kChunk * kK];
+    } rows;
+    struct {
+      float N[kChunk][intra::kScoreStride];  // (T')^-1 - I, then T' but for its last quarter
+      T inverse[kChunk][intra::kSquareStride], Aqk[kChunk][intra::kSquareStride];
+    } after;
+  };
+  TokenSums sums[kWarpsOfBlock];
+  float q_norm[kChunk], k_norm[kChunk];
+  float diag[kChunk];  // q . k of a token
+};
+
+template <class ElementT, int kChannels>
+struct Context {
+  using T = ElementT;
+  using F = ElementT;  // as intra/inverse.cuh calls it
+  static constexpr int kK = kChannels, kWarps = kWarpsOfBlock;
+
+  const HeadGates<IntraArgs>& a;
+  Shared<T, kK>& s;
+  const ChunkTokens& chunk;
+  const int q_head;
+  const int tid;
+
+  __device__ int warp() const { return tid / 32; }
+  __device__ int lane() const { return tid % 32; }
+  /// First of this lane's two rows of a square; the other one lies 8 below.
+  __device__ int row() const { return warp() * 16 + lane() / 4; }
+  /// First of its two columns of tile n.
+  __device__ int column(int n) const { return n * 8 + lane() % 4 * 2; }
+};
+
+// ---- once a q/k head
+
+template <class C>
+__device__ void load_rows(const C& c) {
+  using T = typename C::T;
+  const auto copy = [&](T* tile, const RowView& view) {
+    const T* rows = static_cast<const T*>(view.base) + chunk_offset(view, c.chunk, c.q_head);
+    copy_rows<C::kK, kThreads>(tile, rows, view.stride_t, c.chunk.count, c.a.shape.K, c.tid);
+  };
+  copy(c.s.rows.k, c.a.k);
+  copy(c.s.rows.q, c.a.q);
+  ptx::cp_async_commit();
+}
+
+template <class T, int kK>
+__device__ float square_of_row(const T* tile, int row) {
+  float sum = 0;
+#pragma unroll
+  for (int piece = 0; piece < kK / 8; ++piece) {
+    const uint4 x = *reinterpret_cast<const uint4*>(tile + swizzled(row, piece));
+#pragma unroll
+    for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
+      const float2 y = ptx::unpack<T>(pair);
+      sum = fmaf(y.x, y.x, sum), sum = fmaf(y.y, y.y, sum);
+    }
+  }
+  return sum;
+}
+
+/// A thread has a row of q or of k.
+template <class C>
+__device__ void find_norms(const C& c) {
+  const GateView& gate = c.a.gate;
+  const int row = c.tid % kChunk;
+  const bool of_q = c.tid < kChunk;
+  float norm = 1;
+  if (gate.l2norm)
+    norm = rsqrtf(square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row) + 1e-6f);
+  (of_q ? c.s.q_norm : c.s.k_norm)[row] = of_q ? gate.scale * norm : norm;
+}
+
+/// Rows of this warp of x k^T.
+template <class C>
+__device__ void multiply_by_k(const C& c, const typename C::T* x, float (&out)[kScoreTiles][4]) {
+  using T = typename C::T;
+  const uint64_t left = chain::tile_at(x), right = chain::tile_at(c.s.rows.k);
+  ptx::wgmma_n64_shared<T, false, false>(out, left, right);
+#pragma unroll
+  for (int step = 1; step < C::kK / 16; ++step)
+    ptx::wgmma_n64_shared<T, false, true>(out, ptx::next_columns(left, step * 16),
+                                          ptx::next_columns(right, step * 16));
+}
+
+/// Raw q k^T and k k^T.
+struct Scores {
+  float q[kScoreTiles][4], k[kScoreTiles][4];
+};
+template <class C>
+__device__ void multiply_rows(const C& c, Scores& scores) {
+  ptx::wgmma_fence();
+  multiply_by_k(c, c.s.rows.k, scores.k);
+  multiply_by_k(c, c.s.rows.q, scores.q);
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::fence_operands(scores.q);
+  ptx::fence_operands(scores.k);
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
+        c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+}
+
+// ---- gates and steps of a value head, by a warp
+
+/// Two neighbours of the chunk's tokens a lane, on their way from memory.
+struct RawTokens {
+  uint32_t gate[2] = {}, beta[2] = {};
+  float A_log = 0;
+
+  template <class C>
+  __device__ RawTokens(const C& c, int head) {
+    const GateView& gates = c.a.gate;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = c.lane() * 2 + i;
+      if (token >= c.chunk.count) continue;
+      const auto load = [&](const RowView& view) {
+        return load_bits(view.base, view.type,
+                         chunk_offset(view, c.chunk, head) + token * view.stride_t);
+      };
+      gate[i] = load(c.a.g);
+      beta[i] = load(c.a.beta);
+    }
+    if (gates.A_log) A_log = gates.A_log[head * gates.stride_A];
+  }
+};
+
+/// The log2 decay of a token within +-kMostLog2; NaN stays NaN.
+template <class C>
+__device__ float log2_decay(const C& c, uint32_t raw, float rate) {
+  const float x = log2_decay_exact(c.a.gate, float_of(raw, c.a.g.type), 0, rate);
+  if (x < -kMostLog2) return -kMostLog2;
+  return x > kMostLog2 ? kMostLog2 : x;
+}
+
+/// Adds what the lanes before this one have.
+__device__ __forceinline__ float sum_before(float x, int lane) {
+  float sum = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float other = __shfl_sync(~0u, sum, (lane - offset) & 31);
+    if (lane >= offset) sum += other;
+  }
+  const float before = __shfl_sync(~0u, sum, (lane - 1) & 31);
+  return lane == 0 ? 0.0f : before;
+}
+
+template <class C>
+__device__ void prepare_tokens(const C& c, const RawTokens& raw, TokenSums& sums) {
+  const float rate = expf(raw.A_log);
+  float whole[2], part[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int token = c.lane() * 2 + i;
+    const bool exists = token < c.chunk.count;  // gate(0) is not 0
+    const float x = exists ? log2_decay(c, raw.gate[i], rate) : 0;
+    whole[i] = rintf(x);
+    part[i] = x - whole[i];
+    sums.beta[token] = exists ? beta_value(c.a.gate, float_of(raw.beta[i], c.a.beta.type)) : 0.0f;
+  }
+  const auto put = [&](float(&target)[kChunk], const float(&x)[2]) {
+    const float first = sum_before(x[0] + x[1], c.lane()) + x[0];
+    target[c.lane() * 2] = first;
+    target[c.lane() * 2 + 1] = first + x[1];
+  };
+  put(sums.whole, whole);
+  put(sums.part, part);
+}
+
+// ---- factors of a value head
+
+/// The decay from token j to token i.
+__device__ __forceinline__ float decay_between(const TokenSums& sums, int i, int j) {
+  return ptx::ex2((sums.whole[i] - sums.whole[j]) + (sums.part[i] - sums.part[j]));
+}
+
+/// Decayed scores of neighbours j, j + 1 of row i, the first not above the diagonal: A, and what
+/// T' is the inverse of, less I.
+template <class C>
+__device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, int i, int j,
+                                           float q0, float q1, float k0, float k1) {
+  auto& s = c.s;
+  const float d0 = i > j ? decay_between(sums, i, j) : 0.0f;
+  const float d1 = i > j + 1 ? decay_between(sums, i, j + 1) : 0.0f;
+  const float2 norm = *reinterpret_cast<const float2*>(&s.k_norm[j]);
+  const float2 beta = *reinterpret_cast<const float2*>(&sums.beta[j]);
+  const float2 column{d0 * norm.x, d1 * norm.y};
+  *reinterpret_cast<uint32_t*>(&s.after.Aqk[i][j]) =
+      ptx::pack<typename C::T>(q0 * (s.q_norm[i] * column.x), q1 * (s.q_norm[i] * column.y));
+  *reinterpret_cast<float2*>(&s.after.N[i][j]) = {k0 * (s.k_norm[i] * column.x * beta.x),
+                                                  k1 * (s.k_norm[i] * column.y * beta.y)};
+}
+template <class C>
+__device__ void decay_scores(const C& c, const TokenSums& sums, const Scores& scores) {
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    if (n * 8 > c.warp() * 16 + 15) continue;  // above the diagonal
+    const float(&q)[4] = scores.q[n], (&k)[4] = scores.k[n];
+    put_scores(c, sums, c.row(), c.column(n), q[0], q[1], k[0], k[1]);
+    put_scores(c, sums, c.row() + 8, c.column(n), q[2], q[3], k[2], k[3]);
+  }
+}
+
+template <class C>
+__device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
+  if (c.tid >= kChunk) return;
+  const int i = c.tid;
+  const float q_norm = c.s.q_norm[i], k_norm = c.s.k_norm[i];
+  const float since_start = ptx::ex2(sums.whole[i] + sums.part[i]);
+  to->row_k[i] = since_start * k_norm;
+  to->row_q[i] = since_start * q_norm;
+  to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
+  to->beta[i] = sums.beta[i];
+  to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
+  if (i == kChunk - 1) to->last[0] = since_start;
+}
+
+/// Stores what lies below the diagonal; zeros elsewhere, where nothing was written.
+template <class T>
+__device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T* to, int thread) {
+#pragma unroll
+  for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
+    const int row = thread / 8 + i * (kThreads / 8), piece = thread % 8, count = row - piece * 8;
+    const uint4 x = *reinterpret_cast<const uint4*>(&square[row][piece * 8]);
+    *reinterpret_cast<uint4*>(to + swizzled(row, piece)) = {
+        intra::kept(x.x, count), intra::kept(x.y, count - 2), intra::kept(x.z, count - 4),
+        intra::kept(x.w, count - 6)};
+  }
+}
+
+template <class C>
+__device__ void make_factors(const C& c, int head, const TokenSums& sums, const Scores& scores) {
+  using T = typename C::T;
+  const int64_t tile = static_cast<int64_t>(c.a.q_heads.quotient(blockIdx.x)) * c.a.shape.HV + head;
+  decay_scores(c, sums, scores);
+  store_numbers(c, sums, c.a.made.numbers + tile);
+  __syncthreads();
+  intra::invert_pairs(c);
+  __syncthreads();
+  intra::invert_halves(c);
+  __syncthreads();
+  store_square(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare, c.tid);
+  store_square(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare, c.tid);
+}
+
+// ---- the kernel
+
+template <class C>
+__device__ void run(const C& c) {
+  const auto group = static_cast<int>(c.a.shape.group.value);
+  Scores scores;
+  load_rows(c);
+  for (int first = 0; first < group; first += kWarpsOfBlock) {
+    const int mine = first + c.warp();
+    if (mine < group)
+      prepare_tokens(c, RawTokens(c, value_head_of(c.a, c.q_head, mine)), c.s.sums[c.warp()]);
+    if (first == 0) {
+      ptx::cp_async_wait<0>();
+      ptx::fence_async_proxy();
+      __syncthreads();
+      find_norms(c);
+      multiply_rows(c, scores);
+    }
+    for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i) {
+      __syncthreads();  // sums are there; the squares, or operands, before were read
+      make_factors(c, value_head_of(c.a, c.q_head, first + i), c.s.sums[i], scores);
+    }
+  }
+}
+
+template <class T, int kK>
+__global__ void __launch_bounds__(kThreads, 4)
+    gdn_intra_kernel(const __grid_constant__ HeadGates<IntraArgs> a) {
+  ptx::griddepcontrol_wait();
+  const ChunkTokens chunk = chunk_tokens(a.map, a.q_heads.quotient(blockIdx.x));
+  if (chunk.count == 0) return;
+  run(Context<T, kK>{a, *reinterpret_cast<Shared<T, kK>*>(ptx::dynamic_shared()), chunk,
+                     static_cast<int>(a.q_heads.remainder(blockIdx.x)),
+                     static_cast<int>(threadIdx.x)});
+}
+
+template <class T, int kK>
+Status launch(const HeadGates<IntraArgs>& args, const Launch& where) {
+  constexpr auto kBytes = static_cast<int>(sizeof(Shared<T, kK>));
+  static_assert(4 * (kBytes + 1024) <= 228 * 1024, "four blocks an SM");
+  return launch_kernel("gdn_intra_sm90", gdn_intra_kernel<T, kK>, args.num_chunks * args.shape.H,
+                       kThreads, kBytes, where, args);
+}
+
+}  // namespace
+
+Status launch_intra(const HeadGates<IntraArgs>& args, const Launch& where) {
+  return args.shape.K <= 64 ? launch<__nv_bfloat16, 64>(args, where)
+                            : launch<__nv_bfloat16, 128>(args, where);
+}
+
+}  // namespace kda::cuda::gdn

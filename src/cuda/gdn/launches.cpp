@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backend cuda.sm90.gdn: factors of all chunks, then the chains.
+#include "cuda/gdn/launches.hpp"
+
+#include "core/text.hpp"
+#include "cuda/common/common.hpp"
+#include "cuda/gdn/chain_sm90.hpp"
+#include "cuda/gdn/intra_sm90.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/launch/built.hpp"
+#include "cuda/launch/views.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda::cuda::gdn {
+namespace {
+
+Factors factors_of(const stage::Call& call) {
+  const auto find = [&](const char* name) {
+    return plan::find_block(*call.plan, call.workspace, name);
+  };
+  return {find(block::kGdnInverse), find(block::kGdnScores),
+          static_cast<Numbers*>(static_cast<void*>(find(block::kGdnNumbers)))};
+}
+
+HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps) {
+  IntraArgs args;
+  set_inputs(call, maps, &args);
+  args.num_chunks = most_chunks(*call.plan);
+  args.q_heads = Divisor(call.problem.num_heads);
+  args.made = factors_of(call);
+  return with_head_gates(call.problem, args);
+}
+
+HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& maps) {
+  const Problem& p = call.problem;
+  ChainArgs args;
+  args.shape = shape_of(p);
+  args.map = maps.map;
+  args.q = row_view(p.q, call.tensors.q);
+  args.k = row_view(p.k, call.tensors.k);
+  args.v = row_view(p.v, call.tensors.v);
+  args.made = factors_of(call);
+  set_outputs(call, maps, &args);
+  return with_head_gates(p, args);
+}
+
+}  // namespace
+
+Status forward(const stage::Forward& f) {
+  if constexpr (sm90::kBuilt) {
+    const stage::Call& call = f.call;
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, f.prepared, &maps));
+    KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
+    return launch_chain(chain_args(call, maps), call.plan->device.num_sms, {call.stream, true});
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+}  // namespace kda::cuda::gdn

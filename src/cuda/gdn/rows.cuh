@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of the caller as tiles of shared memory.
+#pragma once
+
+#include "cuda/ptx/ptx.cuh"
+#include "cuda/tile/chunk.hpp"
+#include "cuda/tile/swizzle.hpp"
+
+namespace kda::cuda::gdn {
+
+/// Copies a chunk's first `count` rows to a swizzled tile of 64 rows of kColumns, by kThreads
+/// threads and cp.async; zeros past `count`, and past the `columns` that a row has. Rows are
+/// aligned to 16 bytes.
+template <int kColumns, int kThreads, class T>
+__device__ __forceinline__ void copy_rows(T* tile, const T* rows, int64_t stride, int count,
+                                          int columns, int thread) {
+  constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
+  static_assert(kThreads % kPieces == 0);
+  const int row0 = thread / kPieces, piece = thread % kPieces;
+  const bool inside = piece * 8 < columns;
+  const T* from = rows + row0 * stride + piece * 8;
+#pragma unroll 4
+  for (int row = row0, i = 0; i < kChunk / kStep; ++i, row += kStep, from += kStep * stride)
+    ptx::cp_async<16>(ptx::shared_address(tile + swizzled(row, piece)), from,
+                      inside && row < count);
+}
+
+}  // namespace kda::cuda::gdn

@@ -1,0 +1,550 @@
+// SPDX-License-Identifier: Apache-2.0
+// Gated DeltaNet's kernels of Hopper: their formulas, the factors of chunks against float64, and
+// forwards against the oracle; what they decline.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+
+#include "cuda/gdn/chunk_form.hpp"
+#include "cuda/gdn/inputs.hpp"
+#include "support/gpu.hpp"
+#include "support/padded.hpp"
+
+#include "cuda/gdn/factors.hpp"
+#include "cuda/launch/blocks.hpp"
+#include "cuda/tile/swizzle.hpp"
+#include "plan/ledger.hpp"
+
+namespace kda {
+namespace {
+
+using check::Inputs;
+using test::gdn::ChunkFactors;
+using test::gdn::Gates;
+using test::gdn::kChunk;
+using Doubles = std::vector<double>;
+
+constexpr const char* kName = "cuda.sm90.gdn";
+
+std::vector<int64_t> up_to(int64_t most) {
+  std::vector<int64_t> lengths(static_cast<std::size_t>(most));
+  std::iota(lengths.begin(), lengths.end(), 1);
+  return lengths;
+}
+
+Doubles start_of(const Inputs& inputs, int64_t n, int64_t head) {
+  if (!inputs.problem.initial_state) return {};
+  return cpu::oracle::load_state(inputs.problem, *inputs.problem.initial_state,
+                                 inputs.initial_state.data(), n, head);
+}
+
+double distance(const Doubles& x, const Doubles& reference) {
+  double error = 0, size = 0;
+  for (std::size_t i = 0; i < reference.size(); ++i)
+    error += std::pow(x[i] - reference[i], 2), size += std::pow(reference[i], 2);
+  return size > 0 ? std::sqrt(error / size) : std::sqrt(error);
+}
+
+// ---- the formulas, on any machine
+
+TEST(ChunkForm, IsTheRecurrence) {
+  for (const Gates gates : test::gdn::kAllGates)
+    for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled}) {
+      const Inputs inputs = test::gdn::inputs_of({.lengths = {130, 0, 64, 37},
+                                                  .H = 2,
+                                                  .HV = 6,
+                                                  .K = 16,
+                                                  .V = 8,
+                                                  .gates = gates,
+                                                  .map = map});
+      for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
+        for (int64_t head = 0; head < inputs.problem.num_value_heads; ++head) {
+          const auto at = static_cast<std::size_t>(n);
+          const cpu::oracle::Span span{inputs.cu_seqlens[at], inputs.cu_seqlens[at + 1]};
+          const Doubles start = start_of(inputs, n, head);
+          const test::gdn::ChunkForm form(inputs, span, head, start);
+          const cpu::oracle::HeadResult truth =
+              cpu::oracle::run_head(inputs.problem, inputs.tensors(), span, head, start);
+          ASSERT_EQ(form.o.size(), truth.o.size());
+          EXPECT_LT(distance(form.o, truth.o), 1e-11) << test::gdn::name_of(gates) << head;
+          EXPECT_LT(distance(form.state, truth.state), 1e-11) << test::gdn::name_of(gates) << head;
+        }
+    }
+}
+
+// ---- the kernels
+
+class Gdn : public test::HopperTest {};
+
+test::RunOptions on_gdn(DType out = DType::kBFloat16) {
+  return {.plan = test::with_backend(kName), .out_dtype = out};
+}
+
+void expect_within(const Inputs& inputs, const std::string& what,
+                   test::RunOptions options = on_gdn()) {
+  test::expect_within(inputs, options, kName, what);
+}
+
+/// The workspace after a run.
+class Factors {
+ public:
+  explicit Factors(const Inputs& inputs) : call_(inputs, on_gdn()), bytes_(call_.workspace.size()) {
+    throw_if_error(call_.run());
+    check::synchronize_device();
+    call_.workspace.download(bytes_.data(), bytes_.size());
+  }
+  const cuda::gdn::Numbers& numbers(int64_t tile) {
+    return static_cast<const cuda::gdn::Numbers*>(find(cuda::block::kGdnNumbers))[tile];
+  }
+  double inverse(int64_t tile, int64_t i, int64_t j) {
+    return square(cuda::block::kGdnInverse, tile, i, j);
+  }
+  double scores(int64_t tile, int64_t i, int64_t j) {
+    return square(cuda::block::kGdnScores, tile, i, j);
+  }
+
+ private:
+  const void* find(const char* name) { return plan::find_block(call_.plan, bytes_.data(), name); }
+  double square(const char* name, int64_t tile, int64_t i, int64_t j) {
+    const int at = cuda::swizzled(static_cast<int>(i), static_cast<int>(j / 8));
+    return load_double(find(name), DType::kBFloat16, tile * cuda::gdn::kSquare + at + j % 8);
+  }
+
+  test::OnDevice call_;
+  io::Buffer bytes_;
+};
+
+/// What bf16 holds of a square in float64, whose entries differ in size, and tf32 of its products.
+void expect_square(const ChunkFactors& truth, const Doubles& square,
+                   const std::function<double(int64_t, int64_t)>& of_kernel,
+                   const std::string& what) {
+  double largest = 0;
+  for (const double x : square) largest = std::max(largest, std::abs(x));
+  double error = 0, size = 0;
+  for (int64_t i = 0; i < kChunk; ++i)
+    for (int64_t j = 0; j < kChunk; ++j) {
+      const bool inside = i < truth.tokens && j < i;
+      const double x = of_kernel(i, j);
+      const double y = inside ? square[ChunkFactors::at(i, j, truth.tokens)] : 0;
+      ASSERT_LE(std::abs(x - y), 0x1p-8 * std::abs(y) + 0x1p-10 * largest) << what << i << " " << j;
+      ASSERT_TRUE(inside || x == 0) << what << i << " " << j;
+      error += (x - y) * (x - y), size += y * y;
+    }
+  const double rounding = truth.tokens > 16 ? 2.2e-3 : 0x1p-8;  // few do not average
+  EXPECT_LE(std::sqrt(error), rounding * std::sqrt(size)) << what;
+}
+
+void expect_numbers(const ChunkFactors& truth, const cuda::gdn::Numbers& numbers,
+                    const std::string& what) {
+  // The exponent of a decay is rounded; what is below 2^-126 is 0.
+  const auto near = [&](float x, double y) {
+    const double size = std::abs(y), exponent = size > 0 ? std::abs(std::log2(size)) : 0;
+    return std::abs(x - y) <= (3e-6 + 1e-7 * exponent) * size + 1e-34;
+  };
+  for (std::size_t i = 0; i < static_cast<std::size_t>(truth.tokens); ++i) {
+    EXPECT_TRUE(near(numbers.row_k[i], truth.row_k[i])) << what << i;
+    EXPECT_TRUE(near(numbers.row_q[i], truth.row_q[i])) << what << i;
+    EXPECT_TRUE(near(numbers.col_k[i], truth.col_k[i])) << what << i;
+    EXPECT_TRUE(near(numbers.beta[i], truth.beta[i])) << what << i;
+    EXPECT_NEAR(numbers.diag[i], truth.diag[i], 1e-6) << what << i;
+  }
+  for (std::size_t i = static_cast<std::size_t>(truth.tokens); i < kChunk; ++i)
+    EXPECT_EQ(numbers.beta[i], 0) << what << i;
+  EXPECT_TRUE(near(numbers.last[0], truth.last)) << what;
+}
+
+void expect_factors(const test::gdn::Options& options) {
+  const Inputs inputs = test::gdn::inputs_of(options);
+  const Problem& p = inputs.problem;
+  Factors factors(inputs);
+  int64_t chunk = 0;
+  for (std::size_t n = 0; n + 1 < inputs.cu_seqlens.size(); ++n)
+    for (int64_t begin = inputs.cu_seqlens[n]; begin < inputs.cu_seqlens[n + 1]; begin += kChunk) {
+      for (int64_t head = 0; head < p.num_value_heads; ++head) {
+        const int64_t end = std::min(begin + kChunk, inputs.cu_seqlens[n + 1]);
+        const ChunkFactors truth(inputs, {begin, end}, head);
+        const int64_t tile = chunk * p.num_value_heads + head;
+        const std::string what = std::string(test::gdn::name_of(options.gates)) + ", " +
+                                 std::to_string(truth.tokens) + " tokens, head " +
+                                 std::to_string(head) + ": ";
+        expect_square(
+            truth, truth.inverse, [&](int64_t i, int64_t j) { return factors.inverse(tile, i, j); },
+            what + "T' ");
+        expect_square(
+            truth, truth.scores, [&](int64_t i, int64_t j) { return factors.scores(tile, i, j); },
+            what + "A ");
+        expect_numbers(truth, factors.numbers(tile), what);
+      }
+      ++chunk;
+    }
+}
+
+TEST_F(Gdn, FactorsOfEveryGate) {
+  for (const Gates gates : test::gdn::kAllGates)
+    expect_factors({.lengths = {64, 30}, .HV = 2, .K = 128, .gates = gates});
+}
+
+TEST_F(Gdn, FactorsOfEveryGroupOfHeads) {
+  for (const int64_t group : {1, 2, 3, 4, 6})
+    for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+      expect_factors({.lengths = {5, 70}, .H = 2, .HV = 2 * group, .K = 96, .map = map});
+}
+
+TEST_F(Gdn, FactorsOfGatesOfEveryType) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16, DType::kFloat16})
+    for (const Gates gates : {Gates::kTrained, Gates::kBounded, Gates::kPositive})
+      expect_factors({.lengths = {33}, .gates = gates, .gate = type});
+}
+
+// ---- forwards
+
+/// Errors over all heads.
+test::WorstErrors errors_of(const Inputs& inputs, const test::Result& result) {
+  Doubles o, true_o, states, true_states;
+  const auto append = [](Doubles& to, const Doubles& x) {
+    to.insert(to.end(), x.begin(), x.end());
+  };
+  for (int64_t n = 0; n < inputs.problem.num_sequences; ++n)
+    for (int64_t head = 0; head < inputs.problem.num_value_heads; ++head) {
+      const auto at = static_cast<std::size_t>(n);
+      const cpu::oracle::Span span{inputs.offsets()[at], inputs.offsets()[at + 1]};
+      const cpu::oracle::HeadResult truth = cpu::oracle::run_head(
+          inputs.problem, inputs.tensors(), span, head, start_of(inputs, n, head));
+      append(o, cpu::oracle::load_rows(result.problem, result.problem.o, result.outputs.o.data(),
+                                       span, head, inputs.problem.value_dim));
+      append(states, cpu::oracle::load_state(result.problem, *result.problem.final_state,
+                                             result.outputs.final_state.data(), n, head));
+      append(true_o, truth.o);
+      append(true_states, truth.state);
+    }
+  return {distance(o, true_o), distance(states, true_states)};
+}
+
+/// What bf16 operands cost in emulation, over heads of K = V = 128 and 1,000 tokens, times 1.15; no
+/// bound of a state is below 0.4e-3. Outputs are in bf16.
+struct Bound {
+  Gates gates;
+  double o, state;
+};
+constexpr Bound kBounds[] = {{Gates::kFirst, 3.22e-3, 0.45e-3},
+                             {Gates::kTrained, 3.22e-3, 0.83e-3},
+                             {Gates::kStrong, 1.96e-3, 0.4e-3},
+                             {Gates::kZero, 3.22e-3, 1.61e-3},
+                             {Gates::kNeedle, 3.21e-3, 0.49e-3}};
+
+TEST_F(Gdn, ErrorsOfOperandsInBf16) {
+  for (const Bound& bound : kBounds) {
+    const Inputs inputs = test::gdn::inputs_of({.lengths = {test::long_case(1000)},
+                                                .H = test::emulated() ? 1 : 2,
+                                                .HV = test::emulated() ? 2 : 4,
+                                                .K = 128,
+                                                .V = 128,
+                                                .gates = bound.gates});
+    const test::WorstErrors errors = errors_of(inputs, test::run_inputs(inputs, on_gdn()));
+    test::note(test::gdn::name_of(bound.gates), errors.o, errors.final_state);
+    EXPECT_LE(errors.o, bound.o) << test::gdn::name_of(bound.gates);
+    EXPECT_LE(errors.final_state, bound.state) << test::gdn::name_of(bound.gates);
+  }
+}
+
+TEST_F(Gdn, EqualKeysAndStepsNearTwo) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {test::long_case(1000)},
+                                        .K = 128,
+                                        .V = 128,
+                                        .gates = Gates::kSlow,
+                                        .equal_keys = true});
+  check::Random random(5);
+  for (int64_t i = 0; i < 2 * inputs.problem.num_tokens; ++i)  // about 1.95
+    store_double(inputs.beta.data(), inputs.problem.beta.dtype, i, 4 + random.normal());
+  const test::WorstErrors errors = errors_of(inputs, test::run_inputs(inputs, on_gdn()));
+  test::note("equal keys", errors.o, errors.final_state);
+  EXPECT_LE(errors.o, 95e-3);
+  EXPECT_LE(errors.final_state, 47e-3);
+}
+
+TEST_F(Gdn, EveryGate) {
+  for (const Gates gates : test::gdn::kAllGates)
+    expect_within(test::gdn::inputs_of({.lengths = {100}, .gates = gates}),
+                  test::gdn::name_of(gates));
+}
+
+TEST_F(Gdn, TailsOfEveryLength) {
+  expect_within(test::gdn::inputs_of({.lengths = up_to(64), .HV = 1}), "1 to 64 tokens");
+}
+
+TEST_F(Gdn, EverySize) {
+  std::size_t turn = 0;
+  for (const int64_t K : {64, 96, 128, 40})
+    for (const int64_t V : test::in_turn<int64_t>(turn++, {128, 256, 192, 72, 64}))
+      expect_within(test::gdn::inputs_of({.lengths = {70, 64}, .HV = 1, .K = K, .V = V}),
+                    "K = " + std::to_string(K) + ", V = " + std::to_string(V));
+  expect_within(test::gdn::inputs_of({.lengths = {65}, .HV = 1, .K = 64, .V = 256}), "V = 256");
+}
+
+TEST_F(Gdn, EveryGroupOfHeads) {
+  for (const int64_t group : {1, 2, 3, 4, 8})
+    for (const HeadMap map : {HeadMap::kGrouped, HeadMap::kTiled})
+      expect_within(test::gdn::inputs_of({.lengths = {66}, .H = 2, .HV = 2 * group, .map = map}),
+                    std::to_string(group) + " value heads a q/k head");
+}
+
+TEST_F(Gdn, StepsOfZeroAndTwo) {
+  for (const double beta : {0.0, 2.0}) {
+    Inputs inputs = test::gdn::inputs_of({.lengths = {90}});
+    test::gdn::set_betas(&inputs, beta);
+    expect_within(inputs, "beta = " + std::to_string(beta));
+  }
+}
+
+/// Two warpgroups share operands where one each would be too many blocks.
+TEST_F(Gdn, WidthsOfBlocksHaveTheSameBits) {
+  for (const int64_t K : {64, 128}) {
+    const Inputs inputs = test::gdn::inputs_of({.lengths = {140}, .K = K, .V = 128});
+    test::RunOptions wide = on_gdn();
+    wide.num_sms = 2;
+    const test::Result a = test::run_inputs(inputs, on_gdn()), b = test::run_inputs(inputs, wide);
+    EXPECT_TRUE(test::same_bits(a.outputs.o, b.outputs.o));
+    EXPECT_TRUE(test::same_bits(a.outputs.final_state, b.outputs.final_state));
+    expect_within(inputs, "two warpgroups", wide);
+  }
+}
+
+TEST_F(Gdn, TypesScaleAndRowsThatAreNormalised) {
+  for (const DType out : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (const bool l2norm : {true, false}) {
+      Inputs inputs = test::gdn::inputs_of({.lengths = {80}, .gates = Gates::kTrained});
+      Problem& p = inputs.problem;
+      p.scale = -0.3;
+      p.qk_l2norm = l2norm;
+      for (int64_t i = 0; !l2norm && i < p.num_tokens * p.num_heads * p.key_dim; ++i)
+        for (io::Buffer* rows : {&inputs.q, &inputs.k})
+          store_double(rows->data(), p.q.dtype, i,
+                       load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
+      expect_within(inputs, std::string(dtype_name(out)) + (l2norm ? "" : ", rows as they are"),
+                    on_gdn(out));
+    }
+}
+
+TEST_F(Gdn, RowsWithGaps) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {70, 3}, .H = 2, .HV = 4, .K = 72, .V = 72});
+  const test::Result dense = test::run_inputs(inputs, on_gdn());
+  Problem& p = inputs.problem;
+  test::pad_tensor(&inputs.q, &p.q, qk_shape(p), 8);
+  test::pad_tensor(&inputs.k, &p.k, qk_shape(p), 8);
+  test::pad_tensor(&inputs.v, &p.v, v_shape(p), 8);
+  for (auto [rows, desc] : {std::pair{&inputs.g, &p.g}, std::pair{&inputs.beta, &p.beta}})
+    *rows = test::spread_tensor(*rows, desc, beta_shape(p), {0, 3 * p.num_value_heads + 2, 3, 0});
+  const test::Result spread = test::run_inputs(inputs, on_gdn());
+  EXPECT_EQ(spread.plan.implementation, kName);
+  EXPECT_TRUE(test::same_bits(dense.outputs.o, spread.outputs.o));
+  EXPECT_TRUE(test::same_bits(dense.outputs.final_state, spread.outputs.final_state));
+}
+
+/// One row a sequence, without cu_seqlens.
+TEST_F(Gdn, BatchesHaveTheBitsOfPackedSequences) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {90, 90, 90}});
+  const test::Result packed = test::run_inputs(inputs, on_gdn());
+  Problem& p = inputs.problem;
+  p.cu_seqlens.reset();
+  inputs.cu_seqlens.clear();
+  p.batch = 3, p.num_tokens = 90;
+  for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta})
+    desc->strides[0] = 90 * desc->strides[1];
+  const test::Result batch = test::run_inputs(inputs, on_gdn());
+  EXPECT_TRUE(test::same_bits(packed.outputs.o, batch.outputs.o));
+  EXPECT_TRUE(test::same_bits(packed.outputs.final_state, batch.outputs.final_state));
+}
+
+TEST_F(Gdn, SequencesDoNotKnowOfEachOther) {
+  EXPECT_TRUE(test::same_bits_alone(test::gdn::inputs_of({.lengths = {64, 0, 1, 100}}), on_gdn()));
+}
+
+TEST_F(Gdn, NothingDependsOnLaterTokens) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {100}});
+  const test::Result before = test::run_inputs(inputs, on_gdn());
+  const std::size_t row = before.outputs.o.size() / 100;
+  for (const int64_t cut : {1, 17, 40, 64, 99}) {
+    Inputs changed = inputs;
+    test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
+    const test::Result after = test::run_inputs(changed, on_gdn());
+    EXPECT_EQ(std::memcmp(before.outputs.o.data(), after.outputs.o.data(),
+                          static_cast<std::size_t>(cut) * row),
+              0)
+        << cut;
+  }
+}
+
+/// Lengths that only the device knows; tokens of no sequence hold NaN, and their outputs are 0.
+TEST_F(Gdn, LengthsOnTheDeviceAlone) {
+  const Inputs whole = test::gdn::inputs_of({.lengths = {70, 0, 30, 40}});
+  const Inputs padded = test::with_rows_behind(whole);
+  test::RunOptions from_bounds = on_gdn();
+  from_bounds.from_bounds = true;
+  const test::Result result = test::run_inputs(padded, from_bounds);
+  EXPECT_EQ(result.plan.implementation, kName);
+  EXPECT_TRUE(test::rows_are_zero(result.outputs.o, 140, 100, 140));
+  const test::Result known = test::run_inputs(whole, on_gdn());
+  EXPECT_EQ(std::memcmp(known.outputs.o.data(), result.outputs.o.data(),
+                        known.outputs.o.size() / 140 * 100),
+            0);
+}
+
+// ---- states
+
+/// States in slots of a pool of this type and layout; sequence 1 has none to begin with, sequence 2
+/// is masked.
+struct Pool {
+  static constexpr int64_t kSlots = 6;
+  Inputs inputs;
+  io::Buffer pool, checkpoints;
+  check::Outputs outputs;
+
+  Pool(DType type, StateLayout layout) {
+    inputs = test::gdn::inputs_of({.lengths = {70, 5, 0, 130}, .K = 64, .V = 72});
+    Problem& p = inputs.problem;
+    p.state_layout = layout;
+    StateDesc desc;
+    desc.num_slots = kSlots;
+    desc.indexed = true;
+    const Shape shape = state_shape(p, desc);
+    desc.tensor = contiguous(type, {shape[0], shape[1], shape[2], shape[3]});
+    p.initial_state = p.final_state = p.checkpoints = desc;
+    p.initial_state_mask = true;
+    p.checkpoint_every = 64;
+    outputs = check::make_outputs(&p, DType::kBFloat16);
+    pool = io::Buffer(outputs.final_state.size());
+    for (int64_t i = 0; i < kSlots * shape[1] * shape[2] * shape[3]; ++i)
+      store_double(pool.data(), type, i, 0.01 * static_cast<double>(i % 61 - 30));
+  }
+  void run(const std::string& backend) {
+    const int32_t from[] = {4, -1, 0, 2}, to[] = {4, 0, 5, -1}, marks[] = {3, 1, 5};
+    const uint8_t mask[] = {1, 1, 0, 1};
+    Plan plan;
+    throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, test::device_of(backend),
+                             test::with_backend(backend), &plan));
+    io::Buffer workspace(plan.workspace_bytes);
+    workspace.fill(0xff);
+    Tensors t = inputs.tensors();
+    outputs.attach(&t);
+    t.initial_state = t.final_state = pool.data();
+    t.initial_state_indices = from;
+    t.final_state_indices = to;
+    t.checkpoint_indices = marks;
+    t.initial_state_mask = mask;
+    throw_if_error(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
+  }
+};
+
+/// Beside those of the oracle, which leaves the same slots alone.
+TEST_F(Gdn, PoolsMasksAndCheckpoints) {
+  for (const DType type : {DType::kFloat32, DType::kBFloat16})
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
+      Pool mine(type, layout), truth(type, layout);
+      mine.outputs.checkpoints.fill(0), truth.outputs.checkpoints.fill(0);
+      mine.run(kName);
+      truth.run("oracle");
+      const auto values = [](const io::Buffer& buffer, DType of) {
+        Doubles x;
+        for (int64_t i = 0; i < static_cast<int64_t>(buffer.size()) / dtype_size(of); ++i)
+          x.push_back(load_double(buffer.data(), of, i));
+        return x;
+      };
+      const auto close = [&](const io::Buffer& a, const io::Buffer& b, DType of) {
+        return distance(values(a, of), values(b, of));
+      };
+      EXPECT_LE(close(mine.outputs.o, truth.outputs.o, DType::kBFloat16), 5e-3);
+      EXPECT_LE(close(mine.pool, truth.pool, type), 3e-3);
+      EXPECT_LE(close(mine.outputs.checkpoints, truth.outputs.checkpoints, type), 3e-3);
+    }
+}
+
+TEST_F(Gdn, SequencesWithoutTokensKeepTheirStates) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {0, 0}});
+  const test::Result result = test::run_inputs(inputs, on_gdn());
+  EXPECT_TRUE(test::same_bits(result.outputs.final_state, inputs.initial_state));
+}
+
+// ---- plans
+
+TEST(GdnPlan, ServesCallersWhoNameItAlone) {
+  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128, .gates = Gates::kZero});
+  for (const auto& [backend, served] :
+       {std::pair{"", false}, std::pair{"cuda", false}, std::pair{"sm90", false},
+        std::pair{"gdn", true}, std::pair{"sm90.gdn", true}, std::pair{kName, true}}) {
+    Plan plan;
+    ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132),
+                          test::with_backend(backend), &plan)
+                    .ok());
+    EXPECT_EQ(plan.implementation == kName, served) << backend;
+    EXPECT_EQ(plan.candidates[4].name, kName);
+    const bool named = !std::string(backend).empty();
+    EXPECT_TRUE(named ||
+                plan.candidates[4].reason == "not measured yet: it serves callers who name it");
+  }
+}
+
+/// Why the backend does not serve, once it is named.
+std::string refusal(const Problem& p, PlanOptions options = {}, int32_t capability = 90) {
+  options.backend = kName;
+  return std::string(supported(p, gpu_facts(132, capability), options).message());
+}
+
+TEST(GdnPlan, SaysWhatItDeclines) {
+  const Problem good = test::gdn::inputs_of({.K = 128, .V = 128}).problem;
+  EXPECT_EQ(refusal(good), "");
+  const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
+  const auto expect = [&](const std::string& reason, auto&& change) {
+    Problem p = good;
+    change(p);
+    EXPECT_EQ(refusal(p), begin + reason);
+  };
+  expect("g has a gate a channel; needs one gate a head", [](Problem& p) {
+    p.g = contiguous(DType::kFloat32, {1, p.num_tokens, p.num_value_heads, p.key_dim});
+  });
+  expect("dt_bias has a bias a channel; needs one gate a head, with its bias", [](Problem& p) {
+    p.dt_bias = contiguous(DType::kFloat32, {p.num_value_heads, p.key_dim});
+  });
+  expect("v is fp16; needs bf16", [](Problem& p) { p.v.dtype = DType::kFloat16; });
+  expect("K = 136 is above 128", [](Problem& p) {
+    p.key_dim = 136;
+    p.q = p.k = contiguous(DType::kBFloat16, {1, p.num_tokens, p.num_heads, 136});
+    p.initial_state.reset();
+  });
+  expect("V = 60 is not a multiple of 8", [](Problem& p) {
+    p.value_dim = 60;
+    p.v = p.o = contiguous(DType::kBFloat16, {1, p.num_tokens, p.num_value_heads, 60});
+    p.initial_state.reset();
+  });
+  expect("checkpoint_every = 16 is not a multiple of the chunk 64", [](Problem& p) {
+    p.checkpoints = p.initial_state;
+    p.checkpoint_every = 16;
+    p.checkpoints->num_slots = p.num_tokens / 16;
+  });
+  expect("k is aligned to 8 bytes, needs 16", [](Problem& p) { p.k.alignment = 8; });
+}
+
+TEST(GdnPlan, SaysWhichOptionsAndDevicesItDeclines) {
+  const Inputs inputs = test::gdn::inputs_of({});
+  const auto refused = [&](const PlanOptions& options, int32_t capability = 90) {
+    PlanOptions named = options;
+    named.backend = kName;
+    Plan plan;
+    return std::string(
+        make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132, capability), named, &plan)
+            .message());
+  };
+  const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
+  EXPECT_EQ(refused(test::fixed_segments(2)),
+            begin + "context_parallel asks for segments; it has none");
+  PlanOptions form, keep;
+  form.intra_form = IntraForm::kToken;
+  keep.keep = KeepPolicy::kChunks;
+  EXPECT_EQ(refused(form), begin + "intra_form asks for a form; it has one");
+  EXPECT_EQ(refused(keep), begin + "keeps nothing for a backward");
+  EXPECT_EQ(refused({}, 80), begin + "needs compute capability 90, sm_80, 132 SMs has 80");
+  EXPECT_EQ(refused({}, 100), begin + "is for compute capability 90, sm_100, 132 SMs has 100");
+}
+
+}  // namespace
+}  // namespace kda
