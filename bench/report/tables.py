@@ -23,7 +23,7 @@ RESULTS = ROOT / "bench" / "results"
 
 loaded = set()
 # Results that are no numbers.
-EVIDENCE = {"gpu_fla_models", "gpu_fla_suite", "gpu_nan_memory", "gpu_sanitizer", "gpu_sweep",
+EVIDENCE = {"gpu_fla_gdn", "gpu_fla_models", "gpu_fla_suite", "gpu_nan_memory", "gpu_sanitizer", "gpu_sweep",
             *(f"gpu_{of}_{family}" for of in ("test", "sanitizer") for family in evidence.FAMILIES)}
 
 

@@ -24,7 +24,7 @@ def _state(initial_state, q):
     return None if initial_state is None else as_type(initial_state, state_type(q))
 
 
-@checked("A_log", "dt_bias", "use_gate_in_kernel", "has_state", "head_map", "out", "plan_options",
+@checked("A_log", "dt_bias", "use_gate_in_kernel", "chunk_size", "has_state", "head_map", "out", "plan_options",
          "transpose_state_layout")
 def chunk_gated_delta_rule(
     q: torch.Tensor,
@@ -49,13 +49,15 @@ def chunk_gated_delta_rule(
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g, beta [B, T, HV]; initial_state [N, HV, K, V] of any float type. g is the log
     decay in nats, or with use_gate_in_kernel raw, with A_log [HV] and dt_bias [HV]. All else as of libkda.chunk_kda,
-    gradients too. chunk_indices change nothing.
+    gradients too. chunk_indices and chunk_size (16, 32 or 64, as in FLA) change nothing.
 
     Returns (o [B, T, HV, V] of q's type, final state fp32 or None). Raises what chunk_kda raises, and
     NotImplementedError for a cp_context.
     """
     if cp_context is not None:
         raise NotImplementedError("libkda.chunk_gated_delta_rule has no context parallelism: leave out `cp_context`.")
+    if (chunk_size := kwargs.pop("chunk_size", 64)) not in (16, 32, 64):
+        raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
     kwargs["dt_bias"] = _one_a_head(g, kwargs.get("dt_bias"), q)
     return chunk_kda(q, k, v, g, beta, scale, _state(initial_state, q), output_final_state, use_qk_l2norm_in_kernel,
                      kwargs.pop("use_gate_in_kernel", False), use_beta_sigmoid_in_kernel, allow_neg_eigval,

@@ -20,7 +20,7 @@ def chunk_gated_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     chunk_indices: Tensor | None = None,
     cp_context: Any = None,
-    **kwargs: Any,  # A_log, dt_bias, use_gate_in_kernel, has_state, head_map, out, plan_options
+    **kwargs: Any,  # A_log, dt_bias, use_gate_in_kernel, chunk_size, has_state, head_map, out, plan_options
 ) -> tuple[Tensor, Tensor | None]: ...
 def fused_recurrent_gated_delta_rule(
     q: Tensor,

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of Hugging Face transformers on libkda's kernels: `import libkda.transformers` is all.
 
-Kimi-Linear, GLM-5-Next and Ling (bailing_hybrid) call four functions of their own model file,
-chunk_kimi_delta_attention, recurrent_kimi_delta_attention, causal_conv1d_fn and causal_conv1d_update, and classes for
-their norms. Functions of the same signatures take their places, so that models are served whether they were built
-before or after. A call that libkda refuses (a gradient that it cannot give, a device or a size that it does not take)
-goes on to the function that was there; last_path() says who served the last one and why. LIBKDA_TRANSFORMERS=0 leaves
-everything as it is until enable(); disable() puts the originals back.
+Models with KDA (Kimi-Linear, GLM-5-Next, Ling) and with Gated DeltaNet (Qwen3-Next, Qwen3.5 and its MoE, Qwen4-Exp,
+OLMo-Hybrid, Lara-Mini) call four functions of their own model file, one for whole sequences, one for a token,
+causal_conv1d_fn and causal_conv1d_update, and classes for their norms. Functions of the same signatures take their
+places, so that models are served whether they were built before or after. A call that libkda refuses (a gradient that
+it cannot give, a device or a size that it does not take) goes on to the function that was there; last_path() says who
+served the last one and why. LIBKDA_TRANSFORMERS=0 leaves everything as it is until enable(); disable() puts the
+originals back.
 """
 from __future__ import annotations
 
 import importlib
 import inspect
+from typing import NamedTuple
 
 import torch
 
-from . import kda, layer
+from . import gated_delta, kda, layer
 from ._plugins.plugin import Plugin
 from ._plugins.switches import switch
 
@@ -29,20 +31,15 @@ _plugin = Plugin("transformers")
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "transformers: NAME: REASON", or None before the first.
-    Models of other families than Kimi-Linear, GLM-5-Next and Ling, such as Qwen3-Next, do not come by. part: "kda",
-    "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for a model's other norms."""
+    part: "kda" for KDA and Gated DeltaNet, "conv" for the short convolution, "norm" for the gated norm, "rms_norm" for
+    a model's other norms."""
     return _plugin.last_path(part)
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
-# A model hands its keyword arguments down to every layer; these are the ones that FLA's functions would get.
-_CHUNK_OPTIONS = frozenset(inspect.signature(kda.chunk_kda).parameters)
-_RECURRENT_OPTIONS = frozenset(inspect.signature(kda.fused_recurrent_kda).parameters)
-
-
 def _reason(tensors, options, rows=()):
-    """Why libkda is not asked; None if it is. `rows`: q, k and v of KDA."""
+    """Why libkda is not asked; None if it is. `rows`: q, k and v of KDA or Gated DeltaNet."""
     if _plugin.disabled:
         return _plugin.disabled
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():  # torch.compile answers yes to both
@@ -62,14 +59,21 @@ def _serve(part, original, tensors, options, function, *args, **modes):
     return None
 
 
-def _serve_kda(function, original, arguments, modes, names, options):
-    known = {name: x for name, x in options.items() if name in names}
-    return _serve("kda", original, (*arguments, modes["initial_state"]), options, function, *arguments, **modes,
-                  **known)
+# A model hands its keyword arguments down to every layer; a function of libkda gets those that it has, as FLA's would.
+
+def _attend(function, name, known, tensors, modes, options):
+    """`function` of libkda's in the place of the model's function `name`; None if that has the call. `known`: the names
+    of the options that libkda's has."""
+    q, k, v, g, beta = tensors
+    options_known = {option: x for option, x in options.items() if option in known}
+    return _serve("kda", name, (*tensors, modes["initial_state"]), options, function, q, k, v, g=g, beta=beta,
+                  **modes, **options_known)
 
 
-def _chunk(original):
-    def chunk_kimi_delta_attention(
+def _chunk(original, name, function):
+    known = frozenset(inspect.signature(function).parameters)
+
+    def chunk(
         query,
         key,
         value,
@@ -81,27 +85,28 @@ def _chunk(original):
         use_qk_l2norm_in_kernel=False,
         **kwargs,
     ):
-        """The model's own function by libkda.chunk_kda, for which chunk_size makes no difference."""
+        """The model's own function by libkda, for which chunk_size makes no difference."""
         modes = dict(initial_state=initial_state, output_final_state=output_final_state,
                      use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-        result = _serve_kda(kda.chunk_kda, "chunk_kimi_delta_attention", (query, key, value, g, beta), modes,
-                            _CHUNK_OPTIONS, kwargs)
+        result = _attend(function, name, known, (query, key, value, g, beta), modes, kwargs)
         if result is not None:
             return result
         return original(query, key, value, g=g, beta=beta, chunk_size=chunk_size, **modes, **kwargs)
 
-    return chunk_kimi_delta_attention
+    return chunk
 
 
-def _recurrent(original):
-    def recurrent_kimi_delta_attention(
+def _recurrent(original, name, function):
+    known = frozenset(inspect.signature(function).parameters)
+
+    def recurrent(
         query,
         key,
         value,
         g,
         beta,
-        initial_state,
-        output_final_state,
+        initial_state=None,
+        output_final_state=False,
         use_qk_l2norm_in_kernel=False,
         **kwargs,
     ):
@@ -110,14 +115,13 @@ def _recurrent(original):
         modes = dict(initial_state=initial_state, output_final_state=output_final_state,
                      use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
         in_place = output_final_state and initial_state is not None and initial_state.dtype is torch.float32
-        function = kda.fused_recurrent_kda_fwd if in_place else kda.fused_recurrent_kda
-        result = _serve_kda(function, "recurrent_kimi_delta_attention", (query, key, value, g, beta), modes,
-                            _RECURRENT_OPTIONS, kwargs)
+        result = _attend(kda.fused_recurrent_kda_fwd if in_place else function, name, known,
+                         (query, key, value, g, beta), modes, kwargs)
         if result is not None:
             return result
         return original(query, key, value, g=g, beta=beta, **modes, **kwargs)
 
-    return recurrent_kimi_delta_attention
+    return recurrent
 
 
 # The model's tensors are [B, D, T]. What libkda returns is so in shape, and [B, T, D] in memory, as KDA reads it.
@@ -191,40 +195,58 @@ def _gated_norm(original):
 
 # ---- their places ----------------------------------------------------------------------------------------------------
 
-_MODELS = ("kimi_linear", "glm5_next", "bailing_hybrid")
-_FUNCTIONS = {"chunk_kimi_delta_attention": _chunk, "recurrent_kimi_delta_attention": _recurrent}
+class _Family(NamedTuple):
+    """Models that compute the same: the names of their files, and of their two functions, each with what makes
+    libkda's and the function of libkda that serves it."""
+    models: tuple[str, ...]
+    functions: dict
+
+
+_FAMILIES = (
+    _Family(("kimi_linear", "glm5_next", "bailing_hybrid"),
+            {"chunk_kimi_delta_attention": (_chunk, kda.chunk_kda),
+             "recurrent_kimi_delta_attention": (_recurrent, kda.fused_recurrent_kda)}),
+    _Family(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini"),
+            {"torch_chunk_gated_delta_rule": (_chunk, gated_delta.chunk_gated_delta_rule),
+             "torch_recurrent_gated_delta_rule": (_recurrent, gated_delta.fused_recurrent_gated_delta_rule)}))
 _CONVOLUTIONS = {"causal_conv1d_fn": _conv, "causal_conv1d_update": _conv_update}
 
 
 def _model_files():
-    """The installed model files that have both functions."""
+    """The installed model files that have both functions of their family, with that family."""
     found, missing = [], None
-    for model in _MODELS:
-        try:
-            module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-        except ImportError as error:
-            missing = error
-            continue
-        if all(hasattr(module, function) for function in _FUNCTIONS):
-            found.append(module)
+    for family in _FAMILIES:
+        for model in family.models:
+            try:
+                module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+            except ImportError as error:
+                missing = error
+                continue
+            if all(hasattr(module, function) for function in family.functions):
+                found.append((module, family))
     if not found:
-        raise ImportError(f"libkda.transformers serves {', '.join(_MODELS)}, and none of them is in transformers "
-                          f"{transformers.__version__} (5.16.1 has the first, 5.21.1 all)") from missing
+        known = ", ".join(model for family in _FAMILIES for model in family.models)
+        raise ImportError(f"libkda.transformers serves {known}, and none of them is in transformers "
+                          f"{transformers.__version__} (5.16.1 has most of them, 5.24 all)") from missing
     return found
 
 
-def _replaced(file):
-    """What a model file has that libkda serves: where it is, its name, and what makes libkda's."""
-    for name, make in (*_FUNCTIONS.items(), *_CONVOLUTIONS.items()):
+def _replaced(file, family):
+    """What a model file has that libkda serves: where it is, its name, and libkda's in place of it."""
+    for name, (make, function) in family.functions.items():
+        ours = make(getattr(file, name), name, function)
+        ours.__name__ = ours.__qualname__ = name
+        yield file, name, ours
+    for name, make in _CONVOLUTIONS.items():
         if hasattr(file, name):
-            yield file, name, make
+            yield file, name, make(getattr(file, name))
     for name, found in vars(file).items():
         if not isinstance(found, type) or found.__module__ != file.__name__:
             continue
         if name.endswith("RMSNormGated"):
-            yield found, "forward", _gated_norm
+            yield found, "forward", _gated_norm(found.forward)
         elif name.endswith("RMSNorm") and [*inspect.signature(found.forward).parameters] == ["self", "hidden_states"]:
-            yield found, "forward", _rms_norm
+            yield found, "forward", _rms_norm(found.forward)
 
 
 _files = _model_files()
@@ -238,11 +260,10 @@ def enable(*, train_on_gpu: bool = False) -> None:
     _plugin.train_on_gpu = train_on_gpu
     if _places:
         return
-    for file in _files:
-        for place, name, make in _replaced(file):
-            original = getattr(place, name)
-            _places.append((place, name, original, make(original)))
-            setattr(place, name, _places[-1][-1])
+    for file, family in _files:
+        for place, name, ours in [*_replaced(file, family)]:
+            _places.append((place, name, getattr(place, name), ours))
+            setattr(place, name, ours)
     _plugin.enabled = True
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""FLA's own tests of KDA, unchanged, with libkda behind FLA's functions.
+"""FLA's own tests of KDA and of Gated DeltaNet, unchanged, with libkda behind FLA's functions.
 
     python fla_suite.py FLA_CHECKOUT [--device cpu|cuda] [--tests FILE] [--json FILE] [PYTEST ARGUMENT ...]
 
 FLA_CHECKOUT is a clone of FLA's repository: its tests are in no package. fla-core, libkda and pytest are those of this
-Python. Says of every test who served its calls of KDA. One that passes though FLA served such a call is "handed back",
-and one that the memory of the machine does not hold "out of memory". Exit code 1 if a test failed or was handed back,
-or if none passed.
+Python; --tests tests/ops/test_gdn.py runs those of Gated DeltaNet. Says of every test who served its calls. One that
+passes though FLA served such a call is "handed back", one that the memory of the machine does not hold "out of memory",
+and one that calls kernels of Triton alone on a CPU "needs a GPU". Exit code 1 if a test failed or was handed back, or
+if none passed.
 """
 import argparse
 import collections
@@ -25,11 +26,13 @@ import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
 KDA_TESTS = "tests/ops/test_kda.py"
+# Without this variable FLA skips tests of several value heads a q/k head, which another of its backends has not.
+SEVERAL_VALUE_HEADS = "FLA_DISABLE_BACKEND_DISPATCH"
 
 
 # ---- in pytest's process (-p fla_suite) ------------------------------------------------------------------------------
 
-seen: list[str] = []  # every path of a call of KDA that libkda.fla notes
+seen: list[str] = []  # every path of a call of KDA or Gated DeltaNet that libkda.fla notes
 
 
 def keep_paths(plugin, keep):
@@ -43,6 +46,7 @@ def keep_paths(plugin, keep):
 
 
 def serve(keep):
+    os.environ.pop(SEVERAL_VALUE_HEADS, None)  # FLA reads it when it is imported; here its registry is to be asked
     import libkda.fla
     libkda.fla.enable(train_on_gpu=True)
     keep_paths(libkda.fla._plugin, keep)
@@ -93,6 +97,7 @@ def pytest_load_initial_conftests():
         for module in (fla.utils, getattr(fla.utils, "hardware", fla.utils)):
             module.device, module.device_torch_lib = "cpu", torch.cpu
     serve(seen.extend)
+    os.environ[SEVERAL_VALUE_HEADS] = "1"
     sys.path.append(os.environ["LIBKDA_SUITE_CHECKOUT"])  # last: processes that a test starts import it from there
 
 
@@ -125,6 +130,9 @@ def pytest_sessionfinish(session):
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
+NAMES = {"context_parallel": "context_parallel", "gdn": "gdn", "--tests": "models"}  # of results, by what --tests says
+
+
 def commit_of(checkout):
     run = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return run.stdout.strip() or None
@@ -147,9 +155,11 @@ def run_pytest(checkout, tests, device, memory, extra):
                            PYTHONPATH=os.pathsep.join(filter(None, (folder, str(HERE), os.environ.get("PYTHONPATH")))))
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Not in the checkout, and by importlib: its folder fla must not stand before the installed package.
+        # Not in the checkout, by importlib, and without the checkout's own pythonpath: its folder fla must not stand
+        # before the installed package.
         subprocess.run([sys.executable, "-m", "pytest", "-p", "fla_suite", "-p", "no:cacheprovider", "-q",
-                        "--import-mode=importlib", f"--rootdir={checkout}", checkout / tests, *extra],
+                        "-o", "pythonpath=", "-o", "log_cli=false", "--import-mode=importlib",
+                        f"--rootdir={checkout}", checkout / tests, *extra],
                        cwd=folder, env=environment, check=False)
         return json.loads(report.read_text()) if report.exists() else {"tests": {}}
 
@@ -159,7 +169,7 @@ def header_of(args):
     sys.path.append(str(HERE.parent.parent / "bench" / "report"))
     import evidence
     tests = "" if args.tests == KDA_TESTS else f" --tests {args.tests}"
-    what = "context_parallel" if "context_parallel" in tests else "models" if tests else "suite"
+    what = next((what for part, what in NAMES.items() if part in tests), "suite")
     return evidence.header(args.binaries, f"gpu_fla_{what}",
                            f"python3 python/tests/fla_suite.py FLA_CHECKOUT --device cuda{tests}")
 
@@ -170,6 +180,8 @@ def verdict(row):
     if row["outcome"] == "failed" and re.search("can't allocate memory|cannot be allocated|out of memory|MemoryError",
                                                 row.get("reason", "")):
         return "out of memory"
+    if row["outcome"] == "failed" and not row["paths"] and "0 active drivers" in row.get("reason", ""):
+        return "needs a GPU"
     return row["outcome"]
 
 

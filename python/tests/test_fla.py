@@ -202,7 +202,9 @@ def test_what_a_build_says_of_a_gpu():
 
 @since_0_6
 @pytest.mark.parametrize("name, module", [
-    ("chunk_kda", "fla.ops.kda.chunk"), ("fused_recurrent_kda", "fla.ops.kda.fused_recurrent"),
+    ("chunk_gated_delta_rule", "fla.ops.gated_delta_rule"),
+    ("fused_recurrent_gated_delta_rule", "fla.ops.gated_delta_rule"), ("chunk_kda", "fla.ops.kda.chunk"),
+    ("fused_recurrent_kda", "fla.ops.kda.fused_recurrent"),
     ("fused_recurrent_kda_fwd", "fla.ops.kda.fused_recurrent"), ("fused_kda_gate", "fla.ops.kda.gate"),
     ("naive_recurrent_kda", "fla.ops.kda.naive"), ("naive_chunk_kda", "fla.ops.kda.naive"),
     ("naive_kda_gate", "fla.ops.kda.gate"), ("naive_kda_lowerbound_gate", "fla.ops.kda.gate")])
@@ -219,6 +221,118 @@ def test_references_agree():
     expected = naive_recurrent_kda(**x, initial_state=state, output_final_state=True)
     found = libkda.naive_recurrent_kda(**x, initial_state=state, output_final_state=True)
     assert distance(found[0], expected[0].double()) < 1e-6 and distance(found[1], expected[1].double()) < 1e-6
+
+
+# ---- Gated DeltaNet --------------------------------------------------------------------------------------------------
+
+def gated(T=70):
+    """Rows of FLA's Gated DeltaNet: two value heads a q/k head, raw gates a head and betas."""
+    rows = dict(q=torch.randn(2, T, 2, 32), k=torch.randn(2, T, 2, 32), v=torch.randn(2, T, 4, 48),
+                g=torch.randn(2, T, 4), beta=torch.randn(2, T, 4))
+    return dict(rows, A_log=torch.randn(4), dt_bias=torch.randn(4), initial_state=torch.randn(2, 4, 48, 32))
+
+
+GATED_FLAGS = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, state_v_first=True,
+                   use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+
+
+def in_torch(x, scale=None):
+    """The same by FLA's recurrence in torch, from activated rows."""
+    from fla.ops.gated_delta_rule import naive_recurrent_gated_delta_rule
+    q, k = (torch.nn.functional.normalize(x[n], dim=-1).repeat_interleave(2, 2) for n in "qk")
+    g = -x["A_log"].exp() * torch.nn.functional.softplus(x["g"] + x["dt_bias"])
+    o, final = naive_recurrent_gated_delta_rule(q=q, k=k, v=x["v"], beta=2 * x["beta"].sigmoid(), g=g, scale=scale,
+                                                initial_state=x["initial_state"].mT, output_final_state=True)
+    return o, final.mT
+
+
+@since_0_6
+def test_gated_delta_net():
+    """All options, both functions, and the gradient of every tensor."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    x = {name: t.requires_grad_() for name, t in gated().items()}
+    outputs, expected = chunk_gated_delta_rule(**x, **GATED_FLAGS, scale=0.3, chunk_size=32), in_torch(x, 0.3)
+    assert libkda.fla.last_path() == "libkda: chunk_gated_delta_rule"
+    for mine, right in zip(outputs, expected):
+        assert distance(mine, right.double()) < 1e-5
+    gradients = [torch.autograd.grad(o.square().sum() + final.square().sum(), list(x.values()))
+                 for o, final in (outputs, expected)]
+    for name, mine, right in zip(x, *gradients):
+        assert mine.shape == x[name].shape and distance(mine, right.double()) < 1e-4, name
+    few = gated(T=3)
+    o, final = fused_recurrent_gated_delta_rule(**few, **GATED_FLAGS)
+    assert libkda.fla.last_path() == "libkda: fused_recurrent_gated_delta_rule_fwd"
+    for mine, right in zip((o, final), in_torch(few)):
+        assert distance(mine, right.double()) < 1e-5
+
+
+@since_0_6
+def test_packed_gated_delta_net():
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    from fla.ops.utils.index import prepare_chunk_indices
+    x = gated()
+    del x["initial_state"]
+    x = {name: t[:1] if t.dim() > 2 else t for name, t in x.items()}
+    states, cu_seqlens = torch.randn(2, 4, 48, 32), torch.tensor([0, 9, 70])
+    for function, more in ((chunk_gated_delta_rule, dict(cu_seqlens_cpu=cu_seqlens,
+                                                         chunk_indices=prepare_chunk_indices(cu_seqlens, 64))),
+                           (fused_recurrent_gated_delta_rule, {})):
+        o, final = function(**x, **GATED_FLAGS, initial_state=states, cu_seqlens=cu_seqlens, **more)
+        for n, (begin, end) in enumerate(((0, 9), (9, 70))):
+            part = {name: t[:, begin:end] if t.dim() > 2 else t for name, t in x.items()}
+            alone, state = in_torch(dict(part, initial_state=states[n:n + 1]))
+            assert distance(o[:, begin:end], alone.double()) < 1e-5
+            assert distance(final[n:n + 1], state.double()) < 1e-5
+
+
+@since_0_6
+def test_gates_of_gated_delta_net():
+    from fla.ops.gated_delta_rule.gate import fused_gdn_gate, naive_gdn_gate
+    leaves = [t.requires_grad_() for t in (torch.randn(2, 5, 4), torch.randn(4), torch.randn(4))]
+    for x in (leaves, leaves[:2]):
+        found, expected = fused_gdn_gate(*x), naive_gdn_gate(*x)
+        assert libkda.fla.last_path() == "libkda: gdn_gate_fwd" and torch.equal(found, expected)
+        found, expected = (torch.autograd.grad(y.square().sum(), x) for y in (found, expected))
+        assert libkda.fla.last_path() == "libkda: gdn_gate_bwd"
+        assert all(distance(mine, right.double()) < 1e-6 for mine, right in zip(found, expected))
+
+
+@since_0_6
+def test_what_of_gated_delta_net_stays_with_fla(monkeypatch):
+    """With a reason; FLA's own kernels then need a GPU."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+    x = {name: t for name, t in gated(T=3).items() if name not in ("A_log", "dt_bias", "initial_state")}
+    wide = torch.randn(2, 3, 4, 264)
+    for changes, reason in ((dict(v=wide), "heads of 264 channels, more than 256"),
+                            (dict(cp_context=object()), "cp_context"), (dict(head_first=True), "head_first")):
+        with pytest.raises(Exception):
+            chunk_gated_delta_rule(**dict(x, **changes))
+        assert libkda.fla.last_path().startswith(f"fla: chunk_gated_delta_rule: {reason}")
+    name = "fused_recurrent_gated_delta_rule_fwd"
+    for changes, reason in ((dict(v=wide), "up to 256"), (dict(gk=torch.randn(2, 3, 4, 32)), "`gk`"),
+                            (dict(beta=torch.rand(2, 3, 4, 48)), "beta must have shape")):
+        with pytest.raises(Exception):
+            fused_recurrent_gated_delta_rule(**dict(x, **changes))
+        assert libkda.fla.last_path().startswith(f"fla: {name}: ") and reason in libkda.fla.last_path()
+    monkeypatch.setenv("FLA_LIBKDA", "0")
+    with pytest.raises(Exception):
+        fused_recurrent_gated_delta_rule(**x)
+    assert libkda.fla.last_path() == f"fla: {name}: FLA_LIBKDA is off"
+    monkeypatch.undo()
+    libkda.fla.disable()
+    with pytest.raises(Exception):
+        chunk_gated_delta_rule(**x)
+    assert "disable() was called" in libkda.fla.last_path()
+
+
+@since_0_6
+def test_refusals_of_gated_delta_net_are_flas():
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    x = gated(T=3)
+    with pytest.raises(ValueError, match="`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got 128"):
+        chunk_gated_delta_rule(**x, **GATED_FLAGS, chunk_size=128)
+    with pytest.raises(ValueError, match="allow_neg_eigval"):
+        chunk_gated_delta_rule(**x, **dict(GATED_FLAGS, use_beta_sigmoid_in_kernel=False))
 
 
 # ---- context parallelism ---------------------------------------------------------------------------------------------

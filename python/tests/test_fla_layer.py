@@ -100,27 +100,19 @@ def test_what_stays_with_fla():
     assert "disable() was called" in libkda.fla.last_path("conv")
 
 
-@pytest.mark.parametrize("settings", [{}, dict(num_v_heads=4), dict(safe_gate=True, lower_bound=-5.0)], ids=str)
-def test_layer(settings):
-    """Prefill, decode and a training step of the unchanged layer."""
-    layers = pytest.importorskip("fla.layers", reason="flash-linear-attention has them, fla-core has not")
-    utils = pytest.importorskip("fla.models.utils")
-    torch.manual_seed(0)
-    layer = layers.KimiDeltaAttention(hidden_size=64, head_dim=32, num_heads=2, layer_idx=0, **settings)
-    x = torch.randn(2, 70, 64)
-    whole = layer(x)[0]
-    paths = [libkda.fla.last_path(part) for part in ("kda", "conv", "norm")]
-    assert paths == ["libkda: chunk_kda", "libkda: causal_conv1d_fwd", "libkda: layer_norm_gated_fwd"]
-    layer.eval()
-    cache, pieces = utils.Cache(), []
+def decoded(layer, x):
+    """What a layer makes of 66 tokens and then of one after the other."""
+    cache, pieces = pytest.importorskip("fla.models.utils").Cache(), []
     with torch.no_grad():
         for piece in (x[:, :66], *x[:, 66:].split(1, 1)):
             out, _, cache = layer(piece, past_key_values=cache, use_cache=True)
             pieces.append(out)
-    assert libkda.fla.last_path("conv") == "libkda: causal_conv1d_update"
-    assert distance(torch.cat(pieces, 1), whole.double()) < 1e-5
-    layer.train()
-    target, losses = torch.randn(2, 70, 64), []
+    return torch.cat(pieces, 1)
+
+
+def losses_of(layer, x):
+    """Of two steps of training."""
+    target, losses = torch.randn_like(x), []
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -129,6 +121,31 @@ def test_layer(settings):
         assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+LAYERS = {"KimiDeltaAttention": "chunk_kda", "GatedDeltaNet": "chunk_gated_delta_rule"}
+
+
+@pytest.mark.parametrize("name, settings", [
+    ("KimiDeltaAttention", {}), ("KimiDeltaAttention", dict(num_v_heads=4)),
+    ("KimiDeltaAttention", dict(safe_gate=True, lower_bound=-5.0)), ("GatedDeltaNet", {}),
+    ("GatedDeltaNet", dict(num_v_heads=4, allow_neg_eigval=True, expand_v=1.5, conv_bias=True))], ids=str)
+def test_layer(name, settings):
+    """Prefill, decode and a training step of the unchanged layer."""
+    layers = pytest.importorskip("fla.layers", reason="flash-linear-attention has them, fla-core has not")
+    torch.manual_seed(0)
+    layer = getattr(layers, name)(hidden_size=64, head_dim=32, num_heads=2, layer_idx=0, **settings)
+    x = torch.randn(2, 70, 64)
+    whole = layer(x)[0]
+    paths = [libkda.fla.last_path(part) for part in ("kda", "conv", "norm")]
+    assert paths == [f"libkda: {LAYERS[name]}", "libkda: causal_conv1d_fwd", "libkda: layer_norm_gated_fwd"]
+    layer.eval()
+    found = decoded(layer, x)
+    assert libkda.fla.last_path("conv") == "libkda: causal_conv1d_update"
+    assert libkda.fla.last_path().startswith("libkda: fused_recurrent_")
+    assert distance(found, whole.double()) < 1e-5
+    losses = losses_of(layer.train(), x)
     assert losses[1] < losses[0]
 
 

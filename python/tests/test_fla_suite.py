@@ -50,6 +50,17 @@ def test_skipped():
 
 def test_wrong():
     assert call().sum() == 1e9
+
+def test_a_kernel_of_triton():
+    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
+    k, A = torch.rand(1, 64, 1, 64), torch.rand(1, 64, 1, 64)
+    recompute_w_u_fwd(k=k, v=k, beta=k[..., 0], A=A)
+
+def test_several_value_heads():
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    assert os.environ["FLA_DISABLE_BACKEND_DISPATCH"] == "1"  # where it is not, FLA skips them
+    q, v = torch.rand(1, 70, 2, 32), torch.rand(1, 70, 4, 32)
+    chunk_gated_delta_rule(q, q, v, -v[..., 0], v[..., 1])
 """
 
 CONFTEST = """
@@ -70,16 +81,20 @@ def test_a_checkout(tmp_path):
     (tmp_path / "tests" / "conftest.py").write_text(CONFTEST)
     (tmp_path / "fla").mkdir()  # a checkout has the package too: the installed one counts
     (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('the checkout, not the package')")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\nlog_cli = true\npythonpath = ['.']\n")
     run = subprocess.run([sys.executable, SUITE, tmp_path, "--json", tmp_path / "report.json", "--memory", "6"],
                          capture_output=True, text=True, check=False, env=dict(os.environ, FLA_CI_ENV="1"))
     assert run.returncode == 1, run.stdout + run.stderr
     report = json.loads((tmp_path / "report.json").read_text())
-    assert report["counts"] == {"passed": 3, "skipped": 1, "failed": 1, "handed back": 1, "out of memory": 1}
+    assert report["counts"] == {"passed": 4, "skipped": 1, "failed": 1, "handed back": 1, "out of memory": 1,
+                                "needs a GPU": 1}
     rows = {name.rpartition("::")[2]: row for name, row in report["tests"].items()}
     assert rows["test_forward"]["paths"] == rows["test_backward"]["paths"] == ["libkda: chunk_kda"]
     assert rows["test_processes"]["paths"] == ["libkda: chunk_kda"]  # noted in other processes
     assert rows["test_handed_back"]["verdict"] == "handed back"
     assert rows["test_too_large"]["verdict"] == "out of memory"
+    assert rows["test_a_kernel_of_triton"]["verdict"] == "needs a GPU"
+    assert rows["test_several_value_heads"]["paths"] == ["libkda: chunk_gated_delta_rule"]
     assert rows["test_skipped"]["reason"].endswith("no such card")
     assert "failed: " in run.stdout and "test_wrong" in run.stdout
     assert "handed back: " in run.stdout and "switched off by disable()" in run.stdout
@@ -89,6 +104,7 @@ def test_a_checkout(tmp_path):
 def test_a_result_on_a_card_names_it_and_its_kernels(a_card):
     build, says = a_card
     for tests, what, flags in [(fla_suite.KDA_TESTS, "suite", ""), ("tests/models", "models", " --tests tests/models"),
+                               ("tests/ops/test_gdn.py", "gdn", " --tests tests/ops/test_gdn.py"),
                                ("tests/context_parallel", "context_parallel", " --tests tests/context_parallel")]:
         found = fla_suite.header_of(argparse.Namespace(binaries=build, tests=tests))
         families = found.pop("families")
@@ -101,6 +117,7 @@ def test_a_result_on_a_card_names_it_and_its_kernels(a_card):
 def test_verdicts():
     served = ["libkda: chunk_kda"]
     returned = ["fla: chunk_kda: switched off by disable()", *served]
+    assert fla_suite.verdict(dict(outcome="failed", paths=served, reason="0 active drivers ([])")) == "failed"
     for outcome, paths, expected in [("passed", served, "passed"), ("passed", returned, "handed back"),
                                      ("failed", returned, "failed"), ("skipped", [], "skipped")]:
         assert fla_suite.verdict(dict(outcome=outcome, paths=paths)) == expected

@@ -73,6 +73,6 @@ def test_fla(text, enabled):
     code = """
 import torch, libkda.fla
 made = libkda.fla._backend_of({})
-print(made.can_use(), libkda.fla.step._disabled(libkda.fla._plugin) is None)
+print(made.can_use(), libkda.fla._plugin.disabled is None)
 """
     assert python(code, FLA_LIBKDA=text) == [enabled, enabled]

@@ -20,9 +20,11 @@ try:
 except ImportError as error:  # a transformers without KDA
     pytest.skip(str(error), allow_module_level=True)
 import transformers_models as models  # noqa: E402
+from transformers_models import both, paths, prompt  # noqa: E402
 
-INSTALLED = [family for family in models.FAMILIES
-             if importlib.util.find_spec(f"transformers.models.{family}") is not None]
+INSTALLED, GATED_DELTA = ([family for family in families
+                           if importlib.util.find_spec(f"transformers.models.{family}") is not None]
+                          for families in (models.FAMILIES, models.GATED_DELTA_FAMILIES))
 CHUNK, RECURRENT = models.FUNCTIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
@@ -51,25 +53,17 @@ def family(request):
         yield request.param
 
 
+@pytest.fixture(params=INSTALLED + GATED_DELTA)
+def any_family(request):
+    """Of KDA or of Gated DeltaNet (test_transformers_gated_delta.py has models of that)."""
+    with models.torch_functions(request.param):
+        yield request.param
+
+
 @pytest.fixture
 def kimi(kimi_linear):
     with models.torch_functions("kimi_linear"):
         yield models.build("kimi_linear")
-
-
-def prompt(batch, length, device="cpu"):
-    return torch.randint(2, models.VOCABULARY, (batch, length), device=device)
-
-
-def both(call):
-    """What `call` returns by the model's own functions and by libkda."""
-    expected = call()
-    with models.served():
-        return expected, call()
-
-
-def paths():
-    return [libkda.transformers.last_path(part) for part in ("kda", "conv", "norm", "rms_norm")]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -232,13 +226,14 @@ def test_gradients(family, training):
 
 # ---- the two functions -----------------------------------------------------------------------------------------------
 
-def rows(B=2, T=70, H=2, D=32, dtype=torch.float32):
+def rows(B=2, T=70, H=2, D=32, dtype=torch.float32, family="kimi_linear"):
     normal = lambda: torch.randn(B, T, H, D, dtype=dtype)
-    return normal(), normal(), normal(), -torch.rand(B, T, H, D), torch.rand(B, T, H, dtype=dtype)
+    gates = (B, T, H) if family in GATED_DELTA else (B, T, H, D)
+    return normal(), normal(), normal(), -torch.rand(gates), torch.rand(B, T, H, dtype=dtype)
 
 
 def functions(family):
-    return [getattr(models.file_of(family), name) for name in models.FUNCTIONS]
+    return [getattr(models.file_of(family), name) for name in models.functions_of(family)]
 
 
 @pytest.fixture
@@ -247,14 +242,18 @@ def kimi_functions(kimi_linear):
         yield lambda: functions("kimi_linear")
 
 
-def test_signatures(family):
-    for own, ours in zip(functions(family), both(lambda: functions(family))[1]):
-        assert own is not ours
-        assert inspect.signature(own) == inspect.signature(ours) and own.__name__ == ours.__name__
+def test_signatures(any_family):
+    """All calls that a model's function takes libkda's takes too."""
+    for own, ours in zip(functions(any_family), both(lambda: functions(any_family))[1]):
+        assert own is not ours and own.__name__ == ours.__name__
+        theirs, mine = (inspect.signature(function).parameters.values() for function in (own, ours))
+        assert [(p.name, p.kind) for p in theirs] == [(p.name, p.kind) for p in mine]
+        assert all(p.default in (p.empty, q.default) for p, q in zip(theirs, mine))
 
 
-def test_positional_arguments(family):
-    q, k, v, g, beta = rows()
+def test_positional_arguments(any_family):
+    family = any_family
+    q, k, v, g, beta = rows(family=family)
     state = torch.randn(2, 2, 32, 32)
     chunk = lambda: functions(family)[0](q, k, v, g, beta, 16, state, True, True)
     one = [x[:, :1] for x in (q, k, v, g, beta)]
@@ -313,9 +312,9 @@ def test_what_libkda_refuses_goes_on(kimi_functions):
 def test_a_build_without_cuda(kimi_functions, monkeypatch):
     """CUDA tensors go on to the model's own function; what fails in a call that libkda serves is not hidden."""
     def fails(text):
-        def chunk_kda(*args, **options):
+        def forward(*args, **options):
             raise RuntimeError(text)
-        monkeypatch.setattr(libkda.kda, "chunk_kda", chunk_kda)
+        monkeypatch.setattr(libkda.kda, "forward", forward)
 
     x = rows()
     expected = kimi_functions()[0](*x, use_qk_l2norm_in_kernel=True)[0]
@@ -458,8 +457,8 @@ def test_packed_sequences_of_the_convolution(kimi_functions):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm(family, dtype):
-    norm = norm_of(family)(40).to(dtype)
+def test_norm(any_family, dtype):
+    norm = norm_of(any_family)(40).to(dtype)
     with torch.no_grad():
         norm.weight.normal_()
     x, gate = (torch.randn(2, 7, 3, 40).to(dtype).requires_grad_() for _ in range(2))
@@ -504,7 +503,8 @@ def everything(family):
     return [*functions(family), *convolutions(family), norm_of(family).forward]
 
 
-def test_switch(family):
+def test_switch(any_family):
+    family = any_family
     own = everything(family)
     libkda.transformers.enable()
     ours = everything(family)
@@ -512,13 +512,15 @@ def test_switch(family):
     assert everything(family) == ours and not {*own} & {*ours}
     for mine, theirs in zip(ours, own):
         assert list(inspect.signature(mine).parameters) == list(inspect.signature(theirs).parameters)
-    ours[0](*rows())
-    assert libkda.transformers.last_path() == "libkda: chunk_kda"
+    chunk = "chunk_gated_delta_rule" if family in GATED_DELTA else "chunk_kda"
+    ours[0](*rows(family=family))
+    assert libkda.transformers.last_path() == f"libkda: {chunk}"
     libkda.transformers.disable()
     assert everything(family) == own and libkda.transformers.last_path() is None
     held = ours[0]  # as by a file that had imported the name
-    held(*rows())
-    assert libkda.transformers.last_path() == f"transformers: {CHUNK}: libkda.transformers.disable() was called"
+    held(*rows(family=family))
+    assert libkda.transformers.last_path() == (f"transformers: {models.functions_of(family)[0]}: "
+                                               "libkda.transformers.disable() was called")
 
 
 def test_somebody_elses_function_in_front_stays(kimi, monkeypatch):
@@ -544,11 +546,12 @@ def python(code, **environment):
 
 ORIGINALS = """
 import importlib, torch
-files = [importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in FAMILIES]
-functions = lambda: [getattr(file, name) for file in files for name in FUNCTIONS]
+file_of = lambda family: importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+functions = lambda: [getattr(file_of(family), name) for family, names in NAMES for name in names]
 own = functions()
 import libkda.transformers
-""".replace("FAMILIES", repr(INSTALLED)).replace("FUNCTIONS", repr(models.FUNCTIONS + models.CONVOLUTIONS))
+""".replace("NAMES", repr([(family, models.functions_of(family) + models.CONVOLUTIONS)
+                           for family in INSTALLED + GATED_DELTA]))
 
 
 def test_serves_from_the_import_on():
@@ -559,7 +562,8 @@ x = [torch.rand(1, 5, 1, 16) for _ in range(4)]
 for call in functions():
     if call.__name__.startswith("causal_conv1d"):
         continue
-    call(*x[:3], g=-x[3], beta=x[0][..., 0], initial_state=None, output_final_state=True)
+    g = -x[3][..., 0] if "gated_delta" in call.__name__ else -x[3]
+    call(*x[:3], g=g, beta=x[0][..., 0], initial_state=None, output_final_state=True)
     assert libkda.transformers.last_path().startswith("libkda: ")
 libkda.transformers.disable()
 assert all(a is b for a, b in zip(own, functions()))
@@ -591,10 +595,11 @@ def test_without_transformers():
 
 def test_without_kda_in_transformers():
     block = "".join(f"sys.modules['transformers.models.{family}.modeling_{family}'] = None\n"
-                    for family in models.FAMILIES)
+                    for family in (*models.FAMILIES, *models.GATED_DELTA_FAMILIES))
     out = python("import sys\n" + block + IMPORTS)
-    assert out.startswith("libkda.transformers serves kimi_linear, glm5_next, bailing_hybrid, and none of them is in "
-                          f"transformers {transformers.__version__}")
+    assert out.startswith("libkda.transformers serves kimi_linear, glm5_next, bailing_hybrid, qwen3_next, qwen3_5, "
+                          "qwen3_5_moe, qwen4_exp, olmo_hybrid, lara_mini, and none of them is in transformers "
+                          f"{transformers.__version__}")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="needs the package kernels")

@@ -14,10 +14,12 @@ import inspect
 import time
 
 import torch
+import transformers
 
 import libkda.transformers
 
 FUNCTIONS = ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention")
+GATED_DELTA_FUNCTIONS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
 CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 VOCABULARY = 97
 _SIZES = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
@@ -50,7 +52,34 @@ def _glm5_next():
     return Glm5NextForConditionalGeneration(Glm5NextConfig(text_config=text, vision_config=vision))
 
 
+_GATED = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+              shared_expert_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+              head_dim=32, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+              linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32, num_experts=4,
+              num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+_INDEXED = dict(hc_count=2, hc_lowrank=8, output_gate_type="sigmoid", indexer_n_heads=2, indexer_kv_heads=1,
+                indexer_head_dim=32, indexer_budget=32, indexer_compress_ratio=4)
+_WIDE_VALUES = dict(linear_num_value_heads=2, linear_key_head_dim=24, linear_value_head_dim=48)
+
+
+def _gated(name, config="Config", **changes):
+    """A model of Gated DeltaNet, which has several value heads a q/k head unless `changes` say otherwise."""
+    def make(**more):
+        config_class = getattr(transformers, f"{name}{config}")
+        return getattr(transformers, f"{name}ForCausalLM")(config_class(**{**_GATED, **changes, **more}))
+    return make
+
+
 FAMILIES = dict(kimi_linear=_kimi_linear, bailing_hybrid=_bailing_hybrid, glm5_next=_glm5_next)
+GATED_DELTA_FAMILIES = dict(
+    qwen3_next=_gated("Qwen3Next"), qwen3_5=_gated("Qwen3_5", "TextConfig"),
+    qwen3_5_moe=_gated("Qwen3_5Moe", "TextConfig"), qwen4_exp=_gated("Qwen4Exp", "TextConfig", **_INDEXED),
+    olmo_hybrid=_gated("OlmoHybrid", **_WIDE_VALUES), lara_mini=_gated("LaraMini"))  # OLMo's beta is twice a sigmoid
+
+
+def functions_of(family):
+    """The names of the two functions in the model file of a family."""
+    return FUNCTIONS if family in FAMILIES else GATED_DELTA_FUNCTIONS
 
 
 def file_of(family):
@@ -59,7 +88,7 @@ def file_of(family):
 
 def build(family, **changes):
     torch.manual_seed(0)
-    return FAMILIES[family](**changes).eval()
+    return (FAMILIES | GATED_DELTA_FAMILIES)[family](**changes).eval()
 
 
 def in_torch(function):
@@ -75,7 +104,7 @@ def torch_functions(family):
     """The model file with its own functions in torch; libkda is switched off before and after."""
     file = file_of(family)
     libkda.transformers.disable()
-    installed = {name: getattr(file, name) for name in (*FUNCTIONS, *CONVOLUTIONS)}
+    installed = {name: getattr(file, name) for name in (*functions_of(family), *CONVOLUTIONS)}
     for name, function in installed.items():
         setattr(file, name, in_torch(function))
     try:
@@ -93,6 +122,21 @@ def served():
         yield
     finally:
         libkda.transformers.disable()
+
+
+def prompt(batch, length, device="cpu"):
+    return torch.randint(2, VOCABULARY, (batch, length), device=device)
+
+
+def both(call):
+    """What `call` returns by the model's own functions and by libkda."""
+    expected = call()
+    with served():
+        return expected, call()
+
+
+def paths():
+    return [libkda.transformers.last_path(part) for part in ("kda", "conv", "norm", "rms_norm")]
 
 
 # ---- what it gains ---------------------------------------------------------------------------------------------------

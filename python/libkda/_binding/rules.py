@@ -18,6 +18,7 @@ IN_PLACE = ("update", "fused_recurrent_kda_fwd", "prefill", "decode", "verify", 
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
+MOST_CHANNELS = 256  # of q and k (K) and of v (V)
 LAST_SLOT = 2**31 - 1
 
 
@@ -266,10 +267,10 @@ class Sizes(dict):
 
 def check_heads(sizes):
     """The limits that FLA has too, in its words."""
-    if sizes["K"] > 256:
-        raise FlaError(f"Currently we only support key headdim <=256 for KDA, got {sizes['K']} (q).")
-    if sizes["V"] > 256:
-        raise FlaError(f"libkda supports value head dimensions of v up to 256, got {sizes['V']}.")
+    if sizes["K"] > MOST_CHANNELS:
+        raise FlaError(f"Currently we only support key headdim <={MOST_CHANNELS} for KDA, got {sizes['K']} (q).")
+    if sizes["V"] > MOST_CHANNELS:
+        raise FlaError(f"libkda supports value head dimensions of v up to {MOST_CHANNELS}, got {sizes['V']}.")
     for name, size, what in (("q", "H", "heads"), ("q", "K", "channels"), ("v", "HV", "heads"), ("v", "V", "channels")):
         if sizes[size] == 0:
             raise FlaError(f"{name} must have at least one of its {what}, got {size} = 0")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .._binding.kernels import has_tensor_cores
+from .switches import switch
 
 FIRST_SLOT = 1  # slot 0 of engines is the one of padded rows, which no sequence gets
 ENGINE_SLOTS = {"first_slot": FIRST_SLOT}
@@ -15,10 +16,11 @@ PARTS = ("kda", "conv", "norm", "rms_norm", "step", "states", "records", "commit
 
 
 class Plugin:
-    """The switch and the note of one plugin, as libkda.fla. `host` is the library it serves."""
+    """The switch and the note of one plugin, as libkda.fla. `host` is the library it serves, `variable` an environment
+    variable that switches it off too, whenever a call comes."""
 
-    def __init__(self, host: str):
-        self.host = host
+    def __init__(self, host: str, variable: str | None = None):
+        self.host, self.variable = host, variable
         self.enabled = True
         self.train_on_gpu = False  # all calls, also those whose backward there is exact and slow
         self.paths: dict[str, str] = {}  # by part of a model
@@ -68,4 +70,6 @@ class Plugin:
     @property
     def disabled(self) -> str | None:
         """The reason why a plugin that is switched off serves nothing; None if it is on."""
-        return None if self.enabled else f"libkda.{self.host}.disable() was called"
+        if not self.enabled:
+            return f"libkda.{self.host}.disable() was called"
+        return f"{self.variable} is off" if self.variable and not switch(self.variable, True) else None

@@ -2,10 +2,10 @@
 """FLA's functions and layers on libkda's kernels: `import libkda.fla` is all.
 
 Registers with FLA's own backend registry (fla.backends since 0.6, fla.ops.backends before), in front of its
-others. Calls that libkda does not serve (gradients on a GPU of other rows than bf16 with K up to 128, unless
-enable(train_on_gpu=True) asks for them) go on to FLA; last_path() says who served the last one and why. On a GPU a
-decode step of FLA's KimiDeltaAttention is one kernel behind its projections; the states of its cache are updated in
-place. FLA_LIBKDA=0 or disable() switch it off.
+others: KDA, and with FLA 0.6 Gated DeltaNet. Calls that libkda does not serve (gradients on a GPU of other rows than
+bf16 with K up to 128, unless enable(train_on_gpu=True) asks for them; heads of more than 256 channels) go on to FLA;
+last_path() says who served the last one and why. On a GPU a decode step of FLA's KimiDeltaAttention is one kernel
+behind its projections; the states of its cache are updated in place. FLA_LIBKDA=0 or disable() switch it off.
 """
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import inspect
 
 import torch
 
-from .. import gate, kda, ops
-from . import layer, step
+from .. import gate, gated_delta, kda, ops
+from . import layer, recurrent, step
 from .._binding.library import cuda_refusal
+from .._binding.rules import MOST_CHANNELS
 from .._plugins.plugin import Plugin
 from .._plugins.switches import switch
 
@@ -30,7 +31,7 @@ except ImportError:
     except ImportError as error:
         raise ImportError("libkda.fla needs fla-core 0.5.2 or later (pip install fla-core)") from error
 
-_plugin = Plugin("fla")
+_plugin = Plugin("fla", "FLA_LIBKDA")
 
 
 def enable(*, train_on_gpu: bool = False) -> None:
@@ -50,8 +51,8 @@ def disable() -> None:
 
 def last_path(part: str = "kda") -> str | None:
     """Who served the last call that came by: "libkda: NAME", "fla: NAME: REASON", or None before the first.
-    part: "kda", "conv" for the short convolution, "norm" for the gated norm, or "step" for a decode step of a whole
-    layer."""
+    part: "kda" for KDA and Gated DeltaNet, "conv" for the short convolution, "norm" for the gated norm, or "step" for
+    a decode step of a whole layer."""
     return _plugin.last_path(part)
 
 
@@ -62,12 +63,25 @@ def _has_backward(arguments):
         return True  # the call itself says what does not fit
 
 
-def _reason(name, arguments):
-    """Why libkda does not serve a call with these arguments; None if it does."""
-    if _plugin.disabled:
-        return _plugin.disabled
+def _option_reason(name, arguments):
+    """Why libkda does not have what a call asks for, wherever its tensors are; None if it has."""
     if arguments.get("ssm_state_indices") is not None and not arguments.get("inplace_final_state", True):
         return "ssm_state_indices without inplace_final_state"
+    if name == "chunk_gated_delta_rule":
+        if arguments.get("cp_context") is not None:
+            return "cp_context: libkda has no context parallelism of Gated DeltaNet"
+        if "head_first" in arguments:
+            return "head_first, which FLA has removed"
+    for x in (arguments.get(row) for row in ("q", "v")):
+        if isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[-1] > MOST_CHANNELS:
+            return f"heads of {x.shape[-1]} channels, more than {MOST_CHANNELS}"
+    return None
+
+
+def _reason(name, arguments):
+    """Why libkda does not serve a call with these arguments; None if it does."""
+    if reason := _plugin.disabled or _option_reason(name, arguments):
+        return reason
     tensors = [x for x in arguments.values() if isinstance(x, torch.Tensor)]
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     devices = {x.device for x in tensors if x.dim() > 1}
@@ -77,7 +91,7 @@ def _reason(name, arguments):
     for device in devices:
         if device.type == "cuda" and (refusal := cuda_refusal(device.index)):
             return refusal
-    if name == "chunk_kda" and differentiated:
+    if name in _WITH_GRADIENTS and differentiated:
         if reason := _plugin.leaves_gradients(tensors, tuple(arguments.get(row) for row in ("q", "k", "v"))):
             return reason
         if not _has_backward(arguments):
@@ -85,25 +99,31 @@ def _reason(name, arguments):
     return None
 
 
+_WITH_GRADIENTS = ("chunk_kda", "chunk_gated_delta_rule")
 _CUT_FROM = 8192  # tokens of a row: below, the bits of packed rows come before cutting a batch; above, its time
-_NAMES = tuple(inspect.signature(kda.chunk_kda).parameters)
 
 
-@functools.wraps(kda.chunk_kda)
-def _chunk_kda(*args, **kwargs):
-    """Under autograd on a GPU, rows of a batch run as the same rows packed, where no length is known on the host: so
-    both forms have the same bits, as with FLA's kernels. A plan that knows the lengths may cut them."""
-    x = dict(zip(_NAMES, args), **kwargs)
-    rows = {n: x.get(n) for n in ("q", "k", "v", "g", "beta")}
-    shapes = {t.shape[:2] if isinstance(t, torch.Tensor) and t.is_cuda else None for t in rows.values()}
-    batch, tokens = shapes.pop() or (1, 0)
-    if (shapes or batch < 2 or not 0 < tokens < _CUT_FROM or not torch.is_grad_enabled()
-            or x.get("cu_seqlens") is not None or x.get("cp_context") is not None):
-        return kda.chunk_kda(*args, **kwargs)
-    ends = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=rows["q"].device)
-    packed = {n: t.flatten(0, 1)[None] for n, t in rows.items()}
-    o, final_state = kda.chunk_kda(**dict(x, **packed, cu_seqlens=ends))
-    return o[0].unflatten(0, (batch, tokens)), final_state
+def _packs_batches(function):
+    """chunk_kda or chunk_gated_delta_rule: under autograd on a GPU, rows of a batch run as the same rows packed, where
+    no length is known on the host. So both forms have the same bits, as with FLA's kernels. A plan that knows the
+    lengths may cut them."""
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        x = dict(zip(names, args), **kwargs)
+        rows = {n: x.get(n) for n in ("q", "k", "v", "g", "beta")}
+        shapes = {t.shape[:2] if isinstance(t, torch.Tensor) and t.is_cuda else None for t in rows.values()}
+        batch, tokens = shapes.pop() or (1, 0)
+        if (shapes or batch < 2 or not 0 < tokens < _CUT_FROM or not torch.is_grad_enabled()
+                or x.get("cu_seqlens") is not None or x.get("cp_context") is not None):
+            return function(*args, **kwargs)
+        ends = torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=rows["q"].device)
+        packed = {n: t.flatten(0, 1)[None] for n, t in rows.items()}
+        o, final_state = function(**dict(x, **packed, cu_seqlens=ends))
+        return o[0].unflatten(0, (batch, tokens)), final_state
+
+    return call
 
 
 def _serve(name, function):
@@ -166,6 +186,7 @@ def _register_around(part, functions, module):
 
 
 _OPERATIONS = (kda.fused_recurrent_kda_fwd, gate.fused_kda_gate)
+_chunk_kda = _packs_batches(kda.chunk_kda)
 _STAGES = [_around("kda", function) for function in layer.STAGES]
 if register is None:  # one registry for whole functions and parts; 0.5 asks it for fewer of them
     kda_registry.register(_backend((_chunk_kda, *_OPERATIONS), _STAGES)())
@@ -173,6 +194,9 @@ else:
     from fla.ops.kda import chunk_kda as _fla_chunk_kda
     register(_fla_chunk_kda)(_backend((_chunk_kda,)))
     register("kda")(_backend(_OPERATIONS, _STAGES))
+    register("gated_delta_rule")(_backend((_packs_batches(gated_delta.chunk_gated_delta_rule),), [
+        _around("kda", function) for function in layer.GATED_DELTA_STAGES]))
+    recurrent.serve(_plugin)
     from fla.modules.causal_conv1d import ops as _conv_ops
     from fla.modules.norm import fused_norm_gate as _norm_ops
     _register_around("conv", layer.CONVOLUTIONS, _conv_ops)

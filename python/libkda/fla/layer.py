@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLA's functions around KDA on libkda's kernels, on a CPU, where Triton has none: the short convolution and the gated
-norm, and the gate's backward. Signatures are FLA 0.6's; `refusal` says of a call why it stays FLA's."""
+"""FLA's functions around KDA and Gated DeltaNet on libkda's kernels, on a CPU, where Triton has none: the short
+convolution and the gated norm, and the gates. Signatures are FLA 0.6's; `refusal` says of a call why it stays FLA's."""
 from __future__ import annotations
 
 import torch
@@ -64,6 +64,16 @@ def kda_gate_bwd(g, A_log=None, dt_bias=None, dyg=None, lower_bound=None):
     return tuple(None if x is None else next(found) for x in leaves.values())
 
 
+def gdn_gate_fwd(g, A_log, dt_bias=None, output_dtype=torch.float32):
+    """Log decays of Gated DeltaNet, [.., HV]: KDA's of one channel."""
+    return gate.fused_kda_gate(g[..., None], A_log, dt_bias, output_dtype=output_dtype)[..., 0]
+
+
+def gdn_gate_bwd(g, A_log, dt_bias, dyg):
+    dg, dA_log, ddt_bias = kda_gate_bwd(g[..., None], A_log, dt_bias, dyg[..., None])
+    return dg[..., 0], dA_log, ddt_bias
+
+
 def refusal(name, arguments):
     """Why libkda does not compute a call with these arguments, by name; None if it does."""
     for given, x in arguments.items():
@@ -75,6 +85,8 @@ def refusal(name, arguments):
     if name == "kda_gate_bwd":
         without_rate = arguments.get("A_log") is None and arguments.get("lower_bound") is None
         return "a softplus gate without A_log" if without_rate else None
+    if name in ("gdn_gate_fwd", "gdn_gate_bwd"):
+        return None
     if name.startswith("causal_conv1d"):
         weight = arguments.get("weight")
         if weight is None or not 2 <= weight.shape[1] <= 4:
@@ -93,3 +105,4 @@ def refusal(name, arguments):
 CONVOLUTIONS = (causal_conv1d_fwd, causal_conv1d_bwd, causal_conv1d_update)
 NORMS = (layer_norm_gated_fwd, layer_norm_gated_bwd)
 STAGES = (kda_gate_bwd,)
+GATED_DELTA_STAGES = (gdn_gate_fwd, gdn_gate_bwd)

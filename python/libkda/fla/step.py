@@ -13,7 +13,6 @@ from torch.compiler import is_compiling
 from .. import serving
 from .._binding.library import cuda_refusal
 from .._plugins.plugin import Plugin
-from .._plugins.switches import switch
 
 _LAYERS = "fla.layers.kda"
 _DEVICES = ("cuda",)  # one kernel there; elsewhere it would be the same three calls
@@ -135,10 +134,6 @@ def _step(layer, x, state, past_key_values):
     return layer.o_proj(o.view(N, 1, H * D)), None, past_key_values
 
 
-def _disabled(plugin):
-    return plugin.disabled or (None if switch("FLA_LIBKDA", True) else "FLA_LIBKDA is off")
-
-
 def _forward(original, plugin):
     @functools.wraps(original)
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, use_cache=False,
@@ -146,7 +141,7 @@ def _forward(original, plugin):
         """The layer's own forward, or a decode step on the states of its cache, which are updated in place."""
         if not is_compiling():
             state = _state_of(self, past_key_values) if use_cache else None
-            reason = (_disabled(plugin) or _call_reason(self, hidden_states, kwargs.get("cu_seqlens"))
+            reason = (plugin.disabled or _call_reason(self, hidden_states, kwargs.get("cu_seqlens"))
                       or _state_reason(state) or _mask_reason(attention_mask))
             if reason is None:
                 try:
