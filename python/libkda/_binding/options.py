@@ -125,6 +125,12 @@ def _number_in_force() -> int:
     return number
 
 
+@assume_constant_result
+def number_with_policy(context_parallel: str) -> int:
+    """The number of the options in force, with another policy."""
+    return dataclasses.replace(_of_thread.given or _of_environment(), context_parallel=context_parallel).number
+
+
 def number_of(plan_options: Options | None) -> int:
     """The number of a call's options: its own, else those in force, which a traced call has as a constant."""
     if plan_options is None:
