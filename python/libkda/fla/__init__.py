@@ -109,7 +109,7 @@ def _chunk_kda(*args, **kwargs):
 
 
 def _with_fla_switch(names, args, kwargs):
-    """Keywords of a call: FLA_INTRACARD_CP=0 lets nothing be cut where neither the call nor libkda.options() says how."""
+    """Keywords of a call: FLA_INTRACARD_CP=0 lets nothing be cut where neither it nor libkda.options() says how."""
     if switch("FLA_INTRACARD_CP", True):
         return kwargs
     given = dict(zip(names, args), **kwargs)
