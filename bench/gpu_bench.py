@@ -84,7 +84,7 @@ def compare_policies(kda, what, sets, auto):
 
 
 def policy_table(report):
-    """Of compare_policies, as text: a row a case and set, microseconds."""
+    """The text of what compare_policies() has found: a row a case and set, microseconds."""
     found = {}
     for row in report["policies"]:
         found.setdefault((row["set"], row["case"]), {})[row["policy"]] = row

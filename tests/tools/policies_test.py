@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, without a GPU. Times and
-cards are made up; cases and plans are those of the program KDA."""
+"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, without a GPU. Times
+and cards are made up; cases and plans are those of the program KDA."""
 import json
 import pathlib
 import stat
@@ -77,7 +77,7 @@ class Policies(unittest.TestCase):
     def test_text(self):
         text = gpu_bench.policy_table(json.loads(json.dumps(self.report)))
         self.assertIn(f"{CASES[1]} | 200.0 | 50.0 (", text)
-        self.assertIn(f"declined by cula: {CASES[0]}: +5.0% beside off (cuda.cula; cula: ", text)
+        self.assertIn(f"declined by cula: {CASES[0]}: +5.0% beside off (cuda.cula; cula guard 1: ", text)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ __device__ __forceinline__ void zero_all(const ZeroRowsArgs& a, const Rows& rows
     for (int n = 0; n < a.count; ++n) zero_row(a.tensors[n], rows.batch, token);
 }
 
-/// Of sequence n, if it has no slot; else none.
+/// Sequence n's rows, if it has no slot; else none.
 __device__ __forceinline__ Rows without_slot(const ZeroRowsArgs& a, int64_t n) {
   if (n >= a.num_sequences) return {0, 0, 0};
   const int64_t slot = a.slots[n];
