@@ -6,6 +6,7 @@ gpu_decode_h100_80gb_hbm3.json. Peers: bench/peers/peers.py --device cuda."""
 import argparse
 import json
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ BENCHMARKS = {
 }
 # Benchmarks of `kda bench forward` on these backends, one after the other at every case.
 BACKENDS = {"fused": ["fused", "staged"]}
+# Benchmarks of which each case runs with these policies, on and off: `auto` first, whose rows are those of the file.
+POLICIES = {"context-parallel": ["auto", "flashkda", "cula"]}
 
 
 def file_name(report, beside):
@@ -53,10 +56,55 @@ def run_backends(kda, what, name):
     return reports[0] | {"cases": [case for row in zip(*(r["cases"] for r in reports)) for case in row]}
 
 
+def json_of(kda, *command):
+    return json.loads(subprocess.run([kda, *command, "--json"], check=True, capture_output=True, text=True).stdout)
+
+
+def policy_row(kda, policy, off, on, sms):
+    """A case with a policy: times off and on, what the plan says of it, and the predicted time, of `auto` alone."""
+    plan = json_of(kda, "plan", *shlex.split(on["case"]), "--sms", str(sms), "--context-parallel", policy)
+    uncut = "fused" if plan["implementation"].endswith("fused") else "serial"
+    predicted = plan["cost_us"]["segmented" if on["segments"] else uncut]
+    return {"case": on["case"], "set": on["set"], "policy": policy, "off_s": off["median_s"], "on_s": on["median_s"],
+            "implementation": on["implementation"], "segments": on["segments"],
+            "predicted_s": predicted * 1e-6 if predicted else None, "reason": "; ".join(plan["context_parallel"]["reasons"])}
+
+
+def compare_policies(kda, what, sets, auto):
+    """Rows of every policy, and those where it cuts nothing, with what that costs beside `off`."""
+    sms = json_of(kda, "info")["gpus"][0]["num_sms"]
+    rows = []
+    for policy in POLICIES[what]:
+        cases = auto if policy == "auto" else [case for name in sets for case in run_set(
+            kda, what, name, ["--context-parallel", policy])["cases"]]
+        rows += [policy_row(kda, policy, off, on, sms) for off, on in zip(cases[::2], cases[1::2])]
+    declined = [{name: row[name] for name in ("case", "set", "policy", "implementation", "reason")}
+                | {"overhead": row["on_s"] / row["off_s"] - 1} for row in rows if not row["segments"]]
+    return {"policies": rows, "declined": declined}
+
+
+def policy_table(report):
+    """The text of what compare_policies() has found: a row a case and set, microseconds."""
+    found = {}
+    for row in report["policies"]:
+        found.setdefault((row["set"], row["case"]), {})[row["policy"]] = row
+    us = lambda seconds: f"{seconds * 1e6:.1f}"
+    policies = list(dict.fromkeys(row["policy"] for row in report["policies"]))
+    lines = [" | ".join(["case", "off", *(f"{policy} (segments)" for policy in policies), "predicted for auto"])]
+    for (_, case), rows in found.items():
+        cells = [f"{us(rows[policy]['on_s'])} ({rows[policy]['segments'] or 'declined'})" for policy in policies]
+        predicted = rows["auto"]["predicted_s"]
+        lines.append(" | ".join([case, us(rows["auto"]["off_s"]), *cells, us(predicted) if predicted else ""]))
+    lines += [f"declined by {row['policy']}: {row['case']}: {row['overhead']:+.1%} beside off ({row['implementation']}; "
+              f"{row['reason']})" for row in report["declined"]]
+    return "\n".join(lines)
+
+
 def run_bench(kda, what, sets):
     reports = [run_backends(kda, what, name) if what in BACKENDS else run_set(kda, what, name) for name in sets]
-    return {"copy_bytes_per_second": reports[0]["copy_bytes_per_second"],
-            "cases": [case for report in reports for case in report["cases"]]}
+    found = {"copy_bytes_per_second": reports[0]["copy_bytes_per_second"],
+             "cases": [case for report in reports for case in report["cases"]]}
+    return found | compare_policies(kda, what, sets, found["cases"]) if what in POLICIES else found
 
 
 def main():
@@ -74,6 +122,8 @@ def main():
     for what in args.what or BENCHMARKS:
         name = f"gpu_{what.replace('-', '_')}"
         report = evidence.header(args.binaries, name, f"./dev gpu-bench {what}") | run_bench(kda, what, BENCHMARKS[what])
+        if what in POLICIES:
+            print(policy_table(report))
         evidence.write(args.results / file_name(report, args.beside), report)
     return 0
 

@@ -152,10 +152,12 @@ typedef struct kda_problem {
   int32_t batch_invariant;
   int32_t trusted; /* run, CUDA: 1 vouches that pointers and stream belong to the current device */
   void* stream; /* run: cudaStream_t of the current device, null the default one; unused on a CPU */
-  int32_t zero_skipped; /* decode in place, 1: o is 0 where no token is computed; 0: left alone */
+  /* 1: o is 0 where decode in place computes no token, and of a forward in the rows of sequences
+   * without a slot of initial_state, which must be indexed; 0: left alone, and computed. */
+  int32_t zero_skipped;
   int32_t reserved;     /* 0 */
   /* An index below it, and so any negative one, means none; 1 where slot 0 is a null block. Above 0
-   * it implies zero_skipped. */
+   * it implies zero_skipped of decode. */
   int64_t first_slot;
   /* run, backward: what a plan with options.keep saves; kda_plan_saved_bytes, aligned to 64. */
   void* saved;

@@ -118,6 +118,8 @@ struct Problem {
   bool token_parents = false;
   /// Decode in place or with S > 1: o is 0 where no token of a sequence is computed, as of a
   /// skipped one. Else such rows of o are left alone. A first_slot above 0 implies it.
+  /// Forward, whose initial_state must be indexed: o is 0 in the rows of a sequence that has no
+  /// slot there; its other states are stored as without it. Such a forward has no backward.
   bool zero_skipped = false;
 
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).

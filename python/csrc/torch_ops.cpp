@@ -127,7 +127,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
     refuse("checkpoints, checkpoint_offsets and checkpoint_indices are given together");
   decode = decode && !checkpoints && (state_a_token || few_tokens(lengths));
   p.operation = decode ? KDA_DECODE : KDA_FORWARD;
-  p.zero_skipped = decode && zero_skipped;  // a forward of lengths on the host skips nothing
+  p.zero_skipped = zero_skipped && (decode || indices);  // a forward without indices skips nothing
   describe_state(&p.initial_state, states, q, "states", state_v_first, p);
   if (indices) set_indices(&p.initial_state, &p, *indices, q, "indices");
   const auto has_slots = [&](const Tensor& x) { return x.size(0) > 0 || p.num_sequences == 0; };

@@ -369,11 +369,8 @@ def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, lengths, modes, out=No
     decode = state_a_token or decode and _decodes(q, cu_seqlens)
     skips = cu_seqlens is not None or indices is not None  # zeros where no token is, or no slot
     o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
-    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips and decode, head_map_of(head_map),
+    update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, skips, head_map_of(head_map),
            number_of(plan_options))
-    # The operator takes prefill's kernels where it knows of a longer sequence.
-    if indices is not None and not state_a_token and not (decode and cu_seqlens is None):
-        _zero_without_slot(o, slots, lengths, decode)
     if out is None:
         return as_type(o, v.dtype)
     return _written(out, o)
@@ -399,21 +396,6 @@ def _recurrent(q, k, v, g, beta, A_log, dt_bias, initial_state, modes, output_fi
     o, final = forward(q, k, v, g, beta, parameters, state, lengths, modes, bool(output_final_state or decode), decode,
                        has_state, head_map, options)
     return as_type(o, v.dtype), final if output_final_state else None
-
-
-def _zero_without_slot(o, slots, lengths, decode):
-    """The prefill kernels compute such sequences too, from zero. They are not taken where nobody on the host knows
-    of a sequence that is too long for decode."""
-    cu_seqlens, cu_seqlens_cpu = lengths
-    if decode and cu_seqlens_cpu is None and cu_seqlens.is_cuda:
-        return
-    without = slots.missing
-    if cu_seqlens is None:
-        o.masked_fill_(without[:, None, None, None], 0)
-    elif len(without):
-        tokens = torch.arange(o.shape[1], device=o.device)
-        sequences = torch.bucketize(tokens, cu_seqlens[1:], right=True).clamp(max=len(without) - 1)
-        o.masked_fill_(without[sequences][None, :, None, None], 0)
 
 
 def _decodes(q, cu_seqlens):

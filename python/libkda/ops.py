@@ -19,11 +19,12 @@ import functools
 
 import torch
 from torch import is_grad_enabled
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
+from torch.overrides import has_torch_function
 
 from ._binding import refusals
 from ._binding.library import FOLDER, library, version
@@ -101,6 +102,10 @@ has_backward = torch.ops.libkda.has_backward.default
 keeps_chunks = torch.ops.libkda.keeps_chunks.default
 
 
+_has_functorch = torch._C._are_functorch_transforms_active
+_is_traced = torch._C._get_tracing_state
+
+
 # ---- what has no derivative ------------------------------------------------------------------------------------------
 
 def _has_tangent(x):
@@ -154,20 +159,25 @@ def named(operator, args):
     return defaults | dict(zip(names, args))
 
 
+def _kernel(operator, args):
+    """An operator without autograd's keys."""
+    try:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return operator(*args)
+    except ValueError as error:  # that the library has no backward is no fault of an argument
+        reason = str(error).partition(f"{refusals.REFUSAL}no backward pass: ")[2]
+        if not reason:
+            raise
+        raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
+
+
 def _above_autograd(operator, written):
     """What a direct call of an operator takes first; the functions below have done it when they call."""
     expect = functools.partial(refuse_gradients, _name_of(operator)) if written else differentiates
 
-    def call(*args, **kwargs):
+    def call(*args):
         expect(*args)
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            try:
-                result = operator(*args, **kwargs)
-            except ValueError as error:  # that the library has no backward is no fault of an argument
-                reason = str(error).partition(f"{refusals.REFUSAL}no backward pass: ")[2]
-                if not reason:
-                    raise
-                raise NotImplementedError(NO_BACKWARD_HERE.format(reason)) from None
+        result = _kernel(operator, args)
         increment_version([args[i] for i in written if i < len(args) and args[i] is not None])
         return result
     return call
@@ -252,14 +262,16 @@ def _fake_backward(*args):
 
 def _below_autograd(operator, args):
     """The kernel, or under torch.func the next level, which has autograd of its own."""
-    with torch.set_grad_enabled(torch._C._are_functorch_transforms_active()), torch._C._AutoDispatchBelowAutograd():
+    if not _has_functorch():
+        return _kernel(operator, args)
+    with torch.set_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
         return operator(*args)
 
 
 # Functions of one level: torch.func asks an operator's autograd at each of its levels in turn.
 
 class _Forward(_SingleLevelFunction):
-    """forward_kept and its gradients."""
+    """forward_kept and its gradients, an operator each."""
 
     @staticmethod
     def forward(*args):
@@ -276,16 +288,19 @@ class _Forward(_SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, d_o, d_final_state, _):
-        wanted = sum(1 << i for i, needed in enumerate(ctx.needs_input_grad[:len(_DIFFERENTIABLE)]) if needed)
+        needed = ctx.needs_input_grad
+        wanted = sum(1 << i for i in range(len(_DIFFERENTIABLE)) if needed[i])
         if not ctx.output_final_state:
             d_final_state = None
         if d_o is None and d_final_state is None or not wanted:
-            return (None,) * len(ctx.needs_input_grad)
-        none = (None,) * (len(ctx.needs_input_grad) - len(_DIFFERENTIABLE))  # of what is no float tensor
+            return (None,) * len(needed)
+        none = (None,) * (len(needed) - len(_DIFFERENTIABLE))  # of what is no float tensor
         *inputs, has_state, saved = ctx.saved_tensors
-        gradients = _backward(d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted,
-                              ctx.head_map, ctx.options)
-        return *(x if wanted >> i & 1 else None for i, x in enumerate(gradients)), *none
+        args = (d_o, d_final_state, *inputs, *ctx.modes, has_state, saved, ctx.keep, wanted, ctx.head_map, ctx.options)
+        # A graph of the backward, whose gradients nobody has, or the next level of torch.func.
+        recorded = is_grad_enabled() or _has_functorch()
+        gradients = _backward(*args) if recorded else _kernel(_backward, args)
+        return *(x if needed[i] else None for i, x in enumerate(gradients)), *none
 
 
 class _Backward(_SingleLevelFunction):
@@ -378,5 +393,8 @@ update = _called(_update, "states that are updated in place")
 
 
 def forward_kept(*args):
-    """The outputs of torch.ops.libkda.forward_kept, with gradients."""
-    return _forward_kept(*args)[:2]
+    """The outputs of torch.ops.libkda.forward_kept, with gradients: its autograd at once, where nothing stands above
+    autograd that would look at the operator."""
+    if is_compiling() or _is_traced() or _has_functorch() or has_torch_function(args):
+        return _forward_kept(*args)[:2]
+    return _Forward.apply(*unwrap_dead_wrappers(args))[:2]

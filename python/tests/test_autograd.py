@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import FLAGS, distance, make, reference
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from libkda import chunk_kda, naive, ops
+from libkda import chunk_gated_delta_rule, chunk_kda, naive, ops
 
 ROWS = ("q", "k", "v", "g", "beta")
 KEPT, BACKWARD, FORWARD = (getattr(torch.ops.libkda, name).default for name in ("forward_kept", "backward", "forward"))
@@ -443,6 +444,53 @@ def test_compile_packed_sequences_in_a_module():
     found = torch.autograd.grad(torch.compile(call, fullgraph=True, backend="aot_eager")(x, cu),
                                 [x, project.weight, leaves["v"]])
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("function", [chunk_kda, chunk_gated_delta_rule])
+def test_a_training_step_is_two_operators_and_one_function(function):
+    """Each operator passes torch's dispatcher once, and no other one runs: that is most of a short step's host time."""
+    leaves = problem(T=20)
+    if function is chunk_gated_delta_rule:
+        leaves["g"] = leaves["g"].detach()[..., 0].requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        o, final = function(**leaves, **FLAGS)
+    assert o.grad_fn is final.grad_fn and o.grad_fn.name() == "_ForwardBackward"
+    nodes = [node for node, _ in o.grad_fn.next_functions if node is not None]
+    assert {node.name() for node in nodes} == {"torch::autograd::AccumulateGrad"} and len(nodes) == len(leaves)
+    outputs = (torch.ones_like(o), torch.ones_like(final))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as backward:
+        torch.autograd.grad((o, final), list(leaves.values()), outputs)
+    operators = [[event.name for event in events.events() if "::" in event.name and "autograd::" not in event.name]
+                 for events in (profile, backward)]
+    assert operators == [["libkda::forward_kept"], ["libkda::backward"]]
+
+
+def test_fake_tensors_have_gradients():
+    with FakeTensorMode() as mode:
+        leaves = {name: mode.from_tensor(t.detach()).requires_grad_() for name, t in problem().items()}
+        o, final = chunk_kda(**leaves, **FLAGS)
+        assert o.shape == (2, 131, 4, 24) and final.shape == (2, 4, 32, 24)
+        found = torch.autograd.grad((o, final), list(leaves.values()), (torch.ones_like(o), torch.ones_like(final)))
+    assert all(type(x) is FakeTensor and x.shape == t.shape for x, t in zip(found, leaves.values()))
+
+
+class Watched(torch.Tensor):
+    """It sees the operators that it is given to."""
+    seen = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_subclass_sees_the_operator_with_its_gradients():
+    leaves = problem(T=20)
+    expected = torch.autograd.grad(chunk_kda(**leaves, **FLAGS)[0].sum(), leaves["v"])
+    Watched.seen.clear()
+    o, _ = chunk_kda(**dict(leaves, q=leaves["q"].as_subclass(Watched)), **FLAGS)
+    assert KEPT in Watched.seen and o.requires_grad
+    assert torch.equal(torch.autograd.grad(o.sum(), leaves["v"])[0], expected[0])
 
 
 def test_backward_twice():

@@ -34,6 +34,30 @@ def test_chunk(device):
 
 
 @since_0_6
+@pytest.mark.parametrize("text, policy", [(None, "auto"), ("1", "auto"), ("0", "off"), ("off", "off")])
+def test_fla_switch_of_cuts(monkeypatch, text, policy):
+    """FLA_INTRACARD_CP=0 is the policy "off" of the plan, where neither the call nor libkda.options() has another."""
+    numbers, number_of = [], libkda.kda.number_of
+    monkeypatch.setattr(libkda.kda, "number_of", lambda given: numbers.append(number_of(given)) or numbers[-1])
+    monkeypatch.delenv("FLA_INTRACARD_CP", raising=False)
+    if text is not None:
+        monkeypatch.setenv("FLA_INTRACARD_CP", text)
+    x, three, oracle = make()[0], libkda.Options(context_parallel=3), libkda.Options(backend="oracle")
+    with torch.no_grad():
+        fla_kda.chunk_kda(**x, **FLAGS)
+        fla_kda.fused_recurrent_kda(**x, **FLAGS)
+        with libkda.options(context_parallel=3):
+            fla_kda.chunk_kda(**x, **FLAGS)
+        with libkda.options(backend="oracle"):
+            fla_kda.chunk_kda(**x, **FLAGS)
+        libkda.chunk_kda(**x, **FLAGS)  # FLA's switch is of FLA's functions
+    off = libkda.Options(context_parallel=policy)
+    both = libkda.Options(context_parallel=policy, backend="oracle")
+    assert numbers == [off.number, off.number, three.number, both.number, libkda.Options().number]
+    assert (both == oracle) == (policy == "auto")
+
+
+@since_0_6
 def test_recurrent():
     x, parameters, state = make(T=4)
     with torch.no_grad():

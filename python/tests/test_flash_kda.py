@@ -5,6 +5,7 @@ import pytest
 import torch
 from common import TOLERANCE, distance, make, reference
 
+import libkda
 from libkda.compat import flash_kda
 
 
@@ -140,3 +141,53 @@ def test_refusals(change, error, text):
     with pytest.raises(error, match=text):
         flash_kda.fwd(**call)
     assert out.isnan().all()
+
+
+def call_of(function, **more):
+    """What fwd or fwd_cp writes, of a sequence of 900 tokens."""
+    torch.manual_seed(0)
+    x, parameters, _ = make(B=1, T=900, gates="bounded")
+    x["g"] -= 9  # slow decay: segments see each other
+    out = torch.full_like(x["v"], float("nan"))
+    function(**x, scale=0.1, out=out, **parameters, lower_bound=-5.0, **more)
+    return out
+
+
+def test_auto_cp_is_the_policy_of_the_plan(monkeypatch):
+    """On a CPU "auto" and "off" cut nothing; three segments have bits of their own, and an option that is not the
+    policy stays in force."""
+    uncut, numbers = call_of(flash_kda.fwd), []
+    forward_into = flash_kda.forward_into
+
+    def seen(*args, options):
+        numbers.append(options)
+        forward_into(*args, options=options)
+
+    monkeypatch.setattr(flash_kda, "forward_into", seen)
+    with libkda.options(context_parallel=3):
+        assert not torch.equal(call_of(flash_kda.fwd), uncut)
+        assert torch.equal(call_of(flash_kda.fwd_cp), uncut) and torch.equal(call_of(flash_kda.fwd_cp, auto_cp=False),
+                                                                             uncut)
+    assert numbers == [libkda.Options(context_parallel=policy).number for policy in (3, "auto", "off")]
+    with libkda.options(backend="nameless"):
+        for auto_cp in (True, False):
+            with pytest.raises(ValueError, match="^backend: 'nameless' names no"):
+                call_of(flash_kda.fwd_cp, auto_cp=auto_cp)
+    with pytest.raises(TypeError, match="^auto_cp must be a bool, got 1$"):
+        call_of(flash_kda.fwd_cp, auto_cp=1)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("function", [flash_kda.fwd, flash_kda.fwd_cp])
+def test_lengths_on_the_host(function, checkpoints):
+    """A copy of them changes nothing, and is compared with what a CPU has."""
+    cu = torch.tensor([0, 300, 900])
+    more = {}
+    if checkpoints:
+        more = dict(checkpoint_state=torch.zeros(2, 4, 32, 64), checkpoint_offsets=torch.tensor([48, 0]))
+    more["cu_seqlens"] = cu
+    assert torch.equal(call_of(function, **more), call_of(function, **more, cu_seqlens_cpu=cu.int()))
+    with pytest.raises(ValueError, match="^cu_seqlens_cpu: entry 1 = 299|^cu_seqlens_cpu is not cu_seqlens"):
+        call_of(function, **more, cu_seqlens_cpu=torch.tensor([0, 299, 900]))
+    with pytest.raises(ValueError, match="^cu_seqlens_cpu is a copy of cu_seqlens, got no cu_seqlens"):
+        call_of(function, cu_seqlens_cpu=torch.tensor([0, 900]))

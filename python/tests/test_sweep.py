@@ -154,7 +154,8 @@ def naive(x):
 def flash(x):
     final = nan_like(x["state"].mT.contiguous())
     return dict(rows(x, True), scale=0.25, out=nan_like(rows(x, True)["v"]), **gate(x), lower_bound=-5.0,
-                initial_state=x["state"].mT.contiguous(), final_state=final, cu_seqlens=lengths(x))
+                initial_state=x["state"].mT.contiguous(), final_state=final, cu_seqlens=lengths(x),
+                cu_seqlens_cpu=lengths(x).cpu())
 
 
 def flash_checkpoints(x):
@@ -326,9 +327,11 @@ TARGETS = {
     "naive_recurrent_kda": Target(libkda.naive_recurrent_kda, naive, optional=("initial_state",)),
     "naive_chunk_kda": Target(libkda.naive_chunk_kda, naive, optional=("initial_state",)),
     "flash_kda.fwd": Target(flash_kda.fwd, flash, ("out", "final_state"),
-                            (*GATE_NAMES, "initial_state", "final_state", "cu_seqlens")),
+                            (*GATE_NAMES, "initial_state", "final_state", *LENGTH_NAMES)),
+    "flash_kda.fwd_cp": Target(flash_kda.fwd_cp, flash, ("out", "final_state"),
+                               (*GATE_NAMES, "initial_state", "final_state", *LENGTH_NAMES)),
     "flash_kda.fwd, checkpoints": Target(flash_kda.fwd, flash_checkpoints, ("out", "final_state", "checkpoint_state"),
-                                         (*GATE_NAMES, "initial_state", "final_state", "cu_seqlens")),
+                                         (*GATE_NAMES, "initial_state", "final_state", *LENGTH_NAMES)),
     # What is no tensor the dispatcher of torch refuses itself, by a RuntimeError.
     "torch.ops.libkda.forward": Target(operator_of("forward"), forward, (),
                                        ("dt_bias", *STATE_NAMES, *LENGTH_NAMES), RuntimeError),

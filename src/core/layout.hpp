@@ -59,6 +59,11 @@ inline bool skips_sequences(const Problem& p) { return in_place(p) || p.state_in
 /// It writes zeros where no token is computed.
 inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_slot > 0; }
 
+/// A forward does so in the rows of sequences whose initial_state has no slot.
+inline bool zeroes_without_slot(const Problem& p) {
+  return p.operation == Operation::kForward && p.zero_skipped;
+}
+
 /// Tokens of sequence n that are computed, of `length`: those before the first one that its tree
 /// leaves out. `parents`: [N, S], or null.
 inline int64_t computed_tokens(const Problem& p, const int32_t* parents, int64_t n,

@@ -213,7 +213,9 @@ Status check_forward_states(const Problem& p) {
     return invalid("initial_state_mask: given without initial_state");
   if (p.state_index_columns != 1 || p.num_accepted_tokens || p.token_parents)
     return invalid("state_index_columns, num_accepted_tokens, token_parents: belong to decode");
-  if (p.zero_skipped) return invalid("zero_skipped: belongs to decode, forward skips no token");
+  if (p.zero_skipped && !(p.initial_state && p.initial_state->indexed))
+    return invalid("zero_skipped: a forward needs an indexed initial_state, whose sequences ",
+                   "without a slot have outputs of 0");
   return {};
 }
 
@@ -278,6 +280,7 @@ Status check_gradients(const Problem& p, const Gradients& g) {
   if (p.operation != Operation::kForward)
     return invalid("forward: its operation is ", operation_name(p.operation),
                    ", only forward has a backward");
+  if (p.zero_skipped) return invalid("zero_skipped: a forward with it has no backward");
   if (!g.d_o && !g.d_final_state)
     return invalid("d_o, d_final_state: both are absent, a backward starts from at least one");
   KDA_RETURN_IF_ERROR(check_gradient({"d_o", v_shape(p), 4, false}, g.d_o));

@@ -59,8 +59,8 @@ struct DeviceChecks {
   Status (*call)(const Plan& plan, bool trusted, const void* workspace, void* stream);
   /// `pointer` (may be null) is memory of the current device; `name` is for the message.
   Status (*pointer)(const char* name, const void* pointer);
-  /// Zeros in the rows of `written` that no sequence of the device's cu_seqlens has, after the
-  /// kernels of `call`.
+  /// Zeros in the rows of `written` that no sequence of the device's cu_seqlens has, and with
+  /// zero_skipped in those of sequences without a slot, after the kernels of `call`.
   Status (*zero_rows)(const stage::Call& call, std::span<const WrittenRows> written);
 };
 

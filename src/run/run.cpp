@@ -126,15 +126,31 @@ stage::Forward with_kept(stage::Forward args) {
   return args;
 }
 
-/// Zeros in rows of `written` that belong to no sequence, where only the device knows of them.
+/// Zeros in rows of `written` that belong to no sequence, where only the device knows of them, or
+/// to one without a slot.
 Status zero_rows(const Head& head, const stage::Call& call,
                  std::initializer_list<registry::WrittenRows> written) {
-  if (!head.device_checks || !call.problem.cu_seqlens || call.plan->lengths_known) return {};
+  const bool may_end_early = call.problem.cu_seqlens && !call.plan->lengths_known;
+  if (!head.device_checks || !(may_end_early || zeroes_without_slot(call.problem))) return {};
   return head.device_checks->zero_rows(call, {written.begin(), written.size()});
+}
+
+/// Zeros in o of sequences without a slot, in memory of the host.
+void zero_without_slot(const stage::Call& call) {
+  const Problem& p = call.problem;
+  const int64_t size = dtype_size(p.o.dtype);
+  for (int64_t n = 0; n < p.num_sequences; ++n) {
+    if (state_slot(p, *p.initial_state, call.tensors.initial_state_indices, n) >= 0) continue;
+    for (int64_t token = call.sequences.begin(n); token < call.sequences.end(n); ++token)
+      for (int64_t head = 0; head < p.num_value_heads; ++head)
+        std::memset(static_cast<char*>(call.tensors.o) + row_offset(p, p.o, token, head) * size, 0,
+                    static_cast<std::size_t>(p.value_dim * size));
+  }
 }
 
 Status zero_outputs(const Head& head, const stage::Call& call) {
   const Problem& p = call.problem;
+  if (!head.device_checks && zeroes_without_slot(p)) zero_without_slot(call);
   return zero_rows(head, call, {{p.o, call.tensors.o, p.num_value_heads, p.value_dim}});
 }
 

@@ -333,6 +333,15 @@ TEST(BadForward, SavedIsTheWorkspace) {
   EXPECT_EQ(refused(0, needed), "");
 }
 
+TEST(GoodBackward, ForwardsThatZeroRowsHaveNone) {
+  Call call;
+  Plan plan;
+  plan.problem = call.problem();
+  plan.problem.zero_skipped = true;
+  const Status status = make_backward_plan(plan, call.wanted(), {}, &call.plan);
+  EXPECT_EQ(status.message(), "zero_skipped: a forward with it has no backward");
+}
+
 TEST(GoodBackward, DecodeHasNone) {
   Call call;
   call.problem().operation = Operation::kDecode;

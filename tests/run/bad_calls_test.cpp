@@ -274,8 +274,12 @@ const BadCall kBadProblems[] = {
     {"columns_in_forward", [](C& c) { c.problem.state_index_columns = 2; }, "state_index_columns"},
     {"accepted_in_forward", [](C& c) { c.problem.num_accepted_tokens = true; },
      "num_accepted_tokens"},
-    {"zeroes_in_forward", [](C& c) { c.problem.zero_skipped = true; },
-     "zero_skipped: belongs to decode"},
+    {"zeroes_in_forward_without_indices",
+     [](C& c) {
+       c.problem.zero_skipped = true;
+       c.problem.initial_state->indexed = false;
+     },
+     "zero_skipped: a forward needs an indexed initial_state"},
     {"zeroes_with_final_state",
      [](C& c) {
        c.make_decode_with_final_state();

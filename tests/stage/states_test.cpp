@@ -145,6 +145,59 @@ PoolRun run_with_checkpoints(const Inputs& inputs, const PlanOptions& options, i
   return result;
 }
 
+/// o of 4 sequences, of which two have no slot; in rows that lie apart.
+io::Buffer outputs_in_pool(Inputs inputs, const std::string& backend, bool zeroes,
+                           bool from_bounds) {
+  Problem& p = inputs.problem;
+  p.initial_state = p.final_state = pool_of(5);
+  p.first_slot = 1;
+  p.zero_skipped = zeroes;
+  p.o = contiguous(DType::kFloat32, {p.batch, p.num_tokens, kHeads, kV});
+  for (std::size_t dim = 0; dim < 3; ++dim) p.o.strides[dim] += p.o.strides[dim] / kV * 4;
+  io::Buffer o(static_cast<std::size_t>(p.o.strides[0] * p.batch) * sizeof(float));
+  o.fill(0xff);
+  io::Buffer pool(5 * kStateElems * sizeof(float));
+  pool.fill(0);
+  Plan plan;
+  throw_if_error(from_bounds ? make_plan_from_bounds(p, test::device_of(backend),
+                                                     test::with_backend(backend), &plan)
+                             : make_plan(p, inputs.cu_seqlens, test::device_of(backend),
+                                         test::with_backend(backend), &plan));
+  io::Buffer workspace(plan.workspace_bytes);
+  workspace.fill(0xff);
+  const int32_t slots[] = {3, 0, 2, -1};
+  Tensors tensors = inputs.tensors();
+  tensors.o = o.data();
+  tensors.initial_state = tensors.final_state = pool.data();
+  tensors.initial_state_indices = tensors.final_state_indices = slots;
+  if (p.cu_seqlens) tensors.cu_seqlens = inputs.cu_seqlens.data();
+  throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
+  return o;
+}
+
+TEST(States, OutputsWithoutASlotAreZeroWhereAsked) {
+  std::vector<std::string> backends = test::backends();
+  backends.emplace_back("oracle");
+  for (const std::string& backend : backends)
+    for (const bool packed : {true, false})
+      for (const bool from_bounds : {true, false}) {
+        check::GenerateOptions options = test::shape(packed ? 0 : 20, kHeads, kK, kV);
+        if (packed) options.seq_lens = {9, 20, 0, 33};
+        if (!packed) options.batch = 4;
+        const Inputs inputs = check::generate(options);
+        io::Buffer expected = outputs_in_pool(inputs, backend, false, from_bounds);
+        const int64_t row = kHeads * (kV + 4) * 4;
+        const auto zero = [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin * kHeads; i < end * kHeads; ++i)
+            std::memset(expected.data() + i * row / kHeads, 0, kV * 4);
+        };
+        zero(packed ? 9 : 20, packed ? 29 : 40);
+        zero(packed ? 29 : 60, packed ? 62 : 80);
+        EXPECT_TRUE(test::same_bits(expected, outputs_in_pool(inputs, backend, true, from_bounds)))
+            << backend << (packed ? " packed" : " rows") << (from_bounds ? " from bounds" : "");
+      }
+}
+
 TEST(States, SlotsBelowTheFirstOneMeanNone) {
   check::GenerateOptions options = test::shape(0, 1, 128, 128);
   options.dtype = DType::kBFloat16;

@@ -56,12 +56,6 @@ class Slots(NamedTuple):
     first_slot: int
     beside: Beside | None  # None: nothing, as in most calls
 
-    @property
-    def missing(self) -> torch.Tensor:
-        """Which sequences have no slot, by their indices."""
-        missing = self.indices < self.first_slot
-        return missing | (self.indices >= len(self.states)) if missing.is_cuda else missing  # elsewhere it is refused
-
 
 def dense(x):
     """A contiguous tensor. torch copies from a storage that has been freed without looking."""

@@ -125,6 +125,23 @@ def _number_in_force() -> int:
     return number
 
 
+@functools.lru_cache
+def _with_policy(made: Options, context_parallel: str) -> Options:
+    return dataclasses.replace(made, context_parallel=context_parallel)
+
+
+def uncut_where_auto() -> Options:
+    """The options in force, with nothing cut where their policy is "auto"."""
+    made = _of_thread.given or _of_environment()
+    return _with_policy(made, "off") if made.context_parallel == "auto" else made
+
+
+@assume_constant_result
+def number_with_policy(context_parallel: str) -> int:
+    """The number of the options in force, with another policy."""
+    return _with_policy(_of_thread.given or _of_environment(), context_parallel).number
+
+
 def number_of(plan_options: Options | None) -> int:
     """The number of a call's options: its own, else those in force, which a traced call has as a constant."""
     if plan_options is None:

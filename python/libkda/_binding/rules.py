@@ -90,9 +90,10 @@ RULES = {
     "verify, with drafts": dict(
         _POOL, slots=Rule(INTEGERS, "N", required=True), drafts=Rule(STATES, "rows HV K V", written=True),
         draft_slots=Rule(INTEGERS, "N S"), parents=Rule(INTEGERS, "N S")),
-    "fwd": dict(_INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
-                initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K"),
-                checkpoint_state=_output(FLOATS, "N HV V K"), checkpoint_offsets=Rule(INTEGERS, "N", "either")),
+    **dict.fromkeys(("fwd", "fwd_cp"), dict(
+        _INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
+        initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K"),
+        checkpoint_state=_output(FLOATS, "N HV V K"), checkpoint_offsets=Rule(INTEGERS, "N", "either"))),
     "fused_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), **_GATE),
     "naive_kda_gate": dict(g=Rule(FLOATS, ".. HV K", required=True), A_log=Rule(FLOATS, "*HV", required=True),
                            dt_bias=_GATE["dt_bias"]),
@@ -153,7 +154,7 @@ WORDS = {
         _SIZES, states="initial_state", indices="ssm_state_indices", initial_state_indices="ssm_state_indices",
         final_state_indices="ssm_state_indices", final_state="initial_state", state_index_columns="ssm_state_indices",
         o="out"),
-    "fwd": dict(_SIZES, o="out"),
+    **dict.fromkeys(("fwd", "fwd_cp"), dict(_SIZES, o="out")),
     **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
     "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),
     "short_conv": dict(channels="x", num_tokens="x"),

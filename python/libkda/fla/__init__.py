@@ -6,6 +6,7 @@ others: KDA, and with FLA 0.6 Gated DeltaNet. Calls that libkda does not serve (
 bf16 with K up to 128, unless enable(train_on_gpu=True) asks for them; heads of more than 256 channels) go on to FLA;
 last_path() says who served the last one and why. On a GPU a decode step of FLA's KimiDeltaAttention is one kernel
 behind its projections; the states of its cache are updated in place. FLA_LIBKDA=0 or disable() switch it off.
+FLA_INTRACARD_CP=0 has no sequence cut over a card, as in FLA.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import torch
 from .. import gate, gated_delta, kda, ops
 from . import layer, recurrent, step
 from .._binding.library import cuda_refusal
+from .._binding.options import uncut_where_auto
 from .._binding.rules import MOST_CHANNELS
 from .._plugins.plugin import Plugin
 from .._plugins.switches import switch
@@ -126,6 +128,16 @@ def _packs_batches(function):
     return call
 
 
+def _with_fla_switch(names, args, kwargs):
+    """Keywords of a call: FLA_INTRACARD_CP=0 lets nothing be cut where neither it nor libkda.options() says how."""
+    if switch("FLA_INTRACARD_CP", True):
+        return kwargs
+    given = dict(zip(names, args), **kwargs)
+    if given.get("plan_options") is not None or given.get("cp_context") is not None:
+        return kwargs
+    return dict(kwargs, plan_options=uncut_where_auto())
+
+
 def _serve(name, function):
     """A backend's method and its verifier for one of FLA's functions."""
     names = tuple(inspect.signature(function).parameters)
@@ -133,10 +145,12 @@ def _serve(name, function):
     # FLA's recurrent function has no gradients either: what it returns is cut off from its inputs.
     run = torch.no_grad()(function) if name == "fused_recurrent_kda_fwd" else function
 
+    plans = function is not gate.fused_kda_gate
+
     @functools.wraps(function)
     def call(self, *args, **kwargs):
         _plugin.serves(name)
-        return run(*args, **kwargs)
+        return run(*args, **(_with_fla_switch(names, args, kwargs) if plans else kwargs))
 
     def verifier(self, *args, **kwargs):
         reason = _reason(name, dict(zip(names, args), **kwargs))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/launch/zero_rows.hpp"
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "plan/ledger.hpp"
@@ -10,16 +11,24 @@ namespace kda::cuda {
 Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written) {
   const Problem& p = call.problem;
   ZeroRowsArgs args;
-  args.lengths = call.tensors.cu_seqlens;
-  args.wide_lengths = p.cu_seqlens == DType::kInt64;
-  // A map is clamped: with wrong offsets too it says which rows the kernels have taken.
-  if (const void* map = plan::find_block(*call.plan, call.workspace, block::kSequenceMap))
-    args.lengths = map, args.wide_lengths = 1;
+  if (p.cu_seqlens) {
+    args.lengths = call.tensors.cu_seqlens;
+    args.wide_lengths = p.cu_seqlens == DType::kInt64;
+  }
+  // A map is clamped: with wrong offsets too it says which rows the kernels have taken. Where the
+  // host knows the lengths it may not be in memory.
+  const void* map = plan::find_block(*call.plan, call.workspace, block::kSequenceMap);
+  if (map && p.cu_seqlens && !call.plan->lengths_known) args.lengths = map, args.wide_lengths = 1;
   args.num_sequences = p.num_sequences;
   args.num_tokens = p.num_tokens;
+  if (zeroes_without_slot(p)) {
+    args.slots = call.tensors.initial_state_indices;
+    args.first_slot = p.first_slot, args.num_slots = p.initial_state->num_slots;
+  }
   for (const registry::WrittenRows& rows : written) {
     const TensorDesc& desc = rows.desc;
-    args.add({rows.data, desc.strides[1], desc.strides[2], desc.strides[3], rows.heads, rows.size,
+    args.add({rows.data, p.batch > 1 ? desc.strides[0] : 0, desc.strides[1], desc.strides[2],
+              desc.strides[3], rows.heads, rows.size,
               static_cast<int32_t>(dtype_size(desc.dtype))});
   }
   const DeviceFacts& device = call.plan->device;

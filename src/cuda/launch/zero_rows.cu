@@ -24,11 +24,12 @@ __device__ __forceinline__ bool has_words(const WrittenTensor& x) {
                      (x.heads == 1 || x.stride_h == (x.size == 1 ? 1 : x.size));
   const int64_t row = x.heads * x.size * x.bytes;
   return dense && row % kWordBytes == 0 && x.stride_t * x.bytes % kWordBytes == 0 &&
+         x.stride_b * x.bytes % kWordBytes == 0 &&
          reinterpret_cast<uintptr_t>(x.base) % kWordBytes == 0;
 }
 
-__device__ __forceinline__ void zero_row(const WrittenTensor& x, int64_t token) {
-  char* row = static_cast<char*>(x.base) + token * x.stride_t * x.bytes;
+__device__ __forceinline__ void zero_row(const WrittenTensor& x, int64_t batch, int64_t token) {
+  char* row = static_cast<char*>(x.base) + (batch * x.stride_b + token * x.stride_t) * x.bytes;
   const int64_t elements = x.heads * x.size;
   if (has_words(x)) {
     for (int64_t i = threadIdx.x; i < elements * x.bytes / kWordBytes; i += kThreads)
@@ -44,13 +45,44 @@ __device__ __forceinline__ void zero_row(const WrittenTensor& x, int64_t token) 
   }
 }
 
+/// Rows of one batch entry.
+struct Rows {
+  int64_t batch, begin, end;
+};
+
+/// All blocks share in them.
+__device__ __forceinline__ void zero_all(const ZeroRowsArgs& a, const Rows& rows) {
+  for (int64_t token = rows.begin + blockIdx.x; token < rows.end; token += gridDim.x)
+    for (int n = 0; n < a.count; ++n) zero_row(a.tensors[n], rows.batch, token);
+}
+
+/// Sequence n's rows, if it has no slot; else none.
+__device__ __forceinline__ Rows without_slot(const ZeroRowsArgs& a, int64_t n) {
+  if (n >= a.num_sequences) return {0, 0, 0};
+  const int64_t slot = a.slots[n];
+  if (slot >= a.first_slot && slot < a.num_slots) return {0, 0, 0};
+  if (!a.lengths) return {n, 0, a.num_tokens};
+  return {0, offset_at(a, n), offset_at(a, n + 1)};
+}
+
 __global__ void __launch_bounds__(kThreads)
     zero_rows_kernel(const __grid_constant__ ZeroRowsArgs a) {
+  __shared__ Rows found[kThreads];
   ptx::griddepcontrol_wait();
-  const int64_t first = offset_at(a, 0), last = max(first, offset_at(a, a.num_sequences));
-  const int64_t rows = first + a.num_tokens - last;
-  for (int64_t i = blockIdx.x; i < rows; i += gridDim.x)
-    for (int n = 0; n < a.count; ++n) zero_row(a.tensors[n], i < first ? i : last + i - first);
+  if (a.lengths) {
+    const int64_t first = offset_at(a, 0), last = max(first, offset_at(a, a.num_sequences));
+    zero_all(a, {0, 0, first});
+    zero_all(a, {0, last, a.num_tokens});
+  }
+  if (!a.slots) return;
+  for (int64_t n = 0; n < a.num_sequences; n += kThreads) {
+    const Rows rows = without_slot(a, n + threadIdx.x);
+    if (!__syncthreads_or(rows.begin < rows.end)) continue;
+    found[threadIdx.x] = rows;
+    __syncthreads();
+    for (int i = 0; i < min(int64_t{kThreads}, a.num_sequences - n); ++i) zero_all(a, found[i]);
+    __syncthreads();
+  }
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Zeros in the rows that belong to no sequence. Where only the device knows cu_seqlens, the last
-// offset may lie before the last token (a padded batch in a CUDA graph). Other kernels write rows
-// of sequences alone; this one writes the rest.
+// Zeros in the rows that belong to no sequence, or to one without a slot of its state. Where only
+// the device knows cu_seqlens, the last offset may lie before the last token (a padded batch in a
+// CUDA graph). Other kernels write rows of sequences alone; this one writes the rest.
 #pragma once
 
 #include "cuda/launch/launch.hpp"
@@ -11,20 +11,22 @@
 
 namespace kda::cuda {
 
-/// A [T, heads, size] tensor; strides are in elements.
+/// A [B, T, heads, size] tensor; strides are in elements.
 struct WrittenTensor {
   void* base = nullptr;
-  int64_t stride_t = 0, stride_h = 0, stride_c = 0;
+  int64_t stride_b = 0, stride_t = 0, stride_h = 0, stride_c = 0;
   int64_t heads = 1, size = 1;
   int32_t bytes = 2;  ///< of an element: 2 or 4
 };
 
 struct ZeroRowsArgs {
   static constexpr int kMost = 5;
-  const void* lengths = nullptr;  ///< [N + 1] cu_seqlens on the device, of any values
-  int32_t wide_lengths = 0;       ///< int64
-  int64_t num_sequences = 0;      ///< N
-  int64_t num_tokens = 0;         ///< T
+  const void* lengths = nullptr;   ///< [N + 1] cu_seqlens on the device, of any values; null: B = N
+  int32_t wide_lengths = 0;        ///< int64
+  int64_t num_sequences = 0;       ///< N
+  int64_t num_tokens = 0;          ///< T
+  const int32_t* slots = nullptr;  ///< [N]: a sequence without one has zeros; null: all have one
+  int64_t first_slot = 0, num_slots = 0;
   WrittenTensor tensors[kMost];
   int count = 0;
 
@@ -34,7 +36,8 @@ struct ZeroRowsArgs {
   }
 };
 
-/// Rows before the first offset and from the last one on. `blocks`: at most.
+/// Rows before the first offset, from the last one on, and of sequences without a slot. `blocks`:
+/// at most.
 Status launch_zero_rows(const ZeroRowsArgs& args, int64_t blocks, const Launch& launch);
 
 /// DeviceChecks::zero_rows.

@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""policies_test.py KDA: what ./dev gpu-bench context-parallel reports of the published policies, without a GPU. Times
+and cards are made up; cases and plans are those of the program KDA."""
+import json
+import pathlib
+import stat
+import sys
+import tempfile
+import textwrap
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
+import gpu_bench  # noqa: E402
+
+KDA = pathlib.Path(sys.argv.pop(1)).resolve()
+CASES = ["--seq-lens 4K --heads 16", "--seq-lens 128K --heads 4", "--seq-lens 128K,1K --heads 4"]
+
+# `kda` on a card of 132 SMs: a plan is the program's, off takes 200 us, a cut call 50 and an uncut one 210.
+STAND_IN = f"""#!{sys.executable}
+import json, subprocess, sys
+what, *flags = sys.argv[1:]
+if what == "info":
+    print(json.dumps(dict(gpus=[dict(num_sms=132)])))
+elif what == "plan":
+    sys.exit(subprocess.run([{str(KDA)!r}, what, *flags]).returncode)
+else:
+    policy = flags[flags.index("--context-parallel") + 1] if "--context-parallel" in flags else "auto"
+    rows = []
+    for case in {CASES!r}:
+        plan = subprocess.run([{str(KDA)!r}, "plan", *case.split(), "--context-parallel", policy, "--json"],
+                              capture_output=True, check=True, text=True).stdout
+        segments = len(json.loads(plan)["segments"])
+        for name, us, cut in (("off", 200, 0), ("on", 50 if segments else 210, segments)):
+            rows.append(dict(case=case, what=name, median_s=us * 1e-6, segments=cut, implementation="cuda." + policy))
+    with open(flags[flags.index("--json") + 1], "w") as file:
+        json.dump(dict(copy_bytes_per_second=4e12, cases=rows), file)
+"""
+
+
+class Policies(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.kda = pathlib.Path(self.folder.name) / "kda"
+        self.kda.write_text(textwrap.dedent(STAND_IN))
+        self.kda.chmod(self.kda.stat().st_mode | stat.S_IXUSR)
+        self.report = gpu_bench.run_bench(self.kda, "context-parallel", ["context_parallel"])
+
+    def tearDown(self):
+        self.folder.cleanup()
+
+    def test_rows_of_every_policy(self):
+        rows = self.report["policies"]
+        self.assertEqual([row["policy"] for row in rows[::len(CASES)]], ["auto", "flashkda", "cula"])
+        self.assertEqual([row["case"] for row in rows], 3 * CASES)
+        for row in rows:
+            self.assertAlmostEqual(row["off_s"], 200e-6)
+            self.assertAlmostEqual(row["on_s"], 50e-6 if row["segments"] else 210e-6)
+            self.assertTrue(row["reason"].startswith(row["policy"]), row["reason"])
+            self.assertEqual(row["predicted_s"] is None, row["policy"] != "auto")
+
+    def test_what_is_declined(self):
+        declined = {(row["policy"], row["case"]): row for row in self.report["declined"]}
+        uncut = {(row["policy"], row["case"]) for row in self.report["policies"] if not row["segments"]}
+        self.assertEqual(set(declined), uncut)
+        self.assertIn(("cula", CASES[0]), uncut)  # fewer than 256 chunks
+        self.assertNotIn(("cula", CASES[1]), uncut)
+        self.assertNotIn(("auto", CASES[1]), uncut)
+        for row in declined.values():
+            self.assertAlmostEqual(row["overhead"], 0.05)
+
+    def test_cases_are_those_of_auto_alone(self):
+        """Tables read two rows a case, off and on."""
+        self.assertEqual([row["what"] for row in self.report["cases"]], ["off", "on"] * len(CASES))
+        self.assertEqual({row["implementation"] for row in self.report["cases"]}, {"cuda.auto"})
+
+    def test_text(self):
+        text = gpu_bench.policy_table(json.loads(json.dumps(self.report)))
+        self.assertIn(f"{CASES[1]} | 200.0 | 50.0 (", text)
+        self.assertIn(f"declined by cula: {CASES[0]}: +5.0% beside off (cuda.cula; cula guard 1: ", text)
+
+
+if __name__ == "__main__":
+    unittest.main()
