@@ -68,7 +68,7 @@ __device__ __forceinline__ bool lacks_slot(const States& states, int64_t slot) {
 __device__ __forceinline__ int64_t state_slot(const StateView& view, int64_t n) {
   if (!view.base || (view.mask && view.mask[n] == 0)) return -1;
   const int64_t slot = view.indices ? view.indices[n] : n;
-  // As lacks_slot() has it, but written out: the compilers order the code of most kernels by this.
+  // Written out, for the compilers order the code of most kernels by how it is written.
   return slot < view.first_slot || slot >= view.num_slots ? -1 : slot;
 }
 
