@@ -749,6 +749,15 @@ def table_cpu_transformers():
     return head + markdown(["case", "torch", "libkda's KDA alone", "libkda", "torch / libkda"], rows) + source(report)
 
 
+def table_cpu_onnxruntime():
+    report = load("cpu_onnxruntime")
+    rows = [[name, *(milliseconds(1e-3 * row[f"{which}_ms"]) for which in ("built_in", "libkda")),
+             f'{row["times_as_fast"]:.2f}x', f'{row["least_times_as_fast"]:.2f}x'] for name, row in report["rows"].items()]
+    head = (f'{report["threads"]} threads of an {report["device"]}, fp32; onnxruntime {report["onnxruntime"]}, '
+            f'{report["date"]}\n\n')
+    return head + markdown(["case", "built in", "libkda", "built in / libkda", "by minima"], rows) + source(report)
+
+
 def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)
