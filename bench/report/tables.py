@@ -758,6 +758,18 @@ def table_cpu_onnxruntime():
     return head + markdown(["case", "built in", "libkda", "built in / libkda", "by minima"], rows) + source(report)
 
 
+def table_cpu_ggml():
+    report = load("cpu_ggml")
+    rows = [[f'{r["tokens"]:,}', f'{r["heads"]} / {r["value_heads"]}', str(r["sequences"]),
+             "one a head" if r["gates_a_head"] == 1 else "one a channel",
+             *(milliseconds(1e-3 * r[f"{which}_ms"]) for which in ("ggml", "libkda")), f'{r["times_as_fast"]:.1f}x']
+            for r in report["rows"]]
+    head = (f'Least times of {report["threads"]} threads of an {report["cpu"]}, D = 128, fp32, while other processes ran; '
+            f'ggml {report["ggml"]}, {report["date"]}\n\n')
+    return head + markdown(["tokens", "q/k / value heads", "sequences", "gates", "ggml", "libkda", "ggml / libkda"],
+                           rows) + source(report)
+
+
 def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)

@@ -15,8 +15,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <threads.h>
 
+#include "../one_thread.h"
 #include "kda/kda.h"
 #include "ort_api.h"
 
@@ -244,48 +244,10 @@ static kda_problem part_of(const job* work, int64_t index) {
   return p;
 }
 
-static once_flag once = ONCE_FLAG_INIT;
-static kda_plan_cache* plans;
-static tss_t workspaces; /* of each thread, freed when it ends */
-static int ready;
-static void prepare(void) {
-  ready =
-      kda_plan_cache_create(0, &plans) == KDA_OK && tss_create(&workspaces, free) == thrd_success;
-}
-
-/* At least so many bytes that the thread keeps, or null. They begin with their number. */
-static void* workspace_of(size_t bytes) {
-  enum { HEADER = 64 };
-  size_t* kept = tss_get(workspaces);
-  if (kept == NULL || *kept < bytes) {
-    free(kept);
-    const size_t size = (bytes + HEADER - 1) / HEADER * HEADER;
-    kept = aligned_alloc(HEADER, HEADER + size);
-    tss_set(workspaces, kept);
-    if (kept == NULL) return NULL;
-    *kept = size;
-  }
-  return (char*)kept + HEADER;
-}
-
-static const char* run_part(const kda_problem* p) {
-  kda_plan_options options;
-  kda_plan_options_init(&options);
-  options.num_threads = 1; /* ONNX Runtime has threads; libkda need not wake its own */
-  kda_plan* plan = NULL;
-  if (kda_plan_cache_find(plans, p, NULL, &options, &plan) != KDA_OK) return kda_last_error();
-  const size_t bytes = kda_plan_workspace_bytes(plan);
-  void* workspace = workspace_of(bytes);
-  const int fine = workspace != NULL && kda_run(plan, p, workspace, bytes) == KDA_OK;
-  kda_plan_destroy(plan);
-  if (fine) return NULL;
-  return workspace == NULL ? "out of memory" : kda_last_error();
-}
-
 static void part(void* data, size_t index) {
   job* work = data;
   const kda_problem p = part_of(work, (int64_t)index);
-  const char* error = run_part(&p);
+  const char* error = call_on_one_thread(&p); /* ONNX Runtime has the threads */
   if (error != NULL && !atomic_flag_test_and_set(&work->failed))
     snprintf(work->error, sizeof work->error, "%s", error);
 }
@@ -396,8 +358,6 @@ __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOp
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == NULL)
     return base->GetApi(1)->CreateStatus(ORT_FAIL, "libkda needs ONNX Runtime 1.17 or later");
-  call_once(&once, prepare);
-  if (!ready) return refuse(api, "out of memory");
   for (int i = 0; i < NUM_DOMAINS; ++i) {
     OrtCustomOpDomain* domain = NULL;
     TRY(api->CreateCustomOpDomain(domains[i].name, &domain));

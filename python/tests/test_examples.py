@@ -11,7 +11,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples" / "python").glob("*.py"))
-OF_OTHER_TESTS = [ROOT / "examples" / "onnxruntime" / "linear_attention.py"]  # test_onnxruntime.py
+OF_OTHER_TESTS = [ROOT / "examples" / "onnxruntime" / "linear_attention.py",  # test_onnxruntime.py
+                  ROOT / "examples" / "ggml" / "compare.c"]  # ./dev bench-ggml
 assert EXAMPLES
 
 
@@ -57,7 +58,7 @@ def test_context_parallel_over_processes():
 def test_engines_table():
     """Every line of docs/engines.md names a file that the tests run, and that file has what the line says to write."""
     rows = re.findall(r"^\| (.*) \| (.*) \| .* \| \[.*\]\((\S+)\) \|$", (ROOT / "docs/engines.md").read_text(), re.M)
-    assert len(rows) == 13
+    assert len(rows) == 14
     in_ctest = (ROOT / "tests" / "CMakeLists.txt").read_text()
     for program, write, link in rows:
         path = (ROOT / "docs" / link).resolve()
