@@ -749,6 +749,27 @@ def table_cpu_transformers():
     return head + markdown(["case", "torch", "libkda's KDA alone", "libkda", "torch / libkda"], rows) + source(report)
 
 
+def table_cpu_onnxruntime():
+    report = load("cpu_onnxruntime")
+    rows = [[name, *(milliseconds(1e-3 * row[f"{which}_ms"]) for which in ("built_in", "libkda")),
+             f'{row["times_as_fast"]:.2f}x', f'{row["least_times_as_fast"]:.2f}x'] for name, row in report["rows"].items()]
+    head = (f'{report["threads"]} threads of an {report["device"]}, fp32; onnxruntime {report["onnxruntime"]}, '
+            f'{report["date"]}\n\n')
+    return head + markdown(["case", "built in", "libkda", "built in / libkda", "by minima"], rows) + source(report)
+
+
+def table_cpu_ggml():
+    report = load("cpu_ggml")
+    rows = [[f'{r["tokens"]:,}', f'{r["heads"]} / {r["value_heads"]}', str(r["sequences"]),
+             "one a head" if r["gates_a_head"] == 1 else "one a channel",
+             *(milliseconds(1e-3 * r[f"{which}_ms"]) for which in ("ggml", "libkda")), f'{r["times_as_fast"]:.1f}x']
+            for r in report["rows"]]
+    head = (f'Least times of {report["threads"]} threads of an {report["cpu"]}, D = 128, fp32, while other processes ran; '
+            f'ggml {report["ggml"]}, {report["date"]}\n\n')
+    return head + markdown(["tokens", "q/k / value heads", "sequences", "gates", "ggml", "libkda", "ggml / libkda"],
+                           rows) + source(report)
+
+
 def code(path):
     text = (ROOT / path).read_text()
     body = re.search(r"\[readme\][^\n]*\n(.*?)\n[^\n]*\[readme\]", text, re.S).group(1)

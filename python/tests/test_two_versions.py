@@ -27,11 +27,9 @@ load_this, load_other = lambda: load("this", {str(HERE)!r}), lambda: load("other
 """
 
 
-@pytest.fixture(scope="module")
-def other(tmp_path_factory):
+def make_other(folder):
     """The package as its build with another version in version.h leaves it: the version is in the name of the library,
     in those of its symbols, and in what kda_version() says."""
-    folder = tmp_path_factory.mktemp("two_versions") / "other"
     shutil.copytree(HERE, folder)
     for library in (folder / "lib").glob("*.so"):
         version = re.compile(rb"(?<![0-9.])%s(?=\0|\.so\0)" % re.escape(THIS.encode()))
@@ -40,6 +38,11 @@ def other(tmp_path_factory):
         library.unlink()  # a name of its own on the disk: the installed file stays as it is
         library.write_bytes(content)
     return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    return make_other(tmp_path_factory.mktemp("two_versions") / "other")
 
 
 def python(code, other, environment=None):
