@@ -736,17 +736,26 @@ def table_summary():
     return markdown(["", "on", *names], rows) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
 
-def table_cpu_transformers():
-    report = load("cpu_transformers")
+def transformers_table(name, operation):
+    report = load(name)
     names = dict(prefill="the model, a prefill of {} tokens", decode="the model, a token",
-                 layer_decode="a KDA layer, a token")
+                 layer_decode=f"a {operation} layer, a token")
     rows = [[f'{names[r["case"]].format(r["tokens"])}, {r["heads"]} heads',
              *(milliseconds(1e-3 * r["ms"][way]) for way in ("torch", "kda_alone", "libkda")),
              f'{r["times_as_fast"]:.2f}x'] for r in report["rows"]]
     versions = report["versions"]
     head = (f'{report["threads"]} thread of an {report["cpu"]}, fp32; torch {versions["torch"]}, '
             f'transformers {versions["transformers"]}, {report["date"]}\n\n')
-    return head + markdown(["case", "torch", "libkda's KDA alone", "libkda", "torch / libkda"], rows) + source(report)
+    columns = ["case", "torch", f"libkda's {operation} alone", "libkda", "torch / libkda"]
+    return head + markdown(columns, rows) + source(report)
+
+
+def table_cpu_transformers():
+    return transformers_table("cpu_transformers", "KDA")
+
+
+def table_cpu_transformers_gdn():
+    return transformers_table("cpu_transformers_gdn", "Gated DeltaNet")
 
 
 def table_cpu_onnxruntime():

@@ -150,13 +150,13 @@ def test_decode_is_in_place(qwen, monkeypatch):
 
 # ---- the two functions -----------------------------------------------------------------------------------------------
 
-def rows(B=2, T=70, H=2, HV=4, K=24, V=32):
-    q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, H, K), torch.randn(B, T, HV, V)
-    return q, k, v, -torch.rand(B, T, HV), 2 * torch.rand(B, T, HV)  # beta up to 2, as OLMo-Hybrid has it
+def rows(B=2, T=70, H=4, K=24, V=32):
+    q, k, v = (torch.randn(B, T, H, size) for size in (K, K, V))
+    return q, k, v, -torch.rand(B, T, H), 2 * torch.rand(B, T, H)  # beta up to 2, as OLMo-Hybrid has it
 
 
 def test_the_functions(qwen):
-    """Several value heads a q/k head, a state from before, with and without the next one."""
+    """A state from before, with and without the next one. Several value heads a q/k head are in the models."""
     state = torch.randn(2, 4, 24, 32)
     for name, x in ((CHUNK, rows()), (RECURRENT, rows(T=1))):
         for more in (dict(output_final_state=True), dict(output_final_state=False)):

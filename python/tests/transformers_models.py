@@ -165,6 +165,16 @@ def kimi_of(heads):
                  num_key_value_heads=4, kv_lora_rank=64, qk_nope_head_dim=64, v_head_dim=64, num_local_experts=8)
 
 
+def qwen_of(heads):
+    """Qwen3-Next with layers of the true head size, two value heads a q/k head: three of Gated DeltaNet, one of full
+    attention."""
+    gated, full = "linear_attention", "full_attention"
+    return build("qwen3_next", hidden_size=512, moe_intermediate_size=256, shared_expert_intermediate_size=256,
+                 num_hidden_layers=4, layer_types=[gated, full, gated, gated], linear_num_key_heads=heads // 2,
+                 linear_num_value_heads=heads, linear_key_head_dim=128, linear_value_head_dim=128, head_dim=128,
+                 num_attention_heads=4, num_key_value_heads=4, num_experts=8)
+
+
 def prefill_seconds(model, tokens, runs):
     """Seconds of a prefill (by torch, by libkda)."""
     ids = torch.randint(2, VOCABULARY, (1, tokens))
