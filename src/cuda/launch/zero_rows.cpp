@@ -4,6 +4,7 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
+#include "cuda/launch/views.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda {
@@ -21,10 +22,7 @@ Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows>
   if (map && p.cu_seqlens && !call.plan->lengths_known) args.lengths = map, args.wide_lengths = 1;
   args.num_sequences = p.num_sequences;
   args.num_tokens = p.num_tokens;
-  if (zeroes_without_slot(p)) {
-    args.slots = call.tensors.initial_state_indices;
-    args.first_slot = p.first_slot, args.num_slots = p.initial_state->num_slots;
-  }
+  if (zeroes_without_slot(p)) args.states = initial_view(p, call.tensors);
   for (const registry::WrittenRows& rows : written) {
     const TensorDesc& desc = rows.desc;
     args.add({rows.data, p.batch > 1 ? desc.strides[0] : 0, desc.strides[1], desc.strides[2],

@@ -5,6 +5,7 @@
 
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/pdl.cuh"
+#include "cuda/tile/elements.cuh"
 
 namespace kda::cuda {
 namespace {
@@ -59,8 +60,7 @@ __device__ __forceinline__ void zero_all(const ZeroRowsArgs& a, const Rows& rows
 /// Sequence n's rows, if it has no slot; else none.
 __device__ __forceinline__ Rows without_slot(const ZeroRowsArgs& a, int64_t n) {
   if (n >= a.num_sequences) return {0, 0, 0};
-  const int64_t slot = a.slots[n];
-  if (slot >= a.first_slot && slot < a.num_slots) return {0, 0, 0};
+  if (!lacks_slot(a.states, a.states.indices[n])) return {0, 0, 0};
   if (!a.lengths) return {n, 0, a.num_tokens};
   return {0, offset_at(a, n), offset_at(a, n + 1)};
 }
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
     zero_all(a, {0, 0, first});
     zero_all(a, {0, last, a.num_tokens});
   }
-  if (!a.slots) return;
+  if (!a.states.indices) return;
   for (int64_t n = 0; n < a.num_sequences; n += kThreads) {
     const Rows rows = without_slot(a, n + threadIdx.x);
     if (!__syncthreads_or(rows.begin < rows.end)) continue;

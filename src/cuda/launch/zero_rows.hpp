@@ -21,12 +21,11 @@ struct WrittenTensor {
 
 struct ZeroRowsArgs {
   static constexpr int kMost = 5;
-  const void* lengths = nullptr;   ///< [N + 1] cu_seqlens on the device, of any values; null: B = N
-  int32_t wide_lengths = 0;        ///< int64
-  int64_t num_sequences = 0;       ///< N
-  int64_t num_tokens = 0;          ///< T
-  const int32_t* slots = nullptr;  ///< [N]: a sequence without one has zeros; null: all have one
-  int64_t first_slot = 0, num_slots = 0;
+  const void* lengths = nullptr;  ///< [N + 1] cu_seqlens on the device, of any values; null: B = N
+  int32_t wide_lengths = 0;       ///< int64
+  int64_t num_sequences = 0;      ///< N
+  int64_t num_tokens = 0;         ///< T
+  StateView states;               ///< a sequence without a slot has zeros; no indices: all have one
   WrittenTensor tensors[kMost];
   int count = 0;
 
