@@ -180,6 +180,16 @@ def test_out_and_layouts(device, dtype):
     assert not room[:, HV * V * K:].any()
 
 
+def test_prefill_is_one_operator():
+    """A sequence without a slot costs no operators of torch: the library writes zeros to its rows."""
+    x, pool, options = tokens(40, "cpu"), torch.randn(SLOTS, HV, K, V), gate("cpu")
+    slots, cu = torch.tensor([3, -1, 5], dtype=torch.int32), torch.tensor([0, 20, 29, 40])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        o = libkda.prefill(**x, pool=pool, slots=slots, cu_seqlens=cu, **options)
+    assert [event.name for event in profile.events() if "aten::empty" not in event.name] == ["libkda::update"]
+    assert not o[:, 20:29].any() and o[:, :20].all() and o[:, 29:].all()
+
+
 CHECKPOINTS = dict(checkpoints=torch.zeros(3, HV, K, V), checkpoint_offsets=torch.tensor([0]),
                    checkpoint_slots=torch.tensor([1]))
 DRAFTS = dict(slots=torch.tensor([1]), drafts=torch.zeros(4, HV, K, V), draft_slots=torch.tensor([[2, 3]]))

@@ -274,10 +274,11 @@ const BadCall kBadProblems[] = {
     {"columns_in_forward", [](C& c) { c.problem.state_index_columns = 2; }, "state_index_columns"},
     {"accepted_in_forward", [](C& c) { c.problem.num_accepted_tokens = true; },
      "num_accepted_tokens"},
-    {"zeroes_in_forward_without_indices",
+    {"zeroes_in_forward_without_state",
      [](C& c) {
        c.problem.zero_skipped = true;
-       c.problem.initial_state->indexed = false;
+       c.problem.initial_state.reset();
+       c.problem.initial_state_mask = false;
      },
      "zero_skipped: a forward needs an indexed initial_state"},
     {"zeroes_with_final_state",
