@@ -13,7 +13,7 @@
 
 namespace kda {
 
-/// Those of a tail (TailDesc), and what a call with one is told of each sequence.
+/// Pointers of a tail (TailDesc), and what a call with one is told of each sequence.
 struct TailTensors {
   void* k = nullptr;
   void* g = nullptr;

@@ -26,7 +26,7 @@ struct TailStart {
   int64_t first_accepted() const { return position - accepted; }
 };
 
-/// Of a sequence with a slot; `head`: whose word of `folded` is read.
+/// The word of a slot's head.
 inline int32_t* tail_folded(const Problem& p, const TailTensors& t, int64_t slot, int64_t head) {
   const TensorDesc& desc = p.tail->folded;
   return t.folded + slot * desc.strides[0] + head * desc.strides[1];

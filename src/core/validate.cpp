@@ -217,7 +217,7 @@ Status check_forward_states(const Problem& p) {
   return {};
 }
 
-/// Of sequences that are rows of the batch.
+/// Lengths that are known are looked at by the planner.
 Status check_decode_tokens(const Problem& p) {
   const int64_t most = most_decode_tokens(p);
   if (p.cu_seqlens || p.num_tokens <= most) return {};

@@ -85,7 +85,7 @@ constexpr TensorRow kTensors[] = {
     {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
-/// Those of a tail, where the problem has one.
+/// Tensors of a tail, where the problem has one.
 constexpr TensorRow kTailTensors[] = {
     {"tail.k",
      [](P p, T t) {

@@ -46,7 +46,7 @@ static inline float load_qk_row(const PrepareArgs& args, int token, int padded, 
   return diagonal;
 }
 
-/// The same of the tokens of one chunk.
+/// Rows and diagonals of the tokens of one chunk.
 static inline void load_qk(const PrepareArgs& args, int first, int count, int padded, Group& group,
                            float (&A)[kChunk][kChunk]) {
   for (int i = 0; i < count; ++i)

@@ -100,12 +100,9 @@ class Sequence : public TailSequence<Sequence> {
     if (count == 0) return;
     const PrepareArgs prepare = prepare_args(call_, token, head);
     const int64_t sure = at().sure();
-    ask_for_rows(head, sure);
     load_rows(head, sure, prepare, nullptr);
-    for (int64_t i = 0; i < sure; ++i) {
-      ask_for_state(head, i, sure);
+    for (int64_t i = 0; i < sure; ++i)
       tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride);
-    }
     for (int64_t i = 0; i < count; ++i) make_operands(prepare, sure, i);
     read_state(count, head);
     for (int64_t i = 0; i < count; ++i) make_row(token, sure, i, head);
@@ -124,32 +121,6 @@ class Sequence : public TailSequence<Sequence> {
   const char* gates_of(int64_t head, int64_t i) const {
     return static_cast<const char*>(
         row(tail_.g, static_cast<const void*>(t_.tail.g), head, at().folded + i));
-  }
-
-  static void ask_for(const void* data, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(data) + i);
-  }
-
-  /// Rows are few lines here and there, which would be waited for one by one.
-  void ask_for_rows(int64_t head, int64_t count) const {
-    const TailTensors& t = t_.tail;
-    for (int64_t i = at().folded; i < at().folded + count; ++i) {
-      ask_for(row(tail_.k, static_cast<const void*>(t.k), q_head_, i),
-              p_.key_dim * dtype_size(tail_.k.dtype));
-      ask_for(row(tail_.g, static_cast<const void*>(t.g), head, i),
-              gate_columns(p_) * dtype_size(tail_.g.dtype));
-      ask_for(row(tail_.v_new, static_cast<const void*>(t.v_new), head, i),
-              p_.value_dim * static_cast<int64_t>(sizeof(float)));
-    }
-  }
-
-  /// S_0 comes while decays are computed: part i of `parts` of its rows.
-  void ask_for_state(int64_t head, int64_t i, int64_t parts) const {
-    const StateRef in = state(at().source, head);
-    const int64_t rows = in.transposed ? p_.value_dim : p_.key_dim;
-    const int64_t bytes = (in.transposed ? p_.key_dim : p_.value_dim) * dtype_size(in.dtype);
-    for (int64_t d = rows * i / parts; d < rows * (i + 1) / parts; ++d)
-      ask_for(in.data + d * in.row_stride_bytes, bytes);
   }
 
   /// Keys and v_new of the first `count` rows; where their gates are, if `gates` is wanted.

@@ -55,7 +55,7 @@ double gate_bias(const Problem& problem, const Tensors& tensors, int64_t value_h
 std::vector<double> log_decay(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                               int64_t value_head);
 
-/// The same of a row of raw gates.
+/// Log decays of a row of raw gates.
 std::vector<double> log_decay(const Problem& problem, const Tensors& tensors,
                               std::vector<double> raw, int64_t value_head);
 
