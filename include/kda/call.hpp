@@ -47,6 +47,15 @@ struct Problem : kda_problem {
   }
 };
 
+/// Tails of the problem's pool (docs/design/decode.md); a problem points to its own.
+struct Tail : kda_tail {
+  Tail() noexcept { kda_tail_init(this); }
+  /// Calls kda_tails(): after the problem's tokens and its initial_state.
+  void describe(const kda_problem& problem, int64_t num_rows, const kda_tail_data& data) {
+    check(kda_tails(&problem, this, num_rows, &data));
+  }
+};
+
 struct PlanOptions : kda_plan_options {
   PlanOptions() noexcept { kda_plan_options_init(this); }
   /// Returns those of a CUDA device of this machine. Error with KDA_UNAVAILABLE if there is none.

@@ -117,6 +117,25 @@ typedef struct kda_state {
   int32_t indexed; /* 1: `indices` picks the slots, though it may be null yet */
 } kda_state;
 
+/* Tails of a pool of boundary states (docs/design/decode.md, "Tails"): R rows a slot, of the tokens
+ * since the state. The row of position p is p mod R. */
+typedef struct kda_tail {
+  size_t struct_size;
+  kda_tensor k; /* [num_slots, H, R, K], of the type of the problem's k */
+  kda_tensor g; /* [num_slots, HV, R, K], of the type of g, and its innermost stride 0 if that is */
+  kda_tensor v_new; /* [num_slots, HV, R, V], fp32 */
+  kda_tensor
+      folded; /* [num_slots, HV], int32: tokens in front of the state; -1 where there is none */
+  int64_t num_slots;        /* that of initial_state */
+  int64_t rows;             /* R, 16..256: a decode takes up to R - 15 tokens a sequence */
+  const int32_t* positions; /* [num_sequences]: sure tokens before the call */
+  const int32_t* sources;   /* [num_sequences]: slots to read states from until the first fold */
+  const int32_t* accepted_rows; /* [num_sequences, accepted_columns]: rows of a tree that stay */
+  int64_t accepted_columns;     /* 0: none */
+  int32_t has_sources;
+  int32_t settle; /* decode, 1: all rows are folded first; without tokens states are plain then */
+} kda_tail;
+
 typedef struct kda_problem {
   size_t struct_size;
   int32_t operation; /* kda_operation */
@@ -168,6 +187,8 @@ typedef struct kda_problem {
   int32_t has_token_parents;
   int32_t has_checkpoint_offsets;
   const int32_t* checkpoint_offsets; /* [num_sequences]; checkpoints.indices is, too */
+  const kda_tail*
+      tail; /* initial_state has boundary states, and folds alone write it; null: none */
 } kda_problem;
 
 typedef struct kda_plan_options {
@@ -297,6 +318,20 @@ KDA_API kda_status kda_tokens(kda_problem* problem, kda_dtype dtype, const kda_r
  * its initial_state, final_state or checkpoints. `indices` null: state n is that of sequence n. */
 KDA_API kda_status kda_states(const kda_problem* problem, kda_state* state, void* data,
                               kda_dtype dtype, int64_t num_slots, const int32_t* indices);
+
+/* Zeroes the struct and sets struct_size. */
+KDA_API void kda_tail_init_size(kda_tail* tail, size_t struct_size);
+#define kda_tail_init(tail) kda_tail_init_size((tail), sizeof(kda_tail))
+/* Describes a tail of `rows` rows, dense, for the sizes, types and slots that the problem has:
+ * after its tokens and its initial_state. `data` may be null while planning. Other fields of the
+ * tail stay. */
+typedef struct kda_tail_data {
+  void *k, *g;
+  float* v_new;
+  int32_t* folded; /* -1 in each word before the first call */
+} kda_tail_data;
+KDA_API kda_status kda_tails(const kda_problem* problem, kda_tail* tail, int64_t rows,
+                             const kda_tail_data* data);
 
 /* Gradients (include/kda/backward.hpp). A tensor that is all zero is absent: of d_o and
  * d_final_state at least one is there, of the others those that are wanted. */

@@ -41,6 +41,28 @@ struct StateDesc {
   bool indexed = false;
 };
 
+inline constexpr int64_t kTailBoundary =
+    16;  ///< tails are folded up to multiples of so many tokens
+inline constexpr int64_t kMaxTailRows = 256;
+
+/// Tails of a pool of boundary states (docs/design/decode.md, "Tails"). A slot has a boundary state
+/// S_0, and rows of the tokens since then: the row of position p is p mod R.
+struct TailDesc {
+  TensorDesc k;  ///< [num_slots, H, R, K]  rows of Problem::k as they came in, of its type
+  TensorDesc
+      g;  ///< [num_slots, HV, R, K]  the same of g, its innermost stride 0 where that of g is
+  TensorDesc v_new;  ///< [num_slots, HV, R, V]  fp32
+  TensorDesc
+      folded;  ///< [num_slots, HV]  int32, tokens in front of S_0; equal in all heads of a slot
+  int64_t num_slots = 0;         ///< that of initial_state
+  int64_t rows = kTailBoundary;  ///< R, 16..256: a decode takes up to R - 15 tokens a sequence
+  bool sources = false;          ///< int32 [N]: slots to read S_0 from until the first fold
+  int64_t accepted_columns = 0;  ///< of accepted_rows, int32 [N, accepted_columns]; 0: none
+  /// Decode: all rows are folded first, not those up to a multiple of 16 alone. Without tokens that
+  /// leaves plain states.
+  bool settle = false;
+};
+
 struct Problem {
   Operation operation = Operation::kForward;
 
@@ -122,6 +144,12 @@ struct Problem {
   /// slot there; its other states are stored as without it. Such a forward has no backward.
   bool zero_skipped = false;
 
+  /// initial_state holds boundary states, in slots that are indexed, and is written by folds alone.
+  /// Forward takes any number of tokens, all of them sure, and folds up to the last multiple of 16.
+  /// Decode folds before its tokens, of which all but the first may be drafts: token_parents has
+  /// state_index_columns columns then, and slots have one.
+  std::optional<TailDesc> tail;
+
   /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).
   bool batch_invariant = false;
 };
@@ -133,6 +161,9 @@ Status validate(const Problem& problem) noexcept;
 /// A dense buffer of `num_slots` states of the sizes and the layout of `problem`.
 StateDesc states(const Problem& problem, DType dtype, int64_t num_slots,
                  bool indexed = false) noexcept;
+
+/// A dense tail of `rows` rows for the sizes, the types and the slots of `problem`.
+TailDesc tails(const Problem& problem, int64_t rows) noexcept;
 
 /// The scale in effect: problem.scale or K^-1/2.
 double effective_scale(const Problem& problem) noexcept;

@@ -13,6 +13,17 @@
 
 namespace kda {
 
+/// Pointers of a tail (TailDesc), and what a call with one is told of each sequence.
+struct TailTensors {
+  void* k = nullptr;
+  void* g = nullptr;
+  float* v_new = nullptr;
+  int32_t* folded = nullptr;
+  const int32_t* positions = nullptr;  ///< [N] sure tokens before this call
+  const int32_t* sources = nullptr;    ///< [N]; an index below first_slot: the sequence's own slot
+  const int32_t* accepted_rows = nullptr;  ///< [N, accepted_columns], row-major
+};
+
 /// Base pointers of the tensors that the Problem describes; null where it has none.
 struct Tensors {
   const void* q = nullptr;
@@ -39,6 +50,8 @@ struct Tensors {
   void* checkpoints = nullptr;
   const int32_t* checkpoint_indices = nullptr;  ///< [number of checkpoints], with offsets [N]
   const int32_t* checkpoint_offsets = nullptr;  ///< [N]
+
+  TailTensors tail;
 
   /// The blocks of Plan::saved: at least plan.saved_bytes, aligned to kWorkspaceAlignment; may be
   /// null if the plan saves nothing.

@@ -46,7 +46,7 @@ kda_status run_with(const kda_backward_plan* plan, const kda_problem* problem,
                     const kda_gradients* gradients, Run&& run) {
   return guarded_call([&] {
     if (!plan) return kda::invalid("plan: is null");
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
     KDA_RETURN_IF_ERROR(check_call(plan->forward, c));
     kda_gradients g{};

@@ -14,7 +14,7 @@ namespace kda::capi {
 namespace {
 
 Status call_on_cpu(const kda_problem* problem, const int64_t* cu_seqlens) {
-  kda_problem c;
+  GivenProblem c;
   std::shared_ptr<const Plan> plan;
   KDA_RETURN_IF_ERROR(find_plan(&shared_plans(), problem, cu_seqlens, nullptr, &c, &plan));
   thread_local Workspace workspace;
@@ -25,7 +25,7 @@ Status call_on_cpu(const kda_problem* problem, const int64_t* cu_seqlens) {
 Status call_on(const kda_problem* problem, const int64_t* cu_seqlens,
                const kda_plan_options* options, void* workspace, size_t* workspace_bytes) {
   if (!workspace_bytes) return invalid("workspace_bytes: is null");
-  kda_problem c;
+  GivenProblem c;
   std::shared_ptr<const Plan> plan;
   KDA_RETURN_IF_ERROR(find_plan(&shared_plans(), problem, cu_seqlens, options, &c, &plan));
   if (workspace) return run(*plan, tensors_of(c), workspace, *workspace_bytes, c.stream);
@@ -97,6 +97,36 @@ Status describe_states(const kda_problem* problem, kda_state* state, void* data,
   return {};
 }
 
+Status describe_tail(const kda_problem* problem, kda_tail* tail, int64_t rows,
+                     const kda_tail_data* data) {
+  KDA_RETURN_IF_ERROR(expect_fields(problem, offsetof(kda_problem, final_state)));
+  if (!tail) return invalid("tail: is null");
+  if (tail->struct_size < offsetof(kda_tail, positions) || tail->struct_size > kLargestStruct)
+    return invalid("tail: struct_size = ", tail->struct_size,
+                   " is no size of this struct; call kda_tail_init first");
+  KDA_RETURN_IF_ERROR(expect_sizes(*problem));
+  if (rows < 0) return invalid("rows: ", rows, " is negative");
+  const kda_problem& p = *problem;
+  const int64_t slots = p.initial_state.num_slots;
+  if (slots < 0) return invalid("initial_state: num_slots = ", slots, " is negative");
+  const bool head_gate = p.key_dim > 1 && is_described(p.g) && p.g.strides[3] == 0;
+  const int64_t of_k[] = {slots, p.num_heads, rows, p.key_dim},
+                of_g[] = {slots, p.num_value_heads, rows, head_gate ? 1 : p.key_dim},
+                of_v[] = {slots, p.num_value_heads, rows, p.value_dim};
+  const kda_tail_data none = {};
+  const kda_tail_data& at = data ? *data : none;
+  kda_tail made{};
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.k, at.k, p.k.dtype, 4, of_k));
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.g, at.g, p.g.dtype, 4, of_g));
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.v_new, at.v_new, KDA_FP32, 4, of_v));
+  KDA_RETURN_IF_ERROR(describe_contiguous(&made.folded, at.folded, KDA_INT32, 2, of_v));
+  if (head_gate) made.g.strides[3] = 0;
+  tail->k = made.k, tail->g = made.g, tail->v_new = made.v_new, tail->folded = made.folded;
+  tail->num_slots = slots;
+  tail->rows = rows;
+  return {};
+}
+
 }  // namespace
 }  // namespace kda::capi
 
@@ -119,6 +149,11 @@ kda_status kda_tokens(kda_problem* problem, kda_dtype dtype, const kda_rows* row
     if (!rows) return kda::invalid("rows: is null");
     return describe_tokens(problem, dtype, *rows);
   });
+}
+
+kda_status kda_tails(const kda_problem* problem, kda_tail* tail, int64_t rows,
+                     const kda_tail_data* data) {
+  return guarded_call([&] { return describe_tail(problem, tail, rows, data); });
 }
 
 kda_status kda_states(const kda_problem* problem, kda_state* state, void* data, kda_dtype dtype,

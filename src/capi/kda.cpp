@@ -24,7 +24,7 @@ Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int6
                    const kda_plan_options* options, kda_plan** plan) {
   if (!plan) return invalid("plan: is null");
   *plan = nullptr;
-  kda_problem c;
+  GivenProblem c;
   auto made = std::make_unique<kda_plan>();
   KDA_RETURN_IF_ERROR(
       find_plan(cache ? &cache->plans : nullptr, problem, cu_seqlens, options, &c, &made->plan));
@@ -34,7 +34,7 @@ Status create_plan(kda_plan_cache* cache, const kda_problem* problem, const int6
 }  // namespace
 
 Status find_plan(PlanCache* cache, const kda_problem* given, const int64_t* cu_seqlens,
-                 const kda_plan_options* options, kda_problem* current,
+                 const kda_plan_options* options, GivenProblem* current,
                  std::shared_ptr<const Plan>* plan) {
   KDA_RETURN_IF_ERROR(read_problem(given, current));
   DeviceFacts device;
@@ -126,6 +126,12 @@ void kda_plan_options_init_size(kda_plan_options* options, size_t struct_size) {
   options->struct_size = struct_size;
 }
 
+void kda_tail_init_size(kda_tail* tail, size_t struct_size) {
+  if (!tail || struct_size < sizeof(tail->struct_size)) return;
+  std::memset(static_cast<void*>(tail), 0, struct_size);
+  tail->struct_size = struct_size;
+}
+
 kda_status kda_plan_options_cuda(kda_plan_options* options, int32_t ordinal) {
   return guarded_call([&] {
     if (!options) return kda::invalid("options: is null");
@@ -145,7 +151,7 @@ kda_status kda_tensor_contiguous(kda_tensor* tensor, void* data, kda_dtype dtype
 
 kda_status kda_validate(const kda_problem* problem) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
     return kda::validate(problem_of(c));
   });
@@ -153,7 +159,7 @@ kda_status kda_validate(const kda_problem* problem) {
 
 kda_status kda_supported(const kda_problem* problem, const kda_plan_options* options) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_problem(problem, &c));
     kda::DeviceFacts device;
     kda::PlanOptions asked;
@@ -212,7 +218,7 @@ const char* kda_plan_implementation(const kda_plan* plan) {
 kda_status kda_run(const kda_plan* plan, const kda_problem* problem, void* workspace,
                    size_t workspace_bytes) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     return kda::run(*plan->plan, tensors_of(c), workspace, workspace_bytes, c.stream);
   });

@@ -30,7 +30,7 @@ kda::Status read_maps(const kda_maps* given, kda::SpanMaps* maps) {
 kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem, const kda_maps* maps,
                          void* workspace, size_t workspace_bytes) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda::SpanMaps all;
     KDA_RETURN_IF_ERROR(read_maps(maps, &all));
@@ -41,7 +41,7 @@ kda_status kda_span_maps(const kda_plan* plan, const kda_problem* problem, const
 kda_status kda_span_begin(const kda_plan* plan, const kda_problem* problem, const kda_maps* maps,
                           void* workspace, size_t workspace_bytes) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda::SpanMaps all;
     KDA_RETURN_IF_ERROR(read_maps(maps, &all));
@@ -52,7 +52,7 @@ kda_status kda_span_begin(const kda_plan* plan, const kda_problem* problem, cons
 kda_status kda_span_finish(const kda_plan* plan, const kda_problem* problem, const float* states_in,
                            void* workspace, size_t workspace_bytes) {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     return kda::span_finish(*plan->plan, tensors_of(c), states_in, workspace, workspace_bytes,
                             c.stream);

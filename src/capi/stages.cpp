@@ -20,7 +20,7 @@ kda_status run_stage(StageFn stage, const kda_plan* plan, const kda_problem* pro
                      const kda_segments* segments, void* workspace,
                      std::size_t workspace_bytes) noexcept {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_segments s{};
     KDA_RETURN_IF_ERROR(read_struct(segments, "segments", &s));
@@ -58,7 +58,7 @@ kda_status run_chunk_stage(ChunkStageFn stage, const kda_plan* plan, const kda_p
                            const kda_stages* stages, void* workspace,
                            std::size_t workspace_bytes) noexcept {
   return guarded_call([&] {
-    kda_problem c;
+    GivenProblem c;
     KDA_RETURN_IF_ERROR(read_call(plan, problem, &c));
     kda_stages s{};
     KDA_RETURN_IF_ERROR(read_struct(stages, "stages", &s));

@@ -57,6 +57,21 @@ bool has_accepted(const kda_problem& c) {
 bool has_offsets(const kda_problem& c) { return c.has_checkpoint_offsets || c.checkpoint_offsets; }
 bool has_parents(const kda_problem& c) { return c.has_token_parents || c.token_parents; }
 
+std::optional<TailDesc> tail_of(const Problem& p, const kda_tail* given) {
+  if (!given) return std::nullopt;
+  TailDesc tail;
+  tail.num_slots = given->num_slots;
+  tail.rows = given->rows;
+  tail.k = tensor_of(given->k, tail_k_shape(p, tail), 4);
+  tail.g = tensor_of(given->g, tail_g_shape(p, tail), 4);
+  tail.v_new = tensor_of(given->v_new, tail_v_new_shape(p, tail), 4);
+  tail.folded = tensor_of(given->folded, tail_folded_shape(p, tail), 2);
+  tail.sources = given->has_sources || given->sources;
+  tail.accepted_columns = given->accepted_columns;
+  tail.settle = given->settle != 0;
+  return tail;
+}
+
 std::optional<StateDesc> state_of(const Problem& p, const kda_state& given) {
   if (!is_given(given)) return std::nullopt;
   StateDesc desc;
@@ -106,6 +121,7 @@ Problem problem_of(const kda_problem& c) {
   p.token_parents = has_parents(c);
   p.zero_skipped = c.zero_skipped != 0;
   p.first_slot = c.first_slot;
+  p.tail = tail_of(p, c.tail);
   p.batch_invariant = c.batch_invariant != 0;
   return p;
 }
@@ -131,15 +147,28 @@ Tensors tensors_of(const kda_problem& c) {
   t.checkpoints = c.checkpoints.tensor.data;
   t.checkpoint_indices = c.checkpoints.indices;
   t.checkpoint_offsets = c.checkpoint_offsets;
+  if (c.tail)
+    t.tail = {.k = c.tail->k.data,
+              .g = c.tail->g.data,
+              .v_new = static_cast<float*>(c.tail->v_new.data),
+              .folded = static_cast<int32_t*>(c.tail->folded.data),
+              .positions = c.tail->positions,
+              .sources = c.tail->sources,
+              .accepted_rows = c.tail->accepted_rows};
   t.saved = c.saved;
   t.saved_bytes = c.saved_bytes;
   t.trusted = c.trusted != 0;
   return t;
 }
 
-Status read_problem(const kda_problem* given, kda_problem* current) {
+Status read_problem(const kda_problem* given, GivenProblem* current) {
   kda_problem_init(current);
-  return read_struct(given, "problem", current);
+  KDA_RETURN_IF_ERROR(read_struct<kda_problem>(given, "problem", current));
+  if (!current->tail) return {};
+  const kda_tail* tail = current->tail;
+  kda_tail_init(&current->own_tail);
+  current->tail = &current->own_tail;
+  return read_struct(tail, "tail", &current->own_tail);
 }
 
 Status check_call(const Problem& planned, const kda_problem& c) {
@@ -165,10 +194,14 @@ Status check_call(const Problem& planned, const kda_problem& c) {
   if (has_accepted(c) && !planned.num_accepted_tokens) return unplanned("num_accepted_tokens");
   if (has_offsets(c) && !planned.checkpoint_offsets) return unplanned("checkpoint_offsets");
   if (has_parents(c) && !planned.token_parents) return unplanned("token_parents");
+  if (c.tail && !planned.tail) return unplanned("tail");
+  if (c.tail && c.tail->sources && !planned.tail->sources) return unplanned("sources");
+  if (c.tail && c.tail->accepted_rows && planned.tail->accepted_columns == 0)
+    return unplanned("accepted_rows");
   return {};
 }
 
-Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current) {
+Status read_call(const kda_plan* plan, const kda_problem* given, GivenProblem* current) {
   if (!plan) return invalid("plan: is null");
   KDA_RETURN_IF_ERROR(read_problem(given, current));
   return check_call(plan->plan->problem, *current);

@@ -35,18 +35,23 @@ Status read_struct(const Struct* given, const char* name, Struct* current) {
   return {};
 }
 
+/// A caller's problem as this version has it, and its tail, if it has one, which `tail` points to.
+struct GivenProblem : kda_problem {
+  kda_tail own_tail;
+};
+
 /// Whether a caller has filled it in.
 bool is_described(const kda_tensor& given);
 Problem problem_of(const kda_problem& c);
 Tensors tensors_of(const kda_problem& c);
 
 /// Reads a problem over the defaults of kda_problem_init().
-Status read_problem(const kda_problem* given, kda_problem* current);
+Status read_problem(const kda_problem* given, GivenProblem* current);
 /// Reads that of a call with a plan, which gives nothing that the plan was made without.
-Status read_call(const kda_plan* plan, const kda_problem* given, kda_problem* current);
+Status read_call(const kda_plan* plan, const kda_problem* given, GivenProblem* current);
 /// The plan of `given`, which `current` has then. `cache` null: a plan of its own.
 Status find_plan(PlanCache* cache, const kda_problem* given, const int64_t* cu_seqlens,
-                 const kda_plan_options* options, kda_problem* current,
+                 const kda_plan_options* options, GivenProblem* current,
                  std::shared_ptr<const Plan>* plan);
 /// Row-major strides of a tensor of up to 4 dimensions.
 Status describe_contiguous(kda_tensor* tensor, const void* data, int32_t dtype, int32_t rank,

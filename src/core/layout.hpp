@@ -25,6 +25,19 @@ inline Shape state_shape(const Problem& p, const StateDesc& state) {
           kv ? p.value_dim : p.key_dim};
 }
 
+inline Shape tail_k_shape(const Problem& p, const TailDesc& tail) {
+  return {tail.num_slots, p.num_heads, tail.rows, p.key_dim};
+}
+inline Shape tail_g_shape(const Problem& p, const TailDesc& tail) {
+  return {tail.num_slots, p.num_value_heads, tail.rows, p.key_dim};
+}
+inline Shape tail_v_new_shape(const Problem& p, const TailDesc& tail) {
+  return {tail.num_slots, p.num_value_heads, tail.rows, p.value_dim};
+}
+inline Shape tail_folded_shape(const Problem& p, const TailDesc& tail) {
+  return {tail.num_slots, p.num_value_heads, 1, 1};
+}
+
 /// First element of row (flattened token, head) of a [B, T, heads, ..] tensor.
 inline int64_t row_offset(const Problem& p, const TensorDesc& desc, int64_t flat_token,
                           int64_t head) {
@@ -44,13 +57,15 @@ inline int64_t state_slot(const Problem& p, const StateDesc& state, const int32_
   return indices[i] < p.first_slot ? -1 : indices[i];
 }
 
-/// Decode in the pool of initial_state.
+/// A call that writes into the pool of initial_state.
 inline bool in_place(const Problem& p) {
-  return p.operation == Operation::kDecode && !p.final_state;
+  return p.tail || (p.operation == Operation::kDecode && !p.final_state);
 }
 
 /// Columns of the index arrays of initial_state, and of final_state.
-inline int64_t initial_columns(const Problem& p) { return in_place(p) ? p.state_index_columns : 1; }
+inline int64_t initial_columns(const Problem& p) {
+  return in_place(p) && !p.tail ? p.state_index_columns : 1;
+}
 inline int64_t final_columns(const Problem& p) { return p.state_index_columns; }
 
 /// Decode skips a sequence whose initial_state has no slot: in place, and where it stores a state a
@@ -62,6 +77,14 @@ inline bool zeroes_skipped(const Problem& p) { return p.zero_skipped || p.first_
 /// A forward does so in the rows of sequences whose initial_state has no slot.
 inline bool zeroes_without_slot(const Problem& p) {
   return p.operation == Operation::kForward && p.zero_skipped;
+}
+
+/// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows.
+inline int64_t most_tail_tokens(const TailDesc& tail) { return tail.rows - (kTailBoundary - 1); }
+
+/// Most tokens a sequence of a decode.
+inline int64_t most_decode_tokens(const Problem& p) {
+  return p.tail ? most_tail_tokens(*p.tail) : kMaxDecodeTokens;
 }
 
 /// Tokens of sequence n that are computed, of `length`: those before the first one that its tree

@@ -219,6 +219,14 @@ Status check_forward_states(const Problem& p) {
   return {};
 }
 
+/// Lengths that are known are looked at by the planner.
+Status check_decode_tokens(const Problem& p) {
+  const int64_t most = most_decode_tokens(p);
+  if (p.cu_seqlens || p.num_tokens <= most) return {};
+  return invalid("num_tokens: ", p.tail ? cat("a tail of R = ", p.tail->rows, " rows") : "decode",
+                 " takes 1..", most, " tokens a sequence, got ", p.num_tokens);
+}
+
 Status check_decode_states(const Problem& p) {
   if (!p.initial_state && !p.final_state)
     return invalid("initial_state: decode needs the state pool, or final_state to write to");
@@ -238,10 +246,59 @@ Status check_decode_states(const Problem& p) {
     return invalid("state_index_columns: S = ", p.state_index_columns, " needs indexed states");
   if (p.token_parents && p.state_index_columns == 1)
     return invalid("token_parents: needs a state a token, state_index_columns = 1");
-  if (!p.cu_seqlens && p.num_tokens > kMaxDecodeTokens)
-    return invalid("num_tokens: decode takes 1..", kMaxDecodeTokens, " tokens a sequence, got ",
-                   p.num_tokens);
-  return {};
+  return check_decode_tokens(p);
+}
+
+/// Whether rows of a tail are those of an input.
+Status check_tail_rows(const TensorRules& rules, const TensorDesc& desc, const char* of,
+                       DType dtype) {
+  if (desc.dtype != dtype)
+    return invalid(rules.name, ": dtype ", dtype_name(desc.dtype), " is not that of ", of, ", ",
+                   dtype_name(dtype));
+  return check_tensor(rules, desc);
+}
+
+Status check_tail_tensors(const Problem& p, const TailDesc& tail) {
+  KDA_RETURN_IF_ERROR(
+      check_tail_rows({"tail.k", tail_k_shape(p, tail), 4, true}, tail.k, "k", p.k.dtype));
+  if (is_a_head(p, tail.g) != has_head_gate(p))
+    return invalid("tail.g: innermost stride ", tail.g.strides[3], ", but g has ",
+                   has_head_gate(p) ? "one gate a head" : "a gate a channel");
+  KDA_RETURN_IF_ERROR(check_tail_rows({"tail.g", tail_g_shape(p, tail), 4, true, false, true},
+                                      tail.g, "g", p.g.dtype));
+  if (tail.v_new.dtype != DType::kFloat32)
+    return invalid("tail.v_new: dtype ", dtype_name(tail.v_new.dtype), " is not fp32");
+  KDA_RETURN_IF_ERROR(check_tensor({"tail.v_new", tail_v_new_shape(p, tail), 4, true}, tail.v_new));
+  if (tail.folded.dtype != DType::kInt32)
+    return invalid("tail.folded: dtype ", dtype_name(tail.folded.dtype), " is not int32");
+  return check_tensor({"tail.folded", tail_folded_shape(p, tail), 2, true}, tail.folded);
+}
+
+/// A pool of boundary states, and tails in slots of the same numbers.
+Status check_tail(const Problem& p, const TailDesc& tail) {
+  if (!p.initial_state || !p.initial_state->indexed)
+    return invalid("initial_state: a tail needs the pool of its boundary states, with indices");
+  KDA_RETURN_IF_ERROR(check_range("tail: R", tail.rows, kTailBoundary, kMaxTailRows));
+  if (tail.num_slots != p.initial_state->num_slots)
+    return invalid("tail: num_slots = ", tail.num_slots, " is not the ", p.initial_state->num_slots,
+                   " of initial_state");
+  for (const auto& [name, given] : {std::pair{"final_state", p.final_state.has_value()},
+                                    std::pair{"checkpoints", p.checkpoints || p.checkpoint_offsets},
+                                    std::pair{"num_accepted_tokens", p.num_accepted_tokens}})
+    if (given) return invalid(name, ": is not taken with a tail");
+  const bool decode = p.operation == Operation::kDecode;
+  if (!decode && (p.token_parents || tail.accepted_columns != 0 || tail.settle))
+    return invalid(p.token_parents ? "token_parents"
+                   : tail.settle   ? "tail.settle"
+                                   : "accepted_rows",
+                   ": belongs to decode, all tokens of a forward are sure");
+  KDA_RETURN_IF_ERROR(check_range("state_index_columns: S", p.state_index_columns, 1, 65535));
+  if (!p.token_parents && p.state_index_columns != 1)
+    return invalid("state_index_columns: S = ", p.state_index_columns,
+                   ", but with a tail a sequence has one slot");
+  KDA_RETURN_IF_ERROR(check_range("tail: accepted_columns", tail.accepted_columns, 0, tail.rows));
+  KDA_RETURN_IF_ERROR(check_tail_tensors(p, tail));
+  return decode ? check_decode_tokens(p) : Status{};
 }
 
 Status validate_or_throw(const Problem& p) {
@@ -256,8 +313,11 @@ Status validate_or_throw(const Problem& p) {
   KDA_RETURN_IF_ERROR(check_parameter({"A_log", {p.num_value_heads, 1, 1, 1}, 1, false}, p.A_log));
   KDA_RETURN_IF_ERROR(
       check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
-  const bool decode = p.operation == Operation::kDecode;
-  KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, decode && !p.final_state));
+  KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, in_place(p)));
+  if (p.tail) {
+    KDA_RETURN_IF_ERROR(check_tail(p, *p.tail));
+    return check_first_slot(p);
+  }
   switch (p.operation) {  // check_sizes() has refused others
     case Operation::kForward: KDA_RETURN_IF_ERROR(check_forward_states(p)); break;
     case Operation::kDecode: KDA_RETURN_IF_ERROR(check_decode_states(p)); break;
@@ -277,6 +337,7 @@ Status check_state_gradient(const char* name, const Problem& p,
 }
 
 Status check_gradients(const Problem& p, const Gradients& g) {
+  if (p.tail) return invalid("forward: has a tail, only a forward without one has a backward");
   if (p.operation != Operation::kForward)
     return invalid("forward: its operation is ", operation_name(p.operation),
                    ", only forward has a backward");
@@ -324,6 +385,19 @@ StateDesc states(const Problem& problem, DType dtype, int64_t num_slots, bool in
   const int64_t columns = v_first ? problem.key_dim : problem.value_dim;
   return {contiguous(dtype, {num_slots, problem.num_value_heads, rows, columns}), num_slots,
           indexed};
+}
+
+TailDesc tails(const Problem& p, int64_t rows) noexcept {
+  TailDesc tail;
+  tail.num_slots = p.initial_state ? p.initial_state->num_slots : 0;
+  tail.rows = rows;
+  tail.k = contiguous(p.k.dtype, {tail.num_slots, p.num_heads, rows, p.key_dim});
+  tail.g = has_head_gate(p)
+               ? head_gates(p.g.dtype, tail.num_slots, p.num_value_heads, rows)
+               : contiguous(p.g.dtype, {tail.num_slots, p.num_value_heads, rows, p.key_dim});
+  tail.v_new = contiguous(DType::kFloat32, {tail.num_slots, p.num_value_heads, rows, p.value_dim});
+  tail.folded = contiguous(DType::kInt32, {tail.num_slots, p.num_value_heads});
+  return tail;
 }
 
 double effective_scale(const Problem& problem) noexcept {

@@ -13,6 +13,14 @@ inline plan::Partition never_cut(const plan::Workload&, CostEstimate*) {
   return plan::uncut("auto: the CPU never changes its algorithm by length or threads");
 }
 
+/// A tail's rows depend on each other, and its heads share keys.
+inline void list_tail(plan::PlanBuilder& builder) {
+  const Problem& p = builder.problem();
+  builder.drop_segments();
+  builder.stage("tail", p.num_sequences * p.num_heads,
+                "one (sequence, q/k head) a task: folds, then rows from boundary states");
+}
+
 /// Room to look for slots that would be written twice, which only a host that reads the indices can
 /// do (run/check_tensors.cpp).
 inline void book_slot_marks(plan::PlanBuilder& builder) {

@@ -50,6 +50,10 @@ class Key {
         desc.strides[3]);
   }
   void add_one(const StateDesc& state) { add(state.tensor, state.num_slots, state.indexed); }
+  void add_one(const TailDesc& tail) {
+    add(tail.k, tail.g, tail.v_new, tail.folded, tail.num_slots, tail.rows, tail.sources,
+        tail.accepted_columns, tail.settle);
+  }
   template <class Value>
   void add_one(const std::optional<Value>& value) {
     add(value.has_value());
@@ -68,7 +72,7 @@ class Key {
         p.A_log, p.dt_bias, p.beta_mode, p.qk_l2norm, p.scale, p.cu_seqlens, p.state_layout,
         p.initial_state, p.initial_state_mask, p.final_state, p.checkpoints, p.checkpoint_every,
         p.checkpoint_offsets, p.first_slot, p.state_index_columns, p.num_accepted_tokens,
-        p.token_parents, p.zero_skipped, p.batch_invariant);
+        p.token_parents, p.zero_skipped, p.tail, p.batch_invariant);
   }
 
   std::vector<int64_t> words_;

@@ -57,6 +57,16 @@ std::string human_bytes(std::size_t bytes) {
   return out.str();
 }
 
+std::string tail_line(const Problem& p) {
+  if (!p.tail) return {};
+  std::ostringstream out;
+  out.exceptions(std::ios::badbit);
+  out << "tail            " << p.tail->rows << " rows a slot, boundary states "
+      << dtype_name(p.initial_state->tensor.dtype) << " every " << kTailBoundary << " tokens"
+      << (p.tail->settle ? ", settled" : "") << "\n";
+  return out.str();
+}
+
 void print_problem(const Plan& plan, std::ostream& out) {
   const Problem& p = plan.problem;
   out << "problem         " << operation_name(p.operation) << "  B=" << p.batch
@@ -66,7 +76,7 @@ void print_problem(const Plan& plan, std::ostream& out) {
       << "gates           " << gate_mode_name(p.gate_mode)
       << (has_head_gate(p) ? ", one a head" : "") << ", beta " << beta_mode_name(p.beta_mode)
       << (p.qk_l2norm ? ", q/k L2 norm" : "") << "\n"
-      << "device          " << plan.device.name << "\n"
+      << tail_line(p) << "device          " << plan.device.name << "\n"
       << "implementation  "
       << (plan.implementation.empty() ? "none in this build" : plan.implementation) << "\n"
       << "chunk           " << plan.chunk_size << " tokens";
@@ -154,6 +164,7 @@ void write_problem(const Problem& p, JsonWriter& json) {
   json.member("key_dim", p.key_dim).member("value_dim", p.value_dim);
   json.member("head_map", head_map_name(p.head_map)).member("head_gate", has_head_gate(p));
   json.member("gate", gate_mode_name(p.gate_mode)).member("beta", beta_mode_name(p.beta_mode));
+  if (p.tail) json.member("tail_rows", p.tail->rows).member("settle", p.tail->settle);
   json.member("qk_l2norm", p.qk_l2norm).member("batch_invariant", p.batch_invariant);
   json.end_object();
 }

@@ -23,6 +23,7 @@ using Heads = std::span<const Head* const>;
 // card.
 constexpr double kH200BytesPerSecond = 4.24e12;
 constexpr int32_t kH200Sms = 132;
+constexpr const char* kNoTails = "tail: not built yet for this device: call without a tail";
 constexpr int64_t kDefaultChunk = 64;  // of a plan without an implementation
 
 bool name_matches(std::string_view name, std::string_view wanted) {
@@ -91,6 +92,7 @@ std::string decline_reason(const Head& row, const Request& request) {
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)
     return "keeps states and errors of all chunks, or nothing";
+  if (request.problem.tail && !row.tails) return kNoTails;
   if (const char* tensor = row.float64 ? nullptr : float64_tensor(request))
     return float64_reason(tensor);
   // A plan for a GPU can be made on any machine; run() needs the device.
@@ -144,6 +146,7 @@ Status choose(Heads rows, const Request& request, std::vector<Candidate>* candid
     return backend_unavailable(rows, request, *candidates);
   if (const char* tensor = *chosen ? nullptr : float64_tensor(request))
     return Status(StatusCode::kUnsupported, float64_reason(tensor));
+  if (!*chosen && request.problem.tail) return Status(StatusCode::kUnsupported, kNoTails);
   return {};
 }
 
@@ -181,9 +184,11 @@ Status check_plan_lengths(const Plan& plan) {
   int64_t checkpoints = 0;
   for (std::size_t n = 0; n + 1 < plan.cu_seqlens.size(); ++n) {
     const int64_t length = plan.cu_seqlens[n + 1] - plan.cu_seqlens[n];
-    if (p.operation == Operation::kDecode && length > kMaxDecodeTokens)
-      return invalid("cu_seqlens: decode takes at most ", kMaxDecodeTokens,
-                     " tokens a sequence, sequence ", n, " has ", length);
+    if (const int64_t most = most_decode_tokens(p);
+        p.operation == Operation::kDecode && length > most)
+      return invalid(
+          "cu_seqlens: ", p.tail ? cat("a tail of R = ", p.tail->rows, " rows") : "decode",
+          " takes at most ", most, " tokens a sequence, sequence ", n, " has ", length);
     if (p.operation == Operation::kDecode && p.state_index_columns > 1 &&
         length > p.state_index_columns)
       return invalid("state_index_columns: S = ", p.state_index_columns, " is below the ", length,
@@ -244,6 +249,8 @@ Status check_options(const Problem& problem, const DeviceFacts& device,
     return invalid("num_segments: ", options.num_segments, " is outside 1..", plan::kMaxSegments);
   if (problem.operation == Operation::kDecode && options.keep != KeepPolicy::kNothing)
     return invalid("keep: belongs to forward, decode has no backward");
+  if (problem.tail && options.keep != KeepPolicy::kNothing)
+    return invalid("keep: a forward with a tail has no backward");
   return {};
 }
 

@@ -97,6 +97,7 @@ struct Head {
   /// to.
   std::string (*defer_keep)(const Request& request) = nullptr;
   bool float64 = false;  ///< serves tensors in fp64
+  bool tails = false;    ///< serves problems with a tail
 };
 
 /// Segments of a sequence side by side (include/kda/run.hpp).

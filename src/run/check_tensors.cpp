@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <string_view>
+#include <tuple>
 
 #include "core/convert.hpp"
 #include "core/footprint.hpp"
@@ -13,6 +14,7 @@
 #include "core/text.hpp"
 #include "core/views.hpp"
 #include "run/slots.hpp"
+#include "run/tail.hpp"
 
 namespace kda {
 namespace {
@@ -83,6 +85,26 @@ constexpr TensorRow kTensors[] = {
     {"checkpoints", [](P p, T t) { return state_entry(p, p.checkpoints, t.checkpoints, true); }},
 };
 
+/// Tensors of a tail, where the problem has one.
+constexpr TensorRow kTailTensors[] = {
+    {"tail.k",
+     [](P p, T t) {
+       return Entry{"", &p.tail->k, tail_k_shape(p, *p.tail), t.tail.k, true};
+     }},
+    {"tail.g",
+     [](P p, T t) {
+       return Entry{"", &p.tail->g, tail_g_shape(p, *p.tail), t.tail.g, true};
+     }},
+    {"tail.v_new",
+     [](P p, T t) {
+       return Entry{"", &p.tail->v_new, tail_v_new_shape(p, *p.tail), t.tail.v_new, true};
+     }},
+    {"tail.folded",
+     [](P p, T t) {
+       return Entry{"", &p.tail->folded, tail_folded_shape(p, *p.tail), t.tail.folded, true};
+     }},
+};
+
 Footprint footprint(const Entry& entry) {
   return footprint(entry.pointer, entry.desc->dtype, entry.shape, entry.desc->strides);
 }
@@ -121,6 +143,7 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
+    if (p_.tail) KDA_RETURN_IF_ERROR(check_tail(p_, t_));
     return check_slots(plan_, t_, sequences_, workspace_);
   }
 
@@ -197,18 +220,22 @@ class Checker {
   }
 
   int64_t decode_limit() const {
-    return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, kMaxDecodeTokens)
-                                      : kMaxDecodeTokens;
+    const int64_t most = most_decode_tokens(p_);
+    return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, most) : most;
   }
 
   void collect() {
-    for (const TensorRow& row : kTensors) {
-      Entry& entry = entries_[count_];
-      entry = row.entry(p_, t_);
-      entry.name = row.name;
-      if (entry.desc && !(backward_ && entry.output)) ++count_;
-    }
+    for (const TensorRow& row : kTensors) add(row);
+    if (p_.tail)
+      for (const TensorRow& row : kTailTensors) add(row);
     if (backward_) collect_gradients();
+  }
+
+  void add(const TensorRow& row) {
+    Entry& entry = entries_[count_];
+    entry = row.entry(p_, t_);
+    entry.name = row.name;
+    if (entry.desc && !(backward_ && entry.output)) ++count_;
   }
 
   void collect_gradients() {
@@ -253,7 +280,19 @@ class Checker {
       if (t_.num_accepted_tokens[n] < 1 || t_.num_accepted_tokens[n] > S)
         return invalid("num_accepted_tokens: entry ", n, " = ", t_.num_accepted_tokens[n],
                        " is outside 1..", S);
+    KDA_RETURN_IF_ERROR(check_tail_arrays());
     return check_parents();
+  }
+
+  /// The integers of a tail are there.
+  Status check_tail_arrays() const {
+    if (!p_.tail || p_.num_sequences == 0) return {};
+    for (const auto& [name, needed, pointer] :
+         {std::tuple{"positions", true, t_.tail.positions},
+          std::tuple{"sources", p_.tail->sources, t_.tail.sources},
+          std::tuple{"accepted_rows", p_.tail->accepted_columns > 0, t_.tail.accepted_rows}})
+      if (needed && !pointer) return invalid(name, ": pointer is null");
+    return {};
   }
 
   Status check_offsets() const {
@@ -285,7 +324,7 @@ class Checker {
         if (parent < 0) break;
         if (parent >= t)
           return invalid("token_parents: entry ", n, ", ", t, " = ", parent, " is not below ", t);
-        if (parent != t - 1 && state_slot(p_, stored, slots, n * S + parent) < 0)
+        if (!p_.tail && parent != t - 1 && state_slot(p_, stored, slots, n * S + parent) < 0)
           return invalid("token_parents: entry ", n, ", ", t, " = ", parent,
                          ", a token whose state has no slot");
       }
@@ -335,7 +374,11 @@ class Checker {
         {"checkpoint_offsets", p_.checkpoint_offsets ? t_.checkpoint_offsets : nullptr, N * 4},
         {"initial_state_mask", p_.initial_state_mask ? t_.initial_state_mask : nullptr, N},
         {"num_accepted_tokens", p_.num_accepted_tokens ? t_.num_accepted_tokens : nullptr, N * 4},
-        {"token_parents", p_.token_parents ? t_.token_parents : nullptr, N * S * 4}};
+        {"token_parents", p_.token_parents ? t_.token_parents : nullptr, N * S * 4},
+        {"positions", p_.tail ? t_.tail.positions : nullptr, N * 4},
+        {"sources", p_.tail && p_.tail->sources ? t_.tail.sources : nullptr, N * 4},
+        {"accepted_rows", p_.tail && p_.tail->accepted_columns ? t_.tail.accepted_rows : nullptr,
+         p_.tail ? N * p_.tail->accepted_columns * 4 : 0}};
     for (std::size_t i = 0; i < count_; ++i) {
       if (!entries_[i].output || !entries_[i].pointer) continue;
       const Footprint out = footprint(entries_[i]);
@@ -362,9 +405,11 @@ class Checker {
   const Tensors& t_;
   const stage::Sequences& sequences_;
   void* workspace_;
-  const registry::DeviceChecks* device_;                            ///< null: host memory
-  const GradientCheck* backward_;                                   ///< null: not a backward
-  std::array<Entry, std::size(kTensors) + kNumGradients> entries_;  // the first count_ are set
+  const registry::DeviceChecks* device_;  ///< null: host memory
+  const GradientCheck* backward_;         ///< null: not a backward
+  /// The first count_ are set. A backward has no tail.
+  std::array<Entry, std::size(kTensors) + kNumGradients> entries_;
+  static_assert(std::size(kTailTensors) <= kNumGradients);
   std::size_t count_ = 0;
 };
 

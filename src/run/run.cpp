@@ -397,6 +397,7 @@ Status span_maps(const Plan& plan, const Tensors& tensors, const SpanMaps& maps,
   return checked_call(
       registry::forward_rows(), plan, tensors, workspace, workspace_bytes, nullptr,
       [&](const ForwardRow& row, const stage::Call& call) {
+        if (plan.problem.tail) return invalid("plan: has a tail, and a tail has no maps");
         if (!row.spans || !row.spans->maps)
           return Status(StatusCode::kUnsupported,
                         cat("plan: ", row.head.name, " has no maps of spans (cpu.blocked has)"));

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/layout.hpp"
+#include "core/tail.hpp"
 #include "core/text.hpp"
 #include "plan/ledger.hpp"
 
@@ -42,7 +43,7 @@ class SlotChecker {
 
  private:
   Status check_decode_slots() {
-    const int64_t S = p_.state_index_columns;
+    const int64_t S = initial_columns(p_);
     SlotMarks marks(plan::find_block(plan_, workspace_, plan::block::kFinalSlotMarks),
                     p_.initial_state->num_slots);
     if (!p_.initial_state->indexed) return {};
@@ -61,6 +62,16 @@ class SlotChecker {
       if (reads_state(n))
         KDA_RETURN_IF_ERROR(marks.read("initial_state_indices", slot(n, accepted(n) - 1),
                                        static_cast<int32_t>(n + 1)));
+    return p_.tail ? check_sources(marks) : Status{};
+  }
+  /// A boundary state that others read is nobody's slot in this call.
+  Status check_sources(const SlotMarks& marks) const {
+    for (int64_t n = 0; n < p_.num_sequences; ++n) {
+      const int64_t own = state_slot(p_, *p_.initial_state, t_.initial_state_indices, n);
+      if (own >= 0 && reads_state(n))
+        KDA_RETURN_IF_ERROR(
+            marks.read("sources", tail_source(p_, t_.tail, n, own), static_cast<int32_t>(n + 1)));
+    }
     return {};
   }
   bool reads_state(int64_t n) const {

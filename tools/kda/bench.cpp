@@ -49,10 +49,15 @@ struct BenchCommand {
   int64_t group_size = 0;
   int64_t milliseconds = 0;  ///< 0: not given
   bool head_gates = false;
+  bool tail = false;
   ScheduleFlags schedule;
 
   void operator()() {
     const DeviceFacts device = schedule.device_facts();
+    if (tail && what != "decode") throw Error(invalid("--tail: belongs to decode, not to ", what));
+    if (tail && device.kind == DeviceKind::kCuda)
+      throw Error(
+          Status(StatusCode::kUnavailable, "--tail: not built yet for CUDA (--device cpu)"));
     if (device.kind == DeviceKind::kCuda) return run_gpu(device);
     if (what == "recompute-wu")
       throw Error(Status(StatusCode::kUnavailable,
@@ -66,6 +71,7 @@ struct BenchCommand {
     BenchFiles files(json_path, csv_path);
     CpuBench bench(what, device, schedule.plan_options(),
                    milliseconds > 0 ? 1e-3 * static_cast<double>(milliseconds) : 0.5);
+    if (tail) bench.with_tails();
     std::vector<CpuRow> rows;
     for (const std::string& text : texts) {
       check::Inputs inputs = make_inputs(text);
@@ -174,6 +180,8 @@ void add_bench(CLI::App& app, const std::string& command) {
     c->case_texts.push_back(text);
     return std::string();
   };
+  add_switch(*sub, "--tail", &c->tail,
+             "Time decode with tails of random length, and plain decode beside it; CPU");
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,

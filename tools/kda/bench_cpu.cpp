@@ -80,7 +80,7 @@ CpuRow CpuBench::measure(const std::string& name, check::Inputs& inputs) {
   row.name = name;
   row.tokens = tokens_of(inputs.problem);
   if (what_ == "decode")
-    measure_decode(inputs, &row);
+    tails_ ? measure_tails(inputs, &row) : measure_decode(inputs, &row);
   else if (what_ == "context-parallel")
     measure_context_parallel(inputs, &row);
   else if (what_ == "backward")
@@ -223,6 +223,100 @@ void CpuBench::measure_decode(check::Inputs& inputs, CpuRow* row) {
   row->timing =
       time_calls([&] { throw_if_error(run(plan, tensors, workspace.data(), workspace.size())); },
                  min_seconds_);
+}
+
+namespace {
+
+/// A pool of boundary states with tails of random length, and its calls, one after the other. Each
+/// goes on from the one before, so that a sequence is folded every 16 tokens.
+class TailSteps {
+ public:
+  TailSteps(const check::Inputs& inputs, const Plan& plan, const Tensors& tensors)
+      : plan_(plan),
+        tensors_(tensors),
+        rows_(plan.problem, *plan.problem.tail),
+        workspace_(plan.workspace_bytes) {
+    const Problem& p = plan.problem;
+    check::Random random(1);
+    for (int64_t n = 0; n < p.num_sequences; ++n) {
+      slots_.push_back(static_cast<int32_t>(n));
+      positions_.push_back(static_cast<int32_t>(random.below(kTailBoundary)));
+    }
+    tensors_.initial_state = const_cast<std::byte*>(inputs.initial_state.data());
+    tensors_.initial_state_indices = slots_.data();
+    tensors_.tail = rows_.tensors(positions_.data());
+  }
+  void step() {
+    throw_if_error(run(plan_, tensors_, workspace_.data(), workspace_.size()));
+    for (int32_t& position : positions_) position += static_cast<int32_t>(plan_.problem.num_tokens);
+  }
+
+ private:
+  /// Rows of zeros: a key of 0 is as fast as any other.
+  struct Rows {
+    Rows(const Problem& p, const TailDesc& tail)
+        : k(bytes(tail.k, tail)),
+          g(bytes(tail.g, tail)),
+          v_new(bytes(tail.v_new, tail)),
+          folded(static_cast<std::size_t>(tail.num_slots * p.num_value_heads)) {
+      for (io::Buffer* buffer : {&k, &g, &v_new}) buffer->fill(0);
+    }
+    static std::size_t bytes(const TensorDesc& desc, const TailDesc& tail) {
+      return static_cast<std::size_t>(tail.num_slots * desc.strides[0] * dtype_size(desc.dtype));
+    }
+    TailTensors tensors(const int32_t* positions) {
+      return {.k = k.data(),
+              .g = g.data(),
+              .v_new = v_new.as<float>(),
+              .folded = folded.data(),
+              .positions = positions};
+    }
+    io::Buffer k, g, v_new;
+    std::vector<int32_t> folded;
+  };
+
+  const Plan& plan_;
+  Tensors tensors_;
+  Rows rows_;
+  io::Buffer workspace_;
+  std::vector<int32_t> slots_, positions_;
+};
+
+}  // namespace
+
+/// 16 steps a timing, so that each sequence is folded in it, beside 16 of plain decode.
+void CpuBench::measure_tails(check::Inputs& inputs, CpuRow* row) {
+  Problem& p = inputs.problem;
+  check::Outputs outputs = check::make_outputs(&p, p.v.dtype);
+  make_decode(&inputs);
+  const Plan plain = make_plan_of(inputs, options_);
+  check::Inputs with_tail = inputs;
+  Problem& tailed = with_tail.problem;
+  tailed.initial_state->indexed = true;
+  tailed.tail = tails(tailed, kTailBoundary + p.num_tokens - 1);
+  const Plan plan = make_plan_of(with_tail, options_);
+  Tensors tensors = inputs.tensors();
+  outputs.attach(&tensors);
+  TailSteps steps(with_tail, plan, tensors);
+  io::Buffer workspace(plain.workspace_bytes);
+  const auto repeat = [](auto&& step) {
+    for (int64_t i = 0; i < kTailBoundary; ++i) step();
+  };
+  Timing plain_timing;
+  std::tie(row->timing, plain_timing) = time_pairs(
+      [&] { repeat([&] { steps.step(); }); },
+      [&] {
+        repeat([&] { throw_if_error(run(plain, tensors, workspace.data(), workspace.size())); });
+      },
+      min_seconds_);
+  for (Timing* timing : {&row->timing, &plain_timing})
+    for (double* seconds : {&timing->median, &timing->fastest, &timing->slowest})
+      *seconds /= kTailBoundary;
+  // A read of S_0, and a read and a write every 16 tokens.
+  const double states = static_cast<double>(inputs.initial_state.size());
+  row->bytes = states * (1 + 2.0 * static_cast<double>(p.num_tokens) / kTailBoundary);
+  row->extra = {{"decode", format_seconds(plain_timing.median)},
+                {"of decode", fmt::format("{:.2f}x", row->timing.median / plain_timing.median)}};
 }
 
 /// The same inputs with segments off and on.

@@ -35,6 +35,9 @@ class CpuBench {
            double min_seconds)
       : what_(std::move(what)), device_(device), options_(options), min_seconds_(min_seconds) {}
 
+  /// Times decode with tails of random length in the place of decode, which is timed beside it.
+  void with_tails() { tails_ = true; }
+
   CpuRow measure(const std::string& name, check::Inputs& inputs);
 
   // The cases so far ran on this backend; all run on one.
@@ -48,11 +51,13 @@ class CpuBench {
   void measure_states(check::Inputs& inputs, CpuRow* row);
   void measure_intra(check::Inputs& inputs, CpuRow* row);
   void measure_decode(check::Inputs& inputs, CpuRow* row);
+  void measure_tails(check::Inputs& inputs, CpuRow* row);
   void measure_context_parallel(check::Inputs& inputs, CpuRow* row);
   Plan make_plan_of(const check::Inputs& inputs, const PlanOptions& options);
   Timing time_plan(check::Inputs& inputs, const PlanOptions& options, Plan* plan);
 
   std::string what_;
+  bool tails_ = false;
   DeviceFacts device_;
   PlanOptions options_;
   double min_seconds_;

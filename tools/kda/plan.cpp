@@ -20,7 +20,7 @@ constexpr KeepPolicy kPolicies[] = {KeepPolicy::kNothing, KeepPolicy::kStates, K
 struct PlanCommand {
   std::vector<int64_t> lengths;
   std::string device = "cuda", dtype = "bf16", gate_dtype;
-  int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128;
+  int64_t num_heads = 0, num_value_heads = 0, key_dim = 128, value_dim = 128, tail = 0;
   int32_t num_sms = 132, compute_capability = 90;
   OperationFlags operation;
   ScheduleFlags schedule;
@@ -54,6 +54,10 @@ struct PlanCommand {
     p.g = one_gate_a_head ? head_gates(gates, 1, T, HV) : contiguous(gates, {1, T, HV, key_dim});
     p.beta = contiguous(type, {1, T, HV});
     p.o = contiguous(operation.output_dtype(p), {1, T, HV, value_dim});
+    if (tail > 0) {
+      p.initial_state = states(p, DType::kFloat32, p.num_sequences, true);
+      p.tail = tails(p, tail);
+    }
     return p;
   }
 
@@ -146,6 +150,9 @@ void add_plan(CLI::App& app) {
                               "Plan the backward, on this CPU unless --device says else");
   add_switch(*sub, "--bounds", &c->bounds,
              "Plan as if lengths were on the device alone: from their number and their sum")
+      ->excludes(backward);
+  add_whole<int64_t>(*sub, "--tail", &c->tail, kTailBoundary, kMaxTailRows,
+                     "Plan a prefill into a pool of boundary states, with tails of so many rows")
       ->excludes(backward);
   add_choice(*sub, "--keep", &c->keep, {"nothing", "states", "chunks"},
              "What the forward keeps for its backward; on a GPU nothing, unless this says else")

@@ -13,6 +13,10 @@ std::size_t scratch_bytes(const Problem& problem, int32_t num_threads);
 
 Status forward(const Kernels& kernels, const stage::Forward& args);
 Status decode(const Kernels& kernels, const stage::Decode& args);
+/// Calls with a tail, of both operations.
+std::size_t tail_scratch_bytes(const Problem& problem, int32_t num_threads);
+Status tail_call(const Kernels& kernels, const stage::Call& call);
+
 Status segment_scan(const Kernels& kernels, const stage::SegmentScan& args);
 Status segment_merge(const Kernels& kernels, const stage::SegmentMerge& args);
 Status segment_correct(const Kernels& kernels, const stage::SegmentCorrect& args);

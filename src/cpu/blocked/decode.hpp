@@ -13,8 +13,9 @@ constexpr int kDecodeVecs = kWidth == 16 ? 8 : 4;  // column vectors (kv) of one
 constexpr int kPrefetchRows = 12;                  // state rows asked for ahead
 
 /// Asks for a row that the first column group will not read all of by itself.
+template <bool kWritten>
 static inline void prefetch_row(const char* row, int64_t bytes) {
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 1, 2);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kWritten ? 1 : 0, 2);
 }
 
 static inline F load_vector_part(const char* src, DType dtype, int count) {
@@ -42,7 +43,41 @@ static inline void decode_substitute(const Group& group, const F (&v)[kRows], co
   }
 }
 
-/// State [K, V]: columns first..first + kVecs kWidth, `valid` of them real.
+/// A state [K, V] in memory.
+struct StateRows {
+  const char* data;
+  int64_t stride_bytes;
+  DType dtype;
+  int value_dim;
+  int key_dim;
+};
+
+/// x = kgam S, y = qgam S in columns first..first + kVecs kWidth, `valid` of them real. kWritten:
+/// the state is written afterwards.
+template <int kRows, int kVecs, bool kWritten>
+static inline void read_columns(const StateRows& state, const float (*kgam)[kRowStride],
+                                const float (*qgam)[kRowStride], int first, int valid,
+                                F (&x)[kVecs][kRows], F (&y)[kVecs][kRows]) {
+  const int64_t at = static_cast<int64_t>(first) * element_bytes(state.dtype);
+  const int step = kWidth * element_bytes(state.dtype);
+  for (int n = 0; n < kVecs; ++n)
+    for (int i = 0; i < kRows; ++i) x[n][i] = y[n][i] = set1(0);
+  for (int d = 0; d < state.key_dim; ++d) {
+    const char* row = state.data + d * state.stride_bytes + at;
+    if (first == 0 && d + kPrefetchRows < state.key_dim)
+      prefetch_row<kWritten>(row + kPrefetchRows * state.stride_bytes,
+                             state.value_dim * element_bytes(state.dtype));
+    for (int n = 0; n < kVecs; ++n) {
+      const F s = load_vector_part(row + n * step, state.dtype, valid - n * kWidth);
+      for (int i = 0; i < kRows; ++i) {
+        x[n][i] = fma(set1(kgam[i][d]), s, x[n][i]);
+        y[n][i] = fma(set1(qgam[i][d]), s, y[n][i]);
+      }
+    }
+  }
+}
+
+/// State [K, V]: the same columns, with their update.
 template <int kRows, int kVecs>
 static inline void decode_columns(const DecodeArgs& args, int first, int valid) {
   const Group& group = *args.group;
@@ -51,21 +86,9 @@ static inline void decode_columns(const DecodeArgs& args, int first, int valid) 
   const int step = kWidth * element_bytes(args.dtype_in);
   F x[kVecs][kRows];
   F y[kVecs][kRows];
-  for (int n = 0; n < kVecs; ++n)
-    for (int i = 0; i < kRows; ++i) x[n][i] = y[n][i] = set1(0);
-  for (int d = 0; d < group.key_dim; ++d) {
-    const char* row = args.state_in + d * args.row_stride_bytes_in + at;
-    if (first == 0 && d + kPrefetchRows < group.key_dim)
-      prefetch_row(row + kPrefetchRows * args.row_stride_bytes_in,
-                   args.value_dim * element_bytes(args.dtype_in));
-    for (int n = 0; n < kVecs; ++n) {
-      const F s = load_vector_part(row + n * step, args.dtype_in, valid - n * kWidth);
-      for (int i = 0; i < kRows; ++i) {
-        x[n][i] = fma(set1(group.kgam[i][d]), s, x[n][i]);
-        y[n][i] = fma(set1(group.qgam[i][d]), s, y[n][i]);
-      }
-    }
-  }
+  read_columns<kRows, kVecs, true>(
+      {args.state_in, args.row_stride_bytes_in, args.dtype_in, args.value_dim, group.key_dim},
+      group.kgam, group.qgam, first, valid, x, y);
   F v_new[kVecs][kRows];
   for (int n = 0; n < kVecs; ++n) {
     F v[kRows];
@@ -99,27 +122,36 @@ static inline void decode_kv_rows(const DecodeArgs& args) {
     decode_columns<kRows, 1>(args, first, args.value_dim - first);
 }
 
+/// Lanes of x = kgam s, y = qgam s of a row s of a state [V, K], one value column, and a copy of
+/// it.
+template <int kRows>
+static inline void read_row(const char* row, DType dtype, int key_dim,
+                            const float (*kgam)[kRowStride], const float (*qgam)[kRowStride],
+                            float* copy, F (&x)[kRows], F (&y)[kRows]) {
+  const int step = element_bytes(dtype);
+  for (int i = 0; i < kRows; ++i) x[i] = y[i] = set1(0);
+  for (int d = 0; d < key_dim; d += kWidth) {
+    const F state = load_vector_part(row + d * step, dtype, key_dim - d);
+    store(copy + d, state);
+    for (int i = 0; i < kRows; ++i) {
+      x[i] = fma(load(kgam[i] + d), state, x[i]);
+      y[i] = fma(load(qgam[i] + d), state, y[i]);
+    }
+  }
+}
+
 /// State [V, K]: one row is one value column.
 template <int kRows>
 static inline void decode_vk_rows(const DecodeArgs& args) {
   const Group& group = *args.group;
   const int stride_v = round_up(args.value_dim, kBlockV);
-  const int step = element_bytes(args.dtype_in);
   const int out_step = element_bytes(args.dtype_out);
   alignas(64) float s[kRowStride];
   for (int c = 0; c < args.value_dim; ++c) {
     const char* row = args.state_in + c * args.row_stride_bytes_in;
     F x[kRows];
     F y[kRows];
-    for (int i = 0; i < kRows; ++i) x[i] = y[i] = set1(0);
-    for (int d = 0; d < group.key_dim; d += kWidth) {
-      const F state = load_vector_part(row + d * step, args.dtype_in, group.key_dim - d);
-      store(s + d, state);
-      for (int i = 0; i < kRows; ++i) {
-        x[i] = fma(load(group.kgam[i] + d), state, x[i]);
-        y[i] = fma(load(group.qgam[i] + d), state, y[i]);
-      }
-    }
+    read_row<kRows>(row, args.dtype_in, group.key_dim, group.kgam, group.qgam, s, x, y);
     F v[kRows];
     F v_new[kRows];
     for (int i = 0; i < kRows; ++i) {

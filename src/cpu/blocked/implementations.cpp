@@ -21,10 +21,12 @@ const char* unavailable() noexcept {
 
 template <KernelsFn kKernels>
 Status forward_with(const stage::Forward& args) {
+  if (args.call.problem.tail) return tail_call(*kKernels(), args.call);
   return forward(*kKernels(), args);
 }
 template <KernelsFn kKernels>
 Status decode_with(const stage::Decode& args) {
+  if (args.call.problem.tail) return tail_call(*kKernels(), args.call);
   return decode(*kKernels(), args);
 }
 template <KernelsFn kKernels>
@@ -54,7 +56,15 @@ Status backward_with(const stage::Backward& args) {
   return backward(*kKernels(), args);
 }
 
+void plan_tail(plan::PlanBuilder& builder) {
+  cpu::list_tail(builder);
+  builder.book(plan::block::kThreadScratch, 1,
+               tail_scratch_bytes(builder.problem(), builder.plan().num_threads));
+  cpu::book_slot_marks(builder);
+}
+
 void plan_forward(plan::PlanBuilder& builder) {
+  if (builder.problem().tail) return plan_tail(builder);
   const Plan& plan = builder.plan();
   const Problem& p = plan.problem;
   builder.cut({.automatic = cpu::never_cut});
@@ -88,6 +98,7 @@ void plan_forward(plan::PlanBuilder& builder) {
 }
 
 void plan_decode(plan::PlanBuilder& builder) {
+  if (builder.problem().tail) return plan_tail(builder);
   plan::list_decode(builder);
   builder.book(plan::block::kThreadScratch, 1,
                scratch_bytes(builder.problem(), builder.plan().num_threads));
@@ -111,7 +122,8 @@ constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilde
           .chunk_size = chunk,
           .unavailable = unavailable<kKernels, kSupported>,
           .plan = plan,
-          .keeps_states = true};
+          .keeps_states = true,
+          .tails = true};
 }
 
 template <KernelsFn kKernels, SupportFn kSupported>

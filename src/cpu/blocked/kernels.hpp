@@ -98,6 +98,7 @@ struct DecodeArgs {
 };
 
 struct BackwardKernels;
+struct TailKernels;
 
 struct Kernels {
   const char* name;
@@ -124,6 +125,7 @@ struct Kernels {
   int64_t (*peak_fma)(int64_t iterations);
 
   const BackwardKernels* backward;
+  const TailKernels* tail;
   const layer::Kernels* layer;
 };
 

@@ -204,15 +204,12 @@ RowSource row_source(const Problem& p, const TensorDesc& desc, const void* base,
           desc.strides[1] * dtype_size(desc.dtype), desc.dtype};
 }
 
-PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head) {
+PrepareArgs mode_args(const stage::Call& call, int64_t head) {
   const Problem& p = call.problem;
   const Tensors& t = call.tensors;
-  const int64_t q_head = q_head_of(p, head);
   PrepareArgs args;
-  args.q = row_source(p, p.q, t.q, begin, q_head);
-  args.k = row_source(p, p.k, t.k, begin, q_head);
-  args.g = row_source(p, p.g, t.g, begin, head);
-  args.beta = row_source(p, p.beta, t.beta, begin, head);
+  args.k.dtype = p.k.dtype;
+  args.g.dtype = p.g.dtype;
   args.key_dim = static_cast<int>(p.key_dim);
   args.one_gate = has_head_gate(p);
   args.gate_mode = p.gate_mode;
@@ -224,6 +221,18 @@ PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head) {
   args.beta_mode = p.beta_mode;
   args.qk_l2norm = p.qk_l2norm;
   args.scale = static_cast<float>(effective_scale(p));
+  return args;
+}
+
+PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head) {
+  const Problem& p = call.problem;
+  const Tensors& t = call.tensors;
+  const int64_t q_head = q_head_of(p, head);
+  PrepareArgs args = mode_args(call, head);
+  args.q = row_source(p, p.q, t.q, begin, q_head);
+  args.k = row_source(p, p.k, t.k, begin, q_head);
+  args.g = row_source(p, p.g, t.g, begin, head);
+  args.beta = row_source(p, p.beta, t.beta, begin, head);
   return args;
 }
 

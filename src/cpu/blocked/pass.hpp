@@ -92,6 +92,8 @@ inline int64_t state_rows(const Problem& p) {
 inline int64_t gate_columns(const Problem& p) { return has_head_gate(p) ? 1 : p.key_dim; }
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlockV - 1) / kBlockV; }
 
+/// Modes and parameters of a head for prepare(), without the rows of its tokens.
+PrepareArgs mode_args(const stage::Call& call, int64_t head);
 /// Source of q, k, g, beta for prepare(), from flattened token `begin`.
 PrepareArgs prepare_args(const stage::Call& call, int64_t begin, int64_t head);
 RowSource row_source(const Problem& p, const TensorDesc& desc, const void* base, int64_t token,

@@ -32,25 +32,25 @@ static inline float l2_factor(const float* row, int count) {
   return static_cast<float>(1.0 / __builtin_sqrt(dot_f64(row, row, count) + 1e-6));
 }
 
-/// q (normalised and scaled), k (normalised) and A_ii of the tokens of one chunk.
-/// The diagonal comes from the raw rows in fp64: with few tokens it is all of o, and q . k may
-/// cancel.
+/// q (normalised and scaled) and k (normalised) of a token; returns A_ii. It comes from the raw
+/// rows in fp64: with few tokens it is all of o, and q . k may cancel.
+static inline float load_qk_row(const PrepareArgs& args, int token, int padded, float* q,
+                                float* k) {
+  load_row(args.q.data + token * args.q.token_stride_bytes, args.q.dtype, args.key_dim, padded, q);
+  load_row(args.k.data + token * args.k.token_stride_bytes, args.k.dtype, args.key_dim, padded, k);
+  const float q_factor = args.scale * (args.qk_l2norm ? l2_factor(q, padded) : 1.0f);
+  const float k_factor = args.qk_l2norm ? l2_factor(k, padded) : 1.0f;
+  const auto diagonal = static_cast<float>(dot_f64(q, k, padded) * q_factor * k_factor);
+  scale_row(q, padded, q_factor);
+  if (args.qk_l2norm) scale_row(k, padded, k_factor);
+  return diagonal;
+}
+
+/// Rows and diagonals of the tokens of one chunk.
 static inline void load_qk(const PrepareArgs& args, int first, int count, int padded, Group& group,
                            float (&A)[kChunk][kChunk]) {
-  for (int i = 0; i < count; ++i) {
-    float* q = group.q_row[i];
-    float* k = group.k_row[i];
-    const int token = first + i;
-    load_row(args.q.data + token * args.q.token_stride_bytes, args.q.dtype, args.key_dim, padded,
-             q);
-    load_row(args.k.data + token * args.k.token_stride_bytes, args.k.dtype, args.key_dim, padded,
-             k);
-    const float q_factor = args.scale * (args.qk_l2norm ? l2_factor(q, padded) : 1.0f);
-    const float k_factor = args.qk_l2norm ? l2_factor(k, padded) : 1.0f;
-    A[i][i] = static_cast<float>(dot_f64(q, k, padded) * q_factor * k_factor);
-    scale_row(q, padded, q_factor);
-    if (args.qk_l2norm) scale_row(k, padded, k_factor);
-  }
+  for (int i = 0; i < count; ++i)
+    A[i][i] = load_qk_row(args, first + i, padded, group.q_row[i], group.k_row[i]);
 }
 
 /// Raw gate of channels [d, d + rest), rest < kWidth; zeros behind them.

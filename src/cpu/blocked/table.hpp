@@ -10,6 +10,7 @@
 #include "cpu/blocked/prepare.hpp"
 #include "cpu/blocked/rows.hpp"
 #include "cpu/blocked/sweep.hpp"
+#include "cpu/blocked/tail_rows.hpp"
 #include "cpu/layer/norm_kernels.hpp"
 #include "cpu/layer/short_conv_kernels.hpp"
 
@@ -39,13 +40,17 @@ static constexpr BackwardKernels kBackwardKernels = {
     backward_gradients, load_tiles,       store_tiles,      backward_add_row, backward_scale_row,
     undo_norm,          undo_gate,        step_slope};
 
+static constexpr TailKernels kTailKernels = {tail_key,     tail_token,  tail_beta,
+                                             tail_decay,   tail_scores, tail_read_kv,
+                                             tail_read_vk, tail_solve,  tail_fold};
+
 static constexpr layer::Kernels kLayerKernels = {
     load_tile, store_tile,    convolve, convolve_slopes, convolve_sums,
     norm,      norm_backward, kWidth,   norm_narrow,     norm_narrow_backward};
 
 static constexpr Kernels make_kernels(const char* name) {
   return {name,     prepare,   sweep,    matmul_block,      decode_kv,     decode_vk,
-          load_row, store_row, peak_fma, &kBackwardKernels, &kLayerKernels};
+          load_row, store_row, peak_fma, &kBackwardKernels, &kTailKernels, &kLayerKernels};
 }
 
 }  // namespace kda::cpu::blocked::KDA_ISA

@@ -24,6 +24,9 @@ inline double token_values(const stage::Call& call) {
 inline double decode_microseconds(const stage::Call& call) {
   return state_values(call) / 5000 + token_values(call) / 20000;
 }
+inline double tail_microseconds(const stage::Call& call) {
+  return state_values(call) / 10000 + token_values(call) / 10000;
+}
 inline double forward_microseconds(const stage::Call& call) {
   return state_values(call) / 8000 + token_values(call) / 20000;
 }

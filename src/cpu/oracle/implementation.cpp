@@ -7,34 +7,13 @@
 #include "core/text.hpp"
 #include "cpu/oracle/backward.hpp"
 #include "cpu/oracle/oracle.hpp"
+#include "cpu/oracle/tail.hpp"
 #include "cpu/plan.hpp"
 
 namespace kda::cpu::oracle {
 namespace {
 
 const char* available() noexcept { return nullptr; }
-
-void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t slot, int64_t head,
-                 const double* state) {
-  if (slot < 0) return;
-  const bool kv = p.state_layout == StateLayout::kKV;
-  for (int64_t d = 0; d < p.key_dim; ++d)
-    for (int64_t c = 0; c < p.value_dim; ++c) {
-      const int64_t at =
-          state_offset(desc, slot, head) + (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
-      store_double(base, desc.tensor.dtype, at, state[d * p.value_dim + c]);
-    }
-}
-
-void store_outputs(const stage::Call& call, Span span, int64_t head, const std::vector<double>& o) {
-  const Problem& p = call.problem;
-  const double* value = o.data();
-  for (int64_t token = span.begin; token < span.end; ++token) {
-    const int64_t at = row_offset(p, p.o, token, head);
-    for (int64_t c = 0; c < p.value_dim; ++c)
-      store_double(call.tensors.o, p.o.dtype, at + c, *value++);
-  }
-}
 
 std::vector<double> initial_state(const stage::Call& call, int64_t n, int64_t head) {
   const Problem& p = call.problem;
@@ -127,6 +106,7 @@ void decode_head(const stage::Call& call, int64_t n, int64_t head) {
 }
 
 Status forward(const stage::Forward& args) {
+  if (args.call.problem.tail) return tail_call(args.call);
   for (int64_t n = 0; n < args.call.sequences.count(); ++n)
     for (int64_t head = 0; head < args.call.problem.num_value_heads; ++head)
       forward_head(args.call, n, head);
@@ -134,6 +114,7 @@ Status forward(const stage::Forward& args) {
 }
 
 Status decode(const stage::Decode& args) {
+  if (args.call.problem.tail) return tail_call(args.call);
   for (int64_t n = 0; n < args.call.sequences.count(); ++n)
     for (int64_t head = 0; head < args.call.problem.num_value_heads; ++head)
       decode_head(args.call, n, head);
@@ -232,6 +213,7 @@ void drop_kept_states(plan::PlanBuilder& builder) {
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
+  if (builder.problem().tail) return plan_tail(builder);
   builder.cut({.automatic = never_cut});
   if (builder.plan().segmented) {
     builder.reason(cat(builder.name(), " has no segments: runs serially"));
@@ -251,6 +233,7 @@ void plan_backward(plan::PlanBuilder& builder) {
 }
 
 void plan_decode(plan::PlanBuilder& builder) {
+  if (builder.problem().tail) return plan_tail(builder);
   plan::list_decode(builder);
   book_slot_marks(builder);
 }
@@ -262,7 +245,8 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
           .unavailable = available,
           .plan = plan,
           .keeps_states = true,
-          .float64 = true};
+          .float64 = true,
+          .tails = true};
 }
 
 }  // namespace

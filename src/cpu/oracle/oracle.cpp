@@ -11,13 +11,6 @@ namespace {
 
 using Vector = std::vector<double>;
 
-void l2_normalize(Vector& x) {
-  double sum = 0;
-  for (double element : x) sum += element * element;
-  const double factor = 1 / std::sqrt(sum + 1e-6);
-  for (double& element : x) element *= factor;
-}
-
 double softplus(double x) { return std::fmax(x, 0.0) + std::log1p(std::exp(-std::fabs(x))); }
 
 double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_t channel) {
@@ -32,6 +25,13 @@ double gate(const Problem& p, const Tensors& t, double raw, int64_t head, int64_
 }
 
 }  // namespace
+
+void l2_normalize(std::vector<double>& x) {
+  double sum = 0;
+  for (double element : x) sum += element * element;
+  const double factor = 1 / std::sqrt(sum + 1e-6);
+  for (double& element : x) element *= factor;
+}
 
 double gate_rate(const Problem& p, const Tensors& t, int64_t head) {
   if (!p.A_log) return 1;
@@ -66,10 +66,14 @@ std::vector<double> load_rows(const Problem& p, const TensorDesc& desc, const vo
 
 std::vector<double> log_decay(const Problem& p, const Tensors& t, int64_t flat_token,
                               int64_t value_head) {
-  Vector g = load_row(p, p.g, t.g, flat_token, value_head, p.key_dim);
-  for (int64_t d = 0; d < p.key_dim; ++d)
-    g[static_cast<std::size_t>(d)] = gate(p, t, g[static_cast<std::size_t>(d)], value_head, d);
-  return g;
+  return log_decay(p, t, load_row(p, p.g, t.g, flat_token, value_head, p.key_dim), value_head);
+}
+
+std::vector<double> log_decay(const Problem& p, const Tensors& t, std::vector<double> raw,
+                              int64_t value_head) {
+  for (std::size_t d = 0; d < raw.size(); ++d)
+    raw[d] = gate(p, t, raw[d], value_head, static_cast<int64_t>(d));
+  return raw;
 }
 
 double step_size(const Problem& p, const Tensors& t, int64_t flat_token, int64_t head) {
@@ -91,6 +95,28 @@ std::vector<double> load_state(const Problem& p, const StateDesc& desc, const vo
           load_double(base, desc.tensor.dtype, at + column);
     }
   return state;
+}
+
+void store_state(const Problem& p, const StateDesc& desc, void* base, int64_t slot, int64_t head,
+                 const double* state) {
+  if (slot < 0) return;
+  const bool kv = p.state_layout == StateLayout::kKV;
+  for (int64_t d = 0; d < p.key_dim; ++d)
+    for (int64_t c = 0; c < p.value_dim; ++c) {
+      const int64_t at =
+          state_offset(desc, slot, head) + (kv ? d : c) * desc.tensor.strides[2] + (kv ? c : d);
+      store_double(base, desc.tensor.dtype, at, state[d * p.value_dim + c]);
+    }
+}
+
+void store_outputs(const stage::Call& call, Span span, int64_t head, const std::vector<double>& o) {
+  const Problem& p = call.problem;
+  const double* value = o.data();
+  for (int64_t token = span.begin; token < span.end; ++token) {
+    const int64_t at = row_offset(p, p.o, token, head);
+    for (int64_t c = 0; c < p.value_dim; ++c)
+      store_double(call.tensors.o, p.o.dtype, at + c, *value++);
+  }
 }
 
 HeadResult run_head(const Problem& p, const Tensors& t, Span span, int64_t value_head,
@@ -134,6 +160,7 @@ HeadResult run_head(const Problem& p, const Tensors& t, Span span, int64_t value
     // v_new = beta (v - prediction)
     Vector v_new(V);
     for (std::size_t c = 0; c < V; ++c) v_new[c] = beta * (v[c] - prediction[c]);
+    result.v_new.insert(result.v_new.end(), v_new.begin(), v_new.end());
     // S = S' + k v_new^T;  o = scale S^T q
     double* o = &result.o[i * V];
     double* o_magnitude = &result.o_magnitude[i * V];

@@ -10,6 +10,7 @@
 
 #include "kda/problem.hpp"
 #include "kda/run.hpp"
+#include "stage/call.hpp"
 
 namespace kda::cpu::oracle {
 
@@ -29,6 +30,7 @@ struct HeadResult {
   std::vector<double> state;            // [K, V] after the last token
   std::vector<double> state_magnitude;  // [K, V]
   std::vector<double> token_states;     // [L, K, V] if asked for
+  std::vector<double> v_new;            // [L, V]
 };
 
 /// `initial_state`: [K, V] as doubles, or empty for zero.
@@ -53,9 +55,24 @@ double gate_bias(const Problem& problem, const Tensors& tensors, int64_t value_h
 std::vector<double> log_decay(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                               int64_t value_head);
 
+/// Log decays of a row of raw gates.
+std::vector<double> log_decay(const Problem& problem, const Tensors& tensors,
+                              std::vector<double> raw, int64_t value_head);
+
+/// x / sqrt(sum x^2 + 1e-6)
+void l2_normalize(std::vector<double>& x);
+
 /// beta of one token and head after its transform.
 double step_size(const Problem& problem, const Tensors& tensors, int64_t flat_token,
                  int64_t value_head);
+
+/// Writes a state; a negative slot is none.
+void store_state(const Problem& problem, const StateDesc& desc, void* base, int64_t slot,
+                 int64_t value_head, const double* state);
+
+/// Writes o of the tokens of `span`, one after the other.
+void store_outputs(const stage::Call& call, Span span, int64_t value_head,
+                   const std::vector<double>& o);
 
 /// State `slot` of a buffer as [K, V] doubles.
 std::vector<double> load_state(const Problem& problem, const StateDesc& desc, const void* base,

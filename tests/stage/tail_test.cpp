@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+// Calls with a tail: the same bits for every cut of a sequence, states that fold, forks, what is
+// refused. Random histories are in tests/soak/tail_history.cpp.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+
+#include "core/convert.hpp"
+#include "core/layout.hpp"
+#include "cpu/oracle/oracle.hpp"
+#include "kda/call.hpp"
+#include "support/harness.hpp"
+
+namespace kda {
+namespace {
+
+namespace oracle = cpu::oracle;
+
+constexpr int64_t kTokens = 70, kHeads = 2, kValueHeads = 4, kKey = 33, kValue = 40, kSlots = 5;
+constexpr int64_t kRows = 20;  // R: up to 5 tokens a decode
+
+/// A pool, its tails, and one call on them.
+struct World {
+  check::Inputs inputs;  ///< one sequence of kTokens
+  io::Buffer pool, k, g, v_new;
+  std::vector<int32_t> folded;
+  std::vector<int32_t> slots = {2}, positions = {0}, sources, parents, accepted;
+  std::vector<uint8_t> mask = {1};
+  std::function<void(Problem*)> change = [](Problem*) {};
+  std::string backend;
+
+  explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32) {
+    check::GenerateOptions options = test::shape(kTokens, kHeads, kKey, kValue);
+    options.num_value_heads = kValueHeads;
+    options.regime = check::Regime::kNeedle;
+    inputs = check::generate(options);
+    inputs.problem.state_layout = layout;
+    state_dtype = states;
+    const auto made = [](int64_t elements) {
+      io::Buffer buffer(static_cast<std::size_t>(elements) * 4);
+      buffer.fill(0xff);
+      return buffer;
+    };
+    pool = made(kSlots * kValueHeads * kKey * kValue);
+    k = made(kSlots * kHeads * kRows * kKey), g = made(kSlots * kValueHeads * kRows * kKey);
+    v_new = made(kSlots * kValueHeads * kRows * kValue);
+    folded.assign(kSlots * kValueHeads, -1);
+  }
+
+  /// Tokens [begin, end) of the sequence for each slot, into `o` [N, end - begin, HV, V].
+  Status call(Operation operation, int64_t begin, int64_t end, std::vector<float>* o) {
+    check::Inputs part = test::slice(inputs, begin, end);
+    Problem p = part.problem;
+    const auto N = static_cast<int64_t>(slots.size());
+    p.operation = operation;
+    p.num_sequences = p.batch = N;
+    // The same tokens in every row of the batch.
+    for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) desc->strides[0] = 0;
+    p.num_tokens = end - begin;
+    p.o = contiguous(DType::kFloat32, {N, end - begin, kValueHeads, kValue});
+    p.initial_state = states(p, state_dtype, kSlots, true);
+    p.initial_state_mask = true;
+    p.tail = tails(p, kRows);
+    p.tail->sources = !sources.empty();
+    p.tail->accepted_columns = static_cast<int64_t>(accepted.size()) / N;
+    if (!parents.empty()) {
+      p.token_parents = true;
+      p.state_index_columns = static_cast<int64_t>(parents.size()) / N;
+    }
+    change(&p);
+    Plan plan;
+    KDA_RETURN_IF_ERROR(make_plan(p, {}, cpu_facts(), test::with_backend(backend), &plan));
+    io::Buffer workspace(plan.workspace_bytes);
+    workspace.fill(0xff);
+    o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * kValue), NAN);
+    Tensors t = part.tensors();
+    t.o = o->data();
+    t.initial_state = pool.data();
+    t.initial_state_indices = slots.data();
+    t.initial_state_mask = mask.data();
+    t.token_parents = parents.data();
+    t.tail = {k.data(),         g.data(),       v_new.as<float>(), folded.data(),
+              positions.data(), sources.data(), accepted.data()};
+    return run(plan, t, workspace.data(), workspace.size());
+  }
+
+  Status settle() {
+    const auto before = change;
+    change = [&](Problem* p) { p->tail->settle = true; };
+    std::vector<float> none;
+    const Status status = call(Operation::kDecode, 0, 0, &none);
+    change = before;
+    return status;
+  }
+
+  std::vector<double> state(int64_t slot, int64_t head) const {
+    Problem p = inputs.problem;
+    return oracle::load_state(p, states(p, state_dtype, kSlots, true), pool.data(), slot, head);
+  }
+
+  DType state_dtype;
+};
+
+/// Pieces of a sequence: how many of its tokens, and by which operation; drafts that are rejected
+/// come behind those of a decode.
+struct Piece {
+  Operation operation;
+  int64_t tokens, rejected = 0;
+};
+constexpr Operation kPrefill = Operation::kForward, kStep = Operation::kDecode;
+
+/// o of the whole sequence; the pool is settled then.
+std::vector<float> play(World* world, const std::vector<Piece>& pieces) {
+  std::vector<float> all, o;
+  int64_t at = 0;
+  for (const Piece& piece : pieces) {
+    world->mask[0] = at > 0;
+    world->positions[0] = static_cast<int32_t>(at);
+    const Status status = world->call(piece.operation, at, at + piece.tokens + piece.rejected, &o);
+    EXPECT_TRUE(status.ok()) << status.message();
+    all.insert(all.end(), o.begin(), o.begin() + piece.tokens * kValueHeads * kValue);
+    at += piece.tokens;
+  }
+  world->positions[0] = static_cast<int32_t>(at);
+  world->mask[0] = 1;
+  EXPECT_TRUE(world->settle().ok());
+  return all;
+}
+
+std::vector<Piece> repeated(int64_t count, Piece piece) {
+  return std::vector<Piece>(static_cast<std::size_t>(count), piece);
+}
+
+TEST(Tail, CutsOfASequenceHaveTheSameBits) {
+  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  for (const std::string& backend : test::backends())
+    for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
+      for (const DType states : {DType::kFloat32, DType::kBFloat16}) {
+        World steps(layout, states);
+        steps.backend = backend;
+        const std::vector<float> expected = play(&steps, repeated(65, {kStep, 1}));
+        const std::vector<std::vector<Piece>> cuts = {
+            {{kPrefill, 65}},
+            {{kPrefill, 7}, {kPrefill, 20}, {kStep, 1}, {kPrefill, 5}, {kPrefill, 32}},
+            repeated(65, {kStep, 1, 4}),
+            // Drafts up to a boundary.
+            {{kPrefill, 27},
+             {kStep, 5},
+             {kStep, 3, 2},
+             {kPrefill, 11},
+             {kStep, 2, 3},
+             {kPrefill, 17}}};
+        for (const std::vector<Piece>& cut : cuts) {
+          World world(layout, states);
+          world.backend = backend;
+          ASSERT_EQ(play(&world, cut), expected) << backend;
+          ASSERT_EQ(std::memcmp(world.pool.data(), steps.pool.data(), world.pool.size()), 0);
+          ASSERT_EQ(world.folded, steps.folded);
+        }
+        // Accepted drafts behind a boundary have read the state in front of it: roundings differ.
+        World across(layout, states);
+        across.backend = backend;
+        const std::vector<float> near = play(&across, repeated(13, {kStep, 5}));
+        double difference = 0, size = 0;
+        for (std::size_t i = 0; i < near.size(); ++i)
+          difference += std::pow(near[i] - expected[i], 2), size += std::pow(expected[i], 2);
+        ASSERT_LT(std::sqrt(difference / size), states == DType::kFloat32 ? 1e-6 : 2e-2);
+        // And it is the recurrence.
+        const check::Inputs part = test::slice(steps.inputs, 0, 65);
+        for (int64_t head = 0; head < kValueHeads; ++head) {
+          const oracle::HeadResult truth =
+              oracle::run_head(part.problem, part.tensors(), {0, 65}, head, {});
+          const std::vector<double> found = steps.state(2, head);
+          double error = 0, norm = 0;
+          for (std::size_t i = 0; i < found.size(); ++i)
+            error += std::pow(found[i] - truth.state[i], 2), norm += std::pow(truth.state[i], 2);
+          ASSERT_LT(std::sqrt(error / norm), states == DType::kFloat32 ? 1e-5 : 2e-2);
+        }
+      }
+}
+
+TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {
+  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  World world;
+  std::vector<float> o;
+  world.mask[0] = 0;
+  ASSERT_TRUE(world.call(kPrefill, 0, 19, &o).ok());
+  EXPECT_EQ(world.folded[2 * kValueHeads], 16);
+  world.mask[0] = 1;
+  for (int64_t at = 19; at < 34; ++at) {
+    const io::Buffer before = world.pool;
+    world.positions[0] = static_cast<int32_t>(at);
+    ASSERT_TRUE(world.call(kStep, at, at + 1, &o).ok());
+    const bool folds = at == 32;
+    EXPECT_EQ(std::memcmp(before.data(), world.pool.data(), before.size()) != 0, folds) << at;
+    EXPECT_EQ(world.folded[2 * kValueHeads], at < 32 ? 16 : 32);
+  }
+}
+
+TEST(Tail, ChildrenReadTheStateOfTheirSource) {
+  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  World world;
+  std::vector<float> o, alone;
+  world.mask[0] = 0;
+  ASSERT_TRUE(world.call(kPrefill, 0, 32, &o).ok());
+  World single = world;
+  world.slots = {3, 4}, world.sources = {2, 2}, world.mask = {1, 1};
+  single.mask[0] = 1;
+  for (int64_t at = 32; at < 52; ++at) {
+    world.positions.assign(2, static_cast<int32_t>(at));
+    single.positions[0] = static_cast<int32_t>(at);
+    ASSERT_TRUE(world.call(kStep, at, at + 1, &o).ok());
+    ASSERT_TRUE(single.call(kStep, at, at + 1, &alone).ok());
+    ASSERT_TRUE(std::equal(alone.begin(), alone.end(), o.begin()));
+    ASSERT_TRUE(std::equal(alone.begin(), alone.end(),
+                           o.begin() + static_cast<std::ptrdiff_t>(alone.size())));
+  }
+  EXPECT_EQ(world.folded[2 * kValueHeads], 32);
+  EXPECT_EQ(world.folded[3 * kValueHeads], 48);
+}
+
+TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
+  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  using Change = std::function<void(World*)>;
+  const auto of_problem = [](std::function<void(Problem*)> change) {
+    return [change](World* world) { world->change = change; };
+  };
+  const struct {
+    const char* text;
+    Change change;
+    int64_t tokens = 1;
+    Operation operation = kStep;
+  } rows[] = {
+      {"tail.folded: slot 1 of sequence 0 has -1, no tail was begun there",
+       [](World* w) { w->slots = {1}; }},
+      {"tail.folded: slot 2 of sequence 0 has 16 in head 0 and 0 in head 3",
+       [](World* w) { w->folded[2 * kValueHeads + 3] = 0; }},
+      {"positions: entry 0 = 15 is below 16, the tokens that slot 2 has folded",
+       [](World* w) { w->positions = {15}; }},
+      {"positions: entry 0 = 37 is 21 tokens behind the boundary of slot 2, at 16, and the tail "
+       "has R = 20 rows",
+       [](World* w) { w->positions = {37}; }},
+      {"positions: entry 0 = -1 is negative", [](World* w) { w->positions = {-1}; }},
+      {"num_tokens: a tail of R = 20 rows takes 1..5 tokens a sequence, got 6", [](World*) {}, 6},
+      {"sources: entry 0 = 5 is outside 0..4", [](World* w) { w->sources = {5}; }},
+      {"tail.folded: source slot 1 of sequence 0 has -1", [](World* w) { w->sources = {1}; }},
+      {"sources: slot 2 of sequence 1 would be written by another while it is read",
+       [](World* w) {
+         w->slots = {2, 3}, w->positions = {19, 16}, w->sources = {-1, 2}, w->mask = {1, 1};
+       }},
+      {"initial_state_indices: slot 2 would be written twice",
+       [](World* w) {
+         w->slots = {2, 2}, w->positions = {19, 19}, w->mask = {1, 1};
+       }},
+      {"accepted_rows: entry 0, 1 = 0 is not above 0",
+       [](World* w) {
+         w->accepted = {0, 0, -1};
+       }},
+      {"accepted_rows: sequence 0 has 4, more than the sure rows of its tail, 3",
+       [](World* w) {
+         w->accepted = {0, 1, 2, 3};
+       }},
+      {"accepted_rows: entry 0, 1 = 19 is beyond the rows of the tail, R = 20",
+       [](World* w) {
+         w->accepted = {0, 19};
+       }},
+      {"accepted_rows: belongs to decode", [](World* w) { w->accepted = {0}; }, 1, kPrefill},
+      {"tail.settle: belongs to decode", of_problem([](Problem* p) { p->tail->settle = true; }), 1,
+       kPrefill},
+      {"tail.k: dtype bf16 is not that of k, fp32",
+       of_problem([](Problem* p) { p->tail->k.dtype = DType::kBFloat16; })},
+      {"tail.g: dtype fp16 is not that of g, fp32",
+       of_problem([](Problem* p) { p->tail->g.dtype = DType::kFloat16; })},
+      {"tail.g: innermost stride 0, but g has a gate a channel",
+       of_problem([](Problem* p) { p->tail->g.strides[3] = 0; })},
+      {"tail.v_new: dtype bf16 is not fp32",
+       of_problem([](Problem* p) { p->tail->v_new.dtype = DType::kBFloat16; })},
+      {"tail.folded: dtype int64 is not int32",
+       of_problem([](Problem* p) { p->tail->folded.dtype = DType::kInt64; })},
+      {"tail: num_slots = 4 is not the 5 of initial_state",
+       of_problem([](Problem* p) { p->tail->num_slots = 4; })},
+      {"tail: R = 15 is outside 16..256", of_problem([](Problem* p) { p->tail->rows = 15; })},
+      {"initial_state: a tail needs the pool", of_problem([](Problem* p) {
+         p->initial_state->indexed = false, p->initial_state->num_slots = 1;
+       })},
+      {"num_accepted_tokens: is not taken with a tail",
+       of_problem([](Problem* p) { p->num_accepted_tokens = true; })},
+      {"final_state: is not taken with a tail",
+       of_problem([](Problem* p) { p->final_state = p->initial_state; })},
+      {"state_index_columns: S = 2, but with a tail",
+       of_problem([](Problem* p) { p->state_index_columns = 2; })}};
+  World begun;
+  std::vector<float> o;
+  begun.mask[0] = 0;
+  ASSERT_TRUE(begun.call(kPrefill, 0, 19, &o).ok());
+  begun.mask[0] = 1, begun.positions[0] = 19;
+  for (const auto& row : rows) {
+    World world = begun;
+    row.change(&world);
+    const std::vector<int32_t> folded = world.folded;
+    const Status status = world.call(row.operation, 19, 19 + row.tokens, &o);
+    EXPECT_NE(status.message().find(row.text), std::string::npos) << row.text << "\n"
+                                                                  << status.message();
+    EXPECT_EQ(std::memcmp(world.pool.data(), begun.pool.data(), begun.pool.size()), 0);
+    EXPECT_EQ(std::memcmp(world.v_new.data(), begun.v_new.data(), begun.v_new.size()), 0);
+    EXPECT_EQ(world.folded, folded);
+    for (const float x : o) EXPECT_TRUE(std::isnan(x)) << row.text;
+  }
+}
+
+TEST(Tail, PlansSayItAndGpusRefuse) {
+  World world;
+  Problem p = world.inputs.problem;
+  p.initial_state = states(p, DType::kFloat32, kSlots, true);
+  p.tail = tails(p, kRows);
+  Plan plan;
+  ASSERT_TRUE(make_plan(p, {}, cpu_facts(), {}, &plan).ok());
+  EXPECT_NE(plan.to_text().find("tail            20 rows a slot, boundary states fp32 every 16"),
+            std::string::npos);
+  EXPECT_NE(plan.to_json().find("\"tail_rows\""), std::string::npos);
+  for (const Operation operation : {kPrefill, kStep}) {
+    p.operation = operation, p.num_tokens = 1;
+    const Status status = make_plan(p, {}, gpu_facts(132, 90), {}, &plan);
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_NE(status.message().find("call without a tail"), std::string::npos) << status.message();
+    EXPECT_FALSE(supported(p, gpu_facts(132, 90)).ok());
+  }
+}
+
+TEST(Tail, InC) {
+  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  World world;
+  std::vector<float> expected;
+  world.mask[0] = 0;
+  ASSERT_TRUE(world.call(kStep, 0, 3, &expected).ok());
+  World other;
+  const check::Inputs part = test::slice(other.inputs, 0, 3);
+  std::vector<float> o(expected.size(), NAN);
+  c::Problem p;
+  p.operation = KDA_DECODE;
+  p.num_tokens = 3, p.num_heads = kHeads, p.num_value_heads = kValueHeads;
+  p.key_dim = kKey, p.value_dim = kValue;
+  p.gate_mode = static_cast<int32_t>(part.problem.gate_mode);
+  p.beta_mode = static_cast<int32_t>(part.problem.beta_mode);
+  p.qk_l2norm = part.problem.qk_l2norm;
+  p.tokens(KDA_FP32, {part.q.data(), part.k.data(), part.v.data(), part.g.data(), part.beta.data(),
+                      o.data()});
+  p.states(&kda_problem::initial_state, other.pool.data(), KDA_FP32, kSlots, other.slots.data());
+  const uint8_t fresh = 0;
+  p.initial_state_mask = &fresh;
+  c::Tail tail;
+  tail.describe(p, kRows,
+                {other.k.data(), other.g.data(), other.v_new.as<float>(), other.folded.data()});
+  tail.positions = other.positions.data();
+  p.tail = &tail;
+  c::call(p);
+  EXPECT_EQ(o, expected);
+  EXPECT_EQ(other.folded, world.folded);
+  // What a newer caller's tail has is refused where it is set.
+  struct Newer : kda_tail {
+    int64_t field = 1;
+  } newer;
+  static_cast<kda_tail&>(newer) = tail;
+  newer.struct_size = sizeof(newer);
+  p.tail = &newer;
+  EXPECT_EQ(kda_call(&p, nullptr), KDA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(kda_last_error()).find("tail: struct_size"), std::string::npos);
+  // A plan that was made without a tail.
+  p.tail = nullptr;
+  const c::Plan plain(p);
+  p.tail = &tail;
+  c::Workspace workspace;
+  try {
+    plain.run(p, workspace);
+    FAIL();
+  } catch (const c::Error& error) {
+    EXPECT_STREQ(error.what(), "tail: given, but the plan was made without it");
+  }
+}
+
+}  // namespace
+}  // namespace kda
