@@ -174,7 +174,7 @@ typedef struct kda_problem {
   /* 1: o is 0 where decode in place computes no token, and of a forward in the rows of sequences
    * without a slot of initial_state, which must be indexed; 0: left alone, and computed. */
   int32_t zero_skipped;
-  int32_t reserved;     /* 0 */
+  int32_t reserved; /* 0 */
   /* An index below it, and so any negative one, means none; 1 where slot 0 is a null block. Above 0
    * it implies zero_skipped of decode. */
   int64_t first_slot;
