@@ -351,6 +351,14 @@ static const struct {
   int start_version;
 } domains[NUM_DOMAINS] = {{"com.microsoft", 1}, {"", 27}};
 static typed_op ops[NUM_DOMAINS][NUM_TYPES];
+static once_flag ops_once = ONCE_FLAG_INIT;
+
+static void make_ops(void) {
+  for (int i = 0; i < NUM_DOMAINS; ++i)
+    for (int j = 0; j < NUM_TYPES; ++j)
+      ops[i][j] =
+          (typed_op){functions, domains[i].start_version, types[j].type, types[j].state_type};
+}
 
 /* ONNX Runtime calls it for SessionOptions.register_custom_ops_library. */
 __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOptions* options,
@@ -358,14 +366,11 @@ __attribute__((visibility("default"))) OrtStatus* RegisterCustomOps(OrtSessionOp
   const OrtApi* api = base->GetApi(ORT_API_VERSION);
   if (api == NULL)
     return base->GetApi(1)->CreateStatus(ORT_FAIL, "libkda needs ONNX Runtime 1.17 or later");
+  call_once(&ops_once, make_ops);
   for (int i = 0; i < NUM_DOMAINS; ++i) {
     OrtCustomOpDomain* domain = NULL;
     TRY(api->CreateCustomOpDomain(domains[i].name, &domain));
-    for (int j = 0; j < NUM_TYPES; ++j) {
-      ops[i][j] =
-          (typed_op){functions, domains[i].start_version, types[j].type, types[j].state_type};
-      TRY(api->CustomOpDomain_Add(domain, &ops[i][j].op));
-    }
+    for (int j = 0; j < NUM_TYPES; ++j) TRY(api->CustomOpDomain_Add(domain, &ops[i][j].op));
     TRY(api->AddCustomOpDomain(options, domain));
   }
   return NULL;

@@ -129,7 +129,9 @@ typedef struct kda_tail {
   int64_t num_slots;        /* that of initial_state */
   int64_t rows;             /* R, 16..256: a decode takes up to R - 15 tokens a sequence */
   const int32_t* positions; /* [num_sequences]: sure tokens before the call */
-  const int32_t* sources;   /* [num_sequences]: slots to read states from until the first fold */
+  /* [num_sequences]: slots to read states from until the first fold; -1 from then on: a source that
+   * goes on would begin the tail anew. */
+  const int32_t* sources;
   const int32_t* accepted_rows; /* [num_sequences, accepted_columns]: rows of a tree that stay */
   int64_t accepted_columns;     /* 0: none */
   int32_t has_sources;

@@ -53,7 +53,7 @@ x = torch.rand(1, 70, 2, 16)
 run = lambda package: package.chunk_kda(x, x, x, -x, x[..., 0])[0]
 THIS, OTHER = {THIS!r}, {OTHER!r}
 if not {installed}:
-    sys.path = [path for path in sys.path if not (pathlib.Path(path) / "libkda").exists()]
+    sys.modules["libkda"] = None
 """
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(path for path in sys.path if path), HF_HUB_OFFLINE="1")
     run = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False,

@@ -168,7 +168,10 @@ Status read_problem(const kda_problem* given, GivenProblem* current) {
   const kda_tail* tail = current->tail;
   kda_tail_init(&current->own_tail);
   current->tail = &current->own_tail;
-  return read_struct(tail, "tail", &current->own_tail);
+  KDA_RETURN_IF_ERROR(read_struct(tail, "tail", &current->own_tail));
+  if (current->own_tail.accepted_rows && current->own_tail.accepted_columns == 0)
+    return invalid("accepted_rows: given, but accepted_columns = 0");
+  return {};
 }
 
 Status check_call(const Problem& planned, const kda_problem& c) {

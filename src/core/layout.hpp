@@ -82,6 +82,11 @@ inline bool zeroes_without_slot(const Problem& p) {
 /// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows.
 inline int64_t most_tail_tokens(const TailDesc& tail) { return tail.rows - (kTailBoundary - 1); }
 
+/// Whether arrays have S columns, one a token of a sequence.
+inline bool has_token_columns(const Problem& p) {
+  return p.state_index_columns > 1 || p.token_parents;
+}
+
 /// Most tokens a sequence of a decode.
 inline int64_t most_decode_tokens(const Problem& p) {
   return p.tail ? most_tail_tokens(*p.tail) : kMaxDecodeTokens;

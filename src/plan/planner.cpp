@@ -189,8 +189,7 @@ Status check_plan_lengths(const Plan& plan) {
       return invalid(
           "cu_seqlens: ", p.tail ? cat("a tail of R = ", p.tail->rows, " rows") : "decode",
           " takes at most ", most, " tokens a sequence, sequence ", n, " has ", length);
-    if (p.operation == Operation::kDecode && p.state_index_columns > 1 &&
-        length > p.state_index_columns)
+    if (p.operation == Operation::kDecode && has_token_columns(p) && length > p.state_index_columns)
       return invalid("state_index_columns: S = ", p.state_index_columns, " is below the ", length,
                      " tokens of sequence ", n);
     checkpoints += num_checkpoints(p, length);

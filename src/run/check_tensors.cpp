@@ -143,7 +143,7 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_indices());
     KDA_RETURN_IF_ERROR(check_rates());
     KDA_RETURN_IF_ERROR(check_aliasing());
-    if (p_.tail) KDA_RETURN_IF_ERROR(check_tail(p_, t_));
+    if (p_.tail) KDA_RETURN_IF_ERROR(check_tail(p_, t_, sequences_));
     return check_slots(plan_, t_, sequences_, workspace_);
   }
 
@@ -221,7 +221,7 @@ class Checker {
 
   int64_t decode_limit() const {
     const int64_t most = most_decode_tokens(p_);
-    return p_.state_index_columns > 1 ? std::min(p_.state_index_columns, most) : most;
+    return has_token_columns(p_) ? std::min(p_.state_index_columns, most) : most;
   }
 
   void collect() {

@@ -386,6 +386,7 @@ Status segment_forward(const Plan& plan, const Tensors& tensors, const SegmentTe
       [&](const ForwardRow& row, const stage::Call& call) {
         KDA_RETURN_IF_ERROR(check_segments(plan, row, segments, false, true));
         KDA_RETURN_IF_ERROR(row.forward(with_kept({call, plan.segments, segments.states_in})));
+        KDA_RETURN_IF_ERROR(zero_outputs(row.head, call));
         return mark_kept(row.head, plan, tensors);
       });
 }

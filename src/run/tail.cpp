@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "run/tail.hpp"
 
+#include <cstdint>
+
 #include "core/tail.hpp"
 #include "core/text.hpp"
 
@@ -41,18 +43,24 @@ Status check_accepted(const Problem& p, const Tensors& t, int64_t n, const TailS
   return {};
 }
 
-Status check_sequence(const Problem& p, const Tensors& t, int64_t n) {
+Status check_sequence(const Problem& p, const Tensors& t, int64_t n, int64_t length) {
   const int64_t slot = state_slot(p, *p.initial_state, t.initial_state_indices, n);
   if (slot < 0) return {};
   if (t.tail.positions[n] < 0)
     return invalid("positions: entry ", n, " = ", t.tail.positions[n], " is negative");
+  if (t.tail.positions[n] > INT32_MAX - length)
+    return invalid("positions: entry ", n, " = ", t.tail.positions[n], " and ", length,
+                   " tokens are beyond int32");
   if (p.initial_state_mask && t.initial_state_mask[n] == 0) return {};
   const int64_t source = tail_source(p, t.tail, n, slot);
   if (source >= p.tail->num_slots)
     return invalid("sources: entry ", n, " = ", source, " is outside 0..", p.tail->num_slots - 1);
   if (source >= 0) KDA_RETURN_IF_ERROR(check_folded(p, t, n, source, "source "));
   const TailStart start = tail_start(p, t, n, 0);
-  if (start.source != source) KDA_RETURN_IF_ERROR(check_folded(p, t, n, slot, ""));
+  // A tail that begins writes the words of its slot; else they must be right, whichever state is
+  // read.
+  const bool begins = source >= 0 && start.position == *tail_folded(p, t.tail, source, 0);
+  if (!begins) KDA_RETURN_IF_ERROR(check_folded(p, t, n, slot, ""));
   if (source >= 0 && start.folded < *tail_folded(p, t.tail, source, 0))
     return invalid("sources: entry ", n, ": slot ", slot, " has folded ", start.folded,
                    " tokens, fewer than its source ", source);
@@ -65,9 +73,10 @@ Status check_sequence(const Problem& p, const Tensors& t, int64_t n) {
 
 }  // namespace
 
-Status check_tail(const Problem& problem, const Tensors& tensors) {
+Status check_tail(const Problem& problem, const Tensors& tensors,
+                  const stage::Sequences& sequences) {
   for (int64_t n = 0; n < problem.num_sequences; ++n)
-    KDA_RETURN_IF_ERROR(check_sequence(problem, tensors, n));
+    KDA_RETURN_IF_ERROR(check_sequence(problem, tensors, n, sequences.length(n)));
   return {};
 }
 

@@ -9,6 +9,7 @@ namespace kda {
 
 /// Positions, folded, sources and accepted_rows fit each other. Slots are in range, and pointers
 /// are there.
-Status check_tail(const Problem& problem, const Tensors& tensors);
+Status check_tail(const Problem& problem, const Tensors& tensors,
+                  const stage::Sequences& sequences);
 
 }  // namespace kda

@@ -170,7 +170,7 @@ io::Buffer outputs_in_pool(Inputs inputs, const std::string& backend, bool zeroe
   tensors.o = o.data();
   tensors.initial_state = tensors.final_state = pool.data();
   tensors.initial_state_indices = tensors.final_state_indices = slots;
-  if (p.cu_seqlens) tensors.cu_seqlens = inputs.cu_seqlens.data();
+  tensors.cu_seqlens = from_bounds ? inputs.cu_seqlens.data() : nullptr;  // else the plan has them
   throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
   return o;
 }

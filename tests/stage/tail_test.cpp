@@ -237,6 +237,15 @@ TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
        [](World* w) { w->slots = {1}; }},
       {"tail.folded: slot 2 of sequence 0 has 16 in head 0 and 0 in head 3",
        [](World* w) { w->folded[2 * kValueHeads + 3] = 0; }},
+      {"tail.folded: slot 2 of sequence 0 has 16 in head 0 and -1 in head 3",
+       [](World* w) {
+         std::fill_n(w->folded.begin() + kValueHeads, kValueHeads, 16);
+         w->folded[2 * kValueHeads + 3] = -1, w->sources = {1};
+       }},
+      {"positions: entry 0 = 2147483647 and 1 tokens are beyond int32",
+       [](World* w) { w->positions = {INT32_MAX}; }},
+      {"state_index_columns: S = 1 is below the 2 tokens of sequence 0",
+       of_problem([](Problem* p) { p->token_parents = true; }), 2},
       {"positions: entry 0 = 15 is below 16, the tokens that slot 2 has folded",
        [](World* w) { w->positions = {15}; }},
       {"positions: entry 0 = 37 is 21 tokens behind the boundary of slot 2, at 16, and the tail "

@@ -9,17 +9,30 @@
 
 namespace kda::cuda {
 
+namespace {
+
+Status set_lengths(const stage::Call& call, ZeroRowsArgs* args) {
+  const Problem& p = call.problem;
+  if (!p.cu_seqlens) return {};
+  if (call.plan->lengths_known) {  // the call's own may be null
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, /*prepared=*/false, &maps));
+    args->lengths = maps.map.cu_seqlens, args->wide_lengths = 1;
+    return {};
+  }
+  // A map is clamped: with wrong offsets too it says which rows the kernels have taken.
+  const void* map = plan::find_block(*call.plan, call.workspace, block::kSequenceMap);
+  args->lengths = map ? map : call.tensors.cu_seqlens;
+  args->wide_lengths = map || p.cu_seqlens == DType::kInt64;
+  return {};
+}
+
+}  // namespace
+
 Status zero_rows(const stage::Call& call, std::span<const registry::WrittenRows> written) {
   const Problem& p = call.problem;
   ZeroRowsArgs args;
-  if (p.cu_seqlens) {
-    args.lengths = call.tensors.cu_seqlens;
-    args.wide_lengths = p.cu_seqlens == DType::kInt64;
-  }
-  // A map is clamped: with wrong offsets too it says which rows the kernels have taken. Where the
-  // host knows the lengths it may not be in memory.
-  const void* map = plan::find_block(*call.plan, call.workspace, block::kSequenceMap);
-  if (map && p.cu_seqlens && !call.plan->lengths_known) args.lengths = map, args.wide_lengths = 1;
+  KDA_RETURN_IF_ERROR(set_lengths(call, &args));
   args.num_sequences = p.num_sequences;
   args.num_tokens = p.num_tokens;
   if (zeroes_without_slot(p)) args.states = initial_view(p, call.tensors);
