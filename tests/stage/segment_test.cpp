@@ -169,6 +169,36 @@ TEST(SegmentStages, CallsMatchRun) {
       }
 }
 
+TEST(SegmentStages, RowsWithoutASlotAreZeroWhereAsked) {
+  if (test::on_cuda()) GTEST_SKIP() << "host pointers";
+  check::GenerateOptions options = test::shape(0, 1, 16, 16);
+  options.seq_lens = {200, 70};
+  const Inputs inputs = check::generate(options);
+  Problem p = inputs.problem;
+  p.initial_state = states(p, DType::kFloat32, 2, true);
+  p.zero_skipped = true;
+  p.o = contiguous(DType::kFloat32, {1, 270, 1, 16});
+  Plan plan;
+  throw_if_error(make_plan(p, inputs.cu_seqlens, cpu_facts(), test::fixed_segments(2), &plan));
+  const std::vector<float> pool(2 * 256, 0.5f);
+  std::vector<float> whole(270 * 16, NAN), by_stages(270 * 16, NAN);
+  const int32_t slots[] = {1, -1};
+  Tensors tensors = inputs.tensors();
+  tensors.initial_state = const_cast<float*>(pool.data());
+  tensors.initial_state_indices = slots;
+  io::Buffer workspace(plan.workspace_bytes);
+  tensors.o = whole.data();
+  throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+  tensors.o = by_stages.data();
+  std::vector<float> M(plan.segments.size() * 256), B(M.size()), starts(M.size());
+  const SegmentTensors all{M.data(), B.data(), starts.data()};
+  for (const auto stage : {segment_scan, segment_merge, segment_forward})
+    throw_if_error(stage(plan, tensors, all, workspace.data(), workspace.size(), nullptr));
+  EXPECT_EQ(by_stages, whole);
+  EXPECT_NE(by_stages[199 * 16], 0);
+  for (std::size_t i = 200 * 16; i < by_stages.size(); ++i) ASSERT_EQ(by_stages[i], 0);
+}
+
 TEST(SegmentStages, NeedASegmentedPlanAndPointers) {
   if (test::on_cuda()) GTEST_SKIP() << "host pointers; on a GPU: tests/cuda/calls_test.cpp";
   const Inputs inputs = check::generate(test::shape(200, 1, 16, 16));
