@@ -144,14 +144,14 @@ struct Problem {
   /// slot there; its other states are stored as without it. Such a forward has no backward.
   bool zero_skipped = false;
 
+  /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).
+  bool batch_invariant = false;
+
   /// initial_state holds boundary states, in slots that are indexed, and is written by folds alone.
   /// Forward takes any number of tokens, all of them sure, and folds up to the last multiple of 16.
   /// Decode folds before its tokens, of which all but the first may be drafts: token_parents has
   /// state_index_columns columns then, and slots have one.
   std::optional<TailDesc> tail;
-
-  /// A sequence's result depends on nothing but itself, bit for bit (the CPU is always so).
-  bool batch_invariant = false;
 };
 
 /// Checks all that can be known without pointers and lengths: sizes, overflow, strides, types,
