@@ -75,7 +75,7 @@ def test_layout(repositories):
 def test_alone(repositories, version):
     assert python(repositories, f"""
 package = hub({version!r})
-assert "libkda" not in sys.modules and package.__version__ == {version!r}
+assert sys.modules["libkda"] is None and package.__version__ == {version!r}
 q = torch.rand(1, 70, 2, 16, requires_grad=True)
 o = package.chunk_kda(q, x, x, -x, x[..., 0])[0]
 expected = package.naive.naive_recurrent_kda(q.double(), *(t.double() for t in (x, x, -x, x[..., 0])))[0]
