@@ -121,13 +121,12 @@ typedef struct kda_state {
  * since the state. The row of position p is p mod R. */
 typedef struct kda_tail {
   size_t struct_size;
-  kda_tensor k; /* [num_slots, H, R, K], of the type of the problem's k */
-  kda_tensor g; /* [num_slots, HV, R, K], of the type of g, and its innermost stride 0 if that is */
-  kda_tensor v_new; /* [num_slots, HV, R, V], fp32 */
-  kda_tensor
-      folded; /* [num_slots, HV], int32: tokens in front of the state; -1 where there is none */
-  int64_t num_slots;        /* that of initial_state */
-  int64_t rows;             /* R, 16..256: a decode takes up to R - 15 tokens a sequence */
+  kda_tensor k;      /* [num_slots, H, R, K], of the type of the problem's k */
+  kda_tensor g;      /* [num_slots, HV, R, K], of the type of g; one gate a head: last stride 0 */
+  kda_tensor v_new;  /* [num_slots, HV, R, V], fp32 */
+  kda_tensor folded; /* [num_slots, HV], int32: tokens in front of the state; -1: no tail */
+  int64_t num_slots; /* that of initial_state */
+  int64_t rows;      /* R, 16..256: a decode takes up to R - 15 tokens a sequence */
   const int32_t* positions; /* [num_sequences]: sure tokens before the call */
   /* [num_sequences]: slots to read states from until the first fold; -1 from then on: a source that
    * goes on would begin the tail anew. */
@@ -189,8 +188,7 @@ typedef struct kda_problem {
   int32_t has_token_parents;
   int32_t has_checkpoint_offsets;
   const int32_t* checkpoint_offsets; /* [num_sequences]; checkpoints.indices is, too */
-  const kda_tail*
-      tail; /* initial_state has boundary states, and folds alone write it; null: none */
+  const kda_tail* tail; /* initial_state has boundary states, written by folds; null: no tail */
 } kda_problem;
 
 typedef struct kda_plan_options {

@@ -41,20 +41,18 @@ struct StateDesc {
   bool indexed = false;
 };
 
-inline constexpr int64_t kTailBoundary =
-    16;  ///< tails are folded up to multiples of so many tokens
+/// Tails are folded up to multiples of so many tokens.
+inline constexpr int64_t kTailBoundary = 16;
 inline constexpr int64_t kMaxTailRows = 256;
 
 /// Tails of a pool of boundary states (docs/design/decode.md, "Tails"). A slot has a boundary state
 /// S_0, and rows of the tokens since then: the row of position p is p mod R.
 struct TailDesc {
-  TensorDesc k;  ///< [num_slots, H, R, K]  rows of Problem::k as they came in, of its type
-  TensorDesc
-      g;  ///< [num_slots, HV, R, K]  the same of g, its innermost stride 0 where that of g is
-  TensorDesc v_new;  ///< [num_slots, HV, R, V]  fp32
-  TensorDesc
-      folded;  ///< [num_slots, HV]  int32, tokens in front of S_0; equal in all heads of a slot
-  int64_t num_slots = 0;         ///< that of initial_state
+  TensorDesc k;           ///< [num_slots, H, R, K]  rows of Problem::k as they came in, of its type
+  TensorDesc g;           ///< [num_slots, HV, R, K]  likewise of g; one gate a head: last stride 0
+  TensorDesc v_new;       ///< [num_slots, HV, R, V]  fp32
+  TensorDesc folded;      ///< [num_slots, HV]  int32, tokens in front of S_0, equal in all heads
+  int64_t num_slots = 0;  ///< that of initial_state
   int64_t rows = kTailBoundary;  ///< R, 16..256: a decode takes up to R - 15 tokens a sequence
   bool sources = false;          ///< int32 [N]: slots to read S_0 from until the first fold
   int64_t accepted_columns = 0;  ///< of accepted_rows, int32 [N, accepted_columns]; 0: none

@@ -32,14 +32,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarnin
 
 @pytest.fixture(scope="module", autouse=True)
 def set_up():
-    """Every test says itself who serves, and these models are too small for more than one thread; afterwards it is as
-    after the import."""
-    libkda.transformers.disable()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    libkda.transformers.enable()
+    with models.served_where_asked():
+        yield
 
 
 @pytest.fixture

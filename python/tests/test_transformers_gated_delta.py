@@ -25,12 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarnin
 
 @pytest.fixture(scope="module", autouse=True)
 def set_up():
-    libkda.transformers.disable()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    libkda.transformers.enable()
+    with models.served_where_asked():
+        yield
 
 
 @pytest.fixture(params=INSTALLED)

@@ -30,6 +30,18 @@ _KDA = dict(linear_head_dim=32, linear_num_heads=2, layer_types=["linear_attenti
                                                                  "linear_attention"])
 
 
+@contextlib.contextmanager
+def served_where_asked():
+    """Every test says itself who serves, and these models are too small for more than one thread; afterwards it is as
+    after the import."""
+    libkda.transformers.disable()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    libkda.transformers.enable()
+
+
 def _kimi_linear(**changes):
     from transformers import KimiLinearConfig, KimiLinearForCausalLM
     return KimiLinearForCausalLM(KimiLinearConfig(**{**_SIZES, **_KDA, **dict(qk_rope_head_dim=16, num_local_experts=4),

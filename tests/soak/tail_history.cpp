@@ -117,7 +117,8 @@ bool TailHistory::is_source(int32_t slot) const {
                      [&](const auto& request) { return request->source == slot; });
 }
 
-/// What lies there stays, or becomes NaN; either way the slot has no tail.
+/// A freed slot keeps its state or gets NaN, and keeps its words or gets those of no tail: a later
+/// owner, which starts from zero, must not see any of it.
 void TailHistory::release(int32_t slot) {
   free_.push_back(slot);
   const StateDesc& pool = *base_.initial_state;

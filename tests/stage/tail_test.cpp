@@ -367,7 +367,7 @@ TEST(Tail, InC) {
   c::call(p);
   EXPECT_EQ(o, expected);
   EXPECT_EQ(other.folded, world.folded);
-  // What a newer caller's tail has is refused where it is set.
+  // A field of a later version is refused where it is not zero.
   struct Newer : kda_tail {
     int64_t field = 1;
   } newer;

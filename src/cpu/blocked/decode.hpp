@@ -43,6 +43,17 @@ static inline void decode_substitute(const Group& group, const F (&v)[kRows], co
   }
 }
 
+/// body.operator()<kVecs>(first, valid) for column vectors of `value_dim` columns: as many at a
+/// time as rows leave room for in registers.
+template <int kRows, class Body>
+static inline __attribute__((always_inline)) void for_each_columns(int value_dim, Body&& body) {
+  constexpr int kVecs = kDecodeVecs > kRows ? kDecodeVecs / kRows : 1;
+  int first = 0;
+  for (; first + kVecs * kWidth <= value_dim; first += kVecs * kWidth)
+    body.template operator()<kVecs>(first, kVecs * kWidth);
+  for (; first < value_dim; first += kWidth) body.template operator()<1>(first, value_dim - first);
+}
+
 /// A state [K, V] in memory.
 struct StateRows {
   const char* data;
@@ -114,12 +125,9 @@ static inline void decode_columns(const DecodeArgs& args, int first, int valid) 
 
 template <int kRows>
 static inline void decode_kv_rows(const DecodeArgs& args) {
-  constexpr int kVecs = kDecodeVecs > kRows ? kDecodeVecs / kRows : 1;
-  int first = 0;
-  for (; first + kVecs * kWidth <= args.value_dim; first += kVecs * kWidth)
-    decode_columns<kRows, kVecs>(args, first, kVecs * kWidth);
-  for (; first < args.value_dim; first += kWidth)
-    decode_columns<kRows, 1>(args, first, args.value_dim - first);
+  for_each_columns<kRows>(args.value_dim, [&]<int kVecs>(int first, int valid) {
+    decode_columns<kRows, kVecs>(args, first, valid);
+  });
 }
 
 /// Lanes of x = kgam s, y = qgam s of a row s of a state [V, K], one value column, and a copy of

@@ -84,12 +84,9 @@ static inline void tail_read_columns(const TailRead& args, int first, int valid)
 
 template <int kRows>
 static inline void tail_read_kv_rows(const TailRead& args) {
-  constexpr int kVecs = kDecodeVecs > kRows ? kDecodeVecs / kRows : 1;
-  int first = 0;
-  for (; first + kVecs * kWidth <= args.value_dim; first += kVecs * kWidth)
-    tail_read_columns<kRows, kVecs>(args, first, kVecs * kWidth);
-  for (; first < args.value_dim; first += kWidth)
-    tail_read_columns<kRows, 1>(args, first, args.value_dim - first);
+  for_each_columns<kRows>(args.value_dim, [&]<int kVecs>(int first, int valid) {
+    tail_read_columns<kRows, kVecs>(args, first, valid);
+  });
 }
 
 template <int kRows>

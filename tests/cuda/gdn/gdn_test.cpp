@@ -115,7 +115,8 @@ class Factors {
   io::Buffer bytes_;
 };
 
-/// What bf16 holds of a square in float64, whose entries differ in size, and tf32 of its products.
+/// Expects a square of the kernel to be that of float64 up to two roundings: of an entry to bf16,
+/// and of products to tf32, which is relative to the largest entry.
 void expect_square(const ChunkFactors& truth, const Doubles& square,
                    const std::function<double(int64_t, int64_t)>& of_kernel,
                    const std::string& what) {
@@ -221,8 +222,9 @@ test::WorstErrors errors_of(const Inputs& inputs, const test::Result& result) {
   return {distance(o, true_o), distance(states, true_states)};
 }
 
-/// What bf16 operands cost in emulation, over heads of K = V = 128 and 1,000 tokens, times 1.15; no
-/// bound of a state is below 0.4e-3. Outputs are in bf16.
+/// Bounds of relative errors over all heads, with o in bf16. Each is 1.15 times the error of the
+/// chunk form (docs/design/gdn.md) computed in float64 from operands that are rounded to bf16, for
+/// 1,000 tokens of K = V = 128. A bound of states is at least 0.4e-3.
 struct Bound {
   Gates gates;
   double o, state;
