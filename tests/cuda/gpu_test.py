@@ -25,8 +25,10 @@ FUZZED = 300  # random problems, each
 SOAK_SEEDS, SOAK_STEPS = (1, 2, 3, 4), 2500
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # What is fuzzed, random problems for each tool.
-SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "backward": 50,
+SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 30, "accuracy --gdn": 30, "backward": 50,
              "backward --tensor-cores": 50}
+# Reads how much memory of the GPU is free, which others would change.
+ALONE = "backward_cuda_test"
 # Cases that --report times, each beside a copy of as many bytes.
 REPORTED = ("forward", "decode", "backward")
 
@@ -117,6 +119,8 @@ def main():
                         help="a build folder, or a copy of its tests/, bin/, kernel_hashes.json")
     parser.add_argument("--sanitize", nargs="?", const=",".join(SANITIZERS), metavar="TOOLS",
                         help="compute-sanitizer over random shapes instead of the tests")
+    parser.add_argument("--jobs", type=int, default=4, metavar="N",
+                        help="programs at once; most of their time is float64 on a CPU. A small card may want 1")
     parser.add_argument("--report", nargs="?", type=pathlib.Path, const=pathlib.Path("gpu_report.json"), metavar="FILE",
                         help="tests and times of this card in one file to send")
     parser.add_argument("--json", type=pathlib.Path, help="evidence file; under bench/results/")
@@ -154,15 +158,18 @@ def main():
                 add(row)
     else:
         what = "gpu_test" + suffix
+        jobs = []
         if args.family != "soak":
-            for name in chosen("tests", evidence.all_of("tests")):
-                add(run_gtest(tests / name, environment))
-            for name in chosen("fuzz", evidence.all_of("fuzz")):
-                add(run_fuzz(fuzz, name, FUZZED, environment))
+            names = chosen("tests", evidence.all_of("tests"))
+            if ALONE in names:
+                add(run_gtest(tests / ALONE, environment))
+            jobs += [(run_gtest, tests / name) for name in names if name != ALONE]
+            jobs += [(run_fuzz, fuzz, name, FUZZED) for name in chosen("fuzz", evidence.all_of("fuzz"))]
         if soak:
-            with concurrent.futures.ThreadPoolExecutor() as side_by_side:
-                for row in side_by_side.map(lambda seed: run_soak(tests / "kda_soak", seed, environment), SOAK_SEEDS):
-                    add(row)
+            jobs += [(run_soak, tests / "kda_soak", seed) for seed in SOAK_SEEDS]
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as side_by_side:
+            for row in side_by_side.map(lambda job: job[0](*job[1:], environment), jobs):
+                add(row)
     command = ["./dev", "gpu-test", *(["--family", args.family] if args.family else []),
                *(["--sanitize", args.sanitize] if args.sanitize else []), *(["--report"] if args.report else [])]
     report = evidence.header(args.binaries, what, " ".join(command), families)

@@ -66,6 +66,9 @@ std::vector<Case> cases(uint64_t seed) {
                            {"packed decode", decode_inputs(seed, true), with({})},
                            {"decode of device lengths", decode_inputs(seed, true), from_bounds}};
   if (test::device().compute_capability == 90) {
+    check::GenerateOptions one_gate = options;
+    one_gate.head_gates = true;
+    all.push_back({"gdn", check::generate(one_gate), with(test::with_backend("gdn"))});
     PlanOptions whole = test::with_backend("fused"),
                 cut = test::fixed_segments(3, SegmentMethod::kOnePass);
     whole.context_parallel = SegmentPolicy::kOff;

@@ -27,29 +27,31 @@ __device__ __forceinline__ void put_outputs(const C& c, const float (&o)[C::kTok
   }
 }
 
-/// Tiles of kGroups times 64 columns to the rows of their tokens, by kThreads threads.
+/// Tiles of kGroups times 64 columns to the rows of their tokens, by kThreads threads: each has one
+/// piece of a row in every kThreads / 8.
 template <int kThreads, class C, class T, int kGroups>
 __device__ void store_tiles(const C& c, int chunk, const T (&tiles)[kGroups][kChunk * kVTile],
                             int thread) {
-  const int64_t token0 = c.tokens.begin + chunk * kChunk;
-  uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
-                   row_offset(c.a.o, c.a.map, c.tokens.sequence, token0, c.head);
+  constexpr int kStep = kThreads / 8, kRows = (kChunk + kStep - 1) / kStep, kAtOnce = kRows / 2;
+  const int64_t token0 = c.tokens.begin + chunk * kChunk, stride = c.a.o.stride_t;
   const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
-  constexpr int kPieces = kGroups * kChunk * 8, kAtOnce = 6;
-  for (int first = thread; first < kPieces; first += kAtOnce * kThreads) {
-    uint4 pieces[kAtOnce];
+  const int row0 = thread / 8 % kStep, piece = thread % 8;
+  uint16_t* base = static_cast<uint16_t*>(c.a.o.base) +
+                   row_offset(c.a.o, c.a.map, c.tokens.sequence, token0, c.head) + row0 * stride;
+#pragma unroll 1  // two warps have few registers for addresses
+  for (int group = 0; group < kGroups; ++group) {
+    const int v = (c.u_tile + group) * kVTile + piece * 8;
+    uint16_t* to = base + v;
+#pragma unroll 1
+    for (int first = row0; first < kChunk; first += kAtOnce * kStep) {
+      uint4 pieces[kAtOnce];
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int i = min(first + n * kThreads, kPieces - 1);
-      pieces[n] = *reinterpret_cast<const uint4*>(tiles[i / (8 * kChunk)] +
-                                                  swizzled(i / 8 % kChunk, i % 8));
-    }
+      for (int n = 0; n < kAtOnce; ++n)
+        pieces[n] = *reinterpret_cast<const uint4*>(
+            tiles[group] + swizzled(min(first + n * kStep, kChunk - 1), piece));
 #pragma unroll
-    for (int n = 0; n < kAtOnce; ++n) {
-      const int i = first + n * kThreads, token = i / 8 % kChunk;
-      const int v = (c.u_tile + i / (8 * kChunk)) * kVTile + i % 8 * 8;
-      if (i < kPieces && token < count)
-        store_piece(base + token * c.a.o.stride_t + v, pieces[n], c.a.shape.V - v);
+      for (int n = 0; n < kAtOnce; ++n, to += kStep * stride)
+        if (first + n * kStep < count) store_piece(to, pieces[n], c.a.shape.V - v);
     }
   }
 }

@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups>::kThreads, 1)
     kernel.run_chain();
     return;
   }
-  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<56>();
+  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<64>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
   else

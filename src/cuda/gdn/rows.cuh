@@ -15,14 +15,17 @@ template <int kColumns, int kThreads, class T>
 __device__ __forceinline__ void copy_rows(T* tile, const T* rows, int64_t stride, int count,
                                           int columns, int thread) {
   constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
-  static_assert(kThreads % kPieces == 0);
-  const int row0 = thread / kPieces, piece = thread % kPieces;
+  static_assert(kThreads % kPieces == 0 && kStep % 4 == 0,
+                "two steps keep the place in the swizzle");
+  const int row0 = thread / kPieces % kStep, piece = thread % kPieces;
   const bool inside = piece * 8 < columns;
   const T* from = rows + row0 * stride + piece * 8;
+  const uint32_t to[2] = {ptx::shared_address(tile + swizzled(row0, piece)),
+                          ptx::shared_address(tile + swizzled(row0 + kStep, piece))};
 #pragma unroll 4
-  for (int row = row0, i = 0; i < kChunk / kStep; ++i, row += kStep, from += kStep * stride)
-    ptx::cp_async<16>(ptx::shared_address(tile + swizzled(row, piece)), from,
-                      inside && row < count);
+  for (int i = 0; i < kChunk / kStep; ++i, from += kStep * stride)
+    ptx::cp_async<16>(to[i % 2] + i / 2 * 2 * kStep * 64 * static_cast<int>(sizeof(T)), from,
+                      inside && row0 + i * kStep < count);
 }
 
 }  // namespace kda::cuda::gdn

@@ -629,10 +629,14 @@ TEST_F(ChunkGradOnHopper, RowsOfGatesHaveTheBitsOfTiles) {
     for (const check::GenerateOptions& options : every_form(regime)) {
       const Case x(check::generate(options));
       const std::string what = check::regime_name(regime);
-      const Finished want = run_on_hopper(x), got = run_on_hopper(x, {.by_rows = true});
+      const auto run = [&](const How& how) {
+        Finished found = run_on_hopper(x, how);
+        if (regime == Regime::kLog) found.sums.clear();  // without parameters nobody reads them
+        return found;
+      };
+      const Finished want = run({}), got = run({.by_rows = true}), in_fp32 = run(kFp32);
       expect_same_but_dg(got, want, what);
       EXPECT_TRUE(test::same_bits(got.dg, want.dg)) << what;
-      const Finished in_fp32 = run_on_hopper(x, kFp32);
       expect_same_but_dg(in_fp32, want, what);
       for (int64_t i = 0; i < static_cast<int64_t>(want.dg.size() / 2); ++i) {
         char rounded[2];
