@@ -94,8 +94,10 @@ struct Kernel {
       for (int group = 0; group < kGroups; ++group)
         copy<kVTile>(s.v[group], a.v, c.head, chunk, (c.u_tile + group) * kVTile, a.shape.V,
                      thread);
-      ring.arrive_after_copies(i);
+      ptx::cp_async_commit();
+      if (chunk > 0) ring.template arrive_after_group<1>(chunk - 1);
     }
+    if (c.num_chunks > 0) ring.template arrive_after_group<0>(c.num_chunks - 1);
   }
 
   // ---- outputs ---------------------------------------------------------------------------------
@@ -114,7 +116,6 @@ struct Kernel {
   __device__ void wait_for_operands(int chunk) const {
     if (chunk >= c.num_chunks) return;
     ring.wait_for_operands(chunk);
-    ptx::fence_async_proxy();  // rows were not copied by it, and products read by it
   }
 
   /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T.
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups>::kThreads, 1)
     kernel.run_chain();
     return;
   }
-  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<64>();
+  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<56>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
   else

@@ -120,7 +120,7 @@ __device__ void multiply_by_k(const C& c, const typename C::T* x, float (&out)[k
                                           ptx::next_columns(right, step * 16));
 }
 
-/// Raw q k^T and k k^T.
+/// q k^T and k k^T, raw and then of normalised rows.
 struct Scores {
   float q[kScoreTiles][4], k[kScoreTiles][4];
 };
@@ -139,6 +139,36 @@ __device__ void multiply_rows(const C& c, Scores& scores) {
     for (int i = 0; i < 4; ++i)
       if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
         c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+}
+
+/// Once norms are there.
+template <class C>
+__device__ void scale_scores(const C& c, Scores& scores) {
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    const float2 column = *reinterpret_cast<const float2*>(&c.s.k_norm[c.column(n)]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = c.row() + i / 2 * 8;
+      const float x = i % 2 == 0 ? column.x : column.y;
+      scores.q[n][i] *= c.s.q_norm[row] * x;
+      scores.k[n][i] *= c.s.k_norm[row] * x;
+    }
+  }
+}
+
+/// Squares above their diagonal blocks, which no value head writes.
+template <class C>
+__device__ void clear_squares(const C& c) {
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n)
+    if (n / 2 > c.warp())
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = c.row() + half * 8, j = c.column(n);
+        *reinterpret_cast<uint32_t*>(&c.s.after.Aqk[i][j]) = 0;
+        *reinterpret_cast<uint32_t*>(&c.s.after.inverse[i][j]) = 0;
+      }
 }
 
 // ---- gates and steps of a value head, by a warp
@@ -215,31 +245,41 @@ __device__ __forceinline__ float decay_between(const TokenSums& sums, int i, int
   return ptx::ex2((sums.whole[i] - sums.whole[j]) + (sums.part[i] - sums.part[j]));
 }
 
-/// Decayed scores of neighbours j, j + 1 of row i, the first not above the diagonal: A, and what
-/// T' is the inverse of, less I.
-template <class C>
-__device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, int i, int j,
-                                           float q0, float q1, float k0, float k1) {
-  auto& s = c.s;
-  const float d0 = i > j ? decay_between(sums, i, j) : 0.0f;
-  const float d1 = i > j + 1 ? decay_between(sums, i, j + 1) : 0.0f;
-  const float2 norm = *reinterpret_cast<const float2*>(&s.k_norm[j]);
-  const float2 beta = *reinterpret_cast<const float2*>(&sums.beta[j]);
-  const float2 column{d0 * norm.x, d1 * norm.y};
-  *reinterpret_cast<uint32_t*>(&s.after.Aqk[i][j]) =
-      ptx::pack<typename C::T>(q0 * (s.q_norm[i] * column.x), q1 * (s.q_norm[i] * column.y));
-  *reinterpret_cast<float2*>(&s.after.N[i][j]) = {k0 * (s.k_norm[i] * column.x * beta.x),
-                                                  k1 * (s.k_norm[i] * column.y * beta.y)};
+/// Decayed scores of tile n: A, and what T' is the inverse of, less I. kDiagonal: nothing on the
+/// diagonal or above it.
+template <bool kDiagonal, class C>
+__device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, int n,
+                                           const float (&whole)[2], const float (&part)[2],
+                                           const float (&q)[4], const float (&k)[4]) {
+  const int j = c.column(n);
+  const auto pair_at = [j](const float* x) { return *reinterpret_cast<const float2*>(x + j); };
+  const float2 whole_j = pair_at(sums.whole), part_j = pair_at(sums.part),
+               beta = pair_at(sums.beta);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = c.row() + half * 8;
+    const bool first = !kDiagonal || i > j, second = !kDiagonal || i > j + 1;
+    const float d0 = ptx::ex2((whole[half] - whole_j.x) + (part[half] - part_j.x));
+    const float d1 = ptx::ex2((whole[half] - whole_j.y) + (part[half] - part_j.y));
+    const auto put = [&](float x0, float x1) {
+      return float2{first ? x0 : 0.0f, second ? x1 : 0.0f};
+    };
+    const float2 a = put(q[2 * half] * d0, q[2 * half + 1] * d1);
+    *reinterpret_cast<uint32_t*>(&c.s.after.Aqk[i][j]) = ptx::pack<typename C::T>(a.x, a.y);
+    *reinterpret_cast<float2*>(&c.s.after.N[i][j]) =
+        put(k[2 * half] * (d0 * beta.x), k[2 * half + 1] * (d1 * beta.y));
+  }
 }
 template <class C>
 __device__ void decay_scores(const C& c, const TokenSums& sums, const Scores& scores) {
+  const float whole[2] = {sums.whole[c.row()], sums.whole[c.row() + 8]};
+  const float part[2] = {sums.part[c.row()], sums.part[c.row() + 8]};
 #pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n) {
-    if (n * 8 > c.warp() * 16 + 15) continue;  // above the diagonal
-    const float(&q)[4] = scores.q[n], (&k)[4] = scores.k[n];
-    put_scores(c, sums, c.row(), c.column(n), q[0], q[1], k[0], k[1]);
-    put_scores(c, sums, c.row() + 8, c.column(n), q[2], q[3], k[2], k[3]);
-  }
+  for (int n = 0; n < kScoreTiles; ++n)
+    if (n / 2 < c.warp())
+      put_scores<false>(c, sums, n, whole, part, scores.q[n], scores.k[n]);
+    else if (n / 2 == c.warp())
+      put_scores<true>(c, sums, n, whole, part, scores.q[n], scores.k[n]);
 }
 
 template <class C>
@@ -256,17 +296,13 @@ __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   if (i == kChunk - 1) to->last[0] = since_start;
 }
 
-/// Stores what lies below the diagonal; zeros elsewhere, where nothing was written.
 template <class T>
 __device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T* to, int thread) {
+  const int row0 = thread / 8, piece = thread % 8;
 #pragma unroll
-  for (int i = 0; i < kChunk * 8 / kThreads; ++i) {
-    const int row = thread / 8 + i * (kThreads / 8), piece = thread % 8, count = row - piece * 8;
-    const uint4 x = *reinterpret_cast<const uint4*>(&square[row][piece * 8]);
-    *reinterpret_cast<uint4*>(to + swizzled(row, piece)) = {
-        intra::kept(x.x, count), intra::kept(x.y, count - 2), intra::kept(x.z, count - 4),
-        intra::kept(x.w, count - 6)};
-  }
+  for (int row = 0; row < kChunk; row += kThreads / 8)
+    *reinterpret_cast<uint4*>(to + swizzled(row0, piece) + row * 64) =
+        *reinterpret_cast<const uint4*>(&square[row0 + row][piece * 8]);
 }
 
 template <class C>
@@ -279,6 +315,7 @@ __device__ void make_factors(const C& c, int head, const TokenSums& sums, const 
   intra::invert_pairs(c);
   __syncthreads();
   intra::invert_halves(c);
+  if (c.tid < kChunk) c.s.after.inverse[c.tid][c.tid] = 0;  // of T' - I
   __syncthreads();
   store_square(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare, c.tid);
   store_square(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare, c.tid);
@@ -301,6 +338,9 @@ __device__ void run(const C& c) {
       __syncthreads();
       find_norms(c);
       multiply_rows(c, scores);
+      __syncthreads();  // norms are there; q and k were read
+      scale_scores(c, scores);
+      clear_squares(c);
     }
     for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i) {
       __syncthreads();  // sums are there; the squares, or operands, before were read
