@@ -13,6 +13,7 @@
 #include "cuda/staged/intra/inverse.cuh"
 #include "cuda/staged/intra/solve.cuh"
 #include "cuda/tile/chunk_map.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda::gdn {
 namespace {
@@ -44,7 +45,7 @@ struct alignas(1024) Shared {
   };
   TokenSums sums[kWarpsOfBlock];
   float q_norm[kChunk], k_norm[kChunk];
-  float diag[kChunk];  // q . k of a token
+  float diag[kChunk], k_square[kChunk];  // q . k and k . k of a token
 };
 
 template <class ElementT, int kChannels>
@@ -137,8 +138,10 @@ __device__ void multiply_rows(const C& c, Scores& scores) {
   for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
+      if (c.column(n) + i % 2 == c.row() + i / 2 * 8) {
         c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+        c.s.k_square[c.row() + i / 2 * 8] = scores.k[n][i];
+      }
 }
 
 // ---- gates and steps of a value head, by a warp
@@ -176,13 +179,7 @@ __device__ float log2_decay(const C& c, uint32_t raw, float rate) {
 
 /// Adds what the lanes before this one have.
 __device__ __forceinline__ float sum_before(float x, int lane) {
-  float sum = x;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const float other = __shfl_sync(~0u, sum, (lane - offset) & 31);
-    if (lane >= offset) sum += other;
-  }
-  const float before = __shfl_sync(~0u, sum, (lane - 1) & 31);
+  const float before = __shfl_sync(~0u, sum_up_to(x, lane), (lane - 1) & 31);
   return lane == 0 ? 0.0f : before;
 }
 
@@ -242,6 +239,12 @@ __device__ void decay_scores(const C& c, const TokenSums& sums, const Scores& sc
   }
 }
 
+/// The log2 of |I - beta k k^T|, which is 1 at least; of NaN it is NaN.
+__device__ __forceinline__ float log2_growth(float beta, float k_square) {
+  const float other = fabsf(1 - beta * k_square);  // along k
+  return other <= 1 ? 0.0f : log2f(other);
+}
+
 template <class C>
 __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   if (c.tid >= kChunk) return;
@@ -253,7 +256,12 @@ __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
   to->beta[i] = sums.beta[i];
   to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
-  if (i == kChunk - 1) to->last[0] = since_start;
+  const float growth =
+      sum_over(log2_growth(sums.beta[i], c.s.k_square[i] * (k_norm * k_norm)), 1, 32);
+  if (c.lane() == 0) to->log2_growth[c.warp()] = growth;
+  if (i != kChunk - 1) return;
+  to->last = since_start;
+  to->log2_decay = sums.whole[i] + sums.part[i];
 }
 
 /// Stores what lies below the diagonal; zeros elsewhere, where nothing was written.

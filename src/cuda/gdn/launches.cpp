@@ -50,9 +50,28 @@ Status forward(const stage::Forward& f) {
   if constexpr (sm90::kBuilt) {
     const stage::Call& call = f.call;
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, f.prepared, &maps));
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, f.segments, f.prepared, &maps));
+    if (!f.prepared)
+      KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
+    HeadGates<ChainArgs> args = chain_args(call, maps);
+    args.states_in = f.states_in;
+    return launch_chain(args, call.plan->device.num_sms, {call.stream, true});
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+Status segment_scan(const stage::SegmentScan& scan) {
+  if constexpr (sm90::kBuilt) {
+    const stage::Call& call = scan.call;
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, scan.segments, false, &maps));
     KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
-    return launch_chain(chain_args(call, maps), call.plan->device.num_sms, {call.stream, true});
+    HeadGates<ChainArgs> args = chain_args(call, maps);
+    args.M = scan.M;
+    args.B = scan.B;
+    args.skip_last = scan.skip_last;
+    args.may_forget = call.plan->early_exit;
+    return launch_scan(args, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

@@ -3,9 +3,11 @@
 #pragma once
 
 #include "stage/forward.hpp"
+#include "stage/segment_scan.hpp"
 
 namespace kda::cuda::gdn {
 
 Status forward(const stage::Forward& args);
+Status segment_scan(const stage::SegmentScan& args);
 
 }  // namespace kda::cuda::gdn
