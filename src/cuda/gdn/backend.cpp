@@ -14,7 +14,6 @@
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/segments/kernels.hpp"
-#include "cuda/segments/launches.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::gdn {
@@ -67,6 +66,7 @@ void cut(plan::PlanBuilder& builder) {
                .unit = kChunk});
   builder.join(cat(builder.name(), " has no correction stage"));
   builder.set_early_exit(plan.segmented && may_forget);
+  if (plan.early_exit) builder.reason("M is dropped where the gates bound it by 2^-20");
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
@@ -84,6 +84,10 @@ void plan_forward(plan::PlanBuilder& builder) {
     builder.kernel("segment_scan", "gdn_scan_sm90");
     builder.kernel("segment_merge", merge_kernel(plan.device, p.key_dim));
     book_segments(builder, plan.segments.size());
+    builder.book(
+        block::kGdnForgotten,
+        plan.early_exit ? plan.segments.size() * static_cast<std::size_t>(p.num_value_heads) : 0,
+        sizeof(int32_t));
   } else {
     list_forward(builder);
   }
@@ -110,7 +114,7 @@ const registry::ForwardRow kForward = {
              .device_checks = &kDeviceChecks},
     .forward = if_built<forward>(),
     .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
-                                        .merge = if_built<cuda::segment_merge>()},
+                                        .merge = if_built<segment_merge>()},
     .chunk_stages = {},
     .spans = {},
     .place_checkpoints = if_built<cuda::place_checkpoints>()};

@@ -95,6 +95,8 @@ struct Kernel {
   /// Leaves out of the chain what a scan needs not walk through.
   __device__ void skip_what_is_forgotten() {
     const int first = last_that_forgets();
+    if (c.transition && c.column == 0 && threadIdx.x == 0)
+      a.forgotten[c.unit * a.shape.HV + c.head] = first >= 0;
     if (first < 0) return;
     forgotten = c.transition;
     if (forgotten) {

@@ -22,6 +22,7 @@ struct ChainArgs : cuda::ChainArgs {
   /// Scan: where the gates of a segment's last chunks bound their M by kForgottenLog2, M is 0, and
   /// B comes from these chunks alone.
   bool may_forget = false;
+  int32_t* forgotten = nullptr;  ///< scan: [spans, HV] whether M is 0 for that reason
 };
 
 /// kForward: blocks of 64 columns of V, or of 128 where 64 would give more blocks than `num_sms`:

@@ -9,6 +9,7 @@
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
+#include "cuda/segments/launches.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
@@ -20,6 +21,11 @@ Factors factors_of(const stage::Call& call) {
   };
   return {find(block::kGdnInverse), find(block::kGdnScores),
           static_cast<Numbers*>(static_cast<void*>(find(block::kGdnNumbers)))};
+}
+
+int32_t* forgotten_of(const stage::Call& call) {
+  return static_cast<int32_t*>(
+      static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
 }
 
 HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps) {
@@ -70,10 +76,16 @@ Status segment_scan(const stage::SegmentScan& scan) {
     args.M = scan.M;
     args.B = scan.B;
     args.skip_last = scan.skip_last;
-    args.may_forget = call.plan->early_exit;
+    args.forgotten = forgotten_of(call);
+    args.may_forget = args.forgotten != nullptr;
     return launch_scan(args, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+/// After segment_scan of the same call the workspace says what is forgotten.
+Status segment_merge(const stage::SegmentMerge& merge) {
+  return merge_segments(merge, merge.prepared ? forgotten_of(merge.call) : nullptr);
 }
 
 }  // namespace kda::cuda::gdn

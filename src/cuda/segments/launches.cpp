@@ -13,7 +13,9 @@
 
 namespace kda::cuda {
 
-Status segment_merge(const stage::SegmentMerge& merge) {
+Status segment_merge(const stage::SegmentMerge& merge) { return merge_segments(merge, nullptr); }
+
+Status merge_segments(const stage::SegmentMerge& merge, const int32_t* forgotten) {
   const stage::Call& call = merge.call;
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
@@ -25,8 +27,9 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  return launch_merge(args, merges_on_hopper(call.plan->device, call.problem.key_dim),
-                      {call.stream});
+  args.forgotten = forgotten;
+  const bool hopper = merges_on_hopper(call.plan->device, call.problem.key_dim);
+  return launch_merge(args, hopper, {call.stream, /*pdl=*/hopper});
 }
 
 Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where) {

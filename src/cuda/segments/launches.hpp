@@ -11,6 +11,9 @@ namespace kda::cuda {
 /// The stage of staged and recurrent.
 Status segment_merge(const stage::SegmentMerge& args);
 
+/// segment_merge with SegmentMergeArgs::forgotten.
+Status merge_segments(const stage::SegmentMerge& args, const int32_t* forgotten);
+
 /// segment_merge; `hopper`: merges_on_hopper() (segments/kernels.hpp).
 Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where);
 

@@ -52,6 +52,11 @@ struct Merge {
   __device__ Merge(const BegunMergeArgs& args, Shared& shared, unsigned block)
       : Merge(args, shared, merge::place_of(args, block)) {}
 
+  /// What this thread has of states, if it multiplies.
+  __device__ merge::Row own() const {
+    return {a, place.head, thread / 2 % kK, place.column0 + thread % 2 * 4};
+  }
+
   __device__ int64_t step_of(int64_t segment) const { return steps_before + segment - first; }
   __device__ int stage_of(int64_t segment) const {
     return static_cast<int>(step_of(segment) % kStages);
@@ -130,6 +135,11 @@ struct Merge {
   }
   __device__ void run() const {
     if (last < first) return;
+    if constexpr (!kReverse)
+      if (merge::all_forgotten(a, place.head, first, last)) {
+        if (thread < kMultipliers) own().store_forgotten(place.sequence, first, last);
+        return;
+      }
     init(s);
     walk();
   }
@@ -138,7 +148,7 @@ struct Merge {
   __device__ void walk() const {
     const bool copies = thread >= kMultipliers;
     const int row = thread / 2 % kK, column = thread % 2 * 4;
-    const merge::Row own{a, place.head, row, place.column0 + column};
+    const merge::Row own = this->own();
     float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
     if (copies) {
       for (int i = 0; i < kAhead; ++i) fetch(first + i);
