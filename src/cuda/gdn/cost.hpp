@@ -17,7 +17,7 @@ inline constexpr staged::Costs kCosts = {
         {.few_ns = 19.5, .alone_ns = 19.5, .shared_ns = 14.5, .blocks_per_sm = 2, .fixed_us = 5},
     .scan = {.few_ns = 13.5, .alone_ns = 15, .shared_ns = 10.2, .blocks_per_sm = 2, .fixed_us = 3},
     .merge = {.step_us = 1.9, .columns = 8, .blocks_per_sm = 1, .fixed_us = 4},
-    .factor_bytes_per_token = 1300,
+    .factor_bytes_per_token = 1044,  // with two value heads a q/k head
     .factor_bandwidth = 0.9,
     .minimum_step = 0.98};
 
@@ -27,14 +27,15 @@ inline constexpr int64_t kMemoryTokens = 512;
 /// Of the time without segments, where no head forgets: a choice.
 inline constexpr double kMostLoss = 1.2;
 
-/// Scan, merge, forward where heads forget within kMemoryTokens: B alone, of these tokens.
+/// Scan, merge, forward where most heads forget within kMemoryTokens, so that they need B alone, of
+/// these tokens, and a few do not.
 inline double forgetting_us(const CostInput& in, int64_t segment_tokens) {
   const Cut cut = cut_of(in, segment_tokens, segment_tokens);
   const auto segment = static_cast<double>(segment_tokens);
   const auto tokens = static_cast<double>(std::min(segment_tokens, kMemoryTokens));
   const auto behind = static_cast<double>(cut.behind);
   const double scan =
-      staged::chains_us(in, kCosts.scan, behind, tokens, behind * tokens, tiles_of(in.value_dim));
+      staged::chains_us(in, kCosts.scan, behind, segment, behind * tokens, tiles_of(in.value_dim));
   const double forward = staged::forward_us(in, kCosts, static_cast<double>(cut.segments), segment);
   return std::max(roofline_us(in), staged::intra_us(in, kCosts) + scan +
                                        merge_us(in, kCosts.merge, cut.most - 1) + forward);

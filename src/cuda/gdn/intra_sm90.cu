@@ -45,7 +45,8 @@ struct alignas(1024) Shared {
   };
   TokenSums sums[kWarpsOfBlock];
   float q_norm[kChunk], k_norm[kChunk];
-  float diag[kChunk], k_square[kChunk];  // q . k and k . k of a token
+  float k_square[kChunk];  // of normalised k
+  float diag[kChunk];      // q . k of a token
 };
 
 template <class ElementT, int kChannels>
@@ -103,10 +104,10 @@ __device__ void find_norms(const C& c) {
   const GateView& gate = c.a.gate;
   const int row = c.tid % kChunk;
   const bool of_q = c.tid < kChunk;
-  float norm = 1;
-  if (gate.l2norm)
-    norm = rsqrtf(square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row) + 1e-6f);
+  const float square = square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row);
+  const float norm = gate.l2norm ? rsqrtf(square + 1e-6f) : 1;
   (of_q ? c.s.q_norm : c.s.k_norm)[row] = of_q ? gate.scale * norm : norm;
+  if (!of_q) c.s.k_square[row] = square * (norm * norm);
 }
 
 /// Rows of this warp of x k^T.
@@ -138,10 +139,8 @@ __device__ void multiply_rows(const C& c, Scores& scores) {
   for (int n = 0; n < kScoreTiles; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (c.column(n) + i % 2 == c.row() + i / 2 * 8) {
+      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
         c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
-        c.s.k_square[c.row() + i / 2 * 8] = scores.k[n][i];
-      }
 }
 
 // ---- gates and steps of a value head, by a warp
@@ -242,7 +241,7 @@ __device__ void decay_scores(const C& c, const TokenSums& sums, const Scores& sc
 /// The log2 of |I - beta k k^T|, which is 1 at least; of NaN it is NaN.
 __device__ __forceinline__ float log2_growth(float beta, float k_square) {
   const float other = fabsf(1 - beta * k_square);  // along k
-  return other <= 1 ? 0.0f : log2f(other);
+  return other <= 1 ? 0.0f : ptx::lg2(other);
 }
 
 template <class C>
@@ -256,8 +255,7 @@ __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
   to->beta[i] = sums.beta[i];
   to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
-  const float growth =
-      sum_over(log2_growth(sums.beta[i], c.s.k_square[i] * (k_norm * k_norm)), 1, 32);
+  const float growth = sum_over(log2_growth(sums.beta[i], c.s.k_square[i]), 1, 32);
   if (c.lane() == 0) to->log2_growth[c.warp()] = growth;
   if (i != kChunk - 1) return;
   to->last = since_start;

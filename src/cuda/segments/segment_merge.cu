@@ -94,10 +94,6 @@ struct Merge {
     const int64_t* offsets = a.segment_offsets + place.sequence;
     const int64_t first = offsets[0], last = offsets[1] - 1;
     if (last < first) return;
-    if (merge::all_forgotten(a, place.head, first, last)) {
-      for (const int half : {0, 1}) own(half).store_forgotten(place.sequence, first, last);
-      return;
-    }
     const int64_t pieces = (last - first) * kPieces;  // of all steps, one after the other
     const auto fetch = [&](int64_t at, int slot) {
       if (at < pieces)
