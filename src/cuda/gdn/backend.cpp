@@ -58,7 +58,6 @@ std::string decline_options(const PlanOptions& options) {
 void cut(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const bool may_forget = !plan.problem.batch_invariant;
-  if (!plan.lengths_known) return builder.reason("not cut: only the GPU knows the lengths");
   builder.cut({.automatic =
                    [&](const plan::Workload& work, CostEstimate* cost) {
                      return auto_partition(work, plan.device, may_forget, cost);

@@ -24,7 +24,7 @@ inline constexpr staged::Costs kCosts = {
 /// After so many tokens a head has forgotten a state, as a rule: nine in ten heads of trained
 /// layers with wide gates.
 inline constexpr int64_t kMemoryTokens = 512;
-/// Of the time without segments, where no head forgets: a choice.
+/// The most time that a cut may take where no head forgets, of that without one: a choice.
 inline constexpr double kMostLoss = 1.2;
 
 /// Scan, merge, forward where most heads forget within kMemoryTokens, so that they need B alone, of

@@ -52,8 +52,8 @@ struct Merge {
   __device__ Merge(const BegunMergeArgs& args, Shared& shared, unsigned block)
       : Merge(args, shared, merge::place_of(args, block)) {}
 
-  /// What this thread has of states, if it multiplies.
-  __device__ merge::Row own() const {
+  /// The part of states that a thread has, if it multiplies.
+  __device__ merge::Row own_row() const {
     return {a, place.head, thread / 2 % kK, place.column0 + thread % 2 * 4};
   }
 
@@ -133,13 +133,14 @@ struct Merge {
     }
     __syncthreads();
   }
+  /// Start states where M of all segments is 0; false where it is not.
+  __device__ bool run_forgotten() const {
+    if (last < first || !merge::all_forgotten(a, place.head, first, last)) return false;
+    if (thread < kMultipliers) own_row().store_forgotten(place.sequence, first, last);
+    return true;
+  }
   __device__ void run() const {
     if (last < first) return;
-    if constexpr (!kReverse)
-      if (merge::all_forgotten(a, place.head, first, last)) {
-        if (thread < kMultipliers) own().store_forgotten(place.sequence, first, last);
-        return;
-      }
     init(s);
     walk();
   }
@@ -148,7 +149,7 @@ struct Merge {
   __device__ void walk() const {
     const bool copies = thread >= kMultipliers;
     const int row = thread / 2 % kK, column = thread % 2 * 4;
-    const merge::Row own = this->own();
+    const merge::Row own = own_row();
     float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
     if (copies) {
       for (int i = 0; i < kAhead; ++i) fetch(first + i);

@@ -3,6 +3,7 @@
 // forwards against the oracle; what they decline.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -192,8 +193,7 @@ void expect_numbers(const ChunkFactors& truth, const cuda::gdn::Numbers& numbers
     EXPECT_NEAR(bound, truth.log2_bound, 1e-4 + 1e-6 * std::abs(truth.log2_bound)) << what;
 }
 
-void expect_factors(const test::gdn::Options& options) {
-  const Inputs inputs = test::gdn::inputs_of(options);
+void expect_factors(const Inputs& inputs, const std::string& name) {
   const Problem& p = inputs.problem;
   Workspace factors(inputs);
   int64_t chunk = 0;
@@ -203,8 +203,7 @@ void expect_factors(const test::gdn::Options& options) {
         const int64_t end = std::min(begin + kChunk, inputs.cu_seqlens[n + 1]);
         const ChunkFactors truth(inputs, {begin, end}, head);
         const int64_t tile = chunk * p.num_value_heads + head;
-        const std::string what = std::string(test::gdn::name_of(options.gates)) + ", " +
-                                 std::to_string(truth.tokens) + " tokens, head " +
+        const std::string what = name + ", " + std::to_string(truth.tokens) + " tokens, head " +
                                  std::to_string(head) + ": ";
         expect_square(
             truth, truth.inverse, [&](int64_t i, int64_t j) { return factors.inverse(tile, i, j); },
@@ -217,10 +216,31 @@ void expect_factors(const test::gdn::Options& options) {
       ++chunk;
     }
 }
+void expect_factors(const test::gdn::Options& options) {
+  expect_factors(test::gdn::inputs_of(options), test::gdn::name_of(options.gates));
+}
+
+/// Keys longer than 1 with steps of up to 2: the state grows along them, faster than gates decay
+/// it, and no bound of gates alone holds.
+Inputs growing(Gates gates, double size, double beta) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
+  Problem& p = inputs.problem;
+  p.qk_l2norm = false;
+  for (int64_t i = 0; i < p.num_tokens * p.num_heads * p.key_dim; ++i)
+    for (io::Buffer* rows : {&inputs.q, &inputs.k})
+      store_double(rows->data(), p.q.dtype, i,
+                   size * load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
+  test::gdn::set_betas(&inputs, beta);
+  return inputs;
+}
 
 TEST_F(Gdn, FactorsOfEveryGate) {
   for (const Gates gates : test::gdn::kAllGates)
     expect_factors({.lengths = {64, 30}, .HV = 2, .K = 128, .gates = gates});
+}
+
+TEST_F(Gdn, FactorsOfKeysThatAreNotNormalised) {
+  expect_factors(growing(Gates::kFirst, 1.2, 1.5), "long keys");
 }
 
 TEST_F(Gdn, FactorsOfEveryGroupOfHeads) {
@@ -463,20 +483,6 @@ TEST_F(Gdn, SegmentsOfStepsOfZeroAndTwo) {
       }
 }
 
-/// Keys longer than 1 with steps of up to 2: the state grows along them, faster than gates decay
-/// it, and no bound of gates alone holds.
-Inputs growing(Gates gates, double size, double beta) {
-  Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
-  Problem& p = inputs.problem;
-  p.qk_l2norm = false;
-  for (int64_t i = 0; i < p.num_tokens * p.num_heads * p.key_dim; ++i)
-    for (io::Buffer* rows : {&inputs.q, &inputs.k})
-      store_double(rows->data(), p.q.dtype, i,
-                   size * load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
-  test::gdn::set_betas(&inputs, beta);
-  return inputs;
-}
-
 TEST_F(Gdn, SegmentsOfKeysThatAreNotNormalised) {
   for (const Gates gates : {Gates::kFirst, Gates::kZero, Gates::kNeedle, Gates::kStrong})
     for (const Cut& cut : {Cut{2}, Cut{3, true}}) {
@@ -687,6 +693,57 @@ TEST(GdnPlan, ServesCallersWhoNameItAlone) {
     EXPECT_TRUE(named ||
                 plan.candidates[4].reason == "not measured yet: it serves callers who name it");
   }
+}
+
+/// Plans of a layer with 2 q/k heads and 8 value heads.
+Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_invariant = false) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {1, 0}, .H = 2, .HV = 8, .K = 128, .V = 128});
+  Problem& p = inputs.problem;
+  p.num_tokens = tokens + 1;
+  p.batch_invariant = batch_invariant;
+  PlanOptions named = options;
+  named.backend = kName;
+  Plan plan;
+  throw_if_error(
+      make_plan(p, std::vector<int64_t>{0, tokens, tokens + 1}, gpu_facts(132), named, &plan));
+  return plan;
+}
+
+bool has_block(const Plan& plan, std::string_view name) {
+  return std::ranges::any_of(plan.workspace, [&](const auto& block) { return block.name == name; });
+}
+
+TEST(GdnPlan, CutsWhatGains) {
+  const Plan plan = layer_plan(65536);
+  EXPECT_TRUE(plan.segmented && plan.early_exit);
+  EXPECT_GE(plan.segments.size(), 8U);
+  EXPECT_LT(plan.cost.segmented_us, 0.5 * plan.cost.serial_us);
+  EXPECT_GT(plan.cost.segmented_us, plan.cost.roofline_us);
+  EXPECT_TRUE(has_block(plan, cuda::block::kGdnForgotten));
+  EXPECT_FALSE(layer_plan(1024).segmented);
+  EXPECT_FALSE(layer_plan(0).segmented);
+  PlanOptions off;
+  off.context_parallel = SegmentPolicy::kOff;
+  EXPECT_FALSE(layer_plan(65536, off).segmented);
+}
+
+TEST(GdnPlan, KeepsTransitionsOfBatchInvariantCalls) {
+  const Plan exact = layer_plan(65536, {}, /*batch_invariant=*/true);
+  EXPECT_TRUE(exact.segmented);
+  EXPECT_FALSE(exact.early_exit);
+  EXPECT_FALSE(has_block(exact, cuda::block::kGdnForgotten));
+  const Plan asked = layer_plan(1024, test::fixed_segments(3, SegmentMethod::kOnePass));
+  EXPECT_TRUE(asked.segmented && asked.early_exit);
+  EXPECT_EQ(asked.resolved.segment_method, SegmentMethod::kScanMergeForward);
+}
+
+TEST(GdnPlan, CutsNothingFromBounds) {
+  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128});
+  Plan plan;
+  throw_if_error(
+      make_plan_from_bounds(inputs.problem, gpu_facts(132), test::with_backend(kName), &plan));
+  EXPECT_FALSE(plan.segmented);
+  EXPECT_EQ(plan.reasons.back(), "nothing is cut");
 }
 
 /// Why the backend does not serve, once it is named.
