@@ -81,7 +81,9 @@ void plan_forward(plan::PlanBuilder& builder) {
   if (plan.segmented) {
     list_scan_merge_forward(builder);
     builder.kernel("segment_scan", "gdn_scan_sm90");
-    builder.kernel("segment_merge", merge_kernel(plan.device, p.key_dim));
+    builder.kernel("segment_merge", merges_on_hopper(plan.device, p.key_dim)
+                                        ? "gdn_merge_sm90"
+                                        : merge_kernel(plan.device, p.key_dim));
     book_segments(builder, plan.segments.size());
     builder.book(
         block::kGdnForgotten,

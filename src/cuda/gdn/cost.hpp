@@ -21,7 +21,7 @@ struct Costs {
   double minimum_step;    ///< of the time with fewer segments, for more of them
   int64_t memory_tokens;  ///< after which a head has forgotten a state, as a rule: nine in ten
                           ///< heads of trained layers with wide gates
-  double most_loss;  ///< of the time without segments, where no head forgets: a choice
+  double most_loss;       ///< of the time without segments, where no head forgets: a choice
 };
 
 inline constexpr Costs kCosts = {
@@ -40,7 +40,7 @@ inline constexpr Costs kCosts = {
 inline double tokens_and_heads(const CostInput& in) {
   return total_tokens(in) * static_cast<double>(in.num_value_heads);
 }
-/// Of K and V, where they are 128.
+/// The size of K and V; 1 where both are 128.
 inline double size_of(const CostInput& in) {
   return static_cast<double>(in.key_dim + in.value_dim) / 256;
 }

@@ -6,9 +6,11 @@
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/chain_sm90.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
+#include "cuda/gdn/merge_sm90.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
+#include "cuda/segments/kernels.hpp"
 #include "cuda/segments/launches.hpp"
 #include "plan/ledger.hpp"
 
@@ -83,9 +85,19 @@ Status segment_scan(const stage::SegmentScan& scan) {
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }
 
-/// After segment_scan of the same call the workspace says what is forgotten.
 Status segment_merge(const stage::SegmentMerge& merge) {
-  return merge_segments(merge, merge.prepared ? forgotten_of(merge.call) : nullptr);
+  const stage::Call& call = merge.call;
+  if (!merges_on_hopper(call.plan->device, call.problem.key_dim)) return cuda::segment_merge(merge);
+  if constexpr (sm90::kBuilt) {
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
+    MergeArgs args;
+    static_cast<SegmentMergeArgs&>(args) = merge_args(merge, maps);
+    // After segment_scan of the same call the workspace says what is forgotten.
+    if (merge.prepared) args.forgotten = forgotten_of(call);
+    return launch_merge(args, {call.stream, true});
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
 }
 
 }  // namespace kda::cuda::gdn

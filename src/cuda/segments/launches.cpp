@@ -13,12 +13,8 @@
 
 namespace kda::cuda {
 
-Status segment_merge(const stage::SegmentMerge& merge) { return merge_segments(merge, nullptr); }
-
-Status merge_segments(const stage::SegmentMerge& merge, const int32_t* forgotten) {
+SegmentMergeArgs merge_args(const stage::SegmentMerge& merge, const SequenceMaps& maps) {
   const stage::Call& call = merge.call;
-  SequenceMaps maps;
-  KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
   SegmentMergeArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
@@ -27,9 +23,15 @@ Status merge_segments(const stage::SegmentMerge& merge, const int32_t* forgotten
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  args.forgotten = forgotten;
-  const bool hopper = merges_on_hopper(call.plan->device, call.problem.key_dim);
-  return launch_merge(args, hopper, {call.stream, /*pdl=*/hopper});
+  return args;
+}
+
+Status segment_merge(const stage::SegmentMerge& merge) {
+  const stage::Call& call = merge.call;
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
+  return launch_merge(merge_args(merge, maps),
+                      merges_on_hopper(call.plan->device, call.problem.key_dim), {call.stream});
 }
 
 Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where) {

@@ -77,22 +77,6 @@ struct Row {
   __device__ void store(int64_t segment, float4 x) const {
     store4(a.states_in + offset(segment), count(), vectors(), x);
   }
-
-  /// Where M of all segments from `first` to before `last` is 0.
-  __device__ void store_forgotten(int64_t sequence, int64_t first, int64_t last) const {
-    store(first, initial(sequence));
-    for (int64_t segment = first; segment < last; ++segment) store(segment + 1, B(segment));
-  }
 };
-
-/// Whether M of all segments from `first` to before `last` is 0: all threads of a block ask.
-__device__ inline bool all_forgotten(const SegmentMergeArgs& a, int64_t head, int64_t first,
-                                     int64_t last) {
-  if (!a.forgotten) return false;
-  int kept = 0;
-  for (int64_t segment = first + threadIdx.x; segment < last; segment += blockDim.x)
-    kept |= a.forgotten[segment * a.shape.HV + head] == 0;
-  return !__syncthreads_or(kept);
-}
 
 }  // namespace kda::cuda::merge

@@ -17,8 +17,6 @@ struct SegmentMergeArgs {
   const float* M = nullptr;    ///< [spans, HV, K, K]
   const float* B = nullptr;    ///< [spans, HV, K, V]
   float* states_in = nullptr;  ///< [spans, HV, K, V]
-  /// [spans, HV]: 1 where M is 0 and need not be read; null: nowhere is that known.
-  const int32_t* forgotten = nullptr;
 };
 
 Status launch_segment_merge(const SegmentMergeArgs& args, const Launch& launch);

@@ -12,8 +12,7 @@ __global__ void __launch_bounds__(Merge<kK, kStages>::kMultipliers + Merge<kK, k
     segment_merge_kernel(const __grid_constant__ BegunMergeArgs a) {
   using M = Merge<kK, kStages>;
   ptx::griddepcontrol_wait();
-  const M merge(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared()), blockIdx.x);
-  if (!merge.run_forgotten()) merge.run();
+  M(a, *reinterpret_cast<typename M::Shared*>(ptx::dynamic_shared()), blockIdx.x).run();
 }
 
 /// Blocks walk over columns of heads of the sequences that are cut.

@@ -52,11 +52,6 @@ struct Merge {
   __device__ Merge(const BegunMergeArgs& args, Shared& shared, unsigned block)
       : Merge(args, shared, merge::place_of(args, block)) {}
 
-  /// The part of states that a thread has, if it multiplies.
-  __device__ merge::Row own_row() const {
-    return {a, place.head, thread / 2 % kK, place.column0 + thread % 2 * 4};
-  }
-
   __device__ int64_t step_of(int64_t segment) const { return steps_before + segment - first; }
   __device__ int stage_of(int64_t segment) const {
     return static_cast<int>(step_of(segment) % kStages);
@@ -133,12 +128,6 @@ struct Merge {
     }
     __syncthreads();
   }
-  /// Start states where M of all segments is 0; false where it is not.
-  __device__ bool run_forgotten() const {
-    if (last < first || !merge::all_forgotten(a, place.head, first, last)) return false;
-    if (thread < kMultipliers) own_row().store_forgotten(place.sequence, first, last);
-    return true;
-  }
   __device__ void run() const {
     if (last < first) return;
     init(s);
@@ -149,7 +138,7 @@ struct Merge {
   __device__ void walk() const {
     const bool copies = thread >= kMultipliers;
     const int row = thread / 2 % kK, column = thread % 2 * 4;
-    const merge::Row own = own_row();
+    const merge::Row own{a, place.head, row, place.column0 + column};
     float4& state = *reinterpret_cast<float4*>(&s.state[row][column]);
     if (copies) {
       for (int i = 0; i < kAhead; ++i) fetch(first + i);
