@@ -63,6 +63,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/fused/keep_k64.cu
   src/cuda/gdn/chain_sm90.cu
   src/cuda/gdn/intra_sm90.cu
+  src/cuda/gdn/merge_sm90.cu
   src/cuda/segments/segment_compose.cu
   src/cuda/segments/segment_merge_sm90.cu
   src/cuda/staged/backward/both_merges_sm90.cu

@@ -245,7 +245,10 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
     run.num_sms = static_cast<int32_t>(2 + random.below(20));  // streams are cut between clusters
   }
   if (options.gdn) {
-    run.plan = test::with_backend("gdn");
+    run.plan = {};
+    if (random.chance(0.5)) run.plan = test::fixed_segments(2 + random.below(7));
+    run.plan.backend = "gdn";
+    inputs.problem.batch_invariant = random.chance(0.3);      // transitions of every head
     run.num_sms = static_cast<int32_t>(1 + random.below(8));  // blocks of 64 and of 128 columns
     if (random.chance(0.5)) inputs.problem.head_map = HeadMap::kTiled;
   }

@@ -339,7 +339,7 @@ TEST_F(Launches, AreThoseThatThePlanLists) {
 TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
   Choices choices(11);
-  int served = 0;
+  int served = 0, cut = 0;
   for (int i = 0; i < 60; ++i) {
     Case x = random_case(choices, capability_);
     Problem& p = x.problem;
@@ -353,14 +353,18 @@ TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
     const Tensors tensors = tensors_of(p, plan, at);
     const auto launches =
         launches_of([&] { return run(plan, tensors, at.next(), plan.workspace_bytes); });
-    ASSERT_GE(launches.size(), 2U);
-    EXPECT_EQ(launches[launches.size() - 2].kernel, "gdn_intra_sm90") << text_of(x);
-    EXPECT_EQ(launches.back().kernel, "gdn_chain_sm90") << text_of(x);
-    ASSERT_EQ(plan.kernels.size(), 2U);
-    EXPECT_EQ(plan.kernels[0].kernel, "gdn_intra_sm90");
-    EXPECT_EQ(plan.kernels[1].kernel, "gdn_chain_sm90");
+    const std::size_t count = plan.kernels.size();
+    ASSERT_GE(launches.size(), count);
+    for (std::size_t n = 0; n < count; ++n)
+      EXPECT_EQ(launches[launches.size() - count + n].kernel, plan.kernels[n].kernel) << text_of(x);
+    ASSERT_EQ(count, plan.segmented ? 4U : 2U) << text_of(x);
+    cut += plan.segmented;
+    EXPECT_EQ(plan.kernels.front().kernel, "gdn_intra_sm90");
+    EXPECT_EQ(plan.kernels.back().kernel, "gdn_chain_sm90");
+    EXPECT_TRUE(!plan.segmented || plan.kernels[1].kernel == "gdn_scan_sm90");
   }
   EXPECT_GE(served, 30);
+  EXPECT_GE(cut, 5);
 }
 
 /// Golden launches: tests/plan/golden/launches_<capability>.txt; KDA_UPDATE_GOLDEN=1 writes them

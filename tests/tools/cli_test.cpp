@@ -338,6 +338,11 @@ TEST_F(Cli, PlanTakesTheFlagsOfRun) {
   EXPECT_EQ(plan("--gate-dtype fp16")["implementation"], "cuda.sm80.staged");
   EXPECT_EQ(plan("--head-gates")["problem"]["head_gate"], true);
   EXPECT_EQ(plan("--head-gates --backend gdn")["implementation"], "cuda.sm90.gdn");
+  const auto cut =
+      plan("--head-gates --backend gdn --context-parallel 2 --segment-method one-pass");
+  EXPECT_EQ(cut["segments"].size(), 2U);
+  EXPECT_EQ(cut["context_parallel"]["early_exit"], true);
+  EXPECT_EQ(cut["resolved"]["segment_method"], "scan_merge_forward");
   EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend gdn").exit_code, 3);
   EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
   EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");

@@ -5,7 +5,7 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
-#include "cuda/common/cost_model.hpp"
+#include "cuda/gdn/cost.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/gdn/launches.hpp"
 #include "cuda/launch/blocks.hpp"
@@ -13,6 +13,7 @@
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
 #include "cuda/rows.hpp"
+#include "cuda/segments/kernels.hpp"
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::gdn {
@@ -48,11 +49,23 @@ std::string decline(const Problem& p) {
   return {};
 }
 
-/// Sequences run whole: what asks for something else is another row's.
 std::string decline_options(const PlanOptions& options) {
-  if (plan::asks_for_segments(options)) return "context_parallel asks for segments; it has none";
   if (options.intra_form != IntraForm::kAuto) return "intra_form asks for a form; it has one";
   return {};
+}
+
+/// With batch_invariant M is kept to the end, as in every backend.
+void cut(plan::PlanBuilder& builder) {
+  const Plan& plan = builder.plan();
+  const bool may_forget = !plan.problem.batch_invariant;
+  builder.cut({.automatic =
+                   [&](const plan::Workload& work, CostEstimate* cost) {
+                     return auto_partition(work, plan.device, may_forget, cost);
+                   },
+               .unit = kChunk});
+  builder.join(cat(builder.name(), " has no correction stage"));
+  builder.set_early_exit(plan.segmented && may_forget);
+  if (plan.early_exit) builder.reason("M is dropped where the gates bound it by 2^-20");
 }
 
 void plan_forward(plan::PlanBuilder& builder) {
@@ -60,18 +73,25 @@ void plan_forward(plan::PlanBuilder& builder) {
   const Problem& p = plan.problem;
   const int64_t chunks = most_chunks(plan);
   const auto tiles = static_cast<std::size_t>(chunks * p.num_value_heads);
-  if (plan.lengths_known) {
-    CostEstimate cost;
-    const plan::Workload work = builder.workload();
-    cost.roofline_us = roofline_us(cost_input(work, plan.device));
-    builder.predict(cost);
-    builder.reason("not cut: it has no segments");
-  }
+  cut(builder);
   builder.set_v_splits(tiles_of(p.value_dim));
   builder.stage("chunk_intra", chunks * p.num_heads,
                 "factors of one chunk and all value heads of a q/k head a task");
-  list_forward(builder);
   builder.kernel("chunk_intra", "gdn_intra_sm90");
+  if (plan.segmented) {
+    list_scan_merge_forward(builder);
+    builder.kernel("segment_scan", "gdn_scan_sm90");
+    builder.kernel("segment_merge", merges_on_hopper(plan.device, p.key_dim)
+                                        ? "gdn_merge_sm90"
+                                        : merge_kernel(plan.device, p.key_dim));
+    book_segments(builder, plan.segments.size());
+    builder.book(
+        block::kGdnForgotten,
+        plan.early_exit ? plan.segments.size() * static_cast<std::size_t>(p.num_value_heads) : 0,
+        sizeof(int32_t));
+  } else {
+    list_forward(builder);
+  }
   builder.kernel("forward", "gdn_chain_sm90");
   book_maps(builder);
   builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
@@ -81,21 +101,23 @@ void plan_forward(plan::PlanBuilder& builder) {
 
 }  // namespace
 
-const registry::ForwardRow kForward = {.head = {.name = "cuda.sm90.gdn",
-                                                .device = DeviceKind::kCuda,
-                                                .chunk_size = kChunk,
-                                                .unavailable = sm90::unavailable,
-                                                .plan = plan_forward,
-                                                .decline = decline,
-                                                .decline_options = decline_options,
-                                                .only_by_name = true,  // until it is measured
-                                                .min_compute_capability = 90,
-                                                .max_compute_capability = 90,
-                                                .device_checks = &kDeviceChecks},
-                                       .forward = if_built<forward>(),
-                                       .segments = {},
-                                       .chunk_stages = {},
-                                       .spans = {},
-                                       .place_checkpoints = if_built<cuda::place_checkpoints>()};
+const registry::ForwardRow kForward = {
+    .head = {.name = "cuda.sm90.gdn",
+             .device = DeviceKind::kCuda,
+             .chunk_size = kChunk,
+             .unavailable = sm90::unavailable,
+             .plan = plan_forward,
+             .decline = decline,
+             .decline_options = decline_options,
+             .only_by_name = true,  // until it is measured
+             .min_compute_capability = 90,
+             .max_compute_capability = 90,
+             .device_checks = &kDeviceChecks},
+    .forward = if_built<forward>(),
+    .segments = registry::SegmentStages{.scan = if_built<segment_scan>(),
+                                        .merge = if_built<segment_merge>()},
+    .chunk_stages = {},
+    .spans = {},
+    .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
 }  // namespace kda::cuda::gdn

@@ -6,6 +6,9 @@
 //
 // A stage is full when 64 threads' rows and the factors are there; it has its results when the
 // outputs are in place of v; it is free when the chain and those who write have read it.
+//
+// M and B of segments come from the same chain without outputs: B from a state of zeros, M from the
+// identity with v = 0. Two such blocks share an SM.
 #include "cuda/gdn/chain_sm90.hpp"
 
 #include "cuda/chain/outputs_sm90.cuh"
@@ -14,27 +17,37 @@
 #include "cuda/gdn/rows.cuh"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/launch.cuh"
+#include "cuda/ptx/math.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/wgmma.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda::gdn {
 namespace {
 
+template <class T, int kK, bool kForward>
+struct OutputOperands {
+  T q[kChunk * kK], scores[kSquare];
+};
+template <class T, int kK>
+struct OutputOperands<T, kK, false> {};
+
 /// wgmma wants tiles aligned to 1024 bytes.
-template <class T, int kK, int kGroups>
-struct alignas(1024) Stage {
-  T k[kChunk * kK], q[kChunk * kK];
-  T inverse[kSquare], scores[kSquare];
+template <class T, int kK, int kGroups, bool kForward>
+struct alignas(1024) Stage : OutputOperands<T, kK, kForward> {
+  T k[kChunk * kK], inverse[kSquare];
   T v[kGroups][kChunk * kVTile];  // then o
   Numbers numbers;
 };
 
-template <class T, int kK, int kGroups>
+template <class T, int kK, int kGroups, ChainUse kUse>
 struct Kernel {
-  using C = chain::Chain<T, kK, ChainUse::kForward>;
+  using C = chain::Chain<T, kK, kUse>;
   static constexpr int kTiles = C::kTiles, kSteps = C::kSteps, kTokenTiles = C::kTokenTiles;
 
-  using R = chain::Ring<Stage<T, kK, kGroups>, 3>;
+  static constexpr bool kForward = kUse == ChainUse::kForward;
+  static constexpr int kBlocksPerSm = kForward ? 1 : 2;
+  using R = chain::Ring<Stage<T, kK, kGroups, kForward>, 3>;
   using S = typename R::Stage;
   static constexpr int kColumns = kGroups * kVTile;
   static constexpr int kChainThreads = 128 * kGroups;  // the first ones
@@ -45,6 +58,7 @@ struct Kernel {
   C c;  // the state and where it belongs
   R& ring;
   const int warp;
+  bool forgotten = false;  // M of this segment and head is bounded away
 
   __device__ Kernel(const HeadGates<ChainArgs>& args, R& shared)
       : a(args),
@@ -53,7 +67,45 @@ struct Kernel {
         warp(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0)) {}
 
   __device__ void init_barriers() const {
-    ring.init_barriers(kCopiers + 1, kChainThreads, kStorers);
+    ring.init_barriers(kCopiers + 1, kChainThreads, kForward ? kStorers : 0);
+  }
+
+  // ---- what a head forgets ---------------------------------------------------------------------
+
+  /// The last chunk behind whose start the gates bound |M| by kForgottenLog2; -1 if there is none.
+  /// Every warp finds it for itself, 32 chunks at a time.
+  __device__ int last_that_forgets() const {
+    float behind = 0;
+    for (int end = c.num_chunks; end > 0; end -= 32) {
+      const int chunk = end - 1 - c.lane;
+      float bound = 0;
+      if (chunk >= 0) {
+        const Numbers& numbers = a.made.numbers[c.tile(chunk)];
+        bound = numbers.log2_decay + (numbers.log2_growth[0] + numbers.log2_growth[1]);
+      }
+      const float all = behind + sum_up_to(bound, c.lane);
+      const bool small = chunk >= 0 && all <= kForgottenLog2;
+      const uint32_t place = ptx::redux_max(small ? static_cast<uint32_t>(chunk) + 1 : 0);
+      if (place > 0) return static_cast<int>(place) - 1;
+      behind = __shfl_sync(~0u, all, 31);
+    }
+    return -1;
+  }
+
+  /// Leaves out of the chain what a scan needs not walk through.
+  __device__ void skip_what_is_forgotten() {
+    const int first = last_that_forgets();
+    if (c.transition && c.column == 0 && threadIdx.x == 0)
+      a.forgotten[c.unit * a.shape.HV + c.head] = first >= 0;
+    if (first < 0) return;
+    forgotten = c.transition;
+    if (forgotten) {
+      c.num_chunks = 0;
+      return;
+    }
+    c.tokens.begin += first * kChunk;
+    c.chunk0 += first;
+    c.num_chunks -= first;
   }
 
   // ---- copies ----------------------------------------------------------------------------------
@@ -67,7 +119,7 @@ struct Kernel {
     };
     whole(s.numbers, a.made.numbers);
     whole(s.inverse, a.made.inverse);
-    whole(s.scores, a.made.scores);
+    if constexpr (kForward) whole(s.scores, a.made.scores);
   }
 
   /// Columns of a chunk's rows, from `column` on; zeros for tokens and columns that are not there.
@@ -89,9 +141,9 @@ struct Kernel {
       S& s = ring.stages[i];
       if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
       copy<kK>(s.k, a.k, q_head, chunk, 0, a.shape.K, thread);
-      copy<kK>(s.q, a.q, q_head, chunk, 0, a.shape.K, thread);
+      if constexpr (kForward) copy<kK>(s.q, a.q, q_head, chunk, 0, a.shape.K, thread);
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group)
+      for (int group = 0; group < (c.transition ? 0 : kGroups); ++group)
         copy<kVTile>(s.v[group], a.v, c.head, chunk, (c.u_tile + group) * kVTile, a.shape.V,
                      thread);
       ptx::cp_async_commit();
@@ -118,12 +170,13 @@ struct Kernel {
     ring.wait_for_operands(chunk);
   }
 
-  /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T.
+  /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T. A transition has v = 0.
   __device__ __forceinline__ void subtract_from_v(const S& s, float (&z)[kTokenTiles][4]) const {
 #pragma unroll
     for (int step = 0; step < kChunk / 16; ++step) {
-      uint32_t v[4];  // tokens step*16..+7 and +8..15, columns 0..7 and 8..15 of this warp
-      ptx::ldmatrix_x4_trans(v, ptx::shared_address(c.u_piece(s.v[warp / 4], step)));
+      uint32_t v[4] = {};  // tokens step*16..+7 and +8..15, columns 0..7 and 8..15 of this warp
+      if (!c.transition)
+        ptx::ldmatrix_x4_trans(v, ptx::shared_address(c.u_piece(s.v[warp / 4], step)));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int n = 2 * step + i / 2;
@@ -166,7 +219,7 @@ struct Kernel {
     uint32_t rounded[kSteps][4], x[4][4];
     float z[kTokenTiles][4], o[kTokenTiles][4];
     c.forget_lane();
-    const float last = s.numbers.last[0];  // before products that would keep shared memory busy
+    const float last = s.numbers.last;  // before products that would keep shared memory busy
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
@@ -174,10 +227,12 @@ struct Kernel {
     ptx::wgmma_fence();
     chain::multiply_rows<false>(rounded, s.k, z);
     ptx::wgmma_commit();
-    chain::multiply_rows<false>(rounded, s.q, o);
-    ptx::wgmma_commit();
+    if constexpr (kForward) {
+      chain::multiply_rows<false>(rounded, s.q, o);
+      ptx::wgmma_commit();
+    }
     decay_state(last);
-    ptx::wgmma_wait<1>();
+    ptx::wgmma_wait<kForward ? 1 : 0>();
     ptx::fence_operands(z);
     subtract_from_v(s, z);
     c.round_tokens(z, x);
@@ -185,33 +240,48 @@ struct Kernel {
     ptx::wgmma_fence();
     chain::multiply_rows<true>(x, s.inverse, z);  // E^T: the diagonal of T' is Z in fp32
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    ptx::fence_operands(o);
-    c.template scale_tokens<1>(s.numbers.row_q, o);
+    if constexpr (kForward) {
+      ptx::wgmma_wait<1>();
+      ptx::fence_operands(o);
+      c.template scale_tokens<1>(s.numbers.row_q, o);
+    }
     ptx::wgmma_wait<0>();
     ptx::fence_operands(z);
     c.template scale_tokens<1>(s.numbers.beta, z);
-    c.round_tokens(z, x);
-    c.add_diagonal(z, s.numbers.diag, o);
-    ptx::fence_operands(o);
-    ptx::wgmma_fence();
-    chain::multiply_rows<true>(x, s.scores, o);
-    ptx::wgmma_commit();
+    if constexpr (kForward) {
+      c.round_tokens(z, x);
+      c.add_diagonal(z, s.numbers.diag, o);
+      ptx::fence_operands(o);
+      ptx::wgmma_fence();
+      chain::multiply_rows<true>(x, s.scores, o);
+      ptx::wgmma_commit();
+    }
     add_to_state(s, z);
-    ptx::wgmma_wait<1>();
-    ptx::fence_operands(o);
-    if (a.o.type == Element::kFloat32)
-      c.store_outputs(chunk, o);
-    else
-      chain::put_outputs(c, o, s.v[warp / 4]);
-    ring.results_are_there(chunk);
+    if constexpr (kForward) {
+      ptx::wgmma_wait<1>();
+      ptx::fence_operands(o);
+      if (a.o.type == Element::kFloat32)
+        c.store_outputs(chunk, o);
+      else
+        chain::put_outputs(c, o, s.v[warp / 4]);
+      ring.results_are_there(chunk);
+    }
     wait_for_operands(chunk + 1);
     ptx::wgmma_wait<0>();
     ptx::fence_operands(c.state);
   }
 
-  __device__ void run_chain() {
+  __device__ void load_start() {
     c.load_start();
+    if (!forgotten) return;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c.state[n][i] = 0;
+  }
+
+  __device__ void run_chain() {
+    load_start();
     wait_for_operands(0);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       run_chunk(chunk, ring.stage(chunk));
@@ -222,44 +292,49 @@ struct Kernel {
   }
 };
 
-template <class T, int kK, int kGroups>
-__global__ void __launch_bounds__(Kernel<T, kK, kGroups>::kThreads, 1)
+template <class T, int kK, int kGroups, ChainUse kUse>
+__global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
+                                  Kernel<T, kK, kGroups, kUse>::kBlocksPerSm)
     gdn_chain_kernel(const __grid_constant__ HeadGates<ChainArgs> a) {
-  using K = Kernel<T, kK, kGroups>;
+  using K = Kernel<T, kK, kGroups, kUse>;
   ptx::griddepcontrol_wait();
-  chain::write_flags<ChainUse::kForward>(a);
+  chain::write_flags<kUse>(a);
   K kernel(a, *reinterpret_cast<typename K::R*>(ptx::dynamic_shared()));
   if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
+  if constexpr (kUse == ChainUse::kScan)
+    if (a.may_forget) kernel.skip_what_is_forgotten();
   if (threadIdx.x == 0) kernel.init_barriers();
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x) - K::kChainThreads;
+  // Where more than one warpgroup of a chain is on an SM.
+  constexpr bool kShared = kGroups * K::kBlocksPerSm > 1;
   if (thread < 0) {
-    if constexpr (kGroups > 1) ptx::warpgroup_reg_alloc<224>();
+    if constexpr (kShared) ptx::warpgroup_reg_alloc<K::kForward ? 224 : 208>();
     kernel.run_chain();
     return;
   }
-  if constexpr (kGroups > 1) ptx::warpgroup_reg_dealloc<56>();
+  if constexpr (kShared) ptx::warpgroup_reg_dealloc<K::kForward ? 56 : 48>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
-  else
+  else if constexpr (K::kForward)
     kernel.run_stores(thread - K::kCopiers);
 }
 
-template <class T, int kK, int kGroups>
+template <class T, int kK, int kGroups, ChainUse kUse>
 Status launch(const HeadGates<ChainArgs>& args, const Launch& where) {
-  using K = Kernel<T, kK, kGroups>;
-  static_assert(sizeof(typename K::R) <= sm90::kSharedMemory);
-  return launch_kernel("gdn_chain_sm90", gdn_chain_kernel<T, kK, kGroups>,
-                       chain::blocks_of<ChainUse::kForward, K::kColumns>(args), K::kThreads,
-                       sizeof(typename K::R), where, args);
+  using K = Kernel<T, kK, kGroups, kUse>;
+  static_assert(K::kBlocksPerSm * (sizeof(typename K::R) + 1024) <= sm90::kSharedMemory + 1024);
+  return launch_kernel(
+      K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90", gdn_chain_kernel<T, kK, kGroups, kUse>,
+      chain::blocks_of<kUse, K::kColumns>(args), K::kThreads, sizeof(typename K::R), where, args);
 }
 
 template <class T, int kK>
 Status launch_width(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
   // Two warpgroups on an SM share all operands but v: worth it where one for each is too many.
-  const bool wide =
-      args.shape.V % 128 == 0 && chain::blocks_of<ChainUse::kForward, 64>(args) > num_sms;
-  return wide ? launch<T, kK, 2>(args, where) : launch<T, kK, 1>(args, where);
+  constexpr ChainUse kUse = ChainUse::kForward;
+  const bool wide = args.shape.V % 128 == 0 && chain::blocks_of<kUse, 64>(args) > num_sms;
+  return wide ? launch<T, kK, 2, kUse>(args, where) : launch<T, kK, 1, kUse>(args, where);
 }
 
 }  // namespace
@@ -267,6 +342,11 @@ Status launch_width(const HeadGates<ChainArgs>& args, int64_t num_sms, const Lau
 Status launch_chain(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& where) {
   return args.shape.K <= 64 ? launch_width<__nv_bfloat16, 64>(args, num_sms, where)
                             : launch_width<__nv_bfloat16, 128>(args, num_sms, where);
+}
+
+Status launch_scan(const HeadGates<ChainArgs>& args, const Launch& where) {
+  return args.shape.K <= 64 ? launch<__nv_bfloat16, 64, 1, ChainUse::kScan>(args, where)
+                            : launch<__nv_bfloat16, 128, 1, ChainUse::kScan>(args, where);
 }
 
 }  // namespace kda::cuda::gdn

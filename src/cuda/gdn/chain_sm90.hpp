@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The serial part of Gated DeltaNet's forward, chunk by chunk with the state in registers:
+// The serial part of Gated DeltaNet, chunk by chunk with the state in registers:
 //   Z = v - row_k (k S);  E = Z + (T' - I) Z;  vn = beta E
 //   o = row_q (q S) + A vn + diag vn;  S = exp(G_end) S + k^T (col_k vn)
 // Raw q and k are the operands; all decays and norms are factors of tokens (gdn/factors.hpp).
@@ -12,14 +12,24 @@
 
 namespace kda::cuda::gdn {
 
-/// Sequences are whole: no segments, no states_in. The `factors` of ChainArgs are not used.
+/// A segment may drop its M once this bounds the log2 of its norm.
+inline constexpr float kForgottenLog2 = -20;
+
+/// The `factors` of ChainArgs are not used.
 struct ChainArgs : cuda::ChainArgs {
   RowView q, k, v;  ///< bf16, rows aligned to 16 bytes
   Factors made;
+  /// Scan: where the gates of a segment's last chunks bound their M by kForgottenLog2, M is 0, and
+  /// B comes from these chunks alone.
+  bool may_forget = false;
+  int32_t* forgotten = nullptr;  ///< scan: [spans, HV] whether M is 0 for that reason
 };
 
-/// Blocks of 64 columns of V, or of 128 where 64 would give more blocks than `num_sms`: the values
-/// do not depend on it.
+/// kForward: blocks of 64 columns of V, or of 128 where 64 would give more blocks than `num_sms`:
+/// the values do not depend on it.
 Status launch_chain(const HeadGates<ChainArgs>& args, int64_t num_sms, const Launch& launch);
+
+/// kScan: M and B of segments.
+Status launch_scan(const HeadGates<ChainArgs>& args, const Launch& launch);
 
 }  // namespace kda::cuda::gdn

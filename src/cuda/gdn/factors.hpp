@@ -19,7 +19,10 @@ struct Numbers {
   float col_k[kChunk];  ///< exp(G_end - G_i) n_i
   float beta[kChunk];
   float diag[kChunk];  ///< m_i n_i q_i . k_i
-  float last[4];       ///< exp(G_end), then nothing: copies are of whole 16 bytes
+  float last;          ///< exp(G_end)
+  // The log2 of a bound of |M|, the map of the chunk's start state: G_end / ln 2, and the sums of
+  // log2 max(1, |1 - beta |k|^2|) over the first and the last 32 tokens.
+  float log2_decay, log2_growth[2];
 };
 static_assert(sizeof(Numbers) % 16 == 0);
 

@@ -13,6 +13,7 @@
 #include "cuda/staged/intra/inverse.cuh"
 #include "cuda/staged/intra/solve.cuh"
 #include "cuda/tile/chunk_map.cuh"
+#include "cuda/tile/warp.cuh"
 
 namespace kda::cuda::gdn {
 namespace {
@@ -44,7 +45,8 @@ struct alignas(1024) Shared {
   };
   TokenSums sums[kWarpsOfBlock];
   float q_norm[kChunk], k_norm[kChunk];
-  float diag[kChunk];  // q . k of a token
+  float k_square[kChunk];  // of normalised k
+  float diag[kChunk];      // q . k of a token
 };
 
 template <class ElementT, int kChannels>
@@ -102,10 +104,10 @@ __device__ void find_norms(const C& c) {
   const GateView& gate = c.a.gate;
   const int row = c.tid % kChunk;
   const bool of_q = c.tid < kChunk;
-  float norm = 1;
-  if (gate.l2norm)
-    norm = rsqrtf(square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row) + 1e-6f);
+  const float square = square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row);
+  const float norm = gate.l2norm ? rsqrtf(square + 1e-6f) : 1;
   (of_q ? c.s.q_norm : c.s.k_norm)[row] = of_q ? gate.scale * norm : norm;
+  if (!of_q) c.s.k_square[row] = square * (norm * norm);
 }
 
 /// Rows of this warp of x k^T.
@@ -206,13 +208,7 @@ __device__ float log2_decay(const C& c, uint32_t raw, float rate) {
 
 /// Adds what the lanes before this one have.
 __device__ __forceinline__ float sum_before(float x, int lane) {
-  float sum = x;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const float other = __shfl_sync(~0u, sum, (lane - offset) & 31);
-    if (lane >= offset) sum += other;
-  }
-  const float before = __shfl_sync(~0u, sum, (lane - 1) & 31);
+  const float before = __shfl_sync(~0u, sum_up_to(x, lane), (lane - 1) & 31);
   return lane == 0 ? 0.0f : before;
 }
 
@@ -282,6 +278,12 @@ __device__ void decay_scores(const C& c, const TokenSums& sums, const Scores& sc
       put_scores<true>(c, sums, n, whole, part, scores.q[n], scores.k[n]);
 }
 
+/// The log2 of |I - beta k k^T|, which is 1 at least; of NaN it is NaN.
+__device__ __forceinline__ float log2_growth(float beta, float k_square) {
+  const float other = fabsf(1 - beta * k_square);  // along k
+  return other <= 1 ? 0.0f : ptx::lg2(other);
+}
+
 template <class C>
 __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   if (c.tid >= kChunk) return;
@@ -293,7 +295,11 @@ __device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
   to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
   to->beta[i] = sums.beta[i];
   to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
-  if (i == kChunk - 1) to->last[0] = since_start;
+  const float growth = sum_over(log2_growth(sums.beta[i], c.s.k_square[i]), 1, 32);
+  if (c.lane() == 0) to->log2_growth[c.warp()] = growth;
+  if (i != kChunk - 1) return;
+  to->last = since_start;
+  to->log2_decay = sums.whole[i] + sums.part[i];
 }
 
 template <class T>

@@ -6,9 +6,12 @@
 #include "cuda/common/common.hpp"
 #include "cuda/gdn/chain_sm90.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
+#include "cuda/gdn/merge_sm90.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/views.hpp"
+#include "cuda/segments/kernels.hpp"
+#include "cuda/segments/launches.hpp"
 #include "plan/ledger.hpp"
 
 namespace kda::cuda::gdn {
@@ -20,6 +23,11 @@ Factors factors_of(const stage::Call& call) {
   };
   return {find(block::kGdnInverse), find(block::kGdnScores),
           static_cast<Numbers*>(static_cast<void*>(find(block::kGdnNumbers)))};
+}
+
+int32_t* forgotten_of(const stage::Call& call) {
+  return static_cast<int32_t*>(
+      static_cast<void*>(plan::find_block(*call.plan, call.workspace, block::kGdnForgotten)));
 }
 
 HeadGates<IntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps) {
@@ -50,9 +58,44 @@ Status forward(const stage::Forward& f) {
   if constexpr (sm90::kBuilt) {
     const stage::Call& call = f.call;
     SequenceMaps maps;
-    KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, f.prepared, &maps));
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, f.segments, f.prepared, &maps));
+    if (!f.prepared)
+      KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
+    HeadGates<ChainArgs> args = chain_args(call, maps);
+    args.states_in = f.states_in;
+    return launch_chain(args, call.plan->device.num_sms, {call.stream, true});
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+Status segment_scan(const stage::SegmentScan& scan) {
+  if constexpr (sm90::kBuilt) {
+    const stage::Call& call = scan.call;
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, scan.segments, false, &maps));
     KDA_RETURN_IF_ERROR(launch_intra(intra_args(call, maps), launch_after(call, maps)));
-    return launch_chain(chain_args(call, maps), call.plan->device.num_sms, {call.stream, true});
+    HeadGates<ChainArgs> args = chain_args(call, maps);
+    args.M = scan.M;
+    args.B = scan.B;
+    args.skip_last = scan.skip_last;
+    args.forgotten = forgotten_of(call);
+    args.may_forget = args.forgotten != nullptr;
+    return launch_scan(args, {call.stream, true});
+  }
+  return Status(StatusCode::kUnavailable, kNoSm90a);
+}
+
+Status segment_merge(const stage::SegmentMerge& merge) {
+  const stage::Call& call = merge.call;
+  if (!merges_on_hopper(call.plan->device, call.problem.key_dim)) return cuda::segment_merge(merge);
+  if constexpr (sm90::kBuilt) {
+    SequenceMaps maps;
+    KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
+    MergeArgs args;
+    static_cast<SegmentMergeArgs&>(args) = merge_args(merge, maps);
+    // After segment_scan of the same call the workspace says what is forgotten.
+    if (merge.prepared) args.forgotten = forgotten_of(call);
+    return launch_merge(args, {call.stream, true});
   }
   return Status(StatusCode::kUnavailable, kNoSm90a);
 }

@@ -13,10 +13,8 @@
 
 namespace kda::cuda {
 
-Status segment_merge(const stage::SegmentMerge& merge) {
+SegmentMergeArgs merge_args(const stage::SegmentMerge& merge, const SequenceMaps& maps) {
   const stage::Call& call = merge.call;
-  SequenceMaps maps;
-  KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
   SegmentMergeArgs args;
   args.shape = shape_of(call.problem);
   args.map = maps.map;
@@ -25,8 +23,15 @@ Status segment_merge(const stage::SegmentMerge& merge) {
   args.M = merge.M;
   args.B = merge.B;
   args.states_in = merge.states_in;
-  return launch_merge(args, merges_on_hopper(call.plan->device, call.problem.key_dim),
-                      {call.stream});
+  return args;
+}
+
+Status segment_merge(const stage::SegmentMerge& merge) {
+  const stage::Call& call = merge.call;
+  SequenceMaps maps;
+  KDA_RETURN_IF_ERROR(make_sequence_maps(call, merge.segments, merge.prepared, &maps));
+  return launch_merge(merge_args(merge, maps),
+                      merges_on_hopper(call.plan->device, call.problem.key_dim), {call.stream});
 }
 
 Status launch_merge(const SegmentMergeArgs& args, bool hopper, const Launch& where) {

@@ -14,6 +14,17 @@ __device__ __forceinline__ float sum_over(float x, int first_offset, int end_off
   return x;
 }
 
+/// The sum of what the lanes up to this one have.
+__device__ __forceinline__ float sum_up_to(float x, int lane) {
+  float sum = x;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float other = __shfl_sync(~0u, sum, (lane - offset) & 31);
+    if (lane >= offset) sum += other;
+  }
+  return sum;
+}
+
 /// This lane's elements of a row, lane + 32 i, as they lie in memory; 0 past `size`. Elements are
 /// `step` apart.
 template <int kCount>

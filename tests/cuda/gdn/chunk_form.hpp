@@ -23,6 +23,7 @@ struct ChunkFactors {
   Doubles row_k, row_q, col_k, beta, diag;
   Doubles inverse, scores;  // T' - I and A
   double last = 1;
+  double log2_bound = 0;  // of the norm of the map of the chunk's start state
 
   static std::size_t at(int64_t i, int64_t j, int64_t width) {
     return static_cast<std::size_t>(i * width + j);
@@ -34,6 +35,7 @@ struct ChunkFactors {
     normalise(inputs.problem);
     find_decays(inputs, span, head);
     multiply(inputs.problem.key_dim);
+    find_bound(inputs.problem.key_dim);
   }
 
  private:
@@ -88,6 +90,18 @@ struct ChunkFactors {
   double between(int64_t i, int64_t j) const {
     const auto a = static_cast<std::size_t>(i), b = static_cast<std::size_t>(j);
     return zeros[a] != zeros[b] ? 0 : std::exp(sum[a] - sum[b]);
+  }
+
+  /// A token multiplies by its gate, and by |1 - beta |k|^2| along k.
+  void find_bound(int64_t K) {
+    if (tokens == 0) return;
+    log2_bound = zeros.back() > 0 ? -HUGE_VAL : sum.back() / std::log(2);
+    for (int64_t i = 0; i < tokens; ++i) {
+      const auto n = static_cast<std::size_t>(i);
+      double square = 0;
+      for (int64_t d = 0; d < K; ++d) square += std::pow(k[at(i, d, K)] * k_norm[n], 2);
+      log2_bound += std::log2(std::max(1.0, std::abs(1 - beta[n] * square)));
+    }
   }
 
   void multiply(int64_t K) {

@@ -3,6 +3,7 @@
 // forwards against the oracle; what they decline.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -15,6 +16,7 @@
 #include "cuda/launch/blocks.hpp"
 #include "cuda/tile/swizzle.hpp"
 #include "plan/ledger.hpp"
+#include "stage/buffers.hpp"
 
 namespace kda {
 namespace {
@@ -86,10 +88,33 @@ void expect_within(const Inputs& inputs, const std::string& what,
   test::expect_within(inputs, options, kName, what);
 }
 
+/// With every sequence cut into so many segments; exact ones have their transitions whatever the
+/// gates are.
+struct Cut {
+  int64_t segments = 2;
+  bool exact = false;
+};
+std::string text_of(const Cut& cut) {
+  return std::to_string(cut.segments) + (cut.exact ? " exact segments" : " segments");
+}
+test::RunOptions in_segments(int64_t count, DType out = DType::kBFloat16) {
+  test::RunOptions options{.plan = test::fixed_segments(count), .out_dtype = out};
+  options.plan.backend = kName;
+  return options;
+}
+Inputs with(Inputs inputs, const Cut& cut) {
+  inputs.problem.batch_invariant = cut.exact;
+  return inputs;
+}
+void expect_within(const Inputs& inputs, const std::string& what, const Cut& cut) {
+  expect_within(with(inputs, cut), what + ", " + text_of(cut), in_segments(cut.segments));
+}
+
 /// The workspace after a run.
-class Factors {
+class Workspace {
  public:
-  explicit Factors(const Inputs& inputs) : call_(inputs, on_gdn()), bytes_(call_.workspace.size()) {
+  explicit Workspace(const Inputs& inputs, const test::RunOptions& options = on_gdn())
+      : call_(inputs, options), bytes_(call_.workspace.size()) {
     throw_if_error(call_.run());
     check::synchronize_device();
     call_.workspace.download(bytes_.data(), bytes_.size());
@@ -102,6 +127,14 @@ class Factors {
   }
   double scores(int64_t tile, int64_t i, int64_t j) {
     return square(cuda::block::kGdnScores, tile, i, j);
+  }
+  /// Element of what lies behind a segment and value head, [HV, K, columns] a segment.
+  Doubles matrix(const stage::BufferSpec& spec, int64_t segment, int64_t head, int64_t columns) {
+    const Problem& p = call_.problem;
+    const auto size = static_cast<std::size_t>(p.key_dim * columns);
+    const float* from = static_cast<const float*>(find(spec.name)) +
+                        (segment * p.num_value_heads + head) * p.key_dim * columns;
+    return {from, from + size};
   }
 
  private:
@@ -152,13 +185,17 @@ void expect_numbers(const ChunkFactors& truth, const cuda::gdn::Numbers& numbers
   }
   for (std::size_t i = static_cast<std::size_t>(truth.tokens); i < kChunk; ++i)
     EXPECT_EQ(numbers.beta[i], 0) << what << i;
-  EXPECT_TRUE(near(numbers.last[0], truth.last)) << what;
+  EXPECT_TRUE(near(numbers.last, truth.last)) << what;
+  const double bound = double{numbers.log2_decay} + numbers.log2_growth[0] + numbers.log2_growth[1];
+  if (std::isinf(truth.log2_bound))
+    EXPECT_LT(bound, -1e5) << what;
+  else
+    EXPECT_NEAR(bound, truth.log2_bound, 1e-4 + 1e-6 * std::abs(truth.log2_bound)) << what;
 }
 
-void expect_factors(const test::gdn::Options& options) {
-  const Inputs inputs = test::gdn::inputs_of(options);
+void expect_factors(const Inputs& inputs, const std::string& name) {
   const Problem& p = inputs.problem;
-  Factors factors(inputs);
+  Workspace factors(inputs);
   int64_t chunk = 0;
   for (std::size_t n = 0; n + 1 < inputs.cu_seqlens.size(); ++n)
     for (int64_t begin = inputs.cu_seqlens[n]; begin < inputs.cu_seqlens[n + 1]; begin += kChunk) {
@@ -166,8 +203,7 @@ void expect_factors(const test::gdn::Options& options) {
         const int64_t end = std::min(begin + kChunk, inputs.cu_seqlens[n + 1]);
         const ChunkFactors truth(inputs, {begin, end}, head);
         const int64_t tile = chunk * p.num_value_heads + head;
-        const std::string what = std::string(test::gdn::name_of(options.gates)) + ", " +
-                                 std::to_string(truth.tokens) + " tokens, head " +
+        const std::string what = name + ", " + std::to_string(truth.tokens) + " tokens, head " +
                                  std::to_string(head) + ": ";
         expect_square(
             truth, truth.inverse, [&](int64_t i, int64_t j) { return factors.inverse(tile, i, j); },
@@ -180,10 +216,31 @@ void expect_factors(const test::gdn::Options& options) {
       ++chunk;
     }
 }
+void expect_factors(const test::gdn::Options& options) {
+  expect_factors(test::gdn::inputs_of(options), test::gdn::name_of(options.gates));
+}
+
+/// Keys longer than 1 with steps of up to 2: the state grows along them, faster than gates decay
+/// it, and no bound of gates alone holds.
+Inputs growing(Gates gates, double size, double beta) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
+  Problem& p = inputs.problem;
+  p.qk_l2norm = false;
+  for (int64_t i = 0; i < p.num_tokens * p.num_heads * p.key_dim; ++i)
+    for (io::Buffer* rows : {&inputs.q, &inputs.k})
+      store_double(rows->data(), p.q.dtype, i,
+                   size * load_double(rows->data(), p.q.dtype, i) / std::sqrt(p.key_dim));
+  test::gdn::set_betas(&inputs, beta);
+  return inputs;
+}
 
 TEST_F(Gdn, FactorsOfEveryGate) {
   for (const Gates gates : test::gdn::kAllGates)
     expect_factors({.lengths = {64, 30}, .HV = 2, .K = 128, .gates = gates});
+}
+
+TEST_F(Gdn, FactorsOfKeysThatAreNotNormalised) {
+  expect_factors(growing(Gates::kFirst, 1.2, 1.5), "long keys");
 }
 
 TEST_F(Gdn, FactorsOfEveryGroupOfHeads) {
@@ -364,16 +421,18 @@ TEST_F(Gdn, SequencesDoNotKnowOfEachOther) {
 
 TEST_F(Gdn, NothingDependsOnLaterTokens) {
   const Inputs inputs = test::gdn::inputs_of({.lengths = {100}});
-  const test::Result before = test::run_inputs(inputs, on_gdn());
-  const std::size_t row = before.outputs.o.size() / 100;
-  for (const int64_t cut : {1, 17, 40, 64, 99}) {
-    Inputs changed = inputs;
-    test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
-    const test::Result after = test::run_inputs(changed, on_gdn());
-    EXPECT_EQ(std::memcmp(before.outputs.o.data(), after.outputs.o.data(),
-                          static_cast<std::size_t>(cut) * row),
-              0)
-        << cut;
+  for (const test::RunOptions& options : {on_gdn(), in_segments(2)}) {
+    const test::Result before = test::run_inputs(inputs, options);
+    const std::size_t row = before.outputs.o.size() / 100;
+    for (const int64_t cut : {1, 17, 40, 64, 99}) {
+      Inputs changed = inputs;
+      test::scramble_from(&changed, cut, static_cast<uint64_t>(cut));
+      const test::Result after = test::run_inputs(changed, options);
+      EXPECT_EQ(std::memcmp(before.outputs.o.data(), after.outputs.o.data(),
+                            static_cast<std::size_t>(cut) * row),
+                0)
+          << cut;
+    }
   }
 }
 
@@ -390,6 +449,152 @@ TEST_F(Gdn, LengthsOnTheDeviceAlone) {
   EXPECT_EQ(std::memcmp(known.outputs.o.data(), result.outputs.o.data(),
                         known.outputs.o.size() / 140 * 100),
             0);
+}
+
+// ---- segments
+
+TEST_F(Gdn, SegmentsOfEveryGate) {
+  std::size_t turn = 0;
+  for (const Gates gates : test::gdn::kAllGates)
+    for (const Cut& cut : test::in_turn<Cut>(turn++, {{2}, {2, true}, {3}, {5, true}, {9}}))
+      expect_within(test::gdn::inputs_of({.lengths = {330, 0, 70, 1}, .HV = 1, .gates = gates}),
+                    test::gdn::name_of(gates), cut);
+}
+
+TEST_F(Gdn, SegmentsOfEverySize) {
+  std::size_t turn = 0;
+  for (const int64_t K : {64, 96, 128, 40})
+    for (const int64_t V : test::in_turn<int64_t>(turn++, {128, 256, 192, 72, 64}))
+      for (const bool exact : {false, true})
+        expect_within(test::gdn::inputs_of({.lengths = {135, 64}, .HV = 1, .K = K, .V = V}),
+                      "K = " + std::to_string(K) + ", V = " + std::to_string(V), {2, exact});
+}
+
+TEST_F(Gdn, SegmentsOfStepsOfZeroAndTwo) {
+  for (const Gates gates : {Gates::kFirst, Gates::kZero})
+    for (const double beta : {0.0, 2.0})
+      for (const Cut& cut : {Cut{2}, Cut{4, true}}) {
+        // Nothing is written: what is left of the initial state has no digits but in exact
+        // segments.
+        if (beta == 0 && gates == Gates::kFirst && !cut.exact) continue;
+        Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .gates = gates});
+        test::gdn::set_betas(&inputs, beta);
+        expect_within(inputs, "beta = " + std::to_string(beta), cut);
+      }
+}
+
+TEST_F(Gdn, SegmentsOfKeysThatAreNotNormalised) {
+  for (const Gates gates : {Gates::kFirst, Gates::kZero, Gates::kNeedle, Gates::kStrong})
+    for (const Cut& cut : {Cut{2}, Cut{3, true}}) {
+      expect_within(growing(gates, 1, 0.9), test::gdn::name_of(gates), cut);
+      expect_within(growing(gates, 1.2, 1.5), test::gdn::name_of(gates), cut);
+    }
+}
+
+double norm(const Doubles& x) {
+  double squares = 0;
+  for (const double y : x) squares += y * y;
+  return std::sqrt(squares);
+}
+
+/// M and B of the oracle: M is the end of a start at the identity with v = 0.
+struct Maps {
+  Doubles M, B;
+  Maps(const Inputs& inputs, cpu::oracle::Span span, int64_t head) {
+    const Problem& p = inputs.problem;
+    const auto K = static_cast<std::size_t>(p.key_dim), V = static_cast<std::size_t>(p.value_dim);
+    B = cpu::oracle::run_head(p, inputs.tensors(), span, head, Doubles(K * V)).state;
+    if (K != V) throw Error(Status(StatusCode::kInternal, "the identity is a state of K = V"));
+    Inputs without_v = inputs;
+    without_v.v.fill(0);
+    Doubles identity(K * K);
+    for (std::size_t i = 0; i < K; ++i) identity[i * K + i] = 1;
+    M = cpu::oracle::run_head(p, without_v.tensors(), span, head, identity).state;
+  }
+};
+
+/// Heads that forget, and those that do not: M is 0 where the bound says that it is small, and only
+/// there; B has all that its segment leaves.
+TEST_F(Gdn, TransitionsAreDroppedWhereGatesBoundThem) {
+  for (const Gates gates : {Gates::kTrained, Gates::kZero, Gates::kStrong, Gates::kNeedle})
+    for (const bool exact : {false, true}) {
+      if (exact && gates != Gates::kTrained) continue;
+      const Inputs inputs =
+          with(test::gdn::inputs_of({.lengths = {390}, .HV = 4, .gates = gates}), {2, exact});
+      Workspace workspace(inputs, in_segments(2));
+      constexpr int64_t kEnd = 192;
+      for (int64_t head = 0; head < 4; ++head) {
+        const std::string what = std::string(test::gdn::name_of(gates)) + std::to_string(head);
+        double bound = 0;
+        bool forgotten = false;
+        for (int64_t begin = kEnd; begin > 0 && !forgotten; begin -= kChunk) {
+          bound += ChunkFactors(inputs, {begin - kChunk, begin}, head).log2_bound;
+          forgotten = bound <= -20 && !exact;
+        }
+        const Maps truth(inputs, {0, kEnd}, head);
+        const Doubles M = workspace.matrix(stage::kSegmentM, 0, head, 64);
+        const Doubles B = workspace.matrix(stage::kSegmentB, 0, head, 64);
+        if (forgotten) {
+          EXPECT_EQ(norm(M), 0) << what;
+          EXPECT_LE(norm(truth.M), 8 * 0x1p-20) << what;
+        } else if (norm(truth.M) > 1e-30) {  // fp32 has its digits
+          EXPECT_LE(distance(M, truth.M), 4e-3) << what;
+        }
+        EXPECT_LE(distance(B, truth.B), 4e-3) << what;
+      }
+    }
+}
+
+/// More chunks than a warp looks at in one turn.
+TEST_F(Gdn, HeadsThatForgetSlowly) {
+  constexpr int64_t kChunks = 40;
+  Inputs inputs = test::gdn::inputs_of(
+      {.lengths = {2 * kChunks * kChunk}, .gates = Gates::kZero, .initial_state = false});
+  for (int64_t i = 0; i < inputs.problem.num_tokens; ++i)
+    for (const int64_t head : {0, 1})  // 2^-20 after 35 chunks; after 44, which there are not
+      store_double(inputs.g.data(), inputs.problem.g.dtype, 2 * i + head,
+                   head == 0 ? -0.0062 : -0.005);
+  Workspace workspace(inputs, in_segments(2)), exact(with(inputs, {2, true}), in_segments(2));
+  for (const int64_t head : {0, 1}) {
+    const auto both = [&](const stage::BufferSpec& spec) {
+      return std::pair{workspace.matrix(spec, 0, head, 64), exact.matrix(spec, 0, head, 64)};
+    };
+    const auto [M, true_M] = both(stage::kSegmentM);
+    const auto [B, true_B] = both(stage::kSegmentB);
+    EXPECT_GT(norm(true_M), 0);
+    EXPECT_EQ(distance(M, true_M), head == 0 ? 1 : 0);
+    EXPECT_LE(distance(B, true_B), 2e-3);  // other states round otherwise
+    EXPECT_EQ(distance(B, true_B) == 0, head == 1);
+  }
+}
+
+/// What depends on the cut alone: SMs, and with them blocks of 64 or 128 columns, change no bit.
+TEST_F(Gdn, SegmentsHaveEqualBitsOnAnyNumberOfSms) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .K = 64, .V = 128});
+  test::RunOptions few = in_segments(3);
+  few.num_sms = 2;
+  const test::Result a = test::run_inputs(inputs, in_segments(3)),
+                     b = test::run_inputs(inputs, few);
+  EXPECT_TRUE(test::same_bits(a.outputs.o, b.outputs.o));
+  EXPECT_TRUE(test::same_bits(a.outputs.final_state, b.outputs.final_state));
+}
+
+TEST_F(Gdn, SegmentsOfSequencesDoNotKnowOfEachOther) {
+  EXPECT_TRUE(test::same_bits_alone(
+      test::gdn::inputs_of({.lengths = {150, 0, 1, 130}, .gates = Gates::kTrained}),
+      in_segments(2)));
+}
+
+/// First segments run from their initial states, as whole sequences do.
+TEST_F(Gdn, FirstSegmentsHaveTheBitsOfWholeSequences) {
+  const Inputs inputs = test::gdn::inputs_of({.lengths = {260}, .gates = Gates::kSlow});
+  const test::Result whole = test::run_inputs(inputs, on_gdn());
+  const test::Result cut = test::run_inputs(inputs, in_segments(2));
+  ASSERT_EQ(cut.plan.segments.size(), 2U);
+  const auto end = static_cast<std::size_t>(cut.plan.segments[0].end);
+  EXPECT_EQ(
+      std::memcmp(whole.outputs.o.data(), cut.outputs.o.data(), whole.outputs.o.size() / 260 * end),
+      0);
 }
 
 // ---- states
@@ -419,12 +624,12 @@ struct Pool {
     for (int64_t i = 0; i < kSlots * shape[1] * shape[2] * shape[3]; ++i)
       store_double(pool.data(), type, i, 0.01 * static_cast<double>(i % 61 - 30));
   }
-  void run(const std::string& backend) {
+  void run(PlanOptions options) {
     const int32_t from[] = {4, -1, 0, 2}, to[] = {4, 0, 5, -1}, marks[] = {3, 1, 5};
     const uint8_t mask[] = {1, 1, 0, 1};
     Plan plan;
-    throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, test::device_of(backend),
-                             test::with_backend(backend), &plan));
+    throw_if_error(make_plan(inputs.problem, inputs.cu_seqlens, test::device_of(options.backend),
+                             options, &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     Tensors t = inputs.tensors();
@@ -442,10 +647,9 @@ struct Pool {
 TEST_F(Gdn, PoolsMasksAndCheckpoints) {
   for (const DType type : {DType::kFloat32, DType::kBFloat16})
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK}) {
-      Pool mine(type, layout), truth(type, layout);
-      mine.outputs.checkpoints.fill(0), truth.outputs.checkpoints.fill(0);
-      mine.run(kName);
-      truth.run("oracle");
+      Pool truth(type, layout);
+      truth.outputs.checkpoints.fill(0);
+      truth.run(test::with_backend("oracle"));
       const auto values = [](const io::Buffer& buffer, DType of) {
         Doubles x;
         for (int64_t i = 0; i < static_cast<int64_t>(buffer.size()) / dtype_size(of); ++i)
@@ -455,9 +659,14 @@ TEST_F(Gdn, PoolsMasksAndCheckpoints) {
       const auto close = [&](const io::Buffer& a, const io::Buffer& b, DType of) {
         return distance(values(a, of), values(b, of));
       };
-      EXPECT_LE(close(mine.outputs.o, truth.outputs.o, DType::kBFloat16), 5e-3);
-      EXPECT_LE(close(mine.pool, truth.pool, type), 3e-3);
-      EXPECT_LE(close(mine.outputs.checkpoints, truth.outputs.checkpoints, type), 3e-3);
+      for (const PlanOptions& options : {on_gdn().plan, in_segments(3).plan}) {
+        Pool mine(type, layout);
+        mine.outputs.checkpoints.fill(0);
+        mine.run(options);
+        EXPECT_LE(close(mine.outputs.o, truth.outputs.o, DType::kBFloat16), 5e-3);
+        EXPECT_LE(close(mine.pool, truth.pool, type), 3e-3);
+        EXPECT_LE(close(mine.outputs.checkpoints, truth.outputs.checkpoints, type), 3e-3);
+      }
     }
 }
 
@@ -484,6 +693,57 @@ TEST(GdnPlan, ServesCallersWhoNameItAlone) {
     EXPECT_TRUE(named ||
                 plan.candidates[4].reason == "not measured yet: it serves callers who name it");
   }
+}
+
+/// Plans of a layer with 2 q/k heads and 8 value heads.
+Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_invariant = false) {
+  Inputs inputs = test::gdn::inputs_of({.lengths = {1, 0}, .H = 2, .HV = 8, .K = 128, .V = 128});
+  Problem& p = inputs.problem;
+  p.num_tokens = tokens + 1;
+  p.batch_invariant = batch_invariant;
+  PlanOptions named = options;
+  named.backend = kName;
+  Plan plan;
+  throw_if_error(
+      make_plan(p, std::vector<int64_t>{0, tokens, tokens + 1}, gpu_facts(132), named, &plan));
+  return plan;
+}
+
+bool has_block(const Plan& plan, std::string_view name) {
+  return std::ranges::any_of(plan.workspace, [&](const auto& block) { return block.name == name; });
+}
+
+TEST(GdnPlan, CutsWhatGains) {
+  const Plan plan = layer_plan(65536);
+  EXPECT_TRUE(plan.segmented && plan.early_exit);
+  EXPECT_GE(plan.segments.size(), 8U);
+  EXPECT_LT(plan.cost.segmented_us, 0.5 * plan.cost.serial_us);
+  EXPECT_GT(plan.cost.segmented_us, plan.cost.roofline_us);
+  EXPECT_TRUE(has_block(plan, cuda::block::kGdnForgotten));
+  EXPECT_FALSE(layer_plan(1024).segmented);
+  EXPECT_FALSE(layer_plan(0).segmented);
+  PlanOptions off;
+  off.context_parallel = SegmentPolicy::kOff;
+  EXPECT_FALSE(layer_plan(65536, off).segmented);
+}
+
+TEST(GdnPlan, KeepsTransitionsOfBatchInvariantCalls) {
+  const Plan exact = layer_plan(65536, {}, /*batch_invariant=*/true);
+  EXPECT_TRUE(exact.segmented);
+  EXPECT_FALSE(exact.early_exit);
+  EXPECT_FALSE(has_block(exact, cuda::block::kGdnForgotten));
+  const Plan asked = layer_plan(1024, test::fixed_segments(3, SegmentMethod::kOnePass));
+  EXPECT_TRUE(asked.segmented && asked.early_exit);
+  EXPECT_EQ(asked.resolved.segment_method, SegmentMethod::kScanMergeForward);
+}
+
+TEST(GdnPlan, CutsNothingFromBounds) {
+  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128});
+  Plan plan;
+  throw_if_error(
+      make_plan_from_bounds(inputs.problem, gpu_facts(132), test::with_backend(kName), &plan));
+  EXPECT_FALSE(plan.segmented);
+  EXPECT_EQ(plan.reasons.back(), "nothing is cut");
 }
 
 /// Why the backend does not serve, once it is named.
@@ -537,8 +797,6 @@ TEST(GdnPlan, SaysWhichOptionsAndDevicesItDeclines) {
             .message());
   };
   const std::string begin = std::string("backend: ") + kName + " cannot serve: ";
-  EXPECT_EQ(refused(test::fixed_segments(2)),
-            begin + "context_parallel asks for segments; it has none");
   PlanOptions form, keep;
   form.intra_form = IntraForm::kToken;
   keep.keep = KeepPolicy::kChunks;
