@@ -187,11 +187,20 @@ struct Device {
   void* workspace(std::size_t bytes) const {
     if (bytes == 0) return nullptr;
     thread_local KeptMemory kept;
-    void* memory = on_cpu() ? kept.at_least(bytes) : scratch->Allocate(bytes, 64).value_or(nullptr);
+    void* memory = on_cpu() ? kept.at_least(bytes) : of_xla(bytes);
     if (!memory)
       throw Refusal{ffi::ErrorCode::kResourceExhausted,
                     "workspace: " + std::to_string(bytes) + " bytes cannot be allocated"};
     return memory;
+  }
+
+ private:
+  /// XLA aligns to 16 at most, a workspace wants 64.
+  void* of_xla(std::size_t bytes) const {
+    constexpr std::size_t kAlignment = 64, kOfXla = 16;
+    std::size_t space = bytes + kAlignment - kOfXla;
+    void* memory = scratch->Allocate(space, kOfXla).value_or(nullptr);
+    return memory ? std::align(kAlignment, bytes, memory, space) : nullptr;
   }
 };
 

@@ -122,30 +122,40 @@ struct Kernel {
     if constexpr (kForward) whole(s.scores, a.made.scores);
   }
 
-  /// Columns of a chunk's rows, from `column` on; zeros for tokens and columns that are not there.
-  template <int kCount>
-  __device__ void copy(T* tile, const RowView& view, int64_t head, int chunk, int column, int size,
-                       int thread) const {
-    const int64_t token0 = c.tokens.begin + chunk * kChunk;
-    const auto count = static_cast<int>(min(static_cast<int64_t>(kChunk), c.tokens.end - token0));
-    const T* rows = static_cast<const T*>(view.base) + column +
-                    row_offset(view, a.map, c.tokens.sequence, token0, head);
-    copy_rows<kCount, kCopiers>(tile, rows, view.stride_t, count, size - column, thread);
+  /// Where the rows of this sequence and of `head` begin.
+  __device__ const T* rows_of(const RowView& view, int64_t head) const {
+    return static_cast<const T*>(view.base) +
+           row_offset(view, a.map, c.tokens.sequence, c.tokens.begin, head);
   }
 
+  /// Rows that come are the next ones.
   __device__ void run_copies(int thread) const {
     const int q_head = q_head_of(a, static_cast<int>(c.head));
+    const T *k = rows_of(a.k, q_head), *q = rows_of(a.q, q_head), *v = rows_of(a.v, c.head);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
+      const auto count = static_cast<int>(min(
+          static_cast<int64_t>(kChunk), c.tokens.end - c.tokens.begin - int64_t{chunk} * kChunk));
+      const auto copy = [&](auto& tile, const T*& rows, const RowView& view, int column, int size) {
+        constexpr int kCount = sizeof(tile) / (kChunk * sizeof(T));
+        copy_rows<kCount, kCopiers>(tile, rows + column, view.stride_t, count, size - column,
+                                    thread);
+      };
       ring.wait_until_free(i, round);
       S& s = ring.stages[i];
       if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
-      copy<kK>(s.k, a.k, q_head, chunk, 0, a.shape.K, thread);
-      if constexpr (kForward) copy<kK>(s.q, a.q, q_head, chunk, 0, a.shape.K, thread);
-#pragma unroll
-      for (int group = 0; group < (c.transition ? 0 : kGroups); ++group)
-        copy<kVTile>(s.v[group], a.v, c.head, chunk, (c.u_tile + group) * kVTile, a.shape.V,
-                     thread);
+      copy(s.k, k, a.k, 0, a.shape.K);
+      k += kChunk * a.k.stride_t;
+      if constexpr (kForward) {
+        copy(s.q, q, a.q, 0, a.shape.K);
+        q += kChunk * a.q.stride_t;
+      }
+      if (!c.transition) {
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group)
+          copy(s.v[group], v, a.v, (c.u_tile + group) * kVTile, a.shape.V);
+        v += kChunk * a.v.stride_t;
+      }
       ptx::cp_async_commit();
       if (chunk > 0) ring.template arrive_after_group<1>(chunk - 1);
     }

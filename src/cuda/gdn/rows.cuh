@@ -22,10 +22,18 @@ __device__ __forceinline__ void copy_rows(T* tile, const T* rows, int64_t stride
   const T* from = rows + row0 * stride + piece * 8;
   const uint32_t to[2] = {ptx::shared_address(tile + swizzled(row0, piece)),
                           ptx::shared_address(tile + swizzled(row0 + kStep, piece))};
-#pragma unroll 4
-  for (int i = 0; i < kChunk / kStep; ++i, from += kStep * stride)
+  const auto copy = [&](int i, bool valid) {
     ptx::cp_async<16>(to[i % 2] + i / 2 * 2 * kStep * 64 * static_cast<int>(sizeof(T)), from,
-                      inside && row0 + i * kStep < count);
+                      valid);
+    from += kStep * stride;
+  };
+  if (inside && count == kChunk) {  // most chunks: nothing to compare
+#pragma unroll 4
+    for (int i = 0; i < kChunk / kStep; ++i) copy(i, true);
+    return;
+  }
+#pragma unroll 2
+  for (int i = 0; i < kChunk / kStep; ++i) copy(i, inside && row0 + i * kStep < count);
 }
 
 }  // namespace kda::cuda::gdn
