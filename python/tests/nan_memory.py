@@ -92,6 +92,8 @@ def watch():
         return made
 
     empty = torch.empty
+    with torch.device("cpu"):  # as a context it serves the functions that it finds at its first use
+        torch.empty(0)
     for owner, names in ((torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
                          (torch.Tensor, ("new_empty", "new_empty_strided"))):
         if torch.cuda.is_available():
