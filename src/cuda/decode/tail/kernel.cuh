@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernel of decode with a tail, of a head: rows, folds, then a token after the other.
+#pragma once
+
+#include "cuda/decode/tail/rows.cuh"
+
+namespace kda::cuda::tail {
+
+/// The rows in front of a token, along its parents.
+struct Path {
+  const TailArgs& a;
+  int64_t n;
+  int first, sure;
+
+  /// The row before row i; below `first`: there is none.
+  __device__ int before(int i) const {
+    if (!a.parents || i <= sure) return i - 1;
+    return sure + a.parents[n * a.parent_columns + i - sure];
+  }
+};
+
+/// Groups of at most 16 rows, up to boundaries, so that states do not depend on when they were
+/// folded: fold_end() of core/tail.hpp, of rows behind `folded`.
+__device__ __forceinline__ int fold_end(const Start& start, int at, int target) {
+  const int boundary = last_boundary(start.folded + at) + static_cast<int>(kTailBoundary);
+  return min(target, boundary - start.folded);
+}
+
+/// The keys of rows [at, end) become k_i D(end, i), and the first one's decays D(end, at - 1). A
+/// product runs from the newest row to the oldest, so that a decay of 0 makes what is in front of
+/// it vanish.
+template <class Rows>
+__device__ void prepare_fold(const Rows& rows, int at, int end) {
+  for (int c = static_cast<int>(threadIdx.x); c < Rows::kKeys; c += static_cast<int>(blockDim.x)) {
+    float product = 1;
+    for (int i = end - 1; i >= at; --i) {
+      rows.k(i)[c] *= product;
+      product *= rows.decay(i)[c];
+    }
+    rows.decay(at)[c] = product;
+  }
+}
+
+/// Sums over channels of k_x D(x, i) k_i and q_x D(x, i) k_i with the rows i in front of row x,
+/// kRound of them at a time, newest first: lane l of a round has the first of row l, lane kRound +
+/// l the second, each of its warp's channels. Then what meets S_0: k_x D(x, 0) and q_x D(x, 0).
+template <int kChannels, class Rows>
+__device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int x) {
+  const auto channel = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x); };
+  float k[kChannels], q[kChannels], product[kChannels];
+#pragma unroll
+  for (int j = 0; j < kChannels; ++j) {
+    const bool is_there = kChannels == 1 || channel(j) < Rows::kKeys;
+    k[j] = is_there ? rows.k(x)[channel(j)] : 0;
+    q[j] = is_there ? rows.q(x - path.sure)[channel(j)] : 0;
+    product[j] = is_there ? rows.decay(x)[channel(j)] : 0;
+  }
+  float* scores = rows.shared + rows.layout.scores() + threadIdx.x;
+  for (int at = path.before(x); at >= path.first; scores += 32 * kMostWarps) {
+    float sums[2 * kRound] = {};
+#pragma unroll
+    for (int i = 0; i < kRound; ++i) {
+      if (at < path.first) continue;
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) {
+        if (kChannels > 1 && channel(j) >= Rows::kKeys) continue;
+        const float key = product[j] * rows.k(at)[channel(j)];
+        sums[i] = fmaf(key, k[j], sums[i]);
+        sums[kRound + i] = fmaf(key, q[j], sums[kRound + i]);
+        product[j] *= rows.decay(at)[channel(j)];
+      }
+      at = path.before(at);
+    }
+    reduce_scatter<2 * kRound, 16>(sums);
+    *scores = sums[0];
+  }
+#pragma unroll
+  for (int j = 0; j < kChannels; ++j) {
+    if (kChannels > 1 && channel(j) >= Rows::kKeys) continue;
+    rows.shared[rows.layout.with_k() + channel(j)] = k[j] * product[j];
+    rows.shared[rows.layout.with_q() + channel(j)] = q[j] * product[j];
+  }
+}
+
+/// This lane's score of a round.
+template <class Rows>
+__device__ __forceinline__ float score_of(const Rows& rows, int round) {
+  const float* scores = rows.shared + rows.layout.scores() + round * 32 * kMostWarps + rows.lane;
+  float sum = 0;
+  for (int w = 0; w < rows.warps; ++w) sum += scores[32 * w];
+  return sum;
+}
+
+/// v_new of row x and its output, of this lane's values.
+template <class Tile, class Rows>
+__device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile, int x,
+                                      float beta, const float (&v)[Tile::kOwned],
+                                      float (&v_new)[Tile::kOwned], float (&o)[Tile::kOwned]) {
+  float with_k[Tile::kOwned], with_q[Tile::kOwned], row[Tile::kOwned];
+  tile.multiply(rows.shared + rows.layout.with_k(), rows.shared + rows.layout.with_q(), with_k,
+                with_q);
+  int at = path.before(x);
+  for (int round = 0; at >= path.first; ++round) {
+    const float score = score_of(rows, round);
+    for (int i = 0; i < kRound && at >= path.first; ++i, at = path.before(at)) {
+      const float of_k = __shfl_sync(~0u, score, i), of_q = __shfl_sync(~0u, score, kRound + i);
+      tile.own(rows.v_new(at), row);
+#pragma unroll
+      for (int c = 0; c < Tile::kOwned; ++c) {
+        with_k[c] = fmaf(of_k, row[c], with_k[c]);
+        with_q[c] = fmaf(of_q, row[c], with_q[c]);
+      }
+    }
+  }
+  const float qk = rows.qk()[x - path.sure];
+#pragma unroll
+  for (int c = 0; c < Tile::kOwned; ++c) {
+    v_new[c] = beta * (v[c] - with_k[c]);
+    o[c] = rows.a.gate.scale * fmaf(qk, v_new[c], with_q[c]);
+  }
+}
+
+template <class Tile, class Rows>
+__device__ __forceinline__ void store_v_new(const Rows& rows, const Tile& tile, int x,
+                                            const float (&v_new)[Tile::kOwned]) {
+  const RowView& view = rows.a.tail_v_new;
+  float* to = static_cast<float*>(view.base) + rows.tail_at(view, rows.unit.head, x);
+#pragma unroll
+  for (int c = 0; c < Tile::kOwned; ++c) {
+    if (!tile.writes_output() || tile.value(c) >= rows.a.shape.V) continue;
+    to[tile.value(c)] = v_new[c];
+    rows.v_new(x)[tile.value(c)] = v_new[c];
+  }
+  __syncwarp();
+}
+
+/// The tile of a slot.
+template <class Tile>
+__device__ __forceinline__ void load_tile(const TailArgs& a, int64_t slot, int64_t head,
+                                          Tile* tile) {
+  if (a.initial.bf16)
+    tile->template load<true>(a.initial, a.shape, slot, head);
+  else
+    tile->template load<false>(a.initial, a.shape, slot, head);
+}
+template <class Tile>
+__device__ __forceinline__ void store_tile(const TailArgs& a, int64_t slot, int64_t head,
+                                           Tile* tile) {
+  if (a.initial.bf16)
+    tile->template store<true>(a.initial, a.shape, slot, head);
+  else
+    tile->template store<false>(a.initial, a.shape, slot, head);
+}
+
+/// Folds rows [0, target) into the tile, which is written wherever S_0 changes. A bf16 state goes
+/// on from what was written.
+template <class Tile, class Rows>
+__device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
+  const TailArgs& a = rows.a;
+  const Start& start = rows.start;
+  for (int at = 0; at < target;) {
+    const int end = fold_end(start, at, target);
+    tile->decay(rows.decay(at));
+    for (int i = at; i < end; ++i) tile->add(rows.k(i), rows.v_new(i));
+    if (a.initial.bf16) {
+      store_tile(a, start.slot, rows.unit.head, tile);
+      load_tile(a, start.slot, rows.unit.head, tile);
+    }
+    at = end;
+  }
+  const bool moves = a.settle && start.source != start.slot;
+  if (target > 0 || start.source < 0 || moves) store_tile(a, start.slot, rows.unit.head, tile);
+}
+
+/// Zeros in the rows of o that no token is computed for.
+template <int kK>
+__device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRange& tokens,
+                             int64_t end) {
+  if (!a.zero_skipped) return;
+  const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32;
+  for (int column = warp * kColumns<kK>; column < a.shape.V; column += warps * kColumns<kK>)
+    decode::zero_rows<kK>(a, unit, tokens, end, column);
+}
+
+__device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
+  const unsigned head = a.shape.heads.remainder(block);
+  const int64_t n = a.shape.heads.quotient(block);
+  return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
+}
+
+/// The state that a later block will load, for the L2 (decode::Ahead).
+template <int kK>
+__device__ __forceinline__ void prefetch_state(const TailArgs& a, unsigned blocks) {
+  const unsigned block = blockIdx.x + a.ahead;
+  if (a.ahead == 0 || block >= blocks || threadIdx.x != 0) return;
+  const Unit unit = unit_of(a, block);
+  const int64_t slot = decode::slots_of(a, unit.n).source;
+  if (slot < 0) return;
+  const int size = a.initial.bf16 ? 2 : 4;
+  ptx::cp_async_bulk_prefetch_l2(
+      reinterpret_cast<uintptr_t>(a.initial.base) +
+          static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size),
+      kK * kK * size);
+}
+
+template <int kK, Access kAccess, bool kDense>
+__global__ void __launch_bounds__(32 * kMostWarps, kDense ? 3 : 2)
+    tail_kernel(const __grid_constant__ TailArgs a) {
+  using Tile = typename TileOf<kK, kAccess, kDense>::Type;
+  constexpr int kChannels = kDense ? 1 : kK / 32;  // most of a thread
+  ptx::griddepcontrol_wait();
+  ptx::griddepcontrol_launch_dependents();
+  const unsigned blocks = gridDim.x - (a.flags ? 1 : 0);
+  if (blockIdx.x == blocks) return write_flags(a);
+  const Unit unit = unit_of(a, blockIdx.x);
+  const TokenRange tokens = decode::tokens_of(a, unit.n);
+  const int count = num_computed(a, unit.n, tokens);
+  const Start start = start_of(a, unit.n, unit.head);
+  if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+  Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
+  const int target = fold_target(a, start) - start.folded;
+  const Path path{a, unit.n, target, rows.sure};
+  rows.load();
+  for (int group = 0; group < (kDense ? 1 : a.shape.V); group += rows.warps * kColumns<kK>) {
+    Tile tile(group + rows.warp * kColumns<kK>);
+    const bool mine = kDense || tile.column0 < a.shape.V;
+    RawValues<1> values;
+    const auto load_values = [&](int t) {
+      values.load(a, unit.row, tokens.begin + t, unit.head, tile.column0,
+                  kDense ? kColumns<kK> : min(kColumns<kK>, a.shape.V - tile.column0));
+    };
+    if (mine && count > 0) load_values(0);
+    if (!kDense || start.source < 0) tile.clear();
+    if (mine && start.source >= 0) load_tile(a, start.source, unit.head, &tile);
+    if (group == 0) {
+      prefetch_state<kK>(a, kDense ? blocks : 0);
+      rows.make();
+      rows.append();
+      for (int at = 0; at < target; at = fold_end(start, at, target))
+        prepare_fold(rows, at, fold_end(start, at, target));
+      if (target > 0) __syncthreads();
+    }
+    if (mine) fold(rows, target, &tile);
+    for (int t = 0; t < count; ++t) {
+      const int x = rows.sure + t;
+      make_scores<kChannels>(rows, path, x);
+      __syncthreads();
+      if (mine) {
+        float row[1], v[Tile::kOwned], v_new[Tile::kOwned], o[Tile::kOwned];
+        values.v.convert(a.v.type, row);
+#pragma unroll
+        for (int i = 0; i < Tile::kOwned; ++i)
+          v[i] = __shfl_sync(~0u, row[0], tile.value(i) - tile.column0);
+        const float beta = __shfl_sync(~0u, values.beta_of(a), 0);
+        if (t + 1 < count) load_values(t + 1);
+        solve(rows, path, tile, x, beta, v, v_new, o);
+        store_v_new(rows, tile, x, v_new);
+        decode::store_values(a, unit, tokens.begin + t, tile, o);
+      }
+      __syncthreads();
+    }
+  }
+  if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = start.folded + target;
+  zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
+}
+
+}  // namespace kda::cuda::tail

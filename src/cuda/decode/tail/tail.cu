@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/decode/tail/kernel.cuh"
+
+namespace kda::cuda::tail {
+namespace {
+
+template <int kK, Access kAccess, bool kDense>
+Status launch_instance(const TailArgs& args, const Launch& where) {
+  const int64_t tiles = (args.shape.V + kColumns<kK> - 1) / kColumns<kK>;
+  const auto warps = static_cast<int>(std::min<int64_t>(tiles, kMostWarps));
+  const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+  const int64_t shared = shared_bytes(args.rows, args.most_tokens, args.shape.K, args.shape.V);
+  return launch_kernel("tail", tail_kernel<kK, kAccess, kDense>, blocks, 32 * warps,
+                       static_cast<int>(shared), where, args);
+}
+
+/// Whether states have rows of kK elements without gaps, in vectors, and rows of the tail and of
+/// the tokens are of whole words.
+template <int kK>
+bool is_dense(const TailArgs& args) {
+  bool words = gate_step(args) == 0 || (args.g.whole_words && args.tail_g.whole_words);
+  for (const RowView* view : {&args.q, &args.k, &args.tail_k}) words &= view->whole_words;
+  return words && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
+         args.initial.vectors;
+}
+
+template <int kK>
+Status launch_dense(const TailArgs& args, const Launch& where) {
+  return args.initial.vk ? launch_instance<kK, Access::kVectorsVK, true>(args, where)
+                         : launch_instance<kK, Access::kVectorsKV, true>(args, where);
+}
+
+}  // namespace
+
+Status launch_tail_decode(const TailArgs& args, const Launch& where) {
+  if (is_dense<128>(args)) return launch_dense<128>(args, where);
+  if (is_dense<64>(args)) return launch_dense<64>(args, where);
+  switch (channels_of(args.shape.K)) {
+    case 64: return launch_instance<64, Access::kScalar, false>(args, where);
+    case 128: return launch_instance<128, Access::kScalar, false>(args, where);
+    default: return launch_instance<256, Access::kScalar, false>(args, where);
+  }
+}
+
+}  // namespace kda::cuda::tail
