@@ -41,53 +41,50 @@ __device__ void prepare_fold(const Rows& rows, int at, int end) {
   }
 }
 
-/// Sums over channels of k_x D(x, i) k_i and q_x D(x, i) k_i with the rows i in front of row x,
-/// kRound of them at a time, newest first: lane l of a round has the first of row l, lane kRound +
-/// l the second, each of its warp's channels. Then what meets S_0: k_x D(x, 0) and q_x D(x, 0).
-template <int kChannels, class Rows>
+/// Elements of a lane's tile: 16 warps of two heads are on an SM, and one of each sum beside them.
+template <int kK>
+constexpr int kTileElements = kK == 64 ? 32 : 64;
+template <int kK>
+constexpr int kTileColumns = 32 * kTileElements<kK> / kK;
+
+/// Scores of row x with the rows i in front of it, newest first: k_x D(x, i) . k_i and q_x D(x, i)
+/// . k_i. A warp sums over 32 channels for k or for q, kRound rows at a time. Then what meets S_0:
+/// k_x D(x, 0) and q_x D(x, 0).
+template <class Rows>
 __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, int x) {
-  const auto channel = [&](int j) { return static_cast<int>(threadIdx.x + j * blockDim.x); };
-  float k[kChannels], q[kChannels], product[kChannels];
+  constexpr int kParts = Rows::kKeys / 32;
+  for (int part = rows.warp; part < 2 * kParts; part += rows.warps) {
+    const bool of_q = part >= kParts;
+    const int channel = part % kParts * 32 + rows.lane;
+    const float own = (of_q ? rows.q(x - path.sure) : rows.k(x))[channel];
+    float product = rows.decay(x)[channel];
+    float* scores = rows.shared + rows.layout.scores() + part * kRound + rows.lane / 2;
+    for (int at = path.before(x); at >= path.first; scores += 2 * kParts * kRound) {
+      float sums[kRound];
 #pragma unroll
-  for (int j = 0; j < kChannels; ++j) {
-    const bool is_there = kChannels == 1 || channel(j) < Rows::kKeys;
-    k[j] = is_there ? rows.k(x)[channel(j)] : 0;
-    q[j] = is_there ? rows.q(x - path.sure)[channel(j)] : 0;
-    product[j] = is_there ? rows.decay(x)[channel(j)] : 0;
-  }
-  float* scores = rows.shared + rows.layout.scores() + threadIdx.x;
-  for (int at = path.before(x); at >= path.first; scores += 32 * kMostWarps) {
-    float sums[2 * kRound] = {};
-#pragma unroll
-    for (int i = 0; i < kRound; ++i) {
-      if (at < path.first) continue;
-#pragma unroll
-      for (int j = 0; j < kChannels; ++j) {
-        if (kChannels > 1 && channel(j) >= Rows::kKeys) continue;
-        const float key = product[j] * rows.k(at)[channel(j)];
-        sums[i] = fmaf(key, k[j], sums[i]);
-        sums[kRound + i] = fmaf(key, q[j], sums[kRound + i]);
-        product[j] *= rows.decay(at)[channel(j)];
+      for (int i = 0; i < kRound; ++i) {
+        sums[i] = 0;
+        if (at < path.first) continue;
+        sums[i] = product * rows.k(at)[channel] * own;
+        product *= rows.decay(at)[channel];
+        at = path.before(at);
       }
-      at = path.before(at);
+      reduce_scatter<kRound, 16>(sums);
+      if (rows.lane % 2 == 0) *scores = sums[0];
     }
-    reduce_scatter<2 * kRound, 16>(sums);
-    *scores = sums[0];
-  }
-#pragma unroll
-  for (int j = 0; j < kChannels; ++j) {
-    if (kChannels > 1 && channel(j) >= Rows::kKeys) continue;
-    rows.shared[rows.layout.with_k() + channel(j)] = k[j] * product[j];
-    rows.shared[rows.layout.with_q() + channel(j)] = q[j] * product[j];
+    rows.shared[(of_q ? rows.layout.with_q() : rows.layout.with_k()) + channel] = own * product;
   }
 }
 
-/// This lane's score of a round.
+/// Of a round: lane i has the score of row i for k, lane kRound + i that for q.
 template <class Rows>
 __device__ __forceinline__ float score_of(const Rows& rows, int round) {
-  const float* scores = rows.shared + rows.layout.scores() + round * 32 * kMostWarps + rows.lane;
+  constexpr int kParts = Rows::kKeys / 32;
+  const float* scores = rows.shared + rows.layout.scores() +
+                        (round * 2 + rows.lane / kRound) * kParts * kRound + rows.lane % kRound;
   float sum = 0;
-  for (int w = 0; w < rows.warps; ++w) sum += scores[32 * w];
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) sum += scores[part * kRound];
   return sum;
 }
 
@@ -203,11 +200,15 @@ __device__ __forceinline__ void prefetch_state(const TailArgs& a, unsigned block
       kK * kK * size);
 }
 
+/// Of a dense block.
+template <int kK>
+constexpr int kWarps = kK / kTileColumns<kK>;
+
 template <int kK, Access kAccess, bool kDense>
-__global__ void __launch_bounds__(32 * kMostWarps, kDense ? 3 : 2)
+__global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
+                                  kDense ? kMostWarps / kWarps<kK> * 2 : 1)
     tail_kernel(const __grid_constant__ TailArgs a) {
-  using Tile = typename TileOf<kK, kAccess, kDense>::Type;
-  constexpr int kChannels = kDense ? 1 : kK / 32;  // most of a thread
+  using Tile = typename TileOf<kK, kAccess, kDense, kTileElements<kK>>::Type;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
   const unsigned blocks = gridDim.x - (a.flags ? 1 : 0);
@@ -221,13 +222,13 @@ __global__ void __launch_bounds__(32 * kMostWarps, kDense ? 3 : 2)
   const int target = fold_target(a, start) - start.folded;
   const Path path{a, unit.n, target, rows.sure};
   rows.load();
-  for (int group = 0; group < (kDense ? 1 : a.shape.V); group += rows.warps * kColumns<kK>) {
-    Tile tile(group + rows.warp * kColumns<kK>);
+  for (int group = 0; group < (kDense ? 1 : a.shape.V); group += rows.warps * kTileColumns<kK>) {
+    Tile tile(group + rows.warp * kTileColumns<kK>);
     const bool mine = kDense || tile.column0 < a.shape.V;
     RawValues<1> values;
     const auto load_values = [&](int t) {
       values.load(a, unit.row, tokens.begin + t, unit.head, tile.column0,
-                  kDense ? kColumns<kK> : min(kColumns<kK>, a.shape.V - tile.column0));
+                  kDense ? kTileColumns<kK> : min(kTileColumns<kK>, a.shape.V - tile.column0));
     };
     if (mine && count > 0) load_values(0);
     if (!kDense || start.source < 0) tile.clear();
@@ -243,7 +244,7 @@ __global__ void __launch_bounds__(32 * kMostWarps, kDense ? 3 : 2)
     if (mine) fold(rows, target, &tile);
     for (int t = 0; t < count; ++t) {
       const int x = rows.sure + t;
-      make_scores<kChannels>(rows, path, x);
+      make_scores(rows, path, x);
       __syncthreads();
       if (mine) {
         float row[1], v[Tile::kOwned], v_new[Tile::kOwned], o[Tile::kOwned];

@@ -8,8 +8,12 @@
 
 namespace kda::cuda::tail {
 
-constexpr int kMostWarps = 4;  // of a block
+constexpr int kMostWarps = 8;  // of a block
 constexpr int kRound = 16;     // rows whose scores are summed over channels together
+/// Scores of a round: those of k and of q, of 32 channels each.
+KDA_HOST_DEVICE_INLINE constexpr int32_t sums_of_round(int32_t keys) {
+  return 2 * (keys / 32) * kRound;
+}
 
 /// Channels of the kernel that serves K, or fewer of them.
 KDA_HOST_DEVICE_INLINE int32_t channels_of(int64_t K) {
@@ -36,7 +40,7 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t with_q() const { return with_k() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t bias() const { return with_q() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t scores() const { return bias() + keys; }
-  KDA_HOST_DEVICE_INLINE int32_t A_log() const { return scores() + rounds * kMostWarps * 32; }
+  KDA_HOST_DEVICE_INLINE int32_t A_log() const { return scores() + rounds * sums_of_round(keys); }
   KDA_HOST_DEVICE_INLINE int32_t qk() const { return A_log() + 32; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return qk() + tokens; }
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode with a tail (docs/design/decode.md, "Tails"). A block has one head of one sequence, whose
-// boundary state S_0 its warps hold in registers: 4 warps of 32 columns at K = V = 128. Rows of the
+// boundary state S_0 its warps hold in registers: 8 warps of 16 columns at K = V = 128. Rows of the
 // tail and of the tokens are asked for first, then S_0, and only then is anything waited for. A
 // step writes rows; S_0 is written by folds, which come before the first token.
 //
