@@ -169,6 +169,55 @@ __device__ __forceinline__ void fold(const Rows& rows, int target, Tile* tile) {
   if (target > 0 || start.source < 0 || moves) store_tile(a, start.slot, rows.unit.head, tile);
 }
 
+__device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
+  const unsigned head = a.shape.heads.remainder(block);
+  const int64_t n = a.shape.heads.quotient(block);
+  return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
+}
+
+/// The state that a later block will load, for the L2 (decode::Ahead), and the word that says which
+/// rows it will.
+template <int kK, bool kDense>
+__device__ __forceinline__ void prefetch_state(const TailArgs& a) {
+  const unsigned block = blockIdx.x + a.ahead;
+  if (a.ahead == 0 || block >= gridDim.x || threadIdx.x != 0) return;
+  const Unit unit = unit_of(a, block - (a.flags ? 1 : 0));
+  const int64_t slot = decode::slots_of(a, unit.n).source;
+  if (slot < 0) return;
+  ptx::prefetch_l2(folded_word(a, slot, unit.head));
+  if (!kDense) return;
+  const int size = a.initial.bf16 ? 2 : 4;
+  ptx::cp_async_bulk_prefetch_l2(
+      reinterpret_cast<uintptr_t>(a.initial.base) +
+          static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size),
+      kK * kK * size);
+}
+
+/// Asks for the values of a token in the columns of a tile.
+template <bool kDense, class Rows, class Tile>
+__device__ __forceinline__ void load_values(const Rows& rows, int token, const Tile& tile,
+                                            RawValues<1>* values) {
+  constexpr int kColumns = kTileColumns<Rows::kKeys>;
+  values->load(rows.a, rows.unit.row, rows.begin + token, rows.unit.head, tile.column0,
+               kDense ? kColumns : min(kColumns, rows.a.shape.V - tile.column0));
+}
+
+/// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
+template <class Rows>
+__device__ __forceinline__ Path make_rows(Rows* rows) {
+  const TailArgs& a = rows->a;
+  const Start& start = rows->start;
+  rows->load();
+  prefetch_state<Rows::kKeys, Rows::kIsDense>(a);
+  rows->make();
+  rows->append();
+  const int target = fold_target(a, start) - start.folded;
+  for (int at = 0; at < target; at = fold_end(start, at, target))
+    prepare_fold(*rows, at, fold_end(start, at, target));
+  if (target > 0) __syncthreads();
+  return {a, rows->unit.n, target, rows->sure()};
+}
+
 /// Zeros in the rows of o that no token is computed for.
 template <int kK>
 __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRange& tokens,
@@ -179,31 +228,51 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
     decode::zero_rows<kK>(a, unit, tokens, end, column);
 }
 
-__device__ __forceinline__ Unit unit_of(const TailArgs& a, unsigned block) {
-  const unsigned head = a.shape.heads.remainder(block);
-  const int64_t n = a.shape.heads.quotient(block);
-  return {n, a.lengths ? 0 : n, head, q_head_of(a, static_cast<int>(head)), 0};
+/// Asks for S_0, or makes it zero, and for the values of the first token.
+template <bool kDense, class Rows, class Tile>
+__device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile,
+                                             RawValues<1>* values) {
+  if (!kDense || source < 0) tile->clear();
+  if (!kDense && tile->column0 >= rows.a.shape.V) return;
+  if (source >= 0) load_tile(rows.a, source, rows.unit.head, tile);
+  if (rows.count > 0) load_values<kDense>(rows, 0, *tile, values);
 }
 
-/// The state that a later block will load, for the L2 (decode::Ahead).
-template <int kK>
-__device__ __forceinline__ void prefetch_state(const TailArgs& a, unsigned blocks) {
-  const unsigned block = blockIdx.x + a.ahead;
-  if (a.ahead == 0 || block >= blocks || threadIdx.x != 0) return;
-  const Unit unit = unit_of(a, block);
-  const int64_t slot = decode::slots_of(a, unit.n).source;
-  if (slot < 0) return;
-  const int size = a.initial.bf16 ? 2 : 4;
-  ptx::cp_async_bulk_prefetch_l2(
-      reinterpret_cast<uintptr_t>(a.initial.base) +
-          static_cast<uintptr_t>(state_offset(a.initial, slot, unit.head, 0, 0) * size),
-      kK * kK * size);
+/// Folds, then the tokens, in the columns of a tile. All warps of the block are here, those of no
+/// column too.
+template <bool kDense, class Rows, class Tile>
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile,
+                                            RawValues<1>* values) {
+  const TailArgs& a = rows.a;
+  const bool mine = kDense || tile->column0 < a.shape.V;
+  if (mine) fold(rows, path.first, tile);
+#pragma unroll 1
+  for (int t = 0; t < rows.count; ++t) {
+    const int x = path.sure + t;
+    make_scores(rows, path, x);
+    __syncthreads();
+    if (mine) {
+      float row[1], v[Tile::kOwned], v_new[Tile::kOwned], o[Tile::kOwned];
+      values->v.convert(a.v.type, row);
+#pragma unroll
+      for (int i = 0; i < Tile::kOwned; ++i)
+        v[i] = __shfl_sync(~0u, row[0], tile->value(i) - tile->column0);
+      const float beta = __shfl_sync(~0u, values->beta_of(a), 0);
+      if (t + 1 < rows.count) load_values<kDense>(rows, t + 1, *tile, values);
+      solve(rows, path, *tile, x, beta, v, v_new, o);
+      store_v_new(rows, *tile, x, v_new);
+      decode::store_values(a, rows.unit, rows.begin + t, *tile, o);
+    }
+    if (!kDense || t + 1 < rows.count) __syncthreads();
+  }
 }
 
 /// Of a dense block.
 template <int kK>
 constexpr int kWarps = kK / kTileColumns<kK>;
 
+/// The address of S_0 depends on no word of `folded` where there are no sources: it is asked for
+/// before that word is there, which the rows wait for.
 template <int kK, Access kAccess, bool kDense>
 __global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
                                   kDense ? kMostWarps / kWarps<kK> * 2 : 1)
@@ -211,57 +280,37 @@ __global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
   using Tile = typename TileOf<kK, kAccess, kDense, kTileElements<kK>>::Type;
   ptx::griddepcontrol_wait();
   ptx::griddepcontrol_launch_dependents();
-  const unsigned blocks = gridDim.x - (a.flags ? 1 : 0);
-  if (blockIdx.x == blocks) return write_flags(a);
-  const Unit unit = unit_of(a, blockIdx.x);
+  const unsigned of_flags = a.flags ? 1 : 0;  // the first block: it may take longest
+  if (blockIdx.x < of_flags) return write_flags(a);
+  const Unit unit = unit_of(a, blockIdx.x - of_flags);
   const TokenRange tokens = decode::tokens_of(a, unit.n);
   const int count = num_computed(a, unit.n, tokens);
-  const Start start = start_of(a, unit.n, unit.head);
-  if (start.skip || count < 0) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+  Start start = place_of(a, unit.n);
+  if (a.sources) read_folded(a, unit.n, unit.head, &start);
   Rows<kK, kDense> rows(a, unit, start, tokens.begin, count);
-  const int target = fold_target(a, start) - start.folded;
-  const Path path{a, unit.n, target, rows.sure};
-  rows.load();
-  for (int group = 0; group < (kDense ? 1 : a.shape.V); group += rows.warps * kTileColumns<kK>) {
-    Tile tile(group + rows.warp * kTileColumns<kK>);
-    const bool mine = kDense || tile.column0 < a.shape.V;
-    RawValues<1> values;
-    const auto load_values = [&](int t) {
-      values.load(a, unit.row, tokens.begin + t, unit.head, tile.column0,
-                  kDense ? kTileColumns<kK> : min(kTileColumns<kK>, a.shape.V - tile.column0));
-    };
-    if (mine && count > 0) load_values(0);
-    if (!kDense || start.source < 0) tile.clear();
-    if (mine && start.source >= 0) load_tile(a, start.source, unit.head, &tile);
-    if (group == 0) {
-      prefetch_state<kK>(a, kDense ? blocks : 0);
-      rows.make();
-      rows.append();
-      for (int at = 0; at < target; at = fold_end(start, at, target))
-        prepare_fold(rows, at, fold_end(start, at, target));
-      if (target > 0) __syncthreads();
-    }
-    if (mine) fold(rows, target, &tile);
-    for (int t = 0; t < count; ++t) {
-      const int x = rows.sure + t;
-      make_scores(rows, path, x);
-      __syncthreads();
-      if (mine) {
-        float row[1], v[Tile::kOwned], v_new[Tile::kOwned], o[Tile::kOwned];
-        values.v.convert(a.v.type, row);
-#pragma unroll
-        for (int i = 0; i < Tile::kOwned; ++i)
-          v[i] = __shfl_sync(~0u, row[0], tile.value(i) - tile.column0);
-        const float beta = __shfl_sync(~0u, values.beta_of(a), 0);
-        if (t + 1 < count) load_values(t + 1);
-        solve(rows, path, tile, x, beta, v, v_new, o);
-        store_v_new(rows, tile, x, v_new);
-        decode::store_values(a, unit, tokens.begin + t, tile, o);
-      }
-      __syncthreads();
+  const auto skips = [&] {
+    if (!a.sources) read_folded(a, unit.n, unit.head, &start);
+    return start.skip || count < 0;
+  };
+  const int column0 = rows.warp * kTileColumns<kK>;
+  RawValues<1> values;
+  if constexpr (kDense) {
+    Tile tile(column0);
+    if (!start.skip) load_columns<kDense>(rows, start.source, &tile, &values);
+    if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+    const Path path = make_rows(&rows);
+    run_columns<kDense>(rows, path, &tile, &values);
+  } else {
+    if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
+    const Path path = make_rows(&rows);
+#pragma unroll 1
+    for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns<kK>) {
+      Tile tile(group + column0);
+      load_columns<kDense>(rows, start.source, &tile, &values);
+      run_columns<kDense>(rows, path, &tile, &values);
     }
   }
-  if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = start.folded + target;
+  if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = fold_target(a, start);
   zero_outputs<kK>(a, unit, tokens, tokens.begin + count);
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto H = static_cast<unsigned>(a.shape.H);
   const int64_t n = blockIdx.x / H;
   const int q_head = static_cast<int>(blockIdx.x % H);
-  const Start start = start_before_moves(a, n, value_head_of(a, q_head, 0));
+  const Start start = start_of(a, n, value_head_of(a, q_head, 0), /*rows_moved=*/false);
   const bool has_rows = !start.skip && start.source >= 0;
   const bool wrong = has_rows && !has_accepted_rows(a, n, start);
   if (q_head == 0 && threadIdx.x == 0) a.wrong_accepted[n] = wrong;

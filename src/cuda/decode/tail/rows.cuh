@@ -13,13 +13,14 @@ namespace kda::cuda::tail {
 template <int kK, bool kDense>
 struct Rows {
   static constexpr int kKeys = kK;
+  static constexpr bool kIsDense = kDense;
   static constexpr int kCount = kK / 32;  // elements of a lane
 
   const TailArgs& a;
   const Unit& unit;
   const Start& start;
   const int64_t begin;  ///< first token
-  const int sure, count;
+  const int count;
   const int lane, warp, warps;
   const Layout layout;
   float* const shared;
@@ -30,7 +31,6 @@ struct Rows {
         unit(of),
         start(at),
         begin(first_token),
-        sure(at.sure()),
         count(num_tokens),
         lane(static_cast<int>(threadIdx.x) % 32),
         warp(static_cast<int>(threadIdx.x) / 32),
@@ -39,6 +39,7 @@ struct Rows {
         shared(reinterpret_cast<float*>(ptx::dynamic_shared())) {}
 
   __device__ int columns() const { return kDense ? kK : layout.columns; }
+  __device__ int sure() const { return start.sure(); }
   __device__ float* k(int i) const { return shared + i * kK; }
   __device__ float* decay(int i) const { return shared + layout.decays() + i * kK; }
   __device__ float* v_new(int i) const { return shared + layout.v_new() + i * columns(); }
@@ -56,14 +57,16 @@ struct Rows {
 
   __device__ void load() {
     if constexpr (kDense) {
-      for (int i = warp; i < sure; i += warps) {
+#pragma unroll 1
+      for (int i = warp; i < sure(); i += warps) {
         copy(a.tail_k, tail_at(a.tail_k, unit.q_head, i), k(i));
         copy_gates(a.tail_g, tail_at(a.tail_g, unit.head, i), decay(i));
         copy(a.tail_v_new, tail_at(a.tail_v_new, unit.head, i), v_new(i));
       }
+#pragma unroll 1
       for (int t = warp; t < count; t += warps) {
-        copy(a.k, token_at(a.k, unit.q_head, t), k(sure + t));
-        copy_gates(a.g, token_at(a.g, unit.head, t), decay(sure + t));
+        copy(a.k, token_at(a.k, unit.q_head, t), k(sure() + t));
+        copy_gates(a.g, token_at(a.g, unit.head, t), decay(sure() + t));
         copy(a.q, token_at(a.q, unit.q_head, t), q(t));
       }
       if (a.gate.gate_mode != GateMode::kLog && warp + 1 == warps) copy_parameters();
@@ -76,8 +79,9 @@ struct Rows {
     if constexpr (kDense) ptx::cp_async_wait<0>(), __syncthreads();
     float bias[kCount] = {}, rate = 0;
     if (a.gate.gate_mode != GateMode::kLog) rate = read_parameters(bias);
-    for (int i = warp; i < sure + count; i += warps) {
-      const int t = i - sure;
+#pragma unroll 1
+    for (int i = warp; i < sure() + count; i += warps) {
+      const int t = i - sure();
       float x[kCount], g[kCount], y[kCount];
       if (t < 0) {
         read(a.tail_k, tail_at(a.tail_k, unit.q_head, i), k(i), x);
@@ -109,11 +113,12 @@ struct Rows {
   /// Rows of k and g of the tokens, as they came in. All rows of the tail have been read.
   __device__ void append() {
     const bool shares_keys = a.shape.H != a.shape.HV;
+#pragma unroll 1
     for (int t = warp; t < count; t += warps) {
       if (!shares_keys)
-        move(a.k, token_at(a.k, unit.q_head, t), a.tail_k, tail_at(a.tail_k, unit.q_head, sure + t),
-             a.shape.K);
-      move(a.g, token_at(a.g, unit.head, t), a.tail_g, tail_at(a.tail_g, unit.head, sure + t),
+        move(a.k, token_at(a.k, unit.q_head, t), a.tail_k,
+             tail_at(a.tail_k, unit.q_head, sure() + t), a.shape.K);
+      move(a.g, token_at(a.g, unit.head, t), a.tail_g, tail_at(a.tail_g, unit.head, sure() + t),
            gate_step(a) == 0 ? 1 : a.shape.K);
     }
   }

@@ -15,8 +15,8 @@ using decode::Unit;
 struct Start {
   bool skip = true;     ///< it has no slot, or something is wrong
   bool wrong = false;   ///< its tail, not its slot
-  int64_t slot = -1;    ///< of its tail, and of what folds write
-  int64_t source = -1;  ///< slot of S_0; -1: zero, which is written to `slot` first
+  int32_t slot = -1;    ///< of its tail, and of what folds write
+  int32_t source = -1;  ///< slot of S_0; -1: zero, which is written to `slot` first
   int32_t folded = 0;   ///< tokens in front of S_0
   int32_t position = 0;
 
@@ -56,6 +56,20 @@ __device__ __forceinline__ bool has_accepted_rows(const TailArgs& a, int64_t n,
   return true;
 }
 
+/// The part that does not depend on `folded`; without sources that is where S_0 lies. A sequence
+/// whose accepted rows are wrong is skipped.
+__device__ __forceinline__ Start place_of(const TailArgs& a, int64_t n, bool rows_moved = true) {
+  Start start;
+  const int64_t slot = a.initial.indices[n];
+  if (lacks_slot(a.initial, slot)) return start;
+  start.slot = static_cast<int32_t>(slot);
+  start.position = a.positions[n];
+  start.wrong = start.position < 0 || (rows_moved && a.wrong_accepted && a.wrong_accepted[n] != 0);
+  start.skip = start.wrong;
+  if (!a.initial.mask || a.initial.mask[n] != 0) start.source = start.slot;
+  return start;
+}
+
 /// Reads the state of its source until the first fold (TailDesc::sources).
 __device__ __forceinline__ void apply_source(const TailArgs& a, int64_t n, int64_t head,
                                              Start* start) {
@@ -67,35 +81,26 @@ __device__ __forceinline__ void apply_source(const TailArgs& a, int64_t n, int64
   }
   const int32_t boundary = *folded_word(a, source, head);
   if (start->position == boundary) start->folded = boundary;
-  if (start->folded == boundary) start->source = source;
+  if (start->folded == boundary) start->source = static_cast<int32_t>(source);
   start->wrong |= boundary < 0 || start->folded < boundary;
 }
 
-/// Accepted rows are not looked at.
-__device__ __forceinline__ Start start_before_moves(const TailArgs& a, int64_t n, int64_t head) {
-  Start start;
-  const int64_t slot = a.initial.indices[n];
-  if (lacks_slot(a.initial, slot)) return start;
-  start.slot = slot;
-  start.position = a.positions[n];
-  start.wrong = start.position < 0;
-  if (a.initial.mask && a.initial.mask[n] == 0) {
-    start.folded = start.position;
-  } else {
-    start.source = slot;
-    start.folded = *folded_word(a, slot, head);
-    if (a.sources) apply_source(a, n, head, &start);
-    start.wrong |=
-        start.folded < 0 || start.folded > start.position || start.position - start.folded > a.rows;
+__device__ __forceinline__ void read_folded(const TailArgs& a, int64_t n, int64_t head,
+                                            Start* start) {
+  if (start->slot < 0) return;
+  start->folded = start->position;
+  if (start->source >= 0) {
+    start->folded = *folded_word(a, start->slot, head);
+    if (a.sources) apply_source(a, n, head, start);
   }
-  start.skip = start.wrong;
-  return start;
+  start->wrong |= start->folded < 0 || start->folded > start->position || start->sure() > a.rows;
+  start->skip = start->wrong;
 }
 
-/// A sequence whose accepted rows are wrong is skipped.
-__device__ __forceinline__ Start start_of(const TailArgs& a, int64_t n, int64_t head) {
-  Start start = start_before_moves(a, n, head);
-  if (a.wrong_accepted && a.wrong_accepted[n] != 0) start.wrong = start.skip = true;
+__device__ __forceinline__ Start start_of(const TailArgs& a, int64_t n, int64_t head,
+                                          bool rows_moved = true) {
+  Start start = place_of(a, n, rows_moved);
+  read_folded(a, n, head, &start);
   return start;
 }
 
@@ -126,19 +131,22 @@ __device__ __forceinline__ int32_t num_computed(const TailArgs& a, int64_t n,
 __device__ inline void write_flags(const TailArgs& a) {
   const DecodeArgs& base = a;
   decode::write_flags(base);
-  const int64_t N = a.map.num_sequences, HV = a.shape.HV;
   bool wrong = false, many = false, parents = false;
-  for (int64_t i = threadIdx.x; i < N * HV; i += blockDim.x) {
-    const int64_t n = i / HV, head = i % HV;
-    const Start start = start_of(a, n, head);
-    wrong |= start.wrong;
-    if (start.skip) continue;
+  for (int64_t n = threadIdx.x; n < a.map.num_sequences; n += blockDim.x) {
+    const Start place = place_of(a, n);
+    if (place.slot < 0) continue;
     const Start first = start_of(a, n, 0);
-    wrong |= fold_target(a, start) != fold_target(a, first);
-    if (head > 0) continue;
+#pragma unroll 8
+    for (int head = 0; head < static_cast<int>(a.shape.HV); ++head) {
+      Start start = place;
+      read_folded(a, n, head, &start);
+      wrong |= start.wrong || fold_target(a, start) != fold_target(a, first);
+    }
+    if (first.skip) continue;
     const TokenRange tokens = decode::tokens_of(a, n);
-    many |= tokens.end - tokens.begin > most_tokens(a);
-    for (int64_t t = 1; a.parents && t < min(tokens.end - tokens.begin, a.parent_columns); ++t) {
+    const int64_t count = tokens.end - tokens.begin;
+    many |= count > most_tokens(a);
+    for (int64_t t = 1; a.parents && t < min(count, a.parent_columns); ++t) {
       if (a.parents[n * a.parent_columns + t] < 0) break;
       parents |= !has_parent(a, n, t);
     }
