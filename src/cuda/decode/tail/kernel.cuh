@@ -8,15 +8,11 @@ namespace kda::cuda::tail {
 
 /// The rows in front of a token, along its parents.
 struct Path {
-  const TailArgs& a;
-  int64_t n;
+  const int* parents;  ///< of each token, a row
   int first, sure;
 
   /// The row before row i; below `first`: there is none.
-  __device__ int before(int i) const {
-    if (!a.parents || i <= sure) return i - 1;
-    return sure + a.parents[n * a.parent_columns + i - sure];
-  }
+  __device__ int before(int i) const { return i <= sure ? i - 1 : parents[i - sure]; }
 };
 
 /// Groups of at most 16 rows, up to boundaries, so that states do not depend on when they were
@@ -91,7 +87,6 @@ __device__ __forceinline__ float score_of(const Rows& rows, int round) {
 /// v_new of row x and its output, of this lane's values.
 template <class Tile, class Rows>
 __device__ __forceinline__ void solve(const Rows& rows, const Path& path, const Tile& tile, int x,
-                                      float beta, const float (&v)[Tile::kOwned],
                                       float (&v_new)[Tile::kOwned], float (&o)[Tile::kOwned]) {
   float with_k[Tile::kOwned], with_q[Tile::kOwned], row[Tile::kOwned];
   tile.multiply(rows.shared + rows.layout.with_k(), rows.shared + rows.layout.with_q(), with_k,
@@ -109,10 +104,12 @@ __device__ __forceinline__ void solve(const Rows& rows, const Path& path, const 
       }
     }
   }
-  const float qk = rows.qk()[x - path.sure];
+  const int token = x - path.sure;
+  const float qk = rows.qk()[token], beta = rows.beta()[token];
+  tile.own(rows.v(token), row);
 #pragma unroll
   for (int c = 0; c < Tile::kOwned; ++c) {
-    v_new[c] = beta * (v[c] - with_k[c]);
+    v_new[c] = beta * (row[c] - with_k[c]);
     o[c] = rows.a.gate.scale * fmaf(qk, v_new[c], with_q[c]);
   }
 }
@@ -193,15 +190,6 @@ __device__ __forceinline__ void prefetch_state(const TailArgs& a) {
       kK * kK * size);
 }
 
-/// Asks for the values of a token in the columns of a tile.
-template <bool kDense, class Rows, class Tile>
-__device__ __forceinline__ void load_values(const Rows& rows, int token, const Tile& tile,
-                                            RawValues<1>* values) {
-  constexpr int kColumns = kTileColumns<Rows::kKeys>;
-  values->load(rows.a, rows.unit.row, rows.begin + token, rows.unit.head, tile.column0,
-               kDense ? kColumns : min(kColumns, rows.a.shape.V - tile.column0));
-}
-
 /// Rows in shared memory, those of the tokens in the tail, and those that fold ready for it.
 template <class Rows>
 __device__ __forceinline__ Path make_rows(Rows* rows) {
@@ -215,7 +203,7 @@ __device__ __forceinline__ Path make_rows(Rows* rows) {
   for (int at = 0; at < target; at = fold_end(start, at, target))
     prepare_fold(*rows, at, fold_end(start, at, target));
   if (target > 0) __syncthreads();
-  return {a, rows->unit.n, target, rows->sure()};
+  return {rows->before(), target, rows->sure()};
 }
 
 /// Zeros in the rows of o that no token is computed for.
@@ -228,21 +216,18 @@ __device__ void zero_outputs(const TailArgs& a, const Unit& unit, const TokenRan
     decode::zero_rows<kK>(a, unit, tokens, end, column);
 }
 
-/// Asks for S_0, or makes it zero, and for the values of the first token.
+/// Asks for S_0, or makes it zero.
 template <bool kDense, class Rows, class Tile>
-__device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile,
-                                             RawValues<1>* values) {
+__device__ __forceinline__ void load_columns(const Rows& rows, int64_t source, Tile* tile) {
   if (!kDense || source < 0) tile->clear();
   if (!kDense && tile->column0 >= rows.a.shape.V) return;
   if (source >= 0) load_tile(rows.a, source, rows.unit.head, tile);
-  if (rows.count > 0) load_values<kDense>(rows, 0, *tile, values);
 }
 
 /// Folds, then the tokens, in the columns of a tile. All warps of the block are here, those of no
 /// column too.
 template <bool kDense, class Rows, class Tile>
-__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile,
-                                            RawValues<1>* values) {
+__device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, Tile* tile) {
   const TailArgs& a = rows.a;
   const bool mine = kDense || tile->column0 < a.shape.V;
   if (mine) fold(rows, path.first, tile);
@@ -252,14 +237,8 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
     make_scores(rows, path, x);
     __syncthreads();
     if (mine) {
-      float row[1], v[Tile::kOwned], v_new[Tile::kOwned], o[Tile::kOwned];
-      values->v.convert(a.v.type, row);
-#pragma unroll
-      for (int i = 0; i < Tile::kOwned; ++i)
-        v[i] = __shfl_sync(~0u, row[0], tile->value(i) - tile->column0);
-      const float beta = __shfl_sync(~0u, values->beta_of(a), 0);
-      if (t + 1 < rows.count) load_values<kDense>(rows, t + 1, *tile, values);
-      solve(rows, path, *tile, x, beta, v, v_new, o);
+      float v_new[Tile::kOwned], o[Tile::kOwned];
+      solve(rows, path, *tile, x, v_new, o);
       store_v_new(rows, *tile, x, v_new);
       decode::store_values(a, rows.unit, rows.begin + t, *tile, o);
     }
@@ -293,21 +272,20 @@ __global__ void __launch_bounds__(32 * (kDense ? kWarps<kK> : kMostWarps),
     return start.skip || count < 0;
   };
   const int column0 = rows.warp * kTileColumns<kK>;
-  RawValues<1> values;
   if constexpr (kDense) {
     Tile tile(column0);
-    if (!start.skip) load_columns<kDense>(rows, start.source, &tile, &values);
+    if (!start.skip) load_columns<kDense>(rows, start.source, &tile);
     if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
     const Path path = make_rows(&rows);
-    run_columns<kDense>(rows, path, &tile, &values);
+    run_columns<kDense>(rows, path, &tile);
   } else {
     if (skips()) return zero_outputs<kK>(a, unit, tokens, tokens.begin);
     const Path path = make_rows(&rows);
 #pragma unroll 1
     for (int group = 0; group < a.shape.V; group += rows.warps * kTileColumns<kK>) {
       Tile tile(group + column0);
-      load_columns<kDense>(rows, start.source, &tile, &values);
-      run_columns<kDense>(rows, path, &tile, &values);
+      load_columns<kDense>(rows, start.source, &tile);
+      run_columns<kDense>(rows, path, &tile);
     }
   }
   if (threadIdx.x == 0) *folded_word(a, start.slot, unit.head) = fold_target(a, start);

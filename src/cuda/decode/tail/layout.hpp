@@ -36,13 +36,16 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t decays() const { return rows * keys; }
   KDA_HOST_DEVICE_INLINE int32_t v_new() const { return decays() + rows * keys; }
   KDA_HOST_DEVICE_INLINE int32_t q() const { return v_new() + rows * columns; }
-  KDA_HOST_DEVICE_INLINE int32_t with_k() const { return q() + tokens * keys; }
+  KDA_HOST_DEVICE_INLINE int32_t v() const { return q() + tokens * keys; }
+  KDA_HOST_DEVICE_INLINE int32_t with_k() const { return v() + tokens * columns; }
   KDA_HOST_DEVICE_INLINE int32_t with_q() const { return with_k() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t bias() const { return with_q() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t scores() const { return bias() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t A_log() const { return scores() + rounds * sums_of_round(keys); }
   KDA_HOST_DEVICE_INLINE int32_t qk() const { return A_log() + 32; }
-  KDA_HOST_DEVICE_INLINE int32_t floats() const { return qk() + tokens; }
+  KDA_HOST_DEVICE_INLINE int32_t beta() const { return qk() + tokens; }
+  KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
+  KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }
 };
 
 /// Shared memory of a block, in bytes.

@@ -1,23 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows of tails that are copied before and behind a decode.
+#include "cuda/decode/tail/copy_row.cuh"
 #include "cuda/decode/tail/sequence.cuh"
 
 namespace kda::cuda::tail {
 namespace {
 
 constexpr int kThreads = 128;
-
-/// Elements of a row, by all threads. A thread has the same ones of every row.
-__device__ void copy_row(const RowView& from, int64_t from_at, const RowView& to, int64_t to_at,
-                         int size) {
-  for (int c = static_cast<int>(threadIdx.x); c < size; c += kThreads)
-    if (to.type == Element::kFloat32)
-      static_cast<uint32_t*>(to.base)[to_at + c] =
-          static_cast<const uint32_t*>(from.base)[from_at + c];
-    else
-      static_cast<uint16_t*>(to.base)[to_at + c] =
-          static_cast<const uint16_t*>(from.base)[from_at + c];
-}
 
 /// First element of the row of a position, in slot `slot`.
 __device__ int64_t row_at(const TailArgs& a, const RowView& view, int64_t slot, int64_t head,
@@ -46,7 +35,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int32_t i = 0; i < count; ++i)
       if (rows[i] != i)
         copy_row(view, row_at(a, view, start.slot, head, first + rows[i]), view,
-                 row_at(a, view, start.slot, head, first + i), size);
+                 row_at(a, view, start.slot, head, first + i), size, static_cast<int>(threadIdx.x),
+                 kThreads);
   };
   move(a.tail_k, q_head, a.shape.K);
   for (int j = 0; j < static_cast<int>(a.shape.group.value); ++j) {
@@ -68,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) append_keys_kernel(const __grid_cons
   const int32_t count = num_computed(a, n, tokens);
   for (int32_t t = 0; t < count; ++t)
     copy_row(a.k, row_offset(a.k, a.map, a.lengths ? 0 : n, tokens.begin + t, q_head), a.tail_k,
-             row_at(a, a.tail_k, start.slot, q_head, int64_t{start.position} + t), a.shape.K);
+             row_at(a, a.tail_k, start.slot, q_head, int64_t{start.position} + t), a.shape.K,
+             static_cast<int>(threadIdx.x), kThreads);
 }
 
 }  // namespace

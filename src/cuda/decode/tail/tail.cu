@@ -14,13 +14,21 @@ Status launch_instance(const TailArgs& args, const Launch& where) {
                        static_cast<int>(shared), where, args);
 }
 
-/// Whether states have rows of kK elements without gaps, in vectors, and rows of the tail and of
-/// the tokens are of whole words.
+/// Whether rows begin at multiples of 16 bytes.
+bool has_vectors(const RowView& view) {
+  const int64_t unit = view.type == Element::kFloat32 ? 4 : 8;
+  return reinterpret_cast<uintptr_t>(view.base) % 16 == 0 && view.stride_b % unit == 0 &&
+         view.stride_t % unit == 0 && view.stride_h % unit == 0;
+}
+
+/// Whether states have rows of kK elements without gaps, in vectors, and so have the tail and the
+/// tokens.
 template <int kK>
 bool is_dense(const TailArgs& args) {
-  bool words = gate_step(args) == 0 || (args.g.whole_words && args.tail_g.whole_words);
-  for (const RowView* view : {&args.q, &args.k, &args.tail_k}) words &= view->whole_words;
-  return words && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
+  bool vectors = gate_step(args) == 0 || (has_vectors(args.g) && has_vectors(args.tail_g));
+  for (const RowView* view : {&args.q, &args.k, &args.v, &args.tail_k, &args.tail_v_new})
+    vectors &= has_vectors(*view);
+  return vectors && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
          args.initial.vectors;
 }
 
