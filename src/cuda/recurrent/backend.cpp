@@ -59,9 +59,9 @@ void plan_decode(plan::PlanBuilder& builder) {
 
 /// Shared memory that a block may have.
 int64_t most_shared_bytes(const DeviceFacts& device) {
-  if (device.compute_capability == 80) return int64_t{163} * 1024;
-  return int64_t{device.compute_capability >= 90 && device.compute_capability < 120 ? 227 : 99} *
-         1024;
+  const int32_t capability = device.compute_capability;
+  const bool largest = capability / 10 == 9 || capability / 10 == 10;
+  return int64_t{largest ? 227 : capability == 80 ? 163 : 99} * 1024;
 }
 
 std::string decline_tail(const registry::Request& request) {

@@ -24,7 +24,7 @@ __device__ __forceinline__ void copy_row(const RowView& from, int64_t from_at, c
           static_cast<const uint16_t*>(from.base)[from_at + c];
 }
 
-/// The same of rows whose addresses are multiples of 16 bytes.
+/// Copies likewise rows whose addresses are multiples of 16 bytes.
 __device__ __forceinline__ void copy_vectors(const RowView& from, int64_t from_at,
                                              const RowView& to, int64_t to_at, int size, int index,
                                              int threads) {

@@ -72,7 +72,7 @@ __device__ __forceinline__ void make_scores(const Rows& rows, const Path& path, 
   }
 }
 
-/// Of a round: lane i has the score of row i for k, lane kRound + i that for q.
+/// The scores of a round: lane i has that of row i for k, lane kRound + i that for q.
 template <class Rows>
 __device__ __forceinline__ float score_of(const Rows& rows, int round) {
   constexpr int kParts = Rows::kKeys / 32;
@@ -246,7 +246,7 @@ __device__ __forceinline__ void run_columns(const Rows& rows, const Path& path, 
   }
 }
 
-/// Of a dense block.
+/// Warps of a dense block.
 template <int kK>
 constexpr int kWarps = kK / kTileColumns<kK>;
 

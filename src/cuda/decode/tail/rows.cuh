@@ -48,7 +48,7 @@ struct Rows {
   __device__ float* v(int token) const { return shared + layout.v() + token * columns(); }
   __device__ float* qk() const { return shared + layout.qk(); }
   __device__ float* beta() const { return shared + layout.beta(); }
-  /// Of each token the row that it follows.
+  /// The row that each token follows.
   __device__ int* before() const { return reinterpret_cast<int*>(shared + layout.before()); }
 
   /// First element of the row of index i in a tensor of the tail.
