@@ -32,6 +32,8 @@ set(KDA_CUDA_KERNELS
   src/cuda/segments/fold_states.cu
   src/cuda/recurrent/backward/head_gates.cu
   src/cuda/decode/head_gates.cu
+  src/cuda/decode/tail/move_rows.cu
+  src/cuda/decode/tail/tail.cu
   src/cuda/recurrent/head_gates.cu
   src/cuda/layer/fused_decode.cu
   src/cuda/layer/gated_rms_norm.cu

@@ -60,6 +60,9 @@ enum MetadataFlag : int32_t {
   kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
   kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
   kBadTokenParents = 64,  ///< token_parents[n, t] not below t, or without a slot: as if negative
+  /// positions, sources, accepted_rows or tail.folded do not fit each other: a head whose word does
+  /// not fit is skipped, with the others all heads of the sequence
+  kBadTail = 128,
 };
 
 /// Bytes of one element.

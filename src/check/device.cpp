@@ -151,6 +151,22 @@ struct Copies {
 
 }  // namespace
 
+namespace {
+
+void add_tail(const Problem& p, const TailTensors& host, Copies* copies) {
+  const TailDesc& tail = *p.tail;
+  copies->add(host.k, extent(tail.k, tail_k_shape(p, tail)), true);
+  copies->add(host.g, extent(tail.g, tail_g_shape(p, tail)), true);
+  copies->add(host.v_new, extent(tail.v_new, tail_v_new_shape(p, tail)), true);
+  copies->add(host.folded, extent(tail.folded, tail_folded_shape(p, tail)), true);
+  const auto integers = static_cast<std::size_t>(p.num_sequences) * sizeof(int32_t);
+  copies->add(host.positions, integers);
+  if (tail.sources) copies->add(host.sources, integers);
+  copies->add(host.accepted_rows, integers * static_cast<std::size_t>(tail.accepted_columns));
+}
+
+}  // namespace
+
 struct DeviceTensors::Memory : Copies {
   Tensors tensors;
 };
@@ -189,6 +205,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
       m.add(host.checkpoint_indices,
             static_cast<std::size_t>(total_checkpoints(plan, host.cu_seqlens)) * sizeof(int32_t));
     m.add(host.saved, plan.saved_bytes, true);
+    if (p.tail) add_tail(p, host.tail, &m);
     m.upload();
   } catch (...) {
     delete memory_;
@@ -205,6 +222,10 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
         &t.checkpoint_indices, &t.checkpoint_offsets})
     m.replace(*pointer);
   m.replace(t.initial_state_mask);
+  for (void** pointer : {&t.tail.k, &t.tail.g}) m.replace(*pointer);
+  m.replace(t.tail.v_new), m.replace(t.tail.folded);
+  for (const int32_t** pointer : {&t.tail.positions, &t.tail.sources, &t.tail.accepted_rows})
+    m.replace(*pointer);
 }
 
 DeviceTensors::~DeviceTensors() { delete memory_; }

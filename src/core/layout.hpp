@@ -82,6 +82,11 @@ inline bool zeroes_without_slot(const Problem& p) {
 /// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows.
 inline int64_t most_tail_tokens(const TailDesc& tail) { return tail.rows - (kTailBoundary - 1); }
 
+/// Most tokens a sequence of such a call, of lengths that nobody knows yet.
+inline int64_t tail_tokens(const Problem& p) {
+  return p.cu_seqlens ? std::min(p.num_tokens, most_tail_tokens(*p.tail)) : p.num_tokens;
+}
+
 /// Whether arrays have S columns, one a token of a sequence.
 inline bool has_token_columns(const Problem& p) {
   return p.state_index_columns > 1 || p.token_parents;

@@ -13,6 +13,8 @@ inline plan::Partition never_cut(const plan::Workload&, CostEstimate*) {
   return plan::uncut("auto: the CPU never changes its algorithm by length or threads");
 }
 
+inline std::string serves_every_tail(const registry::Request&) { return {}; }
+
 /// A tail's rows depend on each other, and its heads share keys.
 inline void list_tail(plan::PlanBuilder& builder) {
   const Problem& p = builder.problem();

@@ -92,13 +92,14 @@ std::string decline_reason(const Head& row, const Request& request) {
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)
     return "keeps states and errors of all chunks, or nothing";
-  if (request.problem.tail && !row.tails) return kNoTails;
+  if (request.problem.tail && !row.decline_tail) return kNoTails;
   if (const char* tensor = row.float64 ? nullptr : float64_tensor(request))
     return float64_reason(tensor);
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
   std::string reason = row.decline ? row.decline(request.problem) : std::string();
+  if (reason.empty() && request.problem.tail) reason = row.decline_tail(request);
   if (reason.empty() && row.decline_options) reason = row.decline_options(options);
   if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kChunks)
     reason = row.decline_keep(request.problem);
@@ -131,6 +132,15 @@ Status backend_unavailable(Heads rows, const Request& request,
                     device_kind_name(request.device.kind), " (see kda info)"));
 }
 
+/// Why no row of the device serves a problem with a tail.
+std::string why_no_tail(Heads rows, const Request& request,
+                        const std::vector<Candidate>& candidates) {
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    if (rows[i]->device == request.device.kind && rows[i]->decline_tail)
+      return candidates[i].reason;
+  return kNoTails;
+}
+
 /// The first row that serves; null: none does, in a build that can still print the plan.
 Status choose(Heads rows, const Request& request, std::vector<Candidate>* candidates,
               const Head** chosen) {
@@ -146,7 +156,8 @@ Status choose(Heads rows, const Request& request, std::vector<Candidate>* candid
     return backend_unavailable(rows, request, *candidates);
   if (const char* tensor = *chosen ? nullptr : float64_tensor(request))
     return Status(StatusCode::kUnsupported, float64_reason(tensor));
-  if (!*chosen && request.problem.tail) return Status(StatusCode::kUnsupported, kNoTails);
+  if (!*chosen && request.problem.tail)
+    return Status(StatusCode::kUnsupported, why_no_tail(rows, request, *candidates));
   return {};
 }
 

@@ -97,7 +97,8 @@ struct Head {
   /// to.
   std::string (*defer_keep)(const Request& request) = nullptr;
   bool float64 = false;  ///< serves tensors in fp64
-  bool tails = false;    ///< serves problems with a tail
+  /// Empty if it serves the problem with its tail, else why not. Null: it serves none with a tail.
+  std::string (*decline_tail)(const Request& request) = nullptr;
 };
 
 /// Segments of a sequence side by side (include/kda/run.hpp).

@@ -182,6 +182,8 @@ class Checker {
     KDA_RETURN_IF_ERROR(check_array("num_accepted_tokens", N > 0 && p_.num_accepted_tokens,
                                     t_.num_accepted_tokens));
     KDA_RETURN_IF_ERROR(check_array("token_parents", N > 0 && p_.token_parents, t_.token_parents));
+    for (const TailArray& array : tail_arrays())
+      KDA_RETURN_IF_ERROR(check_array(array.name, array.needed, array.pointer));
     return check_aliasing();
   }
 
@@ -284,14 +286,21 @@ class Checker {
     return check_parents();
   }
 
-  /// The integers of a tail are there.
+  /// The integers of a tail.
+  struct TailArray {
+    const char* name;
+    bool needed;
+    const int32_t* pointer;
+  };
+  std::array<TailArray, 3> tail_arrays() const {
+    const bool needed = p_.tail && p_.num_sequences > 0;
+    return {{{"positions", needed, t_.tail.positions},
+             {"sources", needed && p_.tail->sources, t_.tail.sources},
+             {"accepted_rows", needed && p_.tail->accepted_columns > 0, t_.tail.accepted_rows}}};
+  }
   Status check_tail_arrays() const {
-    if (!p_.tail || p_.num_sequences == 0) return {};
-    for (const auto& [name, needed, pointer] :
-         {std::tuple{"positions", true, t_.tail.positions},
-          std::tuple{"sources", p_.tail->sources, t_.tail.sources},
-          std::tuple{"accepted_rows", p_.tail->accepted_columns > 0, t_.tail.accepted_rows}})
-      if (needed && !pointer) return invalid(name, ": pointer is null");
+    for (const TailArray& array : tail_arrays())
+      if (array.needed && !array.pointer) return invalid(array.name, ": pointer is null");
     return {};
   }
 

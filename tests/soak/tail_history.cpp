@@ -10,6 +10,7 @@
 #include "core/convert.hpp"
 #include "core/layout.hpp"
 #include "cpu/oracle/oracle.hpp"
+#include "plan/ledger.hpp"
 
 namespace kda::soak {
 namespace {
@@ -36,6 +37,9 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
   p.num_heads = 1 + random_.below(2);
   p.num_value_heads = p.num_heads * (1 + random_.below(2));
   p.key_dim = pick(random_, kSizes), p.value_dim = pick(random_, kSizes);
+  // Kernels of their own on a GPU.
+  if (test::on_cuda() && random_.chance(0.5))
+    p.key_dim = p.value_dim = random_.chance(0.5) ? 64 : 128;
   p.head_map = static_cast<HeadMap>(random_.below(2));
   p.q.dtype = p.v.dtype = p.beta.dtype = pick(random_, kTypes);
   p.k.dtype = pick(random_, kTypes), p.g.dtype = pick(random_, kTypes);
@@ -57,6 +61,7 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
   p.initial_state = states(p, DType::kFloat32, kSlots, true);
   p.tail = tails(p, 16 + random_.below(20));
   backend_ = pick(random_, {std::string("blocked"), std::string("blocked"), std::string("oracle")});
+  if (test::on_cuda()) backend_ = "recurrent";
   const auto filled = [](int64_t bytes) {
     io::Buffer buffer(static_cast<std::size_t>(bytes));
     buffer.fill(0xff);
@@ -221,12 +226,17 @@ std::string TailHistory::run(const Problem& p, const Tensors& tensors,
   options.backend = backend_;
   options.num_threads = 1 + static_cast<int32_t>(random_.below(2));
   Plan plan;
-  throw_if_error(random_.chance(0.5) ? make_plan(p, lengths, cpu_facts(), options, &plan)
-                                     : make_plan_from_bounds(p, cpu_facts(), options, &plan));
+  const DeviceFacts device = test::device();
+  throw_if_error(random_.chance(0.5) ? make_plan(p, lengths, device, options, &plan)
+                                     : make_plan_from_bounds(p, device, options, &plan));
   io::Buffer workspace(plan.workspace_bytes);
   workspace.fill(0xff);
-  const Status status = kda::run(plan, tensors, workspace.data(), workspace.size());
-  return status.ok() ? "" : status.message();
+  const Status status = check::run_and_wait(plan, tensors, workspace.data(), workspace.size());
+  if (!status.ok()) return status.message();
+  const void* flags = plan::find_block(plan, workspace.data(), "device_flags");
+  if (flags && *static_cast<const int32_t*>(flags) != 0)
+    return fmt::format("device_flags {}", *static_cast<const int32_t*>(flags));
+  return "";
 }
 
 std::string TailHistory::play(const char* what, Operation operation, std::vector<Row> rows,
@@ -403,7 +413,7 @@ std::string TailHistory::step() {
   if (random_.chance(0.1)) copy();
   const double kind = random_.uniform();
   if (kind < 0.1) return settle();
-  const bool forward = kind < 0.3;
+  const bool forward = kind < 0.3 && !test::on_cuda();  // a GPU has no prefill with tails
   const bool trees = !forward && random_.chance(0.4);
   const int64_t most = most_tail_tokens(*base_.tail);
   std::vector<Row> rows;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A history of a serving engine on a pool of boundary states and tails, on the CPU: prompts in
-// pieces, tokens, drafts and trees of drafts of which some are rejected, forks that read the state
-// of another slot, copies of slots with their tails, eviction and settling, beside rows without a
-// slot. All of it follows from (seed, number).
+// A history of a serving engine on a pool of boundary states and tails: prompts in pieces (on the
+// CPU), tokens, drafts and trees of drafts of which some are rejected, forks that read the state of
+// another slot, copies of slots with their tails, eviction and settling, beside rows without a
+// slot. All of it follows from (seed, number), and the device.
 //
 // After every step o of each computed token is compared with the float64 recurrence, which has
 // never seen the pool. Slots that the call does not name keep their bytes.

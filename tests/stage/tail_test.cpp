@@ -11,6 +11,7 @@
 #include "core/layout.hpp"
 #include "cpu/oracle/oracle.hpp"
 #include "kda/call.hpp"
+#include "plan/ledger.hpp"
 #include "support/harness.hpp"
 
 namespace kda {
@@ -30,6 +31,7 @@ struct World {
   std::vector<uint8_t> mask = {1};
   std::function<void(Problem*)> change = [](Problem*) {};
   std::string backend;
+  int32_t flags = 0;  ///< device_flags of the last call on a GPU
 
   explicit World(StateLayout layout = StateLayout::kKV, DType states = DType::kFloat32) {
     check::GenerateOptions options = test::shape(kTokens, kHeads, kKey, kValue);
@@ -71,7 +73,8 @@ struct World {
     }
     change(&p);
     Plan plan;
-    KDA_RETURN_IF_ERROR(make_plan(p, {}, cpu_facts(), test::with_backend(backend), &plan));
+    KDA_RETURN_IF_ERROR(
+        make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * kValue), NAN);
@@ -83,7 +86,10 @@ struct World {
     t.token_parents = parents.data();
     t.tail = {k.data(),         g.data(),       v_new.as<float>(), folded.data(),
               positions.data(), sources.data(), accepted.data()};
-    return run(plan, t, workspace.data(), workspace.size());
+    KDA_RETURN_IF_ERROR(check::run_and_wait(plan, t, workspace.data(), workspace.size()));
+    if (const void* word = plan::find_block(plan, workspace.data(), "device_flags"))
+      flags = *static_cast<const int32_t*>(word);
+    return {};
   }
 
   Status settle() {
@@ -129,13 +135,36 @@ std::vector<float> play(World* world, const std::vector<Piece>& pieces) {
   return all;
 }
 
+/// A sequence of so many tokens in slot 2.
+void begin(World* world, int64_t tokens) {
+  std::vector<float> o;
+  world->mask[0] = 0;
+  if (!test::on_cuda()) {
+    ASSERT_TRUE(world->call(kPrefill, 0, tokens, &o).ok());
+  }
+  for (int64_t at = 0; test::on_cuda() && at < tokens; ++at) {
+    world->positions[0] = static_cast<int32_t>(at);
+    ASSERT_TRUE(world->call(kStep, at, at + 1, &o).ok());
+    world->mask[0] = 1;
+  }
+  world->mask[0] = 1, world->positions[0] = static_cast<int32_t>(tokens);
+  // A prefill up to a boundary has folded.
+  if (test::on_cuda() && tokens % kTailBoundary == 0) {
+    ASSERT_TRUE(world->settle().ok());
+  }
+}
+
+/// Implementations of the device that have tails.
+std::vector<std::string> backends_with_tails() {
+  return test::on_cuda() ? std::vector<std::string>{"recurrent"} : test::backends();
+}
+
 std::vector<Piece> repeated(int64_t count, Piece piece) {
   return std::vector<Piece>(static_cast<std::size_t>(count), piece);
 }
 
 TEST(Tail, CutsOfASequenceHaveTheSameBits) {
-  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
-  for (const std::string& backend : test::backends())
+  for (const std::string& backend : backends_with_tails())
     for (const StateLayout layout : {StateLayout::kKV, StateLayout::kVK})
       for (const DType states : {DType::kFloat32, DType::kBFloat16}) {
         World steps(layout, states);
@@ -153,6 +182,7 @@ TEST(Tail, CutsOfASequenceHaveTheSameBits) {
              {kStep, 2, 3},
              {kPrefill, 17}}};
         for (const std::vector<Piece>& cut : cuts) {
+          if (test::on_cuda() && cut[0].operation == kPrefill) continue;  // a GPU has none
           World world(layout, states);
           world.backend = backend;
           ASSERT_EQ(play(&world, cut), expected) << backend;
@@ -182,13 +212,10 @@ TEST(Tail, CutsOfASequenceHaveTheSameBits) {
 }
 
 TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {
-  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
   World world;
   std::vector<float> o;
-  world.mask[0] = 0;
-  ASSERT_TRUE(world.call(kPrefill, 0, 19, &o).ok());
+  begin(&world, 19);
   EXPECT_EQ(world.folded[2 * kValueHeads], 16);
-  world.mask[0] = 1;
   for (int64_t at = 19; at < 34; ++at) {
     const io::Buffer before = world.pool;
     world.positions[0] = static_cast<int32_t>(at);
@@ -200,14 +227,11 @@ TEST(Tail, StepsReadBoundaryStatesAndFoldEverySixteenTokens) {
 }
 
 TEST(Tail, ChildrenReadTheStateOfTheirSource) {
-  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
   World world;
   std::vector<float> o, alone;
-  world.mask[0] = 0;
-  ASSERT_TRUE(world.call(kPrefill, 0, 32, &o).ok());
+  begin(&world, 32);
   World single = world;
   world.slots = {3, 4}, world.sources = {2, 2}, world.mask = {1, 1};
-  single.mask[0] = 1;
   for (int64_t at = 32; at < 52; ++at) {
     world.positions.assign(2, static_cast<int32_t>(at));
     single.positions[0] = static_cast<int32_t>(at);
@@ -222,7 +246,7 @@ TEST(Tail, ChildrenReadTheStateOfTheirSource) {
 }
 
 TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
-  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  if (test::on_cuda()) GTEST_SKIP() << "a GPU flags what it is told of sequences";
   using Change = std::function<void(World*)>;
   const auto of_problem = [](std::function<void(Problem*)> change) {
     return [change](World* world) { world->change = change; };
@@ -319,7 +343,90 @@ TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
   }
 }
 
-TEST(Tail, PlansSayItAndGpusRefuse) {
+/// What the host cannot see is flagged. The sequence is skipped, and the one beside it is not.
+TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
+  if (!test::on_cuda()) GTEST_SKIP() << "the CPU refuses it";
+  using Change = std::function<void(World*)>;
+  const struct {
+    const char* what;
+    int32_t flag;
+    Change change;
+    int64_t tokens = 1;
+  } rows[] = {
+      {"a slot without a tail", kBadTail,
+       [](World* w) { std::fill_n(w->folded.begin() + 2 * kValueHeads, kValueHeads, -1); }},
+      {"a position behind the boundary", kBadTail, [](World* w) { w->positions[0] = 15; }},
+      {"a position beyond the rows", kBadTail, [](World* w) { w->positions[0] = 37; }},
+      {"a negative position", kBadTail, [](World* w) { w->positions[0] = -1, w->mask[0] = 0; }},
+      {"a source that is not there", kBadTail,
+       [](World* w) {
+         w->sources = {kSlots, -1};
+       }},
+      {"a source without a tail", kBadTail,
+       [](World* w) {
+         w->sources = {1, -1};
+       }},
+      {"a source that is ahead", kBadTail,
+       [](World* w) {
+         w->sources = {1, -1};
+         std::fill_n(w->folded.begin() + kValueHeads, kValueHeads, 18);
+       }},
+      {"a slot that is not there", kBadInitialIndex, [](World* w) { w->slots[0] = kSlots; }},
+      {"accepted rows that do not ascend", kBadTail,
+       [](World* w) { w->accepted = {0, 0, -1, -1, -1, -1}; }},
+      {"more accepted rows than sure ones", kBadTail,
+       [](World* w) { w->accepted = {0, 1, 2, 3, -1, -1, -1, -1}; }},
+      {"accepted rows beyond the tail", kBadTail, [](World* w) {
+         w->accepted = {0, 19, -1, -1};
+       }}};
+  World begun;
+  begin(&begun, 19);
+  // Another sequence, at the same position.
+  for (io::Buffer* buffer : {&begun.pool, &begun.k, &begun.g, &begun.v_new}) {
+    const std::size_t bytes = buffer->size() / kSlots;
+    std::memcpy(buffer->data() + 3 * bytes, buffer->data() + 2 * bytes, bytes);
+  }
+  std::fill_n(begun.folded.begin() + 3 * kValueHeads, kValueHeads, 16);
+  begun.slots = {2, 3}, begun.positions = {19, 19}, begun.mask = {1, 1};
+  std::vector<float> right, o;
+  World untouched = begun;
+  ASSERT_TRUE(untouched.call(kStep, 19, 20, &right).ok());
+  ASSERT_EQ(untouched.flags, 0);
+  const auto size = static_cast<std::ptrdiff_t>(right.size() / 2);
+  ASSERT_TRUE(std::equal(right.begin(), right.begin() + size, right.begin() + size));
+  for (const auto& row : rows) {
+    World world = begun;
+    row.change(&world);
+    const std::vector<int32_t> folded = world.folded;
+    ASSERT_TRUE(world.call(kStep, 19, 20, &o).ok()) << row.what;
+    EXPECT_EQ(world.flags, row.flag) << row.what;
+    for (std::ptrdiff_t i = 0; i < size; ++i) ASSERT_TRUE(std::isnan(o[i])) << row.what;
+    EXPECT_TRUE(std::equal(right.begin() + size, right.end(), o.begin() + size)) << row.what;
+    EXPECT_EQ(world.folded, folded) << row.what;
+    for (auto buffer : {&World::pool, &World::k, &World::g, &World::v_new}) {
+      const std::size_t bytes = (world.*buffer).size() / kSlots;
+      EXPECT_EQ(std::memcmp((world.*buffer).data(), (begun.*buffer).data(), 3 * bytes), 0)
+          << row.what;
+    }
+  }
+  // A head whose word does not fit is skipped alone.
+  World head = begun;
+  head.folded[2 * kValueHeads + 3] = -1;
+  ASSERT_TRUE(head.call(kStep, 19, 20, &o).ok());
+  EXPECT_EQ(head.flags, kBadTail);
+  EXPECT_TRUE(std::equal(right.begin(), right.begin() + 3 * kValue, o.begin()));
+  EXPECT_TRUE(std::isnan(o[3 * kValue]));
+  // A parent that is not in front of its token: the token is left out.
+  World tree = begun;
+  tree.parents = {-1, 0, 2, -1, 0, 1};
+  ASSERT_TRUE(tree.call(kStep, 19, 22, &o).ok());
+  EXPECT_EQ(tree.flags, kBadTokenParents);
+  const std::ptrdiff_t token = kValueHeads * kValue;
+  EXPECT_TRUE(std::equal(o.begin(), o.begin() + 2 * token, o.begin() + 3 * token));
+  EXPECT_TRUE(std::isnan(o[2 * token]) && std::isfinite(o[5 * token]));
+}
+
+TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
   World world;
   Problem p = world.inputs.problem;
   p.initial_state = states(p, DType::kFloat32, kSlots, true);
@@ -329,17 +436,30 @@ TEST(Tail, PlansSayItAndGpusRefuse) {
   EXPECT_NE(plan.to_text().find("tail            20 rows a slot, boundary states fp32 every 16"),
             std::string::npos);
   EXPECT_NE(plan.to_json().find("\"tail_rows\""), std::string::npos);
-  for (const Operation operation : {kPrefill, kStep}) {
-    p.operation = operation, p.num_tokens = 1;
-    const Status status = make_plan(p, {}, gpu_facts(132, 90), {}, &plan);
-    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-    EXPECT_NE(status.message().find("call without a tail"), std::string::npos) << status.message();
-    EXPECT_FALSE(supported(p, gpu_facts(132, 90)).ok());
+  const DeviceFacts gpu = gpu_facts(132, 90);
+  const Status status = make_plan(p, {}, gpu, {}, &plan);
+  EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+  EXPECT_NE(status.message().find("call without a tail"), std::string::npos) << status.message();
+  EXPECT_FALSE(supported(p, gpu).ok());
+  p.operation = kStep, p.num_tokens = 1;
+  ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
+  ASSERT_EQ(plan.kernels.size(), 2);
+  EXPECT_EQ(plan.kernels[1].kernel, "append_keys");
+  // Rows are in shared memory, of which older GPUs have less.
+  p.tail = tails(p, 150);
+  ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
+  for (const auto& [capability, most] :
+       {std::pair{80, "166912"}, std::pair{86, "101376"}, std::pair{120, "101376"}}) {
+    p.tail = tails(p, 250);
+    const Status refused = make_plan(p, {}, gpu_facts(132, capability), {}, &plan);
+    EXPECT_EQ(refused.code(), StatusCode::kUnsupported);
+    for (const std::string part : {"tail: R = 250 rows and 1 tokens", most})
+      EXPECT_NE(refused.message().find(part), std::string::npos) << refused.message();
   }
 }
 
 TEST(Tail, InC) {
-  if (test::on_cuda()) GTEST_SKIP() << "tails are the CPU's";
+  if (test::on_cuda()) GTEST_SKIP() << "its calls are on host memory";
   World world;
   std::vector<float> expected;
   world.mask[0] = 0;

@@ -708,6 +708,10 @@ TEST_F(CliOnGpu, TimesEveryStage) {
       kda("bench decode --case '--batch 2 --tokens 1 --heads 1 --key-dim 64 --value-dim 64' "
           "--device cuda");
   EXPECT_EQ(decode.exit_code, 0) << decode.err;
+  const Ran tails =
+      kda("bench decode --tail --case '--batch 2 --tokens 2 --heads 1 --key-dim 64 --value-dim 64' "
+          "--device cuda");
+  EXPECT_NE(tails.out.find("tail, all fold"), std::string::npos) << tails.err;
   // fp32 has no chunk stages.
   EXPECT_EQ(kda("bench intra --case '--tokens 8 --heads 1 --dtype fp32' --device cuda").exit_code,
             2);

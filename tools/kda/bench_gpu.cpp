@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "check/backward.hpp"
 #include "check/device.hpp"
@@ -176,6 +177,105 @@ GpuRow GpuBench::time_backward(const Case& c, const std::string& what, const Pla
   return row;
 }
 
+namespace {
+
+/// Tails of the pool of `problem` on a GPU, and where its sequences stand. Rows are zeros: a key of
+/// 0 is as fast as any other.
+class DeviceTails {
+ public:
+  explicit DeviceTails(const Problem& p)
+      : k_(bytes(p.tail->k, *p.tail)),
+        g_(bytes(p.tail->g, *p.tail)),
+        v_new_(bytes(p.tail->v_new, *p.tail)),
+        folded_(static_cast<std::size_t>(p.tail->num_slots * p.num_value_heads) * 4),
+        on_device_(static_cast<std::size_t>(p.num_sequences) * 4) {
+    for (check::DeviceBuffer* buffer : {&k_, &g_, &v_new_}) buffer->fill(0);
+  }
+  /// All tails are those of boundary states at position 0.
+  void begin() { folded_.fill(0); }
+  TailTensors tensors() const {
+    return {.k = k_.data(),
+            .g = g_.data(),
+            .v_new = static_cast<float*>(v_new_.data()),
+            .folded = static_cast<int32_t*>(folded_.data()),
+            .positions = static_cast<const int32_t*>(on_device_.data())};
+  }
+  /// What `position` returns for each sequence of so many.
+  void set_positions(int64_t count, const std::function<int64_t(int64_t)>& position) {
+    positions_.resize(static_cast<std::size_t>(count));
+    for (int64_t n = 0; n < count; ++n)
+      positions_[static_cast<std::size_t>(n)] = static_cast<int32_t>(position(n));
+    on_device_.upload(positions_.data(), positions_.size() * 4);
+  }
+  int64_t position(int64_t n) const { return positions_[static_cast<std::size_t>(n)]; }
+
+ private:
+  static std::size_t bytes(const TensorDesc& desc, const TailDesc& tail) {
+    return static_cast<std::size_t>(tail.num_slots * desc.strides[0] * dtype_size(desc.dtype));
+  }
+  check::DeviceBuffer k_, g_, v_new_, folded_, on_device_;
+  std::vector<int32_t> positions_;
+};
+
+/// The mean of them all: a sequence is folded in some.
+Timing mean_of(const std::vector<double>& seconds) {
+  double sum = 0;
+  for (const double x : seconds) sum += x;
+  const auto [least, most] = std::minmax_element(seconds.begin(), seconds.end());
+  const auto count = static_cast<double>(seconds.size());
+  return {sum / count, *least, *most, static_cast<int>(seconds.size())};
+}
+
+}  // namespace
+
+std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& options) {
+  Case tailed = c;
+  Problem& p = tailed.inputs.problem;
+  const int64_t N = p.num_sequences, S = p.num_tokens;
+  p.initial_state->indexed = true;
+  p.tail = tails(p, kTailBoundary + S - 1);
+  Plan plan;
+  throw_if_error(make_plan(p, {}, device_, options, &plan));
+  std::vector<int32_t> slots;
+  for (int64_t n = 0; n < N; ++n) slots.push_back(static_cast<int32_t>(n));
+  Tensors host = tailed.tensors();
+  host.initial_state_indices = slots.data();
+  check::DeviceTensors copies(plan, host);
+  check::DeviceBuffer workspace(plan.workspace_bytes);
+  DeviceTails rows(p);
+  Tensors tensors = copies.tensors();
+  tensors.tail = rows.tensors();
+  const auto step = [&] {
+    check::copy_on_device(flush_->from, &flush_->to, kFlushBytes);
+    return 1e-6 * check::time_on_device([&] {
+             throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
+           });
+  };
+  check::Random random(1);
+  rows.begin();
+  rows.set_positions(N, [&](int64_t) { return random.below(kTailBoundary); });
+  std::vector<double> mixed, all_fold;
+  for (int64_t i = -2; i < 2 * kTailBoundary; ++i) {  // the first ones are not timed
+    const double time = step();
+    if (i >= 0) mixed.push_back(time);
+    rows.set_positions(N, [&](int64_t n) { return rows.position(n) + S; });
+  }
+  rows.set_positions(N, [](int64_t) { return kTailBoundary; });
+  for (int i = 0; i < kRepeats; ++i) {
+    rows.begin();
+    all_fold.push_back(step());
+  }
+  const auto row = [&](const char* what, const std::vector<double>& seconds, double of_states) {
+    GpuRow made{
+        c.name, what, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
+        0,      0};
+    made.bytes += of_states * static_cast<double>(c.inputs.initial_state.size());
+    return made;
+  };
+  return {row("tail", mixed, 1 + 2.0 * static_cast<double>(S) / kTailBoundary),
+          row("tail, all fold", all_fold, 2)};
+}
+
 /// Lengths on the host, on the device alone, and there without a cut.
 std::vector<GpuRow> GpuBench::time_lengths(const Case& c, const PlanOptions& options) {
   if (!c.inputs.problem.cu_seqlens)
@@ -213,7 +313,9 @@ std::vector<GpuRow> GpuBench::measure(const std::string& what, const std::string
     c.outputs = check::make_outputs(&p, p.v.dtype);
     GpuRow row = time_run(c, what, plan_options);
     row.bytes += 2.0 * static_cast<double>(c.inputs.initial_state.size());
-    return {row};
+    std::vector<GpuRow> rows = {row};
+    if (tails_) std::ranges::copy(time_tails(c, plan_options), std::back_inserter(rows));
+    return rows;
   }
   check::want_final_state(&p);
   c.outputs = check::make_outputs(&p, p.v.dtype);

@@ -35,6 +35,9 @@ class GpuBench {
   /// reach copy_rate().
   double copy_seconds(double bytes);
 
+  /// Times decode with tails of random length beside decode.
+  void with_tails() { tails_ = true; }
+
   std::vector<GpuRow> measure(const std::string& what, const std::string& name,
                               const check::GenerateOptions& options, const PlanOptions& plan,
                               bool batch_invariant);
@@ -45,6 +48,8 @@ class GpuBench {
   /// `bounds`: the plan does not know the lengths.
   GpuRow time_run(const Case& c, const std::string& what, const PlanOptions& options,
                   bool bounds = false);
+  /// A step of so many that lead every tail through a fold, and one in which all fold.
+  std::vector<GpuRow> time_tails(const Case& c, const PlanOptions& options);
   std::vector<GpuRow> time_lengths(const Case& c, const PlanOptions& options);
   GpuRow time_backward(const Case& c, const std::string& what, const PlanOptions& options);
   std::vector<GpuRow> time_both(const Case& c, const PlanOptions& options);
@@ -52,6 +57,7 @@ class GpuBench {
   DeviceFacts device_;
   struct Flush;
   Flush* flush_;
+  bool tails_ = false;
   double copy_rate_ = 0;
 };
 

@@ -123,7 +123,7 @@ constexpr registry::Head head_of(const char* name, void (*plan)(plan::PlanBuilde
           .unavailable = unavailable<kKernels, kSupported>,
           .plan = plan,
           .keeps_states = true,
-          .tails = true};
+          .decline_tail = serves_every_tail};
 }
 
 template <KernelsFn kKernels, SupportFn kSupported>

@@ -246,7 +246,7 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
           .plan = plan,
           .keeps_states = true,
           .float64 = true,
-          .tails = true};
+          .decline_tail = serves_every_tail};
 }
 
 }  // namespace

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.smxx.recurrent: how it plans; it serves everything. Its launches:
 // cuda/recurrent/launches.cpp.
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/decode/tail/layout.hpp"
+#include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
 #include "cuda/launch/checkpoint_places.hpp"
 #include "cuda/launch/device.hpp"
@@ -37,10 +40,37 @@ void plan_forward(plan::PlanBuilder& builder) {
   if (plan.segmented) book_segments(builder, plan.segments.size());
 }
 
+/// Accepted rows move before the decode; keys that value heads share follow behind it.
+void plan_tail(plan::PlanBuilder& builder) {
+  const Problem& p = builder.problem();
+  if (p.tail->accepted_columns > 0) {
+    builder.kernel("decode", "move_accepted");
+    builder.book(block::kWrongAccepted, static_cast<std::size_t>(p.num_sequences), sizeof(int32_t));
+  }
+  builder.kernel("decode", "tail");
+  if (p.num_heads != p.num_value_heads) builder.kernel("decode", "append_keys");
+}
+
 void plan_decode(plan::PlanBuilder& builder) {
   list_decode(builder);
-  builder.kernel("decode", "decode");
+  builder.problem().tail ? plan_tail(builder) : builder.kernel("decode", "decode");
   book_maps(builder);
+}
+
+/// Shared memory that a block may have.
+int64_t most_shared_bytes(const DeviceFacts& device) {
+  const int32_t capability = device.compute_capability;
+  const bool largest = capability / 10 == 9 || capability / 10 == 10;
+  return int64_t{largest ? 227 : capability == 80 ? 163 : 99} * 1024;
+}
+
+std::string decline_tail(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const int64_t tokens = tail_tokens(p), most = most_shared_bytes(request.device);
+  const int64_t bytes = tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim);
+  if (bytes <= most) return {};
+  return cat("tail: R = ", p.tail->rows, " rows and ", tokens, " tokens a sequence take ", bytes,
+             " bytes of shared memory, ", request.device.name, " has ", most);
 }
 
 constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
@@ -51,6 +81,12 @@ constexpr registry::Head head_of(void (*plan)(plan::PlanBuilder&)) {
           .plan = plan,
           .min_compute_capability = 80,
           .device_checks = &kDeviceChecks};
+}
+
+constexpr registry::Head decode_head() {
+  registry::Head head = head_of(plan_decode);
+  head.decline_tail = decline_tail;
+  return head;
 }
 
 }  // namespace
@@ -64,6 +100,6 @@ const registry::ForwardRow kForward = {
     .spans = registry::SpanStages{.fold = if_built<cuda::fold_states>()},
     .place_checkpoints = if_built<cuda::place_checkpoints>()};
 
-const registry::DecodeRow kDecode = {.head = head_of(plan_decode), .decode = if_built<decode>()};
+const registry::DecodeRow kDecode = {.head = decode_head(), .decode = if_built<decode>()};
 
 }  // namespace kda::cuda::recurrent

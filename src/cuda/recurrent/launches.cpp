@@ -4,11 +4,14 @@
 
 #include "cuda/recurrent/recurrent.hpp"
 
+#include <utility>
+
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/decode/decode.hpp"
 #include "cuda/decode/drafts.hpp"
 #include "cuda/decode/head_gates.hpp"
+#include "cuda/decode/tail/tail.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/recurrent/head_gates.hpp"
@@ -37,6 +40,46 @@ SequenceMaps one_row(const stage::Call& call) {
   maps.flags =
       static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kDeviceFlags));
   return maps;
+}
+
+/// Rows of a tail [slots, heads, R, size], as [slots, R, heads, size].
+RowView tail_view(const TensorDesc& desc, void* base) {
+  RowView view = row_view(desc, base);
+  std::swap(view.stride_t, view.stride_h);
+  return view;
+}
+
+tail::TailArgs tail_args(const stage::Call& call, const DecodeArgs& base) {
+  const Problem& p = call.problem;
+  const TailDesc& desc = *p.tail;
+  const TailTensors& t = call.tensors.tail;
+  tail::TailArgs args{with_head_gates(p, base)};
+  args.index_columns = 1;
+  args.tail_k = tail_view(desc.k, t.k);
+  args.tail_g = tail_view(desc.g, t.g);
+  args.tail_v_new = tail_view(desc.v_new, t.v_new);
+  args.folded = t.folded;
+  args.stride_folded_slot = desc.folded.strides[0];
+  args.stride_folded_head = desc.folded.strides[1];
+  args.rows = static_cast<int32_t>(desc.rows);
+  args.most_tokens = static_cast<int32_t>(tail_tokens(p));
+  args.settle = desc.settle;
+  args.positions = t.positions;
+  if (desc.sources) args.sources = t.sources;
+  if (desc.accepted_columns > 0) args.accepted = t.accepted_rows;
+  args.accepted_columns = desc.accepted_columns;
+  if (p.token_parents) args.parents = call.tensors.token_parents;
+  args.parent_columns = p.state_index_columns;
+  args.wrong_accepted =
+      static_cast<int32_t*>(plan::find_block(*call.plan, call.workspace, block::kWrongAccepted));
+  return args;
+}
+
+Status tail_decode(const stage::Call& call, const DecodeArgs& base, const Launch& where) {
+  const tail::TailArgs args = tail_args(call, base);
+  if (args.accepted) KDA_RETURN_IF_ERROR(launch_move_accepted(args, where));
+  KDA_RETURN_IF_ERROR(launch_tail_decode(args, where));
+  return args.shape.H == args.shape.HV ? Status{} : launch_append_keys(args, where);
 }
 
 }  // namespace
@@ -77,6 +120,7 @@ Status decode(const stage::Decode& d) {
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
   const Launch where{d.call.stream, plan.device.compute_capability >= 90};
+  if (p.tail) return tail_decode(d.call, args, where);
   if (args.index_columns > 1 && (!args.in_place || p.token_parents)) {
     // A pool without slots may have no memory, and is a pool all the same: nobody reads from here.
     if (p.initial_state && !args.initial.base)

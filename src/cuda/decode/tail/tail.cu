@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/decode/tail/kernel.cuh"
+
+namespace kda::cuda::tail {
+namespace {
+
+template <int kK, Access kAccess, bool kDense>
+Status launch_instance(const TailArgs& args, const Launch& where) {
+  const int64_t tiles = (args.shape.V + kTileColumns<kK> - 1) / kTileColumns<kK>;
+  const auto warps = static_cast<int>(std::min<int64_t>(tiles, kMostWarps));
+  const int64_t blocks = args.map.num_sequences * args.shape.HV + (args.flags ? 1 : 0);
+  const int64_t shared = shared_bytes(args.rows, args.most_tokens, args.shape.K, args.shape.V);
+  return launch_kernel("tail", tail_kernel<kK, kAccess, kDense>, blocks, 32 * warps,
+                       static_cast<int>(shared), where, args);
+}
+
+/// Whether rows begin at multiples of 16 bytes.
+bool has_vectors(const RowView& view) {
+  const int64_t unit = view.type == Element::kFloat32 ? 4 : 8;
+  return reinterpret_cast<uintptr_t>(view.base) % 16 == 0 && view.stride_b % unit == 0 &&
+         view.stride_t % unit == 0 && view.stride_h % unit == 0;
+}
+
+/// Whether states have rows of kK elements without gaps, in vectors, and so have the tail and the
+/// tokens.
+template <int kK>
+bool is_dense(const TailArgs& args) {
+  bool vectors = gate_step(args) == 0 || (has_vectors(args.g) && has_vectors(args.tail_g));
+  for (const RowView* view : {&args.q, &args.k, &args.v, &args.tail_k, &args.tail_v_new})
+    vectors &= has_vectors(*view);
+  return vectors && args.shape.K == kK && args.shape.V == kK && args.initial.stride_row == kK &&
+         args.initial.vectors;
+}
+
+template <int kK>
+Status launch_dense(const TailArgs& args, const Launch& where) {
+  return args.initial.vk ? launch_instance<kK, Access::kVectorsVK, true>(args, where)
+                         : launch_instance<kK, Access::kVectorsKV, true>(args, where);
+}
+
+}  // namespace
+
+Status launch_tail_decode(const TailArgs& args, const Launch& where) {
+  if (is_dense<128>(args)) return launch_dense<128>(args, where);
+  if (is_dense<64>(args)) return launch_dense<64>(args, where);
+  switch (channels_of(args.shape.K)) {
+    case 64: return launch_instance<64, Access::kScalar, false>(args, where);
+    case 128: return launch_instance<128, Access::kScalar, false>(args, where);
+    default: return launch_instance<256, Access::kScalar, false>(args, where);
+  }
+}
+
+}  // namespace kda::cuda::tail

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Decode with a tail (docs/design/decode.md, "Tails"). A block has one head of one sequence, whose
+// boundary state S_0 its warps hold in registers: 8 warps of 16 columns at K = V = 128. S_0 is
+// asked for first, then the rows of the tail and of the tokens, and only then is anything waited
+// for. A step writes rows; S_0 is written by folds, which come before the first token.
+//
+// A block writes itself what it alone has. Rows of k are shared where several value heads have one
+// q/k head: those of the tokens are then copied by a kernel behind (launch_append_keys), since a
+// row may take the place of one that another block still folds.
+#pragma once
+
+#include "cuda/decode/decode.hpp"
+#include "cuda/tile/head_gates.hpp"
+
+namespace kda::cuda::tail {
+
+/// `base.in_place` is true and `base.index_columns` 1: a sequence has one slot.
+struct TailArgs : HeadGates<DecodeArgs> {
+  RowView tail_k, tail_g, tail_v_new;  ///< [slots, R, heads, size]; the row of position p is p % R
+  int32_t* folded = nullptr;           ///< [slots, HV]
+  int64_t stride_folded_slot = 0, stride_folded_head = 0;
+  int32_t rows = 0;         ///< R
+  int32_t most_tokens = 0;  ///< of a sequence of this call
+  bool settle = false;
+  const int32_t* positions = nullptr;  ///< [N]
+  const int32_t* sources = nullptr;    ///< [N], or null
+  const int32_t* accepted = nullptr;   ///< [N, accepted_columns], or null
+  int64_t accepted_columns = 0;
+  const int32_t* parents = nullptr;  ///< [N, parent_columns], or null
+  int64_t parent_columns = 1;
+  /// [N], written by launch_move_accepted(): 1 where accepted rows are wrong; null: there are none
+  int32_t* wrong_accepted = nullptr;
+};
+
+/// Moves the rows that accepted_rows lists together, before the decode.
+Status launch_move_accepted(const TailArgs& args, const Launch& launch);
+Status launch_tail_decode(const TailArgs& args, const Launch& launch);
+/// Copies the tokens' rows of k into the tail, behind the decode.
+Status launch_append_keys(const TailArgs& args, const Launch& launch);
+
+}  // namespace kda::cuda::tail
