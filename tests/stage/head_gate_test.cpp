@@ -178,6 +178,93 @@ TEST(HeadGate, MayBeAColumnOfAProjection) {
   EXPECT_TRUE(test::same_bits(test::run_inputs(inputs).outputs.o, dense.outputs.o));
 }
 
+/// One bias a head, and the same bias in every channel.
+struct Biases {
+  Inputs one, each;
+};
+Biases one_bias_a_head(const Sizes& s) {
+  Inputs each = one_gate_a_head(s), one = each;
+  const auto HV = static_cast<std::size_t>(s.HV), K = static_cast<std::size_t>(s.K);
+  one.problem.dt_bias = head_bias(DType::kFloat32, s.HV);
+  one.dt_bias = io::Buffer(HV * sizeof(float));
+  for (std::size_t head = 0; head < HV; ++head) {
+    const float bias = each.dt_bias.as<float>()[head * K];
+    one.dt_bias.as<float>()[head] = bias;
+    std::fill_n(each.dt_bias.as<float>() + head * K, K, bias);
+  }
+  return {one, each};
+}
+
+/// Sizes with a bias, of vectors and not.
+std::vector<Sizes> sizes_with_bias() {
+  std::vector<Sizes> all = many_sizes({7, 64, 128});
+  std::erase_if(all, [](const Sizes& s) { return s.regime == Regime::kLog; });
+  return all;
+}
+
+TEST(HeadBias, HasTheBitsOfBiasesWrittenOut) {
+  for (const Sizes& s : sizes_with_bias()) {
+    auto [one, each] = one_bias_a_head(s);
+    for (const bool strided : {false, true}) {
+      if (strided) test::restride(&one, 1), test::restride(&each, 1);
+      for (const std::string& backend :
+           test::names_that_serve_all(registry::heads(Operation::kForward))) {
+        const PlanOptions plan = test::with_backend(backend);
+        const test::Result a = test::run_inputs(one, {.plan = plan});
+        const test::Result b = test::run_inputs(each, {.plan = plan});
+        EXPECT_TRUE(test::same_bits(a.outputs.o, b.outputs.o)) << backend << " " << s.K;
+        EXPECT_TRUE(test::same_bits(a.outputs.final_state, b.outputs.final_state)) << backend;
+      }
+    }
+  }
+}
+
+/// With the oracle's gradients, and equal to those of biases written out but for the bias: there it
+/// is the sum over channels, or channel by channel as well.
+void expect_bias_gradients(const Sizes& s, const std::vector<std::string>& backends,
+                           DType d_o = DType::kFloat32) {
+  const auto [one, each] = one_bias_a_head(s);
+  for (const std::string& backend : backends) {
+    check::GradientBuffers sums = check::make_gradients(one, {.d_o_dtype = d_o});
+    check::GradientBuffers expected = check::make_gradients(each, {.d_o_dtype = d_o});
+    ASSERT_EQ(sums.ddt_bias.size(), static_cast<std::size_t>(s.HV) * 4);
+    check::GradientBuffers by_channel = expected;
+    test::run_backward(one, &sums, {.backend = backend});
+    test::run_backward(one, &by_channel, {.backend = backend});
+    test::run_backward(each, &expected, {.backend = backend});
+    EXPECT_TRUE(test::same_bits(by_channel.ddt_bias, expected.ddt_bias)) << backend;
+    const std::pair<const io::Buffer*, const io::Buffer*> same[] = {
+        {&sums.dq, &expected.dq}, {&sums.dg, &expected.dg}, {&sums.dA_log, &expected.dA_log}};
+    for (const auto& [a, b] : same) EXPECT_TRUE(test::same_bits(*a, *b)) << backend << " " << s.K;
+    for (int64_t head = 0; head < s.HV; ++head) {
+      double sum = 0, magnitude = 0;
+      for (int64_t d = 0; d < s.K; ++d) {
+        const double x = load_double(expected.ddt_bias.data(), DType::kFloat32, head * s.K + d);
+        sum += x, magnitude += std::fabs(x);
+      }
+      EXPECT_NEAR(sums.ddt_bias.as<float>()[head], sum, 1e-6 * magnitude) << backend << " " << s.K;
+    }
+  }
+}
+
+TEST(HeadBias, GradientIsTheSumOverChannels) {
+  std::vector<std::string> names = test::backward_backends();
+  names.emplace_back("oracle");
+  for (const Sizes& s : sizes_with_bias()) expect_bias_gradients(s, names);
+}
+
+TEST(HeadBias, GradientIsWithinTheOracles) {
+  Sizes s;
+  s.regime = Regime::kSoftplus;
+  const Inputs inputs = one_bias_a_head(s).one;
+  check::GradientBuffers buffers = check::make_gradients(inputs);
+  test::run_backward(inputs, &buffers, {});
+  const check::GradientComparison comparison = check::compare_gradients(inputs, buffers, {});
+  const check::HeadError* worst = comparison.worst("ddt_bias");
+  ASSERT_NE(worst, nullptr);
+  EXPECT_LE(worst->error, worst->tolerance);
+}
+
 struct Decoded {
   io::Buffer pool, o;
 };
@@ -238,6 +325,21 @@ TEST(HeadGate, DecodeHasTheBitsOfGatesWrittenOut) {
             EXPECT_TRUE(test::same_bits(one.pool, each.pool)) << backend << " " << K;
           }
       }
+}
+
+TEST(HeadBias, DecodeHasTheBitsOfBiasesWrittenOut) {
+  for (Sizes s : sizes_with_bias()) {
+    s.V = s.K;
+    s.lengths = {6};
+    const auto [one, each] = one_bias_a_head(s);
+    for (const std::string& backend :
+         test::names_that_serve_all(registry::heads(Operation::kDecode))) {
+      const Decoded a = decode_in_place(one, 1, StateLayout::kVK, DType::kFloat32, backend);
+      const Decoded b = decode_in_place(each, 1, StateLayout::kVK, DType::kFloat32, backend);
+      EXPECT_TRUE(test::same_bits(a.o, b.o)) << backend << " " << s.K;
+      EXPECT_TRUE(test::same_bits(a.pool, b.pool)) << backend << " " << s.K;
+    }
+  }
 }
 
 /// Value heads of `inputs`, tiled over the q/k heads, in the order in which they are grouped.
@@ -529,6 +631,22 @@ TEST_F(HeadGateOnTensorCores, GradientsAreWithinTheOracles) {
             << name << " " << check::regime_name(regime) << head_map_name(map);
       }
     }
+}
+
+/// Kernels of stages read a bias a channel: a launch in front writes it out, one behind adds up.
+TEST_F(HeadGateOnTensorCores, OneBiasAHead) {
+  Sizes s;
+  s.lengths = {5, 130};
+  s.dtype = DType::kBFloat16;
+  s.regime = Regime::kTrained;
+  const auto [one, each] = one_bias_a_head(s);
+  for (const bool segments : {false, true}) {
+    PlanOptions plan = segments ? test::fixed_segments(2) : PlanOptions{};
+    plan.backend = kStaged;
+    EXPECT_TRUE(test::same_bits(test::run_inputs(one, {.plan = plan}).outputs.o,
+                                test::run_inputs(each, {.plan = plan}).outputs.o));
+  }
+  expect_bias_gradients(s, {kStaged}, DType::kBFloat16);
 }
 
 /// Gates in fp32; dq and dk in fp32, which Hopper's own chunk_grad leaves to the kernel of all

@@ -163,9 +163,12 @@ void restride(check::Inputs* inputs, int64_t unit) {
   else
     pad_tensor(&inputs->g, &p.g, g_shape(p), unit);
   inputs->beta = spread_tensor(inputs->beta, &p.beta, beta, spread);
-  if (p.dt_bias)
-    inputs->dt_bias = spread_tensor(inputs->dt_bias, &*p.dt_bias,
-                                    {p.num_value_heads, p.key_dim, 1, 1}, {p.key_dim + 9, 1, 0, 0});
+  if (has_head_bias(p))
+    inputs->dt_bias =
+        spread_tensor(inputs->dt_bias, &*p.dt_bias, {p.num_value_heads, 1, 1, 1}, {3, 0, 0, 0});
+  else if (p.dt_bias)
+    inputs->dt_bias =
+        spread_tensor(inputs->dt_bias, &*p.dt_bias, bias_shape(p), {p.key_dim + 9, 1, 0, 0});
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
     const int64_t row = shape[3] + 2, head = shape[2] * row + 6;

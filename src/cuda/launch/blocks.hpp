@@ -8,6 +8,8 @@ namespace kda::cuda::block {
 // Blocks that every backend books.
 inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
+// Where dt_bias has one bias a head, and kernels read a bias a channel.
+inline constexpr const char* kHeadBias = "head_bias";
 // Blocks of cuda.sm90.fused.
 inline constexpr const char* kDeviceCut = "device_cut";
 inline constexpr const char* kSegmentUnits = "segment_units";
