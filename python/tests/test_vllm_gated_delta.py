@@ -3,11 +3,10 @@
 import importlib
 import types
 
-import pytest
-import torch
-
-engines = pytest.importorskip("test_vllm")  # its layers and requests; it needs triton
 import engine_sources
+import pytest
+import test_vllm as engines  # its layers and requests
+import torch
 from common import reference
 
 import libkda.vllm
