@@ -187,8 +187,8 @@ def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bia
     heads = ssm_states.shape[-3:-1]
     return serving.fused_decode(
         mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _channel_gates(a, ssm_states), _betas(b),
-        A_log, dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight, onorm_eps,
-        scale=scale, **ENGINE_SLOTS)
+        A_log, dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight,
+        onorm_eps, scale=scale, **ENGINE_SLOTS)
 
 
 # ---- their places ----------------------------------------------------------------------------------------------------
