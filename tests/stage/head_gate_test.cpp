@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
@@ -184,14 +185,9 @@ struct Biases {
 };
 Biases one_bias_a_head(const Sizes& s) {
   Inputs each = one_gate_a_head(s), one = each;
-  const auto HV = static_cast<std::size_t>(s.HV), K = static_cast<std::size_t>(s.K);
-  one.problem.dt_bias = head_bias(DType::kFloat32, s.HV);
-  one.dt_bias = io::Buffer(HV * sizeof(float));
-  for (std::size_t head = 0; head < HV; ++head) {
-    const float bias = each.dt_bias.as<float>()[head * K];
-    one.dt_bias.as<float>()[head] = bias;
-    std::fill_n(each.dt_bias.as<float>() + head * K, K, bias);
-  }
+  test::keep_one_bias(&one);
+  for (int64_t head = 0; head < s.HV; ++head)
+    std::fill_n(each.dt_bias.as<float>() + head * s.K, s.K, one.dt_bias.as<float>()[head]);
   return {one, each};
 }
 
@@ -269,8 +265,9 @@ struct Decoded {
   io::Buffer pool, o;
 };
 
+/// `drafts`: the states behind all tokens go to a buffer of their own, which is returned.
 Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout, DType state,
-                        const std::string& backend) {
+                        const std::string& backend, bool drafts = false) {
   Problem p = inputs.problem;
   p.operation = Operation::kDecode;
   p.batch = p.num_sequences = p.num_tokens / tokens;
@@ -284,6 +281,12 @@ Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout
   const Shape shape = state_shape(p, pool);
   pool.tensor = contiguous(state, {shape[0], shape[1], shape[2], shape[3]});
   p.initial_state = pool;
+  std::vector<int32_t> slots(static_cast<std::size_t>(drafts ? p.batch * tokens : 0));
+  std::iota(slots.begin(), slots.end(), 0);
+  if (drafts) {
+    p.state_index_columns = tokens;
+    p.final_state = StateDesc{pool.tensor, p.batch * tokens, true};
+  }
   check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
   const int64_t elems = shape[0] * shape[1] * shape[2] * shape[3];
   Decoded result;
@@ -297,8 +300,10 @@ Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
   tensors.initial_state = result.pool.data();
+  tensors.final_state_indices = drafts ? slots.data() : nullptr;
   throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
   result.o = outputs.o;
+  if (drafts) result.pool = outputs.final_state;
   return result;
 }
 
@@ -334,10 +339,15 @@ TEST(HeadBias, DecodeHasTheBitsOfBiasesWrittenOut) {
     const auto [one, each] = one_bias_a_head(s);
     for (const std::string& backend :
          test::names_that_serve_all(registry::heads(Operation::kDecode))) {
-      const Decoded a = decode_in_place(one, 1, StateLayout::kVK, DType::kFloat32, backend);
-      const Decoded b = decode_in_place(each, 1, StateLayout::kVK, DType::kFloat32, backend);
-      EXPECT_TRUE(test::same_bits(a.o, b.o)) << backend << " " << s.K;
-      EXPECT_TRUE(test::same_bits(a.pool, b.pool)) << backend << " " << s.K;
+      for (const bool drafts : {false, true}) {
+        const auto decode = [&, &backend = backend](const Inputs& inputs) {
+          return decode_in_place(inputs, drafts ? 2 : 1, StateLayout::kVK, DType::kFloat32, backend,
+                                 drafts);
+        };
+        const Decoded a = decode(one), b = decode(each);
+        EXPECT_TRUE(test::same_bits(a.o, b.o)) << backend << " " << s.K << drafts;
+        EXPECT_TRUE(test::same_bits(a.pool, b.pool)) << backend << " " << s.K << drafts;
+      }
     }
   }
 }

@@ -137,6 +137,17 @@ void keep_one_gate(check::Inputs* inputs) {
   p.g = head_gates(p.g.dtype, shape[0], shape[1], shape[2]);
 }
 
+void keep_one_bias(check::Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const auto HV = static_cast<std::size_t>(p.num_value_heads);
+  io::Buffer biases(HV * sizeof(float));
+  for (std::size_t head = 0; head < HV; ++head)
+    biases.as<float>()[head] =
+        inputs->dt_bias.as<float>()[head * static_cast<std::size_t>(p.key_dim)];
+  inputs->dt_bias = std::move(biases);
+  p.dt_bias = head_bias(DType::kFloat32, p.num_value_heads);
+}
+
 check::Inputs with_gates_expanded(const check::Inputs& inputs) {
   check::Inputs expanded = inputs;
   Problem& p = expanded.problem;

@@ -259,10 +259,19 @@ class Sizes(dict):
 
     def _expect_elements(self, name, form, shape, other):
         """Those of `form`, or of the `other` one."""
-        counts = [math.prod(self[size] for size in sizes) for sizes in (form, other)]
-        if math.prod(shape) not in counts:
-            raise FlaError(f"{name} must have {' * '.join(form)} = {counts[0]} elements, "
+        given = 1
+        for size in shape:
+            given *= size
+        count = self._elements(form)
+        if given not in (count, self._elements(other)):
+            raise FlaError(f"{name} must have {' * '.join(form)} = {count} elements, "
                            f"got {list(shape)}{self._said_by(*form)}")
+
+    def _elements(self, form):
+        count = 1  # torch.compile traces no generator here
+        for size in form:
+            count *= self[size]
+        return count
 
 
 def check_heads(sizes):

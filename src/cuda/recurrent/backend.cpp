@@ -39,6 +39,7 @@ void plan_forward(plan::PlanBuilder& builder) {
 
 void plan_decode(plan::PlanBuilder& builder) {
   list_decode(builder);
+  if (decodes_drafts(builder.plan().problem)) plan_expand_bias(builder, "decode");
   builder.kernel("decode", "decode");
   book_maps(builder);
 }

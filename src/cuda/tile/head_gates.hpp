@@ -30,10 +30,14 @@ KDA_HOST_DEVICE_INLINE int gate_step(const Args& a) {
     return 1;
 }
 
+/// Whether kernels with these arguments read one bias a head as it is.
+template <class Args>
+inline constexpr bool kReadsHeadBias = kHasHeadGates<Args>;
+
 /// Elements from one channel's bias to the next.
 template <class Args>
 KDA_HOST_DEVICE_INLINE int bias_step(const Args& a) {
-  if constexpr (kHasHeadGates<Args>)
+  if constexpr (kReadsHeadBias<Args>)
     return a.one_bias ? 0 : 1;
   else
     return 1;
