@@ -38,6 +38,7 @@ set(KDA_CUDA_KERNELS
   src/cuda/layer/fused_decode.cu
   src/cuda/layer/gated_rms_norm.cu
   src/cuda/layer/short_conv.cu
+  src/cuda/launch/head_bias.cu
   src/cuda/launch/sequence_map.cu
   src/cuda/recurrent/recurrent.cu
   src/cuda/launch/zero_rows.cu
@@ -77,6 +78,7 @@ set(KDA_CUDA_KERNELS_SM90A
   src/cuda/staged/chunk_delta_h_sm90.cu)
 
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp
+                  src/cuda/launch/head_bias.cpp
                   src/cuda/fused/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
                   src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp

@@ -33,9 +33,11 @@ struct Gradients {
   /// [B, T, HV, K]; where g has an innermost stride of 0, it may have one too: the sum over
   /// channels, [B, T, HV] in memory.
   std::optional<TensorDesc> dg;
-  std::optional<TensorDesc> dbeta;     ///< [B, T, HV]; any innermost stride
-  std::optional<TensorDesc> dA_log;    ///< [HV] fp32; only where the forward has A_log
-  std::optional<TensorDesc> ddt_bias;  ///< [HV, K] fp32; only where it has dt_bias
+  std::optional<TensorDesc> dbeta;   ///< [B, T, HV]; any innermost stride
+  std::optional<TensorDesc> dA_log;  ///< [HV] fp32; only where the forward has A_log
+  /// [HV, K] fp32; only where it has dt_bias. Of one bias a head the innermost stride may be 0: the
+  /// sum over channels.
+  std::optional<TensorDesc> ddt_bias;
   /// [N, HV, K, V] in state_layout, fp32 or bf16, dense also where the initial states come from a
   /// pool; zero for a sequence that starts from none. Only where the forward has initial_state.
   std::optional<TensorDesc> d_initial_state;

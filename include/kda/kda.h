@@ -152,7 +152,8 @@ typedef struct kda_problem {
   int64_t num_sequences;
   kda_tensor q, k, v, g, beta, o;
   kda_tensor A_log;   /* fp32 [HV]; data null and strides[0] = 0: none */
-  kda_tensor dt_bias; /* fp32 [HV, K]; data null and strides[0] = 0: none */
+  kda_tensor dt_bias; /* fp32 [HV, K]; data null and strides[0] = 0: none. Beside one gate a head
+                         the innermost stride may be 0: [HV], one bias a head */
   double lower_bound; /* of KDA_GATE_BOUNDED */
   double scale;       /* 0 without has_scale: K^-1/2 */
   int32_t has_scale;
@@ -344,7 +345,7 @@ typedef struct kda_gradients {
   kda_tensor dg;              /* [B, T, HV, K]; an innermost stride of 0, as of g: summed over K */
   kda_tensor dbeta;           /* [B, T, HV] */
   kda_tensor dA_log;          /* [HV] fp32 */
-  kda_tensor ddt_bias;        /* [HV, K] fp32 */
+  kda_tensor ddt_bias;        /* [HV, K] fp32; of one bias a head also [HV], innermost stride 0 */
   kda_tensor d_initial_state; /* [N, HV, K, V] or [N, HV, V, K], fp32 or bf16, dense */
 } kda_gradients;
 typedef struct kda_backward_plan kda_backward_plan; /* opaque */

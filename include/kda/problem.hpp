@@ -88,7 +88,8 @@ struct Problem {
   /// [HV] fp32. The CPU refuses values above 70 (softplus) or 88 (bounded): exp(A_log) times what
   /// it multiplies would leave fp32. What a GPU makes of them: docs/operation.md.
   std::optional<TensorDesc> A_log;
-  std::optional<TensorDesc> dt_bias;  ///< [HV, K] fp32
+  /// [HV, K] fp32; beside one gate a head its innermost stride may be 0: [HV], one bias a head.
+  std::optional<TensorDesc> dt_bias;
   BetaMode beta_mode = BetaMode::kPlain;
   bool qk_l2norm = false;       ///< x * rsqrt(sum x^2 + 1e-6) over each row of q and k
   std::optional<double> scale;  ///< of the outputs; 0 or 1e-35..1e35 in size; default K^-1/2

@@ -44,4 +44,8 @@ TensorDesc contiguous(DType dtype, std::initializer_list<int64_t> shape) noexcep
 TensorDesc head_gates(DType dtype, int64_t batch, int64_t num_tokens,
                       int64_t num_value_heads) noexcept;
 
+/// Descriptor of one bias a head, [HV] in memory: as Problem::dt_bias beside head_gates(), or its
+/// gradient.
+TensorDesc head_bias(DType dtype, int64_t num_value_heads) noexcept;
+
 }  // namespace kda

@@ -267,6 +267,7 @@ class Call {
     for (int name = kQ; name <= kDtBias; ++name)
       if (inputs_[name].given()) *tensors[name] = tensor(inputs_[name], entry);
     describe_gates(&p.g, inputs_[kG]);
+    describe_bias(&p.dt_bias, inputs_[kDtBias]);
     if (const Buffer& ends = inputs_[kCuSeqlens]; ends.given()) {
       p.num_sequences = ends.shape[0] - 1;
       p.has_cu_seqlens = 1, p.cu_seqlens_dtype = ends.dtype();
@@ -293,6 +294,10 @@ class Call {
   /// One gate a head is [.., HV, 1] in memory, and read for every channel.
   void describe_gates(kda_tensor* g, const Buffer& x) const {
     if (x.shape[3] == 1) g->strides[3] = inputs_[kQ].shape[3] == 1 ? 1 : 0;
+  }
+  /// The same of one bias a head, [HV, 1].
+  void describe_bias(kda_tensor* dt_bias, const Buffer& x) const {
+    if (x.given() && x.shape[1] == 1) dt_bias->strides[1] = inputs_[kQ].shape[3] == 1 ? 1 : 0;
   }
   kda_state states(const Buffer& x, int64_t entry) const {
     kda_state made = {};
@@ -406,6 +411,7 @@ ffi::Error run_backward(const Device& device, ffi::RemainingArgs arguments,
       for (int name = 0; name < kGradients; ++name)
         if (found[name].given()) *tensors[name] = call.tensor(found[name], entry);
       call.describe_gates(&gradients.dg, found[kG]);
+      call.describe_bias(&gradients.ddt_bias, found[kDtBias]);
       const Plan forward = call.plan(p);
       kda_backward_plan* made = nullptr;
       check(kda_backward_plan_create(forward.get(), &gradients, &call.plan_options(), &made));

@@ -35,6 +35,16 @@ inline void describe_gates(kda_tensor* target, const Tensor& x, const Tensor& q,
   target->alignment = static_cast<int64_t>(x.element_size());
 }
 
+/// dt_bias or its gradient: HV * K elements, or HV beside one gate a head.
+inline void describe_bias(kda_tensor* target, const Tensor& x, const Tensor& q, const char* name,
+                          const kda_problem& p) {
+  const int64_t HV = p.num_value_heads, K = p.key_dim;
+  if (K == 1 || p.g.strides[3] != 0 || x.numel() != HV)
+    return describe_parameter(target, x, q, name, {HV, K});
+  describe_parameter(target, x, q, name, {HV, 1});
+  target->strides[1] = 0;
+}
+
 /// Before anything is asked of its shape.
 inline void expect_rows(const Tensor& x, const Tensor& q, const char* name) {
   expect(x, q, name, kRows);
@@ -62,7 +72,7 @@ inline kda_problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v,
   describe_gates(&p.g, g, q, "g", p);
   describe(&p.beta, beta, q, "beta", kRows, {B, T, HV});
   if (A_log) describe_parameter(&p.A_log, *A_log, q, "A_log", {HV});
-  if (dt_bias) describe_parameter(&p.dt_bias, *dt_bias, q, "dt_bias", {HV, K});
+  if (dt_bias) describe_bias(&p.dt_bias, *dt_bias, q, "dt_bias", p);
   p.gate_mode = mode_of("gate_mode", modes.gate_mode, KDA_GATE_BOUNDED);
   p.beta_mode = mode_of("beta_mode", modes.beta_mode, KDA_BETA_SIGMOID2);
   p.state_layout = modes.state_v_first ? KDA_STATE_VK : KDA_STATE_KV;

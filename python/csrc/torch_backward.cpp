@@ -197,7 +197,9 @@ struct Differentiated {
         outputs.push_back(new_tensor(name, q, {sizes.data(), sizes.size()}, dtype_number(*x)));
       }
       if (!is_wanted) return;
-      if (&types == &kParameters)
+      if (target == &gradients.ddt_bias)
+        describe_bias(target, outputs[place], q, name, p);
+      else if (&types == &kParameters)
         describe_parameter(target, outputs[place], q, name, shape);
       else if (target == &gradients.dg)
         describe_gates(target, outputs[place], q, name, p);

@@ -80,10 +80,10 @@ def forward(q: Array, k: Array, v: Array, g: Array, beta: Array, *, A_log: Array
 
     q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV, K], or [B, T, HV]: one gate a head; beta [B, T, HV]; float32,
     float16 or bfloat16, each its own.
-    A_log [HV], dt_bias [HV, K] float32; initial_state [N, HV, K, V] (kv) or [N, HV, V, K] (vk), float32 or bfloat16;
-    has_state [N], bool: where it is False a sequence starts from zero. cu_seqlens [N + 1], integers on the host: packs
-    N sequences into B = 1. num_threads 0: all cores. kept: is filled for a backward(). head_map "tiled": value head j
-    reads q/k head j % H, not j // (HV // H) as with "grouped".
+    A_log [HV], dt_bias [HV, K], or [HV] beside a g [B, T, HV], float32; initial_state [N, HV, K, V] (kv) or
+    [N, HV, V, K] (vk), float32 or bfloat16; has_state [N], bool: where it is False a sequence starts from zero.
+    cu_seqlens [N + 1], integers on the host: packs N sequences into B = 1. num_threads 0: all cores. kept: is filled
+    for a backward(). head_map "tiled": value head j reads q/k head j % H, not j // (HV // H) as with "grouped".
     On a GPU: o, final_state (if asked for), workspace (a dense array of any type, of at least workspace_bytes(),
     aligned to 64) and stream (an integer handle).
     Returns (o [B, T, HV, V] of v's type, final_state or None). ValueError or TypeError names an argument that does
@@ -228,9 +228,11 @@ class _Call:
         shapes = dict(q=(B, T, H, K), k=(B, T, H, K), v=self.output, g=gates, beta=(B, T, HV))
         for name, shape in shapes.items():
             self.views[name].describe(getattr(p, name), shape)
-        for name, array, shape in (("A_log", A_log, (HV,)), ("dt_bias", dt_bias, (HV, K))):
+        for name, array in (("A_log", A_log), ("dt_bias", dt_bias)):
             if array is not None:
-                self.view(name, array).describe(getattr(p, name), shape)
+                view = self.view(name, array)
+                a_head = name == "A_log" or len(gates) == 3 and len(view.shape) == 1
+                view.describe(getattr(p, name), (HV,) if a_head else (HV, K))
                 if getattr(p, name).strides[0] == 0:  # for the C ABI there is none then
                     raise ValueError(f"{name}: stride of dimension 0 is 0, must step over a head")
         p.gate_mode = _choice("gate_mode", gate_mode, GATE_MODES)

@@ -13,11 +13,9 @@ from ._binding.operands import as_type
 from .kda import chunk_kda, fused_recurrent_kda
 
 
-def _one_a_head(g, dt_bias, q):
-    """dt_bias as chunk_kda takes it."""
+def _expect_one_a_head(g):
     if g.dim() != 3:
         raise ValueError(f"g must have shape [B, T, HV], got {list(g.shape)}; libkda.chunk_kda takes a gate a channel")
-    return None if dt_bias is None else dt_bias.reshape(-1, 1).expand(-1, q.shape[-1])
 
 
 def _state(initial_state, q):
@@ -58,7 +56,7 @@ def chunk_gated_delta_rule(
         raise NotImplementedError("libkda.chunk_gated_delta_rule has no context parallelism: leave out `cp_context`.")
     if (chunk_size := kwargs.pop("chunk_size", 64)) not in (16, 32, 64):
         raise ValueError(f"`chunk_size` must be 16, 32, or 64 for Gated Delta Rule, got {chunk_size}.")
-    kwargs["dt_bias"] = _one_a_head(g, kwargs.get("dt_bias"), q)
+    _expect_one_a_head(g)
     return chunk_kda(q, k, v, g, beta, scale, _state(initial_state, q), output_final_state, use_qk_l2norm_in_kernel,
                      kwargs.pop("use_gate_in_kernel", False), use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      state_v_first=state_v_first, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, **kwargs)
@@ -93,6 +91,7 @@ def fused_recurrent_gated_delta_rule(
                                   "libkda.fused_recurrent_kda has a gate a channel of k.")
     if g is None or beta is None:
         raise ValueError("g and beta must be given")
-    return fused_recurrent_kda(q, k, v, g, beta, A_log, _one_a_head(g, dt_bias, q), scale, initial_state,
+    _expect_one_a_head(g)
+    return fused_recurrent_kda(q, k, v, g, beta, A_log, dt_bias, scale, initial_state,
                                output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
                                use_beta_sigmoid_in_kernel, allow_neg_eigval, None, state_v_first, cu_seqlens, **kwargs)

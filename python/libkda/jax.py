@@ -113,11 +113,11 @@ def _checked(function, state_layout, **values):
         raise ValueError(f"q must have B = 1 with cu_seqlens, got {sizes['B']}")
     if found["g"].ndim == 3:
         found["g"] = found["g"][..., None]
-    if "dt_bias" in found and found["dt_bias"].ndim == 1:
+    if "dt_bias" in found and found["dt_bias"].ndim == 1:  # [HV, 1] in memory, as g
         if found["g"].shape[-1] != 1:
             raise ValueError("dt_bias must have shape [HV, K] where g has a gate a channel, got "
                              f"{list(found['dt_bias'].shape)}")
-        found["dt_bias"] = jnp.broadcast_to(found["dt_bias"][:, None], (sizes["HV"], sizes["K"]))
+        found["dt_bias"] = found["dt_bias"][:, None]
     return found
 
 

@@ -175,8 +175,8 @@ def chunk_kda(
     strides with a contiguous last dimension, K and V up to 256, HV a multiple of H. A g [B, T, HV] is one gate a head
     (Gated DeltaNet). head_map "tiled" has value head j read q/k head j % H, not j // (HV // H), as "grouped" does.
     g is the log decay a token in nats, or with use_gate_in_kernel the raw gate of softplus (A_log [HV] required) or of
-    a lower_bound; dt_bias [HV * K]. beta is plain or, with use_beta_sigmoid_in_kernel, a logit (allow_neg_eigval:
-    doubled).
+    a lower_bound; dt_bias [HV * K], or [HV] beside a g [B, T, HV]. beta is plain or, with use_beta_sigmoid_in_kernel, a
+    logit (allow_neg_eigval: doubled).
     cu_seqlens [N + 1], int32 or int64, packs N sequences into B = 1; cu_seqlens_cpu, the same on the host, lets long
     sequences be cut over the card; where both are on the host they must be equal. initial_state [N, HV, K, V] fp32
     ([N, HV, V, K] with state_v_first); has_state [N], bool: where it is False a sequence starts from zero.

@@ -21,7 +21,7 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     cu_seqlens_cpu         [N + 1]          the same on the host, where a copy is at hand: the call has a launch less
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
     num_accepted_tokens    [N]              any integers, 1 to S
-    A_log, dt_bias         [HV], [HV * K]
+    A_log, dt_bias         [HV], [HV * K], or [HV] beside a g [.., HV]
 
 K and V are at most 256, HV is a multiple of H (head_map as of libkda.chunk_kda), scale is K ** -0.5 unless it is given.
 A slot is written by one sequence of a call, and read by no other one. A sequence without tokens leaves its initial

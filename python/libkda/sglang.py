@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA of SGLang's models on libkda's kernels: LIBKDA_SGLANG=1 in the environment is all.
+"""KDA and Gated DeltaNet of SGLang's models on libkda's kernels: LIBKDA_SGLANG=1 in the environment is all.
 
 SGLang calls register() in each of its processes, as an entry point of its plugins. Methods of the same signatures take
 the places of those of its kernel classes: of the Triton one, which is the default, and of FlashKDA's and FlashInfer's
@@ -8,8 +8,13 @@ last one, and why.
 
 States are read and written in SGLang's pool. Slot 0 is that of padded rows: it and negative ones are none, their
 outputs are 0 and nothing else is touched.
+
+Prompts of Gated DeltaNet stay with SGLang's kernels; LIBKDA_SGLANG_GDN_PREFILL=1 asks for libkda's where FlashInfer's
+would be taken, and no states are to be kept on the way.
 """
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -38,7 +43,7 @@ def register() -> None:
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
-def _gates(a, states):
+def _channel_gates(a, states):
     """Raw gates [1, T, HV, K] of rows in any of SGLang's shapes."""
     HV, _, K = states.shape[1:]
     if a.shape[-1] != K:
@@ -48,6 +53,16 @@ def _gates(a, states):
 
 def _betas(b):
     return b.flatten(0, -2)[None]
+
+
+def _head_gates(a, states):
+    """[1, T, HV] of Gated DeltaNet."""
+    return a.flatten(0, -2)[None]
+
+
+def _of_heads(method):
+    """The same for Gated DeltaNet."""
+    return functools.wraps(method)(functools.partial(method, gates=_head_gates))
 
 
 def _refuse_rings(values):
@@ -62,7 +77,7 @@ def _parameters(A_log, dt_bias, lower_bound):
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim,
-                  lower_bound=None, **rings):
+                  lower_bound=None, gates=_channel_gates, **rings):
     _refuse_rings(rings)
     B, K = mixed_qkv.shape[0], ssm_states.shape[-1]
     values = num_v_heads * head_v_dim
@@ -70,15 +85,15 @@ def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, c
     q, k, v = mixed_qkv.split([keys, keys, values], dim=-1)
     o = serving.decode(
         q.unflatten(1, (-1, K))[:, None], k.unflatten(1, (-1, K))[:, None], v.unflatten(1, (num_v_heads, -1))[:, None],
-        _gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
+        gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
         **ENGINE_SLOTS, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o.transpose(0, 1)
 
 
 def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, lower_bound=None,
-           **others):
+           gates=_channel_gates, **others):
     o, _ = kda.fused_recurrent_kda_fwd(
-        q, k, v, _gates(a, ssm_states), _betas(b), initial_state=ssm_states, cu_seqlens=query_start_loc,
+        q, k, v, gates(a, ssm_states), _betas(b), initial_state=ssm_states, cu_seqlens=query_start_loc,
         ssm_state_indices=cache_indices[:query_start_loc.shape[0] - 1], **ENGINE_SLOTS,
         **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o
@@ -114,9 +129,23 @@ def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, track_state, chunk, **mo
     return o
 
 
+def gdn_extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, num_state_checkpoints=0,
+               output=None, **others):
+    if not switch("LIBKDA_SGLANG_GDN_PREFILL", False):
+        raise NotImplementedError("not measured against SGLang's own kernels; LIBKDA_SGLANG_GDN_PREFILL=1 asks for it")
+    if num_state_checkpoints:
+        raise NotImplementedError("states on the way")
+    if ssm_states.shape[0] <= cache_indices.shape[0]:  # slot 0 is a sequence's there
+        raise NotImplementedError("states that SGLang has gathered from its pool")
+    o = serving.prefill(q, k, v, g, beta, ssm_states, cache_indices[:query_start_loc.shape[0] - 1],
+                        cu_seqlens=query_start_loc, **ENGINE_SLOTS, out=output, **_NORMED)
+    return o, None, None
+
+
 def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc,
                   intermediate_states_buffer, intermediate_state_indices, cache_steps, retrieve_parent_token,
-                  lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None, **rings):
+                  lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None,
+                  gates=_channel_gates, **rings):
     _refuse_rings(rings)
     scratch = intermediate_states_buffer
     if scratch is None:
@@ -134,7 +163,7 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
         if cache_steps == 1:
             slots = torch.nn.functional.pad(slots, (0, 1), value=-1)  # of a second draft that is not there
         return serving.verify(
-            q, k, v, _gates(a, ssm_states), _betas(b), ssm_states, torch.where(has_slot, committed, -1),
+            q, k, v, gates(a, ssm_states), _betas(b), ssm_states, torch.where(has_slot, committed, -1),
             cu_seqlens=query_start_loc, drafts=scratch.flatten(0, 1), draft_slots=slots,
             parents=retrieve_parent_token[:N] if tree else None, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     if tree:
@@ -142,7 +171,7 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
     if cache_steps == 1:
         slots, accepted = slots.flatten(), None
     o, _ = kda.fused_recurrent_kda_fwd(
-        q, k, v, _gates(a, ssm_states), _betas(b), initial_state=scratch.flatten(0, 1), cu_seqlens=query_start_loc,
+        q, k, v, gates(a, ssm_states), _betas(b), initial_state=scratch.flatten(0, 1), cu_seqlens=query_start_loc,
         ssm_state_indices=slots[:N], num_accepted_tokens=None if accepted is None else accepted[:N],
         **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o
@@ -157,9 +186,9 @@ def kda_fused_decode(mixed_qkv, a, b, conv_states, w_q_t, w_k_t, w_v_t, conv_bia
         _taps[w_q_t] = torch.stack([w_q_t, w_k_t, w_v_t])
     heads = ssm_states.shape[-3:-1]
     return serving.fused_decode(
-        mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _gates(a, ssm_states), _betas(b), A_log,
-        dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight, onorm_eps,
-        scale=scale, **ENGINE_SLOTS)
+        mixed_qkv, _taps[w_q_t], conv_bias, conv_states.transpose(-1, -2), _channel_gates(a, ssm_states), _betas(b),
+        A_log, dt_bias, cache_indices, ssm_states, None, lower_bound, onorm_g.unflatten(-1, heads), onorm_weight,
+        onorm_eps, scale=scale, **ENGINE_SLOTS)
 
 
 # ---- their places ----------------------------------------------------------------------------------------------------
@@ -179,6 +208,17 @@ _places = Places(_plugin, {
         "FlashInferKDAKernel.decode": ("kda", decode),
         "FlashInferKDAKernel.target_verify": ("kda", target_verify),
     },
+    f"{_KERNELS}.gdn_triton": {
+        "TritonGDNKernel.packed_decode": ("kda", _of_heads(packed_decode)),
+        "TritonGDNKernel.decode": ("kda", _of_heads(decode)),
+        "TritonGDNKernel.target_verify": ("kda", _of_heads(target_verify)),
+    },
+    f"{_KERNELS}.gdn_flashinfer": {
+        "FlashInferGDNKernel.decode": ("kda", _of_heads(decode)),
+        "FlashInferGDNKernel.extend": ("kda", gdn_extend),
+        "FlashInferGDNKernel.target_verify": ("kda", _of_heads(target_verify)),
+    },
+    f"{_KERNELS}.gdn_cutedsl": {"CuteDSLGDNKernel.decode": ("kda", _of_heads(decode))},
     "sglang.kernels.ops.attention.kda_fused_decode": {"kda_fused_decode": ("step", kda_fused_decode)},
 })
 enable, disable, places = _places.enable, _places.disable, _places.names

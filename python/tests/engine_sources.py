@@ -33,9 +33,13 @@ ANY_MACHINE = ["--only-binary", ":all:", "--python-version", "3.11", "--abi", "c
                "--platform", "manylinux_2_34_x86_64", "--platform", "manylinux_2_28_x86_64"]
 FILES = {
     "vllm": ["vllm/model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py", "vllm/models/kimi_k3/nvidia/kda.py",
+             "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
+             "vllm/model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py",
              "vllm/models/kimi_k3/nvidia/ops/recoverssm.py", "vllm/models/glm5next/common/kda.py",
              "vllm/model_executor/models/bailing_moe_v3.py"],
-    "sglang": ["sglang/srt/layers/attention/linear/kda_backend.py",
+    "sglang": ["sglang/srt/layers/attention/linear/kda_backend.py", "sglang/srt/layers/attention/linear/gdn_backend.py",
+               "sglang/srt/layers/attention/linear/kernels/gdn_triton.py",
+               "sglang/srt/layers/attention/linear/kernels/gdn_flashinfer.py",
                "sglang/srt/layers/attention/linear/kernels/kda_triton.py",
                "sglang/srt/layers/attention/linear/kernels/kernel_backend.py",
                "sglang/srt/layers/attention/linear/kernels/kda_flashinfer.py",

@@ -378,22 +378,31 @@ def test_time_of_a_repeated_call(remembered):
 
 @pytest.mark.parametrize("gates", ["log", "softplus", "bounded"])
 def test_one_gate_a_head(gates):
-    """g [B, T, HV] is a gate that is alike in all channels; so is its gradient."""
+    """g [B, T, HV] is a gate that is alike in all channels, and dt_bias [HV] such a bias; so are their gradients."""
     x, parameters, state, arguments, _ = numpy_inputs(gates=gates)
     modes = modes_of(gates, parameters)
     g = np.ascontiguousarray(arguments["g"][..., 0])
     wide = dict(arguments, g=np.repeat(g[..., None], 64, -1))
     narrow = dict(arguments, g=g)
+    if gates != "log":
+        bias = np.ascontiguousarray(modes.pop("dt_bias")[:, 0])
+        narrow["dt_bias"], wide["dt_bias"] = bias, np.repeat(bias[:, None], 64, -1)
     d_o = torch.randn_like(x["v"]).numpy()
     found, expected = ([*arrays.forward(**inputs, **modes, initial_state=state.numpy(), output_final_state=True)]
                        for inputs in (narrow, wide))
     assert all(np.array_equal(a, b) for a, b in zip(found, expected))
     pools = [state.numpy().copy(), state.numpy().copy()]
-    tokens = [{name: array[:, :3] for name, array in inputs.items()} for inputs in (narrow, wide)]
+    tokens = [{name: array if name == "dt_bias" else array[:, :3] for name, array in inputs.items()}
+              for inputs in (narrow, wide)]
     assert np.array_equal(*(arrays.decode(**token, state=pool, **modes) for token, pool in zip(tokens, pools)))
     assert np.array_equal(*pools)
     found, expected = (arrays.backward(**inputs, **modes, d_o=d_o) for inputs in (narrow, wide))
     assert found.dg.shape == g.shape
+    if gates != "log":
+        assert found.ddt_bias.shape == bias.shape
+        assert distance(as_double(found.ddt_bias), as_double(expected.ddt_bias).sum(-1)) < 1e-5
+        with pytest.raises(ValueError, match="^dt_bias must have shape"):
+            arrays.forward(**dict(wide, dt_bias=bias), **modes)
     assert distance(as_double(found.dg), as_double(expected.dg).sum(-1)) < 1e-5
     assert distance(as_double(found.dk), as_double(expected.dk)) < 1e-5
     out = np.full((2, 131, 4), np.nan, np.float32)

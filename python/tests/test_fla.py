@@ -291,6 +291,22 @@ def test_gated_delta_net():
 
 
 @since_0_6
+def test_gated_delta_net_comes_before_flashqla(monkeypatch):
+    """Where both are there, FLA asks libkda first; what libkda leaves goes to FlashQLA."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule.backends import FlashQLABackend
+    name = "chunk_gated_delta_rule"
+    monkeypatch.setattr(FlashQLABackend, "is_available", classmethod(lambda cls: True))
+    monkeypatch.setattr(FlashQLABackend, f"{name}_verifier", lambda self, *args, **kwargs: (True, None))
+    monkeypatch.setattr(FlashQLABackend, name, lambda self, *args, **kwargs: "FlashQLA's")
+    x = gated(T=3)
+    o, _ = chunk_gated_delta_rule(**x, **GATED_FLAGS)
+    assert libkda.fla.last_path() == f"libkda: {name}" and o.shape == x["v"].shape
+    monkeypatch.setenv("FLA_LIBKDA", "0")
+    assert chunk_gated_delta_rule(**x, **GATED_FLAGS) == "FlashQLA's"
+
+
+@since_0_6
 def test_packed_gated_delta_net():
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     from fla.ops.utils.index import prepare_chunk_indices

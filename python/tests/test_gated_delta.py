@@ -123,6 +123,31 @@ def test_raw_gates_have_one_bias_a_head():
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lower_bound", [None, -5.0])
+def test_one_bias_a_head_has_the_bits_of_one_a_channel(lower_bound):
+    """By every function that takes raw gates; beside a gate a channel it is refused."""
+    q, k, v, g, beta = inputs()
+    gate = dict(A_log=0.3 * torch.randn(HV), use_gate_in_kernel=True, lower_bound=lower_bound)
+    bias, state = torch.randn(HV), torch.randn(B, HV, K, V)
+    pools = [state.clone(), state.clone()]
+    slots = torch.arange(B)
+
+    def calls(dt_bias, pool, g=g):
+        more, rows = dict(gate, dt_bias=dt_bias), (q, k, v, g, beta)
+        yield libkda.chunk_kda(*rows, initial_state=state, output_final_state=True, **more)
+        yield libkda.fused_recurrent_kda(*rows, initial_state=state, output_final_state=True, **more)
+        yield libkda.prefill(*rows, pool, slots, **more), pool.clone()
+        yield libkda.decode(*(x[:, :1] for x in rows), pool, slots, **more), pool.clone()
+        yield libkda.fused_recurrent_kda_fwd(*(x[:, :2] for x in rows), initial_state=pool, ssm_state_indices=slots,
+                                             **more)
+
+    for narrow, wide in zip(calls(bias, pools[0]), calls(bias.repeat_interleave(K), pools[1])):
+        assert all(map(torch.equal, narrow, wide))
+    for function in (libkda.chunk_kda, libkda.fused_recurrent_kda):
+        with pytest.raises(ValueError, match=rf"^dt_bias must have HV \* K = {HV * K} elements"):
+            function(q, k, v, g[..., None].repeat(1, 1, 1, K), beta, dt_bias=bias, **gate)
+
+
 def test_packed_sequences():
     q, k, v, g, beta = (x[:1] for x in inputs())
     cu_seqlens = torch.tensor([0, 5, 5, T])

@@ -129,8 +129,18 @@ def counted(monkeypatch):
 
 # ---- a layer, its pool and its requests ------------------------------------------------------------------------------
 
+def pages(width, state, dtype, pool_dtype):
+    """Pages of what a slot has before anybody used it: inputs of the convolution and a state. Views of both."""
+    inputs, elements = (W - 1 + SPECULATED) * width * dtype.itemsize, state[0] * state[1] * state[2]
+    found = torch.full((SLOTS, inputs + elements * pool_dtype.itemsize + 64), 255, dtype=torch.uint8)
+    conv_state = found[:, :inputs].view(dtype).unflatten(1, (-1, width))
+    return found, conv_state, found[:, inputs:-64].view(pool_dtype).view(SLOTS, *state)
+
+
 class Layer:
     """One of vLLM's layers with random parameters, on pages that hold inputs and states of a slot."""
+
+    width = WIDTH
 
     def __init__(self, engine, module, name, bound=BOUND, dtype=torch.float32, pool_dtype=torch.float32, conv=False):
         self.layer = layer = object.__new__(getattr(engine[module], name))
@@ -149,13 +159,7 @@ class Layer:
         layer.q_conv1d = layer.k_conv1d = layer.v_conv1d = layer.conv1d
         layer._merged_conv_weight = self.weight
         layer.o_norm = lambda x, gate: x
-        # Pages of what a slot has before anybody used it.
-        inputs = (W - 1 + SPECULATED) * WIDTH
-        page = inputs * dtype.itemsize + H * D * D * pool_dtype.itemsize + 64
-        self.pages = torch.full((SLOTS, page), 255, dtype=torch.uint8)
-        conv_state = self.pages[:, :inputs * dtype.itemsize].view(dtype).unflatten(1, (-1, WIDTH))
-        begin = inputs * dtype.itemsize
-        self.pool = self.pages[:, begin:page - 64].view(pool_dtype).view(SLOTS, H, D, D)
+        self.pages, conv_state, self.pool = pages(WIDTH, (H, D, D), dtype, pool_dtype)
         layer.kv_cache = (conv_state, self.pool)
         self.is_glm, self.is_ling = module == GLM, module == LING
 
@@ -172,26 +176,32 @@ class Layer:
             "spec_token_indx", "non_spec_token_indx", "spec_token_start", "non_spec_token_start",
             "spec_state_indices_tensor", "spec_query_start_loc", "num_accepted_tokens", "checkpoint"))
         fields |= dict(num_prefills=0, num_decodes=0, num_spec_decodes=0, num_actual_tokens=wide.shape[0])
-        context.attn_metadata = {"a": Metadata(**fields | metadata)}
+        context.attn_metadata = {"a": Metadata(**fields | self.metadata(wide.shape[0], metadata))}
+        with torch.inference_mode():
+            return self.call(wide, gates, rows)
+
+    def metadata(self, count, given):
+        return given
+
+    def call(self, wide, gates, rows):
         out = torch.full((1, rows, H, D), float("nan"), dtype=self.dtype)
         mixed, beta = wide[:, :WIDTH], wide[:, WIDTH:WIDTH + H][None]
         g1 = gates.view(1, -1, H, D)
-        with torch.inference_mode():
-            if self.is_ling:
-                g1 = naive.naive_kda_lowerbound_gate(g1, self.layer.A_log, self.layer.dt_bias, self.bound)
-                self.layer._forward(*mixed.split(H * D, dim=1), g1, beta.float().sigmoid(), out)
-            elif self.is_glm:
-                self.layer._forward(mixed, g1, beta, out)
-            else:
-                self.layer._forward(mixed, g1, torch.zeros(rows, H, D), beta, out)
+        if self.is_ling:
+            g1 = naive.naive_kda_lowerbound_gate(g1, self.layer.A_log, self.layer.dt_bias, self.bound)
+            self.layer._forward(*mixed.split(H * D, dim=1), g1, beta.float().sigmoid(), out)
+        elif self.is_glm:
+            self.layer._forward(mixed, g1, beta, out)
+        else:
+            self.layer._forward(mixed, g1, torch.zeros(rows, H, D), beta, out)
         return out[0]
 
     def expected(self, history):
         """Outputs of all tokens of a request so far, in float64, and the state behind them."""
         wide, gates = (torch.cat(x).double() for x in zip(*history))
-        x = wide[:, :WIDTH]
+        x = wide[:, :self.width]
         if self.conv:
-            padded = torch.cat([x.new_zeros(W - 1, WIDTH), x])
+            padded = torch.cat([x.new_zeros(W - 1, self.width), x])
             x = sum(padded[j:j + len(x)] * self.weight[:, j].double() for j in range(W))
         return self.core(x, gates, wide)
 

@@ -103,8 +103,7 @@ Problem problem_of(const kda_problem& c) {
   p.gate_mode = static_cast<GateMode>(c.gate_mode);
   p.lower_bound = c.lower_bound;
   if (is_given(c.A_log)) p.A_log = tensor_of(c.A_log, {p.num_value_heads, 1, 1, 1}, 1);
-  if (is_given(c.dt_bias))
-    p.dt_bias = tensor_of(c.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}, 2);
+  if (is_given(c.dt_bias)) p.dt_bias = tensor_of(c.dt_bias, bias_shape(p), 2);
   p.beta_mode = static_cast<BetaMode>(c.beta_mode);
   p.qk_l2norm = c.qk_l2norm != 0;
   if (c.has_scale || c.scale != 0) p.scale = c.scale;
@@ -252,7 +251,7 @@ GradientsOf gradients_of(const Problem& p, const kda_gradients& c) {
                    .dg = desc(c.dg, g_shape(p), 4),
                    .dbeta = desc(c.dbeta, beta_shape(p), 3),
                    .dA_log = desc(c.dA_log, {p.num_value_heads, 1, 1, 1}, 1),
-                   .ddt_bias = desc(c.ddt_bias, {p.num_value_heads, p.key_dim, 1, 1}, 2),
+                   .ddt_bias = desc(c.ddt_bias, bias_shape(p), 2),
                    .d_initial_state = desc(c.d_initial_state, states, 4)};
   all.tensors = {.d_o = c.d_o.data,
                  .d_final_state = c.d_final_state.data,

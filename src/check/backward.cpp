@@ -107,8 +107,10 @@ GradientBuffers make_gradients(const Inputs& inputs, const GradientOptions& opti
     g.dA_log->strides = {1, 0, 0, 0};
   }
   if (p.dt_bias) {
-    want(g.ddt_bias, buffers.ddt_bias, p.dt_bias->dtype, {p.num_value_heads, p.key_dim, 1, 1});
+    want(g.ddt_bias, buffers.ddt_bias, p.dt_bias->dtype,
+         has_head_bias(p) ? Shape{p.num_value_heads, 1, 1, 1} : bias_shape(p));
     g.ddt_bias->strides = {p.key_dim, 1, 0, 0};
+    if (has_head_bias(p)) g.ddt_bias = head_bias(p.dt_bias->dtype, p.num_value_heads);
   }
   if (p.initial_state)
     want(g.d_initial_state, buffers.d_initial_state, state_type(p), state_shape(p, states));
@@ -177,10 +179,11 @@ io::SafetensorsFile file_from_gradients(const Problem& p, const GradientBuffers&
   put("dq", g.dq, buffers.dq, dims(qk_shape(p), 4));
   put("dk", g.dk, buffers.dk, dims(qk_shape(p), 4));
   put("dv", g.dv, buffers.dv, dims(v_shape(p), 4));
-  put("dg", g.dg, buffers.dg, dims(g_shape(p), 4));
+  put("dg", g.dg, buffers.dg, dims(g_shape(p), g.dg && is_a_head(p, *g.dg) ? 3 : 4));
   put("dbeta", g.dbeta, buffers.dbeta, dims(beta_shape(p), 3));
   put("dA_log", g.dA_log, buffers.dA_log, {p.num_value_heads});
-  put("ddt_bias", g.ddt_bias, buffers.ddt_bias, {p.num_value_heads, p.key_dim});
+  put("ddt_bias", g.ddt_bias, buffers.ddt_bias,
+      dims(bias_shape(p), g.ddt_bias && is_bias_a_head(p, *g.ddt_bias) ? 1 : 2));
   put("d_initial_state", g.d_initial_state, buffers.d_initial_state,
       dims(state_shape(p, dense_states(p, {})), 4));
   file.metadata["state_layout"] = state_layout_name(p.state_layout);
@@ -320,7 +323,11 @@ GradientComparison compare_gradients(const Inputs& inputs, const GradientBuffers
       add_error(name, 0, head, *desc, values, reference);
     };
     parameters("dA_log", g.dA_log, buffers.dA_log, 1, dA_log[at]);
-    parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, p.key_dim, ddt_bias[at]);
+    if (g.ddt_bias && is_bias_a_head(p, *g.ddt_bias))
+      parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, 1,
+                 sums_of_rows(ddt_bias[at], p.key_dim));
+    else
+      parameters("ddt_bias", g.ddt_bias, buffers.ddt_bias, p.key_dim, ddt_bias[at]);
   }
   for (const auto& [name, sum] : sums)
     result.all_heads[name] = sum.reference > 0 ? std::sqrt(sum.error / sum.reference) : 0;

@@ -185,7 +185,7 @@ DeviceTensors::DeviceTensors(const Plan& plan, const Tensors& host) : memory_(ne
     m.add(host.beta, extent(p.beta, beta_shape(p)));
     m.add(host.o, extent(p.o, v_shape(p)), true);
     if (p.A_log) m.add(host.A_log, extent(*p.A_log, {p.num_value_heads, 1, 1, 1}));
-    if (p.dt_bias) m.add(host.dt_bias, extent(*p.dt_bias, {p.num_value_heads, p.key_dim, 1, 1}));
+    if (p.dt_bias) m.add(host.dt_bias, extent(*p.dt_bias, bias_shape(p)));
     if (p.cu_seqlens)
       m.add(host.cu_seqlens, (N + 1) * static_cast<std::size_t>(dtype_size(*p.cu_seqlens)));
     m.add(host.initial_state, state_extent(p, p.initial_state), in_place(p));
@@ -257,7 +257,7 @@ DeviceGradients::DeviceGradients(const BackwardPlan& plan, const GradientTensors
     add(host.dg, g.dg, g_shape(p));
     add(host.dbeta, g.dbeta, beta_shape(p));
     add(host.dA_log, g.dA_log, {p.num_value_heads, 1, 1, 1});
-    add(host.ddt_bias, g.ddt_bias, {p.num_value_heads, p.key_dim, 1, 1});
+    add(host.ddt_bias, g.ddt_bias, bias_shape(p));
     add(host.d_initial_state, g.d_initial_state, states);
     m.upload();
   } catch (...) {

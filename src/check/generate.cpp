@@ -57,6 +57,7 @@ class Generator {
     }
     p_.num_heads = o_.num_heads;
     p_.num_value_heads = o_.num_value_heads;
+    p_.head_map = o_.head_map;
     p_.key_dim = o_.key_dim;
     p_.value_dim = o_.value_dim;
     p_.qk_l2norm = true;
@@ -194,16 +195,17 @@ class Generator {
   /// Keeps that of a channel which is like most, its bias inside.
   void keep_one_gate() {
     const int64_t rows = tokens() * p_.num_value_heads, K = p_.key_dim, channel = K > 1 ? 1 : 0;
-    io::Buffer gates = floats(rows, DType::kFloat32);
+    const DType type = wide_type();
+    io::Buffer gates = floats(rows, type);
     for (int64_t i = 0; i < rows; ++i) {
       double x = load_double(inputs_.g.data(), p_.g.dtype, i * K + channel);
       if (p_.dt_bias)
         x += load_double(inputs_.dt_bias.data(), p_.dt_bias->dtype,
                          i % p_.num_value_heads * K + channel);
-      store_double(gates.data(), DType::kFloat32, i, x);
+      store_double(gates.data(), type, i, x);
     }
     inputs_.g = std::move(gates);
-    p_.g = head_gates(DType::kFloat32, p_.batch, p_.num_tokens, p_.num_value_heads);
+    p_.g = head_gates(type, p_.batch, p_.num_tokens, p_.num_value_heads);
     p_.dt_bias.reset();
     inputs_.dt_bias = {};
   }

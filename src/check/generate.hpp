@@ -40,7 +40,8 @@ struct GenerateOptions {
   Regime regime = Regime::kTrained;
   uint64_t seed = 0;
   bool initial_state = false;
-  bool head_gates = false;  ///< one gate a head in fp32, without dt_bias: Gated DeltaNet
+  bool head_gates = false;  ///< one gate a head, no dt_bias, in fp32 (fp64): Gated DeltaNet
+  HeadMap head_map = HeadMap::kGrouped;
 };
 
 /// Row-major inputs with the options and modes of the regime. Throws kda::Error on bad sizes.

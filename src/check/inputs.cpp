@@ -39,6 +39,16 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
+/// The index of element `at`, counted row-major.
+std::string index_text(int64_t at, std::vector<int64_t> shape) {
+  for (std::size_t d = shape.size(); d-- > 0;) {
+    const int64_t extent = shape[d];
+    shape[d] = at % extent;
+    at /= extent;
+  }
+  return shape_text(shape);
+}
+
 const io::FileTensor& required(const io::SafetensorsFile& file, const char* name,
                                std::size_t rank) {
   const auto found = file.tensors.find(name);
@@ -95,6 +105,8 @@ void read_options(const io::SafetensorsFile& file, const Overrides& flags, Probl
   if (const auto beta = setting(file, "beta", flags.beta, parse_beta)) p->beta_mode = *beta;
   if (const auto layout = setting(file, "state_layout", flags.state_layout, parse_state_layout))
     p->state_layout = *layout;
+  if (const auto map = setting(file, "head_map", flags.head_map, parse_head_map))
+    p->head_map = *map;
   const auto metadata = [&](const char* name) -> const std::string* {
     const auto found = file.metadata.find(name);
     return found == file.metadata.end() ? nullptr : &found->second;
@@ -135,6 +147,39 @@ void check_sizes(const Problem& p) {
   check("value_dim: V", p.value_dim, kMaxHeadDim);
 }
 
+/// The first of each row of `size` equal elements; the rows have this shape.
+io::Buffer first_of_rows(const io::FileTensor& g, const std::vector<int64_t>& rows, int64_t size) {
+  const int64_t bytes = dtype_size(g.dtype), count = g.num_elements() / std::max<int64_t>(size, 1);
+  io::Buffer first(static_cast<std::size_t>(count * bytes));
+  for (int64_t i = 0; i < count; ++i) {
+    const std::byte* row = g.data.data() + i * size * bytes;
+    for (int64_t d = 1; d < size; ++d)
+      if (std::memcmp(row, row + d * bytes, static_cast<std::size_t>(bytes)) != 0)
+        fail("g: --head-gates needs channels that are equal, those of ", index_text(i, rows),
+             " are ", load_double(row, g.dtype, 0), " and ", load_double(row, g.dtype, d));
+    std::memcpy(first.data() + i * bytes, row, static_cast<std::size_t>(bytes));
+  }
+  return first;
+}
+
+/// g [B, T, HV, K], or one gate a head [B, T, HV].
+void read_gates(const io::SafetensorsFile& file, bool head_gates_asked, Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const std::vector<int64_t> rows = {p.batch, p.num_tokens, p.num_value_heads};
+  const io::FileTensor* one = optional_tensor(file, "g");
+  const bool a_head = one && one->shape.size() == 3;
+  const io::FileTensor& g = required(file, "g", a_head ? 3 : 4);
+  if (a_head)
+    expect_shape("g", g, rows);
+  else
+    expect_shape("g", g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+  if (a_head || head_gates_asked)
+    p.g = head_gates(g.dtype, p.batch, p.num_tokens, p.num_value_heads);
+  else
+    p.g = dense(g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
+  inputs->g = !a_head && head_gates_asked ? first_of_rows(g, rows, p.key_dim) : g.data;
+}
+
 /// The gates use exp(A_log) in fp32.
 void check_a_log(const io::FileTensor& A_log) {
   for (int64_t head = 0; head < A_log.num_elements(); ++head)
@@ -153,11 +198,13 @@ void read_gate_parameters(const io::SafetensorsFile& file, Inputs* inputs) {
     if (A_log->dtype == DType::kFloat32 || A_log->dtype == DType::kFloat64) check_a_log(*A_log);
   }
   if (const io::FileTensor* bias = optional_tensor(file, "dt_bias")) {
-    if (bias->shape.size() == 1)
+    const bool a_head = has_head_gate(p) && bias->shape == std::vector<int64_t>{p.num_value_heads};
+    if (bias->shape.size() == 1 && !a_head)
       expect_shape("dt_bias", *bias, {p.num_value_heads * p.key_dim});
-    else
+    else if (!a_head)
       expect_shape("dt_bias", *bias, {p.num_value_heads, p.key_dim});
-    p.dt_bias = dense(*bias, {p.num_value_heads, p.key_dim});
+    p.dt_bias = a_head ? head_bias(bias->dtype, p.num_value_heads)
+                       : dense(*bias, {p.num_value_heads, p.key_dim});
     inputs->dt_bias = bias->data;
   }
 }
@@ -199,6 +246,10 @@ BetaMode parse_beta(const std::string& text) {
 StateLayout parse_state_layout(const std::string& text) {
   return parse_name<StateLayout>("state_layout", text,
                                  {{"kv", StateLayout::kKV}, {"vk", StateLayout::kVK}});
+}
+HeadMap parse_head_map(const std::string& text) {
+  return parse_name<HeadMap>("head_map", text,
+                             {{"grouped", HeadMap::kGrouped}, {"tiled", HeadMap::kTiled}});
 }
 
 std::vector<int64_t> Inputs::offsets() const {
@@ -260,6 +311,7 @@ void apply(const Overrides& overrides, Problem* p) {
   if (overrides.gate) p->gate_mode = parse_gate(*overrides.gate);
   if (overrides.beta) p->beta_mode = parse_beta(*overrides.beta);
   if (overrides.state_layout) p->state_layout = parse_state_layout(*overrides.state_layout);
+  if (overrides.head_map) p->head_map = parse_head_map(*overrides.head_map);
   if (overrides.lower_bound) p->lower_bound = *overrides.lower_bound;
   if (overrides.scale) p->scale = *overrides.scale;
   if (overrides.qk_l2norm) p->qk_l2norm = *overrides.qk_l2norm;
@@ -271,7 +323,6 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   const io::FileTensor& q = required(file, "q", 4);
   const io::FileTensor& k = required(file, "k", 4);
   const io::FileTensor& v = required(file, "v", 4);
-  const io::FileTensor& g = required(file, "g", 4);
   const io::FileTensor& beta = required(file, "beta", 3);
   p.batch = q.shape[0];
   p.num_tokens = q.shape[1];
@@ -282,15 +333,14 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   check_sizes(p);
   expect_shape("k", k, q.shape);
   expect_shape("v", v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
-  expect_shape("g", g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
   expect_shape("beta", beta, {p.batch, p.num_tokens, p.num_value_heads});
   p.q = dense(q, {p.batch, p.num_tokens, p.num_heads, p.key_dim});
   p.k = dense(k, {p.batch, p.num_tokens, p.num_heads, p.key_dim});
   p.v = dense(v, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
-  p.g = dense(g, {p.batch, p.num_tokens, p.num_value_heads, p.key_dim});
   p.beta = dense(beta, {p.batch, p.num_tokens, p.num_value_heads});
   p.o = contiguous(v.dtype, {p.batch, p.num_tokens, p.num_value_heads, p.value_dim});
   p.num_sequences = p.batch;
+  read_gates(file, overrides.head_gates, &inputs);
   read_options(file, overrides, &p);
   read_lengths(file, &inputs);
   read_gate_parameters(file, &inputs);
@@ -298,7 +348,6 @@ Inputs inputs_from_file(const io::SafetensorsFile& file, const Overrides& overri
   inputs.q = q.data;
   inputs.k = k.data;
   inputs.v = v.data;
-  inputs.g = g.data;
   inputs.beta = beta.data;
   throw_if_error(validate(p));
   return inputs;
@@ -324,6 +373,17 @@ std::string find_nan(const TensorDesc& desc, const std::vector<int64_t>& shape,
   return "";
 }
 
+/// The dimensions of g in memory, and of dt_bias.
+std::vector<int64_t> gate_dims(const Problem& p) {
+  std::vector<int64_t> shape = {p.batch, p.num_tokens, p.num_value_heads};
+  if (!has_head_gate(p)) shape.push_back(p.key_dim);
+  return shape;
+}
+std::vector<int64_t> bias_dims(const Problem& p) {
+  if (has_head_bias(p)) return {p.num_value_heads};
+  return {p.num_value_heads, p.key_dim};
+}
+
 }  // namespace
 
 std::string describe_nan(const Inputs& inputs) {
@@ -338,10 +398,10 @@ std::string describe_nan(const Inputs& inputs) {
   look("q", p.q, {B, T, H, p.key_dim}, inputs.q);
   look("k", p.k, {B, T, H, p.key_dim}, inputs.k);
   look("v", p.v, {B, T, HV, p.value_dim}, inputs.v);
-  look("g", p.g, {B, T, HV, p.key_dim}, inputs.g);
+  look("g", p.g, gate_dims(p), inputs.g);
   look("beta", p.beta, {B, T, HV}, inputs.beta);
   if (p.A_log) look("A_log", *p.A_log, {HV}, inputs.A_log);
-  if (p.dt_bias) look("dt_bias", *p.dt_bias, {HV, p.key_dim}, inputs.dt_bias);
+  if (p.dt_bias) look("dt_bias", *p.dt_bias, bias_dims(p), inputs.dt_bias);
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
     look("initial_state", p.initial_state->tensor, {shape.begin(), shape.end()},
@@ -352,10 +412,17 @@ std::string describe_nan(const Inputs& inputs) {
 
 namespace {
 
+bool is_dense(const TensorDesc& desc, const std::vector<int64_t>& shape) {
+  int64_t stride = 1;
+  for (std::size_t d = shape.size(); d-- > 0; stride *= shape[d])
+    if (desc.strides[d] != stride) return false;
+  return true;
+}
+
 /// In row-major order, whatever its strides are.
-io::FileTensor packed(const TensorDesc& desc, std::initializer_list<int64_t> shape,
+io::FileTensor packed(const TensorDesc& desc, const std::vector<int64_t>& shape,
                       const io::Buffer& from) {
-  if (desc.strides == contiguous(desc.dtype, shape).strides) return {desc.dtype, shape, from};
+  if (is_dense(desc, shape)) return {desc.dtype, shape, from};
   io::FileTensor tensor{desc.dtype, shape, {}};
   const int64_t count = tensor.num_elements(), size = dtype_size(desc.dtype);
   tensor.data = io::Buffer(static_cast<std::size_t>(count * size));
@@ -378,10 +445,10 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
   file.tensors["q"] = packed(p.q, {B, T, H, p.key_dim}, inputs.q);
   file.tensors["k"] = packed(p.k, {B, T, H, p.key_dim}, inputs.k);
   file.tensors["v"] = packed(p.v, {B, T, HV, p.value_dim}, inputs.v);
-  file.tensors["g"] = packed(p.g, {B, T, HV, p.key_dim}, inputs.g);
+  file.tensors["g"] = packed(p.g, gate_dims(p), inputs.g);
   file.tensors["beta"] = packed(p.beta, {B, T, HV}, inputs.beta);
   if (p.A_log) file.tensors["A_log"] = packed(*p.A_log, {HV}, inputs.A_log);
-  if (p.dt_bias) file.tensors["dt_bias"] = packed(*p.dt_bias, {HV, p.key_dim}, inputs.dt_bias);
+  if (p.dt_bias) file.tensors["dt_bias"] = packed(*p.dt_bias, bias_dims(p), inputs.dt_bias);
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
     file.tensors["initial_state"] = packed(
@@ -397,6 +464,7 @@ io::SafetensorsFile file_from_inputs(const Inputs& inputs) {
                    {"beta", beta_mode_name(p.beta_mode)},
                    {"qk_l2norm", p.qk_l2norm ? "1" : "0"},
                    {"state_layout", state_layout_name(p.state_layout)}};
+  if (p.head_map != HeadMap::kGrouped) file.metadata["head_map"] = head_map_name(p.head_map);
   if (p.gate_mode == GateMode::kBounded) file.metadata["lower_bound"] = write_real(p.lower_bound);
   if (p.scale) file.metadata["scale"] = write_real(*p.scale);
   return file;

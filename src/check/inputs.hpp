@@ -44,9 +44,11 @@ void want_final_state(Problem* problem);
 
 /// Options that override a file's __metadata__; unset fields leave it alone.
 struct Overrides {
-  std::optional<std::string> gate, beta, state_layout;
+  std::optional<std::string> gate, beta, state_layout, head_map;
   std::optional<double> lower_bound, scale;
   std::optional<bool> qk_l2norm;
+  /// A g with a gate a channel is read as one gate a head; its channels must be equal.
+  bool head_gates = false;
 };
 
 /// Sets what is given. Throws kda::Error.
@@ -69,5 +71,6 @@ DType parse_dtype(const std::string& text);  ///< fp32, bf16, fp16, fp64
 GateMode parse_gate(const std::string& text);
 BetaMode parse_beta(const std::string& text);
 StateLayout parse_state_layout(const std::string& text);
+HeadMap parse_head_map(const std::string& text);
 
 }  // namespace kda::check

@@ -123,6 +123,12 @@ inline bool is_a_head(const Problem& p, const TensorDesc& gate) {
   return p.key_dim > 1 && gate.strides[3] == 0;
 }
 inline bool has_head_gate(const Problem& p) { return is_a_head(p, p.g); }
+/// [HV, K] of dt_bias and its gradient, and whether it has one element a head for all channels.
+inline Shape bias_shape(const Problem& p) { return {p.num_value_heads, p.key_dim, 1, 1}; }
+inline bool is_bias_a_head(const Problem& p, const TensorDesc& bias) {
+  return p.key_dim > 1 && bias.strides[1] == 0;
+}
+inline bool has_head_bias(const Problem& p) { return p.dt_bias && is_bias_a_head(p, *p.dt_bias); }
 
 inline const char* at_bytes(const void* base, const TensorDesc& desc, int64_t element) {
   return static_cast<const char*>(base) + element * dtype_size(desc.dtype);

@@ -79,4 +79,10 @@ TensorDesc head_gates(DType dtype, int64_t batch, int64_t num_tokens,
   return desc;
 }
 
+TensorDesc head_bias(DType dtype, int64_t num_value_heads) noexcept {
+  TensorDesc desc = contiguous(dtype, {num_value_heads, 1});
+  desc.strides[1] = 0;
+  return desc;
+}
+
 }  // namespace kda

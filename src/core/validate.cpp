@@ -24,8 +24,8 @@ struct TensorRules {
   Shape shape;
   int rank;
   bool output;
-  bool innermost_free = false;  // beta: a column of a fused projection
-  bool one_a_head = false;      // g: an innermost stride of 0
+  bool innermost_free = false;       // beta: a column of a fused projection
+  const char* one_a_head = nullptr;  // what an innermost stride of 0 is one of, where it is taken
 };
 
 bool is_float(DType dtype) {
@@ -51,7 +51,7 @@ Status check_strides(const TensorRules& rules, const TensorDesc& desc) {
     if (dim == rules.rank - 1 && stride != 1 && !rules.innermost_free &&
         !(rules.one_a_head && stride == 0))
       return invalid(rules.name, ": innermost stride is ", stride, ", must be 1",
-                     rules.one_a_head ? ", or 0 for one gate a head" : "");
+                     rules.one_a_head ? cat(", or 0 for one ", rules.one_a_head, " a head") : "");
     if (stride < 0)
       return invalid(rules.name, ": stride ", stride, " of dimension ", dim, " is negative");
     int64_t reach = 0;
@@ -264,7 +264,7 @@ Status check_tail_tensors(const Problem& p, const TailDesc& tail) {
   if (is_a_head(p, tail.g) != has_head_gate(p))
     return invalid("tail.g: innermost stride ", tail.g.strides[3], ", but g has ",
                    has_head_gate(p) ? "one gate a head" : "a gate a channel");
-  KDA_RETURN_IF_ERROR(check_tail_rows({"tail.g", tail_g_shape(p, tail), 4, true, false, true},
+  KDA_RETURN_IF_ERROR(check_tail_rows({"tail.g", tail_g_shape(p, tail), 4, true, false, "gate"},
                                       tail.g, "g", p.g.dtype));
   if (tail.v_new.dtype != DType::kFloat32)
     return invalid("tail.v_new: dtype ", dtype_name(tail.v_new.dtype), " is not fp32");
@@ -307,12 +307,14 @@ Status validate_or_throw(const Problem& p) {
   KDA_RETURN_IF_ERROR(check_io({"q", qk_shape(p), 4, false}, p.q));
   KDA_RETURN_IF_ERROR(check_io({"k", qk_shape(p), 4, false}, p.k));
   KDA_RETURN_IF_ERROR(check_io({"v", v_shape(p), 4, false}, p.v));
-  KDA_RETURN_IF_ERROR(check_io({"g", g_shape(p), 4, false, false, true}, p.g));
+  KDA_RETURN_IF_ERROR(check_io({"g", g_shape(p), 4, false, false, "gate"}, p.g));
   KDA_RETURN_IF_ERROR(check_io({"beta", beta_shape(p), 3, false, true}, p.beta));
   KDA_RETURN_IF_ERROR(check_io({"o", v_shape(p), 4, true}, p.o));
   KDA_RETURN_IF_ERROR(check_parameter({"A_log", {p.num_value_heads, 1, 1, 1}, 1, false}, p.A_log));
   KDA_RETURN_IF_ERROR(
-      check_parameter({"dt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, false}, p.dt_bias));
+      check_parameter({"dt_bias", bias_shape(p), 2, false, false, "bias"}, p.dt_bias));
+  if (has_head_bias(p) && !has_head_gate(p))
+    return invalid("dt_bias: innermost stride is 0, but g has a gate a channel");
   KDA_RETURN_IF_ERROR(check_state("initial_state", p, p.initial_state, in_place(p)));
   if (p.tail) {
     KDA_RETURN_IF_ERROR(check_tail(p, *p.tail));
@@ -354,7 +356,7 @@ Status check_gradients(const Problem& p, const Gradients& g) {
   KDA_RETURN_IF_ERROR(check_gradient({"dv", v_shape(p), 4, true}, g.dv));
   if (g.dg && is_a_head(p, *g.dg) && !has_head_gate(p))
     return invalid("dg: innermost stride is 0, but g has a gate a channel");
-  KDA_RETURN_IF_ERROR(check_gradient({"dg", g_shape(p), 4, true, false, true}, g.dg));
+  KDA_RETURN_IF_ERROR(check_gradient({"dg", g_shape(p), 4, true, false, "gate"}, g.dg));
   KDA_RETURN_IF_ERROR(check_gradient({"dbeta", beta_shape(p), 3, true, true}, g.dbeta));
   if (g.dA_log && !p.A_log) return invalid("dA_log: given, but the forward has no A_log");
   if (g.ddt_bias && !p.dt_bias) return invalid("ddt_bias: given, but the forward has no dt_bias");
@@ -362,7 +364,9 @@ Status check_gradients(const Problem& p, const Gradients& g) {
     return invalid("d_initial_state: given, but the forward has no initial_state");
   KDA_RETURN_IF_ERROR(check_parameter({"dA_log", {p.num_value_heads, 1, 1, 1}, 1, true}, g.dA_log));
   KDA_RETURN_IF_ERROR(
-      check_parameter({"ddt_bias", {p.num_value_heads, p.key_dim, 1, 1}, 2, true}, g.ddt_bias));
+      check_parameter({"ddt_bias", bias_shape(p), 2, true, false, "bias"}, g.ddt_bias));
+  if (g.ddt_bias && is_bias_a_head(p, *g.ddt_bias) && !has_head_bias(p))
+    return invalid("ddt_bias: innermost stride is 0, but dt_bias has a bias a channel");
   return check_state_gradient("d_initial_state", p, g.d_initial_state, true);
 }
 

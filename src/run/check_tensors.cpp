@@ -73,11 +73,7 @@ constexpr TensorRow kTensors[] = {
      }},
     {"dt_bias",
      [](P p, T t) {
-       return Entry{"",
-                    p.dt_bias ? &*p.dt_bias : nullptr,
-                    {p.num_value_heads, p.key_dim, 1, 1},
-                    t.dt_bias,
-                    false};
+       return Entry{"", p.dt_bias ? &*p.dt_bias : nullptr, bias_shape(p), t.dt_bias, false};
      }},
     {"initial_state",
      [](P p, T t) { return state_entry(p, p.initial_state, t.initial_state, in_place(p)); }},
@@ -256,7 +252,7 @@ class Checker {
     add("dg", g.dg, g_shape(p_), t.dg);
     add("dbeta", g.dbeta, beta_shape(p_), t.dbeta);
     add("dA_log", g.dA_log, {p_.num_value_heads, 1, 1, 1}, t.dA_log);
-    add("ddt_bias", g.ddt_bias, {p_.num_value_heads, p_.key_dim, 1, 1}, t.ddt_bias);
+    add("ddt_bias", g.ddt_bias, bias_shape(p_), t.ddt_bias);
     add("d_initial_state", g.d_initial_state, states, t.d_initial_state);
   }
 

@@ -115,6 +115,26 @@ TEST(CApi, OneGateAHeadAndTiledHeads) {
   EXPECT_STREQ(kda_last_error(), "head_map: value 2 is unknown");
 }
 
+TEST(CApi, OneBiasAHead) {
+  CCall call;
+  ASSERT_TRUE(call.inputs.problem.dt_bias);
+  test::keep_one_gate(&call.inputs);
+  test::keep_one_bias(&call.inputs);
+  kda_tensor &g = call.problem.g, &dt_bias = call.problem.dt_bias;
+  g.data = call.inputs.g.data();
+  dt_bias.data = call.inputs.dt_bias.data();
+  const int64_t strides[] = {133 * 4, 4, 1, 0};
+  std::copy(strides, strides + 4, g.strides);
+  std::copy(strides + 2, strides + 4, dt_bias.strides);
+  g.alignment = dt_bias.alignment = 0;
+  call.run();
+  const test::Result expected = test::run_inputs(call.inputs);
+  EXPECT_EQ(std::memcmp(call.o.data(), expected.outputs.o.data(), expected.outputs.o.size()), 0);
+  g.strides[3] = 1;
+  EXPECT_EQ(kda_validate(&call.problem), KDA_INVALID_ARGUMENT);
+  EXPECT_STREQ(kda_last_error(), "dt_bias: innermost stride is 0, but g has a gate a channel");
+}
+
 TEST(CApi, SegmentsAndStages) {
   CCall call;
   kda_plan_options options;

@@ -60,7 +60,10 @@ void vary_gates(const Options& options, int64_t index, Inputs* inputs) {
     const Shape shape = g_shape(p);
     p.g = contiguous(DType::kFloat32, {shape[0], shape[1], shape[2], shape[3]});
   }
-  if (random.chance(0.25) && p.key_dim > 1) test::keep_one_gate(inputs);
+  if (random.chance(0.25) && p.key_dim > 1) {
+    test::keep_one_gate(inputs);
+    if (p.dt_bias && index % 2 == 0) test::keep_one_bias(inputs);
+  }
   if (random.chance(0.1)) p.head_map = HeadMap::kTiled;
 }
 

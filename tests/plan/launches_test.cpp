@@ -229,26 +229,27 @@ class Launches : public ::testing::Test {
     Choices choices(7);
     for (int i = 0; i < 400; ++i) {
       const Case x = random_case(choices, capability_);
-      if (x.spans) {
-        run_spans(x, see);
-        continue;
-      }
-      Plan forward;
-      if (!make_plan(x.problem, x.cu_seqlens, x.device, x.options, &forward).ok() ||
-          forward.implementation.empty())
-        continue;  // a backend that was asked for declines it
-      Addresses at;
-      const Tensors tensors = tensors_of(x.problem, forward, at);
-      void* workspace = at.next();
-      see(x, "forward", forward,
-          launches_of([&] { return run(forward, tensors, workspace, forward.workspace_bytes); }));
-      BackwardPlan plan;
-      if (!make_backward_plan(forward, x.gradients, backward_options(x), &plan).ok()) continue;
-      const GradientTensors gradients = gradients_of(x.gradients, at);
-      see(x, "backward", plan.plan, launches_of([&] {
-            return backward(plan, tensors, gradients, workspace, plan.plan.workspace_bytes);
-          }));
+      x.spans ? run_spans(x, see) : run_whole(x, see);
     }
+  }
+
+  template <class See>
+  void run_whole(const Case& x, See&& see) const {
+    Plan forward;
+    if (!make_plan(x.problem, x.cu_seqlens, x.device, x.options, &forward).ok() ||
+        forward.implementation.empty())
+      return;  // a backend that was asked for declines it
+    Addresses at;
+    const Tensors tensors = tensors_of(x.problem, forward, at);
+    void* workspace = at.next();
+    see(x, "forward", forward,
+        launches_of([&] { return run(forward, tensors, workspace, forward.workspace_bytes); }));
+    BackwardPlan plan;
+    if (!make_backward_plan(forward, x.gradients, backward_options(x), &plan).ok()) return;
+    const GradientTensors gradients = gradients_of(x.gradients, at);
+    see(x, "backward", plan.plan, launches_of([&] {
+          return backward(plan, tensors, gradients, workspace, plan.plan.workspace_bytes);
+        }));
   }
 
  private:
@@ -333,6 +334,34 @@ TEST_F(Launches, AreThoseThatThePlanLists) {
     if (std::string(what).starts_with("second half")) launched.merge(earlier);
     EXPECT_EQ(listed, launched) << text_of(x) << "\n" << what << "\n" << plan.to_text(true);
   });
+}
+
+/// It is written out in front, and its gradient is added up behind, where kernels read a bias a
+/// channel.
+TEST_F(Launches, OfOneBiasAHeadAreThoseThatThePlanLists) {
+  Choices choices(13);
+  int expanded = 0, summed = 0;
+  for (int i = 0; i < 60; ++i) {
+    Case x = random_case(choices, capability_);
+    Problem& p = x.problem;
+    if (!p.A_log) continue;
+    p.g = head_gates(p.g.dtype, p.batch, p.num_tokens, p.num_value_heads);
+    p.dt_bias = head_bias(DType::kFloat32, p.num_value_heads);
+    if (x.gradients.dg) x.gradients.dg = p.g;
+    x.gradients.ddt_bias = p.dt_bias;
+    run_whole(x, [&](const Case&, const char* what, const Plan& plan,
+                     const std::vector<emulator::Launched>& launches) {
+      const auto listed =
+          names_of(plan.kernels, [](const KernelChoice& choice) { return choice.kernel; });
+      const auto launched =
+          names_of(launches, [](const emulator::Launched& launch) { return launch.kernel; });
+      EXPECT_EQ(listed, launched) << text_of(x) << "\n" << what << "\n" << plan.to_text(true);
+      expanded += static_cast<int>(launched.count("expand_bias"));
+      summed += static_cast<int>(launched.count("sum_bias"));
+    });
+  }
+  EXPECT_GT(expanded, 10);
+  EXPECT_GT(summed, 5);
 }
 
 /// A backend that serves callers who name it.

@@ -158,6 +158,9 @@ std::vector<BadCall> bad_calls() {
          [member = member](Call& c) { (c.wanted().*member)->strides[3] = 2; });
   plan("dg_of_a_gate_a_channel", "dg: innermost stride is 0, but g has a gate a channel",
        [](Call& c) { c.wanted().dg->strides[3] = 0; });
+  plan("ddt_bias_of_a_bias_a_channel",
+       "ddt_bias: innermost stride is 0, but dt_bias has a bias a channel",
+       [](Call& c) { c.wanted().ddt_bias->strides[1] = 0; });
   plan("nothing_comes_in", "d_o, d_final_state: both are absent",
        [](Call& c) { c.wanted().d_o = c.wanted().d_final_state = std::nullopt; });
   plan("nothing_is_wanted", "gradients: none is wanted", [](Call& c) {

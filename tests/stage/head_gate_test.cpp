@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
@@ -178,12 +179,95 @@ TEST(HeadGate, MayBeAColumnOfAProjection) {
   EXPECT_TRUE(test::same_bits(test::run_inputs(inputs).outputs.o, dense.outputs.o));
 }
 
+/// One bias a head, and the same bias in every channel.
+struct Biases {
+  Inputs one, each;
+};
+Biases one_bias_a_head(const Sizes& s) {
+  Inputs each = one_gate_a_head(s), one = each;
+  test::keep_one_bias(&one);
+  for (int64_t head = 0; head < s.HV; ++head)
+    std::fill_n(each.dt_bias.as<float>() + head * s.K, s.K, one.dt_bias.as<float>()[head]);
+  return {one, each};
+}
+
+/// Sizes with a bias, of vectors and not.
+std::vector<Sizes> sizes_with_bias() {
+  std::vector<Sizes> all = many_sizes({7, 64, 128});
+  std::erase_if(all, [](const Sizes& s) { return s.regime == Regime::kLog; });
+  return all;
+}
+
+TEST(HeadBias, HasTheBitsOfBiasesWrittenOut) {
+  for (const Sizes& s : sizes_with_bias()) {
+    auto [one, each] = one_bias_a_head(s);
+    for (const bool strided : {false, true}) {
+      if (strided) test::restride(&one, 1), test::restride(&each, 1);
+      for (const std::string& backend :
+           test::names_that_serve_all(registry::heads(Operation::kForward))) {
+        const PlanOptions plan = test::with_backend(backend);
+        const test::Result a = test::run_inputs(one, {.plan = plan});
+        const test::Result b = test::run_inputs(each, {.plan = plan});
+        EXPECT_TRUE(test::same_bits(a.outputs.o, b.outputs.o)) << backend << " " << s.K;
+        EXPECT_TRUE(test::same_bits(a.outputs.final_state, b.outputs.final_state)) << backend;
+      }
+    }
+  }
+}
+
+/// With the oracle's gradients, and equal to those of biases written out but for the bias: there it
+/// is the sum over channels, or channel by channel as well.
+void expect_bias_gradients(const Sizes& s, const std::vector<std::string>& backends,
+                           DType d_o = DType::kFloat32) {
+  const auto [one, each] = one_bias_a_head(s);
+  for (const std::string& backend : backends) {
+    check::GradientBuffers sums = check::make_gradients(one, {.d_o_dtype = d_o});
+    check::GradientBuffers expected = check::make_gradients(each, {.d_o_dtype = d_o});
+    ASSERT_EQ(sums.ddt_bias.size(), static_cast<std::size_t>(s.HV) * 4);
+    check::GradientBuffers by_channel = expected;
+    test::run_backward(one, &sums, {.backend = backend});
+    test::run_backward(one, &by_channel, {.backend = backend});
+    test::run_backward(each, &expected, {.backend = backend});
+    EXPECT_TRUE(test::same_bits(by_channel.ddt_bias, expected.ddt_bias)) << backend;
+    const std::pair<const io::Buffer*, const io::Buffer*> same[] = {
+        {&sums.dq, &expected.dq}, {&sums.dg, &expected.dg}, {&sums.dA_log, &expected.dA_log}};
+    for (const auto& [a, b] : same) EXPECT_TRUE(test::same_bits(*a, *b)) << backend << " " << s.K;
+    for (int64_t head = 0; head < s.HV; ++head) {
+      double sum = 0, magnitude = 0;
+      for (int64_t d = 0; d < s.K; ++d) {
+        const double x = load_double(expected.ddt_bias.data(), DType::kFloat32, head * s.K + d);
+        sum += x, magnitude += std::fabs(x);
+      }
+      EXPECT_NEAR(sums.ddt_bias.as<float>()[head], sum, 1e-6 * magnitude) << backend << " " << s.K;
+    }
+  }
+}
+
+TEST(HeadBias, GradientIsTheSumOverChannels) {
+  std::vector<std::string> names = test::backward_backends();
+  names.emplace_back("oracle");
+  for (const Sizes& s : sizes_with_bias()) expect_bias_gradients(s, names);
+}
+
+TEST(HeadBias, GradientIsWithinTheOracles) {
+  Sizes s;
+  s.regime = Regime::kSoftplus;
+  const Inputs inputs = one_bias_a_head(s).one;
+  check::GradientBuffers buffers = check::make_gradients(inputs);
+  test::run_backward(inputs, &buffers, {});
+  const check::GradientComparison comparison = check::compare_gradients(inputs, buffers, {});
+  const check::HeadError* worst = comparison.worst("ddt_bias");
+  ASSERT_NE(worst, nullptr);
+  EXPECT_LE(worst->error, worst->tolerance);
+}
+
 struct Decoded {
   io::Buffer pool, o;
 };
 
+/// `drafts`: the states behind all tokens go to a buffer of their own, which is returned.
 Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout, DType state,
-                        const std::string& backend) {
+                        const std::string& backend, bool drafts = false) {
   Problem p = inputs.problem;
   p.operation = Operation::kDecode;
   p.batch = p.num_sequences = p.num_tokens / tokens;
@@ -197,6 +281,12 @@ Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout
   const Shape shape = state_shape(p, pool);
   pool.tensor = contiguous(state, {shape[0], shape[1], shape[2], shape[3]});
   p.initial_state = pool;
+  std::vector<int32_t> slots(static_cast<std::size_t>(drafts ? p.batch * tokens : 0));
+  std::iota(slots.begin(), slots.end(), 0);
+  if (drafts) {
+    p.state_index_columns = tokens;
+    p.final_state = StateDesc{pool.tensor, p.batch * tokens, true};
+  }
   check::Outputs outputs = check::make_outputs(&p, DType::kFloat32);
   const int64_t elems = shape[0] * shape[1] * shape[2] * shape[3];
   Decoded result;
@@ -210,8 +300,10 @@ Decoded decode_in_place(const Inputs& inputs, int64_t tokens, StateLayout layout
   Tensors tensors = inputs.tensors();
   outputs.attach(&tensors);
   tensors.initial_state = result.pool.data();
+  tensors.final_state_indices = drafts ? slots.data() : nullptr;
   throw_if_error(check::run_and_wait(plan, tensors, workspace.data(), workspace.size()));
   result.o = outputs.o;
+  if (drafts) result.pool = outputs.final_state;
   return result;
 }
 
@@ -238,6 +330,26 @@ TEST(HeadGate, DecodeHasTheBitsOfGatesWrittenOut) {
             EXPECT_TRUE(test::same_bits(one.pool, each.pool)) << backend << " " << K;
           }
       }
+}
+
+TEST(HeadBias, DecodeHasTheBitsOfBiasesWrittenOut) {
+  for (Sizes s : sizes_with_bias()) {
+    s.V = s.K;
+    s.lengths = {6};
+    const auto [one, each] = one_bias_a_head(s);
+    for (const std::string& backend :
+         test::names_that_serve_all(registry::heads(Operation::kDecode))) {
+      for (const bool drafts : {false, true}) {
+        const auto decode = [&, &backend = backend](const Inputs& inputs) {
+          return decode_in_place(inputs, drafts ? 2 : 1, StateLayout::kVK, DType::kFloat32, backend,
+                                 drafts);
+        };
+        const Decoded a = decode(one), b = decode(each);
+        EXPECT_TRUE(test::same_bits(a.o, b.o)) << backend << " " << s.K << drafts;
+        EXPECT_TRUE(test::same_bits(a.pool, b.pool)) << backend << " " << s.K << drafts;
+      }
+    }
+  }
 }
 
 /// Value heads of `inputs`, tiled over the q/k heads, in the order in which they are grouped.
@@ -529,6 +641,22 @@ TEST_F(HeadGateOnTensorCores, GradientsAreWithinTheOracles) {
             << name << " " << check::regime_name(regime) << head_map_name(map);
       }
     }
+}
+
+/// Kernels of stages read a bias a channel: a launch in front writes it out, one behind adds up.
+TEST_F(HeadGateOnTensorCores, OneBiasAHead) {
+  Sizes s;
+  s.lengths = {5, 130};
+  s.dtype = DType::kBFloat16;
+  s.regime = Regime::kTrained;
+  const auto [one, each] = one_bias_a_head(s);
+  for (const bool segments : {false, true}) {
+    PlanOptions plan = segments ? test::fixed_segments(2) : PlanOptions{};
+    plan.backend = kStaged;
+    EXPECT_TRUE(test::same_bits(test::run_inputs(one, {.plan = plan}).outputs.o,
+                                test::run_inputs(each, {.plan = plan}).outputs.o));
+  }
+  expect_bias_gradients(s, {kStaged}, DType::kBFloat16);
 }
 
 /// Gates in fp32; dq and dk in fp32, which Hopper's own chunk_grad leaves to the kernel of all

@@ -137,6 +137,17 @@ void keep_one_gate(check::Inputs* inputs) {
   p.g = head_gates(p.g.dtype, shape[0], shape[1], shape[2]);
 }
 
+void keep_one_bias(check::Inputs* inputs) {
+  Problem& p = inputs->problem;
+  const auto HV = static_cast<std::size_t>(p.num_value_heads);
+  io::Buffer biases(HV * sizeof(float));
+  for (std::size_t head = 0; head < HV; ++head)
+    biases.as<float>()[head] =
+        inputs->dt_bias.as<float>()[head * static_cast<std::size_t>(p.key_dim)];
+  inputs->dt_bias = std::move(biases);
+  p.dt_bias = head_bias(DType::kFloat32, p.num_value_heads);
+}
+
 check::Inputs with_gates_expanded(const check::Inputs& inputs) {
   check::Inputs expanded = inputs;
   Problem& p = expanded.problem;
@@ -163,9 +174,12 @@ void restride(check::Inputs* inputs, int64_t unit) {
   else
     pad_tensor(&inputs->g, &p.g, g_shape(p), unit);
   inputs->beta = spread_tensor(inputs->beta, &p.beta, beta, spread);
-  if (p.dt_bias)
-    inputs->dt_bias = spread_tensor(inputs->dt_bias, &*p.dt_bias,
-                                    {p.num_value_heads, p.key_dim, 1, 1}, {p.key_dim + 9, 1, 0, 0});
+  if (has_head_bias(p))
+    inputs->dt_bias =
+        spread_tensor(inputs->dt_bias, &*p.dt_bias, {p.num_value_heads, 1, 1, 1}, {3, 0, 0, 0});
+  else if (p.dt_bias)
+    inputs->dt_bias =
+        spread_tensor(inputs->dt_bias, &*p.dt_bias, bias_shape(p), {p.key_dim + 9, 1, 0, 0});
   if (p.initial_state) {
     const Shape shape = state_shape(p, *p.initial_state);
     const int64_t row = shape[3] + 2, head = shape[2] * row + 6;

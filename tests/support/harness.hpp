@@ -75,6 +75,8 @@ void restride(check::Inputs* inputs, int64_t unit = 1);
 
 /// One gate a head, that of channel 0, as [B, T, HV] in memory.
 void keep_one_gate(check::Inputs* inputs);
+/// One bias a head beside it, that of channel 0, as [HV] in memory.
+void keep_one_bias(check::Inputs* inputs);
 /// The same gates written out for every channel.
 check::Inputs with_gates_expanded(const check::Inputs& inputs);
 

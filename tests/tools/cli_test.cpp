@@ -112,6 +112,56 @@ TEST_F(Cli, BackwardOfAFile) {
   EXPECT_NE(kda("check x.safetensors --backward").out.find("ddt_bias"), std::string::npos);
 }
 
+/// A file has g [B, T, HV], and says which q/k head a value head reads.
+TEST_F(Cli, OneGateAHead) {
+  const std::string sizes = "--tokens 70 --heads 2 --value-heads 4 --key-dim 16 --value-dim 8 ";
+  gen(sizes + "--head-gates --head-map tiled --dtype fp32 --gradients --regime softplus");
+  const io::SafetensorsFile file = io::read_safetensors(path("x.safetensors"));
+  const std::vector<int64_t> a_head = {1, 70, 4};
+  EXPECT_EQ(file.tensors.at("g").shape, a_head);
+  EXPECT_EQ(file.tensors.count("dt_bias"), 0u);
+  EXPECT_EQ(file.metadata.at("head_map"), "tiled");
+  EXPECT_EQ(kda("check x.safetensors").exit_code, 0);
+  EXPECT_EQ(kda("check x.safetensors --backward").exit_code, 0);
+  ASSERT_EQ(kda("run x.safetensors --backward -o dx.safetensors").exit_code, 0);
+  EXPECT_EQ(io::read_safetensors(path("dx.safetensors")).tensors.at("dg").shape, a_head);
+  const auto output = [&](const std::string& flags) {
+    const Ran ran = kda("run -o y.safetensors " + flags);
+    EXPECT_EQ(ran.exit_code, 0) << flags << ran.err;
+    return io::read_safetensors(path("y.safetensors")).tensors.at("o").data;
+  };
+  const io::Buffer tiled = output("x.safetensors");
+  EXPECT_FALSE(test::same_bits(tiled, output("x.safetensors --head-map grouped")));
+  check::Inputs inputs = check::inputs_from_file(file);
+  EXPECT_EQ(inputs.problem.head_map, HeadMap::kTiled);
+  io::write_safetensors(path("each.safetensors"),
+                        check::file_from_inputs(test::with_gates_expanded(inputs)));
+  EXPECT_TRUE(test::same_bits(tiled, output("each.safetensors")));
+  EXPECT_TRUE(test::same_bits(tiled, output("each.safetensors --head-gates")));
+
+  inputs.problem.dt_bias = head_bias(DType::kFloat32, 4);
+  inputs.dt_bias = io::Buffer(4 * sizeof(float));
+  for (int head = 0; head < 4; ++head)
+    inputs.dt_bias.as<float>()[head] = 0.5f * static_cast<float>(head);
+  const check::GradientBuffers gradients = check::make_gradients(inputs);
+  io::SafetensorsFile biased = check::file_from_inputs(inputs);
+  EXPECT_EQ(biased.tensors.at("dt_bias").shape, (std::vector<int64_t>{4}));
+  check::add_gradients_to_file(inputs.problem, gradients, &biased);
+  io::write_safetensors(path("b.safetensors"), biased);
+  EXPECT_EQ(kda("check b.safetensors --backward").exit_code, 0);
+  ASSERT_EQ(kda("run b.safetensors --backward -o dx.safetensors").exit_code, 0);
+  EXPECT_EQ(io::read_safetensors(path("dx.safetensors")).tensors.at("ddt_bias").shape,
+            (std::vector<int64_t>{4}));
+}
+
+TEST_F(Cli, OneGateAHeadNeedsEqualChannels) {
+  gen("--tokens 3 --heads 1 --value-heads 2 --key-dim 8 --value-dim 8");
+  const Ran ran = kda("run x.safetensors -o y.safetensors --head-gates");
+  EXPECT_EQ(ran.exit_code, 2);
+  expect_has(ran.err, "g: --head-gates needs channels that are equal, those of [0, 0, 0] are ");
+  EXPECT_FALSE(fs::exists(path("y.safetensors")));
+}
+
 TEST_F(Cli, PlansAndTimesOfABackward) {
   const std::string plan = "plan --heads 4 --seq-lens 8192 --device cpu --backward --explain";
   const Ran states = kda(plan);
@@ -343,6 +393,7 @@ TEST_F(Cli, PlanTakesTheFlagsOfRun) {
   EXPECT_EQ(cut["segments"].size(), 2U);
   EXPECT_EQ(cut["context_parallel"]["early_exit"], true);
   EXPECT_EQ(cut["resolved"]["segment_method"], "scan_merge_forward");
+  EXPECT_EQ(plan("--head-map tiled")["problem"]["head_map"], "tiled");
   EXPECT_EQ(kda("plan --heads 8 --seq-lens 8 --backend gdn").exit_code, 3);
   EXPECT_EQ(plan("--intra-form token")["resolved"]["intra_form"], "token");
   EXPECT_EQ(plan("--device cpu --backend oracle")["implementation"], "cpu.oracle");

@@ -106,8 +106,9 @@ class Options : public test::TemporaryFolder {
   void SetUp() override {
     streams_ = folder_.string() + "_streams";
     fs::create_directories(streams_);
+    // With one gate a head: --head-gates is good for every command.
     ASSERT_EQ(kda({"gen", "-o", "x.safetensors", "--tokens", "5", "--key-dim", "8", "--value-dim",
-                   "8", "--gradients"})
+                   "8", "--gradients", "--head-gates"})
                   .exit_code,
               0);
     app_ = make_app(exit_code_);

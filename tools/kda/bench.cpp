@@ -49,6 +49,7 @@ struct BenchCommand {
   int64_t group_size = 0;
   int64_t milliseconds = 0;  ///< 0: not given
   bool head_gates = false;
+  std::string head_map;
   bool tail = false;
   ScheduleFlags schedule;
 
@@ -120,7 +121,8 @@ struct BenchCommand {
     } catch (const Error& error) {
       throw Error(invalid(where, error.what()));
     }
-    options.head_gates = head_gates;
+    options.head_gates |= head_gates;
+    if (!head_map.empty()) options.head_map = check::parse_head_map(head_map);
     if (group_size > 0) options.num_value_heads = options.num_heads * group_size;
     if (options.num_value_heads > kMaxHeads)
       throw Error(invalid(where, "--group-size: ", group_size, " makes more than ", kMaxHeads,
@@ -183,7 +185,8 @@ void add_bench(CLI::App& app, const std::string& command) {
   add_values(*sub, "--case", "FLAGS", add_case, "One case as flags of kda gen; may be repeated")
       ->excludes(set);
   add_switch(*sub, "--head-gates", &c->head_gates,
-             "One gate a head in fp32, without dt_bias (Gated DeltaNet)");
+             "In every case one gate a head in fp32, without dt_bias (Gated DeltaNet)");
+  add_head_map(*sub, &c->head_map);
   add_whole<int64_t>(*sub, "--group-size", &c->group_size, 1, 64,
                      "Value heads a q/k head, in every case");
   add_whole<int64_t>(*sub, "--milliseconds", &c->milliseconds, 1, 600'000,

@@ -186,6 +186,9 @@ void OperationFlags::add_to(CLI::App& command) {
   add_switch(command, "--no-qk-l2norm", &no_qk_l2norm, "Do not normalise q and k")->excludes(norm);
   add_real(command, "--scale", &scale, /*negative=*/false, "Of the outputs (default K^-1/2)");
   add_choice(command, "--state-layout", &state_layout, {"kv", "vk"}, "Memory order of states");
+  add_switch(command, "--head-gates", &head_gates,
+             "One gate a head (Gated DeltaNet); a g [B, T, HV, K] has equal channels");
+  add_head_map(command, &head_map);
   add_choice(command, "--out-dtype", &out_dtype, kFloatTypes,
              "Type of o (default that of v), or of gradients (default each that of its input)");
 }
@@ -196,6 +199,8 @@ check::Overrides OperationFlags::overrides() const {
   if (given("--gate")) overrides.gate = gate;
   if (given("--beta")) overrides.beta = beta;
   if (given("--state-layout")) overrides.state_layout = state_layout;
+  if (given("--head-map")) overrides.head_map = head_map;
+  overrides.head_gates = head_gates;
   if (given("--lower-bound")) overrides.lower_bound = lower_bound;
   if (given("--scale")) overrides.scale = scale;
   if (given("--qk-l2norm")) overrides.qk_l2norm = qk_l2norm;
@@ -253,6 +258,9 @@ void GenerateFlags::add_to(CLI::App& command) {
   add_whole<uint64_t>(command, "--seed", &options.seed, 0, UINT64_MAX, "Of the random numbers")
       ->default_str(cat(options.seed));
   add_switch(command, "--initial-state", &options.initial_state, "Add a random initial state");
+  add_switch(command, "--head-gates", &options.head_gates,
+             "One gate a head, no dt_bias: g [B, T, HV] in fp32 (fp64 as --dtype; Gated DeltaNet)");
+  add_head_map(command, &head_map)->default_str(head_map);
 }
 
 check::GenerateOptions GenerateFlags::resolve() const {
@@ -267,6 +275,7 @@ check::GenerateOptions GenerateFlags::resolve() const {
   check_multiple("--value-heads", resolved.num_value_heads, resolved.num_heads);
   resolved.dtype = check::parse_dtype(dtype);
   resolved.regime = check::parse_regime(regime);
+  resolved.head_map = check::parse_head_map(head_map);
   return resolved;
 }
 
@@ -277,6 +286,11 @@ CLI::Option* add_heads(CLI::App& command, int64_t* target) {
 CLI::Option* add_value_heads(CLI::App& command, int64_t* target) {
   return add_whole<int64_t>(command, "--value-heads", target, 1, kMaxHeads,
                             "Value heads HV, a multiple of H (default H)");
+}
+
+CLI::Option* add_head_map(CLI::App& command, std::string* target) {
+  return add_choice(command, "--head-map", target, {"grouped", "tiled"},
+                    "The q/k head of value head j: j / (HV / H), or j mod H");
 }
 
 CLI::Option* add_head_dim(CLI::App& command, const char* name, const char* symbol,

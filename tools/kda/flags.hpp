@@ -35,6 +35,7 @@ CLI::Option* add_seq_lens(CLI::App& command, std::vector<int64_t>* target);
 CLI::Option* add_threads(CLI::App& command, int32_t* target);
 CLI::Option* add_heads(CLI::App& command, int64_t* target);
 CLI::Option* add_value_heads(CLI::App& command, int64_t* target);
+CLI::Option* add_head_map(CLI::App& command, std::string* target);
 CLI::Option* add_head_dim(CLI::App& command, const char* name, const char* symbol, int64_t* target);
 
 /// Throws kda::Error, which names `name`, unless value heads are a multiple of heads.
@@ -62,9 +63,9 @@ struct ScheduleFlags {
 
 /// Options of the operation: what `kda run` overrides in a file, and `kda plan` asks for.
 struct OperationFlags {
-  std::string gate, beta, state_layout, out_dtype;
+  std::string gate, beta, state_layout, out_dtype, head_map;
   double lower_bound = 0, scale = 0;
-  bool qk_l2norm = false, no_qk_l2norm = false;
+  bool qk_l2norm = false, no_qk_l2norm = false, head_gates = false;
 
   void add_to(CLI::App& command);
   check::Overrides overrides() const;  ///< those that were given
@@ -88,7 +89,7 @@ struct RunFlags {
 
 /// Flags of `kda gen`, also the format of bench/cases/*.txt.
 struct GenerateFlags {
-  std::string dtype = "bf16", regime = "trained";
+  std::string dtype = "bf16", regime = "trained", head_map = "grouped";
   check::GenerateOptions options;
 
   void add_to(CLI::App& command);

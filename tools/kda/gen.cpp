@@ -34,6 +34,7 @@ everywhere.
 Examples:
   kda gen -o x.safetensors --tokens 4096 --heads 4 --regime trained --seed 1
   kda gen -o x.safetensors --seq-lens 1300,547,10x1K --heads 8 --value-heads 16 --dtype fp32
+  kda gen -o x.safetensors --tokens 4096 --heads 2 --value-heads 4 --head-gates --head-map tiled
   kda gen -o - --tokens 100 | kda check -)"));
   sub->callback([state] {
     const check::GenerateOptions options = state->flags.resolve();

@@ -25,7 +25,7 @@ struct PlanCommand {
   OperationFlags operation;
   ScheduleFlags schedule;
   std::string keep = "states";
-  bool explain = false, json = false, backward = false, bounds = false, one_gate_a_head = false;
+  bool explain = false, json = false, backward = false, bounds = false;
 
   /// A packed forward of dense tensors. Gates and beta come as logits, unless gates are log decays;
   /// q and k are normalised unless that is turned off.
@@ -51,7 +51,8 @@ struct PlanCommand {
     p.q = p.k = contiguous(type, {1, T, num_heads, key_dim});
     p.v = contiguous(type, {1, T, HV, value_dim});
     const DType gates = gate_dtype.empty() ? type : check::parse_dtype(gate_dtype);
-    p.g = one_gate_a_head ? head_gates(gates, 1, T, HV) : contiguous(gates, {1, T, HV, key_dim});
+    p.g =
+        operation.head_gates ? head_gates(gates, 1, T, HV) : contiguous(gates, {1, T, HV, key_dim});
     p.beta = contiguous(type, {1, T, HV});
     p.o = contiguous(operation.output_dtype(p), {1, T, HV, value_dim});
     if (tail > 0) {
@@ -140,7 +141,6 @@ void add_plan(CLI::App& app) {
   add_choice(*sub, "--device", &c->device, {"cuda", "cpu"}, "Plan for a GPU or for this CPU")
       ->default_str(c->device);
   add_choice(*sub, "--dtype", &c->dtype, kFloatTypes, "Of q, k, v, g, beta")->default_str(c->dtype);
-  add_switch(*sub, "--head-gates", &c->one_gate_a_head, "One gate a head (Gated DeltaNet)");
   add_choice(*sub, "--gate-dtype", &c->gate_dtype, kFloatTypes, "Of g (default that of q)");
   c->operation.add_to(*sub);
   c->schedule.add_options_to(*sub);
@@ -162,7 +162,8 @@ void add_plan(CLI::App& app) {
   kda plan --heads 8 --seq-lens 65536 --sms 132 --explain
   kda plan --heads 4 --seq-lens 128K,10x1K --sms 152 --context-parallel cula --json
   kda plan --heads 8 --seq-lens 32K,1K --bounds --explain
-  kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32)");
+  kda plan --heads 16 --seq-lens 8192 --backend staged --gate softplus --gate-dtype fp32
+  kda plan --heads 16 --value-heads 32 --seq-lens 8192 --head-gates --head-map tiled --explain)");
   sub->callback([c, sub] {
     if (c->backward && sub->count("--device") == 0) c->device = "cpu";
     if (c->device == "cuda" && sub->count("--keep") == 0) c->keep = "nothing";

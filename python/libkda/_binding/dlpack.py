@@ -35,6 +35,10 @@ def is_numpy_bfloat16(array):
         array.dtype.name == "bfloat16"
 
 
+# Dimensions of what has one element a head in place of K.
+_A_HEAD = dict(g=3, dg=3, dt_bias=1, ddt_bias=1)
+
+
 class View:
     """An array's memory; holds the array while it lives. `types`: those that it may have, by name; None: any."""
 
@@ -86,7 +90,7 @@ class View:
         for i, (n, stride, step) in enumerate(zip(self.shape, self.strides, self._row_major())):
             target.strides[i] = stride if n > 1 else max(step, 1)  # some libraries have 0 there
         size = 4 if self.dtype == FP32 else 2
-        whole_rows = len(shape) == 4 or self.name not in ("g", "dg")  # gates a head are read one by one
+        whole_rows = len(shape) != _A_HEAD.get(self.name)  # those are read one by one
         steps = [self.data, *(s * size for s in (self.strides[:-1] if whole_rows else self.strides))]
         target.alignment = max(size, min(16, *(step & -step or 16 for step in steps)))
 

@@ -24,7 +24,8 @@ LAST_SLOT = 2**31 - 1
 
 class Rule(NamedTuple):
     types: tuple[str, ...]
-    shape: str  # names of sizes: one that is known must be met. "*": as many elements, in any shape. "..": any before
+    shape: str  # names of sizes: one that is known must be met. "*": as many elements, in any shape. "..": any before.
+    # In "HV K|HV" of dt_bias the second form is that beside one gate a head.
     where: str = "q"  # device: that of q, "host", or "either"
     written: bool = False
     required: bool = False
@@ -44,11 +45,11 @@ def _output(types, shape="B T HV V"):
 
 
 _SEQUENCES = dict(cu_seqlens=Rule(LENGTHS, "N+1", "either"), cu_seqlens_cpu=Rule(LENGTHS, "N+1", "host"))
-_GATE = dict(A_log=Rule(FLOATS, "*HV"), dt_bias=Rule(FLOATS, "*HV K"))
+_GATE = dict(A_log=Rule(FLOATS, "*HV"), dt_bias=Rule(FLOATS, "*HV K|HV"))
 _MASK = dict(has_state=Rule(MASKS, "N"))
 _INPUTS = _inputs(FLOATS)
 _PLAIN = dict(_inputs(FLOATS, "B T HV K"), initial_state=Rule(FLOATS, "B HV K V"))
-_KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K"),
+_KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt_bias=Rule(PARAMETERS, "*HV K|HV"),
                cu_seqlens=Rule(LENGTHS, "N+1"), cu_seqlens_cpu=_SEQUENCES["cu_seqlens_cpu"], **_MASK)
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
 _POOL = dict(_INPUTS, **_SEQUENCES, **_GATE,
@@ -63,7 +64,7 @@ _JAX = dict(_inputs(ROWS), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS
 _GRADIENTS = dict(
     d_o=Rule(ROWS, "B T HV V"), d_final_state=Rule(STATES, "N HV K V"),
     **{f"d{name}": _output(ROWS, rule.shape) for name, rule in _inputs(ROWS, "B T HV K").items()},
-    dA_log=_output(PARAMETERS, "HV"), ddt_bias=_output(PARAMETERS, "HV K"),
+    dA_log=_output(PARAMETERS, "HV"), ddt_bias=_output(PARAMETERS, "HV K|HV"),
     d_initial_state=_output(STATES, "N HV K V"))
 
 # By function; the order is that of the checks. K and V of a state change places with the v-first layout.
@@ -131,7 +132,7 @@ RULES = {
     "jax.decode": dict(_JAX, state=Rule(STATES, "N HV K V", required=True), has_state=Rule(("bool",), "N")),
     "jax.pool": dict(_JAX, state=Rule(STATES, "slots HV K V", required=True), has_state=Rule(("bool",), "N"),
                      indices=Rule(("int32",), "N", required=True)),
-    "arrays": dict(_inputs(ROWS, "B T HV K"), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K"),
+    "arrays": dict(_inputs(ROWS, "B T HV K"), A_log=Rule(PARAMETERS, "HV"), dt_bias=Rule(PARAMETERS, "HV K|HV"),
                    initial_state=Rule(STATES, "N HV K V"), final_state=_output(STATES, "N HV K V"),
                    state=Rule(STATES, "slots HV K V", written=True), indices=Rule(("int32",), "N"), o=_output(ROWS),
                    **_MASK, **_GRADIENTS),
@@ -200,7 +201,7 @@ class Sizes(dict):
 
     def __init__(self):
         super().__init__()
-        self.sources, self._name = {}, ""
+        self.sources, self._name, self._one_gate = {}, "", False
 
     def default_n(self):
         """Without cu_seqlens every row of the batch is a sequence."""
@@ -214,12 +215,14 @@ class Sizes(dict):
                 raise FlaError(f"q and k must have the same shape, got q={expected} vs k={list(shape)}")
         self._name = name
         if rule.shape.startswith("*"):
-            return self._expect_elements(name, rule.shape[1:].split(), shape)
+            forms = rule.shape[1:].split("|")
+            return self._expect_elements(name, forms[-1 if self._one_gate else 0].split(), shape, forms[0].split())
         forms = [form.split() for form in rule.shape.split("|")]
         for form in forms:
             if form[0] == ".." and len(shape) >= len(form) - 1:
                 form, shape = form[1:], shape[len(shape) - len(form) + 1:]
             if len(form) == len(shape) and all(self._meet(size, n) for size, n in zip(form, shape)):
+                self._one_gate |= name == "g" and form[-1] == "HV"
                 return None
         if name == "initial_state" and forms[0][0] == "N" and len(shape) == len(forms[0]) == 4:
             if list(shape[1:]) == [self[size] for size in forms[0][1:]]:
@@ -254,16 +257,21 @@ class Sizes(dict):
         values = [self.get(size, size) if size != "N+1" else self["N"] + 1 if "N" in self else size for size in form]
         return "" if values == form else f"=[{', '.join(map(str, values))}]"
 
-    def _expect_elements(self, name, form, shape):
-        count = 1
-        for size in form:
-            count *= self[size]
+    def _expect_elements(self, name, form, shape, other):
+        """Those of `form`, or of the `other` one."""
         given = 1
         for size in shape:
             given *= size
-        if given != count:
+        count = self._elements(form)
+        if given not in (count, self._elements(other)):
             raise FlaError(f"{name} must have {' * '.join(form)} = {count} elements, "
                            f"got {list(shape)}{self._said_by(*form)}")
+
+    def _elements(self, form):
+        count = 1  # torch.compile traces no generator here
+        for size in form:
+            count *= self[size]
+        return count
 
 
 def check_heads(sizes):

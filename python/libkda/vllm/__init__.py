@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA of vLLM's models on libkda's kernels: LIBKDA_VLLM=1 in the environment is all.
+"""KDA and Gated DeltaNet of vLLM's models on libkda's kernels: LIBKDA_VLLM=1 in the environment is all.
 
 vLLM calls register() in each of its processes, as an entry point of its general plugins. Kimi-Linear, Kimi-K3,
-GLM-5-Next and Ling look their kernels up in modules of vLLM; functions of the same signatures take their places there,
-now or when vLLM loads the module. A call that libkda refuses goes on to vLLM's own function; last_path() says who
-served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets libkda's short convolution too.
+GLM-5-Next, Ling, Qwen3-Next, Qwen3.5 and OLMo-Hybrid look their kernels up in modules of vLLM; functions of the same
+signatures take their places there, now or when vLLM loads the module. A call that libkda refuses goes on to vLLM's own
+function; last_path() says who served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets
+libkda's short convolution too.
+
+Prompts of Gated DeltaNet on a GPU stay with vLLM's kernels unless LIBKDA_VLLM_GDN_PREFILL=1 asks for libkda's; so do
+drafts whose kernel has the norm inside. vLLM's CPU backend has kernels of its own for bf16 rows.
 
 States stay in vLLM's pool: what gather_initial_states returns is a promise, and prefill reads and writes the slots.
 Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched. RecoverSSM's records of a step
@@ -303,6 +307,56 @@ def _fold_records(context, kept, source, starts, align):
                        parents=chain, **_RAW)
 
 
+# ---- Gated DeltaNet: Qwen3-Next, Qwen3.5, OLMo-Hybrid ----------------------------------------------------------------
+
+def gdn_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out, ssm_state_indices,
+                      use_qk_l2norm_in_kernel=False):
+    HV, V, K = initial_state.shape[1:]
+    keys = (mixed_qkv.shape[1] - HV * V) // 2
+    q, k, v = (x.unflatten(1, (-1, size))[:, None]
+               for x, size in zip(mixed_qkv.split([keys, keys, HV * V], dim=-1), (K, K, V)))
+    serving.decode(q, k, v, a[:, None], b[:, None], initial_state, ssm_state_indices, **ENGINE_SLOTS, out=out,
+                   A_log=A_log, dt_bias=dt_bias, scale=scale,
+                   **_RAW | dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel))
+    return out, initial_state
+
+
+def gdn_update(A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=None, initial_state=None,
+               inplace_final_state=True, cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
+               use_qk_l2norm_in_kernel=False, is_kda=False):
+    if is_kda or beta != 1 or not inplace_final_state or cu_seqlens is None or ssm_state_indices is None:
+        raise NotImplementedError("another gate than Gated DeltaNet's, or states that are not in a pool")
+    return _on_the_pool(q, k, v, a[None], b[None], initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
+                        A_log=A_log, dt_bias=dt_bias, scale=scale,
+                        **_RAW | dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel))
+
+
+def gdn_fused_recurrent(q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True,
+                        cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
+                        use_qk_l2norm_in_kernel=False):
+    return ling_fused_recurrent_kda(q, k, v, g, beta, scale, initial_state, inplace_final_state,
+                                    use_qk_l2norm_in_kernel, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+
+
+def gdn_chunk(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+              chunk_indices=None, chunk_offsets=None, use_qk_l2norm_in_kernel=False, core_attn_out=None):
+    if core_attn_out is not None:
+        raise NotImplementedError("an output of the caller's")
+    if q.is_cuda and not switch("LIBKDA_VLLM_GDN_PREFILL", False):
+        raise NotImplementedError("not measured against vLLM's own kernels; LIBKDA_VLLM_GDN_PREFILL=1 asks for it")
+    return _prefill(q, k, v, g, beta, initial_state, None, cu_seqlens, scale=scale,
+                    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+
+
+def gdn_flashinfer_chunk(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None,
+                         use_qk_l2norm_in_kernel=True, state_checkpoints=None, checkpoint_cu_starts=None,
+                         checkpoint_every_n_tokens=0, use_cp="auto"):
+    if state_checkpoints is not None:
+        raise NotImplementedError("checkpoints")
+    return gdn_chunk(q, k, v, g, beta, None, initial_state, output_final_state, cu_seqlens,
+                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+
 # ---- GLM-5-Next ------------------------------------------------------------------------------------------------------
 
 def glm_chunk_kda_with_fused_gate(q, k, v, raw_g, beta, A_log, g_bias, scale=None, initial_state=None,
@@ -432,6 +486,9 @@ _plugin.enabled = False
 _KERNELS = "vllm.models.kimi_k3.nvidia.ops.third_party.kda"
 _KIMI = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn"
 _RECOVERSSM = "vllm.models.kimi_k3.nvidia.ops.recoverssm"
+_GDN = "vllm.model_executor.layers.mamba.gdn"
+_CONVOLUTIONS = {"causal_conv1d_fn": ("conv", causal_conv1d_fn),
+                 "causal_conv1d_update": ("conv", causal_conv1d_update)}
 _POOL = {"gather_initial_states": ("states", gather_initial_states),
          "scatter_states": ("states", scatter_states)}
 _places = Places(_plugin, {
@@ -442,8 +499,19 @@ _places = Places(_plugin, {
     },
     _KIMI: {
         **_POOL,
-        "causal_conv1d_fn": ("conv", causal_conv1d_fn),
-        "causal_conv1d_update": ("conv", causal_conv1d_update),
+        **_CONVOLUTIONS,
+    },
+    f"{_GDN}.qwen_gdn_linear_attn": {
+        **_CONVOLUTIONS,
+        "fla_chunk_gated_delta_rule": ("kda", gdn_chunk),
+        "fi_chunk_gated_delta_rule": ("kda", gdn_flashinfer_chunk),
+        "fused_recurrent_gated_delta_rule_packed_decode": ("kda", gdn_packed_decode),
+        "fused_sigmoid_gating_delta_rule_update": ("kda", gdn_update),
+    },
+    f"{_GDN}.olmo_gdn_linear_attn": {
+        **_CONVOLUTIONS,
+        "chunk_gated_delta_rule": ("kda", gdn_chunk),
+        "fused_recurrent_gated_delta_rule": ("kda", gdn_fused_recurrent),
     },
     "vllm.models.kimi_k3.nvidia.kda": {
         **_POOL,

@@ -359,15 +359,20 @@ void store_parameters(const stage::Backward& args, const BackwardSizes& sizes, c
     return sum;
   };
   for (int64_t head = 0; head < p.num_value_heads; ++head) {
-    if (const auto& desc = args.gradients.ddt_bias)
-      for (int64_t d = 0; d < p.key_dim; ++d)
-        static_cast<float*>(args.tensors.ddt_bias)[head * desc->strides[0] + d] =
-            static_cast<float>(total(head, 0, d));
-    if (const auto& desc = args.gradients.dA_log) {
+    const auto total_of_channels = [&](int64_t which) {
       double sum = 0;
-      for (int64_t d = 0; d < p.key_dim; ++d) sum += total(head, 1, d);
-      static_cast<float*>(args.tensors.dA_log)[head * desc->strides[0]] = static_cast<float>(sum);
+      for (int64_t d = 0; d < p.key_dim; ++d) sum += total(head, which, d);
+      return static_cast<float>(sum);
+    };
+    if (const auto& desc = args.gradients.ddt_bias) {
+      float* to = static_cast<float*>(args.tensors.ddt_bias) + head * desc->strides[0];
+      if (is_bias_a_head(p, *desc))
+        *to = total_of_channels(0);
+      else
+        for (int64_t d = 0; d < p.key_dim; ++d) to[d] = static_cast<float>(total(head, 0, d));
     }
+    if (const auto& desc = args.gradients.dA_log)
+      static_cast<float*>(args.tensors.dA_log)[head * desc->strides[0]] = total_of_channels(1);
   }
 }
 

@@ -47,10 +47,11 @@ struct PrepareArgs {
   int key_dim = 0;
   int num_tokens = 0;     ///< 1..kGroupTokens
   bool one_gate = false;  ///< g has one element for all channels
+  bool one_bias = false;  ///< dt_bias too
   GateMode gate_mode = GateMode::kLog;
   float gate_factor = 1;  ///< a = exp(A_log)
   float lower_bound = -5;
-  const float* dt_bias = nullptr;  ///< [K] or null
+  const float* dt_bias = nullptr;  ///< [K], or with one_bias one element; or null
   BetaMode beta_mode = BetaMode::kPlain;
   bool qk_l2norm = false;
   float scale = 1;

@@ -212,6 +212,7 @@ PrepareArgs mode_args(const stage::Call& call, int64_t head) {
   args.g.dtype = p.g.dtype;
   args.key_dim = static_cast<int>(p.key_dim);
   args.one_gate = has_head_gate(p);
+  args.one_bias = has_head_bias(p);
   args.gate_mode = p.gate_mode;
   if (p.A_log)
     args.gate_factor = static_cast<float>(std::exp(

@@ -71,13 +71,15 @@ static inline F load_gate_input(const PrepareArgs& args, int token, int d) {
   if (d + kWidth <= args.key_dim) {
     const F raw = args.one_gate ? set1(load_element(row, args.g.dtype, 0))
                                 : load_vector(row + d * element_bytes(args.g.dtype), args.g.dtype);
-    return args.dt_bias ? raw + load(args.dt_bias + d) : raw;
+    if (!args.dt_bias) return raw;
+    return raw + (args.one_bias ? set1(*args.dt_bias) : load(args.dt_bias + d));
   }
   const int first = d < args.key_dim ? d : args.key_dim;
   const int rest = args.key_dim - first;
   alignas(64) float lane[kWidth];
   const F raw = load_last_gates(args, row, first, rest);
   if (!args.dt_bias) return raw;
+  if (args.one_bias) return raw + set1(*args.dt_bias);
   load_row(args.dt_bias + first, DType::kFloat32, rest, kWidth, lane);
   return raw + load(lane);
 }

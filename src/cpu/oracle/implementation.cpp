@@ -198,10 +198,13 @@ Status backward(const stage::Backward& args) {
     const auto j = static_cast<int64_t>(head);
     if (const auto& desc = args.gradients.dA_log)
       store_double(args.tensors.dA_log, desc->dtype, j * desc->strides[0], dA_log[head]);
-    if (const auto& desc = args.gradients.ddt_bias)
-      for (int64_t d = 0; d < p.key_dim; ++d)
-        store_double(args.tensors.ddt_bias, desc->dtype, j * desc->strides[0] + d,
-                     ddt_bias[head][static_cast<std::size_t>(d)]);
+    if (const auto& desc = args.gradients.ddt_bias) {
+      const bool a_head = is_bias_a_head(p, *desc);
+      const std::vector<double> row = a_head ? row_sums(ddt_bias[head], p.key_dim) : ddt_bias[head];
+      for (std::size_t d = 0; d < row.size(); ++d)
+        store_double(args.tensors.ddt_bias, desc->dtype,
+                     j * desc->strides[0] + static_cast<int64_t>(d), row[d]);
+    }
   }
   return {};
 }

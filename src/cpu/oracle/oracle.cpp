@@ -40,7 +40,8 @@ double gate_rate(const Problem& p, const Tensors& t, int64_t head) {
 
 double gate_bias(const Problem& p, const Tensors& t, int64_t head, int64_t channel) {
   if (!p.dt_bias) return 0;
-  return load_double(t.dt_bias, p.dt_bias->dtype, head * p.dt_bias->strides[0] + channel);
+  return load_double(t.dt_bias, p.dt_bias->dtype,
+                     head * p.dt_bias->strides[0] + (has_head_bias(p) ? 0 : channel));
 }
 
 std::vector<double> load_row(const Problem& p, const TensorDesc& desc, const void* base,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/common/common.hpp"
 
+#include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
@@ -42,6 +43,20 @@ void book_maps(plan::PlanBuilder& builder) {
   if (plan.segmented) words += N + 1 + 3 * plan.segments.size();
   builder.book(block::kSequenceMap, words, sizeof(int64_t));
   builder.book(block::kDeviceFlags, has_device_flags(plan) ? 1 : 0, sizeof(int32_t));
+}
+
+void plan_expand_bias(plan::PlanBuilder& builder, const char* stage) {
+  const Problem& p = builder.plan().problem;
+  if (!has_head_bias(p)) return;
+  builder.kernel(stage, "expand_bias", "dt_bias has one bias a head, they read one a channel");
+  builder.book(block::kHeadBias, static_cast<std::size_t>(p.num_value_heads),
+               static_cast<std::size_t>(p.key_dim) * sizeof(float));
+}
+
+void list_sum_bias(plan::PlanBuilder& builder, const char* stage) {
+  const Gradients* wanted = builder.gradients();
+  if (wanted && wanted->ddt_bias && is_bias_a_head(builder.plan().problem, *wanted->ddt_bias))
+    builder.kernel(stage, "sum_bias", "ddt_bias is the sum over channels");
 }
 
 int64_t v_splits(const Plan& plan) {

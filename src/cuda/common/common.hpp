@@ -27,6 +27,12 @@ bool has_device_flags(const Plan& plan);
 /// Books the maps of sequences and segments, and the flags of bad metadata.
 void book_maps(plan::PlanBuilder& builder);
 
+/// Where dt_bias has one bias a head, for kernels of `stage` that read one a channel: books the
+/// rows and lists the kernel that fills them (cuda/launch/head_bias.hpp).
+void plan_expand_bias(plan::PlanBuilder& builder, const char* stage);
+/// Lists the kernel that adds up their gradient, if it is wanted a head.
+void list_sum_bias(plan::PlanBuilder& builder, const char* stage);
+
 /// Parts of V: each of two goes to an SM of its own while that fills idle ones.
 int64_t v_splits(const Plan& plan);
 

@@ -8,7 +8,8 @@
 #include "cuda/decode/decode.hpp"
 #include "cuda/tile/head_gates.hpp"
 
-namespace kda::cuda::drafts {
+namespace kda::cuda {
+namespace drafts {
 
 struct DraftArgs : HeadGates<DecodeArgs> {
   const int32_t* parents = nullptr;  ///< [N, index_columns]; null: each token follows the last one
@@ -16,4 +17,10 @@ struct DraftArgs : HeadGates<DecodeArgs> {
 
 Status launch_decode(const DraftArgs& args, const Launch& launch);
 
-}  // namespace kda::cuda::drafts
+}  // namespace drafts
+
+/// The same kernel has a gate a channel, which pays for no step.
+template <>
+inline constexpr bool kReadsHeadBias<drafts::DraftArgs> = false;
+
+}  // namespace kda::cuda

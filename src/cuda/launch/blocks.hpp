@@ -10,6 +10,8 @@ inline constexpr const char* kSequenceMap = "sequence_map";
 inline constexpr const char* kDeviceFlags = "device_flags";
 // Blocks of a decode with a tail.
 inline constexpr const char* kWrongAccepted = "wrong_accepted";
+// Where dt_bias has one bias a head, and kernels read a bias a channel.
+inline constexpr const char* kHeadBias = "head_bias";
 // Blocks of cuda.sm90.fused.
 inline constexpr const char* kDeviceCut = "device_cut";
 inline constexpr const char* kSegmentUnits = "segment_units";

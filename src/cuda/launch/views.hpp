@@ -70,6 +70,7 @@ HeadGates<Args> with_head_gates(const Problem& p, const Args& args) {
   HeadGates<Args> with{args};
   with.gate_step = has_head_gate(p) ? 0 : 1;
   with.tiled = p.head_map == HeadMap::kTiled;
+  with.one_bias = has_head_bias(p);
   return with;
 }
 

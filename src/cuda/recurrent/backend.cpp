@@ -53,6 +53,8 @@ void plan_tail(plan::PlanBuilder& builder) {
 
 void plan_decode(plan::PlanBuilder& builder) {
   list_decode(builder);
+  if (builder.problem().tail || decodes_drafts(builder.plan().problem))
+    plan_expand_bias(builder, "decode");
   builder.problem().tail ? plan_tail(builder) : builder.kernel("decode", "decode");
   book_maps(builder);
 }

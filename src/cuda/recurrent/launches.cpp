@@ -13,6 +13,7 @@
 #include "cuda/decode/head_gates.hpp"
 #include "cuda/decode/tail/tail.hpp"
 #include "cuda/launch/blocks.hpp"
+#include "cuda/launch/head_bias.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/recurrent/head_gates.hpp"
 #include "plan/ledger.hpp"
@@ -120,13 +121,16 @@ Status decode(const stage::Decode& d) {
   args.flags = maps.flags;
   args.ahead = static_cast<uint32_t>(plan.device.num_sms);
   const Launch where{d.call.stream, plan.device.compute_capability >= 90};
-  if (p.tail) return tail_decode(d.call, args, where);
-  if (args.index_columns > 1 && (!args.in_place || p.token_parents)) {
+  // Behind a launch that writes the bias: not early.
+  const Launch behind{where.stream, where.pdl && !has_head_bias(p)};
+  if (p.tail || decodes_drafts(p)) KDA_RETURN_IF_ERROR(expand_bias(d.call, &args.gate));
+  if (p.tail) return tail_decode(d.call, args, behind);
+  if (decodes_drafts(p)) {
     // A pool without slots may have no memory, and is a pool all the same: nobody reads from here.
     if (p.initial_state && !args.initial.base)
       args.initial.base = const_cast<int32_t*>(t.initial_state_indices);
     return drafts::launch_decode(
-        {with_head_gates(p, args), p.token_parents ? t.token_parents : nullptr}, where);
+        {with_head_gates(p, args), p.token_parents ? t.token_parents : nullptr}, behind);
   }
   if (needs_head_gates(p)) return head_gates::launch_decode(with_head_gates(p, args), where);
   return launch_decode(args, where);

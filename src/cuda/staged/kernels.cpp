@@ -37,6 +37,7 @@ std::string why_of(const ChainKernel& chain) {
 void list_kernels(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
   const ForwardKernels kernels = kernels_of(plan);
+  plan_expand_bias(builder, "chunk_intra");
   builder.kernel("chunk_intra", kernels.tokens ? "chunk_intra_tokens" : "chunk_intra",
                  kernels.tokens ? "intra_form asks for it" : "");
   if (plan.segmented) {

@@ -4,6 +4,7 @@
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/head_bias.hpp"
 #include "cuda/launch/views.hpp"
 #include "cuda/rows.hpp"
 #include "cuda/staged/chunk_delta_h.hpp"
@@ -31,19 +32,20 @@ Factors factors_of(const stage::Call& call) {
   return factors_at(at);
 }
 
-HeadGates<ChunkIntraArgs> intra_args(const stage::Call& call, const SequenceMaps& maps,
-                                     const Factors& factors) {
-  ChunkIntraArgs args;
-  set_inputs(call, maps, &args);
-  args.num_chunks = most_chunks(*call.plan);
-  args.factors = factors;
-  return with_head_gates(call.problem, args);
+Status make_intra_args(const stage::Call& call, const SequenceMaps& maps, const Factors& factors,
+                       HeadGates<ChunkIntraArgs>* args) {
+  *args = with_head_gates(call.problem, ChunkIntraArgs());
+  set_inputs(call, maps, args);
+  args->num_chunks = most_chunks(*call.plan);
+  args->factors = factors;
+  return expand_bias(call, &args->gate);
 }
 
 Status launch_intra(const stage::Call& call, const SequenceMaps& maps,
                     const ForwardKernels& kernels) {
-  return launch_chunk_intra(intra_args(call, maps, factors_of(call)), kernels.fp16, kernels.tokens,
-                            {call.stream});
+  HeadGates<ChunkIntraArgs> args;
+  KDA_RETURN_IF_ERROR(make_intra_args(call, maps, factors_of(call), &args));
+  return launch_chunk_intra(args, kernels.fp16, kernels.tokens, {call.stream});
 }
 
 ChainArgs delta_args(const stage::Call& call, const SequenceMaps& maps) {
@@ -98,7 +100,10 @@ template <class Stage, class LaunchIntra>
 Status run_intra(const Stage& stage, LaunchIntra&& launch) {
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(stage.call, {}, false, &maps));
-  return launch(intra_args(stage.call, maps, factors_at(stage::chunk_pointers(stage.buffers))));
+  HeadGates<ChunkIntraArgs> args;
+  KDA_RETURN_IF_ERROR(
+      make_intra_args(stage.call, maps, factors_at(stage::chunk_pointers(stage.buffers)), &args));
+  return launch(args);
 }
 
 /// chunk_delta_h and chunk_o: `launch` gets the arguments.

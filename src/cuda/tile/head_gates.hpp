@@ -14,6 +14,7 @@ struct HeadGates : Base {
   int32_t gate_step = 1;   ///< elements from one channel's gate to the next; 0: one a head
   int32_t dgate_step = 1;  ///< the same of dg; 0: the sum over channels
   bool tiled = false;      ///< value head j reads q/k head j % H
+  bool one_bias = false;   ///< dt_bias has one element a head
 };
 
 template <class Args>
@@ -25,6 +26,19 @@ template <class Args>
 KDA_HOST_DEVICE_INLINE int gate_step(const Args& a) {
   if constexpr (kHasHeadGates<Args>)
     return a.gate_step;
+  else
+    return 1;
+}
+
+/// Whether kernels with these arguments read one bias a head as it is.
+template <class Args>
+inline constexpr bool kReadsHeadBias = kHasHeadGates<Args>;
+
+/// Elements from one channel's bias to the next.
+template <class Args>
+KDA_HOST_DEVICE_INLINE int bias_step(const Args& a) {
+  if constexpr (kReadsHeadBias<Args>)
+    return a.one_bias ? 0 : 1;
   else
     return 1;
 }

@@ -61,7 +61,8 @@ struct RawGates {
     raw_g.load(a.g, row_offset(a.g, a.map, n, token, head), a.shape.K, gate_step(a));
     if (a.gate.gate_mode == GateMode::kLog) return;
     raw_A_log.load(floats(a.gate.A_log), head * a.gate.stride_A, a.gate.A_log ? 1 : 0);
-    raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0);
+    raw_bias.load(floats(a.gate.dt_bias), head * a.gate.stride_dt, a.gate.dt_bias ? a.shape.K : 0,
+                  bias_step(a));
   }
   __device__ static RowView floats(const float* base) {
     return {const_cast<float*>(base), 0, 0, 0, Element::kFloat32, true};

@@ -43,7 +43,9 @@ void plan_backward(plan::PlanBuilder& builder) {
   const Gradients* wanted = builder.gradients();
   if (has_parameters(p) && (!wanted || wanted->dA_log || wanted->ddt_bias))
     builder.stage("backward_parameters", HV, "sums for A_log and dt_bias, in order");
+  plan_expand_bias(builder, plan.stages.front().name.c_str());
   for (const StagePlan& stage : plan.stages) builder.kernel(stage.name.c_str(), stage.name.c_str());
+  list_sum_bias(builder, "backward_parameters");
   const auto book = [&](const char* name, int64_t floats) {
     builder.book(name, static_cast<std::size_t>(floats), sizeof(float));
   };

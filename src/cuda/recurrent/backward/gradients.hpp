@@ -9,7 +9,7 @@
 namespace kda::cuda {
 
 /// The members that kernels of both backwards share: inputs, gradients, flags, sums of parameters.
-void set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args);
+Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args);
 
 /// With what kernels of one gate a head ask for.
 inline HeadGates<BackwardArgs> with_head_gates(const stage::Backward& b, const BackwardArgs& args) {

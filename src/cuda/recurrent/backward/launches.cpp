@@ -6,6 +6,7 @@
 
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
+#include "cuda/launch/head_bias.hpp"
 #include "cuda/recurrent/backward/gradients.hpp"
 #include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/backward/sizes.hpp"
@@ -13,7 +14,7 @@
 
 namespace kda::cuda {
 
-void set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
+Status set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardArgs* args) {
   const stage::Call& call = b.call;
   const Problem& p = call.problem;
   const Gradients& g = b.gradients;
@@ -40,12 +41,17 @@ void set_gradients(const stage::Backward& b, const SequenceMaps& maps, BackwardA
     args->dA_log = static_cast<float*>(t.dA_log), args->stride_dA = g.dA_log->strides[0];
   if (g.ddt_bias)
     args->ddt_bias = static_cast<float*>(t.ddt_bias), args->stride_ddt = g.ddt_bias->strides[0];
+  if (g.ddt_bias && is_bias_a_head(p, *g.ddt_bias))  // that of each channel, for sum_bias()
+    args->ddt_bias =
+        static_cast<float*>(plan::find_block(*call.plan, call.workspace, block::kHeadBias)),
+    args->stride_ddt = p.key_dim;
   if (g.dA_log || g.ddt_bias)
     args->sums =
         static_cast<double*>(plan::find_block(*call.plan, call.workspace, block::kParameterSums));
   args->num_tokens = p.batch * p.num_tokens;
   args->flags = maps.flags;
   args->accumulate_flags = maps.accumulate_flags;
+  return expand_bias(call, &args->gate);
 }
 
 namespace recurrent {
@@ -55,7 +61,7 @@ Status backward(const stage::Backward& b) {
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(call, {}, false, &maps));
   BackwardArgs args;
-  set_gradients(b, maps, &args);
+  KDA_RETURN_IF_ERROR(set_gradients(b, maps, &args));
   args.sizes = backward_sizes(*call.plan);
   const auto block = [&](const char* name) {
     return static_cast<float*>(plan::find_block(*call.plan, call.workspace, name));
@@ -68,7 +74,8 @@ Status backward(const stage::Backward& b) {
   args.dz = block(block::kBackwardDz);
   args.rows = block(block::kBackwardRows);
   if (!needs_head_gates(call.problem)) return launch_backward(args, {call.stream});
-  return head_gates::launch_backward(with_head_gates(b, args), {call.stream});
+  KDA_RETURN_IF_ERROR(head_gates::launch_backward(with_head_gates(b, args), {call.stream}));
+  return sum_bias(b);
 }
 
 }  // namespace recurrent

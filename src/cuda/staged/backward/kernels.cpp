@@ -207,6 +207,7 @@ void list_backward(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
   builder.stage("chunk_intra", most_chunks(plan) * HV,
                 "of each group: factors of one (chunk, value head) a task");
   const bool fp16 = kernels.chains == BackwardKernels::Chains::kWgmmaFp16;
+  plan_expand_bias(builder, "chunk_intra");
   builder.kernel("chunk_intra", fp16 ? "chunk_intra_fp16" : "chunk_intra",
                  fp16 ? "factors in fp16, for the chains" : "factors in bf16, for the chains");
   if (plan.segmented) list_segments(builder, kernels, chains);
@@ -215,6 +216,7 @@ void list_backward(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
   if (!kernels.parameters) return;
   builder.stage("backward_parameters", HV, "of each group: sums for A_log and dt_bias, in order");
   builder.kernel("backward_parameters", "backward_parameters");
+  list_sum_bias(builder, "backward_parameters");
 }
 
 }  // namespace kda::cuda::staged

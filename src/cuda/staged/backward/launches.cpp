@@ -68,6 +68,7 @@
 #include "core/text.hpp"
 #include "cuda/launch/blocks.hpp"
 #include "cuda/launch/built.hpp"
+#include "cuda/launch/head_bias.hpp"
 #include "cuda/recurrent/backward/gradients.hpp"
 #include "cuda/segments/launches.hpp"
 #include "cuda/staged/backward/arguments.hpp"
@@ -240,7 +241,7 @@ Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
   SequenceMaps maps;
   KDA_RETURN_IF_ERROR(make_sequence_maps(b.call, plan.segments, prepared, &maps));
   BackwardArgs given;
-  set_gradients(b, maps, &given);
+  KDA_RETURN_IF_ERROR(set_gradients(b, maps, &given));
   HeadGates<BackwardArgs> all = with_head_gates(b, given);
   const SegmentBlocks segments = segments_of(b.call, maps);
   if (segments.count > 0 && !prepared)
@@ -255,6 +256,13 @@ Status for_groups(const stage::Backward& b, bool prepared, Run&& run) {
     all.flags = nullptr;  // the first group has set them
   }
   return {};
+}
+
+/// All groups of the phase that ends with gradients.
+template <class Run>
+Status finish_groups(const stage::Backward& b, bool prepared, Run&& run) {
+  KDA_RETURN_IF_ERROR(for_groups(b, prepared, run));
+  return sum_bias(b);
 }
 
 /// D of sequences: dS before their empty first segments.
@@ -275,7 +283,7 @@ Status copy_d(const Group& group, float* D, const Stream& on) {
 }  // namespace
 
 Status backward(const stage::Backward& b) {
-  return for_groups(b, false, [](const Group& group, const Stream& on) {
+  return finish_groups(b, false, [](const Group& group, const Stream& on) {
     return group.segments.count > 0 ? run_segmented(group, on) : run_whole(group, on);
   });
 }
@@ -289,7 +297,7 @@ Status span_backward_begin(const stage::SpanBackwardBegin& begin) {
 }
 
 Status span_backward_finish(const stage::Backward& b) {
-  return for_groups(b, true, run_second_phase);
+  return finish_groups(b, true, run_second_phase);
 }
 
 }  // namespace kda::cuda::staged
