@@ -121,7 +121,9 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot)
-    rows = rows_of_call(tail, positions, sources, None, accepted_rows)
+    rows = None
+    if tail is not None or positions is not None or sources is not None or accepted_rows is not None:
+        rows = rows_of_call(tail, positions, sources, None, accepted_rows)
     return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
                         modes, out, head_map, plan_options, rows, True)
 

@@ -294,7 +294,7 @@ BAD = {
         (dict(sources=at(3)), "^tail.folded: source slot 3 of sequence 0 has -1, no tail was begun there"),
         (dict(slots=at(3)), "^tail.folded: slot 3 of sequence 0 has -1, no tail was begun there"),
         (dict(slots=at(SLOTS)), "^slots: entry 0 = 6 is outside"),
-        (dict(slots=torch.tensor([[1]])), r"^slots must have shape \[N\]=\[1\], got \[1, 1\]"),
+        (dict(slots=torch.tensor([[1]])), r"^slots must have shape .*, got \[1, 1\]"),
         (other(k=TAIL.k[:3]), r"^tail.k must have shape .*=\[6, ., R, 32\], got \[3, 2, 18, 32\]"),
         (other(k=TAIL.k[:, :, :15]), r"tail.* R = 15 is outside 16..256|^tail.v_new must have shape|^tail.g must have"),
         (other(g=TAIL.g[..., :8]), r"^tail.g must have shape .* got \[6, 4, 18, 8\]"),
