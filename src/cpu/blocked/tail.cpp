@@ -16,6 +16,7 @@ namespace {
 
 constexpr std::size_t kKeyRowBytes = sizeof(float) * kRowStride;
 
+constexpr int kAskFirst = 48;      ///< lines of a state asked for while the first row comes
 constexpr int64_t kRowsAhead = 2;  ///< rows of the tail that are asked for before they are read
 
 /// Rows that one step makes at most, in whole products with S_0.
@@ -77,8 +78,10 @@ class Sequence : public TailSequence<Sequence> {
     const PrepareArgs prepare = mode_args(call_, head);
     const int64_t rows = end - at().folded;
     const char* gates[kFoldRows];
+    ahead_ = whole_state(head);
+    ask_first_rows(head, rows);
     for (int64_t i = 0; i < rows; ++i) {
-      load_row(head, i, prepare);
+      load_row(head, i, rows, prepare);
       gates[i] = gates_of(head, i);
     }
     std::fill_n(s_.v_new + rows * columns(), (kFoldRows - rows) * columns(), 0.0f);
@@ -95,6 +98,7 @@ class Sequence : public TailSequence<Sequence> {
     fold.row_stride_bytes_out = out.row_stride_bytes;
     fold.dtype = in.dtype;
     fold.transposed = in.transposed;
+    fold.ahead = &ahead_;
     fold.kend = s_.kend;
     fold.decay = s_.decay;
     fold.keep = s_.keep;
@@ -106,10 +110,9 @@ class Sequence : public TailSequence<Sequence> {
     const PrepareArgs prepare = prepare_args(call_, token, head);
     const int64_t sure = at().sure();
     ahead_ = whole_state(head);
-    for (int64_t i = 0; i < std::min(sure, kRowsAhead); ++i) ask_row(head, i);
+    ask_first_rows(head, sure);
     for (int64_t i = 0; i < sure; ++i) {
-      if (i + kRowsAhead < sure) ask_row(head, i + kRowsAhead);
-      load_row(head, i, prepare);
+      load_row(head, i, sure, prepare);
       tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
     }
     for (int64_t i = 0; i < count; ++i) make_operands(prepare, sure, i);
@@ -141,8 +144,14 @@ class Sequence : public TailSequence<Sequence> {
         row(tail_.v_new, static_cast<const void*>(t_.tail.v_new), head, at().folded + i));
   }
 
-  /// Key and v_new of row i.
-  void load_row(int64_t head, int64_t i, const PrepareArgs& prepare) {
+  void ask_first_rows(int64_t head, int64_t count) {
+    for (int64_t i = 0; i < std::min(count, kRowsAhead); ++i) ask_row(head, i);
+    ask(ahead_, kAskFirst);
+  }
+
+  /// Key and v_new of row i of `count`.
+  void load_row(int64_t head, int64_t i, int64_t count, const PrepareArgs& prepare) {
+    if (i + kRowsAhead < count) ask_row(head, i + kRowsAhead);
     tail_kernels_.key(prepare, key_of(i), s_.k + i * kRowStride);
     kernels_.load_row(v_new_of(head, i), DType::kFloat32, static_cast<int>(p_.value_dim),
                       static_cast<int>(columns()), s_.v_new + i * columns());

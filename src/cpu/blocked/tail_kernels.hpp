@@ -24,6 +24,12 @@ struct Ahead {
   int64_t stream_bytes = 0;
 };
 
+inline void ask(Ahead& ahead, int lines) {
+  for (int i = 0; i < lines && ahead.at < ahead.end; i += kReadStreams, ahead.at += 64)
+    for (int n = 0; n < kReadStreams; ++n)
+      __builtin_prefetch(ahead.at + n * ahead.stream_bytes, 0, 2);
+}
+
 /// One new token among the rows of its tail. Rows of keys and decays are kRowStride floats apart.
 struct TailScores {
   const float* k = nullptr;     ///< [rows] normalised keys
@@ -84,6 +90,7 @@ struct TailFold {
   int64_t row_stride_bytes_out = 0;
   DType dtype = DType::kFloat32;
   bool transposed = false;
+  Ahead* ahead = nullptr;
   float (*kend)[kRowStride] = nullptr;  ///< scratch: kFoldRows rows
   float* decay = nullptr;               ///< scratch [kRowStride], as Group::decay
   float* keep = nullptr;

@@ -10,6 +10,7 @@ namespace kda::cpu::blocked::KDA_ISA {
 
 constexpr int kAskDecay = 8;    // lines of 64 bytes a pair of vectors
 constexpr int kAskScores = 16;  // a row
+constexpr int kAskFold = 8;     // a vector of a row
 
 static inline int padded_keys(int key_dim) {
   return round_up(key_dim, kWidth > kRowTile ? kWidth : kRowTile);
@@ -32,12 +33,6 @@ static inline PrepareArgs with_gates(const PrepareArgs& args, const char* gates)
   PrepareArgs row = args;
   row.g.data = gates;
   return row;
-}
-
-static inline void ask(Ahead& ahead, int lines) {
-  for (int i = 0; i < lines && ahead.at < ahead.end; i += kReadStreams, ahead.at += 64)
-    for (int n = 0; n < kReadStreams; ++n)
-      __builtin_prefetch(ahead.at + n * ahead.stream_bytes, 0, 2);
 }
 
 /// A gate mode known here leaves nothing but arithmetic in the loop, of several vectors at a time.
@@ -172,6 +167,7 @@ static inline void tail_fold_rows(const TailFold& fold, const PrepareArgs& args)
     F gamma = set1(1);
     F gamma_m1 = set1(0);
     for (int i = 0; i < fold.rows; ++i) {
+      ask(*fold.ahead, kAskFold);
       const ExpPair pair =
           exp_pair(load_log_decay(with_gates(args, fold.g[i]), 0, d, factor, bound));
       a[i] = pair.exp;
