@@ -44,8 +44,8 @@ template <typename... Parts>
 }
 
 /// What an operator's states are: initial_state and final_state; `states`; the same, and `drafts`
-/// that are written.
-enum class States { kOwn, kPool, kDrafts };
+/// that are written; `states` that have tails.
+enum class States { kOwn, kPool, kDrafts, kTail };
 
 /// The C ABI's text, whose first word is an argument, in the words of the operators.
 inline std::string in_words_of_operators(std::string text, States states) {
@@ -59,6 +59,8 @@ inline std::string in_words_of_operators(std::string text, States states) {
   if (name == "token_parents") return rename("parents");
   if (name == "final_state" && drafts) return rename("drafts");
   if (name == "num_accepted_tokens") return text + " (columns of indices)";
+  if (name.rfind("tail.", 0) == 0) return "tail_" + text.substr(5);
+  if (states == States::kTail && name == "state_index_columns") return rename("parents");
   if (states != States::kOwn && (name == "initial_state" || name == "final_state"))
     return rename("states");
   return text;

@@ -19,6 +19,10 @@ struct ForwardShape {
   kda_problem problem;
   kda_plan_options options;
 };
+struct TailShape {
+  ForwardShape forward;
+  kda_tail tail;
+};
 struct BackwardShape {
   ForwardShape forward;
   kda_gradients gradients;
@@ -40,6 +44,18 @@ inline ForwardShape shape_of(const kda_problem& given, const kda_plan_options& o
   problem.initial_state_mask = nullptr;
   problem.num_accepted_tokens = nullptr;
   problem.token_parents = problem.checkpoint_offsets = nullptr;
+  problem.tail = nullptr;  // TailShape has it by value
+  return shape;
+}
+
+inline TailShape shape_of(const kda_problem& given, const kda_tail& tail,
+                          const kda_plan_options& options) {
+  TailShape shape;
+  shape.forward = shape_of(given, options);
+  std::memcpy(&shape.tail, &tail, sizeof(tail));
+  for (kda_tensor* t : {&shape.tail.k, &shape.tail.g, &shape.tail.v_new, &shape.tail.folded})
+    t->data = nullptr;
+  shape.tail.positions = shape.tail.sources = shape.tail.accepted_rows = nullptr;
   return shape;
 }
 
@@ -57,14 +73,19 @@ inline kda_gradients shape_of(const kda_gradients& given) {
 inline ForwardPlan forward_plan(const kda_problem& problem, const kda_plan_options& options,
                                 const std::vector<int64_t>& cu_seqlens,
                                 States pool = States::kOwn) {
-  static PlanCache<ForwardShape, kda_plan> cache;
-  return cache.find(shape_of(problem, options), cu_seqlens, [&] {
+  const auto make = [&] {
     kda_plan* raw = nullptr;
     check(
         kda_plan_create(&problem, cu_seqlens.empty() ? nullptr : cu_seqlens.data(), &options, &raw),
         pool);
     return ForwardPlan(raw, kda_plan_destroy);
-  });
+  };
+  if (problem.tail) {
+    static PlanCache<TailShape, kda_plan> with_tails;
+    return with_tails.find(shape_of(problem, *problem.tail, options), cu_seqlens, make);
+  }
+  static PlanCache<ForwardShape, kda_plan> cache;
+  return cache.find(shape_of(problem, options), cu_seqlens, make);
 }
 
 /// The backward of what forward_plan() makes of the same arguments; of spans, where `options` say

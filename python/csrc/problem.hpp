@@ -2,6 +2,7 @@
 // The arguments that all operators share, as the C ABI describes a problem.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <vector>
 
@@ -24,15 +25,21 @@ inline int32_t mode_of(const char* name, int64_t value, int64_t last) {
   return static_cast<int32_t>(value);
 }
 
+/// Gates of tokens whose `sizes` the first three are: a gate a channel, or one a head, which is of
+/// three dimensions.
+inline void describe_gates(kda_tensor* target, const Tensor& x, const Tensor& q, const char* name,
+                           const std::array<int64_t, 3>& sizes, int64_t K) {
+  expect(x, q, name, kRows);
+  if (x.dim() != 3) return describe(target, x, q, name, kRows, {sizes[0], sizes[1], sizes[2], K});
+  describe(target, x, q, name, kRows, {sizes[0], sizes[1], sizes[2]});
+  target->strides[3] = 0;
+  target->alignment = static_cast<int64_t>(x.element_size());
+}
+
 /// g or its gradient: [B, T, HV, K], or one gate a head, [B, T, HV].
 inline void describe_gates(kda_tensor* target, const Tensor& x, const Tensor& q, const char* name,
                            const kda_problem& p) {
-  const int64_t B = p.batch, T = p.num_tokens, HV = p.num_value_heads;
-  expect(x, q, name, kRows);
-  if (x.dim() != 3) return describe(target, x, q, name, kRows, {B, T, HV, p.key_dim});
-  describe(target, x, q, name, kRows, {B, T, HV});
-  target->strides[3] = 0;
-  target->alignment = static_cast<int64_t>(x.element_size());
+  describe_gates(target, x, q, name, {p.batch, p.num_tokens, p.num_value_heads}, p.key_dim);
 }
 
 /// dt_bias or its gradient: HV * K elements, or HV beside one gate a head.

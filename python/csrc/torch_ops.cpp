@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators libkda::forward, forward_into and update on PyTorch's stable ABI (2.10 and later):
-// one library for every Python and every torch. Those of training: torch_backward.cpp. Meaning of
-// the arguments: include/kda/problem.hpp; what users call: python/libkda/kda.py.
+// The operators libkda::forward, forward_into, update and update_with_tail on PyTorch's stable ABI
+// (2.10 and later): one library for every Python and every torch. Those of training:
+// torch_backward.cpp. Meaning of the arguments: include/kda/problem.hpp; what users call:
+// python/libkda/kda.py.
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
@@ -164,6 +165,75 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
   run(&p, q, lengths, options, drafts ? States::kDrafts : States::kPool);
 }
 
+/// Rows of tails, in slots of the same numbers as those of the problem's initial state.
+kda_tail tail_of(const kda_problem& p, const Tensor& q, const Tensor& k, const Tensor& g,
+                 const Tensor& v_new, const Tensor& folded) {
+  expect_rows(k, q, "tail_k");
+  kda_tail tail;
+  kda_tail_init(&tail);
+  const int64_t slots = p.initial_state.num_slots, HV = p.num_value_heads, R = k.size(2);
+  tail.num_slots = slots;
+  tail.rows = R;
+  describe(&tail.k, k, q, "tail_k", kRows, {slots, p.num_heads, R, p.key_dim});
+  describe_gates(&tail.g, g, q, "tail_g", {slots, HV, R}, p.key_dim);
+  describe(&tail.v_new, v_new, q, "tail_v_new", kFloats, {slots, HV, R, p.value_dim});
+  describe(&tail.folded, folded, q, "tail_folded", kIndices, {slots, HV});
+  return tail;
+}
+
+/// Boundary states and tails, both in place (docs/design/decode.md, "Tails").
+void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor states,
+                      Tensor indices, Tensor tail_k, Tensor tail_g, Tensor tail_v_new,
+                      Tensor tail_folded, Tensor positions, MaybeTensor A_log, MaybeTensor dt_bias,
+                      MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
+                      int64_t gate_mode, int64_t beta_mode, double lower_bound, double scale,
+                      bool l2norm, bool state_v_first, MaybeTensor has_state, int64_t first_slot,
+                      MaybeTensor sources, MaybeTensor parents, MaybeTensor accepted_rows,
+                      bool settle, int64_t head_map, int64_t options) {
+  const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
+  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
+  if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
+  set_output(&p, o, q);
+  const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
+  const int64_t N = p.num_sequences;
+  const auto integers = [&](const Tensor& x, const char* name,
+                            std::initializer_list<int64_t> shape) {
+    return static_cast<const int32_t*>(dense_pointer(x, q, name, kIndices, shape));
+  };
+  p.operation = decode ? KDA_DECODE : KDA_FORWARD;
+  p.zero_skipped = 1;
+  describe_state(&p.initial_state, states, q, "states", state_v_first, p);
+  if (states.size(0) == 0 && N > 0) refuse("states has no slots");
+  p.initial_state.indices = integers(indices, "indices", {N});
+  p.initial_state.indexed = 1;
+  p.first_slot = first_slot;
+  set_mask(&p, q, has_state);
+  kda_tail tail = tail_of(p, q, tail_k, tail_g, tail_v_new, tail_folded);
+  tail.positions = integers(positions, "positions", {N});
+  tail.settle = settle;
+  if (sources) {
+    tail.sources = integers(*sources, "sources", {N});
+    tail.has_sources = 1;
+  }
+  const auto columns_of = [](const Tensor& x, const char* name) {
+    if (x.dim() != 2) refuse(name, " must have 2 dimensions, got ", x.dim());
+    return x.size(1);
+  };
+  if (parents) {
+    p.state_index_columns = columns_of(*parents, "parents");
+    p.token_parents = integers(*parents, "parents", {N, p.state_index_columns});
+    p.has_token_parents = 1;
+  }
+  if (accepted_rows) {
+    tail.accepted_columns = columns_of(*accepted_rows, "accepted_rows");
+    tail.accepted_rows = integers(*accepted_rows, "accepted_rows", {N, tail.accepted_columns});
+    if (tail.accepted_columns == 0) tail.accepted_rows = nullptr;
+  }
+  p.tail = &tail;
+  run(&p, q, lengths, options, States::kTail);
+}
+
 }  // namespace
 }  // namespace kda_torch
 
@@ -205,10 +275,19 @@ STABLE_TORCH_LIBRARY(libkda, m) {
       "draft_indices=None, Tensor? parents=None, Tensor(d!)? checkpoints=None, Tensor? "
       "checkpoint_offsets=None, Tensor? checkpoint_indices=None, int checkpoint_every=16, int "
       "head_map=0, int options=0) -> ()");
+  m.def(
+      "update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) o, "
+      "Tensor(b!) states, Tensor indices, Tensor(c!) tail_k, Tensor(d!) tail_g, Tensor(e!) "
+      "tail_v_new, Tensor(f!) tail_folded, Tensor positions, Tensor? A_log, Tensor? dt_bias, "
+      "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, bool decode, int gate_mode, int beta_mode, "
+      "float lower_bound, float scale, bool l2norm, bool state_v_first, Tensor? has_state=None, "
+      "int first_slot=0, Tensor? sources=None, Tensor? parents=None, Tensor? accepted_rows=None, "
+      "bool settle=False, int head_map=0, int options=0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(libkda, CompositeExplicitAutograd, m) {
   m.impl("forward", TORCH_BOX(&kda_torch::forward));
   m.impl("forward_into", TORCH_BOX(&kda_torch::forward_into));
   m.impl("update", TORCH_BOX(&kda_torch::update));
+  m.impl("update_with_tail", TORCH_BOX(&kda_torch::update_with_tail));
 }

@@ -15,6 +15,7 @@ Functions on torch tensors, which need torch 2.10 or later:
     chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
                                         Gated DeltaNet, which has one gate a head: the same two
     prefill, decode, verify             serving: sequences, tokens and drafts on a pool of states
+    Tail, tail, settle                  serving: the tokens since the states of a pool, which a step does not write then
     fused_decode                        serving: a decode step of a whole layer
     short_conv, short_conv_update       the short convolution in front of KDA: with gradients; on a pool of states
     gated_rms_norm                      the gated norm behind KDA, with gradients
@@ -45,6 +46,9 @@ _NAMES = {
     "decode": "serving",
     "verify": "serving",
     "fused_decode": "serving",
+    "Tail": "tails",
+    "tail": "tails",
+    "settle": "tails",
     "short_conv": "layer",
     "short_conv_update": "layer",
     "gated_rms_norm": "layer",
@@ -56,7 +60,7 @@ _NAMES = {
     "naive_kda_lowerbound_gate": "naive",
 }
 _MODULES = ("arrays", "compat", "context_parallel", "fla", "gate", "gated_delta", "jax", "kda", "layer", "naive", "ops",
-            "serving", "sglang", "transformers", "vllm")
+            "serving", "sglang", "tails", "transformers", "vllm")
 _WITHOUT_TORCH = ("arrays", "compat", "jax")
 # dir() is without them: who looks at each of its names, as help() does, loads them. Two put functions of libkda into
 # other packages, or say that these are missing; the others need torch.distributed and JAX.

@@ -12,6 +12,7 @@ from libkda import naive as naive
 from libkda import ops as ops
 from libkda import serving as serving
 from libkda import sglang as sglang
+from libkda import tails as tails
 from libkda import transformers as transformers
 from libkda import vllm as vllm
 from libkda._binding.options import Options as Options
@@ -33,6 +34,9 @@ from libkda.serving import decode as decode
 from libkda.serving import fused_decode as fused_decode
 from libkda.serving import prefill as prefill
 from libkda.serving import verify as verify
+from libkda.tails import Tail as Tail
+from libkda.tails import settle as settle
+from libkda.tails import tail as tail
 
 __version__: str
 

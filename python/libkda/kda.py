@@ -12,7 +12,8 @@ from . import ops
 from ._binding import kernels
 from ._binding.checks import checked, computes_in_float64, state_type
 from ._binding.operands import (Modes, as_type, dense, forward, forward_into, forward_kept, head_map_of, lengths_of,
-                                modes_of, new_states, parameters_of, rows_of, slots_of, update, written_rows_of)
+                                modes_of, new_states, parameters_of, rows_of, slots_of, update, update_with_tail,
+                                written_rows_of)
 from ._binding.options import number_of, refuse_beside
 from ._binding.rules import FlaError, number
 
@@ -356,11 +357,16 @@ def fused_recurrent_kda_fwd(
 
 
 def _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, lengths, modes, out=None, head_map=None,
-                 plan_options=None):
+                 plan_options=None, rows=None, decode_rows=False):
     """o of sequences whose states are in a pool, which is updated, or with drafts only read. lengths: cu_seqlens, and
-    a copy of it on the host or None."""
+    a copy of it on the host or None. rows: of a call with a tail, by the decode kernel with decode_rows."""
     parameters = parameters_of(A_log, dt_bias, modes)
     cu_seqlens, _ = lengths = lengths_of(*lengths, q)
+    if rows is not None:
+        o = torch.empty_like(rows_of(v)) if out is None else written_rows_of("out", out)
+        update_with_tail(q, k, v, g, beta, o, slots, rows, parameters, lengths, modes, decode_rows,
+                         head_map_of(head_map), number_of(plan_options))
+        return as_type(o, v.dtype) if out is None else _written(out, o)
     indices, beside = slots.indices, slots.beside
     columns, decode = indices, True
     if beside is not None:

@@ -4,9 +4,9 @@
 They are declared in python/csrc/torch_ops.cpp and torch_backward.cpp. `forward` returns (o, final_state), the latter
 without slots unless it is asked for; `forward_into` writes o, final_state and checkpoints (or None) of the caller, any
 strides with a contiguous last dimension; `update` writes o and the pool of states in place, or with `drafts` the states
-after tokens there, and a state of each sequence to `checkpoints`. What arguments mean: include/kda/problem.hpp; options
-is the number of a libkda.Options. What an operator does not take is a ValueError that names the argument; nothing is
-written then.
+after tokens there, and a state of each sequence to `checkpoints`; `update_with_tail` writes o, tails and, where it
+folds them, the pool. What arguments mean: include/kda/problem.hpp; options is the number of a libkda.Options. What an
+operator does not take is a ValueError that names the argument; nothing is written then.
 
 `forward` and `forward_kept` have derivatives. The latter also returns what it keeps for `backward`, uint8: nothing
 with keep = 0, with KEEP_STATES (on a CPU) the fp32 state after every so many tokens, with KEEP_CHUNKS all that spares
@@ -96,6 +96,7 @@ _is_first = _load()
 _forward = torch.ops.libkda.forward.default
 _forward_into = torch.ops.libkda.forward_into.default
 _update = torch.ops.libkda.update.default
+_update_with_tail = torch.ops.libkda.update_with_tail.default
 _forward_kept = torch.ops.libkda.forward_kept.default
 _backward = torch.ops.libkda.backward.default
 has_backward = torch.ops.libkda.has_backward.default
@@ -360,6 +361,7 @@ if _is_first:
             (_forward, _fake_forward, _forward_of_gradients),
             (_forward_into, fake_of_none(_forward_into, _checked), None),
             (_update, fake_of_none(_update, _checked), None),
+            (_update_with_tail, fake_of_none(_update_with_tail, _checked), None),
             (_forward_kept, _fake_forward_kept, _Forward.apply),
             (_backward, _fake_backward, _Backward.apply)):
         register(_library, _operator, _fake, _function)
@@ -390,6 +392,7 @@ def _called(operator, what):
 forward = _called(_forward, "fused_recurrent_kda (nor has FLA)")
 forward_into = _called(_forward_into, "what is written into given tensors")
 update = _called(_update, "states that are updated in place")
+update_with_tail = _called(_update_with_tail, "states that are updated in place")
 
 
 def forward_kept(*args):

@@ -22,6 +22,8 @@ Shapes of the first three. N sequences; B = N rows of T tokens, or B = 1 with th
     has_state              [N]              bool; False: the sequence starts from zero, whatever its slot holds
     num_accepted_tokens    [N]              any integers, 1 to S
     A_log, dt_bias         [HV], [HV * K], or [HV] beside a g [.., HV]
+    tail                                    of libkda.tail: pool has boundary states, and a step writes rows of the tail
+                                            in place of states. positions, sources, accepted_rows: libkda.tails
 
 K and V are at most 256, HV is a multiple of H (head_map as of libkda.chunk_kda), scale is K ** -0.5 unless it is given.
 A slot is written by one sequence of a call, and read by no other one. A sequence without tokens leaves its initial
@@ -45,11 +47,12 @@ from . import layer
 from ._binding import layer_ops
 from ._binding.checks import checked, int32_of
 from ._binding.kernels import is_one_kernel
-from ._binding.operands import Modes, beside_of, dense, modes_of, parameter_of, slots_of
+from ._binding.operands import Modes, beside_of, dense, expect_dimensions, modes_of, parameter_of, slots_of
 from ._binding.options import Options
 from ._binding.rules import LAST_SLOT, integer, number
 from .ops import BETA_SIGMOID, GATE_BOUNDED, GATE_SOFTPLUS
 from .kda import _MOST_DECODE_TOKENS, _expect_shape_of_v, _update_pool
+from .tails import Tail, rows_of_call
 
 
 @checked()
@@ -62,8 +65,9 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
             use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
             use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
             checkpoints: torch.Tensor | None = None, checkpoint_offsets: torch.Tensor | None = None,
-            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16,
-            head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
+            checkpoint_slots: torch.Tensor | None = None, checkpoint_every: int = 16, tail: Tail | None = None,
+            positions: torch.Tensor | None = None, sources: torch.Tensor | None = None, head_map: str | None = None,
+            plan_options: Options | None = None) -> torch.Tensor:
     """Prompts, whole or the next piece of them: sequence n goes on from the state in slots[n], or with has_state[n]
     False from zero, and leaves its final state there.
 
@@ -71,8 +75,12 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
     checkpoints[checkpoint_slots[n]], which may be the pool. Offsets are multiples of checkpoint_every, itself one of
     16, up to the length of the sequence; 0 and below: none. On a GPU nothing waits for them, any other one is none, and
     a checkpoint_every of 64 or more is the fastest. A sequence without a slot starts from zero; its checkpoint is
-    stored unless its checkpoint_slots is none too. Shapes: the table of this module."""
-    _expect_dimensions(slots, 1)
+    stored unless its checkpoint_slots is none too.
+
+    tail: the sequence goes on behind the rows of its tail, and leaves the state of its last multiple of 16 tokens in
+    its slot and the 0 to 15 tokens behind it in its tail; no checkpoints are taken then. has_state[n] False starts an
+    empty tail and a state of zero at positions[n]. Shapes: the table of this module."""
+    expect_dimensions(slots, 1)
     _expect_together(checkpoints=checkpoints, checkpoint_offsets=checkpoint_offsets, checkpoint_slots=checkpoint_slots)
     if out is not None:
         _expect_shape_of_v(out, v)
@@ -80,8 +88,11 @@ def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, 
                      use_qk_l2norm_in_kernel, state_v_first)
     beside = beside_of(None, None, None, checkpoints, checkpoint_offsets, checkpoint_slots, checkpoint_every)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot, beside)
+    rows = rows_of_call(tail, positions, sources)
+    if rows is not None and checkpoints is not None:
+        raise ValueError("checkpoints are not taken with a tail, got both")
     return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
-                        modes, out, head_map, plan_options)
+                        modes, out, head_map, plan_options, rows)
 
 
 @checked()
@@ -92,20 +103,29 @@ def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            scale: float | None = None,
            lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
-           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False,
-           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
+           use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, tail: Tail | None = None,
+           positions: torch.Tensor | None = None, sources: torch.Tensor | None = None,
+           accepted_rows: torch.Tensor | None = None, head_map: str | None = None,
+           plan_options: Options | None = None) -> torch.Tensor:
     """The next token of each sequence, or without cu_seqlens up to 8 of them, by the decode kernel: fp32 arithmetic,
     one read and one write of each state. With cu_seqlens it takes that kernel where T is N; other packed calls run
-    prefill's. Made for CUDA graphs (docs/engines.md). Shapes: the table of this module."""
-    _expect_dimensions(slots, 1)
-    _expect_few_tokens("decode", q, cu_seqlens, _MOST_DECODE_TOKENS, "prefill takes any number")
+    prefill's. Made for CUDA graphs (docs/engines.md).
+
+    tail: the tokens become rows of the tail, and 16 of them and more that are sure are folded into the state before; it
+    takes up to R - 15 tokens a sequence, packed too. Shapes: the table of this module."""
+    expect_dimensions(slots, 1)
+    if tail is None:
+        _expect_few_tokens("decode", q, cu_seqlens, _MOST_DECODE_TOKENS, "prefill takes any number")
     if out is not None:
         _expect_shape_of_v(out, v)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
     slots = slots_of("slots", pool, slots, None, has_state, first_slot)
+    rows = None
+    if tail is not None or positions is not None or sources is not None or accepted_rows is not None:
+        rows = rows_of_call(tail, positions, sources, None, accepted_rows)
     return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
-                        modes, out, head_map, plan_options)
+                        modes, out, head_map, plan_options, rows, True)
 
 
 @checked()
@@ -117,8 +137,10 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
            scale: float | None = None, lower_bound: float | None = None, use_gate_in_kernel: bool = False,
            use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
            use_qk_l2norm_in_kernel: bool = False, state_v_first: bool = False, drafts: torch.Tensor | None = None,
-           draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None,
-           head_map: str | None = None, plan_options: Options | None = None) -> torch.Tensor:
+           draft_slots: torch.Tensor | None = None, parents: torch.Tensor | None = None, tail: Tail | None = None,
+           positions: torch.Tensor | None = None, sources: torch.Tensor | None = None,
+           accepted_rows: torch.Tensor | None = None, head_map: str | None = None,
+           plan_options: Options | None = None) -> torch.Tensor:
     """Drafts: as decode, of up to min(S, 8) tokens: the last sure one, then the drafts. The state after token t goes to
     slots[n, t] of [N, S], S > 1, so nothing has to be undone for a rejected token; no slot there leaves out that store
     alone. It starts from slots[n, num_accepted_tokens[n] - 1]: the count is of the call before, its first token
@@ -131,24 +153,29 @@ def verify(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, b
     have a slot unless it is token t - 1; parents[n, 0] is not looked at, and a negative one ends the sequence before
     that token: rows of o from there on are those of a skipped sequence. Any other parent is refused, or on a GPU ends
     it too. The next call goes on from the column of the last accepted token: its num_accepted_tokens is that column + 1
-    where slots is [N, S]. Shapes: the table of this module."""
-    _expect_together(drafts=drafts, draft_slots=draft_slots)
-    if drafts is not None and num_accepted_tokens is not None:
-        raise ValueError("num_accepted_tokens counts columns of slots in the pool; with drafts, slots names the state "
-                         "to start from")
-    name, columns = ("slots", slots) if draft_slots is None else ("draft_slots", draft_slots)
-    _expect_dimensions(slots, 2 if drafts is None else 1)
-    if columns.dim() == 2 and columns.shape[1] < 2:
-        raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
-    _expect_few_tokens("verify", q, cu_seqlens, _MOST_DECODE_TOKENS, f"{name} has a column a token")
+    where slots is [N, S].
+
+    tail: slots is [N], the tokens become rows of the tail, up to R - 15 a sequence, and no state is written but by
+    folds of sure rows. The next call's positions says how many of them stay; of a tree its accepted_rows says which.
+    parents is [N, S] of any S then, and needs no slots. Shapes: the table of this module."""
+    rows = rows_of_call(tail, positions, sources, parents, accepted_rows)
+    if rows is None:
+        _expect_columns(q, slots, num_accepted_tokens, cu_seqlens, drafts, draft_slots)
+        beside = beside_of(drafts, draft_slots, parents)
+    else:
+        expect_dimensions(slots, 1)
+        for name, given in (("num_accepted_tokens", num_accepted_tokens), ("drafts", drafts),
+                            ("draft_slots", draft_slots)):
+            if given is not None:
+                raise ValueError(f"{name} is not taken with a tail, whose positions say what was accepted; got both")
+        beside = None
     if out is not None:
         _expect_shape_of_v(out, v)
     modes = modes_of(q, scale, lower_bound, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
                      use_qk_l2norm_in_kernel, state_v_first)
-    beside = beside_of(drafts, draft_slots, parents)
     slots = slots_of("slots", pool, slots, num_accepted_tokens, has_state, first_slot, beside)
     return _update_pool(q, k, v, g, beta, slots, A_log, dt_bias, (cu_seqlens, cu_seqlens_cpu),
-                        modes, out, head_map, plan_options)
+                        modes, out, head_map, plan_options, rows, True)
 
 
 @checked()
@@ -228,14 +255,21 @@ def _expect_few_tokens(function, q, cu_seqlens, most, hint):
         raise ValueError(f"q must have at most {most} tokens a sequence for {function}, got {q.shape[1]}; {hint}")
 
 
+def _expect_columns(q, slots, num_accepted_tokens, cu_seqlens, drafts, draft_slots):
+    """What verify takes where it writes a state a token."""
+    _expect_together(drafts=drafts, draft_slots=draft_slots)
+    if drafts is not None and num_accepted_tokens is not None:
+        raise ValueError("num_accepted_tokens counts columns of slots in the pool; with drafts, slots names the state "
+                         "to start from")
+    name, columns = ("slots", slots) if draft_slots is None else ("draft_slots", draft_slots)
+    expect_dimensions(slots, 2 if drafts is None else 1)
+    if columns.dim() == 2 and columns.shape[1] < 2:
+        raise ValueError(f"{name} must have at least 2 columns for verify, got {list(columns.shape)}; decode takes one")
+    _expect_few_tokens("verify", q, cu_seqlens, _MOST_DECODE_TOKENS, f"{name} has a column a token")
+
+
 def _expect_together(**arguments):
     missing = [name for name, x in arguments.items() if x is None]
     if missing and len(missing) < len(arguments):
         *names, last = arguments
         raise ValueError(f"{', '.join(names)} and {last} are given together, got no {' and no '.join(missing)}")
-
-
-def _expect_dimensions(slots, dimensions):
-    """What the kernels take of another kind of step; checked() says which shape is meant."""
-    if slots.dim() != dimensions:
-        raise ValueError(f"slots must have {dimensions} dimensions, got {list(slots.shape)}")

@@ -113,7 +113,7 @@ def _checked(function, keywords):
             if not is_compiling():
                 _warn_of_keywords(name, known, kwargs)
         if is_compiling():  # nothing but a fake kernel looks
-            values = dict(zip(names, args), **kwargs)
+            values = _with_parts(dict(zip(names, args), **kwargs))
             check(_rules_for(name, values), values, v_first=bool(values.get("state_v_first")))
             return function(*args, **kwargs)
         try:
@@ -146,11 +146,20 @@ def _rules_for(name, values):
         return f"{name}, not in place"
     if name == "verify" and (values.get("drafts") is not None or values.get("draft_slots") is not None):
         return f"{name}, with drafts"
+    if name == "verify" and values.get("tail") is not None:
+        return f"{name}, with a tail"
     return name
+
+
+def _with_parts(values):
+    """The same, with the tensors of a tail by names of their own."""
+    fields = getattr(values.get("tail"), "_fields", ())
+    return values | {f"tail.{field}": getattr(values["tail"], field) for field in fields}
 
 
 def _explained(error, name, values):
     """An error that says which argument it is about, or `error` itself."""
+    values = _with_parts(values)
     v_first = bool(values.get("state_v_first") or values.get("transpose_state_layout"))
     if values.get("cp_context") is not None:  # which says what sequences and states there are
         values = {name: x for name, x in values.items() if name not in ("initial_state", "cu_seqlens",

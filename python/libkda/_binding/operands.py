@@ -57,6 +57,16 @@ class Slots(NamedTuple):
     beside: Beside | None  # None: nothing, as in most calls
 
 
+class TailRows(NamedTuple):
+    """What a call with a tail is told of it: arguments of the operator update_with_tail."""
+    tail: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    positions: torch.Tensor
+    sources: torch.Tensor | None
+    parents: torch.Tensor | None
+    accepted_rows: torch.Tensor | None
+    settle: bool
+
+
 def dense(x):
     """A contiguous tensor. torch copies from a storage that has been freed without looking."""
     if x.is_contiguous():
@@ -195,6 +205,12 @@ def _indices_of(name, indices):
     return indices.flatten() if indices.dim() == 2 and indices.shape[1] <= 1 else indices
 
 
+def expect_dimensions(slots, dimensions):
+    """What the kernels take of another kind of step; checked() says which shape is meant."""
+    if slots.dim() != dimensions:
+        raise ValueError(f"slots must have {dimensions} dimensions, got {list(slots.shape)}")
+
+
 def head_map_of(name):
     """The operators' number of a head_map."""
     if name is None or name == "grouped":
@@ -214,7 +230,7 @@ def _call(operator, args):
         except ValueError as refusal:
             error = refusal
     q, k, v, g, beta, *rest = args
-    float64 = operator is not ops.update and computes_in_float64(q)  # pools are fp32 or bf16
+    float64 = operator not in (ops.update, ops.update_with_tail) and computes_in_float64(q)  # pools: fp32 or bf16
     rows = tuple((gates_of if x is g else rows_of)(x, float64) for x in (q, k, v, g, beta))
     if error is not None and all(row is x for row, x in zip(rows, (q, k, v, g, beta))):
         raise error  # not for what these tensors are: nothing is tried twice
@@ -254,6 +270,18 @@ def update(q, k, v, g, beta, o, slots, parameters, lengths, modes, decode, zero_
         more = (*(beside or Beside()), head_map, options)
     _call(ops.update, (q, k, v, g, beta, o, states, indices, accepted, *parameters, *lengths, decode, *modes,
                        zero_skipped, has_state, first_slot, *more))
+
+
+def update_with_tail(q, k, v, g, beta, o, slots, rows, parameters, lengths, modes, decode, head_map, options):
+    """Writes o, the rows of `rows` and, where they are folded, the states of `slots`."""
+    states, indices, _, has_state, first_slot, _ = slots
+    tail, positions, sources, parents, accepted_rows, settle = rows
+    more = ()
+    if has_state is not None or first_slot or sources is not None or parents is not None or (
+            accepted_rows is not None or settle or head_map or options):
+        more = has_state, first_slot, sources, parents, accepted_rows, settle, head_map, options
+    _call(ops.update_with_tail, (q, k, v, g, beta, o, states, indices, *tail, positions, *parameters, *lengths, decode,
+                                 *modes, *more))
 
 
 def new_states(q, v, state_v_first, slots):

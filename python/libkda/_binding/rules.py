@@ -14,12 +14,14 @@ LENGTHS = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
 # On pools of states, never in float64.
-IN_PLACE = ("update", "fused_recurrent_kda_fwd", "prefill", "decode", "verify", "verify, with drafts")
+IN_PLACE = ("update", "update_with_tail", "fused_recurrent_kda_fwd", "prefill", "decode", "verify",
+            "verify, with drafts", "verify, with a tail", "settle")
 
 MOST_FP32 = 3.4028234663852886e38
 MOST_A_LOG = 88.72283  # of the numbers whose exp is finite in fp32
 MOST_CHANNELS = 256  # of q and k (K) and of v (V)
 LAST_SLOT = 2**31 - 1
+TAIL_BOUNDARY, MOST_TAIL_ROWS = 16, 256  # tokens that a fold takes, which a tail has at least; rows of a tail
 
 
 class Rule(NamedTuple):
@@ -54,6 +56,11 @@ _KERNEL = dict(_inputs(ROWS), o=_output(ROWS), A_log=Rule(PARAMETERS, "*HV"), dt
 _KERNEL_FORWARD = dict(_KERNEL, initial_state=Rule(STATES, "N HV K V"))
 _POOL = dict(_INPUTS, **_SEQUENCES, **_GATE,
              pool=Rule(STATES, "slots HV K V", written=True, required=True), out=_output(FLOATS), **_MASK)
+_OWN_TAIL = {f"tail.{name}": Rule(types, shape, written=True, required=True) for name, types, shape in (
+    ("k", ROWS, "slots H R K"), ("g", ROWS, "slots HV R K|slots HV R"), ("v_new", ("float32",), "slots HV R V"),
+    ("folded", ("int32",), "slots HV"))}
+_TAIL = dict(_OWN_TAIL, positions=Rule(INTEGERS, "N"), sources=Rule(INTEGERS, "N"))
+_DECODE_TAIL = dict(_TAIL, accepted_rows=Rule(INTEGERS, "N columns"))
 _CONV = dict(x=Rule(ROWS, "B T D", required=True), weight=Rule(ROWS, "D W", required=True), bias=Rule(ROWS, "D"),
              cu_seqlens=Rule(LENGTHS, "N+1"))
 _NORM = dict(x=Rule(ROWS, ".. D", required=True), gate=Rule(ROWS, ".. D"), weight=Rule(ROWS, "D"))
@@ -84,13 +91,17 @@ RULES = {
         _INPUTS, **_SEQUENCES, **_GATE, initial_state=Rule(FLOATS, "N HV K V"), out=_output(FLOATS), **_MASK),
     "prefill": dict(_POOL, slots=Rule(INTEGERS, "N", required=True),
                     checkpoints=Rule(STATES, "rows HV K V", written=True), checkpoint_offsets=Rule(INTEGERS, "N"),
-                    checkpoint_slots=Rule(INTEGERS, "N")),
-    "decode": dict(_POOL, slots=Rule(INTEGERS, "N", required=True)),
+                    checkpoint_slots=Rule(INTEGERS, "N"), **_TAIL),
+    "decode": dict(_POOL, slots=Rule(INTEGERS, "N", required=True), **_DECODE_TAIL),
     "verify": dict(_POOL, slots=Rule(INTEGERS, "N S", required=True), num_accepted_tokens=Rule(INTEGERS, "N"),
                    parents=Rule(INTEGERS, "N S")),
     "verify, with drafts": dict(
         _POOL, slots=Rule(INTEGERS, "N", required=True), drafts=Rule(STATES, "rows HV K V", written=True),
         draft_slots=Rule(INTEGERS, "N S"), parents=Rule(INTEGERS, "N S")),
+    "verify, with a tail": dict(_POOL, slots=Rule(INTEGERS, "N", required=True), **_DECODE_TAIL,
+                                parents=Rule(INTEGERS, "N S")),
+    "settle": dict(pool=Rule(STATES, "slots HV K V", written=True, required=True),
+                   slots=Rule(INTEGERS, "N", required=True), **_DECODE_TAIL, **_GATE),
     **dict.fromkeys(("fwd", "fwd_cp"), dict(
         _INPUTS, **_SEQUENCES, **_GATE, out=_output(FLOATS)._replace(required=True),
         initial_state=Rule(FLOATS, "N HV V K"), final_state=_output(FLOATS, "N HV V K"),
@@ -112,6 +123,12 @@ RULES = {
                    drafts=Rule(STATES, "rows HV K V", written=True), draft_indices=Rule(("int32",), "N S"),
                    parents=Rule(("int32",), "N S"), checkpoints=Rule(STATES, "rows HV K V", written=True),
                    checkpoint_offsets=Rule(("int32",), "N"), checkpoint_indices=Rule(("int32",), "N")),
+    "update_with_tail": dict(
+        _KERNEL, states=Rule(STATES, "slots HV K V", written=True, required=True),
+        indices=Rule(("int32",), "N", required=True),
+        **{name.replace(".", "_"): rule for name, rule in _OWN_TAIL.items()},
+        positions=Rule(("int32",), "N", required=True), sources=Rule(("int32",), "N"),
+        parents=Rule(("int32",), "N S"), accepted_rows=Rule(("int32",), "N columns")),
     **dict.fromkeys(("short_conv", "short_conv_into"), dict(
         _CONV, initial_state=Rule(ROWS, "N D S"), out=_output(ROWS, "B T D"))),
     **dict.fromkeys(("short_conv_update", "short_conv_update_into"), dict(
@@ -141,7 +158,7 @@ RULES = {
 # Keywords that change a result: where one function has them, another that has not refuses them (checks.py).
 MEANT = frozenset(name for rules in RULES.values() for name in rules if name != "cu_seqlens_cpu") | {
     "head_map", "first_slot", "inplace_final_state", "return_intermediate_states", "cp_context", "checkpoint_every",
-    "plan_options"}
+    "plan_options", "tail"}
 
 # What the C ABI and the operators say, and what a caller wrote.
 _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="v", num_value_heads="v",
@@ -149,7 +166,8 @@ _SIZES = dict(batch="q", num_tokens="q", num_heads="q", key_dim="q", value_dim="
 _POOL_WORDS = dict(
     _SIZES, states="pool", initial_state="pool", final_state="pool", indices="slots", draft_indices="draft_slots",
     checkpoint_indices="checkpoint_slots", initial_state_indices="slots", final_state_indices="slots",
-    state_index_columns="slots", o="out")
+    state_index_columns="slots", o="out",
+    **{name.replace(".", "_"): name for name in _OWN_TAIL})
 WORDS = {
     "fused_recurrent_kda_fwd": dict(
         _SIZES, states="initial_state", indices="ssm_state_indices", initial_state_indices="ssm_state_indices",
@@ -157,6 +175,8 @@ WORDS = {
         o="out"),
     **dict.fromkeys(("fwd", "fwd_cp"), dict(_SIZES, o="out")),
     **dict.fromkeys(("prefill", "decode", "verify"), _POOL_WORDS),
+    "settle": dict(_POOL_WORDS, num_heads="tail.k", key_dim="tail.k", num_value_heads="tail.v_new",
+                   value_dim="tail.v_new"),
     "verify, with drafts": dict(_POOL_WORDS, final_state="drafts", state_index_columns="draft_slots"),
     "short_conv": dict(channels="x", num_tokens="x"),
     "short_conv_update": dict(channels="x", num_tokens="x", initial_state="states", final_state="states",

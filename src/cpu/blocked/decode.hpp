@@ -6,6 +6,7 @@
 #include "cpu/blocked/kernels.hpp"
 #include "cpu/blocked/prepare.hpp"
 #include "cpu/blocked/rows.hpp"
+#include "cpu/blocked/tail_kernels.hpp"
 
 namespace kda::cpu::blocked::KDA_ISA {
 
@@ -63,6 +64,13 @@ struct StateRows {
   int key_dim;
 };
 
+/// The row of a state that comes at place i where `kStreams` parts of it are read side by side: a
+/// stream ends with its page for a processor that reads ahead, and several end at different times.
+template <int kStreams>
+static inline int stream_row(int i, int rows) {
+  return i % kStreams * (rows / kStreams) + i / kStreams;
+}
+
 /// x = kgam S, y = qgam S in columns first..first + kVecs kWidth, `valid` of them real. kWritten:
 /// the state is written afterwards.
 template <int kRows, int kVecs, bool kWritten>
@@ -73,11 +81,9 @@ static inline void read_columns(const StateRows& state, const float (*kgam)[kRow
   const int step = kWidth * element_bytes(state.dtype);
   for (int n = 0; n < kVecs; ++n)
     for (int i = 0; i < kRows; ++i) x[n][i] = y[n][i] = set1(0);
-  for (int d = 0; d < state.key_dim; ++d) {
+  const auto read_row = [&](int d, const char* ahead) {
     const char* row = state.data + d * state.stride_bytes + at;
-    if (first == 0 && d + kPrefetchRows < state.key_dim)
-      prefetch_row<kWritten>(row + kPrefetchRows * state.stride_bytes,
-                             state.value_dim * element_bytes(state.dtype));
+    if (ahead) prefetch_row<kWritten>(ahead, state.value_dim * element_bytes(state.dtype));
     for (int n = 0; n < kVecs; ++n) {
       const F s = load_vector_part(row + n * step, state.dtype, valid - n * kWidth);
       for (int i = 0; i < kRows; ++i) {
@@ -85,7 +91,19 @@ static inline void read_columns(const StateRows& state, const float (*kgam)[kRow
         y[n][i] = fma(set1(qgam[i][d]), s, y[n][i]);
       }
     }
-  }
+  };
+  const auto read = [&]<int kStreams>() {
+    for (int i = 0; i < state.key_dim; ++i) {
+      const bool asks = first == 0 && i + kPrefetchRows < state.key_dim;
+      const int later = stream_row<kStreams>(i + kPrefetchRows, state.key_dim);
+      read_row(stream_row<kStreams>(i, state.key_dim),
+               asks ? state.data + later * state.stride_bytes : nullptr);
+    }
+  };
+  if (!kWritten && state.key_dim % kReadStreams == 0)
+    read.template operator()<kReadStreams>();
+  else
+    read.template operator()<1>();
 }
 
 /// State [K, V]: the same columns, with their update.

@@ -14,7 +14,7 @@ struct ExpPair {
 
 /// e^x = 2^n (1 + p), r = x - n ln 2, |r| <= ln(2)/2, p = e^r - 1 by its Taylor polynomial.
 /// Below -104 (fp32 0 even with subnormals) x is clamped: the result is 0, also for -inf.
-static inline ExpPair exp_pair(F x) {
+static inline __attribute__((always_inline)) ExpPair exp_pair(F x) {
   x = max(min(x, set1(89.0f)), set1(-104.0f));
   const F n = round(x * set1(1.44269504f));
   F r = fnma(n, set1(0.693145751953125f), x);  // ln 2 in two parts, the first exact with n
@@ -33,10 +33,10 @@ static inline ExpPair exp_pair(F x) {
   return {whole, select_greater(n, set1(0.5f), whole - set1(1.0f), small)};
 }
 
-static inline F exp(F x) { return exp_pair(x).exp; }
+static inline __attribute__((always_inline)) F exp(F x) { return exp_pair(x).exp; }
 
 /// 1 / (1 + e^-x): relative accuracy for every x, which slow gates need (a tanh form has none).
-static inline F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(set1(0.0f) - x)); }
+static inline __attribute__((always_inline)) F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(set1(0.0f) - x)); }
 
 /// log(1 + y), 0 <= y <= 1, as 2 atanh(s), s = y / (2 + y) <= 1/3.
 static inline F log1p_unit(F y) {

@@ -16,6 +16,9 @@ namespace {
 
 constexpr std::size_t kKeyRowBytes = sizeof(float) * kRowStride;
 
+constexpr int kAskFirst = 48;      ///< lines of a state asked for while the first row comes
+constexpr int64_t kRowsAhead = 2;  ///< rows of the tail that are asked for before they are read
+
 /// Rows that one step makes at most, in whole products with S_0.
 int64_t most_new_rows(const Problem& p) {
   const int64_t rows = std::max(kTailBoundary, most_tail_tokens(*p.tail));
@@ -75,7 +78,12 @@ class Sequence : public TailSequence<Sequence> {
     const PrepareArgs prepare = mode_args(call_, head);
     const int64_t rows = end - at().folded;
     const char* gates[kFoldRows];
-    load_rows(head, rows, prepare, gates);
+    ahead_ = whole_state(head);
+    ask_first_rows(head, rows);
+    for (int64_t i = 0; i < rows; ++i) {
+      load_row(head, i, rows, prepare);
+      gates[i] = gates_of(head, i);
+    }
     std::fill_n(s_.v_new + rows * columns(), (kFoldRows - rows) * columns(), 0.0f);
     const StateRef in = state(at().source, head), out = state(at().slot, head);
     TailFold fold;
@@ -90,6 +98,7 @@ class Sequence : public TailSequence<Sequence> {
     fold.row_stride_bytes_out = out.row_stride_bytes;
     fold.dtype = in.dtype;
     fold.transposed = in.transposed;
+    fold.ahead = &ahead_;
     fold.kend = s_.kend;
     fold.decay = s_.decay;
     fold.keep = s_.keep;
@@ -100,9 +109,12 @@ class Sequence : public TailSequence<Sequence> {
     if (count == 0) return;
     const PrepareArgs prepare = prepare_args(call_, token, head);
     const int64_t sure = at().sure();
-    load_rows(head, sure, prepare, nullptr);
-    for (int64_t i = 0; i < sure; ++i)
-      tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride);
+    ahead_ = whole_state(head);
+    ask_first_rows(head, sure);
+    for (int64_t i = 0; i < sure; ++i) {
+      load_row(head, i, sure, prepare);
+      tail_kernels_.decay(prepare, gates_of(head, i), s_.a + i * kRowStride, &ahead_);
+    }
     for (int64_t i = 0; i < count; ++i) make_operands(prepare, sure, i);
     read_state(count, head);
     for (int64_t i = 0; i < count; ++i) make_row(token, sure, i, head);
@@ -123,17 +135,46 @@ class Sequence : public TailSequence<Sequence> {
         row(tail_.g, static_cast<const void*>(t_.tail.g), head, at().folded + i));
   }
 
-  /// Keys and v_new of the first `count` rows; where their gates are, if `gates` is wanted.
-  void load_rows(int64_t head, int64_t count, const PrepareArgs& prepare, const char** gates) {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t position = at().folded + i;
-      const void* key = row(tail_.k, static_cast<const void*>(t_.tail.k), q_head_, position);
-      tail_kernels_.key(prepare, static_cast<const char*>(key), s_.k + i * kRowStride);
-      kernels_.load_row(row(tail_.v_new, static_cast<const void*>(t_.tail.v_new), head, position),
-                        DType::kFloat32, static_cast<int>(p_.value_dim),
-                        static_cast<int>(columns()), s_.v_new + i * columns());
-      if (gates) gates[i] = gates_of(head, i);
-    }
+  const char* key_of(int64_t i) const {
+    return static_cast<const char*>(
+        row(tail_.k, static_cast<const void*>(t_.tail.k), q_head_, at().folded + i));
+  }
+  const char* v_new_of(int64_t head, int64_t i) const {
+    return static_cast<const char*>(
+        row(tail_.v_new, static_cast<const void*>(t_.tail.v_new), head, at().folded + i));
+  }
+
+  void ask_first_rows(int64_t head, int64_t count) {
+    for (int64_t i = 0; i < std::min(count, kRowsAhead); ++i) ask_row(head, i);
+    ask(ahead_, kAskFirst);
+  }
+
+  /// Key and v_new of row i of `count`.
+  void load_row(int64_t head, int64_t i, int64_t count, const PrepareArgs& prepare) {
+    if (i + kRowsAhead < count) ask_row(head, i + kRowsAhead);
+    tail_kernels_.key(prepare, key_of(i), s_.k + i * kRowStride);
+    kernels_.load_row(v_new_of(head, i), DType::kFloat32, static_cast<int>(p_.value_dim),
+                      static_cast<int>(columns()), s_.v_new + i * columns());
+  }
+
+  /// Asks for row i, which is read some rows later.
+  void ask_row(int64_t head, int64_t i) const {
+    const auto ask = [](const char* data, int64_t bytes) {
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(data + at);
+    };
+    ask(key_of(i), p_.key_dim * dtype_size(tail_.k.dtype));
+    ask(gates_of(head, i), has_head_gate(p_) ? 1 : p_.key_dim * dtype_size(tail_.g.dtype));
+    ask(v_new_of(head, i), p_.value_dim * dtype_size(DType::kFloat32));
+  }
+
+  /// The boundary state, to be asked for while rows are made; nothing where it has gaps.
+  Ahead whole_state(int64_t head) const {
+    const StateRef in = state(at().source, head);
+    const int64_t rows = in.transposed ? p_.value_dim : p_.key_dim;
+    const int64_t bytes = (in.transposed ? p_.key_dim : p_.value_dim) * dtype_size(in.dtype);
+    if (in.row_stride_bytes != bytes) return {};
+    const int64_t stream = rows * bytes / kReadStreams;
+    return {in.data, in.data + stream, stream};
   }
 
   /// The rows that new token i follows, oldest first.
@@ -154,7 +195,7 @@ class Sequence : public TailSequence<Sequence> {
     s_.diagonal[i] = tail_kernels_.token(prepare, token, s_.q, s_.k + at * kRowStride);
     s_.beta[i] = tail_kernels_.beta(prepare, token);
     tail_kernels_.decay(prepare, prepare.g.data + i * prepare.g.token_stride_bytes,
-                        s_.a + at * kRowStride);
+                        s_.a + at * kRowStride, &ahead_);
     s_.num_before[i] = list_before(sure, i, s_.before + i * R);
     TailScores scores;
     scores.k = s_.k;
@@ -164,6 +205,7 @@ class Sequence : public TailSequence<Sequence> {
     scores.before = s_.before + i * R;
     scores.num_before = s_.num_before[i];
     scores.key_dim = static_cast<int>(p_.key_dim);
+    scores.ahead = &ahead_;
     scores.decay = s_.decay;
     scores.N = s_.N + i * R;
     scores.A = s_.A + i * R;
@@ -224,6 +266,7 @@ class Sequence : public TailSequence<Sequence> {
   const Kernels& kernels_;
   const TailKernels& tail_kernels_;
   const TailScratch& s_;
+  Ahead ahead_;
 };
 
 }  // namespace

@@ -14,7 +14,21 @@
 namespace kda::cpu::blocked {
 
 inline constexpr int kFoldRows = 16;  ///< most rows of a fold
+inline constexpr int kReadStreams = 4;  ///< parts of a state that is only read, side by side
 inline constexpr int kReadRows = 8;   ///< rows whose products with S_0 are made together
+
+/// Memory that comes next, which kernels ask for while they compute: a step waits for little else.
+struct Ahead {
+  const char* at = nullptr;   ///< in the first of kReadStreams streams
+  const char* end = nullptr;  ///< of that one
+  int64_t stream_bytes = 0;
+};
+
+inline void ask(Ahead& ahead, int lines) {
+  for (int i = 0; i < lines && ahead.at < ahead.end; i += kReadStreams, ahead.at += 64)
+    for (int n = 0; n < kReadStreams; ++n)
+      __builtin_prefetch(ahead.at + n * ahead.stream_bytes, 0, 2);
+}
 
 /// One new token among the rows of its tail. Rows of keys and decays are kRowStride floats apart.
 struct TailScores {
@@ -25,6 +39,7 @@ struct TailScores {
   const int* before = nullptr;  ///< the rows that it follows, oldest first
   int num_before = 0;
   int key_dim = 0;
+  Ahead* ahead = nullptr;
   float* decay = nullptr;  ///< scratch [kRowStride]
   float* N = nullptr;      ///< out: [num_before]
   float* A = nullptr;
@@ -75,6 +90,7 @@ struct TailFold {
   int64_t row_stride_bytes_out = 0;
   DType dtype = DType::kFloat32;
   bool transposed = false;
+  Ahead* ahead = nullptr;
   float (*kend)[kRowStride] = nullptr;  ///< scratch: kFoldRows rows
   float* decay = nullptr;               ///< scratch [kRowStride], as Group::decay
   float* keep = nullptr;
@@ -87,7 +103,7 @@ struct TailKernels {
   float (*token)(const PrepareArgs& args, int token, float* q, float* k);
   float (*beta)(const PrepareArgs& args, int token);
   /// exp(g) of a row of raw gates.
-  void (*decay)(const PrepareArgs& args, const char* gates, float* a);
+  void (*decay)(const PrepareArgs& args, const char* gates, float* a, Ahead* ahead);
   void (*scores)(const TailScores& args);
   void (*read_kv)(const TailRead& args);
   void (*read_vk)(const TailRead& args);

@@ -8,6 +8,10 @@
 
 namespace kda::cpu::blocked::KDA_ISA {
 
+constexpr int kAskDecay = 8;    // lines of 64 bytes a pair of vectors
+constexpr int kAskScores = 16;  // a row
+constexpr int kAskFold = 8;     // a vector of a row
+
 static inline int padded_keys(int key_dim) {
   return round_up(key_dim, kWidth > kRowTile ? kWidth : kRowTile);
 }
@@ -31,17 +35,38 @@ static inline PrepareArgs with_gates(const PrepareArgs& args, const char* gates)
   return row;
 }
 
-static void tail_decay(const PrepareArgs& args, const char* gates, float* a) {
+/// A gate mode known here leaves nothing but arithmetic in the loop, of several vectors at a time.
+template <GateMode kMode>
+static inline void tail_decay_of(const PrepareArgs& args, const char* gates, float* a,
+                                 Ahead& ahead) {
   const PrepareArgs row = with_gates(args, gates);
   const F factor = set1(args.gate_factor);
   const F bound = set1(args.lower_bound);
-  for (int d = 0; d < padded_keys(args.key_dim); d += kWidth)
-    store(a + d, exp(load_log_decay(row, 0, d, factor, bound)));
+  const int padded = padded_keys(args.key_dim);
+  int d = 0;
+  for (; d + 2 * kWidth <= padded; d += 2 * kWidth) {
+    ask(ahead, kAskDecay);
+    const F first = log_decay(kMode, load_gate_input(row, 0, d), factor, bound);
+    const F second = log_decay(kMode, load_gate_input(row, 0, d + kWidth), factor, bound);
+    store(a + d, exp(first));
+    store(a + d + kWidth, exp(second));
+  }
+  for (; d < padded; d += kWidth)
+    store(a + d, exp(log_decay(kMode, load_gate_input(row, 0, d), factor, bound)));
+}
+
+static void tail_decay(const PrepareArgs& args, const char* gates, float* a, Ahead* ahead) {
+  switch (args.gate_mode) {
+    case GateMode::kLog: return tail_decay_of<GateMode::kLog>(args, gates, a, *ahead);
+    case GateMode::kSoftplus: return tail_decay_of<GateMode::kSoftplus>(args, gates, a, *ahead);
+    case GateMode::kBounded: return tail_decay_of<GateMode::kBounded>(args, gates, a, *ahead);
+  }
 }
 
 /// The product of decays runs from the newest row to the oldest, so that it is 0 in front of a
 /// decay of 0.
 static void tail_scores(const TailScores& s) {
+  Ahead& ahead = *s.ahead;
   const int padded = padded_keys(s.key_dim);
   const float* k = s.k + s.row * kRowStride;
   const float* own = s.a + s.row * kRowStride;
@@ -51,6 +76,7 @@ static void tail_scores(const TailScores& s) {
     const float* a_i = s.a + s.before[j] * kRowStride;
     F with_k = set1(0);
     F with_q = set1(0);
+    ask(ahead, kAskScores);
     for (int d = 0; d < padded; d += kWidth) {
       const F decay = load(s.decay + d);
       const F key = load(k_i + d) * decay;
@@ -141,6 +167,7 @@ static inline void tail_fold_rows(const TailFold& fold, const PrepareArgs& args)
     F gamma = set1(1);
     F gamma_m1 = set1(0);
     for (int i = 0; i < fold.rows; ++i) {
+      ask(*fold.ahead, kAskFold);
       const ExpPair pair =
           exp_pair(load_log_decay(with_gates(args, fold.g[i]), 0, d, factor, bound));
       a[i] = pair.exp;
