@@ -113,18 +113,20 @@ float to_float(uint16_t bits) {
 }
 
 /// d += a b, 16 rows, element by element in the order of k. d is spread over the lanes: of every
-/// 8 columns a lane has two neighbours of rows r and r + 8.
+/// 8 columns a lane has two neighbours of rows r and r + 8. All of it is registers, which have no
+/// alignment: checks in its inner loop would be most of what checks cost.
 template <int kK, int kColumns>
-void add_product(const float (&a)[16][kK], const float (&b)[kK][kColumns], void* const* d) {
+__attribute__((no_sanitize("alignment"))) void add_product(const float (&a)[16][kK],
+                                                           const float (&b)[kK][kColumns],
+                                                           void* const* d) {
   for (int row = 0; row < 16; ++row) {
     float sum[kColumns];
-    const auto pair = [&](int n) {
-      return static_cast<float*>(d[row % 8 * 4 + n % 8 / 2]) + n / 8 * 4 + row / 8 * 2;
-    };
-    for (int n = 0; n < kColumns; n += 2) std::memcpy(sum + n, pair(n), 8);
+    float* lanes[4];
+    for (int i = 0; i < 4; ++i) lanes[i] = static_cast<float*>(d[row % 8 * 4 + i]) + row / 8 * 2;
+    for (int n = 0; n < kColumns; n += 2) std::memcpy(sum + n, lanes[n % 8 / 2] + n / 8 * 4, 8);
     for (int k = 0; k < kK; ++k)
       for (int n = 0; n < kColumns; ++n) sum[n] += a[row][k] * b[k][n];
-    for (int n = 0; n < kColumns; n += 2) std::memcpy(pair(n), sum + n, 8);
+    for (int n = 0; n < kColumns; n += 2) std::memcpy(lanes[n % 8 / 2] + n / 8 * 4, sum + n, 8);
   }
 }
 
