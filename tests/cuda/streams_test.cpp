@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <optional>
 
 #include "kda/kda.h"
 #include "support/gpu.hpp"
@@ -185,6 +186,85 @@ TEST_F(Streams, StepsFollowEachOther) {
       EXPECT_TRUE(run_steps(inputs, options, 20, false) == expected) << heads << " " << packed;
       EXPECT_TRUE(run_steps_as_graph(inputs, options, 20) == expected) << heads << " " << packed;
     }
+}
+
+/// A pool with tails of rows of three tokens more, whose value heads share keys.
+class TailSteps {
+ public:
+  static constexpr int kSteps = 12;
+
+  TailSteps() : inputs_(decode_inputs(6, false)) {
+    Problem& p = inputs_.problem;
+    p.num_heads /= 2;  // the q/k heads behind the first ones are left out
+    p.initial_state->indexed = true;
+    p.tail = tails(p, kTailBoundary + 2);
+    outputs_ = check::make_outputs(&p, DType::kFloat32);
+    throw_if_error(make_plan(p, {}, test::device(), {}, &plan_));
+    Tensors host = inputs_.tensors();
+    outputs_.attach(&host);
+    host.initial_state_indices = slots_.data();
+    memory_.emplace(plan_, host);
+    workspace_ = check::DeviceBuffer(plan_.workspace_bytes);
+    const auto made = [&](const TensorDesc& desc) {
+      check::DeviceBuffer buffer(
+          static_cast<std::size_t>(p.tail->num_slots * desc.strides[0] * dtype_size(desc.dtype)));
+      buffer.fill(0);
+      return buffer;
+    };
+    k_ = made(p.tail->k), g_ = made(p.tail->g), v_new_ = made(p.tail->v_new);
+    folded_ = made(p.tail->folded);
+    for (int32_t step = 0; step < kSteps; ++step) {
+      const std::vector<int32_t> now(slots_.size(), 3 * step);
+      positions_.emplace_back(now.size() * 4);
+      positions_.back().upload(now.data(), now.size() * 4);
+    }
+  }
+  void step(int i, void* stream = nullptr) {
+    Tensors t = memory_->tensors();
+    t.tail = {
+        .k = k_.data(),
+        .g = g_.data(),
+        .v_new = static_cast<float*>(v_new_.data()),
+        .folded = static_cast<int32_t*>(folded_.data()),
+        .positions = static_cast<const int32_t*>(positions_[static_cast<std::size_t>(i)].data())};
+    throw_if_error(run(plan_, t, workspace_.data(), workspace_.size(), stream));
+  }
+  std::vector<std::byte> written() {
+    check::synchronize_device();
+    memory_->download();
+    std::vector<std::byte> bytes;
+    for (const io::Buffer* buffer : {&outputs_.o, &inputs_.initial_state})
+      bytes.insert(bytes.end(), buffer->data(), buffer->data() + buffer->size());
+    return bytes;
+  }
+
+ private:
+  Inputs inputs_;
+  check::Outputs outputs_;
+  std::vector<int32_t> slots_ = {3, 1, 0, 5, 2, 4};
+  Plan plan_;
+  std::optional<check::DeviceTensors> memory_;
+  check::DeviceBuffer workspace_, k_, g_, v_new_, folded_;
+  std::vector<check::DeviceBuffer> positions_;
+};
+
+/// Folds are in the graph: where they come only positions say.
+TEST_F(Streams, GraphsOfStepsWithTailsFold) {
+  TailSteps waits, replayed;
+  const std::vector<std::byte> before = waits.written();
+  for (int i = 0; i < TailSteps::kSteps; ++i) {
+    waits.step(i);
+    check::synchronize_device();
+  }
+  check::synchronize_device();
+  const Stream stream;
+  const Graph graph(stream, [&] {
+    for (int i = 0; i < TailSteps::kSteps; ++i) replayed.step(i, stream.stream);
+  });
+  graph.launch(stream);
+  const std::vector<std::byte> expected = waits.written();
+  EXPECT_TRUE(expected != before);
+  EXPECT_TRUE(replayed.written() == expected);
 }
 
 TEST_F(Streams, SixteenThreadsWithAStreamEachEqualOneAfterTheOther) {
