@@ -19,7 +19,7 @@ Status launch_decode(const DraftArgs& args, const Launch& launch);
 
 }  // namespace drafts
 
-/// The same kernel has a gate a channel, which pays for no step.
+/// Their kernel serves a gate a channel too, which pays for no step.
 template <>
 inline constexpr bool kReadsHeadBias<drafts::DraftArgs> = false;
 
