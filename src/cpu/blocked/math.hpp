@@ -36,7 +36,9 @@ static inline __attribute__((always_inline)) ExpPair exp_pair(F x) {
 static inline __attribute__((always_inline)) F exp(F x) { return exp_pair(x).exp; }
 
 /// 1 / (1 + e^-x): relative accuracy for every x, which slow gates need (a tanh form has none).
-static inline __attribute__((always_inline)) F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(set1(0.0f) - x)); }
+static inline __attribute__((always_inline)) F sigmoid(F x) {
+  return set1(1.0f) / (set1(1.0f) + exp(set1(0.0f) - x));
+}
 
 /// log(1 + y), 0 <= y <= 1, as 2 atanh(s), s = y / (2 + y) <= 1/3.
 static inline F log1p_unit(F y) {
