@@ -308,11 +308,11 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   // Where more than one warpgroup of a chain is on an SM.
   constexpr bool kShared = kGroups * K::kBlocksPerSm > 1;
   if (thread < 0) {
-    if constexpr (kShared) ptx::warpgroup_reg_alloc<K::kForward ? 224 : 208>();
+    if constexpr (kShared) ptx::warpgroup_reg_alloc<K::kForward ? 224 : 192>();
     kernel.run_chain();
     return;
   }
-  if constexpr (kShared) ptx::warpgroup_reg_dealloc<K::kForward ? 64 : 48>();
+  if constexpr (kShared) ptx::warpgroup_reg_dealloc<64>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
   else if constexpr (K::kForward)
