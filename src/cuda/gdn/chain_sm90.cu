@@ -316,14 +316,14 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   if (threadIdx.x == 0) kernel.init_barriers();
   __syncthreads();
   const auto thread = static_cast<int>(threadIdx.x) - K::kChainThreads;
-  // Where more than one warpgroup of a chain is on an SM.
+  // Where more than one warpgroup of a chain is on an SM; never more than the launch gave.
   constexpr bool kShared = kGroups * K::kBlocksPerSm > 1;
   if (thread < 0) {
-    if constexpr (kShared) ptx::warpgroup_reg_alloc<K::kForward ? 224 : 208>();
+    if constexpr (kShared) ptx::warpgroup_reg_alloc<K::kForward ? 224 : 192>();
     kernel.run_chain();
     return;
   }
-  if constexpr (kShared) ptx::warpgroup_reg_dealloc<K::kForward ? 56 : 48>();
+  if constexpr (kShared) ptx::warpgroup_reg_dealloc<K::kForward ? 56 : 64>();
   if (thread < K::kCopiers)
     kernel.run_copies(thread);
   else if constexpr (K::kForward)
