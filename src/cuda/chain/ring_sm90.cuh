@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/ptx/mbarrier.cuh"
-#include "cuda/ptx/ptx.cuh"
 
 namespace kda::cuda::chain {
 
@@ -56,14 +55,6 @@ struct Ring {
         [&](void* to, const void* from, int size) { ptx::cp_async_bulk(to, from, size, full[i]); });
   }
 
-  /// Arrives once all groups of this thread's own copies but the last kLater are there; what they
-  /// brought is then ordered before products by wgmma, which read through another proxy.
-  template <int kLater>
-  __device__ __forceinline__ void arrive_after_group(int turn) {
-    ptx::cp_async_wait<kLater>();
-    ptx::fence_async_proxy();
-    ptx::mbarrier_arrive(full[turn % kStages]);
-  }
   /// Arrives once this thread's own copies (cp.async) to stage i are there.
   __device__ void arrive_after_copies(int i) { ptx::mbarrier_arrive_after_copies(full[i]); }
 

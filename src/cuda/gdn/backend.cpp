@@ -21,7 +21,8 @@ namespace {
 
 std::string decline_gates(const Problem& p) {
   if (!has_head_gate(p)) return "g has a gate a channel; needs one gate a head";
-  if (p.dt_bias) return "dt_bias has a bias a channel; needs one gate a head, with its bias";
+  if (p.dt_bias && !has_head_bias(p))
+    return "dt_bias has a bias a channel; needs one gate a head, with its bias";
   return decline_alignment("g", p.g, dtype_size(p.g.dtype));
 }
 

@@ -156,10 +156,8 @@ struct Kernel {
           copy(s.v[group], v, a.v, (c.u_tile + group) * kVTile, a.shape.V);
         v += kChunk * a.v.stride_t;
       }
-      ptx::cp_async_commit();
-      if (chunk > 0) ring.template arrive_after_group<1>(chunk - 1);
+      ring.arrive_after_copies(i);
     }
-    if (c.num_chunks > 0) ring.template arrive_after_group<0>(c.num_chunks - 1);
   }
 
   // ---- outputs ---------------------------------------------------------------------------------
@@ -178,6 +176,7 @@ struct Kernel {
   __device__ void wait_for_operands(int chunk) const {
     if (chunk >= c.num_chunks) return;
     ring.wait_for_operands(chunk);
+    ptx::fence_async_proxy();  // rows were not copied by it, and products read by it
   }
 
   /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T. A transition has v = 0.

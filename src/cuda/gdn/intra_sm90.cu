@@ -178,7 +178,7 @@ __device__ void clear_squares(const C& c) {
 /// Two neighbours of the chunk's tokens a lane, on their way from memory.
 struct RawTokens {
   uint32_t gate[2] = {}, beta[2] = {};
-  float A_log = 0;
+  float A_log = 0, bias = 0;
 
   template <class C>
   __device__ RawTokens(const C& c, int head) {
@@ -195,13 +195,14 @@ struct RawTokens {
       beta[i] = load(c.a.beta);
     }
     if (gates.A_log) A_log = gates.A_log[head * gates.stride_A];
+    if (gates.dt_bias) bias = gates.dt_bias[head * gates.stride_dt];
   }
 };
 
 /// The log2 decay of a token within +-kMostLog2; NaN stays NaN.
 template <class C>
-__device__ float log2_decay(const C& c, uint32_t raw, float rate) {
-  const float x = log2_decay_exact(c.a.gate, float_of(raw, c.a.g.type), 0, rate);
+__device__ float log2_decay(const C& c, uint32_t raw, float bias, float rate) {
+  const float x = log2_decay_exact(c.a.gate, float_of(raw, c.a.g.type), bias, rate);
   if (x < -kMostLog2) return -kMostLog2;
   return x > kMostLog2 ? kMostLog2 : x;
 }
@@ -220,7 +221,7 @@ __device__ void prepare_tokens(const C& c, const RawTokens& raw, TokenSums& sums
   for (int i = 0; i < 2; ++i) {
     const int token = c.lane() * 2 + i;
     const bool exists = token < c.chunk.count;  // gate(0) is not 0
-    const float x = exists ? log2_decay(c, raw.gate[i], rate) : 0;
+    const float x = exists ? log2_decay(c, raw.gate[i], raw.bias, rate) : 0;
     whole[i] = rintf(x);
     part[i] = x - whole[i];
     sums.beta[token] = exists ? beta_value(c.a.gate, float_of(raw.beta[i], c.a.beta.type)) : 0.0f;

@@ -328,6 +328,10 @@ TEST_F(Gdn, EveryGate) {
                   test::gdn::name_of(gates));
 }
 
+TEST_F(Gdn, OneBiasAHead) {
+  expect_within(test::gdn::inputs_of({.lengths = {100}, .bias = true}), "dt_bias [HV]");
+}
+
 TEST_F(Gdn, TailsOfEveryLength) {
   expect_within(test::gdn::inputs_of({.lengths = up_to(64), .HV = 1}), "1 to 64 tokens");
 }

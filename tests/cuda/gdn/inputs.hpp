@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/convert.hpp"
@@ -37,6 +38,7 @@ struct Options {
   HeadMap map = HeadMap::kGrouped;
   DType gate = DType::kFloat32;
   bool equal_keys = false;  ///< with steps near 2
+  bool bias = false;        ///< what gates of a head have in common lies in dt_bias [HV]
   bool initial_state = true;
   uint64_t seed = 1;
 };
@@ -54,6 +56,10 @@ class GateMaker {
     if (p.gate_mode != GateMode::kLog) {
       p.A_log = contiguous(DType::kFloat32, {o_.HV});
       inputs_.A_log = io::Buffer(count(o_.HV) * sizeof(float));
+    }
+    if (o_.bias) {
+      p.dt_bias = head_bias(DType::kFloat32, o_.HV);
+      inputs_.dt_bias = io::Buffer(count(o_.HV) * sizeof(float));
     }
     for (int64_t head = 0; head < o_.HV; ++head) make_head(head);
   }
@@ -78,7 +84,9 @@ class GateMaker {
     if (o_.gates == Gates::kTrained) A = random_.log_uniform(0.05, 16);
     if (o_.gates == Gates::kStrong) A = 16, step = 1;
     if (mode() != GateMode::kLog) inputs_.A_log.as<float>()[head] = static_cast<float>(std::log(A));
-    const double bias = std::log(std::expm1(step)), pace = random_.log_uniform(1e-4, 0.5);
+    double bias = std::log(std::expm1(step));
+    if (o_.bias) inputs_.dt_bias.as<float>()[head] = static_cast<float>(std::exchange(bias, 0));
+    const double pace = random_.log_uniform(1e-4, 0.5);
     for (int64_t t = 0; t < inputs_.problem.num_tokens; ++t)
       store_double(inputs_.g.data(), o_.gate, t * o_.HV + head, gate(bias, pace));
   }
