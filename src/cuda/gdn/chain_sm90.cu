@@ -72,24 +72,31 @@ struct Kernel {
 
   // ---- what a head forgets ---------------------------------------------------------------------
 
-  /// The last chunk behind whose start the gates bound |M| by kForgottenLog2; -1 if there is none.
-  /// Every warp finds it for itself, 32 chunks at a time.
+  /// The last chunk of the segment in front of which all is forgotten by its end: from its start,
+  /// and from that of every earlier chunk of the sequence, the gates bound |M| by kForgottenLog2
+  /// (an earlier one may grow). -1 if there is none. Every warp finds it for itself, 32 chunks at a
+  /// time.
   __device__ int last_that_forgets() const {
+    const auto before = static_cast<int>(
+        (c.tokens.begin - sequence_range(a.map, c.tokens.sequence).begin) / kChunk);
+    int earliest = c.num_chunks;  // that reaches the end
     float behind = 0;
-    for (int end = c.num_chunks; end > 0; end -= 32) {
+#pragma unroll 4
+    for (int end = c.num_chunks; end > -before; end -= 32) {
       const int chunk = end - 1 - c.lane;
+      const bool exists = chunk >= -before;
       float bound = 0;
-      if (chunk >= 0) {
+      if (exists) {
         const Numbers& numbers = a.made.numbers[c.tile(chunk)];
         bound = numbers.log2_decay + (numbers.log2_growth[0] + numbers.log2_growth[1]);
       }
       const float all = behind + sum_up_to(bound, c.lane);
-      const bool small = chunk >= 0 && all <= kForgottenLog2;
-      const uint32_t place = ptx::redux_max(small ? static_cast<uint32_t>(chunk) + 1 : 0);
-      if (place > 0) return static_cast<int>(place) - 1;
+      const bool reaches = exists && !(all <= kForgottenLog2);
+      const uint32_t lane = ptx::redux_max(reaches ? static_cast<uint32_t>(c.lane) + 1 : 0);
+      if (lane > 0) earliest = end - static_cast<int>(lane);
       behind = __shfl_sync(~0u, all, 31);
     }
-    return -1;
+    return max(earliest, 0) - 1;
   }
 
   /// Leaves out of the chain what a scan needs not walk through.

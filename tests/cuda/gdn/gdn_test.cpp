@@ -495,6 +495,21 @@ TEST_F(Gdn, SegmentsOfKeysThatAreNotNormalised) {
     }
 }
 
+/// A chunk forgets by 2^-20 what chunks in front of it have made grow: within its segment, and in
+/// the one before.
+TEST_F(Gdn, SegmentsOfChunksThatGrow) {
+  for (const int64_t strong : {2, 3}) {  // chunks of segments of three
+    Inputs inputs = test::gdn::inputs_of(
+        {.lengths = {9 * kChunk}, .HV = 1, .gates = Gates::kZero, .initial_state = false});
+    for (int64_t t = 0; t < inputs.problem.num_tokens; ++t) {
+      const int64_t chunk = t / kChunk;
+      store_double(inputs.g.data(), inputs.problem.g.dtype, t,
+                   chunk < strong ? 0.1 : (chunk == strong ? -0.222 : -0.01));
+    }
+    expect_within(inputs, "grows for " + std::to_string(strong) + " chunks", Cut{3});
+  }
+}
+
 double norm(const Doubles& x) {
   double squares = 0;
   for (const double y : x) squares += y * y;
