@@ -51,6 +51,12 @@ void copy_on_device(const DeviceBuffer& from, DeviceBuffer* to, std::size_t byte
   expect(cudaMemcpyAsync(to->data(), from.data(), bytes, cudaMemcpyDeviceToDevice, nullptr),
          "cudaMemcpyAsync");
 }
+std::size_t l2_cache_bytes() {
+  int device = 0, bytes = 0;
+  expect(cudaGetDevice(&device), "cudaGetDevice");
+  expect(cudaDeviceGetAttribute(&bytes, cudaDevAttrL2CacheSize, device), "cudaDeviceGetAttribute");
+  return static_cast<std::size_t>(bytes);
+}
 void synchronize_device() { expect(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
 double time_on_device(const std::function<void()>& call, int burst) {
   struct Event {
@@ -73,6 +79,7 @@ void DeviceBuffer::fill(unsigned char) { no_cuda(); }
 void DeviceBuffer::upload(const void*, std::size_t) { no_cuda(); }
 void DeviceBuffer::download(void*, std::size_t) const { no_cuda(); }
 void copy_on_device(const DeviceBuffer&, DeviceBuffer*, std::size_t) { no_cuda(); }
+std::size_t l2_cache_bytes() { no_cuda(); }
 void synchronize_device() { no_cuda(); }
 double time_on_device(const std::function<void()>&, int) { no_cuda(); }
 #endif

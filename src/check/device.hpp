@@ -90,6 +90,9 @@ void synchronize_device();
 /// Microseconds a call on the default stream: events around a burst of `burst` calls.
 double time_on_device(const std::function<void()>& call, int burst = 1);
 
+/// Bytes of the L2 cache of the current device.
+std::size_t l2_cache_bytes();
+
 /// Copies `bytes` from one buffer to another on the default stream.
 void copy_on_device(const DeviceBuffer& from, DeviceBuffer* to, std::size_t bytes);
 

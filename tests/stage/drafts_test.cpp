@@ -50,8 +50,9 @@ StateDesc states(const Problem& p, DType dtype, int64_t slots, io::Buffer* buffe
   const int64_t count = slots * shape[1] * shape[2] * shape[3];
   *buffer = io::Buffer(static_cast<std::size_t>(count * dtype_size(dtype)));
   check::Random random(seed);
+  // As large as normal numbers, which took three quarters of these tests' time.
   for (int64_t i = 0; i < count; ++i)
-    store_element(buffer->data(), dtype, i, static_cast<float>(random.normal()));
+    store_element(buffer->data(), dtype, i, static_cast<float>(random.uniform(-1.7, 1.7)));
   return desc;
 }
 

@@ -12,7 +12,9 @@
 namespace kda::tools {
 namespace {
 
-constexpr std::size_t kFlushBytes = std::size_t{256} << 20;  // several times any L2
+/// What a copy needs to leave nothing else in the L2 cache: 256 MiB where that is 32 MiB or more.
+std::size_t flush_bytes() { return std::min(std::size_t{256} << 20, 8 * check::l2_cache_bytes()); }
+
 constexpr int64_t kGeneratedTokens = 256;
 constexpr int kRepeats = 15;
 
@@ -81,7 +83,8 @@ double total_bytes(const check::Inputs& inputs, const check::Outputs& outputs) {
 }  // namespace
 
 struct GpuBench::Flush {
-  check::DeviceBuffer from{kFlushBytes}, to{kFlushBytes};
+  std::size_t bytes = flush_bytes();
+  check::DeviceBuffer from{bytes}, to{bytes};
 };
 
 struct GpuBench::Case {
@@ -97,11 +100,11 @@ struct GpuBench::Case {
 
 GpuBench::GpuBench(const DeviceFacts& device) : device_(device), flush_(new Flush) {
   flush_->from.fill(1);
-  const auto copy = [&] { check::copy_on_device(flush_->from, &flush_->to, kFlushBytes); };
+  const auto copy = [&] { check::copy_on_device(flush_->from, &flush_->to, flush_->bytes); };
   copy();
   double best = 1e30;
   for (int i = 0; i < kRepeats; ++i) best = std::min(best, check::time_on_device(copy, 4));
-  copy_rate_ = 2.0 * static_cast<double>(kFlushBytes) / (best * 1e-6);
+  copy_rate_ = 2.0 * static_cast<double>(flush_->bytes) / (best * 1e-6);
 }
 GpuBench::~GpuBench() { delete flush_; }
 
@@ -109,7 +112,7 @@ Timing GpuBench::time(const std::function<void()>& call) {
   call();
   std::vector<double> samples;
   for (int i = 0; i < kRepeats; ++i) {
-    check::copy_on_device(flush_->from, &flush_->to, kFlushBytes);
+    check::copy_on_device(flush_->from, &flush_->to, flush_->bytes);
     samples.push_back(1e-6 * check::time_on_device(call));
   }
   std::sort(samples.begin(), samples.end());
@@ -117,7 +120,7 @@ Timing GpuBench::time(const std::function<void()>& call) {
 }
 
 double GpuBench::copy_seconds(double bytes) {
-  if (bytes >= 2.0 * static_cast<double>(kFlushBytes)) return bytes / copy_rate_;
+  if (bytes >= 2.0 * static_cast<double>(flush_->bytes)) return bytes / copy_rate_;
   const auto half = static_cast<std::size_t>(bytes / 2);
   return time([&] { check::copy_on_device(flush_->from, &flush_->to, half); }).median;
 }
@@ -246,7 +249,7 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
   Tensors tensors = copies.tensors();
   tensors.tail = rows.tensors();
   const auto step = [&] {
-    check::copy_on_device(flush_->from, &flush_->to, kFlushBytes);
+    check::copy_on_device(flush_->from, &flush_->to, flush_->bytes);
     return 1e-6 * check::time_on_device([&] {
              throw_if_error(run(plan, tensors, workspace.data(), workspace.size()));
            });
