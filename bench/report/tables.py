@@ -692,7 +692,7 @@ def table_summary():
     us = lambda x: milliseconds(1e-6 * x)
     case_of = lambda cases, name: next(c for c in cases if c["case"] == name)
     flagship, size = "--tokens 8192 --heads 64", "8,192 tokens, 64 heads"
-    found, names, earlier = [], {"libkda": None}, []
+    found, names, of_gpus, earlier = [], {"libkda": None}, [], []
     cpu, rivals = load("cpu_forward"), load("cpu_rivals")
     on_cpu = f'{cpu["threads"]} cores of an {cpu["cpu"]}'
 
@@ -700,8 +700,10 @@ def table_summary():
         card = report.get("device", "").split(" 80GB")[0] or on_cpu
         names.setdefault(who or "libkda")
         found.append((label, card.removeprefix("NVIDIA "), {"libkda": number, who: other}))
-        if "families" in report and of_other_kernels(report):
-            earlier.append(label)
+        if "families" in report:
+            of_gpus.append(label)
+            if of_other_kernels(report):
+                earlier.append(label)
 
     peers = load("gpu_peers_forward")
     fla = f'FLA {peers["fla"]}'
@@ -731,7 +733,7 @@ def table_summary():
     notes = (f"From {files}. cuDNN's forward alone, its time / libkda's by gates: {cudnn_means(load('gpu_cudnn'))} "
              "(geometric means of [ten cases](docs/performance.md#beside-cudnn)).")
     if earlier:
-        rows_of = ", ".join(f'the row "{label}"' for label in earlier)
+        rows_of = "all rows of GPUs" if earlier == of_gpus else ", ".join(f'the row "{label}"' for label in earlier)
         notes += f" Measured before the last change of the kernels: {rows_of}."
     return markdown(["", "on", *names], rows) + "\n\n" + textwrap.fill(notes, 158, break_long_words=False, break_on_hyphens=False)
 
