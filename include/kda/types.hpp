@@ -63,8 +63,8 @@ enum MetadataFlag : int32_t {
   kTooManyDecodeTokens = 32,
   kBadTokenParents = 64,  ///< token_parents[n, t] not below t, or without a slot: as if negative
   /// positions, sources, accepted_rows or tail.folded do not fit each other: a head whose word does
-  /// not fit is skipped, with the others all heads of the sequence. Not looked for: slots and sources
-  /// that two sequences of a call have
+  /// not fit is skipped, with the others all heads of the sequence. Nobody looks for slots
+  /// or sources that two sequences have
   kBadTail = 128,
 };
 
