@@ -57,11 +57,14 @@ enum MetadataFlag : int32_t {
   /// checkpoint_indices too large, or of a sequence of at least checkpoint_every tokens an entry of
   /// checkpoint_offsets that is no checkpoint of it: checkpoint not stored
   kBadCheckpointIndex = 8,
-  kBadAcceptedTokens = 16,    ///< num_accepted_tokens out of 1..S: sequence skipped
-  kTooManyDecodeTokens = 32,  ///< more tokens than index columns: the rest is left out
+  kBadAcceptedTokens = 16,  ///< num_accepted_tokens out of 1..S: sequence skipped
+  /// more tokens than index columns: the rest is left out; with a tail, more than it takes or than
+  /// token_parents has columns: sequence skipped
+  kTooManyDecodeTokens = 32,
   kBadTokenParents = 64,  ///< token_parents[n, t] not below t, or without a slot: as if negative
   /// positions, sources, accepted_rows or tail.folded do not fit each other: a head whose word does
-  /// not fit is skipped, with the others all heads of the sequence
+  /// not fit is skipped, with the others all heads of the sequence. Nobody looks for slots
+  /// or sources that two sequences have
   kBadTail = 128,
 };
 

@@ -116,10 +116,6 @@ int64_t total_checkpoints(const Plan& plan, const void* cu_seqlens) {
   return total;
 }
 
-}  // namespace
-
-namespace {
-
 /// Pieces of host memory and their copies on the device.
 struct Copies {
   struct Piece {
@@ -155,10 +151,6 @@ struct Copies {
       if (piece.output) piece.buffer.download(piece.host, piece.bytes);
   }
 };
-
-}  // namespace
-
-namespace {
 
 void add_tail(const Problem& p, const TailTensors& host, Copies* copies) {
   const TailDesc& tail = *p.tail;

@@ -2,8 +2,10 @@
 // Where elements live: the shapes that a Problem implies for each of its tensors, and addresses.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 
 #include "kda/problem.hpp"
 
@@ -82,9 +84,14 @@ inline bool zeroes_without_slot(const Problem& p) {
 /// Most tokens a sequence of a decode with a tail: the others are at most 15 sure rows.
 inline int64_t most_tail_tokens(const TailDesc& tail) { return tail.rows - (kTailBoundary - 1); }
 
-/// Most tokens a sequence of such a call, of lengths that nobody knows yet.
-inline int64_t tail_tokens(const Problem& p) {
-  return p.cu_seqlens ? std::min(p.num_tokens, most_tail_tokens(*p.tail)) : p.num_tokens;
+/// Most tokens a sequence of such a call. `cu_seqlens`: empty where nobody knows lengths yet.
+inline int64_t tail_tokens(const Problem& p, std::span<const int64_t> cu_seqlens) {
+  if (!p.cu_seqlens) return p.num_tokens;
+  if (cu_seqlens.empty()) return std::min(p.num_tokens, most_tail_tokens(*p.tail));
+  int64_t most = 0;
+  for (std::size_t n = 0; n + 1 < cu_seqlens.size(); ++n)
+    most = std::max(most, cu_seqlens[n + 1] - cu_seqlens[n]);
+  return most;
 }
 
 /// Whether arrays have S columns, one a token of a sequence.

@@ -23,7 +23,6 @@ using Heads = std::span<const Head* const>;
 // card.
 constexpr double kH200BytesPerSecond = 4.24e12;
 constexpr int32_t kH200Sms = 132;
-constexpr const char* kNoTails = "tail: not built yet for this device: call without a tail";
 constexpr int64_t kDefaultChunk = 64;  // of a plan without an implementation
 
 bool name_matches(std::string_view name, std::string_view wanted) {
@@ -92,7 +91,7 @@ std::string decline_reason(const Head& row, const Request& request) {
     return "keeps nothing for a backward";
   if (options.keep == KeepPolicy::kStates && !row.keeps_states)
     return "keeps states and errors of all chunks, or nothing";
-  if (request.problem.tail && !row.decline_tail) return kNoTails;
+  if (request.problem.tail && !row.decline_tail) return "has no tails";
   if (const char* tensor = row.float64 ? nullptr : float64_tensor(request))
     return float64_reason(tensor);
   // A plan for a GPU can be made on any machine; run() needs the device.
@@ -138,7 +137,9 @@ std::string why_no_tail(Heads rows, const Request& request,
   for (std::size_t i = 0; i < rows.size(); ++i)
     if (rows[i]->device == request.device.kind && rows[i]->decline_tail)
       return candidates[i].reason;
-  return kNoTails;
+  const char* device = device_kind_name(request.device.kind);
+  return cat("tail: ", operation_name(request.problem.operation), " has none on ", device,
+             " yet, decode has: call without a tail, then write the position to tail.folded");
 }
 
 /// The first row that serves; null: none does, in a build that can still print the plan.
@@ -316,17 +317,17 @@ Status build_plan(Heads rows, const Problem& problem, const std::span<const int6
   plan->resolved.num_threads = plan->num_threads;
   if (options.keep == KeepPolicy::kChunks) plan->resolved.keep = KeepPolicy::kStates;
   if (options.kept_state_every == 0) plan->resolved.kept_state_every = kKeptStateEvery;
-  const Head* chosen = nullptr;
-  const Request request{problem, device, options, gradients};
-  KDA_RETURN_IF_ERROR(choose(rows, request, &plan->candidates, &chosen));
-  plan->chunk_size = chosen ? chosen->chunk_size : kDefaultChunk;
   if (cu_seqlens) {
     KDA_RETURN_IF_ERROR(set_lengths(*cu_seqlens, plan));
     KDA_RETURN_IF_ERROR(check_plan_lengths(*plan));
-    count_chunks(plan);
   } else {
     plan->reasons.push_back("planned from bounds: lengths unknown");
   }
+  const Head* chosen = nullptr;
+  const Request request{problem, device, options, gradients, plan->cu_seqlens};
+  KDA_RETURN_IF_ERROR(choose(rows, request, &plan->candidates, &chosen));
+  plan->chunk_size = chosen ? chosen->chunk_size : kDefaultChunk;
+  if (cu_seqlens) count_chunks(plan);
   if (chosen) {
     plan->implementation = chosen->name;
     plan::PlanBuilder builder(*chosen, gradients, plan);

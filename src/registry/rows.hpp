@@ -41,7 +41,8 @@ struct Request {
   const Problem& problem;
   const DeviceFacts& device;
   const PlanOptions& options;
-  const Gradients* gradients = nullptr;  ///< of a backward
+  const Gradients* gradients = nullptr;      ///< of a backward
+  std::span<const int64_t> cu_seqlens = {};  ///< empty: lengths are unknown
 };
 
 /// A [B, T, heads, size] tensor that a call writes; without memory it is left out.

@@ -58,7 +58,14 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
   p.state_layout = static_cast<StateLayout>(random_.below(2));
   p.first_slot = random_.below(3);
   if (random_.chance(0.3)) p.g = head_gates(p.g.dtype, 1, 1, p.num_value_heads);
-  p.initial_state = states(p, DType::kFloat32, kSlots, true);
+  if (p.dt_bias && has_head_gate(p) && random_.chance(0.5)) {
+    p.dt_bias = head_bias(DType::kFloat32, p.num_value_heads);
+    dt_bias_.resize(static_cast<std::size_t>(p.num_value_heads));
+  }
+  const DType states_in = random_.chance(0.4) ? DType::kBFloat16 : DType::kFloat32;
+  // Folds round a state of bf16.
+  if (states_in == DType::kBFloat16) limit_ = 5e-2;
+  p.initial_state = states(p, states_in, kSlots, true);
   p.tail = tails(p, 16 + random_.below(20));
   backend_ = pick(random_, {std::string("blocked"), std::string("blocked"), std::string("oracle")});
   if (test::on_cuda()) backend_ = "recurrent";
@@ -67,7 +74,7 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
     buffer.fill(0xff);
     return buffer;
   };
-  pool_ = filled(kSlots * slot_elements(p.initial_state->tensor) * 4);
+  pool_ = filled(kSlots * slot_elements(p.initial_state->tensor) * dtype_size(states_in));
   tail_k_ = filled(kSlots * slot_elements(p.tail->k) * dtype_size(p.k.dtype));
   tail_g_ = filled(kSlots * slot_elements(p.tail->g) * dtype_size(p.g.dtype));
   v_new_ = filled(kSlots * slot_elements(p.tail->v_new) * 4);
@@ -79,11 +86,12 @@ TailHistory::TailHistory(uint64_t seed, int64_t number)
 std::string TailHistory::describe() const {
   const Problem& p = base_;
   return fmt::format(
-      "tail of {} rows, {}, K={} V={} H={} HV={} {} k {} g {}{} {} {} beta {} l2norm={} "
-      "first_slot={}",
-      p.tail->rows, backend_, p.key_dim, p.value_dim, p.num_heads, p.num_value_heads,
-      dtype_name(p.q.dtype), dtype_name(p.k.dtype), dtype_name(p.g.dtype),
-      has_head_gate(p) ? " a head" : "", state_layout_name(p.state_layout),
+      "tail of {} rows, {}, states {}, K={} V={} H={} HV={} {} k {} g {}{}{} {} {} beta {} "
+      "l2norm={} first_slot={}",
+      p.tail->rows, backend_, dtype_name(p.initial_state->tensor.dtype), p.key_dim, p.value_dim,
+      p.num_heads, p.num_value_heads, dtype_name(p.q.dtype), dtype_name(p.k.dtype),
+      dtype_name(p.g.dtype), has_head_gate(p) ? " a head" : "",
+      has_head_bias(p) ? " and its bias" : "", state_layout_name(p.state_layout),
       gate_mode_name(p.gate_mode), beta_mode_name(p.beta_mode), p.qk_l2norm, p.first_slot);
 }
 
@@ -127,9 +135,9 @@ bool TailHistory::is_source(int32_t slot) const {
 void TailHistory::release(int32_t slot) {
   free_.push_back(slot);
   const StateDesc& pool = *base_.initial_state;
-  const int64_t elements = slot_elements(pool.tensor);
+  const int64_t bytes = slot_elements(pool.tensor) * dtype_size(pool.tensor.dtype);
   if (random_.chance(0.5))
-    std::memset(pool_.as<float>() + slot * elements, 0xff, static_cast<std::size_t>(elements) * 4);
+    std::memset(pool_.data() + slot * bytes, 0xff, static_cast<std::size_t>(bytes));
   if (random_.chance(0.5))
     std::fill_n(folded_.as<int32_t>() + slot * base_.num_value_heads, base_.num_value_heads, -1);
 }

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <numeric>
 
 #include "core/convert.hpp"
 #include "core/layout.hpp"
@@ -29,6 +30,7 @@ struct World {
   std::vector<int32_t> folded;
   std::vector<int32_t> slots = {2}, positions = {0}, sources, parents, accepted;
   std::vector<uint8_t> mask = {1};
+  std::vector<int64_t> lengths;  ///< cu_seqlens, which the plan does not know; empty: none
   std::function<void(Problem*)> change = [](Problem*) {};
   std::string backend;
   int32_t flags = 0;  ///< device_flags of the last call on a GPU
@@ -62,6 +64,7 @@ struct World {
     for (TensorDesc* desc : {&p.q, &p.k, &p.v, &p.g, &p.beta}) desc->strides[0] = 0;
     p.num_tokens = end - begin;
     p.o = contiguous(DType::kFloat32, {N, end - begin, kValueHeads, kValue});
+    if (!lengths.empty()) p.cu_seqlens = DType::kInt64, p.batch = 1;
     p.initial_state = states(p, state_dtype, kSlots, true);
     p.initial_state_mask = true;
     p.tail = tails(p, kRows);
@@ -74,12 +77,13 @@ struct World {
     change(&p);
     Plan plan;
     KDA_RETURN_IF_ERROR(
-        make_plan(p, {}, test::device_of(backend), test::with_backend(backend), &plan));
+        make_plan_from_bounds(p, test::device_of(backend), test::with_backend(backend), &plan));
     io::Buffer workspace(plan.workspace_bytes);
     workspace.fill(0xff);
     o->assign(static_cast<std::size_t>(N * (end - begin) * kValueHeads * kValue), NAN);
     Tensors t = part.tensors();
     t.o = o->data();
+    t.cu_seqlens = lengths.data();
     t.initial_state = pool.data();
     t.initial_state_indices = slots.data();
     t.initial_state_mask = mask.data();
@@ -351,7 +355,6 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
     const char* what;
     int32_t flag;
     Change change;
-    int64_t tokens = 1;
   } rows[] = {
       {"a slot without a tail", kBadTail,
        [](World* w) { std::fill_n(w->folded.begin() + 2 * kValueHeads, kValueHeads, -1); }},
@@ -424,6 +427,14 @@ TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
   const std::ptrdiff_t token = kValueHeads * kValue;
   EXPECT_TRUE(std::equal(o.begin(), o.begin() + 2 * token, o.begin() + 3 * token));
   EXPECT_TRUE(std::isnan(o[2 * token]) && std::isfinite(o[5 * token]));
+  // More tokens than a tail takes, of lengths that the device alone knows: none is computed.
+  World packed = begun;
+  packed.lengths = {0, 1, 7};
+  ASSERT_TRUE(packed.call(kStep, 19, 26, &o).ok());
+  EXPECT_EQ(packed.flags, kTooManyDecodeTokens);
+  EXPECT_TRUE(std::equal(right.begin(), right.begin() + size, o.begin()));
+  for (std::ptrdiff_t i = size; i < 7 * size; ++i) ASSERT_TRUE(std::isnan(o[i]));
+  EXPECT_EQ(packed.folded, begun.folded);
 }
 
 TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
@@ -439,7 +450,9 @@ TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
   const DeviceFacts gpu = gpu_facts(132, 90);
   const Status status = make_plan(p, {}, gpu, {}, &plan);
   EXPECT_EQ(status.code(), StatusCode::kUnsupported);
-  EXPECT_NE(status.message().find("call without a tail"), std::string::npos) << status.message();
+  EXPECT_EQ(status.message(),
+            "tail: forward has none on cuda yet, decode has: call without a tail, then write the "
+            "position to tail.folded");
   EXPECT_FALSE(supported(p, gpu).ok());
   p.operation = kStep, p.num_tokens = 1;
   ASSERT_TRUE(make_plan(p, {}, gpu, {}, &plan).ok());
@@ -456,6 +469,19 @@ TEST(Tail, PlansSayItAndGpusRefuseWhatTheyDoNotHave) {
     for (const std::string part : {"tail: R = 250 rows and 1 tokens", most})
       EXPECT_NE(refused.message().find(part), std::string::npos) << refused.message();
   }
+  // A pack needs room for its longest sequence, where the plan knows that.
+  p.tail = tails(p, 186);
+  p.cu_seqlens = DType::kInt64;
+  p.num_sequences = p.num_tokens = 100;
+  std::vector<int64_t> ends(101);
+  std::iota(ends.begin(), ends.end(), 0);
+  EXPECT_TRUE(make_plan(p, ends, gpu, {}, &plan).ok());
+  const Status unknown = make_plan_from_bounds(p, gpu, {}, &plan);
+  EXPECT_EQ(unknown.code(), StatusCode::kUnsupported);
+  EXPECT_NE(unknown.message().find("R = 186 rows and up to 100 tokens a sequence, whose lengths "
+                                   "are unknown, take"),
+            std::string::npos)
+      << unknown.message();
 }
 
 TEST(Tail, InC) {

@@ -312,7 +312,7 @@ void CpuBench::measure_tails(check::Inputs& inputs, CpuRow* row) {
   for (Timing* timing : {&row->timing, &plain_timing})
     for (double* seconds : {&timing->median, &timing->fastest, &timing->slowest})
       *seconds /= kTailBoundary;
-  // A read of S_0, and a read and a write every 16 tokens.
+  // A read of S_0, and a read and a write every 16 tokens. Rows are not counted.
   const double states = static_cast<double>(inputs.initial_state.size());
   row->bytes = states * (1 + 2.0 * static_cast<double>(p.num_tokens) / kTailBoundary);
   row->extra = {{"decode", format_seconds(plain_timing.median)},

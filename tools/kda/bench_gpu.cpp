@@ -7,6 +7,7 @@
 
 #include "check/backward.hpp"
 #include "check/device.hpp"
+#include "core/layout.hpp"
 #include "core/text.hpp"
 
 namespace kda::tools {
@@ -220,6 +221,14 @@ class DeviceTails {
   std::vector<int32_t> positions_;
 };
 
+/// Bytes of a row of a tail, in all heads.
+double row_bytes(const Problem& p) {
+  const int64_t gates = p.num_value_heads * (has_head_gate(p) ? 1 : p.key_dim);
+  return static_cast<double>(p.num_heads * p.key_dim * dtype_size(p.k.dtype) +
+                             gates * dtype_size(p.g.dtype) +
+                             p.num_value_heads * p.value_dim * dtype_size(DType::kFloat32));
+}
+
 /// The mean of them all: a sequence is folded in some.
 Timing mean_of(const std::vector<double>& seconds) {
   double sum = 0;
@@ -268,15 +277,21 @@ std::vector<GpuRow> GpuBench::time_tails(const Case& c, const PlanOptions& optio
     rows.begin();
     all_fold.push_back(step());
   }
-  const auto row = [&](const char* what, const std::vector<double>& seconds, double of_states) {
+  const auto row = [&](const char* what, const std::vector<double>& seconds, double of_states,
+                       double of_rows) {
     GpuRow made{
         c.name, what, plan.implementation, mean_of(seconds), total_bytes(c.inputs, c.outputs),
         0,      0};
-    made.bytes += of_states * static_cast<double>(c.inputs.initial_state.size());
+    made.bytes += of_states * static_cast<double>(c.inputs.initial_state.size()) +
+                  of_rows * static_cast<double>(N) * row_bytes(p);
     return made;
   };
-  return {row("tail", mixed, 1 + 2.0 * static_cast<double>(S) / kTailBoundary),
-          row("tail, all fold", all_fold, 2)};
+  // S_0 is read once, and written by a fold every 16 tokens. A step reads its sure rows, and writes
+  // those of its tokens.
+  const auto tokens = static_cast<double>(S);
+  const double sure = tokens + (kTailBoundary - 1) / 2.0;
+  return {row("tail", mixed, 1 + tokens / kTailBoundary, sure + tokens),
+          row("tail, all fold", all_fold, 2, kTailBoundary + tokens)};
 }
 
 /// Lengths on the host, on the device alone, and there without a cut.

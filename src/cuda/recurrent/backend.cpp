@@ -68,10 +68,13 @@ int64_t most_shared_bytes(const DeviceFacts& device) {
 
 std::string decline_tail(const registry::Request& request) {
   const Problem& p = request.problem;
-  const int64_t tokens = tail_tokens(p), most = most_shared_bytes(request.device);
+  const int64_t tokens = tail_tokens(p, request.cu_seqlens);
+  const int64_t most = most_shared_bytes(request.device);
   const int64_t bytes = tail::shared_bytes(p.tail->rows, tokens, p.key_dim, p.value_dim);
   if (bytes <= most) return {};
-  return cat("tail: R = ", p.tail->rows, " rows and ", tokens, " tokens a sequence take ", bytes,
+  const bool unknown = p.cu_seqlens && request.cu_seqlens.empty();
+  return cat("tail: R = ", p.tail->rows, " rows and ", unknown ? "up to " : "", tokens,
+             " tokens a sequence", unknown ? ", whose lengths are unknown," : "", " take ", bytes,
              " bytes of shared memory, ", request.device.name, " has ", most);
 }
 

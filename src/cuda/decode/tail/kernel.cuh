@@ -37,9 +37,9 @@ __device__ void prepare_fold(const Rows& rows, int at, int end) {
   }
 }
 
-/// Elements of a lane's tile: few warps, since each has addresses and scores of its own.
+/// Elements of a lane's tile: 16 warps of two heads are on an SM, and one of each sum beside them.
 template <int kK>
-constexpr int kTileElements = kK == 128 ? 128 : 64;
+constexpr int kTileElements = kK == 64 ? 32 : 64;
 template <int kK>
 constexpr int kTileColumns = 32 * kTileElements<kK> / kK;
 

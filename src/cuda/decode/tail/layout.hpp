@@ -8,7 +8,7 @@
 
 namespace kda::cuda::tail {
 
-constexpr int kMostWarps = 4;  // of a block
+constexpr int kMostWarps = 8;  // of a block
 constexpr int kRound = 16;     // rows whose scores are summed over channels together
 /// Scores of a round: those of k and of q, of 32 channels each.
 KDA_HOST_DEVICE_INLINE constexpr int32_t sums_of_round(int32_t keys) {

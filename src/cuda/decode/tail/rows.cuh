@@ -110,7 +110,7 @@ struct Rows {
  private:
   // ---- on their way to shared memory
 
-  /// Part `index` of `threads` of the rows of the tail, 16 bytes at a time.
+  /// This thread's part of the rows of the tail, 16 bytes at a time.
   __device__ void copy_tail(const RowView& view, int64_t head, float* rows) const {
     const int bytes = size_of(view);
     const int shift = (kK == 64 ? 3 : 4) + (bytes == 4 ? 1 : 0);  // of vectors of a row

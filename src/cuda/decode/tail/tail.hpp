@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decode with a tail (docs/design/decode.md, "Tails"). A block has one head of one sequence, whose
-// boundary state S_0 its warps hold in registers: 4 warps of 32 columns at K = V = 128. S_0 is
+// boundary state S_0 its warps hold in registers: 8 warps of 16 columns at K = V = 128. S_0 is
 // asked for first, then the rows of the tail and of the tokens, and only then is anything waited
 // for. A step writes rows; S_0 is written by folds, which come before the first token.
 //
