@@ -255,7 +255,8 @@ def test_a_step_compiles():
 
 @pytest.mark.parametrize("expanded", [False, True])
 def test_one_gate_and_one_bias_a_head(expanded):
-    """Eager and compiled, with gates of three dimensions or expanded to K; dt_bias is not blamed for another argument."""
+    """Eager and compiled, with gates of three dimensions or expanded to K. dt_bias is not blamed for another argument's
+    fault."""
     torch.manual_seed(8)
     options, x = gate(one_gate=True), tokens(1, one_gate=True)
     wide = lambda g: g[..., None].expand(*g.shape, K) if expanded else g
