@@ -94,6 +94,8 @@ def watch():
     empty = torch.empty
     with torch.device("cpu"):  # as a context it serves the functions that it finds at its first use
         torch.empty(0)
+    if torch.cuda.is_available():  # torch.compile, too, knows what it finds at its first use
+        torch.compile(lambda: torch.empty(0).new_empty(0), backend="eager")()
     for owner, names in ((torch, ("empty", "empty_like", "empty_strided", "empty_permuted")),
                          (torch.Tensor, ("new_empty", "new_empty_strided"))):
         if torch.cuda.is_available():

@@ -19,8 +19,8 @@ def tokens(count, batch=1, dtype=torch.float32, one_gate=False):
                 g=normal(batch, count, HV) if one_gate else normal(batch, count, HV, K), beta=normal(batch, count, HV))
 
 
-def gate():
-    return dict(A_log=0.3 * torch.randn(HV), dt_bias=torch.randn(HV * K), **OPTIONS)
+def gate(one_gate=False):
+    return dict(A_log=0.3 * torch.randn(HV), dt_bias=torch.randn(HV if one_gate else HV * K), **OPTIONS)
 
 
 def part(x, begin, end=None):
@@ -41,7 +41,7 @@ def recurrence(x, options, state=None):
     unit = lambda t: t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     q, k = (unit(t).repeat_interleave(HV // H, 1) for t in (q, k))
     g = g[..., None].expand(-1, -1, K) if g.dim() == 2 else g
-    raw = (g + options["dt_bias"].double().view(HV, K)) * options["A_log"].double().exp()[:, None]
+    raw = (g + options["dt_bias"].double().view(HV, -1)) * options["A_log"].double().exp()[:, None]
     decay = (options["lower_bound"] * raw.sigmoid()).exp()
     S, o = torch.zeros(HV, K, V).double() if state is None else state.double(), []
     for t in range(len(q)):
@@ -66,19 +66,21 @@ def new_tail(dtype=torch.float32, rows=16 + DRAFTS, one_gate=False):
 SIGMOID = dict(use_beta_sigmoid_in_kernel=True)
 
 
-@pytest.fixture
-def where_tails_are(on_the_device):
-    """A device whose kernels have tails; another one says that it has none."""
-    pool = torch.zeros(SLOTS, HV, K, V)
-    tail = libkda.tail(SLOTS, H, HV, K, V, dtype=torch.float32)
-    try:
-        libkda.decode(**tokens(1), pool=pool, slots=at(1), tail=tail, positions=at(0), has_state=at(False))
-    except ValueError as error:
-        assert pool.is_cuda and str(error).startswith("tail: not built yet for this device: call without a tail")
-        pytest.skip(str(error))
+def prefill(q, k, v, g, beta, slots, positions, cu_seqlens=None, has_state=None, **call):
+    """libkda.prefill with a tail. A GPU has tails in decodes alone: tokens go one by one there."""
+    x = dict(q=q, k=k, v=v, g=g, beta=beta)
+    if not slots.is_cuda:
+        return libkda.prefill(**x, slots=slots, positions=positions, cu_seqlens=cu_seqlens, has_state=has_state, **call)
+    outputs, ends = [], [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    for n, (begin, end) in enumerate(zip(ends, ends[1:])):
+        for t in range(begin, end):
+            known = None if has_state is None or t > begin else has_state[n:n + 1]
+            outputs.append(libkda.decode(**part(x, t, t + 1), slots=slots[n:n + 1], has_state=known,
+                                         positions=positions[n:n + 1] + (t - begin), **call))
+    return torch.cat(outputs, 1)
 
 
-on_each_device = pytest.mark.usefixtures("where_tails_are")
+on_each_device = pytest.mark.usefixtures("on_the_device")
 
 
 @on_each_device
@@ -88,7 +90,7 @@ def test_a_history_equals_the_recurrence(v_first, one_gate):
     """Two prompts in pieces, tokens, drafts of which some are rejected, and plain states in the end; padding beside
     them, and all memory NaN before it is written."""
     torch.manual_seed(0)
-    options = dict(gate(), state_v_first=v_first, first_slot=1)
+    options = dict(gate(one_gate), state_v_first=v_first, first_slot=1)
     pool, tail = new_pool(v_first=v_first), new_tail(one_gate=one_gate)
     requests = [tokens(60, one_gate=one_gate) for _ in range(2)]
     slots, found, done = at(3, 0, 5), [[], []], [0, 0]
@@ -111,7 +113,7 @@ def test_a_history_equals_the_recurrence(v_first, one_gate):
 
     for counts in ([20, 3], [5, 11]):
         cu = at(0, counts[0], counts[0], sum(counts))
-        step(libkda.prefill, counts, cu_seqlens=cu, has_state=at(done[0] > 0, False, done[1] > 0))
+        step(prefill, counts, cu_seqlens=cu, has_state=at(done[0] > 0, False, done[1] > 0))
     for _ in range(9):
         step(libkda.decode, [1, 1])
     for kept in ([5, 1], [2, 3], [1, 1]):
@@ -161,7 +163,7 @@ def test_every_cut_has_the_same_bits():
     for cut in ([50], [1] * 50, [13, 1, 2, 1, 1, 21, 5, 6]):
         pool, tail, done, found = new_pool(), new_tail(), 0, []
         for count in cut:
-            function = libkda.decode if count <= 5 else libkda.prefill
+            function = libkda.decode if count <= 5 else prefill
             found.append(function(**part(x, done, done + count), pool=pool, slots=slots, tail=tail, positions=at(done),
                                   has_state=at(done > 0), **options, **SIGMOID))
             done += count
@@ -177,7 +179,7 @@ def test_a_tree_of_drafts():
     options, x, y, slots = gate(), tokens(12), tokens(6), at(2)
     pool, tail = new_pool(), new_tail(rows=16 + 6)
     call = dict(pool=pool, slots=slots, tail=tail, **options, **SIGMOID)
-    libkda.prefill(**x, **call, positions=at(0), has_state=at(False))
+    prefill(**x, **call, positions=at(0), has_state=at(False))
     tree = torch.tensor([[-1, 0, 0, 2, 1, 3]])  # 0 - 1 - 4 and 0 - 2 - 3 - 5
     o = libkda.verify(**y, **call, positions=at(12), parents=tree)
     picked = lambda path: joined(x, {name: t[:, path] for name, t in y.items()}, dim=1)
@@ -197,7 +199,9 @@ def test_a_fork_reads_the_state_of_its_source():
     torch.manual_seed(4)
     options, x = gate(), tokens(32)
     pool, tail = new_pool(), new_tail()
-    libkda.prefill(**x, pool=pool, slots=at(1), tail=tail, positions=at(0), has_state=at(False), **options, **SIGMOID)
+    source = dict(pool=pool, slots=at(1), tail=tail, **options)
+    prefill(**x, positions=at(0), has_state=at(False), **source, **SIGMOID)
+    libkda.settle(positions=at(32), **source)  # decodes leave the last 16 tokens in the tail
     parent, children = pool[1].clone(), tokens(20, batch=2)
     call = dict(pool=pool, slots=at(3, 4), tail=tail, **options, **SIGMOID)
     for t in range(20):
@@ -219,7 +223,7 @@ def test_a_state_without_a_tail_goes_on_in_one():
     options, x, pool, tail = gate(), tokens(30), new_pool(), new_tail()
     libkda.prefill(**part(x, 0, 21), pool=pool, slots=at(2), has_state=at(False), **options, **SIGMOID)
     tail.folded[2] = 21
-    o = libkda.prefill(**part(x, 21), pool=pool, slots=at(2), tail=tail, positions=at(21), **options, **SIGMOID)
+    o = prefill(**part(x, 21), pool=pool, slots=at(2), tail=tail, positions=at(21), **options, **SIGMOID)
     expected, _ = recurrence(x, options)
     assert distance(o, expected[:, 21:]) < 1e-5
 
@@ -247,6 +251,51 @@ def test_a_step_compiles():
     assert all(torch.equal(a, b) for a, b in zip(results(compiled), results(steps)))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Observed exception"):
         compiled(torch.zeros(SLOTS, HV, K, V), libkda.tail(3, H, HV, K, V, dtype=torch.float32), at(1, 2), at(0, 0))
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_one_gate_and_one_bias_a_head(expanded):
+    """Eager and compiled, with gates of three dimensions or expanded to K. dt_bias is not blamed for another argument's
+    fault."""
+    torch.manual_seed(8)
+    options, x = gate(one_gate=True), tokens(1, one_gate=True)
+    wide = lambda g: g[..., None].expand(*g.shape, K) if expanded else g
+    x["g"] = wide(x["g"])
+
+    def steps(pool, tail, positions, options):
+        o = libkda.decode(**x, pool=pool, slots=at(1), tail=tail, positions=positions, **options, **SIGMOID)
+        libkda.settle(pool, at(1), tail=tail, positions=positions + 1, **options)
+        return o
+
+    def results(run):
+        pool, tail = torch.zeros(SLOTS, HV, K, V), new_tail(one_gate=True)
+        tail.folded.zero_()
+        return run(pool, tail._replace(g=wide(tail.g)), at(0), options), pool
+
+    compiled = torch.compile(steps, backend="eager", fullgraph=True)
+    (o, pool), again = results(steps), results(compiled)
+    expected, state = recurrence(x, options)
+    assert distance(o, expected) < 1e-5 and distance(pool[1], state) < 1e-5
+    assert torch.equal(o, again[0]) and torch.equal(pool, again[1])
+
+    tail = new_tail(one_gate=True)
+    tail = tail._replace(g=wide(tail.g))
+    call = dict(pool=torch.zeros(SLOTS, HV, K, V), slots=at(1), tail=tail, positions=at(1))
+    for function, rows in ((libkda.settle, {}), (libkda.decode, dict(x, **SIGMOID))):
+        with pytest.raises(ValueError, match="^tail.folded: slot 1 of sequence 0 has -1"):
+            function(**rows, **call, **options)
+        with pytest.raises(ValueError, match=r"^dt_bias must have HV = 4 elements, got \[3\]"):
+            function(**rows, **call, **options | dict(dt_bias=torch.zeros(3)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has it")
+def test_a_gpu_refuses_a_prefill_with_a_tail():
+    with torch.device("cuda"):
+        pool, tail = torch.ones(SLOTS, HV, K, V), new_tail()
+        before = [t.clone() for t in tail]
+        with pytest.raises(ValueError, match="^tail: forward has none on cuda yet"):
+            libkda.prefill(**tokens(2), pool=pool, slots=at(1), tail=tail, positions=at(0), has_state=at(False))
+        assert (pool == 1).all() and all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(tail, before))
 
 
 def test_the_operator_passes_torch_checks():
@@ -311,6 +360,8 @@ BAD = {
         (tokens(4), "^q: a tail of R = 18 rows takes 1..3 tokens a sequence, got 4"),
         (dict(accepted_rows=at(0, 1)), r"^accepted_rows must have shape \[N, columns\]=\[1, columns\], got \[2\]"),
         (dict(accepted_rows=torch.tensor([[1, 0]])), "^accepted_rows: entry 0, 1 = 0 is not above 1")],
+    "decode, verify, settle": [
+        (dict(accepted_rows=torch.full((1, 19), -1)), "^accepted_rows: columns = 19 is outside 0..18")],
     "verify": [
         (dict(parents=torch.tensor([[-1]])), "^parents: S = 1 is below the 2 tokens of sequence 0"),
         (dict(parents=torch.tensor([[-1, 1]])), "^parents: entry 0, 1 = 1 is not below 1"),

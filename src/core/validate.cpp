@@ -296,7 +296,7 @@ Status check_tail(const Problem& p, const TailDesc& tail) {
   if (!p.token_parents && p.state_index_columns != 1)
     return invalid("state_index_columns: S = ", p.state_index_columns,
                    ", but with a tail a sequence has one slot");
-  KDA_RETURN_IF_ERROR(check_range("tail: accepted_columns", tail.accepted_columns, 0, tail.rows));
+  KDA_RETURN_IF_ERROR(check_range("accepted_rows: columns", tail.accepted_columns, 0, tail.rows));
   KDA_RETURN_IF_ERROR(check_tail_tensors(p, tail));
   return decode ? check_decode_tokens(p) : Status{};
 }

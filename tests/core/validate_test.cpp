@@ -82,6 +82,23 @@ TEST(Validate, TensorsWithoutElementsNeedNoDescription) {
   EXPECT_TRUE(validate(p).ok()) << validate(p).message();
 }
 
+TEST(Validate, ColumnsOfAcceptedRowsAreThoseOfATail) {
+  Problem p = base();
+  p.operation = Operation::kDecode;
+  p.batch = p.num_sequences = 16;
+  p.num_tokens = 1;
+  p.q = p.k = p.v = p.g = p.o = contiguous(DType::kFloat32, {16, 1, 2, 8});
+  p.beta = contiguous(DType::kFloat32, {16, 1, 2});
+  p.initial_state = states(p, DType::kFloat32, 16, true);
+  p.tail = tails(p, 20);
+  p.tail->accepted_columns = 20;
+  EXPECT_TRUE(validate(p).ok()) << validate(p).message();
+  p.tail->accepted_columns = 21;
+  EXPECT_EQ(validate(p).message(), "accepted_rows: columns = 21 is outside 0..20");
+  p.tail->accepted_columns = -1;
+  EXPECT_EQ(validate(p).message(), "accepted_rows: columns = -1 is outside 0..20");
+}
+
 TEST(Validate, SixteenHugeButLegalBytes) {
   Problem p = base();
   p.v.strides[1] = (int64_t{1} << 55);

@@ -13,8 +13,8 @@ import torch
 from torch.compiler import is_compiling
 
 from .refusals import FAILURE, REFUSAL
-from .rules import (IN_PLACE, INTEGERS, LAST_SLOT, MEANT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS, FlaError,
-                     Sizes, check_heads, in_words_of, refuse_type)
+from .rules import (GATES, IN_PLACE, INTEGERS, LAST_SLOT, MEANT, MOST_A_LOG, PARAMETERS, ROWS, RULES, STATES, WORDS,
+                     FlaError, Sizes, check_heads, in_words_of, refuse_type)
 
 _DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.int16, torch.int8,
@@ -50,9 +50,10 @@ def check(function, values, *, v_first=False, dense_rows=False):
                 rule = rule._replace(shape=rule.shape.replace("K V", "V K"))
         elif name not in ("cu_seqlens", "cu_seqlens_cpu") and "N" in rule.shape.split("|")[0].split():
             sizes.default_n()
-        sizes.expect(name, rule, tuple(x.shape))
+        expanded = name in GATES and x.dim() == 4 and x.stride(-1) == 0
+        sizes.expect(name, rule, tuple(x.shape), expanded)
         expect_memory(name, x)
-        one_gate = name == "g" and (x.dim() == 3 or x.stride(-1) == 0)
+        one_gate = expanded or name == "g" and x.dim() == 3
         if dense_rows and name in _DENSE and x.stride(-1) != 1 and x.shape[-1] != 1 and not one_gate:
             raise ValueError(f"{name}: innermost stride is {x.stride(-1)}, must be 1")
         if name == "v" and "V" in sizes:

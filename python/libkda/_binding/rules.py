@@ -13,6 +13,7 @@ PARAMETERS = ("float32",)
 LENGTHS = ("int32", "int64")
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASKS = ("bool", "uint8")
+GATES = ("g", "tail.g")  # where a rule has two forms, the second is one gate a head
 # On pools of states, never in float64.
 IN_PLACE = ("update", "update_with_tail", "fused_recurrent_kda_fwd", "prefill", "decode", "verify",
             "verify, with drafts", "verify, with a tail", "settle")
@@ -228,7 +229,8 @@ class Sizes(dict):
         if "N" not in self and "B" in self:
             self["N"], self.sources["N"] = self["B"], self.sources["B"]
 
-    def expect(self, name, rule, shape):
+    def expect(self, name, rule, shape, expanded=False):
+        """`expanded`: the channels of these gates are one in memory, one gate a head."""
         if name == "k":
             expected = [self[size] for size in rule.shape.split()]
             if list(shape) != expected:
@@ -242,7 +244,7 @@ class Sizes(dict):
             if form[0] == ".." and len(shape) >= len(form) - 1:
                 form, shape = form[1:], shape[len(shape) - len(form) + 1:]
             if len(form) == len(shape) and all(self._meet(size, n) for size, n in zip(form, shape)):
-                self._one_gate |= name == "g" and form[-1] == "HV"
+                self._one_gate |= name in GATES and len(forms) == 2 and (expanded or form is forms[1])
                 return None
         if name == "initial_state" and forms[0][0] == "N" and len(shape) == len(forms[0]) == 4:
             if list(shape[1:]) == [self[size] for size in forms[0][1:]]:

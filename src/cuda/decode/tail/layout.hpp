@@ -41,8 +41,8 @@ struct Layout {
   KDA_HOST_DEVICE_INLINE int32_t with_q() const { return with_k() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t bias() const { return with_q() + keys; }
   KDA_HOST_DEVICE_INLINE int32_t scores() const { return bias() + keys; }
-  KDA_HOST_DEVICE_INLINE int32_t A_log() const { return scores() + rounds * sums_of_round(keys); }
-  KDA_HOST_DEVICE_INLINE int32_t qk() const { return A_log() + 32; }
+  KDA_HOST_DEVICE_INLINE int32_t a_log() const { return scores() + rounds * sums_of_round(keys); }
+  KDA_HOST_DEVICE_INLINE int32_t qk() const { return a_log() + 32; }
   KDA_HOST_DEVICE_INLINE int32_t beta() const { return qk() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t before() const { return beta() + tokens; }
   KDA_HOST_DEVICE_INLINE int32_t floats() const { return before() + tokens; }

@@ -72,7 +72,7 @@ struct Rows {
   /// The block meets before, in dense kernels, and behind.
   __device__ void make() {
     if constexpr (kDense) ptx::cp_async_wait<0>(), __syncthreads();
-    const float rate = a.gate.A_log ? expf(read_element(a_log(), head_at_A(), A_log_word())) : 1.0f;
+    const float rate = a.gate.A_log ? expf(read_element(a_log(), head_at_A(), a_log_word())) : 1.0f;
 #pragma unroll 1
     for (int i = warp; i < sure() + count; i += warps) {
       const int t = i - sure();
@@ -170,12 +170,12 @@ struct Rows {
   __device__ RowView a_log() const { return floats(a.gate.A_log); }
   __device__ int64_t head_at_A() const { return unit.head * a.gate.stride_A; }
   __device__ float* bias_row() const { return shared + layout.bias(); }
-  __device__ float* A_log_word() const { return shared + layout.A_log(); }
+  __device__ float* a_log_word() const { return shared + layout.a_log(); }
   __device__ void load_parameters() const {
     if (a.gate.dt_bias)
       reinterpret_cast<SharedRow<kCount>*>(bias_row())
           ->load(floats(a.gate.dt_bias), unit.head * a.gate.stride_dt, kK);
-    if (a.gate.A_log && lane == 0) copy_element(a_log(), head_at_A(), A_log_word());
+    if (a.gate.A_log && lane == 0) copy_element(a_log(), head_at_A(), a_log_word());
   }
 
   // ---- from what was read to numbers in its place
