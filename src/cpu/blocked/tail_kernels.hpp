@@ -13,9 +13,9 @@
 
 namespace kda::cpu::blocked {
 
-inline constexpr int kFoldRows = 16;  ///< most rows of a fold
+inline constexpr int kFoldRows = 16;    ///< most rows of a fold
 inline constexpr int kReadStreams = 4;  ///< parts of a state that is only read, side by side
-inline constexpr int kReadRows = 8;   ///< rows whose products with S_0 are made together
+inline constexpr int kReadRows = 8;     ///< rows whose products with S_0 are made together
 
 /// Memory that comes next, which kernels ask for while they compute: a step waits for little else.
 struct Ahead {
