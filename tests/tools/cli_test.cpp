@@ -372,6 +372,25 @@ TEST_F(Cli, PlanTextAndReasons) {
   EXPECT_EQ(kda(longer + "log").out.find(stop), std::string::npos);
 }
 
+/// Loops over columns and rows of every width, of each instruction set that this CPU has.
+TEST_F(Cli, TimesTailsOfEverySizeOnEveryCpu) {
+  for (const char* backend : {"portable", "avx2", "avx512"})
+    for (const char* tokens : {"1", "2", "3", "4", "8"})
+      for (const char* sizes : {"--key-dim 40 --value-dim 72", "--key-dim 128 --value-dim 128"}) {
+        std::string line =
+            "bench decode --device cpu --tail --milliseconds 1 --threads 1 --backend ";
+        line += backend;
+        line += " --case '--batch 1 --heads 1 --dtype fp32 --tokens ";
+        line += tokens;
+        line += " ";
+        line += sizes;
+        const Ran ran = kda(line + "'");
+        if (ran.exit_code == 3) continue;  // not on this CPU
+        EXPECT_EQ(ran.exit_code, 0) << backend << " " << tokens << " " << sizes;
+        EXPECT_NE(ran.out.find("of decode"), std::string::npos) << ran.out;
+      }
+}
+
 /// What `kda run` can be asked for can be planned.
 TEST_F(Cli, PlanTakesTheFlagsOfRun) {
   const auto plan = [&](const std::string& flags) {
