@@ -101,6 +101,17 @@ void set_indices(kda_state* state, kda_problem* p, const Tensor& indices, const 
   state->indexed = 1;
 }
 
+/// Describes a call on a pool of states, but for its lengths and states.
+kda_problem pool_problem(const Tensor& o, const Tensor& q, const Tensor& k, const Tensor& v,
+                         const Tensor& g, const Tensor& beta, const MaybeTensor& A_log,
+                         const MaybeTensor& dt_bias, const Modes& modes, int64_t head_map) {
+  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
+  set_head_map(&p, head_map);
+  if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
+  set_output(&p, o, q);
+  return p;
+}
+
 void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tensor states,
             MaybeTensor indices, MaybeTensor num_accepted_tokens, MaybeTensor A_log,
             MaybeTensor dt_bias, MaybeTensor cu_seqlens, MaybeTensor cu_seqlens_cpu, bool decode,
@@ -110,10 +121,7 @@ void update(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor o, Tenso
             MaybeTensor checkpoints, MaybeTensor checkpoint_offsets, MaybeTensor checkpoint_indices,
             int64_t checkpoint_every, int64_t head_map, int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
-  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
-  set_head_map(&p, head_map);
-  if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
-  set_output(&p, o, q);
+  kda_problem p = pool_problem(o, q, k, v, g, beta, A_log, dt_bias, modes, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   if (drafts.has_value() != draft_indices.has_value())
     refuse("drafts and draft_indices are given together");
@@ -191,10 +199,7 @@ void update_with_tail(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tenso
                       MaybeTensor sources, MaybeTensor parents, MaybeTensor accepted_rows,
                       bool settle, int64_t head_map, int64_t options) {
   const Modes modes{gate_mode, beta_mode, lower_bound, scale, l2norm, state_v_first};
-  kda_problem p = problem_of(q, k, v, g, beta, A_log, dt_bias, modes);
-  set_head_map(&p, head_map);
-  if (computes_in_float64(q)) refuse("q must be ", kRows.text, ", got ", ScalarType::Double);
-  set_output(&p, o, q);
+  kda_problem p = pool_problem(o, q, k, v, g, beta, A_log, dt_bias, modes, head_map);
   const std::vector<int64_t> lengths = set_lengths(&p, q, cu_seqlens, cu_seqlens_cpu);
   const int64_t N = p.num_sequences;
   const auto integers = [&](const Tensor& x, const char* name,

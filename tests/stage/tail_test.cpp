@@ -250,7 +250,7 @@ TEST(Tail, ChildrenReadTheStateOfTheirSource) {
 }
 
 TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
-  if (test::on_cuda()) GTEST_SKIP() << "a GPU flags what it is told of sequences";
+  if (test::on_cuda()) GTEST_SKIP() << "a GPU flags it: WrongUseIsFlaggedAndSkippedOnAGpu";
   using Change = std::function<void(World*)>;
   const auto of_problem = [](std::function<void(Problem*)> change) {
     return [change](World* world) { world->change = change; };
@@ -347,9 +347,10 @@ TEST(Tail, WrongUseIsRefusedByNameAndNothingIsWritten) {
   }
 }
 
-/// What the host cannot see is flagged. The sequence is skipped, and the one beside it is not.
+/// A GPU flags wrong numbers that the host cannot see. It skips that sequence and serves the
+/// others.
 TEST(Tail, WrongUseIsFlaggedAndSkippedOnAGpu) {
-  if (!test::on_cuda()) GTEST_SKIP() << "the CPU refuses it";
+  if (!test::on_cuda()) GTEST_SKIP() << "a CPU refuses it, as another test here shows";
   using Change = std::function<void(World*)>;
   const struct {
     const char* what;

@@ -13,7 +13,7 @@
 namespace kda::tools {
 namespace {
 
-/// What a copy needs to leave nothing else in the L2 cache: 256 MiB where that is 32 MiB or more.
+/// The bytes of a copy that flushes the L2 cache: eight times its size, at most 256 MiB.
 std::size_t flush_bytes() { return std::min(std::size_t{256} << 20, 8 * check::l2_cache_bytes()); }
 
 constexpr int64_t kGeneratedTokens = 256;
@@ -204,7 +204,7 @@ class DeviceTails {
             .folded = static_cast<int32_t*>(folded_.data()),
             .positions = static_cast<const int32_t*>(on_device_.data())};
   }
-  /// What `position` returns for each sequence of so many.
+  /// One number a sequence, from `position`.
   void set_positions(int64_t count, const std::function<int64_t(int64_t)>& position) {
     positions_.resize(static_cast<std::size_t>(count));
     for (int64_t n = 0; n < count; ++n)

@@ -587,7 +587,8 @@ TEST_F(Gdn, HeadsThatForgetSlowly) {
   }
 }
 
-/// What depends on the cut alone: SMs, and with them blocks of 64 or 128 columns, change no bit.
+/// The bits depend on the cut alone. The number of SMs chooses blocks of 64 or 128 columns and
+/// changes none.
 TEST_F(Gdn, SegmentsHaveEqualBitsOnAnyNumberOfSms) {
   const Inputs inputs = test::gdn::inputs_of({.lengths = {200}, .K = 64, .V = 128});
   test::RunOptions few = in_segments(3);
