@@ -117,15 +117,9 @@ def gpu_heads(*reports):
     return f"{cards}{versions}; a copy moves {rate} TB/s\n\n"
 
 
-def as_it_runs(command):
-    """The command of a result with its script where it is today: scripts have moved since some were written."""
-    found = lambda match: next((ROOT / "bench").rglob(match[1]), ROOT / match[0]).relative_to(ROOT).as_posix()
-    return re.sub(r"\bbench/(\w+\.py)\b", found, command)
-
-
 def source(*reports):
     """Where the numbers of a table are from: files of bench/results, and the commands that wrote them."""
-    sources = [f'`{r["file"]}` (`{as_it_runs(r["command"])}`)' for r in reports]
+    sources = [f'`{r["file"]}` (`{r["command"]}`)' for r in reports]
     line = f"\n\nFrom {', '.join(sources)}."
     return line if len(line) < 160 else line.replace("`), `", "`),\n`")
 
@@ -719,7 +713,7 @@ def table_summary():
     add(others, "decode, batch 512, 32 heads", us(step["libkda"]), fla, us(step["fla"]))
     errors = load("gpu_peers_errors")
     worst = lambda who: f'{max(r[who][0] for r in errors["cases"] if r["dtype"] == "bfloat16"):.1e}'
-    add(errors, "relative error of o", worst("libkda"), fla, worst("fla"))
+    add(errors, "error of o, worst of strong, slow and trained gates", worst("libkda"), fla, worst("fla"))
     train, cudnn = load("gpu_peers_train"), load("gpu_cudnn_backward")
     both = case_of(train["cases"], flagship)
     add(train, f"forward and backward, {size}", us(both["libkda"]), f'FLA {train["fla"]}', us(both["fla"]))
@@ -730,7 +724,7 @@ def table_summary():
     add(rivals, f'forward in fp32, {rivals["tokens"]:,.0f} tokens, {rivals["heads"]} heads', median(best), "ggml's method", median(ggml))
     rows = [[label, card, *(values.get(name) or "" for name in names)] for label, card, values in found]
     files = ", ".join(f'`{r["file"]}`' for r in (peers, others, errors, train, cudnn, rivals))
-    notes = (f"From {files}. cuDNN's forward alone, its time / libkda's by gates: {cudnn_means(load('gpu_cudnn'))} "
+    notes = (f"From, row by row, {files}, and the CPU's name from `{cpu['file']}`. cuDNN's forward alone, its time / libkda's by gates: {cudnn_means(load('gpu_cudnn'))} "
              "(geometric means of [ten cases](docs/performance.md#beside-cudnn)).")
     if earlier:
         rows_of = "all rows of GPUs" if earlier == of_gpus else ", ".join(f'the row "{label}"' for label in earlier)

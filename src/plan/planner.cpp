@@ -19,8 +19,7 @@ using registry::Head;
 using registry::Request;
 using Heads = std::span<const Head* const>;
 
-// The rate of a large copy, measured once; bench/results/gpu_backward.json has 4.20e12 on such a
-// card.
+// The rate of a large copy, measured once.
 constexpr double kH200BytesPerSecond = 4.24e12;
 constexpr int32_t kH200Sms = 132;
 constexpr int64_t kDefaultChunk = 64;  // of a plan without an implementation

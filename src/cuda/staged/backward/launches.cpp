@@ -41,8 +41,8 @@
 // Also launched, and when
 //   upload                       first: a map of packed sequences or of segments, from lengths on the host
 //   sequence_map, zero_rows      first and last, where only the GPU knows the lengths (zero_rows: run/run.cpp)
-//   chunk_intra, fallback        d_initial_state is wanted, gates are logarithms, or the call is in two phases:
-//   backward_chains, fallback    chains that fp16 could not finish, with bf16 factors
+//   chunk_intra, fallback        behind fp16 chains alone, where d_initial_state is wanted, gates are logarithms, or
+//   backward_chains, fallback    the call is in two phases: chains that fp16 could not finish, with bf16 factors
 //   backward_chains              no fp16: K, V other than 128, no norm, plain beta, an extreme scale, segments
 //   segment_sequences            segments, once a call: each as a sequence
 //   segment_scan_sm90, d_chains  segments: M, B; then D
