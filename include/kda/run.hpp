@@ -19,8 +19,8 @@ struct TailTensors {
   void* g = nullptr;
   float* v_new = nullptr;
   int32_t* folded = nullptr;
-  const int32_t* positions = nullptr;  ///< [N] sure tokens before this call
-  const int32_t* sources = nullptr;    ///< [N]; an index below first_slot: the sequence's own slot
+  const int32_t* positions = nullptr;      ///< [N] sure tokens before this call
+  const int32_t* sources = nullptr;        ///< [N]; an index that means no slot: the sequence's own
   const int32_t* accepted_rows = nullptr;  ///< [N, accepted_columns], row-major
 };
 

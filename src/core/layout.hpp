@@ -52,11 +52,17 @@ inline int64_t state_offset(const StateDesc& state, int64_t slot, int64_t head) 
   return slot * state.tensor.strides[0] + head * state.tensor.strides[1];
 }
 
+/// The slot that an index names; -1: none. `call`: a Problem, or another call with a first slot.
+template <class Call>
+int64_t slot_or_none(const Call& call, int64_t index) {
+  return index < call.first_slot ? -1 : index;
+}
+
 /// Slot that entry `i` of a buffer's index array names (slot i without one); -1: none.
 inline int64_t state_slot(const Problem& p, const StateDesc& state, const int32_t* indices,
                           int64_t i) {
   if (!state.indexed) return i;
-  return indices[i] < p.first_slot ? -1 : indices[i];
+  return slot_or_none(p, indices[i]);
 }
 
 /// A call that writes into the pool of initial_state.

@@ -43,8 +43,8 @@ inline int64_t tail_accepted(const Problem& p, const TailTensors& t, int64_t n) 
 /// The slot that sequence n names as its source; -1: its own.
 inline int64_t tail_source(const Problem& p, const TailTensors& t, int64_t n, int64_t slot) {
   if (!p.tail->sources) return -1;
-  const int64_t source = t.sources[n];
-  return source < p.first_slot || source == slot ? -1 : source;
+  const int64_t source = slot_or_none(p, t.sources[n]);
+  return source == slot ? -1 : source;
 }
 
 /// `head`: any that only the caller writes. Nothing is checked.

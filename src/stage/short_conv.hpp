@@ -3,6 +3,7 @@
 // include/kda/short_conv.hpp.
 #pragma once
 
+#include "core/layout.hpp"
 #include "kda/short_conv.hpp"
 
 namespace kda::stage {
@@ -22,7 +23,7 @@ inline int64_t length_entry(const ShortConv& call, int64_t n) {
 inline int64_t slot_of(const ShortConv& call, const ConvState& state, int64_t n) {
   if (!state.tensor.data) return -1;
   if (!state.indices) return n;
-  return state.indices[n] < call.first_slot ? -1 : state.indices[n];
+  return slot_or_none(call, state.indices[n]);
 }
 
 }  // namespace kda::stage
