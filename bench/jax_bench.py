@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Times of libkda.jax on a CPU beside libkda.arrays in place, beside jax.pure_callback around libkda.arrays, and beside
-a scan in JAX: forward, gradients, decode and vmap, in milliseconds. The methods take turns; the medians count.
+a scan in JAX: forward, gradients, decode and vmap, in milliseconds. The methods take turns; the medians count. In a
+forward and its gradients callback and scan come after the turns of the others: they give memory back to the system, and
+whoever came next would have to ask for pages again.
 
     PYTHONPATH=FOLDER_WITH_JAX bench/jax_bench.py [--seconds 2] [--only TEXT] [--before FOLDER] [--json FILE]
 """
@@ -96,8 +98,6 @@ def medians(seconds, **methods):
 
 
 def forward_row(seconds, T, H):
-    """The callback is not among the turns of the others: it gives its memory back to the system, and who comes next
-    would have to ask for pages again."""
     x = inputs(1, T, H)
     served, called = jax.jit(ffi), jax.jit(callback)
     return medians(seconds, arrays=in_place(x), ffi=lambda: served(*x)) | medians(seconds, callback=lambda: called(*x))
@@ -118,8 +118,8 @@ def gradients_row(seconds, T, H):
     expected = (*expected[:5], expected.d_initial_state)
     distance = max(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
                    for a, b in zip(mine(*x), expected))
-    found = medians(seconds, arrays=own, ffi=lambda: mine(*x), scan=lambda: theirs(*x))
-    return found | {"distance": float(distance)}
+    return medians(seconds, arrays=own, ffi=lambda: mine(*x)) | medians(seconds, scan=lambda: theirs(*x)) | {
+        "distance": float(distance)}
 
 
 def decode_row(seconds, B, H, before=None):
