@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Times of libkda.jax on a CPU beside libkda.arrays in place, beside jax.pure_callback around libkda.arrays, and beside
-a scan in JAX: forward, gradients, decode and vmap, in milliseconds. The methods take turns; the medians count.
+a scan in JAX: forward, gradients, decode and vmap, in milliseconds. The methods take turns; the medians count. In a
+forward and its gradients callback and scan come after the turns of the others: they give memory back to the system, and
+whoever came next would have to ask for pages again.
 
-    PYTHONPATH=FOLDER_WITH_JAX bench/jax_bench.py [--seconds 2] [--only TEXT] [--json FILE]
+    PYTHONPATH=FOLDER_WITH_JAX bench/jax_bench.py [--seconds 2] [--only TEXT] [--before FOLDER] [--json FILE]
 """
 import argparse
 import functools
-import json
+import importlib
+import importlib.util
 import pathlib
 import statistics
+import sys
 import time
 
 import jax
@@ -18,6 +22,7 @@ import numpy as np
 
 from libkda import __version__, arrays
 from libkda import jax as kda
+from report import evidence
 
 FLAGS = dict(beta_mode="sigmoid", qk_l2norm=True)
 D = 128
@@ -35,8 +40,8 @@ def ffi(q, k, v, g, beta, s):
     return kda.forward(q, k, v, g, beta, initial_state=s, **FLAGS)
 
 
-def callback(q, k, v, g, beta, s):
-    call = lambda *x: arrays.forward(*x[:5], initial_state=x[5], output_final_state=True, **FLAGS)
+def callback(q, k, v, g, beta, s, around=arrays):
+    call = lambda *x: around.forward(*x[:5], initial_state=x[5], output_final_state=True, **FLAGS)
     return jax.pure_callback(call, (v, s), q, k, v, g, beta, s)
 
 
@@ -51,6 +56,16 @@ def scan(q, k, v, g, beta, s):
         return S, jnp.einsum("bhkv,bhk->bhv", S, q) * D ** -0.5
     s, o = jax.lax.scan(step, s, tuple(jnp.moveaxis(x, 1, 0) for x in (norm(q), norm(k), v, g, jax.nn.sigmoid(beta))))
     return jnp.moveaxis(o, 0, 1), s
+
+
+def arrays_of(folder):
+    """libkda.arrays of the package in `folder`, beside those of this version."""
+    package = pathlib.Path(folder) / "libkda"
+    spec = importlib.util.spec_from_file_location("libkda_before", package / "__init__.py",
+                                                  submodule_search_locations=[str(package)])
+    sys.modules["libkda_before"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return importlib.import_module("libkda_before.arrays")
 
 
 def in_place(x):
@@ -84,8 +99,8 @@ def medians(seconds, **methods):
 
 def forward_row(seconds, T, H):
     x = inputs(1, T, H)
-    jitted = {name: jax.jit(f) for name, f in dict(ffi=ffi, callback=callback).items()}
-    return medians(seconds, arrays=in_place(x), **{name: functools.partial(f, *x) for name, f in jitted.items()})
+    served, called = jax.jit(ffi), jax.jit(callback)
+    return medians(seconds, arrays=in_place(x), ffi=lambda: served(*x)) | medians(seconds, callback=lambda: called(*x))
 
 
 def gradients_row(seconds, T, H):
@@ -103,11 +118,11 @@ def gradients_row(seconds, T, H):
     expected = (*expected[:5], expected.d_initial_state)
     distance = max(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)
                    for a, b in zip(mine(*x), expected))
-    found = medians(seconds, arrays=own, ffi=lambda: mine(*x), scan=lambda: theirs(*x))
-    return found | {"distance": float(distance)}
+    return medians(seconds, arrays=own, ffi=lambda: mine(*x)) | medians(seconds, scan=lambda: theirs(*x)) | {
+        "distance": float(distance)}
 
 
-def decode_row(seconds, B, H):
+def decode_row(seconds, B, H, before=None):
     x = inputs(B, 1, H)
     step = jax.jit(functools.partial(kda.decode, **FLAGS), donate_argnames="state")
     kept, called = jax.jit(functools.partial(kda.decode, **FLAGS)), jax.jit(callback)
@@ -116,7 +131,11 @@ def decode_row(seconds, B, H):
     def donated():
         o, state[0] = step(*x[:5], state[0])
         return o
-    return medians(seconds, ffi=donated, not_donated=lambda: kept(*x), callback=lambda: called(*x))
+    methods = dict(ffi=donated, not_donated=lambda: kept(*x), callback=lambda: called(*x))
+    if before:
+        older = jax.jit(functools.partial(callback, around=before))
+        methods["callback_before"] = lambda: older(*x)
+    return medians(seconds, **methods)
 
 
 def loop_row(seconds, steps, H):
@@ -138,13 +157,13 @@ def vmap_row(seconds, entries, T, H):
 
 
 ROWS = {
-    "forward, 1,000 tokens, 4 heads": lambda s: forward_row(s, 1000, 4),
-    "forward, 4,096 tokens, 4 heads": lambda s: forward_row(s, 4096, 4),
-    "forward and gradients, 1,000 tokens, 4 heads": lambda s: gradients_row(s, 1000, 4),
-    "decode, batch 1, 4 heads": lambda s: decode_row(s, 1, 4),
-    "decode, batch 8, 32 heads": lambda s: decode_row(s, 8, 32),
-    "64 decode steps in one jit, 4 heads": lambda s: loop_row(s, 64, 4),
-    "vmap of 8, 200 tokens, 4 heads": lambda s: vmap_row(s, 8, 200, 4),
+    "forward, 1,000 tokens, 4 heads": lambda s, _: forward_row(s, 1000, 4),
+    "forward, 4,096 tokens, 4 heads": lambda s, _: forward_row(s, 4096, 4),
+    "forward and gradients, 1,000 tokens, 4 heads": lambda s, _: gradients_row(s, 1000, 4),
+    "decode, batch 1, 4 heads": lambda s, before: decode_row(s, 1, 4, before),
+    "decode, batch 8, 32 heads": lambda s, before: decode_row(s, 8, 32, before),
+    "64 decode steps in one jit, 4 heads": lambda s, _: loop_row(s, 64, 4),
+    "vmap of 8, 200 tokens, 4 heads": lambda s, _: vmap_row(s, 8, 200, 4),
 }
 
 
@@ -152,20 +171,24 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2, help="for each method of each row")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it")
+    parser.add_argument("--before", metavar="FOLDER", help="of an older libkda: decode has a callback around that one too")
     parser.add_argument("--json", metavar="FILE", help="where the rows are written")
     arguments = parser.parse_args()
+    machine = evidence.machine()
+    before = arrays_of(arguments.before) if arguments.before else None
     jax.config.update("jax_platforms", "cpu")
     print(f"libkda {__version__}, JAX {jax.__version__}, D = {D}, float32; medians in ms")
     rows = {}
     for name, measure in ROWS.items():
         if arguments.only not in name:
             continue
-        rows[name] = row = measure(arguments.seconds)
-        ratios = (f"{row['ffi'] / row[key]:.2f} of {key}" for key in ("arrays", "callback") if key in row)
+        rows[name] = row = measure(arguments.seconds, before)
+        ratios = (f"{row['ffi'] / row[key]:.2f} of {key}" for key in ("arrays", "callback", "callback_before") if key in row)
         print(f"{name:46}", *(f"{key} {value:.3g}" for key, value in row.items()), *ratios, sep="  ", flush=True)
     if arguments.json:
-        found = {"command": "bench/jax_bench.py", "libkda": __version__, "jax": jax.__version__, "rows": rows}
-        pathlib.Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        options = [f"--seconds {arguments.seconds:g}", *["--before FOLDER"] * bool(before)]
+        evidence.write(arguments.json, {"command": " ".join(["bench/jax_bench.py", *options])} | machine | {
+            "libkda": __version__, "jax": jax.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

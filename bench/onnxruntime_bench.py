@@ -4,13 +4,10 @@
 take turns in blocks, for threads of one that still poll would slow the other; medians count, minima are
 beside them. A time has all of session.run() in it.
 
-    bench/onnxruntime_bench.py [--seconds 2] [--threads 2] [--only TEXT] [--json FILE]
+    bench/onnxruntime_bench.py [--seconds 2] [--threads 2] [--only TEXT] [--library FILE] [--json FILE]
 """
 import argparse
-import datetime
-import json
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
@@ -23,6 +20,7 @@ import libkda
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "onnxruntime"))
 import linear_attention  # noqa: E402  after its folder is known
+from report import evidence  # noqa: E402
 
 REST, UNTIMED = 0.02, 3  # seconds; calls
 ROWS = [  # name, domain, B, T, H, whether there is one gate a head, the least ratio of times that is wanted
@@ -69,20 +67,17 @@ def measure(seconds, threads, library, domain, B, T, H, head_gates):
                   "apart": float(f"{np.linalg.norm(outputs[0] - outputs[1]) / np.linalg.norm(outputs[0]):.1e}")}
 
 
-def cpu():
-    return re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())[1]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2, help="for each session of each row")
     parser.add_argument("--threads", type=int, default=2, help="of each session")
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name has it")
+    parser.add_argument("--library", metavar="FILE", help="libkda_ort.so, where there is no C compiler to make one")
     parser.add_argument("--json", metavar="FILE", help="where the rows are written")
     arguments = parser.parse_args()
-    rows = {}
+    machine, rows = evidence.machine(), {}
     with tempfile.TemporaryDirectory() as folder:
-        library = linear_attention.compile_library(folder)
+        library = arguments.library or linear_attention.compile_library(folder)
         for name, *case, wanted in ROWS:
             if arguments.only in name:
                 rows[name] = row = measure(arguments.seconds, arguments.threads, library, *case) | {
@@ -91,10 +86,10 @@ def main():
                       f"{row['times_as_fast']:.2f}x ({row['least_times_as_fast']:.2f}x by minima; wanted "
                       f"{row['wanted']:.2f}x); {row['apart']:.0e} apart", flush=True)
     if arguments.json:
-        found = {"command": f"bench/onnxruntime_bench.py --seconds {arguments.seconds:g} --threads {arguments.threads}",
-                 "date": datetime.date.today().isoformat(), "device": cpu(), "libkda": libkda.__version__,
-                 "onnxruntime": onnxruntime.__version__, "threads": arguments.threads, "rows": rows}
-        pathlib.Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")
+        command = f"bench/onnxruntime_bench.py --seconds {arguments.seconds:g} --threads {arguments.threads}"
+        evidence.write(arguments.json, {"command": command} | machine | {
+            "libkda": libkda.__version__, "onnxruntime": onnxruntime.__version__, "threads": arguments.threads,
+            "rows": rows})
 
 
 if __name__ == "__main__":

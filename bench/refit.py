@@ -5,6 +5,8 @@
     kda bench forward --set sizes --context-parallel off --device cuda --json rows.json
     python3 bench/refit.py rows.json --sms 78
 
+The file of `./dev gpu-test --report` has such rows too, and serves in the place of rows.json.
+
 It fits few_ns, full_ns, chain_us, fixed_us and handoff_us of src/cuda/fused/cost.hpp to the rows of cuda.sm90.fused
 that are not cut, and prints them as that file has them, with what each row takes and would be predicted. A constant on
 which no row depends stays as it is. Rows should be of few heads and of many, short and long. Those of merge and
@@ -25,6 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 NAMES = ("few_ns", "full_ns", "chain_us", "fixed_us", "handoff_us")
 BYTES_PER_TOKEN = 1282  # kBytesPerToken of src/cuda/common/cost_model.hpp
 ROUNDS = 20
+UNCUT = "forward_uncut"  # name of these rows in the file of ./dev gpu-test --report
 PRIOR = 1e-4  # weight of a constant's present value against one row
 
 
@@ -113,7 +116,8 @@ def fitted(rows, clusters, prior):
 
 def measured(report, dim):
     """Rows of the fused kernel without segments, whose memory does not bound them: (case, lengths, value heads, us)."""
-    for row in report["cases"]:
+    report = report.get("times", {}).get(UNCUT, report)
+    for row in report.get("cases", []):
         if row.get("implementation") != "cuda.sm90.fused" or row.get("segments"):
             continue
         lengths, heads, key_dim = case_of(row["case"])
@@ -126,7 +130,7 @@ def measured(report, dim):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", type=pathlib.Path,
-                        help="JSON of `kda bench forward` or `./dev gpu-bench fused`")
+                        help="JSON of `kda bench forward`, `./dev gpu-bench fused` or `./dev gpu-test --report`")
     parser.add_argument("--sms", type=int, required=True, help="multiprocessors of the card that the rows are of")
     parser.add_argument("--dim", type=int, choices=(64, 128), default=128, help="K = V (%(default)s)")
     args = parser.parse_args()

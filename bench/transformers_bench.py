@@ -13,8 +13,6 @@ and all that libkda serves.
 """
 import argparse
 import contextlib
-import datetime
-import json
 import pathlib
 import platform
 import shlex
@@ -29,6 +27,7 @@ sys.path.insert(0, str(ROOT / "python" / "tests"))
 import transformers_models as models  # noqa: E402
 
 import libkda.transformers  # noqa: E402
+from report import evidence  # noqa: E402
 
 
 MODELS = dict(kimi_linear=models.kimi_of, qwen3_next=models.qwen_of)
@@ -101,14 +100,6 @@ def measure(family, heads, tokens, rounds):
     return rows
 
 
-def cpu_name():
-    with contextlib.suppress(OSError):
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="kimi_linear")
@@ -118,16 +109,16 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    machine, rows = evidence.machine(), []
     with torch.inference_mode(), models.torch_functions(args.model):
         for heads in args.heads:
             rows += measure(args.model, heads, args.tokens, max(1, args.rounds * 32 // heads))
     if args.json:
-        about = dict(date=datetime.date.today().isoformat(), cpu=cpu_name(), threads=1,
+        about = dict(machine, threads=1,
                      command=shlex.join(["python3", "bench/transformers_bench.py", *sys.argv[1:]]),
                      versions=dict(libkda=libkda.__version__, torch=torch.__version__,
                                    transformers=transformers.__version__, python=platform.python_version()))
-        args.json.write_text(json.dumps(dict(about, rows=rows), indent=1) + "\n")
+        evidence.write(args.json, dict(about, rows=rows))
 
 
 if __name__ == "__main__":

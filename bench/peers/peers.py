@@ -9,13 +9,13 @@ Needs torch and fla-core from PyPI, and build/libkda_c.so (./dev build). libkda 
 its C ABI with ctypes, as any other language would.
 """
 import argparse
-import datetime
-import json
 import math
 import pathlib
 import sys
 import time
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "report"))
+import evidence
 import torch
 
 from libkda_ctypes import Library
@@ -34,11 +34,6 @@ def median_seconds(call, repeats):
     return sorted(samples)[len(samples) // 2]
 
 
-def cpu_model():
-    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "unknown")
-
-
 def main():
     if "--device" in sys.argv and sys.argv[sys.argv.index("--device") + 1] == "cuda":
         import peers_cuda
@@ -53,6 +48,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
     args = parser.parse_args()
+    machine = evidence.machine()
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     torch.manual_seed(0)
@@ -76,10 +72,10 @@ def main():
     for row in rows:
         print(f'{row["name"]:38} {row["median_s"] * 1e3:10.2f} ms   {row["speedup"]:7.1f}x   {row["error"]:.1e}')
     if args.json:
-        report = {"what": "peers", "date": datetime.date.today().isoformat(), "cpu": cpu_model(),
+        report = {"what": "peers", **machine,
                   "command": " ".join(["python3 bench/peers/peers.py", *sys.argv[1:]]), "tokens": args.tokens, "heads": args.heads, "threads": args.threads,
                   "torch": torch.__version__, "fla": fla.__version__, "rows": rows}
-        pathlib.Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
+        evidence.write(args.json, report)
 
 
 if __name__ == "__main__":

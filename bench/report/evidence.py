@@ -4,7 +4,10 @@ family from build/kernel_hashes.json, tools/dev/kernel_code.py), the device, its
 the date, and the command."""
 import datetime
 import json
+import os
 import pathlib
+import platform
+import re
 import subprocess
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -48,6 +51,13 @@ def header(binaries, what, command, families=None):
     return {"what": what, "families": {f: built["families"][f].get(arch) for f in families},
             "architecture": arch, "device": device, "driver": driver, "toolkit": built["toolkit"],
             "date": datetime.date.today().isoformat(), "command": command}
+
+
+def machine():
+    """What a CPU's result says of the machine: its model, the cores that the process may use, their load before it."""
+    found = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
+    return {"date": datetime.date.today().isoformat(), "cpu": found[1] if found else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1)}
 
 
 def write(path, report):

@@ -76,9 +76,15 @@ def table_decode():
     return head + markdown(["case", "median", "GB/s", "of memory rate"], rows) + source(report)
 
 
-def table_decode_ggml():
-    report = load("cpu_decode_ggml")
-    head = f'A token a sequence, K = V = 128, fp32, {report["rows"][0]["implementation"]}, {report["cpu"]}; ggml {report["ggml"]}\n\n'
+def beside_what(report):
+    """What else a machine of a CPU's result did: its load average before it."""
+    return f'load {report["load"]:.1f} before it' if "load" in report else "while other processes ran"
+
+
+def table_decode_ggml(name="cpu_decode_ggml"):
+    report = load(name)
+    head = (f'A token a sequence, K = V = 128, fp32, {report["rows"][0]["implementation"]}, {report["cpu"]}, '
+            f'{beside_what(report)}; ggml {report["ggml"]}, {report["date"]}\n\n')
     found = {(r["batch"], r["heads"], r["threads"]): r for r in report["rows"]}
     threads = sorted({r["threads"] for r in report["rows"]})
     rows = [[str(batch), str(heads), *(cell for t in threads for cell in (
@@ -87,6 +93,10 @@ def table_decode_ggml():
             for batch, heads in dict.fromkeys((r["batch"], r["heads"]) for r in report["rows"])]
     header = ["batch", "heads", *(cell for t in threads for cell in (f'{t} thread{"s" if t > 1 else ""}', "ggml", "libkda / ggml"))]
     return head + markdown(header, rows) + source(report)
+
+
+def table_decode_ggml_busy():
+    return table_decode_ggml("cpu_decode_ggml_busy")
 
 
 def of_other_kernels(report):
@@ -758,9 +768,20 @@ def table_cpu_onnxruntime():
     report = load("cpu_onnxruntime")
     rows = [[name, *(milliseconds(1e-3 * row[f"{which}_ms"]) for which in ("built_in", "libkda")),
              f'{row["times_as_fast"]:.2f}x', f'{row["least_times_as_fast"]:.2f}x'] for name, row in report["rows"].items()]
-    head = (f'{report["threads"]} threads of an {report["device"]}, fp32; onnxruntime {report["onnxruntime"]}, '
-            f'{report["date"]}\n\n')
+    head = (f'{report["threads"]} threads of an {report["cpu"]}, {beside_what(report)}, fp32; '
+            f'onnxruntime {report["onnxruntime"]}, {report["date"]}\n\n')
     return head + markdown(["case", "built in", "libkda", "built in / libkda", "by minima"], rows) + source(report)
+
+
+def table_cpu_jax():
+    report = load("cpu_jax")
+    methods = {"ffi": "`libkda.jax`", "arrays": "`libkda.arrays` in place", "callback": "`jax.pure_callback`", "scan": "a scan in JAX",
+               "not_donated": "state not donated", "single_calls": "8 calls"}
+    rows = [[name, *(milliseconds(1e-3 * row[way]) if way in row else "" for way in methods)]
+            for name, row in report["rows"].items()]
+    head = (f'{report["cores"]} cores of an {report["cpu"]}, {beside_what(report)}, fp32, D = 128; JAX {report["jax"]}, '
+            f'{report["date"]}\n\n')
+    return head + markdown(["case", *methods.values()], rows) + source(report)
 
 
 def table_cpu_ggml():
@@ -769,7 +790,7 @@ def table_cpu_ggml():
              "one a head" if r["gates_a_head"] == 1 else "one a channel",
              *(milliseconds(1e-3 * r[f"{which}_ms"]) for which in ("ggml", "libkda")), f'{r["times_as_fast"]:.1f}x']
             for r in report["rows"]]
-    head = (f'Least times of {report["threads"]} threads of an {report["cpu"]}, D = 128, fp32, while other processes ran; '
+    head = (f'Least times of {report["threads"]} threads of an {report["cpu"]}, D = 128, fp32, {beside_what(report)}; '
             f'ggml {report["ggml"]}, {report["date"]}\n\n')
     return head + markdown(["tokens", "q/k / value heads", "sequences", "gates", "ggml", "libkda", "ggml / libkda"],
                            rows) + source(report)

@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// kda_ggml [--json F]: decode of a few heads beside ggml's own operation, ggml_gated_delta_net, on
-// the same inputs. The two take turns in blocks: threads of one that still poll would slow the
-// other.
+// kda_ggml [--json F] [--busy N]: decode of a few heads beside ggml's own operation,
+// ggml_gated_delta_net, on the same inputs. The two take turns in blocks: threads of one that still
+// poll would slow the other.
 #include <fmt/core.h>
 #include <ggml-cpu.h>
 #include <ggml.h>
+#include <sched.h>
+#include <sys/prctl.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <thread>
 
 #include "check/generate.hpp"
@@ -25,7 +31,26 @@ namespace {
 constexpr int64_t kDim = 128;
 /// Threads of either library are asleep after this.
 constexpr auto kRest = std::chrono::milliseconds(20);
-constexpr int kUntimedCalls = 20;
+constexpr double kUntimedSeconds = 0.002;
+
+/// Keeps this process to two of its cores, where `count` others compute as long as it lives.
+void share_two_cores(int count) {
+  cpu_set_t all, two;
+  CPU_ZERO(&two);
+  if (sched_getaffinity(0, sizeof all, &all) != 0)
+    throw std::runtime_error("no list of this process's cores");
+  for (std::size_t core = 0; core < CPU_SETSIZE && CPU_COUNT(&two) < 2; ++core)
+    if (CPU_ISSET(core, &all)) CPU_SET(core, &two);
+  if (sched_setaffinity(0, sizeof two, &two) != 0)
+    throw std::runtime_error("this process cannot choose cores");
+  for (int i = 0; i < count; ++i) {
+    const pid_t child = fork();
+    if (child < 0) throw std::runtime_error("no process to compute beside this one");
+    if (child > 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (volatile bool always = true; always;) continue;
+  }
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -143,7 +168,7 @@ double difference(const Libkda& ours, const Ggml& theirs, int64_t heads) {
 template <class Side>
 double block(Side& side, double seconds) {
   std::this_thread::sleep_for(kRest);
-  for (int i = 0; i < kUntimedCalls; ++i) side.call();
+  tools::time_calls([&] { side.call(); }, kUntimedSeconds, 1);
   return tools::time_calls([&] { side.call(); }, seconds).median;
 }
 
@@ -177,15 +202,24 @@ nlohmann::ordered_json measure(int64_t batch, int64_t heads, int32_t threads, in
 int main(int argc, char** argv) {
   using namespace kda;
   std::string json_path;
-  int blocks = 15;
+  int blocks = 15, busy = 0;
   CLI::App app{"Decode of a few heads beside ggml's own operation, on the same inputs in one run"};
   app.add_option("--json", json_path);
   app.add_option("--blocks", blocks, "Turns of each library in a row")->capture_default_str();
+  app.add_option("--busy", busy, "Processes that compute on the same two cores")
+      ->check(CLI::Range(0, 64))
+      ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  double load = 0;
+  getloadavg(&load, 1);
+  if (busy > 0) rivals::share_two_cores(busy);
   nlohmann::ordered_json json = {{"what", "decode beside ggml"}};
   json.update(tools::provenance(tools::command_text(argc, argv)));
-  json.update(
-      {{"ggml", ggml_version()}, {"blocks", blocks}, {"rows", nlohmann::ordered_json::array()}});
+  json.update({{"ggml", ggml_version()},
+               {"blocks", blocks},
+               {"busy", busy},
+               {"load", load},
+               {"rows", nlohmann::ordered_json::array()}});
   std::vector<std::vector<std::string>> table = {
       {"batch", "heads", "threads", "libkda", "ggml", "libkda / ggml", "fastest", "difference"}};
   for (const int64_t batch : {1, 8})

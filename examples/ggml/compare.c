@@ -213,6 +213,8 @@ int main(int argc, char** argv) {
   const shape times[] = {{1000, 4, 4, 1, D}, {512, 32, 32, 1, D}, {512, 16, 32, 1, 1},
                          {1, 32, 32, 1, D},  {1, 32, 32, 8, D},   {1, 16, 32, 8, 1},
                          {4, 32, 32, 1, D}};
+  double load = 0; /* of the machine, before this program's own */
+  getloadavg(&load, 1);
   int failed = compare_refusals();
   for (size_t i = 0; i < sizeof values / sizeof *values; ++i) failed += compare_values(values[i]);
   printf("values and refusals: %d failed\n", failed);
@@ -224,8 +226,9 @@ int main(int argc, char** argv) {
   if (json)
     fprintf(json,
             "{\n \"command\": \"./dev bench-ggml\",\n \"date\": \"%s\",\n \"cpu\": \"%s\",\n "
-            "\"libkda\": \"%s\",\n \"ggml\": \"%s\",\n \"threads\": %d,\n \"rows\": [\n",
-            date, cpu, kda_version(), ggml_version(), THREADS);
+            "\"load\": %.1f,\n \"libkda\": \"%s\",\n \"ggml\": \"%s\",\n \"threads\": %d,\n "
+            "\"rows\": [\n",
+            date, cpu, load, kda_version(), ggml_version(), THREADS);
   const int count = (int)(sizeof times / sizeof *times);
   for (int i = 0; i < count; ++i) compare_times(times[i], json, i + 1 == count);
   if (json) fprintf(json, " ]\n}\n"), fclose(json);

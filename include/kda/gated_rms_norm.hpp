@@ -28,7 +28,7 @@ struct GatedRmsNorm {
   TensorView gate;    ///< the same, or none
   TensorView weight;  ///< [D], the same types, stride 1, or none
 
-  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this machine
+  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this process
 
   DeviceKind device = DeviceKind::kCpu;  ///< where all of the memory is; the rest is for CUDA
   void* stream = nullptr;                ///< cudaStream_t of the current device

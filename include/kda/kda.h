@@ -199,7 +199,7 @@ typedef struct kda_plan_options {
   int32_t context_parallel;   /* kda_context_parallel */
   int32_t one_pass;           /* join segments by correction; KDA_CP_AUTO decides itself */
   int64_t num_segments;       /* of KDA_CP_FIXED */
-  int32_t num_threads;        /* 0: OMP_NUM_THREADS, else all cores */
+  int32_t num_threads;        /* 0: OMP_NUM_THREADS, else the cores of this process */
   int32_t compute_capability; /* CUDA only: 10 major + minor; 0: 90 */
   const char* backend;        /* null or "": the best available */
   int32_t intra_form;         /* kda_intra_form */
@@ -423,7 +423,7 @@ typedef struct kda_fold {
   int64_t num_steps;
   const kda_fold_step* steps;
   int32_t transposed;  /* M^T in the place of M */
-  int32_t num_threads; /* 0: OMP_NUM_THREADS, else all cores */
+  int32_t num_threads; /* 0: OMP_NUM_THREADS, else the cores of this process */
   /* Behind here 0 is what callers had before these were there. */
   int64_t maps_per_row;              /* 0: all maps are map_stride apart */
   int64_t row_stride;                /* floats from one row of maps to the next */
@@ -496,7 +496,7 @@ typedef struct kda_short_conv_call {
   kda_tensor bias;        /* [D] */
   const void* cu_seqlens; /* [num_sequences + 1] */
   int32_t cu_seqlens_dtype;
-  int32_t num_threads; /* 0: OMP_NUM_THREADS, else the cores of this machine */
+  int32_t num_threads; /* 0: OMP_NUM_THREADS, else the cores of this process */
   int64_t num_sequences;
   int64_t state_width;                  /* S */
   kda_state initial_state, final_state; /* [num_slots, D, S] */

@@ -83,7 +83,7 @@ struct PlanOptions {
   SegmentMethod segment_method = SegmentMethod::kScanMergeForward;
   IntraForm intra_form = IntraForm::kAuto;
   std::string backend;      ///< empty: best available; else a name or part of it ("blocked.avx2")
-  int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS or the number of cores
+  int32_t num_threads = 0;  ///< CPU; 0: OMP_NUM_THREADS, else the cores of this process
   KeepPolicy keep = KeepPolicy::kNothing;  ///< forward only
   /// Tokens; 0: kKeptStateEvery. Set it on the forward: its backward takes it over,
   /// and on a GPU works in windows of at most so many.

@@ -55,7 +55,7 @@ struct ShortConv {
   const uint8_t* has_state = nullptr;  ///< [N]; where 0 a sequence starts from zero
   int64_t first_slot = 0;              ///< smaller indices are no slot
 
-  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this machine
+  int32_t num_threads = 0;  ///< on the CPU; 0: OMP_NUM_THREADS, else the cores of this process
 
   DeviceKind device = DeviceKind::kCpu;  ///< where all of the memory is; the rest is for CUDA
   void* stream = nullptr;                ///< cudaStream_t of the current device

@@ -104,7 +104,7 @@ struct StateFold {
   int64_t num_states = 0;
   float* states = nullptr;  ///< [num_states, HV, K, V]
   std::span<const FoldStep> steps;
-  int32_t num_threads = 0;   ///< 0: OMP_NUM_THREADS or the number of cores
+  int32_t num_threads = 0;   ///< 0: OMP_NUM_THREADS, else the cores of this process
   int64_t maps_per_row = 0;  ///< 0: all maps are `map_stride` apart
   int64_t row_stride = 0;    ///< floats from one row to the next; at least those of its maps
   /// On a GPU all pointers are of the current device, and `device_steps` is `steps` in its memory.

@@ -93,7 +93,7 @@ def _module(module, name):
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise ImportError(f"libkda.{name} needs torch 2.10 or later (pip install 'torch>=2.10'); libkda.arrays works "
+        raise ImportError(f"libkda.{name} needs torch 2.10 or later (pip install 'libkda[torch]'); libkda.arrays works "
                           "without it") from error
 
 

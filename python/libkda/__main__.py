@@ -100,7 +100,7 @@ def report():
         "torch operators": (library.FOLDER / "libkda_torch.so").exists(),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "kernels": _kernels(_options())},
+        "cpu": {"name": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "kernels": _kernels(_options())},
         "gpus": gpus,
         "no gpu because": refusal,
         "packages": {name: _version(name) for name in PACKAGES},

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import concurrent.futures
 import os
+import resource
 import sys
 import time
 import weakref
@@ -617,6 +618,15 @@ def test_gradients_do_not_overlap(name, place, text):
     assert np.array_equal(memory[place], before, equal_nan=True)
 
 
+@pytest.mark.skipif("KDA_NAN_MEMORY" in os.environ, reason="all memory is filled")
+def test_nobody_fills_a_workspace():
+    """Not a page of it is asked for: of one for many threads most is never touched."""
+    faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = faults()
+    memory = repeats.Memory("workspace", 256 << 20)
+    assert faults() - before < 1000 and memory.start % 64 == 0
+
+
 def test_no_memory_for_gradients(monkeypatch):
     _, _, _, arguments, _ = numpy_inputs(B=1, T=1, H=1, HV=1, K=16, V=16)
     huge = {n: np.lib.stride_tricks.as_strided(x, (1 << 30, 1 << 20, *x.shape[2:]), (0, 0, *x.strides[2:]))
@@ -624,10 +634,7 @@ def test_no_memory_for_gradients(monkeypatch):
     with pytest.raises(MemoryError, match="64.0 PiB"):
         arrays.backward(**huge, d_o=huge["v"])
 
-    def none_left(size):
-        raise MemoryError
-
-    monkeypatch.setattr(arrays.ctypes, "create_string_buffer", none_left)
+    monkeypatch.setattr(repeats, "_allocate", lambda size: None)
     dv = np.full_like(arguments["v"], np.nan)
     with pytest.raises(MemoryError, match="^workspace: [0-9]+ bytes cannot be allocated"):
         arrays.backward(**arguments, d_o=arguments["v"], out=dict(dv=dv))

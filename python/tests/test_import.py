@@ -34,7 +34,7 @@ except ImportError as error:
     print("no torch:", error)
 """)
     assert out.startswith("(1, 3, 1, 8) 0.")
-    assert "no torch: libkda.chunk_kda needs torch 2.10 or later (pip install 'torch>=2.10'); libkda.arrays" in out
+    assert "no torch: libkda.chunk_kda needs torch 2.10 or later (pip install 'libkda[torch]'); libkda.arrays" in out
 
 
 HELP = """

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -213,13 +214,19 @@ class ThreadPool {
 
 }  // namespace
 
+int32_t usable_cores() noexcept {
+  cpu_set_t cores;
+  if (sched_getaffinity(getpid(), sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int32_t>(std::thread::hardware_concurrency());  // too many for a cpu_set_t
+}
+
 int32_t default_num_threads() noexcept {
   if (const char* text = std::getenv("OMP_NUM_THREADS")) {
     const long value = std::strtol(text, nullptr, 10);
     if (value >= 1) return static_cast<int32_t>(std::min<long>(value, kMaxThreads));
   }
-  static const unsigned cpus = std::thread::hardware_concurrency();  // reads a file: once
-  return static_cast<int32_t>(std::clamp<unsigned>(cpus, 1, 256));
+  static const int32_t cores = usable_cores();  // once: plans stay as they are
+  return std::clamp(cores, 1, 256);
 }
 
 Status parallel_for(int64_t num_tasks, int32_t max_threads, TaskFn fn, void* context,

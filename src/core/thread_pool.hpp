@@ -13,7 +13,12 @@ namespace kda {
 /// Runs on one of the participating threads; `slot` < max_threads is unique among them.
 using TaskFn = void (*)(void* context, int64_t task, int32_t slot) noexcept;
 
-/// Threads to use when the caller does not say: OMP_NUM_THREADS, else the cores of this machine.
+/// Cores that this process may use: a batch system, a container or taskset may leave it fewer than
+/// the machine has.
+int32_t usable_cores() noexcept;
+
+/// Threads to use when the caller does not say: OMP_NUM_THREADS, else usable_cores() as they were
+/// when first asked for.
 int32_t default_num_threads() noexcept;
 
 /// A job of fewer microseconds on one core wakes no thread for itself alone.

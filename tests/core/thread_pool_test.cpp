@@ -2,6 +2,7 @@
 #include "core/thread_pool.hpp"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -101,6 +102,23 @@ TEST(ThreadPool, WorksInAForkedChild) {
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
   EXPECT_TRUE(parallel_tasks(100, 4, task).ok());
+}
+
+/// In a process of its own, which keeps to one core.
+TEST(ThreadPool, CountsTheCoresThatTheProcessMayUse) {
+  cpu_set_t all, one;
+  ASSERT_EQ(sched_getaffinity(0, sizeof all, &all), 0);
+  EXPECT_EQ(usable_cores(), CPU_COUNT(&all));
+  std::size_t core = 0;
+  while (!CPU_ISSET(core, &all)) ++core;
+  CPU_ZERO(&one);
+  CPU_SET(core, &one);
+  const pid_t child = fork();
+  if (child == 0) _exit(sched_setaffinity(0, sizeof one, &one) == 0 && usable_cores() == 1 ? 0 : 1);
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 #endif
 

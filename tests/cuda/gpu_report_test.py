@@ -22,7 +22,7 @@ if name.endswith("_test"):
     case = dict(classname="A", name="b", **(dict(failures=[dict(failure="wrong")]) if failed else {{}}))
     content = dict(testsuites=[dict(testsuite=[case])])
 elif words[0] == "bench":
-    case = dict(case="--heads 4", implementation="cuda." + words[1], median_s=2e-5, copy_s=1e-5)
+    case = dict(case="--heads 4", implementation="cuda." + words[1], median_s=2e-5, copy_s=1e-5, words=words)
     content = dict(copy_bytes_per_second=1e12, cases=[case])
 else:
     content = {{}}
@@ -59,6 +59,8 @@ class Report(unittest.TestCase):
         self.assertEqual((found["device"], found["architecture"]), ("NVIDIA GeForce RTX 5090", "sm_120"))
         self.assertEqual(found["kernels_that_ran"], ["cuda.backward", "cuda.decode", "cuda.forward"])
         self.assertEqual(found["times"]["decode"]["cases"][0]["copy_s"], 1e-5)
+        self.assertIn(["--context-parallel", "off"],
+                      [row["words"][-2:] for row in found["times"]["forward_uncut"]["cases"]], "rows of bench/refit.py")
         self.assertEqual({row["name"] for row in found["rows"] if row.get("passed")},
                          {"decode_test", "head_gate_test", "streams_test"})
         self.assertIn("a card of a test", found["info"])

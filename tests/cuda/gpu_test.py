@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / "bench" / "report"), str(ROOT / "bench")]
 import evidence
 import gpu_bench
+import refit
 
 # Test programs, fuzzed problems and the kernel families that they run: bench/families.json.
 FUZZED = 300  # random problems, each
@@ -29,8 +30,11 @@ SANITIZED = {"accuracy": 20, "accuracy --tensor-cores": 72, "accuracy --fused": 
              "backward --tensor-cores": 50}
 # Reads how much memory of the GPU is free, which others would change.
 ALONE = "backward_cuda_test"
-# Cases that --report times, each beside a copy of as many bytes.
-REPORTED = ("forward", "decode", "backward")
+# Benchmarks that --report runs, each beside a copy of as many bytes.
+REPORTED = {what: lambda kda, what=what: gpu_bench.run_bench(kda, what, gpu_bench.BENCHMARKS[what])
+            for what in ("forward", "decode", "backward")}
+# Rows for bench/refit.py, which needs sequences that are not cut.
+REPORTED[refit.UNCUT] = lambda kda: gpu_bench.run_set(kda, "forward", "sizes", ["--context-parallel", "off"])
 
 
 def what_it_reports(done):
@@ -92,9 +96,9 @@ def run_soak(program, seed, environment):
 def times(kda):
     """{benchmark: its times, or why it has none}; a card on which one fails has the others."""
     found = {}
-    for what in REPORTED:
+    for what, run in REPORTED.items():
         try:
-            found[what] = gpu_bench.run_bench(kda, what, gpu_bench.BENCHMARKS[what])
+            found[what] = run(kda)
         except (subprocess.CalledProcessError, OSError, ValueError) as error:
             found[what] = {"failed": str(error)}
     return found

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The recipes of packaging/ as far as seconds go: versions, JSON, the port of vcpkg, and that no package build fetches
-sources. ./dev packages builds and tries them."""
+sources; the programs of ./dev doors. ./dev packages and ./dev doors build and try them."""
 import json
 import pathlib
 import re
@@ -65,8 +65,27 @@ def nothing_is_fetched():
     assert "fmt" in done.stderr, done.stderr
 
 
+def doors():
+    """What ./dev doors runs is there, and a door that it does not know is refused by the names of all."""
+    text = (PACKAGING / "doors.sh").read_text()
+    programs = re.findall(r"python ((?:examples|packaging)/\S+\.py)", text)
+    assert len(programs) >= 7 and all((ROOT / program).is_file() for program in programs), programs
+    known = re.search(r'echo "doors: (.*); not \$1"', text)[1].split(", ")
+    assert re.findall(r"^    (\w+)\) .*command=", text, re.M) == known, known
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder, "packaging", "doors.sh")
+        copy.parent.mkdir()
+        copy.write_text(text)
+        wheel = pathlib.Path(folder, "build-wheel", "out", "libkda.whl")
+        for words in ("no wheel under build-wheel/out", f"doors: {', '.join(known)}; not window"):
+            done = subprocess.run(["bash", copy, "window"], capture_output=True, text=True, check=False)
+            assert done.returncode == 2 and words in done.stderr, done.stderr
+            wheel.parent.mkdir(parents=True, exist_ok=True)
+            wheel.touch()
+
+
 if __name__ == "__main__":
-    for check in (versions, vcpkg, nothing_is_fetched):
+    for check in (versions, vcpkg, nothing_is_fetched, doors):
         check()
         print(f"packaging_test: {check.__name__}: good")
     sys.exit(0)

@@ -64,11 +64,13 @@ class Refit(unittest.TestCase):
     def test_command(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "rows.json"
-            path.write_text(json.dumps(report(CASES)))
             run = lambda *more: subprocess.run([sys.executable, SCRIPT, path, *more], capture_output=True, text=True)
-            done = run("--sms", str(SMS))
-            self.assertEqual(done.returncode, 0, done.stderr)
-            self.assertRegex(done.stdout, r"kK128Costs, 78 SMs:\n  \.few_ns = 51(\.\d+)?,  // was 33\.9\n")
+            of_a_card = dict(times=dict(forward=report(CASES, [90.0] * 5), forward_uncut=report(CASES)))
+            for file in (of_a_card, report(CASES)):  # the file of ./dev gpu-test --report, and of kda bench
+                path.write_text(json.dumps(file))
+                done = run("--sms", str(SMS))
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertRegex(done.stdout, r"kK128Costs, 78 SMs:\n  \.few_ns = 51(\.\d+)?,  // was 33\.9\n")
             self.assertIn("argument --sms: must be at least 2", run("--sms", "1").stderr)
             self.assertIn("no row of cuda.sm90.fused", run("--sms", "78", "--dim", "64").stderr)
 

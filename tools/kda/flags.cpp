@@ -135,7 +135,7 @@ void ScheduleFlags::add_options_to(CLI::App& command) {
 
 CLI::Option* add_threads(CLI::App& command, int32_t* target) {
   return add_whole<int32_t>(command, "--threads", target, 0, 1024,
-                            "CPU threads (0: OMP_NUM_THREADS or all cores)")
+                            "CPU threads (0: OMP_NUM_THREADS, else the cores of this process)")
       ->default_str(cat(*target));
 }
 

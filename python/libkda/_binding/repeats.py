@@ -17,6 +17,8 @@ _MOST_WORKSPACE = 8 << 20  # bytes that a thread keeps between calls
 _remembered: dict[tuple, _Repeat] = {}
 _lock = threading.Lock()
 _of_thread = threading.local()
+_allocate = ctypes.PYFUNCTYPE(PTR, ctypes.c_size_t)(("PyMem_RawMalloc", ctypes.pythonapi))
+_free = ctypes.PYFUNCTYPE(None, PTR)(("PyMem_RawFree", ctypes.pythonapi))
 
 
 def _places():
@@ -34,14 +36,15 @@ _PLACES = _places()
 
 
 class Memory:
-    """Memory of this process, as the C ABI wants it aligned."""
+    """Memory of this process, as the C ABI wants it aligned. Nobody fills it: much of a workspace for many threads is
+    never touched."""
 
     def __init__(self, name, size):
-        try:
-            self._buffer = ctypes.create_string_buffer(size + 64)
-        except (MemoryError, OverflowError):
-            raise MemoryError(f"{name}: {size} bytes cannot be allocated") from None
-        self.start, self.bytes = (ctypes.addressof(self._buffer) + 63) // 64 * 64, size
+        allocated = _allocate(size + 64) if size + 64 < 1 << 63 else None
+        if allocated is None:
+            raise MemoryError(f"{name}: {size} bytes cannot be allocated")
+        weakref.finalize(self, _free, allocated)
+        self.start, self.bytes = (allocated + 63) // 64 * 64, size
 
 
 def workspace_of(size):
