@@ -49,7 +49,10 @@ void book_handoffs(plan::PlanBuilder& builder) {
 
 void plan_forward(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
-  if (plan.lengths_known) builder.predict(predict(builder.workload(), plan.device));
+  if (plan.lengths_known) {
+    builder.predict(predict(builder.workload(), plan.device));
+    builder.reason("fused: counted, no card has measured it");
+  }
   builder.reason("off: it has no segments");
   builder.set_v_splits(tiles_of(plan.problem.value_dim));
   list_forward(builder);
