@@ -2,8 +2,9 @@
 // Predicted times of cuda.sm80.fused: a block goes through the tokens of its share of chains, 64
 // columns of V of a value head each.
 //
-// Where the constants are from: no card has measured them. Cycles of a step of 16 tokens are
-// predicted from instructions and shared memory, clocks are those that vendors publish.
+// Where the constants are from: cycles are fitted to times of an H200 that ran the code of compute
+// capability 8.0, taken as 1.75 GHz, with four and with two groups (docs/log/2026-11.md). Clocks
+// are those that vendors publish: no other card has measured them.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +48,7 @@ struct Costs {
   double bandwidth;     ///< of the card's, that the kernel reaches
 };
 inline Costs costs_of(int64_t key_dim, bool large) {
-  const double step = key_dim <= 64 ? (large ? 1150 : 1450) : (large ? 1700 : 2860);
+  const double step = key_dim <= 64 ? (large ? 950 : 1355) : (large ? 1780 : 2440);
   return {.step_cycles = step, .chain_cycles = 2 * step, .fixed_us = 9, .bandwidth = 0.88};
 }
 
