@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The fused forward, from its contract to its launch. Start here; docs/design/fused.md says why.
+// The fused forward of Hopper, from its contract to its launch. Start here; docs/design/fused.md
+// says why. portable/kernel.cuh has the form for other cards, with the same words.
 //
 // Words
 //   sub-chunk         16 tokens; one step of the consumer
