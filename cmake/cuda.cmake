@@ -51,6 +51,8 @@ set(KDA_CUDA_KERNELS
 
 # Chains that Hopper has kernels of its own for: no code for sm_90 where those are built.
 set(KDA_CUDA_KERNELS_PORTABLE_CHAINS
+  src/cuda/fused/portable/portable_k128.cu
+  src/cuda/fused/portable/portable_k64.cu
   src/cuda/staged/backward/chunk_delta_h_errors_sm80.cu
   src/cuda/staged/backward/reverse.cu
   src/cuda/staged/chunk_delta_h_chains_sm80.cu)
@@ -79,7 +81,7 @@ set(KDA_CUDA_KERNELS_SM90A
 
 set(KDA_CUDA_HOST src/cuda/recurrent/backward/launches.cpp src/cuda/launch/checkpoint_places.cpp src/cuda/launch/device.cpp
                   src/cuda/launch/head_bias.cpp
-                  src/cuda/fused/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
+                  src/cuda/fused/launches.cpp src/cuda/fused/portable/launches.cpp src/cuda/gdn/launches.cpp src/cuda/layer/launches.cpp src/cuda/recurrent/launches.cpp
                   src/cuda/segments/launches.cpp src/cuda/staged/launches.cpp
                   src/cuda/staged/backward/arguments.cpp src/cuda/staged/backward/launches.cpp src/cuda/launch/views.cpp
                   src/cuda/launch/zero_rows.cpp)
@@ -191,7 +193,7 @@ function(kda_add_cuda target)
     kda_add_kernels(kda_cuda_objects_portable_chains "${portable}" ${KDA_CUDA_KERNELS_PORTABLE_CHAINS})
     list(APPEND KDA_CUDA_OBJECTS kda_cuda_objects_portable_chains)
   else()
-    target_sources(${target} PRIVATE src/cuda/staged/backward/hopper_alone.cpp)
+    target_sources(${target} PRIVATE src/cuda/fused/portable/hopper_alone.cpp src/cuda/staged/backward/hopper_alone.cpp)
   endif()
   list(TRANSFORM KDA_CUDA_OBJECTS REPLACE "(.+)" "$<TARGET_OBJECTS:\\1>")
   set(KDA_CUDA_OBJECTS ${KDA_CUDA_OBJECTS} PARENT_SCOPE)

@@ -13,6 +13,11 @@ namespace fused {
 extern const registry::ForwardRow kForward;
 }  // namespace fused
 
+/// One kernel for any card from sm_80 on, bf16 or fp16, K = V = 64 or 128.
+namespace fused::portable {
+extern const registry::ForwardRow kForward;
+}  // namespace fused::portable
+
 /// Gated DeltaNet on Hopper (sm_90a): one gate a head, bf16, K <= 128.
 namespace gdn {
 extern const registry::ForwardRow kForward;

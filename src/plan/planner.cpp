@@ -96,7 +96,8 @@ std::string decline_reason(const Head& row, const Request& request) {
   // A plan for a GPU can be made on any machine; run() needs the device.
   if (!cuda)
     if (const char* reason = row.unavailable()) return reason;
-  std::string reason = row.decline ? row.decline(request.problem) : std::string();
+  std::string reason = row.decline_device ? row.decline_device(device) : std::string();
+  if (reason.empty() && row.decline) reason = row.decline(request.problem);
   if (reason.empty() && request.problem.tail) reason = row.decline_tail(request);
   if (reason.empty() && row.decline_options) reason = row.decline_options(options);
   if (reason.empty() && row.decline_keep && options.keep == KeepPolicy::kChunks)

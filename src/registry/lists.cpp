@@ -11,10 +11,10 @@
 namespace kda::registry {
 namespace {
 
-constexpr std::array<const ForwardRow*, 8> kForward = {
-    &cpu::blocked::kAvx512Forward, &cpu::blocked::kAvx2Forward, &cpu::blocked::kPortableForward,
-    &cpu::oracle::kForward,        &cuda::gdn::kForward,        &cuda::fused::kForward,
-    &cuda::staged::kForward,       &cuda::recurrent::kForward};
+constexpr std::array<const ForwardRow*, 9> kForward = {
+    &cpu::blocked::kAvx512Forward,    &cpu::blocked::kAvx2Forward, &cpu::blocked::kPortableForward,
+    &cpu::oracle::kForward,           &cuda::gdn::kForward,        &cuda::fused::kForward,
+    &cuda::fused::portable::kForward, &cuda::staged::kForward,     &cuda::recurrent::kForward};
 
 constexpr std::array<const DecodeRow*, 5> kDecode = {
     &cpu::blocked::kAvx512Decode, &cpu::blocked::kAvx2Decode, &cpu::blocked::kPortableDecode,

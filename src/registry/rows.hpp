@@ -88,6 +88,8 @@ struct Head {
   std::string (*defer)(const Request& request) = nullptr;
   int32_t min_compute_capability = 0;  ///< CUDA: 10 major + minor
   int32_t max_compute_capability = INT32_MAX;
+  /// Empty if it serves a device of such a capability, else why not. Null: it serves all of them.
+  std::string (*decline_device)(const DeviceFacts& device) = nullptr;
   /// Null: tensors are host memory, which run() reads itself.
   const DeviceChecks* device_checks = nullptr;
   bool keeps_states = false;  ///< serves every KeepPolicy

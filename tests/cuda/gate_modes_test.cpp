@@ -7,6 +7,7 @@
 #include "cuda/decode/drafts.hpp"
 #include "cuda/decode/head_gates.hpp"
 #include "cuda/fused/fused_prefill.hpp"
+#include "cuda/fused/portable/portable_prefill.hpp"
 #include "cuda/gdn/intra_sm90.hpp"
 #include "cuda/recurrent/backward/head_gates.hpp"
 #include "cuda/recurrent/head_gates.hpp"
@@ -89,6 +90,10 @@ TEST(GateModes, ThatAreUnknownAreRefusedByEveryFamily) {
          return sm90::launch_fused_prefill(static_cast<sm90::FusedPrefillArgs>(keeping()), {},
                                            nullptr, {});
        }},
+      {"portable fused",
+       [] { return sm90::launch_portable_prefill(small<sm90::PortableArgs>(), {}); }},
+      {"portable fused, K 64",
+       [] { return sm90::launch_portable_prefill(small<sm90::PortableArgs>(64), {}); }},
       {"gdn", [] { return gdn::launch_intra(chunked<HeadGates<gdn::IntraArgs>>(), {}); }},
       {"keep", [] { return sm90::launch_fused_keep(keeping(), {}); }},
   };

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "emulator.hpp"
 
+#include "card.hpp"
+
 #include <boost/context/fiber.hpp>
 #include <boost/context/pooled_fixedsize_stack.hpp>
 #include <cstdio>
@@ -185,6 +187,11 @@ void launch(dim3 grid, dim3 size, unsigned of_cluster, std::size_t shared_bytes,
   if (capture) {
     capture->push_back([=] { launch(grid, size, of_cluster, shared_bytes, body); });
     return;
+  }
+  if (shared_bytes > static_cast<std::size_t>(most_shared_bytes())) {
+    std::fprintf(stderr, "emulator: a block has %zu bytes of shared memory, at most %d fit\n",
+                 shared_bytes, most_shared_bytes());
+    std::abort();
   }
   std::mt19937 random(grid.x * 31 + size.x);
   blockDim = size;

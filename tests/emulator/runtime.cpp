@@ -2,6 +2,7 @@
 // The CUDA runtime functions that libkda and its tests call, for one emulated GPU in host memory.
 #include <cuda_runtime_api.h>
 
+#include "card.hpp"
 #include "emulator.hpp"
 #include "recording.hpp"
 
@@ -31,6 +32,18 @@ bool is_device_memory(const void* pointer) {
 
 namespace emulator {
 
+int capability() {
+  const char* asked = std::getenv("KDA_EMULATED_CAPABILITY");
+  return asked ? std::atoi(asked) : 90;
+}
+int most_shared_bytes() {
+  switch (capability()) {
+    case 80: return 163 * 1024;
+    case 90: return 227 * 1024;
+    default: return 99 * 1024;
+  }
+}
+
 Recording::Recording() { current_recording = this; }
 Recording::~Recording() { current_recording = nullptr; }
 Recording* recording() { return current_recording; }
@@ -57,14 +70,18 @@ const char* cudaGetErrorName(cudaError_t) { return "cudaErrorEmulated"; }
 const char* cudaGetErrorString(cudaError_t) { return "the emulator refused"; }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrL2CacheSize) return cudaErrorInvalidValue;
-  return *value = 1 << 20, cudaSuccess;
+  switch (attribute) {
+    case cudaDevAttrL2CacheSize: return *value = 1 << 20, cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      return *value = emulator::most_shared_bytes(), cudaSuccess;
+    default: return cudaErrorInvalidValue;
+  }
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "emulated GPU");
-  const char* capability = std::getenv("KDA_EMULATED_CAPABILITY");
-  properties->major = capability ? std::atoi(capability) / 10 : 9;
+  properties->major = emulator::capability() / 10;
+  properties->minor = emulator::capability() % 10;
   properties->multiProcessorCount = 8;
   return cudaSuccess;
 }

@@ -241,6 +241,9 @@ std::string run_case(const Options& options, int64_t index, Totals* totals, Dige
   test::RunOptions run;
   run.plan = random_plan(random, !options.tensor_cores);
   if (options.fused) {
+    const bool hopper =
+        supported(inputs.problem, test::device(), test::with_backend("sm90.fused")).ok();
+    if (!hopper) run.plan = {};  // the portable form has no segments
     run.plan.backend = "fused";
     run.num_sms = static_cast<int32_t>(2 + random.below(20));  // streams are cut between clusters
   }

@@ -60,8 +60,9 @@ int main(int argc, char** argv) {
        kda::test::flag("--tensor-cores", &options.tensor_cores,
                        "accuracy, backward (bf16): 16-bit problems, K = 32..128, K and V multiples "
                        "of 8, no equal keys"),
-       kda::test::flag("--fused", &options.fused,
-                       "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused"),
+       kda::test::flag(
+           "--fused", &options.fused,
+           "accuracy: 16-bit problems, K = V = 64 or 128, on cuda.sm90.fused or cuda.sm80.fused"),
        kda::test::flag("--gdn", &options.gdn,
                        "accuracy: one gate a head, bf16, K up to 128, on cuda.sm90.gdn"),
        kda::test::flag("--hard", &options.hard,

@@ -4,6 +4,7 @@
 
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
+#include "cuda/fused/portable/cost.hpp"
 #include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/cost.hpp"
 #include "tools/kda/flags.hpp"
@@ -17,6 +18,24 @@ plan::Workload work_of(const char* lengths, int64_t heads) {
 
 plan::Partition staged_cut(const char* lengths, int64_t heads, CostEstimate* cost) {
   return staged::auto_partition(work_of(lengths, heads), gpu_facts(132), cost);
+}
+
+TEST(PortableCost, CountsStepsByTheMemoryOfABlock) {
+  const auto predicted = [](const char* lengths, int64_t heads, int32_t capability, int64_t K) {
+    plan::Workload work = work_of(lengths, heads);
+    work.key_dim = work.value_dim = K;
+    work.num_sms = 108;
+    return fused::portable::predict(work, gpu_facts(108, capability)).fused_us;
+  };
+  // 128 chains of 512 steps of 1,780 cycles and 2 more, on 108 SMs of 1.41 GHz.
+  EXPECT_NEAR(predicted("8192", 64, 80, 128), 128.0 / 108 * 514 * 1.78 / 1.41 + 9, 1);
+  EXPECT_NEAR(predicted("8192", 16, 80, 128), 514 * 1.78 / 1.41 + 9, 1);
+  EXPECT_NEAR(predicted("8192", 1, 80, 128), predicted("8192", 16, 80, 128), 1e-6);
+  EXPECT_NEAR(predicted("8x1024", 108, 80, 64), 8 * 66 * 0.95 / 1.41 + 9, 1);
+  EXPECT_GT(predicted("8192", 64, 86, 128), 1.1 * predicted("8192", 64, 80, 128));
+  for (const int32_t capability : {80, 86, 87, 89, 90, 100, 103, 120})
+    EXPECT_GT(predicted("8192", 64, capability, 128), predicted("8192", 64, capability, 64));
+  EXPECT_EQ(predicted("0", 64, 80, 128), 0);
 }
 
 TEST(StagedCost, FillsAnIdleCardAndLeavesAFullOneAlone) {

@@ -396,6 +396,33 @@ TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   EXPECT_GE(cut, 5);
 }
 
+/// The portable form, which has one kernel, and a block at most for each 64 columns of V.
+TEST_F(Launches, OfThePortableFusedForwardAreThoseThatThePlanLists) {
+  if (capability_ == 90) GTEST_SKIP() << "Hopper has a form of its own";
+  Choices choices(17);
+  int served = 0;
+  for (int i = 0; i < 120; ++i) {
+    Case x = random_case(choices, capability_);
+    x.options = test::with_backend("sm80.fused");
+    Plan plan;
+    if (!make_plan(x.problem, x.cu_seqlens, x.device, x.options, &plan).ok()) continue;
+    ++served;
+    Addresses at;
+    const Tensors tensors = tensors_of(x.problem, plan, at);
+    const auto launches =
+        launches_of([&] { return run(plan, tensors, at.next(), plan.workspace_bytes); });
+    ASSERT_EQ(plan.kernels.size(), 1U);
+    ASSERT_FALSE(launches.empty());
+    const emulator::Launched& launch = launches.back();
+    EXPECT_EQ(launch.kernel, plan.kernels[0].kernel) << text_of(x);
+    const int64_t chains =
+        x.problem.num_sequences * x.problem.num_value_heads * (x.problem.value_dim / 64);
+    EXPECT_EQ(launch.blocks, std::min<int64_t>(chains, x.device.num_sms)) << text_of(x);
+    EXPECT_LE(launch.shared_bytes, 163U * 1024) << text_of(x);
+  }
+  EXPECT_GE(served, 5);
+}
+
 /// Golden launches: tests/plan/golden/launches_<capability>.txt; KDA_UPDATE_GOLDEN=1 writes them
 /// anew.
 TEST_F(Launches, AreThoseOfTheGoldenText) {

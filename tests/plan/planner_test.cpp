@@ -428,6 +428,8 @@ TEST(Planner, SupportedReadsBackendAndKeep) {
   keep.backend = "fused";  // who names one has made up his mind
   EXPECT_TRUE(why(49, keep, hopper).ok());
   EXPECT_TRUE(why(1, fused, hopper).ok());
+  EXPECT_TRUE(why(1, fused, gpu_facts(108, 80)).ok());  // the portable form
+  fused.backend = "sm90.fused";
   EXPECT_EQ(why(1, fused, gpu_facts(108, 80)).code(), StatusCode::kUnavailable);
   keep.kept_state_every = 7;
   EXPECT_EQ(why(50, keep, hopper).code(), StatusCode::kInvalidArgument);

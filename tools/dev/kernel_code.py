@@ -169,7 +169,7 @@ def family_hashes(kernels):
     hashes = {}
     for family, row in FAMILIES.items():
         missing = [p for p in row["kernels"] if not any(is_of(k, p) for k in kernels)]
-        if missing and not row.get("sm_90a_only"):  # a build may be without
+        if missing and not row.get("optional"):  # a build may be without
             raise SystemExit(f"kernel_code: family {family}: no kernels of {', '.join(missing)}")
         digests = collections.defaultdict(list)
         for kernel in kernels:

@@ -7,6 +7,7 @@
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/fused/backend.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/fused_prefill.hpp"
 #include "cuda/fused/kernels.hpp"
@@ -21,9 +22,10 @@
 #include "cuda/tile/chunk.hpp"
 
 namespace kda::cuda::fused {
-namespace {
 
 // -- What it serves
+
+namespace {
 
 std::string decline_types(const Problem& p) {
   const bool fp16 = p.q.dtype == DType::kFloat16;
@@ -49,8 +51,9 @@ std::string decline_head_gate(const Problem& p) {
   return {};
 }
 
-std::string decline(const Problem& p) {
-  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
+}  // namespace
+
+std::string decline_problem(const Problem& p) {
   if (std::string reason = decline_types(p); !reason.empty()) return reason;
   if (p.key_dim != p.value_dim || (p.key_dim != 64 && p.key_dim != 128))
     return cat("K = ", p.key_dim, ", V = ", p.value_dim, "; needs 64 for both, or 128");
@@ -67,6 +70,13 @@ std::string decline(const Problem& p) {
         std::tuple{"g", &p.g, has_head_gate(p) ? 4 : 16}, std::tuple{"o", &p.o, 16}})
     if (std::string reason = decline_alignment(name, *desc, needed); !reason.empty()) return reason;
   return {};
+}
+
+namespace {
+
+std::string decline(const Problem& p) {
+  if (built() && !sm90::kBuilt) return kNoSm90a;  // a build without CUDA plans for any GPU
+  return decline_problem(p);
 }
 
 /// Why segments are not joined in one pass; empty if they are.

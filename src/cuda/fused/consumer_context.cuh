@@ -27,14 +27,16 @@ struct StateScale {
 
 /// A warp holds S^T of 16 columns of V: rows v of the accumulators, all of K in their columns. An
 /// accumulator pair of columns, rounded, is an A operand as it stands. InputT: the type of v and o.
-template <int kChannels, class InputT, class OperandType, bool kUnits>
+template <int kChannels, class InputT, class OperandType, bool kUnits,
+          class Form = ClusterForm<kChannels>>
 struct ConsumerContext {
   static constexpr int kK = kChannels;
   using T = InputT;
   using Operand = OperandType;
   static constexpr bool kSegments = kUnits;
   static constexpr bool kKeeps = false;  // states and errors for a backward (kept.cuh)
-  static constexpr int kBlocks = fused::kBlocks<kK>;
+  static constexpr int kBlocks = Form::kBlocks, kColumnTiles = Form::kColumnTiles;
+  static constexpr bool kHopper = Form::kHopper;
   static constexpr int kTiles = kK / 8;   // n8 tiles of S^T
   static constexpr int kSteps = kK / 16;  // k16 steps over channels
   /// Segments with operands in fp16 have outputs that need more digits than bf16: Qt in fp16, and o
@@ -57,8 +59,10 @@ struct ConsumerContext {
         lane(__shfl_sync(0xffffffff, static_cast<int>(threadIdx.x % 32),
                          static_cast<int>(threadIdx.x % 32))) {}
 
+  __device__ static int rank() { return Form::rank(); }  // of the block
   __device__ void take(const WorkItem& item) {
-    head = item.head;
+    head = head_of<kColumnTiles>(item);
+    if constexpr (kColumnTiles > 1) column = column_tile<kColumnTiles>(item) * kVTile + tile_column;
     unit = item.segment;
     tokens = item.tokens;
   }

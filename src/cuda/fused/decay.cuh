@@ -53,18 +53,29 @@ __device__ void begin_gates(P& p, int64_t head) {
   }
 }
 
-template <class P>
-__device__ void load_gates(const P& p, float2 (&gate)[kSubchunk]) {
+template <class Item, class P>
+__device__ void load_pairs_of_gates(const P& p, float2 (&gate)[kSubchunk]) {
 #pragma unroll
   for (int i = 0; i < kSubchunk; ++i) {
     const unsigned pair = i * (P::kK / 2) + p.thread;
-    if constexpr (P::kOneAHead)
-      gate[i].x = gate[i].y = reinterpret_cast<const typename P::Gate*>(p.own.raw.g)[i];
-    else if constexpr (std::is_same_v<typename P::E, float>)
+    if constexpr (std::is_same_v<Item, float>)
       gate[i] = reinterpret_cast<const float2*>(p.own.raw.g)[pair];
     else
-      gate[i] = ptx::unpack<typename P::E>(reinterpret_cast<const uint32_t*>(p.own.raw.g)[pair]);
+      gate[i] = ptx::unpack<Item>(reinterpret_cast<const uint32_t*>(p.own.raw.g)[pair]);
   }
+}
+template <class P>
+__device__ void load_gates(const P& p, float2 (&gate)[kSubchunk]) {
+  if constexpr (P::kOneAHead)
+#pragma unroll
+    for (int i = 0; i < kSubchunk; ++i)
+      gate[i].x = gate[i].y = reinterpret_cast<const typename P::Gate*>(p.own.raw.g)[i];
+  else if constexpr (!P::kAnyGate)
+    load_pairs_of_gates<typename P::E>(p, gate);
+  else if (p.a.g.type == Element::kFloat32)
+    load_pairs_of_gates<float>(p, gate);
+  else
+    load_pairs_of_gates<__nv_bfloat16>(p, gate);
 }
 
 template <class P>

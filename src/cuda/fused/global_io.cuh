@@ -24,7 +24,7 @@ __device__ inline int64_t row_step(const RowView& view, int size, int rows) {
 template <class P>
 __device__ void begin_pointers(P& p, const WorkItem& item, int subchunk) {
   p.left = static_cast<int>(item.tokens.end - item.tokens.begin) - subchunk * kSubchunk;
-  const auto head = static_cast<int>(item.head);
+  const auto head = static_cast<int>(head_of<P::kColumnTiles>(item));
   auto q_head = static_cast<int>(p.a.shape.group.quotient(static_cast<unsigned>(head)));
   if constexpr (P::kOneAHead)
     if (p.a.tiled) q_head = head % static_cast<int>(p.a.shape.H);
@@ -37,6 +37,9 @@ __device__ void begin_pointers(P& p, const WorkItem& item, int subchunk) {
   if constexpr (P::kOneAHead)
     p.g = place_of(p, item, p.a.g, head, mine, static_cast<int>(p.thread % kSubchunk), 0,
                    sizeof(typename P::Gate));
+  else if constexpr (P::kAnyGate)
+    p.g = place_of(p, item, p.a.g, head, mine, row, piece,
+                   p.a.g.type == Element::kFloat32 ? sizeof(float) : sizeof(Bits));
   else
     p.g = place_of(p, item, p.a.g, head, mine, row, piece, sizeof(typename P::E));
   p.v = place_of(p, item, p.a.v, head, subchunk, warp_row, p.rank * 128 + piece, sizeof(Bits));
@@ -44,6 +47,10 @@ __device__ void begin_pointers(P& p, const WorkItem& item, int subchunk) {
   if (P::kSegments && item.state == FusedState::kTransition) outputs.base = p.a.Qt;
   p.next_o =
       place_of(p, item, outputs, head, subchunk, warp_row, p.rank * 128 + piece, sizeof(Bits));
+  if constexpr (P::kColumnTiles > 1) {
+    const int columns = column_tile<P::kColumnTiles>(item) * 128;
+    p.v += columns, p.next_o += columns;
+  }
   p.beta = place_of(p, item, p.a.beta, head, mine, p.norm_row(0), 0, beta_size);
 }
 
@@ -60,7 +67,7 @@ __device__ void copy_rows(const P& p, void* target, const RowView& view, char*& 
     for (int byte = 0; byte < kBytes; byte += 128)
       ptx::cp_async<16>((address ^ (kSwizzled ? row % 8 * 16 : 0)) + row * kBytes + byte,
                         from + row_step(view, sizeof(Item), row) + byte, row < rows - first_row);
-  from += row_step(view, sizeof(Item), kGroups * kSubchunk);
+  from += row_step(view, sizeof(Item), p.storage.turn_tokens);
 }
 /// Copies gates of one a head: a thread has a token.
 template <class P>
@@ -69,7 +76,7 @@ __device__ void copy_head_gates(P& p, int rows) {
   if (p.thread < kSubchunk)
     ptx::cp_async<kBytes>(ptx::shared_address(p.own.raw.g) + p.thread * kBytes, p.g,
                           static_cast<int>(p.thread) < rows);
-  p.g += row_step(p.a.g, kBytes, kGroups * kSubchunk);
+  p.g += row_step(p.a.g, kBytes, p.storage.turn_tokens);
 }
 /// Starts copies of the raw rows of this group's next sub-chunk. `tokens`: what the item has from
 /// the group's sub-chunks on; none are copied past its end.
@@ -81,6 +88,9 @@ __device__ void load_raw(P& p, int tokens) {
     copy_rows<Bits, true>(p, p.own.raw.k, p.a.k, p.k, rows);
     if constexpr (P::kOneAHead)
       copy_head_gates(p, rows);
+    else if constexpr (P::kAnyGate)
+      p.a.g.type == Element::kFloat32 ? copy_rows<float, false>(p, p.own.raw.g, p.a.g, p.g, rows)
+                                      : copy_rows<Bits, false>(p, p.own.raw.g, p.a.g, p.g, rows);
     else
       copy_rows<typename P::E, false>(p, p.own.raw.g, p.a.g, p.g, rows);
   }
@@ -95,7 +105,7 @@ template <class P>
 __device__ void load_beta(P& p, uint32_t (&raw)[P::kEights], int rows) {
   const bool wide = p.a.beta.type == Element::kFloat32;
   const char* from = p.beta;
-  p.beta += row_step(p.a.beta, wide ? 4 : 2, kGroups * kSubchunk);
+  p.beta += row_step(p.a.beta, wide ? 4 : 2, p.storage.turn_tokens);
 #pragma unroll
   for (int i = 0; i < P::kEights; ++i)
     raw[i] =
@@ -111,13 +121,13 @@ template <class P, class Visit>
 __device__ void for_each_piece(const P& p, int tokens, const RowView& view, char*& walk,
                                Visit&& visit) {
   const int first_row = p.lane() / 8, rows = tokens - first_row;
-  const uint32_t place = ptx::shared_address(p.storage.v[p.first()]) + first_row * 128;
+  const uint32_t place = ptx::shared_address(p.storage.values(p.first())) + first_row * 128;
   char* at = walk;
 #pragma unroll
   for (int row = 0; row < P::kBlocks * kSubchunk;
        row += P::kWarpRows, at += row_step(view, sizeof(Bits), P::kWarpRows))
     visit(place + row * 128 + (p.column() ^ first_row ^ row % 8) * 16, at, row < rows);
-  walk += row_step(view, sizeof(Bits), kGroups * kSubchunk);
+  walk += row_step(view, sizeof(Bits), p.storage.turn_tokens);
 }
 /// Starts copies of v; zeros for a transition (this warp's own SchedulerState tells).
 template <class P>

@@ -30,7 +30,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   } else {  // producer
     set_registers<kProducerRegisters<kK>>();
     constexpr int kWarps = kGroupWarps<kK>;
-    ProducerContext<kK, Operand, E, kGateMode, false> context(
+    ProducerContext<SharedStorage<kK, Operand, E>, kGateMode, false> context(
         a, storage, ptx::cluster_rank(), (warp - 4) / kWarps, threadIdx.x % (kWarps * 32));
     run_producer(context, scheduler);
   }

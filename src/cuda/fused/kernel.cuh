@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The fused forward, from its contract to its launch. Start here; docs/design/fused.md says why.
+// The fused forward of Hopper, from its contract to its launch. Start here; docs/design/fused.md
+// says why. portable/kernel.cuh has the form for other cards, with the same words.
 //
 // Words
 //   sub-chunk         16 tokens; one step of the consumer
@@ -161,7 +162,7 @@ __global__ void __cluster_dims__(kBlocks<kK>) __launch_bounds__(kThreads, 1)
   } else {  // producer
     set_registers<kProducerRegisters<kK>>();
     constexpr int kWarps = kGroupWarps<kK>;
-    ProducerContext<kK, Operand, E, kGateMode, kSegments> context(
+    ProducerContext<SharedStorage<kK, Operand, E>, kGateMode, kSegments> context(
         a, storage, ptx::cluster_rank(), (warp - 4) / kWarps, threadIdx.x % (kWarps * 32));
     run_producer(context, scheduler);
   }

@@ -26,6 +26,13 @@ Kernels kernels_of(const Plan& plan) {
           .keeps = plan.resolved.keep == KeepPolicy::kChunks};
 }
 
+std::string why_operands(const Problem& problem) {
+  if (has_fp16_operands(problem)) return "operands in fp16, as no factor and no decay is above 1";
+  return problem.g.dtype == problem.q.dtype || has_head_gate(problem)
+             ? "operands in bf16, as factors or decays may be above 1"
+             : "operands in bf16, as g has another type than q";
+}
+
 namespace {
 
 const char* name_of(const Kernels& kernels) {
@@ -33,14 +40,6 @@ const char* name_of(const Kernels& kernels) {
   if (kernels.keeps)
     return kernels.fp16_operands ? "fused_prefill_keep_fp16" : "fused_prefill_keep";
   return kernels.fp16_operands ? "fused_prefill_fp16" : "fused_prefill";
-}
-
-/// Why operands have the type that they have.
-std::string why_of(const Kernels& kernels, const Problem& p) {
-  if (kernels.fp16_operands) return "operands in fp16, as no factor and no decay is above 1";
-  return p.g.dtype == p.q.dtype || kernels.head_gate
-             ? "operands in bf16, as factors or decays may be above 1"
-             : "operands in bf16, as g has another type than q";
 }
 
 /// Whether a sequence has a third segment: the scan has given second ones their start states.
@@ -58,13 +57,13 @@ void list_kernels(plan::PlanBuilder& builder) {
   const char* name = name_of(kernels);
   if (plan.device_cut.on) {
     builder.kernel("segment_cut", "device_cut");
-    builder.kernel("segment_scan", name, why_of(kernels, plan.problem));
+    builder.kernel("segment_scan", name, why_operands(plan.problem));
     builder.kernel("segment_merge", "segment_merge_walking", "sequences that are cut, if any");
     return builder.kernel("segment_correct", "segment_correct_walking",
                           "sequences that are cut, if any");
   }
   const bool one_pass = plan.segmented && plan.resolved.segment_method == SegmentMethod::kOnePass;
-  builder.kernel(plan.segmented ? "segment_scan" : "forward", name, why_of(kernels, plan.problem));
+  builder.kernel(plan.segmented ? "segment_scan" : "forward", name, why_operands(plan.problem));
   if (!plan.segmented) return;
   if (plan.requested.spans) {
     builder.kernel("segment_scan", "segment_compose", "the maps of spans");

@@ -14,6 +14,9 @@ bool has_fp16_operands(const Problem& problem);
 /// whether it does would depend on what else is in the batch.
 int64_t check_tokens_of(const Problem& problem);
 
+/// Why operands have the type that they have.
+std::string why_operands(const Problem& problem);
+
 struct Kernels {
   bool fp16_operands = false;  ///< else bf16
   bool head_gate = false;      ///< of one gate a head, in a source of its own

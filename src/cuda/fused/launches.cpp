@@ -129,6 +129,8 @@ std::vector<int64_t> words_of(const stage::Call& call, const std::vector<WorkUni
   return words;
 }
 
+}  // namespace
+
 /// Returns what a workspace does not hold by chance, and no launch of this process had before: the
 /// steps of a counter from anywhere, mixed one to one (Steele, Lea and Flood, 2014).
 uint64_t new_handoff_epoch() {
@@ -141,6 +143,8 @@ uint64_t new_handoff_epoch() {
   x = (x ^ x >> 27) * 0x94d049bb133111eb;
   return x ^ x >> 31;
 }
+
+namespace {
 
 /// Qt is times 2 to this, up to 16: all of fp16's bits of what is not far below.
 int qt_exponent(const Problem& p) { return 3 - std::ilogb(effective_scale(p)); }

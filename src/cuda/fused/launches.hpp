@@ -10,6 +10,9 @@
 
 namespace kda::cuda::fused {
 
+/// An epoch of handoff words (FusedPrefillArgs).
+uint64_t new_handoff_epoch();
+
 Status forward(const stage::Forward& args);
 Status segment_scan(const stage::SegmentScan& args);
 Status segment_merge(const stage::SegmentMerge& args);

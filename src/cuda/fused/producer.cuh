@@ -29,7 +29,7 @@ template <class P>
 __device__ void wait_for_outputs(const P& p) {
 #pragma unroll
   for (int i = 0; i < P::kBlocks; ++i)
-    ptx::mbarrier_wait(p.storage.done[p.first() + i], 1 - p.parity);
+    ptx::mbarrier_wait(p.storage.done_barrier(p.first() + i), 1 - p.parity);
 }
 /// Waits until the other block is done with the stage whose factors this group makes.
 template <class P>
@@ -100,7 +100,7 @@ __device__ __forceinline__ void finish_scores(P& p, const PipeStage<P::kK>& s) {
   __syncwarp();
   p.forget_index();
   if (p.is_last()) invert(p, s);
-  ptx::fence_async_proxy();
+  if constexpr (P::kHopper) ptx::fence_async_proxy();
 }
 /// Makes scores and the inverse. Of two warps the first moves v and o while the second makes the
 /// inverse. kUsual: nothing has to be made again, and all rows are in range.
@@ -112,13 +112,13 @@ __device__ __forceinline__ void make_scores(P& p, const PipeStage<P::kK>& s,
       make_rows_again(p, s, subchunk.norms, subchunk.q, subchunk.k, subchunk.rows);
   const int anchored = kUsual ? kSubchunk : p.own.num_anchored;
   if (p.is_first()) move_tiles(p);
-  if (anchored == kSubchunk) load_raw(p, p.left - kGroups * kSubchunk);
+  if (anchored == kSubchunk) load_raw(p, p.left - p.storage.turn_tokens);
   p.forget_index();
   anchored_scores(p, s);
   if (anchored < kSubchunk) [[unlikely]] {
     p.forget_index();
     fine_levels(p, s, subchunk.q, subchunk.k, subchunk.rows, anchored);
-    load_raw(p, p.left - kGroups * kSubchunk);
+    load_raw(p, p.left - p.storage.turn_tokens);
   }
   finish_scores(p, s);
 }
@@ -149,7 +149,7 @@ __device__ void make_dyadic(P& p, const PipeStage<P::kK>& s, Subchunk<P>& subchu
   put_operands(p, s, decay, q, k);
   put_gamma(p, s, gamma);
   if (p.is_first()) move_tiles(p);
-  load_raw(p, p.left - kGroups * kSubchunk);
+  load_raw(p, p.left - p.storage.turn_tokens);
   all_levels(p, s, decay, q, k);
   finish_scores(p, s);
 }
@@ -184,13 +184,16 @@ __device__ __forceinline__ void exchange_factors(const P& p) {
 template <class P>
 __device__ __forceinline__ void deliver(P& p) {
   if (p.is_first()) {
-    if constexpr (P::kWarps > 1) ptx::mbarrier_arrive(p.own.scores_done);
+    if constexpr (P::kWarps > 1) p.arrive(p.own.scores_done);
     ptx::cp_async_wait<1>();  // v: of this warp's copies only the raw rows were begun after it
   }
-  ptx::mbarrier_arrive(p.storage.full[p.mine()]);
-  if constexpr (P::kBlocks > 1) exchange_factors(p);
+  p.arrive(p.storage.full_barrier(p.mine()));
+  if constexpr (P::kBlocks > 1)
+    exchange_factors(p);
+  else if constexpr (P::kWarps > 1)
+    if (p.is_last()) ptx::mbarrier_wait(p.own.scores_done, p.parity);
   p.parity = 1 - p.parity;
-  p.left -= kPipeStages * kSubchunk;
+  p.left -= p.storage.turn_tokens;
 }
 
 // ---- loops
@@ -255,22 +258,22 @@ __device__ void produce_item(P& p) {
 template <class P>
 __device__ void clear_scores(const P& p) {
   constexpr int kPieces = kSubchunk * kSubchunk / 8;
-  auto& Aqk = *reinterpret_cast<uint4(*)[kPieces]>(p.storage.factors[p.mine()].Aqk);
+  auto& Aqk = *reinterpret_cast<uint4(*)[kPieces]>(p.storage.stage(p.mine()).factors.Aqk);
   if (p.thread < kPieces) Aqk[p.thread] = {};
 }
 /// All items of the cluster, one after the other.
 template <class P>
 __device__ void run_producer(P& p, SchedulerState& scheduler) {
   if constexpr (P::kDyadicOnlyHeads || P::kDyadicOnly) clear_scores(p);
-  constexpr int kGroupsHere = kBlockGroups<P::kK>;
   int turn = 0;  // number of the group that has the first sub-chunks of the item
-  while (next_item<P::kSegments>(p.a, scheduler, p.storage.norm_check)) {
+  while (next_item<P>(p.a, scheduler, p.storage.norm_check)) {
     const WorkItem& item = scheduler.item;
-    const int subchunk = (p.group + kGroupsHere - turn) % kGroupsHere * P::kBlocks;
+    const int groups = p.storage.block_groups;
+    const int subchunk = (p.group + groups - turn) % groups * P::kBlocks;
     begin_pointers(p, item, subchunk);
-    begin_gates(p, item.head);
+    begin_gates(p, head_of<P::kColumnTiles>(item));
     produce_item(p);
-    turn = (turn + subchunks_of<P::kBlocks>(item) / P::kBlocks) % kGroupsHere;
+    turn = (turn + subchunks_of<P::kBlocks>(item) / P::kBlocks) % groups;
   }
   if (p.is_first() && p.pending > 0) {
     wait_for_outputs(p);

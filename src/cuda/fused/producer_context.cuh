@@ -26,18 +26,21 @@ using Pairs = uint32_t[kSubchunk];
 /// for both blocks (the group of the same number in the other block makes those of the other one),
 /// and moves v and o of both for its own block. Items have a multiple of that many sub-chunks; the
 /// last may be empty.
-template <int kChannels, class OperandType, class GateElement, GateMode kMode, bool kUnits>
+template <class StorageType, GateMode kMode, bool kUnits>
 struct ProducerContext {
   static_assert(kMode <= GateMode::kBounded, "a new gate mode needs anchors and decays of its own");
-  static constexpr int kK = kChannels;
-  using Operand = OperandType;
-  using E = GateElement;
+  using Storage = StorageType;
+  static constexpr int kK = Storage::kK;
+  using Operand = typename Storage::Operand;
+  using E = typename Storage::E;
   using T = InputOf<E>;
   using Gate = typename GateOf<E>::Value;
-  static constexpr bool kOneAHead = GateOf<E>::kOneAHead;
+  static constexpr bool kOneAHead = GateOf<E>::kOneAHead, kAnyGate = std::is_same_v<E, AnyGate>;
   static constexpr GateMode kGateMode = kMode;
   static constexpr bool kSegments = kUnits;
-  static constexpr int kBlocks = fused::kBlocks<kK>, kWarps = kGroupWarps<kK>;
+  static constexpr int kBlocks = Storage::Form::kBlocks, kColumnTiles = Storage::Form::kColumnTiles;
+  static constexpr bool kHopper = Storage::Form::kHopper;
+  static constexpr int kWarps = kGroupWarps<kK>;
   /// Rows that a warp and a group copy at once, 16 bytes a lane.
   static constexpr int kWarpRows = 4, kGroupRows = kWarps * kWarpRows;
   /// Sets of 8 tokens whose norms a warp computes.
@@ -58,7 +61,7 @@ struct ProducerContext {
       kFp16<Operand> && kGateMode == GateMode::kSoftplus && !kDyadicOnly;
 
   const FusedPrefillArgs& a;
-  SharedStorage<kK, Operand, E>& storage;
+  Storage& storage;
   ProducerStorage<kK, Operand, E>& own;
   const int rank, group;  // rank of the block in the cluster; number of the group in the block
   int left;               // tokens of the item from the next sub-chunks of this group on
@@ -76,11 +79,11 @@ struct ProducerContext {
   float rate, bound;
   int parity = 0;  // of the next phase of this group's barriers: its stages are used in turn
 
-  __device__ ProducerContext(const FusedPrefillArgs& args, SharedStorage<kK, Operand, E>& shared,
-                             int block, int which, unsigned index)
+  __device__ ProducerContext(const FusedPrefillArgs& args, Storage& shared, int block, int which,
+                             unsigned index)
       : a(args),
         storage(shared),
-        own(shared.producers[which]),
+        own(shared.producer(which)),
         rank(block),
         group(which),
         thread(index) {}
@@ -124,11 +127,21 @@ struct ProducerContext {
     if constexpr (kWarps == 1)
       __syncwarp();
     else
-      ptx::mbarrier_arrive(own.rows_ready);
+      arrive(own.rows_ready);
   }
   template <int kParity>
   __device__ void sync_end() const {
     if constexpr (kWarps > 1) ptx::mbarrier_wait(own.rows_ready, kParity);
+  }
+  /// At a barrier of this warp: all of its threads arrive, or one for all of them. (On 8.x an
+  /// arrival is a fence and an atomic.)
+  __device__ void arrive(ptx::Mbarrier& barrier) const {
+    if constexpr (kHopper) {
+      ptx::mbarrier_arrive(barrier);
+    } else {
+      __syncwarp();
+      if (lane() == 0) ptx::mbarrier_arrive(barrier);
+    }
   }
   /// Numbers that were computed from the thread's index are computed again, not kept in registers
   /// or spilled.

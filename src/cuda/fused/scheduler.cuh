@@ -141,6 +141,25 @@ __device__ inline WorkItem whole_chain(const FusedPrefillArgs& a, int64_t n, int
   const WorkUnit& unit = unit_of(a, n);
   return {unit.tokens, unit.segment, head, unit.state, false, false, WorkItem::kNoInterval};
 }
+/// A form of the kernel says how many blocks work on a chain and which part of a head is a chain.
+/// Here the blocks of a cluster share the factors of a chain, which is all of a head.
+template <int kK>
+struct ClusterForm {
+  static constexpr int kBlocks = fused_blocks(kK);
+  static constexpr int kColumnTiles = 1;  // chains of a head
+  /// Has wgmma and bulk copies, which read shared memory behind a fence, and stmatrix.
+  static constexpr bool kHopper = true;
+  __device__ static int rank() { return ptx::cluster_rank(); }
+};
+/// Where a chain is 64 columns of V of a head (kTiles > 1), WorkItem::head counts these.
+template <int kTiles>
+__device__ __forceinline__ int64_t head_of(const WorkItem& item) {
+  return item.head / kTiles;
+}
+template <int kTiles>
+__device__ __forceinline__ int column_tile(const WorkItem& item) {
+  return static_cast<int>(item.head % kTiles);
+}
 /// Number of this cluster's range.
 template <int kBlocks>
 __device__ inline int64_t range_number() {
@@ -148,9 +167,9 @@ __device__ inline int64_t range_number() {
 }
 
 /// Called by all threads of a block; `range` and `longest` are in shared memory.
-template <int kBlocks, bool kSegments>
+template <int kBlocks, bool kSegments, int kTiles = 1>
 __device__ inline void find_range(const FusedPrefillArgs& a, WorkRange& range, int& longest) {
-  const int64_t N = num_units<kSegments>(a).scheduled, HV = a.shape.HV,
+  const int64_t N = num_units<kSegments>(a).scheduled, HV = a.shape.HV * kTiles,
                 number = range_number<kBlocks>(),
                 ranges = gridDim.x / static_cast<unsigned>(kBlocks);
   if (threadIdx.x == 0) range = {N, 0, 0, 0}, longest = 0;
@@ -220,9 +239,10 @@ __device__ inline bool next_interval(const FusedPrefillArgs& a, SchedulerState& 
 /// Returns false if nothing is left. An item has chunks `first` to before `last` of its chain: a
 /// range that begins inside a chain leaves out the last ones (`before`), one that ends inside (cut)
 /// the first ones. The part at the end pays the fixed cost; if it pays no more, it is no item.
-template <bool kSegments, int kBlocks>
+template <class Context>
 __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& scheduler,
-                                 NormCheck<kBlocks>& norm_check) {
+                                 NormCheck<Context::kBlocks>& norm_check) {
+  constexpr bool kSegments = Context::kSegments;
   WorkRange range = scheduler.range;
   const NumUnits units = num_units<kSegments>(a);
   __syncwarp();
@@ -240,7 +260,7 @@ __device__ inline bool next_item(const FusedPrefillArgs& a, SchedulerState& sche
     item.tokens.begin += first * kChunk;
     range.left -= rest;
     range.before = 0;
-    if (++range.head == a.shape.HV) range.head = 0, ++range.unit;
+    if (++range.head == a.shape.HV * Context::kColumnTiles) range.head = 0, ++range.unit;
     if (cut && first == last) continue;
     if (threadIdx.x % 32 == 0) scheduler.range = range, scheduler.item = item;
     __syncwarp();

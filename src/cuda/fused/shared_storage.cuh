@@ -43,6 +43,13 @@ struct GateOf<OneAHead<E>> {
   using Value = E;
   static constexpr bool kOneAHead = true;
 };
+/// In its place too: bf16 or fp32, as RowView::type says. There is room for fp32.
+struct AnyGate {};
+template <>
+struct GateOf<AnyGate> {
+  using Value = float;
+  static constexpr bool kOneAHead = false;
+};
 /// Bytes of the gates of a token.
 template <int kK, class E>
 constexpr int kGateBytes = (GateOf<E>::kOneAHead ? 1 : kK) *
@@ -90,9 +97,9 @@ __device__ __forceinline__ constexpr unsigned token_place(unsigned token) {
 
 /// Factors of a sub-chunk, the same for both blocks, as operands. Rows and columns are those of q
 /// and k as they came, decayed: "norms", 1 / |q| and 1 / |k|, are applied a token at a time, by the
-/// consumer and to L. wgmma wants tiles aligned to 1024 bytes.
+/// consumer and to L.
 template <int kK>
-struct alignas(1024) Tiles {
+struct alignas(128) Tiles {
   /// k, then q, times kAnchor exp(G): [32, 64] for each 64 channels.
   uint16_t rows[2 * kSubchunk * kK];
   uint16_t kg[kSubchunk * kK];  // k exp(G_end - G): [16, 64] for each 64 channels
@@ -178,9 +185,17 @@ struct ConsumerState {
   int64_t counted, before;   // sequences, and the checkpoints that they have
 };
 
-template <int kK, class Operand, class E>
+template <int kChannels, class OperandType, class GateElement>
 struct SharedStorage {
-  Tiles<kK> tiles[kPipeStages];
+  static constexpr int kK = kChannels;
+  using Operand = OperandType;
+  using E = GateElement;
+  using Form = ClusterForm<kK>;
+  static constexpr int block_groups = kBlockGroups<kK>;
+  static constexpr int turn_tokens =
+      kGroups * kSubchunk;  // from a sub-chunk of a group to its next
+
+  alignas(1024) Tiles<kK> tiles[kPipeStages];  // as wgmma wants them
   Factors<kK> factors[kPipeStages];
   Bits v[kPipeStages][kSubchunk * kVTile];  // of this block; then o
   ProducerStorage<kK, Operand, E> producers[kBlockGroups<kK>];
@@ -188,11 +203,15 @@ struct SharedStorage {
   ptx::Mbarrier full[kPipeStages], done[kPipeStages], peer_done[kPipeStages];
   WorkRange range;
   int longest;  // cost of the longest chain, while the range is looked for
-  NormCheck<kBlocks<kK>> norm_check;
+  NormCheck<Form::kBlocks> norm_check;
   SchedulerState schedulers[4 + kProducerWarps];
   ConsumerState consumers[4];
 
   __device__ PipeStage<kK> stage(int i) { return {tiles[i], factors[i]}; }
+  __device__ Bits* values(int i) { return v[i]; }
+  __device__ ptx::Mbarrier& full_barrier(int i) { return full[i]; }
+  __device__ ptx::Mbarrier& done_barrier(int i) { return done[i]; }
+  __device__ ProducerStorage<kK, Operand, E>& producer(int i) { return producers[i]; }
 };
 constexpr int kClusterReserve = 1024;  // bytes that a kernel of clusters has besides
 static_assert(sizeof(SharedStorage<128, __nv_bfloat16, float>) <= kSharedMemory - kClusterReserve);

@@ -92,13 +92,12 @@ __device__ void load_start(C& c, const WorkItem& item) {
 template <class C>
 __device__ float* handoff_state(const C& c, int64_t range) {
   constexpr int kRows = C::kTiles * 4 + 2;
-  return c.a.handoff_states + (range * C::kBlocks + ptx::cluster_rank()) * (kRows * 128) +
-         threadIdx.x;
+  return c.a.handoff_states + (range * C::kBlocks + c.rank()) * (kRows * 128) + threadIdx.x;
 }
 /// The flag of a warp's state.
 template <class C>
 __device__ uint64_t* handoff_flag(const C& c, int64_t range) {
-  return c.a.handoff_flags + (range * C::kBlocks + ptx::cluster_rank()) * 4 + threadIdx.x / 32;
+  return c.a.handoff_flags + (range * C::kBlocks + c.rank()) * 4 + threadIdx.x / 32;
 }
 /// Stores the state for the cluster that has the range before this one.
 template <class C>

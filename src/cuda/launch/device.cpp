@@ -115,6 +115,14 @@ const char* unavailable() noexcept {
   }
 }
 
+Status most_shared_bytes(int* bytes) {
+  int current = 0;
+  KDA_RETURN_IF_ERROR(call_status(cudaGetDevice(&current), "cudaGetDevice"));
+  return call_status(
+      cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, current),
+      "cudaDeviceGetAttribute");
+}
+
 Status check_device(const Plan& plan, bool trusted, const void* workspace, void* stream) {
   int current = 0;
   KDA_RETURN_IF_ERROR(call_status(cudaGetDevice(&current), "cudaGetDevice"));

@@ -18,6 +18,9 @@ bool built() noexcept;
 /// a trusted caller vouches for.
 Status check_device(const Plan& plan, bool trusted, const void* workspace, void* stream);
 
+/// Bytes of shared memory that a block of the current device may have.
+Status most_shared_bytes(int* bytes);
+
 /// `stream` belongs to the current device.
 Status check_stream(void* stream);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies by the hardware (sm_90) and the barriers that say when they are there.
+// Barriers in shared memory (sm_80), and copies by the hardware that arrive at them (sm_90).
 #pragma once
 
 #include <cstdint>
@@ -45,11 +45,20 @@ __device__ __forceinline__ void mbarrier_wait(Mbarrier& barrier, int parity) {
   const BoundedWait wait;
   uint32_t done = 0;
   while (!done) {
+#if __CUDA_ARCH__ >= 900  // it sleeps for a while
     asm volatile(
         "{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
         : "=r"(done)
         : "r"(address), "r"(parity)
         : "memory");
+#else
+    asm volatile(
+        "{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+        : "=r"(done)
+        : "r"(address), "r"(parity)
+        : "memory");
+    if (!done) __nanosleep(40);
+#endif
     wait.turn();
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused kernel of Hopper: every regime, type of gate, length, state option and layout in which
-// it serves, against the oracle; what it declines.
+// The fused kernel, of Hopper or the portable one as the GPU is: every regime, type of gate,
+// length, state option and layout in which it serves, against the oracle; what it declines.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -39,13 +39,25 @@ test::RunOptions run_in_segments(int64_t count, SegmentMethod method, DType dtyp
   return run;
 }
 
+/// The row that serves as "fused" on this GPU.
+const std::string& fused_row() {
+  static const std::string name = [] {
+    Plan plan;
+    throw_if_error(make_plan(check::generate(test::shape16(1, 1, 64, 64)).problem, {},
+                             test::device(), test::with_backend("fused"), &plan));
+    return plan.implementation;
+  }();
+  return name;
+}
+bool is_portable() { return fused_row() == "cuda.sm80.fused"; }
+
 /// The type of q, k, v, g, beta and o, and K, which V equals.
 struct Kind {
   int64_t K;
   DType dtype;
 };
 
-class Fused : public test::HopperTest, public ::testing::WithParamInterface<Kind> {
+class Fused : public test::GpuTest, public ::testing::WithParamInterface<Kind> {
  protected:
   check::GenerateOptions shape_of(int64_t tokens, int64_t heads) const {
     return test::shape16(tokens, heads, K, K, dtype);
@@ -55,11 +67,12 @@ class Fused : public test::HopperTest, public ::testing::WithParamInterface<Kind
     return run_in_segments(count, method, dtype);
   }
   std::vector<test::RunOptions> whole_and_in_segments() const {
+    if (is_portable()) return {on_fused()};
     return {on_fused(), in_segments(2, SegmentMethod::kScanMergeForward),
             in_segments(3, SegmentMethod::kOnePass)};
   }
   void expect_within(const Inputs& inputs, const std::string& what) const {
-    test::expect_within(inputs, on_fused(), "cuda.sm90.fused", what);
+    test::expect_within(inputs, on_fused(), fused_row(), what);
   }
   /// Where o is beyond its type.
   void expect_states_within(const Inputs& inputs, const std::string& what) const {
@@ -118,6 +131,14 @@ class Fused : public test::HopperTest, public ::testing::WithParamInterface<Kind
 };
 /// Gates that come as logarithms, or are wider than q.
 class FusedBf16 : public Fused {};
+/// The portable form has no segments.
+class FusedSegments : public Fused {
+ protected:
+  void SetUp() override {
+    Fused::SetUp();
+    if (!IsSkipped() && is_portable()) GTEST_SKIP() << fused_row() << " has no segments";
+  }
+};
 
 std::string name_of(const ::testing::TestParamInfo<Kind>& info) {
   return "K" + std::to_string(info.param.K);
@@ -127,6 +148,8 @@ const auto kFp16 = ::testing::Values(Kind{64, DType::kFloat16}, Kind{128, DType:
 INSTANTIATE_TEST_SUITE_P(Bf16, Fused, kBf16, name_of);
 INSTANTIATE_TEST_SUITE_P(Bf16, FusedBf16, kBf16, name_of);
 INSTANTIATE_TEST_SUITE_P(Fp16, Fused, kFp16, name_of);
+INSTANTIATE_TEST_SUITE_P(Bf16, FusedSegments, kBf16, name_of);
+INSTANTIATE_TEST_SUITE_P(Fp16, FusedSegments, kFp16, name_of);
 
 check::GenerateOptions shape128(int64_t tokens, int64_t heads) {
   return test::shape16(tokens, heads, 128, 128);
@@ -610,7 +633,7 @@ TEST_P(Fused, EqualBitsOnAnyNumberOfSms) {
     }
 }
 
-TEST_P(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
+TEST_P(FusedSegments, EqualBitsOfSegmentsOnAnyNumberOfSms) {
   const Inputs inputs = check::generate(shape_of(1500, 2));
   test::RunOptions run = in_segments(3, SegmentMethod::kOnePass);
   run.num_sms = 1000;
@@ -624,14 +647,14 @@ TEST_P(Fused, EqualBitsOfSegmentsOnAnyNumberOfSms) {
 }
 
 TEST(FusedPlan, KeepsStatesBetweenShares) {
-  const auto workspace = [](int64_t K, int32_t num_sms) {
+  const auto workspace = [](int64_t K, int32_t num_sms, int32_t capability = 90) {
     check::GenerateOptions options = test::shape16(70, 3, K, K);
     options.batch = 5;
     const Inputs inputs = check::generate(options);
     Plan plan;
-    EXPECT_TRUE(
-        make_plan(inputs.problem, {}, gpu_facts(num_sms, 90), test::with_backend("fused"), &plan)
-            .ok());
+    EXPECT_TRUE(make_plan(inputs.problem, {}, gpu_facts(num_sms, capability),
+                          test::with_backend("fused"), &plan)
+                    .ok());
     return plan.workspace_bytes;
   };
   // Clusters of two SMs, or of one, for 15 streams; with 14 of them: states, what scales them for
@@ -640,6 +663,10 @@ TEST(FusedPlan, KeepsStatesBetweenShares) {
   EXPECT_EQ(workspace(128, 28), 14 * (128 * 128 * 4 + 2 * 2 * 128 * 4 + 64));
   EXPECT_EQ(workspace(64, 15), 0u);
   EXPECT_EQ(workspace(64, 14), 14 * (64 * 64 * 4 + 2 * 128 * 4 + 32));
+  // The portable form has blocks of their own for 64 columns of V.
+  EXPECT_EQ(workspace(128, 30, 80), 0u);
+  EXPECT_EQ(workspace(128, 28, 80), 28 * (64 * 128 * 4 + 2 * 128 * 4 + 32));
+  EXPECT_EQ(workspace(64, 14, 120), 14 * (64 * 64 * 4 + 2 * 128 * 4 + 32));
 }
 
 /// So that none has the key of a graph's launch when that runs again.
@@ -661,12 +688,13 @@ TEST_P(Fused, WordsBetweenSharesAreClearedByTheirReaders) {
           ASSERT_TRUE(word == 0 || word == ~uint64_t{0}) << "a key is left, or half of one";
           cleared += word == 0;
         }
-    // 4 warps for each 64 columns of V of each state that is handed on.
+    // 4 warps for each 64 columns of V of each state that is handed on: 2 by clusters, and at
+    // K = V = 128 4 by the 6 blocks of the portable form.
     EXPECT_EQ(cleared, 2 * K / 64 * 4);
   }
 }
 
-TEST_P(Fused, SegmentsInEveryRegime) {
+TEST_P(FusedSegments, SegmentsInEveryRegime) {
   std::size_t turn = 0;
   for (const Regime regime : regimes()) {
     check::GenerateOptions options = shape_of(0, 1);
@@ -685,7 +713,7 @@ TEST_P(Fused, SegmentsInEveryRegime) {
 
 /// Outputs of segments are rounded once, when they are corrected, whatever the size of v, of states
 /// and of the scale; sequences begin at any token.
-TEST_P(Fused, SegmentsAreAsExactAsOneRun) {
+TEST_P(FusedSegments, SegmentsAreAsExactAsOneRun) {
   std::size_t turn = 0;
   for (const Regime regime : {Regime::kStrong, Regime::kSlow, Regime::kTrainedSoftplus})
     for (const auto& [by, scale] : test::in_turn<std::pair<float, double>>(
@@ -705,14 +733,14 @@ TEST_P(Fused, SegmentsAreAsExactAsOneRun) {
     }
 }
 
-TEST_P(Fused, SegmentsOfBatchesAreAsExactAsOneRun) {
+TEST_P(FusedSegments, SegmentsOfBatchesAreAsExactAsOneRun) {
   check::GenerateOptions options = shape_of(test::long_case(406), 1);
   options.batch = 5;
   options.regime = Regime::kSlow;
   expect_as_exact_in_segments(check::generate(options), "a batch");
 }
 
-TEST_P(Fused, SegmentsBehindStatesOfZerosOrNext) {
+TEST_P(FusedSegments, SegmentsBehindStatesOfZerosOrNext) {
   for (const float by : {0.0f, 0x1p-125f}) {
     check::GenerateOptions options = shape_of(300, 1);
     options.regime = Regime::kSlow;
@@ -738,7 +766,7 @@ std::vector<int64_t> stops_of(test::OnDevice& call) {
 
 /// The first of two heads has strong gates: that is seen after the first 1,024 tokens, before the
 /// third. The gates of the other one let it run on.
-TEST_P(Fused, TransitionsStopWhereTheyAreSmall) {
+TEST_P(FusedSegments, TransitionsStopWhereTheyAreSmall) {
   check::GenerateOptions options = shape_of(0, 1);
   options.num_value_heads = 2;
   options.seq_lens = {40, 6200};
@@ -765,6 +793,7 @@ TEST_P(Fused, TransitionsStopWhereTheyAreSmall) {
 
 /// Rounded to multiples of fp16's least number, a transition that is not looked at would run on.
 TEST_P(FusedBf16, TransitionsStopAsSoonInFp16) {
+  if (is_portable()) GTEST_SKIP() << fused_row() << " has no segments";
   check::GenerateOptions options = shape_of(0, 1);
   options.num_value_heads = 2;
   options.seq_lens = {test::emulated() ? 12900 : 17000};
@@ -782,7 +811,7 @@ TEST_P(FusedBf16, TransitionsStopAsSoonInFp16) {
 }
 
 /// A state that is not finite reaches all outputs behind it, also where its transition is small.
-TEST_P(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
+TEST_P(FusedSegments, StatesThatAreNotFinitePassTransitionsThatStop) {
   constexpr int64_t kTokens = 5000;
   check::GenerateOptions options = shape_of(kTokens, 1);
   options.regime = Regime::kStrong;
@@ -799,7 +828,7 @@ TEST_P(Fused, StatesThatAreNotFinitePassTransitionsThatStop) {
           << "token " << token << ", column " << column;
 }
 
-TEST_P(Fused, SegmentsWhereThePlannerWantsThem) {
+TEST_P(FusedSegments, SegmentsWhereThePlannerWantsThem) {
   check::GenerateOptions options = shape_of(2048, 1);
   options.initial_state = true;
   test::RunOptions run = on_fused();
@@ -814,7 +843,7 @@ TEST_P(Fused, SegmentsWhereThePlannerWantsThem) {
   }
 }
 
-TEST_P(Fused, SegmentsOfBatchesWithoutStates) {
+TEST_P(FusedSegments, SegmentsOfBatchesWithoutStates) {
   check::GenerateOptions options = shape_of(test::long_case(400), 2);
   options.batch = 3;
   for (const SegmentMethod method : kMethods)
@@ -823,7 +852,7 @@ TEST_P(Fused, SegmentsOfBatchesWithoutStates) {
 }
 
 /// 16 sequences of three segments are 80 units, of which 41 at most come in kernel parameters.
-TEST_P(Fused, MoreSegmentsThanComeWithTheKernel) {
+TEST_P(FusedSegments, MoreSegmentsThanComeWithTheKernel) {
   check::GenerateOptions options = shape_of(0, 1);
   options.seq_lens.assign(16, 130);
   options.initial_state = true;
@@ -832,7 +861,7 @@ TEST_P(Fused, MoreSegmentsThanComeWithTheKernel) {
                         "many segments");
 }
 
-TEST_P(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
+TEST_P(FusedSegments, FinalStatesOfSegmentsInEveryLayoutAndType) {
   for (const auto layout : {StateLayout::kKV, StateLayout::kVK})
     for (const DType of_states : {DType::kFloat32, DType::kBFloat16}) {
       Inputs inputs = check::generate(shape_of(300, 2));
@@ -846,7 +875,7 @@ TEST_P(Fused, FinalStatesOfSegmentsInEveryLayoutAndType) {
 }
 
 /// The stage calls know all segments, those of a one-pass plan too.
-TEST_P(Fused, StageCallsAreTheTwoPassForm) {
+TEST_P(FusedSegments, StageCallsAreTheTwoPassForm) {
   check::GenerateOptions options = shape_of(0, 2);
   options.seq_lens = {300, 70, 64};
   options.initial_state = true;
@@ -867,7 +896,7 @@ TEST_P(Fused, StageCallsAreTheTwoPassForm) {
   EXPECT_TRUE(test::same_bits(whole.outputs.final_state, call.outputs.final_state));
 }
 
-TEST_P(Fused, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
+TEST_P(FusedSegments, TwoPassSegmentsAreBitEqualOnceTheStateIsForgotten) {
   check::GenerateOptions options = shape_of(test::long_case(2048), 2);
   options.regime = Regime::kStrong;
   const Inputs inputs = check::generate(options);
@@ -883,7 +912,8 @@ TEST(FusedPlan, SaysWhyItDeclines) {
   const auto reason = [&](const check::GenerateOptions& options, const DeviceFacts& device) {
     const Inputs inputs = check::generate(options);
     Plan plan;
-    return make_plan(inputs.problem, inputs.cu_seqlens, device, test::with_backend("fused"), &plan)
+    return make_plan(inputs.problem, inputs.cu_seqlens, device,
+                     test::with_backend("cuda.sm90.fused"), &plan)
         .message();
   };
   EXPECT_EQ(reason(shape128(70, 1), h200), "");
@@ -902,6 +932,51 @@ TEST(FusedPlan, SaysWhyItDeclines) {
             std::string::npos);
   EXPECT_NE(reason(shape128(70, 1), gpu_facts(108, 80)).find("needs compute capability 90"),
             std::string::npos);
+}
+
+TEST(FusedPlan, ThePortableRowSaysWhatItServes) {
+  const auto plan_of = [](const check::GenerateOptions& options, const DeviceFacts& device,
+                          PlanOptions asked, Plan* plan) {
+    const Inputs inputs = check::generate(options);
+    asked.backend = "cuda.sm80.fused";
+    return make_plan(inputs.problem, inputs.cu_seqlens, device, asked, plan);
+  };
+  Plan plan;
+  for (const int32_t capability : {80, 86, 89, 100, 120}) {
+    const DeviceFacts device = gpu_facts(100, capability);
+    ASSERT_TRUE(plan_of(shape128(70, 2), device, {}, &plan).ok()) << capability;
+    EXPECT_FALSE(plan.segmented);
+    EXPECT_EQ(plan.kernels.front().kernel, "portable_prefill_fp16");
+    EXPECT_GT(plan.cost.fused_us, 0) << capability;
+    const Inputs inputs = check::generate(shape128(70, 2));
+    ASSERT_TRUE(make_plan(inputs.problem, {}, device, {}, &plan).ok());
+    EXPECT_EQ(plan.implementation, "cuda.sm80.staged") << "until it is measured";
+  }
+  const auto reason = [&](const check::GenerateOptions& options, int32_t capability,
+                          const PlanOptions& asked = {}) {
+    return plan_of(options, gpu_facts(100, capability), asked, &plan).message();
+  };
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  EXPECT_TRUE(has(reason(shape128(70, 1), 90), "none of it for Hopper"));
+  EXPECT_TRUE(has(reason(shape128(70, 1), 75), "needs compute capability 80"));
+  check::GenerateOptions head_gates = shape128(70, 2);
+  head_gates.regime = Regime::kLog;
+  head_gates.head_gates = true;
+  EXPECT_TRUE(has(reason(head_gates, 80), "g has one gate a head; needs a gate a channel"));
+  EXPECT_TRUE(has(reason(test::shape16(70, 1, 64, 128), 86), "needs 64 for both, or 128"));
+  EXPECT_TRUE(has(reason(shape128(700, 1), 80, test::fixed_segments(2)),
+                  "context_parallel asks for segments; it has none"));
+  PlanOptions asked;
+  asked.spans = true;
+  EXPECT_TRUE(has(reason(shape128(700, 1), 80, asked), "spans ask for segments; it has none"));
+  asked = {};
+  asked.intra_form = IntraForm::kToken;
+  EXPECT_TRUE(has(reason(shape128(700, 1), 80, asked), "intra_form asks for a form of stages"));
+  asked = {};
+  asked.keep = KeepPolicy::kChunks;
+  EXPECT_TRUE(has(reason(shape128(700, 1), 80, asked), "keeps nothing for a backward"));
 }
 
 TEST(FusedPlan, DoesNotCutWhereTheScaleWouldLeaveFp16) {
