@@ -50,7 +50,9 @@ def case_name(step, size, drafts):
     if step != "prefill":
         return f"{size} of {drafts} drafts" if step == "verify" else f"{size}"
     first, others = size[0], size[1:]
-    return f"{first:,}" + (f" + {len(others)} x {others[0]:,}" if len(others) > 1 else f" + {others[0]:,}" * len(others))
+    if not others:
+        return f"{first:,}"
+    return f"{first:,} + " + (f"{len(others)} x " if len(others) > 1 else "") + f"{others[0]:,}"
 
 
 def make_step(layers, steps, engine, case):

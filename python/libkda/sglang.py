@@ -46,7 +46,7 @@ def register() -> None:
 def _channel_gates(a, states):
     """Raw gates [1, T, HV, K] of rows in any of SGLang's shapes."""
     HV, _, K = states.shape[1:]
-    if a.shape[-1] != K:
+    if a.dim() < 3 or a.shape[-2:] != (HV, K):  # of one head [..., T, K] has its width too
         a = a.unflatten(-1, (HV, K))
     return a.flatten(0, -3)[None]
 

@@ -46,9 +46,13 @@ def on_a_gpu():
     return torch.cuda.is_available()
 
 
-def has_capability(wanted):
+def capability():
     major, minor = torch.cuda.get_device_capability() if on_a_gpu() else (0, 0)
-    return 10 * major + minor >= wanted
+    return 10 * major + minor
+
+
+def has_capability(wanted):
+    return capability() >= wanted
 
 
 def missing(name):
@@ -118,8 +122,9 @@ def sglang_given():
     conv = lambda *args, **kwargs: sys.modules[SGLANG_CONV].causal_conv1d_fn(*args, **kwargs)
     return {
         "msgspec": {"Struct": Struct}, "flashinfer": None,
-        "sglang.srt.utils": {f"is_{kind}": (lambda kind=kind: kind == "cuda" and on_a_gpu())
-                             for kind in ("cpu", "cuda", "hip", "npu", "xpu")},
+        "sglang.srt.utils": {
+            "is_cuda": on_a_gpu, "get_device_sm": capability, "is_sm90_supported": lambda: capability() // 10 == 9,
+            **{f"is_{kind}": lambda: False for kind in ("cpu", "hip", "npu", "xpu", "gfx95_supported")}},
         "sglang.srt.utils.common": {"torch_release": (2, 11)},
         "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: has_capability(90)},
         "sglang.srt.layers.attention.hybrid_linear_attn_backend": {"MambaAttnBackendBase": Base},

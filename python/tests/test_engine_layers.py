@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of vLLM and SGLang with the Triton kernels of their wheels, beside the same layers on libkda's kernels; and
+the parts of the benchmark that times both, `bench/engine_layers.py`."""
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import engine_sources
+import pytest
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HERE = pathlib.Path(__file__).resolve().parent
+FETCHED = all(engine_sources.folder_of(name, part) for name in engine_sources.WHEELS for part in ("", "-kernels"))
+fetched = pytest.mark.skipif(not FETCHED, reason="KDA_ENGINES names no folder with the engines' layers and kernels: "
+                             "python/tests/engine_sources.py FOLDER fetches them")
+
+
+def steps_of(*arguments):
+    """Lines of engine_steps.py, in a process of its own: it decides where Triton's kernels run."""
+    run = subprocess.run([sys.executable, str(HERE / "engine_steps.py"), *arguments], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@fetched
+@pytest.mark.parametrize("pool", [(), ("--bf16-pool",)], ids=["fp32 pool", "bf16 pool"])
+@pytest.mark.parametrize("engine", engine_sources.WHEELS)
+def test_steps_of_layers(engine, device, pool):
+    """Outputs and states by the engine's own kernels and by libkda's, from equal memory, with padded rows."""
+    if device == "cpu" and pool:
+        pytest.skip("the interpreter takes its time: one type is enough")
+    sizes = ["--heads", "8", "--dim", "128", "--lengths", "300", "70", "3"]
+    if device == "cpu":
+        sizes = ["--heads", "1", "--dim", "16", "--lengths", "20", "3"]
+    rows = steps_of("--engine", engine, "--device", device, *sizes, *pool)
+    assert {row["step"] for row in rows} == {"prefill", "decode", "verify"}
+    bound = 2e-2 if device == "cuda" else 1e-6
+    for row in rows:
+        assert row["served"].startswith("libkda: "), row
+        assert all(x < bound for x in row["libkda"]), row
+        if device == "cpu" and row["step"] == "prefill":
+            assert row["own"].startswith("not on a CPU: "), row  # the interpreter cannot run it
+            continue
+        assert all(x < bound for x in row["own"] + row["apart"]), row
+        if device == "cuda" and row["step"] != "prefill":
+            assert row["own_graph"] is True and row["libkda_graph"] is True, row
+
+
+# ---- the benchmark ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def bench(monkeypatch):
+    if not (ROOT / "bench").exists():
+        pytest.skip("a benchmark is not in the source distribution")
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import engine_layers
+    return engine_layers
+
+
+def test_cases_have_names(bench):
+    cases = list(bench.cases())
+    names = [(kind, step, bench.case_name(step, size, 4), heads) for kind, step, size, heads, _ in cases]
+    assert len(set(names)) == len(names)
+    assert ("kda", "prefill", "32,768 + 1,024", 8) in names and ("gdn", "verify", "16 of 4 drafts", 16) in names
+    assert ("kda", "prefill", "65,536 + 8 x 1,024", 8) in names and ("kda", "decode", "256", 32) in names
+    quick = list(bench.cases(quick=True))
+    assert {case[:2] for case in quick} == {case[:2] for case in cases} and len(quick) < 10
+    assert all(case in [list(x) for x in cases] for case in map(list, quick))
+
+
+def test_turns_of_two(bench, monkeypatch):
+    """Each is called in its own context, equally often a round, and short calls many times a turn."""
+    calls, inside = {"own": 0, "libkda": 0}, []
+
+    def context_of(who):
+        @contextlib.contextmanager
+        def context():
+            inside.append(who)
+            yield
+            inside.pop()
+        return context
+
+    def call_of(who):
+        def call():
+            assert inside == [who]
+            calls[who] += 1
+        return call
+
+    times = bench.in_turns({who: (context_of(who), call_of(who)) for who in calls}, rounds=3)
+    assert set(times) == set(calls) and all(0 < us < 1e4 for us in times.values())
+    assert all(count == 2 + 3 * 200 for count in calls.values())
+    assert bench.in_turns({}, rounds=3) == {}
+
+
+def test_a_step_that_no_graph_can_have(bench):
+    if torch.cuda.is_available():
+        pytest.skip("graphs of steps are in test_steps_of_layers")
+    graphs, refusals = bench.graphs_of(None, dict(own=contextlib.nullcontext))
+    assert graphs == {} and "CUDA" in refusals["own"]
+
+
+MEASURED = """
+import contextlib, functools, os, sys
+os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+sys.path[:0] = sys.argv[1:]
+import engine_layers as bench, engine_steps as steps, torch
+bench.DEVICE, bench.D, bench.LEAST_S, steps.tuned = "cpu", 16, 0, contextlib.nullcontext
+steps.LAYERS = {name: functools.partial(layer, dtype=torch.float32) for name, layer in steps.LAYERS.items()}
+with steps.engine("vllm") as modules, torch.inference_mode():
+    steps.interpret("vllm")
+    import json
+    print(json.dumps(bench.measure(steps, modules, "vllm", ("kda", "decode", 1, 1, 1), rounds=1)))
+"""
+
+
+@fetched
+def test_a_row_of_the_result(bench):
+    """Whole, but for the graphs, where Triton's interpreter has the engine's kernels."""
+    run = subprocess.run([sys.executable, "-c", MEASURED, str(ROOT / "bench"), str(HERE)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    row = json.loads(run.stdout.splitlines()[-1])
+    assert row["served"] == "libkda: fused_recurrent_kda_packed_decode" and row["by_default"]
+    assert set(row["eager_us"]) == {"own", "libkda"} and row["graph_us"] == {} and "own" in row["no_graph"]
