@@ -3,7 +3,6 @@
 the parts of the benchmark that times both, `bench/engine_layers.py`."""
 import contextlib
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -120,8 +119,31 @@ with steps.engine("vllm") as modules, torch.inference_mode():
 @fetched
 def test_a_row_of_the_result(bench):
     """Whole, but for the graphs, where Triton's interpreter has the engine's kernels."""
-    run = subprocess.run([sys.executable, "-c", MEASURED, str(ROOT / "bench"), str(HERE)], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", MEASURED, str(ROOT / "bench"), str(HERE)],
+                         capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     row = json.loads(run.stdout.splitlines()[-1])
     assert row["served"] == "libkda: fused_recurrent_kda_packed_decode" and row["by_default"]
     assert set(row["eager_us"]) == {"own", "libkda"} and row["graph_us"] == {} and "own" in row["no_graph"]
+
+
+def test_the_result_and_its_table(bench, monkeypatch, a_card):
+    """The result names its families and engines; the table leaves out times of graphs that are not there, and says
+    who serves a step by default. Without a result it says so."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "report"))
+    import tables
+    folder, card = a_card
+    monkeypatch.setattr(tables, "RESULTS", folder)
+    assert tables.table_gpu_engine_layers() == "No card has timed them yet."
+    header = bench.evidence.header(folder, "engine_layers", "python3 bench/engine_layers.py")
+    assert card.items() <= header.items() and {"fused", "decode", "gdn"} <= set(header["families"])
+    row = dict(engine="vllm", kind="kda", step="prefill", case="2,048", heads=8, value_heads=8, by_default=True,
+               eager_us=dict(own=300.0, libkda=200.0), graph_us=dict(own=200.0, libkda=80.0))
+    rows = [row, row | dict(engine="sglang", kind="gdn", by_default=False, graph_us=dict(libkda=80.0))]
+    bench.evidence.write(folder / "gpu_engine_layers.json", header | dict(
+        torch="2.11", triton="3.6", libkda="0", engines=engine_sources.WHEELS, rows=rows))
+    lines = tables.table_gpu_engine_layers().splitlines()
+    assert f"vLLM {engine_sources.WHEELS['vllm']}" in lines[0]
+    assert ("| vLLM, KDA | prefill | 2,048 | 8 / 8 | 300 us | 200 us | 1.50x | 200 us | 80.0 us | 2.50x | libkda |"
+            in lines)
+    assert any(line.endswith("| 1.50x |  |  |  | the engine's own |") for line in lines)
