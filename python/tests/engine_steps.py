@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import os
 import sys
@@ -169,11 +170,13 @@ def engine(name):
 class Step:
     """A step of a layer. run() returns outputs [rows, HV, D]; `memory` is what it reads and writes again and again;
     expected() is (outputs, states) of its tokens in float64 from the memory as it is, and states() those behind it,
-    [tokens or sequences, HV, V, K]."""
+    [tokens or sequences, HV, V, K]. cut(lengths) cuts the same tokens into sequences of other lengths, in the tables
+    that the step has."""
     run: Callable
     memory: list
     expected: Callable
     states: Callable
+    cut: Callable | None = None
 
 
 @dataclasses.dataclass
@@ -205,9 +208,9 @@ class Layer:
     def rows(self, lengths, has_state, padded=0):
         T, gates = sum(lengths) + padded, self.values if self.is_kda else self.HV
         wide = torch.randn(T, self.width + self.HV + 8 - self.HV % 8).to(self.dtype)
-        starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
         return Rows(wide[:, :self.width], torch.randn(T, gates).to(self.dtype),
-                    wide[:, self.width:self.width + self.HV], starts, list(range(1, len(lengths) + 1)), has_state)
+                    wide[:, self.width:self.width + self.HV], starts_of(lengths), list(range(1, len(lengths) + 1)),
+                    has_state)
 
     def expected(self, rows, conv_states, pool, every_state=False):
         """conv_states: [slots, W - 1 or more, width]."""
@@ -244,6 +247,10 @@ class Layer:
     def verify(self, count, padded=0):
         return self.step("verify", self.rows([self.drafts] * count, [True] * count,
                                              padded * self.padded_drafts), padded)
+
+
+def starts_of(lengths):
+    return [0, *itertools.accumulate(lengths)]
 
 
 def int32(values):
@@ -291,9 +298,14 @@ class OfVllm(Layer):
             call(rows, out)
             return out[0, :rows.starts[-1]]
 
+        def cut(lengths):
+            rows.starts[:] = starts_of(lengths)
+            fields["non_spec_query_start_loc"][:] = int32(rows.starts + rows.starts[-1:] * padded)
+            fields["programs"][:] = self.programs(rows)
+
         return Step(run, [rows.x, self.conv_states, self.pool],
                     lambda: self.expected(rows, self.conv_states, self.pool, every_state=name == "verify"),
-                    lambda: self.pool[after])
+                    lambda: self.pool[after], cut if name == "prefill" else None)
 
     def kda(self, rows, out):
         self.layer._forward(rows.x, rows.gates.view(1, -1, self.HV, self.D), None, rows.betas[None], out)
@@ -304,15 +316,21 @@ class OfVllm(Layer):
     def prompts(self, rows, N, padded):
         starts, has_state = int32(rows.starts + rows.starts[-1:] * padded), rows.has_state + [False] * padded
         slots, has_state = int32(rows.slots + [0] * padded), torch.tensor(has_state)
-        blocks = [(n, i) for n in range(N) for i in range(-(-(rows.starts[n + 1] - rows.starts[n]) // 8))]
-        sequences, offsets = int32(blocks).unbind(1)
-        programs = {8: dict(tot=len(blocks), mlist=sequences, mlist_len=len(blocks), offsetlist=offsets,
-                            batch_ptr=sequences.contiguous(), token_chunk_offset_ptr=offsets.contiguous())}
-        more = dict(num_prefills=N, has_initial_state=has_state, non_spec_query_start_loc=starts,
-                    non_spec_state_indices_tensor=slots, nums_dict=programs, batch_ptr=programs[8]["batch_ptr"],
-                    token_chunk_offset_ptr=programs[8]["token_chunk_offset_ptr"])
-        return more | dict(prefill_state_indices=slots, prefill_has_initial_state=has_state,
-                           prefill_query_start_loc=starts)
+        programs = self.programs(rows)
+        pointers = dict(batch_ptr=programs[0], token_chunk_offset_ptr=programs[1])
+        return dict(num_prefills=N, has_initial_state=has_state, non_spec_query_start_loc=starts,
+                    non_spec_state_indices_tensor=slots, prefill_state_indices=slots,
+                    prefill_has_initial_state=has_state, prefill_query_start_loc=starts, programs=programs,
+                    nums_dict={8: dict(pointers, tot=programs.shape[1], mlist=None, mlist_len=0, offsetlist=None)},
+                    **pointers)
+
+    def programs(self, rows):
+        """Sequence of each block of 8 tokens of the convolution, and its place there; then -1, to as many blocks as any
+        table of so many tokens and sequences has."""
+        lengths = [end - begin for begin, end in zip(rows.starts, rows.starts[1:])]
+        blocks = [(n, i) for n, length in enumerate(lengths) for i in range(-(-length // 8))]
+        most = rows.starts[-1] // 8 + len(lengths)
+        return int32(blocks + [(-1, -1)] * (most - len(blocks))).T.contiguous()
 
     def tokens(self, rows, N, padded):
         return dict(num_decodes=N + padded, num_decode_tokens=N + padded,
@@ -460,20 +478,33 @@ def captured(step):
 
 
 def graph_bits(step, memory, outputs, states):
-    """Whether a replay has the bits of the step; why there is no graph, if there is none."""
+    """(whether a replay has the bits of the step, or why there is no graph; what replays it and returns outputs)."""
     try:
         memory.back()
         graph, out = captured(step)
     except RuntimeError as refusal:
         torch.cuda.synchronize()
-        return str(refusal).partition("\n")[0]
+        return str(refusal).partition("\n")[0], None
+
+    def replay():
+        graph.replay()
+        return out
+
     memory.back()
-    graph.replay()
-    return torch.equal(out, outputs) and torch.equal(step.states(), states)
+    return torch.equal(replay(), outputs) and torch.equal(step.states(), states), replay
 
 
-def compared(layer, step):
-    """Distances of a step by both, and who served libkda's."""
+def other_lengths(step, memory, lengths, run):
+    """Distances from float64 of the same tokens in sequences of other lengths, by run()."""
+    memory.back()
+    step.cut(lengths)
+    expected = step.expected()
+    outputs = run()
+    return [distance(x, y) for x, y in zip((outputs, step.states()), expected)]
+
+
+def compared(layer, step, lengths=()):
+    """Distances of a step by both, and who served libkda's; of prompts with the lengths in reverse too."""
     memory = Remembered(step)
     expected, results, report = step.expected(), {}, {}
     for who, context_of in ways(layer).items():
@@ -494,8 +525,12 @@ def compared(layer, step):
             report[who] = [distance(x, y) for x, y in zip(results[who], expected)]
             if who == "libkda":
                 report["served"] = layer.plugin.last_path()
+            replay = None
             if on_a_gpu():
-                report[f"{who}_graph"] = graph_bits(step, memory, outputs, states[1])
+                report[f"{who}_graph"], replay = graph_bits(step, memory, *states)
+            if who == "libkda" and step.cut:
+                report["other_lengths"] = other_lengths(step, memory, lengths[::-1], replay or step.run)
+                step.cut(lengths)
     if "own" in results:
         report["apart"] = [distance(x, y.double()) for x, y in zip(results["libkda"], results["own"])]
     memory.back()
@@ -514,7 +549,7 @@ def comparisons(name, kinds, heads, dim, dtype, pool_dtype, lengths):
                                      drafts=DRAFTS if step_name == "verify" else 0, **sizes)
                 step = (layer.prefill(lengths, [n % 2 == 1 for n in range(len(lengths))], padded=2)
                         if step_name == "prefill" else getattr(layer, step_name)(3, padded=2))
-                yield dict(about, step=step_name, **compared(layer, step))
+                yield dict(about, step=step_name, **compared(layer, step, lengths))
 
 
 def interpret(name):

@@ -6,6 +6,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import zipfile
 
 import engine_sources
 import pytest
@@ -40,13 +41,44 @@ def test_steps_of_layers(engine, device, pool):
     bound = 2e-2 if device == "cuda" else 1e-6
     for row in rows:
         assert row["served"].startswith("libkda: "), row
-        assert all(x < bound for x in row["libkda"]), row
+        assert all(x < bound for x in row["libkda"] + row.get("other_lengths", [])), row
         if device == "cpu" and row["step"] == "prefill":
             assert row["own"].startswith("not on a CPU: "), row  # the interpreter cannot run it
             continue
         assert all(x < bound for x in row["own"] + row["apart"]), row
         if device == "cuda" and row["step"] != "prefill":
             assert row["own_graph"] is True and row["libkda_graph"] is True, row
+        if device == "cuda" and "other_lengths" in row:  # a replay has them
+            assert row["libkda_graph"] is True, row
+    assert engine != "vllm" or sum("other_lengths" in row for row in rows) == len(rows) // 3
+
+
+def test_what_is_fetched(monkeypatch, tmp_path):
+    """Layers and kernels, each once; what is missing comes again and leaves the rest alone."""
+    downloads = []
+
+    def download(command, check):
+        name = command[-1].partition("==")[0]
+        downloads.append(name)
+        with zipfile.ZipFile(pathlib.Path(command[command.index("-d") + 1], "x.whl"), "w") as wheel:
+            for file in [*engine_sources.FILES[name], *engine_sources.KERNELS[name], "other.py"]:
+                wheel.writestr(file, "new")
+
+    monkeypatch.setattr(engine_sources.subprocess, "run", download)
+    monkeypatch.setenv("KDA_ENGINES", str(tmp_path))
+    for expected in (["vllm", "sglang"], []):
+        downloads.clear()
+        engine_sources.fetch(tmp_path)
+        assert downloads == expected
+    layers, kernels = (engine_sources.folder_of("vllm", part) for part in ("", "-kernels"))
+    assert all((layers / file).exists() for file in engine_sources.FILES["vllm"])
+    assert len(list(tmp_path.iterdir())) == 4 and not list(tmp_path.rglob("other.py"))
+    lost = kernels / engine_sources.KERNELS["vllm"][0]
+    lost.unlink()
+    (layers / engine_sources.FILES["vllm"][0]).write_text("old")
+    engine_sources.fetch(tmp_path)
+    assert downloads == ["vllm"] and lost.exists()
+    assert (layers / engine_sources.FILES["vllm"][0]).read_text() == "old"
 
 
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
