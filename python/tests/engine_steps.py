@@ -11,6 +11,7 @@ runs the engine's kernels, in fp32.
 import argparse
 import contextlib
 import dataclasses
+import functools
 import importlib
 import itertools
 import json
@@ -442,11 +443,13 @@ def ways(layer):
 
 @contextlib.contextmanager
 def tuned():
-    """In this context an autotuned kernel's candidates are compiled beside each other before they are timed."""
+    """In this context an autotuned kernel's candidates are compiled beside each other before they are timed, and each
+    is timed for 20 ms."""
     run = Autotuner.run
 
     def compiled_first(self, *args, **kwargs):
         if len(self.configs) > 1:
+            self.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=20)
             with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
                 self.warmup(*args, **{name: x for name, x in kwargs.items() if name != "warmup"})
         return run(self, *args, **kwargs)
