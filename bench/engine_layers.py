@@ -4,18 +4,21 @@
 part of a KDA layer and of a Gated DeltaNet layer between its projections, without the norm.
 
     python3 python/tests/engine_sources.py build-engines
-    KDA_ENGINES=build-engines python3 bench/engine_layers.py --binaries build --json bench/results/gpu_engine_layers.json
+    KDA_ENGINES=build-engines python3 bench/engine_layers.py --ahead --binaries build --json \\
+        bench/results/gpu_engine_layers.json
 
-Needs a GPU, torch with Triton, and the installed libkda package. Times are medians of turns that the two take, in
+Prints a line a step. Those of --quick come first and the engines take turns: who interrupts it has rows of both. Needs a GPU, torch with Triton, and the installed libkda package. Times are medians of turns that the two take, in
 microseconds of a step: "eager" of calls one after the other until the GPU is done, "graph" of a step in a CUDA graph.
-Both have the engine's own convolution. Prompts of Gated DeltaNet are timed with libkda though the plugins leave them
-to the engines by default; a row says so.
+Both have the engine's own convolution. Steps that the plugins leave to the engines by default are timed with libkda's
+kernels all the same. --ahead compiles what Triton compiles in processes beside each other, a minute earlier.
 """
 import argparse
 import contextlib
+import itertools
 import pathlib
 import shlex
 import statistics
+import subprocess
 import sys
 import time
 
@@ -29,21 +32,29 @@ DEVICE, D = "cuda", 128
 LENGTHS = ([65536], [8192], [32768, 1024], [2048], [65536, *[1024] * 8])
 DECODES = (1, 16, 64, 256)
 VERIFIES = (1, 16, 64)
+QUICK = dict(prefill=([65536], [2048]), decode=(1, 16, 256), verify=(16,))
+ENGINES, KINDS, STEPS = ("vllm", "sglang"), ("kda", "gdn"), ("prefill", "decode", "verify")
 IN_A_GRAPH = 8  # steps
 LEAST_S = 4e-3  # of a turn
-NOT_BY_DEFAULT = {("gdn", "prefill")}  # what the plugins serve only where it is asked for
 
 
 def cases(quick=False):
-    """(kind, step, size, heads, value heads): heads of a card of four for prompts, of one and of four for tokens."""
+    """(kind, step, size, heads, value heads): heads of a card of four for prompts, of one and of four for tokens. Those
+    of a quick run come first."""
     for kind, few, all_heads in (("kda", (8, 8), (32, 32)), ("gdn", (4, 8), (16, 32))):
-        for lengths in LENGTHS[3:4] if quick else LENGTHS:
-            yield kind, "prefill", lengths, *few
-        for count in DECODES[:1] if quick else DECODES:
+        for step, sizes in QUICK.items():
+            for size in sizes:
+                yield kind, step, size, *(few if step == "prefill" else all_heads)
+    if quick:
+        return
+    for kind, few, all_heads in (("kda", (8, 8), (32, 32)), ("gdn", (4, 8), (16, 32))):
+        for count in DECODES:
             yield kind, "decode", count, *few
-            yield kind, "decode", count, *all_heads
-        for count in VERIFIES[:1] if quick else VERIFIES:
-            yield kind, "verify", count, *all_heads
+        for step, sizes, heads in (("decode", DECODES, all_heads), ("verify", VERIFIES, all_heads),
+                                   ("prefill", LENGTHS, few)):
+            for size in sizes:
+                if size not in QUICK[step]:
+                    yield kind, step, size, *heads
 
 
 def case_name(step, size, drafts):
@@ -110,17 +121,23 @@ def graphs_of(step, contexts):
     return graphs, refusals
 
 
-def measure(steps, modules, engine, case, rounds):
-    kind, name, size, heads, value_heads = case
-    layer, step = make_step(modules, steps, engine, case)
-    row = dict(engine=engine, kind=kind, step=name, case=case_name(name, size, steps.DRAFTS), heads=heads,
-               value_heads=value_heads, by_default=(kind, name) not in NOT_BY_DEFAULT)
-    contexts = steps.ways(layer)
-    for who, context in contexts.items():
+def run_both(steps, layer, step):
+    """Twice by each, with what Triton compiles and chooses; who served libkda's."""
+    for who, context in steps.ways(layer).items():
         with context(), steps.tuned() if who == "own" else contextlib.nullcontext():
             for _ in range(2):
                 step.run()
-            row["served"] = layer.plugin.last_path()
+            served = layer.plugin.last_path()
+    return served
+
+
+def measure(steps, modules, engine, case, rounds):
+    kind, name, size, heads, value_heads = case
+    layer, step = make_step(modules, steps, engine, case)
+    tokens = sum(size) if name == "prefill" else size * max(1, layer.drafts)
+    row = dict(engine=engine, kind=kind, step=name, case=case_name(name, size, steps.DRAFTS), heads=heads,
+               value_heads=value_heads, tokens=tokens, served=run_both(steps, layer, step))
+    contexts = steps.ways(layer)
     row["eager_us"] = in_turns({who: (context, step.run) for who, context in contexts.items()}, rounds)
     graphs, refusals = graphs_of(step, contexts)
     replays = {who: (contextlib.nullcontext, graph.replay) for who, graph in graphs.items()}
@@ -130,33 +147,87 @@ def measure(steps, modules, engine, case, rounds):
     return row
 
 
-def main():
+def line_of(row):
+    """A row of the result in short."""
+    times = [f"{which} {' / '.join(f'{us:.1f}' for us in row[f'{which}_us'].values())}"
+             for which in ("eager", "graph") if row[f"{which}_us"]]
+    refusals = [f"no graph of {who}: {why}" for who, why in row.get("no_graph", {}).items()]
+    return "; ".join([f"{row['engine']} {row['kind']} {row['step']} {row['case']}, {row['heads']} / {row['value_heads']}"
+                      f" heads: {', '.join(times)} us", row["served"], *refusals])
+
+
+def all_rows(steps, modules, chosen, rounds, report):
+    """Rows of the cases of each engine's modules into report["rows"]; what fails goes to report["failed"], and the
+    others on. Without rounds each step runs, and nothing is timed."""
+    for case, engine in itertools.product(chosen, modules):
+        try:
+            if rounds:
+                report["rows"].append(measure(steps, modules[engine], engine, case, rounds))
+                print(line_of(report["rows"][-1]), flush=True)
+            else:
+                run_both(steps, *make_step(modules[engine], steps, engine, case))
+        except Exception as failure:
+            reason = f"{engine} {case}: {type(failure).__name__}: {failure}"
+            report.setdefault("failed", []).append(reason.partition("\n")[0])
+            print(f"failed: {reason}", flush=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def compile_ahead(arguments, engines):
+    """Runs each case once, in a process for each engine, kind and step."""
+    processes = [subprocess.Popen([sys.executable, __file__, *arguments, "--rounds", "0", "--engine", engine, "--kind",
+                                   kind, "--step", step]) for engine in engines for kind in KINDS for step in STEPS]
+    for process in processes:
+        process.wait()  # what it could not run will say so again
+
+
+def parsed(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binaries", type=pathlib.Path, default=ROOT / "build",
-                        help="a folder with kernel_hashes.json of the build that the package has")
+                        help="for --json: a folder with kernel_hashes.json of the build that the package has")
     parser.add_argument("--json")
-    parser.add_argument("--engine", choices=["vllm", "sglang"], action="append", help="all if not given")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="one case of a kind of step")
-    args = parser.parse_args()
+    parser.add_argument("--engine", choices=ENGINES, action="append", help="all if not given")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="all if not given")
+    parser.add_argument("--step", choices=STEPS, action="append", help="all if not given")
+    parser.add_argument("--rounds", type=int, default=7, help="0: each step runs, and nothing is timed")
+    parser.add_argument("--quick", action="store_true", help="six cases of a kind of layer")
+    parser.add_argument("--ahead", action="store_true", help="compile all kernels first, in processes beside each other")
+    args = parser.parse_args(arguments)
+    if args.rounds < 0:
+        parser.error(f"--rounds must be at least 0, got {args.rounds}")
+    if args.json and not (args.binaries / "kernel_hashes.json").is_file():
+        parser.error(f"--json needs --binaries with the folder of the build: {args.binaries} has no kernel_hashes.json")
+    return args
+
+
+def main():
+    args = parsed()
+    quick, engines = ["--quick"] * args.quick, args.engine or ENGINES
+    command = shlex.join(["python3", "bench/engine_layers.py", *quick])
+    report = evidence.header(args.binaries, "engine_layers", command) if args.json else {}
+    if args.ahead:
+        compile_ahead(quick, engines)
     import engine_steps as steps
     import triton
     import libkda
-    command = shlex.join(["python3", "bench/engine_layers.py"] + ["--quick"] * args.quick)
-    report = evidence.header(args.binaries, "engine_layers", command) if args.json else {}
     report.update(torch=torch.__version__, triton=triton.__version__, libkda=libkda.__version__,
                   engines=steps.engine_sources.WHEELS, rows=[])
+    chosen = [case for case in cases(args.quick)
+              if case[0] in (args.kind or KINDS) and case[1] in (args.step or STEPS)]
     torch.manual_seed(7)
     try:
-        for engine in args.engine or ["vllm", "sglang"]:
-            with steps.engine(engine) as modules, torch.inference_mode():
-                for case in cases(args.quick):
-                    report["rows"].append(measure(steps, modules, engine, case, args.rounds))
-                    torch.cuda.empty_cache()
-                    print(report["rows"][-1], flush=True)
+        with contextlib.ExitStack() as stack:
+            modules = {engine: stack.enter_context(steps.engine(engine)) for engine in engines}
+            stack.enter_context(torch.inference_mode())
+            all_rows(steps, modules, chosen, args.rounds, report)
+    except KeyboardInterrupt:
+        report["interrupted"] = True
     finally:  # who interrupts it keeps what is measured
         if args.json:
             evidence.write(args.json, report)
+    if report.get("interrupted") or report.get("failed"):
+        raise SystemExit(f"{len(report['rows'])} rows; " + "; ".join(report.get("failed", ["interrupted"])))
 
 
 if __name__ == "__main__":

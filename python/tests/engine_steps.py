@@ -423,8 +423,9 @@ LAYERS = dict(vllm=OfVllm, sglang=OfSglang)
 
 @contextlib.contextmanager
 def plugin_on(plugin):
-    """With prompts of Gated DeltaNet too, which the plugins leave to the engines unless they are asked."""
-    before, asked = dict(os.environ), {f"LIBKDA_{host}_GDN_PREFILL": "1" for host in ("VLLM", "SGLANG")}
+    """With all steps, also those that the plugins leave to the engines unless they are asked."""
+    before, asked = dict(os.environ), {f"LIBKDA_{host}_{what}": "1" for host in ("VLLM", "SGLANG")
+                                       for what in ("DECODE", "GDN_PREFILL")}
     os.environ.update(asked)
     plugin.enable()
     try:
@@ -506,8 +507,18 @@ def other_lengths(step, memory, lengths, run):
     return [distance(x, y) for x, y in zip((outputs, step.states()), expected)]
 
 
+def reason_of(refusal):
+    """Why an engine's own code does not serve a step; raises what is no such reason."""
+    if not on_a_gpu() and isinstance(refusal, (InterpreterError, AssertionError)):  # of prompts, by fp32 or by Triton
+        return f"not on a CPU: {refusal}"
+    if "Index put requires the source and destination dtypes match" in str(refusal):  # fp32 states, a bf16 pool
+        return f"not with this pool: {refusal}"
+    raise refusal
+
+
 def compared(layer, step, lengths=()):
-    """Distances of a step by both, and who served libkda's; of prompts with the lengths in reverse too."""
+    """Distances of a step by both, and who served libkda's; of prompts with the lengths in reverse too. Where the engine's
+    own code does not serve the step its reason is in their place."""
     memory = Remembered(step)
     expected, results, report = step.expected(), {}, {}
     for who, context_of in ways(layer).items():
@@ -519,10 +530,10 @@ def compared(layer, step, lengths=()):
                         step.run()
                     memory.back()
                 outputs = step.run().clone()
-            except (InterpreterError, AssertionError) as refusal:  # of prompts, by fp32 or by the interpreter
-                if on_a_gpu() or who == "libkda":
+            except (InterpreterError, AssertionError, RuntimeError) as refusal:
+                if who == "libkda":
                     raise
-                report[who] = f"not on a CPU: {refusal}"
+                report[who] = reason_of(refusal)
                 continue
             states = results[who] = outputs, step.states().clone()
             report[who] = [distance(x, y) for x, y in zip(results[who], expected)]

@@ -2,15 +2,19 @@
 """Layers of vLLM and SGLang with the Triton kernels of their wheels, beside the same layers on libkda's kernels; and
 the parts of the benchmark that times both, `bench/engine_layers.py`."""
 import contextlib
+import functools
 import json
 import pathlib
 import subprocess
 import sys
+import types
 import zipfile
 
 import engine_sources
 import pytest
 import torch
+
+import libkda.vllm
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HERE = pathlib.Path(__file__).resolve().parent
@@ -45,12 +49,45 @@ def test_steps_of_layers(engine, device, pool):
         if device == "cpu" and row["step"] == "prefill":
             assert row["own"].startswith("not on a CPU: "), row  # the interpreter cannot run it
             continue
+        if pool and (row["engine"], row["kind"], row["step"]) == ("vllm", "kda", "prefill"):
+            assert row["own"].startswith("not with this pool: "), row  # vLLM would put fp32 states into it
+            continue
         assert all(x < bound for x in row["own"] + row["apart"]), row
         if device == "cuda" and row["step"] != "prefill":
             assert row["own_graph"] is True and row["libkda_graph"] is True, row
         if device == "cuda" and "other_lengths" in row:  # a replay has them
             assert row["libkda_graph"] is True, row
     assert engine != "vllm" or sum("other_lengths" in row for row in rows) == len(rows) // 3
+
+
+def test_a_step_that_the_engine_does_not_serve(monkeypatch):
+    """Its reason is in the place of distances, and libkda's are beside float64's. Another error is one."""
+    pytest.importorskip("triton")
+    import engine_steps as steps
+    monkeypatch.setattr(steps, "on_a_gpu", lambda: False)
+    memory, refusal, who = torch.zeros(3), RuntimeError(
+        "Index put requires the source and destination dtypes match, got BFloat16 for the destination"), []
+
+    @contextlib.contextmanager
+    def turn_of(name):
+        who.append(name)
+        yield
+
+    def run():
+        if who[-1] == "own":
+            raise refusal
+        memory.add_(1)
+        return torch.ones(2)
+
+    monkeypatch.setattr(steps, "ways", lambda layer: {
+        name: functools.partial(turn_of, name) for name in ("own", "libkda")})
+    layer = types.SimpleNamespace(plugin=types.SimpleNamespace(last_path=lambda: "libkda: x"))
+    step = steps.Step(run, [memory], lambda: (torch.ones(2).double(), torch.ones(3).double()), lambda: memory)
+    report = steps.compared(layer, step)
+    assert report == dict(own=f"not with this pool: {refusal}", libkda=[0, 0], served="libkda: x")
+    refusal = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        steps.compared(layer, step)
 
 
 def test_what_is_fetched(monkeypatch, tmp_path):
@@ -99,8 +136,61 @@ def test_cases_have_names(bench):
     assert ("kda", "prefill", "32,768 + 1,024", 8) in names and ("gdn", "verify", "16 of 4 drafts", 16) in names
     assert ("kda", "prefill", "65,536 + 8 x 1,024", 8) in names and ("kda", "decode", "256", 32) in names
     quick = list(bench.cases(quick=True))
-    assert {case[:2] for case in quick} == {case[:2] for case in cases} and len(quick) < 10
-    assert all(case in [list(x) for x in cases] for case in map(list, quick))
+    assert {case[:2] for case in quick} == {case[:2] for case in cases} and quick == cases[:len(quick)]
+    assert [case[1] for case in quick] == (["prefill"] * 2 + ["decode"] * 3 + ["verify"]) * 2
+
+
+def test_a_result_without_hashes_is_refused(bench, tmp_path, capsys):
+    """Before anything is measured."""
+    arguments = ["--binaries", str(tmp_path), "--json", "x.json"]
+    with pytest.raises(SystemExit):
+        bench.parsed(arguments)
+    assert f"--json needs --binaries with the folder of the build: {tmp_path} has no" in capsys.readouterr().err
+    (tmp_path / "kernel_hashes.json").write_text("{}")
+    assert bench.parsed(arguments).binaries == tmp_path
+    with pytest.raises(SystemExit):
+        bench.parsed(["--rounds", "-1"])
+    assert "--rounds must be at least 0, got -1" in capsys.readouterr().err
+
+
+def test_compiling_ahead(bench, monkeypatch):
+    """A process for each engine, kind and step, which times nothing."""
+    begun = []
+
+    class Process:
+        def __init__(self, command):
+            begun.append(bench.parsed(command[2:]))
+
+        def wait(self):
+            begun.append("waited")
+
+    monkeypatch.setattr(bench.subprocess, "Popen", Process)
+    bench.compile_ahead(["--quick"], ["vllm"])
+    assert begun[6:] == ["waited"] * 6 and len({(*args.kind, *args.step) for args in begun[:6]}) == 6
+    assert all(args.rounds == 0 and args.quick and args.engine == ["vllm"] for args in begun[:6])
+
+
+def test_a_case_that_fails(bench, monkeypatch, capsys):
+    """The others are measured, engines in turns, and the result says what failed; without rounds they only run."""
+    def measure(steps, modules, engine, case, rounds):
+        if case == 2:
+            raise ValueError("no such case\nat all")
+        return dict(engine=engine, kind="kda", step="decode", case=f"{case}", heads=8, value_heads=8, served="libkda: x",
+                    eager_us=dict(own=2.0, libkda=1.0), graph_us={}, no_graph=dict(own="a copy"))
+
+    monkeypatch.setattr(bench, "measure", measure)
+    report = dict(rows=[])
+    bench.all_rows(None, dict(vllm=0, sglang=1), [1, 2, 3], 5, report)
+    assert [(row["case"], row["engine"]) for row in report["rows"]] == [
+        ("1", "vllm"), ("1", "sglang"), ("3", "vllm"), ("3", "sglang")]
+    assert report["failed"] == [f"{engine} 2: ValueError: no such case" for engine in ("vllm", "sglang")]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "vllm kda decode 1, 8 / 8 heads: eager 2.0 / 1.0 us; libkda: x; no graph of own: a copy"
+    ran, report = [], dict(rows=[])
+    monkeypatch.setattr(bench, "make_step", lambda modules, steps, engine, case: (engine, case))
+    monkeypatch.setattr(bench, "run_both", lambda *what: ran.append(what))
+    bench.all_rows(None, dict(vllm=0), [1, 2], 0, report)
+    assert ran == [(None, "vllm", 1), (None, "vllm", 2)] and report == dict(rows=[])
 
 
 def test_turns_of_two(bench, monkeypatch):
@@ -135,28 +225,34 @@ def test_a_step_that_no_graph_can_have(bench):
 
 
 MEASURED = """
-import contextlib, functools, os, sys
+import contextlib, functools, json, os, sys
 os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 sys.path[:0] = sys.argv[1:]
 import engine_layers as bench, engine_steps as steps, torch
 bench.DEVICE, bench.D, bench.LEAST_S, steps.tuned = "cpu", 16, 0, contextlib.nullcontext
 steps.LAYERS = {name: functools.partial(layer, dtype=torch.float32) for name, layer in steps.LAYERS.items()}
-with steps.engine("vllm") as modules, torch.inference_mode():
-    steps.interpret("vllm")
-    import json
-    print(json.dumps(bench.measure(steps, modules, "vllm", ("kda", "decode", 1, 1, 1), rounds=1)))
+with contextlib.ExitStack() as stack:
+    modules = {name: stack.enter_context(steps.engine(name)) for name in ("vllm", "sglang")}
+    stack.enter_context(torch.inference_mode())
+    for name in modules:
+        steps.interpret(name)
+    report = dict(rows=[])
+    bench.all_rows(steps, modules, [("kda", "decode", 1, 1, 1)], 1, report)
+    print(json.dumps(report))
 """
 
 
 @fetched
-def test_a_row_of_the_result(bench):
-    """Whole, but for the graphs, where Triton's interpreter has the engine's kernels."""
+def test_rows_of_the_result(bench):
+    """Whole, but for the graphs, where Triton's interpreter has the engines' kernels, both in one process."""
     run = subprocess.run([sys.executable, "-c", MEASURED, str(ROOT / "bench"), str(HERE)],
                          capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
-    row = json.loads(run.stdout.splitlines()[-1])
-    assert row["served"] == "libkda: fused_recurrent_kda_packed_decode" and row["by_default"]
-    assert set(row["eager_us"]) == {"own", "libkda"} and row["graph_us"] == {} and "own" in row["no_graph"]
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert "failed" not in report, report
+    for row, served in zip(report["rows"], ("fused_recurrent_kda_packed_decode", "decode"), strict=True):
+        assert row["served"] == f"libkda: {served}" and row["tokens"] == 1
+        assert set(row["eager_us"]) == {"own", "libkda"} and row["graph_us"] == {} and "own" in row["no_graph"]
 
 
 def test_the_result_and_its_table(bench, monkeypatch, a_card):
@@ -169,9 +265,10 @@ def test_the_result_and_its_table(bench, monkeypatch, a_card):
     assert tables.table_gpu_engine_layers() == "No card has timed them yet."
     header = bench.evidence.header(folder, "engine_layers", "python3 bench/engine_layers.py")
     assert card.items() <= header.items() and {"fused", "decode", "gdn"} <= set(header["families"])
-    row = dict(engine="vllm", kind="kda", step="prefill", case="2,048", heads=8, value_heads=8, by_default=True,
+    row = dict(engine="vllm", kind="kda", step="prefill", case="2,048", heads=8, value_heads=8, tokens=2048,
                eager_us=dict(own=300.0, libkda=200.0), graph_us=dict(own=200.0, libkda=80.0))
-    rows = [row, row | dict(engine="sglang", kind="gdn", by_default=False, graph_us=dict(libkda=80.0))]
+    rows = [row, row | dict(engine="sglang", kind="gdn", graph_us=dict(libkda=80.0)),
+            *(row | dict(step="decode", case=f"{count}", tokens=count) for count in (255, 256))]
     bench.evidence.write(folder / "gpu_engine_layers.json", header | dict(
         torch="2.11", triton="3.6", libkda="0", engines=engine_sources.WHEELS, rows=rows))
     lines = tables.table_gpu_engine_layers().splitlines()
@@ -179,3 +276,7 @@ def test_the_result_and_its_table(bench, monkeypatch, a_card):
     assert ("| vLLM, KDA | prefill | 2,048 | 8 / 8 | 300 us | 200 us | 1.50x | 200 us | 80.0 us | 2.50x | libkda |"
             in lines)
     assert any(line.endswith("| 1.50x |  |  |  | the engine's own |") for line in lines)
+    least = libkda._plugins.measured.LEAST["vllm", "kda", "decode"]
+    for count in (255, 256):
+        who = "libkda" if count * 8 >= least else "the engine's own"
+        assert any(f"| decode | {count} |" in line and line.endswith(f"| {who} |") for line in lines)
