@@ -291,7 +291,7 @@ def verify(requests, names, count=STEPS, padding=(), **metadata):
     return out[len(names) * count:]
 
 
-def check_what_stays(requests, kind, heads, monkeypatch):
+def check_what_stays(requests, kind, heads):
     """Steps on a GPU by default, where SGLang's are known to be faster, and by LIBKDA_SGLANG_DECODE."""
     def stays(reason, step, *args):
         with pytest.raises(AssertionError, match=rf"SGLang's own [\w ]+ was called: sglang: \w+: {reason}"):
@@ -315,8 +315,8 @@ def check_what_stays(requests, kind, heads, monkeypatch):
             stays("LIBKDA_SGLANG_DECODE is off", step, ["c"])
 
 
-def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu, copies_states, monkeypatch):
-    check_what_stays(requests, "kda", H, monkeypatch)
+def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu, copies_states):
+    check_what_stays(requests, "kda", H)
 
 
 def test_target_verify(requests):

@@ -148,8 +148,8 @@ def test_prompts_that_stay_with_sglang(engine, monkeypatch, why, dense, given):
         requests.extend(dict(a=20), **given)
 
 
-def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu, monkeypatch):
-    engines.check_what_stays(requests, "gdn", HV, monkeypatch)
+def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu):
+    engines.check_what_stays(requests, "gdn", HV)
 
 
 def test_rings_are_left_to_sglang(engine):

@@ -712,33 +712,33 @@ def test_records_that_are_left_to_vllm(engine, monkeypatch):
     libkda.vllm.enable()
 
 
-# ---- steps that are faster by vLLM's own kernels -----------------------------------------------------------------------
+# ---- steps that are faster by vLLM's own kernels ---------------------------------------------------------------------
 
 def check_what_stays(requests, kind, heads, monkeypatch):
-    """Steps on a GPU by default, of another threshold, and by LIBKDA_VLLM_DECODE: each of requests of its own, for what
-    stays is not computed here."""
+    """Steps on a GPU by default, of another threshold, and by LIBKDA_VLLM_DECODE. Those of request a
+    stay, and are not computed here."""
     def stays(reason, step, *args, **kwargs):
         with pytest.raises(AssertionError, match=rf"vLLM's own \w+ was called: vllm: \w+: {reason}"):
             step(*args, **kwargs)
 
-    names = "abcdefgh"
+    names = "abcd"
     for n, name in enumerate(names):
         requests.start(name, *range(3 * n + 1, 3 * n + 4))
     requests.prefill(dict.fromkeys(names, 5))
     monkeypatch.delenv("LIBKDA_VLLM_DECODE")
     asks = "tokens and value heads is faster; LIBKDA_VLLM_DECODE=1 asks for libkda's"
     stays(f"on a GPU its decode of 2 x {heads} {asks}", requests.decode, ["a"], padded=1)
-    stays(f"on a GPU its verify of 3 x {heads} {asks}", requests.verify, dict(b=3), keep=dict(b=1))
+    stays(f"on a GPU its verify of 3 x {heads} {asks}", requests.verify, dict(a=3), keep=dict(a=1))
     monkeypatch.setitem(measured.LEAST, ("vllm", kind, "decode"), 2 * heads)
-    stays(f"on a GPU its decode of 1 x {heads} {asks}", requests.decode, ["c"])
-    requests.decode(["d"], padded=1)
+    stays(f"on a GPU its decode of 1 x {heads} {asks}", requests.decode, ["a"])
+    requests.decode(["b"], padded=1)
     assert libkda.vllm.last_path().startswith("libkda: ")
     monkeypatch.setenv("LIBKDA_VLLM_DECODE", "0")
-    stays("LIBKDA_VLLM_DECODE is off", requests.decode, ["e"], padded=1)
-    stays("LIBKDA_VLLM_DECODE is off", requests.verify, dict(f=3), keep=dict(f=1))
+    stays("LIBKDA_VLLM_DECODE is off", requests.decode, ["a"], padded=1)
+    stays("LIBKDA_VLLM_DECODE is off", requests.verify, dict(a=3), keep=dict(a=1))
     monkeypatch.setenv("LIBKDA_VLLM_DECODE", "1")
-    requests.decode(["g"])
-    requests.verify(dict(h=3), keep=dict(h=1))
+    requests.decode(["c"])
+    requests.verify(dict(d=3), keep=dict(d=1))
     assert libkda.vllm.last_path().startswith("libkda: ")
 
 
