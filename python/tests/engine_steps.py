@@ -517,8 +517,8 @@ def reason_of(refusal):
 
 
 def compared(layer, step, lengths=()):
-    """Distances of a step by both, and who served libkda's; of prompts with the lengths in reverse too. Where the engine's
-    own code does not serve the step its reason is in their place."""
+    """Distances of a step by both, and who served libkda's; of prompts with the lengths in reverse too. Where the
+    engine's own code does not serve the step its reason is in their place."""
     memory = Remembered(step)
     expected, results, report = step.expected(), {}, {}
     for who, context_of in ways(layer).items():

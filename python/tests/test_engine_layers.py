@@ -175,8 +175,8 @@ def test_a_case_that_fails(bench, monkeypatch, capsys):
     def measure(steps, modules, engine, case, rounds):
         if case == 2:
             raise ValueError("no such case\nat all")
-        return dict(engine=engine, kind="kda", step="decode", case=f"{case}", heads=8, value_heads=8, served="libkda: x",
-                    eager_us=dict(own=2.0, libkda=1.0), graph_us={}, no_graph=dict(own="a copy"))
+        return dict(engine=engine, kind="kda", step="decode", case=f"{case}", heads=8, value_heads=8,
+                    served="libkda: x", eager_us=dict(own=2.0, libkda=1.0), graph_us={}, no_graph=dict(own="a copy"))
 
     monkeypatch.setattr(bench, "measure", measure)
     report = dict(rows=[])

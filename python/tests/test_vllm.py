@@ -715,8 +715,8 @@ def test_records_that_are_left_to_vllm(engine, monkeypatch):
 # ---- steps that are faster by vLLM's own kernels ---------------------------------------------------------------------
 
 def check_what_stays(requests, kind, heads, monkeypatch):
-    """Steps on a GPU by default, of another threshold, and by LIBKDA_VLLM_DECODE. Those of request a
-    stay, and are not computed here."""
+    """Steps on a GPU by default, of another threshold, and by LIBKDA_VLLM_DECODE. Those of request a stay,
+    and are not computed here."""
     def stays(reason, step, *args, **kwargs):
         with pytest.raises(AssertionError, match=rf"vLLM's own \w+ was called: vllm: \w+: {reason}"):
             step(*args, **kwargs)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps of an engine's layers are faster by libkda's kernels on a GPU, as bench/engine_layers.py has measured: the
-plugins serve these where nobody says otherwise. It imports nothing: the table of docs/engines.md reads it too."""
+"""Which steps of an engine's layers are faster by libkda's kernels on a GPU, as bench/engine_layers.py has measured:
+the plugins serve these where nobody says otherwise. It imports nothing: the table of docs/engines.md reads it too."""
 
 NEVER = float("inf")
 

@@ -28,6 +28,6 @@ def switch(name: str, default: bool | None) -> bool | None:
     if (name, text) not in _warned:
         _warned.add((name, text))
         taken = {True: "1", False: "0", None: "not set"}[default]
-        warnings.warn(f"{name} must be 0, false, no or off, or 1, true, yes or on, got {text!r}: it is taken as {taken}",
-                      stacklevel=2)
+        warnings.warn(f"{name} must be 0, false, no or off, or 1, true, yes or on, got {text!r}: it is taken as "
+                      f"{taken}", stacklevel=2)
     return default
