@@ -12,6 +12,7 @@ import math
 import pathlib
 import statistics
 import re
+import runpy
 import sys
 import textwrap
 
@@ -782,6 +783,33 @@ def table_cpu_jax():
     head = (f'{report["cores"]} cores of an {report["cpu"]}, {beside_what(report)}, fp32, D = 128; JAX {report["jax"]}, '
             f'{report["date"]}\n\n')
     return head + markdown(["case", *methods.values()], rows) + source(report)
+
+
+def engine_layer_cells(row, kind):
+    """Both times and their ratio, of calls or in graphs; empty where a step could not be captured."""
+    us = row[f"{kind}_us"]
+    if len(us) < 2:
+        return ["", "", ""]
+    ratio = us["own"] / us["libkda"]
+    return [microseconds(1e-6 * us["own"]), microseconds(1e-6 * us["libkda"]), f"{ratio:.2f}x"]
+
+
+def table_gpu_engine_layers():
+    if not (RESULTS / "gpu_engine_layers.json").exists():
+        return "No card has timed them yet."
+    report = load("gpu_engine_layers")
+    layers = dict(kda="KDA", gdn="Gated DeltaNet")
+    serves = runpy.run_path(ROOT / "python" / "libkda" / "_plugins" / "measured.py")["serves"]
+    by_default = lambda r: serves(r["engine"], r["kind"], r["step"], r["tokens"], r["value_heads"])
+    names = dict(vllm="vLLM", sglang="SGLang")
+    rows = [[f'{names[r["engine"]]}, {layers[r["kind"]]}', r["step"], r["case"], f'{r["heads"]} / {r["value_heads"]}',
+             *engine_layer_cells(r, "eager"), *engine_layer_cells(r, "graph"),
+             "libkda" if by_default(r) else "the engine's own"] for r in report["rows"]]
+    versions = ", ".join(f"{names[name]} {version}" for name, version in report["engines"].items())
+    head = f'{gpu_of(report)}; torch {report["torch"]}, triton {report["triton"]}; {versions}\n\n'
+    header = ["layer", "step", "tokens or sequences", "q/k / value heads", "own", "libkda", "own / libkda",
+              "own in a graph", "libkda in a graph", "own / libkda in graphs", "by default"]
+    return head + markdown(header, rows) + source(report)
 
 
 def table_cpu_ggml():

@@ -9,8 +9,10 @@ last one, and why.
 States are read and written in SGLang's pool. Slot 0 is that of padded rows: it and negative ones are none, their
 outputs are 0 and nothing else is touched.
 
-Prompts of Gated DeltaNet stay with SGLang's kernels; LIBKDA_SGLANG_GDN_PREFILL=1 asks for libkda's where FlashInfer's
-would be taken, and no states are to be kept on the way.
+On a GPU tokens and drafts are libkda's where they are not known to be slower than SGLang's own (_plugins/measured.py).
+LIBKDA_SGLANG_DECODE=0 leaves all of them to SGLang, 1 takes all. Prompts of Gated DeltaNet stay with SGLang's kernels;
+LIBKDA_SGLANG_GDN_PREFILL=1 asks for libkda's where FlashInfer's would be taken, and no states are to be kept on the
+way.
 """
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def register() -> None:
 def _channel_gates(a, states):
     """Raw gates [1, T, HV, K] of rows in any of SGLang's shapes."""
     HV, _, K = states.shape[1:]
-    if a.shape[-1] != K:
+    if a.dim() < 3 or a.shape[-2:] != (HV, K):  # of one head [..., T, K] has its width too
         a = a.unflatten(-1, (HV, K))
     return a.flatten(0, -3)[None]
 
@@ -63,6 +65,11 @@ def _head_gates(a, states):
 def _of_heads(method):
     """The same for Gated DeltaNet."""
     return functools.wraps(method)(functools.partial(method, gates=_head_gates))
+
+
+def _leave_slower(step, rows, gates):
+    """rows: v [B, T, HV, V]."""
+    _plugin.leave_slower("gdn" if gates is _head_gates else "kda", step, rows)
 
 
 def _refuse_rings(values):
@@ -82,16 +89,18 @@ def packed_decode(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, c
     B, K = mixed_qkv.shape[0], ssm_states.shape[-1]
     values = num_v_heads * head_v_dim
     keys = (mixed_qkv.shape[1] - values) // 2
-    q, k, v = mixed_qkv.split([keys, keys, values], dim=-1)
+    q, k, v = (x.unflatten(1, (-1, size))[:, None]
+               for x, size in zip(mixed_qkv.split([keys, keys, values], dim=-1), (K, K, head_v_dim)))
+    _leave_slower("decode", v, gates)
     o = serving.decode(
-        q.unflatten(1, (-1, K))[:, None], k.unflatten(1, (-1, K))[:, None], v.unflatten(1, (num_v_heads, -1))[:, None],
-        gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
+        q, k, v, gates(a, ssm_states).transpose(0, 1), _betas(b).transpose(0, 1), ssm_states, cache_indices[:B],
         **ENGINE_SLOTS, scale=scale, **_parameters(A_log, dt_bias, lower_bound), **_RAW)
     return o.transpose(0, 1)
 
 
 def decode(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, lower_bound=None,
            gates=_channel_gates, **others):
+    _leave_slower("decode", v, gates)
     o, _ = kda.fused_recurrent_kda_fwd(
         q, k, v, gates(a, ssm_states), _betas(b), initial_state=ssm_states, cu_seqlens=query_start_loc,
         ssm_state_indices=cache_indices[:query_start_loc.shape[0] - 1], **ENGINE_SLOTS,
@@ -132,7 +141,7 @@ def _tracked(q, k, v, g, beta, pool, slots, cu_seqlens, track_state, chunk, **mo
 def gdn_extend(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, num_state_checkpoints=0,
                output=None, **others):
     if not switch("LIBKDA_SGLANG_GDN_PREFILL", False):
-        raise NotImplementedError("not measured against SGLang's own kernels; LIBKDA_SGLANG_GDN_PREFILL=1 asks for it")
+        raise NotImplementedError("not measured against FlashInfer's kernel; LIBKDA_SGLANG_GDN_PREFILL=1 asks for it")
     if num_state_checkpoints:
         raise NotImplementedError("states on the way")
     if ssm_states.shape[0] <= cache_indices.shape[0]:  # slot 0 is a sequence's there
@@ -147,6 +156,7 @@ def target_verify(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indi
                   lower_bound=None, fused_accept_state_indices=None, fused_accept_num_accepted=None,
                   gates=_channel_gates, **rings):
     _refuse_rings(rings)
+    _leave_slower("verify", v, gates)
     scratch = intermediate_states_buffer
     if scratch is None:
         raise NotImplementedError("drafts without states behind them")

@@ -3,6 +3,7 @@ import datetime
 import json
 import os
 import pathlib
+import types
 
 import nan_memory
 import pytest
@@ -35,6 +36,15 @@ def on_the_device(device):
     """All that a test makes is on the device."""
     with torch.device(device):
         yield
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """What the plugins of engines leave to an engine on a GPU they leave to it on a CPU too."""
+    from libkda._plugins.plugin import Plugin
+    leave = Plugin.leave_slower
+    monkeypatch.setattr(Plugin, "leave_slower", lambda plugin, kind, step, rows: leave(
+        plugin, kind, step, types.SimpleNamespace(is_cuda=True, shape=rows.shape)))
 
 
 @pytest.fixture

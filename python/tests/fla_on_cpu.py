@@ -14,34 +14,9 @@ os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")  # before trito
 
 import torch  # noqa: E402
 from fla.models import KDAConfig, KDAForCausalLM  # noqa: E402  (before the driver below: it asks what GPU there is)
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime.autotuner import Autotuner  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
+import triton_on_cpu  # noqa: E402
 
 import libkda.fla  # noqa: E402
-
-
-class NoGpu:
-    """What triton asks its driver even where it only interprets."""
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 80, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 0
-
-    def get_benchmarker(self):
-        return None
-
-
-def tune_nothing(run=Autotuner.run):
-    def first_only(self, *args, **kwargs):
-        self.configs = self.configs[:1]
-        return run(self, *args, **kwargs)
-    Autotuner.run = first_only
 
 
 def logits_of(model, prompt, on_libkda, new_tokens=3):
@@ -59,8 +34,7 @@ def logits_of(model, prompt, on_libkda, new_tokens=3):
 
 
 def main():
-    driver.set_active(NoGpu())
-    tune_nothing()
+    triton_on_cpu.prepare()
     torch.manual_seed(0)
     config = KDAConfig(hidden_size=64, num_hidden_layers=2, num_heads=2, head_dim=32, vocab_size=64,
                        **json.loads(sys.argv[1]))

@@ -91,6 +91,15 @@ def test_register_asks_the_environment(monkeypatch, module, variable):
     assert module._places not in sys.meta_path
 
 
+@pytest.mark.parametrize("T, HV", [(5, 1), (1, 1), (5, 3), (3, 3)])
+def test_gates_in_sglangs_shapes(T, HV):
+    """With one head a row of gates is as wide as a head."""
+    gates, states = torch.randn(1, T, HV, 16), torch.zeros(2, HV, 16, 16)
+    for a in (gates, gates[0], gates.flatten(-2), gates[0].flatten(-2), gates.transpose(0, 1),
+              gates.transpose(0, 1).flatten(-2)):
+        assert torch.equal(libkda.sglang._channel_gates(a, states), gates)
+
+
 @pytest.mark.parametrize("module, group", [engine[::2] for engine in ENGINES])
 def test_entry_points(module, group):
     found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "libkda"]

@@ -9,6 +9,7 @@ import torch
 from common import distance, reference
 
 import libkda.sglang
+from libkda._plugins import measured
 
 pytestmark = [
     pytest.mark.skipif(engine_sources.folder_of("sglang") is None, reason="KDA_ENGINES names no folder with SGLang's "
@@ -288,6 +289,34 @@ def verify(requests, names, count=STEPS, padding=(), **metadata):
             assert distance(requests.scratch[n, t - n * count], state) < requests.tolerance
         del requests.histories[name][-count:]
     return out[len(names) * count:]
+
+
+def check_what_stays(requests, kind, heads):
+    """Steps on a GPU by default, where SGLang's are known to be faster, and by LIBKDA_SGLANG_DECODE."""
+    def stays(reason, step, *args):
+        with pytest.raises(AssertionError, match=rf"SGLang's own [\w ]+ was called: sglang: \w+: {reason}"):
+            step(*args)
+
+    for n, name in enumerate("abc"):
+        requests.start(name, n + 1)
+        requests.extend({name: 5})
+    requests.decode(["a"])
+    verify(requests, ["a"])
+    assert libkda.sglang.last_path() == "libkda: target_verify"
+    for step, of, count in ((requests.decode, "decode", 1), (lambda names: verify(requests, names), "verify", STEPS)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(measured.LEAST, ("sglang", kind, of), measured.NEVER)
+            stays(f"on a GPU its {of} of {count} x {heads} tokens and value heads is faster; LIBKDA_SGLANG_DECODE=1",
+                  step, ["b"])
+            patch.setenv("LIBKDA_SGLANG_DECODE", "1")
+            step(["a"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("LIBKDA_SGLANG_DECODE", "off")
+            stays("LIBKDA_SGLANG_DECODE is off", step, ["c"])
+
+
+def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu, copies_states):
+    check_what_stays(requests, "kda", H)
 
 
 def test_target_verify(requests):

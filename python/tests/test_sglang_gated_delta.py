@@ -148,6 +148,10 @@ def test_prompts_that_stay_with_sglang(engine, monkeypatch, why, dense, given):
         requests.extend(dict(a=20), **given)
 
 
+def test_steps_that_stay_with_sglang_on_a_gpu(requests, as_on_a_gpu):
+    engines.check_what_stays(requests, "gdn", HV)
+
+
 def test_rings_are_left_to_sglang(engine):
     x, a = torch.zeros(2, WIDTH), torch.zeros(2, HV)
     with pytest.raises(AssertionError, match="SGLang's own ring was called: sglang: packed_decode: ReplaySSM's rings"):

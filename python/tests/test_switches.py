@@ -5,13 +5,14 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 import warnings
 
 import pytest
 
 import libkda
 from libkda import sglang, vllm
-from libkda._plugins import switches
+from libkda._plugins import measured, switches
 
 ON, OFF = ["1", "true", "True", "YES", "on", " on "], ["0", "false", "No", "off", "OFF "]
 
@@ -35,6 +36,50 @@ def test_another_word_is_one_warning(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert switches.switch("LIBKDA_X", True)
+
+
+def test_what_the_caller_decides(monkeypatch):
+    """A switch that is not set says so, also where it has another word."""
+    switches._warned.clear()
+    monkeypatch.delenv("LIBKDA_X", raising=False)
+    assert switches.switch("LIBKDA_X", None) is None
+    monkeypatch.setenv("LIBKDA_X", "sometimes")
+    with pytest.warns(UserWarning, match="LIBKDA_X must be .*, got 'sometimes': it is taken as not set"):
+        assert switches.switch("LIBKDA_X", None) is None
+    for text, value in (("on", True), ("off", False)):
+        monkeypatch.setenv("LIBKDA_X", text)
+        assert switches.switch("LIBKDA_X", None) is value
+
+
+@pytest.mark.parametrize("module", [vllm, sglang])
+def test_steps_of_engines(monkeypatch, module):
+    """Where it is not said, a step on a GPU is taken from a number of tokens and value heads on; on a CPU always."""
+    host = module._plugin.host
+    variable = f"LIBKDA_{host.upper()}_DECODE"
+    monkeypatch.setitem(measured.LEAST, (host, "kda", "decode"), 64)
+    monkeypatch.setitem(measured.LEAST, (host, "kda", "verify"), measured.NEVER)
+    monkeypatch.delitem(measured.LEAST, (host, "gdn", "decode"), raising=False)
+
+    def taken(kind, step, shape, is_cuda=True):
+        try:
+            module._plugin.leave_slower(kind, step, types.SimpleNamespace(is_cuda=is_cuda, shape=shape))
+        except NotImplementedError as refusal:
+            assert variable in str(refusal)
+            return False
+        return True
+
+    def answers():
+        return [taken("kda", "decode", (16, 1, 4, 128)), taken("kda", "decode", (1, 15, 4, 128)),
+                taken("kda", "verify", (1, 4096, 32, 128)), taken("gdn", "decode", (1, 1, 1, 128))]
+
+    for text, expected in (("", [True, False, False, True]), ("1", [True] * 4), ("0", [False] * 4)):
+        monkeypatch.setenv(variable, text)
+        assert answers() == expected
+        assert taken("kda", "verify", (1, 4, 4, 128), is_cuda=False)
+    switches._warned.clear()
+    monkeypatch.setenv(variable, "most")
+    with pytest.warns(UserWarning, match=f"{variable} must be 0, .*, got 'most': it is taken as not set"):
+        assert answers() == [True, False, False, True]
 
 
 def test_no_other_file_reads_the_environment():

@@ -11,6 +11,7 @@ from common import distance, reference
 from packaging.version import Version
 
 import libkda.vllm
+from libkda._plugins import measured
 from libkda import naive
 
 triton = pytest.importorskip("triton")  # vLLM's own kernels around RecoverSSM's states; by its interpreter on a CPU
@@ -102,6 +103,7 @@ def engine():
         patch.setattr(torch, "compile", lambda **options: lambda function: function)
         patch.setattr(triton.knobs.runtime, "interpret", not torch.cuda.is_available())
         patch.setenv("LIBKDA_VLLM_RECOVERSSM", "1")
+        patch.setenv("LIBKDA_VLLM_DECODE", "1")
         importlib.import_module(OPS)
         importlib.import_module("vllm._custom_ops")
         importlib.import_module(GLM)
@@ -708,6 +710,51 @@ def test_records_that_are_left_to_vllm(engine, monkeypatch):
     libkda.vllm.disable()
     monkeypatch.undo()
     libkda.vllm.enable()
+
+
+# ---- steps that are faster by vLLM's own kernels ---------------------------------------------------------------------
+
+def check_what_stays(requests, kind, heads, monkeypatch):
+    """Steps on a GPU by default, of another threshold, and by LIBKDA_VLLM_DECODE. Those of request a stay,
+    and are not computed here."""
+    def stays(reason, step, *args, **kwargs):
+        with pytest.raises(AssertionError, match=rf"vLLM's own \w+ was called: vllm: \w+: {reason}"):
+            step(*args, **kwargs)
+
+    names = "abcd"
+    for n, name in enumerate(names):
+        requests.start(name, *range(3 * n + 1, 3 * n + 4))
+    requests.prefill(dict.fromkeys(names, 5))
+    monkeypatch.delenv("LIBKDA_VLLM_DECODE")
+    asks = "tokens and value heads is faster; LIBKDA_VLLM_DECODE=1 asks for libkda's"
+    stays(f"on a GPU its decode of 2 x {heads} {asks}", requests.decode, ["a"], padded=1)
+    stays(f"on a GPU its verify of 3 x {heads} {asks}", requests.verify, dict(a=3), keep=dict(a=1))
+    monkeypatch.setitem(measured.LEAST, ("vllm", kind, "decode"), 2 * heads)
+    stays(f"on a GPU its decode of 1 x {heads} {asks}", requests.decode, ["a"])
+    requests.decode(["b"], padded=1)
+    assert libkda.vllm.last_path().startswith("libkda: ")
+    monkeypatch.setenv("LIBKDA_VLLM_DECODE", "0")
+    stays("LIBKDA_VLLM_DECODE is off", requests.decode, ["a"], padded=1)
+    stays("LIBKDA_VLLM_DECODE is off", requests.verify, dict(a=3), keep=dict(a=1))
+    monkeypatch.setenv("LIBKDA_VLLM_DECODE", "1")
+    requests.decode(["c"])
+    requests.verify(dict(d=3), keep=dict(d=1))
+    assert libkda.vllm.last_path().startswith("libkda: ")
+
+
+def test_steps_that_stay_with_vllm_on_a_gpu(requests, as_on_a_gpu, monkeypatch):
+    check_what_stays(requests, "kda", H, monkeypatch)
+
+
+def test_on_a_cpu_all_steps_are_taken(requests, monkeypatch, device):
+    if device != "cpu":
+        pytest.skip("of the CPU backend")
+    monkeypatch.setenv("LIBKDA_VLLM_DECODE", "0")
+    requests.start("a", 3, 4, 5)
+    requests.prefill(dict(a=5))
+    requests.decode(["a"])
+    requests.verify(dict(a=3), keep=dict(a=1))
+    assert libkda.vllm.last_path().startswith("libkda: ")
 
 
 # ---- switching ------------------------------------------------------------------------------------------------------

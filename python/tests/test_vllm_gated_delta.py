@@ -51,6 +51,7 @@ def engine():
     """vLLM's modules: one is loaded when libkda is enabled, the other later."""
     with engine_sources.Engine("vllm", GIVEN), pytest.MonkeyPatch.context() as patch:
         patch.setenv("LIBKDA_VLLM_GDN_PREFILL", "1")
+        patch.setenv("LIBKDA_VLLM_DECODE", "1")
         modules = {QWEN: importlib.import_module(QWEN)}
         libkda.vllm.enable()
         modules[OLMO] = importlib.import_module(OLMO)
@@ -171,6 +172,10 @@ def test_prompts_on_a_gpu_are_asked_for(monkeypatch):
     monkeypatch.delenv("LIBKDA_VLLM_GDN_PREFILL", raising=False)
     with pytest.raises(NotImplementedError, match="LIBKDA_VLLM_GDN_PREFILL=1 asks for it"):
         libkda.vllm.gdn_chunk(on_a_gpu, None, None, None, None)
+
+
+def test_steps_that_stay_with_vllm_on_a_gpu(requests, as_on_a_gpu, monkeypatch):
+    engines.check_what_stays(requests, "gdn", HV, monkeypatch)
 
 
 def test_other_gates_are_left_to_vllm(engine):

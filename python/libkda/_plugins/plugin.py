@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .._binding.kernels import has_tensor_cores
+from . import measured
 from .switches import switch
 
 FIRST_SLOT = 1  # slot 0 of engines is the one of padded rows, which no sequence gets
@@ -56,6 +57,20 @@ class Plugin:
         if part not in PARTS:
             raise ValueError(f"part must be one of {', '.join(map(repr, PARTS))}, got {part!r}")
         return self.paths.get(part)
+
+    def leave_slower(self, kind: str, step: str, rows: torch.Tensor) -> None:
+        """Refuses a "decode" or "verify" of a "kda" or "gdn" layer on a GPU where the engine's own kernels are faster;
+        LIBKDA_<ENGINE>_DECODE in the environment, on or off, decides for all sizes. rows: v [B, T, HV, V]."""
+        if not rows.is_cuda:
+            return
+        variable, tokens, heads = f"LIBKDA_{self.host.upper()}_DECODE", rows.shape[0] * rows.shape[1], rows.shape[2]
+        asked = switch(variable, None)
+        if asked is False:
+            raise NotImplementedError(f"{variable} is off")
+        if asked or measured.serves(self.host, kind, step, tokens, heads):
+            return
+        raise NotImplementedError(f"on a GPU its {step} of {tokens} x {heads} tokens and value heads is faster; "
+                                  f"{variable}=1 asks for libkda's")
 
     def leaves_gradients(self, tensors: Iterable[object], rows: tuple[object, ...] = ()) -> str | None:
         """The reason why a call with gradients of tensors on a GPU stays with the host; None if it does not. `rows`:

@@ -7,8 +7,10 @@ signatures take their places there, now or when vLLM loads the module. A call th
 function; last_path() says who served the last one, and why. On vLLM's CPU backend, which has no KDA, Kimi-Linear gets
 libkda's short convolution too.
 
-Prompts of Gated DeltaNet on a GPU stay with vLLM's kernels unless LIBKDA_VLLM_GDN_PREFILL=1 asks for libkda's; so do
-drafts whose kernel has the norm inside. vLLM's CPU backend has kernels of its own for bf16 rows.
+On a GPU tokens and drafts stay with vLLM's kernels where those are faster (_plugins/measured.py), unless
+LIBKDA_VLLM_DECODE=1 asks for libkda's; 0 leaves all of them. Prompts of Gated DeltaNet stay there unless
+LIBKDA_VLLM_GDN_PREFILL=1 asks for libkda's; so do drafts whose kernel has the norm inside. vLLM's CPU backend has
+kernels of its own for bf16 rows.
 
 States stay in vLLM's pool: what gather_initial_states returns is a promise, and prefill reads and writes the slots.
 Slot 0 is that of padded rows, and none: their outputs are 0 and nothing else is touched. RecoverSSM's records of a step
@@ -133,24 +135,34 @@ def chunk_kda_with_fused_gate(q, k, v, raw_g, raw_beta, A_log, g_bias, scale=Non
                     lower_bound=lower_bound, **modes)
 
 
-def _on_the_pool(q, k, v, g, beta, pool, cu_seqlens, slots, accepted, **modes):
-    """vLLM pads its tables to the longest batch: they are cut to the sequences of this one."""
+def _on_the_pool(kind, q, k, v, g, beta, pool, cu_seqlens, slots, accepted, **modes):
+    """Tokens or drafts of a "kda" or "gdn" layer. vLLM pads its tables to the longest batch: they are cut to the
+    sequences of this one."""
     N = cu_seqlens.shape[0] - 1
+    _plugin.leave_slower(kind, "decode" if accepted is None and v.shape[1] <= N else "verify", v)
     return kda.fused_recurrent_kda_fwd(
         q, k, v, g, beta, initial_state=pool, cu_seqlens=cu_seqlens, ssm_state_indices=slots[:N],
         num_accepted_tokens=None if accepted is None else accepted[:N], **ENGINE_SLOTS, **modes)
 
 
+def _recurrent(kind, q, k, v, g, beta, scale, pool, in_place, normed, cu_seqlens, slots, accepted, **modes):
+    if not in_place or cu_seqlens is None or slots is None:
+        raise NotImplementedError("states that are not in a pool")
+    return _on_the_pool(kind, q, k, v, g, beta, pool, cu_seqlens, slots, accepted, scale=scale,
+                        use_qk_l2norm_in_kernel=normed, state_v_first=True, **modes)
+
+
 def fused_recurrent_kda(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state, cu_seqlens,
                         ssm_state_indices, num_accepted_tokens=None, out=None, fuse_gate=None):
-    return _on_the_pool(q, k, v, raw_g, raw_beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
-                        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, out=out, **_RAW)
+    return _on_the_pool("kda", q, k, v, raw_g, raw_beta, initial_state, cu_seqlens, ssm_state_indices,
+                        num_accepted_tokens, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, out=out, **_RAW)
 
 
 def fused_recurrent_kda_packed_decode(mixed_qkv, raw_g, raw_beta, A_log, dt_bias, lower_bound, initial_state,
                                       state_indices, scale=None, out=None):
     HV, V, K = initial_state.shape[1:]
     q, k, v = (x.unflatten(1, (HV, -1)).unsqueeze(1) for x in mixed_qkv.split([HV * K, HV * K, HV * V], dim=-1))
+    _plugin.leave_slower("kda", "decode", v)
     if out is None:
         out = mixed_qkv.new_empty((1, mixed_qkv.shape[0], HV, V))
     serving.decode(q, k, v, raw_g.transpose(0, 1), raw_beta.transpose(0, 1), initial_state, state_indices,
@@ -315,6 +327,7 @@ def gdn_packed_decode(mixed_qkv, a, b, A_log, dt_bias, scale, initial_state, out
     keys = (mixed_qkv.shape[1] - HV * V) // 2
     q, k, v = (x.unflatten(1, (-1, size))[:, None]
                for x, size in zip(mixed_qkv.split([keys, keys, HV * V], dim=-1), (K, K, V)))
+    _plugin.leave_slower("gdn", "decode", v)
     serving.decode(q, k, v, a[:, None], b[:, None], initial_state, ssm_state_indices, **ENGINE_SLOTS, out=out,
                    A_log=A_log, dt_bias=dt_bias, scale=scale,
                    **_RAW | dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel))
@@ -326,16 +339,16 @@ def gdn_update(A_log, a, b, dt_bias, q, k, v, beta=1.0, threshold=20.0, scale=No
                use_qk_l2norm_in_kernel=False, is_kda=False):
     if is_kda or beta != 1 or not inplace_final_state or cu_seqlens is None or ssm_state_indices is None:
         raise NotImplementedError("another gate than Gated DeltaNet's, or states that are not in a pool")
-    return _on_the_pool(q, k, v, a[None], b[None], initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
-                        A_log=A_log, dt_bias=dt_bias, scale=scale,
+    return _on_the_pool("gdn", q, k, v, a[None], b[None], initial_state, cu_seqlens, ssm_state_indices,
+                        num_accepted_tokens, A_log=A_log, dt_bias=dt_bias, scale=scale,
                         **_RAW | dict(use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel))
 
 
 def gdn_fused_recurrent(q, k, v, g, beta=None, scale=None, initial_state=None, inplace_final_state=True,
                         cu_seqlens=None, ssm_state_indices=None, num_accepted_tokens=None,
                         use_qk_l2norm_in_kernel=False):
-    return ling_fused_recurrent_kda(q, k, v, g, beta, scale, initial_state, inplace_final_state,
-                                    use_qk_l2norm_in_kernel, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    return _recurrent("gdn", q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel,
+                      cu_seqlens, ssm_state_indices, num_accepted_tokens)
 
 
 def gdn_chunk(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
@@ -343,7 +356,7 @@ def gdn_chunk(q, k, v, g, beta, scale=None, initial_state=None, output_final_sta
     if core_attn_out is not None:
         raise NotImplementedError("an output of the caller's")
     if q.is_cuda and not switch("LIBKDA_VLLM_GDN_PREFILL", False):
-        raise NotImplementedError("not measured against vLLM's own kernels; LIBKDA_VLLM_GDN_PREFILL=1 asks for it")
+        raise NotImplementedError("not measured against FlashInfer's kernel; LIBKDA_VLLM_GDN_PREFILL=1 asks for it")
     return _prefill(q, k, v, g, beta, initial_state, None, cu_seqlens, scale=scale,
                     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
 
@@ -371,12 +384,10 @@ def glm_fused_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, in
                             use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None,
                             num_accepted_tokens=None, out=None, sigmoid_beta=False, a_log=None, g_bias=None,
                             compute_gate=False, lower_bound=-5.0):
-    if not inplace_final_state or cu_seqlens is None or ssm_state_indices is None:
-        raise NotImplementedError("states that are not in a pool")
-    return _on_the_pool(q, k, v, g, beta, initial_state, cu_seqlens, ssm_state_indices, num_accepted_tokens,
-                        A_log=a_log, dt_bias=g_bias, scale=scale, lower_bound=lower_bound, out=out,
-                        use_gate_in_kernel=compute_gate, use_beta_sigmoid_in_kernel=sigmoid_beta,
-                        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, state_v_first=True)
+    return _recurrent("kda", q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel,
+                      cu_seqlens, ssm_state_indices, num_accepted_tokens, A_log=a_log, dt_bias=g_bias,
+                      lower_bound=lower_bound, out=out, use_gate_in_kernel=compute_gate,
+                      use_beta_sigmoid_in_kernel=sigmoid_beta)
 
 
 def glm_flashkda_prefill(self, q, k, v, g, beta, initial_state, cu_seqlens, out, checkpoint=None, raw_qkv=None,
@@ -398,8 +409,8 @@ def ling_chunk_kda(q, k, v, g, beta, scale=None, initial_state=None, output_fina
 def ling_fused_recurrent_kda(q, k, v, g, beta, scale=None, initial_state=None, inplace_final_state=True,
                              use_qk_l2norm_in_kernel=True, cu_seqlens=None, ssm_state_indices=None,
                              num_accepted_tokens=None, safe_gate=None, lower_bound=None):
-    return glm_fused_recurrent_kda(q, k, v, g, beta, scale, initial_state, inplace_final_state,
-                                   use_qk_l2norm_in_kernel, cu_seqlens, ssm_state_indices, num_accepted_tokens)
+    return _recurrent("kda", q, k, v, g, beta, scale, initial_state, inplace_final_state, use_qk_l2norm_in_kernel,
+                      cu_seqlens, ssm_state_indices, num_accepted_tokens)
 
 
 # ---- the short convolution of the CPU backend ------------------------------------------------------------------------
