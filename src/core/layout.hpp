@@ -52,10 +52,9 @@ inline int64_t state_offset(const StateDesc& state, int64_t slot, int64_t head) 
   return slot * state.tensor.strides[0] + head * state.tensor.strides[1];
 }
 
-/// The slot that an index names; -1: none. `call`: a Problem, or another call with a first slot.
-template <class Call>
-int64_t slot_or_none(const Call& call, int64_t index) {
-  return index < call.first_slot ? -1 : index;
+/// The slot that an index names; -1: none.
+inline int64_t slot_or_none(const Problem& p, int64_t index) {
+  return index < p.first_slot ? -1 : index;
 }
 
 /// Slot that entry `i` of a buffer's index array names (slot i without one); -1: none.

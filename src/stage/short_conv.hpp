@@ -3,7 +3,6 @@
 // include/kda/short_conv.hpp.
 #pragma once
 
-#include "core/layout.hpp"
 #include "kda/short_conv.hpp"
 
 namespace kda::stage {
@@ -23,7 +22,7 @@ inline int64_t length_entry(const ShortConv& call, int64_t n) {
 inline int64_t slot_of(const ShortConv& call, const ConvState& state, int64_t n) {
   if (!state.tensor.data) return -1;
   if (!state.indices) return n;
-  return slot_or_none(call, state.indices[n]);
+  return state.indices[n] < call.first_slot ? -1 : state.indices[n];
 }
 
 }  // namespace kda::stage
