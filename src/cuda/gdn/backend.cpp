@@ -95,6 +95,10 @@ void plan_forward(plan::PlanBuilder& builder) {
   }
   builder.kernel("forward", "gdn_chain_sm90");
   book_maps(builder);
+  const auto rows = static_cast<std::size_t>(chunks * p.num_heads);
+  const std::size_t row_bytes = kChunk * padded_k(static_cast<int>(p.key_dim)) * sizeof(uint16_t);
+  builder.book(block::kGdnQ, rows, row_bytes);
+  builder.book(block::kGdnK, rows, row_bytes);
   builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
   builder.book(block::kGdnScores, tiles, kSquare * sizeof(uint16_t));
   builder.book(block::kGdnNumbers, tiles, sizeof(Numbers));

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block has 64 or 128 columns of V of one value head of a sequence, a warpgroup for each 64: it
 // holds S^T in its accumulators and does all products of a chunk by wgmma. Of one more warpgroup
-// two warps copy the next chunks into a ring of stages (rows of the caller by cp.async, factors by
-// bulk copies), and two write outputs, which lie in a stage in place of v.
+// two warps copy the next chunks into a ring of stages (v by cp.async, tiles of the workspace by bulk
+// copies), and two write outputs, which lie in a stage in place of v.
 //
-// A stage is full when 64 threads' rows and the factors are there; it has its results when the
+// A stage is full when 64 threads' rows of v and the tiles are there; it has its results when the
 // outputs are in place of v; it is free when the chain and those who write have read it.
 //
 // M and B of segments come from the same chain without outputs: B from a state of zeros, M from the
@@ -117,50 +117,41 @@ struct Kernel {
 
   // ---- copies ----------------------------------------------------------------------------------
 
-  /// visit(where it goes, where it lies, bytes) for each factor of a chunk.
+  /// visit(where it goes, where it lies, bytes) for each tile of a chunk. In the order in which the
+  /// chain wants them.
   template <class Visit>
-  __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
-    const auto whole = [&](auto& target, const void* source) {
-      visit(&target, static_cast<const char*>(source) + c.tile(chunk) * sizeof(target),
+  __device__ void for_each_tile(int chunk, int q_head, S& s, Visit&& visit) const {
+    const auto whole = [&](auto& target, const void* source, int64_t tile) {
+      visit(&target, static_cast<const char*>(source) + tile * sizeof(target),
             static_cast<int>(sizeof(target)));
     };
-    whole(s.numbers, a.made.numbers);
-    whole(s.inverse, a.made.inverse);
-    if constexpr (kForward) whole(s.scores, a.made.scores);
+    const int64_t rows = (c.chunk0 + chunk) * a.shape.H + q_head, own = c.tile(chunk);
+    whole(s.k, a.made.k, rows);
+    if constexpr (kForward) whole(s.q, a.made.q, rows);
+    whole(s.numbers, a.made.numbers, own);
+    whole(s.inverse, a.made.inverse, own);
+    if constexpr (kForward) whole(s.scores, a.made.scores, own);
   }
 
-  /// Where the rows of this sequence and of `head` begin.
-  __device__ const T* rows_of(const RowView& view, int64_t head) const {
-    return static_cast<const T*>(view.base) +
-           row_offset(view, a.map, c.tokens.sequence, c.tokens.begin, head);
-  }
-
-  /// Rows that come are the next ones.
+  /// Rows of v that come are the next ones.
   __device__ void run_copies(int thread) const {
     const int q_head = q_head_of(a, static_cast<int>(c.head));
-    const T *k = rows_of(a.k, q_head), *q = rows_of(a.q, q_head), *v = rows_of(a.v, c.head);
+    const T* v = static_cast<const T*>(a.v.base) +
+                 row_offset(a.v, a.map, c.tokens.sequence, c.tokens.begin, c.head);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
       const auto count = static_cast<int>(min(
           static_cast<int64_t>(kChunk), c.tokens.end - c.tokens.begin - int64_t{chunk} * kChunk));
-      const auto copy = [&](auto& tile, const T*& rows, const RowView& view, int column, int size) {
-        constexpr int kCount = sizeof(tile) / (kChunk * sizeof(T));
-        copy_rows<kCount, kCopiers>(tile, rows + column, view.stride_t, count, size - column,
-                                    thread);
-      };
       ring.wait_until_free(i, round);
       S& s = ring.stages[i];
-      if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
-      copy(s.k, k, a.k, 0, a.shape.K);
-      k += kChunk * a.k.stride_t;
-      if constexpr (kForward) {
-        copy(s.q, q, a.q, 0, a.shape.K);
-        q += kChunk * a.q.stride_t;
-      }
+      if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_tile(chunk, q_head, s, visit); });
       if (!c.transition) {
 #pragma unroll 1
-        for (int group = 0; group < kGroups; ++group)
-          copy(s.v[group], v, a.v, (c.u_tile + group) * kVTile, a.shape.V);
+        for (int group = 0; group < kGroups; ++group) {
+          const int column = (c.u_tile + group) * kVTile;
+          copy_rows<kVTile, kCopiers>(s.v[group], v + column, a.v.stride_t, count,
+                                      a.shape.V - column, thread);
+        }
         v += kChunk * a.v.stride_t;
       }
       ring.arrive_after_copies(i);
@@ -181,9 +172,7 @@ struct Kernel {
   // ---- one chunk -------------------------------------------------------------------------------
 
   __device__ void wait_for_operands(int chunk) const {
-    if (chunk >= c.num_chunks) return;
-    ring.wait_for_operands(chunk);
-    ptx::fence_async_proxy();  // rows were not copied by it, and products read by it
+    if (chunk < c.num_chunks) ring.wait_for_operands(chunk);
   }
 
   /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T. A transition has v = 0.

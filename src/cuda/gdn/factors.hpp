@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Factors of a chunk of Gated DeltaNet, as its first kernel hands them on through the workspace
-// (docs/design/gdn.md). One tile a (chunk of the batch, value head), index chunk * HV + head.
+// (docs/design/gdn.md). One tile a (chunk of the batch, value head), index chunk * HV + head; of q
+// and k one a (chunk, q/k head), index chunk * H + head.
 //
 // G_i is the sum of gates from the start of the chunk to token i, n_i and m_i are the factors that
 // normalise k_i and q_i (m_i with the scale of the outputs), beta_i is the step size.
@@ -11,6 +12,9 @@
 namespace kda::cuda::gdn {
 
 inline constexpr int kMostK = 128;  ///< of the kernels; V is cut into blocks, and may be any size
+
+/// Columns of the tiles of q and k.
+inline constexpr int padded_k(int K) { return K <= 64 ? 64 : kMostK; }
 
 /// Numbers of tokens. Past the end of a sequence beta is 0, and rows of k are zeros.
 struct Numbers {
@@ -29,6 +33,8 @@ static_assert(sizeof(Numbers) % 16 == 0);
 /// Squares are strictly lower, 16-bit, swizzled (tile/swizzle.hpp), with zeros elsewhere.
 inline constexpr int kSquare = kChunk * kChunk;
 struct Factors {
+  void *q = nullptr, *k = nullptr;  ///< rows as they are, [tiles, 64, padded_k(K)], swizzled; zeros
+                                    ///< past K and past the end of a sequence
   void* inverse = nullptr;     ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
   void* scores = nullptr;      ///< low(D o Q K^T), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
   Numbers* numbers = nullptr;  ///< [tiles]

@@ -110,6 +110,17 @@ __device__ void find_norms(const C& c) {
   if (!of_q) c.s.k_square[row] = square * (norm * norm);
 }
 
+/// Starts to hand on q and k as they lie here: chains copy a tile at once. By one thread.
+template <class C>
+__device__ void store_rows(const C& c) {
+  const auto store = [&](void* tiles, const auto& tile) {
+    ptx::cp_async_bulk_store(static_cast<char*>(tiles) + blockIdx.x * sizeof(tile), tile,
+                             sizeof(tile));
+  };
+  store(c.a.made.k, c.s.rows.k);
+  store(c.a.made.q, c.s.rows.q);
+}
+
 /// Rows of this warp of x k^T.
 template <class C>
 __device__ void multiply_by_k(const C& c, const typename C::T* x, float (&out)[kScoreTiles][4]) {
@@ -343,8 +354,10 @@ __device__ void run(const C& c) {
       ptx::cp_async_wait<0>();
       ptx::fence_async_proxy();
       __syncthreads();
+      if (c.tid == 0) store_rows(c);
       find_norms(c);
       multiply_rows(c, scores);
+      if (c.tid == 0) ptx::cp_async_bulk_wait_read();
       __syncthreads();  // norms are there; q and k were read
       scale_scores(c, scores);
       clear_squares(c);
