@@ -20,10 +20,9 @@ inline constexpr int padded_k(int K) { return K <= 64 ? 64 : kMostK; }
 struct Numbers {
   float row_k[kChunk];  ///< exp(G_i) n_i
   float row_q[kChunk];  ///< exp(G_i) m_i
-  float col_k[kChunk];  ///< exp(G_end - G_i) n_i
-  float beta[kChunk];
-  float diag[kChunk];  ///< m_i n_i q_i . k_i
-  float last;          ///< exp(G_end)
+  float col_k[kChunk];  ///< exp(G_end - G_i) n_i beta_i
+  float diag[kChunk];   ///< m_i n_i q_i . k_i beta_i
+  float last;           ///< exp(G_end)
   // The log2 of a bound of |M|, the map of the chunk's start state: G_end / ln 2, and the sums of
   // log2 max(1, |1 - beta |k|^2|) over the first and the last 32 tokens.
   float log2_decay, log2_growth[2];
@@ -36,7 +35,7 @@ struct Factors {
   void *q = nullptr, *k = nullptr;  ///< rows as they are, [tiles, 64, padded_k(K)], swizzled; zeros
                                     ///< past K and past the end of a sequence
   void* inverse = nullptr;     ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
-  void* scores = nullptr;      ///< low(D o Q K^T), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
+  void* scores = nullptr;      ///< low(D o Q K^T) diag(beta), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
   Numbers* numbers = nullptr;  ///< [tiles]
 };
 

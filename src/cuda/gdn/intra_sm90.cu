@@ -6,12 +6,11 @@
 #include "cuda/gdn/intra_sm90.hpp"
 
 #include "cuda/chain/products_sm90.cuh"
+#include "cuda/gdn/inverse.cuh"
 #include "cuda/gdn/rows.cuh"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/staged/intra/inverse.cuh"
-#include "cuda/staged/intra/solve.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -52,8 +51,7 @@ struct alignas(1024) Shared {
 template <class ElementT, int kChannels>
 struct Context {
   using T = ElementT;
-  using F = ElementT;  // as intra/inverse.cuh calls it
-  static constexpr int kK = kChannels, kWarps = kWarpsOfBlock;
+  static constexpr int kK = kChannels;
 
   const HeadGates<IntraArgs>& a;
   Shared<T, kK>& s;
@@ -272,10 +270,12 @@ __device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, in
     const auto put = [&](float x0, float x1) {
       return float2{first ? x0 : 0.0f, second ? x1 : 0.0f};
     };
-    const float2 a = put(q[2 * half] * d0, q[2 * half + 1] * d1);
+    const float first_step = d0 * beta.x, second_step = d1 * beta.y;
+    const float2 a = put(q[2 * half] * first_step, q[2 * half + 1] * second_step);
     *reinterpret_cast<uint32_t*>(&c.s.after.Aqk[i][j]) = ptx::pack<typename C::T>(a.x, a.y);
-    *reinterpret_cast<float2*>(&c.s.after.N[i][j]) =
-        put(k[2 * half] * (d0 * beta.x), k[2 * half + 1] * (d1 * beta.y));
+    float2 l = put(k[2 * half] * first_step, k[2 * half + 1] * second_step);
+    if constexpr (!kDiagonal) l = {round_to_tf32(l.x), round_to_tf32(l.y)};
+    *reinterpret_cast<float2*>(&c.s.after.N[i][j]) = l;
   }
 }
 template <class C>
@@ -296,29 +296,27 @@ __device__ __forceinline__ float log2_growth(float beta, float k_square) {
   return other <= 1 ? 0.0f : ptx::lg2(other);
 }
 
+/// By 64 threads, one a token.
 template <class C>
-__device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
-  if (c.tid >= kChunk) return;
-  const int i = c.tid;
+__device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to, int i) {
   const float q_norm = c.s.q_norm[i], k_norm = c.s.k_norm[i];
   const float since_start = ptx::ex2(sums.whole[i] + sums.part[i]);
   to->row_k[i] = since_start * k_norm;
   to->row_q[i] = since_start * q_norm;
-  to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
-  to->beta[i] = sums.beta[i];
-  to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
+  to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm * sums.beta[i];
+  to->diag[i] = c.s.diag[i] * (q_norm * k_norm) * sums.beta[i];
   const float growth = sum_over(log2_growth(sums.beta[i], c.s.k_square[i]), 1, 32);
-  if (c.lane() == 0) to->log2_growth[c.warp()] = growth;
+  if (c.lane() == 0) to->log2_growth[i / 32] = growth;
   if (i != kChunk - 1) return;
   to->last = since_start;
   to->log2_decay = sums.whole[i] + sums.part[i];
 }
 
-template <class T>
+template <int kStorers, class T>
 __device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T* to, int thread) {
   const int row0 = thread / 8, piece = thread % 8;
 #pragma unroll
-  for (int row = 0; row < kChunk; row += kThreads / 8)
+  for (int row = 0; row < kChunk; row += kStorers / 8)
     *reinterpret_cast<uint4*>(to + swizzled(row0, piece) + row * 64) =
         *reinterpret_cast<const uint4*>(&square[row0 + row][piece * 8]);
 }
@@ -328,15 +326,20 @@ __device__ void make_factors(const C& c, int head, const TokenSums& sums, const 
   using T = typename C::T;
   const int64_t tile = static_cast<int64_t>(c.a.q_heads.quotient(blockIdx.x)) * c.a.shape.HV + head;
   decay_scores(c, sums, scores);
-  store_numbers(c, sums, c.a.made.numbers + tile);
   __syncthreads();
-  intra::invert_pairs(c);
+  if (c.warp() < kWarpsOfBlock / 2) {
+    invert_pairs(c);
+  } else {
+    const int thread = c.tid - kThreads / 2;
+    store_numbers(c, sums, c.a.made.numbers + tile, thread);
+    store_square<kThreads / 2>(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare,
+                               thread);
+  }
   __syncthreads();
-  intra::invert_halves(c);
-  if (c.tid < kChunk) c.s.after.inverse[c.tid][c.tid] = 0;  // of T' - I
-  __syncthreads();
-  store_square(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare, c.tid);
-  store_square(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare, c.tid);
+  invert_halves(c);
+  __syncthreads();  // the next head's scores may go where these were, its inverse after a barrier
+  store_square<kThreads>(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare,
+                         c.tid);
 }
 
 // ---- the kernel
@@ -362,10 +365,9 @@ __device__ void run(const C& c) {
       scale_scores(c, scores);
       clear_squares(c);
     }
-    for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i) {
-      __syncthreads();  // sums are there; the squares, or operands, before were read
+    __syncthreads();  // sums are there
+    for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i)
       make_factors(c, value_head_of(c.a, c.q_head, first + i), c.s.sums[i], scores);
-    }
   }
 }
 
