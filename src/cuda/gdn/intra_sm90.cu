@@ -81,11 +81,14 @@ __device__ void load_rows(const C& c) {
   ptx::cp_async_commit();
 }
 
+/// The sum of squares of a row, by two neighbouring lanes; in 64 columns it is one lane's.
 template <class T, int kK>
-__device__ float square_of_row(const T* tile, int row) {
+__device__ float square_of_row(const T* tile, int row, int half) {
   float sum = 0;
 #pragma unroll
-  for (int piece = 0; piece < kK / 8; ++piece) {
+  for (int i = 0; i < 8; ++i) {
+    // Lanes of both halves read other banks.
+    const int piece = kK == 128 ? half * 8 + (i ^ half * 4) : i;
     const uint4 x = *reinterpret_cast<const uint4*>(tile + swizzled(row, piece));
 #pragma unroll
     for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
@@ -93,19 +96,18 @@ __device__ float square_of_row(const T* tile, int row) {
       sum = fmaf(y.x, y.x, sum), sum = fmaf(y.y, y.y, sum);
     }
   }
-  return sum;
+  return kK == 128 ? sum + __shfl_xor_sync(~0u, sum, 1) : sum;
 }
 
-/// A thread has a row of q or of k.
+__device__ __forceinline__ float norm_of(const GateView& gate, float square) {
+  return gate.l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
+}
+
 template <class C>
-__device__ void find_norms(const C& c) {
-  const GateView& gate = c.a.gate;
-  const int row = c.tid % kChunk;
-  const bool of_q = c.tid < kChunk;
-  const float square = square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row);
-  const float norm = gate.l2norm ? rsqrtf(square + 1e-6f) : 1;
-  (of_q ? c.s.q_norm : c.s.k_norm)[row] = of_q ? gate.scale * norm : norm;
-  if (!of_q) c.s.k_square[row] = square * (norm * norm);
+__device__ void find_q_norms(const C& c) {
+  const int row = c.tid / 2, half = c.tid % 2;
+  const float square = square_of_row<typename C::T, C::kK>(c.s.rows.q, row, half);
+  if (half == 0) c.s.q_norm[row] = c.a.gate.scale * norm_of(c.a.gate, square);
 }
 
 /// Starts to hand on q and k as they lie here: chains copy a tile at once. By one thread.
@@ -135,35 +137,52 @@ __device__ void multiply_by_k(const C& c, const typename C::T* x, float (&out)[k
 struct Scores {
   float q[kScoreTiles][4], k[kScoreTiles][4];
 };
+
+/// q . k and k . k of a token: the norm of k comes with the product.
+template <class C>
+__device__ void find_diagonals(const C& c, const Scores& scores) {
+  if (c.lane() % 4 != c.lane() / 8) return;  // lanes of the diagonals of 8x8 blocks
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    if (n / 2 != c.warp()) continue;
+    const auto at = [&](const float(&x)[4]) {
+      return c.lane() / 4 % 2 == 0 ? x[n % 2 * 2] : x[n % 2 * 2 + 1];
+    };
+    const int row = n * 8 + c.lane() / 4;
+    const float square = at(scores.k[n]), norm = norm_of(c.a.gate, square);
+    c.s.diag[row] = at(scores.q[n]);
+    c.s.k_norm[row] = norm;
+    c.s.k_square[row] = square * (norm * norm);
+  }
+}
+
 template <class C>
 __device__ void multiply_rows(const C& c, Scores& scores) {
   ptx::wgmma_fence();
   multiply_by_k(c, c.s.rows.k, scores.k);
   multiply_by_k(c, c.s.rows.q, scores.q);
   ptx::wgmma_commit();
+  find_q_norms(c);
   ptx::wgmma_wait<0>();
   ptx::fence_operands(scores.q);
   ptx::fence_operands(scores.k);
-#pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
-        c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+  find_diagonals(c, scores);
 }
 
-/// Once norms are there.
+/// Once norms are there, of what is not above the diagonal blocks.
 template <class C>
 __device__ void scale_scores(const C& c, Scores& scores) {
+  const float q_norm[2] = {c.s.q_norm[c.row()], c.s.q_norm[c.row() + 8]};
+  const float k_norm[2] = {c.s.k_norm[c.row()], c.s.k_norm[c.row() + 8]};
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
+    if (n / 2 > c.warp()) continue;
     const float2 column = *reinterpret_cast<const float2*>(&c.s.k_norm[c.column(n)]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = c.row() + i / 2 * 8;
       const float x = i % 2 == 0 ? column.x : column.y;
-      scores.q[n][i] *= c.s.q_norm[row] * x;
-      scores.k[n][i] *= c.s.k_norm[row] * x;
+      scores.q[n][i] *= q_norm[i / 2] * x;
+      scores.k[n][i] *= k_norm[i / 2] * x;
     }
   }
 }
@@ -358,7 +377,6 @@ __device__ void run(const C& c) {
       ptx::fence_async_proxy();
       __syncthreads();
       if (c.tid == 0) store_rows(c);
-      find_norms(c);
       multiply_rows(c, scores);
       if (c.tid == 0) ptx::cp_async_bulk_wait_read();
       __syncthreads();  // norms are there; q and k were read
