@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block has 64 or 128 columns of V of one value head of a sequence, a warpgroup for each 64: it
 // holds S^T in its accumulators and does all products of a chunk by wgmma. Of one more warpgroup
-// two warps copy the next chunks into a ring of stages (v by cp.async, tiles of the workspace by bulk
-// copies), and two write outputs, which lie in a stage in place of v.
+// two warps copy the next chunks into a ring of stages (v by cp.async, tiles of the workspace by
+// bulk copies), and two write outputs, which lie in a stage in place of v.
 //
 // A stage is full when 64 threads' rows of v and the tiles are there; it has its results when the
 // outputs are in place of v; it is free when the chain and those who write have read it.
@@ -40,8 +40,8 @@ struct alignas(1024) Stage : OutputOperands<T, kK, kForward> {
   Numbers numbers;
 };
 
-/// A chunk puts the outputs of the one before, with no branch while products run: the first one puts
-/// what nobody reads.
+/// A chunk puts the outputs of the one before, with no branch while products run: the first one
+/// puts what nobody reads.
 template <class T, int kGroups, bool kForward>
 struct BeforeFirst {
   alignas(128) T v[kGroups][kChunk * kVTile];
@@ -220,7 +220,8 @@ struct Kernel {
     float scaled[kTokenTiles][4];
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
-      const float2 factor = *reinterpret_cast<const float2*>(&s.numbers.col_k[n * 8 + c.lane % 4 * 2]);
+      const float2 factor =
+          *reinterpret_cast<const float2*>(&s.numbers.col_k[n * 8 + c.lane % 4 * 2]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) scaled[n][i] = (i % 2 == 0 ? factor.x : factor.y) * e[n][i];
     }
@@ -288,7 +289,8 @@ struct Kernel {
     decay_state(last);
     if constexpr (kForward) {
       if (a.o.type != Element::kFloat32)
-        chain::put_outputs(c, o, (chunk > 0 ? ring.stage(chunk - 1).v : ring.before_first.v)[warp / 4]);
+        chain::put_outputs(c, o,
+                           (chunk > 0 ? ring.stage(chunk - 1).v : ring.before_first.v)[warp / 4]);
       if (chunk > 0) hand_over(chunk - 1);
       read_by_q<0>(rounded, s, o);
     }
@@ -383,10 +385,12 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
 template <class T, int kK, int kGroups, ChainUse kUse>
 Status launch(const HeadGates<ChainArgs>& args, const Launch& where) {
   using K = Kernel<T, kK, kGroups, kUse>;
-  static_assert(K::kBlocksPerSm * (sizeof(typename K::Shared) + 1024) <= sm90::kSharedMemory + 1024);
-  return launch_kernel(
-      K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90", gdn_chain_kernel<T, kK, kGroups, kUse>,
-      chain::blocks_of<kUse, K::kColumns>(args), K::kThreads, sizeof(typename K::Shared), where, args);
+  static_assert(K::kBlocksPerSm * (sizeof(typename K::Shared) + 1024) <=
+                sm90::kSharedMemory + 1024);
+  return launch_kernel(K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90",
+                       gdn_chain_kernel<T, kK, kGroups, kUse>,
+                       chain::blocks_of<kUse, K::kColumns>(args), K::kThreads,
+                       sizeof(typename K::Shared), where, args);
 }
 
 template <class T, int kK>

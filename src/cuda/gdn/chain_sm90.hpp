@@ -2,7 +2,8 @@
 // The serial part of Gated DeltaNet, chunk by chunk with the state in registers:
 //   Z = v - row_k (k S);  E = Z + (T' - I) Z;  vn = beta E
 //   o = row_q (q S) + A vn + diag vn;  S = exp(G_end) S + k^T (col_k vn)
-// Raw q and k, as tiles, are the operands; all decays and norms are factors of tokens (gdn/factors.hpp).
+// Raw q and k, as tiles, are the operands; all decays and norms are factors of tokens
+// (gdn/factors.hpp).
 #pragma once
 
 #include "cuda/chain/chain.hpp"

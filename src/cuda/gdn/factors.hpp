@@ -34,8 +34,8 @@ inline constexpr int kSquare = kChunk * kChunk;
 struct Factors {
   void *q = nullptr, *k = nullptr;  ///< rows as they are, [tiles, 64, padded_k(K)], swizzled; zeros
                                     ///< past K and past the end of a sequence
-  void* inverse = nullptr;     ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
-  void* scores = nullptr;      ///< low(D o Q K^T) diag(beta), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
+  void* inverse = nullptr;  ///< T' - I, [tiles, 64, 64]; T' = (I + low(D o K K^T) diag(beta))^-1
+  void* scores = nullptr;   ///< low(D o Q K^T) diag(beta), [tiles, 64, 64]; D_ij = exp(G_i - G_j)
   Numbers* numbers = nullptr;  ///< [tiles]
 };
 

@@ -12,9 +12,7 @@ namespace kda::cuda::gdn {
 
 using intra::kBlock;
 
-__device__ __forceinline__ float round_to_tf32(float x) {
-  return __uint_as_float(ptx::to_tf32(x));
-}
+__device__ __forceinline__ float round_to_tf32(float x) { return __uint_as_float(ptx::to_tf32(x)); }
 
 /// Inverts the two 16x16 blocks at token `at` in place; a lane owns a column of one.
 template <class C>
@@ -72,8 +70,7 @@ __device__ __forceinline__ void merge_blocks(const C& c, int row0, int column0, 
     const uint32_t left[4] = {ptx::to_tf32(-y[k][0]), ptx::to_tf32(-y[k][2]),
                               ptx::to_tf32(-y[k][1]), ptx::to_tf32(-y[k][3])};
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      multiply(out[n], left, column0 + k * 8, column0 + n0 + n * 8);
+    for (int n = 0; n < 2; ++n) multiply(out[n], left, column0 + k * 8, column0 + n0 + n * 8);
   }
 }
 
