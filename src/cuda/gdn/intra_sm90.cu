@@ -87,7 +87,7 @@ __device__ float square_of_row(const T* tile, int row, int half) {
   float sum = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    // Lanes of both halves read other banks.
+    // The two lanes of a row read other banks.
     const int piece = kK == 128 ? half * 8 + (i ^ half * 4) : i;
     const uint4 x = *reinterpret_cast<const uint4*>(tile + swizzled(row, piece));
 #pragma unroll

@@ -697,23 +697,6 @@ TEST_F(Gdn, SequencesWithoutTokensKeepTheirStates) {
 
 // ---- plans
 
-TEST(GdnPlan, ServesCallersWhoNameItAlone) {
-  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128, .gates = Gates::kZero});
-  for (const auto& [backend, served] :
-       {std::pair{"", false}, std::pair{"cuda", false}, std::pair{"sm90", false},
-        std::pair{"gdn", true}, std::pair{"sm90.gdn", true}, std::pair{kName, true}}) {
-    Plan plan;
-    ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132),
-                          test::with_backend(backend), &plan)
-                    .ok());
-    EXPECT_EQ(plan.implementation == kName, served) << backend;
-    EXPECT_EQ(plan.candidates[4].name, kName);
-    const bool named = !std::string(backend).empty();
-    EXPECT_TRUE(named ||
-                plan.candidates[4].reason == "not measured yet: it serves callers who name it");
-  }
-}
-
 /// Plans of a layer with 2 q/k heads and 8 value heads.
 Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_invariant = false) {
   Inputs inputs = test::gdn::inputs_of({.lengths = {1, 0}, .H = 2, .HV = 8, .K = 128, .V = 128});
