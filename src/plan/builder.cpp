@@ -18,18 +18,13 @@ void PlanBuilder::fail(Status status) {
 }
 
 Workload PlanBuilder::workload_of(std::size_t first, std::size_t last) const {
-  Workload work;
-  for (std::size_t n = first; n < last; ++n)
-    work.lengths.push_back(plan_->cu_seqlens[n + 1] - plan_->cu_seqlens[n]);
-  work.num_value_heads = plan_->problem.num_value_heads;
-  work.key_dim = plan_->problem.key_dim;
-  work.value_dim = plan_->problem.value_dim;
-  work.num_sms = plan_->device.num_sms;
-  return work;
+  return plan::workload_of(
+      plan_->problem, std::span<const int64_t>(plan_->cu_seqlens).subspan(first, last - first + 1),
+      plan_->device);
 }
 
 Workload PlanBuilder::workload() const {
-  return workload_of(0, plan_->cu_seqlens.empty() ? 0 : plan_->cu_seqlens.size() - 1);
+  return plan::workload_of(plan_->problem, plan_->cu_seqlens, plan_->device);
 }
 
 Partition PlanBuilder::apply_policy(const Workload& work, const SegmentRules& rules,

@@ -33,6 +33,19 @@ Partition declined(Partition partition, std::string reason) {
 
 }  // namespace
 
+Workload workload_of(const Problem& problem, std::span<const int64_t> cu_seqlens,
+                     const DeviceFacts& device) {
+  Workload work{.lengths = {},
+                .num_value_heads = problem.num_value_heads,
+                .key_dim = problem.key_dim,
+                .value_dim = problem.value_dim,
+                .num_sms = device.num_sms,
+                .num_heads = problem.num_heads};
+  for (std::size_t n = 1; n < cu_seqlens.size(); ++n)
+    work.lengths.push_back(cu_seqlens[n] - cu_seqlens[n - 1]);
+  return work;
+}
+
 Partition uncut(std::string reason) { return {.reasons = {std::move(reason)}}; }
 
 Partition flashkda_partition(const Workload& work) {

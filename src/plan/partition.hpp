@@ -21,7 +21,12 @@ struct Workload {
   int64_t key_dim = 128;
   int64_t value_dim = 128;
   int64_t num_sms = 132;
+  int64_t num_heads = 1;  ///< of q and k
 };
+
+/// `cu_seqlens`: empty where lengths are unknown.
+Workload workload_of(const Problem& problem, std::span<const int64_t> cu_seqlens,
+                     const DeviceFacts& device);
 
 struct Partition {
   bool on = false;

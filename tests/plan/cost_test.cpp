@@ -5,6 +5,7 @@
 #include "core/text.hpp"
 #include "cuda/fused/cost.hpp"
 #include "cuda/fused/portable/cost.hpp"
+#include "cuda/gdn/cost.hpp"
 #include "cuda/staged/backward/cost.hpp"
 #include "cuda/staged/cost.hpp"
 #include "tools/kda/flags.hpp"
@@ -77,6 +78,28 @@ TEST(StagedBackwardCost, TakesTheSegmentsThatWereMeasuredToBeBest) {
   for (const auto& [segments, us] : {std::pair{8, 612}, {11, 611}, {16, 577}}) {
     const int64_t tokens = (32768 / 64 + segments - 1) / segments * 64;
     EXPECT_NEAR(staged::backward_us(in, device, 4, {4, 1}, {tokens}), us, 0.03 * us) << segments;
+  }
+}
+
+/// Times of whole calls on an H200, us; one gate a head.
+TEST(GdnCost, IsWithinATenthOfTheTimesOfAnH200) {
+  const struct {
+    const char* lengths;
+    int64_t heads, value_heads, segments;
+    double us;
+  } rows[] = {{"8192", 16, 64, 1, 296},   {"4x2048", 16, 64, 1, 278}, {"8x1024", 16, 64, 1, 284},
+              {"8x1024", 16, 32, 1, 170}, {"8192", 16, 32, 4, 277},   {"8192", 2, 8, 8, 107},
+              {"32K", 16, 32, 7, 956},    {"64K", 2, 8, 27, 532},     {"64K", 2, 8, 16, 482}};
+  for (const auto& row : rows) {
+    plan::Workload work = work_of(row.lengths, row.value_heads);
+    work.num_heads = row.heads;
+    const CostInput in = cost_input(work, gpu_facts(132));
+    const int64_t chunks = plan::ceil_div(longest_of(in), plan::kAutoChunk);
+    const double us =
+        row.segments == 1
+            ? gdn::serial_us(in)
+            : gdn::unforgetting_us(in, plan::ceil_div(chunks, row.segments) * plan::kAutoChunk);
+    EXPECT_NEAR(us, row.us, 0.1 * row.us) << row.lengths << ", " << row.value_heads << " heads";
   }
 }
 

@@ -364,7 +364,6 @@ TEST_F(Launches, OfOneBiasAHeadAreThoseThatThePlanLists) {
   EXPECT_GT(summed, 5);
 }
 
-/// A backend that serves callers who name it.
 TEST_F(Launches, OfGatedDeltaNetAreThoseThatThePlanLists) {
   if (capability_ != 90) GTEST_SKIP() << "kernels of Hopper alone";
   Choices choices(11);

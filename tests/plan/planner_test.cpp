@@ -717,6 +717,75 @@ TEST(Planner, ABackwardOfWhatWasKeptSparesItsMemory) {
       << halves.message();
 }
 
+/// Gated DeltaNet in bf16, K = V = 128: who serves the forward, by lengths that are known or not.
+Plan plan_of_head_gates(const std::string& lengths, int64_t heads, int64_t value_heads,
+                        const PlanOptions& options = {}, bool invariant = false,
+                        bool known = true) {
+  std::vector<int64_t> cu_seqlens;
+  Problem p = packed(tools::parse_lengths(lengths), heads, &cu_seqlens);
+  p.num_value_heads = value_heads;
+  p.v = p.o = contiguous(DType::kBFloat16, {1, p.num_tokens, value_heads, 128});
+  p.g = head_gates(DType::kFloat32, 1, p.num_tokens, value_heads);
+  p.beta = contiguous(DType::kBFloat16, {1, p.num_tokens, value_heads});
+  p.batch_invariant = invariant;
+  p.gate_mode = GateMode::kLog;
+  Plan plan;
+  throw_if_error(known ? make_plan(p, cu_seqlens, gpu_facts(132), options, &plan)
+                       : make_plan_from_bounds(p, gpu_facts(132), options, &plan));
+  return plan;
+}
+
+constexpr const char *kGdn = "cuda.sm90.gdn", *kFused = "cuda.sm90.fused";
+
+std::string why_not_gdn(const Plan& plan) {
+  for (const Candidate& candidate : plan.candidates)
+    if (candidate.name == kGdn) return candidate.reason;
+  return "no candidate";
+}
+
+/// The faster one on an H200 (docs/log/2026-11.md); 8x1024 of 16/32 heads take the same time.
+TEST(Planner, TakesTheFasterKernelsOfOneGateAHead) {
+  const struct {
+    const char *lengths, *backend;
+    int64_t heads, value_heads;
+  } rows[] = {{"8192", kGdn, 16, 64},     {"4x2048", kGdn, 16, 64},   {"8x1024", kGdn, 16, 64},
+              {"64K", kGdn, 2, 8},        {"2048", kGdn, 16, 32},     {"8192", kFused, 16, 32},
+              {"32K", kFused, 16, 32},    {"64x100", kFused, 16, 32}, {"200x20", kFused, 16, 32},
+              {"8x1024", kFused, 16, 32}, {"8192", kFused, 2, 8},     {"1024", kFused, 2, 8}};
+  for (const auto& row : rows) {
+    const Plan plan = plan_of_head_gates(row.lengths, row.heads, row.value_heads);
+    EXPECT_EQ(plan.implementation, row.backend)
+        << row.lengths << ", " << row.value_heads << " heads: " << why_not_gdn(plan);
+  }
+  EXPECT_EQ(why_not_gdn(plan_of_head_gates("200x20", 16, 32)),
+            "predicted: 386 us where heads forget nothing, with the gain that segments must have; "
+            "cuda.sm90.fused 334 us");
+}
+
+TEST(Planner, LengthsDoNotChooseTheKernelWhereBitsMayNotDependOnThem) {
+  for (const char* lengths : {"8192", "4x2048", "200x20", "64K"}) {
+    const Plan invariant = plan_of_head_gates(lengths, 16, 64, {}, /*invariant=*/true);
+    EXPECT_EQ(invariant.implementation, kFused);
+    EXPECT_EQ(why_not_gdn(invariant), "batch_invariant: lengths must not change the kernel");
+    const Plan off = plan_of_head_gates(lengths, 16, 64, policy(SegmentPolicy::kOff));
+    EXPECT_EQ(off.implementation, kFused);
+    EXPECT_EQ(why_not_gdn(off), "context_parallel is off: lengths must not change the kernel");
+    const Plan bounds = plan_of_head_gates(lengths, 16, 64, {}, false, /*known=*/false);
+    EXPECT_EQ(bounds.implementation, kFused);
+    EXPECT_EQ(why_not_gdn(bounds), "lengths are not known, and cuda.sm90.fused cuts there");
+  }
+}
+
+TEST(Planner, TakesTheKernelsOfOneGateAHeadWhereTheFusedOnesDoNotServe) {
+  PlanOptions asked = test::fixed_segments(3), spans;
+  for (const bool invariant : {false, true})
+    EXPECT_EQ(plan_of_head_gates("200x20", 16, 32, asked, invariant).implementation, kGdn);
+  spans.spans = true;
+  const Plan plan = plan_of_head_gates("64K", 2, 8, spans);
+  EXPECT_EQ(plan.implementation, kFused);
+  EXPECT_EQ(why_not_gdn(plan), "spans are of cuda.sm90.fused");
+}
+
 /// Golden plans: tests/plan/golden/<name>.txt; write them anew with KDA_UPDATE_GOLDEN=1.
 TEST(Planner, GoldenPlans) {
   const struct {

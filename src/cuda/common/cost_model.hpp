@@ -26,7 +26,7 @@ struct MergeCosts {
 
 struct CostInput {
   plan::LengthSums<int64_t> sums;
-  int64_t num_value_heads;
+  int64_t num_heads, num_value_heads;
   int64_t key_dim, value_dim;
   int64_t num_sms;
   double bytes_per_second;
@@ -35,6 +35,7 @@ struct CostInput {
 
 inline CostInput cost_input(const plan::Workload& work, const DeviceFacts& device) {
   CostInput in{.sums = {},
+               .num_heads = work.num_heads,
                .num_value_heads = work.num_value_heads,
                .key_dim = work.key_dim,
                .value_dim = work.value_dim,

@@ -97,15 +97,6 @@ std::string decline_one_pass(const Problem& p) {
 
 constexpr int64_t kTypicalTokens = 8192;
 
-double typical_us(const plan::Workload& work, const DeviceFacts& device, bool may_cut) {
-  CostEstimate cost;
-  if (may_cut)
-    auto_partition(work, device, 0, &cost);
-  else
-    cost = predict(work, device);
-  return cost.segmented_us > 0 ? cost.segmented_us : cost.fused_us;
-}
-
 double typical_us_in_stages(const plan::Workload& work, const DeviceFacts& device, bool may_cut) {
   CostEstimate cost;
   if (may_cut)
@@ -145,7 +136,8 @@ std::string defer(const registry::Request& request) {
                                .key_dim = p.key_dim,
                                .value_dim = p.value_dim,
                                .num_sms = request.device.num_sms};
-  const double fused = typical_us(typical, request.device, may_cut);
+  const double fused =
+      may_cut ? predicted_us(typical, request.device) : predict(typical, request.device).fused_us;
   const double stages = typical_us_in_stages(typical, request.device, may_cut);
   if (fused <= stages) return {};
   return cat("a sequence of ", kTypicalTokens, " tokens and ", p.num_value_heads,

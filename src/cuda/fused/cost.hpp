@@ -139,6 +139,7 @@ inline bool may_cut(const CutModel& m, int64_t num_tokens, int64_t num_sequences
 inline CutModel model_from_bounds(const Problem& p, const DeviceFacts& device,
                                   int64_t check_tokens) {
   const CostInput in{.sums = {},
+                     .num_heads = p.num_heads,
                      .num_value_heads = p.num_value_heads,
                      .key_dim = p.key_dim,
                      .value_dim = p.value_dim,
@@ -187,6 +188,13 @@ inline plan::Partition auto_partition(const plan::Workload& work, const DeviceFa
   };
   if (check_tokens > 0) search.refine = let_exit;
   return plan::best_partition(work, search, &cost->segmented_us);
+}
+
+/// The least time, in segments where these gain.
+inline double predicted_us(const plan::Workload& work, const DeviceFacts& device) {
+  CostEstimate cost;
+  auto_partition(work, device, 0, &cost);
+  return cost.segmented_us > 0 ? cost.segmented_us : cost.fused_us;
 }
 
 /// Cuts spans likewise, behind an empty first segment, so that every segment with tokens has a

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backend cuda.sm90.gdn: what it serves and how it plans. Its launches: cuda/gdn/launches.cpp.
+#include <cmath>
 #include <tuple>
 
 #include "core/layout.hpp"
 #include "core/text.hpp"
 #include "cuda/common/common.hpp"
+#include "cuda/fused/cost.hpp"
 #include "cuda/gdn/cost.hpp"
 #include "cuda/gdn/factors.hpp"
 #include "cuda/gdn/launches.hpp"
@@ -55,6 +57,27 @@ std::string decline_options(const PlanOptions& options) {
   return {};
 }
 
+/// The fused backend is the next one. Lengths decide between the two, so it serves where they may
+/// not, or are unknown, or where it is predicted to be faster.
+std::string defer(const registry::Request& request) {
+  const Problem& p = request.problem;
+  const PlanOptions& options = request.options;
+  if (!fused::kForward.head.decline(p).empty()) return {};
+  if (options.spans) return "spans are of cuda.sm90.fused";
+  if (!fused::kForward.head.defer(request).empty()) return {};
+  if (p.batch_invariant) return "batch_invariant: lengths must not change the kernel";
+  if (options.context_parallel == SegmentPolicy::kOff)
+    return "context_parallel is off: lengths must not change the kernel";
+  if (request.cu_seqlens.empty()) return "lengths are not known, and cuda.sm90.fused cuts there";
+  const plan::Workload work = plan::workload_of(p, request.cu_seqlens, request.device);
+  const double own = time_to_beat_us(work, request.device);
+  const double other = fused::predicted_us(work, request.device);
+  if (own <= other) return {};
+  return cat("predicted: ", std::llround(own),
+             " us where heads forget nothing, with the gain that segments must have; ",
+             "cuda.sm90.fused ", std::llround(other), " us");
+}
+
 /// With batch_invariant M is kept to the end, as in every backend.
 void cut(plan::PlanBuilder& builder) {
   const Plan& plan = builder.plan();
@@ -95,6 +118,10 @@ void plan_forward(plan::PlanBuilder& builder) {
   }
   builder.kernel("forward", "gdn_chain_sm90");
   book_maps(builder);
+  const auto rows = static_cast<std::size_t>(chunks * p.num_heads);
+  const std::size_t row_bytes = kChunk * padded_k(static_cast<int>(p.key_dim)) * sizeof(uint16_t);
+  builder.book(block::kGdnQ, rows, row_bytes);
+  builder.book(block::kGdnK, rows, row_bytes);
   builder.book(block::kGdnInverse, tiles, kSquare * sizeof(uint16_t));
   builder.book(block::kGdnScores, tiles, kSquare * sizeof(uint16_t));
   builder.book(block::kGdnNumbers, tiles, sizeof(Numbers));
@@ -110,7 +137,7 @@ const registry::ForwardRow kForward = {
              .plan = plan_forward,
              .decline = decline,
              .decline_options = decline_options,
-             .only_by_name = true,  // until it is measured
+             .defer = defer,
              .min_compute_capability = 90,
              .max_compute_capability = 90,
              .device_checks = &kDeviceChecks},

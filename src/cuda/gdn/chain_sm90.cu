@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block has 64 or 128 columns of V of one value head of a sequence, a warpgroup for each 64: it
 // holds S^T in its accumulators and does all products of a chunk by wgmma. Of one more warpgroup
-// two warps copy the next chunks into a ring of stages (rows of the caller by cp.async, factors by
+// two warps copy the next chunks into a ring of stages (v by cp.async, tiles of the workspace by
 // bulk copies), and two write outputs, which lie in a stage in place of v.
 //
-// A stage is full when 64 threads' rows and the factors are there; it has its results when the
+// A stage is full when 64 threads' rows of v and the tiles are there; it has its results when the
 // outputs are in place of v; it is free when the chain and those who write have read it.
 //
 // M and B of segments come from the same chain without outputs: B from a state of zeros, M from the
@@ -40,6 +40,15 @@ struct alignas(1024) Stage : OutputOperands<T, kK, kForward> {
   Numbers numbers;
 };
 
+/// A chunk puts the outputs of the one before, with no branch while products run: the first one
+/// puts what nobody reads.
+template <class T, int kGroups, bool kForward>
+struct BeforeFirst {
+  alignas(128) T v[kGroups][kChunk * kVTile];
+};
+template <class T, int kGroups>
+struct BeforeFirst<T, kGroups, false> {};
+
 template <class T, int kK, int kGroups, ChainUse kUse>
 struct Kernel {
   using C = chain::Chain<T, kK, kUse>;
@@ -49,6 +58,9 @@ struct Kernel {
   static constexpr int kBlocksPerSm = kForward ? 1 : 2;
   using R = chain::Ring<Stage<T, kK, kGroups, kForward>, 3>;
   using S = typename R::Stage;
+  struct Shared : R {
+    BeforeFirst<T, kGroups, kForward> before_first;
+  };
   static constexpr int kColumns = kGroups * kVTile;
   static constexpr int kChainThreads = 128 * kGroups;  // the first ones
   static constexpr int kCopiers = 64, kStorers = 64;   // the next ones
@@ -56,11 +68,11 @@ struct Kernel {
 
   const HeadGates<ChainArgs>& a;
   C c;  // the state and where it belongs
-  R& ring;
+  Shared& ring;
   const int warp;
   bool forgotten = false;  // M of this segment and head is bounded away
 
-  __device__ Kernel(const HeadGates<ChainArgs>& args, R& shared)
+  __device__ Kernel(const HeadGates<ChainArgs>& args, Shared& shared)
       : a(args),
         c(args),
         ring(shared),
@@ -117,50 +129,41 @@ struct Kernel {
 
   // ---- copies ----------------------------------------------------------------------------------
 
-  /// visit(where it goes, where it lies, bytes) for each factor of a chunk.
+  /// visit(where it goes, where it lies, bytes) for each tile of a chunk. In the order in which the
+  /// chain wants them.
   template <class Visit>
-  __device__ void for_each_factor(int chunk, S& s, Visit&& visit) const {
-    const auto whole = [&](auto& target, const void* source) {
-      visit(&target, static_cast<const char*>(source) + c.tile(chunk) * sizeof(target),
+  __device__ void for_each_tile(int chunk, int q_head, S& s, Visit&& visit) const {
+    const auto whole = [&](auto& target, const void* source, int64_t tile) {
+      visit(&target, static_cast<const char*>(source) + tile * sizeof(target),
             static_cast<int>(sizeof(target)));
     };
-    whole(s.numbers, a.made.numbers);
-    whole(s.inverse, a.made.inverse);
-    if constexpr (kForward) whole(s.scores, a.made.scores);
+    const int64_t rows = (c.chunk0 + chunk) * a.shape.H + q_head, own = c.tile(chunk);
+    whole(s.k, a.made.k, rows);
+    if constexpr (kForward) whole(s.q, a.made.q, rows);
+    whole(s.numbers, a.made.numbers, own);
+    whole(s.inverse, a.made.inverse, own);
+    if constexpr (kForward) whole(s.scores, a.made.scores, own);
   }
 
-  /// Where the rows of this sequence and of `head` begin.
-  __device__ const T* rows_of(const RowView& view, int64_t head) const {
-    return static_cast<const T*>(view.base) +
-           row_offset(view, a.map, c.tokens.sequence, c.tokens.begin, head);
-  }
-
-  /// Rows that come are the next ones.
+  /// Rows of v that come are the next ones.
   __device__ void run_copies(int thread) const {
     const int q_head = q_head_of(a, static_cast<int>(c.head));
-    const T *k = rows_of(a.k, q_head), *q = rows_of(a.q, q_head), *v = rows_of(a.v, c.head);
+    const T* v = static_cast<const T*>(a.v.base) +
+                 row_offset(a.v, a.map, c.tokens.sequence, c.tokens.begin, c.head);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
       const int i = chunk % R::kStages, round = chunk / R::kStages;
       const auto count = static_cast<int>(min(
           static_cast<int64_t>(kChunk), c.tokens.end - c.tokens.begin - int64_t{chunk} * kChunk));
-      const auto copy = [&](auto& tile, const T*& rows, const RowView& view, int column, int size) {
-        constexpr int kCount = sizeof(tile) / (kChunk * sizeof(T));
-        copy_rows<kCount, kCopiers>(tile, rows + column, view.stride_t, count, size - column,
-                                    thread);
-      };
       ring.wait_until_free(i, round);
       S& s = ring.stages[i];
-      if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_factor(chunk, s, visit); });
-      copy(s.k, k, a.k, 0, a.shape.K);
-      k += kChunk * a.k.stride_t;
-      if constexpr (kForward) {
-        copy(s.q, q, a.q, 0, a.shape.K);
-        q += kChunk * a.q.stride_t;
-      }
+      if (thread == 0) ring.copy(i, [&](auto&& visit) { for_each_tile(chunk, q_head, s, visit); });
       if (!c.transition) {
 #pragma unroll 1
-        for (int group = 0; group < kGroups; ++group)
-          copy(s.v[group], v, a.v, (c.u_tile + group) * kVTile, a.shape.V);
+        for (int group = 0; group < kGroups; ++group) {
+          const int column = (c.u_tile + group) * kVTile;
+          copy_rows<kVTile, kCopiers>(s.v[group], v + column, a.v.stride_t, count,
+                                      a.shape.V - column, thread);
+        }
         v += kChunk * a.v.stride_t;
       }
       ring.arrive_after_copies(i);
@@ -181,9 +184,7 @@ struct Kernel {
   // ---- one chunk -------------------------------------------------------------------------------
 
   __device__ void wait_for_operands(int chunk) const {
-    if (chunk >= c.num_chunks) return;
-    ring.wait_for_operands(chunk);
-    ptx::fence_async_proxy();  // rows were not copied by it, and products read by it
+    if (chunk < c.num_chunks) ring.wait_for_operands(chunk);
   }
 
   /// Z^T = v^T - row_k (k S)^T, in place of (k S)^T. A transition has v = 0.
@@ -213,41 +214,86 @@ struct Kernel {
       for (int i = 0; i < 4; ++i) c.state[n][i] *= factor;
   }
 
-  /// S^T += (col_k vn)^T k, in the operands' type twice where that keeps the sum's digits.
-  __device__ __forceinline__ void add_to_state(const S& s, float (&vn)[kTokenTiles][4]) {
+  /// S^T += (col_k E)^T k, in the operands' type twice where that keeps the sum's digits.
+  __device__ __forceinline__ void add_to_state(const S& s, const float (&e)[kTokenTiles][4]) {
     uint32_t x[4][4], rest[4][4];
-    c.template scale_tokens<1>(s.numbers.col_k, vn);
-    c.round_tokens(vn, x);
-    if constexpr (C::kTwoParts)
+    float scaled[kTokenTiles][4];
 #pragma unroll
-      for (int step = 0; step < 4; ++step) c.rests(vn, step, x[step], rest[step]);
+    for (int n = 0; n < kTokenTiles; ++n) {
+      const float2 factor =
+          *reinterpret_cast<const float2*>(&s.numbers.col_k[n * 8 + c.lane % 4 * 2]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scaled[n][i] = (i % 2 == 0 ? factor.x : factor.y) * e[n][i];
+    }
+    c.round_tokens(scaled, x);
     ptx::fence_operands(c.state);
     ptx::wgmma_fence();
-    if constexpr (C::kTwoParts)
-      chain::multiply_tokens(c.state, s.k, x, rest);
-    else
-      chain::multiply_tokens(c.state, s.k, x);
+    chain::multiply_tokens(c.state, s.k, x);
+    if constexpr (C::kTwoParts) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) c.rests(scaled, step, x[step], rest[step]);
+      ptx::wgmma_fence();
+      chain::multiply_tokens(c.state, s.k, rest);
+    }
     ptx::wgmma_commit();
   }
 
-  /// Products run while the warps do something else; Z and E are waited for.
-  __device__ __forceinline__ void run_chunk(int chunk, S& s) {
-    uint32_t rounded[kSteps][4], x[4][4];
-    float z[kTokenTiles][4], o[kTokenTiles][4];
-    c.forget_lane();
-    const float last = s.numbers.last;  // before products that would keep shared memory busy
+  /// Half of (q S)^T.
+  template <int kHalf>
+  __device__ __forceinline__ void read_by_q(const uint32_t (&rounded)[kSteps][4], const S& s,
+                                            float (&o)[kTokenTiles][4]) const {
+    const uint64_t tile = chain::tile_at(s.q);
+    ptx::fence_operands(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps / 2; ++i) {
+      const int step = kHalf * kSteps / 2 + i;
+      if (step == 0)
+        ptx::wgmma_n64_k_major<T, false>(o, rounded[step], tile);
+      else
+        ptx::wgmma_n64_k_major<T, true>(o, rounded[step], ptx::next_columns(tile, step * 16));
+    }
+    ptx::wgmma_commit();
+  }
+
+  /// o of a chunk, which are there, in place of its v.
+  __device__ __forceinline__ void put_outputs(int chunk, const float (&o)[kTokenTiles][4]) {
+    if (a.o.type != Element::kFloat32) chain::put_outputs(c, o, ring.stage(chunk).v[warp / 4]);
+    hand_over(chunk);
+  }
+  __device__ __forceinline__ void hand_over(int chunk) {
+    ring.results_are_there(chunk);
+    ring.is_read(chunk);
+  }
+
+  __device__ __forceinline__ void round_state(uint32_t (&rounded)[kSteps][4]) const {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       chain::round_pairs<T>(c.state[2 * step], c.state[2 * step + 1], rounded[step]);
+  }
+
+  /// Products run in the order in which they are begun, and while the warps do something else: each
+  /// step of the chain (k S, Z, E, the state) has a product of the outputs behind it. Nothing pends
+  /// at the end, as ptxas forgets over the loop what does; outputs are put by the next chunk.
+  __device__ __forceinline__ void run_chunk(int chunk, S& s, uint32_t (&rounded)[kSteps][4],
+                                            float (&o)[kTokenTiles][4]) {
+    uint32_t x[4][4];
+    float z[kTokenTiles][4];
+    c.forget_lane();
+    const float last = s.numbers.last;  // before products that would keep shared memory busy
     ptx::wgmma_wait<0>();  // nothing pends; ptxas forgets that over the loop, and would wait later
+    if constexpr (kForward) ptx::fence_operands(o);
     ptx::wgmma_fence();
     chain::multiply_rows<false>(rounded, s.k, z);
     ptx::wgmma_commit();
-    if constexpr (kForward) {
-      chain::multiply_rows<false>(rounded, s.q, o);
-      ptx::wgmma_commit();
-    }
     decay_state(last);
+    if constexpr (kForward) {
+      if (a.o.type != Element::kFloat32)
+        chain::put_outputs(c, o,
+                           (chunk > 0 ? ring.stage(chunk - 1).v : ring.before_first.v)[warp / 4]);
+      if (chunk > 0) hand_over(chunk - 1);
+      read_by_q<0>(rounded, s, o);
+    }
     ptx::wgmma_wait<kForward ? 1 : 0>();
     ptx::fence_operands(z);
     subtract_from_v(s, z);
@@ -256,35 +302,30 @@ struct Kernel {
     ptx::wgmma_fence();
     chain::multiply_rows<true>(x, s.inverse, z);  // E^T: the diagonal of T' is Z in fp32
     ptx::wgmma_commit();
+    if constexpr (kForward) read_by_q<1>(rounded, s, o);
+    ptx::wgmma_wait<kForward ? 1 : 0>();
+    ptx::fence_operands(z);
+    add_to_state(s, z);
     if constexpr (kForward) {
+      c.round_tokens(z, x);
       ptx::wgmma_wait<1>();
       ptx::fence_operands(o);
       c.template scale_tokens<1>(s.numbers.row_q, o);
-    }
-    ptx::wgmma_wait<0>();
-    ptx::fence_operands(z);
-    c.template scale_tokens<1>(s.numbers.beta, z);
-    if constexpr (kForward) {
-      c.round_tokens(z, x);
       c.add_diagonal(z, s.numbers.diag, o);
       ptx::fence_operands(o);
       ptx::wgmma_fence();
       chain::multiply_rows<true>(x, s.scores, o);
       ptx::wgmma_commit();
     }
-    add_to_state(s, z);
-    if constexpr (kForward) {
-      ptx::wgmma_wait<1>();
-      ptx::fence_operands(o);
-      if (a.o.type == Element::kFloat32)
-        c.store_outputs(chunk, o);
-      else
-        chain::put_outputs(c, o, s.v[warp / 4]);
-      ring.results_are_there(chunk);
-    }
+    ptx::wgmma_wait<kForward ? 1 : 0>();
+    ptx::fence_operands(c.state);
+    round_state(rounded);
     wait_for_operands(chunk + 1);
     ptx::wgmma_wait<0>();
-    ptx::fence_operands(c.state);
+    if constexpr (kForward) {
+      ptx::fence_operands(o);
+      if (a.o.type == Element::kFloat32) c.store_outputs(chunk, o);
+    }
   }
 
   __device__ void load_start() {
@@ -297,13 +338,18 @@ struct Kernel {
   }
 
   __device__ void run_chain() {
+    float o[kTokenTiles][4] = {};
+    uint32_t rounded[kSteps][4];
     load_start();
+    round_state(rounded);
     wait_for_operands(0);
     for (int chunk = 0; chunk < c.num_chunks; ++chunk) {
-      run_chunk(chunk, ring.stage(chunk));
-      ring.is_read(chunk);
+      run_chunk(chunk, ring.stage(chunk), rounded, o);
+      if constexpr (!kForward) ring.is_read(chunk);
       c.store_checkpoint(chunk);
     }
+    if constexpr (kForward)
+      if (c.num_chunks > 0) put_outputs(c.num_chunks - 1, o);
     c.store_end();
   }
 };
@@ -315,7 +361,7 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
   using K = Kernel<T, kK, kGroups, kUse>;
   ptx::griddepcontrol_wait();
   chain::write_flags<kUse>(a);
-  K kernel(a, *reinterpret_cast<typename K::R*>(ptx::dynamic_shared()));
+  K kernel(a, *reinterpret_cast<typename K::Shared*>(ptx::dynamic_shared()));
   if (!kernel.c.template find_place<K::kColumns>(kernel.warp)) return;
   if constexpr (kUse == ChainUse::kScan)
     if (a.may_forget) kernel.skip_what_is_forgotten();
@@ -339,10 +385,12 @@ __global__ void __launch_bounds__(Kernel<T, kK, kGroups, kUse>::kThreads,
 template <class T, int kK, int kGroups, ChainUse kUse>
 Status launch(const HeadGates<ChainArgs>& args, const Launch& where) {
   using K = Kernel<T, kK, kGroups, kUse>;
-  static_assert(K::kBlocksPerSm * (sizeof(typename K::R) + 1024) <= sm90::kSharedMemory + 1024);
-  return launch_kernel(
-      K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90", gdn_chain_kernel<T, kK, kGroups, kUse>,
-      chain::blocks_of<kUse, K::kColumns>(args), K::kThreads, sizeof(typename K::R), where, args);
+  static_assert(K::kBlocksPerSm * (sizeof(typename K::Shared) + 1024) <=
+                sm90::kSharedMemory + 1024);
+  return launch_kernel(K::kForward ? "gdn_chain_sm90" : "gdn_scan_sm90",
+                       gdn_chain_kernel<T, kK, kGroups, kUse>,
+                       chain::blocks_of<kUse, K::kColumns>(args), K::kThreads,
+                       sizeof(typename K::Shared), where, args);
 }
 
 template <class T, int kK>

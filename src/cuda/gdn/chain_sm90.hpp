@@ -2,7 +2,8 @@
 // The serial part of Gated DeltaNet, chunk by chunk with the state in registers:
 //   Z = v - row_k (k S);  E = Z + (T' - I) Z;  vn = beta E
 //   o = row_q (q S) + A vn + diag vn;  S = exp(G_end) S + k^T (col_k vn)
-// Raw q and k are the operands; all decays and norms are factors of tokens (gdn/factors.hpp).
+// Raw q and k, as tiles, are the operands; all decays and norms are factors of tokens
+// (gdn/factors.hpp).
 #pragma once
 
 #include "cuda/chain/chain.hpp"
@@ -17,7 +18,7 @@ inline constexpr float kForgottenLog2 = -20;
 
 /// The `factors` of ChainArgs are not used.
 struct ChainArgs : cuda::ChainArgs {
-  RowView q, k, v;  ///< bf16, rows aligned to 16 bytes
+  RowView v;  ///< bf16, rows aligned to 16 bytes
   Factors made;
   /// Scan: where the gates of a segment's last chunks bound their M by kForgottenLog2, M is 0, and
   /// B comes from these chunks alone.

@@ -6,12 +6,11 @@
 #include "cuda/gdn/intra_sm90.hpp"
 
 #include "cuda/chain/products_sm90.cuh"
+#include "cuda/gdn/inverse.cuh"
 #include "cuda/gdn/rows.cuh"
 #include "cuda/launch/launch.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/pdl.cuh"
-#include "cuda/staged/intra/inverse.cuh"
-#include "cuda/staged/intra/solve.cuh"
 #include "cuda/tile/chunk_map.cuh"
 #include "cuda/tile/warp.cuh"
 
@@ -52,8 +51,7 @@ struct alignas(1024) Shared {
 template <class ElementT, int kChannels>
 struct Context {
   using T = ElementT;
-  using F = ElementT;  // as intra/inverse.cuh calls it
-  static constexpr int kK = kChannels, kWarps = kWarpsOfBlock;
+  static constexpr int kK = kChannels;
 
   const HeadGates<IntraArgs>& a;
   Shared<T, kK>& s;
@@ -83,11 +81,14 @@ __device__ void load_rows(const C& c) {
   ptx::cp_async_commit();
 }
 
+/// The sum of squares of a row, by two neighbouring lanes; in 64 columns it is one lane's.
 template <class T, int kK>
-__device__ float square_of_row(const T* tile, int row) {
+__device__ float square_of_row(const T* tile, int row, int half) {
   float sum = 0;
 #pragma unroll
-  for (int piece = 0; piece < kK / 8; ++piece) {
+  for (int i = 0; i < 8; ++i) {
+    // The two lanes of a row read other banks.
+    const int piece = kK == 128 ? half * 8 + (i ^ half * 4) : i;
     const uint4 x = *reinterpret_cast<const uint4*>(tile + swizzled(row, piece));
 #pragma unroll
     for (const uint32_t pair : {x.x, x.y, x.z, x.w}) {
@@ -95,19 +96,29 @@ __device__ float square_of_row(const T* tile, int row) {
       sum = fmaf(y.x, y.x, sum), sum = fmaf(y.y, y.y, sum);
     }
   }
-  return sum;
+  return kK == 128 ? sum + __shfl_xor_sync(~0u, sum, 1) : sum;
 }
 
-/// A thread has a row of q or of k.
+__device__ __forceinline__ float norm_of(const GateView& gate, float square) {
+  return gate.l2norm ? rsqrtf(square + 1e-6f) : 1.0f;
+}
+
 template <class C>
-__device__ void find_norms(const C& c) {
-  const GateView& gate = c.a.gate;
-  const int row = c.tid % kChunk;
-  const bool of_q = c.tid < kChunk;
-  const float square = square_of_row<typename C::T, C::kK>(of_q ? c.s.rows.q : c.s.rows.k, row);
-  const float norm = gate.l2norm ? rsqrtf(square + 1e-6f) : 1;
-  (of_q ? c.s.q_norm : c.s.k_norm)[row] = of_q ? gate.scale * norm : norm;
-  if (!of_q) c.s.k_square[row] = square * (norm * norm);
+__device__ void find_q_norms(const C& c) {
+  const int row = c.tid / 2, half = c.tid % 2;
+  const float square = square_of_row<typename C::T, C::kK>(c.s.rows.q, row, half);
+  if (half == 0) c.s.q_norm[row] = c.a.gate.scale * norm_of(c.a.gate, square);
+}
+
+/// Starts to hand on q and k as they lie here: chains copy a tile at once. By one thread.
+template <class C>
+__device__ void store_rows(const C& c) {
+  const auto store = [&](void* tiles, const auto& tile) {
+    ptx::cp_async_bulk_store(static_cast<char*>(tiles) + blockIdx.x * sizeof(tile), tile,
+                             sizeof(tile));
+  };
+  store(c.a.made.k, c.s.rows.k);
+  store(c.a.made.q, c.s.rows.q);
 }
 
 /// Rows of this warp of x k^T.
@@ -126,35 +137,52 @@ __device__ void multiply_by_k(const C& c, const typename C::T* x, float (&out)[k
 struct Scores {
   float q[kScoreTiles][4], k[kScoreTiles][4];
 };
+
+/// q . k and k . k of a token: the norm of k comes with the product.
+template <class C>
+__device__ void find_diagonals(const C& c, const Scores& scores) {
+  if (c.lane() % 4 != c.lane() / 8) return;  // lanes of the diagonals of 8x8 blocks
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    if (n / 2 != c.warp()) continue;
+    const auto at = [&](const float(&x)[4]) {
+      return c.lane() / 4 % 2 == 0 ? x[n % 2 * 2] : x[n % 2 * 2 + 1];
+    };
+    const int row = n * 8 + c.lane() / 4;
+    const float square = at(scores.k[n]), norm = norm_of(c.a.gate, square);
+    c.s.diag[row] = at(scores.q[n]);
+    c.s.k_norm[row] = norm;
+    c.s.k_square[row] = square * (norm * norm);
+  }
+}
+
 template <class C>
 __device__ void multiply_rows(const C& c, Scores& scores) {
   ptx::wgmma_fence();
   multiply_by_k(c, c.s.rows.k, scores.k);
   multiply_by_k(c, c.s.rows.q, scores.q);
   ptx::wgmma_commit();
+  find_q_norms(c);
   ptx::wgmma_wait<0>();
   ptx::fence_operands(scores.q);
   ptx::fence_operands(scores.k);
-#pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (c.column(n) + i % 2 == c.row() + i / 2 * 8)
-        c.s.diag[c.row() + i / 2 * 8] = scores.q[n][i];
+  find_diagonals(c, scores);
 }
 
-/// Once norms are there.
+/// Once norms are there, of what is not above the diagonal blocks.
 template <class C>
 __device__ void scale_scores(const C& c, Scores& scores) {
+  const float q_norm[2] = {c.s.q_norm[c.row()], c.s.q_norm[c.row() + 8]};
+  const float k_norm[2] = {c.s.k_norm[c.row()], c.s.k_norm[c.row() + 8]};
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
+    if (n / 2 > c.warp()) continue;
     const float2 column = *reinterpret_cast<const float2*>(&c.s.k_norm[c.column(n)]);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = c.row() + i / 2 * 8;
       const float x = i % 2 == 0 ? column.x : column.y;
-      scores.q[n][i] *= c.s.q_norm[row] * x;
-      scores.k[n][i] *= c.s.k_norm[row] * x;
+      scores.q[n][i] *= q_norm[i / 2] * x;
+      scores.k[n][i] *= k_norm[i / 2] * x;
     }
   }
 }
@@ -261,10 +289,12 @@ __device__ __forceinline__ void put_scores(const C& c, const TokenSums& sums, in
     const auto put = [&](float x0, float x1) {
       return float2{first ? x0 : 0.0f, second ? x1 : 0.0f};
     };
-    const float2 a = put(q[2 * half] * d0, q[2 * half + 1] * d1);
+    const float first_step = d0 * beta.x, second_step = d1 * beta.y;
+    const float2 a = put(q[2 * half] * first_step, q[2 * half + 1] * second_step);
     *reinterpret_cast<uint32_t*>(&c.s.after.Aqk[i][j]) = ptx::pack<typename C::T>(a.x, a.y);
-    *reinterpret_cast<float2*>(&c.s.after.N[i][j]) =
-        put(k[2 * half] * (d0 * beta.x), k[2 * half + 1] * (d1 * beta.y));
+    float2 l = put(k[2 * half] * first_step, k[2 * half + 1] * second_step);
+    if constexpr (!kDiagonal) l = {round_to_tf32(l.x), round_to_tf32(l.y)};
+    *reinterpret_cast<float2*>(&c.s.after.N[i][j]) = l;
   }
 }
 template <class C>
@@ -285,29 +315,27 @@ __device__ __forceinline__ float log2_growth(float beta, float k_square) {
   return other <= 1 ? 0.0f : ptx::lg2(other);
 }
 
+/// By 64 threads, one a token.
 template <class C>
-__device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to) {
-  if (c.tid >= kChunk) return;
-  const int i = c.tid;
+__device__ void store_numbers(const C& c, const TokenSums& sums, Numbers* to, int i) {
   const float q_norm = c.s.q_norm[i], k_norm = c.s.k_norm[i];
   const float since_start = ptx::ex2(sums.whole[i] + sums.part[i]);
   to->row_k[i] = since_start * k_norm;
   to->row_q[i] = since_start * q_norm;
-  to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm;
-  to->beta[i] = sums.beta[i];
-  to->diag[i] = c.s.diag[i] * (q_norm * k_norm);
+  to->col_k[i] = decay_between(sums, kChunk - 1, i) * k_norm * sums.beta[i];
+  to->diag[i] = c.s.diag[i] * (q_norm * k_norm) * sums.beta[i];
   const float growth = sum_over(log2_growth(sums.beta[i], c.s.k_square[i]), 1, 32);
-  if (c.lane() == 0) to->log2_growth[c.warp()] = growth;
+  if (c.lane() == 0) to->log2_growth[i / 32] = growth;
   if (i != kChunk - 1) return;
   to->last = since_start;
   to->log2_decay = sums.whole[i] + sums.part[i];
 }
 
-template <class T>
+template <int kStorers, class T>
 __device__ void store_square(const T (&square)[kChunk][intra::kSquareStride], T* to, int thread) {
   const int row0 = thread / 8, piece = thread % 8;
 #pragma unroll
-  for (int row = 0; row < kChunk; row += kThreads / 8)
+  for (int row = 0; row < kChunk; row += kStorers / 8)
     *reinterpret_cast<uint4*>(to + swizzled(row0, piece) + row * 64) =
         *reinterpret_cast<const uint4*>(&square[row0 + row][piece * 8]);
 }
@@ -317,15 +345,20 @@ __device__ void make_factors(const C& c, int head, const TokenSums& sums, const 
   using T = typename C::T;
   const int64_t tile = static_cast<int64_t>(c.a.q_heads.quotient(blockIdx.x)) * c.a.shape.HV + head;
   decay_scores(c, sums, scores);
-  store_numbers(c, sums, c.a.made.numbers + tile);
   __syncthreads();
-  intra::invert_pairs(c);
+  if (c.warp() < kWarpsOfBlock / 2) {
+    invert_pairs(c);
+  } else {
+    const int thread = c.tid - kThreads / 2;
+    store_numbers(c, sums, c.a.made.numbers + tile, thread);
+    store_square<kThreads / 2>(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare,
+                               thread);
+  }
   __syncthreads();
-  intra::invert_halves(c);
-  if (c.tid < kChunk) c.s.after.inverse[c.tid][c.tid] = 0;  // of T' - I
-  __syncthreads();
-  store_square(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare, c.tid);
-  store_square(c.s.after.Aqk, static_cast<T*>(c.a.made.scores) + tile * kSquare, c.tid);
+  invert_halves(c);
+  __syncthreads();  // the next head's scores may go where these were, its inverse after a barrier
+  store_square<kThreads>(c.s.after.inverse, static_cast<T*>(c.a.made.inverse) + tile * kSquare,
+                         c.tid);
 }
 
 // ---- the kernel
@@ -343,16 +376,16 @@ __device__ void run(const C& c) {
       ptx::cp_async_wait<0>();
       ptx::fence_async_proxy();
       __syncthreads();
-      find_norms(c);
+      if (c.tid == 0) store_rows(c);
       multiply_rows(c, scores);
+      if (c.tid == 0) ptx::cp_async_bulk_wait_read();
       __syncthreads();  // norms are there; q and k were read
       scale_scores(c, scores);
       clear_squares(c);
     }
-    for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i) {
-      __syncthreads();  // sums are there; the squares, or operands, before were read
+    __syncthreads();  // sums are there
+    for (int i = 0; i < min(kWarpsOfBlock, group - first); ++i)
       make_factors(c, value_head_of(c.a, c.q_head, first + i), c.s.sums[i], scores);
-    }
   }
 }
 

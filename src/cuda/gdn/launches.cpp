@@ -21,7 +21,7 @@ Factors factors_of(const stage::Call& call) {
   const auto find = [&](const char* name) {
     return plan::find_block(*call.plan, call.workspace, name);
   };
-  return {find(block::kGdnInverse), find(block::kGdnScores),
+  return {find(block::kGdnQ), find(block::kGdnK), find(block::kGdnInverse), find(block::kGdnScores),
           static_cast<Numbers*>(static_cast<void*>(find(block::kGdnNumbers)))};
 }
 
@@ -44,8 +44,6 @@ HeadGates<ChainArgs> chain_args(const stage::Call& call, const SequenceMaps& map
   ChainArgs args;
   args.shape = shape_of(p);
   args.map = maps.map;
-  args.q = row_view(p.q, call.tensors.q);
-  args.k = row_view(p.k, call.tensors.k);
   args.v = row_view(p.v, call.tensors.v);
   args.made = factors_of(call);
   set_outputs(call, maps, &args);

@@ -19,6 +19,8 @@ inline constexpr const char* kOutputResidual = "output_residual";
 inline constexpr const char* kHandoffStates = "handoff_states";
 inline constexpr const char* kHandoffFlags = "handoff_flags";
 // Blocks of cuda.sm90.gdn.
+inline constexpr const char* kGdnQ = "gdn_q";
+inline constexpr const char* kGdnK = "gdn_k";
 inline constexpr const char* kGdnInverse = "gdn_inverse";
 inline constexpr const char* kGdnScores = "gdn_scores";
 inline constexpr const char* kGdnNumbers = "gdn_numbers";

@@ -82,7 +82,7 @@ struct ChunkFactors {
       const double since_start = zeros[n] > 0 ? 0 : std::exp(sum[n]);
       row_k.push_back(since_start * k_norm[n]);
       row_q.push_back(since_start * q_norm[n]);
-      col_k.push_back(between(tokens - 1, i) * k_norm[n]);
+      col_k.push_back(between(tokens - 1, i) * k_norm[n] * beta[n]);
       last = since_start;
     }
   }
@@ -115,12 +115,12 @@ struct ChunkFactors {
     Doubles L = inverse;
     for (int64_t i = 0; i < tokens; ++i) {
       const auto n = static_cast<std::size_t>(i);
-      diag.push_back(dot(q, i, i) * q_norm[n] * k_norm[n]);
+      diag.push_back(dot(q, i, i) * q_norm[n] * k_norm[n] * beta[n]);
       for (int64_t j = 0; j < i; ++j) {
         const auto m = static_cast<std::size_t>(j);
-        const double factor = between(i, j) * k_norm[m];
+        const double factor = between(i, j) * k_norm[m] * beta[m];
         scores[at(i, j, tokens)] = dot(q, i, j) * q_norm[n] * factor;
-        L[at(i, j, tokens)] = dot(k, i, j) * k_norm[n] * factor * beta[m];
+        L[at(i, j, tokens)] = dot(k, i, j) * k_norm[n] * factor;
       }
     }
     for (int64_t j = 0; j < tokens; ++j)  // (I + L) T' = I, column by column
@@ -152,7 +152,7 @@ struct ChunkForm {
 
   void step(const ChunkFactors& f, int64_t K, int64_t V) {
     for (int64_t c = 0; c < V; ++c) {
-      Doubles z, vn;
+      Doubles z, errors;
       const auto read = [&](const Doubles& rows, int64_t i) {
         double product = 0;
         for (int64_t d = 0; d < K; ++d) product += rows[at(i, d, K)] * state[at(d, c, V)];
@@ -164,17 +164,17 @@ struct ChunkForm {
         double error = z.back(), out = f.row_q[n] * read(f.q, i);
         for (int64_t j = 0; j < i; ++j)
           error += f.inverse[at(i, j, f.tokens)] * z[static_cast<std::size_t>(j)];
-        vn.push_back(f.beta[n] * error);
+        errors.push_back(error);
         for (int64_t j = 0; j < i; ++j)
-          out += f.scores[at(i, j, f.tokens)] * vn[static_cast<std::size_t>(j)];
-        outputs.push_back(out + f.diag[n] * vn.back());
+          out += f.scores[at(i, j, f.tokens)] * errors[static_cast<std::size_t>(j)];
+        outputs.push_back(out + f.diag[n] * error);
       }
       for (int64_t d = 0; d < K; ++d) {
         double& x = state[at(d, c, V)];
         x *= f.last;
         for (int64_t i = 0; i < f.tokens; ++i)
           x += f.k[at(i, d, K)] * f.col_k[static_cast<std::size_t>(i)] *
-               vn[static_cast<std::size_t>(i)];
+               errors[static_cast<std::size_t>(i)];
       }
     }
     for (int64_t i = 0; i < f.tokens; ++i)

@@ -165,7 +165,7 @@ void expect_square(const ChunkFactors& truth, const Doubles& square,
       ASSERT_TRUE(inside || x == 0) << what << i << " " << j;
       error += (x - y) * (x - y), size += y * y;
     }
-  const double rounding = truth.tokens > 16 ? 2.2e-3 : 0x1p-8;  // few do not average
+  const double rounding = truth.tokens > 16 ? 2.6e-3 : 0x1p-8;  // few do not average
   EXPECT_LE(std::sqrt(error), rounding * std::sqrt(size)) << what;
 }
 
@@ -180,11 +180,10 @@ void expect_numbers(const ChunkFactors& truth, const cuda::gdn::Numbers& numbers
     EXPECT_TRUE(near(numbers.row_k[i], truth.row_k[i])) << what << i;
     EXPECT_TRUE(near(numbers.row_q[i], truth.row_q[i])) << what << i;
     EXPECT_TRUE(near(numbers.col_k[i], truth.col_k[i])) << what << i;
-    EXPECT_TRUE(near(numbers.beta[i], truth.beta[i])) << what << i;
     EXPECT_NEAR(numbers.diag[i], truth.diag[i], 1e-6) << what << i;
   }
   for (std::size_t i = static_cast<std::size_t>(truth.tokens); i < kChunk; ++i)
-    EXPECT_EQ(numbers.beta[i], 0) << what << i;
+    EXPECT_EQ(numbers.col_k[i], 0) << what << i;
   EXPECT_TRUE(near(numbers.last, truth.last)) << what;
   const double bound = double{numbers.log2_decay} + numbers.log2_growth[0] + numbers.log2_growth[1];
   if (std::isinf(truth.log2_bound))
@@ -697,23 +696,6 @@ TEST_F(Gdn, SequencesWithoutTokensKeepTheirStates) {
 }
 
 // ---- plans
-
-TEST(GdnPlan, ServesCallersWhoNameItAlone) {
-  const Inputs inputs = test::gdn::inputs_of({.K = 128, .V = 128, .gates = Gates::kZero});
-  for (const auto& [backend, served] :
-       {std::pair{"", false}, std::pair{"cuda", false}, std::pair{"sm90", false},
-        std::pair{"gdn", true}, std::pair{"sm90.gdn", true}, std::pair{kName, true}}) {
-    Plan plan;
-    ASSERT_TRUE(make_plan(inputs.problem, inputs.cu_seqlens, gpu_facts(132),
-                          test::with_backend(backend), &plan)
-                    .ok());
-    EXPECT_EQ(plan.implementation == kName, served) << backend;
-    EXPECT_EQ(plan.candidates[4].name, kName);
-    const bool named = !std::string(backend).empty();
-    EXPECT_TRUE(named ||
-                plan.candidates[4].reason == "not measured yet: it serves callers who name it");
-  }
-}
 
 /// Plans of a layer with 2 q/k heads and 8 value heads.
 Plan layer_plan(int64_t tokens, const PlanOptions& options = {}, bool batch_invariant = false) {
