@@ -65,24 +65,22 @@ struct Scale {
   }
 };
 
-/// This warp's columns of a tile [64 tokens, 64] of bf16, transposed: visit(step, register, pair).
-template <class C, class Visit>
-__device__ __forceinline__ void for_each_pair(const C& c, const __nv_bfloat16* tile,
-                                              Visit&& visit) {
+/// This warp's columns of a tile [64 tokens, 64], transposed: visit(step, register, pair).
+template <class C, class Row, class Visit>
+__device__ __forceinline__ void for_each_pair(const C& c, const Row* tile, Visit&& visit) {
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     uint32_t raw[4];
     ptx::ldmatrix_x4_trans(raw, ptx::shared_address(c.u_piece(tile, step)));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) visit(step, i, ptx::unpack<__nv_bfloat16>(raw[i]));
+    for (int i = 0; i < 4; ++i) visit(step, i, ptx::unpack<Row>(raw[i]));
   }
 }
 
 /// kSign times these columns, scaled: as A operands, and in fp32 where wanted. Returns bits_of().
-template <int kSign, class C, class... Exact>
-__device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale,
-                                              const __nv_bfloat16* tile, uint32_t (&rows)[4][4],
-                                              Exact&... exact) {
+template <int kSign, class C, class Row, class... Exact>
+__device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale, const Row* tile,
+                                              uint32_t (&rows)[4][4], Exact&... exact) {
   for_each_pair(c, tile, [&](int step, int i, float2 pair) {
     pair.x *= kSign * scale.by, pair.y *= kSign * scale.by;
     rows[step][i] = ptx::pack<__half>(pair.x, pair.y);
@@ -93,8 +91,8 @@ __device__ __forceinline__ uint32_t load_rows(const C& c, const Scale& scale,
 }
 
 /// Takes the scale that state and rows want. False: all are zero, or nothing is finite.
-template <class C>
-__device__ __forceinline__ bool rescale(C& c, Scale& scale, const __nv_bfloat16* tile) {
+template <class C, class Row>
+__device__ __forceinline__ bool rescale(C& c, Scale& scale, const Row* tile) {
   float of_state = 0, of_rows = 0;
 #pragma unroll
   for (int n = 0; n < C::kTiles; ++n)
@@ -109,8 +107,8 @@ __device__ __forceinline__ bool rescale(C& c, Scale& scale, const __nv_bfloat16*
 }
 
 /// Rounds the state, and loads rows by load(), until both fit: at most twice. Infinities stay.
-template <class C, class Load>
-__device__ __forceinline__ void round_scaled(C& c, Scale& scale, const __nv_bfloat16* tile,
+template <class C, class Row, class Load>
+__device__ __forceinline__ void round_scaled(C& c, Scale& scale, const Row* tile,
                                              uint32_t (&rounded)[C::kSteps][4], Load&& load) {
   const auto round = [&] {
 #pragma unroll
@@ -141,6 +139,26 @@ __device__ __forceinline__ bool has_lost(const C& c, const Scale& scale) {
       finite = finite && fabsf(c.state[n][i]) <= kMostFinite;
     }
   return __any_sync(~0u, !finite) || warp_exponent(top) - scale.exponent < -kBits - scale.least;
+}
+
+/// What takes numbers to kTargetExponent and, of the warp's scale, back: of those with this largest
+/// one, not all zeros.
+struct OwnScale {
+  float by, back;
+  __device__ __forceinline__ OwnScale(const Scale& scale, int top) {
+    const int to = max(-kFarthest, min(kFarthest, scale.exponent + kTargetExponent - top));
+    by = power_of_two(to - scale.exponent), back = power_of_two(-to);
+  }
+};
+/// The exponent of the largest number of the warp, or kExponentOfZeros.
+template <int kTiles>
+__device__ __forceinline__ int exponent_of(const float (&x)[kTiles][4]) {
+  float top = 0;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = larger(top, x[n][i]);
+  return warp_exponent(top);
 }
 
 /// `factor` x^T of 64 tokens as A operands of T.

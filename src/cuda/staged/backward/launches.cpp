@@ -101,9 +101,9 @@ struct Stream {
 
 Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
-  if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
+  if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16 && !group.kernels.fp16_rows)
     return sm90::launch_chunk_intra_fp16(args, on.after);
-  return launch_chunk_intra(args, /*half=*/false, /*tokens=*/false, on.after);
+  return launch_chunk_intra(args, /*half=*/group.kernels.fp16_rows, /*tokens=*/false, on.after);
 }
 
 Status run_scan(const Group& group, const Stream& on) {
@@ -144,6 +144,9 @@ Status run_fp16_chains(const Group& group, const ChainArgs* errors, const Revers
 /// of the other.
 Status run_chains(const Group& group, const ChainArgs* errors, const ReverseArgs& reverse,
                   const Stream& on) {
+  if (sm90::kBuilt && group.kernels.fp16_rows)
+    return sm90::launch_fp16_row_chains(errors, reverse, group.args.v, group.blocks.scales,
+                                        on.early);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
     return run_fp16_chains(group, errors, reverse, on);
   if (sm90::kBuilt && group.kernels.chains == Chains::kWgmma)
