@@ -91,8 +91,7 @@ inline constexpr GradientBound kFp16ChainGradients[] = {
 inline constexpr GradientBound kFp16RowGradients[] = {
     {"dq", 0.6e-3, 0}, {"dk", 0.6e-3, 0},    {"dv", 0.6e-3, 0},
     {"dg", 1.0e-3, 0}, {"dbeta", 0.6e-3, 0}, {"ddt_bias", 1.0e-3, 0}};
-/// What fp16 has of the errors of bf16 operands in one head: an eighth, and a little more.
-inline constexpr double kFp16RowsShare = 0.2;
+inline constexpr double kFp16RowsShare = 0.15;
 /// The share of their magnitude that roundings leave of terms that cancel.
 inline constexpr double kCancelledOperands = 0.1;
 

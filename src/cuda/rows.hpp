@@ -22,7 +22,7 @@ extern const registry::ForwardRow kForward;
 namespace staged {
 extern const registry::ForwardRow kForward;
 extern const registry::BackwardRow kBackward;
-/// Rows in fp16, on Hopper (sm_90a), K = V = 128.
+/// cuda.sm90.staged: rows in fp16 on Hopper (sm_90a), K = V = 128.
 extern const registry::BackwardRow kFp16Backward;
 }  // namespace staged
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of cuda.sm80.staged: what it serves and how it plans. Its launches:
+// The backwards of cuda.sm80.staged and, for rows in fp16, cuda.sm90.staged: what they serve and how it plans. Its launches:
 // cuda/staged/backward/launches.cpp.
 #include "cuda/staged/backend.hpp"
 #include "core/layout.hpp"

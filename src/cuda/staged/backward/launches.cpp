@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // clang-format off
-// The backward of cuda.sm80.staged, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
+// The backward of cuda.sm80.staged, and of cuda.sm90.staged for rows in fp16, from a checked call to its kernels. Start here; docs/design/backward_hopper.md
 // and backward_portable.md say why. kernels.hpp decides which kernels run (`kda plan --backward --device cuda --explain` prints them);
 // arguments.hpp makes what each is given; this file is the order in which they run.
 //
@@ -39,6 +39,9 @@
 //   fallback
 //
 // Also launched, and when
+//   chunk_intra,                 rows in fp16, in place of the first three launches of a layer's call: factors in
+//   backward_chains_fp16,        fp16 with u; S0, E, dS, dZ in fp16 and a power of two for 16 columns of V; sums over
+//   chunk_grad_sm90, fp16        tokens in tf32. Nothing falls back
 //   upload                       first: a map of packed sequences or of segments, from lengths on the host
 //   sequence_map, zero_rows      first and last, where only the GPU knows the lengths (zero_rows: run/run.cpp)
 //   chunk_intra, fallback        d_initial_state is wanted, gates are logarithms, or the call is in two phases:
