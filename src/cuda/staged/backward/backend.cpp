@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backwards of cuda.sm80.staged and, for rows in fp16, cuda.sm90.staged: what they serve and how it plans. Its launches:
-// cuda/staged/backward/launches.cpp.
+// The backwards of cuda.sm80.staged and, for rows in fp16, cuda.sm90.staged: what they serve and
+// how it plans. Its launches: cuda/staged/backward/launches.cpp.
 #include "cuda/staged/backend.hpp"
 #include "core/layout.hpp"
 #include "core/text.hpp"
