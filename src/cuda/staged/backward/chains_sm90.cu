@@ -89,7 +89,7 @@ __device__ __forceinline__ void round_state(const C& c, uint32_t (&rounded)[C::k
     }
 }
 
-/// What takes this warp's columns of an operand back, for chunk_grad.
+/// Stores the factor that takes this warp's columns of an operand back, for chunk_grad.
 template <class C>
 __device__ __forceinline__ void put_scale(const C& c, float* scales, int chunk, int kind,
                                           float back) {
@@ -387,14 +387,20 @@ struct Reverse {
     put_tokens(c, dz, s.d_o);
     if (c.a.o.base && !dv_is_dz()) c.store_outputs(chunk, x);
   }
-  /// -x, times a power of two of its own: betas may be far below 1.
+  /// -x; times a power of two of its own if it is small: betas may be far below 1.
   __device__ __forceinline__ void round_dz(int chunk, const float (&x)[C::kTokenTiles][4],
                                            uint32_t (&dz)[4][4]) const {
-    const int top = fp16_chain::exponent_of(x);
-    const bool zeros = top == fp16_chain::kExponentOfZeros;
-    const fp16_chain::OwnScale own(scale, zeros ? 0 : top);
-    fp16_chain::round_tokens<Row>(x, -own.by, dz);
-    if (c.a.h) put_scale(c, scales, chunk, 3, zeros ? 0 : own.back);
+    constexpr uint32_t kEnough = 0x70007000;  // of 2^-11 and more
+    fp16_chain::round_tokens<Row>(x, -1, dz);
+    float back = scale.back;
+    if (!__any_sync(~0u, fp16_chain::bits_of(dz) & kEnough)) {
+      const int top = fp16_chain::exponent_of(x);
+      const bool zeros = top == fp16_chain::kExponentOfZeros;
+      const fp16_chain::OwnScale own(scale, zeros ? 0 : top);
+      fp16_chain::round_tokens<Row>(x, -own.by, dz);
+      back = zeros ? 0 : own.back;
+    }
+    if (c.a.h) put_scale(c, scales, chunk, 3, back);
   }
   __device__ void finish() {
     if constexpr (kFp16) {

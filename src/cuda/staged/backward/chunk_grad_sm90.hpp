@@ -23,8 +23,8 @@ struct FinishedGradArgs : ChunkGradArgs {
   double* sums = nullptr;
   /// Workspace, kFallbackWords of each chunk and value head: which fall back to the second launch.
   uint32_t* fallback = nullptr;
-  /// Of fp16 operands, [chunk of the batch, HV, kOperandKinds, kScaledColumns]: what takes each 16
-  /// columns of V of h, errors, dh and dz back; 0 where all are zeros. Null: bf16, as they are.
+  /// [chunk of the batch, HV, kOperandKinds, kScaledColumns], with fp16 operands: factors that take
+  /// each 16 columns of V of h, errors, dh and dz back; 0 for zeros. Null: bf16, as they are.
   const float* scales = nullptr;
   /// Set by the launch.
   unsigned tiles = 0;       ///< chunks and value heads

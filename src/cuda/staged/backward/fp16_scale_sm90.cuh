@@ -102,7 +102,9 @@ __device__ __forceinline__ bool rescale(C& c, Scale& scale, const Row* tile) {
                 [&](int, int, float2 pair) { of_rows = larger(larger(of_rows, pair.x), pair.y); });
   const int top = max(warp_exponent(of_state), warp_exponent(of_rows) + scale.exponent);
   if (top <= kExponentOfZeros / 2) return false;
-  scale.move(c, scale.exponent + kTargetExponent - top);
+  const int to = scale.exponent + kTargetExponent - top;
+  // In fp16 the powers are handed on: those of other warps should be the same.
+  scale.move(c, std::is_same_v<Row, __half> ? ((to + 2) & ~3) - 2 : to);
   return true;
 }
 
@@ -141,12 +143,12 @@ __device__ __forceinline__ bool has_lost(const C& c, const Scale& scale) {
   return __any_sync(~0u, !finite) || warp_exponent(top) - scale.exponent < -kBits - scale.least;
 }
 
-/// What takes numbers to kTargetExponent and, of the warp's scale, back: of those with this largest
-/// one, not all zeros.
+/// A power of two for numbers that are far below what the warp's scale is for: of the largest one,
+/// by 2^8 n, which often is the same for other warps; and what takes numbers times both back.
 struct OwnScale {
   float by, back;
   __device__ __forceinline__ OwnScale(const Scale& scale, int top) {
-    const int to = max(-kFarthest, min(kFarthest, scale.exponent + kTargetExponent - top));
+    const int to = min(kFarthest, scale.exponent + ((-4 - top) & ~7));
     by = power_of_two(to - scale.exponent), back = power_of_two(-to);
   }
 };

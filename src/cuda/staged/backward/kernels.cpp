@@ -221,7 +221,7 @@ void list_backward(plan::PlanBuilder& builder, const BackwardKernels& kernels) {
                 "of each group: factors of one (chunk, value head) a task");
   const bool fp16 = kernels.chains == BackwardKernels::Chains::kWgmmaFp16;
   plan_expand_bias(builder, "chunk_intra");
-  builder.kernel("chunk_intra", fp16 && !kernels.fp16_rows ? "chunk_intra_fp16" : "chunk_intra",
+  builder.kernel("chunk_intra", fp16 ? "chunk_intra_fp16" : "chunk_intra",
                  fp16 ? "factors in fp16, for the chains" : "factors in bf16, for the chains");
   if (plan.segmented) list_segments(builder, kernels, chains);
   list_chains(builder, kernels, chains);

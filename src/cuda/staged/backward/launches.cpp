@@ -39,9 +39,8 @@
 //   fallback
 //
 // Also launched, and when
-//   chunk_intra,                 rows in fp16, in place of the first three launches of a layer's call: factors in
-//   backward_chains_fp16,        fp16 with u; S0, E, dS, dZ in fp16 and a power of two for 16 columns of V; sums over
-//   chunk_grad_sm90, fp16        tokens in tf32. Nothing falls back
+//   chunk_grad_sm90, fp16        rows in fp16, in place of both launches of chunk_grad_sm90: S0, E, dS, dZ come in fp16
+//                                with a power of two for 16 columns of V; sums over tokens are in tf32
 //   upload                       first: a map of packed sequences or of segments, from lengths on the host
 //   sequence_map, zero_rows      first and last, where only the GPU knows the lengths (zero_rows: run/run.cpp)
 //   chunk_intra, fallback        d_initial_state is wanted, gates are logarithms, or the call is in two phases:
@@ -104,9 +103,9 @@ struct Stream {
 
 Status run_intra(const Group& group, const Stream& on) {
   const HeadGates<ChunkIntraArgs> args = intra_arguments(group);
-  if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16 && !group.kernels.fp16_rows)
-    return sm90::launch_chunk_intra_fp16(args, on.after);
-  return launch_chunk_intra(args, /*half=*/group.kernels.fp16_rows, /*tokens=*/false, on.after);
+  if (sm90::kBuilt && group.kernels.chains == Chains::kWgmmaFp16)
+    return sm90::launch_chunk_intra_fp16(args, group.kernels.fp16_rows, on.after);
+  return launch_chunk_intra(args, /*half=*/false, /*tokens=*/false, on.after);
 }
 
 Status run_scan(const Group& group, const Stream& on) {

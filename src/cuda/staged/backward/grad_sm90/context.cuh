@@ -51,6 +51,18 @@ __device__ __forceinline__ void scale_operand(const Operand& x, Part& out, Facto
   for_each([&](int n, int i) { out[n][i] = rounded_tf32(element<T>(x, n, i) * factor(n, i)); });
 }
 
+/// Makes an operand that is nothing else: the product drops the bits behind.
+template <class T, class Factor>
+__device__ __forceinline__ void scale_rows(const Operand& x, Part& out, Factor&& factor) {
+  for_each([&](int n, int i) {
+    out[n][i] = __uint_as_float(ptx::to_tf32(element<T>(x, n, i) * factor(n, i)));
+  });
+}
+template <class T, class Factor>
+__device__ __forceinline__ void scale_rows(const Operand& x, Operand& out, Factor&& factor) {
+  scale_operand<T>(x, out, factor);
+}
+
 /// Exclusive or with the column of a pair in tf32, of this row: rows that a warp reads or writes
 /// together, eight neighbours or every second one, lie in other banks.
 __device__ __forceinline__ int wide_swizzle(int row) { return ((row / 2 ^ row * 2) & 3) * 8; }
@@ -98,7 +110,7 @@ struct ComputeContext {
   __device__ int channel() const { return 16 * warp + g(); }
   __device__ const Numbers<kHeads, kGates>& numbers() const { return s.numbers[turn & 1]; }
   __device__ const Factors& factors() const { return s.factors[head()]; }
-  /// What takes a product with operands of this kind back; 1 where they are held as they are.
+  /// The factor that takes a product with operands of this kind back; 1 in bf16.
   __device__ __forceinline__ float back(OperandKind kind) const {
     if constexpr (kWide)
       return s.of_elements.scales[turn & 1].back[kind];

@@ -67,7 +67,8 @@ __device__ __forceinline__ void put_pairs(const C& c, bool by_dz, int block, int
       for (int half = 0; half < 2; ++half) {
         const int column = (16 * b + 8 * n) ^ wide_swizzle(c.g());
         *reinterpret_cast<float2*>(rows + 8 * half * kChunk + column + 2 * c.t()) = {
-            rounded_tf32(x[n][2 * half]), rounded_tf32(x[n][2 * half + 1])};
+            __uint_as_float(ptx::to_tf32(x[n][2 * half])),
+            __uint_as_float(ptx::to_tf32(x[n][2 * half + 1]))};
       }
   } else {
     using T = typename C::T;

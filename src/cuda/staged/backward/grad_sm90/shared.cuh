@@ -98,7 +98,7 @@ struct ElementParts<__half> {
   using PairTile = float[kChunk * kChunk];  // rows of 64, swizzled (wide_swizzle())
   struct Scales {
     float back[kOperandKinds];  // what takes operands of one power of two back
-    // What takes 16 columns to that one, as a pair of fp16.
+    // Factors that take 16 columns to that one, as pairs of fp16.
     uint32_t level[kOperandKinds][kScaledColumns];
     bool differ[kOperandKinds];  // whether any is not 1
   } scales[2];                   // of a turn, from the warps that load
