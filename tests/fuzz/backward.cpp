@@ -74,6 +74,8 @@ void fit_fp16(check::GenerateOptions* o) {
     o->regime = Regime::kTrainedSoftplus;
   o->key_dim = o->value_dim = 128;
   o->dtype = DType::kFloat16;
+  // dg of one token without a state is 0, where Hopper's chunk_grad has fp32's rounding.
+  o->initial_state = true;
 }
 void fit_fp16(Problem* p) {
   p->lower_bound = std::max(p->lower_bound, -5.0);

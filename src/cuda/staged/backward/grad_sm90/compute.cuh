@@ -118,13 +118,11 @@ __device__ __forceinline__ void run_chunk(const C& c) {
   ptx::fence_operands(dk);
   ptx::mbarrier_arrive(s.d_state_empty);
   c.scale_tokens(factors.column_state, dk);
-  float2 over_chunk, boundary;
-  if constexpr (!C::kWide) boundary = boundary_of_columns<kSeveral>(c, d, columns, dk, &over_chunk);
+  float2 over_chunk;
+  float2 boundary = boundary_of_columns<kSeveral>(c, d, columns, dk, &over_chunk);
   c.sync();
   store_output(c, 0, q, s.along_q[c.head()], queries);
   ptx::rename_registers(d.row, c.a.zero);
-  if constexpr (C::kWide)  // where there are registers for columns
-    boundary = boundary_of_columns<kSeveral>(c, d, columns, dk, &over_chunk);
   if (kSeveral) columns.rename(c);
   add_columns<kSeveral>(c, d, columns, dk, dG);
 

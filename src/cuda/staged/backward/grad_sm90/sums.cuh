@@ -37,19 +37,14 @@ struct Columns {
   __device__ __forceinline__ const Operand& again(const C&, const Decays&, int r) {
     return kept[r];
   }
-  template <bool kSeveral>
-  __device__ __forceinline__ const Operand& keep(const C&, const Decays&, int r) {
-    return kept[r];
-  }
   __device__ __forceinline__ void rename(const C& c) {
     ptx::rename_registers(reinterpret_cast<float(&)[kSubchunks][4]>(kept), c.a.zero);
   }
 };
-/// In tf32 they would be twice as many registers: they are made again, and kept from
-/// boundary_of_columns() to add_columns() alone.
+/// In tf32 they would be twice as many registers: they are made again.
 template <class C>
 struct Columns<C, true> {
-  Part made, kept[kSubchunks];  // kept: in front of their own anchors
+  Part made;
   template <bool kSeveral>
   __device__ __forceinline__ const Part& make(const C&, const Decays& d, const Operand& raw_k,
                                               int r) {
@@ -62,12 +57,6 @@ struct Columns<C, true> {
     Operand raw_k;
     C::load(c.channels_of(c.s.k), r, raw_k);
     return make<kSeveral>(c, d, raw_k, r);
-  }
-  template <bool kSeveral>
-  __device__ __forceinline__ const Part& keep(const C& c, const Decays& d, int r) {
-    again<kSeveral>(c, d, r);
-    for_each([&](int n, int i) { kept[r][n][i] = made[n][i]; });
-    return made;
   }
   __device__ __forceinline__ void rename(const C&) {}
 };
@@ -132,7 +121,7 @@ __device__ __forceinline__ float2 boundary_of_columns(const C& c, const Decays& 
 #pragma unroll
   for (int r = kSubchunks - 1; r >= 0; --r) {
     float sum[2] = {};
-    const auto& column = columns.template keep<kSeveral>(c, d, r);
+    const auto& column = columns.template again<kSeveral>(c, d, r);
     for_each([&](int n, int i) {
       sum[i / 2] = fmaf(element(column, n, i), acc[2 * r + n][i], sum[i / 2]);
     });
@@ -161,7 +150,13 @@ __device__ __forceinline__ void add_columns(const C& c, const Decays& d, Columns
     c.template fence_in<Fence::kColumns>(r);
     const auto row = [&](int n, int i) { return d.row[2 * r + n][i]; };
     scale_rows<T>(raw_q, rows_q, row), scale_rows<T>(raw_k, rows_k, row);
-    auto& own = columns.kept[r];
+    typename C::Decayed own;
+    if constexpr (C::kWide) {
+      scale_operand<T>(raw_k, own, inverses(d, r));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) own[i] = columns.kept[r][i];
+    }
     if (kSeveral && !d.has_one(r)) {
       add_rows_by_anchors(c, rows_q, rows_k, d, r, acc);
       scale_operand<T>(raw_k, own, inverses(d, r));
